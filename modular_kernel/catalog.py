@@ -72,7 +72,8 @@ class PartSource:
     name: name of the entry point.
     origin: its distribution and its value.
     load: imports and returns the object that the entry point names.
-    is_builtin: whether it belongs to this distribution. Its import then has no deadline.
+    is_builtin: whether it belongs to this distribution. The import of built-in parts has no
+        timeout.
     """
 
     name: str
@@ -83,10 +84,7 @@ class PartSource:
 
 @dataclass(frozen=True)
 class Part:
-    """A part class.
-
-    origin: the entry point that provides the class.
-    """
+    """A part class. `origin` describes the entry point that provides it."""
 
     name: str
     kind: Kind
@@ -96,10 +94,7 @@ class Part:
 
 @dataclass(frozen=True)
 class BrokenEntry:
-    """An entry point that cannot be used, or one of the classes that it names.
-
-    error: why it cannot be used.
-    """
+    """An entry point, or one of its classes, that cannot be used. `error` says why."""
 
     name: str
     origin: str
@@ -117,7 +112,7 @@ class Catalog:
     def names(self, kind: Kind) -> tuple[str, ...]:
         """Return the names of parts of one kind, in discovery order.
 
-        A name that several classes have is omitted. Raises ConfigurationError if no entry point
+        Names that several classes share are omitted. Raises ConfigurationError if no entry point
         provides parts.
         """
         self.require_parts()
@@ -125,7 +120,7 @@ class Catalog:
         return tuple(name for name in dict.fromkeys(names) if names.count(name) == 1)
 
     def duplicates(self) -> dict[str, tuple[str, ...]]:
-        """Return the origins of each name that more than one class has."""
+        """Return the names that several classes share, with the origins of the classes."""
         claims: dict[str, list[str]] = {}
         for part in self.parts:
             claims.setdefault(part.name, []).append(part.origin)
@@ -229,19 +224,13 @@ def _check_classes(value: object) -> tuple[type, ...]:
 
 
 def _get_class_name(cls: type) -> str:
-    """Return the name of a class, or "" if the name is not an identifier.
-
-    A metaclass cannot override this name.
-    """
-    name = type.__dict__["__name__"].__get__(cls)
+    """Return the name of a class, or "" if the name is not an identifier."""
+    name = type.__dict__["__name__"].__get__(cls)  # a metaclass may override cls.__name__
     return name if name.isidentifier() else ""
 
 
 def _make_part(cls: type, source: PartSource) -> Part:
-    """Return the Part for a class.
-
-    Raises ConfigurationError if the class does not have the declaration that its kind requires.
-    """
+    """Return the Part for a class. Raises ConfigurationError for an invalid class."""
     name = _get_class_name(cls)
     if not name:
         raise ConfigurationError("part", got=repr(cls)[:200], need="a name that is an identifier")
@@ -262,7 +251,7 @@ def _make_part(cls: type, source: PartSource) -> Part:
 def load_catalog() -> Catalog:
     """Return the parts of all installed packages. Entry points are read once per process.
 
-    A backend stage that was registered without its counterparts is listed as broken.
+    Stages of a MoE runner backend that lack another stage are listed as broken.
     """
     entries = sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value))
     # An editable and a regular install of one distribution list the same entry point twice.
@@ -273,7 +262,7 @@ def load_catalog() -> Catalog:
 
 
 def list_broken_stages() -> tuple[BrokenEntry, ...]:
-    """Return the backend stages that were registered without their counterparts."""
+    """Return the registered stages of MoE runner backends that lack another stage."""
     return tuple(BrokenEntry(r.name, r.origin, r.missing) for r in find_unused_registrations())
 
 
@@ -316,7 +305,7 @@ def collect_probes(catalog: Catalog) -> tuple[PackageProbe, ...]:
 
 
 def this_machine(*, device: Literal["cuda", "cpu"] | None = None) -> Machine:
-    """Return this machine, including the packages of parts that are installed.
+    """Return this machine, with the installed packages that parts require.
 
     device: "cpu" returns this machine without its GPU. None prefers the GPU.
     """
@@ -385,14 +374,15 @@ def make_kernel(  # noqa: PLR0913 (the arguments of a kernel, and the group of i
     poison: bool = False,
     auto_prepare: bool | None = None,
 ) -> FusedMoEModularKernel:
-    """Construct two parts and compose them to a kernel.
+    """Construct two parts and compose them into a kernel.
 
     prepare_finalize, experts: names or classes of the parts.
     group: process group of a multi-rank layer.
     machine: None means this machine.
 
-    FusedMoEModularKernel describes the other arguments. Raises IncompatibleError, with every
-    reason, if the parts do not support the problem.
+    FusedMoEModularKernel describes the other arguments.
+
+    Raises IncompatibleError, with every reason, if the parts do not support the problem.
 
     >>> problem = Problem(tokens=64, hidden=256, intermediate=192, experts=4, top_k=2)
     >>> parts = "MoEPrepareAndFinalizeNoEP", "TorchExperts"

@@ -42,13 +42,13 @@ from modular_kernel.tensors import (
 )
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 
-# The launch configurations of one part, which are opaque except to the part's Tunable.
+# Launch configurations of one part. Only the part's Tunable interprets them.
 Choice = Hashable
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Time of one call and of each of its stages (`Tunable.stages`), in seconds."""
+    """Time of one call, and of each of its stages (`Tunable.stages`), in seconds."""
 
     seconds: float
     stages: Mapping[str, float] = field(default_factory=dict)
@@ -130,7 +130,7 @@ class Tunable(ABC):
 
     @abstractmethod
     def explain(self, tokens: int, device_name: str | None = None) -> str:
-        """Describe which launch is used, where it comes from and why.
+        """Return a text that says which launch is used, where it comes from, and why.
 
         device_name: name of a GPU; None means this machine.
         """
@@ -181,7 +181,7 @@ class PartDeclarations:
 
     @classmethod
     def explained(cls, problem: Problem) -> tuple[str, ...]:
-        """Return lines that describe which implementation calls of `problem` use; may be empty."""
+        """Return lines of text that say which implementation calls of `problem` use."""
         return ()
 
     @classmethod
@@ -223,9 +223,9 @@ class PrepareAndFinalize(PartDeclarations, ABC):
     keeps_expert_output: ClassVar[bool] = False
     # Whether the part can allocate the output of the layer (`finalize_to_new_tensor`).
     allocates_output: ClassVar[bool] = False
-    # Whether `prepare` is faster than `prepare_no_receive` followed by its receiver.
+    # Whether `prepare` is faster than `prepare_no_receive` followed by a call of its receiver.
     prepares_at_once: ClassVar[bool] = False
-    # Rows per expert are a multiple of this, in the batched format (`requires.rounds_capacity`).
+    # In the batched format, the rows per expert are a multiple of this (`round_capacity`).
     capacity_multiple: int = 1
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
@@ -292,7 +292,8 @@ class PrepareAndFinalize(PartDeclarations, ABC):
     def may_record(self) -> bool:
         """Return whether the next call may be recorded, if `may_replay`.
 
-        It may not if it does work that its replays do not repeat, such as an agreement of ranks.
+        A call must not be recorded if it does work that replays do not repeat, such as an agreement
+        between ranks.
         """
         return True
 
@@ -353,10 +354,10 @@ class PrepareAndFinalize(PartDeclarations, ABC):
     def abandon(self, error: Exception) -> None:  # a no-op in single-rank parts
         """Shut down, and notify the other ranks that a started call failed with `error`.
 
-        This is not called for a CommunicationError, because all ranks detect it.
+        A CommunicationError is not reported, because all ranks detect it.
         """
 
-    def check(self) -> None:  # a no-op in parts that raise synchronously
+    def check(self) -> None:  # a no-op in parts whose calls raise their own errors
         """Synchronize, and raise the errors that calls have detected on the device."""
 
     @abstractmethod
@@ -387,7 +388,10 @@ class PrepareAndFinalize(PartDeclarations, ABC):
 
 
 class PermuteExpertsUnpermute(PartDeclarations, ABC):
-    """Permute, GEMM 1, activation, GEMM 2, unpermute; optionally weight and reduce."""
+    """Computes the experts: permute, GEMM 1, activation, GEMM 2, unpermute.
+
+    Some experts also apply the router weights and sum over top-k.
+    """
 
     requires: ClassVar[ExpertsRequirements]
     # The staged part whose results this fused part must equal. The test harness compares the two.
@@ -451,14 +455,14 @@ class PermuteExpertsUnpermute(PartDeclarations, ABC):
         `apply` then gets the prepared tensors in its `weights`. Without prepared tensors, its
         output must be as accurate, but need not be bitwise equal.
 
-        weights: weights that were checked, and must not be modified.
-        out: the tensors that `prepared_specs` declares. Every element must be written.
+        weights: checked weights, which must not be modified.
+        out: the tensors that `prepared_specs` declares. `prepare` must write every element.
         """
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
-        """Return which values a call with these tensors rounds, or None if it is not declared.
+        """Return which values a call with these tensors rounds, or None for no declaration.
 
-        `mk test` verifies the declaration, because any other rounding changes the output.
+        `mk test` verifies the declaration.
 
         x_TH: (T, H) tokens of a call, or of a chunk of a call.
         """
@@ -495,8 +499,8 @@ class PermuteExpertsUnpermute(PartDeclarations, ABC):
 
         Inputs must not be modified. This is never called with zero rows. `requires.invalid_rows`
         defines the content of rows of skipped pairs. If `requires.inplace` is True, `output` may
-        share the memory of `tokens`. It must then be written only after the last token has been
-        read.
+        share the memory of `tokens`. In this case, `output` must be written only after the last
+        token has been read.
         """
 
 

@@ -14,7 +14,7 @@ class ModularKernelError(Exception):
     """Base class of all errors that the toolkit raises on purpose. They can be pickled."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Do not call the class: a subclass's constructor arguments are not in `args`.
+        # `args` holds the message, not the constructor arguments of a subclass.
         return _restore, (type(self), self.args), self.__dict__
 
 
@@ -64,7 +64,7 @@ class WeightsError(InputError):
 
 
 class CapacityError(InputError):
-    """A plan, part or buffer has no room for so many tokens, or all adapter slots are in use."""
+    """A call has more tokens than a plan, part or buffer can hold, or no adapter slot is free."""
 
 
 class UnsupportedError(InputError):
@@ -72,13 +72,12 @@ class UnsupportedError(InputError):
 
 
 class StateError(InputError):
-    """An object is in the wrong state, for example if a call is finished twice, or if a plan is
-    called from within its own call."""
+    """An object is in the wrong state, for example because a call is finished twice."""
 
 
 class CorruptionError(ModularKernelError):
-    """A part wrote outside its workspace (red zones are checked in poison mode), or an interpreted
-    kernel accessed memory that does not belong to any of its arguments."""
+    """A part wrote outside its workspace buffers (`poison=True`), or an interpreted kernel accessed
+    memory outside its arguments."""
 
 
 class UnknownPartError(InputError):
@@ -86,21 +85,15 @@ class UnknownPartError(InputError):
 
 
 class DuplicatePartError(InputError):
-    """Several packages provide a part or a quantization scheme with the same name.
-
-    The name cannot be used.
-    """
+    """Several packages provide a part or quantization scheme with this name, so none is used."""
 
 
 class BrokenPartError(InputError):
-    """The entry point that should provide a part or a quantization scheme cannot be used.
-
-    `got` is its error.
-    """
+    """An entry point for parts or quantization schemes cannot be used. `got` says why."""
 
 
 class IncompatibleError(ModularKernelError, ValueError):
-    """A pairing does not support the problem. `rejections` has an entry for each violated rule."""
+    """A pair of parts does not support the problem. `rejections` has each violated rule."""
 
     def __init__(self, pairing: str, rejections: Sequence[object]) -> None:
         self.pairing, self.rejections = pairing, tuple(rejections)
@@ -111,6 +104,8 @@ class IncompatibleError(ModularKernelError, ValueError):
 
 class CommunicationError(ModularKernelError):
     """Ranks of an exchange were late, disappeared, or made different calls.
+
+    A manager owns the connections of a process to the other ranks, and is shared by layers.
 
     rank: the rank that raised the error.
     phase: "construct", "counts", "dispatch" or "combine".

@@ -53,10 +53,10 @@ _LOG = logging.getLogger("modular_kernel.routing")
 
 
 class Execution:
-    """Two compatible parts and the steps of a call through them.
+    """Runs the steps of a call through two compatible parts.
 
-    machine: where it runs. checked, poison: see FusedMoEModularKernel. Raises ConfigurationError if
-    the kind of the experts' reducer differs from the declared one.
+    FusedMoEModularKernel describes the arguments. Raises ConfigurationError if the experts' reducer
+    is of another kind than the experts declare.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Execution:
         self._logged_invalid_ids = False
         self.call_counters = CallCounters()
         self._delayed_invalid_ids = DelayedValue()
-        self.label = ""  # name of the layer, if only one uses this kernel; for warnings
+        self.label = ""  # name of the layer that uses this kernel, for warnings
         self.auto_prepare = auto_prepare
         self._layout_key = prepared.make_layout_key(type(experts), self.problem)
         self.known_weights = recording.CheckedWeightsCache(
@@ -109,7 +109,7 @@ class Execution:
         forks.on_fork(self)
 
     def after_fork(self) -> None:
-        """In a forked child, run torch on one thread: the parent's thread pool is gone."""
+        """Run torch on one thread in a forked child, which has no thread pool."""
         self.call_counters.after_fork()
         if self.machine.device == "cpu":
             forks.use_one_thread()
@@ -160,9 +160,9 @@ class Execution:
         routing: Routing,
         out: torch.Tensor | None,
     ) -> ExpertWeights:
-        """Return the weights that the call reads: `weights`, or the kernel's prepared ones.
+        """Check the tensors of a call. Return the weights to use: `weights`, or a prepared copy.
 
-        Raises a subclass of InputError for the first tensor that does not match the problem.
+        Raises an InputError for the first tensor that does not match the problem.
         """
         validate.check_dense(x_TH, routing, out)
         validate.check_input(x_TH, self.problem, self.machine.device)
@@ -171,7 +171,7 @@ class Execution:
         return checked.prepared or weights
 
     def check_weights(self, weights: ExpertWeights, x_TH: torch.Tensor) -> recording.CheckedWeights:
-        """Check weights in their first call, and again if the memory of a tensor was replaced."""
+        """Check weights on first use, and again if the memory of a tensor was replaced."""
         checked = self.known_weights.lookup(weights, x_TH.device)
         if checked is None:
             validate.check_weights(weights, x_TH, self.problem)
@@ -209,10 +209,7 @@ class Execution:
             validate.check_static_scales(weights)
 
     def workspace_specs(self, tokens: int) -> dict[str, BufferSpec]:
-        """Return the buffers of both parts for a call of `tokens` tokens, by name.
-
-        Raises ConfigurationError unless tokens is an int >= 0.
-        """
+        """Return the buffers of both parts for a call of `tokens` tokens, by name."""
         if type(tokens) is not int or tokens < 0:  # cheaper than `expect`; runs in every call
             raise ConfigurationError("tokens", got=format_value(tokens), need="an int >= 0")
         pf_specs = self.prepare_finalize.workspace_shapes(tokens)
@@ -231,9 +228,9 @@ class Execution:
         return specs
 
     def output(self, x_TH: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the tensor that a call writes: x, `out` or a new one.
+        """Return the tensor that a call writes: x, `out` or a new tensor.
 
-        None if the part allocates its output.
+        Returns None if the PrepareAndFinalize allocates the output.
         """
         if self.problem.inplace:
             return x_TH
@@ -256,10 +253,7 @@ class Execution:
         return self._invalid_ids
 
     def _defers_quant(self, tokens: int) -> bool:
-        """Return whether activations are dispatched unquantized.
-
-        They are if the experts require it, or prefer it for a call that is not chunked.
-        """
+        """Return whether to dispatch unquantized activations, which the experts then quantize."""
         if self.experts.requires.quantizes_input or self.problem.scheme.scales_by_expert:
             return True
         part, chunk = self.prepare_finalize, self.problem.chunk_tokens
@@ -270,7 +264,7 @@ class Execution:
         return self.experts.takes_unquantized(part.dispatch_shape(tokens))
 
     def poison_output(self, out: torch.Tensor | None, fill: Fill) -> None:
-        """Fill the output of a call, unless the problem is inplace: the output is then x."""
+        """Fill the output of a call with `fill`, unless the output is x."""
         if out is not None and not self.problem.inplace:
             poison_tensor(out, fill)
 
@@ -285,10 +279,10 @@ class Execution:
         *,
         at_once: bool = False,
     ) -> "Pending":
-        """Start a call as `start` does, with checked tensors and the given workspace.
+        """Start a call whose tensors have been checked.
 
-        out: None if the part allocates its output. at_once: the caller finishes the call before
-        launching anything else.
+        out: the tensor to write; None if the PrepareAndFinalize allocates the output.
+        at_once: the caller finishes the call before launching anything else.
         """
         counter = self._invalid_ids
         if counter is None:
@@ -314,12 +308,12 @@ class Execution:
 
                     def receive() -> tuple[Dispatched, Handle]:
                         return received
-        except BaseException as error:  # other ranks must not wait for an interrupted call
+        except BaseException as error:  # an interrupted call must not leave other ranks waiting
             (part.abandon if call.peers_notified else part.refuse)(as_exception(error))
             raise
         memory = None
         if not at_once:
-            # x is read after the dispatch only if rows do not move.
+            # If rows move to other ranks, x is not read after the dispatch.
             read = {"x": None if self._moves_rows else x_TH, "out": out} | vars(weights)
             read |= {"topk_weights": routing.topk_weights_TK, "topk_ids": routing.topk_ids_TK}
             memory = TensorMemorySnapshot(read | {"adapters": routing.slots_T})
@@ -327,7 +321,7 @@ class Execution:
 
     @modes.disable_autocast
     def finish(self, pending: "Pending") -> torch.Tensor:
-        """Run the experts and the combine of `pending`; return its output."""
+        """Run the experts and the combine of `pending`, and return its output."""
         part, reduce = self.prepare_finalize, self.reduce
         try:
             tokens, handle = pending.receive()
@@ -338,10 +332,10 @@ class Execution:
                 if pending.out is None:
                     return part.finalize_to_new_tensor(output, handle=handle, reduce=reduce)
                 part.finalize(output, handle=handle, reduce=reduce, out=pending.out)
-            # Torch does not see that kernels write to it, but autograd and caches compare versions.
+            # Kernels write to the output without torch. Autograd and caches compare its version.
             torch.autograd.graph.increment_version(pending.out)
             return pending.out
-        except BaseException as error:  # other ranks must not wait for an interrupted call
+        except BaseException as error:  # an interrupted call must not leave other ranks waiting
             part.abandon(as_exception(error))
             raise
 
@@ -349,7 +343,7 @@ class Execution:
         self, tokens: Dispatched, handle: Handle, pending: "Pending"
     ) -> torch.Tensor:
         if self._experts_write_out:
-            assert pending.out is not None  # None only if the part allocates its output
+            assert pending.out is not None
             return pending.out
         if self._part_keeps_output:
             return self.prepare_finalize.expert_output(handle)
@@ -357,7 +351,7 @@ class Execution:
         return pending.workspace.take(EXPERT_OUTPUT, shape)
 
     def _apply_experts(self, tokens: Dispatched, pending: "Pending", output: torch.Tensor) -> None:
-        """Run the experts, in chunks of problem.chunk_tokens if set; skip zero rows."""
+        """Run the experts, in chunks of problem.chunk_tokens if it is set."""
         apply = partial(self.experts.apply, weights=pending.weights, workspace=pending.workspace)
         chunk = self.problem.chunk_tokens
         if isinstance(tokens, ContiguousTokens) and chunk and len(tokens.x_TH) > chunk:
@@ -370,10 +364,16 @@ class Execution:
 
 @dataclass(frozen=True)
 class Pending:
-    """A call of `tokens` tokens that is dispatched but whose experts have not run.
+    """A call that has been dispatched, but whose experts have not run.
 
-    `finish` must be called exactly once. out: None if the part allocates its output. memory: of the
-    caller's tensors that `finish` reads or writes; None if it is called at once.
+    `finish` must be called exactly once.
+
+    execution: the kernel.
+    receive: waits for the dispatch and returns its result.
+    out: the tensor to write; None if the PrepareAndFinalize allocates the output.
+    tokens: number of tokens of the call.
+    memory: snapshot of the memory of the caller's tensors that `finish` uses. None if `finish` is
+        called at once.
     """
 
     execution: Execution
@@ -390,8 +390,8 @@ class Pending:
     def finish(self) -> torch.Tensor:
         """Wait for the dispatch, run the experts, combine, and return the layer's output.
 
-        Raises StateError if called twice, or if the caller freed, resized or replaced the memory of
-        a tensor of the call since `start`.
+        Raises StateError if it is called twice, or if the memory of a tensor of the call was freed,
+        resized or replaced after `start`.
         """
         try:
             self._unfinished.pop()
@@ -413,7 +413,7 @@ class Pending:
 
 
 def _make_reducer(experts: PermuteExpertsUnpermute) -> TopKWeightAndReduce:
-    """Return the experts' reducer; raise ConfigurationError unless its kind is the declared one."""
+    """Return the experts' reducer. Raises ConfigurationError if its kind was not declared."""
     reduce = experts.finalize_weight_and_reduce_impl()
     declared = experts.requires.reduce if experts.problem.combine is Combine.SUM else None
     if reduce.kind is not declared:
@@ -430,5 +430,5 @@ def _dispatch_shape(tokens: Dispatched) -> DispatchShape:
 
 
 def as_exception(error: BaseException) -> Exception:
-    """Return the error to report to other ranks: the error itself, or the name of an interrupt."""
+    """Return the error, or an exception with the name of an interrupt such as KeyboardInterrupt."""
     return error if isinstance(error, Exception) else InterruptedError(type(error).__name__)

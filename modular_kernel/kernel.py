@@ -1,9 +1,9 @@
 """FusedMoEModularKernel: a PrepareAndFinalize composed with a PermuteExpertsUnpermute.
 
-kernel = FusedMoEModularKernel(prepare_finalize, experts)   # raises here if incompatible
-y_TH = kernel(x_TH, weights, routing)                       # a new tensor
-plan = kernel.plan()                                        # allocates once ...
-y_TH = plan(x_TH, weights, routing)                         # ... and never again
+kernel = FusedMoEModularKernel(prepare_finalize, experts)   # raises if the parts are incompatible
+y_TH = kernel(x_TH, weights, routing)                       # returns a new tensor
+plan = kernel.plan()                                        # allocates workspace and output
+y_TH = plan(x_TH, weights, routing)                         # allocates nothing
 """
 
 from dataclasses import replace
@@ -38,13 +38,14 @@ __all__ = ["FusedMoEModularKernel", "Pending", "Plan"]
 class FusedMoEModularKernel(Execution):
     """A fused MoE layer composed of two compatible parts.
 
-    machine: the machine it will run on; None detects this one.
-    checked: read the ids in every call and raise RoutingError for an invalid one (synchronizes).
-        Otherwise pairs with an invalid id are skipped and counted in `invalid_ids`.
-    poison: for tests. Fill workspaces and output before each call, with NaN and other values in
-        rotation, and check red zones after it (synchronizes).
-    auto_prepare: call `prepare_weights` on the first use of weights, if memory allows. None does so
-        on GPUs only.
+    machine: the machine that the kernel runs on. None detects this machine.
+    checked: check the values of ids, adapter slots and maps in every call, and raise an InputError
+        if one is invalid. This synchronizes with the device. If False, (token, expert) pairs with
+        an invalid id are skipped and counted in `invalid_ids`.
+    poison: for tests. Before each call, fill the workspace and the output with NaN or other values.
+        After each call, check that no kernel wrote past the end of a buffer, which synchronizes.
+    auto_prepare: call `prepare_weights` on the first use of weights, if memory allows. None enables
+        this on GPUs only.
 
     Raises IncompatibleError with every reason if the pairing is refused.
     """
@@ -113,8 +114,9 @@ class FusedMoEModularKernel(Execution):
     def replayable(self) -> bool:
         """Whether a plan may replay a call's launches instead of running the parts' host code.
 
-        Each class must declare it itself: a subclass does not inherit it, because it may add work
-        that a recording misses. A checked call reads values on the host and is never replayed.
+        The classes of both parts must set `replayable` in their own bodies. A subclass does not
+        inherit the attribute, because it may add work that a recording misses. A checked call reads
+        values on the host, and is never replayed.
         """
         parts = (self.prepare_finalize, self.experts)
         declared = all(vars(type(part)).get("replayable", False) for part in parts)
@@ -122,12 +124,12 @@ class FusedMoEModularKernel(Execution):
         return declared and type(self) is FusedMoEModularKernel and not self.checked
 
     def _max_planned_tokens(self) -> int:
-        """Return the maximum number of tokens of a call that has a plan; 0 if none has one.
+        """Return the largest number of tokens of a direct call that uses a plan; 0 disables plans.
 
-        Calls that are not replayed have one only to share a workspace. Multi-rank calls may not
-        share one: an exchange may still use the workspace of a call that has returned. A replay may
-        not have a workspace of its own either: its exchanges are between tensors of the recording.
-        On a CPU, no multi-rank call is replayed.
+        A call that cannot be replayed uses a plan only to share a workspace with other calls.
+        Multi-rank calls must not share a workspace, because an exchange may still use the workspace
+        of a call that has returned. A multi-rank replay must not allocate a workspace either,
+        because its exchanges use the tensors of the recorded call.
         """
         if self.checked or self.poison or type(self) is not FusedMoEModularKernel:
             return 0
@@ -139,8 +141,10 @@ class FusedMoEModularKernel(Execution):
     def reserve_workspace(self, tokens: int, device: torch.device | None = None) -> None:
         """Reserve the workspace that calls of up to `tokens` tokens would reserve on first use.
 
-        device: the device of x; None means the current device of the kernel's type. Nothing is
-        reserved for more than 2,048 tokens, because such calls allocate their own workspace.
+        Nothing is reserved for more than 2,048 tokens, because these calls allocate their own
+        workspace.
+
+        device: the device of x; None means the current device of the kernel's type.
         """
         expect("tokens", tokens, Count)
         device = resolve_device(self.machine.device if device is None else device)
@@ -157,16 +161,21 @@ class FusedMoEModularKernel(Execution):
     ) -> torch.Tensor:
         """Run the layer and return its output: (T, H), or (T, K, H) if top-k is kept.
 
-        The output is a new tensor, `out` if given, or x itself if the problem is inplace. Calls of
-        up to 2,048 tokens on one CUDA stream share a workspace that is kept between calls
-        (`modular_kernel.plan.held_bytes`). Larger calls, calls captured in a CUDA graph, and calls
-        of a kernel with `checked` or `poison` allocate their own. If calls of both parts can be
-        replayed from recorded launches (`replayable`), calls replay the launches of the first call
-        of the same signature, or of the second one for more than 2,048 tokens. Calls with `checked`
-        or `poison`, or in a CUDA graph, do not.
+        The output is a new tensor, `out` if given, or x itself if the problem is inplace.
 
-        x_TH: (T, H), T <= problem.tokens, unchanged unless inplace. out: (T, H) or (T, K, H).
-        Raises an InputError before anything is launched if a tensor does not match.
+        Calls of up to 2,048 tokens on one CUDA stream share a workspace that is kept between calls
+        (`modular_kernel.plan.held_bytes`). Larger calls allocate a workspace. If `replayable` is
+        True, the launches of the first call of each signature (of the second call for more than
+        2,048 tokens) are recorded, and later calls replay them. Calls in a CUDA graph capture, and
+        calls of a kernel with `checked` or `poison`, always allocate a workspace and are never
+        replayed.
+
+        x_TH: (T, H) with T <= problem.tokens. x is not modified unless the problem is inplace.
+        weights: weights of the experts on this rank.
+        routing: top-k weights and ids of the tokens.
+        out: (T, H) or (T, K, H), contiguous.
+
+        Raises an InputError before anything is launched if a tensor does not match the problem.
         """
         output = self._call_plans.run(self, x_TH, weights, routing, out)
         if output is not None:
@@ -218,12 +227,12 @@ class FusedMoEModularKernel(Execution):
 
         - calls, tokens: totals over all calls.
         - replayed_calls: calls that replayed recorded launches.
-        - recorded_calls: first calls of a signature, whose launches were recorded.
-        - fallback_calls: a dict of all other calls, by the reason why they were neither.
-        - plans: number of plans made, including those behind direct calls.
-        - invalid_ids: see the property. On a GPU, this is the value at an earlier call of
+        - recorded_calls: calls whose launches were recorded.
+        - fallback_calls: calls that were neither replayed nor recorded, as a dict by reason.
+        - plans: number of plans, including the plans that direct calls use.
+        - invalid_ids: the property `invalid_ids`. On a GPU, this is its value at an earlier call of
           `counters`.
-        - workspace_bytes: bytes that this process holds between calls, shared by its kernels.
+        - workspace_bytes: bytes of workspace that all kernels of this process hold between calls.
 
         A call that is captured in a CUDA graph counts once; replays of the graph do not count.
         `modular_kernel.utils.prometheus` formats the numbers.
@@ -231,18 +240,18 @@ class FusedMoEModularKernel(Execution):
         return {**super().counters(), "workspace_bytes": sum(held_bytes().values())}
 
     def prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
-        """Return `weights` plus the tensors that these experts would otherwise derive in each call.
+        """Return `weights` with the tensors that the experts would otherwise derive in each call.
 
-        `TritonExperts` derives a second layout of 4-bit weights on sm_90. Its size is the bytes of
-        w1 and w2 times 1.06 for mxfp4, 1.12 for other formats, or 1.25 for group sizes that are not
-        multiples of 64. Other experts return the weights unchanged.
+        `TritonExperts` derives a copy of 4-bit weights in a second layout on sm_90. The copy has
+        1.06 times the bytes of w1 and w2 for mxfp4, and 1.12 times for other formats, or 1.25 times
+        if the group size is not a multiple of 64. Other experts return the weights unchanged.
 
-        Prepare again after writing to weights. A call raises WeightsError if the weights or a
-        derived tensor were written since, if the prepared weights are a copy, or if they were
-        prepared for an activation with another row order. Writes that torch does not track (to
+        Prepare the weights again after writing to them. A call raises WeightsError if the weights
+        or a derived tensor have been written since, if the prepared weights are a copy, or if they
+        were prepared for an activation with another row order. Writes that torch does not track (to
         `.data`, to inference tensors, or by kernels launched outside torch) are not detected.
 
-        Raises the same InputErrors as a call does for its weights.
+        Raises the InputErrors that a call with these weights would raise.
         """
         expect("weights", weights, ExpertWeights)
         check_weight_tensors(weights)
@@ -261,10 +270,11 @@ class FusedMoEModularKernel(Execution):
         return replace(weights, **prepared_tensors)
 
     def plan(self, problem: Problem | None = None) -> Plan:
-        """Allocate workspace and output once, for calls of at most `problem.tokens` tokens.
+        """Return a plan, which allocates workspace and output for up to `problem.tokens` tokens.
 
-        problem: this kernel's problem, possibly with fewer tokens; None means the kernel's own.
-        Raises ConfigurationError for another problem, CapacityError for more tokens.
+        problem: this kernel's problem, possibly with fewer tokens. None means the kernel's problem.
+
+        Raises ConfigurationError for another problem, and CapacityError for more tokens.
         """
         expect("the plan's problem", problem, Problem | None)
         problem = self.problem if problem is None else problem

@@ -17,7 +17,7 @@ _torch_reference: ContextVar[bool] = ContextVar("torch_reference", default=False
 
 
 def find_importable(packages: Iterable[str]) -> frozenset[str]:
-    """Return the packages that can be found. Does not import them."""
+    """Return the packages that can be found, without importing them."""
     available = set()
     for package in packages:
         try:
@@ -31,8 +31,8 @@ def find_importable(packages: Iterable[str]) -> frozenset[str]:
 def interpreted_since_import() -> bool | None:
     """Return whether triton was imported with its interpreter enabled, or None if not imported.
 
-    Triton reads TRITON_INTERPRET when it defines its own functions. If the variable changes later,
-    the process has interpreted and compiled functions, which cannot call each other.
+    Triton reads TRITON_INTERPRET when its own functions are defined. If the variable changes later,
+    functions defined before and after the change cannot call each other.
     """
     standard = sys.modules.get("triton.language.standard")
     function = getattr(standard, "cdiv", None)
@@ -84,7 +84,7 @@ def _cuda_version() -> tuple[int, int] | None:
 
 @contextmanager
 def prefer_torch_reference(*, enabled: bool = True) -> Iterator[None]:
-    """Run operations on a CPU with their torch references inside the block, even when interpreting.
+    """Use torch references instead of interpreted kernels for operations on a CPU, in this context.
 
     This makes it possible to time plain torch parts as users run them.
 

@@ -1,11 +1,10 @@
 """Plans: a kernel bound to its buffers and to the launches recorded in its first calls.
 
-`kernel.plan()` returns a `Plan`. Direct calls, `kernel(x, weights, routing)`, are as fast as calls
-of a plan: `CallPlans` holds plans for them, one for each CUDA stream and each number of tokens
-rounded up to a power of two. Launches on a stream run in order, so these plans share one workspace
-per stream, also across kernels. Calls of more than 2,048 tokens allocate their workspace and free
-it when they return; their recordings hold offsets into a workspace instead of addresses. Calls that
-are captured in a CUDA graph are not planned.
+`kernel.plan()` returns a `Plan`. Direct calls, `kernel(x, weights, routing)`, also use plans, which
+`CallPlans` creates: one for each CUDA stream and each number of tokens rounded up to a power of
+two. Launches on a stream run in order, so all kernels share one workspace per stream. Calls of more
+than 2,048 tokens allocate a workspace and free it on return. Their recordings hold offsets into the
+workspace instead of addresses. Calls that are captured in a CUDA graph do not use a plan.
 """
 
 import threading
@@ -37,18 +36,17 @@ _profiler: Any = torch.autograd.profiler
 
 
 class BoundCalls(ABC):
-    """Calls of a kernel in one workspace, of at most `problem.tokens` tokens.
+    """Base class of plans: runs calls of at most `problem.tokens` tokens, or replays them.
 
     Weights are checked once per ExpertWeights object, and again if the memory of a tensor was
-    replaced. If both parts declare that their calls can be replayed (`replayable`), the launches of
-    the first call of each signature (shapes, strides, dtypes and alignment of all tensors) are
-    recorded, and later calls replay them. Subclasses set `_workspace`, or override
-    `_workspace_for`, and define the output of a call.
+    replaced. If the kernel is `replayable`, the launches of the first call of each signature
+    (shapes, strides, dtypes and alignment of all tensors) are recorded, and later calls replay
+    them. Subclasses set `_workspace` or override `_workspace_for`, and define `_new_output`.
     """
 
     _workspace: Workspace
-    _reuses_outputs = False  # whether calls without `out` write to a buffer of earlier calls
-    _keeps_workspace = True  # whether all calls have the workspace at the same address
+    _reuses_outputs = False  # whether calls without `out` write to a buffer of the plan
+    _keeps_workspace = True  # whether the workspace has the same address in all calls
 
     def __init__(self, kernel: Execution, problem: Problem, device: torch.device) -> None:
         self.kernel, self.problem = kernel, problem
@@ -65,7 +63,7 @@ class BoundCalls(ABC):
 
     @abstractmethod
     def _new_output(self, x_TH: torch.Tensor) -> torch.Tensor:
-        """Return the output of a call without `out` that is not in place, after x was checked."""
+        """Return the output of a call without `out`, if the problem is not inplace."""
 
     def _output_of(self, recorded: recording.RecordedCall, x_TH: torch.Tensor) -> torch.Tensor:
         """Return the output of a replayed call without `out`."""
@@ -76,13 +74,13 @@ class BoundCalls(ABC):
         return self._workspace
 
     def _holds_own_output(self, pointers: Sequence[int]) -> bool:
-        """Return whether one of the addresses is inside an output buffer that calls reuse."""
+        """Return whether an address is inside an output buffer of the plan."""
         return False
 
     def _check_own_output(  # noqa: B027 (nothing to check if every call has a new output)
         self, x_TH: torch.Tensor, routing: Routing, output: torch.Tensor
     ) -> None:
-        """Raise ConfigurationError if a call reads an output buffer that calls reuse."""
+        """Raise ConfigurationError if a call reads an output buffer of the plan."""
 
     def _forget_recorded(self) -> None:
         self._recorded = recording.RecordedCalls()
@@ -94,12 +92,12 @@ class BoundCalls(ABC):
         routing: Routing,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Check and run a call that `_replay` did not run; replay it if that is possible now."""
+        """Check a call that `_replay` did not run. Then run it, or replay it if possible."""
         bound, output = self._check_or_refuse(x_TH, weights, routing, out)
         inputs = _tensors(x_TH, routing)
         signature, _ = recording.get_signature_and_pointers(inputs, bound)
         key = signature, None if out is None else self._layout_of(out, x_TH)
-        if self._recorded.find(key) is not None:  # only the weights were new
+        if self._recorded.find(key) is not None:  # `_replay` only did not know the weights
             replayed = self._replay(x_TH, weights, routing, out)
             if replayed is not None:
                 return replayed
@@ -122,7 +120,7 @@ class BoundCalls(ABC):
     ) -> torch.Tensor | None:
         """Replay the recording of a call and return its output.
 
-        Returns None, and has launched nothing, if the call has to be checked or recorded.
+        Returns None, without launching anything, if the call must be checked or recorded.
         """
         if not self._recorded.replayable or type(routing) is not Routing:
             return None
@@ -141,11 +139,11 @@ class BoundCalls(ABC):
             out_layout = None if out is None else self._layout_of(out, x_TH)
         except (RuntimeError, TypeError):  # a tensor without memory or strides, or no tensor
             return None
-        # All other inputs of the checks are in the signature or covered by what follows.
+        # The checks of a call depend only on its signature, and on the conditions below.
         recorded = self._recorded.find(((bound.signature, layout), out_layout))
-        if recorded is None or 0 in pointers:  # unknown, or the memory of a tensor was freed
+        if recorded is None or 0 in pointers:  # 0: the memory of a tensor was freed
             return None
-        if _profiler._is_profiler_enabled:  # stages are measured
+        if _profiler._is_profiler_enabled:  # a replay does not mark stages for the profiler
             return None
         for is_active in recorded.bypass_conditions:  # a profiler would miss the launches
             if is_active():
@@ -161,7 +159,7 @@ class BoundCalls(ABC):
         if out is None:
             try:
                 output = self._output_of(recorded, x_TH)
-            except RuntimeError:  # out of memory: the checks raise it, and notify other ranks
+            except RuntimeError:  # out of memory; `_check_or_refuse` notifies the other ranks
                 return None
             if output is not x_TH:
                 pointers.append(output.data_ptr())
@@ -178,10 +176,10 @@ class BoundCalls(ABC):
         output: torch.Tensor,
         has_out: bool,
     ) -> None:
-        """Launch everything recorded.
+        """Replay the recorded launches.
 
-        has_out: whether the caller passed `out`. If not, and if calls write no old memory either,
-        no graph can have saved the output, and its version is not incremented.
+        has_out: whether the caller passed `out`. The version of a new tensor is not incremented,
+            because no autograd graph can have saved it.
         """
         if self.kernel.poison:
             self.kernel.poison_output(output, self._workspace.poison())
@@ -189,7 +187,7 @@ class BoundCalls(ABC):
         try:
             for replay in recorded.replays:
                 replay(stream, pointers)
-        except BaseException as error:  # other ranks must not wait for an interrupted call
+        except BaseException as error:  # an interrupted call must not leave other ranks waiting
             self.kernel.prepare_finalize.abandon(as_exception(error))
             raise
         recorded.count[0] += 1
@@ -199,9 +197,9 @@ class BoundCalls(ABC):
             self._workspace.check_red_zones(replayed=True)
 
     def _layout_of(self, out: torch.Tensor, x_TH: torch.Tensor) -> Hashable:
-        """Return the layout of `out`, as far as a recording depends on it.
+        """Return the layout of `out`, or None if it is the layout of outputs that a plan allocates.
 
-        None for the layout of an output that the plan allocates: they share a recording.
+        Calls with layout None and calls without `out` share a recording.
         """
         if (
             type(out) in _TENSOR_TYPES
@@ -222,10 +220,7 @@ class BoundCalls(ABC):
         bound: recording.CheckedWeights,
         out: torch.Tensor | None,
     ) -> bool:
-        """Return whether the output of a call may overlap an input, or `out` is not allowed.
-
-        inputs: x and the tensors of the routing.
-        """
+        """Return whether the output of a call may overlap an input, or `out` is not allowed."""
         inplace = self.problem.inplace
         if out is None and not inplace:
             return self._holds_own_output(pointers[: len(inputs)])
@@ -243,10 +238,9 @@ class BoundCalls(ABC):
         routing: Routing,
         out: torch.Tensor | None,
     ) -> tuple[recording.CheckedWeights, torch.Tensor]:
-        """Check a call, bind its weights, and return them with the output.
+        """Check a call, and return its checked weights and its output.
 
-        Raises the InputError for the first tensor that does not match, after notifying the other
-        ranks.
+        If a tensor does not match, the other ranks are notified before the InputError is raised.
         """
         try:
             validate.check_dense(x_TH, routing, out)
@@ -288,17 +282,17 @@ class BoundCalls(ABC):
         *,
         has_out: bool,
     ) -> torch.Tensor:
-        """Run a checked call through the parts' host code. The first of each signature is recorded.
+        """Run the parts' host code for a checked call, and record it if its signature is new.
 
-        weights: the weights that the call reads, possibly prepared.
-        inputs: the tensors whose addresses a replay takes, besides the output's.
+        weights: the caller's weights, or a prepared copy.
+        inputs: the tensors whose addresses are inputs of a replay, except the output.
         has_out: whether the caller passed `out`.
         """
         kernel, tokens = self.kernel, x_TH.shape[0]
         workspace = self._workspace_for(tokens)
         if kernel.poison:
             kernel.poison_output(out, workspace.poison())
-        if self._makes_output:  # a recording would be of calls with `out` only
+        if self._makes_output:  # such calls are not recorded
             kernel.call_counters.add(call_counters.ALLOCATES_OUTPUT, tokens)
             output = out if has_out else None
             return self._start(x_TH, weights, routing, output, workspace).finish()
@@ -328,7 +322,7 @@ class BoundCalls(ABC):
         return out
 
     def _why_not_recorded(self, signature: Hashable, out: torch.Tensor) -> str:
-        """Return the reason not to record a call that is not replayed; "" if it can be recorded."""
+        """Return why a call that is not replayed must not be recorded; "" if it may be recorded."""
         if not self.kernel.replayable:
             return call_counters.NOT_REPLAYABLE
         if not self._recorded.is_new(signature):
@@ -351,17 +345,18 @@ class BoundCalls(ABC):
 class Plan(BoundCalls):
     """A kernel with its buffers. Calls allocate nothing and can be captured in a CUDA graph.
 
-    Calls of one plan share its buffers. A lock serializes the host code of several threads, but not
-    their launches. Use one stream, or launches that do not overlap, or one plan per thread.
+    All calls of a plan use the same buffers. A lock serializes the host code of several threads,
+    but not their launches. To call a plan from several threads, use one stream, or make sure that
+    launches do not overlap.
 
     A call returns `out` if given, x if the problem is inplace, and a new tensor if a part allocates
-    its output. Otherwise it returns a buffer of the plan, one per thread, which is valid until that
-    thread's next call.
+    its output. Otherwise, it returns an output buffer of the plan. Each thread has an output
+    buffer, whose content is valid until the next call of the thread.
 
     Weights are checked once per ExpertWeights object, and again if the memory of a tensor was
-    replaced. If both parts declare that their calls can be replayed (`replayable`), their host code
-    runs only in the first call of each signature (shapes, strides, dtypes and alignment of all
-    tensors); later calls replay its launches.
+    replaced. If the kernel is `replayable`, the parts' host code runs only in the first call of
+    each signature (shapes, strides, dtypes and alignment of all tensors). Later calls replay the
+    launches of the first call.
     """
 
     _reuses_outputs = True
@@ -382,11 +377,11 @@ class Plan(BoundCalls):
         forks.on_fork(self)
 
     def __reduce__(self) -> tuple[type["Plan"], tuple[Execution, Problem]]:
-        """Copy and pickle a plan as its kernel and problem; the copy has its own buffers."""
+        """Copy and pickle a plan as its kernel and problem. A copy has its own buffers."""
         return Plan, (self.kernel, self.problem)
 
     def after_fork(self) -> None:
-        """In a forked child, reset the lock; calls raise if they use a GPU or a process group."""
+        """Reset the lock in a forked child. If the plan uses a GPU or ranks, make calls raise."""
         on_gpu = self._device.type == "cuda"
         if on_gpu or self.problem.parallel.world_size > 1:
             resource = "a CUDA context" if on_gpu else "a process group"
@@ -412,9 +407,10 @@ class Plan(BoundCalls):
         *,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run a call as the kernel does, for T <= the plan's tokens (else CapacityError).
+        """Run the layer and return its output, as FusedMoEModularKernel.__call__ does.
 
-        Raises StateError if called from within a call of the same plan.
+        Raises CapacityError for more tokens than the plan has, and StateError if it is called from
+        within a call of the same plan.
         """
         index = self._index
         if index is not None and torch._C._cuda_getDevice() != index:
@@ -444,10 +440,9 @@ class Plan(BoundCalls):
         return self._outputs.holds(pointers)
 
     def _check_own_output(self, x_TH: torch.Tensor, routing: Routing, output: torch.Tensor) -> None:
-        """Raise ConfigurationError if a call reads memory of the plan's own output.
+        """Raise ConfigurationError if a call reads an output buffer of the plan.
 
-        Exception: the last output may be x of the next call, with the same rows, if both parts
-        support inplace.
+        If both parts support inplace, x may be the output of the previous call.
         """
         parts = (self.kernel.prepare_finalize, self.kernel.experts)
         is_last_output = x_TH.shape == output.shape and x_TH.is_contiguous()
@@ -464,10 +459,7 @@ class Plan(BoundCalls):
 
 
 class _Outputs(threading.local):
-    """The output buffer of the calling thread.
-
-    buffer: the whole buffer. rows: views of `buffer`, by the number of tokens.
-    """
+    """The output buffer of the calling thread, and views of its first rows by number of tokens."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         with modes.disable_inference_mode():
@@ -476,7 +468,7 @@ class _Outputs(threading.local):
         self._start, self._stop = address_range(self.buffer)
 
     def holds(self, pointers: Sequence[int]) -> bool:
-        """Return whether one of the addresses is inside this output."""
+        """Return whether an address is inside the buffer."""
         start, stop = self._start, self._stop
         for pointer in pointers:  # noqa: SIM110  runs in every call; a generator is slower
             if start <= pointer < stop:
@@ -485,7 +477,7 @@ class _Outputs(threading.local):
 
 
 def _tensors(x_TH: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, ...]:
-    """Return a call's tensors besides its weights and output."""
+    """Return x and the tensors of the routing."""
     tensors: tuple[torch.Tensor, ...] = (x_TH, routing.topk_weights_TK, routing.topk_ids_TK)
     if routing.adapters_T is not None and (slots_T := routing.slots_T) is not None:
         tensors = (*tensors, slots_T)
@@ -498,27 +490,28 @@ def _current_stream(index: int | None) -> int:
     return stream
 
 
-MIN_CAPACITY = 16
-# Larger calls need workspaces too large to hold, and take so long that allocating one in each call
-# does not matter: at 1024 tokens, Qwen3-30B's layer takes 0.35 ms on an H200.
-MAX_SHARED_TOKENS = 2048  # of a call in the shared workspace of its stream
+MIN_CAPACITY = 16  # tokens
+# Maximum number of tokens of a call that uses the shared workspace of its stream. A workspace for
+# larger calls is too large to keep, and allocating it is fast compared with the call: a layer of
+# Qwen3-30B with 1024 tokens takes 0.35 ms on an H200.
+MAX_SHARED_TOKENS = 2048
 _MAX_PLANS = 128  # per kernel
-_MAX_SEEN = 256  # remembered signatures of large calls that were not recorded yet
+_MAX_SEEN = 256  # signatures of large calls that were seen, but not recorded yet
 _MAX_STREAMS = 8  # streams whose memory is kept
-_GRANULARITY = 1 << 21  # bytes, as torch's allocator rounds large blocks
+_GRANULARITY = 1 << 21  # bytes; torch's allocator rounds large blocks to it
 
 
 def plan_capacity(tokens: int) -> int:
-    """Return the plan capacity for a call of `tokens` tokens: a power of two, at least 16."""
+    """Return the number of tokens of the plan for a call: a power of two, at least 16."""
     return max(MIN_CAPACITY, 1 << max(tokens - 1, 0).bit_length())
 
 
 class StreamMemory:
-    """Workspace memory shared by the calls on one CUDA stream, or on the CPU by all calls.
+    """Workspace memory shared by all calls on one CUDA stream, or by all calls on the CPU.
 
-    lock: held while the host issues a call, so that launches of two calls do not interleave.
-    busy: whether a call is being issued. The lock is reentrant: a thread that acquires it while
-    busy is set is inside that call.
+    lock: held while the host code of a call runs, so that launches of two calls do not interleave.
+    busy: whether the host code of a call is running. The lock is reentrant, so a thread that
+        acquires it and finds `busy` set is inside the call.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -534,10 +527,10 @@ class StreamMemory:
         return 0 if self._memory is None else self._memory.nbytes
 
     def reserve(self, nbytes: int, user: "_CallPlan") -> torch.Tensor:
-        """Return at least `nbytes` bytes (uint8), valid until `user.release` is called.
+        """Return at least `nbytes` bytes (uint8), which are valid until `user.release` is called.
 
-        If the memory has to grow, all other users are released first: their recordings hold
-        addresses of the smaller memory.
+        If the memory has to grow, all users are released, because their recordings hold addresses
+        of the old memory.
         """
         memory = self._memory
         if memory is None or memory.nbytes < nbytes:
@@ -551,7 +544,7 @@ class StreamMemory:
         return memory
 
     def after_fork(self) -> None:
-        """In a forked child, reset the lock, and the state of a call whose thread is gone."""
+        """Reset the lock in a forked child, and the state of a call whose thread is gone."""
         if not forks.reset_lock(self.lock):
             self.busy = False
             self.release()
@@ -581,13 +574,13 @@ class StreamMemories:
         forks.on_fork(self)
 
     def after_fork(self) -> None:
-        """In a forked child, release locks held by threads that no longer exist."""
+        """Release locks in a forked child that threads of the parent hold."""
         forks.reset_lock(self._lock)
         for memory in self._memories.values():
             memory.after_fork()
 
     def of(self, device: torch.device, stream: int) -> StreamMemory:
-        """Return the memory shared by calls on a stream of `device`; the CPU has only stream 0."""
+        """Return the memory of a stream of `device`. The CPU has only stream 0."""
         key = (device_index(device), stream)
         with self._lock:
             memory = self._memories.get(key)
@@ -601,7 +594,7 @@ class StreamMemories:
             return {key: memory.nbytes for key, memory in self._memories.items() if memory.nbytes}
 
     def trim(self, newest: StreamMemory) -> None:
-        """Free the memory of the streams first used earliest, if more than eight hold memory."""
+        """Free the memory of the streams that were used first, if more than 8 hold memory."""
         with self._lock:
             holders = [memory for memory in self._memories.values() if memory.nbytes]
         for memory in holders[: max(len(holders) - _MAX_STREAMS, 0)]:
@@ -626,9 +619,9 @@ def held_bytes() -> dict[_Stream, int]:
 
 
 class CallPlans:
-    """Plans for one kernel's calls of up to `max_tokens` tokens; 0 disables planning.
+    """Plans for direct calls of one kernel. A copy starts without plans.
 
-    A copy starts without plans.
+    max_tokens: maximum number of tokens of a call that uses a plan; 0 disables plans.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -641,7 +634,7 @@ class CallPlans:
         return CallPlans, (self._max_tokens,)
 
     def after_fork(self) -> None:
-        """In a forked child, renew the lock; drop GPU plans, whose context is the parent's."""
+        """Reset the lock in a forked child, and drop GPU plans: a CUDA context ends at a fork."""
         forks.reset_lock(self._lock)
         if any(index >= 0 for index, *_ in self._plans):
             self._plans.clear()
@@ -661,7 +654,7 @@ class CallPlans:
         routing: Routing,
         out: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """Run a call on its plan. Returns None if the call must allocate its own workspace."""
+        """Run a call with a plan. Returns None if the call cannot use a plan."""
         if not self._max_tokens or type(x_TH) not in _TENSOR_TYPES:
             return None
         shape, index, stream = x_TH.shape, -1, 0
@@ -672,7 +665,7 @@ class CallPlans:
             if index != _C._cuda_getDevice():
                 return None
             stream = _C._cuda_getCurrentRawStream(index)
-            # The default stream, 0, cannot be captured and is not that of graph trees.
+            # The default stream, 0, is never captured, and graph trees do not use it.
             if stream and (_C._cuda_isCurrentStreamCapturing() or is_graph_trees_stream(index)):
                 return None
         plan = self._plans.get((index, stream, (shape[0] - 1).bit_length()))
@@ -683,7 +676,7 @@ class CallPlans:
         return plan.run(x_TH, weights, routing, out)
 
     def reserve(self, kernel: Execution, device: torch.device, tokens: int) -> None:
-        """Make the plan for calls of `tokens` tokens now, if they use the shared workspace."""
+        """Make the plan for calls of `tokens` tokens, if they use the shared workspace."""
         if tokens <= min(self._max_tokens, MAX_SHARED_TOKENS) and can_keep_buffers(device):
             stream = 0
             if device.type == "cuda":
@@ -696,10 +689,10 @@ class CallPlans:
     def _find_or_make(
         self, kernel: Execution, device: torch.device, stream: int, tokens: int
     ) -> "_StreamPlan | None":
-        if device.type != kernel.machine.device:  # the call's checks will refuse it
+        if device.type != kernel.machine.device:  # the checks of the call raise DeviceError
             return None
         index, is_large = device_index(device), tokens > MAX_SHARED_TOKENS
-        # One plan is for all large calls: its recordings do not depend on a workspace.
+        # All large calls share one plan, whose recordings do not depend on a workspace.
         capacity = self._max_tokens if is_large else min(plan_capacity(tokens), self._max_tokens)
         with self._lock:
             candidates = (p for key, p in self._plans.items() if key[:2] == (index, stream))
@@ -715,7 +708,7 @@ class CallPlans:
 
 
 class _StreamPlan(BoundCalls):
-    """A plan for calls on one stream, each of which returns a new tensor."""
+    """A plan for direct calls on one stream. Each call returns a new tensor."""
 
     def __init__(
         self, kernel: Execution, problem: Problem, device: torch.device, stream: int
@@ -723,8 +716,8 @@ class _StreamPlan(BoundCalls):
         super().__init__(kernel, problem, device)
         self._stream = stream
         self._memory = _memories.of(device, stream)
-        self._bound = True  # whether a call has a workspace
-        self._waits = self._index is not None  # for the calls of other threads
+        self._bound = True  # whether the plan has a workspace
+        self._waits = self._index is not None  # whether calls wait for the calls of other threads
         with modes.disable_inference_mode():
             self._no_output = torch.empty(0, dtype=problem.dtype, device=device)
 
@@ -735,11 +728,10 @@ class _StreamPlan(BoundCalls):
         routing: Routing,
         out: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """Run a call. Returns None if another call on the stream is being issued.
+        """Run a call. Returns None if the call cannot use the memory of its stream.
 
-        On a GPU, that can only be a call that encloses this one, because this method waits for the
-        calls of other threads. On a CPU, it is any other call: calls of several threads run in
-        parallel there.
+        On a GPU, this happens if the call is made from within another call, or if memory runs out.
+        On a CPU, it also happens during a call of another thread. Both calls then run in parallel.
         """
         memory, lock = self._memory, self._memory.lock
         if lock._is_owned():  # called from within another call
@@ -757,8 +749,8 @@ class _StreamPlan(BoundCalls):
                 output = self._check_and_run(x_TH, weights, routing, out)
             return output
         finally:
-            # Do not call anything before the release: a KeyboardInterrupt can arrive whenever a
-            # call returns, and must not leave the lock held.
+            # Call nothing before the release. A KeyboardInterrupt can be raised when a call
+            # returns, and would leave the lock held.
             if acquired:
                 memory.busy = False
             try:  # noqa: SIM105 (suppress is another call)
@@ -767,7 +759,7 @@ class _StreamPlan(BoundCalls):
                 pass
 
     def _bind(self) -> bool:
-        """Reserve the workspace, if it is kept between calls. Returns False if memory runs out."""
+        """Reserve the workspace. Returns False if memory runs out."""
         return True
 
     def _output_of(self, recorded: recording.RecordedCall, x_TH: torch.Tensor) -> torch.Tensor:
@@ -796,7 +788,7 @@ class _CallPlan(_StreamPlan):
         self._bound = False
 
     def bind_unless_busy(self) -> None:
-        """Reserve the memory now, unless the calling thread is in a call that uses it."""
+        """Reserve the memory, unless the calling thread is in a call that uses it."""
         with self._memory.lock:
             if not self._memory.busy and not self._bound:
                 self._bind()
@@ -805,7 +797,7 @@ class _CallPlan(_StreamPlan):
         """Place the workspace in the shared memory. Returns False if memory runs out."""
         try:
             memory = self._memory.reserve(self._nbytes, self)
-        except torch.OutOfMemoryError:  # the call on its own may need less
+        except torch.OutOfMemoryError:  # a workspace for this call alone may be smaller
             return False
         with modes.disable_inference_mode():
             self._workspace = Workspace(self._specs, self._device, memory=memory)
@@ -820,11 +812,10 @@ class _CallPlan(_StreamPlan):
 
 
 class _LargeCallPlan(_StreamPlan):
-    """A plan whose calls each allocate a workspace, which is freed when they return.
+    """A plan whose calls allocate a workspace and free it on return.
 
-    Recorded launches take the address of the workspace as one more input. The first call of each
-    signature is not recorded: a number of tokens that occurs once costs no more than without a
-    plan.
+    The address of the workspace is an additional input of recorded launches. The second call of
+    each signature is recorded, not the first one, because many numbers of tokens occur only once.
     """
 
     _keeps_workspace = False
@@ -857,7 +848,7 @@ class _LargeCallPlan(_StreamPlan):
         output: torch.Tensor,
         has_out: bool,
     ) -> None:
-        # Freed on return: the allocator gives the memory to later launches on this stream only.
+        # Freeing this on return is safe: the allocator reuses the memory only on the same stream.
         memory = torch.empty(recorded.workspace_bytes, dtype=torch.uint8, device=self._device)
         pointers.append(memory.data_ptr())
         super()._launch(recorded, pointers, output, has_out)

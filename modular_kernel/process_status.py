@@ -25,7 +25,7 @@ class ProcessState:
 
     name: name of the setting.
     word: the state in one word, such as "on".
-    why: the reason for the state, if another state would be better for the user; otherwise "".
+    why: the reason for the state; "" if the state is what the user wants.
     loud: whether to log the state as a warning.
     """
 

@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 @dataclass
 class NoState:
-    """State of a backend whose stages share no state."""
+    """The state of a backend whose stages share none."""
 
 
 @dataclass(frozen=True)

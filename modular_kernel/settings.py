@@ -32,8 +32,8 @@ class Settings:
         is cached.
     config_dir: MK_CONFIG_DIR, or the user's configuration directory, for tuned configurations. None
         if neither is known.
-    timeout_s: MK_TIMEOUT_S, 10 by default. Timeout of an exchange between ranks in seconds. A
-        manager can set a different timeout.
+    timeout_s: MK_TIMEOUT_S, 10 by default. Timeout of an exchange between ranks in seconds. The
+        manager of the ranks' connections can set a different timeout.
     host_id: MK_HOST_ID, "" by default. Name of this process's host. Ranks with different host names
         treat each other as remote, so that one machine can simulate several hosts.
     import_timeout_s: MK_IMPORT_TIMEOUT_S, 60 by default. Timeout of the import of a package's parts
@@ -162,7 +162,7 @@ def find_c_compiler() -> str | None:
 def find_unknown_variables() -> dict[str, str]:
     """Return the unknown environment variables that begin with MK_.
 
-    The value of each is the most similar known variable, or "".
+    Each is mapped to the most similar known variable, or "" if none is similar.
     """
     unknown = [v for v in os.environ if v.startswith("MK_") and v not in VARIABLES]
     matches = {v: difflib.get_close_matches(v, VARIABLES, n=1, cutoff=0.6) for v in sorted(unknown)}
@@ -184,7 +184,7 @@ def _read_seconds(name: str, default: float) -> float:
 def nvshmem_uses_ibgda() -> bool:
     """Return whether NVSHMEM is configured to reach peers over InfiniBand from the GPU (IBGDA).
 
-    The variable is read in every call, because libraries set it while they are in use.
+    Read the variable in every call, because libraries set it at run time.
     """
     return os.environ.get("NVSHMEM_IB_ENABLE_IBGDA", "1").lower() not in ("0", "false", "off", "n")
 
@@ -222,14 +222,14 @@ def is_sglang_plugin_disabled() -> bool:
 
 @contextmanager
 def use_timeout(seconds: float) -> Iterator[None]:
-    """Set MK_TIMEOUT_S inside the block. Managers that are created in the block use it."""
+    """Set MK_TIMEOUT_S inside the block, for connections to other ranks that are created there."""
     with _set_variable("MK_TIMEOUT_S", str(seconds)):
         yield
 
 
 @contextmanager
 def use_host_id(name: str) -> Iterator[None]:
-    """Set MK_HOST_ID inside the block. Managers that are created in the block use it."""
+    """Set MK_HOST_ID inside the block, for connections to other ranks that are created there."""
     with _set_variable("MK_HOST_ID", name):
         yield
 
@@ -264,8 +264,7 @@ def hide_gpus() -> None:
 def enable_interpreter() -> None:
     """Enable Triton's CPU interpreter. This has an effect only before triton is imported.
 
-    Commands call this function first if there is no GPU, because Triton reads TRITON_INTERPRET when
-    kernels are defined.
+    Commands call this function before anything else if there is no GPU.
     """
     os.environ["TRITON_INTERPRET"] = "1"
     # The interpreter's small matmuls are several times slower with more than one BLAS thread.

@@ -34,9 +34,9 @@ class Routing:
         skips a pair if its id is -1 or out of range, or if its expert is on another rank.
     topk_ids_TK: (T, K) int32 or int64, global expert ids. -1 skips the pair. A token may select an
         expert twice; both pairs are computed.
-    adapters_T: (T,) int32, adapter slot of each token, or -1 for no adapter. "none" if no token of
-        the call has an adapter; the call then runs like a call of a layer without adapters. None if
-        and only if the problem has no adapters.
+    adapters_T: (T,) int32, adapter slot of each token, or -1 for no adapter. None if and only if
+        the problem has no adapters. "none" if the problem has adapters, but no token of this call
+        uses one; the call then runs like a call of a layer without adapters.
     """
 
     topk_weights_TK: torch.Tensor
@@ -140,9 +140,9 @@ class ExpertWeights:
 
 
 class FixedWeights(ExpertWeights):
-    """Weights whose tensors nobody but their maker holds: memory and layout stay as they are.
+    """Weights whose tensors never change their memory or layout, because no other code has them.
 
-    A kernel checks them once, while the tensors of other weights are compared in every call.
+    A kernel checks such weights once. It compares the tensors of other weights in every call.
     """
 
 

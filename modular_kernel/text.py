@@ -13,11 +13,11 @@ def escape_nonprintable(
 ) -> str:
     """Return str(text) with every non-printable character replaced by an escape such as "\\x1b".
 
-    Non-printable are control characters, bidirectional marks, separators other than the space, lone
-    surrogates and unassigned code points.
+    Non-printable characters are control characters, bidirectional marks, separators other than the
+    space, lone surrogates and unassigned code points.
 
     max_chars: maximum number of characters. A longer text is cut and ends with "...".
-    keep_lines: do not replace line breaks and tabs, for our own text that contains untrusted text.
+    keep_lines: keep line breaks and tabs, for text of several lines that quotes untrusted text.
     """
     string = str(text)
     if max_chars is not None and len(string) > max_chars:
@@ -46,7 +46,7 @@ def format_count(number: int, noun: str) -> str:
 
 
 def format_counts(numbers: Sequence[int], noun: str) -> str:
-    """Return numbers with one noun, such as "1 case" or "1, 2 cases"."""
+    """Return numbers followed by a noun, such as "1 case" or "1, 2 cases"."""
     return f"{', '.join(map(str, numbers))} {noun if [*numbers] == [1] else pluralize(noun, 0)}"
 
 

@@ -1,7 +1,7 @@
 """Checks of a call's tensors against the problem, before anything is launched.
 
 Most checks read only shapes, dtypes, devices and strides, and therefore do not synchronize. Checks
-"for checked mode" read values, and synchronize.
+for checked mode (`FusedMoEModularKernel(checked=True)`) read values, which synchronizes.
 """
 
 import torch
@@ -73,7 +73,8 @@ def check_dense(x_TH: object, routing: Routing, out: object) -> None:
 def check_adapters_present(routing: Routing, problem: Problem) -> None:
     """Check that routing.adapters_T is set if and only if the problem has adapters.
 
-    In a call without adapters it must be "none", so that forgotten adapters raise an error.
+    If no token has an adapter, it must be "none" instead of None. A caller who forgets the adapters
+    therefore gets an error.
     """
     has_adapters = routing.adapters_T is not None
     if has_adapters != (problem.adapters is not None):
@@ -393,6 +394,6 @@ def check_no_overlap(
 def check_no_grad(
     x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing, out: torch.Tensor | None
 ) -> None:
-    """Raise an error if a tensor requires grad, because kernels do not compute gradients."""
+    """Raise InputError if a tensor requires grad, because kernels do not compute gradients."""
     call = {"x": x_TH, "topk_weights": routing.topk_weights_TK, "out": out}
     check_no_gradients(call | vars(weights))

@@ -15,12 +15,12 @@ import torch
 from modular_kernel.errors import ConfigurationError, CorruptionError
 from modular_kernel.replay import recording
 
-# The buffer that the experts write and finalize reads, sized for the part's dispatch_shape. A call
-# that needs less uses the first elements of the buffer.
+# Name of the buffer that the experts write and finalize reads. Its size covers dispatch_shape. A
+# smaller call uses the first elements of the buffer.
 EXPERT_OUTPUT = "expert_output"
 
 _ALIGNMENT = 256  # bytes: alignment of a CUDA allocation, and a multiple of TMA's 128
-_RED_ZONE = 256  # bytes after each buffer that nothing may write; checked in poison mode
+_RED_ZONE = 256  # bytes after each buffer in poison mode, which no kernel may write
 _RED_BYTE = 0xA5
 
 
@@ -28,8 +28,10 @@ _RED_BYTE = 0xA5
 class Fill:
     """Values that fill unwritten memory in poison mode, by dtype.
 
-    real: floating-point dtypes. integer: integers of 16 bits or more. byte: uint8 and bool.
-    small: int8.
+    real: value for floating-point dtypes.
+    integer: value for integers of 16 bits or more.
+    byte: value for uint8 and bool.
+    small: value for int8.
     """
 
     real: float
@@ -38,7 +40,7 @@ class Fill:
     small: int
 
     def value(self, dtype: torch.dtype) -> float:
-        """Return the value for an element of `dtype`; bool counts as a byte."""
+        """Return the value for an element of `dtype`."""
         if dtype.is_floating_point:
             return self.real
         if dtype in (torch.uint8, torch.bool):
@@ -47,10 +49,9 @@ class Fill:
 
 
 # No single value exposes every read of unwritten memory. NaN spreads through sums and products, but
-# a maximum may ignore it; a large finite value raises every maximum and fits every dtype. A huge
-# integer is not a valid index. Bytes of 0xFF are -1, which means "no expert" or "no adapter" and is
-# skipped. 0 and 1 are valid but wrong ids of experts, slots and rows; bytes of 0 give id 0 in a
-# view with a wider dtype.
+# a maximum may ignore NaN. A large finite value changes every maximum and fits every dtype. A huge
+# integer is not a valid index. Bytes of 0xFF are -1 in a wider dtype, the id that is skipped. 0 and
+# 1 are valid but wrong ids of experts, slots and rows. Bytes of 0 are the id 0 in a wider dtype.
 FILLS = (
     Fill(math.nan, 0x3F3F3F3F, 0xFF, 127),
     Fill(300.0, 0, 0, -127),
@@ -59,7 +60,7 @@ FILLS = (
 
 
 class Fills:
-    """Cycles through FILLS, one for each call."""
+    """Cycles through FILLS, with one fill for each call."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -74,8 +75,8 @@ class Fills:
 class BufferSpec:
     """Declaration of a buffer: shape in elements, and dtype.
 
-    over: names of buffers whose memory this one may share. After this buffer is taken, launches
-    must not access those buffers until they are taken again, for another chunk.
+    over: names of buffers whose memory this buffer may share. Taking this buffer overwrites them.
+        Launches must not access them again until they are taken for another chunk.
     """
 
     shape: tuple[int, ...]
@@ -93,11 +94,13 @@ class BufferSpec:
 
 @dataclass(frozen=True)
 class WorkspaceShapes:
-    """Buffers of an experts part for one call: two large workspaces, small extras, the output.
+    """Buffers of an experts part for one call.
 
-    workspace13 holds the output of GEMM 1 (and of GEMM 3, the up projection of a gated layer),
-    workspace2 that of GEMM 2; either may be empty (shape (0,)). `output` is the tensor that
-    finalize receives.
+    workspace13: output of GEMM 1, which is also the up projection (GEMM 3) of a gated layer. Its
+        shape may be (0,).
+    workspace2: output of GEMM 2. Its shape may be (0,).
+    output: the tensor that finalize receives.
+    extra: other buffers, by name.
     """
 
     workspace13: BufferSpec
@@ -113,9 +116,11 @@ class WorkspaceShapes:
 def _layout(specs: Mapping[str, BufferSpec], gap: int) -> tuple[dict[str, tuple[int, int]], int]:
     """Return the [start, end) byte range of each buffer, and the total size in bytes.
 
-    gap: bytes after each buffer. Raises ConfigurationError for a buffer that is declared over one
-    that is itself over others. Runs in every kernel call, so sizes are computed once, inline.
+    gap: bytes after each buffer.
+
+    Raises ConfigurationError if a buffer is declared over a buffer that is over others.
     """
+    # This runs in every kernel call, so sizes are computed once, inline.
     sizes, shared = {}, set[str]()
     for name, spec in specs.items():
         sizes[name] = math.prod(spec.shape) * spec.dtype.itemsize
@@ -147,14 +152,15 @@ def workspace_bytes(specs: Mapping[str, BufferSpec]) -> int:
 
 
 class Workspace:
-    """Named typed buffers inside one uint8 allocation on `device`, or inside `memory` if given.
+    """Named typed buffers inside one uint8 allocation.
 
-    With poison=True each buffer is followed by a red zone, `poison()` fills buffers with the next
-    of FILLS, and `check_red_zones()` raises CorruptionError if a red zone was written. A buffer
-    that shares memory is filled again when another one in that memory is taken. fills: source of
-    the next fill, shared by the workspaces of several calls; None starts from the first.
-
-    memory: the memory that contains all buffers. nbytes: bytes of it in use.
+    poison: follow each buffer with a red zone. `poison()` then fills all buffers with the next of
+        FILLS, and `check_red_zones()` raises CorruptionError if a red zone was written. A buffer
+        that shares memory is filled again when another buffer in this memory is taken.
+    memory: the uint8 tensor that contains all buffers; None allocates one on `device`.
+    fills: source of the next fill, shared by the workspaces of several calls. None starts with the
+        first of FILLS.
+    nbytes: number of bytes of `memory` in use.
     """
 
     def __init__(
@@ -186,8 +192,7 @@ class Workspace:
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the first elements of buffer `name` as a contiguous tensor of `shape`.
 
-        Raises ConfigurationError if the buffer does not exist or is too small, which means that the
-        call does not match the declared sizes.
+        Raises ConfigurationError if the buffer does not exist or is too small.
         """
         numel = math.prod(shape)
         buffer = self._buffers.get(name)
@@ -218,10 +223,10 @@ class Workspace:
         return self._shared.fill
 
     def check_red_zones(self, *, replayed: bool = False) -> None:
-        """Raise CorruptionError naming the buffers that were overrun. Synchronizes.
+        """Raise CorruptionError with the names of overrun buffers. Synchronizes.
 
-        replayed: the call did not take its buffers, so for buffers that share memory it is unknown
-        which one was last in use; their red zones are not checked.
+        replayed: the call replayed launches and did not take its buffers. The red zones of buffers
+            that share memory are then not checked, because the last used buffer is unknown.
         """
         if self._shared is None:
             return
@@ -231,10 +236,10 @@ class Workspace:
 
 
 class _SharedBuffers:
-    """Tracks which buffers of a poisoned workspace are live.
+    """Tracks which buffers of a poisoned workspace are in use.
 
-    Of the buffers that share memory, those that another one has replaced are dead: they are filled
-    again when they are taken.
+    A buffer is dead while another buffer in the same memory is in use. It is filled again when it
+    is taken.
     """
 
     def __init__(
@@ -252,8 +257,8 @@ class _SharedBuffers:
         }
         self._overlay_of = {other: name for name, over in self._over.items() for other in over}
         self._dead = set[str]()
-        # The red zones of buffers that share memory, saved when a buffer dies. Allocated here, so
-        # that calls allocate nothing.
+        # Copies of the red zones of buffers that share memory, made when a buffer becomes dead.
+        # They are allocated here, so that calls allocate nothing.
         sharing = {*self._overlay_of, *self._overlay_of.values()}
         self._saved_zones = {name: red_zones[name].clone() for name in sharing}
 

@@ -37,7 +37,7 @@ class Requirements:
     devices: supported device types.
     triton: the part uses Triton kernels, so a CPU needs Triton's interpreter.
     min_arch: minimum compute capability, such as (9, 0).
-    archs: the only supported compute capabilities; None supports any from min_arch on.
+    archs: the only supported compute capabilities; None supports all from min_arch on.
     packages: names of the optional packages that the part imports.
     providers: probes that recognize a package by its files, for import names that several packages
         share.
@@ -49,10 +49,11 @@ class Requirements:
     hidden_multiple: H must be a multiple of this.
     hidden_sizes: the only supported H; None supports any.
     inplace: the output may overwrite x.
-    graph_capturable: a call does not synchronize or allocate, and has no data-dependent shapes.
+    graph_capturable: a call neither synchronizes nor allocates, and its shapes do not depend on
+        data.
     deterministic: equal input gives bitwise equal output.
-    batch_invariant: if the problem requests it, the output for a token is bitwise equal to the
-        output of a call with only that token. This includes the part's reducers.
+    batch_invariant: if the problem requires it, the output of a token is bitwise equal to the
+        output of a call with only this token. This includes the part's reducers.
     lora: the part supports LoRA adapters. A PrepareAndFinalize dispatches the adapter slots with
         the tokens; experts add the LoRA deltas in both GEMMs.
     """
@@ -99,7 +100,7 @@ class PrepareFinalizeRequirements(Requirements):
         need an expert_map.
     multiplies_input: if the router weight applies to the input, prepare multiplies x by it, which
         requires K = 1.
-    padding: content of rows without a token; None if there are no such rows.
+    padding: content of rows without a token; None if every row has a token.
     dispatch_schemes: schemes whose activations the part quantizes before dispatch.
     can_defer_quant: the part can leave quantization to the experts.
     scale_layout: layout of the scales that the part dispatches.
@@ -264,7 +265,7 @@ class RuleInput:
     machine: Machine
 
     def parts(self) -> tuple[tuple[str, Requirements], ...]:
-        """Return (name, requirements) of both parts, for rules that apply to each."""
+        """Return (name, requirements) of both parts."""
         return (
             (self.prepare_finalize_name, self.prepare_finalize),
             (self.experts_name, self.experts),
@@ -348,9 +349,11 @@ def collect_rejections(
 ) -> tuple[Rejection, ...]:
     """Return the rejections that a part's `extra_rejections` returns.
 
+    If `extra_rejections` raises, or returns something else, this returns one rejection that says
+    so. Other pairings can then still be judged.
+
     part: class name of the part.
-    get_rejections: calls `extra_rejections`. If it raises, or returns anything but rejections, the
-        result is one rejection that reports this, so that other pairings can still be judged.
+    get_rejections: calls `extra_rejections`.
     """
     try:
         returned = tuple(get_rejections())

@@ -39,12 +39,12 @@ _OUT_OF_MEMORY = re.compile("can't allocate memory|size calculation overflowed")
 
 @contextmanager
 def _reporting_out_of_memory(label: str, needed: int, device: torch.device | str) -> Iterator[None]:
-    """Turn torch's out-of-memory errors into a CapacityError that states the required bytes."""
+    """Raise torch's out-of-memory errors as a CapacityError with the required number of bytes."""
     try:
         yield
     except RuntimeError as error:
         message = str(error).splitlines()[0]
-        # Only devices raise OutOfMemoryError; the CPU allocator raises RuntimeError.
+        # The CPU allocator raises a RuntimeError instead of an OutOfMemoryError.
         if not isinstance(error, torch.OutOfMemoryError) and not _OUT_OF_MEMORY.search(message):
             raise
         need = f"{needed} bytes on {device}"
@@ -52,14 +52,14 @@ def _reporting_out_of_memory(label: str, needed: int, device: torch.device | str
 
 
 class AdapterPool:
-    """The adapter slots of a layer: L slots of rank R, as in `problem.lora`. Free slots are zero.
+    """The L adapter slots of a layer, for adapters of rank up to R, as in `problem.lora`.
 
     Adapters are copied into existing memory, so kernels, plans and captured graphs that use
     `weights` read the new values. Copies run on the current stream. A call on another stream that
-    uses the slot must wait for the current stream.
+    uses the slot must wait for the current stream. Free slots are zero.
 
-    Threads may load and evict concurrently; a lock serializes them. Kernel calls do not take the
-    lock, so evict an adapter only when no call uses its slot anymore.
+    Threads may load and evict concurrently, because a lock serializes them. Kernel calls do not
+    take the lock, so evict an adapter only when no call uses its slot anymore.
     """
 
     def __init__(self, problem: Problem, device: torch.device | str = "cpu") -> None:
@@ -94,7 +94,7 @@ class AdapterPool:
         forks.on_fork(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle or copy: everything except the lock."""
+        """Return the state to pickle or copy, without the lock."""
         return {name: value for name, value in vars(self).items() if name != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -137,17 +137,16 @@ class AdapterPool:
     def load(self, name: str, adapter: Adapter) -> int:
         """Copy an adapter into a free slot, and return the slot.
 
-        name: name of the adapter, 1 to 256 characters. It must not be loaded.
-        adapter: an adapter whose rank is at most the pool's. If its rank is smaller, the rest of
-            the slot stays zero. Its tensors are on the pool's device or on the CPU.
-
         The values of the tensors are checked, which synchronizes with the device.
 
+        name: name of the adapter, 1 to 256 characters. It must not be loaded.
+        adapter: an adapter whose rank is at most the rank of the pool. If its rank is smaller, the
+            rest of the slot stays zero. Its tensors are on the pool's device or on the CPU.
+
         Raises StateError for a name that is already loaded, or during stream capture; CapacityError
-        if there is no free slot or no memory for the copy; WeightsError for a rank above the pool's
-        or for values that are not finite; ShapeError, DtypeError, DeviceError or LayoutError for
-        tensors that do not match. After any exception, including KeyboardInterrupt, the pool is
-        unchanged.
+        if there is no free slot or no memory for the copy; WeightsError if the rank is too large or
+        values are not finite; ShapeError, DtypeError, DeviceError or LayoutError for tensors that
+        do not match. After any exception, including KeyboardInterrupt, the pool is unchanged.
         """
         with self._lock:
             return self._load(name, adapter)
@@ -261,7 +260,7 @@ class AdapterPool:
         return rank
 
     def _slot_view(self, name: str, slot: int, rank: int) -> torch.Tensor:
-        """Return the view of a slot that an adapter of this rank is copied into."""
+        """Return the view of a slot into which an adapter of this rank is copied."""
         tensor = self._tensors[name][slot]
         if "_a" not in name:
             return tensor[:, :, :rank]
@@ -269,7 +268,7 @@ class AdapterPool:
         return tensor.view(len(tensor), num_matrices, self._spec.rank, -1)[:, :, :rank]
 
     def _split_gate_up(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Reshape a tensor to the shape of `_slot_view`. An A gets a dimension for gate and up."""
+        """Reshape a tensor to the shape of `_slot_view`."""
         if "_a" not in name:
             return tensor
         num_matrices = self._shapes(1)[name][1]

@@ -1,10 +1,10 @@
 """Load balancing of experts across ranks.
 
-    load = count(topk_ids, 256)                          # then sum it over calls and ranks
-    new = rebalance(load.tolist(), [36] * 8, old)        # 288 slots: 32 copies of hot experts
+    load = count(topk_ids, 256)                          # to be summed over calls and ranks
+    new = rebalance(load.tolist(), [36] * 8, old)        # 288 slots for 256 experts and 32 copies
     for move in moves(old, new): ...                     # the weights to transfer
 
-These functions only compute: they do not move weights or communicate.
+These functions compute placements. They do not move weights or communicate.
 """
 
 import heapq
@@ -24,10 +24,10 @@ from modular_kernel.utils.tensor_checks import check_tensor
 def count(topk_ids: torch.Tensor, experts: int) -> torch.Tensor:
     """Return the number of (token, expert) pairs per expert, (experts,) int64, on the ids' device.
 
+    This does not synchronize with the device.
+
     topk_ids: (T, K) int32 or int64. Ids outside [0, experts) are not counted.
     experts: E, the number of experts.
-
-    Does not synchronize with the device.
     """
     expect("experts", experts, Experts)
     check_tensor("topk_ids", topk_ids)
@@ -42,10 +42,10 @@ def count(topk_ids: torch.Tensor, experts: int) -> torch.Tensor:
 def rank_loads(
     load: Sequence[float], placement: Placement, *, ranks_per_host: int | None = None
 ) -> tuple[float, ...]:
-    """Return the load of each rank if all ranks send equally many pairs, to the nearest copies.
+    """Return the load of each rank, if all ranks send equally many pairs.
 
-    The pairs that a host sends to an expert are divided equally among the copies on that host, or
-    among all copies if the host has no copy.
+    The pairs that a host sends to an expert are divided equally among the copies of the expert on
+    this host, or among all copies if the host has no copy.
 
     load: load of each expert, in any unit.
     ranks_per_host: number of ranks on each host; None if all ranks are on one host.
@@ -86,16 +86,16 @@ def rebalance(
     """Return a placement of len(load) experts that balances the load of the ranks.
 
     If there are more slots than experts, each extra slot gets a copy of the expert with the highest
-    load per copy. Then the copies are assigned in order of decreasing load, each to the rank with
-    the lowest load so far (longest processing time first).
+    load per copy. Then the copies are assigned in order of decreasing load. Each copy goes to the
+    rank with the lowest load so far.
 
     load: load of each expert, in any unit, for example the number of pairs from `count`.
     slots: the maximum number of experts of each rank.
     old: the current placement. An expert that stays on its rank keeps its slot, if the rank still
         has that slot.
     hosts: number of hosts. With several hosts, each host gets the same number of whole groups, and
-        the copies of an expert stay on one host, so that a token whose router selects few groups is
-        sent to few hosts.
+        the copies of an expert stay on one host. A router that selects few groups for a token then
+        sends the token to few hosts.
     groups: number of expert groups of the router.
 
     Raises ConfigurationError if there are fewer slots than experts, overall or on a host, or if
@@ -135,9 +135,9 @@ def rebalance(
 
 
 def _assign_to_hosts(load: Sequence[float], ranks: int, hosts: int, groups: int) -> list[list[int]]:
-    """Assign whole groups of experts to hosts, in order of decreasing load.
+    """Return the experts of each host.
 
-    Each group goes to the host with the lowest load so far. Returns the experts of each host.
+    Whole groups are assigned in order of decreasing load, to the host with the lowest load so far.
     """
     expect("hosts", hosts, Count)
     expect("groups", groups, Count)
@@ -170,10 +170,11 @@ class Move:
 def moves(old: Placement, new: Placement) -> tuple[Move, ...]:
     """Return the transfers that turn `old` into `new`, ordered by target.
 
-    The source of a transfer is on the target's own rank if possible, else on the rank that has sent
-    the fewest experts so far. Sources are slots of `old`, so read all of them before writing to
-    any slot. Raises ConfigurationError if the placements differ in their numbers of experts or
-    ranks.
+    The source of a transfer is on the target's own rank if possible, and otherwise on the rank that
+    has sent the fewest experts so far. Sources are slots of `old`, so read all of them before you
+    write to a slot.
+
+    Raises ConfigurationError if the placements differ in their numbers of experts or ranks.
 
     >>> moves(Placement.linear(4, 2), Placement.round_robin(4, 2))
     (Move(expert=2, source=(1, 0), target=(0, 1)), Move(expert=1, source=(0, 1), target=(1, 0)))
@@ -227,7 +228,10 @@ def _count_copies(load: Sequence[float], sizes: Sequence[int]) -> list[int]:
 def _assign_copies(
     load: Sequence[float], copies: Sequence[int], sizes: Sequence[int]
 ) -> list[list[int]]:
-    """Assign copies to ranks in order of decreasing load, each to the rank with the least load."""
+    """Return the experts of each rank.
+
+    Copies are assigned in order of decreasing load, to the rank with the lowest load so far.
+    """
     rank_experts: list[list[int]] = [[] for _ in sizes]
     loads = [0.0] * len(sizes)
     copy_loads = [amount / n for amount, n in zip(load, copies, strict=True)]
@@ -254,10 +258,10 @@ def _free_a_slot(
     copy_loads: Sequence[float],
     free: Sequence[int],
 ) -> int | None:
-    """Make a slot free on a rank that does not hold `expert`, and return that rank.
+    """Free a slot on a rank that does not hold `expert`, and return the rank; None if impossible.
 
-    Another expert of that rank moves to one of the ranks in `free`, which have free slots but
-    already hold `expert`. Returns None if no such move is possible.
+    Another expert of this rank is moved to a rank in `free`. Ranks in `free` have free slots, but
+    already hold `expert`.
     """
     for rank in range(len(rank_experts)):
         if expert in rank_experts[rank]:
@@ -274,7 +278,7 @@ def _free_a_slot(
 
 
 def _keep_slots(new: Sequence[int], old: Sequence[int]) -> list[int]:
-    """Reorder a rank's experts so that those it already had keep their slots."""
+    """Reorder the new experts of a rank so that experts that it already held keep their slots."""
     slots: list[int | None] = [expert if expert in new else None for expert in old[: len(new)]] + [
         None
     ] * (len(new) - len(old))

@@ -2,7 +2,7 @@
 
 layer = EPMoE(256, 8, 7168, 2048, use_grouped_topk=True, num_expert_group=8, topk_group=4,
               tp_size=8, tp_rank=rank, correction_bias=bias)
-part_TH = layer(x_TH, router_logits)    # a partial sum, to be summed over the ranks
+part_TH = layer(x_TH, router_logits)    # partial sum of this rank
 """
 
 from pathlib import Path
@@ -24,17 +24,17 @@ from modular_kernel.utils.argument_checks import Count, expect
 
 
 class EPMoE(FusedMoE):
-    """Expert parallelism without token exchange: each rank gets all tokens, returns a partial sum.
+    """A FusedMoE with expert parallelism, but without token exchange.
 
-    A rank holds a contiguous block of experts, and computes the (token, expert) pairs of these
-    experts. The caller sums the outputs of all ranks.
+    A rank holds a contiguous block of experts. It gets all tokens, and computes the (token, expert)
+    pairs of its experts. The caller sums the outputs of all ranks.
 
     num_experts: E of the whole model, a multiple of the number of ranks.
     top_k: K.
     hidden_size: H.
     intermediate_size: I of a whole expert.
     tp_group: process group of the ranks.
-    tp_rank: this rank. Defaults to its rank in tp_group, or to 0 without a group.
+    tp_rank: this rank. Defaults to the rank in tp_group, or to 0 without a group.
     tp_size: number of ranks. Defaults to the size of tp_group, or to 1 without a group.
     renormalize: scale the K weights of a token to sum to 1.
     use_grouped_topk: select experts from the best topk_group of num_expert_group groups. Without
@@ -51,8 +51,8 @@ class EPMoE(FusedMoE):
     - use_fp8_w8a8: whether the scheme is one of fp8_w8a8.
     - activation_scheme: "dynamic", "static" or None.
     - quant_method: an object whose `process_weights_after_loading(layer)` the engine calls after it
-      has loaded the weights. None unless the scheme is unquantized, or float8 with one scale per
-      expert or per block.
+      has loaded the weights. None for schemes other than unquantized weights, and float8 with one
+      scale per expert or per block.
 
     Raises ConfigurationError for arguments that contradict each other.
     """

@@ -113,8 +113,8 @@ class FusedMoE(ExpertParameters):
     quant_config: the quantization_config of a checkpoint, for `weight_loader`; or the name of a
         scheme, as in Problem.quant; or None for unquantized weights.
     params_dtype: dtype of unquantized weights and of x. Defaults to torch's default dtype.
-    router: a Router, which the layer applies to x; a RouterSpec, with which `forward` takes logits;
-        or None, with which `forward` takes a routing.
+    router: determines the second argument of `forward`. With a Router, which the layer applies to
+        x, there is none. With a RouterSpec, it is the logits. With None, it is a routing.
     selection_bias: (E + zero experts,), required if a RouterSpec has a selection bias.
     shared_experts: module that is applied to x (T, H), and whose output is added. With an
         asynchronous prepare/finalize part, it runs between dispatch and combine.
@@ -133,9 +133,9 @@ class FusedMoE(ExpertParameters):
     prefix: name of the layer in messages and profiles.
 
     The parameters are w13_weight (e, 2I, H) with the gate rows first, w2_weight (e, H, I), and
-    others that depend on the scheme and on `bias` (see PARAMETERS). Floating-point parameters are
-    NaN until they are loaded, and a call raises StateError until then. Gradients are not supported.
-    `ExpertParameters` describes moves and casts.
+    others that depend on the scheme and on `bias` (see PARAMETERS). Until parameters are loaded,
+    they are NaN, and a call raises StateError. Gradients are not supported. `ExpertParameters`
+    describes moves and casts.
 
     torch.compile and torch.export trace a layer that does not communicate with other ranks as two
     operators, the router and `torch.ops.modular_kernel.experts_forward`. The shared experts are
@@ -191,7 +191,7 @@ class FusedMoE(ExpertParameters):
         spans_ranks, (ep_rank, ep_size) = _spans_ranks(prepare_finalize), parallel.ep
         placement = resolve_placement(placement, num_experts, ep_size, over_ranks=spans_ranks)
         sums_ep = ep_size > 1 and not spans_ranks
-        # A single rank whose experts have another order needs a map, too.
+        # A single rank whose placement reorders the experts also needs a map.
         uses_expert_map = sums_ep or not (spans_ranks or placement.is_linear)
         act = ActivationSpec.parse(activation)
         if act.up_first:
@@ -226,7 +226,7 @@ class FusedMoE(ExpertParameters):
         self.prepare_finalize, self.experts = prepare_finalize, experts
         check_selection_bias(selection_bias, router, num_experts)
         self.register_buffer("selection_bias", selection_bias)
-        # Look up the process groups now, so that a missing one raises here and not in a call.
+        # Look up the process groups now, so that a missing group raises here and not in a call.
         self._sums_over_ep = sums_ep
         self._groups = parallel.groups(ep=sums_ep) if reduce_results else ()
         # Default experts by device, used if `experts` is None.
@@ -244,7 +244,7 @@ class FusedMoE(ExpertParameters):
             TracedPairing(prepare_finalize, experts, fall_back_to_torch=True)
         )
         self._traced_parts = prepare_finalize, experts
-        self._bias_unloaded = False  # True while selection_bias may hold its initial NaN
+        self._bias_unloaded = False  # whether selection_bias may still hold its initial NaN
 
     @classmethod
     def from_config(
@@ -255,7 +255,7 @@ class FusedMoE(ExpertParameters):
         quantize: QuantScheme | str | None = None,
         **options: Any,
     ) -> "FusedMoE":
-        """Create the layer that a checkpoint describes, without its weights; `load` reads them.
+        """Create the layer that a checkpoint describes, without its weights, which `load` reads.
 
         checkpoint: a config.json, or a folder with a config.json. Tensors are not needed.
         layer: number of the layer, which becomes layer_id. None sets no layer_id, and requires that
@@ -336,8 +336,8 @@ class FusedMoE(ExpertParameters):
 
         checkpoint: a folder or file, as for `load_experts`.
         layer: number of the layer; None uses layer_id.
-        quantize: the layer's scheme, to quantize unquantized files while loading; None loads the
-            files as they are.
+        quantize: the layer's scheme, to quantize unquantized weights while loading. None loads
+            weights as they are stored.
 
         Raises ConfigurationError if the checkpoint's sizes, scheme, activation, biases or
         routed_scaling_factor differ from the layer's, or if the layer has a router that differs
@@ -425,8 +425,8 @@ class FusedMoE(ExpertParameters):
         """Return the layer's output, (..., H), with the shape of hidden_states.
 
         hidden_states: (..., H).
-        routing: None if the layer has a Router; logits (..., E) if it has a RouterSpec; otherwise a
-            Routing or (weights, ids, ...), each (..., K).
+        routing: None if the layer has a Router; logits (..., E) if the layer has a RouterSpec;
+            otherwise a Routing or (weights, ids, ...), each (..., K).
         token_ids: (...), required if the router has a table.
 
         Raises an InputError before any kernel is launched if a tensor does not match.
@@ -450,7 +450,7 @@ class FusedMoE(ExpertParameters):
         *,
         token_ids: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Run `forward`, but call `computed` instead of the method that computes the experts."""
+        """Run `forward` with the function `computed` in place of the method `computed`."""
         check_tensor("x", hidden_states)
         if hidden_states.dim() < 2 or hidden_states.shape[-1] != self.problem.hidden:
             need = f"(..., H) with H = {self.problem.hidden}"
@@ -490,8 +490,9 @@ class FusedMoE(ExpertParameters):
         """Prepare the weights after loading (FusedMoEModularKernel.prepare_weights).
 
         On a GPU, the first call of the layer prepares the weights by default, with fewer checks
-        than this method. If a parameter is replaced, the prepared tensors are dropped. Raises
-        StateError if `weights` does.
+        than this method. If a parameter is replaced, the prepared tensors are dropped.
+
+        Raises StateError if parameters were not loaded.
         """
         weights, kernel = self.plain_weights(), self._exchange_kernel
         device = weights.w2.device
@@ -561,10 +562,10 @@ class FusedMoE(ExpertParameters):
         *,
         adapters: tuple[Problem, ExpertWeights] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (output of the experts, newly allocated; output of the shared experts, or None).
+        """Return (output of the experts, output of the shared experts or None), newly allocated.
 
-        adapters: a problem and weights with LoRA adapters, to use instead of the layer's. Only for
-            layers whose prepare/finalize part does not span ranks.
+        adapters: a problem and weights with LoRA adapters, to use instead of the layer's problem
+            and weights. Only for layers whose prepare/finalize part does not span ranks.
         """
         if is_compiling():
             return self._run_operator(x_TH, routing)
@@ -584,7 +585,7 @@ class FusedMoE(ExpertParameters):
             shared_TH = None
             try:
                 shared_TH = None if shared is None else shared(x_TH)
-            finally:  # even if shared_experts raises, because the other ranks wait for this rank
+            finally:  # also if shared_experts raises, because the other ranks wait for this rank
                 y_TH = pending.finish()
         return y_TH, shared_TH
 
@@ -611,7 +612,7 @@ class FusedMoE(ExpertParameters):
     def _run_operator(
         self, x_TH: torch.Tensor, routing: Routing
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute what `computed` does, with the operator that torch.compile can trace."""
+        """Compute the result of `computed` with an operator that torch.compile can trace."""
         weights_TK, ids_TK = routing.topk_weights_TK, routing.topk_ids_TK
         reason = ""
         if torch.is_grad_enabled() and (x_TH.requires_grad or weights_TK.requires_grad):
@@ -634,9 +635,9 @@ class FusedMoE(ExpertParameters):
         return y_TH, None if shared is None else shared(x_TH)
 
     def _adds_complete_terms(self) -> bool:
-        """Return whether this rank adds the terms that every rank has completely.
+        """Return whether this rank adds terms that are complete on every rank.
 
-        Only one of the ranks whose outputs are summed may add them.
+        Only one of the ranks whose outputs are summed may add such terms.
         """
         return self.parallel.tp[0] == 0 and (self.parallel.ep[0] == 0 or not self._sums_over_ep)
 
@@ -652,7 +653,7 @@ class FusedMoE(ExpertParameters):
         return self.prepare_finalize, experts
 
     def _get_kernels(self, device: torch.device, problem: Problem) -> KernelsBySize:
-        """Return the kernels for calls on a device, and look them up if the layer was changed."""
+        """Return the kernels for calls on a device."""
         parts = self.prepare_finalize, self.experts
         entry = self._kernels_by_device.get(device)
         if entry is None or entry[0] != parts or entry[1].problem is not problem:
@@ -662,10 +663,7 @@ class FusedMoE(ExpertParameters):
         return entry[1]
 
     def _make_exchange_kernel(self, max_tokens: int | None) -> FusedMoEModularKernel:
-        """Create the kernel for a prepare/finalize part that spans ranks.
-
-        All ranks must create their layers in the same order.
-        """
+        """Create the kernel for a prepare/finalize part that spans ranks."""
         if max_tokens is None:
             need = "the maximum number of tokens per rank, which determines the buffer sizes"
             raise ConfigurationError("max_tokens", got=None, need=need)
@@ -705,8 +703,6 @@ def _make_loader(
 
     The loader is None if quant_config is the name of a scheme, because a scheme does not determine
     a checkpoint format.
-
-    make_share: creates this rank's Share.
     """
     if isinstance(quant_config, str):
         return None, quant_config

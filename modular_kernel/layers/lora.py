@@ -52,7 +52,8 @@ class MoELoRALayer:
 
     factors: the matrices.
     scaling: factor of B A. It is 1 for the result of `load_adapter`, whose B is already scaled. In
-        mode "merged", it is applied to each projection; in "parallel_delta", once to the branch.
+        mode "merged", it is applied to each projection. In mode "parallel_delta", it is applied
+        once to the branch.
     """
 
     factors: Adapter
@@ -68,7 +69,7 @@ class MoELoRALayer:
         return self.factors.lora_a2.shape[1]
 
     def folded(self) -> Adapter:
-        """Return the factors with both B multiplied by the scaling and rounded once."""
+        """Return the factors with both B matrices multiplied by the scaling."""
         check_tensors(vars(self.factors))
         for name, factor in vars(self.factors).items():
             if not factor.is_floating_point():
@@ -116,13 +117,13 @@ class LoRAManager:
     lora: number of slots and maximum rank, as in Problem.lora.
     layers: ids of one or more layers.
     device: device of the layers.
-    mode: "merged" or "parallel_delta". "parallel_delta" has one A for gate and up; it requires
-        a13=shared, activation silu, and gate and up rows that are not interleaved.
+    mode: "merged" or "parallel_delta". "parallel_delta" requires a13=shared, activation silu, and
+        gate and up rows that are not interleaved.
+
+    Threads may load, evict and prepare batches concurrently, because a lock serializes them.
 
     Raises ConfigurationError for invalid arguments, and the DeviceError and CapacityError of
     `AdapterPool`.
-
-    Threads may load, evict and prepare batches concurrently; a lock serializes them.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class LoRAManager:
         forks.on_fork(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle or copy: everything except the lock."""
+        """Return the state to pickle or copy, without the lock."""
         return {name: value for name, value in vars(self).items() if name != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -178,7 +179,7 @@ class LoRAManager:
         forks.on_fork(self)
 
     def after_fork(self) -> None:
-        """Renew the lock in a forked child: a thread of the parent may have held it."""
+        """Reset the lock in a forked child, because a thread of the parent may have held it."""
         forks.reset_lock(self._lock)
 
     @property
@@ -190,7 +191,7 @@ class LoRAManager:
         """Load an adapter into the same slot of all layers, and return the slot.
 
         name: name of the adapter, 1 to 256 characters. It must not be loaded.
-        layers: the adapter's matrices by layer id. In layers that are missing, the slot is zero.
+        layers: the adapter's matrices by layer id. In all other layers, the slot stays zero.
 
         Raises every error of `AdapterPool.load`; ConfigurationError for an unknown layer;
         WeightsError for a scaling that float32 cannot represent; StateError if a pool was changed
@@ -248,7 +249,7 @@ class LoRAManager:
             self._remove_interrupted()
 
     def _remove_interrupted(self) -> None:
-        """Remove from all pools the adapters whose load or evict was interrupted."""
+        """Remove adapters whose load or evict was interrupted from all pools."""
         self._interrupted.difference_update(self._slots)
         for name in tuple(self._interrupted):
             for layer, pool in self.pools.items():
@@ -263,7 +264,7 @@ class LoRAManager:
     ) -> MoELoRABatchInfo | None:
         """Return the `moe_lora_info` of a layer's call, or None if no sequence has an adapter.
 
-        The ranks and scalings in the result are the manager's own tensors, which `load` modifies in
+        The ranks and scalings in the result are tensors of the manager, which `load` modifies in
         place.
         """
         self._pool_of(layer_id)
@@ -327,7 +328,7 @@ class LoRAManager:
 
 
 def _fits_float32(number: float) -> bool:
-    """Return whether a number, rounded to float32, neither overflows nor becomes 0."""
+    """Return whether a number neither overflows nor underflows to 0 in float32."""
     try:
         rounded = struct.unpack("f", struct.pack("f", number))[0]
     except OverflowError:
@@ -385,8 +386,9 @@ class LoRABackend:
 class FusedMoEWithLoRA(nn.Module):
     """A FusedMoE whose tokens may have adapters. A call without adapters runs the base layer.
 
-    base_layer: the layer. Its layer_id must be in manager.pools, its problem must equal the
-        manager's except for lora and tokens, and its prepare/finalize part must not span ranks.
+    base_layer: the layer. Its layer_id must be in manager.pools. Its problem must equal the
+        manager's problem, except for lora and tokens. Its prepare/finalize part must not span
+        ranks.
     manager: the manager of the layer's adapters.
 
     If experts are sharded, the adapters' contribution is part of this rank's partial sum. In mode

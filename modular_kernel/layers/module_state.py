@@ -20,9 +20,9 @@ def move_without_cast(fn: Callable[..., torch.Tensor], tensor: torch.Tensor) -> 
 
 
 def state_is_loaded(names: Collection[str], state_dict: Mapping[str, Any], prefix: str) -> bool:
-    """Return whether a state_dict has all named tensors, with values that were loaded.
+    """Return whether a state_dict has all named tensors, and all of them were loaded when saved.
 
-    Values that mark a tensor as not loaded, such as NaN, may have been saved.
+    A tensor that was saved before it was loaded holds values such as NaN (`check_loaded`).
 
     prefix: prefix of the module's names in the state_dict.
     """

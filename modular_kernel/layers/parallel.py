@@ -27,7 +27,8 @@ class LayerParallel:
         (0, 1) without a group.
     ep_group: process group of the EP ranks; None if the caller sums the outputs of the ranks.
     tp_group: process group of the TP ranks; None if the caller sums the outputs of the ranks.
-    group: process group of all EP x TP ranks, with which a sum over both takes one all-reduce.
+    group: process group of all EP x TP ranks. With it, a sum over EP and TP ranks takes a single
+        all-reduce instead of two.
     """
 
     ep: RankPosition = (0, 1)
@@ -72,12 +73,11 @@ class LayerParallel:
         return self.ep[0] == self.tp[0] == 0
 
     def groups(self, *, ep: bool) -> tuple[object, ...]:
-        """Return the process groups to all-reduce over.
-
-        Groups of one rank are omitted. Raises ConfigurationError if there are several ranks but no
-        group.
+        """Return the process groups to all-reduce over. Groups of one rank are omitted.
 
         ep: whether to reduce over EP ranks in addition to TP ranks.
+
+        Raises ConfigurationError if there are several ranks but no group.
         """
         required = [("tp", self.tp, self.tp_group)]
         if ep:
@@ -93,7 +93,7 @@ class LayerParallel:
 
 
 def all_reduce(tensor: torch.Tensor, groups: tuple[object, ...]) -> None:
-    """Sum over the ranks of each group, in place. Raises CommunicationError if that fails."""
+    """Sum over the ranks of each group, in place. Raises CommunicationError if a sum fails."""
     for group in groups:
         try:
             dist.all_reduce(tensor, group=_process_group(group))

@@ -22,7 +22,7 @@ from modular_kernel.tensors import ExpertWeights, check_loaded, fill_with_sentin
 from modular_kernel.utils.argument_checks import expect, resolve_device
 from modular_kernel.utils.tensor_checks import check_not_dtensor, check_tensor
 
-# The parameter that holds each field of ExpertWeights.
+# Field of ExpertWeights -> parameter of the layer.
 PARAMETERS = {
     "w1": "w13_weight",
     "w2": "w2_weight",
@@ -39,7 +39,7 @@ PARAMETERS = {
     "a2_scale": "w2_input_scale",
 }
 
-_READY_KEY = "modular_kernel_ready"  # in the metadata of a state_dict
+_READY_KEY = "modular_kernel_ready"  # key of `_ready` in the metadata of a state_dict
 
 
 class ExpertParameters(nn.Module):
@@ -77,6 +77,7 @@ class ExpertParameters(nn.Module):
         super().__init__()
         device = resolve_device(torch.get_default_device() if device is None else device, meta=True)
         self.problem, self.placement, self.parallel = problem, placement, parallel
+        # _ready: whether the parameters have the layout of the kernels.
         self._loader, self._ready = loader, loader is None or not loader.scheme.quantized
         if loader is not None:
             loader.create_weights(
@@ -90,7 +91,7 @@ class ExpertParameters(nn.Module):
             self._fill_unloaded()
         expert_map = placement.expert_map(parallel.ep[0], device) if problem.expert_map else None
         self.register_buffer("expert_map", expert_map, persistent=False)
-        # b2 is not split over TP ranks: rank 0 adds it, and the other ranks use zeros.
+        # b2 is not split over TP ranks. Only rank 0 adds it, and the other ranks add zeros.
         zeros = None
         if problem.bias and parallel.tp[0] > 0:
             zeros = torch.zeros(self.specs()["b2"].shape, dtype=problem.dtype, device=device)
@@ -202,10 +203,10 @@ class ExpertParameters(nn.Module):
         local_metadata: dict[str, Any],
         *others: Any,
     ) -> None:
-        """Load the state of a layer like this one, in the layout of the checkpoint or of kernels.
+        """Load tensors in the checkpoint's layout, or in the layout of the kernels.
 
-        If the tensors have the layout of the kernels, they are set with `set_weights`. If both
-        layouts have the same shapes and dtypes, the metadata of the state tells which one it is.
+        If both layouts have the same shapes and dtypes, the metadata of the state says which layout
+        the tensors have.
         """
         if not self._ready:
             self._load_if_ready(state_dict, prefix, bool(local_metadata.get(_READY_KEY, False)))
@@ -241,10 +242,10 @@ class ExpertParameters(nn.Module):
             self.set_weights(ExpertWeights(**copies))
 
     def _match_scale_dtypes(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Give 16-bit scales the dtype that they have in the state, so that loading is exact.
+        """Give scales the dtype that they have in the state.
 
-        Scales of a layer that was not loaded yet get the dtype in the state too: float32 would be
-        exact, but slower.
+        This applies to 16-bit scales, so that loading is exact. It also applies to all scales of a
+        layer that was not loaded yet, because float32 scales would be exact, but slower.
         """
         for field, spec in self.specs().items():
             name, tensor = PARAMETERS[field], state_dict.get(prefix + PARAMETERS[field])
@@ -254,11 +255,11 @@ class ExpertParameters(nn.Module):
             if not isinstance(tensor, torch.Tensor) or tensor.shape != current.shape:
                 continue
             if tensor.dtype in {*spec.dtypes} - {current.dtype}:
-                converted = current.detach().to(tensor.dtype)  # NaN stays, if it was not loaded
+                converted = current.detach().to(tensor.dtype)  # keeps the NaN of unloaded scales
                 self.register_parameter(name, nn.Parameter(converted, False))
 
     def weights(self) -> ExpertWeights:
-        """Return the parameters as the ExpertWeights that kernels take.
+        """Return the parameters as ExpertWeights.
 
         The same object is returned until a parameter is replaced. If parameters were not loaded
         with a method of this class or `load_state_dict`, the first call checks that their values
@@ -282,15 +283,15 @@ class ExpertParameters(nn.Module):
         for name, tensor in parameters.items():
             check_not_dtensor(name, tensor)
         if self._unloaded:
-            parameters.pop("expert_map", None)  # its -1 means an expert of another rank
+            parameters.pop("expert_map", None)  # its -1 is an expert of another rank
             check_loaded(parameters)
             self._unloaded = next(iter(parameters.values())).is_meta
 
     def operands(self) -> tuple[list[torch.Tensor], str]:
         """Return the arguments `params` and `fields` of the operator `experts`.
 
-        Can be traced by torch.compile. Raises the errors of `weights`, except that the operator
-        checks the values.
+        torch.compile can trace this method. It raises the errors of `weights`, except for the check
+        of values, which the operator does.
         """
         if not self._ready:
             raise _not_ready_error()
@@ -318,7 +319,7 @@ class ExpertParameters(nn.Module):
         return self.weights()
 
     def keep_prepared(self, weights: ExpertWeights) -> None:
-        """Make `weights` return the given object: the same parameters, with prepared tensors."""
+        """Make `weights` return the given object, which adds prepared tensors to the parameters."""
         assert self._bound is not None
         self._bound = self._bound[0], weights
 
@@ -379,7 +380,7 @@ class ExpertParameters(nn.Module):
         return [(name, tensor) for name, tensor in tensors if tensor is not None]
 
     def _is_cast(self, name: str) -> bool:
-        """Return whether casts apply to a tensor. They apply to unquantized weights and biases."""
+        """Return whether casts apply to the tensor: it is an unquantized weight or a bias."""
         if not self._ready and self._loader is not None:
             shape_dtype = self._loader.shapes().get(name)
             return shape_dtype is not None and shape_dtype[1] is None
@@ -396,9 +397,9 @@ class ExpertParameters(nn.Module):
         return dtype
 
     def _widen_scales(self) -> None:
-        """Convert 16-bit scales that are not allowed with the layer's new dtype to float32.
+        """Convert scales whose dtype is not allowed with the layer's new dtype to float32.
 
-        This is exact, unlike a cast to the new dtype.
+        Unlike a cast to the new dtype, this is exact.
         """
         for field, spec in self.specs().items() if self._ready else ():
             parameter = getattr(self, PARAMETERS[field])

@@ -1,4 +1,4 @@
-"""One rank's share of a layer's experts, and where each projection goes in its parameters."""
+"""The share of a layer's experts that one rank holds, and its position in the parameters."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +19,7 @@ FUSED = "w13"  # gate and up in one tensor
 
 @dataclass(frozen=True)
 class Share:
-    """The experts that one rank holds, and the columns of I that it holds of each.
+    """The experts and the columns of I that one rank holds.
 
     experts: E of the whole layer.
     hidden: H.
@@ -98,8 +98,10 @@ class Move:
     Ranges are (first, last), where last is exclusive.
 
     slot: index of the expert in the parameter.
-    rows, columns: destination within the expert's matrix.
-    source_rows, source_columns: source within the loaded matrix.
+    rows: rows of the destination in the expert's matrix.
+    columns: columns of the destination in the expert's matrix.
+    source_rows: rows of the loaded matrix.
+    source_columns: columns of the loaded matrix.
     """
 
     slot: int
@@ -112,12 +114,12 @@ class Move:
 def destination(expert: int, shard: str, share: Share) -> Move | None:
     """Return where one projection of an expert is copied to, or None if another rank holds it.
 
-    expert: global id of the expert.
-    shard: "w1" (gate), "w2" (down) or "w3" (up); "w13" for gate and up in one matrix, if their rows
-        are interleaved.
-
     Let c be the number of columns of I that this rank holds, and w the number including padding.
     Gate goes to rows [0, c) of w13 and up to rows [w, w + c). Down goes to columns [0, c) of w2.
+
+    expert: global id of the expert.
+    shard: "w1" (gate), "w2" (down) or "w3" (up); or "w13" (gate and up in one matrix) if gate and
+        up rows are interleaved.
 
     Raises ConfigurationError for any other shard.
     """

@@ -1,4 +1,4 @@
-"""`Router` selects experts from x, with a linear gate; `select_experts` selects them from logits.
+"""`Router` selects experts from x with a linear gate. `select_experts` selects them from logits.
 
 router = Router(RouterSpec(8, renormalize=True), hidden_size=2048, num_experts=128)
 weights, ids, logits = router(x_TH)
@@ -34,9 +34,11 @@ def select_experts(
     token_ids: torch.Tensor | None = None,
     ids_dtype: torch.dtype = torch.int32,
 ) -> StandardTopKOutput:
-    """Select K experts per token with `route`; return (weights, ids, logits).
+    """Select K experts per token. Return (weights, ids, logits).
 
-    router_logits: (T, E). `route` describes the other arguments.
+    `route` describes the other arguments.
+
+    router_logits: (T, E).
 
     Raises ConfigurationError if the spec has zero experts, because a StandardTopKOutput cannot hold
     their weight.
@@ -62,7 +64,7 @@ class Router(nn.Module):
     - e_score_correction_bias, (E + Z,) float32: if the spec has a selection bias.
     - tid2eid, a buffer of (vocabulary, K) int64: if the spec has a table.
 
-    Until they are loaded, parameters are NaN and the table is -1, and a call raises StateError.
+    Until they are loaded, parameters are NaN, the table is -1, and a call raises StateError.
 
     vocabulary: number of token ids; required if the spec has a table.
     dtype: dtype of the gate. x is cast to it.

@@ -53,7 +53,7 @@ ParamsMapping = list[tuple[str, str, int, str]]
 WeightLoader = Callable[[torch.nn.Parameter, torch.Tensor, str, str, int], None]
 
 _BIAS = StoredTensor("bias", "bias", (Dim("N"),), FLOATS)
-_SCALE_TOLERANCE = 1e-5  # allowed difference between the input scales of an expert's gate and up
+_SCALE_TOLERANCE = 1e-5  # allowed difference between the input scales of gate and up
 _MATRIX_SCALE_ROLES = ("scale", "global_scale")
 _SCALE_ROLES = ("scale", "global_scale", "a_scale")
 _INITIAL_SCALE = 1.0  # value of scales before they are loaded
@@ -82,7 +82,7 @@ def make_expert_params_mapping(
 class ExpertLoader:
     """Creates and loads the parameters of one layer's experts.
 
-    share: the experts that this rank holds, and its part of each.
+    share: the experts and the columns of I that this rank holds.
     format: the checkpoint's format, from `format_of`; None if the checkpoint is unquantized.
     bias: whether projections have a bias. b2 is loaded on TP rank 0 and is zero on other TP ranks.
     transposed: whether parameters have the shapes (e, H, 2I) and (e, I, H). Only for unquantized
@@ -131,7 +131,8 @@ class ExpertLoader:
             stored.name: stored for stored in (*self._rank_format.stored_tensors, *biases)
         }
         self._loaded: set[tuple[str, str, int]] = set()
-        # Input scales of the experts of all ranks, and the keys set since `expert_weights` ran.
+        # Input scales of the experts of all ranks, and the keys that were set since the last call
+        # of `expert_weights`.
         self._input_scales: dict[tuple[str, int, str], float] = {}
         self._scales_since_build: set[tuple[str, int, str]] = set()
 
@@ -158,10 +159,10 @@ class ExpertLoader:
                 shape = tensor.shape(*matrix)
                 per_projection = tensor.role in _MATRIX_SCALE_ROLES and not tensor.dims
                 if per_projection and name == "w13" and share.gated:
-                    shape = (2,)  # one per projection, until `expert_weights` fuses them
+                    shape = (2,)  # gate and up have separate scales until `expert_weights`
                 if tensor.role == "w" and self.transposed:
                     shape = shape[::-1]
-                # If a scale can have several dtypes, the first is float32, which holds all exactly.
+                # If several dtypes are allowed, the first is float32, which represents all exactly.
                 layer_dtype = tensor.role == "bias" or not self.scheme.quantized
                 dtype = None if layer_dtype else tensor.dtypes[0]
                 shapes[f"{name}_{tensor.name}"] = ((len(share.slots), *shape), dtype)
@@ -276,7 +277,7 @@ class ExpertLoader:
     def _split_gate_up(
         self, name: str, stored: StoredTensor, loaded: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tensors of gate and of up: halves along the rows, or the same tensor twice.
+        """Split a tensor of gate and up along its rows. A tensor without rows is returned twice.
 
         Raises ConfigurationError if one scale covers both gate rows and up rows.
         """
@@ -295,9 +296,10 @@ class ExpertLoader:
     def expert_weights(self, layer: torch.nn.Module) -> ExpertWeights:
         """Create the kernel's weights from the parameters of `layer`.
 
-        Packed integers stay packed. If gate and up have per-tensor scales, the larger of the two
-        becomes their common scale, and the weights of the other projection are requantized to it.
-        Raises WeightsError, which names a missing tensor, unless all tensors were loaded.
+        Packed integers stay packed. If gate and up have per-tensor scales, the larger scale becomes
+        the common scale, and the weights of the other projection are requantized.
+
+        Raises WeightsError, with the name of a missing tensor, unless all tensors were loaded.
         """
         expect("layer", layer, torch.nn.Module)
         self._check_complete()
@@ -457,9 +459,9 @@ def _parameter(layer: torch.nn.Module, name: str) -> torch.Tensor:
 def checkpoint_config(quant_config: object) -> str | abc.Mapping[str, object] | None:
     """Return a quantization_config, the name of a scheme, or None.
 
-    quant_config: any of these, which is returned as it is; or an object with an `activation_scheme`
-        of "dynamic" or "static", which means float8 with one scale per matrix, or per block if the
-        object has a `weight_block_size`.
+    quant_config: one of the results, which is returned unchanged; or an object with an
+        `activation_scheme` of "dynamic" or "static", which means float8 with one scale per matrix,
+        or per block if the object has a `weight_block_size`.
 
     Raises ConfigurationError for other objects.
     """

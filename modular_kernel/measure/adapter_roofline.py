@@ -16,12 +16,12 @@ of w1: 2 I with a gate, else I. With P routed (token, expert) pairs, the flops a
 so adapters add a fraction of R (1/H + 1/I), or R (2/(3 I) + 1/H) with a shared A.
 
 Each matrix that is used is read once. Tokens are assumed to be distributed evenly over the slots.
-An expert with n pairs then uses the matrices of
+The expected number of slots whose matrices an expert with n pairs uses is then
 
     L (1 - (1 - 1/L)^n)
 
-slots, the expected number of distinct ones. A matrix that all experts share is read once for each
-slot in use. The products A x and A h can stay on chip, so their bytes are not counted.
+A matrix that all experts share is read once for each slot in use. The products A x and A h can stay
+on chip, so their bytes are not counted.
 """
 
 from dataclasses import dataclass
@@ -80,7 +80,7 @@ def adapter_work(problem: Problem, pairs: float, touched: float) -> dict[str, Ad
 
 
 def total_adapter_work(problem: Problem, pairs: float, touched: float) -> AdapterWork:
-    """Return the sum of `adapter_work` over all matrices. For the arguments, see there."""
+    """Return the sum of `adapter_work` over all matrices. The arguments are the same."""
     return sum(adapter_work(problem, pairs, touched).values(), NO_WORK)
 
 

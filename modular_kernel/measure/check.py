@@ -21,18 +21,18 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights, Routing
 
-MAX_ERROR_RATIO = 2.0  # to the error of plain torch
-EPS = 1e-6  # allowed in addition, for float32 sums in another order
+MAX_ERROR_RATIO = 2.0  # allowed error of a layer, relative to the error of plain torch
+EPS = 1e-6  # added to the allowed error, because float32 sums may have another order
 _MAX_ROWS = 8  # number of rows of an output that are compared
-_MIN_VALUES = 512  # over so many values, the error of a layer varies by 10 %
+_MIN_VALUES = 512  # with 512 values, the error of a layer varies by 10 %
 
 
 @dataclass(frozen=True)
 class ExpectedOutput:
     """Expected values of some rows of an output.
 
-    rows: (rows,) indices of the rows, int64.
-    exact: (rows, H) their values, computed in float64.
+    rows: indices of the R compared rows, (R,) int64.
+    exact: float64 values of these rows, (R, H).
     torch_error: norm of the error of plain torch on these rows.
     """
 
@@ -60,7 +60,7 @@ class CheckResult:
 class CheckedCalls:
     """Result of the check of several calls of a layer.
 
-    last_rows: the compared rows of the last output, (rows, H) float64.
+    last_rows: the compared rows of the last output, (R, H) float64.
     """
 
     result: CheckResult
@@ -122,9 +122,12 @@ def check_calls(calls: Sequence[tuple[Call, ExpectedOutput]], problem: Problem) 
 def check_unchanged(
     out: torch.Tensor, expected: ExpectedOutput, earlier: CheckedCalls, problem: Problem
 ) -> CheckResult:
-    """Check that `out`, a later output of the last checked call, equals the earlier one.
+    """Check that the output of the last checked call has not changed since `check_calls`.
 
-    earlier: result of `check_calls`. The difference may be as large as the allowed error.
+    The change may be as large as the allowed error.
+
+    out: output of a later run of the same call.
+    earlier: result of `check_calls`.
     """
     bound = earlier.result.bound
     failure = _find_format_error(out, problem)

@@ -1,8 +1,7 @@
 """Sizes of prepared weights, as declared by the experts class.
 
 Prepared weights are copies of 4-bit weights in a layout for faster kernels, which
-`kernel.prepare_weights` creates. An experts class is one of the interchangeable components
-('parts') of a layer; the functions take its name.
+`kernel.prepare_weights` creates. An experts class is one of the interchangeable parts of a layer.
 """
 
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ def prepared_specs_of(
     The result is {} if the part does not prepare weights of this problem.
 
     experts: name of the experts part.
-    machine: the machine that it would run on; None uses this machine.
+    machine: the machine that the part would run on. None means this machine.
 
     Raises ConfigurationError if the part may prepare weights, but its packages are not installed.
     """
@@ -41,8 +40,5 @@ def prepared_specs_of(
 
 
 def prepared_tensor_bytes(experts: str, problem: Problem, machine: Machine | None = None) -> int:
-    """Return the bytes of the prepared tensors of one rank.
-
-    For the arguments, see `prepared_specs_of`.
-    """
+    """Return the bytes of the prepared tensors of one rank (`prepared_specs_of`)."""
     return sum(spec.nbytes for spec in prepared_specs_of(experts, problem, machine).values())

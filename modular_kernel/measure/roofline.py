@@ -4,9 +4,9 @@ flops counts the GEMMs of all routed (token, expert) pairs. bytes counts the inp
 weights of experts with at least one pair (touched experts), and the LoRA adapters
 (`measure.adapter_roofline`), each once.
 
-`measure_peaks` measures the rates on the same machine. The peak rate is that of the fastest of
-repeated GEMMs with M = N = K = 8192. For the bandwidth, a copy and a read of 2 GiB are timed, and
-the higher rate counts, unless the user specifies one.
+`measure_peaks` measures the peak rate and the bandwidth. The peak rate is the rate of the fastest
+of several GEMMs with M = N = K = 8192. The bandwidth is the higher of the rates of a copy and of a
+read of 2 GiB, unless the user specifies the bandwidth.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +23,7 @@ from modular_kernel.spec.problem import Problem, dtype_name
 from modular_kernel.spec.quantization import QuantScheme
 
 _GPU_SIZE, _CPU_SIZE = 8192, 512  # M = N = K of the GEMMs
-_GPU_BYTES, _CPU_BYTES = 1 << 31, 1 << 26  # of the tensor that is copied and read
+_GPU_BYTES, _CPU_BYTES = 1 << 31, 1 << 26  # size of the tensor that is copied and read
 _FP8, _INT8 = "float8_e4m3fn", "int8"
 _WEIGHT_BITS = {
     _FP8: 8,
@@ -44,8 +44,8 @@ _LINK_TARGET_MS = 20.0
 class Work:
     """The minimum work of one call, averaged over several inputs.
 
-    flops: of the GEMMs.
-    bytes: read from and written to device memory.
+    flops: flops of the GEMMs.
+    bytes: bytes read from and written to device memory.
     touched: number of experts with at least one pair.
     """
 
@@ -124,8 +124,8 @@ def compute_work(problem: Problem, scheme: QuantScheme, loads: Sequence[Load]) -
 def compute_type(problem: Problem, scheme: QuantScheme) -> str:
     """Return the type in which the GEMMs compute, which is a key of Peaks.flops.
 
-    Weight-only schemes compute in the problem's dtype. float32 with tf32 precision is "tf32". For
-    4-bit activations the result is fp8, whose rate is the highest that is measured.
+    Weight-only schemes compute in the problem's dtype. float32 with tf32 precision is "tf32". The
+    rate of 4-bit operands is not measured, so schemes with 4-bit activations count as fp8.
     """
     if scheme.activation == "none":
         name = dtype_name(problem.dtype)
@@ -143,7 +143,7 @@ def compute_roofline(work: Work, problem: Problem, scheme: QuantScheme, peaks: P
 def peak_rate(problem: Problem, scheme: QuantScheme, peaks: Peaks) -> float:
     """Return the peak flops per second of the GEMMs of a layer.
 
-    If the rate of their type could not be measured, that of the problem's dtype is returned.
+    If the rate of their type could not be measured, this is the rate of the problem's dtype.
     """
     return peaks.flops.get(compute_type(problem, scheme)) or peaks.flops[dtype_name(problem.dtype)]
 
@@ -159,7 +159,7 @@ def measure_peaks(
     """Measure the peak rates of a device.
 
     types: types of GEMMs, see `compute_type`. Types that the device does not support are omitted.
-    bandwidth: bytes per second for rooflines; None uses the measured one.
+    bandwidth: bytes per second for rooflines; None uses the measured rate.
     size: number of rows and columns of the matrices to multiply.
     nbytes: bytes of the tensor to copy.
 

@@ -1,10 +1,10 @@
 """Random routings for benchmarks. A routing assigns K of E experts to each token.
 
 uniform   every set of K experts is equally likely
-zipfA     K draws without replacement, in which the probability of the r-th most popular expert is
+zipfA     K draws without replacement, where the probability of the r-th most popular expert is
           proportional to 1 / r ** A; zipf means zipf1.2
-hotN      N experts, at most K, are used by every token, and the other K - N are uniform; with hot1,
-          one expert gets all tokens
+hotN      every token uses the same N <= K experts, and K - N random experts; with hot1, one expert
+          gets all tokens
 
 Which experts are popular or hot is drawn for every input.
 """

@@ -1,7 +1,7 @@
 """The roofline of each stage of a call: its minimum flops and bytes, and the minimum time.
 
-`mk profile` compares the measured time of a stage with it. The stages are those of
-`modular_kernel.replay.stages`. The letters in the table are for one rank and one call:
+`mk profile` compares the measured time of a stage with its roofline. `modular_kernel.replay.stages`
+lists the stages. The letters in the table are for one rank and one call:
 
     T, R, P    tokens of this rank; rows that it receives; (token, expert) pairs that it computes
     e          experts of this rank with at least one pair
@@ -26,8 +26,10 @@
 
     time = max(flops / rate, (read + weights + written) / bandwidth, over links / link bandwidth)
 
-- "rows" of GEMM 1 are the P permuted rows if an earlier stage permutes, else the R received ones.
-- "link rows" are the rows sent to other ranks, or those received from them if these are more.
+- "rows" of GEMM 1 are the P permuted rows if an earlier stage permutes, otherwise the R received
+  rows.
+- "link rows" is the number of rows sent to other ranks, or of rows received from other ranks if
+  this number is larger.
 - With a single rank, R = T.
 - A fused stage reads what its first stage reads and writes what its last stage writes, because
   intermediates can stay on chip.

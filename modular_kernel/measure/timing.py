@@ -1,10 +1,10 @@
-"""Time calls: with events around CUDA graph replays on a GPU, by the host's clock on a CPU.
+"""Time calls: with events around CUDA graph replays on a GPU, with the host's clock on a CPU.
 
 In a real model, the data of a call is not in the L2 cache, because other layers have run since its
 last use. A benchmark that repeats one call would find its inputs and weights in the cache. A graph
-therefore contains several calls with different inputs, and with different sets of weights if they
-are small (`Rotation`), so that the data of a call is evicted before it is read again. If that is
-not enough, the cache is overwritten before every call.
+therefore contains several calls with different inputs, and with different sets of weights if the
+weights are small (`Rotation`). The data of a call is then evicted before it is read again. If
+several sets of weights do not fit into memory, the cache is overwritten before every call.
 
 The result is the median time of a replay, divided by its number of calls. The first replays are not
 timed, see `EventClock`.
@@ -26,7 +26,7 @@ Call = Callable[[], torch.Tensor]
 _MIN_REPLAYS, _MAX_REPLAYS = 5, 100
 _MIN_REPLAYS_ON_CPU = 3
 _MAX_SETTLING_REPLAYS = 1000  # maximum number of untimed replays
-_HOST_REPEATS = 16  # calls over which the cost on the host is averaged
+_HOST_REPEATS = 16  # number of calls that measure the cost on the host
 _MAX_WEIGHT_SETS = 8  # if more sets of weights would be needed, the cache is overwritten instead
 # To evict data from the L2 cache, this multiple of the size of the cache is accessed.
 _EVICTION_FACTOR = 2
@@ -144,7 +144,7 @@ def call_all(calls: Sequence[Call]) -> torch.Tensor:
 
 
 def capture_graphs(groups: Sequence[Sequence[Call]]) -> list[Call] | None:
-    """Capture a CUDA graph for each group of calls; return None if one cannot be captured.
+    """Capture a CUDA graph for each group of calls. Returns None if a capture fails.
 
     Each returned function replays one graph, and returns the output of its last call. It holds
     references to the calls, and so keeps the buffers that the graph uses alive.
@@ -170,7 +170,7 @@ def capture_graphs(groups: Sequence[Sequence[Call]]) -> list[Call] | None:
 
 
 def _generator() -> torch.Generator:
-    """Return the default random generator of the current GPU, whose state a capture changes."""
+    """Return the default random generator of the current GPU."""
     return torch.cuda.default_generators[torch.cuda.current_device()]
 
 
@@ -198,9 +198,9 @@ class EventClock:
     """Measures time on the GPU, with events in the current stream.
 
     settle_ms: milliseconds of untimed replays before timing. They are needed because torch returns
-        cached memory to the driver at the start of a capture. After gigabytes had been returned,
-        one-token fp8 layers of Mixtral were 10 % slower for the first 13 ms on an H200, and not
-        afterwards (2026-11-22).
+        cached memory to the driver at the start of a capture, which slows down later kernels. After
+        gigabytes had been returned, fp8 layers of Mixtral with one token were 10 % slower during
+        the first 13 ms on an H200 (2026-11-22).
     """
 
     settle_ms = 25.0

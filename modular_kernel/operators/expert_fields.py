@@ -1,8 +1,8 @@
-"""Mapping of the tensors of a module to the fields of ExpertWeights, written as text.
+"""Mapping of tensors to the fields of ExpertWeights, as text.
 
-The operators take this text because their arguments can only be tensors and strings. For example,
-`w1:t,w2:t,b1,b2` maps four tensors to these fields, the first two transposed. A field may be
-followed by these steps, each after a colon:
+Operators take this text because their arguments can only be tensors and strings. For example,
+`w1:t,w2:t,b1,b2` maps four tensors to these fields, and transposes the first two. The name of a
+field may be followed by steps, each after a colon:
 
     t         transpose the last two dimensions: a view
     flat      flatten the last two dimensions, (e, N, K / 32, 16) to (e, N, K / 2): a view
@@ -10,12 +10,12 @@ followed by these steps, each after a colon:
     first=N   take the first N entries of the first dimension: a view
     float     convert to float32: a copy if it is not float32
     channel=N expand (e, P, 1) scales of P projections to one per row, N rows in all: a copy
-    tiles=RxBxT expand scales of B-row blocks to T-row blocks, for projections of R rows each;
-                T divides B: a copy
-    loaded    unchanged; StateError if the tensor still has its initial fill values
+    tiles=RxBxT expand scales of B-row blocks to T-row blocks, where projections have R rows and T
+                divides B: a copy
+    loaded    raise StateError if the tensor still has its initial fill values
 
-Results are cached (`weights_cache`), so copies are made only in the first call with the tensors,
-and again after a tensor was moved or written.
+Results are cached (`weights_cache`). Copies are made in the first call with the tensors, and again
+after a tensor was moved or written.
 """
 
 from collections.abc import Sequence
@@ -31,10 +31,10 @@ _FIELD_NAMES = frozenset(ExpertWeights.__dataclass_fields__)
 def make_expert_weights(tensors: Sequence[torch.Tensor], fields: str) -> ExpertWeights:
     """Make ExpertWeights from tensors.
 
-    Raise ConfigurationError if `fields` is invalid or does not match the tensors, and ShapeError if
-    scales do not have the shape that a step requires.
+    fields: the field and the steps of each tensor, as in the docstring of this module.
 
-    fields: the field and the steps of each tensor, separated by commas (see above).
+    Raises ConfigurationError if `fields` is invalid or does not match the tensors, and ShapeError
+    if scales do not have the shape that a step requires.
     """
     entries = fields.split(",")
     if len(entries) != len(tensors):
@@ -63,7 +63,7 @@ def make_expert_weights(tensors: Sequence[torch.Tensor], fields: str) -> ExpertW
 def can_have_gradient(entry: str, *, quantized: bool) -> bool:
     """Return whether the tensor of an entry of `fields` can have a gradient.
 
-    These are biases and weights that are not quantized, unless a step changes their values.
+    Only biases and unquantized weights can, if no step changes their values.
     """
     name, *steps = entry.split(":")
     names = ("b1", "b2") if quantized else ("w1", "w2", "b1", "b2")
@@ -71,9 +71,9 @@ def can_have_gradient(entry: str, *, quantized: bool) -> bool:
 
 
 def map_gradient(tensor: torch.Tensor, entry: str, gradient: torch.Tensor) -> torch.Tensor:
-    """Map the gradient of a field of ExpertWeights to the tensor from which the field was made.
+    """Return the gradient of a tensor from the gradient of the field that was made from it.
 
-    entry: the entry of the tensor in `fields`; `can_have_gradient(entry)` must be true.
+    entry: the entry of the tensor in `fields`. `can_have_gradient` must be true for it.
     """
     _, *steps = entry.split(":")
     if steps.count("t") % 2:
@@ -115,7 +115,7 @@ def _apply_step(step: str, tensor: torch.Tensor) -> torch.Tensor:
 def _expand_tiles(scale: torch.Tensor, rows: int, block: int, tile: int) -> torch.Tensor:
     """Expand scales of blocks of rows to scales of smaller tiles of rows.
 
-    scale: (e, P ceil(rows / block), k), for P projections of `rows` rows each. The result is
+    scale: (e, P ceil(rows / block), k) for P projections of `rows` rows each. The result is
         (e, P ceil(rows / tile), k).
     """
     blocks = -(-rows // block)

@@ -1,15 +1,17 @@
-"""torch.ops.modular_kernel.experts: a layer call as one operator for torch.compile and
-torch.export.
+"""torch.ops.modular_kernel.experts: a layer call as one operator, for torch.compile and export.
 
     experts(x_TH, ids_TK, weights_TK, params, fields, layer, pairing) -> y_TH
     experts_forward(...)  # the same without autograd, and with less overhead per call
 
-x_TH, ids_TK, weights_TK: input, expert ids and router weights, as in `Routing`.
-params, fields: tensors, and the ExpertWeights field of each; see `expert_fields`.
-layer, pairing: the problem without its tokens, and the parts, as text; see `pairing`.
+x_TH: input.
+ids_TK, weights_TK: expert ids and router weights, as in `Routing`.
+params: tensors of the weights.
+fields: the field of ExpertWeights of each of `params`, as text (`expert_fields`).
+layer: the problem without its number of tokens, as text (`pairing.serialize_layer`).
+pairing: the two parts of the kernel, as text (`pairing.Pairing`).
 
 Arguments that are not tensors are strings, so that an exported program can run in another process.
-That process must import this module, which also registers torch.ops.modular_kernel.route.
+This process must import this module, which also registers torch.ops.modular_kernel.route.
 """
 
 import weakref
@@ -35,14 +37,14 @@ from modular_kernel.utils import operator_library
 _weights_cache = WeightsCache()
 
 # Prepared weights, by the address of w1, the layer and the pairing. The caller that prepared them
-# keeps them alive. Not a WeakValueDictionary, whose length takes longer to read in each call.
+# keeps them alive. A WeakValueDictionary would be slower, because each call reads the length.
 _prepared: dict[tuple[int, str, str], "weakref.ref[ExpertWeights]"] = {}
 
 
 def register_prepared(weights: ExpertWeights, layer: str, pairing: str) -> None:
-    """Make operator calls with the same w1, layer and pairing use these prepared weights.
+    """Use prepared weights in operator calls with the same w1, layer and pairing.
 
-    weights: the result of a kernel's `prepare_weights`; used as long as it is alive.
+    weights: the result of a kernel's `prepare_weights`. It is used as long as it is alive.
     """
     key = weights.w1.data_ptr(), layer, pairing
 
@@ -73,7 +75,7 @@ def experts(
 ) -> torch.Tensor:
     """Return the output of the layer, a new tensor (T, H) or (T, K, H).
 
-    The docstring of the module describes the arguments.
+    The docstring of this module describes the arguments.
     """
     weights = _find_prepared(params, fields, layer, pairing) if _prepared else None
     if weights is None:
@@ -161,9 +163,8 @@ def call_experts_operator(
 ) -> torch.Tensor:
     """Call the operator `experts`, or `experts_forward` if no gradient is needed.
 
-    Under torch.compile, the choice is part of the graph, because torch.compile traces again if the
-    grad mode changes. An exported program may run in another grad mode than that of the trace, so
-    it always calls `experts`.
+    torch.compile traces a call again if the grad mode changes, so the choice may be part of the
+    graph. An exported program may run in any grad mode, so it always calls `experts`.
     """
     tensors = (x_TH, weights_TK, *params)
     needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
@@ -175,7 +176,7 @@ def call_experts_operator(
 def _find_prepared(
     params: Sequence[torch.Tensor], fields: str, layer: str, pairing: str
 ) -> ExpertWeights | None:
-    """Return the registered weights that were prepared from these tensors, if any."""
+    """Return the registered weights that were prepared from these tensors, or None."""
     reference = _prepared.get((params[0].data_ptr(), layer, pairing)) if params else None
     prepared = None if reference is None else reference()
     if prepared is None:
@@ -188,7 +189,7 @@ def _find_prepared(
 
 
 def _make_weights(params: Sequence[torch.Tensor], fields: str) -> ExpertWeights:
-    """Return the cached weights of these tensors, made on first use."""
+    """Return the weights of these tensors, from the cache if possible."""
     if not params:  # raises ConfigurationError
         return make_expert_weights(params, fields)
     weights = _weights_cache.find(params, fields)

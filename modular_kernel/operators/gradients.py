@@ -1,9 +1,8 @@
 """Gradients of a layer call, in torch operations.
 
-The backward pass computes the forward pass again in float32, one expert at a time. It returns
-gradients of x, router weights, biases, and of weights that are not quantized. Quantized weights are
-dequantized and have no gradient. The gradient of the quantization of activations is the identity
-(straight-through estimator).
+The backward pass computes the forward pass again in float32, one expert at a time. It returns the
+gradients of x, router weights, biases and unquantized weights. Quantized weights are dequantized
+and have no gradient. The quantization of activations is ignored (straight-through estimator).
 """
 
 from collections.abc import Callable
@@ -41,12 +40,12 @@ def compute_gradients(
 ) -> CallGradients:
     """Return the gradients of x (T, H), router weights (T, K), b1 (e, N), b2 (e, H), w1 and w2.
 
-    Raise UnsupportedError for gradients of quantized weights, and for a layer that applies router
-    weights to its input, does not sum over top-k, or has an expert map.
-
     grad_TH: gradient of the output.
-    needs_weights: whether to compute the gradients of w1 (e, N, H) and w2 (e, H, I); otherwise they
+    needs_weights: whether to compute the gradients of w1 (e, N, H) and w2 (e, H, I). If False, they
         are None.
+
+    Raises UnsupportedError for gradients of quantized weights, and for a layer that applies router
+    weights to its input, does not sum over top-k, or has an expert map.
     """
     _check_differentiable(problem, needs_weights=needs_weights)
     ids_TK = routing.topk_ids_TK
@@ -112,8 +111,7 @@ def _activate(
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
     """Return the activation of float32 rows, (R, N) -> (R, I), and its backward function.
 
-    A gated activation is the product of a function of the gate values and one of the up values. The
-    backward function maps the gradient of the result to the gradient of the rows.
+    A gated activation is a function of the gate values times a function of the up values.
     """
     if not spec.gated:
         value, derivative = _activate_elementwise(rows_RN, spec)
@@ -133,7 +131,7 @@ def _activate(
 
 
 def _activate_gate(gate: torch.Tensor, spec: ActivationSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the factor of the activation that depends on the gate values, and its derivative."""
+    """Return the function of the gate values, and its derivative."""
     if spec.limit is None or spec.kind == "situ":
         return _activate_elementwise(gate, spec)
     if spec.kind == "swiglu_clamp_after":
@@ -144,7 +142,7 @@ def _activate_gate(gate: torch.Tensor, spec: ActivationSpec) -> tuple[torch.Tens
 
 
 def _activate_up(up: torch.Tensor, spec: ActivationSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the factor of the activation that depends on the up values, and its derivative."""
+    """Return the function of the up values, and its derivative."""
     if spec.limit is None:
         return up, torch.ones_like(up)
     if spec.kind == "situ":
@@ -158,7 +156,7 @@ def _activate_up(up: torch.Tensor, spec: ActivationSpec) -> tuple[torch.Tensor, 
 def _activate_elementwise(
     v: torch.Tensor, spec: ActivationSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return an elementwise function of v, such as v sigmoid(v), and its derivative."""
+    """Return an ungated activation of v, such as v sigmoid(v), and its derivative."""
     kind = spec.kind.removesuffix("_no_mul")
     if kind == "relu2":
         return v.relu().square(), 2 * v.relu()

@@ -39,21 +39,21 @@ _Key = tuple[Pairing, Problem, torch.device]
 def _with_tokens(problem: Problem, tokens: int) -> Problem:
     """Return `problem` with another number of tokens.
 
-    Equal arguments return the same object, so that dict lookups by it compare identities.
+    The result is cached, so that dict lookups with it compare identities instead of fields.
     """
     return problem.with_tokens(tokens)
 
 
 @cache
 def detect_machine(kind: Literal["cuda", "cpu"]) -> Machine:
-    """Return the description of this machine with its GPU ("cuda") or with its CPU only ("cpu")."""
+    """Return a description of this machine, with its GPU ("cuda") or without it ("cpu")."""
     return this_machine(device=kind)
 
 
 def select_default_experts(
     prepare: PrepareFinalize, problem: Problem, device: torch.device
 ) -> Experts:
-    """Return TritonExperts if they support `problem` on this GPU, else TorchExperts."""
+    """Return "TritonExperts" if they support `problem` on this GPU, otherwise "TorchExperts"."""
     if device.type != "cuda":
         return "TorchExperts"
     supported = check(prepare, "TritonExperts", problem, detect_machine("cuda")).ok
@@ -63,7 +63,7 @@ def select_default_experts(
 def describe_pairing(
     pairing: tuple[PrepareFinalize, Experts | None], problem: Problem, device: torch.device
 ) -> str:
-    """Return the names of both parts. For experts of None, use `select_default_experts`."""
+    """Return the names of both parts. If the experts are None, these are the default experts."""
     prepare, experts = pairing
     if experts is not None:
         experts_text = _name(experts)
@@ -83,8 +83,8 @@ def _name(part: PrepareFinalize | Experts) -> str:
 class KernelsBySize:
     """Kernels of one pairing and layer on one device, by number of tokens (powers of two).
 
-    It finds the kernel of a call without hashing a problem. It holds weak references to kernels of
-    the cache. A kernel that the cache has evicted is made again.
+    This class finds the kernel of a call without hashing a problem. It holds weak references to
+    kernels of the cache. A kernel that the cache has evicted is made again.
     """
 
     def __init__(
@@ -93,11 +93,11 @@ class KernelsBySize:
         self.problem = problem
         self._cache, self._pairing, self._device = cache, pairing, device
         self._index: int | None = device.index if device.type == "cuda" else None
-        # Bit length of (number of tokens - 1) -> kernel, dtype of its ids.
+        # Bit length of (number of tokens - 1) -> (kernel, required dtype of ids).
         self._kernels: dict[int, tuple[weakref.ref[FusedMoEModularKernel], torch.dtype | None]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KernelsBySize":
-        """Return the same object: the kernels belong to the cache, and have no state of a layer."""
+        """Return the same object, because kernels can be shared by all copies of a layer."""
         return self
 
     def kernels(self) -> list[FusedMoEModularKernel]:
@@ -112,9 +112,9 @@ class KernelsBySize:
         routing: Routing,
         counts: list[int] | None = None,
     ) -> torch.Tensor:
-        """Run a call; see `KernelCache.run`.
+        """Run a call (`KernelCache.run`).
 
-        counts: [number of calls, number of tokens]; incremented by this call.
+        counts: [number of calls, number of tokens], which this call increments.
         """
         index = self._index
         if index is not None and torch._C._cuda_getDevice() != index:
@@ -140,9 +140,9 @@ class KernelsBySize:
 
 
 class KernelCache:
-    """LRU cache of kernels by pairing, problem and device, with at most `max_kernels` entries.
+    """LRU cache of kernels and their plans, by pairing, problem and device.
 
-    The plans of an evicted kernel are dropped with it.
+    max_kernels: maximum number of kernels.
     """
 
     def __init__(self, *, max_kernels: int = 256) -> None:
@@ -154,7 +154,7 @@ class KernelCache:
         forks.on_fork(self)
 
     def after_fork(self) -> None:
-        """In a forked child, reset the lock, which a thread of the parent may have held."""
+        """Reset the lock in a forked child, because a thread of the parent may have held it."""
         forks.reset_lock(self._lock)
 
     def kernel(
@@ -162,7 +162,7 @@ class KernelCache:
     ) -> FusedMoEModularKernel:
         """Return the kernel for this problem, including its number of tokens. Make it if needed.
 
-        Raise IncompatibleError if the pairing cannot run the problem, and StateError if a kernel
+        Raises IncompatibleError if the pairing cannot run the problem, and StateError if a kernel
         would have to be made during CUDA graph capture.
         """
         key = (pairing, problem, device)
@@ -189,7 +189,7 @@ class KernelCache:
     def kernels_by_size(
         self, pairing: Pairing, problem: Problem, device: torch.device
     ) -> KernelsBySize:
-        """Return the kernels of one layer on one device, which are made on first use."""
+        """Return an object that makes the kernels of one layer on one device on first use."""
         return KernelsBySize(self, pairing, problem, device)
 
     def run(
@@ -202,7 +202,7 @@ class KernelCache:
     ) -> torch.Tensor:
         """Run a call of `problem`, with any number of tokens. Return a new tensor.
 
-        Raise every InputError of a kernel's call, and IncompatibleError if the pairing cannot run
+        Raises the InputErrors of a kernel's call, and IncompatibleError if the pairing cannot run
         the problem.
         """
         return KernelsBySize(self, pairing, problem, x_TH.device).run(x_TH, weights, routing)
@@ -210,8 +210,8 @@ class KernelCache:
     def warm_up(self, pairing: Pairing, problem: Problem, device: torch.device) -> None:
         """Make the kernel and the plan for calls of `problem.tokens` tokens.
 
-        Later calls allocate only their outputs. Calls of more than 2,048 tokens allocate their
-        workspace, too (see `modular_kernel.plan`).
+        Later calls allocate only their outputs. Calls of more than 2,048 tokens also allocate their
+        workspace (`modular_kernel.plan`).
         """
         problem = _with_tokens(problem, plan_capacity(problem.tokens))
         with current_device(device):

@@ -24,9 +24,9 @@ from modular_kernel.plan import MIN_CAPACITY, plan_capacity
 from modular_kernel.spec.problem import DTYPES, Combine, Problem, dtype_name, parse_dtype
 from modular_kernel.tensors import ExpertWeights, Routing
 
-# Names of experts=None in the string of a pairing, without and with `fall_back_to_torch`.
+# Text of experts=None in the string of a pairing.
 _DEFAULT_EXPERTS = "default"
-_SUPPORTED_EXPERTS = "where served"
+_SUPPORTED_EXPERTS = "where served"  # with fall_back_to_torch
 _REQUIRED_FIELDS = frozenset(
     {"hidden", "intermediate", "experts", "top_k", "dtype", "quant", "activation", "bias"}
 )
@@ -53,9 +53,10 @@ Part = str | type[PrepareAndFinalize] | type[PermuteExpertsUnpermute]
 
 
 def serialize_layer(problem: Problem) -> str:
-    """Serialize the layer of a problem, that is, the problem without its number of tokens.
+    """Serialize a problem without its number of tokens.
 
-    Raise UnsupportedError for a layer over several ranks or in place, which operators cannot run.
+    Raises UnsupportedError for a problem over several ranks or in place, which operators cannot
+    run.
     """
     values: dict[str, object] = {name: getattr(problem, name) for name in _REQUIRED_FIELDS}
     values |= {"dtype": dtype_name(problem.dtype), "activation": str(problem.act)}
@@ -73,7 +74,7 @@ def serialize_layer(problem: Problem) -> str:
 def serialize_layer_from_sizes(
     sizes: Sequence[int], dtype: torch.dtype, quant: str, activation: str, **options: object
 ) -> str:
-    """Serialize a layer from its sizes, in operations that torch.compile can trace.
+    """Serialize a layer from its sizes, with operations that torch.compile can trace.
 
     sizes: hidden, intermediate, experts and top_k.
     options: `bias`, and other fields of Problem that `serialize_layer` writes.
@@ -105,8 +106,8 @@ def serialize_layer_from_sizes(
 def parse_layer(layer: str, tokens: int) -> Problem:
     """Return the problem of a serialized layer with `tokens` tokens.
 
-    Raise ConfigurationError if `layer` is not a string of `serialize_layer`. The field chunk_tokens
-    is None if it is not smaller than `tokens`, so that equal problems share a kernel.
+    The field chunk_tokens is None if it is not smaller than `tokens`, so that equal problems share
+    a kernel. Raises ConfigurationError if `layer` is not a result of `serialize_layer`.
     """
     try:
         values = json.loads(layer)
@@ -131,11 +132,11 @@ def parse_layer(layer: str, tokens: int) -> Problem:
 class Pairing:
     """A pair of parts, and the kernels that were made from them.
 
-    Layers of equal shape share kernels, one for each power of two of tokens.
+    Layers of equal shape share kernels, with one kernel for each power of two of tokens.
 
     experts: None selects TritonExperts on a GPU and TorchExperts on a CPU.
-    fall_back_to_torch: for experts=None, whether to select TorchExperts also on a GPU, for layers
-        that TritonExperts does not support.
+    fall_back_to_torch: if `experts` is None, also select TorchExperts on a GPU for layers that
+        TritonExperts does not support.
     """
 
     def __init__(
@@ -160,7 +161,7 @@ class Pairing:
 
     @property
     def kernels(self) -> MutableMapping[Any, FusedMoEModularKernel]:
-        """The kernels made so far, by parts, problem and device."""
+        """The kernels that were made, by parts, problem and device."""
         return self._kernel_cache.kernels
 
     def __str__(self) -> str:
@@ -173,10 +174,10 @@ class Pairing:
     ) -> torch.Tensor:
         """Run a call of a serialized layer. Return a new tensor, (T, H) or (T, K, H).
 
-        Raise every InputError of a kernel's call, and IncompatibleError if the pairing cannot run
-        the layer.
+        routing: its ids are converted to the dtype that the parts need, int32 or int64.
 
-        routing: with int32 or int64 ids, which are converted if the parts need the other dtype.
+        Raises the InputErrors of a kernel's call, and IncompatibleError if the pairing cannot run
+        the layer.
         """
         tokens, device = x_TH.shape[0], x_TH.device
         key = layer, device, (tokens - 1).bit_length()
@@ -197,10 +198,7 @@ class Pairing:
         self._kernel_cache.kernel(self._parts(device, problem), problem, device)
 
     def can_run(self, layer: str, device: torch.device) -> bool:
-        """Return whether the pairing can run a serialized layer on a device.
-
-        A negative result is cached. After a positive one, the kernel is cached.
-        """
+        """Return whether the pairing can run a serialized layer on a device."""
         if (layer, device) not in self._refused_layers:
             try:
                 self.check(layer, device)
@@ -221,10 +219,10 @@ _PAIRINGS: dict[str, Pairing] = {}
 
 
 def find_pairing(text: str) -> Pairing:
-    """Return the pairing with the string `text`, which is `str(pairing)` in any process.
+    """Return the pairing for which `str(pairing)` is `text`, in this or in another process.
 
-    Parts of the catalog are found by name. Raise UnknownPartError for other classes, unless this
-    process has made a Pairing of them.
+    Parts of the catalog are found by name. Raises UnknownPartError for other classes, unless this
+    process has made a Pairing with them.
     """
     pairing = _PAIRINGS.get(text)
     if pairing is None:
@@ -246,7 +244,7 @@ _DEFAULTS = {
 
 
 def _part_text(part: Part) -> str:
-    """Return the name of a part of the catalog, or "module:qualname" of another class."""
+    """Return the name of a part of the catalog, or "module:qualname" for any other class."""
     if isinstance(part, str):
         return part
     if part in {part_entry.cls for part_entry in load_catalog().parts}:

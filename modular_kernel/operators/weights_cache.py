@@ -8,8 +8,8 @@ import torch
 
 from modular_kernel.tensors import ExpertWeights, FixedWeights
 
-# State of a tensor: id, address, shape, stride, dtype and version. The version is None for
-# inference tensors, which have no counter.
+# State of a tensor: id, address, shape, stride, dtype and version. Inference tensors have no
+# version counter; their version is None.
 _TensorState = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype, int | None]
 
 
@@ -18,7 +18,6 @@ class _Entry:
     """Weights, and the tensors and the key for which they are valid.
 
     first: the first tensor of the call.
-    key: the key that the caller passed.
     states: the state of each tensor of the call.
     """
 
@@ -31,20 +30,17 @@ class _Entry:
 class WeightsCache:
     """Cache of ExpertWeights by the first tensor of a call.
 
-    An entry is invalid if a tensor of the call is another object, or was moved, reshaped or
-    written. Writes that torch does not track, to `.data` and to inference tensors, are not
-    detected. An entry is dropped when the first tensor is deleted. It must therefore hold detached
-    aliases of the tensors, because references would keep the first tensor alive.
+    An entry is invalid if a tensor of the call was replaced, moved, reshaped or written. Writes
+    that torch does not track, to `.data` and to inference tensors, are not detected. An entry is
+    dropped when the first tensor is deleted. Its weights must therefore be detached aliases of the
+    tensors, because references would keep the first tensor alive.
     """
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
 
     def find(self, tensors: Sequence[torch.Tensor], key: Hashable) -> ExpertWeights | None:
-        """Return the weights for these tensors and `key`; None if there is no valid entry.
-
-        tensors: at least one.
-        """
+        """Return the weights for these tensors (at least one) and `key`, or None."""
         first = tensors[0]
         entry = self._entries.get(id(first))
         if (
@@ -73,7 +69,8 @@ class WeightsCache:
     ) -> ExpertWeights:
         """Add weights that were made from detached aliases of `tensors`, and return them.
 
-        Nothing else may reference the aliases: they are not checked again (`FixedWeights`).
+        No other code may reference the aliases, because they are not checked again
+        (`FixedWeights`).
         """
         weights = FixedWeights(**vars(weights))
         first, entries = tensors[0], self._entries

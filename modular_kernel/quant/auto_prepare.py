@@ -29,7 +29,7 @@ _LOG = logging.getLogger("modular_kernel.weights")
 # Fraction of a GPU's memory that must stay free, for activations, caches and other weights.
 _MIN_FREE_FRACTION = 0.2
 
-# (weights, tensors by prepared field) -> None: writes the prepared tensors.
+# Function of (weights, tensors by prepared field) that writes the prepared tensors.
 PrepareFunction = Callable[[ExpertWeights, Mapping[str, torch.Tensor]], None]
 _Key = tuple[object, ...]
 
@@ -38,9 +38,9 @@ _Key = tuple[object, ...]
 class _Entry:
     """Prepared tensors by field, and the function that computes them.
 
-    storage_refs: the storages of the source tensors. The entry is dropped when one is freed.
+    storage_refs: the storages of the source tensors.
     token: identifies the entry without keeping its tensors alive.
-    finalizers: one for each storage; drops the entry.
+    finalizers: callbacks that drop the entry when a storage is freed.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -63,7 +63,7 @@ class PreparedTensorCache:
         forks.on_fork(self)
 
     def after_fork(self) -> None:
-        """In a forked child, reset the lock, and drop tensors on GPUs, which it cannot use."""
+        """Reset the lock in a forked child, and drop GPU tensors, which a child cannot use."""
         forks.reset_lock(self._lock)
         for key, entry in tuple(self._entries.items()):
             if any(tensor.is_cuda for tensor in entry.tensors.values()):
@@ -110,10 +110,10 @@ class PreparedTensorCache:
     def refresh(self, weights: ExpertWeights, *, force: bool = False) -> None:
         """Update the prepared tensors if the weights have been written to.
 
-        force: whether to update them without a write that torch has tracked.
+        The next call of a kernel also does this. However, a CUDA graph that is replayed before this
+        call would read the old values.
 
-        The next call would also update them, but a CUDA graph that is replayed before that call
-        would read the old values.
+        force: whether to update the tensors even if torch has tracked no write.
         """
         with self._lock:
             for (layout, *addresses), entry in tuple(self._entries.items()):
@@ -152,8 +152,9 @@ def allocate_and_prepare(
 ) -> dict[str, torch.Tensor] | None:
     """Allocate the prepared tensors and write them. Return None if too little memory is free.
 
-    warn: whether to log a warning in that case. The other arguments are those of
-        `PreparedTensorCache.get_or_prepare`.
+    `PreparedTensorCache.get_or_prepare` describes the other arguments.
+
+    warn: whether to log a warning if too little memory is free.
     """
     warn_low_memory = _warn_low_memory if warn else _ignore
     device, nbytes = weights.w1.device, sum(spec.nbytes for spec in specs.values())
@@ -178,7 +179,7 @@ def allocate_and_prepare(
 
 
 def has_free_memory(nbytes: int, free: int, total: int) -> bool:
-    """Return whether enough memory stays free after `nbytes` more are allocated.
+    """Return whether enough memory stays free if `nbytes` more bytes are allocated.
 
     free, total: bytes of the GPU's memory.
     """
@@ -259,9 +260,9 @@ class WeightPreparer:
         return self.is_enabled_on(device) and bool(self._specs) and not can_keep_buffers(device)
 
     def __call__(self, weights: ExpertWeights) -> PreparedWeights | None:
-        """Return (weights with prepared tensors, the sources of these tensors, these tensors).
+        """Return (weights with prepared tensors, source tensors, prepared tensors).
 
-        Return None if the experts prepare nothing, if there is not enough memory, or while a CUDA
+        Returns None if the experts prepare nothing, if there is not enough memory, or while a CUDA
         graph is captured.
         """
         device = weights.w1.device

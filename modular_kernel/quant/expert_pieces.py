@@ -21,7 +21,7 @@ from modular_kernel.quant.scale_tiles import pack_pairs
 from modular_kernel.spec.problem import Problem
 
 _VALUES_PER_PIECE = 1 << 18
-_ROW_ALIGNMENT = 8  # rows; two rows share a byte of 4-bit zero points
+_ROW_ALIGNMENT = 8  # rows per piece; must be even, because two rows share a byte of zero points
 
 
 def quantize_expert(
@@ -33,8 +33,7 @@ def quantize_expert(
     parts: the matrix, split along its rows: tensors (rows, K) in any floating dtype, with any
         strides, on any device.
     out: the tensors to write by field of ExpertWeights, such as w1 (N, K) and w1_scale, on the
-        device that quantizes. Scales are converted to the dtype of their tensor in `out`, except
-        those of fp4 weights, which have one dtype only.
+        device that quantizes. Their dtypes determine the dtypes of the scales.
     """
     scheme, matrix = problem.scheme, _MatrixRows(parts, out[name].device, problem)
     if scheme.act_order and name == "w1":
@@ -78,7 +77,7 @@ def _copy_rows(target: torch.Tensor, source: torch.Tensor, first_row: int, step:
     """Copy values or scales of consecutive rows of a matrix.
 
     first_row: the row of the matrix at which `source` starts.
-    step: the number of rows of the matrix that one row of `source` and `target` stands for.
+    step: number of rows of the matrix per row of `source` and `target`.
     """
     start = first_row // step
     target[start : start + len(source)] = source
@@ -88,8 +87,8 @@ def _copy_rows(target: torch.Tensor, source: torch.Tensor, first_row: int, step:
 class _MatrixRows:
     """A matrix that is split along its rows, and read in pieces of rows.
 
-    device: to which the pieces are moved.
-    order: the column indices in the order in which columns are read; None keeps their order.
+    device: the device of the pieces.
+    order: indices of the columns, in the order in which they are read; None keeps the order.
     """
 
     parts: Sequence[torch.Tensor]
@@ -130,7 +129,7 @@ class _MatrixRows:
         return maximum.float()[None], minimum.float()[None]
 
     def _read(self, start: int, stop: int) -> torch.Tensor:
-        """Return rows [start, stop): a view if they are in one part, else a copy."""
+        """Return rows [start, stop). This is a view if the rows are in one part."""
         views, begin = [], 0
         for part in self.parts:
             first, last = max(start - begin, 0), min(stop - begin, len(part))

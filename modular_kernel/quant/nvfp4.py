@@ -5,8 +5,8 @@
     q = e2m1(x (G / s)), 0 where s is 0    to nearest, ties to the even code, at most 6
 
 Libraries that quantize weights return the same bits as `quantize`. GEMMs that quantize their
-activations multiply by an approximate reciprocal instead of dividing, so that a scale may differ by
-one code.
+activations multiply by an approximate reciprocal instead of dividing. Their scales may therefore
+differ by one e4m3 code.
 """
 
 import torch
@@ -14,9 +14,9 @@ import torch
 from modular_kernel.quant.scale_tiles import pack_pairs
 
 GROUP = 16  # values per scale
-MAX_VALUE = 6.0  # of e2m1
-MAX_SCALE = 448.0  # of e4m3
-_MIN_GLOBAL_SCALE = 2.0**-126  # the inverse of a smaller one may overflow
+MAX_VALUE = 6.0  # largest e2m1 value
+MAX_SCALE = 448.0  # largest e4m3 value
+_MIN_GLOBAL_SCALE = 2.0**-126  # the inverse of a smaller scale may overflow
 
 # Magnitudes of e2m1 by code; bit 3 is the sign.
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -56,7 +56,7 @@ def quantize(x: torch.Tensor, inverse: torch.Tensor) -> tuple[torch.Tensor, torc
     x, depth = x.float(), x.shape[-1]
     padded = torch.nn.functional.pad(x, (0, -depth % GROUP))
     groups = padded.reshape(*x.shape[:-1], padded.shape[-1] // GROUP, GROUP)
-    # The divisor is a tensor because torch, on a GPU, replaces a division by a Python number by a
+    # The divisor is a tensor because torch on a GPU replaces a division by a Python number with a
     # multiplication by its reciprocal, which rounds differently.
     unclamped = inverse * groups.abs().amax(-1) / x.new_tensor(MAX_VALUE)
     scale = unclamped.clamp(max=MAX_SCALE).to(torch.float8_e4m3fn)

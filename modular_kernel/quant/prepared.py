@@ -2,9 +2,10 @@
 
     weights = kernel.prepare_weights(weights)   # adds tensors; w1 and w2 are unchanged
 
-A prepared tensor must match its source tensors. A record of each prepared tensor stores its layout,
-and the memory and version of the tensor and of its sources. A call raises WeightsError if one of
-them was written after the preparation, or if a prepared tensor has no record, as a copy has none.
+A prepared tensor must match its source tensors. This module keeps a record of each prepared tensor:
+its layout, and the memory and version of the tensor and of its sources. A call raises WeightsError
+if one of these tensors was written after the preparation, or if a prepared tensor has no record,
+for example because it is a copy.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,7 +30,7 @@ from modular_kernel.spec.problem import Problem, dtype_name
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec
 
-# Prepared fields of ExpertWeights, and the fields that each is derived from.
+# Prepared field of ExpertWeights -> the fields that it is derived from.
 SOURCE_FIELDS = {
     "w1_tiles": ("w1", "w1_scale"),
     "w1_tile_scales": ("w1", "w1_scale", "w1_zero_point"),
@@ -42,10 +43,9 @@ _PREPARE_AGAIN = (
 
 
 class _TensorState(NamedTuple):
-    """Storage, address, layout and version counter of a tensor: they change if its values do.
+    """Storage, address, layout and version counter of a tensor, to detect changes of its values.
 
-    The address alone is not sufficient: after a storage is resized to 0, another one can have its
-    address.
+    The address alone is not sufficient, because it can be reused after a storage is resized to 0.
     """
 
     memory_key: tuple[object, ...]
@@ -86,8 +86,7 @@ _records: Any = WeakIdKeyDictionary()  # tensor -> _Record
 def make_layout_key(experts: type, problem: Problem) -> str:
     """Return a text that identifies the layout of the tensors that `experts` prepare.
 
-    It consists of the class that prepares, the scheme and the row order. Shapes would not identify
-    the layout: tensors of equal shape can have different layouts.
+    The text consists of the name of the class that prepares, the scheme, and the order of the rows.
     """
     owner = next(cls for cls in experts.__mro__ if "prepare" in vars(cls))
     act = problem.act
@@ -119,9 +118,10 @@ def allocate_prepared(
 def record_sources(
     weights: ExpertWeights, tensors: Mapping[str, torch.Tensor], layout: str
 ) -> None:
-    """Record the sources of prepared tensors that are going to be written.
+    """Record the sources of prepared tensors before the tensors are written.
 
-    tensors: by field. layout: see `make_layout_key`.
+    tensors: the prepared tensors, by field.
+    layout: see `make_layout_key`.
     """
     for name, tensor in tensors.items():
         sources = map(_TensorState.from_tensor, _list_tensors(weights, SOURCE_FIELDS[name]))
@@ -129,10 +129,10 @@ def record_sources(
 
 
 def mark_complete(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Record that prepared tensors have been written; after later writes, calls refuse them.
+    """Record that prepared tensors have been written. After later writes, calls refuse them.
 
-    Writes that torch does not track are not detected: writes to `.data`, and writes by kernels that
-    were not launched by torch.
+    Writes that torch does not track are not detected, such as writes to `.data` and writes by
+    kernels that were launched outside torch.
     """
     for tensor in tensors.values():
         _records[tensor] = _records[tensor]._replace(state=_TensorState.from_tensor(tensor))
@@ -154,11 +154,12 @@ def check_prepared(
 ) -> None:
     """Check that prepared tensors, if there are any, are complete and match their sources.
 
-    Prepared tensors that the kernel does not read are checked, too. Raise WeightsError, ShapeError,
-    DtypeError, DeviceError or LayoutError if a check fails.
+    Prepared tensors that the kernel does not read are also checked. Raises WeightsError,
+    ShapeError, DtypeError, DeviceError or LayoutError if a check fails.
 
-    specs, expected_layout: of the experts of the kernel; see `make_layout_key`.
+    specs: `prepared_specs` of the kernel's experts.
     device: the device of x.
+    expected_layout: `make_layout_key` of the kernel's experts.
     """
     present = {name: t for name in SOURCE_FIELDS if (t := getattr(weights, name)) is not None}
     for name, tensor in present.items():

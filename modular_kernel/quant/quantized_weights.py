@@ -4,7 +4,7 @@ With stored value q, scale s and zero point z, a weight is
 
     float8_e4m3fn, int8    q s
     uint8, uint4           (q - z) s              z is 128 or 8 if the scheme has no zero points
-    table8, table4         values[q] s            values: a table of a scheme of another package
+    table8, table4         values[q] s            values: the table of an external scheme
     float4_e2m1            e2m1(q) 2^(s - 127)    mxfp4: s is a byte, E8M0
                            (e2m1(q) s) g          nvfp4: s is e4m3, g float32 per matrix
 
@@ -98,7 +98,7 @@ class TensorSpec:
 def values_per_word(scheme: QuantScheme) -> int:
     """Return how many values of a row are packed together, in a byte or in a repacked word.
 
-    The length of a row must be a multiple of it.
+    The length of a row must be a multiple of this number.
     """
     if scheme.repacked:
         return repacking.VALUES_PER_WORD
@@ -201,14 +201,12 @@ def _scale_dtypes(problem: Problem) -> tuple[torch.dtype, ...]:
 
 
 def default_scale_dtype(problem: Problem) -> torch.dtype:
-    """Return the dtype of the weight scales that `quantize_weights` computes by default.
-
-    The scales of 4-bit integers in bf16 layers are bf16, as in published checkpoints: kernels then
-    need fewer instructions per weight. Codes are rounded with the bf16 scales, so the error stays
-    within half a step, except for the largest value of a group, which can be 0.03 steps out of
-    range. With 8 bits, it could be half a step, so other integers have float32 scales.
-    """
+    """Return the dtype of the weight scales that `quantize_weights` computes by default."""
     dtypes = _scale_dtypes(problem)
+    # 4-bit integers in bf16 layers have bf16 scales, as in published checkpoints, because kernels
+    # then need fewer instructions per weight. A scale that is rounded to bf16 can be too small for
+    # the largest value of its group. The clamped value is wrong by at most 0.03 steps with 4 bits,
+    # but by half a step with 8 bits. Therefore, 8-bit integers have float32 scales.
     is_4_bit_integer = problem.scheme.weight == "uint4" and problem.dtype is torch.bfloat16
     return torch.bfloat16 if is_4_bit_integer and torch.bfloat16 in dtypes else dtypes[0]
 
@@ -321,19 +319,19 @@ def dequantize(
 def quantize_weights(
     weights: ExpertWeights, problem: Problem, *, scale_dtype: torch.dtype | None = None
 ) -> ExpertWeights:
-    """Quantize weights in the scheme of `problem`. Each value is rounded to the nearest one.
+    """Quantize weights in the scheme of `problem`, rounding to the nearest value.
 
     Results are bitwise reproducible. Temporary tensors are float32 copies of a few experts. A NaN
     or an infinity makes all weights that share its scale NaN or infinite.
 
-    Raise an InputError if a tensor cannot be read (see `modular_kernel.utils.tensor_checks`) or
-    does not match the problem, and ConfigurationError if a scale is infinite in float16.
-
     weights: w1 (e, N, H) and w2 (e, H, I) in any floating dtype of at least 16 bits, with any
         strides. Biases, expert_map and, for a static scheme, a1_scale and a2_scale are passed
         through.
-    scale_dtype: dtype of the scales, which the scheme must allow. None uses
-        `default_scale_dtype`. It is ignored for fp4 schemes, which allow only one dtype.
+    scale_dtype: dtype of the scales, which the scheme must allow. None uses `default_scale_dtype`.
+        Ignored for fp4 schemes, which allow only one dtype.
+
+    Raises an InputError if a tensor cannot be read (see `modular_kernel.utils.tensor_checks`) or
+    does not match the problem, and ConfigurationError if a scale is infinite in float16.
     """
     specs, scheme = weight_specs(problem), problem.scheme
     expect("weights", weights, ExpertWeights)
@@ -383,9 +381,7 @@ def quantize_weights(
 
 
 def compute_act_order(column_amax_eK: torch.Tensor) -> torch.Tensor:
-    """Return the order in which act-order stores the columns of w1: column indices (e, K) int64.
-
-    The column with the largest magnitude is first.
+    """Return the column order of w1 in act-order schemes, (e, K) int64: largest magnitudes first.
 
     column_amax_eK: the largest magnitude of each column.
     """
@@ -393,7 +389,7 @@ def compute_act_order(column_amax_eK: torch.Tensor) -> torch.Tensor:
 
 
 def _quantize_in_chunks(w_eNK: torch.Tensor, quantize: _Quantize) -> list[torch.Tensor | None]:
-    """Convert a few experts at a time to float32 and quantize them. Return the joined results."""
+    """Convert a few experts at a time to float32 and quantize them."""
     step = max(1, _MAX_WEIGHTS // w_eNK[0].numel())
     results: list[torch.Tensor | None] = []
     for start in range(0, len(w_eNK), step):
@@ -425,7 +421,7 @@ def quantize_rows(
         return _quantize_mxfp4(w_eNK, scheme)
     rows, depth = w_eNK.shape[1:]
     maximum, minimum = compute_tile_bounds(w_eNK, scheme) if bounds is None else bounds
-    # Divisors are tensors because torch, on a GPU, replaces a division by a Python number by a
+    # Divisors are tensors because torch on a GPU replaces a division by a Python number with a
     # multiplication by its reciprocal, which rounds differently.
     if scheme.zero_points:
         width = maximum.clamp(min=0) - minimum.clamp(max=0)
@@ -458,8 +454,8 @@ def quantize_rows(
 def _nearest_codes(q_eNK: torch.Tensor, values: tuple[float, ...]) -> torch.Tensor:
     """Return the uint8 codes of the nearest table values. Ties go to the smaller value.
 
-    If a value occurs more than once, its smallest code is used. A NaN gets the code of the largest
-    value; it stays NaN, because its scale is NaN.
+    If the table contains a value twice, the smaller code is used. A NaN gets the code of the
+    largest value. Its dequantized value is still NaN, because its scale is NaN.
     """
     code_of = {value: code for code, value in reversed(list(enumerate(values)))}
     ordered = sorted(code_of)
@@ -473,7 +469,7 @@ def _nearest_codes(q_eNK: torch.Tensor, values: tuple[float, ...]) -> torch.Tens
 def _quantize_mxfp4(
     w_eNK: torch.Tensor, scheme: QuantScheme
 ) -> tuple[torch.Tensor, torch.Tensor, None]:
-    """Quantize to mxfp4, with the smallest power of two s for which no magnitude exceeds 7 s.
+    """Quantize to mxfp4. A scale is the smallest power of two s with amax <= 7 s.
 
     Magnitudes between 6 s and 7 s become 6 s. Ties go to the even code. A group with a NaN or an
     infinity gets the scale NaN (255), because e2m1 has no NaN.
@@ -499,11 +495,11 @@ def max_static_magnitude(scheme: QuantScheme) -> float:
 def static_scale(
     problem: Problem, max_magnitude: float, device: torch.device | str | None = None
 ) -> torch.Tensor:
-    """Return a float32 scale for activations with magnitudes up to `max_magnitude`.
+    """Return the smallest float32 scale for activations up to `max_magnitude`, (1,).
 
-    It is the smallest scale that can represent them, (1,). If the scheme has a scale per expert,
-    (e,), the scales increase from this scale to twice this scale, so that a test detects when the
-    scale of another expert is used.
+    If the scheme has one scale per expert, the result is (e,). The scales then increase from the
+    smallest scale to twice the smallest scale, so that tests detect if the scale of another expert
+    is used.
     """
     unit = max_magnitude / max_static_magnitude(problem.scheme)
     if not problem.scheme.scales_by_expert:

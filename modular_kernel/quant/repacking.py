@@ -1,9 +1,9 @@
 """Repacking of e2m1 weights into a bit order that takes fewer instructions to unpack.
 
-A 32-bit word holds eight 4-bit codes, as four pairs. Pair i has the values k = 2i and k = 2i + 1:
-the first in the lower half of the word, the second in the upper half, at the same bit positions,
-because a GEMM takes a pair as bf16x2. `unpack_words` moves a pair to the bits of PAIR_MASK. In each
-half of the word, these are bit 15 for the sign of a code and bits 8 to 6 for its magnitude:
+A 32-bit word holds eight 4-bit codes, as four pairs. Pair i consists of the values k = 2i, in the
+lower half of the word, and k = 2i + 1, at the same bit positions of the upper half, because a GEMM
+reads a pair as bf16x2. `unpack_words` moves a pair to the bits of PAIR_MASK. In each half of the
+word, these are bit 15 for the sign of a code and bits 8 to 6 for its magnitude:
 
     pair 0   w & PAIR_MASK                      pair 2   ((w << 6) ^ (w << 1)) & PAIR_MASK
     pair 1   (w << 3) & PAIR_MASK               pair 3   ((w >> 3) ^ (w << 2)) & PAIR_MASK
@@ -14,8 +14,8 @@ instructions, nine of them in the slower of the two pipes.
 
 Only two of the four pairs fit at positions from which a single shift moves them to the mask. The
 sign and the magnitude of pairs 2 and 3 need different shifts, which an XOR combines.
-Each of the two shifted words also moves bits of other pairs to the mask. They are known when a word
-is packed, so `_pack_words` stores bits that cancel them.
+Each of the two shifts also moves bits of other pairs to the mask. `_pack_words` stores bits of
+pairs 2 and 3 that cancel the bits of other pairs in the XOR.
 """
 
 from collections.abc import Callable
@@ -39,13 +39,14 @@ _Unpack = Callable[[torch.Tensor], list[torch.Tensor]]
 def repack(w_eNK: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """Repack e2m1 weights for a scheme with the option `repacked=true`. Return `out`.
 
-    Raise ShapeError or DtypeError if a tensor does not have the form below. Repacking twice
-    corrupts the weights.
+    Repacking twice corrupts the weights.
 
-    w_eNK: uint8 (e, N, K / 2), two codes per byte with the first in the low nibble, K a multiple of
-        8, any strides.
-    out: of the same shape and dtype; None allocates it. If it is w_eNK itself, the weights are
-        repacked in place.
+    w_eNK: uint8 (e, N, K / 2), where K is a multiple of 8. A byte holds two codes, with the first
+        code in the low nibble. Any strides are allowed.
+    out: tensor with the shape and dtype of w_eNK; None allocates it. If it is w_eNK itself, the
+        weights are repacked in place.
+
+    Raises ShapeError or DtypeError if a tensor has a wrong shape or dtype.
     """
     return _convert(w_eNK, out, _pack_words, _split_nibbles)
 

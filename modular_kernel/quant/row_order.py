@@ -3,7 +3,8 @@
     weights, problem = up_rows_first(weights, problem)     # once, when weights are loaded
     kernel = make_kernel("MoEPrepareAndFinalizeNoEP", "FlashInferExperts", problem)
 
-The results belong together: the activation of the returned problem declares the new order.
+The activation of the returned problem declares the new order, so the weights match this problem
+only.
 """
 
 from dataclasses import replace
@@ -21,12 +22,13 @@ _SUPPORTED_GRANULARITIES = ("none", "tensor", "channel", "block")
 def up_rows_first(weights: ExpertWeights, problem: Problem) -> tuple[ExpertWeights, Problem]:
     """Return weights with up rows first, and a problem that declares this order.
 
-    w1, b1 and w1_scale are copied, other tensors are shared. If up rows are first already, both
-    arguments are returned unchanged. Raise ConfigurationError for an ungated activation, for scales
-    per group of columns, or if a scale covers both gate and up rows. Raise the InputError of a
-    tensor that does not match the problem.
+    w1, b1 and w1_scale are copied, and other tensors are shared. If up rows already come first,
+    both arguments are returned unchanged.
 
-    weights: as `problem` declares, with gate rows first or interleaved with up rows.
+    weights: weights that match `problem`.
+
+    Raises ConfigurationError for an ungated activation, for scales per group of columns, or if a
+    scale covers both gate and up rows. Raises an InputError if a tensor does not match the problem.
     """
     act, scheme = problem.act, problem.scheme
     if act.up_first:
@@ -63,5 +65,5 @@ def _deinterleave(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View float8 as uint8: not every device can concatenate float8 tensors."""
+    """View float8 as uint8, because some devices cannot concatenate float8 tensors."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor

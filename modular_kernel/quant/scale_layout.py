@@ -3,8 +3,8 @@
 A scale covers a group of 16 values. An instruction multiplies 64 values of each row (4 groups), and
 reads the scales of 128 rows from a block of 512 bytes. A block has 32 lines of 16 bytes. Line r
 holds the scales of rows r, r + 32, r + 64 and r + 96, 4 bytes for each row, one per group. Four
-consecutive blocks form a step (16 groups, 256 values). All steps of 128 rows precede those of the
-next 128 rows:
+consecutive blocks form a step (16 groups, 256 values). The steps of the first 128 rows precede the
+steps of the next 128 rows:
 
     byte = ((row // 128) steps + group // 16) 2048 + (group % 16 // 4) 512
            + (row % 32) 16 + (row % 128 // 32) 4 + group % 4

@@ -14,7 +14,7 @@ def unpack_pairs(packed: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def pack_pairs(values: torch.Tensor, dim: int) -> torch.Tensor:
-    """Pack pairs of 4-bit values along `dim` into bytes, the first one in the low nibble."""
+    """Pack pairs of 4-bit values along `dim` into bytes. The first value is in the low nibble."""
     shape = values.shape
     pairs = values.reshape(*shape[:dim], shape[dim] // 2, 2, *shape[dim + 1 :])
     return pairs.select(dim + 1, 0) | (pairs.select(dim + 1, 1) << 4)
@@ -36,7 +36,7 @@ def e8m0_to_float(scale: torch.Tensor) -> torch.Tensor:
 
 
 def expand_scales(tiles: torch.Tensor, scheme: QuantScheme, rows: int, depth: int) -> torch.Tensor:
-    """Expand one value per tile to a tensor that broadcasts to the weights (e, rows, depth)."""
+    """Expand values of tiles to a tensor that broadcasts to the weights (e, rows, depth)."""
     if scheme.granularity == "tensor":
         return tiles[:, None, None]
     if scheme.granularity == "channel":

@@ -7,7 +7,7 @@
 - `bitwise_reference` rounds exactly where a part declares that it rounds, so its output differs
   from the part's output only because of the order of float32 sums.
 
-All three call `_compute_layer`, each with its own `_Arithmetic`.
+All three call `_compute_layer`, with different functions for rounding (`_Arithmetic`).
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights, Routing
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
-# (rows (R, K); local expert of each row, (R,) int64, -1 for none) -> quantized rows (R, K)
+# (rows (R, K), local expert of each row (R,) int64, or -1) -> quantized rows (R, K)
 QuantizeRows = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 # (rows (R, K), matrix (N, K)) -> rows @ matrix.T, (R, N)
 Matmul = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -106,13 +106,13 @@ def rounded_reference(
     the activation, and of GEMM 2 and its bias, and the output. With tf32, the operands of both
     GEMMs lose their last 13 mantissa bits, as in Hopper's tensor cores.
 
-    If the scheme does not quantize activations, dequantized weights are rounded to the problem's
-    dtype. If it does, x and h are quantized. Depending on the scheme, one scale covers all valid
-    pairs, a row, or a group of a row; nvfp4 also has a scale per expert.
+    Weight-only schemes round dequantized weights to the problem's dtype. Other schemes quantize x
+    and h, the output of the activation. Depending on the scheme, a scale covers all valid pairs, a
+    row, or a group of a row. nvfp4 also has a scale per expert.
 
-    input_weighted: for router weights that apply to the input and schemes that quantize
-        activations: if True, the weight multiplies x before x is quantized; if False, it multiplies
-        the results of GEMM 1.
+    input_weighted: where a router weight that applies to the input is multiplied, if the scheme
+        quantizes activations. True multiplies x before it is quantized. False multiplies the
+        results of GEMM 1.
     """
     quantizes = problem.scheme.quantizes_activations
     arithmetic = _make_arithmetic(weights, problem, Roundings(weights=not quantizes, gate_up=True))
@@ -136,8 +136,8 @@ def bitwise_reference(
     The output is (T, H) or (T, K, H). It is computed in one chunk, even if the problem splits
     calls.
 
-    input_weighted: for router weights that apply to the input: if True, the weight multiplies x
-        before x is quantized; if False, it multiplies the results of GEMM 1, before the bias.
+    input_weighted: where a router weight that applies to the input is multiplied. True multiplies x
+        before it is quantized. False multiplies the results of GEMM 1, before the bias.
     """
     arguments = x_TH, weights, routing, problem, roundings
     return bitwise_references(*arguments, input_weighted=input_weighted, generators=(None,))[0]
@@ -155,10 +155,10 @@ def bitwise_references(
 ) -> torch.Tensor:
     """Return several bitwise references of a call, (len(generators), T, ...).
 
-    Each is randomly perturbed, as if its float32 sums had another order. All are computed in one
-    call with repeated tokens.
+    Each reference is randomly perturbed, as if its float32 sums had another order. All references
+    are computed in one call with repeated tokens.
 
-    generators: random number generator of each perturbation; None does not perturb.
+    generators: the random number generator of each reference. None does not perturb the reference.
     """
     num_copies, num_tokens = len(generators), len(x_TH)
     matmul = partial(_matmul_float32, generators=generators)
@@ -180,11 +180,10 @@ def _make_arithmetic(
 ) -> _Arithmetic:
     """Return float32 arithmetic that rounds to the problem's dtype where `roundings` declares.
 
-    matmul: the matrix product of a bitwise reference. A bitwise reference also quantizes by
-        multiplying by reciprocals of scales, as the parts do. None returns the arithmetic of
-        `rounded_reference`.
-    num_copies: number of copies of a call whose tokens are concatenated. A scale of all pairs is
-        computed for each copy separately.
+    matmul: the matrix product of a bitwise reference, which also multiplies by reciprocals of
+        scales, as the parts do. None returns the arithmetic of `rounded_reference`.
+    num_copies: number of copies of a call whose tokens are concatenated. A scale that covers all
+        pairs of a call is computed for each copy separately.
     """
     scheme, reciprocal = problem.scheme, matmul is not None
 
@@ -226,7 +225,7 @@ def _matmul(a_RK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_contiguous(matrix: torch.Tensor) -> torch.Tensor:
-    """Copy a matrix so that its rows have no gaps, which float32 GEMMs on some CPUs would read."""
+    """Copy a matrix to contiguous rows: on some CPUs, float32 GEMMs read gaps between rows."""
     return matrix.clone(memory_format=torch.contiguous_format)
 
 
@@ -235,8 +234,8 @@ def _matmul_float32(
 ) -> torch.Tensor:
     """Return a @ b.T, computed in float64 and rounded to float32.
 
-    generators: one for each copy of the rows. Each perturbs its copy before rounding, within the
-        error bound of float32 sums; None does not perturb.
+    generators: the random number generator of each copy of the rows. It perturbs the copy before
+        rounding, within the error bound of float32 sums. None does not perturb the copy.
     """
     a_RK, b_NK = a_RK.double(), b_NK.double()
     exact = a_RK @ b_NK.T
@@ -275,8 +274,8 @@ def _compute_layer(
 ) -> torch.Tensor:
     """Compute the layer, (T, H) or (T, K, H), in the dtype of `arithmetic`.
 
-    weights_after_gemm1: router weights that apply to the input multiply the results of GEMM 1
-        instead of x.
+    weights_after_gemm1: multiply the results of GEMM 1 instead of x by router weights that apply to
+        the input.
     """
     dtype, round_to_dtype = arithmetic.dtype, arithmetic.round_to_dtype
     round_operand = arithmetic.round_operand
@@ -363,9 +362,8 @@ def _round_to_scheme(
         amax = group.abs().amax(1, keepdim=True)
         if scheme.activation_granularity == "tensor":
             amax = amax.amax()
-        # Divide by a tensor: on a GPU, torch turns division by a Python number into a
-        # multiplication by its reciprocal, and a scale that is off by one bit changes how ties
-        # round.
+        # The divisor is a tensor because torch on a GPU replaces a division by a Python number with
+        # a multiplication by its reciprocal, which rounds differently.
         divisor = amax.new_tensor(max_value)
         scale = (amax / divisor).clamp(min=_MIN_SCALE) if static_scale is None else static_scale
         scaled = group * (1 / scale) if reciprocal else group / scale

@@ -2,7 +2,8 @@
 
 import torch
 
-# Magnitudes of e2m1. Even codes come first, because of two equally near values the first is chosen.
+# Magnitudes of e2m1, with even codes first. If two values are equally near, the first is chosen, so
+# that ties go to the even code.
 _MAGNITUDES = (0.0, 1.0, 2.0, 4.0, 0.5, 1.5, 3.0, 6.0)
 _GROUP_SIZE = 16
 

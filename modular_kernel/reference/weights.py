@@ -62,7 +62,7 @@ def _select_scales(
 def _look_up_values(
     codes: torch.Tensor, values: tuple[float, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the value of each code, by comparing it with every index of the table."""
+    """Return the value of each code."""
     result = torch.full(codes.shape, torch.nan, dtype=dtype, device=codes.device)
     for code, value in enumerate(values):
         result = result.masked_fill(codes == code, value)
@@ -84,9 +84,9 @@ def _list_e2m1_scales(
     return scale, global_scale[matrix_index]
 
 
-# A repacked 32-bit word holds four pairs of codes, the even code of each pair in its lower half.
-# For each pair and each bit, 0 to 3, of a code: the stored bits whose XOR is that bit, counted
-# from bit 0 of the half word. Bit 18 of the upper half is outside the word and counts as 0.
+# A repacked 32-bit word holds four pairs of codes. The even code of each pair is in the lower half
+# of the word. _REPACKED_BITS[pair][bit] lists the stored bits whose XOR is bit 0 to 3 of a code.
+# They are counted from bit 0 of the half word. Bit 18 of the upper half is outside the word and 0.
 _REPACKED_BITS = (
     ((6,), (7,), (8,), (15,)),
     ((3,), (4,), (5,), (12,)),

@@ -1,8 +1,8 @@
 """Isolation of calls from torch's modes: tracing, torch function modes, autocast, inference mode.
 
-The calls of a layer launch kernels with raw pointers and cache tensors for later calls. Tracing
-cannot follow that, and the other modes would add host time, change dtypes, or make cached tensors
-read-only. The public methods of layers and plans are wrapped with the decorators of this module.
+The calls of a layer launch kernels with raw pointers, which tracing cannot follow, and cache
+tensors for later calls. The other modes would add host time, change dtypes, or make cached tensors
+read-only. The decorators of this module wrap the public methods of kernels and plans.
 """
 
 import sys
@@ -33,8 +33,8 @@ def disable_tracing(function: F) -> F:
     """Make torch.compile break its graph at calls of `function` instead of tracing them.
 
     Under fullgraph=True, torch raises an error with the reason. The call runs outside torch
-    function modes, such as that of torch.set_default_device, which would add microseconds to every
-    operation.
+    function modes, such as the mode of torch.set_default_device, which would add microseconds to
+    every operation.
     """
 
     @wraps(function)
@@ -43,7 +43,7 @@ def disable_tracing(function: F) -> F:
             torch._dynamo.graph_break(msg=_GRAPH_BREAK_REASON)
             eager = torch._dynamo.disable(function)  # type: ignore[no-untyped-call]
             return eager(*args, **kwargs)
-        if _is_finalizing():  # operations of torch may abort the process now
+        if _is_finalizing():  # torch operations may abort the process during finalization
             need = "a call before the interpreter exits, such as one of atexit"
             raise StateError("a kernel", got="a call while objects are deleted at exit", need=need)
         if _C._len_torch_function_stack():
@@ -71,10 +71,10 @@ def disable_tracing_of_layer_call(function: F) -> F:
 
 
 def run_without_function_modes(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Run an eager call outside torch function modes, such as that of torch.set_default_device.
+    """Run an eager call outside torch function modes, such as torch.set_default_device.
 
-    Traced calls, and calls with a tensor subclass among the arguments, run inside the modes:
-    disabling modes would also disable the `__torch_function__` of the subclass.
+    Traced calls, and calls with a tensor subclass among the arguments, run inside the modes.
+    Disabling the modes would also disable the `__torch_function__` of the subclass.
     """
     if is_compiling() or not _C._len_torch_function_stack() or any(map(_is_subclass, args)):
         return function(*args, **kwargs)
@@ -89,23 +89,23 @@ def _is_subclass(value: object) -> bool:
 def is_exporting() -> bool:
     """Return whether torch.export traces this call.
 
-    While torch.compile traces, torch 2.11 replaces torch.compiler.is_exporting() by True. It does
-    not trace into a function whose result is marked as constant, so this function is marked.
+    While torch.compile traces, torch 2.11 replaces torch.compiler.is_exporting() with True. The
+    mark below prevents this, because torch does not trace into functions with constant results.
     """
     return torch.compiler.is_exporting()
 
 
-# torch._dynamo.assume_constant_result would set this attribute, too. But it would import
-# torch._dynamo, and with it triton, in processes that compile nothing.
+# torch._dynamo.assume_constant_result also sets this attribute. However, it would import
+# torch._dynamo and triton in processes that compile nothing.
 is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def run_with_graph_break(function: Callable[..., T], reason: str, *args: Any, **kwargs: Any) -> T:
     """Break the graph of torch.compile and call `function` eagerly.
 
-    Raise UnsupportedError under torch.export, which has no graph breaks.
+    Raises UnsupportedError under torch.export, which has no graph breaks.
 
-    reason: shown in that error, and in the error of torch.compile(fullgraph=True).
+    reason: text for the errors of torch.export and torch.compile(fullgraph=True).
     """
     if is_exporting():
         raise UnsupportedError("torch.export", got=reason, need="a call that is an operator")
@@ -140,7 +140,7 @@ def _disabled_autocast() -> Any:
 def disable_inference_mode() -> torch.inference_mode:
     """Return a context manager or decorator that disables inference mode.
 
-    Tensors that are made in inference mode cannot be written outside of it. Tensors that outlive a
-    call are therefore made inside this context.
+    Tensors that are made in inference mode cannot be written outside of inference mode. Tensors
+    that outlive a call are therefore made inside this context.
     """
     return torch.inference_mode(False)  # positional: torch.compile does not accept a keyword

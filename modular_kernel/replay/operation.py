@@ -1,7 +1,7 @@
 """Replay of the launches of a single operation, such as the router.
 
-The launches of a whole layer are replayed by plans (`modular_kernel.plan`), which use the same
-recorder (`replay.recording`).
+Plans (`modular_kernel.plan`) replay the launches of a whole layer, with the same recorder
+(`replay.recording`).
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -27,8 +27,8 @@ class ReplayedOperation:
     """Records an operation's launches in the second call with a signature, and replays them later.
 
     A signature consists of a key, and of the shape, strides, dtype, device and alignment of each
-    tensor. The first call is not recorded, to save the time of a recording for a number of tokens
-    that occurs only once. At most 256 signatures are kept; the oldest is dropped first.
+    tensor. The first call is not recorded, because many numbers of tokens occur only once. At most
+    256 signatures are kept. The oldest signature is dropped first.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class ReplayedOperation:
     ) -> None:
         """Call `launch`, or replay the kernels that it launched in an earlier call.
 
-        key: everything that determines the launches besides the layouts of `tensors`.
+        key: everything except the layouts of `tensors` that determines the launches.
         tensors: all tensors that the launches use and whose addresses may differ between calls.
         launch: launches the kernels on the current stream.
         """

@@ -1,16 +1,15 @@
 """Recording of the kernel launches of a call, so that later calls skip its Python code.
 
-A layer is composed of interchangeable components ('parts'), whose Python code, the host code,
-decides which kernels to launch. A plan (`modular_kernel.plan`), which has the buffers of a layer,
-runs the host code only in the first call of each signature: the shapes, strides, dtypes and
-alignment of the tensors. That call runs inside `record_launches`. Every launch made by
-`modular_kernel.replay.launch.launch` is recorded, and each of its pointers is stored as an offset
-into an input of the call. Later calls with the same signature launch the same kernels with the
-addresses of their own inputs. A call that runs a torch operation other than a view cannot be
-replayed, because the operation would be missing in the replay. The recorder detects this.
+The host code of a layer is Python code that decides which kernels to launch. A plan
+(`modular_kernel.plan`) runs the host code only in the first call of each signature, that is, of the
+shapes, strides, dtypes and alignment of all tensors. The first call runs inside `record_launches`,
+which records every launch by `modular_kernel.replay.launch.launch`. Pointers are recorded as
+offsets into the inputs of the call. Later calls with the same signature launch the same kernels
+with the addresses of their own inputs. A call that runs a torch operation other than a view cannot
+be replayed, because the replay would omit the operation. The recorder detects such operations.
 
-This module also has the cache of checked weights. A replay skips the checks of weights, so it has
-to recognize weights that passed them.
+This module also contains the cache of checked weights. A replay does not check weights, so it must
+recognize weights that were checked before.
 """
 
 import weakref
@@ -34,12 +33,12 @@ from modular_kernel.utils.tensor_checks import address_range, is_dense
 Replay = Callable[[int, Sequence[int]], None]  # (stream, pointers of the inputs)
 # (recorded launches, number of inputs) -> Replay
 ReplayFactory = Callable[[Sequence[Any], int], Replay]
-# Returns whether a call has to run the host code although it was recorded.
+# Returns whether a recorded call must run the host code instead of a replay.
 BypassCondition = Callable[[], bool]
 
-_MAX_LAYOUTS = 1024  # cached layouts of checked weights: more than any model has layers
-_MAX_RECORDED = 64  # recordings per plan; each may hold a small CUDA graph
-ALIGNMENT = 16  # bytes; triton specializes kernels on pointers that are divisible by it
+_MAX_LAYOUTS = 1024  # cached layouts of checked weights, more than models have layers
+_MAX_RECORDED = 64  # recordings per plan, which may hold a small CUDA graph each
+ALIGNMENT = 16  # bytes; triton specializes kernels for pointers that are divisible by 16
 _data_ptr, _get_version = torch.Tensor.data_ptr, attrgetter("_version")
 _is_expired: Any = torch.UntypedStorage._expired
 _active_recorder: ContextVar["Recorder | None"] = ContextVar("recorder of launches", default=None)
@@ -49,10 +48,11 @@ _active_recorder: ContextVar["Recorder | None"] = ContextVar("recorder of launch
 class RecordedCall:
     """The recorded launches of one signature.
 
-    replays: functions to run in order. Each replays a series of adjacent launches, or runs the host
-        code between two series.
+    replays: functions to run in order. A function replays a series of adjacent launches, or runs
+        host code between two series.
     bypass_conditions: see `is_bypassed`.
-    kept_tensors: tensors that the launches use besides the inputs; referenced to keep them alive.
+    kept_tensors: tensors that the launches use in addition to the inputs. The references keep them
+        alive.
     count: the number of replays, in a list of one element. A plan passes a list that it shares with
         its counters (modular_kernel.utils.call_counters).
     workspace_bytes: size of the workspace that the launches use.
@@ -67,9 +67,9 @@ class RecordedCall:
     output_like_x: bool = False
 
     def is_bypassed(self) -> bool:
-        """Return whether the call has to run the host code now.
+        """Return whether the call must run the host code now.
 
-        Example: a profiler has set Triton's launch hooks, which a replay does not call.
+        For example, a replay does not call Triton's launch hooks, which a profiler may have set.
         """
         for is_met in self.bypass_conditions:  # noqa: SIM110  per call; a generator is slower
             if is_met():
@@ -85,9 +85,9 @@ class RecordedCall:
 class Recorder(TorchDispatchMode):
     """Records the launches of one call.
 
-    `refusal_reason` is the reason why the call cannot be replayed, or "".
-
     inputs: the tensors of the call, in the order of the pointers of `RecordedCall.replay`.
+    refusal_reason: why the call cannot be replayed; "" if it can be replayed.
+    is_paused: whether torch operations are allowed now.
     """
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
@@ -116,8 +116,7 @@ class Recorder(TorchDispatchMode):
     def locate(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """Return the position of `tensor` in the inputs: (index of the input, byte offset).
 
-        If its memory is outside all inputs, return None and keep the tensor alive for replays. An
-        empty tensor is not kept, because no kernel reads it.
+        If its memory is outside all inputs, return None, and keep the tensor alive for replays.
         """
         pointer = tensor.data_ptr()
         for index, (start, stop) in enumerate(self._spans):
@@ -132,15 +131,16 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         """Record a launch.
 
-        launch: in the form that `make_replay` takes.
-        make_replay: combines adjacent launches that have the same factory into one Replay.
+        launch: the launch, in the form that `make_replay` takes.
+        make_replay: makes one Replay of adjacent launches that were added with this function.
+        must_bypass: condition under which later calls run the host code.
         """
         self._launches.append((make_replay, launch))
         if must_bypass not in self._bypass_conditions:
             self._bypass_conditions.append(must_bypass)
 
     def add_host_step(self, step: Callable[[], object]) -> None:
-        """Record host code that every replay runs, after the launches recorded so far."""
+        """Record host code that every replay runs after the launches that are recorded so far."""
         self._launches.append((_make_host_replay, step))
 
     def add_bypass_condition(self, must_bypass: BypassCondition) -> None:
@@ -159,7 +159,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _make_host_replay(steps: Sequence[Callable[[], object]], num_inputs: int) -> Replay:
-    """Return a Replay that runs host code and launches nothing."""
+    """Return a Replay that runs host code."""
 
     def replay(stream: int, pointers: Sequence[int]) -> None:
         for step in steps:
@@ -168,7 +168,7 @@ def _make_host_replay(steps: Sequence[Callable[[], object]], num_inputs: int) ->
     return replay
 
 
-# Returns the Recorder of this thread, or None. Bound directly because every launch calls it.
+# Returns the Recorder of this thread, or None. It is not a function, to save time in every launch.
 get_active_recorder = _active_recorder.get
 
 
@@ -190,8 +190,8 @@ def record_launches(inputs: Sequence[torch.Tensor]) -> Iterator[Recorder]:
 def run_in_replays(step: Callable[[], object]) -> None:
     """Run `step` at this point of every replay, if this thread is recording a call.
 
-    This is for host code that is not a launch, such as a collective. It does not run `step` in the
-    recorded call: the caller does, inside `hide_from_recorder` if it runs torch operations.
+    This is for host code that is not a launch, such as a collective. The caller must run `step` in
+    the recorded call, inside `hide_from_recorder` if it runs torch operations.
     """
     recorder = _active_recorder.get()
     if recorder is not None:
@@ -199,7 +199,10 @@ def run_in_replays(step: Callable[[], object]) -> None:
 
 
 def bypass_replay_while(must_bypass: BypassCondition) -> None:
-    """Make later calls run the host code while `must_bypass()` is true, if this thread records."""
+    """Make later calls run the host code while `must_bypass()` is true.
+
+    This has no effect unless this thread is recording a call.
+    """
     recorder = _active_recorder.get()
     if recorder is not None:
         recorder.add_bypass_condition(must_bypass)
@@ -209,7 +212,7 @@ def bypass_replay_while(must_bypass: BypassCondition) -> None:
 def ignore_torch_operations() -> Iterator[None]:
     """Allow torch operations inside the block, although the call is recorded.
 
-    Replays omit these operations, so they may only inspect the call.
+    Replays omit these operations.
     """
     recorder = _active_recorder.get()
     if recorder is None:
@@ -226,8 +229,8 @@ def ignore_torch_operations() -> Iterator[None]:
 def hide_from_recorder() -> Iterator[None]:
     """Disable the dispatch mode of the recorder inside the block.
 
-    Unlike `ignore_torch_operations`, this also covers operations that threads of torch run for the
-    block, such as those of gloo.
+    Unlike `ignore_torch_operations`, this includes operations that other threads run for the block,
+    such as the threads of gloo.
     """
     if _active_recorder.get() is None:
         yield
@@ -242,10 +245,10 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def can_keep_buffers(device: torch.device) -> bool:
-    """Return whether memory allocated now can be kept for later calls.
+    """Return whether memory that is allocated now can be kept for later calls.
 
     During a capture, and during the warm-up of torch.compile's CUDA graphs, allocations come from
-    the memory pool of the graph, and every replay of it overwrites them.
+    the memory pool of the graph, which replays of the graph overwrite.
     """
     return device.type != "cuda" or not (
         is_graph_trees_stream(device_index(device)) or is_capturing(device)
@@ -253,11 +256,10 @@ def can_keep_buffers(device: torch.device) -> bool:
 
 
 def is_graph_trees_stream(index: int) -> bool:
-    """Return whether the current stream of GPU `index` is that of torch.compile's CUDA graphs.
+    """Return whether torch.compile's CUDA graphs use the current stream of GPU `index`.
 
-    With mode="reduce-overhead", Inductor warms up and captures a model on this stream. Memory
-    allocated there belongs to the pool of the graphs. Other streams, such as those of eager calls
-    beside a compiled model, are not affected.
+    With mode="reduce-overhead", Inductor warms up and captures a model on a stream of its own.
+    Memory that is allocated on this stream belongs to the pool of the graphs.
     """
     trees = modules.get("torch._inductor.cudagraph_trees")
     if trees is None:
@@ -270,7 +272,7 @@ def is_graph_trees_stream(index: int) -> bool:
 
 
 def device_index(device: torch.device) -> int:
-    """Return a GPU's index (the current GPU if unspecified), or -1 for the CPU."""
+    """Return the index of a GPU (of the current GPU if it has no index), or -1 for the CPU."""
     index: int | None = device.index
     if device.type != "cuda":
         return -1
@@ -282,7 +284,7 @@ def weak_storage_ref(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
-# A tensor and its pointer, shape, stride and dtype.
+# A tensor, and its pointer, shape, stride and dtype.
 _Snapshot = tuple[torch.Tensor, int, torch.Size, tuple[int, ...], torch.dtype]
 
 
@@ -290,8 +292,8 @@ def _take_snapshot(tensor: torch.Tensor) -> _Snapshot:
     return tensor, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-# Not frozen, although it is never modified: a call with new ExpertWeights makes one, and the
-# constructor of a frozen dataclass is slower.
+# The class is never modified, but not frozen, because the constructor of a frozen dataclass is
+# slower. A call with new ExpertWeights constructs one.
 @dataclass(eq=False, slots=True)
 class CheckedWeights:
     """Weights that passed the checks, and everything about them that a recording depends on.
@@ -301,14 +303,16 @@ class CheckedWeights:
     snapshots: each tensor, with its pointer, shape, stride and dtype at the time of the check.
         Empty for `FixedWeights`.
     spans: (start, stop) addresses of each tensor.
-    pointers, pointer_bits: address of each tensor, and the bitwise OR of all addresses.
-    versioned_tensors, versions: prepared tensors and their sources, which must not be written to,
-        and their version counters. Inference tensors have no counter and are not tracked.
-    sources, storage_refs: tensors that the prepared ones were derived from, and references to
-        their storages. Storages are compared, too, because after one is resized to 0, another can
-        have its address.
+    pointers: address of each tensor.
+    pointer_bits: bitwise OR of all addresses.
+    versioned_tensors: prepared tensors and their sources, which must not be written to. Inference
+        tensors are omitted, because they have no version counter.
+    versions: version counters of `versioned_tensors`.
+    sources: the tensors from which prepared tensors were derived.
+    storage_refs: references to the storages of `sources`. Addresses alone are not sufficient,
+        because they can be reused after a storage is resized to 0.
     prepared: the weights to use instead, if the kernel prepared `weights` automatically.
-    is_postponed: whether the kernel will prepare them in a later call, because memory allocated now
+    is_postponed: whether a later call prepares the weights, because memory that is allocated now
         belongs to a CUDA graph.
     """
 
@@ -348,7 +352,7 @@ class CheckedWeights:
 
 @dataclass(frozen=True)
 class _LayoutInfo:
-    """Fields of `CheckedWeights` that depend only on the layout, if no tensor occurs twice."""
+    """The fields of `CheckedWeights` that depend only on the layout of distinct tensors."""
 
     signature: int
     spans: tuple[tuple[int, int], ...]
@@ -365,31 +369,31 @@ class Preparer(Protocol):
     """Function that prepares a kernel's weights on their first use."""
 
     def __call__(self, weights: ExpertWeights) -> PreparedWeights | None:
-        """Prepare checked weights; return None to use them as they are."""
+        """Prepare checked weights. Returns None if they are not prepared."""
 
     def is_postponed(self, device: torch.device) -> bool:
-        """Return whether weights that were not prepared now are prepared by a later call."""
+        """Return whether a later call prepares weights that could not be prepared now."""
 
 
 class CheckedWeightsCache:
     """Cache of the weights that a kernel and its plans have checked.
 
-    The cache holds weak references, so it does not keep weights alive. An ExpertWeights whose
-    tensors have the same addresses and layouts as checked ones, for example one that is created for
-    each call, is not checked again. A copied or unpickled cache starts empty.
+    The cache holds weak references, so it does not keep weights alive. A new ExpertWeights is not
+    checked if its tensors have the same addresses and layouts as checked tensors. This supports
+    callers that create an ExpertWeights for each call. A copied or unpickled cache starts empty.
 
-    prepare: called on the first use of weights; None uses them as they are.
+    prepare: prepares weights on their first use; None disables this.
     """
 
     def __init__(self, prepare: Preparer | None = None) -> None:
         self._prepare = prepare
         self._entries: dict[int, CheckedWeights] = {}
-        # Layouts that passed the checks. They hold addresses, not tensors, so they keep nothing
-        # alive. The value is None if a tensor of the weights occurred twice or was prepared.
+        # Layouts that passed the checks. They hold addresses and keep no tensors alive. The value
+        # is None if a tensor of the weights occurred twice, or if the weights were prepared.
         self._checked_layouts: dict[tuple[Hashable, ...], _LayoutInfo | None] = {}
         # Signatures are numbered because an int is faster to hash than a tuple of layouts.
         self._signature_numbers: dict[Hashable, int] = {}
-        # Atomic. Two threads could read the same length of the dict and give one number twice.
+        # `len(self._signature_numbers)` would not be atomic: two threads could get one number.
         self._next_number = count().__next__
 
     def __reduce__(self) -> tuple[type["CheckedWeightsCache"], tuple[Any]]:
@@ -401,12 +405,12 @@ class CheckedWeightsCache:
         sources: Sequence[torch.Tensor] = (),
         prepared_tensors: Sequence[torch.Tensor] = (),
     ) -> CheckedWeights:
-        """Add checked weights to the cache. Prepare them if the kernel does so automatically.
+        """Add checked weights to the cache, and prepare them if `prepare` was given.
 
-        A write to `sources` or `prepared_tensors` invalidates the entry.
-
-        sources, prepared_tensors: for weights that the caller has prepared: the tensors that the
-            preparation read, and those that it wrote.
+        sources: the tensors that the caller's preparation of the weights has read. A write to these
+            tensors invalidates the entry.
+        prepared_tensors: the tensors that the caller's preparation has written. A write to these
+            tensors also invalidates the entry.
         """
         by_name = {name: t for name, t in vars(weights).items() if t is not None}
         # Weights that the caller prepared are identified by object, not by memory.
@@ -425,7 +429,7 @@ class CheckedWeightsCache:
         """Implement `add`.
 
         by_name: the tensors of `weights` by field.
-        layout: see `_layout`. It is stored as a layout that passed the checks, unless it is None.
+        layout: result of `_layout`, to be stored as a layout that passed the checks; or None.
         """
         auto_prepared = (
             None if prepared_tensors or self._prepare is None else self._prepare(weights)
@@ -476,10 +480,11 @@ class CheckedWeightsCache:
     def _make_layout_info(
         self, by_name: dict[str, torch.Tensor], tensors: tuple[torch.Tensor, ...], ids: list[int]
     ) -> _LayoutInfo:
-        """Return the info of weights.
+        """Return the layout information of weights.
 
-        by_name: their tensors by field.
-        tensors, ids: the same tensors without duplicates, and their object ids.
+        by_name: the tensors by field.
+        tensors: the tensors without duplicates.
+        ids: object ids of `tensors`.
         """
         pointers = tuple(map(_data_ptr, tensors))
         fields = tuple((name, ids.index(id(tensor))) for name, tensor in by_name.items())
@@ -499,7 +504,7 @@ class CheckedWeightsCache:
     def _add_known_layout(
         self, weights: ExpertWeights, device: torch.device
     ) -> CheckedWeights | None:
-        """Add weights that have the layout of weights that passed the checks, else return None."""
+        """Add weights whose layout has passed the checks. Returns None for other weights."""
         if type(weights) is not ExpertWeights and type(weights) is not FixedWeights:
             return None
         by_name = {name: t for name, t in vars(weights).items() if t is not None}
@@ -511,8 +516,8 @@ class CheckedWeightsCache:
     def lookup(self, weights: ExpertWeights, device: torch.device) -> CheckedWeights | None:
         """Return the entry of these weights, or None if there is no valid entry.
 
-        It is valid if the weights were checked with tokens on `device`, and if their tensors still
-        have the same memory. An assignment to `.data` changes the memory.
+        An entry is valid if the weights were checked with tokens on `device`, and if the memory of
+        their tensors is unchanged. An assignment to `.data` changes the memory.
         """
         checked = self._entries.get(id(weights))
         if checked is None or checked.weights() is not weights:
@@ -526,16 +531,16 @@ class RecordedCalls:
     """The recorded calls of one plan, by signature.
 
     Calls have the same signature if the shape, strides, dtype, device and 16-byte alignment of each
-    tensor are equal. At most 64 recordings are kept; the oldest is dropped first.
+    tensor are equal. At most 64 recordings are kept. The oldest recording is dropped first.
 
-    replayable: whether any call was recorded, so that equal calls can be replayed.
+    replayable: whether any call was recorded.
     """
 
     def __init__(self) -> None:
         self.replayable = False
         self._recorded: dict[Hashable, RecordedCall | None] = {}
         self._refused: dict[Hashable, str] = {}
-        # find(signature) returns its recording, or None. Bound directly because every call uses it.
+        # find(signature) returns a recording or None. This is not a method, to save time per call.
         self.find = self._recorded.get
 
     def is_new(self, signature: Hashable) -> bool:
@@ -549,7 +554,7 @@ class RecordedCalls:
     def store(
         self, signature: Hashable, recorded: RecordedCall | None, refusal_reason: str = ""
     ) -> None:
-        """Store a recording, or None and the reason if the signature cannot be replayed."""
+        """Store a recording, or None and a reason if calls of the signature cannot be replayed."""
         if len(self._recorded) >= _MAX_RECORDED:
             oldest = next(iter(self._recorded))
             del self._recorded[oldest]
@@ -566,8 +571,7 @@ def get_signature_and_pointers(
 ) -> tuple[Hashable, list[int]]:
     """Return the signature of a call and the addresses of its tensors.
 
-    tensors: those besides the weights.
-    weights: the weights of the call.
+    tensors: the tensors of the call, without the weights.
     """
     layout, pointers = get_layout_and_pointers(tensors, weights.pointers, weights.pointer_bits)
     return (weights.signature, layout), pointers
@@ -578,13 +582,13 @@ def get_layout_and_pointers(
 ) -> tuple[Hashable, list[int]]:
     """Return a hashable layout of tensors, and their addresses followed by `others`.
 
-    The layout has everything that a recording depends on: shapes, strides, dtypes, devices, and
-    alignment. Alignment is True if all addresses are divisible by 16, else a tuple of remainders.
+    The layout consists of shapes, strides, dtypes, devices and alignment. The alignment is True if
+    all addresses are divisible by 16, and otherwise a tuple of remainders.
 
     others: addresses of further tensors.
-    pointer_bits: bitwise OR of `others`. All addresses are aligned if the low bits of the OR are 0.
+    pointer_bits: bitwise OR of `others`, which shows whether all of them are aligned.
     """
-    if len(tensors) == 3:  # a call without adapters: unrolled, which takes a third less time
+    if len(tensors) == 3:  # a call without adapters; the unrolled code is a third faster
         a, b, c = tensors
         p, q, r = a.data_ptr(), b.data_ptr(), c.data_ptr()
         pointers, pointer_bits = [p, q, r, *others], pointer_bits | p | q | r
@@ -604,10 +608,10 @@ def get_layout_and_pointers(
 def _layout(tensors: Mapping[str, torch.Tensor]) -> tuple[Hashable, ...] | None:
     """Return everything that the checks of weights depend on, as a hashable tuple.
 
-    Return None if the memory of a tensor does not identify its values: for a tensor subclass, and
-    for a tensor whose storage was freed.
+    Returns None for a tensor subclass, and for a tensor whose storage was freed, because their
+    memory does not identify them.
 
-    tensors: by field of ExpertWeights.
+    tensors: the tensors by field of ExpertWeights.
     """
     entries: list[Hashable] = []
     for name, tensor in tensors.items():

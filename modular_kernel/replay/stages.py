@@ -1,9 +1,9 @@
-"""Named profiler ranges around the stages of a layer. They cost nothing while no profiler runs.
+"""Named profiler ranges around the stages of a layer, without overhead while no profiler runs.
 
-The components of a layer open these ranges around their launches. `mk profile` assigns each launch
-to the innermost range around it. A kernel that covers several stages has a range with the joined
-names of the stages, for example "mk::gemm2+unpermute". Ranges of whole components, which contain
-stages, are called scopes.
+The parts of a layer open these ranges around their launches. `mk profile` assigns each launch to
+the innermost range. The range of a kernel that covers several stages has the joined names of the
+stages, for example "mk::gemm2+unpermute". Scopes are the ranges of whole parts, which contain
+stages.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ import torch
 
 PREFIX = "mk::"
 
-# The scopes. Reports list time that is in a scope but in no stage separately.
+# The scopes. Reports list the time in a scope, but outside of stages, separately.
 CALL = "mk::call"  # the range around a call of the kernel, which the profiler opens
 PREPARE = "mk::prepare"
 RECEIVE = "mk::receive"  # end of an asynchronous dispatch
@@ -28,7 +28,7 @@ DISPATCH = "mk::dispatch"  # send rows to the ranks that need them
 SORT = "mk::sort"  # assign a row to each pair of token and expert; no row is moved
 PERMUTE = "mk::permute"  # move rows into the order of their experts
 SHRINK = "mk::shrink"  # LoRA: the product A x of adapters, before each GEMM
-GEMM1 = "mk::gemm1_activation"  # every experts class computes the activation with GEMM 1
+GEMM1 = "mk::gemm1_activation"  # GEMM 1 and the activation
 QUANTIZE = "mk::quantize"  # quantize the activations h for GEMM 2
 GEMM2 = "mk::gemm2"
 UNPERMUTE = "mk::unpermute"  # move rows back into the order of the pairs
@@ -53,7 +53,7 @@ def fuse(*names: str) -> str:
 
 
 def split_stages(name: str) -> tuple[str, ...]:
-    """Return the stages of a range, in their order: the inverse of `fuse`."""
+    """Return the stages of a range, in order. This is the inverse of `fuse`."""
     return tuple(PREFIX + stage for stage in name.removeprefix(PREFIX).split("+"))
 
 
@@ -62,7 +62,7 @@ def find_stage(name: str, names: Sequence[str]) -> str | None:
     return next((stage for stage in split_stages(name) if stage in names), None)
 
 
-# The stage of all launches in a scope, for a component that opens no ranges for stages.
+# The stage of all launches in a scope, for a part that opens no ranges for stages.
 DEFAULT_STAGES = {
     PREPARE: "mk::all_of_prepare",
     RECEIVE: "mk::all_of_receive",
@@ -85,8 +85,8 @@ def is_profiling() -> bool:
 def stage(name: str) -> AbstractContextManager[object]:
     """Return a context manager for the range `name`.
 
-    It is a profiler range while torch's profiler runs, else the range of this thread's watcher
-    (`watch_stages`), else a shared no-op.
+    It is a profiler range while torch's profiler runs. Otherwise, it is the range of this thread's
+    watcher (`watch_stages`), or a no-op if there is no watcher.
     """
     if torch.autograd.profiler._is_profiler_enabled:
         return torch.profiler.record_function(name)
@@ -96,7 +96,7 @@ def stage(name: str) -> AbstractContextManager[object]:
 
 @contextmanager
 def watch_stages(watcher: Watcher) -> Iterator[None]:
-    """Inside the block, enter `watcher(name)` for each stage that this thread runs.
+    """Enter `watcher(name)` for each stage that this thread runs inside the block.
 
     A replay enters no stages.
     """

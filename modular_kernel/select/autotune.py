@@ -1,9 +1,8 @@
 """`compose`: build a layer that uses a fast pairing for each number of tokens.
 
-A layer has two interchangeable components ('parts'), which together are a pairing: a
-PrepareAndFinalize, which quantizes and exchanges tokens, and an experts class. `compose` times the
-pairings that are valid for a problem and may be faster than the default one, and caches the times
-on disk.
+A layer consists of two interchangeable parts: a PrepareAndFinalize, which quantizes and exchanges
+tokens, and an experts class. A pair of parts is called a pairing. `compose` times the pairings that
+are valid for a problem and may be faster than the default pairing, and caches the times on disk.
 
     kernel = compose(problem)            # times pairings without cached times, for up to 20 s
     kernel = compose(problem, options=MeasurementOptions(budget=0))    # times nothing
@@ -49,18 +48,18 @@ class MeasurementOptions:
     """What `compose` measures, and for how long.
 
     tokens: token counts at which pairings are compared (buckets). None uses the powers of two below
-        problem.tokens, and problem.tokens. Between two buckets the default pairing is used, unless
-        both selected the same other pairing.
+        problem.tokens, and problem.tokens. Token counts between two buckets use the default
+        pairing, unless both buckets have selected the same other pairing.
     budget: seconds for all measurements, including compilation and the creation of weights. Small
         token counts are timed first. Timing stops when the remaining time is shorter than the
-        longest measurement of a pairing so far, and a later call continues. A bucket that was not
-        timed uses a pairing that is faster in the shipped record (`select.shipped_record`), or else
-        the default pairing. With 0, nothing is timed.
+        longest measurement so far. A later call continues. A bucket that was not timed uses a
+        pairing that is faster in the shipped record (`select.shipped_record`), or the default
+        pairing if there is none. With a budget of 0, nothing is timed.
     routing: distribution of tokens over experts, in the syntax of RoutingKind.parse.
     replicated: whether all ranks pass the same tokens.
-    folder: folder of the cache. None uses the one in the settings.
+    folder: folder of the cache. None uses the cache folder in the settings.
     ignore_saved: whether to ignore cached times.
-    on_bucket: called with each Bucket after it was timed, on rank 0.
+    on_bucket: called on rank 0 with each Bucket after it was timed.
 
     Raises ConfigurationError for a value out of range.
     """
@@ -102,15 +101,15 @@ def compose(
 ) -> ComposedKernel:
     """Build a kernel that runs the default pairing, or a faster one, for each number of tokens.
 
-    A pairing other than the default is used if it was measured to be faster by more than the noise,
-    or if nothing was measured and the shipped record shows that it is faster. Logs a summary as
-    INFO (logger "modular_kernel.select"). Collective over ranks.
+    Another pairing than the default is used if it was measured to be faster by more than the noise.
+    If nothing was measured, another pairing is used if it is faster in the shipped record. A
+    summary is logged (logger "modular_kernel.select"). All ranks must call this function.
 
-    machine: the machine to run on; None uses this one.
+    machine: the machine to run on; None means this machine.
     group: the process group of a problem over several ranks; None uses the default group.
     options: what to measure, and for how long; None uses the defaults.
 
-    Raises IncompatibleError with every reason if no pairing is valid.
+    Raises IncompatibleError, with every reason, if no pairing is valid.
     """
     machine = this_machine() if machine is None else machine
     choice = choose(problem, machine, group=group, options=options)
@@ -132,8 +131,8 @@ def choose(
 ) -> PairingChoice:
     """Select the pairings that `compose` would use, without building them.
 
-    Takes the same arguments as `compose`. If no pairing is valid, PairingChoice.segments is empty.
-    Collective over ranks.
+    The arguments are those of `compose`. If no pairing is valid, PairingChoice.segments is empty.
+    All ranks must call this function.
     """
     expect("problem", problem, Problem)
     expect("machine", machine, Machine | None)
@@ -190,7 +189,7 @@ def _estimate_times(
     tokens: tuple[int, ...],
     candidates: Candidates,
 ) -> PairingOptions:
-    """Return the valid pairings, with the shipped record's estimates if it covers the problem."""
+    """Return the valid pairings, with estimates if the shipped record covers the problem."""
     pairing_options = PairingOptions(
         tokens, problem.tokens, candidates.order, candidates.valid, frozenset(candidates.untimeable)
     )

@@ -1,7 +1,6 @@
 """Limits of the measurements by `compose`: the time budget, and the free memory of the device.
 
-`select.search` and `select.timing` ask before each step whether it may start. A pairing is a
-PrepareAndFinalize together with an experts class.
+`select.search` and `select.timing` check the limits before each step of a measurement.
 """
 
 import os
@@ -22,10 +21,10 @@ class Budget:
     """A limit on the seconds since this object was created.
 
     The work consists of steps that cannot be interrupted. A step either builds, compiles and times
-    one pairing, or creates the inputs and expected outputs of one token count. A step may start if
-    at least as much time remains as the longest step so far took.
+    one pairing of parts, or creates the inputs and expected outputs of one token count. A step may
+    start if the remaining time is at least the duration of the longest step so far.
 
-    Over several ranks, the clock of rank 0 decides; `is_over` and `allows` are collective.
+    Over several ranks, the clock of rank 0 decides. All ranks must call `is_over` and `allows`.
 
     first_step_seconds: estimated duration of the first step.
     """
@@ -39,7 +38,7 @@ class Budget:
 
     @property
     def remaining(self) -> float:
-        """Remaining seconds by this rank's clock, at least 0."""
+        """Remaining seconds, at least 0, by this rank's clock."""
         return max(self.seconds - self.elapsed, 0.0)
 
     @property
@@ -52,7 +51,7 @@ class Budget:
         return self._ranks.broadcast(self.remaining <= 0)
 
     def allows(self, steps: int = 1) -> bool:
-        """Return whether this many steps may start. All ranks get the same result."""
+        """Return whether `steps` more steps may start. All ranks get the same result."""
         longest = self._longest_step_seconds or self._first_step_seconds
         return self._ranks.broadcast(self.remaining > 0 and self.remaining >= steps * longest)
 
@@ -68,9 +67,9 @@ class Budget:
 
 
 def count_ranks_sharing_memory(ranks: Ranks, device: torch.device) -> int:
-    """Return the number of ranks, including this one, that use the memory of the same device.
+    """Return the number of ranks, including this rank, that use the memory of the same device.
 
-    On CPUs, these are all ranks of the host; on GPUs, usually this rank alone. Collective.
+    On a CPU, this is the number of ranks on the host. All ranks must call this function.
     """
     return ranks.all_gather(memory_id(device)).count(memory_id(device))
 
@@ -78,7 +77,7 @@ def count_ranks_sharing_memory(ranks: Ranks, device: torch.device) -> int:
 def free_bytes(device: torch.device) -> int | None:
     """Return the bytes that can be allocated on a device, or None if unknown.
 
-    For a CPU, this is the lesser of the free memory of the system and of the control group.
+    For a CPU, this is the minimum of the free memory of the system and of the control group.
     """
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

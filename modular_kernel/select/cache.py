@@ -1,12 +1,12 @@
 """Cache of measurements on disk: one file per identity, shared by processes.
 
 The identity of a measurement is the device, the problem and the distribution of its input
-(`cache_keys`). `select.search` loads and saves the measurements of one identity.
+(`cache_keys`). `select.search` loads and saves the measurements of one identity. `cache_file`
+defines the format of a file.
 
 A writer acquires a lock, reads the file, adds its measurements, and replaces the file atomically.
 Readers therefore always see complete files, and concurrent writers lose no measurements. On a
-system without file locks, a concurrent writer may overwrite the measurements of another one.
-`cache_file` defines the format of a file.
+system without file locks, a writer may overwrite the measurements of another writer.
 """
 
 import errno
@@ -54,9 +54,10 @@ class CacheLookup:
 class Cache:
     """The cached measurements of one identity.
 
-    folder: the cache folder, created when needed; None disables the cache. Files have the
+    folder: the cache folder, which is created when needed; None disables the cache. Files have the
         permissions that the umask allows, so that several users can share a folder.
-    identity, versions: see `cache_keys`.
+    identity: see `cache_keys.identity_fields`.
+    versions: see `cache_keys.version_fields`.
     """
 
     folder: Path | None
@@ -69,7 +70,7 @@ class Cache:
         return self.folder / FOLDER / f"{file_stem(self.identity)}.json"
 
     def load(self) -> CacheLookup:
-        """Return the cached measurements. For an unreadable file, return a note instead."""
+        """Return the cached measurements, or a note if the file is not valid."""
         if self.folder is None:
             return CacheLookup(None, (NO_CACHE_FOLDER,))
         try:
@@ -88,7 +89,7 @@ class Cache:
         )
 
     def save(self, buckets: Sequence[Bucket]) -> tuple[str, ...]:
-        """Add new measurements to the file; return notes if that fails."""
+        """Add new measurements to the file. Returns notes if the file cannot be written."""
         if self.folder is None:
             return ()  # `load` has returned a note about the missing folder
         try:
@@ -101,9 +102,9 @@ class Cache:
 
     @contextmanager
     def lock(self, *, wait_s: float, name: str = "lock") -> Iterator[bool]:
-        """Hold a file lock of this identity inside the context; yield whether it was acquired.
+        """Hold a file lock of this identity inside the context. Yield whether it was acquired.
 
-        If the process ends, the system releases the lock.
+        The system releases the lock if the process ends.
 
         wait_s: seconds to wait for the lock.
         name: suffix of the lock file. Locks with different names are independent.
@@ -120,14 +121,14 @@ class Cache:
         try:
             yield _acquire(fd, time.monotonic() + wait_s)
         finally:
-            # Unlock explicitly: a process that was forked inside the context has a copy of the
-            # descriptor, so that closing ours would not release the lock.
+            # A process that was forked inside the context has a copy of the descriptor, so closing
+            # our descriptor would not release the lock.
             with suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
     def _merge(self, buckets: Sequence[Bucket]) -> None:
-        """Replace the file by one that also has these buckets. Requires the lock."""
+        """Add buckets to the file. The caller must hold the lock."""
         try:
             records = self._read()
         except (ConfigurationError, OSError):
@@ -156,7 +157,7 @@ class Cache:
         return cache_file.from_text(content, self.identity)
 
     def _describe_changes(self, record: CacheRecord) -> str:
-        """Describe up to three versions that have changed since a record was made."""
+        """Return text about up to three versions that have changed since a record was made."""
         names = sorted({*record.versions, *self.versions})
         changed = [
             f"{name} {record.versions.get(name, 'none')[:60]} -> {self.versions.get(name, 'none')}"
@@ -167,7 +168,7 @@ class Cache:
 
 
 def _acquire(fd: int, deadline: float) -> bool:
-    """Acquire an exclusive lock; return False if that is impossible until the deadline."""
+    """Acquire an exclusive lock. Returns False if the deadline passes."""
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -185,7 +186,7 @@ def _replace(path: Path, text: str) -> None:
     """Replace a file atomically."""
     temporary = path.with_name(f"{path.stem}{uuid4().hex}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    fd = os.open(temporary, flags, 0o666)  # less the umask
+    fd = os.open(temporary, flags, 0o666)  # the umask removes permissions
     try:
         with os.fdopen(fd, "w", encoding="utf-8") as file:
             file.write(text)

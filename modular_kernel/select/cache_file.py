@@ -1,12 +1,12 @@
 """Format of a cache file: JSON with the measurements of one identity (see `cache_keys`).
 
-A file has one record for each set of software versions, newest first. A record has buckets: the
-times of the pairings at one number of tokens. A pairing, a PrepareAndFinalize together with an
-experts class, is stored by the names of both.
+A file has one record for each set of software versions, newest first. A record has buckets. A
+bucket contains the times of all pairings at one number of tokens. A pairing is stored as the names
+of its two parts, a PrepareAndFinalize and an experts class.
 
-Other users may write to a shared cache folder, so files are not trusted: `from_text` validates
+Other users may write to a shared cache folder, so files are not trusted. `from_text` validates
 every value, and a pairing is used only if it is valid for the problem. A forged file can therefore
-at most cause the selection of a slower valid pairing.
+only cause the selection of a slower valid pairing.
 """
 
 import json
@@ -22,7 +22,7 @@ from modular_kernel.utils import json_files
 
 SCHEMA = "mk-choices/2"
 MAX_BYTES = 1 << 20
-_MAX_RECORDS = 8  # per file; the oldest are dropped
+_MAX_RECORDS = 8  # per file; older records are dropped
 _MAX_BUCKETS = 128
 _MAX_OUTCOMES = 256
 _MAX_TOKENS = 1 << 24
@@ -49,7 +49,7 @@ class CacheRecord:
         return next((b for b in self.buckets if b.tokens == tokens), None)
 
     def with_buckets(self, new: Sequence[Bucket]) -> "CacheRecord":
-        """Return a copy with the new buckets, which replace those of the same token counts."""
+        """Return a copy in which the new buckets replace buckets of the same token counts."""
         merged = {b.tokens: b for b in (*self.buckets, *new)}
         return replace(self, buckets=tuple(merged[t] for t in sorted(merged)))
 
@@ -64,7 +64,7 @@ def to_text(identity: KeyFields, records: Sequence[CacheRecord]) -> str:
         if len(text) < MAX_BYTES:  # json.dumps returns ASCII
             return text
         last = newest.pop()
-        if not newest:  # a single record is too large: drop its smaller half of token counts
+        if not newest:  # a single record is too large; drop the smaller half of its token counts
             newest = [replace(last, buckets=last.buckets[len(last.buckets) // 2 + 1 :])]
 
 
@@ -108,7 +108,7 @@ def _to_json(record: CacheRecord) -> dict[str, Any]:
 
 
 def _to_line(text: str) -> str:
-    """Replace characters that are not printable, and shorten the text to _MAX_CHARACTERS."""
+    """Return the text in the form that `_is_line` requires."""
     return "".join(c if c.isprintable() else " " for c in text)[:_MAX_CHARACTERS]
 
 
@@ -157,7 +157,7 @@ def _pair(value: Any, name: str) -> Pair:
 
 
 def _is_line(value: Any) -> bool:
-    """Return whether a value is a string of one line, without terminal control characters."""
+    """Return whether a value is a short string of printable characters."""
     return isinstance(value, str) and len(value) <= _MAX_CHARACTERS and value.isprintable()
 
 

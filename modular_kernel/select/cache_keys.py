@@ -29,7 +29,7 @@ def identity_fields(
 
     The number of tokens and the rank of the problem are not part of the identity.
 
-    routing: in the syntax of RoutingKind.parse.
+    routing: distribution of tokens over experts, in the syntax of RoutingKind.parse.
     replicated: whether all ranks pass the same tokens.
     """
     parallel = problem.parallel
@@ -41,7 +41,7 @@ def identity_fields(
         "world_size": str(parallel.world_size),
         "placement": _digest(repr(problem.placement.slots)),
         "routing": routing,
-        "input": "replicated" if replicated else "own",  # own: each rank has its own tokens
+        "input": "replicated" if replicated else "own",  # "own": each rank has different tokens
     }
     return {name: text[:400] for name, text in fields.items()}
 
@@ -50,7 +50,7 @@ def version_fields(machine: Machine) -> KeyFields:
     """Return the versions and settings that must be equal for cached times to be valid.
 
     They include a digest of the tuned files in the configuration folder, because `mk tune` changes
-    launch configurations, and on a CPU the number of torch threads.
+    launch configurations. On a CPU, they include the number of torch threads.
     """
     fields = {
         "modular-kernel": _version("modular-kernel"),
@@ -73,7 +73,7 @@ def file_stem(fields: KeyFields) -> str:
 
 @cache
 def _part_versions() -> tuple[tuple[str, str, str], ...]:
-    """Return the name of every part, the package that provides it, and that package's version."""
+    """Return the name, the origin and the version of the package of every part."""
     catalog = load_catalog()
     return tuple((p.name, p.origin, _version(p.origin.split(" ")[0])) for p in catalog.parts)
 
@@ -81,7 +81,7 @@ def _part_versions() -> tuple[tuple[str, str, str], ...]:
 @cache
 def _version(name: str) -> str:
     """Return the version of a package, by its distribution name or import name, or "none"."""
-    # A probe may find a copy of the package that another package contains.
+    # A probe also finds copies of the package inside other packages.
     for probe in collect_probes(load_catalog()):
         if probe.name == name and (version := find_package(probe).version):
             return version

@@ -1,7 +1,7 @@
 """Find the valid pairings of a problem by the compatibility rules, before anything is built.
 
-A pairing is a PrepareAndFinalize together with an experts class; both are interchangeable
-components ('parts'). `compose` considers only the pairings that this module finds valid.
+A pairing is a pair of parts: a PrepareAndFinalize and an experts class. `compose` considers only
+the pairings that this module finds valid.
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ _INTERPRETED = "Triton's interpreter is enabled in this process, so times are no
 class Candidates:
     """All pairings of the installed parts, judged for each requested number of tokens.
 
-    order: the pairings that are valid for some number of tokens, the default first.
+    order: the pairings that are valid for some number of tokens, with the default pairing first.
     valid: the valid pairings, by number of tokens.
-    refused: for each pairing that is valid for no number of tokens, the verdict for the largest
-        number of tokens.
+    refused: verdicts of the pairings that are not valid for any number of tokens. They are for the
+        largest number of tokens.
     untimeable: valid pairings whose times would be meaningless on this machine, with the reason.
     capturable: valid pairings that can be captured in a CUDA graph.
     """
@@ -43,15 +43,14 @@ def find_candidates(
 ) -> Candidates:
     """Judge every pairing of the installed parts at each number of tokens.
 
-    replicated: whether all ranks pass the same tokens. Over several ranks, parts that expect the
-        opposite would compute a different result, and are refused.
+    replicated: whether all ranks pass the same tokens. Over several ranks, parts with another
+        `requires.replicated_input` are refused.
     """
     verdicts = {t: _judge_all(problem.with_tokens(t), machine, replicated) for t in tokens}
     valid = {t: tuple(_pair(v) for v in judged if v.ok) for t, judged in verdicts.items()}
     valid_somewhere = dict.fromkeys(pair for t in sorted(valid, reverse=True) for pair in valid[t])
     capturable = frozenset(pair for pair in valid_somewhere if _is_capturable(pair, problem))
-    # This also concerns parts without Triton kernels, because they call shared operations that have
-    # Triton kernels.
+    # Parts without Triton kernels are included, because they call operations with Triton kernels.
     untimeable = dict.fromkeys(valid_somewhere, _INTERPRETED) if machine.interpreter else {}
     interpreted = {pair for pair in untimeable if _uses_triton(pair)}
     order = sorted(
@@ -67,7 +66,8 @@ def _move_default_first(order: list[Pair], problem: Problem, machine: Machine) -
     """Move the default pairing to the front.
 
     Its experts part is the default of the device. Its PrepareAndFinalize is
-    MoEPrepareAndFinalizeNoEP on one rank, and the first one of `order` over several ranks.
+    MoEPrepareAndFinalizeNoEP on one rank, and the first PrepareAndFinalize of `order` over several
+    ranks.
     """
     if not order:
         return order
@@ -78,11 +78,7 @@ def _move_default_first(order: list[Pair], problem: Problem, machine: Machine) -
 
 
 def _judge_all(problem: Problem, machine: Machine, replicated: bool) -> list[Verdict]:
-    """Return a verdict on each pairing that holds for all ranks.
-
-    It is the verdict for the lowest rank that rejects the pairing. If no rank rejects the pairing,
-    it is the verdict for rank 0.
-    """
+    """Return a verdict for each pairing: of the lowest rank that rejects it, or of rank 0."""
     catalog = load_catalog()
     catalog.require_pairs()
     world = problem.parallel.world_size
@@ -128,5 +124,5 @@ def _uses_triton(pair: Pair) -> bool:
 
 
 def _takes_batched_rows(pair: Pair) -> bool:
-    """Return whether the experts take the batched format, in which many rows may be padding."""
+    """Return whether the experts use the batched format, in which many rows may be padding."""
     return load_catalog().experts(pair[1]).requires.activation_format.value == "batched_experts"

@@ -1,9 +1,7 @@
 """ComposedKernel: a layer that runs one of several kernels, by the number of tokens of a call.
 
-The kernels differ in their pairing: a PrepareAndFinalize together with an experts class. All of
-them are built together with the layer, and a ComposedPlan contains the plans of all kernels, so
-that a call only looks up which one to run. A plan is a kernel with its buffers allocated. `compose`
-creates a ComposedKernel from a `PairingChoice`.
+The kernels differ in their pairing, that is, in their PrepareAndFinalize or experts class. All
+kernels are built when `compose` creates the layer, so a call only looks up which kernel to run.
 """
 
 from bisect import bisect_left
@@ -29,7 +27,7 @@ _SEED = 5
 
 @dataclass(frozen=True)
 class KernelRange:
-    """A kernel, and the largest number of tokens of a call that uses it.
+    """A kernel, and the largest number of tokens (`last`) of a call that uses the kernel.
 
     The smallest number of tokens is one more than `last` of the previous range.
     """
@@ -39,7 +37,7 @@ class KernelRange:
 
 
 class ComposedKernel:
-    """A layer with a kernel for each range of token counts; created by `compose`.
+    """A layer with a kernel for each range of token counts. `compose` creates it.
 
     Over several ranks, all ranks must run the same kernel, although their numbers of tokens may
     differ. A call therefore uses the kernel for problem.tokens, unless all ranks pass `max_tokens`,
@@ -89,19 +87,17 @@ class ComposedKernel:
         out: torch.Tensor | None = None,
         max_tokens: int | None = None,
     ) -> torch.Tensor:
-        """Run the kernel for the number of tokens of x_TH.
+        """Run the kernel for the number of tokens of x_TH. Return the output of the layer.
 
-        max_tokens: maximum number of tokens over ranks, see ComposedKernel. For the other
-            arguments, see FusedMoEModularKernel.
+        FusedMoEModularKernel.__call__ describes the other arguments.
+
+        max_tokens: maximum number of tokens over ranks, see ComposedKernel.
         """
         kernel_range = self.kernel_ranges[self._lookup.index(count_tokens(x_TH), max_tokens)]
         return kernel_range.kernel(x_TH, weights, routing, out=out)
 
     def prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
-        """Return `weights` with the prepared weights of the experts parts of all kernels.
-
-        See FusedMoEModularKernel.prepare_weights.
-        """
+        """Call FusedMoEModularKernel.prepare_weights for all kernels. Return the weights."""
         weights = self.kernel_ranges[0].kernel.prepare_weights(weights)
         for kernel in (kernel_range.kernel for kernel_range in self.kernel_ranges[1:]):
             specs = kernel.experts.prepared_specs()
@@ -110,7 +106,7 @@ class ComposedKernel:
         return weights
 
     def plan(self) -> "ComposedPlan":
-        """Return a plan, which allocates the buffers of all kernels."""
+        """Return a plan with allocated buffers for all kernels."""
         plans: dict[int, Plan] = {}
         for kernel_range in self.kernel_ranges:
             if id(kernel_range.kernel) not in plans:
@@ -128,10 +124,10 @@ class ComposedKernel:
 
 
 class ComposedPlan:
-    """The plans of all kernels of a ComposedKernel; created by `ComposedKernel.plan`.
+    """The plans of all kernels of a ComposedKernel.
 
-    A call allocates nothing. It can be captured in a CUDA graph if the pairing that it runs can be.
-    As with Plan, the next call overwrites the returned tensor.
+    A call allocates nothing. It can be captured in a CUDA graph if the parts of its kernel can be
+    captured. As with Plan, the next call overwrites the returned tensor.
     """
 
     def __init__(self, kernel: ComposedKernel, plans: Sequence[Plan]) -> None:
@@ -156,10 +152,11 @@ class ComposedPlan:
         out: torch.Tensor | None = None,
         max_tokens: int | None = None,
     ) -> torch.Tensor:
-        """Run the plan for the number of tokens of x_TH.
+        """Run the plan for the number of tokens of x_TH. Return the output of the layer.
 
-        max_tokens: maximum number of tokens over ranks, see ComposedKernel. For the other
-            arguments, see Plan.
+        FusedMoEModularKernel.__call__ describes the other arguments.
+
+        max_tokens: maximum number of tokens over ranks, see ComposedKernel.
         """
         plan = self.plans[self._lookup.index(count_tokens(x_TH), max_tokens)]
         return plan(x_TH, weights, routing, out=out)
@@ -167,10 +164,9 @@ class ComposedPlan:
     def warm_up(self, weights: ExpertWeights, tokens: Iterable[int] | None = None) -> int:
         """Call the plan once for each number of tokens, so that later calls compile nothing.
 
-        tokens: None uses `warm_up_token_counts`, which cover all kernels, and the specializations
-            of Triton for sizes of every magnitude.
+        Returns the number of calls. All ranks must call this method.
 
-        Returns the number of calls. Collective over ranks.
+        tokens: token counts of the calls; None uses `warm_up_token_counts`.
         """
         if not isinstance(weights, ExpertWeights):
             raise WeightsError("weights", got=type(weights).__name__, need="ExpertWeights")
@@ -210,8 +206,8 @@ class KernelLookup:
         tokens: number of tokens of this rank.
         max_tokens: maximum number of tokens over ranks, see ComposedKernel.
 
-        Raises ConfigurationError if `max_tokens` is less than `tokens`, and CapacityError if the
-        layer has no kernel for so many tokens.
+        Raises ConfigurationError if `max_tokens` is less than `tokens`, and CapacityError if no
+        kernel supports so many tokens.
         """
         if max_tokens is None:
             max_tokens = tokens if self._tokens_equal_on_ranks else self._max_tokens
@@ -245,12 +241,13 @@ def build_composed_kernel(
 ) -> ComposedKernel:
     """Build all kernels of the choice, each for the maximum number of tokens that it runs.
 
-    There is one kernel per pairing. The exception are pairings whose dispatched shape does not
-    depend on the number of tokens of a call. The cost of their calls depends on problem.tokens, so
-    there is one kernel per bucket. Collective over ranks.
+    A pairing has one kernel, unless its dispatched shape does not depend on the number of tokens of
+    a call. The cost of a call then depends on problem.tokens, so the pairing has one kernel for
+    each bucket (number of tokens at which pairings were compared). All ranks must call this
+    function.
     """
     problem, kernels = choice.problem, dict[tuple[Pair, int], FusedMoEModularKernel]()
-    managers: dict[str, object] = {}  # of each PrepareAndFinalize that has one
+    managers: dict[str, object] = {}  # by name of the PrepareAndFinalize
 
     def get_kernel(pair: Pair, tokens: int) -> FusedMoEModularKernel:
         key = pair, tokens
@@ -284,5 +281,5 @@ def _has_fixed_dispatch_shape(kernel: FusedMoEModularKernel) -> bool:
 
 
 def _bucket_ends(segment: Segment, tokens: Sequence[int]) -> list[int]:
-    """Return the token counts of the buckets inside a segment, and the segment's last one."""
+    """Return the token counts of the buckets inside a segment, and its last token count."""
     return [*(t for t in tokens if segment.first <= t < segment.last), segment.last]

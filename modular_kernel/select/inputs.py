@@ -1,11 +1,9 @@
-"""Weights, inputs and expected outputs with which `compose` times all pairings of a problem.
+"""Weights, inputs and expected outputs with which `compose` times and checks layers.
 
-A pairing is a PrepareAndFinalize together with an experts class. `select.search` creates the
-weights once and a `TimingWorkload` for each number of tokens.
+`select.search` creates the weights once, and a `TimingWorkload` for each number of tokens.
 
-The weights of each expert are drawn with a seed of that expert. A rank can therefore create its
-local experts for the layer, and any other experts to compute the expected outputs, and the weights
-do not depend on the number of ranks.
+Each expert has its own seed. The weights therefore do not depend on the number of ranks, and a rank
+can create experts of other ranks to compute the expected outputs.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,10 +24,10 @@ from modular_kernel.tensors import ExpertWeights, Routing
 _SEED = 11
 _MAX_ROWS = 8  # number of rows of an output that are compared
 # Minimum number of values to compare. The tolerance is derived from the error of plain torch, which
-# varies too much over fewer values.
+# varies too much with fewer values.
 _MIN_VALUES = 512
 _MAX_CHECKED_CALLS = 8
-_FEW_TOKENS = 256  # up to this many tokens calls are short, so time _MAX_CALLS, not _MIN_CALLS
+_FEW_TOKENS = 256  # with up to 256 tokens, calls are short, and _MAX_CALLS calls are timed
 _MAX_CALLS, _MIN_CALLS = 4, 2
 _EPS = 1e-6
 
@@ -73,10 +71,7 @@ def _draw_weights(
     device: torch.device,
     is_time_over: Callable[[], bool] | None = None,
 ) -> ExpertWeights:
-    """Draw unquantized weights of `experts`, normal with standard deviation fan_in ** -0.5.
-
-    For `is_time_over`, see `make_weights`.
-    """
+    """Draw unquantized weights of `experts`, normal with standard deviation fan_in ** -0.5."""
     n, h, i, dtype = problem.w1_rows, problem.hidden, problem.intermediate, problem.dtype
     count = len(experts)
     w1 = torch.empty(count, n, h, dtype=dtype, device=device)
@@ -104,8 +99,8 @@ class ExpectedRows:
     """Expected values of some output rows of one call.
 
     call_inputs: the inputs of the call.
-    rows: (rows,) indices of the rows, int64.
-    exact: (rows, H) their values, computed in float64 from unquantized weights.
+    rows: indices of the R compared rows, (R,) int64.
+    exact: values of these rows, (R, H), computed in float64 from unquantized weights.
     torch_error: norm of the error of plain torch with the roundings of the scheme
         (`reference.rounded_reference`) on these rows, which determines the tolerance.
     """
@@ -122,8 +117,8 @@ class TimingWorkload:
 
     inputs: the inputs of the calls of one round.
     expected: the expected outputs of the calls that are checked before timing.
-    flush: whether to overwrite the L2 cache before each call, because it could otherwise still
-        hold data that the previous call loaded.
+    flush: whether to overwrite the L2 cache before each call, because it could still hold data of
+        the previous call.
     """
 
     problem: Problem
@@ -133,7 +128,7 @@ class TimingWorkload:
     flush: bool
 
     def find_error(self, outputs: Sequence[torch.Tensor]) -> str:
-        """Return a description of what is wrong with the outputs of the checked calls, or ""."""
+        """Return why the outputs of the checked calls are wrong; "" if they are correct."""
         squared_error = squared_norm = squared_torch_error = 0.0
         for out, expected_rows in zip(outputs, self.expected, strict=True):
             if tuple(out.shape) != self.problem.output_shape or not bool(out.isfinite().all()):
@@ -175,7 +170,7 @@ def make_workload(
     inputs = tuple(drawn[:calls])
     load = count_load(inputs[0][1], _on_one_rank(problem), weights.expert_map)
     bytes_moved = compute_work(problem, problem.scheme, [load]).bytes
-    # memory=0 allows one set of weights only, which leaves memory for the buffers of pairings.
+    # memory=0 allows a single set of weights, which leaves memory for the buffers of the layer.
     flush = choose_rotation(
         bytes_moved, float("inf"), problem.tokens, l2=l2_bytes(device), memory=0
     ).flush
@@ -183,7 +178,7 @@ def make_workload(
 
 
 def _on_one_rank(problem: Problem) -> Problem:
-    """Return the problem with all experts on one rank, so that no routed pair is skipped."""
+    """Return the problem with all experts on one rank."""
     if problem.parallel.world_size == 1:
         return problem
     single = type(problem.parallel)()
@@ -201,7 +196,7 @@ def _draw_input(
 
 
 def _compute_expected_rows(problem: Problem, call_inputs: Input) -> ExpectedRows:
-    """Compute the expected values of evenly spaced rows, with only the experts that they use."""
+    """Compute the expected values of evenly spaced rows."""
     x_TH, routing = call_inputs
     device = x_TH.device
     rows = torch.linspace(
@@ -210,7 +205,7 @@ def _compute_expected_rows(problem: Problem, call_inputs: Input) -> ExpectedRows
     row_routing = routing.of(rows)
     ids = sorted(set(row_routing.topk_ids_TK.flatten().tolist()))
     single_rank = _on_one_rank(problem)
-    if single_rank.expert_map:  # on one rank, only experts [0, e) are local, see make_weights
+    if single_rank.expert_map:  # only experts [0, e) are local, see make_weights
         ids = [i for i in ids if i < problem.e] or [0]
     expert_map = torch.full((problem.experts,), -1, dtype=torch.int32, device=device)
     expert_map[torch.tensor(ids, dtype=torch.int64, device=device)] = torch.arange(

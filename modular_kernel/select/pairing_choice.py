@@ -1,6 +1,6 @@
 """The result of `choose`: all candidates, their times, and a pairing for each range of tokens.
 
-A pairing is a PrepareAndFinalize together with an experts class. A bucket is a number of tokens at
+A pairing consists of a PrepareAndFinalize and an experts class. A bucket is a number of tokens at
 which pairings are compared. `compose` builds a layer from the result, and `mk compose` prints it.
 """
 
@@ -26,15 +26,15 @@ from modular_kernel.text import format_count
 
 @dataclass(frozen=True)
 class PairingChoice:
-    """The pairings chosen by `choose`, and everything that the choice is based on.
+    """The pairings that `choose` has chosen, and the data that the choice is based on.
 
     replicated: whether all ranks pass the same tokens.
     candidates: the verdict on every pairing.
     pairing_options: the valid pairings, with the estimates of the shipped record.
     buckets: the measurements, new or cached, in ascending order of tokens.
     key_fields: the fields under which the measurements are cached, see `cache_keys`.
-    timed_now: token counts that were timed by this call, and not loaded from the cache.
-    seconds: duration of these measurements.
+    timed_now: token counts that this call has timed.
+    seconds: duration of the measurements of this call.
     untimed_reason: why some pairings were not timed, or "".
     notes: warnings for the user, for example about the cache.
     """
@@ -58,7 +58,7 @@ class PairingChoice:
 
     @property
     def num_timed(self) -> int:
-        """Number of token counts that were timed by this call."""
+        """Number of token counts that this call has timed."""
         return len(self.timed_now)
 
     @cached_property
@@ -68,7 +68,7 @@ class PairingChoice:
 
     @cached_property
     def selected_by_tokens(self) -> dict[int, SelectedPairing]:
-        """The pairing of each bucket with the reason for it, by number of tokens."""
+        """The pairing of each bucket, and why it was selected, by number of tokens."""
         return select_pairs(self.pairing_options, self.buckets)
 
     @property
@@ -91,9 +91,9 @@ class PairingChoice:
         return any(bucket.us_by_pair for bucket in self.buckets)
 
     def outcomes(self, tokens: int) -> tuple[TimedOutcome, ...]:
-        """Return the outcome of every valid pairing in a bucket, the default first.
+        """Return the outcome of every valid pairing in a bucket, with the default pairing first.
 
-        For a pairing without a time, `TimedOutcome.why` is the reason.
+        If a pairing has no time, `TimedOutcome.why` is the reason.
         """
         bucket = next((b for b in self.buckets if b.tokens == tokens), None)
         known = {} if bucket is None else {o.pair: o for o in bucket.outcomes}
@@ -115,7 +115,7 @@ class PairingChoice:
 
     @property
     def summary(self) -> str:
-        """One line with the number of buckets for each reason of their pairing.
+        """One line of text with the number of buckets for each SelectionReason.
 
         For example: "13 token counts: 3 timed (4.1 s), 8 from the shipped record, 2 default (budget
         of 5 s spent)".

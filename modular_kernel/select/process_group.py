@@ -1,9 +1,8 @@
 """Communication between the ranks that measure together: a single process, or a process group.
 
-All ranks must time the same pairings in the same order, because a call of a pairing communicates. A
-pairing is a PrepareAndFinalize together with an experts class. Every decision (which pairing is
-next, whether time is left, which pairing is too slow) is therefore based on data that was exchanged
-between the ranks.
+All ranks must time the same layers in the same order, because a call of a layer communicates. Every
+decision (which layer is next, whether time is left, which layer is too slow) is therefore based on
+data that the ranks have exchanged.
 """
 
 from collections.abc import Sequence
@@ -30,14 +29,14 @@ class Ranks(Protocol):
     group: Any
 
     def all_gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, by rank. Also a barrier."""
+        """Return the values of all ranks, by rank. This is also a barrier."""
 
     def broadcast(self, value: T) -> T:
         """Return rank 0's value."""
 
 
 class SingleProcess:
-    """One rank, which does not communicate."""
+    """A single rank, which does not communicate."""
 
     rank, size, group = 0, 1, None
 
@@ -70,7 +69,7 @@ def ranks_of(problem: Problem, group: object | None) -> Ranks:
     group: the process group of the problem. None uses the default group if the problem has several
         ranks.
 
-    Raises ConfigurationError if the rank or size of the group differs from that of the problem.
+    Raises ConfigurationError if the rank or the size of the group does not match the problem.
     """
     parallel = problem.parallel
     if parallel.world_size == 1:
@@ -89,15 +88,17 @@ def ranks_of(problem: Problem, group: object | None) -> Ranks:
 
 
 def max_over_ranks(ranks: Ranks, values: Sequence[float]) -> list[float]:
-    """Return the maximum over ranks of each value. Collective."""
+    """Return the maximum over ranks of each value. All ranks must call this function."""
     return [max(column) for column in zip(*ranks.all_gather(list(values)), strict=True)]
 
 
 def first_failure(ranks: Ranks, message: str) -> str:
-    """Return the error message of the lowest rank that failed, or "". Collective.
+    """Return the error message of the lowest rank that failed, or "".
 
-    message: the error message of this rank, or "". Over several ranks, the result begins with the
-        number of the rank that failed.
+    Over several ranks, the result begins with the rank that failed. All ranks must call this
+    function.
+
+    message: the error message of this rank, or "".
     """
     messages = ranks.all_gather(message)
     rank = next((r for r, rank_message in enumerate(messages) if rank_message), None)

@@ -1,9 +1,9 @@
-"""Search for pairings that are faster than the default, within a time budget.
+"""Search for pairings that are faster than the default pairing, within a time budget.
 
-A pairing is a PrepareAndFinalize together with an experts class. A bucket has the measurements of
-the pairings at one number of tokens. `Search.run` loads cached buckets, and times the missing ones,
-small token counts first. It creates weights and inputs (`select.inputs`), and a `PairingTimer` for
-each number of tokens. `autotune.choose` runs it.
+A pairing consists of a PrepareAndFinalize and an experts class. A bucket has the measurements of
+all pairings at one number of tokens. `Search.run` loads cached buckets, and times the missing
+buckets, small token counts first. It creates weights and inputs (`select.inputs`), and a
+`PairingTimer` for each number of tokens.
 """
 
 import gc
@@ -32,9 +32,9 @@ from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import ExpertWeights
 
 _LOG = logging.getLogger("modular_kernel.select")
-_WARN_AFTER_SECONDS = 5.0  # after which a log message explains why the call takes long
-_MAX_FREE_FRACTION = 0.8  # of the free memory, for weights
-_MIN_STEPS = 2  # time the default and one other pairing
+_WARN_AFTER_SECONDS = 5.0  # then a log message explains why the call takes long
+_MAX_FREE_FRACTION = 0.8  # maximum fraction of the free memory for weights
+_MIN_STEPS = 2  # to time the default pairing and another pairing
 
 BucketCallback = Callable[[Bucket], object]
 
@@ -44,7 +44,7 @@ class SearchResult:
     """The result of a search.
 
     buckets: the measurements, new or cached, in ascending order of tokens.
-    timed_now: token counts that were timed by this search, and not loaded from the cache.
+    timed_now: token counts that this search has timed.
     seconds: duration of the search.
     untimed_reason: why some pairings were not timed, or "".
     notes: warnings for the user, for example about the cache.
@@ -59,7 +59,7 @@ class SearchResult:
 
 @dataclass
 class Search:
-    """A search for pairings that are faster than the default. Collective over ranks.
+    """A search for pairings that are faster than the default. All ranks must run it.
 
     routing: distribution of tokens over experts, in the syntax of RoutingKind.parse.
     replicated: whether all ranks pass the same tokens.
@@ -80,7 +80,7 @@ class Search:
     on_bucket: BucketCallback | None = None
 
     def run(self) -> SearchResult:
-        """Load the cached buckets, and time the others within the budget."""
+        """Load the cached buckets, and time the other buckets within the budget."""
         if not self._tokens_to_time:
             return SearchResult((), untimed_reason=self._untimed_reason())
         cached, notes = self._load_cached()
@@ -113,7 +113,7 @@ class Search:
         )
 
     def _untimed_reason(self) -> str:
-        """Return the reason why some pairings are not timed; "" if there is nothing to time."""
+        """Return why some pairings are not timed; "" if there is nothing to time."""
         if self.candidates.untimeable:
             return next(iter(self.candidates.untimeable.values()))
         return f"budget of {self.budget.seconds:g} s spent" if self._tokens_to_time else ""
@@ -126,7 +126,7 @@ class Search:
         pairs = {
             pair for t in self._tokens_to_time for pair in self.pairing_options.pairs_to_time(t)
         }
-        message_args = (len(pairs) + 1, self.budget.seconds)  # + 1: the default
+        message_args = (len(pairs) + 1, self.budget.seconds)  # + 1 for the default
         timer = threading.Timer(_WARN_AFTER_SECONDS, _LOG.warning, (message, *message_args))
         timer.daemon = True
         if needs_message:
@@ -137,7 +137,7 @@ class Search:
             timer.cancel()
 
     def _load_cached(self) -> tuple[tuple[Bucket, ...], tuple[str, ...]]:
-        """Return the buckets of rank 0's cache at `_tokens_to_time`, and the cache's notes."""
+        """Return the cached buckets of rank 0 for `_tokens_to_time`, and notes for the user."""
         cached = self.ranks.broadcast(self.cache.load() if self.ranks.rank == 0 else None)
         assert cached is not None
         if cached.record is None:
@@ -158,14 +158,14 @@ class Search:
         return checked if outcomes and checked.default == default else None
 
     def _incomplete_tokens(self, buckets: Sequence[Bucket]) -> tuple[int, ...]:
-        """Return those of `_tokens_to_time` that have no complete bucket."""
+        """Return the token counts of `_tokens_to_time` that have no complete bucket."""
         complete = {bucket.tokens for bucket in buckets if self.pairing_options.is_complete(bucket)}
         return tuple(tokens for tokens in self._tokens_to_time if tokens not in complete)
 
     def _wait_for_lock(self, stack: ExitStack) -> tuple[str, ...]:
         """Wait while another process times the same problem, which would disturb our times.
 
-        Returns notes for the user. The lock is released when `stack` is closed.
+        Returns notes for the user. Closing `stack` releases the lock.
         """
         is_locked = True
         if self.ranks.rank == 0:
@@ -183,11 +183,11 @@ class Search:
     ) -> tuple[list[Bucket], str, tuple[str, ...]]:
         """Time the pairings that have no outcome in `known`.
 
-        known: buckets that need not be timed again. They may be incomplete.
-        complete_in_cache: token counts whose cached buckets are complete, and must not be replaced
-            by incomplete ones.
+        Returns the new buckets, why some pairings were not timed or "", and notes for the user.
 
-        Returns the new buckets, the reason why some pairings were not timed or "", and notes.
+        known: buckets whose outcomes need not be timed again. They may be incomplete.
+        complete_in_cache: token counts whose cached buckets are complete. Incomplete buckets must
+            not replace them.
         """
         incomplete, known_by_tokens = self._incomplete_tokens(known), {b.tokens: b for b in known}
         new, notes = list[Bucket](), list[str]()
@@ -239,7 +239,7 @@ class Search:
             return timer.time_bucket(options.pairs_to_time(problem.tokens))
 
     def _make_weights(self, problem: Problem) -> tuple[ExpertWeights | None, str]:
-        """Create the weights, or return None and the reason if memory or time is too short."""
+        """Return the weights, or None and the reason if there is too little memory or time."""
         device = _device(self.machine)
         sharing = count_ranks_sharing_memory(self.ranks, device)
         free, need = free_bytes(device), weight_bytes(problem) * sharing
@@ -252,8 +252,8 @@ class Search:
             )
             of_ranks = f" of {sharing} ranks" if sharing > 1 else ""
             return None, f"weights{of_ranks} take {format_gigabytes(need)}, {min_free} are free"
-        # `Budget.is_over` is collective, but ranks may call it different numbers of times, once for
-        # each of their experts.
+        # All ranks must call `Budget.is_over` equally often, but they may have different numbers of
+        # experts.
         is_time_over = self.budget.is_over if self.ranks.size == 1 else None
         try:
             with torch.no_grad():

@@ -1,25 +1,25 @@
 """Select a pairing for each number of tokens: the data, and the rules as pure functions.
 
-A pairing is a PrepareAndFinalize together with an experts class. Pairings are compared at a few
+A pairing consists of a PrepareAndFinalize and an experts class. Pairings are compared at a few
 token counts, called buckets. In a bucket, the default pairing is selected unless
 
 - another pairing was measured to be faster by more than the noise, or
-- nothing was measured there, and the shipped record (times that were measured in advance, and are
-  part of this package) shows that another pairing is faster.
+- nothing was measured, and another pairing is faster in the shipped record (times that are part of
+  this package).
 
-Between two buckets, a pairing other than the default is used only if both buckets selected it.
-`select.search` makes the measurements, and `select.shipped_record` the estimates.
+Token counts between two buckets use the default pairing, unless both buckets have selected the same
+other pairing. `select.search` measures times, and `select.shipped_record` estimates ratios.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-# A ratio is the time of a pairing divided by that of the default pairing, so lower is faster.
+# A ratio is the time of a pairing divided by the time of the default pairing. Lower is faster.
 MAX_RATIO_TO_TIME = 0.98  # pairings with a larger optimistic estimate are not timed
 MIN_GAIN = 0.02  # minimum of 1 - ratio to replace the default
 MAX_RATIO_UNTIMED = 0.95  # maximum pessimistic estimate to replace the default without a timing
-# The pairing of the next smaller bucket is kept if its ratio is at most this multiple of the best.
+# The pairing of the previous bucket is kept if its ratio is at most this multiple of the minimum.
 MAX_RATIO_TO_KEEP = 1.01
 _MIN_GAIN_PER_NOISE = 2.0  # minimum of (1 - ratio) / noise to replace the default
 _MIN_TOKENS = 1
@@ -34,11 +34,12 @@ def pairing_name(pair: Pair) -> str:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The ratio of a pairing's time to the default's, estimated from the shipped record.
+    """Estimate of the ratio of a pairing, from the shipped record.
 
-    optimistic, pessimistic: lower and upper bound of the ratio.
-    trusted: whether the estimate comes from similar layers, so that the pairing may be selected
-        without a timing.
+    optimistic: lower bound of the ratio.
+    pessimistic: upper bound of the ratio.
+    trusted: whether the estimate comes from similar layers. The pairing may then be selected
+        without being timed.
     """
 
     optimistic: float
@@ -51,14 +52,14 @@ class TimedOutcome:
     """The result of building and timing one pairing at one number of tokens.
 
     us: microseconds per call of a plan, on the slowest rank; None if the pairing has no time.
-    ratio: median over rounds of its time divided by the default's in the same round; 1 for the
-        default.
-    noise: interquartile range of these ratios divided by the square root of the number of rounds,
-        an estimate of the median's standard error.
+    ratio: median over rounds of the time of the pairing divided by the time of the default in the
+        same round; 1 for the default.
+    noise: interquartile range of the ratios of all rounds divided by the square root of the number
+        of rounds. This estimates the standard error of the median.
     rough: whether timing stopped after two rounds, because the pairing is much slower than the
         default.
     mode: "graph" (replays of a CUDA graph), "eager" or "cpu".
-    why: the reason why the pairing has no time, or "".
+    why: why the pairing has no time, or "".
     """
 
     pair: Pair
@@ -80,9 +81,9 @@ class TimedOutcome:
 class Bucket:
     """The measurements at one number of tokens.
 
-    default: the pairing that ratios refer to. It is the first one of PairingOptions.order that is
-        valid and ran correctly.
-    outcomes: one for each pairing that was tried, including the default.
+    default: the pairing that ratios refer to, which is the first pairing of PairingOptions.order
+        that is valid and ran correctly.
+    outcomes: the outcome of each pairing that was tried, including the default.
     """
 
     tokens: int
@@ -105,12 +106,12 @@ class Bucket:
 
 
 class SelectionReason(Enum):
-    """The reason for the pairing of a bucket.
+    """Why the pairing of a bucket was selected.
 
-    TIMED: times measured on this machine.
-    RECORD: the shipped record.
-    ONLY: no other pairing is valid.
-    DEFAULT: none; it is the default, although a pairing that may be faster was not timed.
+    TIMED: because of times measured on this machine.
+    RECORD: because of the shipped record.
+    ONLY: because no other pairing is valid.
+    DEFAULT: because it is the default. Other pairings may be faster, but were not timed.
     """
 
     TIMED = "timed"
@@ -121,7 +122,7 @@ class SelectionReason(Enum):
 
 @dataclass(frozen=True)
 class SelectedPairing:
-    """The selected pairing of a bucket, and the reason for it."""
+    """The selected pairing of a bucket, and why it was selected."""
 
     pair: Pair
     reason: SelectionReason
@@ -142,7 +143,7 @@ class PairingOptions:
 
     tokens: token counts of the buckets, ascending.
     max_tokens: maximum number of tokens of a call.
-    order: all pairings that are valid for some number of tokens, the default first.
+    order: all pairings that are valid for some number of tokens, with the default first.
     valid: valid pairings by number of tokens, for each bucket and for `max_tokens`.
     untimeable: pairings whose times would be meaningless on this machine.
     estimates: estimates of the shipped record by number of tokens. Their ratios refer to the first
@@ -157,15 +158,15 @@ class PairingOptions:
     estimates: Mapping[int, Mapping[Pair, Estimate]] = field(default_factory=dict)
 
     def valid_pairs(self, tokens: int) -> tuple[Pair, ...]:
-        """Return the pairings that are valid at `tokens`, the default first."""
+        """Return the pairings that are valid at `tokens`, with the default first."""
         valid = self.valid.get(tokens, ())
         return tuple(pair for pair in self.order if pair in valid)
 
     def pairs_to_time(self, tokens: int) -> tuple[Pair, ...]:
-        """Return the pairings that may be faster than the default, so that they should be timed.
+        """Return the pairings to time, because they may be faster than the default.
 
-        First come those whose optimistic estimate is below the default's time, in ascending order
-        of the estimate, and then those without an estimate.
+        Pairings whose optimistic estimate is low enough come first, in ascending order of the
+        estimate. Pairings without an estimate follow.
         """
         estimates = self.estimates.get(tokens, {})
         timeable = [pair for pair in self.valid_pairs(tokens)[1:] if pair not in self.untimeable]
@@ -187,9 +188,11 @@ def bucket_tokens(max_tokens: int) -> tuple[int, ...]:
 
 
 def select_pairs(options: PairingOptions, buckets: Sequence[Bucket]) -> dict[int, SelectedPairing]:
-    """Select a pairing for each bucket, by number of tokens.
+    """Return the selected pairing of each bucket, by number of tokens.
 
-    buckets: the measurements. Token counts without a valid pairing are omitted.
+    Token counts without a valid pairing are omitted.
+
+    buckets: the measurements.
     """
     selected_by_tokens: dict[int, SelectedPairing] = {}
     by_tokens = {bucket.tokens: bucket for bucket in buckets}
@@ -211,10 +214,10 @@ def select_pairs(options: PairingOptions, buckets: Sequence[Bucket]) -> dict[int
 def _pick_by_times(
     options: PairingOptions, bucket: Bucket, previous: Pair | None
 ) -> SelectedPairing | None:
-    """Return the fastest pairing; None if no pairing is faster, and some were not timed.
+    """Return the fastest pairing. Returns None if it is the default, and not all were timed.
 
-    previous: the pairing of the next smaller bucket, which is kept if it is about as fast as the
-        fastest one (MAX_RATIO_TO_KEEP).
+    previous: the pairing of the previous bucket, which is kept if it is about as fast as the
+        fastest pairing (MAX_RATIO_TO_KEEP).
     """
     ratios = {o.pair: o.ratio for o in bucket.outcomes if o.is_faster and o.ratio is not None}
     if ratios:
@@ -232,9 +235,9 @@ def _pick_by_times(
 def _pick_by_estimates(
     options: PairingOptions, tokens: int, buckets: Sequence[Bucket]
 ) -> SelectedPairing | None:
-    """Return a pairing that the shipped record shows to be faster, or None.
+    """Return a pairing that is faster than the default in the shipped record, or None.
 
-    Pairings that were tried in this bucket, or failed in any bucket, are excluded.
+    Pairings that were tried in this bucket, or that failed in any bucket, are excluded.
     """
     tried = {o.pair for bucket in buckets if bucket.tokens == tokens for o in bucket.outcomes}
     tried.update(*(bucket.failed_pairs for bucket in buckets))
@@ -254,7 +257,7 @@ def _pick_by_estimates(
 def _pick_default(
     options: PairingOptions, tokens: int, buckets: Sequence[Bucket]
 ) -> SelectedPairing:
-    """Return the default, and the reason why it was not compared with other pairings."""
+    """Return the default, and why it was not compared with other pairings."""
     default, valid = default_pair(options, tokens, buckets), options.valid_pairs(tokens)
     if len(valid) == 1:
         return SelectedPairing(default, SelectionReason.ONLY)
@@ -271,7 +274,7 @@ def default_pair(
     """Return the default at `tokens`, or for all token counts between `above` and `tokens`.
 
     The default is the first valid pairing of options.order that has not failed in the nearest
-    measured bucket on either side, or the first valid one if all have failed.
+    measured bucket on either side. If all pairings have failed, it is the first valid pairing.
 
     tokens: a key of options.valid.
     """
@@ -286,7 +289,7 @@ def default_pair(
 def make_segments(options: PairingOptions, buckets: Sequence[Bucket]) -> tuple[Segment, ...]:
     """Return the pairing of each range of token counts.
 
-    The ranges start at 0 and have no gaps. The last one ends at options.max_tokens, or at the
+    The ranges start at 0 and have no gaps. The last range ends at options.max_tokens, or at the
     largest token count for which a pairing is valid. The result is () if no pairing is valid.
     """
     picks = select_pairs(options, buckets)
@@ -297,7 +300,7 @@ def make_segments(options: PairingOptions, buckets: Sequence[Bucket]) -> tuple[S
             continue
         pick = picks.get(tokens)
         pair = pick.pair if pick else default_pair(options, tokens, buckets)
-        is_smallest = previous is None and tokens <= _MIN_TOKENS  # a call with 0 tokens runs like 1
+        is_smallest = previous is None and tokens <= _MIN_TOKENS  # calls with 0 tokens run like 1
         if is_smallest or (ranges and ranges[-1].pair == pair):
             between = pair
         else:
@@ -310,7 +313,7 @@ def make_segments(options: PairingOptions, buckets: Sequence[Bucket]) -> tuple[S
 
 
 def _append_range(ranges: list[Segment], first: int, last: int, pair: Pair) -> None:
-    """Append a range, or extend the last one if it has the same pairing. Drop an empty range."""
+    """Append a range, or extend the last range if it has the same pairing. Drop an empty range."""
     if last < first:
         return
     if ranges and ranges[-1].pair == pair:

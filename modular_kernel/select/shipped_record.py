@@ -1,8 +1,8 @@
 """The shipped record: times of all pairings for a few layers, measured on an H200 in advance.
 
-A pairing is a PrepareAndFinalize together with an experts class. `select.autotune` uses the record
-to estimate which pairings may be faster than the default, so that only those are timed. prior.json,
-which tools/build_prior.py creates from data/h200-choice*.json, contains
+A pairing consists of a PrepareAndFinalize and an experts class. `select.autotune` times only the
+pairings that may be faster than the default pairing according to this record. The record is
+prior.json, which tools/build_prior.py creates from data/h200-choice*.json:
 
     {"schema": "mk-prior/1", "device": "NVIDIA H200", "arch": [9, 0],
      "pairs": [["MoEPrepareAndFinalizeNoEP", "TritonExperts"], ...],
@@ -13,11 +13,12 @@ A measurement has the times of one layer at one number of tokens:
     scheme   name of the layer's QuantScheme
     rows     tokens * top_k / experts, the mean number of rows per expert
     size     hidden * intermediate
-    ratios   time of each of `pairs`, divided by that of the default pairing; null if not measured
+    ratios   time of each of `pairs`, divided by the time of the default pairing; null if not
+             measured
 
 The estimate for another layer uses the three measurements of the same scheme that are nearest in
-(log2 rows, log2 size). Their smallest ratio is the optimistic estimate, their largest the
-pessimistic one.
+(log2 rows, log2 size). The smallest of the three ratios is the optimistic estimate, and the largest
+is the pessimistic estimate.
 """
 
 import logging
@@ -41,8 +42,8 @@ FILE = Path(__file__).with_name("prior.json")
 
 _LOG = logging.getLogger("modular_kernel.select")
 _NUM_NEAREST = 3
-# Estimates from measurements at a larger distance (see _distance) are not trusted: they can exclude
-# a pairing from timing, but not select it.
+# Estimates from measurements at a larger distance (`_distance`) are not trusted. They can exclude a
+# pairing from timing, but cannot select it.
 _MAX_DISTANCE = 3.0
 _MAX_BYTES = 1 << 20
 _MAX_MEASUREMENTS, _MAX_PAIRS = 4096, 64
@@ -52,9 +53,9 @@ _RECORDED_ACTIVATION = ActivationSpec.parse("silu")  # all recorded layers have 
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """The measurements of one layer at one number of tokens.
+    """A measurement: the times of one layer at one number of tokens.
 
-    For the fields, see the docstring of this module.
+    The docstring of this module describes the fields.
     """
 
     scheme: str
@@ -65,10 +66,7 @@ class LayerTimes:
 
 @dataclass(frozen=True)
 class ShippedRecord:
-    """The measurements made on one GPU architecture.
-
-    arch: compute capability, such as (9, 0).
-    """
+    """The measurements on GPUs of compute capability `arch`, such as (9, 0)."""
 
     arch: tuple[int, int]
     measurements: tuple[LayerTimes, ...]
@@ -76,7 +74,7 @@ class ShippedRecord:
     def covers(self, problem: Problem, machine: Machine, *, routing: str) -> bool:
         """Return whether the record has estimates for this kind of problem.
 
-        routing: in the syntax of RoutingKind.parse.
+        routing: distribution of tokens over experts, in the syntax of RoutingKind.parse.
         """
         return (
             machine.arch == self.arch
@@ -91,9 +89,9 @@ class ShippedRecord:
     def estimates(
         self, problem: Problem, pairs: Sequence[Pair], default: Pair
     ) -> dict[Pair, Estimate]:
-        """Estimate the ratio of the time of each of `pairs` to that of `default`.
+        """Estimate the time of each of `pairs` divided by the time of `default`.
 
-        The result omits pairings without a comparable measurement.
+        Pairings without a comparable measurement are omitted.
         """
         is_like_recorded = (
             problem.act == _RECORDED_ACTIVATION and not problem.bias and problem.tokens > 0
@@ -121,10 +119,11 @@ class ShippedRecord:
     def _comparable_measurements(
         self, problem: Problem, pair: Pair, default: Pair
     ) -> tuple[list[LayerTimes], bool]:
-        """Return the measurements with times of both pairings, and whether their scheme is equal.
+        """Return measurements with times of both pairings, and whether they have the same scheme.
 
-        If no measurement has exactly the problem's scheme (for example with other group sizes),
-        return those of the same named scheme, and otherwise those with the same element types.
+        If no measurement has the problem's scheme, return measurements with other options of the
+        scheme, such as the group size. If there are none, return measurements with the same element
+        types.
         """
         with_both = [
             measurement
@@ -148,7 +147,7 @@ def _distance(measurement: LayerTimes, rows: float, size: float) -> float:
 
 
 def _element_types(scheme: str) -> tuple[str, str]:
-    """Return the types of weights and activations. Schemes with equal types have similar speed."""
+    """Return the types of weights and activations, which determine the speed of a scheme."""
     parsed = scheme_named(scheme)
     return parsed.weight, parsed.activation
 
@@ -164,7 +163,7 @@ def load_shipped_record() -> ShippedRecord | None:
 
 
 def parse(text: str | bytes) -> ShippedRecord:
-    """Parse a record; raise ConfigurationError with the reason if it is invalid."""
+    """Parse a record. Raises ConfigurationError, with the reason, if it is invalid."""
     try:
         record = json_files.parse(text)
     except ValueError as error:

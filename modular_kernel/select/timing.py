@@ -1,10 +1,10 @@
 """Time pairings against the default pairing at one number of tokens, for `select.search`.
 
-A pairing is a PrepareAndFinalize together with an experts class. Each pairing is built, its outputs
+A pairing consists of a PrepareAndFinalize and an experts class. Each pairing is built, its outputs
 are compared with the float64 reference, and its calls are captured in a CUDA graph if possible. It
-is then timed in rounds: each round times all calls of the workload with this pairing and with the
-default, so that a drift of clock rates or power affects both. One sample is the ratio of the two
-times in a round. Over several ranks, the time of a round is that of the slowest rank.
+is then timed in rounds. A round times all calls of the workload with this pairing and with the
+default pairing, so that a drift of clock rates or power affects both. A sample is the ratio of the
+two times in a round. Over several ranks, the time of a round is the time of the slowest rank.
 """
 
 import gc
@@ -42,9 +42,9 @@ from modular_kernel.workspace import workspace_bytes
 
 _MAX_RATIO = 1.25  # timing stops after two rounds if the ratio to the default is larger
 _MIN_ROUNDS, _MAX_ROUNDS = 9, 41
-_TARGET_SECONDS = 0.06  # of device time for all rounds of one pairing
-_MAX_FREE_FRACTION = 0.9  # of the free memory, for a plan
-_MAX_CHARACTERS = 300  # of an error message
+_TARGET_SECONDS = 0.06  # device time for all rounds of one pairing
+_MAX_FREE_FRACTION = 0.9  # maximum fraction of the free memory for a plan
+_MAX_CHARACTERS = 300  # maximum length of an error message
 
 PlannedCall = Callable[[torch.Tensor, Routing], torch.Tensor]
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class _PreparedPair:
     seconds: list[float] = field(default_factory=list)
 
     def close(self) -> None:
-        """Release the part's resources that span ranks."""
+        """Release resources that the parts share with other ranks."""
         _close(self.kernel)
 
 
@@ -80,12 +80,12 @@ def _close(kernel: FusedMoEModularKernel) -> None:
 
 @dataclass
 class PairingTimer:
-    """Times pairings on one workload. Collective over ranks.
+    """Times pairings on one workload. All ranks must call the methods.
 
-    order: the valid pairings, the default first.
-    capturable: those that can be captured in a CUDA graph.
-    max_ratio: ratio to the default's time above which timing stops after two rounds.
-    outcomes: the outcomes so far. Pairings in it are not timed again.
+    order: the valid pairings, with the default first.
+    capturable: the pairings that can be captured in a CUDA graph.
+    max_ratio: ratio to the time of the default above which timing stops after two rounds.
+    outcomes: the outcomes of pairings so far, which are not timed again.
     """
 
     workload: TimingWorkload
@@ -125,7 +125,7 @@ class PairingTimer:
                     us = median(default.seconds) * 1e6
                     self.outcomes[pair] = TimedOutcome(pair, us, 1.0, mode=default.mode)
                     break
-                # Ratios to a pairing that failed are meaningless, so keep only failures.
+                # Ratios to a default that failed are meaningless, so keep only failures.
                 self.outcomes = {p: o for p, o in self.outcomes.items() if o.us is None}
                 self.outcomes[pair] = TimedOutcome(pair, why=failure)
             finally:
@@ -133,7 +133,7 @@ class PairingTimer:
                 default = None
                 self._release_memory()
         if self._device.type == "cuda":
-            gc.collect()  # takes 0.1 s, so not after each pairing
+            gc.collect()  # takes 0.1 s, which is too slow after each pairing
         working = (pair for pair in self.order if not self._has_failed(pair))
         default_pair = next(working, self.order[0])
         outcomes = tuple(self.outcomes[pair] for pair in self.order if pair in self.outcomes)
@@ -143,7 +143,7 @@ class PairingTimer:
         return pair in self.outcomes and self.outcomes[pair].us is None
 
     def _prepare_default(self, pair: Pair) -> _PreparedPair | None:
-        """Prepare the default and time two rounds; if that fails, record the failure."""
+        """Prepare the default and time two rounds. Returns None after a failure."""
         prepared, failure = self._prepare(pair)
         if prepared is not None:
             prepared.seconds = max_over_ranks(
@@ -157,7 +157,7 @@ class PairingTimer:
         return None
 
     def _time_pairs(self, pairs_to_time: Sequence[Pair], default: _PreparedPair) -> None:
-        """Record the outcomes of `pairs_to_time`, as far as the budget allows."""
+        """Time `pairs_to_time` as far as the budget allows, and record the outcomes."""
         for pair in pairs_to_time:
             if pair == default.pair or pair in self.outcomes:
                 continue
@@ -202,8 +202,8 @@ class PairingTimer:
     ) -> list[float]:
         """Time both pairings in each round. The pairing that runs first alternates.
 
-        Returns the seconds per call of `prepared`, and appends those of the default to
-        `default.seconds`.
+        Returns the seconds per call of `prepared` in each round. The seconds per call of the
+        default are appended to `default.seconds`.
         """
         prepared_times: list[float] = []
         default_times: list[float] = []
@@ -216,12 +216,12 @@ class PairingTimer:
 
     def _time_once(self, prepared: _PreparedPair) -> float:
         """Return the seconds per call in one round; infinity if any rank has failed."""
-        # Besides exchanging failures, all_gather lets all ranks start together.
+        # all_gather exchanges failures, and is a barrier, so that all ranks start together.
         if any(self.ranks.all_gather(bool(prepared.failure))):
             return math.inf
         try:
             return self._run(prepared)
-        # A pairing can raise any exception, none of which may end the search.
+        # A part can raise any exception, which must not end the search.
         except Exception as error:  # noqa: BLE001
             prepared.failure = _format_error(error)
             return math.inf
@@ -232,7 +232,7 @@ class PairingTimer:
         return sum(times) / len(self.workload.inputs) / 1e3
 
     def _prepare(self, pair: Pair) -> tuple[_PreparedPair | None, str]:
-        """Build, check and capture a pairing. If that fails, return None and the error message."""
+        """Build, check and capture a pairing. Returns (None, error message) after a failure."""
         kernel, failure = self._run_on_all_ranks(lambda: self._build(pair))
         if kernel is None:
             return None, failure
@@ -244,10 +244,10 @@ class PairingTimer:
     def _check_and_capture(
         self, kernel: FusedMoEModularKernel, pair: Pair
     ) -> tuple[_PreparedPair | None, str]:
-        """Plan, check and capture a kernel. If that fails, return None and the error message.
+        """Plan, check and capture a kernel. Returns (None, error message) after a failure.
 
-        After each step, the ranks exchange whether it succeeded, because a rank that stops alone
-        would block the others.
+        The ranks exchange failures after each step, because a rank that stops alone would block the
+        other ranks.
         """
         call, failure = self._run_on_all_ranks(lambda: self._plan(kernel))
         if call is None:
@@ -300,7 +300,7 @@ class PairingTimer:
     ) -> _PreparedPair:
         """Capture the calls of a round in CUDA graphs.
 
-        If the L2 cache is overwritten between calls, each call has its own graph; otherwise one
+        If the L2 cache is overwritten between calls, each call has its own graph. Otherwise, one
         graph contains all calls. If the calls cannot be captured, they run eagerly.
         """
         calls = [partial(call, *call_inputs) for call_inputs in self.workload.inputs]
@@ -315,20 +315,20 @@ class PairingTimer:
         return _PreparedPair(pair, kernel, [partial(call_all, group) for group in groups], mode)
 
     def _run_on_all_ranks(self, work: Callable[[], T]) -> tuple[T | None, str]:
-        """Return the result of `work`; if it fails on any rank, None and the error message."""
+        """Return (result of `work`, ""), or (None, error message) if `work` fails on any rank."""
         failure_here, result = "", None
         try:
             result = work()
-        # A pairing can raise any exception, none of which may end the search.
+        # A part can raise any exception, which must not end the search.
         except Exception as error:  # noqa: BLE001
             failure_here = _format_error(error)
         failure = first_failure(self.ranks, failure_here)
         if failure and isinstance(result, FusedMoEModularKernel):
-            _close(result)  # it was built on this rank, but not on another one
+            _close(result)  # the kernel could not be built on another rank
         return (None, failure) if failure else (result, "")
 
     def _release_memory(self) -> None:
-        if self._device.type == "cuda":  # the CPU's allocator keeps nothing
+        if self._device.type == "cuda":  # the CPU allocator keeps no memory
             torch.cuda.empty_cache()
 
 
@@ -341,7 +341,8 @@ def _make_outcome(
 ) -> TimedOutcome:
     """Return the outcome of a pairing that was timed in the same rounds as the default.
 
-    times, default_times: seconds per call in each round.
+    times: seconds per call of the pairing in each round.
+    default_times: seconds per call of the default in each round.
     """
     us = (min(times) if rough else median(times)) * 1e6
     if rough:
@@ -354,7 +355,7 @@ def _make_outcome(
 
 
 def _format_error(error: Exception) -> str:
-    """Format an exception as one line, with its type unless this module raised it."""
+    """Format an exception as one line. The type is omitted if this module raised it."""
     text = str(error).partition("\n")[0]
     is_from_this_module = isinstance(error, ArithmeticError | MemoryError)
     return (text if is_from_this_module else f"{type(error).__name__}: {text}")[:_MAX_CHARACTERS]

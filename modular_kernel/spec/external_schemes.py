@@ -42,22 +42,22 @@ _BITS = {16: 4, 256: 8}
 
 @dataclass(frozen=True)
 class TableScheme:
-    """A scheme for weights alone: each weight is a code, and a table has the value of each code.
+    """A weight-only scheme. Each weight is stored as a code, and a table holds the value of a code.
 
-    A weight is `values[code]` times its scale. Activations are not quantized. The tensors of
-    `ExpertWeights` are those of the built-in schemes: w1 and w2 in uint8, with two codes a byte if
-    the table has 16 values (the low nibble holds the even column), and w1_scale and w2_scale in
-    float32 or the problem's dtype. Weights are quantized to the nearest value, with the scale that
-    makes the largest magnitude of a tile that of the table.
+    A weight is `values[code]` times its scale. Activations are not quantized. w1 and w2 are uint8.
+    If the table has 16 values, a byte holds two codes, with the code of the even column in the low
+    nibble. w1_scale and w2_scale are float32 or have the problem's dtype. A scale is the largest
+    magnitude of the weights that share it, divided by the largest magnitude of the table. Weights
+    are rounded to the nearest value.
 
     name: lowercase words joined by "_", such as "pot4_w4a16_group".
     values: 16 or 256 finite numbers, one of which is 0, for padding. They are rounded to float32.
-    granularity: what one scale covers: tensor (an expert's matrix), channel (a row of it), block
-        (group[0] rows by group[1] columns) or group (group[0] columns of a row).
+    granularity: the weights that share a scale: "tensor" (all weights of an expert's matrix),
+        "channel" (a row of the matrix), "block" (group[0] rows by group[1] columns) or "group"
+        (group[0] columns of a row).
     group: sizes of a block or a group; () for the other granularities.
-    cases: changes of `Problem` fields, one mapping for each case that a part must pass beside those
-        that every scheme gets. They are what the scheme or its kernels make special: sizes around
-        a tile, a dtype, one token.
+    cases: test cases of the scheme, in addition to the cases of every scheme. Each is a mapping
+        from `Problem` fields to values, for example sizes around a tile, a dtype, or one token.
     """
 
     name: str
@@ -81,7 +81,7 @@ class TableScheme:
 
     @property
     def bits(self) -> int:
-        """Return the number of bits of a code: 4 or 8."""
+        """Number of bits of a code: 4 or 8."""
         return _BITS[len(self.values)]
 
 
@@ -107,7 +107,7 @@ def _check_values(what: str, values: object) -> None:
 
 
 def _float32(value: float) -> float:
-    """Round to float32; a magnitude beyond its range becomes infinite."""
+    """Round to float32. Values out of range become inf."""
     try:
         (rounded,) = struct.unpack("f", struct.pack("f", value))
     except (OverflowError, struct.error):  # struct.error: an int beyond float64
@@ -143,7 +143,7 @@ def _check_cases(what: str, cases: object) -> None:
 
 @dataclass(frozen=True)
 class ExternalScheme:
-    """A scheme of another package, and the distribution and entry point that provide it."""
+    """A scheme of another package. `origin` describes the entry point that provides it."""
 
     scheme: TableScheme
     origin: str
@@ -155,10 +155,12 @@ class ExternalScheme:
 
 @dataclass(frozen=True)
 class BrokenScheme:
-    """An entry point, or one of its schemes, that cannot be used, and the reason.
+    """An entry point, or one of its schemes, that cannot be used.
 
-    `name` is that of the entry point or, if its schemes were loaded, that of the scheme.
-    `is_duplicate`: several packages have a scheme with this name.
+    name: name of the scheme, or of the entry point if its schemes could not be loaded.
+    origin: description of the entry point.
+    error: why it cannot be used.
+    is_duplicate: whether several packages have a scheme with this name.
     """
 
     name: str
@@ -169,14 +171,14 @@ class BrokenScheme:
 
 @dataclass(frozen=True)
 class ExternalSchemes:
-    """The schemes of the installed packages that are usable, and those that are not."""
+    """All schemes of installed packages: those that can be used, and those that cannot."""
 
     usable: tuple[ExternalScheme, ...] = ()
     broken: tuple[BrokenScheme, ...] = ()
 
 
 class _LoadingLock:
-    """The lock of the thread that loads schemes, which is reset in a forked child."""
+    """A lock that a thread holds while it loads schemes. It is reset in a forked child."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -193,12 +195,14 @@ _thread = threading.local()  # `is_loading`: this thread imports a package that 
 def external_schemes(built_in_names: Collection[str]) -> ExternalSchemes:
     """Return the schemes of all installed packages. Entry points are read once per process.
 
-    Returns none while a module of schemes is being imported and has not defined them yet: waiting
-    for it could be waiting for the calling thread. A later call loads them.
+    If several packages have a scheme with the same name, none of these schemes is used, so that the
+    result does not depend on the order of installation.
 
-    built_in_names: the names of the built-in schemes, which others may not use. If several packages
-        have a scheme with the same name, none of them is used, so that the result does not depend
-        on the order of installation.
+    While a module with schemes is being imported and has not defined them yet, no schemes are
+    returned. Waiting for the import could deadlock, because the calling thread may run it. A later
+    call loads the schemes.
+
+    built_in_names: names of the built-in schemes, which other packages must not use.
     """
     if getattr(_thread, "is_loading", False):
         return ExternalSchemes()
@@ -216,14 +220,14 @@ def _list_entries() -> tuple[EntryPoint, ...]:
 
 
 def _get_partial_module(entry: EntryPoint) -> object | None:
-    """Return the module of an entry point if it is being imported at this moment, else None."""
+    """Return the module of an entry point if it is being imported now, or None."""
     module = sys.modules.get(entry.module)
     is_importing = getattr(getattr(module, "__spec__", None), "_initializing", False)
     return module if is_importing else None
 
 
 def _is_unfinished(entry: EntryPoint) -> bool:
-    """Return whether a module is being imported and does not have its schemes yet."""
+    """Return whether the module of an entry point is being imported and has no schemes yet."""
     module = _get_partial_module(entry)
     return module is not None and not hasattr(module, entry.attr.partition(".")[0])
 
@@ -255,7 +259,7 @@ def _load(entry: EntryPoint, origin: str) -> object:
         return entry.load()
 
     module = _get_partial_module(entry)
-    if module is not None:  # entry.load() would wait for the thread that imports it
+    if module is not None:  # entry.load() would wait for the thread that imports the module
         return attrgetter(entry.attr)(module)
     if entry.module in sys.modules:
         return entry.load()
@@ -268,7 +272,7 @@ def _origin(entry: EntryPoint) -> str:
 
 
 def _check_schemes(value: object) -> tuple[TableScheme, ...]:
-    """Return the schemes of an entry point's value; raise ConfigurationError if it has others."""
+    """Return the value of an entry point. Raises ConfigurationError for any other type."""
     if not isinstance(value, tuple) or not all(isinstance(each, TableScheme) for each in value):
         need = "a tuple of TableScheme"
         raise ConfigurationError("entry point", got=repr(value)[:200], need=need)

@@ -14,8 +14,8 @@ from math import lcm
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.quantization import QuantScheme
 
-# If weights are padded, the width is a multiple of the first of these for which every rank holds
-# columns. 16 values of at least one byte each satisfy the alignment of TMA and of vector loads.
+# If weights are padded, the width is a multiple of the largest alignment for which every rank holds
+# columns. 16 values of at least one byte satisfy the alignment of TMA and of vector loads.
 _ALIGNMENTS = (16, 8, 4, 2, 1)
 _VALUES_PER_WORD = {"uint4": 8, "uint8": 4}  # in a packed int32
 _VALUES_PER_BYTE = {"table4": 2}
@@ -51,7 +51,7 @@ class IntermediateSplit:
 def columns_per_unit(scheme: QuantScheme, intermediate: int) -> int:
     """Return how many adjacent columns of I share a scale or a packed word and must not be split.
 
-    A group that covers all columns may be split: each rank then has one group with the same scale.
+    A group that covers all columns may be split. Each rank then has one group with the same scale.
     """
     word = _VALUES_PER_WORD.get(scheme.weight, _VALUES_PER_BYTE.get(scheme.weight, 1))
     if scheme.weight == "int8" and not scheme.quantizes_activations:
@@ -90,7 +90,7 @@ def split_intermediate(intermediate: int, ranks: int, scheme: QuantScheme) -> In
 
 
 def make_too_few_groups_error(intermediate: int, ranks: int, unit: int) -> ConfigurationError:
-    """Return the error that there are more ranks than groups of columns."""
+    """Return the error for more ranks than groups of columns."""
     groups = _ceil_div(intermediate, unit)
     what = "column" if unit == 1 else f"group of {unit} columns"
     need = f"at most {groups}: each rank holds a whole {what} of intermediate={intermediate}"

@@ -98,7 +98,7 @@ class AdapterSpec:
 
 @lru_cache(maxsize=64)
 def _parse(text: str) -> AdapterSpec:
-    """Parse a spec. Cached, because many problems name the same one."""
+    """Parse a spec. Cached, because many problems have the same spec."""
     items = text.split(",")
     options = [_OPTION.fullmatch(item) for item in items]
     keys = [match[1] or match[3] for match in options if match]
@@ -138,8 +138,8 @@ class Adapter:
 
         rank: this tensor-parallel rank.
         ranks: number of tensor-parallel ranks.
-        gated: whether w1 has gate rows before up rows. False if it has no gate, or if gate and up
-            rows are interleaved; the rows are then split in one piece.
+        gated: whether w1 has gate rows before up rows. False if w1 has no gate rows, or if gate and
+            up rows are interleaved. The rows are then split in one piece.
         quant: quantization scheme of the layer's weights, `layer.problem.quant`.
 
         Raises ConfigurationError if there are more ranks than columns, and DtypeError or ShapeError
@@ -207,8 +207,8 @@ def slots_from_sequences(
         if starts[0] or starts[-1] > tokens or bool((starts[1:] < starts[:-1]).any()):
             need = f"ascending from 0, up to {tokens} tokens"
             raise ConfigurationError("starts of sequences", got=starts[:8].tolist(), need=need)
-    # Compute in int64: a narrower dtype may not be able to hold -1 or every token index, and an
-    # out-of-range slot must not wrap around to a valid one.
+    # Compute in int64: a narrower dtype may not hold -1 or every token index, and an out-of-range
+    # slot could wrap around to a valid slot.
     token_T = torch.arange(tokens, device=starts_S1.device)
     sequence_T = torch.searchsorted(starts_S1[1:].long().contiguous(), token_T, right=True)
     slots_S = slots_S.long().clamp(-(1 << 31), (1 << 31) - 1)

@@ -2,12 +2,12 @@
 
     Placement.linear(10, 4).slots          ((0, 1, 2), (3, 4, 5), (6, 7), (8, 9))
     Placement.round_robin(6, 2).slots      ((0, 2, 4), (1, 3, 5))
-    Placement.from_eplb(phy2log, ranks=8)  from EPLB's map; `to_eplb` is the inverse
+    Placement.from_eplb(phy2log, ranks=8)  from the map of EPLB, DeepSeek's load balancer
 
 An expert may have copies on several ranks. Each (token, expert) pair goes to one of the copies.
 
     Placement.linear(4, 2).with_copies({3: (0,)})                         rank 0 also holds expert 3
-    Placement.linear(4, 2).with_copies({0: (1,), 1: (1,)}).without([0])   rank 1 alone holds all
+    Placement.linear(4, 2).with_copies({0: (1,), 1: (1,)}).without([0])   rank 1 holds all experts
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ from modular_kernel.utils.argument_checks import (
     resolve_device,
 )
 
-# The number of experts is limited because tables on the host have one entry per expert.
+# The number of experts is limited because host tables have an entry for each expert.
 Experts = Annotated[int, Between(1, 2**20 - 1)]
 
 
@@ -207,7 +207,7 @@ class Placement:
 
     @cached_property
     def has_copies(self) -> bool:
-        """Whether some expert has several copies. The copies get its pairs round-robin."""
+        """Whether some expert has several copies."""
         return sum(map(len, self.slots)) > self.experts
 
     @cached_property
@@ -243,7 +243,7 @@ class Placement:
         """Return the placement as tensors for `pairs_to_slots`.
 
         tiers: sets of ranks, nearest first (`rank_tiers`). A pair goes to a copy of its expert in
-            the first set that has a copy. With (), pairs are spread over all copies.
+            the first set that has a copy. If empty, pairs are spread over all copies.
         """
         target = resolve_device(device, meta=True)
         for ranks in expect_each("tiers", tiers, Sequence):
@@ -320,16 +320,14 @@ def pairs_to_slots(
     """Assign each pair to a copy of its expert. Returns (rank_TK, slot_TK, num_invalid).
 
     Pair k of token t goes to copy (t + k + first_token) % R of the R copies of its expert in
-    `tables`. This spreads the pairs of a token, and ranks with the same tokens make the same
-    assignment.
+    `tables`. This spreads the pairs of a token. Ranks with the same tokens make the same
+    assignment. rank_TK and slot_TK are (T, K) int64, with -1 for skipped pairs. num_invalid is
+    (1,) int32, the number of invalid ids.
 
-    topk_ids_TK: (T, K) int32 or int64, ids of logical experts. -1 skips the pair. Other ids outside
-        [0, E) are invalid and skip the pair, too.
+    topk_ids_TK: (T, K) int32 or int64, ids of logical experts. -1 skips the pair. Any other id
+        outside [0, E) is invalid and also skips the pair.
     first_token: offset that is added to the index of each token.
     together: use copy (t + first_token) % R instead, so that fewer ranks need the row of a token.
-
-    rank_TK and slot_TK are (T, K) int64, with -1 for skipped pairs. num_invalid is (1,) int32, the
-    number of invalid ids.
     """
     expect("topk_ids", topk_ids_TK, torch.Tensor)
     expect("placement tables", tables, PlacementTables)

@@ -116,11 +116,11 @@ class ActivationSpec:
     gelu_tanh_no_mul     gelu(v), ungated, tanh approximation
 
     kind: one of the names above.
-    alpha: required for swiglu_oai and situ; None for every other kind.
+    alpha: required for swiglu_oai and situ; None for all other kinds.
     limit: L. Required for the swiglu_* kinds, optional for gelu, gelu_tanh and situ.
-    interleaved: the rows of w1 alternate gate, up, gate, up, ... instead of all gate rows first.
-        The default, here and in `parse`, matches published checkpoints: True for swiglu_oai without
-        up_first, as in gpt-oss, and False for every other kind.
+    interleaved: the rows of w1 alternate gate, up, gate, up, ... instead of having all gate rows
+        first. The default is True for swiglu_oai without up_first, as in gpt-oss, and False for all
+        other kinds.
     up_first: all up rows come before the gate rows; see `modular_kernel.quant.row_order`.
     """
 
@@ -206,7 +206,7 @@ class ActivationSpec:
 
 @lru_cache(maxsize=64)
 def _linear_placement(experts: int, world_size: int) -> Placement:
-    """Return the linear placement. Cached, because many problems differ only in `tokens`."""
+    """Return the linear placement. Cached, because many problems have the same sizes."""
     return Placement.linear(experts, world_size)
 
 

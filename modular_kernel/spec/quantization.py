@@ -15,26 +15,26 @@ _SIZES = re.compile(r"[1-9][0-9]{0,8}(x[1-9][0-9]{0,8})?", re.ASCII)
 class QuantScheme:
     """Element types of weights and activations, and the granularity of their scales.
 
-    weight: element type of w1 and w2 ("none": the problem's dtype). "table4" and "table8": codes of
-        4 or 8 bits of a scheme from another package, whose values are in `values`.
-    activation: element type of the GEMMs' left operands ("none": the problem's dtype).
-    granularity: what one weight scale covers: tensor (an expert's matrix), channel (a row of it),
-        block (group[0] rows by group[1] columns), group (group[0] columns of a row) or none.
-    scale: element type of weight scales. "float" is float32 or the problem's dtype; for integer
-        weights it is float16 or bfloat16, whichever is the problem's dtype. With float8_e4m3fn,
-        each matrix (gate, up, down) also has a float32 scale.
-    group: see `granularity`.
+    weight: element type of w1 and w2. "none" is the problem's dtype. "table4" and "table8" are
+        codes of 4 or 8 bits, whose values are in `values`.
+    activation: element type of the GEMMs' left operands. "none" is the problem's dtype.
+    granularity: the weights that share a scale: "tensor" (all weights of an expert's matrix),
+        "channel" (a row of the matrix), "block" (group[0] rows by group[1] columns), "group"
+        (group[0] columns of a row) or "none".
+    group: sizes of a block or a group; () for the other granularities.
+    scale: element type of weight scales. "float" stands for the dtypes that
+        `modular_kernel.quant.quantized_weights.weight_specs` lists. With "float8_e4m3fn", each
+        matrix (gate, up, down) also has a float32 scale.
     zero_points: each group of unsigned weights has a zero point. If False, the zero point of
         unsigned weights is the middle of their range.
     act_order: columns of w1 and w2 are sorted by group (GPTQ's desc_act) instead of having the
         order of x and h. `w1_order` maps the columns of w1 to the columns of x. The rows of w1 have
         the order of the columns of w2.
     static: activation scales are given (a1_scale, a2_scale) instead of computed per call. With e2m1
-        activations, each expert has a given scale for x and one for h, and the scales of groups are
-        still computed.
+        activations, the given scales are per expert, and the scales of groups are still computed.
     repacked: the bits of eight e2m1 weights are arranged in their 32-bit word so that unpacking
         takes fewer instructions (`modular_kernel.quant.repacking`).
-    values: for "table4" and "table8", the value of each code; else ().
+    values: the value of each code for "table4" and "table8"; otherwise ().
     """
 
     name: str
@@ -63,7 +63,7 @@ class QuantScheme:
 
     @cached_property
     def dispatched_quantized(self) -> bool:
-        """Whether activations are quantized, with scales that can be computed before dispatch."""
+        """Whether activations can be quantized before dispatch."""
         return self.quantizes_activations and not self.scales_by_expert
 
     @cached_property
@@ -78,14 +78,14 @@ class QuantScheme:
 
     @cached_property
     def activation_granularity(self) -> str:
-        """What one activation scale covers: none, tensor, token, or group (of one token)."""
+        """The activations that share a scale: "tensor", "token", "group" (of a token) or "none"."""
         if not self.quantizes_activations:
             return "none"
         return {"channel": "token", "block": "group"}.get(self.granularity, self.granularity)
 
     @cached_property
     def packed(self) -> bool:
-        """Whether a byte holds two weights of a row. Unless repacked, the low nibble is first."""
+        """Whether a byte holds two weights of a row."""
         return self.weight in ("uint4", "float4_e2m1", "table4")
 
     @cached_property
@@ -97,10 +97,12 @@ class QuantScheme:
     def parse(cls, text: "str | QuantScheme") -> "QuantScheme":
         """Parse `name[:option=value,...]`, the format of `str()`.
 
-        Options: block=NxK (block schemes), group=G and zero_points=true (integer schemes),
-        static=true (fp8_w8a8_tensor), repacked=true (mxfp4_w4a16). Schemes of other packages have
-        none. Raises ConfigurationError for an unknown name or option, BrokenPartError for a scheme
-        that failed to load, and DuplicatePartError if several packages have a scheme of that name.
+        Options are block=NxK (block schemes), group=G and zero_points=true (integer schemes),
+        static=true (fp8_w8a8_tensor) and repacked=true (mxfp4_w4a16). Schemes of other packages
+        have no options.
+
+        Raises ConfigurationError for an unknown name or option, BrokenPartError for a scheme that
+        failed to load, and DuplicatePartError if several packages have a scheme with this name.
 
         >>> scheme = QuantScheme.parse("int4_w4a16_group:group=64,zero_points=true")
         >>> scheme.weight, scheme.group, scheme.packed
@@ -184,7 +186,7 @@ QUANT_SCHEMES = {scheme.name: scheme for scheme in _SCHEMES}
 
 
 def load_external_schemes() -> ExternalSchemes:
-    """Return the schemes that other packages provide, and why some of them cannot be used."""
+    """Return the schemes that other packages provide."""
     return external_schemes(QUANT_SCHEMES)
 
 
@@ -194,7 +196,7 @@ def list_external_schemes() -> tuple[str, ...]:
 
 
 def scheme_named(name: str) -> QuantScheme:
-    """Return the scheme with a name, without options: a built-in one, or another package's.
+    """Return the built-in or external scheme with this name, without options.
 
     Raises the errors of `QuantScheme.parse`.
     """

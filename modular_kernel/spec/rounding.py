@@ -1,6 +1,6 @@
-"""`Roundings`: the declaration of where an experts part rounds intermediate values.
+"""`Roundings`: which intermediate values an experts part rounds to the problem's dtype.
 
-Tests compare a part with a reference that rounds only there, so they detect any other rounding.
+Tests compare a part with a reference that rounds only these values.
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ class Roundings:
     rows: round the results of GEMM 2 before they are weighted and summed over top-k. If False, they
         stay float32.
 
-    A part always rounds h, before it is quantized or multiplied, and the layer's output. It never
-    rounds router weights, scales, or partial sums of GEMMs and of top-k, which are float32.
+    A part always rounds the output of the activation and the layer's output. It never rounds router
+    weights, scales, or partial sums of GEMMs and of top-k, which are float32.
     """
 
     weights: bool = False

@@ -1,8 +1,8 @@
 """Compilation of choices (launch configurations) in worker processes, before they are timed.
 
 A worker calls a layer with meta tensors, which have the shapes, strides and dtypes of a real call,
-and compiles every kernel that the call would launch. Triton's disk cache stores the compiled
-kernels, and the process that times them loads them from there. Workers use no GPU.
+and compiles every kernel that the call would launch. The process that times the kernels loads them
+from Triton's disk cache. Workers use no GPU.
 """
 
 from collections.abc import Sequence
@@ -30,14 +30,15 @@ if TYPE_CHECKING:
 _META = torch.device("meta")
 # Several choices per task, because queueing a task takes as long as loading a compiled kernel.
 _CHOICES_PER_TASK = 3
-_MAX_WAIT_SECONDS = 300.0  # for one choice, including those before it in the queue
+_MAX_WAIT_SECONDS = 300.0  # for one choice, including the choices before it in the queue
 
 
 @dataclass(frozen=True)
 class TunedPair:
-    """The pairing to tune, and the machine.
+    """The pair of parts to tune, and the machine.
 
-    prepare_finalize, experts: names of the parts. The launches of the experts part are tuned.
+    prepare_finalize: name of the PrepareAndFinalize.
+    experts: name of the experts part, whose launches are tuned.
     prepared: whether calls use prepared weights.
     """
 
@@ -66,7 +67,7 @@ class TunedPair:
 class CompileTask:
     """Choices to compile for one problem, in one worker process.
 
-    space: the search space, created by the main process, because it may depend on the GPU.
+    space: the search space, which the main process creates, because it may depend on the GPU.
     """
 
     pair: TunedPair
@@ -94,7 +95,7 @@ def compile_choice(task: CompileTask, choice: Choice) -> str:
             names = pair.prepare_finalize, pair.experts
             kernel = make_kernel(*names, problem, machine=pair.machine)
             records = compile_kernels(kernel, target, prepared=pair.prepared)
-    # The compiler can raise any exception, none of which may end the tuning.
+    # The compiler can raise any exception, which must not end the tuning.
     except Exception as error:  # noqa: BLE001
         return f"does not compile: {type(error).__name__}: {str(error)[:200]}"
     return "; ".join(reason for record in records for reason in check(record))
@@ -127,8 +128,7 @@ def compile_kernels(
 def make_meta_inputs(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing]:
     """Return x_TH, weights and routing of a call as meta tensors.
 
-    Weights are as `quantize_weights` makes them by default, because kernels for scales of another
-    dtype are compiled separately.
+    Scales have the dtype that `quantize_weights` uses by default.
     """
     specs = weight_specs(problem)
     dtypes = {name: spec.dtypes[0] for name, spec in specs.items()}
@@ -167,7 +167,7 @@ class Compiler:
     def submit(
         self, pair: TunedPair, space: Tunable, problem: Problem, choices: Sequence[Choice]
     ) -> None:
-        """Start to compile those of `choices` that were not submitted before."""
+        """Start to compile the choices that were not submitted before."""
         unqueued = [c for c in dict.fromkeys(choices) if (pair, problem, c) not in self._futures]
         for start in range(0, len(unqueued), _CHOICES_PER_TASK):
             task = CompileTask(

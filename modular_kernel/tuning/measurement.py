@@ -4,11 +4,11 @@ Before a choice is timed, its output is checked. The workspace is filled with Na
 
 - All values must be finite.
 - Some rows are compared with the float64 reference, with the tolerances of `mk test`.
-- The whole output is compared with that of the first correct choice.
+- The whole output is compared with the output of the first correct choice.
 
 Screening times the stages of a few calls with events (`tuning.stage_timer`). A comparison replays
-the CUDA graphs of all finalists alternately. In both, each call has its own input, and the L2 cache
-is overwritten between calls if it could still hold data of the previous call.
+the CUDA graphs of all finalists alternately. In both cases, each call has its own input, and the L2
+cache is overwritten between calls if it could still hold data of the previous call.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +51,7 @@ class DeviceBenchmarker(Benchmarker):
     """Measures the choices of one pairing for one problem, on this machine.
 
     tokens: all token counts to be tuned, at most problem.tokens.
-    space: the search space; None uses that of the experts part.
+    space: the search space; None uses the search space of the experts part.
     routing: distribution of tokens over experts, in the syntax of RoutingKind.parse.
     target_ms: milliseconds of device time for each choice in a comparison.
     """
@@ -82,7 +82,7 @@ class DeviceBenchmarker(Benchmarker):
         self._get_workload = lru_cache(maxsize=1)(factory.make_workload)
 
     def _prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
-        """Return prepared weights, which all kernels of the search can use."""
+        """Return prepared weights for all kernels of the search."""
         names = self.pair.prepare_finalize, self.pair.experts
         return make_kernel(*names, self.problem, machine=self.pair.machine).prepare_weights(weights)
 
@@ -116,8 +116,8 @@ class DeviceBenchmarker(Benchmarker):
         try:
             with self.space.using(choice):
                 return work()
-        # A launch can raise any exception, none of which may end the tuning. If it has left the
-        # device unusable, the synchronization raises again.
+        # A launch can raise any exception, which must not end the tuning. If the device is unusable
+        # after the exception, the synchronization raises another one.
         except Exception as error:  # noqa: BLE001
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
@@ -140,9 +140,9 @@ class DeviceBenchmarker(Benchmarker):
         return workload.find_error(self._kernel(workload, poison=True)(x_TH, self.weights, routing))
 
     def _staged_calls(self, workload: TuneWorkload) -> list[Call]:
-        """Return a call for each input, with the stages marked by `replay.stages`.
+        """Return a call for each input, which runs the host code that marks stages.
 
-        A plan cannot be used, because it replays launches without the host code that marks stages.
+        A plan would replay launches without running the host code.
         """
         kernel = self._kernel(workload, poison=False)
         problem = workload.problem
@@ -156,7 +156,7 @@ class DeviceBenchmarker(Benchmarker):
         return [partial(call, x_TH, routing) for x_TH, routing in workload.inputs]
 
     def _is_promising(self, measured: StageTimes, workload: TuneWorkload) -> bool:
-        """Return whether the time of any stage is close to the fastest one of all choices so far.
+        """Return whether the time of any stage is close to the fastest time of all choices so far.
 
         If no stages were timed, the time of the call is used.
         """
@@ -171,8 +171,8 @@ class DeviceBenchmarker(Benchmarker):
     def _check_and_capture(self, workload: TuneWorkload) -> list[Call] | Refusal:
         """Check the current choice, and return functions that together make all calls of a round.
 
-        If the L2 cache is overwritten between calls, each call has its own CUDA graph; otherwise
-        one graph contains all calls. If the pairing cannot be captured, the calls run eagerly.
+        If the L2 cache is overwritten between calls, each call has its own CUDA graph. Otherwise,
+        one graph contains all calls. If the parts cannot be captured, the calls run eagerly.
         """
         error = self._find_error(workload)
         if error:
@@ -206,7 +206,7 @@ class DeviceBenchmarker(Benchmarker):
         clock, flush_l2 = make_clock(self.device), self._flush_l2 if workload.flush else None
 
         def time_once(choice: Choice) -> float:
-            with self.space.using(choice):  # needed only for calls that are not captured
+            with self.space.using(choice):  # has no effect on captured calls
                 times = time_runs_ms(runs[choice], clock, flush_l2)
             return sum(times) / len(workload.inputs) / 1e3
 

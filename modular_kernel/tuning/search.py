@@ -1,8 +1,8 @@
 """The loop of the tuner. For each number of tokens, it
 
 1. screens all candidates: compiles them, checks their outputs, and times a few calls;
-2. compares the fastest ones (the finalists) with more repetitions; and
-3. saves the fastest one.
+2. compares the fastest candidates (the finalists) with more repetitions; and
+3. saves the fastest finalist.
 
 A candidate is called a choice: the launch configurations of all kernels of a call. The loop does
 not depend on the part or the device. A `Tunable` of the part defines the choices, and a
@@ -17,8 +17,8 @@ from pathlib import Path
 
 from modular_kernel.contracts import Choice, StageTimes, Tunable, TunedChoice
 
-# Maximum ratio of the fastest time to the untuned time. A smaller gain may be noise, so that the
-# untuned choice is kept.
+# Maximum ratio of the fastest time to the untuned time. With a larger ratio, the gain may be noise,
+# and the untuned choice is kept.
 _MAX_RATIO_TO_UNTUNED = 0.99
 _NUM_COMPILED_AHEAD = 2  # token counts to compile in the background, including the current one
 
@@ -27,7 +27,7 @@ _NUM_COMPILED_AHEAD = 2  # token counts to compile in the background, including 
 class Refusal:
     """Why a choice was not timed.
 
-    is_wrong: whether it computed wrong outputs, which is a defect of a kernel.
+    is_wrong: whether the choice computed wrong outputs, which is a bug in a kernel.
     """
 
     reason: str
@@ -47,11 +47,11 @@ class Benchmarker(ABC):
 
     @abstractmethod
     def screen(self, tokens: int, choice: Choice) -> StageTimes | Refusal:
-        """Check the output of a choice and time a few calls, fewer if they are slow."""
+        """Check the output of a choice, and time a few calls."""
 
     @abstractmethod
     def compare(self, tokens: int, choices: Sequence[Choice]) -> Mapping[Choice, float | Refusal]:
-        """Time the choices alternately. Return the seconds per call, or a refusal, of each."""
+        """Time the choices alternately. Return the seconds per call, or a refusal, by choice."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class TuneResult:
 
     best: the fastest choice; None if no choice ran correctly.
     times: times of the screened choices.
-    refused: the choices that were not timed, with the reason.
+    refused: the choices that were refused, with the reason.
     finished: whether all candidates were screened before the deadline.
     file: the file in which `best` was saved.
     """
@@ -94,7 +94,7 @@ class TuneJob:
     tokens: the token counts to tune, in this order.
     folder: the folder of the results.
     budget: seconds for all token counts together.
-    ignore_saved: whether to tune again what has a saved result in the folder.
+    ignore_saved: whether to tune token counts that have saved results again.
     on_measurement: called after every measurement, to show progress.
     clock: returns the current time in seconds.
     """
@@ -112,7 +112,7 @@ class TuneJob:
 def remaining_token_counts(
     space: Tunable, tokens: Sequence[int], folder: Path, *, ignore_saved: bool
 ) -> list[int]:
-    """Return those of `tokens` that have no saved result. With `ignore_saved`, return all.
+    """Return the numbers in `tokens` without a saved result, or all if `ignore_saved` is True.
 
     Raises ConfigurationError if the saved results cannot be extended.
     """
@@ -121,11 +121,10 @@ def remaining_token_counts(
 
 
 def tune(job: TuneJob) -> Iterator[TuneResult]:
-    """Tune each number of tokens without a saved result, and save the results after each one.
+    """Tune each number of tokens without a saved result, and save each result.
 
-    Each number of tokens may take an equal share of the remaining time, so that one that finishes
-    early leaves more time to the following ones. Tuning ends when the budget is spent. Another run
-    continues with the remaining token counts.
+    Each number of tokens gets an equal share of the remaining time. Tuning ends when the budget is
+    spent. Another run continues with the remaining token counts.
     """
     remaining_tokens = remaining_token_counts(
         job.space, job.tokens, job.folder, ignore_saved=job.ignore_saved
@@ -162,7 +161,7 @@ class _Search:
     def run(self) -> TuneResult:
         space = self.job.space
         untuned = space.untuned(self.tokens)
-        # Time the untuned choice even if it spills registers, because it runs without tuning.
+        # Time the untuned choice even if it spills registers, because it may be kept.
         self._screen(untuned)
         finished = self._screen_all(space.candidates(self.tokens))
         finalists = dict.fromkeys(space.finalists(self.tokens, self.times))
@@ -172,7 +171,7 @@ class _Search:
         return TuneResult(self.tokens, best, self.times, self.refused, finished)
 
     def _screen_all(self, candidates: Sequence[Choice]) -> bool:
-        """Screen all candidates; return whether all were screened before the deadline."""
+        """Screen the candidates. Return whether all were screened before the deadline."""
         for choice in candidates:
             if choice in self.times or choice in self.refused:
                 continue

@@ -1,8 +1,8 @@
-"""Time the stages of eager calls with device events. A stage is, for example, one of the GEMMs.
+"""Time the stages of eager calls, such as the GEMMs, with device events.
 
 The host queues all calls while a sleep kernel keeps the GPU busy. The calls then run back to back,
-so that the time of the host is not measured. The events add about one microsecond to every stage.
-This does not affect a comparison of choices, which all have the same stages.
+so host time is not measured. The events add about one microsecond to every stage, which does not
+affect comparisons of calls with the same stages.
 """
 
 import time
@@ -19,20 +19,20 @@ from modular_kernel.replay import stages
 
 _MAX_CYCLES_PER_SECOND = 2.0e9  # upper bound of GPU clocks
 _FIRST_SLEEP_SECONDS = 3e-4  # per call, in the first attempt
-_SLEEP_MARGIN = 1.5  # ratio of the GPU's sleep to the time in which the host queues the calls
+_SLEEP_MARGIN = 1.5  # sleep of the GPU, relative to the time in which the host queues the calls
 _MAX_ATTEMPTS = 4
 _NO_SPAN: AbstractContextManager[object] = nullcontext()
 
 Call = Callable[[], object]
-# Start and end of every run of a stage, by name of the stage. On a GPU they are events, and on a
-# CPU host times (`measure.timing.Clock.mark`).
+# Start and end of every run of a stage, by name of the stage. They are events on a GPU, and host
+# times on a CPU (`measure.timing.Clock.mark`).
 Spans = dict[str, list[tuple[Any, Any]]]
 
 
 class StageTimer:
     """Times calls and their stages.
 
-    names: the stages to time, see `replay.stages`.
+    names: the stages to time, from `replay.stages`.
     """
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
@@ -42,9 +42,9 @@ class StageTimer:
         self._sleep_seconds = _FIRST_SLEEP_SECONDS
 
     def time_calls(self, calls: Sequence[Call], flush_l2: L2Flush = None) -> list[StageTimes]:
-        """Run each of `calls` once, and return its time and those of its stages.
+        """Run each of `calls` once. Return the times of the calls and of their stages.
 
-        flush_l2: called before each call, and not timed.
+        flush_l2: function that is called before each call, and not timed.
         """
         for _ in range(_MAX_ATTEMPTS):
             sleep_seconds = self._sleep_seconds * len(calls)
@@ -61,7 +61,7 @@ class StageTimer:
         return [self._stage_times(*call_spans) for call_spans in spans_of_calls]
 
     def _record_spans(self, call: Call, flush_l2: L2Flush) -> tuple[Any, Any, Spans]:
-        """Run a call. Return the start and end of the call, and those of its stages."""
+        """Run a call. Return (start of the call, end of the call, spans of its stages)."""
         spans: Spans = {}
         clock = self._clock
 

@@ -1,7 +1,7 @@
 """Weights, inputs and expected outputs with which the tuner times and checks choices.
 
-To save time, only a few experts are drawn, and the others are copies of them. Every expert is
-multiplied by a different factor, so that a kernel that uses a wrong expert computes a wrong result.
+To save time, only a few experts are drawn. The other experts are copies. Every expert is multiplied
+by a different factor, so that a kernel that uses a wrong expert computes a wrong result.
 """
 
 import math
@@ -25,8 +25,8 @@ from modular_kernel.testing.verify.compare import (
     compare,
 )
 
-_FIRST_ROWS = 4  # number of first rows of an output that are compared, in addition to the last one
-_FEW_TOKENS = 256  # up to this many tokens calls are short, so time _MAX_CALLS, not _MIN_CALLS
+_FIRST_ROWS = 4  # the first 4 rows and the last row of an output are compared
+_FEW_TOKENS = 256  # with up to 256 tokens, calls are short, and _MAX_CALLS calls are timed
 _MAX_CALLS, _MIN_CALLS = 4, 2
 _INPUT_SEED = 1000
 _WEIGHT_SEED = 11
@@ -39,10 +39,10 @@ Input = tuple[torch.Tensor, Routing]  # x_TH and the routing of one call
 class ExpectedRows:
     """Expected output of some tokens.
 
-    rows: (rows,) indices of the tokens, ascending, int64.
-    exact: (rows, H) their outputs in float64.
-    torch_rows: (rows, H) their outputs by a plain torch implementation of the scheme, whose error
-        determines the tolerance.
+    rows: indices of the R tokens, (R,) int64, ascending.
+    exact: outputs for the tokens, (R, H) float64.
+    torch_rows: outputs for the tokens by a plain torch implementation of the scheme, (R, H). Their
+        error determines the tolerance.
     """
 
     rows: torch.Tensor
@@ -50,7 +50,7 @@ class ExpectedRows:
     torch_rows: torch.Tensor
 
     def up_to(self, tokens: int) -> "ExpectedRows":
-        """Return the expected output of the tokens with an index below `tokens`."""
+        """Return the expected output of tokens whose index is below `tokens`."""
         selected = self.rows < tokens
         return ExpectedRows(self.rows[selected], self.exact[selected], self.torch_rows[selected])
 
@@ -59,11 +59,11 @@ class ExpectedRows:
 class TuneWorkload:
     """Inputs and expected output for one number of tokens, used for all choices.
 
-    inputs: one per call.
+    inputs: the inputs of the calls.
     expected: expected output for the first input.
     flush: whether to overwrite the L2 cache before each call.
     fastest: lowest time of each stage over all choices so far, in seconds.
-    first_output: output of the first correct choice for the first input; None before that.
+    first_output: output of the first correct choice for the first input; None if there is none yet.
     """
 
     problem: Problem
@@ -74,7 +74,7 @@ class TuneWorkload:
     first_output: torch.Tensor | None = None
 
     def find_error(self, out: torch.Tensor) -> str:
-        """Return a description of what is wrong with an output for the first input, or ""."""
+        """Return why an output for the first input is wrong; "" if it is correct."""
         if not bool(out.isfinite().all()):
             return "values that are not finite"
         expected = self.expected
@@ -159,8 +159,8 @@ class WorkloadFactory:
         load = count_load(routing, problem, self.weights.expert_map)
         bytes_moved = compute_work(problem, problem.scheme, [load]).bytes
         size = l2_bytes(self._device)
-        # memory=0 allows one set of weights only. With several, every choice would have to be
-        # checked with each of them.
+        # memory=0 allows a single set of weights. With several sets, every choice would have to be
+        # checked with each set.
         return choose_rotation(bytes_moved, math.inf, problem.tokens, l2=size, memory=0).flush
 
 
@@ -186,7 +186,7 @@ def make_tuning_weights(problem: Problem, device: torch.device) -> ExpertWeights
 
 
 def _repeat_experts(tensor: torch.Tensor, source_experts: torch.Tensor) -> torch.Tensor:
-    """Return tensor[source_experts], also for 8-bit dtypes that torch cannot index."""
+    """Return tensor[source_experts]. This includes 8-bit dtypes, which torch cannot index."""
     raw = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
     return raw.index_select(0, source_experts).view(tensor.dtype)
 

@@ -1,6 +1,6 @@
-"""Deferral of a call until another package has been imported.
+"""Call a function after a module is imported.
 
-Integrations use it to register with a package, such as transformers, without importing it.
+Integrations use this to register with a package, such as transformers, without importing it.
 """
 
 import sys
@@ -12,10 +12,7 @@ from types import ModuleType
 
 
 def call_after_import(name: str, function: Callable[[], None]) -> None:
-    """Call a function after the module `name` is imported, or now if it was already.
-
-    This does not import the module.
-    """
+    """Call a function now if the module `name` is imported, or after it is imported."""
     if name in sys.modules:
         function()
     else:
@@ -23,7 +20,7 @@ def call_after_import(name: str, function: Callable[[], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finder that adds the call to the loader of the module, once, and otherwise finds nothing."""
+    """Finder that adds the call of the function to the loader of the module, once."""
 
     def __init__(self, name: str, function: Callable[[], None]) -> None:
         self._name, self._function = name, function

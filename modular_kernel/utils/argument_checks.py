@@ -8,8 +8,8 @@
         def __post_init__(self) -> None:
             check_fields(self)      # tokens: got 2.5, need an int >= 0 and < 2^31
 
-The annotation alone defines the allowed values. A bool is not an int, an int is accepted as a
-float, and a float must be finite. Checks are skipped while torch.compile traces a caller.
+Annotations define the allowed values. A bool is not an int, an int is accepted as a float, and a
+float must be finite. Checks are skipped while torch.compile traces a caller.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -25,7 +25,7 @@ from torch.compiler import is_compiling
 
 from modular_kernel.errors import ConfigurationError, DeviceError
 
-# Kernels index rows, columns, experts, and the top-k of a token with 32-bit integers.
+# Kernels index rows, columns, experts and the top-k of a token with 32-bit integers.
 MAX_INT32 = 2**31 - 1
 
 Predicate = Callable[[object], bool]
@@ -83,13 +83,14 @@ def expect(what: str, value: object, kind: Any) -> None:
 
 
 def expect_each(what: str, values: object, kind: Any) -> tuple[Any, ...]:
-    """Return `values` as a tuple. Raises ConfigurationError unless each matches the annotation.
+    """Return `values` as a tuple. Raises ConfigurationError for the first invalid value.
 
-    The error shows the first invalid value, or the type of `values` if it is not a sequence.
+    what: name of the values in messages.
+    kind: annotation of a value.
     """
     test, need = _make_test(kind)
     is_sequence = isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping)
-    # A 0-d tensor is an instance of Iterable but cannot be iterated.
+    # A 0-d tensor is an instance of Iterable, but cannot be iterated.
     if not is_sequence or getattr(values, "ndim", 1) == 0:
         raise ConfigurationError(what, got=format_value(values), need=f"a sequence, each {need}")
     items = tuple(cast("Iterable[object]", values))
@@ -102,9 +103,9 @@ def expect_each(what: str, values: object, kind: Any) -> tuple[Any, ...]:
 
 
 def parse_device(device: object) -> torch.device:
-    """Return `device` as a torch.device, which need not be available.
+    """Return `device` as a torch.device. The device may be unavailable.
 
-    Raises ConfigurationError if it does not name a device.
+    Raises ConfigurationError if `device` does not name a device.
     """
     if isinstance(device, torch.device):
         return device
@@ -153,7 +154,7 @@ def format_value(value: object) -> object:
     kind = type(value)
     if kind.__module__ == "torch" and kind.__name__ == "dtype":
         return str(value)
-    return kind.__name__  # the text of a tensor or a list would be long
+    return kind.__name__  # tensors and lists could be long
 
 
 @cache
@@ -164,7 +165,7 @@ def _make_field_tests(cls: Any) -> tuple[tuple[str, Predicate, str], ...]:
 
 @cache
 def _make_test(kind: Any) -> tuple[Predicate, str]:
-    """Return (a predicate for values of the annotation `kind`, a description of these values)."""
+    """Return (predicate, description) for the values that the annotation `kind` allows."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _make_annotated_test(*args)

@@ -1,8 +1,8 @@
 """Counters of the calls of a kernel, on the host and without synchronization.
 
-A replayed call must be fast. It only increments an int in a list that its recording holds. Other
-calls run the host code of the parts, and add to a Counter under a lock, by the reason why they were
-not replayed.
+Some calls replay recorded launches. They must be fast, and only increment an int in a list that the
+recording holds. Other calls run the host code of the parts. They increment a Counter under a lock,
+by the reason why they were not replayed.
 """
 
 import threading
@@ -35,11 +35,11 @@ class CallCounters:
         self._replayed: list[ReplayCounts] = []
 
     def __reduce__(self) -> tuple[type["CallCounters"], tuple[()]]:
-        """Pickle and copy without the counts: the copy starts at 0."""
+        """Pickle and copy without the counts, so that a copy starts at 0."""
         return CallCounters, ()
 
     def after_fork(self) -> None:
-        """In a forked child, renew the lock, which a thread of the parent may have held."""
+        """Replace the lock in a forked child, because a thread of the parent may have held it."""
         self._lock = threading.Lock()
 
     def add(self, reason: str, tokens: int) -> None:
@@ -56,7 +56,7 @@ class CallCounters:
         return counts
 
     def totals(self) -> dict[str, object]:
-        """Return calls, tokens, replayed and recorded calls, fallbacks by reason, and plans."""
+        """Return the numbers that FusedMoEModularKernel.counters describes."""
         with self._lock:
             other_calls, other_tokens = dict(self._calls), self._tokens
             replayed = [counts.totals() for counts in self._replayed]
@@ -72,15 +72,15 @@ class CallCounters:
 
 
 class ReplayCounts:
-    """Numbers of replayed calls of one plan, by number of tokens, guarded by its lock."""
+    """Numbers of replayed calls of one plan, by number of tokens, guarded by the plan's lock."""
 
     def __init__(self) -> None:
         self._counters: dict[int, list[int]] = {}
 
     def counter(self, tokens: int) -> list[int]:
-        """Return a list of one int, the number of replayed calls with `tokens` tokens.
+        """Return the number of replayed calls with `tokens` tokens, in a list of one element.
 
-        Replays increment the int in place.
+        Replays increment the element in place.
         """
         return self._counters.setdefault(tokens, [0])
 
@@ -106,8 +106,7 @@ class DelayedValue:
         return DelayedValue, ()
 
     def read(self, tensor: torch.Tensor) -> int:
-        """Return the value of `tensor`, of shape (1,): the current one on a CPU, else a delayed
-        one.
+        """Return the value of `tensor`, (1,). On a GPU, this may be an earlier value.
 
         During CUDA graph capture, no copy is started.
         """

@@ -1,10 +1,10 @@
 """Fork safety: repair of locks, thread pools, CUDA contexts and process groups in a forked child.
 
-`os.fork` copies the memory of the parent, but only the calling thread. In the child, a lock that
-another thread held stays locked, data that it was writing stays incomplete, and a CUDA context or a
-connection to other ranks cannot be used. An object that owns such a resource either registers with
-`on_fork`, which calls its `after_fork` in the child, or stores `generation()` when it is created
-and calls `check_process` before each use.
+`os.fork` copies the memory of the parent, but only the calling thread. In the child, locks of other
+threads stay locked, data that other threads were writing stays incomplete, and CUDA contexts and
+connections to other ranks cannot be used. An object that owns such a resource registers with
+`on_fork`, which calls its `after_fork` in the child. Alternatively, it stores `generation()` when
+it is created, and calls `check_process` before each use.
 """
 
 import ctypes
@@ -46,10 +46,10 @@ def on_fork(owner: Forkable) -> None:
 
 
 def reset_lock(lock: Any) -> bool:
-    """Reset an RLock in a forked child. If the forking thread holds it, only return True.
+    """Reset an RLock in a forked child. Return whether the forking thread holds it.
 
-    A thread that forks inside a `with lock` block also leaves that block in the child, and releases
-    the lock there.
+    If the forking thread holds the lock, the lock is not reset, because the thread also releases it
+    in the child.
     """
     if lock._is_owned():
         return True
@@ -60,7 +60,7 @@ def reset_lock(lock: Any) -> bool:
 def check_process(created_in: int, what: str, need: str) -> None:
     """Raise StateError if `what` was created before this process was forked.
 
-    created_in: `generation()` at the creation.
+    created_in: the result of `generation()` when `what` was created.
     need: what to use instead, for the message.
     """
     if created_in != _generation[0]:
@@ -70,7 +70,7 @@ def check_process(created_in: int, what: str, need: str) -> None:
 class UnusableLock:
     """Replacement for the lock of an object that cannot be used in a forked child.
 
-    Entering it raises StateError, so that calls need no additional check.
+    Entering the lock raises StateError, so that calls need no additional check.
     """
 
     def __init__(self, what: str, need: str) -> None:
@@ -88,8 +88,8 @@ class UnusableLock:
 def use_one_thread() -> None:
     """Run torch on one thread in a forked child, as DataLoader does in its workers.
 
-    This is needed if the parent has computed on the CPU with GNU OpenMP, which would wait forever
-    for the threads of the parent. Other OpenMP runtimes start new threads in the child.
+    GNU OpenMP would wait forever for the threads of the parent. Other OpenMP runtimes start new
+    threads in the child.
     """
     if torch.get_num_threads() > 1 and _runs_on_gnu_openmp():
         torch.set_num_threads(1)
@@ -104,7 +104,7 @@ def _runs_on_gnu_openmp() -> bool:
 
 
 def leak(value: object) -> None:
-    """Keep `value` alive until the process ends, without ever running its C++ destructor.
+    """Keep `value` alive until the process ends, so that its C++ destructor never runs.
 
     The destructor of a process group joins threads that do not exist in a forked child.
     """

@@ -20,10 +20,10 @@ from modular_kernel.errors import ConfigurationError
 def read_file(path: Path, max_bytes: int, *, follow_links: bool = True) -> bytes:
     """Read a regular file of at most `max_bytes` bytes.
 
-    Raises OSError if the file cannot be opened, and ValueError if it is larger or is not a regular
-    file. Opening a pipe does not block.
-
     follow_links: whether `path` may be a symbolic link.
+
+    Raises OSError if the file cannot be opened, and ValueError if it is larger or is not a regular
+    file. A pipe does not block.
     """
     flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
     handle = os.open(path, flags if follow_links else flags | getattr(os, "O_NOFOLLOW", 0))
@@ -55,7 +55,7 @@ def parse(text: str | bytes, *, allow_constants: bool = False) -> Any:
 
 
 def parse_record(text: str, schema: str, what: str) -> dict[str, Any]:
-    """Parse a JSON object whose field "schema" must equal `schema`, else raise ConfigurationError.
+    """Parse a JSON object. Raises ConfigurationError unless its field "schema" equals `schema`.
 
     what: name of the record in messages.
     """
@@ -68,7 +68,7 @@ def parse_record(text: str, schema: str, what: str) -> dict[str, Any]:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file atomically: on an error, the file is unchanged."""
+    """Write a file atomically. On an error, the file is unchanged."""
     with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
@@ -78,8 +78,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path for the block to write to, then move the file to `path`.
 
     The temporary file has the suffix of `path` and is in the same folder. On an error, it is
-    removed and `path` is unchanged. A pipe, a device, or a file in a read-only folder cannot be
-    replaced: then `path` itself is yielded.
+    removed and `path` is unchanged. If `path` cannot be replaced, because it is a pipe, a device,
+    or in a read-only folder, `path` itself is yielded.
     """
     path = path.resolve()
     if path.exists() and not (path.is_file() and os.access(path.parent, os.W_OK)):

@@ -1,11 +1,10 @@
 """Matrix multiplication on a CPU that never reads memory outside of its operands.
 
 On a CPU with AMX, oneDNN multiplies 16-bit matrices in tiles of 32 columns. If the inner dimension
-K is not a multiple of 32, it reads past the end of a row, into the next row or a gap between rows,
-and multiplies these values by zero. A NaN or infinity there turns the product into NaN, so the
-values of one token, or old values in a buffer, would change the results of another token. The
-functions below pad K with zeros and remove gaps between rows. On a GPU, they pass the operands to
-torch unchanged.
+K is not a multiple of 32, oneDNN reads past the end of a row, and multiplies these values by zero.
+If one of these values is NaN or infinite, the product becomes NaN. Values of another token, or old
+values in a buffer, would then change results. The functions below pad K with zeros, and remove gaps
+between rows. On a GPU, they pass the operands to torch unchanged.
 """
 
 import torch
@@ -15,9 +14,9 @@ _TILE = 32  # 16-bit columns per row of an AMX tile
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return a @ b, (M, N), for matrices (M, K) and (K, N) of any strides.
+    """Return a @ b, (M, N), for matrices (M, K) and (K, N) with any strides.
 
-    Copies an operand only if it has gaps between its rows, or if it has 16-bit elements and K is
+    An operand is copied only if it has gaps between its rows, or if it has 16-bit elements and K is
     not a multiple of 32. A transposed view of contiguous weights is not copied.
     """
     a, b = _prepare_operands(a, b)
@@ -25,9 +24,11 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return x @ weight.T + bias, (M, N), for matrices (M, K) and (N, K) of any strides.
+    """Return x @ weight.T + bias, (M, N), for matrices (M, K) and (N, K) with any strides.
 
-    bias: (N,), added before the result is rounded. Copies operands as `matmul` does.
+    Operands are copied as in `matmul`.
+
+    bias: (N,), which is added before the result is rounded.
     """
     x, weight_KN = _prepare_operands(x, weight.T)
     return x @ weight_KN if bias is None else torch.addmm(bias, x, weight_KN)
@@ -36,11 +37,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 def compact(matrix: torch.Tensor) -> torch.Tensor:
     """Return a matrix without gaps between its rows (row-major) or columns (column-major).
 
-    A matrix on a CPU that has gaps is copied. Others are returned unchanged.
+    Only a CPU matrix with gaps is copied.
     """
     if matrix.device.type != "cpu" or _is_compact(matrix):
         return matrix
-    # Not `contiguous()`: it returns a single row unchanged, with a stride that oneDNN would use.
+    # `contiguous()` returns a single row unchanged, with a stride that oneDNN would use.
     return matrix.clone(memory_format=torch.contiguous_format)
 
 
@@ -59,7 +60,7 @@ def _prepare_operands(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, t
     if not padding:
         if is_compiling():
             return compact(a), compact(b)
-        # `_is_compact` inlined: calls would take longer than small products.
+        # `_is_compact` is inlined, because calls would take longer than small products.
         (m, k), n = a.shape, b.shape[1]
         is_a_compact, is_b_compact = a.stride() in ((k, 1), (1, m)), b.stride() in ((n, 1), (1, k))
         return a if is_a_compact else compact(a), b if is_b_compact else compact(b)

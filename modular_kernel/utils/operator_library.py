@@ -1,8 +1,8 @@
 """Registration of Python functions as torch operators with little overhead per call.
 
 `torch.library.custom_op` wraps a function in several Python layers (autograd, aliasing checks,
-disabling of torch.compile), which run in every call. Here, the dispatcher calls the function
-directly. On a CPU, the overhead of a call of `experts_forward` is 7 us instead of 14 us.
+disabling of torch.compile), which run in every call. With this module, the dispatcher calls the
+function directly. On a CPU, this reduces the overhead of `experts_forward` from 14 us to 7 us.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from modular_kernel.errors import LayoutError
 NAMESPACE = "modular_kernel"
 F = TypeVar("F", bound=Callable[..., Any])
 
-# By name of the operator. Referenced because deleting a Library removes its registrations.
+# Libraries by name of the operator. Deleting a Library would remove its registrations.
 _libraries: dict[str, Any] = {}
 _make_library: Any = torch.library.Library
 # The dispatch key that is active only inside vmap, grad, jvp and functionalize.
@@ -29,11 +29,13 @@ def register_operator(name: str, fake: Callable[..., Any]) -> Callable[[F], F]:
     """Register the decorated function as the operator `torch.ops.modular_kernel.<name>`.
 
     The function must return new tensors, must not mutate its arguments, and needs annotations that
-    `torch.library.infer_schema` accepts. It runs on every device. Without an autograd formula (see
-    `register_autograd`), callers must not pass tensors that require gradients. Tensors wrapped by
+    `torch.library.infer_schema` accepts. It runs on every device. Without an autograd formula
+    (`register_autograd`), callers must not pass tensors that require gradients. Tensors wrapped by
     vmap, grad or jvp raise LayoutError, because torch would silently return zero gradients.
 
-    fake: implementation for fake tensors. It returns empty tensors of the right shape and dtype.
+    name: name of the operator.
+    fake: implementation for fake tensors, which returns empty tensors with the shape and dtype of
+        the results.
     """
 
     def register(function: F) -> F:
@@ -53,7 +55,7 @@ def register_operator(name: str, fake: Callable[..., Any]) -> Callable[[F], F]:
 def register_autograd(
     name: str, backward: Callable[..., Any], setup_context: Callable[..., Any]
 ) -> None:
-    """Register the autograd formula of an operator; see `torch.library.register_autograd`."""
+    """Register the autograd formula of an operator, as `torch.library.register_autograd` does."""
     torch.library.register_autograd(
         f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_libraries[name]
     )

@@ -1,8 +1,8 @@
-"""Imports of the packages that provide parts, with a deadline and a check against shadowing.
+"""Imports of packages that provide parts, with a timeout and a check against shadowing.
 
-A package can raise, exit or hang while it is imported. So that this does not affect the parts of
-other packages, each import runs in its own thread with a deadline. A thread that does not finish is
-abandoned. It is a daemon thread, so it ends with the process.
+A package can raise, exit or hang while it is imported. To protect the parts of other packages, each
+import runs in its own thread with a timeout. A thread that does not finish is abandoned. It is a
+daemon thread, so it ends with the process.
 """
 
 import logging
@@ -17,7 +17,7 @@ from modular_kernel.text import escape_nonprintable
 
 _LOG = logging.getLogger("modular_kernel.parts")
 _WARN_AFTER_S = 5.0
-_MAX_MESSAGE_CHARS = 500  # of a third-party exception
+_MAX_MESSAGE_CHARS = 500  # maximum length of the message of a third-party exception
 
 # Import packages of this distribution other than modular_kernel.
 DISTRIBUTION_PACKAGES = ("prepare_finalize", "experts", "topk_reduce")
@@ -59,7 +59,7 @@ def load_with_timeout(load: Callable[[], object], seconds: float, origin: str) -
 
 
 def _current_line(ident: int | None) -> str:
-    """Return the line that a thread is executing, ignoring import machinery."""
+    """Return the line that a thread is executing, outside of Python's import system."""
     frame = sys._current_frames().get(ident or 0)
     while frame is not None and frame.f_code.co_filename.startswith("<frozen importlib"):
         frame = frame.f_back
@@ -67,10 +67,10 @@ def _current_line(ident: int | None) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return a third-party exception as one printable line of at most about 500 characters."""
+    """Return a third-party exception as one printable line of limited length."""
     try:
         text = str(error)
-    except Exception:  # noqa: BLE001  its __str__ is third-party code too
+    except Exception:  # noqa: BLE001  __str__ is also third-party code
         text = "(no text)"
     text = escape_nonprintable(text, max_chars=_MAX_MESSAGE_CHARS)
     return f"{escape_nonprintable(type(error).__name__)}: {text}"

@@ -1,8 +1,8 @@
 """Identification of optional packages by the content of their files.
 
-A name is not enough: a package index may have an unrelated package of the same name, the installed
-version may be too old, and another project may contain a copy. A probe searches text in files, and
-imports nothing.
+The name of a package is not sufficient: a package index may have an unrelated package with the same
+name, the installed version may be too old, and another project may contain a copy. A probe searches
+for text in files, and imports nothing.
 """
 
 import re
@@ -18,7 +18,7 @@ from types import ModuleType
 from modular_kernel.errors import ConfigurationError
 
 _VERSION = re.compile(r"""^__version__\s*=\s*['"]([^'"]{1,40})['"]""", re.MULTILINE)
-_MAX_BYTES = 1 << 20  # read from each file
+_MAX_BYTES = 1 << 20  # maximum number of bytes read from a file
 # Exceptions that the import of a package raises if it was built for another torch, GPU or toolkit.
 _IMPORT_ERRORS = (ImportError, AssertionError, OSError, RuntimeError, AttributeError)
 
@@ -27,12 +27,12 @@ _IMPORT_ERRORS = (ImportError, AssertionError, OSError, RuntimeError, AttributeE
 class PackageProbe:
     """An optional package, identified by its content.
 
-    name: its name in `Requirements.packages`.
-    locations: candidate folders in order of preference. Each is an importable package, optionally
-        with a subfolder, such as "deep_gemm" or "vllm/third_party/deep_gemm".
-    markers: pairs (file in the folder, text in this file). All of them must be present.
-    need: the package that the markers identify, for messages.
-    source: how to install it, for messages.
+    name: name of the package in `Requirements.packages`.
+    locations: candidate folders in order of preference. A location is an importable package,
+        optionally with a subfolder, such as "deep_gemm" or "vllm/third_party/deep_gemm".
+    markers: pairs (file in the folder, text in this file), all of which must be present.
+    need: description of the package that the markers identify, for messages.
+    source: how to install the package, for messages.
     version_file: the file that defines `__version__`.
     """
 
@@ -48,8 +48,9 @@ class PackageProbe:
 class ProbeResult:
     """The location of a package.
 
-    folder: None if no candidate matches.
-    reason: why none matches; "" if one matches or if there are no candidates.
+    folder: the folder of the package; None if no candidate matches.
+    version: version of the package; "" if unknown.
+    reason: why no candidate matches; "" if a candidate matches or if there are no candidates.
     """
 
     folder: Path | None = None
@@ -118,20 +119,20 @@ def unload(name: str) -> None:
 
 
 def find_packages(probes: Iterable[PackageProbe]) -> tuple[frozenset[str], dict[str, str]]:
-    """Return the names of available packages, and the reasons why others do not match by name."""
+    """Return the names of available packages, and for other names why no package matches."""
     results = {probe.name: find_package(probe) for probe in probes}
     available = frozenset(name for name, result in results.items() if result.folder is not None)
     return available, {name: result.reason for name, result in results.items() if result.reason}
 
 
 def read_version(folder: Path, file: str = "__init__.py") -> str:
-    """Return the `__version__` in a file of a package; "" if it has none."""
+    """Return the `__version__` in a file of a package, or ""."""
     match = _VERSION.search(_text(folder / file) or "")
     return match[1] if match else ""
 
 
 def installed_version(distribution: str) -> str | None:
-    """Return the version of a distribution, without importing it; None if it is not installed."""
+    """Return the version of a distribution, or None if it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Logging of the progress of long loops, at most one line every five seconds.
+"""Logging of the progress of long loops, with at most one line every five seconds.
 
 for expert in log_progress(experts, "model.layers.3.mlp.experts", "experts"):
     ...   # INFO modular_kernel.loading: model.layers.3.mlp.experts: 40 of 128 experts in 5.1 s
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def log_progress(items: Sequence[T], what: str, unit: str) -> Iterator[T]:
-    """Yield the items, and log the number of finished ones every five seconds.
+    """Yield the items, and log the number of finished items every five seconds.
 
     what: name of the object that consists of the items.
     unit: name of the items, in the plural.

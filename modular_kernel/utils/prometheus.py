@@ -2,7 +2,8 @@
 
     text = prometheus_text({"model.layers.0.mlp": layer, "draft": kernel})
 
-Serve it with the content type "text/plain; version=0.0.4". Nothing synchronizes with a device.
+Serve the text with the content type "text/plain; version=0.0.4". `prometheus_text` does not
+synchronize with a device.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -40,11 +41,12 @@ class HasCounters(Protocol):
 def prometheus_text(counted: Mapping[str, HasCounters]) -> str:
     """Return counters in Prometheus's text exposition format, version 0.0.4.
 
-    Metrics of a layer have the label "layer", those of a kernel the label "kernel". A kernel that
-    several layers use appears once, under the name of the first one. Raises ConfigurationError for
-    other values, such as the dict that `counters()` returns.
+    Metrics of a layer have the label "layer", and metrics of a kernel have the label "kernel". A
+    kernel that several layers use appears once, under the name of the first layer.
 
     counted: kernels (`FusedMoEModularKernel`) and layers (`FusedMoE`, `FusedMoEWithLoRA`) by name.
+
+    Raises ConfigurationError for any other value.
     """
     expect("counted", counted, Mapping)
     for name, owner in counted.items():

@@ -4,8 +4,7 @@
     check_output("out", out, {"rows": rows})                 # shares no memory with inputs
     check_no_gradients({"x": x_TH, "w1": w1_eNH})            # kernels are forward only
 
-No check synchronizes with a device. Later calls of a plan repeat only `check_strided`, because they
-compare addresses and layouts with those of a checked call.
+No check synchronizes with a device.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -45,10 +44,7 @@ def compile_only() -> Iterator[None]:
 
 
 def is_dense(value: object) -> bool:
-    """Return True only if `check_strided` accepts `value`. It may also accept others.
-
-    This is the fast path of the check.
-    """
+    """Return True if `value` is certain to pass `check_strided`. This is a fast path."""
     return (
         type(value) in _PLAIN_TYPES
         and value.layout is torch.strided  # type: ignore[attr-defined]
@@ -58,9 +54,9 @@ def is_dense(value: object) -> bool:
 
 
 def check_strided(what: str, value: object) -> None:
-    """Check that `value` is a dense tensor, without checking its memory as `check_tensor` does.
+    """Check that `value` is a dense tensor. Unlike `check_tensor`, this does not check its memory.
 
-    Raises DtypeError for a value that is no tensor, an uninitialized parameter, or a quantized
+    Raises DtypeError for a value that is not a tensor, an uninitialized parameter, or a quantized
     tensor. Raises LayoutError for a nested, sparse or lazily negated tensor, or a DTensor.
     """
     if not isinstance(value, torch.Tensor):
@@ -80,7 +76,7 @@ def check_strided(what: str, value: object) -> None:
 
 
 def check_not_dtensor(what: str, value: torch.Tensor) -> None:
-    """Raise LayoutError for a DTensor: kernels read raw memory, which holds only a shard."""
+    """Raise LayoutError for a DTensor, because kernels would read only the memory of a shard."""
     if type(value).__name__ == "DTensor":
         need = "a plain tensor: .to_local() of a shard, or .full_tensor().detach()"
         raise LayoutError(what, got="a DTensor", need=need)
@@ -89,20 +85,18 @@ def check_not_dtensor(what: str, value: torch.Tensor) -> None:
 def check_tensor(
     what: str, value: object, *, device: torch.device | None = None, meta: bool = False
 ) -> torch.Tensor:
-    """Return `value`. Raises an InputError unless it is a plain tensor whose values can be read.
-
-    - DtypeError: `value` is no tensor.
-    - LayoutError: the tensor is sparse, lazily negated or conjugated, or wrapped by a function
-      transform (vmap, grad, jvp), or its storage is too small for its shape and strides, because it
-      was freed or resized.
-    - UnsupportedError: the tensor is a dual tensor, whose tangent would be lost.
-    - DeviceError: the tensor is on another device.
+    """Return `value` if it is a plain tensor whose values can be read. Otherwise, raise an error.
 
     Under torch.compile, memory and tangents are not checked, because tracing launches nothing.
 
     what: name of the tensor in messages.
-    device: required device; None accepts any.
+    device: required device; None accepts any device.
     meta: accept a tensor without memory (meta or fake), for functions that read no values.
+
+    Raises DtypeError if `value` is not a tensor. Raises LayoutError if the tensor is sparse, lazily
+    negated or conjugated, or wrapped by a function transform (vmap, grad, jvp), or if its storage
+    is too small for its shape and strides. Raises UnsupportedError for a dual tensor, whose tangent
+    would be lost. Raises DeviceError if the tensor is on another device.
     """
     compiling = is_compiling()
     if not compiling and _is_plain(value) and (device is None or value.device == device):
@@ -130,9 +124,9 @@ def check_tensor(
 
 
 def _is_plain(value: object) -> TypeGuard[torch.Tensor]:
-    """Return True only if `check_tensor` accepts `value`. It may also accept others.
+    """Return True if `value` is certain to pass `check_tensor`.
 
-    This is the fast path of the check, for contiguous tensors without storage offset.
+    This is a fast path for contiguous tensors without storage offset.
     """
     return (
         forward_ad._current_level < 0
@@ -155,7 +149,7 @@ def check_tensors(
     device: torch.device | None = None,
     meta: bool = False,
 ) -> None:
-    """Call `check_tensor` on each tensor of a mapping. Those named in `optional` may be None."""
+    """Call `check_tensor` on each tensor of a mapping. Tensors in `optional` may be None."""
     for what, value in tensors.items():
         if value is not None or what not in optional:
             check_tensor(what, value, device=device, meta=meta)
@@ -164,11 +158,10 @@ def check_tensors(
 def check_output(
     what: str, output: torch.Tensor, inputs: Mapping[str, torch.Tensor | None]
 ) -> None:
-    """Raise ConfigurationError if `output` shares memory with an input.
+    """Check that elements of `output` share memory neither with each other nor with inputs.
 
-    Raises LayoutError if elements of `output` share memory, as those of an expanded tensor do.
-
-    output, inputs: tensors that passed `check_tensor`.
+    All tensors must have passed `check_tensor`. Raises ConfigurationError if `output` shares memory
+    with an input, and LayoutError if its own elements overlap, as in an expanded tensor.
     """
     if is_compiling() or output.is_meta or isinstance(output, FakeTensor):
         return
@@ -198,7 +191,7 @@ def check_storage(what: str, tensor: torch.Tensor) -> None:
 
 
 def address_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return (address of the first byte of a tensor, address after its last byte)."""
+    """Return the address of the first byte of a tensor, and the address after its last byte."""
     start = tensor.data_ptr()
     if tensor.is_contiguous():
         return start, start + tensor.nbytes
@@ -209,15 +202,15 @@ def address_range(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def is_overlapping(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether the address ranges of two tensors, from first to last byte, intersect."""
+    """Return whether the address ranges of two tensors intersect."""
     (a_start, a_stop), (b_start, b_stop) = address_range(a), address_range(b)
     return max(a_start, b_start) < min(a_stop, b_stop)
 
 
 class TensorMemorySnapshot:
-    """The addresses, sizes and layouts of tensors, by which later changes of memory are detected.
+    """The addresses, sizes and layouts of tensors, to detect later changes of their memory.
 
-    tensors: by name, each with memory or on the meta device; None is skipped.
+    tensors: tensors by name, with memory or on the meta device. None is skipped.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
@@ -252,7 +245,7 @@ def needs_gradient(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def check_no_gradients(tensors: Mapping[str, torch.Tensor | None]) -> None:
-    """Raise UnsupportedError if a tensor requires a gradient: kernels are forward only."""
+    """Raise UnsupportedError if a tensor requires grad or has a tangent."""
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     if not needs_gradient(present.values()):
         return

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-# The timer fires again, because code that ignores all exceptions, such as a finalizer, may swallow
-# the first one.
+# The timer fires repeatedly, because code that ignores exceptions, such as a finalizer, may ignore
+# the first TimeLimitReached.
 _REPEAT_INTERVAL_S = 1.0
 
 
@@ -18,11 +18,11 @@ class TimeLimitReached(BaseException):
 
 @contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise TimeLimitReached inside the block once `seconds` have passed; None sets no limit.
+    """Raise TimeLimitReached inside the block after `seconds`; None sets no limit.
 
     An operation outside Python, such as a matrix product, finishes before the error is raised.
-    Outside the main thread, and on systems without SIGALRM, there is no limit. A timer of the
-    caller continues after the block.
+    Outside the main thread, and on systems without SIGALRM, there is no limit. An active timer of
+    the caller is restored after the block.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if seconds is None or not in_main_thread or not hasattr(signal, "SIGALRM"):

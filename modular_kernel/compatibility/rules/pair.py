@@ -20,7 +20,7 @@ def check_formats(pair: RuleInput) -> Violations:
 def check_dispatch_quant(pair: RuleInput) -> Violations:
     """Require that exactly one of the two parts quantizes the activations.
 
-    Schemes with per-expert scales are not checked: there, the experts quantize after dispatch.
+    If the scheme has one activation scale per expert, the experts always quantize after dispatch.
     """
     if not pair.problem.scheme.dispatched_quantized:
         return

@@ -276,5 +276,5 @@ def check_lora(pair: RuleInput) -> Violations:
             )
             yield Rejection("lora", (name, "problem"), str(pair.problem.lora), "no adapters", hint)
     if pair.problem.scheme.act_order:
-        # h has the order of w2's columns, but adapters are trained in the original order.
+        # The activation output has the column order of w2. Adapters have the original order.
         yield Rejection("lora", ("problem",), pair.problem.quant, "no act_order")

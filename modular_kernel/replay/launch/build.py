@@ -16,14 +16,14 @@ from modular_kernel.replay.launch.compiled_files import build_cached, find_cache
 from modular_kernel.settings import find_c_compiler
 from modular_kernel.text import escape_nonprintable
 
-_TIMEOUT_SECONDS = 120.0  # of the compiler, which usually takes one or two seconds
-_MAX_ERROR_CHARS = 300  # of the compiler's output in a message
+_TIMEOUT_SECONDS = 120.0  # the compiler usually takes one or two seconds
+_MAX_ERROR_CHARS = 300  # maximum length of the compiler's output in a message
 _SUFFIX = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
 _FLAGS = ("-O3", "-shared", "-fPIC", "-Wno-psabi")
 
 
 class BuildError(ModularKernelError):
-    """A C file could not be compiled or loaded; the message gives the reason."""
+    """A C file could not be compiled or loaded."""
 
 
 def load_module(
@@ -31,14 +31,15 @@ def load_module(
 ) -> ModuleType:
     """Load the extension module of the C file `source`. Compile it if it is not cached.
 
-    The compiled file is stored in MK_CACHE_DIR, or in a temporary folder of this process if that is
-    not possible. Raise BuildError if there is no compiler, if it fails, or if the result cannot be
-    loaded.
+    The compiled file is stored in MK_CACHE_DIR, or in a temporary folder of this process if
+    MK_CACHE_DIR cannot be used.
 
-    name: of the module; must match the C file.
-    include_dirs: folders of the headers that the C file includes, besides Python's.
-    release: version of the library that owns `include_dirs`. It is part of the cache key, because
-        the headers may change with it.
+    name: name of the module, which must match the C file.
+    include_dirs: folders of headers that the C file includes, in addition to Python's headers.
+    release: version of the library that owns `include_dirs`. It is part of the cache key.
+
+    Raises BuildError if there is no compiler, if the compiler fails, or if the result cannot be
+    loaded.
     """
     compiler = find_c_compiler()
     flags = (*_FLAGS, *(f"-I{folder}" for folder in (*include_dirs, *_python_include_dirs())))
@@ -57,17 +58,13 @@ def load_module(
 
 
 def _python_include_dirs() -> tuple[str, ...]:
-    """Return the folders of Python's headers.
-
-    On Debian, the default scheme is posix_local, the scheme of local packages. Its include folder
-    has no headers.
-    """
+    # Debian's default scheme is posix_local, whose include folder has no headers.
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     return (sysconfig.get_paths(scheme=scheme)["include"],)
 
 
 def _compile(command: list[str], output: Path) -> None:
-    """Run the compiler. Raise BuildError if it fails or does not produce the file `output`."""
+    """Run the compiler. Raises BuildError if it fails or does not produce the file `output`."""
     try:
         process = subprocess.run(
             [*command, "-o", str(output)],

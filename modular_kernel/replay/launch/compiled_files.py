@@ -1,8 +1,8 @@
 """Cache of compiled code on disk, which the processes of one user share.
 
-Processes execute these files, so a file is trusted only if no other user can have written it:
-folder and file belong to this user and are not writable by others. The name of a file contains the
-hash of its bytes, which is verified before use. A file that fails one of these checks is removed
+Processes execute these files, so a file is trusted only if no other user can have written it. The
+folder and the file must belong to this user, and must not be writable by others. The name of a file
+contains the hash of its bytes, which is verified before use. A file that fails a check is removed
 and built again. Files are written atomically.
 """
 
@@ -35,9 +35,7 @@ def make_cache_key(*facts: object, files: tuple[Path, ...] = ()) -> str:
 
 
 def find_cached(stem: str, suffix: str) -> Path | None:
-    """Return the cached file of `stem` and `suffix`; None if there is none.
-
-    Files with this stem whose bytes do not match their name are removed.
+    """Return the cached file with `stem` and `suffix`, or None. Invalid files are removed.
 
     stem: a name and the `make_cache_key` of the file.
     """
@@ -55,11 +53,13 @@ def find_cached(stem: str, suffix: str) -> Path | None:
 def build_cached(stem: str, suffix: str, build: Callable[[Path], None]) -> Path:
     """Build a file with `build`, store it in MK_CACHE_DIR, and return its path.
 
-    If it cannot be stored there, it is placed in a temporary folder of this process. Exceptions of
-    `build` propagate, and nothing is stored. Raise OSError if the file cannot be written anywhere.
+    If the file cannot be stored in MK_CACHE_DIR, it is placed in a temporary folder of this
+    process.
 
     stem: a name and the `make_cache_key` of the file.
-    build: called with a path; writes the file to it.
+    build: writes the file to the path that it is called with.
+
+    Raises OSError if the file cannot be written anywhere, and all exceptions of `build`.
     """
     process_folder = _get_process_folder()
     with tempfile.TemporaryDirectory(dir=process_folder) as build_folder:
@@ -80,7 +80,7 @@ def _write_atomically(content: bytes, path: Path) -> Path:
         with temporary.open("wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())  # the name must not reach the disk before the bytes
+            os.fsync(file.fileno())  # write the bytes to the disk before the name
         temporary.chmod(0o600)
         return temporary.replace(path)
 
@@ -90,13 +90,13 @@ def _hash(content: bytes) -> str:
 
 
 def _find_folder() -> Path:
-    """Return the folder of cached files, to which only this user can write.
+    """Return a folder to which only this user can write.
 
-    It is a temporary folder of this process if MK_CACHE_DIR is not set or not usable.
+    This is a temporary folder of this process if MK_CACHE_DIR is not set or not usable.
     """
     cache_dir = read_settings().cache_dir
     if cache_dir is not None:
-        # One folder per user: users may share a cache, but must not run each other's code.
+        # Users may share MK_CACHE_DIR, but must not run code of other users.
         folder = cache_dir / f"built-{os.geteuid()}"
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -116,8 +116,8 @@ def _get_process_folder() -> Path:
 def _make_process_folder(generation: int) -> Path:
     """Make a temporary folder for this process, which is removed when the process exits.
 
-    A forked child inherits the exit handler, but has another generation (`forks.generation`). It
-    removes only the folder that it made itself.
+    A forked child inherits the exit handlers of its parent, but has another `forks.generation`. It
+    does not remove the folder of the parent.
     """
     folder = Path(tempfile.mkdtemp(prefix="modular_kernel-built-"))
     atexit.register(_remove, folder, generation)
@@ -130,9 +130,9 @@ def _remove(folder: Path, generation: int) -> None:
 
 
 def _is_private(path: Path, kind: Callable[[int], bool]) -> bool:
-    """Return whether this user owns `path`, no other user can write to it, and it has this kind.
+    """Return whether `path` has this kind, and only this user owns it and can write to it.
 
-    kind: stat.S_ISREG or stat.S_ISDIR. A symbolic link is neither.
+    kind: stat.S_ISREG or stat.S_ISDIR. A symbolic link has neither kind.
     """
     try:
         status = path.lstat()

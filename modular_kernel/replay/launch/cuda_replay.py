@@ -1,9 +1,9 @@
 """`cuda_replay`: runs all launches of a recorded call with one call of C code (cuda_replay.c).
 
-Triton's launchers handle one launch each, with some 50 arguments passed through Python. The C file
-is compiled on first use, with the compiler that triton uses for its launchers, and cached
-(modular_kernel.replay.launch.build). It loads the functions of the CUDA driver by name, so that it
-is not linked against a driver.
+A launcher of Triton runs a single launch, and passes about 50 arguments through Python. The C file
+is compiled on first use with the compiler that Triton uses, and cached
+(modular_kernel.replay.launch.build). It loads the functions of the CUDA driver by name, so it is
+not linked against a driver.
 """
 
 import logging
@@ -27,7 +27,7 @@ _NAME = "modular_kernel_replay"  # must match cuda_replay.c
 
 MAP_BYTES = 128  # size of a CUtensorMap
 _MAP_ALIGNMENT = 128  # declared by CUDA 13; CUDA 12 requires 64
-# Triton appends two pointers to scratch memory to each kernel's parameters. They are null here.
+# Triton appends two pointers to scratch memory to each kernel's parameters. Replays pass null.
 _NUM_SCRATCH_POINTERS = 2
 _INTEGERS = {f"{sign}{bits}" for sign in "iu" for bits in (1, 8, 16, 32, 64)}
 _FLOATS = {"fp32": "<f4x", "fp64": "<d"}  # struct formats
@@ -35,18 +35,18 @@ _FLOATS = {"fp32": "<f4x", "fp64": "<d"}  # struct formats
 
 @dataclass(frozen=True)
 class LaunchRecord:
-    """A launch in the form of cuda_replay.c.
+    """A launch in the form that cuda_replay.c reads.
 
-    kernel: owner of the function; referenced to keep it alive.
+    kernel: the owner of the function, which this reference keeps alive.
     function: address of the CUfunction.
     threads: number of threads per program.
     shared: bytes of shared memory per program.
     dependent: whether programmatic dependent launch is enabled.
     cooperative: whether all programs must be resident at once.
     values: the parameters of the kernel, each a TMA map (CUtensorMap) or eight bytes.
-    slots: (index in `values`, index of an input, byte offset) of each parameter that a replay
-        replaces by the address of the input plus the offset. The inputs are the tensors of the
-        recorded call whose addresses differ between replays.
+    slots: parameters that a replay replaces, as (index in `values`, index of an input, byte
+        offset). The new value is the address of the input plus the offset. Inputs are the tensors
+        of the recorded call whose addresses differ between replays.
     """
 
     kernel: TritonObject
@@ -61,9 +61,9 @@ class LaunchRecord:
 
 
 def pack_value(kind: str, value: TritonObject) -> bytes | None:
-    """Pack a parameter of triton type `kind` into eight bytes; return None for an unknown type.
+    """Pack a parameter of triton type `kind` into eight bytes. Returns None for an unknown type.
 
-    The value is in the first bytes. A kernel reads only as many bytes as the type has.
+    The value is in the first bytes. The kernel reads only the bytes of its type.
     """
     if kind.startswith("*") or kind in _INTEGERS:
         return _to_word(value or 0)
@@ -73,9 +73,9 @@ def pack_value(kind: str, value: TritonObject) -> bytes | None:
 def pack_tensor_map(descriptor: TritonObject, meta: TritonObject) -> list[bytes] | None:
     """Return the kernel parameters of a triton TensorDescriptor: its TMA map, sizes and strides.
 
-    Return None if the kernel builds the map itself, or if triton stores maps in an unknown format.
+    Returns None if the kernel builds the map, or if triton stores maps in an unknown format.
 
-    meta: triton's metadata of this parameter; None if the kernel builds the map itself.
+    meta: triton's metadata of this parameter; None if the kernel builds the map.
     """
     from modular_kernel.replay.launch.triton_versions import encode_tensor_map
 
@@ -95,12 +95,12 @@ def pack_launch(
     arguments: Sequence[TritonObject],
     slots: dict[int, tuple[int, int]],
 ) -> LaunchRecord | None:
-    """Pack a launch of a compiled kernel; return None if an argument has an unknown type.
+    """Pack a launch of a compiled kernel. Returns None if an argument has an unknown type.
 
     compiled: triton's CompiledKernel.
-    arguments: in the order of the kernel's parameters. A tensor is an integer address or a triton
-        TensorDescriptor.
-    slots: index of an argument -> (input, byte offset).
+    arguments: arguments in the order of the kernel's parameters. A tensor is an integer address or
+        a triton TensorDescriptor.
+    slots: index of an argument -> (index of an input, byte offset).
     """
     metadata, values, slot_entries = compiled.metadata, list[bytes](), list[tuple[int, int, int]]()
     signature = compiled.src.signature.values()
@@ -134,7 +134,7 @@ def pack_launch(
 
 @cache
 def _build_module() -> tuple[TritonObject, str]:
-    """Return (cuda_replay.c as a module, ""), or (None, the reason why it cannot be built)."""
+    """Return (cuda_replay.c as a module, ""), or (None, reason) if it cannot be built."""
     try:
         import triton
         from triton.backends.nvidia.driver import include_dirs
@@ -162,10 +162,10 @@ PackArguments = tuple[
 
 
 def make_pack_arguments(launches: Sequence[LaunchRecord]) -> PackArguments:
-    """Return (launches, slots, word_offsets, values), which are arguments of `pack` in C.
+    """Return (launches, slots, word_offsets, values), the arguments of `pack` in cuda_replay.c.
 
-    values: the concatenated values of all launches, with maps aligned to 128 bytes.
     word_offsets: the position of each value, in words of eight bytes.
+    values: the concatenated values of all launches, with maps aligned to 128 bytes.
     """
     packed, slots = list[tuple[TritonObject, ...]](), list[tuple[int, int, int, bool]]()
     word_offsets, values = list[int](), b""

@@ -28,7 +28,7 @@ def launch(kernel: TritonObject, grid: tuple[int, ...], **arguments: TritonObjec
     """
     from triton.runtime.jit import JITFunction
 
-    if not isinstance(kernel, JITFunction):  # interpreted, possibly before any operation ran
+    if not isinstance(kernel, JITFunction):  # an interpreted kernel
         patch_interpreter_once()
         _check_num_warps(arguments.get("num_warps", 1))
     compiled = kernel[grid](**arguments)
@@ -56,7 +56,7 @@ def why_not_replayed() -> str:
     import triton
 
     if triton.knobs.runtime.interpret:
-        # Without a GPU, `mk` has set TRITON_INTERPRET itself: the missing GPU is the reason.
+        # Without a GPU, `mk` sets TRITON_INTERPRET. The missing GPU is then the reason to report.
         has_gpu = torch.cuda.is_available()
         return "TRITON_INTERPRET is 1: nothing is compiled" if has_gpu else _NO_GPU
     from modular_kernel.replay.launch import triton_versions

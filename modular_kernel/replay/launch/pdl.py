@@ -1,8 +1,8 @@
 """Programmatic dependent launch (PDL): a kernel starts while its predecessor finishes.
 
-Between two kernels of a CUDA graph, the GPU idles for one or two microseconds. With PDL, the second
-kernel is set up before the first one has finished, and calls `pdl_wait`
-(modular_kernel/ops/kernels) before it reads results of the first. In a launch without PDL,
+Between two kernels of a CUDA graph, the GPU is idle for one or two microseconds. With PDL, the
+second kernel is set up before the first kernel has finished. The second kernel calls `pdl_wait`
+(modular_kernel/ops/kernels) before it reads results of the first kernel. In a launch without PDL,
 `pdl_wait` does nothing.
 """
 
@@ -12,7 +12,7 @@ from modular_kernel.replay.launch.runtime import HAS_TRITON
 def pdl_arguments() -> dict[str, object]:
     """Return the launch arguments that enable PDL; {} in the interpreter and before sm_90.
 
-    USE_PDL is the constexpr by which kernels of this project enable `pdl_wait`.
+    Kernels of this project call `pdl_wait` if the constexpr USE_PDL is True.
     """
     if not HAS_TRITON:
         return {}

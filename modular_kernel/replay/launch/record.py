@@ -31,8 +31,8 @@ def record_launch(
 ) -> None:
     """Record a launch of `kernel`, or the reason why it cannot be replayed.
 
-    Pointers into the inputs of the call become slots, to which each replay writes the addresses of
-    its own inputs.
+    Pointers into the inputs of the call become slots. A replay writes the addresses of its own
+    inputs to the slots.
     """
     reason = _why_not_replayable(kernel, compiled)
     if reason:

@@ -1,7 +1,7 @@
 """Selection between the Triton kernel and the torch implementation of an operation.
 
 Each operation in `modular_kernel.ops` has both, and calls `use_triton` to select one. Triton is
-optional. Other modules read HAS_TRITON from here instead of importing it.
+optional, so other modules read HAS_TRITON before they import it.
 """
 
 from collections.abc import Iterator
@@ -44,9 +44,9 @@ def _patch() -> ModuleType | None:
 def use_triton(tensor: torch.Tensor) -> bool:
     """Return whether operations on `tensor` launch Triton kernels.
 
-    On a GPU they do if triton is installed. On a CPU they do if Triton's interpreter is active,
-    which this function then patches to compute as a GPU does. A meta tensor counts as a GPU tensor,
-    because `mk compile` launches kernels with meta tensors to find out what to compile.
+    On a GPU, this is the case if triton is installed. On a CPU, this is the case if Triton's
+    interpreter is active, which this function then patches to compute as a GPU does. A meta tensor
+    counts as a GPU tensor, because `mk compile` launches kernels with meta tensors.
     """
     if not HAS_TRITON:
         return False
@@ -74,11 +74,10 @@ def record_races() -> Iterator[list[str]]:
 
 @contextmanager
 def cache_interpreted_launches() -> Iterator[None]:
-    """Inside the block, replace interpreted launches by the cached writes of an equal launch.
+    """Replace interpreted launches inside the block with the cached writes of an equal launch.
 
     Two launches are equal if they have the same kernel, arguments of equal layout, and equal bytes
-    at every address that they read. They then write the same bytes. Compiled kernels are not
-    affected.
+    at every address that they read. Compiled kernels are not affected.
     """
     if patch_interpreter():
         from modular_kernel.interpreter import launch_cache as interpreted

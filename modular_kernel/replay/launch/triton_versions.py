@@ -1,8 +1,8 @@
 """Differences between the supported triton releases.
 
 Kernels import functions of Gluon, triton's low-level kernel language, that were renamed between
-releases. Host code uses the functions that read triton's compiled kernels. All other modules are
-written as if there were one triton release.
+releases. Host code uses the functions that read triton's compiled kernels. No other module depends
+on the release.
 """
 
 import ctypes
@@ -31,35 +31,35 @@ def _first_attribute(owner: TritonObject, new: str, old: str) -> TritonObject:
 async_load_rows = _first_attribute(async_copy, "async_load", "async_copy_global_to_shared")
 tma_async_load = _first_attribute(tma, "async_load", "async_copy_global_to_shared")
 tma_async_store = _first_attribute(tma, "async_store", "async_copy_shared_to_global")
-# reinterpret(memory, dtype, shape, layout): a public method since 3.9.
+# reinterpret(memory, dtype, shape, layout) is public since 3.9.
 reinterpret = _first_attribute(shared_memory_descriptor, "reinterpret", "_reinterpret")
 
-# Whether each lane of a warp unpacks the words of packed weights that it has loaded itself. Triton
-# distributes the lanes of a load over the axes along which its addresses are not contiguous: from
-# the first axis up to triton 3.6, for which path gemv_w4 was designed, and from the last axis since
-# 3.7. Words then pass between lanes through shared memory, and the GEMMs use up to twice as many
-# registers.
+# Whether each lane of a warp unpacks the words of packed weights that it has loaded. Triton
+# distributes the lanes of a load over the axes along which addresses are not contiguous. Triton
+# 3.6, for which the path gemv_w4 was designed, starts with the first axis. Triton 3.7 and later
+# start with the last axis. Lanes then exchange words through shared memory, and the GEMMs use up to
+# twice as many registers.
 WORDS_STAY_IN_LANES = RELEASE == "3.6"
 
-# Releases whose register allocation (ptxas 13.4 with --regAllocOptLevel=2) may spill registers to
-# raise the occupancy beyond the number of programs that the launch has per SM.
+# Releases whose register allocation (ptxas 13.4 with --regAllocOptLevel=2) may spill registers for
+# a higher occupancy than a launch can reach.
 _SPILLS_FOR_OCCUPANCY = ("3.9",)
 
 MAP_BYTES = 128  # size of a CUtensorMap
 
-# Bytes. Above this size, triton 3.8's launcher requests another split of shared memory and L1.
+# Above this number of bytes, triton 3.8's launcher requests another split of shared memory and L1.
 _MAX_SHARED = 228 * 1024
 
 
 def occupancy_options(programs_per_sm: int) -> dict[str, str]:
     """Return launch options for a kernel that runs with `programs_per_sm` programs on each SM.
 
-    In triton releases that may spill registers for a higher occupancy, the options make ptxas
-    allocate registers for this one.
+    If the triton release may spill registers for a higher occupancy, the options make ptxas
+    allocate registers for this number of programs.
     """
     if RELEASE not in _SPILLS_FOR_OCCUPANCY or triton.knobs.runtime.interpret:
         return {}
-    # The options of the environment variable PTXAS_OPTIONS, which ptx_options would replace.
+    # ptx_options would replace the options of the environment variable PTXAS_OPTIONS.
     user_options = triton.knobs.nvidia.ptxas_options
     occupancy_option = f"--minnctapersm={programs_per_sm}"
     return {"ptx_options": " ".join(filter(None, (user_options, occupancy_option)))}
@@ -86,9 +86,9 @@ def why_not_replayed(metadata: TritonObject) -> str:
 def encode_tensor_map(
     descriptor: TritonObject, meta: TritonObject
 ) -> tuple[bytes, list[int]] | None:
-    """Encode a triton TensorDescriptor. Return its TMA map, and the sizes and strides after it.
+    """Return the TMA map of a triton TensorDescriptor, and its sizes and strides.
 
-    Return None if triton stores maps in an unknown format.
+    Returns None if triton stores maps in an unknown format.
 
     meta: triton's metadata of this parameter.
     """
