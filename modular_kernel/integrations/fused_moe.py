@@ -78,11 +78,11 @@ def fused_experts(
     topk_output: (weights, ids, ...). The router weights are (..., K), float32 or a 16-bit dtype,
         which is converted to float32. The expert ids are (..., K); -1 skips a pair. Further values
         are ignored.
-    moe_runner_config: settings of the layer. Note that its `inplace` is True by default. Without a
-        config, the call is not in place.
+    moe_runner_config: settings of the layer. The default of MoeRunnerConfig.inplace is True.
+        Without a config, the call is not in place.
     options: keywords that `Options` lists.
 
-    Raises ConfigurationError for an unknown keyword, every InputError of `FusedMoEModularKernel`,
+    Raises ConfigurationError for an unknown keyword, the InputErrors of `FusedMoEModularKernel`,
     and IncompatibleError if no part supports the problem.
     """
     config, quantization = split_options(moe_runner_config, options)
@@ -153,8 +153,8 @@ def fused_moe(
 ) -> torch.Tensor:
     """Route tokens with a softmax over logits, then run `fused_experts`.
 
-    gating_output: logits (..., E), which require `top_k`; or the result of a router, like the
-        topk_output of `fused_experts`.
+    gating_output: logits (..., E), which require `top_k`; or the result of a router, as for the
+        argument topk_output of `fused_experts`.
     renormalize: scale the K weights of a token to sum to 1.
 
     `fused_experts` describes the other arguments.
@@ -232,7 +232,7 @@ def flatten_topk_output(
 
     lead: leading dimensions of x, which the ids must also have. None skips this check.
     device: device of x, on which the weights and ids must be. None skips this check.
-    check_memory: check that the weights and ids have memory. False if the kernel checks it.
+    check_memory: whether to check that the weights and ids have memory.
     """
     values = topk_output if isinstance(topk_output, list | tuple) else ()
     weights_TK, ids_TK = (*values, None, None)[:2]
@@ -266,10 +266,10 @@ _functorch_interpreter: Callable[[], object] = torch._C._functorch.peek_interpre
 
 
 def _may_skip_dispatcher(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether a call can skip torch's dispatcher, which saves time.
+    """Return whether a call can skip torch's dispatcher to save time.
 
-    This is False under torch.compile, a dispatch mode or a function transform, and for tensor
-    subclasses, meta tensors and tensors that are not dense.
+    A call cannot skip it under torch.compile, a dispatch mode or a function transform, or with
+    tensor subclasses, meta tensors or tensors that are not dense.
     """
     if (
         is_compiling()

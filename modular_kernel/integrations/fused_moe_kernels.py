@@ -80,7 +80,7 @@ def count_values_per_element(quant: str) -> int:
 
 
 def count_global_experts(w1: torch.Tensor, options: Quantization) -> int:
-    """Return E of all ranks: the length of expert_map if given, else the experts in w1."""
+    """Return E: the length of expert_map if it is given, or the number of experts in w1."""
     expert_map = options.get("expert_map")
     if expert_map is not None and expert_map.dim() != 1:
         raise ShapeError("expert_map", got=tuple(expert_map.shape), need="(E,)")
@@ -130,9 +130,9 @@ def get_kernel(
     kernel_options: KernelOptions,
     parts: tuple[Experts, ...] = DEFAULT_PARTS,
 ) -> FusedMoEModularKernel:
-    """Return the kernel for a call, which is created for the next power of two of its tokens.
+    """Return the kernel for a call. Its number of tokens is the next power of two.
 
-    parts: experts parts, of which the first that supports the problem is used.
+    parts: experts parts. The first part that supports the problem is used.
     """
     values_per_element = count_values_per_element(kernel_options[0])
     _check_sizes(x_TH, weights, values_per_element, kernel_options[1])
@@ -156,7 +156,7 @@ def get_kernel(
 def _check_sizes(
     x_TH: torch.Tensor, weights: ExpertWeights, values_per_element: int, activation: str
 ) -> None:
-    """Raise ShapeError for the tensor among x, w1 and w2 that does not match the other two."""
+    """Raise ShapeError unless the shapes of x, w1 and w2 match."""
     w1, w2 = weights.w1, weights.w2
     for what, tensor, dims in (("x", x_TH, 2), ("w1", w1, 3), ("w2", w2, 3)):
         if tensor.dim() != dims:
@@ -198,7 +198,7 @@ def _make_kernel(
     device: torch.device,
     parts: tuple[Experts, ...],
 ) -> FusedMoEModularKernel:
-    """Create a kernel. Each device has its own, because a kernel counts invalid ids on a device."""
+    """Create a kernel. Devices do not share kernels, because a kernel counts invalid ids."""
     tokens, hidden, intermediate, experts, top_k, local_experts = sizes
     quant, activation, on_input, scale, combine, inplace, chunk_tokens = kernel_options
     problem = Problem(

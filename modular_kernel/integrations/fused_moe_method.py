@@ -16,7 +16,7 @@ from modular_kernel.operators.kernel_cache import NO_EP
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.utils.argument_checks import expect
 
-# The prepare/finalize part of each all2all backend. The names are those of vLLM, where it has one.
+# The prepare/finalize part of each all2all backend. Names follow vLLM if it has the backend.
 ALL2ALL: Mapping[str, str] = {
     "naive": "ReplicatedEPPrepareAndFinalize",
     "allgather_reducescatter": "AllGatherReduceScatterPrepareAndFinalize",
@@ -29,7 +29,7 @@ ALL2ALL: Mapping[str, str] = {
     "deepep_v2": "DeepEPV2PrepareAndFinalize",
     "flashinfer_cutlass": "FlashInferCutlassMoEPrepareAndFinalize",
 }
-# Experts parts that are preferred to all others, in this order.
+# Experts parts that are tried before all other parts, in this order.
 _PREFERRED = ("TritonExperts", "BatchedTritonExperts", "TorchExperts", "NaiveBatchedExperts")
 
 
@@ -52,12 +52,12 @@ def select_gemm_impl(
 ) -> PermuteExpertsUnpermute:
     """Return an experts part that supports the problem together with a prepare/finalize part.
 
-    `modular_kernel.compose` selects the fastest part instead.
+    In contrast, `modular_kernel.compose` selects the fastest part.
 
     prepare_finalize: None means MoEPrepareAndFinalizeNoEP.
     machine: None means this machine.
 
-    If no part supports the problem, raises IncompatibleError with the reasons for every part that
+    Raises IncompatibleError if no part supports the problem, with the reasons for every part that
     has the activation format of prepare_finalize.
     """
     expect("problem", problem, Problem)

@@ -17,13 +17,13 @@ _KINDS_WITH_UNGATED_FORM = ("silu", "gelu", "gelu_tanh")
 
 @dataclass(frozen=True)
 class MoeRunnerConfig:
-    """Settings of a layer other than its tensors, with the fields and defaults of SGLang 0.5.23.
+    """Settings of a layer, with the fields and defaults of SGLang 0.5.23.
 
     num_experts, num_local_experts, hidden_size, intermediate_size_per_partition, top_k: if set,
         the tensors must have these sizes.
     layer_id, layer: number and module of the layer. They have no effect.
-    num_fused_shared_experts: how many of the experts are shared. The caller's routing must assign
-        these to every token. Not supported with logits. None means 0.
+    num_fused_shared_experts: number of shared experts among all experts. The caller's routing must
+        assign shared experts to every token. Not supported with logits. None means 0.
     params_dtype: if set, the dtype that unquantized weights must have.
     routing_method_type: how the router selects experts. It has no effect if the caller passes
         weights and ids, and is not supported with logits.
@@ -36,8 +36,8 @@ class MoeRunnerConfig:
     no_combine: return (T, K, H) outputs, neither weighted nor scaled. Requires inplace=False.
     no_combine_keep_router_weight: with no_combine, multiply the outputs by the router weights.
     routed_scaling_factor: factor of the output. None means 1.
-    gemm1_alpha, gemm1_clamp_limit: with silu, both together select gpt-oss's swiglu_oai, and the
-        limit alone selects swiglu_clamp_after. With situ, they are its alpha and its limit.
+    gemm1_alpha, gemm1_clamp_limit: alpha and limit of situ. With silu, both together select
+        gpt-oss's swiglu_oai, and the limit alone selects swiglu_clamp_after.
     gemm1_beta: the value that swiglu_oai adds to up. Only 1 is supported.
     swiglu_limit: with silu, selects swiglu_clamp_before with this limit.
     gate_up_interleaved: with swiglu_oai, whether the rows of w1 alternate gate and up.
@@ -96,7 +96,7 @@ class MoeRunnerConfig:
 
     @property
     def scale(self) -> float:
-        """The factor of the output. With no_combine it is 1, because the caller sums and scales."""
+        """The factor of the output. With no_combine, this is 1, because the caller scales."""
         factor = self.routed_scaling_factor
         return 1.0 if factor is None or self.no_combine else float(factor)
 
@@ -175,9 +175,9 @@ class Quantization(TypedDict, total=False):
 
 
 class Options(Quantization, total=False):
-    """Keywords of `fused_experts`: those of `Quantization`, and all fields of MoeRunnerConfig.
+    """Keywords of `fused_experts`: all keys of `Quantization`, and all fields of MoeRunnerConfig.
 
-    A field of MoeRunnerConfig overrides the value in the config.
+    A keyword overrides the field with the same name in the config.
 
     w1_bias, w2_bias: aliases of b1 and b2.
     """
@@ -221,7 +221,7 @@ _ALIASES = {"w1_bias": "b1", "w2_bias": "b2"}
 def split_options(
     config: MoeRunnerConfig | None, options: Options
 ) -> tuple[MoeRunnerConfig, Quantization]:
-    """Return the config with the fields that keywords override, and the quantization options.
+    """Return the config, with fields replaced by keywords, and the quantization options.
 
     Without a config, inplace is False unless a keyword sets it. Raises ConfigurationError for an
     unknown keyword, or for a value of the wrong type.

@@ -3,10 +3,10 @@
     runner = MoeRunner("triton", MoeRunnerConfig(num_experts=8, top_k=2, inplace=False))
     combine_input = runner.run(StandardDispatchOutput(x_TH, topk_output), MoeQuantInfo(w13, w2))
 
-The name of the backend selects an experts part. If stages are registered under the name, a fused
-operation of these stages is preferred. An argument that is not supported raises an error that names
-it. torch.compile and torch.export trace a call in the standard format as the operator
-`torch.ops.modular_kernel.experts`; calls in other formats break the graph.
+The name of the backend selects an experts part. If stages (`modular_kernel.runner`) are registered
+under the name, a fused operation that replaces these stages is preferred. An argument that is not
+supported raises an error. torch.compile and torch.export trace a call in the standard format as the
+operator `torch.ops.modular_kernel.experts`. Calls in other formats break the graph.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -244,7 +244,7 @@ class MoeRunner:
 
         Raises ConfigurationError if the backend has no part for the format, or if it requires
         another kind of router output; IncompatibleError if the part does not support the layer; and
-        every InputError of a kernel call.
+        the InputErrors of a kernel call.
         """
         format = expect_format(dispatch_output, *self._parts)
         check_dispatched(dispatch_output)
@@ -312,7 +312,7 @@ class MoeRunner:
         return {f: check(prepare[FORMATS[f]], part, problem) for f, part in self._parts.items()}
 
     def explain(self, quant: str = "none", tokens: int = 1) -> str:
-        """Describe the part of each dispatch format, and why it can or cannot run."""
+        """Return text about the part of each dispatch format, and why it can or cannot run."""
         lines = [f"backend {self.runner_backend}, quant {quant}"]
         for format, verdict in self.verdicts(quant, tokens).items():
             op = FUSED.find_fused_op(A2A_BACKENDS[format], self.runner_backend)
@@ -374,7 +374,7 @@ class MoeRunner:
     def _make_checked_weights(
         self, info: MoeQuantInfo, quant: str, x: torch.Tensor
     ) -> ExpertWeights:
-        """Return the weights, after checking them against the config's sizes."""
+        """Return the weights after checking their sizes."""
         weights, config = self._make_weights(info, quant, x.shape[-1]), self.config
         if info.expert_map is None and config.num_local_experts is not None:
             config = replace(config, num_experts=config.num_local_experts)  # local ids
@@ -423,7 +423,7 @@ class MoeRunner:
         quant: str,
         part: type[PermuteExpertsUnpermute],
     ) -> torch.Tensor:
-        """Compute what `_run_standard` does, with the operator that torch.compile can trace."""
+        """Compute the result of `_run_standard` with an operator that torch.compile can trace."""
         config, expert_map = self.config, weights.expert_map
         weights_TK, ids_TK = routing.topk_weights_TK, routing.topk_ids_TK
         if torch.is_grad_enabled() and (x_TH.requires_grad or weights_TK.requires_grad):

@@ -10,8 +10,8 @@ from modular_kernel.spec.problem import ActivationFormat
 from modular_kernel.utils.argument_checks import expect
 
 _STANDARD, _BATCHED = ActivationFormat.STANDARD, ActivationFormat.BATCHED_EXPERTS
-# The experts part of each backend, by activation format. The names of backends are those of SGLang,
-# where it has one. Registered stages add further backends.
+# The experts part of each backend, by activation format. Names follow SGLang if it has the backend.
+# Registered stages (`modular_kernel.runner`) add further backends.
 BACKENDS: Mapping[str, Mapping[ActivationFormat, str]] = {
     "triton": {_STANDARD: "TritonExperts", _BATCHED: "BatchedTritonExperts"},
     "triton_kernel": {_STANDARD: "TritonKernelsExperts"},
@@ -20,9 +20,9 @@ BACKENDS: Mapping[str, Mapping[ActivationFormat, str]] = {
     "cutlass": {_STANDARD: "CutlassExpertsFP8", _BATCHED: "BatchedCutlassExpertsFP8"},
     "torch": {_STANDARD: "TorchExperts", _BATCHED: "NaiveBatchedExperts"},
 }
-# The all2all backend of each dispatch format, as in the keys of fused operations.
+# The all2all backend of each dispatch format, for looking up fused operations.
 A2A_BACKENDS = {"standard": "none", "deepep_normal": "deepep", "deepep_ll": "deepep"}
-# For each of SGLang's environment variables: the option of MoeRunner, and its value for "1".
+# SGLang's environment variable -> (option of MoeRunner, value of the option for "1").
 SWITCHES: Mapping[str, tuple[str, bool]] = {
     "SGLANG_CI_DISABLE_MOE_FUSED_FUNC": ("fused", False),
     "SGLANG_MOE_PADDING": ("padding", True),
@@ -63,7 +63,7 @@ def find_parts(backend: str, *, fused: bool) -> dict[str, type[PermuteExpertsUnp
 
 
 def has_stages(backend: str) -> bool:
-    """Return whether the backend has stages, which fused=False runs."""
+    """Return whether the backend has stages, so that it supports fused=False."""
     try:
         return bool(find_parts(backend, fused=False))
     except (UnsupportedError, UnknownPartError):

@@ -1,6 +1,6 @@
 """Checks of the tensors that an external dispatcher passes to `MoeRunner`.
 
-Kernels compute addresses from the sizes and values of these tensors, so invalid ones would cause
+Kernels compute addresses from the sizes and values of these tensors, so invalid tensors would cause
 out-of-bounds reads.
 """
 
@@ -58,7 +58,7 @@ def _check_sorted(topk_output: object) -> None:
 def _check_pairs(ids: object, weights: object, x: torch.Tensor, num_rows: int | None) -> None:
     """Check ids and weights, (R, K) or (T, K).
 
-    num_rows: the required R; None if ids and weights are (T, K), that is, not per row of x.
+    num_rows: the required R; None if ids and weights are (T, K).
     """
     ids = _expect_on_device_of_x("topk_ids", ids, x)
     weights = _expect_on_device_of_x("topk_weights", weights, x)
@@ -87,7 +87,7 @@ def _check_counts(counts: object, x: torch.Tensor) -> None:
 
 
 def _expect_on_device_of_x(what: str, tensor: object, x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor after checking that it is on the device of x."""
+    """Return `tensor` after checking that it is on the device of x."""
     check_tensor(what, tensor)
     assert isinstance(tensor, torch.Tensor)
     if tensor.device != x.device:
@@ -96,6 +96,6 @@ def _expect_on_device_of_x(what: str, tensor: object, x: torch.Tensor) -> torch.
 
 
 def _check_dims(what: str, tensor: torch.Tensor, dims: str) -> None:
-    """Check the number of dimensions. dims: the required dimensions, such as "(T, H)"."""
+    """Check the number of dimensions. `dims` is text such as "(T, H)"."""
     if tensor.dim() != dims.count(",") + 1:
         raise ShapeError(what, got=tuple(tensor.shape), need=dims)

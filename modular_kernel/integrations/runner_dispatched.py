@@ -1,7 +1,7 @@
 """Runs an experts part on rows that an external dispatcher has received.
 
-ReceivedRows and ReceivedBatches declare, for compatibility checks, what such a dispatcher does.
-They are never called.
+ReceivedRows and ReceivedBatches represent external dispatchers in compatibility checks. They are
+never called.
 """
 
 from functools import lru_cache
@@ -32,7 +32,7 @@ from modular_kernel.workspace import Workspace
 
 
 class ReceivedRows(PrepareAndFinalize):
-    """Declares a dispatcher of (R, H) rows with local ids, as in the format "deepep_normal"."""
+    """An external dispatcher of (R, H) rows with local ids, as in the format "deepep_normal"."""
 
     requires = PrepareFinalizeRequirements(
         activation_format=ActivationFormat.STANDARD,
@@ -45,9 +45,9 @@ class ReceivedRows(PrepareAndFinalize):
 
 
 class ReceivedBatches(PrepareAndFinalize):
-    """Declares a dispatcher of (e, C, H) rows, as in the format "deepep_ll".
+    """An external dispatcher of (e, C, H) rows, as in the format "deepep_ll".
 
-    Its combine weights and sums the output.
+    The dispatcher weights and sums the output.
     """
 
     requires = PrepareFinalizeRequirements(
@@ -138,8 +138,8 @@ def _weight_and_reduce(
 def check_rows(x: torch.Tensor, scale: torch.Tensor | None, problem: Problem) -> None:
     """Raise DtypeError or ShapeError unless rows and their scales match the problem.
 
-    x: (R, H), or (e, C, H) of rows grouped by expert.
-    scale: as in `ContiguousTokens` or `BatchedTokens`.
+    x: (R, H); or (e, C, H), grouped by expert.
+    scale: scale of ContiguousTokens or BatchedTokens.
     """
     scheme = problem.scheme
     dtype = STORAGE[scheme.activation] if scheme.dispatched_quantized else problem.dtype

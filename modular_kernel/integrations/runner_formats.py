@@ -60,8 +60,7 @@ class DeepEPLLDispatchOutput(NamedTuple):
     hidden_states: (e, C, H).
     hidden_states_scale: scales of quantized rows, as in `BatchedTokens.scale`; None if the rows are
         not quantized.
-    topk_ids, topk_weights: (T, K), the routing of this rank's tokens, which is passed on to the
-        combine.
+    topk_ids, topk_weights: (T, K), the routing of this rank's tokens, which the combine needs.
     masked_m: (e,) int32, number of valid rows of each expert.
     expected_m: not used.
     """
@@ -91,7 +90,7 @@ class StandardCombineInput(NamedTuple):
 
 
 class DeepEPNormalCombineInput(NamedTuple):
-    """Rows for the combine. Each is the weighted sum over this rank's experts.
+    """Rows for the combine. Each row is the weighted sum over this rank's experts.
 
     hidden_states: (R, H).
     """

@@ -1,7 +1,7 @@
 """Reading of the MoE layer that a Hugging Face config.json describes.
 
 `families` lists the keys of each model_type. No code of the model is executed, and no value is
-guessed: an unknown model_type, quantization method, key or value, or a missing size, raises
+guessed. An unknown model_type, quantization method, key or value, or a missing size, raises
 ConfigurationError with the file, the entry and its value.
 """
 
@@ -29,10 +29,10 @@ _HF_QUANT_CONFIG = "hf_quant_config.json"  # modelopt's file in the folder of co
 _MAX_SIZE = 1 << 20  # upper bound of any size
 _MAX_NESTING = 3  # configs of multimodal models are nested
 
-# Keys of a multimodal model's language model. A config has at most one of them.
+# Keys of the language model in the config of a multimodal model, which has at most one of them.
 _NESTED_KEYS = ("text_config", "thinker_config", "language_config", "llm_config")
 _INHERITED_KEYS = ("quantization_config", "compression_config", "dtype", "torch_dtype")
-# Activations here, by their names in transformers.
+# Name of an activation in transformers -> kind of ActivationSpec.
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -41,7 +41,7 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 _UNGATED_ACTIVATIONS = {"relu2": "relu2"}
-_DEFAULT_ALPHA = 1.702  # swiglu_alpha, which the published files of gpt-oss omit
+_DEFAULT_ALPHA = 1.702  # swiglu_alpha of gpt-oss, whose published files omit the key
 _DTYPES = ("float32", "float16", "bfloat16")
 
 Config = dict[str, Any]
@@ -62,7 +62,8 @@ def problem_fields_of_file(
     quant.
 
     model: path of the config.json or of its folder.
-    quant, activation: the scheme and activation to use if layers have different ones.
+    quant: the scheme to use if layers have different schemes.
+    activation: the activation to use if layers have different activations.
 
     Raises ConfigurationError if the file cannot be read, if the layer is not supported, or if
     layers have different schemes or activations and none is selected.
@@ -91,14 +92,14 @@ def layers_of_file(
 
 
 def config_of_file(model: str) -> tuple[Path, Config]:
-    """Return the path of a config.json, and the object in it that has a known model_type.
+    """Return the path of a config.json, and the object in the file that has a known model_type.
 
-    The object inherits quantization_config and dtype from the objects that contain it. If it then
-    has no quantization_config, the one in the folder's hf_quant_config.json is used.
+    The object inherits quantization_config and dtype from the objects that contain it. If it has no
+    quantization_config, the quantization in the folder's hf_quant_config.json is used.
 
     model: path of a config.json, of a params.json (Mistral), of a GGUF file, or of a folder. In a
-        folder, config.json comes first, then params.json, then the GGUF file. The latter two are
-        converted to the equivalent config.json.
+        folder, config.json comes first, then params.json, then the GGUF file. A params.json and a
+        GGUF file are converted to the equivalent config.json.
 
     Raises ConfigurationError if the file cannot be read or has no such object.
     """
@@ -112,7 +113,7 @@ def config_of_file(model: str) -> tuple[Path, Config]:
             if gguf is not None:
                 return config_of_gguf(gguf)
             path = config_path(path)
-    except OSError as error:  # such as a name that is too long
+    except OSError as error:  # for example, the name is too long
         raise _unreadable_error(path, error) from None
     if path.name == PARAMS_FILE:
         return path, config_of_params(path, _read(path, "a params.json"))
@@ -123,7 +124,7 @@ def config_of_file(model: str) -> tuple[Path, Config]:
 
 
 def config_path(folder: Path) -> Path:
-    """Return the path of a folder's config.json, or of its params.json if there is only that."""
+    """Return the path of a folder's config.json, or of params.json if only that file exists."""
     path = folder / "config.json"
     return folder / PARAMS_FILE if not path.exists() and (folder / PARAMS_FILE).exists() else path
 
@@ -171,7 +172,7 @@ def read_hf_quant_config(folder: Path) -> Config | None:
 
 
 def _with_hf_quant_config(path: Path, config: Config) -> Config:
-    """Add the quantization in hf_quant_config.json to what is missing in config.json."""
+    """Add entries of hf_quant_config.json that are missing in config.json."""
     quantization = quantization_of(config)
     if quantization is None:
         from_file = read_hf_quant_config(path.parent)
@@ -185,7 +186,7 @@ def _with_hf_quant_config(path: Path, config: Config) -> Config:
 
 
 def _find_model_config(path: Path, config: Any) -> Config:
-    """Return the object with a known model_type: the whole config, or that of its language model.
+    """Return the object with a known model_type: the config, or the config of the language model.
 
     A nested object inherits quantization_config and dtype from the objects that contain it.
     """
@@ -236,9 +237,11 @@ def _unknown_type_error(
 def layer_fields_of_config(path: Path, config: Config, layer: int | None = None) -> dict[str, Any]:
     """Return the fields of Problem except quant.
 
-    config: an object with a known model_type, from `config_of_file`. layer: number of the layer;
-    None for all layers. Raises ConfigurationError for a model without experts, for a layer that is
-    not supported, and, if `layer` is None, for layers that differ in other fields than quant.
+    config: an object with a known model_type, from `config_of_file`.
+    layer: number of the layer; None for all layers.
+
+    Raises ConfigurationError for a model without experts, for a layer that is not supported, and,
+    if `layer` is None, for layers that differ in other fields than quant.
     """
     model_type = config["model_type"]
     family = FAMILIES[model_type]
@@ -290,7 +293,7 @@ def _check_allowed(path: Path, config: Config, key: str, allowed: tuple[object, 
 
 
 def _hidden_key(config: Config, family: Family) -> str:
-    """Return the key of the experts' input size: the latent size, if the model has one."""
+    """Return the key of the experts' input size, which is the latent size if there is one."""
     return family.latent if config.get(family.latent) is not None else family.hidden
 
 
@@ -300,10 +303,10 @@ def _intermediate_key(config: Config, family: Family) -> str:
 
 
 def _size(path: Path, config: Config, names: str) -> int:
-    """Return a size.
+    """Return a size. All values must be equal.
 
-    names: alternative keys, separated by spaces. If several are present, their values must be
-    equal. A value may be a list with a number for each layer, if these are equal.
+    names: alternative keys, separated by spaces. A value may be a list with a number for each
+        layer.
     """
     present = [name for name in names.split() if config.get(name) is not None]
     if not present:
@@ -371,8 +374,9 @@ def _activation_name(path: Path, config: Config, family: Family) -> str:
 def _limit(path: Path, config: Config, gate: str, layer: int | None) -> float | None:
     """Return the limit to which gate and up values are clamped; None if there is none.
 
-    layer: number of the layer; None for all layers, which must then have the same limit. Layers
-    beyond the end of a list of limits have none.
+    Layers beyond the end of a list of limits have no limit.
+
+    layer: number of the layer; None for all layers, which must have the same limit.
     """
     if gate == "clamp_before":
         return _number(path, "swiglu_limit", config.get("swiglu_limit"))

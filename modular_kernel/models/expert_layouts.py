@@ -1,9 +1,9 @@
 """Names and storage layouts of the experts in checkpoints, by model_type.
 
-`LAYOUTS` states for each model_type the module of the experts, relative to the layer, and how its
-projections are stored: as modules of each expert, or as stacks of all experts. Several layouts are
-listed if quantizers save a model in another way than its publisher. The names and shapes in a
-checkpoint then select one.
+`LAYOUTS` lists the module of the experts, relative to the layer, and how its projections are
+stored: as modules of each expert, or as stacks of all experts. A model_type has several layouts if
+quantizers save a model in another way than its publisher. The names and shapes in a checkpoint then
+select the layout.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,14 +14,13 @@ from dataclasses import dataclass
 class ExpertLayout:
     """The names and storage layout of a layer's experts in files.
 
-    block: module of the experts, relative to the layer; "" if projections are modules of the layer
-        itself.
-    gate, up, down: names of the projections. up is "" if `gate` has both gate and up rows; gate is
+    block: module of the experts, relative to the layer; "" if projections are modules of the layer.
+    gate, up, down: names of the projections. `up` is "" if `gate` has gate and up rows. `gate` is
         "" for ungated experts.
     stacked: a projection is one tensor (E, ...) for all experts. If False, the projections of
         expert e are the modules `block.e.name`.
     is_parameter: projections are parameters (`gate_up_proj`, `gate_up_proj_scale_inv`). If False,
-        they are modules (`gate_proj.weight`).
+        projections are modules (`gate_proj.weight`).
     transposed: names of the projections that are stored as (K, N).
     interleaved: gate and up rows alternate.
     flat: stacked tensors have the shape (E * rows, ...) instead of (E, rows, ...).
@@ -39,7 +38,7 @@ class ExpertLayout:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the projections: those in w1, then that in w2."""
+        """Names of the projections in w1, then of the projection in w2."""
         return tuple(name for name in (self.gate, self.up, self.down) if name)
 
     @property
@@ -48,7 +47,10 @@ class ExpertLayout:
         return f"{self.block}." if self.block else ""
 
     def modules(self, layer: str, experts: Iterable[int]) -> Iterator[str]:
-        """Yield the names of the projections. layer: name of the layer with a dot at its end."""
+        """Yield the names of the projections.
+
+        layer: name of the layer, with a dot at its end.
+        """
         if self.stacked:
             yield from (f"{layer}{self.path}{name}" for name in self.names)
             return

@@ -1,8 +1,8 @@
 """Supported model types: the keys of their config.json, and properties that their code determines.
 
-A config.json has sizes and names, but its keys differ between model types, and some properties of
-the MoE layer, such as a bias, are only in the code of the model. `FAMILIES` has one line for each
-model_type. Types that are not listed are not supported.
+The keys of a config.json differ between model types, and some properties of the MoE layer, such as
+a bias, are only in the code of the model. `FAMILIES` has one line for each model_type. Other types
+are not supported.
 """
 
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ class Family:
 
     source: the implementation of the layer in transformers: a folder of `transformers.models`, and
         the names of classes in it.
-    experts, top_k, intermediate, hidden: keys of the four sizes. Several keys, separated by spaces,
-        are alternative names; a file has one or more of them, with equal values.
+    experts, top_k, intermediate, hidden: keys of the four sizes. Keys that are separated by spaces
+        are alternatives. A file has one or more of them, with equal values.
     latent: key of the experts' input and output size. It replaces `hidden` if the file has it.
     nested_in: key of the object that has the keys of experts, top_k, intermediate and activation.
-    activation: key of the activation's name, or "=name" if the code determines it.
-    default_activation: activation of a file without that key, if published files omit it.
+    activation: key of the activation's name, or "=name" if the code determines the activation.
+    default_activation: activation of files without this key; "" if the key is required.
     gate: how gate g and up u are combined: "plain" is act(g) * u; "ungated" is act(u), without a
         gate; "oai" is swiglu_oai with the keys swiglu_alpha and swiglu_limit; "clamp_before" and
         "clamp_after" are the swiglu_clamp kinds with the key swiglu_limit or swiglu_limits.
@@ -31,11 +31,11 @@ class Family:
     on_input: the router weight multiplies the layer's input.
     scaling: key of the factor on the routed output; "" if there is none. With a trailing "?" the
         value may be null, which means 1.
-    dense_key: key of the intermediate size of dense layers. If a file has it, the experts' size is
-        in its `intermediate_size`, not in the key of `intermediate`.
+    dense_key: key of the intermediate size of dense layers. If a file has this key, the experts'
+        size has the key `intermediate_size` instead of `intermediate`.
     required: (key, values). The layer is supported only if the file has one of these values for the
-        key; None stands for a missing key.
-    unsupported: the reason why the model_type is not supported; "" if it is.
+        key. None stands for a missing key.
+    unsupported: why the model_type is not supported; "" if it is supported.
     """
 
     source: str

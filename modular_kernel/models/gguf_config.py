@@ -18,8 +18,8 @@ from modular_kernel.models.gguf_header import GgufHeader, read_header, tensor_ty
 METHOD = "gguf"
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 FLOAT_TYPES = tuple(_DTYPES)
-# Types that are loaded without rounding as int8 codes with a scale for 32 columns: with one float16
-# scale per block, and with scales that are products of a float16 and an integer.
+# Types that are loaded without rounding as int8 codes with a scale for 32 columns. Scales are
+# float16 values, or products of a float16 value and an integer, which need float32.
 _FLOAT16_SCALES = ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "TQ1_0", "TQ2_0")
 _FLOAT32_SCALES = ("IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_XXS", "IQ1_S")
 _INT8_TYPES = (*_FLOAT16_SCALES, *_FLOAT32_SCALES)
@@ -48,9 +48,9 @@ class _Architecture:
 
     model_type: the model in transformers with the same experts and router.
     intermediate: key of the experts' intermediate size in the metadata.
-    intermediate_key, experts_key: keys of the intermediate size and the number of experts in the
-        config.json.
-    fixed: entries of the config.json that are in the code of llama.cpp instead of the metadata.
+    intermediate_key: key of the intermediate size in the config.json.
+    experts_key: key of the number of experts in the config.json.
+    fixed: entries of the config.json that the code of llama.cpp determines.
     """
 
     model_type: str
@@ -107,7 +107,7 @@ def config_of_gguf(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _dtype(header: GgufHeader) -> str:
-    """Return the dtype of the experts if all have the same floating-point type, else bfloat16."""
+    """Return the dtype of floating-point experts, or "bfloat16" for other or several types."""
     layers = range(_MAX_LAYERS)
     types = {name for layer in layers for name in tensor_types(header, layer)}
     return _DTYPES.get(next(iter(types)), "bfloat16") if len(types) == 1 else "bfloat16"
@@ -132,21 +132,21 @@ def _router_entries(metadata: "_Metadata") -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Metadata:
-    """The entries "name.*" in the metadata of a GGUF file. name: name of the architecture."""
+    """The entries of an architecture, "name.*", in the metadata of a GGUF file."""
 
     path: Path
     header: GgufHeader
     name: str
 
     def optional(self, key: str, kind: type, default: Any) -> Any:
-        """Return the value of an entry, which must have the type `kind`, or the default."""
+        """Return the value of an entry of type `kind`, or the default."""
         value = self.header.metadata.get(f"{self.name}.{key}", default)
         if type(value) is not kind:
             raise _error(self.path, f"{self.name}.{key} = {str(value)[:80]}", kind.__name__)
         return value
 
     def integer(self, key: str) -> Any:
-        """Return the value of a required entry: an integer, or a list with one for each layer."""
+        """Return the value of a required entry: an integer, or a list of integers by layer."""
         value = self.header.metadata.get(f"{self.name}.{key}")
         if value is None:
             need = "this entry, as in a model with experts"
@@ -157,7 +157,7 @@ class _Metadata:
         return value
 
     def num_layers(self, *, with_mtp: bool = False) -> int:
-        """Return the number of layers. with_mtp: count those for multi-token prediction, too."""
+        """Return the number of layers, with or without layers for multi-token prediction (MTP)."""
         count: int = self.optional("block_count", int, 0)
         nextn: int = 0 if with_mtp else self.optional("nextn_predict_layers", int, 0)
         if not 0 <= nextn < count <= _MAX_LAYERS:
@@ -169,7 +169,7 @@ class _Metadata:
 def _quantization_config(header: GgufHeader, layers: range) -> dict[str, Any] | None:
     """Return a quantization_config with the types of the experts; None if all are floating-point.
 
-    `types` are those that most layers have. Layers with other types are listed under `dynamic`, as
+    `types` lists the types of most layers. Layers with other types are listed under `dynamic`, as
     in files of GPTQModel: {pattern of module names: {"types": ...}}, or False if unquantized.
     """
     layers_by_types = dict[tuple[str, ...], list[int]]()
@@ -194,11 +194,13 @@ def _quantization_config(header: GgufHeader, layers: range) -> dict[str, Any] | 
 
 
 def scheme_of_types(path: str, types: object) -> str:
-    """Return the scheme that represents matrices of some types without rounding, or "none".
+    """Return the scheme that represents matrices of these types without rounding.
 
-    With "none", the matrices are dequantized.
+    If there is no such scheme, this is "none", and the matrices are dequantized.
 
-    types: the types of a layer's matrices. Raises ConfigurationError for an unsupported type.
+    types: the types of a layer's matrices.
+
+    Raises ConfigurationError for an unsupported type.
     """
     if not isinstance(types, list) or not types or not all(isinstance(t, str) for t in types):
         raise _error(Path(path), f"types = {str(types)[:80]}", "names of types")
@@ -216,7 +218,7 @@ def scheme_of_types(path: str, types: object) -> str:
 
 
 def scale_dtype(types: Collection[str]) -> str:
-    """Return the dtype that represents the scales of all of these types without rounding."""
+    """Return the dtype that represents the scales of all these types without rounding."""
     return "float32" if {*types} & {*_FLOAT32_SCALES} else "float16"
 
 

@@ -4,10 +4,10 @@
     header.metadata["general.architecture"]           # "qwen3moe"
     header.tensors["blk.0.ffn_up_exps.weight"].shape  # (E, N, K)
 
-A header has a count of entries and of tensors, the entries of the metadata (key, type, value), and
+A header has the numbers of entries and tensors, the entries of the metadata (key, type, value), and
 a description of each tensor (name, shape, type, offset). All counts and sizes are checked against
-the size of the file before they are used. Long arrays are skipped; most of a header is the
-vocabulary of the tokenizer. Little-endian files of versions 2 and 3 are supported.
+the size of the file before they are used. Long arrays, such as the vocabulary of the tokenizer, are
+skipped. Little-endian files of versions 2 and 3 are supported.
 """
 
 import mmap
@@ -25,7 +25,7 @@ from modular_kernel.errors import ConfigurationError, WeightsError
 
 SUFFIX = ".gguf"
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
-_DEFAULT_ALIGNMENT = 32  # bytes, in a file without the key general.alignment
+_DEFAULT_ALIGNMENT = 32  # bytes, for files without the key general.alignment
 _MAX_DIMS = 4
 _MAX_NAME_BYTES = 1 << 16
 _MAX_ARRAY = 4096  # longer arrays are skipped
@@ -35,13 +35,13 @@ _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.ASCII)
 _STRING, _ARRAY = 8, 9  # types of metadata values
 # Format characters of `struct` for the scalar types of metadata values.
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
-_MIN_ENTRY = 13  # bytes of the shortest entry of the metadata: key, type and a byte
-_MIN_TENSOR = 32  # bytes of the shortest description of a tensor
+_MIN_ENTRY = 13  # minimum bytes of an entry of the metadata: key, type, and a value of one byte
+_MIN_TENSOR = 32  # minimum bytes of the description of a tensor
 
 
 @dataclass(frozen=True)
 class BlockType:
-    """A tensor type of ggml. A block of `nbytes` bytes has `values` consecutive values of a row."""
+    """A tensor type of ggml. A block of `nbytes` bytes holds `values` adjacent values of a row."""
 
     name: str
     values: int
@@ -90,7 +90,11 @@ TYPES: dict[int, BlockType] = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor. shape: row-major. offset: position of the data in the file, in bytes."""
+    """A tensor in a file.
+
+    shape: row-major shape.
+    offset: position of the data in the file, in bytes.
+    """
 
     path: Path
     shape: tuple[int, ...]
@@ -107,8 +111,8 @@ class TensorInfo:
 class GgufHeader:
     """The header of a model, which may be split over several files.
 
-    metadata: the metadata of the first file, without long arrays. tensors: the tensors of all files
-    by name.
+    metadata: the metadata of the first file, without long arrays.
+    tensors: the tensors of all files, by name.
     """
 
     metadata: dict[str, Any]
@@ -121,7 +125,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def shard_paths(path: Path) -> list[Path]:
-    """Return all files of the model that `path` is part of; [path] if the model is not split."""
+    """Return all files of the model that contains the file `path`."""
     match = _SHARD.fullmatch(path.name)
     if match is None:
         return [path]
@@ -147,7 +151,7 @@ def find_model_file(folder: Path) -> Path | None:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read the header of a model. path: path of any of its files.
+    """Read the header of the model that contains the file `path`.
 
     Raises WeightsError for a missing, truncated or invalid file.
     """
@@ -164,7 +168,7 @@ def read_header(path: Path) -> GgufHeader:
 
 
 def _size_and_mtime(path: Path) -> tuple[int, int]:
-    """Return the size of a file in bytes and its modification time in ns, for the header cache."""
+    """Return the size in bytes and the modification time in ns, which are keys of a cache."""
     try:
         status = path.stat()
     except OSError as error:
@@ -177,7 +181,7 @@ def _size_and_mtime(path: Path) -> tuple[int, int]:
 
 @lru_cache(maxsize=64)
 def _read_file(path: Path, size: int, _mtime: int) -> GgufHeader:
-    if size < 24:  # bytes up to the two counts
+    if size < 24:  # magic number, version and two counts
         raise WeightsError(str(path), got=f"{size} bytes", need="a GGUF file")
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -188,7 +192,7 @@ def _read_file(path: Path, size: int, _mtime: int) -> GgufHeader:
 
 
 class _Parser:
-    """Parser of the header of one file. Its methods parse at `position`, and advance it."""
+    """Parser of the header of one file. Methods parse at `position`, and advance it."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.position = path, data, 0
@@ -248,9 +252,10 @@ class _Parser:
         return name, TensorInfo(self.path, shape, block, offset)
 
     def value(self, kind: int, key: str, depth: int = 0) -> Any:
-        """Parse a value of the metadata. Returns None if it is skipped.
+        """Parse a value of the metadata. Returns None for a skipped value.
 
-        kind: its type. key: its key, for messages. depth: nesting depth of arrays.
+        kind: number of the type.
+        depth: nesting depth of arrays.
         """
         if kind in _SCALARS:
             return self.scalar(_SCALARS[kind])
@@ -279,7 +284,7 @@ class _Parser:
         return items if count <= _MAX_ARRAY else None
 
     def scalar(self, code: str) -> Any:
-        """Parse a number. code: format character of `struct`."""
+        """Parse a number with a format character of `struct`."""
         try:
             (value,) = struct.unpack_from(f"<{code}", self.data, self.position)
         except struct.error:

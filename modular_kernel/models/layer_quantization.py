@@ -22,7 +22,7 @@ from modular_kernel.text import format_layers
 
 Config = dict[str, Any]
 _MAX_LAYERS = 4096
-_MAX_MODULES = 1 << 22  # module names of all layers that are matched with patterns
+_MAX_MODULES = 1 << 22  # maximum number of module names that are matched with patterns
 _NUM_LAYERS = ("num_hidden_layers", "n_layers", "num_layers")
 _NUM_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 UNQUANTIZED = "none"
@@ -32,8 +32,7 @@ UNQUANTIZED = "none"
 class LayerScheme:
     """Layers whose experts have the same scheme.
 
-    layers: numbers of the layers; None for all layers if the config.json does not state how many
-    there are.
+    layers: numbers of the layers; None for all layers if their number is unknown.
     """
 
     layers: tuple[int, ...] | None
@@ -44,7 +43,7 @@ class LayerScheme:
 
 
 def quantization_of(config: Mapping[str, Any]) -> Any:
-    """Return the quantization_config of a config.json. Older files name it compression_config."""
+    """Return the quantization_config of a config.json (compression_config in older files)."""
     return config.get("quantization_config", config.get("compression_config"))
 
 
@@ -52,8 +51,9 @@ def quantization_of(config: Mapping[str, Any]) -> Any:
 class SchemeReader:
     """A function that returns the scheme of a module from its quantization_config.
 
-    path: path of the config.json, for messages. config: its object with the model_type. depth: as
-    for `scheme_of`.
+    path: path of the config.json, for messages.
+    config: the object of the config.json that has the model_type.
+    depth: argument of `scheme_of`.
     """
 
     path: str
@@ -63,8 +63,9 @@ class SchemeReader:
     def __call__(self, quantization: Config | None) -> str:
         """Return the scheme of a module.
 
-        quantization: its quantization_config; None for an unquantized module. Raises
-        ConfigurationError if there is no such scheme.
+        quantization: quantization_config of the module; None for an unquantized module.
+
+        Raises ConfigurationError if there is no such scheme.
         """
         if quantization is None:
             return UNQUANTIZED
@@ -73,14 +74,16 @@ class SchemeReader:
 
 
 def layer_schemes(path: Path, config: Config, fields: Mapping[str, Any]) -> tuple[LayerScheme, ...]:
-    """Return the schemes of a model's layers with experts, that of the lowest layer first.
+    """Return the schemes of a model's layers with experts, in order of their lowest layers.
 
     Layers for multi-token prediction, which are stored after the model's layers, are not included.
 
-    path: path of the config.json, for messages. config: its object with a known model_type. fields:
-    experts, hidden and intermediate. Raises ConfigurationError for an unknown scheme, for a layer
-    whose experts have several, and if layers have different schemes but the config.json does not
-    state the number of layers.
+    path: path of the config.json, for messages.
+    config: the object of the config.json that has a known model_type.
+    fields: experts, hidden and intermediate of the model's layers.
+
+    Raises ConfigurationError for an unknown scheme, for a layer whose experts have several schemes,
+    and if layers have different schemes but the number of layers is unknown.
     """
     depth = max(fields["hidden"], fields["intermediate"])
     quantization_config = quantization_of(config)
@@ -114,7 +117,7 @@ def layer_schemes(path: Path, config: Config, fields: Mapping[str, Any]) -> tupl
 def quantizer_layout(config: Config) -> ExpertLayout:
     """Return the layout with the module names that quantizers use in a quantization_config.
 
-    Most quantizers need one module per expert. torchao quantizes the parameters in transformers,
+    Most quantizers use one module per expert. torchao quantizes the parameters in transformers,
     which are stacks of all experts.
     """
     layouts = LAYOUTS[config["model_type"]]
@@ -137,7 +140,7 @@ def layers_with_experts(path: Path, config: Config) -> tuple[int, ...] | None:
 
 
 def num_layers(path: Path, config: Mapping[str, Any]) -> int | None:
-    """Return the number of layers without those for multi-token prediction; None if unknown."""
+    """Return the number of layers, without layers for multi-token prediction; None if unknown."""
     for key in _NUM_LAYERS:
         value = config.get(key)
         if value is not None:
@@ -186,9 +189,9 @@ def _listed_dense_layers(config: Config, count: int) -> Iterator[int]:
 
 
 def _periods(config: Config) -> Iterator[tuple[int, int]]:
-    """Yield (period, remainder), according to keys that state a period.
+    """Yield (period, remainder), according to keys with a period.
 
-    Layers with experts are those with layer % period == remainder.
+    A layer has experts if layer % period == remainder.
     """
     has_list = bool(config.get("moe_layers"))  # overrides interleave_moe_layer_step (Llama 4)
     for key in ("decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step"):

@@ -4,9 +4,11 @@
 
 Mistral publishes some models in its own format: a params.json with other keys than a config.json,
 and `consolidated*.safetensors`, in which gate, up and down are `layers.L.experts.E.w1`, `w3` and
-`w2`. In float8 files, `qscale_weight` is the scale of a matrix, and `qscale_act` that of its input.
+`w2`. In float8 files, `qscale_weight` is the scale of a matrix, and `qscale_act` is the scale of
+its input.
 
-Supported are files whose `moe` has the size of the experts. Those of Mixtral do not have it.
+The object `moe` must have the size of the experts. Mixtral's files do not have it, and are not
+supported.
 """
 
 from collections.abc import Collection, Mapping
@@ -18,19 +20,21 @@ from modular_kernel.models.quantization_keys import is_empty
 
 PARAMS_FILE = "params.json"
 _MODEL_TYPE = "mistral4"
-# Keys of a config.json: the corresponding keys of a params.json, and of its `moe`.
+# Key of a config.json -> key of a params.json.
 _KEYS = {"hidden_size": "dim", "num_hidden_layers": "n_layers"}
+# Key of a config.json -> key of `moe` in a params.json.
 _MOE_KEYS = {
     "n_routed_experts": "num_experts",
     "num_experts_per_tok": "num_experts_per_tok",
     "moe_intermediate_size": "expert_hidden_dim",
 }
+# Key of a config.json -> (optional key of `moe` in a params.json, default value).
 _MOE_DEFAULTS: dict[str, tuple[str, Any]] = {
     "routed_scaling_factor": ("routed_scale", 1.0),
     "first_k_dense_replace": ("first_k_dense_replace", 0),
 }
-# Keys that select the router, with the values of the supported one: softmax over all experts, and
-# weights of the top-k experts divided by their sum.
+# Keys that select the router, with the supported values. The supported router computes a softmax
+# over all experts, and divides the weights of the top-k experts by their sum.
 _ALLOWED_MOE: dict[str, tuple[object, ...]] = {
     "route_every_n": (1,),
     "num_expert_groups": (1,),
@@ -46,10 +50,12 @@ _ALLOWED_FP8: dict[str, tuple[object, ...]] = {
 
 
 def config_of_params(path: Path, params: object) -> dict[str, Any]:
-    """Convert the object in a params.json to that of the equivalent config.json.
+    """Convert the object in a params.json to the object of the equivalent config.json.
 
-    path: path of the params.json, for messages. Raises ConfigurationError for a model without
-    experts, a missing size, and unknown entries that could change the experts or their router.
+    path: path of the params.json, for messages.
+
+    Raises ConfigurationError for a model without experts, a missing size, and unknown entries that
+    could change the experts or their router.
     """
     if not isinstance(params, Mapping):
         raise _error(path, f"the file = {str(params)[:80]}", "an object")

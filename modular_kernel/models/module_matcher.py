@@ -1,10 +1,10 @@
 """Matching of module names with the patterns in a quantization_config, in linear time.
 
-A config.json is untrusted, and a regular expression in it may take exponential time in `re`. Here,
-all entries of a list are compiled to one nondeterministic finite automaton (NFA), which reads each
-character of a name once. Sets of NFA states are states of a deterministic automaton (DFA). They are
-computed when they are first reached, and cached: the names of a model's experts share almost all of
-them.
+A config.json is untrusted, and a regular expression from it may take exponential time in `re`.
+Therefore, all entries of a list are compiled to one nondeterministic finite automaton (NFA), which
+reads each character of a name once. Sets of NFA states are states of a deterministic automaton
+(DFA). DFA states are computed when they are first reached, and cached, because the names of a
+model's experts share most of them.
 
 Syntax: literals, `.`, `\\d`, `\\w`, character classes, groups, `|`, `* + ? {m,n}`, `^` and `$`,
 with the meaning that they have in `re`. Lookaround, backreferences and flags are refused.
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-MAX_LENGTH = 500  # characters of an entry
+MAX_LENGTH = 500  # maximum number of characters of an entry
 _MAX_STATES = 1 << 18  # NFA states of all entries of a list
 _MAX_STATES_PER_ENTRY = 1 << 13
 _MAX_REPEAT = 64  # upper bound in {m,n}
@@ -28,7 +28,7 @@ Kind = Literal["modules", "regex", "search", "module regex"]
 
 
 class PatternError(ValueError):
-    """An entry has unsupported syntax. The message is what a valid entry needs."""
+    """An entry has unsupported syntax. The message says what a valid entry needs."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Entry:
 
     kind: how `text` matches a name:
 
-    - "modules": names of modules, with the wildcards `*`, `?` and `[...]`, that may start after any
-      dot. A match covers everything inside the module.
+    - "modules": the name of a module, with the wildcards `*`, `?` and `[...]`. It may start after
+      any dot. A match covers everything inside the module.
     - "regex": a regular expression that matches from the start of a name.
     - "search": a regular expression that matches anywhere in a name.
     - "module regex": a regular expression for a module's whole name. A match covers everything
@@ -52,8 +52,8 @@ class Entry:
 def parse_entry(text: str) -> Entry:
     """Return the entry for a text in a list of modules.
 
-    The kind is "regex" for "re:...", "module regex" for text with characters that module names and
-    wildcards do not have, and "modules" for other text.
+    The kind is "regex" for "re:...", "module regex" for text with characters that occur neither in
+    module names nor in wildcards, and "modules" for other text.
     """
     if text.startswith("re:"):
         return Entry(text[3:], "regex")
@@ -64,8 +64,11 @@ def parse_entry(text: str) -> Entry:
 class _Characters:
     """A set of characters.
 
-    text: characters in the set. ranges: (first, last) of ranges in the set. digits, words: the set
-    includes `\\d`, `\\w`. negated: the set consists of all other characters instead.
+    text: characters in the set.
+    ranges: ranges (first, last) in the set.
+    digits: whether the set includes `\\d`.
+    words: whether the set includes `\\w`.
+    negated: whether the set consists of all other characters instead.
     """
 
     text: str = ""
@@ -90,10 +93,10 @@ _ANY_EXCEPT_NEWLINE = _Characters("\n", negated=True)  # `.` of a regular expres
 class _NfaState:
     """A state of the NFA.
 
-    edges: (characters, target) of transitions that read a character.
-    epsilon: targets of transitions that read none.
-    at_start, at_end: targets of transitions that read none, and are possible only at the start or
-        the end of a name.
+    edges: transitions (characters, target) that read a character.
+    epsilon: targets of transitions that read no character.
+    at_start: targets of such transitions that are possible only at the start of a name.
+    at_end: targets of such transitions that are possible only at the end of a name.
     entry: index of the entry that has matched in this state.
     """
 
@@ -108,9 +111,10 @@ class _NfaState:
 class _DfaState:
     """A state of the DFA, that is, a set of NFA states.
 
-    entry: lowest index of an entry that has matched. end_entry: lowest index of an entry that
-    matches if the name, or the name of a module that contains it, ends here. targets: the next
-    states by character, as far as they are known.
+    entry: lowest index of an entry that has matched.
+    end_entry: lowest index of an entry that matches if the name, or the name of a module that
+        contains it, ends here.
+    targets: the known next states, by character.
     """
 
     states: frozenset[int]
@@ -134,7 +138,8 @@ class ModuleMatcher:
         self._dfa_states: dict[frozenset[int], _DfaState] = {}
         self._prefixes: dict[str, tuple[_DfaState, int | None]] = {}
         start = self._new_state()
-        # Entries that may start anywhere share a state, and so do those that may start after a dot.
+        # Entries that may start anywhere share a state. Entries that may start after a dot share
+        # another state.
         anywhere, after_dot = self._new_state(), self._new_state()
         self._states[start].epsilon += [anywhere, after_dot]
         self._states[anywhere].edges += [(_ANY, anywhere), (_Characters("."), after_dot)]
@@ -155,8 +160,8 @@ class ModuleMatcher:
         if len(self._dfa_states) > _MAX_DFA_STATES:
             self._dfa_states.clear()
             self._prefixes.clear()
-        # Cache the state after all but the last two parts of a name, which is common to the experts
-        # of a layer.
+        # Cache the state before the last two components of a name, because the experts of a layer
+        # share it.
         split = max(name.rfind(".", 0, max(name.rfind("."), 0)), 0)
         prefix = name[:split]
         after_prefix = self._prefixes.get(prefix)
@@ -167,9 +172,9 @@ class ModuleMatcher:
         return _min_entry(_min_entry(first, state.entry), state.end_entry)
 
     def _read(self, state: _DfaState, first: int | None, text: str) -> tuple[_DfaState, int | None]:
-        """Read `text`. Returns the next state, and the index of the first entry that has matched.
+        """Read `text`. Return the next state, and the index of the first entry that has matched.
 
-        first: index of the first entry that has matched before.
+        first: index of the first entry that matched before; None if there is none.
         """
         for character in text:
             if state.entry is not None:
@@ -190,7 +195,7 @@ class ModuleMatcher:
         return len(self._states) - 1
 
     def _add_entry(self, number: int, entry: Entry, source: int) -> None:
-        """Add the states of an entry. number: its index. source: the state in which it starts."""
+        """Add the states of the entry with index `number`, which starts in the state `source`."""
         matched = self._new_state()
         self._states[matched].entry = number
         if entry.kind == "modules":
@@ -217,7 +222,8 @@ class ModuleMatcher:
     ) -> frozenset[int]:
         """Return the NFA states that are reachable without reading a character.
 
-        start, end: the position is the start, or the end, of a name.
+        start: whether the position is the start of a name.
+        end: whether the position is the end of a name.
         """
         reached, pending = set(states), list(states)
         while pending:
@@ -254,8 +260,8 @@ def _min_entry(first: int | None, second: int | None) -> int | None:
 class _Builder:
     """A parser of one entry, which adds states to a matcher.
 
-    Methods that take a `source` parse at `position`, add states that are reached from the state
-    `source`, and return the state in which the parsed part has matched.
+    Methods with an argument `source` parse at `position`, add states that are reached from the
+    state `source`, and return the state in which the parsed text has matched.
     """
 
     def __init__(self, matcher: ModuleMatcher, text: str) -> None:
@@ -272,10 +278,10 @@ class _Builder:
         self.matcher._states[source].epsilon.append(target)
 
     def character_class(self, negation: str, *, escapes: bool) -> _Characters:
-        """Parse a character class after its "[". A "]" at its start is a member.
+        """Parse a character class after its "[". A "]" at the start is a member of the class.
 
-        negation: the character that negates the class. escapes: a backslash escapes the next
-        character.
+        negation: the character that negates the class.
+        escapes: whether a backslash escapes the next character.
         """
         negated = self._peek() == negation
         self.position += negated
@@ -304,7 +310,7 @@ class _Builder:
         return self.text[self.position : self.position + 1]
 
     def _class_member(self, *, escapes: bool) -> _Characters:
-        """Parse one character of a class, or an escape."""
+        """Parse a character or an escape in a class."""
         character = self._peek()
         self.position += 1
         if not character:

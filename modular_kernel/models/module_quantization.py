@@ -1,13 +1,13 @@
 """Resolution of a quantization_config for single modules.
 
 A quantization_config may exclude modules (`modules_to_not_convert`, `ignored_layers`, `ignore`,
-`exclude_modules`), override the options of some (`dynamic`, `extra_config`), or describe several
-groups of modules (`config_groups`, `quantized_layers`). `ModuleQuantization.config_of` returns the
-options of one module as a quantization_config without these entries, which
+`exclude_modules`), override the options of some modules (`dynamic`, `extra_config`), or describe
+several groups of modules (`config_groups`, `quantized_layers`). `ModuleQuantization.config_of`
+returns the options of one module as a quantization_config without these entries, which
 `quantization_config.scheme_of` reads.
 
 Entries that match no module of the model are accepted, as in vLLM and GPTQModel, because published
-lists also name modules of other model classes. Loading checks the tensors in the files against the
+lists also name modules of other model classes. Loading compares the tensors in the files with the
 result.
 """
 
@@ -30,8 +30,8 @@ from modular_kernel.models.quantization_config import (
 )
 from modular_kernel.models.quantization_keys import is_empty
 
-# Prefixes of the language model's layers. They differ between the classes of a model: lists may
-# have the names of one class, and files those of another.
+# Prefixes of the language model's layers. Names in lists and in files may come from different
+# classes of a model, which have different prefixes.
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "backbone.")
 _LAYER_NAME = re.compile(
     r"(?:model\.|model\.language_model\.|language_model\.model\.|language_model\.|backbone\.)?"
@@ -42,13 +42,13 @@ _LAYER_NAME = re.compile(
 _OLD_BLOCK, _NEW_BLOCK = ".block_sparse_moe.", ".mlp."
 _MAX_UNKNOWN_LAYER = 100  # highest layer that is tried if the number of layers is unknown
 _UNQUANTIZED_BITS = 16  # auto-round lists unquantized modules with this many bits or more
-_LINEAR_CLASSES = ("Linear", "LinearBase")  # names of classes, which stand for all linear modules
-# Digits that are not the number of an expert: those of a layer, and those after a letter.
+_LINEAR_CLASSES = ("Linear", "LinearBase")  # class names that stand for all linear modules
+# Digits that are not the number of an expert: the number of a layer, and digits after a letter.
 _NON_EXPERT_DIGITS = re.compile(
     r"(?:layers|blocks|h)\.(?:\((?:\?:)?[\d|\[\]\-]+\)|\[[\d\-]+\]|\d+)|(?<!\\)[A-Za-z_]\d+",
     re.ASCII,
 )
-_OTHER_EXPERTS = re.compile(r"shared|mtp|vis(?:ion|ual)", re.ASCII)  # not those of the layers
+_OTHER_EXPERTS = re.compile(r"shared|mtp|vis(?:ion|ual)", re.ASCII)  # not the routed experts
 
 _Value = TypeVar("_Value")
 
@@ -95,9 +95,11 @@ def _raise_bad_entry(path: str, entries: Sequence[tuple[str, Entry]]) -> None:
 class ModuleQuantization:
     """The quantization of the modules of a model.
 
-    path: path of the config.json, for messages. quantization: its quantization_config, or None for
-    an unquantized model. Raises ConfigurationError for an unknown method or key, and for patterns
-    with unsupported syntax.
+    path: path of the config.json, for messages.
+    quantization: the quantization_config; None for an unquantized model.
+
+    Raises ConfigurationError for an unknown method or key, and for patterns with unsupported
+    syntax.
     """
 
     def __init__(self, path: str, quantization: object) -> None:
@@ -172,7 +174,8 @@ class ModuleQuantization:
     def representative_layers(self, layers: Sequence[int] | None) -> Sequence[int]:
         """Return the layers to look up in order to find all configs of the model.
 
-        layers: numbers of the model's layers, which are returned unchanged; None if unknown.
+        layers: numbers of the model's layers, which are returned unchanged; None if they are
+            unknown.
         """
         if layers is not None:
             return layers
@@ -183,11 +186,11 @@ class ModuleQuantization:
     def representative_experts(self, experts: int) -> Sequence[int]:
         """Return the experts to look up in order to find all configs in a layer.
 
-        Patterns without numbers can distinguish experts only by the number of digits, so one expert
-        for each is enough. experts: number of experts in a layer.
+        experts: number of experts in a layer.
         """
         if self._names_experts:
             return range(experts)
+        # Patterns without numbers can distinguish experts only by the number of digits.
         return [0, *(10**length for length in range(1, len(str(experts - 1))))]
 
     def check_groups_used(self) -> None:
@@ -206,7 +209,7 @@ class ModuleQuantization:
                 raise config_error(self.path, got, need)
 
     def _find_quantized_layer(self, names: Sequence[str]) -> ModuleConfig:
-        """Look up a module, or one that contains it, in modelopt's quantized_layers.
+        """Look up a module, or a module that contains it, in modelopt's quantized_layers.
 
         names: alternative names of the module.
         """
@@ -228,8 +231,10 @@ class ModuleQuantization:
     def _find_group(self, module: str, names: Sequence[str]) -> ModuleConfig:
         """Look up a module in the targets of config_groups.
 
-        As in compressed-tensors, an exact name takes precedence over a regex, and a regex over a
-        class. names: alternative names of the module.
+        As in compressed-tensors, an exact name takes precedence over a regex, and a regex takes
+        precedence over a class.
+
+        names: alternative names of the module.
         """
         for forward, backward, numbers in self._target_names:
             first, last = forward.first_match(names), backward.first_match(names)
@@ -264,10 +269,10 @@ class ModuleQuantization:
         return one != other
 
     def _named_targets(self, regex: bool) -> tuple[_EntryList, _EntryList, list[int]]:
-        """Return the targets of config_groups that are regexes, or those that are names.
+        """Return the targets of config_groups that are regexes, or that are names.
 
-        Returns the targets in their order, the targets in reverse order (to find the last one that
-        matches), and the number of each target's group.
+        Returns (targets in order, targets in reverse order, number of each target's group). The
+        reverse order finds the last target that matches.
         """
         targets = [
             (number, text)
@@ -281,7 +286,7 @@ class ModuleQuantization:
         return forward, backward, [number for number, _ in targets]
 
     def _with_overrides(self, number: int | None) -> tuple[Config | None, str]:
-        """Return the config with the override of this index, and the override's label."""
+        """Return the config with the override at index `number`, and the override's label."""
         if number is None:
             return self._base, ""
         label, _, options = self._overrides[number]
@@ -330,7 +335,7 @@ def _included_entries(path: str, config: Config) -> Iterator[tuple[str, Entry]]:
 
 
 def _overrides(path: str, config: Config) -> Iterator[tuple[str, Entry, Mapping[str, Any] | None]]:
-    """Yield (label, entry, options) for options by module. Options of None mean unquantized."""
+    """Yield (label, entry, options) for options by module. None means unquantized."""
     for pattern, options in _objects(path, config, "dynamic"):
         text = pattern[2:] if pattern[:2] in ("-:", "+:") else pattern
         is_skipped = pattern.startswith("-:") or options is False
@@ -349,7 +354,7 @@ def _overrides(path: str, config: Config) -> Iterator[tuple[str, Entry, Mapping[
     for kind, named in (("modules", exact), ("search", patterns)):
         for name, options in named:
             label = f"extra_config has {shorten(name)}"
-            # auto-round also lists modules without options of their own.
+            # auto-round also lists modules without options.
             yield label, Entry(name, kind), _options(path, label, options or {})  # type: ignore[arg-type]
 
 
@@ -424,11 +429,13 @@ def find_common_value(
     read: Callable[[Config | None], _Value],
     what: str,
 ) -> _Value:
-    """Return the value that `read` returns for all of the modules.
+    """Return the value that `read` returns for all modules.
 
-    modules: one or more names. read: function of a module's quantization_config, which is None for
-    an unquantized module. what: description of the modules, for messages. Raises
-    ConfigurationError, with two modules and their values, if the values differ.
+    modules: one or more names.
+    read: function of a module's quantization_config, which is None for an unquantized module.
+    what: description of the modules, for messages.
+
+    Raises ConfigurationError, with two modules and their values, if the values differ.
     """
     first: tuple[str, ModuleConfig] | None = None
     values: dict[int, _Value] = {}

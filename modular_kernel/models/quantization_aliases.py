@@ -1,7 +1,7 @@
-"""Quantization methods that are aliases of supported ones, and methods that are not supported.
+"""Quantization methods that are aliases of supported methods, and unsupported methods.
 
-Some quantizers, such as auto-round, store tensors in the format of another one. `to_canonical`
-rewrites their quantization_config to that of the method whose format they use.
+Some quantizers, such as auto-round, store tensors in the format of another quantizer.
+`to_canonical` converts their quantization_config to the quantization_config of this quantizer.
 """
 
 from collections.abc import Mapping
@@ -44,7 +44,8 @@ REFUSED_METHODS: dict[str, tuple[str, str]] = {
     "metal": ("codes that are packed for Apple's kernels", _REQUANTIZE),
     "w4afp8": (_INT4_FP8, _INT4),
 }
-# Algorithms of modelopt that are not supported, in the same form.
+# Algorithms of modelopt that are not supported: (contents of their files, the closest supported
+# alternative).
 REFUSED_ALGORITHMS: dict[str, tuple[str, str]] = {
     "W4A8_AWQ": (_INT4_FP8, _INT4),
     "W4A16_AWQ": ("int4 codes in modelopt's packing, and factors on the inputs", _INT4),
@@ -59,9 +60,10 @@ REFUSED_ALGORITHMS: dict[str, tuple[str, str]] = {
 def to_canonical(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the equivalent quantization_config of a method that is not an alias.
 
-    Options of torchao by module name are expanded (`torchao_config.expand_options_by_name`). Raises
-    ValueError(got, need) for an unsupported packing_format of auto-round, and for options of
-    torchao in another form than transformers writes.
+    Options of torchao by module name are expanded (`torchao_config.expand_options_by_name`).
+
+    Raises ValueError(got, need) for an unsupported packing_format of auto-round, and for options of
+    torchao that transformers would write differently.
     """
     config = dict(config)
     if config.get("quant_method") == torchao_config.METHOD:

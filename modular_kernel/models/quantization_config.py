@@ -1,11 +1,11 @@
 """Reading of a quantization_config: the quantization scheme of the experts.
 
 `scheme_of` has a function for each quant_method. Every value that determines the scheme must be
-present and known: a method, algorithm or layout without a scheme raises ConfigurationError, and so
-does an unknown key that could change values (`quantization_keys`).
+present and known. A method, algorithm or layout without a scheme raises ConfigurationError. An
+unknown key that could change values also raises ConfigurationError (`quantization_keys`).
 
-Entries that exclude modules, or override the options of some, must not apply to experts here.
-`module_quantization` resolves them, and calls this module with the options of one module.
+Entries that exclude modules or override their options are refused if they apply to experts.
+`module_quantization` resolves such entries, and calls this module with the options of one module.
 """
 
 import re
@@ -44,8 +44,8 @@ UNQUANTIZED_KEYS = (
     *("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "exclude"),
     "llm_int8_skip_modules",
 )
-# Parts of the names of expert modules. Patterns are tested with such names in layer 77777. No model
-# has this layer, so a pattern that matches it does not name single layers.
+# Components of the names of expert modules. Patterns are matched with names of modules in layer
+# 77777. No model has this layer, so a pattern that matches does not depend on the layer.
 _MOE_MODULE_NAMES = ("mlp", "block_sparse_moe", "feed_forward", "mixer", "moe", "ffn")
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 _STACKED_PROJECTIONS = ("gate_up_proj", "down_proj")
@@ -73,7 +73,7 @@ _DEFAULT_FBGEMM_BOUND = 1200
 _MX_GROUP = 32  # columns per scale in mxfp8
 _MXFP8 = "fp8_w8a16_block:block=1x32"
 _GROUP_SIZES = {"FP8_PB_WO": 128, "FP8_BLOCK_SCALES": 128, "MXFP8": _MX_GROUP}
-MIXED = "MIXED_PRECISION"  # modelopt's quant_algo for a format per module
+MIXED = "MIXED_PRECISION"  # modelopt's quant_algo if modules have different formats
 _GROUP_SIZE_KEYS = ("group_size", "q_group_size")
 
 Config = dict[str, Any]
@@ -84,7 +84,7 @@ def scheme_of(path: str, config: Config, *, depth: int | None = None) -> str | N
 
     path: path of the config.json, for messages.
     config: the object of the config.json that has the quantization_config.
-    depth: the maximum number of columns of a weight matrix. It is the group size if one group spans
+    depth: the maximum number of columns of a weight matrix. This is the group size if a group spans
         all columns (a group_size of -1, or 4-bit weights with per-channel scales).
 
     Raises ConfigurationError if there is no such scheme.
@@ -121,7 +121,7 @@ def scheme_of(path: str, config: Config, *, depth: int | None = None) -> str | N
 
 
 def canonicalize_config(path: str, quantization: object) -> Config:
-    """Replace the quant_method by the one that it is an alias of (`quantization_aliases`).
+    """Replace the quant_method if it is an alias of another method (`quantization_aliases`).
 
     Raises ConfigurationError for an unknown method or key.
     """
@@ -148,8 +148,8 @@ def canonicalize_config(path: str, quantization: object) -> Config:
 def _resolve_full_row_groups(config: Config, depth: int) -> Config:
     """Set the size of groups that span all columns to `depth`.
 
-    w1 and w2 have different numbers of columns, but a scheme has only one group size. With the
-    larger number, both have one group per row.
+    w1 and w2 have different numbers of columns, but a scheme has a single group size. With the
+    larger number of columns, both matrices have one group per row.
     """
 
     def with_depth(args: Any) -> Any:
@@ -193,7 +193,7 @@ def quantizes_inputs(config: Mapping[str, Any]) -> bool:
 
 
 def _fp8(path: str, config: Config) -> str:
-    """Return the scheme of fp8, with scales per block or matrix, and dynamic or static inputs."""
+    """Return the scheme of fp8, with scales per block or matrix."""
     _require_one_of(path, config, "fmt", ("e4m3", "float8_e4m3fn", None))
     expert_dtype = _require_one_of(path, config, "expert_dtype", ("fp8", "fp4", None))
     _require_one_of(path, config, "scale_fmt", ("ue8m0", "float", None))
@@ -215,7 +215,7 @@ def _fp8(path: str, config: Config) -> str:
 
 
 def _mxfp8(path: str, config: Config) -> str:
-    """Return the scheme of mxfp8 weights. Activations stay in 16 bits, other than in mxfp8."""
+    """Return the scheme of mxfp8 weights. In contrast to mxfp8, activations are not quantized."""
     _require_one_of(path, config, "fmt", ("e4m3", "float8_e4m3fn", None))
     _require_one_of(path, config, "activation_scheme", ("dynamic", None))
     _require_one_of(path, config, "scale_fmt", ("ue8m0", None))
@@ -249,9 +249,9 @@ def torchao_format_of(path: str, config: Mapping[str, Any]) -> TorchaoFormat:
 
 
 def _bitsandbytes(path: str, config: Config) -> str:
-    """Return the scheme of bitsandbytes: "none" for 4 bits, which are dequantized.
+    """Return the scheme of bitsandbytes. 4-bit weights are dequantized, which is "none".
 
-    LLM.int8() also quantizes most columns of activations, which stay in 16 bits here.
+    In contrast to LLM.int8(), activations are not quantized.
     """
     return "none" if bitsandbytes_kind(path, config) else "int8_w8a16_channel"
 
@@ -307,7 +307,7 @@ def _gptq(path: str, config: Config) -> str:
 def gptq_version(path: str, config: Mapping[str, Any]) -> int:
     """Return 1 if zero points are stored minus one, or 2 if they are stored unchanged.
 
-    Newer quantizers write the version as `format`, older ones as `checkpoint_format`.
+    The key of the version is `format`, or `checkpoint_format` in older files.
     """
     versions = {
         _require_one_of(path, dict(config), key, ("gptq", "gptq_v2", None))
@@ -325,7 +325,7 @@ def _with_act_order(scheme: str) -> str:
 
 
 def _awq(path: str, config: Config) -> str:
-    # "gemv" packs along the other axis.
+    # "gemv" packs along another axis.
     _require_one_of(path, config, "version", ("gemm", "GEMM", None))
     _require_one_of(path, config, "format", ("gemm", "GEMM", None))
     zero_points = _require_one_of(path, config, "zero_point", (True, False))
@@ -357,7 +357,7 @@ def _modelopt(path: str, config: Config) -> str:
         "FP8_PER_CHANNEL_PER_TOKEN": "fp8_w8a8_channel",
         "NVFP4": "nvfp4_w4a16",
         "W4A16_NVFP4": "nvfp4_w4a16",
-        # Blocks of 128 x 128, of weights only, and of weights and inputs.
+        # Blocks of 128 x 128, without and with quantized inputs.
         "FP8_PB_WO": "fp8_w8a16_block:block=128x128",
         "FP8_BLOCK_SCALES": "fp8_w8a8_block:block=128x128",
         "MXFP8": _MXFP8,
@@ -544,9 +544,9 @@ def _raise_first(path: str, mismatches: Iterator[Mismatch]) -> None:
 def _check_overrides(path: str, config: Config) -> None:
     """Raise ConfigurationError for options by module that apply to the experts of some layer.
 
-    GPTQModel's `dynamic` maps patterns to options. Modules of a pattern with the prefix "-:" are
-    not quantized; those of other patterns, which may have the prefix "+:", have these options.
-    auto-round's `extra_config` and Quark's `layer_quant_config` map names of modules to options.
+    GPTQModel's `dynamic` maps patterns to options. A pattern with the prefix "-:" excludes modules
+    from quantization. Other patterns may have the prefix "+:". auto-round's `extra_config` and
+    Quark's `layer_quant_config` map names of modules to options.
     """
     for key in ("dynamic", "extra_config", "layer_quant_config"):
         entries = config.get(key)
@@ -571,16 +571,16 @@ def _check_overrides(path: str, config: Config) -> None:
 
 
 def _with_any_number(name: str) -> str:
-    """Replace the parts of a name or pattern that can match a digit by a wildcard.
+    """Replace everything in a name or pattern that can match a digit with a wildcard.
 
-    The result matches experts in layer 77777 if the pattern matches those of any layer.
+    If the pattern matches experts in any layer, the result matches experts in layer 77777.
     """
     if name.startswith("re:"):
         return re.sub(_DIGITS_OF_REGEX, lambda match: match[1] or "[^.]+", name)
     return re.sub(r"\[!?\]?[^\]]*\]|\?|\d+", "*", name)
 
 
-# Group 1 is an escaped character that does not match digits; it is kept.
+# Group 1 is an escaped character that does not match digits. It is kept.
 _DIGITS_OF_REGEX = re.compile(
     r"(\\[^d])|(?:\\d|\[\^?\]?(?:\\.|[^\]])*\]|\d+)(?:\{[\d,]*\}|[*+?])?", re.ASCII
 )
@@ -597,7 +597,7 @@ _EXPERT_MODULES = tuple(_expert_modules())
 
 
 def _matches_experts(path: str, name: Any) -> bool:
-    """Return whether an entry matches experts without naming their layer by number."""
+    """Return whether an entry matches experts independently of the number of their layer."""
     if not isinstance(name, str):
         raise config_error(path, shorten(name), "names of modules")
     if not name.strip("."):

@@ -1,8 +1,8 @@
 """Accepted keys of a quantization_config, by quantization method.
 
 Ignoring an unknown key could silently change the values of weights, or the rounding of activations.
-Every key with a nonempty value must therefore be one that is read, or one that is listed here as
-harmless. Harmless keys are grouped by reason; some are harmless only with certain values.
+Therefore, a key with a nonempty value is accepted only if it is read, or if it is listed here as
+harmless. Harmless keys are grouped by reason. Some keys are harmless only with certain values.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -10,11 +10,10 @@ from typing import Any
 
 Mismatch = tuple[str, str]  # (got, need)
 
-# Keys that `quantization_config`, `module_quantization` and `checkpoints.formats` read.
-# _READ_FOR_ALL: for all methods. _READ_KEYS: for one method. compressed-tensors and modelopt also
-# have nested objects: _READ_IN_GROUPS lists the keys of an entry of config_groups, and
-# _READ_IN_QUANTIZATION_ARGS those of the objects "weights" and "input_activations", whose type
-# compressed-tensors calls QuantizationArgs.
+# Keys that `quantization_config`, `module_quantization` and `checkpoints.formats` read: for all
+# methods (_READ_FOR_ALL), for one method (_READ_KEYS), in an entry of config_groups
+# (_READ_IN_GROUPS), and in the objects "weights" and "input_activations", whose type is
+# QuantizationArgs in compressed-tensors (_READ_IN_QUANTIZATION_ARGS).
 _READ_FOR_ALL = (
     "quant_method",
     "modules_to_not_convert",
@@ -80,11 +79,11 @@ _HARMLESS_KEYS = frozenset(
         *("block_name_to_quantize", "to_quant_block_names"),
         *("module_name_preceding_first_block", "modules_to_fuse", "packed_modules_mapping"),
         *("lm_head", "targets"),
-        # How an engine runs the model.
+        # Options of an engine that runs the model.
         *("run_compressed", "use_optimized_inference", "backend", "use_exllama"),
         *("disable_exllama", "exllama_config", "use_cuda_fp16", "max_input_length"),
         *("model_seqlen", "seqlen", "do_fuse", "fuse_max_seq_len", "device"),
-        # The quantizer's search for codes and scales. The files contain the result.
+        # Options of the quantizer's search for codes and scales. The files contain the result.
         *("damp_percent", "damp_auto_increment", "true_sequential", "static_groups"),
         *("act_group_aware", "hyb_act", "mse", "v2", "v2_alpha", "v2_memory_device"),
         *("gptaq", "gptaq_alpha", "gptaq_memory_device", "foem", "fail_safe", "failsafe"),
@@ -101,19 +100,19 @@ _HARMLESS_KEYS = frozenset(
         *("compute_device_filter", "weight_only_quant_threads"),
         # The dtype of the stored scales, which is checked.
         "scale_dtype",
-        # bitsandbytes. The stored tensors determine their dtype and double quantization. The other
-        # keys are the dtype of products, the threshold of activation columns that are not rounded
-        # to int8, and the placement of modules on the CPU.
+        # bitsandbytes: the dtype and double quantization, which the stored tensors also determine;
+        # the dtype of products; the threshold of activation columns that are not rounded to int8;
+        # and the placement of modules on the CPU.
         *("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "bnb_4bit_use_double_quant"),
         *("llm_int8_threshold", "llm_int8_enable_fp32_cpu_offload"),
-        # Details of activation rounding. With the values of `act_bits` that are allowed below,
-        # activations are not rounded.
+        # Details of activation rounding. Activations are not rounded, because _ALLOWED_VALUES of
+        # `act_bits` are 16 or more.
         *("act_data_type", "act_group_size", "act_sym", "act_dynamic"),
     }
 )
 _HARMLESS_QUANTIZATION_ARGS = frozenset(
     {
-        # The search for scales, and dtypes of the stored tensors.
+        # Options of the search for scales, and dtypes of the stored tensors.
         *("observer", "observer_kwargs", "scale_dtype", "zp_dtype"),
     }
 )
@@ -131,11 +130,11 @@ _ALLOWED_VALUES: dict[str, tuple[object, ...]] = {
     "rotation": (False,),
 }
 _ALLOWED_VALUES_BY_METHOD: dict[str, dict[str, tuple[object, ...]]] = {
-    # With True, transformers does not round activations, whereas the schemes of these formats do.
+    # With True, transformers does not round activations, but the schemes of these formats do.
     "fp8": {"dequantize": (False,)},
     "fbgemm_fp8": {"dequantize": (False,)},
     "compressed-tensors": {"dequantize": (False,)},
-    # Activations stay in 16 bits in either case.
+    # Activations are not quantized in either case.
     "mxfp4": {"dequantize": (False, True)},
     "mxfp8": {"dequantize": (False, True)},
     # These keys concern embeddings, not experts.
@@ -144,7 +143,7 @@ _ALLOWED_VALUES_BY_METHOD: dict[str, dict[str, tuple[object, ...]]] = {
         "untie_embedding_weights": (False, True),
     },
     "quark": {"quant_mode": ("eager_mode", "fx_graph_mode"), "custom_mode": ("quark",)},
-    # GPTQModel and transformers write GPTQ's keys for AWQ, too. The backend "llm-awq" is not
+    # GPTQModel and transformers also write GPTQ's keys for AWQ. The backend "llm-awq" is not
     # allowed, because it packs in another order. `sym` repeats `zero_point`.
     "awq": {
         "backend": (
@@ -173,7 +172,7 @@ def unknown_keys(method: str, config: Mapping[str, Any]) -> Iterator[Mismatch]:
 
 
 def unknown_group_keys(name: str, group: Mapping[str, Any]) -> Iterator[Mismatch]:
-    """Yield (got, need) for unknown keys in an entry of config_groups. name: name of the entry."""
+    """Yield (got, need) for unknown keys in the entry `name` of config_groups."""
     path = f"config_groups.{name}."
     yield from _unknown(group, _READ_IN_GROUPS, (), {}, path)
     yield from _unknown_quantization_args(group, path)
@@ -209,7 +208,7 @@ def _unknown(
 
 
 def is_empty(value: object) -> bool:
-    """Return whether a value is null or empty, or an object of only such values."""
+    """Return whether a value is null or empty, or an object in which all values are empty."""
     if isinstance(value, Mapping):
         return all(map(is_empty, value.values()))
     return value is None or value in ("", [], ())

@@ -1,7 +1,7 @@
 """Reading of AMD Quark's options in a quantization_config: the scheme of a module.
 
-The weight and the input of a module have a specification each: the dtype, the granularity of scales
-(`qscheme`), and whether scales are computed in each call (`is_dynamic`).
+The weight and the input of a module each have a specification with the dtype, the granularity of
+scales (`qscheme`), and whether scales are computed in each call (`is_dynamic`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ from modular_kernel.models.quantization_keys import Mismatch, is_empty
 
 _MX_GROUP = 32
 _READ = ("dtype", "qscheme", "group_size", "block_size", "is_dynamic", "scale_format", "scale_type")
-# Options of the quantizer itself, such as its search for scales. The files contain the result.
+# Options of the quantizer's search for scales. The files contain the result.
 _HARMLESS = (
     *("observer_cls", "round_method", "scale_calculation_mode", "zero_point_type"),
     *("enable_buffer_reuse", "max_input_numel"),
@@ -22,7 +22,7 @@ _ALLOWED: dict[str, tuple[object, ...]] = {
 }
 # Allowed values of `ch_axis`, the axis along which scales differ, by tensor and granularity. A
 # weight is (N, K). Inputs have tokens along axis 0, or along axis 1 if there is a batch dimension.
-# For other granularities, the value has no effect.
+# The value has no effect for other granularities.
 _AXES: dict[tuple[str, object], tuple[int, ...]] = {
     ("weight", "per_channel"): (0,),
     ("weight", "per_group"): (1, -1),
@@ -37,9 +37,9 @@ _ALGORITHMS = ("gptq",)  # other algorithms may also transform activations
 def quark_scheme(options: Mapping[str, Any]) -> str | None:
     """Return the scheme of a module, or None if its options are not supported.
 
-    With mxfp4 and mxfp8, activations stay in 16 bits.
+    With mxfp4 and mxfp8, activations are not quantized.
 
-    options: the entry of the module, or the one for all modules (`global_quant_config`).
+    options: the options of the module, or of all modules (`global_quant_config`).
     """
     if set(unknown_quark_options(options)):
         return None
@@ -106,6 +106,6 @@ def unknown_quark_keys(config: Mapping[str, Any]) -> Iterator[Mismatch]:
 
 
 def _single(specification: Any) -> Any:
-    """Return the specification in a list of one. Other values are returned unchanged."""
+    """Return the element of a list with a single element. Other values are returned unchanged."""
     is_single = isinstance(specification, list) and len(specification) == 1
     return specification[0] if is_single else specification

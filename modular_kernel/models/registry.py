@@ -1,7 +1,7 @@
 """Published MoE models by name, with the sizes of their layers.
 
-Sizes and scaling factors are those of the routed experts, without shared experts. The quantization
-is that of the original publication; for other checkpoints of a model, use their config.json.
+Sizes and scaling factors describe the routed experts, without shared experts. The quantization
+describes the original checkpoint. For other checkpoints of a model, use their config.json.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class Model:
     activation: activation in the syntax of `ActivationSpec.parse`.
     scaling: factor on the routed output.
     on_input: the router weight multiplies the layer's input.
-    model_type: model_type of the text-only model in transformers; "" if there is none, or several.
+    model_type: model_type of the text-only model in transformers; "" if there is not exactly one.
     quant: the scheme of the experts in `source`.
     """
 

@@ -1,7 +1,7 @@
 """Reading of the router that a Hugging Face config.json describes, as a RouterSpec.
 
-A config.json has only some properties of a router. The others, such as the score function, are in
-the code of the model. `RULES` states them for each supported model_type.
+A config.json has only some properties of a router. Other properties, such as the score function,
+are in the code of the model. `RULES` lists them for each supported model_type.
 """
 
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.router import RouterSpec
 
 Config = dict[str, Any]
-_DEFAULT_FLOOR = 1e-12  # if the file does not have the key `floor_key`
+_DEFAULT_FLOOR = 1e-12  # for files without the key `floor_key`
 _FLOAT_TOLERANCE = 1e-9  # smaller differences of eps and floor do not change router weights
 
 
@@ -20,15 +20,16 @@ _FLOAT_TOLERANCE = 1e-9  # smaller differences of eps and floor do not change ro
 class RoutingRule:
     """The router in the code of one model_type.
 
-    score, order, group_score, bias, eps: as in RouterSpec, where `bias` is selection_bias.
-    score_key, bias_key, floor_key: keys whose values in the file replace score, bias, and the floor
-        of RouterSpec; "" if the code does not read such a key.
-    renormalize: top-k weights are divided by their sum. None reads norm_topk_prob from the file,
-        with `renormalize_default` if it is missing.
+    score, order, group_score, eps: fields of RouterSpec.
+    bias: selection_bias of RouterSpec.
+    score_key, bias_key, floor_key: keys of score, bias and floor in the file, whose values take
+        precedence; "" if the code does not read such a key.
+    renormalize: top-k weights are divided by their sum. None reads norm_topk_prob from the file.
+    renormalize_default: value of norm_topk_prob if it is missing in the file.
     groups: default (n_group, topk_group); None if the code has no groups.
     zero_key: key of the number of zero experts, which return their input.
     method_key: key of the method, "greedy" (no groups, the default) or "group_limited_greedy".
-    required_values: (key, value) pairs. A file with another value is not supported; the key may be
+    required_values: (key, value) pairs. A file with another value is not supported. The key may be
         missing.
     """
 
@@ -138,9 +139,10 @@ RULES: dict[str, RoutingRule] = {
 def router_of_config(path: Path, config: Config, top_k: int) -> RouterSpec | None:
     """Return the router of a config.json, or None if its model_type is not in RULES.
 
-    config: the object with the model_type, from `config_file.config_of_file`. top_k: number of
-    experts per token. Raises ConfigurationError for a value that the model's code or RouterSpec
-    does not support.
+    config: the object with the model_type, from `config_file.config_of_file`.
+    top_k: number of experts per token.
+
+    Raises ConfigurationError for a value that the model's code or RouterSpec does not support.
     """
     rule = RULES.get(config["model_type"])
     if rule is None:

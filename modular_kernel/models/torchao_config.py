@@ -5,9 +5,8 @@ their class and its fields:
 
     "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {...}}}
 
-If modules have different options, the class is `FqnToConfig`, whose field is an object of options
-by the names of modules and parameters. `expand_options_by_name` makes them entries of the
-quantization_config.
+If modules have different options, the class is `FqnToConfig`, whose field maps names of modules and
+parameters to options. `expand_options_by_name` makes them entries of the quantization_config.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ _E4M3, _E2M1 = "float8_e4m3fn", "float4_e2m1fn_x2"
 BLOCKED_SCALE_CLASSES = ("NVFP4Tensor", "MXTensor")  # with scales in tiles of 128 x 4
 _NVFP4, _DYNAMIC_NVFP4 = "NVFP4WeightOnlyConfig", "NVFP4DynamicActivationNVFP4WeightConfig"
 _MX = "MXDynamicActivationMXWeightConfig"
-_VERSIONS = {_NVFP4: 1, _DYNAMIC_NVFP4: 1, _MX: 1}  # the supported version; 2 for other classes
+_VERSIONS = {_NVFP4: 1, _DYNAMIC_NVFP4: 1, _MX: 1}  # supported versions; 2 for other classes
 _MISSING = object()
 
 
@@ -34,9 +33,9 @@ class TorchaoFormat:
     """The storage format of a module's weights.
 
     tensor_class: class of the weight tensors, such as "Int8Tensor".
-    scheme: the scheme of the weights; "none" for codes that no scheme can represent.
+    scheme: the scheme of the weights; "none" if no scheme can represent the codes.
     group: columns per scale; 0 if a scale covers a row or a matrix.
-    matrix_scale: a matrix has a scale in addition to those of its groups.
+    matrix_scale: a matrix has a scale in addition to the scales of its groups.
     """
 
     tensor_class: str
@@ -45,14 +44,14 @@ class TorchaoFormat:
     matrix_scale: bool = False
 
 
-# Options that do not change the values of weights or the rounding of activations. `layout` and the
-# options of zero points and of HQQ apply to version 1 only.
+# Options that do not change the values of weights or the rounding of activations. `layout`, and the
+# options for zero points and HQQ, apply to version 1 only.
 _HARMLESS = ("set_inductor_config", "mm_config", "kernel_preference", "alg_id")
 _HARMLESS_INT4 = (
     *("int4_choose_qparams_algorithm", "int4_tile_packed_ntile", "layout"),
     *("use_hqq", "zero_point_domain", "preserve_zero"),
 )
-# Allowed values of other options by class, in the form of `_plain_value`. They may be missing.
+# Allowed values of optional entries by class, in the form that `_plain_value` returns.
 _ALLOWED: dict[str, dict[str, tuple[object, ...]]] = {
     "Int4WeightOnlyConfig": {"int4_packing_format": ("PLAIN",)},
     "Int8WeightOnlyConfig": {"group_size": (None,)},
@@ -84,7 +83,7 @@ _READ = ("granularity", "group_size")
 _HARMLESS_BY_CLASS = {
     "Int4WeightOnlyConfig": _HARMLESS_INT4,
     "Int8DynamicActivationInt8WeightConfig": ("layout",),
-    # How weights were rounded, and which kernel multiplies.
+    # These options select the rounding of weights, and the kernel.
     _DYNAMIC_NVFP4: ("use_triton_kernel",),
     _MX: ("scaling_mode",),
 }
@@ -109,11 +108,12 @@ _ALTERNATIVE = f"{', '.join(_ALLOWED)}, or unquantized files with quantize="
 def expand_options_by_name(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a quantization_config with options by module name, if it has an FqnToConfig.
 
-    The key OPTIONS_BY_NAME replaces quant_type. Its value is an object: {name: {"quant_type": ...},
-    or None if unquantized}. The last name is "_default", which stands for all other modules.
+    The key OPTIONS_BY_NAME replaces quant_type. Its value maps names to {"quant_type": ...}, or to
+    None for unquantized modules. The last name is "_default", which stands for all other modules.
+    A config without an FqnToConfig is returned unchanged.
 
-    Other configs are returned unchanged. Raises ValueError(got, need) for a `quant_type` in another
-    form than transformers 4.53 and newer write.
+    Raises ValueError(got, need) unless `quant_type` has the form that transformers 4.53 and newer
+    write.
     """
     options = _default_options(config)
     if options.get("_type") not in _FQN_CLASSES:
@@ -168,8 +168,9 @@ def _default_options(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def torchao_format(config: Mapping[str, Any]) -> TorchaoFormat:
     """Return the storage format of a module.
 
-    config: the quantization_config of the module, without an FqnToConfig. Raises
-    ValueError(got, need) for unsupported options.
+    config: the quantization_config of the module, without an FqnToConfig.
+
+    Raises ValueError(got, need) for unsupported options.
     """
     options = _default_options(config)
     name, data = options.get("_type"), options.get("_data")
@@ -208,7 +209,7 @@ def _unknown_options(name: str, data: Mapping[str, Any]) -> Iterator[Mismatch]:
 
 
 def _plain_value(value: object) -> object:
-    """Return the name of an enum member or dtype, which is stored as an object; or other values.
+    """Return the name of an enum member or dtype that is stored as an object, or another value.
 
     Names are in capital letters, except for float8_e4m3fn.
     """
@@ -219,7 +220,7 @@ def _plain_value(value: object) -> object:
 
 
 def _granularities(name: str, data: Mapping[str, Any], default: str) -> list[tuple[str, int]]:
-    """Return [(class, group size or 0)] of the granularity, or of those of inputs and weights."""
+    """Return [(class, group size or 0)] of the granularity, or of the granularities of operands."""
     granularity = data.get("granularity")
     if granularity is None:
         return [(default, 0)]
@@ -280,16 +281,16 @@ def _float8_dynamic(name: str, data: Mapping[str, Any]) -> TorchaoFormat:
 
 
 def _nvfp4(name: str, data: Mapping[str, Any]) -> TorchaoFormat:
-    """Return the format of nvfp4 weights. Activations stay in 16 bits.
+    """Return the format of nvfp4 weights. Activations are not quantized.
 
-    Weights that were calibrated (`step`) always have a matrix scale.
+    Calibrated weights (`step`) always have a matrix scale.
     """
     has_scale = data.get("use_dynamic_per_tensor_scale", True) or not is_empty(data.get("step"))
     return TorchaoFormat("NVFP4Tensor", "nvfp4_w4a16", 16, matrix_scale=bool(has_scale))
 
 
 def _mx(name: str, data: Mapping[str, Any]) -> TorchaoFormat:
-    """Return the format of mxfp8 or mxfp4 weights. Activations stay in 16 bits."""
+    """Return the format of mxfp8 or mxfp4 weights. Activations are not quantized."""
     is_fp8 = _plain_value(data.get("weight_dtype", _E4M3)) == _E4M3
     return TorchaoFormat("MXTensor", "fp8_w8a16_block:block=1x32" if is_fp8 else "mxfp4_w4a16", 32)
 

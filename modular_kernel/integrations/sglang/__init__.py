@@ -1,8 +1,7 @@
 """Plugin for SGLang: `--moe-runner-backend modular_kernel` runs its MoE layers on these kernels.
 
 SGLang calls `register` through its entry-point group `sglang.srt.plugins`, in each of its
-processes. Code that depends on SGLang's internals is in one module per supported version;
-`translation` and `layer_runner` do not import SGLang.
+processes. Code that depends on SGLang's internals is in one module for each supported version.
 """
 
 import logging
@@ -13,7 +12,7 @@ from importlib.metadata import version
 from modular_kernel.settings import is_sglang_plugin_disabled
 
 _LOG = logging.getLogger(__name__)
-# For each supported version of SGLang, without a local part: the module that registers the backend.
+# Version of SGLang, without a local part -> module that registers the backend.
 MODULE_BY_VERSION: Mapping[str, str] = {"0.5.23": "modular_kernel.integrations.sglang.v0_5_23"}
 
 
@@ -28,7 +27,7 @@ def register() -> None:
         return
     try:
         _register()
-    except Exception as error:  # noqa: BLE001  (SGLang must start, whatever fails here)
+    except Exception as error:  # noqa: BLE001  (SGLang must start even if this fails)
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         _LOG.warning("SGLang runs without the MoE backend modular_kernel: %s", reason)
 

@@ -1,6 +1,6 @@
 """Runs one MoE layer of SGLang on `MoeRunner`, or on SGLang's own runner.
 
-The first call of the layer determines which of the two runs the layer, and logs one line. This
+The first call of the layer determines which runner computes the layer, and logs one line. This
 module does not import SGLang.
 """
 
@@ -33,7 +33,7 @@ class LayerRunner:
     def __init__(self, config: Any, fallback: Callable[[Any, Any, Any], Any]) -> None:
         self.config, self._fallback = config, fallback
         self._runner: MoeRunner | None = None
-        self._runner_config: Any = None  # a copy of the config that `_runner` was made of
+        self._runner_config: Any = None  # a copy of the config of `_runner`
         self._interleaved = False
         self.refusal: str | None = None
         self._logged_reasons: set[str] = set()
@@ -42,8 +42,8 @@ class LayerRunner:
         """Return the output tensor, or the result of the fallback.
 
         A call that this package does not support runs on the fallback. If the first call of the
-        layer, or the first one after the config has changed, is not supported, all later calls run
-        on the fallback, too. Errors of supported calls are raised.
+        layer, or the first call after a change of the config, is not supported, all later calls
+        also run on the fallback. Errors of supported calls are raised.
         """
         if self.refusal is None:
             reason = find_unsupported_reason(dispatch_output)
@@ -58,13 +58,13 @@ class LayerRunner:
         """Prepare the layer's 4-bit weights, which SGLang has loaded into its tensors.
 
         The first load makes the prepared copy, before SGLang reserves memory for its KV cache. A
-        later load writes it again, because torch does not track how SGLang writes weights. Nothing
-        is done if the layer cannot run on this package.
+        later load updates the copy, because torch does not track how SGLang writes weights. If the
+        layer cannot run on this package, this does nothing.
         """
         try:
             info, _ = translation.convert_quant_info(quant_info)
         except ModularKernelError:
-            return  # the first call reports it
+            return  # the first call of the layer logs the error
         weights = ExpertWeights(
             info.w13_weight, info.w2_weight,
             w1_scale=info.w13_scale, w2_scale=info.w2_scale,
@@ -79,7 +79,7 @@ class LayerRunner:
             runner, _ = self._make_runner(quant_info, config, weights.w1.device)
             runner.run(_make_empty_call(config, weights.w1.device), info)
         except ModularKernelError:
-            return  # as above
+            return  # the first call of the layer logs the error
 
     def _make_runner(
         self, quant_info: Any, config: Any, device: torch.device
@@ -127,7 +127,7 @@ class LayerRunner:
 
 
 def _make_empty_call(config: Any, device: torch.device) -> StandardDispatchOutput:
-    """Return a call without tokens, for which a kernel prepares its weights."""
+    """Return a call without tokens, which makes a kernel prepare its weights."""
     x_TH = torch.empty(0, config.hidden_size, dtype=config.params_dtype, device=device)
     weights_TK = torch.empty(0, config.top_k, dtype=torch.float32, device=device)
     ids_TK = torch.empty(0, config.top_k, dtype=torch.int32, device=device)

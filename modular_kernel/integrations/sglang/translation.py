@@ -58,8 +58,8 @@ def convert_quant_info(info: Any) -> tuple[MoeQuantInfo, bool]:
 def check_biases(config: MoeRunnerConfig, info: MoeQuantInfo) -> None:
     """Raise UnsupportedError if SGLang multiplies the first bias by the router weights.
 
-    With apply_router_weight_on_input, w is the router weight of a token x: SGLang computes
-    w (w13 x + b13), and this package w13 (w x) + b13.
+    With apply_router_weight_on_input, SGLang computes w (w13 x + b13) for a token x with router
+    weight w. This package computes w13 (w x) + b13.
     """
     if config.apply_router_weight_on_input and info.b13 is not None:
         need = "None, because apply_router_weight_on_input is True"

@@ -1,11 +1,11 @@
 """Registers the backend "modular_kernel" in SGLang 0.5.23.
 
-SGLang's quantization methods choose the layout of weights by the selected backend, and many create
-`MoeRunner` with a fixed backend. Therefore, two hooks treat "modular_kernel" like "triton":
+SGLang's quantization methods choose the layout of weights by the selected backend, and many methods
+create `MoeRunner` with a fixed backend. Therefore, two hooks treat "modular_kernel" like "triton":
 `is_triton` also returns True for "modular_kernel", and `MoeRunner.__init__` replaces "triton" with
 "modular_kernel". The hooks are registered in SGLang's HookRegistry, and do nothing if another
-backend is selected. The backend is a runner core, because SGLang registers fused operations only
-for its own backends.
+backend is selected. The backend is a runner core, because SGLang supports fused operations only for
+its own backends.
 """
 
 import inspect
@@ -36,8 +36,7 @@ def install() -> None:
     """Add the choice "modular_kernel" to `--moe-runner-backend`, and install the backend.
 
     The backend is installed when SGLang imports its MoE modules, because a launcher process parses
-    arguments before it imports them, and may never import them. Raises an exception if a module or
-    an attribute is missing.
+    arguments without importing them. Raises an exception if a module or an attribute is missing.
     """
     from sglang.srt.arg_groups.choices import (
         MOE_RUNNER_BACKEND_CHOICES,
@@ -107,7 +106,7 @@ def _install_backend() -> None:
 
 
 def is_triton(original: Callable[[Any], bool], backend: Any) -> bool:
-    """Return True for our backend, too, because it reads weights in the layout of triton."""
+    """Return True also for our backend, because it reads weights in the layout of triton."""
     return backend.value == BACKEND_NAME or original(backend)
 
 
@@ -141,8 +140,7 @@ def init_runner(
 def _prepare_after_loading(module: str, class_name: str) -> None:
     """Prepare int4 weights of layers on our backend after SGLang has loaded them.
 
-    The method is replaced without SGLang's HookRegistry, which imports modules when it applies
-    hooks, here in the middle of an import.
+    SGLang's HookRegistry is not used, because it would import modules during an import.
     """
     method_class: Any = getattr(sys.modules[module], class_name, None)
     original = getattr(method_class, "process_weights_after_loading", None)
@@ -180,7 +178,7 @@ def _find_unsupported_reason(config: Any, *, lora_enabled: bool) -> str | None:
 
 
 class RunnerCore:
-    """Methods of our runner core. `_install_backend` adds SGLang's base class."""
+    """The runner core of our backend. `_install_backend` adds SGLang's base class."""
 
     def __init__(self, config: Any) -> None:
         from modular_kernel.integrations.sglang.layer_runner import LayerRunner
@@ -200,7 +198,7 @@ class RunnerCore:
     ) -> Any:
         """Return SGLang's combine input for a dispatch output.
 
-        hooks: LoRA hooks, which are not supported; must be None.
+        hooks: LoRA hooks, which are not supported. Must be None.
         """
         from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 

@@ -3,7 +3,7 @@
     import modular_kernel
 
     model = AutoModelForCausalLM.from_pretrained(..., experts_implementation="modular_kernel")
-    model.set_experts_implementation("modular_kernel")            # or later; "eager" to go back
+    model.set_experts_implementation("modular_kernel")            # for a loaded model
 
 All experts modules that transformers dispatches are supported: modules with gate_up_proj (or
 up_proj) and down_proj in one dtype, and FP8Experts. The activation is identified by evaluating it
@@ -55,7 +55,7 @@ __all__ = [
     "weights_of",
 ]
 
-# `modular_kernel` also registers the default, unless transformers was being imported meanwhile.
+# `modular_kernel` does not register the default if transformers was being imported at that time.
 register_default()
 
 

@@ -51,8 +51,8 @@ def _identify_activation(module: torch.nn.Module) -> ActivationSpec:
         ) from e
     for spec in _list_candidate_specs(gated, candidates):
         if _matches(values, probe, spec):
-            # If weights were loaded packed, their rows may have another order than the module's
-            # code expects. `_mk_interleaved` stores the order.
+            # The rows of packed weights may have another order than the module's code expects.
+            # `_mk_interleaved` stores the order.
             interleaved: bool = getattr(module, "_mk_interleaved", spec.interleaved)
             return replace(spec, interleaved=interleaved)
     need = f"one of {', '.join(GATED if gated else UNGATED)}"
@@ -108,7 +108,7 @@ def _find_numbers(
 
 
 def _list_parameter_candidates(module: torch.nn.Module) -> Iterator[list[float]]:
-    """Yield the candidate values of alpha, then those of the limit."""
+    """Yield the candidate values of alpha, then the candidate values of the limit."""
     candidates = [
         (" ".join(path), value) for path, value in find_alpha_and_limit_candidates(module)
     ]
@@ -119,7 +119,7 @@ def _list_parameter_candidates(module: torch.nn.Module) -> Iterator[list[float]]
 def _get_projection_width(module: torch.nn.Module) -> int:
     """Return the number of outputs of the projection before the activation.
 
-    It is N of the weight, which has the shape (e, N, K), or (e, K, N) if the module is transposed.
+    This is N of the weight, which is (e, N, K), or (e, K, N) if the module is transposed.
     """
     gated = getattr(module, "has_gate", True)
     shape = getattr(module, "gate_up_proj" if gated else "up_proj").shape
@@ -162,10 +162,7 @@ def _make_probe(columns: int, limits: list[float]) -> torch.Tensor:
 
 
 def _matches(values: torch.Tensor, probe: torch.Tensor, spec: ActivationSpec) -> bool:
-    """Return whether `spec` applied to `probe` equals `values`, up to rounding errors.
-
-    The absolute tolerance covers the cancellation of 1 + tanh(-x) in float32.
-    """
+    """Return whether `spec` applied to `probe` equals `values`, up to rounding errors."""
     expected = activation(probe, spec)
     if values.shape != expected.shape:
         return False
@@ -177,6 +174,7 @@ def _matches(values: torch.Tensor, probe: torch.Tensor, spec: ActivationSpec) ->
             else magnitude.chunk(2, dim=1)
         )
         magnitude = split[0] * split[1]
+    # The absolute tolerance covers the cancellation of 1 + tanh(-x) in float32.
     return bool(((values - expected).abs() <= 1e-5 * expected.abs() + 1e-6 * magnitude).all())
 
 

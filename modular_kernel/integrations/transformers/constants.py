@@ -1,6 +1,6 @@
 """Passes objects to functions that are decorated with `torch._dynamo.assume_constant_result`.
 
-Since torch 2.12, such functions accept modules. Earlier releases accept only constants, so
+Since torch 2.12, such functions accept modules. Earlier releases accept only constants. For them,
 `make_constant_argument` returns the id of an object, and `resolve_object` looks the object up. In
 both cases, the graph is guarded by the identity of the object.
 """
@@ -32,7 +32,7 @@ def make_constant_argument(value: T) -> T | int:
 
 
 def resolve_object(argument: T | int) -> T:
-    """Return the object that `make_constant_argument` returned an argument for."""
+    """Return the object that was passed to `make_constant_argument`."""
     value: T = _objects[argument] if isinstance(argument, int) else argument
     return value
 

@@ -1,4 +1,4 @@
-"""Detects calls that need gradients, and runs transformers' grouped_mm, which supports them."""
+"""Detects calls that need gradients, and runs transformers' grouped_mm, which computes them."""
 
 from collections.abc import Sequence
 
@@ -13,8 +13,8 @@ Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # x, expert ids and rout
 def needs_gradients(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether a call must compute gradients of x, router weights or expert weights.
 
-    tensors: x, the router weights, and the module's tensors as the call reads them. A tensor of the
-        module need not be one of its `parameters()`, because an adapter can compute it.
+    tensors: x, the router weights, and the module's tensors. They include tensors that an adapter
+        computes, which are not in `parameters()`.
     """
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 

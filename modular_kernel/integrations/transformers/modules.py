@@ -15,17 +15,17 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights
 
-# Names of attributes that `from_pretrained` and `serve` set to describe a module's tensors.
-# The value of FIELDS_ATTRIBUTE is a dict from the name of each parameter to its field and
-# conversions, in the syntax of `operators.expert_fields`. For example, "w1:first=8" maps the first
-# 8 experts of a parameter to w1.
+# Names of attributes that `from_pretrained` and `serve` set to describe a module's tensors. The
+# value of FIELDS_ATTRIBUTE maps the name of each parameter to a field and steps, in the syntax of
+# `operators.expert_fields`. For example, "w1:first=8" maps the first 8 experts of a parameter to
+# w1.
 FIELDS_ATTRIBUTE = "_mk_fields"
 QUANT_ATTRIBUTE = "_mk_quant"  # quantization scheme
 INTERLEAVED_ATTRIBUTE = "_mk_interleaved"  # whether gate and up rows of w1 alternate
 
 _LAYER_NUMBER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
 
-# Attributes other than tensors that determine how a module's tensors are read.
+# Attributes that determine how a module's tensors are read.
 _FLAGS = (
     *("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "num_experts"),
     *("block_size", QUANT_ATTRIBUTE, INTERLEAVED_ATTRIBUTE),
@@ -38,7 +38,7 @@ Names = tuple[str, ...]
 class Layout:
     """How a module's tensors map to ExpertWeights.
 
-    fields: comma-separated fields and conversions, as `expert_fields` parses them.
+    fields: fields and steps of the tensors, in the syntax of `operators.expert_fields`.
     quant: name of the quantization scheme.
     """
 
@@ -81,10 +81,8 @@ def read_layout(module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> Lay
 
 
 def read_flags(module: torch.nn.Module) -> tuple[object, ...]:
-    """Return the attributes other than tensors that determine how the tensors are read.
-
-    The values are read from `__dict__`, because looking up a missing attribute of a module is slow.
-    """
+    """Return the values of attributes that determine how the tensors are read."""
+    # Looking up a missing attribute of a module is slow.
     attributes = module.__dict__
     return tuple([attributes.get(name) for name in _FLAGS])
 
@@ -128,7 +126,7 @@ def weights_of(module: torch.nn.Module) -> ExpertWeights:
 def read_tensor(module: torch.nn.Module, name: str) -> torch.Tensor:
     """Return a tensor attribute. Raises UnsupportedError unless it is a plain tensor."""
     tensor: object = getattr(module, name, None)
-    # A subclass of Tensor may be sharded or quantized, with values that do not match its shape.
+    # A subclass of Tensor may be sharded or quantized. Its memory then does not match its shape.
     if isinstance(tensor, torch.Tensor) and type(tensor) in _TENSOR_TYPES:
         return tensor
     got = f"{name} of type {type(tensor).__name__}"
@@ -172,8 +170,8 @@ def _read_fp8_layout(
 ) -> Layout:
     """Return the layout of FP8Experts: float8, or mxfp4.
 
-    With block scales, gate and up have separate blocks. If their last blocks are partial, scales
-    are expanded to smaller blocks that divide the rows of gate and of up. Without blocks, a
+    With block scales, gate and up have separate blocks. If the last blocks of gate and up are
+    partial, scales are expanded to smaller blocks that divide the rows. Without blocks, a
     projection has one scale, and activations are quantized per row. Static activation scales of the
     module are ignored, because per-row scales are more accurate.
     """

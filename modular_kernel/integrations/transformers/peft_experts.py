@@ -1,9 +1,9 @@
 """Runs experts with PEFT adapters on kernels that read the base weights and the adapter's factors.
 
-PEFT 0.19 and newer wraps an experts module once per adapted parameter (`ParamWrapper`). In each
-call, the wrapper replaces the parameter W with W + scaling * lhs @ rhs, which allocates a tensor as
-large as the weights of all experts. With this module, the outermost wrapper passes W and the
-factors to our kernels instead.
+PEFT 0.19 and newer wraps an experts module once for each adapted parameter (`ParamWrapper`). In
+each call, the wrapper replaces the parameter W with W + scaling * lhs @ rhs, which allocates a
+tensor as large as the weights of all experts. With this module, the outermost wrapper passes W and
+the factors to our kernels instead.
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ _UNQUANTIZED_FIELDS = frozenset(("w1", "w2", "w1:t", "w2:t", "b1", "b2"))
 
 @dataclass(frozen=True)
 class Factors:
-    """The term scaling * lhs @ rhs that is added to one parameter, in the parameter's layout."""
+    """The factors of scaling * lhs @ rhs, which has the parameter's layout and is added to it."""
 
     lhs: torch.Tensor
     rhs: torch.Tensor
@@ -57,7 +57,7 @@ class AdaptedExperts:
     """An experts module with one adapter.
 
     module: the module without wrappers.
-    tensors: its tensors, in the order of `list_tensor_names`.
+    tensors: tensors of the module, in the order of `list_tensor_names`.
     layout: the layout of the tensors.
     factors: the adapter's factors, by the name of the adapted parameter.
     """
@@ -69,7 +69,7 @@ class AdaptedExperts:
 
     @property
     def all_tensors(self) -> tuple[torch.Tensor, ...]:
-        """All tensors that a call reads, which may require gradients."""
+        """All tensors that a call reads."""
         factors = (tensor for item in self.factors.values() for tensor in (item.lhs, item.rhs))
         return (*self.tensors, *factors)
 
@@ -124,10 +124,11 @@ def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Ten
 
 
 def _run(wrapper: Any, call: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Any:
-    """Run a call with the factors. Returns None if PEFT's own forward has to run instead.
+    """Run a call with the factors. Returns None if PEFT's forward must run instead.
 
-    PEFT's forward runs if another experts implementation is selected, if not exactly one adapter is
-    active, if gradients are needed, in training mode, or if the part does not support adapters.
+    PEFT's forward must run if another experts implementation is selected, if not exactly one
+    adapter is active, if gradients are needed, in training mode, or if the parts do not support
+    adapters.
     """
     module = wrapper.get_base_layer()
     registration = ALL_EXPERTS_FUNCTIONS.get(module.config._experts_implementation or "eager")

@@ -8,7 +8,7 @@
 `load_experts` reads the experts, which run on our kernels. All other quantized weights are
 dequantized while loading. No quantization library is needed. Layers that the model class does not
 have, such as layers for multi-token prediction (MTP), are not loaded. The modules of the model are
-transformers' own.
+those of transformers.
 """
 
 import copy
@@ -119,8 +119,8 @@ def from_pretrained(
     dtype: dtype of unquantized weights. "auto" uses the dtype in config.json, or bfloat16 if there
         is none.
     auto_class: a class with `from_pretrained`, such as AutoModelForCausalLM.
-    device: device of the whole model. Experts are loaded to it directly. transformers' own option
-        device_map needs accelerate.
+    device: device of the whole model. Experts are loaded directly to this device. The option
+        device_map of transformers needs accelerate.
     quantize: a scheme that `load_experts` quantizes the experts of an unquantized checkpoint to.
     kwargs: further arguments of from_pretrained. `revision`, `token`, `cache_dir` and
         `local_files_only` apply to the hub.
@@ -205,7 +205,7 @@ def _check_class_and_file(auto_class: Any, name: str | Path) -> None:
 
 
 def _select_dtype(dtype: torch.dtype | str, torch_dtype: torch.dtype | str | None) -> Any:
-    """Return `torch_dtype`, the older name of the argument, if it is given, else `dtype`."""
+    """Return `dtype`, or `torch_dtype` (the older name of the argument) if it is given."""
     if torch_dtype is None:
         return dtype
     if dtype not in ("auto", torch_dtype):
@@ -215,7 +215,7 @@ def _select_dtype(dtype: torch.dtype | str, torch_dtype: torch.dtype | str | Non
 
 
 def _load_config(folder: Path, config: Any) -> Any:
-    """Return a copy of the caller's `config`, or the config of the folder if `config` is None."""
+    """Return a copy of `config`, or the config of the folder if `config` is None."""
     if config is not None:
         return copy.deepcopy(config)
     try:
@@ -256,7 +256,7 @@ def _transformers_errors(what: str) -> Iterator[None]:
 
 
 def _check_dtype(source: Any) -> None:
-    """Check the dtype that transformers will load unquantized weights in.
+    """Check the dtype of unquantized weights.
 
     source: the dtype, or a config that may have a dtype.
 
@@ -300,10 +300,10 @@ def _check_files(folder: Path, options: Mapping[str, Any]) -> None:
 
 
 def _load_checked(cls: Any, folder: Path, name: Path | None, **kwargs: Any) -> tuple[Any, Any]:
-    """Return (model, loading info), and raise errors where transformers would only warn.
+    """Return (model, loading info).
 
     Raises WeightsError for a missing tensor, unless it belongs to a head that is not in the
-    checkpoint, and ShapeError for a tensor of the wrong shape.
+    checkpoint, and ShapeError for a tensor of the wrong shape. transformers would only warn.
     """
     options = {**kwargs, "ignore_mismatched_sizes": True}  # mismatches are raised below
     try:
@@ -353,10 +353,7 @@ def _find_folder(name: str | Path, kwargs: dict[str, Any]) -> Path:
 
 
 def _select_model_class(auto_class: Any, config: Any) -> Any:
-    """Return the model class for a config.
-
-    The auto class cannot be used, because it does not accept a state dict without a name.
-    """
+    """Return the model class for a config. Unlike the auto class, it can load a state dict only."""
     mapping = getattr(auto_class, "_model_mapping", None)
     if mapping is None:
         return auto_class
@@ -383,7 +380,7 @@ def _get_quantization_config(config: Any) -> Any:
 
 
 def _get_num_layers(config: Any) -> int | None:
-    """Return the number of layers of the language model. Its files may have more layers."""
+    """Return the number of layers of the language model. The checkpoint may have more layers."""
     count = getattr(config.get_text_config(), "num_hidden_layers", None)
     return count if type(count) is int else None
 
@@ -503,7 +500,7 @@ class Config(QuantizationConfigMixin):
 
 
 class Quantizer(HfQuantizer):
-    """A quantizer that loads the experts, which stay packed, in place of transformers."""
+    """A quantizer that loads the experts instead of transformers, and keeps them packed."""
 
     quantization_config: Config
     requires_calibration = False
@@ -620,9 +617,9 @@ def install_weights(module: torch.nn.Module, loaded: LoadedExperts) -> None:
 
 @lru_cache
 def _make_packed_class(cls: Any) -> Any:
-    """Return a subclass of `cls` that refuses experts implementations other than ours.
+    """Return a subclass of `cls` that accepts only experts implementations of this package.
 
-    Only our implementations can read packed weights.
+    Other implementations cannot read packed weights.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -642,6 +639,6 @@ def _make_packed_class(cls: Any) -> Any:
 
 
 def _make_empty_instance(cls: Any) -> Any:
-    """Return an empty instance, for unpickling. Generated classes cannot be imported by name."""
+    """Return an empty instance for unpickling, because generated classes cannot be imported."""
     packed = _make_packed_class(cls)
     return packed.__new__(packed)

@@ -63,15 +63,15 @@ def register(
 
     prepare_finalize: the prepare/finalize part.
     experts: the experts part. None selects TritonExperts on a GPU. On a CPU, None selects
-        transformers' grouped_mm, which is faster there, and TorchExperts for modules that
-        grouped_mm does not support.
+        transformers' grouped_mm, which is faster, or TorchExperts for modules that grouped_mm does
+        not support.
     name: name of the experts implementation.
     gradients: "fallback" runs transformers' grouped_mm in training mode, because its backward is
-        faster; in eval mode, torch operations compute the gradients. "refuse" raises
+        faster. In eval mode, torch operations compute the gradients. "refuse" raises
         UnsupportedError for a call in grad mode with an input or weight that requires grad.
 
-    Raises ConfigurationError for any other value of gradients, or for a name that transformers
-    itself uses.
+    Raises ConfigurationError for any other value of gradients, or for a name of an implementation
+    of transformers.
     """
     expect("prepare_finalize", prepare_finalize, str | type)
     expect("experts", experts, str | type | None)
@@ -88,13 +88,13 @@ def register(
 
 
 def register_default() -> None:
-    """Register the default pairing as "modular_kernel", unless that name is registered."""
+    """Register the default pairing as "modular_kernel", unless this name is registered."""
     if ALL_EXPERTS_FUNCTIONS.get("modular_kernel") is None:
         register()
 
 
 def registration(name: str = "modular_kernel") -> "Registration":
-    """Return the Registration of a name, with its pairing and the kernels created so far.
+    """Return the Registration of a name, with its pairing and kernels.
 
     Raises ConfigurationError for a name that is not registered.
     """
@@ -109,9 +109,9 @@ def registration(name: str = "modular_kernel") -> "Registration":
 class ModuleState:
     """Cached state of an experts module.
 
-    activation_key: the values that determine its activation.
-    activation: its activation.
-    bound: its weights and problem in the last call.
+    activation_key: the values that determine the activation.
+    activation: the activation.
+    bound: the weights and the problem of the last call.
     """
 
     activation_key: ActivationKey
@@ -126,7 +126,8 @@ class BoundWeights:
     key: dtype, top_k, and the state of the module. The object is valid while the key is unchanged.
     tensors: the module's tensors.
     weights: the tensors as ExpertWeights.
-    fields, layer: arguments of the operator `experts`.
+    fields: argument of the operator `experts`.
+    layer: argument of the operator `experts`.
     """
 
     key: tuple[object, ...]
@@ -186,8 +187,8 @@ class Registration:
         needed = needs_gradients((hidden_states, top_k_weights, *tensors))
         if needed and self.gradients == "refuse":
             raise unsupported_error(module, "a call that needs gradients", "torch.no_grad()")
-        # Do not decide by `needed`: activation checkpointing first runs the forward without
-        # gradients.
+        # `needed` is not sufficient, because activation checkpointing first runs the forward
+        # without gradients.
         trains = module.training and self.gradients == "fallback"
         if (trains or self.is_slower_on(hidden_states.device)) and _supports_grouped_mm(
             make_constant_argument(module)
@@ -205,10 +206,9 @@ class Registration:
         module: torch.nn.Module,
         call: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        """Break the graph and run the call eagerly, which raises errors with their usual messages.
+        """Break the graph and run the call eagerly, so that errors have their usual messages.
 
-        reason: why the call cannot be traced. With fullgraph=True, torch raises an error with this
-            reason instead.
+        reason: why the call cannot be traced, for the error that torch raises with fullgraph=True.
         """
         torch._dynamo.graph_break(msg=reason)
         outside = torch._dynamo.disable(self.__call__)  # type: ignore[no-untyped-call]
@@ -247,8 +247,7 @@ class Registration:
     ) -> torch.Tensor:
         """Run the call as one operator in a traced graph.
 
-        Shapes are those of the traced tensors, because the shapes of sharded parameters differ from
-        those of the module.
+        The shapes of the traced tensors are used, because the module's parameters may be sharded.
         """
         x_TH, ids_TK, weights_TK = call
         shapes = tuple([tuple(tensor.shape) for tensor in tensors])
@@ -263,7 +262,7 @@ class Registration:
         if isinstance(constants, str):
             return self._run_eagerly(constants, module, call)
         fields, layer, numbers, functions = constants
-        # These checks become guards of the graph, because it is valid only for these values.
+        # These checks become guards of the graph, which is valid only for these values.
         for path, function in functions:
             value = _get_function(module, path)
             if value is None or (function is not None and id(value) != function):
@@ -302,7 +301,7 @@ class Registration:
         return bound
 
     def activation(self, module: torch.nn.Module) -> ActivationSpec:
-        """Return the activation between the module's projections, which is cached."""
+        """Return the activation between the module's projections. The result is cached."""
         return self._get_module_state(module).activation
 
     def _get_module_state(self, module: torch.nn.Module) -> ModuleState:
@@ -341,7 +340,7 @@ def normalize_call(
     """
     x_TH, ids_TK, weights_TK = call
     check_tensors(dict(zip(_ARGUMENT_NAMES, call, strict=True)))
-    # Releases without the attribute may also pass ids of experts on other ranks.
+    # Releases without this attribute may also pass ids of experts on other ranks.
     if getattr(module, "_is_expert_parallel", True):
         ids_TK = ids_TK.masked_fill(ids_TK >= experts, -1)
     return x_TH.contiguous(), ids_TK.contiguous(), weights_TK.to(torch.float32).contiguous()
@@ -383,8 +382,8 @@ def _compute_constants(
 ) -> tuple[object, ...] | str:
     """Return (fields, layer, numbers, functions), or the reason why a call cannot be traced.
 
-    fields and layer are arguments of the operator. They are valid while the module's attributes
-    equal those in numbers, (path, value), and functions, (name, id).
+    fields and layer are arguments of the operator. They are valid while the module has the
+    attributes in numbers, (path, value), and functions, (name, id).
 
     metadata: shapes, dtypes and devices of the traced tensors.
     """
@@ -411,18 +410,17 @@ def _make_meta_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tenso
 
 
 def _get_traceable_id(function: object) -> int | None:
-    """Return the id of a function, or None if it is a built-in function.
+    """Return the id of a function, or None for a built-in function.
 
-    Dynamo of torch 2.11 does not trace `id` of a built-in function. Reading the attribute already
-    adds a guard.
+    Dynamo of torch 2.11 does not trace `id` of a built-in function, but guards the attribute.
     """
     return None if isinstance(function, BuiltinFunctionType) else id(function)
 
 
 def _get_function(module: torch.nn.Module, name: str) -> object:
-    """Return an attribute, or the underlying function if the attribute is a method.
+    """Return an attribute, or the underlying function of a method.
 
-    Each access to a method creates a new object, so methods cannot be compared by identity.
+    Methods cannot be compared by identity, because each access creates a new object.
     """
     attribute = _get_attribute(module, (name,))
     return attribute.__func__ if isinstance(attribute, MethodType) else attribute

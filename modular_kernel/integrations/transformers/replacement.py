@@ -29,14 +29,14 @@ _FLAGS = {
 
 
 def serve(model: torch.nn.Module) -> tuple[str, ...]:
-    """Make experts that transformers or PEFT would run by themselves run on our kernels.
+    """Make experts that ignore experts_implementation run on our kernels.
 
     These are the modules of the classes in REPLACED, and PEFT's wrappers of experts. A module
     remains the same object with the same weights, but its class is replaced by a subclass. If an
-    experts implementation other than ours is selected, the subclass runs the original forward.
+    experts implementation of another package is selected, the subclass runs the original forward.
 
-    In each call, PEFT multiplies the two factors of an adapter with each other. The replaced
-    wrappers apply the factors to the activations, one after the other.
+    PEFT multiplies the two factors of an adapter in each call. The replaced wrappers multiply the
+    activations by one factor after the other.
 
     Returns the names of the changed modules. Raises ConfigurationError unless `model` is a module.
     """
@@ -103,14 +103,14 @@ def _step3p7_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 def _replace_longcat(module: Any, config: Any) -> None:
     """Replace LongCat's experts.
 
-    The last experts are zero experts, which compute the identity. gate_up_proj has unused entries
-    for the zero experts.
+    The last experts are zero experts, which return their input. gate_up_proj has unused entries for
+    zero experts.
     """
     if module.gate_up_proj is None:
         return
     routed = module.num_routed_experts
     _set_flags(module, config, num_experts=routed, _is_expert_parallel=True)
-    # "first": without the unused entries of the zero experts.
+    # "first" removes the unused entries of zero experts.
     setattr(module, FIELDS_ATTRIBUTE, {"gate_up_proj": f"w1:first={routed}", "down_proj": "w2"})
     setattr(module, QUANT_ATTRIBUTE, "none")
     _set_forward(module, _longcat_forward)
@@ -157,7 +157,7 @@ def _llama4_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tenso
     return self.shared_expert(x_TH) + routed, logits
 
 
-# For each class name of an experts module: the function that replaces a module, given its config.
+# Class name of an experts module -> function of (module, config) that replaces the module.
 REPLACED: dict[str, Callable[[Any, Any], None]] = {
     "Llama4TextMoe": _replace_llama4,
     "LongcatFlashExperts": _replace_longcat,

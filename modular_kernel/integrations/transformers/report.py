@@ -1,4 +1,4 @@
-"""Reports which experts modules of a model run on our kernels, and why the others do not."""
+"""Reports which experts modules of a model run on our kernels, and why other modules do not."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from modular_kernel.integrations.transformers.register import Registration
 from modular_kernel.integrations.transformers.replacement import REPLACED
 from modular_kernel.utils.argument_checks import expect
 
-# Why experts are neither dispatched by transformers nor replaced by `serve`, by class name.
+# Class names of experts that transformers does not dispatch and `serve` does not replace.
 _NOT_SUPPORTED = {
     "DbrxExperts": "has separate gate and up weights and a transposed w2, which would be copied",
     "JetMoeMoE": "sorts tokens in its router and adds a bias of its own",
@@ -29,7 +29,7 @@ class Row:
 
     name: name of the module in the model.
     kind: class name of the module.
-    why: why the module does not run on our kernels; "" if it does.
+    why: why the module does not run on our kernels; "" if it runs on them.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Row:
 
     @property
     def served(self) -> bool:
-        """Whether the next forward, in the grad mode of the report, runs on our kernels."""
+        """Whether a forward in the grad mode of the report would run on our kernels."""
         return not self.why
 
     def __str__(self) -> str:

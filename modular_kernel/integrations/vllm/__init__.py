@@ -1,7 +1,7 @@
 """Plugin for vLLM: MoE layers of supported models run on parts of this package.
 
 vLLM calls `register` through the entry point `modular_kernel` of the group `vllm.general_plugins`.
-Code that depends on the version of vLLM is in one module per supported minor version.
+Code that depends on the version of vLLM is in one module for each supported minor version.
 """
 
 import logging

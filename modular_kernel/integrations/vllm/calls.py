@@ -1,7 +1,7 @@
 """Runs one layer's experts in a workspace that vLLM provides.
 
-Before each call, vLLM asks for the size of the workspace, and then passes memory of at least that
-size. All layers share this memory. Its address does not change in CUDA graphs.
+Before each call, vLLM requests the size of the workspace. It then passes memory of at least this
+size, which all layers share. The address of the memory does not change in CUDA graphs.
 """
 
 from dataclasses import replace
@@ -26,7 +26,7 @@ from modular_kernel.workspace import BufferSpec, Workspace, workspace_bytes
 class StandardCalls:
     """Runs calls with tokens and their routing, from x (T, H) to the layer's output (T, H).
 
-    problem: the problem of the layer. `tokens` and `top_k` are replaced by those of each call.
+    problem: the problem of the layer. Each call replaces its `tokens` and `top_k`.
     part: name of the experts part.
     machine: the machine that vLLM runs on.
     """
@@ -96,7 +96,7 @@ class BatchedCalls:
         return self._experts.workspace_shapes(BatchedShape(experts, capacity)).buffers()
 
     def prepare(self, weights: ExpertWeights, copy: PreparedCopy) -> None:
-        """Do nothing: parts for rows grouped by expert do not prepare weights."""
+        """Do nothing, because parts for rows grouped by expert do not prepare weights."""
 
     def workspace_bytes(self, experts: int, capacity: int) -> int:
         """Return the size of the workspace of a call with `capacity` rows per expert, in bytes."""
@@ -139,8 +139,8 @@ def _make_kernel(
 ) -> FusedMoEModularKernel:
     """Create the kernel for a device. Layers of the same sizes share a kernel.
 
-    It does not prepare weights by itself, because vLLM may load new weights into the same memory
-    by writes that torch does not track. `PreparedCopy` is written when vLLM has loaded weights.
+    The kernel does not prepare weights automatically, because torch does not track how vLLM writes
+    weights. Instead, a `PreparedCopy` is written after vLLM has loaded weights.
     """
     kernel = make_kernel(NO_EP, part, problem, machine=machine, auto_prepare=False)
     kernel.count_invalid_ids_on(device)  # allocates, so it must not run during graph capture

@@ -1,7 +1,7 @@
 """Hooks into the functions with which vLLM selects the experts class of a layer.
 
-For each kind of quantization, vLLM has such a function in a module of its folder `oracle`. When
-vLLM imports such a module, the function is replaced. The replacement returns one of our experts
+vLLM has a module with such functions for each kind of quantization, in its folder `oracle`. The
+functions are replaced when vLLM imports the module. A replacement returns one of our experts
 classes if a part of this package supports the layer, and otherwise calls vLLM's function. This
 module does not import vLLM.
 """
@@ -26,11 +26,11 @@ ORIGINAL_ATTRIBUTE = "modular_kernel_original"
 
 
 class Oracle(Protocol):
-    """Describes the functions to replace in one module of vLLM's `oracle`, and computes results.
+    """The replacements of functions in one module of vLLM's `oracle`.
 
     module: full name of the module.
     select_functions: names of functions that select a backend and an experts class for a layer.
-    later_functions: names of functions that vLLM calls for a layer after it has selected its class.
+    later_functions: names of functions that vLLM calls after it has selected the class of a layer.
     """
 
     module: str
@@ -41,23 +41,23 @@ class Oracle(Protocol):
         """Return the required names that this version of vLLM does not have."""
 
     def handle(self, function: str, arguments: dict[str, Any]) -> Any | None:
-        """Return the result of a replaced function if it should run on our parts, else None.
+        """Return the result of a replaced function, or None if vLLM's function should be called.
 
         A select function may also raise ModularKernelError with the reason why our parts do not
         support the layer.
 
         function: name of the function.
-        arguments: its arguments by parameter name.
+        arguments: arguments of the function by parameter name.
         """
 
 
 def install(version_module: str) -> None:
     """Replace the functions of all oracle modules, now or when vLLM imports them.
 
-    Can be called more than once.
+    This function can be called more than once.
 
     version_module: name of the module for this version of vLLM. Its `ORACLES` maps the names of
-        oracle modules to `Oracle` objects. It is imported together with the first oracle module.
+        oracle modules to `Oracle` objects. The module is imported with the first oracle module.
     """
     for name in _ORACLE_NAMES:
         replace = partial(_replace_functions, name, version_module)
@@ -65,7 +65,7 @@ def install(version_module: str) -> None:
 
 
 def _replace_functions(name: str, version_module: str) -> None:
-    """Replace all functions of an oracle module. If this is not possible, log why. Never raises."""
+    """Replace the functions of an oracle module, or log why this is not possible. Never raises."""
     try:
         oracles: dict[str, Oracle] = import_module(version_module).ORACLES
         oracle = oracles.get(name)
@@ -74,7 +74,7 @@ def _replace_functions(name: str, version_module: str) -> None:
         module = import_module(oracle.module)
         functions = oracle.select_functions + oracle.later_functions
         if any(hasattr(getattr(module, f, None), ORIGINAL_ATTRIBUTE) for f in functions):
-            return  # all were replaced before
+            return  # the functions have been replaced before
         missing = [f for f in functions if not callable(getattr(module, f, None))]
         missing += oracle.find_missing(module)
         if missing:
@@ -129,7 +129,7 @@ def _make_replacement(
 
 @cache
 def log_once(message: str) -> None:
-    """Log a message, but only once, because most layers of a model have the same message."""
+    """Log a message once, because most layers of a model have the same message."""
     LOG.info("%s", message)
 
 

@@ -17,7 +17,7 @@ from modular_kernel.settings import read_vllm_setting
 from modular_kernel.spec.problem import ActivationFormat, ActivationSpec, Machine, Problem
 from modular_kernel.spec.quantization import QuantScheme
 
-# Parts that are tried on a GPU, unless MK_VLLM names others.
+# Parts that are tried on a GPU, unless MK_VLLM names parts.
 DEFAULT_PARTS = ("TritonExperts", "BatchedTritonExperts")
 _TENSOR, _TOKEN, _CHANNEL = (-1, -1), (1, -1), (-1, 1)  # values of Operand.group
 # vLLM's SWIGLUOAI and SWIGLUSTEP use these constants, and ignore the configuration.
@@ -37,8 +37,8 @@ class Operand:
     """Quantization of weights or activations.
 
     element: "fp8" (e4m3), "int8", "mxfp4", "nvfp4", or vLLM's name of another element type.
-    group: (rows, columns) that one scale covers. -1 means all rows or all columns.
-    static: whether the scale is given instead of computed in each call.
+    group: (rows, columns) that share a scale. -1 means all rows or all columns.
+    static: whether the scale is given. If False, it is computed in each call.
     symmetric: whether there are no zero points.
     """
 
@@ -70,7 +70,7 @@ def make_operand(key: Any) -> Operand | None:
 def select_scheme(weight: Operand | None, activation: Operand | None) -> str:
     """Return the quantization scheme of a layer, as in Problem.quant.
 
-    `select_weight_only_scheme` does this for int4 and int8 weights with group scales. Raises
+    int4 and int8 weights with group scales are selected by `select_weight_only_scheme`. Raises
     UnsupportedError if no scheme has these operands.
     """
     if weight is None and activation is None:
@@ -108,18 +108,17 @@ def _select_fp8_scheme(group: tuple[int, int], activation: Operand | None) -> st
     option = "" if group == (128, 128) else f":block={group[0]}x{group[1]}"
     if activation is None:
         return f"fp8_w8a16_block{option}"
-    # vLLM's key says 128 columns even if groups of activations are as wide as a weight block.
+    # vLLM's key has 128 columns even if groups of activations are as wide as a weight block.
     allowed = Operand("fp8", (1, 128), static=False), Operand("fp8", (1, group[1]), static=False)
     return f"fp8_w8a8_block{option}" if activation in allowed else None
 
 
 def set_block_shape(scheme: str, block: Sequence[int] | None) -> str:
-    """Return a scheme with the block shape of loaded weights; other schemes are not changed.
+    """Return a block scheme with the block shape of loaded weights, or another scheme unchanged.
 
-    vLLM selects experts for blocks of 128x128 if the checkpoint is in compressed-tensors' format,
-    whatever its blocks are.
+    For checkpoints in compressed-tensors' format, vLLM always selects experts for 128x128 blocks.
 
-    block: rows and columns that a weight scale covers; None if there are no blocks.
+    block: rows and columns that share a weight scale; None if there are no blocks.
     """
     parsed = QuantScheme.parse(scheme)
     if block is None or parsed.granularity != "block":
@@ -205,7 +204,7 @@ def make_local_problem(problem: Problem) -> Problem:
 
 
 def describe_machine(device: str) -> Machine:
-    """Return this machine with its GPU, or without it if device is "cpu"."""
+    """Return this machine, without its GPU if `device` is "cpu"."""
     return this_machine(device="cpu" if device == "cpu" else "cuda")
 
 

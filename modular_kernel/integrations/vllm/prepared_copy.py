@@ -10,16 +10,15 @@ from modular_kernel.quant.auto_prepare import allocate_and_prepare, write_prepar
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec
 
-# Devices of which a warning has said that they have too little memory.
+# Devices for which a warning about too little memory has been logged.
 _DEVICES_WARNED_OF: set[torch.device] = set()
 
 
 class PreparedCopy:
-    """Tensors derived from a layer's weights, which are written again after each load.
+    """Tensors derived from a layer's weights, which are updated after each load.
 
-    vLLM loads a checkpoint again into new tensors, and then copies them to the memory of the
-    layer's first tensors, which CUDA graphs read. The graphs read this copy, too, so it keeps its
-    memory.
+    When vLLM reloads a checkpoint, it copies the new weights to the memory of the first weights,
+    which CUDA graphs read. The graphs also read this copy, so the copy keeps its memory.
     """
 
     def __init__(self) -> None:
@@ -30,13 +29,13 @@ class PreparedCopy:
         self._versions: list[int] = []
 
     def write(self, weights: ExpertWeights, experts: PermuteExpertsUnpermute) -> None:
-        """Derive the copy from the weights. Allocate it in the first call, if memory allows.
+        """Derive the copy from the weights. The first call allocates it, if memory allows.
 
-        A later call does not allocate it: vLLM has then reserved memory for its KV cache, even if a
-        sleeping engine has released that memory, and CUDA graphs read the weights as loaded.
+        A later call does not allocate the copy, because vLLM has then reserved memory for its KV
+        cache, and CUDA graphs do not read the copy.
 
         weights: weights that passed the checks of the kernel.
-        experts: the experts that read the copy. Nothing is done if they read none.
+        experts: the experts that read the copy. If they do not prepare weights, nothing is done.
         """
         specs = dict(experts.prepared_specs())
         if not specs:
@@ -48,7 +47,7 @@ class PreparedCopy:
             self._allocate(weights, specs, experts)
 
     def attach(self, weights: ExpertWeights) -> ExpertWeights:
-        """Return the weights with the copy, which must have been derived from the same values."""
+        """Return the weights with the copy, which must have been derived from these weights."""
         if not self.tensors:
             return weights
         prepared.record_sources(weights, self.tensors, self._layout)
@@ -67,7 +66,7 @@ class PreparedCopy:
         specs: dict[str, BufferSpec],
         experts: PermuteExpertsUnpermute,
     ) -> None:
-        """Allocate and write the copy. Without enough memory, warn once for each device."""
+        """Allocate and write the copy. If memory is insufficient, warn once for each device."""
         device = weights.w1.device
         tensors = allocate_and_prepare(
             weights, specs, self._layout, experts.prepare, warn=device not in _DEVICES_WARNED_OF

@@ -43,8 +43,8 @@ Arguments = dict[str, Any]
 _PROCESS = "process_weights_after_loading"
 _ORACLE_PACKAGE = "vllm.model_executor.layers.fused_moe.oracle"
 
-# Attributes that vLLM's classes must have, which a test checks: CONFIG_FIELDS of FusedMoEConfig,
-# PARALLEL_FIELDS of its moe_parallel_config, and QUANT_FIELDS of FusedMoEQuantConfig.
+# Attributes that vLLM's classes must have: CONFIG_FIELDS of FusedMoEConfig, PARALLEL_FIELDS of its
+# moe_parallel_config, and QUANT_FIELDS of FusedMoEQuantConfig. Tests check them.
 CONFIG_FIELDS = (
     "activation",
     "activation_situ_beta",
@@ -112,10 +112,10 @@ def make_layer_problem(config: Any, scheme: str, quant_config: Any = None) -> Pr
 
     config: the layer's FusedMoEConfig.
     scheme: quantization scheme.
-    quant_config: the layer's FusedMoEQuantConfig, whose activation options take precedence, as in
-        vLLM. Its biases are those that were loaded: a GPTQ checkpoint may have biases that the
-        model does not declare, and many quantization methods do not load declared biases. None
-        while an experts class is selected, because it does not exist yet.
+    quant_config: the layer's FusedMoEQuantConfig; None if it does not exist yet, because the
+        experts class is being selected. As in vLLM, its activation options take precedence. It also
+        determines whether the layer has biases, because loaded biases may differ from the biases
+        that the model declares.
 
     Raises ConfigurationError or UnsupportedError for a layer that a Problem cannot describe.
     """
@@ -173,8 +173,8 @@ def _find_weight(layer: Any, name: str) -> torch.Tensor | None:
 def _prepare_after_loading() -> None:
     """Make all quantization methods of MoE layers prepare the weights of our experts.
 
-    Their `process_weights_after_loading` is wrapped. vLLM calls it after each load, but only some
-    methods then call a method of the experts.
+    `process_weights_after_loading` of the methods is wrapped, because vLLM calls it after each
+    load. Only some of the methods call a method of the experts.
     """
     classes = [FusedMoEMethodBase]
     for cls in classes:
@@ -207,9 +207,9 @@ class StandardExperts(FusedMoEExpertsModular):  # type: ignore[misc]
     scheme: quantization scheme, which `make_experts_class` sets.
     part: name of the experts part, which `make_experts_class` sets.
     copies: converted scales and biases that do not share memory with vLLM's tensors, by name. They
-        belong to the class, because vLLM makes new experts of this class when it reloads the layer.
-    prepared_copy: the copy of 4-bit weights in a layout that kernels read faster. It belongs to the
-        class for the same reason.
+        are attributes of the class, because vLLM makes new experts when it reloads the layer.
+    prepared_copy: the copy of 4-bit weights in a layout that kernels read faster. It is also an
+        attribute of the class.
     refused_exchanges: attributes of FusedMoEParallelConfig that must not be True.
     """
 
@@ -296,7 +296,7 @@ class StandardExperts(FusedMoEExpertsModular):  # type: ignore[misc]
     def _get_weights(
         self, w1: torch.Tensor, w2: torch.Tensor, expert_map: torch.Tensor | None
     ) -> ExpertWeights:
-        """Return the layer's weights: the same object for the same tensors and values."""
+        """Return the layer's weights, as the same object for the same tensors and values."""
         sources, copy = (w1, w2, expert_map), type(self).prepared_copy
         is_known = self._weights is not None and all(
             new is old for new, old in zip(sources, self._sources, strict=True)
@@ -305,8 +305,8 @@ class StandardExperts(FusedMoEExpertsModular):  # type: ignore[misc]
             assert self._weights is not None
             return self._weights
         weights = self._make_weights(*sources)
-        # In the first call after a load, vLLM may have written to the weights since the load.
-        # Otherwise, unknown tensors have the same values at another address.
+        # Before the first call after a load, vLLM may have written to the weights. Later, unknown
+        # tensors have the same values at another address.
         if copy.tensors and (is_known or self._weights is None) and can_keep_buffers(w1.device):
             self._calls.prepare(weights, copy)
         self._weights, self._sources = copy.attach(weights), sources
@@ -320,7 +320,7 @@ class StandardExperts(FusedMoEExpertsModular):  # type: ignore[misc]
     def prepare_weights(self, layer: Any) -> None:
         """Write the prepared copy of the layer's weights, which vLLM has just loaded.
 
-        The copy is made now, so that vLLM's memory profile for the KV cache counts it.
+        The copy is made now, so that vLLM includes it when it measures memory for the KV cache.
         """
         w1, w2 = (_find_weight(layer, name) for name in ("w13", "w2"))
         has_copy = bool(type(self).prepared_copy.tensors)
@@ -515,9 +515,9 @@ def _select_nvfp4_scheme(arguments: Arguments) -> str:
 
 
 def _make_group_kernel(arguments: Arguments) -> Any | None:
-    """Return the kernel of a layer with our experts, which vLLM's function does not support.
+    """Return the kernel of a layer with our experts, or None for vLLM's experts.
 
-    Returns None for vLLM's experts.
+    vLLM's function does not support our experts.
     """
     experts_cls, config = arguments["experts_cls"], arguments["moe_config"]
     if not issubclass(experts_cls, StandardExperts):
@@ -538,9 +538,9 @@ def _make_group_kernel(arguments: Arguments) -> Any | None:
 
 
 def _convert_awq(arguments: Arguments) -> tuple[Any, ...] | None:
-    """Convert AWQ's tensors to the layout of the plain backend, which vLLM does not do.
+    """Convert AWQ's tensors to the layout of the plain backend.
 
-    Returns None for other formats and other backends, whose tensors vLLM converts.
+    Returns None for other formats and other backends, because vLLM converts their tensors.
     """
     quant, plain = arguments["quant_config"], arguments["backend"].name == "TRITON"
     if not plain or not _is_instance_of(quant, "AutoAWQConfig"):
@@ -575,17 +575,17 @@ class Oracle:
 
     name: name of the module in vLLM's folder `oracle`.
     select_functions: names of functions that select a backend and an experts class for a layer.
-    config: name of the parameter of select_functions that holds the layer's FusedMoEConfig.
+    config: name of the parameter for the layer's FusedMoEConfig in select_functions.
     backends: name of the enum of backends.
     plain: name of the plain backend, whose weights keep the layout of the checkpoint.
     requested: values of --moe-backend for which our parts are tried. With any other value, the user
         has chosen one of vLLM's backends.
-    scheme: returns the quantization scheme, given the arguments of a select function, or raises
-        UnsupportedError.
-    handlers: a replacement for each of later_functions. It returns None for layers with vLLM's own
+    scheme: function of the arguments of a select function that returns the quantization scheme, or
+        raises UnsupportedError.
+    handlers: replacements of later_functions, by name. They return None for layers with vLLM's own
         experts.
     used: other names that the module must have.
-    bases: classes of standard experts and of batched experts.
+    bases: base classes of standard experts and of batched experts.
     """
 
     name: str
@@ -606,7 +606,7 @@ class Oracle:
 
     @property
     def later_functions(self) -> tuple[str, ...]:
-        """Names of functions that vLLM calls for a layer after it has selected its class."""
+        """Names of functions that vLLM calls after it has selected the class of a layer."""
         return tuple(self.handlers)
 
     def find_missing(self, module: ModuleType) -> Sequence[str]:
@@ -623,10 +623,10 @@ class Oracle:
         return missing
 
     def handle(self, function: str, arguments: Arguments) -> Any | None:
-        """Return the result of a function if the layer runs on our parts, else None.
+        """Return the result of a function, or None if the layer runs on vLLM's experts.
 
         The result of a select function is (plain backend, our experts class). A select function
-        raises ModularKernelError with the reason if our parts do not support the layer.
+        raises ModularKernelError if our parts do not support the layer.
         """
         if function in self.handlers:
             return self.handlers[function](arguments)

@@ -1,8 +1,8 @@
-"""Converts a layer's scales and biases to those of ExpertWeights, after vLLM has processed them.
+"""Converts a layer's scales and biases from vLLM to the fields of ExpertWeights.
 
-The tensors belong to vLLM's plain backend, which keeps the layout of the checkpoint: w13 is
-(e, N, H) with gate rows first, w2 is (e, H, I), and both are packed along rows. Tensors whose
-layout already matches are not copied, except global scales.
+The tensors belong to the backend of vLLM that keeps the layout of the checkpoint: w13 is (e, N, H)
+with gate rows first, w2 is (e, H, I), and both are packed along rows. Tensors whose layout already
+matches are not copied, except global scales.
 """
 
 import torch
@@ -19,11 +19,10 @@ def convert_scales(
 ) -> dict[str, torch.Tensor]:
     """Return the scales and zero points in the shapes that the scheme of `problem` requires.
 
-    sources: w1_scale, w2_scale, w1_zero_point, w2_zero_point, a1_scale, a2_scale, w1_global_scale
-        and w2_global_scale as vLLM stores them. Tensors that the scheme does not use are ignored,
-        because vLLM computes some of these tensors for every scheme.
-    copies: tensors of earlier conversions for the same layer, which are overwritten, because CUDA
-        graphs that were captured before vLLM reloaded the layer read them. New copies are added.
+    sources: vLLM's tensors by field of ExpertWeights. Tensors that the scheme does not use are
+        ignored, because vLLM computes some of the tensors for every scheme.
+    copies: tensors of earlier conversions for the same layer. They are overwritten, because CUDA
+        graphs may read them. New copies are added.
 
     Raises ShapeError for a tensor that cannot be reshaped or repeated to the required shape.
     """
@@ -36,8 +35,8 @@ def convert_scales(
         if scale.data_ptr() != source.data_ptr():
             scale = _keep_copy(name, scale, copies)
         elif name.endswith("_global_scale"):
-            # vLLM may compute this tensor anew in each load. It is then no parameter of the layer,
-            # and a reload does not keep its memory.
+            # vLLM may compute global scales in each load. They are then not parameters of the
+            # layer, and a reload does not keep their memory.
             scale = _keep_copy(name, scale.clone(), copies)
         scales[name] = scale
     return scales
@@ -49,11 +48,9 @@ def convert_biases(
     b2: torch.Tensor | None,
     copies: dict[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """Return b1 (e, N) and b2 (e, H), or nothing if the checkpoint has no biases.
+    """Return b1 (e, N) and b2 (e, H), or {} if both are None. A missing bias is zero.
 
-    If it has only one of them, the other is zero.
-
-    copies: as in `convert_scales`.
+    copies: tensors of earlier conversions, as in `convert_scales`.
     """
     biases = {name: bias.detach() for name, bias in (("b1", b1), ("b2", b2)) if bias is not None}
     if len(biases) == 1:
@@ -66,7 +63,7 @@ def convert_biases(
 
 
 def _keep_copy(name: str, scale: torch.Tensor, copies: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Write a scale to the copy of an earlier conversion, if it fits. Returns the copy."""
+    """Write a scale to the copy of an earlier conversion if it fits. Return the copy."""
     copy = copies.get(name)
     facts = scale.shape, scale.dtype, scale.device
     if copy is None or (copy.shape, copy.dtype, copy.device) != facts:
@@ -76,7 +73,7 @@ def _keep_copy(name: str, scale: torch.Tensor, copies: dict[str, torch.Tensor]) 
 
 
 def _reshape_or_repeat(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Reshape a scale or zero point to this shape, or repeat one value per expert."""
+    """Reshape a scale or zero point to `shape`, or repeat one value per expert."""
     if tensor.numel() == _numel(shape):
         return tensor.reshape(shape).contiguous()
     if tensor.numel() == shape[0]:  # one value per expert
