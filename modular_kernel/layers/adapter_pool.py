@@ -174,8 +174,8 @@ class AdapterPool:
         slot = free[0]
         with torch.no_grad():
             # Allocate all memory before writing to the slot.
-            size = sum(getattr(adapter, key).nbytes for key in self._tensors)
-            with _reporting_out_of_memory(f"adapter {name!r}", size, self.device):
+            nbytes = sum(getattr(adapter, key).nbytes for key in self._tensors)
+            with _reporting_out_of_memory(f"adapter {name!r}", nbytes, self.device):
                 copies = {key: getattr(adapter, key).to(self.device) for key in self._tensors}
             self._dirty_slots.add(slot)
             try:

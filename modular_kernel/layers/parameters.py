@@ -169,7 +169,7 @@ class ExpertParameters(nn.Module):
                 got = f"{tuple(tensor.shape)} {tensor.dtype}".replace("torch.", "")
                 raise WeightsError(name, got=got, need=str(spec))
         replaced = set() if self._loader is None else {*self._loader.shapes()}
-        parameters = {n: each for n, each in self._parameters.items() if n not in replaced}
+        parameters = {n: p for n, p in self._parameters.items() if n not in replaced}
         for field in specs:
             parameter = nn.Parameter(tensors[field].detach(), requires_grad=False)
             if self._loader is not None and not self.problem.scheme.quantized:
@@ -358,11 +358,11 @@ class ExpertParameters(nn.Module):
         was_meta = next(self.parameters(recurse=False)).is_meta
 
         def apply_or_move(tensor: torch.Tensor) -> torch.Tensor:
-            if any(tensor is each for each in moved_tensors):
+            if any(tensor is moved for moved in moved_tensors):
                 return move_without_cast(fn, tensor)
             return fn(tensor)
 
-        saved = {name: vars(each) for name, each in self._parameters.items() if each is not None}
+        saved = {name: vars(p) for name, p in self._parameters.items() if p is not None}
         super()._apply(apply_or_move, recurse)  # type: ignore[no-untyped-call]
         for name, attributes in saved.items():  # torch may have created a new Parameter
             vars(self._parameters[name]).update(attributes)

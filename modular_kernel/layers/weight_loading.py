@@ -191,8 +191,8 @@ class ExpertLoader:
         expect("weight_loader", weight_loader, Callable | None)
         device = resolve_device(torch.get_default_device() if device is None else device, meta=True)
         roles = {
-            f"{m}_{name}": tensor.role
-            for m in ("w13", "w2")
+            f"{matrix}_{name}": tensor.role
+            for matrix in ("w13", "w2")
             for name, tensor in self._parameter_specs.items()
         }
         for name, (shape, fixed_dtype) in self.shapes().items():

@@ -299,7 +299,7 @@ class _Builder:
         self.position += 1
         return _Characters(
             text="".join(member.text for member in members),
-            ranges=tuple(each for member in members for each in member.ranges),
+            ranges=tuple(chars for member in members for chars in member.ranges),
             digits=any(member.digits for member in members),
             words=any(member.words for member in members),
             negated=negated,

@@ -262,11 +262,11 @@ class ModuleQuantization:
 
     def _differ(self, first: int, second: int) -> bool:
         groups = list(self._groups.values())
-        one, other = (
+        first_options, second_options = (
             {key: value for key, value in groups[number].items() if key != "targets"}
             for number in (first, second)
         )
-        return one != other
+        return first_options != second_options
 
     def _named_targets(self, regex: bool) -> tuple[_EntryList, _EntryList, list[int]]:
         """Return the targets of config_groups that are regexes, or that are names.
@@ -446,8 +446,8 @@ def find_common_value(
         first = first or (module, module_config)
         if values[module_config.number] != values[first[1].number]:
             got = " and ".join(
-                f"{values[each.number]} of {name}{f' ({each.reason})' if each.reason else ''}"
-                for name, each in (first, (module, module_config))
+                f"{values[config.number]} of {name}{f' ({config.reason})' if config.reason else ''}"
+                for name, config in (first, (module, module_config))
             )
             raise ConfigurationError(
                 f"model {quantization.path[:200]}: quantization_config: {what}",

@@ -79,15 +79,15 @@ def unknown_quark_options(options: Mapping[str, Any]) -> Iterator[Mismatch]:
                 yield f"global_quant_config.{name} = {value!r}", "weight and input_tensors only"
             continue
         specification = _single(value)
-        for key, item in specification.items() if isinstance(specification, Mapping) else ():
-            if is_empty(item) or key in (*_READ, *_HARMLESS):
+        for key, option in specification.items() if isinstance(specification, Mapping) else ():
+            if is_empty(option) or key in (*_READ, *_HARMLESS):
                 continue
             allowed: tuple[object, ...] = _ALLOWED.get(key, ())
             if key == "ch_axis":
                 allowed = _AXES.get((name, str(specification.get("qscheme"))), _ANY_AXIS)
-            if not any(item == each and type(item) is type(each) for each in allowed):
+            if not any(option == item and type(option) is type(item) for item in allowed):
                 need = " or ".join(map(repr, allowed)) or "no such key: it may change values"
-                yield f"global_quant_config.{name}.{key} = {item!r}", need
+                yield f"global_quant_config.{name}.{key} = {option!r}", need
 
 
 def unknown_quark_keys(config: Mapping[str, Any]) -> Iterator[Mismatch]:
@@ -95,8 +95,8 @@ def unknown_quark_keys(config: Mapping[str, Any]) -> Iterator[Mismatch]:
     if not is_empty(config.get("layer_type_quant_config")):
         yield "layer_type_quant_config", "options by module name (layer_quant_config)"
     algorithms = config.get("algo_config") or []
-    for each in algorithms if isinstance(algorithms, list) else [algorithms]:
-        name = each.get("name") if isinstance(each, Mapping) else each
+    for algorithm in algorithms if isinstance(algorithms, list) else [algorithms]:
+        name = algorithm.get("name") if isinstance(algorithm, Mapping) else algorithm
         if name not in _ALGORITHMS:
             yield f"algo_config: {name!r}", f"{' or '.join(_ALGORITHMS)}, or none"
     export = config.get("export")

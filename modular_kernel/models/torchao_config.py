@@ -128,21 +128,21 @@ def expand_options_by_name(config: Mapping[str, Any]) -> dict[str, Any]:
     if tables[0] != tables[-1]:
         got = f"quant_type: {OPTIONS_BY_NAME} and module_fqn_to_config that differ"
         raise ValueError(got, "one of them, or equal objects")
-    by_name = {str(name): each for name, each in tables[0].items()}
-    for name, each in by_name.items():
-        if not isinstance(each, Mapping | None):
+    by_name = {str(name): entry for name, entry in tables[0].items()}
+    for name, entry in by_name.items():
+        if not isinstance(entry, Mapping | None):
             need = "an object with _type and _data, or null"
-            raise ValueError(f"quant_type: {name[:80]} = {each!r}"[:200], need)
+            raise ValueError(f"quant_type: {name[:80]} = {entry!r}"[:200], need)
     # As in torchao, exact names take precedence over regexes.
-    exact = {name: each for name, each in by_name.items() if not name.startswith("re:")}
+    exact = {name: entry for name, entry in by_name.items() if not name.startswith("re:")}
     default = exact.pop("_default", None)
-    regexes = {name: each for name, each in by_name.items() if name.startswith("re:")}
+    regexes = {name: entry for name, entry in by_name.items() if name.startswith("re:")}
     ordered = exact | regexes | {"_default": default}
     others = {key: value for key, value in config.items() if key != "quant_type"}
     return others | {
         OPTIONS_BY_NAME: {
-            name: None if each is None else {"quant_type": {"default": dict(each)}}
-            for name, each in ordered.items()
+            name: None if entry is None else {"quant_type": {"default": dict(entry)}}
+            for name, entry in ordered.items()
         }
     }
 

@@ -130,10 +130,10 @@ class _MatrixRows:
 
     def _read(self, start: int, stop: int) -> torch.Tensor:
         """Return rows [start, stop). This is a view if the rows are in one part."""
-        views, begin = [], 0
+        views, part_start = [], 0
         for part in self.parts:
-            first, last = max(start - begin, 0), min(stop - begin, len(part))
+            first, last = max(start - part_start, 0), min(stop - part_start, len(part))
             if first < last:
                 views.append(part[first:last])
-            begin += len(part)
+            part_start += len(part)
         return views[0] if len(views) == 1 else torch.cat(views)

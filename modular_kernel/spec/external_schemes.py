@@ -273,7 +273,7 @@ def _origin(entry: EntryPoint) -> str:
 
 def _check_schemes(value: object) -> tuple[TableScheme, ...]:
     """Return the value of an entry point. Raises ConfigurationError for any other type."""
-    if not isinstance(value, tuple) or not all(isinstance(each, TableScheme) for each in value):
+    if not isinstance(value, tuple) or not all(isinstance(item, TableScheme) for item in value):
         need = "a tuple of TableScheme"
         raise ConfigurationError("entry point", got=repr(value)[:200], need=need)
     return value

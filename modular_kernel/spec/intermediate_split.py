@@ -39,7 +39,7 @@ class IntermediateSplit:
     def columns(self, rank: int) -> tuple[int, int]:
         """Return (first, last): the rank holds the columns [first, last) of I."""
         units, extra = divmod(_ceil_div(self.intermediate, self.unit), self.ranks)
-        first, last = (each * units + min(each, extra) for each in (rank, rank + 1))
+        first, last = (r * units + min(r, extra) for r in (rank, rank + 1))
         return first * self.unit, min(last * self.unit, self.intermediate)
 
     @property

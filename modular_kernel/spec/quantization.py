@@ -208,7 +208,7 @@ def scheme_named(name: str) -> QuantScheme:
             return _of_table(offered.scheme)
     for broken in schemes.broken:
         if broken.name == name and broken.is_duplicate:
-            origins = " and ".join(each.origin for each in schemes.broken if each.name == name)
+            origins = " and ".join(entry.origin for entry in schemes.broken if entry.name == name)
             raise DuplicatePartError(f"quant {name!r}", got=origins, need="one origin")
         if broken.name == name:
             need = "a scheme that can be used"

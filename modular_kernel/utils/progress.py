@@ -21,10 +21,12 @@ def log_progress(items: Sequence[T], what: str, unit: str) -> Iterator[T]:
     what: name of the object that consists of the items.
     unit: name of the items, in the plural.
     """
-    start = last = time.monotonic()
-    for done, item in enumerate(items):
+    start = last_log = time.monotonic()
+    for num_finished, item in enumerate(items):
         now = time.monotonic()
-        if now - last >= _INTERVAL_S:
-            _LOG.info("%s: %d of %d %s in %.1f s", what, done, len(items), unit, now - start)
-            last = now
+        if now - last_log >= _INTERVAL_S:
+            _LOG.info(
+                "%s: %d of %d %s in %.1f s", what, num_finished, len(items), unit, now - start
+            )
+            last_log = now
         yield item

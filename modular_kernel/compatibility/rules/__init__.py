@@ -77,26 +77,33 @@ RULES: dict[str, RuleFunction] = {
 
 
 def judge(
-    pf: "type[PrepareAndFinalize]",
+    prepare_finalize: "type[PrepareAndFinalize]",
     experts: "type[PermuteExpertsUnpermute]",
     problem: Problem,
     machine: Machine,
 ) -> Verdict:
     """Return whether two parts can compute `problem` on `machine`, and if not, why.
 
-    The verdict depends only on the arguments: nothing is imported, allocated or launched.
+    Judging imports, allocates and launches nothing.
     """
     expect("problem", problem, Problem)
     expect("machine", machine, Machine)
     pairing = RuleInput(
-        pf.__name__, pf.requires, experts.__name__, experts.requires, problem, machine
+        prepare_finalize.__name__,
+        prepare_finalize.requires,
+        experts.__name__,
+        experts.requires,
+        problem,
+        machine,
     )
     rejections = [r for rule in RULES.values() for r in rule(pairing)]
-    rejections += collect_rejections(pf.__name__, partial(pf.extra_rejections, problem, machine))
+    rejections += collect_rejections(
+        prepare_finalize.__name__, partial(prepare_finalize.extra_rejections, problem, machine)
+    )
     rejections += collect_rejections(
         experts.__name__, partial(experts.extra_rejections, problem, machine)
     )
-    return Verdict(pf.__name__, experts.__name__, problem, machine, tuple(rejections))
+    return Verdict(prepare_finalize.__name__, experts.__name__, problem, machine, tuple(rejections))
 
 
 def judge_part(name: str, requires: Requirements, machine: Machine) -> tuple[Rejection, ...]:
@@ -105,14 +112,14 @@ def judge_part(name: str, requires: Requirements, machine: Machine) -> tuple[Rej
     name: class name of the part.
     requires: what the part declares.
     """
-    any_problem, fmt = Problem(1, 1, 1, 1, 1), requires.activation_format
-    pf = PrepareFinalizeRequirements(activation_format=fmt, reduces=frozenset(Reduce))
-    ex = ExpertsRequirements(activation_format=fmt, reduce=Reduce.NOOP)
+    any_problem, format = Problem(1, 1, 1, 1, 1), requires.activation_format
+    any_prepare = PrepareFinalizeRequirements(activation_format=format, reduces=frozenset(Reduce))
+    any_experts = ExpertsRequirements(activation_format=format, reduce=Reduce.NOOP)
     if isinstance(requires, ExpertsRequirements):
-        pairing = RuleInput("", pf, name, requires, any_problem, machine)
+        pairing = RuleInput("", any_prepare, name, requires, any_problem, machine)
     else:
         assert isinstance(requires, PrepareFinalizeRequirements)
-        pairing = RuleInput(name, requires, "", ex, any_problem, machine)
+        pairing = RuleInput(name, requires, "", any_experts, any_problem, machine)
     rules = machines.check_device, machines.check_arch, machines.check_archs, machines.check_package
     rejections = [r for rule in rules for r in rule(pairing)]
     return tuple(r for r in rejections if name in r.parties)

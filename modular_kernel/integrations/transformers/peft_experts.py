@@ -139,7 +139,7 @@ def _run(wrapper: Any, call: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) ->
     if experts is None or in_training or needs_gradients((*call[::2], *experts.all_tensors)):
         return None
     x_TH, ids_TK, weights_TK = normalize_call(module, call, experts.tensors[0].shape[0])
-    check_tensors({f"tensor {at} of experts": t for at, t in enumerate(experts.all_tensors)})
+    check_tensors({f"tensor {i} of experts": t for i, t in enumerate(experts.all_tensors)})
     with torch.no_grad():
         spec, weights = experts.make_weights()
     problem = make_problem_factory(module, experts.tensors, experts.layout)(

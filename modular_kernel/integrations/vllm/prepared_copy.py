@@ -77,5 +77,5 @@ class PreparedCopy:
         self.tensors = tensors or {}
 
     def _fits(self, specs: dict[str, BufferSpec], device: torch.device) -> bool:
-        facts = {name: (t.shape, t.dtype, t.device) for name, t in self.tensors.items()}
-        return facts == {name: (s.shape, s.dtype, device) for name, s in specs.items()}
+        current = {name: (t.shape, t.dtype, t.device) for name, t in self.tensors.items()}
+        return current == {name: (s.shape, s.dtype, device) for name, s in specs.items()}

@@ -65,8 +65,8 @@ def convert_biases(
 def _keep_copy(name: str, scale: torch.Tensor, copies: dict[str, torch.Tensor]) -> torch.Tensor:
     """Write a scale to the copy of an earlier conversion if it fits. Return the copy."""
     copy = copies.get(name)
-    facts = scale.shape, scale.dtype, scale.device
-    if copy is None or (copy.shape, copy.dtype, copy.device) != facts:
+    properties = scale.shape, scale.dtype, scale.device
+    if copy is None or (copy.shape, copy.dtype, copy.device) != properties:
         copies[name] = scale
         return scale
     return copy.copy_(scale)

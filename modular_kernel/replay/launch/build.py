@@ -43,8 +43,8 @@ def load_module(
     """
     compiler = find_c_compiler()
     flags = (*_FLAGS, *(f"-I{folder}" for folder in (*include_dirs, *_python_include_dirs())))
-    facts = (release, compiler, *flags, _SUFFIX, platform.machine(), *platform.libc_ver())
-    stem = f"{name}-{make_cache_key(*facts, files=(source,))}"
+    versions = (release, compiler, *flags, _SUFFIX, platform.machine(), *platform.libc_ver())
+    stem = f"{name}-{make_cache_key(*versions, files=(source,))}"
     library = find_cached(stem, _SUFFIX)
     if library is None:
         if compiler is None:

@@ -24,14 +24,14 @@ from modular_kernel.utils import forks
 HASH_DIGITS = 32  # hexadecimal digits of each hash in a file name
 
 
-def make_cache_key(*facts: object, files: tuple[Path, ...] = ()) -> str:
+def make_cache_key(*versions: object, files: tuple[Path, ...] = ()) -> str:
     """Return the hash of everything that a compiled file depends on.
 
-    facts: versions and options, hashed as strings.
-    files: sources, hashed by name and bytes.
+    versions: versions and options, which are hashed as strings.
+    files: source files, whose names and bytes are hashed.
     """
     sources = [(path.name, _hash(path.read_bytes())) for path in files]
-    return _hash(repr(([*map(str, facts)], sources)).encode())
+    return _hash(repr(([*map(str, versions)], sources)).encode())
 
 
 def find_cached(stem: str, suffix: str) -> Path | None:
