@@ -107,7 +107,6 @@ class FusedMoEModularKernel(Execution):
         return f"<{self.pairing}, {self.problem} on {self.machine}>"
 
     def _repr_html_(self) -> str:
-        """Return `repr` as HTML, for notebooks."""
         return render_notebook_html(f"{self.pairing}, {self.problem} on {self.machine}")
 
     @property

@@ -477,7 +477,6 @@ class _Outputs(threading.local):
 
 
 def _tensors(x_TH: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, ...]:
-    """Return x and the tensors of the routing."""
     tensors: tuple[torch.Tensor, ...] = (x_TH, routing.topk_weights_TK, routing.topk_ids_TK)
     if routing.adapters_T is not None and (slots_T := routing.slots_T) is not None:
         tensors = (*tensors, slots_T)
@@ -815,7 +814,7 @@ class _LargeCallPlan(_StreamPlan):
     """A plan whose calls allocate a workspace and free it on return.
 
     The address of the workspace is an additional input of recorded launches. The second call of
-    each signature is recorded, not the first one, because many numbers of tokens occur only once.
+    each signature is recorded, not the first call, because many numbers of tokens occur only once.
     """
 
     _keeps_workspace = False

@@ -123,7 +123,7 @@ def get_all_states() -> tuple[ProcessState, ...]:
 
 
 def get_states_without_replay() -> tuple[ProcessState, ...]:
-    """Return all states except that of replay, which is logged when a plan records a launch."""
+    """Return all states except replay, which is logged when a plan records a launch."""
     return (
         get_interpreter_state(),
         get_packages_state(),

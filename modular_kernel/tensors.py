@@ -382,7 +382,7 @@ def check_divisors(what: str, scale: torch.Tensor) -> None:
 
 
 def check_lead(what: str, tensor: torch.Tensor, lead: tuple[int, ...], last: str) -> None:
-    """Raise ShapeError if the leading dimensions of `tensor` differ from those of x.
+    """Raise ShapeError if the leading dimensions of `tensor` and x differ.
 
     what: name of the tensor.
     tensor: (..., last), or (T, last).

@@ -263,7 +263,7 @@ class _SharedBuffers:
         self._saved_zones = {name: red_zones[name].clone() for name in sharing}
 
     def begin(self) -> Fill:
-        """Start a call: fill all buffers, and mark those that are declared over others as dead."""
+        """Start a call: fill all buffers, and mark the buffers declared over others as dead."""
         self._dead = set(self._overlay_of.values())
         self.fill = self._fills.next()
         for zone in self._saved_zones.values():

@@ -258,7 +258,6 @@ def flatten_topk_output(
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is dense and has memory."""
     return is_dense(tensor) and not tensor.is_meta
 
 

@@ -374,7 +374,6 @@ class MoeRunner:
     def _make_checked_weights(
         self, info: MoeQuantInfo, quant: str, x: torch.Tensor
     ) -> ExpertWeights:
-        """Return the weights after checking their sizes."""
         weights, config = self._make_weights(info, quant, x.shape[-1]), self.config
         if info.expert_map is None and config.num_local_experts is not None:
             config = replace(config, num_experts=config.num_local_experts)  # local ids

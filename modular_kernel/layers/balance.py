@@ -160,7 +160,7 @@ def _assign_to_hosts(load: Sequence[float], ranks: int, hosts: int, groups: int)
 
 @dataclass(frozen=True)
 class Move:
-    """A transfer of one expert's weights from an old (rank, slot) to a new one."""
+    """A transfer of one expert's weights from an old to a new (rank, slot)."""
 
     expert: int
     source: tuple[int, int]

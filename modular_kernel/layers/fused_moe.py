@@ -653,7 +653,6 @@ class FusedMoE(ExpertParameters):
         return self.prepare_finalize, experts
 
     def _get_kernels(self, device: torch.device, problem: Problem) -> KernelsBySize:
-        """Return the kernels for calls on a device."""
         parts = self.prepare_finalize, self.experts
         entry = self._kernels_by_device.get(device)
         if entry is None or entry[0] != parts or entry[1].problem is not problem:

@@ -58,7 +58,7 @@ def check_router(checkpoint_spec: RouterSpec | None, layer_spec: RouterSpec) -> 
 
 
 def resolve_top_k(top_k: int | None, router: Router | RouterSpec | None, experts: int) -> int:
-    """Return K, the router's top_k if there is a router, else `top_k`.
+    """Return K: the router's top_k if there is a router, otherwise `top_k`.
 
     Raises ConfigurationError if K exceeds the number of experts, or if `top_k`, the router and the
     layer do not match.

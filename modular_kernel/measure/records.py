@@ -47,7 +47,8 @@ class Row:
     weight_sets: number of copies of the weights that calls use in turn, so that no call finds its
         weights in the L2 cache.
     touched: mean number of experts with a token.
-    skew: mean ratio of the pairs of the busiest expert to those of the average expert.
+    skew: number of pairs of the busiest expert, divided by the mean over all experts. If inputs
+        differ, the mean over the inputs.
     flops, bytes: work of one call, see measure.roofline.Work.
     floor_us, floor_bound: the roofline, see measure.roofline.Roofline.
     over_floor: us divided by floor_us.

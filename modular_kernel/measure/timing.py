@@ -170,7 +170,6 @@ def capture_graphs(groups: Sequence[Sequence[Call]]) -> list[Call] | None:
 
 
 def _generator() -> torch.Generator:
-    """Return the default random generator of the current GPU."""
     return torch.cuda.default_generators[torch.cuda.current_device()]
 
 

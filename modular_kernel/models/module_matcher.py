@@ -306,7 +306,6 @@ class _Builder:
         )
 
     def _peek(self) -> str:
-        """Return the next character, or "" at the end."""
         return self.text[self.position : self.position + 1]
 
     def _class_member(self, *, escapes: bool) -> _Characters:

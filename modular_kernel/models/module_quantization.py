@@ -400,7 +400,6 @@ def _quantized_layers(path: str, config: Config) -> dict[str, Mapping[str, Any]]
 
 
 def _groups(path: str, config: Config) -> dict[str, Config]:
-    """Return the config_groups of compressed-tensors."""
     if config.get("quant_method") != "compressed-tensors":
         return {}
     groups = config.get("config_groups")

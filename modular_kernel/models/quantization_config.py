@@ -509,8 +509,8 @@ def _int_scheme(path: str, weights: Config, inputs: Config | None) -> str | None
 def _are_8_bit_tokens(inputs: Config) -> bool:
     """Return whether activations have 8 bits and a scale for each token, computed in the call.
 
-    Integer weights of groups have no scheme with such activations. They are served with activations
-    in 16 bits, which are more accurate.
+    No scheme combines such activations with integer weights in groups. Such layers use 16-bit
+    activations instead, which are more accurate.
     """
     return (
         inputs.get("type") in ("int", "float")

@@ -62,7 +62,6 @@ def _select_scales(
 def _look_up_values(
     codes: torch.Tensor, values: tuple[float, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the value of each code."""
     result = torch.full(codes.shape, torch.nan, dtype=dtype, device=codes.device)
     for code, value in enumerate(values):
         result = result.masked_fill(codes == code, value)

@@ -183,7 +183,7 @@ def _acquire(fd: int, deadline: float) -> bool:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Replace a file atomically."""
+    """Write a file atomically."""
     temporary = path.with_name(f"{path.stem}{uuid4().hex}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     fd = os.open(temporary, flags, 0o666)  # the umask removes permissions

@@ -84,17 +84,19 @@ def _judge_all(problem: Problem, machine: Machine, replicated: bool) -> list[Ver
     world = problem.parallel.world_size
     problems = [replace(problem, parallel=replace(problem.parallel, rank=r)) for r in range(world)]
     result = []
-    for pf_name in catalog.names("prepare_finalize"):
-        pf = catalog.prepare_finalize(pf_name)
-        wrong_input = world > 1 and pf.requires.replicated_input is not replicated
+    for part_name in catalog.names("prepare_finalize"):
+        prepare_finalize = catalog.prepare_finalize(part_name)
+        wrong_input = world > 1 and prepare_finalize.requires.replicated_input is not replicated
         for name in catalog.names("experts"):
             verdicts = [
-                judge(pf, catalog.experts(name), rank_problem, machine) for rank_problem in problems
+                judge(prepare_finalize, catalog.experts(name), rank_problem, machine)
+                for rank_problem in problems
             ]
             verdict = next((v for v in verdicts if not v.ok), verdicts[0])
             if wrong_input:
                 verdict = replace(
-                    verdict, rejections=(*verdict.rejections, _input_rejection(pf_name, replicated))
+                    verdict,
+                    rejections=(*verdict.rejections, _input_rejection(part_name, replicated)),
                 )
             result.append(verdict)
     return result
@@ -113,8 +115,8 @@ def _pair(verdict: Verdict) -> Pair:
 
 def _is_capturable(pair: Pair, problem: Problem) -> bool:
     catalog = load_catalog()
-    pf, experts = catalog.prepare_finalize(pair[0]), catalog.experts(pair[1])
-    return pf.requires.captures(problem) and experts.requires.graph_capturable
+    prepare_finalize, experts = catalog.prepare_finalize(pair[0]), catalog.experts(pair[1])
+    return prepare_finalize.requires.captures(problem) and experts.requires.graph_capturable
 
 
 def _uses_triton(pair: Pair) -> bool:

@@ -118,7 +118,7 @@ class Placement:
     def with_copies(self, copies: Mapping[int, Sequence[int]]) -> "Placement":
         """Return a placement that also has expert i on each rank of copies[i].
 
-        The copies are in slots after the existing ones.
+        The copies are in slots after the existing slots.
 
         >>> Placement.linear(4, 2).with_copies({0: [1]}).slots
         ((0, 1), (2, 3, 0))

@@ -381,7 +381,7 @@ class Problem:
 
     @property
     def w1_rows(self) -> int:
-        """Rows of one expert's w1: 2I if gated, else I."""
+        """Rows of one expert's w1: 2I if gated, otherwise I."""
         return self.intermediate * (2 if self.act.gated else 1)
 
     @property

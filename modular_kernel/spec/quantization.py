@@ -231,7 +231,7 @@ def _of_table(table: TableScheme) -> QuantScheme:
 
 @lru_cache(maxsize=256)
 def _parse(text: str) -> QuantScheme:
-    """Parse a scheme. Cached, because many problems name the same one."""
+    """Parse a scheme. Cached, because many problems name the same scheme."""
     name, _, options = text.partition(":")
     scheme, known_keys = scheme_named(name), set[str]()
     for option in filter(None, options.split(",")):

@@ -117,7 +117,7 @@ class DeviceBenchmarker(Benchmarker):
             with self.space.using(choice):
                 return work()
         # A launch can raise any exception, which must not end the tuning. If the device is unusable
-        # after the exception, the synchronization raises another one.
+        # after the exception, the synchronization raises another exception.
         except Exception as error:  # noqa: BLE001
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
