@@ -1,9 +1,9 @@
 """Public transports as peers: `mk exchange --world-size N --peer tools/exchange_peers.py`.
 
-They are NCCL's all_to_all_single with the same bytes (rows to the experts and back, without
-permutation or summation), DeepEP V1 high throughput and low latency, DeepEP V2, and pplx-kernels.
-Libraries that are not installed are omitted. DeepEP V1 and V2 are versions of the same module, so
-the transports of one version refuse to run if the other is installed.
+The peers are NCCL's all_to_all_single, DeepEP V1 (high throughput and low latency), DeepEP V2, and
+pplx-kernels. all_to_all_single sends the same bytes to the experts and back, but does not permute
+or sum rows. Libraries that are not installed are omitted. DeepEP V1 and V2 are versions of the same
+module, so the transports of one version refuse to run if the other is installed.
 """
 
 from importlib import import_module

@@ -627,7 +627,7 @@ def main() -> None:
     for name in options.packers or PACKERS:
         run, package = PACKERS[name]
         try:
-            found = version(package)
+            package_version = version(package)
         except PackageNotFoundError:
             print(f"{name}: not installed")
             continue
@@ -636,7 +636,7 @@ def main() -> None:
             scheme, worst = check(loaded, values)
             ways = check_other_ways(checkpoint, loaded)
             error = f"{'' if exact else '~'}{worst:.1e}"
-            print(f"{package} {found}, {case}: {scheme}, {error}, by {ways}")
+            print(f"{package} {package_version}, {case}: {scheme}, {error}, by {ways}")
 
 
 if __name__ == "__main__":

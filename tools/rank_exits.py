@@ -33,7 +33,7 @@ WORLD_SIZE = 2
 class Start:
     """One start of all ranks.
 
-    timeout_s: value of time.monotonic() at which running ranks are killed.
+    deadline: value of time.monotonic() at which running ranks are killed.
     running_ranks: ranks by process id.
     codes: exit codes of finished ranks by rank, or "hung".
     """
@@ -41,7 +41,7 @@ class Start:
     number: int
     part: str
     folder: Path
-    timeout_s: float
+    deadline: float
     running_ranks: dict[int, int] = field(default_factory=dict)
     codes: dict[int, int | str] = field(default_factory=dict)
 
@@ -51,13 +51,13 @@ class Start:
     def collect_exits(self):
         """Collect the exit codes of finished ranks, and kill ranks that exceed the time limit."""
         for pid, rank in list(self.running_ranks.items()):
-            exited, status = os.waitpid(pid, os.WNOHANG)
-            is_late = time.monotonic() > self.timeout_s
-            if not exited and is_late:
+            exited_pid, status = os.waitpid(pid, os.WNOHANG)
+            is_late = time.monotonic() > self.deadline
+            if not exited_pid and is_late:
                 os.kill(pid, 9)
                 os.waitpid(pid, 0)
-            if exited or is_late:
-                self.codes[rank] = os.waitstatus_to_exitcode(status) if exited else "hung"
+            if exited_pid or is_late:
+                self.codes[rank] = os.waitstatus_to_exitcode(status) if exited_pid else "hung"
                 del self.running_ranks[pid]
 
     def findings(self):
@@ -112,7 +112,7 @@ parts = faults.list_supported_parts(WORLD_SIZE, "gloo")
 # not a context manager, because children must keep it
 folder = Path(tempfile.mkdtemp(prefix="mk-exits-"))
 child_rank, running, findings, num_started = None, [], [], 0
-began = time.monotonic()
+start_seconds = time.monotonic()
 while child_rank is None and (num_started < args.starts or running):
     for start in running:
         start.collect_exits()
@@ -132,5 +132,5 @@ else:
     shutil.rmtree(folder)
     summary = f"{num_started} starts of {WORLD_SIZE} ranks, {len(findings)} findings"
     print("\n".join([*findings, summary]))
-    print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)
+    print(f"{time.monotonic() - start_seconds:.0f} s", file=sys.stderr)
     sys.exit(bool(findings))

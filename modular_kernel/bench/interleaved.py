@@ -184,8 +184,8 @@ class _Run:
         for number, block in enumerate(blocks):
             if self.comparison.seconds is not None:
                 now = time.monotonic()
-                left = self.comparison.seconds - (now - self.started)
-                self.block_deadline = now + left / (len(blocks) - number)
+                seconds_left = self.comparison.seconds - (now - self.started)
+                self.block_deadline = now + seconds_left / (len(blocks) - number)
             if self.comparison.compile_only:
                 self._compile(block)
             else:

@@ -1,9 +1,12 @@
 """Leads over the best peer, for the tables and the plot of `make bench`.
 
 A lead is the time of the fastest peer in a case divided by ours, so it is more than 1 if ours is
-faster. The tables have a column for each of our four layers: FusedMoE with default arguments, the
-layer that `mk.compose` builds, the fastest part that uses this project's GEMM kernels, and the
-fastest part that uses the GEMM kernels of another library.
+faster. The tables have a column for each of our four layers:
+
+- FusedMoE with default arguments
+- the layer that `mk.compose` builds
+- the fastest part that uses this project's GEMM kernels
+- the fastest part that uses the GEMM kernels of another library
 """
 
 import math
@@ -229,12 +232,12 @@ def merge_reports(reports: Sequence[Report]) -> Report:
     If several reports have a row of the same layer in the same case, the first timed row is kept,
     or the first row if none was timed.
     """
-    first, kept = reports[0], dict[tuple[object, ...], Row]()
+    first, row_by_case = reports[0], dict[tuple[object, ...], Row]()
     for row in (row for report in reports for row in report.rows):
         key = (*row.group, row.layer, row.quant, row.prepared)
-        if key not in kept or (row.is_timed and not kept[key].is_timed):
-            kept[key] = row
-    rows = tuple(kept.values())
+        if key not in row_by_case or (row.is_timed and not row_by_case[key].is_timed):
+            row_by_case[key] = row
+    rows = tuple(row_by_case.values())
     missing = tuple(dict.fromkeys(name for report in reports for name in report.missing))
     stopped = "; ".join(dict.fromkeys(r.stopped for r in reports if r.stopped))
     return Report(first.environment, first.peaks, rows, stopped, missing)

@@ -67,9 +67,8 @@ def build_random_model(
     dtype: dtype of the weights. None uses the dtype of the config, or bfloat16 if it has none.
     layers: number of layers to build, starting with the first. None builds all.
 
-    Raises ConfigurationError if transformers is missing, the file is invalid, transformers cannot
-    build the model type, the model has no experts, or the weights do not fit into the free memory
-    of the device.
+    Raises ConfigurationError if transformers is missing or cannot build the model type, the file is
+    invalid, the model has no experts, or its weights do not fit into the device's free memory.
     """
     library = import_transformers()
     values, notes = _config_values(library, source)

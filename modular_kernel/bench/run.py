@@ -251,8 +251,8 @@ class _Run:
 
     @property
     def _is_past_deadline(self) -> bool:
-        left = self._seconds_left
-        return left is not None and left <= 0
+        seconds_left = self._seconds_left
+        return seconds_left is not None and seconds_left <= 0
 
     @property
     def _seconds_left(self) -> float | None:

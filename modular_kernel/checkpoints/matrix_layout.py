@@ -128,13 +128,13 @@ class StoredTensor:
         """
         if tuple(got) == tuple(need):
             return tuple(range(len(need)))
-        kept = list[int]()
+        matched_dims = list[int]()
         for dim, size in enumerate(got):
-            if len(kept) < len(need) and size == need[len(kept)]:
-                kept.append(dim)
-            elif size != 1 or (self.role != "scale" and len(kept) < len(need)):
+            if len(matched_dims) < len(need) and size == need[len(matched_dims)]:
+                matched_dims.append(dim)
+            elif size != 1 or (self.role != "scale" and len(matched_dims) < len(need)):
                 return None
-        return tuple(kept) if len(kept) == len(need) else None
+        return tuple(matched_dims) if len(matched_dims) == len(need) else None
 
     def check_share(self, what: str, rows: Range, columns: Range, sizes: tuple[int, int]) -> None:
         """Raise ConfigurationError if rows [a, b) and columns [c, d) split a packed word.

@@ -163,8 +163,8 @@ def _describe_source(checkpoint: "InspectionReport") -> str:
     dtypes = (group.problem_fields.get("dtype") for group in checkpoint.groups)
     dtype = next(filter(None, dtypes), None)  # quantized layers have no dtype
     if checkpoint.converted_dtypes:
-        stored = " and ".join(checkpoint.converted_dtypes)
-        return f"; the files have {stored}, loaded as {dtype}"
+        stored_dtypes = " and ".join(checkpoint.converted_dtypes)
+        return f"; the files have {stored_dtypes}, loaded as {dtype}"
     if not checkpoint.is_dtype_from_files:
         return ""
     return f"; it has no dtype, using {dtype} of the files"

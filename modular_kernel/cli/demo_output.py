@@ -43,9 +43,9 @@ class DemoRow:
 
     @property
     def ok(self) -> bool:
-        close = self.difference <= self.bound
-        same = self.equal_tokens in (None, self.decoded_tokens)
-        return close and same and self.pairing != ""
+        is_close = self.difference <= self.bound
+        is_decoding_equal = self.equal_tokens in (None, self.decoded_tokens)
+        return is_close and is_decoding_equal and self.pairing != ""
 
 
 @dataclass(frozen=True)

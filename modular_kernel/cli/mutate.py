@@ -352,21 +352,25 @@ def _compare_code(mutants: "list[Mutant]", *, as_json: str | None) -> bool:
     """
     from modular_kernel.testing.mutation.code_equivalence import same_code
 
-    same = same_code(mutants)
+    comparison = same_code(mutants)
 
     def print_text() -> None:
-        for mutant, reached in zip(mutants, same.reached, strict=True):
+        for mutant, reached in zip(mutants, comparison.reached, strict=True):
             output.print_line(
                 f"{mutant.diff()}\nin {format_count(reached, 'compiled form')} of kernels"
             )
-        are = "is" if same.differing == 1 else "are"
+        are = "is" if comparison.differing == 1 else "are"
         output.print_line(
-            f"{format_count(same.differing, 'form')} {are} compiled to different code"
+            f"{format_count(comparison.differing, 'form')} {are} compiled to different code"
         )
 
-    record = {"id": _join_ids(mutants), "reached": same.reached, "differing": same.differing}
+    record = {
+        "id": _join_ids(mutants),
+        "reached": comparison.reached,
+        "differing": comparison.differing,
+    }
     output.print_result(record, as_json, print_text)
-    return same.proven
+    return comparison.proven
 
 
 def _print_text(score: "Score") -> None:

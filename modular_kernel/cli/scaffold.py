@@ -138,8 +138,8 @@ def check_unused(kind: str, name: str) -> None:
     parts = load_catalog().parts
     if kind == "path":
         experts = (part.cls for part in parts if part.kind == "experts")
-        taken = {path.name for cls in experts for path in getattr(cls, "paths", tuple)()}
-        used = name if name in taken else None
+        path_names = {path.name for cls in experts for path in getattr(cls, "paths", tuple)()}
+        used = name if name in path_names else None
     else:
         class_name = _TEMPLATES_BY_KIND[kind].class_name.format(to_class_name(name))
         used = class_name if any(part.name == class_name for part in parts) else None

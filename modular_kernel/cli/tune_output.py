@@ -153,8 +153,8 @@ def _format_summary(tuned: "TuneResult") -> str:
         reasons = "; ".join(refusal.reason for refusal in tuned.refused.values())
         return f"{format_count(tuned.tokens, 'token')}: nothing ran: {reasons[:300]}"
     untuned = f", untuned {best.untuned_seconds * 1e6:.1f}" if best.untuned_seconds else ""
-    wrong = f", {len(tuned.wrong_choices)} WRONG" if tuned.wrong_choices else ""
-    counts = f"{len(tuned.times)} timed, {len(tuned.refused)} refused{wrong}"
+    wrong_count = f", {len(tuned.wrong_choices)} WRONG" if tuned.wrong_choices else ""
+    counts = f"{len(tuned.times)} timed, {len(tuned.refused)} refused{wrong_count}"
     stopped = "" if tuned.finished else ", stopped by the budget"
     tokens = format_count(tuned.tokens, "token")
     return f"{tokens}: {best.seconds * 1e6:.1f} us{untuned} ({counts}{stopped})"

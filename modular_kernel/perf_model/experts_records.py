@@ -7,9 +7,9 @@ is
     t = start + factor * m
 
 where m is the time that `experts_time` predicts for TritonExperts. `start` is the time of extra
-launches, that is, launches that the part needs and TritonExperts does not. It does not depend on
-the size of the layer. It is estimated as the minimum of t - m over the recorded layers of one token
-with the same part and scheme, but not less than 0.
+launches, that is, launches that the part needs and TritonExperts does not. `start` does not depend
+on the size of the layer. It is the minimum of t - m over the recorded layers of one token with the
+same part and scheme, but not less than 0.
 
 `factor` comes from the recorded layers of the same scheme with the nearest H * I. The factor is
 interpolated between the nearest numbers of rows per expert, on log2 axes, and not extrapolated.
@@ -115,8 +115,10 @@ def find_time_correction(
         r for r in recorded_layers() if r.experts_part == experts_part and r.shape != ignored_shape
     ]
     scheme = problem.scheme.name
-    same = [layer for layer in layers if layer.scheme == scheme]
-    similar = same or [r for r in layers if _operand_types(r.scheme) == _operand_types(scheme)]
+    same_scheme = [layer for layer in layers if layer.scheme == scheme]
+    similar = same_scheme or [
+        r for r in layers if _operand_types(r.scheme) == _operand_types(scheme)
+    ]
     if not similar:
         return None
     size = math.log2(problem.hidden * problem.intermediate)

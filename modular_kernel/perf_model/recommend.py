@@ -104,9 +104,9 @@ def _changes_by_packages(
         missing |= {"deep_ep"}  # the machine has the other version
     version = 1 if DEEP_EP_1_PACKAGE in machine.packages else 2
     names = sorted(missing - {DEEP_EP_1_PACKAGE})
-    needed = ", ".join(f"{n} {version}" if n == "deep_ep" else n for n in names)
+    package_names = ", ".join(f"{n} {version}" if n == "deep_ep" else n for n in names)
     ratio = choice.seconds / best.seconds
-    return [f"with {needed}: {choice.pairing}, {ratio:.2f} x the time"]
+    return [f"with {package_names}: {choice.pairing}, {ratio:.2f} x the time"]
 
 
 def _changes_by_tokens(
@@ -119,17 +119,19 @@ def _changes_by_tokens(
             count = tokens << doublings if direction > 0 else tokens >> doublings
             if not 1 <= count <= _MAX_TOKENS:
                 break
-            other = estimate_at(count)
-            choice = select_best(other)
+            result_at_count = estimate_at(count)
+            choice = select_best(result_at_count)
             if choice is None or choice.pairing == best.pairing:
                 continue
-            same = next((e for e in other.estimates if e.pairing == best.pairing), None)
-            if same is not None and choice.seconds * TIE_RATIO >= same.seconds:
+            same_pairing = next(
+                (e for e in result_at_count.estimates if e.pairing == best.pairing), None
+            )
+            if same_pairing is not None and choice.seconds * TIE_RATIO >= same_pairing.seconds:
                 continue
             preposition = "from" if direction > 0 else "down to"
             reason = "because the pair above is refused or does not fit there"
-            if same is not None:
-                reason = f"{choice.seconds / same.seconds:.2f} x the time"
+            if same_pairing is not None:
+                reason = f"{choice.seconds / same_pairing.seconds:.2f} x the time"
             changes.append(f"{preposition} {count} tokens on each rank: {choice.pairing}, {reason}")
             break
     return changes

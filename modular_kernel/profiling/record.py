@@ -447,8 +447,8 @@ class _JobRun:
             kernel = _kernel_of(plan)
             kernel(inputs.x_TH, self._weights_of(kernel), inputs.routing)
             seconds = time.perf_counter() - start
-        needed = _MAX_PROFILER_SLOWDOWN * self._max_over_ranks(seconds) * self.job.calls
-        return min(max(needed, _MIN_SLEEP_SECONDS), _MAX_SLEEP_SECONDS)
+        seconds_needed = _MAX_PROFILER_SLOWDOWN * self._max_over_ranks(seconds) * self.job.calls
+        return min(max(seconds_needed, _MIN_SLEEP_SECONDS), _MAX_SLEEP_SECONDS)
 
     def _max_over_ranks(self, value: float) -> float:
         """Return the maximum of `value` over all ranks."""

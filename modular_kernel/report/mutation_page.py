@@ -260,11 +260,11 @@ def _first_survivors(
     rows = []
     for item, parts in _by_mutant(first_scores, "survivors"):
         mutant_id = item["id"]
-        again = [studied_by_part[part] for part in parts if part in studied_by_part]
-        if len(again) < len(parts):
+        second_records = [studied_by_part[part] for part in parts if part in studied_by_part]
+        if len(second_records) < len(parts):
             outcome = "not tested again"
         else:
-            is_killed = all(mutant_id in record["died"] for record in again)
+            is_killed = all(mutant_id in record["died"] for record in second_records)
             outcome = "killed" if is_killed else "survives"
         rows.append(
             (
@@ -417,6 +417,6 @@ def _read_score(path: Path) -> Record:
 
 def _score_row(score: Record) -> tuple[str, ...]:
     counts = (score["mutants"], score["executed"], score["put_in"], score["killed"])
-    others = len(score["equivalent"]), len(score["survivors"])
-    share = f"{score['score']:.1%}" if score["put_in"] else "no mutants"
-    return (f"`{score['part']}`", *map(str, (*counts, *others)), share)
+    last_counts = len(score["equivalent"]), len(score["survivors"])
+    percentage = f"{score['score']:.1%}" if score["put_in"] else "no mutants"
+    return (f"`{score['part']}`", *map(str, (*counts, *last_counts)), percentage)

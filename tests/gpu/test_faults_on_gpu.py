@@ -25,9 +25,9 @@ def test_survivors_name_the_rank_at_fault_in_time(part: str) -> None:
     results = run_matrix(
         list_scenarios(part, "nccl"), 2, "nccl", num_pools=LANES, start_limit_s=SECONDS
     )
-    found = {str(result.scenario): result.findings() for result in results}
-    assert {name: findings for name, findings in found.items() if findings} == {}
-    assert len(found) >= 12
+    findings_by_scenario = {str(result.scenario): result.findings() for result in results}
+    assert {name: findings for name, findings in findings_by_scenario.items() if findings} == {}
+    assert len(findings_by_scenario) >= 12
 
 
 def test_every_survivor_names_the_rank_at_fault() -> None:

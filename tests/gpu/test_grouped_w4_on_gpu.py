@@ -1,7 +1,7 @@
-"""The path that unpacks 4-bit weights in registers, on a GPU. It is forced for every case.
+"""The path that unpacks 4-bit weights in registers, on a GPU.
 
-The cases have both tile heights, partial tiles, and experts with no, few and many tiles. Experts
-are computed all at once or a few at a time.
+The tests force this path for every case. The cases have both tile heights, partial tiles, and
+experts with no, few and many tiles. Experts are computed all at once or a few at a time.
 """
 
 from dataclasses import replace

@@ -149,11 +149,11 @@ def test_replays_are_bitwise_equal_to_host_code(pair: tuple[str, str], quant: st
     """Calls have different values, weights, addresses and `out`, in any order."""
     problem = Problem(48, 512, 384, experts=16, top_k=4, quant=quant)
     kernel = make_kernel(*pair, problem)
-    plan, first = kernel.plan(), random_inputs(problem, DEVICE)
-    weights = first[1]
-    other = replace(weights, w1=_roll_experts(weights.w1), w2=_roll_experts(weights.w2))
-    calls = [copy_tokens(first, start, count) for count in (1, 5, 16) for start in (0, 7, 30)]
-    calls += [(x, other, r) for x, _, r in calls] + [first]
+    plan, inputs = kernel.plan(), random_inputs(problem, DEVICE)
+    weights = inputs[1]
+    rolled_weights = replace(weights, w1=_roll_experts(weights.w1), w2=_roll_experts(weights.w2))
+    calls = [copy_tokens(inputs, start, count) for count in (1, 5, 16) for start in (0, 7, 30)]
+    calls += [(x, rolled_weights, r) for x, _, r in calls] + [inputs]
     expected_outputs = [kernel(*call).clone() for call in calls]
     for _ in range(3):
         for call, expected in zip(calls, expected_outputs, strict=True):
@@ -188,12 +188,12 @@ def test_replays_use_the_current_stream_and_can_be_captured() -> None:
     inputs = random_inputs(problem, DEVICE)
     plan, static, other = make_plan(problem), copy_tokens(inputs, 0, 1), copy_tokens(inputs, 5, 1)
     expected_static, expected_other = plan(*static).clone(), plan(*other).clone()
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(side):
+    side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(side_stream):
         torch.cuda._sleep(20_000_000)
         side_output = plan(*static)
-        assert not side.query()
-    side.synchronize()
+        assert not side_stream.query()
+    side_stream.synchronize()
     assert torch.equal(side_output, expected_static)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -209,10 +209,10 @@ def test_replays_use_the_current_stream_and_can_be_captured() -> None:
 def test_launch_hooks_of_triton_are_called_for_replays() -> None:
     import triton
 
-    seen: list[str] = []
+    kernel_names: list[str] = []
 
     def enter(metadata: Any) -> None:
-        seen.append(metadata.get()["name"])
+        kernel_names.append(metadata.get()["name"])
 
     problem = SHAPES["qwen3_30b"]
     plan, call_inputs = make_plan(problem), copy_tokens(random_inputs(problem, DEVICE), 0, 1)
@@ -220,14 +220,14 @@ def test_launch_hooks_of_triton_are_called_for_replays() -> None:
     hooks.add(enter)
     try:
         plan(*call_inputs)
-        recorded = list(seen)
+        recorded = list(kernel_names)
         plan(*call_inputs)
     finally:
         hooks.remove(enter)
     assert recorded
-    assert seen == 2 * recorded
+    assert kernel_names == 2 * recorded
     plan(*call_inputs)
-    assert seen == 2 * recorded
+    assert kernel_names == 2 * recorded
 
 
 def test_replay_works_in_a_thread_that_never_used_the_device() -> None:

@@ -48,11 +48,11 @@ def late_copy(source: torch.Tensor, target: torch.Tensor) -> None:
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_channel", "fp8_w8a8_block"])
 def test_inputs_written_by_a_late_kernel_are_read(quant: str, tokens: int) -> None:
     problem = replace(BASE, tokens=tokens, quant=quant)
-    many = random_inputs(problem.with_tokens(CALLS * tokens), torch.device("cuda"))
-    weights, routing = many[1], many[2]
+    all_inputs = random_inputs(problem.with_tokens(CALLS * tokens), torch.device("cuda"))
+    weights, routing = all_inputs[1], all_inputs[2]
     inputs = list(
         zip(
-            many[0].split(tokens),
+            all_inputs[0].split(tokens),
             routing.topk_weights_TK.split(tokens),
             routing.topk_ids_TK.split(tokens),
             strict=True,
@@ -61,21 +61,21 @@ def test_inputs_written_by_a_late_kernel_are_read(quant: str, tokens: int) -> No
     plan = make_kernel(*PAIR, problem).plan()
     expected = [plan(x_TH, weights, Routing(w, ids)).clone() for x_TH, w, ids in inputs]
     x_TH, ids_TK = inputs[0][0].clone(), inputs[0][2].clone()
-    got = [torch.empty_like(y_TH) for y_TH in expected]
+    outputs = [torch.empty_like(y_TH) for y_TH in expected]
 
     def run() -> None:
-        for (late_TH, weights_TK, late_TK), out_TH in zip(inputs, got, strict=True):
+        for (late_TH, weights_TK, late_TK), out_TH in zip(inputs, outputs, strict=True):
             late_copy(late_TK, ids_TK)
             late_copy(late_TH, x_TH)
             plan(x_TH, weights, Routing(weights_TK, ids_TK), out=out_TH)
 
     run()
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
     for _ in range(3):
-        for out_TH in got:
+        for out_TH in outputs:
             out_TH.fill_(torch.nan)
         graph.replay()
-        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))

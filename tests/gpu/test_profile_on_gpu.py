@@ -18,11 +18,11 @@ LAYER = ("--experts", "8", "--hidden", "4096", "--intermediate", "7168", "--toke
 def test_stages_cover_the_call_and_add_up_to_it(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    first = ("--pf-type", CONTIGUOUS[0], "--experts-type", CONTIGUOUS[1])
-    words = ("profile", *first, "--against", *BATCHED, *LAYER, "--out", str(tmp_path), "--json")
-    with pytest.raises(SystemExit) as ended:
+    parts = ("--pf-type", CONTIGUOUS[0], "--experts-type", CONTIGUOUS[1])
+    words = ("profile", *parts, "--against", *BATCHED, *LAYER, "--out", str(tmp_path), "--json")
+    with pytest.raises(SystemExit) as exit_info:
         main.run(list(words))
-    assert not ended.value.code
+    assert not exit_info.value.code
     record = json.loads(capsys.readouterr().out)
     assert record["output_difference"] < 0.02
     assert record["missing"] == []

@@ -101,25 +101,25 @@ def capture_replays(
 ) -> bool:
     """Capture a replayed plan in a CUDA graph, and replay the graph with other inputs."""
     kernel, inputs = make_rank_kernel(rank, world_size, group, pair, "none")
-    plan, other = kernel.plan(), copy_tokens(inputs, 8, 4)
+    plan, other_inputs = kernel.plan(), copy_tokens(inputs, 8, 4)
     x_TH, weights, routing = copy_tokens(inputs, 0, 4)
-    expected = kernel.start(*other).finish().clone()
+    expected = kernel.start(*other_inputs).finish().clone()
     for _ in range(4):
         plan(x_TH, weights, routing)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         captured = plan(x_TH, weights, routing)
-    x_TH.copy_(other[0])
-    routing.topk_weights_TK.copy_(other[2].topk_weights_TK)
-    routing.topk_ids_TK.copy_(other[2].topk_ids_TK)
+    x_TH.copy_(other_inputs[0])
+    routing.topk_weights_TK.copy_(other_inputs[2].topk_weights_TK)
+    routing.topk_ids_TK.copy_(other_inputs[2].topk_ids_TK)
     for _ in range(3):
         graph.replay()
     kernel.prepare_finalize.check()
-    same = torch.equal(captured, expected)
+    is_equal = torch.equal(captured, expected)
     graph.reset()
     kernel.prepare_finalize.destroy()
-    return same
+    return is_equal
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[0])

@@ -74,14 +74,17 @@ def test_large_layers_agree_with_triton_experts(name: str, quant: str, tokens: i
     skip_unless_available(name)
     prepare, _ = PARTS[name]
     problem = Problem(tokens, 2048, 768, 128, 8, quant=quant)
-    other = "TritonExperts" if prepare == NO_EP else "BatchedTritonExperts"
+    reference = "TritonExperts" if prepare == NO_EP else "BatchedTritonExperts"
     inputs = make_inputs(problem, "uniform", torch.device("cuda"))
-    weights, ordered = inputs.weights, problem
+    weights, part_problem = inputs.weights, problem
     if load_catalog().experts(name).requires.up_first:
-        weights, ordered = up_rows_first(weights, problem)
+        weights, part_problem = up_rows_first(weights, problem)
     ours, theirs = (
-        make_kernel(prepare, part, layer)(inputs.x_TH, its, inputs.routing).float()
-        for part, layer, its in ((name, ordered, weights), (other, problem, inputs.weights))
+        make_kernel(prepare, part, layer)(inputs.x_TH, layer_weights, inputs.routing).float()
+        for part, layer, layer_weights in (
+            (name, part_problem, weights),
+            (reference, problem, inputs.weights),
+        )
     )
     assert ours.isfinite().all()
     assert ((ours - theirs).norm() / theirs.norm()).item() < 0.02

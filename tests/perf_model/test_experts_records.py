@@ -37,11 +37,12 @@ def test_the_corrected_time_of_a_recorded_layer_is_its_measured_time() -> None:
 
 
 def test_factor_is_interpolated_on_log_axes() -> None:
-    few, many = recorded_layer("DeepGemmExperts", 1024), recorded_layer("DeepGemmExperts", 4096)
+    layer_1024 = recorded_layer("DeepGemmExperts", 1024)
+    layer_4096 = recorded_layer("DeepGemmExperts", 4096)
     correction = find_time_correction("DeepGemmExperts", DEEPSEEK, 64, ignored_shape="dsv3_ep8")
     assert correction is not None
     assert correction.start_seconds == 0, "DeepGemmExperts has no recorded layer of one token"
-    factors = [r.us / r.predicted_us for r in (few, many)]
+    factors = [r.us / r.predicted_us for r in (layer_1024, layer_4096)]
     assert correction.factor == pytest.approx(math.sqrt(factors[0] * factors[1]))
     above = find_time_correction("DeepGemmExperts", DEEPSEEK, 1 << 20, ignored_shape="dsv3_ep8")
     assert above is not None
@@ -60,8 +61,8 @@ def test_start_is_the_smallest_difference_from_the_prediction() -> None:
         for r in recorded_layers()
         if (r.experts_part, r.quant) == ("BatchedTritonExperts", "none")
     ]
-    others = [r for r in batched if r.shape != "qwen3_30b"]
-    differences = [r.us - r.predicted_us for r in others if r.tokens == 1]
+    other_shapes = [r for r in batched if r.shape != "qwen3_30b"]
+    differences = [r.us - r.predicted_us for r in other_shapes if r.tokens == 1]
     correction = find_time_correction(
         "BatchedTritonExperts", small, 1 / 16, ignored_shape="qwen3_30b"
     )
@@ -79,10 +80,10 @@ def test_a_scheme_without_records_uses_records_with_the_same_operand_types() -> 
     )
     assert correction is not None
     assert correction.source.endswith(" in fp8_w8a8_block")
-    other = find_time_correction(
+    small_blocks = find_time_correction(
         "TritonExperts", replace(DEEPSEEK, quant="fp8_w8a8_block:block=64x64"), 100
     )
-    assert other == find_time_correction("TritonExperts", DEEPSEEK, 100)
+    assert small_blocks == find_time_correction("TritonExperts", DEEPSEEK, 100)
     assert (
         find_time_correction("DeepGemmExperts", replace(DEEPSEEK, quant="mxfp4_w4a16"), 100) is None
     )

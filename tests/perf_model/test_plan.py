@@ -154,10 +154,12 @@ def test_one_recommendation_for_each_phase(mk: Mk) -> None:
     words = ("plan", "--model", "deepseek-v3", "--quant", "fp8_w8a8_block", "--machine", "2x8xh200")
     result = mk(*words)
     lines = result.out.splitlines()
-    taken = [line for line in lines if ": take " in line]
-    assert [line.split(" on ")[0] for line in taken] == ["decode", "prefill"]
-    assert taken[0].startswith("decode on 2x8xh200, 128 tokens on each of 16 ranks, 2048 in all")
-    assert re.search(r": take \w+ x \w+: \d+ us a layer, [\d.]+ Mtokens/s, fits: ", taken[0])
+    recommended = [line for line in lines if ": take " in line]
+    assert [line.split(" on ")[0] for line in recommended] == ["decode", "prefill"]
+    assert recommended[0].startswith(
+        "decode on 2x8xh200, 128 tokens on each of 16 ranks, 2048 in all"
+    )
+    assert re.search(r": take \w+ x \w+: \d+ us a layer, [\d.]+ Mtokens/s, fits: ", recommended[0])
     assert sum(line.startswith("  runner-up: ") for line in lines) == 2
     changes = [line for line in lines if line.startswith("  would change it: ")]
     assert any("with deep_ep 2: DeepEPV2PrepareAndFinalize x" in line for line in changes)
@@ -217,11 +219,12 @@ def test_other_version_of_deep_ep_is_named() -> None:
     results = [estimate_pairings(problem, cluster, machine) for machine in (first, second)]
     slow = estimate_pairings(problem, cluster, cluster.machine(frozenset({"triton", "ml_dtypes"})))
     texts = [
-        recommend._changes_by_packages(select_best(one), one, results) for one in (slow, *results)
+        recommend._changes_by_packages(select_best(estimates), estimates, results)
+        for estimates in (slow, *results)
     ]  # type: ignore[arg-type]
     assert len(texts[0]) == 1
     assert re.match(r"with deep_ep [12](, \w+)*: DeepEP", texts[0][0])
-    best = min((select_best(one) for one in results), key=lambda e: e.seconds)  # type: ignore[union-attr]
+    best = min((select_best(estimates) for estimates in results), key=lambda e: e.seconds)  # type: ignore[union-attr]
     assert best.pairing in texts[0][0]  # type: ignore[union-attr]
     assert sorted(map(len, texts[1:])) in ([0, 0], [0, 1])
 
@@ -276,8 +279,8 @@ def test_verbs_agree_on_the_described_machine(mk: Mk, tmp_path: Path) -> None:
     described = ("--machine", str(path))
     machine = {"arch": [10, 0], "packages": ["deep_gemm"], "memory": 90_000_000_000}
     for verb in ("list", "check"):
-        found = mk(verb, *described, "--json").json["machine"]
-        assert {name: found[name] for name in machine} == machine
+        shown_machine = mk(verb, *described, "--json").json["machine"]
+        assert {name: shown_machine[name] for name in machine} == machine
     planned = mk("plan", *described, "--phase", "decode", "--json").json
     assert planned["machines"][str(path)]["gpu"]["memory"] == 90e9
     assert planned["machines"][str(path)]["per_host"] == 2

@@ -83,9 +83,9 @@ def _check_memory(selection: Selection) -> None:
 def test_selection_equals_the_recommendation_of_mk_plan(mk: Mk, model: str, cluster: str) -> None:
     words = ("--model", model, "--machine", cluster, "--packages", "all")
     planned = mk("plan", *words, "--layers", str(MOE_LAYERS[model]), "--json").json
-    taken = {row["phase"]: row["pairing"] for row in planned["recommendations"]}
-    here = [a for a in select_all_pairings() if (a.model, a.cluster) == (model, cluster)]
-    assert taken == {a.phase: a.best.pairing for a in here if a.best is not None}
+    planned_pairings = {row["phase"]: row["pairing"] for row in planned["recommendations"]}
+    selected = [a for a in select_all_pairings() if (a.model, a.cluster) == (model, cluster)]
+    assert planned_pairings == {a.phase: a.best.pairing for a in selected if a.best is not None}
 
 
 def test_alternatives_differ_in_one_part() -> None:

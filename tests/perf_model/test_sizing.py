@@ -279,8 +279,8 @@ def test_group_limited_probabilities_match_drawn_groups(groups: Groups) -> None:
     experts, top_k, world = 64, 4, 16
     score = torch.rand(trials, experts, generator=generator)
     kept = torch.rand(trials, groups.count, generator=generator).topk(groups.kept).indices
-    allowed = torch.zeros(trials, groups.count).scatter(1, kept, 1)
-    score *= allowed.repeat_interleave(experts // groups.count, 1)
+    is_group_kept = torch.zeros(trials, groups.count).scatter(1, kept, 1)
+    score *= is_group_kept.repeat_interleave(experts // groups.count, 1)
     ids = score.topk(top_k).indices
     load = rank_load(experts=experts, top_k=top_k, world_size=world, tokens=9,
                      kind=RoutingKind("uniform"), per_host=2, groups=groups)  # fmt: skip

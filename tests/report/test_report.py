@@ -67,23 +67,23 @@ def test_generated_docs_are_current() -> None:
 
 
 def test_check_finds_stale_files_and_write_updates_them(mk: Run, docs: Path) -> None:
-    where = ("--docs", str(docs))
-    assert mk("--check", *where)[0] == 0
+    docs_option = ("--docs", str(docs))
+    assert mk("--check", *docs_option)[0] == 0
     matrix = docs / "support-matrix.md"
     matrix.write_text(matrix.read_text(encoding="utf-8").replace("yes: ", "yes: 9", 1))
     (docs / "errors.md").unlink()
     (docs / "plots").mkdir(exist_ok=True)
     (docs / "plots/gone.svg").write_text("<svg/>")
-    code, said = mk("--check", *where)
+    code, text = mk("--check", *docs_option)
     assert code == 1
-    assert [line.removeprefix(f"{docs}/") for line in said.splitlines()] == [
+    assert [line.removeprefix(f"{docs}/") for line in text.splitlines()] == [
         "errors.md: missing",
         "plots/gone.svg: without a record",
         "support-matrix.md: changed",
     ]
     assert not (docs / "errors.md").exists()  # --check writes nothing
-    assert mk("--write", *where)[0] == 0
-    assert mk("--check", *where)[0] == 0
+    assert mk("--write", *docs_option)[0] == 0
+    assert mk("--check", *docs_option)[0] == 0
     assert not (docs / "plots/gone.svg").exists()
 
 
@@ -210,8 +210,8 @@ def test_reason_names_its_pairs_unless_it_applies_to_all(matrix: Matrix) -> None
     cells = [replace(c, rejections=(rejection,)) if c.pair == pair else c for c in cells]
     document = matrix_document(replace(matrix, cells=tuple(cells)))
     last = [block for block in document if isinstance(block, Table)][-1]
-    between = "TorchExperts / problem"
-    assert list(last.rows) == [("`odd`", between, "a", "b", "", " x ".join(pair))]
+    parties_text = "TorchExperts / problem"
+    assert list(last.rows) == [("`odd`", parties_text, "a", "b", "", " x ".join(pair))]
 
 
 def test_json(mk: Run) -> None:

@@ -99,8 +99,10 @@ def test_order_alternates_between_rounds(monkeypatch: pytest.MonkeyPatch) -> Non
 
     choose_with_times(monkeypatch, seconds)
     rounds = list(zip(names[2::2], names[3::2], strict=True))  # the default has already run twice
-    assert all(set(both) == {"TorchExperts", "NaiveBatchedExperts"} for both in rounds)
-    first = [both[0] for both in rounds]
+    assert all(
+        set(names_of_round) == {"TorchExperts", "NaiveBatchedExperts"} for names_of_round in rounds
+    )
+    first = [names_of_round[0] for names_of_round in rounds]
     assert abs(first.count("TorchExperts") - first.count("NaiveBatchedExperts")) <= 1
 
 

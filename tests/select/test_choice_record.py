@@ -144,13 +144,13 @@ def test_default_is_used_everywhere_without_times() -> None:
 
 def test_pairing_between_buckets_requires_both() -> None:
     b_faster, b_slower = {"a": 1.0, "b": 0.8, "c": 2.0}, {"a": 1.0, "b": 1.5, "c": 2.0}
-    both = [
+    buckets = [
         bucket(4, **b_faster),
         bucket(8, **b_faster),
         bucket(16, **b_slower),
         bucket(32, **b_faster),
     ]
-    assert make_segments(options(64, (4, 8, 16, 32)), both) == (
+    assert make_segments(options(64, (4, 8, 16, 32)), buckets) == (
         Segment(0, 3, A),  # below the smallest bucket
         Segment(4, 8, B),
         Segment(9, 31, A),

@@ -154,10 +154,10 @@ def test_second_call_times_nothing_and_selects_the_same_pairings(
     first = choose(PROBLEM, CPU)
     forbid_timing(monkeypatch)
     start = time.perf_counter()
-    again = compose(PROBLEM, CPU)
+    second = compose(PROBLEM, CPU)
     assert time.perf_counter() - start < 1
-    assert again.choice.num_timed == 0
-    assert again.choice.segments == first.segments
+    assert second.choice.num_timed == 0
+    assert second.choice.segments == first.segments
     fewer = choose(PROBLEM.with_tokens(4), CPU)  # its buckets are a subset
     assert (fewer.num_timed, fewer.pair_by_tokens) == (0, {1: NAIVE, 2: TORCH, 4: TORCH})
     # With ignore_saved=True, it times again.
@@ -294,17 +294,19 @@ def test_composed_layer_equals_its_pairings(folder: Path, clock: dict) -> None:
     x_TH, weights, routing = random_inputs(PROBLEM, torch.device("cpu"))
     for tokens in (0, 1, 2, 3, 8):
         pair = NAIVE if tokens <= 1 else TORCH
-        some = replace(
+        routing_of_tokens = replace(
             routing,
             topk_weights_TK=routing.topk_weights_TK[:tokens],
             topk_ids_TK=routing.topk_ids_TK[:tokens],
         )
-        alone = make_kernel(*pair, PROBLEM, machine=CPU)(x_TH[:tokens], weights, some)
-        assert torch.equal(plan(x_TH[:tokens], weights, some), alone)
-        assert torch.equal(kernel(x_TH[:tokens], weights, some), alone)
+        kernel_output = make_kernel(*pair, PROBLEM, machine=CPU)(
+            x_TH[:tokens], weights, routing_of_tokens
+        )
+        assert torch.equal(plan(x_TH[:tokens], weights, routing_of_tokens), kernel_output)
+        assert torch.equal(kernel(x_TH[:tokens], weights, routing_of_tokens), kernel_output)
         assert type(kernel.kernel(tokens).experts).__name__ == pair[1]
-        out = torch.empty_like(alone)
-        assert plan(x_TH[:tokens], weights, some, out=out) is out
+        out = torch.empty_like(kernel_output)
+        assert plan(x_TH[:tokens], weights, routing_of_tokens, out=out) is out
     with pytest.raises(CapacityError, match="tokens: got 9"):
         kernel.kernel(9)
     with pytest.raises(CapacityError):

@@ -21,10 +21,10 @@ from modular_kernel.testing.random_inputs import random_inputs
 PROBLEM = Problem(8, 64, 32, 4, 2)
 
 
-def _compose_on_rank(rank: int, world: int, group: object, folder: Path, *more):
+def _compose_on_rank(rank: int, world: int, group: object, folder: Path, *more_options):
     problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
     machine = Machine("cpu")
-    options = MeasurementOptions(tokens=(2,), folder=folder, **dict(more))
+    options = MeasurementOptions(tokens=(2,), folder=folder, **dict(more_options))
     kernel = compose(problem, machine, group=group, options=options)
     weights = make_weights(problem, torch.device("cpu"))
     plan = kernel.plan()
@@ -46,10 +46,10 @@ def test_ranks_make_the_same_choice(rank_pool, tmp_path: Path) -> None:
     names = {outcome.pair[0] for bucket in first[0] for outcome in bucket.outcomes}
     assert "ReplicatedEPPrepareAndFinalize" not in names
     assert names >= {"TorchAll2AllPrepareAndFinalize", "AllGatherReduceScatterPrepareAndFinalize"}
-    again = pool.run(_compose_on_rank, tmp_path)
-    assert again[0] == again[1] == (*first[:2], 0, 8)
-    (same, _) = pool.run(_compose_on_rank, tmp_path, ("replicated", True))
-    assert {segment.pair[0] for segment in same[1]} == {"ReplicatedEPPrepareAndFinalize"}
+    second_call = pool.run(_compose_on_rank, tmp_path)
+    assert second_call[0] == second_call[1] == (*first[:2], 0, 8)
+    (replicated, _) = pool.run(_compose_on_rank, tmp_path, ("replicated", True))
+    assert {segment.pair[0] for segment in replicated[1]} == {"ReplicatedEPPrepareAndFinalize"}
 
 
 def _choose_with_failure(rank: int, world: int, group: object, folder: Path, where: str):

@@ -208,9 +208,9 @@ def test_choices_are_timed_with_prepared_weights(launched: list[int]) -> None:
     machine = this_machine()
     if not machine.interpreter:
         pytest.skip("Triton's interpreter is off")
-    problem, nothing = replace(LAYER, tokens=40), SimpleNamespace()
+    problem, fake_compiler = replace(LAYER, tokens=40), SimpleNamespace()
     pair = TunedPair(*PAIR, machine, prepared=True)
-    search: Any = DeviceBenchmarker(pair, problem, nothing, tokens=(40,), target_ms=1.0)  # type: ignore[arg-type]
+    search: Any = DeviceBenchmarker(pair, problem, fake_compiler, tokens=(40,), target_ms=1.0)  # type: ignore[arg-type]
     weights = search.weights
     assert weights.w1_tiles is not None
     choice = search.space.untuned(40)
@@ -232,15 +232,15 @@ def test_explain_shows_launches_without_and_with_prepared_weights(mk: Mk, here: 
     result = mk(*ON_H200, *words)
     assert result.code == 0
     assert result.err.strip() == "skipped mixtral none: no experts part prepares its weights"
-    said = [
+    launches = [
         ("prepared weights" in text.splitlines()[0], text.partition("path: ")[2].split()[0])
         for text in result.out.split("\n\n")
     ]
-    paths = [path for with_them, path in said if not with_them]
-    assert [with_them for with_them, _ in said] == [False, True] * 4
+    paths = [path for is_prepared, path in launches if not is_prepared]
+    assert [is_prepared for is_prepared, _ in launches] == [False, True] * 4
     assert len(set(paths)) > 1
-    with_them = [path for prepared, path in said if prepared]
-    assert with_them == [paths[0], "grouped_w4", "grouped_w4", "grouped_w4"]
+    prepared_paths = [path for is_prepared, path in launches if is_prepared]
+    assert prepared_paths == [paths[0], "grouped_w4", "grouped_w4", "grouped_w4"]
     assert paths[1] != "grouped_w4" != paths[3]
     assert "from heuristics for prepared weights, in place of" in result.out
     assert (

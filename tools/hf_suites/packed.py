@@ -145,11 +145,14 @@ def _same_matrix(format: Format, packed: Packed) -> tuple[Outcome, str]:
     """Compare our values with the exact ones bitwise, and the packer's in their precision."""
     ours = values(format, merge(format, [packed.tensors], torch.float32))
     expected = packed.expected.float()
-    wrong = (
+    our_errors = (
         (ours != expected) if not packed.is_rounded else ~_close(ours, packed.expected, 2.0**-21)
     )
-    if bool(wrong.any()):
-        return Outcome.OURS, f"{int(wrong.sum())} of {wrong.numel()} values differ from float64"
+    if bool(our_errors.any()):
+        return (
+            Outcome.OURS,
+            f"{int(our_errors.sum())} of {our_errors.numel()} values differ from float64",
+        )
     their_values = packed.their_values
     their_errors = ~_close(their_values, packed.expected, 2 * torch.finfo(their_values.dtype).eps)
     if bool(their_errors.any()):
@@ -216,5 +219,5 @@ def grid(**options: tuple[Any, ...]) -> Iterator[Mapping[str, Any]]:
         return
     first, rest = names[0], {name: options[name] for name in names[1:]}
     for value in options[first]:
-        for other in grid(**rest):
-            yield {first: value, **other}
+        for other_options in grid(**rest):
+            yield {first: value, **other_options}

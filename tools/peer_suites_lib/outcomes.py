@@ -234,8 +234,8 @@ def compare_with_exact(
 ) -> CaseOutcome:
     """Compare our result with theirs, and both with float64.
 
-    limit: bound on our relative error in norm that rounding can cause. It is checked first, because
-        their tolerance may be larger than the values.
+    limit: largest relative error in norm that rounding can cause. Our error is compared with it
+        first, because their tolerance may be larger than the values.
     """
     our_error, their_error = relative_error(ours, exact), relative_error(other, exact)
     text = f"error to float64: ours {_round_up(our_error)}, theirs {_round_up(their_error)}"

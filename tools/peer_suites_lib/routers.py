@@ -144,8 +144,8 @@ class Exact:
     ) -> str:
         """Describe what is wrong with the chosen ids and weights. Returns "" if they are correct.
 
-        limit: allowed absolute error of a weight, in addition to 1e-5 of it. It is larger for their
-            weights, which may be in the dtype of the logits.
+        limit: allowed absolute error of a weight, in addition to a relative error of 1e-5. Callers
+            pass a larger limit for their weights, which may be in the dtype of the logits.
         """
         if ids.min() < 0 or ids.max() >= self.logits.shape[1]:
             return "an id is out of range"

@@ -256,8 +256,9 @@ def max_row_error(out: torch.Tensor, x_TH: torch.Tensor) -> float:
 def dequantize(rows: torch.Tensor, scale: torch.Tensor | None, group: int) -> torch.Tensor:
     """Multiply rows (..., H) by their scales. Returns bfloat16.
 
-    scale: None for unquantized rows, or float32: (1,) for one scale for all rows, (..., 1) for one
-        scale per row, and (..., ceil(H / group)) for one scale per `group` values of a row.
+    scale: None for unquantized rows. Else float32, with shape (1,) for one scale for all rows,
+        (..., 1) for one scale per row, or (..., ceil(H / group)) for one scale per `group` values
+        of a row.
     """
     if scale is None:
         return rows.bfloat16()
