@@ -267,15 +267,15 @@ def grouped_gemm_triton(  # noqa: PLR0913 (EPMoE's names and order)
         experts=experts,
         top_k=1,
         dtype=c.dtype,
-        quant=_quant_scheme(a, b, use_fp8_w8a8, block_shape),
+        quant=_derive_quant_scheme(a, b, use_fp8_w8a8, block_shape),
     )
     if m == 0 or batch_size == 0:
         return c
-    row_scales = _row_scales(scale_a, scale_b, seg_indptr, problem) if use_fp8_w8a8 else None
+    row_scales = _get_row_scales(scale_a, scale_b, seg_indptr, problem) if use_fp8_w8a8 else None
     _require_triton(a)
     # The configuration of GEMM 2, which has no activation in its epilogue.
     _, config = choose_config(problem, m).typed_launches(LaunchConfig)
-    tiles = _segment_tiles(seg_indptr, weight_indices, m, config.block_m)
+    tiles = _make_segment_tiles(seg_indptr, weight_indices, m, config.block_m)
     operands = gemm2_operands(ExpertWeights(w1=b, w2=b, w2_scale=scale_b), problem)
     m_grouped_gemm(GemmRows(a, row_scales), operands, config, tiles, c, problem.fp32_precision)
     return c
@@ -298,7 +298,7 @@ class GroupedGemmRunner(torch.nn.Module):
     forward = staticmethod(grouped_gemm_triton)
 
 
-def _quant_scheme(
+def _derive_quant_scheme(
     a: torch.Tensor, b: torch.Tensor, use_fp8_w8a8: bool, block_shape: list[int] | None
 ) -> str:
     """Return the quantization scheme (`Problem.quant`) that the options describe."""
@@ -316,7 +316,7 @@ def _quant_scheme(
     return f"fp8_w8a8_block:block={block_shape[0]}x{block_shape[1]}"
 
 
-def _row_scales(
+def _get_row_scales(
     scale_a: torch.Tensor | None,
     scale_b: torch.Tensor | None,
     seg_indptr: torch.Tensor,
@@ -351,7 +351,7 @@ def _row_scales(
     return scale_a[segment.clamp(max=segments - 1)][:, None].contiguous()
 
 
-def _segment_tiles(
+def _make_segment_tiles(
     seg_indptr: torch.Tensor, weight_indices: torch.Tensor, rows: int, block_m: int
 ) -> torch.Tensor:
     """Split segments into tiles of at most block_m rows, laid out as in `ops.sort.SortedPairs`."""

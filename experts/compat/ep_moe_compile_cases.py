@@ -24,34 +24,38 @@ COMPILE_CASES: tuple[tuple[int, torch.dtype, list[int] | None], ...] = (
 def launch_all(tokens: int, top_k: int, dtype: torch.dtype, block_shape: list[int] | None) -> None:
     """Launch the kernels of all steps for a rank that has half of the experts."""
     rows, num_local = tokens * top_k, EXPERTS // 2
-    ids = _empty(tokens, top_k, dtype=torch.int64)
+    ids = _make_empty(tokens, top_k, dtype=torch.int64)
     scales, quantized = None, dtype == FP8
     gemm1: tuple[torch.Tensor | None, ...] = (None, None)
     gemm2 = gemm1
     if quantized:
-        scales = _empty(num_local, dtype=torch.float32)
+        scales = _make_empty(num_local, dtype=torch.float32)
         gemm1 = gemm2 = (scales, scales)
     if block_shape:
         bn, bk = block_shape
-        gemm1 = _scales((rows, HIDDEN // bk), (num_local, 2 * INTERMEDIATE // bn, HIDDEN // bk))
-        gemm2 = _scales((rows, INTERMEDIATE // bk), (num_local, HIDDEN // bn, INTERMEDIATE // bk))
+        gemm1 = _make_scales(
+            (rows, HIDDEN // bk), (num_local, 2 * INTERMEDIATE // bn, HIDDEN // bk)
+        )
+        gemm2 = _make_scales(
+            (rows, INTERMEDIATE // bk), (num_local, HIDDEN // bn, INTERMEDIATE // bk)
+        )
     reorder_ids, src2dst, seg_indptr = run_moe_ep_preproess(ids, EXPERTS)
     segments = (num_local, True, seg_indptr[: num_local + 1], None)
-    x, gateup = _empty(rows, HIDDEN, dtype=dtype), _empty(rows, 2 * INTERMEDIATE)
-    pre_reorder(_empty(tokens, HIDDEN), x, src2dst, ids, scales, 0, num_local - 1)
-    w13 = _empty(num_local, 2 * INTERMEDIATE, HIDDEN, dtype=dtype)
+    x, gateup = _make_empty(rows, HIDDEN, dtype=dtype), _make_empty(rows, 2 * INTERMEDIATE)
+    pre_reorder(_make_empty(tokens, HIDDEN), x, src2dst, ids, scales, 0, num_local - 1)
+    w13 = _make_empty(num_local, 2 * INTERMEDIATE, HIDDEN, dtype=dtype)
     grouped_gemm_triton(x, w13, gateup, *segments, quantized, gemm1[0], gemm1[1], block_shape)
-    h, down = _empty(rows, INTERMEDIATE, dtype=dtype), _empty(rows, HIDDEN)
+    h, down = _make_empty(rows, INTERMEDIATE, dtype=dtype), _make_empty(rows, HIDDEN)
     silu_and_mul(gateup, h, reorder_ids, scales, 0, num_local - 1)
-    w2 = _empty(num_local, HIDDEN, INTERMEDIATE, dtype=dtype)
+    w2 = _make_empty(num_local, HIDDEN, INTERMEDIATE, dtype=dtype)
     grouped_gemm_triton(h, w2, down, *segments, quantized, gemm2[0], gemm2[1], block_shape)
-    weights = _empty(tokens, top_k, dtype=torch.float32)
-    post_reorder(down, _empty(tokens, HIDDEN), src2dst, ids, weights, 0, num_local - 1)
+    weights = _make_empty(tokens, top_k, dtype=torch.float32)
+    post_reorder(down, _make_empty(tokens, HIDDEN), src2dst, ids, weights, 0, num_local - 1)
 
 
-def _scales(*shapes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-    return tuple(_empty(*shape, dtype=torch.float32) for shape in shapes)
+def _make_scales(*shapes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(_make_empty(*shape, dtype=torch.float32) for shape in shapes)
 
 
-def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def _make_empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")

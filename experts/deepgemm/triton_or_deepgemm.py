@@ -146,7 +146,9 @@ class TritonOrDeepGemmExperts(_TritonOrDeepGemm):
         blocks=None,
     )
 
-    def _part_for_call(self, num_tokens: int, weights: ExpertWeights) -> PermuteExpertsUnpermute:
+    def _select_part_for_call(
+        self, num_tokens: int, weights: ExpertWeights
+    ) -> PermuteExpertsUnpermute:
         deepgemm_can_read = is_row_major(weights.w1) and is_row_major(weights.w2)
         return self._select_part(num_tokens) if deepgemm_can_read else self._triton
 
@@ -164,7 +166,7 @@ class TritonOrDeepGemmExperts(_TritonOrDeepGemm):
         return replace(shapes, extra={**shapes.extra, **quantized_x})
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
-        return self._part_for_call(len(x_TH), weights).roundings(x_TH, weights)
+        return self._select_part_for_call(len(x_TH), weights).roundings(x_TH, weights)
 
     def apply(
         self,
@@ -176,7 +178,7 @@ class TritonOrDeepGemmExperts(_TritonOrDeepGemm):
     ) -> None:
         assert isinstance(tokens, ContiguousTokens)
         num_tokens, scheme = len(tokens.x_TH), self.problem.scheme
-        part = self._part_for_call(num_tokens, weights)
+        part = self._select_part_for_call(num_tokens, weights)
         if part is self._triton and tokens.scale is None and scheme.quantizes_activations:
             shape = ContiguousShape(num_tokens, tokens.routing.topk_ids_TK.shape[1])
             if not part.takes_unquantized(shape):

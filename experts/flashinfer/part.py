@@ -279,20 +279,22 @@ def _scheme_rejections(name: str, problem: Problem, machine: Machine) -> tuple[R
 
 
 def _merge_on_meta() -> None:
-    ids_TK, weights_TK = _empty_meta(64, 8), _empty_meta(64, 8, dtype=_FP32)
-    topk = _empty_meta(64, 8, dtype=_FP32), _empty_meta(64, 8)
-    routing = DispatchedRouting(*topk, IdSpace.GLOBAL, 32, _empty_meta(32), _empty_meta(1))
+    ids_TK, weights_TK = _make_empty_meta(64, 8), _make_empty_meta(64, 8, dtype=_FP32)
+    topk = _make_empty_meta(64, 8, dtype=_FP32), _make_empty_meta(64, 8)
+    routing = DispatchedRouting(
+        *topk, IdSpace.GLOBAL, 32, _make_empty_meta(32), _make_empty_meta(1)
+    )
     merge_repeated_experts(routing, 32, factor=1.0, ids_TK=ids_TK, weights_TK=weights_TK)
 
 
 def _mark_nan_rows_on_meta() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         x_TH, weights_TK = (
-            _empty_meta(64, 2880, dtype=dtype),
-            _empty_meta(64, 8, dtype=_FP32),
+            _make_empty_meta(64, 2880, dtype=dtype),
+            _make_empty_meta(64, 8, dtype=_FP32),
         )
-        mark_nan_rows(x_TH, ids_TK=_empty_meta(64, 8), weights_TK=weights_TK)
+        mark_nan_rows(x_TH, ids_TK=_make_empty_meta(64, 8), weights_TK=weights_TK)
 
 
-def _empty_meta(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+def _make_empty_meta(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")

@@ -148,7 +148,7 @@ class BatchedTritonExperts(TritonExpertsBase):
             counts_ptr=counts_e,
             capacity=capacity,
             num_m_blocks=num_m,
-            stride_ase=0 if a_scale is None else _expert_stride(a_scale, capacity),
+            stride_ase=0 if a_scale is None else _get_expert_stride(a_scale, capacity),
             **({} if shrink_output is None else shrink_output.arguments()),
             **operands.arguments(tile, self.problem.fp32_precision, a_scale),
         )
@@ -184,7 +184,7 @@ class _Adapters:
             return shrink_batched(u, x_eCK, slots_eC, counts_e, (a, b), self.problem, self.block_m)
 
 
-def _expert_stride(a_scale: torch.Tensor, capacity: int) -> int:
+def _get_expert_stride(a_scale: torch.Tensor, capacity: int) -> int:
     """Return the stride of a_scale between experts. Its shape is (1,), (e * C, G) or (e, C, G)."""
     if a_scale.dim() == 1:
         return 0

@@ -134,11 +134,11 @@ class GemmOperands:
             "stride_bn": self.w.stride(1),
             "stride_bk": self.w.stride(2),
             "stride_bias": 0 if self.bias is None else self.bias.stride(0),
-            **self._weight_scales(),
+            **self._make_weight_scale_arguments(),
             "act_order_ptr": self.w if self.order is None else self.order,
             "stride_act_order_e": 0 if self.order is None else self.order.stride(0),
             "HAS_ACT_ORDER": self.order is not None,
-            **_row_scales(a_scale, self.w),
+            **_make_row_scale_arguments(a_scale, self.w),
             "GATE_STRIDE": step,
             "HAS_BIAS": self.bias is not None,
             "QUANT_MODE": mode,
@@ -162,7 +162,7 @@ class GemmOperands:
             **self.constants,
         }
 
-    def _weight_scales(self) -> dict[str, object]:
+    def _make_weight_scale_arguments(self) -> dict[str, object]:
         """Return the pointers and strides of scales and zero points.
 
         Global scales are passed in the arguments for zero points, because no scheme has both.
@@ -197,7 +197,9 @@ def any_n_major(weights: ExpertWeights) -> bool:
     return is_n_major(weights.w1) or is_n_major(weights.w2)
 
 
-def _row_scales(a_scale: torch.Tensor | None, unused: torch.Tensor) -> dict[str, object]:
+def _make_row_scale_arguments(
+    a_scale: torch.Tensor | None, unused: torch.Tensor
+) -> dict[str, object]:
     if a_scale is None or a_scale.dim() == 1:
         scale = unused if a_scale is None else a_scale
         return {"a_scale_ptr": scale, "stride_asm": 0, "stride_ask": 0}

@@ -152,7 +152,7 @@ def run_moe_lora(  # noqa: PLR0913 (names and order follow SGLang)
         strategy = "fused" if fused else "staged"
     run = moe_lora_fused if strategy == "fused" else moe_lora_staged
     with torch.no_grad():
-        batch = _batch(topk_ids, moe_lora_info, gate_up_a_buffer.shape[1])
+        batch = _make_batch(topk_ids, moe_lora_info, gate_up_a_buffer.shape[1])
         weights_TK, scalings_L = topk_weights.contiguous(), moe_lora_info.scalings.contiguous()
         run(hidden_states, buffers, batch, weights_TK, scalings_L, output)
     return output
@@ -192,7 +192,7 @@ def _check_sizes(hidden_shape: tuple[int, ...], topk_shape: tuple[int, ...], max
     expect("max_rank", max_rank, Annotated[int, Between(1, MAX_RANK)])
 
 
-def _batch(topk_ids: torch.Tensor, info: MoELoRABatchInfo, experts: int) -> PairBatch:
+def _make_batch(topk_ids: torch.Tensor, info: MoELoRABatchInfo, experts: int) -> PairBatch:
     ranks = info.lora_ranks
     ranks_LE = ranks[:, None].expand(-1, experts) if ranks.dim() == 1 else ranks
     return PairBatch(topk_ids.contiguous(), info.slots_of(len(topk_ids)), ranks_LE)
@@ -215,7 +215,7 @@ def _check(
         if tensor.device != x.device:
             need = f"{x.device}, as hidden_states"
             raise DeviceError(name, got=tensor.device, need=need)
-    for name, shape in _shapes(x, ids, info, buffers).items():
+    for name, shape in _compute_shapes(x, ids, info, buffers).items():
         if tuple(tensors[name].shape) != shape:
             raise ShapeError(name, got=tuple(tensors[name].shape), need=shape)
     for name, tensor in tensors.items():
@@ -245,7 +245,7 @@ def _check_values(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         raise LayoutError(name, got=f"strides {tensor.stride()}", need="rows that do not overlap")
 
 
-def _shapes(
+def _compute_shapes(
     x: torch.Tensor, ids: torch.Tensor, info: MoELoRABatchInfo, buffers: Buffers
 ) -> dict[str, tuple[int, ...]]:
     """Return the required shapes, which follow from the sizes of x, ids, gate_up_a and down_a."""

@@ -122,7 +122,7 @@ def moe_lora_a(x: torch.Tensor, a_LERD: torch.Tensor, batch: PairBatch) -> torch
         return _moe_lora_a_ref(x_XD, a_LERD, batch)
     from modular_kernel.ops.kernels.moe_lora import moe_lora_a_kernel
 
-    block = _rank_block(max_rank)
+    block = _choose_rank_block(max_rank)
     launch(
         moe_lora_a_kernel,
         (-(-batch.ids_TK.numel() // BLOCK_T), -(-max_rank // block)),
@@ -136,7 +136,7 @@ def moe_lora_a(x: torch.Tensor, a_LERD: torch.Tensor, batch: PairBatch) -> torch
         BLOCK_RANK=block,
         BLOCK_K=_BLOCK_K[x.itemsize],
         INPUT_PRECISION="ieee",
-        **_strides("a", a_LERD, "rank"),
+        **_make_stride_arguments("a", a_LERD, "rank"),
         **batch.pair_arguments(),
     )
     return out_TKR
@@ -181,9 +181,9 @@ def moe_lora_gate_up_b(u_TKR: torch.Tensor, b_LENR: torch.Tensor, batch: PairBat
         max_rank=max_rank,
         intermediate_size=intermediate,
         BLOCK_INTERMEDIATE=block,
-        BLOCK_RANK=_rank_block(max_rank),
+        BLOCK_RANK=_choose_rank_block(max_rank),
         INPUT_PRECISION="ieee",
-        **_strides("b", b_LENR, "n"),
+        **_make_stride_arguments("b", b_LENR, "n"),
         **batch.pair_arguments(),
     )
     return out_TKI
@@ -244,11 +244,11 @@ def moe_lora_down_combine(
         stride_out=out_TH.stride(0),
         BLOCK_M=BLOCK_T,
         BLOCK_HIDDEN=block,
-        BLOCK_RANK=_rank_block(max_rank),
+        BLOCK_RANK=_choose_rank_block(max_rank),
         # Avoids register spills of triton 3.9 with 16-bit dtypes, and of 3.6 with 32-bit dtypes.
         num_warps=8 if out_TH.itemsize == 2 else 4,
         INPUT_PRECISION="ieee",
-        **_strides("b", b_LEHR, "n"),
+        **_make_stride_arguments("b", b_LEHR, "n"),
         **batch.arguments(),
     )
 
@@ -344,10 +344,10 @@ def moe_lora_fused(
         BLOCK_RANK=block_r,
         BLOCK_K=block,
         BLOCK_HIDDEN=block,
-        **_strides("gate_up_a", gate_up_a, "rank"),
-        **_strides("gate_up_b", gate_up_b, "n"),
-        **_strides("down_a", down_a, "rank"),
-        **_strides("down_b", down_b, "n"),
+        **_make_stride_arguments("gate_up_a", gate_up_a, "rank"),
+        **_make_stride_arguments("gate_up_b", gate_up_b, "n"),
+        **_make_stride_arguments("down_a", down_a, "rank"),
+        **_make_stride_arguments("down_b", down_b, "n"),
         **batch.arguments(),
     )
 
@@ -357,11 +357,11 @@ def fused_block(max_rank: int) -> int:
     return min(_MAX_FUSED_BLOCK, max(_MIN_BLOCK_R, _FUSED_TILE // next_power_of_2(max_rank)))
 
 
-def _rank_block(max_rank: int) -> int:
+def _choose_rank_block(max_rank: int) -> int:
     return min(_MAX_BLOCK_R, max(_MIN_BLOCK_R, next_power_of_2(max_rank)))
 
 
-def _strides(name: str, matrices: torch.Tensor, row: str) -> dict[str, int]:
+def _make_stride_arguments(name: str, matrices: torch.Tensor, row: str) -> dict[str, int]:
     """Return the strides of a buffer's slots, experts and rows, as kernel arguments."""
     names = (f"stride_{name}_{dim}" for dim in ("slot", "expert", row))
     return dict(zip(names, matrices.stride(), strict=False))

@@ -90,7 +90,7 @@ def quantize_specs(
     segments: number of experts for batched rows, and 1 otherwise.
     """
     if scheme.activation not in _ACTIVATIONS:
-        raise _unsupported_scheme(scheme)
+        raise _make_scheme_error(scheme)
     specs = {f"{prefix}_q": BufferSpec((rows, columns), STORAGE[scheme.activation])}
     if not scheme.static:
         shape = scale_shape(scheme, rows, columns)
@@ -210,7 +210,7 @@ def activation_and_quantize(
     _launch_quantize(x_RN, scheme, out, valid_rows, 0, source | constants)
 
 
-def _unsupported_scheme(scheme: QuantScheme) -> ConfigurationError:
+def _make_scheme_error(scheme: QuantScheme) -> ConfigurationError:
     need = f"a scheme with {' or '.join(_ACTIVATIONS)} activations"
     return ConfigurationError("activation quantization", got=str(scheme), need=need)
 
@@ -218,7 +218,7 @@ def _unsupported_scheme(scheme: QuantScheme) -> ConfigurationError:
 def check_quantized(rows: int, columns: int, scheme: QuantScheme, out: QuantizedRows) -> None:
     """Raise an InputError if `out` has other shapes or dtypes than (rows, columns) values need."""
     if scheme.activation not in _ACTIVATIONS:
-        raise _unsupported_scheme(scheme)
+        raise _make_scheme_error(scheme)
     if tuple(out.q_RK.shape) != (rows, columns):
         raise ShapeError("quantized rows", got=tuple(out.q_RK.shape), need=(rows, columns))
     need = scale_shape(scheme, rows, columns)
@@ -341,7 +341,7 @@ def quantize_values(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize all rows of float32 values; return (q, scale), as in `QuantizedRows`."""
     if scheme.activation not in _ACTIVATIONS:
-        raise _unsupported_scheme(scheme)
+        raise _make_scheme_error(scheme)
     rows, columns = values_RK.shape
     qmax = QMAX[scheme.activation]
     if static_scale is not None:

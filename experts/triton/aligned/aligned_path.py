@@ -124,7 +124,7 @@ class AlignedPath(Path):
         input_router_weights_TK = (
             routing.topk_weights_TK if problem.apply_router_weight_on_input else None
         )
-        adapters = self._adapters(call, aligned)
+        adapters = self._make_shrink(call, aligned)
         shrink_output13 = None if adapters is None else adapters.shrink_x(call.tokens.plain_TH)
         with stages.stage(stages.GATHER_GEMM1):
             operands = gemm1_operands(call.weights, problem)
@@ -168,7 +168,7 @@ class AlignedPath(Path):
                 num_local=problem.e,
             )
 
-    def _adapters(self, call: PathCall, aligned: AlignedPairs) -> PairShrink | None:
+    def _make_shrink(self, call: PathCall, aligned: AlignedPairs) -> PairShrink | None:
         """Return the shrink launches of the call, or None without adapters."""
         slots_T = call.tokens.routing.adapters_T
         if slots_T is None:

@@ -91,7 +91,7 @@ class ConfigKey:
 
     def __post_init__(self) -> None:
         match = _NAME.fullmatch(self.file_name)
-        if match is None or _key_fields(match) != vars(self):
+        if match is None or _parse_key_fields(match) != vars(self):
             need = "sizes >= 1, a device name from device_key, and a dtype of characters [a-z0-9_]"
             raise ConfigurationError("name of a config file", got=repr(self.file_name), need=need)
 
@@ -120,7 +120,7 @@ class ConfigKey:
                 got=repr(name),
                 need=f"{need}[,per_channel_quant=True][,prepared=True].json",
             )
-        return cls(**_key_fields(match))
+        return cls(**_parse_key_fields(match))
 
     @classmethod
     def from_problem(
@@ -145,7 +145,7 @@ class ConfigKey:
         )
 
 
-def _key_fields(match: re.Match[str]) -> dict[str, Any]:
+def _parse_key_fields(match: re.Match[str]) -> dict[str, Any]:
     """Return the fields of the ConfigKey that `match` describes."""
     return {
         "experts": int(match["experts"]),
@@ -172,14 +172,14 @@ def file_names_for(
     key = ConfigKey.from_problem(problem, device_name, prepared=prepared)
     if prepared:
         return (key.file_name,)
-    keys = list(_key_variants(key))
+    keys = list(_iter_key_variants(key))
     if problem.scheme.packed and problem.intermediate % 2 == 0:
-        keys += _key_variants(replace(key, intermediate=problem.intermediate // 2))
+        keys += _iter_key_variants(replace(key, intermediate=problem.intermediate // 2))
     names = [name for k in keys for name in (k.file_name, k.file_name.replace(", ", ","))]
     return tuple(dict.fromkeys(names))
 
 
-def _key_variants(key: ConfigKey) -> Iterator[ConfigKey]:
+def _iter_key_variants(key: ConfigKey) -> Iterator[ConfigKey]:
     yield key
     if key.block_shape is not None and key.block_shape[0] == 0:
         yield replace(key, block_shape=None)

@@ -224,12 +224,12 @@ class ConfigLookup:
         return layers
 
     def _find_file(self, folder: Path, names: Sequence[str]) -> Path | None:
-        subfolders = [folder / name for name in self._subfolders(folder)]
+        subfolders = [folder / name for name in self._iter_subfolders(folder)]
         candidates = (subfolder / name for name in names for subfolder in subfolders)
         # This also finds a dangling link or a folder, so that `read_config_file` rejects it.
         return next((file for file in candidates if file.exists() or file.is_symlink()), None)
 
-    def _subfolders(self, folder: Path) -> Iterator[str]:
+    def _iter_subfolders(self, folder: Path) -> Iterator[str]:
         installed = triton_subfolder(self.triton)
         if installed:
             yield installed
@@ -317,8 +317,8 @@ def fit_to_problem(
         tuned_count: _max_tokens_for(path_name, tuned_count, problem, device, prepared)
         for tuned_count, path_name in tuned_configs.paths
     }
-    ranges1 = _token_ranges(tuned_configs.gemm1, largest_calls)
-    ranges2 = _token_ranges(tuned_configs.gemm2, largest_calls)
+    ranges1 = _compute_token_ranges(tuned_configs.gemm1, largest_calls)
+    ranges2 = _compute_token_ranges(tuned_configs.gemm2, largest_calls)
     boundaries = sorted({last for last, _ in (*ranges1, *ranges2)})
     configs, notes = [], dict[str, None]()
     for last in boundaries:
@@ -352,7 +352,10 @@ def fit_to_problem(
 def _launch_for(
     num_tokens: int, ranges: Sequence[tuple[int, tuple[int, Launch]]]
 ) -> tuple[int, Launch]:
-    """Return the (tuned token count, launch) that a call uses. ranges: from `_token_ranges`."""
+    """Return the (tuned token count, launch) that a call uses.
+
+    ranges: from `_compute_token_ranges`.
+    """
     return next(tuned_launch for last, tuned_launch in ranges if num_tokens <= last)
 
 
@@ -419,7 +422,7 @@ def _clamp_foreign_launches(
     return results[0], results[1], clamps
 
 
-def _token_ranges(
+def _compute_token_ranges(
     tuned_launches: Sequence[tuple[int, Launch]], largest_calls: Mapping[int, int]
 ) -> list[tuple[int, tuple[int, Launch]]]:
     """Return the range of token counts of each launch, as (last, (tuned token count, launch)).

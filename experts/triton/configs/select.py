@@ -250,7 +250,7 @@ def clear_caches() -> None:
 
     `mk tune` calls this function after it has written a file.
     """
-    for function in (_cached_config, _cached_max_tokens, _steps, _machine_lookup):
+    for function in (_cached_config, _cached_max_tokens, _find_steps, _machine_lookup):
         function.cache_clear()
 
 
@@ -297,7 +297,7 @@ class _Context(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 10)
-def _steps(problem: Problem, context: _Context) -> ConfigSteps:
+def _find_steps(problem: Problem, context: _Context) -> ConfigSteps:
     """Return the configurations for `problem`.
 
     problem.tokens must be 0, so that all calls of a layer share a cache entry.
@@ -318,12 +318,12 @@ def _find_source(
 
 @lru_cache(maxsize=1 << 16)
 def _cached_config(problem: Problem, tokens: int, context: _Context) -> MoEConfig:
-    return _steps(problem.with_tokens(0), context).choose(tokens)
+    return _find_steps(problem.with_tokens(0), context).choose(tokens)
 
 
 @lru_cache(maxsize=1 << 12)
 def _cached_max_tokens(
     problem: Problem, tokens: int, context: _Context
 ) -> tuple[tuple[int, str, int], ...]:
-    limits = _steps(problem.with_tokens(0), context).max_tokens_by_path_and_block(tokens)
+    limits = _find_steps(problem.with_tokens(0), context).max_tokens_by_path_and_block(tokens)
     return tuple((limit, path, block_m) for (path, block_m), limit in limits.items())

@@ -222,7 +222,7 @@ class GemvPath(Path):
             "AMAX_BLOCK_K": min(next_power_of_2(problem.hidden), _MAX_AMAX_BLOCK),
             **scales,
             **operands.constants,
-            **_arguments(operands, tile, tile.block_n),
+            **_make_operand_arguments(operands, tile, tile.block_n),
         }
 
     def _down_arguments(self, call: PathCall, tile: LaunchConfig) -> dict[str, object]:
@@ -240,7 +240,7 @@ class GemvPath(Path):
             "PAIRS_PER_OUTPUT": pairs_per_output,
             "PAIRS_PER_STEP": pairs_per_step,
             "INPUT_QUANT": activation_scale_kind(problem.scheme, problem.intermediate),
-            **_arguments(
+            **_make_operand_arguments(
                 gemm2_operands(call.weights, problem), tile, tile.block_n // pairs_per_step
             ),
         }
@@ -268,7 +268,9 @@ class GemvPath(Path):
         return (pairs // pairs_per_output * -(-self.problem.hidden // columns),)
 
 
-def _arguments(operands: GemmOperands, tile: LaunchConfig, columns: int) -> dict[str, object]:
+def _make_operand_arguments(
+    operands: GemmOperands, tile: LaunchConfig, columns: int
+) -> dict[str, object]:
     """Return the weight, scale and bias arguments of either kernel. `columns` is BLOCK_N."""
     scheme, w = operands.scheme, operands.w
     scale = w if operands.scale is None else operands.scale
@@ -303,7 +305,7 @@ def _arguments(operands: GemmOperands, tile: LaunchConfig, columns: int) -> dict
         "HAS_ZERO_POINTS": operands.zero_point is not None,
         "GROUP_N": group_n,
         "GROUP_K": group_k,
-        "SCALE_ROWS": 1 if _one_scale_row(operands, columns, group_n) else columns,
+        "SCALE_ROWS": 1 if _has_one_scale_per_block(operands, columns, group_n) else columns,
         "BLOCK_N": columns,
         "BLOCK_K": max(tile.block_k, next_power_of_2(group_k)) if kind != "none" else tile.block_k,
         "VECTOR_SIZE": min(_VECTOR // w.element_size(), tile.block_k),
@@ -335,7 +337,7 @@ def _adapter_arguments(shrink_output: ShrinkOutput, top_k: int | None) -> dict[s
     return arguments
 
 
-def _one_scale_row(operands: GemmOperands, columns: int, group_n: int) -> bool:
+def _has_one_scale_per_block(operands: GemmOperands, columns: int, group_n: int) -> bool:
     """Return whether the weight rows of every block of `columns` columns share one scale."""
     rows = columns * operands.gate_stride
     return group_n % rows == 0 and (operands.gate_stride > 1 or operands.up_row_offset % rows == 0)

@@ -179,7 +179,7 @@ def _unpack_nibble(words, J: tl.constexpr, WEIGHT_FORMAT: tl.constexpr, dtype: t
 
 
 @triton.jit
-def _halves(pair, dtype: tl.constexpr):
+def _split_halves(pair, dtype: tl.constexpr):
     """Return the values in the lower and in the upper 16 bits of an int32, as `dtype`.
 
     If an MMA takes both values in one register, the compiler emits no instruction.
@@ -202,10 +202,10 @@ def _unpack_repacked(words, dtype: tl.constexpr):
     p2 = ((w << 6) ^ (w << 1)) & 0x81C081C0
     p3 = ((w >> 3) ^ (w << 2)) & 0x81C081C0
     if dtype == tl.float16:
-        p0 = _fp16_fields(p0)
-        p1 = _fp16_fields(p1)
-        p2 = _fp16_fields(p2)
-        p3 = _fp16_fields(p3)
+        p0 = _move_to_fp16_fields(p0)
+        p1 = _move_to_fp16_fields(p1)
+        p2 = _move_to_fp16_fields(p2)
+        p3 = _move_to_fp16_fields(p3)
     return (
         p0.to(tl.int32, bitcast=True),
         p1.to(tl.int32, bitcast=True),
@@ -215,7 +215,7 @@ def _unpack_repacked(words, dtype: tl.constexpr):
 
 
 @triton.jit
-def _fp16_fields(pair):
+def _move_to_fp16_fields(pair):
     """Move two e2m1 values from the fields of bf16 to the fields of fp16.
 
     The exponent field of fp16 ends three bits higher.
@@ -233,10 +233,10 @@ def unpack_int4(words, WEIGHT_FORMAT: tl.constexpr, dtype: tl.constexpr):
     """
     if WEIGHT_FORMAT == "e2m1_repacked":
         p0, p1, p2, p3 = _unpack_repacked(words, dtype)
-        v0, v1 = _halves(p0, dtype)
-        v2, v3 = _halves(p1, dtype)
-        v4, v5 = _halves(p2, dtype)
-        v6, v7 = _halves(p3, dtype)
+        v0, v1 = _split_halves(p0, dtype)
+        v2, v3 = _split_halves(p1, dtype)
+        v4, v5 = _split_halves(p2, dtype)
+        v6, v7 = _split_halves(p3, dtype)
     elif USE_INLINE_ASM:
         if dtype == tl.bfloat16:
             code: tl.constexpr = _E2M1_BF16 if holds_e2m1(WEIGHT_FORMAT) else _INTEGER_BF16
@@ -245,10 +245,10 @@ def unpack_int4(words, WEIGHT_FORMAT: tl.constexpr, dtype: tl.constexpr):
         p0, p1, p2, p3 = tl.inline_asm_elementwise(
             code, "=&r,=&r,=&r,=&r,r", [words], dtype=(tl.int32,) * 4, is_pure=True, pack=1
         )
-        v0, v4 = _halves(p0, dtype)
-        v1, v5 = _halves(p1, dtype)
-        v2, v6 = _halves(p2, dtype)
-        v3, v7 = _halves(p3, dtype)
+        v0, v4 = _split_halves(p0, dtype)
+        v1, v5 = _split_halves(p1, dtype)
+        v2, v6 = _split_halves(p2, dtype)
+        v3, v7 = _split_halves(p3, dtype)
     else:
         v0 = _unpack_nibble(words, 0, WEIGHT_FORMAT, dtype)
         v1 = _unpack_nibble(words, 1, WEIGHT_FORMAT, dtype)

@@ -110,7 +110,7 @@ class ConfigSpace(Tunable):
                 choices += self._pair_launches(path, block_m, launches)
         return list(dict.fromkeys(choices))
 
-    def _untuned_configs(self, path: str, block_m: int) -> list[MoEConfig]:
+    def _get_untuned_configs(self, path: str, block_m: int) -> list[MoEConfig]:
         return [
             c for c in self._untuned_steps.configs if c.path == path and c.gemm1.block_m == block_m
         ]
@@ -122,7 +122,7 @@ class ConfigSpace(Tunable):
 
         The untuned launches with this path and block_m are included.
         """
-        untuned = self._untuned_configs(path, block_m)
+        untuned = self._get_untuned_configs(path, block_m)
         valid_launches: list[list[Launch]] = []
         for index, gemm in enumerate(self._gemms):
             launches = [(config.gemm1, config.gemm2)[index] for config in untuned]
@@ -165,7 +165,7 @@ class ConfigSpace(Tunable):
         return config_to_json(choice)
 
     def saved(self, folder: Path) -> Mapping[int, TunedChoice]:
-        path = self._config_path(folder)
+        path = self._get_config_path(folder)
         if not path.exists():
             return {}
         tuned_configs = read_config_file(path)
@@ -202,7 +202,7 @@ class ConfigSpace(Tunable):
             tuned_for=self._tuned_for(),
             times={tokens: _times_in_us(choices[tokens]) for tokens in configs},
         )
-        path = self._config_path(folder)
+        path = self._get_config_path(folder)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial_path = path.with_name(f".{path.name}.partial")
         partial_path.write_text(dump_config_file(tuned_configs), encoding="utf-8")
@@ -218,7 +218,7 @@ class ConfigSpace(Tunable):
     def _tuned_for(self) -> TunedFor:
         return TunedFor(self.experts_part, self.problem.hidden, self.problem.top_k)
 
-    def _config_path(self, folder: Path) -> Path:
+    def _get_config_path(self, folder: Path) -> Path:
         lookup = current_lookup()
         name = ConfigKey.from_problem(
             self.problem, lookup.device.name, prepared=self.prepared

@@ -22,7 +22,7 @@ from modular_kernel.ops.kernels.quantize import scale_of
 
 
 @triton.jit
-def _pair_scales(
+def _compute_pair_scales(
     amax_ptr, pairs, valid, num_amax_blocks, num_pairs,
     topk_ids_ptr, expert_map_ptr, num_experts, num_local_experts, HAS_EXPERT_MAP: tl.constexpr,
     INPUT_QUANT: tl.constexpr, QMAX: tl.constexpr, MIN_SCALE: tl.constexpr,
@@ -218,7 +218,7 @@ def gemv_down_kernel(
             h = tl.load(h_ptrs, mask=valid[:, None] & (k < size_k)[None, :], other=0.0)
             h_scale = tl.full((PAIRS_PER_STEP,), 1.0, tl.float32)
             if INPUT_QUANT == "token" or INPUT_QUANT == "tensor":
-                h_scale = _pair_scales(
+                h_scale = _compute_pair_scales(
                     amax_ptr, pairs, valid, num_amax_blocks, num_pairs, topk_ids_ptr,
                     expert_map_ptr, num_experts,
                     num_local_experts, HAS_EXPERT_MAP, INPUT_QUANT, QMAX, MIN_SCALE,

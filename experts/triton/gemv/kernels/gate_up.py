@@ -22,7 +22,7 @@ from modular_kernel.ops.kernels.quantize import scale_of
 
 
 @triton.jit
-def _rows_amax(x_ptr, rows, hidden_size, stride_xm, stride_xk, AMAX_BLOCK_K: tl.constexpr):
+def _compute_rows_amax(x_ptr, rows, hidden_size, stride_xm, stride_xk, AMAX_BLOCK_K: tl.constexpr):
     """Return the largest magnitude in `rows` rows of x, the first of which is at x_ptr.
 
     AMAX_BLOCK_K: columns that are read at once.
@@ -281,11 +281,13 @@ def gemv_gate_up_kernel(
         x = tl.load(x_ptr + k * stride_xk, mask=k < hidden_size, other=0.0)
         x_scale = 1.0
         if INPUT_QUANT == "token":
-            amax = _rows_amax(x_ptr, 1, hidden_size, 0, stride_xk, AMAX_BLOCK_K)
+            amax = _compute_rows_amax(x_ptr, 1, hidden_size, 0, stride_xk, AMAX_BLOCK_K)
             x_scale = scale_of(amax, QMAX, MIN_SCALE)
         elif INPUT_QUANT == "tensor":
             first_ptr, rows = x_ptr - token * stride_xm, num_pairs // TOP_K
-            amax = _rows_amax(first_ptr, rows, hidden_size, stride_xm, stride_xk, AMAX_BLOCK_K)
+            amax = _compute_rows_amax(
+                first_ptr, rows, hidden_size, stride_xm, stride_xk, AMAX_BLOCK_K
+            )
             x_scale = scale_of(amax, QMAX, MIN_SCALE)
         elif INPUT_QUANT == "static" or (INPUT_QUANT == "prequantized" and GROUP_K == 0):
             x_scale = tl.load(x_scale_ptr)

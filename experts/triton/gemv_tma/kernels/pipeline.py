@@ -185,7 +185,7 @@ def store_vectors(
 
 
 @gluon.jit
-def _vector_panel(vectors, index):
+def _get_vector_panel(vectors, index):
     """Return panel number `index` of the vectors, (128, 8), as the right operand of wgmma."""
     piece = vectors.index(index // PANELS)
     panels = reinterpret(piece, vectors.dtype, [PANELS, VECTORS, PANEL], SWIZZLED)
@@ -206,7 +206,7 @@ def _multiply_unscaled(ring, vectors, full, empty, step, size_k):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
         for panel_index in gl.static_range(PANELS_PER_STAGE):
-            vector = _vector_panel(vectors, start // PANEL + panel_index)
+            vector = _get_vector_panel(vectors, start // PANEL + panel_index)
             acc = warpgroup_mma(
                 ring.index(stage * PANELS_PER_STAGE + panel_index), vector, acc, is_async=True
             )
@@ -255,7 +255,7 @@ def _multiply_scaled(ring, vectors, scales, full, empty, step, size_k, ptrs, mas
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
         parts = ()
         for panel_index in gl.static_range(PANELS_PER_STAGE):
-            vector = _vector_panel(vectors, start // PANEL + panel_index)
+            vector = _get_vector_panel(vectors, start // PANEL + panel_index)
             weights = ring.index(stage * PANELS_PER_STAGE + panel_index)
             parts += (warpgroup_mma(weights, vector, zero, use_acc=False, is_async=True),)
         finished = warpgroup_mma_wait(num_outstanding=0, deps=parts)

@@ -173,7 +173,9 @@ def to_scale_slot_layout(values):
 
 
 @triton.jit
-def _value_offsets(chunk, in_bounds, size_k, CHUNKS: tl.constexpr, SCALE_SLOTS: tl.constexpr):
+def _compute_value_offsets(
+    chunk, in_bounds, size_k, CHUNKS: tl.constexpr, SCALE_SLOTS: tl.constexpr
+):
     """Return an offset into a row of x and a mask for every eight values, (4, 8, warps, 1, 4, 1).
 
     chunk, in_bounds: as in `load_words`.
@@ -199,7 +201,7 @@ def load_pairs(ptr, row, in_bounds, chunk, size_k, CHUNKS: tl.constexpr, SCALE_S
     row: the row of each warp, with the same shape as `chunk`.
     chunk, in_bounds: as in `load_words`.
     """
-    offset, mask = _value_offsets(chunk, in_bounds, size_k, CHUNKS, SCALE_SLOTS)
+    offset, mask = _compute_value_offsets(chunk, in_bounds, size_k, CHUNKS, SCALE_SLOTS)
     pair = tl.arange(0, 4)[None, None, None, None, None, :]
     ptrs = ptr + (row.to(tl.int64) * (size_k // 2))[:, :, :, :, None, None]
     return tl.load(ptrs + (offset // 2 + pair), mask=mask, other=0)
@@ -217,7 +219,7 @@ def load_row(
     ptr, stride: pointer to the row, and the stride of its values.
     chunk, in_bounds: as in `load_words`.
     """
-    offset, mask = _value_offsets(chunk, in_bounds, size_k, CHUNKS, SCALE_SLOTS)
+    offset, mask = _compute_value_offsets(chunk, in_bounds, size_k, CHUNKS, SCALE_SLOTS)
     k = tl.arange(0, 8)[None, None, None, None, None, :]
     x = tl.load(ptr + (offset + k) * stride, mask=mask, other=0.0)
     bits = tl.reshape(x.to(tl.int16, bitcast=True), (4, 8, x.shape[2], 1, 4, 4, 2))
@@ -271,7 +273,7 @@ def store_in_pair_order(row_ptr, column, mask, values, WEIGHT_FORMAT: tl.constex
 
 
 @triton.jit
-def _weight_operand(words, WEIGHT_FORMAT: tl.constexpr, dtype: tl.constexpr):
+def _make_weight_operand(words, WEIGHT_FORMAT: tl.constexpr, dtype: tl.constexpr):
     """Unpack words (4, 8, WARPS, ROWS / 8, CHUNKS, 4) to weights (CHUNKS * WARPS, ROWS, 128)."""
     warps: tl.constexpr = words.shape[2]
     groups: tl.constexpr = words.shape[3]
@@ -285,7 +287,7 @@ def _weight_operand(words, WEIGHT_FORMAT: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _x_operand(pairs, dtype: tl.constexpr):
+def _make_x_operand(pairs, dtype: tl.constexpr):
     """Convert pairs (4, 8, warps, 1, 4, 4) to the right operand of the MMA, (warps, 128, 8).
 
     Column s holds the values of x in scale slot s, and zeros for the rest of the chunk.
@@ -345,7 +347,7 @@ def _zero_point_term(
     start = tl.zeros((warps, 16, 8), tl.float32) + zero_after_barrier
     # Use a reshape: `[:, None]` would move the values through shared memory.
     sums = tl.reshape(
-        tl.dot(_weight_operand(ones, WEIGHT_FORMAT, dtype), x, start), (warps, 1, 16, 8)
+        tl.dot(_make_weight_operand(ones, WEIGHT_FORMAT, dtype), x, start), (warps, 1, 16, 8)
     )
     if HAS_ZERO_POINTS:
         term = tl.reshape(zero, (warps, rows // 16, 16, 8)) * -sums
@@ -377,7 +379,7 @@ def scale_slot_sums(
     rows: tl.constexpr = words.shape[3] * 8
     chunks: tl.constexpr = words.shape[4]
     HAS_OFFSET: tl.constexpr = HAS_ZERO_POINTS or unpacks_without_offset(WEIGHT_FORMAT, dtype)
-    x = _x_operand(pairs, dtype)
+    x = _make_x_operand(pairs, dtype)
     zero_after_barrier = barrier.to(tl.float32, bitcast=True)
     start = tl.zeros((warps, rows, 8), tl.float32) + zero_after_barrier
     if HAS_OFFSET and not ADD_ZERO_TERM_LAST:
@@ -385,7 +387,7 @@ def scale_slot_sums(
             x, zero, zero_after_barrier, rows, dtype, WEIGHT_FORMAT, HAS_ZERO_POINTS
         )
     part = tl.dot(
-        _weight_operand(words, WEIGHT_FORMAT, dtype),
+        _make_weight_operand(words, WEIGHT_FORMAT, dtype),
         _repeat_per_chunk(x, chunks),
         _repeat_per_chunk(start, chunks),
     )

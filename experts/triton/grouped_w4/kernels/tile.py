@@ -14,7 +14,7 @@ _PAIR_MASK: tl.constexpr = tl.constexpr(0x81C081C0)
 
 
 @triton.jit
-def _pair(word, INDEX: tl.constexpr, WEIGHT_FORMAT: tl.constexpr):
+def _extract_pair(word, INDEX: tl.constexpr, WEIGHT_FORMAT: tl.constexpr):
     """Return pair INDEX (0 to 3) of a word of eight e2m1 codes, in the fields of two bf16."""
     if WEIGHT_FORMAT == "e2m1":
         byte = word >> (8 * INDEX)
@@ -34,9 +34,9 @@ def _pair(word, INDEX: tl.constexpr, WEIGHT_FORMAT: tl.constexpr):
 @triton.jit
 def _repack_pair(w0, w1, w2, w3, INDEX: tl.constexpr, WEIGHT_FORMAT: tl.constexpr):
     """Pack pair INDEX of four words into one word, as in `modular_kernel.quant.repacking`."""
-    p2 = _pair(w2, INDEX, WEIGHT_FORMAT)
-    p3 = _pair(w3, INDEX, WEIGHT_FORMAT)
-    w = _pair(w0, INDEX, WEIGHT_FORMAT) | _pair(w1, INDEX, WEIGHT_FORMAT) >> 3
+    p2 = _extract_pair(w2, INDEX, WEIGHT_FORMAT)
+    p3 = _extract_pair(w3, INDEX, WEIGHT_FORMAT)
+    w = _extract_pair(w0, INDEX, WEIGHT_FORMAT) | _extract_pair(w1, INDEX, WEIGHT_FORMAT) >> 3
     w |= ((p3 ^ w << 2) & _MAGNITUDE_MASK) << 3
     w |= ((p2 ^ w << 1) & _MAGNITUDE_MASK) >> 6
     w |= ((p2 ^ w << 6) & _SIGN_MASK) >> 1

@@ -76,6 +76,8 @@ def _make_scale_ptx(word: str, scale: str, zero: bool) -> str:
         m  -zero * 2^-133 (scales with zero points)
         k  m * h (bfloat16 scales without zero points)
 
+    Without zero points, the caller has set m to -8 * 2^-133.
+
     word: the register of the scale word.
     scale: the dtype of the original scales.
     zero: whether there are zero points.
@@ -157,7 +159,7 @@ def _num_scale_words(packed_format: str) -> int:
 
 
 @gluon.constexpr_function
-def _constraints(scales: int) -> str:
+def _make_constraints(scales: int) -> str:
     return ",".join(["=&r"] * 16 + ["r"] * (4 + scales))
 
 
@@ -230,7 +232,7 @@ def unpack(smem, scales, OPERAND_LAYOUT: gl.constexpr, PACKED_FORMAT: gl.constex
     w2 = gl.convert_layout(w2, QUAD_LAYOUT, assert_trivial=True)
     w3 = gl.convert_layout(w3, QUAD_LAYOUT, assert_trivial=True)
     CODE: gl.constexpr = _get_ptx(PACKED_FORMAT)
-    CONSTRAINTS: gl.constexpr = _constraints(len(scales))
+    CONSTRAINTS: gl.constexpr = _make_constraints(len(scales))
     if len(scales) == 1:
         p = gl.inline_asm_elementwise(
             CODE, CONSTRAINTS, [w0, w1, w2, w3, scales[0]],
