@@ -23,7 +23,7 @@ Capsys = pytest.CaptureFixture[str]
 
 
 def run_profile(capsys: Capsys, *args: str) -> tuple[int, str]:
-    """Run `mk` in this process; return the exit code and stdout."""
+    """Run `mk` in this process. Return the exit code and stdout."""
     return run_mk(capsys, *args)[:2]
 
 

@@ -84,7 +84,7 @@ INVALID_OUTPUTS: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
         {"masked_m": COUNTS[:3]},
         "masked_m: got .3,., strides",
     ),
-    "counts beyond the room": (
+    "counts above the capacity": (
         make_low_latency_output,
         {"masked_m": COUNTS * 100},
         "need 0 to C = 6",
@@ -92,7 +92,7 @@ INVALID_OUTPUTS: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "counts below zero": (make_low_latency_output, {"masked_m": -COUNTS}, "need 0 to C = 6"),
     "counts apart": (make_low_latency_output, {"masked_m": COUNTS.repeat(2)[::2]}, "contiguous"),
     "ids that are none": (make_low_latency_output, {"topk_ids": None}, "topk_ids"),
-    "ids of one dimension": (
+    "ids with one dimension": (
         make_low_latency_output,
         {"topk_ids": make_ids()[:, 0]},
         r"topk_ids.*need \(T, K\)",
@@ -108,7 +108,7 @@ INVALID_OUTPUTS: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
         {"hidden_states": torch.zeros(1, T, H).to(E4M3)},
         "(R, H)",
     ),
-    "ids of other rows": (
+    "ids with another number of rows": (
         make_normal_output,
         {"topk_ids": make_ids(9)},
         "topk_ids: got .9, 2., need",
@@ -123,7 +123,7 @@ INVALID_OUTPUTS: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
         {"topk_weights": torch.rand(T, K).bfloat16()},
         "need float32",
     ),
-    "weights of another K": (
+    "weights with another K": (
         make_normal_output,
         {"topk_weights": torch.rand(T, 1)},
         "topk_weights",

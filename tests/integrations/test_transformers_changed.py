@@ -202,15 +202,24 @@ def set_attribute(name: str, value: object) -> Callable:
 
 # Change -> the error message.
 CONTRADICTIONS = {
-    "is_transposed alone": (set_attribute("is_transposed", True), "gate_up_proj"),
+    "is_transposed without transposed weights": (
+        set_attribute("is_transposed", True),
+        "gate_up_proj",
+    ),
     "num_experts": (set_attribute("num_experts", E + 1), "num_experts 6 and weights of 5"),
-    "has_bias alone": (set_attribute("has_bias", True), "gate_up_proj_bias"),
-    "has_gate alone": (set_attribute("has_gate", False), "up_proj"),
-    "a norm": (set_attribute("has_post_expert_norm", True), "a norm after each expert"),
-    "one dtype of two": (lambda m: replace_parameter(m, "down_proj", lambda w: w.bfloat16()), "w2"),
-    "on no device": (lambda m: m.to("meta"), "meta"),
-    "a matrix less": (lambda m: replace_parameter(m, "down_proj", lambda w: w[:-1]), "w2"),
-    "no gate of ours": (set_attribute("act_fn", torch.nn.Tanh()), "computes another function"),
+    "has_bias without biases": (set_attribute("has_bias", True), "gate_up_proj_bias"),
+    "has_gate without ungated weights": (set_attribute("has_gate", False), "up_proj"),
+    "a norm after each expert": (
+        set_attribute("has_post_expert_norm", True),
+        "a norm after each expert",
+    ),
+    "two dtypes": (lambda m: replace_parameter(m, "down_proj", lambda w: w.bfloat16()), "w2"),
+    "on the meta device": (lambda m: m.to("meta"), "meta"),
+    "a missing matrix": (lambda m: replace_parameter(m, "down_proj", lambda w: w[:-1]), "w2"),
+    "an unsupported activation": (
+        set_attribute("act_fn", torch.nn.Tanh()),
+        "computes another function",
+    ),
 }
 
 

@@ -49,7 +49,7 @@ MISSING = {
         remove("0.w2.weight"),
         r"down_proj: got \(7, 128, 256\), need \(8, ",
     ),
-    "half of an expert's w1": ("bf16", remove("experts.3.w1.weight"), r"experts.3.w1.weight"),
+    "one projection of an expert": ("bf16", remove("experts.3.w1.weight"), r"experts.3.w1.weight"),
     "an expert's shape": ("bf16", cut_rows("experts.3.w1.weight"), r"3.w1.weight: got \(3, 128"),
     "a shape": (
         "awq",

@@ -189,7 +189,7 @@ UNSUPPORTED: dict[str, dict[str, object]] = {
     "ct fp8 static by token": make_compressed_config(
         F8 | {"strategy": "channel"}, F8 | TOKEN | {"dynamic": False}
     ),
-    "ct block by another group": make_compressed_config(
+    "ct block with another group": make_compressed_config(
         BLOCK, F8 | {"strategy": "group", "group_size": 64, "dynamic": True}
     ),
     "ct int4 with static int8 inputs": make_compressed_config(

@@ -241,7 +241,7 @@ TABLE: dict[str, tuple[Config, Config, dict[tuple[int, ...], str]]] = {
         ),
         {(0, 3): "none", (1, 2): G32},
     ),
-    "compressed-tensors of attention alone (reconstructed)": (
+    "compressed-tensors of attention only (reconstructed)": (
         make_qwen(),
         make_compressed_config((["re:.*self_attn.*"], W8)),
         {(0, 1, 2, 3): "none"},

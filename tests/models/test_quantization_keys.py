@@ -173,11 +173,11 @@ BY_MODULE: dict[str, tuple[dict[str, Any], str]] = {
         },
         "config_groups.group_1",
     ),
-    "GPTQ with other layers of one digit": (
+    "GPTQ with other layers with one digit": (
         GPTQ | {"dynamic": {r"+:model\.layers\.[0-3]\.mlp\..*": {"bits": 8}}},
         "dynamic",
     ),
-    "GPTQ with other layers of two digits": (
+    "GPTQ with other layers with two digits": (
         GPTQ | {"dynamic": {r"+:model\.layers\.\d{2}\.mlp\..*": {"bits": 8}}},
         "dynamic",
     ),

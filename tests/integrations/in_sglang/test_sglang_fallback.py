@@ -48,7 +48,7 @@ def quant_info(layer: Any) -> Any:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "silu_rounded": ({"activation": "silu_rounded"}, "activation: got silu_rounded, need one of"),
-    "swiglu_limit twice": (
+    "two limits": (
         {"swiglu_limit": 10.0, "gemm1_clamp_limit": 7.0},
         "swiglu_limit: got 10.0 with gemm1_alpha or gemm1_clamp_limit",
     ),
