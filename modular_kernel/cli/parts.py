@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from modular_kernel.cli import output
+from modular_kernel.cli.engine import EngineName, list_engine
 from modular_kernel.cli.machine_options import MachineOptions
-from modular_kernel.cli.options import AsJson
+from modular_kernel.cli.options import AsJson, refuse_combination
 
 if TYPE_CHECKING:
     from modular_kernel.catalog import Catalog, Part
@@ -46,8 +47,18 @@ _GLOSSARY = {
 }
 
 
-def list_parts(*, machine_options: MachineOptions, as_json: AsJson = None) -> None:
-    """List every part, its requirements, whether it can run on the machine, and its origin."""
+def list_parts(
+    *, machine_options: MachineOptions, engine: EngineName = None, as_json: AsJson = None
+) -> None:
+    """List every part, its requirements, whether it can run on the machine, and its origin.
+
+    --engine vllm lists the experts classes of the installed vLLM instead, with the quantization
+    schemes that they support on this machine.
+    """
+    if engine is not None:
+        refuse_combination("--engine", (machine_options,))
+        list_engine(engine, as_json)
+        return
     machine = machine_options.resolve_machine(machine_options.parse_cluster())
     from modular_kernel.catalog import load_catalog
     from modular_kernel.spec.quantization import load_external_schemes

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -17,9 +17,16 @@ from click.exceptions import Exit
 
 from modular_kernel.cli import output
 from modular_kernel.cli.command import IntegerRange, option
+from modular_kernel.cli.engine import EngineOptions, judge_engine
 from modular_kernel.cli.machine_setup import limit_workers, prepare_host, prepare_torch_only
 from modular_kernel.cli.mutate import MutationOptions, run_mutation
-from modular_kernel.cli.options import AsJson, ExpertsType, PfType, ProblemOptions
+from modular_kernel.cli.options import (
+    AsJson,
+    ExpertsType,
+    PfType,
+    ProblemOptions,
+    refuse_combination,
+)
 from modular_kernel.cli.ranks import Backend, Executor, apply_launcher, open_executor, to_rank_case
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 from modular_kernel.text import format_count
@@ -64,7 +71,7 @@ class SingleCaseOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyOptions:
+class VerifyOptions(EngineOptions):
     """Options that select and run cases."""
 
     level: Annotated[
@@ -201,8 +208,16 @@ def verify(
     the source mutations, and takes minutes instead of hours. With --pf-type and --experts-type,
     only the cases of this pairing run. For a part over ranks, add --world-size 2.
 
+    --engine vllm judges the experts classes of the installed vLLM instead of our parts, each by the
+    quantization scheme that it computes. --experts-type names one of them (see mk list --engine
+    vllm), --model gives the sizes of a model, and --quant selects one scheme.
+
     Exits with 1 if a check fails, a mutant survives, or the pairing is refused.
     """
+    if execution.engine is not None:
+        _check_engine_options(options, single_case, execution, mutation, pf_type)
+        arguments = experts_type, execution.level or "smoke", execution.workers, as_json
+        raise Exit(0 if judge_engine(execution, options, *arguments) else 1)
     one_case_options = replace(options, world_size=None, ranks_per_host=None), single_case
     if not single_case.one and one_case_options != (ProblemOptions(), SingleCaseOptions()):
         need = "--one in addition; without it the cases define their own problems"
@@ -235,6 +250,24 @@ def verify(
         ok = _verify(jobs, executor, _count_workers(execution, executor, level), as_json=as_json)
     if not ok:
         raise Exit(1)
+
+
+def _check_engine_options(
+    options: ProblemOptions,
+    single_case: SingleCaseOptions,
+    execution: VerifyOptions,
+    mutation: MutationOptions,
+    pf_type: str | None,
+) -> None:
+    """Raise ConfigurationError for options that do not apply to the classes of an engine."""
+    if pf_type is not None:
+        raise ConfigurationError(
+            "--pf-type", got="--pf-type together with --engine", need="only one of them"
+        )
+    refuse_combination("--engine", (options,), allowed=("model", "quant"))
+    refuse_combination("--engine", (single_case, mutation))
+    allowed = {field.name for field in fields(EngineOptions)} | {"level", "workers"}
+    refuse_combination("--engine", (execution,), allowed=allowed)
 
 
 def _make_single_case_job(

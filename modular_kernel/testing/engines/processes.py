@@ -1,0 +1,283 @@
+"""Runs cases in worker processes with time limits, so that a crash or hang affects one case.
+
+The time limit of a call does not count the compilation of kernels, because the first call of each
+case has a limit of its own.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from queue import Empty, SimpleQueue
+from tempfile import TemporaryFile
+from time import monotonic
+
+from modular_kernel.errors import ModularKernelError, UnsupportedError
+from modular_kernel.integrations.engine import Description, EngineCase, Kind, Outcome
+from modular_kernel.text import escape_nonprintable
+
+Result = tuple[EngineCase, Outcome]
+
+# Of the cases that differ only in sizes and routing, the others are not run after this many have
+# ended their process.
+_MAX_ENDED = 2
+_LOG_BYTES = 400  # end of the output of a process that a message quotes
+
+
+@dataclass(frozen=True)
+class TimeLimits:
+    """Time limits in seconds.
+
+    setup: loading the engine; making a layer and its inputs; comparing an output.
+    first_call: the first call of a case, in which kernels are compiled.
+    call: a later call.
+    total: all cases; None means no limit.
+    """
+
+    setup: float = 300.0
+    first_call: float = 180.0
+    call: float = 20.0
+    total: float | None = None
+
+    def get_limit(self, phase: str) -> float:
+        """Return the limit of a phase."""
+        return {"first call": self.first_call, "call": self.call}.get(phase, self.setup)
+
+
+@dataclass(frozen=True)
+class EngineProgram:
+    """How to start a worker process.
+
+    module: name of the module with `load_engine`.
+    environment: environment variables of the process.
+    """
+
+    module: str
+    environment: Mapping[str, str]
+
+
+class EngineProcess:
+    """A worker process. Use it as a context manager, which ends the process.
+
+    Raises the engine's error, a ModularKernelError, if it cannot be loaded, and UnsupportedError if
+    the process ends while it loads the engine.
+    """
+
+    def __init__(self, program: EngineProgram, limits: TimeLimits) -> None:
+        self._limits = limits
+        self._log = TemporaryFile()  # noqa: SIM115 (closed with the process)
+        self._connection, child = Pipe()
+        command = [sys.executable, "-m", "modular_kernel.testing.engines.worker"]
+        self._process = subprocess.Popen(
+            [*command, str(child.fileno()), program.module],
+            env=dict(program.environment),
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            pass_fds=[child.fileno()],
+            start_new_session=True,
+        )
+        child.close()
+        try:
+            self.description = self._receive_description()
+        except BaseException:
+            self.close()
+            raise
+
+    def _receive_description(self) -> Description:
+        message = self._receive("loading")
+        if isinstance(message, ModularKernelError):
+            raise message
+        if isinstance(message, Outcome):
+            need = "an engine that can be imported"
+            raise UnsupportedError("engine", got=message.detail, need=need)
+        assert isinstance(message, Description)
+        return message
+
+    def __enter__(self) -> "EngineProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process and its children."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._connection.close()
+        self._log.close()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process can receive another case."""
+        return not self._log.closed
+
+    def judge(self, case: EngineCase) -> Outcome:
+        """Return the outcome of a case. If the process cannot go on, it is ended."""
+        phase = "setup"
+        try:
+            self._connection.send(case)
+        except OSError:
+            outcome = self._end("the process had ended")
+        else:
+            while isinstance(message := self._receive(phase), str):
+                phase = message
+            assert isinstance(message, Outcome)
+            outcome = message
+        if outcome.is_fatal:
+            self.close()
+        return outcome
+
+    def _receive(self, phase: str) -> object:
+        """Return the next message, or a fatal Outcome if there is none within the limit."""
+        limit = self._limits.get_limit(phase)
+        if not self._connection.poll(limit):
+            return Outcome(Kind.TIMEOUT, f"{phase} took more than {limit:g} s", is_fatal=True)
+        try:
+            return self._connection.recv()
+        except (EOFError, ConnectionError):
+            return self._end(f"in its {phase}")
+
+    def _end(self, when: str) -> Outcome:
+        """Return the outcome of a process that has ended by itself."""
+        status = self._process.wait()
+        text = f"exit status {status}"
+        if status < 0:
+            text = signal.Signals(-status).name
+        size = self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, size - _LOG_BYTES))
+        output = self._log.read().decode(errors="replace")
+        last = escape_nonprintable(" ".join(output.split()))
+        return Outcome(Kind.CRASHED, f"{text} {when}: {last}", is_fatal=True)
+
+
+def describe_engine(program: EngineProgram, limits: TimeLimits) -> Description:
+    """Return the engine that a worker process loads."""
+    with EngineProcess(program, limits) as process:
+        return process.description
+
+
+def run_cases(
+    cases: Sequence[EngineCase], program: EngineProgram, limits: TimeLimits, workers: int
+) -> Iterator[Result]:
+    """Yield the outcome of every case, as they become known.
+
+    workers: number of processes that run at a time. Each runs all cases of a class and a scheme,
+        then those of others. If it ends, another one takes its place.
+    """
+    groups: dict[tuple[str, str], list[EngineCase]] = defaultdict(list)
+    for case in cases:
+        groups[case.experts, case.problem.quant].append(case)
+    queue, results = SimpleQueue[list[EngineCase]](), SimpleQueue[Result | Exception]()
+    for group in groups.values():
+        queue.put(group)
+    run = _Run(program, limits, queue, results, threading.Event())
+    threads = [threading.Thread(target=run.work) for _ in range(min(workers, len(groups)))]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in cases:
+            result = results.get()
+            if isinstance(result, Exception):
+                raise result
+            yield result
+    finally:
+        run.stop.set()
+        for thread in threads:
+            thread.join()
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What the threads of `run_cases` share.
+
+    queue: the cases of each class and scheme.
+    stop: set when the results are no longer needed.
+    """
+
+    program: EngineProgram
+    limits: TimeLimits
+    queue: "SimpleQueue[list[EngineCase]]"
+    results: "SimpleQueue[Result | Exception]"
+    stop: threading.Event
+    start: float = field(default_factory=monotonic)
+
+    def work(self) -> None:
+        """Judge groups of cases until the queue is empty."""
+        process: EngineProcess | None = None
+        try:
+            while not self.stop.is_set():
+                process = self._judge_group(self.queue.get_nowait(), process)
+        except Empty:
+            pass
+        except Exception as error:  # noqa: BLE001 (raised in the thread that waits for results)
+            self.results.put(error)
+        finally:
+            if process is not None and process.is_alive:
+                process.close()
+
+    def _judge_group(
+        self, cases: Sequence[EngineCase], process: EngineProcess | None
+    ) -> EngineProcess | None:
+        """Put the outcome of each case into `results`. Return the process, for other cases."""
+        num_ended, unavailable = Counter[object](), dict[object, Outcome]()
+        for case in cases:
+            row = row_key(case)
+            # What the first call lacks, all calls of the class in this scheme lack.
+            outcome = unavailable.get(row_key(cases[0])) or unavailable.get(row)
+            outcome = outcome or self._explain_not_run(num_ended[row])
+            if outcome is None:
+                if process is None or not process.is_alive:
+                    process = EngineProcess(self.program, self.limits)
+                outcome = process.judge(case)
+                num_ended[row] += outcome.is_fatal
+                if outcome.kind is Kind.UNAVAILABLE:
+                    unavailable[row] = outcome
+            self.results.put((case, outcome))
+        return process
+
+    def _explain_not_run(self, num_ended: int) -> Outcome | None:
+        total = self.limits.total
+        if self.stop.is_set():
+            return Outcome(Kind.NOT_JUDGED, "not run: interrupted")
+        if total is not None and monotonic() > self.start + total:
+            return Outcome(Kind.NOT_JUDGED, "not run: time limit")
+        if num_ended >= _MAX_ENDED:
+            return Outcome(Kind.NOT_JUDGED, "not run: like cases ended their process")
+        return None
+
+
+def row_key(case: EngineCase) -> tuple[str, str, str, str, bool]:
+    """Return the class, scheme, activation, dtype and bias of a case."""
+    problem = case.problem
+    return case.experts, problem.quant, case.activation, str(problem.dtype), problem.bias
+
+
+def run_reproducer(program: EngineProgram, text: str, limit: float) -> tuple[int, str]:
+    """Run a reproducer in a process of its own. Returns its exit status and its last line.
+
+    The engine's module, run as a program, executes its standard input.
+
+    limit: time limit in seconds; the exit status is -1 if it is exceeded.
+    """
+    try:
+        result = subprocess.run(
+            [sys.executable, "-m", program.module],
+            input=text,
+            env=dict(program.environment),
+            capture_output=True,
+            text=True,
+            timeout=limit,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return -1, f"no result after {limit:g} s"
+    lines = (result.stdout or result.stderr).strip().splitlines() or [""]
+    return result.returncode, lines[-1]

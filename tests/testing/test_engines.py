@@ -1,0 +1,225 @@
+"""The check of an engine's experts classes, with an engine of our own instead of vLLM."""
+
+import os
+import sys
+from dataclasses import replace
+
+import pytest
+from toy_engine import ToyEngine
+
+from modular_kernel.cli import engine as engine_cli
+from modular_kernel.errors import ConfigurationError, UnsupportedError
+from modular_kernel.integrations.engine import EngineCase, Kind, Outcome, Promise
+from modular_kernel.settings import make_child_environment
+from modular_kernel.spec.problem import Problem
+from modular_kernel.testing.engines.cases import Selection, select_cases
+from modular_kernel.testing.engines.processes import (
+    EngineProgram,
+    TimeLimits,
+    describe_engine,
+    run_cases,
+    run_reproducer,
+)
+from modular_kernel.testing.engines.rows import Row, make_rows
+
+BASE = Problem(tokens=17, hidden=64, intermediate=32, experts=4, top_k=2)
+LIMITS = TimeLimits(first_call=8, call=8)
+
+
+@pytest.fixture(scope="module")
+def program() -> EngineProgram:
+    """Return the program of the toy engine, which finds the helpers as pytest does."""
+    environment = make_child_environment(interpreted=False)
+    return EngineProgram(
+        "toy_engine", environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    )
+
+
+def run(program: EngineProgram, *cases: EngineCase, **limits: float) -> list[Outcome]:
+    outcomes = dict(run_cases(cases, program, replace(LIMITS, **limits), 1))
+    return [outcomes[case] for case in cases]
+
+
+def case(experts: str, tokens: int = 17, promise: Promise | None = None) -> EngineCase:
+    return EngineCase(experts, "silu", BASE.with_tokens(tokens), promise=promise)
+
+
+def test_outcomes_of_one_process(program: EngineProgram) -> None:
+    right, doubled, raising, refused, missing, not_built = run(
+        program,
+        case("Right"),
+        case("Doubled"),
+        case("Raising"),
+        case("Refusing"),
+        case("Unavailable"),
+        case("NotBuilt"),
+    )
+    assert right.kind is Kind.RIGHT
+    assert right.detail == ""
+    assert right.error is not None
+    assert right.bound is not None
+    assert 0 < right.error < right.bound
+    assert len(right.seconds) == 2
+    assert doubled.kind is Kind.WRONG
+    assert doubled.error == pytest.approx(1, rel=0.05)
+    assert doubled.detail.startswith("relative RMS error 9.98e-01 > ")
+    assert (raising.kind, raising.is_fatal) == (Kind.CRASHED, False)
+    assert raising.detail.startswith("RuntimeError: no such luck (toy_engine.py:")
+    assert refused == Outcome(Kind.REFUSED, "kernel does not support Tuesdays")
+    assert missing == Outcome(Kind.UNAVAILABLE, "no compiled operator 'toy'")
+    assert not_built == Outcome(Kind.NOT_JUDGED, "Toy(): missing argument")
+
+
+def test_a_process_that_ends_does_not_hide_other_cases(program: EngineProgram) -> None:
+    aborted, right = run(program, case("Aborting"), case("Right"))
+    assert (aborted.kind, right.kind) == (Kind.CRASHED, Kind.RIGHT)
+    assert aborted.detail.startswith("SIGABRT in its first call: ")
+    assert "toy: about to abort" in aborted.detail
+
+
+def test_a_call_that_hangs_is_ended(program: EngineProgram) -> None:
+    hanging, right = run(program, case("Hanging"), case("Right"), first_call=0.5)
+    assert (hanging.kind, right.kind) == (Kind.TIMEOUT, Kind.RIGHT)
+    assert hanging.detail == "first call took more than 0.5 s"
+
+
+def test_like_cases_are_not_run_after_two_ended_their_process(program: EngineProgram) -> None:
+    cases = [case("Aborting", tokens) for tokens in (1, 2, 3, 4)]
+    outcomes = run(program, *cases)
+    kinds = [outcome.kind for outcome in outcomes]
+    assert kinds == [Kind.CRASHED, Kind.CRASHED, Kind.NOT_JUDGED, Kind.NOT_JUDGED]
+    assert outcomes[2].detail == "not run: like cases ended their process"
+
+
+def test_no_case_begins_after_the_time_limit(program: EngineProgram) -> None:
+    (outcome,) = run(program, case("Right"), total=0)
+    assert outcome == Outcome(Kind.NOT_JUDGED, "not run: time limit")
+
+
+@pytest.mark.parametrize("promise", Promise)
+def test_promises(program: EngineProgram, promise: Promise) -> None:
+    """A class that breaks one has a right result otherwise."""
+    kept, broken, right = run(
+        program,
+        case("Right", promise=promise),
+        case("Careless", promise=promise),
+        case("Careless"),
+    )
+    assert right.kind is Kind.RIGHT
+    assert kept.kind is Kind.RIGHT, kept.detail
+    if promise is Promise.UNUSED_WEIGHTS:  # the class does not read them either
+        assert broken.kind is Kind.RIGHT
+    elif promise is Promise.NAN:
+        assert broken.detail == "the output of a token with NaN has finite values"
+    else:
+        assert broken.detail.startswith("RuntimeError: careless")
+
+
+def test_an_engine_that_cannot_be_loaded(program: EngineProgram) -> None:
+    with pytest.raises(UnsupportedError, match="no_such_engine"):
+        describe_engine(replace(program, module="no_such_engine"), LIMITS)
+
+
+def test_a_reproducer_is_run_with_the_engine(program: EngineProgram) -> None:
+    engine = ToyEngine()
+    text = engine.make_reproducer(case("Doubled"), 0.5)
+    assert run_reproducer(program, text, 60) == (1, "relative RMS error 1.0, allowed 0.5")
+    status, line = run_reproducer(program, "import time; time.sleep(60)", 1)
+    assert (status, line) == (-1, "no result after 1 s")
+
+
+# ----------------------------------------------------------------------------------- cases
+
+
+def test_cases_of_a_class() -> None:
+    description = ToyEngine().describe()
+    cases = select_cases(description, Selection(experts="Right", scheme="fp8_w8a8_channel"))
+    problems = [case.problem for case in cases]
+    assert {case.experts for case in cases} == {"Right"}
+    assert {problem.quant for problem in problems} == {"fp8_w8a8_channel"}
+    assert {1, 2, 17} <= {problem.tokens for problem in problems}
+    assert {1, 2, 8} <= {problem.top_k for problem in problems}
+    assert {8, 16, 64} <= {problem.experts for problem in problems}
+    assert {case.activation for case in cases} == {"silu", "gelu"}
+    assert any(problem.expert_map for problem in problems)
+    assert any(problem.apply_router_weight_on_input for problem in problems)
+    assert any(problem.bias for problem in problems)
+    assert "all_to_one" in {case.routing for case in cases}
+    assert {case.promise for case in cases} == {None, *Promise}
+    assert all(problem.hidden % 16 == 0 for problem in problems)
+    assert any(problem.hidden % 64 for problem in problems)
+    full = select_cases(description, Selection("full", "Right", "fp8_w8a8_channel"))
+    assert set(cases) < set(full)
+
+
+def test_cases_of_a_model_have_its_sizes_but_few_experts() -> None:
+    model = Problem(1, hidden=7168, intermediate=2048, experts=256, top_k=8, activation="gelu")
+    cases = select_cases(ToyEngine().describe(), Selection(experts="Right", model=model))
+    sizes = {(c.problem.hidden, c.problem.intermediate, c.problem.experts) for c in cases}
+    assert sizes == {(7168, 2048, 8)}
+    assert {case.activation for case in cases} == {"gelu"}
+    selection = Selection(model=replace(model, activation="relu2"))
+    with pytest.raises(ConfigurationError, match="activation: got relu2"):
+        select_cases(ToyEngine().describe(), selection)
+
+
+def test_an_unknown_class_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="--experts-type: got Wrong"):
+        select_cases(ToyEngine().describe(), Selection(experts="Wrong"))
+
+
+# ------------------------------------------------------------------------------------ rows
+
+
+def test_the_worst_call_determines_a_row() -> None:
+    right, wrong = Outcome(Kind.RIGHT, "", 1.0, 2.0), Outcome(Kind.WRONG, "off", 6.0, 2.0, "text")
+    broken = Outcome(Kind.WRONG, "NaN lost")
+    cases = case("A", 1), case("A", 2), case("A", promise=Promise.NAN), case("B")
+    rows = make_rows(zip(cases, (right, wrong, broken, right), strict=True))
+    assert [(row.case.experts, row.kind) for row in rows] == [("A", Kind.WRONG), ("B", Kind.RIGHT)]
+    row = rows[0]
+    assert (row.worst_ratio, row.details, row.reproducer) == (3.0, ["off"], "text")
+    record = row.make_record()
+    assert [call["shape"] for call in record["calls"]] == [
+        "T1 H64 I32 E4 K2",
+        "T2 H64 I32 E4 K2",
+    ]
+    assert record["promises"] == {"NaN": {"kept": False, "detail": "NaN lost"}}
+    refused = Row(((case("A"), Outcome(Kind.REFUSED, "no")), (case("A", 1), right)))
+    assert refused.kind is Kind.RIGHT
+
+
+# ------------------------------------------------------------------------------------- CLI
+
+
+@pytest.fixture
+def toy_cli(monkeypatch: pytest.MonkeyPatch, program: EngineProgram) -> None:
+    """Let the command judge the toy engine."""
+    monkeypatch.setattr(engine_cli, "_make_program", lambda engine: program)
+
+
+def judge(experts: str, capsys: pytest.CaptureFixture[str]) -> tuple[bool, str]:
+    options = engine_cli.EngineOptions(engine="vllm", call_limit=8, first_call_limit=8)
+    problem = engine_cli.ProblemOptions(quant="none")
+    ok = engine_cli.judge_engine(options, problem, experts, "smoke", 1, None)
+    return ok, " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.usefixtures("toy_cli")
+def test_report_of_a_right_class(capsys: pytest.CaptureFixture[str]) -> None:
+    ok, text = judge("Right", capsys)
+    assert ok
+    assert "refused: Right, 2 combinations (none): kernel does not support gelu" in text
+    assert text.endswith("6 combinations: 4 right, 2 refused")
+    assert "all kept" in text
+
+
+@pytest.mark.usefixtures("toy_cli")
+def test_report_of_a_class_that_is_wrong_in_some_shapes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ok, text = judge("WrongAboveOneToken", capsys)
+    assert not ok
+    assert "wrong: WrongAboveOneToken, none, silu, bfloat16, in 7 of 9 calls" in text
+    assert "T2 H128 I64 E8 K2: relative RMS error " in text
+    assert "reproducer: not shown, exit status 0: relative RMS error 0.0" in text
