@@ -173,24 +173,27 @@ def _run(
 def _make_rows(
     results: "Iterable[Result]", program: "EngineProgram", limits: "TimeLimits", workers: int
 ) -> "list[Row]":
-    """Return the rows, and run the reproducer of each wrong one."""
+    """Return the rows, and run the first reproducer of each class and scheme."""
     from concurrent.futures import ThreadPoolExecutor
 
     from modular_kernel.testing.engines.processes import run_reproducer
     from modular_kernel.testing.engines.rows import make_rows
 
-    limit = limits.first_call + limits.setup
+    rows, limit = make_rows(results), limits.first_call + limits.setup
+    numbers: dict[tuple[str, str], int] = {}
+    for number, row in enumerate(rows):
+        if row.reproducer:
+            numbers.setdefault((row.case.experts, row.case.problem.quant), number)
 
-    def reproduce(row: "Row") -> "Row":
-        if not row.reproducer:
-            return row
-        status, line = run_reproducer(program, row.reproducer, limit)
+    def reproduce(number: int) -> None:
+        status, line = run_reproducer(program, rows[number].reproducer, limit)
         is_shown = status == 1 and line.startswith("relative RMS error")
         text = line if is_shown else f"not shown, exit status {status}: {line}"
-        return replace(row, reproduced=text)
+        rows[number] = replace(rows[number], reproduced=text)
 
     with output.show_activity(lambda: "running reproducers"), ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(reproduce, make_rows(results)))
+        list(pool.map(reproduce, numbers.values()))
+    return rows
 
 
 def _print_rows(description: "Description", rows: "Sequence[Row]") -> None:
@@ -272,10 +275,7 @@ def _print_reasons(rows: "Iterable[Row]", kind: object) -> None:
 
 
 def _print_reproducers(rows: "Iterable[Row]") -> None:
-    """Print the first reproducer of each class and scheme. The JSON has all of them."""
-    printed = set[tuple[str, str]]()
+    """Print the reproducers that were run. The JSON has all of them."""
     for row in rows:
-        key = row.case.experts, row.case.problem.quant
-        if row.reproducer and key not in printed:
-            printed.add(key)
+        if row.reproduced:
             print(f"\n{row.reproducer}")  # not wrapped: it is a program

@@ -55,4 +55,22 @@ class MissingOperator(NaiveBatchedExperts):
         torch.ops._C.no_such_operator()
 
 
-FAULTY = (WrongActivation, Raising, Aborting, Hanging, Refusing, MissingOperator)
+class ReadingWorkspace(NaiveBatchedExperts):
+    """Writes NaN if its workspace is full of NaN."""
+
+    def apply(self, *args: Any, **kwargs: Any) -> None:
+        is_poisoned = bool(kwargs["workspace2"].isnan().all())
+        super().apply(*args, **kwargs)
+        if is_poisoned:
+            kwargs["output"].fill_(torch.nan)
+
+
+FAULTY = (
+    WrongActivation,
+    Raising,
+    Aborting,
+    Hanging,
+    Refusing,
+    MissingOperator,
+    ReadingWorkspace,
+)

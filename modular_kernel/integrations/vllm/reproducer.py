@@ -23,7 +23,8 @@ class Source:
     device: "cpu" or "cuda".
     max_rows: largest number of rows of an expert, if rows are grouped by expert; else None.
     backend: name of the oracle's backend that converts the weights, such as
-        "Fp8MoeBackend.TRITON"; empty for unquantized weights that are not converted.
+        "Fp8MoeBackend.TRITON"; empty for weights that are not converted.
+    is_gptq: whether integers with a scale per group are converted from GPTQ's layout.
     """
 
     module: str
@@ -33,6 +34,7 @@ class Source:
     device: str
     max_rows: int | None
     backend: str = ""
+    is_gptq: bool = False
 
 
 _EXPERT_MAP = "torch.where(torch.arange(E) < first, -1, torch.arange(E) - first).int()"
@@ -277,15 +279,24 @@ class _Groups(_Format):
     def make_config(self, problem: Problem, source: Source) -> list[str]:
         scheme, group = problem.scheme, problem.scheme.group[0]
         bits = 4 if scheme.packed else 8
+        make = f"quant = oracle.make_wna16_moe_quant_config(s1, s2, {group}, {bits})"
+        if not source.backend:  # the class reads the bytes of rows
+            return [make]
+        words, order = "w1.view(torch.int32), w2.view(torch.int32), s1, s2", ""
+        if source.is_gptq:
+            words = ", ".join(f"w{n}.view(torch.int32).mT.contiguous()" for n in (1, 2))
+            words += ", s1.mT.contiguous(), s2.mT.contiguous()"
+            order = ", *2 * [torch.empty(e, 0, dtype=torch.int32)]"
         return [
             "from compressed_tensors.quantization import QuantizationArgs",
             f"arguments = QuantizationArgs(num_bits={bits}, type='int', strategy='group',",
             f"    group_size={group}, symmetric=True)",
             "layer = torch.nn.Module()",
+            "layer.num_experts, layer.hidden_size, layer.intermediate_size_per_partition = e, H, I",
             "w1, w2, s1, s2, *_ = oracle.convert_to_wna16_moe_kernel_format(",
             f"    oracle.{source.backend}, layer, arguments, None,",
-            "    w1.view(torch.int32), w2.view(torch.int32), s1, s2)",
-            f"quant = oracle.make_wna16_moe_quant_config(s1, s2, {group}, {bits})",
+            f"    {words}{order})",
+            make,
         ]
 
 

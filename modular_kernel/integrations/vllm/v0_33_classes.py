@@ -2,7 +2,7 @@
 
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -187,11 +187,26 @@ def find_backend(oracle: ModuleType, cls: type, plain: str) -> Any:
 
 @dataclass(frozen=True)
 class Layer:
-    """Weights in the layout of a class, and the FusedMoEQuantConfig."""
+    """Weights in the layout of a class.
+
+    quant_config: the FusedMoEQuantConfig.
+    biases: those of both GEMMs in the layout of the class; None if it is that of the checkpoint.
+    """
 
     w13: torch.Tensor
     w2: torch.Tensor
     quant_config: Any
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class CheckpointLayer:
+    """A layer before its weights are converted."""
+
+    problem: Problem
+    cls: Any
+    config: Any
+    weights: ExpertWeights
 
 
 class VllmEngine:
@@ -199,6 +214,7 @@ class VllmEngine:
 
     keys = KEYS
     without_predicates = WITHOUT_PREDICATES
+    reads_gptq = False  # whether integers with a scale per group are converted from GPTQ's layout
 
     def __init__(self) -> None:
         self._device = "cpu" if current_platform.is_cpu() else "cuda"
@@ -396,9 +412,11 @@ class VllmEngine:
     def _convert(self, case: EngineCase, cls: Any, config: Any, weights: ExpertWeights) -> Layer:
         """Convert weights as vLLM does after it has loaded them for this class."""
         problem = case.problem
+        if problem.bias and problem.scheme.name.startswith("nvfp4"):
+            raise NotJudgedError("vLLM's layers in this scheme have no biases")
         convert = _CONVERSIONS[problem.scheme.name]
         try:
-            layer = convert(self, _Source(problem, cls, config, weights))
+            layer = convert(self, CheckpointLayer(problem, cls, config, weights))
         except (ModularKernelError, UnavailableError):
             raise
         except Exception as error:
@@ -412,9 +430,27 @@ class VllmEngine:
         for option, name in (("limit", "clamp_limit"), ("alpha", "alpha"), ("beta", "beta")):
             if option in options:
                 setattr(quant_config, f"gemm1_{name}", options[option])
-        if weights.b1 is not None:
-            quant_config._w1.bias, quant_config._w2.bias = weights.b1, weights.b2
+        if problem.bias:
+            biases = layer.biases or (weights.b1, weights.b2)
+            quant_config._w1.bias, quant_config._w2.bias = biases
         return layer
+
+    def name_backend(self, problem: Problem, cls: type) -> str:
+        """Return the backend that converts weights, such as "Fp8MoeBackend.TRITON"."""
+        oracle, plain = _ORACLES[_CONVERSIONS[problem.scheme.name]]
+        return str(find_backend(get_oracle(oracle), cls, plain)) if oracle else ""
+
+    def convert_groups(self, source: CheckpointLayer) -> Layer:
+        """Convert integers with a scale per group of a row."""
+        oracle, weights = get_oracle("int_wna16"), source.weights
+        backend = find_backend(oracle, source.cls, "TRITON")
+        words = weights.w1.view(torch.int32), weights.w2.view(torch.int32)
+        scales, biases = (weights.w1_scale, weights.w2_scale), (weights.b1, weights.b2)
+        arguments = make_group_arguments(source.problem)
+        w13, w2, w13_scale, w2_scale, *others = oracle.convert_to_wna16_moe_kernel_format(
+            backend, make_module(source), arguments, None, *words, *scales, None, None, *biases
+        )
+        return make_group_layer(source.problem, (w13, w2), (w13_scale, w2_scale), others[-2:])
 
     def explain_unavailable(self, error: BaseException) -> str | None:
         """Return what the class needs and this machine lacks, if this caused the error."""
@@ -435,13 +471,16 @@ class VllmEngine:
         value, options = ACTIVATIONS[case.activation]
         is_batched = cls.activation_format() != _STANDARD
         max_rows = _MAX_ROWS[self._device] if is_batched else None
-        backend = ""
-        conversion = _CONVERSIONS[case.problem.scheme.name]
-        if conversion in _ORACLES:
-            oracle, plain = _ORACLES[conversion]
-            backend = str(find_backend(_get_oracle(oracle), cls, plain))
+        backend = self.name_backend(case.problem, cls)
         source = Source(
-            cls.__module__, cls.__name__, value, options, self._device, max_rows, backend
+            cls.__module__,
+            cls.__name__,
+            value,
+            options,
+            self._device,
+            max_rows,
+            backend,
+            self.reads_gptq,
         )
         return write_reproducer(case, source, bound)
 
@@ -487,16 +526,6 @@ class GroupedRows(BatchedPrepareAndFinalize):  # type: ignore[misc]
         output.copy_(total)
 
 
-@dataclass(frozen=True)
-class _Source:
-    """A layer before its weights are converted."""
-
-    problem: Problem
-    cls: Any
-    config: Any
-    weights: ExpertWeights
-
-
 def _add_poison(experts: Any) -> SimpleNamespace:
     """Fill the workspaces of `experts` with NaN before each call, if the result's `enabled` is set.
 
@@ -521,11 +550,33 @@ def _add_poison(experts: Any) -> SimpleNamespace:
 # --------------------------------------------------------------------------- the conversions
 
 
-def _get_oracle(name: str) -> ModuleType:
+def make_group_arguments(problem: Problem) -> Any:
+    """Return compressed-tensors' description of integers with a scale per group."""
+    module = import_module("compressed_tensors.quantization")
+    bits, group = 4 if problem.scheme.packed else 8, problem.scheme.group[0]
+    return module.QuantizationArgs(
+        num_bits=bits, type="int", strategy="group", group_size=group, symmetric=True
+    )
+
+
+def make_group_layer(
+    problem: Problem,
+    weights: tuple[torch.Tensor, torch.Tensor],
+    scales: tuple[torch.Tensor, torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+) -> Layer:
+    """Return a layer of integers with a scale per group, whose tensors are converted."""
+    bits, group = 4 if problem.scheme.packed else 8, problem.scheme.group[0]
+    config = get_oracle("int_wna16").make_wna16_moe_quant_config(*scales, group, bits)
+    b1, b2 = biases
+    return Layer(*weights, config, None if b1 is None or b2 is None else (b1, b2))
+
+
+def get_oracle(name: str) -> ModuleType:
     return import_module(f"{_FUSED_MOE}.oracle.{name}")
 
 
-def _make_module(source: _Source, **attributes: Any) -> Any:
+def make_module(source: CheckpointLayer, **attributes: Any) -> Any:
     """Return what vLLM's conversions read from the layer."""
     problem, config = source.problem, source.config
     module: Any = torch.nn.Module()
@@ -534,13 +585,17 @@ def _make_module(source: _Source, **attributes: Any) -> Any:
     module.local_num_experts, module.hidden_size = problem.e, problem.hidden
     module.intermediate_size_per_partition = problem.intermediate
     module.activation, module.moe_config = config.activation, config
+    for name in ("w1", "w2"):
+        theirs = "w13" if name == "w1" else name
+        weight = torch.nn.Parameter(getattr(source.weights, name), requires_grad=False)
+        setattr(module, f"{theirs}_weight", weight)
     for name, value in attributes.items():
         setattr(module, name, value)
     return module
 
 
-def _convert_unquantized(engine: VllmEngine, source: _Source) -> Layer:
-    oracle = _get_oracle("unquantized")
+def _convert_unquantized(engine: VllmEngine, source: CheckpointLayer) -> Layer:
+    oracle = get_oracle("unquantized")
     backend = find_backend(oracle, source.cls, "TRITON")
     weights = source.weights
     w13, w2 = oracle.convert_to_unquantized_kernel_format(
@@ -549,11 +604,11 @@ def _convert_unquantized(engine: VllmEngine, source: _Source) -> Layer:
     return Layer(w13, w2, FusedMoEQuantConfig.make())
 
 
-def _convert_fp8(engine: VllmEngine, source: _Source) -> Layer:
-    oracle, weights, scheme = _get_oracle("fp8"), source.weights, source.problem.scheme
+def _convert_fp8(engine: VllmEngine, source: CheckpointLayer) -> Layer:
+    oracle, weights, scheme = get_oracle("fp8"), source.weights, source.problem.scheme
     backend = find_backend(oracle, source.cls, "TRITON")
     is_block, is_channel = scheme.granularity == "block", scheme.granularity == "channel"
-    module = _make_module(source)
+    module = make_module(source)
     if is_block:
         module.weight_block_size = list(scheme.group)
     scales = [weights.w1_scale, weights.w2_scale]
@@ -574,8 +629,8 @@ def _convert_fp8(engine: VllmEngine, source: _Source) -> Layer:
     return Layer(w13, w2, config)
 
 
-def _convert_int8(engine: VllmEngine, source: _Source) -> Layer:
-    oracle, weights = _get_oracle("int8"), source.weights
+def _convert_int8(engine: VllmEngine, source: CheckpointLayer) -> Layer:
+    oracle, weights = get_oracle("int8"), source.weights
     backend = find_backend(oracle, source.cls, "TRITON")
     w13, w2 = oracle.convert_to_int8_moe_kernel_format(backend, weights.w1, weights.w2)
     assert weights.w1_scale is not None
@@ -585,29 +640,13 @@ def _convert_int8(engine: VllmEngine, source: _Source) -> Layer:
     return Layer(w13, w2, config)
 
 
-def _convert_groups(engine: VllmEngine, source: _Source) -> Layer:
+def _convert_groups(engine: VllmEngine, source: CheckpointLayer) -> Layer:
     """Convert integers with a scale per group, packed in words along rows."""
-    oracle, weights, scheme = _get_oracle("int_wna16"), source.weights, source.problem.scheme
-    backend = find_backend(oracle, source.cls, "TRITON")
-    bits, group = 4 if scheme.packed else 8, scheme.group[0]
-    arguments = import_module("compressed_tensors.quantization").QuantizationArgs(
-        num_bits=bits, type="int", strategy="group", group_size=group, symmetric=True
-    )
-    dtype = source.problem.dtype
-    assert weights.w1_scale is not None
-    assert weights.w2_scale is not None
-    words = weights.w1.view(torch.int32), weights.w2.view(torch.int32)
-    scales = weights.w1_scale.to(dtype), weights.w2_scale.to(dtype)
-    converted = oracle.convert_to_wna16_moe_kernel_format(
-        backend, _make_module(source), arguments, None, *words, *scales
-    )
-    w13, w2, w13_scale, w2_scale = converted[:4]
-    config = oracle.make_wna16_moe_quant_config(w13_scale, w2_scale, group, bits)
-    return Layer(w13, w2, config)
+    return engine.convert_groups(source)
 
 
-def _convert_mxfp4(engine: VllmEngine, source: _Source) -> Layer:
-    oracle, weights = _get_oracle("mxfp4"), source.weights
+def _convert_mxfp4(engine: VllmEngine, source: CheckpointLayer) -> Layer:
+    oracle, weights = get_oracle("mxfp4"), source.weights
     backend = find_backend(oracle, source.cls, "EMULATION")
     assert weights.w1_scale is not None
     assert weights.w2_scale is not None
@@ -616,23 +655,23 @@ def _convert_mxfp4(engine: VllmEngine, source: _Source) -> Layer:
     if source.config.activation is MoEActivation.SWIGLUOAI:
         convert = oracle.convert_gpt_oss_weight_to_mxfp4_moe_kernel_format
     biases = weights.b1, weights.b2
-    module = _make_module(source)
+    module = make_module(source)
     converted = convert(backend, module, weights.w1, weights.w2, *scales, *biases)
     w13, w2, *scales_and_biases = converted
-    w13_scale, w2_scale, *biases = scales_and_biases
+    w13_scale, w2_scale, b1, b2 = scales_and_biases
     config = oracle.make_mxfp4_moe_quant_config(backend, w13_scale, w2_scale)
-    return Layer(w13, w2, config)
+    return Layer(w13, w2, config, None if b1 is None else (b1, b2))
 
 
-def _convert_nvfp4(engine: VllmEngine, source: _Source) -> Layer:
-    oracle, weights = _get_oracle("nvfp4"), source.weights
+def _convert_nvfp4(engine: VllmEngine, source: CheckpointLayer) -> Layer:
+    oracle, weights = get_oracle("nvfp4"), source.weights
     backend = find_backend(oracle, source.cls, "EMULATION")
     assert weights.w1_global_scale is not None
     assert weights.w2_global_scale is not None
     (w13, w13_scale, w13_scale_2, a13_scale, w2, w2_scale, w2_scale_2, a2_scale) = (
         oracle.convert_to_nvfp4_moe_kernel_format(
             backend,
-            _make_module(source),
+            make_module(source),
             weights.w1,
             weights.w1_scale,
             weights.w1_global_scale[:, 0].contiguous(),
@@ -650,7 +689,7 @@ def _convert_nvfp4(engine: VllmEngine, source: _Source) -> Layer:
     return Layer(w13, w2, config)
 
 
-_CONVERSIONS: Mapping[str, Callable[[VllmEngine, _Source], Layer]] = {
+_CONVERSIONS: Mapping[str, Callable[[VllmEngine, CheckpointLayer], Layer]] = {
     "none": _convert_unquantized,
     "fp8_w8a8_tensor": _convert_fp8,
     "fp8_w8a8_channel": _convert_fp8,
@@ -663,8 +702,9 @@ _CONVERSIONS: Mapping[str, Callable[[VllmEngine, _Source], Layer]] = {
     "nvfp4_w4a4": _convert_nvfp4,
 }
 
-# Conversion of quantized weights -> name of the oracle, and of its plain backend.
+# Conversion -> names of the oracle and of its plain backend; empty for unquantized weights.
 _ORACLES = {
+    _convert_unquantized: ("", ""),
     _convert_fp8: ("fp8", "TRITON"),
     _convert_int8: ("int8", "TRITON"),
     _convert_groups: ("int_wna16", "TRITON"),
