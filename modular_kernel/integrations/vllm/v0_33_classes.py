@@ -703,7 +703,7 @@ _CONVERSIONS: Mapping[str, Callable[[VllmEngine, CheckpointLayer], Layer]] = {
 }
 
 # Conversion -> names of the oracle and of its plain backend; empty for unquantized weights.
-_ORACLES = {
+_ORACLES: Mapping[Callable[[VllmEngine, CheckpointLayer], Layer], tuple[str, str]] = {
     _convert_unquantized: ("", ""),
     _convert_fp8: ("fp8", "TRITON"),
     _convert_int8: ("int8", "TRITON"),
