@@ -172,7 +172,7 @@ def _write_call(case: EngineCase, source: Source, formatted: "_Format") -> list[
         f"prepare = Prepare({'' if rows is None else f'{rows}, e, 1, {rank}'})",
         f"kernel = mk.FusedMoEKernel(prepare, Experts(config, quant{grouped}))",
         f"expert_map = {_EXPERT_MAP if problem.expert_map else None}",
-        # vLLM's dispatch counts the tokens of all experts that it is told.
+        # vLLM's dispatch would otherwise count the tokens of remote experts, too.
         f"num_experts = {'E' if rows is None else 'e'}",
         "out = kernel.apply(x.clone(), w1, w2, router, ids, config.activation, num_experts,",
         f"    expert_map, {problem.apply_router_weight_on_input})",
