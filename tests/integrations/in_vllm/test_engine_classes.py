@@ -159,17 +159,18 @@ print(json.dumps(results))
 """
 
 
+@pytest.mark.timeout(600)
 def test_reproducers(program: EngineProgram) -> None:
     """Those of right classes find a small error, so their own references are right."""
-    cases = []
-    for experts, problem in (*RIGHT, *WITH_BIASES):
+    cases, wrong = [], (*WITH_BIASES, ("WrongActivation", BASE))
+    for experts, problem in (*RIGHT, *wrong):
         allowed = 0.2 if problem.scheme.quantizes_activations else 0.01
         cases.append((EngineCase(experts, "silu", problem), allowed))
     text = RUN_ALL.format(cases=pickle.dumps(cases).hex())
-    status, line = run_reproducer(program, text, 280)
+    status, line = run_reproducer(program, text, 580)
     assert status == 0, line
     results = json.loads(line)
-    expected = [False] * len(RIGHT) + [True] * len(WITH_BIASES)
+    expected = [False] * len(RIGHT) + [True] * len(wrong)
     assert [is_wrong for is_wrong, _ in results] == expected, results
     assert all(output.startswith("relative RMS error ") for _, output in results)
 
@@ -187,6 +188,7 @@ def test_a_class_that_reads_its_workspace_breaks_a_promise(process: EngineProces
     assert "values are not finite" in outcome.detail
 
 
+@pytest.mark.timeout(600)  # several processes load vLLM
 def test_faulty_classes(program: EngineProgram) -> None:
     names = "WrongActivation", "Raising", "Aborting", "Hanging", "Refusing", "MissingOperator"
     cases = [EngineCase(name, "silu", BASE) for name in names]
@@ -208,9 +210,7 @@ def test_faulty_classes(program: EngineProgram) -> None:
     assert results["Hanging"].detail == "first call took more than 10 s"
     assert results["Refusing"].detail.endswith("64 hidden dim is not supported")
     assert results["MissingOperator"].detail == "no compiled operator 'no_such_operator'"
-    status, line = run_reproducer(program, results["WrongActivation"].reproducer, 280)
-    assert status == 1, line
-    assert line.startswith("relative RMS error ")
+    assert results["WrongActivation"].reproducer.startswith("# WrongActivation, none, silu, T17")
 
 
 def test_configuration_fields_that_are_set() -> None:
