@@ -1,5 +1,6 @@
-"""Batched operations without a layer: the product of rows by expert, and their alignment into
-blocks.
+"""Batched operations without a layer: the batched GEMM, and the alignment of rows into blocks.
+
+Batched rows are a tensor (E, C, K) in which expert e uses the first counts[e] of C rows.
 """
 
 from typing import Any
@@ -41,7 +42,7 @@ SCHEMES = (
 
 
 def operands(quant: str, device: torch.device = DEVICE) -> tuple[dict[str, Any], torch.Tensor]:
-    """Return arguments with NaN beyond the counts, and the float64 product of their values."""
+    """Return arguments with NaN in unused rows, and the float64 product of their values."""
     g = torch.Generator().manual_seed(1)
     problem = Problem(C, N, K, E, 1, dtype=torch.float32, quant=quant)
     w2 = torch.randn(E, N, K, generator=g).to(device)
@@ -64,43 +65,43 @@ def operands(quant: str, device: torch.device = DEVICE) -> tuple[dict[str, Any],
         a = dequantize_rows(q, scale, scheme).view(E, C, K)
         given["a_eCK"] = q.view(E, C, K)
         given["a_scale"] = scale if scale.dim() == 1 else scale.view(E, C, -1)
-    want = torch.einsum("eck,enk->ecn", a.double(), b.double())
-    live = torch.arange(C, device=device) < counts[:, None]
+    expected = torch.einsum("eck,enk->ecn", a.double(), b.double())
+    is_used = torch.arange(C, device=device) < counts[:, None]
     if not scheme.quantizes_activations:
-        given["a_eCK"][~live] = torch.nan
-    return given, want.masked_fill(~live[..., None], torch.nan)
+        given["a_eCK"][~is_used] = torch.nan
+    return given, expected.masked_fill(~is_used[..., None], torch.nan)
 
 
 @pytest.mark.parametrize("quant", SCHEMES)
-def test_batched_product(quant: str) -> None:
-    given, want = operands(quant)
+def test_batched_gemm_equals_float64(quant: str) -> None:
+    given, expected = operands(quant)
     out = torch.full((E, C, N), torch.nan, device=DEVICE)
-    got = batched_gemm(**given, out=out)
-    assert got is out
-    assert torch.equal(got.isnan(), want.isnan())
-    error = (got.double() - want).nan_to_num().norm() / want.nan_to_num().norm()
+    actual = batched_gemm(**given, out=out)
+    assert actual is out
+    assert torch.equal(actual.isnan(), expected.isnan())
+    error = (actual.double() - expected).nan_to_num().norm() / expected.nan_to_num().norm()
     assert float(error) < 1e-6
 
 
 def test_counts_are_clamped_to_the_capacity() -> None:
-    """The memory after an expert's rows belongs to the next expert."""
+    """A count above the capacity C would reach into the rows of the next expert."""
     given, _ = operands("none")
     counts = torch.full((E,), C, dtype=torch.int32, device=DEVICE)
     full = given | {"a_eCK": given["a_eCK"].nan_to_num(), "counts_e": counts}
-    more = batched_gemm(**full | {"counts_e": counts + 99})
-    assert torch.equal(more, batched_gemm(**full))
+    clamped = batched_gemm(**full | {"counts_e": counts + 99})
+    assert torch.equal(clamped, batched_gemm(**full))
 
 
-def test_batched_product_allocates_output_and_reads_strided_weights() -> None:
-    given, want = operands("none")
-    turned = given["b_eNK"].transpose(1, 2).contiguous().transpose(1, 2)
-    got = batched_gemm(**given | {"b_eNK": turned})
-    assert torch.allclose(got[0].double(), want[0], atol=1e-4)
+def test_batched_gemm_allocates_output_and_reads_strided_weights() -> None:
+    given, expected = operands("none")
+    strided = given["b_eNK"].transpose(1, 2).contiguous().transpose(1, 2)
+    actual = batched_gemm(**given | {"b_eNK": strided})
+    assert torch.allclose(actual[0].double(), expected[0], atol=1e-4)
     given, _ = operands("fp8_w8a8_channel")
     assert batched_gemm(**given).dtype is torch.bfloat16
     assert batched_gemm(**given, dtype=torch.float16).dtype is torch.float16
-    none = {"a_eCK": given["a_eCK"][:, :0], "a_scale": given["a_scale"][:, :0]}
-    assert batched_gemm(**given | none).shape == (E, 0, N)
+    no_rows = {"a_eCK": given["a_eCK"][:, :0], "a_scale": given["a_scale"][:, :0]}
+    assert batched_gemm(**given | no_rows).shape == (E, 0, N)
 
 
 BAD: tuple[tuple[dict[str, Any], type[InputError], str], ...] = (
@@ -143,7 +144,7 @@ def test_freed_and_overlapping_tensors_are_refused() -> None:
         batched_gemm(a, b, COUNTS)
 
 
-def test_groups_that_no_step_fits_are_refused() -> None:
+def test_groups_that_fit_no_step_are_refused() -> None:
     given, _ = operands("fp8_w8a8_block:block=32x32", CPU)
     with pytest.raises(IncompatibleError, match="a group of 24"):
         batched_gemm(**given | {"quant": "fp8_w8a8_block:block=24x24"})
@@ -153,18 +154,20 @@ def test_groups_that_no_step_fits_are_refused() -> None:
 
 @pytest.mark.parametrize("block", [2, 16])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_alignment_of_rows_by_expert(block: int, dtype: torch.dtype) -> None:
-    counts = torch.tensor([3, 0, 4, 9, 1], dtype=dtype)  # 9: more than there is room for
+def test_rows_are_aligned_by_expert(block: int, dtype: torch.dtype) -> None:
+    counts = torch.tensor([3, 0, 4, 9, 1], dtype=dtype)  # 9 exceeds the capacity of 4
     rows, experts, padded = batched_moe_align_block_size(counts, 4, block)
-    want: list[int] = []
-    owners: list[int] = []
+    expected_rows: list[int] = []
+    expected_experts: list[int] = []
     for expert, count in enumerate([3, 0, 4, 4, 1]):
-        found = [expert * 4 + c for c in range(count)]
-        found += [20] * (-count % block)
-        want, owners = want + found, owners + [expert] * (len(found) // block)
-    assert int(padded) == len(want)
-    assert rows.tolist() == want + [20] * (len(rows) - len(want))
-    assert experts.tolist() == owners + [-1] * (len(experts) - len(owners))
+        expert_rows = [expert * 4 + c for c in range(count)]
+        expert_rows += [20] * (-count % block)
+        expected_rows += expert_rows
+        expected_experts += [expert] * (len(expert_rows) // block)
+    assert int(padded) == len(expected_rows)
+    assert rows.tolist() == expected_rows + [20] * (len(rows) - len(expected_rows))
+    unused_blocks = len(experts) - len(expected_experts)
+    assert experts.tolist() == expected_experts + [-1] * unused_blocks
 
 
 def test_alignment_refuses_invalid_counts() -> None:
@@ -176,7 +179,7 @@ def test_alignment_refuses_invalid_counts() -> None:
         (torch.zeros(2).int(), 1 << 30, CapacityError),
         ([1], 4, DtypeError),
     ):
-        with pytest.raises(error):  # before the memory of so many ids is asked for
+        with pytest.raises(error):  # before memory for the ids is allocated
             batched_moe_align_block_size(counts, capacity, 16)  # type: ignore[arg-type]
     rows, _, padded = batched_moe_align_block_size(COUNTS, 0, 16)
     assert (rows.numel(), int(padded)) == (0, 0)

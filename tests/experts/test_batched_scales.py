@@ -1,4 +1,4 @@
-"""Batched experts accept scales with any strides, such as column-major ones of libraries."""
+"""Batched experts accept scales with any strides, such as column-major scales of libraries."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ BASE = Problem(7, hidden=96, intermediate=64, experts=3, top_k=2, dtype=torch.bf
 
 
 class ColumnByColumn(BatchedPrepareAndFinalize):
-    """Scales (e, C, G) stored as (e, G, C), followed by NaN."""
+    """Stores scales (e, C, G) as (e, G, C) with gaps of NaN."""
 
     def prepare(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: CallState

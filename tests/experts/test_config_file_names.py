@@ -1,4 +1,4 @@
-"""Names of tuned config files: complete, reversible, and equal to those of vLLM and SGLang."""
+"""Names of tuned config files have all fields of their key, and equal those of vLLM and SGLang."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -70,7 +70,7 @@ def test_every_device_has_a_unique_key(name: str) -> None:
         ),
     ],
 )
-def test_names_of_published_files(name: str, key: ConfigKey) -> None:
+def test_names_of_published_files_are_parsed(name: str, key: ConfigKey) -> None:
     assert ConfigKey.parse(name) == key
     assert name in (key.file_name, key.file_name.replace(", ", ","))
 
@@ -102,7 +102,7 @@ def test_a_key_without_a_name_cannot_be_made(fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("quant", sorted(QUANT_SCHEMES))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_every_problem_has_names(quant: str, dtype: str) -> None:
+def test_every_problem_has_file_names(quant: str, dtype: str) -> None:
     problem = replace(MIXTRAL, quant=quant, dtype=dtype)
     names = file_names_for(problem, "NVIDIA H200")
     assert ConfigKey.from_problem(problem, "NVIDIA H200").file_name == names[0]
@@ -125,15 +125,14 @@ def test_every_problem_has_names(quant: str, dtype: str) -> None:
         ("int8_w8a16_channel", ["dtype=int8_w8a16"]),
     ],
 )
-def test_names_of_schemes(quant: str, names: list[str]) -> None:
+def test_file_names_contain_the_scheme(quant: str, names: list[str]) -> None:
     problem = replace(MIXTRAL, quant=quant)
     stem = NAME.removesuffix(".json")
     assert file_names_for(problem, "NVIDIA H200") == tuple(f"{stem},{name}.json" for name in names)
 
 
 def test_packed_weights_are_found_under_both_sizes() -> None:
-    """vLLM counts I = 14336, SGLang the bytes of a packed row; our names also have the group
-    size."""
+    """N is I = 14336 in names of vLLM, and the bytes of a packed row in names of SGLang."""
     names = file_names_for(replace(MIXTRAL, quant="int4_w4a16_group"), "NVIDIA H200")
     keys = [ConfigKey.parse(name) for name in names]
     assert (keys[0].intermediate, keys[0].block_shape) == (14336, (0, 128))
@@ -143,7 +142,7 @@ def test_packed_weights_are_found_under_both_sizes() -> None:
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_experts_are_those_of_this_rank() -> None:
+def test_file_names_contain_the_local_experts() -> None:
     problem = replace(MIXTRAL, experts=64, local_experts=8, expert_map=True)
     assert file_names_for(problem, "NVIDIA H200") == (NAME,)
 

@@ -1,4 +1,4 @@
-"""Tuned config files: three formats, malformed ones, and tiles that do not fit."""
+"""Tuned config files in our format and that of vLLM and SGLang, and malformed files."""
 
 import json
 import logging
@@ -35,9 +35,7 @@ from modular_kernel.errors import ConfigurationError
 
 
 def test_vllm_counts_fused_columns(tmp_path: Path) -> None:
-    """vLLM's BLOCK_SIZE_N counts gate and up columns; with a gated activation half of it are gate
-    columns.
-    """
+    """vLLM's BLOCK_SIZE_N is twice our block_n if the activation is gated."""
     path = write_config_file(
         tmp_path / "x.json",
         {"triton_version": "3.4.0", "64": vllm_launch(32, 128, 64, USE_TMA=True)},
@@ -64,7 +62,7 @@ def test_vllm_files_may_omit_triton_defaults() -> None:
     assert (tile.num_warps, tile.num_stages) == (4, 3)
 
 
-def test_sglang_s_second_file_is_for_gemm_2(tmp_path: Path) -> None:
+def test_the_second_file_of_sglang_is_for_gemm_2(tmp_path: Path) -> None:
     folder = write_config_file(
         tmp_path / NAME, {"1": vllm_launch(16), "100": vllm_launch(64)}
     ).parent
@@ -73,11 +71,11 @@ def test_sglang_s_second_file_is_for_gemm_2(tmp_path: Path) -> None:
         {"1": vllm_launch(16, 32), "50": vllm_launch(16, 128, 64)},
     )
     steps = make_lookup(folder).find_source(MIXTRAL).steps
-    found = {tokens: steps.choose(tokens) for tokens in (1, 25, 26, 50, 51, 1000)}
-    assert [pair.gemm1.block_m for pair in found.values()] == [16, 16, 16, 16, 64, 64]
-    assert [pair.gemm2.block_n for pair in found.values()] == [32, 32, 128, 128, 128, 128]
-    assert [pair.gemm2.block_m for pair in found.values()] == [16, 16, 16, 16, 64, 64]
-    assert {pair.gemm1.block_n for pair in found.values()} == {32}
+    configs = [steps.choose(tokens) for tokens in (1, 25, 26, 50, 51, 1000)]
+    assert [config.gemm1.block_m for config in configs] == [16, 16, 16, 16, 64, 64]
+    assert [config.gemm2.block_n for config in configs] == [32, 32, 128, 128, 128, 128]
+    assert [config.gemm2.block_m for config in configs] == [16, 16, 16, 16, 64, 64]
+    assert {config.gemm1.block_n for config in configs} == {32}
 
 
 def test_a_second_file_of_ours_is_refused(tmp_path: Path) -> None:
@@ -122,8 +120,8 @@ def test_times_are_stored_with_the_tiles() -> None:
         ((1, 16, 64), 1, 1),
         ((1, 16, 64), 8, 1),
         ((1, 16, 64), 9, 16),
-        ((1, 16, 64), 40, 16),  # as near to 64: the smaller one
-        ((64, 16, 1), 40, 16),  # whatever the order
+        ((1, 16, 64), 40, 16),  # 16 and 64 are equally near, so the smaller is used
+        ((64, 16, 1), 40, 16),  # the order of entries does not matter
         ((1, 16, 64), 41, 64),
         ((1, 16, 64), 10**6, 64),
         ((5,), 0, 5),
@@ -134,22 +132,21 @@ def test_the_nearest_number_of_tokens_is_used(
 ) -> None:
     assert nearest_count(keys, tokens) == expected
     file = {str(key): vllm_launch(k=64, GROUP_SIZE_M=key) for key in keys}
-    found = fit_to_problem(parse_config_file(json.dumps(file), "x"), MIXTRAL, H200).steps.choose(
+    fitted = fit_to_problem(parse_config_file(json.dumps(file), "x"), MIXTRAL, H200).steps.choose(
         tokens
     )
-    assert found.gemm1.group_m == expected
+    assert fitted.gemm1.group_m == expected
 
 
 @given(st.sets(st.integers(1, 2000), min_size=1, max_size=8), st.integers(0, 2500))
-def test_steps_and_nearest_agree(keys: set[int], tokens: int) -> None:
+def test_steps_agree_with_the_nearest_number_of_tokens(keys: set[int], tokens: int) -> None:
     file = {str(key): vllm_launch(GROUP_SIZE_M=key) for key in keys}
-    found = fit_to_problem(parse_config_file(json.dumps(file), "x"), MIXTRAL, H200)
-    assert found.steps.choose(tokens).gemm2.group_m == nearest_count(found.token_counts, tokens)
+    fitted = fit_to_problem(parse_config_file(json.dumps(file), "x"), MIXTRAL, H200)
+    assert fitted.steps.choose(tokens).gemm2.group_m == nearest_count(fitted.token_counts, tokens)
 
 
-# ------------------------------------------------------------------------------------------ hostile
-
-HOSTILE: dict[str, str] = {
+# ---------------------------------------------------------------------------------------- malformed
+MALFORMED: dict[str, str] = {
     "empty": "",
     "not JSON": "{",
     "a list": "[]",
@@ -180,9 +177,9 @@ HOSTILE: dict[str, str] = {
     "tokens in other digits": json.dumps({"٦٤": vllm_launch()}),
     "tokens beyond counting": json.dumps({"1" * 30: vllm_launch()}),
     "a number of 4000 digits": json.dumps({"64": vllm_launch(n=10**4000)}),
-    "NaN where nobody looks": json.dumps({"64": vllm_launch(note=float("nan"))}),
+    "NaN in an ignored entry": json.dumps({"64": vllm_launch(note=float("nan"))}),
     "a key twice": f'{{"64": {json.dumps(vllm_launch())}, "64": {json.dumps(vllm_launch(32))}}}',
-    "a version that is none": json.dumps({"triton_version": 3.6, "64": vllm_launch()}),
+    "a version that is a number": json.dumps({"triton_version": 3.6, "64": vllm_launch()}),
     "another format": json.dumps(
         {**file_contents(tokens_1=(vllm_launch(), vllm_launch())), "format": "tiles/9"}
     ),
@@ -198,7 +195,7 @@ HOSTILE: dict[str, str] = {
 }
 
 
-@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
+@pytest.mark.parametrize("text", MALFORMED.values(), ids=MALFORMED.keys())
 def test_a_malformed_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
     path = write_config_file(tmp_path / NAME, text)
     with pytest.raises(ConfigurationError) as refused:
@@ -276,8 +273,8 @@ def test_vllm_and_sglang_files_must_have_valid_tiles(
     assert str(path) in str(refused.value)
 
 
-def test_a_step_has_one_scale(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A BLOCK_SIZE_K above the scale's block would silently multiply by a wrong scale."""
+def test_a_step_has_at_most_one_scale(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A step deeper than a scale's block would be multiplied by a wrong scale."""
     wide = vllm_launch(64, 128, 256, num_stages=2)
     with override_config({"gemm1": wide, "gemm2": wide}):
         with pytest.raises(ConfigurationError, match="got 256, need a divisor of 128"):
@@ -306,16 +303,19 @@ def test_one_scale_for_the_whole_depth_does_not_bound_block_k() -> None:
 
 
 def test_vllm_and_sglang_tiles_are_reduced_to_fit_shared_memory(tmp_path: Path) -> None:
-    """A tile for an H200 on a GPU with 99 KiB of shared memory: stages are reduced first."""
+    """Stages are reduced first. The tile is for an H200, and the GPU has 99 KiB."""
     large = parse_config_file(
         json.dumps({"1": vllm_launch(128, 256, 64, num_warps=8, num_stages=4)}), "x"
     )
     small = Device("NVIDIA L40S", 101_376, warpgroups=False)
     assert fit_to_problem(large, MIXTRAL, H200).notes == ()
-    found = fit_to_problem(large, MIXTRAL, small)
-    assert (found.steps.choose(1).gemm2.num_stages, found.steps.choose(1).gemm2.block_n) == (3, 256)
-    assert "clamped" in found.notes[0]
-    for pair in found.steps.configs:
+    fitted = fit_to_problem(large, MIXTRAL, small)
+    assert (fitted.steps.choose(1).gemm2.num_stages, fitted.steps.choose(1).gemm2.block_n) == (
+        3,
+        256,
+    )
+    assert "clamped" in fitted.notes[0]
+    for pair in fitted.steps.configs:
         for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(MIXTRAL), strict=True):
             assert not list(violations(tile, gemm, small))
 

@@ -1,4 +1,4 @@
-"""The precedence of tuned files, the launches without one, and explanations."""
+"""Which launch configuration a call gets: the precedence of tuned files, heuristics, `explain`."""
 
 import logging
 import re
@@ -43,7 +43,7 @@ from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.spec.quantization import QUANT_SCHEMES
 from modular_kernel.tensors import ContiguousShape
 
-here = make_h200_fixture()
+user_folder = make_h200_fixture()
 
 
 def test_precedence_is_user_file_then_packaged_file_then_heuristics(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_precedence_is_this_triton_then_no_version_then_the_newest_other(
     entry = file_contents(tokens_1=(vllm_launch(), vllm_launch()))
     del entry["triton_version"]
     order = ["triton_3_6_0/", "", "triton_3_10_0/", "triton_3_9_1/", "triton_2_0_0/"]
-    paths = [write_config_file(tmp_path / f"{place}{NAME}", entry) for place in order]
+    paths = [write_config_file(tmp_path / f"{folder_name}{NAME}", entry) for folder_name in order]
     write_config_file(tmp_path / f"triton_best/{NAME}", entry)
     for path in paths:
         with caplog.at_level(logging.WARNING):
@@ -97,14 +97,14 @@ def test_a_file_of_another_triton_is_logged_once(
     assert "\n" not in caplog.text.strip()
 
 
-@pytest.mark.parametrize(("there", "triton"), [("3.6.0", "3.6.0"), ("3.6.0+git1", "3.6.0"),
+@pytest.mark.parametrize(("file_triton", "triton"), [("3.6.0", "3.6.0"), ("3.6.0+git1", "3.6.0"),
                                                ("3.5.0", None), ("what", "3.6.0")])  # fmt: skip
 def test_a_file_of_the_same_or_an_unknown_triton_is_not_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, there: str, triton: str | None
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, file_triton: str, triton: str | None
 ) -> None:
     path = write_config_file(
         tmp_path / NAME,
-        {**file_contents(tokens_1=(vllm_launch(), vllm_launch())), "triton_version": there},
+        {**file_contents(tokens_1=(vllm_launch(), vllm_launch())), "triton_version": file_triton},
     )
     with caplog.at_level(logging.WARNING):
         make_lookup(path.parent, triton=triton).find_source(MIXTRAL)
@@ -113,16 +113,16 @@ def test_a_file_of_the_same_or_an_unknown_triton_is_not_logged(
 
 def test_vllm_names_are_found_after_ours(tmp_path: Path) -> None:
     stem = NAME.removesuffix(".json") + ",dtype=fp8_w8a8,block_shape="
-    theirs = write_config_file(tmp_path / f"{stem}[128,128].json", {"1": vllm_launch()})
-    assert make_lookup(theirs.parent).find_source(BLOCK_FP8).origin == str(theirs)
-    mine = write_config_file(tmp_path / f"triton_3_1_0/{stem}[128, 128].json", {"1": vllm_launch()})
-    assert make_lookup(theirs.parent).find_source(BLOCK_FP8).origin == str(mine)
+    vllm_file = write_config_file(tmp_path / f"{stem}[128,128].json", {"1": vllm_launch()})
+    assert make_lookup(vllm_file.parent).find_source(BLOCK_FP8).origin == str(vllm_file)
+    our_file = write_config_file(
+        tmp_path / f"triton_3_1_0/{stem}[128, 128].json", {"1": vllm_launch()}
+    )
+    assert make_lookup(vllm_file.parent).find_source(BLOCK_FP8).origin == str(our_file)
 
 
 def test_rows_that_load_slowly_do_not_get_large_tiles(tmp_path: Path) -> None:
-    """Rows that are not multiples of 16 elements spill with tiles of other layers, but not with
-    their own measured ones.
-    """
+    """Tiles that were tuned for other layers spill if rows are not multiples of 16 elements."""
     odd = replace(MIXTRAL, hidden=4100)
     foreign = write_config_file(tmp_path / NAME, {"1": vllm_launch(64, 256)})
     source = make_lookup(foreign.parent).find_source(odd)
@@ -158,9 +158,7 @@ def test_packaged_files_are_valid() -> None:
 @pytest.mark.parametrize("top_k", [17, 22, 32])
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_channel", "fp8_w8a8_block", "mxfp4_w4a16"])
 def test_packaged_files_of_another_top_k_give_launches_that_fit(quant: str, top_k: int) -> None:
-    """Those of layers with few experts per token, some of whose paths do not support as many as
-    here.
-    """
+    """The files were tuned with a small top-k. Some of their paths do not support a larger one."""
     folder = Path(tiles.__file__).parent / "data"
     keys = {ConfigKey.parse(path.name) for path in folder.rglob("*.json")}
     sizes = {(key.experts, key.intermediate) for key in keys if key.experts >= top_k}
@@ -178,8 +176,9 @@ def test_packaged_files_of_another_top_k_give_launches_that_fit(quant: str, top_
 
 # -------------------------------------------------------------------------- fallback and heuristics
 
-# What is launched where there are no files: rows an expert, block_m, GEMM 1, GEMM 2, group.
-OLD: dict[str, list[tuple[int | None, int, tuple[int, ...], tuple[int, ...], int]]] = {
+# Launches without files: up to this number of rows per expert, block_m, (block_n, block_k,
+# num_warps, num_stages) of GEMM 1 and of GEMM 2, and group_m.
+HEURISTICS: dict[str, list[tuple[int | None, int, tuple[int, ...], tuple[int, ...], int]]] = {
     "half": [
         (10, 16, (64, 128, 4, 3), (64, 128, 4, 4), 1),
         (24, 32, (64, 64, 4, 6), (64, 128, 4, 4), 8),
@@ -197,21 +196,21 @@ OLD: dict[str, list[tuple[int | None, int, tuple[int, ...], tuple[int, ...], int
 }
 
 
-def old_tiles(problem: Problem, tokens: int) -> MoEConfig:
-    odd = problem.hidden % 16 or problem.intermediate % 16
-    name = "unaligned" if odd else "half"
-    table = OLD["float32" if problem.dtype is torch.float32 else name]
+def heuristic_tiles(problem: Problem, tokens: int) -> MoEConfig:
+    unaligned = problem.hidden % 16 or problem.intermediate % 16
+    name = "unaligned" if unaligned else "half"
+    table = HEURISTICS["float32" if problem.dtype is torch.float32 else name]
     rows = tokens * problem.top_k / problem.experts
-    _, m, one, two, group = next(r for r in table if r[0] is None or rows <= r[0])
-    made = []
-    for depth, (n, k, warps, stages) in ((problem.hidden, one), (problem.intermediate, two)):
-        if depth % k and k == 256 and depth % 128 == 0:  # only a step of 256 is ever halved
+    _, m, gemm1, gemm2, group = next(r for r in table if r[0] is None or rows <= r[0])
+    tiles = []
+    for depth, (n, k, warps, stages) in ((problem.hidden, gemm1), (problem.intermediate, gemm2)):
+        if depth % k and k == 256 and depth % 128 == 0:  # only a step of 256 is halved
             k = 128
         steps = -(-depth // k)
-        if 2 * steps < 3 * stages:  # two thirds of the depth are in flight, if that is a pipeline
+        if 2 * steps < 3 * stages:  # at most two thirds of the depth are in flight
             stages = min(stages, max(3, 2 * steps // 3))
-        made.append(LaunchConfig(m, n, k, group, warps, stages))
-    return MoEConfig(*made, "aligned")
+        tiles.append(LaunchConfig(m, n, k, group, warps, stages))
+    return MoEConfig(*tiles, "aligned")
 
 
 SHAPES = ((4096, 14336), (2880, 2880), (48, 80), (100, 72), (7168, 2048), (96, 4096))
@@ -224,9 +223,9 @@ def test_heuristics_are_used_without_a_file(dtype: str, experts: int, top_k: int
     for hidden, intermediate in SHAPES:
         for activation in ("silu", "relu2"):
             problem = Problem(1, hidden, intermediate, experts, top_k, dtype, activation=activation)
-            with on_device(Device()):  # for which there is no file
-                found = {tokens: choose_config(problem, tokens) for tokens in numbers}
-            assert found == {tokens: old_tiles(problem, tokens) for tokens in numbers}
+            with on_device(Device()):  # there are no files for this device
+                configs = {tokens: choose_config(problem, tokens) for tokens in numbers}
+            assert configs == {tokens: heuristic_tiles(problem, tokens) for tokens in numbers}
 
 
 @pytest.mark.parametrize("quant", sorted(set(QUANT_SCHEMES) - {"nvfp4_w4a4"}))
@@ -239,7 +238,7 @@ def test_heuristics_fit_every_scheme_and_device(quant: str, arch: tuple[int, int
 
 
 def test_every_block_m_is_listed_with_its_largest_number_of_tokens() -> None:
-    with on_device(Device()):  # for which there is no file
+    with on_device(Device()):  # there are no files for this device
         assert buffer_kinds_up_to(MIXTRAL, 512) == [
             (40, "aligned", 16),
             (96, "aligned", 32),
@@ -263,32 +262,30 @@ def test_every_block_m_is_listed_with_its_largest_number_of_tokens() -> None:
     st.dictionaries(st.integers(1, 700), st.sampled_from([16, 32, 64, 128]), min_size=1, max_size=9)
 )
 def test_workspaces_of_a_tuned_file_grow_with_tokens(blocks: dict[int, int]) -> None:
-    """A plan for the most tokens works for every smaller call, even if tiles vary irregularly with
-    tokens.
-    """
+    """The workspace for the most tokens is large enough for all smaller calls."""
     problem = Problem(tokens=600, hidden=64, intermediate=64, experts=16, top_k=4)
     file = {str(tokens): vllm_launch(m, 32, 64) for tokens, m in blocks.items()}
     with override_config(file):
         part = TritonExperts(problem)
-        most = part.workspace_shapes(ContiguousShape(600, 4)).buffers()
+        largest = part.workspace_shapes(ContiguousShape(600, 4)).buffers()
         for tokens in (1, 2, 5, 17, 100, 255, 256, 301, 599, 600):
             block_m = choose_config(problem, tokens).gemm1.block_m
             assert block_m in [m for _, _, m in buffer_kinds_up_to(problem, tokens)]
             for name, spec in part.workspace_shapes(ContiguousShape(tokens, 4)).buffers().items():
-                assert spec.numel <= most[name].numel, (name, tokens)
+                assert spec.numel <= largest[name].numel, (name, tokens)
 
 
 # ------------------------------------------------------------------------------------------ explain
 
 
-def test_explain_names_the_file_and_the_reason(here: Path) -> None:
+def test_explain_names_the_file_and_the_reason(user_folder: Path) -> None:
     facts = {"experts_part": "TritonExperts", "hidden": 2048, "top_k": 2}
     entries = file_contents(
         tokens_16=(vllm_launch(16), vllm_launch(16)),
         tokens_64=(vllm_launch(64), vllm_launch(64, 32)),
     )
     path = write_config_file(
-        here.parent / f"user/triton_3_1_0/{NAME}", {**entries, "tuned_for": facts}
+        user_folder.parent / f"user/triton_3_1_0/{NAME}", {**entries, "tuned_for": facts}
     )
     text = explain(MIXTRAL, 40)
     assert f"{path}: tokens 16 is the nearest of 16, 64" in text
@@ -301,15 +298,15 @@ def test_explain_names_the_file_and_the_reason(here: Path) -> None:
         assert "from override_config: tokens 1 is the nearest of 1" in explain(MIXTRAL, 41)
 
 
-def test_explain_states_why_there_is_no_file(here: Path) -> None:
+def test_explain_states_why_there_is_no_file(user_folder: Path) -> None:
     text = explain(MIXTRAL, 100)
     assert re.search(r"heuristic \d of \d: 25 rows per expert", text)
-    assert f"looked in user {here}: no such folder" in text
+    assert f"looked in user {user_folder}: no such folder" in text
     assert f"`mk tune` writes one: {NAME}" in text
     assert "device_name=NVIDIA_B200" in explain(MIXTRAL, 1, "NVIDIA B200")
 
 
-def test_explain_without_a_gpu() -> None:
+def test_explain_states_that_there_is_no_gpu() -> None:
     if this_machine().device == "cpu":
         text = explain(MIXTRAL, 1)
         assert "tuned files are for a GPU" in text
@@ -321,9 +318,10 @@ def test_explain_without_a_gpu() -> None:
 # ------------------------------------------------------------------------------------------ caching
 
 
-def test_files_are_read_once_until_reread(here: Path) -> None:
+def test_files_are_read_once_until_caches_are_cleared(user_folder: Path) -> None:
     path = write_config_file(
-        here.parent / f"user/{NAME}", file_contents(tokens_1=(vllm_launch(64), vllm_launch(64)))
+        user_folder.parent / f"user/{NAME}",
+        file_contents(tokens_1=(vllm_launch(64), vllm_launch(64))),
     )
     assert choose_config(MIXTRAL, 3).gemm1.block_m == 64
     path.write_text("broken", encoding="utf-8")
@@ -334,22 +332,22 @@ def test_files_are_read_once_until_reread(here: Path) -> None:
         choose_config(MIXTRAL, 3)
 
 
-def test_the_user_s_folder_is_searched_first(here: Path) -> None:
-    for place, block_m in (("packaged", 32), ("user", 64)):
+def test_the_folder_of_the_user_is_searched_first(user_folder: Path) -> None:
+    for folder_name, block_m in (("packaged", 32), ("user", 64)):
         write_config_file(
-            here.parent / place / NAME,
+            user_folder.parent / folder_name / NAME,
             file_contents(tokens_1=(vllm_launch(block_m), vllm_launch(block_m))),
         )
         tiles.clear_caches()
         assert choose_config(MIXTRAL, 3).gemm1.block_m == block_m
 
 
-def test_a_bad_file_of_another_layer_has_no_effect(here: Path) -> None:
-    write_config_file(here.parent / f"user/{NAME.replace('E=8', 'E=9')}", "broken")
-    assert choose_config(MIXTRAL, 3) == old_tiles(MIXTRAL, 3)
+def test_a_bad_file_of_another_layer_has_no_effect(user_folder: Path) -> None:
+    write_config_file(user_folder.parent / f"user/{NAME.replace('E=8', 'E=9')}", "broken")
+    assert choose_config(MIXTRAL, 3) == heuristic_tiles(MIXTRAL, 3)
 
 
-def test_the_environment_sets_the_user_s_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_sets_the_folder_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     from modular_kernel.settings import read_settings
 
     monkeypatch.setenv("MK_CONFIG_DIR", "/some/where")

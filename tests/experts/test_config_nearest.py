@@ -1,4 +1,4 @@
-"""Tiles of a layer without its own file, from the nearest layers that have one."""
+"""A layer without a tuned file uses the tiles of the nearest layers that have one."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -39,12 +39,12 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Problem
 
 QWEN = Problem(tokens=1, hidden=2048, intermediate=768, experts=128, top_k=8)
-NOTHING = make_heuristic_steps(MIXTRAL, H200, ("aligned",))
+HEURISTICS = make_heuristic_steps(MIXTRAL, H200, ("aligned",))
 FOLDER = "triton_3_6_0"
 
 
-def packaged(folder: Path, problem: Problem, *, tuned: bool = True, **entries: int) -> Path:
-    """Write a packaged file; t64=32 is block_m 32 for 64 tokens."""
+def write_packaged(folder: Path, problem: Problem, *, tuned: bool = True, **entries: int) -> Path:
+    """Write a packaged file. entries: block_m by number of tokens, such as t64=32."""
     pairs = {f"tokens_{name[1:]}": (vllm_launch(m), vllm_launch(m)) for name, m in entries.items()}
     contents = file_contents(**pairs)
     if tuned:
@@ -54,42 +54,42 @@ def packaged(folder: Path, problem: Problem, *, tuned: bool = True, **entries: i
     return write_config_file(folder / FOLDER / name, contents)
 
 
-def known(folder: Path, problem: Problem, **entries: int) -> TunedLayer:
-    path = packaged(folder, problem, **entries)
+def tuned_layer(folder: Path, problem: Problem, **entries: int) -> TunedLayer:
+    path = write_packaged(folder, problem, **entries)
     return TunedLayer.from_config_file(ConfigKey.parse(path.name), read_config_file(path))
 
 
-def block_ms(found: list[BorrowedConfig]) -> list[int]:
-    return [one.config.gemm1.block_m for one in found]
+def block_ms(borrowed: list[BorrowedConfig]) -> list[int]:
+    return [entry.config.gemm1.block_m for entry in borrowed]
 
 
 def test_rows_per_expert_have_the_largest_weight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """64 tokens of Mixtral have 16 rows per expert, like 256 tokens of Qwen3."""
-    qwen = known(tmp_path, QWEN, t1=16, t64=16, t256=32, t1024=64, t4096=128)
+    """With 64 tokens, Mixtral has 16 rows per expert, like Qwen3 with 256 tokens."""
+    qwen = tuned_layer(tmp_path, QWEN, t1=16, t64=16, t256=32, t1024=64, t4096=128)
     monkeypatch.setattr(nearest, "MAX_DISTANCE", 9.0)
-    found = borrow_configs([qwen], MIXTRAL, H200, NOTHING, [1, 64, 256, 1024])
-    assert block_ms(found) == [16, 32, 64, 128]
-    assert found[1].origin == "E=128, K=8, H=2048, I=768, 256 tokens"
+    borrowed = borrow_configs([qwen], MIXTRAL, H200, HEURISTICS, [1, 64, 256, 1024])
+    assert block_ms(borrowed) == [16, 32, 64, 128]
+    assert borrowed[1].origin == "E=128, K=8, H=2048, I=768, 256 tokens"
 
 
-def test_for_equal_rows_the_most_similar_sizes_are_used(tmp_path: Path) -> None:
-    wide = known(tmp_path, replace(MIXTRAL, intermediate=7168), t16=16)
-    narrow = known(tmp_path, replace(MIXTRAL, intermediate=1792), t16=32)
+def test_layers_with_the_most_similar_sizes_are_used_for_equal_rows(tmp_path: Path) -> None:
+    wide = tuned_layer(tmp_path, replace(MIXTRAL, intermediate=7168), t16=16)
+    narrow = tuned_layer(tmp_path, replace(MIXTRAL, intermediate=1792), t16=32)
     for order in ([wide, narrow], [narrow, wide]):
-        assert block_ms(borrow_configs(order, MIXTRAL, H200, NOTHING, [16])) == [16]
+        assert block_ms(borrow_configs(order, MIXTRAL, H200, HEURISTICS, [16])) == [16]
         small = replace(MIXTRAL, intermediate=2048)
-        assert block_ms(borrow_configs(order, small, H200, NOTHING, [16])) == [32]
+        assert block_ms(borrow_configs(order, small, H200, HEURISTICS, [16])) == [32]
 
 
 def test_heuristics_are_used_without_a_near_layer(tmp_path: Path) -> None:
-    qwen = known(tmp_path, QWEN, t1=16)
+    qwen = tuned_layer(tmp_path, QWEN, t1=16)
     for lenders in ([qwen], []):
-        (found,) = borrow_configs(lenders, MIXTRAL, H200, NOTHING, [4096])
-        assert found == BorrowedConfig(4096, NOTHING.choose(4096), "heuristics")
-    (found,) = borrow_configs([qwen], replace(QWEN, top_k=7), H200, NOTHING, [1])
-    assert found.origin == "E=128, K=8, H=2048, I=768, 1 token"
+        (borrowed,) = borrow_configs(lenders, MIXTRAL, H200, HEURISTICS, [4096])
+        assert borrowed == BorrowedConfig(4096, HEURISTICS.choose(4096), "heuristics")
+    (borrowed,) = borrow_configs([qwen], replace(QWEN, top_k=7), H200, HEURISTICS, [1])
+    assert borrowed.origin == "E=128, K=8, H=2048, I=768, 1 token"
 
 
 def test_a_point_is_nearest_to_itself() -> None:
@@ -107,48 +107,59 @@ def test_launches_that_do_not_fit_are_not_reused(monkeypatch: pytest.MonkeyPatch
     lenders = [TunedLayer(128, 8, 2048, 768, deep), TunedLayer(8, 2, 4096, 14336, fit)]
     monkeypatch.setattr(nearest, "MAX_DISTANCE", 99.0)
     assert all(
-        one.config.gemm1.block_k == 32 for one in borrow_configs(lenders, mine, H200, NOTHING)
+        entry.config.gemm1.block_k == 32
+        for entry in borrow_configs(lenders, mine, H200, HEURISTICS)
     )
     assert all(
-        one.origin == "heuristics" for one in borrow_configs(lenders[:1], mine, H200, NOTHING)
+        entry.origin == "heuristics"
+        for entry in borrow_configs(lenders[:1], mine, H200, HEURISTICS)
     )
 
 
 def test_a_path_for_few_tokens_is_not_reused_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nearest, "MAX_DISTANCE", 99.0)
-    single, pair = gemv_config.default_config(MIXTRAL), NOTHING.choose(64)
+    single, pair = gemv_config.default_config(MIXTRAL), HEURISTICS.choose(64)
     launches = ((1, single.gemm1), (64, pair.gemm1)), ((1, single.gemm2), (64, pair.gemm2))
     tuned_configs = TunedConfigs("x", *launches, False, False, paths=((1, "gemv"), (64, "aligned")))
     lender = TunedLayer(8, 2, 4096, 14336, tuned_configs)
-    paths = {b.tokens: b.config.path for b in borrow_configs([lender], MIXTRAL, H200, NOTHING)}
-    few = gemv_config.max_tokens(MIXTRAL)
-    assert [t for t, path in paths.items() if path == "gemv"] == [t for t in paths if t <= few]
+    paths = {b.tokens: b.config.path for b in borrow_configs([lender], MIXTRAL, H200, HEURISTICS)}
+    max_tokens_gemv = gemv_config.max_tokens(MIXTRAL)
+    assert [t for t, path in paths.items() if path == "gemv"] == [
+        t for t in paths if t <= max_tokens_gemv
+    ]
     own = fit_to_problem(tuned_configs, MIXTRAL, H200)
-    assert own.steps.choose(few) == single
-    assert own.steps.choose(few + 1) == own.steps.choose(64) == pair, "though 1 may be nearer"
+    assert own.steps.choose(max_tokens_gemv) == single
+    assert own.steps.choose(max_tokens_gemv + 1) == own.steps.choose(64) == pair, (
+        "though 1 may be nearer"
+    )
     for experts in (8, 64, 256):
         problem = replace(MIXTRAL, experts=experts)
         last = fit_to_problem(tuned_configs, problem, H200).steps.last_tokens[0]
         assert last == min(32, max(1, gemv_config.max_tokens(problem)))
 
 
-def test_for_packed_weights_the_path_is_reused_but_not_its_launches(
+def test_packed_weights_reuse_the_path_but_not_its_launches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The number of programs per multiprocessor differs: 360 of 8 columns there, 512 here."""
+    """Its launches depend on the number of programs, which is 360 there and 512 here."""
     monkeypatch.setattr(nearest, "MAX_DISTANCE", 99.0)
     theirs = replace(QWEN, quant="mxfp4_w4a16", hidden=2880, intermediate=2880, top_k=4)
     mine = replace(theirs, hidden=4096)
-    lent = gemv_w4_config.default_config(theirs)
+    tuned_config = gemv_w4_config.default_config(theirs)
     tuned_configs = TunedConfigs(
-        "x", ((1, lent.gemm1),), ((1, lent.gemm2),), False, False, paths=((1, "gemv_w4"),)
+        "x",
+        ((1, tuned_config.gemm1),),
+        ((1, tuned_config.gemm2),),
+        False,
+        False,
+        paths=((1, "gemv_w4"),),
     )
     lender = TunedLayer(128, 4, 2880, 2880, tuned_configs)
     most = gemv_w4_config.max_tokens(mine)
     for number in (1, 2, most):
-        (found,) = borrow_configs([lender], mine, H200, NOTHING, [number])
-        assert found.config == gemv_w4_config.default_config(mine, number) != lent
-        assert found.origin.startswith("E=128, K=4, H=2880")
+        (borrowed,) = borrow_configs([lender], mine, H200, HEURISTICS, [number])
+        assert borrowed.config == gemv_w4_config.default_config(mine, number) != tuned_config
+        assert borrowed.origin.startswith("E=128, K=4, H=2880")
 
 
 def test_a_call_uses_the_nearest_number_of_tokens() -> None:
@@ -156,26 +167,26 @@ def test_a_call_uses_the_nearest_number_of_tokens() -> None:
     steps = steps_from_borrowed(
         [BorrowedConfig(t, p, "x") for t, p in zip((1, 2, 8), pairs, strict=True)]
     )
-    wanted = {0: 16, 1: 16, 2: 32, 5: 32, 6: 64, 8: 64, 1 << 40: 64}
-    assert {t: steps.choose(t).gemm1.block_m for t in wanted} == wanted
+    expected_block_m = {0: 16, 1: 16, 2: 32, 5: 32, 6: 64, 8: 64, 1 << 40: 64}
+    assert {t: steps.choose(t).gemm1.block_m for t in expected_block_m} == expected_block_m
 
 
 def test_neighbors_are_used_after_files_and_before_heuristics(tmp_path: Path) -> None:
     user, shipped = tmp_path / "user", tmp_path / "shipped"
     here = make_lookup(user, shipped)
-    packaged(shipped, QWEN, t1=16, t4096=128)
+    write_packaged(shipped, QWEN, t1=16, t4096=128)
     source = here.find_source(MIXTRAL)
     assert source.origin == "nearest"
     assert len(source.step_origins) == len(source.steps.last_tokens)
-    assert set(source.step_origins) == {"heuristics"}, "it is far"
-    packaged(shipped, replace(MIXTRAL, intermediate=7168), t1=16, t64=128)
+    assert set(source.step_origins) == {"heuristics"}, "the tuned layer is too far"
+    write_packaged(shipped, replace(MIXTRAL, intermediate=7168), t1=16, t64=128)
     source = here.find_source(MIXTRAL)
     assert source.step_origins[0] == "E=8, K=2, H=4096, I=7168, 1 token"
     assert source.steps.choose(64).gemm1.block_m == 128
     assert len(source.searched_locations) == 2
     for other in (
-        replace(MIXTRAL, quant="fp8_w8a8_block"),  # no file of this number format
-        replace(MIXTRAL, hidden=4100),  # rows start elsewhere
+        replace(MIXTRAL, quant="fp8_w8a8_block"),  # no file has this number format
+        replace(MIXTRAL, hidden=4100),  # rows have another alignment
     ):
         assert here.find_source(other).origin == "heuristics"
     elsewhere = replace(here, device=replace(H200, name="NVIDIA H100"))
@@ -183,9 +194,9 @@ def test_neighbors_are_used_after_files_and_before_heuristics(tmp_path: Path) ->
     assert replace(here, triton="3.7.0").find_source(MIXTRAL).origin == "heuristics"
     only_the_user_s = make_lookup(shipped)
     assert only_the_user_s.find_source(MIXTRAL).origin == "heuristics", (
-        "what is tried out is not lent"
+        "files in the user's folder are not used for other layers"
     )
-    packaged(user, MIXTRAL, t1=64)
+    write_packaged(user, MIXTRAL, t1=64)
     assert here.find_source(MIXTRAL).origin.startswith(str(user))
     assert here.find_source(MIXTRAL).steps.choose(1) != make_heuristic_steps(MIXTRAL, H200).choose(
         1
@@ -193,10 +204,9 @@ def test_neighbors_are_used_after_files_and_before_heuristics(tmp_path: Path) ->
 
 
 def test_rows_per_expert_determine_the_path_and_block_of_a_neighbor(tmp_path: Path) -> None:
-    """Blocks of 32 rows tuned for 16 rows per expert are not used for 32, nor aligned tiles for
-    64."""
+    """Tiles tuned for 16 rows per expert are used up to 24 rows, and other paths beyond."""
     layer = replace(MIXTRAL, experts=64, top_k=8, intermediate=2048)
-    packaged(tmp_path, replace(layer, intermediate=2560), t128=32, t256=32, t512=64)
+    write_packaged(tmp_path, replace(layer, intermediate=2560), t128=32, t256=32, t512=64)
     source = make_lookup(tmp_path / "u", tmp_path).find_source(layer)
     assert [source.steps.choose(t).gemm1.block_m for t in (128, 256, 512)] == [32, 32, 64]
     device = Device("NVIDIA H200", tma=True)
@@ -219,13 +229,13 @@ def test_rows_per_expert_determine_the_path_and_block_of_a_neighbor(tmp_path: Pa
 
 
 def test_a_packaged_file_states_its_layer(tmp_path: Path) -> None:
-    packaged(tmp_path, QWEN, tuned=False, t1=16)
+    write_packaged(tmp_path, QWEN, tuned=False, t1=16)
     with pytest.raises(ConfigurationError, match="tuned_for"):
         make_lookup(tmp_path / "none", tmp_path).find_source(MIXTRAL)
 
 
 def test_explain_names_the_neighbor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    packaged(tmp_path, replace(MIXTRAL, hidden=6144, intermediate=16384), t1=16, t8=64)
+    write_packaged(tmp_path, replace(MIXTRAL, hidden=6144, intermediate=16384), t1=16, t8=64)
     monkeypatch.setattr(
         "experts.triton.configs.select._machine_lookup",
         lambda: make_lookup(tmp_path / "u", tmp_path),

@@ -1,4 +1,4 @@
-"""Tiles that a program overrides: scope, precedence, and what is refused."""
+"""`override_config` sets the tiles of calls in a scope, and precedes files and heuristics."""
 
 import threading
 from dataclasses import replace
@@ -33,7 +33,7 @@ from modular_kernel.reference import float64_reference, rounded_reference
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.testing.random_inputs import random_inputs
 
-here = make_h200_fixture()
+user_folder = make_h200_fixture()
 
 
 def test_overrides_nest_and_restore_the_previous_one() -> None:
@@ -75,7 +75,7 @@ def test_an_override_ends_if_an_error_is_raised() -> None:
     ],
 )
 def test_an_override_with_an_unsupported_path_is_replaced_by_heuristics(
-    path: str, quant: str, here: Path
+    path: str, quant: str, user_folder: Path
 ) -> None:
     device = current_lookup().device
     four_bit, problem = (
@@ -91,7 +91,7 @@ def test_an_override_with_an_unsupported_path_is_replaced_by_heuristics(
 
 
 def test_an_override_does_not_affect_other_threads() -> None:
-    before, seen, inside, done = (
+    before, thread_configs, inside, done = (
         choose_config(MIXTRAL, 64),
         [],
         threading.Event(),
@@ -99,11 +99,11 @@ def test_an_override_does_not_affect_other_threads() -> None:
     )
 
     def other() -> None:
-        seen.append(choose_config(MIXTRAL, 64))
+        thread_configs.append(choose_config(MIXTRAL, 64))
         with override_config(LARGE_TILES):
             inside.set()
             done.wait(10)
-            seen.append(choose_config(MIXTRAL, 64))
+            thread_configs.append(choose_config(MIXTRAL, 64))
 
     with override_config(SMALL_TILES):
         thread = threading.Thread(target=other)
@@ -112,12 +112,13 @@ def test_an_override_does_not_affect_other_threads() -> None:
         assert choose_config(MIXTRAL, 64) == SMALL_TILES
         done.set()
         thread.join()
-    assert seen == [before, LARGE_TILES]
+    assert thread_configs == [before, LARGE_TILES]
 
 
-def test_an_override_precedes_every_file(here: Path) -> None:
+def test_an_override_precedes_every_file(user_folder: Path) -> None:
     write_config_file(
-        here.parent / f"user/{NAME}", file_contents(tokens_1=(vllm_launch(64), vllm_launch(64)))
+        user_folder.parent / f"user/{NAME}",
+        file_contents(tokens_1=(vllm_launch(64), vllm_launch(64))),
     )
     assert choose_config(MIXTRAL, 64).gemm1.block_m == 64
     with override_config(SMALL_TILES):
@@ -125,7 +126,7 @@ def test_an_override_precedes_every_file(here: Path) -> None:
 
 
 def test_an_override_accepts_the_format_of_files() -> None:
-    with override_config(vllm_launch(32, 128, 64)):  # vLLM's: fused columns
+    with override_config(vllm_launch(32, 128, 64)):  # BLOCK_SIZE_N of vLLM has gate and up columns
         assert choose_config(MIXTRAL, 64).gemm1.block_n == 64
     with override_config({"gemm1": vllm_launch(32, 128, 64), "gemm2": vllm_launch(32, 32)}):
         assert choose_config(MIXTRAL, 64).gemm1.block_n == 128
@@ -155,19 +156,19 @@ def test_outputs_do_not_depend_on_an_override(pair: MoEConfig) -> None:
         pytest.skip("no Triton here")
     problem = Problem(tokens=37, hidden=64, intermediate=48, experts=5, top_k=2)
     inputs = random_inputs(problem, torch.device(machine.device))
-    exact, fair = float64_reference(*inputs, problem), rounded_reference(*inputs, problem)
+    exact, rounded = float64_reference(*inputs, problem), rounded_reference(*inputs, problem)
     with override_config(pair):
         kernel = make_kernel(
             "MoEPrepareAndFinalizeNoEP", "TritonExperts", problem, machine=machine, poison=True
         )
         out = kernel(*inputs)
-    assert float((out - exact).norm()) <= 1.25 * float((fair - exact).norm())
+    assert float((out - exact).norm()) <= 1.25 * float((rounded - exact).norm())
 
 
-def test_a_plan_called_under_another_override(machine: Machine) -> None:
-    """Its buffers are for smaller blocks, so it raises before anything is launched.
+def test_a_plan_is_not_called_under_another_override(machine: Machine) -> None:
+    """The plan's buffers are for smaller blocks, so it raises before anything is launched.
 
-    On a GPU it replays the launches of its first call instead of choosing again.
+    On a GPU, the plan replays the launches of its first call.
     """
     problem = Problem(4, 64, 48, experts=3, top_k=2)
     inputs = random_inputs(problem, torch.device(machine.device))

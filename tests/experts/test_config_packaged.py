@@ -1,4 +1,4 @@
-"""The packaged tuned files: each is found, fits its device, and improves on the baseline."""
+"""Every packaged tuned file is found, fits its device, and is faster than without tuning."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def shape_of(name: str) -> tuple[int, int]:
 
 
 def layer_of(path: Path) -> tuple[TunedConfigs, Problem]:
-    """Return the layer that a file was tuned for, from its name and contents."""
+    """Return the contents of a file, and the problem for which it was tuned."""
     key, tuned_configs = ConfigKey.parse(path.name), read_config_file(path)
     assert tuned_configs.tuned_for is not None
     for quant in SCHEMES:
@@ -49,7 +49,7 @@ def test_a_file_is_found_and_fits(path: Path) -> None:
     assert source.searched_locations == ()
     assert tuned_configs.triton == "3.6.0"
     assert fit_to_problem(tuned_configs, problem, DEVICE).steps == source.steps
-    # Prefill takes the largest number's tiles: those of a few hundred tokens would cost it dearly.
+    # Prefill uses the tiles of the largest number of tokens. Those for a few hundred are slow.
     assert min(tuned_configs.configs()) == 1
     assert max(tuned_configs.configs()) >= 4096
     assert set(tuned_configs.times) <= set(tuned_configs.configs())
@@ -57,7 +57,7 @@ def test_a_file_is_found_and_fits(path: Path) -> None:
         assert times.untuned_us is None or 0 < times.us <= times.untuned_us
 
 
-def test_its_shape_has_a_name() -> None:
+def test_tuned_shapes_have_names() -> None:
     named = {(s["experts"], s["hidden"], s["intermediate"], s["top_k"]) for s in SHAPES.values()}
     for path in FILES:
         _, p = layer_of(path)
@@ -65,7 +65,7 @@ def test_its_shape_has_a_name() -> None:
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block", "fp8_w8a8_channel"])
-def test_the_baseline_and_more_are_tuned(quant: str) -> None:
+def test_all_baseline_shapes_are_tuned(quant: str) -> None:
     tuned = {
         (problem.experts, problem.intermediate)
         for _, problem in map(layer_of, FILES)

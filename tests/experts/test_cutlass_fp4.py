@@ -1,4 +1,4 @@
-"""nvfp4 by CutlassExpertsFP4 and its batched form, with a stand-in for the kernel of products."""
+"""CutlassExpertsFP4 and BatchedCutlassExpertsFP4 (nvfp4), with a stand-in for the GEMM kernel."""
 
 from dataclasses import replace
 from typing import Any
@@ -87,7 +87,7 @@ def test_verdicts_of_the_parts(
     assert [r.rule for r in verdict.rejections] == rules, str(verdict)
 
 
-def test_other_parts_refuse_the_scheme() -> None:
+def test_other_parts_refuse_nvfp4_w4a4() -> None:
     (rejection,) = check(
         "MoEPrepareAndFinalizeNoEP", "TritonExperts", BASE, Machine("cuda", (9, 0), PACKAGES)
     ).rejections
@@ -100,7 +100,7 @@ ROWS, K, N, EXPERTS, TILES = 200, 384, 256, 3, [(0, 0, 130), (0, 128, 130), (2, 
 
 
 def operands() -> dict[str, torch.Tensor]:
-    """Return rows of experts 0 and 2 and the arguments of the kernel; one tile has no rows."""
+    """Return the kernel's arguments, with rows of experts 0 and 2, and an unused tile entry."""
     named = torch.full((3 * 4 + 1,), 0x3F3F3F3F, dtype=torch.int32)
     named[:12].view(3, -1)[:, :3] = torch.tensor(TILES, dtype=torch.int32).T
     named[-1] = 3
@@ -109,7 +109,7 @@ def operands() -> dict[str, torch.Tensor]:
     def codes(*shape: int) -> torch.Tensor:
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
-    # Scales from 0.5 to 2 of rows and groups that are there: 384 values are a step and a half.
+    # Scales are 0.5 to 2 for existing rows and groups, and 0 for the padding: K is 1.5 steps.
     blocks = EXPERTS * N // 128
     a_scale, b_scale = (torch.zeros(n, 2 * 2048, dtype=torch.uint8) for n in (4, blocks))
     group, row = torch.arange(K // 16)[None, :], torch.arange(128)[:, None]
@@ -138,21 +138,19 @@ def call(gemm: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def test_reference_and_stand_in_agree() -> None:
-    """The reference uses the definition of the layout, the stand-in the addresses that the kernel
-    uses.
-    """
+    """The reference decodes the layout; the stand-in reads at the addresses of the kernel."""
     reference, other = call(fp4_gemm, operands()), call(stand_in.fp4_gemm, operands())
-    live = reference.isfinite().all(1)
-    assert live.nonzero().flatten().tolist() == list(range(190))
+    written = reference.isfinite().all(1)
+    assert written.nonzero().flatten().tolist() == list(range(190))
     assert other[190:].isnan().all()
     error = (reference[:190].float() - other[:190].float()).norm() / reference[:190].float().norm()
     assert error < 1e-4
 
 
-def test_one_result_computed_by_hand() -> None:
+def test_an_output_equals_a_sum_computed_by_hand() -> None:
     given = operands()
-    row, column = 131, 200  # of expert 2's first tile, of the second matrix
-    got = float(call(fp4_gemm, given)[row, column])
+    row, column = 131, 200  # in the first tile of expert 2, and in its second matrix
+    actual = float(call(fp4_gemm, given)[row, column])
     total = 0.0
     for k in range(K):
         group, place = k // 16, row - 130
@@ -162,13 +160,13 @@ def test_one_result_computed_by_hand() -> None:
         scales = [given["a_scale"][2, at_a], given["b_scale"][5, at_b]]
         lines = given["q"][row], given["w"][2, column]
         x, w = (int(line[k // 2]) >> 4 * (k % 2) & 15 for line in lines)
-        s = [float(each.view(torch.float8_e4m3fn)) for each in scales]
+        s = [float(scale.view(torch.float8_e4m3fn)) for scale in scales]
         total += float(stand_in.VALUES[x] * stand_in.VALUES[w]) * s[0] * s[1]
-    assert got == pytest.approx(total * 0.125, rel=2.0**-8)
+    assert actual == pytest.approx(total * 0.125, rel=2.0**-8)
 
 
-# What each changes of the operands; all of it, the kernel would compute wrongly or fault.
-PLANTED: dict[str, dict[str, Any]] = {
+# Changes of operands with which the kernel would compute wrong results or access invalid memory.
+DEFECTS: dict[str, dict[str, Any]] = {
     "K off 128": {
         "q": lambda q: q[:, :160].contiguous(),
         "w": lambda w: w[:, :, :160].contiguous(),
@@ -193,33 +191,33 @@ PLANTED: dict[str, dict[str, Any]] = {
     "tiles of int64": {"tiles": lambda t: t.long()},
     "tiles without their number": {"tiles": lambda t: t[:-1].contiguous()},
 }
-# Of what is in tensors, which only the stand-in looks at.
-INSIDE: dict[str, dict[str, Any]] = {
-    "more tiles than there is room for": {"tiles": lambda t: t.index_fill(0, torch.tensor(12), 5)},
-    "an expert that is not there": {"tiles": lambda t: t.index_fill(0, torch.tensor(1), 3)},
-    "an end behind the rows": {"tiles": lambda t: t.index_fill(0, torch.tensor([10]), 201)},
+# Changes of values in tensors, which only the stand-in checks.
+VALUE_DEFECTS: dict[str, dict[str, Any]] = {
+    "more tiles than capacity": {"tiles": lambda t: t.index_fill(0, torch.tensor(12), 5)},
+    "an invalid expert": {"tiles": lambda t: t.index_fill(0, torch.tensor(1), 3)},
+    "an end beyond the rows": {"tiles": lambda t: t.index_fill(0, torch.tensor([10]), 201)},
     "a tile over another": {"tiles": lambda t: t.index_fill(0, torch.tensor(5), 100)},
     "two ends of one expert": {"tiles": lambda t: t.index_fill(0, torch.tensor(9), 129)},
     "scales of weights with a sign": {"b_scale": lambda s: s | 0x80},
-    "scales of rows that are not there": {"a_scale": lambda s: s.fill_(0x7F)},
+    "scales of missing rows": {"a_scale": lambda s: s.fill_(0x7F)},
 }
 
 
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("name", DEFECTS)
 def test_defects_are_detected(name: str) -> None:
     for gemm, error, match in (
         (fp4_gemm, InputError, "need"),
         (stand_in.fp4_gemm, RuntimeError, "fp4_gemm"),
     ):
         given = operands()
-        given |= {field: change(given[field]) for field, change in PLANTED[name].items()}
+        given |= {field: change(given[field]) for field, change in DEFECTS[name].items()}
         with pytest.raises(error, match=match):
             call(gemm, given)
 
 
-@pytest.mark.parametrize("name", INSIDE)
-def test_defects_inside_the_product_are_detected(name: str) -> None:
+@pytest.mark.parametrize("name", VALUE_DEFECTS)
+def test_defects_in_values_are_detected(name: str) -> None:
     given = operands()
-    given |= {field: change(given[field]) for field, change in INSIDE[name].items()}
+    given |= {field: change(given[field]) for field, change in VALUE_DEFECTS[name].items()}
     with pytest.raises(RuntimeError, match="fp4_gemm"):
         call(stand_in.fp4_gemm, given)

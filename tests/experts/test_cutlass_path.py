@@ -1,7 +1,6 @@
-"""CutlassExpertsFP8 without its package: verdicts, and the host code with a torch reference of the
-product.
+"""CutlassExpertsFP8 without CUTLASS: verdicts, and the host code with a torch reference.
 
-The reference stands in for the kernel on a CPU. It refuses operands that TMA cannot load, and
+The reference stands in for the GEMM kernel on a CPU. It refuses operands that TMA cannot load, and
 leaves rows after the last tile unwritten.
 """
 
@@ -86,8 +85,10 @@ def test_another_package_of_the_name_is_refused() -> None:
 # ------------------------------------------------------------------------------------ host code
 
 
-def layer(problem: Problem, ids_TK: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-    """Return a call with the path and the same layer by TorchExperts, on the CPU."""
+def outputs_of_path(
+    problem: Problem, ids_TK: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Return the outputs of the path and of TorchExperts for the same layer on the CPU."""
     x_TH, weights, routing = random_inputs(problem, CPU)
     if ids_TK is not None:
         routing = Routing(routing.topk_weights_TK, ids_TK)
@@ -102,12 +103,12 @@ def layer(problem: Problem, ids_TK: torch.Tensor | None = None) -> tuple[torch.T
         workspace = Workspace(specs | quantize_specs("x", scheme, *x_TH.shape), CPU, poison=True)
         x = take_quantized(workspace, "x", scheme, tuple(x_TH.shape))
         quantize_rows(x_TH, scheme, out=x)
-        arrived = DispatchedRouting(
+        dispatched = DispatchedRouting(
             routing.topk_weights_TK, routing.topk_ids_TK, IdSpace.GLOBAL, problem.experts,
             weights.expert_map, torch.zeros(1, dtype=torch.int32),
         )  # fmt: skip
         output = torch.full(problem.output_shape, torch.nan, dtype=problem.dtype)
-        tokens = ContiguousTokens(x.q_RK, arrived, x.scale)
+        tokens = ContiguousTokens(x.q_RK, dispatched, x.scale)
         assert path.supports_tensors(weights, x.q_RK)
         path.run(PathCall(tokens, weights, workspace, output, default_config(problem)))
     return output, expected
@@ -133,25 +134,25 @@ def skips(problem: Problem) -> torch.Tensor:
 def test_output_equals_torch_experts(change: dict[str, object], route: object) -> None:
     torch.manual_seed(3)
     problem = replace(PROBLEM, **change)
-    output, expected = layer(problem, route(problem) if callable(route) else None)
+    output, expected = outputs_of_path(problem, route(problem) if callable(route) else None)
     error = (output.float() - expected.float()).norm() / expected.float().norm()
     assert error < 4e-3
 
 
-def test_h_is_stored_in_8_bits() -> None:
-    """The 16-bit output of GEMM 1 and one launch are not needed."""
-    own, other = (kind(PROBLEM).specs(150, 128) for kind in (CutlassPath, GroupedTmaPath))
+def test_activations_between_gemms_are_stored_in_8_bits() -> None:
+    """The buffer for the 16-bit output of GEMM 1 is not needed."""
+    own, other = (path(PROBLEM).specs(150, 128) for path in (CutlassPath, GroupedTmaPath))
     assert set(other) - set(own) == {"workspace13"}
     assert sum(s.nbytes for s in own.values()) < sum(s.nbytes for s in other.values())
 
 
-def test_the_part_uses_the_path() -> None:
+def test_the_part_uses_the_cutlass_path() -> None:
     from experts import CutlassExpertsFP8
 
     with on_device(Device.from_machine(H200)):
         paths = CutlassExpertsFP8(PROBLEM)._paths
     assert type(paths["grouped_tma"]) is CutlassPath
-    assert len(paths) > 1  # calls of few tokens go elsewhere
+    assert len(paths) > 1  # calls with few tokens take other paths
 
 
 # ------------------------------------------------------------------------------------- contract
@@ -162,11 +163,11 @@ def sorted_rows(counts: tuple[int, ...]) -> SortedPairs:
     for expert, count in enumerate(counts):
         tiles += [(expert, row, start + count) for row in range(start, start + count, 128)]
         start += count
-    named = torch.full((3 * len(tiles) + 4,), 0x3F3F3F3F, dtype=torch.int32)
-    named[:-1].view(3, -1)[:, : len(tiles)] = torch.tensor(tiles, dtype=torch.int32).T
-    named[-1] = len(tiles)
+    tiles_tensor = torch.full((3 * len(tiles) + 4,), 0x3F3F3F3F, dtype=torch.int32)
+    tiles_tensor[:-1].view(3, -1)[:, : len(tiles)] = torch.tensor(tiles, dtype=torch.int32).T
+    tiles_tensor[-1] = len(tiles)
     nothing = torch.empty(0, 1, dtype=torch.int32)
-    return SortedPairs(nothing, nothing, named, nothing)
+    return SortedPairs(nothing, nothing, tiles_tensor, nothing)
 
 
 def operands(rows: int, depth: int) -> tuple[QuantizedRows, ExpertWeights]:
@@ -190,25 +191,25 @@ def test_rows_after_the_last_one_are_unchanged() -> None:
     assert h.q_RK[:194].float().any(1).all()
 
 
-PLANTED = {
-    "rows apart": (LayoutError, "q_RK", lambda q: q.repeat(1, 2)[:, ::2]),
-    "row scales of the depth": (LayoutError, "scale", lambda scale: scale.T.contiguous().T),
-    "a row scale short": (ShapeError, "scale", lambda scale: scale[:, :1].contiguous()),
+DEFECTS = {
+    "rows with gaps": (LayoutError, "q_RK", lambda q: q.repeat(1, 2)[:, ::2]),
+    "row scales along K": (LayoutError, "scale", lambda scale: scale.T.contiguous().T),
+    "too few row scales": (ShapeError, "scale", lambda scale: scale[:, :1].contiguous()),
     "rows off 16 bytes": (LayoutError, "q_RK", odd_address),
     "weights along N": (LayoutError, "w2", lambda w: w.mT.contiguous().mT),
     "weights off 16 bytes": (LayoutError, "w2", odd_address),
-    "a block of scales short": (ShapeError, "w2_scale", lambda scale: scale[:, :1].contiguous()),
+    "too few block scales": (ShapeError, "w2_scale", lambda scale: scale[:, :1].contiguous()),
     "no scales": (ShapeError, "w2_scale", lambda scale: None),
-    "a row short": (ShapeError, "q_RK", lambda q: q[:-1]),
-    "rows of weights short": (ShapeError, "w2", lambda w: w[:, :128].contiguous()),
+    "too few rows": (ShapeError, "q_RK", lambda q: q[:-1]),
+    "too few rows of weights": (ShapeError, "w2", lambda w: w[:, :128].contiguous()),
     "weights of one expert": (ShapeError, "w2", lambda w: w[:1]),
     "another depth": (ShapeError, "w2", lambda w: w[:, :, :64].contiguous()),
 }
 
 
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("name", DEFECTS)
 def test_defects_are_detected(name: str) -> None:
-    error, field, plant = PLANTED[name]
+    error, field, change = DEFECTS[name]
     problem = replace(PROBLEM, hidden=256, intermediate=256)
     a, _ = operands(70, 256)
     weights = random_inputs(problem, CPU)[1]
@@ -216,8 +217,8 @@ def test_defects_are_detected(name: str) -> None:
     block_gemm(a, gemm2_operands(weights, problem), problem, order, out)
     assert out.any(1).all()
     if hasattr(a, field):
-        a = replace(a, **{field: plant(getattr(a, field))})
+        a = replace(a, **{field: change(getattr(a, field))})
     else:
-        weights = replace(weights, **{field: plant(getattr(weights, field))})
+        weights = replace(weights, **{field: change(getattr(weights, field))})
     with pytest.raises(error):
         block_gemm(a, gemm2_operands(weights, problem), problem, order, out)

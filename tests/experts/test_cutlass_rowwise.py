@@ -1,4 +1,4 @@
-"""fp8 per channel and per tensor with torch._scaled_grouped_mm, with a stand-in for it."""
+"""CutlassRowwiseExpertsFP8 (fp8 per channel or tensor), with a stand-in for _scaled_grouped_mm."""
 
 from dataclasses import replace
 from typing import Any
@@ -63,16 +63,16 @@ def operands() -> dict[str, Any]:
 
 
 def test_stand_in_equals_float64() -> None:
-    given = operands()
-    out = scaled_grouped_mm(**given)
-    a, w = given["mat_a"].float(), given["mat_b"].float()
-    want = (a[7:33] @ w[2]) * given["scale_a"][7:33, None] * given["scale_b"][2]
-    assert torch.equal(out[7:33], want.bfloat16())
+    arguments = operands()
+    out = scaled_grouped_mm(**arguments)
+    a, w = arguments["mat_a"].float(), arguments["mat_b"].float()
+    expected = (a[7:33] @ w[2]) * arguments["scale_a"][7:33, None] * arguments["scale_b"][2]
+    assert torch.equal(out[7:33], expected.bfloat16())
     assert out[33:].isnan().all()
 
 
 FP8 = torch.float8_e4m3fn
-PLANTED: dict[str, dict[str, Any]] = {
+DEFECTS: dict[str, dict[str, Any]] = {
     "N off 16": {
         "mat_b": torch.zeros(3, 40, 32).to(FP8).transpose(1, 2),
         "scale_b": torch.ones(3, 40),
@@ -84,7 +84,7 @@ PLANTED: dict[str, dict[str, Any]] = {
     "one scale repeated over rows": {"scale_a": torch.ones(1).expand(40)},
     "one scale repeated over columns": {"scale_b": torch.ones(3, 1).expand(3, 48)},
     "scales of rows as a column": {"scale_a": torch.ones(40, 1)},
-    "a scale short": {"scale_a": torch.ones(39)},
+    "too few scales": {"scale_a": torch.ones(39)},
     "scales of 16 bits": {"scale_a": torch.ones(40, dtype=torch.bfloat16)},
     "rows of 16 bits": {"mat_a": torch.zeros(40, 32, dtype=torch.bfloat16)},
     "weights along N": {"mat_b": torch.zeros(3, 32, 48).to(FP8)},
@@ -92,13 +92,13 @@ PLANTED: dict[str, dict[str, Any]] = {
     "ends of int64": {"offs": torch.tensor([7, 7, 33])},
     "no ends": {"offs": None},
     "an end for each group and a first": {"offs": torch.tensor([0, 7, 7, 33], dtype=torch.int32)},
-    "ends that fall": {"offs": torch.tensor([7, 6, 33], dtype=torch.int32)},
-    "an end behind the rows": {"offs": torch.tensor([7, 7, 41], dtype=torch.int32)},
+    "decreasing ends": {"offs": torch.tensor([7, 6, 33], dtype=torch.int32)},
+    "an end beyond the rows": {"offs": torch.tensor([7, 7, 41], dtype=torch.int32)},
     "results of float32": {"out_dtype": torch.float32},
 }
 
 
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("name", DEFECTS)
 def test_defects_are_detected(name: str) -> None:
     with pytest.raises((RuntimeError, ValueError, TypeError)):
-        scaled_grouped_mm(**operands() | PLANTED[name])
+        scaled_grouped_mm(**operands() | DEFECTS[name])

@@ -1,4 +1,4 @@
-"""The DeepGEMM parts, with a stand-in that makes the checks of the library."""
+"""The DeepGEMM parts, with a stand-in that makes the same checks as the library."""
 
 import sys
 from collections.abc import Iterator
@@ -58,7 +58,7 @@ COMMON: tuple[tuple[dict[str, Any], str], ...] = (
 
 
 @pytest.fixture(autouse=True)
-def _forget() -> Iterator[None]:
+def _reset_stand_in() -> Iterator[None]:
     deep_gemm_2.launched.clear()
     deep_gemm_2.alignment[0] = 128
     yield
@@ -87,34 +87,32 @@ def test_strided_weights_are_accepted(part: Any, quant: str, layout: str) -> Non
     assert proof.passed, str(proof)
 
 
-# ---------------------------------------------------------------------------------- either of two
-
-
-FEW = replace(BASE, experts=2, tokens=127)  # with top-2, an expert has the rows of each token
+# --------------------------------------------------------------------- parts that select DeepGEMM
+FEW = replace(BASE, experts=2, tokens=127)  # with two experts and top-2, each has all tokens
 
 
 @pytest.mark.parametrize("quant", ["none", BLOCK])
-@pytest.mark.parametrize(("tokens", "many"), [(127, False), (129, True)])
-def test_selecting_part_is_proven(quant: str, tokens: int, many: bool) -> None:
+@pytest.mark.parametrize(("tokens", "uses_deepgemm"), [(127, False), (129, True)])
+def test_selecting_part_is_proven(quant: str, tokens: int, uses_deepgemm: bool) -> None:
     assert min_tokens(FEW, MIN_ROWS) == 128
     proof = prove_part(TritonOrDeepGemm, replace(FEW, tokens=tokens, quant=quant))
     assert proof.passed, str(proof)
-    assert bool(deep_gemm_2.launched) is many
+    assert bool(deep_gemm_2.launched) is uses_deepgemm
 
 
 @pytest.mark.parametrize("layout", ["plain", "shifted"])
-def test_the_selecting_part_quantizes_activations_for_triton(layout: str) -> None:
+def test_selecting_part_quantizes_activations_for_triton(layout: str) -> None:
     problem = replace(FEW, tokens=129, quant=BLOCK, hidden=256)
     proof = prove_part(TritonOrDeepGemm, problem, variation=InputVariation(layout=layout))
     assert proof.passed, str(proof)
     assert bool(deep_gemm_2.launched) is (layout == "plain")
 
 
-@pytest.mark.parametrize(("experts", "many"), [(2, True), (5, False)])
-def test_selecting_batched_part_is_proven(experts: int, many: bool) -> None:
+@pytest.mark.parametrize(("experts", "uses_deepgemm"), [(2, True), (5, False)])
+def test_selecting_batched_part_is_proven(experts: int, uses_deepgemm: bool) -> None:
     proof = prove_part(BatchedTritonOrDeepGemm, replace(FEW, experts=experts, tokens=40))
     assert proof.passed, str(proof)
-    assert bool(deep_gemm_2.launched) is many  # 128 rows are room for two experts' 64 each
+    assert bool(deep_gemm_2.launched) is uses_deepgemm
 
 
 @pytest.mark.parametrize("part", [TritonOrDeepGemm, BatchedTritonOrDeepGemm])
@@ -127,12 +125,14 @@ def test_sizes_that_the_library_does_not_support_run_on_triton(part: Any, change
 
 def test_the_selection_is_reported() -> None:
     problem = replace(BASE, experts=64, top_k=8)
-    few, many = TritonOrDeepGemmExperts.explained(problem)
+    few, uses_deepgemm = TritonOrDeepGemmExperts.explained(problem)
     assert few == "calls of fewer than 1024 tokens: TritonExperts"
-    assert many == "calls of 1024 tokens or more: DeepGemmExperts, if weights are row-major"
-    few, many = BatchedTritonOrDeepGemmExperts.explained(problem)
+    assert (
+        uses_deepgemm == "calls of 1024 tokens or more: DeepGemmExperts, if weights are row-major"
+    )
+    few, uses_deepgemm = BatchedTritonOrDeepGemmExperts.explained(problem)
     assert few == "experts with room for fewer than 512 rows: BatchedTritonExperts"
-    assert many == "experts with room for 512 rows or more: BatchedDeepGemmExperts"
+    assert uses_deepgemm == "experts with room for 512 rows or more: BatchedDeepGemmExperts"
     for part in (TritonOrDeepGemmExperts, BatchedTritonOrDeepGemmExperts):
         (every,) = part.explained(replace(problem, bias=True))
         assert every.endswith(
@@ -140,9 +140,8 @@ def test_the_selection_is_reported() -> None:
         )
 
 
-def test_workspaces_are_sized_for_both() -> None:
-    """Weights that are views, and calls with fewer tokens, run on Triton in a plan for many
-    tokens."""
+def test_workspaces_are_sized_for_both_parts() -> None:
+    """In a plan for many tokens, calls with few tokens run on Triton."""
     problem = replace(FEW, tokens=200)
     with stand_in_libraries():
         part = TritonOrDeepGemm(problem)
@@ -156,51 +155,49 @@ def test_workspaces_are_sized_for_both() -> None:
 
 
 CPU = Machine("cpu", None, frozenset({"triton", "ml_dtypes"}), interpreter=True)
-AROUND = [
+LAUNCHES_AROUND_GEMMS = [
     *("count_pairs_kernel", "scan_counts_kernel", "align_rows_kernel"),
     *("permute_and_quantize_kernel", "quantize_rows_kernel", "weight_and_sum_kernel"),
 ]
 
 
-def test_launches_around_the_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our own kernels, interpreted: x is quantized while it is moved, and scales have the layout
-    that the library reads.
-    """
+def test_interpreted_launches_around_the_gemms_equal_the_reference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One interpreted kernel permutes and quantizes x, with scales in the library's layout."""
     names: list[str] = []
-    whole = launch.launch
+    original_launch = launch.launch
 
-    def noted(kernel: Any, grid: Any, **arguments: Any) -> None:
+    def recording_launch(kernel: Any, grid: Any, **arguments: Any) -> None:
         names.append(kernel.fn.__name__)
-        whole(kernel, grid, **arguments)
+        original_launch(kernel, grid, **arguments)
 
     for name, module in list(sys.modules.items()):
         if name.startswith(("modular_kernel.ops.", "experts.")) and hasattr(module, "launch"):
-            monkeypatch.setattr(module, "launch", noted)
+            monkeypatch.setattr(module, "launch", recording_launch)
     problem = replace(BASE, quant=BLOCK, hidden=256, intermediate=384)
     given = make_inputs(problem, "skips", torch.device("cpu"))
     kernel = make_kernel("MoEPrepareAndFinalizeNoEP", DeepGemm, problem, machine=CPU)
     plan = kernel.plan()
-    found = plan(given.x_TH, given.weights, given.routing)
-    assert names == AROUND
+    actual = plan(given.x_TH, given.weights, given.routing)
+    assert names == LAUNCHES_AROUND_GEMMS
     with prefer_torch_reference():
-        want = kernel(given.x_TH, given.weights, given.routing)
-    assert torch.allclose(found.float(), want.float(), rtol=2**-6, atol=2**-10)
+        expected = kernel(given.x_TH, given.weights, given.routing)
+    assert torch.allclose(actual.float(), expected.float(), rtol=2**-6, atol=2**-10)
 
 
-# ------------------------------------------------------------------------------------ where it is
+# ------------------------------------------------------------------------------------ the library
+IMPORTS = "from ._C import m_grouped_fp8_gemm_nt_masked, m_grouped_bf16_gemm_nt_contiguous"
 
 
-SIGNS = "from ._C import m_grouped_fp8_gemm_nt_masked, m_grouped_bf16_gemm_nt_contiguous"
-
-
-def put(site: Path, name: str, text: str = "", *, psum: bool = True) -> None:
+def write_package(site: Path, name: str, text: str = "", *, psum: bool = True) -> None:
     folder = site / name
     headers = folder / "include/deep_gemm/scheduler"
     headers.mkdir(parents=True)
     (headers / "gemm.cuh").write_text("MGroupedContiguousWithPsumLayout" if psum else "nothing")
     (folder / "_C.py").write_text("m_grouped_fp8_gemm_nt_masked = 1\n"
                                   "m_grouped_bf16_gemm_nt_contiguous = 2\n")  # fmt: skip
-    (folder / "__init__.py").write_text(f"{SIGNS}\n__version__ = '2.5.0'\n{text}\n")
+    (folder / "__init__.py").write_text(f"{IMPORTS}\n__version__ = '2.5.0'\n{text}\n")
 
 
 @pytest.fixture
@@ -210,14 +207,14 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_library_is_loaded_by_name(site: Path) -> None:
-    put(site, "deep_gemm")
+    write_package(site, "deep_gemm")
     assert library.load().m_grouped_fp8_gemm_nt_masked == 1
 
 
 def test_a_copy_in_vllm_is_loaded_without_vllm(site: Path) -> None:
     (site / "vllm").mkdir()
     (site / "vllm/__init__.py").write_text("raise SystemExit('vllm was imported')")
-    put(site, "vllm/third_party/deep_gemm")
+    write_package(site, "vllm/third_party/deep_gemm")
     assert library.load().m_grouped_bf16_gemm_nt_contiguous == 2
     assert "vllm" not in sys.modules
     assert "deep_gemm" not in sys.modules
@@ -226,18 +223,18 @@ def test_a_copy_in_vllm_is_loaded_without_vllm(site: Path) -> None:
 def test_missing_package_and_another_with_its_name_are_refused(site: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"got nothing, need DeepGEMM 2\.4\.2"):
         library.load()
-    put(site, "deep_gemm", psum=False)
+    write_package(site, "deep_gemm", psum=False)
     with pytest.raises(ConfigurationError, match=r"unsupported deep_gemm 2\.5\.0: no MGrouped"):
         library.load()
 
 
 def test_a_package_that_fails_to_load_is_reported_with_the_reason(site: Path) -> None:
-    put(site, "deep_gemm", "assert None is not None, 'no CUDA_HOME'")
+    write_package(site, "deep_gemm", "assert None is not None, 'no CUDA_HOME'")
     with pytest.raises(ConfigurationError, match="no CUDA_HOME, need a build for this torch"):
         library.load()
 
 
-def test_a_foreign_alignment_is_refused() -> None:
+def test_another_alignment_of_the_library_is_refused() -> None:
     deep_gemm_2.alignment[0] = 64
     with pytest.raises(StateError, match="got 64, need 128"):
         library.grouped_gemm_contiguous(
@@ -249,25 +246,25 @@ def test_a_foreign_alignment_is_refused() -> None:
 
 
 @pytest.mark.parametrize("space", [IdSpace.LOCAL, IdSpace.GLOBAL])
-def test_aligned_rows_equal_their_reference(space: IdSpace) -> None:
+def test_aligned_rows_equal_the_reference(space: IdSpace) -> None:
     counts = [0, 129, 0, 1, 128, 0]
     ids = torch.arange(6).repeat_interleave(torch.tensor(counts))
     ids = torch.cat((ids, torch.tensor([-1, 7])))[torch.randperm(260)].view(130, 2)
-    expert_map, named = None, ids
-    if space is IdSpace.GLOBAL:  # backwards, and two that are elsewhere
+    expert_map, routed_ids = None, ids
+    if space is IdSpace.GLOBAL:  # local experts in reverse order, and one expert of another rank
         expert_map = torch.tensor([5, 4, 3, 2, 1, 0, -1], dtype=torch.int32)
-        named = torch.where((ids >= 0) & (ids < 6), 5 - ids, ids)
-    found = []
+        routed_ids = torch.where((ids >= 0) & (ids < 6), 5 - ids, ids)
+    results = []
     for aligned in (align_rows, aligned_in_torch):
         invalid = torch.zeros(1, dtype=torch.int32)
-        routing = DispatchedRouting(None, named, space, 7, expert_map, invalid)
+        routing = DispatchedRouting(None, routed_ids, space, 7, expert_map, invalid)
         workspace = Workspace(aligned_specs(130, 2, 6), torch.device("cpu"), poison=True)
-        found.append((*aligned(routing, 128, num_local=6, workspace=workspace), invalid))
+        results.append((*aligned(routing, 128, num_local=6, workspace=workspace), invalid))
         workspace.check_red_zones()
-    for kernels, references in zip(*found, strict=True):
-        assert torch.equal(kernels, references)
-    rows_TK, ends, invalid = found[0]
-    assert int(invalid) == 1  # the 7
+    for by_kernels, by_reference in zip(*results, strict=True):
+        assert torch.equal(by_kernels, by_reference)
+    rows_TK, ends, invalid = results[0]
+    assert int(invalid) == 1  # expert id 7
     assert ends.tolist() == [0, 129, 256, 257, 512, 512]
     for expert, first in ((1, 0), (3, 256), (4, 384)):
         want = torch.arange(first, first + counts[expert], dtype=torch.int32)
@@ -282,7 +279,7 @@ def aligned_in_torch(*given: Any, **named: Any) -> Any:
         return align_rows(*given, **named)
 
 
-# ---------------------------------------------------------------------------------------- planted
+# ---------------------------------------------------------------------------------------- defects
 
 
 FP8 = torch.float8_e4m3fn
@@ -315,8 +312,8 @@ def test_the_stand_in_computes_and_overwrites_like_the_library() -> None:
     x = a[:7].float() * sfa[:7].repeat_interleave(128, 1)
     want = x @ (w[0].float() * sfb[0].repeat_interleave(128, 1)).T
     assert torch.equal(d[:7], want.bfloat16())
-    assert not d[64:128].any()  # a half without rows
-    assert d[7:64].any()  # what lies there is multiplied, too
+    assert not d[64:128].any()  # half of a tile without used rows
+    assert d[7:64].any()  # unused rows of a half with used rows are also multiplied
     given = by_counts()
     deep_gemm_2.m_grouped_fp8_gemm_nt_masked(**given)
     assert given["d"][1].isnan().all()
@@ -325,64 +322,64 @@ def test_the_stand_in_computes_and_overwrites_like_the_library() -> None:
 
 
 def test_a_tile_that_reaches_into_the_next_expert_overwrites_it() -> None:
-    """Capacity 16: a tile of the first expert's rows is stored after the second's."""
+    """With capacity 16, a tile of the first expert overlaps the rows of the second expert."""
     a, w = torch.ones(2, 16, 64).bfloat16(), torch.ones(2, 8, 64).bfloat16()
     w[0] = 7
     d = torch.zeros(2, 16, 8).bfloat16()
     counts = torch.tensor([3, 3], dtype=torch.int32)
     deep_gemm_2.m_grouped_bf16_gemm_nt_masked(a, w, d, counts, 3)
-    assert d[1, 0, 0] == 7 * 64  # where the second expert's result should be
+    assert d[1, 0, 0] == 7 * 64  # instead of the second expert's result
 
 
-ENDS = {"grouped_layout": torch.tensor([7, 20, 130], dtype=torch.int32)}
-PLANTED_ENDS: dict[str, Any] = {
-    "a plain sum of counts": ENDS,
-    "an end behind the rows": {"grouped_layout": torch.tensor([7, 128, 385], dtype=torch.int32)},
+UNALIGNED_ENDS = {"grouped_layout": torch.tensor([7, 20, 130], dtype=torch.int32)}
+CONTIGUOUS_DEFECTS: dict[str, Any] = {
+    "a plain sum of counts": UNALIGNED_ENDS,
+    "an end beyond the rows": {"grouped_layout": torch.tensor([7, 128, 385], dtype=torch.int32)},
     "ends of int64": {"grouped_layout": torch.tensor([7, 128, 130])},
     "a first row, and ends": {"grouped_layout": torch.tensor([0, 7, 128, 130]).int()},
     "the other layout": {"use_psum_layout": False},
-    "rows that are no whole tiles": lambda g: {
+    "rows that are not whole tiles": lambda g: {
         "a": (g["a"][0][:383], torch.rand(2, 384).T[:383]), "d": g["d"][:383]
     },
-    "scales a row": lambda g: {"a": (g["a"][0], torch.rand(384, 2))},
-    "a group of scales short": lambda g: {"a": (g["a"][0], torch.rand(1, 384).T)},
+    "row-major scales": lambda g: {"a": (g["a"][0], torch.rand(384, 2))},
+    "too few groups of scales": lambda g: {"a": (g["a"][0], torch.rand(1, 384).T)},
     "scales of packed exponents": {"disable_ue8m0_cast": False},
     "scales of weights along K": lambda g: {"b": (g["b"][0], torch.rand(3, 2, 1))},
     "scales of every weight row": lambda g: {"b": (g["b"][0], torch.rand(3, 128, 2))},
     "weights along N": lambda g: {"b": (g["b"][0].mT.contiguous().mT, g["b"][1])},
-    "rows apart": lambda g: {"a": (torch.zeros(384, 512).to(FP8)[:, :256], g["a"][1])},
+    "rows with gaps": lambda g: {"a": (torch.zeros(384, 512).to(FP8)[:, :256], g["a"][1])},
     "results of float32": {"d": torch.zeros(384, 128)},
-    "rows of another kind": lambda g: {"a": (g["a"][0].view(torch.uint8), g["a"][1])},
+    "rows of another dtype": lambda g: {"a": (g["a"][0].view(torch.uint8), g["a"][1])},
 }  # fmt: skip
-PLANTED_COUNTS: dict[str, Any] = {
-    "more rows than room": {"masked_m": torch.tensor([5, 0, 129], dtype=torch.int32)},
+MASKED_DEFECTS: dict[str, Any] = {
+    "more rows than the capacity": {"masked_m": torch.tensor([5, 0, 129], dtype=torch.int32)},
     "counts of int64": {"masked_m": torch.tensor([5, 0, 128])},
-    "a count short": {"masked_m": torch.tensor([5, 0], dtype=torch.int32)},
+    "too few counts": {"masked_m": torch.tensor([5, 0], dtype=torch.int32)},
     "no rows expected": {"expected_m": 0},
     "rows expected on the device": {"expected_m": torch.tensor(44)},
-    "scales a row": lambda g: {"a": (g["a"][0], torch.rand(3, 128, 2))},
+    "row-major scales": lambda g: {"a": (g["a"][0], torch.rand(3, 128, 2))},
     "scales of all groups' rows": lambda g: {
         "a": (g["a"][0], torch.rand(2, 3, 128).permute(1, 2, 0))
     },
     "scales of 16 bits": lambda g: {"a": (g["a"][0], g["a"][1].bfloat16())},
     "results of fewer rows": {"d": torch.zeros(3, 64, 128).bfloat16()},
-    "groups apart": lambda g: {"a": (torch.zeros(3, 256, 256).to(FP8)[:, :128], g["a"][1])},
+    "gaps between groups": lambda g: {"a": (torch.zeros(3, 256, 256).to(FP8)[:, :128], g["a"][1])},
     "weights of another group": lambda g: {"b": (g["b"][0][:2], g["b"][1][:2])},
 }
 
 
-@pytest.mark.parametrize("name", PLANTED_ENDS)
+@pytest.mark.parametrize("name", CONTIGUOUS_DEFECTS)
 def test_defects_in_contiguous_rows_are_detected(name: str) -> None:
-    given, change = by_ends(), PLANTED_ENDS[name]
+    given, change = by_ends(), CONTIGUOUS_DEFECTS[name]
     with pytest.raises(RuntimeError, match="Assertion error"):
         deep_gemm_2.m_grouped_fp8_gemm_nt_contiguous(
             **given | (change(given) if callable(change) else change)
         )
 
 
-@pytest.mark.parametrize("name", PLANTED_COUNTS)
+@pytest.mark.parametrize("name", MASKED_DEFECTS)
 def test_defects_in_masked_rows_are_detected(name: str) -> None:
-    given, change = by_counts(), PLANTED_COUNTS[name]
+    given, change = by_counts(), MASKED_DEFECTS[name]
     with pytest.raises(RuntimeError, match="Assertion error"):
         deep_gemm_2.m_grouped_fp8_gemm_nt_masked(
             **given | (change(given) if callable(change) else change)
@@ -392,6 +389,6 @@ def test_defects_in_masked_rows_are_detected(name: str) -> None:
 def test_defects_in_16_bits_are_detected() -> None:
     given = by_ends(fp8=False)
     deep_gemm_2.m_grouped_bf16_gemm_nt_contiguous(**given)
-    for change in ({"a": given["a"].half()}, ENDS, {"d": given["d"][:, :64]}):
+    for change in ({"a": given["a"].half()}, UNALIGNED_ENDS, {"d": given["d"][:, :64]}):
         with pytest.raises(RuntimeError, match="Assertion error"):
             deep_gemm_2.m_grouped_bf16_gemm_nt_contiguous(**given | change)

@@ -1,7 +1,6 @@
-"""The dequantized path without a GPU: its own launches interpreted, and products by a torch
-stand-in.
+"""The `dequantized` path without a GPU: interpreted kernels, and a torch stand-in for its GEMMs.
 
-The products are verified in tests/gpu/test_dequantized_on_gpu.py.
+tests/gpu/test_dequantized_on_gpu.py verifies the GEMMs.
 """
 
 from dataclasses import replace
@@ -48,11 +47,11 @@ def _multiply(
         spec is not None
         and activation_constants(spec)["ACTIVATION"] != product.constants["ACTIVATION"]
     ):
-        spec = None  # GEMM 2 of a layer as wide as deep
+        spec = None  # GEMM 2 of a layer with H = I
     multiply_tiles(rows, product.w.__getitem__, product.bias, spec, tile, order, out)
 
 
-_there_are_boxes = make_gemm_fixture(GroupedTmaPath, _multiply)
+_stand_in_gemms = make_gemm_fixture(GroupedTmaPath, _multiply)
 _CASES: tuple[tuple[dict[str, Any], str], ...] = (
     ({}, "uniform"),
     ({"quant": f"{_INT4}:group=32,zero_points=true"}, "skips"),
@@ -79,20 +78,20 @@ _CASES: tuple[tuple[dict[str, Any], str], ...] = (
 @pytest.mark.share(6)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu proves it, with its own products")
 @pytest.mark.parametrize(
-    ("changes", "routing", "at_once"),
+    ("changes", "routing", "group_size"),
     [(*case, 3) for case in _CASES] + [(*case, 64) for case in _CASES[:2]],
 )
 def test_cases_are_proven(
     changes: dict[str, Any],
     routing: str,
-    at_once: int,
+    group_size: int,
     machine: Machine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All experts at once, and in groups of three with a smaller last group."""
+    """Experts are dequantized in groups of three with a smaller last group, or all at once."""
     problem = replace(_BASE, **changes)
     monkeypatch.setattr(
-        dequantized_config, "experts_per_chunk", lambda problem: min(at_once, problem.e)
+        dequantized_config, "experts_per_chunk", lambda problem: min(group_size, problem.e)
     )
     with override_config(dequantized_config.default_config(problem)):
         assert choose_config(problem, 1, ("aligned", "dequantized")).path == "dequantized"
@@ -126,9 +125,9 @@ def test_experts_are_split_into_equal_groups_that_fit_a_bounded_buffer() -> None
     ],
 )
 def test_unsupported_problems_are_refused(changes: dict[str, Any]) -> None:
-    given = {key: "none" if value is None else value for key, value in changes.items()}
+    fields = {key: "none" if value is None else value for key, value in changes.items()}
     assert dequantized_config.supports(_BASE, H200)
-    assert not dequantized_config.supports(replace(_BASE, **given), H200)
+    assert not dequantized_config.supports(replace(_BASE, **fields), H200)
 
 
 def test_unsupported_gpus_are_refused() -> None:
@@ -149,10 +148,10 @@ def test_weights_in_other_layouts_take_another_path() -> None:
 @pytest.mark.parametrize("quant", [_INT4, _MXFP4, f"{_MXFP4}:repacked=true", "int8_w8a16_channel"])
 def test_heuristics_use_the_path_for_many_rows_per_expert(quant: str) -> None:
     layer = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=quant)
-    least = dequantized_config.min_rows(layer) * 8 // 2
+    min_tokens = dequantized_config.min_rows(layer) * 8 // 2
     steps = make_heuristic_steps(layer, H200, ("aligned", "dequantized"))
-    assert steps.choose(least - 1).path != "dequantized"
-    pair = steps.choose(least)
+    assert steps.choose(min_tokens - 1).path != "dequantized"
+    pair = steps.choose(min_tokens)
     assert pair == dequantized_config.default_config(layer)
     for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(layer), strict=True):
         assert not list(dequantized_config.violations(tile, gemm, layer, H200))

@@ -1,6 +1,4 @@
-"""Expert parallelism without an exchange: the example of EPMoE, and outputs of ranks that are
-summed.
-"""
+"""Expert parallelism without an exchange: every rank has all tokens, and outputs are summed."""
 
 from dataclasses import replace
 
@@ -19,14 +17,14 @@ from modular_kernel.workspace import Workspace
 
 NO_EP = "MoEPrepareAndFinalizeNoEP"
 
-# The example of ten tokens and four experts that the steps are commonly explained by.
+# An example of ten tokens, four experts and top-1, which explanations of EPMoE use.
 IDS = [1, 3, 2, 1, 0, 2, 3, 1, 2, 0]
 WEIGHTS = [0.6, 0.8, 0.7, 0.5, 0.9, 0.6, 0.7, 0.4, 0.8, 0.5]
 SRC2DST = [2, 8, 5, 3, 0, 6, 9, 4, 7, 1]
 SEG_INDPTR = [0, 2, 5, 8, 10]
 
 
-def test_the_example_s_order() -> None:
+def test_preprocess_of_the_example() -> None:
     ids = torch.tensor(IDS, device=DEVICE)[:, None]
     reorder_topk_ids, src2dst, seg_indptr = run_moe_ep_preproess(ids, 4)
     assert reorder_topk_ids.tolist() == [0, 0, 1, 1, 1, 2, 2, 2, 3, 3]
@@ -35,8 +33,8 @@ def test_the_example_s_order() -> None:
     assert (src2dst.dtype, seg_indptr.dtype) == (torch.int32, torch.int64)
 
 
-def test_the_example_s_output() -> None:
-    """Token 0 reads row 2 only, as every token reads the one row of its pair."""
+def test_post_reorder_of_the_example() -> None:
+    """With top-1, each token reads the row of its only pair. Token 0 reads row 2."""
     ids = torch.tensor(IDS, device=DEVICE)[:, None]
     weights = torch.tensor(WEIGHTS, device=DEVICE)[:, None]
     src2dst = torch.tensor(SRC2DST, dtype=torch.int32, device=DEVICE)
@@ -47,10 +45,8 @@ def test_the_example_s_output() -> None:
     assert torch.equal(out[0], torch.tensor(0.6, device=DEVICE) * down[2])
 
 
-def test_the_example_on_two_ranks() -> None:
-    """Each rank writes the tokens of its experts and exact zeros elsewhere; the sum is the whole
-    output.
-    """
+def test_the_example_on_two_ranks_sums_up_to_the_output() -> None:
+    """Each rank writes the tokens of its experts, and exact zeros for other tokens."""
     ids = torch.tensor(IDS, device=DEVICE)[:, None]
     weights = torch.tensor(WEIGHTS, device=DEVICE)[:, None]
     inputs = (
@@ -59,7 +55,7 @@ def test_the_example_on_two_ranks() -> None:
         random_normal(4, 48, 32, seed=2) / 6,
     )
     whole = run_steps(*inputs, ids, weights, (0, 3))
-    ranks = [run_steps(*inputs, ids, weights, here) for here in ((0, 1), (2, 3))]
+    ranks = [run_steps(*inputs, ids, weights, local_range) for local_range in ((0, 1), (2, 3))]
     written = [[t for t in range(10) if bool((part[t] != 0).any())] for part in ranks]
     assert written == [[0, 3, 4, 7, 9], [1, 2, 5, 6, 8]]
     assert torch.equal(ranks[0] + ranks[1], whole)
@@ -69,7 +65,7 @@ def test_the_example_on_two_ranks() -> None:
     assert torch.allclose(whole.double(), exact, atol=1e-6)
 
 
-def test_no_token_launches_nothing() -> None:
+def test_steps_without_tokens_return_an_empty_output() -> None:
     ids = torch.empty(0, 2, dtype=torch.int64, device=DEVICE)
     out = run_steps(
         random_normal(0, 48),
@@ -85,8 +81,7 @@ def test_no_token_launches_nothing() -> None:
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_expert_parallel_ranks_equal_tensor_parallel_ranks(world: int, dtype: torch.dtype) -> None:
-    """Sums over `world` ranks with whole experts, and with a shard of all experts, equal one
-    rank."""
+    """Ranks with some whole experts, or with a shard of all experts, sum up to the same output."""
     problem = Problem(23, 64, 128, 8, 3, dtype, expert_map=True)
     x_TH, weights, routing = random_inputs(replace(problem, expert_map=False), DEVICE)
     ids_TK = routing.topk_ids_TK.clone()
@@ -97,12 +92,12 @@ def test_expert_parallel_ranks_equal_tensor_parallel_ranks(world: int, dtype: to
     single = make_kernel(NO_EP, "TritonExperts", alone)(x_TH, weights, routing)
     by_experts, by_columns = torch.zeros_like(exact), torch.zeros_like(exact)
     for rank in range(world):
-        mine = 8 // world
+        num_local = 8 // world
         expert_map = torch.full((8,), -1, dtype=torch.int32, device=DEVICE)
-        held = slice(rank * mine, (rank + 1) * mine)
-        expert_map[held] = torch.arange(mine, dtype=torch.int32, device=DEVICE)
+        held = slice(rank * num_local, (rank + 1) * num_local)
+        expert_map[held] = torch.arange(num_local, dtype=torch.int32, device=DEVICE)
         part = ExpertWeights(weights.w1[held], weights.w2[held], expert_map=expert_map)
-        local = replace(problem, local_experts=mine)
+        local = replace(problem, local_experts=num_local)
         kernel = make_kernel(NO_EP, "GroupedGemmExperts", local, poison=True)
         by_experts += kernel(x_TH, part, routing)
         gate, up = weights.w1.chunk(2, 1)
@@ -111,19 +106,19 @@ def test_expert_parallel_ranks_equal_tensor_parallel_ranks(world: int, dtype: to
         columns = replace(alone, intermediate=128 // world)
         kernel = make_kernel(NO_EP, "TritonExperts", columns)
         by_columns += kernel(x_TH, ExpertWeights(w1, weights.w2[..., shard]), routing)
-    # One rounding of the output more for each rank than alone has.
+    # Each further rank rounds its output once more.
     bound = 1.25 * error(single, exact) + (world - 1) * torch.finfo(dtype).eps / 4
     assert error(by_experts, exact) <= bound
     assert error(by_experts, by_columns) <= 2 * bound
     assert bool((by_experts[5] == 0).all())
 
 
-def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.double() - want.double()).norm() / want.double().norm())
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_the_steps_equal_the_part(world: int) -> None:
+def test_steps_equal_grouped_gemm_experts(world: int) -> None:
     problem = Problem(23, 64, 48, 4, 2, torch.float32, expert_map=True, local_experts=4 // world)
     x_TH, weights, routing = random_inputs(replace(problem, local_experts=4), DEVICE)
     for rank in range(world):
@@ -138,21 +133,21 @@ def test_the_steps_equal_the_part(world: int) -> None:
         assert torch.allclose(steps, whole, rtol=1e-5, atol=1e-5)
 
 
-def test_local_ids_need_no_map() -> None:
-    """A dispatcher with local ids passes the ids of this rank, and -1."""
+def test_local_ids_need_no_expert_map() -> None:
+    """A dispatcher with local ids passes the ids of this rank's experts, and -1 for others."""
     problem = Problem(19, 48, 80, 3, 2, torch.bfloat16)
     x_TH, weights, routing = random_inputs(problem, DEVICE)
     local = routing.topk_ids_TK.clone()
     local[::3, 0] = -1
-    want = make_kernel(NO_EP, "TritonExperts", problem)(
+    expected = make_kernel(NO_EP, "TritonExperts", problem)(
         x_TH, weights, Routing(routing.topk_weights_TK, local)
     )
     part = GroupedGemmExperts(problem)
     shapes = part.workspace_shapes(ContiguousShape(19, 2))
     specs = {**shapes.extra, "workspace13": shapes.workspace13, "workspace2": shapes.workspace2}
     counter = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    arrived = DispatchedRouting(routing.topk_weights_TK, local, IdSpace.LOCAL, 3, None, counter)
+    dispatched = DispatchedRouting(routing.topk_weights_TK, local, IdSpace.LOCAL, 3, None, counter)
     out = nan_tensor(19, 48, dtype=torch.bfloat16)
     workspace = Workspace(specs, DEVICE, poison=True)
-    part.apply(ContiguousTokens(x_TH, arrived), weights=weights, workspace=workspace, output=out)
-    assert error(out, want) < 2.0**-8
+    part.apply(ContiguousTokens(x_TH, dispatched), weights=weights, workspace=workspace, output=out)
+    assert error(out, expected) < 2.0**-8

@@ -14,10 +14,10 @@ from modular_kernel.workspace import Workspace
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(("tokens", "top_k", "experts"), [(0, 2, 3), (1, 1, 1), (37, 4, 9)])
-def test_preprocess(tokens: int, top_k: int, experts: int, dtype: torch.dtype) -> None:
-    """src2dst inverts the stable order, segments have the rows of their expert, and skipped pairs
-    come first.
-    """
+def test_preprocess_sorts_pairs_by_expert(
+    tokens: int, top_k: int, experts: int, dtype: torch.dtype
+) -> None:
+    """src2dst inverts the stable sort by expert. Skipped pairs come first."""
     ids = random_ids(tokens, top_k, experts).to(dtype)
     reorder_topk_ids, src2dst, seg_indptr = run_moe_ep_preproess(ids, experts)
     flat = ids.flatten().tolist()
@@ -27,7 +27,7 @@ def test_preprocess(tokens: int, top_k: int, experts: int, dtype: torch.dtype) -
     assert seg_indptr.tolist() == [sum(i < expert for i in flat) for expert in range(experts + 1)]
 
 
-def test_preprocess_agrees_with_the_part_s_sort() -> None:
+def test_preprocess_agrees_with_sort_pairs() -> None:
     ids = random_ids(50, 3, 7).abs()
     counter = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     routing = DispatchedRouting(None, ids, IdSpace.LOCAL, 7, None, counter)
@@ -39,27 +39,26 @@ def test_preprocess_agrees_with_the_part_s_sort() -> None:
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 16, 22])
-@pytest.mark.parametrize("to", [torch.bfloat16, FP8])
-def test_pre_reorder(to: torch.dtype, top_k: int) -> None:
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, FP8])
+def test_pre_reorder_copies_and_scales_rows_of_local_pairs(to: torch.dtype, top_k: int) -> None:
     ids = random_ids(13, top_k, 6)
     _, src2dst, _ = run_moe_ep_preproess(ids, 6)
-    x = (
-        random_normal(13, 1100, dtype=torch.bfloat16) * 40
-    )  # off every block, and beyond 448 with scales
+    # 1100 columns are no multiple of a block. With scales, some values exceed 448.
+    x = random_normal(13, 1100, dtype=torch.bfloat16) * 40
     scales = torch.tensor([0.11, 1.0, 3.0], device=DEVICE) if to is FP8 else None
     rows = torch.full((13 * top_k, 1100), 2.0, device=DEVICE).to(to)
     pre_reorder(x, rows, src2dst, ids, scales, 2, 4)
-    want = torch.full((13 * top_k, 1100), 2.0, device=DEVICE)
+    expected = torch.full((13 * top_k, 1100), 2.0, device=DEVICE)
     for pair, expert in enumerate(ids.flatten().tolist()):
         if 2 <= expert <= 4:
             scale = 1.0 if scales is None else 1 / scales[expert - 2]
-            want[src2dst[pair]] = x[pair // top_k].float() * scale
-    want = want.clamp(-448, 448) if to is FP8 else want
-    assert torch.equal(rows.float(), want.to(to).float())
+            expected[src2dst[pair]] = x[pair // top_k].float() * scale
+    expected = expected.clamp(-448, 448) if to is FP8 else expected
+    assert torch.equal(rows.float(), expected.to(to).float())
 
 
-@pytest.mark.parametrize("to", [torch.bfloat16, FP8])
-def test_silu_and_mul(to: torch.dtype) -> None:
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, FP8])
+def test_silu_and_mul_scales_rows_of_local_pairs(to: torch.dtype) -> None:
     ids = random_ids(21, 1, 6).flatten().sort().values
     gateup = random_normal(21, 2 * 130, dtype=torch.bfloat16) * 20
     scales = torch.tensor([0.07, 1.0, 3.0], device=DEVICE) if to is FP8 else None
@@ -69,33 +68,34 @@ def test_silu_and_mul(to: torch.dtype) -> None:
     scale = torch.ones(21, 1, device=DEVICE)
     if scales is not None:
         scale = scales[(ids - 2).clamp(0, 2)][:, None]
-    want = torch.nn.functional.silu(gate) * up / scale
-    here = (ids >= 2) & (ids <= 4)
-    assert 0 < int(here.sum()) < 21
-    assert bool((down[~here].float() == 2.0).all())
-    want, got = want[here].clamp(-448, 448) if to is FP8 else want[here], down[here].double()
+    expected = torch.nn.functional.silu(gate) * up / scale
+    is_local = (ids >= 2) & (ids <= 4)
+    assert 0 < int(is_local.sum()) < 21
+    assert bool((down[~is_local].float() == 2.0).all())
+    expected = expected[is_local].clamp(-448, 448) if to is FP8 else expected[is_local]
+    actual = down[is_local].double()
     step = 2.0**-4 if to is FP8 else 2.0**-8  # half a unit in the last place, relative
-    assert bool(((got - want).abs() <= 1.01 * step * want.abs() + 2.0**-10).all())
+    assert bool(((actual - expected).abs() <= 1.01 * step * expected.abs() + 2.0**-10).all())
     if to is FP8:
-        assert got.abs().max() == 448
+        assert actual.abs().max() == 448
 
 
 def test_post_reorder_reads_only_rows_of_local_pairs() -> None:
-    """A token without a local pair gets zeros, whatever the rows and weights contain."""
+    """A token without a local pair gets zeros, even if its rows and weights are NaN."""
     ids = torch.tensor([[0, 2], [3, -1], [1, 1], [-1, -1]], device=DEVICE)
     _, src2dst, _ = run_moe_ep_preproess(ids, 4)
     weights = torch.tensor([[0.5, 0.25], [1, 1], [2, 3], [1, 1]], device=DEVICE)
     down, out = random_normal(8, 70, dtype=torch.bfloat16), nan_tensor(4, 70, dtype=torch.bfloat16)
-    here = [int(row) for row, i in zip(src2dst, ids.flatten(), strict=True) if 0 <= i <= 1]
-    down[[row for row in range(8) if row not in here]] = float("nan")
+    local_rows = [int(row) for row, i in zip(src2dst, ids.flatten(), strict=True) if 0 <= i <= 1]
+    down[[row for row in range(8) if row not in local_rows]] = float("nan")
     weights[1] = float("nan")
     post_reorder(down, out, src2dst, ids, weights, 0, 1)
-    one, two, three = (down[src2dst[pair].long()].float() for pair in (0, 4, 5))
-    want = torch.stack([0.5 * one, 0 * one, 2 * two + 3 * three, 0 * one]).to(torch.bfloat16)
-    assert torch.equal(out, want)
+    row0, row4, row5 = (down[src2dst[pair].long()].float() for pair in (0, 4, 5))
+    expected = torch.stack([0.5 * row0, 0 * row0, 2 * row4 + 3 * row5, 0 * row0]).to(torch.bfloat16)
+    assert torch.equal(out, expected)
 
 
-def test_bad_rows_are_refused_with_the_reason() -> None:
+def test_invalid_step_arguments_are_refused() -> None:
     ids = random_ids(6, 2, 4)
     reorder_ids, src2dst, _ = run_moe_ep_preproess(ids, 4)
     x, rows = random_normal(6, 48), nan_tensor(12, 48)

@@ -1,6 +1,4 @@
-"""ep_scatter and ep_gather: rows by expert in whole blocks, the row of each pair, and the weighted
-sum.
-"""
+"""ep_scatter sorts rows by expert into whole blocks; ep_gather computes the weighted sums."""
 
 from typing import Any
 
@@ -24,10 +22,10 @@ NAMES = (
 )  # fmt: skip
 
 
-def received(top_k: int = 2, *, scales: bool = True, ids: Any = None) -> dict[str, Any]:
+def scatter_arguments(top_k: int = 2, *, scales: bool = True, ids: Any = None) -> dict[str, Any]:
     g = torch.Generator().manual_seed(top_k)
     if ids is None:
-        ids = torch.randint(-1, E - 1, (R, top_k), generator=g)  # the last expert has none
+        ids = torch.randint(-1, E - 1, (R, top_k), generator=g)  # the last expert has no rows
     counts = [int((ids == expert).sum()) for expert in range(E)]
     rows = sum(padded_counts(counts)) + 3
     values = (
@@ -36,58 +34,62 @@ def received(top_k: int = 2, *, scales: bool = True, ids: Any = None) -> dict[st
         torch.full((rows, G), torch.nan), torch.full((rows,), -7, dtype=torch.int32),
         torch.full(tuple(ids.shape), -7, dtype=torch.int32),
     )  # fmt: skip
-    given = dict(zip(NAMES, values, strict=True))
-    return given if scales else given | {"recv_x_scale": None, "output_tensor_scale": None}
+    arguments = dict(zip(NAMES, values, strict=True))
+    return arguments if scales else arguments | {"recv_x_scale": None, "output_tensor_scale": None}
 
 
 @pytest.mark.parametrize("scales", [True, False])
 @pytest.mark.parametrize("top_k", [1, 2, 5])
-def test_rows_by_expert(top_k: int, scales: bool) -> None:
-    given = received(top_k, scales=scales)
-    ep_scatter(*given.values())
-    ids, counts = given["recv_topk"], given["num_recv_tokens_per_expert"]
+def test_ep_scatter_sorts_rows_by_expert(top_k: int, scales: bool) -> None:
+    arguments = scatter_arguments(top_k, scales=scales)
+    ep_scatter(*arguments.values())
+    ids, counts = arguments["recv_topk"], arguments["num_recv_tokens_per_expert"]
     starts = [sum(padded_counts(counts[:expert])) for expert in range(E)]
-    assert given["expert_start_loc"].tolist() == starts
-    want = [-1] * len(given["m_indices"])
+    assert arguments["expert_start_loc"].tolist() == starts
+    expected_experts = [-1] * len(arguments["m_indices"])
     for expert, (start, count) in enumerate(zip(starts, counts, strict=True)):
-        want[start : start + count] = [expert] * count
+        expected_experts[start : start + count] = [expert] * count
         pairs = (ids == expert).nonzero().tolist()  # in order
-        assert [int(given["output_index"][r, k]) for r, k in pairs] == list(
+        assert [int(arguments["output_index"][r, k]) for r, k in pairs] == list(
             range(start, start + count)
         )
         rows = torch.tensor([row for row, _ in pairs], dtype=torch.long)
         block = slice(start, start + count)
-        assert torch.equal(given["output_tensor"][block], given["recv_x"][rows])
+        assert torch.equal(arguments["output_tensor"][block], arguments["recv_x"][rows])
         if scales:
-            assert torch.equal(given["output_tensor_scale"][block], given["recv_x_scale"][rows])
-    assert given["m_indices"].tolist() == want
-    assert torch.equal(given["output_index"] < 0, ids < 0)
-    padding = given["m_indices"] < 0
-    assert bool(given["output_tensor"][padding].isnan().all())
+            assert torch.equal(
+                arguments["output_tensor_scale"][block], arguments["recv_x_scale"][rows]
+            )
+    assert arguments["m_indices"].tolist() == expected_experts
+    assert torch.equal(arguments["output_index"] < 0, ids < 0)
+    padding = arguments["m_indices"] < 0
+    assert bool(arguments["output_tensor"][padding].isnan().all())
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 5])
 def test_gathering_scattered_rows_applies_router_weights(top_k: int) -> None:
-    given = received(top_k)
-    ep_scatter(*given.values())
+    arguments = scatter_arguments(top_k)
+    ep_scatter(*arguments.values())
     weights = torch.rand(R, top_k)
     out = torch.full((R, H), torch.nan)
-    ep_gather(given["output_tensor"], given["recv_topk"], weights, given["output_index"], out)
-    sums = weights.double().masked_fill(given["recv_topk"] < 0, 0).sum(1, keepdim=True)
-    assert torch.allclose(out.double(), given["recv_x"].double() * sums, atol=1e-5)
+    ep_gather(
+        arguments["output_tensor"], arguments["recv_topk"], weights, arguments["output_index"], out
+    )
+    sums = weights.double().masked_fill(arguments["recv_topk"] < 0, 0).sum(1, keepdim=True)
+    assert torch.allclose(out.double(), arguments["recv_x"].double() * sums, atol=1e-5)
 
 
-def test_blocks_are_those_of_deep_gemm() -> None:
+def test_counts_are_padded_to_blocks_of_deep_gemm() -> None:
     assert padded_counts([0, 1, ALIGNMENT, ALIGNMENT + 1]) == [0, 128, 128, 256]
 
 
 def test_empty_input_is_accepted() -> None:
-    given = received(ids=torch.empty(0, 2, dtype=torch.int64))
-    ep_scatter(**given)
-    assert given["m_indices"].tolist() == [-1] * 3
+    arguments = scatter_arguments(ids=torch.empty(0, 2, dtype=torch.int64))
+    ep_scatter(**arguments)
+    assert arguments["m_indices"].tolist() == [-1] * 3
     out = torch.empty(0, H)
-    ep_gather(given["output_tensor"], given["recv_topk"], torch.empty(0, 2),
-              given["output_index"], out)  # fmt: skip
+    ep_gather(arguments["output_tensor"], arguments["recv_topk"], torch.empty(0, 2),
+              arguments["output_index"], out)  # fmt: skip
 
 
 BAD: tuple[tuple[dict[str, Any], type[InputError], str], ...] = (
@@ -113,17 +115,17 @@ def test_invalid_arguments_are_refused(
     changes: dict[str, Any], error: type[InputError], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        ep_scatter(**received() | changes)
+        ep_scatter(**scatter_arguments() | changes)
 
 
 def test_the_capacity_is_checked_before_writing() -> None:
-    given = received()
-    small = sum(padded_counts(given["num_recv_tokens_per_expert"])) - 1
+    arguments = scatter_arguments()
+    too_few_rows = sum(padded_counts(arguments["num_recv_tokens_per_expert"])) - 1
     for name in ("output_tensor", "output_tensor_scale", "m_indices"):
-        given[name] = given[name][:small]
-    with pytest.raises(CapacityError, match=f"output_tensor: got {small} rows, need >= "):
-        ep_scatter(**given)
-    assert given["expert_start_loc"].tolist() == [-7] * E
+        arguments[name] = arguments[name][:too_few_rows]
+    with pytest.raises(CapacityError, match=f"output_tensor: got {too_few_rows} rows, need >= "):
+        ep_scatter(**arguments)
+    assert arguments["expert_start_loc"].tolist() == [-7] * E
 
 
 def test_missing_rows_are_not_gathered() -> None:

@@ -1,4 +1,7 @@
-"""Paths of TritonExperts from other packages: found, ordered, refused, listed and verified."""
+"""Paths of TritonExperts from other packages are found, preferred, listed and verified.
+
+A path is one implementation of the GEMMs of TritonExperts.
+"""
 
 import logging
 import subprocess
@@ -66,11 +69,11 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_external_path_precedes_built_in_paths(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The first layers are small: which path of ours takes them depends on the machine.
+    # Which built-in path runs the first, small layers depends on the machine.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     command = [sys.executable, "-c", USE]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert "it is used" in done.stdout, done.stderr[-3000:]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "it is used" in process.stdout, process.stderr[-3000:]
 
 
 def test_external_paths_are_listed_and_a_broken_one_is_isolated(site: Path) -> None:
@@ -99,12 +102,12 @@ def test_external_paths_are_listed_and_a_broken_one_is_isolated(site: Path) -> N
 
 
 @pytest.mark.usefixtures("site")
-def test_a_case_of_mk_test_enters_its_combinations() -> None:
+def test_cases_of_mk_test_cover_combinations_of_an_external_path() -> None:
     pair = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TritonExperts")
     sizes = ("--tokens", "4", "--hidden", "48", "--intermediate", "32", "--experts", "5")
-    code, proven = mk("test", *pair, "--one", *sizes, "--top-k", "2")
+    code, report = mk("test", *pair, "--one", *sizes, "--top-k", "2")
     assert code == 0
-    assert proven["pairs"][0]["failures"] == []
+    assert report["pairs"][0]["failures"] == []
     program = f"""
 from modular_kernel.cli.machine_setup import prepare_host
 prepare_host(quiet=True)
@@ -118,8 +121,8 @@ unquantized = [c for c in list_handpicked_cases(*pair, machine) if c.problem.qua
 print(mine - frozenset().union(*map(predict_combinations, unquantized)))
 """
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "set()", done.stdout + done.stderr[-3000:]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert process.stdout.strip() == "set()", process.stdout + process.stderr[-3000:]
 
 
 # ------------------------------------------------------------------ the same, without packages
@@ -145,7 +148,7 @@ class Alike(GemvPath):
     name = "other"
 
 
-OFFERED = {
+OFFERED_PATHS = {
     "first": (Other,),
     "second": (Alike,),
     "list": [Other],
@@ -158,10 +161,10 @@ OFFERED = {
 }
 
 
-def load(monkeypatch: pytest.MonkeyPatch, *names: str) -> external_paths.ExternalPaths:
-    entries = [EntryPoint(name, f"{__name__}:OFFERED.{name}", GROUP) for name in names]
+def load_offered(monkeypatch: pytest.MonkeyPatch, *names: str) -> external_paths.ExternalPaths:
+    entries = [EntryPoint(name, f"{__name__}:OFFERED_PATHS.{name}", GROUP) for name in names]
     monkeypatch.setattr(external_paths, "entry_points", lambda *, group: entries)
-    monkeypatch.setattr(EntryPoint, "load", lambda self: OFFERED[self.name])
+    monkeypatch.setattr(EntryPoint, "load", lambda self: OFFERED_PATHS[self.name])
     return load_external_paths(["aligned"])
 
 
@@ -184,21 +187,21 @@ def test_an_invalid_entry_point_is_refused_and_logged(
     name: str, error: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="modular_kernel.parts"):
-        loaded = load(monkeypatch, "first", name)
+        loaded = load_offered(monkeypatch, "first", name)
     assert [offered.path for offered in loaded.usable] == [Other]
     (broken,) = loaded.broken
     assert error in broken.error
     assert error in caplog.text
 
 
-def test_a_name_of_two_packages_is_used_for_neither(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = load(monkeypatch, "second", "first")
+def test_a_path_name_of_two_packages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_offered(monkeypatch, "second", "first")
     assert loaded.usable == ()
     assert len(loaded.broken) == 2
     assert all("first" in b.error and "second" in b.error for b in loaded.broken)
 
 
-def test_listings_agree() -> None:
+def test_lists_of_paths_agree() -> None:
     assert list(ALL_PATHS) == list(BY_NAME.values())
     assert list(NAMES) == list(BY_NAME) == [path.name for path in ALL_PATHS]
     assert ALL_PATHS[0] is BASE_PATH is BUILT_IN_PATHS[0]

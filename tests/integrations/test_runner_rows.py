@@ -68,7 +68,7 @@ ROWS = {
     ), "the input has no record type: notebook/decisions/09-runner-stages.md"),
     "R12": Row("contiguous mode: experts padded to whole blocks", (
         "test_deepgemm::test_contiguous_cases_are_proven",
-        "test_deepgemm::test_aligned_rows_equal_their_reference",
+        "test_deepgemm::test_aligned_rows_equal_the_reference",
     )),
     "R13": Row("masked mode: (e, C, H) with counts", (
         "test_deepgemm::test_masked_cases_are_proven",
@@ -90,7 +90,7 @@ ROWS = {
     )),
     "R17": Row("scatter and gather: x times the sum of its weights", (
         "test_runner_rows::test_gathering_scattered_rows_applies_router_weights",
-        "test_ep_scatter::test_rows_by_expert",
+        "test_ep_scatter::test_ep_scatter_sorts_rows_by_expert",
         "test_ep_scatter::test_gathering_scattered_rows_applies_router_weights",
         f"{FORMATS}::test_received_rows_are_weighted_and_summed",
     )),
