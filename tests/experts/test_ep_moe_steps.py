@@ -40,29 +40,31 @@ def test_preprocess_agrees_with_sort_pairs() -> None:
 
 @pytest.mark.parametrize("top_k", [1, 3, 16, 22])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, FP8])
-def test_pre_reorder_copies_and_scales_rows_of_local_pairs(to: torch.dtype, top_k: int) -> None:
+def test_pre_reorder_copies_and_scales_rows_of_local_pairs(
+    out_dtype: torch.dtype, top_k: int
+) -> None:
     ids = random_ids(13, top_k, 6)
     _, src2dst, _ = run_moe_ep_preproess(ids, 6)
     # 1100 columns are no multiple of a block. With scales, some values exceed 448.
     x = random_normal(13, 1100, dtype=torch.bfloat16) * 40
-    scales = torch.tensor([0.11, 1.0, 3.0], device=DEVICE) if to is FP8 else None
-    rows = torch.full((13 * top_k, 1100), 2.0, device=DEVICE).to(to)
+    scales = torch.tensor([0.11, 1.0, 3.0], device=DEVICE) if out_dtype is FP8 else None
+    rows = torch.full((13 * top_k, 1100), 2.0, device=DEVICE).to(out_dtype)
     pre_reorder(x, rows, src2dst, ids, scales, 2, 4)
     expected = torch.full((13 * top_k, 1100), 2.0, device=DEVICE)
     for pair, expert in enumerate(ids.flatten().tolist()):
         if 2 <= expert <= 4:
             scale = 1.0 if scales is None else 1 / scales[expert - 2]
             expected[src2dst[pair]] = x[pair // top_k].float() * scale
-    expected = expected.clamp(-448, 448) if to is FP8 else expected
-    assert torch.equal(rows.float(), expected.to(to).float())
+    expected = expected.clamp(-448, 448) if out_dtype is FP8 else expected
+    assert torch.equal(rows.float(), expected.to(out_dtype).float())
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, FP8])
-def test_silu_and_mul_scales_rows_of_local_pairs(to: torch.dtype) -> None:
+def test_silu_and_mul_scales_rows_of_local_pairs(out_dtype: torch.dtype) -> None:
     ids = random_ids(21, 1, 6).flatten().sort().values
     gateup = random_normal(21, 2 * 130, dtype=torch.bfloat16) * 20
-    scales = torch.tensor([0.07, 1.0, 3.0], device=DEVICE) if to is FP8 else None
-    down = torch.full((21, 130), 2.0, device=DEVICE).to(to)
+    scales = torch.tensor([0.07, 1.0, 3.0], device=DEVICE) if out_dtype is FP8 else None
+    down = torch.full((21, 130), 2.0, device=DEVICE).to(out_dtype)
     silu_and_mul(gateup, down, ids, scales, 2, 4)
     gate, up = gateup.double().chunk(2, dim=1)
     scale = torch.ones(21, 1, device=DEVICE)
@@ -72,11 +74,11 @@ def test_silu_and_mul_scales_rows_of_local_pairs(to: torch.dtype) -> None:
     is_local = (ids >= 2) & (ids <= 4)
     assert 0 < int(is_local.sum()) < 21
     assert bool((down[~is_local].float() == 2.0).all())
-    expected = expected[is_local].clamp(-448, 448) if to is FP8 else expected[is_local]
+    expected = expected[is_local].clamp(-448, 448) if out_dtype is FP8 else expected[is_local]
     actual = down[is_local].double()
-    step = 2.0**-4 if to is FP8 else 2.0**-8  # half a unit in the last place, relative
+    step = 2.0**-4 if out_dtype is FP8 else 2.0**-8  # half a unit in the last place, relative
     assert bool(((actual - expected).abs() <= 1.01 * step * expected.abs() + 2.0**-10).all())
-    if to is FP8:
+    if out_dtype is FP8:
         assert actual.abs().max() == 448
 
 

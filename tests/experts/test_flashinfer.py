@@ -1,4 +1,4 @@
-"""FlashInferExperts, with a stand-in that makes the checks of the library."""
+"""FlashInferExperts, with a stand-in that makes the same checks as the library."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -67,14 +67,15 @@ def test_cases_are_proven(change: dict[str, Any], act: str, routing: str, mode: 
         act += f"{',' if ':' in act else ':'}up_first=true"
     proof = prove_part(FlashInfer, replace(BASE, activation=act, **change), routing)
     assert proof.passed, str(proof)
-    # Never the sums by atomics.
-    assert {" ".join(one) for *one, atomic in flashinfer_0_7.launched if not atomic} == {mode}
-    assert not any(one[2] for one in flashinfer_0_7.launched)
+    launched = flashinfer_0_7.launched
+    assert {" ".join(name) for *name, fused_finalize in launched if not fused_finalize} == {mode}
+    # The fused finalize adds with atomics, so its sums are not deterministic.
+    assert not any(fused_finalize for *_, fused_finalize in launched)
 
 
 @pytest.mark.parametrize("act", [OAI, BEFORE, AFTER, SITU, "relu2"])
-def test_a_nan_token_has_nan_output(act: str) -> None:
-    """Where the library clamps, the limit would replace NaN."""
+def test_a_nan_token_has_a_nan_output(act: str) -> None:
+    """The library replaces NaN by the limit when it clamps."""
     if act != "relu2":
         act += ",up_first=true"
     problem = replace(BASE, activation=act, dtype=BF16, **HERE)
@@ -91,23 +92,23 @@ def test_a_nan_token_has_nan_output(act: str) -> None:
 @pytest.mark.parametrize("order", ["silu", "silu:interleaved=true"])
 def test_reordered_weights_are_the_same_layer(quant: str, order: str) -> None:
     problem = replace(BASE, activation=order, quant="none", hidden=256, intermediate=256)
-    given = make_inputs(problem, "uniform", torch.device("cpu"))
+    inputs = make_inputs(problem, "uniform", torch.device("cpu"))
     b1 = torch.randn(5, problem.w1_rows)
-    problem, plain = replace(problem, quant=quant, bias=True), replace(given.weights, b1=b1)
+    problem, plain = replace(problem, quant=quant, bias=True), replace(inputs.weights, b1=b1)
     weights = replace(plain, b2=torch.randn(5, 256))
     if quant != "none":
         weights = quantize_weights(weights, problem)
-    call = given.x_TH, given.routing
+    call = inputs.x_TH, inputs.routing
     if order.endswith("true") and quant == BLOCK:
         with pytest.raises(ConfigurationError, match="interleaved rows, need gate and up rows in"):
             up_rows_first(weights, problem)
         return
-    other, its = up_rows_first(weights, problem)
-    assert str(its.act) == "silu:up_first=true"
-    assert up_rows_first(other, its) == (other, its)
-    want = float64_reference(call[0], weights, call[1], problem)
-    assert torch.equal(float64_reference(call[0], other, call[1], its), want)
-    assert not torch.equal(float64_reference(call[0], weights, call[1], its), want)
+    reordered, up_first = up_rows_first(weights, problem)
+    assert str(up_first.act) == "silu:up_first=true"
+    assert up_rows_first(reordered, up_first) == (reordered, up_first)
+    expected = float64_reference(call[0], weights, call[1], problem)
+    assert torch.equal(float64_reference(call[0], reordered, call[1], up_first), expected)
+    assert not torch.equal(float64_reference(call[0], weights, call[1], up_first), expected)
 
 
 @pytest.mark.parametrize(
@@ -121,39 +122,39 @@ def test_reordered_weights_are_the_same_layer(quant: str, order: str) -> None:
 def test_weights_that_cannot_be_reordered_are_refused(change: dict[str, Any], match: str) -> None:
     problem = replace(BASE, activation="silu")
     problem = replace(problem, **change)
-    given = make_inputs(problem, "uniform", torch.device("cpu"))
+    inputs = make_inputs(problem, "uniform", torch.device("cpu"))
     with pytest.raises(ConfigurationError, match=match):
-        up_rows_first(given.weights, problem)
+        up_rows_first(inputs.weights, problem)
 
 
-# ------------------------------------------------------------------------------------ joined pairs
+# ------------------------------------------------------------------------------------ merged pairs
 
 
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_merge_repeated_experts_equals_its_reference(mapped: bool, weighted: bool) -> None:
+def test_merge_repeated_experts_equals_the_reference(mapped: bool, weighted: bool) -> None:
     ids_TK = torch.tensor(
         [[3, 1, 3, -1, 3], [-1, -1, -1, -1, -1], [9, 2, -2, 2, 0], [0, 1, 2, 3, 1 << 40]]
     )
     router_TK = torch.rand(4, 5).masked_fill(ids_TK < 0, torch.nan)
     expert_map = torch.tensor([2, -1, 0, 1], dtype=torch.int32) if mapped else None
-    made = []
-    for write in (merge_repeated_experts, merge_repeated_experts_ref):
+    results = []
+    for operation in (merge_repeated_experts, merge_repeated_experts_ref):
         invalid = torch.zeros(1, dtype=torch.int32)
         routing = DispatchedRouting(
             router_TK if weighted else None, ids_TK, IdSpace.GLOBAL, 4, expert_map, invalid
         )
         out = torch.full((4, 5), -7, dtype=torch.int32), torch.full((4, 5), torch.nan)
-        write(routing, 3 if mapped else 4, factor=2.0, ids_TK=out[0], weights_TK=out[1])
-        made.append((*out, invalid))
-    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
-    ids, weights, invalid = made[0]
+        operation(routing, 3 if mapped else 4, factor=2.0, ids_TK=out[0], weights_TK=out[1])
+        results.append((*out, invalid))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    ids, weights, invalid = results[0]
     assert invalid.tolist() == [3]  # 9, -2 and 1 << 40
     if mapped:
-        want = [[1, -1, -1, -1, -1], [-1] * 5, [-1, 0, -1, -1, 2], [2, -1, 0, 1, -1]]
+        expected = [[1, -1, -1, -1, -1], [-1] * 5, [-1, 0, -1, -1, 2], [2, -1, 0, 1, -1]]
     else:
-        want = [[3, 1, -1, -1, -1], [-1] * 5, [-1, 2, -1, -1, 0], [0, 1, 2, 3, -1]]
-    assert ids.tolist() == want
+        expected = [[3, 1, -1, -1, -1], [-1] * 5, [-1, 2, -1, -1, 0], [0, 1, 2, 3, -1]]
+    assert ids.tolist() == expected
     triple = router_TK[0, [0, 2, 4]].sum() if weighted else torch.tensor(3.0)
     torch.testing.assert_close(weights[0, 0], 2 * triple)
     assert not weights[1].any()
@@ -161,26 +162,26 @@ def test_merge_repeated_experts_equals_its_reference(mapped: bool, weighted: boo
 
 @pytest.mark.parametrize("hidden", [1, 40, 1025])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_mark_nan_rows_equals_its_reference(hidden: int, transposed: bool) -> None:
-    """NaN in the first or in the last column only; infinities and skipped pairs are unchanged."""
+def test_mark_nan_rows_equals_the_reference(hidden: int, transposed: bool) -> None:
+    """Rows have a NaN in the first or last column. Infinities and skipped pairs are unchanged."""
     x_TH = torch.randn(5, hidden).bfloat16()
     x_TH[1, 0] = x_TH[3, -1] = x_TH[4, -1] = torch.nan
     x_TH[2] = torch.inf
     x_TH = x_TH.T.contiguous().T if transposed else x_TH
     ids_TK = torch.tensor([[0, 1, 2], [0, -1, 2], [0, 1, 2], [0, 1, -1], [-1, -1, -1]]).int()
-    for write in (mark_nan_rows, mark_nan_rows_ref):
+    for operation in (mark_nan_rows, mark_nan_rows_ref):
         weights_TK = torch.rand(5, 3).masked_fill(ids_TK < 0, 0)
         before = weights_TK.clone()
-        write(x_TH, ids_TK=ids_TK, weights_TK=weights_TK)
-        want = [[False] * 3, [True, False, True], [False] * 3, [True, True, False], [False] * 3]
-        assert weights_TK.isnan().tolist() == want
-        assert torch.equal(weights_TK.nan_to_num(0), before.masked_fill(torch.tensor(want), 0))
+        operation(x_TH, ids_TK=ids_TK, weights_TK=weights_TK)
+        expected = [[False] * 3, [True, False, True], [False] * 3, [True, True, False], [False] * 3]
+        assert weights_TK.isnan().tolist() == expected
+        assert torch.equal(weights_TK.nan_to_num(0), before.masked_fill(torch.tensor(expected), 0))
 
 
 # ----------------------------------------------------------------------------- the stand-in itself
 
 
-def layer(
+def make_arguments(
     kind: str = "none", experts: int = 3, hidden: int = 128, inter: int = 128
 ) -> MoeArguments:
     """Return the arguments of a call of the library, by mode."""
@@ -195,10 +196,10 @@ def layer(
         w1, w2 = w1.to(E4M3), w2.to(E4M3)
         scales = tuple(torch.rand(experts, -(-w.shape[1] // 128), 1) for w in (w1, w2))
     ids = torch.tensor([[0, 2], [1, -1], [-1, -1], [2, 1]], dtype=torch.int32)
-    room = torch.zeros(1 << 20, dtype=torch.uint8)
-    room = room[-room.data_ptr() % 128 :]
+    workspace = torch.zeros(1 << 20, dtype=torch.uint8)
+    workspace = workspace[-workspace.data_ptr() % 128 :]
     out = torch.full((4, hidden), torch.nan, dtype=BF16)
-    return MoeArguments(x, ids, torch.rand(4, 2), w1, w2, scales, None, room, out)
+    return MoeArguments(x, ids, torch.rand(4, 2), w1, w2, scales, None, workspace, out)
 
 
 def problem_of(kind: str) -> Problem:
@@ -206,53 +207,53 @@ def problem_of(kind: str) -> Problem:
 
 
 def test_stand_in_equals_float64() -> None:
-    one = layer()
-    run(flashinfer_0_7, problem_of("none"), one)
-    x, want = one.x_TH.float(), torch.zeros(4, 128)
-    for token, chosen in enumerate(one.ids_TK.tolist()):
+    args = make_arguments()
+    run(flashinfer_0_7, problem_of("none"), args)
+    x, expected = args.x_TH.float(), torch.zeros(4, 128)
+    for token, chosen in enumerate(args.ids_TK.tolist()):
         for k, expert in enumerate(chosen):
             if expert >= 0:
-                up, gate = (one.w1[expert].float() @ x[token]).bfloat16().float().chunk(2)
+                up, gate = (args.w1[expert].float() @ x[token]).bfloat16().float().chunk(2)
                 h = (torch.nn.functional.silu(gate) * up).bfloat16().float()
-                want[token] += one.weights_TK[token, k] * (one.w2[expert].float() @ h)
-    torch.testing.assert_close(one.output.float(), want, rtol=2e-2, atol=2e-2)
-    assert not one.output[2].any()
-    assert bool((one.workspace == 255).all())
+                expected[token] += args.weights_TK[token, k] * (args.w2[expert].float() @ h)
+    torch.testing.assert_close(args.output.float(), expected, rtol=2e-2, atol=2e-2)
+    assert not args.output[2].any()
+    assert bool((args.workspace == 255).all())
 
 
 def shifted(t: torch.Tensor) -> torch.Tensor:
-    room = torch.zeros(t.numel() + 1, dtype=t.dtype)
-    room[1:] = t.flatten()
-    return room[1:].view(t.shape)
+    memory = torch.zeros(t.numel() + 1, dtype=t.dtype)
+    memory[1:] = t.flatten()
+    return memory[1:].view(t.shape)
 
 
 def with_ids(rows: list[list[int]]) -> Callable[[MoeArguments], MoeArguments]:
-    return lambda one: replace(one, ids_TK=torch.tensor(rows, dtype=torch.int32))
+    return lambda args: replace(args, ids_TK=torch.tensor(rows, dtype=torch.int32))
 
 
 def scale(
-    place: int, change: Callable[[torch.Tensor], torch.Tensor]
+    index: int, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> Callable[[MoeArguments], MoeArguments]:
-    def changed(one: MoeArguments) -> MoeArguments:
-        scales = list(one.scales)
-        scales[place] = change(scales[place])
-        return replace(one, scales=tuple(scales))
+    def changed(args: MoeArguments) -> MoeArguments:
+        scales = list(args.scales)
+        scales[index] = change(scales[index])
+        return replace(args, scales=tuple(scales))
 
     return changed
 
 
-PLANTED: dict[str, tuple[str, Callable[[MoeArguments], MoeArguments]]] = {
-    "ids of 64 bits": ("none", lambda one: replace(one, ids_TK=one.ids_TK.long())),
+DEFECTS: dict[str, tuple[str, Callable[[MoeArguments], MoeArguments]]] = {
+    "ids of 64 bits": ("none", lambda o: replace(o, ids_TK=o.ids_TK.long())),
     "an expert twice in a token": ("none", with_ids([[0, 0], [1, 2], [0, 1], [2, 1]])),
-    "an expert that is elsewhere": ("none", with_ids([[0, 3], [1, 2], [0, 1], [2, 1]])),
+    "an expert of another rank": ("none", with_ids([[0, 3], [1, 2], [0, 1], [2, 1]])),
     "another sentinel": ("none", with_ids([[0, -2], [1, 2], [0, 1], [2, 1]])),
     "router weights of 16 bits": ("none", lambda o: replace(o, weights_TK=o.weights_TK.bfloat16())),
-    "x by columns": ("none", lambda o: replace(o, x_TH=o.x_TH.T.contiguous().T)),
+    "x in column-major order": ("none", lambda o: replace(o, x_TH=o.x_TH.T.contiguous().T)),
     "x off 16 bytes": ("none", lambda o: replace(o, x_TH=shifted(o.x_TH))),
     "x of another dtype": ("none", lambda o: replace(o, x_TH=o.x_TH.half())),
     "w1 off 16 bytes": ("none", lambda o: replace(o, w1=shifted(o.w1))),
-    "w2 by columns": ("none", lambda o: replace(o, w2=o.w2.transpose(1, 2))),
-    "w1 of too few rows": ("none", lambda o: replace(o, w1=o.w1[:, :-1].contiguous())),
+    "w2 in column-major order": ("none", lambda o: replace(o, w2=o.w2.transpose(1, 2))),
+    "w1 with too few rows": ("none", lambda o: replace(o, w1=o.w1[:, :-1].contiguous())),
     "w2 of another H": ("none", lambda o: replace(o, w2=o.w2[:, :-8].contiguous())),
     "a weight of fewer experts": ("none", lambda o: replace(o, w2=o.w2[:-1])),
     "scales in 16 bits": ("none", lambda o: replace(o, scales=(torch.ones(3),))),
@@ -265,30 +266,30 @@ PLANTED: dict[str, tuple[str, Callable[[MoeArguments], MoeArguments]]] = {
     "one scale for all experts": ("tensor", scale(0, lambda s: s[:1])),
     "a1 of one dimension": ("tensor", scale(3, lambda s: s.view(1))),
     "scales of double": ("tensor", scale(2, torch.Tensor.double)),
-    "x unquantized beside fp8": ("tensor", lambda o: replace(o, x_TH=o.x_TH.bfloat16())),
+    "unquantized x with fp8 weights": ("tensor", lambda o: replace(o, x_TH=o.x_TH.bfloat16())),
     "x quantized by blocks": ("blocks", lambda o: replace(o, x_TH=o.x_TH.to(E4M3))),
-    "a block's scale too few": ("blocks", scale(0, lambda s: s[:, :1])),
-    "blocks' scales by columns": ("blocks", scale(0, lambda s: s.repeat(1, 1, 2)[..., ::2])),
+    "too few block scales": ("blocks", scale(0, lambda s: s[:, :1])),
+    "block scales with gaps": ("blocks", scale(0, lambda s: s.repeat(1, 1, 2)[..., ::2])),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("name", DEFECTS)
 def test_defects_are_detected(name: str) -> None:
-    kind, change = PLANTED[name]
-    run(flashinfer_0_7, problem_of(kind), layer(kind))
+    kind, change = DEFECTS[name]
+    run(flashinfer_0_7, problem_of(kind), make_arguments(kind))
     with pytest.raises(RuntimeError, match="Check failed"):
-        run(flashinfer_0_7, problem_of(kind), change(layer(kind)))
+        run(flashinfer_0_7, problem_of(kind), change(make_arguments(kind)))
 
 
 def test_sizes_unsupported_by_tma_are_refused() -> None:
     with pytest.raises(RuntimeError, match="divisible by 8"):
-        run(flashinfer_0_7, problem_of("none"), layer(hidden=132))
+        run(flashinfer_0_7, problem_of("none"), make_arguments(hidden=132))
 
 
-# ------------------------------------------------------------------------------------ where it is
+# ------------------------------------------------------------------------------------ the library
 
 
-def put(site: Path, core: str, fused: str = "") -> None:
+def write_package(site: Path, core: str, fused: str = "") -> None:
     folder = site / "flashinfer"
     (folder / "fused_moe").mkdir(parents=True)
     (folder / "__init__.py").write_text("")
@@ -303,12 +304,12 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield folder
 
 
-RIGHT = "def cutlass_fused_moe_workspace_size(use_fused_finalize): ...\n"
+SUPPORTED_API = "def cutlass_fused_moe_workspace_size(use_fused_finalize): ...\n"
 
 
 def test_library_is_loaded(site: Path) -> None:
     names = "cutlass_fused_moe = cutlass_fused_moe_workspace_size = ActivationType = 1\n"
-    put(site, RIGHT, names)
+    write_package(site, SUPPORTED_API, names)
     assert find_package(library.FLASHINFER).version == "0.7.2.post1"
     assert library.load().cutlass_fused_moe == 1
 
@@ -316,18 +317,18 @@ def test_library_is_loaded(site: Path) -> None:
 def test_missing_old_and_broken_libraries_are_refused(site: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"got nothing, need FlashInfer 0\.6\.16"):
         library.load()
-    put(site, "def cutlass_fused_moe(): ...\n")
+    write_package(site, "def cutlass_fused_moe(): ...\n")
     with pytest.raises(
         ConfigurationError, match=r"unsupported flashinfer 0\.7\.2\.post1: no def cut"
     ):
         library.load()
-    (site / "flashinfer/fused_moe/core.py").write_text(RIGHT)
+    (site / "flashinfer/fused_moe/core.py").write_text(SUPPORTED_API)
     (site / "flashinfer/fused_moe/__init__.py").write_text("raise RuntimeError('no nvcc')")
     with pytest.raises(ConfigurationError, match="no nvcc, need a build for this torch"):
         library.load()
 
 
-def test_an_older_library_without_an_activation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_activation_of_a_newer_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     older = IntEnum("ActivationType", ["Swiglu", "Relu2"])
     monkeypatch.setattr(flashinfer_0_7, "ActivationType", older)
     FlashInfer(BASE)
@@ -336,13 +337,13 @@ def test_an_older_library_without_an_activation(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_plan_declares_the_workspace_of_the_library() -> None:
-    """A call with fewer tokens uses a part of it."""
+    """A call with fewer tokens uses a part of the plan's workspace."""
     problem = replace(BASE, quant=STATIC)
     with stand_in_libraries():
         kernel = make_kernel("MoEPrepareAndFinalizeNoEP", FlashInfer, problem, machine=CPU)
         plan = kernel.plan()
         for tokens in (9, 4, 0):
-            given = make_inputs(problem.with_tokens(tokens), "uniform", torch.device("cpu"))
-            weights: ExpertWeights = given.weights
-            routing: Routing = given.routing
-            assert tuple(plan(given.x_TH, weights, routing).shape) == (tokens, 128)
+            inputs = make_inputs(problem.with_tokens(tokens), "uniform", torch.device("cpu"))
+            weights: ExpertWeights = inputs.weights
+            routing: Routing = inputs.routing
+            assert tuple(plan(inputs.x_TH, weights, routing).shape) == (tokens, 128)

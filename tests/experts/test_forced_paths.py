@@ -1,6 +1,4 @@
-"""The cases that tests on a GPU sample for a path can be launched with the forced tiles of that
-path.
-"""
+"""All cases that tests/gpu samples for a path of TritonExperts support this path."""
 
 import importlib.util
 from pathlib import Path
@@ -27,8 +25,8 @@ TESTS = Path(__file__).parents[1]
 H100 = Device.from_machine(Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H100"))
 
 
-def loaded(name: str) -> ModuleType:
-    """Import a test module of tests/gpu as on the described device."""
+def load_gpu_test(name: str) -> ModuleType:
+    """Import a module of tests/gpu."""
     spec = importlib.util.spec_from_file_location(f"drawn_{name}", TESTS / f"gpu/{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -46,9 +44,9 @@ def loaded(name: str) -> ModuleType:
         ("test_grouped_w4_on_gpu", "grouped_w4"),
     ],
 )
-def test_every_sampled_case_can_take_the_path(name: str, path: str) -> None:
+def test_every_sampled_case_supports_the_path(name: str, path: str) -> None:
     with on_device(H100):
-        module = loaded(name)
+        module = load_gpu_test(name)
         assert len(module.CASES) > 60
         for case in (*module.CASES, *getattr(module, "OTHER_CASES", ())):
             default = DEFAULTS[path](case.problem)

@@ -1,6 +1,4 @@
-"""Steps of fused_moe under their names in other libraries: one product, the sum over top-k, and the
-tile.
-"""
+"""Steps of fused_moe with their names in vLLM and SGLang: config, grouped GEMM, sum over top-k."""
 
 from dataclasses import replace
 from typing import Any
@@ -50,7 +48,7 @@ def operands(
     has_bias: bool = True,
     device: torch.device = DEVICE,
 ) -> tuple[dict[str, Any], torch.Tensor]:
-    """Return arguments and the float64 product of their values; expert 2 is on another rank."""
+    """Return arguments and the float64 product of their values. Pairs of expert 2 are skipped."""
     g = torch.Generator().manual_seed(4)
     problem = Problem(T, N, K, E, 1, dtype=torch.float32, quant=quant)
     w2 = torch.randn(E, N, K, generator=g).to(device)
@@ -93,26 +91,26 @@ def operands(
 
 
 @pytest.mark.parametrize("quant", SCHEMES)
-def test_a_product_of_tokens(quant: str) -> None:
-    given, want = operands(quant)
+def test_a_gemm_of_tokens_equals_float64(quant: str) -> None:
+    given, expected = operands(quant)
     invoke_fused_moe_kernel(**given)
-    assert torch.allclose(given["C"].double(), want, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(given["C"].double(), expected, rtol=1e-4, atol=1e-4)
     skipped = given["C"][given["topk_ids"] < 0]
     assert torch.equal(skipped, torch.zeros_like(skipped))
     given |= {"bias": None, "C": torch.full_like(given["C"], torch.nan)}
     invoke_fused_moe_kernel(**given)
-    _, want = operands(quant, has_bias=False)
-    assert torch.allclose(given["C"].double(), want, rtol=1e-4, atol=1e-4)
+    _, expected = operands(quant, has_bias=False)
+    assert torch.allclose(given["C"].double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_product_of_pairs_without_weights() -> None:
-    given, want = operands(rows=T * TOP_K, top_k=1)
+def test_a_gemm_of_pairs_without_weights_equals_float64() -> None:
+    given, expected = operands(rows=T * TOP_K, top_k=1)
     given |= {"mul_routed_weight": False, "topk_weights": None, "C": given["C"].flatten(0, 1)}
     given.pop("quant")
-    invoke_fused_moe_kernel(*given.values())  # by position, as elsewhere
+    invoke_fused_moe_kernel(*given.values())  # callers of vLLM pass positional arguments
     gates_TK = operands(rows=T * TOP_K, top_k=1)[0]["topk_weights"]
-    got = given["C"].view(T, TOP_K, N).double() * gates_TK[..., None]
-    assert torch.allclose(got, want, rtol=1e-4, atol=1e-4)
+    actual = given["C"].view(T, TOP_K, N).double() * gates_TK[..., None]
+    assert torch.allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_empty_input_is_accepted() -> None:
@@ -150,12 +148,12 @@ BAD: tuple[tuple[dict[str, Any], type[InputError], str], ...] = (
 def test_invalid_arguments_are_refused(
     given: dict[str, Any], error: type[InputError], words: str
 ) -> None:
-    right, _ = operands(device=CPU)
+    valid, _ = operands(device=CPU)
     with pytest.raises(error, match=words):
-        invoke_fused_moe_kernel(**right | given)
+        invoke_fused_moe_kernel(**valid | given)
 
 
-def test_sum_over_top_k() -> None:
+def test_moe_sum_reduce_sums_over_top_k() -> None:
     rows, out = torch.randn(5, 3, 40, device=DEVICE), torch.full((5, 40), torch.nan, device=DEVICE)
     moe_sum_reduce_triton(rows, out, 2.5)
     assert torch.allclose(out.double(), rows.double().sum(1) * 2.5, atol=1e-5)
@@ -163,15 +161,15 @@ def test_sum_over_top_k() -> None:
         moe_sum_reduce_triton(rows, out[:4], 2.5)
 
 
-def test_configuration_of_a_call() -> None:
+def test_the_optimal_config_can_be_launched() -> None:
     shapes = (E, 2 * K, N), (E, N, K)
     config = try_get_optimal_moe_config(*shapes, TOP_K, torch.bfloat16, 7)
     assert set(config) == {*CONFIG, "num_warps", "num_stages"}
-    given, want = operands()
+    given, expected = operands()
     names = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
     aligned = moe_align_block_size(given["topk_ids"], config["BLOCK_SIZE_M"], E)
     invoke_fused_moe_kernel(**given | dict(zip(names, aligned, strict=True)) | {"config": config})
-    assert torch.allclose(given["C"].double(), want, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(given["C"].double(), expected, rtol=1e-4, atol=1e-4)
     with override_config(CONFIG):
         chosen = try_get_optimal_moe_config(*shapes, TOP_K, torch.bfloat16, 7)
     assert {key: chosen[key] for key in CONFIG} == CONFIG

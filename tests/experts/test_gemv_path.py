@@ -1,4 +1,4 @@
-"""The gemv path, verified at few tokens independently of what the heuristics choose there."""
+"""The `gemv` path of TritonExperts, forced for few tokens regardless of the heuristics."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,8 @@ from modular_kernel.testing.random_inputs import random_inputs
 
 _NO_EP = "MoEPrepareAndFinalizeNoEP"
 _PATHS = ("aligned", "gemv")
-# Several steps along both depths, several blocks along both widths; pairs one by one and by two.
+# Several steps along K and several blocks along N in both GEMMs. Pairs are processed singly or in
+# twos.
 _ONE = MoEConfig(LaunchConfig(16, 16, 32, 1, 4, 1), LaunchConfig(16, 16, 64, 1, 4, 1), "gemv")
 _TWO = MoEConfig(LaunchConfig(16, 32, 64, 1, 4, 3), LaunchConfig(16, 16, 32, 2, 2, 3), "gemv")
 _BF16 = torch.bfloat16
@@ -54,7 +55,7 @@ _CASES: tuple[tuple[dict[str, Any], str, MoEConfig], ...] = (
     ({"tokens": 2, "quant": "int8_w8a16_group:group=32,zero_points=true", **_WIDE}, "uniform",
      _TWO),
     ({"tokens": 2, "quant": "int8_w8a16_group:group=64", **_WIDE}, "all_to_one", _ONE),
-    # One group is all of a depth: of GEMM 2's, then of GEMM 1's.
+    # One group covers the whole depth of GEMM 2, then of GEMM 1.
     ({"tokens": 2, "quant": "int8_w8a16_group:zero_points=true", **_WIDE}, "uniform", _ONE),
     ({"tokens": 1, "quant": "int8_w8a16_group:zero_points=true", **_WIDE, "hidden": 96}, "uniform",
      _TWO),
@@ -86,8 +87,9 @@ _POINTS = f"{_GROUPS},zero_points=true"
 def test_scales_end_with_the_last_row(
     hidden: int, intermediate: int, quant: str, machine: Machine
 ) -> None:
-    """The last block of rows of the last expert is partial, and no memory follows its scales and
-    zero points. The interpreter raises an error for a read outside.
+    """The last block of rows is partial, and no memory follows its scales and zero points.
+
+    The interpreter raises an error for a read outside of a tensor.
     """
     problem = Problem(1, hidden, intermediate, experts=2, top_k=1, dtype=_BF16, quant=quant)
     proof = prove(Case(_NO_EP, "TritonExperts", problem, "all_to_one"), machine)  # to expert 1
@@ -95,7 +97,7 @@ def test_scales_end_with_the_last_row(
 
 
 def test_many_pairs_count_invalid_ids_once() -> None:
-    """More pairs than one block of ids, and more experts than bits in a byte."""
+    """The ids need more than one block, and expert ids more than eight bits."""
     problem = Problem(tokens=140, hidden=16, intermediate=16, experts=300, top_k=8, dtype=_BF16)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     x_TH, weights, routing = random_inputs(problem, device)
@@ -109,18 +111,19 @@ def test_many_pairs_count_invalid_ids_once() -> None:
 def test_few_tokens_use_the_gemv_path() -> None:
     qwen = Problem(tokens=64, hidden=2048, intermediate=768, experts=128, top_k=8)
     mixtral = Problem(tokens=64, hidden=4096, intermediate=14336, experts=8, top_k=2)
-    for problem, most in (
+    for problem, max_tokens in (
         (qwen, 8),
         (mixtral, 2),
         (replace(qwen, quant="fp8_w8a8_block"), 4),
         (replace(mixtral, quant="fp8_w8a8_channel"), 1),
     ):
-        steps = make_heuristic_steps(
-            problem, Device(), _PATHS
-        )  # files of a device would say otherwise
-        assert steps.choose(most) == gemv_config.default_config(problem)
-        assert steps.choose(most + 1).path == "aligned"
-        assert make_heuristic_steps(problem, Device(), ("aligned",)).choose(most).path == "aligned"
+        steps = make_heuristic_steps(problem, Device(), _PATHS)
+        assert steps.choose(max_tokens) == gemv_config.default_config(problem)
+        assert steps.choose(max_tokens + 1).path == "aligned"
+        assert (
+            make_heuristic_steps(problem, Device(), ("aligned",)).choose(max_tokens).path
+            == "aligned"
+        )
 
 
 def test_packed_weights_and_odd_groups_are_not_supported() -> None:

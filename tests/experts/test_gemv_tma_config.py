@@ -1,5 +1,6 @@
-"""Launches of the gemv kernel with TMA: the problems that it supports, its tiles, and what it
-refuses.
+"""Launches of the `gemv_tma` path: supported problems, tiles, and refusals.
+
+The kernel streams weights with TMA through a ring of stages in shared memory.
 """
 
 from dataclasses import replace
@@ -27,14 +28,16 @@ BLOCKS = replace(QWEN, quant="fp8_w8a8_block")
 PAIR = gemv_tma_config.default_config(QWEN, H200)
 
 
-@pytest.mark.parametrize(("problem", "most"), [(QWEN, 8), (BLOCKS, 4)], ids=("channel", "block"))
-def test_few_tokens_use_the_path_with_launchable_tiles(problem: Problem, most: int) -> None:
-    assert gemv_tma_config.max_tokens(problem) == most
+@pytest.mark.parametrize(
+    ("problem", "max_tokens"), [(QWEN, 8), (BLOCKS, 4)], ids=("channel", "block")
+)
+def test_few_tokens_use_the_path_with_launchable_tiles(problem: Problem, max_tokens: int) -> None:
+    assert gemv_tma_config.max_tokens(problem) == max_tokens
     steps = make_heuristic_steps(problem, H200)
     pair = steps.choose(1)
     assert pair.path == "gemv_tma"
-    assert steps.choose(most) == pair
-    assert steps.choose(most + 1).path != "gemv_tma"
+    assert steps.choose(max_tokens) == pair
+    assert steps.choose(max_tokens + 1).path != "gemv_tma"
     require_config(pair, problem, H200, "heuristics")
     assert "gemv_tma" not in {
         p.path for p in make_heuristic_steps(problem, H200, ("aligned", "gemv")).configs
@@ -42,19 +45,19 @@ def test_few_tokens_use_the_path_with_launchable_tiles(problem: Problem, most: i
 
 
 @pytest.mark.parametrize(
-    ("depth", "block_k", "places"),
+    ("depth", "block_k", "stages"),
     [(1024, 512, 6), (8192, 512, 4), (10240, 512, 4), (14336, 256, 6), (25600, 128, 2)],
 )
 def test_the_ring_fills_the_memory_left_by_the_vectors(
-    depth: int, block_k: int, places: int
+    depth: int, block_k: int, stages: int
 ) -> None:
-    """block_k is as large as possible with four stages in shared memory."""
+    """block_k is the largest for which four stages fit into shared memory, if there is one."""
     problem = replace(QWEN, intermediate=depth)
     tile = gemv_tma_config.default_config(problem, H200).gemm2
-    assert (tile.block_k, tile.num_stages) == (block_k, places)
-    longer = replace(tile, num_stages=places + 1)
-    found = list(gemv_tma_config.violations(longer, gemms(problem)[1], H200))
-    assert [violation.what for violation in found] == ["num_stages"]
+    assert (tile.block_k, tile.num_stages) == (block_k, stages)
+    longer = replace(tile, num_stages=stages + 1)
+    violations = list(gemv_tma_config.violations(longer, gemms(problem)[1], H200))
+    assert [violation.what for violation in violations] == ["num_stages"]
 
 
 def test_short_vectors_with_block_scales_take_the_single_path() -> None:
@@ -97,7 +100,7 @@ def test_path_requires_sm_90() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("change", "field"),
     [
         ({"block_n": 128}, "block_n"),
         ({"block_k": 1024}, "block_k"),
@@ -108,16 +111,16 @@ def test_path_requires_sm_90() -> None:
     ids=str,
 )
 def test_a_tile_that_its_kernel_cannot_launch_is_refused(
-    change: dict[str, int], named: str
+    change: dict[str, int], field: str
 ) -> None:
     assert fit_to_problem(configs_from_override(PAIR), QWEN, H200).steps.choose(1) == PAIR
     broken = MoEConfig(replace(PAIR.gemm1, **change), replace(PAIR.gemm2, **change), "gemv_tma")
-    with pytest.raises(ConfigurationError, match=named):
+    with pytest.raises(ConfigurationError, match=field):
         fit_to_problem(configs_from_override(broken), QWEN, H200)
 
 
 def test_a_path_of_a_file_is_limited_to_its_number_of_tokens() -> None:
-    """8 tokens are nearer to 1 than to 64."""
+    """5 tokens are nearer to 1 than to 64, but the path supports only 4."""
     other = LaunchConfig(16, 64, 128, 1, 4, 3)
     launches = (((1, PAIR.gemm1), (64, other)), ((1, PAIR.gemm2), (64, other)))
     tuned_configs = TunedConfigs(
@@ -131,19 +134,19 @@ def test_a_path_of_a_file_is_limited_to_its_number_of_tokens() -> None:
     ]
 
 
-def test_the_path_of_a_neighbor_is_reused_but_not_its_ring() -> None:
+def test_the_path_of_a_neighbor_is_reused_but_not_its_stages() -> None:
     """The number of stages depends on the depths of the layer that uses them."""
     launches = (((1, PAIR.gemm1),), ((1, PAIR.gemm2),))
     tuned_configs = TunedConfigs("x", *launches, False, False, paths=((1, "gemv_tma"),))
     deep = replace(QWEN, hidden=3584)
-    known = TunedLayer(QWEN.e, QWEN.top_k, QWEN.hidden, QWEN.intermediate, tuned_configs)
-    otherwise = make_heuristic_steps(deep, H200, ("aligned",))
-    (borrowed,) = borrow_configs([known], deep, H200, otherwise, token_counts=(1,))
-    assert borrowed.origin.startswith(known.name)
+    neighbor = TunedLayer(QWEN.e, QWEN.top_k, QWEN.hidden, QWEN.intermediate, tuned_configs)
+    heuristics = make_heuristic_steps(deep, H200, ("aligned",))
+    (borrowed,) = borrow_configs([neighbor], deep, H200, heuristics, token_counts=(1,))
+    assert borrowed.origin.startswith(neighbor.name)
     assert borrowed.config == gemv_tma_config.default_config(deep, H200) != PAIR
 
 
-def test_tuning_tries_every_ring_that_fits() -> None:
+def test_tuning_candidates_include_all_valid_block_ks() -> None:
     with on_device(H200):
         space = ConfigSpace(QWEN, "X", ALL_PATHS)
         tried = [pair for pair in space.candidates(1) if pair.path == "gemv_tma"]

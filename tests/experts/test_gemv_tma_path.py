@@ -1,7 +1,6 @@
-"""The host side of gemv_tma, without a GPU: which weights it accepts, and its effect on
-quantization and workspaces.
+"""The host code of the `gemv_tma` path without a GPU: accepted weights, and workspaces.
 
-Its outputs are tested in tests/gpu/test_streamed_path.py.
+tests/gpu/test_streamed_path.py tests its outputs.
 """
 
 from dataclasses import replace
@@ -21,7 +20,7 @@ H200 = Device("NVIDIA H200", tma=True)
 LAYER = Problem(
     tokens=1, hidden=32, intermediate=48, experts=128, top_k=8, quant="fp8_w8a8_channel"
 )
-X_TH = torch.empty(LAYER.tokens, LAYER.hidden)  # it may lie as it likes
+X_TH = torch.empty(LAYER.tokens, LAYER.hidden)  # any alignment is supported
 
 
 def weights() -> ExpertWeights:
@@ -38,26 +37,29 @@ def test_weights_that_tma_can_load_are_accepted() -> None:
 
 @pytest.mark.parametrize("name", ["w1", "w2", "w1_scale", "w2_scale"])
 def test_tensors_with_gaps_are_refused(name: str) -> None:
-    given = weights()
-    tensor = getattr(given, name)
+    original = weights()
+    tensor = getattr(original, name)
     wide = torch.empty(2 * tensor.shape[0], *tensor.shape[1:], dtype=tensor.dtype)[::2]
-    assert not GemvTmaPath(LAYER).supports_tensors(replace(given, **{name: wide}), X_TH)
+    assert not GemvTmaPath(LAYER).supports_tensors(replace(original, **{name: wide}), X_TH)
 
 
 @pytest.mark.parametrize("name", ["w1", "w2"])
 def test_misaligned_weights_are_refused(name: str) -> None:
-    given = weights()
-    tensor = getattr(given, name)
+    original = weights()
+    tensor = getattr(original, name)
     memory = torch.empty(tensor.numel() + 32, dtype=tensor.dtype)
     first = -memory.data_ptr() % 16
-    for offset, taken in ((first, True), (first + 8, False)):
+    for offset, is_accepted in ((first, True), (first + 8, False)):
         moved = memory[offset : offset + tensor.numel()].view(tensor.shape)
-        assert GemvTmaPath(LAYER).supports_tensors(replace(given, **{name: moved}), X_TH) is taken
+        assert (
+            GemvTmaPath(LAYER).supports_tensors(replace(original, **{name: moved}), X_TH)
+            is is_accepted
+        )
 
 
 def test_x_is_unquantized_only_if_every_call_can_quantize_it() -> None:
-    """Up to 4 tokens, calls with weights that TMA cannot load take the gemv path, which quantizes
-    too. Up to 8 tokens gemv_tma is used, but those calls would take the aligned path.
+    """Calls whose weights TMA cannot load take the `gemv` path for up to 4 tokens, which quantizes
+    x itself, but the `aligned` path for up to 8 tokens, which does not.
     """
     with on_device(H200):
         part = TritonExperts(LAYER)

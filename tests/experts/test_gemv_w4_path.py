@@ -1,6 +1,4 @@
-"""The gemv path for 4-bit weights, verified at few tokens independently of what the heuristics
-choose.
-"""
+"""The `gemv_w4` path of TritonExperts (4-bit weights), forced for few tokens."""
 
 from dataclasses import replace
 from typing import Any
@@ -34,19 +32,20 @@ def _pair(first: tuple[int, int, int, int], second: tuple[int, int, int, int]) -
     return MoEConfig(GemvW4Config(*first), GemvW4Config(*second), GemvW4Path.name)
 
 
-# Several steps along both depths and several blocks of columns; all at once; more warps than work.
+# _LONG and _DEEP take several steps along K, _ONCE takes one, and _MANY has more warps than blocks.
 _LONG = _pair((32, 128, 1, 1), (64, 128, 2, 2))
 _DEEP = _pair((64, 128, 1, 2), (128, 256, 1, 3))
 _ONCE = _pair((64, 512, 4, 1), (128, 256, 4, 1))
 _MANY = _pair((64, 1024, 8, 2), (128, 1024, 8, 2))
-_NARROW = _pair((8, 256, 8, 1), (32, 256, 8, 4))  # 8 columns of gate and 8 of up are a product
-# 8 columns of GEMM 2, twice in a product: a pair's depth at once; in steps, one and two on the way.
+_NARROW = _pair((8, 256, 8, 1), (32, 256, 8, 4))  # 8 columns of gate and 8 of up in one MMA
+# GEMM 2 has 8 columns, with two halves of K in one MMA. It covers K at once, or in steps with one
+# or three stages.
 _AT_ONCE = _pair((32, 256, 4, 1), (8, 1024, 8, 1))
 _IN_STEPS = _pair((32, 256, 4, 1), (8, 512, 2, 1))
 _STAGED = _pair((32, 256, 4, 1), (8, 256, 1, 3))
-# Two warps keep to a pair.
-_TEAMS = _pair((32, 256, 4, 1), (8, 256, 8, 2))
-# Widths that are no multiple of a block, depths that are no multiple of a chunk.
+# Two warps process one pair.
+_TWO_WARPS_PER_PAIR = _pair((32, 256, 4, 1), (8, 256, 8, 2))
+# N is no multiple of a block, and K is no multiple of a chunk.
 _BASE = replace(BASE, hidden=160, intermediate=96, dtype=torch.bfloat16, quant=_INT4)
 
 _CASES: tuple[tuple[dict[str, Any], str, MoEConfig], ...] = (
@@ -65,7 +64,7 @@ _CASES: tuple[tuple[dict[str, Any], str, MoEConfig], ...] = (
       "intermediate": 288}, "uniform", _DEEP),
     ({"tokens": 1, "quant": f"{_INT4}:group=96", "hidden": 192, "intermediate": 288}, "uniform",
      _ONCE),
-    # One group is all of a depth.
+    # One group covers the whole depth of GEMM 2.
     ({"tokens": 1, "quant": f"{_INT4}:group=256,{_ZEROS}", "hidden": 512, "intermediate": 160},
      "uniform", _ONCE),
     ({"tokens": 1, "quant": _MXFP4, "hidden": 160, "intermediate": 288}, "uniform", _LONG),
@@ -97,7 +96,7 @@ _CASES: tuple[tuple[dict[str, Any], str, MoEConfig], ...] = (
     ({"tokens": 2, "quant": _MXFP4, "intermediate": 416, "top_k": 3}, "skips", _STAGED),
     ({"tokens": 1, "quant": _MXFP4, "intermediate": 288, "combine": Combine.TOPK_WEIGHTED},
      "uniform", _IN_STEPS),
-    # Widths of whole blocks: rows of weights at distances that are known to the compiler.
+    # N has whole blocks, so that the compiler knows the alignment of rows of weights.
     ({"tokens": 2, "quant": f"{_INT4}:{_ZEROS}", "hidden": 256, "intermediate": 192,
       "activation": _OAI, "bias": True}, "skips", _LONG),
     ({"tokens": 1, "quant": _MXFP4, "hidden": 256, "intermediate": 192}, "uniform", _LONG),
@@ -108,13 +107,13 @@ _CASES: tuple[tuple[dict[str, Any], str, MoEConfig], ...] = (
     ({"tokens": 1, "quant": _REPACKED, "hidden": 256, "intermediate": 104}, "uniform", _NARROW),
     ({"tokens": 2, "quant": _REPACKED, "intermediate": 416, "top_k": 3}, "skips", _STAGED),
     ({"tokens": 2, "quant": _REPACKED, "hidden": 96, "intermediate": 1096, "top_k": 4,
-      "experts": 7, "bias": True}, "skips", _TEAMS),
+      "experts": 7, "bias": True}, "skips", _TWO_WARPS_PER_PAIR),
     ({"tokens": 1, "quant": _REPACKED, "hidden": 64, "intermediate": 768, "top_k": 4,
-      "experts": 5}, "uniform", _TEAMS),  # three whole blocks for two
+      "experts": 5}, "uniform", _TWO_WARPS_PER_PAIR),  # two warps share three whole blocks
     ({"tokens": 1, "quant": _MXFP4, "hidden": 104, "intermediate": 608, "bias": True,
-      "combine": Combine.TOPK_WEIGHTED}, "uniform", _TEAMS),
+      "combine": Combine.TOPK_WEIGHTED}, "uniform", _TWO_WARPS_PER_PAIR),
     ({"tokens": 1, "quant": f"{_INT4}:group=32,{_ZEROS}", "intermediate": 288, "bias": True,
-      "apply_router_weight_on_input": True, "top_k": 1}, "uniform", _TEAMS),
+      "apply_router_weight_on_input": True, "top_k": 1}, "uniform", _TWO_WARPS_PER_PAIR),
 )  # fmt: skip
 
 
@@ -127,9 +126,11 @@ def test_cases_are_proven(
     assert proof.passed, str(proof)
 
 
-@pytest.mark.parametrize("pair", [_TEAMS, _LONG], ids=["teams", "roaming"])
+@pytest.mark.parametrize(
+    "pair", [_TWO_WARPS_PER_PAIR, _LONG], ids=["two warps per pair", "roaming"]
+)
 def test_the_weight_of_a_skipped_pair_is_not_used(pair: MoEConfig) -> None:
-    """Whether warps keep one pair or go from one to the next."""
+    """Warps either process one pair or go from one pair to the next ("roaming")."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     problem = replace(_BASE, tokens=2, quant=_REPACKED, top_k=2, bias=True)
     x_TH, weights, routing = random_inputs(problem, device)
@@ -144,8 +145,8 @@ def test_the_weight_of_a_skipped_pair_is_not_used(pair: MoEConfig) -> None:
 
 @pytest.mark.parametrize("path", ["gemv_w4", "aligned_w4"])
 def test_smallest_and_largest_e8m0_scales(path: str) -> None:
-    """E8M0 codes 0 and 1, 2^-127 and 2^-126, are negligible; scales of 2^50 and more must give NaN
-    or infinity rather than wrap around.
+    """E8M0 codes 0 and 1 (2^-127 and 2^-126) are negligible. Scales of 2^50 and more must give NaN
+    or infinity instead of wrapping around.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     problem = replace(_BASE, tokens=2, quant=_MXFP4)
@@ -164,17 +165,17 @@ def test_smallest_and_largest_e8m0_scales(path: str) -> None:
     assert weights.w1_scale is not None
     tiny, huge = weights.w1_scale.clone(), weights.w1_scale.clone()
     tiny[:, 0::4, :2], tiny[:, 1::4, 0], huge[:, 5] = 0, 1, 250
-    found, expected = output("TritonExperts", tiny), output("TorchExperts", tiny)
-    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    actual, expected = output("TritonExperts", tiny), output("TorchExperts", tiny)
+    torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
     assert not output("TritonExperts", huge).isfinite().any()
 
 
-def test_supported_problems() -> None:
+def test_only_4_bit_problems_of_whole_chunks_are_supported() -> None:
     assert gemv_w4_config.supports(_BASE)
     assert gemv_w4_config.supports(replace(_BASE, quant=_MXFP4, dtype=torch.float16))
     for changes in (
         {"dtype": torch.float32},
-        {"hidden": 176},  # 5.5 lanes of 32
+        {"hidden": 176},  # no multiple of 32
         {"quant": f"{_INT4}:group=48", "hidden": 192},
         {"top_k": 65, "experts": 80},
     ):
@@ -185,25 +186,23 @@ def test_few_tokens_use_the_gemv_w4_path() -> None:
     for quant in (_INT4, f"{_INT4}:{_ZEROS}", _MXFP4):
         for depth in (768, 2048, 2880, 14336):
             problem = replace(_BASE, hidden=depth, intermediate=depth, experts=64, quant=quant)
-            most = gemv_w4_config.max_tokens(problem)
-            steps = make_heuristic_steps(
-                problem, Device(), _PATHS
-            )  # files of a device would say otherwise
-            assert steps.choose(most + 1).path == "aligned"
-            for tokens in range(1, most + 1):
+            max_tokens = gemv_w4_config.max_tokens(problem)
+            steps = make_heuristic_steps(problem, Device(), _PATHS)
+            assert steps.choose(max_tokens + 1).path == "aligned"
+            for tokens in range(1, max_tokens + 1):
                 pair = steps.choose(tokens)
                 assert pair == gemv_w4_config.default_config(problem, tokens)
                 assert is_launchable(pair, problem, Device())
 
 
-def test_only_gate_and_up_are_narrow_in_the_first_gemm() -> None:
+def test_only_gated_first_gemms_can_use_8_columns() -> None:
     assert is_launchable(_NARROW, _BASE, Device())
     found = list(config_violations(_NARROW, replace(_BASE, activation="relu2"), Device()))
     assert [(gemm, violation.what) for gemm, violation in found] == [("GEMM 1", "block_n")]
 
 
 @pytest.mark.parametrize("quant", [_INT4, _MXFP4])
-def test_the_smallest_width_of_the_second_gemm(quant: str) -> None:
+def test_second_gemms_use_at_least_8_columns(quant: str) -> None:
     for columns in (4, 8, 16):
         pair = _pair((32, 256, 4, 1), (columns, 256, 4, 1))
         assert is_launchable(pair, replace(_BASE, quant=quant), Device()) is (columns >= 8)
@@ -213,19 +212,19 @@ def test_the_smallest_width_of_the_second_gemm(quant: str) -> None:
     ("quant", "hidden", "intermediate", "top_k", "tokens", "tile"),
     [
         (_INT4, 2048, 768, 8, 1, (8, 1024, 8)),
-        (_INT4, 2048, 768, 8, 2, (16, 256, 8)),  # four programs a multiprocessor
+        (_INT4, 2048, 768, 8, 2, (16, 256, 8)),  # four programs on each SM
         (_INT4, 2048, 1408, 6, 1, (16, 256, 8)),  # more blocks than warps
         (_INT4, 2560, 1536, 6, 1, (8, 512, 8)),
         (_INT4, 2880, 2880, 4, 1, (8, 512, 8)),
         (f"{_INT4}:group=32", 2880, 2880, 4, 1, (16, 256, 8)),
         (_MXFP4, 2048, 768, 8, 1, (8, 256, 8)),
         (f"{_INT4}:group=32", 2048, 768, 8, 1, (8, 256, 8)),
-        (_MXFP4, 2048, 1024, 8, 1, (16, 256, 8)),  # more blocks than are on their way at once
+        (_MXFP4, 2048, 1024, 8, 1, (16, 256, 8)),  # more blocks than can be in flight
         (_MXFP4, 2880, 2880, 4, 1, (8, 256, 8)),
         (_INT4, 4096, 1536, 8, 1, (16, 256, 8)),
     ],
 )
-def test_layers_whose_second_gemm_uses_8_columns(
+def test_default_tiles_of_the_second_gemm(
     quant: str, hidden: int, intermediate: int, top_k: int, tokens: int, tile: tuple[int, int, int]
 ) -> None:
     problem = replace(
@@ -235,8 +234,8 @@ def test_layers_whose_second_gemm_uses_8_columns(
     assert (found.block_n, found.block_k, found.num_warps) == tile
 
 
-def test_narrow_tiles_have_fewer_registers() -> None:
-    """The number of resident programs is the one that `gemv_w4_config` assumes."""
+def test_narrow_tiles_use_fewer_registers() -> None:
+    """As many programs are resident on an SM as `gemv_w4_config` assumes."""
     narrow, wide = GemvW4Config(8, 512, 8, 1), GemvW4Config(16, 512, 8, 1)
     for gemm in (1, 2):
         assert gemv_w4_config.max_registers(wide, gemm, words_stay_in_lanes=True) == 128
@@ -249,26 +248,30 @@ def test_narrow_tiles_have_fewer_registers() -> None:
     assert [gemv_w4_config.num_halves(tile) for tile in (narrow, wide)] == [2, 1]
 
 
-@pytest.mark.parametrize(("warps", "most"), [(4, 255), (8, 255), (16, 128), (32, 64)])
-def test_words_exchanged_between_lanes_may_use_all_registers(warps: int, most: int) -> None:
-    """Of one program, the minimum for a launch."""
+@pytest.mark.parametrize(("warps", "max_registers"), [(4, 255), (8, 255), (16, 128), (32, 64)])
+def test_words_exchanged_between_lanes_may_use_all_registers(
+    warps: int, max_registers: int
+) -> None:
+    """The limit is the number of registers with which one program fits on an SM."""
     for block_n in (8, 16):
         for gemm in (1, 2):
             tile = GemvW4Config(block_n, 512, warps, 1)
-            assert gemv_w4_config.max_registers(tile, gemm, words_stay_in_lanes=False) == most
+            assert (
+                gemv_w4_config.max_registers(tile, gemm, words_stay_in_lanes=False) == max_registers
+            )
 
 
 @pytest.mark.parametrize(
-    ("experts", "top_k", "most"),
+    ("experts", "top_k", "max_tokens"),
     [(8, 2, 2), (32, 8, 2), (32, 4, 4), (128, 8, 8), (512, 1, 8), (2, 2, 1)],
 )
-def test_the_largest_number_of_tokens(experts: int, top_k: int, most: int) -> None:
+def test_max_tokens_of_the_path(experts: int, top_k: int, max_tokens: int) -> None:
     for quant in (_INT4, _MXFP4):
         problem = replace(_BASE, experts=experts, top_k=top_k, quant=quant)
-        assert gemv_w4_config.max_tokens(problem) == most
+        assert gemv_w4_config.max_tokens(problem) == max_tokens
 
 
-def test_a_block_has_at_most_as_many_slots_as_the_product_has_columns() -> None:
+def test_chunks_per_block_are_limited_by_the_group_size() -> None:
     deep = GemvW4Config(16, 1024, 8, 1)
     assert [gemv_w4_config.chunks_per_block(deep, group) for group in (256, 128, 96, 64, 32)] == [
         8,

@@ -1,6 +1,4 @@
-"""The grouped GEMM of EPMoE over segments of rows: plain, transposed, in float8, and what it
-refuses.
-"""
+"""The grouped GEMM of EPMoE over segments of rows, also with transposed and fp8 weights."""
 
 import pytest
 import torch
@@ -11,25 +9,25 @@ from modular_kernel.errors import ConfigurationError, DtypeError, InputError, Sh
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_grouped_gemm(dtype: torch.dtype) -> None:
-    """Segments of no rows, one and many; experts in any order; other rows are unchanged."""
+def test_grouped_gemm_equals_float64(dtype: torch.dtype) -> None:
+    """Segments have zero, one or many rows, and experts in any order. Other rows are unchanged."""
     a, b = random_normal(211, 72, dtype=dtype), random_normal(5, 40, 72, seed=1, dtype=dtype)
     c = nan_tensor(211, 40, dtype=dtype)
     seg_indptr = torch.tensor([3, 3, 4, 4, 150, 190], device=DEVICE)
     weight_indices = torch.tensor([1, 4, 0, 2, 2], device=DEVICE)
-    got = grouped_gemm_triton(a, b, c, 5, True, seg_indptr, weight_indices)
-    assert got is c
-    want = nan_tensor(211, 40).double()
+    returned = grouped_gemm_triton(a, b, c, 5, True, seg_indptr, weight_indices)
+    assert returned is c
+    expected = nan_tensor(211, 40).double()
     for i, expert in enumerate(weight_indices.tolist()):
         rows = slice(int(seg_indptr[i]), int(seg_indptr[i + 1]))
-        want[rows] = a[rows].double() @ b[expert].double().T
-    assert torch.equal(c.isnan(), want.isnan())
-    inside = c[3:190].double() - want[3:190]
+        expected[rows] = a[rows].double() @ b[expert].double().T
+    assert torch.equal(c.isnan(), expected.isnan())
+    inside = c[3:190].double() - expected[3:190]
     step = 2.0**-8 if dtype is torch.bfloat16 else 2.0**-20
-    assert bool((inside.abs() <= step * want[3:190].abs() + 1e-5).all())
+    assert bool((inside.abs() <= step * expected[3:190].abs() + 1e-5).all())
 
 
-def test_grouped_gemm_of_transposed_weights() -> None:
+def test_grouped_gemm_supports_transposed_weights() -> None:
     a, b = random_normal(30, 72), random_normal(2, 72, 40, seed=1).transpose(1, 2)
     seg_indptr = torch.tensor([0, 17, 30], device=DEVICE)
     c = grouped_gemm_triton(a, b, nan_tensor(30, 40), 2, True, seg_indptr)
@@ -38,8 +36,8 @@ def test_grouped_gemm_of_transposed_weights() -> None:
 
 
 @pytest.mark.parametrize("block_shape", [None, [32, 64]])
-def test_grouped_gemm_in_float8(block_shape: list[int] | None) -> None:
-    """One scale per segment and expert, or one per block; 40 and 96 leave partial blocks."""
+def test_grouped_gemm_of_fp8_equals_float64(block_shape: list[int] | None) -> None:
+    """There is a scale per segment and expert, or per block. The last blocks are partial."""
     a, b = random_normal(33, 96).to(FP8), random_normal(4, 40, 96, seed=1).to(FP8)
     seg_indptr = torch.tensor([0, 5, 5, 33], device=DEVICE)
     weight_indices = torch.tensor([3, 0, 1], device=DEVICE)
@@ -57,16 +55,16 @@ def test_grouped_gemm_in_float8(block_shape: list[int] | None) -> None:
         rows = scale_a.repeat_interleave(64, 1)[:, :96]
         weights = scale_b.repeat_interleave(32, 1)[:, :40].repeat_interleave(64, 2)[..., :96]
     left, right = a.double() * rows, b.double() * weights
-    want = torch.cat([left[:5] @ right[3].T, left[5:] @ right[1].T])
+    expected = torch.cat([left[:5] @ right[3].T, left[5:] @ right[1].T])
     size = torch.cat([left[:5].abs() @ right[3].T.abs(), left[5:].abs() @ right[1].T.abs()])
-    # Tensor cores cut fp8 products about 13 bits below the largest of them before they add.
+    # Tensor cores truncate fp8 products about 13 bits below the largest one before the sum.
     cut = 2.0**-13 if DEVICE.type == "cuda" else 0.0
-    bound = 2.0**-8 * want.abs() + cut * size + 1e-4
-    assert bool(((c.double() - want).abs() <= bound).all())
+    bound = 2.0**-8 * expected.abs() + cut * size + 1e-4
+    assert bool(((c.double() - expected).abs() <= bound).all())
 
 
 @pytest.mark.parametrize(
-    ("change", "raised", "says"),
+    ("change", "error", "message"),
     [
         ({"weight_column_major": False}, ConfigurationError, "weight_column_major: got False"),
         ({"b": (40, 72)}, ShapeError, r"b: got \(40, 72\), need 3 dimensions"),
@@ -84,7 +82,7 @@ def test_grouped_gemm_in_float8(block_shape: list[int] | None) -> None:
     ids=str,
 )
 def test_bad_arguments_are_refused_with_the_reason(
-    change: dict[str, object], raised: type[InputError], says: str
+    change: dict[str, object], error: type[InputError], message: str
 ) -> None:
     options: dict[str, object] = {"batch_size": 2, "weight_column_major": True}
     shapes = {"a": (30, 72), "b": (2, 40, 72), "c": (30, 40)}
@@ -102,5 +100,5 @@ def test_bad_arguments_are_refused_with_the_reason(
         options |= {name: options[name].to(FP8) for name in ("a", "b")}
         options |= {"use_fp8_w8a8": True, "c": options["c"].to(torch.bfloat16)}
     seg_indptr = torch.tensor([0, 17, 30], device=DEVICE)
-    with pytest.raises(raised, match=says):
+    with pytest.raises(error, match=message):
         grouped_gemm_triton(seg_indptr=seg_indptr, **options)

@@ -1,4 +1,4 @@
-"""Persistent grouped GEMMs: the problems that the path supports, its tiles, and what it refuses."""
+"""The `grouped_tma` path (persistent grouped GEMMs): supported problems, tiles, and refusals."""
 
 from dataclasses import replace
 
@@ -18,19 +18,19 @@ from modular_kernel.tensors import ExpertWeights
 
 H200 = Device("NVIDIA H200", tma=True)
 MIXTRAL = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2)
-SERVED = ("none", "fp8_w8a8_channel", "fp8_w8a8_block")
+SCHEMES = ("none", "fp8_w8a8_channel", "fp8_w8a8_block")
 
 
-@pytest.mark.parametrize("quant", SERVED)
+@pytest.mark.parametrize("quant", SCHEMES)
 def test_many_rows_use_the_path_with_launchable_tiles(quant: str) -> None:
     problem = replace(MIXTRAL, quant=quant)
     steps = make_heuristic_steps(problem, H200)
-    least = grouped_tma_config.min_tokens(problem)
-    narrow = grouped_tma_config.max_narrow_tokens(problem)
-    assert 0 < least < narrow
-    assert steps.choose(least - 1).path != "grouped_tma"
-    few, many = steps.choose(least), steps.choose(narrow + 1)
-    assert few == steps.choose(narrow)
+    min_tokens = grouped_tma_config.min_tokens(problem)
+    max_narrow = grouped_tma_config.max_narrow_tokens(problem)
+    assert 0 < min_tokens < max_narrow
+    assert steps.choose(min_tokens - 1).path != "grouped_tma"
+    few, many = steps.choose(min_tokens), steps.choose(max_narrow + 1)
+    assert few == steps.choose(max_narrow)
     assert many == steps.choose(1 << 40)
     assert (few.gemm1.block_n < many.gemm1.block_n) == (quant == "none")
     for pair in (few, many):
@@ -44,17 +44,17 @@ def test_many_rows_use_the_path_with_launchable_tiles(quant: str) -> None:
     }
 
 
-def test_layers_whose_rows_are_gathered() -> None:
-    """Long rows only: at least as many steps as the longest ring of any tile loads ahead."""
+def test_only_long_rows_are_gathered() -> None:
+    """Rows must have at least as many steps as the longest ring of stages of any tile."""
     assert grouped_tma_config.gathers_tokens(MIXTRAL)
     assert grouped_tma_config.gathers_tokens(replace(MIXTRAL, quant="fp8_w8a8_channel"))
     assert not grouped_tma_config.gathers_tokens(replace(MIXTRAL, quant="fp8_w8a8_block"))
-    for quant, most in (("none", 256), ("fp8_w8a8_channel", 512)):
+    for quant, max_short in (("none", 256), ("fp8_w8a8_channel", 512)):
         problem = replace(MIXTRAL, quant=quant)
-        assert not grouped_tma_config.gathers_tokens(replace(problem, hidden=most))
-        assert grouped_tma_config.gathers_tokens(replace(problem, hidden=most + 16))
+        assert not grouped_tma_config.gathers_tokens(replace(problem, hidden=max_short))
+        assert grouped_tma_config.gathers_tokens(replace(problem, hidden=max_short + 16))
         gemm = gemms(problem)[0]
-        ring = (most + 16) * gemm.a_bits // 8 // grouped_tma_config.BOX_BYTES + 1
+        ring = (max_short + 16) * gemm.a_bits // 8 // grouped_tma_config.BOX_BYTES + 1
         tile = replace(
             grouped_tma_config.default_config(problem).gemm1, block_n=64, num_stages=ring + 2
         )
@@ -62,8 +62,8 @@ def test_layers_whose_rows_are_gathered() -> None:
         assert list(grouped_tma_config.violations(tile, gemm, mode, H200))
 
 
-def test_only_tokens_on_whole_copies_are_gathered() -> None:
-    """Other tokens take another path, unless a launch moves them anyway."""
+def test_only_aligned_tokens_are_gathered() -> None:
+    """Calls with unaligned tokens take another path, unless tokens are permuted first."""
     for hidden in (512, 128):
         problem = replace(MIXTRAL, hidden=hidden, intermediate=64, experts=2)
         shapes = ((2, problem.w1_rows, hidden), (2, hidden, 64))
@@ -73,9 +73,8 @@ def test_only_tokens_on_whole_copies_are_gathered() -> None:
         assert ("permuted_x" in path.specs(4, 128)) == path.permutes_tokens
         wide = torch.zeros(4, hidden + 12, dtype=torch.bfloat16)
         assert path.supports_tensors(weights, wide[:, :hidden].contiguous())
-        assert (
-            path.supports_tensors(weights, wide[:, 8:-4]) == path.permutes_tokens
-        )  # rows 8 bytes off
+        # The stride of rows is no multiple of 16 bytes.
+        assert path.supports_tensors(weights, wide[:, 8:-4]) == path.permutes_tokens
         assert path.supports_tensors(weights, torch.zeros(4, hidden + 16).bfloat16()[:, 8:-8])
         shifted = wide.view(-1)[4 : 4 + 2 * hidden].view(2, hidden)
         assert path.supports_tensors(weights, shifted) == path.permutes_tokens
@@ -90,7 +89,7 @@ def test_only_tokens_on_whole_copies_are_gathered() -> None:
 def test_outputs_are_staged_in_the_memory_left_by_the_ring(
     stages: int, half: int, columns: int, slots: int
 ) -> None:
-    """Of 227 KiB; every tile that can be launched has space for one box of each warpgroup."""
+    """Every valid tile leaves space for a box of each warpgroup in 227 KiB of shared memory."""
     tile = LaunchConfig(grouped_tma_config.BLOCK_M, 2 * half, 64, 8, 4, stages)
     assert grouped_tma_config.num_staging_buffers(tile, half, columns) == slots
     ring = stages * (grouped_tma_config.BLOCK_M + 2 * half) * grouped_tma_config.BOX_BYTES
@@ -127,7 +126,7 @@ def test_path_requires_sm_90() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("change", "message"),
     [
         ({"block_m": 64}, "block_m"),
         ({"block_n": 32}, "block_n"),
@@ -138,7 +137,7 @@ def test_path_requires_sm_90() -> None:
     ids=str,
 )
 def test_a_tile_that_its_kernel_cannot_launch_is_refused(
-    change: dict[str, int], named: str
+    change: dict[str, int], message: str
 ) -> None:
     tile = LaunchConfig(128, 128, 64, 8, 4, 4)
     wide = replace(tile, block_n=256)
@@ -146,7 +145,7 @@ def test_a_tile_that_its_kernel_cannot_launch_is_refused(
         configs_from_override(MoEConfig(tile, wide, "grouped_tma")), MIXTRAL, H200
     )
     broken = MoEConfig(replace(tile, **change), replace(wide, **change), "grouped_tma")
-    with pytest.raises(ConfigurationError, match=named):
+    with pytest.raises(ConfigurationError, match=message):
         fit_to_problem(configs_from_override(broken), MIXTRAL, H200)
 
 

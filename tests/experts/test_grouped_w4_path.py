@@ -1,8 +1,7 @@
-"""The path with weights in registers without a GPU: its launches are interpreted, except for the
-product.
+"""The `grouped_w4` path without a GPU: interpreted kernels, and a torch stand-in for its GEMMs.
 
-A torch stand-in multiplies by the tiled weights. tests/gpu/test_grouped_w4_on_gpu.py verifies the
-kernel, and tests/experts/test_grouped_w4_unpack.py how it unpacks.
+The stand-in multiplies by the tiled weights. tests/gpu/test_grouped_w4_on_gpu.py verifies the GEMM
+kernel, and tests/experts/test_grouped_w4_unpack.py verifies how it unpacks weights.
 """
 
 import math
@@ -22,13 +21,13 @@ from experts.triton.launch_config import Device, gemms
 from modular_kernel.spec.problem import Combine, Machine, Problem
 from modular_kernel.testing import Case, prove
 
-_there_are_boxes = make_gemm_fixture(GroupedW4Path, multiply_w4)
+_stand_in_gemms = make_gemm_fixture(GroupedW4Path, multiply_w4)
 
 
 @pytest.mark.share(3)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu proves it, with its own products")
 @pytest.mark.parametrize(
-    ("changes", "routing", "at_once"),
+    ("changes", "routing", "group_size"),
     [
         ({}, "uniform", 64),
         ({"quant": "mxfp4_w4a16:repacked=true", "hidden": 1088}, "empty_experts", 3),
@@ -47,13 +46,13 @@ _there_are_boxes = make_gemm_fixture(GroupedW4Path, multiply_w4)
 def test_cases_are_proven(
     changes: dict[str, Any],
     routing: str,
-    at_once: int,
+    group_size: int,
     machine: Machine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     problem = replace(MXFP4, **changes)
     monkeypatch.setattr(
-        grouped_w4_config, "experts_per_chunk", lambda problem: min(at_once, problem.e)
+        grouped_w4_config, "experts_per_chunk", lambda problem: min(group_size, problem.e)
     )
     with override_config(grouped_w4_config.default_config(problem, 64)):
         assert choose_config(problem, 1, supported_paths(problem)).path == "grouped_w4"
@@ -63,29 +62,36 @@ def test_cases_are_proven(
 
 
 @pytest.mark.parametrize(
-    ("rows", "taken"), [(39, 0), (40, 64), (55, 64), (56, 128), (640, 128), (641, 0)]
+    ("rows", "block_m"), [(39, 0), (40, 64), (55, 64), (56, 128), (640, 128), (641, 0)]
 )
-def test_calls_with_some_rows_per_expert_use_the_path(rows: int, taken: int) -> None:
+def test_calls_with_some_rows_per_expert_use_the_path(rows: int, block_m: int) -> None:
     problem = replace(MXFP4, experts=6, top_k=3)
     config = make_heuristic_steps(problem, H200).choose(2 * rows)
-    assert (config.gemm1.block_m if config.path == "grouped_w4" else 0) == taken
+    assert (config.gemm1.block_m if config.path == "grouped_w4" else 0) == block_m
 
 
 @pytest.mark.parametrize(
-    ("quant", "least"), [("mxfp4_w4a16", 5), ("nvfp4_w4a16", 2), ("int4_w4a16_group", 2)]
+    ("quant", "min_rows"), [("mxfp4_w4a16", 5), ("nvfp4_w4a16", 2), ("int4_w4a16_group", 2)]
 )
-def test_tiles_for_prepared_weights_have_the_rows_of_an_expert(quant: str, least: int) -> None:
+def test_tiles_for_prepared_weights_have_the_rows_of_an_expert(quant: str, min_rows: int) -> None:
     problem = replace(MXFP4, quant=quant, experts=6, top_k=3)
     steps = make_heuristic_steps(problem, H200, prepared=True)
-    for rows, taken in ((least - 1, 0), (least, 32), (21, 32), (22, 64), (55, 64), (56, 128)):
+    for rows, block_m in (
+        (min_rows - 1, 0),
+        (min_rows, 32),
+        (21, 32),
+        (22, 64),
+        (55, 64),
+        (56, 128),
+    ):
         config = steps.choose(2 * rows)
-        assert (config.gemm1.block_m if config.path == "grouped_w4" else 0) == taken, rows
-        if taken:
+        assert (config.gemm1.block_m if config.path == "grouped_w4" else 0) == block_m, rows
+        if block_m:
             require_config(config, problem, H200, "heuristics")
 
 
 @pytest.mark.parametrize(
-    ("quant", "rows", "taken"),
+    ("quant", "rows", "block_m"),
     [
         ("int4_w4a16_group:group=32", 39, 0),
         ("int4_w4a16_group:group=32", 40, 64),
@@ -98,21 +104,21 @@ def test_tiles_for_prepared_weights_have_the_rows_of_an_expert(quant: str, least
         ("nvfp4_w4a16", 129, 0),
     ],
 )
-def test_int4_and_nvfp4_calls_use_the_path(quant: str, rows: int, taken: int) -> None:
+def test_int4_and_nvfp4_calls_use_the_path(quant: str, rows: int, block_m: int) -> None:
     problem = replace(MXFP4, experts=6, top_k=3, quant=quant)
     config = make_heuristic_steps(problem, H200).choose(2 * rows)
-    assert (config.gemm1.block_m if config.path == "grouped_w4" else 0) == taken
+    assert (config.gemm1.block_m if config.path == "grouped_w4" else 0) == block_m
 
 
 @pytest.mark.parametrize("experts", [5, 7, 128])
 def test_minimum_and_maximum_tokens_of_the_path(experts: int) -> None:
     problem = replace(MXFP4, experts=experts, top_k=3)
     steps = make_heuristic_steps(problem, H200)
-    taken = [t for t in range(700 * experts // 3) if steps.choose(t).path == "grouped_w4"]
-    rows = (40 * experts / 3, 640 * experts / 3)
-    assert taken == list(range(math.ceil(rows[0]), math.floor(rows[1]) + 1))
-    assert {t: steps.choose(t) for t in taken} == {
-        t: GroupedW4Path.default_config(problem, t, H200) for t in taken
+    tokens = [t for t in range(700 * experts // 3) if steps.choose(t).path == "grouped_w4"]
+    bounds = (40 * experts / 3, 640 * experts / 3)
+    assert tokens == list(range(math.ceil(bounds[0]), math.floor(bounds[1]) + 1))
+    assert {t: steps.choose(t) for t in tokens} == {
+        t: GroupedW4Path.default_config(problem, t, H200) for t in tokens
     }
 
 
@@ -154,8 +160,8 @@ def test_tiled_weights_fit_a_bounded_buffer() -> None:
     )  # fmt: skip
     assert grouped_w4_config.experts_per_chunk(layer) == 64
     specs = GroupedW4Path(layer).specs(4096, 128)
-    held = specs["tiled_words"].nbytes + specs["tiled_scales"].nbytes
-    assert (1 << 28) < held <= 1 << 30
+    nbytes = specs["tiled_words"].nbytes + specs["tiled_scales"].nbytes
+    assert (1 << 28) < nbytes <= 1 << 30
     assert "dequantized" not in specs
 
 
@@ -174,11 +180,11 @@ def test_invalid_launches_are_refused(change: dict[str, int], field: str) -> Non
     for gemm, tile in zip(gemms(MXFP4), (pair.gemm1, pair.gemm2), strict=True):
         assert not list(grouped_w4_config.violations(tile, gemm, MXFP4, H200))
         other = replace(tile, **change)
-        found = list(grouped_w4_config.violations(other, gemm, MXFP4, H200))
-        assert [violation.what for violation in found] == [field]
+        violations = list(grouped_w4_config.violations(other, gemm, MXFP4, H200))
+        assert [violation.what for violation in violations] == [field]
 
 
-def test_launches_worth_timing_can_be_launched() -> None:
+def test_tuning_candidates_can_be_launched() -> None:
     problem = replace(MXFP4, tokens=256)
     for block_m, pair in grouped_w4_config.candidates(problem, 256).items():
         for gemm, tiles in zip(gemms(problem), pair, strict=True):

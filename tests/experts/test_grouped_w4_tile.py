@@ -1,4 +1,4 @@
-"""The launch that tiles weights equals its torch reference, for experts that have rows."""
+"""The kernel that tiles 4-bit weights equals its torch reference for experts with rows."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted")
     ("columns", "depth", "gated", "step"),
     [(72, 64, False, 1), (200, 416, True, 1), (136, 288, True, 2), (320, 160, False, 1)],
 )
-def test_the_launch_equals_the_reference(
+def test_tile_experts_equals_the_reference(
     columns: int, depth: int, gated: bool, step: int, quant: str, scales: torch.dtype
 ) -> None:
     s = random_weights(
@@ -33,25 +33,25 @@ def test_the_launch_equals_the_reference(
     product = s.product(columns, step, up_row, gated=gated)
     for first, count in ((0, 3), (1, 2)):
         shapes = tiled_shapes(count, columns, depth, s.packed_format, gated=gated)
-        got = TiledWeights(*(torch.full(shape, 7, dtype=torch.int32) for shape in shapes))
-        tile_experts(product, starts, got, first)
+        actual_tiles = TiledWeights(*(torch.full(shape, 7, dtype=torch.int32) for shape in shapes))
+        tile_experts(product, starts, actual_tiles, first)
         for expert in range(first, first + count):
-            for made, wanted in zip(got, expected, strict=True):
-                unused = torch.full_like(wanted[expert], 7)
-                want = unused if expert == 1 else wanted[expert]
-                assert torch.equal(made[expert - first], want)
+            for actual, reference in zip(actual_tiles, expected, strict=True):
+                unwritten = torch.full_like(reference[expert], 7)  # expert 1 has no rows
+                expected_tensor = unwritten if expert == 1 else reference[expert]
+                assert torch.equal(actual[expert - first], expected_tensor)
 
 
 @pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7FC00000, -1])
 @pytest.mark.parametrize("quant", [INTEGERS[0], INTEGERS[2]])
-def test_a_nan_scale_gives_nan(quant: str, bits: int) -> None:
+def test_a_nan_scale_gives_nan_weights(quant: str, bits: int) -> None:
     s = random_weights(quant, 1, 64, 64, scales=torch.float32)
     s.scale.view(torch.int32)[0, 3, 0] = bits
     shapes = tiled_shapes(1, 64, 64, s.packed_format, gated=False)
-    got = TiledWeights(*(torch.zeros(shape, dtype=torch.int32) for shape in shapes))
+    actual_tiles = TiledWeights(*(torch.zeros(shape, dtype=torch.int32) for shape in shapes))
     starts = torch.tensor([0, 1], dtype=torch.int32)
-    tile_experts(s.product(64, 1, 0, gated=False), starts, got, 0)
-    for made in (got, s.tiled(list_tile_rows(64, 1, 0, gated=False))):
-        values = untile_weights(made, s.packed_format)[0, :64]
+    tile_experts(s.product(64, 1, 0, gated=False), starts, actual_tiles, 0)
+    for tiled in (actual_tiles, s.tiled(list_tile_rows(64, 1, 0, gated=False))):
+        values = untile_weights(tiled, s.packed_format)[0, :64]
         assert values[3].isnan().all()
         assert torch.cat([values[:3], values[4:]]).isfinite().all()

@@ -1,8 +1,8 @@
-"""The unpacking functions of the grouped kernel for 4-bit weights, on a CPU with torch tensors.
+"""The Gluon functions of the `grouped_w4` kernel that unpack 4-bit weights, run on torch tensors.
 
-Gluon has no interpreter. The values that the functions return are tested here; the compiler proves
-in which registers they are (tests/compile/test_grouped_w4_compile.py), because the functions assert
-that no data is moved.
+Gluon has no interpreter, so the test replaces `gl` and emulates the inline assembly. It verifies
+values, but not layouts: the functions assert that they move no data between registers, which
+tests/compile/test_grouped_w4_compile.py verifies.
 """
 
 import re
@@ -23,9 +23,7 @@ _MASK = 0xFFFFFFFF
 
 
 class _Values:
-    """A tensor with the Gluon methods that the functions call; an int64 element represents a
-    register.
-    """
+    """A tensor with the Gluon methods that the functions call. Each int64 element is a register."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value
@@ -51,7 +49,7 @@ class _Values:
         return _Values((self.value << 16).to(torch.int32).view(torch.float32))
 
 
-class _Place:
+class _SharedMemory:
     """A buffer in shared memory."""
 
     def __init__(self, value: torch.Tensor) -> None:
@@ -60,8 +58,8 @@ class _Place:
     def load(self, layout: object) -> _Values:
         return _Values(self.value)
 
-    def slice(self, start: int, length: int, dim: int) -> "_Place":
-        return _Place(self.value.narrow(dim, start, length))
+    def slice(self, start: int, length: int, dim: int) -> "_SharedMemory":
+        return _SharedMemory(self.value.narrow(dim, start, length))
 
 
 def _halves(word: torch.Tensor) -> list[torch.Tensor]:
@@ -69,39 +67,39 @@ def _halves(word: torch.Tensor) -> list[torch.Tensor]:
     return [half.to(torch.int32).view(torch.float32).double() for half in halves]
 
 
-def _joined(halves: list[torch.Tensor]) -> torch.Tensor:
-    """Return float64 halves in one register, each rounded once."""
+def _pack_halves(halves: list[torch.Tensor]) -> torch.Tensor:
+    """Round two float64 halves to bf16 and pack them into a register."""
     low, high = (
         _round_to_bf16(half).to(torch.bfloat16).view(torch.int16).long() & 0xFFFF for half in halves
     )
     return low | high << 16
 
 
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return _joined([x * y for x, y in zip(_halves(a), _halves(b), strict=True)])
+def _multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return _pack_halves([x * y for x, y in zip(_halves(a), _halves(b), strict=True)])
 
 
-def _sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return _joined([x + y for x, y in zip(_halves(a), _halves(b), strict=True)])
+def _add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return _pack_halves([x + y for x, y in zip(_halves(a), _halves(b), strict=True)])
 
 
-def _fused(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     parts = zip(_halves(a), _halves(b), _halves(c), strict=True)
-    return _joined([x * y + z for x, y, z in parts])
+    return _pack_halves([x * y + z for x, y, z in parts])
 
 
-def _single(register: torch.Tensor) -> torch.Tensor:
+def _as_float32(register: torch.Tensor) -> torch.Tensor:
     return (
         torch.where(register > _MASK >> 1, register - _MASK - 1, register).int().view(torch.float32)
     )
 
 
-def _both(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    return _joined([_single(low).double(), _single(high).double()])
+def _pack_float32(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    return _pack_halves([_as_float32(low).double(), _as_float32(high).double()])
 
 
-def _lacking(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return (_single(a) - _single(b)).view(torch.int32).long() & _MASK
+def _subtract(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (_as_float32(a) - _as_float32(b)).view(torch.int32).long() & _MASK
 
 
 def _prmt(a: torch.Tensor, _zero: torch.Tensor, selector: torch.Tensor) -> torch.Tensor:
@@ -119,8 +117,8 @@ def _lop3(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, table: torch.Tensor
     return (a ^ b) & c
 
 
-def _scaled(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return (_single(a) * _single(b)).view(torch.int32).long() & _MASK
+def _multiply_float32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (_as_float32(a) * _as_float32(b)).view(torch.int32).long() & _MASK
 
 
 _OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -131,28 +129,28 @@ _OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "prmt.b32": _prmt,
     "mov.b32": lambda a: a,
     "mad.lo.u32": lambda a, b, c: a * b + c & _MASK,
-    "mul.bf16x2": _product,
-    "add.bf16x2": _sum,
-    "fma.rn.bf16x2": _fused,
-    "cvt.rn.bf16x2.f32": _both,
-    "sub.f32": _lacking,
-    "mul.f32": _scaled,
+    "mul.bf16x2": _multiply,
+    "add.bf16x2": _add,
+    "fma.rn.bf16x2": _fma,
+    "cvt.rn.bf16x2.f32": _pack_float32,
+    "sub.f32": _subtract,
+    "mul.f32": _multiply_float32,
 }
 
 
-def _assembled(code: Any, constraints: Any, args: list[_Values], **_: Any) -> list[_Values]:
-    """Run assembler text on whole tensors."""
+def _run_assembly(code: Any, constraints: Any, args: list[_Values], **_: Any) -> list[_Values]:
+    """Run inline assembly on whole tensors, as gl.inline_asm_elementwise does."""
     count = constraints.count("=")
-    known = {f"${count + i}": arg.value.long() & _MASK for i, arg in enumerate(args)}
-    shape = torch.broadcast_shapes(*(value.shape for value in known.values()))
+    registers = {f"${count + i}": arg.value.long() & _MASK for i, arg in enumerate(args)}
+    shape = torch.broadcast_shapes(*(value.shape for value in registers.values()))
     for line in code.strip("{} ").split(";"):
         words = re.split(r"[ ,]+", line.strip())
         if words[0] in ("", ".reg"):
             continue
-        name, to, *given = words
-        operands = [known[n] if n in known else torch.tensor(int(n, 0)) for n in given]
-        known[to] = _OPERATIONS[name](*operands)
-    return [_Values(known[f"${i}"].expand(shape)) for i in range(count)]
+        name, target, *names = words
+        operands = [registers[n] if n in registers else torch.tensor(int(n, 0)) for n in names]
+        registers[target] = _OPERATIONS[name](*operands)
+    return [_Values(registers[f"${i}"].expand(shape)) for i in range(count)]
 
 
 _GL = SimpleNamespace(
@@ -166,15 +164,15 @@ _GL = SimpleNamespace(
     join=lambda a, b: _Values(torch.stack((a.value, b.value), -1)),
     expand_dims=lambda a, axis: _Values(a.value.unsqueeze(axis)),
     convert_layout=lambda a, _, assert_trivial: a,
-    inline_asm_elementwise=_assembled,
+    inline_asm_elementwise=_run_assembly,
 )
 
 
 def _as_python(name: str) -> Callable[..., Any]:
-    plain = {**vars(kernels), "gl": _GL}
-    for each in ("_join4", "_load_scale_quads"):
-        plain[each] = FunctionType(getattr(kernels, each).fn.__code__, plain)
-    return FunctionType(getattr(kernels, name).fn.__code__, plain)
+    namespace = {**vars(kernels), "gl": _GL}
+    for helper in ("_join4", "_load_scale_quads"):
+        namespace[helper] = FunctionType(getattr(kernels, helper).fn.__code__, namespace)
+    return FunctionType(getattr(kernels, name).fn.__code__, namespace)
 
 
 @pytest.mark.parametrize(
@@ -191,11 +189,13 @@ def test_unpacking_inverts_tiling(quant: str, scales: torch.dtype | None) -> Non
     expected = untile_weights(tiled, packed_format)[0].double() * 2.0**-packed_format.scale_shift
     unpack, load_block_scales = _as_python("unpack"), _as_python("load_block_scales")
     for step in range(2):
-        places = _Place(tiled.scales[0, 0, step])
+        scale_memory = _SharedMemory(tiled.scales[0, 0, step])
         words = tiled.words[0, 0, step].view(4, 16, 32)
         for part in range(2):
-            for block, of_block in enumerate(load_block_scales(places, part, str(packed_format))):
-                at = 2 * part + block
-                got = unpack(_Place(words[at]), of_block, None, str(packed_format)).value.double()
+            part_scales = load_block_scales(scale_memory, part, str(packed_format))
+            for index, block_scales in enumerate(part_scales):
+                at = 2 * part + index
+                memory = _SharedMemory(words[at])
+                got = unpack(memory, block_scales, None, str(packed_format)).value.double()
                 rows, depth = slice(at * BLOCK, (at + 1) * BLOCK), slice(step * BLOCK, None)
                 assert torch.equal(got, expected[rows, depth][:, :BLOCK])

@@ -39,8 +39,8 @@ def _gemv(first: Launch, second: Launch) -> MoEConfig:
 
 
 _TILES = (
-    _aligned(16, (16, 32), (32, 64)),  # rows on the left of the product
-    _aligned(16, (32, 32), (64, 32)),  # weights on the left, also of one tile of gate and up
+    _aligned(16, (16, 32), (32, 64)),  # rows are the left operand of the MMA
+    _aligned(16, (32, 32), (64, 32)),  # weights are the left operand
     _aligned(64, (64, 64), (128, 32)),
     _aligned(128, (32, 32), (64, 32)),
 )
@@ -48,7 +48,7 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"activation": OAI, "bias": True},
     {"activation": _HALVES, "bias": True},
     {"activation": "relu2"},
-    # N and K that no block divides, and that no vector of 16 bytes divides.
+    # N and K are no multiples of a block, and then also no multiples of 16 bytes.
     {"activation": _UP_PAIRS, "hidden": 72, "intermediate": 40},
     {"activation": _UP_PAIRS, "hidden": 75, "intermediate": 37, "bias": True},
     {"activation": _HALVES, "hidden": 75, "intermediate": 37, "dtype": torch.float16},
@@ -97,17 +97,17 @@ def test_launches_depend_on_the_strides_of_each_gemm(name: str, transposed: tupl
     config = path.default_config(problem, 1, Device())
     _, weights, _ = make_meta_inputs(problem)
     weights = replace(weights, **{n: n_major_like(getattr(weights, n)) for n in transposed})
-    got = config_for_strides(path, config, weights)
-    assert (got.path, got.gemm1.block_m) == (name, config.gemm1.block_m)
-    assert (got.gemm1 != config.gemm1) is ("w1" in transposed)
-    assert (got.gemm2 != config.gemm2) is ("w2" in transposed)
-    with override_config(config):  # is used as it is
+    actual = config_for_strides(path, config, weights)
+    assert (actual.path, actual.gemm1.block_m) == (name, config.gemm1.block_m)
+    assert (actual.gemm1 != config.gemm1) is ("w1" in transposed)
+    assert (actual.gemm2 != config.gemm2) is ("w2" in transposed)
+    with override_config(config):  # an override is not changed
         assert config_for_strides(path, config, weights) == config
 
 
 @pytest.mark.cpu
-def test_few_tokens_take_the_aligned_path() -> None:
-    """One token takes the gemv path, which also runs larger calls if it is overridden."""
+def test_calls_with_n_major_weights_take_the_aligned_path_from_two_tokens() -> None:
+    """Only one token takes the gemv path, unless an override selects it for more."""
     problem = replace(_PROBLEM, tokens=8, experts=64, top_k=4)
     x_TH, weights, _ = make_meta_inputs(problem)
     transposed = replace(weights, **{n: n_major_like(getattr(weights, n)) for n in ("w1", "w2")})
@@ -137,7 +137,7 @@ def test_quantized_and_float32_weights_keep_their_tiles() -> None:
 
 
 @pytest.mark.cpu
-def test_the_tables_have_launchable_tiles() -> None:
+def test_tiles_for_n_major_weights_can_be_launched() -> None:
     problem = replace(_PROBLEM, hidden=2880, intermediate=2880)
     both = (True, True)
     for tokens in (1, 64, 256, 4096):
@@ -150,5 +150,5 @@ def test_the_tables_have_launchable_tiles() -> None:
                 if path == "aligned"
                 else gemv_config.n_major_config(config, both)
             )
-            with override_config(tiles):  # choosing raises ConfigurationError if it cannot launch
+            with override_config(tiles):  # choose_config raises if the tiles cannot be launched
                 assert choose_config(problem, tokens, (path,)) == tiles

@@ -1,6 +1,4 @@
-"""Everything about a path is in its own package. A new path is a folder and an entry of
-BUILT_IN_PATHS.
-"""
+"""All code of a path is in its own package. A new path needs a folder and a line in `paths.py`."""
 
 import ast
 import shutil
@@ -157,8 +155,8 @@ print("the toy path is one of them")
 """
 
 
-def test_a_new_path_is_a_folder_and_an_entry(tmp_path: Path) -> None:
-    """Selection, overrides, bounds, files, tuning, explanations and calls use the entry."""
+def test_a_new_path_needs_a_folder_and_an_entry(tmp_path: Path) -> None:
+    """Selection, overrides, limits, files, tuning, `explain` and calls then know the path."""
     for source in (*(ROOT / package for package in PACKAGES), *ROOT.glob("*.egg-info")):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(source, tmp_path / source.name, ignore=ignored)
@@ -166,15 +164,15 @@ def test_a_new_path_is_a_folder_and_an_entry(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "__init__.py").write_text('"""A path that a test adds."""\n', encoding="utf-8")
     (folder / "path.py").write_text(TOY.lstrip(), encoding="utf-8")
-    listed = tmp_path / "experts" / "triton" / "paths.py"
-    text = listed.read_text(encoding="utf-8")
-    imported = "from experts.triton.path import Path\n"
-    assert text.count(imported) == 1
-    text = text.replace(imported, f"{imported}from experts.triton.toy.path import ToyPath\n")
+    paths_file = tmp_path / "experts" / "triton" / "paths.py"
+    text = paths_file.read_text(encoding="utf-8")
+    import_line = "from experts.triton.path import Path\n"
+    assert text.count(import_line) == 1
+    text = text.replace(import_line, f"{import_line}from experts.triton.toy.path import ToyPath\n")
     assert text.count("\n)\n") == 1
-    listed.write_text(text.replace("\n)\n", "\n    ToyPath,\n)\n"), encoding="utf-8")
+    paths_file.write_text(text.replace("\n)\n", "\n    ToyPath,\n)\n"), encoding="utf-8")
 
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", USE],
         cwd=tmp_path,
         env={
@@ -188,59 +186,55 @@ def test_a_new_path_is_a_folder_and_an_entry(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    assert "the toy path is one of them" in done.stdout, done.stderr[-3000:]
+    assert "the toy path is one of them" in process.stdout, process.stderr[-3000:]
 
 
 def _names(tree: ast.AST) -> Iterator[str]:
-    """Return the imports, string constants without docstrings, and referenced classes of a
-    module."""
-    alone = (node.value for node in ast.walk(tree) if isinstance(node, ast.Expr))
-    prose = {id(value) for value in alone if isinstance(value, ast.Constant)}
+    """Yield the imports, string constants except docstrings, and capitalized names of a module."""
+    statements = (node.value for node in ast.walk(tree) if isinstance(node, ast.Expr))
+    docstrings = {id(value) for value in statements if isinstance(value, ast.Constant)}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if id(node) not in prose:
+            if id(node) not in docstrings:
                 yield node.value
         elif isinstance(node, ast.Name) and node.id[0].isupper():
             yield node.id
 
 
 @cache
-def named() -> dict[Path, set[str]]:
-    """Return the names used in each file of experts/."""
+def names_by_file() -> dict[Path, set[str]]:
+    """Return the names that each file of experts/ uses."""
     files = (f for f in (ROOT / "experts").rglob("*.py") if f != TRITON / "paths.py")
     return {file: set(_names(ast.parse(file.read_text(encoding="utf-8")))) for file in files}
 
 
 @pytest.mark.parametrize("path", ALL_PATHS, ids=NAMES)
 def test_no_other_module_names_a_path(path: type[LaunchPath]) -> None:
-    """Except for derived paths, the list of parts, and SGLang's names of kernels.
-
-    The core names no part at all.
-    """
+    """Exceptions are paths derived from it, the list of parts, and SGLang's names of kernels."""
     folder = _folder(path)
     assert folder.parent == TRITON
-    own = {_folder(made) for made in _made_of(path)}
+    own_folders = {_folder(cls) for cls in _with_subclasses(path)}
     package = f"experts.triton.{folder.name}"
-    found = []
-    for file, names in named().items():
-        if not own & set(file.parents) and file.parent.name != "compat":
-            said = names & {path.name, path.__name__}
-            said |= {name for name in names if f"{name}.".startswith(f"{package}.")}
+    references = []
+    for file, names in names_by_file().items():
+        if not own_folders & set(file.parents) and file.parent.name != "compat":
+            used = names & {path.name, path.__name__}
+            used |= {name for name in names if f"{name}.".startswith(f"{package}.")}
             if file == TRITON.parent / "__init__.py":
-                said = {name for name in said if not name.endswith("Experts")}
-            found += [(str(file.relative_to(ROOT)), name) for name in said]
-    assert found == []
+                used = {name for name in used if not name.endswith("Experts")}
+            references += [(str(file.relative_to(ROOT)), name) for name in used]
+    assert references == []
 
 
-def _made_of(path: type[LaunchPath]) -> Iterator[type[LaunchPath]]:
-    """Return the path and those derived from it, also in folders of other parts."""
+def _with_subclasses(path: type[LaunchPath]) -> Iterator[type[LaunchPath]]:
+    """Yield the path and all paths derived from it."""
     yield path
-    for made in path.__subclasses__():
-        yield from _made_of(made)
+    for subclass in path.__subclasses__():
+        yield from _with_subclasses(subclass)
 
 
 def _folder(path: type[LaunchPath]) -> Path:

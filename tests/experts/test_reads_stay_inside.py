@@ -1,7 +1,7 @@
-"""No launch reads past the last row of the last expert, for K loops of any length.
+"""Kernels do not read past the last row of the last expert, for K loops of any length.
 
-Kernels load blocks ahead of their use. The interpreter raises an error for a read outside a tensor;
-on a GPU such a read is harmless unless the tensor ends where mapped memory does.
+Kernels prefetch blocks, which could lie beyond the end. The interpreter raises an error for a read
+outside a tensor. On a GPU, such a read only fails if no mapped memory follows the tensor.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 
 
 def deep_layers(quant: str, gemm: int) -> Iterator[Problem]:
-    """Yield layers with few columns and a deep `gemm`, with several numbers of warps per pair."""
+    """Yield layers in which `gemm` has few columns and a deep K, with several values of top-k."""
     for top_k, depth in ((8, 2048), (8, 2304), (4, 1024), (1, 2304), (6, 768)):
         hidden, intermediate = (depth, 32) if gemm == 1 else (32, depth)
         yield Problem(1, hidden, intermediate, top_k + 1, top_k, quant=quant, dtype=torch.bfloat16)
@@ -40,8 +40,8 @@ def config_of(problem: Problem, gemm: int, launch: Launch) -> MoEConfig | None:
     default = GemvW4Path.default_config(problem, 1, H200)
     both = (launch, default.gemm2) if gemm == 1 else (default.gemm1, launch)
     pairs = zip(both, gemms(problem), strict=True)
-    refused = (GemvW4Path.violations(one, shape, problem, H200) for one, shape in pairs)
-    return None if any(map(list, refused)) else MoEConfig(*both, default.path)
+    violations = (GemvW4Path.violations(tile, shape, problem, H200) for tile, shape in pairs)
+    return None if any(map(list, violations)) else MoEConfig(*both, default.path)
 
 
 def cases() -> list[tuple[str, int, Launch]]:
@@ -80,7 +80,7 @@ def test_gemv_w4_reads_stay_inside(quant: str, gemm: int, launch: Launch) -> Non
             run_last_expert(problem, config)
 
 
-# Paths without TMA, and the parts that launch the kernel of the aligned path or its batched form.
+# Paths without TMA, and the parts that launch the kernel of the `aligned` path.
 TILED = {
     "aligned": (PAIR, AlignedPath),
     "aligned_w4": (PAIR, AlignedW4Path),
@@ -88,7 +88,7 @@ TILED = {
     "batched": (("BatchedPrepareAndFinalize", "BatchedTritonExperts"), AlignedPath),
     "grouped": (("MoEPrepareAndFinalizeNoEP", "GroupedGemmExperts"), AlignedPath),
 }
-# Depths off most blocks, and layers of few columns.
+# Scheme -> H and I, which are no multiples of most blocks.
 SIZES = {
     "none": (712, 344),
     "fp8_w8a8_channel": (720, 336),
@@ -107,15 +107,15 @@ SCHEMES = {
 }
 
 
-def reads(launch: Launch) -> object:
-    """Return what determines the addresses that a program of a tiled GEMM reads."""
+def tile_sizes(launch: Launch) -> object:
+    """Return the fields that determine which addresses a program of a tiled GEMM reads."""
     if isinstance(launch, LaunchConfig):
         return launch.block_m, launch.block_n, launch.block_k
     return launch
 
 
 def configs_worth_timing(name: str, problem: Problem) -> list[MoEConfig]:
-    """Return configurations that read differently, of those tuned for some number of tokens."""
+    """Return tuning candidates for several numbers of tokens, one for each pair of tile sizes."""
     (_, part), path = TILED[name]
     with on_device(H200):
         space = ConfigSpace(problem, part, (path,))
@@ -123,7 +123,8 @@ def configs_worth_timing(name: str, problem: Problem) -> list[MoEConfig]:
             choice for tokens in (1, 8, 64, 512, 4096) for choice in space.candidates(tokens)
         ]
     configs = [choice for choice in choices if isinstance(choice, MoEConfig)]
-    return list({(reads(each.gemm1), reads(each.gemm2)): each for each in configs}.values())
+    by_sizes = {(tile_sizes(config.gemm1), tile_sizes(config.gemm2)): config for config in configs}
+    return list(by_sizes.values())
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The router weight of a skipped pair is not read: NaN or infinity there has no effect."""
+"""The router weight of a skipped pair is not used, even if it is NaN or infinite."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,7 @@ from modular_kernel.testing.random_inputs import random_inputs
 
 BASE = Problem(tokens=16, hidden=64, intermediate=32, experts=8, top_k=2, dtype=torch.float32)
 KEPT, PLAIN = {"combine": Combine.TOPK_WEIGHTED}, {"combine": Combine.TOPK_UNWEIGHTED}
-FACTS: tuple[dict[str, Any], ...] = (
+CHANGES: tuple[dict[str, Any], ...] = (
     {},
     {"top_k": 1, "routed_scaling_factor": 2.5},
     {"apply_router_weight_on_input": True},
@@ -30,16 +30,18 @@ FACTS: tuple[dict[str, Any], ...] = (
 )
 MACHINE = this_machine()
 CASES = [
-    (verdict.prepare_finalize, verdict.experts, facts)
-    for facts in FACTS
-    for verdict in check_all(replace(BASE, **facts), MACHINE)
+    (verdict.prepare_finalize, verdict.experts, changes)
+    for changes in CHANGES
+    for verdict in check_all(replace(BASE, **changes), MACHINE)
     if verdict.ok
 ]
 
 
-def skipping(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing, torch.Tensor]:
-    """Return a call and its skipped pairs: with id -1, an invalid id, or an expert on another
-    rank."""
+def call_with_skips(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing, torch.Tensor]:
+    """Return a call and the mask of its skipped pairs.
+
+    Pairs are skipped for an id of -1, an invalid id, and an expert of another rank.
+    """
     x_TH, weights, routing = random_inputs(problem, torch.device(MACHINE.device))
     ids = routing.topk_ids_TK
     ids[0], ids[3, 0], ids[5, -1], ids[8] = -1, -1, problem.experts, -7
@@ -51,41 +53,41 @@ def skipping(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing, to
     return x_TH, weights, routing, skipped
 
 
-@pytest.mark.parametrize(("pf", "experts", "facts"), CASES, ids=str)
+@pytest.mark.parametrize(("pf", "experts", "changes"), CASES, ids=str)
 def test_skipped_router_weight_has_no_effect_in_any_pairing(
-    pf: str, experts: str, facts: dict[str, Any]
+    pf: str, experts: str, changes: dict[str, Any]
 ) -> None:
-    problem = replace(BASE, **facts)
-    x_TH, weights, routing, skipped = skipping(problem)
+    problem = replace(BASE, **changes)
+    x_TH, weights, routing, skipped = call_with_skips(problem)
     kernel = make_kernel(pf, experts, problem, machine=MACHINE)
-    want = kernel(x_TH, weights, routing)
-    assert want.isfinite().all()
+    expected = kernel(x_TH, weights, routing)
+    assert expected.isfinite().all()
     for value in (float("nan"), float("inf"), -float("inf")):
-        strange = routing.topk_weights_TK.masked_fill(skipped, value)
-        got = kernel(x_TH, weights, Routing(strange, routing.topk_ids_TK))
-        assert torch.equal(got, want), value
+        changed = routing.topk_weights_TK.masked_fill(skipped, value)
+        actual = kernel(x_TH, weights, Routing(changed, routing.topk_ids_TK))
+        assert torch.equal(actual, expected), value
 
 
-@pytest.mark.parametrize("facts", FACTS, ids=str)
-@pytest.mark.parametrize("authority", [float64_reference, rounded_reference])
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
+@pytest.mark.parametrize("reference", [float64_reference, rounded_reference])
 def test_skipped_router_weight_has_no_effect_in_the_reference(
-    authority: Any, facts: dict[str, Any]
+    authority: Any, changes: dict[str, Any]
 ) -> None:
-    problem = replace(BASE, **facts)
-    x_TH, weights, routing, skipped = skipping(problem)
-    want = authority(x_TH, weights, routing, problem)
-    assert want.isfinite().all()
-    strange = routing.topk_weights_TK.masked_fill(skipped, float("nan"))
+    problem = replace(BASE, **changes)
+    x_TH, weights, routing, skipped = call_with_skips(problem)
+    expected = authority(x_TH, weights, routing, problem)
+    assert expected.isfinite().all()
+    changed = routing.topk_weights_TK.masked_fill(skipped, float("nan"))
     assert torch.equal(
-        authority(x_TH, weights, Routing(strange, routing.topk_ids_TK), problem), want
+        authority(x_TH, weights, Routing(changed, routing.topk_ids_TK), problem), expected
     )
-    # A pair that counts is read.
-    strange = routing.topk_weights_TK.masked_fill(~skipped, float("nan"))
-    read = authority(x_TH, weights, Routing(strange, routing.topk_ids_TK), problem)
+    # Weights of other pairs are used.
+    changed = routing.topk_weights_TK.masked_fill(~skipped, float("nan"))
+    read = authority(x_TH, weights, Routing(changed, routing.topk_ids_TK), problem)
     assert read.isnan().any() == (problem.combine is not Combine.TOPK_UNWEIGHTED)
 
 
-def test_the_table_is_large_enough() -> None:
+def test_the_table_has_enough_cases() -> None:
     assert len({(pf, experts) for pf, experts, _ in CASES}) >= 2
 
 
@@ -101,20 +103,20 @@ MAPPED_PAIRS = [
 
 @pytest.mark.parametrize("value", [-2, -(2**31), 5, 2**31 - 1])
 @pytest.mark.parametrize(("pf", "experts"), MAPPED_PAIRS, ids="+".join)
-def test_invalid_map_entries(pf: str, experts: str, value: int) -> None:
-    """Map entries of -2 and e are not used as rows: both skip, or are refused."""
-    x_TH, weights, routing, _ = skipping(MAPPED)
+def test_invalid_map_entries_skip_pairs_or_are_refused(pf: str, experts: str, value: int) -> None:
+    """Invalid entries of the expert map skip pairs. Checked kernels refuse them."""
+    x_TH, weights, routing, _ = call_with_skips(MAPPED)
     assert weights.expert_map is not None
-    skips, strange = weights.expert_map.clone(), weights.expert_map.clone()
-    skips[2], strange[2] = -1, value
+    skips, changed = weights.expert_map.clone(), weights.expert_map.clone()
+    skips[2], changed[2] = -1, value
     kernel = make_kernel(pf, experts, MAPPED, machine=MACHINE)
-    want = kernel(x_TH, replace(weights, expert_map=skips), routing).clone()
-    assert torch.equal(kernel(x_TH, replace(weights, expert_map=strange), routing), want)
+    expected = kernel(x_TH, replace(weights, expert_map=skips), routing).clone()
+    assert torch.equal(kernel(x_TH, replace(weights, expert_map=changed), routing), expected)
     checked = make_kernel(pf, experts, MAPPED, machine=MACHINE, checked=True)
     valid = Routing(routing.topk_weights_TK, routing.topk_ids_TK.clamp(-1, 7))
     checked(x_TH, replace(weights, expert_map=skips), valid)
     for call in (checked, checked.plan()):
         with pytest.raises(WeightsError) as caught:
-            call(x_TH, replace(weights, expert_map=strange), valid)
+            call(x_TH, replace(weights, expert_map=changed), valid)
         assert caught.value.got == f"1 value, the first {value} at 2"
         assert caught.value.need == "-1 or 0 to 4"

@@ -1,4 +1,4 @@
-"""TritonKernelsExperts, with a stand-in for the ragged product of triton_kernels."""
+"""TritonKernelsExperts, with a stand-in for the ragged GEMM of triton_kernels."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -52,31 +52,31 @@ def test_cases_are_proven(change: dict[str, Any], routing: str) -> None:
 # -------------------------------------------------------------------------------------- tile maps
 
 
-def made_for(counts: list[int], rows: int) -> tuple[torch.Tensor, TileMaps]:
+def allocate_tile_maps(counts: list[int], rows: int) -> tuple[torch.Tensor, TileMaps]:
     starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).int()
     specs = tile_specs(rows, len(counts)).values()
     return starts, TileMaps(*(torch.full(s.shape, 7, dtype=torch.int32) for s in specs))
 
 
 @pytest.mark.parametrize("counts", [[0, 129, 0, 1, 128, 0], [3], [0], [0, 0, 5], [17] * 40])
-def test_tile_maps_equal_their_reference(counts: list[int]) -> None:
-    starts, made = made_for(counts, sum(counts) + 2)
-    _, reference = made_for(counts, sum(counts) + 2)
-    write_tile_maps(starts, made)
+def test_tile_maps_equal_the_reference(counts: list[int]) -> None:
+    starts, actual = allocate_tile_maps(counts, sum(counts) + 2)
+    _, reference = allocate_tile_maps(counts, sum(counts) + 2)
+    write_tile_maps(starts, actual)
     tile_maps_ref(starts, reference)
-    for kernel, torch_s in zip(vars(made).values(), vars(reference).values(), strict=True):
-        assert torch.equal(kernel, torch_s)
+    for by_kernel, by_torch in zip(vars(actual).values(), vars(reference).values(), strict=True):
+        assert torch.equal(by_kernel, by_torch)
     for place, size in enumerate(TILE_ROWS):
         tiles = [(b << 16) | e for e, n in enumerate(counts) for b in range(-(-n // size))]
-        behind = max_num_tiles(sum(counts) + 2, len(counts)) - len(tiles)
-        assert made.maps[place].tolist() == tiles + [-1] * behind
+        num_unused = max_num_tiles(sum(counts) + 2, len(counts)) - len(tiles)
+        assert actual.maps[place].tolist() == tiles + [-1] * num_unused
 
 
-# ---------------------------------------------------------------------------------------- planted
+# ---------------------------------------------------------------------------------------- defects
 
 
-def given() -> dict[str, Any]:
-    starts, tiles = made_for([7, 0, 33], 44)
+def make_arguments() -> dict[str, Any]:
+    starts, tiles = allocate_tile_maps([7, 0, 33], 44)
     tile_maps_ref(starts, tiles)
     return {
         "rows": torch.randn(44, 32).bfloat16(),
@@ -94,10 +94,10 @@ def changed(tensor: torch.Tensor, value: int, *place: int) -> torch.Tensor:
 
 
 def test_stand_in_equals_float64() -> None:
-    one = given()
+    one = make_arguments()
     library.ragged_matmul(triton_kernels_3_5, **one)
-    want = one["rows"][7:40].float() @ one["weights"][0][2].float().T
-    assert torch.equal(one["out"][7:40], want.bfloat16())
+    expected = one["rows"][7:40].float() @ one["weights"][0][2].float().T
+    assert torch.equal(one["out"][7:40], expected.bfloat16())
     assert one["out"][40:].isnan().all()
 
 
@@ -109,15 +109,15 @@ def counted(g: dict[str, Any], of: Callable[[torch.Tensor], torch.Tensor]) -> di
     return {"tiles": replace(g["tiles"], counts=of(g["tiles"].counts))}
 
 
-PLANTED: dict[str, Any] = {
-    "a start short": lambda g: {"starts": g["starts"][:-1]},
+DEFECTS: dict[str, Any] = {
+    "too few starts": lambda g: {"starts": g["starts"][:-1]},
     "starts of int64": lambda g: {"starts": g["starts"].long()},
     "starts that are ends": lambda g: {"starts": changed(g["starts"], 7, 0)},
-    "a count too many": lambda g: counted(g, lambda counts: changed(counts, 8, 0)),
+    "a count that is too large": lambda g: counted(g, lambda counts: changed(counts, 8, 0)),
     "a tile twice": lambda g: maps(g, lambda m: m[:, :1].expand(4, 5)),
     "expert and tile exchanged": lambda g: maps(g, lambda m: m * 65536),
     "zero for no work": lambda g: maps(g, lambda m: m.clamp(min=0)),
-    "programs short": lambda g: maps(g, lambda m: m[:, :2]),
+    "too few programs": lambda g: maps(g, lambda m: m[:, :2]),
     "tiles of another size": lambda g: {"tiles": replace(g["tiles"], ends=g["tiles"].ends.flip(0))},
     "rows of float16": lambda g: {"rows": g["rows"].half()},
     "rows along M": lambda g: {"rows": g["rows"].T.contiguous().T},
@@ -128,40 +128,40 @@ PLANTED: dict[str, Any] = {
 
 
 def in_mxfp4() -> dict[str, Any]:
-    """Return the same arguments with weights of two values per byte."""
+    """Return the same arguments with mxfp4 weights."""
     codes = torch.randint(0, 256, (3, 24, 64), dtype=torch.uint8)
     exponents = torch.randint(124, 128, (3, 24, 4), dtype=torch.uint8)
     rows = torch.randn(44, 128).bfloat16()
-    return given() | {"rows": rows, "weights": (codes, exponents)}
+    return make_arguments() | {"rows": rows, "weights": (codes, exponents)}
 
 
 def test_stand_in_equals_float64_with_mxfp4() -> None:
     one, problem = in_mxfp4(), Problem(1, 128, 128, 3, 1, quant="mxfp4_w4a16")
     library.ragged_matmul(triton_kernels_3_5, **one)
     values = dequantize(*one["weights"], None, problem.scheme)
-    want = one["rows"][7:40].float() @ values[2].T
-    torch.testing.assert_close(one["out"][7:40], want.bfloat16(), rtol=1e-2, atol=1e-2)
-    # A step of 128 values reaches past these rows.
+    expected = one["rows"][7:40].float() @ values[2].T
+    torch.testing.assert_close(one["out"][7:40], expected.bfloat16(), rtol=1e-2, atol=1e-2)
+    # Kernels read 128 values at a time, which is past the end of rows of 96 values.
     codes, exponents = one["weights"]
     short = {"rows": one["rows"][:, :96], "weights": (codes[..., :48], exponents[..., :3])}
     library.ragged_matmul(triton_kernels_3_5, **one | short)
     assert one["out"][7:40].isnan().all()
 
 
-MXFP4: dict[str, Any] = {
-    "scales of a float": lambda c, s: (c, s.float()),
+MXFP4_DEFECTS: dict[str, Any] = {
+    "scales of float32": lambda c, s: (c, s.float()),
     "scales of 16 values": lambda c, s: (c, s.repeat(1, 1, 2)),
-    "scales of other rows": lambda c, s: (c, s[:, :-1]),
-    "codes of words": lambda c, s: (c.int(), s),
+    "too few rows of scales": lambda c, s: (c, s[:, :-1]),
+    "codes of int32": lambda c, s: (c.int(), s),
     "codes of another K": lambda c, s: (c[..., :-16], s),
 }
 
 
-@pytest.mark.parametrize("name", MXFP4)
+@pytest.mark.parametrize("name", MXFP4_DEFECTS)
 def test_defects_in_mxfp4_are_detected(name: str) -> None:
     one = in_mxfp4()
     with pytest.raises(AssertionError):
-        with_each_size(**one | {"weights": MXFP4[name](*one["weights"])})
+        with_each_size(**one | {"weights": MXFP4_DEFECTS[name](*one["weights"])})
 
 
 @pytest.mark.parametrize("routing", ["skips", "duplicates"])
@@ -172,23 +172,23 @@ def test_mxfp4_cases_are_proven(routing: str) -> None:
         assert proof.passed, str(proof)
 
 
-def with_each_size(**one: Any) -> None:
-    """Use each size of tiles in turn."""
+def with_each_size(**arguments: Any) -> None:
+    """Make a call for each tile size, which the stand-in uses in turn."""
     for _ in TILE_ROWS:
-        library.ragged_matmul(triton_kernels_3_5, **one)
+        library.ragged_matmul(triton_kernels_3_5, **arguments)
 
 
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("name", DEFECTS)
 def test_defects_are_detected(name: str) -> None:
-    one = given()
+    one = make_arguments()
     with pytest.raises(AssertionError):
-        with_each_size(**one | PLANTED[name](one))
+        with_each_size(**one | DEFECTS[name](one))
 
 
-# ------------------------------------------------------------------------------------ where it is
+# ------------------------------------------------------------------------------------ the library
 
 
-def put(site: Path, name: str, *, old: bool = True) -> None:
+def write_package(site: Path, name: str, *, old: bool = True) -> None:
     folder = site / name
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("")
@@ -210,19 +210,19 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_a_copy_in_vllm_is_imported_under_its_own_name(site: Path) -> None:
     (site / "vllm").mkdir()
     (site / "vllm/__init__.py").write_text("raise SystemExit('vllm was imported')")
-    put(site, "vllm/third_party/triton_kernels")
+    write_package(site, "vllm/third_party/triton_kernels")
     assert library.load().RoutingData.__module__ == "triton_kernels.routing"
     assert "vllm" not in sys.modules
 
 
 def test_another_interface_or_package_is_refused(site: Path) -> None:
-    put(site, "triton_kernels", old=False)
+    write_package(site, "triton_kernels", old=False)
     with pytest.raises(ConfigurationError, match="no block_pid_map: dict"):
         library.load()
 
 
 def test_a_failed_import_leaves_no_modules(site: Path) -> None:
-    put(site, "triton_kernels")
+    write_package(site, "triton_kernels")
     (site / "triton_kernels/target_info.py").write_text("raise ImportError('no such driver')")
     with pytest.raises(ConfigurationError, match="no such driver, need a version for this triton"):
         library.load()
@@ -230,11 +230,11 @@ def test_a_failed_import_leaves_no_modules(site: Path) -> None:
 
 
 def test_a_package_imported_from_elsewhere_is_kept(site: Path) -> None:
-    put(site, "triton_kernels", old=False)
+    write_package(site, "triton_kernels", old=False)
     other = import_module("triton_kernels")
     (site / "vllm").mkdir()
     (site / "vllm/__init__.py").write_text("")
-    put(site, "vllm/third_party/triton_kernels")
+    write_package(site, "vllm/third_party/triton_kernels")
     with pytest.raises(ConfigurationError, match="was already imported from"):
         library.load()
     assert sys.modules["triton_kernels"] is other

@@ -1,5 +1,4 @@
-"""The PTX that unpacks 4-bit weights, emulated bit by bit, because the interpreter cannot run
-it."""
+"""The PTX that unpacks 4-bit weights is emulated, because the interpreter cannot run it."""
 
 import numpy as np
 import pytest
@@ -11,9 +10,7 @@ _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
 def _run(code: str, words: np.ndarray) -> list[np.ndarray]:
-    """Return the eight 16-bit results of the inline assembly for each word: the halves of four
-    registers.
-    """
+    """Return the eight 16-bit results of the inline assembly: the halves of four registers."""
     registers: dict[str, np.ndarray] = {"$4": words}
 
     def value(name: str) -> np.ndarray:
@@ -23,30 +20,30 @@ def _run(code: str, words: np.ndarray) -> list[np.ndarray]:
         operation, _, rest = instruction.strip().partition(" ")
         if operation in ("", ".reg"):
             continue
-        to, *names = rest.split(", ")
-        assert to != "$4"
-        registers[to] = _computed(operation, names, [value(name) for name in names])
+        target, *names = rest.split(", ")
+        assert target != "$4"
+        registers[target] = _compute(operation, names, [value(name) for name in names])
     pairs = [registers[f"${j}"] for j in range(4)]
     return [(pair >> shift).astype(np.uint16) for shift in (0, 16) for pair in pairs]
 
 
-def _computed(operation: str, names: list[str], given: list[np.ndarray]) -> np.ndarray:
+def _compute(operation: str, names: list[str], operands: list[np.ndarray]) -> np.ndarray:
     match operation:
         case "mov.b32":
-            return given[0]
+            return operands[0]
         case "and.b32":
-            return given[0] & given[1]
+            return operands[0] & operands[1]
         case "shr.b32":
-            return given[0] >> given[1]
+            return operands[0] >> operands[1]
         case "shl.b32":
-            return given[0] << given[1]
+            return operands[0] << operands[1]
         case "mul.lo.u32":
-            return given[0] * given[1]
+            return operands[0] * operands[1]
         case "lop3.b32":
             assert names[3] == "0xEA"
-            return (given[0] & given[1]) | given[2]
+            return (operands[0] & operands[1]) | operands[2]
         case "fma.rn.f16x2":
-            a, b, c = (np.reshape(np.uint32(x), (-1, 1)).view(np.float16) for x in given)
+            a, b, c = (np.reshape(np.uint32(x), (-1, 1)).view(np.float16) for x in operands)
             return (a * b + c).view(np.uint32)[:, 0]
     raise AssertionError(operation)
 
@@ -60,7 +57,7 @@ def _fp16(bits: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("j", range(8))
-def test_every_nibble(j: int) -> None:
+def test_every_nibble_is_unpacked(j: int) -> None:
     code = (_WORDS >> np.uint32(4 * j)) & 15
     e2m1 = np.where(code < 8, 1, -1) * _E2M1[code & 7]
     for unpacking, read, expected in (

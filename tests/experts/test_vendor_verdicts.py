@@ -1,8 +1,8 @@
-"""Verdicts of `mk check` on the parts of vendors, for an H200 and a B200 described by options.
+"""Verdicts on the parts that use vendor libraries, for an H200, a B200 and an A100.
 
-The expected verdicts follow the limits of the libraries: N and K in multiples of 16 bytes for
-torch's CUTLASS product of scaled rows; multiples of 128 and sm_90 for DeepGEMM; tiles of 128 rows
-that must not reach into the next expert's; at most 1023 groups.
+The expected verdicts follow the limits of the libraries. For example, torch's scaled grouped GEMM
+needs N and K in multiples of 16 bytes and at most 1023 groups, and DeepGEMM needs sm_90 and sizes
+in multiples of 128.
 """
 
 from dataclasses import replace
@@ -47,7 +47,7 @@ SWIGLU = "swiglu_oai:alpha=1.702,limit=7.0,interleaved=true"
 
 Row = tuple[str, str, dict[str, Any], Machine, str]
 
-# PrepareAndFinalize, experts, what the problem has besides, machine, rules that refuse it.
+# (PrepareAndFinalize, experts, fields of the problem, machine, rules that refuse it)
 # fmt: off
 TABLE: tuple[Row, ...] = (
     (NO_EP, ROWS, {"quant": CHANNEL}, H200, ""),
@@ -121,7 +121,7 @@ TABLE: tuple[Row, ...] = (
     (HT, DG, {"quant": BLOCK, "parallel": Parallel(2)}, H200, ""),
     (LL, DG, {"hidden": 2048, "parallel": Parallel(2)}, H200, "format reduce"),
     (LOCAL, BATCHED_DG, {}, H200, ""),
-    (LOCAL, BATCHED_DG, {"quant": BLOCK, "tokens": 7}, H200, ""),  # it rounds the room up
+    (LOCAL, BATCHED_DG, {"quant": BLOCK, "tokens": 7}, H200, ""),  # LOCAL rounds the capacity up
     (LOCAL, BATCHED_DG, {"quant": BLOCK}, B200, "archs"),
     (LOCAL, BATCHED_DG, {"quant": BLOCK}, BARE, "package"),
     (LOCAL, BATCHED_DG, {"quant": TENSOR}, H200, "quant"),
@@ -129,14 +129,14 @@ TABLE: tuple[Row, ...] = (
     (LL, BATCHED_DG, {"hidden": 2048, "tokens": 64, "parallel": Parallel(2)}, H200, ""),
     (LL, BATCHED_DG, {"hidden": 2048, "tokens": 65, "parallel": Parallel(2)}, H200,
      "capacity_multiple"),
-    (LL, BATCHED_DG, {"hidden": 2048, "tokens": 63, "parallel": Parallel(2)}, H200, ""),  # in fours
+    (LL, BATCHED_DG, {"hidden": 2048, "tokens": 63, "parallel": Parallel(2)}, H200, ""),
     (LL, BATCHED_DG, {"hidden": 2048, "quant": BLOCK, "tokens": 16, "parallel": Parallel(8)},
      H200, ""),
     (LL, BATCHED_DG, {"hidden": 2048, "quant": BLOCK, "tokens": 20, "parallel": Parallel(8)},
      H200, "capacity_multiple"),
     (NO_EP, BATCHED_DG, {}, H200, "format"),
     (NO_EP, EITHER, {}, H200, ""),
-    (NO_EP, EITHER, {"quant": BLOCK, "bias": True}, H200, ""),  # Triton alone takes it
+    (NO_EP, EITHER, {"quant": BLOCK, "bias": True}, H200, ""),  # runs on Triton only
     (NO_EP, EITHER, {"hidden": 2880, "intermediate": 2880}, H200, ""),
     (NO_EP, EITHER, {}, B200, "archs"),
     (NO_EP, EITHER, {}, BARE, "package"),
@@ -165,7 +165,7 @@ TABLE: tuple[Row, ...] = (
     (NO_EP, FI, UP, B200, ""),
     (NO_EP, FI, UP, A100, "archs"),
     (NO_EP, FI, UP, BARE, "package"),
-    (NO_EP, FI, {}, H200, "activation"),  # gate rows first
+    (NO_EP, FI, {}, H200, "activation"),  # FlashInfer needs up rows first
     (NO_EP, FI, {"activation": SWIGLU}, H200, "activation"),
     (NO_EP, FI, {"activation": "swiglu_oai:up_first=true"}, H200, ""),
     (NO_EP, FI, {"activation": "relu2"}, H200, ""),
@@ -174,7 +174,7 @@ TABLE: tuple[Row, ...] = (
     (NO_EP, FI, {"activation": "situ:up_first=true"}, H200, "activation"),
     (NO_EP, FI, {**UP, "dtype": "float16"}, H200, ""),
     (NO_EP, FI, {**UP, "dtype": "float32"}, H200, "dtype"),
-    (NO_EP, FI, {**UP, "quant": TENSOR}, H200, "quant"),  # it computes no scale
+    (NO_EP, FI, {**UP, "quant": TENSOR}, H200, "quant"),  # FlashInfer computes no scale
     (NO_EP, FI, {**UP, "quant": f"{TENSOR}:static=true"}, H200, ""),
     (NO_EP, FI, {**UP, "quant": f"{TENSOR}:static=true"}, B200, ""),
     (NO_EP, FI, {**UP, "quant": f"{TENSOR}:static=true", "hidden": 1032}, H200, "hidden"),
@@ -217,7 +217,7 @@ TABLE: tuple[Row, ...] = (
 # fmt: on
 
 
-def test_the_table_is_large_enough() -> None:
+def test_the_table_has_enough_cases() -> None:
     assert len(TABLE) >= 60
     assert {row[3].name for row in TABLE} >= {"NVIDIA H200", "NVIDIA B200"}
 
@@ -231,22 +231,22 @@ def test_verdict_equals_the_table(
     assert " ".join(r.rule for r in verdict.rejections) == rules, str(verdict)
 
 
-def test_options_describe_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    """Equal verdicts from the command line, and which of two libraries runs a call."""
+def test_command_line_options_describe_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command line also explains which of two libraries runs a call."""
     words = ["check", "--pf-type", NO_EP, "--experts-type", EITHER, "--hidden", "1024", "--json"]
-    here = ["--packages", "triton,deep_gemm"]
-    taken = run_mk(capsys, *words, "--arch", "9.0", *here).json
-    assert taken["ok"]
-    assert taken["explained"][0] == "calls of fewer than 512 tokens: TritonExperts"
-    refused = run_mk(capsys, *words, "--arch", "10.0", "--packages", "triton")
-    assert refused.code == 1
-    found = refused.json
-    assert [r["rule"] for r in found["rejections"]] == ["archs", "package"]
-    assert found["rejections"][1]["hint"].startswith("install DeepGEMM with the script in")
-    assert not found["explained"]
+    packages = ["--packages", "triton,deep_gemm"]
+    accepted = run_mk(capsys, *words, "--arch", "9.0", *packages).json
+    assert accepted["ok"]
+    assert accepted["explained"][0] == "calls of fewer than 512 tokens: TritonExperts"
+    result = run_mk(capsys, *words, "--arch", "10.0", "--packages", "triton")
+    assert result.code == 1
+    refused = result.json
+    assert [r["rule"] for r in refused["rejections"]] == ["archs", "package"]
+    assert refused["rejections"][1]["hint"].startswith("install DeepGEMM with the script in")
+    assert not refused["explained"]
 
 
-SEED = (
+PART_NAMES = (
     "DeepEPHTPrepareAndFinalize DeepEPLLPrepareAndFinalize PplxPrepareAndFinalize "
     "FlashInferCutlassMoEPrepareAndFinalize MoEPrepareAndFinalizeNoEP BatchedPrepareAndFinalize "
     "BatchedDeepGemmExperts BatchedTritonExperts BatchedTritonOrDeepGemmExperts DeepGemmExperts "
@@ -255,17 +255,17 @@ SEED = (
 )
 
 
-def test_every_name_of_the_table_exists_or_is_planned(
+def test_every_listed_part_exists_or_is_planned(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     catalog = load_catalog()
-    there = {*catalog.names("prepare_finalize"), *catalog.names("experts")}
-    planned = {one.name: one.blocked_on for one in catalog.planned}
-    assert set(SEED.split()) <= there | set(planned)
-    assert not there & set(planned)
+    existing = {*catalog.names("prepare_finalize"), *catalog.names("experts")}
+    planned = {part.name: part.blocked_on for part in catalog.planned}
+    assert set(PART_NAMES.split()) <= existing | set(planned)
+    assert not existing & set(planned)
     text = run_mk(capsys, "list").out
-    assert all(name in text for name in SEED.split())
-    # None is planned now: a name that is gets its reason where it is asked for.
+    assert all(name in text for name in PART_NAMES.split())
+    # No part is planned now. The error for a planned part would state what it is blocked on.
     assert not planned
     later = replace(
         catalog, planned=(PlannedPart("LaterExperts", "experts", "its GPU is not there"),)

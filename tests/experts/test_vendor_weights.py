@@ -1,6 +1,4 @@
-"""Weights at any address: libraries read them by TMA or refuse them, so parts copy those that are
-misaligned.
-"""
+"""Parts copy misaligned weights, because vendor libraries need aligned addresses."""
 
 from dataclasses import replace
 
@@ -26,18 +24,18 @@ PLAIN = Problem(tokens=9, hidden=128, intermediate=128, experts=3, top_k=2)
         ("TritonKernels", "none"),
     ],
 )
-def test_weights_that_are_not_16_byte_aligned(part: str, quant: str) -> None:
+def test_misaligned_weights_are_accepted(part: str, quant: str) -> None:
     problem = replace(PLAIN, quant=quant)
     proof = prove_part(getattr(parts, part), problem, variation=InputVariation(layout="shifted"))
     assert proof.passed, str(proof)
 
 
 def test_only_misaligned_weights_are_copied() -> None:
-    room = torch.arange(3 * 4 * 16 + 1, dtype=torch.bfloat16)
-    there = room[:-1].view(3, 4, 16)
-    assert to_row_major(there) is there
-    for view in (room[1:].view(3, 4, 16), there.transpose(1, 2)):
-        made = to_row_major(view)
-        assert made.is_contiguous()
-        assert made.data_ptr() % 16 == 0
-        assert torch.equal(made, view)
+    memory = torch.arange(3 * 4 * 16 + 1, dtype=torch.bfloat16)
+    aligned = memory[:-1].view(3, 4, 16)
+    assert to_row_major(aligned) is aligned
+    for view in (memory[1:].view(3, 4, 16), aligned.transpose(1, 2)):
+        copied = to_row_major(view)
+        assert copied.is_contiguous()
+        assert copied.data_ptr() % 16 == 0
+        assert torch.equal(copied, view)
