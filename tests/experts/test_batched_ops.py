@@ -123,7 +123,7 @@ BAD: tuple[tuple[dict[str, Any], type[InputError], str], ...] = (
 
 
 @pytest.mark.parametrize(("change", "error", "what"), BAD)
-def test_wrong_arguments_are_refused_by_name(
+def test_errors_name_the_invalid_argument(
     change: dict[str, Any], error: type[InputError], what: str
 ) -> None:
     given, _ = operands("none", CPU)

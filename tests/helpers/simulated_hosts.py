@@ -134,7 +134,7 @@ class World:
     def __init__(self, ranks: list[Rank], cable: Cable | None, names: Sequence[str]) -> None:
         self.ranks, self.cable, self.names = ranks, cable, names
 
-    def all(self, *words: object, ranks: Sequence[int] = (0, 1, 2, 3)) -> list[Answer]:
+    def run_on_ranks(self, *words: object, ranks: Sequence[int] = (0, 1, 2, 3)) -> list[Answer]:
         """Send a command to several ranks and return their answers."""
         for rank in ranks:
             self.ranks[rank].send(*words)
@@ -142,25 +142,30 @@ class World:
 
 
 @contextmanager
-def world_of_hosts(*, apart: bool, join_s: float = 60, **variables: str) -> Iterator[World]:
+def world_of_hosts(
+    *, separate_networks: bool, join_s: float = 60, **variables: str
+) -> Iterator[World]:
     """Yield four ranks of a gloo group on two hosts. The first answer of each is {"joined": rank}.
 
-    apart: whether each host has its own network. join_s: timeout for joining the group. variables:
+    separate_networks: whether each host has its own network. join_s: timeout for joining the group.
+    variables:
     environment variables of the ranks.
     """
     names = [f"mk{os.getpid()}{host}" for host in "ab"]
     cable, ranks = None, list[Rank]()
-    address = "10.77.0.1" if apart else "127.0.0.1"
+    address = "10.77.0.1" if separate_networks else "127.0.0.1"
     folders = [tempfile.mkdtemp(prefix=name) for name in names]
     try:
-        if apart:
+        if separate_networks:
             _two_namespaces(names)
             cable = Cable(names)
             cable.plug_in()
-        port = 29500 if apart else free_port()
+        port = 29500 if separate_networks else free_port()
         for rank in range(4):
             name = names[rank // 2]
-            host_variables = {"GLOO_SOCKET_IFNAME": "eth0"} if apart else {"MK_HOST_ID": name}
+            host_variables = (
+                {"GLOO_SOCKET_IFNAME": "eth0"} if separate_networks else {"MK_HOST_ID": name}
+            )
             inherited = dict(os.environ)  # noqa: TID251  a launcher passes its environment on
             words = [
                 sys.executable,
@@ -169,7 +174,7 @@ def world_of_hosts(*, apart: bool, join_s: float = 60, **variables: str) -> Iter
                 f"tcp://{address}:{port}",
                 f"{join_s}",
             ]
-            if apart:
+            if separate_networks:
                 inside = [
                     "ip",
                     "netns",
@@ -192,7 +197,7 @@ def world_of_hosts(*, apart: bool, join_s: float = 60, **variables: str) -> Iter
             cable.unplug()
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
-        for name in names if apart else ():
+        for name in names if separate_networks else ():
             with suppress(subprocess.SubprocessError):
                 _run("ip", "netns", "del", name)
 

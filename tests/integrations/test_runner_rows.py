@@ -82,7 +82,7 @@ ROWS = {
     "R15": Row("sort, quantize and back with weights and scaling", (
         f"{ROUTING}::test_deep_gemm_backend_with_a_stand_in",
         "test_deepgemm::test_contiguous_cases_are_proven",
-        "test_ops_rows::test_gather_and_sum_reads_only_the_given_rows",
+        "test_ops_rows::test_gather_and_sum_reads_only_rows_of_pairs",
     )),
     "R16": Row("deepep_ll passes through, unweighted, with ids and weights", (
         f"{FORMATS}::test_batches_are_returned_unweighted_with_ids_and_weights",

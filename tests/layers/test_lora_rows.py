@@ -16,24 +16,24 @@ POOL, EXACT = "test_adapter_pool", "test_adapters"
 KERNELS = "interpreter/test_adapter_kernels"
 ROWS = {
     "L1": Row("the branch's delta, with the gated product", (
-        f"{BRANCH}::test_staged_and_fused_equal_the_loop",
+        f"{BRANCH}::test_moe_lora_equals_the_loop",
         f"{LAYERS}::test_parallel_mode_adds_the_branch_to_the_base_output",
-        f"{BRANCH}::test_branch_differs_from_merged_weights",
+        f"{BRANCH}::test_moe_lora_differs_from_merged_weights",
     )),
     "L2": Row("four buffers with the maximum rank, rows of gate first", (
         f"{LAYERS}::test_the_backend_uses_the_buffers_of_its_pool",
-        f"{REFUSED}::test_wrong_arguments_are_refused_by_name",
+        f"{REFUSED}::test_errors_name_the_invalid_argument",
     )),
     "L3": Row("ranks of slots: rows beyond the rank are not read", (
         f"{STEPS}::test_each_step_equals_its_float64_loop",
-        f"{READS}::test_one_rank_for_all_experts_and_ranks_above_the_buffers",
+        f"{READS}::test_invalid_ranks_and_ids_are_ignored",
     )),
     "L4": Row("scalings, once for each pair", (
         f"{LAYERS}::test_parallel_mode_adds_the_branch_to_the_base_output",
         f"{MANAGER}::test_folding_scales_both_b_matrices",
     ), "merged adapters have the scaling folded into both B"),
     "L5": Row("adapters by sequence and by token; rows without an adapter are unchanged", (
-        f"{READS}::test_adapters_of_sequences_and_of_tokens",
+        f"{READS}::test_adapters_by_sequence_equal_adapters_by_token",
         f"{READS}::test_rows_without_an_adapter_or_an_expert_keep_their_bits",
         f"{EXACT}::test_tokens_get_the_slots_of_their_sequences",
         f"{EXACT}::test_rows_without_an_adapter_equal_the_layer_without_adapters",
@@ -56,25 +56,25 @@ ROWS = {
     ), "the product with A of down is one more launch of the first kernel, so it is not repeated "
        "for each block of H; tiles of 16 tokens, the minimum of tensor cores"),
     "L10": Row("moe_lora_fused_kernel", (
-        f"{STEPS}::test_the_fused_kernel",
-        f"{BRANCH}::test_staged_and_fused_equal_the_loop",
+        f"{STEPS}::test_fused_kernel_equals_the_loop",
+        f"{BRANCH}::test_moe_lora_equals_the_loop",
     )),
     "L11": Row("run_moe_lora and its strategies", (
-        f"{BRANCH}::test_staged_and_fused_equal_the_loop",
-        f"{BRANCH}::test_auto_runs_one_implementation",
+        f"{BRANCH}::test_moe_lora_equals_the_loop",
+        f"{BRANCH}::test_auto_launches_one_implementation",
     )),
     "L12": Row("MoELoRABatchInfo; buffers of any strides", (
-        f"{READS}::test_strides_are_used",
+        f"{READS}::test_strided_arguments_give_the_same_result",
         f"{REFUSED}::test_invalid_lora_info_is_refused",
     )),
     "L13": Row("small and odd ranks, several in one batch", (
-        f"{BRANCH}::test_irregular_sizes",
+        f"{BRANCH}::test_moe_lora_of_irregular_sizes_equals_the_loop",
         "test_adapters_and_merged_weights::test_float32_error_is_below_one_millionth",
         f"{KERNELS}::test_ranks_of_a_block_and_more",
     )),
     "L14": Row("float32 sums, IEEE products in float32", (
-        f"{BRANCH}::test_the_specified_configurations",
-        f"{BRANCH}::test_staged_and_fused_equal_the_loop",
+        f"{BRANCH}::test_moe_lora_of_deepseek_sizes_equals_the_loop",
+        f"{BRANCH}::test_moe_lora_equals_the_loop",
     )),
     "L15": Row("backend, prepare_moe_lora_batch, load and evict", (
         f"{LAYERS}::test_layer_without_adapters_equals_the_base_layer",
@@ -88,23 +88,23 @@ ROWS = {
     )),
     "L17": Row("a benchmark of two configurations", (
         "test_adapter_cost::test_the_lora_branch_is_benchmarked_with_both_strategies",
-        f"{BRANCH}::test_the_specified_configurations",
+        f"{BRANCH}::test_moe_lora_of_deepseek_sizes_equals_the_loop",
     ), "no measured time is published"),
     "L18": Row("each step by itself, with a torch reference", (
         f"{STEPS}::test_each_step_equals_its_float64_loop",
-        f"{STEPS}::test_the_fused_kernel",
+        f"{STEPS}::test_fused_kernel_equals_the_loop",
     )),
     "L19": Row("in place, the same object, other rows bitwise unchanged", (
         f"{READS}::test_rows_without_an_adapter_or_an_expert_keep_their_bits",
         f"{LAYERS}::test_the_backend_uses_the_buffers_of_its_pool",
     )),
     "L20": Row("wrong buffers are named", (
-        f"{REFUSED}::test_wrong_arguments_are_refused_by_name",
+        f"{REFUSED}::test_errors_name_the_invalid_argument",
         f"{EXACT}::test_bad_tensors_are_refused_by_name_before_anything_runs",
     )),
     "L21": Row("the strategy can be queried and set", (
         f"{BRANCH}::test_auto_uses_the_implementation_that_it_reports",
-        f"{BRANCH}::test_auto_runs_one_implementation",
+        f"{BRANCH}::test_auto_launches_one_implementation",
     ), "auto is based on a calculation, not on a measured crossover"),
     "L22": Row("bytes of an adapter, also in the error of a full pool", (
         f"{POOL}::test_a_full_pool_states_the_bytes_of_a_slot",

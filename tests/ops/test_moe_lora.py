@@ -34,7 +34,7 @@ _implementation = make_implementation_fixture()
 @WITH_KERNELS_AND_TORCH
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_staged_and_fused_equal_the_loop(dtype: torch.dtype, strategy: str) -> None:
+def test_moe_lora_equals_the_loop(dtype: torch.dtype, strategy: str) -> None:
     c = make_call(dtype=dtype)
     assert_close(c.run(strategy), expected_outputs(c)["out"])
 
@@ -53,7 +53,7 @@ def test_staged_and_fused_equal_the_loop(dtype: torch.dtype, strategy: str) -> N
     ],
     ids=str,
 )
-def test_irregular_sizes(sizes: Sizes, strategy: str) -> None:
+def test_moe_lora_of_irregular_sizes_equals_the_loop(sizes: Sizes, strategy: str) -> None:
     c = make_call(sizes)
     if sizes.tokens == 1:
         c = replace_info(replace_ids(c, torch.zeros_like(c.ids)), weight_indices=[0])
@@ -61,33 +61,34 @@ def test_irregular_sizes(sizes: Sizes, strategy: str) -> None:
     assert_close(c.run(strategy), expected_outputs(c)["out"])
 
 
-def test_no_tokens() -> None:
+def test_moe_lora_without_tokens_is_empty() -> None:
     c = make_call(Sizes(tokens=0))
     for strategy in STRATEGIES:
         assert c.run(strategy).shape == (0, 72)
 
 
-def windows(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+def overlapping_matrices(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     """Return a matrix for each expert as overlapping views of one buffer, offset by one row."""
     _, experts, rows, columns = shape
     g = torch.Generator().manual_seed(seed)
-    tall = torch.randn(rows + experts, columns, generator=g).to(DEVICE) / columns**0.5
-    return tall.as_strided(shape, (0, columns, columns, 1))
+    storage = torch.randn(rows + experts, columns, generator=g).to(DEVICE) / columns**0.5
+    return storage.as_strided(shape, (0, columns, columns, 1))
 
 
-# The two configurations that the branch is specified with: H, E, K of DeepSeek-V2-Lite and -V3.
-SPECIFIED = [(3, 2048, 64, 6), (1, 7168, 256, 8)]
+# T, H, E and K. The last three are those of DeepSeek-V2-Lite and of DeepSeek-V3.
+DEEPSEEK_SIZES = [(3, 2048, 64, 6), (1, 7168, 256, 8)]
 
 
 @pytest.mark.share(2)
-@pytest.mark.parametrize(("tokens", "hidden", "experts", "top_k"), SPECIFIED)
-def test_the_specified_configurations(tokens: int, hidden: int, experts: int, top_k: int) -> None:
-    """The delta alone, added to zeros, at rank 8; in fp32 within 1e-3, which only IEEE dots
-    reach."""
+@pytest.mark.parametrize(("tokens", "hidden", "experts", "top_k"), DEEPSEEK_SIZES)
+def test_moe_lora_of_deepseek_sizes_equals_the_loop(
+    tokens: int, hidden: int, experts: int, top_k: int
+) -> None:
+    """The result is added to zeros. The tolerance of 1e-3 in float32 excludes TF32."""
     rank = 8
     g = torch.Generator().manual_seed(hidden)
     shapes = (rank, hidden), (2 * 48, rank), (rank, 48), (hidden, rank)
-    buffers = [windows((1, experts, *shape), i) for i, shape in enumerate(shapes)]
+    buffers = [overlapping_matrices((1, experts, *shape), i) for i, shape in enumerate(shapes)]
     ids = torch.rand(tokens, experts, generator=g).topk(top_k).indices
     ranks, scalings = torch.full((1,), rank), torch.full((1,), 2.0)
     c = move_to_device(Call(
@@ -96,43 +97,44 @@ def test_the_specified_configurations(tokens: int, hidden: int, experts: int, to
         torch.zeros(tokens, hidden),
     ))  # fmt: skip
     c.buffers = buffers
-    want = expected_outputs(c)["out"]
+    expected = expected_outputs(c)["out"]
     for strategy in ("staged", "fused"):
-        got = c.run(strategy)
-        assert_close(got, want, hidden)
-        torch.testing.assert_close(got, want.float(), rtol=1e-3, atol=1e-3)
+        actual = c.run(strategy)
+        assert_close(actual, expected, hidden)
+        torch.testing.assert_close(actual, expected.float(), rtol=1e-3, atol=1e-3)
 
 
-def test_branch_differs_from_merged_weights() -> None:
-    """If one projection is zero, the branch adds nothing, unlike LoRA as it is trained."""
+def test_moe_lora_differs_from_merged_weights() -> None:
+    """If the gate and up factors are zero, the branch adds nothing, but merged LoRA weights do."""
     c = make_call(Sizes(tokens=9, hidden=32, intermediate=24, experts=4, top_k=2, slots=1, rank=6))
     g = torch.Generator().manual_seed(3)
     ranks = torch.full((1,), 6)
     info = MoELoRABatchInfo(torch.zeros(9).int(), ranks, torch.ones(1))
     c = Call(
         c.x.cpu(), c.ids.cpu().clamp(min=0), torch.rand(9, 2, generator=g), info,
-        [each.cpu().nan_to_num(0.1) for each in c.buffers], torch.zeros(9, 32),
+        [tensor.cpu().nan_to_num(0.1) for tensor in c.buffers], torch.zeros(9, 32),
     )  # fmt: skip
     problem = Problem(9, 32, 24, 4, 2, torch.float32, lora="adapters=1,rank=6,a13=shared")
     names = ("lora_a13", "lora_b13", "lora_a2", "lora_b2")
     w1, w2 = torch.randn(4, 48, 32, generator=g) / 6, torch.randn(4, 32, 24, generator=g) / 5
     routing = Routing(c.weights, c.ids, torch.zeros(9).int())
 
-    def merged(buffers: list[torch.Tensor]) -> torch.Tensor:
+    def change_by_merged_weights(buffers: list[torch.Tensor]) -> torch.Tensor:
         layers = ExpertWeights(w1, w2, **dict(zip(names, buffers, strict=True)))
         base = ExpertWeights(w1, w2)
         plain = replace(problem, lora="none")
-        without = reference.float64_reference(c.x, base, replace(routing, adapters_T=None), plain)
-        return reference.float64_reference(c.x, layers, routing, problem) - without
+        base_output = reference.float64_reference(
+            c.x, base, replace(routing, adapters_T=None), plain
+        )
+        return reference.float64_reference(c.x, layers, routing, problem) - base_output
 
     with prefer_torch_reference():
-        branch, exact = c.run().double(), merged(c.buffers)
-        cosine = float((branch * exact).sum() / branch.norm() / exact.norm())
+        branch, merged = c.run().double(), change_by_merged_weights(c.buffers)
+        cosine = float((branch * merged).sum() / branch.norm() / merged.norm())
         assert abs(cosine) < 0.9
-        half = [torch.zeros_like(each) if i < 2 else each for i, each in enumerate(c.buffers)]
-        down_only = replace(c, buffers=half)
-        assert not down_only.run().any()
-        assert bool(merged(half).any())
+        down_only = [torch.zeros_like(b) if i < 2 else b for i, b in enumerate(c.buffers)]
+        assert not replace(c, buffers=down_only).run().any()
+        assert bool(change_by_merged_weights(down_only).any())
 
 
 def test_auto_uses_the_implementation_that_it_reports() -> None:
@@ -141,21 +143,21 @@ def test_auto_uses_the_implementation_that_it_reports() -> None:
     assert not should_use_fused_kernel(*many)
     assert explain_strategy(*few) == "fused: 8 pairs x 8 blocks of H, fused up to 512"
     assert explain_strategy(*many).startswith("staged: 2048 pairs x 8 blocks")
-    # Larger ranks leave a program fewer columns.
+    # At larger ranks, a program has fewer columns.
     assert should_use_fused_kernel((8, 2048), (8, 8), 16)
     assert not should_use_fused_kernel((8, 2048), (8, 8), 64)
 
 
-def test_auto_runs_one_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_launches_one_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     from modular_kernel.ops import moe_lora
 
-    c, taken = make_call(), list[str]()
+    c, called = make_call(), list[str]()
     for name in ("fused", "staged"):
-        monkeypatch.setattr(moe_lora, f"moe_lora_{name}", lambda *_, name=name: taken.append(name))
+        monkeypatch.setattr(moe_lora, f"moe_lora_{name}", lambda *_, name=name: called.append(name))
     arguments = (c.x, c.ids, c.weights, c.info, *c.buffers, c.output)
     for fused in (True, False):
         monkeypatch.setattr(moe_lora, "should_use_fused_kernel", lambda *_, fused=fused: fused)
         run_moe_lora(*arguments)
         run_moe_lora(*arguments, strategy="staged")
         run_moe_lora(*arguments, strategy="fused")
-    assert taken == ["fused", "staged", "fused", "staged", "staged", "fused"]
+    assert called == ["fused", "staged", "fused", "staged", "staged", "fused"]

@@ -50,7 +50,7 @@ INVALID_ARGUMENTS: list[tuple[str, Any, type[InputError], str]] = [
 
 
 @pytest.mark.parametrize("case", INVALID_ARGUMENTS, ids=lambda case: f"{case[0]} {case[3][:24]}")
-def test_wrong_arguments_are_refused_by_name(
+def test_errors_name_the_invalid_argument(
     case: tuple[str, Any, type[InputError], str],
 ) -> None:
     name, tensor, error, message = case
@@ -71,7 +71,7 @@ def test_wrong_arguments_are_refused_by_name(
     assert torch.equal(c.output, before)
 
 
-def test_an_output_that_overlaps_an_input_is_refused() -> None:
+def test_overlapping_outputs_and_invalid_options_are_refused() -> None:
     c = make_call()
     with pytest.raises(ConfigurationError, match="output: got memory of hidden_states"):
         run_moe_lora(c.x, c.ids, c.weights, c.info, *c.buffers, c.x)

@@ -31,60 +31,71 @@ def test_rows_without_an_adapter_or_an_expert_keep_their_bits(strategy: str) -> 
     c.weights[4] = torch.nan
     slots = c.info.weight_indices.clone()
     slots[:4] = torch.tensor([-1, 4, -(2**31), 2**31 - 1], dtype=torch.int32)
-    slots[5:7] = 3  # of rank 0
+    slots[5:7] = 3  # The adapter in slot 3 has rank 0.
     c.output[:7] = -0.0
-    got = replace_info(c, weight_indices=slots).run(strategy)
-    assert bool(torch.signbit(got[:7]).all())
-    assert torch.equal(got[slots < 0], c.output[slots < 0])
-    assert bool((got[7:][slots[7:] == 2] != c.output[7:][slots[7:] == 2]).any(1).all())
+    actual = replace_info(c, weight_indices=slots).run(strategy)
+    assert bool(torch.signbit(actual[:7]).all())
+    assert torch.equal(actual[slots < 0], c.output[slots < 0])
+    assert bool((actual[7:][slots[7:] == 2] != c.output[7:][slots[7:] == 2]).any(1).all())
 
 
 @WITH_KERNELS_AND_TORCH
 @pytest.mark.parametrize("strategy", ["staged", "fused"])
 def test_other_adapters_and_experts_are_not_read(strategy: str) -> None:
-    """Tokens have one slot and three experts; all other factors, and a second slot, are NaN."""
+    """Odd tokens use slot 2 and three experts. The factors of other experts and slots are not
+    finite."""
     c = make_call()
     c.ids.remainder_(3)
     c.weights.nan_to_num_(0.3)
     c.info.weight_indices[:] = torch.where(torch.arange(21, device=DEVICE) % 2 > 0, 2, 1).int()
-    want = expected_outputs(c)["out"]
-    for each in c.buffers:
-        each[[0, 3]] = torch.nan
-        each[:, 3:] = torch.nan
-        each[1] = torch.inf  # of the even tokens
-    got = c.run(strategy)
-    assert_close(got[1::2], want[1::2])
-    assert not got[::2].isfinite().any()
+    expected = expected_outputs(c)["out"]
+    for tensor in c.buffers:
+        tensor[[0, 3]] = torch.nan
+        tensor[:, 3:] = torch.nan
+        tensor[1] = torch.inf  # Even tokens use slot 1.
+    actual = c.run(strategy)
+    assert_close(actual[1::2], expected[1::2])
+    assert not actual[::2].isfinite().any()
 
 
 @WITH_KERNELS_AND_TORCH
 @pytest.mark.parametrize("strategy", ["staged", "fused"])
-def test_strides_are_used(strategy: str) -> None:
+def test_strided_arguments_give_the_same_result(strategy: str) -> None:
     """Buffers are parts of larger ones, and rows of x and of the output have gaps."""
     c = make_call()
-    want = c.run(strategy)
+    expected = c.run(strategy)
 
-    def parted(each: torch.Tensor) -> torch.Tensor:
-        wide = torch.full([2 * n for n in each.shape], torch.nan, device=DEVICE, dtype=each.dtype)
-        part = wide[tuple(slice(n) for n in each.shape)]
-        return part.copy_(each)
+    def with_gaps(tensor: torch.Tensor) -> torch.Tensor:
+        wide = torch.full(
+            [2 * n for n in tensor.shape], torch.nan, device=DEVICE, dtype=tensor.dtype
+        )
+        part = wide[tuple(slice(n) for n in tensor.shape)]
+        return part.copy_(tensor)
 
     ranks = c.info.lora_ranks.T.contiguous().T
-    apart = replace_info(c, lora_ranks=ranks, scalings=c.info.scalings.repeat_interleave(2)[::2])
-    apart = replace(apart, x=parted(c.x), buffers=[parted(each) for each in c.buffers])
-    apart = replace(apart, ids=c.ids.T.contiguous().T, weights=c.weights.T.contiguous().T)
-    out = parted(c.output)
-    run_moe_lora(
-        apart.x, apart.ids, apart.weights, apart.info, *apart.buffers, out, strategy=strategy
+    strided = replace_info(c, lora_ranks=ranks, scalings=c.info.scalings.repeat_interleave(2)[::2])
+    strided = replace(
+        strided, x=with_gaps(c.x), buffers=[with_gaps(tensor) for tensor in c.buffers]
     )
-    if DEVICE.type == "cpu":  # plain torch multiplies copies of parts with gaps
-        torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
-    else:  # compiled for rows on 16 bytes, a kernel loads and sums them in another order
-        assert_close(out, want.double())
+    strided = replace(strided, ids=c.ids.T.contiguous().T, weights=c.weights.T.contiguous().T)
+    out = with_gaps(c.output)
+    run_moe_lora(
+        strided.x,
+        strided.ids,
+        strided.weights,
+        strided.info,
+        *strided.buffers,
+        out,
+        strategy=strategy,
+    )
+    if DEVICE.type == "cpu":
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    else:  # Kernels for rows aligned to 16 bytes add in another order than those for other rows.
+        assert_close(out, expected.double())
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_adapters_of_sequences_and_of_tokens(dtype: torch.dtype) -> None:
+def test_adapters_by_sequence_equal_adapters_by_token(dtype: torch.dtype) -> None:
     c = replace_ids(make_call(), make_call().ids.to(dtype))
     starts = torch.tensor([0, 5, 5, 20], dtype=dtype, device=DEVICE)
     slots = torch.tensor([2, 0, 1], dtype=dtype, device=DEVICE)
@@ -99,13 +110,12 @@ def test_adapters_of_sequences_and_of_tokens(dtype: torch.dtype) -> None:
 @WITH_KERNELS_AND_TORCH
 @pytest.mark.parametrize("strategy", ["staged", "fused"])
 @pytest.mark.parametrize("sizes", [Sizes(), Sizes(experts=9, rank=4)], ids=str)
-def test_one_rank_for_all_experts_and_ranks_above_the_buffers(sizes: Sizes, strategy: str) -> None:
-    """Fewer experts than ranks, of which an id selects one too many, and more of them.
-
-    After the last slot, whose rank exceeds the buffers, there is no memory.
+def test_invalid_ranks_and_ids_are_ignored(sizes: Sizes, strategy: str) -> None:
+    """The rank of the last slot exceeds that of the buffers, and there is no memory after it.
+    Some ids are E, which is out of range.
     """
     c = make_call(sizes)
-    c.buffers = [each.nan_to_num_(0.1) for each in c.buffers]
+    c.buffers = [tensor.nan_to_num_(0.1) for tensor in c.buffers]
     c.ids[::4, 0] = sizes.experts
     c.weights[::4, 0] = torch.nan
     c = replace_info(c, lora_ranks=[2, -1, 5, 99])
@@ -114,9 +124,9 @@ def test_one_rank_for_all_experts_and_ranks_above_the_buffers(sizes: Sizes, stra
 
 def test_a_last_dimension_of_size_1_may_have_any_stride() -> None:
     c = make_call(Sizes(rank=1))
-    want = c.run()
+    expected = c.run()
     for number in (1, 3):
-        each = c.buffers[number]
-        c.buffers[number] = each.as_strided(each.shape, (*each.stride()[:-1], 7))
-    assert torch.equal(c.run(), want)
-    assert not torch.equal(want, c.output)
+        tensor = c.buffers[number]
+        c.buffers[number] = tensor.as_strided(tensor.shape, (*tensor.stride()[:-1], 7))
+    assert torch.equal(c.run(), expected)
+    assert not torch.equal(expected, c.output)

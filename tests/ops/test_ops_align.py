@@ -23,17 +23,15 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture(params=["one-launch", "three-launches"])
 def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use both ways to count pairs, independently of their number."""
+    """Run a test with both ways to count pairs, which normally depend on the number of pairs."""
     if request.param == "three-launches":
         monkeypatch.setattr(align_module, "_MAX_SINGLE_LAUNCH_PAIRS", 0)
 
 
-def expected(
+def expected_layout(
     ids: list[int], block: int, experts: int, *, ignore: bool = False
 ) -> tuple[list[int], list[int], int]:
-    """Return the layout by definition: sorted ids, expert ids up to the padded length, and this
-    length.
-    """
+    """Return the sorted ids, the expert ids and the padded length."""
     order, blocks = [], []
     for expert in range(0 if ignore else -1, experts):
         pairs = [p for p, i in enumerate(ids) if i == expert]
@@ -46,19 +44,19 @@ def verify(
     ids_TK: torch.Tensor, block: int, experts: int, expert_map: list[int] | None = None, **options
 ) -> None:
     mapping = None if expert_map is None else torch.tensor(expert_map, dtype=torch.int32)
-    got = moe_align_block_size(
+    actual = moe_align_block_size(
         ids_TK.to(DEVICE),
         block,
         experts,
         expert_map=None if mapping is None else mapping.to(DEVICE),
         **options,
     )
-    sorted_ids, expert_ids, num_post = (t.cpu() for t in got)
+    sorted_ids, expert_ids, num_post = (t.cpu() for t in actual)
     flat = [i if 0 <= i < experts else -1 for i in ids_TK.flatten().tolist()]
     if expert_map is not None:
         flat = [expert_map[i] if i >= 0 else -1 for i in flat]
     ignore = options.get("ignore_invalid", False)
-    order, blocks, length = expected(flat, block, experts, ignore=ignore)
+    order, blocks, length = expected_layout(flat, block, experts, ignore=ignore)
     assert sorted_ids.dtype == expert_ids.dtype == num_post.dtype == torch.int32
     assert sorted_ids.numel() == compute_aligned_length(ids_TK.numel(), block, experts)
     assert expert_ids.numel() == -(-sorted_ids.numel() // block)
@@ -69,7 +67,7 @@ def verify(
     assert set(expert_ids[length // block :].tolist()) <= {-1}, "the tail belongs to no expert"
 
 
-def test_the_example() -> None:
+def test_example_of_four_tokens() -> None:
     ids = torch.tensor([[2, 3, 4], [1, 2, 4], [1, 3, 4], [1, 2, 3]])
     sorted_ids, expert_ids, num_post = moe_align_block_size(ids.to(DEVICE), 4, 5)
     assert sorted_ids.numel() == 30
@@ -78,11 +76,11 @@ def test_the_example() -> None:
     assert num_post.tolist() == [16]
 
 
-def test_the_example_with_experts_on_other_ranks() -> None:
+def test_example_with_skipped_pairs() -> None:
     ids = torch.tensor([[0, 1, -1], [-1, 0, -1], [-1, 1, -1], [-1, 0, 1]])
     sorted_ids, expert_ids, num_post = moe_align_block_size(ids.to(DEVICE), 4, 2)
-    want = [2, 3, 5, 6, 8, 9, 12, 12, 0, 4, 10, 12, 1, 7, 11, 12]
-    assert sorted_ids[:16].tolist() == want
+    expected = [2, 3, 5, 6, 8, 9, 12, 12, 0, 4, 10, 12, 1, 7, 11, 12]
+    assert sorted_ids[:16].tolist() == expected
     assert expert_ids[:4].tolist() == [-1, -1, 0, 1]
     assert num_post.tolist() == [16]
 
@@ -90,14 +88,14 @@ def test_the_example_with_experts_on_other_ranks() -> None:
 @pytest.mark.usefixtures("launches")
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("block", [16, 32, 64, 128, 256])
-def test_block_sizes_and_id_dtypes(block: int, dtype: torch.dtype) -> None:
+def test_layout_with_all_block_sizes_and_id_dtypes(block: int, dtype: torch.dtype) -> None:
     ids = torch.randint(-1, 6, (50, 3), generator=torch.Generator().manual_seed(block))
     verify(ids.to(dtype), block, 6)
 
 
 @pytest.mark.usefixtures("launches")
 @pytest.mark.parametrize("experts", [1, 2, 7, 64, 129, 1024])
-def test_expert_counts(experts: int) -> None:
+def test_layout_with_few_and_many_experts(experts: int) -> None:
     generator = torch.Generator().manual_seed(experts)
     verify(torch.randint(0, experts, (9, 2), generator=generator), 16, experts)
     verify(torch.randint(-1, experts, (1, 1), generator=generator), 16, experts)
@@ -115,26 +113,26 @@ def test_expert_counts(experts: int) -> None:
     ],
     ids=["all-skipped", "one-expert", "mixed-with-repeats", "no-skips"],
 )
-def test_skipped_pairs(ids: list[list[int]], ignore: bool) -> None:
+def test_skipped_pairs_come_first_or_are_ignored(ids: list[list[int]], ignore: bool) -> None:
     verify(torch.tensor(ids), 16, 4, ignore_invalid=ignore)
 
 
 @pytest.mark.usefixtures("launches")
 def test_pairs_in_many_chunks_keep_their_order() -> None:
-    """More pairs than a chunk has, so that ranks must be summed over chunks."""
+    """The numbers of pairs must be summed over chunks."""
     ids = torch.randint(-1, 5, (333, 3), generator=torch.Generator().manual_seed(0))
     verify(ids, 32, 5)
     verify(ids, 32, 5, ignore_invalid=True)
 
 
-def test_more_chunks_than_one_scan_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_are_scanned_in_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(align_module, "_MAX_SINGLE_LAUNCH_PAIRS", 0)
     monkeypatch.setattr(count, "_SCAN_BLOCK", 2)
     ids = torch.randint(-1, 3, (700, 1), generator=torch.Generator().manual_seed(2))
     verify(ids, 16, 3)
 
 
-def test_many_pairs_or_bins_take_three_launches() -> None:
+def test_layout_with_many_pairs_or_experts() -> None:
     generator = torch.Generator().manual_seed(3)
     verify(torch.randint(0, 3, (4097, 1), generator=generator), 64, 3)
     verify(torch.randint(0, 600, (300, 2), generator=generator), 16, 600)
@@ -161,12 +159,12 @@ def test_ids_out_of_range_are_skipped_or_raise() -> None:
 
 
 @pytest.mark.usefixtures("launches")
-def test_expert_map() -> None:
+def test_experts_that_map_to_no_local_expert_are_skipped() -> None:
     ids = torch.tensor([[0, 5], [3, -1], [9, 2]])
     verify(ids, 16, 6, expert_map=[-1, 1, 0, -1, -1, 2])
 
 
-def test_no_tokens() -> None:
+def test_no_tokens_give_no_blocks() -> None:
     sorted_ids, expert_ids, num_post = moe_align_block_size(
         torch.empty(0, 2, dtype=torch.int64, device=DEVICE), 16, 4
     )
@@ -190,12 +188,14 @@ def test_repeated_calls_are_equal_bit_for_bit() -> None:
     ],
     ids=["rank", "dtype", "block-size"],
 )
-def test_bad_input(ids: torch.Tensor, block: int, error: type[Exception]) -> None:
+def test_invalid_ids_and_block_sizes_are_refused(
+    ids: torch.Tensor, block: int, error: type[Exception]
+) -> None:
     with pytest.raises(error, match="need"):
         moe_align_block_size(ids, block, 4)
 
 
-def test_few_pairs_reduce_the_output_size() -> None:
+def test_output_size_is_limited_by_the_number_of_pairs() -> None:
     assert compute_aligned_length(12, 4, 5) == 12 + 6 * 3
     assert compute_aligned_length(3, 16, 64) == 3 * 16
     specs = align_specs(3, 16, 64)

@@ -22,14 +22,12 @@ PLACEMENTS = (
 path = make_path_fixture(numbers)
 
 
-def drawn(placement: Placement, tokens: int, top_k: int, dtype: torch.dtype) -> Routing:
-    """Return rows of a wider tensor: ids from -2 to E and one far outside; weights of skipped pairs
-    are NaN.
-    """
-    choose = random.Random(tokens + top_k)
+def random_routing(placement: Placement, tokens: int, top_k: int, dtype: torch.dtype) -> Routing:
+    """Return strided ids from -2 to E, and a larger one. Weights of skipped pairs are NaN."""
+    random_numbers = random.Random(tokens + top_k)
     experts = placement.experts
     ids = torch.tensor(
-        [[choose.randint(-2, experts) for _ in range(top_k + 1)] for _ in range(tokens)],
+        [[random_numbers.randint(-2, experts) for _ in range(top_k + 1)] for _ in range(tokens)],
         dtype=dtype,
     ).view(tokens, top_k + 1)
     if tokens > 3:
@@ -66,22 +64,22 @@ def run(
 def test_every_pair_goes_to_the_rank_of_its_expert(
     placement: Placement, dtype: torch.dtype
 ) -> None:
-    routing = drawn(placement, 37, 3, dtype)
-    got, weights, invalid = run(routing, placement, join=False, factor=2.0)
+    routing = random_routing(placement, 37, 3, dtype)
+    joined, weights, invalid = run(routing, placement, join=False, factor=2.0)
     slots, experts = numbers.count_slots_per_rank(placement), placement.experts
     seen = set()
-    ids, given = routing.topk_ids_TK.tolist(), routing.topk_weights_TK.tolist()
+    ids, router_weights = routing.topk_ids_TK.tolist(), routing.topk_weights_TK.tolist()
     assert invalid == sum(i < -1 or i >= experts for row in ids for i in row)
     for token in range(37):
         for k in range(3):
-            expert, number = ids[token][k], got[token][k]
+            expert, number = ids[token][k], joined[token][k]
             if not 0 <= expert < experts:
                 assert (number, weights[token][k]) == (-1, 0.0)
                 continue
             rank, slot = divmod(number, slots)
             homes = placement.locations[expert]
             assert (rank, slot) == homes[(token + 1) % len(homes)]
-            assert weights[token][k] == 2 * given[token][k]
+            assert weights[token][k] == 2 * router_weights[token][k]
             seen.add((expert, rank))
     assert seen == {(e, r) for r, held in enumerate(placement.slots) for e in held}
 
@@ -89,29 +87,35 @@ def test_every_pair_goes_to_the_rank_of_its_expert(
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize(("tokens", "top_k"), [(1, 1), (50, 5), (17, 8), (3, 32)])
 @pytest.mark.parametrize("placement", PLACEMENTS[::3], ids=["blocks", "copies"])
-def test_pairs_of_one_expert_are_joined(placement: Placement, tokens: int, top_k: int) -> None:
-    routing = drawn(placement, tokens, top_k, torch.int64)
-    apart, _, _ = run(routing, placement, join=False)
-    got, weights, _ = run(routing, placement, join=True, factor=0.5)
-    given = routing.topk_weights_TK.tolist()
+def test_weights_of_pairs_of_one_expert_are_added(
+    placement: Placement, tokens: int, top_k: int
+) -> None:
+    routing = random_routing(placement, tokens, top_k, torch.int64)
+    separate, _, _ = run(routing, placement, join=False)
+    joined, weights, _ = run(routing, placement, join=True, factor=0.5)
+    router_weights = routing.topk_weights_TK.tolist()
     for token in range(tokens):
-        assert [n for n in got[token] if n >= 0] == list(
-            dict.fromkeys(n for n in apart[token] if n >= 0)
+        assert [n for n in joined[token] if n >= 0] == list(
+            dict.fromkeys(n for n in separate[token] if n >= 0)
         )
-        for k, number in enumerate(got[token]):
-            pairs = zip(apart[token], given[token], strict=True)
-            want = sum(w for n, w in pairs if n == number) if number >= 0 else 0.0
-            assert number in (-1, apart[token][k])
-            assert weights[token][k] == pytest.approx(0.5 * want, rel=1e-6)
+        for k, number in enumerate(joined[token]):
+            pairs = zip(separate[token], router_weights[token], strict=True)
+            expected = sum(w for n, w in pairs if n == number) if number >= 0 else 0.0
+            assert number in (-1, separate[token][k])
+            assert weights[token][k] == pytest.approx(0.5 * expected, rel=1e-6)
 
 
 @pytest.mark.usefixtures("path")
-def test_no_tokens() -> None:
-    assert run(drawn(PLACEMENTS[0], 0, 4, torch.int32), PLACEMENTS[0], join=True) == ([], [], 0)
+def test_no_tokens_give_no_numbers() -> None:
+    assert run(random_routing(PLACEMENTS[0], 0, 4, torch.int32), PLACEMENTS[0], join=True) == (
+        [],
+        [],
+        0,
+    )
 
 
-def test_outputs_have_the_shape_of_the_ids() -> None:
-    routing, placement = drawn(PLACEMENTS[0], 4, 2, torch.int32), PLACEMENTS[0]
+def test_outputs_of_another_shape_are_refused() -> None:
+    routing, placement = random_routing(PLACEMENTS[0], 4, 2, torch.int32), PLACEMENTS[0]
     out = torch.empty(4, 3, dtype=torch.int64, device=DEVICE)
     pairs = numbers.Pairs(
         routing,

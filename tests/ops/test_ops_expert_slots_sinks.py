@@ -19,7 +19,7 @@ WRONG = (8, -2, 2**31 - 1, -(2**31))
 path = make_path_fixture(numbers)
 
 
-def placed(ids_TK, weights_TK, placement, sinks, *, rank, factor=1.0):
+def number_with_sinks(ids_TK, weights_TK, placement, sinks, *, rank, factor=1.0):
     """Return slots, weights and the count of invalid ids, which starts at 5."""
     shape = tuple(ids_TK.shape)
     pairs = Pairs(
@@ -35,40 +35,40 @@ def placed(ids_TK, weights_TK, placement, sinks, *, rank, factor=1.0):
     return pairs.numbers_TK.tolist(), pairs.weights_TK.tolist(), int(pairs.invalid_ids) - 5
 
 
-def by_a_loop(ids_TK, weights_TK, placement, sinks, *, rank, factor):
+def number_by_loop(ids_TK, weights_TK, placement, sinks, *, rank, factor):
     world_size, slots = placement.world_size, max(map(len, placement.slots))
-    each = slots + sinks
+    slots_per_rank = slots + sinks
     places_TK, weights, invalid = [], [], 0
     for token, (ids, router) in enumerate(zip(ids_TK.tolist(), weights_TK.tolist(), strict=True)):
-        first, dropped, row, carried = {}, 0, [], []
+        first, dropped, row, row_weights = {}, 0, [], []
         for expert, weight in zip(ids, router, strict=True):
             valid = 0 <= expert < placement.experts
             invalid += expert < -1 or expert >= placement.experts
             if valid and expert in first:
-                carried[first[expert]] += weight * factor
+                row_weights[first[expert]] += weight * factor
             if valid and expert not in first:
                 homes = placement.locations[expert]
-                home, slot = homes[(token + rank) % len(homes)]
+                target, slot = homes[(token + rank) % len(homes)]
                 first[expert] = len(row)
-                row.append(home * each + slot)
-                carried.append(weight * factor)
+                row.append(target * slots_per_rank + slot)
+                row_weights.append(weight * factor)
             else:
-                home, slot = (dropped + rank) % world_size, dropped // world_size
-                row.append(home * each + slots + slot)
-                carried.append(0.0)
+                target, slot = (dropped + rank) % world_size, dropped // world_size
+                row.append(target * slots_per_rank + slots + slot)
+                row_weights.append(0.0)
                 dropped += 1
         places_TK.append(row)
-        weights.append(carried)
+        weights.append(row_weights)
     return places_TK, weights, invalid
 
 
-def test_an_example(path: str) -> None:
-    """Skipped pairs and repeated pairs of an expert go to sinks, first to this rank's."""
+def test_example_with_sinks(path: str) -> None:
+    """Skipped pairs and repeated pairs of an expert go to sinks, in turn from this rank's sink."""
     ids_TK = torch.tensor([[2, 3, 2], [-1, 4, -1], [-1, -7, 6]])
     weights_TK = torch.tensor([[1.0, 2.0, 4.0], [NAN, 8.0, INF], [NAN, NAN, NAN]])
-    found = placed(ids_TK, weights_TK, Placement.linear(6, 2), 2, rank=1)
+    actual = number_with_sinks(ids_TK, weights_TK, Placement.linear(6, 2), 2, rank=1)
     weights = [[5.0, 2.0, 0.0], [0.0, 8.0, 0.0], [0.0, 0.0, 0.0]]
-    assert found == ([[2, 5, 8], [8, 6, 3], [8, 3, 9]], weights, 2)
+    assert actual == ([[2, 5, 8], [8, 6, 3], [8, 3, 9]], weights, 2)
 
 
 COPIES = Placement.linear(8, 3).with_copies({0: (2,), 7: (0, 1)})
@@ -87,18 +87,18 @@ def test_slots_equal_those_of_a_loop(
     ids_TK = torch.randint(-1, 8, (tokens, top_k), generator=generator)
     wrong = torch.rand(ids_TK.shape, generator=generator) < 0.2
     ids_TK[wrong] = torch.tensor(WRONG).repeat(int(wrong.sum()))[: int(wrong.sum())]
-    # Eighths: sums of them are exact in any order.
+    # Sums of eighths are exact in any order.
     weights_TK = torch.randint(0, 64, (tokens, top_k), generator=generator) / 8
     for rank in range(placement.world_size):
-        given = weights_TK, placement, sinks
-        found = placed(ids_TK.to(dtype), *given, rank=rank, factor=2.5)
-        assert found == by_a_loop(ids_TK, *given, rank=rank, factor=2.5)
-        for row in found[0]:
+        arguments = weights_TK, placement, sinks
+        actual = number_with_sinks(ids_TK.to(dtype), *arguments, rank=rank, factor=2.5)
+        assert actual == number_by_loop(ids_TK, *arguments, rank=rank, factor=2.5)
+        for row in actual[0]:
             assert len(set(row)) == top_k
-            assert all(0 <= place < numbered for place in row)
+            assert all(0 <= number < numbered for number in row)
 
 
-def test_pairs_dropped_by_joining_go_to_sinks() -> None:
+def test_sinks_require_joined_pairs() -> None:
     """Without joining, two pairs of one expert would need its slot twice."""
     ids = torch.zeros(1, 2, dtype=torch.int32)
     apart = Pairs(

@@ -24,13 +24,13 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("top_k", [1, 3, 8])
 @pytest.mark.parametrize(("rows", "count"), [(0, 0), (1, 0), (3, 2), (200, 137), (200, 200)])
-def test_rows_past_the_count_have_no_pairs(
+def test_pairs_of_rows_after_the_count_are_skipped(
     rows: int, count: int, top_k: int, dtype: torch.dtype
 ) -> None:
     g = torch.Generator().manual_seed(rows + top_k)
     ids = torch.randint(-2, 6, (rows, top_k), generator=g).to(dtype)
     weights = torch.rand(rows, top_k, generator=g)
-    ids[count:] = 10**9  # whatever was there
+    ids[count:] = 10**9
     weights[count:] = torch.nan
     weights[ids < 0] = torch.nan
     out_ids = torch.full((rows, top_k), 99, dtype=torch.int32, device=DEVICE)
@@ -51,7 +51,7 @@ def test_rows_past_the_count_have_no_pairs(
             assert math.isfinite(weight)
 
 
-def test_shapes_and_strides_are_checked() -> None:
+def test_wrong_shapes_and_strides_are_refused() -> None:
     ids = torch.zeros(4, 2, dtype=torch.int64, device=DEVICE)
     weights = torch.zeros(4, 2, device=DEVICE)
     out = {"out_ids_RK": ids.int(), "out_weights_RK": weights.clone()}

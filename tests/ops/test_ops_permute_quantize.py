@@ -21,10 +21,10 @@ SCHEMES = (
     "int8_w8a8_channel",
     "int8_w8a8_block:block=8x24",
 )
-each_scheme = pytest.mark.parametrize("text", SCHEMES)
-# Five tokens of three pairs: some are skipped, one token has none, two pairs share row 7.
-PLACES = torch.tensor([[3, -1, 0], [7, 7, 11], [-1, -1, -1], [1, 2, 4], [-1, 10, 5]])
-UNNAMED = [6, 8, 9]
+with_every_scheme = pytest.mark.parametrize("text", SCHEMES)
+# Rows of five tokens with three pairs. Two pairs share row 7.
+ROW_OF_PAIR = torch.tensor([[3, -1, 0], [7, 7, 11], [-1, -1, -1], [1, 2, 4], [-1, 10, 5]])
+ROWS_WITHOUT_PAIRS = [6, 8, 9]
 
 
 path = make_path_fixture(permute_quantize, permute, quantize)
@@ -38,147 +38,156 @@ def buffers(scheme: QuantScheme, rows: int, columns: int) -> QuantizedRows:
     return QuantizedRows(q.view(STORAGE[scheme.activation]), scale)
 
 
-def in_turn(
-    x_TH: torch.Tensor, places_TK: torch.Tensor, scheme: QuantScheme, rows: int
+def quantize_then_permute(
+    x_TH: torch.Tensor, row_of_pair_TK: torch.Tensor, scheme: QuantScheme, rows: int
 ) -> QuantizedRows:
-    """Quantize each token, then move it with its scales."""
-    one, out = buffers(scheme, *x_TH.shape), buffers(scheme, rows, x_TH.shape[1])
-    quantize_rows(x_TH, scheme, out=one)
-    scales = {} if scheme.static else {"scale_TG": one.scale, "scale_rows_RG": out.scale}
+    quantized, out = buffers(scheme, *x_TH.shape), buffers(scheme, rows, x_TH.shape[1])
+    quantize_rows(x_TH, scheme, out=quantized)
+    scales = {} if scheme.static else {"scale_TG": quantized.scale, "scale_rows_RG": out.scale}
     rows_RH = out.q_RK.view(torch.uint8)
-    permute_tokens(one.q_RK.view(torch.uint8), places_TK, None, rows_RH=rows_RH, **scales)
+    permute_tokens(
+        quantized.q_RK.view(torch.uint8), row_of_pair_TK, None, rows_RH=rows_RH, **scales
+    )
     return out
 
 
-def assert_same(got: QuantizedRows, want: QuantizedRows) -> None:
-    assert torch.equal(got.q_RK.view(torch.uint8), want.q_RK.view(torch.uint8))
-    assert torch.equal(got.scale, want.scale)
+def assert_same(actual: QuantizedRows, expected: QuantizedRows) -> None:
+    assert torch.equal(actual.q_RK.view(torch.uint8), expected.q_RK.view(torch.uint8))
+    assert torch.equal(actual.scale, expected.scale)
 
 
 @pytest.mark.usefixtures("path")
-@each_scheme
+@with_every_scheme
 @pytest.mark.parametrize("columns", [1, 45, 64, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_permute_and_quantize_equals_both_operations(
     text: str, columns: int, dtype: torch.dtype
 ) -> None:
-    scheme, places = QuantScheme.parse(text), PLACES.int().to(DEVICE)
+    scheme, row_of_pair = QuantScheme.parse(text), ROW_OF_PAIR.int().to(DEVICE)
     x_TH = random_normal(5, columns, dtype=dtype)
-    x_TH[2] = 1e4  # of no pair: it must set no scale
+    x_TH[2] = 1e4  # This token has no pair, so it must not influence a scale.
     out = buffers(scheme, ROWS, columns)
-    permute_and_quantize(x_TH, places, None, scheme, out=out)
-    assert_same(out, in_turn(x_TH, places, scheme, ROWS))
-    untouched = out.q_RK.view(torch.uint8)[UNNAMED]
+    permute_and_quantize(x_TH, row_of_pair, None, scheme, out=out)
+    assert_same(out, quantize_then_permute(x_TH, row_of_pair, scheme, ROWS))
+    untouched = out.q_RK.view(torch.uint8)[ROWS_WITHOUT_PAIRS]
     assert bool((untouched == 0x55).all())
     if not scheme.static:
-        assert bool((out.scale[UNNAMED] == -3.0).all())
+        assert bool((out.scale[ROWS_WITHOUT_PAIRS] == -3.0).all())
 
 
 @pytest.mark.usefixtures("path")
-@each_scheme
-def test_long_groups_are_read_in_pieces(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheme, places = QuantScheme.parse(text), PLACES.int().to(DEVICE)
+@with_every_scheme
+def test_long_groups_are_read_in_several_parts(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheme, row_of_pair = QuantScheme.parse(text), ROW_OF_PAIR.int().to(DEVICE)
     monkeypatch.setattr(permute_quantize, "_MAX_BLOCK_C", 16)
     monkeypatch.setattr(permute_quantize, "_COLUMNS_PER_PROGRAM", 16)
     x_TH = random_normal(5, 77)
-    x_TH[:, 70] = 9.0  # the largest lies in the last piece
+    x_TH[:, 70] = 9.0  # The maximum of a row is in its last part.
     out, weights = buffers(scheme, ROWS, 77), torch.ones(5, 3, device=DEVICE)
-    permute_and_quantize(x_TH, places, weights, scheme, out=out)
-    assert_same(out, in_turn(x_TH, places, scheme, ROWS))
+    permute_and_quantize(x_TH, row_of_pair, weights, scheme, out=out)
+    assert_same(out, quantize_then_permute(x_TH, row_of_pair, scheme, ROWS))
 
 
 @pytest.mark.usefixtures("path")
-@each_scheme
-def test_several_groups_per_program(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@with_every_scheme
+def test_programs_quantize_several_groups(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last program may have fewer groups than the others."""
-    scheme, places = QuantScheme.parse(text), PLACES.int().to(DEVICE)
+    scheme, row_of_pair = QuantScheme.parse(text), ROW_OF_PAIR.int().to(DEVICE)
     monkeypatch.setattr(permute_quantize, "_COLUMNS_PER_PROGRAM", 64)
     x_TH = random_normal(5, 24 * 5)
     out = buffers(scheme, ROWS, 24 * 5)
-    permute_and_quantize(x_TH, places, None, scheme, out=out)
-    assert_same(out, in_turn(x_TH, places, scheme, ROWS))
+    permute_and_quantize(x_TH, row_of_pair, None, scheme, out=out)
+    assert_same(out, quantize_then_permute(x_TH, row_of_pair, scheme, ROWS))
 
 
 @pytest.mark.usefixtures("path")
-@each_scheme
-def test_router_weights_of_pairs(text: str) -> None:
-    """In float32, before the scale; the weight of a skipped pair is not used."""
+@with_every_scheme
+def test_router_weights_are_applied_before_quantization(text: str) -> None:
     scheme = QuantScheme.parse(text)
-    places = torch.tensor([[0, 2, -1], [-1, 3, 5]], dtype=torch.int32, device=DEVICE)
+    row_of_pair = torch.tensor([[0, 2, -1], [-1, 3, 5]], dtype=torch.int32, device=DEVICE)
     weights = torch.tensor([[0.3, -2.7, NAN], [1e30, 0.01, 1.0]], device=DEVICE)
     x_TH, out = random_normal(2, 45, dtype=torch.bfloat16), buffers(scheme, 6, 45)
-    permute_and_quantize(x_TH, places, weights, scheme, out=out)
-    want = buffers(scheme, 6, 45)
+    permute_and_quantize(x_TH, row_of_pair, weights, scheme, out=out)
+    expected = buffers(scheme, 6, 45)
     for token, slot, row in ((0, 0, 0), (0, 1, 2), (1, 1, 3), (1, 2, 5)):
         weighted = x_TH[token].float()[None] * weights[token, slot]
-        one = in_turn(weighted, torch.zeros(1, 1, dtype=torch.int32, device=DEVICE), scheme, 1)
-        want.q_RK.view(torch.uint8)[row] = one.q_RK.view(torch.uint8)[0]
+        first_row = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
+        quantized = quantize_then_permute(weighted, first_row, scheme, 1)
+        expected.q_RK.view(torch.uint8)[row] = quantized.q_RK.view(torch.uint8)[0]
         if not scheme.static:
-            want.scale[row] = one.scale[0]
-    assert_same(out, want)
+            expected.scale[row] = quantized.scale[0]
+    assert_same(out, expected)
 
 
 @pytest.mark.usefixtures("path")
-def test_rows_may_have_gaps() -> None:
-    scheme, places = QuantScheme.parse(SCHEMES[2]), PLACES.int().to(DEVICE)
+def test_strided_rows_give_the_same_result() -> None:
+    scheme, row_of_pair = QuantScheme.parse(SCHEMES[2]), ROW_OF_PAIR.int().to(DEVICE)
     wide = random_normal(5, 90)
     out, same = buffers(scheme, ROWS, 45), buffers(scheme, ROWS, 45)
-    permute_and_quantize(wide[:, :45], places, None, scheme, out=out)
-    permute_and_quantize(wide[:, :45].contiguous(), places, None, scheme, out=same)
+    permute_and_quantize(wide[:, :45], row_of_pair, None, scheme, out=out)
+    permute_and_quantize(wide[:, :45].contiguous(), row_of_pair, None, scheme, out=same)
     assert_same(out, same)
 
 
 @pytest.mark.usefixtures("path")
-def test_bad_input_and_no_tokens() -> None:
+def test_invalid_input_is_refused_and_no_tokens_write_nothing() -> None:
     scheme, x_TH = QuantScheme.parse("fp8_w8a8_channel"), random_normal(5, 45)
-    places = PLACES.int().to(DEVICE)
+    row_of_pair = ROW_OF_PAIR.int().to(DEVICE)
     for text in ("fp8_w8a8_tensor", "none", "int8_w8a16_channel"):
-        bad, out = QuantScheme.parse(text), buffers(scheme, ROWS, 45)
+        unsupported, out = QuantScheme.parse(text), buffers(scheme, ROWS, 45)
         with pytest.raises(
             ConfigurationError, match="need quantized activations with a static scale"
         ):
-            permute_and_quantize(x_TH, places, None, bad, out=out)
+            permute_and_quantize(x_TH, row_of_pair, None, unsupported, out=out)
     with pytest.raises(ShapeError, match=r"quantized rows: got \(12, 44\), need \(12, 45\)"):
-        permute_and_quantize(x_TH, places, None, scheme, out=buffers(scheme, ROWS, 44))
+        permute_and_quantize(x_TH, row_of_pair, None, scheme, out=buffers(scheme, ROWS, 44))
     block = QuantScheme.parse("fp8_w8a8_block")
     with pytest.raises(ShapeError, match="scales of quantized rows"):
         permute_and_quantize(
-            random_normal(5, 200), places, None, block, out=buffers(scheme, ROWS, 200)
+            random_normal(5, 200), row_of_pair, None, block, out=buffers(scheme, ROWS, 200)
         )
-    eight = buffers(QuantScheme.parse("int8_w8a8_channel"), ROWS, 45)
+    int8_rows = buffers(QuantScheme.parse("int8_w8a8_channel"), ROWS, 45)
     with pytest.raises(DtypeError, match="quantized rows: got int8, need float8_e4m3fn"):
-        permute_and_quantize(x_TH, places, None, scheme, out=eight)
+        permute_and_quantize(x_TH, row_of_pair, None, scheme, out=int8_rows)
     out = buffers(scheme, ROWS, 45)
-    permute_and_quantize(x_TH[:0], places[:0], None, scheme, out=out)
+    permute_and_quantize(x_TH[:0], row_of_pair[:0], None, scheme, out=out)
     assert_same(out, buffers(scheme, ROWS, 45))
 
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("columns", [32, 100])
-def test_column_major_scales(columns: int) -> None:
-    """Of tokens quantized by the operation, and of tokens that are already quantized: the same
-    layout.
-    """
-    scheme, places = QuantScheme.parse("fp8_w8a8_block:block=8x32"), PLACES.int().to(DEVICE)
+def test_column_major_scales_equal_row_major_scales(columns: int) -> None:
+    """permute_and_quantize and permute_tokens write scales in the same layout."""
+    scheme, row_of_pair = (
+        QuantScheme.parse("fp8_w8a8_block:block=8x32"),
+        ROW_OF_PAIR.int().to(DEVICE),
+    )
     x_TH = random_normal(5, columns, dtype=torch.bfloat16)
-    want, plain = in_turn(x_TH, places, scheme, ROWS), buffers(scheme, ROWS, columns)
-    groups = want.scale.shape[1]
+    expected, plain = (
+        quantize_then_permute(x_TH, row_of_pair, scheme, ROWS),
+        buffers(scheme, ROWS, columns),
+    )
+    groups = expected.scale.shape[1]
     out = QuantizedRows(plain.q_RK, torch.full((1, groups, ROWS), -3.0, device=DEVICE), None, True)
-    permute_and_quantize(x_TH, places, None, scheme, out=out)
+    permute_and_quantize(x_TH, row_of_pair, None, scheme, out=out)
     assert out.scale_of_rows.stride() == (1, ROWS)
-    assert torch.equal(out.scale_of_rows, want.scale)
-    assert torch.equal(out.q_RK.view(torch.uint8), want.q_RK.view(torch.uint8))
-    one = buffers(scheme, 5, columns)
-    quantize_rows(x_TH, scheme, out=one)
-    moved = torch.full((groups, ROWS), -3.0, device=DEVICE).T
-    rows, bytes_TH = out.q_RK.view(torch.uint8), one.q_RK.view(torch.uint8)
-    permute_tokens(bytes_TH, places, None, rows_RH=rows, scale_TG=one.scale, scale_rows_RG=moved)
-    assert torch.equal(moved, want.scale)
+    assert torch.equal(out.scale_of_rows, expected.scale)
+    assert torch.equal(out.q_RK.view(torch.uint8), expected.q_RK.view(torch.uint8))
+    quantized = buffers(scheme, 5, columns)
+    quantize_rows(x_TH, scheme, out=quantized)
+    scales = torch.full((groups, ROWS), -3.0, device=DEVICE).T
+    rows, bytes_TH = out.q_RK.view(torch.uint8), quantized.q_RK.view(torch.uint8)
+    moved = {"scale_TG": quantized.scale, "scale_rows_RG": scales}
+    permute_tokens(bytes_TH, row_of_pair, None, rows_RH=rows, **moved)
+    assert torch.equal(scales, expected.scale)
 
 
 def test_column_major_scales_over_two_segments_are_refused() -> None:
-    scheme, places = QuantScheme.parse("fp8_w8a8_block:block=8x32"), PLACES.int().to(DEVICE)
+    scheme, row_of_pair = (
+        QuantScheme.parse("fp8_w8a8_block:block=8x32"),
+        ROW_OF_PAIR.int().to(DEVICE),
+    )
     out = buffers(scheme, ROWS, 64)
     out = QuantizedRows(out.q_RK, out.scale.view(2, 2, ROWS // 2), None, True)
     with pytest.raises(ShapeError, match="segments of scales: got 2, need 1"):
-        permute_and_quantize(random_normal(5, 64), places, None, scheme, out=out)
+        permute_and_quantize(random_normal(5, 64), row_of_pair, None, scheme, out=out)

@@ -1,5 +1,6 @@
-"""quantize_rows and activation_and_quantize: kernel and torch reference, bit for bit, and a
-loop."""
+"""The kernels and torch references of quantize_rows and activation_and_quantize, compared bit for
+bit with a loop over values.
+"""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -36,8 +37,8 @@ SCHEMES = (
     "int8_w8a8_channel",
     "int8_w8a8_block:block=8x24",
 )
-each_scheme = pytest.mark.parametrize("text", SCHEMES)
-UNTOUCHED = {"q": 0x55, "scale": -3.0}  # what buffers hold before: not NaN, so it can be compared
+with_every_scheme = pytest.mark.parametrize("text", SCHEMES)
+UNTOUCHED = {"q": 0x55, "scale": -3.0}  # the content of buffers before a call
 
 
 path = make_path_fixture(quantize, activation, permute)
@@ -65,8 +66,8 @@ def e4m3_byte(value: float) -> int:
     return code | (0x80 if np.signbit(value) else 0)
 
 
-def stored(value: float, scheme: QuantScheme) -> int:
-    """Return the byte of a scaled value: saturated, then rounded."""
+def quantized_byte(value: float, scheme: QuantScheme) -> int:
+    """Return the byte of a scaled value."""
     if scheme.activation == "int8":
         return round(min(max(value, -127.0), 127.0)) & 0xFF
     return e4m3_byte(min(max(value, -448.0), 448.0))
@@ -80,32 +81,34 @@ def scale_of(values: list[np.float32], scheme: QuantScheme) -> np.float32:
 
 @dataclass
 class Expected:
-    """The bytes of q by row, and the scales by row, or a single one."""
+    """The bytes of q and the scales, by row."""
 
     q: dict[int, list[int]]
     scale: dict[int, list[float]]
 
 
-def loop(rows: dict[int, list[np.float32]], scheme: QuantScheme) -> Expected:
-    """Compute one value at a time in float32. rows: those of tokens."""
+def quantize_by_loop(rows: dict[int, list[np.float32]], scheme: QuantScheme) -> Expected:
+    """Quantize rows in float32, one value at a time."""
     q: dict[int, list[int]] = {}
     scales: dict[int, list[float]] = {}
-    everything = [v for row in rows.values() for v in row]
+    all_values = [v for row in rows.values() for v in row]
     for index, row in rows.items():
         group = scheme.group[1] if scheme.activation_granularity == "group" else len(row)
         q[index], scales[index] = [], []
         for start in range(0, len(row), group):
-            part = row[start : start + group]
+            group_values = row[start : start + group]
             if scheme.static:
                 scale = np.float32(STATIC)
             elif scheme.activation_granularity == "tensor":
-                scale = scale_of(everything, scheme)
+                scale = scale_of(all_values, scheme)
             else:
-                scale = scale_of(part, scheme)
+                scale = scale_of(group_values, scheme)
             inverse = np.float32(1) / scale
             scales[index].append(float(scale))
             with np.errstate(over="ignore"):
-                q[index] += [stored(float(np.float32(v * inverse)), scheme) for v in part]
+                q[index] += [
+                    quantized_byte(float(np.float32(v * inverse)), scheme) for v in group_values
+                ]
     return Expected(q, scales)
 
 
@@ -132,75 +135,74 @@ def as_rows(values: torch.Tensor, valid: list[int] | None = None) -> dict[int, l
     return {r: list(table[r]) for r in (range(len(table)) if valid is None else valid)}
 
 
-def assert_is(out: QuantizedRows, want: Expected, scheme: QuantScheme) -> None:
-    """Check that every byte of valid rows equals that of the loop, and that all others are
-    unchanged.
-    """
+def assert_equals(out: QuantizedRows, expected: Expected, scheme: QuantScheme) -> None:
+    """Check that valid rows equal those of the loop, and that other rows are unchanged."""
     WORKSPACES.pop(id(out.q_RK)).check_red_zones()
     q = out.q_RK.view(torch.uint8).cpu()
     for index in range(q.shape[0]):
         untouched = [UNTOUCHED["q"]] * q.shape[1]
-        assert q[index].tolist() == want.q.get(index, untouched), f"row {index}"
+        assert q[index].tolist() == expected.q.get(index, untouched), f"row {index}"
     if scheme.static:
         assert out.scale.tolist() == pytest.approx([STATIC], abs=0, rel=1e-7)
     elif scheme.activation_granularity == "tensor":
-        assert out.scale.tolist() == next(iter(want.scale.values()))
+        assert out.scale.tolist() == next(iter(expected.scale.values()))
     else:
         groups = out.scale.shape[1]
         for index, row in enumerate(out.scale.tolist()):
-            assert row == want.scale.get(index, [UNTOUCHED["scale"]] * groups), f"row {index}"
+            assert row == expected.scale.get(index, [UNTOUCHED["scale"]] * groups), f"row {index}"
 
 
-def assert_rows_are_the_loops(x: torch.Tensor, scheme: QuantScheme) -> None:
+def assert_equals_loop(x: torch.Tensor, scheme: QuantScheme) -> None:
     out = buffers(scheme, *x.shape)
     quantize_rows(x, scheme, out=out)
-    assert_is(out, loop(as_rows(x), scheme), scheme)
+    assert_equals(out, quantize_by_loop(as_rows(x), scheme), scheme)
 
 
 # ------------------------------------------------------------------------------------- every row
 
 
 @pytest.mark.usefixtures("path")
-@each_scheme
+@with_every_scheme
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 23), (5, 24), (19, 49), (40, 130)])
-def test_rows_equal_those_of_the_loop(
+def test_quantize_rows_equals_the_loop(
     text: str, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
     scheme, x = QuantScheme.parse(text), 3 * random_normal(*shape, dtype=dtype)
-    assert_rows_are_the_loops(x, scheme)
+    assert_equals_loop(x, scheme)
 
 
 @pytest.mark.usefixtures("path")
-@each_scheme
-def test_long_rows_are_read_in_pieces(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More columns per scale than a program reads at once."""
+@with_every_scheme
+def test_long_rows_are_read_in_several_parts(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scale has more columns than a program reads at once."""
     monkeypatch.setattr(quantize_tiles, "_MAX_BLOCK_C", 16)
     monkeypatch.setattr(quantize, "_CHUNK", 16)
     scheme, x = QuantScheme.parse(text), random_normal(7, 91)
-    assert_rows_are_the_loops(x, scheme)
+    assert_equals_loop(x, scheme)
 
 
 @pytest.mark.usefixtures("path")
-@each_scheme
-def test_few_programs_share_many_rows(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@with_every_scheme
+def test_programs_quantize_several_blocks_of_rows(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each program computes the maximum over several blocks of rows."""
     monkeypatch.setattr(quantize, "_MAX_PARTIALS", 3)
     monkeypatch.setattr(quantize_tiles, "_VALUES_PER_TILE", 64)
     scheme, x = QuantScheme.parse(text), random_normal(29, 30)
-    x[27, 29] = 9.0  # in the last block of all
-    assert_rows_are_the_loops(x, scheme)
+    x[27, 29] = 9.0  # The maximum is in the last block.
+    assert_equals_loop(x, scheme)
 
 
 @pytest.mark.usefixtures("path")
-@each_scheme
-def test_ties_and_extremes(text: str) -> None:
-    """Midpoints between two codes, the largest float, the smallest ones, zeros of both signs."""
+@with_every_scheme
+def test_ties_zeros_and_extreme_values_equal_the_loop(text: str) -> None:
     row = [k / 16 for k in range(-40, 40)] + [448.0, 127.0, -447.9, 126.5, 0.5, 1.5, 2.5, -0.0]
     rows = [row, [v * 1e-12 for v in row], [v * 7.5e35 for v in row], [0.0] * len(row)]
     x = torch.tensor(rows, device=DEVICE)
     scheme = QuantScheme.parse(text)
-    assert_rows_are_the_loops(x, scheme)
+    assert_equals_loop(x, scheme)
 
 
 @pytest.mark.usefixtures("path")
@@ -213,19 +215,19 @@ def test_static_scales_saturate(text: str) -> None:
 
 
 @pytest.mark.usefixtures("path")
-@each_scheme
-def test_rows_may_have_gaps(text: str) -> None:
+@with_every_scheme
+def test_strided_rows_equal_the_loop(text: str) -> None:
     scheme, wide = QuantScheme.parse(text), torch.full((6, 50), NAN, device=DEVICE)
     x = wide[:, :33]
     x.copy_(random_normal(6, 33))
     out = buffers(scheme, 6, 33)
     quantize_rows(x, scheme, out=out)
-    assert_is(out, loop(as_rows(x), scheme), scheme)
+    assert_equals(out, quantize_by_loop(as_rows(x), scheme), scheme)
 
 
 @pytest.mark.usefixtures("path")
-@each_scheme
-def test_no_rows(text: str) -> None:
+@with_every_scheme
+def test_quantizing_no_rows_does_not_fail(text: str) -> None:
     scheme = QuantScheme.parse(text)
     out = buffers(scheme, 0, 8)
     quantize_rows(random_normal(0, 8), scheme, out=out)
@@ -236,7 +238,7 @@ def test_no_rows(text: str) -> None:
 # ---------------------------------------------------------------------------- rows without a token
 
 
-def pairs(
+def make_routing(
     ids: list[list[int]], experts: int, mapping: list[int] | None = None
 ) -> DispatchedRouting:
     table = None if mapping is None else torch.tensor(mapping, dtype=torch.int32, device=DEVICE)
@@ -245,9 +247,9 @@ def pairs(
     return DispatchedRouting(None, ids_TK, IdSpace.GLOBAL, experts, table, counter)
 
 
-def poisoned(rows: int, columns: int, valid: list[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return rows with NaN outside the valid rows, because a NaN in another row would change every
-    scale.
+def rows_with_poison(rows: int, columns: int, valid: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return random valid rows. The others contain NaN or large values, which would change scales
+    if they were read.
     """
     x = torch.full((rows, columns), NAN, dtype=dtype, device=DEVICE)
     x[1::3] = 6e4
@@ -256,26 +258,28 @@ def poisoned(rows: int, columns: int, valid: list[int], dtype: torch.dtype) -> t
 
 
 @pytest.mark.usefixtures("path")
-@each_scheme
+@with_every_scheme
 @pytest.mark.parametrize("tile", [2048, 64])
 def test_skipped_pairs_are_neither_read_nor_written(
     text: str, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quantize_tiles, "_VALUES_PER_TILE", tile)
     scheme = QuantScheme.parse(text)
-    routing = pairs([[0, -1, 2], [3, 9, 1], [-1, -1, -1], [1, 1, -7], [0, 3, 2]], 4, [1, -1, 0, 5])
-    valid = [0, 2, 12, 14]  # global 0 and 2 are here, as locals 1 and 0; 3's local is too large
-    x = poisoned(15, 50, valid, torch.bfloat16)
+    routing = make_routing(
+        [[0, -1, 2], [3, 9, 1], [-1, -1, -1], [1, 1, -7], [0, 3, 2]], 4, [1, -1, 0, 5]
+    )
+    valid = [0, 2, 12, 14]  # Experts 0 and 2 have the local ids 1 and 0. That of 3 is too large.
+    x = rows_with_poison(15, 50, valid, torch.bfloat16)
     out = buffers(scheme, 15, 50)
     quantize_rows(x, scheme, out=out, valid_rows=PairRows(routing, 2))
-    assert_is(out, loop(as_rows(x, valid), scheme), scheme)
-    assert int(routing.invalid_ids) == 0, "ids are counted where pairs are sorted"
+    assert_equals(out, quantize_by_loop(as_rows(x, valid), scheme), scheme)
+    assert int(routing.invalid_ids) == 0, "quantize_rows must not count invalid ids"
 
 
 @pytest.mark.usefixtures("path")
-@each_scheme
+@with_every_scheme
 @pytest.mark.parametrize("programs", [8192, 3])
-def test_rows_past_a_count_are_neither_read_nor_written(
+def test_rows_after_a_count_are_neither_read_nor_written(
     text: str, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quantize, "_MAX_BATCHED_PROGRAMS", programs)
@@ -284,49 +288,50 @@ def test_rows_past_a_count_are_neither_read_nor_written(
     scheme = QuantScheme.parse(text)
     counts, capacity = [3, 0, 11, 1, 10], 11
     valid = [i * capacity + c for i, count in enumerate(counts) for c in range(count)]
-    x = poisoned(5 * capacity, 40, valid, torch.float16)
+    x = rows_with_poison(5 * capacity, 40, valid, torch.float16)
     out = buffers(scheme, 5 * capacity, 40, segments=5)
     counts_e = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
     quantize_rows(x, scheme, out=out, valid_rows=BatchedRows(counts_e))
-    assert_is(out, loop(as_rows(x, valid), scheme), scheme)
+    assert_equals(out, quantize_by_loop(as_rows(x, valid), scheme), scheme)
 
 
 @pytest.mark.usefixtures("path")
-@each_scheme
+@with_every_scheme
 def test_row_weights_are_applied_before_quantization(text: str) -> None:
-    """In float32; the weight of a row without a token is not used."""
     scheme, x = QuantScheme.parse(text), random_normal(5, 30, dtype=torch.bfloat16)
     weights = torch.tensor([0.3, NAN, 2.7, 1e9, 0.01], device=DEVICE)
     out = buffers(scheme, 5, 30)
-    valid = PairRows(pairs([[0], [-1], [1], [-1], [0]], 2), 2)
+    valid = PairRows(make_routing([[0], [-1], [1], [-1], [0]], 2), 2)
     quantize_rows(x, scheme, out=out, valid_rows=valid, row_weights_R=weights)
-    assert_is(out, loop(as_rows(x.float() * weights[:, None], [0, 2, 4]), scheme), scheme)
+    assert_equals(
+        out, quantize_by_loop(as_rows(x.float() * weights[:, None], [0, 2, 4]), scheme), scheme
+    )
 
 
-# ------------------------------------------------------------------------- behind an activation
+# ------------------------------------------------------------------------- with an activation
 
 ACTIVATIONS = ("silu", "gelu", "swiglu_oai", "relu2", "silu:interleaved=true")
 
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("text", SCHEMES[1:])
-@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize("activation_text", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_activation_and_quantize_equals_both_operations(
-    text: str, act: str, dtype: torch.dtype
+    text: str, activation_text: str, dtype: torch.dtype
 ) -> None:
-    scheme, spec = QuantScheme.parse(text), ActivationSpec.parse(act)
-    columns, valid = 45, PairRows(pairs([[0, 1], [-1, 0], [1, -1]], 2), 2)
+    scheme, spec = QuantScheme.parse(text), ActivationSpec.parse(activation_text)
+    columns, valid = 45, PairRows(make_routing([[0, 1], [-1, 0], [1, -1]], 2), 2)
     x = random_normal(6, columns * (2 if spec.gated else 1), dtype=dtype)
     h = torch.empty(6, columns, dtype=dtype, device=DEVICE)
     activation.gated_activation(x, spec, h)
     x[[2, 5]] = NAN
-    two, one = buffers(scheme, 6, columns), buffers(scheme, 6, columns)
-    quantize_rows(h, scheme, out=two, valid_rows=valid)
-    activation_and_quantize(x, spec, scheme, out=one, valid_rows=valid)
-    assert torch.equal(one.q_RK.view(torch.uint8), two.q_RK.view(torch.uint8))
-    assert torch.equal(one.scale, two.scale)
-    assert_is(two, loop(as_rows(h, [0, 1, 3, 4]), scheme), scheme)
+    separate, fused = buffers(scheme, 6, columns), buffers(scheme, 6, columns)
+    quantize_rows(h, scheme, out=separate, valid_rows=valid)
+    activation_and_quantize(x, spec, scheme, out=fused, valid_rows=valid)
+    assert torch.equal(fused.q_RK.view(torch.uint8), separate.q_RK.view(torch.uint8))
+    assert torch.equal(fused.scale, separate.scale)
+    assert_equals(separate, quantize_by_loop(as_rows(h, [0, 1, 3, 4]), scheme), scheme)
 
 
 def test_activation_and_quantize_refuses_wrong_arguments() -> None:
@@ -342,7 +347,7 @@ def test_activation_and_quantize_refuses_wrong_arguments() -> None:
     activation_and_quantize(random_normal(0, 8), spec, scheme, out=out)
 
 
-def test_buffers_that_do_not_fit_are_refused() -> None:
+def test_buffers_of_wrong_shape_or_dtype_are_refused() -> None:
     token, tensor = (QuantScheme.parse(f"fp8_w8a8_{g}") for g in ("channel", "tensor"))
     out, x = buffers(token, 3, 8), random_normal(3, 8)
     with pytest.raises(ShapeError, match="quantized rows"):
@@ -356,8 +361,8 @@ def test_buffers_that_do_not_fit_are_refused() -> None:
             quantize_specs("a", QuantScheme.parse(text), 3, 8)
 
 
-@each_scheme
-def test_buffer_sizes_grow_with_rows(text: str) -> None:
+@with_every_scheme
+def test_buffer_sizes_never_decrease_with_more_rows(text: str) -> None:
     scheme, least = QuantScheme.parse(text), dict[str, int]()
     for rows in (0, 1, 2, 7, 64, 3000):
         specs = {n: s.numel for n, s in quantize_specs("a", scheme, rows, 40).items()}

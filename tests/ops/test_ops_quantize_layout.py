@@ -23,7 +23,7 @@ from modular_kernel.workspace import Workspace
 path = make_path_fixture(quantize, activation)
 
 
-def zeros(
+def zero_buffers(
     scheme: QuantScheme, rows: int, columns: int, segments: int, along_rows: bool
 ) -> QuantizedRows:
     specs = quantize_specs("a", scheme, rows, columns, segments=segments)
@@ -38,13 +38,11 @@ def zeros(
 @pytest.mark.parametrize("columns", [32, 96, 128, 104])
 @pytest.mark.parametrize("act", ["none", "silu"])
 @pytest.mark.usefixtures("path")
-def test_column_major_scales_and_streamed_tiles(
+def test_column_major_scales_of_streamed_tiles_equal_row_major_scales(
     act: str, columns: int, streamed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit equal to row-major scales and the other tiles; rows after a count are not read.
-
-    Groups have 32 values: a single one, three (not a power of two), four at once, and a partial
-    one.
+    """The results equal those with row-major scales and other tiles, bit for bit.
+    Rows after a count are NaN. A group has 32 columns; the last group of 104 columns is partial.
     """
     monkeypatch.setattr(quantize_tiles, "_STREAM_COLUMNS", 128)
     monkeypatch.setattr(quantize_tiles, "_STREAM_PROGRAMS", 3)
@@ -58,9 +56,9 @@ def test_column_major_scales_and_streamed_tiles(
     x = torch.full((33, columns * (1 if act == "none" else 2)), torch.nan, dtype=torch.bfloat16)
     x[valid] = random_normal(len(valid), x.shape[1], dtype=torch.bfloat16).cpu()
     x = x.to(DEVICE)
-    made = []
+    outputs = []
     for along_rows in (False, True):
-        out = zeros(scheme, 33, columns, segments, along_rows)
+        out = zero_buffers(scheme, 33, columns, segments, along_rows)
         with monkeypatch.context() as within:
             within.setattr(
                 quantize_tiles, "_MIN_STREAMED_VALUES", streamed if along_rows else 1 << 23
@@ -69,22 +67,20 @@ def test_column_major_scales_and_streamed_tiles(
                 quantize_rows(x, scheme, out=out, valid_rows=BatchedRows(counts_e))
             else:
                 activation_and_quantize(x, spec, scheme, out=out, valid_rows=BatchedRows(counts_e))
-        made.append(out)
-    plain, along = made
-    assert torch.equal(along.q_RK.view(torch.uint8), plain.q_RK.view(torch.uint8))
-    scales, groups = along.scale_of_rows, -(-columns // 32)
+        outputs.append(out)
+    row_major, column_major = outputs
+    assert torch.equal(column_major.q_RK.view(torch.uint8), row_major.q_RK.view(torch.uint8))
+    scales, groups = column_major.scale_of_rows, -(-columns // 32)
     assert scales.shape == ((3, 11, groups) if streamed else (33, groups))
     assert scales.stride()[-2:] == (1, capacity)
-    assert torch.equal(scales.reshape(33, groups), plain.scale_of_rows)
+    assert torch.equal(scales.reshape(33, groups), row_major.scale_of_rows)
 
 
 @pytest.mark.parametrize("group", [1, 2, 16, 48, 128, 1024, 1536, 2048])
 @pytest.mark.parametrize("groups", [1, 6, 2048])
-def test_which_inputs_are_streamed(group: int, groups: int) -> None:
-    """Rows, groups and columns of a tile are powers of two, and no lane of a streamed tile is idle.
-
-    Inputs of fewer than 2^23 values, groups of another number of columns, and several segments are
-    not streamed.
+def test_large_inputs_are_streamed(group: int, groups: int) -> None:
+    """Inputs of at least 2^23 values in one segment are streamed, if a row has several groups, and
+    a group has a power of two of columns, at most 1024.
     """
     columns = group * groups
     rows = -(-(1 << 23) // columns)
@@ -102,33 +98,33 @@ def test_which_inputs_are_streamed(group: int, groups: int) -> None:
     assert quantize_tiles.tile_groups(segments, columns, group) is segments
 
 
-def test_segments_of_column_major_scales_equal_those_of_rows() -> None:
+def test_other_segments_of_scales_than_of_rows_are_refused() -> None:
     scheme, counts = QuantScheme.parse("fp8_w8a8_channel"), torch.ones(2, dtype=torch.int32)
-    out = zeros(scheme, 6, 8, 1, True)
+    out = zero_buffers(scheme, 6, 8, 1, True)
     with pytest.raises(ShapeError, match="segments of scales: got 1, need 2"):
         quantize_rows(
             random_normal(6, 8), scheme, out=out, valid_rows=BatchedRows(counts.to(DEVICE))
         )
-    bad = replace(out, scale=out.scale.view(2, 3, 1))
+    wrong_shape = replace(out, scale=out.scale.view(2, 3, 1))
     with pytest.raises(ShapeError, match=r"need \(2, 1, 3\)"):
-        quantize_rows(random_normal(6, 8), scheme, out=bad)
+        quantize_rows(random_normal(6, 8), scheme, out=wrong_shape)
 
 
-def test_tiles_of_large_layers() -> None:
-    """A program has whole groups, and all programs are resident on an H200."""
+def test_tiles_of_large_layers_fill_an_h200() -> None:
+    """A tile contains whole groups, and an H200 can run all programs at the same time."""
     for rows, columns, shares in ((9216, 14336, 14), (135168, 2048, 2), (49152, 768, 3)):
-        tiles = large(rows, columns)
+        tiles = large_tiles(rows, columns)
         assert tiles.block_r * tiles.block_g * tiles.block_c == 2048
         assert columns == shares * tiles.block_g * tiles.block_c
         assert 1000 < tiles.programs_per_segment * shares <= 1056
         assert tiles.num_warps == 4
-    few = large(16, 7168)
+    few = large_tiles(16, 7168)
     assert (few.block_r, few.block_g, few.stages) == (16, 1, 1)
-    assert large(49152, 768, segments=2).stages == 1
-    odd = large(4096, 2880)
+    assert large_tiles(49152, 768, segments=2).stages == 1
+    odd = large_tiles(4096, 2880)
     assert (odd.block_r, odd.block_g, odd.stages) == (16, 1, 3)
 
 
-def large(rows: int, columns: int, segments: int = 1) -> quantize_tiles.TileConfig:
+def large_tiles(rows: int, columns: int, segments: int = 1) -> quantize_tiles.TileConfig:
     plain = quantize_tiles.tile_rows(segments, rows, 128, 8192)
     return quantize_tiles.tile_groups(plain, columns, 128)

@@ -1,6 +1,4 @@
-"""permute, assign_rows, the reductions and the activations: kernels and torch references, and
-loops.
-"""
+"""The kernels and torch references of permute, assign_rows, the reductions and the activations."""
 
 import pytest
 import torch
@@ -21,12 +19,12 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 path = make_path_fixture(reduce, activation, batch, permute)
 
 
-def after_nan(rows: torch.Tensor) -> torch.Tensor:
-    """Return the same rows, with NaN where row -1 would be."""
+def with_nan_before(rows: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the rows with NaN in memory before them, where row -1 would be."""
     return torch.cat([torch.full_like(rows[:1], NAN), rows])[1:]
 
 
-def routing(
+def make_routing(
     ids: list[list[int]], experts: int, mapping: list[int] | None = None
 ) -> DispatchedRouting:
     table = None if mapping is None else torch.tensor(mapping, dtype=torch.int32, device=DEVICE)
@@ -58,31 +56,31 @@ def assign(
 @pytest.mark.usefixtures("path")
 def test_rows_are_in_token_order_and_duplicates_share_a_row() -> None:
     ids = [[0, 2], [2, 2], [-1, 0], [1, 99], [2, 0]]
-    rows, counts = assign(routing(ids, 3), 5, 3)
+    rows, counts = assign(make_routing(ids, 3), 5, 3)
     assert rows.tolist() == [[0, 10], [11, 11], [-1, 1], [5, -1], [12, 2]]
     assert counts.tolist() == [3, 1, 3]
 
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("top_k", [1, 3, 8])
-def test_rows_over_many_chunks(top_k: int) -> None:
+def test_rows_are_assigned_over_several_chunks(top_k: int) -> None:
     tokens, experts = 130, 5
     ids = torch.randint(-1, experts, (tokens, top_k), generator=torch.Generator().manual_seed(3))
-    rows, counts = assign(routing(ids.tolist(), experts), tokens, experts)
+    rows, counts = assign(make_routing(ids.tolist(), experts), tokens, experts)
     used = [0] * experts
     for token, row in enumerate(ids.tolist()):
         for expert in dict.fromkeys(row):
             slots = [k for k, i in enumerate(row) if i == expert]
-            want = -1 if expert < 0 else expert * tokens + used[expert]
-            assert rows[token, slots].tolist() == [want] * len(slots)
+            expected = -1 if expert < 0 else expert * tokens + used[expert]
+            assert rows[token, slots].tolist() == [expected] * len(slots)
             if expert >= 0:
                 used[expert] += 1
     assert counts.tolist() == used
 
 
 @pytest.mark.usefixtures("path")
-def test_rows_with_an_expert_map_and_an_invalid_count() -> None:
-    dispatched = routing([[0, 1], [3, 4], [2, -2]], 4, mapping=[-1, 1, -1, 0])
+def test_expert_map_skips_pairs_and_invalid_ids_are_counted() -> None:
+    dispatched = make_routing([[0, 1], [3, 4], [2, -2]], 4, mapping=[-1, 1, -1, 0])
     rows, counts = assign(dispatched, 3, 2)
     assert rows.tolist() == [[-1, 3], [0, -1], [-1, -1]]
     assert counts.tolist() == [1, 1]
@@ -90,7 +88,7 @@ def test_rows_with_an_expert_map_and_an_invalid_count() -> None:
 
 
 def test_local_ids_count_invalid_ids() -> None:
-    dispatched = routing([[0, 1], [4, -1], [-2, 3]], 4, mapping=[2, -1, 0, 1])
+    dispatched = make_routing([[0, 1], [4, -1], [-2, 3]], 4, mapping=[2, -1, 0, 1])
     assert local_ids(dispatched, 2).tolist() == [[-1, -1], [-1, -1], [-1, 1]]
     assert int(dispatched.invalid_ids) == 2
 
@@ -98,7 +96,7 @@ def test_local_ids_count_invalid_ids() -> None:
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("hidden", [1, 17, 1025])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_permute_writes_only_the_given_rows(hidden: int, dtype: torch.dtype) -> None:
+def test_permute_writes_only_rows_of_pairs(hidden: int, dtype: torch.dtype) -> None:
     x = random_normal(4, hidden + 3, dtype=dtype)[:, :hidden]  # rows are strided
     index = torch.tensor([[5, 0], [-1, 2], [3, 3], [-1, -1]], dtype=torch.int32, device=DEVICE)
     rows = torch.full((6, hidden), NAN, dtype=dtype, device=DEVICE)
@@ -120,7 +118,7 @@ def test_permute_applies_weights_in_float32() -> None:
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("hidden", [3, 2049])
 @pytest.mark.parametrize("top_k", [1, 2, 5, 22, 32])
-def test_moe_sum_reduce(hidden: int, top_k: int) -> None:
+def test_moe_sum_reduce_equals_the_scaled_sum(hidden: int, top_k: int) -> None:
     rows = random_normal(7, top_k, hidden, dtype=torch.bfloat16)
     out = torch.full((7, hidden), NAN, dtype=torch.bfloat16, device=DEVICE)
     reduce.moe_sum_reduce(rows, out, 2.5)
@@ -130,20 +128,20 @@ def test_moe_sum_reduce(hidden: int, top_k: int) -> None:
 
 @pytest.mark.usefixtures("path")
 def test_sum_does_not_read_rows_of_skipped_pairs() -> None:
-    dispatched = routing([[0, -1], [9, 1], [-1, -1]], 2)
-    rows, weights = after_nan(random_normal(3, 2, 5)), random_normal(3, 2, seed=1)
+    dispatched = make_routing([[0, -1], [9, 1], [-1, -1]], 2)
+    rows, weights = with_nan_before(random_normal(3, 2, 5)), random_normal(3, 2, seed=1)
     for token, slot in ((0, 1), (1, 0), (2, 0), (2, 1)):
         rows[token, slot] = weights[token, slot] = NAN
     out = torch.full((3, 5), NAN, device=DEVICE)
     reduce.weight_and_sum(rows, weights, scale=0.5, out=out, routing=dispatched, num_local=2)
     zero = torch.zeros(5, device=DEVICE)
-    want = torch.stack([rows[0, 0] * weights[0, 0], rows[1, 1] * weights[1, 1], zero])
-    torch.testing.assert_close(out, 0.5 * want)
+    expected = torch.stack([rows[0, 0] * weights[0, 0], rows[1, 1] * weights[1, 1], zero])
+    torch.testing.assert_close(out, 0.5 * expected)
 
 
 @pytest.mark.usefixtures("path")
-def test_gather_and_sum_reads_only_the_given_rows() -> None:
-    rows, weights = after_nan(random_normal(6, 4)), random_normal(2, 3, seed=1)
+def test_gather_and_sum_reads_only_rows_of_pairs() -> None:
+    rows, weights = with_nan_before(random_normal(6, 4)), random_normal(2, 3, seed=1)
     rows[[1, 4]] = NAN
     weights[1, 2] = NAN  # the weight of a skipped pair
     index = torch.tensor([[5, 0, 0], [2, 3, -1]], dtype=torch.int32, device=DEVICE)
@@ -156,25 +154,25 @@ def test_gather_and_sum_reads_only_the_given_rows() -> None:
 
 @pytest.mark.usefixtures("path")
 def test_unreduced_rows_are_token_major_and_zero_for_skipped_pairs() -> None:
-    rows, weights = after_nan(random_normal(5, 4)), random_normal(2, 2, seed=1)
+    rows, weights = with_nan_before(random_normal(5, 4)), random_normal(2, 2, seed=1)
     rows[0] = NAN
     index = torch.tensor([[4, -1], [1, 1]], dtype=torch.int32, device=DEVICE)
     out = torch.full((2, 2, 4), NAN, device=DEVICE)
     reduce.gather_rows(rows, index, weights, scale=3.0, out=out)
-    want = torch.stack([rows[4], 0 * rows[4], rows[1], rows[1]]).view(2, 2, 4)
-    torch.testing.assert_close(out, 3.0 * weights[..., None] * want)
+    expected = torch.stack([rows[4], 0 * rows[4], rows[1], rows[1]]).view(2, 2, 4)
+    torch.testing.assert_close(out, 3.0 * weights[..., None] * expected)
     reduce.gather_rows(rows, index, None, scale=1.0, out=out)
-    assert torch.equal(out, want)
+    assert torch.equal(out, expected)
 
 
 @pytest.mark.usefixtures("path")
-def test_scaling_rows_in_place() -> None:
+def test_scale_rows_works_in_place() -> None:
     rows, weights = random_normal(3, 2, 5), random_normal(3, 2, seed=1)
-    want = 2.0 * weights[..., None] * rows
+    expected = 2.0 * weights[..., None] * rows
     reduce.scale_rows(rows, weights, scale=2.0, out=rows)
-    torch.testing.assert_close(rows, want)
+    torch.testing.assert_close(rows, expected)
     reduce.scale_rows(rows, None, scale=1.0, out=rows)
-    torch.testing.assert_close(rows, want)
+    torch.testing.assert_close(rows, expected)
 
 
 SPECS = [ActivationSpec.parse(kind) for kind in GATED + UNGATED]
@@ -194,8 +192,8 @@ SPECS += [
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_activations(spec: ActivationSpec, dtype: torch.dtype) -> None:
-    """Within one rounding of the exact value; values reach 12, so limits of 7 clamp."""
+def test_activations_are_rounded_once(spec: ActivationSpec, dtype: torch.dtype) -> None:
+    """The error is at most that of one rounding. Inputs reach 12, so a limit of 7 clamps some."""
     intermediate = 33
     x = (4 * random_normal(6, intermediate * (2 if spec.gated else 1))).to(dtype)
     out = torch.full((6, intermediate), NAN, dtype=dtype, device=DEVICE)
@@ -221,8 +219,8 @@ def test_scales_move_with_their_rows(dtype: torch.dtype, groups: int) -> None:
     rows = torch.zeros(7, 1100, dtype=torch.uint8, device=DEVICE).view(dtype)
     scales = torch.full((7, groups), -3.0, device=DEVICE)
     permute.permute_tokens(x, index, None, rows_RH=rows, scale_TG=scale, scale_rows_RG=scales)
-    want, want_scale = torch.zeros_like(rows.view(torch.uint8)), torch.full_like(scales, -3.0)
+    expected, want_scale = torch.zeros_like(rows.view(torch.uint8)), torch.full_like(scales, -3.0)
     for row, token in ((4, 0), (0, 1), (6, 1)):
-        want[row], want_scale[row] = x.view(torch.uint8)[token], scale[token]
-    assert torch.equal(rows.view(torch.uint8), want)
+        expected[row], want_scale[row] = x.view(torch.uint8)[token], scale[token]
+    assert torch.equal(rows.view(torch.uint8), expected)
     assert torch.equal(scales, want_scale)

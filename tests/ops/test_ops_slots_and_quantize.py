@@ -28,8 +28,8 @@ COLUMNS = 100
 path = make_path_fixture(number_quantize, numbers, quantize)
 
 
-class Made:
-    """The arguments of a call, and its outputs filled with values that must be overwritten."""
+class CallArguments:
+    """The arguments of a call. Outputs contain values that must be overwritten."""
 
     def __init__(
         self, routing: Routing, numbering: Numbering, scheme: QuantScheme, tokens: int, join: bool
@@ -51,13 +51,12 @@ class Made:
 
     def values(self) -> list[torch.Tensor]:
         pairs, rows = self.pairs, self.rows
-        written = pairs.numbers_TK, pairs.weights_TK, pairs.invalid_ids
-        return [*written, rows.q_RK.view(torch.uint8), rows.scale]
+        outputs = pairs.numbers_TK, pairs.weights_TK, pairs.invalid_ids
+        return [*outputs, rows.q_RK.view(torch.uint8), rows.scale]
 
 
-def drawn(tokens: int, top_k: int) -> Routing:
-    """Return ids from -2 to 8, with duplicates in a row; router weights of skipped pairs are
-    NaN."""
+def random_routing(tokens: int, top_k: int) -> Routing:
+    """Return ids from -2 to 8. The router weights of skipped pairs are NaN."""
     ids = torch.randint(-2, 9, (tokens, top_k), generator=torch.Generator().manual_seed(tokens))
     weights = torch.rand(tokens, top_k).masked_fill(ids < 0, torch.nan)
     return Routing(weights.to(DEVICE), ids.to(DEVICE))
@@ -70,29 +69,31 @@ def drawn(tokens: int, top_k: int) -> Routing:
 def test_number_and_quantize_equals_both_operations(
     tokens: int, placement: Placement, sinks: int, text: str
 ) -> None:
-    scheme, routing = QuantScheme.parse(text), drawn(tokens, 3)
+    scheme, routing = QuantScheme.parse(text), random_routing(tokens, 3)
     x_TH = random_normal(tokens, COLUMNS + 8, dtype=torch.bfloat16)[:, :COLUMNS]
     numbering = Numbering.of(placement, DEVICE, 1, sinks=sinks)
-    got, want = (Made(routing, numbering, scheme, tokens, join=True) for _ in range(2))
-    number_and_quantize(x_TH, scheme, got.pairs, out=got.rows)
-    number_pairs(want.pairs)
-    quantize_rows(x_TH, scheme, out=want.rows)
-    assert all(map(torch.equal, got.values(), want.values()))
+    actual, expected = (
+        CallArguments(routing, numbering, scheme, tokens, join=True) for _ in range(2)
+    )
+    number_and_quantize(x_TH, scheme, actual.pairs, out=actual.rows)
+    number_pairs(expected.pairs)
+    quantize_rows(x_TH, scheme, out=expected.rows)
+    assert all(map(torch.equal, actual.values(), expected.values()))
 
 
-def refused(text: str, ids: int, join: bool = True) -> None:
+def call_with(text: str, ids: int, join: bool = True) -> None:
     scheme, numbering = QuantScheme.parse(text), Numbering.of(BLOCKS, DEVICE, sinks=2)
-    made = Made(drawn(ids, 3), numbering, scheme, 4, join)
+    arguments = CallArguments(random_routing(ids, 3), numbering, scheme, 4, join)
     x_TH = random_normal(4, COLUMNS, dtype=torch.bfloat16)
-    number_and_quantize(x_TH, scheme, made.pairs, out=made.rows)
+    number_and_quantize(x_TH, scheme, arguments.pairs, out=arguments.rows)
 
 
 def test_unsupported_combinations_are_refused() -> None:
     with pytest.raises(
         ConfigurationError, match="need a static scale, or a scale per token or group"
     ):
-        refused("fp8_w8a8_tensor", 4)
+        call_with("fp8_w8a8_tensor", 4)
     with pytest.raises(ShapeError, match="tokens: got 4, need 5, as in the routing"):
-        refused(SCHEMES[1], 5)
+        call_with(SCHEMES[1], 5)
     with pytest.raises(ConfigurationError, match="need join"):
-        refused(SCHEMES[1], 4, join=False)
+        call_with(SCHEMES[1], 4, join=False)

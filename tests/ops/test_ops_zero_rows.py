@@ -15,7 +15,9 @@ path = make_path_fixture(module)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("hidden", [1, 72, 4100])
 @pytest.mark.parametrize("counts", [(0, 0, 0), (3, 0, 70), (70, 33, 1)])
-def test_received_rows_are_zeroed(counts: tuple[int, ...], hidden: int, dtype: torch.dtype) -> None:
+def test_rows_before_the_count_are_zeroed(
+    counts: tuple[int, ...], hidden: int, dtype: torch.dtype
+) -> None:
     x_SCH = torch.full((3, 70, hidden), torch.nan, dtype=dtype, device=DEVICE)
     zero_rows(x_SCH, torch.tensor(counts, dtype=torch.int32, device=DEVICE))
     for rows, count in zip(x_SCH, counts, strict=True):
@@ -31,11 +33,11 @@ def test_a_count_beyond_the_segment_does_not_reach_the_next_one() -> None:
     assert bool(x_SCH[1].all())
 
 
-def test_nothing_is_launched_without_rows() -> None:
+def test_zeroing_no_rows_does_not_fail() -> None:
     zero_rows(torch.ones(2, 0, 8, device=DEVICE), torch.ones(2, dtype=torch.int32, device=DEVICE))
 
 
-def test_shapes_and_strides_are_checked() -> None:
+def test_wrong_shapes_and_strides_are_refused() -> None:
     x_SCH = torch.ones(2, 4, 8, device=DEVICE)
     counts = torch.ones(2, dtype=torch.int32, device=DEVICE)
     with pytest.raises(ShapeError, match=r"counts of rows: got \(1,\), need \(2,\)"):

@@ -1,9 +1,6 @@
-"""Every pair of router options: the reference's experts and weights, or a documented refusal.
-
-Options are the fields of RouterSpec, dtypes and layouts of tensors, values of logits and biases,
-and the way to call the router: the kernel, torch, and the custom operator of torch.compile, which
-takes the spec as text. eps and floor are one axis, because they are in one formula: max(sum + eps,
-floor).
+"""Every pair of router options equals the reference, or is refused by a rule of REFUSALS.
+AXES lists the options. eps and floor are one axis, because they occur in one formula: max(sum +
+eps, floor).
 """
 
 from collections.abc import Callable
@@ -38,7 +35,7 @@ AXES = (
     Axis("zero experts", (0, 4)),
     Axis("top-k", (3, 1, 2, 8, 16)),
     Axis("experts", (24, 12, 33)),
-    Axis("tokens", (7, 0, 1, 1027), varies_cost=True),  # 1027: several tokens for each program
+    Axis("tokens", (7, 0, 1, 1027), varies_cost=True),  # At 1027, programs have several tokens.
     Axis("logits", (torch.float32, torch.bfloat16, torch.float16)),
     Axis("values", ("plain", "ties", "nan", "infinite", "faint")),
     Axis("ids", (torch.int32, torch.int64)),
@@ -47,8 +44,8 @@ AXES = (
 )  # fmt: skip
 
 
-def absent(row: Values) -> list[str]:
-    """Return why values cannot be combined: an axis of an option that is not set."""
+def find_impossible(row: Values) -> list[str]:
+    """Return why values cannot be combined."""
     found = []
     if row["bias"] is None and row["bias values"] != "plain":
         found.append("no bias has no values")
@@ -79,36 +76,36 @@ def _even(row: Values) -> bool:
     return not _uneven(row)
 
 
-def _options(name: str, message: str, *when: Callable[[Values], bool]) -> Refusal:
+def _option_refusal(name: str, message: str, *when: Callable[[Values], bool]) -> Refusal:
     return Refusal(name, ConfigurationError, message, when)
 
 
 _TABLE = one_of("table", torch.int32, torch.int64)
 REFUSALS = (
-    _options("more groups than there are", "router topk_groups", one_of("groups", (2, 3))),
-    _options("eps beyond 1", "router eps", lambda row: row["eps, floor"][0] > 1),
-    _options(
+    _option_refusal("more groups than there are", "router topk_groups", one_of("groups", (2, 3))),
+    _option_refusal("eps beyond 1", "router eps", lambda row: row["eps, floor"][0] > 1),
+    _option_refusal(
         "a guard of no division",
         r"router (eps|floor): got .* need renormalize=True",
         one_of("renormalize", False),
         lambda row: row["eps, floor"] not in ((0.0, 0.0), (2.0, 0.0)),
     ),
-    _options(
+    _option_refusal(
         "a table with a choice",
         "router table",
         _TABLE,
         lambda row: _grouped(row) or row["bias"] is not None,
     ),
-    _options("zero experts in groups", "router groups", one_of("zero experts", 4), _grouped),
-    _options("groups of other sizes", "router experts", _grouped, _uneven),
-    _options("too few experts in groups", "router groups", _grouped, _even, _too_few),
-    _options("too few experts", "router experts", lambda row: _columns(row) < row["top-k"]),
+    _option_refusal("zero experts in groups", "router groups", one_of("zero experts", 4), _grouped),
+    _option_refusal("groups of other sizes", "router experts", _grouped, _uneven),
+    _option_refusal("too few experts in groups", "router groups", _grouped, _even, _too_few),
+    _option_refusal("too few experts", "router experts", lambda row: _columns(row) < row["top-k"]),
 )
 
 
 @cache
 def rows() -> CoveringRows:
-    return draw(AXES, REFUSALS, absent, lambda row: 20.0 if row["tokens"] > 100 else 1.0)
+    return draw(AXES, REFUSALS, find_impossible, lambda row: 20.0 if row["tokens"] > 100 else 1.0)
 
 
 def spec_of(row: Values) -> RouterSpec:
@@ -125,29 +122,29 @@ def spec_of(row: Values) -> RouterSpec:
 
 
 def logits_of(row: Values) -> torch.Tensor:
-    """Return logits (T, columns), with gaps between rows if they are spaced."""
+    """Return logits (T, columns)."""
     tokens, columns = row["tokens"], _columns(row)
     values = random_normal(tokens, columns, seed=columns) * 2
-    place = torch.arange(columns, device=DEVICE) + torch.arange(tokens, device=DEVICE)[:, None]
+    position = torch.arange(columns, device=DEVICE) + torch.arange(tokens, device=DEVICE)[:, None]
     if row["values"] == "ties":
         values = values.round()
     elif row["values"] == "nan":
-        values = values.masked_fill(place % 3 == 0, torch.nan)
+        values = values.masked_fill(position % 3 == 0, torch.nan)
     elif row["values"] == "infinite":
-        values = values.masked_fill(place % 4 == 0, -torch.inf)
-        values = values.masked_fill(place % 13 == 5, torch.inf)
+        values = values.masked_fill(position % 4 == 0, -torch.inf)
+        values = values.masked_fill(position % 13 == 5, torch.inf)
     elif row["values"] == "faint":
         values = values * 1e-2 - 4
     values = values.to(row["logits"])
     if not row["spaced"]:
         return values
-    apart = torch.full((tokens, columns + 5), torch.nan, dtype=row["logits"], device=DEVICE)
-    apart[:, :columns] = values
-    return apart[:, :columns]
+    spaced = torch.full((tokens, columns + 5), torch.nan, dtype=row["logits"], device=DEVICE)
+    spaced[:, :columns] = values
+    return spaced[:, :columns]
 
 
 def tensors_of(row: Values) -> tuple[RouterTensors, torch.Tensor | None]:
-    """Return the bias, the table, and token ids for it, the last one invalid."""
+    """Return the bias and the table, and token ids for the table. Some token ids are invalid."""
     bias = table = token_ids = None
     columns = _columns(row)
     if row["bias"] is not None:
@@ -159,8 +156,10 @@ def tensors_of(row: Values) -> tuple[RouterTensors, torch.Tensor | None]:
         bias = bias.to(row["bias"])
     if row["table"] is not None:
         g = torch.Generator().manual_seed(5)
-        picks = [torch.randperm(columns, generator=g)[: row["top-k"]] for _ in range(VOCABULARY)]
-        table = torch.stack(picks).to(row["table"]).to(DEVICE)
+        experts_by_token = [
+            torch.randperm(columns, generator=g)[: row["top-k"]] for _ in range(VOCABULARY)
+        ]
+        table = torch.stack(experts_by_token).to(row["table"]).to(DEVICE)
         table[4, 0], table[5, -1] = -1, columns
         token_ids = (torch.arange(row["tokens"]) * 2 % (VOCABULARY + 1)).to(row["table"]).to(DEVICE)
     return RouterTensors(bias, table), token_ids
@@ -197,15 +196,13 @@ def test_accepted_options_equal_the_reference(
 
 @pytest.mark.parametrize("by", ["kernel", "torch"])
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_eps_and_floor_of_one_division(
+def test_eps_is_added_once_if_there_is_a_floor(
     score: str, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a floor, eps must not be added again; the tests of each option alone passed with this
-    defect.
-    """
+    """eps must be added once. This defect does not fail tests with only one of the options."""
     plain = {axis.name: axis.values[0] for axis in AXES}
-    both = {"eps, floor": (0.25, 0.5), "renormalize": True, "top-k": 1, "values": "faint"}
-    check(plain | both | {"score": score, "call": by}, monkeypatch)
+    changes = {"eps, floor": (0.25, 0.5), "renormalize": True, "top-k": 1, "values": "faint"}
+    check(plain | changes | {"score": score, "call": by}, monkeypatch)
 
 
 def check(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,9 +216,9 @@ def check(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "row"), [pytest.param(*each, id=name_of(each)) for each in rows().refused]
+    ("rule", "row"), [pytest.param(*refusal, id=name_of(refusal)) for refusal in rows().refused]
 )
-def test_every_refusal_is_that_of_its_rule(
+def test_refused_options_raise_the_error_of_the_rule(
     rule: Refusal, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(rule.error, match=rule.message):

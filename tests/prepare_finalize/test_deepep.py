@@ -1,9 +1,4 @@
-"""The DeepEP parts without a GPU and without DeepEP.
-
-Covers what they refuse, the sizes of buffers, the conversion of ids, weights and rows to the
-library's format, and the order of calls. A dispatch is not simulated here; it is verified on GPUs
-with the library.
-"""
+"""The DeepEP parts without a GPU and without DeepEP: refusals, sizes of buffers, order of calls."""
 
 import sys
 from dataclasses import replace
@@ -39,14 +34,14 @@ from prepare_finalize.deepep.part import DeepEPPart
 
 HT, LL, V2 = (f"DeepEP{name}PrepareAndFinalize" for name in ("HT", "LL", "V2"))
 EXPERTS = {HT: "TritonExperts", LL: "BatchedTritonExperts", V2: "TritonExperts"}
-FIRST = Machine("cuda", (9, 0), frozenset({"triton", "deep_ep", "deep_ep_cpp"}))
-SECOND = Machine("cuda", (9, 0), frozenset({"triton", "deep_ep"}))
-MACHINES = {HT: FIRST, LL: FIRST, V2: SECOND}
+FIRST_GENERATION = Machine("cuda", (9, 0), frozenset({"triton", "deep_ep", "deep_ep_cpp"}))
+SECOND_GENERATION = Machine("cuda", (9, 0), frozenset({"triton", "deep_ep"}))
+MACHINES = {HT: FIRST_GENERATION, LL: FIRST_GENERATION, V2: SECOND_GENERATION}
 BASE = Problem(64, 2048, 256, 32, 8, parallel=Parallel(2))
 BLOCK = "fp8_w8a8_block"
 
 
-def judged(part: str, problem: Problem = BASE, machine: Machine | None = None) -> Verdict:
+def verdict_of(part: str, problem: Problem = BASE, machine: Machine | None = None) -> Verdict:
     return check(part, EXPERTS[part], problem, machine or MACHINES[part])
 
 
@@ -70,8 +65,8 @@ def rules(verdict: Verdict) -> set[str]:
     ],
     ids=str,
 )
-def test_accepted_problems(part: str, fields: dict[str, Any]) -> None:
-    verdict = judged(part, replace(BASE, **fields))
+def test_supported_problems_are_accepted(part: str, fields: dict[str, Any]) -> None:
+    verdict = verdict_of(part, replace(BASE, **fields))
     assert verdict.ok, str(verdict)
 
 
@@ -94,36 +89,42 @@ REFUSED: tuple[tuple[str, dict[str, Any], set[str]], ...] = (
 )
 
 
-def in_order(value: object) -> str:
+def sorted_text(value: object) -> str:
     """Return the elements of a set in the same order in every process."""
     return str(sorted(value) if isinstance(value, set) else value)
 
 
-@pytest.mark.parametrize(("part", "fields", "spoken"), REFUSED, ids=in_order)
-def test_every_reason_is_stated(part: str, fields: dict[str, Any], spoken: set[str]) -> None:
-    verdict = judged(part, replace(BASE, **fields))
+@pytest.mark.parametrize(("part", "fields", "expected_rules"), REFUSED, ids=sorted_text)
+def test_refusals_name_every_violated_rule(
+    part: str, fields: dict[str, Any], expected_rules: set[str]
+) -> None:
+    verdict = verdict_of(part, replace(BASE, **fields))
     by_part = {each.rule for each in verdict.rejections if part in each.parties}
-    assert by_part == spoken, str(verdict)
+    assert by_part == expected_rules, str(verdict)
 
 
-def test_formats_do_not_mix() -> None:
-    assert "format" in rules(check(HT, "BatchedTritonExperts", BASE, FIRST))
-    assert "format" in rules(check(LL, "TritonExperts", BASE, FIRST))
+def test_parts_of_different_formats_are_refused() -> None:
+    assert "format" in rules(check(HT, "BatchedTritonExperts", BASE, FIRST_GENERATION))
+    assert "format" in rules(check(LL, "TritonExperts", BASE, FIRST_GENERATION))
 
 
 @pytest.mark.parametrize("part", EXPERTS)
-def test_machines(part: str) -> None:
-    bare = replace(MACHINES[part], packages=frozenset({"triton"}))
-    assert rules(judged(part, machine=bare)) == {"package"}
+def test_unsupported_machines_are_refused(part: str) -> None:
+    without_deepep = replace(MACHINES[part], packages=frozenset({"triton"}))
+    assert rules(verdict_of(part, machine=without_deepep)) == {"package"}
     older = replace(MACHINES[part], arch=(8, 0))
-    assert rules(judged(part, machine=older)) == {"arch"}
-    assert "device" in rules(judged(part, machine=Machine("cpu")))
+    assert rules(verdict_of(part, machine=older)) == {"arch"}
+    assert "device" in rules(verdict_of(part, machine=Machine("cpu")))
 
 
 def test_each_generation_requires_its_own_library() -> None:
-    (reason,) = judged(V2, machine=FIRST).rejections
+    (reason,) = verdict_of(V2, machine=FIRST_GENERATION).rejections
     assert (reason.rule, reason.got, reason.need) == ("package", "deep_ep 1", "deep_ep 2")
-    assert rules(judged(HT, machine=SECOND)) == rules(judged(LL, machine=SECOND)) == {"package"}
+    assert (
+        rules(verdict_of(HT, machine=SECOND_GENERATION))
+        == rules(verdict_of(LL, machine=SECOND_GENERATION))
+        == {"package"}
+    )
 
 
 @pytest.mark.parametrize("part", EXPERTS)
@@ -134,8 +135,8 @@ def test_the_harness_runs_the_part_if_the_library_is_installed(part: str) -> Non
 # ------------------------------------------------------------------------------------ the library
 
 
-def library(monkeypatch: pytest.MonkeyPatch, **names: object) -> None:
-    """Install a module deep_ep with only these names."""
+def install_deepep(monkeypatch: pytest.MonkeyPatch, **names: object) -> None:
+    """Replace the module deep_ep by one with only these names."""
     module = ModuleType("deep_ep")
     vars(module).update(names)
     monkeypatch.setitem(sys.modules, "deep_ep", module)
@@ -151,18 +152,20 @@ def test_a_missing_library_is_reported(monkeypatch: pytest.MonkeyPatch, part: An
     assert caught.value.what == "deep_ep"
 
 
-def test_the_other_generation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    library(monkeypatch, Buffer=object, ElasticBuffer=object, __version__="2.1.0")
+def test_error_names_the_installed_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_deepep(monkeypatch, Buffer=object, ElasticBuffer=object, __version__="2.1.0")
     assert load_deepep(2).__version__ == "2.1.0"
     with pytest.raises(ConfigurationError, match=r"got version 2\.1\.0, need deep_ep 1\.2"):
         load_deepep(1)
-    library(monkeypatch, Buffer=object)
+    install_deepep(monkeypatch, Buffer=object)
     assert load_deepep(1).Buffer is object
     with pytest.raises(ConfigurationError, match="got version 1, need deep_ep 2"):
         load_deepep(2)
 
 
-def test_a_library_that_fails_to_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_error_contains_the_cause_of_a_failed_import(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     folder = tmp_path / "deep_ep"
     folder.mkdir()
     (folder / "__init__.py").write_text("assert False, 'two versions of NCCL'\n")
@@ -172,17 +175,19 @@ def test_a_library_that_fails_to_load(monkeypatch: pytest.MonkeyPatch, tmp_path:
         load_deepep(1)
 
 
-@pytest.mark.parametrize(("value", "asks"), [(None, True), ("1", True), ("0", False)])
-def test_ibgda_is_read_again(
-    monkeypatch: pytest.MonkeyPatch, value: str | None, asks: bool
+@pytest.mark.parametrize(("value", "expected"), [(None, True), ("1", True), ("0", False)])
+def test_nvshmem_uses_ibgda_by_default(
+    monkeypatch: pytest.MonkeyPatch, value: str | None, expected: bool
 ) -> None:
     monkeypatch.delenv("NVSHMEM_IB_ENABLE_IBGDA", raising=False)
     if value is not None:
         monkeypatch.setenv("NVSHMEM_IB_ENABLE_IBGDA", value)
-    assert nvshmem_uses_ibgda() is asks
+    assert nvshmem_uses_ibgda() is expected
 
 
-def test_rdma_nics(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rdma_nics_are_found_in_the_device_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(deepep, "_RDMA_DEVICES_DIR", tmp_path / "infiniband")
     assert not has_rdma_nic()
     (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
@@ -193,34 +198,33 @@ def test_rdma_nics(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 class Buffer:
-    """A stand-in for the library's Buffer with its static methods; constructing one fails the
-    test."""
+    """A stand-in for the Buffer of DeepEP. Its method fails, because no test may reach it."""
 
     @staticmethod
     def get_low_latency_rdma_size_hint(*sizes: int) -> int:
         raise AssertionError(sizes)
 
 
-def manage(rank: int, world_size: int, group: dist.ProcessGroup) -> list[str]:
-    """Return the refusals on a rank of a gloo group, all before the library is called."""
+def collect_errors(rank: int, world_size: int, group: dist.ProcessGroup) -> list[str]:
+    """Return the messages of errors on a rank of a gloo group."""
     met = []
     try:
         DeepEPGroup(group)
     except ConfigurationError as error:
         met.append(str(error))
-    deepep._nccl_group = lambda given: given  # gloo does for what ranks tell each other
+    deepep._nccl_group = lambda given: given
     sys.modules["deep_ep"] = ModuleType("deep_ep")
     vars(sys.modules["deep_ep"])["Buffer"] = Buffer
     deepep.has_rdma_nic = lambda: False
     manager = DeepEPGroup(group, timeout_s=5)
     manager.check_equal({"hidden": 64})
-    tries = (
+    attempts = (
         lambda: manager.check_equal({"hidden": 64, "tokens": 4 + rank}),
         lambda: manager.low_latency(8, 2048, 4),
         lambda: DeepEPGroup(group, num_sms=20 + 2 * rank),
         lambda: DeepEPHTPrepareAndFinalize(replace(BASE, parallel=Parallel(4)), manager),
     )
-    for attempt in tries:
+    for attempt in attempts:
         try:
             attempt()
         except (CommunicationError, ConfigurationError) as error:
@@ -235,7 +239,7 @@ def manage(rank: int, world_size: int, group: dist.ProcessGroup) -> list[str]:
 
 def test_a_manager_refuses_before_communication() -> None:
     with RankPool(2, grace=10) as pool:
-        reports = pool.run(manage)
+        reports = pool.run(collect_errors)
     for report in reports:
         words = iter(report)
         assert "process group's backend" in next(words)
@@ -272,7 +276,6 @@ class Recorder:
 
 
 def test_a_dispatch_is_received_before_the_next_exchange() -> None:
-    """In whatever order calls in flight are finished."""
     recorder = Recorder()
     buffer: Any = LowLatencyBuffer(recorder, 8, 4)
     first = buffer.dispatch("a", None, quantize=False)
@@ -302,18 +305,18 @@ def test_a_synchronous_dispatch_is_one_launch_without_a_receive() -> None:
 # ------------------------------------------------------------------------- ids, weights and sizes
 
 
-def test_a_part_states_which_buffer_it_uses() -> None:
-    class Mine(DeepEPHTPrepareAndFinalize):
+def test_a_part_must_define_make_buffer() -> None:
+    class WithoutBuffer(DeepEPHTPrepareAndFinalize):
         make_buffer = DeepEPPart.make_buffer
 
     with pytest.raises(TypeError, match="make_buffer"):
-        Mine(BASE)
+        WithoutBuffer(BASE)
 
 
-def test_buffers_have_few_sizes() -> None:
+def test_numbers_of_tokens_in_buffers_are_rounded_up() -> None:
     assert [deepep_ll.buffer_tokens(n) for n in (0, 1, 4, 5, 128)] == [4, 4, 4, 8, 128]
-    compiled = [deepep_v2.buffer_tokens(n) for n in (0, 1, 8, 9, 100, 128, 129, 4096)]
-    assert compiled == [8, 8, 8, 16, 128, 128, 256, 4096]
+    buffer_sizes = [deepep_v2.buffer_tokens(n) for n in (0, 1, 8, 9, 100, 128, 129, 4096)]
+    assert buffer_sizes == [8, 8, 8, 16, 128, 128, 256, 4096]
 
 
 @pytest.mark.parametrize(
@@ -327,29 +330,34 @@ def test_buffers_have_few_sizes() -> None:
         ("none", False),
     ],
 )
-def test_schemes_that_the_low_latency_kernels_quantize(quant: str, by_library: bool) -> None:
+def test_low_latency_kernels_quantize_only_fp8_blocks_of_128_columns(
+    quant: str, by_library: bool
+) -> None:
     problem = replace(BASE, quant=quant)
     assert deepep_ll.quantized_by_library(problem) is by_library
-    part = _unmade(DeepEPLLPrepareAndFinalize, problem)
-    here = problem.scheme.quantizes_activations and not by_library
-    assert ("x_q" in part.workspace_shapes(3)) is here
+    part = part_without_library(DeepEPLLPrepareAndFinalize, problem)
+    quantizes_here = problem.scheme.quantizes_activations and not by_library
+    assert ("x_q" in part.workspace_shapes(3)) is quantizes_here
 
 
-def test_shapes_are_those_of_the_largest_call() -> None:
-    """However many tokens this rank has, others may have problem.tokens."""
+def test_shapes_do_not_depend_on_the_tokens_of_a_rank() -> None:
+    """Another rank may have problem.tokens tokens, even if this rank has fewer."""
     problem = replace(BASE, tokens=50)
-    part = _unmade(DeepEPHTPrepareAndFinalize, problem)
+    part = part_without_library(DeepEPHTPrepareAndFinalize, problem)
     assert part.dispatch_shape(3) == ContiguousShape(100, 8)
-    none = _unmade(DeepEPHTPrepareAndFinalize, replace(problem, tokens=0))
-    assert none.dispatch_shape(0) == ContiguousShape(2, 8)  # for 0 the library's host would wait
-    assert _unmade(DeepEPLLPrepareAndFinalize, problem).dispatch_shape(3) == BatchedShape(16, 104)
-    part = _unmade(DeepEPV2PrepareAndFinalize, problem)
+    no_tokens = part_without_library(DeepEPHTPrepareAndFinalize, replace(problem, tokens=0))
+    # With 0 tokens, the library would wait on the host.
+    assert no_tokens.dispatch_shape(0) == ContiguousShape(2, 8)
+    assert part_without_library(DeepEPLLPrepareAndFinalize, problem).dispatch_shape(
+        3
+    ) == BatchedShape(16, 104)
+    part = part_without_library(DeepEPV2PrepareAndFinalize, problem)
     assert part.dispatch_shape(3) == ContiguousShape(128, 8)
     assert part.workspace_shapes(3)["rows_sum"].shape == (128, 2048)
 
 
-def _unmade(kind: Any, problem: Problem) -> Any:
-    """Return a part without its library, for properties that depend only on the problem."""
+def part_without_library(kind: Any, problem: Problem) -> Any:
+    """Return a part of which only methods that need no library can be called."""
     part = kind.__new__(kind)
     part.problem = problem
     return part

@@ -1,8 +1,5 @@
-"""The DeepEP parts between hosts.
-
-Covers verdicts on described clusters, the arguments of buffers for 8, 16, 64 and 160 ranks, and
-what a manager refuses before it calls the library. All ranks are on this host, without the library:
-stand-ins refuse what the library's own checks would.
+"""The DeepEP parts between hosts: verdicts, arguments of buffers, and refusals of a manager.
+All ranks are on this host, with a stand-in for DeepEP that has the checks of the library.
 """
 
 import os
@@ -39,7 +36,7 @@ def verdict_on(part: str, ranks: int, per_host: int | None, **fields: Any) -> An
 
 
 @pytest.mark.parametrize(
-    ("part", "ranks", "per_host", "fields", "spoken"),
+    ("part", "ranks", "per_host", "fields", "expected_rules"),
     [
         (HT, 8, None, {}, ""),
         (HT, 16, 8, {}, ""),
@@ -49,7 +46,7 @@ def verdict_on(part: str, ranks: int, per_host: int | None, **fields: Any) -> An
         (HT, 16, 4, {}, "hosts"),
         (HT, 16, None, {}, "hosts"),
         (HT, 16, 16, {}, "hosts"),
-        (HT, 24, 8, {}, "world_size"),  # the library lists it, its kernels do not have it
+        (HT, 24, 8, {}, "world_size"),  # DeepEP lists this size, but has no kernels for it.
         (HT, 168, 8, {"experts": 336}, "world_size"),
         (HT, 16, 8, {"graph": True}, "hosts"),
         (HT, 8, None, {"graph": True}, ""),
@@ -73,25 +70,25 @@ def verdict_on(part: str, ranks: int, per_host: int | None, **fields: Any) -> An
     ids=str,
 )
 def test_verdicts_on_described_clusters(
-    part: str, ranks: int, per_host: int | None, fields: dict[str, Any], spoken: str
+    part: str, ranks: int, per_host: int | None, fields: dict[str, Any], expected_rules: str
 ) -> None:
     verdict = verdict_on(part, ranks, per_host, **fields)
-    assert rules(verdict) == set(spoken.split()), str(verdict)
+    assert rules(verdict) == set(expected_rules.split()), str(verdict)
 
 
-def test_listed_sizes_have_configurations_and_kernels_in_the_library() -> None:
-    across = [ranks for ranks in WORLD_SIZES if ranks > 8]
-    assert [ranks // 8 for ranks in across] == list(stand_in.DEEP_EP_V1.HOSTS)
+def test_supported_world_sizes_are_those_of_the_library() -> None:
+    between_hosts = [ranks for ranks in WORLD_SIZES if ranks > 8]
+    assert [ranks // 8 for ranks in between_hosts] == list(stand_in.DEEP_EP_V1.HOSTS)
     assert set(WORLD_SIZES) <= set(stand_in.DEEP_EP_V1.ROWS)
 
 
 def test_check_has_options_for_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--tokens 64 --hidden 2048 --intermediate 256 --experts 32 --top-k 8"
     pair = f"--pf-type {HT} --experts-type TritonExperts"
-    where = "--device cuda --arch 9.0 --packages deep_ep,deep_ep_cpp,triton"
+    machine = "--device cuda --arch 9.0 --packages deep_ep,deep_ep_cpp,triton"
     for ranks, per_host, rule in ((16, 8, ""), (16, 4, " hosts "), (24, 8, " world_size ")):
         cluster = f"--world-size {ranks} --ranks-per-host {per_host}"
-        code, out, err = run_mk(capsys, "check", *f"{pair} {where} {sizes} {cluster}".split())
+        code, out, err = run_mk(capsys, "check", *f"{pair} {machine} {sizes} {cluster}".split())
         assert code == bool(rule), err
         assert rule in out
 
@@ -99,8 +96,8 @@ def test_check_has_options_for_a_cluster(capsys: pytest.CaptureFixture[str]) -> 
 # ------------------------------------------------------------------------------------ arguments
 
 
-def group_of(ranks: int) -> Any:
-    """Return a stand-in for a ProcessGroup with what the stand-in of Buffer reads."""
+def process_group_of(ranks: int) -> Any:
+    """Return a stand-in for a ProcessGroup."""
     return SimpleNamespace(size=lambda: ranks)
 
 
@@ -114,31 +111,35 @@ def round_up(nbytes: int) -> int:
 
 @pytest.mark.parametrize("num_sms", [None, 24])
 @pytest.mark.parametrize("ranks", [8, 16, 64, 160])
-def test_the_arguments_for_many_tokens(ranks: int, num_sms: int | None) -> None:
-    """The larger of both hints, aligned; RDMA bytes and one queue pair per channel only above 8
-    ranks.
-    """
+def test_buffer_arguments_for_many_tokens(ranks: int, num_sms: int | None) -> None:
+    """RDMA buffers and queue pairs are needed only above 8 ranks."""
     Buffer.made.clear()
-    made = high_throughput_arguments(Buffer, 7168, ranks, num_sms)
+    chosen = high_throughput_arguments(Buffer, 7168, ranks, num_sms)
     channels = (num_sms or 20) // 2
-    nvl_rows, rdma_rows = stand_in.DEEP_EP_V1.ROWS[ranks]
-    nvl = round_up(channels * 8 * (nvl_rows + 1) * row_bytes(7168) + 1)  # a combine's, by one row
-    rdma = round_up(channels * ranks // 8 * rdma_rows * (row_bytes(7168) + 16) * 2 + 1)
+    nvlink_rows, rdma_rows = stand_in.DEEP_EP_V1.ROWS[ranks]
+    nvlink_bytes = round_up(
+        channels * 8 * (nvlink_rows + 1) * row_bytes(7168) + 1
+    )  # a combine's, by one row
+    rdma_bytes = round_up(channels * ranks // 8 * rdma_rows * (row_bytes(7168) + 16) * 2 + 1)
     before = Buffer.num_sms
     try:
         Buffer.num_sms = num_sms or before
-        made.arguments.make_buffer(Buffer, group_of(ranks))
+        chosen.arguments.make_buffer(Buffer, process_group_of(ranks))
     finally:
         Buffer.num_sms = before
-    across = ranks > 8
-    assert Buffer.made == [(ranks, nvl, across * rdma, False, channels if across else 1)]
-    assert Buffer.num_sms == 20  # what a caller asks for is nobody else's
+    between_hosts = ranks > 8
+    assert Buffer.made == [
+        (ranks, nvlink_bytes, between_hosts * rdma_bytes, False, channels if between_hosts else 1)
+    ]
+    assert Buffer.num_sms == 20  # The number of one caller must not change the default.
 
 
 @pytest.mark.parametrize("ranks", [8, 16, 64, 160])
-def test_the_arguments_for_few_tokens(ranks: int) -> None:
+def test_buffer_arguments_for_few_tokens(ranks: int) -> None:
     Buffer.made.clear()
-    low_latency_arguments(Buffer, 128, 7168, 320, ranks).make_buffer(Buffer, group_of(ranks))
+    low_latency_arguments(Buffer, 128, 7168, 320, ranks).make_buffer(
+        Buffer, process_group_of(ranks)
+    )
     nbytes = Buffer.get_low_latency_rdma_size_hint(128, 7168, ranks, 320)
     assert Buffer.made == [(ranks, 0, nbytes, True, 320 // ranks)]
 
@@ -147,18 +148,18 @@ def test_the_arguments_for_few_tokens(ranks: int) -> None:
 def test_a_size_without_kernels_is_refused_by_the_library_too(ranks: int) -> None:
     with pytest.raises(AssertionError, match="Unsupported"):
         high_throughput_arguments(Buffer, 7168, ranks, None).arguments.make_buffer(
-            Buffer, group_of(ranks)
+            Buffer, process_group_of(ranks)
         )
 
 
 @pytest.mark.parametrize("num_sms", [2, 66])
-def test_multiprocessors_that_kernels_between_hosts_cannot_use(num_sms: int) -> None:
+def test_unsupported_numbers_of_multiprocessors_between_hosts_are_refused(num_sms: int) -> None:
     assert high_throughput_arguments(Buffer, 2048, 8, num_sms).arguments.num_rdma_bytes == 0
     with pytest.raises(ConfigurationError, match=f"num_sms: got {num_sms}, need an even"):
         high_throughput_arguments(Buffer, 2048, 16, num_sms)
 
 
-def test_buffers_that_kernels_between_hosts_cannot_address() -> None:
+def test_too_large_buffers_between_hosts_are_refused() -> None:
     assert high_throughput_arguments(Buffer, 7168, 160, 40).arguments.num_rdma_bytes > 0
     with pytest.raises(ConfigurationError, match="between hosts: fewer multiprocessors"):
         high_throughput_arguments(Buffer, 7168, 160, 64)
@@ -168,9 +169,9 @@ def test_buffers_that_kernels_between_hosts_cannot_address() -> None:
 
 
 def manager_between(rank: int, group: dist.ProcessGroup, nic: bool) -> DeepEPGroup:
-    """Make a manager whose ranks are simulated hosts, on gloo."""
-    os.environ["MK_HOST_ID"] = f"host{rank}"  # noqa: TID251  as a launcher sets it
-    deepep._nccl_group = lambda given: given  # gloo does for what ranks tell each other
+    """Return a manager over gloo. Each rank is a simulated host."""
+    os.environ["MK_HOST_ID"] = f"host{rank}"  # noqa: TID251
+    deepep._nccl_group = lambda given: given
     deepep.has_rdma_nic = lambda: nic
     library = ModuleType("deep_ep")
     vars(library)["Buffer"] = stand_in.OneRankOfAHost
@@ -179,7 +180,7 @@ def manager_between(rank: int, group: dist.ProcessGroup, nic: bool) -> DeepEPGro
     return DeepEPGroup(group, timeout_s=5)
 
 
-def error_text(attempt: Any) -> str:
+def message_of(attempt: Any) -> str:
     try:
         attempt()
     except ModularKernelError as error:
@@ -187,35 +188,37 @@ def error_text(attempt: Any) -> str:
     return "made"
 
 
-def without_network(rank: int, world: int, group: dist.ProcessGroup, lacks: list[bool]) -> Any:
-    manager = manager_between(rank, group, not lacks[rank])
-    tries = lambda: manager.high_throughput(2048), lambda: manager.low_latency(8, 2048, 4)
-    said = [error_text(attempt) for attempt in tries]
-    made = list(stand_in.DEEP_EP_V1.Buffer.made)
+def make_buffers_without_network(
+    rank: int, world: int, group: dist.ProcessGroup, without_nic: list[bool]
+) -> Any:
+    manager = manager_between(rank, group, not without_nic[rank])
+    attempts = lambda: manager.high_throughput(2048), lambda: manager.low_latency(8, 2048, 4)
+    messages = [message_of(attempt) for attempt in attempts]
+    buffers = list(stand_in.DEEP_EP_V1.Buffer.made)
     manager.destroy()
-    return said, made
+    return messages, buffers
 
 
-@pytest.mark.parametrize("lacks", [[True, True], [False, True]])
+@pytest.mark.parametrize("without_nic", [[True, True], [False, True]])
 def test_hosts_without_a_network_are_refused_on_every_rank(
-    lacks: list[bool],
+    without_nic: list[bool],
 ) -> None:
     with RankPool(2, grace=10) as pool:
-        reports = pool.run(without_network, lacks)
-    need = "no RDMA NIC, need RDMA NICs" if all(lacks) else "RDMA NIC True, False by rank"
-    for said, made in reports:
-        assert all(need in text for text in said), said
-        assert made == []
+        reports = pool.run(make_buffers_without_network, without_nic)
+    need = "no RDMA NIC, need RDMA NICs" if all(without_nic) else "RDMA NIC True, False by rank"
+    for messages, buffers in reports:
+        assert all(need in text for text in messages), messages
+        assert buffers == []
 
 
-def one_buffer(rank: int, world: int, group: dist.ProcessGroup) -> Any:
+def make_several_buffers(rank: int, world: int, group: dist.ProcessGroup) -> Any:
     deepep.high_throughput_arguments = lambda *given: SimpleNamespace(
         arguments=stand_in.BufferArguments(128, 128, False, 10), dispatch=None, combine=None
     )
     deepep.torch = SimpleNamespace(cuda=SimpleNamespace(synchronize=lambda: None))
     manager = manager_between(rank, group, True)
     other = DeepEPGroup(group, timeout_s=5)
-    tries = (
+    attempts = (
         lambda: manager.high_throughput(2048),
         lambda: manager.high_throughput(2048),
         lambda: manager.low_latency(8, 2048, 4),
@@ -224,53 +227,61 @@ def one_buffer(rank: int, world: int, group: dist.ProcessGroup) -> Any:
         lambda: other.high_throughput(2048),
         other.destroy,
     )
-    return [error_text(attempt) for attempt in tries], stand_in.DEEP_EP_V1.Buffer.made
+    return [message_of(attempt) for attempt in attempts], stand_in.DEEP_EP_V1.Buffer.made
 
 
 def test_a_process_has_one_buffer_between_hosts() -> None:
     with RankPool(2, grace=10) as pool:
-        reports = pool.run(one_buffer)
-    for said, made in reports:
-        refused = [at for at, text in enumerate(said) if "need one buffer of deep_ep 1.2" in text]
-        assert refused == [2, 3], said
-        assert [text for at, text in enumerate(said) if at not in refused] == ["made"] * 5
-        assert made == [(2, 128, 128, False, 10), "destroyed"] * 2
+        reports = pool.run(make_several_buffers)
+    for messages, buffers in reports:
+        refused_indices = [
+            index for index, text in enumerate(messages) if "need one buffer of deep_ep 1.2" in text
+        ]
+        assert refused_indices == [2, 3], messages
+        assert [text for index, text in enumerate(messages) if index not in refused_indices] == [
+            "made"
+        ] * 5
+        assert buffers == [(2, 128, 128, False, 10), "destroyed"] * 2
 
 
-def on_hosts_of_one(rank: int, world: int, group: dist.ProcessGroup) -> Any:
-    """Make a part over ranks that are on two simulated hosts, one rank each."""
+def make_part_on_two_hosts(rank: int, world: int, group: dist.ProcessGroup) -> Any:
+    """Make a part over two simulated hosts of one rank."""
     manager = manager_between(rank, group, True)
     problem = replace(BASE, parallel=Parallel(2, rank=rank))
     parts.load_deepep = deepep.load_deepep
-    said = error_text(lambda: DeepEPHTPrepareAndFinalize(problem, manager))
-    return said, stand_in.DEEP_EP_V1.Buffer.made
+    messages = message_of(lambda: DeepEPHTPrepareAndFinalize(problem, manager))
+    return messages, stand_in.DEEP_EP_V1.Buffer.made
 
 
 def test_actual_hosts_are_refused_like_described_ones() -> None:
     with RankPool(2, grace=10) as pool:
-        reports = pool.run(on_hosts_of_one)
-    for said, made in reports:
+        reports = pool.run(make_part_on_two_hosts)
+    for messages, buffers in reports:
         assert (
             "2 ranks on 2 hosts: 0 on host0; 1 on host1, need 8 consecutive ranks on each host"
-            in said
-        ), said
-        assert made == []
+            in messages
+        ), messages
+        assert buffers == []
 
 
-def second_generation(rank: int, world: int, group: dist.ProcessGroup, gin: list[str]) -> str:
-    os.environ["EP_DISABLE_GIN"] = gin[rank]  # noqa: TID251
+def make_buffer_of_second_generation(
+    rank: int, world: int, group: dist.ProcessGroup, disable_gin: list[str]
+) -> str:
+    os.environ["EP_DISABLE_GIN"] = disable_gin[rank]  # noqa: TID251
     manager = manager_between(rank, group, True)
     vars(deepep.load_deepep(2))["ElasticBuffer"] = dict
-    deepep.dist = SimpleNamespace(barrier=lambda *given, **named: None)
+    deepep.dist = SimpleNamespace(barrier=lambda *given, **options: None)
     deepep.torch = SimpleNamespace(cuda=SimpleNamespace(current_device=lambda: 0))
-    return error_text(lambda: manager.elastic(8, 2048, 4))
+    return message_of(lambda: manager.elastic(8, 2048, 4))
 
 
 @pytest.mark.parametrize(
-    ("gin", "said"),
+    ("disable_gin", "message"),
     [(["1", "1"], "need EP_DISABLE_GIN=0"), (["0", "1"], "EP_DISABLE_GIN 0, 1 by rank")],
 )
-def test_the_second_generation_reaches_hosts_only_through_gin(gin: list[str], said: str) -> None:
+def test_the_second_generation_needs_gin_between_hosts(
+    disable_gin: list[str], message: str
+) -> None:
     with RankPool(2, grace=10) as pool:
-        reports = pool.run(second_generation, gin)
-    assert all(said in text for text in reports), reports
+        reports = pool.run(make_buffer_of_second_generation, disable_gin)
+    assert all(message in text for text in reports), reports

@@ -1,5 +1,5 @@
-"""The DeepEP parts on gloo ranks, with stand-ins that fill undefined data of the library with
-poison.
+"""The DeepEP parts on gloo ranks, with stand-ins that write poison where DeepEP leaves data
+undefined.
 """
 
 from collections.abc import Callable
@@ -26,32 +26,31 @@ Pool = Callable[[int], RankPool]
 
 
 def cases() -> list[RankCase]:
-    found = [
+    cases_on_one_host = [
         case for part, experts in PAIRS for case in rank_cases_for(part, experts, MACHINE, 2).cases
     ]
-    return found + between_hosts()
+    return cases_on_one_host + between_hosts()
 
 
 def between_hosts() -> list[RankCase]:
-    """Simulate ranks on one host each, whose library makes the host wait for the numbers of
-    rows."""
-    made = []
+    """Return cases with one rank on each host. DeepEP then waits for the numbers of rows."""
+    cases_between_hosts = []
     for case in rank_cases_for(stand_in.HTOverGloo, "TorchExperts", MACHINE, 2).cases:
         parallel = replace(case.problem.parallel, ranks_per_host=1)
         problem = replace(case.problem, parallel=parallel, graph=False)
-        there = replace(case, prepare_finalize=stand_in.HTBetweenHosts, problem=problem)
-        if there.verdict(MACHINE).ok:
-            made.append(there)
-    return made
+        changed = replace(case, prepare_finalize=stand_in.HTBetweenHosts, problem=problem)
+        if changed.verdict(MACHINE).ok:
+            cases_between_hosts.append(changed)
+    return cases_between_hosts
 
 
-def name(case: RankCase) -> str:
-    """Return a name of the case without the class's repr."""
+def case_text(case: RankCase) -> str:
+    """Return the text of a case with the name of its part instead of the class."""
     return f"{case.prepare_finalize.__name__}+{str(case).partition('+')[2]}"
 
 
 @pytest.mark.share(4)
-@pytest.mark.parametrize("case", cases(), ids=name)
+@pytest.mark.parametrize("case", cases(), ids=case_text)
 def test_cases_are_proven(case: RankCase, rank_pool: Pool) -> None:
     proof = prove_ranks(case, rank_pool(2), MACHINE)
     assert proof.passed, str(proof)

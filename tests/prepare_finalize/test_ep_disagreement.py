@@ -1,4 +1,6 @@
-"""Ranks with different layers, calls or orders of calls: every rank raises at once, with names."""
+"""Ranks with different layers, calls or orders of calls: every rank raises at once, and names the
+other ranks.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -27,32 +29,34 @@ pool = make_three_ranks_fixture()
 
 
 class OtherExperts(TorchExperts):
-    """The same computation under another name, which makes another pairing."""
+    """The same experts under another name."""
 
 
-def disagree(rank: int, world: int, group: object, fault: Fault) -> RankReport:
-    """One rank calls another layer; then all call the same one, with the same manager."""
+def call_different_layers(rank: int, world: int, group: object, fault: Fault) -> RankReport:
+    """Call another layer on the faulty rank, then the same layer on all ranks."""
     layer = fault.layer
     options = dict(fault.other) if rank == FAULTY_RANK else {}
     experts = options.pop("experts_part", "TorchExperts")
     part = options.pop("part", fault.part)
     tokens_W = options.pop("tokens_W", layer.tokens_W)
-    mine = replace(layer, part=part, tokens_W=tokens_W, fields=options)
-    given = mine.inputs_of(rank)
-    dist.barrier(group)  # what a busy machine delays is not to be blamed on a rank
+    own_layer = replace(layer, part=part, tokens_W=tokens_W, fields=options)
+    given = own_layer.inputs_of(rank)
+    dist.barrier(group)  # Ranks that start late must not cause a timeout.
     manager = TorchGroup(group, timeout_s=LONG_S)
-    kernel = make_kernel(part, experts, mine.problem(rank), group=manager)
+    kernel = make_kernel(part, experts, own_layer.problem(rank), group=manager)
     report = run_calls(lambda: kernel(given.x_TH, given.weights, given.routing), manager)
     given = layer.inputs_of(rank)
     kernel = make_kernel(fault.part, "TorchExperts", layer.problem(rank), group=manager)
     again = kernel(given.x_TH, given.weights, given.routing)
-    fresh = make_kernel(fault.part, "TorchExperts", layer.problem(rank), group=TorchGroup(group))
-    want = fresh(given.x_TH, given.weights, given.routing)
-    return replace(report, usable_again=torch.equal(again, want))
+    new_kernel = make_kernel(
+        fault.part, "TorchExperts", layer.problem(rank), group=TorchGroup(group)
+    )
+    expected = new_kernel(given.x_TH, given.weights, given.routing)
+    return replace(report, usable_again=torch.equal(again, expected))
 
 
 @pytest.mark.parametrize(
-    ("other", "told"),
+    ("other", "message"),
     [
         ({"hidden": 64}, "hidden 48, 64, 48"),
         ({"top_k": 2}, "top_k 3, 2, 3"),
@@ -66,22 +70,22 @@ def disagree(rank: int, world: int, group: object, fault: Fault) -> RankReport:
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_ranks_that_call_different_layers(
-    pool: RankPool, other: dict[str, object], told: str
+def test_ranks_that_call_different_layers_raise_at_once(
+    pool: RankPool, other: dict[str, object], message: str
 ) -> None:
     """Every rank detects it before communication, and the manager stays usable."""
-    reports = pool.run(disagree, Fault(ALL2ALL, other), timeout=30)
+    reports = pool.run(call_different_layers, Fault(ALL2ALL, other), timeout=30)
     for rank, report in enumerate(reports):
         assert report.error == "CommunicationError", report
         assert report.phase == "counts"
         assert report.seconds < AT_ONCE_S
-        assert told in report.message
+        assert message in report.message
         assert report.peers == ((0, 2) if rank == FAULTY_RANK else (FAULTY_RANK,))
         assert report.usable_again
 
 
 def have_adapters_on_one_rank(rank: int, world: int, group: object, part: str) -> RankReport:
-    """Only the victim's rows have adapter slots, so they are larger."""
+    """Call a layer with adapters on the faulty rank only."""
     problem = Layer(part, (4,) * world).problem(rank)
     if rank == FAULTY_RANK:
         problem = replace(problem, lora="adapters=2,rank=8")
@@ -101,14 +105,14 @@ def test_ranks_must_have_the_same_adapters(pool: RankPool, part: str) -> None:
 
 def test_replicated_ranks_must_have_equal_numbers_of_tokens(pool: RankPool) -> None:
     other = {"tokens_W": (3, 3, 3)}
-    reports = pool.run(disagree, Fault(REPLICATED, other), timeout=30)
+    reports = pool.run(call_different_layers, Fault(REPLICATED, other), timeout=30)
     assert {report.error for report in reports} == {"CommunicationError"}
     assert all("tokens 5, 4, 5" in report.message for report in reports)
 
 
-def test_calls_in_flight_when_one_fails(pool: RankPool) -> None:
-    """A second call in flight with a failed manager raises at once, and names the same rank."""
-    reports = pool.run(second_of_two, Fault(ALL2ALL), timeout=30)
+def test_a_second_call_in_flight_raises_at_once(pool: RankPool) -> None:
+    """The second call raises at once, and names the same rank as the first."""
+    reports = pool.run(fail_with_two_calls, Fault(ALL2ALL), timeout=30)
     assert reports[FAULTY_RANK] is None
     for rank in (0, 2):
         first, second = reports[rank]
@@ -118,7 +122,7 @@ def test_calls_in_flight_when_one_fails(pool: RankPool) -> None:
         assert second.seconds < TIMEOUT_S
 
 
-def second_of_two(
+def fail_with_two_calls(
     rank: int, world: int, group: object, fault: Fault
 ) -> tuple[RankReport, RankReport] | None:
     given = fault.layer.inputs_of(rank)
@@ -127,20 +131,20 @@ def second_of_two(
     kernel = make_kernel(fault.part, "TorchExperts", fault.layer.problem(rank), group=manager)
     pending = [kernel.start(given.x_TH, given.weights, given.routing) for _ in range(2)]
     if rank == FAULTY_RANK:
-        return None  # and finishes neither
+        return None
     first, second = (run_calls(each.finish, manager) for each in pending)
     return first, second
 
 
 def test_ranks_that_finish_in_different_orders_raise_in_the_next_call(pool: RankPool) -> None:
-    reports = pool.run(another_order, Fault(ALL2ALL), timeout=30)
+    reports = pool.run(finish_in_another_order, Fault(ALL2ALL), timeout=30)
     for rank, report in enumerate(reports):
         assert report.error == "CommunicationError", report
         assert "a different order of earlier exchanges" in report.message
         assert report.peers == ((0, 2) if rank == FAULTY_RANK else (FAULTY_RANK,))
 
 
-def another_order(rank: int, world: int, group: object, fault: Fault) -> RankReport:
+def finish_in_another_order(rank: int, world: int, group: object, fault: Fault) -> RankReport:
     layer = replace(fault.layer, tokens_W=(4, 4, 4), routing="all_to_one")
     given = layer.inputs_of(rank)
     dist.barrier(group)
@@ -154,24 +158,24 @@ def another_order(rank: int, world: int, group: object, fault: Fault) -> RankRep
 
 
 def test_a_concurrent_call_of_a_failing_manager_raises(pool: RankPool) -> None:
-    """While the others determine which rank failed, the communicator is already destroyed."""
-    assert pool.run(ask_while_it_fails, timeout=30)[0] == ["CommunicationError"]
+    """While ranks determine which rank failed, the communicator is already destroyed."""
+    assert pool.run(call_while_failing, timeout=30)[0] == ["CommunicationError"]
 
 
-def ask_while_it_fails(rank: int, world: int, group: object) -> list[str]:
+def call_while_failing(rank: int, world: int, group: object) -> list[str]:
     manager = TorchGroup(group, timeout_s=0.5)
     if rank:
-        return []  # and comes to no exchange
-    post, found = manager._failure_records.publish_and_collect, []
+        return []
+    publish, errors = manager._failure_records.publish_and_collect, []
 
-    def asked(record: dict[str, Any], until_s: float) -> object:
+    def call_then_publish(record: dict[str, Any], until_s: float) -> object:
         try:
             manager.all_reduce(torch.ones(1), step=2, phase="combine")
-        except Exception as error:  # noqa: BLE001  its type is looked at
-            found.append(type(error).__name__)
-        return post(record, until_s)
+        except Exception as error:  # noqa: BLE001
+            errors.append(type(error).__name__)
+        return publish(record, until_s)
 
-    manager._failure_records.publish_and_collect = asked  # type: ignore[method-assign,assignment]
+    manager._failure_records.publish_and_collect = call_then_publish  # type: ignore[method-assign,assignment]
     with pytest.raises(CommunicationError):
         manager.all_reduce(torch.ones(1), step=1, phase="combine").wait()
-    return found
+    return errors

@@ -10,7 +10,8 @@ from modular_kernel.testing.stress.fault_matrix import run_scenario
 from modular_kernel.testing.stress.faults import FAULTY_RANK, Scenario
 
 pool = make_three_ranks_fixture()
-POINTS = {  # where the victim goes away -> in which exchange the others find out, here
+# By the point at which the faulty rank exits: the exchanges in which the others may detect it.
+PHASES_BY_POINT = {
     "before dispatch": {"counts"},
     "in dispatch": {"dispatch", "combine"},
     "after dispatch": {"combine"},
@@ -18,7 +19,11 @@ POINTS = {  # where the victim goes away -> in which exchange the others find ou
     "in combine": {"combine", "counts"},
 }
 MATRIX = [
-    *[(ALL2ALL, kind, point) for kind in ("killed", "stopped", "late") for point in POINTS],
+    *[
+        (ALL2ALL, kind, point)
+        for kind in ("killed", "stopped", "late")
+        for point in PHASES_BY_POINT
+    ],
     (GATHERED, "killed", "in dispatch"),
     (GATHERED, "stopped", "before combine"),
     (GATHERED, "late", "before dispatch"),
@@ -30,21 +35,25 @@ MATRIX = [
 
 @pytest.mark.share(3)
 @pytest.mark.parametrize(("part", "kind", "point"), MATRIX)
-def test_a_rank_that_exits(pool: RankPool, part: str, kind: str, point: str) -> None:
+def test_other_ranks_name_a_rank_that_exits_or_is_late(
+    pool: RankPool, part: str, kind: str, point: str
+) -> None:
     result = run_scenario(Scenario(part, kind, point), pool)
     assert result.findings() == []
     for rank in (0, 2):
-        assert_reports_faulty_rank(result.reports[rank], POINTS[point])
+        assert_reports_faulty_rank(result.reports[rank], PHASES_BY_POINT[point])
     if kind == "killed":
         assert set(result.lost) == {FAULTY_RANK}
     else:
-        # It finds that the others have given it up, or the one that did so first.
+        # The other ranks failed first, or the first of them did.
         assert result.reports[FAULTY_RANK].error == "CommunicationError"
         assert result.reports[FAULTY_RANK].peers in ((0, 2), (0,), (2,))
 
 
 @pytest.mark.parametrize("part", [ALL2ALL, GATHERED, REPLICATED])
-def test_an_exception_inside_the_experts_of_one_rank(pool: RankPool, part: str) -> None:
+def test_an_exception_in_the_experts_of_one_rank_is_reported_at_once(
+    pool: RankPool, part: str
+) -> None:
     result = run_scenario(Scenario(part, "raises", timeout_s=LONG_S), pool)
     assert result.findings() == []
     assert result.reports[FAULTY_RANK].error == "RuntimeError"
@@ -56,7 +65,7 @@ def test_an_exception_inside_the_experts_of_one_rank(pool: RankPool, part: str) 
 
 
 @pytest.mark.parametrize("part", [ALL2ALL, GATHERED, REPLICATED])
-def test_too_many_tokens_on_one_rank(pool: RankPool, part: str) -> None:
+def test_too_many_tokens_on_one_rank_are_reported_at_once(pool: RankPool, part: str) -> None:
     result = run_scenario(Scenario(part, "overflow", timeout_s=LONG_S), pool)
     assert result.findings() == []
     assert result.reports[FAULTY_RANK].error == CapacityError.__name__
@@ -71,7 +80,7 @@ def test_too_many_tokens_on_one_rank(pool: RankPool, part: str) -> None:
 
 @pytest.mark.parametrize("kind", ["raises", "refuses"])
 @pytest.mark.parametrize("part", [ALL2ALL, GATHERED, REPLICATED])
-def test_a_rank_that_makes_no_exchange_notifies_the_others(
+def test_a_rank_that_fails_before_an_exchange_notifies_the_others(
     pool: RankPool, part: str, kind: str
 ) -> None:
     point = "before dispatch" if kind == "raises" else ""

@@ -1,5 +1,4 @@
-"""Managers and parts over torch.distributed: misuse raises, and unsupported problems are
-refused."""
+"""Managers and parts over torch.distributed refuse misuse and unsupported problems."""
 
 import time
 from dataclasses import replace
@@ -28,7 +27,7 @@ from prepare_finalize.pplx.group import PplxGroup
 pair = make_ranks_fixture(2)
 
 
-def raised_by(function) -> ModularKernelError | None:
+def error_of(function) -> ModularKernelError | None:
     try:
         function()
     except ModularKernelError as error:
@@ -36,38 +35,38 @@ def raised_by(function) -> ModularKernelError | None:
     return None
 
 
-def test_use_after_destroy(pair: RankPool) -> None:
+def test_use_after_destroy_is_refused(pair: RankPool) -> None:
     for part in PARTS:
-        assert pair.run(after_destroy, Layer(part, (3, 3))) == [UnsupportedError.__name__] * 2
+        assert pair.run(call_after_destroy, Layer(part, (3, 3))) == [UnsupportedError.__name__] * 2
 
 
-def after_destroy(rank: int, world: int, group: object, layer: Layer) -> str:
-    kernel, given = layer.kernel(rank, group), layer.inputs_of(rank)
-    kernel(given.x_TH, given.weights, given.routing)
+def call_after_destroy(rank: int, world: int, group: object, layer: Layer) -> str:
+    kernel, inputs = layer.kernel(rank, group), layer.inputs_of(rank)
+    kernel(inputs.x_TH, inputs.weights, inputs.routing)
     kernel.prepare_finalize.destroy()
     kernel.prepare_finalize.destroy()
-    error = raised_by(lambda: kernel(given.x_TH, given.weights, given.routing))
+    error = error_of(lambda: kernel(inputs.x_TH, inputs.weights, inputs.routing))
     return type(error).__name__
 
 
 def test_a_part_does_not_destroy_a_given_manager(pair: RankPool) -> None:
-    pair.run(shared_manager, Layer(ALL2ALL, (3, 3)))
+    pair.run(destroy_one_of_two_kernels, Layer(ALL2ALL, (3, 3)))
 
 
-def shared_manager(rank: int, world: int, group: object, layer: Layer) -> None:
+def destroy_one_of_two_kernels(rank: int, world: int, group: object, layer: Layer) -> None:
     manager = TorchGroup(group)
-    given = layer.inputs_of(rank)
+    inputs = layer.inputs_of(rank)
     first, second = layer.kernel(rank, manager), layer.kernel(rank, manager)
-    want = first(given.x_TH, given.weights, given.routing)
+    expected = first(inputs.x_TH, inputs.weights, inputs.routing)
     first.prepare_finalize.destroy()
-    assert torch.equal(second(given.x_TH, given.weights, given.routing), want)
+    assert torch.equal(second(inputs.x_TH, inputs.weights, inputs.routing), expected)
     manager.destroy()
-    assert isinstance(raised_by(manager.next_step), UnsupportedError)
+    assert isinstance(error_of(manager.next_step), UnsupportedError)
 
 
 def test_wrong_groups_are_refused_before_connecting(pair: RankPool) -> None:
-    for texts in pair.run(wrong_groups, Layer(ALL2ALL, (3, 3))):
-        size, rank, kind, device, backend = texts
+    for messages in pair.run(refuse_wrong_groups, Layer(ALL2ALL, (3, 3))):
+        size, rank, kind, device, backend = messages
         assert "process group's size: got 2, need 3" in size
         assert "rank in the process group" in rank
         assert "process group: got int, need a ProcessGroup" in kind
@@ -75,29 +74,29 @@ def test_wrong_groups_are_refused_before_connecting(pair: RankPool) -> None:
         assert "process group's backend: got cpu:gloo,cuda:gloo, need nccl for cuda" in backend
 
 
-def wrong_groups(rank: int, world: int, group: object, layer: Layer) -> list[str]:
+def refuse_wrong_groups(rank: int, world: int, group: object, layer: Layer) -> list[str]:
     problem = layer.problem(rank)
     three = replace(problem, parallel=Parallel(3, rank=rank))
     other = replace(problem, parallel=Parallel(2, rank=1 - rank))
     manager = TorchGroup(group)
     cuda = Machine("cuda", (9, 0))
 
-    def build(given: Problem, to: object, machine: Machine | None = None):
-        return make_kernel(ALL2ALL, "TorchExperts", given, group=to, machine=machine)
+    def build(inputs: Problem, process_group: object, machine: Machine | None = None):
+        return make_kernel(ALL2ALL, "TorchExperts", inputs, group=process_group, machine=machine)
 
     errors = [
-        raised_by(lambda: build(three, group)),
-        raised_by(lambda: build(other, group)),
-        raised_by(lambda: build(problem, 7)),
-        raised_by(lambda: build(problem, manager, cuda)),
-        raised_by(lambda: TorchGroup(group, device="cuda")),
+        error_of(lambda: build(three, group)),
+        error_of(lambda: build(other, group)),
+        error_of(lambda: build(problem, 7)),
+        error_of(lambda: build(problem, manager, cuda)),
+        error_of(lambda: TorchGroup(group, device="cuda")),
     ]
-    kinds = [ConfigurationError, ConfigurationError, ConfigurationError, DeviceError]
-    assert [type(error) for error in errors] == [*kinds, ConfigurationError]
+    error_types = [ConfigurationError, ConfigurationError, ConfigurationError, DeviceError]
+    assert [type(error) for error in errors] == [*error_types, ConfigurationError]
     return [str(error) for error in errors]
 
 
-def test_a_group_is_needed() -> None:
+def test_a_missing_process_group_is_refused() -> None:
     assert not dist.is_initialized()
     problem = Problem(4, 16, 16, 4, 2, parallel=Parallel(2))
     for part in PARTS:
@@ -109,7 +108,7 @@ def test_a_group_is_needed() -> None:
 @pytest.mark.parametrize(
     "timeout_s", [0.0, -1, float("inf"), float("nan"), True, "2", [2.0]], ids=repr
 )
-def test_timeouts_are_in_seconds(manager: Any, timeout_s: object) -> None:
+def test_timeouts_must_be_positive_numbers(manager: Any, timeout_s: object) -> None:
     with pytest.raises(ConfigurationError) as caught:
         manager(None, timeout_s=timeout_s)
     assert str(caught.value) == f"timeout_s: got {timeout_s!r}, need seconds > 0"
@@ -118,37 +117,39 @@ def test_timeouts_are_in_seconds(manager: Any, timeout_s: object) -> None:
 
 
 def test_a_handle_of_another_kernel_is_refused(pair: RankPool) -> None:
-    assert pair.run(foreign_handle, Layer(ALL2ALL, (3, 3))) == ["UnsupportedError"] * 2
+    assert (
+        pair.run(pass_handle_of_another_kernel, Layer(ALL2ALL, (3, 3))) == ["UnsupportedError"] * 2
+    )
 
 
-def foreign_handle(rank: int, world: int, group: object, layer: Layer) -> str:
-    manager, given = TorchGroup(group), layer.inputs_of(rank)
-    one, two = layer.kernel(rank, manager), layer.kernel(rank, manager)
-    _, handle = one.start(given.x_TH, given.weights, given.routing).receive()
+def pass_handle_of_another_kernel(rank: int, world: int, group: object, layer: Layer) -> str:
+    manager, inputs = TorchGroup(group), layer.inputs_of(rank)
+    first, second = layer.kernel(rank, manager), layer.kernel(rank, manager)
+    _, handle = first.start(inputs.x_TH, inputs.weights, inputs.routing).receive()
     out = torch.empty(3, 48)
-    error = raised_by(
-        lambda: two.prepare_finalize.finalize(out, handle=handle, reduce=two.reduce, out=out)
+    error = error_of(
+        lambda: second.prepare_finalize.finalize(out, handle=handle, reduce=second.reduce, out=out)
     )
     return type(error).__name__
 
 
-def test_a_rank_that_misses_the_construction(pair: RankPool) -> None:
-    """The other rank raises within the timeout, and the next attempt of both succeeds."""
-    error, seconds = pair.run(come_alone, Layer(ALL2ALL, (3, 3)))[0]
+def test_a_rank_that_misses_the_construction_is_named(pair: RankPool) -> None:
+    """The other rank raises within the timeout, and the next attempt of both ranks succeeds."""
+    error, seconds = pair.run(construct_late, Layer(ALL2ALL, (3, 3)))[0]
     assert "construct of step 0, peer 1" in error
     assert seconds < 1.0 + 2.0
 
 
-def come_alone(rank: int, world: int, group: object, layer: Layer) -> tuple[str, float]:
+def construct_late(rank: int, world: int, group: object, layer: Layer) -> tuple[str, float]:
     start, text = time.monotonic(), ""
     if rank == 0:
-        error = raised_by(lambda: TorchGroup(group, timeout_s=1.0))
+        error = error_of(lambda: TorchGroup(group, timeout_s=1.0))
         assert isinstance(error, CommunicationError)
         text = str(error)
     seconds = time.monotonic() - start
     dist.barrier(group)
-    given = layer.inputs_of(rank)
-    layer.kernel(rank, group)(given.x_TH, given.weights, given.routing)
+    inputs = layer.inputs_of(rank)
+    layer.kernel(rank, group)(inputs.x_TH, inputs.weights, inputs.routing)
     return text, seconds
 
 
@@ -157,22 +158,22 @@ def come_alone(rank: int, world: int, group: object, layer: Layer) -> tuple[str,
 
 @pytest.mark.parametrize("part", PARTS)
 def test_problems_are_refused_before_construction(part: str) -> None:
-    two = Problem(4, 16, 16, 4, 2, parallel=Parallel(2))
+    valid = Problem(4, 16, 16, 4, 2, parallel=Parallel(2))
 
     def rules(problem: Problem) -> set[str]:
         found = check(part, "TorchExperts", problem, this_machine(device="cpu")).rejections
         return {rejection.rule for rejection in found}
 
-    assert rules(two) == set()
-    assert rules(replace(two, parallel=Parallel())) == {"world_size"}
-    assert rules(replace(two, combine=Combine.TOPK_WEIGHTED)) == {"keep_topk"}
-    assert rules(replace(two, graph=True)) >= {"graph"}
-    assert rules(replace(two, expert_map=True)) == {"expert_map"}
-    assert rules(replace(two, local_experts=3)) == {"placement"}
-    assert rules(replace(two, deterministic=True)) == (
+    assert rules(valid) == set()
+    assert rules(replace(valid, parallel=Parallel())) == {"world_size"}
+    assert rules(replace(valid, combine=Combine.TOPK_WEIGHTED)) == {"keep_topk"}
+    assert rules(replace(valid, graph=True)) >= {"graph"}
+    assert rules(replace(valid, expert_map=True)) == {"expert_map"}
+    assert rules(replace(valid, local_experts=3)) == {"placement"}
+    assert rules(replace(valid, deterministic=True)) == (
         {"deterministic"} if part == REPLICATED else set()
     )
-    assert rules(replace(two, asynchronous=True)) == (
+    assert rules(replace(valid, asynchronous=True)) == (
         {"asynchronous"} if part == REPLICATED else set()
     )
 

@@ -1,5 +1,4 @@
-"""A rank that refuses its call, and layers called in different orders: every rank raises at
-once."""
+"""If a rank refuses its call, or layers are called in different orders, all ranks raise at once."""
 
 from dataclasses import replace
 
@@ -14,8 +13,8 @@ from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.stress.faults import FAULTY_RANK, RankReport, run_calls
 from prepare_finalize import TorchGroup
 
-LONG_S = 10.0  # a deadline that no rank waits for which is told
-AT_ONCE_S = LONG_S / 2  # on a busy machine, too
+LONG_S = 10.0  # a timeout that no rank reaches, because it is notified earlier
+AT_ONCE_S = LONG_S / 2  # upper bound for the time to a notification, even on a busy machine
 TOKENS = {REPLICATED: (4, 4, 4), GATHERED: (4, 3, 5), ALL2ALL: (4, 3, 5)}
 
 
@@ -24,11 +23,11 @@ pool = make_ranks_fixture(3)
 
 @pytest.mark.parametrize("by", ["kernel", "plan"])
 @pytest.mark.parametrize("part", [ALL2ALL, GATHERED, REPLICATED])
-def test_a_rank_that_refuses_its_input_and_then_calls_again(
+def test_a_refused_call_raises_on_all_ranks_and_can_be_repeated(
     pool: RankPool, part: str, by: str
 ) -> None:
-    """The others raise at once, with layer and call; then all make the call together."""
-    reports = pool.run(refuse_one, Layer(part, TOKENS[part]), by, timeout=30)
+    """The others raise at once. The next call of all ranks succeeds."""
+    reports = pool.run(refuse_then_call_again, Layer(part, TOKENS[part]), by, timeout=30)
     for rank, report in enumerate(reports):
         assert report.usable_again
         assert report.seconds < AT_ONCE_S
@@ -36,26 +35,28 @@ def test_a_rank_that_refuses_its_input_and_then_calls_again(
             assert report.error == "DtypeError", report
         else:
             assert (report.error, report.peers) == ("CommunicationError", (FAULTY_RANK,)), report
-            told = "call 2 of layer 1: got rank 1 refused its call 2 of layer 1 with DtypeError"
-            assert told in report.message
+            message = "call 2 of layer 1: got rank 1 refused its call 2 of layer 1 with DtypeError"
+            assert message in report.message
 
 
-def refuse_one(rank: int, world: int, group: object, layer: Layer, by: str) -> RankReport:
-    given = layer.inputs_of(rank)
+def refuse_then_call_again(
+    rank: int, world: int, group: object, layer: Layer, by: str
+) -> RankReport:
+    inputs = layer.inputs_of(rank)
     manager = TorchGroup(group, timeout_s=LONG_S)
     kernel = make_kernel(layer.part, "TorchExperts", layer.problem(rank), group=manager)
     call = kernel.plan() if by == "plan" else kernel
-    good = call(given.x_TH, given.weights, given.routing).clone()
+    expected = call(inputs.x_TH, inputs.weights, inputs.routing).clone()
     dist.barrier(group)
-    x_TH = given.x_TH.double() if rank == FAULTY_RANK else given.x_TH
-    report = run_calls(lambda: call(x_TH, given.weights, given.routing), manager)
-    again = call(given.x_TH, given.weights, given.routing)
-    return replace(report, usable_again=torch.allclose(again, good))
+    x_TH = inputs.x_TH.double() if rank == FAULTY_RANK else inputs.x_TH
+    report = run_calls(lambda: call(x_TH, inputs.weights, inputs.routing), manager)
+    again = call(inputs.x_TH, inputs.weights, inputs.routing)
+    return replace(report, usable_again=torch.allclose(again, expected))
 
 
 @pytest.mark.parametrize("part", [ALL2ALL, GATHERED, REPLICATED])
-def test_layers_of_one_manager_called_in_different_orders(pool: RankPool, part: str) -> None:
-    """Two layers of the same shape are distinguished by their numbers only."""
+def test_layers_called_in_different_orders_raise_on_all_ranks(pool: RankPool, part: str) -> None:
+    """Layers of the same shape are distinguished by their numbers."""
     reports = pool.run(swap_layers, Layer(part, TOKENS[part]), timeout=30)
     for rank, report in enumerate(reports):
         assert (report.error, report.phase) == ("CommunicationError", "counts"), report
@@ -66,13 +67,13 @@ def test_layers_of_one_manager_called_in_different_orders(pool: RankPool, part: 
 
 
 def swap_layers(rank: int, world: int, group: object, layer: Layer) -> RankReport:
-    given, problem = layer.inputs_of(rank), layer.problem(rank)
+    inputs, problem = layer.inputs_of(rank), layer.problem(rank)
     manager = TorchGroup(group, timeout_s=LONG_S)
     first, second = (
         make_kernel(layer.part, "TorchExperts", problem, group=manager) for _ in range(2)
     )
     dist.barrier(group)
-    mine = second if rank == FAULTY_RANK else first
-    report = run_calls(lambda: mine(given.x_TH, given.weights, given.routing), manager)
-    outputs = [each(given.x_TH, given.weights, given.routing) for each in (first, second)]
+    called_first = second if rank == FAULTY_RANK else first
+    report = run_calls(lambda: called_first(inputs.x_TH, inputs.weights, inputs.routing), manager)
+    outputs = [kernel(inputs.x_TH, inputs.weights, inputs.routing) for kernel in (first, second)]
     return replace(report, usable_again=torch.allclose(*outputs))

@@ -1,4 +1,4 @@
-"""The exchange that docs/add-an-exchange.md develops, installed and verified over two ranks."""
+"""The exchange of docs/add-an-exchange.md, installed and verified over two ranks."""
 
 from pathlib import Path
 
@@ -16,11 +16,10 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_cases_are_proven(site: Path) -> None:
-    """Every placement, ranks without tokens, invalid ids, fault scenarios."""
+def test_exchange_of_the_guide_passes_its_cases(site: Path) -> None:
     install(site, "my_exchange", SOURCE)
-    code, proven = mk("test", *PAIR, "--level", "smoke")
-    (pair,) = proven["pairs"]
+    code, report = mk("test", *PAIR, "--level", "smoke")
+    (pair,) = report["pairs"]
     assert pair["failures"] == []
     assert pair["cases"] >= 8
     assert code == 0
@@ -31,7 +30,7 @@ def test_a_defect_is_reported_in_one_line(site: Path) -> None:
     assert wrong != SOURCE
     install(site, "my_exchange", wrong)
     case = ("--tokens", "6", "--hidden", "48", "--intermediate", "32", "--experts", "4")
-    code, proven = mk("test", *PAIR, "--one", *case, "--top-k", "2", "--dtype", "float32")
+    code, report = mk("test", *PAIR, "--one", *case, "--top-k", "2", "--dtype", "float32")
     assert code == 1
-    (failure,) = proven["pairs"][0]["failures"]
+    (failure,) = report["pairs"][0]["failures"]
     assert failure["failures"][-1].startswith("rank 1 differs in ")

@@ -25,49 +25,51 @@ from prepare_finalize.rendezvous.failure_log import ExchangeLog, FailureRecords,
 
 def test_the_matrix_runs_in_parallel_and_reports_findings() -> None:
     other = (("hidden", 64),)
-    wanted = [Scenario(ALL2ALL, "killed", "before combine"), Scenario(ALL2ALL, "overflow"),
+    scenarios = [Scenario(ALL2ALL, "killed", "before combine"), Scenario(ALL2ALL, "overflow"),
               Scenario(ALL2ALL, "disagrees", faulty_changes=other)]  # fmt: skip
-    results = run_matrix(wanted, 2, "gloo", num_pools=2)
+    results = run_matrix(scenarios, 2, "gloo", num_pools=2)
     assert [result.findings() for result in results] == [[], [], []]
     lines = format_markdown(results).splitlines()
-    assert len(lines) == 2 + len(wanted)
+    assert len(lines) == 2 + len(scenarios)
     assert lines[-1].startswith("| TorchAll2All | another hidden | 0.")
     assert format_summary(results).startswith("3 scenarios, 0 with findings")
     assert json.loads(json.dumps(to_json(results)))[2]["scenario"] == "another hidden"
 
 
-def test_every_part_over_gloo_has_its_scenarios() -> None:
+def test_list_scenarios_has_no_duplicates() -> None:
     assert set(list_supported_parts(2, "gloo")) >= {REPLICATED, GATHERED, ALL2ALL}
-    wanted = list_scenarios(ALL2ALL, "gloo")
-    assert len(set(map(str, wanted))) == len(wanted) >= 12
+    scenarios = list_scenarios(ALL2ALL, "gloo")
+    assert len(set(map(str, scenarios))) == len(scenarios) >= 12
 
 
-def test_a_matrix_without_time_left_starts_nothing() -> None:
+def test_scenarios_after_the_time_limit_are_not_started() -> None:
     (result,) = run_matrix([Scenario(ALL2ALL, "overflow")], 2, "gloo", start_limit_s=-1)
     assert result.findings() == [f"rank {rank}: not started: time limit reached" for rank in (0, 1)]
 
 
-def test_a_wrong_output_is_an_error() -> None:
+def test_run_two_calls_reports_a_wrong_output() -> None:
     layer = Layer(ALL2ALL, (4,))
     cpu = this_machine(device="cpu")
     pair = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
     kernel = make_kernel(*pair, layer.problem(0), machine=cpu)
     given = layer.inputs_of(0)
-    good = kernel(given.x_TH, given.weights, given.routing)
-    right = run_two_calls(kernel, given, good)
-    assert (right.error, right.num_completed) == ("", 2)
-    wrong = run_two_calls(kernel, given, good + 1)
-    assert (wrong.error, wrong.message) == ("AssertionError", "a call returned a wrong result")
+    expected = kernel(given.x_TH, given.weights, given.routing)
+    first_report = run_two_calls(kernel, given, expected)
+    assert (first_report.error, first_report.num_completed) == ("", 2)
+    second_report = run_two_calls(kernel, given, expected + 1)
+    assert (second_report.error, second_report.message) == (
+        "AssertionError",
+        "a call returned a wrong result",
+    )
     assert run_two_calls(kernel, given, None).error == "AssertionError"
 
 
-def test_findings_for_a_part_that_handles_a_fault_wrongly() -> None:
-    """Each possible failure is found, one at a time."""
+def test_findings_report_every_wrong_reaction_to_a_fault() -> None:
     killed = Scenario(ALL2ALL, "killed", "in dispatch")
-    good = RankReport(
+    expected = RankReport(
         "CommunicationError", "m", 2.0, 1, "dispatch", (FAULTY_RANK,), usable_again=True
     )
-    dead = {FAULTY_RANK: "died: killed by signal SIGKILL"}
+    lost_rank = {FAULTY_RANK: "died: killed by signal SIGKILL"}
 
     def findings(scenario: Scenario, lost: dict[int, str], *reports: RankReport) -> list[str]:
         ranks = [rank for rank in range(3) if rank not in lost]
@@ -75,34 +77,36 @@ def test_findings_for_a_part_that_handles_a_fault_wrongly() -> None:
             scenario, 3, dict(zip(ranks, reports, strict=True)), lost, 0.0
         ).findings()
 
-    assert findings(killed, dead, good, good) == []
+    assert findings(killed, lost_rank, expected, expected) == []
     late = replace(killed, kind="late")
-    assert findings(late, {}, good, good, good) == []
-    bad = {
-        "rank 2: raised no error": replace(good, error=""),
-        "rank 2: raised AssertionError": replace(good, error="AssertionError"),
-        "rank 2: the error names the peers (0,)": replace(good, peers=(0,)),
-        "rank 2: the error is in phase 'counts'": replace(good, phase="counts"),
-        "rank 2: took 3.1 s": replace(good, seconds=3.1),
+    assert findings(late, {}, expected, expected, expected) == []
+    wrong_reports = {
+        "rank 2: raised no error": replace(expected, error=""),
+        "rank 2: raised AssertionError": replace(expected, error="AssertionError"),
+        "rank 2: the error names the peers (0,)": replace(expected, peers=(0,)),
+        "rank 2: the error is in phase 'counts'": replace(expected, phase="counts"),
+        "rank 2: took 3.1 s": replace(expected, seconds=3.1),
     }
-    for text, report in bad.items():
-        (found,) = findings(killed, dead, good, report)
+    for text, report in wrong_reports.items():
+        (found,) = findings(killed, lost_rank, expected, report)
         assert found.startswith(text)
-    (found,) = findings(late, {}, good, replace(good, error=""), good)
+    (found,) = findings(late, {}, expected, replace(expected, error=""), expected)
     assert found == "rank 1: raised no error, although it caused the fault"
-    (found,) = findings(late, {}, good, good, replace(good, usable_again=False))
+    (found,) = findings(late, {}, expected, expected, replace(expected, usable_again=False))
     assert "is not usable afterwards" in found
-    (found,) = findings(killed, {**dead, 2: "did not answer"}, good)
+    (found,) = findings(killed, {**lost_rank, 2: "did not answer"}, expected)
     assert found == "rank 2: did not answer"
-    assert findings(late, dead, good, good) == ["rank 1: died: killed by signal SIGKILL"]
+    assert findings(late, lost_rank, expected, expected) == [
+        "rank 1: died: killed by signal SIGKILL"
+    ]
 
 
-def failed(step: int, phase: str, waited_s: float) -> dict[str, object]:
+def make_record(step: int, phase: str, waited_s: float) -> dict[str, object]:
     return {"step": step, "phase": phase, "waited_s": waited_s}
 
 
 @pytest.mark.parametrize(
-    ("rank", "records", "peers", "why"),
+    ("rank", "records", "peers", "expected_reason"),
     [
         (0, {0: (2, "counts", 0.0), 1: (2, "counts", 0.0)}, (2,), "no sign of life"),
         (0, {0: (2, "counts", 0), 1: (2, "counts", 0), 2: (1, "combine", 0)}, (2,), "earlier"),
@@ -117,17 +121,20 @@ def failed(step: int, phase: str, waited_s: float) -> dict[str, object]:
         (0, {0: (1, "counts", 0), 1: (1, "counts", 0), 2: (1, "counts", 0)}, (1, 2), "failed too"),
     ],
 )
-def test_the_faulty_rank_is_determined(
-    rank: int, records: dict[int, tuple[int, str, float]], peers: tuple[int, ...], why: str
+def test_find_culprits_names_the_faulty_rank(
+    rank: int,
+    records: dict[int, tuple[int, str, float]],
+    peers: tuple[int, ...],
+    expected_reason: str,
 ) -> None:
-    told = {each: failed(*record) for each, record in records.items()}
-    blamed, reason = find_culprits(rank, 3, told, timeout_s=1.0)
-    assert blamed == peers
-    assert why in reason
+    reports_by_rank = {each: make_record(*record) for each, record in records.items()}
+    culprits, reason = find_culprits(rank, 3, reports_by_rank, timeout_s=1.0)
+    assert culprits == peers
+    assert expected_reason in reason
 
 
 class SilentStore:
-    """A store whose server accepts requests and never answers."""
+    """A store that does not answer."""
 
     def set(self, key: str, value: str) -> None:
         pass
@@ -137,14 +144,14 @@ class SilentStore:
         return False
 
 
-def test_a_store_that_does_not_answer_blocks_no_rank() -> None:
+def test_a_store_that_does_not_answer_is_waited_for_until_the_deadline() -> None:
     start = time.monotonic()
     records = FailureRecords(SilentStore(), 0, 2)
-    assert records.publish_and_collect(failed(1, "counts", 0.0), start + 0.8) is None
+    assert records.publish_and_collect(make_record(1, "counts", 0.0), start + 0.8) is None
     assert time.monotonic() - start < 1.5
 
 
-def test_last_calls_are_json_lines_of_the_latest(tmp_path: Path) -> None:
+def test_exchange_log_writes_the_last_records_as_json_lines(tmp_path: Path) -> None:
     calls = ExchangeLog(rank=3, max_records=2)
     for step in (1, 2, 3):
         calls.end(calls.begin(step, "dispatch", 100 * step))

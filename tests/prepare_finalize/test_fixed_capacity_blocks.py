@@ -34,7 +34,7 @@ from prepare_finalize.common.device_status import (
 from prepare_finalize.common.fixed_capacity import make_block_layouts
 
 CPU = torch.device("cpu")
-SLOTS = 4  # of each rank
+SLOTS = 4  # expert slots of a rank
 LAYOUTS = (
     BlockLayout(6, 40, torch.bfloat16, 3, scales=0, adapters=False),
     BlockLayout(6, 40, torch.float8_e4m3fn, 3, scales=5, adapters=True),
@@ -42,12 +42,12 @@ LAYOUTS = (
     BlockLayout(9, 7, torch.float32, 2, scales=0, adapters=True),
 )
 WORLDS = (2, 3)
-layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-worlds = pytest.mark.parametrize("world", WORLDS)
-gather = pytest.mark.parametrize("gathers", [False, True])
+every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+every_world = pytest.mark.parametrize("world", WORLDS)
+both_exchanges = pytest.mark.parametrize("gathers", [False, True])
 
 
-@layouts
+@every_layout
 def test_sections_are_aligned_and_do_not_overlap(layout: BlockLayout) -> None:
     end = 0
     for start, shape, dtype in layout.sections.values():
@@ -56,14 +56,14 @@ def test_sections_are_aligned_and_do_not_overlap(layout: BlockLayout) -> None:
         end = start + math.prod(shape) * dtype.itemsize
     row_bytes = layout.hidden * layout.dtype.itemsize
     assert layout.nbytes == layout.block_rows * row_bytes >= end
-    assert layout.nbytes % 16 == 0  # so that the sections of every block are aligned
+    assert layout.nbytes % 16 == 0  # The sections of the next block are aligned, too.
     assert layout.block_rows >= layout.capacity + 1
-    # Fewer rows would not hold the block, or leave the next one unaligned.
+    # Fewer rows would be too small for the block, or the next block would not be aligned.
     smaller = (layout.block_rows - 16 // math.gcd(16, row_bytes)) * row_bytes
     assert smaller < end
 
 
-def test_blocks_are_the_activations_followed_by_other_rows() -> None:
+def test_activations_are_the_first_rows_of_a_block() -> None:
     layout = LAYOUTS[0]
     blocks_SB = torch.zeros(2, layout.nbytes, dtype=torch.uint8)
     x_SRH = layout.section(blocks_SB, "x")
@@ -73,7 +73,7 @@ def test_blocks_are_the_activations_followed_by_other_rows() -> None:
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block", "fp8_w8a8_tensor"])
-def test_layouts_of_a_problem(quant: str) -> None:
+def test_layouts_have_the_dtype_and_scales_of_the_problem(quant: str) -> None:
     problem = Problem(8, 256, 128, 8, 2, quant=quant, parallel=Parallel(2))
     layouts_by_quantized = make_block_layouts(problem, 5)
     assert set(layouts_by_quantized) == {False, quant != "none"}
@@ -110,7 +110,7 @@ def fill(
     reference: bool,
     x_in_place: bool = False,
 ) -> tuple[Blocks, torch.Tensor | None, torch.Tensor, OutgoingRows]:
-    """Fill blocks of bytes 0x5A; return them, the rows of tokens, the header and the rows."""
+    """Fill blocks of bytes 0x5A. Return the blocks, row_of_token_WT, the header and the rows."""
     rows = replace(rows, invalid_count=torch.zeros(1, dtype=torch.int32))
     status = DeviceStatus(ranks.world_size, CPU)
     counter = CallCounter(status, 7)
@@ -135,9 +135,9 @@ def fill(
     return blocks, row_of_token_WT, header_F, rows
 
 
-@layouts
-@worlds
-@gather
+@every_layout
+@every_world
+@both_exchanges
 @pytest.mark.parametrize("tokens", [0, 1, 5, 17])
 def test_kernel_and_reference_fill_the_same_blocks(
     layout: BlockLayout, world: int, gathers: bool, tokens: int
@@ -159,8 +159,8 @@ def test_kernel_and_reference_fill_the_same_blocks(
         assert torch.equal(kernel[1], reference[1])
 
 
-@layouts
-def test_blocks_have_the_tokens_that_each_rank_needs(layout: BlockLayout) -> None:
+@every_layout
+def test_blocks_contain_the_tokens_with_experts_on_each_rank(layout: BlockLayout) -> None:
     world, tokens = 3, 17
     ranks = Ranks(1, world, SLOTS)
     rows = outgoing_rows(layout, world, tokens)
@@ -191,7 +191,7 @@ def test_blocks_have_the_tokens_that_each_rank_needs(layout: BlockLayout) -> Non
 
 
 def read(blocks: Blocks, header_F: torch.Tensor, *, reference: bool) -> ReceivedColumns:
-    """Read received blocks into columns of other values."""
+    """Read received blocks into columns that contain other values."""
     layout, world = blocks.layout, blocks.ranks.world_size
     status = DeviceStatus(world, CPU)
     num_rows, k = world * layout.block_rows, layout.top_k
@@ -209,8 +209,8 @@ def read(blocks: Blocks, header_F: torch.Tensor, *, reference: bool) -> Received
     return columns
 
 
-@layouts
-@worlds
+@every_layout
+@every_world
 def test_kernel_and_reference_read_the_same_columns(layout: BlockLayout, world: int) -> None:
     ranks = Ranks(0, world, SLOTS)
     received = torch.full((world, layout.nbytes), 0x7F, dtype=torch.uint8)
@@ -219,8 +219,8 @@ def test_kernel_and_reference_read_the_same_columns(layout: BlockLayout, world: 
     headers_WF.copy_(torch.tensor([7, 1, 14, 2, 2, NOT_REFUSED, 0]))
     for w in range(world):
         rows = outgoing_rows(layout, world, layout.capacity - w)
-        one, _, _, _ = fill(rows, layout, Ranks(w, world, SLOTS), gathers=True, reference=False)
-        received[w] = one.bytes_SB[one.local_block]
+        sent, _, _, _ = fill(rows, layout, Ranks(w, world, SLOTS), gathers=True, reference=False)
+        received[w] = sent.bytes_SB[sent.local_block]
         headers_WF[w] = torch.tensor([7, 1, 14, 2, 2, NOT_REFUSED, layout.capacity - w])
     header_F = headers_WF[0].clone()
     kernel, reference = (read(blocks, header_F, reference=r) for r in (False, True))
@@ -231,10 +231,9 @@ def test_kernel_and_reference_read_the_same_columns(layout: BlockLayout, world: 
     for w in range(world):
         count = layout.capacity - w
         assert (slots_WRK[w, count:] == -1).all()
-        mine = (expert_numbers_WRK[w, :count] >= 0) & (expert_numbers_WRK[w, :count] < SLOTS - 1)
-        assert torch.equal(
-            slots_WRK[w, :count], torch.where(mine, expert_numbers_WRK[w, :count], -1)
-        )
+        numbers_RK = expert_numbers_WRK[w, :count]
+        is_local = (numbers_RK >= 0) & (numbers_RK < SLOTS - 1)
+        assert torch.equal(slots_WRK[w, :count], torch.where(is_local, numbers_RK, -1))
     if kernel.scale_RG is not None and reference.scale_RG is not None:
         has_token = (kernel.slots_RK >= 0).any(1)
         assert torch.equal(kernel.scale_RG[has_token], reference.scale_RG[has_token])
@@ -244,18 +243,18 @@ def test_kernel_and_reference_read_the_same_columns(layout: BlockLayout, world: 
 
 @pytest.mark.parametrize("sent", [-5, 0, 3, 6, 10**12])
 @pytest.mark.parametrize("reference", [False, True])
-def test_numbers_of_a_broken_exchange_give_valid_slots(sent: int, reference: bool) -> None:
+def test_invalid_received_numbers_give_valid_slots(sent: int, reference: bool) -> None:
     layout, ranks = LAYOUTS[0], Ranks(1, 2, SLOTS)
     generator = torch.Generator().manual_seed(0)
     received = torch.randint(0, 256, (2, layout.nbytes), generator=generator, dtype=torch.uint8)
     blocks = Blocks(received, layout, ranks, 1)
     blocks.section("header").copy_(torch.tensor([7, 1, 14, 2, 2, NOT_REFUSED, sent]))
-    blocks.section("expert_numbers")[0, 0] = 2 * SLOTS  # of no rank
+    blocks.section("expert_numbers")[0, 0] = 2 * SLOTS  # No rank has this expert.
     columns = read(blocks, blocks.section("header")[0].clone(), reference=reference)
     assert ((columns.slots_RK >= -1) & (columns.slots_RK < SLOTS - 1)).all()
 
 
-@layouts
+@every_layout
 def test_activations_in_place_are_unchanged(layout: BlockLayout) -> None:
     rows = outgoing_rows(layout, 2, layout.capacity)
     for reference in (False, True):
@@ -266,8 +265,8 @@ def test_activations_in_place_are_unchanged(layout: BlockLayout) -> None:
         assert torch.equal(in_place.bytes_SB, written.bytes_SB)
 
 
-@worlds
-@gather
+@every_world
+@both_exchanges
 @pytest.mark.parametrize("tokens", [0, 1, 5])
 @pytest.mark.parametrize("local_block", [0, 1])
 def test_kernel_and_reference_sum_the_same_rows(
@@ -303,5 +302,5 @@ def test_pairs_of_other_ranks_are_dropped(reference: bool) -> None:
     weights_TK = torch.ones(2, 3)
     with prefer_torch_reference(enabled=reference):
         mask_remote_pairs(expert_numbers_TK, weights_TK, Ranks(1, 3, SLOTS), local_experts=3)
-    assert expert_numbers_TK.tolist() == [[-1, 0, -1], [-1, 1, -1]]  # slot 3 has no expert
+    assert expert_numbers_TK.tolist() == [[-1, 0, -1], [-1, 1, -1]]  # Slot 3 has no expert.
     assert weights_TK.tolist() == [[0, 1, 0], [0, 1, 0]]

@@ -1,4 +1,6 @@
-"""Fixed-capacity exchanges over gloo ranks: the host reads nothing after a layer's first call."""
+"""Exchanges of fixed capacity over gloo ranks, in which the host reads no counts after the first
+call of a layer.
+"""
 
 import threading
 import time
@@ -41,7 +43,7 @@ def layer_of(part: str, tokens_W: tuple[int, ...], placement="linear", routing="
 
 
 def call_layers(rank: int, world: int, group: object, layers: tuple[Layer, ...], checked=False):
-    """Make one call of each layer; return outputs and numbers of invalid ids."""
+    """Call each layer once. Return outputs and numbers of invalid ids."""
     manager, results = TorchGroup(group, checked=checked), []
     for layer in layers:
         kernel, given = layer.kernel(rank, manager), layer.inputs_of(rank)
@@ -90,7 +92,7 @@ def test_outputs_match_the_float64_reference(pool: RankPool, part: str) -> None:
 def test_a_block_for_each_rank_matches_the_float64_reference(pool: RankPool, part: str) -> None:
     world = pool.world_size
     uneven = tuple(range(3, 3 + world))
-    bound = {"max_received": world * max(uneven)}  # below world * problem.tokens
+    bound = {"max_received": world * max(uneven)}  # less than world * problem.tokens
     routings = ("uniform", "skips", "out_of_range", "duplicates", "all_to_one")
     layers = [layer_of(part, uneven, routing=routing, **bound) for routing in routings]
     linear = Placement.linear(world + 3, world)
@@ -101,7 +103,7 @@ def test_a_block_for_each_rank_matches_the_float64_reference(pool: RankPool, par
 
 
 @pytest.mark.parametrize("part", ALL_PARTS)
-def test_outputs_equal_those_of_counted_rows(pool: RankPool, part: str) -> None:
+def test_outputs_equal_those_with_counted_rows(pool: RankPool, part: str) -> None:
     layer = layer_of(part, tuple(range(3, 3 + pool.world_size)))
     fixed = pool.run(call_layers, (layer,))
     counted = pool.run(call_layers, (layer,), True)
@@ -110,7 +112,7 @@ def test_outputs_equal_those_of_counted_rows(pool: RankPool, part: str) -> None:
 
 
 def count_handshakes(rank: int, world: int, group: object, layer: Layer, by_manager: bool):
-    """Make calls with changing T; return their outputs, and how many handshakes the host made."""
+    """Return outputs and numbers of tokens of several calls, and the handshakes of the host."""
     calls = []
     exchange_metadata = handshake.exchange_metadata
     device_handshake.exchange_metadata = lambda *args, **options: (
@@ -121,39 +123,39 @@ def count_handshakes(rank: int, world: int, group: object, layer: Layer, by_mana
         manager = TorchGroup(group, checked=not by_manager)
         problem = replace(layer.problem(rank), graph=not by_manager)
         experts = layer.experts_part
-        if not by_manager:  # those that can be captured
+        if not by_manager:  # A graph needs experts that can be captured.
             experts = "BatchedTritonExperts" if layer.part == BATCHED else "TritonExperts"
         kernel = make_kernel(layer.part, experts, problem, group=manager, poison=True)
         given, plan = layer.inputs_of(rank), kernel.plan()
-        outputs, rows = [], []
+        outputs, counts = [], []
         for count in (3, 1, 0, 2):
             tokens = count if layer.part == REPLICATED else (count + rank) % 4
-            mine, routing = slice(0, tokens), given.routing
-            part = Routing(routing.topk_weights_TK[mine], routing.topk_ids_TK[mine])
+            rows, routing = slice(0, tokens), given.routing
+            part = Routing(routing.topk_weights_TK[rows], routing.topk_ids_TK[rows])
             call = plan if count % 2 else kernel
-            outputs.append(call(given.x_TH[mine], given.weights, part).clone())
-            rows.append(tokens)
+            outputs.append(call(given.x_TH[rows], given.weights, part).clone())
+            counts.append(tokens)
         kernel.prepare_finalize.check()
-        return outputs, rows, calls
+        return outputs, counts, calls
     finally:
         device_handshake.exchange_metadata = exchange_metadata
 
 
 @pytest.mark.parametrize("by_manager", [False, True])
 @pytest.mark.parametrize("part", ALL_PARTS)
-def test_ranks_agree_on_the_host_once(pool: RankPool, part: str, by_manager: bool) -> None:
+def test_the_host_exchanges_metadata_only_once(pool: RankPool, part: str, by_manager: bool) -> None:
     layer = layer_of(part, (4,) * pool.world_size)
     exact = layer.exact()
-    for rank, (outputs, rows, calls) in enumerate(pool.run(count_handshakes, layer, by_manager)):
+    for rank, (outputs, counts, calls) in enumerate(pool.run(count_handshakes, layer, by_manager)):
         assert calls == ["host"]
         start = layer.rows(rank).start
-        for out, tokens in zip(outputs, rows, strict=True):
-            want = exact[start : start + tokens].float()
-            torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+        for out, tokens in zip(outputs, counts, strict=True):
+            expected = exact[start : start + tokens].float()
+            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
 def fail_second_call(rank: int, world: int, group: object, layer: Layer, failure: str):
-    """Make a good call and a bad one; return its output or error, and what later calls raise."""
+    """Return whether the first call is finite, and the output and the errors of later calls."""
     manager = TorchGroup(group, timeout_s=5.0, checked=False)
     kernel = layer.kernel(rank, manager)
     given = layer.inputs_of(rank)
@@ -199,16 +201,18 @@ def get_handshake(kernel) -> device_handshake.DeviceHandshake:
         ("call", "call 2, 3"),
     ],
 )
-def test_a_failed_call_is_nan_and_raises_in_the_next(
+def test_the_output_of_a_failed_call_is_nan_and_the_next_call_raises(
     pool: RankPool, part: str, failure: str, got: str
 ) -> None:
     layer = layer_of(part, (4,) * pool.world_size)
-    for rank, (first_ok, out, errors) in enumerate(pool.run(fail_second_call, layer, failure)):
-        assert first_ok
+    for rank, (first_is_finite, out, errors) in enumerate(
+        pool.run(fail_second_call, layer, failure)
+    ):
+        assert first_is_finite
         if rank == 1 and failure == "refused":
             assert out is None
             assert errors.pop(0).startswith("DtypeError")
-        elif part == REPLICATED:  # raises before the all-reduce on a CPU
+        elif part == REPLICATED:  # On a CPU, this part raises before the all-reduce.
             assert out is None
         else:
             assert out.isnan().all()
@@ -223,16 +227,15 @@ def test_too_many_rows_for_a_rank_fail_the_call(pool: RankPool, part: str) -> No
     world = pool.world_size
     placement = Placement.linear(world, world)
     layer = layer_of(part, (4,) * world, placement, experts=world, top_k=1, max_received=3 * world)
-    # The first call is within the bound on every rank.
-    reports = pool.run(fail_rows, layer)
-    for first_ok, out, error in reports:
-        assert first_ok
+    reports = pool.run(send_too_many_rows, layer)
+    for first_is_finite, out, error in reports:
+        assert first_is_finite
         assert out.isnan().all()
         assert "4 rows for one rank from rank 1" in error
         assert "need 0 to 3" in error
 
 
-def fail_rows(rank: int, world: int, group: object, layer: Layer):
+def send_too_many_rows(rank: int, world: int, group: object, layer: Layer):
     kernel = layer.kernel(rank, TorchGroup(group, timeout_s=5.0, checked=False))
     given = layer.inputs_of(rank)
     even = torch.arange(len(given.x_TH), dtype=torch.int32)[:, None] % world
@@ -246,12 +249,12 @@ def fail_rows(rank: int, world: int, group: object, layer: Layer):
     raise AssertionError("no error")
 
 
-def test_checked_is_a_bool(pool: RankPool) -> None:
-    reports = pool.run(open_with, "yes")
+def test_checked_must_be_a_bool(pool: RankPool) -> None:
+    reports = pool.run(try_checked, "yes")
     assert all("checked" in report for report in reports)
 
 
-def open_with(rank: int, world: int, group: object, checked: object) -> str:
+def try_checked(rank: int, world: int, group: object, checked: object) -> str:
     try:
         TorchGroup(group, checked=checked)
     except ModularKernelError as error:
@@ -259,7 +262,7 @@ def open_with(rank: int, world: int, group: object, checked: object) -> str:
     return ""
 
 
-GOOD = (3, 7, 99, 4, 2, NOT_REFUSED, 1)  # in the order of FIELDS
+VALID = (3, 7, 99, 4, 2, NOT_REFUSED, 1)  # in the order of FIELDS
 CAPACITY = Capacity(tokens=5, rows=3)
 
 
@@ -285,35 +288,35 @@ def verify(headers: list[tuple[int, ...]], capacity: Capacity = CAPACITY) -> Fai
     ],
 )
 def test_each_field_of_a_header_is_verified(header: tuple[int, ...]) -> None:
-    failure = verify([GOOD, GOOD, header])
-    assert failure == Failure((GOOD, GOOD, header), CAPACITY)
+    failure = verify([VALID, VALID, header])
+    assert failure == Failure((VALID, VALID, header), CAPACITY)
 
 
 def test_tokens_may_differ_unless_they_must_be_equal() -> None:
     other = (3, 7, 99, 1, 0, NOT_REFUSED, 1)
-    assert verify([GOOD, other]) is None
+    assert verify([VALID, other]) is None
     equal = replace(CAPACITY, equal_tokens=True)
-    assert verify([GOOD, GOOD], equal) is None
-    assert verify([GOOD, other], equal) == Failure((GOOD, other), equal)
+    assert verify([VALID, VALID], equal) is None
+    assert verify([VALID, other], equal) == Failure((VALID, other), equal)
 
 
 def test_the_first_failure_is_kept() -> None:
-    status, bad, worse = (
+    status, first_invalid, second_invalid = (
         DeviceStatus(2, torch.device("cpu")),
-        (*GOOD[:3], 9, 2, -1, 1),
-        (1, *GOOD[1:]),
+        (*VALID[:3], 9, 2, -1, 1),
+        (1, *VALID[1:]),
     )
-    for second in (GOOD, bad, worse, GOOD):
-        headers_WF = torch.tensor([GOOD, second])
+    for second in (VALID, first_invalid, second_invalid, VALID):
+        headers_WF = torch.tensor([VALID, second])
         status.verify(headers_WF, headers_WF[0], status.limits(CAPACITY))
-    assert status.failure() == Failure((GOOD, bad), CAPACITY)
+    assert status.failure() == Failure((VALID, first_invalid), CAPACITY)
 
 
-def test_headers_of_an_earlier_call_are_wrong() -> None:
+def test_headers_of_an_earlier_call_are_refused() -> None:
     status = DeviceStatus(2, torch.device("cpu"))
-    own_F = torch.tensor((3, 8, *GOOD[2:]))
-    status.verify(torch.tensor([GOOD, GOOD]), own_F, status.limits(CAPACITY))
-    assert status.failure() == Failure((GOOD, GOOD), CAPACITY)
+    own_F = torch.tensor((3, 8, *VALID[2:]))
+    status.verify(torch.tensor([VALID, VALID]), own_F, status.limits(CAPACITY))
+    assert status.failure() == Failure((VALID, VALID), CAPACITY)
 
 
 def differ_in_tokens(rank: int, world: int, group: object, layer: Layer) -> str:
@@ -336,10 +339,12 @@ def test_replicated_tokens_that_differ_raise_on_every_rank(pool: RankPool) -> No
 
 
 @pytest.mark.parametrize("part", [GATHERED, ALL2ALL])
-def test_a_refusal_takes_part_in_the_exchange_of_scales(pool: RankPool, part: str) -> None:
+def test_a_refused_call_with_one_scale_for_all_ranks_raises(pool: RankPool, part: str) -> None:
     layer = layer_of(part, (4,) * pool.world_size, dtype=BF16, quant="fp8_w8a8_tensor")
-    for rank, (first_ok, out, errors) in enumerate(pool.run(fail_second_call, layer, "refused")):
-        assert first_ok
+    for rank, (first_is_finite, out, errors) in enumerate(
+        pool.run(fail_second_call, layer, "refused")
+    ):
+        assert first_is_finite
         if rank == 1:
             errors.pop(0)
         else:
@@ -356,13 +361,13 @@ def call_with_nan(rank: int, world: int, group: object, layer: Layer) -> torch.T
 
 
 @pytest.mark.parametrize("part", [GATHERED, ALL2ALL])
-def test_nan_on_one_rank_is_in_a_scale_of_all_ranks(pool: RankPool, part: str) -> None:
+def test_nan_on_one_rank_makes_the_scale_of_all_ranks_nan(pool: RankPool, part: str) -> None:
     layer = layer_of(part, (4,) * pool.world_size, dtype=BF16, quant="fp8_w8a8_tensor")
     assert all(bool(out.isnan().all()) for out in pool.run(call_with_nan, layer))
 
 
 @pytest.mark.parametrize("part", [ALL2ALL, BATCHED])
-def test_rows_fill_the_capacity(pool: RankPool, part: str) -> None:
+def test_outputs_match_if_rows_fill_the_capacity(pool: RankPool, part: str) -> None:
     world = pool.world_size
     assert_exact(
         pool,
@@ -374,7 +379,7 @@ SCENARIOS = [
     scenario
     for part in ALL_PARTS
     for scenario in list_scenarios(part, "gloo", checked=False)
-    # Every point for one part; for the others, one point of each kind.
+    # Only one part is tested at every point.
     if part == ALL2ALL or scenario.point in ("", "in dispatch")
 ]
 
@@ -385,7 +390,7 @@ def test_faults_raise_on_every_other_rank(fault_pool: RankPool, scenario: Scenar
     assert run_scenario(scenario, fault_pool).findings() == []
 
 
-def error_of(call) -> Exception | None:
+def catch_error(call) -> Exception | None:
     kernel, arguments = call
     try:
         kernel(*arguments)
@@ -413,11 +418,11 @@ def finish_two_layers(rank: int, world: int, group: object, layers: tuple[Layer,
     pending = [kernel.start(*arguments) for kernel in kernels]
     for call in pending if rank else reversed(pending):
         call.finish()
-    errors = map(error_of, [(kernels[0], arguments)] * 2)
+    errors = map(catch_error, [(kernels[0], arguments)] * 2)
     return next((str(error) for error in errors if error is not None), "")
 
 
-def interrupt(rank: int, world: int, group: object, layer: Layer) -> tuple[str, float]:
+def interrupt_second_call(rank: int, world: int, group: object, layer: Layer) -> tuple[str, float]:
     kernel = layer.kernel(rank, TorchGroup(group, timeout_s=20.0, checked=False))
     given = layer.inputs_of(rank)
     kernel(given.x_TH, given.weights, given.routing)
@@ -437,14 +442,14 @@ def interrupt(rank: int, world: int, group: object, layer: Layer) -> tuple[str, 
 
 @pytest.mark.parametrize("part", ALL_PARTS)
 def test_an_interrupted_call_is_reported_at_once(pool: RankPool, part: str) -> None:
-    reports = pool.run(interrupt, layer_of(part, (4,) * pool.world_size))
+    reports = pool.run(interrupt_second_call, layer_of(part, (4,) * pool.world_size))
     names = [name for name, _ in reports]
     assert names == ["CommunicationError", "KeyboardInterrupt", "CommunicationError"][: len(names)]
     assert all(seconds < 10 for _, seconds in reports)
 
 
 def fail_between_agreement_and_rows(rank: int, world: int, group: object, layer: Layer) -> str:
-    """Make a first call that fails on rank 1 once ranks have agreed; return what is raised."""
+    """Make a first call that fails on rank 1 after the handshake. Return the error."""
     kernel = layer.kernel(rank, TorchGroup(group, timeout_s=20.0, checked=False))
     given, part = layer.inputs_of(rank), kernel.prepare_finalize
 
@@ -488,11 +493,11 @@ def test_the_first_call_may_run_in_inference_mode(pool: RankPool, part: str) -> 
 
 def test_fewer_rows_than_ranks_are_refused(pool: RankPool) -> None:
     layer = layer_of(ALL2ALL, (4,) * pool.world_size, max_received=1)
-    for error in pool.run(open_layer, layer):
+    for error in pool.run(try_layer, layer):
         assert "max_received: got 1, need >=" in error
 
 
-def open_layer(rank: int, world: int, group: object, layer: Layer) -> str:
+def try_layer(rank: int, world: int, group: object, layer: Layer) -> str:
     try:
         layer.kernel(rank, TorchGroup(group, checked=False))
     except ModularKernelError as error:
@@ -514,16 +519,19 @@ def expire_and_check(rank: int, world: int, group: object, layer: Layer) -> tupl
 
 
 def test_check_raises_after_a_call_that_did_not_end(pool: RankPool) -> None:
-    for poisoned, error in pool.run(expire_and_check, layer_of(ALL2ALL, (4,) * pool.world_size)):
-        assert poisoned
+    for has_failed, error in pool.run(expire_and_check, layer_of(ALL2ALL, (4,) * pool.world_size)):
+        assert has_failed
         assert "a manager that failed before" in error
 
 
 def expire_in_two_threads(rank: int, world: int, group: object) -> tuple[int, bool]:
-    """Detect a failure in two threads at once; return how many times it is posted."""
+    """Detect a failure in two threads at once. Return how many times it is published."""
     manager = TorchGroup(group, timeout_s=2.0, checked=False)
-    post, find_sentence = manager._failure_records.publish_and_collect, torch_group.first_sentence
-    both_failed, posts = threading.Barrier(2), []
+    publish, find_sentence = (
+        manager._failure_records.publish_and_collect,
+        torch_group.first_sentence,
+    )
+    both_failed, published = threading.Barrier(2), []
 
     def wait_for_other_thread(error: RuntimeError) -> str:
         with suppress(threading.BrokenBarrierError):
@@ -531,8 +539,8 @@ def expire_in_two_threads(rank: int, world: int, group: object) -> tuple[int, bo
         return find_sentence(error)
 
     manager._failure_records.publish_and_collect = lambda *arguments: (
-        posts.append(arguments),
-        post(*arguments),
+        published.append(arguments),
+        publish(*arguments),
     )[1]
     torch_group.first_sentence = wait_for_other_thread
     try:
@@ -545,7 +553,7 @@ def expire_in_two_threads(rank: int, world: int, group: object) -> tuple[int, bo
             thread.join()
     finally:
         torch_group.first_sentence = find_sentence
-    return len(posts), manager.failed
+    return len(published), manager.failed
 
 
 def test_one_of_two_threads_determines_the_failed_ranks(pool: RankPool) -> None:
@@ -555,7 +563,7 @@ def test_one_of_two_threads_determines_the_failed_ranks(pool: RankPool) -> None:
 def call_layers_of_other_sizes(
     rank: int, world: int, group: object, layers: tuple[Layer, Layer], case: str
 ) -> tuple[str, list[torch.Tensor]]:
-    """Call another layer on rank 1 than on the others; return the error, and later outputs."""
+    """Call another layer on rank 1 than on the others. Return the error, and later outputs."""
     manager = TorchGroup(group, timeout_s=5.0, checked=False)
     kernels = [layer.kernel(rank, manager) for layer in layers]
     inputs = [layer.inputs_of(rank) for layer in layers]
@@ -580,7 +588,7 @@ def call_layers_of_other_sizes(
     return "".join(errors), outputs
 
 
-# Later calls of replicated tokens exchange headers of one size, and compare them in the call.
+# Later calls with replicated tokens exchange only headers, which have the same size in all layers.
 @pytest.mark.parametrize(
     ("parts", "case"),
     [
@@ -593,7 +601,6 @@ def call_layers_of_other_sizes(
 def test_layers_of_other_sizes_raise_on_every_rank(
     pool: RankPool, parts: tuple[str, str], case: str
 ) -> None:
-    """A decoding and a prefill layer: gloo would end the process."""
     world = pool.world_size
     layers = layer_of(parts[0], (2,) * world), layer_of(parts[1], (9,) * world)
     reports = pool.run(call_layers_of_other_sizes, layers, case)

@@ -1,4 +1,4 @@
-"""FlashInferCutlassMoEPrepareAndFinalize on gloo ranks, with a strict stand-in for the library."""
+"""FlashInferCutlassMoEPrepareAndFinalize on gloo ranks, with a stand-in that checks arguments."""
 
 import sys
 from collections.abc import Callable
@@ -36,8 +36,8 @@ def cases(experts: Any, world_size: int) -> list[RankCase]:
     return list(rank_cases_for(PART, experts, MACHINE, world_size).cases)
 
 
-def name(case: RankCase) -> str:
-    """Return a name of the case without the class's repr."""
+def case_text(case: RankCase) -> str:
+    """Return the text of a case without the part."""
     return str(case).partition("+")[2]
 
 
@@ -45,16 +45,17 @@ QUANTIZED = [case for case in cases("TritonExperts", 2) if case.problem.scheme.q
 UNEVEN = [case for case in cases("TorchExperts", 4) if case.routing in ("duplicates", "skips")]
 
 
-BOTH = cases(FlashInfer, 2)[:3]  # all of it FlashInfer's
+FLASHINFER_EXPERTS = cases(FlashInfer, 2)[:3]  # The experts are those of FlashInfer, too.
 
 
-@pytest.mark.parametrize("case", cases("TorchExperts", 2) + QUANTIZED + UNEVEN + BOTH, ids=name)
+@pytest.mark.parametrize(
+    "case", cases("TorchExperts", 2) + QUANTIZED + UNEVEN + FLASHINFER_EXPERTS, ids=case_text
+)
 def test_cases_are_proven(case: RankCase, rank_pool: Pool) -> None:
     proof = prove_ranks(case, rank_pool(case.world_size), MACHINE)
     assert proof.passed, str(proof)
 
 
-# What a part of this format can do to rows, and to what lies where nobody sent a row.
 DEFECTS = ("rows_reordered", "stale_rows", "last_expert_lost")
 
 
@@ -65,97 +66,103 @@ def test_defects_are_found(mutant: Any, rank_pool: Pool) -> None:
     assert kills
 
 
-# ----------------------------------------------------------------------------- of calls and ranks
+# -------------------------------------------------------------------------------- calls and ranks
 
 
-def layer(rank: int, group: object, problem: Problem = PROBLEM):
-    mine = replace(problem, parallel=replace(problem.parallel, rank=rank))
-    return make_kernel(PART, "TorchExperts", mine, group=group, machine=MACHINE)
+def make_layer(rank: int, group: object, problem: Problem = PROBLEM):
+    rank_problem = replace(problem, parallel=replace(problem.parallel, rank=rank))
+    return make_kernel(PART, "TorchExperts", rank_problem, group=group, machine=MACHINE)
 
 
 def inputs(rank: int, problem: Problem = PROBLEM) -> tuple[torch.Tensor, ExpertWeights, Routing]:
     device = torch.device("cpu")
-    whole = make_inputs(replace(problem, parallel=Parallel()), "uniform", device, seed=rank)
-    mine = replace(problem, parallel=replace(problem.parallel, rank=rank))
-    got = inputs_of_rank(whole, slice(0, problem.tokens), mine, FencedMemory(device), strided=False)
-    return got.x_TH, got.weights, got.routing
+    all_inputs = make_inputs(replace(problem, parallel=Parallel()), "uniform", device, seed=rank)
+    rank_problem = replace(problem, parallel=replace(problem.parallel, rank=rank))
+    own = inputs_of_rank(
+        all_inputs, slice(0, problem.tokens), rank_problem, FencedMemory(device), strided=False
+    )
+    return own.x_TH, own.weights, own.routing
 
 
 def share_and_close(rank: int, world: int, group: object) -> int:
-    """Run two layers of one shape on one manager, with calls in flight, and return what is
-    refused."""
-    made = stand_in.library.MoeAlltoAll.made
+    """Use two layers of one shape with one manager. Return how many workspaces were made."""
+    num_made = stand_in.library.MoeAlltoAll.made
     manager = stand_in.GlooGroup(group)
-    first, second = layer(rank, manager), layer(rank, manager)
-    given = inputs(rank)
-    alone = first(*given)
-    assert torch.equal(alone, second(*given))
-    assert stand_in.library.MoeAlltoAll.made == made + 1
-    calls = [kernel.start(*given) for kernel in (first, second)]
+    first, second = make_layer(rank, manager), make_layer(rank, manager)
+    arguments = inputs(rank)
+    expected = first(*arguments)
+    assert torch.equal(expected, second(*arguments))
+    assert stand_in.library.MoeAlltoAll.made == num_made + 1
+    calls = [kernel.start(*arguments) for kernel in (first, second)]
     with pytest.raises(UnsupportedError, match="calls in flight: got 3, need at most 2"):
-        first.start(*given)
-    assert all(torch.equal(call.finish(), alone) for call in calls)
+        first.start(*arguments)
+    assert all(torch.equal(call.finish(), expected) for call in calls)
     part = first.prepare_finalize
-    pending = first.start(*given)
+    pending = first.start(*arguments)
     tokens, handle = pending.receive()
     output = torch.zeros(len(tokens.x_TH), 2, 64, dtype=tokens.x_TH.dtype)
-    ours = {"handle": handle, "reduce": first.reduce, "out": torch.empty_like(alone)}
+    finalize_arguments = {
+        "handle": handle,
+        "reduce": first.reduce,
+        "out": torch.empty_like(expected),
+    }
     with pytest.raises(UnsupportedError, match="one of this"):
-        second.prepare_finalize.finalize(output, **ours)
-    part.finalize(output, **ours)
-    assert not ours["out"].any()
+        second.prepare_finalize.finalize(output, **finalize_arguments)
+    part.finalize(output, **finalize_arguments)
+    assert not finalize_arguments["out"].any()
     with pytest.raises(UnsupportedError, match="one that was combined"):
-        part.finalize(output, **ours)
-    made = stand_in.library.MoeAlltoAll.made - made
+        part.finalize(output, **finalize_arguments)
+    num_made = stand_in.library.MoeAlltoAll.made - num_made
     manager.destroy()
     manager.destroy()
     assert not stand_in.library.MoeAlltoAll.workspaces
     with pytest.raises(UnsupportedError, match="a destroyed manager"):
-        second(*given)
-    return made
+        second(*arguments)
+    return num_made
 
 
-def test_layers_share_workspaces_without_overwriting(rank_pool: Pool) -> None:
-    assert rank_pool(2).run(share_and_close) == [2, 2]  # one, and another for a second call
+def test_layers_of_one_manager_share_workspaces(rank_pool: Pool) -> None:
+    # The second workspace is for a second call in flight.
+    assert rank_pool(2).run(share_and_close) == [2, 2]
 
 
-def two_managers(rank: int, world: int, group: object) -> bool:
-    """Run layers of one shape on two managers, both in flight."""
+def compare_managers(rank: int, world: int, group: object) -> bool:
+    """Return whether layers of two managers have equal results with both calls in flight."""
     managers = [stand_in.GlooGroup(group) for _ in range(2)]
-    first, second = (layer(rank, manager) for manager in managers)
-    given = inputs(rank)
-    calls = [kernel.start(*given) for kernel in (first, second)]
-    same = torch.equal(calls[0].finish(), calls[1].finish())
+    first, second = (make_layer(rank, manager) for manager in managers)
+    arguments = inputs(rank)
+    calls = [kernel.start(*arguments) for kernel in (first, second)]
+    are_equal = torch.equal(calls[0].finish(), calls[1].finish())
     for manager in managers:
         manager.destroy()
-    return same
+    return are_equal
 
 
 def test_managers_do_not_share_workspaces(rank_pool: Pool) -> None:
-    assert rank_pool(2).run(two_managers) == [True, True]
+    assert rank_pool(2).run(compare_managers) == [True, True]
 
 
-def disagree(rank: int, world: int, group: object) -> str:
+def make_different_layers(rank: int, world: int, group: object) -> str:
     manager = stand_in.GlooGroup(group)
     with pytest.raises(CommunicationError) as caught:
-        layer(rank, manager, replace(PROBLEM, tokens=5 if rank else 4))
-    kernel = layer(rank, manager)
+        make_layer(rank, manager, replace(PROBLEM, tokens=5 if rank else 4))
+    kernel = make_layer(rank, manager)
     kernel(*inputs(rank))
     manager.destroy()
     return str(caught.value)
 
 
 def test_ranks_that_call_different_layers_all_raise(rank_pool: Pool) -> None:
-    assert all("tokens " in text for text in rank_pool(2).run(disagree))
+    assert all("tokens " in text for text in rank_pool(2).run(make_different_layers))
 
 
-def without_library(rank: int, world: int, group: object) -> None:
+def make_manager_without_library(rank: int, world: int, group: object) -> None:
     FlashInferGroup(group)
 
 
 def test_a_missing_library_is_reported(rank_pool: Pool) -> None:
     with pytest.raises(RankError, match=r"ConfigurationError: flashinfer\.comm: got nothing, need"):
-        rank_pool(2).run(without_library)
+        rank_pool(2).run(make_manager_without_library)
     with pytest.raises(ConfigurationError, match="in_flight"):
         FlashInferGroup(in_flight=0)
 
@@ -180,33 +187,37 @@ def test_unsupported_problems_are_refused(change: dict[str, object], rule: str) 
 # ----------------------------------------------------------------------------- the stand-in itself
 
 
-def planted(rank: int, world: int, group: object) -> list[str]:
-    """Return the error of the stand-in for each violation, which all ranks make."""
-    lib = stand_in.library
-    whole = type("Whole", (lib.TorchDistBackend,), {"Split": lambda self, color, key: self})
+def find_undetected(rank: int, world: int, group: object) -> list[str]:
+    """Return the violations that the stand-in does not detect."""
+    library_stand_in = stand_in.library
+    backend = type(
+        "Whole", (library_stand_in.TorchDistBackend,), {"Split": lambda self, color, key: self}
+    )
 
-    def make(nbytes: int = 1 << 16, top_k: int = 2, numbers: int = 4, ranks: int = 2):
-        mapping = lib.Mapping(world, rank, 2, tp_size=world, moe_ep_size=ranks, moe_tp_size=1)
-        config = lib.MnnvlConfig(whole(group))
-        return lib.MoeAlltoAll(mapping, 4, top_k, numbers, nbytes, mnnvl_config=config)
+    def make(nbytes: int = 1 << 16, top_k: int = 2, slots: int = 4, ranks: int = 2):
+        mapping = library_stand_in.Mapping(
+            world, rank, 2, tp_size=world, moe_ep_size=ranks, moe_tp_size=1
+        )
+        config = library_stand_in.MnnvlConfig(backend(group))
+        return library_stand_in.MoeAlltoAll(mapping, 4, top_k, slots, nbytes, mnnvl_config=config)
 
     x, ids = torch.randn(3, 16).bfloat16(), torch.tensor([[0, 3], [1, 1], [2, 0]]).int()
-    right = (ids, [x, ids, torch.rand(3, 2)], 4, -1, 1)
+    valid = (ids, [x, ids, torch.rand(3, 2)], 4, -1, 1)
     rows = torch.randn(2, 4, 16).bfloat16()
 
     def dispatch(place: int, value: object):
-        return lambda one: one.dispatch(*(value if i == place else r for i, r in enumerate(right)))
+        return lambda one: one.dispatch(*(value if i == place else r for i, r in enumerate(valid)))
 
-    def combine(*given: object, **options: object):
-        def both(one) -> None:
-            one.dispatch(*right)
-            one.combine(*given, **options)
+    def combine(*arguments: object, **options: object):
+        def dispatch_and_combine(one) -> None:
+            one.dispatch(*valid)
+            one.combine(*arguments, **options)
 
-        return both
+        return dispatch_and_combine
 
-    wrong = {
+    violations = {
         "a top_k without kernels": lambda: make(top_k=3),
-        "fewer experts than ranks": lambda: make(numbers=1),
+        "fewer experts than ranks": lambda: make(slots=1),
         "another group's size": lambda: make(ranks=1),
         "ids of 64 bits": dispatch(0, ids.long()),
         "a skipped pair": dispatch(0, ids - 1),
@@ -216,20 +227,20 @@ def planted(rank: int, world: int, group: object) -> list[str]:
         "a payload by columns": dispatch(1, [x.T.contiguous().T, ids]),
         "a payload of three dimensions": dispatch(1, [x[None], ids]),
         "seven payloads": dispatch(1, [ids] * 7),
-        "fewer tokens than there are": dispatch(2, 2),
-        "more tokens than it is made for": dispatch(2, 5),
+        "fewer tokens than rows": dispatch(2, 2),
+        "more tokens than the limit": dispatch(2, 5),
         "no token": dispatch(2, 0),
-        "too small a workspace": lambda: make(nbytes=1100).dispatch(*right),
+        "too small a workspace": lambda: make(nbytes=1100).dispatch(*valid),
         "a combine before": lambda one: one.combine(rows, 4),
-        "a dispatch twice": lambda one: (one.dispatch(*right), one.dispatch(*right)),
+        "a dispatch twice": lambda one: (one.dispatch(*valid), one.dispatch(*valid)),
         "a combine of other rows": combine(rows[:, :3].contiguous(), 3),
         "a payload of sums by columns": combine(rows.transpose(1, 2).contiguous().mT, 4),
         "sums of two dimensions": combine(rows.flatten(0, 1), 4),
         "an output of another dtype": combine(rows, 4, output=torch.empty(3, 16)),
         "an output of other tokens": combine(rows, 4, output=rows[0]),
     }
-    found = []
-    for serial, (what, violate) in enumerate(wrong.items()):
+    undetected = []
+    for serial, (violation, violate) in enumerate(violations.items()):
         try:
             if violate.__code__.co_argcount:
                 one = make((1 << 16) + 128 * serial)
@@ -239,19 +250,19 @@ def planted(rank: int, world: int, group: object) -> list[str]:
         except RuntimeError as error:
             if "Check failed" in str(error):
                 continue
-        found.append(what)
+        undetected.append(violation)
     two = [make(1 << 17), lambda: make(1 << 17)]
     with pytest.raises(RuntimeError, match="a workspace of another instance"):
         two[1]()
-    lib.MoeAlltoAll.workspaces.clear()
-    return found
+    library_stand_in.MoeAlltoAll.workspaces.clear()
+    return undetected
 
 
 def test_the_stand_in_detects_violations(rank_pool: Pool) -> None:
-    assert rank_pool(2).run(planted) == [[], []]
+    assert rank_pool(2).run(find_undetected) == [[], []]
 
 
-# ------------------------------------------------------------------------------------ where it is
+# ------------------------------------------------------------------------------------ the library
 
 
 def test_the_library_is_identified_by_its_files(
@@ -269,8 +280,8 @@ def test_the_library_is_identified_by_its_files(
     (folder / "mnnvl.py").write_text("MnnvlConfig = TorchDistBackend = 2\n")
     with pytest.raises(ConfigurationError, match=r"no CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR in"):
         library.load()
-    shares = "# CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR\nMnnvlConfig = TorchDistBackend = 2\n"
-    (folder / "mnnvl.py").write_text(shares)
+    source = "# CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR\nMnnvlConfig = TorchDistBackend = 2\n"
+    (folder / "mnnvl.py").write_text(source)
     try:
         assert library.load().Mapping == 1
     finally:

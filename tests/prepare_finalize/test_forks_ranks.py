@@ -35,11 +35,11 @@ PARTS = [
 pair = make_ranks_fixture(2)
 
 
-def raised(function: Callable[[], Any]) -> str:
+def error_text(function: Callable[[], Any]) -> str:
     """Return the type and message of the raised error."""
     try:
         function()
-    except Exception as error:  # noqa: BLE001  its type is what is asked
+    except Exception as error:  # noqa: BLE001
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
@@ -49,49 +49,54 @@ def test_a_part_over_ranks_runs_only_in_its_own_process(
     pair: RankPool, part: str, experts: str
 ) -> None:
     layer = Layer(part, (3, 3), experts_part=experts)
-    for told, same in pair.run(in_and_out, layer):
-        for name, words in told.items():
-            assert words.startswith(StateError.__name__), (name, words)
-            assert "forked child" in words, (name, words)
-        assert same
+    for messages, is_unchanged in pair.run(call_in_child_and_parent, layer):
+        for name, message in messages.items():
+            assert message.startswith(StateError.__name__), (name, message)
+            assert "forked child" in message, (name, message)
+        assert is_unchanged
 
 
-def in_and_out(rank: int, world: int, group: object, layer: Layer) -> tuple[dict[str, str], bool]:
-    given = layer.inputs_of(rank)
-    arguments = given.x_TH, given.weights, given.routing
-    held: list[Any] = [layer.kernel(rank, group)]  # by nobody else, so that the child frees it
-    held.append(held[0].plan())
-    want = held[0](*arguments).clone()
+def call_in_child_and_parent(
+    rank: int, world: int, group: object, layer: Layer
+) -> tuple[dict[str, str], bool]:
+    inputs = layer.inputs_of(rank)
+    arguments = inputs.x_TH, inputs.weights, inputs.routing
+    # This list has the only references, so that the child can free the kernel.
+    calls: list[Any] = [layer.kernel(rank, group)]
+    calls.append(calls[0].plan())
+    expected = calls[0](*arguments).clone()
 
     def child() -> dict[str, str]:
-        told = {
-            "kernel": raised(lambda: held[0](*arguments)),
-            "plan": raised(lambda: held[1](*arguments)),
-            "destroy": raised(lambda: held[0].prepare_finalize.destroy()),
+        messages = {
+            "kernel": error_text(lambda: calls[0](*arguments)),
+            "plan": error_text(lambda: calls[1](*arguments)),
+            "destroy": error_text(lambda: calls[0].prepare_finalize.destroy()),
         }
-        # What the caller did wrong would otherwise be told to other ranks.
-        raised(lambda: held[0](given.x_TH[:, :-1], given.weights, given.routing))
-        freed = weakref.ref(held[0])
-        held.clear()
-        gc.collect()  # no thread of the parent's group is waited for
+        # An invalid call must not be reported to other ranks by a forked child.
+        error_text(lambda: calls[0](inputs.x_TH[:, :-1], inputs.weights, inputs.routing))
+        freed = weakref.ref(calls[0])
+        calls.clear()
+        gc.collect()  # This must not wait for threads of the parent.
         assert freed() is None
-        return told
+        return messages
 
-    told = run_in_child(child)
-    same = all(torch.equal(call(*arguments), want) for call in held)
-    if layer.part == SYMMETRIC:  # its destroy is this rank's affair alone
-        told.pop("destroy")
-    held[0].prepare_finalize.destroy()
-    return told, same
+    messages = run_in_child(child)
+    is_unchanged = all(torch.equal(call(*arguments), expected) for call in calls)
+    if layer.part == SYMMETRIC:  # Its `destroy` needs no other rank.
+        messages.pop("destroy")
+    calls[0].prepare_finalize.destroy()
+    return messages, is_unchanged
 
 
 def test_a_layer_that_sums_over_ranks_runs_only_in_its_own_process(pair: RankPool) -> None:
-    for words, same in pair.run(summed, None):
-        assert words.startswith(StateError.__name__), words
-        assert same
+    for message, is_unchanged in pair.run(call_layer_in_child_and_parent, None):
+        assert message.startswith(StateError.__name__), message
+        assert is_unchanged
 
 
-def summed(rank: int, world: int, group: object, _: None) -> tuple[str, bool]:
+def call_layer_in_child_and_parent(
+    rank: int, world: int, group: object, _: None
+) -> tuple[str, bool]:
     parallel = LayerParallel(tp_group=group)
     layer = FusedMoE(
         4, 32, 64, top_k=2, params_dtype=torch.float32, parallel=parallel, reduce_results=True
@@ -100,6 +105,6 @@ def summed(rank: int, world: int, group: object, _: None) -> tuple[str, bool]:
         parameter.data.fill_(0.1)
     x_TH = torch.ones(3, 32)
     routing = (torch.ones(3, 2), torch.tensor([[0, 1]] * 3, dtype=torch.int32))
-    want = layer(x_TH, routing)
-    words = run_in_child(lambda: raised(lambda: layer(x_TH, routing)))
-    return words, torch.equal(layer(x_TH, routing), want)
+    expected = layer(x_TH, routing)
+    message = run_in_child(lambda: error_text(lambda: layer(x_TH, routing)))
+    return message, torch.equal(layer(x_TH, routing), expected)

@@ -1,6 +1,5 @@
 """HostThenRankPrepareAndFinalize: a row is sent once to each host, and errors name the cause.
-
-MK_HOST_ID makes the ranks of one machine act as ranks of several hosts.
+MK_HOST_ID simulates several hosts on one machine.
 """
 
 import time
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from rank_fixtures import make_ranks_fixture
-from test_ranks_on_hosts import in_memory, left_in_memory, made, simulated
+from test_ranks_on_hosts import make_part, remaining_new_files, set_host_id, shared_memory_files
 
 from modular_kernel.catalog import check, make_kernel, this_machine
 from modular_kernel.errors import CommunicationError, ModularKernelError
@@ -22,7 +21,7 @@ from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.verify.over_ranks import RankTrial, build_kernel
 from prepare_finalize import HostThenRankGroup
 from prepare_finalize.common.handshake import CallMetadata
-from prepare_finalize.host_then_rank import part as module
+from prepare_finalize.host_then_rank import part as part_module
 from prepare_finalize.host_then_rank.counts import Geometry, check_counts
 
 CPU = this_machine(device="cpu")
@@ -34,48 +33,56 @@ four = make_ranks_fixture(4)
 
 
 def case_of(routing: str, per_host: int) -> RankCase:
-    """Return a smoke case of four ranks by its routing."""
+    """Return a smoke case of four ranks with this routing."""
     cases = rank_cases_for(PART, "TorchExperts", CPU, 4, ranks_per_host=per_host).cases
     return next(case for case in cases if case.routing == routing and any(case.tokens))
 
 
-def crossings(
+def count_rows_between_hosts(
     rank: int, world: int, group: object, ids: str, case: RankCase
 ) -> tuple[Counter[str], int, str]:
-    """Return the rows that this rank sent to ranks of other hosts, by phase, and the expected
-    number.
+    """Count the rows that this rank sends to other hosts.
+    Returns the numbers by phase, the expected number, and differences of the output.
     """
-    simulated(rank, ids)
-    crossed: Counter[str] = Counter()
+    set_host_id(rank, ids)
+    num_sent: Counter[str] = Counter()
 
     def build(of_rank: Any, machine: Machine, poison: bool) -> Any:
         kernel = build_kernel(of_rank, machine, poison, group)
         manager: Any = kernel.prepare_finalize.manager
-        exchange, home = manager.all_to_all, manager.hosts.index_W
+        exchange, host_of_rank = manager.all_to_all, manager.hosts.index_W
 
-        def counted(
-            out: Any, given: Any, *, input_splits: list[int], phase: str, **rest: Any
+        def count_and_exchange(
+            out: Any, rows: Any, *, input_splits: list[int], phase: str, **options: Any
         ) -> Any:
-            assert len(given) == sum(input_splits)
-            away = (n for to, n in enumerate(input_splits) if home[to] != home[rank])
-            crossed[phase] += sum(away)
-            assert not any(n for to, n in enumerate(input_splits) if (to - rank) % ids.count("a"))
-            return exchange(out, given, input_splits=input_splits, phase=phase, **rest)
+            assert len(rows) == sum(input_splits)
+            counts_to_other_hosts = (
+                n
+                for receiver, n in enumerate(input_splits)
+                if host_of_rank[receiver] != host_of_rank[rank]
+            )
+            num_sent[phase] += sum(counts_to_other_hosts)
+            assert not any(
+                n for receiver, n in enumerate(input_splits) if (receiver - rank) % ids.count("a")
+            )
+            return exchange(out, rows, input_splits=input_splits, phase=phase, **options)
 
-        manager.all_to_all = counted
+        manager.all_to_all = count_and_exchange
         return kernel
 
     trial = RankTrial(case, rank, CPU, build)
     problems = trial.first.compare(trial.eager_output).problems
-    homes = {e: {r for r, _ in found} for e, found in enumerate(case.problem.placement.locations)}
+    ranks_of_expert = {
+        e: {r for r, _ in found} for e, found in enumerate(case.problem.placement.locations)
+    }
     per_host = ids.count("a")
-    wanted = 0
+    expected_rows = 0
     for ids_K in trial.first.inputs.routing.topk_ids_TK.tolist():
-        ranks = [homes.get(expert, set()) for expert in ids_K]
+        ranks = [ranks_of_expert.get(expert, set()) for expert in ids_K]
         hosts = {next(iter(each)) // per_host for each in ranks if len(each) == 1}
         assert all(len(each) < 2 for each in ranks)
-        wanted += len(hosts - {rank // per_host})
-    return crossed, wanted, "; ".join(problems)
+        expected_rows += len(hosts - {rank // per_host})
+    return num_sent, expected_rows, "; ".join(problems)
 
 
 @pytest.mark.parametrize(("ids", "per_host"), [("aabb", 2), ("abcd", 1)])
@@ -83,37 +90,45 @@ def crossings(
 def test_a_row_is_sent_once_to_each_host_and_returned_once(
     four: RankPool, ids: str, per_host: int, routing: str
 ) -> None:
-    told = four.run(crossings, ids, case_of(routing, per_host))
-    assert [problems for _, _, problems in told] == [""] * 4
-    assert [crossed["dispatch"] for crossed, _, _ in told] == [wanted for _, wanted, _ in told]
-    there, back = (sum(crossed[way] for crossed, _, _ in told) for way in ("dispatch", "combine"))
-    assert there == back > 0
+    reports = four.run(count_rows_between_hosts, ids, case_of(routing, per_host))
+    assert [problems for _, _, problems in reports] == [""] * 4
+    assert [num_sent["dispatch"] for num_sent, _, _ in reports] == [
+        expected_rows for _, expected_rows, _ in reports
+    ]
+    dispatched, combined = (
+        sum(num_sent[way] for num_sent, _, _ in reports) for way in ("dispatch", "combine")
+    )
+    assert dispatched == combined > 0
 
 
-def test_within_one_host_the_network_is_not_used(four: RankPool) -> None:
-    told = four.run(crossings, "aaaa", case_of("zipf", 4))
-    assert [(dict(crossed), problems) for crossed, _, problems in told] == [({}, "")] * 4
+def test_no_rows_are_sent_between_hosts_within_one_host(four: RankPool) -> None:
+    reports = four.run(count_rows_between_hosts, "aaaa", case_of("zipf", 4))
+    assert [(dict(num_sent), problems) for num_sent, _, problems in reports] == [({}, "")] * 4
 
 
-def in_chunks(rank: int, world: int, group: object, ids: str, most: int) -> torch.Tensor:
-    """Return the output of a call with rows sent in at most that many chunks."""
-    simulated(rank, ids)
-    module.HostThenRankPrepareAndFinalize.max_chunks = most
+def call_with_chunks(
+    rank: int, world: int, group: object, ids: str, max_chunks: int
+) -> torch.Tensor:
+    """Return the output of a call with this number of chunks."""
+    set_host_id(rank, ids)
+    part_module.HostThenRankPrepareAndFinalize.max_chunks = max_chunks
     case = case_of("skips", 2)
     trial = RankTrial(case, rank, CPU, lambda c, m, p: build_kernel(c, m, p, group))
     part: Any = trial.kernel.prepare_finalize
-    assert part._geometry.chunks == most
-    module.HostThenRankPrepareAndFinalize.max_chunks = 4
+    assert part._geometry.chunks == max_chunks
+    part_module.HostThenRankPrepareAndFinalize.max_chunks = 4
     return trial.eager_output
 
 
-def test_chunks_change_no_bit(four: RankPool) -> None:
-    one, two = (four.run(in_chunks, "aabb", most) for most in (1, 2))
-    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+def test_outputs_do_not_depend_on_the_number_of_chunks(four: RankPool) -> None:
+    one_chunk, two_chunks = (
+        four.run(call_with_chunks, "aabb", max_chunks) for max_chunks in (1, 2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(one_chunk, two_chunks, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("ids", "per_host", "told"),
+    ("ids", "per_host", "message"),
     [
         ("aabb", 2, "made"),
         ("aaaa", None, "made"),
@@ -127,11 +142,11 @@ def test_chunks_change_no_bit(four: RankPool) -> None:
         ("aabb", 1, "need 1 consecutive ranks on each (Parallel.ranks_per_host)"),
     ],
 )
-def test_supported_numbers_of_hosts(
-    four: RankPool, ids: str, per_host: int | None, told: str
+def test_unequal_or_interleaved_hosts_are_refused(
+    four: RankPool, ids: str, per_host: int | None, message: str
 ) -> None:
-    answers = four.run(made, ids, PART, per_host)
-    assert all(told in answer for answer in answers), answers
+    messages = four.run(make_part, ids, PART, per_host)
+    assert all(message in text for text in messages), messages
 
 
 def test_too_many_ranks_per_host_are_refused() -> None:
@@ -146,9 +161,9 @@ def test_too_many_ranks_per_host_are_refused() -> None:
     assert "[graph]" in str(check(PART, "TritonExperts", graph, machine))
 
 
-def stays_away(rank: int, world: int, group: object, phase: str) -> tuple[str, float]:
-    """Rank 1 is late for the exchange within its host."""
-    simulated(rank, "aabb")
+def call_with_late_rank(rank: int, world: int, group: object, phase: str) -> tuple[str, float]:
+    """Make rank 1 late for the exchange within its host. Return the error and the seconds."""
+    set_host_id(rank, "aabb")
     manager = HostThenRankGroup(group, timeout_s=3.0)
     case = case_of("zipf", 2).of_rank(rank)
     kernel = make_kernel(PART, "TorchExperts", case.problem, group=manager)
@@ -156,13 +171,13 @@ def stays_away(rank: int, world: int, group: object, phase: str) -> tuple[str, f
     trial = RankTrial(case_of("zipf", 2), rank, CPU, lambda *_: kernel)
     if rank == 1:
         name = "_forward" if phase == "dispatch" else "finalize"
-        usual = getattr(part, name)
+        original = getattr(part, name)
 
-        def late(*args: Any, **options: Any) -> Any:
+        def sleep_and_call(*args: Any, **options: Any) -> Any:
             time.sleep(7)
-            return usual(*args, **options)
+            return original(*args, **options)
 
-        setattr(part, name, late)
+        setattr(part, name, sleep_and_call)
     started = time.monotonic()
     try:
         assert trial.eager_output is not None
@@ -175,28 +190,28 @@ def stays_away(rank: int, world: int, group: object, phase: str) -> tuple[str, f
 def test_a_rank_that_is_late_within_its_host_is_named_on_both_hosts(
     four: RankPool, phase: str
 ) -> None:
-    told = four.run(stays_away, phase)
+    reports = four.run(call_with_late_rank, phase)
     for rank in (0, 2, 3):
-        text, seconds = told[rank]
-        assert text.startswith("(1,)"), told
+        text, seconds = reports[rank]
+        assert text.startswith("(1,)"), reports
         assert "rank 1: on host a" in text
         assert seconds < 6.5
-    assert told[0][0].startswith(f"(1,) {phase}")
-    assert told[1][0] != "whole"
+    assert reports[0][0].startswith(f"(1,) {phase}")
+    assert reports[1][0] != "whole"
 
 
-def breaks(rank: int, world: int, group: object) -> tuple[str, float]:
-    """The experts of rank 1 raise while the other ranks wait, one of them within its host."""
-    simulated(rank, "aabb")
+def call_with_broken_rank(rank: int, world: int, group: object) -> tuple[str, float]:
+    """Let the experts of rank 1 raise. Return the error and the seconds until it is raised."""
+    set_host_id(rank, "aabb")
     case = case_of("zipf", 2)
 
-    def raising(*_: Any, **__: Any) -> None:
+    def raise_error(*_: Any, **__: Any) -> None:
         raise RuntimeError("broken")
 
     def build(of_rank: Any, machine: Machine, poison: bool) -> Any:
         kernel = build_kernel(of_rank, machine, poison, group)
         if rank == 1:
-            kernel.experts.apply = raising  # type: ignore[method-assign]
+            kernel.experts.apply = raise_error  # type: ignore[method-assign]
         return kernel
 
     trial, started = RankTrial(case, rank, CPU, build), time.monotonic()
@@ -208,60 +223,63 @@ def breaks(rank: int, world: int, group: object) -> tuple[str, float]:
 
 
 def test_a_rank_waiting_within_its_host_raises_at_once_if_another_fails(four: RankPool) -> None:
-    told = four.run(breaks)
-    assert told[1][0] == "broken"
+    reports = four.run(call_with_broken_rank)
+    assert reports[1][0] == "broken"
     for rank in (0, 2, 3):
-        text, seconds = told[rank]
+        text, seconds = reports[rank]
         assert "got aborted its call: RuntimeError" in text
         assert "peer 1)" in text
         assert seconds < 6
 
 
-AT = Geometry(rank=1, world_size=4, ranks_per_host=2, chunks=2, tokens=3)
+GEOMETRY = Geometry(rank=1, world_size=4, ranks_per_host=2, chunks=2, tokens=3)
 
 
 def counts_of(rank: int, *, tokens: int = 5) -> list[int]:
-    """Return the counts of a rank whose tokens all go to the first rank of every host."""
+    """Return the counts of a rank that sends all tokens to the first rank of every host."""
     chunks = [min(tokens, 3), max(0, tokens - 3)]
     to_hosts = [count for count in chunks for _ in range(2)]
-    return [*to_hosts, *(count if to % 2 == 0 else 0 for count in chunks for to in range(4))]
+    return [
+        *to_hosts,
+        *(count if receiver % 2 == 0 else 0 for count in chunks for receiver in range(4)),
+    ]
 
 
-def test_exchanged_counts() -> None:
+def test_check_counts_computes_splits_and_bounds() -> None:
     rows = tuple(tuple(counts_of(rank)) for rank in range(4))
-    way = check_counts(Any, CallMetadata(1, (5,) * 4, rows, 0.0), AT)  # type: ignore[arg-type]
+    way = check_counts(Any, CallMetadata(1, (5,) * 4, rows, 0.0), GEOMETRY)  # type: ignore[arg-type]
     assert (way.sent, way.forwarded, way.received) == ([6, 4], [6, 4], 0)
     assert way.splits(0) == ([0, 3, 0, 3], [0, 3, 0, 3])
     assert (way.crosses_hosts, way.has_rows) == ([True, True], [True, True])
-    # Rank 0 gets 6 and 6 rows of the first chunk, from itself and from this rank.
+    # Rank 0 gets 6 rows of the first chunk from itself, and 6 from this rank.
     assert way.write_bounds[:, 0].tolist() == [[6, 0], [12, 0]]
     assert way.write_bounds[:, 1].tolist() == [[16, 0], [20, 0]]
     assert way.max_rows_W == [20, 10, 20, 10]
 
 
-@pytest.mark.parametrize("at", [0, 2, 4, 8])
-def test_counts_that_exceed_the_tokens_of_a_chunk_are_refused(at: int) -> None:
+@pytest.mark.parametrize("column", [0, 2, 4, 8])
+def test_counts_that_exceed_the_tokens_of_a_chunk_are_refused(column: int) -> None:
     class Manager:
         @staticmethod
         def make_metadata_error(got: str, need: str, *, step: int, peers: list[int]) -> Exception:
             return ValueError(f"{peers} {need}")
 
     rows = [counts_of(rank) for rank in range(4)]
-    rows[2][at] = 4
+    rows[2][column] = 4
     agreed = CallMetadata(1, (5,) * 4, tuple(map(tuple, rows)), 0.0)
     with pytest.raises(ValueError, match=r"\[2\] no more than a chunk has tokens"):
-        check_counts(Manager(), agreed, AT)  # type: ignore[arg-type]
+        check_counts(Manager(), agreed, GEOMETRY)  # type: ignore[arg-type]
 
 
 def test_shared_memory_files_are_removed(four: RankPool) -> None:
-    before = in_memory()
-    four.run(made, "aabb", PART, 2)
-    assert left_in_memory(before) == set()
+    before = shared_memory_files()
+    four.run(make_part, "aabb", PART, 2)
+    assert remaining_new_files(before) == set()
 
 
 def call_other_layer(rank: int, world: int, group: object, ids: str, other: str) -> tuple[str, int]:
-    """Call another layer on rank 1 than on the others; return the error and the counts' number."""
-    simulated(rank, ids)
+    """Call another layer on rank 1 than on the others. Return the error and `max_counts`."""
+    set_host_id(rank, ids)
     manager, kernels = HostThenRankGroup(group, timeout_s=5.0), []
     for part, tokens in ((PART, 4), (other, 9)):
         parallel = Parallel(world, "linear", rank, ranks_per_host=ids.count("a"))
@@ -296,8 +314,8 @@ def test_layers_with_another_number_of_counts_raise_on_every_rank(
 def call_after_a_failed_constructor(
     rank: int, world: int, group: object, ids: str
 ) -> tuple[str, bool]:
-    """Make a layer with other sizes on some ranks, then call a good layer of the same manager."""
-    simulated(rank, ids)
+    """Make a layer with different sizes by rank, then call a valid layer of the same manager."""
+    set_host_id(rank, ids)
     manager = HostThenRankGroup(group, timeout_s=5.0)
     parallel = Parallel(world, "linear", rank, ranks_per_host=ids.count("a"))
     problem = Problem(3, 32, 16, experts=8, top_k=2, dtype=torch.float32, parallel=parallel)

@@ -1,4 +1,4 @@
-"""Problem.max_received bounds buffers; if a rank would receive more rows, every rank raises before
+"""Problem.max_received limits buffers. If a rank would receive more rows, every rank raises before
 the exchange.
 """
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rank_fixtures import make_ranks_fixture
-from test_ranks_on_hosts import simulated
+from test_ranks_on_hosts import set_host_id
 
 from modular_kernel.catalog import check, make_kernel
 from modular_kernel.errors import CommunicationError
@@ -18,8 +18,8 @@ from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.ranks.pool import RankPool
 
 ALL2ALL, BATCHED = "TorchAll2AllPrepareAndFinalize", "TorchAll2AllBatchedPrepareAndFinalize"
-BY_HOSTS = "HostThenRankPrepareAndFinalize"
-PAIRS = {ALL2ALL: "TorchExperts", BATCHED: "NaiveBatchedExperts", BY_HOSTS: "TorchExperts"}
+HOST_THEN_RANK = "HostThenRankPrepareAndFinalize"
+PAIRS = {ALL2ALL: "TorchExperts", BATCHED: "NaiveBatchedExperts", HOST_THEN_RANK: "TorchExperts"}
 TOKENS = 6
 PROBLEM = Problem(TOKENS, 32, 16, 8, 2, dtype=torch.float32, max_received=10)
 pytestmark = pytest.mark.cpu
@@ -28,62 +28,69 @@ pytestmark = pytest.mark.cpu
 four = make_ranks_fixture(4)
 
 
-def calls(rank: int, world: int, group: object, part: str, ids: str, most: int | None) -> list[Any]:
-    """Return the results of calls in which each token goes to rank 2, then 2 tokens do, then
-    all."""
-    simulated(rank, ids)
+def call_three_times(
+    rank: int, world: int, group: object, part: str, ids: str, max_received: int | None
+) -> list[Any]:
+    """Return the sum of the output, or the error, of each of three calls.
+    The first call sends TOKENS tokens to rank 2, the second sends 2 tokens to rank 2, and the third
+    sends 2 tokens to rank 0.
+    """
+    set_host_id(rank, ids)
     parallel = Parallel(world, rank=rank, ranks_per_host=ids.count("a"))
-    problem = replace(PROBLEM, parallel=parallel, max_received=most)
+    problem = replace(PROBLEM, parallel=parallel, max_received=max_received)
     kernel = make_kernel(part, PAIRS[part], problem, group=group)
     weights = ExpertWeights(torch.ones(2, 32, 32), torch.ones(2, 32, 16))
-    said: list[Any] = []
+    results: list[Any] = []
     exchanged: list[str] = []
     manager: Any = kernel.prepare_finalize.manager
     exchange = manager.all_to_all
 
-    def noted(*tensors: torch.Tensor, phase: str, **rest: Any) -> Any:
+    def record_and_exchange(*tensors: torch.Tensor, phase: str, **options: Any) -> Any:
         exchanged.append(phase)
-        return exchange(*tensors, phase=phase, **rest)
+        return exchange(*tensors, phase=phase, **options)
 
-    manager.all_to_all = noted
+    manager.all_to_all = record_and_exchange
     for tokens, expert in ((TOKENS, 4), (2, 4), (2, 0)):
         pairs = torch.full((tokens, 2), expert, dtype=torch.int32)
         pairs[:, 1] += 1
         routing = Routing(torch.full((tokens, 2), 0.5), pairs)
         try:
-            said.append(kernel(torch.ones(tokens, 32), weights, routing).sum().item())
+            results.append(kernel(torch.ones(tokens, 32), weights, routing).sum().item())
         except CommunicationError as error:
             assert not exchanged
-            said.append(f"{error.peers} {error.phase} {error.got}, {error.need}")
+            results.append(f"{error.peers} {error.phase} {error.got}, {error.need}")
     kernel.prepare_finalize.destroy()
-    return said
+    return results
 
 
 @pytest.mark.parametrize(
-    ("part", "ids"), [(ALL2ALL, "aaaa"), (BATCHED, "aaaa"), (BY_HOSTS, "aabb"), (BY_HOSTS, "abcd")]
+    ("part", "ids"),
+    [(ALL2ALL, "aaaa"), (BATCHED, "aaaa"), (HOST_THEN_RANK, "aabb"), (HOST_THEN_RANK, "abcd")],
 )
-def test_above_it_every_rank_raises_before_the_exchange_and_stays_usable(
+def test_more_rows_than_max_received_raise_on_every_rank(
     four: RankPool, part: str, ids: str
 ) -> None:
-    free = four.run(calls, part, ids, None)
-    bound = four.run(calls, part, ids, 10)
+    unlimited = four.run(call_three_times, part, ids, None)
+    limited = four.run(call_three_times, part, ids, 10)
     for rank in range(4):
-        told = bound[rank][0]
-        # Rank 3 passes on what comes from its like on the other host.
-        peers, more = ("(2, 3)", "; 12 rows for rank 3") if ids == "aabb" else ("(2,)", "")
-        assert told.startswith(f"{peers} counts 24 rows for rank 2{more}")
-        assert told.endswith("<= 10 (Problem.max_received)")
-        assert bound[rank][1:] == free[rank][1:]
-        assert isinstance(free[rank][0], float)
-    # As many as come are enough.
-    assert four.run(calls, part, ids, 24) == free
+        message = limited[rank][0]
+        # Rank 3 forwards rows from rank 1 of the other host.
+        peers, other_ranks = ("(2, 3)", "; 12 rows for rank 3") if ids == "aabb" else ("(2,)", "")
+        assert message.startswith(f"{peers} counts 24 rows for rank 2{other_ranks}")
+        assert message.endswith("<= 10 (Problem.max_received)")
+        assert limited[rank][1:] == unlimited[rank][1:]
+        assert isinstance(unlimited[rank][0], float)
+    # A limit equal to the number of rows is enough.
+    assert four.run(call_three_times, part, ids, 24) == unlimited
 
 
-def sizes(rank: int, world: int, group: object, part: str, most: int | None) -> tuple[int, int]:
-    """Return the bytes of the buffers of a call, and of those that ranks share."""
-    simulated(rank, "aabb")
+def buffer_bytes(
+    rank: int, world: int, group: object, part: str, max_received: int | None
+) -> tuple[int, int]:
+    """Return the bytes of the workspaces of a call, and of the buffers that ranks share."""
+    set_host_id(rank, "aabb")
     parallel = Parallel(world, rank=rank, ranks_per_host=2)
-    problem = replace(PROBLEM, tokens=512, max_received=most, parallel=parallel)
+    problem = replace(PROBLEM, tokens=512, max_received=max_received, parallel=parallel)
     kernel = make_kernel(part, PAIRS[part], problem, group=group)
     specs = kernel.workspace_specs(512)
     heap = getattr(getattr(kernel.prepare_finalize, "_buffer_pool", None), "heap", None)
@@ -93,21 +100,21 @@ def sizes(rank: int, world: int, group: object, part: str, most: int | None) -> 
 
 
 @pytest.mark.parametrize("part", PAIRS)
-def test_buffers_have_its_size(four: RankPool, part: str) -> None:
-    (whole, heap), (half, less), (more, _) = (
-        four.run(sizes, part, most)[0] for most in (None, 1024, 10**6)
+def test_max_received_reduces_the_sizes_of_buffers(four: RankPool, part: str) -> None:
+    (unlimited_bytes, heap), (limited_bytes, limited_heap), (other_ranks, _) = (
+        four.run(buffer_bytes, part, max_received)[0] for max_received in (None, 1024, 10**6)
     )
-    assert half < whole == more
-    assert half + less < 0.7 * (whole + heap)
-    assert (less < 0.6 * heap) is (part == BY_HOSTS)
+    assert limited_bytes < unlimited_bytes == other_ranks
+    assert limited_bytes + limited_heap < 0.7 * (unlimited_bytes + heap)
+    assert (limited_heap < 0.6 * heap) is (part == HOST_THEN_RANK)
 
 
-def test_parts_without_a_bound_refuse_it() -> None:
+def test_parts_that_do_not_support_max_received_refuse_it() -> None:
     machine = Machine("cuda", (9, 0), frozenset({"triton"}))
-    sizes = {"tokens": 8, "hidden": 512, "intermediate": 512, "experts": 8, "top_k": 2}
-    problem = Problem(**sizes, max_received=9, parallel=Parallel(4))
+    buffer_bytes = {"tokens": 8, "hidden": 512, "intermediate": 512, "experts": 8, "top_k": 2}
+    problem = Problem(**buffer_bytes, max_received=9, parallel=Parallel(4))
     for part in ("ReplicatedEP", "AllGatherReduceScatter", "SymmMem"):
         verdict = check(f"{part}PrepareAndFinalize", "TorchExperts", problem, machine)
         assert "got max_received=9, need max_received=None, because its buffers" in str(verdict)
     assert check(ALL2ALL, "TorchExperts", problem, machine).ok
-    assert check(BY_HOSTS, "TorchExperts", problem, machine).ok
+    assert check(HOST_THEN_RANK, "TorchExperts", problem, machine).ok

@@ -1,7 +1,5 @@
-"""Ranks on several hosts: detected by what they share, refused if one host is required, named in
-errors.
-
-MK_HOST_ID makes the ranks of one machine act as ranks of several hosts.
+"""Ranks on several hosts are detected, refused if one host is required, and named in errors.
+MK_HOST_ID simulates several hosts on one machine.
 """
 
 import os
@@ -26,25 +24,27 @@ from prepare_finalize.rendezvous.hosts import Hosts, check_hosts, check_one_host
 from prepare_finalize.rendezvous.store_collectives import StoreCollectives
 
 SYMM_MEM, ALL2ALL = "SymmMemPrepareAndFinalize", "TorchAll2AllPrepareAndFinalize"
-FOLDER = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
+SHARED_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
 
 
 four = make_ranks_fixture(4)
 
 
-def simulated(rank: int, ids: str) -> None:
-    os.environ["MK_HOST_ID"] = ids[rank]  # noqa: TID251  the rank's own, as a launcher sets it
+def set_host_id(rank: int, ids: str) -> None:
+    os.environ["MK_HOST_ID"] = ids[rank]  # noqa: TID251
 
 
-def found(rank: int, world: int, group: object, ids: str) -> tuple[str, tuple[int, ...]]:
-    simulated(rank, ids)
+def find_hosts_of_rank(
+    rank: int, world: int, group: object, ids: str
+) -> tuple[str, tuple[int, ...]]:
+    set_host_id(rank, ids)
     store = new_prefix_store(dist.group.WORLD, 10.0)
     hosts = find_hosts(StoreCollectives(store, rank, world, 10.0), rank)
     return str(hosts), hosts.index_W
 
 
 @pytest.mark.parametrize(
-    ("ids", "index_W", "told"),
+    ("ids", "index_W", "message"),
     [
         ("aabb", (0, 0, 1, 1), "4 ranks on 2 hosts: 0, 1 on a; 2, 3 on b"),
         ("abab", (0, 1, 0, 1), "4 ranks on 2 hosts: 0, 2 on a; 1, 3 on b"),
@@ -53,54 +53,58 @@ def found(rank: int, world: int, group: object, ids: str) -> tuple[str, tuple[in
     ],
 )
 def test_every_rank_finds_the_same_hosts(
-    four: RankPool, ids: str, index_W: tuple[int, ...], told: str
+    four: RankPool, ids: str, index_W: tuple[int, ...], message: str
 ) -> None:
-    assert four.run(found, ids) == [(told, index_W)] * 4
+    assert four.run(find_hosts_of_rank, ids) == [(message, index_W)] * 4
 
 
-def blind(rank: int, world: int, group: object) -> tuple[str, tuple[int, ...]]:
-    """Ranks 2 and 3 cannot open files of others, as in a separate container."""
+def find_hosts_without_shared_memory(
+    rank: int, world: int, group: object
+) -> tuple[str, tuple[int, ...]]:
+    """Find hosts while ranks 2 and 3 cannot read files of other ranks, as in another container."""
     os.environ["MK_HOST_ID"] = ""  # noqa: TID251
-    content = hosts_module._read_token
+    read_token = hosts_module._read_token
     if rank >= 2:
         hosts_module._read_token = lambda path: ""
     try:
-        return found(rank, world, group, [""] * 4)
+        return find_hosts_of_rank(rank, world, group, [""] * 4)
     finally:
-        hosts_module._read_token = content
+        hosts_module._read_token = read_token
 
 
 def test_ranks_without_shared_memory_are_on_different_hosts(
     four: RankPool,
 ) -> None:
-    told = four.run(blind)
-    assert {index_W for _, index_W in told} == {(0, 0, 1, 2)}
-    assert " (2); " in told[0][0]
+    message = four.run(find_hosts_without_shared_memory)
+    assert {index_W for _, index_W in message} == {(0, 0, 1, 2)}
+    assert " (2); " in message[0][0]
 
 
-def in_memory() -> set[Path]:
+def shared_memory_files() -> set[Path]:
     """Return the files of ranks in shared memory, including those of other processes."""
-    return set() if FOLDER is None else set(FOLDER.glob("modular_kernel-*"))
+    return set() if SHARED_MEMORY is None else set(SHARED_MEMORY.glob("modular_kernel-*"))
 
 
-def left_in_memory(before: set[Path]) -> set[Path]:
-    """Return new files that remain; those of other processes' ranks disappear within moments."""
-    left, until = in_memory() - before, time.monotonic() + 10
-    while left and time.monotonic() < until:
+def remaining_new_files(before: set[Path]) -> set[Path]:
+    """Return new files that remain for 10 s. Files of other processes disappear earlier."""
+    left, deadline = shared_memory_files() - before, time.monotonic() + 10
+    while left and time.monotonic() < deadline:
         time.sleep(0.1)
-        left &= in_memory()
+        left &= shared_memory_files()
     return left
 
 
-@pytest.mark.skipif(FOLDER is None, reason="no /dev/shm here")
+@pytest.mark.skipif(SHARED_MEMORY is None, reason="no /dev/shm here")
 def test_shared_memory_files_are_removed(four: RankPool) -> None:
-    before = in_memory()
-    four.run(found, "aabb")
-    assert left_in_memory(before) == set()
+    before = shared_memory_files()
+    four.run(find_hosts_of_rank, "aabb")
+    assert remaining_new_files(before) == set()
 
 
-def made(rank: int, world: int, group: object, ids: str, part: str, per_host: int | None) -> str:
-    simulated(rank, ids)
+def make_part(
+    rank: int, world: int, group: object, ids: str, part: str, per_host: int | None
+) -> str:
+    set_host_id(rank, ids)
     parallel = Parallel(world, "linear", rank, per_host)
     problem = Problem(
         tokens=8, hidden=64, intermediate=64, experts=8, top_k=2, dtype=torch.float32,
@@ -116,7 +120,7 @@ def made(rank: int, world: int, group: object, ids: str, part: str, per_host: in
 
 
 @pytest.mark.parametrize(
-    ("ids", "part", "per_host", "told"),
+    ("ids", "part", "per_host", "message"),
     [
         ("aabb", ALL2ALL, 2, "made"),
         ("aabb", ALL2ALL, None, "made"),
@@ -126,23 +130,23 @@ def made(rank: int, world: int, group: object, ids: str, part: str, per_host: in
     ],
 )
 def test_a_part_requires_the_hosts_of_its_problem(
-    four: RankPool, ids: str, part: str, per_host: int | None, told: str
+    four: RankPool, ids: str, part: str, per_host: int | None, message: str
 ) -> None:
-    answers = four.run(made, ids, part, per_host)
-    assert all(told in answer for answer in answers), answers
-    assert told == "made" or all(answer.startswith("ConfigurationError") for answer in answers)
+    messages = four.run(make_part, ids, part, per_host)
+    assert all(message in answer for answer in messages), messages
+    assert message == "made" or all(answer.startswith("ConfigurationError") for answer in messages)
 
 
-@pytest.mark.cpu  # kernels of the exchange are interpreted
+@pytest.mark.cpu  # The kernels of the exchange are interpreted.
 def test_shared_memory_over_two_hosts_is_refused_by_every_rank(
     four: RankPool,
 ) -> None:
-    before = in_memory()
-    answers = four.run(made, "aabb", SYMM_MEM, None)
+    before = shared_memory_files()
+    messages = four.run(make_part, "aabb", SYMM_MEM, None)
     need = f"need one host, whose memory {SYMM_MEM} shares"
-    assert all(need in answer for answer in answers), answers
-    assert left_in_memory(before) == set()
-    assert four.run(made, "aaaa", SYMM_MEM, None) == ["made"] * 4
+    assert all(need in answer for answer in messages), messages
+    assert remaining_new_files(before) == set()
+    assert four.run(make_part, "aaaa", SYMM_MEM, None) == ["made"] * 4
 
 
 def test_verdicts_on_described_clusters() -> None:
@@ -167,9 +171,9 @@ def test_impossible_ranks_per_host_are_refused(per_host: object) -> None:
         Parallel(4, ranks_per_host=per_host)
 
 
-def late(rank: int, world: int, group: object, skew_s: float) -> str:
-    """Rank 2 is late; the clocks of host b, ranks 2 and 3, are `skew_s` ahead."""
-    simulated(rank, "aabb")
+def call_with_late_rank(rank: int, world: int, group: object, skew_s: float) -> str:
+    """Return the error if rank 2 is late. The clocks of host b are `skew_s` ahead."""
+    set_host_id(rank, "aabb")
     clock = time.time
     if rank >= 2:
         time.time = lambda: clock() + skew_s
@@ -187,17 +191,17 @@ def late(rank: int, world: int, group: object, skew_s: float) -> str:
 
 @pytest.mark.parametrize("skew_s", [0.0, 60.0, -60.0])
 def test_a_skewed_clock_causes_no_wrong_accusation(four: RankPool, skew_s: float) -> None:
-    told = four.run(late, skew_s)
+    message = four.run(call_with_late_rank, skew_s)
     for rank in (0, 1, 3):
-        assert told[rank].startswith("(2,)"), told
-        assert "s late" in told[rank]
-        assert "rank 2: on host b" in told[rank]
-    assert "gave up on this rank, which was at least" in told[2]
+        assert message[rank].startswith("(2,)"), message
+        assert "s late" in message[rank]
+        assert "rank 2: on host b" in message[rank]
+    assert "gave up on this rank, which was at least" in message[2]
 
 
-def gone(rank: int, world: int, group: object) -> str:
-    """Host b misses an exchange."""
-    simulated(rank, "aabb")
+def call_with_missing_host(rank: int, world: int, group: object) -> str:
+    """Return the error if host b misses an exchange."""
+    set_host_id(rank, "aabb")
     manager = TorchGroup(group, timeout_s=1.0)
     if rank >= 2:
         time.sleep(2.5)
@@ -210,13 +214,15 @@ def gone(rank: int, world: int, group: object) -> str:
 
 
 def test_a_missing_host_is_named(four: RankPool) -> None:
-    told = four.run(gone)
-    assert all("ranks 2, 3: all of host b" in text for text in told[:2]), told
+    message = four.run(call_with_missing_host)
+    assert all("ranks 2, 3: all of host b" in text for text in message[:2]), message
 
 
-def without_store(rank: int, world: int, group: object, ended: bool) -> tuple[int, ...]:
-    """An exchange fails, with a store that does not answer or whose process has exited."""
-    simulated(rank, "aabb")
+def call_without_store(rank: int, world: int, group: object, ended: bool) -> tuple[int, ...]:
+    """Return the named peers if an exchange fails, and the store does not answer.
+    ended: whether the connection to the store is closed.
+    """
+    set_host_id(rank, "aabb")
     manager = TorchGroup(group, timeout_s=1.0)
     manager._failure_records.is_closed = ended
     manager._failure_records.publish_and_collect = lambda record, until_s: None
@@ -230,12 +236,12 @@ def without_store(rank: int, world: int, group: object, ended: bool) -> tuple[in
     return ()
 
 
-def test_a_store_that_does_not_answer_is_attributed_to_its_host(four: RankPool) -> None:
-    assert four.run(without_store, False)[:3] == [(), (0,), (0, 1)]
-    assert four.run(without_store, True)[:3] == [(), (0,), (0,)]
+def test_ranks_name_the_rank_of_a_store_that_does_not_answer(four: RankPool) -> None:
+    assert four.run(call_without_store, False)[:3] == [(), (0,), (0, 1)]
+    assert four.run(call_without_store, True)[:3] == [(), (0,), (0,)]
 
 
-def test_hosts_in_words() -> None:
+def test_hosts_have_ranks_and_names() -> None:
     hosts = Hosts((0, 0, 1, 1), ("a", "b"))
     assert hosts.has_consecutive_ranks(2)
     assert not hosts.has_consecutive_ranks(4)
@@ -264,7 +270,7 @@ def test_hosts_in_words() -> None:
         ((0,) * 8 + (1,) * 4, False, "need at most 8 consecutive ranks on each host"),
     ],
 )
-def test_hosts_of_a_part_that_knows_eight_gpus_of_each(
+def test_parts_with_eight_ranks_per_host_refuse_other_hosts(
     index_W: tuple[int, ...], full: bool, need: str
 ) -> None:
     names = tuple("abc"[: max(index_W) + 1])
@@ -274,18 +280,18 @@ def test_hosts_of_a_part_that_knows_eight_gpus_of_each(
         ranks_per_host=8,
         full_hosts=full,
     )
-    told = ""
+    message = ""
     try:
         check_hosts(Hosts(index_W, names), part="X", requires=requires, ranks_per_host=None)
     except ConfigurationError as error:
-        told = str(error)
-    assert need in told
-    assert bool(told) is bool(need)
+        message = str(error)
+    assert need in message
+    assert bool(message) is bool(need)
 
 
-def nearest(rank: int, world: int, group: object, part: str) -> list[list[int]]:
+def ranks_by_expert(rank: int, world: int, group: object, part: str) -> list[list[int]]:
     """Return the ranks to which this rank's pairs of each expert may go."""
-    simulated(rank, "aabb")
+    set_host_id(rank, "aabb")
     placement = Placement.linear(4, 4).with_copies({0: (1, 2), 2: (3,)})
     problem = Problem(
         tokens=8, hidden=64, intermediate=64, experts=4, top_k=2, dtype=torch.float32,
@@ -293,22 +299,22 @@ def nearest(rank: int, world: int, group: object, part: str) -> list[list[int]]:
     )  # fmt: skip
     kernel = make_kernel(part, "TorchExperts", problem, group=group)
     tables = kernel.prepare_finalize.tables(torch.device("cpu"))
-    found = [
-        sorted({int(home[0]) for home in homes[:copies]})
-        for homes, copies in zip(tables.homes_ER2, tables.copies_E.tolist(), strict=True)
+    find_hosts_of_rank = [
+        sorted({int(location[0]) for location in locations[:copies]})
+        for locations, copies in zip(tables.homes_ER2, tables.copies_E.tolist(), strict=True)
     ]
     kernel.prepare_finalize.destroy()
-    return found
+    return find_hosts_of_rank
 
 
 def test_pairs_go_to_the_nearest_copies_on_actual_hosts(four: RankPool) -> None:
-    told = four.run(nearest, ALL2ALL)
-    assert told == [
+    message = four.run(ranks_by_expert, ALL2ALL)
+    assert message == [
         [[0], [1], [2, 3], [3]],
         [[1], [1], [2, 3], [3]],
         [[2], [1], [2], [3]],
         [[2], [1], [3], [3]],
     ]
     for part in ("AllGatherReduceScatterPrepareAndFinalize", "ReplicatedEPPrepareAndFinalize"):
-        told = four.run(nearest, part)
-        assert told == [[[0, 1, 2], [1], [2, 3], [3]]] * 4
+        message = four.run(ranks_by_expert, part)
+        assert message == [[[0, 1, 2], [1], [2, 3], [3]]] * 4

@@ -1,4 +1,4 @@
-"""Replayed calls over ranks, in fixed-capacity exchanges: launches and collectives in order."""
+"""Replayed calls over ranks: launches and collectives of exchanges with fixed capacity."""
 
 import time
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ def layer_of(part: str, seed: int = 0, **fields) -> Layer:
 
 
 def replay_calls(rank: int, world: int, group: object, layers: list[Layer]):
-    """Call a plan of the first layer with the inputs of all; return outputs and counters."""
+    """Call a plan of the first layer with the inputs of all layers. Return outputs and counters."""
     with interpreted_replays():
         manager = manager_of(layers[0].part, group)
         plan = layers[0].kernel(rank, manager).plan()
@@ -68,7 +68,7 @@ def test_replays_match_the_float64_reference(pool: RankPool, part: str, quant: s
 
 
 def test_a_placement_with_copies_is_replayed(pool: RankPool) -> None:
-    """Its numbers are made by a launch of their own."""
+    """The slots of experts with copies are computed by an additional launch."""
     fields = {"experts": 5, "top_k": 2}
     copies = Placement.linear(5, 2).with_copies({0: (1,), 4: (0,)})
     layers = [
@@ -98,13 +98,13 @@ def replayed_plan(rank: int, group: object, layer: Layer, **options) -> tuple[Pl
 
 
 def refuse_in_replay(rank: int, world: int, group: object, layer: Layer) -> list[str]:
-    """Refuse a call on rank 1 that the others replay; return what this call and two more raise."""
+    """Refuse a call on rank 1 that other ranks replay. Return the results of three calls."""
     with interpreted_replays():
-        plan, (x_TH, *others) = replayed_plan(rank, group, layer, timeout_s=5.0)
+        plan, (x_TH, *rest) = replayed_plan(rank, group, layer, timeout_s=5.0)
         raised = []
         for x in (x_TH.double() if rank == 1 else x_TH, x_TH, x_TH):
             try:
-                out = plan(x, *others)
+                out = plan(x, *rest)
                 raised.append("NaN" if out.isnan().all() else "")
             except ModularKernelError as error:
                 raised.append(f"{type(error).__name__}: {error}")
@@ -117,7 +117,7 @@ def test_a_refusal_reaches_ranks_that_replay(pool: RankPool, part: str) -> None:
     for rank, errors in enumerate(pool.run(refuse_in_replay, layer_of(part))):
         if rank == 1:
             assert errors[0].startswith("DtypeError")
-        elif part == REPLICATED:  # raises before the all-reduce on a CPU
+        elif part == REPLICATED:  # On a CPU, this part raises before the all-reduce.
             errors.insert(0, errors[0])
         else:
             assert errors[0] == "NaN"
@@ -154,7 +154,7 @@ def test_an_interrupted_replay_is_reported_at_once(pool: RankPool, part: str) ->
     assert all(seconds < 10 for _, seconds in reports)
 
 
-def log_of_replays(rank: int, world: int, group: object, layer: Layer) -> tuple[list, list, str]:
+def log_replays(rank: int, world: int, group: object, layer: Layer) -> tuple[list, list, str]:
     """Return the last exchanges of two replays, and the error of a call after `destroy`."""
     with interpreted_replays():
         plan, arguments = replayed_plan(rank, group, layer)
@@ -174,17 +174,17 @@ def log_of_replays(rank: int, world: int, group: object, layer: Layer) -> tuple[
 
 @pytest.mark.parametrize("part", [*FIXED, SYMMETRIC])
 def test_replays_are_logged_and_need_an_open_manager(pool: RankPool, part: str) -> None:
-    for records, states, error in pool.run(log_of_replays, layer_of(part)):
+    for records, states, error in pool.run(log_replays, layer_of(part)):
         # On a CPU, ranks compare sizes before they exchange blocks.
         phases = ("dispatch", "combine") if part == SYMMETRIC else ("counts", "dispatch", "combine")
-        wanted = [(step, phase) for step in (1, 2) for phase in phases]
-        assert records[-len(wanted) :] == wanted
-        assert set(states[-len(wanted) :]) == {"launched" if part == SYMMETRIC else "done"}
+        expected = [(step, phase) for step in (1, 2) for phase in phases]
+        assert records[-len(expected) :] == expected
+        assert set(states[-len(expected) :]) == {"launched" if part == SYMMETRIC else "done"}
         assert "a destroyed manager" in error
 
 
 def replay_beside_a_started_call(rank: int, world: int, group: object, layer: Layer):
-    """Call a plan while a started call uses the slot of its recording; return all outputs."""
+    """Call a plan while a started call uses the slot of the recorded call. Return all outputs."""
     with interpreted_replays():
         plan, arguments = replayed_plan(rank, group, layer)
         kernel = plan.kernel
@@ -196,14 +196,14 @@ def replay_beside_a_started_call(rank: int, world: int, group: object, layer: La
         return outputs, kernel.counters()["replayed_calls"]
 
 
-def test_a_slot_in_use_is_not_replayed_into(pool: RankPool) -> None:
+def test_calls_are_not_replayed_if_their_slot_is_in_use(pool: RankPool) -> None:
     for outputs, replayed in pool.run(replay_beside_a_started_call, layer_of(SYMMETRIC)):
         assert all(torch.equal(out, outputs[0]) for out in outputs)
         assert replayed == 3 + 2
 
 
-def declarations(rank: int, world: int, group: object, layer: Layer):
-    """Return whether kernels of a counted and of a fixed exchange are replayable."""
+def find_replayable(rank: int, world: int, group: object, layer: Layer):
+    """Return whether kernels with counted rows and with a fixed capacity are replayable."""
     checked, fixed = TorchGroup(group), TorchGroup(group, checked=False)
     kernels = [layer.kernel(rank, manager) for manager in (checked, fixed)]
     return [kernel.replayable for kernel in kernels], [k._call_plans.capacities for k in kernels]
@@ -211,6 +211,6 @@ def declarations(rank: int, world: int, group: object, layer: Layer):
 
 @pytest.mark.parametrize("part", FIXED)
 def test_calls_with_counted_rows_are_not_replayed(pool: RankPool, part: str) -> None:
-    for replayable, plans in pool.run(declarations, layer_of(part)):
+    for replayable, plans in pool.run(find_replayable, layer_of(part)):
         assert replayable == [False, True]
         assert plans == [(), ()]

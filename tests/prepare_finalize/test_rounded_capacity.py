@@ -1,4 +1,4 @@
-"""Batched rows over ranks with a capacity that the experts round up."""
+"""Batched rows over ranks, if the experts require a rounded capacity."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,8 +20,8 @@ class RoundingExperts(NaiveBatchedExperts):
     requires = replace(NaiveBatchedExperts.requires, capacity_multiple=16)
 
 
-def outputs(rank: int, world: int, group: object) -> list[torch.Tensor]:
-    """Return the outputs of the same call without and with rounding."""
+def call_with_and_without_rounding(rank: int, world: int, group: object) -> list[torch.Tensor]:
+    """Return the outputs of a call without and with rounding."""
     problem = Problem(
         tokens=5, hidden=32, intermediate=24, experts=4, top_k=2, dtype=torch.float32,
         lora="adapters=3,rank=4", parallel=Parallel(world, "linear", rank),
@@ -36,7 +36,9 @@ def outputs(rank: int, world: int, group: object) -> list[torch.Tensor]:
     ]
 
 
-def test_adapters_stay_with_their_rows(rank_pool: Callable[[int], RankPool]) -> None:
-    for exact, rounded in rank_pool(2).run(outputs):
+def test_rounded_capacity_does_not_change_adapters(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
+    for exact, rounded in rank_pool(2).run(call_with_and_without_rounding):
         assert exact.abs().sum() > 0
         torch.testing.assert_close(rounded, exact)

@@ -1,4 +1,4 @@
-"""SymmMemPrepareAndFinalize on the ranks of one machine: slots, faults, and what is refused."""
+"""SymmMemPrepareAndFinalize on the ranks of one machine: slots, faults and refusals."""
 
 import gc
 import time
@@ -37,32 +37,32 @@ def error_of(call: Callable[[], object]) -> ModularKernelError | None:
     return None
 
 
-def made(rank: int, group: object, timeout_s: float = 5.0):
+def make_layer(rank: int, group: object, timeout_s: float = 5.0):
     manager = SymmetricGroup(group, timeout_s=timeout_s)
     kernel = make_kernel(PART, "TorchExperts", LAYER.problem(rank), group=manager, machine=MACHINE)
-    given = LAYER.inputs_of(rank)
-    return kernel, (given.x_TH, given.weights, given.routing)
+    arguments = LAYER.inputs_of(rank)
+    return kernel, (arguments.x_TH, arguments.weights, arguments.routing)
 
 
 # -------------------------------------------------------------------------------- calls and slots
 
 
-def two_and_then_three(rank: int, world: int, group: object) -> list:
-    kernel, given = made(rank, group)
-    first, second = kernel.start(*given), kernel.start(*given)
-    refused = error_of(lambda: kernel.start(*given))
+def start_three_calls(rank: int, world: int, group: object) -> list:
+    kernel, arguments = make_layer(rank, group)
+    first, second = kernel.start(*arguments), kernel.start(*arguments)
+    refused = error_of(lambda: kernel.start(*arguments))
     results = [second.finish().clone(), first.finish().clone()]
     handle = first.receive()[1]
-    again = error_of(
+    repeated = error_of(
         lambda: kernel.prepare_finalize.finalize(
             results[0], handle=handle, reduce=kernel.reduce, out=results[0]
         )
     )
-    return [*results, kernel(*given), refused, again]
+    return [*results, kernel(*arguments), refused, repeated]
 
 
 def test_two_calls_are_in_flight_and_a_third_is_refused(rank_pool: Pool) -> None:
-    reports = rank_pool(2).run(two_and_then_three)
+    reports = rank_pool(2).run(start_three_calls)
     for index in range(3):
         assert LAYER.compare([report[index] for report in reports]).ok
     for report in reports:
@@ -72,20 +72,22 @@ def test_two_calls_are_in_flight_and_a_third_is_refused(rank_pool: Pool) -> None
         assert "a finished call's" in str(report[4])
 
 
-def broken(rank: int, world: int, group: object, part: str, method: str) -> list:
-    """A method raises on every rank, more often than there are slots; then it works again."""
-    kernel, given = made(rank, group)
+def call_broken_method(rank: int, world: int, group: object, part: str, method: str) -> list:
+    """Let a method raise on every rank in more calls than there are slots. Return the output of
+    the next call.
+    """
+    kernel, arguments = make_layer(rank, group)
 
-    def breaks(*_args: object, **_kwargs: object) -> None:
+    def raise_error(*_args: object, **_kwargs: object) -> None:
         raise ZeroDivisionError
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(getattr(kernel, part), method, breaks)
+        patch.setattr(getattr(kernel, part), method, raise_error)
         for _ in range(3):
             with pytest.raises(ZeroDivisionError):
-                kernel(*given)
+                kernel(*arguments)
             gc.collect()
-    return [kernel(*given)]
+    return [kernel(*arguments)]
 
 
 @pytest.mark.parametrize(
@@ -94,66 +96,73 @@ def broken(rank: int, world: int, group: object, part: str, method: str) -> list
     ids=["experts", "before-sending", "after-sending"],
 )
 def test_unfinished_calls_release_their_slots(part: str, method: str, rank_pool: Pool) -> None:
-    reports = rank_pool(2).run(broken, part, method)
+    reports = rank_pool(2).run(call_broken_method, part, method)
     assert LAYER.compare([report[0] for report in reports]).ok
 
 
 # ------------------------------------------------------------------------------------------ faults
 
 
-def absent(rank: int, world: int, group: object, phase: str) -> list:
-    """A correct call; then rank 1 misses a call, or only its dispatch."""
-    kernel, given = made(rank, group, timeout_s=0.5)
-    good = kernel(*given).clone()
+def call_without_rank(rank: int, world: int, group: object, phase: str) -> list:
+    """Make a call, then one in which rank 1 misses the dispatch or the combine."""
+    kernel, arguments = make_layer(rank, group, timeout_s=0.5)
+    expected = kernel(*arguments).clone()
     if rank == 1:
         if phase == "combine":
-            kernel.start(*given).receive()
-        return [good]
-    out, start = torch.zeros_like(good), time.monotonic()
-    first = error_of(lambda: kernel(*given, out=out))
+            kernel.start(*arguments).receive()
+        return [expected]
+    out, start = torch.zeros_like(expected), time.monotonic()
+    first = error_of(lambda: kernel(*arguments, out=out))
     seconds = time.monotonic() - start
-    again = error_of(lambda: kernel(*given))
+    repeated = error_of(lambda: kernel(*arguments))
     manager = kernel.prepare_finalize.manager
-    return [good, first, again, seconds, bool(out.isnan().all()), manager.last_calls.json_lines()]
+    return [
+        expected,
+        first,
+        repeated,
+        seconds,
+        bool(out.isnan().all()),
+        manager.last_calls.json_lines(),
+    ]
 
 
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
 def test_a_missing_rank_is_named_and_the_output_is_nan(rank_pool: Pool, phase: str) -> None:
-    reports = rank_pool(2).run(absent, phase)
-    good, first, again, seconds, nan, lines = reports[0]
-    assert LAYER.compare([good, reports[1][0]]).ok
+    reports = rank_pool(2).run(call_without_rank, phase)
+    expected, first, repeated, seconds, is_nan, lines = reports[0]
+    assert LAYER.compare([expected, reports[1][0]]).ok
     assert isinstance(first, CommunicationError)
     assert (first.phase, first.peers, first.rank) == (phase, (1,), 0)
-    assert str(again) == str(first)
-    assert nan
+    assert str(repeated) == str(first)
+    assert is_nan
     assert seconds < 10
     assert phase in lines
 
 
-def retried(rank: int, world: int, group: object, by: str) -> list:
-    """Rank 1 makes several refused calls, and then a valid one."""
-    kernel, (x_TH, *rest) = made(rank, group)
+def repeat_refused_call(rank: int, world: int, group: object, by: str) -> list:
+    """Make a call before and after refused calls on rank 1. Return outputs and errors."""
+    kernel, (x_TH, *others) = make_layer(rank, group)
     call = kernel.plan() if by == "plan" else kernel
-    good, refused = call(x_TH, *rest).clone(), []
+    expected, refused = call(x_TH, *others).clone(), []
     if rank == 1:
-        refused = [error_of(lambda: call(x_TH.double(), *rest)) for _ in range(3)]
-    again = call(x_TH, *rest).clone()
+        refused = [error_of(lambda: call(x_TH.double(), *others)) for _ in range(3)]
+    repeated = call(x_TH, *others).clone()
     kernel.prepare_finalize.check()
-    return [good, again, call(x_TH, *rest), refused]
+    return [expected, repeated, call(x_TH, *others), refused]
 
 
 @pytest.mark.parametrize("by", ["kernel", "plan"])
 def test_a_refused_call_can_be_repeated_within_the_timeout(rank_pool: Pool, by: str) -> None:
-    """The others are not notified: they wait for the number of the call, which a refusal does not
-    use up.
+    """Other ranks are not notified. They wait, because a refused call does not change the number of
+    calls.
     """
-    reports = rank_pool(2).run(retried, by)
+    reports = rank_pool(2).run(repeat_refused_call, by)
     for index in range(3):
         assert LAYER.compare([report[index] for report in reports]).ok
     assert [type(error) for error in reports[1][3]] == [DtypeError] * 3
 
 
-def disagreeing(rank: int, world: int, group: object) -> ModularKernelError | None:
+def make_different_layers(rank: int, world: int, group: object) -> ModularKernelError | None:
     problem = replace(LAYER.problem(rank), hidden=48 if rank else 64)
     manager = SymmetricGroup(group, timeout_s=5)
     return error_of(
@@ -162,57 +171,59 @@ def disagreeing(rank: int, world: int, group: object) -> ModularKernelError | No
 
 
 def test_ranks_that_call_different_layers_raise_before_communication(rank_pool: Pool) -> None:
-    for rank, error in enumerate(rank_pool(2).run(disagreeing)):
+    for rank, error in enumerate(rank_pool(2).run(make_different_layers)):
         assert isinstance(error, CommunicationError)
         assert (error.phase, error.peers) == ("construct", (1 - rank,))
         assert "H64" in str(error)
         assert "H48" in str(error)
 
 
-def destroyed(rank: int, world: int, group: object) -> ModularKernelError | None:
-    kernel, given = made(rank, group)
+def call_after_destroy(rank: int, world: int, group: object) -> ModularKernelError | None:
+    kernel, arguments = make_layer(rank, group)
     kernel.prepare_finalize.manager.destroy()
-    return error_of(lambda: kernel(*given))
+    return error_of(lambda: kernel(*arguments))
 
 
 def test_use_after_destroy_is_refused(rank_pool: Pool) -> None:
-    assert all("a destroyed manager" in str(error) for error in rank_pool(2).run(destroyed))
+    assert all(
+        "a destroyed manager" in str(error) for error in rank_pool(2).run(call_after_destroy)
+    )
 
 
-def elsewhere(rank: int, world: int, group: object) -> ModularKernelError | None:
+def check_other_device(rank: int, world: int, group: object) -> ModularKernelError | None:
     manager = SymmetricGroup(group)
     manager.check_device("cpu")
     return error_of(lambda: manager.check_device("cuda"))
 
 
 def test_tensors_of_another_device_are_refused(rank_pool: Pool) -> None:
-    for error in rank_pool(2).run(elsewhere):
+    for error in rank_pool(2).run(check_other_device):
         assert isinstance(error, DeviceError)
         assert "got cuda, need cpu: the group's backend is gloo" in str(error)
 
 
-def lonely(rank: int, world: int, group: object) -> ModularKernelError | None:
+def connect_alone(rank: int, world: int, group: object) -> ModularKernelError | None:
     if rank == 1:
         return None
     return error_of(lambda: SymmetricGroup(group, timeout_s=0.3))
 
 
-def without_the_other(rank: int, world: int, group: object) -> ModularKernelError | None:
-    manager = SymmetricGroup(group, timeout_s=3.0)  # both ranks must be in time here
+def allocate_alone(rank: int, world: int, group: object) -> ModularKernelError | None:
+    manager = SymmetricGroup(group, timeout_s=3.0)  # Both ranks must connect within this time.
     if rank == 1:
         return None
     return error_of(lambda: manager.allocate_heap(256, "nothing", lambda _heap: None))
 
 
-@pytest.mark.parametrize("lonely", [lonely, without_the_other])
-def test_memory_is_allocated_on_all_ranks_or_none(rank_pool: Pool, lonely: Any) -> None:
-    error = rank_pool(2).run(lonely)[0]
+@pytest.mark.parametrize("call", [connect_alone, allocate_alone])
+def test_memory_is_allocated_on_all_ranks_or_none(rank_pool: Pool, call: Any) -> None:
+    error = rank_pool(2).run(call)[0]
     assert isinstance(error, CommunicationError)
     assert (error.phase, error.peers) == ("construct", (1,))
 
 
-def test_scales_of_experts_stay_with_the_weights(rank_pool: Pool) -> None:
-    """Rows are exchanged unquantized; the experts quantize them."""
+def test_outputs_with_activations_quantized_by_the_experts(rank_pool: Pool) -> None:
+    """Rows are exchanged without quantization. The experts quantize them."""
     fields = {"quant": "nvfp4_w4a4", "dtype": torch.bfloat16}
     layer = replace(LAYER, fields=fields)
     reports = rank_pool(2).run(call_layer, layer)

@@ -42,8 +42,8 @@ def test_a_call_that_does_not_end_expires_once() -> None:
 def test_idle_managers_and_calls_that_end_do_not_expire() -> None:
     manager, status = Manager(), Status()
     watchdog = Watchdog(manager, status)
-    time.sleep(3 * TIMEOUT_S)  # no call
-    for _ in range(12):  # calls one after the other, for longer than the timeout
+    time.sleep(3 * TIMEOUT_S)
+    for _ in range(12):  # Together, the calls take longer than the timeout.
         status.begun += 1
         time.sleep(TIMEOUT_S / 4)
         status.ended += 1
@@ -59,7 +59,7 @@ def test_stop_ends_the_thread() -> None:
 
 
 def end_call(counter: CallCounter) -> torch.Tensor:
-    """End a call whose sums are 1; return its output."""
+    """End a call whose sums are 1, and return its output."""
     out_TH = torch.zeros(3, 4)
     sums = BlockSums(torch.ones(1, 3, 4), Ranks(0, 1, 1), first_block=0, local_block=0)
     sum_blocks(sums, out_TH, None, counter)

@@ -239,7 +239,7 @@ def make_weights(**changes: Any) -> tuple[ExpertWeights, Problem]:
         ("w1_scale", torch.zeros(2, 64, 2).to(FP8), ShapeError, r"ceil\(H / 16\)"),
     ],
 )
-def test_wrong_arguments_are_refused_by_name(
+def test_errors_name_the_invalid_argument(
     name: str, value: torch.Tensor | None, error: type[InputError], need: str
 ) -> None:
     weights, problem = make_weights()
