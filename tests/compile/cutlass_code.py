@@ -1,4 +1,4 @@
-"""Helpers for tests of CuTe DSL kernels: compiles a kernel in a subprocess, and disassembles it."""
+"""Compiles CuTe DSL kernels in a subprocess, and disassembles them."""
 
 import subprocess
 import sys
@@ -15,19 +15,19 @@ DSL_MISSING = not find_importable(PACKAGES) >= {*PACKAGES}
 _TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-def compile_to_folder(folder: Path, arch: str, code: str, *words: str) -> None:
-    """Run `code`, which compiles one kernel for `arch` and writes files to `folder`."""
+def compile_to_folder(folder: Path, arch: str, code: str, *arguments: str) -> None:
+    """Run `code`, which compiles a kernel for `arch` and writes files to `folder`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUTE_DSL_ARCH", arch)
         patch.setenv("CUTE_DSL_KEEP_CUBIN", "1")
         patch.setenv("CUTE_DSL_KEEP_PTX", "1")
         patch.setenv("CUTE_DSL_DUMP_DIR", str(folder))
-        patch.setenv("MK_CACHE_DIR", str(folder / "cache"))  # which holds no object to load
-        subprocess.run([sys.executable, "-c", code, *words], check=True, timeout=120)
+        patch.setenv("MK_CACHE_DIR", str(folder / "cache"))  # an empty cache
+        subprocess.run([sys.executable, "-c", code, *arguments], check=True, timeout=120)
 
 
 def run_cuobjdump(folder: Path, option: str) -> str:
     """Return the output of cuobjdump for the only kernel in the folder."""
     (cubin,) = folder.glob("*.cubin")
-    done = subprocess.run([_TOOL, option, cubin], capture_output=True, text=True, check=True)
-    return done.stdout
+    result = subprocess.run([_TOOL, option, cubin], capture_output=True, text=True, check=True)
+    return result.stdout

@@ -19,7 +19,7 @@ META = torch.device("meta")
 MIXTRAL = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2)
 DEEPSEEK = Problem(tokens=1, hidden=7168, intermediate=2048, experts=32, top_k=8)
 QWEN3 = Problem(tokens=1, hidden=2048, intermediate=768, experts=128, top_k=8)
-# Depths of 22.5 groups of 128, biases in both products.
+# K has 22.5 groups of 128 elements, and both products have a bias.
 GPT_OSS = Problem(
     tokens=1, hidden=2880, intermediate=2880, experts=128, top_k=4, bias=True,
     activation="swiglu_oai",
@@ -70,10 +70,10 @@ def test_small_tiles_compile_without_moves_between_registers(
         assert record.config["BLOCK_M"] == 8
         assert check(record, expect="HMMA") == ()
         assert Counter(record.instructions)["LDGSTS"] > 0
-        # Halves of registers are values that products take together: none is put beside another.
-        # Scales of nvfp4, a byte each, are: 22 to 61 for 16 and 32 products (triton 3.6).
-        most = 3 if quant == "nvfp4_w4a16" else 2
-        assert record.instructions["PRMT"] <= most * record.instructions["HMMA"]
+        # Unpacked values must not be moved between registers. Scales of nvfp4 are moved: Triton 3.6
+        # needs 22 to 61 moves for 16 to 32 products.
+        max_moves = 3 if quant == "nvfp4_w4a16" else 2
+        assert record.instructions["PRMT"] <= max_moves * record.instructions["HMMA"]
 
 
 @pytest.mark.parametrize(

@@ -14,18 +14,18 @@ def twice_kernel(x_ptr, BLOCK: tl.constexpr):
 
 
 def test_compiled_kernels_are_cached_per_target() -> None:
-    """The second compilation for sm_80 finds the first one, not the kernel for sm_90."""
+    """The second compilation for sm_80 uses the kernel of the first one."""
     import torch
 
-    found = []
+    caches = []
     for target in ("sm_80", "sm_90", "sm_80"):
         with record_compiles(target) as records:
             twice_kernel[(1,)](torch.empty(64, device="meta"), BLOCK=64)
         (record,) = records
         assert record.target == target
-        found.append(twice_kernel.device_caches[f"compile-only {target}"][0])
-    assert found[0] is found[2]
-    kernels = [next(iter(kept.values())) for kept in found[:2]]
+        caches.append(twice_kernel.device_caches[f"compile-only {target}"][0])
+    assert caches[0] is caches[2]
+    kernels = [next(iter(kept.values())) for kept in caches[:2]]
     assert [kernel.metadata.target.arch for kernel in kernels] == [80, 90]
     assert kernels[0].hash != kernels[1].hash
 

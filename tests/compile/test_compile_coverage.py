@@ -1,6 +1,5 @@
-"""`mk compile` launches every kernel, or gives the reason why it does not.
-
-Nothing is compiled here.
+"""`mk compile` launches every kernel, or gives a reason for skipping it.
+These tests compile nothing.
 """
 
 import ast
@@ -36,18 +35,18 @@ def _record_names_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def jitted_functions() -> dict[str, str]:
-    """Return jitted functions, each with the text of all kernel files except its own head."""
+    """Return the text of all kernel files without the head of the function, by jitted function."""
     paths = (p for package in PACKAGES for p in (ROOT / package).rglob("kernels/**/*.py"))
     texts = {p: p.read_text() for p in paths}
-    found = {}
+    functions = {}
     for text in texts.values():
         for node in ast.parse(text).body:
             decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
             if any(".jit" in ast.unparse(decorator) for decorator in decorators):
                 assert isinstance(node, ast.FunctionDef)
-                everything = "\n".join(texts.values())
-                found[node.name] = everything.replace(f"def {node.name}(", "")
-    return found
+                all_text = "\n".join(texts.values())
+                functions[node.name] = all_text.replace(f"def {node.name}(", "")
+    return functions
 
 
 def test_kernels_are_listed_and_other_jitted_functions_are_used() -> None:
@@ -55,22 +54,28 @@ def test_kernels_are_listed_and_other_jitted_functions_are_used() -> None:
     assert kernels == set(defined_kernels())
     assert len(kernels) >= 33
     assert kernels >= GLUON
-    for name, others in jitted_functions().items():
-        if name not in kernels:  # called, or passed to warp_specialize or to a reduction
-            assert f"{name}(" in others or f"({name}," in others or f"{name})" in others, name
+    for name, other_text in jitted_functions().items():
+        if name not in kernels:  # It is called, or passed to warp_specialize or to a reduction.
+            assert (
+                f"{name}(" in other_text or f"({name}," in other_text or f"{name})" in other_text
+            ), name
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
 def test_every_kernel_is_launched_or_skipped_with_a_reason(target: str) -> None:
-    done = compile_all(target)
-    seen = {row.record.kernel for row in done.rows}
-    left_out = {kernel.kernel: kernel.reason for kernel in done.left_out}
-    assert seen | set(left_out) == set(defined_kernels())
-    alone = {"dequantize_kernel", "shrink_tiles_kernel", "select_expert_tiles_kernel"}
-    alone |= {"grouped_gemm_w4_tma_kernel", "tile_weights_kernel"}
-    reason, hopper = "sm_90 only", {*GLUON, *alone}
+    result = compile_all(target)
+    launched_kernels = {row.record.kernel for row in result.rows}
+    left_out = {kernel.kernel: kernel.reason for kernel in result.left_out}
+    assert launched_kernels | set(left_out) == set(defined_kernels())
+    other_hopper_kernels = {
+        "dequantize_kernel",
+        "shrink_tiles_kernel",
+        "select_expert_tiles_kernel",
+    }
+    other_hopper_kernels |= {"grouped_gemm_w4_tma_kernel", "tile_weights_kernel"}
+    reason, hopper = "sm_90 only", {*GLUON, *other_hopper_kernels}
     expected = {} if target == "sm_90" else dict.fromkeys(hopper, reason)
-    if target == "sm_90":  # tests/compile/test_dequantized_compile.py compiles it
+    if target == "sm_90":  # tests/compile/test_dequantized_compile.py compiles this kernel.
         expected["select_expert_tiles_kernel"] = "launched only for weights of more than 1 GiB"
     if target == "sm_80":
         expected["amax_kernel"] = "fp8 only, sm_89 or newer"
@@ -86,19 +91,19 @@ def test_kernel_without_a_case_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("only", ["BatchedTritonExperts T4-", "unwritten pairs"])
 def test_name_filter_selects_cases(only: str) -> None:
-    done = compile_all("sm_90", name_filter=only)
-    assert done.rows
-    assert all(only in row.case for row in done.rows)
-    assert done.left_out == ()
+    result = compile_all("sm_90", name_filter=only)
+    assert result.rows
+    assert all(only in row.case for row in result.rows)
+    assert result.left_out == ()
 
 
 @pytest.mark.parametrize("only", ["combine_kernel", "gemv_w4"])
 def test_name_filter_selects_kernels(only: str) -> None:
-    """All kernels with that name are compiled, whichever cases launch them."""
-    done = compile_all("sm_90", name_filter=only)
-    assert {row.record.kernel for row in done.rows} == set(defined_kernels(only))
-    assert not any(only in row.case for row in done.rows)
-    assert done.left_out == ()
+    """All kernels with this name are compiled, and not only those of some cases."""
+    result = compile_all("sm_90", name_filter=only)
+    assert {row.record.kernel for row in result.rows} == set(defined_kernels(only))
+    assert not any(only in row.case for row in result.rows)
+    assert result.left_out == ()
 
 
 def test_skipped_kernel_selected_by_name_has_its_reason() -> None:
@@ -106,8 +111,7 @@ def test_skipped_kernel_selected_by_name_has_its_reason() -> None:
     assert left_out.reason == "sm_90 only"
 
 
-# Kernels with matrix products whose instructions `mk compile` does not check, and the test files
-# that check them.
+# Test files that check the instructions of kernels, if `mk compile` does not check them.
 CHECKED_IN_TESTS = {
     "gemv_tma_down_kernel": "test_kernels_compile.py",
     "gemv_tma_gate_up_kernel": "test_kernels_compile.py",
@@ -123,7 +127,7 @@ PRODUCTS = {"dot", "dot_scaled", "warpgroup_mma"}
 
 
 def names_used_by_jit_functions() -> dict[str, set[str]]:
-    """Return the names that each jit function uses, by its name."""
+    """Return the names that each jit function uses, by name of the function."""
     used: dict[str, set[str]] = {}
     paths = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
     for path in paths:
@@ -135,8 +139,8 @@ def names_used_by_jit_functions() -> dict[str, set[str]]:
     return used
 
 
-def test_the_instructions_of_every_matrix_product_are_checked() -> None:
-    """A new kernel, or one with a renamed operand, is reported instead of left unchecked."""
+def test_instructions_of_every_matrix_product_are_checked() -> None:
+    """New kernels, and kernels with a renamed operand, must be added to CHECKED_IN_TESTS."""
     used = names_used_by_jit_functions()
 
     def multiplies(name: str, callers: tuple[str, ...] = ()) -> bool:

@@ -64,8 +64,8 @@ def launch_matmul(block_m, block_n, block_k=64, dtype=torch.bfloat16, device="me
     size = 64 if device == "cpu" else 1024
     a = torch.empty(size, 512, dtype=dtype, device=device)
     b = torch.empty(2 * size, 512, dtype=dtype, device=device).t()
-    integer = dtype == torch.int8
-    out_dtype = torch.int32 if integer else torch.bfloat16
+    is_integer = dtype == torch.int8
+    out_dtype = torch.int32 if is_integer else torch.bfloat16
     c = torch.zeros(size, 2 * size, dtype=out_dtype, device=device)
     grid = (triton.cdiv(size, block_m), triton.cdiv(2 * size, block_n))
     tile_matmul_kernel[grid](
@@ -75,8 +75,8 @@ def launch_matmul(block_m, block_n, block_k=64, dtype=torch.bfloat16, device="me
         shape=(size, 2 * size, 512),
         a_strides=a.stride(),
         b_strides=b.stride(),
-        ACTIVATION=None if integer else relu,
-        ACC_DTYPE=tl.int32 if integer else tl.float32,
+        ACTIVATION=None if is_integer else relu,
+        ACC_DTYPE=tl.int32 if is_integer else tl.float32,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
@@ -106,10 +106,10 @@ def test_record_of_a_suitable_tile_passes():
     }
     assert record.dtypes == {"a_ptr": "bf16", "b_ptr": "bf16", "c_ptr": "bf16"}
     assert (record.num_warps, record.num_stages) == (4, 3)
-    assert record.shared >= 3 * (64 + 128) * 64 * 2  # a stage of tiles each
+    assert record.shared >= 3 * (64 + 128) * 64 * 2  # bytes of the tiles of three stages
     assert 64 < record.registers <= 255
     assert record.stack == record.spill == record.instructions["LDL"] == 0
-    assert record.instructions["LDGSTS"] > 0  # 16-byte copies: alignment was understood
+    assert record.instructions["LDGSTS"] > 0  # These copies of 16 bytes need aligned operands.
     assert record.seconds > 0
     assert "BLOCK_N=128" in str(record)
 
@@ -133,7 +133,7 @@ def test_small_tile_lacks_the_warpgroup_instruction():
 
 
 def test_spilled_registers_are_reported():
-    # 128 x 256 float32 accumulators are 256 registers a thread with 4 warps: one more than exist.
+    # With 4 warps, 128 x 256 accumulators are 256 registers per thread. A thread has only 255.
     record = compile_matmul(128, 256, num_warps=4, num_stages=3)
     assert record.stack > 0
     assert record.instructions["STL"] > 0
@@ -158,26 +158,26 @@ def test_kernels_are_not_run_and_cpu_tensors_are_accepted():
         c = launch_matmul(64, 128, device="cpu", num_warps=4)
         launch_matmul(64, 128, device="cpu", num_warps=4)
     assert not c.any()
-    assert len(records) == 2  # every launch, also of a kernel known already
+    assert len(records) == 2
     assert records[0].instructions == records[1].instructions
 
 
 def test_instructions_are_counted_lazily():
-    """They are read after pickling, too. repr and check do not read them."""
+    """They can be counted after pickling, too. `repr` and `check` do not count them."""
     with record_compiles() as records:
         launch_matmul(64, 128, device="meta", num_warps=4)
         launch_matmul(64, 64, device="meta", num_warps=4)
     record, other = records
     assert check(record) == ()
-    before = repr(record)
-    assert before != repr(other).replace("'BLOCK_N': 64", "'BLOCK_N': 128")
-    moved = pickle.loads(pickle.dumps(record))
+    originals = repr(record)
+    assert originals != repr(other).replace("'BLOCK_N': 64", "'BLOCK_N': 128")
+    unpickled = pickle.loads(pickle.dumps(record))
     assert not record.instructions.is_counted
-    assert not moved.instructions.is_counted
+    assert not unpickled.instructions.is_counted
     assert check(record, expect="HGMMA") == ()
     assert record.instructions.is_counted
-    assert repr(record) == repr(moved) == before
-    assert moved.instructions["HGMMA"] == record.instructions["HGMMA"] > 0
+    assert repr(record) == repr(unpickled) == originals
+    assert unpickled.instructions["HGMMA"] == record.instructions["HGMMA"] > 0
 
 
 @triton.jit
@@ -197,7 +197,7 @@ def test_arguments_are_specialized_as_on_a_gpu():
         path[0] for path, attrs in kernel.src.attrs.items() if ["tt.divisibility", 16] in attrs
     }
     names = [name for i, name in enumerate(signature) if i in aligned]
-    assert names == ["x_ptr", "sixteen"]  # y starts 4 bytes off a boundary
+    assert names == ["x_ptr", "sixteen"]  # The address of y is not a multiple of 16.
 
 
 def test_fake_tensors_are_treated_as_aligned():
@@ -226,25 +226,25 @@ def test_host_descriptors_compile_to_tma():
 def test_targets_are_compiled_separately():
     records: list[CompileRecord] = []
     for target in ("sm_90", "sm_80", "sm_90"):
-        with record_compiles(target) as found:
+        with record_compiles(target) as new_records:
             launch_matmul(64, 64, num_warps=4)
-        records += found
+        records += new_records
     assert [r.target for r in records] == ["sm_90", "sm_80", "sm_90"]
     assert [check(r, expect="HGMMA") == () for r in records] == [True, False, True]
 
 
 def test_driver_and_launch_are_restored_after_errors():
-    before = (triton.runtime.driver._active, JITFunction.run)
+    originals = (triton.runtime.driver._active, JITFunction.run)
     with record_compiles():
-        assert JITFunction.run is not before[1]
-    assert (triton.runtime.driver._active, JITFunction.run) == before
+        assert JITFunction.run is not originals[1]
+    assert (triton.runtime.driver._active, JITFunction.run) == originals
     with pytest.raises(ZeroDivisionError), record_compiles():
         raise ZeroDivisionError
-    assert (triton.runtime.driver._active, JITFunction.run) == before
+    assert (triton.runtime.driver._active, JITFunction.run) == originals
     with pytest.raises(triton.CompilationError), record_compiles() as records:
-        launch_matmul(24, 64, num_warps=4)  # not a power of two
+        launch_matmul(24, 64, num_warps=4)  # 24 is not a power of two.
     assert records == []
-    assert (triton.runtime.driver._active, JITFunction.run) == before
+    assert (triton.runtime.driver._active, JITFunction.run) == originals
 
 
 CONFIGS = [triton.Config({"BLOCK": block}) for block in (64, 128)]

@@ -1,7 +1,6 @@
 """The kernel of CutlassExpertsFP8, compiled for sm_90a without a GPU, has the expected
 instructions.
-
-Skipped without nvidia-cutlass-dsl, which the extra `cutlass` installs (330 MB, NVIDIA's license).
+These tests need nvidia-cutlass-dsl, which the extra `cutlass` installs (330 MB, NVIDIA's license).
 """
 
 import re
@@ -17,15 +16,15 @@ COMPILE = (
     "import sys; from experts.cutlass.block_gemm import load_kernel; "
     "load_kernel(sys.argv[1] == 'True')"
 )
-THREADS, MULTIPLYING, OTHERS = 384, 256, 128
-MAX_LOOP_INSTRUCTIONS = 230  # instructions of a step of 256 columns, 128 of them FFMA
+THREADS, MMA_THREADS, OTHER_THREADS = 384, 256, 128
+MAX_LOOP_INSTRUCTIONS = 230  # for a step of 256 columns, which has 128 FFMA
 
 
 def disassemble(folder: Path, gated: bool) -> tuple[list[tuple[int, str]], str]:
-    """Return the kernel's instructions with their addresses, and cuobjdump's resource usage."""
+    """Return the instructions of the kernel with their addresses, and its resource usage."""
     compile_to_folder(folder, "sm_90a", COMPILE, str(gated))
-    found = re.finditer(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", run_cuobjdump(folder, "-sass"))
-    return [(int(m[1], 16), m[2].strip()) for m in found], run_cuobjdump(folder, "-res-usage")
+    matches = re.finditer(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", run_cuobjdump(folder, "-sass"))
+    return [(int(m[1], 16), m[2].strip()) for m in matches], run_cuobjdump(folder, "-res-usage")
 
 
 def opcode(instruction: str) -> str:
@@ -34,7 +33,7 @@ def opcode(instruction: str) -> str:
 
 
 def product_loop(instructions: list[tuple[int, str]]) -> list[str]:
-    """Return the shortest loop that contains an MMA instruction."""
+    """Return the instructions of the shortest loop that contains an MMA."""
     loops = []
     for address, instruction in instructions:
         jump = re.search(r"\bBRA\b.*(0x[0-9a-f]+)$", instruction)
@@ -56,31 +55,34 @@ def test_kernel_has_the_expected_instructions(kernel: tuple[list[tuple[int, str]
     instructions, resources = kernel
     counts = Counter(opcode(i) for _, i in instructions)
     assert counts["QGMMA.64x128x32.F32.E4M3.E4M3"] == 8
-    # A group of four products each: the assembler has not made it wait for every one.
+    # There is one wait for four products. The assembler may not add waits.
     assert counts["WARPGROUP.ARRIVE"] == counts["WARPGROUP.DEPBAR.LE"] == 2
     assert counts["UTMALDG.2D.MULTICAST"] == 1
     assert any(name.startswith("UTMASTG") for name in counts)
     assert not any(name.startswith(("STL", "LDL")) for name in counts)
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", resources).groups())
     assert stack == 0
-    # What warps ask for beyond what the block was given at its start would never come.
-    given = {
+    # If warps requested more registers than the block has, they would wait forever.
+    registers_by_instruction = {
         name.split(".")[1]: int(i.split()[-1], 16)
         for _, i in instructions
         if (name := opcode(i)).startswith("USETMAXREG")
     }
-    wanted = given["TRY_ALLOC"] * MULTIPLYING + given["DEALLOC"] * OTHERS
-    assert wanted <= registers * THREADS
+    num_requested = (
+        registers_by_instruction["TRY_ALLOC"] * MMA_THREADS
+        + registers_by_instruction["DEALLOC"] * OTHER_THREADS
+    )
+    assert num_requested <= registers * THREADS
 
 
 def test_main_loop_has_no_barrier_and_few_instructions(
     kernel: tuple[list[tuple[int, str]], str],
 ) -> None:
-    """The warpgroups do not wait for each other, and the loop does little besides MMAs."""
+    """The warpgroups do not wait for each other."""
     loop = product_loop(kernel[0])
     counts = Counter(opcode(i).split(".")[0] for i in loop)
     assert counts["QGMMA"] == 8
     assert counts["FFMA"] == 128
     assert not counts["BAR"]
-    assert not counts["LDG"]  # scales come through the ring
+    assert not counts["LDG"]  # Scales are in the ring, too.
     assert len(loop) <= MAX_LOOP_INSTRUCTIONS

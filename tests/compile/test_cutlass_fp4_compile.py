@@ -1,10 +1,7 @@
 """The kernel of CutlassExpertsFP4, compiled for sm_100a without a GPU, has the expected
-instructions.
-
-No such GPU was available, so these tests are the evidence for the kernel: the load, MMA and store
-instructions, the layout of tensor memory, the bytes that a barrier waits for, and that
-`modular_kernel.quant.scale_layout` is the layout of the DSL's own helper. Skipped without
-nvidia-cutlass-dsl, which the extra `cutlass` installs (330 MB, NVIDIA's license).
+instructions and layouts.
+The kernel was never run, because no such GPU was available. These tests need nvidia-cutlass-dsl,
+which the extra `cutlass` installs (330 MB, NVIDIA's license).
 """
 
 import re
@@ -24,7 +21,6 @@ pytestmark = pytest.mark.skipif(DSL_MISSING, reason="pip install '.[cutlass]'")
 COMPILE = "from experts.cutlass.fp4_gemm import load_kernel; load_kernel()"
 STAGES, ACCUMULATORS = 6, 2
 TILE, STEP = 128, 256
-# Bytes of shared memory that a block of an sm_100 may have.
 MAX_SHARED_BYTES = 227 * 1024
 
 
@@ -55,11 +51,11 @@ def test_kernel_does_not_spill(code: CompiledCode) -> None:
 
 
 def test_each_step_has_the_expected_instructions(code: CompiledCode) -> None:
-    """Per step: two loads of values, two loads of scales, and four MMAs of 64 values."""
+    """A step has two loads of values, two loads of scales, and four MMAs of 64 values."""
     counts = Counter(re.findall(r"^\s*(?:@!?%p\d+ )?([a-z][\w.:]+)", code.ptx, re.M))
-    by = {
-        what: sum(n for name, n in counts.items() if name.startswith(what))
-        for what in (
+    counts_by_prefix = {
+        prefix: sum(n for name, n in counts.items() if name.startswith(prefix))
+        for prefix in (
             "cp.async.bulk.tensor.2d.shared", "cp.async.bulk.shared::cluster.global",
             "tcgen05.cp.cta_group::1.32x128b.warpx4", "tcgen05.ld.sync.aligned.32x32b.x32",
             "tcgen05.commit", "tcgen05.alloc", "tcgen05.dealloc", "tcgen05.mma",
@@ -67,7 +63,7 @@ def test_each_step_has_the_expected_instructions(code: CompiledCode) -> None:
             "st.global", "st.local", "ld.local",
         )
     }  # fmt: skip
-    assert by == {
+    assert counts_by_prefix == {
         "cp.async.bulk.tensor.2d.shared": 2,
         "cp.async.bulk.shared::cluster.global": 2,
         "tcgen05.cp.cta_group::1.32x128b.warpx4": 8,
@@ -77,58 +73,60 @@ def test_each_step_has_the_expected_instructions(code: CompiledCode) -> None:
         "tcgen05.dealloc": 1,
         "tcgen05.mma": 4,
         "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale.block16": 4,
-        "st.global.v4": 16,  # 128 columns of a row, 8 at a time, and nothing besides
+        "st.global.v4": 16,  # 128 columns of a row, 8 in a store
         "st.global": 16,
         "st.local": 0,
         "ld.local": 0,
     }
-    machine = Counter(re.findall(r"\b(UTCOMMA|UTCCP|UTMALDG|UBLKCP|LDTM)\b", code.sass))
-    assert machine == {"UTCOMMA": 4, "UTCCP": 8, "UTMALDG": 2, "UBLKCP": 2, "LDTM": 4}
+    sass_counts = Counter(re.findall(r"\b(UTCOMMA|UTCCP|UTMALDG|UBLKCP|LDTM)\b", code.sass))
+    assert sass_counts == {"UTCOMMA": 4, "UTCCP": 8, "UTMALDG": 2, "UBLKCP": 2, "LDTM": 4}
 
 
 def test_barrier_expects_the_bytes_of_a_step(code: CompiledCode) -> None:
     values, scales = 2 * TILE * STEP // 2, 2 * TILE * STEP // 16
-    assert moved_constant(code, r"mbarrier\.arrive\.expect_tx\S* \S+, \[%r\d+\], (%r\d+);") == (
+    assert constant_argument(code, r"mbarrier\.arrive\.expect_tx\S* \S+, \[%r\d+\], (%r\d+);") == (
         values + scales
     )
-    assert moved_constant(
+    assert constant_argument(
         code, r"cp\.async\.bulk\.shared::cluster\S* \[%r\d+\], \[%rd\d+\], (%r\d+)"
     ) == (scales // 2)
 
 
-def moved_constant(code: CompiledCode, pattern: str) -> int:
+def constant_argument(code: CompiledCode, pattern: str) -> int:
     """Return the constant in the register that the first match of `pattern` captures."""
     register = re.search(pattern, code.ptx)[1]
     return int(re.search(rf"mov\.b32 \t{re.escape(register)}, (\d+);", code.ptx)[1])
 
 
-def test_instruction_descriptor(code: CompiledCode) -> None:
-    """128 x 128 tiles of e2m1 values with e4m3 scales, without negation."""
-    plain = {int(n) for n in re.findall(r"\b(136\d{6})\b", code.ptx)}
-    descriptor = min(plain)
+def test_instruction_descriptor_has_the_tile_and_dtypes(code: CompiledCode) -> None:
+    """The descriptor is that of 128 x 128 tiles of e2m1 values with e4m3 scales."""
+    candidates = {int(n) for n in re.findall(r"\b(136\d{6})\b", code.ptx)}
+    descriptor = min(candidates)
     assert descriptor >> 7 & 7 == descriptor >> 10 & 7 == 1  # e2m1
     assert (descriptor >> 17 & 63) * 8 == TILE  # columns
     assert (descriptor >> 27 & 3) * 128 == TILE  # rows
     assert not descriptor >> 23 & 1  # e4m3, not e8m0
 
 
-def test_tensor_memory_layout(code: CompiledCode) -> None:
-    """Two accumulator tiles, then the scales of rows, then those of weights; no MMAs overlap."""
+def test_tensor_memory_contains_accumulators_and_scales(code: CompiledCode) -> None:
+    """Two accumulator tiles are followed by the scales of rows and those of weights."""
     product = r"tcgen05\.mma\S+ \[%r\d+\], \S+ \S+ \S+ \[(%r\d+)\], \[(%r\d+)\]"
     offsets = dict(re.findall(r"add\.s32 \t(%r\d+), %r\d+, (\d+);", code.ptx))
     pairs = [(int(offsets[a]), int(offsets[b])) for a, b in re.findall(product, code.ptx)]
-    sums = ACCUMULATORS * TILE
-    assert pairs == [(sums + 4 * k, sums + 16 + 4 * k) for k in range(4)]
+    first_scale_column = ACCUMULATORS * TILE
+    assert pairs == [
+        (first_scale_column + 4 * k, first_scale_column + 16 + 4 * k) for k in range(4)
+    ]
     allocated = re.search(r"tcgen05\.alloc\S*\s+\S+ (%r\d+);", code.ptx)[1]
     columns = int(re.search(rf"mov\.b32 \t{allocated}, (\d+);", code.ptx)[1])
     assert pairs[-1][1] + 4 <= columns == 512
 
 
-def test_shared_memory_layout(code: CompiledCode) -> None:
-    """The rings of values and scales are aligned to a swizzle period, and fit."""
+def test_rings_in_shared_memory_are_aligned_and_fit(code: CompiledCode) -> None:
+    """The rings of values and scales fit, and are aligned to a swizzle period."""
     first = [int(n) for n in re.findall(r"\[%r\d+\+(\d+)\], \[%rd\d+, \{", code.ptx)]
     assert len(first) == 2
-    assert all(at % 1024 == 0 for at in first)
+    assert all(offset % 1024 == 0 for offset in first)
     ring = STAGES * TILE * STEP // 2
     assert first[1] - first[0] >= ring
     assert first[1] + ring + 2 * STAGES * 2048 <= MAX_SHARED_BYTES
@@ -150,13 +148,12 @@ cute.compile(print_layout)
 """
 
 
-def test_scale_layout_equals_that_of_the_dsl(tmp_path: Path) -> None:
-    """For 256 rows and 512 values, which need no padding."""
-    (tmp_path / "layout.py").write_text(LAYOUT)  # it is read again, to be compiled
+def test_scale_offset_equals_the_layout_of_the_dsl(tmp_path: Path) -> None:
+    (tmp_path / "layout.py").write_text(LAYOUT)  # The DSL reads the source from this file.
     command = [sys.executable, str(tmp_path / "layout.py")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    printed = [tuple(map(int, line.split())) for line in done.stdout.splitlines() if line]
-    assert len(printed) == 52 * 32
-    assert [at for _, _, at in printed] == [
-        scale_offset(row, group, 32) for row, group, _ in printed
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    layout = [tuple(map(int, line.split())) for line in result.stdout.splitlines() if line]
+    assert len(layout) == 52 * 32
+    assert [offset for _, _, offset in layout] == [
+        scale_offset(row, group, 32) for row, group, _ in layout
     ]

@@ -1,7 +1,5 @@
-"""CuTe DSL kernels that are compiled ahead of time: another process loads them instead of
-compiling.
-
-The results of loaded kernels are tested on a GPU. Skipped without nvidia-cutlass-dsl.
+"""CuTe DSL kernels that are compiled ahead of time are loaded by another process.
+The results of loaded kernels are tested on a GPU. These tests need nvidia-cutlass-dsl.
 """
 
 import re
@@ -14,7 +12,8 @@ from cutlass_code import DSL_MISSING
 
 pytestmark = pytest.mark.skipif(DSL_MISSING, reason="pip install '.[cutlass]'")
 
-# Given nothing, a loaded kernel names all that it takes; one compiled here needs a GPU for that.
+# A call without arguments raises a TypeError that names all arguments of a loaded kernel. Kernels
+# that are compiled in the same process need a GPU for this.
 COUNT_COMPILATIONS = """
 import sys
 from cutlass import cute
@@ -42,48 +41,52 @@ TENSORS = {
 }
 
 
-def count_compilations(which: str, cache: Path) -> str:
-    """Run a process with this cache that loads a kernel; return the number of compilations, and the
+def count_compilations(kernel_name: str, cache: Path) -> str:
+    """Load a kernel in another process with this cache. Return the number of compilations, and the
     arguments of a loaded kernel.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MK_CACHE_DIR", str(cache))
-        patch.setenv("CUTE_DSL_ARCH", "sm_100a" if which == "fp4" else "sm_90a")  # no GPU says it
-        return run_python("-c", COUNT_COMPILATIONS, which)
+        # Without a GPU, the DSL does not know the architecture.
+        patch.setenv("CUTE_DSL_ARCH", "sm_100a" if kernel_name == "fp4" else "sm_90a")
+        return run_python("-c", COUNT_COMPILATIONS, kernel_name)
 
 
 def run_python(*words: str) -> str:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, *words], capture_output=True, text=True, check=True, timeout=300
     )
-    return done.stdout.strip()
+    return result.stdout.strip()
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the objects of all kernels."""
+    """Return a cache folder with the objects of all kernels."""
     folder = tmp_path_factory.mktemp("objects")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MK_CACHE_DIR", str(folder))
         lines = run_python("-m", "experts.cutlass").splitlines()
-    found = [Path(line.rpartition(": ")[2]) for line in lines]
+    paths = [Path(line.rpartition(": ")[2]) for line in lines]
     assert [line.partition(":")[0] for line in lines] == [
         "block_gemm_gated for sm_90a",
         "block_gemm_plain for sm_90a",
         "fp4_gemm for sm_100a",
     ]
-    assert all(path.is_file() and path.is_relative_to(folder) for path in found)
+    assert all(path.is_file() and path.is_relative_to(folder) for path in paths)
     return folder
 
 
-@pytest.mark.parametrize("which", ["gated", "fp4"])
+@pytest.mark.parametrize("kernel_name", ["gated", "fp4"])
 def test_compiled_objects_are_loaded_by_another_process(
-    cache: Path, which: str, tmp_path: Path
+    cache: Path, kernel_name: str, tmp_path: Path
 ) -> None:
-    loaded, compiled = count_compilations(which, cache), count_compilations(which, tmp_path)
+    loaded, compiled = (
+        count_compilations(kernel_name, cache),
+        count_compilations(kernel_name, tmp_path),
+    )
     assert (loaded[0], compiled) == ("0", "1")
-    assert re.findall(r"(\w+): Tensor\(", loaded) == TENSORS[which]
-    assert list(tmp_path.rglob("*.o")) == []  # nothing is kept unasked
+    assert re.findall(r"(\w+): Tensor\(", loaded) == TENSORS[kernel_name]
+    assert list(tmp_path.rglob("*.o")) == []  # Kernels compiled at run time are not cached.
 
 
 def test_damaged_object_is_not_loaded(cache: Path) -> None:

@@ -43,10 +43,10 @@ def test_launches_compile_without_violations(
     monkeypatch.setattr(dequantized_config, "experts_per_chunk", lambda p: at_once)
     path, tiles = DequantizedPath(problem), dequantized_config.default_config(problem)
     records = launches_of(path, problem, tiles)
-    parts = -(-4 // at_once)
+    num_chunks = -(-4 // at_once)
     names = [record.kernel for record in records]
-    assert names.count("dequantize_kernel") == 2 * parts
-    assert ("select_expert_tiles_kernel" in names) == (parts > 1)
+    assert names.count("dequantize_kernel") == 2 * num_chunks
+    assert ("select_expert_tiles_kernel" in names) == (num_chunks > 1)
     for record in records:
         assert check(record) == ()
     for record in (r for r in records if r.kernel == "grouped_gemm_tma_kernel"):

@@ -1,4 +1,4 @@
-"""The steps of EPMoE compile for sm_90 as they are launched: no spills, and the expected MMA."""
+"""The steps of EPMoE compile for sm_90 without spills, and with the expected MMA."""
 
 import pytest
 import torch
@@ -7,7 +7,6 @@ from experts.compat.ep_moe_compile_cases import COMPILE_CASES, FP8, launch_all
 from modular_kernel.testing.compile.report import check, record_compiles
 
 
-# Few rows of bf16: the weights take the side of 64.
 @pytest.mark.parametrize(("tokens", "dtype", "block_shape"), COMPILE_CASES, ids=str)
 def test_steps_compile_without_violations(
     tokens: int, dtype: torch.dtype, block_shape: list[int] | None

@@ -1,4 +1,4 @@
-"""Operations of parts that wrap libraries compile for sm_90: slots, masks and zeros."""
+"""Operations of parts that use libraries compile for sm_90 without spills."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def make_pairs(
     placement: Placement, top_k: int, *, join: bool, ids_dtype: torch.dtype, sinks: int = 0
 ) -> Pairs:
-    """Return pairs as DeepEP expects them, or with sinks as pplx-kernels does."""
+    """Return pairs with the dtypes for DeepEP, or for pplx-kernels if there are sinks."""
     tables = PlacementTables(empty(32, 2, 2, dtype=torch.int32), empty(32, dtype=torch.int32))
     weights = empty(16, top_k)
     return Pairs(
@@ -56,7 +56,7 @@ def test_number_pairs_compiles_without_spills(
         for placement in (LINEAR, COPIES):
             number_pairs(make_pairs(placement, top_k, join=join, ids_dtype=ids_dtype, sinks=sinks))
     assert_clean(records, *["number_pairs_kernel"] * 2)
-    # One warp compares its lanes without memory between them.
+    # A warp compares its lanes without shared memory.
     assert [record.shared for record in records] == [0, 0]
 
 

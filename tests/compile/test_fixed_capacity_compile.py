@@ -1,4 +1,4 @@
-"""Kernels of fixed-capacity exchanges have a barrier between loads and stores of counters."""
+"""Kernels of exchanges with fixed capacity have a barrier between loads and stores of counters."""
 
 import re
 from typing import Any
@@ -22,17 +22,17 @@ _ORDER = re.compile(
 def test_barrier_separates_loads_and_stores_of_the_call_order(
     has_single_block: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each warp writes headers with the digest of the call order that it has loaded."""
+    """All warps must load the digest of the call order before one of them stores the next one."""
     ptx: list[str] = []
     run = JITFunction.run
 
-    def kept(self: Any, *args: Any, **kwargs: Any) -> Any:
-        made = run(self, *args, **kwargs)
+    def run_and_record(self: Any, *args: Any, **kwargs: Any) -> Any:
+        compiled = run(self, *args, **kwargs)
         if self.fn.__name__ == "fill_blocks_kernel":
-            ptx.append(made.asm["ptx"])
-        return made
+            ptx.append(compiled.asm["ptx"])
+        return compiled
 
-    monkeypatch.setattr(JITFunction, "run", kept)
+    monkeypatch.setattr(JITFunction, "run", run_and_record)
     problem = Problem(64, 256, 128, experts=16, top_k=2, parallel=Parallel(16))
     with record_compiles("sm_90"):
         launch_all(problem, has_single_block=has_single_block)

@@ -17,7 +17,7 @@ BASE = Problem(tokens=2, hidden=256, intermediate=512, experts=9, top_k=8)
 
 
 def compile_gemms(problem: Problem, target: str = "sm_90") -> list[CompileRecord]:
-    """Return the records of both launches of a call that quantize their activations."""
+    """Return the records of both launches of a call."""
     return launches_of(
         GemvPath(problem), problem, gemv_config.default_config(problem), target=target
     )

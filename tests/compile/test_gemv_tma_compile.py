@@ -1,4 +1,4 @@
-"""Launches of the gemv_tma path compile for sm_90: TMA, and warpgroup MMAs with few columns."""
+"""Launches of the gemv_tma path compile for sm_90 with TMA and warpgroup MMAs."""
 
 from dataclasses import replace
 
@@ -19,11 +19,11 @@ BASE = Problem(
 )  # fmt: skip
 
 
-def compile_call(problem: Problem, *, given: bool = False) -> list[CompileRecord]:
+def compile_call(problem: Problem, *, quantized_input: bool = False) -> list[CompileRecord]:
     """Return the records of all launches of a call. given: whether x is already quantized."""
     assert gemv_tma_config.supports(problem, DEVICE)
     path, tiles = GemvTmaPath(problem), gemv_tma_config.default_config(problem, DEVICE)
-    if not given:
+    if not quantized_input:
         return launches_of(path, problem, tiles)
     groups = -(-problem.hidden // 128) if problem.scheme.granularity == "block" else 1
     x_TH = torch.empty(problem.tokens, problem.hidden, dtype=torch.float8_e4m3fn, device=META)
@@ -49,9 +49,9 @@ def compile_call(problem: Problem, *, given: bool = False) -> list[CompileRecord
 def test_launches_compile_without_violations(quant: str, change: dict[str, object]) -> None:
     fields = {name: value for name, value in change.items() if name != "given"}
     problem = replace(BASE, quant=quant, **fields)
-    records = compile_call(problem, given="given" in change)
+    records = compile_call(problem, quantized_input="given" in change)
     assert [r.kernel for r in records] == ["gemv_tma_gate_up_kernel", "gemv_tma_down_kernel"]
     for record in records:
         assert check(record, "QGMMA") == ()
         assert record.instructions["UTMALDG"] > 0
-        assert record.instructions["FFMA"] < 200  # weights never meet a plain multiplication
+        assert record.instructions["FFMA"] < 200  # Weights are multiplied only by MMAs.

@@ -16,14 +16,14 @@ from modular_kernel.testing.compile.report import CompileRecord, check
 MIXTRAL = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2)
 DEEPSEEK = Problem(tokens=1, hidden=7168, intermediate=2048, experts=32, top_k=8)
 QWEN3 = Problem(tokens=2, hidden=2048, intermediate=768, experts=128, top_k=8)
-# Depths of 22.5 groups of 128, biases in both products.
+# K has 22.5 groups of 128 elements, and both products have a bias.
 GPT_OSS = Problem(
     tokens=1, hidden=2880, intermediate=2880, experts=128, top_k=4, bias=True,
     activation="swiglu_oai:alpha=1.702,limit=7.0,interleaved=true",
 )  # fmt: skip
 MODELS = {"mixtral": MIXTRAL, "deepseek": DEEPSEEK, "qwen3": QWEN3, "gpt-oss": GPT_OSS}
 REPACKED = "mxfp4_w4a16:repacked=true"
-# Bytes of shared memory: what sums of a program's warps take. More are layouts that do not fit.
+# The bytes for the sums of the warps. More shared memory means that operands are exchanged, too.
 MAX_SHARED_BYTES = 4096
 
 
@@ -54,7 +54,7 @@ def test_default_launches_compile_without_violations(quant: str, model: Problem)
     ["int4_w4a16_group", "int4_w4a16_group:zero_points=true", "mxfp4_w4a16", REPACKED],
 )
 def test_warps_exchange_only_partial_sums(quant: str) -> None:
-    """Exchanging ids and values derived from them took five exchanges and five barriers."""
+    """An earlier version also exchanged ids, which took five barriers."""
     problem = replace(QWEN3, quant=quant, tokens=1)
     _, down = compile_gemms(problem, gemv_w4_config.default_config(problem))
     assert 0 < down.instructions["STS"] <= 3
@@ -65,11 +65,7 @@ def test_warps_exchange_only_partial_sums(quant: str) -> None:
     ["int4_w4a16_group", "int4_w4a16_group:zero_points=true", "mxfp4_w4a16", REPACKED],
 )
 def test_unpacked_weights_are_not_moved_between_registers(quant: str) -> None:
-    """Splitting registers into halves and joining them took four moves per MMA, and reordering h
-    two more.
-
-    The remaining moves belong to ids, rings and sums.
-    """
+    """An earlier version had six moves for each MMA. Moves of ids and sums remain."""
     for model in (QWEN3, GPT_OSS):
         problem = replace(model, quant=quant, tokens=1)
         up, down = compile_gemms(problem, gemv_w4_config.default_config(problem))
@@ -80,10 +76,12 @@ def test_unpacked_weights_are_not_moved_between_registers(quant: str) -> None:
 @pytest.mark.parametrize("quant", ["int4_w4a16_group:zero_points=true", "mxfp4_w4a16", REPACKED])
 def test_launches_for_more_tokens_compile_without_violations(quant: str) -> None:
     problem = replace(QWEN3, quant=quant)
-    most = range(1, gemv_w4_config.max_tokens(problem) + 1)
-    last = {gemv_w4_config.default_config(problem, tokens): tokens for tokens in most}
-    assert len(last) > 1
-    for pair, tokens in last.items():
+    numbers = range(1, gemv_w4_config.max_tokens(problem) + 1)
+    tokens_by_config = {
+        gemv_w4_config.default_config(problem, tokens): tokens for tokens in numbers
+    }
+    assert len(tokens_by_config) > 1
+    for pair, tokens in tokens_by_config.items():
         for record in compile_gemms(replace(QWEN3, quant=quant, tokens=tokens), pair):
             assert check(record, expect="HMMA", max_shared=MAX_SHARED_BYTES) == ()
 

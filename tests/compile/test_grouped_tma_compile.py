@@ -23,7 +23,7 @@ DEVICE = Device("sm_90", tma=True)
 
 
 def compile_call(problem: Problem, tiles: MoEConfig) -> list[CompileRecord]:
-    """Return the records of all launches of a call, including the quantization of its tokens."""
+    """Return the records of all launches of a call, including the quantization of tokens."""
     assert grouped_tma_config.supports(problem, DEVICE)
     path, scheme = GroupedTmaPath(problem), problem.scheme
     if not scheme.quantized:
@@ -75,12 +75,13 @@ def test_launches_compile_without_violations(change: dict[str, object]) -> None:
     for record in products:
         assert check(record, "QGMMA" if quantized else "HGMMA") == ()
     gathers = grouped_tma_config.gathers_tokens(problem)
-    moved = [r for r in records if r.kernel == "permute_tokens_kernel"]
-    assert len(moved) == (not gathers)
+    permutes = [r for r in records if r.kernel == "permute_tokens_kernel"]
+    assert len(permutes) == (not gathers)
     boxes = [r.instructions["UTMALDG"] for r in products]
-    assert boxes == [2 if gathers else 3, 3]  # rows unless gathered, and two halves of weights
+    assert boxes == [2 if gathers else 3, 3]  # two loads of weights, and one of rows
     copies = [r.instructions["LDGSTS"] for r in products]
-    # Of each warpgroup 4 a step of 64 rows: STAGES - 1 steps before the first tile, and two loops.
+    # Each warpgroup has 4 copies for a step of 64 rows. There are STAGES - 1 steps before the first
+    # tile, and two loops.
     assert copies == [2 * 4 * (products[0].config["STAGES"] - 1 + 2) if gathers else 0, 0]
 
 
@@ -96,13 +97,13 @@ def test_launches_compile_without_violations(change: dict[str, object]) -> None:
     ids=str,
 )
 def test_outputs_are_stored_by_stmatrix_and_tma(change: dict[str, object]) -> None:
-    """Threads write 8 x 8 matrices to shared memory, not single values; TMA stores them."""
+    """Threads write 8 x 8 matrices to shared memory, and TMA stores them."""
     problem = replace(BASE, **change)
     records = compile_call(problem, grouped_tma_config.default_config(problem))
     for record in (r for r in records if r.kernel == "grouped_gemm_tma_kernel"):
-        # Of each of two warpgroups: a box for gate and up rows side by side, otherwise two.
-        one = record.config["GATED"] and record.config["GATE_STRIDE"] == 1
-        boxes = 1 if one else 2
+        # If gate and up rows alternate, a warpgroup has one store, and otherwise two.
+        alternates = record.config["GATED"] and record.config["GATE_STRIDE"] == 1
+        boxes = 1 if alternates else 2
         assert record.instructions["UTMASTG"] >= 2 * boxes
         assert record.instructions["STS"] <= 4
 
@@ -119,8 +120,10 @@ def test_mmas_of_two_steps_overlap(hidden: int) -> None:
 def test_wide_tiles_with_block_scales_spill() -> None:
     """This is why such tiles are refused."""
     problem = replace(BASE, quant="fp8_w8a8_block")
-    wide = MoEConfig(
+    wide_tiles = MoEConfig(
         LaunchConfig(128, 128, 128, 8, 4, 4), LaunchConfig(128, 256, 128, 8, 4, 4), "permuted"
     )
-    products = [r for r in compile_call(problem, wide) if r.kernel == "grouped_gemm_tma_kernel"]
+    products = [
+        r for r in compile_call(problem, wide_tiles) if r.kernel == "grouped_gemm_tma_kernel"
+    ]
     assert all(record.stack > 0 for record in products)

@@ -1,7 +1,6 @@
-"""Launches of the grouped_w4 path compile for sm_90: its MMAs take unpacked weights from registers.
-
-In the loop with the MMAs, the left operand is in registers, words and scales are loaded as whole
-vectors, nothing is stored to shared memory, and the assembler does not serialize the MMAs.
+"""Launches of the grouped_w4 path compile for sm_90, and its MMAs read weights from registers.
+In the loop with the MMAs, packed weights and scales are loaded as vectors, nothing is stored to
+shared memory, and the assembler does not serialize the MMAs.
 """
 
 import re
@@ -54,24 +53,28 @@ def test_launches_compile_without_violations(
     monkeypatch.setattr(grouped_w4_config, "experts_per_chunk", lambda p: at_once)
     tiles = grouped_w4_config.default_config(problem, rows)
     records = launches_of(GroupedW4Path(problem), problem, tiles)
-    parts = -(-4 // at_once)
+    num_chunks = -(-4 // at_once)
     names = Counter(record.kernel for record in records)
-    assert names["tile_weights_kernel"] == names["grouped_gemm_w4_tma_kernel"] == 2 * parts
-    assert names["select_expert_tiles_kernel"] == (2 * parts if parts > 1 else 0)
+    assert names["tile_weights_kernel"] == names["grouped_gemm_w4_tma_kernel"] == 2 * num_chunks
+    assert names["select_expert_tiles_kernel"] == (2 * num_chunks if num_chunks > 1 else 0)
     for record in records:
-        product = record.kernel == "grouped_gemm_w4_tma_kernel"
-        assert check(record, "HGMMA" if product else None) == ()
-        if product:
+        is_product = record.kernel == "grouped_gemm_w4_tma_kernel"
+        assert check(record, "HGMMA" if is_product else None) == ()
+        if is_product:
             packed_format = grouped_w4_config.packed_formats(problem)[0]
-            room = grouped_w4_config._shared_bytes(
+            estimated_bytes = grouped_w4_config._shared_bytes(
                 tiles.gemm1, record.config["STAGING_BUFFERS"], packed_format
             )
-            assert room - grouped_w4_config._MAX_BARRIER_BYTES <= record.shared <= room
+            assert (
+                estimated_bytes - grouped_w4_config._MAX_BARRIER_BYTES
+                <= record.shared
+                <= estimated_bytes
+            )
 
 
 def mma_loops(cubin: bytes) -> list[list[tuple[str, str]]]:
-    """Return the instructions and operands of every innermost loop with MMAs."""
-    found, labels, code = [], {}, []
+    """Return the instructions and operands of the innermost loops with MMAs."""
+    all_loops, labels, code = [], {}, []
     disassembly = report._run_tool(triton.knobs.nvidia.nvdisasm.path, "-ndf", "-c", cubin=cubin)
     for line in disassembly.splitlines():
         label, instruction = _LABEL.match(line.strip()), _LINE.match(line)
@@ -79,20 +82,20 @@ def mma_loops(cubin: bytes) -> list[list[tuple[str, str]]]:
             labels[label[1]] = len(code)
         elif instruction:
             code.append((instruction[1], instruction[2]))
-    for at, (name, operands) in enumerate(code):
+    for index, (name, operands) in enumerate(code):
         target = re.search(r"\.L_x_\d+", operands)
-        if name == "BRA" and target and labels.get(target[0], at) < at:
-            body = code[labels[target[0]] : at]
+        if name == "BRA" and target and labels.get(target[0], index) < index:
+            body = code[labels[target[0]] : index]
             steps = sum(name.startswith("HGMMA") for name, _ in body)
             if steps == 8 and not any(n == "EXIT" for n, _ in body):
-                found.append(body)
-    shortest = min(map(len, found), default=0)
-    return [body for body in found if len(body) < 1.5 * shortest]
+                all_loops.append(body)
+    shortest = min(map(len, all_loops), default=0)
+    return [body for body in all_loops if len(body) < 1.5 * shortest]
 
 
 @pytest.mark.parametrize("rows", [32, 64, 128])
 @pytest.mark.parametrize(
-    ("quant", "scales", "most", "loads"),
+    ("quant", "scales", "max_instructions", "num_loads"),
     [
         ("mxfp4_w4a16", torch.uint8, 175, 3),
         ("nvfp4_w4a16", torch.float8_e4m3fn, 190, 3),
@@ -103,11 +106,11 @@ def mma_loops(cubin: bytes) -> list[list[tuple[str, str]]]:
         ("int4_w4a16_group:group=32,zero_points=true", torch.float16, 260, 4),
     ],
 )
-def test_weights_stay_in_registers(
+def test_mmas_read_weights_from_registers(
     quant: str,
     scales: torch.dtype,
-    most: int,
-    loads: int,
+    max_instructions: int,
+    num_loads: int,
     rows: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -117,13 +120,13 @@ def test_weights_stay_in_registers(
     cubins: list[bytes] = []
     run = JITFunction.run
 
-    def kept(self: Any, *args: Any, **kwargs: Any) -> Any:
-        made = run(self, *args, **kwargs)
+    def run_and_record(self: Any, *args: Any, **kwargs: Any) -> Any:
+        compiled = run(self, *args, **kwargs)
         if self.fn.__name__ == "grouped_gemm_w4_tma_kernel":
-            cubins.append(made.asm["cubin"])
-        return made
+            cubins.append(compiled.asm["cubin"])
+        return compiled
 
-    monkeypatch.setattr(JITFunction, "run", kept)
+    monkeypatch.setattr(JITFunction, "run", run_and_record)
     try:
         launches_of(
             GroupedW4Path(problem), problem, grouped_w4_config.default_config(problem, rows)
@@ -133,13 +136,13 @@ def test_weights_stay_in_registers(
     assert len(cubins) == 2
     for cubin in cubins:
         loops = mma_loops(cubin)
-        assert len(loops) == 4  # a tile, and one multiplied as half of it, for both warpgroups
+        assert len(loops) == 4  # for whole and half tiles, and for both warpgroups
         for body in loops:
             counts = Counter(name.split(".")[0] for name, _ in body)
             assert not {"STS", "STSM", "STL", "LDL", "SHFL", "STG", "LDG"} & set(counts)
-            assert counts["LDS"] == loads
-            assert len(body) <= most
-            # A product takes four registers where one from shared memory takes a descriptor.
+            assert counts["LDS"] == num_loads
+            assert len(body) <= max_instructions
+            # The left operand is in registers, and only the right one is a descriptor.
             assert all(
                 re.search(r" R\d+, R\d+, gdesc", operands)
                 for name, operands in body

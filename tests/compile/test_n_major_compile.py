@@ -21,9 +21,9 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"activation": "swiglu_oai", "bias": True},
     {"activation": "silu", "hidden": 2048, "intermediate": 1024},
     {"activation": "relu2", "dtype": torch.float16},
-    {"activation": "silu:interleaved=true", "hidden": 2880 + 16},  # K that block_k does not divide
+    {"activation": "silu:interleaved=true", "hidden": 2880 + 16},  # K is no multiple of block_k.
 )
-MAX_SCALAR_LOADS = 24  # of rows, biases and ids
+MAX_SCALAR_LOADS = 24  # loads of rows, biases and ids
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=str)
@@ -40,10 +40,10 @@ def test_aligned_tiles_are_copied_in_vectors(tokens: int, change: dict[str, Any]
         assert check(record, "HGMMA") == ()
         sides = 2 if record.config["GATED"] else 1
         rows = tile.block_m + sides * tile.block_n
-        vectors = rows * tile.block_k * 2 // (16 * 32 * tile.num_warps)  # of a thread
+        vectors = rows * tile.block_k * 2 // (16 * 32 * tile.num_warps)  # per thread
         assert record.instructions["LDGSTS"] == vectors * tile.num_stages, record
-    pairs = problem.act.interleaved and problem.act.gated
-    assert [r.config["ADJACENT_GATE_UP"] for r in records] == [pairs, False]
+    is_interleaved = problem.act.interleaved and problem.act.gated
+    assert [r.config["ADJACENT_GATE_UP"] for r in records] == [is_interleaved, False]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The router kernel compiles for sm_90 in every variant: no spills, one warp per row."""
+"""All variants of the router kernel compile for sm_90 without spills."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from modular_kernel.spec.router import RouterSpec
 from modular_kernel.testing.compile.report import check, record_compiles
 
 DEEPSEEK = {"groups": 8, "topk_groups": 4, "selection_bias": True, "renormalize": True}
-FORMS = (
+VARIANTS = (
     (RouterSpec(2), 8),
     (RouterSpec(8, renormalize=True, eps=1e-20, floor=1e-12), 128),
     (RouterSpec(4, order="topk_first"), 32),
@@ -26,7 +26,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("tokens", "dtype"), [(4, torch.float32), (4096, torch.bfloat16)])
-@pytest.mark.parametrize(("spec", "experts"), FORMS, ids=str)
+@pytest.mark.parametrize(("spec", "experts"), VARIANTS, ids=str)
 def test_route_compiles_without_spills(
     spec: RouterSpec, experts: int, tokens: int, dtype: torch.dtype
 ) -> None:
@@ -34,11 +34,11 @@ def test_route_compiles_without_spills(
     bias = empty(columns) if spec.selection_bias else None
     ids = torch.int32 if dtype == torch.float32 else torch.int64
     table = empty(100, spec.top_k, dtype=ids) if spec.table else None
-    words = empty(tokens, dtype=ids) if spec.table else None
+    token_ids = empty(tokens, dtype=ids) if spec.table else None
     logits = empty(tokens, columns, dtype=dtype)
     with record_compiles("sm_90") as records:
-        route(logits, spec, RouterTensors(bias, table), token_ids_T=words, ids_dtype=ids)
+        route(logits, spec, RouterTensors(bias, table), token_ids_T=token_ids, ids_dtype=ids)
     (record,) = records
     assert (record.kernel, check(record)) == ("route_kernel", ())
     assert record.registers <= 128
-    assert record.shared <= 1024  # what a warp hands from lane to lane
+    assert record.shared <= 1024  # for exchanges between lanes of a warp

@@ -27,7 +27,7 @@ BASE = Problem(tokens=5, hidden=64, intermediate=32, experts=4, top_k=2)
 PAIRS = [(v.prepare_finalize, v.experts) for v in check_all(BASE, MACHINE) if v.ok]
 SMOKE = [case for pair in PAIRS for case in cases_for(*pair, MACHINE, "smoke").cases]
 FULL = [case for pair in PAIRS for case in cases_for(*pair, MACHINE, "full").cases]
-# Of a pairing and a scheme the first two.
+# The first two cases of each pairing and scheme.
 QUANTIZED = [
     case
     for (*_, quant), cases in groupby(
@@ -54,7 +54,7 @@ def test_smoke_cases_are_proven(case: Case) -> None:
 
 @pytest.mark.share(6)
 @pytest.mark.parametrize("case", QUANTIZED, ids=str)
-def test_every_scheme_is_proven(case: Case) -> None:
+def test_cases_of_every_scheme_are_proven(case: Case) -> None:
     proof = prove(case, MACHINE)
     assert proof.passed, str(proof)
 
@@ -62,7 +62,6 @@ def test_every_scheme_is_proven(case: Case) -> None:
 @pytest.mark.share(24)
 @pytest.mark.parametrize("case", FULL, ids=str)
 def test_full_cases_are_proven(case: Case) -> None:
-    """The cases of `mk test`, which otherwise run interpreted operations."""
     proof = prove(case, MACHINE)
     assert proof.passed, str(proof)
 
@@ -73,11 +72,10 @@ def test_full_cases_are_proven(case: Case) -> None:
 def test_output_is_zero_if_every_pair_is_skipped(
     pf: str, experts: str, quant: str, combine: Combine
 ) -> None:
-    """There are no rows to quantize."""
     problem = replace(BASE, quant=quant, combine=combine)
     x_TH, weights, routing = random_inputs(problem, torch.device("cpu"))
-    nowhere = Routing(routing.topk_weights_TK, torch.full_like(routing.topk_ids_TK, -1))
-    out = make_kernel(pf, experts, problem, machine=MACHINE)(x_TH, weights, nowhere)
+    skipped_routing = Routing(routing.topk_weights_TK, torch.full_like(routing.topk_ids_TK, -1))
+    out = make_kernel(pf, experts, problem, machine=MACHINE)(x_TH, weights, skipped_routing)
     assert torch.equal(out, torch.zeros_like(out))
     assert out.shape[0] == 5
 
@@ -99,6 +97,6 @@ def test_torch_only_option_refuses_the_interpreter(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    ended = run_mk(capsys, "test", "--torch-only")
-    assert ended.code == 2
-    assert "got TRITON_INTERPRET=1" in ended.err
+    result = run_mk(capsys, "test", "--torch-only")
+    assert result.code == 2
+    assert "got TRITON_INTERPRET=1" in result.err

@@ -1,7 +1,5 @@
-"""Parts in plain torch under one CPU instruction set, which affects the products of oneDNN.
-
-`make test-isa` runs this file once for every instruction set that oneDNN can be limited to on the
-machine.
+"""Parts in plain torch with the current CPU instruction set, which affects products of oneDNN.
+`make test-isa` runs this file for every instruction set of the machine that oneDNN can use.
 """
 
 import pytest
@@ -22,15 +20,15 @@ def test_case_is_proven(case: Case) -> None:
     assert proof.passed, str(proof)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("nonfinite", [float("nan"), float("inf")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_nonfinite_row_does_not_affect_other_rows(dtype: torch.dtype, bad: float) -> None:
-    """With plain `@`, a CPU with AMX spreads NaN and infinity of one row to others."""
+def test_nonfinite_row_does_not_affect_other_rows(dtype: torch.dtype, nonfinite: float) -> None:
+    """With plain `@`, NaN or infinity in one row changes other rows on a CPU with AMX."""
     for rows in (2, 7, 17, 33, 65):
         for depth in (7, 16, 33, 40, 80, 136):
             a, b = torch.ones(rows, depth, dtype=dtype), torch.ones(depth, 80, dtype=dtype)
             for row in {0, rows // 2, rows - 1}:
-                spoiled = a.clone()
-                spoiled[row] = bad
-                finite = torch.isfinite(matmul(spoiled, b)).all(1)
+                changed = a.clone()
+                changed[row] = nonfinite
+                finite = torch.isfinite(matmul(changed, b)).all(1)
                 assert (~finite).nonzero().flatten().tolist() == [row]

@@ -29,9 +29,11 @@ MACHINE = Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H200")
 PAIR = TunedPair("MoEPrepareAndFinalizeNoEP", "TritonExperts", MACHINE)
 BATCHED = TunedPair("BatchedPrepareAndFinalize", "BatchedTritonExperts", MACHINE)
 PROBLEM = Problem(tokens=64, hidden=512, intermediate=512, experts=4, top_k=2)
-GOOD = MoEConfig(LaunchConfig(16, 64, 128, 1, 4, 3), LaunchConfig(16, 64, 64, 1, 4, 3), "aligned")
-# Rows that start off 16 elements load value by value: such a tile spills.
-SPILLS = replace(PROBLEM, hidden=504)
+VALID_CHOICE = MoEConfig(
+    LaunchConfig(16, 64, 128, 1, 4, 3), LaunchConfig(16, 64, 64, 1, 4, 3), "aligned"
+)
+# Rows are not aligned, so that elements are loaded one by one, and registers are spilled.
+SPILLING_PROBLEM = replace(PROBLEM, hidden=504)
 TILES = (
     LaunchConfig(16, 64, 128, 1, 4, 4),
     LaunchConfig(32, 64, 64, 1, 4, 2),
@@ -48,28 +50,30 @@ def compile_reason(pair: TunedPair, problem: Problem, choice: MoEConfig) -> str:
 
 def test_valid_choice_compiles() -> None:
     for pair in (PAIR, BATCHED):
-        assert compile_reason(pair, PROBLEM, GOOD) == ""
+        assert compile_reason(pair, PROBLEM, VALID_CHOICE) == ""
     flags = replace(PROBLEM, bias=True, expert_map=True, local_experts=3)
-    assert compile_reason(PAIR, flags, GOOD) == ""
-    gemms_of = [r for r in launches(flags, GOOD) if "gemm" in r.kernel]
-    assert [record.config["HAS_BIAS"] for record in gemms_of] == [True, True]
+    assert compile_reason(PAIR, flags, VALID_CHOICE) == ""
+    gemm_records = [r for r in compile_launches(flags, VALID_CHOICE) if "gemm" in r.kernel]
+    assert [record.config["HAS_BIAS"] for record in gemm_records] == [True, True]
 
 
 def test_spilling_choice_is_refused() -> None:
-    assert "registers are spilled" in compile_reason(PAIR, SPILLS, GOOD)
+    assert "registers are spilled" in compile_reason(PAIR, SPILLING_PROBLEM, VALID_CHOICE)
 
 
 def test_choice_that_does_not_compile_is_refused() -> None:
-    broken = replace(GOOD, gemm1=replace(GOOD.gemm1, block_n=48))
-    assert compile_reason(PAIR, PROBLEM, broken).startswith("does not compile")
+    wrong_choice = replace(VALID_CHOICE, gemm1=replace(VALID_CHOICE.gemm1, block_n=48))
+    assert compile_reason(PAIR, PROBLEM, wrong_choice).startswith("does not compile")
 
 
 def test_compiler_processes_give_the_same_reason() -> None:
     with Compiler(workers=1) as compiler:
         space = PAIR.make_search_space(PROBLEM)
-        compiler.submit(PAIR, space, PROBLEM, [GOOD])
-        assert compiler.wait_compiled(PAIR, space, PROBLEM, GOOD) is None
-        refusal = compiler.wait_compiled(PAIR, PAIR.make_search_space(SPILLS), SPILLS, GOOD)
+        compiler.submit(PAIR, space, PROBLEM, [VALID_CHOICE])
+        assert compiler.wait_compiled(PAIR, space, PROBLEM, VALID_CHOICE) is None
+        refusal = compiler.wait_compiled(
+            PAIR, PAIR.make_search_space(SPILLING_PROBLEM), SPILLING_PROBLEM, VALID_CHOICE
+        )
     assert refusal is not None
     assert "registers are spilled" in refusal.reason
     assert not refusal.is_wrong
@@ -78,7 +82,7 @@ def test_compiler_processes_give_the_same_reason() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("quant", ["none", *list_schemes()])
 def test_compiled_calls_have_the_dtypes_of_timed_calls(quant: str, dtype: torch.dtype) -> None:
-    """A kernel that is compiled for scales of another dtype would be compiled again when timed."""
+    """With other dtypes, a kernel would be compiled again when it is timed."""
     problem = replace(PROBLEM, hidden=128, intermediate=128, quant=quant, dtype=dtype)
     plain = ExpertWeights(
         torch.ones(problem.e, problem.w1_rows, 128, dtype=dtype),
@@ -99,17 +103,17 @@ def test_estimated_shared_memory_is_an_upper_bound(quant: str) -> None:
     first, second = gemms(problem)
     for tile in TILES:
         pair = MoEConfig(clamp(tile, first, device), clamp(tile, second, device), "aligned")
-        records = [r for r in launches(problem, pair) if r.kernel == "grouped_gemm_kernel"]
+        records = [r for r in compile_launches(problem, pair) if r.kernel == "grouped_gemm_kernel"]
         assert len(records) == 2
-        for record, fitted, gemm in zip(
+        for record, clamped, gemm in zip(
             records, (pair.gemm1, pair.gemm2), (first, second), strict=True
         ):
-            assert record.shared <= shared_bytes(fitted, gemm, device), (gemm, fitted)
+            assert record.shared <= shared_bytes(clamped, gemm, device), (gemm, clamped)
             if quant == "none":
-                assert record.shared >= 0.8 * shared_bytes(fitted, gemm, device), (gemm, fitted)
+                assert record.shared >= 0.8 * shared_bytes(clamped, gemm, device), (gemm, clamped)
 
 
-def launches(problem: Problem, pair: MoEConfig) -> Iterator[CompileRecord]:
+def compile_launches(problem: Problem, pair: MoEConfig) -> Iterator[CompileRecord]:
     with override_config(pair):
         kernel = make_kernel(PAIR.prepare_finalize, PAIR.experts, problem, machine=MACHINE)
         yield from compilation.compile_kernels(kernel, "sm_90")
@@ -125,12 +129,12 @@ def test_prepared_weights_are_not_tiled_again(tokens: int) -> None:
         assert compile_choice(CompileTask(pair, space, problem, (choice,)), choice) == ""
         with space.using(choice):
             kernel = make_kernel(*names, problem, machine=MACHINE)
-            without, with_them = (
+            unprepared, prepared_kernels = (
                 [
                     record.kernel
                     for record in compilation.compile_kernels(kernel, "sm_90", prepared=prepared)
                 ]
                 for prepared in (False, True)
             )
-    assert without.count("tile_weights_kernel") == 2
-    assert with_them == [kernel for kernel in without if kernel != "tile_weights_kernel"]
+    assert unprepared.count("tile_weights_kernel") == 2
+    assert prepared_kernels == [kernel for kernel in unprepared if kernel != "tile_weights_kernel"]

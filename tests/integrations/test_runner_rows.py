@@ -101,7 +101,7 @@ ROWS = {
         f"{STAGES}::test_a_backend_of_another_package_is_verified_by_its_entry_point",
     )),
     "R20": Row("unused buffers share memory; inplace only if allowed", (
-        "interpreter/test_workspace_use::test_workspace_of_a_prefill",
+        "interpreter/test_workspace_use::test_buffers_of_a_deepseek_prefill_share_memory",
         "test_memory_declared::test_a_call_allocates_its_declared_workspace_and_output",
         f"{RUNNER}::test_inplace_is_the_default_and_overwrites_x",
     )),

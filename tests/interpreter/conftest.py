@@ -9,4 +9,4 @@ from modular_kernel.interpreter import patch as interpreter
 def _installed() -> None:
     assert interpreter.is_active(), "TRITON_INTERPRET=1 must be set before triton is imported"
     interpreter.install()
-    interpreter.install()  # idempotent: the second call must not stack a second layer
+    interpreter.install()  # The second call must have no effect.

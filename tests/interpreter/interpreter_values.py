@@ -15,18 +15,18 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = F32) -> torch.Tensor:
 
 
 def random_bits(n: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Draw uniform bit patterns, which include every exponent, denormals, infinities and NaN."""
+    """Return values of random bits, which include denormals, infinities and NaN."""
     size = torch.empty((), dtype=dtype).element_size()
     raw = torch.randint(0, 256, (n * size,), generator=generator(seed), dtype=torch.uint8)
     return raw.view(dtype)
 
 
-def same(got: torch.Tensor, want: torch.Tensor) -> bool:
-    """Return whether the bits are equal, where all NaNs count as equal."""
-    assert got.dtype == want.dtype, (got.dtype, want.dtype)
-    if not want.dtype.is_floating_point:
-        return torch.equal(got, want)
-    nan = want.float().isnan()
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[want.element_size()]
-    equal = got.view(bits) == want.view(bits)
-    return bool((torch.where(nan, got.float().isnan(), equal)).all())
+def equal_bits(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Return whether the bits are equal. All NaNs are considered equal."""
+    assert actual.dtype == expected.dtype, (actual.dtype, expected.dtype)
+    if not expected.dtype.is_floating_point:
+        return torch.equal(actual, expected)
+    nan = expected.float().isnan()
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[expected.element_size()]
+    equal = actual.view(bits) == expected.view(bits)
+    return bool((torch.where(nan, actual.float().isnan(), equal)).all())

@@ -1,4 +1,4 @@
-"""LoRA adapters in Triton GEMMs: rows without one, ranks beyond a block, slots out of range."""
+"""LoRA adapters in Triton GEMMs: rows without an adapter, large ranks, slots out of range."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ PROBLEM = Problem(
 CONTIGUOUS = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 SEGMENTS = ("MoEPrepareAndFinalizeNoEP", "GroupedGemmExperts")
 BATCHED = ("BatchedPrepareAndFinalize", "BatchedTritonExperts")
-NAMES = ("lora_a13", "lora_b13", "lora_a2", "lora_b2")
+FACTORS = ("lora_a13", "lora_b13", "lora_a2", "lora_b2")
 
 
 def run(pair: tuple[str, str], problem: Problem, i: Inputs) -> torch.Tensor:
@@ -36,7 +36,7 @@ def run(pair: tuple[str, str], problem: Problem, i: Inputs) -> torch.Tensor:
 def test_rows_without_adapter_equal_a_call_without_adapters(
     pair: tuple[str, str], quant: str
 ) -> None:
-    """Both calls use the same launches; a layer without adapters could take another path."""
+    """The configuration is fixed, because a layer without adapters could use another path."""
     problem = replace(PROBLEM, quant=quant)
     i = make_inputs(problem, "uniform", CPU)
     slots_T = i.routing.slots_T
@@ -44,21 +44,21 @@ def test_rows_without_adapter_equal_a_call_without_adapters(
     plain = replace(problem, lora="none")
     base = Inputs(
         i.x_TH,
-        replace(i.weights, **dict.fromkeys(NAMES)),
+        replace(i.weights, **dict.fromkeys(FACTORS)),
         replace(i.routing, adapters_T=None),
     )
     with override_config(choose_config(plain, 9, (AlignedPath.name,))):
-        got, want = run(pair, problem, i), run(pair, plain, base)
-    nobody = slots_T < 0
-    assert 0 < int(nobody.sum()) < 9
-    assert torch.equal(got[nobody], want[nobody])
-    assert bool((got[~nobody] != want[~nobody]).any(1).all())
+        actual, expected = run(pair, problem, i), run(pair, plain, base)
+    without_adapter = slots_T < 0
+    assert 0 < int(without_adapter.sum()) < 9
+    assert torch.equal(actual[without_adapter], expected[without_adapter])
+    assert bool((actual[~without_adapter] != expected[~without_adapter]).any(1).all())
 
 
 @pytest.mark.parametrize("pair", [CONTIGUOUS, SEGMENTS, BATCHED])
 @pytest.mark.parametrize("rank", [1, 130])
-def test_ranks_of_a_block_and_more(pair: tuple[str, str], rank: int) -> None:
-    """All tokens have the same experts, so that two adapters share each tile."""
+def test_small_and_large_ranks_equal_the_reference(pair: tuple[str, str], rank: int) -> None:
+    """All tokens have the same experts, so that each tile contains rows of two adapters."""
     problem = replace(PROBLEM, dtype=torch.float32, lora=f"adapters=2,rank={rank}")
     i = make_inputs(problem, "all_to_one", CPU)
     assert i.routing.slots_T is not None
@@ -69,7 +69,7 @@ def test_ranks_of_a_block_and_more(pair: tuple[str, str], rank: int) -> None:
 
 
 @pytest.mark.parametrize("pair", [CONTIGUOUS, SEGMENTS, BATCHED])
-def test_experts_that_share_matrices(pair: tuple[str, str]) -> None:
+def test_shared_factors_equal_the_reference(pair: tuple[str, str]) -> None:
     """With outer=shared, all experts have one A in GEMM 1 and one B in GEMM 2."""
     problem = replace(PROBLEM, dtype=torch.float32, lora="adapters=3,rank=20,outer=shared")
     i = make_inputs(problem, "uniform", CPU)
@@ -79,8 +79,7 @@ def test_experts_that_share_matrices(pair: tuple[str, str]) -> None:
     assert float(error) <= 1e-6
 
 
-def test_batch_invariant_tiles_with_few_pairs() -> None:
-    """With batch invariance. Gate and up have separate A matrices."""
+def test_batch_invariant_calls_equal_the_reference() -> None:
     problem = replace(PROBLEM, dtype=torch.float32, batch_invariant=True)
     i = make_inputs(problem, "uniform", CPU)
     exact = reference.float64_reference(i.x_TH, i.weights, i.routing, problem)
@@ -90,7 +89,7 @@ def test_batch_invariant_tiles_with_few_pairs() -> None:
 
 @pytest.mark.share(2)
 @pytest.mark.parametrize("tokens", [2, 9])
-def test_rows_longer_than_a_block(tokens: int) -> None:
+def test_rows_longer_than_a_block_equal_the_reference(tokens: int) -> None:
     """Up to 16 pairs read whole rows of A; more pairs read them in two steps."""
     sizes = {"hidden": 16, "intermediate": 4112, "dtype": torch.float32}
     problem = replace(PROBLEM, tokens=tokens, lora="adapters=2,rank=5", **sizes)
@@ -106,28 +105,28 @@ def test_slots_out_of_range_mean_no_adapter(pair: tuple[str, str]) -> None:
     assert i.routing.slots_T is not None
     nobody_T = i.routing.slots_T.clone()
     nobody_T[::2] = -1
-    wild_T = nobody_T.clone()
-    wild_T[::2] = torch.tensor([3, -2, 2**31 - 1, -(2**31), 7], dtype=torch.int32)
+    out_of_range_T = nobody_T.clone()
+    out_of_range_T[::2] = torch.tensor([3, -2, 2**31 - 1, -(2**31), 7], dtype=torch.int32)
     with_none = Inputs(i.x_TH, i.weights, replace(i.routing, adapters_T=nobody_T))
-    wild = Inputs(i.x_TH, i.weights, replace(i.routing, adapters_T=wild_T))
-    assert torch.equal(run(pair, PROBLEM, wild), run(pair, PROBLEM, with_none))
+    out_of_range = Inputs(i.x_TH, i.weights, replace(i.routing, adapters_T=out_of_range_T))
+    assert torch.equal(run(pair, PROBLEM, out_of_range), run(pair, PROBLEM, with_none))
 
 
 def test_call_without_adapters_uses_the_paths_of_a_layer_without() -> None:
     """A layer without adapters has more paths, and `explain` names the one that is used."""
-    one = replace(PROBLEM, tokens=1, quant="int4_w4a16_group:group=32")
-    plain = replace(one, lora="none")
-    assert supported_paths(replace(one, quant="none")) == (AlignedPath.name, "gemv")
-    assert supported_paths(one) == (AlignedPath.name,)
+    problem = replace(PROBLEM, tokens=1, quant="int4_w4a16_group:group=32")
+    plain = replace(problem, lora="none")
+    assert supported_paths(replace(problem, quant="none")) == (AlignedPath.name, "gemv")
+    assert supported_paths(problem) == (AlignedPath.name,)
     assert choose_config(plain, 1, supported_paths(plain)).path == "gemv_w4"
-    said = explain(one, 1, paths=supported_paths(one))
-    assert f"path: {AlignedPath.name}" in said
-    assert "only calls without adapters take the paths" in said
-    assert "gemv_w4" in said
+    explanation = explain(problem, 1, paths=supported_paths(problem))
+    assert f"path: {AlignedPath.name}" in explanation
+    assert "only calls without adapters take the paths" in explanation
+    assert "gemv_w4" in explanation
     assert "adapters" not in explain(plain, 1, paths=supported_paths(plain))
-    i = make_inputs(one, "uniform", CPU)
+    i = make_inputs(problem, "uniform", CPU)
     without = Inputs(i.x_TH, i.weights, replace(i.routing, adapters_T="none"))
     base = Inputs(
-        i.x_TH, replace(i.weights, **dict.fromkeys(NAMES)), replace(i.routing, adapters_T=None)
+        i.x_TH, replace(i.weights, **dict.fromkeys(FACTORS)), replace(i.routing, adapters_T=None)
     )
-    assert torch.equal(run(CONTIGUOUS, one, without), run(CONTIGUOUS, plain, base))
+    assert torch.equal(run(CONTIGUOUS, problem, without), run(CONTIGUOUS, plain, base))

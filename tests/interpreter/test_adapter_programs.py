@@ -1,4 +1,4 @@
-"""Grids and block sizes of adapter launches; no program is idle."""
+"""Grids and block sizes of adapter launches."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,18 +21,18 @@ PROBLEM = Problem(9, 32, 48, 3, 2, torch.float32, lora="adapters=3,rank=80", bat
 Launches = list[tuple[tuple[int, ...], dict[str, Any]]]
 
 
-def launches(monkeypatch: pytest.MonkeyPatch, module: Any, *, run: bool) -> Launches:
+def record_launches(monkeypatch: pytest.MonkeyPatch, module: Any, *, run: bool) -> Launches:
     """Record the grid and the arguments of every launch of `module` from now on."""
-    found: Launches = []
+    launches: Launches = []
     launch = module.launch
 
-    def noted(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
-        found.append((grid, arguments))
+    def record_launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
+        launches.append((grid, arguments))
         if run:
             launch(kernel, grid, **arguments)
 
-    monkeypatch.setattr(module, "launch", noted)
-    return found
+    monkeypatch.setattr(module, "launch", record_launch)
+    return launches
 
 
 @pytest.mark.parametrize(
@@ -46,15 +46,15 @@ def launches(monkeypatch: pytest.MonkeyPatch, module: Any, *, run: bool) -> Laun
 def test_rows_of_a_are_divided_among_programs(
     monkeypatch: pytest.MonkeyPatch, pair: tuple[str, str], axis: int
 ) -> None:
-    """160 rows of A for gate and up, then 80: blocks of 64 give 3 programs, and 2."""
-    found = launches(monkeypatch, adapters, run=True)
+    """A of gate and up has 160 rows, and that of down has 80. A program has up to 64 rows."""
+    launches = record_launches(monkeypatch, adapters, run=True)
     i = make_inputs(PROBLEM, "uniform", CPU)
     mk.make_kernel(*pair, PROBLEM, machine=this_machine(device="cpu"))(i.x_TH, i.weights, i.routing)
-    assert [(grid[1], given["lora_a_rows"], given["BLOCK_RANK"]) for grid, given in found] == [
+    assert [(grid[1], a["lora_a_rows"], a["BLOCK_RANK"]) for grid, a in launches] == [
         (3, 160, 64), (2, 80, 64),
     ]  # fmt: skip
-    for grid, given in found:
-        assert given["SLOT_PROGRAMS"] == 2  # of three slots
+    for grid, arguments in launches:
+        assert arguments["SLOT_PROGRAMS"] == 2  # for three slots
         assert grid[axis] % 2 == 0
 
 
@@ -72,16 +72,16 @@ def test_rows_of_a_are_divided_among_programs(
         (16, 40, 8, torch.bfloat16, (16, 32)),
     ],
 )
-def test_steps_are_deeper_with_few_rows(
+def test_steps_have_more_columns_with_few_rows(
     block_m: int, rows: int, depth: int, dtype: torch.dtype, blocks: tuple[int, int]
 ) -> None:
-    """x and A of one step take at most 24 KiB; a step has at least 32 values, and at most a row."""
+    """A step has at most 24 KiB of x and A, at least 32 columns, and at most a whole row."""
     problem = replace(PROBLEM, dtype=dtype)
     for slots in (1, 9):
         a = torch.empty(slots, 3, rows, depth, device="meta", dtype=dtype)
-        how = adapters.shrink_arguments(a, depth, problem, block_m)
-        assert (how["BLOCK_RANK"], how["BLOCK_K"]) == blocks
-        assert how["SLOT_PROGRAMS"] == min(slots, 8)
+        block_sizes = adapters.shrink_arguments(a, depth, problem, block_m)
+        assert (block_sizes["BLOCK_RANK"], block_sizes["BLOCK_K"]) == blocks
+        assert block_sizes["SLOT_PROGRAMS"] == min(slots, 8)
         on_cpu = adapters.shrink_arguments(a.new_empty(slots, 3, 1, 1, device=CPU), 1, problem, 16)
         assert on_cpu["SLOT_PROGRAMS"] == min(slots, 2)
 
@@ -105,18 +105,20 @@ def test_up_to_16_pairs_use_larger_blocks(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "depth", "out"), [(torch.float32, 32, 64), (torch.bfloat16, 64, 128)]
+    ("dtype", "depth", "output_block"), [(torch.float32, 32, 64), (torch.bfloat16, 64, 128)]
 )
 @pytest.mark.parametrize(("rank", "rows"), [(1, 16), (16, 16), (17, 32), (33, 32)])
-def test_launches_of_the_lora_branch(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, depth: int, out: int, rank: int, rows: int
+def test_block_sizes_of_moe_lora(
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    depth: int,
+    output_block: int,
+    rank: int,
+    rows: int,
 ) -> None:
-    """Of 17 pairs two blocks; 128 bytes of a row in a step, and 256 of the output a program.
-
-    Gate and up columns are 64 to a program, of float32 32.
-    """
+    """17 pairs need two blocks. A step reads 128 bytes of a row, and a program writes 256 bytes."""
     columns = 32 if dtype is torch.float32 else 64
-    found = launches(monkeypatch, moe_lora_stages, run=False)
+    launches = record_launches(monkeypatch, moe_lora_stages, run=False)
     ids, ranks = torch.zeros(17, 1, dtype=torch.int32), torch.full((2, 3), rank)
     batch = PairBatch(ids, ids[:, 0], ranks)
     a, b = torch.zeros(2, 3, rank, 96, dtype=dtype), torch.zeros(2, 3, 130, rank, dtype=dtype)
@@ -126,18 +128,18 @@ def test_launches_of_the_lora_branch(
         moe_lora_stages.moe_lora_a(x, a, batch)
         moe_lora_stages.moe_lora_gate_up_b(u, b, batch)
         moe_lora_stages.moe_lora_down_combine(u, b, batch, ids.float(), torch.ones(2), output)
-    first, second, last = found
+    first, second, last = launches
     assert first[0] == (2, -(-rank // rows))
     assert (first[1]["BLOCK_RANK"], first[1]["BLOCK_K"]) == (rows, depth)
     assert second[0] == (2, -(-65 // columns))
     assert (second[1]["BLOCK_RANK"], second[1]["BLOCK_INTERMEDIATE"]) == (rows, columns)
-    assert last[0] == (2, -(-130 // out))
-    assert (last[1]["BLOCK_RANK"], last[1]["BLOCK_HIDDEN"]) == (rows, out)
+    assert last[0] == (2, -(-130 // output_block))
+    assert (last[1]["BLOCK_RANK"], last[1]["BLOCK_HIDDEN"]) == (rows, output_block)
 
 
 def test_lora_branch_sorts_pairs_by_adapter_and_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program reads the matrices of an adapter and expert once for all of its rows."""
-    found = launches(monkeypatch, moe_lora_stages, run=False)
+    launches = record_launches(monkeypatch, moe_lora_stages, run=False)
     ids = torch.tensor([[1, 0], [0, 1], [1, 0], [-1, 1]], dtype=torch.int32)
     info = MoELoRABatchInfo(torch.tensor([1, 0, 1, -1]), torch.full((2,), 4), torch.ones(2))
     shapes = (4, 8), (12, 4), (4, 6), (8, 4)
@@ -145,5 +147,9 @@ def test_lora_branch_sorts_pairs_by_adapter_and_expert(monkeypatch: pytest.Monke
     x, output = torch.zeros(4, 8), torch.zeros(4, 8)
     with prefer_torch_reference(enabled=False):
         run_moe_lora(x, ids, torch.ones(4, 2), info, *buffers, output, strategy="staged")
-    orders = [given["pair_order_ptr"].tolist() for _, given in found if given.get("HAS_PAIR_ORDER")]
+    orders = [
+        arguments["pair_order_ptr"].tolist()
+        for _, arguments in launches
+        if arguments.get("HAS_PAIR_ORDER")
+    ]
     assert orders == [[2, 3, 1, 5, 0, 4, 6, 7]] * 3

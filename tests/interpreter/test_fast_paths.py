@@ -1,4 +1,4 @@
-"""Fast paths of the interpreter give the same bits, types and errors as upstream."""
+"""Fast paths of the interpreter have the same bits, types and errors as Triton's functions."""
 
 from itertools import product
 
@@ -46,36 +46,44 @@ def tensor(kind, shape, seed=0, largest=9):
     data = random.integers(-largest, largest, shape or (1,))
     data = np.abs(data) if "u" in kind.name or kind.is_ptr() else data
     data = (data % 2 == 0) if kind is tl.int1 else data.astype(get_storage_dtype(kind))
-    whole = tl.block_type(kind, list(shape)) if shape else kind
-    return tl.tensor(upstream.TensorHandle(data, kind), whole)
+    block_type = tl.block_type(kind, list(shape)) if shape else kind
+    return tl.tensor(upstream.TensorHandle(data, kind), block_type)
 
 
-def told(function, *args, **given):
+def result_bits(function, *args, **options):
     """Return the bits of the result, or the error."""
     try:
-        got = function(*args, **given)
+        result = function(*args, **options)
     except Exception as error:  # noqa: BLE001
         return type(error).__name__, str(error)
-    data = np.ascontiguousarray(got.handle.data)
-    types = str(got.type), str(got.dtype), str(got.handle.dtype), str(got.shape), str(got.numel)
-    return types, type(got.type).__name__, data.dtype, data.shape, data.tobytes()
+    data = np.ascontiguousarray(result.handle.data)
+    types = (
+        str(result.type),
+        str(result.dtype),
+        str(result.handle.dtype),
+        str(result.shape),
+        str(result.numel),
+    )
+    return types, type(result.type).__name__, data.dtype, data.shape, data.tobytes()
 
 
-class Both:
-    """A fast path and upstream's function. taken: number of calls that used the fast path."""
+class FastAndSlow:
+    """A fast path and the function of Triton. taken: number of calls that used the fast path."""
 
-    def __init__(self, cut, member):
-        self.slow = _with_semantic(member, SEMANTIC)
+    def __init__(self, make_fast, upstream_function):
+        self.slow = _with_semantic(upstream_function, SEMANTIC)
         self.calls = self.left = 0
-        self.fast = cut(self._counted)
+        self.fast = make_fast(self._counted)
 
-    def _counted(self, *args, **given):
+    def _counted(self, *args, **options):
         self.left += 1
-        return self.slow(*args, **given)
+        return self.slow(*args, **options)
 
-    def agree(self, *args, **given):
+    def agree(self, *args, **options):
         self.calls += 1
-        assert told(self.fast, *args, **given) == told(self.slow, *args, **given), (args, given)
+        assert result_bits(self.fast, *args, **options) == result_bits(
+            self.slow, *args, **options
+        ), (args, options)
 
     @property
     def taken(self):
@@ -86,62 +94,75 @@ BINARY = [name for name in TENSOR_FAST_PATHS if name not in ("__getitem__", "to"
 
 
 @pytest.mark.parametrize("name", BINARY)
-def test_binary_operations(name):
-    both = Both(TENSOR_FAST_PATHS[name], UPSTREAM[name])
+def test_binary_operations_equal_triton(name):
+    functions = FastAndSlow(TENSOR_FAST_PATHS[name], UPSTREAM[name])
     for kind, shape in product((*KINDS, *POINTERS), SHAPES):
-        own = tensor(kind, shape, largest=2**7)
+        operand = tensor(kind, shape, largest=2**7)
         for number in NUMBERS:
-            both.agree(own, number)
-        for other, wanted in product((*KINDS, *POINTERS), SHAPES):
-            both.agree(own, tensor(other, wanted, seed=1))
-    assert both.taken > 50
-    assert both.left > 50
+            functions.agree(operand, number)
+        for other, other_shape in product((*KINDS, *POINTERS), SHAPES):
+            functions.agree(operand, tensor(other, other_shape, seed=1))
+    assert functions.taken > 50
+    assert functions.left > 50
 
 
 @pytest.mark.parametrize("name", ["__add__", "__mul__", "__sub__"])
-def test_integer_overflow_wraps(name):
-    both = Both(TENSOR_FAST_PATHS[name], UPSTREAM[name])
+def test_integer_overflow_equals_triton(name):
+    functions = FastAndSlow(TENSOR_FAST_PATHS[name], UPSTREAM[name])
     for kind, shape in product((tl.int32, tl.int64), SHAPES):
-        own = tensor(kind, shape, largest=2**31)
-        both.agree(own, own)
-        both.agree(own, 2**31 - 1)
-    assert both.left == 0
+        operand = tensor(kind, shape, largest=2**31)
+        functions.agree(operand, operand)
+        functions.agree(operand, 2**31 - 1)
+    assert functions.left == 0
 
 
-def test_indexing():
-    both = Both(TENSOR_FAST_PATHS["__getitem__"], UPSTREAM["__getitem__"])
-    every = slice(None)
+def test_indexing_equals_triton():
+    functions = FastAndSlow(TENSOR_FAST_PATHS["__getitem__"], UPSTREAM["__getitem__"])
+    all_columns = slice(None)
     for kind, shape in product((*KINDS, *POINTERS), SHAPES):
         for slices in (
-            *((None, every), (every, None), (every, None, every), (None, every, every)),
-            *((every, every), (every,), (None,), None, every, (0, every), (slice(1), None)),
+            *(
+                (None, all_columns),
+                (all_columns, None),
+                (all_columns, None, all_columns),
+                (None, all_columns, all_columns),
+            ),
+            *(
+                (all_columns, all_columns),
+                (all_columns,),
+                (None,),
+                None,
+                all_columns,
+                (0, all_columns),
+                (slice(1), None),
+            ),
         ):
-            both.agree(tensor(kind, shape), slices)
-    assert both.taken > 50
+            functions.agree(tensor(kind, shape), slices)
+    assert functions.taken > 50
 
 
-def test_conversions():
-    both = Both(TENSOR_FAST_PATHS["to"], UPSTREAM["to"])
+def test_conversions_equal_triton():
+    functions = FastAndSlow(TENSOR_FAST_PATHS["to"], UPSTREAM["to"])
     narrow = (tl.float8e4nv, tl.float8e5, tl.uint64, tl.int16)
-    for kind, wanted, shape in product((*KINDS, *narrow), (*KINDS, *narrow, *POINTERS), SHAPES):
-        own = tensor(kind, shape, largest=100)
-        both.agree(own, wanted)
-        both.agree(own, tl.constexpr(wanted))
-    both.agree(tensor(tl.float32, (4,)), tl.bfloat16, fp_downcast_rounding="rtz")
-    both.agree(tensor(tl.float32, (4,)), tl.int32, bitcast=True)
-    assert both.taken > 50
+    for kind, other_kind, shape in product((*KINDS, *narrow), (*KINDS, *narrow, *POINTERS), SHAPES):
+        operand = tensor(kind, shape, largest=100)
+        functions.agree(operand, other_kind)
+        functions.agree(operand, tl.constexpr(other_kind))
+    functions.agree(tensor(tl.float32, (4,)), tl.bfloat16, fp_downcast_rounding="rtz")
+    functions.agree(tensor(tl.float32, (4,)), tl.int32, bitcast=True)
+    assert functions.taken > 50
 
 
-def test_where():
-    both = Both(LANGUAGE_FAST_PATHS["where"], LANGUAGE["where"])
+def test_where_equals_triton():
+    functions = FastAndSlow(LANGUAGE_FAST_PATHS["where"], LANGUAGE["where"])
     for shape, first, second in product(SHAPES, SHAPES, SHAPES):
         condition = tensor(tl.int1, shape, seed=2)
         for kind, other in product((tl.int32, tl.int64, tl.float32, tl.bfloat16), repeat=2):
-            both.agree(condition, tensor(kind, first), tensor(other, second, seed=1))
+            functions.agree(condition, tensor(kind, first), tensor(other, second, seed=1))
         for number in NUMBERS:
-            both.agree(condition, tensor(tl.float32, first), number)
-        both.agree(tensor(tl.int32, shape), tensor(tl.float32, first), 0.0)
-    assert both.taken > 50
+            functions.agree(condition, tensor(tl.float32, first), number)
+        functions.agree(tensor(tl.int32, shape), tensor(tl.float32, first), 0.0)
+    assert functions.taken > 50
 
 
 ELEMENTS = (
@@ -158,16 +179,16 @@ def addresses(memory, shape):
     kind = tl.pointer_type(tl.str_to_ty(triton.runtime.jit.mangle_type(memory), None).element_ty)
     count = int(np.prod(shape or (1,)))
     data = memory.data_ptr() + memory.element_size() * np.arange(count, dtype=np.uint64)
-    whole = tl.block_type(kind, list(shape)) if shape else kind
+    block_type = tl.block_type(kind, list(shape)) if shape else kind
     handle = upstream.TensorHandle(data.reshape(shape or (1,)), kind)
-    return tl.tensor(handle, whole)
+    return tl.tensor(handle, block_type)
 
 
 def values_of(memory):
     return addresses(memory, ()).dtype.element_ty
 
 
-def _begun(*memory):
+def _begin_launch(*memory):
     from modular_kernel.interpreter.access_log import ACCESS_LOG
 
     ACCESS_LOG.begin("kernel", {f"x{i}": each for i, each in enumerate(memory)})
@@ -176,65 +197,72 @@ def _begun(*memory):
 
 
 @pytest.mark.parametrize("dtype", ELEMENTS, ids=str)
-def test_loads(dtype):
-    both = Both(MEMORY_FAST_PATHS["load"], LANGUAGE["load"])
+def test_loads_equal_triton(dtype):
+    functions = FastAndSlow(MEMORY_FAST_PATHS["load"], LANGUAGE["load"])
     memory = torch.arange(16).to(dtype)
-    _begun(memory)
+    _begin_launch(memory)
     for shape in SHAPES:
         pointer = addresses(memory, shape)
-        both.agree(pointer)
-        both.agree(pointer, volatile=True)
-        both.agree(pointer, None, None, cache_modifier=".cg", eviction_policy="evict_first")
-        both.agree(pointer, cache_modifier=".wt")
-        both.agree(pointer, None, 0)
-        both.agree(pointer, None, None, (), "", ".cg", "evict_last")
-        both.agree(pointer, None, None, (), "", ".wt")
-        for lane in ((), (1,)):  # one lane is a block or none
+        functions.agree(pointer)
+        functions.agree(pointer, volatile=True)
+        functions.agree(pointer, None, None, cache_modifier=".cg", eviction_policy="evict_first")
+        functions.agree(pointer, cache_modifier=".wt")
+        functions.agree(pointer, None, 0)
+        functions.agree(pointer, None, None, (), "", ".cg", "evict_last")
+        functions.agree(pointer, None, None, (), "", ".wt")
+        for lane in ((), (1,)):  # A single lane may be a scalar or a block.
             for kind in (tl.float32, tl.bfloat16, tl.int32):
-                both.agree(pointer, tensor(tl.int1, ()), tensor(kind, lane) + 11)
-        for wanted in SHAPES:
-            mask = tensor(tl.int1, wanted, seed=3)
-            both.agree(pointer, mask)
-            both.agree(pointer, mask=mask, other=0)
-            both.agree(pointer, tensor(tl.int32, wanted), 0)
+                functions.agree(pointer, tensor(tl.int1, ()), tensor(kind, lane) + 11)
+        for other_shape in SHAPES:
+            mask = tensor(tl.int1, other_shape, seed=3)
+            functions.agree(pointer, mask)
+            functions.agree(pointer, mask=mask, other=0)
+            functions.agree(pointer, tensor(tl.int32, other_shape), 0)
             for number in NUMBERS:
-                both.agree(pointer, mask, number)
+                functions.agree(pointer, mask, number)
             for kind in (tl.float32, tl.bfloat16, tl.int32):
-                both.agree(pointer, mask, tensor(kind, wanted))
-    assert both.taken > 20 or dtype is torch.bool
+                functions.agree(pointer, mask, tensor(kind, other_shape))
+    assert functions.taken > 20 or dtype is torch.bool
 
 
 @pytest.mark.parametrize("dtype", ELEMENTS, ids=str)
-def test_stores(dtype):
-    """A store returns nothing, so memory is compared."""
+def test_stores_equal_triton(dtype):
     slow = _with_semantic(LANGUAGE["store"], SEMANTIC)
-    left = []
-    fast = MEMORY_FAST_PATHS["store"](lambda *args, **given: left.append(1) or slow(*args, **given))
+    slow_calls = []
+    fast = MEMORY_FAST_PATHS["store"](
+        lambda *args, **options: slow_calls.append(1) or slow(*args, **options)
+    )
     memory, calls = torch.zeros(16).to(dtype), 0
-    _begun(memory)
+    _begin_launch(memory)
 
-    def stored(function, shape, *args, **given):
+    def bytes_after_store(function, shape, *args, **options):
         memory.view(torch.uint8).fill_(7)
         try:
-            got = function(addresses(memory, shape), *args, **given)
+            result = function(addresses(memory, shape), *args, **options)
         except Exception as error:  # noqa: BLE001
             return type(error).__name__, str(error)
-        return str(got.type), got.handle, memory.view(torch.uint8).tolist()
+        return str(result.type), result.handle, memory.view(torch.uint8).tolist()
 
-    values = [tensor(kind, wanted) for kind in (*KINDS, tl.float8e4nv) for wanted in SHAPES]
+    values = [
+        tensor(kind, other_shape) for kind in (*KINDS, tl.float8e4nv) for other_shape in SHAPES
+    ]
     for shape, value in product(SHAPES, [*values, 0, 1.5]):
-        masks = [None, *(tensor(tl.int1, wanted, seed=3) for wanted in SHAPES)]
+        masks = [None, *(tensor(tl.int1, other_shape, seed=3) for other_shape in SHAPES)]
         for mask in masks:
             calls += 1
-            assert stored(fast, shape, value, mask) == stored(slow, shape, value, mask), (
+            assert bytes_after_store(fast, shape, value, mask) == bytes_after_store(
+                slow, shape, value, mask
+            ), (
                 value.type,
                 mask,
             )
         calls += 1
-        assert stored(fast, shape, value, eviction_policy="no") == stored(
+        assert bytes_after_store(fast, shape, value, eviction_policy="no") == bytes_after_store(
             slow, shape, value, eviction_policy="no"
         )
-    assert 0 < len(left) < calls or dtype is torch.bool
+    assert 0 < len(slow_calls) < calls or dtype is torch.bool
     value = tensor(tl.float32, (4,)).to(values_of(memory))
-    for args in ([None, (), ".cg"], [None, (), "no"]):  # all by position
-        assert stored(fast, (4,), value, *args) == stored(slow, (4,), value, *args)
+    for args in ([None, (), ".cg"], [None, (), "no"]):
+        assert bytes_after_store(fast, (4,), value, *args) == bytes_after_store(
+            slow, (4,), value, *args
+        )

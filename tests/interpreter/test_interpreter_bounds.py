@@ -1,4 +1,4 @@
-"""Bounds in the interpreter: an access outside the launch's arguments raises with its location."""
+"""In the interpreter, an access outside the arguments of a launch raises with its location."""
 
 import gc
 
@@ -38,20 +38,20 @@ def swap_kernel(y_ptr, at):
     tl.atomic_cas(y_ptr + at, 0, 1)
 
 
-def numbers(count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+def make_tensor(count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     """Return a tensor in the middle of a storage with twice as much memory on each side."""
     return torch.zeros(5 * count, dtype=dtype)[2 * count : 3 * count]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_out_of_bounds_loads_raise(dtype):
-    x, y = numbers(16, dtype), numbers(16, dtype)
+    x, y = make_tensor(16, dtype), make_tensor(16, dtype)
     size = x.element_size()
     load_kernel[(1,)](x, y, 0, 15, BLOCK=16)
-    load_kernel[(1,)](x, y, 8, 15, BLOCK=16)  # what is masked off may lie anywhere
+    load_kernel[(1,)](x, y, 8, 15, BLOCK=16)  # Masked lanes may have any address.
     load_kernel[(1,)](x, y, 80, 15, BLOCK=16)
-    told = rf"got bytes {16 * size} to {17 * size - 1} of x_ptr, need 0 to {16 * size - 1}"
-    with pytest.raises(InterpreterError, match=told):
+    message = rf"got bytes {16 * size} to {17 * size - 1} of x_ptr, need 0 to {16 * size - 1}"
+    with pytest.raises(InterpreterError, match=message):
         load_kernel[(1,)](x, y, 8, 16, BLOCK=16)
     with pytest.raises(InterpreterError, match=f"got bytes {-size} to -1 of x_ptr"):
         load_kernel[(1,)](x, y, -1, 0, BLOCK=16)
@@ -59,17 +59,17 @@ def test_out_of_bounds_loads_raise(dtype):
 
 @pytest.mark.parametrize("kernel", [store_kernel, add_kernel])
 def test_out_of_bounds_writes_raise(kernel):
-    y = numbers(16)
+    y = make_tensor(16)
     kernel[(1,)](y, 8, 15, BLOCK=16)
     assert y[8:].ne(0).all()
     before = y.clone()
     with pytest.raises(InterpreterError, match="got bytes 64 to 67 of y_ptr, need 0 to 63"):
         kernel[(1,)](y, 8, 16, BLOCK=16)
-    assert torch.equal(y, before)  # it is told before anything is written
+    assert torch.equal(y, before)
 
 
 def test_out_of_bounds_compare_and_swap_raises():
-    y = numbers(16)
+    y = make_tensor(16)
     swap_kernel[(1,)](y, 15)
     assert y.tolist() == [0] * 15 + [1]
     with pytest.raises(InterpreterError, match="got bytes 64 to 67 of y_ptr"):
@@ -84,12 +84,12 @@ def descriptor_kernel(x_desc, y_ptr, column, BLOCK: tl.constexpr):
 
 
 def test_descriptors_larger_than_their_tensor_raise():
-    x, y = numbers(12 * 20).view(12, 20), numbers(16 * 16)
+    x, y = make_tensor(12 * 20).view(12, 20), make_tensor(16 * 16)
     descriptor = TensorDescriptor(x, [12, 20], [20, 1], [16, 16])
     descriptor_kernel[(1,)](descriptor, y, 16, BLOCK=16)
-    longer = TensorDescriptor(x, [13, 20], [20, 1], [16, 16])  # than the memory is
+    too_long = TensorDescriptor(x, [13, 20], [20, 1], [16, 16])
     with pytest.raises(InterpreterError, match="of x_desc, need 0 to 959"):
-        descriptor_kernel[(1,)](longer, y, 16, BLOCK=16)
+        descriptor_kernel[(1,)](too_long, y, 16, BLOCK=16)
 
 
 @triton.jit
@@ -98,8 +98,8 @@ def tuple_kernel(pair, first):
     tl.store(pair[1], x)
 
 
-def test_tensors_in_tuples():
-    pair = numbers(4), numbers(4)
+def test_out_of_bounds_loads_of_tensors_in_tuples_raise():
+    pair = make_tensor(4), make_tensor(4)
     tuple_kernel[(1,)](pair, 3)
     with pytest.raises(InterpreterError, match=r"of pair\[0\], need 0 to 15"):
         tuple_kernel[(1,)](pair, 4)
@@ -111,7 +111,7 @@ def distant_kernel(y_ptr, distance):
     tl.store(pointer, 7)
 
 
-def test_shared_memory_is_accessible_while_it_lives():
+def test_shared_memory_is_accessible_until_it_is_freed():
     y, shared = torch.zeros(4, dtype=torch.int32), torch.zeros(1 << 16, dtype=torch.int32)
     distance = shared.data_ptr() - y.data_ptr()
     with pytest.raises(InterpreterError, match="CorruptionError"):

@@ -1,7 +1,6 @@
-"""The interpreter computes a GPU's results, bit for bit those of torch where torch defines them.
-
-Most of these tests fail without `install()`; the others hold the replacement to what upstream had
-right already (float16, int8 `dot`, float32 atomics, scans, rearrangements).
+"""The interpreter computes the results of a GPU.
+Most of these tests fail without `install()`. The others test operations that are correct in Triton,
+too.
 """
 
 import operator
@@ -11,7 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from interpreter_values import BF16, E4M3, E5M2, F16, F32, randn, random_bits, same
+from interpreter_values import BF16, E4M3, E5M2, F16, F32, equal_bits, randn, random_bits
 
 # --------------------------------------------------------------------------- conversions
 
@@ -36,14 +35,14 @@ def cast(x: torch.Tensor, dtype: torch.dtype, kernel: object = cast_kernel) -> t
     return y
 
 
-def saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Saturate like a GPU; torch overflows e5m2 to infinity, and older versions fp8 to NaN."""
+def saturate(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Convert with saturation, as a GPU does. torch converts large values to infinity or NaN."""
     largest = torch.finfo(dtype).max
     return x.float().clamp(-largest, largest).to(dtype)
 
 
-def hard_values(dtype: torch.dtype) -> torch.Tensor:
-    """Return 8192 float32: all magnitudes, ties of `dtype`, overflow, infinity and NaN."""
+def edge_values(dtype: torch.dtype) -> torch.Tensor:
+    """Return 8192 float32 values, which include ties of `dtype`, overflow, infinity and NaN."""
     exact = random_bits(1024, dtype, seed=1).float()
     step = (exact.abs() * torch.finfo(dtype).eps / 2).nan_to_num(0, 0, 0)
     ties = torch.cat([exact + step, exact - step])
@@ -58,53 +57,53 @@ def hard_values(dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [BF16, F16, E4M3, E5M2], ids=str)
 def test_float32_rounds_to_nearest_even(dtype):
-    x = hard_values(dtype)
-    want = x.to(dtype) if dtype in (BF16, F16) else saturated(x, dtype)
-    assert same(cast(x, dtype), want)
+    x = edge_values(dtype)
+    expected = x.to(dtype) if dtype in (BF16, F16) else saturate(x, dtype)
+    assert equal_bits(cast(x, dtype), expected)
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("source", [BF16, F16], ids=str)
-def test_sixteen_bits_round_to_fp8(source, dtype):
+def test_sixteen_bit_floats_round_to_fp8(source, dtype):
     x = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(source)
-    assert same(cast(x, dtype), saturated(x, dtype))
+    assert equal_bits(cast(x, dtype), saturate(x, dtype))
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("source", [E4M3, E5M2], ids=str)
 def test_all_fp8_codes_widen_exactly(source, dtype):
     codes = torch.arange(256, dtype=torch.uint8).view(source)
-    assert same(cast(codes, dtype), codes.to(dtype))
+    assert equal_bits(cast(codes, dtype), codes.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 def test_all_bf16_codes_convert(dtype):
     codes = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(BF16)
-    assert same(cast(codes, dtype), codes.to(dtype))
+    assert equal_bits(cast(codes, dtype), codes.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-def test_rounding_toward_zero(dtype):
+def test_conversion_can_round_toward_zero(dtype):
     x = torch.cat([randn(2048, seed=3), randn(2048, seed=4) * 1e-6])
     nearest = x.to(dtype)
     previous = (nearest.view(torch.int16) - 1).view(dtype)
-    want = torch.where(nearest.float().abs() > x.abs(), previous, nearest)
-    assert same(cast(x, dtype, truncate_kernel), want)
+    expected = torch.where(nearest.float().abs() > x.abs(), previous, nearest)
+    assert equal_bits(cast(x, dtype, truncate_kernel), expected)
 
 
 def test_integers_round_to_bf16():
     x = torch.cat([torch.arange(-1024, 1024), 2 ** torch.arange(31) + 1, torch.tensor([-7])])
     x = torch.nn.functional.pad(x, (0, 4096 - len(x))).to(torch.int32)
-    assert same(cast(x, BF16), x.to(BF16))
+    assert equal_bits(cast(x, BF16), x.to(BF16))
 
 
 @pytest.mark.parametrize("source", [F32, BF16], ids=str)
 def test_floats_truncate_to_integers(source):
     x = (randn(1024, seed=5) * 60).to(source)
     for dtype in (torch.int8, torch.int32, torch.int64):
-        want = x.double().clamp(-128, 127).to(dtype) if dtype == torch.int8 else x.to(dtype)
-        inside = x.float().abs() < 127
-        assert torch.equal(cast(x, dtype)[inside], want[inside])
+        expected = x.double().clamp(-128, 127).to(dtype) if dtype == torch.int8 else x.to(dtype)
+        representable = x.float().abs() < 127
+        assert torch.equal(cast(x, dtype)[representable], expected[representable])
 
 
 def test_floats_beyond_an_integer_type_saturate():
@@ -113,8 +112,8 @@ def test_floats_beyond_an_integer_type_saturate():
     high, low = 2**31 - 1, -(2**31)
     assert cast(x, torch.int32).tolist() == [high, low, high, 0, high, low, 0, 3]
     assert cast(x, torch.uint8).tolist() == [255, 0, 255, 0, 255, 0, 0, 3]
-    wide = torch.tensor([1e20, -1e20, 2.0**63, -(2.0**63)])
-    assert cast(wide, torch.int64).tolist() == [2**63 - 1, -(2**63)] * 2
+    as_float64 = torch.tensor([1e20, -1e20, 2.0**63, -(2.0**63)])
+    assert cast(as_float64, torch.int64).tolist() == [2**63 - 1, -(2**63)] * 2
 
 
 # ------------------------------------------------------------------- elementwise arithmetic
@@ -147,7 +146,7 @@ ELEMENTWISE = {
     "add": operator.add,
     "sub": operator.sub,
     "mul": operator.mul,
-    # In float64, as the conversion quiets NaN: fmin on a CPU returns a signaling one, a GPU none.
+    # Converting to float64 makes NaN quiet. On a CPU, fmin can return a signaling NaN.
     "min": lambda x, y: torch.fmin(x.double(), y.double()).to(x.dtype),
     "max": lambda x, y: torch.fmax(x.double(), y.double()).to(x.dtype),
     "where": lambda x, y: torch.where(x < y, x, y * 2.5),
@@ -162,7 +161,7 @@ def test_bf16_operations_round_once(op):
     x[1024:] = randn(1024, seed=8, dtype=BF16)
     z = torch.empty_like(x)
     binary_kernel[(1,)](x, y, z, OP=op, BLOCK=2048)
-    assert same(z, ELEMENTWISE[op](x, y))
+    assert equal_bits(z, ELEMENTWISE[op](x, y))
 
 
 @triton.jit
@@ -176,7 +175,7 @@ def test_each_operation_of_a_bf16_expression_rounds():
     x = randn(1024, seed=9, dtype=BF16)
     y = torch.empty_like(x)
     chain_kernel[(1,)](x, y, BLOCK=1024)
-    assert same(y, (x * 3.0 + 1.0) * x - 0.1)
+    assert equal_bits(y, (x * 3.0 + 1.0) * x - 0.1)
 
 
 @triton.jit
@@ -189,7 +188,7 @@ def test_a_float_argument_is_float32_and_promotes():
     x = randn(256, seed=10, dtype=BF16)
     y = torch.empty(256)
     scale_kernel[(1,)](x, y, 1.0 / 3.0, BLOCK=256)
-    assert same(y, x.float() * torch.tensor(1.0 / 3.0))
+    assert equal_bits(y, x.float() * torch.tensor(1.0 / 3.0))
 
 
 @triton.jit
@@ -218,10 +217,10 @@ def test_fma_rounds_once():
     z = -(x * y) + torch.tensor([0.0, 2.0**-70, -(2.0**-40), 1e-30]).repeat(256)
     out = torch.empty_like(x)
     fma_kernel[(1,)](x, y, z, out, BLOCK=1024)
-    wide = [v.numpy().astype(np.longdouble) for v in (x, y, z)]
-    want = torch.from_numpy((wide[0] * wide[1] + wide[2]).astype(np.float32))
-    assert same(out, want)
-    # Halfway in float32 plus a bit that float64 drops: rounding twice would go to even.
+    as_float64 = [v.numpy().astype(np.longdouble) for v in (x, y, z)]
+    expected = torch.from_numpy((as_float64[0] * as_float64[1] + as_float64[2]).astype(np.float32))
+    assert equal_bits(out, expected)
+    # The sum is slightly above a tie of float32, and float64 cannot represent the difference.
     x, y, z = (torch.tensor([v]) for v in (1 + 2.0**-12, 1 + 2.0**-12, 2.0**-60))
     out = torch.empty(1)
     fma_kernel[(1,)](x, y, z, out, BLOCK=1)
@@ -255,7 +254,7 @@ MATH = {
 
 
 @pytest.mark.parametrize("op", MATH)
-def test_float32_functions_agree_with_torch(op):
+def test_float32_functions_equal_those_of_torch(op):
     x = randn(1024, seed=13)
     y = torch.empty_like(x)
     math_kernel[(1,)](x, y, OP=op, BLOCK=1024)
@@ -279,17 +278,18 @@ def integer_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
     shift = tl.load(x_ptr + BLOCK + offs).to(tl.uint32)
     shifted = x >> shift
     tl.store(y_ptr + offs, shifted)
-    # `shift` is used again: it must still be unsigned, whatever `>>` did with it.
+    # `>>` must not change the type of `shift`, which is unsigned.
     tl.store(y_ptr + BLOCK + offs, (~shift >> 1).to(tl.int32))
     flag = x > 0
     tl.store(y_ptr + 2 * BLOCK + offs, (flag + flag).to(tl.int32) * 10 + (~flag).to(tl.int32))
 
 
-def test_shifts_inversion_and_one_bit_integers():
+def test_shifts_inversions_and_one_bit_sums_wrap():
     values, shifts = torch.tensor([-9, 40, -1, 7]), torch.tensor([1, 3, 31, 0])
     x = torch.cat([values, shifts]).to(torch.int32)
     y = torch.empty(12, dtype=torch.int32)
     integer_kernel[(1,)](x, y, BLOCK=4)
     assert y[:4].tolist() == (values >> shifts).tolist()
     assert y[4:8].tolist() == [(2**32 - 1 - s) >> 1 for s in shifts.tolist()]
-    assert y[8:].tolist() == [int(v <= 0) for v in values.tolist()]  # 1 + 1 wraps to 0 in one bit
+    # In one bit, 1 + 1 is 0.
+    assert y[8:].tolist() == [int(v <= 0) for v in values.tolist()]

@@ -1,4 +1,4 @@
-"""Memory, dot products, loops and launches in the interpreter behave as on a GPU."""
+"""Memory, matrix products, loops and launches in the interpreter equal those of a GPU."""
 
 import threading
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from interpreter_values import BF16, E4M3, E5M2, F16, F32, generator, randn, same
+from interpreter_values import BF16, E4M3, E5M2, F16, F32, equal_bits, generator, randn
 from triton.runtime.errors import InterpreterError
 
 from modular_kernel.catalog import load_catalog
@@ -28,12 +28,12 @@ def masked_copy_kernel(x_ptr, y_ptr, n, other, BLOCK: tl.constexpr):
 
 
 @pytest.mark.parametrize("dtype", [BF16, E4M3, E5M2, F16, torch.int8], ids=str)
-def test_masked_loads_and_stores(dtype):
+def test_masked_lanes_are_replaced_or_not_stored(dtype):
     x = randn(64, seed=14).mul(8).to(dtype)
     y = torch.zeros(64).to(dtype)
     masked_copy_kernel[(1,)](x, y, 37, 0.3, BLOCK=64)
-    assert same(y[:37], x[:37])
-    assert same(y[37:], torch.tensor([0.0] * 26 + [0.3]).to(dtype))
+    assert equal_bits(y[:37], x[:37])
+    assert equal_bits(y[37:], torch.tensor([0.0] * 26 + [0.3]).to(dtype))
 
 
 @triton.jit
@@ -44,11 +44,11 @@ def descriptor_kernel(x_ptr, y_ptr, M, N, BM: tl.constexpr, BN: tl.constexpr):
         y_desc.store([0, j * BN], x_desc.load([0, j * BN]) + 1.0)
 
 
-def test_tensor_descriptors_of_bf16():
+def test_descriptors_load_and_store_bf16():
     x = randn(5, 48, seed=15, dtype=BF16)
     y = torch.zeros_like(x)
     descriptor_kernel[(1,)](x, y, 5, 48, BM=8, BN=32)
-    assert same(y, x + 1.0)
+    assert equal_bits(y, x + 1.0)
 
 
 @triton.jit
@@ -66,13 +66,13 @@ def test_atomic_add_adds_to_duplicate_addresses(dtype):
     x = (randn(100, seed=16) * 10).to(dtype)
     index = torch.randint(0, 7, (100,), generator=generator(1), dtype=torch.int32)
     y, old = torch.zeros(7, dtype=dtype), torch.zeros(100, dtype=dtype)
-    want_y, want_old = y.clone(), old.clone()
+    expected_y, expected_old = y.clone(), old.clone()
     for i, j in enumerate(index.tolist()):
-        want_old[i] = want_y[j]
-        want_y[j] += x[i]
+        expected_old[i] = expected_y[j]
+        expected_y[j] += x[i]
     accumulate_kernel[(2,)](x, y, index, old, 100, BLOCK=64)
-    assert same(y, want_y)
-    assert same(old, want_old)
+    assert equal_bits(y, expected_y)
+    assert equal_bits(old, expected_old)
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def lock_kernel(word_ptr, seen_ptr, best_ptr, BLOCK: tl.constexpr):
     tl.atomic_max(best_ptr, (pid * 5) % 7)
 
 
-def test_atomic_cas_and_max():
+def test_atomic_cas_and_max_return_old_values():
     word, best = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     seen = torch.zeros(6, dtype=torch.int32)
     lock_kernel[(6,)](word, seen, best, BLOCK=1)
@@ -96,7 +96,7 @@ def swap_kernel(word_ptr, old_ptr):
     tl.store(old_ptr, tl.atomic_cas(word_ptr, one, two))
 
 
-def test_atomic_cas_of_bf16():
+def test_atomic_cas_swaps_bf16():
     word, old = torch.ones(1, dtype=BF16), torch.zeros(1, dtype=BF16)
     swap_kernel[(1,)](word, old)
     assert (word.item(), old.item()) == (2.0, 1.0)
@@ -140,16 +140,16 @@ def matmul(
     return c
 
 
-def relative_rms(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.double() - want.double()).norm() / want.double().norm())
+def relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32, E4M3, E5M2], ids=str)
 def test_dot_accumulates_in_float32(dtype):
     a, b = randn(33, 100, seed=17).to(dtype), randn(100, 40, seed=18).to(dtype)
-    want = a.double() @ b.double()
-    assert relative_rms(matmul(a, b, F32), want) < 3e-7
-    assert same(matmul(a, b, BF16), matmul(a, b, F32).to(BF16))
+    expected = a.double() @ b.double()
+    assert relative_rms(matmul(a, b, F32), expected) < 3e-7
+    assert equal_bits(matmul(a, b, BF16), matmul(a, b, F32).to(BF16))
 
 
 def test_dot_of_int8_is_exact():
@@ -162,12 +162,12 @@ def test_dot_of_int8_is_exact():
 
 def test_float32_dot_uses_tf32_by_default():
     a, b = randn(16, 64, seed=19), randn(64, 32, seed=20)
-    want = a.double() @ b.double()
-    assert relative_rms(matmul(a, b, F32, "ieee"), want) < 3e-7
-    assert 1e-4 < relative_rms(matmul(a, b, F32, "tf32"), want) < 2e-3
-    # What fits tf32's ten bits is read exactly.
-    narrow_a, narrow_b = a.to(BF16).float(), b.to(BF16).float()
-    assert torch.equal(matmul(narrow_a, narrow_b, F32, "tf32"), matmul(narrow_a, narrow_b, F32))
+    expected = a.double() @ b.double()
+    assert relative_rms(matmul(a, b, F32, "ieee"), expected) < 3e-7
+    assert 1e-4 < relative_rms(matmul(a, b, F32, "tf32"), expected) < 2e-3
+    # The mantissas of bf16 values fit into the ten bits of tf32.
+    bf16_a, bf16_b = a.to(BF16).float(), b.to(BF16).float()
+    assert torch.equal(matmul(bf16_a, bf16_b, F32, "tf32"), matmul(bf16_a, bf16_b, F32))
 
 
 @triton.jit
@@ -196,7 +196,7 @@ def loop_kernel(bound_ptr, y_ptr, n, STATIC: tl.constexpr):
     tl.store(y_ptr + 1, triangle(count) + triangle(n))
 
 
-def test_loops_over_run_time_bounds():
+def test_loops_have_run_time_bounds():
     bound, y = torch.tensor([5], dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     loop_kernel[(2,)](bound, y, 8, STATIC=3)
     assert y.tolist() == [10 + 100 * (1 + 4 + 7) + 300_000, 15 + 36]
@@ -251,11 +251,11 @@ def test_launches_of_threads_are_serialized():
         thread.start()
     for thread in threads:
         thread.join()
-    want = torch.arange(40, dtype=torch.int32)[:, None].expand(40, 8)
-    assert all(torch.equal(y, want) for y in outputs)
+    expected = torch.arange(40, dtype=torch.int32)[:, None].expand(40, 8)
+    assert all(torch.equal(y, expected) for y in outputs)
 
 
-def test_incompatible_shapes_raise():
+def test_invalid_block_shapes_raise():
     with pytest.raises(ValueError, match="power of 2"):
         tl.block_type(tl.float32, [24])
     with pytest.raises(TypeError):
@@ -265,7 +265,7 @@ def test_incompatible_shapes_raise():
 
 
 def first_launch(rank: int, world_size: int, group: object) -> float:
-    """Return the error of an experts part in a process that has launched nothing before."""
+    """Return the error of the first launch of a process."""
     problem = Problem(4, 64, 32, 2, 1, dtype="bf16")
     given = make_inputs(problem, "uniform", torch.device("cpu"), seed=0, strided=False)
     tokens = BatchedTokens(given.x_TH.expand(2, 4, 64).contiguous(), torch.tensor([4, 4]).int())
@@ -290,17 +290,17 @@ def test_first_launch_of_a_process_has_gpu_numerics() -> None:
 
 
 @pytest.mark.parametrize("options", [{"num_warps": 3}, {"num_warps": 64}, {"num_ctas": 0}], ids=str)
-def test_options_that_the_compiler_refuses(options):
+def test_invalid_launch_options_raise(options):
     x = torch.ones(64)
     (name, value) = next(iter(options.items()))
     with pytest.raises(ValueError, match=f"masked_copy_kernel: {name} is {value}, need a power"):
         masked_copy_kernel[(1,)](x, torch.zeros(64), 64, 0.0, BLOCK=64, **options)
 
 
-def test_options_that_the_compiler_accepts():
+def test_valid_launch_options_are_accepted():
     x, y = torch.ones(64), torch.zeros(64)
     masked_copy_kernel[(1,)](x, y, 64, 0.0, BLOCK=64, num_warps=8, num_ctas=1, num_stages=3)
-    assert same(y, x)
+    assert equal_bits(y, x)
 
 
 @triton.jit
@@ -311,7 +311,7 @@ def unrolled_kernel(y_ptr, COUNT: tl.constexpr):
     tl.store(y_ptr, total)
 
 
-def test_unrolled_loops():
+def test_too_many_unrolled_iterations_raise():
     y = torch.zeros(1, dtype=torch.int32)
     unrolled_kernel[(1,)](y, COUNT=512)
     assert int(y) == 512 * 513 // 2

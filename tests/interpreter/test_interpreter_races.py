@@ -1,4 +1,4 @@
-"""Races in the interpreter: unordered accesses of programs are reported, ordered ones are not."""
+"""The interpreter reports races, which are unordered accesses of programs to the same memory."""
 
 import pytest
 import torch
@@ -14,10 +14,10 @@ from modular_kernel.testing.cases.lists import BASE
 from prepare_finalize import MoEPrepareAndFinalizeNoEP
 
 
-def races(kernel, *arguments, programs=3, **constants):
-    with ACCESS_LOG.races() as found:
+def find_races(kernel, *arguments, programs=3, **constants):
+    with ACCESS_LOG.races() as messages:
         kernel[(programs,)](*arguments, **constants)
-    return found
+    return messages
 
 
 def zeros(count=8, dtype=torch.int32):
@@ -32,8 +32,8 @@ def own_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
 
 
 def test_programs_with_separate_elements_do_not_race():
-    assert races(own_kernel, zeros(), zeros(24), BLOCK=8) == []
-    assert races(own_kernel, zeros(), zeros(24, torch.int8), BLOCK=8) == []
+    assert find_races(own_kernel, zeros(), zeros(24), BLOCK=8) == []
+    assert find_races(own_kernel, zeros(), zeros(24, torch.int8), BLOCK=8) == []
 
 
 @triton.jit
@@ -43,10 +43,10 @@ def same_place_kernel(y_ptr, first, BLOCK: tl.constexpr):
 
 
 def test_two_writes_to_one_element_race():
-    told = "same_place_kernel: a program writes what another one writes, in y_ptr"
-    assert races(same_place_kernel, zeros(), 7, BLOCK=8) == [told]
-    assert races(same_place_kernel, zeros(), 7, BLOCK=8, programs=1) == []
-    assert races(same_place_kernel, zeros(), 8, BLOCK=8) == []  # the others' lanes are off
+    message = "same_place_kernel: a program writes what another one writes, in y_ptr"
+    assert find_races(same_place_kernel, zeros(), 7, BLOCK=8) == [message]
+    assert find_races(same_place_kernel, zeros(), 7, BLOCK=8, programs=1) == []
+    assert find_races(same_place_kernel, zeros(), 8, BLOCK=8) == []  # Other programs store nothing.
 
 
 @triton.jit
@@ -59,10 +59,10 @@ def test_read_and_write_of_one_element_race():
     y = zeros()
     before = "neighbor_kernel: a program reads what another one writes, in y_ptr"
     after = "neighbor_kernel: a program writes what another one reads, in y_ptr"
-    assert races(neighbor_kernel, y, -1) == [before]
-    assert races(neighbor_kernel, y, 1) == [after]
-    assert races(neighbor_kernel, y, 0) == []
-    assert races(neighbor_kernel, y, 4) == []
+    assert find_races(neighbor_kernel, y, -1) == [before]
+    assert find_races(neighbor_kernel, y, 1) == [after]
+    assert find_races(neighbor_kernel, y, 0) == []
+    assert find_races(neighbor_kernel, y, 4) == []
 
 
 @triton.jit
@@ -79,23 +79,25 @@ def counter_kernel(count_ptr, y_ptr, ZEROED: tl.constexpr, SEM: tl.constexpr):
 
 def test_acquire_release_orders_the_last_program():
     count, y = zeros(1), zeros()
-    assert races(counter_kernel, count, y, ZEROED=False, SEM="acq_rel", programs=4) == []
+    assert find_races(counter_kernel, count, y, ZEROED=False, SEM="acq_rel", programs=4) == []
     assert (y[0], count[0]) == (4, 0)
 
 
 def test_relaxed_atomics_do_not_order():
-    found = races(counter_kernel, zeros(1), zeros(), ZEROED=False, SEM="relaxed", programs=4)
-    assert "counter_kernel: a program reads what another one writes, in y_ptr" in found
+    messages = find_races(
+        counter_kernel, zeros(1), zeros(), ZEROED=False, SEM="relaxed", programs=4
+    )
+    assert "counter_kernel: a program reads what another one writes, in y_ptr" in messages
     assert (
         "counter_kernel: a program writes what another one atomically changes, in count_ptr"
-        in found
+        in messages
     )
 
 
 def test_resetting_a_counter_races():
-    found = races(counter_kernel, zeros(1), zeros(), ZEROED=True, SEM="acq_rel", programs=4)
-    told = "counter_kernel: a program atomically changes what another one writes, in count_ptr"
-    assert told in found
+    messages = find_races(counter_kernel, zeros(1), zeros(), ZEROED=True, SEM="acq_rel", programs=4)
+    message = "counter_kernel: a program atomically changes what another one writes, in count_ptr"
+    assert message in messages
 
 
 @triton.jit
@@ -112,10 +114,10 @@ def counted_twice_kernel(found_ptr, count_ptr, y_ptr, ZEROED: tl.constexpr):
 
 
 def test_program_with_two_atomics_is_not_ordered_before_itself():
-    """It is ordered after all others, and races of others are still found."""
-    assert races(counted_twice_kernel, zeros(1), zeros(1), zeros(), ZEROED=False) == []
-    wrong = races(counted_twice_kernel, zeros(1), zeros(1), zeros(), ZEROED=True)
-    assert wrong == ["counted_twice_kernel: a program writes what another one writes, in y_ptr"]
+    """The program is ordered after all others. Races of other programs are still found."""
+    assert find_races(counted_twice_kernel, zeros(1), zeros(1), zeros(), ZEROED=False) == []
+    messages = find_races(counted_twice_kernel, zeros(1), zeros(1), zeros(), ZEROED=True)
+    assert messages == ["counted_twice_kernel: a program writes what another one writes, in y_ptr"]
 
 
 @triton.jit
@@ -129,8 +131,8 @@ def early_reader_kernel(count_ptr, y_ptr):
 
 
 def test_program_that_reads_too_early_races():
-    told = "early_reader_kernel: a program reads what another one writes, in y_ptr"
-    assert races(early_reader_kernel, zeros(1), zeros()) == [told]
+    message = "early_reader_kernel: a program reads what another one writes, in y_ptr"
+    assert find_races(early_reader_kernel, zeros(1), zeros()) == [message]
 
 
 @triton.jit
@@ -144,7 +146,7 @@ def poll_kernel(flag_ptr, y_ptr):
 
 
 def test_atomics_and_volatile_loads_do_not_race():
-    assert races(poll_kernel, zeros(1), zeros()) == []
+    assert find_races(poll_kernel, zeros(1), zeros()) == []
 
 
 @triton.jit
@@ -155,10 +157,10 @@ def grid_kernel(y_ptr):
         tl.store(y_ptr, 1)
 
 
-def test_grids_of_three_dimensions():
-    with ACCESS_LOG.races() as found:
+def test_races_in_grids_of_three_dimensions_are_found():
+    with ACCESS_LOG.races() as messages:
         grid_kernel[(2, 2, 2)](zeros())
-    assert found == ["grid_kernel: a program writes what another one writes, in y_ptr"]
+    assert messages == ["grid_kernel: a program writes what another one writes, in y_ptr"]
 
 
 def test_races_are_recorded_only_on_request():
@@ -180,8 +182,8 @@ def rewrite_kernel(y_ptr):
     tl.store(y_ptr, tl.load(y_ptr))
 
 
-class Racy(TorchExperts):
-    """Correct results, but three programs write the first value."""
+class ExpertsWithRace(TorchExperts):
+    """Experts with correct results, but three programs write the first value."""
 
     def apply(self, tokens, *, weights, workspace, output):
         super().apply(tokens, weights=weights, workspace=workspace, output=output)
@@ -190,7 +192,7 @@ class Racy(TorchExperts):
 
 def test_verification_reports_a_race():
     def build(case, machine, poison):
-        parts = MoEPrepareAndFinalizeNoEP(case.problem), Racy(case.problem)
+        parts = MoEPrepareAndFinalizeNoEP(case.problem), ExpertsWithRace(case.problem)
         return FusedMoEModularKernel(*parts, machine=machine, poison=poison)
 
     case = Case("MoEPrepareAndFinalizeNoEP", "TorchExperts", BASE)

@@ -1,10 +1,10 @@
-"""Reductions, scans and rearrangements in the interpreter, as on a GPU."""
+"""Reductions, scans and rearrangements in the interpreter equal those of a GPU."""
 
 import pytest
 import torch
 import triton
 import triton.language as tl
-from interpreter_values import BF16, E4M3, F16, F32, generator, randn, same
+from interpreter_values import BF16, E4M3, F16, F32, equal_bits, generator, randn
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def reduce(x: torch.Tensor, op: str, dtype: torch.dtype) -> torch.Tensor:
     return y
 
 
-def test_sums_of_float32_integers_and_flags():
+def test_sums_of_float32_and_integers_equal_torch():
     x = randn(8, 64, seed=21)
     torch.testing.assert_close(reduce(x, "sum", F32), x.sum(1), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(reduce(x, "all", F32), x.sum().expand(8), rtol=1e-5, atol=1e-5)
@@ -52,11 +52,11 @@ def test_sums_of_sixteen_bit_floats_round_as_a_tree(dtype):
     ones = torch.ones(2, 4096, dtype=dtype)
     assert reduce(ones, "sum", dtype).tolist() == [4096.0, 4096.0]
     x = randn(4, 64, seed=22, dtype=dtype)
-    want = x
-    while want.shape[1] > 1:
-        half = want.shape[1] // 2
-        want = want[:, :half] + want[:, half:]
-    assert same(reduce(x, "sum", dtype), want[:, 0].contiguous())
+    expected = x
+    while expected.shape[1] > 1:
+        half = expected.shape[1] // 2
+        expected = expected[:, :half] + expected[:, half:]
+    assert equal_bits(reduce(x, "sum", dtype), expected[:, 0].contiguous())
 
 
 def test_extrema_drop_nan():
@@ -64,18 +64,18 @@ def test_extrema_drop_nan():
     x[0, 3] = float("nan")
     x[1] = float("nan")
     nan = x[1, 0].float()
-    want_max = torch.stack([x[0].nan_to_num(-9).max().float(), nan, *x[2:].amax(1).float()])
-    want_min = torch.stack([x[0].nan_to_num(9).min().float(), nan, *x[2:].amin(1).float()])
-    assert same(reduce(x, "max", F32), want_max)
-    assert same(reduce(x, "min", F32), want_min)
-    best = reduce(x, "argmax", torch.int32).tolist()
-    assert best == [x[0].nan_to_num(-9).argmax(), 0, *x[2:].argmax(1)]
+    expected_max = torch.stack([x[0].nan_to_num(-9).max().float(), nan, *x[2:].amax(1).float()])
+    expected_min = torch.stack([x[0].nan_to_num(9).min().float(), nan, *x[2:].amin(1).float()])
+    assert equal_bits(reduce(x, "max", F32), expected_max)
+    assert equal_bits(reduce(x, "min", F32), expected_min)
+    indices = reduce(x, "argmax", torch.int32).tolist()
+    assert indices == [x[0].nan_to_num(-9).argmax(), 0, *x[2:].argmax(1)]
 
 
-def test_custom_reduction_of_bf16():
+def test_custom_reduction_of_bf16_is_applied():
     x = randn(4, 16, seed=24, dtype=BF16)
-    want = x.gather(1, x.float().abs().argmin(1, keepdim=True))[:, 0]
-    assert same(reduce(x, "custom", BF16), want)
+    expected = x.gather(1, x.float().abs().argmin(1, keepdim=True))[:, 0]
+    assert equal_bits(reduce(x, "custom", BF16), expected)
 
 
 @triton.jit
@@ -87,13 +87,13 @@ def scan_kernel(x_ptr, y_ptr, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, torch.int32], ids=str)
-def test_cumsum(dtype, reverse):
+def test_cumsum_equals_torch(dtype, reverse):
     x = torch.randint(-9, 9, (128,), generator=generator(5)).to(dtype)
     y = torch.empty(128, dtype=F32 if dtype == BF16 else dtype)
     scan_kernel[(1,)](x, y, REVERSE=reverse, BLOCK=128)
-    wide = x.to(y.dtype)
-    want = wide.flip(0).cumsum(0).flip(0) if reverse else wide.cumsum(0)
-    assert same(y, want.to(y.dtype))
+    converted = x.to(y.dtype)
+    expected = converted.flip(0).cumsum(0).flip(0) if reverse else converted.cumsum(0)
+    assert equal_bits(y, expected.to(y.dtype))
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def histogram_kernel(x_ptr, y_ptr, n, BINS: tl.constexpr, BLOCK: tl.constexpr):
 
 def test_histogram_ignores_values_out_of_range():
     x = torch.randint(0, 8, (1024,), generator=generator(6)).to(torch.int32)
-    x[300:310], x[310:320] = 8, -1  # past either end
+    x[300:310], x[310:320] = 8, -1
     y = torch.empty(8, dtype=torch.int32)
     histogram_kernel[(1,)](x, y, 1000, BINS=8, BLOCK=1024)
     inside = x[:1000].long()
@@ -122,13 +122,13 @@ def rearrange_kernel(x_ptr, index_ptr, y_ptr, BLOCK: tl.constexpr):
 
 
 @pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
-def test_gather_split_join_and_transpose(dtype):
+def test_gather_split_join_and_transpose_rearrange(dtype):
     x = randn(64, seed=25).to(dtype)
     index = torch.randperm(64, generator=generator(7)).to(torch.int32)
     y = torch.empty_like(x)
     rearrange_kernel[(1,)](x, index, y, BLOCK=64)
-    want = x.view(torch.uint8).reshape(64, -1)[index.long()].reshape(32, 2, -1).flip(1)
-    assert torch.equal(y.view(torch.uint8).reshape(64, -1), want.reshape(64, -1))
+    expected = x.view(torch.uint8).reshape(64, -1)[index.long()].reshape(32, 2, -1).flip(1)
+    assert torch.equal(y.view(torch.uint8).reshape(64, -1), expected.reshape(64, -1))
 
 
 @triton.jit
@@ -138,8 +138,8 @@ def bitcast_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
     tl.store(y_ptr + offs, (bits ^ 0x8000).to(tl.bfloat16, bitcast=True) * 1.0)
 
 
-def test_bitcast_of_bf16():
+def test_bitcast_of_bf16_changes_the_sign():
     x = randn(64, seed=26, dtype=BF16)
     y = torch.empty_like(x)
     bitcast_kernel[(1,)](x, y, BLOCK=64)
-    assert same(y, -x)
+    assert equal_bits(y, -x)

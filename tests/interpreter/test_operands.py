@@ -1,4 +1,4 @@
-"""Fast promotion and broadcasting of operands give the same results as upstream."""
+"""Fast promotion and broadcasting of operands have the same results as Triton's functions."""
 
 import itertools
 from typing import Any
@@ -33,8 +33,8 @@ def tensor(kind: Any, shape: tuple[int, ...]) -> Any:
     return tl.tensor(handle, tl.block_type(kind, list(shape)) if shape else kind)
 
 
-def told(made: Any) -> list[object]:
-    """Return everything observable of tensors: types, shapes, and the bits of their data."""
+def describe(made: Any) -> list[object]:
+    """Return the types, the shapes and the bits of tensors."""
     return [
         (str(t.type), str(t.dtype), str(t.shape), t.handle.data.dtype, t.handle.data.shape,
          str(t.handle.dtype), np.ascontiguousarray(t.handle.data).tobytes())
@@ -42,9 +42,9 @@ def told(made: Any) -> list[object]:
     ]  # fmt: skip
 
 
-def outcome(make: Any, *args: Any) -> object:
+def result_or_error(function: Any, *args: Any) -> object:
     try:
-        return told(make(*args))
+        return describe(function(*args))
     except Exception as error:  # noqa: BLE001
         return type(error)
 
@@ -56,7 +56,7 @@ def exp_kernel(y_ptr):
 
 @pytest.fixture
 def semantic(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A semantic object with upstream's functions."""
+    """Return a semantic object with the functions of Triton."""
     monkeypatch.setattr(
         TritonSemantic, "binary_op_type_checking_impl", operands._upstream_promote_operands
     )
@@ -65,13 +65,12 @@ def semantic(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("left", [*KINDS, *POINTERS], ids=str)
-def test_promotion_of_two_tensors(semantic: Any, left: Any) -> None:
-    """All pairs of types, with all flags, for equal and different shapes."""
+def test_promotion_of_two_tensors_equals_triton(semantic: Any, left: Any) -> None:
     shapes = (((), ()), ((4,), (4,)), ((4,), ()), ((2, 4), (4, 1)))
     for right, flags, (a, b) in itertools.product((*KINDS, *POINTERS), FLAGS, shapes):
-        given = tensor(left, a), tensor(right, b), *flags
-        want = outcome(operands._upstream_promote_operands, semantic, *given)
-        assert outcome(operands.promote_operands, semantic, *given) == want, (
+        operand_pair = tensor(left, a), tensor(right, b), *flags
+        expected = result_or_error(operands._upstream_promote_operands, semantic, *operand_pair)
+        assert result_or_error(operands.promote_operands, semantic, *operand_pair) == expected, (
             left,
             right,
             flags,
@@ -81,31 +80,42 @@ def test_promotion_of_two_tensors(semantic: Any, left: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *POINTERS], ids=str)
-def test_promotion_of_a_tensor_and_a_number(semantic: Any, kind: Any) -> None:
+def test_promotion_of_a_tensor_and_a_number_equals_triton(semantic: Any, kind: Any) -> None:
     for number, flags, shape in itertools.product(NUMBERS, FLAGS, ((), (4,), (2, 4))):
-        for given in ((tensor(kind, shape), number), (number, tensor(kind, shape))):
-            want = outcome(operands._upstream_promote_operands, semantic, *given, *flags)
-            operands._make_constant.cache_clear()  # -0.0 and 0 are one key
-            got = outcome(operands.promote_operands, semantic, *given, *flags)
-            assert got == want, (kind, number, flags, shape)
+        for operand_pair in ((tensor(kind, shape), number), (number, tensor(kind, shape))):
+            expected = result_or_error(
+                operands._upstream_promote_operands, semantic, *operand_pair, *flags
+            )
+            operands._make_constant.cache_clear()  # -0.0 and 0 have the same key.
+            actual = result_or_error(operands.promote_operands, semantic, *operand_pair, *flags)
+            assert actual == expected, (kind, number, flags, shape)
 
 
 @pytest.mark.parametrize("left", SHAPES, ids=str)
-def test_broadcasting_of_two_shapes(semantic: Any, left: tuple[int, ...]) -> None:
+def test_broadcasting_of_two_shapes_equals_triton(semantic: Any, left: tuple[int, ...]) -> None:
     for right, kind in itertools.product(SHAPES, (tl.float32, tl.bfloat16, POINTERS[0])):
-        given = tensor(tl.int32, left), tensor(kind, right)
-        want = outcome(operands._upstream_broadcast, semantic, *given)
-        assert outcome(operands.broadcast, semantic, *given) == want, (left, right, kind)
+        operand_pair = tensor(tl.int32, left), tensor(kind, right)
+        expected = result_or_error(operands._upstream_broadcast, semantic, *operand_pair)
+        assert result_or_error(operands.broadcast, semantic, *operand_pair) == expected, (
+            left,
+            right,
+            kind,
+        )
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *POINTERS], ids=str)
-def test_scalar_in_a_zero_dimensional_array(semantic: Any, kind: Any) -> None:
+def test_promotion_of_zero_dimensional_arrays_equals_triton(semantic: Any, kind: Any) -> None:
     scalar = tensor(kind, ())
     scalar.handle.data = scalar.handle.data.reshape(())
     for other, flags in itertools.product((*NUMBERS, tensor(kind, ()), tensor(kind, (4,))), FLAGS):
-        for given in ((scalar, other), (other, scalar)):
-            want = outcome(operands._upstream_promote_operands, semantic, *given, *flags)
-            assert outcome(operands.promote_operands, semantic, *given, *flags) == want, (
+        for operand_pair in ((scalar, other), (other, scalar)):
+            expected = result_or_error(
+                operands._upstream_promote_operands, semantic, *operand_pair, *flags
+            )
+            assert (
+                result_or_error(operands.promote_operands, semantic, *operand_pair, *flags)
+                == expected
+            ), (
                 other,
                 flags,
             )
@@ -130,47 +140,48 @@ ORIGINALS = {
 
 
 def random_operand(numbers: np.random.Generator, like: Any = None) -> Any:
-    """Draw a number or a tensor, often of the same type as `like`."""
+    """Return a random number or tensor, often of the same type as `like`."""
     if numbers.random() < 0.25:
         return NUMBERS[numbers.integers(len(NUMBERS))]
     kind = (*KINDS, *POINTERS)[numbers.integers(len(KINDS) + len(POINTERS))]
     if isinstance(like, tl.tensor) and numbers.random() < 0.5:
         kind = like.dtype
-    found = tensor(kind, SHAPES[numbers.integers(len(SHAPES))])
-    storage, data = get_storage_dtype(kind), found.handle.data
+    operand = tensor(kind, SHAPES[numbers.integers(len(SHAPES))])
+    storage, data = get_storage_dtype(kind), operand.handle.data
     if storage.kind in "iu":
         limits = np.iinfo(storage)
-        few = np.array([limits.min, limits.max, limits.max // 3, 1], storage)
-        found.handle.data = numbers.choice(few, data.shape) if numbers.random() < 0.5 else data
+        extremes = np.array([limits.min, limits.max, limits.max // 3, 1], storage)
+        operand.handle.data = (
+            numbers.choice(extremes, data.shape) if numbers.random() < 0.5 else data
+        )
     else:
         with np.errstate(all="ignore"):
-            found.handle.data = numbers.choice(SPECIAL, data.shape).astype(storage)
-    return found
+            operand.handle.data = numbers.choice(SPECIAL, data.shape).astype(storage)
+    return operand
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_operations_on_random_operands_equal_upstream(
+def test_operations_on_random_operands_equal_triton(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bits of results, and the types of errors, equal those of upstream."""
     numbers = np.random.default_rng(list(OPERATIONS).index(name))
-    scope = patch.patch_language()  # it tells unsigned types apart
+    scope = patch.patch_language()
     semantic = TritonSemantic(upstream.interpreter_builder)
 
-    def result(*given: object) -> list[object]:
+    def result(*operand_pair: object) -> list[object]:
         with np.errstate(all="ignore"):
-            return [getattr(semantic, name)(*given, *OPERATIONS[name])]
+            return [getattr(semantic, name)(*operand_pair, *OPERATIONS[name])]
 
     try:
         for _ in range(400):
             lhs = random_operand(numbers)
-            given = lhs, random_operand(numbers, lhs)
-            got = outcome(result, *given)
-            with monkeypatch.context() as upstream_s:
+            operand_pair = lhs, random_operand(numbers, lhs)
+            actual = result_or_error(result, *operand_pair)
+            with monkeypatch.context() as context:
                 for owner, attribute, _ in operands.REPLACEMENTS:
                     if attribute in ORIGINALS:
-                        upstream_s.setattr(owner, attribute, ORIGINALS[attribute])
-                assert got == outcome(result, *given), (name, given)
+                        context.setattr(owner, attribute, ORIGINALS[attribute])
+                assert actual == result_or_error(result, *operand_pair), (name, operand_pair)
     finally:
         scope.restore()
 
@@ -178,7 +189,6 @@ def test_operations_on_random_operands_equal_upstream(
 def test_replaced_builtin_is_called(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """This holds also after a first launch with another function."""
     y = torch.zeros(1)
     exp_kernel[(1,)](y)
     assert y.item() == 1
@@ -191,20 +201,20 @@ def test_replaced_builtin_is_called(
 
 
 def test_broadcasting_of_non_tensors_raises(semantic: Any) -> None:
-    plain = (np.float32(1), np.int64(2), 1.0, tl.constexpr(1), None, tensor(tl.int32, (4,)))
-    for given in itertools.product(plain, plain[:-1]):
+    values = (np.float32(1), np.int64(2), 1.0, tl.constexpr(1), None, tensor(tl.int32, (4,)))
+    for operand_pair in itertools.product(values, values[:-1]):
         for spread in (operands._upstream_broadcast, operands.broadcast):
             with pytest.raises(AttributeError):
-                spread(semantic, *given)
+                spread(semantic, *operand_pair)
 
 
 def test_cached_numbers_are_read_only(semantic: Any) -> None:
-    _, one = operands.promote_operands(semantic, tensor(tl.float32, (4,)), 1.0)
-    _, again = operands.promote_operands(semantic, tensor(tl.float32, (4,)), 1.0)
-    assert one.handle.data is again.handle.data
-    assert one.handle is not again.handle
+    _, first = operands.promote_operands(semantic, tensor(tl.float32, (4,)), 1.0)
+    _, second = operands.promote_operands(semantic, tensor(tl.float32, (4,)), 1.0)
+    assert first.handle.data is second.handle.data
+    assert first.handle is not second.handle
     with pytest.raises(ValueError, match="read-only"):
-        one.handle.data[0] = 2.0
+        first.handle.data[0] = 2.0
 
 
 @pytest.mark.parametrize(
@@ -212,7 +222,7 @@ def test_cached_numbers_are_read_only(semantic: Any) -> None:
     [1, None, "x", tl.constexpr(3), [tl.constexpr(1), 2], (tl.constexpr(1), (tl.constexpr(2),))],
     ids=repr,
 )
-def test_unwrapping_of_constexprs(semantic: Any, value: object) -> None:
+def test_unwrapping_of_constexprs_equals_triton(semantic: Any, value: object) -> None:
     assert repr(operands.unwrap(value)) == repr(operands._upstream_unwrap(value))
 
 

@@ -1,8 +1,7 @@
-"""What a path declares is used, written before it is read, and is no more than lives at once: every
-buffer is followed through the launches of a call.
-
-Each buffer has memory of its own here, so that an address tells which one it is; what the layout
-puts into one place is then held against when each was used.
+"""Every workspace buffer of a path is written and then read, and buffers that are not used at the
+same time share memory.
+In these tests, buffers do not share memory, so that an address identifies the buffer. The launches
+that use each buffer are recorded, and then compared with the layout.
 """
 
 from dataclasses import dataclass, field, replace
@@ -31,13 +30,13 @@ from modular_kernel.workspace import BufferSpec, Workspace, workspace_bytes
 from prepare_finalize.common.tokens import token_specs
 
 CPU = torch.device("cpu")
-MANY = Problem(tokens=24, hidden=256, intermediate=64, experts=4, top_k=2)
-FEW = replace(MANY, tokens=1, experts=16)
+PREFILL = Problem(tokens=24, hidden=256, intermediate=64, experts=4, top_k=2)
+DECODE = replace(PREFILL, tokens=1, experts=16)
 
 
 @dataclass
 class Use:
-    """Use of one buffer: the launches that access it, by number, and the bytes accessed."""
+    """The launches that read and write a buffer, and the end of the accessed bytes."""
 
     reads: set[int] = field(default_factory=set)
     writes: set[int] = field(default_factory=set)
@@ -49,73 +48,73 @@ class Use:
 
 
 @dataclass
-class Followed:
-    """A call: the buffers that it declares, and the use of each."""
+class RecordedCall:
+    """The declared buffers of a call, and the use of each buffer."""
 
     specs: dict[str, BufferSpec]
     uses: dict[str, Use]
     launches: int
 
-    def living(self, name: str) -> range:
+    def lifetime(self, name: str) -> range:
         """Return the launches from the first to the last that access a buffer."""
-        at = self.uses[name].launches or {0}
-        return range(min(at), max(at) + 1)
+        launch = self.uses[name].launches or {0}
+        return range(min(launch), max(launch) + 1)
 
     def peak(self) -> int:
-        """Maximum over launches of the bytes of live buffers."""
+        """Return the maximum over launches of the bytes of live buffers."""
         return max(
-            sum(spec.nbytes for name, spec in self.specs.items() if at in self.living(name))
-            for at in range(1, self.launches + 1)
+            sum(spec.nbytes for name, spec in self.specs.items() if launch in self.living(name))
+            for launch in range(1, self.launches + 1)
         )
 
 
-def follow(kind: Any, problem: Problem, monkeypatch: pytest.MonkeyPatch) -> Followed:
+def record_call(kind: Any, problem: Problem, monkeypatch: pytest.MonkeyPatch) -> RecordedCall:
     """Run one call of a path, and record the use of its buffers."""
     path: Path = kind(problem)
-    name = getattr(kind, "name", "aligned")  # products over segments are of no path
+    name = getattr(kind, "name", "aligned")  # MGroupedGemms has no name.
     tiles: MoEConfig = choose_config(problem, problem.tokens, ("aligned", name))
     assert tiles.path == name
     x_TH, weights, routing = random_inputs(problem, CPU)
     scale = None
     if problem.scheme.quantizes_activations:
-        given = Workspace(quantize_specs("x", problem.scheme, *x_TH.shape), CPU)
+        arguments = Workspace(quantize_specs("x", problem.scheme, *x_TH.shape), CPU)
         quantized = take_quantized(
-            given, "x", problem.scheme, tuple(x_TH.shape), static_scale=weights.a1_scale
+            arguments, "x", problem.scheme, tuple(x_TH.shape), static_scale=weights.a1_scale
         )
         quantize_rows(x_TH, problem.scheme, out=quantized)
         x_TH, scale = quantized.q_RK, quantized.scale
     specs = path.specs(problem.tokens, tiles.gemm1.block_m)
     workspace = Workspace({n: replace(s, over=()) for n, s in specs.items()}, CPU)
     spans = {n: workspace.take(n, s.shape).data_ptr() for n, s in specs.items()}
-    found = Followed(specs, {name: Use() for name in specs}, 0)
+    call = RecordedCall(specs, {name: Use() for name in specs}, 0)
     begin = ACCESS_LOG.begin
 
-    def begun(*given: Any) -> None:
-        found.launches += 1
-        begin(*given)
+    def count_launch(*arguments: Any) -> None:
+        call.launches += 1
+        begin(*arguments)
 
-    def touched(access: Access, pointers: Any, lanes: Any, nbytes: int, program: int) -> None:
-        at = np.asarray(pointers)[lanes]
+    def log_access(access: Access, pointers: Any, lanes: Any, nbytes: int, program: int) -> None:
+        launch = np.asarray(pointers)[lanes]
         for name, start in spans.items():
-            inside = at[(at >= start) & (at < start + specs[name].nbytes)]
-            if inside.size:
-                use = found.uses[name]
-                (use.reads if access is Access.READ else use.writes).add(found.launches)
+            addresses = launch[(launch >= start) & (launch < start + specs[name].nbytes)]
+            if addresses.size:
+                use = call.uses[name]
+                (use.reads if access is Access.READ else use.writes).add(call.launches)
                 if access is Access.ATOMIC:
-                    use.reads.add(found.launches)
-                use.end = max(use.end, int(inside.max()) + nbytes - start)
+                    use.reads.add(call.launches)
+                use.end = max(use.end, int(addresses.max()) + nbytes - start)
 
-    monkeypatch.setattr(ACCESS_LOG, "begin", begun)
-    monkeypatch.setattr(ACCESS_LOG, "record_access", touched)
+    monkeypatch.setattr(ACCESS_LOG, "begin", count_launch)
+    monkeypatch.setattr(ACCESS_LOG, "record_access", log_access)
     counter = torch.zeros(1, dtype=torch.int32)
-    arrived = DispatchedRouting(
+    dispatched = DispatchedRouting(
         routing.topk_weights_TK, routing.topk_ids_TK, IdSpace.GLOBAL, problem.experts, None, counter
     )
     output = torch.empty(problem.output_shape, dtype=problem.dtype)
-    tokens = ContiguousTokens(x_TH, arrived, scale)
+    tokens = ContiguousTokens(x_TH, dispatched, scale)
     path.run(PathCall(tokens, weights, workspace, output, tiles))
     monkeypatch.undo()
-    return found
+    return call
 
 
 KEPT, ON_INPUT = {"combine": Combine.TOPK_WEIGHTED}, {"apply_router_weight_on_input": True}
@@ -129,34 +128,34 @@ SCHEMES: tuple[dict[str, Any], ...] = (
     {"quant": "int8_w8a16_channel"},
 )
 CALLS = (
-    *((kind, MANY, change) for kind in (AlignedPath, MGroupedGemms) for change in SCHEMES),
-    (AlignedPath, MANY, KEPT | {"quant": "fp8_w8a8_channel"}),
-    (AlignedW4Path, MANY, {"quant": "int4_w4a16_group:group=32"}),
-    (MGroupedGemms, MANY, KEPT),
-    (MGroupedGemms, MANY, ON_INPUT),
-    *((GemvPath, FEW, change) for change in SCHEMES),
-    (GemvW4Path, FEW, {"quant": "mxfp4_w4a16", "intermediate": 256}),
+    *((kind, PREFILL, change) for kind in (AlignedPath, MGroupedGemms) for change in SCHEMES),
+    (AlignedPath, PREFILL, KEPT | {"quant": "fp8_w8a8_channel"}),
+    (AlignedW4Path, PREFILL, {"quant": "int4_w4a16_group:group=32"}),
+    (MGroupedGemms, PREFILL, KEPT),
+    (MGroupedGemms, PREFILL, ON_INPUT),
+    *((GemvPath, DECODE, change) for change in SCHEMES),
+    (GemvW4Path, DECODE, {"quant": "mxfp4_w4a16", "intermediate": 256}),
 )
 
 
-def named(value: Any) -> str | None:
+def class_name(value: Any) -> str | None:
     return value.__name__ if isinstance(value, type) else None
 
 
-@pytest.mark.parametrize(("kind", "problem", "change"), CALLS, ids=named)
+@pytest.mark.parametrize(("kind", "problem", "change"), CALLS, ids=class_name)
 def test_declared_buffers_are_used_and_share_memory(
     kind: Any, problem: Problem, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = follow(kind, replace(problem, **change), monkeypatch)
-    assert_used(found)
-    assert_no_more_than_lives(found)
+    call = record_call(kind, replace(problem, **change), monkeypatch)
+    assert_buffers_are_used(call)
+    assert_memory_is_shared(call)
 
 
-def assert_used(found: Followed) -> None:
-    """Every byte of a buffer is written and then read."""
-    for name, spec in found.specs.items():
-        use = found.uses[name]
-        if spec.dtype is torch.int32:  # words that say where pairs are: some for other steps
+def assert_buffers_are_used(call: RecordedCall) -> None:
+    """Check that every byte of a buffer is written, and that it is read later."""
+    for name, spec in call.specs.items():
+        use = call.uses[name]
+        if spec.dtype is torch.int32:  # A path may not use all tables of pairs.
             assert spec.nbytes < 1000
             continue
         assert use.writes, name
@@ -166,25 +165,26 @@ def assert_used(found: Followed) -> None:
             assert use.end == spec.nbytes, name
 
 
-def assert_no_more_than_lives(found: Followed) -> None:
-    """Buffers that share memory are never live together, and memory is shared where possible."""
-    for name, spec in found.specs.items():
+def assert_memory_is_shared(call: RecordedCall) -> None:
+    """Check that buffers that share memory are not live together, and that little is unshared."""
+    for name, spec in call.specs.items():
         for other in spec.over:
-            if other in found.specs:
-                assert found.living(other).stop <= found.living(name).start, (name, other)
-    unused = sum(s.nbytes for s in found.specs.values() if s.dtype is torch.int32)
-    padding = 256 * len(found.specs)
-    partials = found.specs.get("h_partials", BufferSpec((0,), torch.float32)).nbytes
-    assert workspace_bytes(found.specs) <= found.peak() + unused + partials + padding
+            if other in call.specs:
+                assert call.living(other).stop <= call.living(name).start, (name, other)
+    unused = sum(s.nbytes for s in call.specs.values() if s.dtype is torch.int32)
+    padding = 256 * len(call.specs)
+    partials = call.specs.get("h_partials", BufferSpec((0,), torch.float32)).nbytes
+    assert workspace_bytes(call.specs) <= call.peak() + unused + partials + padding
 
 
-def test_workspace_of_a_prefill() -> None:
-    """DeepSeek-V3's layer, fp8 by blocks, 4096 tokens on an H100: rows in the order of experts are
-    where GEMM 2 writes later, and so are GEMM 1's results."""
+def test_buffers_of_a_deepseek_prefill_share_memory() -> None:
+    """The layer is that of DeepSeek-V3. Permuted rows and the results of GEMM 1 share memory with
+    the results of GEMM 2.
+    """
     problem = Problem(4096, 7168, 2048, 256, 8, quant="fp8_w8a8_block")
     machine = Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H100")
     with TritonExperts.described(machine):
         shapes = TritonExperts(problem).workspace_shapes(ContiguousShape(4096, 8))
-    own = token_specs(problem, 4096)
+    tokens_specs = token_specs(problem, 4096)
     assert "permuted_x" in shapes.extra
-    assert workspace_bytes({**own, **shapes.buffers()}) < 605e6
+    assert workspace_bytes({**tokens_specs, **shapes.buffers()}) < 605e6

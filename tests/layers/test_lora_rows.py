@@ -70,7 +70,7 @@ ROWS = {
     "L13": Row("small and odd ranks, several in one batch", (
         f"{BRANCH}::test_moe_lora_of_irregular_sizes_equals_the_loop",
         "test_adapters_and_merged_weights::test_float32_error_is_below_one_millionth",
-        f"{KERNELS}::test_ranks_of_a_block_and_more",
+        f"{KERNELS}::test_small_and_large_ranks_equal_the_reference",
     )),
     "L14": Row("float32 sums, IEEE products in float32", (
         f"{BRANCH}::test_moe_lora_of_deepseek_sizes_equals_the_loop",
