@@ -57,13 +57,13 @@ class RecordedCall:
 
     def lifetime(self, name: str) -> range:
         """Return the launches from the first to the last that access a buffer."""
-        launch = self.uses[name].launches or {0}
-        return range(min(launch), max(launch) + 1)
+        launches = self.uses[name].launches or {0}
+        return range(min(launches), max(launches) + 1)
 
     def peak(self) -> int:
         """Return the maximum over launches of the bytes of live buffers."""
         return max(
-            sum(spec.nbytes for name, spec in self.specs.items() if launch in self.living(name))
+            sum(spec.nbytes for name, spec in self.specs.items() if launch in self.lifetime(name))
             for launch in range(1, self.launches + 1)
         )
 
@@ -77,9 +77,9 @@ def record_call(kind: Any, problem: Problem, monkeypatch: pytest.MonkeyPatch) ->
     x_TH, weights, routing = random_inputs(problem, CPU)
     scale = None
     if problem.scheme.quantizes_activations:
-        arguments = Workspace(quantize_specs("x", problem.scheme, *x_TH.shape), CPU)
+        workspace_of_x = Workspace(quantize_specs("x", problem.scheme, *x_TH.shape), CPU)
         quantized = take_quantized(
-            arguments, "x", problem.scheme, tuple(x_TH.shape), static_scale=weights.a1_scale
+            workspace_of_x, "x", problem.scheme, tuple(x_TH.shape), static_scale=weights.a1_scale
         )
         quantize_rows(x_TH, problem.scheme, out=quantized)
         x_TH, scale = quantized.q_RK, quantized.scale
@@ -94,9 +94,9 @@ def record_call(kind: Any, problem: Problem, monkeypatch: pytest.MonkeyPatch) ->
         begin(*arguments)
 
     def log_access(access: Access, pointers: Any, lanes: Any, nbytes: int, program: int) -> None:
-        launch = np.asarray(pointers)[lanes]
+        accessed = np.asarray(pointers)[lanes]
         for name, start in spans.items():
-            addresses = launch[(launch >= start) & (launch < start + specs[name].nbytes)]
+            addresses = accessed[(accessed >= start) & (accessed < start + specs[name].nbytes)]
             if addresses.size:
                 use = call.uses[name]
                 (use.reads if access is Access.READ else use.writes).add(call.launches)
@@ -170,7 +170,7 @@ def assert_memory_is_shared(call: RecordedCall) -> None:
     for name, spec in call.specs.items():
         for other in spec.over:
             if other in call.specs:
-                assert call.living(other).stop <= call.living(name).start, (name, other)
+                assert call.lifetime(other).stop <= call.lifetime(name).start, (name, other)
     unused = sum(s.nbytes for s in call.specs.values() if s.dtype is torch.int32)
     padding = 256 * len(call.specs)
     partials = call.specs.get("h_partials", BufferSpec((0,), torch.float32)).nbytes
