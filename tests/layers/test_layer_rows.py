@@ -83,9 +83,9 @@ ROWS = {
     )),
     "E8": Row("GroupedGemmRunner over segments", (
         f"{EP_LAYER}::test_grouped_gemm_runner_multiplies_segments",
-        "test_grouped_gemm_equals_float64::test_grouped_gemm_equals_float64",
-        "test_grouped_gemm_equals_float64::test_grouped_gemm_supports_transposed_weights",
-        "test_grouped_gemm_equals_float64::test_bad_arguments_are_refused_with_the_reason",
+        "test_grouped_gemm::test_grouped_gemm_equals_float64",
+        "test_grouped_gemm::test_grouped_gemm_supports_transposed_weights",
+        "test_grouped_gemm::test_bad_arguments_are_refused_with_the_reason",
     ), "SGLang's FlashInfer branch is not implemented either; use_flashinfer=True is refused"),
     "E14": Row("the layer gives a partial sum", (
         f"{EP_LAYER}::test_rank_outputs_sum_to_the_reference",
