@@ -71,19 +71,19 @@ def test_skipped_router_weight_has_no_effect_in_any_pairing(
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
 @pytest.mark.parametrize("reference", [float64_reference, rounded_reference])
 def test_skipped_router_weight_has_no_effect_in_the_reference(
-    authority: Any, changes: dict[str, Any]
+    reference: Any, changes: dict[str, Any]
 ) -> None:
     problem = replace(BASE, **changes)
     x_TH, weights, routing, skipped = call_with_skips(problem)
-    expected = authority(x_TH, weights, routing, problem)
+    expected = reference(x_TH, weights, routing, problem)
     assert expected.isfinite().all()
     changed = routing.topk_weights_TK.masked_fill(skipped, float("nan"))
     assert torch.equal(
-        authority(x_TH, weights, Routing(changed, routing.topk_ids_TK), problem), expected
+        reference(x_TH, weights, Routing(changed, routing.topk_ids_TK), problem), expected
     )
     # Weights of other pairs are used.
     changed = routing.topk_weights_TK.masked_fill(~skipped, float("nan"))
-    read = authority(x_TH, weights, Routing(changed, routing.topk_ids_TK), problem)
+    read = reference(x_TH, weights, Routing(changed, routing.topk_ids_TK), problem)
     assert read.isnan().any() == (problem.combine is not Combine.TOPK_UNWEIGHTED)
 
 
