@@ -122,8 +122,8 @@ help:
 	@echo "make test-sglang    layers of SGLang on our backend, without a GPU"
 	@echo "make verify  every case of every pair of parts; its record, with the commit, in $(VERIFIED)"
 	@echo "make bench   compares our layers with public ones on this GPU; table and plot in out/bench"
-	@echo "make fuzz    everything public with 50,000 random inputs"
-	@echo "make check   lint, format, spelling, types, import law"
+	@echo "make fuzz    calls the public API with 50,000 random inputs"
+	@echo "make check   lint, format, spelling, types, rules for imports"
 	@echo "make docs    the docs as a site in out/docs; warnings are errors"
 	@echo "make docs-site  adds that site to out/site, a folder with one site for each version"
 	@echo "make wheel   build dist/*.whl"
@@ -131,7 +131,7 @@ help:
 	@echo
 	@echo "demo, test and check install what they need into .venv, once; docs into .venv-docs,"
 	@echo "test-triton what it needs beside that into .venv-newest, test-cutlass into .venv-cutlass,"
-	@echo "test-vllm into .venv-vllm."
+	@echo "test-vllm into .venv-vllm, test-sglang into .venv-sglang."
 	@echo "With a GPU: 'make test-gpu PY=python3' uses a torch that is already there."
 
 # All environments at once: `make -j3 environments` installs them side by side.

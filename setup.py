@@ -89,7 +89,8 @@ setup(
     # considers all extras build them. The parts that wrap them report missing packages.
     extras_require={
         "transformers": ["transformers>=5.23"],
-        # The versions that the plugin supports. With another version, it does nothing.
+        # The plugin also supports 0.26, which is not installed by this extra. With another version,
+        # it does nothing.
         "vllm": ["vllm>=0.33,<0.34"],
         # 330 MB, with NVIDIA's license. The package named cutlass on the index is unrelated.
         "cutlass": ["nvidia-cutlass-dsl>=4.8.1,<4.9", "apache-tvm-ffi>=0.1.15"],

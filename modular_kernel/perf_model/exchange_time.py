@@ -95,7 +95,6 @@ _NO_TRAFFIC = Traffic(
 
 # Traffic models by the name of a PrepareAndFinalize. `perf_model.compare` reads the times that they
 # were fitted to. A part with neither an entry nor an attribute `traffic` has no estimate.
-# they were fitted to. A part without an entry and without an attribute `traffic` has no estimate.
 TRAFFIC_BY_PART = {
     "MoEPrepareAndFinalizeNoEP": _NO_TRAFFIC,
     "BatchedPrepareAndFinalize": _NO_TRAFFIC,

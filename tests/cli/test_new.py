@@ -53,7 +53,6 @@ def read_listing(page: Path, title: str) -> str:
 
 @pytest.mark.parametrize(("page", "kind", "file"), LISTINGS, ids=lambda value: str(value))
 def test_pages_show_the_written_files(page: str, kind: str, file: str) -> None:
-    title = f"{NAMES[kind]}/{file}" if file == "pyproject.toml" else file
     assert read_listing(ROOT / page, title) == render(kind, NAMES[kind])[Path(file)]
 
 
