@@ -43,6 +43,7 @@ LISTINGS = (
 
 def read_listing(page: Path, title: str) -> str:
     """Return the code block of a page whose first line is the comment `# TITLE`, without this line.
+
     A line with the reason why the block is not run may precede the title.
     """
     texts = (block.text for block in blocks_of(page))
@@ -53,7 +54,7 @@ def read_listing(page: Path, title: str) -> str:
 
 @pytest.mark.parametrize(("page", "kind", "file"), LISTINGS, ids=lambda value: str(value))
 def test_pages_show_the_written_files(page: str, kind: str, file: str) -> None:
-    assert read_listing(ROOT / page, title) == render(kind, NAMES[kind])[Path(file)]
+    assert read_listing(ROOT / page, file) == render(kind, NAMES[kind])[Path(file)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
