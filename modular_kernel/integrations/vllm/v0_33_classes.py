@@ -76,6 +76,8 @@ WITHOUT_PREDICATES: Mapping[str, tuple[str, ...]] = {
         "fp8_w8a8_block",
     ),
 }
+# These classes, and those derived from them, read weights in the layout of the checkpoint.
+_PLAIN_CLASSES = ("TritonExperts", "BatchedTritonExperts", "NaiveBatchedExperts")
 _FP8_DEVICE = DeviceCapability(9, 0)
 _CPU_NOTE = (
     "vLLM's Triton kernels are interpreted, and its compiled operators are computed in torch; its "
@@ -163,9 +165,12 @@ def _list_modules(folder: str) -> list[str]:
 
 
 def find_backend(oracle: ModuleType, cls: type, plain: str) -> Any:
-    """Return the backend for which an oracle returns the class; else the plain one.
+    """Return the backend for which an oracle returns the class, or a class that falls back to it.
 
-    plain: name of the backend that keeps weights in the layout of the checkpoint.
+    For other classes that read weights in the layout of the checkpoint, return the plain backend,
+    which keeps this layout. Raises NotJudgedError for classes with another layout.
+
+    plain: name of the plain backend.
     """
     backends: Any
     (backends,) = {
@@ -175,13 +180,22 @@ def find_backend(oracle: ModuleType, cls: type, plain: str) -> Any:
         and name.lower().endswith("moebackend")
         and value.__module__ == oracle.__name__
     }
+    indirect = []
     for backend in backends:
         try:
             classes = oracle.backend_to_kernel_cls(backend)
         except Exception:  # noqa: BLE001 (a backend whose library is missing)
             continue
-        if cls in (classes if isinstance(classes, list) else [classes]):
-            return backend
+        for other in classes if isinstance(classes, list) else [classes]:
+            if other is cls:
+                return backend
+            if cls in getattr(other, "get_clses", tuple)():
+                indirect.append(backend)
+    if not any(base.__name__ in _PLAIN_CLASSES for base in cls.__mro__):
+        if not indirect:
+            name = oracle.__name__.rpartition(".")[2]
+            raise NotJudgedError(f"vLLM's oracle for {name} never returns it")
+        return indirect[0]
     return backends[plain]
 
 
@@ -417,7 +431,7 @@ class VllmEngine:
         convert = _CONVERSIONS[problem.scheme.name]
         try:
             layer = convert(self, CheckpointLayer(problem, cls, config, weights))
-        except (ModularKernelError, UnavailableError):
+        except (ModularKernelError, NotJudgedError, UnavailableError):
             raise
         except Exception as error:
             text = self.explain_unavailable(error)

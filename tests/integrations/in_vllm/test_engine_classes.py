@@ -13,10 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
-from modular_kernel.integrations.engine import EngineCase, Kind, Promise
+from modular_kernel.integrations.engine import EngineCase, Kind, Outcome, Promise
 from modular_kernel.integrations.vllm.classes import (
     ACTIVATIONS,
     make_activation_spec,
@@ -44,6 +45,7 @@ NAMES = {
 RIGHT = (
     ("TritonExperts", BASE),
     ("TritonExperts", replace(BASE, bias=True)),
+    ("TritonExperts", replace(BASE, dtype=torch.float32, fp32_precision="tf32")),
     ("TritonExperts", replace(WIDE, quant="fp8_w8a8_tensor")),
     ("TritonExperts", replace(WIDE, quant="fp8_w8a8_tensor:static=true")),
     ("TritonExperts", replace(WIDE, quant="fp8_w8a8_channel")),
@@ -211,6 +213,13 @@ def test_faulty_classes(program: EngineProgram) -> None:
     assert results["Refusing"].detail.endswith("64 hidden dim is not supported")
     assert results["MissingOperator"].detail == "no compiled operator 'no_such_operator'"
     assert results["WrongActivation"].reproducer.startswith("# WrongActivation, none, silu, T17")
+
+
+def test_a_class_with_another_layout_is_not_judged(process: EngineProcess) -> None:
+    """vLLM has no conversion of these weights for the class, although its predicates accept it."""
+    problem = replace(WIDE, quant="fp8_w8a8_tensor")
+    outcome = process.judge(EngineCase("BatchedMarlinExperts", "silu", problem))
+    assert outcome == Outcome(Kind.NOT_JUDGED, "vLLM's oracle for fp8 never returns it")
 
 
 def test_configuration_fields_that_are_set() -> None:
