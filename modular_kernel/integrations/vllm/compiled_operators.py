@@ -136,8 +136,9 @@ def _static_scaled_fp8_quant(
 def _dynamic_scaled_fp8_quant(
     output: torch.Tensor, input: torch.Tensor, scale: torch.Tensor
 ) -> None:
-    scale.copy_(input.float().abs().amax() / _FP8_MAX)
-    _write_fp8(output, input, scale)
+    if input.numel():  # amax is not defined without values
+        scale.copy_(input.float().abs().amax() / _FP8_MAX)
+        _write_fp8(output, input, scale)
 
 
 def _dynamic_per_token_scaled_fp8_quant(
