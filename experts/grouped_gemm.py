@@ -68,8 +68,8 @@ class GroupedGemmExperts(TritonExpertsBase):
         kinds = tuple(buffer_kinds_up_to(self.problem, shape.tokens))
         return self._workspace_cache.get_or_merge(self.problem, shape, kinds, self._specs)
 
-    def _specs(self, kind: tuple[int, str, int]) -> dict[str, BufferSpec]:
-        max_tokens, _, block_m = kind
+    def _specs(self, buffer_kind: tuple[int, str, int]) -> dict[str, BufferSpec]:
+        max_tokens, _path, block_m = buffer_kind
         return self._gemms.specs(max_tokens, block_m)
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:

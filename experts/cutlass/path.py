@@ -23,9 +23,9 @@ class CutlassPath(GroupedTmaPath):
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
         specs = super().specs(tokens, block_m)
         del specs["workspace13"]  # h is never stored in 16 bits
-        gemm2_rows = specs["workspace2"]
-        aliases = tuple(name for name in gemm2_rows.over if name in specs)
-        return specs | {"workspace2": BufferSpec(gemm2_rows.shape, gemm2_rows.dtype, aliases)}
+        gemm2_spec = specs["workspace2"]
+        aliases = tuple(name for name in gemm2_spec.over if name in specs)
+        return specs | {"workspace2": BufferSpec(gemm2_spec.shape, gemm2_spec.dtype, aliases)}
 
     def compute_hidden_rows(
         self, x: GemmRows, tile: LaunchConfig, order: SortedPairs, call: PathCall

@@ -1,4 +1,4 @@
-"""Layers with random sizes for `make bench`, for which no library was tuned."""
+"""Layers of random sizes for `make bench`. No library has tuned configurations for these sizes."""
 
 import random
 from dataclasses import dataclass

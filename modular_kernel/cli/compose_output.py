@@ -90,8 +90,10 @@ def _format_segment(choice: "PairingChoice", segment: "Segment") -> tuple[object
     ]
     times = _format_range([f"{o.us:.1f}" for o in timed])
     ratios = _format_range([f"{o.ratio:.2f}" for o in timed])
-    picks = [p for t, p in choice.selected_by_tokens.items() if segment.first <= t <= segment.last]
-    source = ", ".join(dict.fromkeys(pick.reason.value for pick in picks)) or "default"
+    selections = [
+        p for t, p in choice.selected_by_tokens.items() if segment.first <= t <= segment.last
+    ]
+    source = ", ".join(dict.fromkeys(s.reason.value for s in selections)) or "default"
     tokens = f"{segment.first} to {segment.last}"
     return tokens, pairing_name(segment.pair), times or "not measured", ratios or "-", source
 
@@ -103,11 +105,11 @@ def _format_range(texts: Sequence[str]) -> str:
 
 def print_explanation(choice: "PairingChoice") -> None:
     """Print the times of every pairing, or the reason why it was not timed or was refused."""
-    picks = choice.pair_by_tokens
+    selected_pairs = choice.pair_by_tokens
     rows = []
     for bucket in choice.buckets:
         for outcome in bucket.outcomes:
-            mark = "chosen" if picks.get(bucket.tokens) == outcome.pair else ""
+            mark = "chosen" if selected_pairs.get(bucket.tokens) == outcome.pair else ""
             ratio = "" if outcome.ratio is None else f"{outcome.ratio:.3f}"
             noise = f"{outcome.noise:.3f}" if outcome.noise else ""
             times = _format_time(outcome), ratio, noise, outcome.mode
@@ -116,8 +118,8 @@ def print_explanation(choice: "PairingChoice") -> None:
     output.print_table(columns, rows, optional=("timed as", "noise"))
     if rows:
         output.print_line(
-            "~ timed only twice, because it is far slower than the default; the others were timed "
-            "in turns with the default"
+            "~ timed only twice, because it is far slower than the default; pairings without ~ "
+            "were timed alternately with the default"
         )
     _print_untimed(choice)
     output.print_table(
@@ -140,7 +142,9 @@ def _print_untimed(choice: "PairingChoice") -> None:
                 reasons.setdefault(outcome.pair, []).append(outcome.why)
     for pair, texts in reasons.items():
         others = len(set(texts)) - 1
-        more = f" (at {format_count(others, 'other token count')} otherwise)" if others else ""
+        more = (
+            f" (and {format_count(others, 'other reason')} at other token counts)" if others else ""
+        )
         output.print_line(f"{pairing_name(pair)}: {texts[0]}{more}")
 
 

@@ -1,7 +1,7 @@
 """Sets up the process for this machine, and describes other machines.
 
 Without a GPU, Triton kernels run in Triton's CPU interpreter, which must be enabled before triton
-is imported. Verbs therefore call `prepare_host` before they import parts.
+is imported. The commands of `mk` therefore call `prepare_host` before they import parts.
 """
 
 import ctypes
@@ -48,11 +48,10 @@ def _describe_triton() -> str:
     )
 
 
-def prepare_torch_only() -> None:
-    """Print a note that only parts in plain torch run, because the interpreter is not enabled.
+def check_torch_only() -> None:
+    """Check that Triton kernels cannot run, and print a note that only parts in plain torch run.
 
-    Raises ConfigurationError if Triton kernels would run anyway because there is a CUDA device or
-    TRITON_INTERPRET=1.
+    Raises ConfigurationError if there is a CUDA device or TRITON_INTERPRET=1.
     """
     import torch
 
@@ -92,8 +91,10 @@ def select_machine(
 
     arch: compute capability. None stands for this machine's GPU.
     device: None stands for cuda if `arch` is given, and otherwise for the device of this machine.
-    packages: None stands for the packages of this machine. Raises ConfigurationError if the
-        arguments contradict each other, or if `device` is cuda and no compute capability is known.
+    packages: None stands for the packages of this machine.
+
+    Raises ConfigurationError if `arch` is not a compute capability or is combined with the device
+    cpu, or if the device is cuda, `arch` is None and this machine has no GPU.
     """
     from modular_kernel.catalog import this_machine
     from modular_kernel.spec.problem import Machine
@@ -105,7 +106,7 @@ def select_machine(
     capability = parse_arch(arch) if arch is not None else None
     if device_type == "cuda" and capability is None:
         if current.arch is None:
-            need = "a compute capability such as 9.0, with --device cuda on a machine without a GPU"
+            need = "a compute capability such as 9.0, because this machine has no GPU"
             raise ConfigurationError("--arch", got="nothing", need=need)
         capability = current.arch
     available = current.packages if packages is None else packages

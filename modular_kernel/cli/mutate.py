@@ -41,7 +41,11 @@ class MutationOptions:
     ] = None
     only: Annotated[str | None, option("With --mutate: run only this mutant.", metavar="ID")] = None
     mutants: Annotated[
-        str, option("With --mutate: number of source mutants to sample; all; or 0.", metavar="N")
+        str,
+        option(
+            "With --mutate: number of source mutants to sample, or all. 0 samples none.",
+            metavar="N",
+        ),
     ] = "150"
     sample_seed: Annotated[
         str | None,
@@ -89,7 +93,9 @@ class MutationOptions:
             raise ConfigurationError("--bits", got=self.bits, need="--only ID in addition")
         if self.code and (self.only is None or self.bits is not None):
             raise ConfigurationError(
-                "--code", got="no --only, or --bits too", need="--only ID, without --bits"
+                "--code",
+                got="no --only, or both --code and --bits",
+                need="--only ID, without --bits",
             )
         if self.mutate is not None and "," in self.mutate and self.only is not None:
             raise ConfigurationError("--mutate", got=self.mutate, need="one part with --only")
@@ -148,18 +154,18 @@ def run_mutation(
     pairs = pairs or tuple(
         dict.fromkeys(pair for part_pairs in pairs_by_part for pair in part_pairs)
     )
-    kills = [] if options.only else run_input_mutations(pairs, executor)
-    all_killed = all(kill.ok for kill in kills)
+    results = [] if options.only else run_call_mutations(pairs, executor)
+    all_killed = all(result.ok for result in results)
     calls = {
         "ok": all_killed,
         **executor.record_fields,
-        "calls": [make_kill_record(kill) for kill in kills],
+        "calls": [make_result_record(result) for result in results],
     }
     if count == 0:
-        output.print_result(calls, as_json, lambda: print_kills(kills))
+        output.print_result(calls, as_json, lambda: print_call_results(results))
         return all_killed
-    if as_json != output.STDOUT and kills:
-        print_kills(kills)
+    if as_json != output.STDOUT and results:
+        print_call_results(results)
     surveys_of_parts = surveys(parts, pairs, level, backend=execution)
     if options.bits is not None:
         return _compare_bits(mutants, surveys_of_parts[0], options.bits, as_json=as_json)
@@ -169,72 +175,74 @@ def run_mutation(
 
     def print_text() -> None:
         for score in scores:
-            _print_text(score)
+            _print_score(score)
 
     output.print_result(record, as_json, print_text)
     return ok
 
 
-def run_input_mutations(pairs: Sequence[Pair], executor: Executor) -> "list[CallMutantResult]":
+def run_call_mutations(pairs: Sequence[Pair], executor: Executor) -> "list[CallMutantResult]":
     """Run every mutation of inputs and outputs on every pairing, and return the outcomes."""
-    kills: list[CallMutantResult] = []
+    results: list[CallMutantResult] = []
     with output.show_progress(len(pairs), "pairings") as advance:
         for pair in pairs:
-            kills += executor.run_input_mutations(*pair)
+            results += executor.run_input_mutations(*pair)
             advance()
-    return kills
+    return results
 
 
-def make_kill_record(kill: "CallMutantResult") -> dict[str, object]:
+def make_result_record(result: "CallMutantResult") -> dict[str, object]:
     """Return the JSON record of the outcome of an input or output mutation."""
     return {
-        "mutant": kill.mutant,
-        "prepare_finalize": kill.case.prepare_finalize,
-        "experts": kill.case.experts,
-        "case": str(kill.case),
-        "ok": kill.ok,
-        "unsound": kill.failure_without_mutant,
-        "killed_by": kill.killed_by,
-        "changes_nothing": kill.no_effect_reason,
+        "mutant": result.mutant,
+        "prepare_finalize": result.case.prepare_finalize,
+        "experts": result.case.experts,
+        "case": str(result.case),
+        "ok": result.ok,
+        "unsound": result.failure_without_mutant,
+        "killed_by": result.killed_by,
+        "changes_nothing": result.no_effect_reason,
     }
 
 
-def print_kills(all_kills: Sequence["CallMutantResult"]) -> None:
+def print_call_results(results: Sequence["CallMutantResult"]) -> None:
     """Print a table of the mutations of each pairing, and a line for each surviving mutant."""
     groups: dict[Pair, list[CallMutantResult]] = {}
-    for kill in all_kills:
-        key = (kill.mutant, f"{kill.case.prepare_finalize} x {kill.case.experts}")
-        groups.setdefault(key, []).append(kill)
+    for result in results:
+        key = (result.mutant, f"{result.case.prepare_finalize} x {result.case.experts}")
+        groups.setdefault(key, []).append(result)
     rows = [
-        (*key, len(kills), _format_killing_checks(kills), _format_verdict(kills))
-        for key, kills in groups.items()
+        (*key, len(group), _format_killing_checks(group), _format_verdict(group))
+        for key, group in groups.items()
     ]
     columns = ("input mutation", "pairing", "cases", "killed by", "verdict")
     output.print_table(columns, rows)
-    for kill in all_kills:
-        if not kill.ok or kill.no_effect_reason:
-            output.print_line(str(kill))
-    missed = sum(not kill.ok for kill in all_kills)
-    unused = sum(kill.ok and kill.no_effect_reason is not None for kill in all_kills)
-    killed = len(all_kills) - missed - unused
+    for result in results:
+        if not result.ok or result.no_effect_reason:
+            output.print_line(str(result))
+    missed = sum(not result.ok for result in results)
+    unused = sum(result.ok and result.no_effect_reason is not None for result in results)
+    killed = len(results) - missed - unused
     not_applicable = f", {unused} not applicable" if unused else ""
     output.print_line(
-        f"{format_count(len(all_kills), 'input mutation')}: {killed} killed, {missed} missed"
+        f"{format_count(len(results), 'input mutation')}: {killed} killed, {missed} missed"
         f"{not_applicable}"
     )
 
 
-def _format_killing_checks(kills: Sequence["CallMutantResult"]) -> str:
-    names = [kill.killed_by.partition(":")[0] for kill in kills if kill.killed_by is not None]
+def _format_killing_checks(results: Sequence["CallMutantResult"]) -> str:
+    names = [
+        result.killed_by.partition(":")[0] for result in results if result.killed_by is not None
+    ]
     return ", ".join(dict.fromkeys(names))
 
 
-def _format_verdict(kills: Sequence["CallMutantResult"]) -> str:
-    if any(kill.failure_without_mutant is not None for kill in kills):
+def _format_verdict(results: Sequence["CallMutantResult"]) -> str:
+    if any(result.failure_without_mutant is not None for result in results):
         return "fails without the mutation"
-    if not all(kill.ok for kill in kills):
+    if not all(result.ok for result in results):
         return "MISSED"
-    return "killed" if any(kill.killed_by for kill in kills) else "not applicable"
+    return "killed" if any(result.killed_by for result in results) else "not applicable"
 
 
 def _select_mutants(options: MutationOptions) -> "list[Mutant]":
@@ -350,18 +358,18 @@ def _compare_code(mutants: "list[Mutant]", *, as_json: str | None) -> bool:
 
     The mutants are applied together. Returns whether all compiled code is unchanged.
     """
-    from modular_kernel.testing.mutation.code_equivalence import same_code
+    from modular_kernel.testing.mutation.code_equivalence import compare_code
 
-    comparison = same_code(mutants)
+    comparison = compare_code(mutants)
 
     def print_text() -> None:
         for mutant, reached in zip(mutants, comparison.reached, strict=True):
             output.print_line(
                 f"{mutant.diff()}\nin {format_count(reached, 'compiled form')} of kernels"
             )
-        are = "is" if comparison.differing == 1 else "are"
+        verb = "is" if comparison.differing == 1 else "are"
         output.print_line(
-            f"{format_count(comparison.differing, 'form')} {are} compiled to different code"
+            f"{format_count(comparison.differing, 'form')} {verb} compiled to different code"
         )
 
     record = {
@@ -373,7 +381,7 @@ def _compare_code(mutants: "list[Mutant]", *, as_json: str | None) -> bool:
     return comparison.proven
 
 
-def _print_text(score: "Score") -> None:
+def _print_score(score: "Score") -> None:
     from modular_kernel.testing.mutation.record import killers, reproducer
 
     survey = score.survey

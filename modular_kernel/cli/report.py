@@ -47,10 +47,10 @@ def report(
 ) -> None:
     """Write the support matrix and the benchmark records as one self-contained HTML file.
 
-    The matrix has every pairing and scheme on 1, 2 and 4 ranks, with all reasons of each refusal.
-    It is always computed for a GPU of compute capability 9.0 with all optional packages. The page
-    starts with a picture of the matrix, which can be filtered by scheme and number of ranks, and
-    with a plot of measured times.
+    The matrix shows which pairings support which schemes on 1, 2 and 4 ranks, and every reason why
+    a pairing does not. It is always computed for a GPU of compute capability 9.0 with all optional
+    packages. The page starts with a picture of the matrix and a plot of measured times. The picture
+    can be filtered by scheme and number of ranks.
 
     --write updates the files under docs/ that are generated from the same data, and --check checks
     that they are up to date. --json prints the matrix instead of writing a page.
@@ -108,7 +108,7 @@ def _write_docs(catalog: "Catalog", docs: Path) -> None:
     with output.report_write_errors(docs / "support-matrix.md"):
         updated = update_files(catalog, docs)
     for file in updated:
-        output.print_line(f"updated, it was {file.fault}: {docs / file.path}")
+        output.print_line(f"{docs / file.path}: updated (was {file.fault})")
     if not updated:
         output.print_line("every generated file was up to date")
 

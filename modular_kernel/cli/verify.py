@@ -18,7 +18,7 @@ from click.exceptions import Exit
 from modular_kernel.cli import output
 from modular_kernel.cli.command import IntegerRange, option
 from modular_kernel.cli.engine import EngineOptions, judge_engine
-from modular_kernel.cli.machine_setup import limit_workers, prepare_host, prepare_torch_only
+from modular_kernel.cli.machine_setup import check_torch_only, limit_workers, prepare_host
 from modular_kernel.cli.mutate import MutationOptions, run_mutation
 from modular_kernel.cli.options import (
     AsJson,
@@ -234,7 +234,7 @@ def verify(
     if execution.torch_only:
         if options.world_size is not None:
             raise ConfigurationError("--torch-only", got="--world-size", need="a single rank")
-        prepare_torch_only()
+        check_torch_only()
     else:
         prepare_host()
     with open_executor(options.world_size, execution.backend, options.ranks_per_host) as executor:

@@ -1,6 +1,6 @@
 """Check the outputs of a layer before it is timed: compare some rows with a float64 reference.
 
-Benchmarks use these functions, so that no wrong result gets a time. The reference
+Benchmarks do not report the time of a layer that fails this check. The reference
 (`reference.float64_reference`) uses unquantized weights, even for quantized layers. The error of a
 layer may be at most twice that of plain torch with the roundings of the same quantization scheme
 (`reference.rounded_reference`). Both errors are root mean squares over at least 512 values, if
@@ -99,12 +99,15 @@ def check_calls(calls: Sequence[tuple[Call, ExpectedOutput]], problem: Problem) 
     The error is computed over all outputs together. Each output is filled with NaN before the next
     call, so that unwritten values fail the check.
     """
-    outputs = [expected for _, expected in calls]
-    norm = math.hypot(*(float(expected.exact.norm()) for expected in outputs)) or 1.0
+    expected_outputs = [expected for _, expected in calls]
+    norm = math.hypot(*(float(expected.exact.norm()) for expected in expected_outputs)) or 1.0
     bound = (
-        MAX_ERROR_RATIO * math.hypot(*(expected.torch_error for expected in outputs)) / norm + EPS
+        MAX_ERROR_RATIO
+        * math.hypot(*(expected.torch_error for expected in expected_outputs))
+        / norm
+        + EPS
     )
-    errors, last_rows = [], outputs[-1].exact
+    errors, last_rows = [], expected_outputs[-1].exact
     out = calls[0][0]()
     for call, expected in calls:
         out.fill_(math.nan)

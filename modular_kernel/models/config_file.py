@@ -265,7 +265,7 @@ def layer_fields_of_config(path: Path, config: Config, layer: int | None = None)
     if sizes["top_k"] > sizes["experts"]:
         raise _error(path, f"top_k {sizes['top_k']}", f"<= experts = {sizes['experts']}")
     fields: dict[str, Any] = {**sizes, "activation": _activation(path, moe_config, family, layer)}
-    fields |= {"bias": family.bias, "apply_router_weight_on_input": family.on_input}
+    fields |= {"bias": family.bias, "apply_router_weight_on_input": family.router_weight_on_input}
     if family.scaling:
         fields["routed_scaling_factor"] = _scaling(path, config, family.scaling)
     return fields | _dtype(path, config)

@@ -28,11 +28,11 @@ class Family:
         "clamp_after" are the swiglu_clamp kinds with the key swiglu_limit or swiglu_limits.
     interleaved: gate and up rows of w1 alternate.
     bias: both GEMMs have a bias.
-    on_input: the router weight multiplies the layer's input.
+    router_weight_on_input: the router weight multiplies the layer's input.
     scaling: key of the factor on the routed output; "" if there is none. With a trailing "?" the
         value may be null, which means 1.
-    dense_key: key of the intermediate size of dense layers. If a file has this key, the experts'
-        size has the key `intermediate_size` instead of `intermediate`.
+    dense_key: key of the intermediate size of dense layers. In files with this key, the experts'
+        intermediate size has the key "intermediate_size".
     required: (key, values). The layer is supported only if the file has one of these values for the
         key. None stands for a missing key.
     unsupported: why the model_type is not supported; "" if it is supported.
@@ -50,7 +50,7 @@ class Family:
     gate: Gate = "plain"
     interleaved: bool = False
     bias: bool = False
-    on_input: bool = False
+    router_weight_on_input: bool = False
     scaling: str = ""
     dense_key: str = ""
     required: tuple[str, tuple[object, ...]] | None = None
@@ -64,7 +64,7 @@ _NUM_EXPERTS, _NUM_LOCAL_EXPERTS, _N_ROUTED_EXPERTS = (
 )
 _NUM_OR_LOCAL = f"{_NUM_EXPERTS} {_NUM_LOCAL_EXPERTS}"
 _ERNIE_EXPERTS_KEYS = "moe_num_experts num_experts"
-_PER_TOKEN = "num_experts_per_token num_experts_per_tok"
+_TOP_K_KEYS = "num_experts_per_token num_experts_per_tok"
 _INTERMEDIATE, _SCALING_KEY = "intermediate_size", "routed_scaling_factor"
 _GEMMA_TOP_K_KEY = "top_k_experts"
 _GEMMA_ACTIVATION_KEY = "hidden_activation"
@@ -84,13 +84,13 @@ FAMILIES: dict[str, Family] = {
     "aria_text": _family("aria AriaExperts AriaTextTopKRouter", "moe_num_experts", top_k="moe_topk", intermediate=_INTERMEDIATE, activation="=silu"),
     "axk1": _family("axk1 AXK1Experts AXK1TopkRouter", _N_ROUTED_EXPERTS, _SCALING_KEY),
     "axk2": _family("axk2 AXK2Experts AXK2TopkRouter", _N_ROUTED_EXPERTS, _SCALING_KEY),
-    "bailing_hybrid": _family("bailing_hybrid BailingHybridExperts BailingHybridTopkRouter", _NUM_OR_LOCAL, _SCALING_KEY, top_k=_PER_TOKEN),
-    "bailing_moe": _family("bailing_hybrid BailingHybridExperts", _NUM_OR_LOCAL, f"{_SCALING_KEY}?", top_k=_PER_TOKEN),  # by its own code (Ling)
-    "bailing_moe_v2": _family("bailing_hybrid BailingHybridExperts", _NUM_OR_LOCAL, f"{_SCALING_KEY}?", top_k=_PER_TOKEN),  # by its own code (Ming)
+    "bailing_hybrid": _family("bailing_hybrid BailingHybridExperts BailingHybridTopkRouter", _NUM_OR_LOCAL, _SCALING_KEY, top_k=_TOP_K_KEYS),
+    "bailing_moe": _family("bailing_hybrid BailingHybridExperts", _NUM_OR_LOCAL, f"{_SCALING_KEY}?", top_k=_TOP_K_KEYS),  # as in the model code that Ling's checkpoints contain
+    "bailing_moe_v2": _family("bailing_hybrid BailingHybridExperts", _NUM_OR_LOCAL, f"{_SCALING_KEY}?", top_k=_TOP_K_KEYS),  # as in the model code that Ming's checkpoints contain
     "beam": _family("beam BeamExperts BeamMoE", _NUM_EXPERTS, _SCALING_KEY),
     "cohere2_moe": _family("cohere2_moe Cohere2MoeExperts", _NUM_EXPERTS, intermediate=_INTERMEDIATE),
     "dbrx": _family("dbrx DbrxExpertGLU DbrxExperts", "moe_num_experts", top_k="moe_top_k", intermediate="ffn_hidden_size", hidden="d_model", nested_in="ffn_config", activation="ffn_act_fn", default_activation="silu"),
-    "deepseek": _family("deepseek_v2 DeepseekV2Experts", _N_ROUTED_EXPERTS, f"{_SCALING_KEY}?"),  # by its own code (DeepSeekMoE 16B)
+    "deepseek": _family("deepseek_v2 DeepseekV2Experts", _N_ROUTED_EXPERTS, f"{_SCALING_KEY}?"),  # as in the model code that DeepSeekMoE 16B's checkpoints contain
     "deepseek_ocr2_text": _family("deepseek_ocr2 DeepseekOcr2TextExperts DeepseekOcr2TextTopkRouter", _N_ROUTED_EXPERTS, _SCALING_KEY),
     "deepseek_v2": _family("deepseek_v2 DeepseekV2Experts DeepseekV2TopkRouter", _N_ROUTED_EXPERTS, _SCALING_KEY),
     "deepseek_v3": _family("deepseek_v3 DeepseekV3Experts DeepseekV3TopkRouter", _N_ROUTED_EXPERTS, _SCALING_KEY),
@@ -127,12 +127,12 @@ FAMILIES: dict[str, Family] = {
     "jamba": _family("jamba JambaExperts", _NUM_OR_LOCAL, intermediate=_INTERMEDIATE),
     "jetmoe": _family("jetmoe JetMoeMoE", _NUM_LOCAL_EXPERTS, intermediate=_INTERMEDIATE, activation="activation_function"),
     "kimi_k2": _family("deepseek_v3 DeepseekV3Experts DeepseekV3TopkRouter", _N_ROUTED_EXPERTS, _SCALING_KEY),  # kimi_k25 loads it as DeepseekV3
-    "kimi_linear": _family("kimi_linear KimiLinearExperts KimiLinearTopkRouter", _NUM_OR_LOCAL, _SCALING_KEY, top_k=_PER_TOKEN),
+    "kimi_linear": _family("kimi_linear KimiLinearExperts KimiLinearTopkRouter", _NUM_OR_LOCAL, _SCALING_KEY, top_k=_TOP_K_KEYS),
     "kolibri1": _family("kolibri1 Kolibri1Experts Kolibri1TopKRouter", _NUM_OR_LOCAL),
     "laguna": _family("laguna LagunaExperts LagunaSparseMoeBlock", _NUM_EXPERTS, "moe_routed_scaling_factor", required=("moe_apply_router_weight_on_input", (False, None))),
     "lara_mini": _family("lara_mini LaraMiniExperts LaraMiniTopKRouter", _NUM_EXPERTS),
     "lfm2_moe": _family("lfm2_moe Lfm2MoeExperts Lfm2MoeTopKRouter", _NUM_EXPERTS, _SCALING_KEY, activation="=silu"),
-    "llama4_text": _family("llama4 Llama4TextExperts Llama4TextMoe", _NUM_LOCAL_EXPERTS, intermediate=_INTERMEDIATE, on_input=True),
+    "llama4_text": _family("llama4 Llama4TextExperts Llama4TextMoe", _NUM_LOCAL_EXPERTS, intermediate=_INTERMEDIATE, router_weight_on_input=True),
     "longcat_flash": _family("longcat_flash LongcatFlashExperts LongcatFlashTopkRouter", _N_ROUTED_EXPERTS, _SCALING_KEY, top_k="moe_topk num_experts_per_tok", intermediate="expert_ffn_hidden_size", required=("zero_expert_type", ("identity", None))),
     "mellum": _family("mellum MellumExperts", _NUM_OR_LOCAL),
     "mimo_v2_flash": _family("mimo_v2_flash MiMoV2FlashExperts MiMoV2FlashTopkRouter", _N_ROUTED_EXPERTS, f"{_SCALING_KEY}?"),
@@ -159,7 +159,7 @@ FAMILIES: dict[str, Family] = {
     "sarvam_mla": _family("deepseek_v3 DeepseekV3Experts DeepseekV3TopkRouter", f"{_N_ROUTED_EXPERTS} {_NUM_EXPERTS}", _SCALING_KEY),  # AutoModel maps it to DeepseekV3
     "sarvam_moe": _family("glm4_moe Glm4MoeExperts Glm4MoeTopkRouter", f"{_N_ROUTED_EXPERTS} {_NUM_EXPERTS}", _SCALING_KEY),
     "solar_open": _family("solar_open SolarOpenExperts SolarOpenTopkRouter", _N_ROUTED_EXPERTS, _SCALING_KEY),
-    "step3_text": _family("step3p7 Step3p7Experts", "moe_num_experts", top_k="moe_top_k", activation="=silu"),  # by its own code (Step-3)
+    "step3_text": _family("step3p7 Step3p7Experts", "moe_num_experts", top_k="moe_top_k", activation="=silu"),  # as in the model code that Step-3's checkpoints contain
     "step3p5": _family("step3p7 Step3p7Experts Step3p7SparseMoeBlock", "n_routed_experts moe_num_experts", "moe_router_scaling_factor", top_k="num_experts_per_tok moe_top_k", gate="clamp_after", default_activation="silu"),
     "switch_transformers": _unsupported("switch_transformers SwitchTransformersExperts", "its experts are ungated with ReLU, and have a capacity"),
     "unlimited_ocr_text": _family("unlimited_ocr UnlimitedOcrTextExperts UnlimitedOcrTextTopkRouter", _N_ROUTED_EXPERTS, _SCALING_KEY),

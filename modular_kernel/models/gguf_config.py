@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.models.gguf_header import GgufHeader, read_header, tensor_types
+from modular_kernel.models.gguf_header import GgufHeader, expert_tensor_types, read_header
 
 METHOD = "gguf"
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -109,7 +109,7 @@ def config_of_gguf(path: Path) -> tuple[Path, dict[str, Any]]:
 def _dtype(header: GgufHeader) -> str:
     """Return the dtype of floating-point experts, or "bfloat16" for other or several types."""
     layers = range(_MAX_LAYERS)
-    types = {name for layer in layers for name in tensor_types(header, layer)}
+    types = {name for layer in layers for name in expert_tensor_types(header, layer)}
     return _DTYPES.get(next(iter(types)), "bfloat16") if len(types) == 1 else "bfloat16"
 
 
@@ -174,7 +174,7 @@ def _quantization_config(header: GgufHeader, layers: range) -> dict[str, Any] | 
     """
     layers_by_types = dict[tuple[str, ...], list[int]]()
     for layer in layers:
-        types = tuple(sorted(set(tensor_types(header, layer))))
+        types = tuple(sorted(set(expert_tensor_types(header, layer))))
         if types:
             key = () if set(types) <= set(FLOAT_TYPES) else types
             layers_by_types.setdefault(key, []).append(layer)

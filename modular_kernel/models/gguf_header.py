@@ -35,8 +35,8 @@ _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.ASCII)
 _STRING, _ARRAY = 8, 9  # types of metadata values
 # Format characters of `struct` for the scalar types of metadata values.
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
-_MIN_ENTRY = 13  # minimum bytes of an entry of the metadata: key, type, and a value of one byte
-_MIN_TENSOR = 32  # minimum bytes of the description of a tensor
+_MIN_ENTRY_BYTES = 13  # of an entry of the metadata: key, type, and a value of one byte
+_MIN_TENSOR_BYTES = 32  # of the description of a tensor
 
 
 @dataclass(frozen=True)
@@ -143,11 +143,11 @@ def find_model_file(folder: Path) -> Path | None:
     """
     names = sorted(file.name for file in folder.iterdir() if is_gguf(file))
     names = [name for name in names if not name.startswith("mmproj")]  # vision encoders
-    first = [name for name in names if shard_paths(folder / name)[0].name == name] or names
-    if len(first) > 1:
-        got, need = " and ".join(first[:3]), "the path of one model"
+    first_files = [name for name in names if shard_paths(folder / name)[0].name == name] or names
+    if len(first_files) > 1:
+        got, need = " and ".join(first_files[:3]), "the path of one model"
         raise ConfigurationError(f"checkpoint {folder}", got=got, need=need)
-    return folder / first[0] if first else None
+    return folder / first_files[0] if first_files else None
 
 
 def read_header(path: Path) -> GgufHeader:
@@ -207,14 +207,14 @@ class _Parser:
             got = f"version {version}" if swapped not in _VERSIONS else "a big-endian file"
             raise self.error(got, "version 2 or 3, little-endian")
         tensor_count, entry_count = self.scalar("Q"), self.scalar("Q")
-        self.check_count(entry_count, _MIN_ENTRY, "entries of metadata")
+        self.check_count(entry_count, _MIN_ENTRY_BYTES, "entries of metadata")
         metadata = dict[str, Any]()
         for _ in range(entry_count):
             key = self.text()
             if key in metadata:
                 raise self.error(f"{key[:200]} twice", "each key of the metadata once")
             metadata[key] = self.value(self.scalar("I"), key)
-        self.check_count(tensor_count, _MIN_TENSOR, "tensors")
+        self.check_count(tensor_count, _MIN_TENSOR_BYTES, "tensors")
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             raise self.error(f"general.alignment = {str(alignment)[:80]}", "a power of two")
@@ -267,20 +267,20 @@ class _Parser:
 
     def array(self, key: str, depth: int) -> list[Any] | None:
         """Parse an array. Returns None if it is longer than _MAX_ARRAY."""
-        item, count = self.scalar("I"), self.scalar("Q")
-        if item in _SCALARS:
-            size = struct.calcsize(f"<{_SCALARS[item]}")
+        item_type, count = self.scalar("I"), self.scalar("Q")
+        if item_type in _SCALARS:
+            size = struct.calcsize(f"<{_SCALARS[item_type]}")
             self.check_count(count, size, f"items of {key[:200]}")
             if count > _MAX_ARRAY:
                 self.position += count * size
                 return None
         else:
             self.check_count(count, 8, f"items of {key[:200]}")
-        if item == _STRING and count > _MAX_ARRAY:
+        if item_type == _STRING and count > _MAX_ARRAY:
             for _ in range(count):
                 self.skip_text()
             return None
-        items = [self.value(item, key, depth + 1) for _ in range(count)]
+        items = [self.value(item_type, key, depth + 1) for _ in range(count)]
         return items if count <= _MAX_ARRAY else None
 
     def scalar(self, code: str) -> Any:
@@ -317,7 +317,7 @@ class _Parser:
         return WeightsError(str(self.path), got=got, need=need)
 
 
-def tensor_types(header: GgufHeader, layer: int) -> Iterator[str]:
+def expert_tensor_types(header: GgufHeader, layer: int) -> Iterator[str]:
     """Yield the types of the experts' tensors of a layer."""
     for name in EXPERT_TENSORS:
         info = header.tensors.get(f"blk.{layer}.{name}.weight")
@@ -325,5 +325,6 @@ def tensor_types(header: GgufHeader, layer: int) -> Iterator[str]:
             yield info.type.name
 
 
-# Tensors (E, N, K) of a layer "blk.N": gate, up and down, or gate_up and down.
+# Names of the experts' weights in a layer, each of shape (E, N, K). A layer has either gate and up
+# or the fused gate_up, and always down.
 EXPERT_TENSORS = ("ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps", "ffn_down_exps")

@@ -279,7 +279,7 @@ def network_rows(
     problem: Problem, traffic: Traffic, load: EstimatedLoad, cluster: Cluster
 ) -> float:
     """Return the expected number of rows per token that leave the host in a dispatch."""
-    host_peers, network_peers = cluster.peers(problem.parallel.world_size)
+    host_peers, network_peers = cluster.num_peers(problem.parallel.world_size)
     traffic = select_traffic(traffic, problem.parallel.world_size, cluster)
     if not network_peers or traffic.rows == "sum":
         return 0.0
@@ -308,7 +308,7 @@ def _one_hop_seconds(
     nbytes: float, direction: DirectionModel, traffic: Traffic, cluster: Cluster, world_size: int
 ) -> float:
     """Return the seconds of an exchange of `nbytes`, divided equally among all other ranks."""
-    host_peers, network_peers = cluster.peers(world_size)
+    host_peers, network_peers = cluster.num_peers(world_size)
     inside = (
         nbytes
         * host_peers
@@ -330,7 +330,7 @@ def _all_reduce_seconds(
     nbytes: float, traffic: Traffic, cluster: Cluster, world_size: int
 ) -> float:
     """Return the seconds of an all-reduce, which the slowest link limits."""
-    _, network_peers = cluster.peers(world_size)
+    _, network_peers = cluster.num_peers(world_size)
     link = cluster.between if network_peers else cluster.inside
     reached = traffic.between if network_peers else traffic.combine.reached
     return traffic.combine.start + link.latency + nbytes / (link.bandwidth * reached)

@@ -105,7 +105,7 @@ class Cluster:
         """Number of GPUs of all hosts."""
         return self.hosts * self.per_host
 
-    def peers(self, world_size: int) -> tuple[int, int]:
+    def num_peers(self, world_size: int) -> tuple[int, int]:
         """Return the number of other ranks on this host, and the number on other hosts."""
         host_ranks = min(self.per_host, world_size)
         return host_ranks - 1, world_size - host_ranks

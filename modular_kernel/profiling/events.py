@@ -41,7 +41,7 @@ class StageTime:
 
     @property
     def is_stage(self) -> bool:
-        """Whether this is a stage, in contrast to the time of a scope outside of its stages."""
+        """Whether `stage` names a stage. It may also name a scope, or be UNATTRIBUTED."""
         return self.stage not in (*stages.SCOPES, UNATTRIBUTED)
 
     @property

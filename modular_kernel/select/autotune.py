@@ -48,8 +48,8 @@ class MeasurementOptions:
     """What `compose` measures, and for how long.
 
     tokens: token counts at which pairings are compared (buckets). None uses the powers of two below
-        problem.tokens, and problem.tokens. Token counts between two buckets use the default
-        pairing, unless both buckets have selected the same other pairing.
+        problem.tokens, and problem.tokens. If two adjacent buckets select the same pairing, the
+        token counts between them use it too. Otherwise they use the default pairing.
     budget: seconds for all measurements, including compilation and the creation of weights. Small
         token counts are timed first. Timing stops when the remaining time is shorter than the
         longest measurement so far. A later call continues. A bucket that was not timed uses a
@@ -87,7 +87,7 @@ class MeasurementOptions:
         if self.tokens is None:
             return bucket_tokens(problem.tokens)
         if max(self.tokens) > problem.tokens:
-            need = f"<= {problem.tokens}, the problem's"
+            need = f"<= {problem.tokens}, the value of problem.tokens"
             raise ConfigurationError("tokens to measure", got=max(self.tokens), need=need)
         return tuple(sorted(set(self.tokens)))
 
@@ -101,9 +101,9 @@ def compose(
 ) -> ComposedKernel:
     """Build a kernel that runs the default pairing, or a faster one, for each number of tokens.
 
-    Another pairing than the default is used if it was measured to be faster by more than the noise.
-    If nothing was measured, another pairing is used if it is faster in the shipped record. A
-    summary is logged (logger "modular_kernel.select"). All ranks must call this function.
+    A pairing replaces the default if its measured time is shorter by more than the noise. Without
+    measurements, it replaces the default if it is faster in the shipped record. A summary is logged
+    (logger "modular_kernel.select"). All ranks must call this function.
 
     machine: the machine to run on; None means this machine.
     group: the process group of a problem over several ranks; None uses the default group.
@@ -143,7 +143,7 @@ def choose(
     # Calls with more tokens than the largest bucket also need a pairing.
     token_counts = tuple(dict.fromkeys((*tokens, problem.tokens)))
     candidates = find_candidates(problem, machine, token_counts, replicated=options.replicated)
-    pairing_options = _estimate_times(problem, machine, options, tokens, candidates)
+    pairing_options = _make_pairing_options(problem, machine, options, tokens, candidates)
     identity = cache_keys.identity_fields(
         problem, machine, routing=options.routing, replicated=options.replicated
     )
@@ -182,7 +182,7 @@ def choose(
     )
 
 
-def _estimate_times(
+def _make_pairing_options(
     problem: Problem,
     machine: Machine,
     options: MeasurementOptions,
@@ -197,9 +197,9 @@ def _estimate_times(
     if record is None or not record.covers(problem, machine, routing=options.routing):
         return pairing_options
     estimates = {
-        number: record.estimates(problem.with_tokens(number), others, default)
-        for number in tokens
-        for default, *others in [pairing_options.valid_pairs(number)]
+        num_tokens: record.estimates(problem.with_tokens(num_tokens), others, default)
+        for num_tokens in tokens
+        for default, *others in [pairing_options.valid_pairs(num_tokens)]
         if others
     }
     return replace(pairing_options, estimates=estimates)
@@ -216,5 +216,5 @@ def _check_equal_on_all_ranks(ranks: Ranks, key_fields: cache_keys.KeyFields) ->
         if mismatches:
             need = {name: first[name] for name in mismatches}
             raise ConfigurationError(
-                f"rank {rank}'s choice", got=mismatches, need=f"{need} as rank 0"
+                f"rank {rank}'s choice", got=mismatches, need=f"{need}, as on rank 0"
             )

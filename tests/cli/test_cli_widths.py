@@ -66,7 +66,7 @@ def mk(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_
         demo, "_measure_rates", lambda *_: {"transformers' eager": 3417.0, PAIR: 2918.0}
     )
     monkeypatch.setattr(compiled, "compile_all", lambda *_, **__: make_compile_result())
-    monkeypatch.setattr(mutate, "run_input_mutations", lambda *_: make_mutation_results())
+    monkeypatch.setattr(mutate, "run_call_mutations", lambda *_: make_mutation_results())
     return partial(run_mk, capsys)
 
 

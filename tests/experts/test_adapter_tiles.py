@@ -12,7 +12,7 @@ import torch
 from experts.triton.adapters import TileShrinkOutput
 from experts.triton.configs.select import on_device
 from experts.triton.contiguous import supported_paths
-from experts.triton.grouped_tma.adapters import TileShrink, round_up_to_box, tile_specs
+from experts.triton.grouped_tma.adapters import TileShrink, round_up_to_box, shrink_buffer_specs
 from experts.triton.launch_config import Device
 from modular_kernel.interpreter.access_log import ACCESS_LOG
 from modular_kernel.ops.sort import SortedPairs, max_tile_count
@@ -29,7 +29,7 @@ def launch_shrink(slots: torch.Tensor, a: torch.Tensor, x_TH: torch.Tensor) -> T
     """Launch `TileShrink` into poisoned memory; assert that each element is written once."""
     rank = a.shape[2] // 2
     problem = replace(BASE, lora=f"adapters=5,rank={rank}")
-    specs = tile_specs(problem, 12, max_tile_count(12, TILE, 3))
+    specs = shrink_buffer_specs(problem, 12, max_tile_count(12, TILE, 3))
     workspace = Workspace(specs, slots.device, poison=True)
     tiles = torch.tensor([0, 2, 9, 0, 7, 9, 7, 12, 9, 2], dtype=torch.int32)
     token_of_row = torch.arange(11, -1, -1, dtype=torch.int32)

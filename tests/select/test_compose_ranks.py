@@ -127,7 +127,7 @@ def test_ranks_with_different_arguments_raise(
     rank_pool, tmp_path: Path, own: dict, tokens: int, got: str, need: str
 ) -> None:
     errors = rank_pool(2).run(_choose_with_other_arguments, tmp_path, own, tokens, timeout=60)
-    assert errors == [f"rank 1's choice: got {got}, need {need} as rank 0"] * 2
+    assert errors == [f"rank 1's choice: got {got}, need {need}, as on rank 0"] * 2
 
 
 def _save_buckets(rank: int, _world: int, _group: object, folder: Path) -> int:

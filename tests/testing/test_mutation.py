@@ -21,7 +21,7 @@ from modular_kernel.report.mutation_page import mutation_document, read_scores
 from modular_kernel.testing.cases.lists import BASE, Case, cases_for
 from modular_kernel.testing.mutation import Mutant, default_seed, mutants_of
 from modular_kernel.testing.mutation.bitwise_equivalence import compare_bits, draw_problems
-from modular_kernel.testing.mutation.code_equivalence import same_code
+from modular_kernel.testing.mutation.code_equivalence import compare_code
 from modular_kernel.testing.mutation.coverage import CaseCoverage, Coverage
 from modular_kernel.testing.mutation.reviewed_equivalents import (
     EQUIVALENTS,
@@ -195,12 +195,12 @@ def test_compiled_code_shows_whether_a_kernel_changed(tmp_path: Path) -> None:
     equivalent = make_mutant(
         "range(0, hidden_size, BLOCK_HIDDEN)", "range(0, hidden_size, -(-BLOCK_HIDDEN // 1))"
     )
-    assert same_code([equivalent]).proven
+    assert compare_code([equivalent]).proven
     # Replace the operator only, as the `compare` mutation operator does.
     path_text = path.read_text(encoding="utf-8")
     offset = path_text.index("columns < hidden_size") + len("columns ")
     line = path_text.count("\n", 0, offset) + 1
-    changed_code = same_code(
+    changed_code = compare_code(
         [Mutant("", module, path, Edit("compare", offset, offset + 1, "<="), line, line)]
     )
     assert changed_code.differing >= 1
@@ -209,7 +209,7 @@ def test_compiled_code_shows_whether_a_kernel_changed(tmp_path: Path) -> None:
     module_path.write_text("COUNT = 4\n", encoding="utf-8")
     outside = Mutant("by hand", "module", module_path, Edit("constant", 8, 9, "5"), 1, 1)
     with pytest.raises(ConfigurationError, match=r"inside a @triton.jit function"):
-        same_code([outside])
+        compare_code([outside])
 
 
 def test_drawn_problems_cover_every_case_and_mutant() -> None:

@@ -61,25 +61,33 @@ class Epilogue:
         columns = cute.size(out, mode=[1])
         first_column = n * self.columns
         local_row = warp * 16 + lane // 4
-        for p in cutlass.range_constexpr(PARTS):
+        for part in cutlass.range_constexpr(PARTS):
             if row + ROWS <= end:
                 self.wait_for_staging(group, warp)
-                for q in cutlass.range_constexpr(PART_N // 16):
-                    # 8 x 8 matrices of rows 0 to 7 and 8 to 15, first of 8 columns, then of the
-                    # next 8 columns.
-                    dst = s_out[None, None, group * 2 + q // 4].iterator
-                    byte = (q % 4) * 32 + 16 * (lane // 16)
-                    store_matrices(dst, warp * 16 + lane % 16, byte, bf16_words(sums, p, q))
-                self.tma_store(s_out, o_atom, o_tma, row, first_column + p * PART_N, group, warp)
+                for column_group in cutlass.range_constexpr(PART_N // 16):
+                    # One stmatrix stores four 8 x 8 matrices, in this order: rows 0 to 7 and rows
+                    # 8 to 15 of the first 8 columns, then the same rows of the next 8 columns.
+                    dst = s_out[None, None, group * 2 + column_group // 4].iterator
+                    byte = (column_group % 4) * 32 + 16 * (lane // 16)
+                    store_matrices(
+                        dst, warp * 16 + lane % 16, byte, bf16_words(sums, part, column_group)
+                    )
+                self.tma_store(s_out, o_atom, o_tma, row, first_column + part * PART_N, group, warp)
             else:
-                for q in cutlass.range_constexpr(PART_N // 16):
-                    words = bf16_words(sums, p, q)
-                    for z in cutlass.range_constexpr(4):
-                        out_row = row + local_row + 8 * (z % 2)
-                        column = first_column + p * PART_N + q * 16 + 8 * (z // 2) + 2 * (lane % 4)
+                for column_group in cutlass.range_constexpr(PART_N // 16):
+                    words = bf16_words(sums, part, column_group)
+                    for word in cutlass.range_constexpr(4):
+                        out_row = row + local_row + 8 * (word % 2)
+                        column = (
+                            first_column
+                            + part * PART_N
+                            + column_group * 16
+                            + 8 * (word // 2)
+                            + 2 * (lane % 4)
+                        )
                         if out_row < end and column < columns:
                             dst = out.iterator + (cutlass.Int64(out_row) * columns + column)
-                            cute.arch.store(cute.recast_ptr(dst, dtype=I32), words[z])
+                            cute.arch.store(cute.recast_ptr(dst, dtype=I32), words[word])
 
     @cute.jit
     def store_silu_mul_fp8(
@@ -141,15 +149,15 @@ class Epilogue:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=group + 1, number_of_threads=128)
         if warp == 0:
-            box = cute.size(s_out, mode=[1])
-            for x in cutlass.range_constexpr(self.boxes):
-                g_out = cute.domain_offset((row, column + x * box), o_tma)
-                g_out = cute.local_tile(g_out, (ROWS, box), (0, 0))
-                boxes, dst = cpasync.tma_partition(
+            box_columns = cute.size(s_out, mode=[1])
+            for box in cutlass.range_constexpr(self.boxes):
+                g_out = cute.domain_offset((row, column + box * box_columns), o_tma)
+                g_out = cute.local_tile(g_out, (ROWS, box_columns), (0, 0))
+                src, dst = cpasync.tma_partition(
                     o_atom, 0, cute.make_layout(1), cute.group_modes(s_out, 0, 2),
                     cute.group_modes(g_out, 0, 2),
                 )  # fmt: skip
-                cute.copy(o_atom, boxes[None, group * self.boxes + x], dst)
+                cute.copy(o_atom, src[None, group * self.boxes + box], dst)
             cute.arch.cp_async_bulk_commit_group()
 
 
@@ -162,17 +170,17 @@ def store_matrices(dst, row, byte, words):
     )
 
 
-def bf16_words(sums, p, q):
+def bf16_words(sums, part, column_group):
     """Return four words of two bf16 each, for `store_matrices`.
 
-    Each word holds two adjacent columns of one row. r is the first row of the thread, and c is its
-    first column in columns 16 q to 16 q + 7. The words are, in this order, rows r and r + 8 at
-    column c, and rows r and r + 8 at column c + 8.
+    The words contain the thread's accumulators in the 16 columns of `column_group`. They are two
+    adjacent columns of two rows, 8 rows apart, and then the same rows 8 columns further right.
     """
     code = "cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r1};"
-    base = q * 8
+    base = column_group * 8
     return tuple(
-        inline_ptx(code, I32, sums[base + 2 * z + 1, p], sums[base + 2 * z, p]) for z in range(4)
+        inline_ptx(code, I32, sums[base + 2 * word + 1, part], sums[base + 2 * word, part])
+        for word in range(4)
     )
 
 

@@ -90,9 +90,10 @@ class TritonRunnerCore(MoeRunnerCore[NoState]):
         return merge_workspaces(self.problem, shape, specs).buffers()
 
     def run(self, runner_input: TritonRunnerInput, call: RunnerCall[NoState]) -> TritonRunnerOutput:
-        pairs = runner_input
         aligned = AlignedPairs(
-            pairs.sorted_token_ids, pairs.expert_ids, pairs.num_tokens_post_padded
+            runner_input.sorted_token_ids,
+            runner_input.expert_ids,
+            runner_input.num_tokens_post_padded,
         )
         return TritonRunnerOutput(self._path.rows(aligned, path_call(call)))
 

@@ -25,8 +25,9 @@ NAME = "gemv_w4"
 
 CHUNK = 128  # weights of a row that four lanes load, 16 bytes each
 ROWS = 16  # M of an MMA: weight rows
-SLOTS = 8  # N of an MMA: sums of a row with separate scales
-_MAX_STAGED_WEIGHTS = 512  # up to this many weights of a row in all stages, 80 registers suffice
+MMA_N = 8  # columns of an MMA; a weight row has one sum per column, and each sum has its own scale
+# If the stages together hold at most this many weights of a row, 80 registers suffice.
+_MAX_STAGED_WEIGHTS = 512
 _REGISTERS_PER_SM = 65536
 _MAX_THREAD_REGISTERS = 255
 _MAX_TOP_K = 64
@@ -79,12 +80,12 @@ def violations(config: GemvW4Config, gemm: Gemm, device: Device) -> Iterator[Vio
 def chunks_per_block(tile: GemvW4Config, group: int) -> int:
     """Return the number of chunks per block.
 
-    A block has at most SLOTS scale groups, because the MMA computes a sum for each of them.
+    A block has at most MMA_N scale groups, because the MMA computes a sum for each of them.
 
     group: weights per scale.
     """
     groups_per_chunk = CHUNK // math.gcd(group, CHUNK)
-    return max(1, min(tile.block_k // CHUNK, SLOTS // groups_per_chunk))
+    return max(1, min(tile.block_k // CHUNK, MMA_N // groups_per_chunk))
 
 
 def min_block_n(gemm: Gemm) -> int:
@@ -97,7 +98,7 @@ def min_block_n(gemm: Gemm) -> int:
 
 
 def num_halves(tile: GemvW4Config) -> int:
-    """Return the number of parts of a block that have separate MMA rows in GEMM 2: 2 or 1."""
+    """Return 2 if GEMM 2 splits a block into two halves along K (block_n is 8), and otherwise 1."""
     return max(1, ROWS // tile.block_n)
 
 
@@ -107,9 +108,10 @@ def max_registers(tile: GemvW4Config, gemm_index: int, *, words_stay_in_lanes: b
     16 warps fit on an SM with 128 registers per thread, 24 warps with 80, and 32 warps with 64.
     Tiles of 8 columns get fewer registers, because more programs must be resident at once.
 
-    words_stay_in_lanes: `triton_versions.WORDS_STAY_IN_LANES`. If it is False, kernels would spill
-        with any of these limits, so the result is the maximum with which one program fits on an SM.
-        Without a limit, ptxas would spill to make a second program fit.
+    words_stay_in_lanes: whether each lane of a warp unpacks the words of packed weights that it has
+        loaded (`triton_versions.WORDS_STAY_IN_LANES`). If not, kernels would spill with any of
+        these limits, so the result is the maximum with which one program fits on an SM. Without a
+        limit, ptxas would spill to make a second program fit.
     """
     if not words_stay_in_lanes:
         return min(_MAX_THREAD_REGISTERS, _REGISTERS_PER_SM // (32 * tile.num_warps))
@@ -167,10 +169,10 @@ def _gemm2_launch(problem: Problem, tokens: int) -> _Launch:
     if narrow_launch is not None:
         return narrow_launch
     num_programs = tokens * -(-problem.hidden // ROWS)
-    has_integers = problem.scheme.weight == "uint4"
-    if num_programs <= (2 if has_integers else 3) * _NUM_SMS:
+    is_uint4 = problem.scheme.weight == "uint4"
+    if num_programs <= (2 if is_uint4 else 3) * _NUM_SMS:
         return 16, 256, 8, 2
-    return (16, 512, 4, 1) if has_integers and problem.intermediate > 1024 else (16, 256, 4, 2)
+    return (16, 512, 4, 1) if is_uint4 and problem.intermediate > 1024 else (16, 256, 4, 2)
 
 
 def _narrow_gemm2_launch(problem: Problem, tokens: int) -> _Launch | None:
@@ -184,14 +186,14 @@ def _narrow_gemm2_launch(problem: Problem, tokens: int) -> _Launch | None:
     OLMoE, Qwen1.5-MoE, gpt-oss and a layer of 2560 by 1536. On other layers, they are slower, or at
     most 2% faster.
     """
-    has_integers = problem.scheme.weight == "uint4"
-    has_wide_groups = has_integers and problem.scheme.group[-1] % CHUNK == 0
+    is_uint4 = problem.scheme.weight == "uint4"
+    has_wide_groups = is_uint4 and problem.scheme.group[-1] % CHUNK == 0
     num_programs = tokens * -(-problem.hidden // 8)
     if num_programs <= 2 * _NUM_SMS:
         if has_wide_groups and problem.top_k * -(-problem.intermediate // 1024) <= 8:
             return 8, 1024, 8, 1
         return (8, 256, 8, 4) if problem.top_k * -(-problem.intermediate // 256) <= 3 * 8 else None
-    if num_programs <= 3 * _NUM_SMS and (has_wide_groups or not has_integers):
+    if num_programs <= 3 * _NUM_SMS and (has_wide_groups or not is_uint4):
         return (8, 512, 8, 1) if has_wide_groups else (8, 256, 8, 2)
     return None
 

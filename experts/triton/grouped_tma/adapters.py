@@ -23,7 +23,7 @@ from modular_kernel.workspace import BufferSpec
 _BOX_WIDTH = 64  # 16-bit values in a row of a TMA box, which has 128 bytes
 
 
-def tile_specs(problem: Problem, num_rows: int, num_tiles: int) -> dict[str, BufferSpec]:
+def shrink_buffer_specs(problem: Problem, num_rows: int, num_tiles: int) -> dict[str, BufferSpec]:
     """Return the buffers of `TileShrink`; {} for a problem without adapters."""
     spec = problem.adapters
     if spec is None:

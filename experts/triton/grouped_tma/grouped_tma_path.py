@@ -13,7 +13,7 @@ from experts.triton.adapters import TileShrinkOutput
 from experts.triton.candidates import CandidateGroups
 from experts.triton.grouped.base import ExpertSortedGemms, GemmRows
 from experts.triton.grouped_tma import grouped_tma_config
-from experts.triton.grouped_tma.adapters import TileShrink, round_up_to_box, tile_specs
+from experts.triton.grouped_tma.adapters import TileShrink, round_up_to_box, shrink_buffer_specs
 from experts.triton.grouped_tma.grouped_tma_config import (
     BLOCK_M,
     BOX_BYTES,
@@ -83,7 +83,9 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
         num_pairs = tokens * self.problem.top_k
         max_tiles = max_tile_count(num_pairs, block_m, self.problem.e)
-        return super().specs(tokens, block_m) | tile_specs(self.problem, num_pairs, max_tiles)
+        return super().specs(tokens, block_m) | shrink_buffer_specs(
+            self.problem, num_pairs, max_tiles
+        )
 
     def supports_tensors(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         tma_tensors = (weights.w1, weights.w2, weights.lora_b13, weights.lora_b2)

@@ -1,6 +1,6 @@
 """Check whether mutants (single changes of source code) leave all compiled kernels unchanged.
 
-    comparison = same_code([mutant])  # a mutant of a kernel or of a device function
+    comparison = compare_code([mutant])  # a mutant of a kernel or of a device function
     assert comparison.differing == 0 and comparison.reached == (12,)
 
 If they do, they are equivalent to the original (`bitwise_equivalence` compares results instead).
@@ -55,7 +55,7 @@ class CodeComparison:
         return self.differing == 0 and all(self.reached)
 
 
-def same_code(mutants: Sequence[Mutant], target: str = "sm_90") -> CodeComparison:
+def compare_code(mutants: Sequence[Mutant], target: str = "sm_90") -> CodeComparison:
     """Compile all kernels that use the mutants' modules, without and with all mutants.
 
     Raises ConfigurationError for a mutant outside of kernels, because it may change launch

@@ -90,9 +90,10 @@ def grouped_gemm_kernel(
     ADJACENT_GATE_UP: whether the gate and up weights of a column are adjacent in memory: stride_bn
         is 1, up_row_offset is 1 and GATE_STRIDE is 2. A tile then loads both at once
         (`multiply_interleaved`). Only with QUANT_MODE "plain" and GATED.
-    HAS_LORA: whether some tokens have LoRA adapters. If so, B u of the row's adapter is added to
-        the sums before router weight, bias and activation (`experts.triton.kernels.adapters`). The
-        arguments below are used only with HAS_LORA.
+    HAS_LORA: whether some tokens have LoRA adapters. For them, the product B u of the adapter's
+        matrix B and u = A x is added to the accumulators before the router weight, the bias and the
+        activation are applied (`experts.triton.kernels.adapters`). The arguments below are used
+        only with HAS_LORA.
     lora_u_ptr: u = A x of each row, from a shrink kernel (`experts.triton.kernels.shrink`); rows
         are stride_lora_u apart.
     adapter_slots_ptr: int32, the adapter slot of each token (num_pairs / PAIRS_PER_TOKEN,). A slot
@@ -121,7 +122,7 @@ def grouped_gemm_kernel(
     if HAS_LORA:  # loaded before the GEMM loop, which hides the latency
         slots = load_slots(adapter_slots_ptr, pairs // PAIRS_PER_TOKEN, row_mask, num_adapter_slots)
         lora_b_ptr += expert * stride_lora_b_expert
-        # NaN-free: integer operands
+        # NaN-free: adapter slots are integers
         u, b, up_u, up_b = load_expand_operands(
             tl.min(slots, axis=0), 0, slots, pairs, lora_u_ptr, lora_b_ptr,
             column * GATE_STRIDE, up_row_offset, column_mask, lora_rank, stride_lora_u,
