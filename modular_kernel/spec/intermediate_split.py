@@ -14,8 +14,8 @@ from math import lcm
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.quantization import QuantScheme
 
-# If weights are padded, the width is a multiple of the largest alignment for which every rank holds
-# columns. 16 values of at least one byte satisfy the alignment of TMA and of vector loads.
+# Alignments of a padded width, in columns. The largest one that leaves columns for every rank is
+# used. 16 values of at least one byte each satisfy the alignment of TMA and of vector loads.
 _ALIGNMENTS = (16, 8, 4, 2, 1)
 _VALUES_PER_WORD = {"uint4": 8, "uint8": 4}  # in a packed int32
 _VALUES_PER_BYTE = {"table4": 2}
@@ -37,10 +37,10 @@ class IntermediateSplit:
     width: int
 
     def columns(self, rank: int) -> tuple[int, int]:
-        """Return (first, last): the rank holds the columns [first, last) of I."""
+        """Return (first, end): the rank holds the columns [first, end) of I."""
         units, extra = divmod(_ceil_div(self.intermediate, self.unit), self.ranks)
-        first, last = (r * units + min(r, extra) for r in (rank, rank + 1))
-        return first * self.unit, min(last * self.unit, self.intermediate)
+        first, end = (r * units + min(r, extra) for r in (rank, rank + 1))
+        return first * self.unit, min(end * self.unit, self.intermediate)
 
     @property
     def is_padded(self) -> bool:

@@ -12,7 +12,10 @@ from types import ModuleType
 
 
 def call_after_import(name: str, function: Callable[[], None]) -> None:
-    """Call a function now if the module `name` is imported, or after it is imported."""
+    """Call `function` now if the module `name` has been imported.
+
+    Otherwise, call it as soon as the module has been imported.
+    """
     if name in sys.modules:
         function()
     else:

@@ -46,7 +46,9 @@ class PooledBuffers:
     def release(self) -> None:
         """Return the buffers to the pool. Raise UnsupportedError if they were released before."""
         if not self._finalizer.alive:
-            raise UnsupportedError("handle", got="a finished call's", need="one in flight")
+            raise UnsupportedError(
+                "handle", got="the handle of a finished call", need="the handle of a call in flight"
+            )
         self._finalizer()
 
 

@@ -70,7 +70,7 @@ class MoEPrepareAndFinalizeNoEP(PrepareAndFinalize):
     def prepare(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: CallState
     ) -> tuple[Dispatched, Handle]:
-        slots_T = routing.slots_T
+        adapters_T = routing.slots_T
         dispatched = DispatchedRouting(
             topk_weights_TK=routing.topk_weights_TK,
             topk_ids_TK=routing.topk_ids_TK,
@@ -78,13 +78,13 @@ class MoEPrepareAndFinalizeNoEP(PrepareAndFinalize):
             num_experts=self.problem.experts,
             expert_map=weights.expert_map,
             invalid_ids=call.invalid_ids,
-            adapters_T=slots_T,
+            adapters_T=adapters_T,
         )
         on_input = self.problem.apply_router_weight_on_input
         handle = NoEPHandle(None if on_input else routing.topk_weights_TK, dispatched)
         rows, scale = quantize_tokens(x_TH, self.problem, weights=weights, call=call)
-        plain_TH = None if slots_T is None else x_TH
-        return ContiguousTokens(rows, dispatched, scale, plain_TH), handle
+        unquantized_TH = None if adapters_T is None else x_TH
+        return ContiguousTokens(rows, dispatched, scale, unquantized_TH), handle
 
     def finalize(
         self,

@@ -60,7 +60,8 @@ class PplxHandle(PartHandle):
 
     use_count: number of calls that have used the buffers, including this one. If the buffers have
         another number, the handle is out of date.
-    slots_TK, weights_TK: expert slots, uint32, and router weights, float32, of the dispatch.
+    slots_TK: uint32, the expert slot to which each pair was sent.
+    weights_TK: float32, the router weight of each pair.
     sink_counts_S: int32, number of rows in each sink.
     """
 
@@ -121,11 +122,19 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
             got = f"{problem.quant}: one scale for the tokens of all ranks"
             need = "a static scale, or one for each row"
             rejections.append(Rejection("dispatch_quant", (name, "problem"), got, need))
-        row, scales = _row_bytes(problem)
-        total = row + scales + _ALIGNMENT  # with the index of the row
+        row_bytes, scale_bytes = _row_bytes(problem)
+        total = row_bytes + scale_bytes + _ALIGNMENT  # with the index of the row
         for is_violated, got, need in (
-            (row % _ALIGNMENT, f"{row} bytes a row", f"a multiple of {_ALIGNMENT} bytes"),
-            (scales > row, f"{scales} bytes of scales a row", f"at most its {row} bytes"),
+            (
+                row_bytes % _ALIGNMENT,
+                f"{row_bytes} bytes a row",
+                f"a multiple of {_ALIGNMENT} bytes",
+            ),
+            (
+                scale_bytes > row_bytes,
+                f"{scale_bytes} bytes of scales a row",
+                f"at most its {row_bytes} bytes",
+            ),
             (total > _MAX_ROW_BYTES, f"{total} bytes a row", f"at most {_MAX_ROW_BYTES} bytes"),
         ):
             if is_violated:
@@ -178,6 +187,7 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
         sent = (_contiguous(rows, call), self._sent_scale(scale, call))
         buffers = self.manager.take(self._shape)
         use_count, arguments = buffers.use_count, (*received, *sent, slots_TK, None)
+        # If `at_once`, the caller receives next, so one launch sends and receives.
         buffers.all_to_all.dispatch(*arguments, do_send=True, do_recv=at_once)
 
         def receive() -> tuple[Dispatched, Handle]:
@@ -224,12 +234,12 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
     def _receive_buffers(
         self, call: CallState
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return the library's output buffers for all slots: row counts, rows and scales."""
+        """Return the library's output buffers for all N slots: row counts, rows and scales."""
         take, shape = call.workspace.take, self.dispatch_shape(0)
         rows, columns = (shape.experts, shape.capacity), self._shape.scale_bytes // 4
         scales = take("batched_scale", (*rows, columns)) if columns else None
-        x_SCH = take("batched_x", (*rows, self.problem.hidden))
-        return take("expert_counts", (shape.experts,)), x_SCH, scales
+        x_NCH = take("batched_x", (*rows, self.problem.hidden))
+        return take("expert_counts", (shape.experts,)), x_NCH, scales
 
     def _sent_scale(self, scale: torch.Tensor | None, call: CallState) -> torch.Tensor | None:
         """Return the scales to send, padded with columns to a multiple of 16 bytes."""
@@ -263,12 +273,12 @@ def num_sinks(problem: Problem) -> int:
 
 
 def _shape(problem: Problem) -> PplxShape:
-    row, scales = _row_bytes(problem)
+    row_bytes, scale_bytes = _row_bytes(problem)
     slots = problem.parallel.world_size * (
         count_slots_per_rank(problem.placement) + num_sinks(problem)
     )
     max_tokens = max(1, problem.tokens)  # the library requires at least one token
-    return PplxShape(max_tokens, slots, problem.top_k, problem.hidden, row, scales)
+    return PplxShape(max_tokens, slots, problem.top_k, problem.hidden, row_bytes, scale_bytes)
 
 
 def _contiguous(rows: torch.Tensor, call: CallState) -> torch.Tensor:

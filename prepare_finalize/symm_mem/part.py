@@ -133,7 +133,8 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         return specs
 
     def may_record(self) -> bool:
-        return self._free_indices[:1] == [0]  # the others are used only while a call is in flight
+        # Buffers with another index are next only if a call is in flight.
+        return self._free_indices[:1] == [0]
 
     def check(self) -> None:
         """Wait for the device. Raise CommunicationError if a call has failed."""
@@ -205,12 +206,12 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         quantizes = quantizes_in_dispatch(problem.scheme, problem.hidden)
         with stages.stage(stages.QUANTIZE_DISPATCH if quantizes else stages.DISPATCH):
             exchange.send(x_TH, routing, tables, call, quantized=quantized, wait=wait)
-        weights_RK = None if problem.apply_router_weight_on_input else buffers.weights_RK
+        topk_weights_RK = None if problem.apply_router_weight_on_input else buffers.weights_RK
         has_static_scale = problem.scheme.dispatched_quantized and problem.scheme.static
         scale = weights.a1_scale if has_static_scale else buffers.scale_RG
         rows = buffers.x_RH, scale, buffers.ids_RK, buffers.weights_RK, buffers.adapters_R
         local_tokens = self.local_tokens(call, *rows)
-        handle = SymmMemHandle(self, call, index, exchange, weights_RK)
+        handle = SymmMemHandle(self, call, index, exchange, topk_weights_RK)
         # If a call is never finished because of an error, the finalizer releases its buffers.
         self._finalizers[index] = weakref.finalize(handle, self._release, index)
         self._free_indices.remove(index)
@@ -243,7 +244,9 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
     ) -> None:
         part_handle = self.check_handle(handle, SymmMemHandle)
         if part_handle.buffer_index in self._free_indices:
-            raise UnsupportedError("handle", got="a finished call's", need="one in flight")
+            raise UnsupportedError(
+                "handle", got="the handle of a finished call", need="the handle of a call in flight"
+            )
         y_RH, manager = part_handle.exchange.buffers.y_RH, self.manager
         if expert_output is not y_RH:
             weight_and_reduce(

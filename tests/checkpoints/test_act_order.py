@@ -29,7 +29,7 @@ from modular_kernel.quant.quantized_weights import (
 )
 from modular_kernel.reference import float64_reference
 from modular_kernel.testing.checkpoints.published_formats import ACT_ORDER_FORMATS
-from modular_kernel.testing.checkpoints.samples import write
+from modular_kernel.testing.checkpoints.samples import write as write_checkpoint
 
 INT4 = "int4_w4a16_act_order:group=32,zero_points=true"
 BASE = Problem(tokens=5, hidden=96, intermediate=64, experts=3, top_k=2, quant=INT4)
@@ -120,10 +120,12 @@ def test_out_of_range_column_reads_zero_or_is_refused_if_checked() -> None:
         kernel(x_TH, wrong, routing)
 
 
-@pytest.mark.parametrize("text", ["int4_w4a16_act_order", "int8_w8a16_act_order"])
-def test_only_the_aligned_path_supports_act_order(text: str) -> None:
-    assert supported_paths(replace(BASE, quant=text)) == ("aligned",)
-    verdict = mk.check("MoEPrepareAndFinalizeNoEP", "GroupedGemmExperts", replace(BASE, quant=text))
+@pytest.mark.parametrize("scheme_name", ["int4_w4a16_act_order", "int8_w8a16_act_order"])
+def test_only_the_aligned_path_supports_act_order(scheme_name: str) -> None:
+    assert supported_paths(replace(BASE, quant=scheme_name)) == ("aligned",)
+    verdict = mk.check(
+        "MoEPrepareAndFinalizeNoEP", "GroupedGemmExperts", replace(BASE, quant=scheme_name)
+    )
     assert "quant" in {rejection.rule for rejection in verdict.rejections}
 
 
@@ -141,12 +143,13 @@ def test_adapters_with_act_order_are_refused() -> None:
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 @pytest.mark.parametrize("kind", ACT_ORDER_FORMATS)
 def test_loaded_values_equal_the_checkpoint(kind: str, family: str, tmp_path: Path) -> None:
-    sample = write(tmp_path, family, kind)
+    sample = write_checkpoint(tmp_path, family, kind)
     loaded = mk.load_experts(tmp_path, 0)
     assert str(loaded.problem_fields["quant"]) == ACT_ORDER_FORMATS[kind].scheme
     assert not torch.equal(loaded.weights.w1_order[0], loaded.weights.w1_order[1])
     w1, w2 = dequantized_weights(loaded)
-    # Rows of gate and up are permuted in the same way as columns of w2, to match their order in h.
+    # The rows of gate, the rows of up and the columns of w2 have the same permutation, because
+    # column i of w2 is multiplied by the value of h that row i of gate and row i of up produce.
     for expert in range(len(w1)):
         gate, up = w1[expert].chunk(2)
         true_gate, true_up = sample.w1[expert].chunk(2)
@@ -161,7 +164,7 @@ def test_loaded_values_equal_the_checkpoint(kind: str, family: str, tmp_path: Pa
 
 
 def test_ep_rank_has_the_orders_of_its_experts(tmp_path: Path) -> None:
-    write(tmp_path, "mixtral", "gptq, act-order")
+    write_checkpoint(tmp_path, "mixtral", "gptq, act-order")
     all_experts = mk.load_experts(tmp_path, 0).weights
     for rank in (0, 1):
         rank_weights, local = (
@@ -173,7 +176,7 @@ def test_ep_rank_has_the_orders_of_its_experts(tmp_path: Path) -> None:
 
 
 def test_tensor_parallelism_with_act_order_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, "mixtral", "gptq, act-order")
+    write_checkpoint(tmp_path, "mixtral", "gptq, act-order")
     with pytest.raises(ConfigurationError, match="tp: ranks: got 2, need 1: act-order scatters"):
         mk.load_experts(tmp_path, 0, tp=(0, 2))
 
@@ -186,7 +189,7 @@ def test_loading_act_order_tensor_by_tensor_is_refused() -> None:
 
 
 def test_layers_accept_loaded_act_order_weights(tmp_path: Path) -> None:
-    sample = write(tmp_path, "mixtral", "gptq, act-order, zero points")
+    sample = write_checkpoint(tmp_path, "mixtral", "gptq, act-order, zero points")
     loaded = mk.load_experts(tmp_path, 0)
     scheme = ACT_ORDER_FORMATS["gptq, act-order, zero points"].scheme
     layer = FusedMoE(4, 128, 256, top_k=2, quant_config=scheme, params_dtype=torch.bfloat16)

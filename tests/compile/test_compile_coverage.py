@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from modular_kernel.testing.compile import cases as compile_cases
-from modular_kernel.testing.compile import report as compiling
+from modular_kernel.testing.compile import report as compile_report
 from modular_kernel.testing.compile.cases import SkippedKernel, compile_all, find_gemm_operand
 from modular_kernel.testing.compile.kernels_defined import defined_kernels
 from modular_kernel.testing.compile.report import CompileRecord
@@ -31,11 +31,11 @@ def _record_names_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return run
 
-    monkeypatch.setattr(compiling, "_make_recording_run", recording)
+    monkeypatch.setattr(compile_report, "_make_recording_run", recording)
 
 
 def jitted_functions() -> dict[str, str]:
-    """Return the text of all kernel files without the head of the function, by jitted function."""
+    """Map each jitted function to the text of all kernel files, without its own definition line."""
     paths = (p for package in PACKAGES for p in (ROOT / package).rglob("kernels/**/*.py"))
     texts = {p: p.read_text() for p in paths}
     functions = {}
@@ -65,8 +65,8 @@ def test_kernels_are_listed_and_other_jitted_functions_are_used() -> None:
 def test_every_kernel_is_launched_or_skipped_with_a_reason(target: str) -> None:
     result = compile_all(target)
     launched_kernels = {row.record.kernel for row in result.rows}
-    left_out = {kernel.kernel: kernel.reason for kernel in result.left_out}
-    assert launched_kernels | set(left_out) == set(defined_kernels())
+    skipped = {kernel.kernel: kernel.reason for kernel in result.left_out}
+    assert launched_kernels | set(skipped) == set(defined_kernels())
     other_hopper_kernels = {
         "dequantize_kernel",
         "shrink_tiles_kernel",
@@ -79,7 +79,7 @@ def test_every_kernel_is_launched_or_skipped_with_a_reason(target: str) -> None:
         expected["select_expert_tiles_kernel"] = "launched only for weights of more than 1 GiB"
     if target == "sm_80":
         expected["amax_kernel"] = "fp8 only, sm_89 or newer"
-    assert left_out == expected
+    assert skipped == expected
 
 
 def test_kernel_without_a_case_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,8 +107,8 @@ def test_name_filter_selects_kernels(only: str) -> None:
 
 
 def test_skipped_kernel_selected_by_name_has_its_reason() -> None:
-    (left_out,) = compile_all("sm_80", name_filter="tile_weights_kernel").left_out
-    assert left_out.reason == "sm_90 only"
+    (skipped,) = compile_all("sm_80", name_filter="tile_weights_kernel").left_out
+    assert skipped.reason == "sm_90 only"
 
 
 # Test files that check the instructions of kernels, if `mk compile` does not check them.
@@ -123,7 +123,7 @@ CHECKED_IN_TESTS = {
     "moe_lora_down_combine_kernel": "test_moe_lora_compile.py",
     "moe_lora_gate_up_b_kernel": "test_moe_lora_compile.py",
 }
-PRODUCTS = {"dot", "dot_scaled", "warpgroup_mma"}
+MATRIX_PRODUCT_FUNCTIONS = {"dot", "dot_scaled", "warpgroup_mma"}
 
 
 def names_used_by_jit_functions() -> dict[str, set[str]]:
@@ -145,7 +145,9 @@ def test_instructions_of_every_matrix_product_are_checked() -> None:
 
     def multiplies(name: str, callers: tuple[str, ...] = ()) -> bool:
         callees = used.get(name, set()) - {name, *callers}
-        return bool(callees & PRODUCTS) or any(multiplies(c, (*callers, name)) for c in callees)
+        return bool(callees & MATRIX_PRODUCT_FUNCTIONS) or any(
+            multiplies(c, (*callers, name)) for c in callees
+        )
 
     kernels = {name: kernel for name, kernel in defined_kernels().items() if multiplies(name)}
     checked = set()

@@ -10,7 +10,7 @@ from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.testing.compile.report import record_compiles
 from prepare_finalize.collectives.compile_cases import launch_all
 
-_ORDER = re.compile(
+_DIGEST_LOAD_AND_STORE = re.compile(
     r"ld\.global\.b64 \{ (%rd\d+) \}, (\[ %rd\d+ \+ 0 \]);"  # the digest of the order
     r"(?P<between>(?:(?!ld\.global).)*?)mad\.lo\.s64 \t%rd\d+, \1, 1000003"
     r"(?P<before_store>.*?)st\.global\.b64 (?:\2)",
@@ -22,7 +22,7 @@ _ORDER = re.compile(
 def test_barrier_separates_loads_and_stores_of_the_call_order(
     has_single_block: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All warps must load the digest of the call order before one of them stores the next one."""
+    """All warps must load the old digest of the call order before one stores the new digest."""
     ptx: list[str] = []
     run = JITFunction.run
 
@@ -38,6 +38,6 @@ def test_barrier_separates_loads_and_stores_of_the_call_order(
         launch_all(problem, has_single_block=has_single_block)
     assert len(ptx) == 3
     for code in ptx:
-        match = _ORDER.search(code)
+        match = _DIGEST_LOAD_AND_STORE.search(code)
         assert match is not None
         assert "bar.sync" in match["between"] + match["before_store"]

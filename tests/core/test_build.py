@@ -18,7 +18,7 @@ from modular_kernel.settings import find_c_compiler
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc to compile with")
 
-ANSWER = """#include <Python.h>
+SOURCE_TEMPLATE = """#include <Python.h>
 static PyObject *answer(PyObject *self, PyObject *none) { return PyLong_FromLong(ANSWER); }
 static PyMethodDef methods[] = {{"answer", answer, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL}};
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "mk_answer", NULL, -1, methods};
@@ -37,7 +37,7 @@ print(load_module(Path(sys.argv[1]), "mk_answer", ()).answer())
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a C file; set an empty cache folder and a compiler that records its runs."""
     path = tmp_path / "answer.c"
-    path.write_text(ANSWER.replace("ANSWER", "42"), encoding="utf-8")
+    path.write_text(SOURCE_TEMPLATE.replace("ANSWER", "42"), encoding="utf-8")
     compiler = tmp_path / "counting-cc"
     compiler.write_text(f'#!/bin/sh\necho run >> {tmp_path}/runs\nexec gcc "$@"\n')
     compiler.chmod(0o755)
@@ -83,7 +83,7 @@ def test_extension_is_compiled_once_and_cached_for_this_user_only(source: Path) 
 
 def test_changed_source_is_compiled_again(source: Path) -> None:
     assert load_answer(source) == "42"
-    source.write_text(ANSWER.replace("ANSWER", "43"), encoding="utf-8")
+    source.write_text(SOURCE_TEMPLATE.replace("ANSWER", "43"), encoding="utf-8")
     assert load_answer(source) == "43"
 
 
@@ -118,7 +118,7 @@ def test_a_folder_that_others_can_write_is_not_used(source: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a file to another user")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the owner of a folder")
 def test_a_folder_of_another_user_is_not_used(source: Path) -> None:
     folder = source.parent / "cache" / f"built-{os.geteuid()}"
     folder.mkdir(parents=True, mode=0o700)
@@ -199,7 +199,7 @@ def test_a_failed_build_of_the_replayer_is_logged_once_and_not_retried(
         cuda_replay._build_module.cache_clear()
 
 
-def test_concurrent_builds_both_load_a_complete_file(source: Path) -> None:
+def test_concurrent_builds_all_load_a_complete_file(source: Path) -> None:
     command = [sys.executable, "-c", LOAD, str(source)]
     programs: list[Any] = [
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)

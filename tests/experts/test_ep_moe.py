@@ -6,6 +6,7 @@ import pytest
 import torch
 from ep_moe_steps import DEVICE, nan_tensor, random_normal, run_steps
 
+# SGLang spells `run_moe_ep_preproess` in this way.
 from experts.compat.ep_moe import post_reorder, run_moe_ep_preproess
 from experts.grouped_gemm import GroupedGemmExperts
 from modular_kernel import ExpertWeights, Problem, Routing, make_kernel
@@ -17,7 +18,7 @@ from modular_kernel.workspace import Workspace
 
 NO_EP = "MoEPrepareAndFinalizeNoEP"
 
-# An example of ten tokens, four experts and top-1, which explanations of EPMoE use.
+# The usual example of EPMoE: ten tokens, four experts, top-1.
 IDS = [1, 3, 2, 1, 0, 2, 3, 1, 2, 0]
 WEIGHTS = [0.6, 0.8, 0.7, 0.5, 0.9, 0.6, 0.7, 0.4, 0.8, 0.5]
 SRC2DST = [2, 8, 5, 3, 0, 6, 9, 4, 7, 1]
@@ -56,7 +57,7 @@ def test_the_example_on_two_ranks_sums_up_to_the_output() -> None:
     )
     whole = run_steps(*inputs, ids, weights, (0, 3))
     ranks = [run_steps(*inputs, ids, weights, local_range) for local_range in ((0, 1), (2, 3))]
-    written = [[t for t in range(10) if bool((part[t] != 0).any())] for part in ranks]
+    written = [[t for t in range(10) if bool((rank_output[t] != 0).any())] for rank_output in ranks]
     assert written == [[0, 3, 4, 7, 9], [1, 2, 5, 6, 8]]
     assert torch.equal(ranks[0] + ranks[1], whole)
     problem = Problem(10, 48, 32, 4, 1, torch.float32)
@@ -87,24 +88,24 @@ def test_expert_parallel_ranks_equal_tensor_parallel_ranks(world: int, dtype: to
     ids_TK = routing.topk_ids_TK.clone()
     ids_TK[5] = -1
     routing = Routing(routing.topk_weights_TK, ids_TK)
-    alone = replace(problem, expert_map=False)
-    exact = float64_reference(x_TH, weights, routing, alone)
-    single = make_kernel(NO_EP, "TritonExperts", alone)(x_TH, weights, routing)
+    full_problem = replace(problem, expert_map=False)
+    exact = float64_reference(x_TH, weights, routing, full_problem)
+    single = make_kernel(NO_EP, "TritonExperts", full_problem)(x_TH, weights, routing)
     by_experts, by_columns = torch.zeros_like(exact), torch.zeros_like(exact)
     for rank in range(world):
         num_local = 8 // world
         expert_map = torch.full((8,), -1, dtype=torch.int32, device=DEVICE)
         held = slice(rank * num_local, (rank + 1) * num_local)
         expert_map[held] = torch.arange(num_local, dtype=torch.int32, device=DEVICE)
-        part = ExpertWeights(weights.w1[held], weights.w2[held], expert_map=expert_map)
-        local = replace(problem, local_experts=num_local)
-        kernel = make_kernel(NO_EP, "GroupedGemmExperts", local, poison=True)
-        by_experts += kernel(x_TH, part, routing)
+        local_weights = ExpertWeights(weights.w1[held], weights.w2[held], expert_map=expert_map)
+        local_problem = replace(problem, local_experts=num_local)
+        kernel = make_kernel(NO_EP, "GroupedGemmExperts", local_problem, poison=True)
+        by_experts += kernel(x_TH, local_weights, routing)
         gate, up = weights.w1.chunk(2, 1)
         shard = slice(rank * 128 // world, (rank + 1) * 128 // world)
         w1 = torch.cat([gate[:, shard], up[:, shard]], 1)
-        columns = replace(alone, intermediate=128 // world)
-        kernel = make_kernel(NO_EP, "TritonExperts", columns)
+        column_problem = replace(full_problem, intermediate=128 // world)
+        kernel = make_kernel(NO_EP, "TritonExperts", column_problem)
         by_columns += kernel(x_TH, ExpertWeights(w1, weights.w2[..., shard]), routing)
     # Each further rank rounds its output once more.
     bound = 1.25 * error(single, exact) + (world - 1) * torch.finfo(dtype).eps / 4
@@ -126,28 +127,32 @@ def test_steps_equal_grouped_gemm_experts(world: int) -> None:
         expert_map = torch.full((4,), -1, dtype=torch.int32, device=DEVICE)
         expert_map[start : end + 1] = torch.arange(problem.e, dtype=torch.int32, device=DEVICE)
         held = slice(start, end + 1)
-        part = ExpertWeights(weights.w1[held], weights.w2[held], expert_map=expert_map)
-        whole = make_kernel(NO_EP, "GroupedGemmExperts", problem)(x_TH, part, routing)
+        local_weights = ExpertWeights(weights.w1[held], weights.w2[held], expert_map=expert_map)
+        expected = make_kernel(NO_EP, "GroupedGemmExperts", problem)(x_TH, local_weights, routing)
         ids_TK, weights_TK = routing.topk_ids_TK, routing.topk_weights_TK
         steps = run_steps(x_TH, weights.w1, weights.w2, ids_TK, weights_TK, (start, end))
-        assert torch.allclose(steps, whole, rtol=1e-5, atol=1e-5)
+        assert torch.allclose(steps, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_local_ids_need_no_expert_map() -> None:
     """A dispatcher with local ids passes the ids of this rank's experts, and -1 for others."""
     problem = Problem(19, 48, 80, 3, 2, torch.bfloat16)
     x_TH, weights, routing = random_inputs(problem, DEVICE)
-    local = routing.topk_ids_TK.clone()
-    local[::3, 0] = -1
+    local_ids = routing.topk_ids_TK.clone()
+    local_ids[::3, 0] = -1
     expected = make_kernel(NO_EP, "TritonExperts", problem)(
-        x_TH, weights, Routing(routing.topk_weights_TK, local)
+        x_TH, weights, Routing(routing.topk_weights_TK, local_ids)
     )
-    part = GroupedGemmExperts(problem)
-    shapes = part.workspace_shapes(ContiguousShape(19, 2))
+    experts = GroupedGemmExperts(problem)
+    shapes = experts.workspace_shapes(ContiguousShape(19, 2))
     specs = {**shapes.extra, "workspace13": shapes.workspace13, "workspace2": shapes.workspace2}
     counter = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    dispatched = DispatchedRouting(routing.topk_weights_TK, local, IdSpace.LOCAL, 3, None, counter)
+    dispatched = DispatchedRouting(
+        routing.topk_weights_TK, local_ids, IdSpace.LOCAL, 3, None, counter
+    )
     out = nan_tensor(19, 48, dtype=torch.bfloat16)
     workspace = Workspace(specs, DEVICE, poison=True)
-    part.apply(ContiguousTokens(x_TH, dispatched), weights=weights, workspace=workspace, output=out)
+    experts.apply(
+        ContiguousTokens(x_TH, dispatched), weights=weights, workspace=workspace, output=out
+    )
     assert error(out, expected) < 2.0**-8

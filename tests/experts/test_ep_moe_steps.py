@@ -4,6 +4,7 @@ import pytest
 import torch
 from ep_moe_steps import DEVICE, FP8, nan_tensor, random_ids, random_normal
 
+# SGLang spells `run_moe_ep_preproess` in this way.
 from experts.compat.ep_moe import post_reorder, pre_reorder, run_moe_ep_preproess, silu_and_mul
 from modular_kernel.errors import ConfigurationError, DtypeError, LayoutError, ShapeError
 from modular_kernel.ops.sort import sort_pairs, sort_specs
@@ -45,7 +46,8 @@ def test_pre_reorder_copies_and_scales_rows_of_local_pairs(
 ) -> None:
     ids = random_ids(13, top_k, 6)
     _, src2dst, _ = run_moe_ep_preproess(ids, 6)
-    # 1100 columns are no multiple of a block. With scales, some values exceed 448.
+    # The number of columns, 1100, is not a multiple of a block size. With scales, some values
+    # exceed 448.
     x = random_normal(13, 1100, dtype=torch.bfloat16) * 40
     scales = torch.tensor([0.11, 1.0, 3.0], device=DEVICE) if out_dtype is FP8 else None
     rows = torch.full((13 * top_k, 1100), 2.0, device=DEVICE).to(out_dtype)
@@ -76,8 +78,8 @@ def test_silu_and_mul_scales_rows_of_local_pairs(out_dtype: torch.dtype) -> None
     assert bool((down[~is_local].float() == 2.0).all())
     expected = expected[is_local].clamp(-448, 448) if out_dtype is FP8 else expected[is_local]
     actual = down[is_local].double()
-    step = 2.0**-4 if out_dtype is FP8 else 2.0**-8  # half a unit in the last place, relative
-    assert bool(((actual - expected).abs() <= 1.01 * step * expected.abs() + 2.0**-10).all())
+    half_ulp = 2.0**-4 if out_dtype is FP8 else 2.0**-8  # relative
+    assert bool(((actual - expected).abs() <= 1.01 * half_ulp * expected.abs() + 2.0**-10).all())
     if out_dtype is FP8:
         assert actual.abs().max() == 448
 
@@ -92,8 +94,17 @@ def test_post_reorder_reads_only_rows_of_local_pairs() -> None:
     down[[row for row in range(8) if row not in local_rows]] = float("nan")
     weights[1] = float("nan")
     post_reorder(down, out, src2dst, ids, weights, 0, 1)
-    row0, row4, row5 = (down[src2dst[pair].long()].float() for pair in (0, 4, 5))
-    expected = torch.stack([0.5 * row0, 0 * row0, 2 * row4 + 3 * row5, 0 * row0]).to(torch.bfloat16)
+    row_of_pair0, row_of_pair4, row_of_pair5 = (
+        down[src2dst[pair].long()].float() for pair in (0, 4, 5)
+    )
+    expected = torch.stack(
+        [
+            0.5 * row_of_pair0,
+            0 * row_of_pair0,
+            2 * row_of_pair4 + 3 * row_of_pair5,
+            0 * row_of_pair0,
+        ]
+    ).to(torch.bfloat16)
     assert torch.equal(out, expected)
 
 

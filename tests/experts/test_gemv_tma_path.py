@@ -58,8 +58,9 @@ def test_misaligned_weights_are_refused(name: str) -> None:
 
 
 def test_x_is_unquantized_only_if_every_call_can_quantize_it() -> None:
-    """Calls whose weights TMA cannot load take the `gemv` path for up to 4 tokens, which quantizes
-    x itself, but the `aligned` path for up to 8 tokens, which does not.
+    """A call may have weights that TMA cannot load. With up to 4 tokens, it then takes the `gemv`
+    path, which quantizes x itself. With 5 to 8 tokens, it takes the `aligned` path, which requires
+    quantized x.
     """
     with on_device(H200):
         part = TritonExperts(LAYER)

@@ -1,4 +1,4 @@
-"""Layers with GEMMs in CuTe DSL are bitwise equal to layers with GEMMs in Gluon."""
+"""Layers return the same bits with GEMMs written in CuTe DSL as with GEMMs written in Gluon."""
 
 from dataclasses import replace
 
@@ -16,14 +16,15 @@ PF = "MoEPrepareAndFinalizeNoEP"
 BASE = Problem(300, 512, 256, 4, 2, "bfloat16", "fp8_w8a8_block")
 
 
-def here() -> Machine:
+def machine_with_cutlass() -> Machine:
     return current_machine(("nvidia_cutlass_dsl", "tvm_ffi"))
 
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not check(PF, "CutlassExpertsFP8", BASE, here()).ok, reason="needs sm_90 and cutlass"
+        not check(PF, "CutlassExpertsFP8", BASE, machine_with_cutlass()).ok,
+        reason="needs sm_90 and cutlass",
     ),
 ]
 

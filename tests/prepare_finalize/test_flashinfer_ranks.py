@@ -15,7 +15,7 @@ from modular_kernel.catalog import check, make_kernel, this_machine
 from modular_kernel.errors import CommunicationError, ConfigurationError, UnsupportedError
 from modular_kernel.spec.problem import Machine, Parallel, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.testing.cases.inputs import FencedMemory, make_inputs
+from modular_kernel.testing.cases.inputs import FencedCopier, make_inputs
 from modular_kernel.testing.cases.rank_inputs import inputs_of_rank
 from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
 from modular_kernel.testing.input_mutations.over_ranks import sensitivity_ranks
@@ -79,7 +79,7 @@ def inputs(rank: int, problem: Problem = PROBLEM) -> tuple[torch.Tensor, ExpertW
     all_inputs = make_inputs(replace(problem, parallel=Parallel()), "uniform", device, seed=rank)
     rank_problem = replace(problem, parallel=replace(problem.parallel, rank=rank))
     own = inputs_of_rank(
-        all_inputs, slice(0, problem.tokens), rank_problem, FencedMemory(device), strided=False
+        all_inputs, slice(0, problem.tokens), rank_problem, FencedCopier(device), strided=False
     )
     return own.x_TH, own.weights, own.routing
 

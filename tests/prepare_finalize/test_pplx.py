@@ -19,7 +19,7 @@ from modular_kernel.errors import (
 from modular_kernel.spec.placement import Placement
 from modular_kernel.spec.problem import Combine, Machine, Parallel, Problem
 from modular_kernel.tensors import BatchedShape, ExpertWeights, Routing
-from modular_kernel.testing.cases.inputs import FencedMemory, make_inputs
+from modular_kernel.testing.cases.inputs import FencedCopier, make_inputs
 from modular_kernel.testing.cases.rank_inputs import inputs_of_rank
 from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
 from modular_kernel.testing.input_mutations.over_ranks import sensitivity_ranks
@@ -126,7 +126,7 @@ def inputs(rank: int, problem: Problem = PROBLEM) -> tuple[torch.Tensor, ExpertW
     all_inputs = make_inputs(single_rank, "uniform", device, seed=3, strided=False)
     rank_problem = replace(problem, parallel=replace(problem.parallel, rank=rank))
     own = inputs_of_rank(
-        all_inputs, slice(0, problem.tokens), rank_problem, FencedMemory(device), strided=False
+        all_inputs, slice(0, problem.tokens), rank_problem, FencedCopier(device), strided=False
     )
     return own.x_TH, own.weights, own.routing
 

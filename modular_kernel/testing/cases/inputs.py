@@ -126,7 +126,7 @@ class Inputs:
 
 def make_inputs(
     problem: Problem,
-    routing: str,
+    routing_kind: str,
     device: torch.device,
     *,
     seed: int = 0,
@@ -135,22 +135,22 @@ def make_inputs(
 ) -> Inputs:
     """Make inputs for `problem.tokens` tokens; equal arguments give equal bits on every machine.
 
-    routing: one of ROUTING_KINDS.
+    routing_kind: one of ROUTING_KINDS.
     strided: if True, use transposed weights, gaps between the rows of x (unless inplace), int64
         ids, biases with swapped dtypes (b1 in the problem's dtype, b2 in float32), and values other
         than -1 for remote experts in the expert map, as far as the problem allows. If False,
         tensors are contiguous and ids int32, unless `variation` specifies something else.
     """
     generator = torch.Generator().manual_seed(seed)
-    fence = FencedMemory(device, int(variation.layout == "shifted"), choose_fill(seed))
+    fence = FencedCopier(device, int(variation.layout == "shifted"), choose_fill(seed))
     expert_map = draw_expert_map(problem, generator)
     drawn_routing = apply_values_to_routing(
-        _draw_routing(problem, routing, expert_map, generator),
+        _draw_routing(problem, routing_kind, expert_map, generator),
         problem,
         expert_map,
         variation.values,
     )
-    use_int64 = strided or routing == "beyond_int32"
+    use_int64 = strided or routing_kind == "beyond_int32"
     ids_dtype = problem.ids_dtype or (torch.int64 if use_int64 else torch.int32)
     x_TH = torch.randn(problem.tokens, problem.hidden, generator=generator)
     x_TH = apply_values_to_x(x_TH, problem, variation.values).to(problem.dtype)
@@ -181,9 +181,9 @@ def make_inputs(
     return inputs
 
 
-def _check_nan(problem: Problem, nan: str) -> None:
+def _check_nan(problem: Problem, nan_arguments: str) -> None:
     allowed = list_nan_arguments(problem)
-    for name in split_names(nan):
+    for name in split_names(nan_arguments):
         if name not in allowed:
             raise ConfigurationError("nan", got=name, need=f"some of {', '.join(allowed)}")
 
@@ -195,25 +195,22 @@ def count_invalid_ids(routing: Routing, problem: Problem) -> int:
 
 
 @cache
-def routes_any_pair(problem: Problem, routing: str, seed: int) -> bool:
+def routes_any_pair(problem: Problem, routing_kind: str, seed: int) -> bool:
     """Return whether `make_inputs` with these arguments routes any pair to a local expert."""
     generator = torch.Generator().manual_seed(seed)
     expert_map = draw_expert_map(problem, generator)
-    ids_TK = _draw_routing(problem, routing, expert_map, generator).topk_ids_TK
+    ids_TK = _draw_routing(problem, routing_kind, expert_map, generator).topk_ids_TK
     valid_ids = ids_TK[(ids_TK >= 0) & (ids_TK < problem.experts)]
     return bool((valid_ids >= 0 if expert_map is None else expert_map[valid_ids] >= 0).any())
 
 
 def choose_fill(seed: int) -> Fill:
-    """Choose the fill around the tensors of a call; it differs between the calls of a case.
-
-    A case whose seed is 0 uses NaN in its third call, whose tensors have gaps.
-    """
+    """Choose the fill around the tensors of a call; it differs between the calls of a case."""
     return FILLS[(seed % 1000 + seed // 1000 + 1) % len(FILLS)]
 
 
 @dataclass(frozen=True)
-class FencedMemory:
+class FencedCopier:
     """A callable that copies a tensor into fenced memory on `device`.
 
     shift, fill: as in `fenced`.
@@ -251,7 +248,7 @@ def fences_intact(tensor: torch.Tensor) -> bool:
     return torch.equal(ends.view(torch.uint8), expected.view(torch.uint8))
 
 
-def _copy_to(values: torch.Tensor, fence: FencedMemory) -> torch.Tensor:
+def _copy_to(values: torch.Tensor, fence: FencedCopier) -> torch.Tensor:
     """Copy the whole storage into fenced memory; return a view equal to `values`."""
     if values.is_contiguous():
         return fence(values)
@@ -259,7 +256,7 @@ def _copy_to(values: torch.Tensor, fence: FencedMemory) -> torch.Tensor:
     return fence(storage).as_strided(values.shape, values.stride())
 
 
-def copy_with_gaps(x_TH: torch.Tensor, fence: FencedMemory) -> torch.Tensor:
+def copy_with_gaps(x_TH: torch.Tensor, fence: FencedCopier) -> torch.Tensor:
     """Copy x into fenced memory, with gaps between rows that are filled like the fences."""
     gap = x_TH.new_full((x_TH.shape[0], 16), fence.fill.real)
     return fence(torch.cat([x_TH, gap], dim=1))[:, : x_TH.shape[1]]
@@ -269,7 +266,7 @@ def _make_weights(
     problem: Problem,
     expert_map: torch.Tensor | None,
     generator: torch.Generator,
-    fence: FencedMemory,
+    fence: FencedCopier,
     *,
     strided: bool,
     variation: InputVariation,
@@ -285,7 +282,7 @@ def _make_weights(
             problem, expert_map, generator, fence, strided=strided, layout=layout
         )
     unquantized = replace(problem, quant="none", dtype=torch.float32)
-    plain_fence = FencedMemory(torch.device("cpu"))
+    plain_fence = FencedCopier(torch.device("cpu"))
     weights = _make_unquantized_weights(
         unquantized, expert_map, generator, plain_fence, strided=False, layout="plain"
     )
@@ -323,7 +320,7 @@ def _make_tied_scale(problem: Problem, static_scale_e: torch.Tensor) -> torch.Te
     return torch.full_like(static_scale_e, tied_scale)
 
 
-def _copy_with_layout(w_eNK: torch.Tensor, layout: str, fence: FencedMemory) -> torch.Tensor:
+def _copy_with_layout(w_eNK: torch.Tensor, layout: str, fence: FencedCopier) -> torch.Tensor:
     if layout == "transposed":
         return fence(w_eNK.mT).mT
     if layout != "spaced":
@@ -352,7 +349,7 @@ def _make_unquantized_weights(
     problem: Problem,
     expert_map: torch.Tensor | None,
     generator: torch.Generator,
-    fence: FencedMemory,
+    fence: FencedCopier,
     *,
     strided: bool,
     layout: str,
@@ -386,7 +383,7 @@ def _activation_rms(spec: ActivationSpec) -> float:
 
 
 def _draw_routing(
-    problem: Problem, routing: str, expert_map: torch.Tensor | None, generator: torch.Generator
+    problem: Problem, routing_kind: str, expert_map: torch.Tensor | None, generator: torch.Generator
 ) -> Routing:
     tokens, top_k = problem.tokens, problem.top_k
     # K + 1 logits, so that the weights of a row are unequal and do not sum to 1, even for K = 1.
@@ -395,50 +392,52 @@ def _draw_routing(
         weights_TK = (logits[:, :top_k] / 4).exp()
     else:
         weights_TK = logits.softmax(-1)[:, :top_k]
-    ids_TK = _draw_ids(problem, routing, expert_map, generator)
+    ids_TK = _draw_ids(problem, routing_kind, expert_map, generator)
     unused = (ids_TK < 0) | (ids_TK >= problem.experts)
     unused_weights = torch.tensor(_UNUSED_WEIGHTS)
-    # The offset starts at T, so that cases with a single unused pair use different weights.
+    # The first weight depends on T, so that cases with one unused pair use different weights.
     offsets = torch.arange(int(unused.sum())) + tokens
     weights_TK[unused] = unused_weights[offsets % len(unused_weights)]
     return Routing(weights_TK, ids_TK)
 
 
 def _draw_ids(
-    problem: Problem, routing: str, expert_map: torch.Tensor | None, generator: torch.Generator
+    problem: Problem, routing_kind: str, expert_map: torch.Tensor | None, generator: torch.Generator
 ) -> torch.Tensor:
-    if routing not in ROUTING_KINDS:
-        raise ConfigurationError("routing", got=routing, need=f"one of {', '.join(ROUTING_KINDS)}")
-    if routing == "beyond_int32" and problem.ids_dtype is torch.int32:
-        raise ConfigurationError("routing", got=routing, need="int64 ids")
+    if routing_kind not in ROUTING_KINDS:
+        raise ConfigurationError(
+            "routing", got=routing_kind, need=f"one of {', '.join(ROUTING_KINDS)}"
+        )
+    if routing_kind == "beyond_int32" and problem.ids_dtype is torch.int32:
+        raise ConfigurationError("routing", got=routing_kind, need="int64 ids")
     tokens, top_k, experts = problem.tokens, problem.top_k, problem.experts
-    if routing == "all_skipped":
+    if routing_kind == "all_skipped":
         return torch.full((tokens, top_k), -1)
-    if routing == "all_to_one":
+    if routing_kind == "all_to_one":
         first = experts // 2 if expert_map is None else int((expert_map == 0).nonzero()[0])
         return ((first + torch.arange(top_k)) % experts).repeat(tokens, 1)
     probabilities = torch.ones(experts)
-    if routing == "zipf":
+    if routing_kind == "zipf":
         probabilities = torch.arange(1, experts + 1).float() ** -1.2
-    if routing == "empty_experts" and experts > 1:
+    if routing_kind == "empty_experts" and experts > 1:
         probabilities[1::2] = 0
     ids_TK = _draw_distinct_ids(probabilities, tokens, top_k, generator)
-    if routing == "duplicates":
+    if routing_kind == "duplicates":
         ids_TK[0::3, -1] = ids_TK[0::3, 0]
         ids_TK[1::3] = ids_TK[1::3, :1]
-    elif routing == "skips":
+    elif routing_kind == "skips":
         _overwrite_some(ids_TK, (-1,), generator)
         ids_TK[tokens // 2 :][: int(tokens > 1)] = -1
     else:
-        _overwrite_some(ids_TK, _list_invalid_ids(routing, experts), generator)
+        _overwrite_some(ids_TK, _list_invalid_ids(routing_kind, experts), generator)
     return ids_TK
 
 
-def _list_invalid_ids(routing: str, experts: int) -> tuple[int, ...]:
+def _list_invalid_ids(routing_kind: str, experts: int) -> tuple[int, ...]:
     """Return the invalid ids that a kind of routing contains."""
-    if routing == "out_of_range":
+    if routing_kind == "out_of_range":
         return experts, -2, -1, 2**31 - 1, experts + 7, -5, -(2**31)
-    if routing == "beyond_int32":
+    if routing_kind == "beyond_int32":
         low = experts // 2  # the low 32 bits of most ids
         return 2**32 + low, -(2**32) + low, 2**31, 2**40 + low, -(2**63), 2**63 - 1
     return ()

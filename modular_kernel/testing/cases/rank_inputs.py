@@ -12,14 +12,14 @@ import torch
 
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.testing.cases.inputs import FencedMemory, Inputs, copy_with_gaps
+from modular_kernel.testing.cases.inputs import FencedCopier, Inputs, copy_with_gaps
 from modular_kernel.validate import ADAPTER_TENSORS
 
 _SHARED_BY_EXPERTS = ("a1_scale", "a2_scale")
 
 
 def inputs_of_rank(
-    global_inputs: Inputs, tokens: slice, problem: Problem, fence: FencedMemory, *, strided: bool
+    global_inputs: Inputs, tokens: slice, problem: Problem, fence: FencedCopier, *, strided: bool
 ) -> Inputs:
     """Return one rank's inputs: the rows `tokens` and the weights of its experts.
 
@@ -85,7 +85,7 @@ def _index(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return values[index]
 
 
-def _copy_with_layout(values: torch.Tensor, fence: FencedMemory) -> torch.Tensor:
+def _copy_with_layout(values: torch.Tensor, fence: FencedCopier) -> torch.Tensor:
     if values.dim() == 3 and values.stride(-1) != 1:
         return fence(values.mT).mT
     return fence(values)

@@ -159,7 +159,7 @@ class RankPool(Closeable):
     @property
     def pids(self) -> tuple[int, ...]:
         """Process ids by rank; empty before the first run and after `close`."""
-        return tuple(rank.process.pid or 0 for rank in self._ranks)
+        return tuple(rank_process.process.pid or 0 for rank_process in self._ranks)
 
     def run(
         self, function: Callable[..., Result], *arguments: Any, timeout: float = 120
@@ -196,14 +196,14 @@ class RankPool(Closeable):
 
     def close(self) -> None:
         """End the processes and remove the pool's files. A second call does nothing."""
-        for rank in self._ranks:
+        for rank_process in self._ranks:
             try:
-                rank.pipe.send_bytes(_STOP)
+                rank_process.pipe.send_bytes(_STOP)
             except OSError:
                 continue  # the process has ended
         deadline = time.monotonic() + self.grace
-        for rank in self._ranks:
-            rank.process.join(max(0.0, deadline - time.monotonic()))
+        for rank_process in self._ranks:
+            rank_process.process.join(max(0.0, deadline - time.monotonic()))
         self._end()
         if self._folder is not None:
             self._folder.cleanup()
@@ -232,11 +232,11 @@ class RankPool(Closeable):
             self._ranks.append(_RankProcess(process, parent_end))
 
     def _send(self, task: bytes, failures: dict[int, str]) -> None:
-        for number, rank in enumerate(self._ranks):
+        for rank, rank_process in enumerate(self._ranks):
             try:
-                rank.pipe.send_bytes(task)
+                rank_process.pipe.send_bytes(task)
             except OSError:
-                failures[number] = self._describe_exit(number)
+                failures[rank] = self._describe_exit(rank)
 
     def _collect(
         self, results: dict[int, Result], failures: dict[int, str], deadline: float
@@ -249,11 +249,11 @@ class RankPool(Closeable):
         while pending:
             if failures:
                 deadline = min(deadline, time.monotonic() + self.grace)
-            pipes = {self._ranks[number].pipe: number for number in pending}
+            pipes = {self._ranks[rank].pipe: rank for rank in pending}
             ready = wait(list(pipes), max(0.0, deadline - time.monotonic()))
-            for number in sorted(pipes[pipe] for pipe in ready if isinstance(pipe, Connection)):
-                pending.remove(number)
-                self._receive(number, results, failures)
+            for rank in sorted(pipes[pipe] for pipe in ready if isinstance(pipe, Connection)):
+                pending.remove(rank)
+                self._receive(rank, results, failures)
             if not ready:
                 self._record_unresponsive(pending, failures)
                 return
@@ -277,33 +277,33 @@ class RankPool(Closeable):
         order = sorted(failures, key=lambda rank: self._raised_at.get(rank, math.inf))
         return {rank: failures[rank] for rank in order}
 
-    def _describe_exit(self, number: int) -> str:
-        process = self._ranks[number].process
+    def _describe_exit(self, rank: int) -> str:
+        process = self._ranks[rank].process
         process.join(self.grace)
         code = process.exitcode
         reason = "closed its pipe" if code is None else f"exit code {code}"
         if code is not None and code < 0:
             reason = f"killed by signal {signal.Signals(-code).name}"
-        return f"{DIED}: {reason}\n{self._read_trace(number)}".rstrip()
+        return f"{DIED}: {reason}\n{self._read_trace(rank)}".rstrip()
 
     def _record_unresponsive(self, pending: set[int], failures: dict[int, str]) -> None:
         after_failure = bool(failures)
-        for number in pending:
-            process = self._ranks[number].process
+        for rank in pending:
+            process = self._ranks[rank].process
             if process.pid is not None and process.is_alive():
                 os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.2)  # time to write the traces
-        for number in sorted(pending):
+        for rank in sorted(pending):
             text = f"{NO_ANSWER} after another rank failed" if after_failure else NO_ANSWER
             trace = (
-                self._read_trace(number) or "(no stack trace: the process does not handle signals)"
+                self._read_trace(rank) or "(no stack trace: the process does not handle signals)"
             )
-            failures[number] = f"{text}\n{trace}"
+            failures[rank] = f"{text}\n{trace}"
 
-    def _read_trace(self, number: int) -> str:
+    def _read_trace(self, rank: int) -> str:
         """Read the stack trace that a rank wrote on request or in a crash; "" if there is none."""
         assert self._folder is not None
-        path = _trace_path(self._folder.name, number)
+        path = _trace_path(self._folder.name, rank)
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def _recover(self, results: Mapping[int, Any], failures: Mapping[int, str]) -> None:
@@ -314,8 +314,8 @@ class RankPool(Closeable):
             self._end()
 
     def _end(self) -> None:
-        for rank in self._ranks:
-            rank.end()
+        for rank_process in self._ranks:
+            rank_process.end()
         self._ranks = []
 
 
@@ -362,7 +362,7 @@ def _run_worker(config: _RankConfig, pipe: Connection) -> None:
             try:
                 task: _Task = pickle.loads(message)
                 if generation != task.generation:
-                    _join(config, task.generation)
+                    _init_process_group(config, task.generation)
                     generation = task.generation
                 value = task.function(
                     config.rank, config.world_size, dist.group.WORLD, *task.arguments
@@ -398,9 +398,9 @@ def _receive_task(pipe: Connection) -> bytes | None:
         return None
 
 
-def _join(config: _RankConfig, generation: int) -> None:
+def _init_process_group(config: _RankConfig, generation: int) -> None:
     if read_settings().triton_interpret is not config.interpreter:
-        need = "the value that it had when this process first started ranks"
+        need = "the same value as when this process first started ranks"
         raise ConfigurationError("TRITON_INTERPRET", got=f"{config.interpreter} now", need=need)
     if dist.is_initialized():
         dist.destroy_process_group()

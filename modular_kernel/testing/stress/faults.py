@@ -23,7 +23,7 @@ from modular_kernel.errors import CommunicationError, ConfigurationError
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.settings import use_timeout
 from modular_kernel.spec.problem import Machine, Parallel, Problem
-from modular_kernel.testing.cases.inputs import FencedMemory, Inputs, make_inputs
+from modular_kernel.testing.cases.inputs import FencedCopier, Inputs, make_inputs
 from modular_kernel.testing.cases.rank_inputs import inputs_of_rank
 
 FAULTY_RANK = 1  # the rank that fails
@@ -185,7 +185,7 @@ class FaultContext:
         device = torch.device(self.machine.device)
         rows = slice(start, start + tokens_W[self.rank])
         all_inputs = make_inputs(global_problem, "uniform", torch.device("cpu"))
-        return inputs_of_rank(all_inputs, rows, problem, FencedMemory(device), strided=False)
+        return inputs_of_rank(all_inputs, rows, problem, FencedCopier(device), strided=False)
 
     def choose_experts(self, problem: Problem) -> str:
         """Return the scenario's experts part, or the first one that is compatible with the part."""

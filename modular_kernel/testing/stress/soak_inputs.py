@@ -13,15 +13,15 @@ import torch
 from modular_kernel.reference import float64_reference
 from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.testing.cases.inputs import FencedMemory, Inputs, make_inputs
+from modular_kernel.testing.cases.inputs import FencedCopier, Inputs, make_inputs
 from modular_kernel.testing.cases.rank_inputs import inputs_of_rank
 from modular_kernel.testing.verify.over_ranks import compute_rounded_reference
 
 _CPU = torch.device("cpu")
 _SKEWS = (0.0, 0.5, 1.2, 4.0)  # expert probabilities are proportional to n ** -skew, n = 1, 2, ...
 _IDLE_PROBABILITY = 0.15  # probability that a rank has no tokens
-_SKIP_PROBABILITY = 0.05  # probability that a pair is skipped
-ERROR_FACTOR = 2.0  # bound of the error of a call, relative to the error of plain torch
+_SKIP_PROBABILITY = 0.05  # probability that a token skips one of its experts
+ERROR_FACTOR = 2.0  # largest allowed error of a call, as a multiple of the error of plain torch
 # Bound of the error of a row, relative to the typical row error of plain torch. The bound is large,
 # because thousands of rows are compared and some of them have a large error.
 ROW_ERROR_FACTOR = 8.0
@@ -82,7 +82,7 @@ class SoakInputSource:
         self._all_weights = all_inputs.weights
         # All calls use the same weights, because plans and graphs bind their addresses.
         self.weights: ExpertWeights = inputs_of_rank(
-            all_inputs, slice(0), problem, FencedMemory(device), strided=False
+            all_inputs, slice(0), problem, FencedCopier(device), strided=False
         ).weights
 
     def draw_inputs(self, tokens_W: tuple[int, ...] | None = None) -> SoakInputs:
@@ -157,8 +157,8 @@ def compare_with_float64_reference(
     )
     if error_ratio > 1 or bool(is_wrong_row.any()):
         message = (
-            f"the error is {error_ratio:.2f} of its bound; {int(is_wrong_row.sum())} rows exceed "
-            "the bound for rows"
+            f"the error of the output is {error_ratio:.2f} times its bound, and the errors of "
+            f"{int(is_wrong_row.sum())} rows exceed the bound for rows"
         )
         return error_ratio, message
     return error_ratio, ""

@@ -28,7 +28,7 @@ from modular_kernel.spec.problem import Combine, Machine, Parallel, Problem
 from modular_kernel.tensors import Dispatched, ExpertWeights, Routing
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import (
-    FencedMemory,
+    FencedCopier,
     Inputs,
     InputVariation,
     choose_fill,
@@ -108,7 +108,7 @@ class RankSample(Sample):
 
     def _make(self, variation: InputVariation | None = None) -> Inputs:
         global_inputs = self.global_inputs if variation is None else self._global_inputs(variation)
-        memory = FencedMemory(self.device, fill=choose_fill(self.seed))
+        memory = FencedCopier(self.device, fill=choose_fill(self.seed))
         return inputs_of_rank(
             global_inputs, self.local_tokens, self.problem, memory, strided=self.strided
         )

@@ -38,7 +38,7 @@ def run_late_rank(context: ScenarioContext) -> Outcomes:
     Within the timeout, the other ranks must wait. Beyond it, they must report rank 1, and rank 1
     must report them.
     """
-    kernel, has_counts = (
+    kernel, exchanges_numbers = (
         context.make_kernel_with_timeout(TIMEOUT_S),
         exchanges_call_numbers(context.part),
     )
@@ -49,47 +49,47 @@ def run_late_rank(context: ScenarioContext) -> Outcomes:
         time.sleep(_SHORT_DELAY_S)
     yield context.make_correct_call(kernel)
     dist.barrier()
-    wait_alone = _start_alone(context) if has_counts else None
+    wait_alone = _start_alone(context) if exchanges_numbers else None
     if context.is_faulty_rank:
         time.sleep(TIMEOUT_S + _GRACE_S)
     start = time.monotonic()
     outcome = capture_outcome(lambda: context.compare(context.call(kernel)))
     seconds = time.monotonic() - start
-    if has_counts:
+    if exchanges_numbers:
         reason = (
             "gave up on this rank, which was at least N s late"
             if context.is_faulty_rank
             else "no sign of life"
         )
-        position, phase = (1, 3, 3), "counts"
+        layer_call_step, phase = (1, 3, 3), "counts"
     else:
         reason = f"no flag of call 3 from rank {FAULTY_RANK}"
-        position, phase = (0, 0, 3), "dispatch"
+        layer_call_step, phase = (0, 0, 3), "dispatch"
     peers = context.peers if context.is_faulty_rank else (FAULTY_RANK,)
-    if has_counts or not context.is_faulty_rank:
+    if exchanges_numbers or not context.is_faulty_rank:
         expected = context.expected_error_text(
-            "exchange between ranks", reason, "", position, peers, phase
+            "exchange between ranks", reason, "", layer_call_step, peers, phase
         )
         yield cut_before(outcome, "; after", ", need"), cut_before(expected, ", need")
-        if has_counts:
+        if exchanges_numbers:
             yield _check_reason(outcome), CORRECT
         min_seconds = 0.0 if context.is_faulty_rank else TIMEOUT_S - 0.1
         is_in_time = min_seconds <= seconds < 2 * _GRACE_S
         yield ("in time" if is_in_time else f"{seconds:.1f} s"), "in time"
         second_outcome = capture_outcome(lambda: context.compare(context.call(kernel)))
-        prefix = "a manager that failed before: " if has_counts else ""
+        prefix = "a manager that failed before: " if exchanges_numbers else ""
         expected = context.expected_error_text(
-            "exchange between ranks", prefix + reason, "", position, peers, phase
+            "exchange between ranks", prefix + reason, "", layer_call_step, peers, phase
         )
         yield cut_before(second_outcome, "; after", ", need"), cut_before(expected, ", need")
-        if not has_counts:  # `check` also reports the error
+        if not exchanges_numbers:  # `check` also reports the error
             outcome = capture_outcome(lambda: str(get_manager(kernel.prepare_finalize).check()))
             yield cut_before(outcome, ", need"), cut_before(expected, ", need")
     if wait_alone is not None:
         yield wait_alone()
     yield from check_threads_ended(context, threads)
     dist.barrier()
-    if not has_counts:
+    if not exchanges_numbers:
         yield from check_absent_rank_0(context, TIMEOUT_S)
     yield context.make_correct_call(context.make_kernel())
 
@@ -106,10 +106,10 @@ def _start_alone(context: ScenarioContext) -> Callable[[], tuple[str, str]]:
     exchange = manager.all_reduce(torch.ones(1), step=manager.next_step(), phase="combine")
 
     def wait() -> tuple[str, str]:
-        outcome, position = capture_outcome(lambda: str(exchange.wait())), (0, 0, 1)
+        outcome, layer_call_step = capture_outcome(lambda: str(exchange.wait())), (0, 0, 1)
         reason = "no sign of life"
         expected = context.expected_error_text(
-            "exchange between ranks", reason, "", position, context.peers, "combine"
+            "exchange between ranks", reason, "", layer_call_step, context.peers, "combine"
         )
         return cut_before(outcome, "; after", ", need"), cut_before(expected, ", need")
 
@@ -117,7 +117,7 @@ def _start_alone(context: ScenarioContext) -> Callable[[], tuple[str, str]]:
 
 
 def _check_reason(message: str) -> str:
-    """Return "right" if the error quotes a readable reason of the library, or what is wrong."""
+    """Return CORRECT if the error quotes a readable reason from the library, else the defect."""
     reason = message.partition("; after N s: ")[2].partition(", need")[0]
     if reason == _POLL_TIMEOUT:
         return "the error quotes no reason from the library, although the library has a timeout"
@@ -126,10 +126,11 @@ def _check_reason(message: str) -> str:
 
 
 def run_absent_rank(context: ScenarioContext) -> Outcomes:
-    """Construct a kernel on all ranks except rank 1, which must fail, then on all ranks.
+    """Construct a kernel while rank 1 is absent, which must raise an error on the other ranks.
 
-    For parts with shared memory, all ranks first create a manager together. Rank 1 is absent only
-    when the others construct a kernel with it.
+    Afterwards, all ranks construct a kernel together. A part with shared memory is also tested with
+    a manager that all ranks have created together: the other ranks then construct a kernel with
+    this manager while rank 1 is absent.
     """
     if shares_memory(context.part):
         manager = find_manager_class(context.part)(None, timeout_s=_SHORT_TIMEOUT_S)
@@ -148,8 +149,8 @@ def run_absent_rank(context: ScenarioContext) -> Outcomes:
         manager.destroy()
     if not context.is_faulty_rank:
         outcome = capture_outcome(lambda: str(context.make_kernel_with_timeout(_SHORT_TIMEOUT_S)))
-        has_counts = exchanges_call_numbers(context.part)
-        subject = "exchange between ranks" if has_counts else "ranks that share buffers"
+        exchanges_numbers = exchanges_call_numbers(context.part)
+        subject = "exchange between ranks" if exchanges_numbers else "ranks that share buffers"
         expected = context.expected_error_text(
             subject, "no sign of life", "", (0, 0, 0), (FAULTY_RANK,), "construct"
         )
@@ -170,8 +171,10 @@ def _fail_before_sending_host(context: ScenarioContext) -> tuple[str, str]:
             raise RuntimeError("this rank goes away")
         return manager_class._find_hosts(manager, *args)
 
-    manager_type = type(manager_class.__name__, (manager_class,), {"_find_hosts": find_hosts})
-    outcome = capture_outcome(lambda: str(manager_type(None, timeout_s=TIMEOUT_S)))
+    failing_manager_class = type(
+        manager_class.__name__, (manager_class,), {"_find_hosts": find_hosts}
+    )
+    outcome = capture_outcome(lambda: str(failing_manager_class(None, timeout_s=TIMEOUT_S)))
     dist.barrier()
     subject, reason, need = "ranks that share buffers", "no sign of life", "every rank within 1.5 s"
     expected = context.expected_error_text(

@@ -13,10 +13,11 @@ from modular_kernel.errors import IncompatibleError, InputError
 
 # The result is correct, or an error of this package was raised.
 CORRECT, TYPED_ERROR = "right", "typed error"
-# Another exception was raised, invalid input was accepted, or the result is wrong.
+# UNTYPED_ERROR: another exception was raised. INVALID_ACCEPTED: invalid input was accepted.
+# WRONG_RESULT: the result is wrong.
 UNTYPED_ERROR, INVALID_ACCEPTED, WRONG_RESULT = "raw exception", "accepted nonsense", "wrong number"
-# A typed error was raised after a kernel may have been launched, the process ended, or it did not
-# answer in time.
+# LATE_ERROR: a typed error was raised, but a kernel may have been launched before.
+# CRASH: the process died. HANG: the process did not answer in time.
 LATE_ERROR, CRASH, HANG = "error after launch", "crash", "hang"
 SUCCESS_KINDS = (CORRECT, TYPED_ERROR)
 FAILURE_KINDS = (UNTYPED_ERROR, INVALID_ACCEPTED, WRONG_RESULT, LATE_ERROR, CRASH, HANG)

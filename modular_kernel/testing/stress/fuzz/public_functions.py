@@ -23,8 +23,11 @@ from modular_kernel.testing.stress.fuzz.target import Target, biased_bool, impor
 Call = tuple[Callable[..., Any], dict[str, Any]]  # a function and its keyword arguments
 
 
-def _call_of(path: str, /, **arguments: Any) -> Callable[[], Call]:
-    """Return a function that makes a call of the object at "module:name"."""
+def _make_call_factory(path: str, /, **arguments: Any) -> Callable[[], Call]:
+    """Return a factory of calls of the function or class at `path`, "module:name".
+
+    arguments: keyword arguments of the call. A lambda is replaced by its result in each call.
+    """
     return lambda: (import_object(path), {name: _resolve(v) for name, v in arguments.items()})
 
 
@@ -37,7 +40,7 @@ def _make_weights() -> Any:
     return samples.make_call_inputs().weights
 
 
-def _quantized_call() -> Call:
+def _make_quantized_call() -> Call:
     problem = replace(PROBLEM, quant="int8_w8a16_group:group=8")
     module = "modular_kernel.quant.quantized_weights"
     return import_object(f"{module}:quantize_weights"), {
@@ -46,8 +49,8 @@ def _quantized_call() -> Call:
     }
 
 
-def _kernel_call(name: str, *, plan: bool = False) -> Callable[[], Call]:
-    """Return a function that makes a call of a method of a kernel, or of its plan."""
+def _make_kernel_call_factory(name: str, *, plan: bool = False) -> Callable[[], Call]:
+    """Return a factory of calls of a method of a kernel, or of its plan."""
 
     def make_call() -> Call:
         inputs, kernel = samples.make_call_inputs(), samples.make_torch_kernel()
@@ -61,8 +64,10 @@ def _kernel_call(name: str, *, plan: bool = False) -> Callable[[], Call]:
     return make_call
 
 
-def _method_of(make: Callable[[], Any], method: str, /, **arguments: Any) -> Callable[[], Call]:
-    """Return a function that makes a call of a method of the object that `make` returns."""
+def _make_method_call_factory(
+    make: Callable[[], Any], method: str, /, **arguments: Any
+) -> Callable[[], Call]:
+    """Return a factory of calls of a method of the object that `make` returns."""
     return lambda: (getattr(make(), method), {n: _resolve(v) for n, v in arguments.items()})
 
 
@@ -121,18 +126,20 @@ _CALLS: dict[str, Callable[[], Call]] = {
             "poison": False,
         },
     ),
-    "kernel": _kernel_call("__call__"),
-    "kernel.start": _kernel_call("start"),
-    "kernel.prepare_weights": _kernel_call("prepare_weights"),
-    "kernel.workspace_specs": _method_of(samples.make_torch_kernel, "workspace_specs", tokens=3),
-    "kernel.reserve_workspace": _method_of(
+    "kernel": _make_kernel_call_factory("__call__"),
+    "kernel.start": _make_kernel_call_factory("start"),
+    "kernel.prepare_weights": _make_kernel_call_factory("prepare_weights"),
+    "kernel.workspace_specs": _make_method_call_factory(
+        samples.make_torch_kernel, "workspace_specs", tokens=3
+    ),
+    "kernel.reserve_workspace": _make_method_call_factory(
         samples.make_torch_kernel, "reserve_workspace", tokens=3, device=torch.device("cpu")
     ),
-    "kernel.plan": _method_of(samples.make_torch_kernel, "plan", problem=PROBLEM),
-    "kernel.count_invalid_ids_on": _method_of(
+    "kernel.plan": _make_method_call_factory(samples.make_torch_kernel, "plan", problem=PROBLEM),
+    "kernel.count_invalid_ids_on": _make_method_call_factory(
         samples.make_torch_kernel, "count_invalid_ids_on", device=torch.device("cpu")
     ),
-    "plan": _kernel_call("__call__", plan=True),
+    "plan": _make_kernel_call_factory("__call__", plan=True),
     "Problem": lambda: (type(PROBLEM), {f.name: getattr(PROBLEM, f.name) for f in fields(PROBLEM)}),
     "Problem.with_tokens": lambda: (PROBLEM.with_tokens, {"tokens": 3}),
     "ActivationSpec": lambda: (
@@ -168,16 +175,16 @@ _CALLS: dict[str, Callable[[], Call]] = {
         Placement.linear(4, 2).expert_map,
         {"rank": 0, "device": "cpu"},
     ),
-    "quantize_weights": _quantized_call,
-    "weight_specs": _call_of(
+    "quantize_weights": _make_quantized_call,
+    "weight_specs": _make_call_factory(
         "modular_kernel.quant.quantized_weights:weight_specs",
         problem=replace(PROBLEM, quant="int8_w8a8_channel"),
     ),
-    "e8m0_to_float": _call_of(
+    "e8m0_to_float": _make_call_factory(
         "modular_kernel.quant.scale_tiles:e8m0_to_float",
         scale=lambda: torch.full((2, 3), 127, dtype=torch.uint8),
     ),
-    "route": _call_of(
+    "route": _make_call_factory(
         "modular_kernel.ops.route:route",
         logits_TE=lambda: draw_floats(T, E),
         spec=samples.make_router_spec(),
@@ -185,7 +192,7 @@ _CALLS: dict[str, Callable[[], Call]] = {
         token_ids_T=None,
         ids_dtype=torch.int32,
     ),
-    "RouterSpec": _call_of(
+    "RouterSpec": _make_call_factory(
         "modular_kernel.spec.router:RouterSpec",
         top_k=2,
         score="sigmoid",
@@ -200,8 +207,8 @@ _CALLS: dict[str, Callable[[], Call]] = {
         table=False,
         zero_experts=0,
     ),
-    "RouterSpec.columns": _method_of(samples.make_router_spec, "columns", experts=8),
-    "Router": _call_of(
+    "RouterSpec.columns": _make_method_call_factory(samples.make_router_spec, "columns", experts=8),
+    "Router": _make_call_factory(
         "modular_kernel.layers.router:Router",
         spec=samples.make_router_spec(),
         hidden_size=H,
@@ -211,33 +218,37 @@ _CALLS: dict[str, Callable[[], Call]] = {
         dtype=torch.float32,
         device="cpu",
     ),
-    "Router.forward": _method_of(_make_router, "forward", x_TH=lambda: draw_floats(T, H)),
-    "FusedMoE": _call_of("modular_kernel.layers.fused_moe:FusedMoE", **_LAYER),
-    "FusedMoE.forward": _method_of(
+    "Router.forward": _make_method_call_factory(
+        _make_router, "forward", x_TH=lambda: draw_floats(T, H)
+    ),
+    "FusedMoE": _make_call_factory("modular_kernel.layers.fused_moe:FusedMoE", **_LAYER),
+    "FusedMoE.forward": _make_method_call_factory(
         samples.make_loaded_layer,
         "forward",
         hidden_states=lambda: draw_floats(T, H),
         routing=lambda: samples.make_call_inputs().routing,
         token_ids=None,
     ),
-    "FusedMoE.set_weights": _method_of(
+    "FusedMoE.set_weights": _make_method_call_factory(
         samples.make_fused_moe, "set_weights", weights=lambda: _make_weights()
     ),
-    "FusedMoE.local_expert": _method_of(samples.make_fused_moe, "local_expert", expert_id=1),
-    "FusedMoE.load": _method_of(
+    "FusedMoE.local_expert": _make_method_call_factory(
+        samples.make_fused_moe, "local_expert", expert_id=1
+    ),
+    "FusedMoE.load": _make_method_call_factory(
         samples.make_fused_moe, "load", checkpoint="/dev/null/none", layer=3
     ),
-    "FusedMoE.from_config": _call_of(
+    "FusedMoE.from_config": _make_call_factory(
         "modular_kernel.layers.fused_moe:FusedMoE.from_config", checkpoint="/dev/null/none", layer=0
     ),
-    "LayerParallel": _call_of(
+    "LayerParallel": _make_call_factory(
         "modular_kernel.layers.parallel:LayerParallel",
         ep=(0, 2),
         tp=(0, 1),
         ep_group=None,
         tp_group=None,
     ),
-    "load_experts": _call_of(
+    "load_experts": _make_call_factory(
         "modular_kernel.checkpoints.loading:load_experts",
         checkpoint="/dev/null/none",
         layer=0,
@@ -250,17 +261,19 @@ _CALLS: dict[str, Callable[[], Call]] = {
         config=None,
         quantize_inputs=False,
     ),
-    "AdapterPool": _call_of(
+    "AdapterPool": _make_call_factory(
         "modular_kernel.layers.adapter_pool:AdapterPool",
         problem=replace(PROBLEM, lora=samples.LORA_OPTIONS),
         device="cpu",
     ),
-    "AdapterPool.load": _method_of(
+    "AdapterPool.load": _make_method_call_factory(
         _make_pool, "load", name="mine", adapter=lambda: samples.make_adapter(2, 0)
     ),
-    "AdapterPool.evict": _method_of(_make_pool, "evict", name="mine"),
-    "AdapterPool.weights": _method_of(_make_pool, "weights", base=lambda: _make_weights()),
-    "LoRAManager": _call_of(
+    "AdapterPool.evict": _make_method_call_factory(_make_pool, "evict", name="mine"),
+    "AdapterPool.weights": _make_method_call_factory(
+        _make_pool, "weights", base=lambda: _make_weights()
+    ),
+    "LoRAManager": _make_call_factory(
         "modular_kernel.layers.lora:LoRAManager",
         problem=PROBLEM,
         lora=samples.LORA_OPTIONS,
@@ -268,15 +281,15 @@ _CALLS: dict[str, Callable[[], Call]] = {
         device="cpu",
         mode="merged",
     ),
-    "LoRAManager.load": _method_of(
+    "LoRAManager.load": _make_method_call_factory(
         _make_manager, "load", name="mine", layers=lambda: _make_lora_layers()
     ),
-    "ForwardBatch": _call_of(
+    "ForwardBatch": _make_call_factory(
         "modular_kernel.layers.lora:ForwardBatch",
         lora_ids=("mine", None),
         seg_indptr=lambda: torch.tensor([0, 3, T]),
     ),
-    "rebalance": _call_of(
+    "rebalance": _make_call_factory(
         "modular_kernel.layers.balance:rebalance",
         load=[3.0, 2.0, 1.0, 1.0],
         slots=[2, 2],
@@ -284,13 +297,13 @@ _CALLS: dict[str, Callable[[], Call]] = {
         hosts=1,
         groups=1,
     ),
-    "MoeRunnerConfig": _call_of(
+    "MoeRunnerConfig": _make_call_factory(
         "modular_kernel.integrations.fused_moe:MoeRunnerConfig",
         activation="silu",
         inplace=False,
         no_combine=False,
     ),
-    "Share": _call_of(
+    "Share": _make_call_factory(
         "modular_kernel.layers.rank_share:Share",
         experts=E,
         hidden=H,
@@ -301,7 +314,7 @@ _CALLS: dict[str, Callable[[], Call]] = {
         gated=True,
         interleaved=False,
     ),
-    "moe_align_block_size": _call_of(
+    "moe_align_block_size": _make_call_factory(
         "modular_kernel.ops.align:moe_align_block_size",
         topk_ids_TK=lambda: samples.make_call_inputs().routing.topk_ids_TK,
         block_size=16,
@@ -375,13 +388,13 @@ def check_public_function(case: JunkCall) -> FuzzOutcome:
         else:
             description += f", {'.'.join(path)}={shorten(value)}"
         arguments = _replace_leaf(arguments, path, new)
-    if case.name in _MAY_ALLOCATE and any(map(_is_huge, arguments.values())):
+    if case.name in _ALLOCATES_BY_COUNT and any(map(_is_huge, arguments.values())):
         return FuzzOutcome(CORRECT, description)  # valid, but not called: it might use all memory
     result = run_or_classify(description, lambda: function(**arguments))
     return result if isinstance(result, FuzzOutcome) else FuzzOutcome(CORRECT, description)
 
 
-_MAY_ALLOCATE = ("moe_align_block_size", "Router")
+_ALLOCATES_BY_COUNT = ("moe_align_block_size", "Router")
 
 
 def _is_huge(count: Any) -> bool:
