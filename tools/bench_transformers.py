@@ -6,14 +6,16 @@
 
 Builds models with the sizes of Qwen3-30B-A3B and gpt-oss-20b, but with 4 layers, full attention in
 each layer, and random weights in bfloat16. Times the prefill of one sequence, and decoding steps
-with a static cache. The modes are eager, and torch.compile in its modes default and reduce-overhead
-(only for decoding). First, all implementations of a cell of the table are compiled. Each round then
-times every implementation once, in random order. A result is the median over rounds.
+with a static cache. Prefill runs in the modes eager and default, decoding also in the mode
+reduce-overhead. default and reduce-overhead are modes of torch.compile. First, all implementations
+of a cell of the table are compiled. Each round then times every implementation once, in random
+order. A result is the median over rounds.
 
 In the table, `breaks` is the number of graph breaks in the compilation of a cell. `skipped graphs`
 is the number of CUDA graphs that Inductor skipped in reduce-overhead mode. `error` is the relative
-difference between the logits and those of grouped_mm in the same mode. In addition, tokens decoded
-in float32, eager and compiled in each mode, are compared with those of transformers' eager experts.
+difference between the logits and those of grouped_mm in the same mode. In addition, each
+implementation decodes tokens in float32, which are compared with those of transformers' eager
+experts. modular_kernel does this in every mode, the others without torch.compile.
 
 Cells that do not fit into `--budget` seconds are omitted and listed. The record is written after
 each cell.
@@ -38,7 +40,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig, Sta
 
 from modular_kernel.integrations.transformers import register, report
 
-IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+NO_SPECIAL_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 MODELS = {
     "qwen3": (
         Qwen3MoeConfig,
@@ -63,7 +65,7 @@ MODELS = {
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
     ),
 }  # fmt: skip
-OURS, BASE, EAGER = "modular_kernel", "grouped_mm", "eager"
+OURS, BASE, EAGER_EXPERTS = "modular_kernel", "grouped_mm", "eager"
 CACHE, PROMPT = 1024, 64  # tokens of the static cache, and tokens of the prompt
 
 
@@ -92,7 +94,7 @@ def parse():
 
 
 class Bench:
-    """The models of one shape, one for each implementation, and their results."""
+    """Builds the models and collects the results of all cells."""
 
     def __init__(self, options):
         self.options, self.start = options, time.perf_counter()
@@ -124,18 +126,17 @@ class Bench:
     def build(self, name, dtype, layers):
         """Return a model with random weights in eval mode."""
         config_class, sizes, tiny = MODELS[name]
-        values = {**sizes, **(tiny if self.options.tiny else {}), **IDS}
+        values = {**sizes, **(tiny if self.options.tiny else {}), **NO_SPECIAL_TOKENS}
         if "sliding_window" in sizes:
-            # The static cache of a sliding layer counts its tokens in a Python int. Because of
-            # that, torch.compile would compile every decoding step again.
-            # torch.compile would compile every decoding step again.
+            # The static cache of a sliding layer counts its tokens in a Python int, so
+            # torch.compile would recompile the model in every decoding step.
             values["layer_types"] = ["full_attention"] * layers
         config = config_class(**values, num_hidden_layers=layers)
         torch.manual_seed(0)
         options = {"attn_implementation": self.options.attention} if self.options.attention else {}
         with self.device:
             model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, experts_implementation=EAGER, **options
+                config, dtype=dtype, experts_implementation=EAGER_EXPERTS, **options
             ).eval()
             # With the initial weights, all experts would return nearly the same output.
             with torch.no_grad():
@@ -309,8 +310,8 @@ def compare_tokens(bench, name):
         for implementation_name in bench.options.implementations
         if implementation_name != "batched_mm"
     ]
-    models = bench.models(name, torch.float32, 2, [EAGER, *included])
-    prompt, new = bench.ids(models[EAGER], 2, 24), 24
+    models = bench.models(name, torch.float32, 2, [EAGER_EXPERTS, *included])
+    prompt, num_new_tokens = bench.ids(models[EAGER_EXPERTS], 2, 24), 24
     expected = None
     for implementation, model in models.items():
         for mode in ("eager", *(m for m in bench.options.modes if m != "eager")):
@@ -323,7 +324,7 @@ def compare_tokens(bench, name):
             cache = StaticCache(config=model.config, max_cache_len=64)
             logits = model(input_ids=prompt, past_key_values=cache, logits_to_keep=1).logits
             run, tokens = compiled(model, mode), [logits[:, -1:].argmax(-1)]
-            for _ in range(new - 1):
+            for _ in range(num_new_tokens - 1):
                 torch.compiler.cudagraph_mark_step_begin()
                 logits = run(input_ids=tokens[-1], past_key_values=cache).logits
                 tokens.append(logits[:, -1:].argmax(-1))

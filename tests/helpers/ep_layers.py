@@ -21,7 +21,10 @@ PARTS = (REPLICATED, GATHERED, ALL2ALL)
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer over ranks. tokens_W: number of tokens by rank, all equal with replicated input."""
+    """An expert-parallel layer over several ranks.
+
+    tokens_W: number of tokens of each rank. The numbers are equal if the input is replicated.
+    """
 
     part: str
     tokens_W: tuple[int, ...]
@@ -97,7 +100,7 @@ class Layer:
             out = torch.cat(outputs)
         return compare(out, exact, rounded_reference_output, self.global_problem)
 
-    def invalid(self, rank: int) -> int:
+    def count_invalid_ids(self, rank: int) -> int:
         return count_invalid_ids(self.inputs_of(rank).routing, self.global_problem)
 
 

@@ -1,7 +1,7 @@
 """Finds matrix products that would read outside of their operands on a CPU with AMX.
 
-`modular_kernel.utils.matmul` describes this defect of oneDNN. Only a CPU with AMX computes wrong
-results, but shapes and strides show on every CPU which products are affected.
+`modular_kernel.utils.matmul` describes this defect of oneDNN. Wrong results occur only on a CPU
+with AMX. The monitor checks shapes and strides instead, so it finds unsafe products on every CPU.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,9 +24,10 @@ PRODUCTS = {
 class MatmulMonitor(TorchDispatchMode):
     """Counts matrix products on a CPU in `products` and lists the unsafe ones in `faults`.
 
-    A product is unsafe if its operands have 16 bits and its inner dimension is not a multiple of
-    32, or if an operand of 16 or 32 bits has gaps between rows. float32 is included because torch
-    can use 16-bit tiles for it (`set_float32_matmul_precision`).
+    A product is unsafe if its operands have 16-bit elements and its inner dimension is not a
+    multiple of 32. It is also unsafe if an operand has padding between its rows and its elements
+    have at most 32 bits. float32 is included because torch can use 16-bit tiles for it
+    (`set_float32_matmul_precision`).
     """
 
     def __init__(self) -> None:
@@ -57,8 +58,8 @@ def _faults(operands: list[torch.Tensor]) -> Iterable[str]:
         yield f"depth {operands[0].shape[-1]}, {operands[0].dtype}"
     for t in operands:
         # The stride of a single row matters, since torch passes it to oneDNN.
-        sides = ((t.shape[-1], 1), (1, t.shape[-2])) if t.dim() > 1 else ()
-        if t.dim() > 1 and t.itemsize <= 4 and t.stride()[-2:] not in sides:
+        dense_strides = ((t.shape[-1], 1), (1, t.shape[-2])) if t.dim() > 1 else ()
+        if t.dim() > 1 and t.itemsize <= 4 and t.stride()[-2:] not in dense_strides:
             yield f"{tuple(t.shape)} with strides {t.stride()}, {t.dtype}"
 
 

@@ -45,7 +45,7 @@ GPT_OSS = {
 }
 
 
-def written(folder: Path, config: Any) -> str:
+def write_config(folder: Path, config: Any) -> str:
     path = folder / "config.json"
     path.write_text(config if isinstance(config, str) else json.dumps(config))
     return str(path)
@@ -102,7 +102,7 @@ INKLING = {
     "hidden_act": "silu",
     "route_scale": 1.5,
 }
-FP8 = DEEPSEEK["quantization_config"]
+FP8_QUANTIZATION_CONFIG = DEEPSEEK["quantization_config"]
 
 
 def without(config: dict, *names: str) -> dict:

@@ -1,7 +1,7 @@
 """Parts whose launches are recorded and replayed, on a simulated device.
 
-Their "kernels" write host memory through its address. Like launches of Triton kernels, these writes
-are no torch operations.
+Their "kernels" write host memory through its address. PyTorch does not see these writes as
+operations, just as it does not see the launches of Triton kernels.
 """
 
 import ctypes
@@ -32,12 +32,12 @@ def _floats(address: int, count: int) -> Any:
     return (ctypes.c_float * count).from_address(address)
 
 
-def add_kernel(out: int, x: int, w: int, weights: int, count: int) -> None:
-    """out[i] = x[i] + w[0] + weights[0], all float32."""
+def add_kernel(out: int, x: int, w1: int, topk_weights: int, count: int) -> None:
+    """out[i] = x[i] + w1[0] + topk_weights[0], all float32."""
     out_values, x_values = _floats(out, count), _floats(x, count)
-    w_0, weight_0 = _floats(w, 1)[0], _floats(weights, 1)[0]
+    w1_0, topk_weight_0 = _floats(w1, 1)[0], _floats(topk_weights, 1)[0]
     for i in range(count):
-        out_values[i] = x_values[i] + w_0 + weight_0
+        out_values[i] = x_values[i] + w1_0 + topk_weight_0
 
 
 def launch_add(tensors: Sequence[torch.Tensor], count: int) -> None:

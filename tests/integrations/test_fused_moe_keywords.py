@@ -11,7 +11,7 @@ from fused_experts_calls import BASE, E, H, I, K, T, assert_close, call_fused_ex
 
 from experts.triton.configs.select import override_config
 from modular_kernel.errors import ConfigurationError, LayoutError, ShapeError
-from modular_kernel.integrations import fused_moe_kernels as module
+from modular_kernel.integrations import fused_moe_kernels
 from modular_kernel.integrations.fused_moe import (
     MoeRunnerConfig,
     StandardTopKOutput,
@@ -74,8 +74,8 @@ def test_calls_are_split_into_chunks() -> None:
     sizes = (16, H, I, E, K, None)
     fields = ("none", "silu", False, 1.0, Combine.SUM, False, 2)
     assert (
-        module._make_kernel(
-            sizes, torch.float32, False, fields, x_TH.device, module.DEFAULT_PARTS
+        fused_moe_kernels._make_kernel(
+            sizes, torch.float32, False, fields, x_TH.device, fused_moe_kernels.DEFAULT_PARTS
         ).problem.chunk_tokens
         == 2
     )
@@ -179,14 +179,14 @@ def test_default_chunks_have_65536_tokens() -> None:
     fields = ("none", "silu", False, 1.0, Combine.SUM, False, 64 * 1024)
     for tokens, chunk in ((1, None), (65536, None), (65537, 65536), (131073, 65536)):
         x_TH = torch.empty(tokens, H)
-        assert module.get_kernel(x_TH, weights, routing, fields).problem.chunk_tokens == chunk
+        assert (
+            fused_moe_kernels.get_kernel(x_TH, weights, routing, fields).problem.chunk_tokens
+            == chunk
+        )
 
 
 @pytest.mark.parametrize("chunk", [3, 4])
 def test_chunked_calls_equal_unchunked_calls(chunk: int) -> None:
-    """The cases are no tokens, a token less or more than a chunk, exactly one chunk, and two
-    chunks.
-    """
     config = MoeRunnerConfig(chunk_tokens=chunk, inplace=False)
     for tokens in (0, chunk - 1, chunk, chunk + 1, 2 * chunk):
         x_TH, weights, routing = make_layer(BASE.with_tokens(tokens))
@@ -255,51 +255,57 @@ def test_torch_compile_includes_the_router() -> None:
 # The examples in the documentation of fused_experts in SGLang, corrected: w1 is (E, 2I, H), and
 # there is one scale per block. The sizes are divided by 64. Router weights can be negative and
 # experts can repeat, because the examples use randn and randint.
-T8, H8, I8, E8 = 32, 128, 256, 8
+EXAMPLE_T, EXAMPLE_H, EXAMPLE_I, EXAMPLE_E = 32, 128, 256, 8
 
 
 def make_example() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[Any, ...]]:
     generator = torch.Generator().manual_seed(11)
-    x_TH = torch.randn(T8, H8, dtype=torch.bfloat16, generator=generator)
-    w1 = torch.randn(E8, 2 * I8, H8, dtype=torch.bfloat16, generator=generator)
-    w2 = torch.randn(E8, H8, I8, dtype=torch.bfloat16, generator=generator)
-    topk_weights = torch.randn(T8, 2, generator=generator)
-    topk_ids = torch.randint(0, E8, (T8, 2), generator=generator)
+    x_TH = torch.randn(EXAMPLE_T, EXAMPLE_H, dtype=torch.bfloat16, generator=generator)
+    w1 = torch.randn(EXAMPLE_E, 2 * EXAMPLE_I, EXAMPLE_H, dtype=torch.bfloat16, generator=generator)
+    w2 = torch.randn(EXAMPLE_E, EXAMPLE_H, EXAMPLE_I, dtype=torch.bfloat16, generator=generator)
+    topk_weights = torch.randn(EXAMPLE_T, 2, generator=generator)
+    topk_ids = torch.randint(0, EXAMPLE_E, (EXAMPLE_T, 2), generator=generator)
     return x_TH, w1, w2, (topk_weights, topk_ids, None)
 
 
-@pytest.mark.parametrize("activation", ["bf16", "fp8 expanded", "fp8 blocks"])
-def test_examples_of_other_libraries(activation: str) -> None:
+@pytest.mark.parametrize("quantization", ["bf16", "fp8 expanded", "fp8 blocks"])
+def test_examples_of_other_libraries(quantization: str) -> None:
     x_TH, w1, w2, topk_output = make_example()
-    config = MoeRunnerConfig(num_experts=E8, top_k=2, activation="silu", inplace=False)
+    config = MoeRunnerConfig(num_experts=EXAMPLE_E, top_k=2, activation="silu", inplace=False)
     options, scales, quant = {}, {}, "none"
-    if activation != "bf16":
+    if quantization != "bf16":
         w1, w2 = w1.to(torch.float8_e4m3fn), w2.to(torch.float8_e4m3fn)
         scales = {
-            "w1_scale": torch.tensor([0.01]).expand(E8),
-            "w2_scale": torch.tensor([0.02]).expand(E8),
+            "w1_scale": torch.tensor([0.01]).expand(EXAMPLE_E),
+            "w2_scale": torch.tensor([0.02]).expand(EXAMPLE_E),
         }
         options, quant = {"use_fp8_w8a8": True}, "fp8_w8a8_tensor"
-    if activation == "fp8 blocks":
+    if quantization == "fp8 blocks":
         generator = torch.Generator().manual_seed(12)
         scales = {
-            "w1_scale": torch.randn(E8, 2 * I8 // 128, H8 // 128, generator=generator),
-            "w2_scale": torch.randn(E8, H8 // 128, I8 // 128, generator=generator),
+            "w1_scale": torch.randn(
+                EXAMPLE_E, 2 * EXAMPLE_I // 128, EXAMPLE_H // 128, generator=generator
+            ),
+            "w2_scale": torch.randn(
+                EXAMPLE_E, EXAMPLE_H // 128, EXAMPLE_I // 128, generator=generator
+            ),
         }
         options["block_shape"], quant = [128, 128], "fp8_w8a8_block"
     got = fused_experts(
         hidden_states=x_TH, w1=w1, w2=w2, topk_output=topk_output,
         moe_runner_config=config, **options, **scales,
     )  # fmt: skip
-    problem = Problem(T8, H8, I8, E8, 2, dtype=torch.bfloat16, quant=quant)
+    problem = Problem(
+        EXAMPLE_T, EXAMPLE_H, EXAMPLE_I, EXAMPLE_E, 2, dtype=torch.bfloat16, quant=quant
+    )
     weights = ExpertWeights(w1, w2, **{name: scale.contiguous() for name, scale in scales.items()})
     want = float64_reference(x_TH, weights, Routing(*topk_output[:2]), problem)
-    assert_close(got, want, 1e-2 if activation == "bf16" else 0.1)
+    assert_close(got, want, 1e-2 if quantization == "bf16" else 0.1)
     tiles = {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 128, "GROUP_SIZE_M": 16,
              "num_warps": 4, "num_stages": 3}  # fmt: skip
     with override_config(tiles):
         with_override = fused_experts(x_TH, w1, w2, topk_output, config, **options, **scales)
-    assert_close(with_override, want, 1e-2 if activation == "bf16" else 0.1)
+    assert_close(with_override, want, 1e-2 if quantization == "bf16" else 0.1)
 
 
 def test_one_scale_expanded_over_the_experts() -> None:

@@ -14,7 +14,7 @@ from triton.runtime import interpreter as upstream
 from modular_kernel.interpreter import operands, patch
 from modular_kernel.interpreter.dtypes import get_storage_dtype
 
-KINDS = (
+DTYPES = (
     tl.int1, tl.int8, tl.uint8, tl.int16, tl.int32, tl.uint32, tl.int64, tl.uint64,
     tl.float8e4nv, tl.float16, tl.bfloat16, tl.float32, tl.float64,
 )  # fmt: skip
@@ -27,18 +27,18 @@ NUMBERS = (
 FLAGS = tuple(itertools.product((False, True), repeat=4))
 
 
-def tensor(kind: Any, shape: tuple[int, ...]) -> Any:
+def tensor(dtype: Any, shape: tuple[int, ...]) -> Any:
     values = np.arange(1, 1 + int(np.prod(shape)), dtype=np.int64).reshape(shape or (1,))
-    handle = upstream.TensorHandle(values.astype(get_storage_dtype(kind)), kind)
-    return tl.tensor(handle, tl.block_type(kind, list(shape)) if shape else kind)
+    handle = upstream.TensorHandle(values.astype(get_storage_dtype(dtype)), dtype)
+    return tl.tensor(handle, tl.block_type(dtype, list(shape)) if shape else dtype)
 
 
-def describe(made: Any) -> list[object]:
+def describe(tensors: Any) -> list[object]:
     """Return the types, the shapes and the bits of tensors."""
     return [
         (str(t.type), str(t.dtype), str(t.shape), t.handle.data.dtype, t.handle.data.shape,
          str(t.handle.dtype), np.ascontiguousarray(t.handle.data).tobytes())
-        for t in made
+        for t in tensors
     ]  # fmt: skip
 
 
@@ -64,13 +64,13 @@ def semantic(monkeypatch: pytest.MonkeyPatch) -> Any:
     return TritonSemantic(upstream.interpreter_builder)
 
 
-@pytest.mark.parametrize("left", [*KINDS, *POINTERS], ids=str)
+@pytest.mark.parametrize("left", [*DTYPES, *POINTERS], ids=str)
 def test_promotion_of_two_tensors_equals_triton(semantic: Any, left: Any) -> None:
     shapes = (((), ()), ((4,), (4,)), ((4,), ()), ((2, 4), (4, 1)))
-    for right, flags, (a, b) in itertools.product((*KINDS, *POINTERS), FLAGS, shapes):
-        operand_pair = tensor(left, a), tensor(right, b), *flags
-        expected = result_or_error(operands._upstream_promote_operands, semantic, *operand_pair)
-        assert result_or_error(operands.promote_operands, semantic, *operand_pair) == expected, (
+    for right, flags, (a, b) in itertools.product((*DTYPES, *POINTERS), FLAGS, shapes):
+        args = tensor(left, a), tensor(right, b), *flags
+        expected = result_or_error(operands._upstream_promote_operands, semantic, *args)
+        assert result_or_error(operands.promote_operands, semantic, *args) == expected, (
             left,
             right,
             flags,
@@ -79,35 +79,37 @@ def test_promotion_of_two_tensors_equals_triton(semantic: Any, left: Any) -> Non
         )
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *POINTERS], ids=str)
-def test_promotion_of_a_tensor_and_a_number_equals_triton(semantic: Any, kind: Any) -> None:
+@pytest.mark.parametrize("dtype", [*DTYPES, *POINTERS], ids=str)
+def test_promotion_of_a_tensor_and_a_number_equals_triton(semantic: Any, dtype: Any) -> None:
     for number, flags, shape in itertools.product(NUMBERS, FLAGS, ((), (4,), (2, 4))):
-        for operand_pair in ((tensor(kind, shape), number), (number, tensor(kind, shape))):
+        for operand_pair in ((tensor(dtype, shape), number), (number, tensor(dtype, shape))):
             expected = result_or_error(
                 operands._upstream_promote_operands, semantic, *operand_pair, *flags
             )
             operands._make_constant.cache_clear()  # -0.0 and 0 have the same key.
             actual = result_or_error(operands.promote_operands, semantic, *operand_pair, *flags)
-            assert actual == expected, (kind, number, flags, shape)
+            assert actual == expected, (dtype, number, flags, shape)
 
 
 @pytest.mark.parametrize("left", SHAPES, ids=str)
 def test_broadcasting_of_two_shapes_equals_triton(semantic: Any, left: tuple[int, ...]) -> None:
-    for right, kind in itertools.product(SHAPES, (tl.float32, tl.bfloat16, POINTERS[0])):
-        operand_pair = tensor(tl.int32, left), tensor(kind, right)
+    for right, dtype in itertools.product(SHAPES, (tl.float32, tl.bfloat16, POINTERS[0])):
+        operand_pair = tensor(tl.int32, left), tensor(dtype, right)
         expected = result_or_error(operands._upstream_broadcast, semantic, *operand_pair)
         assert result_or_error(operands.broadcast, semantic, *operand_pair) == expected, (
             left,
             right,
-            kind,
+            dtype,
         )
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *POINTERS], ids=str)
-def test_promotion_of_zero_dimensional_arrays_equals_triton(semantic: Any, kind: Any) -> None:
-    scalar = tensor(kind, ())
+@pytest.mark.parametrize("dtype", [*DTYPES, *POINTERS], ids=str)
+def test_promotion_of_zero_dimensional_arrays_equals_triton(semantic: Any, dtype: Any) -> None:
+    scalar = tensor(dtype, ())
     scalar.handle.data = scalar.handle.data.reshape(())
-    for other, flags in itertools.product((*NUMBERS, tensor(kind, ()), tensor(kind, (4,))), FLAGS):
+    for other, flags in itertools.product(
+        (*NUMBERS, tensor(dtype, ()), tensor(dtype, (4,))), FLAGS
+    ):
         for operand_pair in ((scalar, other), (other, scalar)):
             expected = result_or_error(
                 operands._upstream_promote_operands, semantic, *operand_pair, *flags
@@ -139,24 +141,22 @@ ORIGINALS = {
 }
 
 
-def random_operand(numbers: np.random.Generator, like: Any = None) -> Any:
+def random_operand(rng: np.random.Generator, like: Any = None) -> Any:
     """Return a random number or tensor, often of the same type as `like`."""
-    if numbers.random() < 0.25:
-        return NUMBERS[numbers.integers(len(NUMBERS))]
-    kind = (*KINDS, *POINTERS)[numbers.integers(len(KINDS) + len(POINTERS))]
-    if isinstance(like, tl.tensor) and numbers.random() < 0.5:
-        kind = like.dtype
-    operand = tensor(kind, SHAPES[numbers.integers(len(SHAPES))])
-    storage, data = get_storage_dtype(kind), operand.handle.data
+    if rng.random() < 0.25:
+        return NUMBERS[rng.integers(len(NUMBERS))]
+    dtype = (*DTYPES, *POINTERS)[rng.integers(len(DTYPES) + len(POINTERS))]
+    if isinstance(like, tl.tensor) and rng.random() < 0.5:
+        dtype = like.dtype
+    operand = tensor(dtype, SHAPES[rng.integers(len(SHAPES))])
+    storage, data = get_storage_dtype(dtype), operand.handle.data
     if storage.kind in "iu":
         limits = np.iinfo(storage)
         extremes = np.array([limits.min, limits.max, limits.max // 3, 1], storage)
-        operand.handle.data = (
-            numbers.choice(extremes, data.shape) if numbers.random() < 0.5 else data
-        )
+        operand.handle.data = rng.choice(extremes, data.shape) if rng.random() < 0.5 else data
     else:
         with np.errstate(all="ignore"):
-            operand.handle.data = numbers.choice(SPECIAL, data.shape).astype(storage)
+            operand.handle.data = rng.choice(SPECIAL, data.shape).astype(storage)
     return operand
 
 
@@ -164,7 +164,7 @@ def random_operand(numbers: np.random.Generator, like: Any = None) -> Any:
 def test_operations_on_random_operands_equal_triton(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    numbers = np.random.default_rng(list(OPERATIONS).index(name))
+    rng = np.random.default_rng(list(OPERATIONS).index(name))
     scope = patch.patch_language()
     semantic = TritonSemantic(upstream.interpreter_builder)
 
@@ -174,8 +174,8 @@ def test_operations_on_random_operands_equal_triton(
 
     try:
         for _ in range(400):
-            lhs = random_operand(numbers)
-            operand_pair = lhs, random_operand(numbers, lhs)
+            lhs = random_operand(rng)
+            operand_pair = lhs, random_operand(rng, lhs)
             actual = result_or_error(result, *operand_pair)
             with monkeypatch.context() as context:
                 for owner, attribute, _ in operands.REPLACEMENTS:
@@ -203,9 +203,9 @@ def test_replaced_builtin_is_called(
 def test_broadcasting_of_non_tensors_raises(semantic: Any) -> None:
     values = (np.float32(1), np.int64(2), 1.0, tl.constexpr(1), None, tensor(tl.int32, (4,)))
     for operand_pair in itertools.product(values, values[:-1]):
-        for spread in (operands._upstream_broadcast, operands.broadcast):
+        for broadcast in (operands._upstream_broadcast, operands.broadcast):
             with pytest.raises(AttributeError):
-                spread(semantic, *operand_pair)
+                broadcast(semantic, *operand_pair)
 
 
 def test_cached_numbers_are_read_only(semantic: Any) -> None:

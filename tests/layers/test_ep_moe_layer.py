@@ -96,7 +96,7 @@ def test_float8_with_one_scale_per_expert() -> None:
     assert relative_error(total, sample.expected_output()) < 8e-2
 
 
-def test_describe_names_the_experts() -> None:
+def test_attributes_of_a_rank() -> None:
     layer = EPMoE(E, K, H, I, torch.bfloat16, tp_size=4, tp_rank=2, prefix="model.layers.1")
     held = layer.num_experts_per_partition, layer.start_expert_id, layer.end_expert_id
     assert held == (2, 4, 5)

@@ -32,7 +32,7 @@ ROWS = {
     "A55": Row("weight_loader by shard and expert, TP x EP slices of the whole", (
         f"{LOADING}::test_shards_are_slices_of_the_weights",
         f"{LOADING}::test_destination_describes_a_slice",
-        f"{LOADING}::test_tensors_of_another_layer_are_refused",
+        f"{LOADING}::test_invalid_loader_arguments_are_refused",
         "test_layer_loading::test_layers_are_loaded_tensor_by_tensor",
     )),
     "A56": Row("experts in blocks over EP ranks, each expert on one rank", (
@@ -64,7 +64,7 @@ ROWS = {
     )),
     "A66": Row("describe() has the map of experts", (
         f"{LAYERS}::test_describe_states_where_experts_are",
-        f"{EP_LAYER}::test_describe_names_the_experts",
+        f"{EP_LAYER}::test_attributes_of_a_rank",
     )),
     "E1": Row("EPMoE with SGLang's arguments, EP over the TP group", (
         f"{EP_LAYER}::test_rank_outputs_sum_to_the_reference",
@@ -73,7 +73,7 @@ ROWS = {
         f"{EP_LAYER}::test_invalid_arguments_are_refused",
     )),
     "E2": Row("the experts of a rank; grouped top-k needs both arguments", (
-        f"{EP_LAYER}::test_describe_names_the_experts",
+        f"{EP_LAYER}::test_attributes_of_a_rank",
         f"{EP_LAYER}::test_invalid_arguments_are_refused",
     )),
     "E3": Row("routing plain, renormalized, grouped, with a correction bias", (
@@ -96,7 +96,7 @@ ROWS = {
     )),
     "E16": Row("weight_loader: experts of other ranks are skipped, a bad shard is refused", (
         f"{LOADING}::test_shards_are_slices_of_the_weights",
-        f"{LOADING}::test_tensors_of_another_layer_are_refused",
+        f"{LOADING}::test_invalid_loader_arguments_are_refused",
     )),
     "E17": Row("scales of float8: one input scale, separate weight scales", (
         f"{LOADING}::test_input_scales_of_an_expert_must_be_equal",
@@ -107,7 +107,7 @@ ROWS = {
         f"{LOADING}::test_quant_methods_create_the_parameters",
         f"{EP_LAYER}::test_quantization_by_config",
         f"{EP_LAYER}::test_quant_method_processes_loaded_weights",
-        f"{LOADING}::test_the_float8_method_accepts_the_tensors_of_ep_moe",
+        f"{LOADING}::test_fp8_method_scheme_from_config",
     )),
 }  # fmt: skip
 

@@ -1,6 +1,4 @@
-"""FusedMoE.load_state_dict makes a new layer ready without repacking, keeps scale dtypes, and
-survives interrupts. A routing must have the batch shape of x.
-"""
+"""State dicts of FusedMoE layers, interrupted loading, and the batch shape of a routing."""
 
 import copy
 from dataclasses import replace

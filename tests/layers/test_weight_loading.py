@@ -1,6 +1,4 @@
-"""Weights loaded tensor by tensor, as inference engines do, equal weights loaded by
-`load_experts`.
-"""
+"""Loading weights tensor by tensor, as inference engines do, equals loading by `load_experts`."""
 
 from itertools import product
 from pathlib import Path
@@ -31,7 +29,7 @@ def load_by_name(
     tensors: dict[str, torch.Tensor],
     dtype: torch.dtype,
     experts: int = 4,
-    shards: "dict[str, str] | None" = None,
+    fused_prefixes: "dict[str, str] | None" = None,
 ) -> torch.nn.Module:
     """Load each tensor as `load_weights` of an engine's model does: map its name to a parameter and
     call the parameter's `weight_loader`.
@@ -41,7 +39,7 @@ def load_by_name(
     loader.create_weights(layer.experts, dtype)
     parameters = dict(layer.named_parameters())
     mapping = make_expert_params_mapping("w1", "w2", "w3", experts)
-    for name, prefix in (shards or {}).items():
+    for name, prefix in (fused_prefixes or {}).items():
         mapping += [(f"experts.{prefix}", f"experts.{e}.{name}.", e, name) for e in range(experts)]
     for name, tensor in tensors.items():
         for prefix, weight, expert, shard in mapping:
@@ -63,15 +61,15 @@ def test_loading_by_tensor_equals_loading_from_files(kind: str, tmp_path: Path) 
     experts = {name: t for name, t in tensors.items() if ".experts." in name}
     format = format_of(CHECKPOINT_FORMATS[kind].config, depth=256)
     for ep, tp in ((1, 1), (2, 2)):
-        for ep_rank, t in product(range(ep), range(tp)):
+        for ep_rank, tp_rank in product(range(ep), range(tp)):
             if format.scheme.static:  # gate and up share an input scale here
                 for name in [n for n in experts if ".w3.input_scale" in n]:
                     experts[name] = experts[name.replace(".w3.", ".w1.")].clone()
-            share = Share(4, 128, 256, ep=(ep_rank, ep), tp=(t, tp))
+            share = Share(4, 128, 256, ep=(ep_rank, ep), tp=(tp_rank, tp))
             loader = ExpertLoader(share, format)
             dtype = {"fp16": torch.float16, "fp32": torch.float32}.get(kind, torch.bfloat16)
             got = loader.expert_weights(load_by_name(loader, experts, dtype))
-            want = mk.load_experts(tmp_path, 0, ep=(ep_rank, ep), tp=(t, tp)).weights
+            want = mk.load_experts(tmp_path, 0, ep=(ep_rank, ep), tp=(tp_rank, tp)).weights
             for name, tensor in vars(want).items():
                 got_tensor = getattr(got, name)
                 assert (got_tensor is None) == (tensor is None), name
@@ -114,7 +112,7 @@ def test_loading_fused_gate_and_up_equals_loading_both(kind: str, tmp_path: Path
     format, loaded = format_of(CHECKPOINT_FORMATS[kind].config), []
     for tensors_to_load in (experts, fuse_gate_and_up(format, experts)):
         loader = ExpertLoader(Share(4, 128, 256, ep=(1, 2), tp=(1, 2)), format)
-        layer = load_by_name(loader, tensors_to_load, torch.float32, shards={"w13": "w13_"})
+        layer = load_by_name(loader, tensors_to_load, torch.float32, fused_prefixes={"w13": "w13_"})
         loaded.append(loader.expert_weights(layer))
     for name, tensor in vars(loaded[0]).items():
         other = getattr(loaded[1], name)
@@ -256,7 +254,7 @@ def test_quant_methods_create_the_parameters() -> None:
     ],
     ids=str,
 )
-def test_the_float8_method_accepts_the_tensors_of_ep_moe(config: object, scheme: str) -> None:
+def test_fp8_method_scheme_from_config(config: object, scheme: str) -> None:
     assert str(Fp8EPMoEMethod(config).format.scheme) == scheme
 
 
@@ -298,7 +296,7 @@ INVALID_TENSORS = {
 
 
 @pytest.mark.parametrize("case", INVALID_TENSORS)
-def test_tensors_of_another_layer_are_refused(case: str) -> None:
+def test_invalid_loader_arguments_are_refused(case: str) -> None:
     (shard, name, expert), error, message = INVALID_TENSORS[case]
     loader, layer = make_static_fp8_loader()
     before = layer.w13_weight.float().clone()

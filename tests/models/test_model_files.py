@@ -9,7 +9,7 @@ import pytest
 from model_configs import (
     DBRX,
     DEEPSEEK,
-    FP8,
+    FP8_QUANTIZATION_CONFIG,
     GPT_OSS,
     HUNYUAN,
     INKLING,
@@ -19,7 +19,7 @@ from model_configs import (
     NEMOTRON,
     QWEN3,
     without,
-    written,
+    write_config,
 )
 
 from modular_kernel.cli.options import ProblemOptions
@@ -46,18 +46,21 @@ SUPPORTED = {
             "model_type": "any",
             "text_config": without(QWEN3, "dtype"),
             "torch_dtype": "float16",
-            "quantization_config": FP8,
+            "quantization_config": FP8_QUANTIZATION_CONFIG,
         },
         "T16-H2048-I768-E128-K8-float16-quant=fp8_w8a8_block",
     ),
     "in text_config, with its own dtype": (
-        {"text_config": QWEN3 | {"quantization_config": FP8}, "torch_dtype": "float32"},
+        {
+            "text_config": QWEN3 | {"quantization_config": FP8_QUANTIZATION_CONFIG},
+            "torch_dtype": "float32",
+        },
         "T16-H2048-I768-E128-K8-float16-quant=fp8_w8a8_block",
     ),
     "nested twice": (
         {
             "model_type": "qwen3_omni_moe",
-            "quantization_config": FP8,
+            "quantization_config": FP8_QUANTIZATION_CONFIG,
             "thinker_config": {"dtype": "float16", "text_config": without(QWEN3, "dtype")},
             "talker_config": {"text_config": QWEN3 | {"moe_intermediate_size": 384}},
         },
@@ -117,7 +120,7 @@ SUPPORTED = {
 
 @pytest.mark.parametrize(("config", "problem"), SUPPORTED.values(), ids=SUPPORTED.keys())
 def test_problem_of_each_config(tmp_path: Path, config: dict, problem: str) -> None:
-    path = written(tmp_path, config)
+    path = write_config(tmp_path, config)
     assert str(ProblemOptions(model=path).problem()) == problem
     assert load_problem_fields(f"{tmp_path}{os.sep}") == load_problem_fields(
         path
@@ -148,7 +151,7 @@ INVALID: dict[str, Any] = {
     "two language models": {"text_config": QWEN3, "thinker_config": QWEN3},
     "two schemes": {
         "text_config": QWEN3 | {"quantization_config": {"quant_method": "mxfp4"}},
-        "quantization_config": FP8,
+        "quantization_config": FP8_QUANTIZATION_CONFIG,
     },
     "two dtypes": MIXTRAL | {"dtype": "float16"},
     "experts in an unknown dtype": DEEPSEEK | {"expert_dtype": "fp6"},
@@ -190,7 +193,7 @@ INVALID: dict[str, Any] = {
 @pytest.mark.parametrize("config", INVALID.values(), ids=INVALID.keys())
 def test_unsupported_configs_raise_typed_errors(tmp_path: Path, config: Any) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        problem_fields_of_file(written(tmp_path, config))
+        problem_fields_of_file(write_config(tmp_path, config))
     assert caught.value.what.startswith("model ")
     assert len(str(caught.value)) < 1000
 
@@ -208,12 +211,12 @@ def test_errors_state_what_they_got_and_need(tmp_path: Path) -> None:
         (HUNYUAN | {"num_experts_per_tok": 4}, "moe_topk = [8, 8, 8], num_experts_per_tok = 4"),
     ):
         with pytest.raises(ConfigurationError) as caught:
-            problem_fields_of_file(written(tmp_path, config))
+            problem_fields_of_file(write_config(tmp_path, config))
         assert message in str(caught.value)
 
 
 def test_tune_keeps_the_schemes_of_files(tmp_path: Path) -> None:
-    path = written(tmp_path, DEEPSEEK)
+    path = write_config(tmp_path, DEEPSEEK)
     assert [(n, p.quant) for n, p in _make_problems(ProblemOptions(model=f"mixtral,{path}"))] == [
         ("mixtral", "none"),
         (tmp_path.name, "fp8_w8a8_block"),
@@ -223,7 +226,7 @@ def test_tune_keeps_the_schemes_of_files(tmp_path: Path) -> None:
 
 
 def test_options_override_the_file(tmp_path: Path) -> None:
-    path = written(tmp_path, {"text_config": LLAMA4})
+    path = write_config(tmp_path, {"text_config": LLAMA4})
     assert ProblemOptions(model=path).problem().apply_router_weight_on_input
     without_option = ProblemOptions(model=path, router_weight_on_input=False)
     assert not without_option.problem().apply_router_weight_on_input

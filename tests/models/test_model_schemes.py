@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from model_configs import FP8, MIXTRAL, written
+from model_configs import FP8_QUANTIZATION_CONFIG, MIXTRAL, write_config
 
 from modular_kernel.cli.options import ProblemOptions
 from modular_kernel.errors import ConfigurationError
@@ -41,7 +41,7 @@ SCHEMES: dict[str, tuple[dict[str, object], str]] = {
     ),
     "fp8 with excluded modules": (
         {
-            **FP8,
+            **FP8_QUANTIZATION_CONFIG,
             "modules_to_not_convert": ["lm_head", "model.layers.0.self_attn", "mlp.gate", "gate"],
         },
         "fp8_w8a8_block",
@@ -149,9 +149,9 @@ def test_scheme_of_each_quantization_config(
     tmp_path: Path, config: dict[str, object], scheme: str
 ) -> None:
     config_json = MIXTRAL | {"quantization_config": config}
-    assert ProblemOptions(model=written(tmp_path, config_json)).problem().quant == scheme
+    assert ProblemOptions(model=write_config(tmp_path, config_json)).problem().quant == scheme
     older = MIXTRAL | {"compression_config": config}
-    assert problem_fields_of_file(written(tmp_path, older))["quant"] is not None
+    assert problem_fields_of_file(write_config(tmp_path, older))["quant"] is not None
 
 
 UNSUPPORTED: dict[str, dict[str, object]] = {
@@ -159,11 +159,12 @@ UNSUPPORTED: dict[str, dict[str, object]] = {
     "another method": {"quant_method": "torchao", "quant_type": "int8_weight_only"},
     "bitsandbytes without bits": {"quant_method": "bitsandbytes"},
     "fp8 without blocks or activations": {"quant_method": "fp8"},
-    "blocks and static": FP8 | {"activation_scheme": "static"},
-    "unsupported fp8 format": FP8 | {"fmt": "e5m2"},
-    "unsupported scale format": FP8 | {"scale_fmt": "e3m4"},
-    "experts in 6 bits": FP8 | {"expert_dtype": "fp6"},
-    "experts in 4 bits, and static": FP8 | {"expert_dtype": "fp4", "activation_scheme": "static"},
+    "blocks and static": FP8_QUANTIZATION_CONFIG | {"activation_scheme": "static"},
+    "unsupported fp8 format": FP8_QUANTIZATION_CONFIG | {"fmt": "e5m2"},
+    "unsupported scale format": FP8_QUANTIZATION_CONFIG | {"scale_fmt": "e3m4"},
+    "experts in 6 bits": FP8_QUANTIZATION_CONFIG | {"expert_dtype": "fp6"},
+    "experts in 4 bits, and static": FP8_QUANTIZATION_CONFIG
+    | {"expert_dtype": "fp4", "activation_scheme": "static"},
     "gptq without sym": {"quant_method": "gptq", "bits": 4, "group_size": 128},
     "gptq without a group": {"quant_method": "gptq", "bits": 4, "sym": True},
     "invalid group size": {"quant_method": "gptq", "bits": 4, "group_size": -2, "sym": True},
@@ -202,12 +203,12 @@ UNSUPPORTED: dict[str, dict[str, object]] = {
     "ct int4 without symmetric": make_compressed_config(I4),
     "ct fp8 in act-order": make_compressed_config(BLOCK | {"actorder": "group"}),
     "ct nvfp4 and 8 bits": make_compressed_config(F4, F8 | TOKEN),
-    "ignore is not a list": FP8 | {"ignore": "lm_head"},
+    "ignore is not a list": FP8_QUANTIZATION_CONFIG | {"ignore": "lm_head"},
 }
 
 
 @pytest.mark.parametrize("config", UNSUPPORTED.values(), ids=UNSUPPORTED.keys())
 def test_unsupported_schemes_raise_typed_errors(tmp_path: Path, config: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError, match="quantization_config") as caught:
-        problem_fields_of_file(written(tmp_path, MIXTRAL | {"quantization_config": config}))
+        problem_fields_of_file(write_config(tmp_path, MIXTRAL | {"quantization_config": config}))
     assert len(str(caught.value)) < 1000

@@ -5,7 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_configs import DEEPSEEK, FP8, GPT_OSS, MIXTRAL, NEMOTRON, QWEN3, without, written
+from model_configs import (
+    DEEPSEEK,
+    FP8_QUANTIZATION_CONFIG,
+    GPT_OSS,
+    MIXTRAL,
+    NEMOTRON,
+    QWEN3,
+    without,
+    write_config,
+)
 
 from modular_kernel.checkpoints.quantization_map import QuantizationMap
 from modular_kernel.errors import ConfigurationError
@@ -68,17 +77,18 @@ TABLE: dict[str, tuple[Config, Config, dict[tuple[int, ...], str]]] = {
     # Whole models
     "deepseek-ai/DeepSeek-V3": (
         make_deepseek(),
-        FP8 | {"activation_scheme": "dynamic", "fmt": "e4m3"},
+        FP8_QUANTIZATION_CONFIG | {"activation_scheme": "dynamic", "fmt": "e4m3"},
         {(3, 4, 5): FP8_BLOCK},
     ),
     "deepseek-ai/DeepSeek-V3.1": (
         make_deepseek(),
-        FP8 | {"activation_scheme": "dynamic", "fmt": "e4m3", "scale_fmt": "ue8m0"},
+        FP8_QUANTIZATION_CONFIG
+        | {"activation_scheme": "dynamic", "fmt": "e4m3", "scale_fmt": "ue8m0"},
         {(3, 4, 5): FP8_BLOCK},
     ),
     "Qwen/Qwen3-30B-A3B-FP8": (
         make_qwen(),
-        FP8
+        FP8_QUANTIZATION_CONFIG
         | {
             "activation_scheme": "dynamic",
             "fmt": "e4m3",
@@ -117,7 +127,7 @@ TABLE: dict[str, tuple[Config, Config, dict[tuple[int, ...], str]]] = {
     ),
     "MiniMaxAI/MiniMax-M2": (
         MIXTRAL | {"model_type": "minimax_m2", "num_hidden_layers": 3},
-        FP8
+        FP8_QUANTIZATION_CONFIG
         | {
             "activation_scheme": "dynamic",
             "fmt": "float8_e4m3fn",
@@ -208,12 +218,14 @@ TABLE: dict[str, tuple[Config, Config, dict[tuple[int, ...], str]]] = {
     ),
     "fp8 with excluded experts (reconstructed)": (
         make_deepseek(),
-        FP8 | {"modules_to_not_convert": ["model.layers.3.mlp.experts", "lm_head"]},
+        FP8_QUANTIZATION_CONFIG
+        | {"modules_to_not_convert": ["model.layers.3.mlp.experts", "lm_head"]},
         {(3,): "none", (4, 5): FP8_BLOCK},
     ),
     "fp8 with a pattern, as transformers matches it (reconstructed)": (
         make_deepseek(),
-        FP8 | {"modules_to_not_convert": [r"model\.layers\.[45]\.mlp\.experts"]},
+        FP8_QUANTIZATION_CONFIG
+        | {"modules_to_not_convert": [r"model\.layers\.[45]\.mlp\.experts"]},
         {(3,): FP8_BLOCK, (4, 5): "none"},
     ),
     "fp8 ignored_layers, every projection by name (reconstructed)": (
@@ -231,7 +243,7 @@ TABLE: dict[str, tuple[Config, Config, dict[tuple[int, ...], str]]] = {
     ),
     "Mixtral named as in transformers 5 (reconstructed)": (
         MIXTRAL | {"num_hidden_layers": 2},
-        FP8 | {"modules_to_not_convert": ["model.layers.1.mlp.experts"]},
+        FP8_QUANTIZATION_CONFIG | {"modules_to_not_convert": ["model.layers.1.mlp.experts"]},
         {(0,): FP8_BLOCK, (1,): "none"},
     ),
     "compressed-tensors, layers in ignore (reconstructed)": (
@@ -389,7 +401,7 @@ def test_table_has_at_least_30_models() -> None:
 @pytest.mark.parametrize("name", TABLE)
 def test_layers_have_their_own_schemes(tmp_path: Path, name: str) -> None:
     config, quantization, expected = TABLE[name]
-    path = written(tmp_path, config | {"quantization_config": quantization})
+    path = write_config(tmp_path, config | {"quantization_config": quantization})
     fields, schemes = layers_of_file(path)
     assert {scheme.layers: scheme.scheme for scheme in schemes} == expected
     assert "quant" not in fields
@@ -411,7 +423,7 @@ REFUSED: dict[str, tuple[Config, Config, str]] = {
     ),
     "one projection": (
         make_qwen(),
-        FP8 | {"ignored_layers": ["down_proj"]},
+        FP8_QUANTIZATION_CONFIG | {"ignored_layers": ["down_proj"]},
         r"got fp8_\S+ of \S+gate_proj and none of \S+down_proj \(ignored_layers has 'down_proj'\)",
     ),
     "projections of two formats": (
@@ -510,7 +522,7 @@ REFUSED: dict[str, tuple[Config, Config, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_inconsistent_configs_raise_typed_errors(tmp_path: Path, name: str) -> None:
     config, quantization, message = REFUSED[name]
-    path = written(tmp_path, config | {"quantization_config": quantization})
+    path = write_config(tmp_path, config | {"quantization_config": quantization})
     with pytest.raises(ConfigurationError, match=message) as caught:
         layers_of_file(path)
     assert len(str(caught.value)) < 1200
@@ -538,8 +550,8 @@ def test_inconsistent_configs_raise_typed_errors(tmp_path: Path, name: str) -> N
     ],
 )
 def test_dense_layers_are_ignored(tmp_path: Path, keys: Config, layers: Any) -> None:
-    config = make_qwen(6) | keys | {"quantization_config": FP8}
-    (scheme,) = layers_of_file(written(tmp_path, config))[1]
+    config = make_qwen(6) | keys | {"quantization_config": FP8_QUANTIZATION_CONFIG}
+    (scheme,) = layers_of_file(write_config(tmp_path, config))[1]
     assert scheme.layers == tuple(layers)
 
 
@@ -572,7 +584,7 @@ BY_LENGTH = (r"re:.*layers\.\d\.mlp.*", "model.layers.?.mlp", r"re:.*layers\.[^a
 @pytest.mark.parametrize("text", BY_LENGTH)
 def test_layers_are_distinguished_by_the_length_of_their_numbers(tmp_path: Path, text: str) -> None:
     quantization = AWQ | {"modules_to_not_convert": [text]}
-    path = written(tmp_path, make_qwen(12) | {"quantization_config": quantization})
+    path = write_config(tmp_path, make_qwen(12) | {"quantization_config": quantization})
     schemes = {scheme.layers: scheme.scheme for scheme in layers_of_file(path)[1]}
     assert schemes == {tuple(range(10)): "none", (10, 11): ZERO}
 
@@ -582,14 +594,14 @@ def test_layers_that_differ_are_detected_without_a_layer_number(tmp_path: Path, 
     quantization = AWQ | {"modules_to_not_convert": [text]}
     config = without(make_qwen(), "num_hidden_layers") | {"quantization_config": quantization}
     with pytest.raises(ConfigurationError, match=r"layers that differ .* no num_hidden_layers"):
-        layers_of_file(written(tmp_path, config))
+        layers_of_file(write_config(tmp_path, config))
 
 
 def test_modelopt_file_describes_a_plain_config(tmp_path: Path) -> None:
-    path = written(tmp_path, make_deepseek())
+    path = write_config(tmp_path, make_deepseek())
     quantization = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["model.layers.5*"]}
     modelopt_file = tmp_path / "hf_quant_config.json"
-    write = lambda content: written(tmp_path / "other", content)  # noqa: E731
+    write = lambda content: write_config(tmp_path / "other", content)  # noqa: E731
     (tmp_path / "other").mkdir()
     Path(write({"producer": {"name": "modelopt"}, "quantization": quantization})).rename(
         modelopt_file
@@ -597,11 +609,11 @@ def test_modelopt_file_describes_a_plain_config(tmp_path: Path) -> None:
     _, schemes = layers_of_file(path)
     assert [(s.layers, s.scheme) for s in schemes] == [((3, 4), "nvfp4_w4a16"), ((5,), "none")]
     # The config.json has precedence. The file does not describe other configs.
-    written(tmp_path, make_deepseek() | {"quantization_config": FP8})
+    write_config(tmp_path, make_deepseek() | {"quantization_config": FP8_QUANTIZATION_CONFIG})
     assert [s.scheme for s in layers_of_file(path)[1]] == [FP8_BLOCK]
-    plain = Path(written(tmp_path, make_deepseek())).rename(tmp_path / "plain.json")
+    plain = Path(write_config(tmp_path, make_deepseek())).rename(tmp_path / "plain.json")
     assert [s.scheme for s in layers_of_file(str(plain))[1]] == ["none"]
-    written(tmp_path, make_deepseek())
+    write_config(tmp_path, make_deepseek())
     Path(write({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}})).rename(
         modelopt_file
     )
@@ -617,8 +629,8 @@ def test_modelopt_file_describes_mixed_precision(tmp_path: Path) -> None:
     layers = {f"model.layers.{n}.mlp.experts": {"quant_algo": "FP8"} for n in (3, 4)}
     (tmp_path / "other").mkdir()
     content = {"quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}}
-    Path(written(tmp_path / "other", content)).rename(tmp_path / "hf_quant_config.json")
-    path = written(tmp_path, make_deepseek() | {"quantization_config": quantization})
+    Path(write_config(tmp_path / "other", content)).rename(tmp_path / "hf_quant_config.json")
+    path = write_config(tmp_path, make_deepseek() | {"quantization_config": quantization})
     _, schemes = layers_of_file(path)
     assert [(s.layers, s.scheme) for s in schemes] == [((3, 4), FP8_STATIC), ((5,), "none")]
 
@@ -631,4 +643,4 @@ def test_dense_models_are_refused(tmp_path: Path, experts: int | None) -> None:
     with pytest.raises(
         ConfigurationError, match=r"num_experts.*: a dense model, need a model with 2"
     ):
-        layers_of_file(written(tmp_path, config))
+        layers_of_file(write_config(tmp_path, config))

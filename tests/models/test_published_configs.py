@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_configs import written
+from model_configs import write_config
 
 from modular_kernel.models.config_file import layers_of_file, problem_fields_of_file
 
@@ -475,7 +475,7 @@ def test_layers_have_the_schemes_of_their_configs(tmp_path: Path, name: str) -> 
     config, quantization, expected = TABLE[name]
     if quantization is not None:
         config = config | {"quantization_config": quantization}
-    path = written(tmp_path, config)
+    path = write_config(tmp_path, config)
     _, schemes = layers_of_file(path)
     assert {each.layers: each.scheme for each in schemes} == expected
     (scheme,) = expected.values()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_configs import FP8, MIXTRAL, written
+from model_configs import FP8_QUANTIZATION_CONFIG, MIXTRAL, write_config
 from run_mk import run_mk
 
 import modular_kernel as mk
@@ -120,9 +120,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "AWQ packed by llm-awq": (AWQ | {"backend": "llm-awq"}, "backend"),
     "AWQ in the order of gemv": (AWQ | {"format": "gemv"}, "format"),
     "AWQ in act-order": (AWQ | {"desc_act": True}, "desc_act"),
-    "a key of fp8": (FP8 | {"hadamard": True}, "hadamard"),
-    "fp8, dequantized": (FP8 | {"dequantize": True}, "dequantize"),
-    "fp8 by tensor and by block": (FP8 | {"weight_per_tensor": True}, "weight_per_tensor"),
+    "a key of fp8": (FP8_QUANTIZATION_CONFIG | {"hadamard": True}, "hadamard"),
+    "fp8, dequantized": (FP8_QUANTIZATION_CONFIG | {"dequantize": True}, "dequantize"),
+    "fp8 by tensor and by block": (
+        FP8_QUANTIZATION_CONFIG | {"weight_per_tensor": True},
+        "weight_per_tensor",
+    ),
     "a key of mxfp4": ({"quant_method": "mxfp4", "rotation": "random"}, "rotation"),
     "modelopt with scaled inputs": (NVFP4 | {"pre_quant_scale": True}, "pre_quant_scale"),
     "modelopt in several formats": (
@@ -143,7 +146,7 @@ def test_keys_that_could_change_numbers_are_refused(
 ) -> None:
     for read in (
         lambda: problem_fields_of_file(
-            written(tmp_path, MIXTRAL | {"quantization_config": config})
+            write_config(tmp_path, MIXTRAL | {"quantization_config": config})
         ),
         lambda: format_of(config),
     ):
@@ -296,11 +299,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "backend": "autoawq",
     },
     "AWQ and an ignore list": AWQ | {"ignore": [], "modules_to_not_convert": []},
-    "deepseek": FP8 | {"activation_scheme": "dynamic", "fmt": "e4m3", "scale_fmt": "ue8m0"},
-    "qwen3.5 fp8": FP8 | {"weight_per_tensor": False, "act_per_tensor": False},
-    "minimax fp8": FP8
+    "deepseek": FP8_QUANTIZATION_CONFIG
+    | {"activation_scheme": "dynamic", "fmt": "e4m3", "scale_fmt": "ue8m0"},
+    "qwen3.5 fp8": FP8_QUANTIZATION_CONFIG | {"weight_per_tensor": False, "act_per_tensor": False},
+    "minimax fp8": FP8_QUANTIZATION_CONFIG
     | {"fmt": "float8_e4m3fn", "modules_to_not_convert": ["gate", "e_score_correction_bias"]},
-    "mimo fp8": FP8 | {"packed_modules_mapping": {}, "ignored_layers": ["model.mtp"]},
+    "mimo fp8": FP8_QUANTIZATION_CONFIG
+    | {"packed_modules_mapping": {}, "ignored_layers": ["model.mtp"]},
     "mistral fp8": {
         "quant_method": "fp8",
         "activation_scheme": "static",
@@ -351,7 +356,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("config", PUBLISHED.values(), ids=PUBLISHED.keys())
 def test_published_configs_are_read(tmp_path: Path, config: dict[str, Any]) -> None:
-    facts = problem_fields_of_file(written(tmp_path, MIXTRAL | {"quantization_config": config}))
+    facts = problem_fields_of_file(
+        write_config(tmp_path, MIXTRAL | {"quantization_config": config})
+    )
     assert QuantScheme.parse(str(facts["quant"])) == format_of(config).scheme
 
 

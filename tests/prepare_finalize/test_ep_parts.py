@@ -42,7 +42,7 @@ def verify(pool: RankPool, layers: list[Layer]) -> None:
         comparison = layer.compare(outputs)
         assert comparison.ok, (layer, comparison)
         for rank in range(layer.world_size):
-            assert reports[rank][index][1] == layer.invalid(rank), layer
+            assert reports[rank][index][1] == layer.count_invalid_ids(rank), layer
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -81,7 +81,7 @@ def test_a_placement_with_copies_is_replayed(pool: RankPool) -> None:
         assert comparison.ok, (index, comparison)
     for rank, (_, counters, invalid) in enumerate(reports):
         assert counters["replayed_calls"] == 2
-        assert invalid == sum(layer.invalid(rank) for layer in layers)
+        assert invalid == sum(layer.count_invalid_ids(rank) for layer in layers)
 
 
 def replayed_plan(rank: int, group: object, layer: Layer, **options) -> tuple[Plan, tuple]:

@@ -69,8 +69,8 @@ def test_generated_docs_are_current() -> None:
 def test_check_finds_stale_files_and_write_updates_them(mk: Run, docs: Path) -> None:
     docs_option = ("--docs", str(docs))
     assert mk("--check", *docs_option)[0] == 0
-    matrix = docs / "support-matrix.md"
-    matrix.write_text(matrix.read_text(encoding="utf-8").replace("yes: ", "yes: 9", 1))
+    matrix_path = docs / "support-matrix.md"
+    matrix_path.write_text(matrix_path.read_text(encoding="utf-8").replace("yes: ", "yes: 9", 1))
     (docs / "errors.md").unlink()
     (docs / "plots").mkdir(exist_ok=True)
     (docs / "plots/gone.svg").write_text("<svg/>")
@@ -150,10 +150,10 @@ def test_every_combination_is_judged(matrix: Matrix) -> None:
 
 
 def test_cells_equal_the_verdicts_of_check(matrix: Matrix) -> None:
-    names = matrix.catalog
+    catalog = matrix.catalog
     packages = {
         (pf, ex): frozenset(
-            names.prepare_finalize(pf).requires.packages + names.experts(ex).requires.packages
+            catalog.prepare_finalize(pf).requires.packages + catalog.experts(ex).requires.packages
         )
         for pf, ex in matrix.pairs
     }
@@ -203,7 +203,7 @@ def test_the_page_has_every_verdict_and_every_reason(matrix: Matrix) -> None:
 
 
 def test_reason_names_its_pairs_unless_it_applies_to_all(matrix: Matrix) -> None:
-    """Without the names, the parties of the rejection would imply more pairs."""
+    """The parties of this rejection name only one part of the pair, so the row must name both."""
     rejection = Rejection("odd", ("TorchExperts", "problem"), "a", "b")
     pair = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
     cells = [replace(cell, rejections=()) for cell in matrix.cells]
@@ -263,7 +263,7 @@ def test_bench_record_is_read_and_plotted(tmp_path: Path) -> None:
     curves = [node for node in svg.iter() if node.tag.endswith("polyline")]
     assert [len(node.attrib["points"].split()) for node in curves] == [2, 2, 1]
     heights = [float(point.split(",")[1]) for point in curves[1].attrib["points"].split()]
-    assert heights[0] > heights[1]  # twice the floor is below sixteen times it
+    assert heights[0] > heights[1]  # y points down: 2 x floor is drawn below 16 x floor
 
 
 def test_a_record_with_many_panels_is_summarized_and_not_drawn(docs: Path) -> None:
@@ -281,7 +281,7 @@ def test_a_report_without_times_has_no_drawing() -> None:
 # ------------------------------------------------------------------------------------- the forms
 
 
-class _Page(HTMLParser):
+class _PageParser(HTMLParser):
     """Collects the open tags, and the resources that a browser would load."""
 
     void = ("meta", "line", "polyline")
@@ -317,22 +317,23 @@ def test_page_is_well_formed_and_self_contained(docs: Path) -> None:
         record.unlink()
     _record().write(docs / "benchmarks/new.json")
     text = render_html_page(load_catalog(), docs)
-    read = _Page()
-    read.feed(text)
-    assert read.open == []
-    assert read.fetched == []
-    assert read.count["script"] == 2  # the filters of the matrix, and their data
+    parser = _PageParser()
+    parser.feed(text)
+    assert parser.open == []
+    assert parser.fetched == []
+    assert parser.count["script"] == 2  # the filters of the matrix, and their data
     assert "@import" not in text
     assert "url(" not in text
     drawn = [r for r in read_records(docs / "benchmarks") if r.report]
     figures = [f for r in drawn if r.report and (f := draw_figure(r.name, r.report))]
-    assert len(figures) == 1, "drawn at the top and in its section, after the matrix"
-    assert read.count["svg"] == 1 + 2 * len(figures[0].panels)
+    assert len(figures) == 1, "need one figure, for the only record"
+    # Each panel is drawn at the top of the page and in the section of the record.
+    assert parser.count["svg"] == 1 + 2 * len(figures[0].panels)
     for part in load_catalog().parts:
         assert part.kind == "topk_reduce" or part.name in text
     linked = {piece.partition('"')[0] for piece in text.split('href="#')[1:]}
     assert linked
-    assert linked <= read.anchors
+    assert linked <= parser.anchors
 
 
 def test_a_page_without_records(tmp_path: Path) -> None:
@@ -344,7 +345,7 @@ def test_a_page_without_records(tmp_path: Path) -> None:
     assert text.count("<svg") == 1 + len(panels.panels)
 
 
-def test_the_page_opens_with_the_picture_and_the_plot(tmp_path: Path) -> None:
+def test_the_page_opens_with_the_interactive_matrix_and_the_plot(tmp_path: Path) -> None:
     text = render_html_page(load_catalog(), tmp_path)
     places = [
         text.index(mark)
@@ -353,7 +354,7 @@ def test_the_page_opens_with_the_picture_and_the_plot(tmp_path: Path) -> None:
     assert places == sorted(places)
 
 
-class _Squares(HTMLParser):
+class _SquaresParser(HTMLParser):
     """Collects (class, tooltip) of each square by pair, and the data of the script."""
 
     def __init__(self) -> None:
@@ -377,10 +378,10 @@ class _Squares(HTMLParser):
         self.reading = ""
 
 
-def test_the_picture_has_every_verdict_and_every_reason(matrix: Matrix) -> None:
-    shown = _Squares()
-    shown.feed(render_html("picture", [interactive_matrix(matrix)]))
-    data = json.loads(shown.data)
+def test_the_interactive_matrix_has_every_verdict_and_every_reason(matrix: Matrix) -> None:
+    parser = _SquaresParser()
+    parser.feed(render_html("picture", [interactive_matrix(matrix)]))
+    data = json.loads(parser.data)
     for size in matrix.world_sizes:
         for quant in matrix.quants:
             set_indices = data["cells"][f"{quant} {size}"]
@@ -393,20 +394,20 @@ def test_the_picture_has_every_verdict_and_every_reason(matrix: Matrix) -> None:
                     assert f"got {rejection.got}, need {rejection.need}" in text
                 if (quant, size) == (matrix.quants[0], matrix.world_sizes[0]):
                     name = " x ".join(pair)
-                    assert shown.kinds[name] == ("valid" if cell.ok else "refused")
-                    assert shown.titles[name] == "\n".join([name, *(texts or ["valid"])])
-    assert list(shown.kinds) == [" x ".join(pair) for pair in matrix.pairs]
+                    assert parser.kinds[name] == ("valid" if cell.ok else "refused")
+                    assert parser.titles[name] == "\n".join([name, *(texts or ["valid"])])
+    assert list(parser.kinds) == [" x ".join(pair) for pair in matrix.pairs]
 
 
-def test_picture_texts_cannot_end_the_script() -> None:
+def test_interactive_matrix_texts_cannot_end_the_script() -> None:
     text = "<b>&</script>"
     block = InteractiveMatrix(["p"], ["e"], ["none"], [1], [text], [(), (0,)], {"none 1": [1]})
-    shown = _Squares()
+    parser = _SquaresParser()
     html = render_html("picture", [block])
-    shown.feed(html)
-    assert json.loads(shown.data)["reasons"] == [text]
+    parser.feed(html)
+    assert json.loads(parser.data)["reasons"] == [text]
     assert text not in html
-    assert shown.titles["p x e"] == f"p x e\n{text}"
+    assert parser.titles["p x e"] == f"p x e\n{text}"
 
 
 def test_the_shipped_times_are_those_of_the_record() -> None:
@@ -432,7 +433,7 @@ def test_markdown_escapes_and_wraps() -> None:
     assert lines[-2:] == ["| --- | ---: |", "| p\\|q | 1 |"]
 
 
-def _errors() -> Iterator[str]:
+def _error_names() -> Iterator[str]:
     for name, value in vars(errors).items():
         if isinstance(value, type) and issubclass(value, errors.ModularKernelError):
             yield name
@@ -440,9 +441,11 @@ def _errors() -> Iterator[str]:
 
 def test_every_error_is_documented() -> None:
     heads = [block.text for block in errors_document() if isinstance(block, Heading)]
-    assert heads == ["Errors", *(f"`{name}`" for name in _errors())]
+    assert heads == ["Errors", *(f"`{name}`" for name in _error_names())]
     text = render_markdown(errors_document(), figures="")
-    assert all(" ".join((getattr(errors, n).__doc__ or "").split())[:40] in text for n in _errors())
+    assert all(
+        " ".join((getattr(errors, n).__doc__ or "").split())[:40] in text for n in _error_names()
+    )
 
 
 def test_another_machine_has_another_matrix(matrix: Matrix) -> None:

@@ -1,7 +1,6 @@
 """Source defects that earlier case lists missed are each detected by a case of the current lists.
 
-Executed lines and covered pairs of values do not show whether a list detects a maximum that ignores
-NaN, an unread weight, a wrong rounding mode or a missing threshold.
+A list of cases can execute every line and still miss a defect such as a wrong rounding mode.
 """
 
 from dataclasses import dataclass
@@ -14,7 +13,10 @@ from source_defect_runs import SourceDefect, findings
 from modular_kernel.catalog import this_machine
 from modular_kernel.testing.cases.lists import cases_for
 
-STANDARD_FORMAT, BATCHED_FORMAT = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"
+STANDARD_PREPARE_FINALIZE, BATCHED_PREPARE_FINALIZE = (
+    "MoEPrepareAndFinalizeNoEP",
+    "BatchedPrepareAndFinalize",
+)
 QUANTIZE = "modular_kernel/ops/kernels/quantize.py"
 
 pytestmark = pytest.mark.skipif(
@@ -37,14 +39,15 @@ class ListedDefect:
 
 
 DEFECTS = (
-    ListedDefect(  # unwritten rows are NaN, so a maximum that ignores NaN would not detect this
+    # Unwritten rows are NaN. If the maximum ignored NaN, no case would detect this defect.
+    ListedDefect(
         SourceDefect(
             "rows without a token change the scale of the tensor",
             "experts/triton/batched.py",
             "quantize_rows(h_eCI.flatten(0, 1), scheme, out=out, valid_rows=valid_rows)",
             "quantize_rows(h_eCI.flatten(0, 1), scheme, out=out, valid_rows=None)",
         ),
-        BATCHED_FORMAT,
+        BATCHED_PREPARE_FINALIZE,
         "BatchedTritonExperts",
         ("quant=fp8_w8a8_tensor-bias",),
     ),
@@ -57,7 +60,7 @@ DEFECTS = (
             "        value = value * tl.load(router_weights_ptr + pair)\n"
             "    tl.store(out_ptr + pair",
         ),
-        STANDARD_FORMAT,
+        STANDARD_PREPARE_FINALIZE,
         "TorchExperts",
         ("combine=topk_weighted",),
     ),
@@ -68,7 +71,7 @@ DEFECTS = (
             "up_tile *= tl.load(zero_point_ptr + 1)",
             "up_tile *= tl.load(zero_point_ptr)",
         ),
-        STANDARD_FORMAT,
+        STANDARD_PREPARE_FINALIZE,
         "TritonExperts",
         ("T7-H128-I64", "nvfp4_w4a16-bias"),
     ),
@@ -79,7 +82,7 @@ DEFECTS = (
             "if start >= lora_rank:",
             "if start >= 0:",
         ),
-        STANDARD_FORMAT,
+        STANDARD_PREPARE_FINALIZE,
         "TritonExperts",
         ("rank=80",),
     ),
@@ -90,7 +93,7 @@ DEFECTS = (
             "value = (value + 12582912.0) - 12582912.0",
             "value = tl.floor(value + 0.5)",
         ),
-        STANDARD_FORMAT,
+        STANDARD_PREPARE_FINALIZE,
         "GroupedGemmExperts",
         ("quant=int8_w8a8_channel", "ties"),
     ),
@@ -102,7 +105,7 @@ DEFECTS = (
             "    if not ROUND_TO_INT:\n        value = value * 1.0000005\n"
             "    if ROUND_TO_INT:\n        # Adding",
         ),
-        STANDARD_FORMAT,
+        STANDARD_PREPARE_FINALIZE,
         "GroupedGemmExperts",
         ("quant=fp8_w8a8_tensor-bias", "ties"),
     ),
@@ -119,11 +122,11 @@ DEFECTS = (
             words,
         )
         for name, prepare_finalize, experts, words in (
-            ("contiguous", STANDARD_FORMAT, "TorchExperts", ("T0-",)),
-            ("keep_topk", STANDARD_FORMAT, "TorchExperts", ("combine=topk_weighted",)),
+            ("contiguous", STANDARD_PREPARE_FINALIZE, "TorchExperts", ("T0-",)),
+            ("keep_topk", STANDARD_PREPARE_FINALIZE, "TorchExperts", ("combine=topk_weighted",)),
             (
                 "naive_batched",
-                BATCHED_FORMAT,
+                BATCHED_PREPARE_FINALIZE,
                 "NaiveBatchedExperts",
                 ("T7-", "quant=fp8_w8a8_tensor"),
             ),
@@ -136,7 +139,7 @@ DEFECTS = (
             "if num_pairs * a.shape[2] <= _MAX_SMALL_U and not problem.batch_invariant:",
             "if num_pairs * a.shape[2] <= _MAX_SMALL_U:",
         ),
-        STANDARD_FORMAT,
+        STANDARD_PREPARE_FINALIZE,
         "TritonExperts",
         ("T35-H160", "batch_invariant", "rank=80"),
         "full",

@@ -17,7 +17,7 @@ GARBAGE = (b"\xff\x00\x80", b"", b"{", b"7 apples", b"[1]", b"null", b"9" * 5000
 
 
 @pytest.mark.parametrize("garbage", [g for g in GARBAGE if g[:1] != b"{" or g == b"{"])
-def test_invalid_properties_raise(garbage: bytes) -> None:
+def test_invalid_gathered_values_raise(garbage: bytes) -> None:
     store = dist.HashStore()
     store.set("gather/1/1", garbage)
     with pytest.raises(CommunicationError, match="a store that fails"):
@@ -35,9 +35,10 @@ def test_invalid_failures_are_ignored(garbage: bytes) -> None:
 
 
 def collect_errors_of_invalid_attempts(rank: int, world: int, group: object) -> list[str]:
-    """Set an invalid attempt number of rank 0, construct two managers, and return their errors.
+    """Return the errors of a TorchGroup and a SymmetricGroup with an invalid attempt number in the
+    store.
 
-    Afterwards, restore the attempt number and check that a layer works.
+    Afterwards, restore the number and check that a layer works.
     """
     store = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
     key = "modular_kernel/attempts/0"
@@ -46,11 +47,11 @@ def collect_errors_of_invalid_attempts(rank: int, world: int, group: object) -> 
         before = store.get(key) if store.check([key]) else b"0"
         store.set(key, "seven")
     dist.barrier()
-    for manager_class in (TorchGroup, SymmetricGroup):
+    for group_class in (TorchGroup, SymmetricGroup):
         try:
-            manager = manager_class(group, timeout_s=2.0)
-            if manager_class is SymmetricGroup:
-                manager.allocate_heap(256, "nothing", lambda heap: None)
+            ep_group = group_class(group, timeout_s=2.0)
+            if group_class is SymmetricGroup:
+                ep_group.allocate_heap(256, "nothing", lambda heap: None)
         except CommunicationError as error:
             errors.append(str(error))
     dist.barrier()

@@ -52,11 +52,11 @@ def _compressed_8bit(
     """Pack in 8 bits, with compressed-tensors' scales per tensor, channel or block."""
     weight_args, (rows, depth) = scheme.weights, weight.shape
     tile = {"tensor": (rows, depth), "channel": (1, depth)}.get(weight_args.strategy)
-    high, wide = tile or tuple(weight_args.block_structure)
-    tile_rows, tile_columns = -(-rows // high), -(-depth // wide)
-    padded = torch.zeros(tile_rows * high, tile_columns * wide)
+    tile_rows, tile_columns = tile or tuple(weight_args.block_structure)
+    num_tile_rows, num_tile_columns = -(-rows // tile_rows), -(-depth // tile_columns)
+    padded = torch.zeros(num_tile_rows * tile_rows, num_tile_columns * tile_columns)
     padded[:rows, :depth] = weight
-    tiles = padded.reshape(tile_rows, high, tile_columns, wide)
+    tiles = padded.reshape(num_tile_rows, tile_rows, num_tile_columns, tile_columns)
     helpers = import_packer("compressed_tensors.quantization.utils")
     scale, _ = helpers.calculate_qparams(tiles.amin((1, 3)), tiles.amax((1, 3)), weight_args)
     scale = scale.to(dtype).reshape(()) if weight_args.strategy == "tensor" else scale.to(dtype)
@@ -65,12 +65,18 @@ def _compressed_8bit(
     )
     compressor = getattr(import_packer("compressed_tensors.compressors"), name)
     tensors = compressor.compress({"weight": weight, "weight_scale": scale}, scheme)
-    their_values = compressor.decompress(tensors, scheme)["weight"]
-    scales = expand_tiles(scale.double().reshape(tile_rows, tile_columns), rows, depth, high, wide)
+    library_values = compressor.decompress(tensors, scheme)["weight"]
+    scales = expand_tiles(
+        scale.double().reshape(num_tile_rows, num_tile_columns),
+        rows,
+        depth,
+        tile_rows,
+        tile_columns,
+    )
     tensors = {n: t for n, t in tensors.items() if n != "weight_zero_point"}
     if static:
         tensors["input_scale"] = torch.rand(1, generator=g) / 20 + 0.2  # large enough not to clip
-    return Packed(tensors, tensors["weight"].double() * scales, their_values, weight)
+    return Packed(tensors, tensors["weight"].double() * scales, library_values, weight)
 
 
 def _8bit_packers() -> Iterator[Packer]:
@@ -81,14 +87,14 @@ def _8bit_packers() -> Iterator[Packer]:
         "small block": {"strategy": "block", "block_structure": [64, 64]},
     }
     token = {"strategy": "token", "dynamic": True}
-    rows: dict[str, dict[str, Any]] = {
+    input_args: dict[str, dict[str, Any]] = {
         "tensor": {"strategy": "tensor", "dynamic": False},
         "channel": token,
         "block": {"strategy": "group", "group_size": 128, "dynamic": True},
         "small block": {"strategy": "group", "group_size": 64, "dynamic": True},
     }
     for kind, dtype, activations in product(kinds, DTYPES, (False, True)):
-        inputs = {"num_bits": 8, "type": "float", **rows[kind]} if activations else None
+        inputs = {"num_bits": 8, "type": "float", **input_args[kind]} if activations else None
         scheme = scheme_of({"num_bits": 8, "type": "float", **kinds[kind]}, inputs)
         name = f"fp8 by {kind}, {dtype}, {'inputs too' if activations else 'weights alone'}"
         config = compressed_config(scheme, "float-quantized")
@@ -112,12 +118,12 @@ def _nvfp4(scheme: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
     compressor = import_packer("compressed_tensors.compressors").NVFP4PackedCompressor
     inputs = {"weight": weight, "weight_scale": scale, "weight_global_scale": global_scale}
     tensors = compressor.compress(inputs, scheme)
-    their_values = compressor.decompress(tensors, scheme)["weight"]
+    library_values = compressor.decompress(tensors, scheme)["weight"]
     scales = tensors["weight_scale"].double().repeat_interleave(16, 1)
     truth = e2m1(tensors["weight_packed"]) * scales / global_scale.double()
     if scheme.input_activations is not None:
         tensors["input_global_scale"] = torch.rand(1, generator=g) * 100 + 100
-    return Packed(tensors, truth, their_values, weight, is_rounded=True)
+    return Packed(tensors, truth, library_values, weight, is_rounded=True)
 
 
 def _mxfp4(scheme: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
@@ -126,9 +132,9 @@ def _mxfp4(scheme: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
     scale, _ = helpers.calculate_qparams(groups.amin(2), groups.amax(2), scheme.weights)
     compressor = import_packer("compressed_tensors.compressors").MXFP4PackedCompressor
     tensors = compressor.compress({"weight": weight, "weight_scale": scale}, scheme)
-    their_values = compressor.decompress(tensors, scheme)["weight"]
+    library_values = compressor.decompress(tensors, scheme)["weight"]
     scales = e8m0(tensors["weight_scale"]).repeat_interleave(32, 1)
-    return Packed(tensors, e2m1(tensors["weight_packed"]) * scales, their_values, weight)
+    return Packed(tensors, e2m1(tensors["weight_packed"]) * scales, library_values, weight)
 
 
 def _4bit_packers() -> Iterator[Packer]:
@@ -151,7 +157,7 @@ MXFP4 = {"quant_method": "mxfp4"}
 
 
 def _torchao_mx(dtype: torch.dtype, mode: str, weight: torch.Tensor, g: torch.Generator) -> Packed:
-    """Pack with torchao. transformers' reader of gpt-oss checkpoints is a second dequantizer."""
+    """Pack with torchao. Dequantize with torchao and with transformers' gpt-oss functions."""
     module = import_packer("torchao.prototype.mx_formats.mx_tensor")
     weight_cast = weight.to(dtype)
     packed = module.MXTensor.to_mx(
@@ -163,13 +169,13 @@ def _torchao_mx(dtype: torch.dtype, mode: str, weight: torch.Tensor, g: torch.Ge
     rows, depth = weight.shape
     codes, scale = packed.qdata.view(torch.uint8), packed.scale.view(torch.uint8).reshape(rows, -1)
     truth = e2m1(codes) * e8m0(scale).repeat_interleave(32, 1)
-    their_values = packed.dequantize(torch.float32)
+    library_values = packed.dequantize(torch.float32)
     blocks = codes.reshape(rows, depth // 32, 16)
     convert = import_packer("transformers.integrations.mxfp4").convert_moe_packed_tensors
     read_back = convert(blocks[None].clone(), scale[None].clone(), dtype=torch.bfloat16)[0].T
     if not torch.equal(read_back.double(), truth):
-        their_values = read_back
-    return Packed({"blocks": blocks, "scales": scale}, truth, their_values, weight_cast)
+        library_values = read_back
+    return Packed({"blocks": blocks, "scales": scale}, truth, library_values, weight_cast)
 
 
 def _torchao_nv(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) -> Packed:
@@ -193,7 +199,7 @@ def _modelopt_nv(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) -
     packed, scale, global_scale = cls.quantize(weight_cast, 16)
     codes = packed._quantized_data
     truth = e2m1(codes) * scale.double().repeat_interleave(16, 1) * global_scale.double()
-    their_values = packed.dequantize(
+    library_values = packed.dequantize(
         dtype=torch.float32, scale=scale, double_scale=global_scale, block_sizes={-1: 16}
     )
     tensors = {
@@ -201,7 +207,7 @@ def _modelopt_nv(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) -
         "weight_scale": scale,
         "weight_scale_2": global_scale.float().reshape(()),
     }
-    return Packed(tensors, truth, their_values, weight_cast, is_rounded=True)
+    return Packed(tensors, truth, library_values, weight_cast, is_rounded=True)
 
 
 def _modelopt_mx(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) -> Packed:
@@ -210,21 +216,21 @@ def _modelopt_mx(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) -
     packed, scale = cls.quantize(weight_cast, 32)
     codes, scale = packed._quantized_data.reshape(rows, -1), scale.reshape(rows, -1)
     truth = e2m1(codes) * e8m0(scale).repeat_interleave(32, 1)
-    their_values = packed.dequantize(dtype=torch.float32, scale=scale, block_sizes={-1: 32})
+    library_values = packed.dequantize(dtype=torch.float32, scale=scale, block_sizes={-1: 32})
     tensors = {"blocks": codes.reshape(rows, depth // 32, 16), "scales": scale}
-    return Packed(tensors, truth, their_values.reshape(rows, depth), weight_cast)
+    return Packed(tensors, truth, library_values.reshape(rows, depth), weight_cast)
 
 
 def _modelopt_fp8(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) -> Packed:
     cls = import_packer("modelopt.torch.quantization.qtensor").FP8QTensor
     weight_cast = weight.to(dtype)
     packed, scale = cls.quantize(weight_cast)
-    their_values = packed.dequantize(dtype=torch.float32, scale=scale)
+    library_values = packed.dequantize(dtype=torch.float32, scale=scale)
     codes = packed._quantized_data
     tensors = {"weight": codes, "weight_scale": scale.float().reshape(())}
     tensors["input_scale"] = torch.rand((), generator=g) / 20 + 0.2  # large enough not to clip
     return Packed(
-        tensors, codes.double() * tensors["weight_scale"].double(), their_values, weight_cast
+        tensors, codes.double() * tensors["weight_scale"].double(), library_values, weight_cast
     )
 
 
@@ -237,9 +243,9 @@ def _transformers_fp8(
     tensors = packer.convert({"weight": weight})
     (scale,) = (tensor for name, tensor in tensors.items() if "scale" in name)
     packed = {"weight": tensors["weight"], "weight_scale_inv": scale}
-    (their_values,) = packer.reverse_op.convert(dict(packed)).values()
+    (library_values,) = packer.reverse_op.convert(dict(packed)).values()
     scales = expand_tiles(scale.double(), *weight.shape, *block)  # type: ignore[call-arg]
-    return Packed(packed, packed["weight"].double() * scales, their_values, weight)
+    return Packed(packed, packed["weight"].double() * scales, library_values, weight)
 
 
 def packers(_sources: object = None) -> Iterator[Packer]:

@@ -1,8 +1,9 @@
 """A stand-in for the grouped GEMMs of DeepGEMM on sm_90, computed in float32 on a CPU.
 
 It raises where the library asserts on the host, and it has the side effects of the kernels. All
-rows of a tile use the weights of one expert. Whole tiles are stored in descending order, even over
-rows of another expert. Rows outside of all tiles are NaN.
+rows of a tile use the weights of one expert. Tiles are stored from the last to the first. All rows
+of a tile are stored, including rows that belong to another expert. Rows outside of all tiles are
+NaN.
 """
 
 import torch
@@ -28,7 +29,9 @@ def m_grouped_bf16_gemm_nt_contiguous(
 ):  # fmt: skip
     require(a.dtype is BF16 and b.dtype is BF16, "a and b of bfloat16")
     require(a.shape[-1] % 64 == 0, "K a multiple of 64")
-    _contiguous(a, b, d, grouped_layout, use_psum_layout, expected_m_for_psum_layout)
+    _check_and_record_contiguous(
+        a, b, d, grouped_layout, use_psum_layout, expected_m_for_psum_layout
+    )
     _by_ends(a.float(), b.float(), d, grouped_layout)
 
 
@@ -39,15 +42,17 @@ def m_grouped_fp8_gemm_nt_contiguous(
     (x, sfa), (w, sfb) = a, b
     require(x.dtype is E4M3 and w.dtype is E4M3, "a and b of e4m3")
     require(disable_ue8m0_cast, "float32 scales")
-    _contiguous(x, w, d, grouped_layout, use_psum_layout, expected_m_for_psum_layout)
+    _check_and_record_contiguous(
+        x, w, d, grouped_layout, use_psum_layout, expected_m_for_psum_layout
+    )
     _check_scales(x, sfa, w, sfb)
-    _by_ends(_values(x, sfa, 1), _values(w, sfb, BLOCK), d, grouped_layout)
+    _by_ends(_dequantize(x, sfa, 1), _dequantize(w, sfb, BLOCK), d, grouped_layout)
 
 
 def m_grouped_bf16_gemm_nt_masked(a, b, d, masked_m, expected_m, compiled_dims="nk"):
     require(a.dtype is BF16 and b.dtype is BF16, "a and b of bfloat16")
     require(a.shape[-1] % 64 == 0, "K a multiple of 64")
-    _masked(a, b, d, masked_m, expected_m)
+    _check_and_record_masked(a, b, d, masked_m, expected_m)
     _by_counts(a.float(), b.float(), d, masked_m, expected_m)
 
 
@@ -58,15 +63,15 @@ def m_grouped_fp8_gemm_nt_masked(
     (x, sfa), (w, sfb) = a, b
     require(x.dtype is E4M3 and w.dtype is E4M3, "a and b of e4m3")
     require(disable_ue8m0_cast, "float32 scales")
-    _masked(x, w, d, masked_m, expected_m)
+    _check_and_record_masked(x, w, d, masked_m, expected_m)
     _check_scales(x, sfa, w, sfb)
-    _by_counts(_values(x, sfa, 1), _values(w, sfb, BLOCK), d, masked_m, expected_m)
+    _by_counts(_dequantize(x, sfa, 1), _dequantize(w, sfb, BLOCK), d, masked_m, expected_m)
 
 
 # -------------------------------------------------------------------------------- assertions
 
 
-def _major(t):
+def _check_row_major(t):
     require(t.dim() in (2, 3), "a matrix, or one for each group")
     if t.dim() == 3:
         require(t.stride(0) == t.shape[1] * t.shape[2], "contiguous groups")
@@ -77,7 +82,7 @@ def _major(t):
 
 def _sizes(a, b, d):
     for t in (a, b, d):
-        _major(t)
+        _check_row_major(t)
     require(b.dim() == 3, "weights of each group")
     (groups, n, k), m = b.shape, a.shape[-2]
     require(a.shape[-1] == k, "a and b of the same K")
@@ -88,29 +93,32 @@ def _sizes(a, b, d):
     return groups, m
 
 
-def _contiguous(a, b, d, layout, by_ends, expected):
+def _check_and_record_contiguous(a, b, d, layout, by_ends, expected):
     require(a.dim() == 2, "rows of all groups")
     groups, m = _sizes(a, b, d)
     require(layout.is_contiguous() and layout.dtype is torch.int32, "an int32 layout")
     require(by_ends, "use_psum_layout: this stand-in has no other layout")
     require(tuple(layout.shape) == (groups,), "an end for each group")
-    require(expected is None or (isinstance(expected, int) and expected > 0), "rows expected")
+    require(expected is None or (isinstance(expected, int) and expected > 0), "expected_m > 0")
     # The library does not assert this, but its kernels would compute wrong results.
     require(m % TILE == 0, "whole tiles of rows")
     start = 0
     for end in layout.tolist():
-        require(start <= end <= m, "ends after the previous end rounded up, within the rows")
+        require(
+            start <= end <= m,
+            "each end after the tiles of the previous expert, and within the rows",
+        )
         start = -(-end // TILE) * TILE
     launched.append(("contiguous", expected))
 
 
-def _masked(a, b, d, counts, expected):
+def _check_and_record_masked(a, b, d, counts, expected):
     require(a.dim() == 3, "rows of each group")
     groups, capacity = _sizes(a, b, d)
     require(len(a) == groups, "rows for each group")
     require(counts.is_contiguous() and counts.dtype is torch.int32, "int32 counts")
     require(counts.numel() == groups, "a count for each group")
-    require(isinstance(expected, int) and expected > 0, "rows expected, on the host")
+    require(isinstance(expected, int) and expected > 0, "expected_m > 0, an int on the host")
     require(
         bool((counts >= 0).all()) and bool((counts <= capacity).all()), "counts within the capacity"
     )
@@ -118,15 +126,17 @@ def _masked(a, b, d, counts, expected):
 
 
 def _check_scales(x, sfa, w, sfb):
-    groups = -(-x.shape[-1] // BLOCK)
+    k_blocks = -(-x.shape[-1] // BLOCK)
     require(sfa.dtype is FP32 and sfb.dtype is FP32, "float32 scales")
-    require(tuple(sfa.shape) == (*x.shape[:-1], groups), "a scale for 128 values of each row")
+    require(
+        tuple(sfa.shape) == (*x.shape[:-1], k_blocks), "scales of shape (..., M, ceil(K / 128))"
+    )
     stride = -(-x.shape[-2] // 4) * 4
     # Otherwise the library would copy them in every call.
     require(sfa.stride(-2) == 1 and sfa.stride(-1) == stride, "contiguous scales of a group")
     if x.dim() == 3:
-        require(sfa.stride(0) == stride * groups, "contiguous scales of each group of rows")
-    blocks = (len(w), -(-w.shape[1] // BLOCK), groups)
+        require(sfa.stride(0) == stride * k_blocks, "contiguous scales of each group of rows")
+    blocks = (len(w), -(-w.shape[1] // BLOCK), k_blocks)
     require(tuple(sfb.shape) == blocks, "a scale for each block of weights")
     require(sfb.is_contiguous(), "contiguous scales of weights")
 
@@ -134,7 +144,7 @@ def _check_scales(x, sfa, w, sfb):
 # ------------------------------------------------------------------------------- computation
 
 
-def _values(q, scale, rows):
+def _dequantize(q, scale, rows):
     expanded = scale.repeat_interleave(BLOCK, -1)[..., : q.shape[-1]]
     if rows > 1:
         expanded = expanded.repeat_interleave(rows, -2)[..., : q.shape[-2], :]

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 BF16, INT32 = torch.bfloat16, torch.int32
-SIZES = (16, 32, 64, 128)
-launched = []
+BLOCK_SIZES = (16, 32, 64, 128)
+launched_block_sizes = []
 
 
 def require(condition, message):
@@ -59,13 +59,16 @@ def matmul_ogs(
         all(argument is None for argument in (*unused, bias, fused_activation, epilogue)),
         "no other options",
     )
-    require(x.dim() == 2 and w.dim() == 3, "rows of all experts")
-    require(x.data_ptr() % 16 == 0 and w.data_ptr() % 16 == 0, "bases of TMA on 16 bytes")
+    require(x.dim() == 2 and w.dim() == 3, "x of (M, K) and w of (E, K, N)")
+    require(
+        x.data_ptr() % 16 == 0 and w.data_ptr() % 16 == 0,
+        "base addresses aligned to 16 bytes for TMA",
+    )
     if precision_config is not None:
-        w = _of_mxfp4(w, precision_config.weight_scale)
+        w = _dequantize_mxfp4(w, precision_config.weight_scale)
     require(x.dtype is BF16 and w.dtype is BF16, "bfloat16")
     (rows, depth), (experts, k, columns) = x.shape, w.shape
-    require(k == depth, "one K")
+    require(k == depth, "x and w with the same K")
     require(x.stride(1) == 1, "values of a row side by side")
     require(1 in w.stride()[1:], "weights side by side along K or along N")
     require(y is not None and tuple(y.shape) == (1, rows, columns), "y of (1, M, N)")
@@ -74,28 +77,36 @@ def matmul_ogs(
     require(routing_data.n_expts_tot == experts, "as many experts as weights")
     require(routing_data.n_expts_act == 1, "a row for each pair")
     require(tuple(data.hist.shape) == (experts,), "a count for each expert")
-    require(tuple(data.token_offs_raw.shape) == (experts + 1,), "a start for each, and the end")
+    require(
+        tuple(data.token_offs_raw.shape) == (experts + 1,),
+        "a first row for each expert, and the end of the rows",
+    )
     # The library selects one tile size. Here, successive calls use different sizes.
-    block = SIZES[len(launched) % len(SIZES)]
-    launched.append(block)
-    require(set(data.block_pid_map) == set(SIZES) == set(data.token_offs_pad), "every tile size")
+    block = BLOCK_SIZES[len(launched_block_sizes) % len(BLOCK_SIZES)]
+    launched_block_sizes.append(block)
+    require(
+        set(data.block_pid_map) == set(BLOCK_SIZES) == set(data.token_offs_pad), "every tile size"
+    )
     tiles, programs = data.token_offs_pad[block], data.block_pid_map[block]
-    require(tuple(tiles.shape) == (experts + 1,), "tiles before each expert, and all of them")
+    require(
+        tuple(tiles.shape) == (experts + 1,),
+        "a first tile for each expert, and the number of tiles",
+    )
     grid = routing_data.n_blocks(rows, block)
-    require(programs.numel() >= grid, "a number for each program of the grid")
+    require(programs.numel() >= grid, "a packed tile for each program of the grid")
     _check_tables(data, tiles, programs[:grid], rows, block)
     starts, counts = data.token_offs_raw.tolist(), data.hist.tolist()
-    for number in programs[:grid].tolist():
-        if number == -1:
+    for packed_tile in programs[:grid].tolist():
+        if packed_tile == -1:
             continue
-        expert, tile = number & 0xFFFF, number >> 16
+        expert, tile = packed_tile & 0xFFFF, packed_tile >> 16
         first, last = tile * block, min((tile + 1) * block, counts[expert])
         selected = slice(starts[expert] + first, starts[expert] + last)
         y[0, selected] = (x[selected].float() @ w[expert].float()).bfloat16()
     return y[0]
 
 
-def _of_mxfp4(w, scale):
+def _dequantize_mxfp4(w, scale):
     """Dequantize codes (e, K / 2, N), packed along K, with exponents (e, K / 32, N).
 
     Returns (e, K, N) bfloat16. All values are NaN if K is not a multiple of 128, because kernels
@@ -105,7 +116,10 @@ def _of_mxfp4(w, scale):
     require(scale.dtype is torch.uint8, "E8M0 scales in bytes")
     require(w.stride(1) == 1, "codes packed along K")
     depth = 2 * w.shape[1]
-    require(tuple(scale.shape) == (len(w), -(-depth // 32), w.shape[2]), "a scale of 32 values")
+    require(
+        tuple(scale.shape) == (len(w), -(-depth // 32), w.shape[2]),
+        "a scale for every 32 values along K",
+    )
     values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     codes = torch.stack((w & 15, w >> 4), 2).flatten(1, 2).long()
     dequantized = torch.where(codes > 7, -values[codes & 7], values[codes & 7])
@@ -120,7 +134,7 @@ def _check_tables(data, tiles, programs, rows, block):
     require(torch.equal(starts.diff(), counts) and starts[0] == 0, "starts from counts")
     expected_tiles = torch.nn.functional.pad((-(-counts // block)).cumsum(0), (1, 0))
     require(torch.equal(tiles.long(), expected_tiles), "tiles from counts")
-    actual = sorted(number for number in programs.tolist() if number != -1)
+    actual = sorted(packed_tile for packed_tile in programs.tolist() if packed_tile != -1)
     expected = sorted(
         (b << 16) | e for e, n in enumerate(counts.tolist()) for b in range(-(-n // block))
     )

@@ -110,7 +110,7 @@ def test_other_scheme_families_have_no_estimate() -> None:
     ],
     ids=str,
 )
-def test_options_of_no_recorded_layer_are_not_covered(change: dict) -> None:
+def test_unrecorded_options_are_not_covered(change: dict) -> None:
     record, problem = record_with_ratios(0.9), replace(PROBLEM, quant="none")
     assert record.covers(problem, H200, routing="uniform")
     assert not record.covers(replace(problem, **change), H200, routing="uniform")
@@ -137,12 +137,12 @@ def test_the_shipped_record_is_what_the_tool_builds() -> None:
 
 
 def test_shipped_record_selects_no_slower_pairing() -> None:
-    """Each time is estimated without the records of its layer and of layers of the same size."""
+    """Estimates for a layer are made without the measurements of layers of the same size."""
     record = load_shipped_record()
     assert record is not None
     slower, num_selected = [], 0
     for measurement in record.measurements:
-        others_record = ShippedRecord(
+        held_out_record = ShippedRecord(
             record.arch, tuple(c for c in record.measurements if c.size != measurement.size)
         )
         hidden = 64
@@ -156,7 +156,7 @@ def test_shipped_record_selects_no_slower_pairing() -> None:
         )
         default = next(pair for pair, ratio in measurement.ratios.items() if ratio == 1)
         others = [pair for pair in measurement.ratios if pair != default]
-        for pair, estimate in others_record.estimates(problem, others, default).items():
+        for pair, estimate in held_out_record.estimates(problem, others, default).items():
             if estimate.trusted and estimate.pessimistic <= MAX_RATIO_UNTIMED:
                 num_selected += 1
                 slower += [(measurement, pair)] * (measurement.ratios[pair] > 1)
@@ -183,15 +183,20 @@ def test_default_is_not_timed_on_a_recorded_gpu(tmp_path: Path) -> None:
 def test_trusted_pairing_runs_without_timing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The record is for this machine (without an architecture), and for 1 to 4 rows per expert."""
+    """In the record, the naive pairing is faster at 1 to 4 rows per expert and slower at 64 to 256.
+    The architecture of the record is None, as for a CPU.
+    """
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    torch_, naive = (
+    torch_pairing, naive_pairing = (
         ("MoEPrepareAndFinalizeNoEP", "TorchExperts"),
         ("BatchedPrepareAndFinalize", "NaiveBatchedExperts"),
     )
-    measurements = [LayerTimes("none", 2.0**n, SIZE, {torch_: 1.0, naive: 0.9}) for n in range(3)]
+    measurements = [
+        LayerTimes("none", 2.0**n, SIZE, {torch_pairing: 1.0, naive_pairing: 0.9}) for n in range(3)
+    ]
     measurements += [
-        LayerTimes("none", 2.0**n, SIZE, {torch_: 1.0, naive: 1.2}) for n in range(6, 9)
+        LayerTimes("none", 2.0**n, SIZE, {torch_pairing: 1.0, naive_pairing: 1.2})
+        for n in range(6, 9)
     ]
     monkeypatch.setattr(
         autotune, "load_shipped_record", lambda: ShippedRecord(None, tuple(measurements))
@@ -199,7 +204,7 @@ def test_trusted_pairing_runs_without_timing(
     problem = replace(PROBLEM, tokens=128, quant="none")
     kernel = compose(problem, Machine("cpu"), options=MeasurementOptions(folder=tmp_path, budget=0))
     segments = [(s.first, s.last, s.pair) for s in kernel.choice.segments]
-    assert segments == [(0, 8, naive), (9, 128, torch_)]
+    assert segments == [(0, 8, naive_pairing), (9, 128, torch_pairing)]
     assert kernel.choice.summary == (
         "8 token counts: 6 from the shipped record, 2 default (budget of 0 s spent)"
     )
