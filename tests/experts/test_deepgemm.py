@@ -310,8 +310,9 @@ def test_the_stand_in_computes_and_overwrites_like_the_library() -> None:
     deep_gemm_2.m_grouped_fp8_gemm_nt_contiguous(**given)
     (a, sfa), (w, sfb), d = given["a"], given["b"], given["d"]
     x = a[:7].float() * sfa[:7].repeat_interleave(128, 1)
-    want = x @ (w[0].float() * sfb[0].repeat_interleave(128, 1)).T
-    assert torch.equal(d[:7], want.bfloat16())
+    expected = x @ (w[0].float() * sfb[0].repeat_interleave(128, 1)).T
+    # bf16 rounds by at most 2^-9. The order of the float32 sums may differ.
+    torch.testing.assert_close(d[:7].float(), expected, rtol=2**-8, atol=1e-6)
     assert not d[64:128].any()  # half of a tile without used rows
     assert d[7:64].any()  # unused rows of a half with used rows are also multiplied
     given = by_counts()

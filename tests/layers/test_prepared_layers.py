@@ -99,8 +99,12 @@ def test_copies_of_a_layer_have_no_prepared_weights() -> None:
     layer, _ = make_prepared_layer()
     size = len(pickle.dumps(layer))
     layer.prepare_weights()
-    assert len(pickle.dumps(layer)) == size
-    assert copy.deepcopy(layer).weights().w1_tiles is None
+    tiles = layer.weights().w1_tiles
+    assert tiles is not None
+    pickled = pickle.dumps(layer)
+    assert len(pickled) < size + tiles.nbytes // 2  # the size of other data varies slightly
+    for duplicate in (pickle.loads(pickled), copy.deepcopy(layer)):
+        assert duplicate.weights().w1_tiles is None
 
 
 def test_a_layer_prepares_on_the_device_of_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
