@@ -35,7 +35,6 @@ _MIN_ROWS_TO_UNPACK = 16  # with more rows per expert, parts may unpack quantize
 _CALLS_IN_FLIGHT = 2  # calls of SymmMem and HostThenRank that may be between prepare and finalize
 # DeepEP: channels per peer and rows per channel of its high-throughput mode. The number of tokens
 # that buffers are allocated for is rounded up to a multiple.
-# tokens that buffers are allocated for a multiple of.
 _CHANNELS, _CHANNEL_ROWS = 10, 256
 _DEEPEP_TOKEN_MULTIPLE = 128
 _RANKS_PER_HOST = 8

@@ -87,16 +87,25 @@ def _outgoing_rows(layout: BlockLayout, world: int, tokens: int) -> OutgoingRows
     generator = torch.Generator().manual_seed(tokens)
     dtype = torch.int64 if tokens == 5 else torch.int32
     numbers_TK = torch.randint(
-        -3, world * _SLOTS + 2, (tokens, layout.top_k), generator=generator, dtype=dtype
+        -3,
+        world * _SLOTS + 2,
+        (tokens, layout.top_k),
+        generator=generator,
+        dtype=dtype,
+        device=_CPU,
     )
-    x_TH = torch.randint(-9, 9, (tokens, layout.hidden), generator=generator)
+    x_TH = torch.randint(-9, 9, (tokens, layout.hidden), generator=generator, device=_CPU)
     return OutgoingRows(
         x_TH.to(layout.dtype),
-        torch.rand(tokens, layout.scales, generator=generator) if layout.scales else None,
+        torch.rand(tokens, layout.scales, generator=generator, dtype=torch.float32, device=_CPU)
+        if layout.scales
+        else None,
         numbers_TK,
-        torch.rand(tokens, layout.top_k, generator=generator),
-        torch.arange(tokens, dtype=torch.int32) if layout.adapters and tokens != 1 else None,
-        torch.zeros(1, dtype=torch.int32),
+        torch.rand(tokens, layout.top_k, generator=generator, dtype=torch.float32, device=_CPU),
+        torch.arange(tokens, dtype=torch.int32, device=_CPU)
+        if layout.adapters and tokens != 1
+        else None,
+        torch.zeros(1, dtype=torch.int32, device=_CPU),
     )
 
 
@@ -107,11 +116,11 @@ def _fill(layout: BlockLayout, ranks: Ranks, tokens: int, *, is_single: bool) ->
     status = DeviceStatus(world, _CPU)
     counter, written = CallCounter(status, _LAYER), dict[str, torch.Tensor]()
     for call in range(2):
-        bytes_SB = torch.full((2 * world, layout.nbytes), _FILL, dtype=torch.uint8)
+        bytes_SB = torch.full((2 * world, layout.nbytes), _FILL, dtype=torch.uint8, device=_CPU)
         # On a GPU, the block for this rank itself is among the received blocks.
         local_block = ranks.rank + world * call
-        row_of_token_WT = torch.full((world, _TOKENS), -9, dtype=torch.int32)
-        header_F = torch.full((len(FIELDS) + 1,), -9)
+        row_of_token_WT = torch.full((world, _TOKENS), -9, dtype=torch.int32, device=_CPU)
+        header_F = torch.full((len(FIELDS) + 1,), -9, dtype=torch.int64, device=_CPU)
         if call:
             counter.begin()
         fill_blocks(
@@ -143,7 +152,7 @@ def _state_of(counter: CallCounter) -> Tensors:
 def _read(layout: BlockLayout, ranks: Ranks) -> Tensors:
     """Read blocks whose numbers of rows differ, of which one exceeds the capacity."""
     world, k = ranks.world_size, layout.top_k
-    received = torch.full((world, layout.nbytes), 0x7F, dtype=torch.uint8)
+    received = torch.full((world, layout.nbytes), 0x7F, dtype=torch.uint8, device=_CPU)
     blocks = Blocks(received, layout, ranks, ranks.rank)
     for w in range(world):
         rows = _outgoing_rows(layout, world, layout.capacity - w)
@@ -159,22 +168,26 @@ def _read(layout: BlockLayout, ranks: Ranks) -> Tensors:
         for name, values in sections.items():
             blocks.section(name)[w, : len(values)] = values
     headers_WF = blocks.section("header")
-    headers_WF.copy_(torch.tensor([_LAYER, 1, 14, 2, 2, NOT_REFUSED, 0]))
-    headers_WF[:, SENT] = layout.capacity + 1 - 2 * torch.arange(world)
+    headers_WF.copy_(
+        torch.tensor([_LAYER, 1, 14, 2, 2, NOT_REFUSED, 0], dtype=torch.int64, device=_CPU)
+    )
+    headers_WF[:, SENT] = layout.capacity + 1 - 2 * torch.arange(world, device=_CPU)
     num_rows, status = world * layout.block_rows, DeviceStatus(world, _CPU)
     columns = ReceivedColumns(
         _SLOTS - 1,
-        torch.full((num_rows, k), 99, dtype=torch.int32),
-        torch.full((num_rows, k), 99.0),
-        torch.full((num_rows, layout.scales), 99.0) if layout.scales else None,
-        torch.full((num_rows,), 99, dtype=torch.int32) if layout.adapters else None,
+        torch.full((num_rows, k), 99, dtype=torch.int32, device=_CPU),
+        torch.full((num_rows, k), 99.0, dtype=torch.float32, device=_CPU),
+        torch.full((num_rows, layout.scales), 99.0, dtype=torch.float32, device=_CPU)
+        if layout.scales
+        else None,
+        torch.full((num_rows,), 99, dtype=torch.int32, device=_CPU) if layout.adapters else None,
     )
     limits = status.limits(Capacity(_TOKENS, _TOKENS))
     header_F = headers_WF[0].clone()
     read_blocks(blocks, columns, status=status, header_F=header_F, limits=limits)
     written = {"slots": columns.slots_RK, "weights": columns.weights_RK}
     if columns.scale_RG is not None:  # undefined for rows without a token
-        row = torch.arange(num_rows) % layout.block_rows
+        row = torch.arange(num_rows, device=_CPU) % layout.block_rows
         sent_R = headers_WF[:, SENT].clamp(max=layout.capacity).repeat_interleave(layout.block_rows)
         written["scale"] = columns.scale_RG[row < sent_R]
     if columns.adapters_R is not None:
@@ -186,12 +199,14 @@ def _sum(ranks: Ranks, tokens: int, *, is_single: bool) -> Tensors:
     """Sum blocks with each position of the block of this rank, then after a failed call."""
     world, block_rows, hidden = ranks.world_size, 6, 65
     generator = torch.Generator().manual_seed(1)
-    sums_SRH = torch.randn(2 * world, block_rows, hidden, generator=generator).bfloat16()
+    sums_SRH = torch.randn(
+        2 * world, block_rows, hidden, generator=generator, dtype=torch.float32, device=_CPU
+    ).bfloat16()
     row_of_token_WT = torch.randint(
-        -1, block_rows, (world, 9), generator=generator, dtype=torch.int32
+        -1, block_rows, (world, 9), generator=generator, dtype=torch.int32, device=_CPU
     )
     counter = CallCounter(DeviceStatus(world, _CPU), _LAYER)
-    outputs = torch.full((3, tokens, hidden + 8), 5.0, dtype=torch.bfloat16)
+    outputs = torch.full((3, tokens, hidden + 8), 5.0, dtype=torch.bfloat16, device=_CPU)
     for call, local_block in enumerate((ranks.rank, world + ranks.rank, ranks.rank)):
         if call == 2:
             counter.status.mark_failed()
@@ -206,8 +221,10 @@ def _sum(ranks: Ranks, tokens: int, *, is_single: bool) -> Tensors:
 
 def _mask(ranks: Ranks) -> Tensors:
     """Mask the pairs of other ranks. One slot of this rank has no expert."""
-    numbers_TK = torch.arange(-1, 3 * ranks.world_size * _SLOTS - 1, dtype=torch.int32).view(-1, 3)
-    weights_TK = torch.ones(numbers_TK.shape)
+    numbers_TK = torch.arange(
+        -1, 3 * ranks.world_size * _SLOTS - 1, dtype=torch.int32, device=_CPU
+    ).view(-1, 3)
+    weights_TK = torch.ones(numbers_TK.shape, dtype=torch.float32, device=_CPU)
     mask_remote_pairs(numbers_TK, weights_TK, ranks, _SLOTS - 1)
     return {"slots": numbers_TK, "weights": weights_TK}
 
@@ -217,7 +234,7 @@ def _count_and_verify() -> Tensors:
     world = 3
     status = DeviceStatus(world, _CPU)
     counters = [CallCounter(status, layer) for layer in (1, 2)]
-    headers = torch.full((4, len(FIELDS)), -9)
+    headers = torch.full((4, len(FIELDS)), -9, dtype=torch.int64, device=_CPU)
     for call, counter in enumerate((*counters, *counters)):
         if call % 2:
             counter.begin()
@@ -250,7 +267,10 @@ def _measure(layout: BlockLayout) -> Tensors:
 def _report_phases() -> Tensors:
     """Check the phases that are reported of three calls, one of which also ends."""
     status = DeviceStatus(2, _CPU)
-    counter, header_F = CallCounter(status, _LAYER), torch.zeros(len(FIELDS), dtype=torch.int64)
+    counter, header_F = (
+        CallCounter(status, _LAYER),
+        torch.zeros(len(FIELDS), dtype=torch.int64, device=_CPU),
+    )
     for call in range(3):
         if call == 1:
             counter.begin()
@@ -260,8 +280,13 @@ def _report_phases() -> Tensors:
     for _ in range(3):
         status.verify(header_F.repeat(2, 1), header_F, limits)
     assert (status.phase(), status.progress()) == ("combine", (3, 0))
-    sums = BlockSums(torch.zeros(2, 1, 8), Ranks(0, 2, _SLOTS), first_block=0, local_block=0)
-    sum_blocks(sums, torch.zeros(1, 8), None, counter)
+    sums = BlockSums(
+        torch.zeros(2, 1, 8, dtype=torch.float32, device=_CPU),
+        Ranks(0, 2, _SLOTS),
+        first_block=0,
+        local_block=0,
+    )
+    sum_blocks(sums, torch.zeros(1, 8, dtype=torch.float32, device=_CPU), None, counter)
     assert (status.phase(), status.progress()) == ("combine", (3, 1))
     assert status.failure() is None
     return _state_of(counter)
@@ -269,8 +294,13 @@ def _report_phases() -> Tensors:
 
 def _mask_known_pairs() -> Tensors:
     """Check the slots of known pairs. The last slot of this rank has no expert."""
-    numbers_TK = torch.tensor([[0, _SLOTS, -1], [2 * _SLOTS - 1, _SLOTS + 1, 2 * _SLOTS]])
-    slots_TK, weights_TK = numbers_TK.to(torch.int32), torch.ones(2, 3)
+    numbers_TK = torch.tensor(
+        [[0, _SLOTS, -1], [2 * _SLOTS - 1, _SLOTS + 1, 2 * _SLOTS]], dtype=torch.int64, device=_CPU
+    )
+    slots_TK, weights_TK = (
+        numbers_TK.to(torch.int32),
+        torch.ones(2, 3, dtype=torch.float32, device=_CPU),
+    )
     mask_remote_pairs(slots_TK, weights_TK, Ranks(1, 3, _SLOTS), _SLOTS - 1)
     assert slots_TK.tolist() == [[-1, 0, -1], [-1, 1, -1]]
     assert weights_TK.tolist() == [[0, 1, 0], [0, 1, 0]]

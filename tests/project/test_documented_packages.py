@@ -24,7 +24,8 @@ PARTS = {part.name for part in load_catalog().parts if part.origin.startswith("m
 ABSTRACT = {"PrepareAndFinalize", "TopKWeightAndReduce"}
 # Parts that the documentation names but that are not in the catalog: classes of the tutorial and of
 # other projects.
-FOREIGN_PARTS = {"MyExperts", "MyPrepare", "FP8Experts", "LoadedExperts", "MarlinExperts"}
+VLLM_CLASSES = {"Int4EmulationTritonExperts", "MarlinExperts", "TritonWNA16Experts"}
+FOREIGN_PARTS = {"MyExperts", "MyPrepare", "FP8Experts", "LoadedExperts"} | VLLM_CLASSES
 NAME = re.compile(
     r"`((?:[A-Z]\w*(?:\{[\w,]+\}\w*)?)(?:PrepareAndFinalize\w*|Experts)|TopKWeightAndReduce[\w{},]*)`"
 )

@@ -211,7 +211,7 @@ def _moe_align_block_size(  # noqa: PLR0913 (vLLM's)
         start = end
     num_tokens_post_pad.fill_(start)
     if scatter_idx is not None:
-        pairs = torch.arange(ids.numel(), dtype=scatter_idx.dtype)
+        pairs = torch.arange(ids.numel(), dtype=scatter_idx.dtype, device=ids.device)
         scatter_idx.copy_(torch.where((ids >= 0) & is_valid, pairs, -1)[:, None])
 
 

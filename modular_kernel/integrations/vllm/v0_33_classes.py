@@ -130,7 +130,7 @@ class CpuWorkspaces:
 
     def get_simultaneous(self, *specs: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
         """Return memory of these shapes and dtypes."""
-        return [torch.empty(shape, dtype=dtype) for shape, dtype in specs]
+        return [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in specs]
 
 
 def replace_workspaces() -> None:
