@@ -95,12 +95,12 @@ class GemmOperands:
 
     @cached_property
     def n_major(self) -> bool:
-        """Whether w is unquantized and contiguous along its rows (N) instead of along K."""
+        """Whether w is unquantized, with stride 1 along N instead of K."""
         return not self.scheme.quantized and is_n_major(self.w)
 
     @cached_property
     def adjacent_up(self) -> bool:
-        """Whether w is N-major with interleaved gate and up rows, so one tile loads both."""
+        """Whether one tile of w loads gate and up, because w is N-major and interleaves them."""
         return self.gate_stride == 2 and self.up_row_offset == 1 and self.n_major
 
     def arguments(

@@ -75,7 +75,10 @@ class PeftConfig:
 
     @property
     def has_fused_layout(self) -> bool:
-        """Whether A of a parameter (E, rows, columns) is (E r, columns), as since PEFT 0.19."""
+        """Whether lora_A of a parameter of shape (E, rows, columns) is stored as (E * r, columns).
+
+        PEFT has used this layout since version 0.19.
+        """
         numbers = re.match(r"(\d{1,4})\.(\d{1,4})", self.peft_version or "")
         return numbers is not None and (int(numbers[1]), int(numbers[2])) >= (0, 19)
 

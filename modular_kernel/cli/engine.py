@@ -117,7 +117,8 @@ def judge_engine(
 ) -> bool:
     """Judge the experts classes of an engine, print the results, and return whether all are right.
 
-    Refused cases, and classes that cannot run here, count as right.
+    Refused combinations, and classes that cannot run here, are not counted. The result is False if
+    no call is judged, or if some are not run.
     """
     from modular_kernel.testing.engines.cases import Selection, select_cases
     from modular_kernel.testing.engines.processes import TimeLimits
@@ -135,19 +136,34 @@ def judge_engine(
     results = _run(cases, program, limits, workers)
     rows = _make_rows(results, program, limits, workers)
     bad = {"wrong", "crashed", "timeout"}
-    ok = not any(row.kind in bad for row in rows)
+    incomplete = _explain_incomplete(results)
+    ok = not incomplete and not any(row.kind in bad for row in rows)
     if experts is not None:
         chosen = tuple(c for c in description.classes if c.name == experts)
         description = replace(description, classes=chosen)
     record = {
         "ok": ok,
+        "incomplete": incomplete,
         "engine": description,
         "level": level,
         "counts": Counter(row.kind for row in rows),
         "rows": [row.make_record() for row in rows],
     }
-    output.print_result(record, as_json, lambda: _print_rows(description, rows))
+    output.print_result(record, as_json, lambda: _print_rows(description, rows, incomplete))
     return ok
+
+
+def _explain_incomplete(results: "Iterable[Result]") -> str:
+    """Return why the results do not show that the classes are right; empty if they may."""
+    from modular_kernel.integrations.engine import Kind
+
+    outcomes = [outcome for _, outcome in results]
+    if num_skipped := sum(not outcome.was_run for outcome in outcomes):
+        were = "was" if num_skipped == 1 else "were"
+        return f"{format_count(num_skipped, 'call')} {were} not run"
+    if not any(outcome.kind in (Kind.RIGHT, Kind.WRONG) for outcome in outcomes):
+        return "no call was judged right or wrong"
+    return ""
 
 
 def _count_workers(description: "Description") -> int:
@@ -196,7 +212,7 @@ def _make_rows(
     return rows
 
 
-def _print_rows(description: "Description", rows: "Sequence[Row]") -> None:
+def _print_rows(description: "Description", rows: "Sequence[Row]", incomplete: str) -> None:
     from modular_kernel.integrations.engine import Kind
 
     _print_heading(description)
@@ -219,6 +235,8 @@ def _print_rows(description: "Description", rows: "Sequence[Row]") -> None:
     counts = Counter(row.kind for row in rows)
     text = ", ".join(f"{counts[kind]} {kind}" for kind in Kind if counts[kind])
     output.print_line(f"{len(rows)} combinations: {text or 'none'}")
+    if incomplete:
+        output.print_line(f"incomplete: {incomplete}")
 
 
 def _merge(rows: "Iterable[Row]") -> "list[list[Row]]":

@@ -90,6 +90,7 @@ class Outcome:
         wrong.
     seconds: duration of the first call, with compilation, and of the last one.
     is_fatal: whether the process cannot make further calls.
+    was_run: False for a case that was skipped, for example because of a time limit.
     """
 
     kind: Kind
@@ -99,6 +100,7 @@ class Outcome:
     reproducer: str = ""
     seconds: tuple[float, ...] = ()
     is_fatal: bool = False
+    was_run: bool = True
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,7 @@ class Engine(Protocol):
         """
 
     def explain_unavailable(self, error: BaseException) -> str | None:
-        """Return what the class needs and this machine lacks, if this caused the error."""
+        """Return the missing requirement that caused the error, or None if it has another cause."""
 
     def make_reproducer(self, case: EngineCase, bound: float) -> str:
         """Return a program that needs only the engine and torch, and compares the same call.

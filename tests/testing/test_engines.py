@@ -24,6 +24,7 @@ from modular_kernel.testing.engines.rows import Row, make_rows
 
 BASE = Problem(tokens=17, hidden=64, intermediate=32, experts=4, top_k=2)
 LIMITS = TimeLimits(first_call=8, call=8)
+NOT_RUN = Outcome(Kind.NOT_JUDGED, "not run: time limit", was_run=False)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +94,7 @@ def test_like_cases_are_not_run_after_two_ended_their_process(program: EnginePro
 
 def test_no_case_begins_after_the_time_limit(program: EngineProgram) -> None:
     (outcome,) = run(program, case("Right"), total=0)
-    assert outcome == Outcome(Kind.NOT_JUDGED, "not run: time limit")
+    assert outcome == NOT_RUN
 
 
 @pytest.mark.parametrize("promise", Promise)
@@ -198,8 +199,12 @@ def toy_cli(monkeypatch: pytest.MonkeyPatch, program: EngineProgram) -> None:
     monkeypatch.setattr(engine_cli, "_make_program", lambda engine: program)
 
 
-def judge(experts: str, capsys: pytest.CaptureFixture[str]) -> tuple[bool, str]:
-    options = engine_cli.EngineOptions(engine="vllm", call_limit=8, first_call_limit=8)
+def judge(
+    experts: str, capsys: pytest.CaptureFixture[str], time_limit: float | None = None
+) -> tuple[bool, str]:
+    options = engine_cli.EngineOptions(
+        engine="vllm", call_limit=8, first_call_limit=8, time_limit=time_limit
+    )
     problem = engine_cli.ProblemOptions(quant="none")
     ok = engine_cli.judge_engine(options, problem, experts, "smoke", 1, None)
     return ok, " ".join(capsys.readouterr().out.split())
@@ -212,6 +217,29 @@ def test_report_of_a_right_class(capsys: pytest.CaptureFixture[str]) -> None:
     assert "refused: Right, 2 combinations (none): kernel does not support gelu" in text
     assert text.endswith("6 combinations: 4 right, 2 refused")
     assert "all kept" in text
+
+
+@pytest.mark.usefixtures("toy_cli")
+@pytest.mark.parametrize("experts", ["Refusing", "Unavailable", "NotBuilt"])
+def test_a_check_that_judges_nothing_fails(
+    experts: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ok, text = judge(experts, capsys)
+    assert not ok
+    assert text.endswith("incomplete: no call was judged right or wrong")
+
+
+@pytest.mark.usefixtures("toy_cli")
+def test_a_check_that_ends_at_its_time_limit_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    results = [(case("Right"), Outcome(Kind.RIGHT)), (case("Right", 2), NOT_RUN)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_cli, "_run", lambda *_: results)
+        ok, text = judge("Right", capsys)
+    assert not ok
+    assert text.endswith("incomplete: 1 call was not run")
+    ok, text = judge("Right", capsys, time_limit=1e-9)
+    assert not ok
+    assert "calls were not run" in text
 
 
 @pytest.mark.usefixtures("toy_cli")

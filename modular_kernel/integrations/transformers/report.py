@@ -38,7 +38,7 @@ class Row:
 
     @property
     def served(self) -> bool:
-        """Whether a forward in the grad mode of the report would run on our kernels."""
+        """Whether our kernels would run a forward pass in the grad mode of the report."""
         return not self.why
 
     def __str__(self) -> str:

@@ -25,7 +25,7 @@ from modular_kernel.spec.problem import ActivationSpec
 MODULE_BY_VERSION = {(0, 26): "v0_26_classes", (0, 33): "v0_33_classes"}
 
 # Name of an activation in the report -> the value of vLLM's MoEActivation, and its options. Limits
-# are near 1, so that they affect many values; those of swigluoai and swiglustep are fixed.
+# are near 1 to affect many values. vLLM fixes the limits of swigluoai and swiglustep.
 ACTIVATIONS: Mapping[str, tuple[str, Mapping[str, float]]] = {
     "silu": ("silu", {}),
     "swigluoai": ("swigluoai", {}),
@@ -46,7 +46,7 @@ ACTIVATIONS: Mapping[str, tuple[str, Mapping[str, float]]] = {
 
 
 def make_activation_spec(name: str) -> ActivationSpec:
-    """Return what vLLM computes for a key of ACTIVATIONS."""
+    """Return the activation that vLLM computes for a key of ACTIVATIONS."""
     value, options = ACTIVATIONS[name]
     return make_activation(value, **options)
 
@@ -54,7 +54,7 @@ def make_activation_spec(name: str) -> ActivationSpec:
 def make_environment(*, has_gpu: bool) -> dict[str, str]:
     """Return the environment variables of a process that loads vLLM.
 
-    Without a GPU, torch.compile is off, because vLLM's use of it needs a C++ compiler.
+    Without a GPU, torch.compile is disabled, because vLLM would need a C++ compiler for it.
     """
     environment = make_child_environment(interpreted=not has_gpu)
     environment["MK_VLLM"] = "0"  # the classes are vLLM's own
@@ -95,7 +95,7 @@ def load_engine() -> Engine:
 
 
 def prepare_cpu() -> None:
-    """Let vLLM's Triton kernels run in this process, which has no GPU.
+    """Run vLLM's Triton kernels in the interpreter, for a process without a GPU.
 
     Raises UnsupportedError if Triton's interpreter is not enabled.
     """
@@ -116,7 +116,7 @@ def prepare_cpu() -> None:
 
 @contextmanager
 def _pretend_triton_has_cpu_backend() -> Iterator[None]:
-    """Let vLLM define its kernels, which it does only if Triton has a driver."""
+    """Register a CPU backend in Triton. vLLM defines its kernels only if Triton has a backend."""
     backends = import_module("triton.backends").backends
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: False))
     try:

@@ -1,7 +1,7 @@
 """Computes vLLM's compiled operators in torch, on a machine without vLLM's compiled extension.
 
-vLLM's Python and Triton code of a MoE layer can then run on a CPU, with Triton's interpreter. Only
-operators are here that its Triton experts and the quantization of activations call.
+vLLM's Python and Triton code of a MoE layer can then run on a CPU, with Triton's interpreter. The
+module has only the operators that vLLM's Triton experts and the quantization of activations call.
 """
 
 from collections.abc import Callable
@@ -92,7 +92,7 @@ def _masked_moe_activation(  # noqa: PLR0913 (vLLM's)
     situ_beta: float,
     situ_linear_beta: float,
 ) -> None:
-    """Compute the first rows of each expert, and leave the others as they are."""
+    """Apply the activation to the first rows of each expert. Other rows are not written."""
     functions: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
         "silu": _gated(F.silu),
         "silu_with_clamp": lambda o, x: _silu_and_mul_with_clamp(o, x, limit, 1.0, 0.0),
@@ -164,7 +164,7 @@ def _silu_and_mul_per_block_quant(
 ) -> None:
     """Write silu(gate) * up in fp8, with a scale for each group of a row.
 
-    The groups cover a row, as in vLLM, which otherwise has no memory for their scales.
+    Groups must divide a row evenly, because vLLM allocates scales for whole groups only.
     """
     gate, up = input.float().chunk(2, dim=-1)
     groups = (F.silu(gate) * up).view(len(input), -1, group_size)
@@ -192,9 +192,9 @@ def _moe_align_block_size(  # noqa: PLR0913 (vLLM's)
     expert_map: torch.Tensor | None = None,
     scatter_idx: torch.Tensor | None = None,
 ) -> None:
-    """Sort pairs by expert, and pad those of each expert to blocks. Skip invalid ids.
+    """Sort pairs by expert, and pad the pairs of each expert to whole blocks. Skip invalid ids.
 
-    expert_map: if given, ids are mapped to local experts, and pairs of remote ones are skipped.
+    expert_map: if given, maps ids to local experts. Pairs of remote experts are skipped.
     """
     ids = topk_ids.flatten().long()
     is_valid = (ids >= 0) & (ids < num_experts)

@@ -4,6 +4,7 @@ A program makes random weights in the scheme's format, converts them with vLLM's
 the class in vLLM's FusedMoEKernel, and compares the output with plain torch in float64.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -180,7 +181,7 @@ def _write_call(case: EngineCase, source: Source, formatted: "_Format") -> list[
 
 
 @dataclass(frozen=True)
-class _Format:
+class _Format(ABC):
     """How a program makes weights of a scheme.
 
     oracle: name of the module in vLLM's folder `oracle`; empty for unquantized weights.
@@ -195,9 +196,9 @@ class _Format:
             for n, rows, columns in (("1", "N", "H"), ("2", "H", "I"))
         ]
 
+    @abstractmethod
     def make_config(self, problem: Problem, source: Source) -> list[str]:
         """Return lines that convert the weights and make the configuration `quant`."""
-        raise NotImplementedError
 
 
 class _Unquantized(_Format):

@@ -469,7 +469,7 @@ class VllmEngine:
         return make_group_layer(source.problem, (w13, w2), (w13_scale, w2_scale), others[-2:])
 
     def explain_unavailable(self, error: BaseException) -> str | None:
-        """Return what the class needs and this machine lacks, if this caused the error."""
+        """Return the missing requirement that caused the error, or None if it has another cause."""
         text = str(error)
         if isinstance(error, ImportError):
             return text
@@ -502,10 +502,10 @@ class VllmEngine:
 
 
 class GroupedRows(BatchedPrepareAndFinalize):  # type: ignore[misc]
-    """vLLM's dispatch into rows grouped by expert, as its exchanges do it.
+    """A prepare/finalize that groups rows by expert, as vLLM's exchanges do.
 
-    It counts the tokens of local experts only, and sums over K in float32, so that neither more
-    counts nor the rounding of sums in the dtype of the rows are attributed to the class.
+    It passes on counts of local experts only, and sums over K in float32. Errors of the counts, and
+    of sums in 16 bits, would otherwise be attributed to the experts class.
     """
 
     def prepare(

@@ -25,7 +25,7 @@ _MODEL_EXPERTS = 8  # more experts of a large model take long to make
 
 @dataclass(frozen=True)
 class Selection:
-    """What to select cases for.
+    """Criteria for the selection of cases.
 
     experts: name of one class; None for all.
     scheme: one quantization scheme; None for all that a class may support.
@@ -151,7 +151,7 @@ def _with_odd_sizes(case: EngineCase) -> EngineCase:
 
 
 def _get_step(scheme: QuantScheme) -> int:
-    """Return the number that sizes must be a multiple of, with the scheme's format."""
+    """Return the number that must divide sizes in the scheme's format."""
     if scheme.granularity in ("block", "group"):
         return max(scheme.group)
     return 16 if scheme.quantized else 8  # rows of 16 bytes

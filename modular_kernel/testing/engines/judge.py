@@ -214,7 +214,7 @@ def _adapt_weights(weights: ExpertWeights, problem: Problem) -> ExpertWeights:
 
 
 def _map_second_share(problem: Problem, device: torch.device) -> torch.Tensor:
-    """Return the map of rank 1, if each rank has as many consecutive experts."""
+    """Return the expert_map of rank 1. Each rank has an equal share of consecutive experts."""
     local = torch.arange(problem.experts, dtype=torch.int32, device=device) - problem.e
     return torch.where((local >= 0) & (local < problem.e), local, -1)
 

@@ -196,7 +196,7 @@ def run_cases(
 
 @dataclass(frozen=True)
 class _Run:
-    """What the threads of `run_cases` share.
+    """State shared by the threads of `run_cases`.
 
     queue: the cases of each class and scheme.
     stop: set when the results are no longer needed.
@@ -246,11 +246,12 @@ class _Run:
     def _explain_not_run(self, num_ended: int) -> Outcome | None:
         total = self.limits.total
         if self.stop.is_set():
-            return Outcome(Kind.NOT_JUDGED, "not run: interrupted")
+            return Outcome(Kind.NOT_JUDGED, "not run: interrupted", was_run=False)
         if total is not None and monotonic() > self.start + total:
-            return Outcome(Kind.NOT_JUDGED, "not run: time limit")
+            return Outcome(Kind.NOT_JUDGED, "not run: time limit", was_run=False)
         if num_ended >= _MAX_ENDED:
-            return Outcome(Kind.NOT_JUDGED, "not run: like cases ended their process")
+            detail = "not run: like cases ended their process"
+            return Outcome(Kind.NOT_JUDGED, detail, was_run=False)
         return None
 
 

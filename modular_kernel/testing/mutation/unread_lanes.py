@@ -15,7 +15,7 @@ from functools import lru_cache
 
 @lru_cache(maxsize=64)
 def find_unread_values(tree: ast.Module) -> frozenset[ast.expr]:
-    """Return the values of `other` that only lanes have which are never stored.
+    """Return the values of `other` whose lanes are never stored.
 
     Included are the values of loads that are assigned to a name of a function, if every use of the
     name is a value that is later stored with the same mask. The name, and every name in the mask,

@@ -29,7 +29,7 @@ def check_operation_cases(part: type[PrepareAndFinalize]) -> Outcomes:
                 outcome = _describe_difference(_run(case), expected)
             limits = "lowered" if is_lowered else "default"
             yield f"{name}, {limits} limits: {outcome}", f"{name}, {limits} limits: equal bits"
-        if not has_kernels:
+        if not has_kernels:  # the case itself may raise or fail an assertion
             yield _describe_difference(expected, expected), "equal bits"
 
 
