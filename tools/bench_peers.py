@@ -25,6 +25,7 @@ _MOE = "vllm.model_executor.layers.fused_moe"
 _QUANT = "vllm.model_executor.layers.quantization.utils"
 _BLOCK = 128
 _MIN_DEEPGEMM_TOKENS = 128  # the limit that vLLM itself applies
+_DEEPGEMM_COLUMNS = 1024  # hidden elements per program of vLLM's kernel that sums rows
 _FLASHINFER_MOE = "flashinfer.fused_moe"
 # from this number on, calls take milliseconds, and the autotuner takes minutes
 _MIN_LARGE_TOKENS = 4096
@@ -108,6 +109,9 @@ class VllmExperts(LayerPeer):
     def refusal(self, problem):
         if "deepgemm" in self.name and problem.tokens < _MIN_DEEPGEMM_TOKENS:
             return f"{_MIN_DEEPGEMM_TOKENS} tokens or more only"
+        # vLLM's `ep_gather` asserts this.
+        if "deepgemm" in self.name and problem.hidden % min(problem.hidden, _DEEPGEMM_COLUMNS):
+            return f"hidden must be less than {_DEEPGEMM_COLUMNS}, or a multiple of it"
         return super().refusal(problem)
 
     def setup(self, problem, weights):

@@ -8,7 +8,7 @@ import torch
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Problem
 
-SEED = 20261129
+SEED = 20261201
 COUNT = 4
 
 _EXPERTS = (8, 16, 32, 48, 64, 96, 128, 160, 192, 256)

@@ -63,6 +63,9 @@ def test_peers_have_a_scheme_and_refuse_unsupported_layers(
     assert all(layer.refusal(replace(PROBLEM, tokens=256, hidden=192)) for layer in blocks)
     (deep,) = (layer for layer in layers if layer.name == "vllm_deepgemm")
     assert "tokens" in deep.refusal(PROBLEM)
+    large = PROBLEM.with_tokens(256)
+    assert "hidden" in deep.refusal(replace(large, hidden=2560))
+    assert deep.refusal(replace(large, hidden=4096)) is None
 
 
 def test_channel_scales_follow_their_rows(peers: ModuleType) -> None:

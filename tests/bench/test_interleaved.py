@@ -56,10 +56,10 @@ LAYER = SampledLayer(4, 2, 128, 64)
 def test_default_seed_samples_these_layers() -> None:
     names = [layer.name for layer in sample_layers()]
     assert names == [
-        "E160-K2-H2816-I2304",
-        "E96-K4-H2560-I512",
-        "E96-K8-H2304-I2048",
-        "E48-K8-H2816-I1280",
+        "E128-K2-H4096-I2816",
+        "E16-K4-H5120-I2048",
+        "E96-K8-H7936-I1024",
+        "E48-K4-H8192-I3072",
     ]
 
 
@@ -386,7 +386,7 @@ def invoke(tool: ModuleType, *arguments: str) -> Any:
 def test_dry_run_lists_layers_candidates_and_missing_libraries(tool: ModuleType) -> None:
     result = invoke(tool, "--dry-run", "--schemes", "fp8", "--layers", "1")
     assert result.exit_code == 0, result.output
-    assert "E96-K4-H2560-I512 fp8_w8a8_block" in result.output
+    assert "E16-K4-H5120-I2048 fp8_w8a8_block" in result.output
     assert "12 cases" in result.output
     assert "FusedMoE fp8_w8a8_block (ours)" in result.output
     missing = [line for line in result.output.splitlines() if line.startswith("not installed")]
