@@ -597,8 +597,9 @@ def make_module(source: CheckpointLayer, **attributes: Any) -> Any:
     problem, config = source.problem, source.config
     module: Any = torch.nn.Module()
     module.orig_dtype = module.params_dtype = problem.dtype
-    module.num_experts = module.global_num_experts = problem.experts
-    module.local_num_experts, module.hidden_size = problem.e, problem.hidden
+    module.global_num_experts, module.hidden_size = problem.experts, problem.hidden
+    # vLLM passes the number of local experts to `create_weights`, which names it `num_experts`.
+    module.num_experts = module.local_num_experts = problem.e
     module.intermediate_size_per_partition = problem.intermediate
     module.activation, module.moe_config = config.activation, config
     for name in ("w1", "w2"):

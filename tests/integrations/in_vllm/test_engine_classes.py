@@ -10,6 +10,7 @@ import pickle
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,9 @@ from modular_kernel.integrations.vllm.classes import (
     make_activation_spec,
     make_environment,
 )
+from modular_kernel.integrations.vllm.v0_33_classes import CheckpointLayer, make_module
 from modular_kernel.spec.problem import Problem
+from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing.engines.processes import (
     EngineProcess,
     EngineProgram,
@@ -120,6 +123,15 @@ def test_activations(name: str, process: EngineProcess) -> None:
 def test_kinds_of_calls(experts: str, changes: dict[str, Any], process: EngineProcess) -> None:
     outcome = process.judge(EngineCase(experts, "silu", replace(BASE, **changes)))
     assert outcome.kind is Kind.RIGHT, outcome
+
+
+def test_conversions_read_the_number_of_local_experts() -> None:
+    """As in a layer of vLLM, whose quantization method sets `num_experts`."""
+    problem = replace(BASE, experts=16, local_experts=8, expert_map=True)
+    weights = ExpertWeights(torch.zeros(8, 64, 64), torch.zeros(8, 64, 32))
+    config: Any = SimpleNamespace(activation=MoEActivation.SILU)
+    module = make_module(CheckpointLayer(problem, None, config, weights))
+    assert (module.num_experts, module.local_num_experts, module.global_num_experts) == (8, 8, 16)
 
 
 WITH_BIASES = (
