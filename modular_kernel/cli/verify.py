@@ -68,6 +68,13 @@ class SingleCaseOptions:
         str | None, option("With --one and --world-size: tokens of each rank, such as 7,0.")
     ] = None
     fault: Annotated[str, option("With --one and --world-size: fault scenario of the ranks.")] = ""
+    unchecked: Annotated[
+        bool,
+        option(
+            "With --one and --world-size: only the first call of each layer has a handshake on the "
+            "host."
+        ),
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,10 +305,11 @@ def _make_single_case_job(
         ):
             need = "ordinary inputs with --world-size"
             raise ConfigurationError("--one", got=str(execution), need=need)
-        case = to_rank_case(case, single_case.rank_tokens, single_case.fault)
-    elif single_case.rank_tokens is not None or single_case.fault:
-        need = "--world-size N in addition"
-        raise ConfigurationError("--rank-tokens, --fault", got="a single rank", need=need)
+        rank_case = to_rank_case(case, single_case.rank_tokens, single_case.fault)
+        case = replace(rank_case, checked=not single_case.unchecked)
+    elif single_case.rank_tokens is not None or single_case.fault or single_case.unchecked:
+        names, need = "--rank-tokens, --fault, --unchecked", "--world-size N in addition"
+        raise ConfigurationError(names, got="a single rank", need=need)
     return VerifyJob(pf, experts, (case,), 0, "one case")
 
 

@@ -142,7 +142,7 @@ def test_placement_as_an_option(capsys: Capture) -> None:
         ("test --backend gloo", "--backend: got gloo, need --world-size N"),
         ("test --world-size 2 --backend mpi", "--backend: got 'mpi', need nccl or gloo"),
         ("test --world-size 200 --backend nccl", "GPUs: got"),
-        ("test --one --rank-tokens 3", "--rank-tokens, --fault: got a single rank"),
+        ("test --one --rank-tokens 3", "--rank-tokens, --fault, --unchecked: got a single rank"),
         ("test --one --world-size 2 --rank-tokens 3,x", "--rank-tokens: got '3,x'"),
         ("test --one --world-size 2 --rank-tokens 3", "tokens: got 1 numbers"),
         ("test --one --world-size 2 --rank-tokens 3,17", "tokens: got (3, 17)"),

@@ -4,6 +4,8 @@ The Triton interpreter is slow, so parts with Triton kernels run only a few case
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import minimal_rank_parts as parts
 import pytest
@@ -15,6 +17,7 @@ from modular_kernel.errors import ConfigurationError, IncompatibleError
 from modular_kernel.spec.placement import Placement
 from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.testing import Proof
+from modular_kernel.testing.cases.case import command
 from modular_kernel.testing.cases.nearest import describe_changes
 from modular_kernel.testing.cases.ranks import (
     PLACEMENTS,
@@ -26,6 +29,7 @@ from modular_kernel.testing.cases.ranks import (
     rank_pairings,
 )
 from modular_kernel.testing.ranks.pool import RankPool
+from modular_kernel.testing.verify.checks import check_numeric
 from modular_kernel.testing.verify.over_ranks import RankTrial, prove_ranks
 
 MACHINE = this_machine(device="cpu")
@@ -221,6 +225,35 @@ def test_graph_replays_over_ranks_get_other_values(rank_pool: Pool) -> None:
     cases = rank_cases_for("TorchAll2AllPrepareAndFinalize", "TorchExperts", MACHINE, 2).cases
     proof = prove_ranks(cases[0], rank_pool(2), MACHINE, checks=[check_replay_inputs])
     assert proof.passed, str(proof)
+
+
+def check_no_host_handshake(trial: RankTrial) -> Iterator[str]:
+    """Check that the part has blocks of a fixed capacity, as without handshakes on the host."""
+    part: Any = trial.kernel.prepare_finalize
+    if part.manager.checked or part.fixed_capacity is None:
+        yield "handshakes on the host"
+
+
+def test_unchecked_cases_have_no_handshake_on_the_host(rank_pool: Pool) -> None:
+    cases = rank_cases_for("TorchAll2AllPrepareAndFinalize", "TorchExperts", MACHINE, 2, "full")
+    unchecked = [case for case in cases.cases if not case.checked]
+    assert len(unchecked) > 20
+    checks = [check_numeric, check_no_host_handshake]
+    proof = prove_ranks(unchecked[0], rank_pool(2), MACHINE, checks=checks)
+    assert proof.passed, str(proof)
+    assert str(unchecked[0]).endswith("-unchecked")
+    assert "--unchecked" in command(unchecked[0])
+    checked = replace(unchecked[0], checked=True)
+    proof = prove_ranks(checked, rank_pool(2), MACHINE, checks=checks)
+    assert any("handshakes on the host" in failure for failure in proof.failures)
+
+
+def test_a_part_that_always_has_handshakes_has_no_unchecked_case() -> None:
+    cases = rank_cases_for("SymmMemPrepareAndFinalize", "TorchExperts", MACHINE, 2, "full").cases
+    assert cases
+    assert all(case.checked for case in cases)
+    with pytest.raises(ConfigurationError, match="unchecked"):
+        replace(cases[0], checked=False)
 
 
 def test_proving_a_refused_pairing_raises(rank_pool: Pool) -> None:

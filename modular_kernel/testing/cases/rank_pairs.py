@@ -57,6 +57,7 @@ RANK_AXES = (
     Axis("scaling", (1.0, 2.5)),
     Axis("weight_on_input", (False, True)),
     Axis("inplace", (False, True)),
+    Axis("checked", (True, False)),
 )
 
 

@@ -31,7 +31,11 @@ from modular_kernel.testing.cases.inputs import ORDINARY, InputVariation
 from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.testing.cases.nearest import list_neighbors
 from modular_kernel.testing.cases.row_order import apply_part_row_order
-from modular_kernel.testing.cases.scenario_names import SCENARIOS, supported_scenarios
+from modular_kernel.testing.cases.scenario_names import (
+    SCENARIOS,
+    can_skip_host_handshakes,
+    supported_scenarios,
+)
 
 Level = Literal["smoke", "full"]
 _FP16, _BF16 = torch.float16, torch.bfloat16
@@ -84,10 +88,13 @@ class RankCase(Case):
             `problem.tokens` is the maximum over all ranks.
         tokens: the number of tokens of each rank in the first call.
         fault: a fault scenario to run in addition, one of `scenario_names.SCENARIOS`, or "".
+        checked: argument of the part's manager. If False, only the first call of each layer has a
+            handshake on the host.
     """
 
     tokens: tuple[int, ...] = ()
     fault: str = ""
+    checked: bool = True
 
     def __post_init__(self) -> None:
         parallel = self.problem.parallel
@@ -101,6 +108,10 @@ class RankCase(Case):
         if self.fault and self.fault not in SCENARIOS:
             need = f"one of {', '.join(SCENARIOS)}"
             raise ConfigurationError("fault", got=repr(self.fault), need=need)
+        part = load_catalog().prepare_finalize(self.prepare_finalize)
+        if not self.checked and not can_skip_host_handshakes(part):
+            need = f"handshakes on the host, which {self.prepare_finalize} cannot skip"
+            raise ConfigurationError("unchecked", got=True, need=need)
         if self.is_replicated and len(set(self.tokens)) > 1:
             need = f"the same number on each rank: {self.prepare_finalize} needs replicated input"
             raise ConfigurationError("tokens", got=self.tokens, need=need)
@@ -138,13 +149,15 @@ class RankCase(Case):
             "placement": placement_name(self.problem.placement),
             **super().options(),
             **({"fault": self.fault} if self.fault else {}),
+            **({} if self.checked else {"unchecked": True}),
         }
 
     def __str__(self) -> str:
         tokens = "+".join(map(str, self.tokens))
         placement = placement_name(self.problem.placement)
         fault = f"-{self.fault}" if self.fault else ""
-        return f"{super().__str__()}-{tokens}-{placement}{fault}"
+        unchecked = "" if self.checked else "-unchecked"
+        return f"{super().__str__()}-{tokens}-{placement}{fault}{unchecked}"
 
 
 @dataclass(frozen=True)
@@ -172,6 +185,7 @@ class Variant:
         tokens: number of tokens of each rank, repeated cyclically. With replicated input, every
             rank passes the maximum.
         routing, fault, variation: as in RankCase.
+        checked: as in RankCase; ignored for parts that always have handshakes on the host.
         max_tokens: lower bound of `problem.tokens` in the case, to allow more tokens than any rank
             passes.
     """
@@ -183,6 +197,7 @@ class Variant:
     fault: str = ""
     variation: InputVariation = ORDINARY
     max_tokens: int = 0
+    checked: bool = True
 
     def case(self, prepare_finalize: str, experts: str, world_size: int) -> RankCase:
         make_placement = PLACEMENTS[self.placement]
@@ -203,6 +218,7 @@ class Variant:
             variation=self.variation,
             tokens=tokens,
             fault=self.fault,
+            checked=self.checked or not can_skip_host_handshakes(part),
         )
 
 
@@ -297,6 +313,7 @@ def list_rank_variants(world_size: int, level: Level) -> tuple[Variant, ...]:
     variants = [*_list_smoke_variants(base, world_size)]
     if level == "full":
         variants += [*_list_full_variants(base, world_size), *_list_pairwise_variants(world_size)]
+        variants += _list_unchecked_variants(base, world_size)
     return tuple(dict.fromkeys(variants))
 
 
@@ -309,9 +326,11 @@ def _make_variant(
     *,
     placement: str = "linear",
     tokens: Sequence[int] = UNEVEN_TOKENS,
+    checked: bool = True,
     **changes: Any,
 ) -> Variant:
-    return Variant(replace(base, **changes), placement, tuple(tokens), routing)
+    problem = replace(base, **changes)
+    return Variant(problem, placement, tuple(tokens), routing, checked=checked)
 
 
 def _list_smoke_variants(base: Problem, world_size: int) -> Iterator[Variant]:
@@ -414,7 +433,34 @@ def _list_pairwise_variants(world_size: int) -> Iterator[Variant]:
     for row in rank_pairs.draw_rank_array(world_size).rows:
         values, problem = rank_pairs.name_values(row), rank_pairs.build_problem(row, world_size)
         args = values["placement"], values["tokens"], values["routing"]
-        yield Variant(problem, *args, variation=rank_pairs.build_variation(row))
+        variation = rank_pairs.build_variation(row)
+        yield Variant(problem, *args, variation=variation, checked=values["checked"])
+
+
+def _list_unchecked_variants(base: Problem, world_size: int) -> Iterator[Variant]:
+    """Yield variants of the full list whose calls have no handshake on the host.
+
+    Parts may exchange blocks of a fixed capacity in these calls.
+    """
+    make_variant = partial(_make_variant, base, checked=False)
+    for placement in PLACEMENTS:
+        for routing in ("uniform", "out_of_range"):
+            yield make_variant(routing, placement=placement)
+    for tokens in ((0, 0, 0, 7), (17, 3)):
+        yield make_variant(tokens=tokens)
+    yield make_variant("duplicates", placement="copies", bias=True, top_k=4, ids_dtype=torch.int64)
+    yield make_variant("skips", apply_router_weight_on_input=True, top_k=1, bias=True, dtype=_BF16)
+    yield make_variant(chunk_tokens=4)
+    yield make_variant("all_to_one", max_received=world_size * max(UNEVEN_TOKENS))
+    lora = "adapters=3,rank=7"
+    yield make_variant("skips", placement="copies", top_k=3, bias=True, lora=lora)
+    for quant in (
+        "fp8_w8a8_tensor",
+        "fp8_w8a8_channel",
+        "fp8_w8a8_block:block=48x64",
+        "int8_w8a8_channel",
+    ):
+        yield make_variant(hidden=160, intermediate=96, dtype=_BF16, quant=quant)
 
 
 def _list_captured_variants(base: Problem, world_size: int) -> Iterator[Variant]:

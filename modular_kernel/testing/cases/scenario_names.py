@@ -3,6 +3,7 @@
 `verify.scenarios` implements the scenarios.
 """
 
+import inspect
 from typing import Any
 
 from modular_kernel.contracts import PrepareAndFinalize
@@ -52,6 +53,12 @@ def prefers_near_copies(part: type[PrepareAndFinalize]) -> bool:
     This holds for parts that have a manager and inherit `prefer_local_copies`.
     """
     return find_manager_class(part) is not None and "prefer_local_copies" not in vars(part)
+
+
+def can_skip_host_handshakes(part: type[PrepareAndFinalize]) -> bool:
+    """Return whether the part's manager takes `checked`, as `TorchGroup` does."""
+    manager_class = find_manager_class(part)
+    return manager_class is not None and "checked" in inspect.signature(manager_class).parameters
 
 
 def is_builtin(cls: type) -> bool:

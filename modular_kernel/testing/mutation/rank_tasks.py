@@ -110,6 +110,11 @@ def hash_case(
 
     timeout: seconds after which an exchange fails.
     """
+    with use_timeout(timeout), over_ranks.open_group(case, group) as opened_group:
+        return _hash_case(rank, opened_group, case, machine, timeout)
+
+
+def _hash_case(rank: int, group: object, case: RankCase, machine: Machine, timeout: float) -> str:
     kernels: list[FusedMoEModularKernel] = []
 
     def build_on_rank(rank_case: Case, machine: Machine, poison: bool) -> FusedMoEModularKernel:

@@ -12,7 +12,8 @@ exchange it. The partial sums are added in float32 and rounded again.
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 
 from modular_kernel import reference
-from modular_kernel.catalog import make_kernel, this_machine
+from modular_kernel.catalog import load_catalog, make_kernel, this_machine
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.spec.placement import pairs_to_slots
@@ -36,6 +37,7 @@ from modular_kernel.testing.cases.inputs import (
 )
 from modular_kernel.testing.cases.rank_inputs import inputs_of_rank
 from modular_kernel.testing.cases.ranks import RankCase
+from modular_kernel.testing.cases.scenario_names import find_manager_class
 from modular_kernel.testing.ranks.external_launcher import AnyRanks
 from modular_kernel.testing.ranks.pool import RankError
 from modular_kernel.testing.verify.checks import CHECKS, Check, Findings
@@ -323,6 +325,22 @@ def build_kernel(
     )
 
 
+@contextmanager
+def open_group(case: RankCase, group: object) -> Iterator[object]:
+    """Yield what a case passes as the group of its kernels.
+
+    This is `group`, or a manager that has been made with `checked=False`. The manager is destroyed
+    at the end, but not after an error, because this may wait for peers that failed.
+    """
+    if case.checked:
+        yield group
+        return
+    part = load_catalog().prepare_finalize(case.prepare_finalize)
+    manager = find_manager_class(part)(group, checked=False)
+    yield manager
+    manager.destroy()
+
+
 def run_checks(
     rank: int,
     _world_size: int,
@@ -336,6 +354,18 @@ def run_checks(
 
     Raises CheckError if a check raises an error.
     """
+    with open_group(case, group) as opened_group:
+        return _run_checks(rank, opened_group, case, machine, build, checks)
+
+
+def _run_checks(
+    rank: int,
+    group: object,
+    case: RankCase,
+    machine: Machine,
+    build: RankBuild,
+    checks: tuple[Check, ...],
+) -> RankReport:
     kernels: list[FusedMoEModularKernel] = []
     # What the experts received in the first call; recorded if `check_numeric` is the first check.
     received: list[list[Dispatched]] = []
