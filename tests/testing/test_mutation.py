@@ -27,9 +27,12 @@ from modular_kernel.testing.mutation.reviewed_equivalents import (
     EQUIVALENTS,
     MIN_PROBLEMS,
     find_equivalent,
+    find_review,
 )
 from modular_kernel.testing.mutation.scope import modules_of
 from modular_kernel.testing.mutation.source import Edit
+from modular_kernel.testing.verify.checks import CHECKS
+from modular_kernel.testing.verify.one_process import name_check
 
 ROOT = Path(__file__).resolve().parents[2]
 # adapters.json belongs to tools/mutate_modules.py, not to a part. The subfolders hold records of
@@ -140,13 +143,17 @@ def test_equivalents_have_a_proof_a_reason_and_parts(tmp_path: Path) -> None:
         )
         assert set(equivalent.parts) <= parts
         for part in equivalent.parts or ("TorchExperts",):
-            assert find_equivalent(ident, part) is equivalent
+            assert find_review(ident, part) is equivalent
+            expected = None if equivalent.detected_by else equivalent
+            assert find_equivalent(ident, part) is expected
     limited_to_parts = next(
         iter(i for i, equivalent in EQUIVALENTS.items() if equivalent.parts), None
     )
     if limited_to_parts is not None:
         assert find_equivalent(limited_to_parts, "DeepEPHTPrepareAndFinalize") is None
     assert find_equivalent("no such", "TorchExperts") is None
+    names = {name_check(check) for check in CHECKS}
+    assert {equivalent.detected_by for equivalent in EQUIVALENTS.values()} <= {"", *names}
 
 
 def test_every_equivalent_is_still_a_mutant_of_its_parts() -> None:
@@ -175,7 +182,7 @@ def test_every_equivalent_is_still_a_mutant_of_its_parts() -> None:
 def test_equivalents_of_a_record_are_reviewed(path: Path) -> None:
     record = json.loads(path.read_text(encoding="utf-8"))
     equivalents = [each["id"] for each in record["equivalent"]]
-    assert [ident for ident in equivalents if not find_equivalent(ident, record["part"])] == []
+    assert [ident for ident in equivalents if not find_review(ident, record["part"])] == []
     survivors = [each["id"] for each in record["survivors"]]
     assert [ident for ident in survivors if find_equivalent(ident, record["part"])] == []
 

@@ -30,6 +30,9 @@ class Equivalent:
             entry remains for the records that list it.
         parts: names of the experts or exchange classes ("parts") for which the mutant is
             equivalent, because their pairings never pass inputs that would reveal it; () means all.
+        detected_by: name of the check that was added later and detects the mutant, for example
+            because it makes calls slower without a change of results; "" if there is none. Mutation
+            scores run such a mutant. The entry remains for the records that list it.
     """
 
     reason: str
@@ -39,6 +42,7 @@ class Equivalent:
     beside: int = 0
     left_out: bool = False
     parts: tuple[str, ...] = ()
+    detected_by: str = ""
 
 
 def _read(path: Path) -> dict[str, Equivalent]:
@@ -47,7 +51,16 @@ def _read(path: Path) -> dict[str, Equivalent]:
 
 
 def find_equivalent(ident: str, part: str) -> Equivalent | None:
-    """Return the proof that a mutant is equivalent for `part`, or None if there is none."""
+    """Return the proof that no check detects a mutant of `part`, or None if there is none."""
+    entry = find_review(ident, part)
+    return None if entry is None or entry.detected_by else entry
+
+
+def find_review(ident: str, part: str) -> Equivalent | None:
+    """Return the proof that a mutant of `part` changes no result, or None if there is none.
+
+    Included are mutants that a check has detected since, because records may list them.
+    """
     entry = EQUIVALENTS.get(ident)
     return entry if entry is not None and (not entry.parts or part in entry.parts) else None
 
