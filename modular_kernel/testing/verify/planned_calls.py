@@ -69,6 +69,10 @@ def list_calls() -> Mapping[str, Callable[[], object]]:
         for scheme in _SCHEMES
         for rows in _ROWS
     }
+    for scheme in ("fp8_w8a8_block", "fp8_w8a8_tensor"):
+        for rows in (_ROWS[2], _ROWS[-1]):
+            name = f"quantize {scheme} {' '.join(map(str, rows))}, scales along rows"
+            calls[name] = partial(_quantize, scheme, *rows, along_rows=True)
     for operation in (_number, _permute, _sort, _reduce, _activate):
         name = operation.__name__.removeprefix("_")
         for tokens, hidden in _SIZES:
@@ -94,7 +98,14 @@ def _list_calls_of_part(part: type[PrepareAndFinalize]) -> dict[str, Callable[[]
 
 
 def _quantize(
-    scheme_text: str, tokens: int, hidden: int, stride: int, dtype: torch.dtype, segments: int = 1
+    scheme_text: str,
+    tokens: int,
+    hidden: int,
+    stride: int,
+    dtype: torch.dtype,
+    segments: int = 1,
+    *,
+    along_rows: bool = False,
 ) -> None:
     """Quantize rows that are `stride` values apart."""
     scheme = QuantScheme.parse(scheme_text)
@@ -107,6 +118,7 @@ def _quantize(
         (tokens, hidden),
         segments=segments,
         static_scale=static_scale,
+        along_rows=along_rows,
     )
     x_TH = torch.empty(tokens, stride, dtype=dtype, device=_META)[:, :hidden]
     counts_e = torch.empty(segments, dtype=torch.int32, device=_META)
