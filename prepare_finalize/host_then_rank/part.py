@@ -7,7 +7,7 @@ is one token with one of its K experts.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -94,6 +94,12 @@ class HostThenRankPrepareAndFinalize(PackedRowsPart):
     manager: HostThenRankGroup
     keeps_expert_output = True
     max_chunks = _MAX_CHUNKS
+
+    @classmethod
+    def operation_cases(cls) -> Mapping[str, Callable[[], Mapping[str, torch.Tensor]]]:
+        from prepare_finalize.symm_mem.operation_cases import list_cases
+
+        return list_cases()
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         super().__init__(problem, group)

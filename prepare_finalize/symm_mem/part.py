@@ -114,6 +114,12 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         return {str(problem): partial(launch_all, problem) for problem in problems()}
 
     @classmethod
+    def operation_cases(cls) -> Mapping[str, Callable[[], Mapping[str, torch.Tensor]]]:
+        from prepare_finalize.symm_mem.operation_cases import list_cases
+
+        return list_cases()
+
+    @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
         rejections = list(super().extra_rejections(problem, machine))
         if has_shared_scale(problem):

@@ -66,11 +66,14 @@ _HEADERS: tuple[tuple[Mapping[str, int], bool, str, str], ...] = (
 
 
 def check_calls_without_agreement(context: ScenarioContext) -> Outcomes:
-    """Make calls with blocks of a fixed capacity, on layers with different blocks."""
+    """Run the operations alone, then make calls with blocks of a fixed capacity.
+
+    The layers of the calls have different blocks.
+    """
+    yield from check_operation_cases(context.part)
     if not can_skip_host_handshakes(context.part):
         return
     manager_class = find_manager_class(context.part)
-    yield from check_operation_cases(context.part)
     manager = manager_class(None, checked=False)
     parallel, tokens = context.case.problem.parallel, context.case.problem.tokens
     with_copies = PLACEMENTS["copies"](context.case.problem.experts, context.world_size)

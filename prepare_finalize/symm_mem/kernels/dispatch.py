@@ -172,7 +172,7 @@ def dispatch_kernel(
     scale_ptr: (tokens, SCALES), scales of quantized rows.
     ids_ptr, weights_ptr: (tokens, TOP_K).
     homes_ptr: (E, MAX_COPIES, 2), rank and slot of each copy of each expert.
-    copies_ptr: (E,), number of copies of each expert.
+    copies_ptr: (E,), number of copies of each expert; not read if MAX_COPIES is 1.
     x_heap_ptr, scale_heap_ptr, ids_heap_ptr, weights_heap_ptr, adapters_heap_ptr: received rows in
         the heap of this rank, at the same offsets on all ranks: x (WORLD * capacity, HIDDEN),
         scales, int32 slots, float32 weights and int32 adapter slots.
