@@ -22,10 +22,14 @@ if TYPE_CHECKING:
     from modular_kernel.testing.engines.rows import Row
 
 EngineName = Annotated[
-    Literal["vllm"] | None, option("Engine whose experts classes to use instead of our parts.")
+    Literal["vllm", "sglang"] | None,
+    option("Engine whose experts classes to use instead of our parts."),
 ]
 # Engine -> the module with `load_engine` and `make_environment`.
-_MODULES = {"vllm": "modular_kernel.integrations.vllm.classes"}
+_MODULES = {
+    "vllm": "modular_kernel.integrations.vllm.classes",
+    "sglang": "modular_kernel.integrations.sglang.classes",
+}
 # More processes need more memory of a GPU than their kernels gain time.
 _MAX_GPU_WORKERS = 8
 
@@ -189,7 +193,7 @@ def _run(
 def _make_rows(
     results: "Iterable[Result]", program: "EngineProgram", limits: "TimeLimits", workers: int
 ) -> "list[Row]":
-    """Return the rows, and run the first reproducer of each class and scheme."""
+    """Return the rows, and run the reproducer of the largest error of each class and scheme."""
     from concurrent.futures import ThreadPoolExecutor
 
     from modular_kernel.testing.engines.processes import run_reproducer
@@ -197,7 +201,8 @@ def _make_rows(
 
     rows, limit = make_rows(results), limits.first_call + limits.setup
     numbers: dict[tuple[str, str], int] = {}
-    for number, row in enumerate(rows):
+    for number in sorted(range(len(rows)), key=lambda n: -(rows[n].worst_ratio or 0.0)):
+        row = rows[number]
         if row.reproducer:
             numbers.setdefault((row.case.experts, row.case.problem.quant), number)
 

@@ -52,8 +52,8 @@ def list_parts(
 ) -> None:
     """List every part, its requirements, whether it can run on the machine, and its origin.
 
-    --engine vllm lists the experts classes of the installed vLLM instead, with the quantization
-    schemes that they support on this machine.
+    --engine vllm or sglang lists the experts classes of the installed vLLM or SGLang instead, with
+    the quantization schemes that they support on this machine.
     """
     if engine is not None:
         refuse_combination("--engine", (machine_options,))

@@ -8,12 +8,18 @@ from run_mk import Mk, make_mk_fixture
 mk = make_mk_fixture()
 
 
-@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
+NEEDS = {"vllm": "vLLM: got not installed, need vLLM 0.26 or 0.33"}
+NEEDS["sglang"] = "SGLang: got not installed, need SGLang 0.5.23"
+
+
+@pytest.mark.parametrize("engine", NEEDS)
 @pytest.mark.parametrize("verb", ["list", "test"])
-def test_without_vllm(mk: Mk, verb: str) -> None:
-    result = mk(verb, "--engine", "vllm")
+def test_without_the_engine(mk: Mk, verb: str, engine: str) -> None:
+    if find_spec(engine) is not None:
+        pytest.skip(f"{engine} is installed")
+    result = mk(verb, "--engine", engine)
     assert result.code == 2
-    assert result.err.splitlines()[-1] == "error: vLLM: got not installed, need vLLM 0.26 or 0.33"
+    assert result.err.splitlines()[-1] == f"error: {NEEDS[engine]}"
 
 
 @pytest.mark.parametrize(
@@ -41,7 +47,7 @@ def test_machine_options_are_refused(mk: Mk) -> None:
 
 
 def test_unknown_engines_and_limits_are_refused(mk: Mk) -> None:
-    assert mk("test", "--engine", "sglang").code == 2
+    assert mk("test", "--engine", "trtllm").code == 2
     assert mk("test", "--engine", "vllm", "--call-limit", "0").code == 2
 
 

@@ -4,49 +4,20 @@ Importing this module makes SGLang importable. `start` publishes a configuration
 """
 
 import socket
-import sys
-from collections.abc import Sequence
 from dataclasses import replace
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
-from unittest.mock import MagicMock
 
 import torch
 
+from modular_kernel.integrations.sglang.absent_packages import mock_absent_packages
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing.cases.inputs import Inputs, make_inputs
 
-ABSENT = (
-    *("flashinfer", "humming", "sgl_kernel", "soundfile", "timm", "torchao", "torchcodec"),
-    *("torchvision", "quack"),
-)
 NAME = "modular_kernel"
 
 
-class _StandIns(MetaPathFinder, Loader):
-    """Imports the packages of ABSENT and their modules as mocks."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname.split(".")[0] not in ABSENT:
-            return None
-        return ModuleSpec(fullname, self, is_package=True)
-
-    def create_module(self, spec: ModuleSpec) -> Any:
-        module = MagicMock(name=spec.name)
-        module.__spec__, module.__path__, module.__name__ = spec, [], spec.name
-        module.__version__ = "99.0"
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
-
-
-sys.meta_path.append(_StandIns())
+mock_absent_packages()
 
 
 def start(backend: str) -> None:

@@ -9,7 +9,9 @@ from toy_engine import ToyEngine
 
 from modular_kernel.cli import engine as engine_cli
 from modular_kernel.errors import ConfigurationError, UnsupportedError
+from modular_kernel.integrations import engine_process
 from modular_kernel.integrations.engine import EngineCase, Kind, Outcome, Promise
+from modular_kernel.integrations.engine_process import EnginePackage
 from modular_kernel.settings import make_child_environment
 from modular_kernel.spec.problem import Problem
 from modular_kernel.testing.engines.cases import Selection, select_cases
@@ -24,6 +26,9 @@ from modular_kernel.testing.engines.rows import Row, make_rows
 
 BASE = Problem(tokens=17, hidden=64, intermediate=32, experts=4, top_k=2)
 LIMITS = TimeLimits(first_call=8, call=8)
+PACKAGE = EnginePackage(
+    "toy", "Toy", {"0.26": "old", "0.33": "new", "0.5.23": "long"}, lambda: None
+)
 NOT_RUN = Outcome(Kind.NOT_JUDGED, "not run: time limit", was_run=False)
 
 
@@ -121,6 +126,34 @@ def test_an_engine_that_cannot_be_loaded(program: EngineProgram) -> None:
         describe_engine(replace(program, module="no_such_engine"), LIMITS)
 
 
+@pytest.mark.parametrize(
+    ("installed", "found"),
+    [("0.26.0", "old"), ("0.33.1.dev2+cpu", "new"), ("0.5.23", "long"), ("0.5.23+cu130", "long")],
+)
+def test_module_for_a_version(installed: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_process, "version", lambda name: installed)
+    assert PACKAGE.find_module() == found
+
+
+@pytest.mark.parametrize("installed", ["0.3", "0.330", "0.5.2", "0.5.24", "1.0", "main"])
+def test_other_versions_are_refused_in_one_line(
+    installed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_process, "version", lambda name: installed)
+    with pytest.raises(UnsupportedError) as caught:
+        PACKAGE.load()
+    assert str(caught.value) == f"Toy: got {installed}, need Toy 0.26 or 0.33 or 0.5.23"
+
+
+def test_a_package_that_is_not_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_process, "version", lambda name: "0.33.0")
+    with pytest.raises(UnsupportedError, match="Toy: got not importable"):
+        PACKAGE.load()
+    monkeypatch.setattr(engine_process, "find_spec", lambda name: object())
+    with pytest.raises(UnsupportedError, match="No module named 'new'"):
+        PACKAGE.load()
+
+
 def test_a_reproducer_is_run_with_the_engine(program: EngineProgram) -> None:
     engine = ToyEngine()
     text = engine.make_reproducer(case("Doubled"), 0.5)
@@ -197,6 +230,19 @@ def test_the_worst_call_determines_a_row() -> None:
 def toy_cli(monkeypatch: pytest.MonkeyPatch, program: EngineProgram) -> None:
     """Let the command judge the toy engine."""
     monkeypatch.setattr(engine_cli, "_make_program", lambda engine: program)
+
+
+def test_the_reproducer_of_a_row_is_that_of_its_largest_error() -> None:
+    small, large = (
+        Outcome(Kind.WRONG, "", 6.0, 2.0, "small"),
+        Outcome(Kind.WRONG, "", 9.0, 2.0, "large"),
+    )
+    infinite = Outcome(Kind.WRONG, "", float("inf"), 0.0, "not finite")
+    cases = case("A", 1), case("A", 2), case("A", 3)
+    (row,) = make_rows(zip(cases, (small, large, small), strict=True))
+    assert row.reproducer == "large"
+    (row,) = make_rows(zip(cases, (small, infinite, large), strict=True))
+    assert row.reproducer == "not finite"
 
 
 def judge(

@@ -4,25 +4,21 @@ On a machine without a GPU, vLLM's Triton kernels run in Triton's interpreter, a
 compiled extension are computed in torch (`compiled_operators`).
 """
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import torch
 
-from modular_kernel.errors import UnsupportedError
 from modular_kernel.integrations.engine import Engine
-from modular_kernel.integrations.vllm import _parse_minor_version
+from modular_kernel.integrations.engine_process import (
+    EnginePackage,
+    install_interpreter,
+    make_engine_environment,
+)
 from modular_kernel.integrations.vllm.layers import make_activation
-from modular_kernel.settings import make_child_environment
 from modular_kernel.spec.problem import ActivationSpec
-
-# The module for each supported minor version of vLLM.
-MODULE_BY_VERSION = {(0, 26): "v0_26_classes", (0, 33): "v0_33_classes"}
 
 # Name of an activation in the report -> the value of vLLM's MoEActivation, and its options. Limits
 # are near 1 to affect many values. vLLM fixes the limits of swigluoai and swiglustep.
@@ -52,20 +48,11 @@ def make_activation_spec(name: str) -> ActivationSpec:
 
 
 def make_environment(*, has_gpu: bool) -> dict[str, str]:
-    """Return the environment variables of a process that loads vLLM.
-
-    Without a GPU, torch.compile is disabled, because vLLM would need a C++ compiler for it.
-    """
-    environment = make_child_environment(interpreted=not has_gpu)
+    """Return the environment variables of a process that loads vLLM."""
+    environment = make_engine_environment(has_gpu=has_gpu)
     environment["MK_VLLM"] = "0"  # the classes are vLLM's own
     environment.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    if not has_gpu:
-        environment |= {
-            "VLLM_TARGET_DEVICE": "cpu",
-            "CUDA_VISIBLE_DEVICES": "",
-            "TORCHDYNAMO_DISABLE": "1",
-        }
-    return environment
+    return environment if has_gpu else environment | {"VLLM_TARGET_DEVICE": "cpu"}
 
 
 def load_engine() -> Engine:
@@ -73,25 +60,7 @@ def load_engine() -> Engine:
 
     Raises UnsupportedError if vLLM is missing, cannot be imported, or has another version.
     """
-    need = " or ".join(f"{major}.{minor}" for major, minor in MODULE_BY_VERSION)
-    try:
-        installed = version("vllm")
-    except PackageNotFoundError:
-        raise UnsupportedError("vLLM", got="not installed", need=f"vLLM {need}") from None
-    name = MODULE_BY_VERSION.get(_parse_minor_version(installed))
-    if name is None:
-        raise UnsupportedError("vLLM", got=installed, need=f"vLLM {need}")
-    if find_spec("vllm") is None:
-        raise UnsupportedError("vLLM", got="not importable", need="a complete installation")
-    has_gpu = torch.cuda.is_available()
-    try:
-        if not has_gpu:
-            prepare_cpu()
-        engine: Engine = import_module(f"modular_kernel.integrations.vllm.{name}").make_engine()
-    except (ImportError, AttributeError, TypeError) as error:
-        got = f"{installed}, {type(error).__name__}: {error}"
-        raise UnsupportedError("vLLM", got=got, need="a complete installation") from error
-    return engine
+    return _PACKAGE.load()
 
 
 def prepare_cpu() -> None:
@@ -100,11 +69,8 @@ def prepare_cpu() -> None:
     Raises UnsupportedError if Triton's interpreter is not enabled.
     """
     from modular_kernel.integrations.vllm.compiled_operators import install_operators
-    from modular_kernel.interpreter import patch
 
-    if not patch.is_active():
-        raise UnsupportedError("TRITON_INTERPRET", got="not set", need="1, without a GPU")
-    patch.install()
+    install_interpreter()
     with _pretend_triton_has_cpu_backend():
         import_module("vllm.triton_utils")
     install_operators()
@@ -127,11 +93,16 @@ def _pretend_triton_has_cpu_backend() -> Iterator[None]:
 
 def run_program() -> None:
     """Run a Python program from the standard input, with vLLM prepared as in `load_engine`."""
-    if not torch.cuda.is_available():
-        prepare_cpu()
-        name = MODULE_BY_VERSION[_parse_minor_version(version("vllm"))]
-        import_module(f"modular_kernel.integrations.vllm.{name}").replace_workspaces()
-    exec(compile(sys.stdin.read(), "reproducer.py", "exec"), {"__name__": "__main__"})
+    _PACKAGE.run_program()
+
+
+_VERSIONS = "modular_kernel.integrations.vllm"
+_PACKAGE = EnginePackage(
+    "vllm",
+    "vLLM",
+    {"0.26": f"{_VERSIONS}.v0_26_classes", "0.33": f"{_VERSIONS}.v0_33_classes"},
+    prepare_cpu,
+)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import torch
 from modular_kernel.integrations.vllm import v0_33_classes
 from modular_kernel.spec.problem import Problem
 
-replace_workspaces = v0_33_classes.replace_workspaces
+prepare_program = v0_33_classes.prepare_program
 
 WITHOUT_PREDICATES = {
     **v0_33_classes.WITHOUT_PREDICATES,

@@ -39,6 +39,7 @@ from modular_kernel.integrations.engine import (
     RefusedError,
     UnavailableError,
 )
+from modular_kernel.integrations.engine_process import find_missing_requirement
 from modular_kernel.integrations.vllm.classes import ACTIVATIONS, make_activation_spec
 from modular_kernel.integrations.vllm.reproducer import Source, write_reproducer
 from modular_kernel.spec.problem import Problem
@@ -133,7 +134,7 @@ class CpuWorkspaces:
         return [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in specs]
 
 
-def replace_workspaces() -> None:
+def prepare_program() -> None:
     """Let vLLM allocate workspaces without an accelerator."""
     vllm_modular_kernel.current_workspace_manager = CpuWorkspaces
 
@@ -239,7 +240,7 @@ class VllmEngine:
         self._config = set_current_vllm_config(VllmConfig(device_config=DeviceConfig(self._device)))
         self._config.__enter__()
         if self._device == "cpu":
-            replace_workspaces()
+            prepare_program()
         else:
             init_workspace_manager(torch.device("cuda", torch.cuda.current_device()))
 
@@ -470,16 +471,7 @@ class VllmEngine:
 
     def explain_unavailable(self, error: BaseException) -> str | None:
         """Return the missing requirement that caused the error, or None if it has another cause."""
-        text = str(error)
-        if isinstance(error, ImportError):
-            return text
-        if isinstance(error, AttributeError) and "_OpNamespace" in text:
-            return f"no compiled operator {text.rpartition('attribute ')[2]}"
-        if self._device == "cpu" and "`_semantic` argument must be provided" in text:
-            return "Triton's interpreter cannot run a function of its kernel"
-        if self._device == "cpu" and ("Torch not compiled with CUDA" in text or "NVIDIA" in text):
-            return "it needs CUDA"
-        return None
+        return find_missing_requirement(error, self._device)
 
     def make_reproducer(self, case: EngineCase, bound: float) -> str:
         """Return a program that needs only vLLM and torch, and compares the same call."""

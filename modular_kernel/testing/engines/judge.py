@@ -29,6 +29,7 @@ from modular_kernel.testing.verify.compare_isolated import NO_ROUNDING_ERRORS, R
 # Tokens of the inputs of a layer, of which a call takes the first. The error of the rounded
 # reference for calls with few tokens is measured over all of them.
 NUM_TOKENS = 256
+_MAX_ERROR = 0.1  # of a reproducer, if the case has no bound
 _MAX_DETAIL = 600  # characters of an error message
 
 Report = Callable[[str], None]  # receives the name of the phase that begins
@@ -56,7 +57,7 @@ class Judge:
         except Exception as error:  # noqa: BLE001 (it is the result)
             return self._describe_error(error)
         if outcome.kind is Kind.WRONG and case.promise is None:
-            bound = outcome.bound or 0.0
+            bound = outcome.bound or _MAX_ERROR  # without a bound if values are not finite
             return replace(outcome, reproducer=self._engine.make_reproducer(case, bound))
         return outcome
 

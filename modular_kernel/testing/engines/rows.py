@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf, isfinite
 
 from modular_kernel.integrations.engine import EngineCase, Kind, Outcome, Promise
 from modular_kernel.spec.problem import dtype_name
@@ -13,7 +14,7 @@ from modular_kernel.testing.engines.processes import Result, row_key
 class Row:
     """The outcomes of the cases of one combination.
 
-    reproduced: what the reproducer of the first wrong case did when it was run: its last line of
+    reproduced: what the reproducer of the worst case did when it was run: its last line of
         output, or why it did not show the error; empty if it was not run.
     """
 
@@ -71,9 +72,9 @@ class Row:
 
     @property
     def reproducer(self) -> str:
-        """Program that shows the error of the first wrong case; empty if none is wrong."""
-        texts = (outcome.reproducer for _, outcome in self.numbers if outcome.reproducer)
-        return next(texts, "")
+        """Program that shows the error of the worst case; empty if none is wrong."""
+        programs = [outcome for _, outcome in self.numbers if outcome.reproducer]
+        return max(programs, key=_get_ratio).reproducer if programs else ""
 
     def make_record(self) -> dict[str, object]:
         """Return the row for JSON."""
@@ -104,6 +105,12 @@ class Row:
             "reproducer": self.reproducer,
             "reproduced": self.reproduced,
         }
+
+
+def _get_ratio(outcome: Outcome) -> float:
+    """Return the ratio of error to bound; infinity if values are not finite."""
+    is_known = outcome.error is not None and isfinite(outcome.error) and outcome.bound
+    return outcome.error / outcome.bound if is_known else inf  # type: ignore[operator]
 
 
 def make_rows(results: Iterable[Result]) -> list[Row]:

@@ -1,0 +1,118 @@
+"""What the modules of all engines do in a process that loads an engine.
+
+This module imports no engine.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+import torch
+
+from modular_kernel.errors import UnsupportedError
+from modular_kernel.integrations.engine import Engine
+from modular_kernel.settings import make_child_environment
+
+
+@dataclass(frozen=True)
+class EnginePackage:
+    """The package of an engine.
+
+    name: name of the package.
+    title: its name in messages.
+    modules: supported version, such as "0.33" -> full name of the module with `make_engine`. Every
+        version that begins with these numbers is supported.
+    prepare_cpu: makes the package usable on a machine without a GPU.
+    """
+
+    name: str
+    title: str
+    modules: Mapping[str, str]
+    prepare_cpu: Callable[[], None]
+
+    def find_module(self) -> str:
+        """Return the full name of the module for the installed version.
+
+        Raises UnsupportedError if the package is missing or has another version.
+        """
+        need = f"{self.title} {' or '.join(self.modules)}"
+        try:
+            installed = version(self.name)
+        except PackageNotFoundError:
+            raise UnsupportedError(self.title, got="not installed", need=need) from None
+        numbers = installed.split("+")[0].split(".")
+        for supported, module in self.modules.items():
+            if numbers[: len(supported.split("."))] == supported.split("."):
+                return module
+        raise UnsupportedError(self.title, got=installed, need=need)
+
+    def load(self) -> Engine:
+        """Load the engine.
+
+        Raises UnsupportedError if it is missing, cannot be imported, or has another version.
+        """
+        module, need = self.find_module(), "a complete installation"
+        if find_spec(self.name) is None:
+            raise UnsupportedError(self.title, got="not importable", need=need)
+        try:
+            if not torch.cuda.is_available():
+                self.prepare_cpu()
+            engine: Engine = import_module(module).make_engine()
+        except (ImportError, AttributeError, TypeError) as error:
+            got = f"{version(self.name)}, {type(error).__name__}: {error}"
+            raise UnsupportedError(self.title, got=got, need=need) from error
+        return engine
+
+    def run_program(self) -> None:
+        """Run a Python program from the standard input, with the package prepared as in `load`.
+
+        Without a GPU, `prepare_program` of the version's module is called first.
+        """
+        if not torch.cuda.is_available():
+            self.prepare_cpu()
+            import_module(self.find_module()).prepare_program()
+        exec(compile(sys.stdin.read(), "reproducer.py", "exec"), {"__name__": "__main__"})
+
+
+def make_engine_environment(*, has_gpu: bool) -> dict[str, str]:
+    """Return the environment variables of a process that loads an engine.
+
+    Without a GPU, Triton kernels are interpreted, and torch.compile is disabled, because it would
+    need a C++ compiler.
+    """
+    environment = make_child_environment(interpreted=not has_gpu)
+    if not has_gpu:
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+    return environment
+
+
+def install_interpreter() -> None:
+    """Let Triton's interpreter compute what a GPU computes.
+
+    Raises UnsupportedError if the interpreter is not enabled.
+    """
+    from modular_kernel.interpreter import patch
+
+    if not patch.is_active():
+        raise UnsupportedError("TRITON_INTERPRET", got="not set", need="1, without a GPU")
+    patch.install()
+
+
+def find_missing_requirement(error: BaseException, device: str) -> str | None:
+    """Return what an engine's code needs and this machine lacks; None if `error` has another cause.
+
+    device: "cpu" or "cuda".
+    """
+    text = str(error)
+    if isinstance(error, ImportError):
+        return text
+    if isinstance(error, AttributeError) and "_OpNamespace" in text:
+        return f"no compiled operator {text.rpartition('attribute ')[2]}"
+    if device == "cpu" and "`_semantic` argument must be provided" in text:
+        return "Triton's interpreter cannot run a function of its kernel"
+    if device == "cpu" and ("Torch not compiled with CUDA" in text or "NVIDIA" in text):
+        return "it needs CUDA"
+    return None

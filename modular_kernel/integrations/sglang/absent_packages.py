@@ -1,0 +1,46 @@
+"""Makes SGLang importable on a machine without a GPU, where many packages it imports are absent."""
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
+
+# Packages that modules of SGLang's MoE layers import, but do not use on a CPU.
+PACKAGES = (
+    *("flashinfer", "humming", "quack", "sgl_kernel", "soundfile", "timm", "torchao"),
+    *("torchcodec", "torchvision"),
+)
+
+
+class _MockImporter(MetaPathFinder, Loader):
+    """Imports packages and their modules as mocks."""
+
+    def __init__(self, packages: Sequence[str]) -> None:
+        self._packages = packages
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname.split(".")[0] not in self._packages:
+            return None
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        module = MagicMock(name=spec.name)
+        module.__spec__, module.__path__, module.__name__ = spec, [], spec.name
+        module.__version__ = "99.0"
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+def mock_absent_packages() -> list[str]:
+    """Let the absent ones of PACKAGES be imported as mocks, and return their names."""
+    absent = [name for name in PACKAGES if name not in sys.modules and find_spec(name) is None]
+    sys.meta_path.append(_MockImporter(absent))
+    return absent

@@ -1,0 +1,87 @@
+"""Writes the lines of a reproducer that call SGLang. This module does not import SGLang."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from modular_kernel.integrations.engine import EngineCase
+from modular_kernel.integrations.reproducer import write_expert_map
+from modular_kernel.spec.problem import Problem
+
+_MOE = "sglang.srt.layers.moe"
+
+
+def write_call(
+    case: EngineCase, options: Mapping[str, Any], device: str, *, is_native: bool, is_core: bool
+) -> tuple[list[str], list[str]]:
+    """Return the import statements and the statements that set `out`.
+
+    options: options of the activation.
+    is_native: whether the class is a function of `fused_moe_native`, which has its name.
+    is_core: whether the class is the core of the Triton runner.
+    """
+    problem = case.problem
+    fields = dict(options)
+    if problem.apply_router_weight_on_input:
+        fields["apply_router_weight_on_input"] = True
+    config = f"MoeRunnerConfig({problem.experts}, {problem.e}"
+    config += "".join(f", {name}={value!r}" for name, value in fields.items()) + ")"
+    ids = f"({write_expert_map(problem)})[ids.long()]" if problem.expert_map else "ids"
+    topk = f"StandardTopKOutput(router, {ids}, None)"
+    if is_native:
+        return _write_native(case, config, topk)
+    imports = [
+        f"from {_MOE} import MoeRunner, MoeRunnerBackend, MoeRunnerConfig",
+        f"from {_MOE}.moe_runner.triton import TritonMoeQuantInfo",
+        f"from {_MOE}.token_dispatcher import StandardDispatchOutput",
+        f"from {_MOE}.topk import StandardTopKOutput",
+        "from sglang.srt.runtime_context import SpawnRanks, publish",
+        "from sglang.srt.server_args import ServerArgs",
+    ]
+    server = f"ServerArgs('dummy', device={device!r})"
+    dispatch = f"StandardDispatchOutput(x.clone(), None, {topk})"
+    return imports, [
+        f"publish({server}, role='scheduler', ranks=SpawnRanks(0, 0, 0))",
+        f"runner = MoeRunner(MoeRunnerBackend.TRITON, {config})",
+        *(["runner.fused_func = None  # call the core"] if is_core else []),
+        f"weights = TritonMoeQuantInfo(w1, w2{_write_scales(problem)})",
+        f"out = runner.run({dispatch}, weights).hidden_states",
+    ]
+
+
+def _write_scales(problem: Problem) -> str:
+    """Return further arguments of TritonMoeQuantInfo."""
+    scheme, fields = problem.scheme, {}
+    if problem.bias:
+        fields |= {"b13": "b1.float()", "b2": "b2.float()"}
+    if scheme.quantized:
+        flag = scheme.name.rpartition("_")[0]  # such as fp8_w8a8
+        fields |= {f"use_{flag}": "True", "w13_scale": "s1", "w2_scale": "s2"}
+    if scheme.granularity == "channel":
+        fields["per_channel_quant"] = "True"
+    if scheme.granularity in ("block", "group"):
+        fields["block_shape"] = str(
+            list(scheme.group) if len(scheme.group) > 1 else [0, *scheme.group]
+        )
+    if scheme.static:
+        fields |= {"a13_scale": "a1", "a2_scale": "a2"}
+    return "".join(f", {name}={value}" for name, value in fields.items())
+
+
+def _write_native(case: EngineCase, config: str, topk: str) -> tuple[list[str], list[str]]:
+    """Return the lines that call a function of torch code with a stand-in for the layer."""
+    name, problem = case.experts, case.problem
+    imports = [
+        "from types import SimpleNamespace",
+        f"from {_MOE} import MoeRunnerConfig",
+        f"from {_MOE}.fused_moe_native import {name}",
+        f"from {_MOE}.topk import StandardTopKOutput",
+    ]
+    fields = f"moe_runner_config={config}, w13_weight=w1, w2_weight=w2"
+    if problem.bias:
+        fields += ", w13_weight_bias=b1.float(), w2_weight_bias=b2.float()"
+    layer = f"layer = SimpleNamespace(num_experts={problem.experts}, {fields})"
+    if name == "moe_forward_native":
+        return imports, [layer, f"out = {name}(layer, x, {topk}, layer.moe_runner_config)"]
+    imports.append(f"from {_MOE}.token_dispatcher import StandardDispatchOutput")
+    run = f"{name}(layer, StandardDispatchOutput(x, None, {topk})).hidden_states"
+    return imports, [layer, f"out = {run}"]

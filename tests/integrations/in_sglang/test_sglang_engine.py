@@ -1,0 +1,266 @@
+"""SGLang's own MoE runners, judged on a CPU, and functions with faults that must be found.
+
+They run in processes of their own, as with `mk test --engine sglang`.
+"""
+
+import json
+import os
+import pickle
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from modular_kernel.integrations.engine import EngineCase, Kind, Outcome, Promise
+from modular_kernel.integrations.sglang.classes import ACTIVATIONS, make_environment
+from modular_kernel.spec.problem import Problem
+from modular_kernel.testing.engines.processes import (
+    EngineProcess,
+    EngineProgram,
+    TimeLimits,
+    run_cases,
+    run_reproducer,
+)
+
+BASE = Problem(tokens=17, hidden=64, intermediate=32, experts=8, top_k=2)
+WIDE = replace(BASE, hidden=256, intermediate=128)
+FUSED, CORE = "fused_experts_none_to_triton", "TritonRunnerCore"
+NATIVE, GATHERED = "moe_forward_native", "fused_moe_forward_native"
+SPLIT, LIMIT = "silu with alpha and limit, not interleaved", "silu with limit"
+MAX_STATEMENTS = 16  # of a reproducer, beside import statements
+# Class, problem: one of each scheme.
+RIGHT = (
+    (FUSED, BASE),
+    (FUSED, replace(BASE, bias=True)),
+    (FUSED, replace(BASE, dtype=torch.float32, fp32_precision="tf32")),
+    (FUSED, replace(WIDE, quant="fp8_w8a8_tensor")),
+    (FUSED, replace(WIDE, quant="fp8_w8a8_tensor:static=true")),
+    (FUSED, replace(WIDE, quant="fp8_w8a8_channel")),
+    (CORE, BASE),
+    (CORE, replace(WIDE, quant="fp8_w8a8_block")),
+    (CORE, replace(WIDE, quant="int8_w8a8_channel")),
+    (FUSED, replace(WIDE, quant="int8_w8a16_group")),
+    (FUSED, replace(WIDE, quant="int4_w4a16_group:group=32")),
+    (NATIVE, BASE),
+    (NATIVE, replace(BASE, bias=True)),
+    (GATHERED, replace(BASE, tokens=1)),
+)
+# Class, activation, biases: what the class ignores, although SGLang's layer accepts it.
+WRONG = (
+    (CORE, SPLIT, False),
+    (NATIVE, SPLIT, False),
+    (NATIVE, LIMIT, False),
+    (GATHERED, "silu with alpha and limit", False),
+    (GATHERED, LIMIT, False),
+    (GATHERED, "situ with limit", False),
+    (GATHERED, "silu", True),
+)
+
+
+def make_case(experts: str, activation: str = "silu", problem: Problem = BASE) -> EngineCase:
+    spec = ACTIVATIONS[activation][1]
+    return EngineCase(experts, activation, replace(problem, activation=spec))
+
+
+@pytest.fixture(scope="module")
+def program() -> EngineProgram:
+    """Return the program of SGLang with faulty functions, which finds the helpers as pytest."""
+    path = os.pathsep.join(filter(None, sys.path))
+    environment = make_environment(has_gpu=False) | {"PYTHONPATH": path}
+    return EngineProgram("sglang_faulty_engine", environment)
+
+
+@pytest.fixture(scope="module")
+def process(program: EngineProgram) -> Iterator[EngineProcess]:
+    with EngineProcess(program, TimeLimits()) as process:
+        yield process
+
+
+def test_description(process: EngineProcess) -> None:
+    from sglang.srt.layers.moe.utils import MoeRunnerBackend
+
+    description = process.description
+    assert (description.engine, description.version) == ("sglang", "0.5.23")
+    assert len(description.notes) == 1
+    classes = {c.name: c for c in description.classes}
+    assert {FUSED, CORE, NATIVE, GATHERED} <= {n for n, c in classes.items() if not c.unavailable}
+    assert classes[NATIVE].schemes == ("none",)
+    assert classes[NATIVE].refused["fp8_w8a8_channel"] == "W8A8FP8MoEMethod never calls it"
+    assert len(classes[FUSED].schemes) == 10
+    assert classes["DeepGemmRunnerCore"].unavailable == "it needs a GPU"
+    assert classes["lora_triton"].unavailable == "the check does not know it"
+    assert len(classes) >= len(MoeRunnerBackend)
+
+
+def test_classes_are_sglang_s() -> None:
+    from modular_kernel.integrations.sglang.v0_5_23_classes import _PACKAGE_DIRECTORY, RUNNERS
+
+    for name, runner in RUNNERS.items():
+        path = _PACKAGE_DIRECTORY.joinpath("srt/layers/moe", *runner.module.split("."))
+        text = path.with_suffix(".py").read_text()
+        is_module = name == path.name
+        assert is_module or f"def {name}(" in text or f"class {name}(" in text, name
+
+
+@pytest.mark.parametrize(("experts", "problem"), RIGHT, ids=str)
+def test_right_classes(experts: str, problem: Problem, process: EngineProcess) -> None:
+    outcome = process.judge(EngineCase(experts, "silu", problem))
+    assert outcome.kind is Kind.RIGHT, outcome
+    assert outcome.error is not None
+    assert outcome.error > 0
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(name: str, process: EngineProcess) -> None:
+    outcome = process.judge(make_case(FUSED, name))
+    assert outcome.kind is Kind.RIGHT, outcome
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tokens": 1},
+        {"experts": 64, "top_k": 8, "tokens": 1},
+        {"experts": 16, "local_experts": 8, "expert_map": True, "top_k": 8},
+        {"top_k": 1, "apply_router_weight_on_input": True},
+        {"hidden": 104, "intermediate": 40},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("experts", [FUSED, CORE])
+def test_kinds_of_calls(experts: str, changes: dict[str, Any], process: EngineProcess) -> None:
+    outcome = process.judge(EngineCase(experts, "silu", replace(BASE, **changes)))
+    assert outcome.kind is Kind.RIGHT, outcome
+
+
+@pytest.mark.parametrize(("experts", "activation", "bias"), WRONG)
+def test_options_that_a_class_ignores(
+    experts: str, activation: str, bias: bool, process: EngineProcess
+) -> None:
+    outcome = process.judge(make_case(experts, activation, replace(BASE, bias=bias)))
+    assert outcome.kind is Kind.WRONG, outcome
+    assert outcome.error is not None
+    assert outcome.error > 0.2
+    assert outcome.reproducer.startswith(f"# {experts}, none, {activation}, T17")
+
+
+def test_int8_is_truncated_in_blocks(process: EngineProcess) -> None:
+    """SGLang's kernels that quantize activations in groups round int8 toward zero."""
+    problem = replace(WIDE, quant="int8_w8a8_block")
+    outcome = process.judge(EngineCase(FUSED, "silu", problem))
+    assert outcome.kind is Kind.WRONG, outcome
+    assert outcome.error is not None
+    assert outcome.bound is not None
+    assert outcome.error > 1.3 * outcome.bound
+
+
+RUN_ALL = """
+import contextlib, io, json, pickle
+from sglang_faulty_engine import load_engine
+engine, results = load_engine(), []
+IGNORED = ("#", "import ", "from ")
+for case, allowed in pickle.loads(bytes.fromhex({cases!r})):
+    text, output = engine.make_reproducer(case, allowed), io.StringIO()
+    assert "modular_kernel" not in text
+    with contextlib.redirect_stdout(output):
+        try:
+            exec(text, {{"__name__": "__main__"}})
+        except SystemExit as status:
+            lines = [line for line in text.splitlines() if not line.startswith(IGNORED)]
+            results.append([bool(status.code), len(lines), output.getvalue().strip()])
+print(json.dumps(results))
+"""
+
+
+@pytest.mark.timeout(600)
+def test_reproducers(program: EngineProgram) -> None:
+    """Those of right classes find a small error, so their own references are right."""
+    right = [EngineCase(experts, "silu", problem) for experts, problem in RIGHT]
+    right.append(
+        EngineCase(FUSED, "silu", replace(BASE, experts=16, local_experts=8, expert_map=True))
+    )
+    right.append(
+        EngineCase(FUSED, "silu", replace(BASE, top_k=1, apply_router_weight_on_input=True))
+    )
+    right += [make_case(FUSED, activation) for activation in ACTIVATIONS]
+    wrong = [make_case(e, activation, replace(BASE, bias=b)) for e, activation, b in WRONG]
+    cases = [
+        (case, 0.2 if case.problem.scheme.quantizes_activations else 0.01)
+        for case in (*right, *wrong)
+    ]
+    text = RUN_ALL.format(cases=pickle.dumps(cases).hex())
+    status, line = run_reproducer(program, text, 580)
+    assert status == 0, line
+    results = json.loads(line)
+    expected = [False] * len(right) + [True] * len(wrong)
+    assert [is_wrong for is_wrong, _, _ in results] == expected, results
+    assert max(lines for _, lines, _ in results) <= MAX_STATEMENTS
+    assert all(output.startswith("relative RMS error ") for _, _, output in results)
+
+
+def test_a_reproducer_as_users_run_it(process: EngineProcess) -> None:
+    """It needs SGLang and torch only, and the replacements for a CPU."""
+    text = process.judge(make_case(CORE, SPLIT)).reproducer
+    program = EngineProgram(
+        "modular_kernel.integrations.sglang.classes", make_environment(has_gpu=False)
+    )
+    status, line = run_reproducer(program, text, 280)
+    assert (status, line.partition(" error ")[0]) == (1, "relative RMS"), line
+
+
+@pytest.mark.parametrize("promise", Promise)
+@pytest.mark.parametrize("experts", [FUSED, CORE])
+def test_promises_that_the_triton_runner_keeps(
+    experts: str, promise: Promise, process: EngineProcess
+) -> None:
+    outcome = process.judge(EngineCase(experts, "silu", BASE, promise=promise))
+    assert outcome.kind is Kind.RIGHT, outcome
+
+
+@pytest.mark.parametrize("promise", [Promise.SKIPPED_IDS, Promise.NO_TOKENS])
+def test_promises_that_torch_code_breaks(promise: Promise, process: EngineProcess) -> None:
+    outcome = process.judge(EngineCase(NATIVE, "silu", BASE, promise=promise))
+    assert outcome.kind in (Kind.CRASHED, Kind.WRONG), outcome
+
+
+def test_memory_that_is_read_before_it_is_written(process: EngineProcess) -> None:
+    case = EngineCase("ReadingMemory", "silu", BASE, promise=Promise.WORKSPACE)
+    outcome = process.judge(case)
+    assert outcome.kind is Kind.WRONG
+    assert "values are not finite" in outcome.detail
+
+
+def test_refusals_quote_sglang(process: EngineProcess) -> None:
+    outcome = process.judge(make_case(NATIVE, "gelu_tanh"))
+    assert outcome.kind is Kind.REFUSED
+    assert outcome.detail.startswith("Unsupported activation: ")
+    outcome = process.judge(EngineCase("OtherBackend", "silu", BASE))
+    assert outcome == Outcome(Kind.REFUSED, "SGLang selects the runner triton for this layer")
+    biased = replace(WIDE, quant="fp8_w8a8_channel", bias=True)
+    outcome = process.judge(EngineCase(FUSED, "silu", biased))
+    reason = "the layer of W8A8FP8MoEMethod has no parameter w13_weight_bias"
+    assert outcome == Outcome(Kind.REFUSED, reason)
+
+
+@pytest.mark.timeout(600)  # several processes load SGLang
+def test_faulty_classes(program: EngineProgram) -> None:
+    names = "WrongActivation", "Raising", "Aborting", "Hanging", "MissingOperator", GATHERED
+    cases = [EngineCase(name, "silu", replace(BASE, tokens=1)) for name in names]
+    limits = TimeLimits(first_call=10, call=10)
+    results = {case.experts: outcome for case, outcome in run_cases(cases, program, limits, 1)}
+    kinds = {name: outcome.kind for name, outcome in results.items()}
+    assert kinds == {
+        "WrongActivation": Kind.WRONG,
+        "Raising": Kind.CRASHED,
+        "Aborting": Kind.CRASHED,
+        "Hanging": Kind.TIMEOUT,
+        "MissingOperator": Kind.UNAVAILABLE,
+        GATHERED: Kind.RIGHT,
+    }
+    assert results["Raising"].detail.startswith("RuntimeError: invalid tile (sglang_faulty_engine")
+    assert results["Aborting"].detail.startswith("SIGABRT in its first call")
+    assert results["Hanging"].detail == "first call took more than 10 s"
+    assert results["MissingOperator"].detail == "no compiled operator 'no_such_operator'"
