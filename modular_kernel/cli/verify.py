@@ -215,9 +215,9 @@ def verify(
     the source mutations, and takes minutes instead of hours. With --pf-type and --experts-type,
     only the cases of this pairing run. For a part over ranks, add --world-size 2.
 
-    --engine vllm or sglang judges the experts classes of the installed vLLM or SGLang instead of our
-    parts, each by the quantization scheme that it computes. --experts-type names one of them (see mk
-    list --engine), --model gives the sizes of a model, and --quant selects one scheme.
+    --engine vllm or sglang judges the experts classes of the installed vLLM or SGLang instead of
+    our parts, each by the quantization scheme that it computes. --experts-type names one of them
+    (see mk list --engine), --model gives the sizes of a model, and --quant selects one scheme.
 
     Exits with 1 if a check fails, a mutant survives, or the pairing is refused.
     """

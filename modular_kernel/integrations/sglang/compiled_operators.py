@@ -4,14 +4,14 @@ SGLang's Python and Triton code of a MoE layer can then run on a CPU, with Trito
 Import this module after SGLang has become importable (`absent_packages`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 
 import torch
 import torch.nn.functional as F
 
 _FP8_MAX, _INT8_MAX = 448.0, 127.0
-_TRITON_UTILS = "sglang.srt.layers.moe.moe_runner.triton_utils"
+_MOE = "sglang.srt.layers.moe"
 
 
 def install_operators() -> None:
@@ -19,25 +19,37 @@ def install_operators() -> None:
 
     Functions that SGLang registers as operators for CUDA are registered for CPUs, too.
     """
-    fp8_kernel = import_module("sglang.kernels.ops.quantization.fp8_kernel")
-    fp8_kernel.sgl_per_tensor_quant_fp8 = _per_tensor_quant_fp8
-    fp8_kernel.sgl_per_token_quant_fp8 = _per_token_quant_fp8
-    kernels = import_module("sglang.kernels.ops.moe.fused_moe_triton_kernels")
-    # The interpreter cannot run libdevice's `round`, which SGLang's Triton kernel calls.
-    kernels.per_token_quant_int8 = _per_token_quant_int8
-    align = import_module(f"{_TRITON_UTILS}.moe_align_block_size")
-    align.sgl_moe_align_block_size = _moe_align_block_size
-    config = import_module(f"{_TRITON_UTILS}.fused_moe_triton_config")
-    config.get_device_name = lambda *_: "CPU"  # no tuned configuration has this name
-    import_module("sglang.srt.layers.moe.token_dispatcher.standard").get_device = lambda: "cpu"
-    fused_moe = import_module(f"{_TRITON_UTILS}.fused_moe")
-    # What follows the GEMMs depends on the platform. Answer as on sm_90.
-    fused_moe._is_cuda = True
-    fused_moe.is_arch_support_pdl = lambda: True
-    fused_moe.silu_and_mul = _gated(F.silu)
-    fused_moe.gelu_and_mul = _gated(F.gelu)
-    fused_moe.gelu_tanh_and_mul = _gated(lambda gate: F.gelu(gate, approximate="tanh"))
-    fused_moe.moe_sum_reduce = _moe_sum_reduce
+    replacements: Mapping[str, Mapping[str, object]] = {
+        "sglang.kernels.ops.quantization.fp8_kernel": {
+            "sgl_per_tensor_quant_fp8": _per_tensor_quant_fp8,
+            "sgl_per_token_quant_fp8": _per_token_quant_fp8,
+        },
+        # The interpreter cannot run libdevice's `round`, which SGLang's Triton kernel calls.
+        "sglang.kernels.ops.moe.fused_moe_triton_kernels": {
+            "per_token_quant_int8": _per_token_quant_int8
+        },
+        f"{_MOE}.moe_runner.triton_utils.moe_align_block_size": {
+            "sgl_moe_align_block_size": _moe_align_block_size
+        },
+        # No tuned configuration has this name.
+        f"{_MOE}.moe_runner.triton_utils.fused_moe_triton_config": {
+            "get_device_name": lambda *_: "CPU"
+        },
+        f"{_MOE}.token_dispatcher.standard": {"get_device": lambda: "cpu"},
+        # What follows the GEMMs depends on the platform. Answer as on sm_90.
+        f"{_MOE}.moe_runner.triton_utils.fused_moe": {
+            "_is_cuda": True,
+            "is_arch_support_pdl": lambda: True,
+            "silu_and_mul": _gated(F.silu),
+            "gelu_and_mul": _gated(F.gelu),
+            "gelu_tanh_and_mul": _gated(lambda gate: F.gelu(gate, approximate="tanh")),
+            "moe_sum_reduce": _moe_sum_reduce,
+        },
+    }
+    for name, attributes in replacements.items():
+        for attribute, value in attributes.items():
+            setattr(import_module(name), attribute, value)
+    fused_moe = import_module(f"{_MOE}.moe_runner.triton_utils.fused_moe")
     for name in ("inplace_fused_experts", "outplace_fused_experts"):
         function = getattr(fused_moe, name).__wrapped__
         torch.library.impl(f"sglang::{name}", "cpu")(function)

@@ -50,7 +50,7 @@ def write_call(
 
 def _write_scales(problem: Problem) -> str:
     """Return further arguments of TritonMoeQuantInfo."""
-    scheme, fields = problem.scheme, {}
+    scheme, fields = problem.scheme, dict[str, str]()
     if problem.bias:
         fields |= {"b13": "b1.float()", "b2": "b2.float()"}
     if scheme.quantized:

@@ -381,6 +381,7 @@ def poison_new_tensors() -> Iterator[None]:
 
         return make
 
+    originals: dict[str, Callable[..., torch.Tensor]]
     originals = {"empty": torch.empty, "empty_like": torch.empty_like}
     for name, function in originals.items():
         setattr(torch, name, poison(function))
@@ -431,7 +432,9 @@ def load_weights(layer: Any, weights: ExpertWeights) -> None:
         if tensor.shape != parameter.shape:
             got = f"{tuple(parameter.shape)}, not {tuple(tensor.shape)}"
             raise NotJudgedError(f"the layer's parameter {name} has the shape {got}")
-        if field in ("w1", "b1") and getattr(layer.quant_method, "load_up_proj_weight_first", 0):
+        if field in ("w1", "b1") and getattr(
+            layer.quant_method, "load_up_proj_weight_first", False
+        ):
             tensor = tensor.roll(tensor.shape[1] // 2, 1)
         parameter.data.copy_(tensor)
 

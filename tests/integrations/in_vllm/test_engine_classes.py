@@ -44,6 +44,7 @@ NAMES = {
     "NaiveBatchedExperts",
     "Nvfp4QuantizationEmulationTritonExperts",
 }
+MAX_LINES, MAX_LINES_QUANTIZED = 15, 22  # of a reproducer, beside import statements
 # Class, problem: one of each scheme that runs on a CPU.
 RIGHT = (
     ("TritonExperts", BASE),
@@ -161,6 +162,7 @@ RUN_ALL = """
 import contextlib, io, json, pickle
 from vllm_faulty_engine import load_engine
 engine, results = load_engine(), []
+IGNORED = ("#", "import ", "from ")
 for case, allowed in pickle.loads(bytes.fromhex({cases!r})):
     text, output = engine.make_reproducer(case, allowed), io.StringIO()
     assert "modular_kernel" not in text.replace("config as c, modular_kernel as mk", "")
@@ -168,7 +170,8 @@ for case, allowed in pickle.loads(bytes.fromhex({cases!r})):
         try:
             exec(text, {{"__name__": "__main__"}})
         except SystemExit as status:
-            results.append([bool(status.code), output.getvalue().strip()])
+            lines = [line for line in text.splitlines() if not line.startswith(IGNORED)]
+            results.append([bool(status.code), len(lines), output.getvalue().strip()])
 print(json.dumps(results))
 """
 
@@ -185,8 +188,10 @@ def test_reproducers(program: EngineProgram) -> None:
     assert status == 0, line
     results = json.loads(line)
     expected = [False] * len(RIGHT) + [True] * len(wrong)
-    assert [is_wrong for is_wrong, _ in results] == expected, results
-    assert all(output.startswith("relative RMS error ") for _, output in results)
+    assert [is_wrong for is_wrong, _, _ in results] == expected, results
+    assert results[0][1] <= MAX_LINES
+    assert max(lines for _, lines, _ in results) <= MAX_LINES_QUANTIZED
+    assert all(output.startswith("relative RMS error ") for _, _, output in results)
 
 
 @pytest.mark.parametrize("promise", Promise)
