@@ -51,6 +51,7 @@ setup(
     ),
     package_data={
         "modular_kernel": [
+            "checkpoints/*.c",
             "checkpoints/data/*.json",
             "cli/templates/**/*.j2",
             "perf_model/data/*.json",

@@ -23,8 +23,6 @@ from modular_kernel.utils.argument_checks import MAX_INT32, Between, Count, OneO
 from modular_kernel.utils.tensor_checks import check_tensor, check_tensors
 
 _WORD_BITS = 32
-# Nibble i of an AWQ word has column _AWQ_ORDER[i] of the word's eight columns.
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _MIN_GROUP = 32
 _NAMES = {4: "int4_w4a16_group", 8: "int8_w8a16_group"}
 
@@ -138,11 +136,10 @@ def convert_gptq(  # noqa: PLR0913 (as from_gptq)
     """Convert GPTQ weights like `from_gptq`, without checks of `qweight` and `group`.
 
     order: (..., K), the column order from `argsort_by_group`. None keeps the order.
-    out: contiguous uint8 (..., N, K bits / 8), the tensor to write w to. Ignored if `order` is
-        given.
+    out: contiguous uint8 (..., N, K bits / 8), the tensor to write w to.
     """
     if order is not None:
-        w = packed_words.permute_rows(qweight, order, bits)
+        w = packed_words.permute_rows(qweight, order, bits, out)
     else:
         # The bytes of a word are already in the order of K, so words can be transposed whole.
         words = None if out is None else out.view(torch.int32)
@@ -201,7 +198,7 @@ def convert_awq(
 
     out: contiguous uint8 (..., N, K / 2), the tensor to write w to.
     """
-    w = packed_words.pack_columns(qweight, _AWQ_ORDER, out)
+    w = packed_words.pack_columns(qweight, out)
     zeros = None
     if qzeros is not None:
         check_packed(qzeros, "qzeros")

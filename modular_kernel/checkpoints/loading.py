@@ -635,6 +635,12 @@ def _copy_rows(
             if source.dim() > 1:
                 target = target[..., : source.shape[-1]]  # the remaining columns are padding
             if row_order is not None and suffix != "_zero_point":
+                if target.is_contiguous() and (target.dtype, target.device) == (
+                    source.dtype,
+                    source.device,
+                ):
+                    torch.index_select(source, 0, row_order, out=target)
+                    continue
                 source = source.index_select(0, row_order)
             if source.data_ptr() != target.data_ptr():  # equal if `fuse` wrote to `out`
                 target.copy_(source)

@@ -3,15 +3,30 @@
 Values are bytes or nibbles (4 bits) of int32 words. GPTQ packs them along K, and AWQ along N.
 Kernels need (N, K) with K packed along bytes: two 4-bit values, or one 8-bit value, per byte.
 
-Most of the cost is memory traffic. On CPUs, torch transposes 32-bit words about four times as fast
-per byte as single bytes. Words are therefore transposed as a whole, and masks process all nibbles
-of a word together. Callers can pass `out` to avoid another copy.
+On the CPU, large matrices are processed by packed_words.c, which is compiled on first use. Without
+a C compiler, on other devices, and for small matrices, the same is done with operations of torch.
+These transpose 32-bit words about four times as fast per byte as single bytes. Words are therefore
+transposed as a whole, and masks process all nibbles of a word together. Callers can pass `out` to
+avoid another copy.
 """
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
+from modular_kernel.replay.launch.build import BuildError, load_module
+
+_LOG = logging.getLogger("modular_kernel.loading")
+_NAME = "modular_kernel_packed_words"  # must match packed_words.c
+_MIN_COMPILED_BYTES = 1 << 16  # smaller matrices are not worth a compilation
+_LAYOUTS = {"gptq": 0, "rows": 1, "awq": 2}  # as in packed_words.c
+
+# Nibble i of an AWQ word has column AWQ_ORDER[i] of the word's eight columns.
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 # Masks of the low and the high nibble of each byte of an int32.
 _LOW_NIBBLES, _HIGH_NIBBLES = 0x0F0F0F0F, -0x0F0F0F10
 _WORD_BYTES = 4
@@ -23,17 +38,15 @@ def transpose_words(words: torch.Tensor, out: torch.Tensor | None = None) -> tor
     out = words.new_empty(*batch, columns, rows) if out is None else out
     pairs = zip(out.view(-1, columns, rows), words.reshape(-1, rows, columns), strict=True)
     for target, source in pairs:
-        target.copy_(source.contiguous().mT)  # torch is fast only for a contiguous source
+        if not _run_compiled("gptq", source, None, 8, target):
+            target.copy_(source.contiguous().mT)  # torch is fast only for a contiguous source
     return out
 
 
-def pack_columns(
-    words: torch.Tensor, order: Sequence[int], out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Transpose 4-bit values that are packed along N into a matrix that is packed along K.
+def pack_columns(words: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Transpose 4-bit values of AWQ, packed along N, into a matrix that is packed along K.
 
     words: (..., K, N / 8) int32 with even K.
-    order: nibble i of a word has column order[i] of the word's eight columns.
     out: contiguous tensor to write to.
 
     Returns (..., N, K / 2) uint8 with even k in the low nibble.
@@ -46,6 +59,8 @@ def pack_columns(
         out.view(-1, per_row, 8, depth // 2), words.reshape(-1, depth, per_row), strict=True
     )
     for target, matrix in matrices:
+        if _run_compiled("awq", matrix, None, 4, target.view(-1, depth // 2)):
+            continue
         # A byte of the result has k in the low and k + 1 in the high nibble.
         even_k, odd_k = matrix[0::2], matrix[1::2]
         even_nibbles = (odd_k & _LOW_NIBBLES).bitwise_left_shift_(4)
@@ -54,7 +69,7 @@ def pack_columns(
         odd_nibbles.bitwise_or_(odd_k & _HIGH_NIBBLES)
         for first, packed in enumerate((even_nibbles, odd_nibbles)):
             shifted_words = _shift_bytes(transpose_words(packed))
-            for column, shifted in zip(order[first::2], shifted_words, strict=True):
+            for column, shifted in zip(AWQ_ORDER[first::2], shifted_words, strict=True):
                 target[:, column] = shifted
     return out
 
@@ -80,24 +95,47 @@ def permute_columns(w: torch.Tensor, order: torch.Tensor, bits: int) -> torch.Te
 
     Returns a tensor like w.
     """
-    return permute_rows(transpose_words(w.contiguous().view(torch.int32)), order, bits)
+    if w.dim() > 2:
+        pairs = zip(w.flatten(0, -3), order.reshape(-1, order.shape[-1]), strict=True)
+        return torch.stack([permute_columns(*each, bits) for each in pairs]).view(w.shape)
+    words = w.contiguous().view(torch.int32)
+    out = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
+    if _run_compiled("rows", words, order, bits, out):
+        return out
+    return permute_rows(transpose_words(words), order, bits)
 
 
-def permute_rows(words: torch.Tensor, order: torch.Tensor, bits: int) -> torch.Tensor:
+def permute_rows(
+    words: torch.Tensor, order: torch.Tensor, bits: int, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Permute the rows of a matrix that is packed along its rows, and transpose the matrix.
 
     words: (..., K / p, N) int32 with p = 32 / bits values per word.
     order: (..., K) integers, the source of each row k.
+    out: contiguous tensor to write to.
 
     Returns (..., N, K bits / 8) uint8, packed along K.
 
     The rows are permuted before the transposition, because torch copies whole rows many times as
     fast as it gathers single bytes.
     """
-    if words.dim() > 2:
-        pairs = zip(words.flatten(0, -3), order.reshape(-1, order.shape[-1]), strict=True)
-        matrices = torch.stack([permute_rows(*each, bits) for each in pairs])
-        return matrices.view(*words.shape[:-2], *matrices.shape[1:])
+    *batch, num_words, rows = words.shape
+    if out is None:
+        row_bytes = num_words * _WORD_BYTES
+        out = torch.empty(*batch, rows, row_bytes, dtype=torch.uint8, device=words.device)
+    matrices = zip(
+        out.view(-1, *out.shape[-2:]),
+        words.reshape(-1, num_words, rows),
+        order.reshape(-1, order.shape[-1]),
+        strict=True,
+    )
+    for target, matrix, matrix_order in matrices:
+        if not _run_compiled("gptq", matrix, matrix_order, bits, target):
+            target.copy_(_permute_rows_in_torch(matrix, matrix_order, bits))
+    return out
+
+
+def _permute_rows_in_torch(words: torch.Tensor, order: torch.Tensor, bits: int) -> torch.Tensor:
     num_words, rows = words.shape
     # `_transpose_bytes` requires a multiple of the word size
     aligned = -(-rows // _WORD_BYTES) * _WORD_BYTES
@@ -135,3 +173,43 @@ def _transpose_bytes(values: torch.Tensor) -> torch.Tensor:
     for byte, words in enumerate(_shift_bytes(transpose_words(values.view(torch.int32)))):
         out[:, byte] = words
     return out.view(columns, rows)
+
+
+def _run_compiled(
+    layout: Literal["gptq", "rows", "awq"],
+    words: torch.Tensor,
+    order: torch.Tensor | None,
+    bits: int,
+    out: torch.Tensor,
+) -> bool:
+    """Transpose a matrix with packed_words.c, and return whether this was possible.
+
+    layout: of `words`: "gptq" is (K bits / 32, N), "rows" (N, K bits / 32), "awq" (K, N / 8).
+    order: (K,) integers, the source of each k; None keeps the order.
+    out: contiguous (N, ...) with K bits / 8 bytes per row.
+    """
+    tensors = (words, out) if order is None else (words, out, order)
+    is_plain = all(type(t) is torch.Tensor and t.device.type == "cpu" for t in tensors)
+    if not is_plain or words.dtype is not torch.int32:
+        return False
+    if words.stride(1) != 1 or not out.is_contiguous():
+        return False
+    if words.nbytes < _MIN_COMPILED_BYTES or (module := _load_compiled()) is None:
+        return False
+    order = None if order is None else order.to(torch.int32).contiguous()
+    depth = len(words) if layout == "awq" else out[0].nbytes * 8 // bits
+    source, columns = (words.data_ptr(), words.stride(0)), len(out)
+    order_pointer = 0 if order is None else order.data_ptr()
+    target = (out.data_ptr(), out.stride(0) * out.itemsize)
+    module.transpose(*source, _LAYOUTS[layout], depth, columns, bits, order_pointer, *target)
+    return True
+
+
+@cache
+def _load_compiled() -> Any:
+    """Return packed_words.c as a module, or None if it cannot be built."""
+    try:
+        return load_module(Path(__file__).with_suffix(".c"), _NAME, ())
+    except (BuildError, OSError) as error:
+        _LOG.info("AWQ and GPTQ weights are transposed by torch: %s", error)
+        return None

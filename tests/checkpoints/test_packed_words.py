@@ -3,7 +3,11 @@ of long loads.
 """
 
 import logging
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +15,37 @@ import torch
 import modular_kernel as mk
 from modular_kernel.checkpoints import packed_words
 from modular_kernel.checkpoints.fp8_mxfp4 import merge_scales
+from modular_kernel.replay.launch.build import BuildError
 from modular_kernel.testing.checkpoints.formats import AWQ_ORDER, pack_words
 from modular_kernel.testing.checkpoints.samples import write
 from modular_kernel.utils import progress
 
 BATCHES = ((), (3,), (2, 2))
-COLUMN_OF_NIBBLE = (0, 2, 4, 6, 1, 3, 5, 7)  # column in each nibble of an AWQ word
+
+
+@pytest.fixture(params=["torch", "compiled"])
+def implementation(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """Run a test with operations of torch, and with packed_words.c, which must be called."""
+    if request.param == "torch":
+        monkeypatch.setattr(packed_words, "_load_compiled", lambda: None)
+        yield request.param
+        return
+    if shutil.which("gcc") is None:
+        pytest.skip("no gcc to compile with")
+    module, calls = packed_words._load_compiled(), list[tuple[Any, ...]]()
+
+    def transpose(*arguments: Any) -> None:
+        calls.append(arguments)
+        module.transpose(*arguments)
+
+    monkeypatch.setattr(packed_words, "_MIN_COMPILED_BYTES", 0)
+    monkeypatch.setattr(
+        packed_words, "_load_compiled", lambda: SimpleNamespace(transpose=transpose)
+    )
+    yield request.param
+    assert calls
 
 
 def random_codes(*shape: int, max_code: int = 16) -> torch.Tensor:
@@ -38,18 +67,18 @@ def test_transpose_words_equals_torch_transpose(batch: tuple[int, ...], dtype: t
         assert torch.equal(got, source.transpose(-1, -2))
 
 
+@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("batch", BATCHES)
 def test_pack_columns_equals_packed_codes(batch: tuple[int, ...]) -> None:
     codes = random_codes(*batch, 96, 40)
     words = pack_words(codes, -1, 4, AWQ_ORDER)
-    assert torch.equal(packed_words.pack_columns(words, COLUMN_OF_NIBBLE), pack_codes(codes.mT, 4))
+    assert torch.equal(packed_words.pack_columns(words), pack_codes(codes.mT, 4))
     slice_of_words = torch.cat([words, words], -1)[..., 2:7]
     want = torch.cat([codes, codes], -1)[..., 16:56]
-    assert torch.equal(
-        packed_words.pack_columns(slice_of_words, COLUMN_OF_NIBBLE), pack_codes(want.mT, 4)
-    )
+    assert torch.equal(packed_words.pack_columns(slice_of_words), pack_codes(want.mT, 4))
 
 
+@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_permute_columns_equals_gather(batch: tuple[int, ...], bits: int) -> None:
@@ -60,6 +89,7 @@ def test_permute_columns_equals_gather(batch: tuple[int, ...], bits: int) -> Non
     assert torch.equal(got, pack_codes(want, bits))
 
 
+@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("rows", [1, 24, 27])
@@ -78,16 +108,67 @@ def test_permute_rows_equals_gather(batch: tuple[int, ...], bits: int, rows: int
     assert torch.equal(words, before)
 
 
+@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("batch", BATCHES)
 def test_out_argument_is_written(batch: tuple[int, ...]) -> None:
     codes = random_codes(*batch, 96, 40)
     words = pack_words(codes, -1, 4, AWQ_ORDER)
     out = torch.zeros(*batch, 40, 48, dtype=torch.uint8)
-    assert packed_words.pack_columns(words, COLUMN_OF_NIBBLE, out) is out
+    assert packed_words.pack_columns(words, out) is out
     assert torch.equal(out, pack_codes(codes.mT, 4))
     words, out = pack_words(codes, -2, 4), torch.zeros(*batch, 40, 12, dtype=torch.int32)
     assert packed_words.transpose_words(words, out) is out
     assert torch.equal(out, words.mT)
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("depth", "columns"), [(8, 8), (136, 64), (264, 200), (512, 136)])
+def test_matrices_of_several_tiles_equal_their_codes(depth: int, columns: int, bits: int) -> None:
+    """packed_words.c has tiles of 64 columns and 64 bytes, of which the last may be partial."""
+    codes = random_codes(depth, columns, max_code=1 << bits)
+    words, order = pack_words(codes, -2, bits), torch.randperm(depth)
+    expected = pack_codes(codes.mT, bits)
+    assert torch.equal(packed_words.transpose_words(words).view(torch.uint8), expected)
+    if bits == 4:
+        awq = pack_words(codes, -1, bits, AWQ_ORDER)
+        assert torch.equal(packed_words.pack_columns(awq), expected)
+    permuted, out = (
+        pack_codes(codes[order].mT, bits),
+        torch.zeros(columns, depth * bits // 8, dtype=torch.uint8),
+    )
+    assert packed_words.permute_rows(words, order.int(), bits, out) is out
+    assert torch.equal(out, permuted)
+    assert torch.equal(packed_words.permute_columns(expected, order, bits), permuted)
+    slice_of_words = torch.cat([words, words], 1)[:, 3 : 3 + columns]
+    rolled = pack_codes(torch.cat([codes, codes], 1)[order, 3 : 3 + columns].mT, bits)
+    assert torch.equal(packed_words.permute_rows(slice_of_words, order, bits), rolled)
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("value", [-1, 64])
+def test_order_out_of_range_is_refused(value: int) -> None:
+    words, order = pack_words(random_codes(64, 40), -2, 4), torch.arange(64)
+    order[5] = value
+    with pytest.raises(IndexError):
+        packed_words.permute_rows(words, order, 4)
+
+
+def test_words_are_transposed_by_torch_without_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise BuildError("no C compiler found (CC, gcc or clang)")
+
+    load_compiled = packed_words._load_compiled.__wrapped__
+    monkeypatch.setattr(packed_words, "_load_compiled", load_compiled)
+    monkeypatch.setattr(packed_words, "_MIN_COMPILED_BYTES", 0)
+    monkeypatch.setattr(packed_words, "load_module", fail)
+    caplog.set_level(logging.INFO, logger="modular_kernel.loading")
+    words = pack_words(random_codes(64, 40), -2, 4)
+    assert torch.equal(packed_words.transpose_words(words), words.mT)
+    (message,) = caplog.messages
+    assert message.endswith("transposed by torch: no C compiler found (CC, gcc or clang)")
 
 
 @pytest.mark.parametrize("batch", BATCHES)

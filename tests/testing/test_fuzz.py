@@ -18,7 +18,6 @@ from modular_kernel import validate
 from modular_kernel.catalog import make_kernel
 from modular_kernel.checkpoints import (
     expert_names,
-    gptq_awq,
     loading,
     matrix_layout,
     packed_words,
@@ -224,7 +223,7 @@ def test_zero_points_off_by_one_are_detected(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_wrong_awq_column_order_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gptq_awq, "_AWQ_ORDER", tuple(range(8)))
+    monkeypatch.setattr(packed_words, "AWQ_ORDER", tuple(range(8)))
     assert WRONG_RESULT in _outcome_kinds("importers")
 
 
