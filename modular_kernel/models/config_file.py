@@ -345,6 +345,12 @@ def _activation(path: Path, config: Config, family: Family, layer: int | None) -
         limit = _number(path, "swiglu_limit", config.get("swiglu_limit"))
         rows = str(family.interleaved).lower()
         return f"swiglu_oai:alpha={alpha},limit={limit},interleaved={rows}"
+    if family.gate == "plain" and config.get(family.activation) == "situ":  # Kimi-K3
+        beta, linear_beta = "activation_situ_beta", "activation_situ_linear_beta"
+        parts = [f"alpha={_number(path, beta, config.get(beta))}"]
+        if config.get(linear_beta) is not None:
+            parts.append(f"limit={_number(path, linear_beta, config[linear_beta])}")
+        return f"situ:{','.join(parts)}"
     kind = _activation_name(path, config, family)
     if family.gate in ("plain", "ungated"):
         return kind

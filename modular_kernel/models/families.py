@@ -127,7 +127,7 @@ FAMILIES: dict[str, Family] = {
     "jamba": _family("jamba JambaExperts", _NUM_OR_LOCAL, intermediate=_INTERMEDIATE),
     "jetmoe": _family("jetmoe JetMoeMoE", _NUM_LOCAL_EXPERTS, intermediate=_INTERMEDIATE, activation="activation_function"),
     "kimi_k2": _family("deepseek_v3 DeepseekV3Experts DeepseekV3TopkRouter", _N_ROUTED_EXPERTS, _SCALING_KEY),  # kimi_k25 loads it as DeepseekV3
-    "kimi_linear": _family("kimi_linear KimiLinearExperts KimiLinearTopkRouter", _NUM_OR_LOCAL, _SCALING_KEY, top_k=_TOP_K_KEYS),
+    "kimi_linear": _family("kimi_linear KimiLinearExperts KimiLinearTopkRouter", _NUM_OR_LOCAL, _SCALING_KEY, top_k=_TOP_K_KEYS, latent="routed_expert_hidden_size"),
     "kolibri1": _family("kolibri1 Kolibri1Experts Kolibri1TopKRouter", _NUM_OR_LOCAL),
     "laguna": _family("laguna LagunaExperts LagunaSparseMoeBlock", _NUM_EXPERTS, "moe_routed_scaling_factor", required=("moe_apply_router_weight_on_input", (False, None))),
     "lara_mini": _family("lara_mini LaraMiniExperts LaraMiniTopKRouter", _NUM_EXPERTS),

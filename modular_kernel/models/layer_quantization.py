@@ -148,6 +148,9 @@ def num_layers(path: Path, config: Mapping[str, Any]) -> int | None:
                 need = f"an integer from 1 to {_MAX_LAYERS}"
                 raise ConfigurationError(f"model {path}", got=f"{key} = {value!r}", need=need)
             return value
+    types = config.get("layers_block_type")  # Nemotron-3 Ultra has no other key
+    if isinstance(types, list) and 1 <= len(types) <= _MAX_LAYERS:
+        return len(types)
     return None
 
 

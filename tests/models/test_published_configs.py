@@ -1,8 +1,8 @@
 """Configs of published models, and the scheme of the experts in each layer.
 
 The quantization_configs have the entries of the named repositories, as far as they are remembered.
-The files themselves were not available. Lists of modules by layer follow the pattern of the
-repository's list.
+The files themselves were not available, except for those of the rows below "Read from copies".
+Lists of modules by layer follow the pattern of the repository's list.
 
 `RECONSTRUCTED` names models whose quantization_config is what a quantization tool writes for the
 recipe in the model card.
@@ -97,6 +97,46 @@ def llama4(experts: int, step: int) -> Config:
     return {"model_type": "llama4", "text_config": text | {"interleave_moe_layer_step": step}}
 
 
+def glm_dsa() -> Config:
+    sizes = {"hidden_size": 6144, "moe_intermediate_size": 2048, "n_routed_experts": 256}
+    return glm(78, 3, moe_layer_freq=1, **sizes) | {"model_type": "glm_moe_dsa"}
+
+
+def kimi_vl() -> Config:
+    return {"model_type": "kimi_k25", "text_config": kimi(), "vision_config": {"patch_size": 14}}
+
+
+def kimi_k3() -> Config:
+    text = {"hidden_size": 7168, "moe_intermediate_size": 3072, "num_experts": 896}
+    text |= {"num_experts_per_token": 16, "routed_expert_hidden_size": 3584, "hidden_act": "situ"}
+    text |= {"activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0}
+    text |= {"routed_scaling_factor": 1.0, "moe_layer_freq": 1, "num_nextn_predict_layers": 0}
+    text = make_config("kimi_linear", 93, 1) | text
+    return {"model_type": "kimi_k3", "text_config": text, "vision_config": {"patch_size": 14}}
+
+
+def gemma4() -> Config:
+    text = {"hidden_size": 2816, "moe_intermediate_size": 704, "num_experts": 128}
+    text |= {"top_k_experts": 8, "enable_moe_block": True}
+    text = make_config("gemma4_text", 30) | text | {"hidden_activation": "gelu_pytorch_tanh"}
+    return {"model_type": "gemma4", "text_config": text, "vision_config": {"num_layers": 27}}
+
+
+def qwen_3_5(layers: int, experts: int, top_k: int, **sizes: int) -> Config:
+    text = qwen(layers, experts, **sizes, num_experts_per_tok=top_k)
+    text |= {"model_type": "qwen3_5_moe_text", "mtp_num_hidden_layers": 1}
+    return {"model_type": "qwen3_5_moe", "text_config": text, "vision_config": {"depth": 27}}
+
+
+def nemotron_ultra() -> Config:
+    """Return a config.json without the number of layers, which is the length of the list."""
+    kinds = {"M": "mamba", "E": "moe", "*": "attention"}
+    sizes = {"hidden_size": 8192, "moe_intermediate_size": 5120, "n_routed_experts": 512}
+    sizes |= {"num_experts_per_tok": 22, "moe_latent_size": 2048, "routed_scaling_factor": 5.0}
+    config = {"model_type": "nemotron_h", "mlp_hidden_act": "relu2", "dtype": "bfloat16"}
+    return config | sizes | {"layers_block_type": [kinds[each] for each in NEMOTRON_ULTRA]}
+
+
 def layer_modules(layers: range, *modules: str, prefix: str = "model.layers") -> list[str]:
     return [f"{prefix}.{layer}.{module}" for layer in layers for module in modules]
 
@@ -161,6 +201,15 @@ def modelopt(algorithm: str, *ignore: str) -> Config:
     return config | ({"group_size": 16} if algorithm == "NVFP4" else {})
 
 
+def modelopt_groups(*ignore: str) -> Config:
+    """Return nvfp4 as newer releases of modelopt write it, with groups of compressed-tensors."""
+    spec = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+    groups = {"group_0": {"input_activations": spec, "weights": spec, "targets": ["Linear"]}}
+    config = modelopt("NVFP4", *ignore) | {"config_groups": groups}
+    del config["group_size"]
+    return config
+
+
 def quark(weights: Config, inputs: Config | None, *exclude: str) -> Config:
     layer = {"weight": weights, "input_tensors": inputs, "output_tensors": None, "bias": None}
     export = {"kv_cache_group": [], "min_kv_scale": 0.0, "pack_method": "reorder"}
@@ -202,6 +251,11 @@ KIMI_INT4 = compressed_int4(
 )
 REDHAT_LLAMA4 = ("re:.*lm_head", "re:.*self_attn", "re:.*router", "re:.*vision_model")
 REDHAT_LLAMA4 += ("re:.*multi_modal_projector", "re:.*shared_expert")
+NEMOTRON_ULTRA = (
+    "MEMEMEM*EMEMEM*EMEMEMEM*EMEMEMEM*EMEMEM*EMEMEMEM*EMEME"
+    "MEM*EMEMEM*EMEMEMEM*EMEMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+)
+NEMOTRON_ULTRA_LAYERS = tuple(i for i, kind in enumerate(NEMOTRON_ULTRA) if kind == "E")
 DEEPSEEK_LAYERS, KIMI_LAYERS = layers((3, 61)), layers((1, 61))
 TABLE: dict[str, tuple[Config, Config | None, Expected]] = {
     # fp8 by block
@@ -441,6 +495,147 @@ TABLE: dict[str, tuple[Config, Config | None, Expected]] = {
             "llm_int8_threshold": 6.0,
         },
         {layers((0, 48)): "none"},
+    ),
+    # Read from copies of the files (ai-dynamo/aiconfigurator), with their entries about experts
+    "XiaomiMiMo/MiMo-V2-Flash": (
+        make_config(
+            "mimo_v2_flash",
+            48,
+            hidden_size=4096,
+            moe_intermediate_size=2048,
+            n_routed_experts=256,
+            num_experts_per_tok=8,
+            moe_layer_freq=[0] + [1] * 47,
+        ),
+        fp8(),
+        {layers((1, 48)): FP8_BLOCK},
+    ),
+    "zai-org/GLM-5-FP8": (
+        glm_dsa(),
+        fp8(
+            modules_to_not_convert=[
+                "lm_head",
+                "model.embed_tokens",
+                *layer_modules(range(79), "input_layernorm", "self_attn.indexers_proj"),
+                *layer_modules(range(3, 79), "mlp.gate", "mlp.gate.e_score_correction_bias"),
+            ]
+        ),
+        {layers((3, 78)): FP8_BLOCK},
+    ),
+    "nvidia/GLM-5.1-NVFP4": (
+        glm_dsa(),
+        modelopt_groups(
+            *("lm_head", "model.layers.0*", "model.layers.1.*", "model.layers.2.*"),
+            *layer_modules(range(3, 78), "mlp.shared_experts*", "self_attn*"),
+            "model.layers.78*",
+        ),
+        {layers((3, 78)): NVFP4},
+    ),
+    "nvidia/Kimi-K2.6-NVFP4": (
+        kimi_vl(),
+        modelopt_groups(
+            *("language_model.lm_head", "language_model.model.layers.0*"),
+            *layer_modules(
+                *(range(1, 61), "mlp.shared_experts*", "self_attn*"),
+                prefix="language_model.model.layers",
+            ),
+            *("mm_projector*", "vision_tower*"),
+        ),
+        {KIMI_LAYERS: NVFP4},
+    ),
+    "moonshotai/Kimi-K2.5": (kimi_vl(), KIMI_INT4, {KIMI_LAYERS: G32}),
+    "moonshotai/Kimi-K3": (
+        kimi_k3(),
+        compressed(
+            {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
+            | {"symmetric": True, "dynamic": False, "actorder": None, "scale_dtype": "torch.uint8"},
+            *(None, "mxfp4-pack-quantized"),
+            [
+                *("re:.*self_attn.*", "re:.*shared_experts.*", "re:.*lm_head.*"),
+                *("re:.*mlp\\.(gate|up|gate_up|down)_proj.*", "re:.*vision_tower.*"),
+            ],
+        ),
+        {layers((1, 93)): MXFP4},
+    ),
+    "nvidia/Gemma-4-26B-A4B-NVFP4": (
+        gemma4(),
+        modelopt_groups(
+            *("lm_head", "model.embed_vision*", "model.vision_tower*"),
+            *layer_modules(
+                *(range(30), "mlp*", "router*", "self_attn*"), prefix="model.language_model.layers"
+            ),
+        ),
+        {layers((0, 30)): NVFP4},
+    ),
+    "nvidia/MiniMax-M2.7-NVFP4": (
+        make_config(
+            "minimax_m2",
+            62,
+            hidden_size=3072,
+            intermediate_size=1536,
+            num_local_experts=256,
+            num_experts_per_tok=8,
+        ),
+        modelopt_groups(
+            "lm_head", *layer_modules(range(62), "block_sparse_moe.gate", "self_attn*")
+        ),
+        {layers((0, 62)): NVFP4},
+    ),
+    "nvidia/Qwen3.5-397B-A17B-NVFP4": (
+        qwen_3_5(60, 512, 10, hidden_size=4096, moe_intermediate_size=1024),
+        modelopt_groups(
+            *("lm_head", "*.mlp.shared_expert.*", "model.visual*", "mtp.layers.0*"),
+            *layer_modules(
+                *(range(60), "mlp.shared_expert*", "mlp.shared_expert_gate", "self_attn*"),
+                prefix="model.language_model.layers",
+            ),
+        ),
+        {layers((0, 60)): NVFP4},
+    ),
+    "nvidia/Qwen3.6-35B-A3B-NVFP4": (
+        qwen_3_5(40, 256, 8, hidden_size=2048, moe_intermediate_size=512),
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {
+                f"model.language_model.layers.{layer}.{module}": options
+                for layer in range(40)
+                for module, options in (
+                    ("self_attn.q_proj", {"quant_algo": "FP8"}),
+                    ("mlp.experts", {"quant_algo": "W4A16_NVFP4", "group_size": 16}),
+                    ("mlp.shared_expert.up_proj", {"quant_algo": "W4A16_NVFP4", "group_size": 16}),
+                )
+            },
+            "exclude_modules": ["mtp.layers.0*", "mtp*"],
+        },
+        {layers((0, 40)): NVFP4},
+    ),
+    "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-NVFP4": (
+        nemotron_ultra(),
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"},
+        {NEMOTRON_ULTRA_LAYERS: NVFP4},
+    ),
+    "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-FP8": (
+        nemotron_ultra(),
+        {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
+        {NEMOTRON_ULTRA_LAYERS: STATIC},
+    ),
+    "deepseek-ai/DeepSeek-V4-Flash": (
+        make_config(
+            "deepseek_v4",
+            43,
+            hidden_size=4096,
+            moe_intermediate_size=2048,
+            n_routed_experts=256,
+            num_experts_per_tok=6,
+            routed_scaling_factor=1.5,
+            expert_dtype="fp4",
+            num_hash_layers=3,
+            num_nextn_predict_layers=1,
+            swiglu_limit=10.0,
+        ),
+        fp8(scale_fmt="ue8m0"),
+        {layers((0, 43)): MXFP4},
     ),
     # Not taken from the file of a repository
     "RedHatAI/Llama-4-Scout-17B-16E-Instruct-FP8-dynamic": (
