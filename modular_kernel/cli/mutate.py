@@ -8,8 +8,10 @@ mutations.
 """
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -147,9 +149,11 @@ def run_mutation(
         raise ConfigurationError("--mutate", got="ranks over nccl", need="--backend gloo")
     if count:
         require_no_gpu()
-    execution: MutationBackend = OneProcess()
+    print_position = output.PositionLines("cases")
+    execution: MutationBackend = OneProcess(print_position)
     if executor.pool is not None:
-        execution = OverRanks(executor.pool.world_size, executor.pool.ranks_per_host)
+        pool = executor.pool
+        execution = OverRanks(pool.world_size, pool.ranks_per_host, print_position)
     pairs_by_part = (pairs_of(part, level, backend=execution) for part in parts)
     pairs = pairs or tuple(
         dict.fromkeys(pair for part_pairs in pairs_by_part for pair in part_pairs)
@@ -166,6 +170,7 @@ def run_mutation(
         return all_killed
     if as_json != output.STDOUT and results:
         print_call_results(results)
+    output.print_note("finding the cases that execute each line of the source")
     surveys_of_parts = surveys(parts, pairs, level, backend=execution)
     if options.bits is not None:
         return _compare_bits(mutants, surveys_of_parts[0], options.bits, as_json=as_json)
@@ -182,12 +187,23 @@ def run_mutation(
 
 
 def run_call_mutations(pairs: Sequence[Pair], executor: Executor) -> "list[CallMutantResult]":
-    """Run every mutation of inputs and outputs on every pairing, and return the outcomes."""
+    """Run every mutation of inputs and outputs on every pairing, and return the outcomes.
+
+    Prints a line for each pairing to stderr.
+    """
     results: list[CallMutantResult] = []
-    with output.show_progress(len(pairs), "pairings") as advance:
-        for pair in pairs:
-            results += executor.run_input_mutations(*pair)
-            advance()
+    pairings = format_count(len(pairs), "pairing")
+    output.print_note(f"mutating inputs and outputs of {pairings}")
+    print_position = output.PositionLines("mutations")
+    with output.show_steps(len(pairs), "pairings") as report:
+        for number, pair in enumerate(pairs, 1):
+            start = time.monotonic()
+            name = f"pairing {number} of {len(pairs)}, {' x '.join(pair)}"
+            of_pair = executor.run_input_mutations(*pair, partial(print_position, name))
+            results += of_pair
+            killed = sum(result.killed_by is not None for result in of_pair)
+            count = format_count(len(of_pair), "input mutation")
+            report(f"{name}: {count}, {killed} killed, {time.monotonic() - start:.0f} s")
     return results
 
 
@@ -216,7 +232,12 @@ def print_call_results(results: Sequence["CallMutantResult"]) -> None:
         for key, group in groups.items()
     ]
     columns = ("input mutation", "pairing", "cases", "killed by", "verdict")
-    output.print_table(columns, rows)
+    pairings = {pairing for _, pairing in groups}
+    if len(pairings) == 1:  # without a column for its long name, rows fit on a line
+        output.print_line(f"{pairings.pop()}:")
+        output.print_table((columns[0], *columns[2:]), [(name, *cells) for name, _, *cells in rows])
+    else:
+        output.print_table(columns, rows)
     for result in results:
         if not result.ok or result.no_effect_reason:
             output.print_line(str(result))
@@ -274,10 +295,13 @@ def _compute_scores(
         total = 1 if options.only else min(count or len(survey.mutants), len(survey.executed()))
         previous = _load_record(options, survey.part)
         saved_kills = {} if previous is None else recorded_kills(previous, survey)
-        with output.show_progress(total, "mutants") as advance:
+        output.print_note(f"running {format_count(total, 'mutant')} of {survey.part}")
+        with output.show_steps(total, "mutants") as report:
 
-            def report_progress(so_far: "Score", advance: Callable[[], None] = advance) -> None:
-                advance()
+            def report_progress(
+                so_far: "Score", report: Callable[[str], None] = report, total: int = total
+            ) -> None:
+                report(_describe_outcome(so_far, total))
                 _save(so_far, options.save)
 
             scores.append(
@@ -292,6 +316,14 @@ def _compute_scores(
                 )
             )
     return scores, [record_of(score) for score in scores]
+
+
+def _describe_outcome(score: "Score", total: int) -> str:
+    """Describe the last outcome of a score of `total` mutants."""
+    outcome = score.outcomes[-1]
+    check = f" by {outcome.finding.partition(':')[0]}" if outcome.status == "killed" else ""
+    number = f"mutant {len(score.outcomes)} of {total}, {outcome.mutant.ident}"
+    return f"{number}: {outcome.status}{check}, {outcome.seconds:.0f} s"
 
 
 def _save(score: "Score", folder: Path | None) -> None:

@@ -221,11 +221,11 @@ def _is_empty(columns: Sequence[str], cells: list[list[str]], name: str) -> bool
 @contextmanager
 def show_progress(
     total: int, noun: str = "steps", *, from_thread: bool = False
-) -> Iterator[Callable[[], None]]:
-    """Yield a function to call after each of `total` steps.
+) -> Iterator[Callable[..., None]]:
+    """Yield a function to call after each of `total` steps, optionally with a description of it.
 
     Shows a progress bar on a terminal. Otherwise prints lines to stderr: the first after 5 seconds,
-    then one every 20 seconds.
+    then one every 20 seconds, and one for each step with a description.
 
     noun: plural noun for the steps.
     from_thread: whether a background thread prints a line every 4 seconds instead, even during a
@@ -238,7 +238,7 @@ def show_progress(
 
         with Progress(console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(noun, total=total)
-            yield lambda: bar.advance(task)
+            yield lambda _="": bar.advance(task)
         return
     lines = _ProgressLines(total, noun, print_on_advance=not from_thread)
     with _repeat(lines.print, _THREAD_INTERVAL_S) if from_thread else nullcontext():
@@ -256,12 +256,16 @@ class _ProgressLines:
         self.total, self.noun, self.print_on_advance = total, noun, print_on_advance
         self.start, self.completed, self.next_print_s = time.monotonic(), 0, _FIRST_LINE_S
 
-    def print(self) -> None:
+    def print(self, description: str = "") -> None:
         elapsed = time.monotonic() - self.start
-        print_note(f"{self.completed} of {self.total} {self.noun} in {elapsed:.0f} s")
+        text = f"{self.completed} of {self.total} {self.noun} in {elapsed:.0f} s"
+        print_note(f"{text}: {description}" if description else text)
 
-    def advance(self) -> None:
+    def advance(self, description: str = "") -> None:
         self.completed += 1
+        if description:
+            self.print(description)
+            return
         elapsed = time.monotonic() - self.start
         is_due = elapsed >= self.next_print_s and self.completed < self.total
         if self.print_on_advance and is_due:
@@ -280,6 +284,30 @@ def show_steps(total: int, noun: str) -> Iterator[Callable[[str], None]]:
         return
     with show_progress(total, noun) as advance:
         yield lambda _: advance()
+
+
+class PositionLines:
+    """Prints the position in long steps to stderr.
+
+    A line is printed once a step has taken 5 seconds, then every 20 seconds. Nothing is printed by
+    a thread, so processes may be forked between calls.
+
+    noun: plural noun for the items of a step.
+    """
+
+    def __init__(self, noun: str) -> None:
+        self._noun, self._step = noun, ""
+        self._start = self._next_print_s = 0.0
+
+    def __call__(self, step: str, completed: int, total: int) -> None:
+        """Report the position in a step: the number of completed items, and of all items."""
+        if step != self._step:
+            self._step, self._start = step, time.monotonic()
+            self._next_print_s = _FIRST_LINE_S
+        elapsed = time.monotonic() - self._start
+        if elapsed >= self._next_print_s:
+            self._next_print_s = elapsed + _LINE_INTERVAL_S
+            print_note(f"{step}: {completed} of {total} {self._noun} in {elapsed:.0f} s")
 
 
 @contextmanager

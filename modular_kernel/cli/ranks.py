@@ -6,7 +6,7 @@ started all of them.
 
 import shlex
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -89,19 +89,24 @@ class Executor:
             yield prove_ranks(case, self.pool, self.machine)
 
     def run_input_mutations(
-        self, prepare_finalize: str, experts: str
+        self,
+        prepare_finalize: str,
+        experts: str,
+        on_mutant: Callable[[int, int], None] = lambda *_: None,
     ) -> "tuple[CallMutantResult, ...]":
         """Run every mutation of inputs and outputs on a pairing, and return the outcomes.
 
         A mutation corrupts a tensor that a part receives or returns. It is killed if a check fails.
+
+        on_mutant: called after each mutation, with the number of completed mutations and of all.
         """
         if self.pool is None:
             from modular_kernel.testing.input_mutations import run
 
-            return run.sensitivity(prepare_finalize, experts, self.machine)
+            return run.sensitivity(prepare_finalize, experts, self.machine, on_mutant=on_mutant)
         from modular_kernel.testing.input_mutations.over_ranks import sensitivity_ranks
 
-        return sensitivity_ranks(prepare_finalize, experts, self.pool)
+        return sensitivity_ranks(prepare_finalize, experts, self.pool, on_mutant=on_mutant)
 
 
 @contextmanager

@@ -386,7 +386,7 @@ def test_long_compilations_are_noted(mk: Mk, monkeypatch: pytest.MonkeyPatch) ->
     ) -> SimpleNamespace:
         with progress(2) as advance:
             time.sleep(0.3)
-            advance()
+            advance("router: 2 kernels")
         return SimpleNamespace(rows=[], left_out=[LEFT_OUT])
 
     def find_slowly() -> dict[str, object]:
@@ -401,6 +401,7 @@ def test_long_compilations_are_noted(mk: Mk, monkeypatch: pytest.MonkeyPatch) ->
     err = mk("compile").err
     assert err.startswith("loading torch, triton and the parts: 0 s so far\n1 kernel for sm_90")
     assert err.count("0 of 2 steps in 0 s\n") >= 2
+    assert err.count("1 of 2 steps in 0 s: router: 2 kernels\n") == 1
 
 
 def test_compile_check_without_kernels_fails(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@ scores.
 """
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -56,7 +57,10 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run_mutate(*options: str) -> tuple[int, Any]:
-    """Run `mk test --mutate MyExperts` in a new process. Return its exit code and JSON record."""
+    """Run `mk test --mutate MyExperts` in a new process. Return its exit code and JSON record.
+
+    Checks that stderr has a line for each mutant that ran.
+    """
     pair = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "MyExperts")
     command = [sys.executable, "-m", "modular_kernel", "test", "--mutate", "MyExperts", *pair]
     options = ("--level", "smoke", "--json", *options)
@@ -64,7 +68,11 @@ def run_mutate(*options: str) -> tuple[int, Any]:
         [*command, *options], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert result.stdout, result.stderr
-    return result.returncode, json.loads(result.stdout)
+    record = json.loads(result.stdout)
+    if "--bits" not in options:
+        numbers = re.findall(r"^mutant (\d+) of \d+, \w+: \w", result.stderr, re.M)
+        assert list(map(int, numbers)) == [*range(1, record["put_in"] + 1)]
+    return result.returncode, record
 
 
 @pytest.mark.cpu  # mutants run in forked processes

@@ -46,6 +46,7 @@ from modular_kernel.testing.compile import moe_lora
 from modular_kernel.testing.compile.kernels_defined import DefinedKernel, defined_kernels
 from modular_kernel.testing.compile.report import CompileRecord, check, record_compiles
 from modular_kernel.testing.random_inputs import Inputs, random_inputs
+from modular_kernel.text import format_count
 from modular_kernel.workspace import Workspace
 
 _META = torch.device("meta")
@@ -107,8 +108,8 @@ class CompileResult:
 
 CaseLaunches = Iterator[tuple[str, list[CompileRecord]]]
 # Takes the total number of steps. Returns a context manager that shows the progress and yields a
-# function to call after each step.
-ProgressBar = Callable[[int], AbstractContextManager[Callable[[], None]]]
+# function to call after each step, with a description of what the step compiled, or "".
+ProgressBar = Callable[[int], AbstractContextManager[Callable[[str], None]]]
 
 
 def problems() -> tuple[Problem, ...]:
@@ -217,7 +218,7 @@ def compile_all(
         for case_rows in row_lists:
             for row in case_rows:
                 rows.setdefault(repr(replace(row.record, seconds=0.0)), row)
-            advance()
+            advance(_describe_rows(case_rows))
     compiled_names = {row.record.kernel for row in rows.values()}
     missing = (
         kernel
@@ -226,6 +227,15 @@ def compile_all(
     )
     left_out = (SkippedKernel(k.name, k.module, _find_skip_reason(k, target)) for k in missing)
     return CompileResult(tuple(rows.values()), tuple(left_out))
+
+
+def _describe_rows(rows: list[CompiledRow]) -> str:
+    """Describe what a step compiled, such as "router: 2 kernels"; "" for nothing."""
+    if not rows:
+        return ""
+    cases = list(dict.fromkeys(row.case for row in rows))
+    others = f" and {format_count(len(cases) - 1, 'other case')}" if len(cases) > 1 else ""
+    return f"{cases[0]}{others}: {format_count(len(rows), 'kernel')}"
 
 
 def iter_launches(target: str) -> CaseLaunches:
@@ -275,8 +285,8 @@ def _find_skip_reason(kernel: DefinedKernel, target: str) -> str:
 
 
 @contextmanager
-def _show_no_progress(total: int) -> Iterator[Callable[[], None]]:
-    yield lambda: None
+def _show_no_progress(total: int) -> Iterator[Callable[[str], None]]:
+    yield lambda _: None
 
 
 def _make_machine(target: str) -> Machine:

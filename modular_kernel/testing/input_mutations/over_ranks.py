@@ -3,7 +3,7 @@
 A pairing is an exchange class with an experts class.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from modular_kernel.testing.cases.case import Case
@@ -33,6 +33,7 @@ def sensitivity_ranks(
     mutants: Sequence[RankMutant] = RANK_MUTANTS,
     cases_each: int = 1,
     known_failures: dict[Case, str | None] | None = None,
+    on_mutant: Callable[[int, int], None] = lambda *_: None,
 ) -> tuple[CallMutantResult, ...]:
     """Run each mutant that can occur in the pairing on the ranks of a pool.
 
@@ -42,7 +43,7 @@ def sensitivity_ranks(
     machine = machine_of(pool)
     cases = rank_cases_for(prepare_finalize, experts, machine, pool.world_size).cases
     kills = []
-    for mutant in mutants:
+    for number, mutant in enumerate(mutants, 1):
         candidates: list[RankCase] = [case for case in cases if mutant.applies(case)]
         for case in candidates[:cases_each]:
             if case not in known_failures:
@@ -58,4 +59,5 @@ def sensitivity_ranks(
                     mutant.name, case, known_failures[case], failure, effect
                 )
             )
+        on_mutant(number, len(mutants))
     return tuple(kills)

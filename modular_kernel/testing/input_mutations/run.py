@@ -5,7 +5,7 @@ killed if one of the checks of `prove` fails, and survives otherwise. If a mutan
 checks have a gap.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from modular_kernel.spec.problem import Machine
@@ -81,6 +81,7 @@ def sensitivity(
     mutants: Sequence[CallMutant] = MUTANTS,
     cases_each: int = 2,
     known_failures: dict[Case, str | None] | None = None,
+    on_mutant: Callable[[int, int], None] = lambda *_: None,
 ) -> tuple[CallMutantResult, ...]:
     """Run each mutant that can occur in the pairing; return which check killed it.
 
@@ -88,12 +89,13 @@ def sensitivity(
     cases_each: maximum number of cases per mutant.
     known_failures: maps cases to their first failure without a mutant, or to None if they pass.
         Other cases are run and added to it.
+    on_mutant: called after each mutant, with the number of completed mutants and of all mutants.
     """
     known_failures = {} if known_failures is None else known_failures
     smoke = cases_for(prepare_finalize, experts, machine, "smoke").cases
     full = cases_by_axes(prepare_finalize, experts, machine).cases
     kills = []
-    for mutant in mutants:
+    for number, mutant in enumerate(mutants, 1):
         candidates = [case for case in smoke if mutant.occurs(case, machine)]
         if len(candidates) < cases_each:
             candidates = [case for case in full if mutant.occurs(case, machine)]
@@ -107,6 +109,7 @@ def sensitivity(
                     mutant.name, case, known_failures[case], failure, effect
                 )
             )
+        on_mutant(number, len(mutants))
     return tuple(kills)
 
 

@@ -8,7 +8,7 @@ so their lines are recorded like all others.
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +23,21 @@ from modular_kernel.testing.mutation.source import Mutant
 
 Lines = Mapping[str, frozenset[int]]  # maps a file to line numbers
 LineSets = dict[str, set[int]]
+# Reports progress. The arguments are what the cases run for (a pairing or the identity of a
+# mutant), the number of completed cases, and the number of all cases.
+OnCase = Callable[[str, int, int], None]
 
 # Longer than any case takes with tracing.
 _CASE_TIMEOUT_S = 300.0
+
+
+def ignore_case(subject: str, completed: int, total: int) -> None:
+    """Report no progress: the default of arguments of type `OnCase`."""
+
+
+def join_pairs(pairs: Iterable[Pair]) -> str:
+    """Return the names of pairings, such as "MoEPrepareAndFinalizeNoEP x TorchExperts"."""
+    return ", ".join(" x ".join(pair) for pair in pairs)
 
 
 @dataclass(frozen=True)
@@ -92,11 +104,14 @@ def cover(
     pairs: Iterable[Pair],
     level: Level,
     selected: Collection[Case] | None = None,
+    *,
+    on_case: OnCase = ignore_case,
 ) -> Coverage:
     """Make the two calls of each case of `pairs` in a child process; trace the lines of `modules`.
 
     modules: maps modules to their files.
     selected: the only cases to run; None means all cases.
+    on_case: called after each case.
     """
     pairs = tuple(pairs)
     files = {str(path) for path in modules.values()}
@@ -123,6 +138,7 @@ def cover(
         if index:
             case = cases[index - 1]
             covered.append(CaseCoverage(case, message["seconds"], message["digest"], lines))
+            on_case(join_pairs(pairs), index, len(cases))
         else:
             loading |= lines
         for file, numbers in message["loaded"].items():

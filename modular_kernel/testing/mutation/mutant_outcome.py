@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from modular_kernel.testing.cases.lists import Case
-from modular_kernel.testing.mutation.coverage import CaseCoverage
+from modular_kernel.testing.mutation.coverage import CaseCoverage, OnCase, ignore_case
 from modular_kernel.testing.mutation.forked_worker import ChildExit, Message
 from modular_kernel.testing.mutation.source import Mutant
 
@@ -57,21 +57,26 @@ class MutantOutcome:
 class OutcomeTracker:
     """Derives the outcome of a mutant from the messages of its cases.
 
+    on_case: called when a case starts, with the number of the cases before it.
+
     Attributes:
         outcome: the outcome; None until a case fails.
         timeout_s: seconds to wait for the next message.
     """
 
-    def __init__(self, mutant: Mutant, cases: Sequence[CaseCoverage]) -> None:
+    def __init__(
+        self, mutant: Mutant, cases: Sequence[CaseCoverage], on_case: OnCase = ignore_case
+    ) -> None:
         self.outcome: MutantOutcome | None = None
         self.timeout_s = GRACE_S
-        self._mutant, self._cases = mutant, cases
+        self._mutant, self._cases, self._on_case = mutant, cases, on_case
         self._cases_run, self._differing = set[int](), 0
         self._case: Case | None = None
 
     def receive(self, message: Message) -> None:
         if "case" in message:
             index = message["case"]
+            self._on_case(self._mutant.ident, len(self._cases_run), len(self._cases))
             self._cases_run.add(index)
             covered = self._cases[index] if index < len(self._cases) else None
             self._case = covered.case if covered else None

@@ -13,7 +13,13 @@ from modular_kernel.catalog import this_machine
 from modular_kernel.testing.cases.lists import Case, cases_for
 from modular_kernel.testing.mutation.case_runs import Level, Pair, first_failure
 from modular_kernel.testing.mutation.case_steps import CaseListing, run_cases
-from modular_kernel.testing.mutation.coverage import CaseCoverage, Coverage, cover
+from modular_kernel.testing.mutation.coverage import (
+    CaseCoverage,
+    Coverage,
+    OnCase,
+    cover,
+    ignore_case,
+)
 from modular_kernel.testing.mutation.forked_worker import ChildProcess, Send
 from modular_kernel.testing.mutation.mutant_outcome import GRACE_S, MutantOutcome, OutcomeTracker
 from modular_kernel.testing.mutation.patched_module import (
@@ -28,22 +34,28 @@ _DIGEST_TIMEOUT_S = 300.0  # timeout for a digest, including the imports of the 
 
 
 class OneProcess:
-    """`MutationBackend` for one process."""
+    """`MutationBackend` for one process.
+
+    on_case: called after each traced case, and when a case of a mutant starts.
+    """
 
     world_size = 1
     ranks_per_host = None
+
+    def __init__(self, on_case: OnCase = ignore_case) -> None:
+        self.on_case = on_case
 
     def has_cases(self, pair: Pair, level: Level) -> bool:
         return bool(cases_for(*pair, this_machine(), level).cases)
 
     def cover(self, modules: Mapping[str, Path], pairs: tuple[Pair, ...], level: Level) -> Coverage:
-        return cover(modules, pairs, level)
+        return cover(modules, pairs, level, on_case=self.on_case)
 
     def run_mutant(
         self, mutant: Mutant, cases: Sequence[CaseCoverage], listing: CaseListing | None
     ) -> MutantOutcome:
         find_dependents({mutant.module})  # fills the cache of imports once for all children
-        tracker = OutcomeTracker(mutant, cases)
+        tracker = OutcomeTracker(mutant, cases, self.on_case)
         child = ChildProcess(lambda send: _run_in_child(mutant, cases, listing, send), GRACE_S)
         for message in child:
             tracker.receive(message)

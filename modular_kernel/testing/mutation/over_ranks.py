@@ -16,7 +16,14 @@ from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
 from modular_kernel.testing.mutation import rank_tasks
 from modular_kernel.testing.mutation.case_runs import Level, Pair
 from modular_kernel.testing.mutation.case_steps import CaseListing, run_cases
-from modular_kernel.testing.mutation.coverage import CaseCoverage, Coverage, merge_lines
+from modular_kernel.testing.mutation.coverage import (
+    CaseCoverage,
+    Coverage,
+    OnCase,
+    ignore_case,
+    join_pairs,
+    merge_lines,
+)
 from modular_kernel.testing.mutation.forked_worker import ChildExit
 from modular_kernel.testing.mutation.mutant_outcome import MutantOutcome, OutcomeTracker
 from modular_kernel.testing.mutation.patched_module import find_dependents
@@ -152,10 +159,19 @@ class Ranks(Closeable):
 
 
 class OverRanks:
-    """`MutationBackend` for several ranks on this CPU, optionally on several simulated hosts."""
+    """`MutationBackend` for several ranks on this CPU, optionally on several simulated hosts.
 
-    def __init__(self, world_size: int, ranks_per_host: int | None = None) -> None:
+    on_case: as of `OneProcess`.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        ranks_per_host: int | None = None,
+        on_case: OnCase = ignore_case,
+    ) -> None:
         self.world_size, self.ranks_per_host = world_size, ranks_per_host
+        self.on_case = on_case
 
     def _ranks(self, *args: Any) -> Ranks:
         return Ranks(self.world_size, self.ranks_per_host, *args)
@@ -175,7 +191,8 @@ class OverRanks:
             try:
                 results = run(rank_tasks.trace_imports, files, get_known_imports(), query)
                 loading = merge_lines(lines for _, lines in results)
-                for case in results[0][0]:
+                cases = results[0][0]
+                for case in cases:
                     args = case, machine, _TRACED_TIMEOUT_S, tuple(files.values())
                     rank_results = run(
                         rank_tasks.hash_case_with_tracing, *args, timeout=2 * _TRACED_TIMEOUT_S
@@ -185,6 +202,7 @@ class OverRanks:
                         CaseCoverage(case, max(seconds), join_digests(bits), merge_lines(lines))
                     )
                     loading = merge_lines((loading, *loaded))
+                    self.on_case(join_pairs(pairs), len(covered), len(cases))
             except RankError as error:
                 return Coverage({}, tuple(covered), str(error))
         return Coverage(loading, tuple(covered))
@@ -192,7 +210,7 @@ class OverRanks:
     def run_mutant(
         self, mutant: Mutant, cases: Sequence[CaseCoverage], listing: CaseListing | None
     ) -> MutantOutcome:
-        tracker = OutcomeTracker(mutant, cases)
+        tracker = OutcomeTracker(mutant, cases, self.on_case)
         with self._ranks((mutant,), cases) as ranks:
             try:
                 ranks.start()
