@@ -17,6 +17,7 @@ from modular_kernel.cli.file_options import is_directory
 from modular_kernel.cli.machine_options import MachineOptions, apply_cluster
 from modular_kernel.cli.options import (
     AsJson,
+    DescribedProblemOptions,
     ExpertsType,
     PfType,
     ProblemOptions,
@@ -37,7 +38,7 @@ _SUFFIX = "PrepareAndFinalize"  # ends most part names; the matrix shows it only
 
 def check(
     *,
-    options: ProblemOptions,
+    options: DescribedProblemOptions,
     machine_options: MachineOptions,
     pf_type: PfType = None,
     experts_type: ExpertsType = None,
@@ -62,9 +63,9 @@ def check(
     this must hold for each. Exits with 1 otherwise, and with 2 on bad usage.
     """
     cluster = machine_options.parse_cluster()
-    options = apply_cluster(apply_launcher(options), cluster)
-    checkpoint = _inspect_checkpoint(options)
-    problems = _make_problems(options, checkpoint)
+    layer = apply_cluster(apply_launcher(options), cluster)
+    checkpoint = _inspect_checkpoint(layer)
+    problems = _make_problems(layer, checkpoint)
     _warn_about_sizes(problems[0][1])
     machine = machine_options.resolve_machine(cluster, arch, device)
     from modular_kernel.catalog import load_catalog
@@ -266,12 +267,14 @@ def _print_verdict(verdict: "Verdict") -> None:
 
 
 def print_matrix(verdicts: "list[Verdict]", problem: "Problem", machine: "Machine") -> None:
-    """Print the matrix of pairings, and then the first rejection by each violated rule.
+    """Print the valid pairings, the matrix of all, and the first rejection by each violated rule.
 
     In the matrix, a letter stands for each violated rule.
     """
     valid = sum(verdict.ok for verdict in verdicts)
     output.print_line(f"{problem} on {machine}: {valid} of {len(verdicts)} pairings are valid")
+    if 0 < valid < len(verdicts):
+        _print_valid_pairings(verdicts)
     rejections_by_rule: dict[str, list[Rejection]] = {}
     for verdict in verdicts:
         # Reversed, so that the dict keeps the first rejection by each rule.
@@ -293,6 +296,16 @@ def print_matrix(verdicts: "list[Verdict]", problem: "Problem", machine: "Machin
     ]
     output.print_table(("", "rule", "pairings", "first rejection"), reasons)
     output.print_line("For all reasons of one pairing: mk check --pf-type X --experts-type Y")
+
+
+def _print_valid_pairings(verdicts: "list[Verdict]") -> None:
+    """Print a line for each PrepareAndFinalize with the experts parts of its valid pairings."""
+    experts_by_part: dict[str, list[str]] = {}
+    for verdict in verdicts:
+        if verdict.ok:
+            experts_by_part.setdefault(verdict.prepare_finalize, []).append(verdict.experts)
+    for part, experts in experts_by_part.items():
+        output.print_line(f"valid: {part} x {', '.join(experts)}")
 
 
 def _print_grid(rows: list[tuple[str, ...]], names: tuple[str, ...]) -> None:

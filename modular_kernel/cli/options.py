@@ -1,8 +1,9 @@
 """Options that describe a `Problem`, and other options that several verbs share."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from modular_kernel.cli.command import IntegerList, option
 from modular_kernel.cli.file_options import STDOUT, FilePath, FileUse
@@ -24,6 +25,10 @@ DEFAULTS: dict[str, object] = {
     "dtype": "bfloat16",
 }
 
+# Sizes of a layer that is described but not run. No kernel refuses them: many support only
+# multiples of 128, and some exchanges only the hidden sizes of published models.
+DESCRIBED_DEFAULTS = DEFAULTS | {"hidden": 2048, "intermediate": 1024}
+
 _MAX_TOKENS = (1 << 20) - 1
 TOKENS_LIST = IntegerList(_MAX_TOKENS, "1,16,128")  # the type of --tokens-list
 PfType = Annotated[str | None, option("Name of a PrepareAndFinalize (see mk list).")]
@@ -41,14 +46,16 @@ AsJson = Annotated[
 ]
 
 
-def _size_option(text: str, name: str) -> Any:
-    """Return an option whose help ends with the default value in DEFAULTS."""
-    return option(f"{text}  [default: {DEFAULTS[name]}, or the model's]")
+def _size_option(text: str, name: str, defaults: Mapping[str, object] = DEFAULTS) -> Any:
+    """Return an option whose help ends with the default value."""
+    return option(f"{text}  [default: {defaults[name]}, or the model's]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProblemOptions:
-    """Options of a `Problem`. None stands for the value of --model, or else of DEFAULTS."""
+    """Options of a `Problem`. None stands for the value of --model, or else of `defaults`."""
+
+    defaults: ClassVar[Mapping[str, object]] = MappingProxyType(DEFAULTS)
 
     tokens: Annotated[int | None, option("Maximum number of tokens per call.  [default: 16]")] = (
         None
@@ -157,12 +164,15 @@ class ProblemOptions:
         lacks_dtype = self.model is not None and self.dtype is None and "dtype" not in model_fields
         if lacks_dtype and is_path(str(self.model)):
             print_note(f"{self.model} has no dtype; using {DEFAULTS['dtype']} (see --dtype)")
-        values: dict[str, Any] = DEFAULTS | model_fields
+        values: dict[str, Any] = {**self.defaults, **model_fields}
         options = {f.name: getattr(self, f.name) for f in fields(self)}
         values |= {name: value for name, value in options.items() if value is not None}
         values.pop("model", None)
         if "router_weight_on_input" in values:
             values["apply_router_weight_on_input"] = values.pop("router_weight_on_input")
+        if self.ranks_per_host not in (None, 1) and self.world_size is None:
+            need = "--world-size N in addition"
+            raise ConfigurationError("--ranks-per-host", got=self.ranks_per_host, need=need)
         world_size = values.pop("world_size", 1)
         placement = _parse_placement(
             values.pop("placement", "linear"), values["experts"], world_size
@@ -174,6 +184,18 @@ class ProblemOptions:
         if "ids_dtype" in values:
             values["ids_dtype"] = {"int32": torch.int32, "int64": torch.int64}[values["ids_dtype"]]
         return Problem(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DescribedProblemOptions(ProblemOptions):
+    """Options of a `Problem` that is judged or estimated, but not run."""
+
+    hidden: Annotated[int | None, _size_option("Hidden size.", "hidden", DESCRIBED_DEFAULTS)] = None
+    intermediate: Annotated[
+        int | None, _size_option("Intermediate size.", "intermediate", DESCRIBED_DEFAULTS)
+    ] = None
+
+    defaults: ClassVar[Mapping[str, object]] = MappingProxyType(DESCRIBED_DEFAULTS)
 
 
 def split_by_scheme(

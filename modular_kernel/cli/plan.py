@@ -19,6 +19,7 @@ from modular_kernel.cli.machine_setup import prepare_host
 from modular_kernel.cli.options import (
     TOKENS_LIST,
     AsJson,
+    DescribedProblemOptions,
     Prepared,
     ProblemOptions,
     make_not_prepared_error,
@@ -149,7 +150,7 @@ class PlanCase:
 
 def plan(
     *,
-    options: ProblemOptions,
+    options: DescribedProblemOptions,
     machine_options: MachineOptions,
     workload: WorkloadOptions,
     compare: Annotated[

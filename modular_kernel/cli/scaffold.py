@@ -31,7 +31,8 @@ class _PackageTemplate:
     listed_as: what `mk list` shows, with placeholders for name and class_name.
     modules: template -> file in the package.
     test: template of the test.
-    options: options of `mk test`, in addition to the pairing.
+    options: options of `mk test` and `mk profile`, in addition to the pairing.
+    layer: options of `mk profile` for a layer that runs the new code, with "{}" for the package.
     """
 
     description: str
@@ -42,6 +43,7 @@ class _PackageTemplate:
     modules: dict[str, str]
     test: str
     options: str = ""
+    layer: str = ""
 
 
 _TEMPLATES_BY_KIND: dict[str, _PackageTemplate] = {
@@ -85,6 +87,7 @@ _TEMPLATES_BY_KIND: dict[str, _PackageTemplate] = {
             "path/kernels.py": "kernels.py",
         },
         "path/test_path.py",
+        layer=" --tokens 4",  # other calls take another path
     ),
     "scheme": _PackageTemplate(
         "A quantization scheme for modular_kernel, and an experts part that runs it.",
@@ -98,6 +101,7 @@ _TEMPLATES_BY_KIND: dict[str, _PackageTemplate] = {
             "scheme/part.py": "part.py",
         },
         "scheme/test_scheme.py",
+        layer=" --quant {}",
     ),
 }
 
@@ -157,6 +161,7 @@ def render(kind: str, name: str) -> dict[Path, str]:
     package, base_name = _TEMPLATES_BY_KIND[kind], to_class_name(name)
     class_name = package.class_name.format(base_name)
     pair = tuple(part.format(base_name) for part in package.pair)
+    types = f"--pf-type {pair[0]} --experts-type {pair[1]}{package.options}"
     entry_points = {group: value.format(name) for group, value in package.entry_points.items()}
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATE_FOLDER),
@@ -173,9 +178,8 @@ def render(kind: str, name: str) -> dict[Path, str]:
         "entry_points": entry_points,
         "shown": package.listed_as.format(name=name, class_name=class_name),
         "pair": ", ".join(f'"{part}"' for part in pair),
-        "verify": (
-            f"mk test --level full --pf-type {pair[0]} --experts-type {pair[1]}{package.options}"
-        ),
+        "verify": f"mk test --level full {types}",
+        "profile": f"mk profile {types}{package.layer.format(name)}",
     }
     templates = {
         "common/pyproject.toml": Path("pyproject.toml"),

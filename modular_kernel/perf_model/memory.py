@@ -66,7 +66,10 @@ class Memory:
         texts = [
             f"{n / _GIGA:.1f} of {name}" for name, n in parts.items() if n > _MIN_PRINTED_BYTES
         ]
-        return f"{self.total / _GIGA:.1f} GB ({', '.join(texts)})"
+        if self.total <= _MIN_PRINTED_BYTES:
+            return f"less than {_MIN_PRINTED_BYTES / _GIGA:g} GB"
+        total = f"{self.total / _GIGA:.1f} GB"
+        return f"{total} ({', '.join(texts)})" if texts else total
 
 
 def estimate_memory(

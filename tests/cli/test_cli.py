@@ -131,7 +131,7 @@ def test_check_shows_each_rejection(mk: Mk) -> None:
         "need": "standard for TritonExperts",
         "hint": hint,
     }
-    assert record["problem"]["hidden"] == 64
+    assert record["problem"]["hidden"] == 2048
     names = {"device", "arch", "packages", "interpreter", "name", "others", "cuda", "memory"}
     assert set(record["machine"]) == names
 
@@ -169,6 +169,39 @@ def test_check_all_pairs(mk: Mk) -> None:
     same_experts = mk("check", "--json", "--experts-type", "TorchExperts").json["pairs"]
     assert {pair["experts"] for pair in same_experts} == {"TorchExperts"}
     assert len(same_experts) == len({pf for pf, _ in pairs})
+
+
+def test_check_lists_the_valid_pairs(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    args = ("check", "--machine", "8xh200", "--packages", "all")
+    listed = {
+        f"{part} x {experts}"
+        for line in mk(*args).out.splitlines()
+        if line.startswith("valid: ")
+        for part, experts_of_part in [line.removeprefix("valid: ").split(" x ")]
+        for experts in experts_of_part.split(", ")
+    }
+    pairs = mk(*args, "--json").json["pairs"]
+    assert listed == {f"{p['prepare_finalize']} x {p['experts']}" for p in pairs if p["ok"]}
+    assert "valid: " not in mk("check", "--top-k", "99").out
+
+
+@pytest.mark.parametrize("machine", [(), ("--machine", "8xh200", "--packages", "all")])
+def test_no_pair_is_refused_for_the_default_sizes(mk: Mk, machine: tuple[str, ...]) -> None:
+    pairs = mk("check", *machine, "--json").json["pairs"]
+    rules = {rejection["rule"] for pair in pairs for rejection in pair["rejections"]}
+    assert "quant" in rules
+    assert rules.isdisjoint({"hidden", "intermediate"})
+    help_text = " ".join(mk("check", "--help").out.split())
+    assert "Hidden size. [default: 2048, or the model's]" in help_text
+
+
+@pytest.mark.parametrize("verb", ["check", "test", "profile"])
+def test_ranks_per_host_needs_ranks(mk: Mk, verb: str) -> None:
+    one = ("--one",) if verb == "test" else ()
+    result = mk(verb, *TORCH_PAIR, *one, "--ranks-per-host", "4")
+    assert result.code == 2
+    assert "error: --ranks-per-host: got 4, need --world-size N in addition" in result.err
 
 
 def test_check_exits_with_1_if_no_pair_is_valid(mk: Mk) -> None:

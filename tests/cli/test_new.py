@@ -181,6 +181,14 @@ def test_profile_contains_the_stages_of_the_new_code(
     assert "mk::gemm1_activation+gemm2" not in entered, "experts without a stage"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_readme_has_a_profile_of_the_new_code(kind: str) -> None:
+    readme = render(kind, NAMES[kind])[Path("README.md")]
+    (line,) = (line for line in readme.splitlines() if line.startswith("    mk profile "))
+    options, _ = PROFILES[kind]
+    assert line.endswith(f"{options} --tokens 4" if kind == "path" else options)
+
+
 @pytest.mark.slow
 @pytest.mark.share(2)
 @pytest.mark.parametrize("kind", KINDS)

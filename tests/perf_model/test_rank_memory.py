@@ -7,6 +7,7 @@ import pytest
 from modular_kernel.catalog import check, load_catalog
 from modular_kernel.perf_model.hardware import Cluster
 from modular_kernel.perf_model.memory import (
+    Memory,
     check_memory,
     estimate_memory,
     estimate_workspace,
@@ -96,6 +97,12 @@ def test_layers_have_own_weights_and_share_other_memory() -> None:
     assert bounded_memory.workspace < unbounded_memory.workspace / 3
     assert bounded_memory.exchange < unbounded_memory.exchange
     assert str(bounded_memory).startswith(f"{bounded_memory.total / 1e9:.1f} GB (")
+
+
+def test_small_sizes_are_not_printed_as_zero() -> None:
+    assert str(Memory(2e8, 0, 0, 3)) == "0.2 GB (0.2 of weights)"
+    assert str(Memory(4e7, 0, 4_000_000, 0)) == "less than 0.05 GB"
+    assert str(Memory(4e7, 0, 40_000_000, 0)) == "0.1 GB"
 
 
 def test_pair_that_exceeds_known_memory_is_refused() -> None:
