@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from modular_kernel.cli.command import IntegerList, option
 from modular_kernel.cli.file_options import STDOUT, FilePath, FileUse
@@ -55,7 +55,7 @@ def _size_option(text: str, name: str, defaults: Mapping[str, object] = DEFAULTS
 class ProblemOptions:
     """Options of a `Problem`. None stands for the value of --model, or else of `defaults`."""
 
-    defaults: ClassVar[Mapping[str, object]] = MappingProxyType(DEFAULTS)
+    defaults = MappingProxyType(DEFAULTS)  # not annotated, so not an option
 
     tokens: Annotated[int | None, option("Maximum number of tokens per call.  [default: 16]")] = (
         None
@@ -195,7 +195,7 @@ class DescribedProblemOptions(ProblemOptions):
         int | None, _size_option("Intermediate size.", "intermediate", DESCRIBED_DEFAULTS)
     ] = None
 
-    defaults: ClassVar[Mapping[str, object]] = MappingProxyType(DESCRIBED_DEFAULTS)
+    defaults = MappingProxyType(DESCRIBED_DEFAULTS)
 
 
 def split_by_scheme(
