@@ -90,10 +90,11 @@ class CollectivePart(PackedRowsPart):
         super().__init__(problem, group)
         if problem.graph or not self.manager.checked:
             self._check_max_received()
-            rows = self.block_capacity
-            self.fixed_capacity = FixedCapacityExchange(
-                self.layer, rows=rows, uses_all_gather=self.uses_all_gather
-            )
+            self.fixed_capacity = self.make_fixed_capacity(self.block_capacity)
+
+    def make_fixed_capacity(self, rows: int) -> FixedCapacityExchange:
+        """Return the exchange of calls with a fixed capacity. rows: capacity of a block."""
+        return FixedCapacityExchange(self.layer, rows=rows, uses_all_gather=self.uses_all_gather)
 
     def _check_max_received(self) -> None:
         max_received, world_size = self.problem.max_received, self.problem.parallel.world_size
@@ -233,7 +234,7 @@ class CollectivePart(PackedRowsPart):
         take, layout = call.workspace.take, sent.layout
         rows, k = exchange.max_received_rows((layout,)), layout.top_k
         columns = ReceivedColumns(
-            self.problem.e,
+            exchange.num_local_experts,
             take("rows_ids", (rows, k)),
             take("rows_weights", (rows, k)),
             take("rows_scale", (rows, layout.scales)) if layout.scales else None,

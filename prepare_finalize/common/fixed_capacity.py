@@ -9,10 +9,10 @@ host therefore waits for nothing, and calls can be captured in a CUDA graph.
 `combine` at the end of a call.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
@@ -48,13 +48,14 @@ class FixedCapacityBuffers:
 
     - layout: layout of the blocks.
     - blocks_SB: (S, bytes) uint8, the blocks to send and the received blocks; see
-      `FixedCapacityExchange`.
+      `FixedCapacityExchange`. W is the number of blocks that this rank receives.
     - local_block: index of the block for this rank itself.
     - row_of_token_WT: row of each token in each block; see `blocks.fill_blocks`. None if there is a
       single block.
     - header_F: (F,) int64, header of this rank.
     - sums_SRH: (2 * W, block rows, H). The first W blocks are this rank's sums for each rank. The
       other W blocks are the sums that it receives from each rank.
+    - sent_WB: (W, bytes) uint8, copies of the single block for each peer; None if there are none.
     """
 
     layout: BlockLayout
@@ -63,6 +64,7 @@ class FixedCapacityBuffers:
     row_of_token_WT: torch.Tensor | None
     header_F: torch.Tensor
     sums_SRH: torch.Tensor
+    sent_WB: torch.Tensor | None
 
     def local_section(self, name: str) -> torch.Tensor:
         """Return a section of the block for this rank itself."""
@@ -71,10 +73,13 @@ class FixedCapacityBuffers:
 
 @dataclass(frozen=True)
 class FixedCapacityCall(FixedCapacityBuffers):
-    """A call between `send` and `combine`: its buffers, step and dispatch."""
+    """A call between `send` and `combine`: its buffers, step and dispatch.
+
+    The dispatch is None if the only peer is this rank itself.
+    """
 
     step: int
-    dispatch: ReplayableExchange
+    dispatch: ReplayableExchange | None
 
     @cached_property
     def sum_RH(self) -> torch.Tensor:
@@ -87,10 +92,14 @@ class FixedCapacityExchange:
 
     - rows: capacity of a block.
     - uses_all_gather: whether to exchange blocks by an all-gather instead of an all-to-all.
-    - has_single_block: whether each rank sends one block, with all of its tokens, to all ranks.
+    - peers: the ranks with which this rank exchanges blocks, in ascending order; None means all
+      ranks. If there are fewer than W, P = len(peers), then peer p receives the rows for the p-th
+      set of W / P consecutive ranks.
+    - has_single_block: whether each rank sends one block, with all of its tokens, to all peers.
 
-    If the capacity is the problem's number of tokens, each rank sends a single block to all ranks.
-    The buffer then has W blocks, one from each rank, and the rank fills its own block in place.
+    In the following, W is the number of peers. If the capacity is the problem's number of tokens,
+    each rank sends a single block to all peers. The buffer then has W blocks, one from each peer,
+    and the rank fills its own block in place.
 
     Otherwise, the buffer has 2 * W blocks: W blocks to send, each with the rows that its rank
     needs, then W received blocks. Over NCCL, the block for this rank itself is not exchanged. It is
@@ -98,19 +107,34 @@ class FixedCapacityExchange:
     where the experts wrote them. Over gloo, all blocks are exchanged.
     """
 
-    def __init__(self, layer: Layer, *, rows: int, uses_all_gather: bool) -> None:
+    def __init__(
+        self,
+        layer: Layer,
+        *,
+        rows: int,
+        uses_all_gather: bool = False,
+        peers: Sequence[int] | None = None,
+    ) -> None:
         layer.uses_device_handshake = True
         self.layer, self.rows, self.uses_all_gather = layer, rows, uses_all_gather
         self.has_single_block = uses_all_gather or rows >= layer.problem.tokens
         self._handshake = DeviceHandshake(layer, rows=rows)
-        problem, manager = layer.problem, layer.manager
-        self._ranks = Ranks(
-            manager.rank, manager.world_size, count_slots_per_rank(problem.placement)
-        )
-        self._skips_local_block = manager.device == "cuda"
+        manager, slots = layer.manager, count_slots_per_rank(layer.problem.placement)
+        self._peers = None if peers is None else tuple(peers)
+        self._ranks = Ranks(manager.rank, manager.world_size, slots)
+        if self._peers is not None:
+            ranks_per_peer = manager.world_size // len(self._peers)
+            index = self._peers.index(manager.rank)
+            self._ranks = Ranks(index, len(self._peers), ranks_per_peer * slots)
+        self._skips_local_block = manager.device == "cuda" or self._ranks.world_size == 1
         # The layout and collectives of the last call, which `refuse` repeats without rows.
         self._layout: BlockLayout | None = None
         self._reduces_amax = False
+
+    @property
+    def num_local_experts(self) -> int:
+        """Number of experts whose rows this rank receives."""
+        return self.layer.problem.e if self._peers is None else self._ranks.slots
 
     def max_received_rows(self, layouts: tuple[BlockLayout, ...]) -> int:
         """Return the maximum number of received rows of activations, including unused ones."""
@@ -129,7 +153,15 @@ class FixedCapacityExchange:
         }
         if not self.has_single_block:
             specs["row_of_token"] = BufferSpec((world, problem.tokens), torch.int32)
+        if self._copies_single_block:
+            specs["sent_blocks"] = BufferSpec((world, nbytes), torch.uint8)
         return specs
+
+    @property
+    def _copies_single_block(self) -> bool:
+        """Whether the single block is copied for each peer, because gloo cannot gather it."""
+        some_peers = self._peers is not None and self._ranks.world_size > 1
+        return some_peers and self.has_single_block and self.layer.manager.device == "cpu"
 
     def begin(
         self, call: CallState, tokens: int, device: torch.device, layout: BlockLayout, *, amax: bool
@@ -145,7 +177,8 @@ class FixedCapacityExchange:
     def _sizes(self, layout: BlockLayout) -> tuple[int, ...]:
         """Return the values on which the sizes of a call's exchanges depend."""
         sum_bytes = layout.block_rows * layout.hidden * self.layer.problem.dtype.itemsize
-        return self.has_single_block, self._reduces_amax, layout.nbytes, sum_bytes
+        peers = self._ranks.world_size
+        return self.has_single_block, self._reduces_amax, layout.nbytes, sum_bytes, peers
 
     def reduce_amax(self, amax: torch.Tensor, step: int) -> torch.Tensor:
         """Return the maximum over all ranks of `amax`, (1,) float32."""
@@ -171,6 +204,7 @@ class FixedCapacityExchange:
             row_of_token_WT,
             take("header", (len(FIELDS),)),
             take("sums", (2 * world, layout.block_rows, layout.hidden)),
+            take("sent_blocks", (world, layout.nbytes)) if self._copies_single_block else None,
         )
 
     @property
@@ -212,19 +246,30 @@ class FixedCapacityExchange:
             refusal=refusal,
             x_in_place=x_in_place,
         )
-        dispatch = ReplayableExchange(self.layer.manager, self._make_dispatch(buffers))
-        dispatch.start(step)
+        dispatch = None
+        if self._ranks.world_size > 1:
+            dispatch = ReplayableExchange(self.layer.manager, self._make_dispatch(buffers))
+            dispatch.start(step)
         return FixedCapacityCall(**vars(buffers), step=step, dispatch=dispatch)
 
     def _make_dispatch(self, buffers: FixedCapacityBuffers) -> Callable[[int], Exchange]:
         """Return a function that starts the exchange of the blocks; its argument is the step."""
         manager, world, blocks_SB = self.layer.manager, self._ranks.world_size, buffers.blocks_SB
         received_WB, local_B = blocks_SB[-world:], blocks_SB[buffers.local_block]
+        exchange = partial(manager.block_exchange, peers=self._peers, phase="dispatch")
         if not self.has_single_block:
-            return manager.block_exchange(received_WB, blocks_SB[:world], phase="dispatch")
+            return exchange(received_WB, blocks_SB[:world])
+        block_of_peers_WB = local_B.expand_as(received_WB)
+        if (sent_WB := buffers.sent_WB) is not None:
+            start = exchange(received_WB, sent_WB)
+
+            def copy_and_start(step: int) -> Exchange:
+                sent_WB.copy_(block_of_peers_WB)
+                return start(step)
+
+            return copy_and_start
         if self._skips_local_block and not self.uses_all_gather:
-            sent_WB = local_B.expand_as(received_WB)
-            return manager.block_exchange(received_WB, sent_WB, phase="dispatch")
+            return exchange(received_WB, block_of_peers_WB)
         received_B = received_WB.flatten()
         return lambda step: manager.all_gather(received_B, local_B, step=step, phase="dispatch")
 
@@ -233,7 +278,14 @@ class FixedCapacityExchange:
 
         Return the activations, (R, H), a view of the received blocks.
         """
-        sent.dispatch.wait()
+        return self._receive(sent, out, verify=True)
+
+    def _receive(
+        self, sent: FixedCapacityCall, out: ReceivedColumns, *, verify: bool
+    ) -> torch.Tensor:
+        """Receive the blocks of a call. verify: whether to verify their headers."""
+        if sent.dispatch is not None:
+            sent.dispatch.wait()
         received_WB = sent.blocks_SB[-self._ranks.world_size :]
         read_blocks(
             Blocks(received_WB, sent.layout, self._ranks, self._ranks.rank),
@@ -241,6 +293,7 @@ class FixedCapacityExchange:
             status=self._handshake.status,
             header_F=sent.header_F,
             limits=self._handshake.limits,
+            verify=verify,
         )
         return sent.layout.activations(received_WB)
 
@@ -249,15 +302,17 @@ class FixedCapacityExchange:
         sums_SRH = sent.sums_SRH
         ranks = self._ranks
         manager = self.layer.manager
-        start_exchange = manager.block_exchange(
-            sums_SRH[ranks.world_size :].view(torch.uint8),
-            sums_SRH[: ranks.world_size].view(torch.uint8),
-            rows=sent.layout.capacity,
-            phase="combine",
-        )
-        exchange = ReplayableExchange(manager, start_exchange)
-        exchange.start(sent.step)
-        exchange.wait()
+        if ranks.world_size > 1:
+            start_exchange = manager.block_exchange(
+                sums_SRH[ranks.world_size :].view(torch.uint8),
+                sums_SRH[: ranks.world_size].view(torch.uint8),
+                peers=self._peers,
+                rows=sent.layout.capacity,
+                phase="combine",
+            )
+            exchange = ReplayableExchange(manager, start_exchange)
+            exchange.start(sent.step)
+            exchange.wait()
         local_block = ranks.rank + (0 if self._skips_local_block else ranks.world_size)
         sum_blocks(
             BlockSums(sums_SRH, ranks, first_block=ranks.world_size, local_block=local_block),
@@ -285,7 +340,7 @@ class FixedCapacityExchange:
         manager, problem, layout = self.layer.manager, self.layer.problem, self._layout
         if manager.is_capturing():  # the other ranks time out
             return True
-        world, device = manager.world_size, torch.device(manager.device)
+        device = torch.device(manager.device)
         with suppress(CommunicationError, UnsupportedError):  # the manager is closed
             step = self._handshake.next_step(self._sizes(layout))
             if self._reduces_amax:
@@ -306,20 +361,29 @@ class FixedCapacityExchange:
                 torch.zeros(specs[name].shape, dtype=specs[name].dtype, device=device)
                 for name in ("blocks", "sums", "header")
             )
-            row_of_token_WT = None
-            if not self.has_single_block:
-                row_of_token_WT = torch.empty(
-                    specs["row_of_token"].shape, dtype=torch.int32, device=device
-                )
+            row_of_token_WT, sent_WB = (
+                torch.empty(specs[name].shape, dtype=specs[name].dtype, device=device)
+                if name in specs
+                else None
+                for name in ("row_of_token", "sent_blocks")
+            )
             buffers = FixedCapacityBuffers(
-                layout, blocks_SB, self._local_block, row_of_token_WT, header_F, sums_SRH
+                layout, blocks_SB, self._local_block, row_of_token_WT, header_F, sums_SRH, sent_WB
             )
             sent = self._send(no_rows, buffers, step, refusal=refusal_index(error))
-            sent.dispatch.wait()
-            headers_WF = layout.section(sent.blocks_SB[-world:], "header")
-            self._handshake.status.verify(headers_WF, sent.header_F, self._handshake.limits)
-            self.combine(sent, sent.sums_SRH.new_empty(0, problem.hidden))
+            self._finish_refused_call(sent)
         return True
+
+    def _finish_refused_call(self, sent: FixedCapacityCall) -> None:
+        """Take part in the rest of a call that this rank has refused."""
+        if sent.dispatch is not None:
+            sent.dispatch.wait()
+        received_WB = sent.blocks_SB[-self._ranks.world_size :]
+        self._verify(sent.layout.section(received_WB, "header"), sent)
+        self.combine(sent, sent.sums_SRH.new_empty(0, sent.layout.hidden))
+
+    def _verify(self, headers_WF: torch.Tensor, sent: FixedCapacityCall) -> None:
+        self._handshake.status.verify(headers_WF, sent.header_F, self._handshake.limits)
 
 
 def make_block_layouts(problem: Problem, rows: int) -> dict[bool, BlockLayout]:

@@ -210,26 +210,37 @@ class TorchGroup:
         )
 
     def block_exchange(
-        self, received: torch.Tensor, sent: torch.Tensor, *, rows: int | None = None, phase: str
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        *,
+        peers: Sequence[int] | None = None,
+        rows: int | None = None,
+        phase: str,
     ) -> "Callable[[int], Exchange]":
         """Return a function that starts an exchange of blocks of equal size.
 
-        The argument of the function is the step. The exchange sends block `sent[r]` to each other
-        rank r, and writes the block from rank r to `received[r]`.
+        The argument of the function is the step. The exchange sends block `sent[p]` to each other
+        rank `peers[p]`, and writes the block from this rank to `received[p]`. Every rank of the
+        group must start it.
 
-        received: (W, ...), contiguous.
-        sent: (W, ...). Over NCCL, blocks may overlap in memory. Over gloo, `sent` must be
+        received: (P, ...), contiguous.
+        sent: (P, ...). Over NCCL, blocks may overlap in memory. Over gloo, `sent` must be
             contiguous.
+        peers: the ranks with which this rank exchanges blocks, in ascending order; None means all
+            ranks of the group.
         rows: number of leading rows of each block that are needed; None means all. NCCL exchanges
             only these rows, and none with this rank itself. gloo exchanges all rows.
         """
+        ranks = range(self.world_size)
         if self.device == "cpu":
-            ones = [1] * self.world_size
+            splits = [int(peers is None or r in peers) for r in ranks]
             return lambda step: self.all_to_all(
-                received, sent, output_splits=ones, input_splits=ones, step=step, phase=phase
+                received, sent, output_splits=splits, input_splits=splits, step=step, phase=phase
             )
+        index = {r: p for p, r in enumerate(ranks if peers is None else peers) if r != self.rank}
         received_blocks, sent_blocks = (
-            [blocks[r, : 0 if r == self.rank else rows] for r in range(self.world_size)]
+            [blocks[index[r], :rows] if r in index else blocks[0, :0] for r in ranks]
             for blocks in (received, sent)
         )
 

@@ -86,6 +86,11 @@ class HostBufferPool:
         self._counters = {"dispatches": counters[0], "combines": counters[1]}
         self._free_indices = list(range(_MAX_IN_FLIGHT))
 
+    @property
+    def next_index(self) -> int | None:
+        """Index of the buffers that the next call takes; None if too many calls are in flight."""
+        return self._free_indices[0] if self._free_indices else None
+
     def check_free(self) -> None:
         """Raise UnsupportedError if too many calls are in flight."""
         if not self._free_indices:

@@ -119,6 +119,8 @@ class HostThenRankGroup(TorchGroup):
     have the same number of ranks, numbered consecutively.
 
     host_memory: the shared memory of this host; None until it is created.
+    agreement: headers and flags of calls with a fixed capacity (`fixed_capacity.HostAgreement`);
+        None until a layer needs them.
     """
 
     def __init__(
@@ -128,9 +130,13 @@ class HostThenRankGroup(TorchGroup):
         timeout_s: float | None = None,
         device: str | None = None,
         history: int = 1024,
+        checked: bool = True,
     ) -> None:
         self.host_memory: HostMemory | None = None  # set once the hosts are known
-        super().__init__(group, timeout_s=timeout_s, device=device, history=history)
+        self.agreement: Any = None
+        super().__init__(
+            group, timeout_s=timeout_s, device=device, history=history, checked=checked
+        )
         self.ranks_per_host = self.world_size // len(self.hosts)
         if not self.hosts.has_consecutive_ranks(self.ranks_per_host):
             self.destroy()

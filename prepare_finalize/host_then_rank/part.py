@@ -9,6 +9,7 @@ is one token with one of its K experts.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
@@ -20,11 +21,14 @@ from modular_kernel.ops.quantize import QuantizedRows
 from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
 from modular_kernel.replay import stages
 from modular_kernel.spec.placement import Placement, PlacementTables, pairs_to_slots
-from modular_kernel.spec.problem import ActivationFormat, Parallel, Problem, Reduce
-from modular_kernel.tensors import Dispatched, ExpertWeights, Handle, Routing
+from modular_kernel.spec.problem import ActivationFormat, Parallel, Problem, Reduce, RowContents
+from modular_kernel.tensors import ContiguousTokens, Dispatched, ExpertWeights, Handle, Routing
 from modular_kernel.workspace import BufferSpec
-from prepare_finalize.common.group_part import GroupHandle, PackedRowsPart
-from prepare_finalize.common.handshake import check_max_received, exchange_metadata
+from prepare_finalize.collectives.collective_part import CollectivePart
+from prepare_finalize.common.blocks import BlockLayout
+from prepare_finalize.common.fixed_capacity import FixedCapacityCall, make_block_layouts
+from prepare_finalize.common.group_part import PartHandle
+from prepare_finalize.common.handshake import CallMetadata, check_max_received, exchange_metadata
 from prepare_finalize.common.tokens import (
     dispatches_quantized,
     token_specs,
@@ -33,6 +37,7 @@ from prepare_finalize.common.tokens import (
 from prepare_finalize.common.torch_group import Exchange
 from prepare_finalize.host_then_rank.buffers import HostBufferPool, PooledBuffers
 from prepare_finalize.host_then_rank.counts import Geometry, RowCounts, check_counts
+from prepare_finalize.host_then_rank.fixed_capacity import TwoLevelCall, TwoLevelExchange
 from prepare_finalize.host_then_rank.group import HostThenRankGroup
 from prepare_finalize.symm_mem.launch import CallBuffers, SymmetricExchange
 
@@ -43,23 +48,46 @@ _CHUNK_TOKENS = {"cuda": 1024, "cpu": 4}
 
 
 @dataclass(frozen=True)
-class HostThenRankHandle(GroupHandle):
+class HostThenRankHandle(PartHandle):
     """Handle of a two-level exchange.
+
+    topk_weights_RK: router weights that `finalize` must apply, or None.
+    receive_buffers: receive buffers of the call.
+    """
+
+    topk_weights_RK: torch.Tensor | None
+    receive_buffers: PooledBuffers
+
+
+@dataclass(frozen=True)
+class CountedHandle(HostThenRankHandle):
+    """Handle of a call with counted rows.
 
     token_N: token of each sent row, ordered by chunk, host, then token.
     counts: numbers of rows by source, destination and chunk.
-    receive_buffers: receive buffers of the call.
     host_exchanges: exchange of each chunk within the host; None for a chunk without rows on this
         host.
     """
 
+    metadata: CallMetadata
     token_N: torch.Tensor
     counts: RowCounts
-    receive_buffers: PooledBuffers
     host_exchanges: tuple[SymmetricExchange | None, ...]
 
 
-class HostThenRankPrepareAndFinalize(PackedRowsPart):
+@dataclass(frozen=True)
+class FixedCapacityHandle(HostThenRankHandle):
+    """Handle of a call with a fixed capacity.
+
+    sent: exchange between hosts.
+    host_exchange: exchange within the host.
+    """
+
+    sent: TwoLevelCall
+    host_exchange: SymmetricExchange
+
+
+class HostThenRankPrepareAndFinalize(CollectivePart):
     """Send each token's row once to each host with one of its experts, then to ranks of that host.
 
     A row is sent over torch.distributed to the rank with the same local rank on that host. This
@@ -68,23 +96,32 @@ class HostThenRankPrepareAndFinalize(PackedRowsPart):
     returns one row in the problem's dtype. The token's rank adds the rows of all hosts in float32
     in the order of hosts.
 
-    Large calls are split into chunks. While one chunk is forwarded within hosts, the next chunk is
-    sent between hosts. Row counts are exchanged first and read on the host CPU. T may differ
-    between ranks and may be 0. All hosts must have the same number of ranks, at most 8, numbered
-    consecutively. Two calls may be in flight.
+    Row counts are exchanged first and read on the host CPU. Large calls are split into chunks:
+    while one chunk is forwarded within hosts, the next chunk is sent between hosts. With
+    Problem(graph=True) or HostThenRankGroup(checked=False), the host CPU reads nothing after the
+    first call. Each rank then sends a fixed number of rows to each host (problem.tokens, or
+    Problem.max_received / world_size if that is set), in one chunk. If the routing needs more rows,
+    the call fails on all ranks.
+
+    T may differ between ranks and may be 0. All hosts must have the same number of ranks, at most
+    8, numbered consecutively. Two calls may be in flight.
     """
 
+    replayable = True  # plans can replay the recorded launches of fixed-capacity exchanges
     requires = PrepareFinalizeRequirements(
         activation_format=ActivationFormat.STANDARD,
         triton=True,
         packages=("triton",),
         reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),
         localizes_ids=True,
+        padding=RowContents.UNDEFINED,
         dispatch_schemes=ACTIVATION_SCHEMES,
         can_defer_quant=False,
         world_sizes=(2, None),
         linear_placement=False,
         ranks_per_host=_MAX_RANKS_PER_HOST,
+        graph_capturable=True,
+        graph_on_request=True,
         batch_invariant=True,
         asynchronous=True,
         bounds_received=True,
@@ -92,7 +129,7 @@ class HostThenRankPrepareAndFinalize(PackedRowsPart):
     )
     manager_class = HostThenRankGroup
     manager: HostThenRankGroup
-    keeps_expert_output = True
+    fixed_capacity: TwoLevelExchange | None = None
     max_chunks = _MAX_CHUNKS
 
     @classmethod
@@ -103,6 +140,9 @@ class HostThenRankPrepareAndFinalize(PackedRowsPart):
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         super().__init__(problem, group)
+        if self.fixed_capacity is not None:
+            self._buffer_pool = self.fixed_capacity.pool
+            return
         manager = self.manager
         per_host, tokens = manager.ranks_per_host, problem.tokens
         target_chunks = -(-tokens // _CHUNK_TOKENS[manager.device])
@@ -125,7 +165,30 @@ class HostThenRankPrepareAndFinalize(PackedRowsPart):
         # HostBufferPool raises on all ranks if a rank does not construct this part.
         manager.max_counts = max(manager.max_counts, geometry.counts)
 
+    def make_fixed_capacity(self, rows: int) -> TwoLevelExchange:
+        (layout,) = self._layouts.values()
+        try:
+            return TwoLevelExchange(self.layer, self.manager, layout)
+        except CommunicationError:
+            self.destroy()
+            raise
+
+    @cached_property
+    def _layouts(self) -> dict[bool, BlockLayout]:
+        # Quantization is never left to the experts.
+        quantized = self.problem.scheme.dispatched_quantized
+        return {quantized: make_block_layouts(self.problem, self.block_capacity)[quantized]}
+
+    @property
+    def max_input_rows(self) -> int:
+        return self.max_rows if self.fixed_capacity is None else self.fixed_capacity.received_rows
+
+    def may_record(self) -> bool:
+        return self.fixed_capacity is not None and self.fixed_capacity.may_record()
+
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
+        if self.fixed_capacity is not None:
+            return self.fixed_capacity_specs(self.fixed_capacity)
         problem, geometry = self.problem, self._geometry
         max_tokens, nbytes = problem.tokens, self.rows.max_row_bytes()
         sent, forwarded = (
@@ -146,9 +209,14 @@ class HostThenRankPrepareAndFinalize(PackedRowsPart):
     def send(
         self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: CallState
     ) -> Receiver:
-        manager, geometry = self.manager, self._geometry
-        manager.check_device(x_TH.device)
         self._buffer_pool.check_free()
+        return super().send(x_TH, routing, weights, call)
+
+    def send_with_counts(
+        self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: CallState
+    ) -> Receiver:
+        """Exchange row counts, then send each host exactly the rows that it needs."""
+        manager, geometry = self.manager, self._geometry
         rank_TK, slot_TK, invalid = pairs_to_slots(
             routing.topk_ids_TK, self.tables(x_TH.device), first_token=manager.rank, together=True
         )
@@ -195,11 +263,42 @@ class HostThenRankPrepareAndFinalize(PackedRowsPart):
             received_tokens = self.local_tokens(
                 call, buffers.x_RH, scales, buffers.ids_RK, buffers.weights_RK, buffers.adapters_R
             )
-            return received_tokens, HostThenRankHandle(
-                self, call, metadata, weights_RK, token_N, counts, receive_buffers, host_exchanges
+            buffers_of_call = weights_RK, receive_buffers
+            return received_tokens, CountedHandle(
+                self, call, *buffers_of_call, metadata, token_N, counts, host_exchanges
             )
 
         return receive
+
+    def make_fixed_capacity_handle(
+        self,
+        received: ContiguousTokens,
+        sent: FixedCapacityCall,
+        weights_RK: torch.Tensor | None,
+        call: CallState,
+    ) -> tuple[Dispatched, Handle]:
+        """Forward the rows from other hosts to the ranks of this host.
+
+        received: rows of this rank's counterparts, with slots of this host.
+        """
+        assert self.fixed_capacity is not None
+        assert isinstance(sent, TwoLevelCall)
+        rows = received.routing
+        routing = Routing(rows.topk_weights_TK, rows.topk_ids_TK, rows.adapters_T)
+        exchange = self.fixed_capacity.forward(sent, received.x_TH, received.scale, routing, call)
+        buffers = sent.receive_buffers.rows
+        tokens = self.local_tokens(
+            call,
+            buffers.x_RH,
+            received.scale if buffers.scale_RG is None else buffers.scale_RG,
+            buffers.ids_RK,
+            buffers.weights_RK,
+            buffers.adapters_R,
+        )
+        unapplied_RK = None if weights_RK is None else buffers.weights_RK
+        return tokens, FixedCapacityHandle(
+            self, call, unapplied_RK, sent.receive_buffers, sent, exchange
+        )
 
     def _exchange_between_hosts(
         self,
@@ -312,50 +411,55 @@ class HostThenRankPrepareAndFinalize(PackedRowsPart):
         out: torch.Tensor,
     ) -> None:
         part_handle = self.check_handle(handle, HostThenRankHandle)
-        counts, step = part_handle.counts, part_handle.metadata.step
-        take = part_handle.call.workspace.take
-        y_RH, manager, started = (
-            part_handle.receive_buffers.rows.y_RH,
-            self.manager,
-            time.monotonic(),
-        )
+        y_RH = part_handle.receive_buffers.rows.y_RH
         part_handle.receive_buffers.release()
         if expert_output is not y_RH:
             weight_and_reduce(
                 expert_output, part_handle.topk_weights_RK, self.problem, reduce=reduce, out=y_RH
             )
+        with stages.stage(stages.COMBINE):
+            if isinstance(part_handle, CountedHandle):
+                self._combine_counted(part_handle, out)
+                return
+            exchange = self.fixed_capacity
+            assert exchange is not None
+            assert isinstance(part_handle, FixedCapacityHandle)
+            exchange.combine_within_host(part_handle.sent, part_handle.host_exchange)
+            exchange.combine(part_handle.sent, out)
+
+    def _combine_counted(self, handle: CountedHandle, out: torch.Tensor) -> None:
+        """Return the sums of all received rows, and add those of each token."""
+        counts, step, take = handle.counts, handle.metadata.step, handle.call.workspace.take
+        manager, started = self.manager, time.monotonic()
         sums = take("rows_sum", (sum(counts.forwarded), self.problem.hidden))
         partial_sums = take("returned", (sum(counts.sent), self.problem.hidden))
         exchanges = []
-        with stages.stage(stages.COMBINE):
-            if counts.any_rows:
-                manager.record_host_exchange(step, "combine")
-            for chunk, host_exchange in enumerate(part_handle.host_exchanges):
+        if counts.any_rows:
+            manager.record_host_exchange(step, "combine")
+        for chunk, host_exchange in enumerate(handle.host_exchanges):
+            manager.check_host_memory(step, "combine", sums.nbytes, started)
+            if host_exchange is not None:
+                host_exchange.combine(sums[_slice_chunk(counts.forwarded, chunk)])
                 manager.check_host_memory(step, "combine", sums.nbytes, started)
-                if host_exchange is not None:
-                    host_exchange.combine(sums[_slice_chunk(counts.forwarded, chunk)])
-                    manager.check_host_memory(step, "combine", sums.nbytes, started)
-                sum_bytes, returned_bytes = sums.view(torch.uint8), partial_sums.view(torch.uint8)
-                exchanges.append(
-                    self._exchange_between_hosts(
-                        counts, chunk, sum_bytes, returned_bytes, step, "combine"
-                    )
+            sum_bytes, returned_bytes = sums.view(torch.uint8), partial_sums.view(torch.uint8)
+            exchanges.append(
+                self._exchange_between_hosts(
+                    counts, chunk, sum_bytes, returned_bytes, step, "combine"
                 )
-            for exchange in exchanges:
-                if exchange is not None:
-                    exchange.wait()
-            sum_TH = take("tokens_sum", tuple(out.shape)).zero_()
-            start = 0
-            for chunk in range(self._geometry.chunks):
-                # A host returns a token at most once, so the rows of a token are added in the order
-                # of hosts.
-                for rows in counts.splits(chunk)[0]:
-                    chunk_rows = slice(start, start + rows)
-                    sum_TH.index_add_(
-                        0, part_handle.token_N[chunk_rows], partial_sums[chunk_rows].float()
-                    )
-                    start += rows
-            out.copy_(sum_TH)
+            )
+        for exchange in exchanges:
+            if exchange is not None:
+                exchange.wait()
+        sum_TH = take("tokens_sum", tuple(out.shape)).zero_()
+        start = 0
+        for chunk in range(self._geometry.chunks):
+            # A host returns a token at most once, so the rows of a token are added in the order
+            # of hosts.
+            for rows in counts.splits(chunk)[0]:
+                chunk_rows = slice(start, start + rows)
+                sum_TH.index_add_(0, handle.token_N[chunk_rows], partial_sums[chunk_rows].float())
+                start += rows
+        out.copy_(sum_TH)
 
 
 def _make_host_problem(

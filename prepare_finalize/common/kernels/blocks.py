@@ -212,12 +212,13 @@ def read_blocks_kernel(
     rows, block_rows, capacity, rank, slots, local_experts, word_block_stride, header_block_stride,
     SCALES: tl.constexpr, BLOCK_S: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_ADAPTERS: tl.constexpr, ROWS: tl.constexpr, WORLD: tl.constexpr, PADDED: tl.constexpr,
-    NUM_FIELDS: tl.constexpr,
+    NUM_FIELDS: tl.constexpr, VERIFY: tl.constexpr = True,
 ):  # fmt: skip
     """Read the columns of received blocks except activations; see `blocks.read_blocks`.
 
-    Grid: one program per ROWS rows. The first program also verifies the headers. In a failed call,
-    expert numbers may have any value, but the written slots are always in [-1, local_experts).
+    Grid: one program per ROWS rows. If VERIFY, the first program also verifies the headers. In a
+    failed call, expert numbers may have any value, but the written slots are always in
+    [-1, local_experts).
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     block = (row // block_rows).to(tl.int64)
@@ -251,12 +252,13 @@ def read_blocks_kernel(
         )
         tl.store(out_scale_ptr + row.to(tl.int64) * SCALES + s, scale,
                  mask=in_bounds & (s < SCALES))  # fmt: skip
-    if tl.program_id(0) == 0:
-        count_received(counters_ptr, progress_ptr)
-        verify_headers(
-            header_blocks_ptr, header_block_stride, header_ptr, limits_ptr, words_ptr,
-            host_words_ptr, failed_ptr, WORLD, PADDED, NUM_FIELDS,
-        )  # fmt: skip
+    if VERIFY:
+        if tl.program_id(0) == 0:
+            count_received(counters_ptr, progress_ptr)
+            verify_headers(
+                header_blocks_ptr, header_block_stride, header_ptr, limits_ptr, words_ptr,
+                host_words_ptr, failed_ptr, WORLD, PADDED, NUM_FIELDS,
+            )  # fmt: skip
 
 
 @triton.jit
