@@ -250,6 +250,25 @@ def _symm_mem_bytes(problem: Problem) -> int:
     return _CALLS_IN_FLIGHT * problem.parallel.world_size * problem.tokens * row
 
 
+def _host_then_rank_bytes(problem: Problem) -> int:
+    """Return the bytes of the exchange between hosts and of the memory that ranks of a host share.
+
+    In calls with a fixed capacity, a rank receives a block from each host. The blocks for other
+    hosts are the same if they have room for all tokens.
+    """
+    if not problem.graph:
+        return _all_to_all_bytes(problem) + _symm_mem_bytes(problem)
+    world, hosts = problem.parallel.world_size, problem.parallel.hosts
+    rows = _received_rows(problem) // world  # that a rank may send to a host
+    columns = problem.top_k * _ID_BYTES
+    row, sum_row = dispatched_row_bytes(problem) + columns, _unquantized_row_bytes(problem)
+    blocks = 1 if rows == problem.tokens else 2
+    between_hosts = hosts * rows * (blocks * row + columns + 2 * sum_row)
+    within_host = _CALLS_IN_FLIGHT * world * rows * (row + sum_row)
+    own_tokens = problem.tokens * columns + _quantized_input_bytes(problem)
+    return between_hosts + within_host + own_tokens
+
+
 def _deepep_ll_bytes(problem: Problem) -> int:
     """Return the bytes of two pairs of send and receive buffers, and of the received rows."""
     tokens = _buffer_tokens("DeepEPLLPrepareAndFinalize", problem)
@@ -296,7 +315,7 @@ _BUFFERS: Mapping[str, Callable[[Problem], int]] = {
         _all_to_all_bytes(p) + _batched_rows_bytes(p)
     ),
     "SymmMemPrepareAndFinalize": _symm_mem_bytes,
-    "HostThenRankPrepareAndFinalize": lambda p: _all_to_all_bytes(p) + _symm_mem_bytes(p),
+    "HostThenRankPrepareAndFinalize": _host_then_rank_bytes,
     "DeepEPLLPrepareAndFinalize": _deepep_ll_bytes,
     "DeepEPHTPrepareAndFinalize": _deepep_ht_bytes,
     "DeepEPV2PrepareAndFinalize": _deepep_v2_bytes,

@@ -82,10 +82,7 @@ def launch_all(problem: Problem, *, has_single_block: bool) -> None:
     )
     limits = empty(4, dtype=torch.int64)
     received = replace(blocks, bytes_SB=blocks.bytes_SB[world:])
-    for verify in (True, False):
-        read_blocks(
-            received, columns, status=status, header_F=header_F, limits=limits, verify=verify
-        )
+    read_blocks(received, columns, status=status, header_F=header_F, limits=limits)
     sums_SRH = empty(2 * world, layout.block_rows, problem.hidden, dtype=problem.dtype)
     out_TH = empty(tokens, problem.hidden, dtype=problem.dtype)
     sum_blocks(BlockSums(sums_SRH, ranks, world, 0), out_TH, row_of_token_WT, counter)

@@ -65,13 +65,16 @@ def list_cases() -> Mapping[str, Callable[[], Tensors]]:
         cases[f"size of layout {index}"] = partial(_measure, layout)
     for index, layout in enumerate(_LAYOUTS):
         ranks = Ranks(*((0, 2) if index % 2 else (1, 3)), _SLOTS)
-        cases[f"read_blocks, layout {index}"] = partial(_read, layout, ranks)
+        cases[f"read_blocks, layout {index}"] = partial(_read, layout, ranks, verify=True)
         for tokens in _NUM_TOKENS:
             for is_single in (False, True):
                 blocks = "one block" if is_single else f"{ranks.world_size} blocks"
                 cases[f"fill_blocks of {tokens} tokens, {blocks}, layout {index}"] = partial(
                     _fill, layout, ranks, tokens, is_single=is_single
                 )
+    cases["read_blocks, headers not verified"] = partial(
+        _read, _LAYOUTS[0], Ranks(1, 3, _SLOTS), verify=False
+    )
     for rank, world in ((0, 2), (1, 3)):
         ranks = Ranks(rank, world, _SLOTS)
         cases[f"mask_remote_pairs, rank {rank} of {world}"] = partial(_mask, ranks)
@@ -149,8 +152,11 @@ def _state_of(counter: CallCounter) -> Tensors:
     }
 
 
-def _read(layout: BlockLayout, ranks: Ranks) -> Tensors:
-    """Read blocks whose numbers of rows differ, of which one exceeds the capacity."""
+def _read(layout: BlockLayout, ranks: Ranks, *, verify: bool) -> Tensors:
+    """Read blocks whose numbers of rows differ, of which one exceeds the capacity.
+
+    verify: see `read_blocks`.
+    """
     world, k = ranks.world_size, layout.top_k
     received = torch.full((world, layout.nbytes), 0x7F, dtype=torch.uint8, device=_CPU)
     blocks = Blocks(received, layout, ranks, ranks.rank)
@@ -184,7 +190,7 @@ def _read(layout: BlockLayout, ranks: Ranks) -> Tensors:
     )
     limits = status.limits(Capacity(_TOKENS, _TOKENS))
     header_F = headers_WF[0].clone()
-    read_blocks(blocks, columns, status=status, header_F=header_F, limits=limits)
+    read_blocks(blocks, columns, status=status, header_F=header_F, limits=limits, verify=verify)
     written = {"slots": columns.slots_RK, "weights": columns.weights_RK}
     if columns.scale_RG is not None:  # undefined for rows without a token
         row = torch.arange(num_rows, device=_CPU) % layout.block_rows

@@ -440,8 +440,8 @@ def read_blocks(
         WORLD=ranks.world_size,
         PADDED=next_power_of_2(ranks.world_size),
         NUM_FIELDS=len(FIELDS),
-        VERIFY=verify,
         num_warps=4,
+        **({} if verify else {"VERIFY": False}),
     )
 
 

@@ -27,8 +27,7 @@ from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.tensors import Routing
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.blocks import BlockLayout, OutgoingRows, ReceivedColumns
-from prepare_finalize.common.device_handshake import DeviceHandshake
-from prepare_finalize.common.device_status import FIELDS
+from prepare_finalize.common.device_status import FIELDS, DeviceStatus
 from prepare_finalize.common.fixed_capacity import (
     FixedCapacityBuffers,
     FixedCapacityCall,
@@ -37,78 +36,98 @@ from prepare_finalize.common.fixed_capacity import (
 from prepare_finalize.common.handshake import Layer
 from prepare_finalize.host_then_rank.buffers import HostBufferPool, PooledBuffers
 from prepare_finalize.host_then_rank.group import HostThenRankGroup
-from prepare_finalize.symm_mem.group import Heap, Section, align_up
+from prepare_finalize.symm_mem.group import Heap, Section, SharedMemory, align_up
 from prepare_finalize.symm_mem.launch import SymmetricExchange
 
 
+@dataclass(frozen=True)
 class HostAgreement:
     """Headers of all ranks in memory that the ranks of a host share, with flags.
 
     All layers of a manager use the same headers and flags, so that ranks that call different layers
-    find this out. The constructor is collective.
+    find this out.
+
+    headers_CWF: (2, W, F) int64, headers of the last two calls.
+    flags_L: (L,) int32, number of the last call of each rank of this host.
+    deltas_L: address offsets of the memory of the ranks of this host; see `Heap`.
+    number: (1,) int32 in local memory, number of the last call.
+    owners: objects whose lifetime keeps the memory mapped.
     """
 
-    def __init__(self, manager: HostThenRankGroup) -> None:
-        world, per_host = manager.world_size, manager.ranks_per_host
-        layout = {
-            "headers": Section((2, world, len(FIELDS)), torch.int64),  # see `agree_kernel`
-            "flags": Section((per_host,), torch.int32),
-        }
-
-        def initialize(heap: Heap) -> None:
-            self._views = heap.view_sections(layout, 0)
-            for view in self._views.values():
-                view.zero_()
-
-        nbytes = sum(align_up(section.nbytes) for section in layout.values())
-        heap = manager.allocate_heap(nbytes, "headers and flags", initialize)
-        self.deltas_L = heap.deltas_W
-        self._number = torch.zeros(1, dtype=torch.int32, device=self.deltas_L.device)
-        self._heap, self._memory = heap, manager.memory
-        self._hosts, self._world_size = len(manager.hosts), world
+    headers_CWF: torch.Tensor
+    flags_L: torch.Tensor
+    deltas_L: torch.Tensor
+    number: torch.Tensor
+    owners: tuple[object, ...] = ()
 
     @classmethod
     def of(cls, manager: HostThenRankGroup) -> "HostAgreement":
         """Return the agreement of the layers of a manager. The first call is collective."""
         if manager.agreement is None:
-            manager.agreement = cls(manager)
+            manager.agreement = cls._allocate(manager)
         agreement: HostAgreement = manager.agreement
         return agreement
 
+    @classmethod
+    def _allocate(cls, manager: HostThenRankGroup) -> "HostAgreement":
+        sections = {
+            "headers_CWF": Section((2, manager.world_size, len(FIELDS)), torch.int64),
+            "flags_L": Section((manager.ranks_per_host,), torch.int32),
+        }
+        views: dict[str, torch.Tensor] = {}
+
+        def initialize(heap: Heap) -> None:
+            views.update(heap.view_sections(sections, 0))
+            for view in views.values():
+                view.zero_()
+
+        nbytes = sum(align_up(section.nbytes) for section in sections.values())
+        heap = manager.allocate_heap(nbytes, "headers and flags", initialize)
+        number = torch.zeros(1, dtype=torch.int32, device=heap.deltas_W.device)
+        return cls(**views, deltas_L=heap.deltas_W, number=number, owners=(heap,))
+
     def verify(
-        self, headers_HF: torch.Tensor, header_F: torch.Tensor, handshake: DeviceHandshake
+        self,
+        headers_HF: torch.Tensor,
+        header_F: torch.Tensor,
+        *,
+        limits: torch.Tensor,
+        status: DeviceStatus,
+        memory: SharedMemory,
     ) -> None:
         """Share headers with the ranks of this host, and verify those of all ranks. One launch.
 
         headers_HF: (hosts, F) int64, the headers from this rank's counterparts.
         header_F: header of this rank.
+        limits: limits for the values in headers, from `DeviceStatus.limits`.
+        memory: memory of this host. If a header is wrong, waits for its ranks end at once.
         """
         from prepare_finalize.host_then_rank.kernels.agreement import agree_kernel
 
         use_triton(headers_HF)  # the first call patches Triton's interpreter to compute like a GPU
-        per_host = self._memory.world_size
+        hosts, per_host, world = len(headers_HF), len(self.flags_L), self.headers_CWF.shape[1]
         launch(
             agree_kernel,
             (1,),
             header_blocks_ptr=headers_HF,
-            headers_heap_ptr=self._views["headers"],
-            flags_ptr=self._views["flags"],
+            headers_heap_ptr=self.headers_CWF,
+            flags_ptr=self.flags_L,
             deltas_ptr=self.deltas_L,
-            state_ptr=self._number,
-            wait_failed_ptr=self._memory.failed,
-            wait_status_ptr=self._memory.status,
-            timeout_ns=self._memory.timeout_ns,
+            state_ptr=self.number,
+            wait_failed_ptr=memory.failed,
+            wait_status_ptr=memory.status,
+            timeout_ns=memory.timeout_ns,
             header_ptr=header_F,
-            limits_ptr=handshake.limits,
-            **handshake.status.arguments(),
+            limits_ptr=limits,
+            **status.arguments(),
             header_block_stride=headers_HF.stride(0),
-            local_rank=self._memory.rank,
-            HOSTS=self._hosts,
-            PADDED_HOSTS=next_power_of_2(self._hosts),
+            local_rank=memory.rank,
+            HOSTS=hosts,
+            PADDED_HOSTS=next_power_of_2(hosts),
             RANKS_PER_HOST=per_host,
             PADDED_RANKS=next_power_of_2(per_host),
-            WORLD=self._world_size,
-            PADDED=next_power_of_2(self._world_size),
+            WORLD=world,
+            PADDED=next_power_of_2(world),
             NUM_FIELDS=len(FIELDS),
             INTERPRETED=headers_HF.device.type == "cpu",
             num_warps=1,
@@ -235,7 +254,13 @@ class TwoLevelExchange(FixedCapacityExchange):
     def _agree(self, sent: FixedCapacityCall) -> None:
         received_PB = sent.blocks_SB[-self._ranks.world_size :]
         headers_PF = sent.layout.section(received_PB, "header")
-        self._agreement.verify(headers_PF, sent.header_F, self._handshake)
+        self._agreement.verify(
+            headers_PF,
+            sent.header_F,
+            limits=self._handshake.limits,
+            status=self._handshake.status,
+            memory=self._group.memory,
+        )
         self._run_now_and_in_replays(lambda: self._check_waits("dispatch"))
 
     def forward(

@@ -11,6 +11,7 @@ host share for the exchange within a host:
 If one of the two exchanges fails, both are closed on all ranks.
 """
 
+import ctypes
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -67,7 +68,13 @@ class HostMemory(SharedMemory):
         heap = self.allocate_heap(_FLAG_BYTES, "failure", lambda heap: heap.bytes_N.zero_())
         self.failed = heap.bytes_N.view(torch.int32)
         self._flags_of_ranks: list[Any] = [*heap.owners]
-        if device == "cuda":
+        self._failed_word = ctypes.c_int32(
+            0
+        )  # remains 0 on a GPU, whose memory the host cannot read
+        if device == "cpu":
+            # Every call reads this word. Reading it through ctypes is faster than through a tensor.
+            self._failed_word = ctypes.c_int32.from_address(self.failed.data_ptr())
+        else:
             (shared,) = self._flags_of_ranks
             ranks = range(self.world_size)
             self._flags_of_ranks = [
@@ -84,10 +91,9 @@ class HostMemory(SharedMemory):
 
         The result is empty if another rank has set the failure flag. Does not wait for a GPU.
         """
-        word = int(self.status[0])
-        if word:
+        if word := self._status_word.value:
             return tuple(rank for index, rank in enumerate(self.ranks) if word >> 32 >> index & 1)
-        return () if self.device == "cpu" and int(self.failed[0]) else None
+        return () if self._failed_word.value else None
 
     def _open_store_collectives(self) -> StoreCollectives:
         self._num_heaps += 1

@@ -9,7 +9,7 @@ is one token with one of its K experts.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -165,6 +165,12 @@ class HostThenRankPrepareAndFinalize(CollectivePart):
         # HostBufferPool raises on all ranks if a rank does not construct this part.
         manager.max_counts = max(manager.max_counts, geometry.counts)
 
+    @classmethod
+    def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
+        from prepare_finalize.host_then_rank.compile_cases import launch_all, problems
+
+        return {str(problem): partial(launch_all, problem) for problem in problems()}
+
     def make_fixed_capacity(self, rows: int) -> TwoLevelExchange:
         (layout,) = self._layouts.values()
         try:
@@ -284,6 +290,7 @@ class HostThenRankPrepareAndFinalize(CollectivePart):
         assert self.fixed_capacity is not None
         assert isinstance(sent, TwoLevelCall)
         rows = received.routing
+        assert rows.topk_weights_TK is not None
         routing = Routing(rows.topk_weights_TK, rows.topk_ids_TK, rows.adapters_T)
         exchange = self.fixed_capacity.forward(sent, received.x_TH, received.scale, routing, call)
         buffers = sent.receive_buffers.rows
