@@ -134,9 +134,10 @@ class HostThenRankPrepareAndFinalize(CollectivePart):
 
     @classmethod
     def operation_cases(cls) -> Mapping[str, Callable[[], Mapping[str, torch.Tensor]]]:
-        from prepare_finalize.symm_mem.operation_cases import list_cases
+        from prepare_finalize.host_then_rank.operation_cases import list_cases
+        from prepare_finalize.symm_mem.operation_cases import list_cases as list_symm_mem_cases
 
-        return list_cases()
+        return {**super().operation_cases(), **list_symm_mem_cases(), **list_cases()}
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         super().__init__(problem, group)

@@ -31,7 +31,7 @@ def outcomes_of(cases: Cases) -> set[str]:
 
 @pytest.mark.parametrize(
     ("name", "num_cases"),
-    [(PART, 100), ("SymmMemPrepareAndFinalize", 8), ("HostThenRankPrepareAndFinalize", 8)],
+    [(PART, 100), ("SymmMemPrepareAndFinalize", 8), ("HostThenRankPrepareAndFinalize", 120)],
 )
 def test_cases_of_the_operations_of_a_part_pass(name: str, num_cases: int) -> None:
     part = load_catalog().prepare_finalize(name)
