@@ -282,6 +282,11 @@ def make_child_environment(*, interpreted: bool) -> dict[str, str]:
     return environment | threads | ({"TRITON_INTERPRET": "1"} if interpreted else {})
 
 
+def update_environment(variables: Mapping[str, str]) -> None:
+    """Set environment variables of this process."""
+    os.environ.update(variables)
+
+
 @contextmanager
 def preserve_environment() -> Iterator[None]:
     """Restore the environment variables after the block."""

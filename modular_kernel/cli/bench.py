@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from click.exceptions import Exit
 
 from modular_kernel.cli import output
 from modular_kernel.cli.bench_model import ModelOptions, bench_model
 from modular_kernel.cli.command import POSITIVE, option
+from modular_kernel.cli.engine import load_engine
 from modular_kernel.cli.file_options import FilePath, FileUse
 from modular_kernel.cli.machine_setup import prepare_host
 from modular_kernel.cli.options import (
@@ -40,7 +41,7 @@ from modular_kernel.cli.presets import (
 )
 from modular_kernel.cli.ranks import resolve_world_size
 from modular_kernel.cli.report_files import ReportFiles, load_record
-from modular_kernel.errors import ConfigurationError
+from modular_kernel.errors import ConfigurationError, UnsupportedError
 from modular_kernel.models.config_file import is_model_path
 from modular_kernel.utils import json_files
 
@@ -50,6 +51,9 @@ if TYPE_CHECKING:
     from modular_kernel.measure.records import Report
     from modular_kernel.spec.problem import Machine, Problem
 
+BenchEngine = Annotated[
+    Literal["vllm"] | None, option("Engine whose experts classes to time beside our pairings.")
+]
 BASELINE = "baseline"  # --model baseline stands for all of BASELINE_SHAPES
 _DEFAULT_TOKENS = (1, 16, 128)
 _SHAPE_TOKENS = (1, 16, 128, 1024, 4096, 16384)
@@ -127,6 +131,7 @@ def bench(
     model_options: ModelOptions,
     pf_type: PfType = None,
     experts_type: ExpertsType = None,
+    engine: BenchEngine = None,
 ) -> None:
     """Time our pairings, torch._grouped_mm and your own layers, and compare them with the roofline.
 
@@ -156,6 +161,10 @@ def bench(
     from that of the eager one for the same routing. --hf can be combined with --dtype, --pf-type,
     --experts-type and --json.
 
+    --engine vllm times the experts classes of the installed vLLM beside our pairings, in turns. It
+    needs a GPU. --experts-type names one of vLLM's classes. --model, --quant and --tokens-list can
+    be combined with it.
+
     Exits with 1 if a row is wrong or failed, or if the pairing is refused, and with 2 on bad usage.
     """
     started = time.monotonic()
@@ -177,6 +186,12 @@ def bench(
         return
     if files.load is not None:
         refuse_combination("--load", (options, method, _PairOptions(pf_type, experts_type)))
+    if engine is not None:
+        refuse_combination("--engine", (_PairOptions(pf_type), files), ("as_json", "markdown"))
+        allowed = "tokens_list", "routing", "bandwidth", "deadline"
+        refuse_combination("--engine", (method,), allowed)
+        bench_engine(engine, _BenchmarkCases(options, method), files, experts_type)
+        return
     benchmark_cases = _BenchmarkCases(options, method)
     _check_plot(files)
     if files.load is not None:
@@ -211,6 +226,43 @@ def bench(
     _output_report(report, files)
     if report.stopped or any(row.status in (WRONG, FAILED) for row in report.rows):
         raise Exit(1)
+
+
+def bench_engine(
+    engine: str, benchmark_cases: "_BenchmarkCases", files: BenchFiles, experts: str | None
+) -> None:
+    """Time the experts classes of an engine beside our pairings, and output the report.
+
+    Raises UnsupportedError without a GPU, and Exit(1) if a row is wrong or failed.
+    """
+    from modular_kernel.bench.engine_classes import make_blocks, time_classes
+    from modular_kernel.bench.interleaved import Comparison
+    from modular_kernel.catalog import this_machine
+    from modular_kernel.measure.records import FAILED, WRONG
+
+    machine = this_machine()
+    check_gpu(machine)
+    cases = tuple(benchmark_cases.make_cases())
+    schemes = benchmark_cases.parse_schemes()
+    blocks = make_blocks(load_engine(engine), cases, schemes, machine, experts)
+    method = benchmark_cases.method
+    comparison = Comparison(
+        tuple(blocks),
+        machine,
+        seconds=method.deadline,
+        bandwidth=None if method.bandwidth is None else method.bandwidth * 1e12,
+        command=shlex.join(["mk", *sys.argv[1:]]),
+    )
+    report = time_classes(comparison, output.print_note, files.save)
+    _output_report(report, files)
+    if report.stopped or any(row.status in (WRONG, FAILED) for row in report.rows):
+        raise Exit(1)
+
+
+def check_gpu(machine: "Machine") -> None:
+    """Raise UnsupportedError if the machine has no GPU."""
+    if machine.device != "cuda":
+        raise UnsupportedError("mk bench --engine", got="no GPU", need="a GPU, whose time it is")
 
 
 class _BenchmarkCases:

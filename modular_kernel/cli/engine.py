@@ -13,10 +13,11 @@ from modular_kernel.cli import output
 from modular_kernel.cli.command import POSITIVE, option
 from modular_kernel.cli.machine_setup import limit_workers
 from modular_kernel.cli.options import AsJson, ProblemOptions
+from modular_kernel.settings import update_environment
 from modular_kernel.text import format_count
 
 if TYPE_CHECKING:
-    from modular_kernel.integrations.engine import Description
+    from modular_kernel.integrations.engine import Description, Engine
     from modular_kernel.testing.engines.cases import Level
     from modular_kernel.testing.engines.processes import EngineProgram, Result, TimeLimits
     from modular_kernel.testing.engines.rows import Row
@@ -72,6 +73,18 @@ def _make_program(engine: str) -> "EngineProgram":
     module = _MODULES[engine]
     environment = import_module(module).make_environment(has_gpu=torch.cuda.is_available())
     return EngineProgram(module, environment)
+
+
+def load_engine(engine: str) -> "Engine":
+    """Load an engine in this process, whose environment is changed as its worker processes'."""
+    from importlib import import_module
+
+    import torch
+
+    module = import_module(_MODULES[engine])
+    update_environment(module.make_environment(has_gpu=torch.cuda.is_available()))
+    loaded: Engine = module.load_engine()
+    return loaded
 
 
 def _describe(program: "EngineProgram") -> "Description":
