@@ -13,6 +13,8 @@ from modular_kernel.bench.engine_classes import EngineLayer, can_time, make_bloc
 from modular_kernel.bench.interleaved import Comparison
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli import bench as bench_cli
+from modular_kernel.cli.bench_model import ModelOptions
+from modular_kernel.cli.options import ProblemOptions
 from modular_kernel.errors import ConfigurationError, UnsupportedError
 from modular_kernel.measure import records as status
 from modular_kernel.measure.cases import LayerCase
@@ -126,13 +128,13 @@ def test_an_activation_that_the_engine_does_not_have() -> None:
 
 def bench(tmp_path: Path, **method: Any) -> Path:
     """Run the command with the toy engine; return the path of its record."""
-    options = bench_cli.ProblemOptions(hidden=64, intermediate=32, experts=4, top_k=2)
+    options = ProblemOptions(hidden=64, intermediate=32, experts=4, top_k=2)
     record = tmp_path / "record.json"
     bench_cli.bench(
         options=options,
         method=bench_cli.BenchMethod(tokens_list=(3,), bandwidth=1.0, **method),
-        files=bench_cli.BenchFiles(as_json=record),
-        model_options=bench_cli.ModelOptions(),
+        files=bench_cli.BenchFiles(as_json=str(record)),
+        model_options=ModelOptions(),
         experts_type="Right",
         engine="vllm",
     )
