@@ -46,7 +46,7 @@ class NaiveBatchedExperts(PermuteExpertsUnpermute):
         return reducer_for(self.problem, TopKWeightAndReduceNaiveBatched())
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings:
-        return mlp_roundings(weights, self.problem, row_weights=False)
+        return mlp_roundings(weights, self.problem, has_row_weights=False)
 
     def apply(
         self,

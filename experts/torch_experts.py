@@ -50,7 +50,7 @@ class TorchExperts(PermuteExpertsUnpermute):
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings:
         return mlp_roundings(
-            weights, self.problem, row_weights=self.problem.apply_router_weight_on_input
+            weights, self.problem, has_row_weights=self.problem.apply_router_weight_on_input
         )
 
     def apply(
@@ -77,6 +77,7 @@ class TorchExperts(PermuteExpertsUnpermute):
                 if scale is not None and scale.dim() == 2:
                     scale = scale[token]
                 row_weights = None if router_TK is None else router_TK[token, k]
+                # LoRA adapters read unquantized rows.
                 adapters = () if slots_T is None else (slots_T[token], tokens.plain_TH[token])
                 x_RH = tokens.x_TH[token]
                 entries.append(ExpertTokens(expert, x_RH, scale, row_weights, *adapters))

@@ -1,13 +1,13 @@
-"""Measure the tiles that a layer without a tuned file gets, by ignoring the files of tuned layers.
+"""Measure the tiles that a tuned layer would get without its own tuned file.
 
     python tools/leave_one_out.py time record.json                # on the GPU of the tuned files
     python tools/leave_one_out.py report record.json > leave-one-out.md
 
 Without its tuned file, a layer uses the launches of the nearest other tuned layers (nearest.py in
 experts/triton/configs), or those of the heuristics (heuristics.py in the same folder). For each
-tuned layer, planned calls are verified and timed with both kinds of tiles and with its own tuned
-tiles. They are timed interleaved, like the finalists of the tuner
-(modular_kernel/tuning/measurement.py). If all tiles are the same, nothing is timed.
+tuned layer, the tool verifies and times planned calls with its own tuned tiles, with the tiles of
+its neighbors, and with those of the heuristics. Calls are timed interleaved, like the finalists of
+the tuner (modular_kernel/tuning/measurement.py). If all tiles are the same, nothing is timed.
 """
 
 import argparse
@@ -50,47 +50,48 @@ PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 
 _INTRO = """# Tiles without a tuned file, on one H200
 
-Without its tuned file, a layer uses the launches of the nearest other tuned layers ("neighbors", if
-one is near enough), or those of the heuristics ("regimes"). Whole planned layers with these tiles
-and with the layer's own tuned tiles were verified against float64 and timed interleaved, with
-uniform routing and weights not in the cache (`tools/leave_one_out.py`). Ratios are to the time with
-the tuned tiles; `replace_other_paths` counts cases (a layer and a number of tokens) with a ratio of
-at most {bound:.2f}. Tiles differ in {timed} of {cases} cases, which were timed; the others have
-ratio 1. A ratio below 1 means that kernels became faster after the layer was tuned. The regimes
-were chosen from the results of all tuned layers, including the one left out; those of mxfp4, for
-which few layers are tuned, come from these layers only. Measured {measured}.
+Without its tuned file, a layer uses the launches of the nearest other tuned layers ("neighbors").
+If no tuned layer is near enough, it uses those of the heuristics ("heuristics"). Whole layers with
+these tiles and with the layer's own tuned tiles were verified against float64 and timed
+interleaved, with uniform routing and weights not in the cache (`tools/leave_one_out.py`). A case is
+a layer with a number of tokens. A ratio is the time of a case divided by its time with the tuned
+tiles. `within` counts the cases with a ratio of at most {bound:.2f}. The tiles differ in {timed} of
+{cases} cases. Only these cases were timed; the others have a ratio of 1. A ratio below 1 means that
+tiles other than the tuned ones are the fastest with the present kernels. The heuristics were chosen
+from the results of all tuned layers, including the layers measured here. Few layers are tuned for
+mxfp4, so the heuristics for mxfp4 depend on few results. Measured {measured}.
 Raw rows: `{record}`."""
 
 
 @dataclass(frozen=True)
-class TimedCase:
-    """A layer at one number of tokens, with its tiles.
+class TileCase:
+    """A layer at one number of tokens, with its tiles from each source.
 
     tuned: tiles from the layer's file.
     neighbors: tiles from the files of the nearest layers.
-    regimes: tiles from the heuristics.
-    origin: the layer that the neighbors' tiles come from.
+    heuristics: tiles from the heuristics.
+    origin: the layer that the neighbors' tiles come from; "heuristics" without a near layer.
     """
 
     layer: str
     problem: Problem
     tuned: MoEConfig
     neighbors: MoEConfig
-    regimes: MoEConfig
+    heuristics: MoEConfig
     origin: str
 
     @property
     def choices(self) -> list[MoEConfig]:
         """The distinct tiles."""
-        return list(dict.fromkeys((self.tuned, self.neighbors, self.regimes)))
+        return list(dict.fromkeys((self.tuned, self.neighbors, self.heuristics)))
 
     @property
     def differs(self) -> bool:
         return len(self.choices) > 1
 
     def record(self, seconds: Mapping[MoEConfig, float]) -> Row:
-        """Return a row of the record with microseconds by source of the tiles; {} if not timed."""
-        kinds = ("tuned", "neighbors", "regimes")
+        """Return a row of the record. Its "us" has microseconds by source; {} if not timed."""
+        kinds = ("tuned", "neighbors", "heuristics")
         times = {kind: seconds.get(getattr(self, kind)) for kind in kinds}
         us = {kind: round(s * 1e6, 2) for kind, s in times.items() if s is not None}
         p = self.problem
@@ -103,7 +104,7 @@ def cases(
     quants: Iterable[str] = QUANTS,
     tokens: Sequence[int] = TOKENS,
     configs: Path = CONFIGS,
-) -> list[TimedCase]:
+) -> list[TileCase]:
     """Return every case of the layers that have a tuned file in `configs`."""
     layer_cases = []
     for quant in quants:
@@ -115,7 +116,7 @@ def cases(
 
 def _layer_cases(
     layer: str, problem: Problem, tokens: Sequence[int], configs: Path
-) -> list[TimedCase]:
+) -> list[TileCase]:
     files = sorted((configs / triton_subfolder(TRITON)).glob("E=*.json"))
     key = ConfigKey.from_problem(problem, H200.name)
     other_files = [path for path in files if ConfigKey.parse(path.name) != key]
@@ -128,7 +129,7 @@ def _layer_cases(
         for path in other_files:
             (subfolder / path.name).symlink_to(path.resolve())
         other_sources = ConfigLookup(((PACKAGED, Path(folder)),), H200, TRITON).find_source(problem)
-    regimes, paths = (
+    heuristics, paths = (
         make_heuristic_steps(problem, H200),
         [p.name for p in ALL_PATHS if p.supports(problem, H200)],
     )
@@ -145,23 +146,24 @@ def _layer_cases(
         )
         at_tokens = problem.with_tokens(count)
         layer_cases.append(
-            TimedCase(layer, at_tokens, tuned, neighbors, regimes.choose(count), origin)
+            TileCase(layer, at_tokens, tuned, neighbors, heuristics.choose(count), origin)
         )
     return layer_cases
 
 
 def time_cases(
-    cases_to_time: Sequence[TimedCase], deadline: float, write_rows: Callable[[list[Row]], None]
+    cases_to_time: Sequence[TileCase], time_limit_s: float, write_rows: Callable[[list[Row]], None]
 ) -> int:
-    """Time the cases with different tiles on this GPU. Returns the number of untimed cases.
+    """Time the cases with different tiles on this GPU. Returns how many cases have no result.
 
-    No layer is started after `deadline` seconds, and cases with tiles that compute wrong results
-    are not timed.
+    A case has no result if some of its tiles compute wrong outputs, or if its layer was not started
+    within the time limit.
 
+    time_limit_s: number of seconds after which no layer is started.
     write_rows: called after each layer with all rows so far.
     """
-    pair, rows, untimed = TunedPair(*PAIR, this_machine()), list[Row](), 0
-    end = time.monotonic() + deadline
+    pair, rows, num_missing = TunedPair(*PAIR, this_machine()), list[Row](), 0
+    deadline = time.monotonic() + time_limit_s
     with Compiler(max(1, (os.cpu_count() or 2) - 1)) as compiler:
         for case in cases_to_time:  # compile all layers in advance, in the order of timing
             if case.differs:
@@ -170,15 +172,15 @@ def time_cases(
                 )
         for _, group in groupby(cases_to_time, key=lambda case: (case.layer, case.problem.quant)):
             group_cases = list(group)
-            is_late = time.monotonic() > end and any(case.differs for case in group_cases)
+            is_late = time.monotonic() > deadline and any(case.differs for case in group_cases)
             timed = [] if is_late else _time_layer(group_cases, pair, compiler)
-            untimed += len(group_cases) - len(timed)
+            num_missing += len(group_cases) - len(timed)
             rows += timed
             write_rows(rows)
-    return untimed
+    return num_missing
 
 
-def _time_layer(layer_cases: Sequence[TimedCase], pair: TunedPair, compiler: Compiler) -> list[Row]:
+def _time_layer(layer_cases: Sequence[TileCase], pair: TunedPair, compiler: Compiler) -> list[Row]:
     """Return the rows of one layer's cases, without cases in which tiles compute wrong results."""
     rows = [case.record({}) for case in layer_cases if not case.differs]
     token_counts = [case.problem.tokens for case in layer_cases if case.differs]
@@ -204,20 +206,26 @@ class TimedResult:
     quant: str
     tokens: int
     neighbors: float
-    regimes: float
+    heuristics: float
     origin: str
 
 
 def results(rows: Iterable[Row]) -> list[TimedResult]:
-    """Compute the ratios of a record's rows, sorted by scheme and layer; 1 for equal tiles."""
+    """Compute the ratios of a record's rows. Rows without times have equal tiles, so a ratio of 1.
+
+    The results of a layer and scheme are adjacent, and sorted by number of tokens. Layers have the
+    order of the record.
+    """
     timed = []
     for row in rows:
         us = row["us"]
         assert isinstance(us, dict)
-        ratios = {kind: us[kind] / us["tuned"] if us else 1.0 for kind in ("neighbors", "regimes")}
-        sizes = str(row["layer"]), str(row["quant"]), int(str(row["tokens"]))
+        ratios = {
+            kind: us[kind] / us["tuned"] if us else 1.0 for kind in ("neighbors", "heuristics")
+        }
+        key = str(row["layer"]), str(row["quant"]), int(str(row["tokens"]))
         timed.append(
-            TimedResult(*sizes, ratios["neighbors"], ratios["regimes"], str(row["origin"]))
+            TimedResult(*key, ratios["neighbors"], ratios["heuristics"], str(row["origin"]))
         )
     order = {(r.quant, r.layer): index for index, r in reversed(list(enumerate(timed)))}
     return sorted(timed, key=lambda r: (order[r.quant, r.layer], r.tokens))
@@ -233,23 +241,23 @@ def report(timed_results: Sequence[TimedResult], **intro_values: object) -> list
     lines = [
         *_INTRO.format(bound=BOUND, cases=len(timed_results), **intro_values).splitlines(),
         "",
-        "| scheme | cases | neighbors: within | mean | worst | regimes: within | mean | worst |",
+        "| scheme | cases | neighbors: within | mean | worst | heuristics: within | mean | worst |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for quant in [*quants, "all"]:
         matching = [r for r in timed_results if quant in ("all", r.quant)]
         summaries = (
             _summary([r.neighbors for r in matching]),
-            _summary([r.regimes for r in matching]),
+            _summary([r.heuristics for r in matching]),
         )
         lines.append(f"| {quant} | {len(matching)} | {summaries[0]} | {summaries[1]} |")
     return [*lines, "", *_by_tokens(timed_results), "", *_outliers(timed_results)]
 
 
 def _summary(ratios: Sequence[float]) -> str:
-    replace_other_paths = sum(ratio <= BOUND for ratio in ratios)
-    share = f"{replace_other_paths} of {len(ratios)}, {replace_other_paths / len(ratios):.1%}"
-    return f"{share} | {geometric_mean(ratios):.3f} | {max(ratios):.2f}"
+    within = sum(ratio <= BOUND for ratio in ratios)
+    fraction = f"{within} of {len(ratios)}, {within / len(ratios):.1%}"
+    return f"{fraction} | {geometric_mean(ratios):.3f} | {max(ratios):.2f}"
 
 
 def _by_tokens(timed_results: Sequence[TimedResult]) -> list[str]:
@@ -291,21 +299,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         record_ = {"gpu": torch.cuda.get_device_name(), "measured": measured, "rows": rows}
         args.record.write_text(json.dumps(record_, indent=1), encoding="utf-8")
 
-    all_cases = cases(args.model.split(","), args.quant.split(","))
-    untimed = time_cases(all_cases, args.deadline, keep)
-    if untimed:
-        print(f"{untimed} of {len(all_cases)} cases have no time")
-    return 1 if untimed else 0
+    all_cases = cases(args.layers.split(","), args.quant.split(","))
+    num_missing = time_cases(all_cases, args.time_limit, keep)
+    if num_missing:
+        print(f"{num_missing} of {len(all_cases)} cases have no time")
+    return 1 if num_missing else 0
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("time", "report"))
     parser.add_argument("record", type=Path)
-    parser.add_argument("--model", default=",".join(SHAPES))
+    parser.add_argument("--layers", default=",".join(SHAPES))
     parser.add_argument("--quant", default=",".join(QUANTS))
     parser.add_argument(
-        "--deadline", type=float, default=1e9, help="seconds after which no layer is started"
+        "--time-limit", type=float, default=1e9, help="seconds after which no layer is started"
     )
     return parser.parse_args(argv)
 

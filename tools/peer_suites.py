@@ -1,13 +1,16 @@
-"""Run our parts on the test cases of other projects, against their torch references.
+"""Run the experts and exchange classes of this project on test cases of other projects.
 
     python tools/peer_suites.py --vllm ~/vllm --sglang ~/sglang --flashinfer ~/flashinfer
     python tools/peer_suites.py --vllm ~/vllm --only block_fp8 --max-cases 10 --out record.json
 
-Each of these options is a checkout, and can be omitted. Parameter grids and references are
-extracted from its files (`tools/peer_suites_lib/checkout.py`). Nothing is imported or copied.
-Kernels run in the interpreter on the CPU. A case is compared with the reference at the tolerance of
-the original test, and both results are compared with float64 to attribute a mismatch to one side.
-Exits with 1 if there is a mismatch of ours or an untyped exception.
+--vllm, --sglang and --flashinfer are checkouts; at least one is needed. Parameter grids and torch
+references are extracted from their files (`tools/peer_suites_lib/checkout.py`). Nothing is imported
+or copied. Kernels run in the interpreter on the CPU, so large cases are shrunk, which means that
+they run at smaller sizes. A case is compared with the reference at the tolerance of the original
+test. Both results are also compared with float64, to find out which one a mismatch is due to.
+
+Exits with 1 if this project causes a mismatch, or raises an exception that is not one of its own
+error classes.
 """
 
 import argparse

@@ -26,7 +26,7 @@ from modular_kernel.ops.fp4_rows import (
     quantize_tiles,
     take_fp4,
 )
-from modular_kernel.ops.sort import max_tile_count, sort_pairs, sort_specs
+from modular_kernel.ops.sort import VALUES_PER_TILE, max_tile_count, sort_pairs, sort_specs
 from modular_kernel.replay import stages
 from modular_kernel.tensors import (
     BatchedShape,
@@ -73,12 +73,14 @@ class CutlassExpertsFP4(SummedRowsExperts):
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, ContiguousShape)
         problem, num_rows = self.problem, shape.tokens * shape.top_k
-        max_tiles, aliases = max_tile_count(num_rows, TILE_M, problem.e), ("x_q", "workspace13")
+        max_tiles = max_tile_count(num_rows, TILE_M, problem.e)
+        # The output of GEMM 2 may overwrite x and the output of GEMM 1, which were read before.
+        overwritten = ("x_q", "workspace13")
         specs = {
             **sort_specs(shape.tokens, shape.top_k, TILE_M, problem.e),
             **mlp_specs(problem, num_rows, max_tiles),
             "workspace13": BufferSpec((num_rows, problem.w1_rows), problem.dtype),
-            "workspace2": BufferSpec((num_rows, problem.hidden), problem.dtype, aliases),
+            "workspace2": BufferSpec((num_rows, problem.hidden), problem.dtype, over=overwritten),
         }
         return merge_workspaces(problem, shape, [specs])
 
@@ -125,7 +127,7 @@ class BatchedCutlassExpertsFP4(UnweightedRowsExperts):
         assert isinstance(shape, BatchedShape)
         problem, num_rows = self.problem, shape.experts * shape.capacity
         tile_specs = batched_tile_specs(shape.experts, shape.capacity)
-        max_tiles = tile_specs["batched_tiles"].shape[0] // 3
+        max_tiles = tile_specs["batched_tiles"].shape[0] // VALUES_PER_TILE
         output = (shape.experts, shape.capacity, problem.hidden)
         return WorkspaceShapes(
             workspace13=BufferSpec((num_rows, problem.w1_rows), problem.dtype),
@@ -145,10 +147,10 @@ class BatchedCutlassExpertsFP4(UnweightedRowsExperts):
         assert isinstance(tokens, BatchedTokens)
         problem, x_RH = self.problem, tokens.x_eCH.flatten(0, 1)
         num_rows, out_RH = len(x_RH), output.flatten(0, 1)
-        with stages.stage(stages.SORT):
+        with stages.stage(stages.SORT):  # the rows are sorted already; this lists their tiles
             tiles = make_batched_tiles(tokens.counts_e, tokens.x_eCH.shape[1], workspace)
         with stages.stage(stages.QUANTIZE_INPUT):
-            x = take_fp4(workspace, "x", num_rows, problem.hidden, tiles.numel() // 3)
+            x = take_fp4(workspace, "x", num_rows, problem.hidden, tiles.numel() // VALUES_PER_TILE)
             assert weights.a1_scale is not None
             quantize_tiles(x_RH, tiles, weights.a1_scale, out=x)
         run_mlp(

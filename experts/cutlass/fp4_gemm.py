@@ -16,6 +16,7 @@ from experts.cutlass.fake_tensors import make_fake_matrix
 from experts.triton.operands import TMA_BYTES
 from modular_kernel.errors import DtypeError, LayoutError, ShapeError
 from modular_kernel.ops.fp4_rows import TILE_M, Fp4Rows, list_tiles
+from modular_kernel.ops.sort import VALUES_PER_TILE
 from modular_kernel.quant import nvfp4
 from modular_kernel.quant.scale_layout import from_tiles, tiled_shape
 from modular_kernel.quant.scale_tiles import unpack_pairs
@@ -70,7 +71,7 @@ def fp4_gemm(a: Fp4Rows, b: Fp4Weights, tiles: torch.Tensor, out: torch.Tensor) 
         b.global_scales,
         out,
         tiles,
-        tiles.numel() // 3,
+        tiles.numel() // VALUES_PER_TILE,
         weight_rows,
         weight_rows // b.global_scales.shape[1],
         count_thread_blocks(out.device.index),
@@ -84,7 +85,11 @@ def check_operands(a: Fp4Rows, b: Fp4Weights, tiles: torch.Tensor, out: torch.Te
         need = "(e, N, K / 2) and (e, matrices)"
         raise ShapeError("weights and global scales", got=got, need=need)
     experts, weight_rows, packed_k = b.w.shape
-    k, matrices, max_tiles = 2 * packed_k, b.global_scales.shape[-1], tiles.numel() // 3
+    k, matrices, max_tiles = (
+        2 * packed_k,
+        b.global_scales.shape[-1],
+        tiles.numel() // VALUES_PER_TILE,
+    )
     blocks, block_bytes = tiled_shape(weight_rows, k // nvfp4.GROUP)
     for name, value in (("K", k), ("number of weight rows", weight_rows)):
         if value % DIM_MULTIPLE:

@@ -21,6 +21,7 @@ from modular_kernel.ops.fp4_rows import (
     tile_scales,
     tiled_scale_spec,
 )
+from modular_kernel.ops.sort import VALUES_PER_TILE
 from modular_kernel.quant import nvfp4
 from modular_kernel.quant.quantized_weights import count_matrices
 from modular_kernel.replay import stages
@@ -72,7 +73,9 @@ def run_mlp(
     with stages.stage(stages.GEMM1):
         gemm(x, _prepare_weights("w1", weights, problem, workspace), tiles, gate_up_RN)
     with stages.stage(stages.fuse(stages.GEMM1, stages.QUANTIZE)):
-        h = take_fp4(workspace, "h", num_rows, problem.intermediate, tiles.numel() // 3)
+        h = take_fp4(
+            workspace, "h", num_rows, problem.intermediate, tiles.numel() // VALUES_PER_TILE
+        )
         assert weights.a2_scale is not None
         quantize_tiles(gate_up_RN, tiles, weights.a2_scale, out=h, act=problem.act)
     with stages.stage(stages.GEMM2):

@@ -73,7 +73,7 @@ def grouped_gemm_contiguous(
     """
     alignment = library.get_mk_alignment_for_contiguous_layout()
     if alignment != TILE_M:
-        need = f"{TILE_M}, as it is unless set_mk_alignment_for_contiguous_layout is called"
+        need = f"{TILE_M}, the default; do not call set_mk_alignment_for_contiguous_layout"
         raise StateError("DeepGEMM's alignment of contiguous rows", got=alignment, need=need)
     (a, a_scale), (w, w_scale) = rows, weights
     w = to_row_major(w)

@@ -35,7 +35,7 @@ _STAGES = 4
 _STAGE_BYTES = 24 << 10  # bytes of x and A per pipeline stage; four stages fit on any GPU
 _MIN_BLOCK_K, _MAX_BLOCK_K = 32, 512
 _MAX_SMALL_U = 8192  # maximum number of elements of u for which each pair gets its own program
-_MAX_SMALL_K = 4096  # with a larger K, a program computes fewer rows of A
+_MAX_SMALL_K = 4096  # with a larger K, a program computes fewer columns of u
 # With at most this many pairs, some SMs stay idle, so a program loads more of K at once.
 _MAX_UNDERFILLED_PAIRS = 16
 
@@ -60,7 +60,7 @@ class ShrinkOutput:
     def arguments(self) -> dict[str, object]:
         """Return the LoRA arguments of a GEMM kernel by name."""
         slots, experts, _, rank = self.b.shape
-        stride_l, stride_e, stride_n, _ = self.b.stride()
+        stride_slot, stride_e, stride_n, _ = self.b.stride()
         return {
             "lora_u_ptr": self.u,
             "adapter_slots_ptr": self.slots,
@@ -68,7 +68,7 @@ class ShrinkOutput:
             "num_adapter_slots": slots,
             "lora_rank": rank,
             "stride_lora_u": self.u.shape[-1],
-            "stride_lora_b_slot": stride_l,
+            "stride_lora_b_slot": stride_slot,
             "stride_lora_b_expert": stride_e if experts > 1 else 0,
             "stride_lora_b_n": stride_n,
             "LORA_UP_OFFSET": self.up_offset,
@@ -191,7 +191,7 @@ class SegmentShrink:
             return self._shrink("lora_u13", x_TH, (weights.lora_a13, weights.lora_b13), gather=True)
 
     def shrink_h(self, h_RI: torch.Tensor, weights: ExpertWeights) -> ShrinkOutput:
-        """Launch u = A h over the sorted rows (P, I), for GEMM 2."""
+        """Launch u = A h over the sorted rows (R, I), for GEMM 2."""
         with stages.stage(stages.SHRINK):
             return self._shrink("lora_u2", h_RI, (weights.lora_a2, weights.lora_b2), gather=False)
 
@@ -228,7 +228,7 @@ class SegmentShrink:
 
 
 def shrink_batched(
-    u_eCR: torch.Tensor,
+    u_eCQ: torch.Tensor,
     x_eCK: torch.Tensor,
     slots_eC: torch.Tensor,
     counts_e: torch.Tensor,
@@ -238,7 +238,7 @@ def shrink_batched(
 ) -> ShrinkOutput:
     """Launch u = A x over rows in the batched format (num_experts, capacity, K).
 
-    u_eCR: the output u, (e, C, rank or 2 * rank).
+    u_eCQ: the output u, (e, C, Q), where Q is rank or 2 * rank.
     slots_eC: int32, the adapter slot of each row.
     counts_e: int32, the number of valid rows of each expert.
     matrices: (A, B), stacked over slots.
@@ -254,13 +254,13 @@ def shrink_batched(
         shrink_batched_kernel,
         (row_blocks * launch_args["SLOT_PROGRAMS"], column_blocks, experts),
         x_ptr=x_eCK,
-        lora_u_ptr=u_eCR,
+        lora_u_ptr=u_eCQ,
         adapter_slots_ptr=slots_eC,
         counts_ptr=counts_e,
         capacity=capacity,
         **launch_args,
     )
-    return ShrinkOutput(u_eCR, slots_eC, b, a.shape[2] - b.shape[3])
+    return ShrinkOutput(u_eCQ, slots_eC, b, a.shape[2] - b.shape[3])
 
 
 def shrink_few(
@@ -315,13 +315,13 @@ def shrink_few_blocks(k: int, num_pairs: int, device: torch.device) -> tuple[int
 
 def _matrix_arguments(a: torch.Tensor, k: int) -> dict[str, Any]:
     slots, experts, rank_rows, _ = a.shape
-    stride_l, stride_e, stride_r, _ = a.stride()
+    stride_slot, stride_e, stride_r, _ = a.stride()
     return {
         "lora_a_ptr": a,
         "num_adapter_slots": slots,
         "lora_a_rows": rank_rows,
         "size_k": k,
-        "stride_lora_a_slot": stride_l,
+        "stride_lora_a_slot": stride_slot,
         "stride_lora_a_expert": stride_e if experts > 1 else 0,
         "stride_lora_a_rank": stride_r,
     }

@@ -28,7 +28,6 @@ from modular_kernel.bench.run import (
     inputs_to_verify,
     is_device_usable,
 )
-from modular_kernel.measure import records as status
 from modular_kernel.measure.cases import Input, LayerCase, make_input
 from modular_kernel.measure.check import (
     CheckedCalls,
@@ -39,7 +38,17 @@ from modular_kernel.measure.check import (
     num_inputs_to_check,
 )
 from modular_kernel.measure.environment import collect_environment
-from modular_kernel.measure.records import Report, Row, add_peer_ratios
+from modular_kernel.measure.records import (
+    FAILED,
+    INTERPRETER,
+    OK,
+    REFUSED,
+    SKIPPED,
+    WRONG,
+    Report,
+    Row,
+    add_peer_ratios,
+)
 from modular_kernel.measure.roofline import (
     compute_roofline,
     compute_type,
@@ -207,7 +216,8 @@ class _Run:
         for candidate in block.candidates:
             instances = LayerInstances(candidate, weight_sets)
             if instances.first.tuned:
-                continue  # such a layer times kernels while other processes compile
+                # The first call measures tile sizes. Processes that compile would disturb it.
+                continue
             for case in {case.problem.tokens: case for case in block.cases}.values():
                 try:
                     if instances.first.refusal(case.problem) is None:
@@ -244,18 +254,18 @@ class _Run:
         if self.stopped or time.monotonic() > self.block_deadline:
             note = self.stopped or "not started: the time limit had passed"
             return [replace(row, note=note) for row in rows]
-        schedule = self._choose_rotation(case, all_instances)
-        inputs = [make_input(case, self.device, index) for index in range(schedule.calls)]
+        rotation = self._choose_rotation(case, all_instances)
+        inputs = [make_input(case, self.device, index) for index in range(rotation.calls)]
         self.expected.clear()
         ready: list[_ReadyLayer] = []
         for index, instances in enumerate(all_instances):
             try:
-                rows[index] = self._add_work(rows[index], case, instances, schedule, inputs)
+                rows[index] = self._add_work(rows[index], case, instances, rotation, inputs)
                 reason = instances.first.refusal(case.problem)
                 if reason is not None:
-                    rows[index] = replace(rows[index], status=status.REFUSED, note=reason)
+                    rows[index] = replace(rows[index], status=REFUSED, note=reason)
                     continue
-                item = self._set_up_and_check(index, case, instances, schedule, inputs, weight_sets)
+                item = self._set_up_and_check(index, case, instances, rotation, inputs, weight_sets)
                 result = item.checked.result
                 rows[index] = replace(
                     rows[index],
@@ -264,16 +274,16 @@ class _Run:
                     note=instances.first.note(case.problem),
                 )
                 if result.failure:
-                    rows[index] = replace(rows[index], status=status.WRONG, note=result.failure)
+                    rows[index] = replace(rows[index], status=WRONG, note=result.failure)
                 else:
                     ready.append(item)
             # A library can raise any exception. Put it into the row and continue with other layers.
             except Exception as error:  # noqa: BLE001
-                rows[index] = replace(rows[index], status=status.FAILED, note=format_error(error))
+                rows[index] = replace(rows[index], status=FAILED, note=format_error(error))
                 if not is_device_usable(self.device):
                     self.stopped = f"{instances.candidate.name} broke the CUDA context"
                     return rows
-        self._time_rounds(ready, schedule)
+        self._time_rounds(ready, rotation)
         for item in ready:
             rows[item.index] = self._timed_row(rows[item.index], case, item)
         ready.clear()
@@ -295,7 +305,8 @@ class _Run:
         weight_bytes = case.problem.e * (
             unquantized + len(all_instances) * expert_bytes(case.problem, scheme)
         )
-        # All layers are in memory at the same time, so allow twice the memory of a single layer.
+        # `choose_rotation` gives a fifth of the memory to weights. Here, the weights of all layers
+        # are in memory at the same time, so two fifths are allowed.
         memory = 2 * int(self.environment.get("memory_bytes") or 0)
         l2 = l2_bytes(self.device)
         return choose_rotation(work.bytes, weight_bytes, case.problem.tokens, l2=l2, memory=memory)
@@ -305,7 +316,7 @@ class _Run:
         row: Row,
         case: LayerCase,
         instances: LayerInstances,
-        schedule: Rotation,
+        rotation: Rotation,
         inputs: Sequence[Input],
     ) -> Row:
         scheme = QuantScheme.parse(instances.candidate.quant)
@@ -314,8 +325,8 @@ class _Run:
         floor = compute_roofline(work, case.problem, scheme, self.peaks)
         return replace(
             row,
-            calls=schedule.calls,
-            weight_sets=schedule.weight_sets,
+            calls=rotation.calls,
+            weight_sets=rotation.weight_sets,
             touched=work.touched,
             skew=sum(load.skew for load in loads) / len(loads),
             flops=work.flops,
@@ -329,7 +340,7 @@ class _Run:
         index: int,
         case: LayerCase,
         instances: LayerInstances,
-        schedule: Rotation,
+        rotation: Rotation,
         inputs: Sequence[Input],
         weight_sets: WeightSets,
     ) -> _ReadyLayer:
@@ -337,28 +348,28 @@ class _Run:
 
         index: index of the layer's row.
         """
-        layers = [instances.layer(number) for number in range(schedule.weight_sets)]
+        layers = [instances.layer(number) for number in range(rotation.weight_sets)]
         for layer in layers:
             layer.tune(case.problem)
-        numbers = inputs_to_verify(schedule.calls, num_inputs_to_check(case.problem))
+        numbers = inputs_to_verify(rotation.calls, num_inputs_to_check(case.problem))
         # If outputs have few values, the check needs more inputs than the timed calls have.
         untimed = [make_input(case, self.device, n) for n in range(len(inputs), max(numbers) + 1)]
         items = [*inputs, *untimed]
         calls = [
-            partial(layers[number % schedule.weight_sets].call, item.x_TH, item.routing)
+            partial(layers[number % rotation.weight_sets].call, item.x_TH, item.routing)
             for number, item in enumerate(items)
         ]
         checks = []
         for number in numbers:
-            weights = weight_sets.weights(number % schedule.weight_sets)
+            weights = weight_sets.weights(number % rotation.weight_sets)
             key = number, instances.candidate.quant
             if key not in self.expected:
                 scheme = QuantScheme.parse(instances.candidate.quant)
                 self.expected[key] = compute_expected_output(case, items[number], weights, scheme)
             checks.append((calls[number], self.expected[key]))
         checked = check_calls(checks, case.problem)
-        timed = calls[: schedule.calls]
-        groups: list[list[Call]] = [[call] for call in timed] if schedule.flush else [list(timed)]
+        timed = calls[: rotation.calls]
+        groups: list[list[Call]] = [[call] for call in timed] if rotation.flush else [list(timed)]
         runs: list[Call] = [partial(call_all, group) for group in groups]
         mode = "cpu"
         if self.device.type == "cuda" and not checked.result.failure:
@@ -366,17 +377,17 @@ class _Run:
                 call()
             captured = capture_graphs(groups) if layers[0].graph else None
             runs = captured or runs
-            mode = ("eager" if captured is None else "graph") + "+flush" * schedule.flush
+            mode = ("eager" if captured is None else "graph") + "+flush" * rotation.flush
         if layers[0].interpreted:
-            mode = status.INTERPRETER
-        return _ReadyLayer(index, runs, schedule.calls, mode, checked, checks[-1][1])
+            mode = INTERPRETER
+        return _ReadyLayer(index, runs, rotation.calls, mode, checked, checks[-1][1])
 
-    def _time_rounds(self, ready: Sequence[_ReadyLayer], schedule: Rotation) -> None:
+    def _time_rounds(self, ready: Sequence[_ReadyLayer], rotation: Rotation) -> None:
         """Replay the layers in rounds, each in a new random order, and append to `times_us`."""
         if not ready:
             return
         clock = make_clock(self.device)
-        flush_l2 = make_l2_flush(self.device) if schedule.flush else None
+        flush_l2 = make_l2_flush(self.device) if rotation.flush else None
         order = random.Random(len(self.rows))
 
         def replay(rounds: int) -> list[tuple[_ReadyLayer, float]]:
@@ -409,17 +420,17 @@ class _Run:
         result = check_unchanged(last_output, item.expected, item.checked, case.problem)
         if result.failure:
             note = f"after {item.mode} calls: {result.failure}"
-            return replace(row, status=status.WRONG, note=note, error=result.error)
+            return replace(row, status=WRONG, note=note, error=result.error)
         us = median(item.times_us)
         spread = 0.0
         if len(item.times_us) > 1:
             low, _, high = quantiles(item.times_us, n=4)
             spread = (high - low) / us
-        interpreted = item.mode == status.INTERPRETER
+        interpreted = item.mode == INTERPRETER
         assert row.floor_us is not None
         return replace(
             row,
-            status=status.OK,
+            status=OK,
             us=us,
             us_min=min(item.times_us),
             spread=spread,
@@ -435,8 +446,8 @@ def format_case(rows: Sequence[Row]) -> str:
     parts = [
         f"{row.layer} {row.us:.1f}" if row.us is not None else f"{row.layer} {row.status}"
         for row in rows
-        if row.status != status.REFUSED
+        if row.status != REFUSED
     ]
-    if all(row.status == status.SKIPPED for row in rows):
+    if all(row.status == SKIPPED for row in rows):
         parts = [first.note]
     return f"{first.shape} {first.operands} T={first.tokens} {first.routing}: {', '.join(parts)}"

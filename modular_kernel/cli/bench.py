@@ -72,7 +72,11 @@ class BenchMethod:
         ),
     ] = None
     routing: Annotated[
-        str, option("Routing patterns: uniform, zipf, zipfA or hotN (one expert in every token).")
+        str,
+        option(
+            "Routing patterns: uniform, zipf, zipfA (exponent A) or hotN (every token uses the "
+            "same N experts)."
+        ),
     ] = "uniform"
     eager: Annotated[bool, option("Time eager calls instead of CUDA graph replays.")] = False
     prepared: Prepared = False

@@ -43,7 +43,8 @@ class ProfileOptions:
     routing: Annotated[
         str,
         option(
-            "Routing pattern: uniform, zipf, zipfA (zipf1.2) or hotN (one expert in every token)."
+            "Routing pattern: uniform, zipf, zipfA (exponent A, as in zipf1.2) or hotN (every "
+            "token uses the same N experts)."
         ),
     ] = "uniform"
     calls: Annotated[
@@ -82,10 +83,10 @@ def profile(
     Writes a Chrome trace (for Perfetto) of each rank, one merged over all ranks, a JSON file, and
     an HTML report.
 
-    The end-to-end time is that of calls of a plan; on a GPU they are replayed from a CUDA graph if
-    possible. The times of stages are measured in separate, eager calls under the profiler of torch:
-    the device time of a stage is that of the kernels launched in it. "Profiling" in the
-    documentation describes the method and the roofline.
+    The end-to-end time is measured with a plan, a compiled sequence of the layer's launches. On a
+    GPU, a CUDA graph replays it if possible. The times of stages are measured in separate, eager
+    calls under torch.profiler. The device time of a stage is the time of the kernels that it
+    launches. "Profiling" in the documentation describes the method and the roofline.
 
     Exits with 1 if a pairing is refused, listing every reason, and with 2 on bad usage.
     """
@@ -124,7 +125,9 @@ def profile(
             recorded = _record_ranks(job, executor)
         result = _build_profile(job, recorded, files, executor)
         record = (
-            to_record(result) | executor.record_fields | {"report": str(files.get_report("html"))}
+            to_record(result)
+            | executor.record_fields
+            | {"report": str(files.get_report_path("html"))}
         )
     if output.is_reporting_rank():
         files.write(result, record)
@@ -138,7 +141,10 @@ def _get_default_experts() -> str:
 
 
 def _check_valid(pf: str, experts: str, problem: "Problem", machine: "Machine") -> None:
-    """Raise IncompatibleError if the pairing is refused, with the reasons of the first rank."""
+    """Raise IncompatibleError if the pairing is refused.
+
+    If the reasons differ between ranks, it has the reasons of the first rank that refuses.
+    """
     from modular_kernel.catalog import load_catalog
     from modular_kernel.perf_model.verdicts import judge_pairs
 
@@ -186,11 +192,11 @@ class _OutputFiles:
     def _suffix(self) -> str:
         return "-prepared" if self.prepared else ""
 
-    def get_merged_trace(self, pair: tuple[str, str]) -> Path:
+    def get_merged_trace_path(self, pair: tuple[str, str]) -> Path:
         """Return the path of the trace merged over all ranks."""
         return self.out / f"{self.get_stem(pair)}-all-ranks.trace.json"
 
-    def get_report(self, kind: str) -> Path:
+    def get_report_path(self, kind: str) -> Path:
         names = " against ".join(" x ".join(pair) for pair in self.pairs)
         return self.out / f"{make_file_stem(names + self._suffix, self.problem)}.profile.{kind}"
 
@@ -200,7 +206,7 @@ class _OutputFiles:
 
         text = json.dumps(output.to_json_types(record), indent=1)
         for kind, content in (("json", text), ("html", render_page(result))):
-            path = self.get_report(kind)
+            path = self.get_report_path(kind)
             output.write_file(path, content)
 
 
@@ -232,7 +238,7 @@ def _build_profile(
     if len(records) > 1:
         names = [f"rank {record.rank}: {record.environment['device']}" for record in records]
         for index, pair in enumerate(job.pairs):
-            path = files.get_merged_trace(pair)
+            path = files.get_merged_trace_path(pair)
             if not output.is_reporting_rank():
                 continue
             output.write_file(path, json.dumps(merge_traces(traces[index], names)))
@@ -271,4 +277,4 @@ def _print_text(result: "Profile", files: _OutputFiles) -> None:
             [pair.merged_trace] if pair.merged_trace else []
         ):
             output.print_line(f"trace (open it at https://ui.perfetto.dev): {path}")
-    output.print_line(f"report: {files.get_report('html')} (and .json)")
+    output.print_line(f"report: {files.get_report_path('html')} (and .json)")

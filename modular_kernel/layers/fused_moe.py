@@ -603,7 +603,7 @@ class FusedMoE(ExpertParameters):
         """Return why torch.compile cannot trace a call as an operator, or "" if it can."""
         if self._exchange_kernel is not None or self._groups:
             return _COMMUNICATES
-        if self._described_problem is not self.problem:
+        if self._operator_problem is not self.problem:
             return _PARTS_REPLACED
         prepare_finalize, experts = self._traced_parts
         same = prepare_finalize == self.prepare_finalize and experts == self.experts

@@ -98,7 +98,7 @@ class ExpertParameters(nn.Module):
         self.register_buffer("_no_bias", zeros, persistent=False)
         # (identities of the tensors, ExpertWeights of these tensors)
         self._bound: tuple[tuple[object, ...], ExpertWeights] | None = None
-        self._unloaded = True  # whether `weights` must check that all tensors are loaded
+        self._must_check_loaded = True  # whether `weights` must check that all tensors are loaded
         self._names: tuple[Problem | None, dict[str, str]] = None, {}
         self._store_operator_arguments()
 
@@ -177,7 +177,9 @@ class ExpertParameters(nn.Module):
                 self._loader.mark(parameter, self.weight_loader)
             parameters[PARAMETERS[field]] = parameter
         # Update in one step, so that an interrupt leaves either the old or the new parameters.
-        vars(self).update(_parameters=parameters, _ready=True, _bound=None, _unloaded=False)
+        vars(self).update(
+            _parameters=parameters, _ready=True, _bound=None, _must_check_loaded=False
+        )
 
     def mark_loaded(self) -> None:
         """Skip the check that parameters are loaded.
@@ -185,7 +187,7 @@ class ExpertParameters(nn.Module):
         This is needed only for weights that are meant to have a NaN as the first or last value of
         an expert. The check cannot distinguish them from parameters that were not loaded.
         """
-        self._unloaded = False
+        self._must_check_loaded = False
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -209,18 +211,20 @@ class ExpertParameters(nn.Module):
         the tensors have.
         """
         if not self._ready:
-            self._load_if_ready(state_dict, prefix, bool(local_metadata.get(_READY_KEY, False)))
+            self._load_kernel_layout(
+                state_dict, prefix, bool(local_metadata.get(_READY_KEY, False))
+            )
         if self._ready:
             self._match_scale_dtypes(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
         self._drop_prepared_if_moved()
         if self._bound is not None:
             AUTO_PREPARED.refresh(self._bound[1])
-        if self._ready and self._unloaded:
+        if self._ready and self._must_check_loaded:
             names = [name for name, parameter in self._parameters.items() if parameter is not None]
-            self._unloaded = not state_is_loaded(names, state_dict, prefix)
+            self._must_check_loaded = not state_is_loaded(names, state_dict, prefix)
 
-    def _load_if_ready(
+    def _load_kernel_layout(
         self, state_dict: dict[str, Any], prefix: str, is_marked_ready: bool
     ) -> None:
         """Set copies of the state's tensors as weights if they have the layout of the kernels.
@@ -244,13 +248,16 @@ class ExpertParameters(nn.Module):
     def _match_scale_dtypes(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Give scales the dtype that they have in the state.
 
-        This applies to 16-bit scales, so that loading is exact. It also applies to all scales of a
-        layer that was not loaded yet, because float32 scales would be exact, but slower.
+        This applies to 16-bit scales, so that loading is exact. It also applies to float32 scales
+        of a layer that was not loaded yet. They could hold 16-bit scales exactly, but kernels are
+        slower with float32 scales.
         """
         for field, spec in self.specs().items():
             name, tensor = PARAMETERS[field], state_dict.get(prefix + PARAMETERS[field])
             current = getattr(self, name)
-            if not field.endswith("_scale") or not (self._unloaded or current.itemsize == 2):
+            if not field.endswith("_scale") or not (
+                self._must_check_loaded or current.itemsize == 2
+            ):
                 continue
             if not isinstance(tensor, torch.Tensor) or tensor.shape != current.shape:
                 continue
@@ -282,10 +289,12 @@ class ExpertParameters(nn.Module):
         parameters = {PARAMETERS.get(field, field): tensor for field, tensor in tensors.items()}
         for name, tensor in parameters.items():
             check_not_dtensor(name, tensor)
-        if self._unloaded:
-            parameters.pop("expert_map", None)  # its -1 is an expert of another rank
+        if self._must_check_loaded:
+            parameters.pop(
+                "expert_map", None
+            )  # -1 is valid there, but marks unloaded integers elsewhere
             check_loaded(parameters)
-            self._unloaded = next(iter(parameters.values())).is_meta
+            self._must_check_loaded = next(iter(parameters.values())).is_meta
 
     def operands(self) -> tuple[list[torch.Tensor], str]:
         """Return the arguments `params` and `fields` of the operator `experts`.
@@ -299,7 +308,7 @@ class ExpertParameters(nn.Module):
         for name, tensor in zip(self._operand_names, operands, strict=True):
             check_not_dtensor(name, tensor)
         plain, checked = self._operand_fields
-        return operands, checked if self._unloaded else plain
+        return operands, checked if self._must_check_loaded else plain
 
     def _store_operator_arguments(self) -> None:
         """Store the constant arguments of the operator `experts`, for torch.compile."""
@@ -307,7 +316,7 @@ class ExpertParameters(nn.Module):
         self._operand_names = tuple(names.values())
         checked = [field if field == "expert_map" else f"{field}:loaded" for field in names]
         self._operand_fields = ",".join(names), ",".join(checked)
-        self._described_problem = self.problem
+        self._operator_problem = self.problem
         try:
             self._layer_text = serialize_layer(self.problem)
         except UnsupportedError:  # a problem over several ranks has no operator
@@ -319,7 +328,7 @@ class ExpertParameters(nn.Module):
         return self.weights()
 
     def keep_prepared(self, weights: ExpertWeights) -> None:
-        """Make `weights` return the given object, which adds prepared tensors to the parameters."""
+        """Make `weights` return this object: the parameters, with or without prepared tensors."""
         assert self._bound is not None
         self._bound = self._bound[0], weights
 
@@ -417,7 +426,7 @@ class ExpertParameters(nn.Module):
         """Set the initial values of parameters that `to_empty` has moved from the meta device."""
         if self._ready:
             self._fill_unloaded()
-            self._unloaded = True
+            self._must_check_loaded = True
         if self.expert_map is not None:
             self.expert_map.copy_(self.placement.expert_map(self.parallel.ep[0], "cpu"))
         if self._no_bias is not None:

@@ -114,11 +114,13 @@ class Router(nn.Module):
         if vocabulary is not None:
             table = torch.full((vocabulary, spec.top_k), -1, dtype=torch.int64, device=device)
         self.register_buffer("tid2eid", table)
-        self._unloaded = True  # whether the next call must check that all tensors are loaded
+        self._must_check_loaded = (
+            True  # whether the next call must check that all tensors are loaded
+        )
 
     def mark_loaded(self) -> None:
         """Skip the check that parameters are loaded, for a gate that is meant to contain NaN."""
-        self._unloaded = False
+        self._must_check_loaded = False
 
     def extra_repr(self) -> str:
         """Return the spec and the number of experts, for torch's module representation."""
@@ -133,18 +135,20 @@ class Router(nn.Module):
         if x_TH.dim() != 2 or x_TH.shape[1] != self.weight.shape[1]:
             need = f"(T, H) with H = {self.weight.shape[1]}"
             raise ShapeError("x of the router", got=tuple(x_TH.shape), need=need)
-        if self._unloaded and not is_compiling():
+        if self._must_check_loaded and not is_compiling():
             for name, tensor in self._loaded_tensors().items():
                 check_not_dtensor(f"router.{name}", tensor)
             check_loaded(self._loaded_tensors())
-            self._unloaded = self.weight.is_meta
+            self._must_check_loaded = self.weight.is_meta
         with torch.autocast(x_TH.device.type, enabled=False):
             return linear(x_TH.to(self.weight.dtype), self.weight, self.bias)
 
     def tensors(self) -> RouterTensors:
         """Return the tensors that `route` takes in addition to the logits."""
         unloaded = (
-            tuple(self._loaded_tensors().values()) if self._unloaded and is_compiling() else ()
+            tuple(self._loaded_tensors().values())
+            if self._must_check_loaded and is_compiling()
+            else ()
         )
         return RouterTensors(self.e_score_correction_bias, self.tid2eid, unloaded)
 
@@ -168,7 +172,7 @@ class Router(nn.Module):
         if was_meta and not self.weight.is_meta:  # after `to_empty`
             for name, tensor in self._loaded_tensors().items():
                 fill_with_sentinel(name, tensor.data)
-            self._unloaded = True
+            self._must_check_loaded = True
         return self
 
     def _load_from_state_dict(
@@ -179,8 +183,10 @@ class Router(nn.Module):
         *others: Any,
     ) -> None:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
-        if self._unloaded:
-            self._unloaded = not state_is_loaded(self._loaded_tensors(), state_dict, prefix)
+        if self._must_check_loaded:
+            self._must_check_loaded = not state_is_loaded(
+                self._loaded_tensors(), state_dict, prefix
+            )
 
     def routed(
         self,

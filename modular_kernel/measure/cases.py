@@ -22,6 +22,7 @@ _SHORT_NAMES = {
     "uint8": "int8",
     "uint4": "int4",
     "float4_e2m1": "fp4",
+    # Codes of 4 and 8 bits that index a table of values (`spec.external_schemes.TableScheme`).
     "table4": "table4",
     "table8": "table8",
 }

@@ -12,7 +12,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.router import RouterSpec
 
 Config = dict[str, Any]
-_DEFAULT_FLOOR = 1e-12  # for files without the key `floor_key`
+_DEFAULT_FLOOR = 1e-12  # if the code reads a floor from the file, and the file has none
 _FLOAT_TOLERANCE = 1e-9  # smaller differences of eps and floor do not change router weights
 
 
@@ -23,7 +23,8 @@ class RoutingRule:
     score, order, group_score, eps: fields of RouterSpec.
     bias: selection_bias of RouterSpec.
     score_key, bias_key, floor_key: keys of score, bias and floor in the file, whose values take
-        precedence; "" if the code does not read such a key.
+        precedence; "" if the code does not read such a key. The floor is the smallest number by
+        which top-k weights are divided when they are renormalized.
     renormalize: top-k weights are divided by their sum. None reads norm_topk_prob from the file.
     renormalize_default: value of norm_topk_prob if it is missing in the file.
     groups: default (n_group, topk_group); None if the code has no groups.
@@ -49,22 +50,24 @@ class RoutingRule:
     required_values: tuple[tuple[str, object], ...] = ()
 
 
-_SOFTMAX = (("scoring_func", "softmax"),)
-_SIGMOID = (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"))
+_REQUIRES_SOFTMAX = (("scoring_func", "softmax"),)
+_REQUIRES_SIGMOID = (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"))
 
 
-def _renormalized_by_key(*, default: bool) -> RoutingRule:
-    return RoutingRule(renormalize_default=default)
+def _renormalized_by_key(*, renormalize_default: bool) -> RoutingRule:
+    return RoutingRule(renormalize_default=renormalize_default)
 
 
-def _deepseek_v3(groups: tuple[int, int] = (1, 1), *, default: bool = True) -> RoutingRule:
+def _deepseek_v3(
+    groups: tuple[int, int] = (1, 1), *, renormalize_default: bool = True
+) -> RoutingRule:
     return RoutingRule(
         score="sigmoid",
         bias=True,
         eps=1e-20,
-        renormalize_default=default,
+        renormalize_default=renormalize_default,
         groups=groups,
-        required_values=_SIGMOID,
+        required_values=_REQUIRES_SIGMOID,
     )
 
 
@@ -76,7 +79,7 @@ _DEEPSEEK_V2 = RoutingRule(
     renormalize=False,
     groups=(1, 1),
     method_key="topk_method",
-    required_values=(("norm_topk_prob", False), *_SOFTMAX),
+    required_values=(("norm_topk_prob", False), *_REQUIRES_SOFTMAX),
 )
 
 RULES: dict[str, RoutingRule] = {
@@ -84,15 +87,17 @@ RULES: dict[str, RoutingRule] = {
     "aria_text": _TOPK_FIRST,
     "axk1": _deepseek_v3((8, 4)),
     "cohere2_moe": RoutingRule(order="topk_first", score_key="expert_selection_fn"),
-    "deepseek": RoutingRule(eps=1e-20, renormalize_default=False, required_values=_SOFTMAX),
+    "deepseek": RoutingRule(
+        eps=1e-20, renormalize_default=False, required_values=_REQUIRES_SOFTMAX
+    ),
     "deepseek_ocr2_text": _DEEPSEEK_V2,
     "deepseek_v2": _DEEPSEEK_V2,
     "deepseek_v3": _deepseek_v3((8, 4)),
     "deepseek_v32": _deepseek_v3((8, 4)),
-    "dots1": _deepseek_v3(default=False),
+    "dots1": _deepseek_v3(renormalize_default=False),
     "ernie4_5_moe": RoutingRule(bias=True, renormalize=True, floor_key="moe_norm_min"),
     "exaone_moe": _deepseek_v3(),
-    "flex_olmo": _renormalized_by_key(default=False),
+    "flex_olmo": _renormalized_by_key(renormalize_default=False),
     "flint": RoutingRule(score="sigmoid"),
     "glm4_moe": _deepseek_v3(),
     "glm4_moe_lite": _deepseek_v3(),
@@ -113,22 +118,22 @@ RULES: dict[str, RoutingRule] = {
     "lfm2_moe": RoutingRule(score="sigmoid", bias=True, bias_key="use_expert_bias", eps=1e-6),
     "llama4_text": RoutingRule(score="sigmoid", order="topk_first", renormalize=False),
     "longcat_flash": RoutingRule(bias=True, renormalize=False, zero_key="zero_expert_num"),
-    "mellum": _renormalized_by_key(default=True),
+    "mellum": _renormalized_by_key(renormalize_default=True),
     "mimo_v2_flash": _deepseek_v3(),
     "minimax": _RENORMALIZED,
     "minimax_m2": _BIASED_SIGMOID,
     "mistral4": RoutingRule(eps=1e-20, groups=(1, 1)),
     "mixtral": _RENORMALIZED,
     "nemotron_h": _deepseek_v3(),
-    "olmoe": _renormalized_by_key(default=False),
-    "qwen2_moe": _renormalized_by_key(default=False),
+    "olmoe": _renormalized_by_key(renormalize_default=False),
+    "qwen2_moe": _renormalized_by_key(renormalize_default=False),
     "qwen3_5_moe_text": _RENORMALIZED,
-    "qwen3_moe": _renormalized_by_key(default=False),
-    "qwen3_next": _renormalized_by_key(default=True),
-    "qwen3_omni_moe_talker_text": _renormalized_by_key(default=False),
-    "qwen3_omni_moe_text": _renormalized_by_key(default=True),
+    "qwen3_moe": _renormalized_by_key(renormalize_default=False),
+    "qwen3_next": _renormalized_by_key(renormalize_default=True),
+    "qwen3_omni_moe_talker_text": _renormalized_by_key(renormalize_default=False),
+    "qwen3_omni_moe_text": _renormalized_by_key(renormalize_default=True),
     "qwen3_vl_moe_text": _RENORMALIZED,
-    "qwen4_exp_text": _renormalized_by_key(default=True),
+    "qwen4_exp_text": _renormalized_by_key(renormalize_default=True),
     "sarvam_mla": _deepseek_v3((8, 4)),
     "sarvam_moe": _deepseek_v3(),
     "solar_open": _deepseek_v3(),
@@ -189,9 +194,9 @@ def _floor(path: Path, config: Config, rule: RoutingRule) -> float:
     if not rule.floor_key:
         return 0.0
     floor = config.get(rule.floor_key, _DEFAULT_FLOOR)
-    if type(floor) is not float or not 0 <= floor < 1:
+    if type(floor) not in (int, float) or not 0 <= floor <= 1:
         raise _config_error(path, rule.floor_key, floor, "a number from 0 to 1")
-    return floor
+    return float(floor)
 
 
 def _zero_experts(path: Path, config: Config, rule: RoutingRule) -> int:

@@ -52,34 +52,34 @@ def expert_mlps(
     - The result of GEMM 1 is rounded once or stays float32 (`mlp_roundings`). The result of GEMM 2,
       with its bias, is rounded once to the problem's dtype.
     - If the scheme quantizes activations, h is quantized with one scale per row, or with one scale
-      for all rows of `tokens`. nvfp4_w4a4 also quantizes x.
+      for all rows of `tokens`. With nvfp4_w4a4, x is unquantized and is quantized here, too.
     - The delta of an adapter is computed from unquantized rows, and added before the result of a
       GEMM is rounded.
     """
     with stages.stage(stages.GEMM1):
-        hidden = [_compute_hidden(rows, weights, problem) for rows in tokens]
-    unquantized = hidden
-    if hidden and problem.scheme.quantizes_activations:
+        h_list = [_compute_hidden(rows, weights, problem) for rows in tokens]
+    unquantized = h_list
+    if h_list and problem.scheme.quantizes_activations:
         with stages.stage(stages.QUANTIZE):
-            hidden = _quantize_hidden(tokens, hidden, weights, problem)
+            h_list = _quantize_hidden(tokens, h_list, weights, problem)
     with stages.stage(stages.GEMM2):
         return [
             _compute_output(rows, h_RI, plain_RI, weights, problem)
-            for rows, h_RI, plain_RI in zip(tokens, hidden, unquantized, strict=True)
+            for rows, h_RI, plain_RI in zip(tokens, h_list, unquantized, strict=True)
         ]
 
 
-def mlp_roundings(weights: ExpertWeights, problem: Problem, *, row_weights: bool) -> Roundings:
+def mlp_roundings(weights: ExpertWeights, problem: Problem, *, has_row_weights: bool) -> Roundings:
     """Return where `expert_mlps` rounds.
 
-    row_weights: whether router weights apply to the input.
+    has_row_weights: whether router weights apply to the input.
     """
     scheme = problem.scheme
     unquantized_activations = not scheme.quantizes_activations
-    no_additions = weights.b1 is None and not row_weights
+    is_final = weights.b1 is None and not has_row_weights
     return Roundings(
         weights=scheme.quantized and unquantized_activations,
-        gate_up=unquantized_activations and no_additions,
+        gate_up=unquantized_activations and is_final,
     )
 
 
@@ -133,19 +133,19 @@ def _round_to_nvfp4(x_RK: torch.Tensor, scale_e: torch.Tensor | None, expert: in
 
 def _quantize_hidden(
     tokens: Sequence[ExpertTokens],
-    hidden: list[torch.Tensor],
+    h_list: list[torch.Tensor],
     weights: ExpertWeights,
     problem: Problem,
 ) -> list[torch.Tensor]:
     """Quantize h, and dequantize it to float32."""
     if problem.scheme.scales_by_expert:
-        pairs = zip(tokens, hidden, strict=True)
+        pairs = zip(tokens, h_list, strict=True)
         return [_round_to_nvfp4(h_RI, weights.a2_scale, rows.expert) for rows, h_RI in pairs]
-    all_rows = torch.cat(hidden).float()
+    all_rows = torch.cat(h_list).float()
     static = weights.a2_scale if problem.scheme.static else None
     q, scale = quantize_values(all_rows, problem.scheme, static)
     values = dequantize_rows(q, scale, problem.scheme)
-    return list(torch.split(values, [len(h_RI) for h_RI in hidden]))
+    return list(torch.split(values, [len(h_RI) for h_RI in h_list]))
 
 
 def _get_matrix(weights: ExpertWeights, name: str, expert: int, problem: Problem) -> torch.Tensor:
@@ -178,7 +178,8 @@ def _compute_deltas(
     A x is rounded to the problem's dtype.
 
     plain_RK: the unquantized rows x; None if no row has an adapter.
-    a_LeRK, b_LeNR: the matrices A and B of each adapter slot and local expert.
+    a_LeRK, b_LeNR: the matrices A and B of each adapter slot and local expert. In
+        these names, R is the rank, or twice the rank for A if gate and up have separate matrices A.
     """
     slots_R = rows.slots_R
     if slots_R is None or plain_RK is None or a_LeRK is None or b_LeNR is None:
@@ -189,16 +190,16 @@ def _compute_deltas(
             continue
         selected = slots_R == slot
         a_RK, b_NR = (m[slot, rows.expert % m.shape[1]].float() for m in (a_LeRK, b_LeNR))
-        u_RR = matmul(plain_RK[selected].float(), a_RK.T).to(problem.dtype).float()
+        u = matmul(plain_RK[selected].float(), a_RK.T).to(problem.dtype).float()
         if a_RK.shape[0] == b_NR.shape[1]:
-            deltas.append((selected, matmul(u_RR, b_NR.T)))
+            deltas.append((selected, matmul(u, b_NR.T)))
             continue
-        delta, rank = u_RR.new_empty(len(u_RR), len(b_NR)), b_NR.shape[1]
+        delta, rank = u.new_empty(len(u), len(b_NR)), b_NR.shape[1]
         interleaved, half = problem.act.interleaved, len(b_NR) // 2
         gates = slice(0, None, 2) if interleaved else slice(0, half)
         ups = slice(1, None, 2) if interleaved else slice(half, None)
-        delta[:, gates] = matmul(u_RR[:, :rank], b_NR[gates].T)
-        delta[:, ups] = matmul(u_RR[:, rank:], b_NR[ups].T)
+        delta[:, gates] = matmul(u[:, :rank], b_NR[gates].T)
+        delta[:, ups] = matmul(u[:, rank:], b_NR[ups].T)
         deltas.append((selected, delta))
     return deltas
 

@@ -17,6 +17,7 @@ from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.tensors import DispatchedRouting
 from modular_kernel.workspace import BufferSpec, Workspace
 
+VALUES_PER_TILE = 3  # in a list of tiles: local expert, first row, end of the expert's rows
 _TILES_PER_PROGRAM = 64  # tiles that a program writes
 
 
@@ -132,8 +133,8 @@ def sort_pairs_ref(
         tile_list += [(expert, row, end) for row in range(start, end, block_m)]
         start = end
     out.starts[-1] = start
-    columns = out.tiles[: 3 * out.max_tiles].view(3, -1)
-    columns[:, : len(tile_list)] = (
+    tile_arrays = out.tiles[: 3 * out.max_tiles].view(3, -1)
+    tile_arrays[:, : len(tile_list)] = (
         torch.tensor(tile_list, dtype=torch.int32, device="cpu").reshape(-1, 3).T
     )
     out.tiles[-1] = len(tile_list)

@@ -18,7 +18,7 @@ Event = dict[str, Any]
 
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
-_MIN_SCOPE_FRACTION = 0.01  # minimum fraction of a call's time, see `_name_default_stages`
+_MIN_SCOPE_FRACTION = 0.01  # minimum fraction of a call's time, see `_rename_scopes_without_stages`
 UNATTRIBUTED = ""  # the stage of device work whose launch is not in the trace
 
 
@@ -230,7 +230,7 @@ def _call_times(
 ) -> CallTimes:
     call_ranges = [range_ for range_ in ranges if range_.call is call]
     call_work = [w for w in work if w.launch_range is not None and w.launch_range.call is call]
-    _name_default_stages(call, call_ranges, call_work, on_gpu=on_gpu)
+    _rename_scopes_without_stages(call, call_ranges, call_work, on_gpu=on_gpu)
     start = min((w.start for w in call_work), default=call.start)
     end = max((w.end for w in call_work), default=call.end if not on_gpu else start)
     unattributed = [w for w in work if w.launch_range is None and start <= w.start <= end]
@@ -248,7 +248,7 @@ def _call_times(
     )
 
 
-def _name_default_stages(
+def _rename_scopes_without_stages(
     call: _Range, call_ranges: Sequence[_Range], call_work: Sequence[_Work], *, on_gpu: bool
 ) -> None:
     """Rename each scope to its default stage if it has work and no stage.

@@ -80,7 +80,7 @@ def from_text(text: str | bytes, identity: KeyFields) -> tuple[CacheRecord, ...]
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise _invalid(f"no {SCHEMA}")
     if content.get("identity") != identity:
-        raise _invalid("choices for something else")
+        raise _invalid("choices for another layer or machine", need="the same identity")
     return tuple(_record(item) for item in _list(content, "records", _MAX_RECORDS))
 
 
@@ -113,7 +113,7 @@ def _to_line(text: str) -> str:
 
 
 def _record(value: Any) -> CacheRecord:
-    timestamp = _number(value, "made", 1e12)
+    timestamp = _positive_number(value, "made", 1e12)
     versions = value.get("versions")
     if not isinstance(versions, dict) or not all(
         _is_line(t) for t in (*versions, *versions.values())
@@ -144,8 +144,8 @@ def _outcome(value: Any) -> TimedOutcome:
         if not why:
             raise _invalid("an outcome without a time or a reason")
         return TimedOutcome(pair, rough=rough, mode=mode, why=why)
-    us, ratio = _number(value, "us", _MAX_US), _number(value, "ratio", _MAX_RATIO)
-    noise = 0.0 if value.get("noise") == 0 else _number(value, "noise", _MAX_RATIO)
+    us, ratio = _positive_number(value, "us", _MAX_US), _positive_number(value, "ratio", _MAX_RATIO)
+    noise = 0.0 if value.get("noise") == 0 else _positive_number(value, "noise", _MAX_RATIO)
     return TimedOutcome(pair, us, ratio, noise, rough, mode, why)
 
 
@@ -161,7 +161,7 @@ def _is_line(value: Any) -> bool:
     return isinstance(value, str) and len(value) <= _MAX_CHARACTERS and value.isprintable()
 
 
-def _number(value: Any, name: str, maximum: float) -> float:
+def _positive_number(value: Any, name: str, maximum: float) -> float:
     number = value.get(name) if isinstance(value, dict) else None
     if isinstance(number, bool) or not isinstance(number, int | float):
         raise _invalid(f"{name} that is not a number")
@@ -177,5 +177,5 @@ def _list(value: Any, name: str, maximum: int) -> list[Any]:
     return values
 
 
-def _invalid(got: str) -> ConfigurationError:
-    return ConfigurationError("cached choices", got=got, need=SCHEMA)
+def _invalid(got: str, need: str = SCHEMA) -> ConfigurationError:
+    return ConfigurationError("cached choices", got=got, need=need)

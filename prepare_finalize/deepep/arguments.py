@@ -17,8 +17,8 @@ GPUS_PER_HOST = 8
 WORLD_SIZES = (2, 4, 8, 16, 32, 64, 128, 144, 160)  # supported by the high-throughput kernels
 _ALIGNMENT = 128  # bytes
 _MAX_BYTES = 2**31 - 1  # maximum size of each of the two buffers, with several hosts
-# Valid numbers of SMs with several hosts: a block of 1024 threads has one warp per channel, and
-# there must be at least two channels.
+# Valid numbers of SMs with several hosts, two per channel. There are at least two channels. A block
+# has one warp per channel, and at most 1024 threads, so there are at most 32 channels.
 _VALID_NUM_SMS = range(4, 65, 2)
 
 
@@ -45,7 +45,7 @@ class BufferArguments:
 class HighThroughputArguments:
     """Arguments of a high-throughput Buffer, and the library's dispatch and combine configs."""
 
-    arguments: BufferArguments
+    buffer: BufferArguments
     dispatch: Any
     combine: Any
 
@@ -62,7 +62,7 @@ def high_throughput_arguments(
     """
     sms, multi_host = num_sms or buffer_class.num_sms, world_size > GPUS_PER_HOST
     if multi_host and sms not in _VALID_NUM_SMS:
-        need = f"an even number, {_VALID_NUM_SMS[0]} to {_VALID_NUM_SMS[-1]}, between hosts"
+        need = f"an even number, {_VALID_NUM_SMS[0]} to {_VALID_NUM_SMS[-1]}, with several hosts"
         raise ConfigurationError("num_sms", got=sms, need=need)
     dispatch, combine = (
         _config(buffer_class, method, world_size, num_sms)
@@ -75,7 +75,7 @@ def high_throughput_arguments(
     )
     if multi_host and max(nvl, rdma) > _MAX_BYTES:
         got = f"{max(nvl, rdma)} bytes with num_sms={sms}"
-        need = f"<= {_MAX_BYTES} between hosts: fewer multiprocessors"
+        need = f"<= {_MAX_BYTES} with several hosts, so a smaller num_sms"
         raise ConfigurationError("DeepEP's high throughput buffer", got=got, need=need)
     arguments = BufferArguments(nvl, rdma, False, sms // 2 if multi_host else 1)
     return HighThroughputArguments(arguments, dispatch, combine)

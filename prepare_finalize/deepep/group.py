@@ -241,7 +241,7 @@ class DeepEPGroup:
         buffer_class = load_deepep(1).Buffer
         config = high_throughput_arguments(buffer_class, hidden, self.world_size, self.num_sms)
         self._check_nvshmem()
-        buffer = config.arguments.make_buffer(buffer_class, self.process_group)
+        buffer = config.buffer.make_buffer(buffer_class, self.process_group)
         return HighThroughputBuffer(buffer, config.dispatch, config.combine)
 
     def _make_low_latency(self, tokens: int, hidden: int, experts: int) -> LowLatencyBuffer:

@@ -1,8 +1,8 @@
 """DeepEPHTPrepareAndFinalize: high-throughput kernels of DeepEP 1, for training and prefill.
 
-An exchange component ("part") whose dispatch and combine are calls of the library. Expert numbers
-count the slots of all ranks. A slot is the index of an expert in the weights of its rank. A pair is
-one token with one of its K experts.
+An exchange component ("part") whose dispatch and combine are calls of the library. A slot is the
+index of an expert in the weights of its rank. The library numbers the slots of all ranks
+consecutively. A pair is one token with one of its K experts.
 """
 
 from collections.abc import Mapping
@@ -73,7 +73,7 @@ class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
             rejections.append(Rejection("world_size", parties, str(world), need))
         max_hidden = _MAX_ROW_BYTES // torch.bfloat16.itemsize
         if problem.hidden > max_hidden:
-            need = f"<= {max_hidden}: a row in two halves of the bulk copy's buffer"
+            need = f"<= {max_hidden}, because the library copies half a row at a time through 8 KiB"
             rejections.append(Rejection("hidden", parties, str(problem.hidden), need))
         return tuple(rejections)
 
@@ -119,13 +119,13 @@ class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
         # An asynchronous dispatch calls record_stream. Graph capture does not need it, because
         # tensors stay allocated in the graph's pool.
         is_async = not (at_once or self.manager.is_capturing)
-        counts_R, counts_H, counts_E, is_sent_TR, _ = buffers.buffer.get_dispatch_layout(
-            pairs.numbers_TK, self.num_experts
+        counts_by_rank, counts_by_host, counts_E, is_sent_TR, _ = (
+            buffers.buffer.get_dispatch_layout(pairs.numbers_TK, self.num_experts)
         )
         recv_x, recv_ids, recv_weights, _, library_handle, event = buffers.buffer.dispatch(
             (rows, scale) if has_row_scales else rows.contiguous(),
-            num_tokens_per_rank=counts_R,
-            num_tokens_per_rdma_rank=counts_H,
+            num_tokens_per_rank=counts_by_rank,
+            num_tokens_per_rdma_rank=counts_by_host,
             is_token_in_rank=is_sent_TR,
             num_tokens_per_expert=counts_E,
             topk_idx=pairs.numbers_TK,

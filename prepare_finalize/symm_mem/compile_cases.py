@@ -39,7 +39,7 @@ def problems() -> tuple[Problem, ...]:
 
 
 def launch_all(problem: Problem) -> None:
-    """Launch all kernels: a dispatch with and without a wait, the arrival kernel, and a combine."""
+    """Launch all kernels: `send` with and without a wait, `receive`, and `combine`."""
     views: dict[str, Any] = {
         name: empty(*section.shape, dtype=section.dtype)
         for name, section in buffer_sections(problem).items()
@@ -53,8 +53,10 @@ def launch_all(problem: Problem) -> None:
         status=empty(1, dtype=torch.int64),
         timeout_ns=10**10,
     )
-    tokens, deltas = problem.tokens, empty(manager.world_size, dtype=torch.int64)
-    exchange = SymmetricExchange(manager, problem, buffers, deltas, empty(tokens), tokens)
+    tokens, peer_address_offsets = problem.tokens, empty(manager.world_size, dtype=torch.int64)
+    exchange = SymmetricExchange(
+        manager, problem, buffers, peer_address_offsets, empty(tokens), tokens
+    )
     x = empty(tokens, problem.hidden, dtype=problem.dtype)
     routing = Routing(
         empty(tokens, problem.top_k, dtype=torch.float32), empty(tokens, problem.top_k)

@@ -80,8 +80,8 @@ def test_imported_int8_values_equal_the_packed_values(group: int, offset: int) -
 
 
 def test_from_gptq_decodes_known_8_bit_words() -> None:
-    """An int32 word has k = 0 to 3 of a row, with the lowest byte first. Stored zero points are
-    decreased by one.
+    """An int32 word has four values that are adjacent along K, the first in the lowest byte. Stored
+    zero points are decreased by one.
     """
     qweight = torch.tensor([[0x04030201, -1, 0, 0]], dtype=torch.int32)
     qzeros = torch.tensor([[pack_bytes([127, 0, 1, 254])]], dtype=torch.int32)
@@ -161,7 +161,7 @@ def test_merge_scales_uses_the_larger_scale() -> None:
     got = merged.float() * scale[:, None, None]
     want = w.float() * scales.repeat_interleave(4, 1)[:, :, None]
     error = (got - want).abs()
-    step = 2.0**-9 * scale[:, None, None]  # at least half the step between subnormals
+    step = 2.0**-9 * scale[:, None, None]  # between subnormals; the error is at most half
     assert bool((error <= torch.maximum(want.abs() / 15.9, step)).all())
     assert float(error[0, 4:].max()) <= float(step[0])
     assert float(error[1, :4].max()) > 0
@@ -178,7 +178,7 @@ def test_merge_scales_accepts_one_or_three_scales_per_expert() -> None:
     assert scale.tolist() == [3.0]
 
 
-def test_merged_scales_are_accepted_as_a_layer() -> None:
+def test_weights_with_merged_scales_are_accepted() -> None:
     w, scales = make_fp8_gate_up()
     w1, w1_scale = merge_scales(w, scales)
     input_scale = static_scale(torch.tensor([[0.5], [0.25]]))
@@ -195,9 +195,11 @@ def test_merged_scales_are_accepted_as_a_layer() -> None:
     problem = Problem(1, 16, 4, 2, 1, quant="fp8_w8a8_tensor:static=true")
     check_weights_quantized(weights, problem, CPU)
     row_scale = channel_scale(torch.ones(2, 8, 1, dtype=torch.bfloat16))
-    channels = replace(weights, w1_scale=row_scale, w2_scale=channel_scale(torch.ones(2, 16)),
-                       a1_scale=None, a2_scale=None)  # fmt: skip
-    check_weights_quantized(channels, replace(problem, quant="fp8_w8a8_channel"), CPU)
+    w2_scale = channel_scale(torch.ones(2, 16))
+    channel_weights = replace(
+        weights, w1_scale=row_scale, w2_scale=w2_scale, a1_scale=None, a2_scale=None
+    )
+    check_weights_quantized(channel_weights, replace(problem, quant="fp8_w8a8_channel"), CPU)
 
 
 def test_invalid_scales_are_refused() -> None:
@@ -226,7 +228,9 @@ def test_invalid_scales_are_refused() -> None:
 
 
 def test_from_gpt_oss_decodes_known_blocks() -> None:
-    """Row 0 has the codes 1 and 2 (0.5 and 1) with scale 2, and the code 7 (6) with scale 1/2."""
+    """Row 0 has the values 0.5 and 1 (codes 1 and 2) with scale 2, and the values 6 and -6 (codes 7
+    and 15) with scale 1/2.
+    """
     blocks = torch.zeros(1, 2, 2, 16, dtype=torch.uint8)
     blocks[0, 0, 0, 0], blocks[0, 0, 1, 15] = 0x21, 0xF7
     scales = torch.tensor([[[128, 126], [127, 127]]], dtype=torch.uint8)
@@ -239,7 +243,7 @@ def test_from_gpt_oss_decodes_known_blocks() -> None:
     assert not values[0, 1].any()
 
 
-def test_gpt_oss_weights_are_accepted_as_a_layer() -> None:
+def test_gpt_oss_weights_are_accepted() -> None:
     up = from_gpt_oss(torch.zeros(2, 64, 2, 16).byte(), torch.zeros(2, 64, 2).byte())
     down = from_gpt_oss(torch.zeros(2, 64, 1, 16).byte(), torch.zeros(2, 64, 1).byte())
     weights = ExpertWeights(up[0], down[0], w1_scale=up[1], w2_scale=down[1])

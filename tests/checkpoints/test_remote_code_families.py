@@ -1,5 +1,6 @@
-"""Model families with remote code (trust_remote_code), and LongCat, which has zero experts: experts
-that return their input.
+"""Model families with remote code (trust_remote_code), and LongCat.
+
+LongCat has routed experts that return their input, which are called zero experts.
 """
 
 import json
@@ -23,18 +24,20 @@ from modular_kernel.testing.checkpoints.samples import (
     ModelFamily,
     Sample,
     per_expert_modules,
-    step,
+    step_modules,
     write,
 )
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
-SIZES = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "hidden_size")
+SIZE_KEYS = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "hidden_size")
 REMOTE_CODE_FAMILIES: dict[str, ModelFamily] = {
-    "deepseek": ModelFamily(per_expert_modules("mlp.experts"), SIZES),
-    "bailing_moe": ModelFamily(per_expert_modules("mlp.experts"), ("num_experts", *SIZES[1:])),
-    "bailing_moe_v2": ModelFamily(per_expert_modules("mlp.experts"), ("num_experts", *SIZES[1:])),
+    "deepseek": ModelFamily(per_expert_modules("mlp.experts"), SIZE_KEYS),
+    "bailing_moe": ModelFamily(per_expert_modules("mlp.experts"), ("num_experts", *SIZE_KEYS[1:])),
+    "bailing_moe_v2": ModelFamily(
+        per_expert_modules("mlp.experts"), ("num_experts", *SIZE_KEYS[1:])
+    ),
     "step3_text": ModelFamily(
-        step, ("moe_num_experts", "moe_top_k", "moe_intermediate_size", "hidden_size")
+        step_modules, ("moe_num_experts", "moe_top_k", "moe_intermediate_size", "hidden_size")
     ),
     "longcat_flash": ModelFamily(
         per_expert_modules("mlp.experts"),
@@ -67,10 +70,11 @@ def test_loaded_values_equal_the_files(family: str, kind: str, tmp_path: Path) -
             "w1": torch.cat([gate[:, rows], up[:, rows]], 1),
             "w2": sample.w2[experts][:, :, rows],
         }
+        problem, _ = loaded.partial(1)
         for name, values in exact.items():
             stored = getattr(loaded.weights, name)
             if kind != "bf16":
-                stored = dequantize_weights(loaded.weights, name, loaded.partial(1)[0])
+                stored = dequantize_weights(loaded.weights, name, problem)
             torch.testing.assert_close(stored.double(), values, rtol=1e-6, atol=1e-12)
 
 
@@ -133,8 +137,8 @@ def test_unsupported_zero_experts_are_refused(tmp_path: Path) -> None:
 
 
 def clamped_output(sample: Sample, limit: float | None, x: torch.Tensor, *routing: Any) -> Any:
-    """Return the float64 output of the layer. The limit bounds silu(gate) from above, and up from
-    both sides.
+    """Return the float64 output of a layer that computes min(silu(gate), limit) * clamp(up, -limit,
+    limit) for each expert.
     """
     weights, ids = routing
     y = torch.zeros_like(x)

@@ -1,5 +1,6 @@
 """The kernel of CutlassExpertsFP8, compiled for sm_90a without a GPU, has the expected
 instructions.
+
 These tests need nvidia-cutlass-dsl, which the extra `cutlass` installs (330 MB, NVIDIA's license).
 """
 
@@ -55,7 +56,7 @@ def test_kernel_has_the_expected_instructions(kernel: tuple[list[tuple[int, str]
     instructions, resources = kernel
     counts = Counter(opcode(i) for _, i in instructions)
     assert counts["QGMMA.64x128x32.F32.E4M3.E4M3"] == 8
-    # There is one wait for four products. The assembler may not add waits.
+    # There is one wait for four products. The assembler must not add waits.
     assert counts["WARPGROUP.ARRIVE"] == counts["WARPGROUP.DEPBAR.LE"] == 2
     assert counts["UTMALDG.2D.MULTICAST"] == 1
     assert any(name.startswith("UTMASTG") for name in counts)
@@ -84,5 +85,5 @@ def test_main_loop_has_no_barrier_and_few_instructions(
     assert counts["QGMMA"] == 8
     assert counts["FFMA"] == 128
     assert not counts["BAR"]
-    assert not counts["LDG"]  # Scales are in the ring, too.
+    assert not counts["LDG"]  # TMA loads scales into shared memory, like the operands.
     assert len(loop) <= MAX_LOOP_INSTRUCTIONS

@@ -173,13 +173,13 @@ def test_a_child_forked_during_a_load_has_no_partial_adapter_in_its_pool(
         return split_gate_up(name, tensor)
 
     monkeypatch.setattr(pool, "_split_gate_up", slow)
-    small = layer_adapter(1, 2, halves=2)
+    small = layer_adapter(1, 2, num_a13=2)
 
     def child() -> tuple[int, dict[str, torch.Tensor]]:
         slot = pool.load("small", small)
         return slot, {name: tensor[slot].clone() for name, tensor in tensors.items()}
 
-    with gate.holding(lambda: pool.load("large", layer_adapter(5, 1, halves=2))):
+    with gate.holding(lambda: pool.load("large", layer_adapter(5, 1, num_a13=2))):
         slot, result = run_in_child(child)
     assert (slot, dict(pool.slots)) == (0, {"large": 0})
     alone = AdapterPool(LORA)
@@ -192,7 +192,7 @@ def test_a_child_forked_during_a_load_loses_no_slot_of_its_manager(
 ) -> None:
     gate = Gate()
     manager = LoRAManager(make_base_layer().problem, "adapters=1,rank=5", [3, 4])
-    load, own = manager.pools[4].load, MoELoRALayer(layer_adapter(4, 1, halves=2))
+    load, own = manager.pools[4].load, MoELoRALayer(layer_adapter(4, 1, num_a13=2))
 
     def slow(*args: Any) -> int:
         gate.pass_through()

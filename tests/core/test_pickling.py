@@ -143,9 +143,9 @@ def test_pools_round_trip(copy_of: Callable[[Any], Any]) -> None:
         lora="adapters=2,rank=5",
     )  # fmt: skip
     pool = AdapterPool(problem)
-    pool.load("one", make_adapter(3, 1, halves=2))
+    pool.load("one", make_adapter(3, 1, num_a13=2))
     other = copy_of(pool)
-    assert other.load("two", make_adapter(4, 2, halves=2)) == 1
+    assert other.load("two", make_adapter(4, 2, num_a13=2)) == 1
     assert (dict(pool.slots), dict(other.slots)) == ({"one": 0}, {"one": 0, "two": 1})
     assert all(torch.equal(t[0], other._tensors[name][0]) for name, t in pool._tensors.items())
     assert not any(tensor[1].any() for tensor in pool._tensors.values())

@@ -70,8 +70,8 @@ def test_the_second_file_of_sglang_is_for_gemm_2(tmp_path: Path) -> None:
         tmp_path / NAME.replace(".json", "_down.json"),
         {"1": vllm_launch(16, 32), "50": vllm_launch(16, 128, 64)},
     )
-    steps = make_lookup(folder).find_source(MIXTRAL).steps
-    configs = [steps.choose(tokens) for tokens in (1, 25, 26, 50, 51, 1000)]
+    by_token_count = make_lookup(folder).find_source(MIXTRAL).steps
+    configs = [by_token_count.choose(tokens) for tokens in (1, 25, 26, 50, 51, 1000)]
     assert [config.gemm1.block_m for config in configs] == [16, 16, 16, 16, 64, 64]
     assert [config.gemm2.block_n for config in configs] == [32, 32, 128, 128, 128, 128]
     assert [config.gemm2.block_m for config in configs] == [16, 16, 16, 16, 64, 64]
@@ -164,7 +164,7 @@ MALFORMED: dict[str, str] = {
     "zero": json.dumps({"64": vllm_launch(num_stages=0)}),
     "a fraction": json.dumps({"64": vllm_launch(n=64.5)}),
     "a whole float": json.dumps({"64": vllm_launch(n=64.0)}),
-    "a truth": json.dumps({"64": vllm_launch(num_warps=True)}),
+    "a bool": json.dumps({"64": vllm_launch(num_warps=True)}),
     "a string": json.dumps({"64": vllm_launch(n="64")}),
     "null": json.dumps({"64": vllm_launch(n=None)}),
     "a list for a launch": json.dumps({"64": [16, 64, 128]}),
@@ -186,17 +186,17 @@ MALFORMED: dict[str, str] = {
     "our format, their launch": json.dumps({"format": FORMAT, "64": vllm_launch()}),
     "our format, one GEMM": json.dumps({"format": FORMAT, "64": {"gemm1": vllm_launch()}}),
     "two block_m": json.dumps(file_contents(tokens_64=(vllm_launch(16), vllm_launch(32)))),
-    "tuned for a word": json.dumps(
+    "tuned_for is a string": json.dumps(
         {**file_contents(tokens_1=(vllm_launch(), vllm_launch())), "tuned_for": "x"}
     ),
-    "tuned for less": json.dumps(
+    "tuned_for without fields": json.dumps(
         {**file_contents(tokens_1=(vllm_launch(), vllm_launch())), "tuned_for": {}}
     ),
 }
 
 
 @pytest.mark.parametrize("text", MALFORMED.values(), ids=MALFORMED.keys())
-def test_a_malformed_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
+def test_error_names_the_malformed_file(tmp_path: Path, text: str) -> None:
     path = write_config_file(tmp_path / NAME, text)
     with pytest.raises(ConfigurationError) as refused:
         make_lookup(path.parent).find_source(MIXTRAL)
@@ -215,7 +215,7 @@ def test_non_json_and_oversized_files_are_refused(tmp_path: Path) -> None:
     assert make_lookup(path.parent).find_source(MIXTRAL).token_counts == (64,)
 
 
-def test_an_unreadable_file_is_refused_by_name(tmp_path: Path) -> None:
+def test_unreadable_file_is_refused(tmp_path: Path) -> None:
     makers: tuple[Callable[[Path], object], ...] = (
         Path.mkdir,
         os.mkfifo,
@@ -273,8 +273,10 @@ def test_vllm_and_sglang_files_must_have_valid_tiles(
     assert str(path) in str(refused.value)
 
 
-def test_a_step_has_at_most_one_scale(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A step deeper than a scale's block would be multiplied by a wrong scale."""
+def test_block_k_is_at_most_the_scale_block(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A K step that spans several blocks of scales would be multiplied by a single scale."""
     wide = vllm_launch(64, 128, 256, num_stages=2)
     with override_config({"gemm1": wide, "gemm2": wide}):
         with pytest.raises(ConfigurationError, match="got 256, need a divisor of 128"):

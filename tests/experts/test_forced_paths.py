@@ -1,4 +1,4 @@
-"""All cases that tests/gpu samples for a path of TritonExperts support this path."""
+"""The cases of tests/gpu that force a path of TritonExperts are valid for this path."""
 
 import importlib.util
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_every_sampled_case_supports_the_path(name: str, path: str) -> None:
             default = DEFAULTS[path](case.problem)
             assert default.path == path
             with override_config(default):
-                tiles = choose_config(
+                config = choose_config(
                     case.problem, case.problem.tokens, supported_paths(case.problem)
                 )
-            assert tiles == default, str(case)
+            assert config == default, str(case)

@@ -25,7 +25,7 @@ QWEN = Problem(
     tokens=1, hidden=2048, intermediate=1408, experts=128, top_k=8, quant="fp8_w8a8_channel"
 )
 BLOCKS = replace(QWEN, quant="fp8_w8a8_block")
-PAIR = gemv_tma_config.default_config(QWEN, H200)
+CONFIG = gemv_tma_config.default_config(QWEN, H200)
 
 
 @pytest.mark.parametrize(
@@ -33,11 +33,11 @@ PAIR = gemv_tma_config.default_config(QWEN, H200)
 )
 def test_few_tokens_use_the_path_with_launchable_tiles(problem: Problem, max_tokens: int) -> None:
     assert gemv_tma_config.max_tokens(problem) == max_tokens
-    steps = make_heuristic_steps(problem, H200)
-    pair = steps.choose(1)
+    configs_by_tokens = make_heuristic_steps(problem, H200)
+    pair = configs_by_tokens.choose(1)
     assert pair.path == "gemv_tma"
-    assert steps.choose(max_tokens) == pair
-    assert steps.choose(max_tokens + 1).path != "gemv_tma"
+    assert configs_by_tokens.choose(max_tokens) == pair
+    assert configs_by_tokens.choose(max_tokens + 1).path != "gemv_tma"
     require_config(pair, problem, H200, "heuristics")
     assert "gemv_tma" not in {
         p.path for p in make_heuristic_steps(problem, H200, ("aligned", "gemv")).configs
@@ -60,7 +60,7 @@ def test_the_ring_fills_the_memory_left_by_the_vectors(
     assert [violation.what for violation in violations] == ["num_stages"]
 
 
-def test_short_vectors_with_block_scales_take_the_single_path() -> None:
+def test_short_vectors_with_block_scales_take_the_gemv_path() -> None:
     problem = replace(BLOCKS, intermediate=768)
     assert gemv_tma_config.supports(problem, H200)
     assert make_heuristic_steps(problem, H200).choose(1).path == "gemv"
@@ -113,8 +113,8 @@ def test_path_requires_sm_90() -> None:
 def test_a_tile_that_its_kernel_cannot_launch_is_refused(
     change: dict[str, int], field: str
 ) -> None:
-    assert fit_to_problem(configs_from_override(PAIR), QWEN, H200).steps.choose(1) == PAIR
-    broken = MoEConfig(replace(PAIR.gemm1, **change), replace(PAIR.gemm2, **change), "gemv_tma")
+    assert fit_to_problem(configs_from_override(CONFIG), QWEN, H200).steps.choose(1) == CONFIG
+    broken = MoEConfig(replace(CONFIG.gemm1, **change), replace(CONFIG.gemm2, **change), "gemv_tma")
     with pytest.raises(ConfigurationError, match=field):
         fit_to_problem(configs_from_override(broken), QWEN, H200)
 
@@ -122,12 +122,12 @@ def test_a_tile_that_its_kernel_cannot_launch_is_refused(
 def test_a_path_of_a_file_is_limited_to_its_number_of_tokens() -> None:
     """5 tokens are nearer to 1 than to 64, but the path supports only 4."""
     other = LaunchConfig(16, 64, 128, 1, 4, 3)
-    launches = (((1, PAIR.gemm1), (64, other)), ((1, PAIR.gemm2), (64, other)))
+    launches = (((1, CONFIG.gemm1), (64, other)), ((1, CONFIG.gemm2), (64, other)))
     tuned_configs = TunedConfigs(
         "x", *launches, False, False, paths=((1, "gemv_tma"), (64, "aligned"))
     )
-    steps = fit_to_problem(tuned_configs, BLOCKS, H200).steps
-    assert [steps.choose(tokens).path for tokens in (1, 4, 5)] == [
+    configs_by_tokens = fit_to_problem(tuned_configs, BLOCKS, H200).steps
+    assert [configs_by_tokens.choose(tokens).path for tokens in (1, 4, 5)] == [
         "gemv_tma",
         "gemv_tma",
         "aligned",
@@ -136,14 +136,14 @@ def test_a_path_of_a_file_is_limited_to_its_number_of_tokens() -> None:
 
 def test_the_path_of_a_neighbor_is_reused_but_not_its_stages() -> None:
     """The number of stages depends on the depths of the layer that uses them."""
-    launches = (((1, PAIR.gemm1),), ((1, PAIR.gemm2),))
+    launches = (((1, CONFIG.gemm1),), ((1, CONFIG.gemm2),))
     tuned_configs = TunedConfigs("x", *launches, False, False, paths=((1, "gemv_tma"),))
     deep = replace(QWEN, hidden=3584)
     neighbor = TunedLayer(QWEN.e, QWEN.top_k, QWEN.hidden, QWEN.intermediate, tuned_configs)
     heuristics = make_heuristic_steps(deep, H200, ("aligned",))
     (borrowed,) = borrow_configs([neighbor], deep, H200, heuristics, token_counts=(1,))
     assert borrowed.origin.startswith(neighbor.name)
-    assert borrowed.config == gemv_tma_config.default_config(deep, H200) != PAIR
+    assert borrowed.config == gemv_tma_config.default_config(deep, H200) != CONFIG
 
 
 def test_tuning_candidates_include_all_valid_block_ks() -> None:
@@ -151,7 +151,7 @@ def test_tuning_candidates_include_all_valid_block_ks() -> None:
         space = ConfigSpace(QWEN, "X", ALL_PATHS)
         tried = [pair for pair in space.candidates(1) if pair.path == "gemv_tma"]
         assert not [pair for pair in space.candidates(64) if pair.path == "gemv_tma"]
-    assert PAIR in tried
+    assert CONFIG in tried
     assert {pair.gemm1.block_k for pair in tried} == {128, 256, 512}
     for pair in tried:
         require_config(pair, QWEN, H200, "tried")

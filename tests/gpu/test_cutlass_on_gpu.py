@@ -1,4 +1,7 @@
-"""Layers return the same bits with GEMMs written in CuTe DSL as with GEMMs written in Gluon."""
+"""CutlassExpertsFP8 returns the same bits as TritonExperts on the path grouped_tma.
+
+The GEMMs of CutlassExpertsFP8 are written in CuTe DSL, and those of the path in Gluon.
+"""
 
 from dataclasses import replace
 
@@ -16,14 +19,14 @@ PF = "MoEPrepareAndFinalizeNoEP"
 BASE = Problem(300, 512, 256, 4, 2, "bfloat16", "fp8_w8a8_block")
 
 
-def machine_with_cutlass() -> Machine:
+def machine_with_cutlass_packages() -> Machine:
     return current_machine(("nvidia_cutlass_dsl", "tvm_ffi"))
 
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not check(PF, "CutlassExpertsFP8", BASE, machine_with_cutlass()).ok,
+        not check(PF, "CutlassExpertsFP8", BASE, machine_with_cutlass_packages()).ok,
         reason="needs sm_90 and cutlass",
     ),
 ]

@@ -1,10 +1,10 @@
-"""Automatic preparation of weights, and replayed launches of the router, on a GPU."""
+"""Automatic preparation of weights, and repeated calls of the router, on a GPU."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from grouped_gemm_stand_in import MXFP4
+from grouped_gemm_stand_in import MXFP4 as MXFP4_PROBLEM
 
 from modular_kernel.catalog import make_kernel
 from modular_kernel.layers.fused_moe import FusedMoE
@@ -22,7 +22,7 @@ SCHEMES = ("mxfp4_w4a16", "int4_w4a16_group", "int4_w4a16_group:zero_points=true
 @pytest.mark.parametrize("tokens", [1, 40, 512])
 @pytest.mark.parametrize("quant", SCHEMES)
 def test_automatic_preparation_is_bitwise_equal_to_manual(quant: str, tokens: int) -> None:
-    problem = replace(MXFP4, quant=quant, tokens=tokens, hidden=512, intermediate=768)
+    problem = replace(MXFP4_PROBLEM, quant=quant, tokens=tokens, hidden=512, intermediate=768)
     inputs = make_inputs(problem, "uniform", CUDA)
     manual = make_kernel(*PAIR, problem, auto_prepare=False)
     expected = manual(inputs.x_TH, manual.prepare_weights(inputs.weights), inputs.routing)
@@ -36,8 +36,8 @@ def test_automatic_preparation_is_bitwise_equal_to_manual(quant: str, tokens: in
     assert AUTO_PREPARED.held_bytes()[torch.device("cuda", 0)] > 0
 
 
-def test_capture_before_the_first_call_uses_unprepared_weights() -> None:
-    problem = replace(MXFP4, hidden=512, intermediate=768)
+def test_capture_before_the_first_call_with_the_weights_uses_unprepared_weights() -> None:
+    problem = replace(MXFP4_PROBLEM, hidden=512, intermediate=768)
     inputs = make_inputs(problem, "uniform", CUDA)
     warm = make_inputs(replace(problem), "uniform", CUDA)
     manual = make_kernel(*PAIR, problem, auto_prepare=False)
@@ -71,7 +71,7 @@ def test_capture_before_the_first_call_uses_unprepared_weights() -> None:
     ],
     ids=["softmax", "topk_first", "deepseek"],
 )
-def test_replayed_routing_equals_the_torch_reference(spec: RouterSpec) -> None:
+def test_repeated_routing_equals_the_torch_reference(spec: RouterSpec) -> None:
     experts, generator = 128, torch.Generator("cuda").manual_seed(3)
     bias = None
     if spec.selection_bias:

@@ -26,12 +26,12 @@ ADAPTER_ROWS = ((slice(0, 4), 5, 0.5), (slice(9, 12), 3, 2.0))
 ACCURACY = 2e-6  # relative to the largest value, for sums of at most 32 values in float32
 
 
-def make_layers(mode: Any, halves: int) -> tuple[FusedMoE, FusedMoEWithLoRA, LoRAManager]:
+def make_layers(mode: Any, num_a13: int) -> tuple[FusedMoE, FusedMoEWithLoRA, LoRAManager]:
     layer = layers.make_base_layer(routed_scaling_factor=1.5).cuda()
-    lora = f"adapters=3,rank={layers.R}" + ",a13=shared" * (halves == 1)
+    lora = f"adapters=3,rank={layers.MAX_RANK}" + ",a13=shared" * (num_a13 == 1)
     manager = LoRAManager(layer.problem, lora, [3], "cuda", mode=mode)
     for name, rank, scaling in (("a", 3, 2.0), ("b", 5, 0.5)):
-        adapter = layers.make_adapter(rank, rank, halves=halves)
+        adapter = layers.make_adapter(rank, rank, num_a13=num_a13)
         manager.load(name, {3: MoELoRALayer(adapter, scaling)})
     return layer, FusedMoEWithLoRA(layer, manager), manager
 
@@ -50,16 +50,16 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
     )
 
 
-@pytest.mark.parametrize("halves", [1, 2])
-def test_merged_mode_equals_merged_weights(halves: int) -> None:
-    layer, adapted, manager = make_layers("merged", halves)
+@pytest.mark.parametrize("num_a13", [1, 2])
+def test_merged_mode_equals_merged_weights(num_a13: int) -> None:
+    layer, adapted, manager = make_layers("merged", num_a13)
     x, logits = (tensor.cuda() for tensor in layers.make_call())
     batch = ForwardBatch(BATCH.lora_ids, BATCH.seg_indptr.cuda())
     got = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(batch, 3))
     weights, routing = weights_and_routing_on_cpu(layer, x, logits)
     expected = reference.float64_reference(x.cpu(), weights, routing, layer.problem)
     for rows, rank, scaling in ADAPTER_ROWS:
-        adapter = layers.make_adapter(rank, rank, halves=halves)
+        adapter = layers.make_adapter(rank, rank, num_a13=num_a13)
         a13, b13, a2, b2 = (getattr(adapter, f"lora_{name}").double() for name in layers.NAMES)
         gate, up = b13[:, : layers.I] @ a13[:, :rank], b13[:, layers.I :] @ a13[:, -rank:]
         merged = ExpertWeights(
@@ -97,11 +97,11 @@ def test_reloaded_adapter_replaces_an_evicted_one() -> None:
     batch = ForwardBatch(("a", "a", "a"), BATCH.seg_indptr.cuda())
     before = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(batch, 3)).clone()
     manager.evict("a")
-    manager.load("a", {3: MoELoRALayer(layers.make_adapter(4, 17, halves=2))})
+    manager.load("a", {3: MoELoRALayer(layers.make_adapter(4, 17, num_a13=2))})
     after = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(batch, 3)).clone()
     assert not torch.equal(before, after)
     manager.evict("a")
-    manager.load("a", {3: MoELoRALayer(layers.make_adapter(3, 3, halves=2), 2.0)})
+    manager.load("a", {3: MoELoRALayer(layers.make_adapter(3, 3, num_a13=2), 2.0)})
     again = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(batch, 3))
     assert torch.equal(before, again)
 

@@ -55,7 +55,7 @@ class GlooGroup:
     def high_throughput(self, hidden):
         result = high_throughput_arguments(DEEP_EP_V1.Buffer, hidden, self.world_size, self.num_sms)
         return HighThroughputBuffer(
-            result.arguments.make_buffer(DEEP_EP_V1.Buffer, None), result.dispatch, result.combine
+            result.buffer.make_buffer(DEEP_EP_V1.Buffer, None), result.dispatch, result.combine
         )
 
     def low_latency(self, tokens, hidden, experts):

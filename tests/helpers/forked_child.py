@@ -72,7 +72,7 @@ class Gate:
 
     @contextmanager
     def holding(self, function: Callable[[], Any]) -> Any:
-        """Run `function` in a thread that blocks at the gate during the block, then let it end."""
+        """Run `function` in a thread, which waits at the gate until the `with` statement ends."""
         errors: list[BaseException] = []
 
         def run() -> None:

@@ -9,7 +9,7 @@ from modular_kernel.layers.lora import ForwardBatch, FusedMoEWithLoRA, LoRAManag
 from modular_kernel.spec.lora import Adapter
 from modular_kernel.spec.router import RouterSpec
 
-E, K, H, I, R = 6, 2, 32, 24, 5  # noqa: E741
+E, K, H, I, MAX_RANK = 6, 2, 32, 24, 5  # noqa: E741
 STARTS = torch.tensor([0, 4, 9, 12])
 NAMES = ("a13", "b13", "a2", "b2")
 FLOATS: dict[str, Any] = {"params_dtype": torch.float32}
@@ -30,11 +30,14 @@ def fill_parameters(layer: FusedMoE, seed: int = 0) -> FusedMoE:
 
 
 def make_adapter(
-    rank: int, seed: int, *, halves: int = 1, experts: int = E, inner: int = I
+    rank: int, seed: int, *, num_a13: int = 1, experts: int = E, inner: int = I
 ) -> Adapter:
-    """Return a random adapter. halves: 1 if gate and up share A, otherwise 2."""
+    """Return a random adapter.
+
+    num_a13: number of matrices A for w13, 1 if gate and up share one.
+    """
     g = torch.Generator().manual_seed(seed)
-    shapes = (halves * rank, H), (2 * inner, rank), (rank, inner), (H, rank)
+    shapes = (num_a13 * rank, H), (2 * inner, rank), (rank, inner), (H, rank)
     matrices = (torch.randn(experts, *shape, generator=g) / shape[1] ** 0.5 for shape in shapes)
     return Adapter(*matrices)
 
@@ -45,12 +48,12 @@ def make_call() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(12, H, generator=g), torch.randn(12, E, generator=g)
 
 
-def add_adapters(layer: FusedMoE, mode: Any, halves: int) -> tuple[FusedMoEWithLoRA, LoRAManager]:
+def add_adapters(layer: FusedMoE, mode: Any, num_a13: int) -> tuple[FusedMoEWithLoRA, LoRAManager]:
     """Add adapter "a" of rank 3 and scaling 2, and adapter "b" of rank 5 and scaling 0.5."""
-    lora = f"adapters=3,rank={R}" + ",a13=shared" * (halves == 1)
+    lora = f"adapters=3,rank={MAX_RANK}" + ",a13=shared" * (num_a13 == 1)
     manager = LoRAManager(layer.problem, lora, [3], mode=mode)
     for name, rank, scaling in (("a", 3, 2.0), ("b", 5, 0.5)):
-        lora_layer = MoELoRALayer(make_adapter(rank, rank, halves=halves), scaling)
+        lora_layer = MoELoRALayer(make_adapter(rank, rank, num_a13=num_a13), scaling)
         manager.load(name, {3: lora_layer})
     return FusedMoEWithLoRA(layer, manager), manager
 

@@ -14,29 +14,30 @@ CPU = torch.device("cpu")
 # Hidden and intermediate size are no multiples of any group or block below, except of group=40.
 BASE = Problem(tokens=2, hidden=40, intermediate=24, experts=3, top_k=1)
 FP8, HALF = torch.float8_e4m3fn, (torch.float32, torch.bfloat16)
-FULL, BYTE = (torch.float32,), (torch.uint8,)
+FLOAT32, BYTE = (torch.float32,), (torch.uint8,)
 ANY = (torch.float32, torch.float16, torch.bfloat16)
 
 # Scheme -> (shapes of the stored tensor, scale and zero point of w1 (3, 48, 40), then of w2
 # (3, 40, 24)), (possible dtypes of the stored tensors, possible dtypes of the scales).
 # fmt: off
 SPECS: dict[str, tuple[tuple[tuple[int, ...] | None, ...], tuple[Any, ...]]] = {
-    "fp8_w8a8_tensor": (((3, 48, 40), (3,), None, (3, 40, 24), (3,), None), ((FP8,), FULL)),
+    "fp8_w8a8_tensor": (((3, 48, 40), (3,), None, (3, 40, 24), (3,), None), ((FP8,), FLOAT32)),
     "fp8_w8a8_tensor:static=true": (
-        ((3, 48, 40), (3,), None, (3, 40, 24), (3,), None), ((FP8,), FULL)),
-    "fp8_w8a8_channel": (((3, 48, 40), (3, 48), None, (3, 40, 24), (3, 40), None), ((FP8,), FULL)),
+        ((3, 48, 40), (3,), None, (3, 40, 24), (3,), None), ((FP8,), FLOAT32)),
+    "fp8_w8a8_channel": (
+        ((3, 48, 40), (3, 48), None, (3, 40, 24), (3, 40), None), ((FP8,), FLOAT32)),
     "fp8_w8a8_block:block=32x16": (
-        ((3, 48, 40), (3, 2, 3), None, (3, 40, 24), (3, 2, 2), None), ((FP8,), FULL)),
+        ((3, 48, 40), (3, 2, 3), None, (3, 40, 24), (3, 2, 2), None), ((FP8,), FLOAT32)),
     "fp8_w8a8_block": (
-        ((3, 48, 40), (3, 1, 1), None, (3, 40, 24), (3, 1, 1), None), ((FP8,), FULL)),
+        ((3, 48, 40), (3, 1, 1), None, (3, 40, 24), (3, 1, 1), None), ((FP8,), FLOAT32)),
     "fp8_w8a16_tensor": (((3, 48, 40), (3,), None, (3, 40, 24), (3,), None), ((FP8,), HALF)),
     "fp8_w8a16_channel": (((3, 48, 40), (3, 48), None, (3, 40, 24), (3, 40), None), ((FP8,), HALF)),
     "fp8_w8a16_block:block=32x16": (
         ((3, 48, 40), (3, 2, 3), None, (3, 40, 24), (3, 2, 2), None), ((FP8,), HALF)),
     "int8_w8a8_channel": (
-        ((3, 48, 40), (3, 48), None, (3, 40, 24), (3, 40), None), ((torch.int8,), FULL)),
+        ((3, 48, 40), (3, 48), None, (3, 40, 24), (3, 40), None), ((torch.int8,), FLOAT32)),
     "int8_w8a8_block:block=16x32": (
-        ((3, 48, 40), (3, 3, 2), None, (3, 40, 24), (3, 3, 1), None), ((torch.int8,), FULL)),
+        ((3, 48, 40), (3, 3, 2), None, (3, 40, 24), (3, 3, 1), None), ((torch.int8,), FLOAT32)),
     "int8_w8a16_channel": (
         ((3, 48, 40), (3, 48), None, (3, 40, 24), (3, 40), None), ((torch.int8,), HALF)),
     "int8_w8a16_group:group=16": (
@@ -74,6 +75,6 @@ def make_quantized(text: str, **changes: Any) -> tuple[Problem, ExpertWeights]:
     return problem, quantize_weights(plain_weights(problem), problem)
 
 
-def parts_of(weights: ExpertWeights, name: str) -> tuple[Any, Any, Any]:
+def tensors_of(weights: ExpertWeights, name: str) -> tuple[Any, Any, Any]:
     """Return a weight, its scale and its zero point."""
     return tuple(getattr(weights, f"{name}{end}") for end in ("", "_scale", "_zero_point"))

@@ -24,13 +24,17 @@ def make_pools_fixture() -> Any:
     return pools
 
 
-def make_stages_fixture(register: dict[str, Any]) -> Any:
-    """Return the fixture `stages`, which registers the stages of `register` in empty pools."""
+def make_stages_fixture(stages_by_kind: dict[str, Any]) -> Any:
+    """Return the fixture `stages`, which registers stages in empty pools for a test.
+
+    stages_by_kind: maps "pre-permute", "post-permute" and "core" to (decorator that registers a
+        stage, function of the stage, any).
+    """
 
     @pytest.fixture(name="stages")
     def stages(pools: None) -> None:
         for kind in ("pre-permute", "post-permute", "core"):
-            decorator, source, _ = register[kind]
-            decorator(source)
+            decorator, function, _ = stages_by_kind[kind]
+            decorator(function)
 
     return stages

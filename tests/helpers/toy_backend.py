@@ -98,7 +98,7 @@ ToyExperts = make_experts(
 
 
 @register_fused_func("none", "toy", unfused=ToyExperts)
-def fused_none_to_toy(call: RunnerCall[ToyState]) -> None:
+def fused_toy(call: RunnerCall[ToyState]) -> None:
     routing, x = call.tokens.routing, call.tokens.x_TH.float()
     ids = local_ids(routing, call.weights.w1.shape[0])
     total = torch.zeros(call.output.shape, dtype=torch.float32, device=call.output.device)

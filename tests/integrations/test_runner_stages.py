@@ -68,7 +68,7 @@ class Core(MoeRunnerCore[Any]):
 
 
 def fused(call: RunnerCall[Any]) -> None:
-    toy_backend.fused_none_to_toy(call)
+    toy_backend.fused_toy(call)
 
 
 def other_pre(call: RunnerCall[Any]) -> ToyInput:

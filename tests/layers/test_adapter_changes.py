@@ -74,7 +74,7 @@ def threads_meet_at_slot_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("threads_meet_at_slot_choice")
 def test_concurrent_loads_use_different_slots() -> None:
     pool = AdapterPool(PROBLEM)
-    adapters = {f"{n}": make_adapter(1 + n % 5, n, halves=2) for n in range(THREADS)}
+    adapters = {f"{n}": make_adapter(1 + n % 5, n, num_a13=2) for n in range(THREADS)}
     run_concurrently(*(lambda n=name: pool.load(n, adapters[n]) for name in adapters))  # type: ignore[misc]
     assert sorted(pool.slots.values()) == list(range(THREADS))
     for name, adapter in adapters.items():
@@ -87,7 +87,7 @@ def test_concurrent_loads_use_different_slots() -> None:
 @pytest.mark.usefixtures("threads_meet_at_slot_choice")
 def test_concurrent_loads_use_the_same_slot_in_all_layers() -> None:
     manager = LoRAManager(make_base_layer().problem, "adapters=8,rank=5", [3, 4])
-    adapter = MoELoRALayer(make_adapter(4, 1, halves=2))
+    adapter = MoELoRALayer(make_adapter(4, 1, num_a13=2))
     run_concurrently(*(lambda n=n: manager.load(f"{n}", {3: adapter}) for n in range(THREADS)))  # type: ignore[misc]
     third, fourth = (dict(pool.slots) for pool in manager.pools.values())
     assert third == fourth
@@ -98,7 +98,7 @@ def test_threads_see_only_their_own_adapters() -> None:
     layer = make_base_layer()
     manager = LoRAManager(layer.problem, "adapters=3,rank=5", [3])
     adapted, (x, logits) = FusedMoEWithLoRA(layer, manager), make_call()
-    adapters = [MoELoRALayer(make_adapter(1 + n % 5, n, halves=2)) for n in range(4)]
+    adapters = [MoELoRALayer(make_adapter(1 + n % 5, n, num_a13=2)) for n in range(4)]
     expected_outputs = []
     for n, adapter in enumerate(adapters):
         manager.load(f"{n}", {3: adapter})
@@ -188,8 +188,8 @@ def check_consistency(manager: LoRAManager) -> None:
 def test_interrupts_at_any_line_leave_the_layers_consistent(
     mode: Any, second_interrupt_after: int | None
 ) -> None:
-    shared, halves = (",a13=shared", 1) if mode == "parallel_delta" else ("", 2)
-    adapter = MoELoRALayer(make_adapter(4, 1, halves=halves), 2.0)
+    shared, num_a13 = (",a13=shared", 1) if mode == "parallel_delta" else ("", 2)
+    adapter = MoELoRALayer(make_adapter(4, 1, num_a13=num_a13), 2.0)
 
     def make_manager() -> LoRAManager:
         manager = LoRAManager(
@@ -250,8 +250,8 @@ def test_refused_scaling_leaves_slots_free(scaling: float) -> None:
 def test_pools_made_in_inference_mode_load_outside_it() -> None:
     with torch.inference_mode():
         pool = AdapterPool(PROBLEM)
-        pool.load("within", make_adapter(4, 1, halves=2))
-        adapter_of_inference_mode = make_adapter(3, 2, halves=2)
+        pool.load("within", make_adapter(4, 1, num_a13=2))
+        adapter_of_inference_mode = make_adapter(3, 2, num_a13=2)
     pool.load("outside", adapter_of_inference_mode)
     pool.evict("within")
     assert not any(tensor[0].any() for tensor in pool._tensors.values())
@@ -261,12 +261,12 @@ def test_pools_made_in_inference_mode_load_outside_it() -> None:
 
 @pytest.mark.parametrize("mode", ["merged", "parallel_delta"])
 def test_managers_made_in_inference_mode_load_outside_it(mode: Any) -> None:
-    shared, halves = (",a13=shared", 1) if mode == "parallel_delta" else ("", 2)
+    shared, num_a13 = (",a13=shared", 1) if mode == "parallel_delta" else ("", 2)
     with torch.inference_mode():
         manager = LoRAManager(
             make_base_layer().problem, f"adapters=2,rank=5{shared}", [3], mode=mode
         )
-    manager.load("mine", {3: MoELoRALayer(make_adapter(4, 1, halves=halves), 2.0)})
+    manager.load("mine", {3: MoELoRALayer(make_adapter(4, 1, num_a13=num_a13), 2.0)})
     assert manager._ranks[3].tolist() == [4, 0]
     with torch.inference_mode():
         manager.evict("mine")

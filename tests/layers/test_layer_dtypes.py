@@ -193,7 +193,7 @@ def test_a_layer_raises_until_it_is_loaded(quant: str, load_method: str) -> None
         layer.set_weights(loaded.weights())
     elif load_method in ("state_dict", "assign"):
         layer.load_state_dict(state, assign=load_method == "assign")
-        assert not layer._unloaded
+        assert not layer._must_check_loaded
     for name, parameter in layer.named_parameters():
         if load_method == "copy_":
             parameter.copy_(state[name])
@@ -277,7 +277,7 @@ def test_a_router_raises_until_it_is_loaded(hash_routing: bool) -> None:
     else:
         loaded.e_score_correction_bias.data.zero_()
     router.load_state_dict(loaded.state_dict())
-    assert not router._unloaded
+    assert not router._must_check_loaded
     for got, want in zip(router(x_TH, token_ids), loaded(x_TH, token_ids), strict=True):
         assert torch.equal(got, want)
 

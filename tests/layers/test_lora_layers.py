@@ -7,13 +7,13 @@ import torch
 from lora_layers import (
     BATCH,
     FLOATS,
+    MAX_RANK,
     NAMES,
     STARTS,
     E,
     H,
     I,
     K,
-    R,
     add_adapters,
     make_adapter,
     make_base_layer,
@@ -33,10 +33,10 @@ from modular_kernel.layers.lora import (
 from modular_kernel.ops.moe_lora import run_moe_lora
 
 
-@pytest.mark.parametrize(("mode", "halves"), [("merged", 2), ("merged", 1), ("parallel_delta", 1)])
-def test_layer_without_adapters_equals_the_base_layer(mode: str, halves: int) -> None:
+@pytest.mark.parametrize(("mode", "num_a13"), [("merged", 2), ("merged", 1), ("parallel_delta", 1)])
+def test_layer_without_adapters_equals_the_base_layer(mode: str, num_a13: int) -> None:
     layer = make_base_layer()
-    adapted, manager = add_adapters(layer, mode, halves)
+    adapted, manager = add_adapters(layer, mode, num_a13)
     x, logits = make_call()
     want = layer(x, logits)
     assert torch.equal(adapted(x, logits), want)
@@ -48,17 +48,17 @@ def test_layer_without_adapters_equals_the_base_layer(mode: str, halves: int) ->
     assert bool((got != want).any(1)[[0, 1, 2, 3, 9, 10, 11]].all())
 
 
-@pytest.mark.parametrize("halves", [1, 2])
-def test_merged_mode_equals_merged_weights(halves: int) -> None:
+@pytest.mark.parametrize("num_a13", [1, 2])
+def test_merged_mode_equals_merged_weights(num_a13: int) -> None:
     layer = make_base_layer(routed_scaling_factor=1.5)
-    adapted, manager = add_adapters(layer, "merged", halves)
+    adapted, manager = add_adapters(layer, "merged", num_a13)
     x, logits = make_call()
     got = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(BATCH, 3))
     routing = layer._route(x, logits, None, (12,)).routing
     weights = layer.weights()
     want = reference.float64_reference(x, weights, routing, layer.problem)
     for rows, rank, scaling in ((slice(0, 4), 5, 0.5), (slice(9, 12), 3, 2.0)):
-        adapter = make_adapter(rank, rank, halves=halves)
+        adapter = make_adapter(rank, rank, num_a13=num_a13)
         a13, b13, a2, b2 = (getattr(adapter, f"lora_{name}").double() for name in NAMES)
         delta_13 = torch.cat([
             b13[:, :I] @ a13[:, :rank], b13[:, I:] @ a13[:, -rank:]
@@ -102,8 +102,8 @@ def test_the_backend_uses_the_buffers_of_its_pool() -> None:
     layer = make_base_layer()
     _, manager = add_adapters(layer, "parallel_delta", 1)
     backend, (x, _) = manager.backend(3), make_call()
-    assert backend.moe_gate_up_a_buffer.shape == (3, E, R, H)
-    assert backend.moe_down_a_buffer.shape == (3, E, R, I)
+    assert backend.moe_gate_up_a_buffer.shape == (3, E, MAX_RANK, H)
+    assert backend.moe_down_a_buffer.shape == (3, E, MAX_RANK, I)
     ids, weights = torch.arange(12)[:, None] % E, torch.ones(12, 1)
     info = manager.prepare_moe_lora_batch(BATCH, 3)
     assert info is not None

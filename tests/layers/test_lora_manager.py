@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lora_layers import STARTS, R, make_adapter, make_base_layer, make_call
+from lora_layers import MAX_RANK, STARTS, make_adapter, make_base_layer, make_call
 
 from modular_kernel.errors import (
     CapacityError,
@@ -19,23 +19,23 @@ from modular_kernel.errors import (
 from modular_kernel.layers.lora import ForwardBatch, FusedMoEWithLoRA, LoRAManager, MoELoRALayer
 
 
-def test_layers_without_the_adapter_are_zero_and_have_the_same_slots() -> None:
+def test_layers_without_an_adapter_add_nothing_and_have_the_same_slots() -> None:
     layer = make_base_layer()
     manager = LoRAManager(layer.problem, "adapters=2,rank=5", [3, 4])
     assert not manager.has_moe_lora
-    adapter = MoELoRALayer(make_adapter(4, 1, halves=2))
+    adapter = MoELoRALayer(make_adapter(4, 1, num_a13=2))
     assert manager.load("one", {4: adapter}) == 0
     assert manager.load("two", {3: adapter, 4: adapter}) == 1
     assert manager.has_moe_lora
-    third, fourth = (manager.prepare_moe_lora_batch(ForwardBatch(("one",), STARTS[:2]), n)
+    batch_3, batch_4 = (manager.prepare_moe_lora_batch(ForwardBatch(("one",), STARTS[:2]), n)
                      for n in (3, 4))  # fmt: skip
-    assert third is not None
-    assert fourth is not None
-    assert (third.lora_ranks.tolist(), fourth.lora_ranks.tolist()) == ([0, 4], [4, 4])
+    assert batch_3 is not None
+    assert batch_4 is not None
+    assert (batch_3.lora_ranks.tolist(), batch_4.lora_ranks.tolist()) == ([0, 4], [4, 4])
     x, logits = make_call()
-    got = FusedMoEWithLoRA(layer, manager)(x[:4], logits[:4], moe_lora_info=third)
+    got = FusedMoEWithLoRA(layer, manager)(x[:4], logits[:4], moe_lora_info=batch_3)
     torch.testing.assert_close(got, layer(x[:4], logits[:4]))
-    ranks = fourth.lora_ranks
+    ranks = batch_4.lora_ranks
     manager.evict("one")
     assert ranks.tolist() == [0, 4]  # written in place, because captured graphs read this tensor
     assert manager.load("three", {3: adapter}) == 0
@@ -45,7 +45,7 @@ def test_layers_without_the_adapter_are_zero_and_have_the_same_slots() -> None:
 
 def test_an_error_in_one_layer_changes_no_layer() -> None:
     manager = LoRAManager(make_base_layer().problem, "adapters=2,rank=5", [3, 4])
-    good, bad = (MoELoRALayer(make_adapter(r, 1, halves=2)) for r in (4, 6))
+    good, bad = (MoELoRALayer(make_adapter(r, 1, num_a13=2)) for r in (4, 6))
     with pytest.raises(ModularKernelError, match="rank: got 6"):
         manager.load("mine", {3: good, 4: bad})
     assert not manager.has_moe_lora
@@ -63,13 +63,13 @@ def test_folding_scales_both_b_matrices(scaling: float) -> None:
 
 
 def make_manager_of_two_layers() -> LoRAManager:
-    manager = LoRAManager(make_base_layer().problem, f"adapters=3,rank={R}", [3, 5])
-    manager.load("a", {3: MoELoRALayer(make_adapter(3, 1, halves=2))})
+    manager = LoRAManager(make_base_layer().problem, f"adapters=3,rank={MAX_RANK}", [3, 5])
+    manager.load("a", {3: MoELoRALayer(make_adapter(3, 1, num_a13=2))})
     return manager
 
 
 def test_a_pool_changed_without_the_manager_is_detected() -> None:
-    manager, adapter = make_manager_of_two_layers(), make_adapter(3, 2, halves=2)
+    manager, adapter = make_manager_of_two_layers(), make_adapter(3, 2, num_a13=2)
     manager.pools[5].load("mine", adapter)
     with pytest.raises(StateError, match=r"slots by layer: got \{3: 1, 5: 2\}"):
         manager.load("b", {3: MoELoRALayer(adapter)})
@@ -89,7 +89,7 @@ def test_layers_must_be_distinct_numbers(layers: Any) -> None:
 
 
 @pytest.mark.parametrize("name", [3, ["a"], None])
-def test_names_must_be_strings(name: Any) -> None:
+def test_adapter_names_must_be_strings_and_layers_integers(name: Any) -> None:
     manager = make_manager_of_two_layers()
     with pytest.raises(ConfigurationError, match="name of an adapter"):
         manager.evict(name)

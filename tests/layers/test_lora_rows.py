@@ -78,7 +78,7 @@ ROWS = {
     )),
     "L15": Row("backend, prepare_moe_lora_batch, load and evict", (
         f"{LAYERS}::test_layer_without_adapters_equals_the_base_layer",
-        f"{MANAGER}::test_layers_without_the_adapter_are_zero_and_have_the_same_slots",
+        f"{MANAGER}::test_layers_without_an_adapter_add_nothing_and_have_the_same_slots",
         f"{POOL}::test_later_loads_reuse_the_same_memory",
     )),
     "L16": Row("pairs grouped by adapter and expert; others are not read", (

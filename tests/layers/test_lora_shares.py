@@ -48,12 +48,12 @@ def make_tp_rank(
     return rank_layer, columns, lambda adapter: adapter.share(rank, ranks)
 
 
-@pytest.mark.parametrize(("mode", "halves"), [("merged", 2), ("parallel_delta", 1)])
+@pytest.mark.parametrize(("mode", "num_a13"), [("merged", 2), ("parallel_delta", 1)])
 @pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_tp_rank_outputs_sum_to_the_layer(mode: str, halves: int, ranks: int) -> None:
+def test_tp_rank_outputs_sum_to_the_layer(mode: str, num_a13: int, ranks: int) -> None:
     """B of w1 and A of w2 are sharded like the weights."""
     layer = make_base_layer()
-    adapted, manager = add_adapters(layer, mode, halves)
+    adapted, manager = add_adapters(layer, mode, num_a13)
     x, logits = make_call()
     want = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(BATCH, 3))
     got = torch.zeros_like(want)
@@ -66,7 +66,7 @@ def test_tp_rank_outputs_sum_to_the_layer(mode: str, halves: int, ranks: int) ->
                 name,
                 {
                     3: MoELoRALayer(
-                        shard_adapter(make_adapter(lora_rank, lora_rank, halves=halves)), scaling
+                        shard_adapter(make_adapter(lora_rank, lora_rank, num_a13=num_a13)), scaling
                     )
                 },
             )
@@ -76,7 +76,7 @@ def test_tp_rank_outputs_sum_to_the_layer(mode: str, halves: int, ranks: int) ->
 
 
 def test_an_adapter_is_sharded_like_its_weights() -> None:
-    whole = make_adapter(2, 0, halves=2)
+    whole = make_adapter(2, 0, num_a13=2)
     part = whole.share(1, 3)
     assert torch.equal(part.lora_b13[:, :8], whole.lora_b13[:, 8:16])
     assert torch.equal(part.lora_b13[:, 8:], whole.lora_b13[:, I + 8 : I + 16])
@@ -97,7 +97,7 @@ def test_padded_shards_of_adapters_are_padded_with_zeros(
 ) -> None:
     """Each rank has the columns of its weights. The last rank has fewer columns than the others."""
     whole, split = (
-        make_adapter(2, 0, halves=2),
+        make_adapter(2, 0, num_a13=2),
         split_intermediate(I, ranks, QuantScheme.parse(quant)),
     )
     b13 = whole.lora_b13.unflatten(1, (2, I) if gated else (I, 2))
@@ -120,13 +120,13 @@ def test_padded_shards_of_adapters_are_padded_with_zeros(
             whole.share(rank, ranks)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("mode", "halves"), [("merged", 2), ("parallel_delta", 1)])
-def test_ep_rank_outputs_sum_to_the_layer(mode: str, halves: int) -> None:
+@pytest.mark.parametrize(("mode", "num_a13"), [("merged", 2), ("parallel_delta", 1)])
+def test_ep_rank_outputs_sum_to_the_layer(mode: str, num_a13: int) -> None:
     """Every rank has all tokens, and half of the experts of both the base layer and the
     adapters.
     """
     layer = make_base_layer()
-    adapted, manager = add_adapters(layer, mode, halves)
+    adapted, manager = add_adapters(layer, mode, num_a13)
     x, logits = make_call()
     want = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(BATCH, 3))
     got = torch.zeros_like(want)
@@ -140,7 +140,7 @@ def test_ep_rank_outputs_sum_to_the_layer(mode: str, halves: int) -> None:
         lora = str(manager.problem.adapters)
         rank_manager = LoRAManager(rank_layer.problem, lora, [3], mode=mode)  # type: ignore[arg-type]
         for name, lora_rank, scaling in (("a", 3, 2.0), ("b", 5, 0.5)):
-            tensors = vars(make_adapter(lora_rank, lora_rank, halves=halves))
+            tensors = vars(make_adapter(lora_rank, lora_rank, num_a13=num_a13))
             local_adapter = Adapter(**{name: tensor[local] for name, tensor in tensors.items()})
             rank_manager.load(name, {3: MoELoRALayer(local_adapter, scaling)})
         info = rank_manager.prepare_moe_lora_batch(BATCH, 3)

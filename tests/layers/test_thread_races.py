@@ -1,4 +1,4 @@
-"""Concurrent use of a kernel, its weights and the interpreter by several threads."""
+"""Concurrent use of a kernel, its weights and Triton's interpreter by several threads."""
 
 import threading
 from collections.abc import Hashable
@@ -48,7 +48,7 @@ def test_concurrent_calls_of_several_sizes(
 ) -> None:
     machine = mk.catalog.this_machine(device="cpu")
     if not mk.check("MoEPrepareAndFinalizeNoEP", experts, PROBLEM, machine).ok:
-        pytest.skip("no interpreter here")
+        pytest.skip("needs Triton's interpreter")
     arguments = random_inputs(PROBLEM, CPU)
     kernel = mk.make_kernel("MoEPrepareAndFinalizeNoEP", experts, PROBLEM, machine=machine)
     want = kernel(*arguments)
@@ -89,11 +89,11 @@ def test_threads_share_the_counter_of_invalid_ids(
     )
     zeros, barrier, counters = torch.zeros, threading.Barrier(2), list[torch.Tensor]()
 
-    def slow(*arguments: Any, **options: Any) -> torch.Tensor:
+    def zeros_after_both_arrived(*arguments: Any, **options: Any) -> torch.Tensor:
         barrier.wait(60)
         return zeros(*arguments, **options)
 
-    monkeypatch.setattr(torch, "zeros", slow)
+    monkeypatch.setattr(torch, "zeros", zeros_after_both_arrived)
     run_concurrently(*[lambda: counters.append(kernel.count_invalid_ids_on(CPU))] * 2)
     assert counters[0] is counters[1]
     counters[0].fill_(3)
@@ -121,7 +121,7 @@ def test_the_interpreter_is_patched_only_after_its_setup(monkeypatch: pytest.Mon
     upstream = pytest.importorskip("triton.runtime.interpreter")
     patch = pytest.importorskip("modular_kernel.interpreter.patch")
     if not patch.is_active():
-        pytest.skip("kernels are compiled here")
+        pytest.skip("needs Triton's interpreter")
     patch.install()
     is_patched, make_gpu_options = [], patch.make_gpu_options
 

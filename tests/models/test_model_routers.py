@@ -152,12 +152,23 @@ def test_model_types_with_an_unknown_router_have_none() -> None:
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob = True, need False"),
         ("cohere2_moe", {"expert_selection_fn": "tanh"}, "need softmax or sigmoid"),
         ("ernie4_5_moe", {"moe_norm_min": 3}, "moe_norm_min = 3, need a number from 0 to 1"),
+        ("ernie4_5_moe", {"moe_norm_min": -0.5}, "moe_norm_min = -0.5, need a number from 0 to 1"),
+        ("ernie4_5_moe", {"moe_norm_min": True}, "moe_norm_min = True, need a number from 0 to 1"),
         ("laguna", {"moe_router_logit_softcapping": 1.5}, "softcapping = 1.5, need 0.0"),
     ],
 )
 def test_values_that_the_code_does_not_support_are_refused(kind: str, changes, match) -> None:
     with pytest.raises(ConfigurationError, match=match):
         router_of_config(CONFIG_PATH, {"model_type": kind} | changes, 4)
+
+
+@pytest.mark.parametrize("floor", [0, 0.0, 0.5, 1, 1.0])
+def test_floor_may_be_any_number_from_0_to_1(floor: float) -> None:
+    config = {"model_type": "ernie4_5_moe", "moe_norm_min": floor}
+    router = router_of_config(CONFIG_PATH, config, 4)
+    assert router is not None
+    assert router.floor == floor
+    assert type(router.floor) is float
 
 
 def test_only_differences_that_change_numbers_are_compared() -> None:

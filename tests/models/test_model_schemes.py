@@ -24,7 +24,7 @@ I4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 F4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 MX4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
 TOKEN = {"strategy": "token", "dynamic": True}
-BLOCK = F8 | {"strategy": "block", "block_structure": [128, 128]}
+F8_BLOCK = F8 | {"strategy": "block", "block_structure": [128, 128]}
 KIMI_IGNORED = [
     "re:.*self_attn.*",
     "re:.*shared_experts.*",
@@ -32,6 +32,7 @@ KIMI_IGNORED = [
 ]
 FP8_STATIC = {"quant_method": "fp8", "activation_scheme": "static"}
 MODELOPT = {"quant_method": "modelopt"}
+# In the keys of the dictionaries below, "ct" is compressed-tensors.
 SCHEMES: dict[str, tuple[dict[str, object], str]] = {
     "fp8": (FP8_STATIC, "fp8_w8a8_tensor:static=true"),
     "fp8 dynamic": (FP8_STATIC | {"activation_scheme": "dynamic"}, "fp8_w8a8_tensor"),
@@ -86,7 +87,7 @@ SCHEMES: dict[str, tuple[dict[str, object], str]] = {
     ),
     "ct fp8 block": (
         make_compressed_config(
-            BLOCK, F8 | {"strategy": "group", "group_size": 128, "dynamic": True}
+            F8_BLOCK, F8 | {"strategy": "group", "group_size": 128, "dynamic": True}
         ),
         "fp8_w8a8_block",
     ),
@@ -98,7 +99,7 @@ SCHEMES: dict[str, tuple[dict[str, object], str]] = {
         make_compressed_config(F8 | {"strategy": "channel"}),
         "fp8_w8a16_channel",
     ),
-    "ct fp8 weights by block": (make_compressed_config(BLOCK), "fp8_w8a16_block"),
+    "ct fp8 weights by block": (make_compressed_config(F8_BLOCK), "fp8_w8a16_block"),
     "ct int8": (
         make_compressed_config(I8 | {"strategy": "channel"}, I8 | TOKEN),
         "int8_w8a8_channel",
@@ -191,7 +192,7 @@ UNSUPPORTED: dict[str, dict[str, object]] = {
         F8 | {"strategy": "channel"}, F8 | TOKEN | {"dynamic": False}
     ),
     "ct block with another group": make_compressed_config(
-        BLOCK, F8 | {"strategy": "group", "group_size": 64, "dynamic": True}
+        F8_BLOCK, F8 | {"strategy": "group", "group_size": 64, "dynamic": True}
     ),
     "ct int4 with static int8 inputs": make_compressed_config(
         I4 | {"symmetric": True}, I8 | TOKEN | {"dynamic": False}
@@ -201,8 +202,8 @@ UNSUPPORTED: dict[str, dict[str, object]] = {
     ),
     "ct mxfp4 with nvfp4 inputs": make_compressed_config(MX4, F4 | {"dynamic": True}),
     "ct int4 without symmetric": make_compressed_config(I4),
-    "ct fp8 in act-order": make_compressed_config(BLOCK | {"actorder": "group"}),
-    "ct nvfp4 and 8 bits": make_compressed_config(F4, F8 | TOKEN),
+    "ct fp8 in act-order": make_compressed_config(F8_BLOCK | {"actorder": "group"}),
+    "ct nvfp4 with fp8 inputs": make_compressed_config(F4, F8 | TOKEN),
     "ignore is not a list": FP8_QUANTIZATION_CONFIG | {"ignore": "lm_head"},
 }
 

@@ -37,7 +37,9 @@ def test_every_selection_has_a_pairing_or_a_reason() -> None:
     assert len(MOE_LAYERS) * len(CLUSTERS) == 40
     selections = select_all_pairings()
     assert len(selections) == 40 * len(PHASE_TOKENS)
-    assert {(a.model, a.cluster) for a in selections if a.best is None} == WITHOUT_RECOMMENDATION
+    assert {
+        (selection.model, selection.cluster) for selection in selections if selection.best is None
+    } == WITHOUT_RECOMMENDATION
     for selection in selections:
         expected = ""
         if selection.best is None:
@@ -53,7 +55,9 @@ def test_every_selection_has_a_pairing_or_a_reason() -> None:
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("model", MOE_LAYERS)
 def test_recommended_pairing_is_valid_and_fits_in_memory(mk: Mk, model: str, cluster: str) -> None:
-    for selection in (a for a in select_all_pairings() if (a.model, a.cluster) == (model, cluster)):
+    for selection in select_all_pairings():
+        if (selection.model, selection.cluster) != (model, cluster):
+            continue
         tokens = str(PHASE_TOKENS[selection.phase])
         words = ("--model", model, "--machine", cluster, "--packages", "all", "--tokens", tokens)
         if selection.best is None:
@@ -110,17 +114,17 @@ def test_memory_counts_the_weights_of_all_layers(monkeypatch: pytest.MonkeyPatch
 def test_records_are_of_the_recommended_parts() -> None:
     errors = record_errors()
     parts = {
-        (a.model, part)
-        for a in select_all_pairings()
-        if a.best is not None and "h200" in a.cluster
-        for part in (a.best.prepare_finalize, a.best.experts_part)
+        (selection.model, part)
+        for selection in select_all_pairings()
+        if selection.best is not None and "h200" in selection.cluster
+        for part in (selection.best.prepare_finalize, selection.best.experts_part)
     }
     assert {(e.model, e.part) for e in errors} <= parts
     assert {
         ("deepseek-v3", "DeepEPHTPrepareAndFinalize", 16),
         ("qwen3-30b-a3b", "TritonExperts", 1),
     } <= {(e.model, e.part, e.ranks) for e in errors}
-    assert any(e.error for e in errors), "a record is not compared with itself"
+    assert any(e.error for e in errors), "every error is 0, as if each record were its own estimate"
 
 
 def test_estimates_of_recommended_parts_are_near_every_record() -> None:
@@ -157,8 +161,8 @@ def test_tables_of_pages_are_current(tables: list[tuple[str, str, Callable[[], s
     assert len(tables) == 7
     for page, mark, table in tables:
         text = (DOCS / page).read_text(encoding="utf-8")
-        part = f"<!-- {mark}:begin -->\n\n{table()}\n\n<!-- {mark}:end -->"
-        assert part in text, f"{page}, {mark}"
+        section = f"<!-- {mark}:begin -->\n\n{table()}\n\n<!-- {mark}:end -->"
+        assert section in text, f"{page}, {mark}"
 
 
 def test_each_model_with_recorded_times_shows_them(

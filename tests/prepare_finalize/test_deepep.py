@@ -25,7 +25,7 @@ from prepare_finalize import (
     DeepEPLLPrepareAndFinalize,
     DeepEPV2PrepareAndFinalize,
 )
-from prepare_finalize.deepep import group as deepep
+from prepare_finalize.deepep import group as group_module
 from prepare_finalize.deepep import low_latency as deepep_ll
 from prepare_finalize.deepep import v2 as deepep_v2
 from prepare_finalize.deepep.group import has_rdma_nic, load_deepep
@@ -188,7 +188,7 @@ def test_nvshmem_uses_ibgda_by_default(
 def test_rdma_nics_are_found_in_the_device_directory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(deepep, "_RDMA_DEVICES_DIR", tmp_path / "infiniband")
+    monkeypatch.setattr(group_module, "_RDMA_DEVICES_DIR", tmp_path / "infiniband")
     assert not has_rdma_nic()
     (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
     assert has_rdma_nic()
@@ -207,15 +207,15 @@ class Buffer:
 
 def collect_errors(rank: int, world_size: int, group: dist.ProcessGroup) -> list[str]:
     """Return the messages of errors on a rank of a gloo group."""
-    met = []
+    messages = []
     try:
         DeepEPGroup(group)
     except ConfigurationError as error:
-        met.append(str(error))
-    deepep._nccl_group = lambda given: given
+        messages.append(str(error))
+    group_module._nccl_group = lambda given: given
     sys.modules["deep_ep"] = ModuleType("deep_ep")
     vars(sys.modules["deep_ep"])["Buffer"] = Buffer
-    deepep.has_rdma_nic = lambda: False
+    group_module.has_rdma_nic = lambda: False
     manager = DeepEPGroup(group, timeout_s=5)
     manager.check_equal({"hidden": 64})
     attempts = (
@@ -228,26 +228,26 @@ def collect_errors(rank: int, world_size: int, group: dist.ProcessGroup) -> list
         try:
             attempt()
         except (CommunicationError, ConfigurationError) as error:
-            met.append(str(error))
+            messages.append(str(error))
     manager.destroy()
     try:
         manager.check_equal({})
     except UnsupportedError as error:
-        met.append(str(error))
-    return met
+        messages.append(str(error))
+    return messages
 
 
 def test_a_manager_refuses_before_communication() -> None:
     with RankPool(2, grace=10) as pool:
         reports = pool.run(collect_errors)
     for report in reports:
-        words = iter(report)
-        assert "process group's backend" in next(words)
-        assert "tokens 4, 5 by rank" in next(words)
-        assert "an RDMA NIC, need RDMA NICs with IBGDA" in next(words)
-        assert "num_sms 20, 22 by rank" in next(words)
-        assert "process group's size: got 2, need 4" in next(words)
-        assert "a destroyed manager" in next(words)
+        messages = iter(report)
+        assert "process group's backend" in next(messages)
+        assert "tokens 4, 5 by rank" in next(messages)
+        assert "an RDMA NIC, need RDMA NICs with IBGDA" in next(messages)
+        assert "num_sms 20, 22 by rank" in next(messages)
+        assert "process group's size: got 2, need 4" in next(messages)
+        assert "a destroyed manager" in next(messages)
 
 
 @pytest.mark.parametrize("num_sms", [0, 7, -2])
@@ -346,7 +346,7 @@ def test_shapes_do_not_depend_on_the_tokens_of_a_rank() -> None:
     part = part_without_library(DeepEPHTPrepareAndFinalize, problem)
     assert part.dispatch_shape(3) == ContiguousShape(100, 8)
     no_tokens = part_without_library(DeepEPHTPrepareAndFinalize, replace(problem, tokens=0))
-    # With 0 tokens, the library would wait on the host.
+    # A capacity of 0 rows would make the CPU wait for the number of rows.
     assert no_tokens.dispatch_shape(0) == ContiguousShape(2, 8)
     assert part_without_library(DeepEPLLPrepareAndFinalize, problem).dispatch_shape(
         3
@@ -357,7 +357,7 @@ def test_shapes_do_not_depend_on_the_tokens_of_a_rank() -> None:
 
 
 def part_without_library(kind: Any, problem: Problem) -> Any:
-    """Return a part of which only methods that need no library can be called."""
+    """Return a part without a manager. Only its methods that do not use DeepEP can be called."""
     part = kind.__new__(kind)
     part.problem = problem
     return part

@@ -1,5 +1,6 @@
-"""The DeepEP parts between hosts: verdicts, arguments of buffers, and refusals of a manager.
-All ranks are on this host, with a stand-in for DeepEP that has the checks of the library.
+"""The DeepEP parts with ranks on several hosts: verdicts, buffer arguments and manager errors.
+
+All ranks run on this host, with a stand-in for DeepEP that has the checks of the library.
 """
 
 import os
@@ -18,7 +19,7 @@ from modular_kernel.errors import ConfigurationError, ModularKernelError
 from modular_kernel.spec.problem import Parallel
 from modular_kernel.testing.ranks.pool import RankPool
 from prepare_finalize import DeepEPGroup, DeepEPHTPrepareAndFinalize
-from prepare_finalize.deepep import group as deepep
+from prepare_finalize.deepep import group as group_module
 from prepare_finalize.deepep import part as parts
 from prepare_finalize.deepep.arguments import (
     WORLD_SIZES,
@@ -77,8 +78,8 @@ def test_verdicts_on_described_clusters(
 
 
 def test_supported_world_sizes_are_those_of_the_library() -> None:
-    between_hosts = [ranks for ranks in WORLD_SIZES if ranks > 8]
-    assert [ranks // 8 for ranks in between_hosts] == list(stand_in.DEEP_EP_V1.HOSTS)
+    multi_host_sizes = [ranks for ranks in WORLD_SIZES if ranks > 8]
+    assert [ranks // 8 for ranks in multi_host_sizes] == list(stand_in.DEEP_EP_V1.HOSTS)
     assert set(WORLD_SIZES) <= set(stand_in.DEEP_EP_V1.ROWS)
 
 
@@ -111,31 +112,36 @@ def round_up(nbytes: int) -> int:
 
 @pytest.mark.parametrize("num_sms", [None, 24])
 @pytest.mark.parametrize("ranks", [8, 16, 64, 160])
-def test_buffer_arguments_for_many_tokens(ranks: int, num_sms: int | None) -> None:
+def test_high_throughput_buffer_arguments(ranks: int, num_sms: int | None) -> None:
     """RDMA buffers and queue pairs are needed only above 8 ranks."""
     Buffer.made.clear()
     chosen = high_throughput_arguments(Buffer, 7168, ranks, num_sms)
     channels = (num_sms or 20) // 2
     nvlink_rows, rdma_rows = stand_in.DEEP_EP_V1.ROWS[ranks]
-    nvlink_bytes = round_up(
-        channels * 8 * (nvlink_rows + 1) * row_bytes(7168) + 1
-    )  # a combine's, by one row
+    # A combine needs one row more than a dispatch.
+    nvlink_bytes = round_up(channels * 8 * (nvlink_rows + 1) * row_bytes(7168) + 1)
     rdma_bytes = round_up(channels * ranks // 8 * rdma_rows * (row_bytes(7168) + 16) * 2 + 1)
     before = Buffer.num_sms
     try:
         Buffer.num_sms = num_sms or before
-        chosen.arguments.make_buffer(Buffer, process_group_of(ranks))
+        chosen.buffer.make_buffer(Buffer, process_group_of(ranks))
     finally:
         Buffer.num_sms = before
-    between_hosts = ranks > 8
+    has_several_hosts = ranks > 8
     assert Buffer.made == [
-        (ranks, nvlink_bytes, between_hosts * rdma_bytes, False, channels if between_hosts else 1)
+        (
+            ranks,
+            nvlink_bytes,
+            has_several_hosts * rdma_bytes,
+            False,
+            channels if has_several_hosts else 1,
+        )
     ]
-    assert Buffer.num_sms == 20  # The number of one caller must not change the default.
+    assert Buffer.num_sms == 20  # The num_sms of one call must not change the default.
 
 
 @pytest.mark.parametrize("ranks", [8, 16, 64, 160])
-def test_buffer_arguments_for_few_tokens(ranks: int) -> None:
+def test_low_latency_buffer_arguments(ranks: int) -> None:
     Buffer.made.clear()
     low_latency_arguments(Buffer, 128, 7168, 320, ranks).make_buffer(
         Buffer, process_group_of(ranks)
@@ -147,35 +153,35 @@ def test_buffer_arguments_for_few_tokens(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [24, 168])
 def test_a_size_without_kernels_is_refused_by_the_library_too(ranks: int) -> None:
     with pytest.raises(AssertionError, match="Unsupported"):
-        high_throughput_arguments(Buffer, 7168, ranks, None).arguments.make_buffer(
+        high_throughput_arguments(Buffer, 7168, ranks, None).buffer.make_buffer(
             Buffer, process_group_of(ranks)
         )
 
 
 @pytest.mark.parametrize("num_sms", [2, 66])
 def test_unsupported_numbers_of_multiprocessors_between_hosts_are_refused(num_sms: int) -> None:
-    assert high_throughput_arguments(Buffer, 2048, 8, num_sms).arguments.num_rdma_bytes == 0
+    assert high_throughput_arguments(Buffer, 2048, 8, num_sms).buffer.num_rdma_bytes == 0
     with pytest.raises(ConfigurationError, match=f"num_sms: got {num_sms}, need an even"):
         high_throughput_arguments(Buffer, 2048, 16, num_sms)
 
 
 def test_too_large_buffers_between_hosts_are_refused() -> None:
-    assert high_throughput_arguments(Buffer, 7168, 160, 40).arguments.num_rdma_bytes > 0
-    with pytest.raises(ConfigurationError, match="between hosts: fewer multiprocessors"):
+    assert high_throughput_arguments(Buffer, 7168, 160, 40).buffer.num_rdma_bytes > 0
+    with pytest.raises(ConfigurationError, match="with several hosts, so a smaller num_sms"):
         high_throughput_arguments(Buffer, 7168, 160, 64)
 
 
 # --------------------------------------------------------------------------------- the manager
 
 
-def manager_between(rank: int, group: dist.ProcessGroup, nic: bool) -> DeepEPGroup:
+def make_manager_on_simulated_hosts(rank: int, group: dist.ProcessGroup, nic: bool) -> DeepEPGroup:
     """Return a manager over gloo. Each rank is a simulated host."""
     os.environ["MK_HOST_ID"] = f"host{rank}"  # noqa: TID251
-    deepep._nccl_group = lambda given: given
-    deepep.has_rdma_nic = lambda: nic
+    group_module._nccl_group = lambda given: given
+    group_module.has_rdma_nic = lambda: nic
     library = ModuleType("deep_ep")
     vars(library)["Buffer"] = stand_in.OneRankOfAHost
-    deepep.load_deepep = lambda generation: library
+    group_module.load_deepep = lambda generation: library
     stand_in.DEEP_EP_V1.Buffer.made.clear()
     return DeepEPGroup(group, timeout_s=5)
 
@@ -191,7 +197,7 @@ def message_of(attempt: Any) -> str:
 def make_buffers_without_network(
     rank: int, world: int, group: dist.ProcessGroup, without_nic: list[bool]
 ) -> Any:
-    manager = manager_between(rank, group, not without_nic[rank])
+    manager = make_manager_on_simulated_hosts(rank, group, not without_nic[rank])
     attempts = lambda: manager.high_throughput(2048), lambda: manager.low_latency(8, 2048, 4)
     messages = [message_of(attempt) for attempt in attempts]
     buffers = list(stand_in.DEEP_EP_V1.Buffer.made)
@@ -212,11 +218,11 @@ def test_hosts_without_a_network_are_refused_on_every_rank(
 
 
 def make_several_buffers(rank: int, world: int, group: dist.ProcessGroup) -> Any:
-    deepep.high_throughput_arguments = lambda *given: SimpleNamespace(
-        arguments=stand_in.BufferArguments(128, 128, False, 10), dispatch=None, combine=None
+    group_module.high_throughput_arguments = lambda *given: SimpleNamespace(
+        buffer=stand_in.BufferArguments(128, 128, False, 10), dispatch=None, combine=None
     )
-    deepep.torch = SimpleNamespace(cuda=SimpleNamespace(synchronize=lambda: None))
-    manager = manager_between(rank, group, True)
+    group_module.torch = SimpleNamespace(cuda=SimpleNamespace(synchronize=lambda: None))
+    manager = make_manager_on_simulated_hosts(rank, group, True)
     other = DeepEPGroup(group, timeout_s=5)
     attempts = (
         lambda: manager.high_throughput(2048),
@@ -246,9 +252,9 @@ def test_a_process_has_one_buffer_between_hosts() -> None:
 
 def make_part_on_two_hosts(rank: int, world: int, group: dist.ProcessGroup) -> Any:
     """Make a part over two simulated hosts of one rank."""
-    manager = manager_between(rank, group, True)
+    manager = make_manager_on_simulated_hosts(rank, group, True)
     problem = replace(BASE, parallel=Parallel(2, rank=rank))
-    parts.load_deepep = deepep.load_deepep
+    parts.load_deepep = group_module.load_deepep
     messages = message_of(lambda: DeepEPHTPrepareAndFinalize(problem, manager))
     return messages, stand_in.DEEP_EP_V1.Buffer.made
 
@@ -268,10 +274,10 @@ def make_buffer_of_second_generation(
     rank: int, world: int, group: dist.ProcessGroup, disable_gin: list[str]
 ) -> str:
     os.environ["EP_DISABLE_GIN"] = disable_gin[rank]  # noqa: TID251
-    manager = manager_between(rank, group, True)
-    vars(deepep.load_deepep(2))["ElasticBuffer"] = dict
-    deepep.dist = SimpleNamespace(barrier=lambda *given, **options: None)
-    deepep.torch = SimpleNamespace(cuda=SimpleNamespace(current_device=lambda: 0))
+    manager = make_manager_on_simulated_hosts(rank, group, True)
+    vars(group_module.load_deepep(2))["ElasticBuffer"] = dict
+    group_module.dist = SimpleNamespace(barrier=lambda *given, **options: None)
+    group_module.torch = SimpleNamespace(cuda=SimpleNamespace(current_device=lambda: 0))
     return message_of(lambda: manager.elastic(8, 2048, 4))
 
 

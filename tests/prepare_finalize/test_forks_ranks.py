@@ -1,4 +1,7 @@
-"""Children forked by a rank: parts over ranks refuse to run there, and the ranks stay usable."""
+"""Kernels of several ranks in forked children of a rank.
+
+In the child, every call raises StateError. In the parent, kernel_and_plan keep working.
+"""
 
 import gc
 import os
@@ -45,7 +48,7 @@ def error_text(function: Callable[[], Any]) -> str:
 
 
 @pytest.mark.parametrize(("part", "experts"), PARTS)
-def test_a_part_over_ranks_runs_only_in_its_own_process(
+def test_kernel_over_ranks_runs_only_in_its_own_process(
     pair: RankPool, part: str, experts: str
 ) -> None:
     layer = Layer(part, (3, 3), experts_part=experts)
@@ -62,33 +65,33 @@ def call_in_child_and_parent(
     inputs = layer.inputs_of(rank)
     arguments = inputs.x_TH, inputs.weights, inputs.routing
     # This list has the only references, so that the child can free the kernel.
-    calls: list[Any] = [layer.kernel(rank, group)]
-    calls.append(calls[0].plan())
-    expected = calls[0](*arguments).clone()
+    kernel_and_plan: list[Any] = [layer.kernel(rank, group)]
+    kernel_and_plan.append(kernel_and_plan[0].plan())
+    expected = kernel_and_plan[0](*arguments).clone()
 
     def child() -> dict[str, str]:
         messages = {
-            "kernel": error_text(lambda: calls[0](*arguments)),
-            "plan": error_text(lambda: calls[1](*arguments)),
-            "destroy": error_text(lambda: calls[0].prepare_finalize.destroy()),
+            "kernel": error_text(lambda: kernel_and_plan[0](*arguments)),
+            "plan": error_text(lambda: kernel_and_plan[1](*arguments)),
+            "destroy": error_text(lambda: kernel_and_plan[0].prepare_finalize.destroy()),
         }
         # An invalid call must not be reported to other ranks by a forked child.
-        error_text(lambda: calls[0](inputs.x_TH[:, :-1], inputs.weights, inputs.routing))
-        freed = weakref.ref(calls[0])
-        calls.clear()
+        error_text(lambda: kernel_and_plan[0](inputs.x_TH[:, :-1], inputs.weights, inputs.routing))
+        kernel_ref = weakref.ref(kernel_and_plan[0])
+        kernel_and_plan.clear()
         gc.collect()  # This must not wait for threads of the parent.
-        assert freed() is None
+        assert kernel_ref() is None
         return messages
 
     messages = run_in_child(child)
-    is_unchanged = all(torch.equal(call(*arguments), expected) for call in calls)
+    is_unchanged = all(torch.equal(call(*arguments), expected) for call in kernel_and_plan)
     if layer.part == SYMMETRIC:  # Its `destroy` needs no other rank.
         messages.pop("destroy")
-    calls[0].prepare_finalize.destroy()
+    kernel_and_plan[0].prepare_finalize.destroy()
     return messages, is_unchanged
 
 
-def test_a_layer_that_sums_over_ranks_runs_only_in_its_own_process(pair: RankPool) -> None:
+def test_layer_that_sums_over_ranks_runs_only_in_its_own_process(pair: RankPool) -> None:
     for message, is_unchanged in pair.run(call_layer_in_child_and_parent, None):
         assert message.startswith(StateError.__name__), message
         assert is_unchanged

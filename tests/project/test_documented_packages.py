@@ -1,5 +1,6 @@
-"""Packages, extras and parts that `mk doctor`, setup.py and the documentation name exist in the
-catalog and the source.
+"""Names of packages, extras and parts in `mk doctor`, setup.py and the documentation are correct.
+
+The catalog and the source must contain them.
 """
 
 import ast
@@ -13,7 +14,7 @@ from modular_kernel.cli import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("modular_kernel", "prepare_finalize", "experts", "topk_reduce")
-TOOLS = {"test", "dev"}  # extras for development of this package
+DEVELOPMENT_EXTRAS = {"test", "dev"}  # extras for development of this package
 # Distribution -> name of the imported package, if they differ.
 IMPORTED_AS = {
     "ml-dtypes": "ml_dtypes",
@@ -26,7 +27,7 @@ ABSTRACT = {"PrepareAndFinalize", "TopKWeightAndReduce"}
 # other projects.
 VLLM_CLASSES = {"Int4EmulationTritonExperts", "MarlinExperts", "TritonWNA16Experts"}
 FOREIGN_PARTS = {"MyExperts", "MyPrepare", "FP8Experts", "LoadedExperts"} | VLLM_CLASSES
-NAME = re.compile(
+PART_NAME = re.compile(
     r"`((?:[A-Z]\w*(?:\{[\w,]+\}\w*)?)(?:PrepareAndFinalize\w*|Experts)|TopKWeightAndReduce[\w{},]*)`"
 )
 
@@ -53,9 +54,7 @@ def expand_braces(name: str) -> list[str]:
 
 
 def test_packages_of_doctor_are_needed_by_a_part_or_imported() -> None:
-    """Doctor states what each package is used for, so a package that no part needs must be
-    imported.
-    """
+    """Doctor lists the packages of parts, and further packages that this project imports."""
     needed = collect_packages(load_catalog())
     extra_packages = set(doctor._EXTRA_PACKAGES)
     assert extra_packages & needed == set(), "the catalog has these packages already"
@@ -74,7 +73,7 @@ def read_extras() -> dict[str, list[str]]:
 
 
 @pytest.mark.share(2)
-@pytest.mark.parametrize("extra", sorted(set(read_extras()) - TOOLS))
+@pytest.mark.parametrize("extra", sorted(set(read_extras()) - DEVELOPMENT_EXTRAS))
 def test_packages_of_extras_are_needed_by_a_part_or_imported(extra: str) -> None:
     used_packages = imported_packages() | collect_packages(load_catalog())
     for requirement in read_extras()[extra]:
@@ -82,7 +81,7 @@ def test_packages_of_extras_are_needed_by_a_part_or_imported(extra: str) -> None
         assert IMPORTED_AS.get(name, name) in used_packages
 
 
-def test_extras_that_the_docs_name_exist() -> None:
+def test_extras_named_in_docs_exist() -> None:
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
         text = path.read_text(encoding="utf-8")
         named = set(re.findall(r"the `(\w+)` extra", text))
@@ -96,7 +95,7 @@ def test_extras_that_the_docs_name_exist() -> None:
         assert named <= set(read_extras()), path
 
 
-def test_the_table_of_parts_equals_the_catalog() -> None:
+def test_table_of_parts_equals_the_catalog() -> None:
     text = (ROOT / "docs/parts.md").read_text(encoding="utf-8")
     table = text[text.index("\n| part |") :].split("\n\n")[0].lstrip()
     rows = [line.split("|")[1] for line in table.splitlines()[2:]]
@@ -110,10 +109,10 @@ def test_the_table_of_parts_equals_the_catalog() -> None:
     assert sorted(named) == sorted(PARTS)
 
 
-def test_parts_that_the_docs_name_exist() -> None:
+def test_parts_named_in_docs_exist() -> None:
     num_names = 0
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
-        for word in NAME.findall(path.read_text(encoding="utf-8")):
+        for word in PART_NAME.findall(path.read_text(encoding="utf-8")):
             names = set(expand_braces(word))
             num_names += len(names)
             assert names <= PARTS | ABSTRACT | FOREIGN_PARTS, f"{path.name}: {names - PARTS}"

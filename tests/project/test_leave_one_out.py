@@ -2,7 +2,7 @@
 missing.
 
 The tool compares three launches: "tuned" is from the layer's file, "neighbors" from the files of
-similar layers, and "regimes" from the heuristics.
+similar layers, and "heuristics" from the heuristics.
 """
 
 import importlib.util
@@ -58,7 +58,7 @@ def test_layer_without_a_file_uses_the_nearest_layer(tool: ModuleType, configs: 
     assert case_of["dsv3_tp8", 16].origin == "heuristics", "no tuned layer is similar enough"
     assert (
         case_of["dsv3_tp8", 16].neighbors
-        == case_of["dsv3_tp8", 16].regimes
+        == case_of["dsv3_tp8", 16].heuristics
         != tuned["dsv3_tp8", 16]
     )
     assert tool.cases(LAYERS, ["fp8_w8a8_block"], [16], configs) == [], (
@@ -70,17 +70,17 @@ def test_layer_without_a_file_uses_the_nearest_layer(tool: ModuleType, configs: 
 
 def test_equal_launches_share_a_time(tool: ModuleType, configs: Path) -> None:
     case = tool.cases(["dsv3_tp8"], ["none"], [16], configs)[0]
-    assert case.choices == [case.tuned, case.regimes]
-    row = json.loads(json.dumps(case.record({case.tuned: 1e-5, case.regimes: 1.5e-5})))
-    assert row["us"] == {"tuned": 10.0, "neighbors": 15.0, "regimes": 15.0}
+    assert case.choices == [case.tuned, case.heuristics]
+    row = json.loads(json.dumps(case.record({case.tuned: 1e-5, case.heuristics: 1.5e-5})))
+    assert row["us"] == {"tuned": 10.0, "neighbors": 15.0, "heuristics": 15.0}
     (result,) = tool.results([row])
-    assert (result.neighbors, result.regimes) == (1.5, 1.5)
-    equal_case = tool.TimedCase(
-        case.layer, case.problem, case.tuned, case.tuned, case.tuned, "regimes"
+    assert (result.neighbors, result.heuristics) == (1.5, 1.5)
+    equal_case = tool.TileCase(
+        case.layer, case.problem, case.tuned, case.tuned, case.tuned, "heuristics"
     )
     assert equal_case.choices == [case.tuned]
     (result,) = tool.results([equal_case.record({})])
-    assert (result.neighbors, result.regimes) == (1.0, 1.0)
+    assert (result.neighbors, result.heuristics) == (1.0, 1.0)
 
 
 class FakeBench:
@@ -128,27 +128,27 @@ def test_only_different_launches_are_timed(
         for n in BLOCK_NS
     )
     timed_cases = [
-        tool.TimedCase("a", problem, first, second, first, "x"),
-        tool.TimedCase("a", problem.with_tokens(64), first, first, first, "x"),
-        tool.TimedCase("b", problem, first, wrong, first, "x"),
-        tool.TimedCase("c", problem, second, second, second, "x"),
+        tool.TileCase("a", problem, first, second, first, "x"),
+        tool.TileCase("a", problem.with_tokens(64), first, first, first, "x"),
+        tool.TileCase("b", problem, first, wrong, first, "x"),
+        tool.TileCase("c", problem, second, second, second, "x"),
     ]
     saved: list[list[dict[str, object]]] = []
     num_missing = tool.time_cases(timed_cases, 1e9, lambda rows: saved.append(list(rows)))
     assert num_missing == 1, "the case with a wrong output has no time"
     assert "wrong" in capsys.readouterr().err
     times_us = {(row["layer"], row["tokens"]): row["us"] for row in saved[-1]}
-    expected_us = {"tuned": 128.0, "neighbors": 256.0, "regimes": 128.0}
+    expected_us = {"tuned": 128.0, "neighbors": 256.0, "heuristics": 128.0}
     assert times_us == {("a", 16): expected_us, ("a", 64): {}, ("c", 16): {}}
     assert FakeCompiler.submitted == [first, second, first, wrong]
     assert tool.time_cases(timed_cases, -1.0, saved.append) == 3, (
-        "after the deadline, layers with different launches are skipped"
+        "after the time limit, layers with different launches are skipped"
     )
     assert [row["layer"] for row in saved[-1]] == ["c"]
 
 
-def make_row(layer: str, tokens: int, neighbors: float, regimes: float) -> dict[str, object]:
-    times_us = {"tuned": 10.0, "neighbors": 10.0 * neighbors, "regimes": 10.0 * regimes}
+def make_row(layer: str, tokens: int, neighbors: float, heuristics: float) -> dict[str, object]:
+    times_us = {"tuned": 10.0, "neighbors": 10.0 * neighbors, "heuristics": 10.0 * heuristics}
     return {"layer": layer, "quant": "none", "tokens": tokens, "origin": "E=8, K=2", "us": times_us}
 
 

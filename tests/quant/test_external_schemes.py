@@ -47,7 +47,7 @@ from modular_kernel.testing.stress.fuzz import independent_reference
 from modular_kernel.testing.verify.one_process import prove
 
 FOUR_BITS = (0.0, *(2.0**-e for e in range(8)), *(-(2.0**-e) for e in range(7)))
-# Neither ordered nor symmetric, and one value occurs twice.
+# The values are neither ordered nor symmetric.
 EIGHT_BITS = (3.0, *((code - 100) / 64 for code in range(1, 256)))
 CASES = ({"tokens": 1},)
 SCHEMES = (
@@ -160,7 +160,7 @@ OFFERED: dict[str, object] = {
     "second": (replace(SCHEMES[0], values=FOUR_BITS[::-1]),),
     "other": (SCHEMES[1],),
     "list": [SCHEMES[0]],
-    "partial": ("four_group",),
+    "tuple_of_names": ("four_group",),
     "built_in": (replace(SCHEMES[0], name="mxfp4_w4a16"),),
 }
 
@@ -336,7 +336,7 @@ def test_nan_makes_all_weights_with_its_scale_nan() -> None:
 
 
 @pytest.mark.usefixtures("_schemes")
-def test_bytes_count_codes_and_scales() -> None:
+def test_sizes_follow_from_the_bits_of_codes_and_scales() -> None:
     four, eight = make_problem("four_group"), make_problem("eight_tensor")
     weights = (2 + 1) * four.hidden * four.intermediate
     assert expert_bytes(four, four.scheme) == weights * (4 + 16 / 32) / 8
@@ -367,7 +367,7 @@ def test_only_parts_that_declare_support_run_a_scheme() -> None:
     ids=" x ".join,
 )
 def test_torch_parts_pass_cases_of_each_scheme(quant: str, pair: tuple[str, str]) -> None:
-    proof = prove(Case(*pair, make_problem(quant, bias=True), "skips"))
+    proof = prove(Case(*pair, make_problem(quant, bias=True), routing="skips"))
     assert proof.passed, str(proof)
 
 

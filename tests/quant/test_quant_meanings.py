@@ -5,7 +5,7 @@ schemes.
 import math
 
 import torch
-from quant_samples import each_scheme, make_quantized, parts_of, plain_weights
+from quant_samples import each_scheme, make_quantized, plain_weights, tensors_of
 
 from modular_kernel.quant.quantized_weights import dequantize
 from modular_kernel.spec.quantization import QuantScheme
@@ -53,7 +53,7 @@ def expected_value(
     weights: ExpertWeights, name: str, position: tuple[int, int, int], text: str
 ) -> float:
     """Return one weight, computed from the table in modular_kernel.quant.quantized_weights."""
-    (w, scale, zero), (e, n, k) = parts_of(weights, name), position
+    (w, scale, zero), (e, n, k) = tensors_of(weights, name), position
     scheme = QuantScheme.parse(text)
     width = scheme.group[-1] if scheme.group else 0
     scale_index = {
@@ -83,7 +83,7 @@ def expected_value(
 def test_dequantize_equals_the_table(text: str) -> None:
     problem, weights = make_quantized(text)
     for name in ("w1", "w2"):
-        got = dequantize(*parts_of(weights, name), problem.scheme)
+        got = dequantize(*tensors_of(weights, name), problem.scheme)
         e, rows, depth = getattr(plain_weights(problem), name).shape
         assert got.shape == (e, rows, depth)
         assert got.dtype == torch.float32

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from quant_samples import each_scheme, make_problem, make_quantized, parts_of, plain_weights
+from quant_samples import each_scheme, make_problem, make_quantized, plain_weights, tensors_of
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.quant import quantized_weights
@@ -31,7 +31,7 @@ def test_quantization_error_is_at_most_half_a_step(text: str) -> None:
     scheme = problem.scheme
     for name in ("w1", "w2"):
         plain = getattr(plain_weights(problem), name)
-        error = (dequantize(*parts_of(weights, name), scheme) - plain).abs()
+        error = (dequantize(*tensors_of(weights, name), scheme) - plain).abs()
         assert (
             0
             < float(error.max())
@@ -59,10 +59,10 @@ def test_experts_are_quantized_in_chunks(text: str, monkeypatch: pytest.MonkeyPa
 @each_scheme
 def test_quantizing_is_idempotent(text: str) -> None:
     problem, weights = make_quantized(text, dtype=torch.float32)
-    values = {n: dequantize(*parts_of(weights, n), problem.scheme) for n in ("w1", "w2")}
+    values = {n: dequantize(*tensors_of(weights, n), problem.scheme) for n in ("w1", "w2")}
     quantized_again = quantize_weights(replace(plain_weights(problem), **values), problem)
     for name, first in values.items():
-        second = dequantize(*parts_of(quantized_again, name), problem.scheme)
+        second = dequantize(*tensors_of(quantized_again, name), problem.scheme)
         torch.testing.assert_close(second, first, rtol=1e-6, atol=1e-6)
 
 
@@ -80,11 +80,11 @@ def test_each_tile_has_its_own_scale(text: str) -> None:
     )
     small[1, :bn, :bk] *= 1e-3  # exactly the first tile of expert 1
     weights = quantize_weights(replace(plain, w1=small), problem)
-    got = dequantize(*parts_of(weights, "w1"), problem.scheme)
+    got = dequantize(*tensors_of(weights, "w1"), problem.scheme)
     first_tile, want = got[1, :bn, :bk], small[1, :bn, :bk]
     assert float((first_tile - want).norm() / want.norm()) < 0.2
     unchanged = quantize_weights(plain, problem)
-    expected = dequantize(*parts_of(unchanged, "w1"), problem.scheme)
+    expected = dequantize(*tensors_of(unchanged, "w1"), problem.scheme)
     expected[1, :bn, :bk] = first_tile
     assert torch.equal(got, expected)
 
@@ -96,7 +96,7 @@ def test_tiles_of_zeros_stay_zero(text: str, value: float) -> None:
     plain = plain_weights(problem)
     constant = replace(plain, w1=torch.full_like(plain.w1, value))
     weights = quantize_weights(constant, problem)
-    got = dequantize(*parts_of(weights, "w1"), problem.scheme)
+    got = dequantize(*tensors_of(weights, "w1"), problem.scheme)
     assert float(got.abs().max()) <= 1e-10
 
 
@@ -107,7 +107,7 @@ def test_e2m1_rounds_ties_to_the_even_code() -> None:
     problem = Problem(1, 32, 32, 1, 1, quant="mxfp4_w4a16", activation="relu2")
     w = row.expand(1, 32, 32)
     got = dequantize(
-        *parts_of(quantize_weights(ExpertWeights(w, w), problem), "w1"), problem.scheme
+        *tensors_of(quantize_weights(ExpertWeights(w, w), problem), "w1"), problem.scheme
     )
     assert got[0, 0].tolist() == [6.0, *want, *(-v for v in want), *([0.0] * 17)]
 
@@ -141,7 +141,7 @@ def test_zero_points_cover_asymmetric_groups() -> None:
     errors = []
     for scheme_problem in (problem, symmetric):
         got = dequantize(
-            *parts_of(quantize_weights(plain, scheme_problem), "w1"), scheme_problem.scheme
+            *tensors_of(quantize_weights(plain, scheme_problem), "w1"), scheme_problem.scheme
         )
         errors.append(float((got - plain.w1).norm()))
     assert errors[0] < 0.6 * errors[1]
@@ -153,7 +153,7 @@ def test_scales_have_the_requested_dtype(text: str) -> None:
     weights = quantize_weights(plain_weights(problem), problem, scale_dtype=torch.float16)
     assert weights.w1_scale is not None
     assert weights.w1_scale.dtype == torch.float16
-    got = dequantize(*parts_of(weights, "w1"), problem.scheme)
+    got = dequantize(*tensors_of(weights, "w1"), problem.scheme)
     max_error = MAX_RELATIVE_ERROR[problem.scheme.weight] * 1.01
     assert float((got - plain_weights(problem).w1).abs().max()) <= max_error * float(
         plain_weights(problem).w1.abs().max()
@@ -190,7 +190,7 @@ def test_codes_are_rounded_with_the_default_scales() -> None:
     plain = plain_weights(problem)
     weights = quantize_weights(plain, problem)
     assert weights.w1_scale is not None
-    values = dequantize(*parts_of(weights, "w1"), problem.scheme)
+    values = dequantize(*tensors_of(weights, "w1"), problem.scheme)
     columns = plain.w1.shape[2]
     step = weights.w1_scale.float().repeat_interleave(16, dim=2)[..., :columns]
     error = (values - plain.w1).abs() / step

@@ -8,14 +8,14 @@ from quant_samples import (
     BASE,
     BYTE,
     CPU,
+    FLOAT32,
     FP8,
-    FULL,
     SPECS,
     each_scheme,
     make_problem,
     make_quantized,
-    parts_of,
     plain_weights,
+    tensors_of,
 )
 
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
@@ -51,7 +51,7 @@ def test_weight_specs_have_the_expected_shapes_and_dtypes(text: str) -> None:
     dtypes = (stored, scale, BYTE) * 2
     want = {n: (s, d) for n, s, d in zip(names, shapes, dtypes, strict=True) if s is not None}
     if "static" in text:
-        want |= {"a1_scale": ((1,), FULL), "a2_scale": ((1,), FULL)}
+        want |= {"a1_scale": ((1,), FLOAT32), "a2_scale": ((1,), FLOAT32)}
     specs = weight_specs(make_problem(text))
     assert {name: (spec.shape, spec.dtypes) for name, spec in specs.items()} == want
 
@@ -66,7 +66,7 @@ def test_weight_specs_of_unquantized_and_ungated_weights() -> None:
 
 def test_scales_of_a_float32_problem_are_float32() -> None:
     for text in ("int8_w8a16_channel", "int4_w4a16_group"):
-        assert weight_specs(make_problem(text, dtype=torch.float32))["w1_scale"].dtypes == FULL
+        assert weight_specs(make_problem(text, dtype=torch.float32))["w1_scale"].dtypes == FLOAT32
 
 
 @each_scheme
@@ -80,14 +80,14 @@ def test_quantized_weights_are_accepted(text: str) -> None:
 
 @pytest.mark.parametrize("name", ["hidden", "intermediate"])
 @pytest.mark.parametrize("text", ["int4_w4a16_group", "mxfp4_w4a16"])
-def test_odd_rows_cannot_be_packed(text: str, name: str) -> None:
+def test_odd_row_lengths_cannot_be_packed(text: str, name: str) -> None:
     problem = make_problem(text, **{name: 33})
     assert quantized_weights.indivisible_sizes(problem) == (name,)
     with pytest.raises(ConfigurationError, match=f"{name}: got 33, need a multiple of 2: {text}"):
         weight_specs(problem)
 
 
-def test_odd_rows_of_bytes_are_accepted() -> None:
+def test_odd_row_lengths_of_bytes_are_accepted() -> None:
     problem, weights = make_quantized("int8_w8a16_group:group=16,zero_points=true", hidden=33)
     assert weights.w1_zero_point is not None
     assert weights.w1_zero_point.shape == (3, 48, 3)
@@ -155,6 +155,6 @@ def test_strided_weights_are_accepted() -> None:
     strided = replace(weights, w1=weights.w1.mT.contiguous().mT)
     check_weights_quantized(strided, problem, CPU)
     assert torch.equal(
-        dequantize(*parts_of(strided, "w1"), problem.scheme),
-        dequantize(*parts_of(weights, "w1"), problem.scheme),
+        dequantize(*tensors_of(strided, "w1"), problem.scheme),
+        dequantize(*tensors_of(weights, "w1"), problem.scheme),
     )

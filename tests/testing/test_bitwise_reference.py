@@ -128,15 +128,13 @@ def test_rounded_router_weights_are_detected_in_every_pairing(
     assert [line for line in failures if not line.startswith(expected)] == []
 
 
-def test_bitwise_reference_with_all_roundings_equals_the_rounded_reference() -> None:
+def test_bitwise_reference_with_all_roundings_nearly_equals_the_rounded_reference() -> None:
     inputs = make_inputs(_INT4, "skips", torch.device("cpu"))
     arguments = (inputs.x_TH, inputs.weights, inputs.routing, _INT4)
     roundings = Roundings(weights=True, gate_up=True)
-    rounded_reference = reference.bitwise_reference(*arguments, roundings, input_weighted=False)
-    equal_fraction = (
-        (rounded_reference.double() == reference.rounded_reference(*arguments)).double().mean()
-    )
-    assert rounded_reference.dtype is torch.bfloat16
+    bitwise = reference.bitwise_reference(*arguments, roundings, input_weighted=False)
+    equal_fraction = (bitwise.double() == reference.rounded_reference(*arguments)).double().mean()
+    assert bitwise.dtype is torch.bfloat16
     assert equal_fraction > 0.97
 
 

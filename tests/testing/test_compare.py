@@ -86,7 +86,7 @@ def add_alternating(row: torch.Tensor, size: float) -> None:
 
 
 def test_one_bad_row_fails_and_is_named() -> None:
-    """An error of 1 % in one of 4000 rows is only 2e-4 on average."""
+    """An error of 1 % in one of 4000 rows is a relative RMS error of only 2e-4."""
     problem = PROBLEM.with_tokens(4000)
     exact = random_exact_TH(4000, 96)
     out = add_noise(exact, NOISE / 2, seed=3)
@@ -119,7 +119,9 @@ def test_error_of_a_row_may_exceed_its_rounded_reference_error_by_a_quarter() ->
 
 
 def test_one_bad_value_fails_and_is_named() -> None:
-    """One wrong value of 4096 raises the error of its row to less than four times the median."""
+    """One wrong value of 4096 raises the error of its row to less than four times the median error
+    of rows, which is the bound of a row. Only the bound of a value finds it.
+    """
     problem = replace(PROBLEM, hidden=4096)
     exact = random_exact_TH(40, 4096)
     out = make_accurate_output(exact)

@@ -34,7 +34,10 @@ NOT_RUN = Outcome(Kind.NOT_JUDGED, "not run: time limit", was_run=False)
 
 @pytest.fixture(scope="module")
 def program() -> EngineProgram:
-    """Return the program of the toy engine, which finds the helpers as pytest does."""
+    """Return a program that checks the toy engine in a child process.
+
+    The child imports `toy_engine` from the folders in sys.path, to which pytest adds tests/helpers.
+    """
     environment = make_child_environment(interpreted=False)
     return EngineProgram(
         "toy_engine", environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -46,8 +49,8 @@ def run(program: EngineProgram, *cases: EngineCase, **limits: float) -> list[Out
     return [outcomes[case] for case in cases]
 
 
-def case(experts: str, tokens: int = 17, promise: Promise | None = None) -> EngineCase:
-    return EngineCase(experts, "silu", BASE.with_tokens(tokens), promise=promise)
+def case(class_name: str, tokens: int = 17, promise: Promise | None = None) -> EngineCase:
+    return EngineCase(class_name, "silu", BASE.with_tokens(tokens), promise=promise)
 
 
 def test_outcomes_of_one_process(program: EngineProgram) -> None:
@@ -89,12 +92,12 @@ def test_a_call_that_hangs_is_ended(program: EngineProgram) -> None:
     assert hanging.detail == "first call took more than 0.5 s"
 
 
-def test_like_cases_are_not_run_after_two_ended_their_process(program: EngineProgram) -> None:
+def test_similar_cases_are_not_run_after_two_ended_their_process(program: EngineProgram) -> None:
     cases = [case("Aborting", tokens) for tokens in (1, 2, 3, 4)]
     outcomes = run(program, *cases)
     kinds = [outcome.kind for outcome in outcomes]
     assert kinds == [Kind.CRASHED, Kind.CRASHED, Kind.NOT_JUDGED, Kind.NOT_JUDGED]
-    assert outcomes[2].detail == "not run: like cases ended their process"
+    assert outcomes[2].detail == "not run: similar cases ended their process"
 
 
 def test_no_case_begins_after_the_time_limit(program: EngineProgram) -> None:
@@ -104,7 +107,7 @@ def test_no_case_begins_after_the_time_limit(program: EngineProgram) -> None:
 
 @pytest.mark.parametrize("promise", Promise)
 def test_promises(program: EngineProgram, promise: Promise) -> None:
-    """A class that breaks one has a right result otherwise."""
+    """The class Careless breaks every promise. Without a promise to check, its result is right."""
     kept, broken, right = run(
         program,
         case("Right", promise=promise),
@@ -113,7 +116,7 @@ def test_promises(program: EngineProgram, promise: Promise) -> None:
     )
     assert right.kind is Kind.RIGHT
     assert kept.kind is Kind.RIGHT, kept.detail
-    if promise is Promise.UNUSED_WEIGHTS:  # the class does not read them either
+    if promise is Promise.UNUSED_WEIGHTS:  # Careless does not read unused weights
         assert broken.kind is Kind.RIGHT
     elif promise is Promise.NAN:
         assert broken.detail == "the output of a token with NaN has finite values"

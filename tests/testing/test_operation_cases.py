@@ -20,7 +20,7 @@ Cases = Mapping[str, Callable[[], Mapping[str, torch.Tensor]]]
 PART = "TorchAll2AllPrepareAndFinalize"
 
 
-def outcomes_of(cases: Cases) -> set[str]:
+def failures_of(cases: Cases) -> set[str]:
     part: Any = SimpleNamespace(operation_cases=lambda: cases)
     return {
         outcome.rpartition(": ")[2]
@@ -46,23 +46,25 @@ def test_a_kernel_that_differs_from_its_reference_is_found() -> None:
         one[1] += int(use_triton(one))
         return {"ones": one}
 
-    assert outcomes_of({"a": differ}) == {"ones differs from the reference, first in byte 4"}
-    assert not outcomes_of({"a": lambda: {"ones": torch.ones(3)}})
+    assert failures_of({"a": differ}) == {"ones differs from the reference, first in byte 4"}
+    assert not failures_of({"a": lambda: {"ones": torch.ones(3)}})
 
 
 def test_an_error_of_a_case_is_reported() -> None:
     def fail() -> dict[str, torch.Tensor]:
         raise AssertionError("wrong")
 
-    assert outcomes_of({"a": fail}) == {"wrong"}
+    assert failures_of({"a": fail}) == {"wrong"}
 
 
 def test_cases_run_with_lowered_limits() -> None:
+    default_limit = blocks._SCAN_PAIRS  # one of the limits that `check_operation_cases` lowers
+
     def read_limit() -> dict[str, torch.Tensor]:
-        limit = blocks._SCAN_PAIRS if use_triton(torch.zeros(1)) else 4096
+        limit = blocks._SCAN_PAIRS if use_triton(torch.zeros(1)) else default_limit
         return {"limit": torch.tensor([limit])}
 
-    (outcome,) = outcomes_of({"a": read_limit})
+    (outcome,) = failures_of({"a": read_limit})
     assert "limit differs" in outcome
 
 
@@ -86,7 +88,9 @@ def test_a_missing_and_an_additional_launch_are_reported(monkeypatch: pytest.Mon
         assert "''" in message
 
 
-def test_a_plan_runs_nothing() -> None:
+def test_static_scale_plan_has_one_launch() -> None:
     calls = list_calls()
     static = [name for name in calls if "static=true 1 7168" in name]
-    assert [len(make_plan(calls[name])) for name in static] == [1]  # no maximum is computed
+    assert [len(make_plan(calls[name])) for name in static] == [
+        1
+    ]  # dynamic scales need another launch, which computes maxima

@@ -14,12 +14,12 @@ without LoRA.
 import triton
 import triton.language as tl
 
-NO_SLOT = tl.constexpr(2147483647)  # larger than any adapter slot
+SLOT_END = tl.constexpr(2147483647)  # larger than any adapter slot
 
 
 @triton.jit
 def load_slots(adapter_slots_ptr, tokens, row_mask, num_adapter_slots):
-    """Load the adapter slot of each row of a tile. A row without an adapter gets NO_SLOT.
+    """Load the adapter slot of each row of a tile. A row without an adapter gets SLOT_END.
 
     adapter_slots_ptr: int32, one slot per token. A slot outside [0, num_adapter_slots) means no
         adapter.
@@ -28,7 +28,7 @@ def load_slots(adapter_slots_ptr, tokens, row_mask, num_adapter_slots):
     """
     adapter_slots = tl.load(adapter_slots_ptr + tokens, mask=row_mask, other=-1)
     return tl.where(
-        (adapter_slots >= 0) & (adapter_slots < num_adapter_slots), adapter_slots, NO_SLOT
+        (adapter_slots >= 0) & (adapter_slots < num_adapter_slots), adapter_slots, SLOT_END
     )
 
 
@@ -53,7 +53,7 @@ def shrink_tile(
     k = tl.arange(0, BLOCK_K)
     total = tl.zeros((BLOCK_M, BLOCK_RANK), tl.float32)
     slot = tl.min(adapter_slots, axis=0)  # NaN-free: integer operands
-    while slot < NO_SLOT:
+    while slot < SLOT_END:
         in_slot = (adapter_slots == slot)[:, None]
         lora_a_ptrs = (
             lora_a_ptr
@@ -74,7 +74,7 @@ def shrink_tile(
             )
             total = tl.dot(x, lora_a, total, input_precision=INPUT_PRECISION)
         slot = tl.min(
-            tl.where(adapter_slots > slot, adapter_slots, NO_SLOT), axis=0
+            tl.where(adapter_slots > slot, adapter_slots, SLOT_END), axis=0
         )  # NaN-free: integer operands
     return total
 
@@ -90,11 +90,11 @@ def load_expand_operands(
 
     Return (u, B, u for up, B for up), where u is (BLOCK_M, BLOCK_RANK) and B is (BLOCK_RANK,
     BLOCK_N). If not GATED, the last two are the same as the first two. u is zero for rows with
-    another slot. For NO_SLOT, nothing is read, and all results are zero. For the other arguments,
+    another slot. For SLOT_END, nothing is read, and all results are zero. For the other arguments,
     see `expand_adapters`.
     """
     rank_index = start + tl.arange(0, BLOCK_RANK)
-    in_bounds = (rank_index < lora_rank) & (slot < NO_SLOT)
+    in_bounds = (rank_index < lora_rank) & (slot < SLOT_END)
     u_mask, b_mask = (
         (adapter_slots == slot)[:, None] & in_bounds[None, :],
         in_bounds[:, None] & column_mask[None],
@@ -134,14 +134,14 @@ def expand_loaded(
         0.
     """
     slot, start = tl.min(adapter_slots, axis=0), 0  # NaN-free: integer operands
-    while slot < NO_SLOT:
+    while slot < SLOT_END:
         gate = tl.dot(u, lora_b, gate, input_precision=INPUT_PRECISION)
         if GATED:
             up = tl.dot(up_u, up_lora_b, up, input_precision=INPUT_PRECISION)
         start += BLOCK_RANK
         if start >= lora_rank:
             # NaN-free: integer operands
-            slot, start = tl.min(tl.where(adapter_slots > slot, adapter_slots, NO_SLOT), axis=0), 0
+            slot, start = tl.min(tl.where(adapter_slots > slot, adapter_slots, SLOT_END), axis=0), 0
         u, lora_b, up_u, up_lora_b = load_expand_operands(
             slot, start, adapter_slots, rows, lora_u_ptr, lora_b_ptr, row, up_row_offset,
             column_mask, lora_rank,

@@ -17,18 +17,18 @@ among themselves: slot s belongs to program s % SLOT_PROGRAMS.
 import triton
 import triton.language as tl
 
-from experts.triton.kernels.adapters import NO_SLOT, load_slots, shrink_tile
+from experts.triton.kernels.adapters import SLOT_END, load_slots, shrink_tile
 from modular_kernel.ops.kernels.ids import load_local_ids
 from modular_kernel.ops.kernels.pdl import pdl_wait
 
 
 @triton.jit
 def _select_slots(adapter_slots, slot_program, SLOT_PROGRAMS: tl.constexpr):
-    """Replace the slots that belong to other programs of the tile by NO_SLOT.
+    """Replace the slots that belong to other programs of the tile by SLOT_END.
 
     slot_program: the index of this program among the SLOT_PROGRAMS programs of the tile.
     """
-    return tl.where(adapter_slots % SLOT_PROGRAMS == slot_program, adapter_slots, NO_SLOT)
+    return tl.where(adapter_slots % SLOT_PROGRAMS == slot_program, adapter_slots, SLOT_END)
 
 
 @triton.jit
@@ -47,16 +47,16 @@ def tile_rows(tiles_ptr, tokens_ptr, tile, max_tiles, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _store_u(lora_u_ptr, u, row, adapter_slots, rank_row, lora_a_rows):
+def _store_u(lora_u_ptr, u, row, adapter_slots, u_column, lora_a_rows):
     """Round and store u for rows with an adapter.
 
     lora_u_ptr: output (rows, lora_a_rows), contiguous.
     u: float32 (BLOCK_M, BLOCK_RANK).
     row: (BLOCK_M,) int64, the output row of each row of the tile.
-    rank_row: (BLOCK_RANK,), the output columns. Columns from lora_a_rows on are not stored.
+    u_column: (BLOCK_RANK,), the output columns. Columns from lora_a_rows on are not stored.
     """
-    u_ptrs = lora_u_ptr + row[:, None] * lora_a_rows + rank_row[None, :]
-    mask = (adapter_slots < NO_SLOT)[:, None] & (rank_row < lora_a_rows)[None, :]
+    u_ptrs = lora_u_ptr + row[:, None] * lora_a_rows + u_column[None, :]
+    mask = (adapter_slots < SLOT_END)[:, None] & (u_column < lora_a_rows)[None, :]
     tl.store(u_ptrs, u.to(lora_u_ptr.dtype.element_ty), mask=mask)
 
 
@@ -98,12 +98,12 @@ def shrink_few_kernel(
     slot = tl.load(adapter_slots_ptr + pair // TOP_K).to(tl.int64)
     if (local < 0) | (slot < 0) | (slot >= num_adapter_slots):
         return
-    rank_row = tl.program_id(1) * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
-    rank_mask = rank_row < lora_a_rows
+    u_column = tl.program_id(1) * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
+    rank_mask = u_column < lora_a_rows
     k = tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + (pair // PAIRS_PER_X_ROW).to(tl.int64) * stride_xm + k * stride_xk
     lora_a_ptr += slot * stride_lora_a_slot + local.to(tl.int64) * stride_lora_a_expert
-    lora_a_ptrs = lora_a_ptr + rank_row.to(tl.int64)[:, None] * stride_lora_a_rank + k[None, :]
+    lora_a_ptrs = lora_a_ptr + u_column.to(tl.int64)[:, None] * stride_lora_a_rank + k[None, :]
     total = tl.zeros((BLOCK_RANK, BLOCK_K), tl.float32)
     for start in range(0, size_k, BLOCK_K):
         in_bounds = start + k < size_k
@@ -113,7 +113,7 @@ def shrink_few_kernel(
         )
         total += lora_a.to(tl.float32) * x.to(tl.float32)[None, :]
     u = tl.sum(total, axis=1)
-    u_ptrs = lora_u_ptr + pair.to(tl.int64) * lora_a_rows + rank_row
+    u_ptrs = lora_u_ptr + pair.to(tl.int64) * lora_a_rows + u_column
     tl.store(u_ptrs, u.to(lora_u_ptr.dtype.element_ty), mask=rank_mask)
 
 
@@ -153,16 +153,16 @@ def shrink_pairs_kernel(
         adapter_slots_ptr, pairs // TOP_K, pairs < num_pairs, num_adapter_slots
     )
     adapter_slots = _select_slots(adapter_slots, tl.program_id(2), SLOT_PROGRAMS)
-    rank_row = tl.program_id(1) * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
-    rank_mask = rank_row < lora_a_rows
+    u_column = tl.program_id(1) * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
+    rank_mask = u_column < lora_a_rows
     x_row = (pairs // PAIRS_PER_X_ROW).to(tl.int64)
     u = shrink_tile(
         x_ptr + x_row[:, None] * stride_xm, adapter_slots,
-        lora_a_ptr + expert * stride_lora_a_expert, rank_row, rank_mask,
+        lora_a_ptr + expert * stride_lora_a_expert, u_column, rank_mask,
         size_k, stride_xk, stride_lora_a_slot, stride_lora_a_rank, INPUT_PRECISION, BLOCK_M,
         BLOCK_RANK, BLOCK_K,
     )  # fmt: skip
-    _store_u(lora_u_ptr, u, pairs.to(tl.int64), adapter_slots, rank_row, lora_a_rows)
+    _store_u(lora_u_ptr, u, pairs.to(tl.int64), adapter_slots, u_column, lora_a_rows)
 
 
 @triton.jit(do_not_specialize=["max_tiles"])
@@ -198,16 +198,16 @@ def shrink_segments_kernel(
         tl.program_id(2),
         SLOT_PROGRAMS,
     )
-    rank_row = tl.program_id(1) * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
-    rank_mask = rank_row < lora_a_rows
+    u_column = tl.program_id(1) * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
+    rank_mask = u_column < lora_a_rows
     x_row = (tokens if GATHER_TOKENS else row).to(tl.int64)
     u = shrink_tile(
         x_ptr + x_row[:, None] * stride_xm, adapter_slots,
-        lora_a_ptr + expert * stride_lora_a_expert, rank_row, rank_mask,
+        lora_a_ptr + expert * stride_lora_a_expert, u_column, rank_mask,
         size_k, stride_xk, stride_lora_a_slot, stride_lora_a_rank, INPUT_PRECISION, BLOCK_M,
         BLOCK_RANK, BLOCK_K,
     )  # fmt: skip
-    _store_u(lora_u_ptr, u, row.to(tl.int64), adapter_slots, rank_row, lora_a_rows)
+    _store_u(lora_u_ptr, u, row.to(tl.int64), adapter_slots, u_column, lora_a_rows)
 
 
 @triton.jit
@@ -241,12 +241,12 @@ def shrink_batched_kernel(
     flat_row = expert * capacity + row.to(tl.int64)
     adapter_slots = load_slots(adapter_slots_ptr, flat_row, row < count, num_adapter_slots)
     adapter_slots = _select_slots(adapter_slots, tl.program_id(0) % SLOT_PROGRAMS, SLOT_PROGRAMS)
-    rank_row = tl.program_id(1) * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
-    rank_mask = rank_row < lora_a_rows
+    u_column = tl.program_id(1) * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
+    rank_mask = u_column < lora_a_rows
     u = shrink_tile(
         x_ptr + flat_row[:, None] * size_k, adapter_slots,
-        lora_a_ptr + expert * stride_lora_a_expert, rank_row, rank_mask,
+        lora_a_ptr + expert * stride_lora_a_expert, u_column, rank_mask,
         size_k, 1, stride_lora_a_slot, stride_lora_a_rank, INPUT_PRECISION, BLOCK_M, BLOCK_RANK,
         BLOCK_K,
     )  # fmt: skip
-    _store_u(lora_u_ptr, u, flat_row, adapter_slots, rank_row, lora_a_rows)
+    _store_u(lora_u_ptr, u, flat_row, adapter_slots, u_column, lora_a_rows)

@@ -23,10 +23,10 @@ _SEVERITY = (OK, SKIPPED, REFUSED, WRONG, FAILED)
 class ExchangeRow:
     """Result of one transport in one case. Times are set only if the status is ok.
 
-    The suffix of a field's name is its meaning: `_us` is a median time in microseconds, the maximum
-    over ranks. `_rows` and `_bytes` are what the busiest rank receives from other ranks. `_gbs` is
-    the bytes divided by the time, in GB/s. `_floor_us` is the roofline (see `TransportLink`). The
-    prefix `pair` means a dispatch followed by a combine.
+    Fields that end in `_us` are times in microseconds: each rank measures a median, and the field
+    has the maximum over ranks. `_rows` and `_bytes` are what the busiest rank receives from other
+    ranks. `_gbs` is the bytes divided by the time, in GB/s. `_floor_us` is the roofline (see
+    `TransportLink`). The prefix `pair` means a dispatch followed by a combine.
 
     error: maximum relative error of a row, see `cases.max_row_error`.
 
@@ -159,7 +159,6 @@ _COLUMNS = (
 )  # fmt: skip
 # Columns that are dropped on a narrow terminal, starting with the last one. Columns with the same
 # name, such as floor, are dropped together.
-# floor, are dropped together.
 OPTIONAL_COLUMNS = ("mode", "GB/s", "floor", "error", "note")
 
 
@@ -220,7 +219,10 @@ def summary_tables(rows: Sequence[ExchangeRow]) -> Iterator[tuple[str, list[str]
             floors = row.dispatch_floor_us, row.combine_floor_us
             cells["floor"][row.tokens] = " / ".join(map(_format_number, floors))
         cells["floor"] = cells.pop("floor")  # move it to the end
-        lines = [[name, *(us.get(size, "") for size in sizes)] for name, us in cells.items()]
+        lines = [
+            [name, *(cell_of_size.get(size, "") for size in sizes)]
+            for name, cell_of_size in cells.items()
+        ]
         title = f"{_format_name(quant)}: dispatch / combine / pair, us"
         yield title, ["", *(f"T={size}" for size in sizes)], lines
 
@@ -239,8 +241,9 @@ def markdown(report: ExchangeReport) -> str:
         "",
         f"- {env.get('date')}, modular-kernel {env.get('version')}, {versions}",
         f"- `{env.get('command')}`",
-        "- floor: the time to send the busiest rank one row for each token and rank that needs it,",
-        f"  at {env.get('link_gbs')} GB/s, plus {env.get('latency_us')} us",
+        "- floor: the time to send the busiest rank its rows. A token is sent to a rank once,",
+        "  even if several experts of the rank process it. The link has a bandwidth of",
+        f"  {env.get('link_gbs')} GB/s and a latency of {env.get('latency_us')} us",
         f"- {env.get('method')}",
     ]
     if env.get("event_gap_us") is not None:

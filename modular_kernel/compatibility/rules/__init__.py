@@ -2,7 +2,7 @@
 
 A rule is a generator function that takes a `RuleInput` and yields a Rejection for each violation.
 All rules always run, so that a verdict lists every violation. To add a rule, write a function, add
-it to RULES, and add a case that it refuses to the tests. The tests fail if a rule has no such case.
+it to RULES, and write a test with a case that the rule refuses. The tests fail if there is none.
 """
 
 from functools import partial
@@ -30,8 +30,8 @@ from modular_kernel.spec.problem import Machine, Problem, Reduce
 RULES: dict[str, RuleFunction] = {
     "format": pair.check_formats,
     "device": machines.check_device,
-    "arch": machines.check_arch,
-    "archs": machines.check_archs,
+    "arch": machines.check_arch,  # minimum compute capability
+    "archs": machines.check_archs,  # list of supported compute capabilities
     "package": machines.check_package,
     "dtype": problems.check_dtype,
     "fp32_precision": problems.check_fp32_precision,
@@ -84,7 +84,7 @@ def judge(
 ) -> Verdict:
     """Return whether two parts can compute `problem` on `machine`, and if not, why.
 
-    Judging imports, allocates and launches nothing.
+    It imports nothing, allocates no tensors and launches no kernels.
     """
     expect("problem", problem, Problem)
     expect("machine", machine, Machine)

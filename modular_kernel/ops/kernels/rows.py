@@ -13,7 +13,7 @@ from modular_kernel.ops.kernels.pdl import pdl_wait
 @triton.jit
 def permute_tokens_kernel(
     x_ptr, scale_ptr, row_of_pair_ptr, router_weights_ptr, rows_ptr, scale_rows_ptr,
-    hidden_size, num_groups, stride_x, stride_row, stride_group,
+    hidden_size, num_groups, stride_x, stride_scale_row, stride_scale_group,
     TOP_K: tl.constexpr, HAS_ROUTER_WEIGHTS: tl.constexpr, HAS_SCALE: tl.constexpr,
     BLOCK_HIDDEN: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
 ):  # fmt: skip
@@ -28,7 +28,8 @@ def permute_tokens_kernel(
     row_of_pair_ptr: (num_tokens, TOP_K) int32, the row of each pair; -1 skips it.
     router_weights_ptr: (num_tokens, TOP_K) float32.
     rows_ptr: output (rows, hidden_size), contiguous.
-    scale_rows_ptr: output (rows, num_groups), with the strides stride_row and stride_group.
+    scale_rows_ptr: output (rows, num_groups), with the strides stride_scale_row and
+        stride_scale_group.
     BLOCK_GROUPS: a power of two >= num_groups.
     """
     column_blocks = tl.cdiv(hidden_size, BLOCK_HIDDEN)
@@ -49,7 +50,9 @@ def permute_tokens_kernel(
             row_value = (value.to(tl.float32) * tl.load(router_weights_ptr + pair)).to(value.dtype)
         tl.store(rows_ptr + row * hidden_size + columns, row_value, mask=mask & (row >= 0))
         if HAS_SCALE:
-            scale_ptrs = scale_rows_ptr + row * stride_row + group.to(tl.int64) * stride_group
+            scale_ptrs = (
+                scale_rows_ptr + row * stride_scale_row + group.to(tl.int64) * stride_scale_group
+            )
             tl.store(scale_ptrs, scale, mask=group_mask & (row >= 0))
 
 

@@ -188,7 +188,7 @@ def dbrx(layer_prefix: str, m: LayerMatrices) -> Tensors:
     }
 
 
-def step(layer_prefix: str, m: LayerMatrices) -> Tensors:
+def step_modules(layer_prefix: str, m: LayerMatrices) -> Tensors:
     """Name one tensor per projection and kind (weights or scales), which stacks all experts."""
     tensors: Tensors = {}
     for name, experts in (("gate_proj", m.gate), ("up_proj", m.up), ("down_proj", m.down)):
@@ -320,7 +320,7 @@ FAMILIES: dict[str, ModelFamily] = {
         layer_prefix="transformer.blocks.",
     ),
     "step3p5": ModelFamily(
-        step,
+        step_modules,
         ("moe_num_experts", "moe_top_k", "moe_intermediate_size", "hidden_size"),
         extra_config={"moe_router_scaling_factor": 2.5},
     ),

@@ -136,14 +136,16 @@ def problems() -> tuple[Problem, ...]:
     )
     large = replace(_BASE, tokens=512)
     with_adapters = [replace(_BASE, tokens=t, lora="adapters=4,rank=32") for t in (4, 512)]
-    # With interleaved gate and up rows, an argument is 1, which Triton specializes as a constant.
+    # With interleaved gate and up rows, up starts one row after gate. The GEMM kernels get this
+    # offset as an argument, and Triton specializes them for the value 1.
     with_adapters += [
         replace(problem, activation="silu:interleaved=true") for problem in with_adapters
     ]
     with_adapters += [
         replace(with_adapters[1], quant=quant) for quant in ("fp8_w8a8_block", _PACKED_SCHEMES[0])
     ]
-    # Few tokens with channel and tensor scales, and enough experts for the path without tiles.
+    # With few tokens and many experts, layers with adapters take the path without alignment. These
+    # schemes have no scales, channel scales and a tensor scale.
     many_experts = replace(with_adapters[0], experts=32)
     with_adapters += [
         replace(many_experts, quant=q) for q in ("none", "fp8_w8a8_channel", "fp8_w8a16_tensor")
@@ -278,8 +280,8 @@ def _find_skip_reason(kernel: DefinedKernel, target: str) -> str:
     """Return why no case launches a kernel for `target`; "" if a case should launch it."""
     if kernel.targets and target not in kernel.targets:
         return f"{', '.join(kernel.targets)} only"
-    if kernel.left_out:
-        return kernel.left_out
+    if kernel.left_out_reason:
+        return kernel.left_out_reason
     needs_fp8 = kernel.name in _FP8_ONLY_KERNELS and int(target.removeprefix("sm_")) < _FP8_ARCH
     return f"fp8 only, sm_{_FP8_ARCH} or newer" if needs_fp8 else ""
 
@@ -384,6 +386,7 @@ def _launch_activation() -> None:
 
 
 def _make_pairs(top_k: int) -> Pairs:
+    """Make the pairs of 4 tokens. Skipped pairs go to sinks, which are extra slots of a rank."""
     placement = Placement.linear(8, 2)
     ids_TK = torch.empty(4, top_k, dtype=torch.int32, device=_META)
     weights_TK = torch.empty(4, top_k, device=_META)
@@ -496,7 +499,8 @@ def _expected_instruction(record: CompileRecord, target: str) -> str | None:
     a_dtype = record.dtypes[operand]
     if a_dtype == "fp32" and record.config["INPUT_PRECISION"] == "ieee":
         return "FFMA"
-    # Weights that need no conversion may also be the operand with 64 rows (see `add_product`).
+    # wgmma needs 64 rows of its first operand. `add_product` swaps the operands if only the weights
+    # have so many rows, and need no conversion.
     can_swap = record.config.get("QUANT_MODE") in ("plain", "w8a8") and a_dtype != "fp32"
     block_n = record.config.get("BLOCK_N")
     has_64_rows = block_m >= 64 or (can_swap and isinstance(block_n, int) and block_n >= 64)

@@ -29,13 +29,13 @@ class DefinedKernel:
         name: name of the kernel.
         module: name of the module that defines it.
         targets: the GPU architectures that it supports; () for all.
-        left_out: why no case launches it; "" if a case should launch it.
+        left_out_reason: why no case launches it; "" if a case should launch it.
     """
 
     name: str
     module: str
     targets: tuple[str, ...]
-    left_out: str
+    left_out_reason: str
 
 
 def defined_kernels(name_filter: str = "") -> dict[str, DefinedKernel]:

@@ -250,7 +250,7 @@ class _Run:
         if total is not None and monotonic() > self.start + total:
             return Outcome(Kind.NOT_JUDGED, "not run: time limit", was_run=False)
         if num_ended >= _MAX_ENDED:
-            detail = "not run: like cases ended their process"
+            detail = "not run: similar cases ended their process"
             return Outcome(Kind.NOT_JUDGED, detail, was_run=False)
         return None
 

@@ -158,7 +158,7 @@ def compare_with_float64_reference(
     if error_ratio > 1 or bool(is_wrong_row.any()):
         message = (
             f"the error of the output is {error_ratio:.2f} times its bound, and the errors of "
-            f"{int(is_wrong_row.sum())} rows exceed the bound for rows"
+            f"{int(is_wrong_row.sum())} rows have an error above the bound of a row"
         )
         return error_ratio, message
     return error_ratio, ""

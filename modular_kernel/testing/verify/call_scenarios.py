@@ -1,7 +1,8 @@
-"""Checks for the "misunderstood" fault scenario that run on all ranks alike.
+"""Checks of correct and incorrect calls that every rank makes in the same way.
 
-The checks pass tensors on an unsupported device, start more calls than fit in shared memory, and
-count whether (token, expert) pairs go to the nearest copy of an expert.
+They pass tensors on an unsupported device, dispatch with `prepare`, start more calls than fit in
+shared memory, and count the (token, expert) pairs that each copy of an expert computes. The fault
+scenario "misunderstood" of `problem_scenarios` runs them.
 """
 
 import time
@@ -60,7 +61,8 @@ def check_synchronous_prepare(
     if context.is_faulty_rank:
         time.sleep(_DELAY_S)
     outcome = context.make_correct_call(kernel)
-    vars(part).pop("prepare_no_receive", None)  # a kernel may call `prepare` itself
+    # A kernel that calls `prepare` itself did not call the replacement, which is then still there.
+    vars(part).pop("prepare_no_receive", None)
     return outcome
 
 
@@ -136,7 +138,7 @@ def _check_ranks_compute_own_pairs(
     )
     if placed_context is None:
         return
-    pair_counts = yield from _count_pairs_by_slot(placed_context, manager)
+    pair_counts = yield from _count_pairs_by_local_expert(placed_context, manager)
     counts: list[Any] = [None] * context.world_size
     pairs = int((placed_context.sample.inputs.routing.topk_ids_TK >= 0).sum())
     dist.all_gather_object(counts, (pairs, int(pair_counts.sum())))
@@ -146,9 +148,10 @@ def _check_ranks_compute_own_pairs(
 
 
 def _check_copies_share_pairs(context: ScenarioContext, manager: object) -> Outcomes:
-    """Check that the copies of experts share their pairs, of which each rank has a copy.
+    """Check that the pairs of a copied expert are divided evenly among its copies.
 
-    Expert 0 is on rank 0 alone, so that experts have different numbers of copies.
+    Every rank has a copy of every expert except expert 0, which is on rank 0 alone. Experts
+    therefore have different numbers of copies.
     """
     experts, world_size = tuple(range(context.case.problem.experts)), context.world_size
     placement = Placement((experts, *(experts[1:],) * (world_size - 1)))
@@ -157,32 +160,33 @@ def _check_copies_share_pairs(context: ScenarioContext, manager: object) -> Outc
     )
     if placed_context is None:
         return
-    pair_counts = yield from _count_pairs_by_slot(placed_context, manager)
+    pair_counts = yield from _count_pairs_by_local_expert(placed_context, manager)
     copied = int(pair_counts[1 if context.rank == 0 else 0 :].sum())
     sent = int((placed_context.sample.inputs.routing.topk_ids_TK > 0).sum())
     counts: list[Any] = [None] * world_size
     dist.all_gather_object(counts, (sent, copied))
     num_sources = 1 if context.part.requires.replicated_input else world_size
     total, computed = sum(sent for sent, _ in counts[:num_sources]), [c for _, c in counts]
-    # The copies take turns by token, so their shares differ by a token of each rank at most.
+    # The tokens of a source rank use the copies in turn, so the counts of two copies differ by at
+    # most top_k pairs per source rank.
     tolerance = num_sources * context.case.problem.top_k
     is_even = all(abs(count - total / world_size) <= tolerance for count in computed)
     text = f"{total} pairs with copied experts, {computed} by rank"
     yield f"{text}: even {is_even and sum(computed) == total}", f"{text}: even True"
 
 
-def _count_pairs_by_slot(
+def _count_pairs_by_local_expert(
     context: ScenarioContext, manager: object
 ) -> Generator[tuple[str, str], None, torch.Tensor]:
-    """Make a correct call; return the number of pairs of each slot of this rank, int64."""
+    """Make a correct call; return the number of pairs of each local expert, int64."""
     kernel = context.make_kernel_on(manager)
-    apply, slots = kernel.experts.apply, len(context.case.problem.placement.slots[context.rank])
-    pair_counts = torch.zeros(slots, dtype=torch.int64)
+    apply, num_local = kernel.experts.apply, len(context.case.problem.placement.slots[context.rank])
+    pair_counts = torch.zeros(num_local, dtype=torch.int64)
 
     def apply_and_count(tokens: Any, **kwargs: Any) -> None:
         if isinstance(tokens, ContiguousTokens):
             ids_TK = tokens.routing.topk_ids_TK
-            pair_counts.add_(torch.bincount(ids_TK[ids_TK >= 0].long(), minlength=slots))
+            pair_counts.add_(torch.bincount(ids_TK[ids_TK >= 0].long(), minlength=num_local))
         else:
             pair_counts.add_(tokens.counts_e)
         apply(tokens, **kwargs)

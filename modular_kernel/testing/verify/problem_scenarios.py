@@ -46,7 +46,7 @@ def check_problem_mismatch(context: ScenarioContext, first: FusedMoEModularKerne
         outcome = capture_outcome(lambda: context.compare(context.call(kernel, **inputs)))  # noqa: B023
         yield (
             outcome,
-            context.expected_counts_error(
+            context.expected_call_number_error(
                 got, NEED_SAME_CALL, layer=3 + index, call=1, step=8 + index
             ),
         )
@@ -54,7 +54,7 @@ def check_problem_mismatch(context: ScenarioContext, first: FusedMoEModularKerne
     tokens = context.case.problem.tokens
     yield (
         capture_outcome(lambda: context.compare(context.call(larger))),
-        context.expected_counts_error(
+        context.expected_call_number_error(
             context.format_by_rank("tokens", tokens, tokens + 1),
             NEED_SAME_CALL, layer=3 + len(changed_problems), call=1, step=8 + len(changed_problems),
         ),

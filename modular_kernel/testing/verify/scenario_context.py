@@ -29,7 +29,7 @@ CORRECT = "right"  # outcome of a correct call; errors have other texts
 # Text in errors that differs between runs.
 _SECONDS = re.compile(r"\d+\.\d+ s")
 _HOST_NAMES = re.compile(r"(; ranks? [\d, ]+: (all of|on) host [^;,]+)+")
-_DIGITS = re.compile(r"[0-9a-f]{8,}")
+_DIGESTS = re.compile(r"[0-9a-f]{8,}")
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class ScenarioContext:
         case: the case, with the problem of this rank.
         machine: the machine that the parts are made for.
         sample: this rank's inputs and expected output of a correct call.
-        build: makes the kernel of a (case, machine, poison) in the process group.
+        build: makes the kernel of a (case, machine, poison) in the process group. poison is whether
+            buffers are filled with NaN or other values before each call.
         changed_sample: maps changed fields of Problem to this rank's sample for the changed layer,
             or to None if the pairing does not support that layer.
     """
@@ -159,12 +160,13 @@ class ScenarioContext:
         """
         return "; ".join(self.sample.compare(out).problems) or CORRECT
 
-    def expected_counts_error(
+    def expected_call_number_error(
         self, got: str, need: str, *, layer: int, call: int, step: int
     ) -> str:
         """Return the text of the error expected in the phase that exchanges call numbers.
 
-        The error's `peers` are the ranks to inspect: rank 1, or on rank 1, all other ranks.
+        The error's `peers` are the ranks to inspect. On rank 1, these are all other ranks. On the
+        other ranks, it is rank 1.
         """
         peers = self.peers if self.is_faulty_rank else (FAULTY_RANK,)
         return self.expected_error_text(
@@ -216,8 +218,8 @@ def format_error(error: CommunicationError) -> str:
     Times, digests and host names are removed.
     """
     fields = error.rank, error.phase, error.step, error.layer, error.call, error.peers
-    return _HOST_NAMES.sub("", _DIGITS.sub("#", _SECONDS.sub("N s", f"{fields} {error}")))
+    return _HOST_NAMES.sub("", _DIGESTS.sub("#", _SECONDS.sub("N s", f"{fields} {error}")))
 
 
-def get_manager(part: PrepareAndFinalize) -> Any:
-    return part.manager  # type: ignore[attr-defined]
+def get_manager(prepare_finalize: PrepareAndFinalize) -> Any:
+    return prepare_finalize.manager  # type: ignore[attr-defined]

@@ -87,7 +87,7 @@ def run_inconsistent_calls(context: ScenarioContext) -> Outcomes:
     wrong_dtype = {"x_TH": context.sample.inputs.x_TH.double()}
     yield (
         capture_outcome(lambda: context.compare(context.call(first, **wrong_dtype))),
-        "DtypeError" if context.is_faulty_rank else context.expected_counts_error(
+        "DtypeError" if context.is_faulty_rank else context.expected_call_number_error(
             "rank 1 refused its call 2 of layer 1 with DtypeError",
             "calls that every rank accepts", layer=1, call=2, step=4,
         ),
@@ -97,7 +97,7 @@ def run_inconsistent_calls(context: ScenarioContext) -> Outcomes:
     got = f"{context.format_by_rank('layer', 1, 2)}; {context.format_by_rank('call', 3, 1)}"
     yield (
         capture_outcome(lambda: context.compare(context.call(kernel))),
-        context.expected_counts_error(
+        context.expected_call_number_error(
             got, NEED_SAME_CALL, layer=position[0], call=position[1], step=6
         ),
     )
@@ -147,7 +147,7 @@ def _pass_meta_tensors(context: ScenarioContext, kernel: FusedMoEModularKernel) 
     )
     got = "rank 1 refused its call 2 of layer 1 with DeviceError"
     need = "calls that every rank accepts"
-    return outcome, "DeviceError" if context.is_faulty_rank else context.expected_counts_error(
+    return outcome, "DeviceError" if context.is_faulty_rank else context.expected_call_number_error(
         got, need, layer=1, call=2, step=2
     )
 
@@ -162,8 +162,11 @@ def _raise_in_prepare(context: ScenarioContext, kernel: FusedMoEModularKernel) -
         del part.prepare, part.prepare_no_receive
     got = "rank 1 refused its call 2 of layer 1 with an error"
     need = "calls that every rank accepts"
-    return outcome, "RuntimeError" if context.is_faulty_rank else context.expected_counts_error(
-        got, need, layer=1, call=2, step=3
+    return (
+        outcome,
+        "RuntimeError"
+        if context.is_faulty_rank
+        else context.expected_call_number_error(got, need, layer=1, call=2, step=3),
     )
 
 
@@ -179,7 +182,7 @@ def _pass_fewer_tokens(
     )
     counts = (tokens - 1 if rank == FAULTY_RANK else tokens for rank in range(context.world_size))
     got = f"T = {', '.join(map(str, counts))} by rank"
-    expected = context.expected_counts_error(
+    expected = context.expected_call_number_error(
         got, "the same tokens on all", layer=1, call=3, step=step
     )
     return capture_outcome(
@@ -461,14 +464,14 @@ def run_finished_out_of_order(context: ScenarioContext) -> Outcomes:
         call.finish()
     outcome = capture_outcome(lambda: context.compare(context.call(kernel)))
     got = "a different order of earlier exchanges"
-    yield outcome, context.expected_counts_error(got, NEED_SAME_CALL, layer=1, call=3, step=3)
+    yield outcome, context.expected_call_number_error(got, NEED_SAME_CALL, layer=1, call=3, step=3)
     kernel = context.make_kernel()
     manager, phases = get_manager(kernel.prepare_finalize), ["dispatch", "combine"]
     step = manager.next_step()
     for phase in reversed(phases) if context.is_faulty_rank else phases:
         manager.all_reduce(torch.ones(1), step=step, phase=phase).wait()
     outcome = capture_outcome(lambda: context.compare(context.call(kernel)))
-    yield outcome, context.expected_counts_error(got, NEED_SAME_CALL, layer=1, call=1, step=2)
+    yield outcome, context.expected_call_number_error(got, NEED_SAME_CALL, layer=1, call=1, step=2)
 
 
 _SCENARIOS: dict[str, Callable[[ScenarioContext], Outcomes]] = {

@@ -57,7 +57,7 @@ def test_backend_name_is_refused_if_the_plugin_is_disabled() -> None:
         run_program("modular_kernel", MK_SGLANG="0")
 
 
-def test_untested_versions_are_not_changed(
+def test_untested_sglang_is_not_patched(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = sys.modules["modular_kernel.integrations.sglang"]
@@ -112,8 +112,10 @@ def test_plugin_can_be_registered_again(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_fused_operations_cannot_use_a_registered_name() -> None:
-    """If a later SGLang allows this, the backend can use a registered name instead of its hook on
-    MoeRunner.
+    """SGLang accepts only its own backend names for fused operations.
+
+    The plugin therefore hooks MoeRunner. If this test fails with a later SGLang,
+    `register_fused_func` can replace the hook.
     """
     from sglang.srt.layers.moe.moe_runner.base import FusedOpPool
 
@@ -132,7 +134,7 @@ def field_defaults(record: type) -> dict[str, Any]:
 
 
 def test_fields_equal_those_of_the_installed_sglang() -> None:
-    """A new field must be translated or refused by name."""
+    """If SGLang adds a field, the plugin must translate it or refuse values besides the default."""
     from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig as SGLangConfig
     from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
 

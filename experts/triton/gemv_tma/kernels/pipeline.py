@@ -6,7 +6,7 @@ weight rows, and N is eight vectors: rows of x in GEMM 1, or the rows of h of on
 GEMM 2.
 
     panel  64 weight rows by 128 bytes (values) along K. A stage of the ring has one or more panels.
-    piece  1024 values of each vector along K, which is 8 panels.
+    piece  1024 values of each vector_panel along K, which is 8 panels.
 
 The vectors stay in shared memory for all of K, in pieces, with one scale per 128 values. The
 functions are for sm_90.
@@ -30,14 +30,15 @@ from modular_kernel.replay.launch.triton_versions import reinterpret
 ROWS = gl.constexpr(64)  # weight rows per tile
 VECTORS = gl.constexpr(8)  # vectors in shared memory
 PANEL = gl.constexpr(128)  # values along K per panel
-PANELS = gl.constexpr(8)  # panels per piece
+PANELS_PER_PIECE = gl.constexpr(8)  # panels per piece
 PIECE = gl.constexpr(1024)  # values per piece
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
 UNSWIZZLED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 # The layout of the accumulator (ROWS, VECTORS).
 ACC_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32]))
 _LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
-# A piece takes 8 values per thread.
+# `load_pieces` keeps at most this many pieces of single rows in registers. A thread has 8 values of
+# each, which are at most 112 registers with 16-bit values.
 _MAX_PIECES_IN_REGISTERS = gl.constexpr(28)
 
 
@@ -130,7 +131,7 @@ def _store_piece(
     """Quantize and store the values (rows, 1024) of one piece. See `store_vectors`."""
     NUM_ROWS: gl.constexpr = values.shape[0]
     if INPUT_QUANT == "group":
-        groups = values.to(gl.float32).reshape((NUM_ROWS, PANELS, PANEL))
+        groups = values.to(gl.float32).reshape((NUM_ROWS, PANELS_PER_PIECE, PANEL))
         scale = scale_of(max_nan(gl.abs(groups), 2), QMAX, MIN_SCALE)
         inverse_of_groups = gl.expand_dims(tl.div_rn(1.0, scale), 2)
         groups = quantized_values(groups, inverse_of_groups, QMAX, False)
@@ -152,8 +153,8 @@ def store_vectors(
     Rows are repeated as by `repeat_rows`. Values from size_k on are 0.
 
     vectors: (pieces, 8, 1024) in shared memory.
-    scales: (pieces, 8 panels, 8) in shared memory, the scales of the values. Written if
-        BLOCK_SCALES.
+    scales: (pieces, 8 panels, 8) in shared memory, the scales of the values. Written if INPUT_QUANT
+        is "group", or "prequantized" with BLOCK_SCALES.
     pieces: the result of `load_pieces`.
     row_ptrs: (rows,), pointers to the rows, whose values are `stride` apart.
     inverse: (rows,), the reciprocal of each row's scale. Used if INPUT_QUANT is "token".
@@ -174,10 +175,10 @@ def store_vectors(
             _store_piece(vectors, scales, piece, values, inverse, INPUT_QUANT, QMAX, MIN_SCALE)
     if INPUT_QUANT == "prequantized" and BLOCK_SCALES:
         for piece in range(PIECES):
-            group = gl.arange(0, PANELS, gl.SliceLayout(0, vector_layout(row_ptrs.shape[0])))[
-                None, :
-            ]
-            group += piece * PANELS
+            group = gl.arange(
+                0, PANELS_PER_PIECE, gl.SliceLayout(0, vector_layout(row_ptrs.shape[0]))
+            )[None, :]
+            group += piece * PANELS_PER_PIECE
             mask = row_mask[:, None] & (group * PANEL < size_k)
             scale = gl.load(scale_ptrs[:, None] + group * stride_scale, mask=mask, other=0.0)
             scales.index(piece).store(repeat_rows(scale).permute((1, 0)))
@@ -187,9 +188,9 @@ def store_vectors(
 @gluon.jit
 def _get_vector_panel(vectors, index):
     """Return panel number `index` of the vectors, (128, 8), as the right operand of wgmma."""
-    piece = vectors.index(index // PANELS)
-    panels = reinterpret(piece, vectors.dtype, [PANELS, VECTORS, PANEL], SWIZZLED)
-    return panels.index(index % PANELS).permute((1, 0))
+    piece = vectors.index(index // PANELS_PER_PIECE)
+    panels = reinterpret(piece, vectors.dtype, [PANELS_PER_PIECE, VECTORS, PANEL], SWIZZLED)
+    return panels.index(index % PANELS_PER_PIECE).permute((1, 0))
 
 
 @gluon.jit
@@ -206,9 +207,9 @@ def _multiply_unscaled(ring, vectors, full, empty, step, size_k):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
         for panel_index in gl.static_range(PANELS_PER_STAGE):
-            vector = _get_vector_panel(vectors, start // PANEL + panel_index)
+            vector_panel = _get_vector_panel(vectors, start // PANEL + panel_index)
             acc = warpgroup_mma(
-                ring.index(stage * PANELS_PER_STAGE + panel_index), vector, acc, is_async=True
+                ring.index(stage * PANELS_PER_STAGE + panel_index), vector_panel, acc, is_async=True
             )
         acc = warpgroup_mma_wait(num_outstanding=PANELS_PER_STAGE, deps=(acc,))
         mbarrier.arrive(empty.index(previous), pred=start > 0)
@@ -234,30 +235,30 @@ def _load_weight_scales(ptrs, start, size_k, mask, PANELS_PER_STAGE: gl.constexp
 
 
 @gluon.jit
-def _multiply_scaled(ring, vectors, scales, full, empty, step, size_k, ptrs, mask):
+def _multiply_scaled(ring, vectors, scales, full, empty, step, size_k, weight_scale_ptrs, mask):
     """Like `_multiply_unscaled`, but multiply the partial sums of each panel by the scales.
 
     scales: the scales of the vectors, in shared memory.
-    ptrs: (64,), pointers to the first weight scale of each weight row.
+    weight_scale_ptrs: (64,), pointers to the first weight scale of each weight row.
     mask: (64,), False for weight rows that do not exist.
     """
     STAGES: gl.constexpr = full.shape[0]
     PANELS_PER_STAGE: gl.constexpr = ring.shape[0] // STAGES
     sums = gl.zeros((ROWS, VECTORS), gl.float32, ACC_LAYOUT)
     zero = gl.zeros((ROWS, VECTORS), gl.float32, ACC_LAYOUT)
-    weight_scales = _load_weight_scales(ptrs, 0, size_k, mask, PANELS_PER_STAGE)
+    weight_scales = _load_weight_scales(weight_scale_ptrs, 0, size_k, mask, PANELS_PER_STAGE)
     for start in range(0, size_k, PANELS_PER_STAGE * PANEL):
         # The loads are issued before the wait for the weights of this stage.
         next_scales = _load_weight_scales(
-            ptrs, start + PANELS_PER_STAGE * PANEL, size_k, mask, PANELS_PER_STAGE
+            weight_scale_ptrs, start + PANELS_PER_STAGE * PANEL, size_k, mask, PANELS_PER_STAGE
         )
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
         parts = ()
         for panel_index in gl.static_range(PANELS_PER_STAGE):
-            vector = _get_vector_panel(vectors, start // PANEL + panel_index)
+            vector_panel = _get_vector_panel(vectors, start // PANEL + panel_index)
             weights = ring.index(stage * PANELS_PER_STAGE + panel_index)
-            parts += (warpgroup_mma(weights, vector, zero, use_acc=False, is_async=True),)
+            parts += (warpgroup_mma(weights, vector_panel, zero, use_acc=False, is_async=True),)
         finished = warpgroup_mma_wait(num_outstanding=0, deps=parts)
         if PANELS_PER_STAGE == 1:  # a single dep is returned without a tuple
             parts = (finished,)
@@ -267,9 +268,12 @@ def _multiply_scaled(ring, vectors, scales, full, empty, step, size_k, ptrs, mas
         for panel_index in gl.static_range(PANELS_PER_STAGE):
             index = start // PANEL + panel_index
             piece_scales = reinterpret(
-                scales.index(index // PANELS), gl.float32, [PANELS, 1, VECTORS], UNSWIZZLED
+                scales.index(index // PANELS_PER_PIECE),
+                gl.float32,
+                [PANELS_PER_PIECE, 1, VECTORS],
+                UNSWIZZLED,
             )
-            scale = piece_scales.index(index % PANELS).load(ACC_LAYOUT)
+            scale = piece_scales.index(index % PANELS_PER_PIECE).load(ACC_LAYOUT)
             sums += parts[panel_index] * (scale * weight_scales[panel_index][:, None])
         weight_scales = next_scales
         step += 1
@@ -296,15 +300,17 @@ def prefetch_scales(ptr, count):
 
 @gluon.jit
 def multiply(
-    ring, vectors, scales, full, empty, step, size_k, ptrs, mask, BLOCK_SCALES: gl.constexpr
+    ring, vectors, scales, full, empty, step, size_k, weight_scale_ptrs, mask,
+    BLOCK_SCALES: gl.constexpr,
 ):  # fmt: skip
     """Multiply a tile of weights by the vectors; return (accumulators (64, 8), next step).
 
+    scales, weight_scale_ptrs, mask: as in `_multiply_scaled`. Used if BLOCK_SCALES.
     BLOCK_SCALES: whether weights have one scale per 128 x 128 block.
     """
     if BLOCK_SCALES:
         sums, step = _multiply_scaled(
-            ring, vectors, scales, full, empty, step, size_k, ptrs, mask
+            ring, vectors, scales, full, empty, step, size_k, weight_scale_ptrs, mask
         )  # fmt: skip
     else:
         sums, step = _multiply_unscaled(ring, vectors, full, empty, step, size_k)

@@ -8,7 +8,7 @@ every slot of its tile. All of them are zero except the columns of the row's own
 import triton
 import triton.language as tl
 
-from experts.triton.kernels.adapters import NO_SLOT, load_slots, shrink_tile
+from experts.triton.kernels.adapters import SLOT_END, load_slots, shrink_tile
 from experts.triton.kernels.shrink import tile_rows
 
 
@@ -51,23 +51,23 @@ def shrink_tiles_kernel(
         return
     expert, row, row_mask, tokens = tile_rows(tiles_ptr, tokens_ptr, pid_m, max_tiles, BLOCK_M)
     adapter_slots = load_slots(adapter_slots_ptr, tokens, row_mask, num_adapter_slots)
-    rank_row = tl.program_id(1) * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
+    u_column = tl.program_id(1) * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
     x_row = (tokens if GATHER_TOKENS else row).to(tl.int64)
-    u_ptrs = lora_u_ptr + row.to(tl.int64)[:, None] * stride_lora_u + rank_row[None, :]
+    u_ptrs = lora_u_ptr + row.to(tl.int64)[:, None] * stride_lora_u + u_column[None, :]
     tile_slots_ptr += pid_m * (num_adapter_slots + 1)
     slot = tl.min(adapter_slots, axis=0)  # NaN-free: integer operands
     index = 0
-    while slot < NO_SLOT:
+    while slot < SLOT_END:
         if index % SLOT_PROGRAMS == tl.program_id(2):
             u = shrink_tile(
                 x_ptr + x_row[:, None] * stride_xm,
-                tl.where(adapter_slots == slot, adapter_slots, NO_SLOT),
-                lora_a_ptr + expert * stride_lora_a_expert, rank_row, rank_row < lora_a_rows,
+                tl.where(adapter_slots == slot, adapter_slots, SLOT_END),
+                lora_a_ptr + expert * stride_lora_a_expert, u_column, u_column < lora_a_rows,
                 size_k, stride_xk, stride_lora_a_slot, stride_lora_a_rank, INPUT_PRECISION,
                 BLOCK_M, BLOCK_RANK, BLOCK_K,
             )  # fmt: skip
             slot_ptrs = u_ptrs + index * SLOT_COLUMNS
-            u_mask = row_mask[:, None] & (rank_row < SLOT_COLUMNS)[None, :]
+            u_mask = row_mask[:, None] & (u_column < SLOT_COLUMNS)[None, :]
             tl.store(slot_ptrs, u.to(lora_u_ptr.dtype.element_ty), mask=u_mask)
             zeros = tl.zeros((BLOCK_M, BLOCK_RANK), lora_u_ptr.dtype.element_ty)
             for offset in tl.static_range(
@@ -77,7 +77,7 @@ def shrink_tiles_kernel(
             if tl.program_id(1) == 0:
                 tl.store(tile_slots_ptr + 1 + index, slot)
         slot = tl.min(
-            tl.where(adapter_slots > slot, adapter_slots, NO_SLOT), axis=0
+            tl.where(adapter_slots > slot, adapter_slots, SLOT_END), axis=0
         )  # NaN-free: integer operands
         index += 1
     if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):

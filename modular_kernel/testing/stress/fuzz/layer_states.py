@@ -100,9 +100,9 @@ def check_copies(case: CopyCase) -> FuzzOutcome:
             output = value(*arguments)
         return output
 
-    def use_name() -> torch.Tensor:
+    def copy_and_call() -> torch.Tensor:
         for step in case.before:
-            _run_step(original, step, lambda: call(original), kernel)
+            _run_step(original, step, lambda: call(original))
         value = original
         for name in case.copies:
             value = _COPY_FUNCTIONS[name](value)
@@ -112,14 +112,14 @@ def check_copies(case: CopyCase) -> FuzzOutcome:
         call(original)
         return output
 
-    result = run_or_classify(description, use_name)
+    result = run_or_classify(description, copy_and_call)
     if isinstance(result, FuzzOutcome):
         return replace(result, kind=WRONG_RESULT) if result.kind == TYPED_ERROR else result
     is_close = torch.allclose(result, expected, rtol=1e-4, atol=1e-5)
     return FuzzOutcome(CORRECT if is_close else WRONG_RESULT, description)
 
 
-def _run_step(value: Any, step: str, call: Callable[[], object], kernel: Any) -> None:
+def _run_step(value: Any, step: str, call: Callable[[], object]) -> None:
     if step == "call":
         call()
     elif step == "inference":
@@ -240,6 +240,7 @@ _TEXTS = st.one_of(
     )),
     st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=9),
 )  # fmt: skip
+# MK_CACHEDIR is unknown, as if MK_CACHE_DIR were misspelled.
 _NAMES = (
     *VARIABLES, "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "HOME", "RANK", "WORLD_SIZE", "MASTER_ADDR",
     "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CC", "MK_CACHEDIR", "TRITON_INTERPRET",
