@@ -55,11 +55,12 @@ If no tuned layer is near enough, it uses those of the heuristics ("heuristics")
 these tiles and with the layer's own tuned tiles were verified against float64 and timed
 interleaved, with uniform routing and weights not in the cache (`tools/leave_one_out.py`). A case is
 a layer with a number of tokens. A ratio is the time of a case divided by its time with the tuned
-tiles. `within` counts the cases with a ratio of at most {bound:.2f}. The tiles differ in {timed} of
-{cases} cases. Only these cases were timed; the others have a ratio of 1. A ratio below 1 means that
-tiles other than the tuned ones are the fastest with the present kernels. The heuristics were chosen
-from the results of all tuned layers, including the layers measured here. Few layers are tuned for
-mxfp4, so the heuristics for mxfp4 depend on few results. Measured {measured}.
+tiles. `within` counts the cases with a ratio of at most {bound:.2f}.
+The tiles differ in {timed} of {cases} cases. Only these cases were timed; the others have a ratio
+of 1. A ratio below 1 means that tiles other than the tuned ones are the fastest with the present
+kernels. The heuristics were chosen from the results of all tuned layers, including the layers
+measured here. Few layers are tuned for mxfp4, so the heuristics for mxfp4 depend on few results.
+Measured {measured}.
 Raw rows: `{record}`."""
 
 

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from modular_kernel.bench.candidates import ComposedLayer, DefaultLayer
-from modular_kernel.measure import records as status
-from modular_kernel.measure.records import OURS, Report, Row
+from modular_kernel.measure.records import FAILED, OURS, SKIPPED, WRONG, Report, Row
 from modular_kernel.text import format_count
 
 DEFAULT, COMPOSED, OWN_KERNELS, OTHER_LIBRARY = (
@@ -181,7 +180,7 @@ def layers_table(report: Report) -> list[str]:
             for row in rows
             if row.is_comparable and row.us is not None and (peer := peers.get(row.group))
         ]
-        failures = sum(row.status in (status.WRONG, status.FAILED) for row in rows)
+        failures = sum(row.status in (WRONG, FAILED) for row in rows)
         timed = sum(row.is_comparable for row in rows)
         if not timed and not failures:
             continue
@@ -216,7 +215,7 @@ def unmeasured_list(report: Report) -> list[str]:
     lines = [f"- not installed: {name}" for name in report.missing]
     notes: dict[tuple[str, str, str, str], int] = {}
     for row in report.rows:
-        if row.status in (status.WRONG, status.FAILED, status.SKIPPED):
+        if row.status in (WRONG, FAILED, SKIPPED):
             key = (scheme_name(row.operands), row.layer, row.status, row.note[:160])
             notes[key] = notes.get(key, 0) + 1
     for (scheme, layer, outcome, note), count in notes.items():

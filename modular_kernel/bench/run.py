@@ -19,7 +19,6 @@ import torch
 
 from modular_kernel.bench.candidates import Candidate, Layer
 from modular_kernel.bench.launch_count import count_launches
-from modular_kernel.measure import records as status
 from modular_kernel.measure.adapter_roofline import adapter_bytes
 from modular_kernel.measure.cases import Input, LayerCase, make_input, make_weights, operand_types
 from modular_kernel.measure.check import (
@@ -30,7 +29,16 @@ from modular_kernel.measure.check import (
     num_inputs_to_check,
 )
 from modular_kernel.measure.environment import collect_environment
-from modular_kernel.measure.records import Report, Row, add_peer_ratios
+from modular_kernel.measure.records import (
+    FAILED,
+    INTERPRETER,
+    OK,
+    REFUSED,
+    WRONG,
+    Report,
+    Row,
+    add_peer_ratios,
+)
 from modular_kernel.measure.roofline import (
     Peaks,
     Work,
@@ -268,7 +276,7 @@ class _Run:
             with time_limit(self._seconds_left):
                 reason = instances.first.refusal(case.problem)
                 if reason is not None:
-                    return replace(row, status=status.REFUSED, note=reason)
+                    return replace(row, status=REFUSED, note=reason)
                 return self._check_and_time(row, case, instances)
         except TimeLimitReached:
             return replace(row, note="stopped at the deadline")
@@ -276,7 +284,7 @@ class _Run:
         except Exception as error:  # noqa: BLE001
             if not is_device_usable(self.device):
                 self.stopped = f"{instances.candidate.name} broke the CUDA context"
-            return replace(row, status=status.FAILED, note=format_error(error))
+            return replace(row, status=FAILED, note=format_error(error))
 
     def _make_calls(self, case: LayerCase, instances: LayerInstances) -> _RowCalls:
         scheme = QuantScheme.parse(instances.candidate.quant)
@@ -355,7 +363,7 @@ class _Run:
             error_bound=result.bound,
         )
         if result.failure:
-            return replace(row, status=status.WRONG, note=result.failure)
+            return replace(row, status=WRONG, note=result.failure)
         timing = time_calls(
             row_calls.calls,
             self.device,
@@ -366,18 +374,18 @@ class _Run:
         result = check_unchanged(timing.last_output, row_calls.checks[-1][1], checked, case.problem)
         if result.failure:
             note = f"after {timing.mode} calls: {result.failure}"
-            return replace(row, status=status.WRONG, note=note, error=result.error)
+            return replace(row, status=WRONG, note=note, error=result.error)
         host_time = measure_host_cost(row_calls.calls[0], self.device)
         eager_us = self._eager_time(row_calls, timing)
         graph = self.device.type == "cuda" and self.job.graph
         return replace(
             row,
-            status=status.OK,
+            status=OK,
             note="not captured" if graph and not timing.mode.startswith("graph") else "",
             us=timing.us,
             us_min=timing.us_min,
             spread=timing.spread,
-            mode=status.INTERPRETER if row_calls.layer.interpreted else timing.mode,
+            mode=INTERPRETER if row_calls.layer.interpreted else timing.mode,
             replays=timing.replays,
             over_floor=None if row_calls.layer.interpreted else timing.us / floor.us,
             eager_us=eager_us,

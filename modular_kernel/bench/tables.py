@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from modular_kernel.measure import records as status
-from modular_kernel.measure.records import Report, Row, min_time_us
+from modular_kernel.measure.records import FAILED, REFUSED, WRONG, Report, Row, min_time_us
 from modular_kernel.text import format_count
 
 _COLUMNS = (
@@ -65,7 +64,7 @@ def time_or_status(row: Row) -> str:
     """Format the time in microseconds, or the status of an untimed row."""
     if row.is_timed:
         return _format_number(row.us, 1)
-    return row.status.upper() if row.status == status.WRONG else row.status
+    return row.status.upper() if row.status == WRONG else row.status
 
 
 def format_row(row: Row) -> str:
@@ -93,7 +92,7 @@ def markdown(report: Report) -> str:
     for operands, routing in kinds:
         rows = [row for row in report.rows if (row.operands, row.routing) == (operands, routing)]
         lines += ["", f"## {operands}, {routing} routing", "", *_markdown_table(rows)]
-    failures = [row for row in report.rows if row.status in (status.WRONG, status.FAILED)]
+    failures = [row for row in report.rows if row.status in (WRONG, FAILED)]
     if failures or report.stopped:
         lines += ["", "## Not timed", ""]
         lines += [f"- {format_row(row)}" for row in failures]
@@ -119,14 +118,12 @@ def _describe_run(report: Report) -> list[str]:
 
 def _markdown_table(rows: Sequence[Row]) -> list[str]:
     """Return the lines of a Markdown table with a row per case and a column per layer."""
-    names = list(dict.fromkeys(layer_label(row) for row in rows if row.status != status.REFUSED))
+    names = list(dict.fromkeys(layer_label(row) for row in rows if row.status != REFUSED))
     head = ["shape", "T", "floor", *names, "best of ours / floor", "best of ours / best peer"]
     lines = [_markdown_row(head), _markdown_row(["---", *["---:"] * (len(head) - 1)])]
     for group in dict.fromkeys(row.group for row in rows):
         members = [row for row in rows if row.group == group]
-        cells = {
-            layer_label(row): time_or_status(row) for row in members if row.status != status.REFUSED
-        }
+        cells = {layer_label(row): time_or_status(row) for row in members if row.status != REFUSED}
         # The rooflines of a group's rows differ only in the bytes of scales.
         floors = [row.floor_us for row in members if row.floor_us]
         floor = min(floors, default=None)

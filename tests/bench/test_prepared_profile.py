@@ -54,7 +54,7 @@ def test_report_has_the_bytes_of_prepared_weights(
 def test_files_without_prepared_weights_are_not_overwritten(mk: Mk, tmp_path: Path) -> None:
     plain, prepared = (_OutputFiles((PAIR,), MXFP4, tmp_path, each) for each in (False, True))
     assert plain.get_stem(PAIR) != prepared.get_stem(PAIR)
-    assert plain.get_report("json") != prepared.get_report("json")
+    assert plain.get_report_path("json") != prepared.get_report_path("json")
 
 
 @pytest.mark.parametrize("quant", ["none", "mxfp4_w4a16"])

@@ -168,7 +168,7 @@ def test_report_has_totals_and_slowest_cases(
     assert tool.main(["report", str(record)]) == 0
     text = capsys.readouterr().out.splitlines()
     assert text[0].startswith("# Tiles without a tuned file")
-    assert any("Tiles differ in 3 of 4 cases" in line for line in text)
+    assert any("The tiles differ in 3 of 4 cases" in line for line in text)
     assert any(line.endswith("Measured today with this.") for line in text)
     assert "Raw rows: `record.json`." in text
     total_line = next(line for line in text if line.startswith("| all |"))

@@ -188,7 +188,12 @@ def _offered(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
         (["first", "second"], "four_group", DuplicatePartError, "OFFERED.first"),
         (["first", "second"], "four_group", DuplicatePartError, "OFFERED.second"),
         (["other", "list"], "list", BrokenPartError, "need a tuple of TableScheme"),
-        (["other", "partial"], "partial", BrokenPartError, "need a tuple of TableScheme"),
+        (
+            ["other", "tuple_of_names"],
+            "tuple_of_names",
+            BrokenPartError,
+            "need a tuple of TableScheme",
+        ),
         (["other", "list"], "four_group", ConfigurationError, "Not usable: list from"),
         (["other"], "nothing", ConfigurationError, "four_block, "),
         (["other"], "four_block:group=64", ConfigurationError, "need no options"),
