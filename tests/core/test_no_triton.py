@@ -80,6 +80,7 @@ def test_all_modules_without_triton_kernels_are_importable() -> None:
         if path not in kernel_modules
         and path.name != "__main__.py"
         and not path.match("integrations/vllm/v0_*.py")  # these import vLLM
+        and not path.match("integrations/sglang/v0_*_classes.py")  # these import SGLang
     ]
     assert {path.relative_to(ROOT).parts[:2] for path in kernel_modules} == {
         ("modular_kernel", "ops"),
