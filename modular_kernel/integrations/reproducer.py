@@ -90,11 +90,11 @@ def _write_reference(problem: Problem) -> list[str]:
     if problem.expert_map:
         scores += f"[:, {get_first_expert(problem)}:]"
     b1, b2 = (" + b1.double()", " + b2.double()") if bias else ("", "")
-    y = f"torch.einsum('tei,ehi->teh', a, {values[1]}.double()){b2}"
+    y = f"torch.einsum('bei,ehi->beh', a, {values[1]}.double()){b2}"
     return [
-        f"h = torch.einsum('th,enh->ten', {x}.double(), {values[0]}.double()){b1}",
+        f"h = torch.einsum('bh,enh->ben', {x}.double(), {values[0]}.double()){b1}",
         write_activation(problem.act),
-        f"expected = torch.einsum('te,teh->th', {scores}.double(), {y})",
+        f"expected = torch.einsum('be,beh->bh', {scores}.double(), {y})",
     ]
 
 
