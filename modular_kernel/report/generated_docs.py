@@ -23,7 +23,11 @@ from modular_kernel.report.errors_page import errors_document
 from modular_kernel.report.judge_all import Matrix, built_in_catalog, judge_all
 from modular_kernel.report.markdown import render_markdown
 from modular_kernel.report.matrix import interactive_matrix, matrix_document
-from modular_kernel.report.mutation_page import mutation_document, read_scores
+from modular_kernel.report.mutation_page import (
+    mutation_document,
+    read_scores,
+    read_second_sample,
+)
 from modular_kernel.report.pages.document import (
     Block,
     Document,
@@ -42,6 +46,7 @@ _BENCHMARK_RECORDS = "benchmarks"
 _SCORES = "mutation"
 _FIRST_SCORES = "mutation/first"
 _STUDIED_SCORES = "mutation/after_study"
+_SECOND_SAMPLE = "second-fresh-sample.json"
 _SOURCE_DEFECTS = "source-defects.json"
 _MUTATION_NOTES = "mutation-notes.json"
 _FIGURES = "plots"
@@ -143,6 +148,7 @@ def render_files(catalog: Catalog, docs: Path) -> dict[Path, str]:
             sorted(part.name for part in built_in_catalog(catalog).parts),
             read_scores(docs / _FIRST_SCORES),
             read_scores(docs / _STUDIED_SCORES),
+            read_second_sample(docs / _SECOND_SAMPLE),
         ),
     }
     texts = {

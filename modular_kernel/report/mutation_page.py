@@ -77,6 +77,15 @@ _FRESH_COLUMNS = (
     "killed after study",
     "after study",
 )
+_SECOND_COLUMNS = (
+    "part",
+    "first sample: killed",
+    "first sample: score",
+    "second: sampled",
+    "second: equivalent",
+    "second: killed",
+    "second: score",
+)
 
 
 def read_scores(folder: Path) -> tuple[Record, ...]:
@@ -87,6 +96,14 @@ def read_scores(folder: Path) -> tuple[Record, ...]:
     return tuple(_read_score(path) for path in sorted(folder.glob("*.json")))
 
 
+def read_second_sample(path: Path) -> tuple[Record, ...]:
+    """Read the first scores of a second fresh sample, one record per part.
+
+    Return () if there is no file.
+    """
+    return tuple(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else ()
+
+
 def mutation_document(
     scores: tuple[Record, ...],
     defects: Path,
@@ -94,6 +111,7 @@ def mutation_document(
     parts: Sequence[str] = (),
     first_scores: tuple[Record, ...] = (),
     studied_scores: tuple[Record, ...] = (),
+    second_scores: tuple[Record, ...] = (),
 ) -> Document:
     """Build the document: tables of scores, method, surviving mutants, and handwritten defects.
 
@@ -104,11 +122,16 @@ def mutation_document(
     parts: names of all parts. Parts without a score are listed.
     first_scores: records of the first run of fresh samples.
     studied_scores: records of the same samples, after cases were added for their survivors.
+    second_scores: records of the first run of fresh samples that were drawn later; only the counts,
+        the seed and the ids of equivalent mutants (`read_second_sample`).
 
-    Raises ConfigurationError if a part in `first_scores` has no score or a score with the same
-    seed, and if the records in `studied_scores` have other samples than `first_scores`.
+    Raises ConfigurationError if a part in `first_scores` or `second_scores` has no score or a score
+    with the same seed, if a part has the same seed in both, and if the records in `studied_scores`
+    have other samples than `first_scores`.
     """
     _check_samples(scores, first_scores, studied_scores)
+    _check_seeds(scores, second_scores)
+    _check_seeds(first_scores, _of_parts(second_scores, first_scores))
     note_texts = json.loads(notes.read_text(encoding="utf-8")) if notes.is_file() else {}
     return (
         Heading(1, "Mutation scores"),
@@ -125,7 +148,7 @@ def mutation_document(
         ),
         *_parts_without_score(scores, parts),
         *_note(note_texts, "scores"),
-        *_fresh_samples(scores, first_scores, studied_scores, note_texts),
+        *_fresh_samples(scores, first_scores, studied_scores, second_scores, note_texts),
         Heading(2, "Method"),
         BulletList(_METHOD),
         *_survivors(scores, note_texts),
@@ -137,6 +160,18 @@ def _check_samples(
     scores: tuple[Record, ...], first_scores: tuple[Record, ...], studied_scores: tuple[Record, ...]
 ) -> None:
     """Raise ConfigurationError for inconsistent records, see `mutation_document`."""
+    _check_seeds(scores, first_scores)
+    first_samples = {record["part"]: _sample_of(record) for record in first_scores}
+    for record in studied_scores:
+        if first_samples.get(record["part"]) != _sample_of(record):
+            need = "the seed and the mutants of a first score of the part"
+            raise ConfigurationError(
+                f"score of {record['part']} after study", got="another sample", need=need
+            )
+
+
+def _check_seeds(scores: tuple[Record, ...], first_scores: tuple[Record, ...]) -> None:
+    """Raise ConfigurationError unless the part of each first score has a score of another seed."""
     seeds = {score["part"]: score["seed"] for score in scores}
     for record in first_scores:
         part, seed = record["part"], record["seed"]
@@ -145,13 +180,6 @@ def _check_samples(
         if seed == seeds[part]:
             need = "another seed than the score's, for a sample that no case was written for"
             raise ConfigurationError(f"first score of {part}: seed", got=seed, need=need)
-    first_samples = {record["part"]: _sample_of(record) for record in first_scores}
-    for record in studied_scores:
-        if first_samples.get(record["part"]) != _sample_of(record):
-            need = "the seed and the mutants of a first score of the part"
-            raise ConfigurationError(
-                f"score of {record['part']} after study", got="another sample", need=need
-            )
 
 
 def _sample_of(record: Record) -> tuple[str, frozenset[str]]:
@@ -164,6 +192,7 @@ def _fresh_samples(
     scores: tuple[Record, ...],
     first_scores: tuple[Record, ...],
     studied_scores: tuple[Record, ...],
+    second_scores: tuple[Record, ...],
     note_texts: dict[str, str],
 ) -> tuple[Block, ...]:
     """Build the section of fresh samples: first scores, scores after study, and exclusions."""
@@ -189,8 +218,9 @@ def _fresh_samples(
             f"{sum(record['put_in'] for record in first_scores)} sampled."
         ),
         Table(_FRESH_COLUMNS, rows, numeric=frozenset(_FRESH_COLUMNS[1:]), totals=1),
-        *_parts_without_fresh_sample(scores, first_scores),
+        *_parts_without_fresh_sample(scores, (*first_scores, *second_scores)),
         *_note(note_texts, "fresh"),
+        *_second_sample(first_scores, second_scores, note_texts),
         *_first_survivors(first_scores, studied_by_part, note_texts),
         *_exclusions(first_scores),
     )
@@ -223,6 +253,38 @@ def _fresh_totals(
         killed, total = _fresh_counts(latest)
         fresh_scores = (fresh_scores[0], str(killed), _format_percentage(killed, total))
     return ("all", *map(str, sums), *fresh_scores)
+
+
+def _of_parts(records: tuple[Record, ...], others: tuple[Record, ...]) -> tuple[Record, ...]:
+    """Return the records of parts that `others` have records of, too."""
+    names = {record["part"] for record in others}
+    return tuple(record for record in records if record["part"] in names)
+
+
+def _second_sample(
+    first_scores: tuple[Record, ...], second_scores: tuple[Record, ...], note_texts: dict[str, str]
+) -> tuple[Block, ...]:
+    """Build the table of the first scores of the second sample beside those of the first one."""
+    if not second_scores:
+        return ()
+    groups = [
+        (f"`{record['part']}`", _of_parts(first_scores, (record,)), (record,))
+        for record in second_scores
+    ]
+    rows = []
+    for name, first, second in (*groups, ("all", first_scores, second_scores)):
+        killed, total = _fresh_counts(first)
+        earlier = (f"{killed} of {total}", _format_percentage(killed, total)) if first else ("", "")
+        killed, total = _fresh_counts(second)
+        sampled = sum(record["put_in"] for record in second)
+        counts = (sampled, sampled - total, killed)
+        rows.append((name, *earlier, *map(str, counts), _format_percentage(killed, total)))
+    columns = _SECOND_COLUMNS
+    return (
+        Heading(3, "A second fresh sample"),
+        Table(columns, rows, numeric=frozenset(columns[1:]), totals=1),
+        *_note(note_texts, "second_sample"),
+    )
 
 
 def _fresh_counts(records: Iterable[Record]) -> tuple[int, int]:

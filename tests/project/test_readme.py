@@ -68,3 +68,9 @@ def test_numbers_in_the_readme_equal_the_records() -> None:
     stated_fresh = re.findall(r"\| fresh.*\| (\d+) .*\| (\d+) of (\d+) \(", README)
     totals = [sum(map(int, column)) for column in zip(*stated_fresh, strict=True)]
     assert totals == [len(fresh_records), killed, num_mutants]
+    second = json.loads((docs / "second-fresh-sample.json").read_text(encoding="utf-8"))
+    killed = sum(record["killed"] for record in second)
+    num_mutants = sum(record["put_in"] - len(record["equivalent"]) for record in second)
+    stated = re.findall(r"\| second fresh.*\| (\d+) of (\d+) \| (\d+) of (\d+) \((\d+) %\)", README)
+    counts = (len(second), len(names), killed, num_mutants, round(100 * killed / num_mutants))
+    assert stated == [tuple(map(str, counts))]

@@ -10,9 +10,14 @@ import pytest
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.report.markdown import render_markdown
-from modular_kernel.report.mutation_page import mutation_document, read_scores
+from modular_kernel.report.mutation_page import (
+    mutation_document,
+    read_scores,
+    read_second_sample,
+)
 
 MISSING_PATH = Path("nothing")
+ROOT = Path(__file__).parents[2]
 
 
 def make_record(
@@ -53,9 +58,10 @@ def render_page(
     first: tuple[dict[str, Any], ...],
     after: tuple[dict[str, Any], ...] = (),
     notes: Path = MISSING_PATH,
+    second: tuple[dict[str, Any], ...] = (),
 ) -> str:
     return render_markdown(
-        mutation_document(STUDIED, MISSING_PATH, notes, (), first, after), figures=""
+        mutation_document(STUDIED, MISSING_PATH, notes, (), first, after, second), figures=""
     )
 
 
@@ -138,3 +144,36 @@ def test_first_scores_are_read_from_a_separate_folder(tmp_path: Path) -> None:
     (tmp_path / "first/TorchExperts.json").write_text(json.dumps(FIRST[0]))
     assert read_scores(tmp_path) == STUDIED[:1]
     assert read_scores(tmp_path / "first") == FIRST
+
+
+def test_a_second_sample_is_shown_beside_the_first_one() -> None:
+    second = (
+        make_record("KeepTopK", "fresh-3", 19, 1, 0),
+        make_record("TorchExperts", "fresh-3", 30, 10, 20),
+    )
+    text = render_page(FIRST, AFTER, second=second)
+    assert table_rows(text, "`KeepTopK`")[1] == ["`KeepTopK`", "", "", "20", "1", "19", "100.0%"]
+    assert table_rows(text, "`TorchExperts`")[2][1:] == [
+        "40 of 56", "71.4%", "60", "10", "30", "60.0%"
+    ]  # fmt: skip
+    assert table_rows(text, "all")[1][1:] == ["40 of 56", "71.4%", "80", "11", "49", "71.0%"]
+    assert "No fresh sample yet" not in text
+
+
+def test_a_second_sample_with_the_seed_of_another_sample_is_refused() -> None:
+    for seed in ("fresh-1", "0.2.0"):
+        with pytest.raises(ConfigurationError, match=f"seed: got {seed}, need another seed"):
+            render_page(FIRST, second=(make_record("TorchExperts", seed, 40, 4, 16),))
+
+
+def test_counts_of_the_second_sample_are_those_of_its_record() -> None:
+    record = json.loads((ROOT / "notebook/records/2026-12-fresh-mutants.json").read_text("utf-8"))
+    published = read_second_sample(ROOT / "docs/second-fresh-sample.json")
+    assert [entry["part"] for entry in published] == sorted(record)
+    for entry in published:
+        raw = record[entry["part"]]
+        assert (entry["seed"], entry["put_in"]) == (raw["seed"], raw["put_in"])
+        assert entry["killed"] == raw["killed"] == len(raw["died"])
+        assert entry["equivalent"] == [item["id"] for item in raw["equivalent"]]
+        survivors = raw["survivors"]
+        assert raw["put_in"] == raw["killed"] + len(survivors) + len(raw["equivalent"])
