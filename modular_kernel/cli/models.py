@@ -12,7 +12,8 @@ from modular_kernel.models.registry import ALIASES, MODELS, Model
 _SIZE_FIELDS = ("experts", "top_k", "hidden", "intermediate")
 _LEGEND = """E: number of experts. K: experts per token (top-k). H: hidden size.
 I: intermediate size. quant: scheme of the published weights, unless --quant
-names another one. Abbreviations: """
+names another one. Abbreviations:
+"""
 _LAYERS = """
 Layers for benchmarks and tuning: plain SwiGLU, no bias, no scaling factor,
 router weight on the output. A layer has the sizes of a whole model, or of the

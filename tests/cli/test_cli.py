@@ -318,7 +318,7 @@ def test_every_input_mutation_is_printed(mk: Mk, monkeypatch: pytest.MonkeyPatch
 def test_missed_input_mutation_exits_with_1(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("MoEPrepareAndFinalizeNoEP", "TorchExperts", BASE)
     kill = mutants.CallMutantResult("harmless", case, failure_without_mutant=None, killed_by=None)
-    monkeypatch.setattr(mutants, "sensitivity", lambda *_: (kill,))
+    monkeypatch.setattr(mutants, "sensitivity", lambda *_, on_mutant: (kill,))
     result = mk(*INPUT_MUTATIONS)
     assert result.code == 1
     assert "MISSED" in result.out
@@ -336,7 +336,7 @@ def test_input_mutation_without_effect_is_not_applicable(
         killed_by=None,
         no_effect_reason="no part reads it",
     )
-    monkeypatch.setattr(mutants, "sensitivity", lambda *_: (kill,))
+    monkeypatch.setattr(mutants, "sensitivity", lambda *_, on_mutant: (kill,))
     result = mk(*INPUT_MUTATIONS)
     assert result.code == 0
     assert "1 input mutation: 0 killed, 0 missed, 1 not applicable" in result.out
@@ -354,7 +354,7 @@ def test_pair_that_fails_without_mutation_is_reported(
         failure_without_mutant="numeric: far off",
         killed_by="numeric: all zeros",
     )
-    monkeypatch.setattr(mutants, "sensitivity", lambda *_: (kill,))
+    monkeypatch.setattr(mutants, "sensitivity", lambda *_, on_mutant: (kill,))
     result = mk(*INPUT_MUTATIONS)
     assert result.code == 1
     assert f"zeros in {case}: fails without the mutant: numeric: far off" in result.out
