@@ -73,7 +73,7 @@ def test_an_eager_call_stays_within_its_budget_of_python_calls(
     pf, experts, quant, tokens = call
     counts = host_calls(pf, experts, problem_of(quant, tokens))
     assert counts["/modular_kernel/kernel.py:__call__"] == 1
-    assert sum(counts.values()) <= 0.56 * CALLS_OF_0_1_0[call], counts.most_common(20)
+    assert sum(counts.values()) <= 0.57 * CALLS_OF_0_1_0[call], counts.most_common(20)
 
 
 # Calls without a count of version 0.1.0 are limited to slightly more than their current count. An
