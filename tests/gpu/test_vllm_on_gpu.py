@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_cases import CASES, DEVICE, GROUP_CASES, REPEATS, name_case
+from vllm_cases import CASES, DEVICE, REPEATS, name_case
 
 from modular_kernel.integrations.vllm import MODULE_BY_VERSION, _parse_minor_version, register
 from modular_kernel.reference import float64_reference, rounded_reference
@@ -40,7 +40,6 @@ from vllm_layers import (
     prepared_tensors,
     reload,
     tensors,
-    version_module,
     vllm_process,
 )
 
@@ -51,10 +50,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 TOKENS = (1, 17, 256)
 OURS = "ModularKernelTritonExperts"
 _INDUCTOR_PATCH = "_apply_constrain_to_fx_strides_patch"
-SERVED = CASES + (GROUP_CASES if "int_wna16" in version_module().ORACLES else ())
-NAMES = [name_case(*case) for case in SERVED]
-FOUR_BITS = [case for case in SERVED if case[0].scheme.packed]
-each_case = pytest.mark.parametrize(("problem", "form"), SERVED, ids=NAMES)
+NAMES = [name_case(*case) for case in CASES]
+FOUR_BITS = [case for case in CASES if case[0].scheme.packed]
+each_case = pytest.mark.parametrize(("problem", "form"), CASES, ids=NAMES)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -261,6 +259,6 @@ def test_a_layer_on_the_kernels_of_vllm_compiles_in_the_same_way(
 ) -> None:
     """If this test fails, failures of the test above are caused by vLLM."""
     monkeypatch.setenv("MK_VLLM", "0")
-    sample = Sample(*SERVED[0])
+    sample = Sample(*CASES[0])
     assert experts_class(sample.runner) != OURS
     check_compiled(sample.runner, sample.x_TH, sample.logits_TE)

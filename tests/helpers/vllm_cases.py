@@ -35,9 +35,6 @@ CASES: tuple[tuple[Problem, str], ...] = (
     (replace(_BASE, quant="mxfp4_w4a16", activation="swiglu_oai", bias=True), ""),
     (replace(_BASE, quant="nvfp4_w4a16"), ""),
     (replace(_BASE, quant="nvfp4_w4a16"), "modelopt"),
-)
-# The plugin for 0.26 leaves these to vLLM.
-GROUP_CASES: tuple[tuple[Problem, str], ...] = (
     (replace(_BASE, quant="int4_w4a16_group:group=32"), ""),
     (replace(_BASE, quant="int4_w4a16_group:group=128"), "gptq"),
     (replace(_BASE, quant="int4_w4a16_group:group=128,zero_points=true"), "awq"),
@@ -61,7 +58,7 @@ def write_outputs(file: Path, *, plugin: bool) -> None:
     with vllm_process(device=DEVICE):
         if plugin:
             register()
-        for problem, form in CASES + GROUP_CASES:
+        for problem, form in CASES:
             x_TH, weights, logits_TE, _ = tensors(problem)
             try:
                 runner = load(problem, weights, form)

@@ -27,10 +27,14 @@ from vllm.distributed import ensure_model_parallel_initialized, init_distributed
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.fused_moe import layer as layer_module
 from vllm.model_executor.layers.fused_moe import modular_kernel as modular_kernel_module
+from vllm.model_executor.layers.quantization import auto_awq, auto_gptq
 from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig, AutoAWQMoEMethod
 from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig, AutoGPTQMoEMethod
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe,
 )
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.layers.quantization.modelopt import ModelOptFp8Config, ModelOptNvFp4Config
@@ -116,6 +120,16 @@ def stand_in_operators(monkeypatch: Any) -> None:
             scale = x.float().abs().max().reshape(1) / 448
         return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
 
+    def make_workspace(device: torch.device, max_blocks_per_sm: int = 1) -> torch.Tensor:
+        return torch.zeros(max_blocks_per_sm, dtype=torch.int32, device=device)
+
+    for module in (auto_awq, auto_gptq):  # Marlin's workspace has a size by the GPU's processors
+        if hasattr(module, "marlin_make_workspace_new"):
+            monkeypatch.setattr(module, "marlin_make_workspace_new", make_workspace)
+    # 0.26 has a method for layers that Marlin supports, and another one, without an oracle.
+    if hasattr(compressed_tensors_moe, "check_moe_marlin_supports_layer"):
+        name = "check_moe_marlin_supports_layer"
+        monkeypatch.setattr(compressed_tensors_moe, name, lambda *args, **kwargs: True)
     monkeypatch.setattr(vllm_operators, "scaled_fp8_quant", scaled_fp8_quant)
     monkeypatch.setattr(modular_kernel_module, "current_workspace_manager", CpuWorkspaces)
 
@@ -335,11 +349,7 @@ def fill(layer: Any, problem: Problem, weights: ExpertWeights, form: str = "") -
         elif form == "gptq":
             _fill_gptq(layer, theirs, fields)
         elif scheme.granularity == "group" and scheme.name.startswith("int"):
-            copy(layer, f"{theirs}_weight_packed", fields["weight"].view(torch.int32))
-            copy(layer, f"{theirs}_weight_scale", fields["scale"])
-            if fields["zeros"] is not None:
-                words = _words(fields["zeros"].mT).mT
-                copy(layer, f"{theirs}_weight_zero_point", words)
+            _fill_compressed_tensors(layer, theirs, fields)
         elif scheme.name == "nvfp4_w4a16" and form == "modelopt":
             copy(layer, f"{theirs}_weight", fields["weight"])
             copy(layer, f"{theirs}_weight_scale", fields["scale"])
@@ -363,6 +373,19 @@ def fill(layer: Any, problem: Problem, weights: ExpertWeights, form: str = "") -
 def _words(nibbles: torch.Tensor) -> torch.Tensor:
     """View the bytes of rows as int32, after a copy to contiguous memory."""
     return nibbles.clone(memory_format=torch.contiguous_format).view(torch.int32)
+
+
+def _fill_compressed_tensors(layer: Any, theirs: str, fields: dict[str, Any]) -> None:
+    """Write weights, packed along K, and zero points, packed along N, in the layout (N, K).
+
+    In 0.26, the parameters have the layout (K, N), and the loader transposes the checkpoint's.
+    """
+    rows = {"packed": fields["weight"].view(torch.int32), "scale": fields["scale"]}
+    if fields["zeros"] is not None:
+        rows["zero_point"] = _words(fields["zeros"].mT).mT
+    transposed = getattr(getattr(layer, f"{theirs}_weight_packed"), "is_transposed", False)
+    for suffix, tensor in rows.items():
+        copy(layer, f"{theirs}_weight_{suffix}", tensor.mT if transposed else tensor)
 
 
 def _fill_gptq(layer: Any, theirs: str, fields: dict[str, Any]) -> None:

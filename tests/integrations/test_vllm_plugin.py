@@ -366,6 +366,7 @@ class FakeOracle:
 
     select_functions: tuple[str, ...] = ("first",)
     later_functions: tuple[str, ...] = ("second",)
+    callers: tuple[tuple[str, str], ...] = ()
 
     def __init__(self, module: str, missing: tuple[str, ...] = ()) -> None:
         self.module, self._missing = module, missing
@@ -431,6 +432,49 @@ def test_functions_are_replaced_once_in_all_modules(
     refused, broken = caplog.messages
     assert refused == "modular_kernel leaves a layer to vLLM (first): layer: got 1, need 2"
     assert "a defect of ours" in broken
+
+
+class CallerOracle(FakeOracle):
+    """An oracle that needs an argument of the constructor which calls the select function."""
+
+    callers = (("vllm.fake_method", "Method"),)
+
+    def handle(self, function: str, arguments: dict[str, Any]) -> Any | None:
+        return f"group size {arguments['group_size']}" if "group_size" in arguments else None
+
+
+def test_arguments_of_the_constructor_that_selects(
+    vllm_modules: tuple[ModuleType, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, user = vllm_modules
+
+    class Method:
+        def __init__(self, group_size: int, config: str = "theirs") -> None:
+            self.selected = user.first(config)
+            if config == "broken":
+                raise ValueError(config)
+
+    user.Method = Method  # type: ignore[attr-defined]
+    install(CallerOracle(owner.__name__), monkeypatch)
+    assert Method(64).selected == "group size 64"
+    assert Method(group_size=32).selected == "group size 32"
+    with pytest.raises(ValueError, match="broken"):
+        Method(16, config="broken")
+    assert owner.first("theirs") == "vllm: first theirs 0"  # outside of a constructor
+    construct = Method.__init__
+    hooks._record_arguments(*CallerOracle.callers[0])
+    assert Method.__init__ is construct
+
+
+def test_a_missing_caller_leaves_the_layers_to_vllm(
+    vllm_modules: tuple[ModuleType, ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    owner, _ = vllm_modules
+    install(CallerOracle(owner.__name__), monkeypatch)
+    assert caplog.messages == ["modular_kernel does not find Method in vllm.fake_method"]
+    assert owner.first("theirs") == "vllm: first theirs 0"
 
 
 @pytest.mark.parametrize("missing_item", ["a function", "an internal", "the module of the version"])

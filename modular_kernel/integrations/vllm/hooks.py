@@ -8,11 +8,12 @@ module does not import vLLM.
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from functools import cache, partial, wraps
 from importlib import import_module
 from inspect import signature
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, Protocol
 
 from modular_kernel.errors import ModularKernelError, UnsupportedError
@@ -31,11 +32,14 @@ class Oracle(Protocol):
     module: full name of the module.
     select_functions: names of functions that select a backend and an experts class for a layer.
     later_functions: names of functions that vLLM calls after it has selected the class of a layer.
+    callers: (module, class) pairs of quantization methods whose constructors call a select
+        function. Their arguments are passed to `handle` as well.
     """
 
     module: str
     select_functions: tuple[str, ...]
     later_functions: tuple[str, ...]
+    callers: tuple[tuple[str, str], ...]
 
     def find_missing(self, module: ModuleType) -> Sequence[str]:
         """Return the required names that this version of vLLM does not have."""
@@ -47,7 +51,8 @@ class Oracle(Protocol):
         support the layer.
 
         function: name of the function.
-        arguments: arguments of the function by parameter name.
+        arguments: arguments of the function by parameter name. Within the constructor of one of
+            `callers`, they include the constructor's other arguments.
         """
 
 
@@ -86,6 +91,38 @@ def _replace_functions(name: str, version_module: str) -> None:
         return
     for function, replacement in replacements.items():
         replace_everywhere(module, function, replacement)
+    for caller_module, caller in oracle.callers:
+        call_after_import(caller_module, partial(_record_arguments, caller_module, caller))
+
+
+# Arguments of the constructor of one of `Oracle.callers`, while it runs.
+_constructor_arguments: ContextVar[Mapping[str, Any]] = ContextVar(
+    "modular_kernel_constructor_arguments", default=MappingProxyType({})
+)
+
+
+def _record_arguments(module: str, name: str) -> None:
+    """Replace the constructor of a class by one that keeps its arguments while it runs."""
+    cls = getattr(import_module(module), name, None)
+    if cls is None:
+        LOG.warning("modular_kernel does not find %s in %s", name, module)
+        return
+    original = cls.__init__
+    if hasattr(original, ORIGINAL_ATTRIBUTE):
+        return
+    parameters = signature(original)
+
+    @wraps(original)
+    def construct(*args: Any, **kwargs: Any) -> None:
+        arguments = parameters.bind(*args, **kwargs).arguments
+        token = _constructor_arguments.set(arguments)
+        try:
+            original(*args, **kwargs)
+        finally:
+            _constructor_arguments.reset(token)
+
+    setattr(construct, ORIGINAL_ATTRIBUTE, original)
+    cls.__init__ = construct
 
 
 def replace_everywhere(module: ModuleType, name: str, function: Callable[..., Any]) -> None:
@@ -104,7 +141,8 @@ def _make_replacement(
     parameters = signature(function)
 
     def handle(*args: Any, **kwargs: Any) -> Any:
-        return oracle.handle(name, parameters.bind(*args, **kwargs).arguments)
+        arguments = parameters.bind(*args, **kwargs).arguments
+        return oracle.handle(name, {**_constructor_arguments.get(), **arguments})
 
     def run_select_function(*args: Any, **kwargs: Any) -> Any:
         try:

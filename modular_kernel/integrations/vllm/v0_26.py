@@ -1,12 +1,16 @@
 """Support for vLLM 0.26, based on the module for 0.33.
 
-Layers with int4 or int8 weights and group scales run on vLLM's own kernels, because in 0.26 the
-function that selects their experts does not receive the group size.
+The function of 0.26 that selects experts for int4 or int8 weights with group scales does not
+receive the group size. It is taken from the constructor that calls this function.
 """
 
 from dataclasses import replace
+from typing import Any
 
+from modular_kernel.checkpoints.gptq_awq import from_awq, from_gptq
 from modular_kernel.integrations.vllm import v0_33
+
+Arguments = dict[str, Any]
 
 # Attributes that vLLM has only after 0.26.
 _NEWER_EXCHANGES = ("use_moonep_kernels", "use_passthrough_all2all")
@@ -32,8 +36,79 @@ class BatchedExperts(v0_33.BatchedExperts):
 
 make_experts_class = v0_33.make_experts_class
 
-ORACLES = {
-    name: replace(oracle, bases=(StandardExperts, BatchedExperts))
-    for name, oracle in v0_33.ORACLES.items()
-    if name != "int_wna16"
-}
+
+# ------------------------------------------------------------- int4 and int8 in groups
+
+_METHODS = "vllm.model_executor.layers.quantization"
+_COMPRESSED = f"{_METHODS}.compressed_tensors.compressed_tensors_moe"
+# The constructors of these classes have the quantization config that the select function lacks.
+_GROUP_CALLERS = (
+    (f"{_METHODS}.auto_gptq", "AutoGPTQMoEMethod"),
+    (f"{_METHODS}.auto_awq", "AutoAWQMoEMethod"),
+    (
+        f"{_COMPRESSED}.compressed_tensors_moe_wna16_marlin",
+        "CompressedTensorsWNA16MarlinMoEMethod",
+    ),
+)
+
+
+def _select_group_scheme(arguments: Arguments) -> str:
+    """Return the scheme of int4 or int8 weights with group scales.
+
+    Raises UnsupportedError if the quantization config is not known.
+    """
+    quant = arguments.get("quant_config", arguments.get("weight_quant"))
+    symmetric = getattr(quant, "symmetric", True)  # of compressed-tensors
+    zero_points = getattr(quant, "zero_point", not symmetric)  # of AWQ; GPTQ's layers have none
+    return v0_33.select_group_scheme(
+        arguments | {"quant_config": quant, "may_have_zp": zero_points}
+    )
+
+
+def _convert_group_weights(arguments: Arguments) -> tuple[Any, ...] | None:
+    """Convert the tensors of a layer with our experts. Returns None for vLLM's experts.
+
+    All formats have (e, K, N) tensors when vLLM has loaded them.
+    """
+    experts_cls = getattr(arguments["layer"].quant_method, "experts_cls", None)
+    if experts_cls is None or not issubclass(experts_cls, v0_33.StandardExperts):
+        return None
+    quant = arguments["quant_config"]
+    is_awq = hasattr(quant, "zero_point")
+    has_zero_points = quant.zero_point if is_awq else not getattr(quant, "symmetric", True)
+    converted = []
+    for name in ("w13", "w2"):
+        zeros = arguments.get(f"{name}_qzeros") if has_zero_points else None
+        tensors = (
+            arguments[name].data,
+            arguments[f"{name}_scale"].data,
+            None if zeros is None else zeros.data,
+        )
+        if is_awq:
+            converted.append(from_awq(*tensors, group=quant.group_size))
+        else:
+            bits = getattr(quant, "num_bits", None) or quant.weight_bits
+            weights = from_gptq(*tensors, group=quant.group_size, minus_one=False, bits=bits)
+            converted.append(weights)
+    w13, w2 = converted
+    orders = (None,) * 4  # no column order, neither of w13 nor of w2
+    global_scales = None, None
+    biases = arguments.get("w13_bias"), arguments.get("w2_bias")
+    zero_points = w13.zero_point, w2.zero_point
+    return (w13.w, w2.w, w13.scale, w2.scale, *orders, *zero_points, *global_scales, *biases)
+
+
+# ------------------------------------------------------------------------------------- oracles
+
+_BASES = StandardExperts, BatchedExperts
+ORACLES = {name: replace(oracle, bases=_BASES) for name, oracle in v0_33.ORACLES.items()}
+ORACLES["int_wna16"] = replace(
+    ORACLES["int_wna16"],
+    plain="EMULATION",
+    scheme=_select_group_scheme,
+    callers=_GROUP_CALLERS,
+    handlers={
+        "make_wna16_moe_kernel": v0_33.make_group_kernel,
+        "convert_to_wna16_moe_kernel_format": _convert_group_weights,
+    },
+)

@@ -456,7 +456,7 @@ def _select_scheme_by_keys(arguments: Arguments) -> str:
     return layers.select_scheme(*map(layers.make_operand, keys))
 
 
-def _select_group_scheme(arguments: Arguments) -> str:
+def select_group_scheme(arguments: Arguments) -> str:
     """Return the scheme of int4 or int8 weights with group scales, from a quantization config."""
     quant, zero_points = arguments["quant_config"], arguments["may_have_zp"]
     act_order = False
@@ -514,7 +514,7 @@ def _select_nvfp4_scheme(arguments: Arguments) -> str:
     return layers.select_scheme(weight, None if activation == four_bits else activation)
 
 
-def _make_group_kernel(arguments: Arguments) -> Any | None:
+def make_group_kernel(arguments: Arguments) -> Any | None:
     """Return the kernel of a layer with our experts, or None for vLLM's experts.
 
     vLLM's function does not support our experts.
@@ -584,6 +584,8 @@ class Oracle:
         raises UnsupportedError.
     handlers: replacements of later_functions, by name. They return None for layers with vLLM's own
         experts.
+    callers: (module, class) pairs of quantization methods whose constructors call a select
+        function, if `scheme` reads their arguments.
     used: other names that the module must have.
     bases: base classes of standard experts and of batched experts.
     """
@@ -596,6 +598,7 @@ class Oracle:
     requested: tuple[str, ...] = ("auto", "triton")
     scheme: Callable[[Arguments], str] = _select_scheme_by_keys
     handlers: Mapping[str, Callable[[Arguments], Any | None]] = field(default_factory=dict)
+    callers: tuple[tuple[str, str], ...] = ()
     used: tuple[str, ...] = ()
     bases: tuple[type, type] = (StandardExperts, BatchedExperts)
 
@@ -668,9 +671,9 @@ ORACLES = {
             ("select_wna16_moe_backend",),
             "config",
             "WNA16MoEBackend",
-            scheme=_select_group_scheme,
+            scheme=select_group_scheme,
             handlers={
-                "make_wna16_moe_kernel": _make_group_kernel,
+                "make_wna16_moe_kernel": make_group_kernel,
                 "convert_to_wna16_moe_kernel_format": _convert_awq,
             },
         ),
