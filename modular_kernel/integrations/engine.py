@@ -22,6 +22,7 @@ class Kind(StrEnum):
     WRONG = "wrong"
     CRASHED = "crashed"
     TIMEOUT = "timeout"
+    MISSING_KERNEL = "not judged: kernel missing from the library"
     NOT_JUDGED = "not judged"
     RIGHT = "right"
     REFUSED = "refused"

@@ -33,7 +33,13 @@ CLASSES = (
     "Refusing",
     "Unavailable",
     "NotBuilt",
+    "MissingKernel",
 )
+
+CALL_ERRORS = {
+    "Raising": RuntimeError("no such\nluck"),
+    "MissingKernel": torch.AcceleratorError("CUDA error: no kernel image is available"),
+}
 
 
 class ToyEngine:
@@ -58,8 +64,8 @@ class ToyEngine:
 
         def call(x_TH: torch.Tensor, routing: Routing, poisoned: bool) -> torch.Tensor:
             problem = case.problem.with_tokens(len(x_TH))
-            if case.experts == "Raising":
-                raise RuntimeError("no such\nluck")
+            if case.experts in CALL_ERRORS:
+                raise CALL_ERRORS[case.experts]
             if case.experts == "Aborting":
                 os.write(2, b"toy: about to abort")
                 os.abort()

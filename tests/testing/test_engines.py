@@ -3,8 +3,10 @@
 import os
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 from toy_engine import ToyEngine
 
 from modular_kernel.cli import engine as engine_cli
@@ -14,6 +16,8 @@ from modular_kernel.integrations.engine import EngineCase, Kind, Outcome, Promis
 from modular_kernel.integrations.engine_process import EnginePackage
 from modular_kernel.settings import make_child_environment
 from modular_kernel.spec.problem import Problem
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.testing.engines import judge as judge_module
 from modular_kernel.testing.engines.cases import Selection, select_cases
 from modular_kernel.testing.engines.processes import (
     EngineProgram,
@@ -54,7 +58,7 @@ def case(class_name: str, tokens: int = 17, promise: Promise | None = None) -> E
 
 
 def test_outcomes_of_one_process(program: EngineProgram) -> None:
-    right, doubled, raising, refused, missing, not_built = run(
+    right, doubled, raising, refused, missing, not_built, no_kernel = run(
         program,
         case("Right"),
         case("Doubled"),
@@ -62,6 +66,7 @@ def test_outcomes_of_one_process(program: EngineProgram) -> None:
         case("Refusing"),
         case("Unavailable"),
         case("NotBuilt"),
+        case("MissingKernel"),
     )
     assert right.kind is Kind.RIGHT
     assert right.detail == ""
@@ -77,6 +82,50 @@ def test_outcomes_of_one_process(program: EngineProgram) -> None:
     assert refused == Outcome(Kind.REFUSED, "kernel does not support Tuesdays")
     assert missing == Outcome(Kind.UNAVAILABLE, "no compiled operator 'toy'")
     assert not_built == Outcome(Kind.NOT_JUDGED, "Toy(): missing argument")
+    assert (no_kernel.kind, no_kernel.is_fatal) == (Kind.MISSING_KERNEL, False)
+    assert "no kernel image is available" in no_kernel.detail
+
+
+class PendingErrors:
+    """CUDA errors that the next launch of a kernel by torch raises."""
+
+    def __init__(self, messages: list[str], *, lasting: bool = False) -> None:
+        self.messages, self.lasting = messages, lasting
+
+    def raise_first(self, device: torch.device) -> None:
+        if self.messages:
+            message = self.messages[0] if self.lasting else self.messages.pop(0)
+            raise torch.AcceleratorError(f"CUDA error: {message}")
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+def test_an_error_that_a_call_leaves_is_its_own(
+    monkeypatch: pytest.MonkeyPatch, *, lasting: bool
+) -> None:
+    """A launch that fails without a check leaves an error that the next case would raise."""
+    errors = PendingErrors([], lasting=lasting)
+    monkeypatch.setattr(judge_module, "raise_pending_error", errors.raise_first)
+    engine = ToyEngine()
+    build = engine.build
+
+    def build_unchecked(case: EngineCase, weights: ExpertWeights) -> Any:
+        call = build(case, weights)
+
+        def launch(x_TH: torch.Tensor, routing: Routing, poisoned: bool) -> torch.Tensor:
+            if not len(x_TH):
+                errors.messages.append("invalid argument")
+            output: torch.Tensor = call(x_TH, routing, poisoned)
+            return output
+
+        return launch
+
+    monkeypatch.setattr(engine, "build", build_unchecked)
+    judge = judge_module.Judge(engine, torch.device("cpu"), lambda phase: None)
+    empty = judge.judge(case("Right", promise=Promise.NO_TOKENS))
+    assert (empty.kind, empty.is_fatal) == (Kind.CRASHED, lasting)
+    assert empty.detail.startswith("AcceleratorError: CUDA error: invalid argument (")
+    if not lasting:
+        assert judge.judge(case("Right")).kind is Kind.RIGHT
 
 
 def test_a_process_that_ends_does_not_hide_other_cases(program: EngineProgram) -> None:

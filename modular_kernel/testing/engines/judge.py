@@ -31,6 +31,8 @@ from modular_kernel.testing.verify.compare_isolated import NO_ROUNDING_ERRORS, R
 NUM_TOKENS = 256
 _MAX_ERROR = 0.1  # of a reproducer, if the case has no bound
 _MAX_DETAIL = 600  # characters of an error message
+# CUDA's messages if a library has no machine code for this GPU.
+_MISSING_KERNEL = ("no kernel image is available", "invalid device function")
 
 Report = Callable[[str], None]  # receives the name of the phase that begins
 
@@ -66,6 +68,7 @@ class Judge:
         if key not in self._layers:
             self._layers.clear()  # its memory is needed
             self._layers[key] = _Layer.make(self._engine, key, self._device)
+            raise_pending_error(self._device)
         return self._layers[key]
 
     def _describe_error(self, error: Exception) -> Outcome:
@@ -75,9 +78,37 @@ class Judge:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{Path(frame.filename).name}:{frame.lineno}"
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_DETAIL]
-        is_fatal = isinstance(error, torch.AcceleratorError) or "CUDA error" in text
+        is_missing = any(message in text for message in _MISSING_KERNEL)
+        kind = Kind.MISSING_KERNEL if is_missing else Kind.CRASHED
+        is_fatal = False
+        if isinstance(error, torch.AcceleratorError) or "CUDA error" in text:
+            is_fatal = not _is_usable(self._device)
         self._layers.clear()
-        return Outcome(Kind.CRASHED, f"{text} ({place})", is_fatal=is_fatal)
+        return Outcome(kind, f"{text} ({place})", is_fatal=is_fatal)
+
+
+def raise_pending_error(device: torch.device) -> None:
+    """Raise the CUDA error of an earlier call, if no code has asked for it yet.
+
+    Engines do not check all launches of their kernels. If a kernel does not start, the next launch
+    by torch raises the error, which would otherwise belong to another call.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.ones(1, device=device, dtype=torch.float32)  # starts a kernel
+
+
+def _is_usable(device: torch.device) -> bool:
+    """Return whether the process can make further calls after a CUDA error.
+
+    An error of a launch ends with its message. An error in a kernel, such as an illegal address,
+    remains.
+    """
+    try:
+        raise_pending_error(device)
+    except RuntimeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -139,8 +170,7 @@ class _Layer:
         """Return the output of a call, after it has ended. Some layers overwrite their input."""
         copies = Routing(routing.topk_weights_TK.clone(), routing.topk_ids_TK.clone())
         output = (call or self.call)(x_TH.clone(), copies, poison).clone()
-        if x_TH.is_cuda:
-            torch.cuda.synchronize()
+        raise_pending_error(x_TH.device)
         return output
 
     def compare(
