@@ -171,6 +171,7 @@ def make_record(choice: "PairingChoice") -> dict[str, object]:
             for tokens in choice.selected_by_tokens
         ],
         "missing": choice.untimed_tokens,
+        "left_out": [{"pair": pair, "tokens": tokens} for pair, tokens in choice.left_out.items()],
         "timed_now": choice.num_timed,
         "seconds": round(choice.seconds, 3),
         "notes": choice.notes,

@@ -39,7 +39,7 @@ from modular_kernel.utils.argument_checks import check_fields, expect
 _LOG = logging.getLogger("modular_kernel.select")
 _MAX_BUCKETS = 48
 BUDGET_S = 20.0
-# Estimated seconds to build, compile and time the first pairing.
+# Estimated seconds to build, compile and time a pairing for the first time.
 _FIRST_STEP_S = {"cuda": 2.0, "cpu": 0.1}
 
 
@@ -52,7 +52,8 @@ class MeasurementOptions:
         token counts between them use it too. Otherwise they use the default pairing.
     budget: seconds for all measurements, including compilation and the creation of weights. Small
         token counts are timed first. Timing stops when the remaining time is shorter than the
-        longest measurement so far. A later call continues. A bucket that was not timed uses a
+        longest measurement so far, and no Triton kernel is compiled after the end of the budget on
+        a single rank. A later call continues. A bucket that was not timed uses a
         pairing that is faster in the shipped record (`select.shipped_record`), or the default
         pairing if there is none. With a budget of 0, nothing is timed.
     routing: distribution of tokens over experts, in the syntax of RoutingKind.parse.

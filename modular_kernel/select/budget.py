@@ -11,22 +11,31 @@ from pathlib import Path
 
 import torch
 
+from modular_kernel.replay.launch.runtime import call_before_compilation
 from modular_kernel.select.process_group import Ranks
 from modular_kernel.utils.host_memory import memory_id
 
 _CGROUP = Path("/sys/fs/cgroup")
 
 
+class BudgetSpentError(Exception):
+    """The time of a budget is over, so the current step is given up."""
+
+
 class Budget:
     """A limit on the seconds since this object was created.
 
-    The work consists of steps that cannot be interrupted. A step either builds, compiles and times
-    one pairing of parts, or creates the inputs and expected outputs of one token count. A step may
-    start if the remaining time is at least the duration of the longest step so far.
+    The work consists of steps. A step either builds, compiles and times one pairing of parts, or
+    creates the inputs and expected outputs of one token count. A step may start if the remaining
+    time is at least the duration of the longest step so far. A step that compiles a pairing for the
+    first time must also have the time that `first_step_seconds` estimates, because the steps so far
+    may have compiled less. A step that takes longer than expected is given up between its parts
+    (`require_time`) and, on a single rank, between the compilations of Triton kernels.
 
-    Over several ranks, the clock of rank 0 decides. All ranks must call `is_over` and `allows`.
+    Over several ranks, the clock of rank 0 decides. All ranks must call `is_over`, `allows` and
+    `require_time`.
 
-    first_step_seconds: estimated duration of the first step.
+    first_step_seconds: estimated duration of a step that compiles a pairing for the first time.
     """
 
     def __init__(self, seconds: float, ranks: Ranks, *, first_step_seconds: float) -> None:
@@ -50,10 +59,31 @@ class Budget:
         """Return whether no time is left. All ranks get the same result."""
         return self._ranks.broadcast(self.remaining <= 0)
 
-    def allows(self, steps: int = 1) -> bool:
-        """Return whether `steps` more steps may start. All ranks get the same result."""
+    def allows(self, steps: int = 1, *, new_pairs: int = 0) -> bool:
+        """Return whether `steps` more steps may start. All ranks get the same result.
+
+        new_pairs: how many of the steps compile a pairing for the first time.
+        """
         longest = self._longest_step_seconds or self._first_step_seconds
-        return self._ranks.broadcast(self.remaining > 0 and self.remaining >= steps * longest)
+        seconds = (steps - new_pairs) * longest + new_pairs * max(longest, self._first_step_seconds)
+        return self._ranks.broadcast(self.remaining > 0 and self.remaining >= seconds)
+
+    def require_time(self) -> None:
+        """Raise BudgetSpentError on all ranks if no time is left."""
+        if self.is_over():
+            raise BudgetSpentError
+
+    @contextmanager
+    def limit_compilation(self) -> Iterator[None]:
+        """Inside the context, raise BudgetSpentError before compiling a kernel after the deadline.
+
+        This has no effect over several ranks, which would wait for each other.
+        """
+        if self._ranks.size > 1:
+            yield
+            return
+        with call_before_compilation(self.require_time):
+            yield
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ from modular_kernel.select.selection import (
     SelectionReason,
     TimedOutcome,
     make_segments,
+    pairing_name,
     select_pairs,
 )
 from modular_kernel.spec.problem import Machine, Problem
@@ -102,11 +103,33 @@ class PairingChoice:
             for pair in self.pairing_options.valid_pairs(tokens)
         )
 
+    @property
+    def left_out(self) -> dict[Pair, tuple[int, ...]]:
+        """Pairings that were not compared at some timed token counts, with these token counts.
+
+        They were left out because the shipped record expects that they are not faster than the
+        default. The pairing of such a token count is the fastest of those that were timed.
+        """
+        left_out: dict[Pair, tuple[int, ...]] = {}
+        for bucket in self.buckets:
+            pick = self.selected_by_tokens.get(bucket.tokens)
+            if pick is None or pick.reason is not SelectionReason.TIMED:
+                continue
+            for pair in self.pairing_options.valid_pairs(bucket.tokens)[1:]:
+                is_untried = bucket.find_outcome(pair) is None
+                if is_untried and self._is_left_out_by_record(bucket.tokens, pair):
+                    left_out[pair] = (*left_out.get(pair, ()), bucket.tokens)
+        return left_out
+
+    def _is_left_out_by_record(self, tokens: int, pair: Pair) -> bool:
+        has_estimate = pair in self.pairing_options.estimates.get(tokens, {})
+        return has_estimate and pair not in self.pairing_options.pairs_to_time(tokens)
+
     def _reason_untimed(self, tokens: int, pair: Pair) -> str:
         if pair in self.candidates.untimeable:
             return f"not timed: {self.candidates.untimeable[pair]}"
-        estimate = self.pairing_options.estimates.get(tokens, {}).get(pair)
-        if estimate is not None and pair not in self.pairing_options.pairs_to_time(tokens):
+        if self._is_left_out_by_record(tokens, pair):
+            estimate = self.pairing_options.estimates[tokens][pair]
             ratio = f"{estimate.optimistic:.2f}x the default's time"
             return f"not timed: the shipped record expects {ratio}"
         has_challengers = bool(self.pairing_options.pairs_to_time(tokens))
@@ -118,7 +141,9 @@ class PairingChoice:
         """One line of text with the number of buckets for each SelectionReason.
 
         For example: "13 token counts: 3 timed (4.1 s), 8 from the shipped record, 2 default (budget
-        of 5 s spent)".
+        of 5 s spent); not timed, because the shipped record expects no gain: GroupedGemmExperts at
+        2 of 3". The last part lists `left_out`: pairings that were not compared at token counts
+        that count as timed, by the name of their experts class if it is unambiguous.
         """
         reasons = [pick.reason for pick in self.selected_by_tokens.values()]
         count = {reason: reasons.count(reason) for reason in SelectionReason}
@@ -136,4 +161,19 @@ class PairingChoice:
             ),
         ]
         described = ", ".join(f"{number} {text}" for number, text in parts if number)
-        return f"{format_count(len(reasons), 'token count')}: {described or 'no valid pairing'}"
+        text = f"{format_count(len(reasons), 'token count')}: {described or 'no valid pairing'}"
+        return text + self._describe_left_out(count[SelectionReason.TIMED])
+
+    def _describe_left_out(self, num_timed: int) -> str:
+        """Describe `left_out` for the summary; "" if every pairing was compared.
+
+        num_timed: number of token counts whose pairing was selected by times.
+        """
+        names = [experts for _, experts in self.pairing_options.order]
+        described = ", ".join(
+            f"{pair[1] if names.count(pair[1]) == 1 else pairing_name(pair)} "
+            f"at {len(tokens)} of {num_timed}"
+            for pair, tokens in self.left_out.items()
+        )
+        reason = "not timed, because the shipped record expects no gain"
+        return f"; {reason}: {described}" if described else ""

@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -26,7 +26,7 @@ from modular_kernel.select.cache import Cache
 from modular_kernel.select.candidates import Candidates
 from modular_kernel.select.inputs import make_weights, make_workload, weight_bytes
 from modular_kernel.select.process_group import Ranks
-from modular_kernel.select.selection import Bucket, PairingOptions
+from modular_kernel.select.selection import Bucket, Pair, PairingOptions
 from modular_kernel.select.timing import PairingTimer
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import ExpertWeights
@@ -78,6 +78,7 @@ class Search:
     replicated: bool = False
     ignore_saved: bool = False
     on_bucket: BucketCallback | None = None
+    _prepared_pairs: set[Pair] = field(default_factory=set, init=False)
 
     def run(self) -> SearchResult:
         """Load the cached buckets, and time the other buckets within the budget."""
@@ -233,6 +234,7 @@ class Search:
                 self.machine,
                 self.ranks,
                 self.budget,
+                prepared_pairs=self._prepared_pairs,
             )
             if known is not None:
                 timer.outcomes.update({outcome.pair: outcome for outcome in known.outcomes})

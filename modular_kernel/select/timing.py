@@ -29,6 +29,7 @@ from modular_kernel.measure.timing import (
 )
 from modular_kernel.select.budget import (
     Budget,
+    BudgetSpentError,
     count_ranks_sharing_memory,
     format_gigabytes,
     free_bytes,
@@ -86,6 +87,7 @@ class PairingTimer:
     capturable: the pairings that can be captured in a CUDA graph.
     max_ratio: ratio to the time of the default above which timing stops after two rounds.
     outcomes: the outcomes of pairings so far, which are not timed again.
+    prepared_pairs: the pairings that were prepared in this search, also for other token counts.
     """
 
     workload: TimingWorkload
@@ -96,6 +98,7 @@ class PairingTimer:
     budget: Budget
     max_ratio: float = _MAX_RATIO
     outcomes: dict[Pair, TimedOutcome] = field(default_factory=dict)
+    prepared_pairs: set[Pair] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._device = self.workload.weights.w1.device
@@ -112,10 +115,15 @@ class PairingTimer:
         for pair in self.order:
             if self._has_failed(pair):
                 continue
-            if not self.budget.allows(2):  # the default and one other pairing
+            others = [p for p in pairs_to_time if p != pair and p not in self.outcomes]
+            new_pairs = self._count_new_pairs((pair, *others[:1]))
+            if not self.budget.allows(2, new_pairs=new_pairs):  # the default and another pairing
                 break
-            with self.budget.step():
-                default = self._prepare_default(pair)
+            try:
+                with self.budget.step():
+                    default = self._prepare_default(pair)
+            except BudgetSpentError:
+                break
             if default is None:
                 continue
             try:
@@ -139,6 +147,10 @@ class PairingTimer:
         outcomes = tuple(self.outcomes[pair] for pair in self.order if pair in self.outcomes)
         return Bucket(self.workload.problem.tokens, default_pair, outcomes)
 
+    def _count_new_pairs(self, pairs: Iterable[Pair]) -> int:
+        """Return how many of `pairs` have not been prepared in this search."""
+        return sum(pair not in self.prepared_pairs for pair in pairs)
+
     def _has_failed(self, pair: Pair) -> bool:
         return pair in self.outcomes and self.outcomes[pair].us is None
 
@@ -161,10 +173,13 @@ class PairingTimer:
         for pair in pairs_to_time:
             if pair == default.pair or pair in self.outcomes:
                 continue
-            if not self.budget.allows():
+            if not self.budget.allows(new_pairs=self._count_new_pairs((pair,))):
                 return
-            with self.budget.step():
-                outcome = self._time_against_default(pair, default)
+            try:
+                with self.budget.step():
+                    outcome = self._time_against_default(pair, default)
+            except BudgetSpentError:
+                return
             if outcome is None:  # the default failed
                 return
             self.outcomes[pair] = outcome
@@ -232,13 +247,22 @@ class PairingTimer:
         return sum(times) / len(self.workload.inputs) / 1e3
 
     def _prepare(self, pair: Pair) -> tuple[_PreparedPair | None, str]:
-        """Build, check and capture a pairing. Returns (None, error message) after a failure."""
+        """Build, check and capture a pairing. Returns (None, error message) after a failure.
+
+        Raises BudgetSpentError if the time is over before the kernels are compiled. Once they are,
+        the rest takes little time, and the pairing is timed.
+        """
         kernel, failure = self._run_on_all_ranks(lambda: self._build(pair))
         if kernel is None:
             return None, failure
-        prepared, failure = self._check_and_capture(kernel, pair)
-        if prepared is None:
-            _close(kernel)
+        prepared = None
+        try:
+            self.budget.require_time()
+            prepared, failure = self._check_and_capture(kernel, pair)
+        finally:
+            if prepared is None:
+                _close(kernel)
+        self.prepared_pairs.add(pair)
         return prepared, failure
 
     def _check_and_capture(
@@ -281,7 +305,8 @@ class PairingTimer:
 
         The output is filled with NaN before each call, so that unwritten values fail the check.
         """
-        call(*self.workload.expected[0].call_inputs).fill_(math.nan)
+        with self.budget.limit_compilation():
+            call(*self.workload.expected[0].call_inputs).fill_(math.nan)
         outputs = []
         for expected_rows in self.workload.expected:
             out = call(*expected_rows.call_inputs)
@@ -319,6 +344,8 @@ class PairingTimer:
         failure_here, result = "", None
         try:
             result = work()
+        except BudgetSpentError:  # only on a single rank, see Budget.limit_compilation
+            raise
         # A part can raise any exception, which must not end the search.
         except Exception as error:  # noqa: BLE001
             failure_here = _format_error(error)

@@ -2,16 +2,17 @@
 
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modular_kernel.cli.compose import _BUDGET_S
-from modular_kernel.select import autotune, search
+from modular_kernel.select import autotune, search, timing
 from modular_kernel.select import budget as budgets
 from modular_kernel.select.autotune import MeasurementOptions, choose
-from modular_kernel.select.budget import Budget
+from modular_kernel.select.budget import Budget, BudgetSpentError
 from modular_kernel.select.process_group import SingleProcess
 from modular_kernel.select.selection import TimedOutcome
 from modular_kernel.select.timing import PairingTimer
@@ -83,6 +84,88 @@ def test_step_starts_only_if_the_longest_one_would_finish(clock: Clock) -> None:
     assert not budget.is_over()
     clock.now += 10
     assert (budget.remaining, budget.is_over()) == (0, True)
+
+
+def test_step_that_compiles_a_new_pairing_needs_the_estimated_time(clock: Clock) -> None:
+    """The steps so far may have compiled nothing, such as the creation of the inputs."""
+    budget = Budget(5, SingleProcess(), first_step_seconds=2)
+    with budget.step():
+        clock.now += 0.5
+    assert budget.allows(9)
+    assert budget.allows(2, new_pairs=2)
+    assert budget.allows(3, new_pairs=2)
+    assert not budget.allows(4, new_pairs=2)  # 4.5 s are left, and 5 s are needed
+    clock.now += 3
+    assert budget.allows()
+    assert not budget.allows(new_pairs=1)
+
+
+def test_time_that_is_over_is_an_error(clock: Clock) -> None:
+    budget = Budget(5, SingleProcess(), first_step_seconds=2)
+    budget.require_time()
+    clock.now += 5
+    with pytest.raises(BudgetSpentError):
+        budget.require_time()
+
+
+def test_kernels_are_not_compiled_after_the_deadline(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compilations of other threads are not affected."""
+    jit = pytest.importorskip("triton.runtime.jit").JITFunction
+    compiled = []
+    monkeypatch.setattr(jit, "_do_compile", lambda _self, name: compiled.append(name))
+    original, budget = jit._do_compile, Budget(5, SingleProcess(), first_step_seconds=2)
+    with budget.limit_compilation():
+        jit._do_compile(None, "early")
+        clock.now += 5
+        with pytest.raises(BudgetSpentError):
+            jit._do_compile(None, "late")
+        thread = Thread(target=jit._do_compile, args=(None, "other thread"))
+        thread.start()
+        thread.join()
+    assert jit._do_compile is original
+    assert compiled == ["early", "other thread"]
+
+
+def test_pairing_that_is_built_too_late_is_not_called(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NAIVE takes 6 of 5 s to build, so its kernels are not compiled, and it gets no outcome."""
+    make_kernel, called = timing.make_kernel, []
+    run_for_check = PairingTimer._run_for_check
+
+    def build(*arguments, **options):
+        clock.now += 6 if arguments[:2] == NAIVE else 0
+        return make_kernel(*arguments, **options)
+
+    def run(self: PairingTimer, call):
+        called.append(clock.now)
+        return run_for_check(self, call)
+
+    monkeypatch.setattr(timing, "make_kernel", build)
+    monkeypatch.setattr(PairingTimer, "_run_for_check", run)
+    choice = choose(PROBLEM, CPU, options=MeasurementOptions(tokens=(1, 2), budget=5))
+    assert called == [0.0]  # TORCH
+    assert choice.summary == "2 token counts: 2 default (budget of 5 s spent)"
+    assert [o.why for o in choice.outcomes(1)] == ["", "not timed: budget of 5 s spent"]
+
+
+def test_default_that_is_built_too_late_is_not_called(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_kernel = timing.make_kernel
+
+    def build(*arguments, **options):
+        clock.now += 6
+        return make_kernel(*arguments, **options)
+
+    called: list[object] = []
+    monkeypatch.setattr(timing, "make_kernel", build)
+    monkeypatch.setattr(PairingTimer, "_run_for_check", lambda *_: called.append(1))
+    choice = choose(PROBLEM, CPU, options=MeasurementOptions(tokens=(1, 2), budget=5))
+    assert called == []
+    assert choice.summary == "2 token counts: 2 default (budget of 5 s spent)"
 
 
 def test_zero_budget_times_nothing(clock: Clock) -> None:

@@ -10,11 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from modular_kernel.cli import compose_output
 from modular_kernel.cli.presets import SHAPES
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.select import autotune, shipped_record
 from modular_kernel.select.autotune import MeasurementOptions, choose, compose
-from modular_kernel.select.selection import MAX_RATIO_TO_TIME, MAX_RATIO_UNTIMED, Estimate
+from modular_kernel.select.selection import (
+    MAX_RATIO_TO_TIME,
+    MAX_RATIO_UNTIMED,
+    Bucket,
+    Estimate,
+    SelectionReason,
+    TimedOutcome,
+)
 from modular_kernel.select.shipped_record import (
     LayerTimes,
     ShippedRecord,
@@ -213,6 +221,41 @@ def test_trusted_pairing_runs_without_timing(
     x_TH, weights, routing = random_inputs(problem.with_tokens(3), torch.device("cpu"))
     assert kernel(x_TH, weights, routing).isfinite().all()
     assert list(tmp_path.iterdir()) == []  # nothing is stored
+
+
+def test_summary_names_the_pairings_that_the_record_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 1 token, the naive pairing is timed. At 64, the record expects that it is slower."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    torch_pairing, naive_pairing = (
+        ("MoEPrepareAndFinalizeNoEP", "TorchExperts"),
+        ("BatchedPrepareAndFinalize", "NaiveBatchedExperts"),
+    )
+    record = ShippedRecord(
+        None,
+        tuple(
+            LayerTimes("none", rows, SIZE, {torch_pairing: 1.0, naive_pairing: ratio})
+            for rows, ratio in ((1, 0.9), (2, 0.9), (4, 0.9), (64, 1.2), (128, 1.2), (256, 1.2))
+        ),
+    )
+    monkeypatch.setattr(autotune, "load_shipped_record", lambda: record)
+    problem = replace(PROBLEM, tokens=64, quant="none")
+    options = MeasurementOptions(folder=tmp_path, tokens=(1, 64), budget=60)
+    timed = choose(problem, Machine("cpu"), options=options)
+    assert timed.left_out == {}  # at 64 tokens, nothing was timed
+    # The outcome of a default that was timed alone counts as timed, too.
+    default = TimedOutcome(torch_pairing, 100.0, 1.0, mode="cpu")
+    buckets = (*timed.buckets, Bucket(64, torch_pairing, (default,)))
+    partly = replace(timed, buckets=buckets)
+    assert partly.left_out == {naive_pairing: (64,)}
+    assert partly.selected_by_tokens[64].reason is SelectionReason.TIMED
+    assert partly.summary.endswith(
+        "; not timed, because the shipped record expects no gain: NaiveBatchedExperts at 1 of 2"
+    )
+    assert compose_output.make_record(partly)["left_out"] == [
+        {"pair": naive_pairing, "tokens": (64,)}
+    ]
 
 
 VALID = {

@@ -4,11 +4,13 @@ Each operation in `modular_kernel.ops` has both, and calls `use_triton` to selec
 optional, so other modules read HAS_TRITON before they import it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
+from threading import get_ident
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -55,6 +57,35 @@ def use_triton(tensor: torch.Tensor) -> bool:
     if is_torch_reference_preferred():
         return False
     return patch_interpreter()
+
+
+@contextmanager
+def call_before_compilation(function: Callable[[], object]) -> Iterator[None]:
+    """Inside the block, call `function` before each compilation of a Triton kernel by this thread.
+
+    Kernels in Triton's cache on disk count as well, but interpreted kernels do not. If `function`
+    raises an error, the kernel is not compiled, and its launch raises the error.
+    """
+    if not HAS_TRITON:
+        yield
+        return
+    from triton.runtime.jit import JITFunction
+
+    # Triton's hook `jit_cache_hook` would encode the constants of each kernel as JSON, which not
+    # all constants support.
+    compile_kernel: Any = JITFunction._do_compile
+    thread = get_ident()
+
+    def compile_after_call(*args: object, **kwargs: object) -> object:
+        if get_ident() == thread:
+            function()
+        return compile_kernel(*args, **kwargs)
+
+    JITFunction._do_compile = compile_after_call
+    try:
+        yield
+    finally:
+        JITFunction._do_compile = compile_kernel
 
 
 @contextmanager
