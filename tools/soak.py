@@ -48,6 +48,7 @@ if __name__ == "__main__":
         path.write_text(json.dumps([asdict(report) for report in reports], indent=1))
     for rank, report in enumerate(reports):
         print(f"{job.part}, rank {rank} of {world_size}: {report}")
+        print(f"  {report.format_resources()}")
         for finding in report.findings:
             print(f"  FOUND: {finding}")
     sys.exit(any(report.findings for report in reports))

@@ -49,6 +49,14 @@ class Leaks(Faulty):
         self.kept = torch.ones(12 << 20)
 
 
+class FailsWithOneDnn(Faulty):
+    """Raises an error if oneDNN is enabled, whose cache grows with new shapes."""
+
+    def fail(self):
+        if torch.backends.mkldnn.enabled:
+            raise ValueError("oneDNN is enabled")
+
+
 class WrongLastRow(Faulty):
     """Returns a last row that is 10 % too large."""
 
@@ -70,6 +78,9 @@ def test_a_correct_part_passes(rank_pool: PoolFactory) -> None:
     assert sum(first.modes.values()) == 40
     assert 0 < first.worst < 1
     assert str(first).startswith("40 steps (")
+    assert [step for step, *_ in first.resources] == [5, 10, 20, 30, 40]
+    assert first.rss_growth == first.resources[-1][2] - first.resources[0][2]
+    assert first.format_resources().startswith("step 5: ")
 
 
 def test_the_time_limit_stops_all_ranks_at_the_same_step(rank_pool: PoolFactory) -> None:
@@ -92,6 +103,16 @@ def test_a_memory_leak_is_found(rank_pool: PoolFactory) -> None:
     assert first.findings == ()
     (finding,) = second.findings
     assert finding.startswith("bytes of the process grew by ")
+
+
+def is_one_dnn_enabled(rank: int, world: int, group: object) -> bool:
+    return torch.backends.mkldnn.enabled
+
+
+def test_one_dnn_is_disabled_in_the_soak_only(rank_pool: PoolFactory) -> None:
+    pool = rank_pool(2)
+    assert all(not r.findings for r in pool.run(run_soak, replace(SHORT, part=FailsWithOneDnn)))
+    assert pool.run(is_one_dnn_enabled) == [True, True]
 
 
 def test_an_exception_is_reported_with_its_step(rank_pool: PoolFactory) -> None:

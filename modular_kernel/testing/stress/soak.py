@@ -103,6 +103,8 @@ class SoakReport:
         cuda_growth, rss_growth: growth of GPU memory and of resident memory in bytes.
         handles_growth: growth of the number of open files and threads.
         findings: every deviation from the expected behavior.
+        resources: step, bytes of the GPU, resident bytes, and number of open files and threads;
+            after the warm-up, after each quarter of the steps, and at the end.
     """
 
     steps: int
@@ -114,6 +116,7 @@ class SoakReport:
     rss_growth: int
     handles_growth: int
     findings: tuple[str, ...]
+    resources: tuple[tuple[int, int, int, int], ...] = ()
 
     def __str__(self) -> str:
         modes = ", ".join(f"{count} {mode}" for mode, count in sorted(self.modes.items()))
@@ -125,17 +128,33 @@ class SoakReport:
             f"{self.handles_growth} files and threads"
         )
 
+    def format_resources(self) -> str:
+        """Return the resident memory and the number of open files and threads by step."""
+        return "; ".join(
+            f"step {step}: {resident / 2**20:.1f} MiB, {handles} files and threads"
+            for step, _, resident, handles in self.resources
+        )
+
 
 def run_soak(rank: int, world_size: int, group: Any, params: Soak) -> SoakReport:
-    """Run the soak test on one rank of a RankPool. If it raises an error, a note names the step."""
-    run = _Run(rank, world_size, group, params)
+    """Run the soak test on one rank of a RankPool. If it raises an error, a note names the step.
+
+    On a CPU, oneDNN is disabled. It keeps compiled code for each shape of a matrix product, about
+    0.4 MiB in bfloat16, so memory would grow with every new number of rows of an expert.
+    """
+    one_dnn: Any = torch.backends.mkldnn
+    was_enabled, one_dnn.enabled = one_dnn.enabled, False
     try:
-        report = run.run_all_steps()
-        run.close()
-        return report
-    except Exception as error:
-        error.add_note(f"at step {run.step} of the soak, by {run.mode}")
-        raise
+        run = _Run(rank, world_size, group, params)
+        try:
+            report = run.run_all_steps()
+            run.close()
+            return report
+        except Exception as error:
+            error.add_note(f"at step {run.step} of the soak, by {run.mode}")
+            raise
+    finally:
+        one_dnn.enabled = was_enabled
 
 
 class _Run:
@@ -208,12 +227,16 @@ class _Run:
         params, started = self.params, time.monotonic()
         warmup_steps = min(params.warmup_steps, max(params.steps // 10, params.check_every))
         before, last_progress = self._measure_resources(), started
+        resources, quarter = [(0, *before)], max(1, params.steps // 4)
         while not self._should_stop(started):
             for _ in range(params.check_every - 1):
                 self._step()
             self._step(redraw=True)
             if self.step <= warmup_steps:
                 before = self._measure_resources()
+                resources = [(self.step, *before)]
+            elif self.step // quarter > (self.step - params.check_every) // quarter:
+                resources.append((self.step, *self._measure_resources()))
             if self.rank == 0 and time.monotonic() - last_progress > _PROGRESS_INTERVAL_S:
                 last_progress = time.monotonic()
                 progress = (
@@ -222,6 +245,8 @@ class _Run:
                 )
                 print(progress, file=sys.stderr, flush=True)  # noqa: T201  in a worker process
         after = self._measure_resources()
+        if resources[-1][0] < self.step:
+            resources.append((self.step, *after))
         growth = after[0] - before[0], after[1] - before[1], after[2] - before[2]
         names = "bytes of the GPU", "bytes of the process", "open files and threads"
         max_growth = params.cuda_bytes, params.rss_bytes, 0
@@ -236,6 +261,7 @@ class _Run:
             self.worst,
             *growth,
             tuple(self.findings),
+            tuple(resources),
         )
 
     def _step(self, *, redraw: bool = False) -> None:
