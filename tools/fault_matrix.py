@@ -18,6 +18,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
+    parser.add_argument("--ranks-per-host", type=int, help="simulate hosts with this many ranks")
     parser.add_argument("--parts", help="names, separated by commas; default: all that can run")
     parser.add_argument("--kinds", default="", help="only these, such as killed,late")
     parser.add_argument("--lanes", type=int, default=4, help="number of scenarios run at once")
@@ -50,6 +51,7 @@ if __name__ == "__main__":
         args.world_size,
         args.backend,
         num_pools=args.lanes,
+        ranks_per_host=args.ranks_per_host,
         on_result=print_result,
         start_limit_s=args.seconds,
     )

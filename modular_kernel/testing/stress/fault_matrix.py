@@ -21,6 +21,7 @@ from modular_kernel.testing.stress.faults import (
     CPU_LAYER,
     FAULTY_RANK,
     GPU_LAYER,
+    MAX_TIMEOUT_S,
     POINTS,
     SLACK_S,
     RankReport,
@@ -88,7 +89,7 @@ class FaultResult:
             yield f"the error names the peers {report.peers}: {report.message[:200]}"
         if report.phase not in self.scenario.phases:
             yield f"the error is in phase {report.phase!r}: {report.message[:200]}"
-        max_seconds = self.scenario.timeout_s + SLACK_S
+        max_seconds = report.timeout_s + SLACK_S
         if report.seconds > max_seconds:
             yield f"took {report.seconds:.1f} s, more than {max_seconds:g} s"
 
@@ -154,6 +155,7 @@ def run_matrix(
     backend: Backend,
     *,
     num_pools: int = 1,
+    ranks_per_host: int | None = None,
     on_result: Callable[[FaultResult], None] = lambda _: None,
     start_limit_s: float = 300.0,
 ) -> tuple[FaultResult, ...]:
@@ -161,6 +163,7 @@ def run_matrix(
 
     num_pools: number of pools that run scenarios in parallel. This is faster than one pool, because
         ranks mostly wait.
+    ranks_per_host: number of ranks per simulated host; None means that all are on one host.
     on_result: called with each result.
     start_limit_s: scenarios that have not started after this many seconds are reported with all
         ranks lost.
@@ -173,8 +176,9 @@ def run_matrix(
     start_deadline, results_lock = time.monotonic() + start_limit_s, threading.Lock()
 
     def run_pool() -> None:
-        grace = max(scenario.timeout_s for scenario in ordered) + 2 * SLACK_S
-        with RankPool(world_size, backend, grace=grace) as pool:
+        timeout_s = max(MAX_TIMEOUT_S, *(scenario.timeout_s for scenario in ordered))
+        grace = timeout_s + 2 * SLACK_S
+        with RankPool(world_size, backend, grace=grace, ranks_per_host=ranks_per_host) as pool:
             while True:
                 try:
                     index, scenario = queue.get_nowait()

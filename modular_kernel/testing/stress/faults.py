@@ -27,7 +27,9 @@ from modular_kernel.testing.cases.inputs import FencedCopier, Inputs, make_input
 from modular_kernel.testing.cases.rank_inputs import inputs_of_rank
 
 FAULTY_RANK = 1  # the rank that fails
-TIMEOUT_S = 1.0  # timeout of an exchange
+TIMEOUT_S = 1.0  # timeout of an exchange, unless the machine is busy; see `_measure_timeout`
+MAX_TIMEOUT_S = 8.0  # timeout of an exchange on a busy machine
+TIMEOUT_PER_CALL = 5.0  # minimum timeout as a multiple of the time of a call
 SLACK_S = 2.0  # how much longer than the timeout the other ranks may take to raise an error
 RECOVERY_TIMEOUT_S = 10.0  # timeout of calls that must succeed
 # Maps the point at which the faulty rank fails to the phases in which other ranks may detect it.
@@ -72,7 +74,7 @@ class Scenario:
         faulty_changes: fields of the problem that rank 1 changes, with kind "disagrees".
         layer: fields of the problem.
         experts_part: name of an experts part; None means the first one that is compatible.
-        timeout_s: timeout of an exchange, in seconds.
+        timeout_s: timeout of an exchange, in seconds. It is longer on a busy machine.
         checked: argument of the part's manager. If False, the ranks compare their arguments on the
             host in the first call only.
     """
@@ -127,6 +129,7 @@ class RankReport:
         phase, peers: attributes of a CommunicationError.
         last_record: newest record of the rank's exchanges, if its manager keeps records.
         usable_again: whether a new kernel works afterwards.
+        timeout_s: timeout of an exchange in this run.
     """
 
     error: str
@@ -137,6 +140,7 @@ class RankReport:
     peers: tuple[int, ...] = ()
     last_record: str = ""
     usable_again: bool = False
+    timeout_s: float = TIMEOUT_S
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,7 @@ class FaultContext:
         rank, world_size, group: this rank, the number of ranks, and the process group.
         folder: folder in which each rank that has finished creates a file, named by its number.
         pids: process ids by rank.
+        timeout_s: timeout of an exchange, the same on all ranks.
     """
 
     scenario: Scenario
@@ -156,6 +161,7 @@ class FaultContext:
     group: Any
     folder: str
     pids: tuple[int, ...]
+    timeout_s: float = TIMEOUT_S
 
     @cached_property
     def machine(self) -> Machine:
@@ -213,7 +219,7 @@ class FaultContext:
 
     def wait_for_others(self) -> None:
         """Wait until all ranks except the faulty one have finished, or a timeout expires."""
-        end = time.monotonic() + self.scenario.timeout_s + 2 * SLACK_S
+        end = time.monotonic() + self.timeout_s + 2 * SLACK_S
         others = [Path(self.folder, str(r)) for r in range(self.world_size) if r != FAULTY_RANK]
         while not all(path.exists() for path in others) and time.monotonic() < end:
             time.sleep(0.01)
@@ -233,22 +239,44 @@ def run_faulty_rank(
 ) -> RankReport:
     """Run one rank of a scenario; report the error that it raised, and after how many seconds."""
     context = FaultContext(scenario, rank, world_size, group, folder, pids)
+    context = replace(context, timeout_s=_measure_timeout(context))
     run = _run_with_other_layer if scenario.kind == "disagrees" else _run_with_fault
-    report = run(context)
+    report = replace(run(context), timeout_s=context.timeout_s)
     if scenario.kind == "killed":
         return report
     return replace(report, usable_again=_is_usable(context))
+
+
+def _measure_timeout(context: FaultContext) -> float:
+    """Return the timeout of an exchange, the same on all ranks.
+
+    It is the timeout of the scenario, or five times the time of a call on the slowest rank if that
+    is longer, because other processes use the CPUs. The measured calls also import modules and
+    compile kernels, which must not count toward the timeout.
+    """
+    problem = context.make_problem()
+    inputs = context.make_inputs(problem, context.tokens_W)
+    with use_timeout(RECOVERY_TIMEOUT_S):
+        kernel = context.make_kernel(problem, context.choose_experts(problem))
+    kernel(inputs.x_TH, inputs.weights, inputs.routing)
+    context.synchronize_ranks()
+    started = time.monotonic()
+    for _ in range(2):
+        kernel(inputs.x_TH, inputs.weights, inputs.routing)
+    _raise_pending_errors(kernel)
+    call_s = (time.monotonic() - started) / 2
+    slowest_s = torch.tensor(call_s, dtype=torch.float64, device=context.machine.device)
+    dist.all_reduce(slowest_s, op=dist.ReduceOp.MAX, group=context.group)
+    timeout_s = min(MAX_TIMEOUT_S, TIMEOUT_PER_CALL * float(slowest_s))
+    return max(context.scenario.timeout_s, timeout_s)
 
 
 def _run_with_fault(context: FaultContext) -> RankReport:
     """Make a correct call, then up to two calls. The faulty rank fails in one of them."""
     scenario, problem = context.scenario, context.make_problem()
     inputs = context.make_inputs(problem, context.tokens_W)
-    if inputs.x_TH.is_cuda:
-        # Compile the kernels now, because this may take longer than the timeout.
-        _is_usable(context)
     context.synchronize_ranks()
-    with use_timeout(scenario.timeout_s):
+    with use_timeout(context.timeout_s):
         kernel = context.make_kernel(problem, context.choose_experts(problem))
     expected = kernel(inputs.x_TH, inputs.weights, inputs.routing).clone()
     _raise_pending_errors(kernel)
@@ -279,7 +307,7 @@ def _run_with_other_layer(context: FaultContext) -> RankReport:
     context.synchronize_ranks()
     started = time.monotonic()
     try:
-        with use_timeout(context.scenario.timeout_s):
+        with use_timeout(context.timeout_s):
             kernel = context.make_kernel(
                 problem, experts or context.choose_experts(context.make_problem())
             )
