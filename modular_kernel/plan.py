@@ -141,7 +141,8 @@ class BoundCalls(ABC):
             return None
         # The checks of a call depend only on its signature, and on the conditions below.
         recorded = self._recorded.find(((bound.signature, layout), out_layout))
-        if recorded is None or 0 in pointers:  # 0: the memory of a tensor was freed
+        # 0: the memory of a tensor was freed, or the call has no tokens
+        if recorded is None or (0 in pointers and x_TH.shape[0]):
             return None
         if _profiler._is_profiler_enabled:  # a replay does not mark stages for the profiler
             return None
@@ -329,7 +330,9 @@ class BoundCalls(ABC):
             return self._recorded.refusal_reason(signature) or call_counters.PROFILED_OR_OVERLAPPING
         if not self.kernel.prepare_finalize.may_record():
             return call_counters.FIRST_OF_LAYER
-        return call_counters.NO_TOKENS if out.numel() == 0 else ""
+        # Without tokens, a rank still exchanges rows with the others; one rank alone does nothing.
+        has_no_work = out.numel() == 0 and self.problem.parallel.world_size == 1
+        return call_counters.NO_TOKENS if has_no_work else ""
 
     def _start(
         self,

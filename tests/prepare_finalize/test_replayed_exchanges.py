@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -82,6 +83,28 @@ def test_a_placement_with_copies_is_replayed(pool: RankPool) -> None:
     for rank, (_, counters, invalid) in enumerate(reports):
         assert counters["replayed_calls"] == 2
         assert invalid == sum(layer.count_invalid_ids(rank) for layer in layers)
+
+
+def replay_calls_of_an_idle_rank(rank: int, world: int, group: object, layer: Layer):
+    """Call a plan four times, on a layer in which a rank has no tokens. Return the last output."""
+    with interpreted_replays():
+        manager = manager_of(layer.part, group)
+        plan, given = layer.kernel(rank, manager).plan(), layer.inputs_of(rank)
+        for _ in range(4):
+            out = plan(given.x_TH, given.weights, given.routing)
+        plan.kernel.prepare_finalize.check()
+        return out.clone(), plan.kernel.counters()
+
+
+@pytest.mark.parametrize("part", [GATHERED, ALL2ALL, BATCHED, SYMMETRIC])
+def test_calls_of_a_rank_without_tokens_are_replayed(pool: RankPool, part: str) -> None:
+    """Otherwise, all ranks would wait for the host code of the rank without tokens."""
+    layer = replace(layer_of(part), tokens_W=(4, 0))
+    reports = pool.run(replay_calls_of_an_idle_rank, layer)
+    assert layer.compare([out for out, _ in reports]).ok
+    for _, counters in reports:
+        assert counters["replayed_calls"] == (3 if part == SYMMETRIC else 2)
+        assert "no tokens" not in counters["fallback_calls"]
 
 
 def replayed_plan(rank: int, group: object, layer: Layer, **options) -> tuple[Plan, tuple]:
