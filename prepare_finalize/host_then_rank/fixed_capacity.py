@@ -13,6 +13,7 @@ receive from their counterparts (`HostAgreement`).
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -160,7 +161,7 @@ class TwoLevelExchange(FixedCapacityExchange):
         per_host, world = manager.ranks_per_host, manager.world_size
         counterparts = range(manager.rank % per_host, world, per_host)
         super().__init__(layer, rows=layout.capacity, peers=counterparts)
-        self._group, self._block_layout = manager, layout
+        self._group, self._memory, self._block_layout = manager, manager.memory, layout
         self.forwarded_rows = self.max_received_rows((layout,))
         self.received_rows = per_host * self.forwarded_rows
         self._host_problem = self._make_host_problem(layer.problem)
@@ -177,7 +178,7 @@ class TwoLevelExchange(FixedCapacityExchange):
         """
         per_host, num_slots = self._group.ranks_per_host, self.num_local_experts
         placement = Placement.linear(num_slots, per_host)
-        parallel = Parallel(per_host, placement, self._group.memory.rank)
+        parallel = Parallel(per_host, placement, self._memory.rank)
         return replace(
             problem,
             tokens=self.forwarded_rows,
@@ -221,6 +222,8 @@ class TwoLevelExchange(FixedCapacityExchange):
         Does nothing if a header was wrong, because the next call raises that error on every rank.
         """
         manager = self._group
+        if not (self._memory.has_failed or manager.failed):
+            return
         status = manager.device_status
         if status is None or status.failure() is None:
             nbytes = self._block_layout.nbytes
@@ -259,9 +262,9 @@ class TwoLevelExchange(FixedCapacityExchange):
             sent.header_F,
             limits=self._handshake.limits,
             status=self._handshake.status,
-            memory=self._group.memory,
+            memory=self._memory,
         )
-        self._run_now_and_in_replays(lambda: self._check_waits("dispatch"))
+        self._run_now_and_in_replays(partial(self._check_waits, "dispatch"))
 
     def forward(
         self,
@@ -278,7 +281,7 @@ class TwoLevelExchange(FixedCapacityExchange):
         """
         rank_bits_F = call.workspace.take("ranks_of_rows", (self.forwarded_rows,))
         exchange = SymmetricExchange(
-            self._group.memory,
+            self._memory,
             self._host_problem,
             sent.receive_buffers.full,
             self.pool.heap.deltas_W,
@@ -289,13 +292,13 @@ class TwoLevelExchange(FixedCapacityExchange):
         if self.layer.problem.scheme.dispatched_quantized:
             quantized = QuantizedRows(x_FH, rank_bits_F if scale is None else scale)
         exchange.send(x_FH, routing, self._tables, call, quantized=quantized, wait=True)
-        self._run_now_and_in_replays(lambda: self._check_waits("dispatch"))
+        self._run_now_and_in_replays(partial(self._check_waits, "dispatch"))
         return exchange
 
     def combine_within_host(self, sent: TwoLevelCall, exchange: SymmetricExchange) -> None:
         """Add the outputs of the ranks of this host for each forwarded row."""
         exchange.combine(sent.sum_RH)
-        self._run_now_and_in_replays(lambda: self._check_waits("combine"))
+        self._run_now_and_in_replays(partial(self._check_waits, "combine"))
 
     def may_record(self) -> bool:
         """Return whether the next call may be recorded for replay."""

@@ -86,14 +86,20 @@ class HostMemory(SharedMemory):
         for flag in self._flags_of_ranks:
             flag.view(torch.int32).fill_(1)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a wait has failed, as in `missing`. Does not wait for a GPU."""
+        return bool(self._status_word.value or self._failed_word.value)
+
     def missing(self) -> tuple[int, ...] | None:
         """Return the ranks that a failed wait has waited for; None if no wait has failed.
 
         The result is empty if another rank has set the failure flag. Does not wait for a GPU.
         """
-        if word := self._status_word.value:
-            return tuple(rank for index, rank in enumerate(self.ranks) if word >> 32 >> index & 1)
-        return () if self._failed_word.value else None
+        if not self.has_failed:
+            return None
+        word = self._status_word.value
+        return tuple(rank for index, rank in enumerate(self.ranks) if word >> 32 >> index & 1)
 
     def _open_store_collectives(self) -> StoreCollectives:
         self._num_heaps += 1

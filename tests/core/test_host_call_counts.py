@@ -211,6 +211,7 @@ REPLAY_CALLS_OVER_RANKS = {
     BATCHED_RANKS: 73,
     REPLICATED: 76,
     "SymmMemPrepareAndFinalize": 40,
+    "HostThenRankPrepareAndFinalize": 49,
 }
 
 
