@@ -16,12 +16,11 @@ import torch
 from modular_kernel.errors import UnsupportedError
 from modular_kernel.spec.problem import Problem
 from prepare_finalize.host_then_rank.group import HostThenRankGroup
-from prepare_finalize.symm_mem.group import Heap, Section, align_up
+from prepare_finalize.symm_mem.group import Heap, align_up
 from prepare_finalize.symm_mem.launch import CallBuffers, buffer_sections
 from prepare_finalize.symm_mem.part import layer_signature
 
 _MAX_IN_FLIGHT = 2  # calls between prepare and finalize
-_FLAGS = ("arrived_W", "summed_W")
 _ROWS = ("x_RH", "scale_RG", "ids_RK", "weights_RK", "y_RH", "adapters_R")
 
 
@@ -37,9 +36,11 @@ class PooledBuffers:
 
     def __init__(self, buffers: CallBuffers, rows: int, release: Callable[[], None]) -> None:
         self.full = buffers
-        tensors: dict[str, Any] = {name: getattr(buffers, name) for name in _ROWS}
-        views: dict[str, Any] = {n: p if p is None else p[:rows] for n, p in tensors.items()}
-        self.rows = replace(buffers, **views)
+        self.rows = buffers
+        if rows < len(buffers.x_RH):
+            tensors: dict[str, Any] = {name: getattr(buffers, name) for name in _ROWS}
+            views: dict[str, Any] = {n: t if t is None else t[:rows] for n, t in tensors.items()}
+            self.rows = replace(buffers, **views)
         self._finalizer = weakref.finalize(self, release)
         self._finalizer.atexit = False
 
@@ -55,8 +56,11 @@ class PooledBuffers:
 class HostBufferPool:
     """Receive buffers for all calls in flight of one part.
 
-    The constructor is collective: all ranks must call it with the same `problem`. All calls share
-    one set of flags, because the numbers in flags only increase.
+    The constructor is collective: all ranks must call it with the same `problem`.
+
+    All ranks of a host must use the same set of buffers in a call. They do so if they start and
+    finish the same calls in the same order. Each set has its own flags, so that the waits of ranks
+    that use different sets fail at their deadlines, instead of reading rows of an earlier call.
 
     host_problem: the problem restricted to the ranks of this host.
     rows: maximum number of rows of a call.
@@ -65,25 +69,26 @@ class HostBufferPool:
     def __init__(
         self, host_problem: Problem, problem: Problem, manager: HostThenRankGroup, rows: int
     ) -> None:
-        self._sections = buffer_sections(host_problem, rows)
-        self._flags = {name: self._sections.pop(name) for name in _FLAGS}
-        call_nbytes, flag_nbytes = _nbytes(self._sections), _nbytes(self._flags)
-        self._views: list[dict[str, torch.Tensor]] = []
+        sections = buffer_sections(host_problem, rows)
+        nbytes = sum(align_up(section.nbytes) for section in sections.values())
+        self._buffers: list[CallBuffers] = []
 
         def initialize(heap: Heap) -> None:
             for index in range(_MAX_IN_FLIGHT):
-                self._views.append(
-                    heap.view_sections(self._sections, flag_nbytes + index * call_nbytes)
+                views = heap.view_sections(sections, index * nbytes)
+                views["arrived_W"].zero_()
+                views["summed_W"].zero_()
+                counters = torch.zeros(2, 2, dtype=torch.int32, device=heap.deltas_W.device)
+                scale_RG = views.pop("scale_RG", None)
+                self._buffers.append(
+                    CallBuffers(
+                        scale_RG=scale_RG, dispatches=counters[0], combines=counters[1], **views
+                    )
                 )
-            self._flag_views = heap.view_sections(self._flags, 0)
-            for flag in self._flag_views.values():
-                flag.zero_()
 
         self.heap = manager.allocate_heap(
-            flag_nbytes + _MAX_IN_FLIGHT * call_nbytes, layer_signature(problem), initialize
+            _MAX_IN_FLIGHT * nbytes, layer_signature(problem), initialize
         )
-        counters = torch.zeros(2, 2, dtype=torch.int32, device=self.heap.deltas_W.device)
-        self._counters = {"dispatches": counters[0], "combines": counters[1]}
         self._free_indices = list(range(_MAX_IN_FLIGHT))
 
     @property
@@ -99,13 +104,7 @@ class HostBufferPool:
 
     def take(self, rows: int) -> PooledBuffers:
         index = self._free_indices.pop(0)
-        views = dict(self._views[index]) | self._flag_views | self._counters
-        buffers = CallBuffers(scale_RG=views.pop("scale_RG", None), **views)
-        return PooledBuffers(buffers, rows, partial(self._release, index))
+        return PooledBuffers(self._buffers[index], rows, partial(self._release, index))
 
     def _release(self, index: int) -> None:
         self._free_indices = sorted((*self._free_indices, index))
-
-
-def _nbytes(layout: dict[str, Section]) -> int:
-    return sum(align_up(section.nbytes) for section in layout.values())

@@ -216,6 +216,7 @@ class HostThenRankPrepareAndFinalize(CollectivePart):
     def send(
         self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: CallState
     ) -> Receiver:
+        self.manager.check_failure()  # the errors of failed calls may still hold their buffers
         self._buffer_pool.check_free()
         return super().send(x_TH, routing, weights, call)
 

@@ -2,6 +2,7 @@
 call of a layer. The ranks are on one host, or on several simulated hosts.
 """
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.tensors import Routing
 from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.stress.fault_matrix import list_scenarios, run_scenario
-from modular_kernel.testing.stress.faults import Scenario
+from modular_kernel.testing.stress.faults import SLACK_S, Scenario
 from modular_kernel.workspace import workspace_bytes
 from prepare_finalize import HostThenRankGroup
 from prepare_finalize.common import device_handshake, handshake
@@ -29,6 +30,7 @@ from prepare_finalize.symm_mem.launch import buffer_sections
 pytestmark = pytest.mark.cpu  # the kernels of the exchange are interpreted
 PART = "HostThenRankPrepareAndFinalize"
 BF16 = torch.bfloat16
+DEADLINE_S = 3.0
 
 
 @pytest.fixture(scope="module", params=[(2, None), (4, 2), (4, 1), (6, 2)], ids=str)
@@ -319,6 +321,43 @@ def test_two_calls_may_be_in_flight(two_hosts: RankPool) -> None:
         assert "calls in flight: got 3, need at most 2" in error
 
 
+def drop_started_call(rank: int, world: int, group: object, layer: Layer, checked: bool):
+    """Start a call that is never finished. Only rank 1 drops it before its next calls.
+
+    Return the errors of the next three calls, and the seconds until the first one.
+    """
+    manager = HostThenRankGroup(group, timeout_s=DEADLINE_S, checked=checked)
+    kernel, given = layer.kernel(rank, manager), layer.inputs_of(rank)
+    arguments = given.x_TH, given.weights, given.routing
+    kernel(*arguments)
+    started_calls = [kernel.start(*arguments)]
+    if rank == 1:
+        started_calls.clear()
+    errors, started, seconds = [], time.monotonic(), 0.0
+    for _ in range(3):
+        try:
+            kernel(*arguments)
+        except CommunicationError as error:
+            errors.append(error)
+            seconds = seconds or time.monotonic() - started
+    return [(error.phase, error.peers, str(error)) for error in errors], seconds
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_ranks_that_use_different_buffers_raise(two_hosts: RankPool, checked: bool) -> None:
+    layer = layer_of(two_hosts, tokens=(4,) * 4)
+    two_hosts.run(call_layers, [layer], checked)  # imports modules, which may exceed the deadline
+    reports = two_hosts.run(drop_started_call, layer, checked)
+    for errors, seconds in reports:
+        assert len(errors) == 3
+        assert seconds < DEADLINE_S + SLACK_S
+        assert all("a manager that failed before" in message for *_, message in errors[1:])
+    for rank, peer in ((0, 1), (1, 0)):
+        (phase, peers, _), *_ = reports[rank][0]
+        assert phase == "dispatch"
+        assert peer in peers
+
+
 def finish_in_another_order(rank: int, world: int, group: object, layer: Layer) -> str:
     """Finish two calls in another order on rank 1. Return the error of a later call."""
     manager = HostThenRankGroup(group, timeout_s=20.0, checked=False)
@@ -398,6 +437,17 @@ def test_replays_match_the_reference(two_hosts: RankPool, quant: str, bound: int
     for _, counters in reports:
         assert counters["fallback_calls"] == {"first call of a layer over ranks": 1}
         assert (counters["recorded_calls"], counters["replayed_calls"]) == (1, 3)
+
+
+def test_calls_of_a_rank_without_tokens_are_replayed(two_hosts: RankPool) -> None:
+    """Otherwise, all ranks would wait for the host code of the rank without tokens."""
+    layer = replayed_layer(two_hosts, tokens=(3, 0, 2, 1))
+    reports = two_hosts.run(replay_calls, [layer] * 4)
+    for call in range(4):
+        assert layer.compare([outputs[call] for outputs, _ in reports]).ok
+    for _, counters in reports:
+        assert counters["fallback_calls"] == {"first call of a layer over ranks": 1}
+        assert (counters["recorded_calls"], counters["replayed_calls"]) == (1, 2)
 
 
 def make_replayed_plan(rank: int, group: object, layer: Layer, **options):
