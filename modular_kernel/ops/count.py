@@ -146,6 +146,6 @@ def uncounted_local_ids(routing: DispatchedRouting, num_local: int) -> torch.Ten
     ids = routing.topk_ids_TK.long()
     local = torch.where((ids >= 0) & (ids < routing.num_experts), ids, -1)
     if routing.expert_map is not None and routing.space is IdSpace.GLOBAL:
-        mapped = routing.expert_map.long()[local.clamp(min=0)]
+        mapped = routing.expert_map.long()[local]  # -1 is a valid index
         local = torch.where(local >= 0, mapped, -1)
     return torch.where((local >= 0) & (local < num_local), local, -1)

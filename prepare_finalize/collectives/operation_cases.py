@@ -28,7 +28,9 @@ from prepare_finalize.common.blocks import (
 from prepare_finalize.common.device_status import (
     FIELDS,
     NOT_REFUSED,
+    ROWS,
     SENT,
+    TOKENS,
     CallCounter,
     Capacity,
     DeviceStatus,
@@ -56,6 +58,7 @@ def list_cases() -> Mapping[str, Callable[[], Tensors]]:
     """Return the cases by name; see `PrepareAndFinalize.operation_cases`."""
     cases: dict[str, Callable[[], Tensors]] = {
         "headers": _count_and_verify,
+        "limits of headers": _verify_limits,
         "phases": _report_phases,
         "slots": _mask_known_pairs,
     }
@@ -208,14 +211,21 @@ def _sum(ranks: Ranks, tokens: int, *, is_single: bool) -> Tensors:
     sums_SRH = torch.randn(
         2 * world, block_rows, hidden, generator=generator, dtype=torch.float32, device=_CPU
     ).bfloat16()
+    # Without tokens, the table is empty, so that a kernel that reads it raises an error.
     row_of_token_WT = torch.randint(
-        -1, block_rows, (world, 9), generator=generator, dtype=torch.int32, device=_CPU
+        -1,
+        block_rows,
+        (world, 9 if tokens else 0),
+        generator=generator,
+        dtype=torch.int32,
+        device=_CPU,
     )
     counter = CallCounter(DeviceStatus(world, _CPU), _LAYER)
     outputs = torch.full((3, tokens, hidden + 8), 5.0, dtype=torch.bfloat16, device=_CPU)
     for call, local_block in enumerate((ranks.rank, world + ranks.rank, ranks.rank)):
         if call == 2:
             counter.status.mark_failed()
+            assert counter.status.failed.tolist() == [1]
         sum_blocks(
             BlockSums(sums_SRH, ranks, first_block=world, local_block=local_block),
             outputs[call, :, :hidden],
@@ -255,6 +265,42 @@ def _count_and_verify() -> Tensors:
         states += [status.failed.clone(), status._host_words.clone()]
     written = {f"state {index}": state for index, state in enumerate(states)}
     return {"headers": headers, **written, **_state_of(counters[0])}
+
+
+def _verify_limits() -> Tensors:
+    """Verify headers whose numbers of tokens and rows are at their limits, or beyond them."""
+    world, local_rank = 5, 2
+    max_tokens, max_rows = _TOKENS, 4
+    # The tokens and rows of this rank and of the others, and whether they are wrong with any, and
+    # with equal, numbers of tokens.
+    rows = (
+        ((0, 0), (0, 0), False, False),
+        ((3, 2), (0, 0), False, True),
+        ((3, 2), (max_tokens, max_rows), False, True),
+        ((max_tokens, max_rows), (max_tokens, 0), False, False),
+        ((3, 2), (3, max_rows), False, False),
+        ((3, 2), (3, 0), False, False),
+        ((3, 2), (3, max_rows + 1), True, True),
+        ((3, 2), (3, -1), True, True),
+        ((3, 2), (max_tokens + 1, 2), True, True),
+        ((3, 2), (-1, 2), True, True),
+        ((max_tokens + 1, 2), (max_tokens + 1, 2), True, True),
+        ((-1, 2), (-1, 2), True, True),
+        ((max_rows, max_rows), (max_rows, max_rows), False, False),
+    )
+    written = {}
+    for index, (local, other, *is_wrong) in enumerate(rows):
+        for equal_tokens in (False, True):
+            status = DeviceStatus(world, _CPU)
+            header = [_LAYER, 1, 14, *local, NOT_REFUSED, 0]
+            headers_WF = torch.tensor([header] * world, dtype=torch.int64, device=_CPU)
+            local_header_F = headers_WF[local_rank].clone()
+            headers_WF[-1, TOKENS : ROWS + 1] = torch.tensor(other)
+            limits = status.limits(Capacity(max_tokens, max_rows, equal_tokens=equal_tokens))
+            status.verify(headers_WF, local_header_F, limits)
+            assert status.failed.tolist() == [int(is_wrong[equal_tokens])], (index, equal_tokens)
+            written[f"words {index}, {equal_tokens}"] = status._host_words.clone()
+    return written
 
 
 def _measure(layout: BlockLayout) -> Tensors:

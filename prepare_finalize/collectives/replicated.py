@@ -40,10 +40,12 @@ from prepare_finalize.common.tokens import quantize_tokens, token_specs, weight_
 class _HeaderExchange:
     """An all-gather of headers, the metadata of a device handshake (`device_status.FIELDS`).
 
+    - handshake: the handshakes of the layer.
     - headers_WF: (W, F) int64, the received headers.
     - local_header_F: (F,) int64, the header of this rank.
     """
 
+    handshake: DeviceHandshake
     exchange: ReplayableExchange
     headers_WF: torch.Tensor
     local_header_F: torch.Tensor
@@ -138,7 +140,7 @@ class ReplicatedEPPrepareAndFinalize(HandshakePart):
             )
             sent = self._exchange_headers(headers, handshake, 0, step, refusal_index(error))
             sent.exchange.wait()
-            self._verify_headers(handshake, sent)
+            self._verify_headers(sent)
             # The other ranks reduce the sums of all their tokens.
             tokens = int(sent.headers_WF[:, TOKENS].max())
             sums = torch.zeros(tokens, self.problem.hidden, dtype=torch.float32, device=device)
@@ -210,14 +212,15 @@ class ReplicatedEPPrepareAndFinalize(HandshakePart):
             manager, lambda step: manager.all_gather(received, header, step=step, phase="dispatch")
         )
         exchange.start(step)
-        return _HeaderExchange(exchange, received.view(-1, len(FIELDS)), header)
+        return _HeaderExchange(handshake, exchange, received.view(-1, len(FIELDS)), header)
 
-    def _verify_headers(self, handshake: DeviceHandshake, sent: _HeaderExchange) -> None:
+    def _verify_headers(self, sent: _HeaderExchange) -> None:
         """Verify the headers of all ranks.
 
         On a CPU, this raises the error immediately, because gloo ends the process if ranks
         all-reduce tensors of different sizes.
         """
+        handshake = sent.handshake
         handshake.status.verify(sent.headers_WF, sent.local_header_F, handshake.limits)
         if self.manager.device == "cpu":
             handshake.raise_failure()
@@ -265,28 +268,28 @@ class ReplicatedEPPrepareAndFinalize(HandshakePart):
     ) -> None:
         part_handle = self.check_handle(handle, ReplicatedHandle)
         sum_TH = part_handle.call.workspace.take("tokens_sum", tuple(out.shape))
-        weights_TK, handshake = part_handle.topk_weights_TK, self._device_handshake
-        if handshake is not None and reduce.kind is Reduce.NOOP:
+        weights_TK, headers = part_handle.topk_weights_TK, part_handle.headers
+        if reduce.kind is Reduce.NOOP:
             # A copy by torch could not be replayed; this launch can.
             weight_and_sum(expert_output[:, None], None, scale=1.0, out=sum_TH)
         else:
             weight_and_reduce(expert_output, weights_TK, self.problem, reduce=reduce, out=sum_TH)
         with stages.stage(stages.COMBINE):
-            if handshake is not None and part_handle.headers is not None:
-                self._all_reduce_on_device(handshake, part_handle.headers, part_handle.step, sum_TH)
-                self._end_call(handshake, sum_TH, out)
+            if headers is not None:
+                self._all_reduce_on_device(headers, part_handle.step, sum_TH)
+                self._end_call(headers.handshake, sum_TH, out)
                 return
             if out.numel():  # all ranks have the same T, so all or none make the all-reduce
                 self.manager.all_reduce(sum_TH, step=part_handle.step, phase="combine").wait()
             out.copy_(sum_TH)
 
     def _all_reduce_on_device(
-        self, handshake: DeviceHandshake, headers: _HeaderExchange, step: int, sum_TH: torch.Tensor
+        self, headers: _HeaderExchange, step: int, sum_TH: torch.Tensor
     ) -> None:
         """Verify the headers of all ranks and all-reduce the sums, without waiting on the host."""
         manager = self.manager
         headers.exchange.wait()
-        self._verify_headers(handshake, headers)
+        self._verify_headers(headers)
         if sum_TH.numel():
             reduction = ReplayableExchange(
                 manager, lambda step: manager.all_reduce(sum_TH, step=step, phase="combine")

@@ -292,7 +292,7 @@ def _tokens_per_program(tokens: int, blocks: int, device: torch.device) -> int:
     sms = 2
     if device.type == "cuda":
         sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return min(8, next_power_of_2(max(1, tokens * blocks // (8 * sms))))
+    return min(8, next_power_of_2(tokens * blocks // (8 * sms)))
 
 
 def _outgoing_arguments(rows: OutgoingRows, layout: BlockLayout) -> dict[str, object]:
@@ -312,7 +312,7 @@ def _outgoing_arguments(rows: OutgoingRows, layout: BlockLayout) -> dict[str, ob
         "stride_expert_numbers": rows.expert_numbers_TK.stride(0),
         "stride_weights": rows.weights_TK.stride(0),
         "SCALES": scales,
-        "BLOCK_S": next_power_of_2(max(1, scales)),
+        "BLOCK_S": next_power_of_2(scales),
         "ADAPTERS": adapters if layout.adapters else "none",
     }
 
@@ -407,7 +407,7 @@ def read_blocks(
     scale_RG, adapters_R = out.scale_RG, out.adapters_R
     rows, scales = len(out.slots_RK), 0 if scale_RG is None else layout.scales
     block_k = next_power_of_2(layout.top_k)
-    rows_per_program = max(1, 256 // max(block_k, next_power_of_2(max(1, scales))))
+    rows_per_program = max(1, 256 // max(block_k, next_power_of_2(scales)))
     launch(
         read_blocks_kernel,
         (-(-rows // rows_per_program),),
@@ -432,7 +432,7 @@ def read_blocks(
         word_block_stride=section["expert_numbers"].stride(0),
         header_block_stride=section["header"].stride(0),
         SCALES=scales,
-        BLOCK_S=next_power_of_2(max(1, scales)),
+        BLOCK_S=next_power_of_2(scales),
         TOP_K=layout.top_k,
         BLOCK_K=block_k,
         HAS_ADAPTERS=adapters_R is not None,
@@ -448,7 +448,7 @@ def read_blocks(
 def _read_blocks_ref(blocks: Blocks, out: ReceivedColumns) -> None:
     """Torch reference of `read_blocks`, without the verification of headers."""
     layout, ranks, world = blocks.layout, blocks.ranks, len(blocks.bytes_SB)
-    num_rows_W1 = blocks.section("header")[:, SENT, None].clamp(0, layout.capacity)
+    num_rows_W1 = blocks.section("header")[:, SENT, None]
     rows_R = torch.arange(layout.capacity, device=blocks.bytes_SB.device)
     has_token_WR = rows_R < num_rows_W1
     expert_numbers_WRK = blocks.section("expert_numbers")
@@ -564,5 +564,5 @@ def _sum_blocks_ref(
         else:
             row_T = row_of_token_WT[w, :tokens].long()
             has_row_T1 = (row_T >= 0)[:, None]
-            sum_TH += torch.where(has_row_T1, rows_RH[row_T.clamp(min=0)].float(), 0)
+            sum_TH += torch.where(has_row_T1, rows_RH[row_T].float(), 0)
     out_TH.copy_(sum_TH)

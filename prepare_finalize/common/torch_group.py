@@ -416,7 +416,8 @@ class TorchGroup:
         """
         if self._failure_thread not in (None, threading.get_ident()):
             self._culprits_known.wait(self.timeout_s + _GRACE_S + _ABORT_TIMEOUT_S)
-            failure = self._failure or failure
+            assert self._failure is not None  # set together with _failure_thread
+            return self._failure
         return failure
 
     def _start(
@@ -510,8 +511,10 @@ class TorchGroup:
         known yet, it is the store's rank alone.
         """
         index_W = self.hosts.index_W
-        is_same_host = len(index_W) <= store_rank or index_W[store_rank] == index_W[self.rank]
-        return (store_rank,) if is_same_host else self.hosts.ranks_on(index_W[store_rank])
+        is_known = len(index_W) == self.world_size
+        if not is_known or index_W[store_rank] == index_W[self.rank]:
+            return (store_rank,)
+        return self.hosts.ranks_on(index_W[store_rank])
 
     def _handle_failure(
         self, record: dict[str, Any], started_s: float, error: RuntimeError
@@ -533,7 +536,8 @@ class TorchGroup:
             if is_first:
                 self._failure_thread, self._failure = threading.get_ident(), preliminary
         if not is_first:
-            return self._wait_for_culprits(self._failure or preliminary)
+            assert self._failure is not None  # set together with _failure_thread
+            return self._wait_for_culprits(self._failure)
         try:
             return self._close_and_find_culprits(record, started_s, error)
         finally:

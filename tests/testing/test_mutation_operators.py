@@ -39,6 +39,9 @@ def test_constants_in_seconds_become_zero_or_a_thousand_times_longer(tmp_path: P
         ("found.append(x[i])", True),
         ("if x[i]:\n            return i", True),
         ("store(out, i, x[i])", False),
+        ("total = total | x[i]", False),
+        ("total = total - x[i]", True),
+        ("total = total | x[i]\n        out[i] = total", True),
         ("mine = x[i]\n        if mine is not None:\n            out[i] = mine", False),
     ],
 )
@@ -47,6 +50,13 @@ def test_loop_order_is_changed_where_it_matters(tmp_path: Path, body: str, chang
     operators = {operator for operator, _ in mutants_in(tmp_path, text)}
     assert ("order" in operators) is changed
     assert "loop" in operators
+
+
+@pytest.mark.parametrize("zero", ["0", "tl.constexpr(0)"])
+def test_the_addition_of_a_constant_that_is_0_is_not_changed(tmp_path: Path, zero: str) -> None:
+    text = f"_FIRST = {zero}\n_SECOND = 1\ndef f(a):\n    return a + _FIRST, a + _SECOND\n"
+    changed = {line for line in changed_lines(tmp_path, text) if line.startswith("return")}
+    assert changed == {"return a + _FIRST, a", "return a + _FIRST, a - _SECOND"}
 
 
 def changed_lines(tmp_path: Path, text: str) -> set[str]:

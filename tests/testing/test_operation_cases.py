@@ -1,6 +1,7 @@
 """Operations of a part are compared with their references, and launches with a record."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,12 +9,13 @@ import pytest
 import torch
 
 from modular_kernel.catalog import load_catalog
-from modular_kernel.ops import quantize_tiles
+from modular_kernel.ops import permute, quantize_tiles
 from modular_kernel.replay.launch.runtime import use_triton
-from modular_kernel.testing.verify import launch_plans
+from modular_kernel.testing.verify import launch_plans, operation_cases
 from modular_kernel.testing.verify.launch_plans import find_changed_plans, make_plan
 from modular_kernel.testing.verify.operation_cases import check_operation_cases
 from modular_kernel.testing.verify.planned_calls import list_calls
+from modular_kernel.testing.verify.shared_operations import find_wrong_operations
 from prepare_finalize.common import blocks
 
 Cases = Mapping[str, Callable[[], Mapping[str, torch.Tensor]]]
@@ -66,6 +68,26 @@ def test_cases_run_with_lowered_limits() -> None:
 
     (outcome,) = failures_of({"a": read_limit})
     assert "limit differs" in outcome
+
+
+def test_a_race_of_a_case_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operation_cases, "record_races", lambda: nullcontext(["one byte"]))
+    case = {"a": lambda: {"ones": torch.ones(3)}}
+    part: Any = SimpleNamespace(operation_cases=lambda: case)
+    outcomes = [outcome for outcome, _ in check_operation_cases(part)]
+    assert outcomes == ["a, default limits: one byte", "a, lowered limits: one byte"]
+
+
+def test_shared_operations_equal_their_references() -> None:
+    assert find_wrong_operations.__wrapped__() == ()
+
+
+def test_a_wrong_shared_operation_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(permute, "permute_tokens_ref", lambda *_args, **_kwargs: None)
+    first = find_wrong_operations.__wrapped__()[0]
+    assert first.startswith(
+        "permute_tokens, default limits: rows, 1 columns, weights False differs"
+    )
 
 
 def test_recorded_plans_are_current() -> None:

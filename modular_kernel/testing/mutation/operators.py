@@ -73,6 +73,8 @@ def mutate_binary_operation(source: Source, node: ast.AST) -> Edits:
     assert isinstance(node, ast.BinOp)
     if type(node.op) not in _ARITHMETIC or _is_text(node.left) or _is_text(node.right):
         return
+    if isinstance(node.op, ast.Add | ast.Sub) and _is_zero(source, node.right):
+        return
     symbol, replacement = _ARITHMETIC[type(node.op)]
     offset = _find_between(source, node.left, node.right, symbol)
     if offset is None:
@@ -308,6 +310,11 @@ def _get_callee_name(node: ast.Call) -> str:
 def _get_stem(keyword: ast.keyword) -> str:
     """Return a keyword up to its first underscore. Keywords with the same stem are similar."""
     return (keyword.arg or "").split("_", maxsplit=1)[0]
+
+
+def _is_zero(source: Source, node: ast.expr) -> bool:
+    """Return whether an operand is a constant of the module with the value 0."""
+    return isinstance(node, ast.Name) and node.id in source.zeros
 
 
 def _is_text(node: ast.expr) -> bool:

@@ -9,8 +9,11 @@ it rejects invalid input and the cases have valid input.
 Some places are left out because a change there has no effect on any valid call:
 
 - `strict=True` of `zip`, which is an assertion that the lengths are equal;
-- the order of a loop that only combines values with `|=`, `&=` or `^=`;
+- the order of a loop that only combines values with `|=`, `&=` or `^=`, or with `a = a | b` and the
+  like;
 - whether a wait ends at its deadline or one reading of the clock later (`<` or `<=`);
+- the addition or subtraction of a constant of the module that is 0, such as the first of several
+  indices;
 - `other=` of a load of which only lanes with the same mask are stored (`unread_lanes`);
 - constants that only divide work among programs. They are listed in `verify.lowered_limits`, and
   the cases run with two values of each.
@@ -43,6 +46,7 @@ _MESSAGE_CALLS = ("Error", "Rejection", "TypeVar", "cast", "rejection", "note", 
 # Statements by which a loop iteration affects a later one or the result.
 _LOOP_EFFECTS = (ast.AugAssign, ast.Yield, ast.YieldFrom, ast.Return, ast.Break)
 _LIST_METHODS = ("append", "extend", "insert")
+_UNORDERED = (ast.BitOr, ast.BitAnd, ast.BitXor)  # operations whose order does not matter
 _DISPLAY_METHODS = frozenset({"__str__", "__repr__"})
 
 Sites = Iterator[tuple[Edit, int, int, str]]  # (edit, first line, last line, function)
@@ -187,6 +191,7 @@ def _has_carried_state(loop: ast.For) -> bool:
     ):
         return True
     assigned = {n.id for n in inner if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    assigned -= _list_unordered_names(inner)
     written = set[str]()
     statements = [n for n in inner if isinstance(n, ast.stmt)]
     for statement in sorted(statements, key=lambda n: (n.lineno, n.col_offset)):
@@ -204,10 +209,32 @@ def _is_unordered_update(node: ast.AST, loop: list[ast.AST]) -> bool:
     """
     return (
         isinstance(node, ast.AugAssign)
-        and isinstance(node.op, ast.BitOr | ast.BitAnd | ast.BitXor)
+        and isinstance(node.op, _UNORDERED)
         and isinstance(node.target, ast.Name)
-        and sum(isinstance(n, ast.Name) and n.id == node.target.id for n in loop) == 1
+        and _count_names(node.target.id, loop) == 1
     )
+
+
+def _list_unordered_names(loop: list[ast.AST]) -> set[str]:
+    """Return the names that a loop only combines with values: `name = name | value`, `&` or `^`."""
+    names = set[str]()
+    for node in loop:
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.BinOp):
+            continue
+        target, left = node.targets[0], node.value.left
+        if (
+            isinstance(target, ast.Name)
+            and isinstance(left, ast.Name)
+            and left.id == target.id
+            and isinstance(node.value.op, _UNORDERED)
+            and _count_names(target.id, loop) == 2
+        ):
+            names.add(target.id)
+    return names
+
+
+def _count_names(name: str, nodes: list[ast.AST]) -> int:
+    return sum(isinstance(node, ast.Name) and node.id == name for node in nodes)
 
 
 def _method_name(node: ast.AST) -> str:

@@ -52,6 +52,18 @@ class Source:
         """
         return find_readers(self.tree)
 
+    @cached_property
+    def zeros(self) -> frozenset[str]:
+        """The constants of the module, with names in capitals, that are 0 or `constexpr(0)`."""
+        return frozenset(
+            node.targets[0].id
+            for node in self.tree.body
+            if isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and node.targets[0].id.isupper()
+            and ast.unparse(node.value) in ("0", "tl.constexpr(0)")
+        )
+
     def in_kernel(self, node: Positioned) -> bool:
         """Return whether the node is in the body of a jit function."""
         return any(node.lineno in body for body in self._kernels)

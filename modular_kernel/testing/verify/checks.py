@@ -24,6 +24,7 @@ from modular_kernel.testing.verify.launch_plans import find_changed_plans
 from modular_kernel.testing.verify.prepared import check_prepared_weights
 from modular_kernel.testing.verify.reducer_results import check_reducer_results
 from modular_kernel.testing.verify.sample import Sample
+from modular_kernel.testing.verify.shared_operations import find_wrong_operations
 from modular_kernel.testing.verify.trial import Trial, call, start
 from modular_kernel.testing.verify.without_adapters import (
     check_alternating_adapters,
@@ -227,7 +228,7 @@ def _allocations() -> int:
 
 
 def check_reducer_arguments(trial: Trial) -> Findings:
-    """Check that a reducer of this project refuses an output whose dtype differs from the rows'.
+    """Check that a reducer of this project refuses outputs that do not match the rows.
 
     Reducers of other packages may rely on the kernel to pass valid arguments.
     """
@@ -246,22 +247,42 @@ def check_reducer_arguments(trial: Trial) -> Findings:
         row_of_pair_TK = torch.zeros((tokens, top_k), dtype=torch.int32, device=trial.first.device)
     rows = torch.zeros(shape, dtype=problem.dtype, device=trial.first.device)
     other_dtype = torch.float32 if problem.dtype is torch.float16 else torch.float16
-    out = torch.zeros(out_shape, dtype=other_dtype, device=trial.first.device)
-    try:
-        reduce.apply(ExpertRows(rows, row_of_pair_TK, None, 1.0), out)
-    except InputError:
-        return
-    # A reducer that does not check its arguments may raise anything.
-    except Exception as error:  # noqa: BLE001
-        yield f"raised {type(error).__name__} for an output of another dtype than the rows"
-    else:
-        yield "accepted an output of another dtype than the rows"
+    outputs = {
+        "another dtype": rows.new_zeros(out_shape, dtype=other_dtype),
+        "another number of tokens": rows.new_zeros((tokens + 1, *out_shape[1:])),
+    }
+    for difference, out in outputs.items():
+        try:
+            reduce.apply(ExpertRows(rows, row_of_pair_TK, None, 1.0), out)
+        except InputError:
+            continue
+        # A reducer that does not check its arguments may raise anything.
+        except Exception as error:  # noqa: BLE001
+            yield f"raised {type(error).__name__} for an output of {difference} than the rows"
+        else:
+            yield f"accepted an output of {difference} than the rows"
+
+
+def check_marked_rows(trial: Trial) -> Findings:
+    """Check that a part marks the rows that it reduces as checked.
+
+    Otherwise, the reducer checks all of its arguments in every call.
+    """
+    count = trial.first_call.unchecked_rows
+    if count and is_builtin(load_catalog().prepare_finalize(trial.case.prepare_finalize)):
+        yield f"{count} ExpertRows of a call are not marked as checked"
 
 
 def check_launch_plans(trial: Trial) -> Findings:
     """Check that large calls are divided among programs as recorded; see `launch_plans`."""
     if is_builtin(load_catalog().prepare_finalize(trial.case.prepare_finalize)):
         yield from find_changed_plans()[:1]
+
+
+def check_shared_operations(trial: Trial) -> Findings:
+    """Check the operations that parts share on further inputs; see `shared_operations`."""
+    if is_builtin(load_catalog().prepare_finalize(trial.case.prepare_finalize)):
+        yield from find_wrong_operations()[:1]
 
 
 CHECKS: tuple[Check, ...] = (
@@ -286,5 +307,7 @@ CHECKS: tuple[Check, ...] = (
     check_inputs_unchanged,
     check_reducer_arguments,
     check_reducer_results,
+    check_marked_rows,
     check_launch_plans,
+    check_shared_operations,
 )

@@ -205,7 +205,7 @@ class SimulatedManager:
         self.manager = simulated = copy.copy(manager)
         simulated.rank, simulated.world_size = _RANK, _WORLD_SIZE
         simulated.timeout_s, simulated._store_rank = _TIMEOUT_S, (_STORE_RANK,)
-        simulated.hosts = type(manager.hosts)(host_indices, _HOST_NAMES)
+        simulated.hosts = type(manager.hosts)(host_indices, _HOST_NAMES[: max(host_indices) + 1])
         simulated.last_calls = type(manager.last_calls)(_RANK, 8)
         simulated._calls_by_step, simulated._in_flight = {}, weakref.WeakSet()
         simulated._lock, simulated._culprits_known = threading.Lock(), threading.Event()
@@ -297,6 +297,7 @@ _DEAD_STORES = (
     (_CLOSED, _HOST_INDICES, (0,), "rank 0: on host a"),
     (_SILENT, _HOST_INDICES, (0, 1), "ranks 0, 1: all of host a"),
     (_SILENT, (0, 1, 0, 1, 1, 1), (0,), "rank 0: on host a"),
+    (_SILENT, (0,), (0,), ""),  # the hosts are not known yet
 )
 
 
@@ -318,7 +319,7 @@ def _check_dead_store(
     if time.monotonic() - start > _MAX_REPORT_S:
         return "the error came late", "the error came at once"
     reason = "the group's store, which may run on that rank, does not answer"
-    return outcome, f"{peers} {reason}; {hosts}"
+    return outcome, f"{peers} {reason}{'; ' if hosts else ''}{hosts}"
 
 
 def _check_release(manager: Any) -> tuple[str, str]:

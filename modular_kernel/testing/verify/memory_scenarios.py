@@ -8,6 +8,8 @@ import copy
 import ctypes
 from typing import Any
 
+import torch.distributed as dist
+
 from modular_kernel.errors import CommunicationError
 from modular_kernel.testing.cases.scenario_names import find_manager_class, shares_memory
 from modular_kernel.testing.verify.manager_scenarios import has_builtin_classes
@@ -57,7 +59,26 @@ def check_shared_memory(context: ScenarioContext) -> Outcomes:
         (f"{len(heap.deltas_W)} addresses, filled: True"),
     )
     yield from _check_status_words(memory)
+    yield from _check_flags(context, manager, memory)
     manager.destroy()
+
+
+def _check_flags(context: ScenarioContext, manager: Any, memory: Any) -> Outcomes:
+    """Check the flags of new buffers, and the flag that ends the waits of a host.
+
+    Memory is filled with NaN when it is allocated, so that the flags must be cleared.
+    """
+    if memory is manager:  # all ranks share one host
+        return
+    pool: Any = context.make_kernel_on(manager).prepare_finalize._buffer_pool  # type: ignore[attr-defined]
+    yield (
+        str({name: flags.any().item() for name, flags in pool._flag_views.items()}),
+        str(dict.fromkeys(pool._flag_views, False)),
+    )
+    dist.barrier()
+    memory.fail()
+    yield str(memory.failed.tolist()), "[1]"
+    dist.barrier()
 
 
 def _allocate_with_error(manager: Any, memory: Any) -> str:

@@ -2,7 +2,8 @@
 
 A part may have operations that only some of its calls use, such as those of calls on GPUs. It can
 name cases of them (`PrepareAndFinalize.operation_cases`). Each case runs with kernels, with kernels
-under lowered limits, and with torch references, which must write the same bits.
+under lowered limits, and with torch references, which must write the same bits. The programs of a
+launch must not race.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +12,7 @@ import torch
 
 from modular_kernel.contracts import PrepareAndFinalize
 from modular_kernel.machine import prefer_torch_reference
-from modular_kernel.replay.launch.runtime import use_triton
+from modular_kernel.replay.launch.runtime import record_races, use_triton
 from modular_kernel.testing.verify.lowered_limits import lower_limits
 from modular_kernel.testing.verify.problem_scenarios import Outcomes
 
@@ -20,13 +21,22 @@ Tensors = Mapping[str, torch.Tensor]
 
 def check_operation_cases(part: type[PrepareAndFinalize]) -> Outcomes:
     """Run the cases of a part's operations. Yields (outcome, expected outcome) of each."""
+    return compare_cases(part.operation_cases())
+
+
+def compare_cases(cases: Mapping[str, Callable[[], Tensors]]) -> Outcomes:
+    """Run cases with kernels and torch references. Yields (outcome, expected outcome) of each.
+
+    cases: by name. A case returns what operations have written.
+    """
     has_kernels = use_triton(torch.zeros(1))
-    for name, case in part.operation_cases().items():
+    for name, case in cases.items():
         with prefer_torch_reference():
             expected = _run(case)
         for is_lowered in (False, True) if has_kernels else ():
-            with lower_limits(enabled=is_lowered):
+            with lower_limits(enabled=is_lowered), record_races() as races:
                 outcome = _describe_difference(_run(case), expected)
+            outcome = next(iter(races), outcome)
             limits = "lowered" if is_lowered else "default"
             yield f"{name}, {limits} limits: {outcome}", f"{name}, {limits} limits: equal bits"
         if not has_kernels:  # the case itself may raise or fail an assertion

@@ -37,7 +37,7 @@ from modular_kernel.testing.cases.inputs import (
 )
 from modular_kernel.testing.cases.rank_inputs import inputs_of_rank
 from modular_kernel.testing.cases.ranks import RankCase
-from modular_kernel.testing.cases.scenario_names import find_manager_class
+from modular_kernel.testing.cases.scenario_names import find_manager_class, is_builtin
 from modular_kernel.testing.ranks.external_launcher import AnyRanks
 from modular_kernel.testing.ranks.pool import RankError
 from modular_kernel.testing.verify.checks import CHECKS, Check, Findings
@@ -50,6 +50,7 @@ from modular_kernel.testing.verify.rank_differences import (
     compute_local_output,
     describe_dispatch_difference,
     describe_output_difference,
+    find_wide_ids,
     record_first_dispatch,
 )
 from modular_kernel.testing.verify.sample import NUM_REFERENCE_TOKENS, Sample
@@ -385,6 +386,8 @@ def _run_checks(
                 findings.append(f"{name}: {finding}")
         except Exception as error:
             raise CheckError("\n".join([*findings, format_raised_error(name, error)])) from error
+    if received and is_builtin(load_catalog().prepare_finalize(case.prepare_finalize)):
+        findings += [f"numeric: {finding}" for finding in find_wide_ids(received[0])]
     comparison = trial.first.compare(trial.eager_output)
     unique = tuple(dict.fromkeys(findings))
     # If a check raised, skip this, because destroying a part may wait for peers that failed.

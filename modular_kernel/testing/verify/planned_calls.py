@@ -59,7 +59,7 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
     (2048, 7168, 7168, torch.bfloat16, 8),
 )
 # Tokens and columns.
-_SIZES = ((1, 7168), (17, 2880), (4096, 7168))
+_SIZES = ((1, 7168), (4, 96), (17, 2880), (4096, 7168))
 
 
 def list_calls() -> Mapping[str, Callable[[], object]]:

@@ -7,7 +7,7 @@ pairs whose expert is on this rank. If they agree, the output itself is examined
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,6 +44,16 @@ class ReceivedPairs:
     expert_P: torch.Tensor
     weight_P: torch.Tensor | None
     token_P: torch.Tensor
+
+
+def find_wide_ids(received: Sequence[Dispatched]) -> Iterator[str]:
+    """Yield a message if the experts have received ids of more than 32 bits."""
+    for tokens in received:
+        if isinstance(tokens, ContiguousTokens):
+            dtype = tokens.routing.topk_ids_TK.dtype
+            if dtype is not torch.int32:
+                yield f"the experts received ids of {dtype}, need torch.int32"
+                return
 
 
 def record_first_dispatch(kernel: FusedMoEModularKernel) -> list[Dispatched]:

@@ -23,6 +23,7 @@ from typing import Any
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from modular_kernel.catalog import check
+from modular_kernel.errors import CommunicationError
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.settings import use_host_id
 from modular_kernel.spec.placement import Placement
@@ -87,6 +88,25 @@ _ATTEMPTS: tuple[tuple[Mapping[int, str], tuple[tuple[int, int], ...], str], ...
 )
 
 
+# Each row has the entries of some ranks in the store, and the ranks and the reason of the error of
+# rank 2, which compares its properties with those of the others.
+_SAME_ENTRY = '{"bytes": "8", "use": "a"}'
+_ENTRIES: tuple[tuple[Mapping[int, str], tuple[int, ...], str], ...] = (
+    ({}, (), "no error"),
+    ({0: "", 5: ""}, (0, 5), "no sign of life"),
+    ({1: "", 3: ""}, (1, 3), "no sign of life"),
+    ({3: "text"}, (), "a store that fails: it holds b'text' for rank 3"),
+    ({4: "[]"}, (), "a store that fails: it holds b'[]' for rank 4"),
+    ({0: '{"bytes": 9, "use": "a"}'}, (0,), "bytes 9, 8, 8, 8, 8, 8 by rank"),
+    (
+        {1: '{"bytes": 8}', 5: '{"bytes": 16, "use": "a"}'},
+        (1, 5),
+        "bytes 8, 8, 8, 8, 8, 16 by rank; use a, nothing, a, a, a, a by rank",
+    ),
+)
+_COLLECTIVES_TIMEOUT_S = 0.3
+
+
 def check_simulated_hosts(context: ScenarioContext, kernel: FusedMoEModularKernel) -> Outcomes:
     """Check which ranks share a host, which hosts a part supports, and the files that hosts share.
 
@@ -99,6 +119,7 @@ def check_simulated_hosts(context: ScenarioContext, kernel: FusedMoEModularKerne
     for row in _SUPPORT:
         yield _check_support(part, *row), str(row)
     yield from (_agree_on_prefix(part.manager, *row) for row in _ATTEMPTS)
+    yield from (_compare_properties(*row) for row in _ENTRIES)
     yield from _check_ranks_per_node(context)
     yield from _check_stale_files(context)
 
@@ -126,6 +147,34 @@ def _find_hosts(manager: Any) -> str:
             hosts = simulated._find_hosts()
     own = json.loads(store.get(f"hosts/gather/2/{_RANK}"))
     return f"{hosts}; readable {own['readable']}"
+
+
+def _compare_properties(
+    entries: Mapping[int, str], peers: tuple[int, ...], reason: str
+) -> tuple[str, str]:
+    """Compare the properties of rank 2 with those of other ranks; return (actual, expected) error.
+
+    entries: what ranks have written to the store instead of `_SAME_ENTRY`; "" for nothing.
+    """
+    store = HashStore()
+    for rank in range(_WORLD_SIZE):
+        entry = entries.get(rank, _SAME_ENTRY)
+        if rank != _RANK and entry:
+            store.set(f"gather/1/{rank}", entry)
+    module: Any = sys.modules["prepare_finalize.rendezvous.store_collectives"]
+    collectives = module.StoreCollectives(store, _RANK, _WORLD_SIZE, _COLLECTIVES_TIMEOUT_S)
+    start, actual = time.monotonic(), "() no error"
+    try:
+        collectives.check_equal({"bytes": 8, "use": "a"})
+    except CommunicationError as error:
+        actual = f"{error.peers} {error.got}"
+    has_waited = time.monotonic() - start > _COLLECTIVES_TIMEOUT_S - 0.1
+    own, failed = store.get(f"gather/1/{_RANK}").decode(), store.check([f"failed/{_RANK}"])
+    is_absent = "" in entries.values()
+    return (
+        f"{actual}; waited: {has_waited}, recorded: {failed}, sent {own}",
+        f"{peers} {reason}; waited: {is_absent}, recorded: {is_absent}, sent {_SAME_ENTRY}",
+    )
 
 
 def _agree_on_prefix(

@@ -5,9 +5,11 @@ fills its buffers with invalid values before each call, so that reads of unwritt
 output. "Red zones" are fences: memory around a tensor in which writes are detected.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -15,6 +17,7 @@ from modular_kernel.catalog import check, load_catalog, make_kernel
 from modular_kernel.kernel import FusedMoEModularKernel, Pending, Plan
 from modular_kernel.replay.launch.runtime import record_races
 from modular_kernel.spec.problem import Machine
+from modular_kernel.tensors import ExpertRows
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import ORDINARY, fences_intact
 from modular_kernel.testing.verify.lowered_limits import lower_limits
@@ -60,11 +63,29 @@ class FirstCallResult:
         invalid_ids: number of invalid ids that the kernel counted.
         races: messages about races between programs of a launch, which only the interpreter
             detects. Empty for compiled kernels.
+        unchecked_rows: number of `ExpertRows` without the mark that a reducer need not check them.
     """
 
     output: torch.Tensor
     invalid_ids: int
     races: tuple[str, ...]
+    unchecked_rows: int
+
+
+@contextmanager
+def _record_rows() -> Iterator[list[ExpertRows]]:
+    """Inside the block, record the `ExpertRows` that are made."""
+    rows, init = list[ExpertRows](), ExpertRows.__init__
+
+    def record(self: ExpertRows, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        rows.append(self)
+
+    ExpertRows.__init__ = record  # type: ignore[method-assign]
+    try:
+        yield rows
+    finally:
+        ExpertRows.__init__ = init  # type: ignore[method-assign]
 
 
 class Trial:
@@ -132,9 +153,11 @@ class Trial:
     def first_call(self) -> FirstCallResult:
         """The result of the first call, which runs with race detection."""
         before = self.kernel.count_invalid_ids()
-        with record_races() as races:
+        with record_races() as races, _record_rows() as rows:
             output = call(self.kernel, self.first)
-        return FirstCallResult(output, self.kernel.count_invalid_ids() - before, tuple(races))
+        invalid_ids = self.kernel.count_invalid_ids() - before
+        unchecked_rows = sum(not each.checked for each in rows)
+        return FirstCallResult(output, invalid_ids, tuple(races), unchecked_rows)
 
     @property
     def eager_output(self) -> torch.Tensor:

@@ -189,7 +189,7 @@ def fill_blocks_kernel(
             if ADAPTERS != "none":
                 slot = tl.full((ROWS, 1), -1, tl.int32)
                 if ADAPTERS == "slots":
-                    slot = tl.load(adapters_ptr + token, mask=is_row, other=-1).to(tl.int32)
+                    slot = tl.load(adapters_ptr + token, mask=is_row, other=-1)
                 tl.store(adapters_blocks_ptr + block * word_block_stride + row, slot, mask=is_row)
             if SCALES:
                 s = tl.arange(0, BLOCK_S)[None, :]
