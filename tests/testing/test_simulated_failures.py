@@ -72,7 +72,7 @@ def double_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_managers_report_the_ranks_that_failed() -> None:
     manager = TorchGroup()
     checks = [*failure_scenarios.check_simulated_failures(BUILTIN_CONTEXT, manager)]
-    assert len(checks) == 18
+    assert len(checks) == 19
     assert [outcome for outcome, _ in checks] == [expected for _, expected in checks]
     manager.destroy()
 

@@ -116,6 +116,7 @@ _FAILURES: tuple[tuple[Mapping[int, Any], float, tuple[int, ...], str], ...] = (
         f"gave up on this rank, which was at least 8 s late{_ON_HOSTS}",
     ),
     (_SAME, 8.2, _ALL_OTHERS, f"failed too{_ON_HOSTS}"),
+    ({**_SAME, _RANK: "{"}, 12.0, _ALL_OTHERS, f"failed too{_ON_HOSTS}"),
 )
 
 

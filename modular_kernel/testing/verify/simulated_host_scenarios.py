@@ -12,6 +12,7 @@ import secrets
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -105,6 +106,7 @@ _ENTRIES: tuple[tuple[Mapping[int, str], tuple[int, ...], str], ...] = (
     ),
 )
 _COLLECTIVES_TIMEOUT_S = 0.3
+_MAX_CHECKS = 2000  # of entries of a store, in one collective with pauses between the checks
 
 
 def check_simulated_hosts(context: ScenarioContext, kernel: FusedMoEModularKernel) -> Outcomes:
@@ -156,7 +158,7 @@ def _compare_properties(
 
     entries: what ranks have written to the store instead of `_SAME_ENTRY`; "" for nothing.
     """
-    store = HashStore()
+    store = _CountingStore()
     for rank in range(_WORLD_SIZE):
         entry = entries.get(rank, _SAME_ENTRY)
         if rank != _RANK and entry:
@@ -169,12 +171,36 @@ def _compare_properties(
     except CommunicationError as error:
         actual = f"{error.peers} {error.got}"
     has_waited = time.monotonic() - start > _COLLECTIVES_TIMEOUT_S - 0.1
+    num_checks, num_reads = store.num_checks, max(store.num_reads.values())
     own, failed = store.get(f"gather/1/{_RANK}").decode(), store.check([f"failed/{_RANK}"])
-    is_absent = "" in entries.values()
-    return (
-        f"{actual}; waited: {has_waited}, recorded: {failed}, sent {own}",
-        f"{peers} {reason}; waited: {is_absent}, recorded: {is_absent}, sent {_SAME_ENTRY}",
-    )
+    is_absent, has_slept = "" in entries.values(), num_checks < _MAX_CHECKS
+    actual += f"; waited: {has_waited}, recorded: {failed}, sent {own}"
+    expected = f"{peers} {reason}; waited: {is_absent}, recorded: {is_absent}, sent {_SAME_ENTRY}"
+    actual += f", slept: {has_slept}, reads of an entry: {num_reads}"
+    return actual, f"{expected}, slept: True, reads of an entry: 1"
+
+
+class _CountingStore:
+    """A store that counts the checks and reads of its entries.
+
+    num_checks: number of checks whether an entry exists.
+    num_reads: number of reads of each entry.
+    """
+
+    def __init__(self) -> None:
+        self.num_checks, self.num_reads = 0, Counter[str]()
+        self._store = HashStore()
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        self.num_checks += 1
+        return self._store.check(keys)
+
+    def get(self, key: str) -> bytes:
+        self.num_reads[key] += 1
+        return self._store.get(key)
 
 
 def _agree_on_prefix(
