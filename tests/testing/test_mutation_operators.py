@@ -59,6 +59,13 @@ def test_the_addition_of_a_constant_that_is_0_is_not_changed(tmp_path: Path, zer
     assert changed == {"return a + _FIRST, a", "return a + _FIRST, a - _SECOND"}
 
 
+def test_an_exact_quotient_is_not_rounded_up(tmp_path: Path) -> None:
+    text = "_A = 4096\n_B = 96\ndef f(x):\n    return _A // x.itemsize, _B // x.itemsize, _A // x\n"
+    tails = {line for operator, line in mutants_in(tmp_path, text) if operator == "tail"}
+    assert len(tails) == 2
+    assert not [line for line in tails if "-(-(_A) // (x.itemsize))" in line]
+
+
 def changed_lines(tmp_path: Path, text: str) -> set[str]:
     return {line for _, line in mutants_in(tmp_path, text)}
 
@@ -103,7 +110,23 @@ def test_limits_that_cases_lower_are_not_changed(tmp_path: Path) -> None:
         ("tl.store(q, x, mask=mask)\n    tl.store(r, x, mask=mask)", True),
         ("tl.store(q, x, mask=wide)", False),
         ("tl.store(q, x)", False),
-        ("tl.store(q, x + 1, mask=mask)", False),
+        ("tl.store(q, x + 1, mask=mask)", True),
+        ("tl.store(q, tl.where(mask, x, 0), mask=wide)", True),
+        ("tl.store(q, tl.where(wide, x, 0), mask=wide)", False),
+        ("tl.store(q, tl.where(mask, 0, x), mask=wide)", False),
+        ("tl.store(q, (x > 0) & mask, mask=wide)", True),
+        ("tl.store(q, (x > 0) | mask, mask=wide)", False),
+        ("y = x.to(tl.int32) * 2\n    tl.store(q, y, mask=mask)", True),
+        ("y = x * 2\n    tl.store(q, y, mask=wide)", False),
+        ("y = x * 2\n    y = y + 1\n    tl.store(q, y, mask=mask)", False),
+        ("some = mask & (q < r)\n    tl.store(q, x, mask=some)", True),
+        ("some = mask | (q < r)\n    tl.store(q, x, mask=some)", False),
+        ("y = tl.load(r + x, mask=mask, other=0)\n    tl.store(q, y)", True),
+        ("y = tl.load(r + x)\n    tl.store(q, y, mask=mask)", False),
+        ("tl.store(q + x, r, mask=mask)", True),
+        ("tl.store(q, helper(x), mask=mask)", False),
+        ("tl.store(q, x[:, None], mask=mask)", False),
+        ("if wide:\n        some = mask & q\n    tl.store(q, x, mask=some)", False),
         ("tl.store(q, x, mask=mask)\n    tl.store(r, tl.sum(x, 0))", False),
         ("x = tl.sum(x, 0)\n    tl.store(q, x, mask=mask)", False),
         ("mask = wide\n    tl.store(q, x, mask=mask)", False),

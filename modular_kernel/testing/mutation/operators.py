@@ -88,6 +88,8 @@ def mutate_binary_operation(source: Source, node: ast.AST) -> Edits:
         yield Edit("operand lost", start, end, left)
     if isinstance(node.op, ast.BitAnd | ast.BitOr):
         yield Edit("operand lost", start, end, right)
+    if isinstance(node.op, ast.FloorDiv) and _is_exact(source, node):
+        return
     if isinstance(node.op, ast.FloorDiv) and not source.in_kernel(node):
         yield Edit("tail", start, end, f"-(-({left}) // ({right}))")
     elif isinstance(node.op, ast.FloorDiv) and not (
@@ -310,6 +312,12 @@ def _get_callee_name(node: ast.Call) -> str:
 def _get_stem(keyword: ast.keyword) -> str:
     """Return a keyword up to its first underscore. Keywords with the same stem are similar."""
     return (keyword.arg or "").split("_", maxsplit=1)[0]
+
+
+def _is_exact(source: Source, node: ast.BinOp) -> bool:
+    """Return whether a power of two is divided by the size of a dtype, without a remainder."""
+    is_power = isinstance(node.left, ast.Name) and node.left.id in source.powers_of_two
+    return is_power and source.text_of(node.right).endswith((".itemsize", ".element_size()"))
 
 
 def _is_zero(source: Source, node: ast.expr) -> bool:

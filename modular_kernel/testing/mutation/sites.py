@@ -14,7 +14,8 @@ Some places are left out because a change there has no effect on any valid call:
 - whether a wait ends at its deadline or one reading of the clock later (`<` or `<=`);
 - the addition or subtraction of a constant of the module that is 0, such as the first of several
   indices;
-- `other=` of a load of which only lanes with the same mask are stored (`unread_lanes`);
+- the quotient of a power of two by the size of a dtype, rounded up;
+- `other=` of a load whose masked lanes affect nothing (`unread_lanes`);
 - constants that only divide work among programs. They are listed in `verify.lowered_limits`, and
   the cases run with two values of each.
 """

@@ -54,15 +54,28 @@ class Source:
 
     @cached_property
     def zeros(self) -> frozenset[str]:
-        """The constants of the module, with names in capitals, that are 0 or `constexpr(0)`."""
+        """The constants of the module that are `0` or `tl.constexpr(0)`."""
+        values = self._constants.items()
+        return frozenset(name for name, value in values if value in ("0", "tl.constexpr(0)"))
+
+    @cached_property
+    def powers_of_two(self) -> frozenset[str]:
+        """The constants of the module that are a power of two, at least 16."""
+        numbers = {n: int(value) for n, value in self._constants.items() if value.isdecimal()}
         return frozenset(
-            node.targets[0].id
+            n for n, value in numbers.items() if value >= 16 and value.bit_count() == 1
+        )
+
+    @cached_property
+    def _constants(self) -> dict[str, str]:
+        """The source text of each constant of the module, whose name is in capitals."""
+        return {
+            node.targets[0].id: ast.unparse(node.value)
             for node in self.tree.body
             if isinstance(node, ast.Assign)
             and isinstance(node.targets[0], ast.Name)
             and node.targets[0].id.isupper()
-            and ast.unparse(node.value) in ("0", "tl.constexpr(0)")
-        )
+        }
 
     def in_kernel(self, node: Positioned) -> bool:
         """Return whether the node is in the body of a jit function."""

@@ -1,10 +1,23 @@
-"""Find values of masked lanes of loads that nothing reads, so that changing them has no effect.
+"""Find values of masked lanes of loads that affect nothing, so that changing them has no effect.
 
     headers = tl.load(row, mask=mask, other=0)
     tl.store(words, headers, mask=mask)
 
-The store skips the lanes that have the value of `other`. A mutant of this value is equivalent by
-construction, and is not made.
+    slot = tl.load(numbers, mask=has_pair, other=-1) - first
+    is_local = has_pair & (slot >= 0)
+    tl.store(slots, tl.where(is_local, slot, -1), mask=in_bounds)
+
+The lanes that have the value of `other` are those in which the mask is false. A mutant of this
+value is equivalent by construction, and is not made, if each use of the loaded value is one of
+these, where a condition implies the mask if it is a conjunction (`&`) that contains all of its
+terms:
+
+- an operand of a conjunction whose other operands imply the mask;
+- the second argument of `tl.where`, if its condition implies the mask;
+- the pointer or the value of a load, store or atomic operation whose mask implies the mask;
+- an operand of an elementwise expression that is used only in these ways, also after an assignment.
+
+Every name that this compares or follows must be assigned once in its function.
 """
 
 import ast
@@ -12,59 +25,145 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
 
+_MEMORY_OPERATIONS = ("load", "store", "atomic_add", "atomic_xchg", "atomic_or", "atomic_max")
+_ELEMENTWISE = (ast.BinOp, ast.UnaryOp, ast.Compare)
+
 
 @lru_cache(maxsize=64)
 def find_unread_values(tree: ast.Module) -> frozenset[ast.expr]:
-    """Return the values of `other` whose lanes are never stored.
-
-    Included are the values of loads that are assigned to a name of a function, if every use of the
-    name is a value that is later stored with the same mask. The name, and every name in the mask,
-    must be assigned at most once in the function, the names in the mask before the load.
-    """
+    """Return the values of `other` whose lanes affect nothing."""
     functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
-    return frozenset(value for function in functions for value in _find_in_function(function))
+    return frozenset(value for function in functions for value in _Function(function).unread())
 
 
-def _find_in_function(function: ast.FunctionDef) -> Iterator[ast.expr]:
-    nodes = [*ast.walk(function)]
-    names = [node for node in nodes if isinstance(node, ast.Name)]
-    assigned = [name for name in names if isinstance(name.ctx, ast.Store)]
-    num_assigned = Counter(name.id for name in assigned)
-    line_assigned = {name.id: name.lineno for name in assigned}
-    num_read = Counter(name.id for name in names if isinstance(name.ctx, ast.Load))
-    stores = [node for node in nodes if isinstance(node, ast.Call) and _is_call_of(node, "store")]
-    for node in nodes:
-        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call):
-            continue
-        target, load = node.targets[0], node.value
-        arguments = {keyword.arg: keyword.value for keyword in load.keywords}
-        mask, other = arguments.get("mask"), arguments.get("other")
-        if not isinstance(target, ast.Name) or not _is_call_of(load, "load"):
-            continue
-        if mask is None or other is None:
-            continue
-        mask_names = {name.id for name in ast.walk(mask) if isinstance(name, ast.Name)}
-        later = [store for store in stores if store.lineno > node.lineno]
-        num_stored = sum(_stores(store, target.id, ast.dump(mask)) for store in later)
-        is_constant = all(num_assigned[name] <= 1 for name in (target.id, *mask_names))
-        is_constant &= all(line_assigned.get(name, 0) < node.lineno for name in mask_names)
-        if is_constant and num_stored == num_read[target.id]:
-            yield other
+class _Function:
+    """The names of a function, and the uses of each."""
+
+    def __init__(self, function: ast.FunctionDef) -> None:
+        self._parents = {
+            child: node for node in ast.walk(function) for child in ast.iter_child_nodes(node)
+        }
+        # The blocks (lists of statements, by identity) that contain a node, the outermost first.
+        self._places: dict[ast.AST, tuple[int, ...]] = {}
+        self._locate(function.body, ())
+        names = [node for node in self._places if isinstance(node, ast.Name)]
+        stored = [name for name in names if isinstance(name.ctx, ast.Store)]
+        self._num_assigned = Counter(name.id for name in stored)
+        self._num_assigned.update(arg.arg for arg in ast.walk(function) if isinstance(arg, ast.arg))
+        self._lines = {name.id: name.lineno for name in stored}
+        self._blocks = {name.id: self._places[name][-1] for name in stored}
+        self._uses: dict[str, list[ast.Name]] = {}
+        for name in names:
+            if isinstance(name.ctx, ast.Load):
+                self._uses.setdefault(name.id, []).append(name)
+        assigns = [node for node in self._places if isinstance(node, ast.Assign)]
+        self._values = {
+            node.targets[0].id: node.value
+            for node in assigns
+            if len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)
+        }
+
+    def _locate(self, block: list[ast.stmt], blocks: tuple[int, ...]) -> None:
+        blocks = (*blocks, id(block))
+        for statement in block:
+            for node in _walk_statement(statement):
+                self._places[node] = blocks
+            for name in ("body", "orelse", "finalbody"):
+                self._locate(getattr(statement, name, []), blocks)
+
+    def unread(self) -> Iterator[ast.expr]:
+        for node in self._places:
+            if isinstance(node, ast.Call) and _get_operation(node) == "load":
+                keywords = {keyword.arg: keyword.value for keyword in node.keywords}
+                mask, other = keywords.get("mask"), keywords.get("other")
+                if mask is None or other is None or not self._is_constant(mask, node.lineno):
+                    continue
+                if self._is_unread(node, self._list_terms(mask)):
+                    yield other
+
+    def _is_constant(self, mask: ast.expr, line: int) -> bool:
+        """Return whether all names in a mask are assigned once at most, and before `line`."""
+        names = {node.id for node in ast.walk(mask) if isinstance(node, ast.Name)}
+        return all(
+            self._num_assigned[name] <= 1 and self._lines.get(name, 0) < line for name in names
+        )
+
+    def _list_terms(self, condition: ast.expr) -> set[str]:
+        """Return the terms of a conjunction, with names replaced by what they are assigned."""
+        if isinstance(condition, ast.BinOp) and isinstance(condition.op, ast.BitAnd):
+            return self._list_terms(condition.left) | self._list_terms(condition.right)
+        terms = {ast.dump(condition)}
+        if isinstance(condition, ast.Name) and self._num_assigned[condition.id] == 1:
+            value = self._values.get(condition.id)
+            if (
+                value is not None
+                and self._is_constant(value, self._lines[condition.id])
+                and self._follows(condition)
+            ):
+                terms |= self._list_terms(value)
+        return terms
+
+    def _follows(self, use: ast.Name) -> bool:
+        """Return whether a name is assigned whenever the block of the use is entered."""
+        return self._lines[use.id] < use.lineno and self._blocks[use.id] in self._places[use]
+
+    def _implies(self, condition: ast.expr | None, mask: set[str]) -> bool:
+        return condition is not None and mask <= self._list_terms(condition)
+
+    def _is_unread(self, node: ast.expr, mask: set[str]) -> bool:
+        """Return whether the lanes of an expression in which `mask` is false affect nothing."""
+        parent = self._parents[node]
+        if isinstance(parent, ast.keyword):
+            call = self._parents[parent]
+            return False if not isinstance(call, ast.Call) else self._call_ignores(call, node, mask)
+        if isinstance(parent, ast.Attribute) and parent.attr == "to":  # (expression).to(dtype)
+            call = self._parents[parent]
+            return isinstance(call, ast.Call) and self._is_unread(call, mask)
+        if isinstance(parent, ast.Call):
+            return self._call_ignores(parent, node, mask)
+        if isinstance(parent, ast.Assign):
+            return self._is_name_unread(parent, mask)
+        if not isinstance(parent, _ELEMENTWISE):
+            return False
+        if isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.BitAnd):
+            other = parent.left if parent.right is node else parent.right
+            if self._implies(other, mask):
+                return True
+        return self._is_unread(parent, mask)
+
+    def _call_ignores(self, call: ast.Call, node: ast.expr, mask: set[str]) -> bool:
+        operation = _get_operation(call)
+        if operation == "where" and len(call.args) == 3 and call.args[1] is node:
+            return self._implies(call.args[0], mask) or self._is_unread(call, mask)
+        if operation in _MEMORY_OPERATIONS and node in call.args:
+            condition = {keyword.arg: keyword.value for keyword in call.keywords}.get("mask")
+            return self._implies(condition, mask)
+        return False
+
+    def _is_name_unread(self, assign: ast.Assign, mask: set[str]) -> bool:
+        """Return whether the lanes of a name in which `mask` is false affect nothing."""
+        (target, *more) = assign.targets
+        if more or not isinstance(target, ast.Name) or self._num_assigned[target.id] != 1:
+            return False
+        uses = self._uses.get(target.id, [])
+        return all(self._follows(use) and self._is_unread(use, mask) for use in uses)
 
 
-def _stores(call: ast.Call, name: str, mask: str) -> bool:
-    """Return whether a call stores the value of a name, with a mask given as `ast.dump`."""
-    masks = [ast.dump(keyword.value) for keyword in call.keywords if keyword.arg == "mask"]
-    has_value = len(call.args) == 2 and isinstance(call.args[1], ast.Name)
-    return has_value and call.args[1].id == name and masks == [mask]  # type: ignore[attr-defined]
+def _walk_statement(statement: ast.stmt) -> Iterator[ast.AST]:
+    """Yield a statement and its expressions, without nested statements."""
+    pending: list[ast.AST] = [statement]
+    while pending:
+        node = pending.pop()
+        yield node
+        pending += [n for n in ast.iter_child_nodes(node) if not isinstance(n, ast.stmt)]
 
 
-def _is_call_of(call: ast.Call, name: str) -> bool:
-    """Return whether a call is `tl.NAME(...)`."""
+def _get_operation(call: ast.Call) -> str:
+    """Return NAME if a call is `tl.NAME(...)`, otherwise ""."""
     function = call.func
-    return (
+    is_triton = (
         isinstance(function, ast.Attribute)
-        and function.attr == name
         and isinstance(function.value, ast.Name)
         and function.value.id == "tl"
     )
+    return function.attr if is_triton else ""  # type: ignore[attr-defined]
