@@ -223,6 +223,8 @@ def _make_rows(
         status, line = run_reproducer(program, rows[number].reproducer, limit)
         is_shown = status == 1 and line.startswith("relative RMS error")
         text = line if is_shown else f"not shown, exit status {status}: {line}"
+        if status == 0:
+            text = "not shown, its error is within the bound"
         rows[number] = replace(rows[number], reproduced=text)
 
     with output.show_activity(lambda: "running reproducers"), ThreadPoolExecutor(workers) as pool:

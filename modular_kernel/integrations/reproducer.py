@@ -1,7 +1,8 @@
 """Writes programs that show a wrong result of an experts class with its engine and torch alone.
 
 A program makes random inputs and weights by a seed, calls the class in the engine's own objects,
-and compares the output with plain torch in float64.
+and compares the output with plain torch in float64. Apart from imports, it has at most ten
+statements.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,8 +18,7 @@ class EngineLines:
     """The lines of a program that depend on the engine.
 
     They read x (T, H), router and ids (T, K), w1, w2 and what else the scheme's format has (scales
-    s1 and s2, global scales g1 and g2, static scales a1 and a2 of activations), and biases b1 and
-    b2 if the problem has any.
+    s1 and s2, global scales g1 and g2), and biases b1 and b2 if the problem has any.
 
     imports: import statements.
     call: statements that set `out` (T, H).
@@ -32,25 +32,28 @@ def write_program(case: EngineCase, engine: EngineLines, device: str, bound: flo
     """Return the program. It exits with 1 if the relative RMS error is above `bound`."""
     problem = case.problem
     dtype, tokens, top_k = f"torch.{dtype_name(problem.dtype)}", problem.tokens, problem.top_k
-    rows = 2 * problem.intermediate if problem.act.gated else problem.intermediate
-    where = "" if device == "cpu" else f"torch.set_default_device({device!r}); "
-    x = f"torch.randn({tokens}, {problem.hidden}).to({dtype})"
+    generator = "generator=torch.manual_seed(0)"
+    if device != "cpu":
+        generator = f'device="{device}", generator=torch.Generator("{device}").manual_seed(0)'
+    error = "float((out - expected).norm() / expected.norm())"
     lines = [
         f"# {case.experts}, {problem.scheme}, {case.activation}, {case.shape}",
+        "from functools import partial",
         "import torch, torch.nn.functional as F",
         *engine.imports,
-        f"{where}torch.manual_seed(0); x = {x}",
-        f"router, ids = torch.rand({tokens}, {top_k}).to({dtype}).float(), {_write_ids(case)}",
+        "",
+        f"rand = partial(torch.randn, {generator})",
+        "x, router, ids = (",
+        f"    rand({tokens}, {problem.hidden}).to({dtype}),",
+        f"    rand({tokens}, {top_k}).sigmoid().to({dtype}).float(),",
+        f"    {_write_ids(case, device)},",
+        ")",
         *_write_weights(problem),
-    ]
-    if problem.bias:
-        sizes = f"({rows}, {problem.hidden})"
-        lines.append(f"b1, b2 = (torch.randn({problem.e}, n).to({dtype}) / 2 for n in {sizes})")
-    lines += [*engine.call, *_write_reference(problem)]
-    lines += [
-        "error = float((out.double() - expected).norm() / expected.norm())",
-        f"print(f'relative RMS error {{error:.2e}}, allowed {bound:.2e}')",
-        f"raise SystemExit(not error <= {bound:.3e})",
+        *engine.call,
+        *_write_reference(problem),
+        f"assert (error := {error}) <= {bound:.3e}, (",
+        f'    f"relative RMS error {{error:.2e}}, allowed {bound:.2e}"',
+        ")",
     ]
     return "\n".join(lines) + "\n"
 
@@ -60,112 +63,124 @@ def get_first_expert(problem: Problem) -> int:
     return problem.e if problem.expert_map else 0
 
 
-def write_expert_map(problem: Problem) -> str:
+def write_expert_map(problem: Problem, device: str) -> str:
     """Return an expression for the expert_map."""
     if not problem.expert_map:
         return "None"
-    experts, first = f"torch.arange({problem.experts})", get_first_expert(problem)
-    return f"torch.where({experts} < {first}, -1, {experts} - {first}).int()"
+    values = f"[*{problem.e} * [-1], *range({problem.e})]"
+    return f"torch.tensor({values}, dtype=torch.int32{write_device(device)})"
 
 
-def _write_ids(case: EngineCase) -> str:
+def write_device(device: str) -> str:
+    """Return a further argument of a function that makes a tensor."""
+    return "" if device == "cpu" else f', device="{device}"'
+
+
+def _write_ids(case: EngineCase, device: str) -> str:
     problem = case.problem
-    shape = f"{problem.tokens}, {problem.experts}"
     if case.routing == "all_to_one":
-        experts = f"torch.arange({problem.top_k}, dtype=torch.int32)"
-        return f"{experts}.repeat({problem.tokens}, 1) + {get_first_expert(problem)}"
-    scores = f"torch.rand({shape})"
+        first = get_first_expert(problem)
+        experts = f"torch.arange({first}, {first + problem.top_k}{write_device(device)})"
+        return f"{experts}.repeat({problem.tokens}, 1).int()"
+    scores = f"rand({problem.tokens}, {problem.experts})"
     if case.routing == "empty_experts":
-        scores = f"({scores} - torch.arange({problem.experts}) % 2)"
+        offsets = f"torch.arange({problem.experts}{write_device(device)})"
+        scores = f"({scores} - 99 * ({offsets} % 2))"
     return f"{scores}.topk({problem.top_k}).indices.int()"
 
 
 def _write_reference(problem: Problem) -> list[str]:
     """Return lines that compute every expert for every token, and sum by the router weights."""
-    on_input, bias = problem.apply_router_weight_on_input, problem.bias
+    act, on_input = problem.act, problem.apply_router_weight_on_input  # with top-k 1
     values = ("w1", "w2") if problem.quant == "none" else ("d1", "d2")
-    x = "(router * x)" if on_input else "x"  # top-k is 1
-    shape = f"{problem.tokens}, {problem.experts}"
-    scores = f"torch.zeros({shape}).scatter(1, ids.long(), {'1.0' if on_input else 'router'})"
+    x = "(router * x)" if on_input else "x"
+    scores = f"F.one_hot(ids.long(), {problem.experts})"
+    scores = f"{scores}.sum(1)" if on_input else f"({scores} * router[..., None]).sum(1)"
     if problem.expert_map:
         scores += f"[:, {get_first_expert(problem)}:]"
-    b1, b2 = (" + b1.double()", " + b2.double()") if bias else ("", "")
-    y = f"torch.einsum('bei,ehi->beh', a, {values[1]}.double()){b2}"
+    b1, b2 = (" + b1.double()", " + b2.double()") if problem.bias else ("", "")
+    h = f'torch.einsum("bh,enh->ben", {x}.double(), {values[0]}.double()){b1}'
+    if act.gated:
+        halves = "unflatten(-1, (-1, 2)).unbind(-1)" if act.interleaved else "chunk(2, -1)"
+        h = f"g, u = ({h}).{halves}" if b1 else f"g, u = {h}.{halves}"
+    else:
+        h = f"h = {h}"
+    y = f'torch.einsum("bei,ehi->beh", {write_activation(act)}, {values[1]}.double()){b2}'
     return [
-        f"h = torch.einsum('bh,enh->ben', {x}.double(), {values[0]}.double()){b1}",
-        write_activation(problem.act),
-        f"expected = torch.einsum('be,beh->bh', {scores}.double(), {y})",
+        h,
+        "expected = torch.einsum(",
+        '    "be,beh->bh",',
+        f"    {scores}.double(),",
+        f"    {y},",
+        ")",
     ]
 
 
 def write_activation(act: ActivationSpec) -> str:
-    """Return a line that computes a (..., I) from h (..., N), in float64.
+    """Return an expression of h (..., I), or of the gate g and up u (..., I), in float64.
 
     Raises UnsupportedError for an activation whose rows have another order.
     """
     if not act.gated:
-        functions = {
+        return {
             "silu_no_mul": "F.silu(h)",
             "gelu_no_mul": "F.gelu(h)",
-            "gelu_tanh_no_mul": "F.gelu(h, approximate='tanh')",
+            "gelu_tanh_no_mul": 'F.gelu(h, approximate="tanh")',
             "relu2": "h.relu() ** 2",
-        }
-        return f"a = {functions[act.kind]}"
+        }[act.kind]
     if act.up_first:
         raise UnsupportedError("up_first", got=True, need="False")
-    split = "g, u = h[..., ::2], h[..., 1::2]" if act.interleaved else "g, u = h.chunk(2, -1)"
-    limit = act.limit
-    clamped = f"u.clamp(-{limit}, {limit})"
-    if act.kind in ("swiglu_oai", "swiglu_clamp_before"):
-        split += f"; g, u = g.clamp(max={limit}), {clamped}"
-    functions = {
+    limit, alpha = act.limit, act.alpha
+    gate, up = f"g.clamp(max={limit})", f"u.clamp(-{limit}, {limit})"
+    return {
         "silu": "F.silu(g) * u",
         "gelu": "F.gelu(g) * u",
-        "gelu_tanh": "F.gelu(g, approximate='tanh') * u",
-        "swiglu_oai": f"g * ({act.alpha} * g).sigmoid() * (u + 1)",
-        "swiglu_clamp_before": "F.silu(g) * u",
-        "swiglu_clamp_after": f"F.silu(g).clamp(max={limit}) * {clamped}",
-        "situ": f"{act.alpha} * (g / {act.alpha}).tanh() * g.sigmoid() * "
+        "gelu_tanh": 'F.gelu(g, approximate="tanh") * u',
+        "swiglu_oai": f"F.silu({alpha} * {gate}) / {alpha} * ({up} + 1)",
+        "swiglu_clamp_before": f"F.silu({gate}) * {up}",
+        "swiglu_clamp_after": f"F.silu(g).clamp(max={limit}) * {up}",
+        "situ": f"{alpha} * (g / {alpha}).tanh() * g.sigmoid() * "
         + ("u" if limit is None else f"{limit} * (u / {limit}).tanh()"),
-    }
-    return f"{split}; a = {functions[act.kind]}"
+    }[act.kind]
 
 
 # ------------------------------------------------------------------------------------ weights
 
 
 def _write_weights(problem: Problem) -> list[str]:
-    """Return lines that make weights in the scheme's format, and their values d1 and d2."""
+    """Return the lines of a statement that makes weights in the scheme's format, and biases.
+
+    The values of quantized weights are d1 and d2.
+    """
     rows = 2 * problem.intermediate if problem.act.gated else problem.intermediate
     hidden, e = problem.hidden, problem.e
-    sizes = f"for n, k in (({rows}, {hidden}), ({hidden}, {problem.intermediate}))"
-    if problem.quant == "none":
-        dtype = f"torch.{dtype_name(problem.dtype)}"
-        return [f"w1, w2 = ((torch.randn({e}, n, k) / k**.5).to({dtype}) {sizes})"]
-    made = _FORMATS[problem.scheme.name](problem)
-    lines = [f"w1, w2 = ({made.weights} {sizes})", f"s1, s2 = ({made.scales} {sizes})"]
-    names, pairs = "w, s", "(w1, s1), (w2, s2)"
-    if made.global_scales:
-        lines.append(f"g1, g2 = ({made.global_scales} {sizes})")
-        names, pairs = "w, s, g", "(w1, s1, g1), (w2, s2, g2)"
-    lines.append(f"d1, d2 = ({made.values} for {names} in ({pairs}))")
-    if made.static:
-        lines.append(f"a1, a2 = {made.static}")
-    return lines
+    dtype = f"torch.{dtype_name(problem.dtype)}"
+    made = {"w": f"(rand({e}, n, k) / k**0.5).to({dtype})"}
+    values = ""
+    if problem.quant != "none":
+        made, values = _FORMATS[problem.scheme.name](problem)
+    if problem.bias:
+        made["b"] = f"rand({e}, n).to({dtype}) / 2"
+    names = list(made)
+    inner = ", ".join(names) + ("," if len(names) == 1 else "")
+    results = f"({', '.join([*names, values])})" if values else f"({inner})"
+    targets = [name + "{0}" for name in [*names, *(["d"] if values else [])]]
+    if targets == ["w{0}"]:
+        sizes = f"(({rows}, {hidden}), ({hidden}, {problem.intermediate}))"
+        return [f"w1, w2 = ({made['w']} for n, k in {sizes})"]
+    left = ", ".join(f"({', '.join(targets)})".format(n) for n in (1, 2))
+    lines = [
+        f"{left} = (",
+        f"    {results}",
+        f"    for n, k in (({rows}, {hidden}), ({hidden}, {problem.intermediate}))",
+    ]
+    lines += [f"    for {name} in [{expression}]" for name, expression in made.items()]
+    return [*lines, ")"]
 
 
-@dataclass(frozen=True)
-class _Made:
-    """Expressions for weights w of shape (e, n, k), scales s, their global scales g, and values.
-
-    static: static scales of the activations of both GEMMs; empty if they are computed.
-    """
-
-    weights: str
-    scales: str
-    values: str
-    global_scales: str = ""
-    static: str = ""
+# The expressions of the tensors of one GEMM, by name: weights w of shape (e, n, k), scales s and
+# global scales g. And the expression of the weights' values.
+_Format = tuple[dict[str, str], str]
 
 
 def _expand_blocks(problem: Problem) -> tuple[str, str]:
@@ -175,11 +190,11 @@ def _expand_blocks(problem: Problem) -> tuple[str, str]:
     expanded = f"s.repeat_interleave({n}, 1).repeat_interleave({k}, 2)"
     hidden, intermediate = problem.hidden, problem.intermediate
     if rows % n or hidden % n or hidden % k or intermediate % k:  # the last blocks are smaller
-        return f"-(-n // {n}), -(-k // {k})", f"{expanded}[:, :w.shape[1], :w.shape[2]]"
+        return f"-(-n // {n}), -(-k // {k})", f"{expanded}[:, :n, :k]"
     return f"n // {n}, k // {k}", expanded
 
 
-def _make_fp8(problem: Problem) -> _Made:
+def _make_fp8(problem: Problem) -> _Format:
     scheme, e = problem.scheme, problem.e
     if scheme.granularity == "block":
         blocks, scale = _expand_blocks(problem)
@@ -188,66 +203,69 @@ def _make_fp8(problem: Problem) -> _Made:
         shape, scale = f"{e}, n, 1", "s"
     else:
         shape, scale = f"{e}", "s[:, None, None]"
-    return _Made(
-        f"torch.randn({e}, n, k).to(torch.float8_e4m3fn)",
-        f"(torch.rand({shape}) + .5) / k**.5",
-        f"w.float() * {scale}",
-        static="torch.tensor([.0125]), torch.tensor([.05])" if scheme.static else "",
-    )
+    made = {
+        "w": f"rand({e}, n, k).to(torch.float8_e4m3fn)",
+        "s": f"(rand({shape}).sigmoid() + 0.5) / k**0.5",
+    }
+    return made, f"w.float() * {scale}"
 
 
-def _make_int8(problem: Problem) -> _Made:
+def _make_int8(problem: Problem) -> _Format:
     blocks, scale = "n, 1", "s"
     if problem.scheme.granularity == "block":
         blocks, scale = _expand_blocks(problem)
-    return _Made(
-        f"torch.randint(-127, 128, ({problem.e}, n, k), dtype=torch.int8)",
-        f"(torch.rand({problem.e}, {blocks}) + .5) / (73 * k**.5)",
-        f"w.float() * {scale}",
-    )
+    made = {
+        "w": f"(rand({problem.e}, n, k) * 40).clamp(-127, 127).to(torch.int8)",
+        "s": f"(rand({problem.e}, {blocks}).sigmoid() + 0.5) / (40 * k**0.5)",
+    }
+    return made, f"w.float() * {scale}"
 
 
-def _make_groups(problem: Problem) -> _Made:
+def _write_bytes(shape: str) -> str:
+    """Return an expression for uniformly distributed bytes."""
+    return f"(rand({shape}) * 1e4).int().to(torch.uint8)"
+
+
+_CODES = "torch.stack((w & 15, w >> 4), -1).flatten(2)"  # of two 4-bit values in a byte
+
+
+def _make_groups(problem: Problem) -> _Format:
     """Integers with a scale per group. Two 4-bit integers are packed in a byte."""
     e, group, dtype = problem.e, problem.scheme.group[0], f"torch.{dtype_name(problem.dtype)}"
-    width, std, values = "k", 74, "w.float() - 128"
+    width, std, values = "k", 74, "(w.float() - 128)"
     if problem.scheme.packed:
-        width, std = "k // 2", 5
-        values = "torch.stack((w & 15, w >> 4), -1).flatten(2).float() - 8"
-    return _Made(
-        f"torch.randint(0, 256, ({e}, n, {width}), dtype=torch.uint8)",
-        f"((torch.rand({e}, n, k // {group}) + .5) / ({std} * k**.5)).to({dtype})",
-        f"({values}) * s.float().repeat_interleave({group}, 2)",
-    )
+        width, std, values = "k // 2", 5, f"({_CODES}.float() - 8)"
+    made = {
+        "w": _write_bytes(f"{e}, n, {width}"),
+        "s": f"((rand({e}, n, k // {group}).sigmoid() + 0.5) / ({std} * k**0.5)).to({dtype})",
+    }
+    return made, f"{values} * s.float().repeat_interleave({group}, 2)"
 
 
-_E2M1 = "torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6])"
-_CODES = "torch.stack((w & 15, w >> 4), -1).flatten(2).long()"
+_E2M1 = "[0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]"
+_FP4_VALUES = f"x.new_tensor({_E2M1}).float()[{_CODES}.long()]"
 
 
-def _make_mxfp4(problem: Problem) -> _Made:
+def _make_mxfp4(problem: Problem) -> _Format:
     e = problem.e
-    return _Made(
-        f"torch.randint(0, 256, ({e}, n, k // 2), dtype=torch.uint8)",
-        f"torch.randint(120, 124, ({e}, n, k // 32), dtype=torch.uint8)",
-        f"{_E2M1}[{_CODES}] * (2.0 ** (s.float() - 127)).repeat_interleave(32, 2)",
-    )
+    made = {
+        "w": _write_bytes(f"{e}, n, k // 2"),
+        "s": f"rand({e}, n, k // 32).clamp(-2, 2).add(122).to(torch.uint8)",
+    }
+    return made, f"{_FP4_VALUES} * (2.0 ** (s.float() - 127)).repeat_interleave(32, 2)"
 
 
-def _make_nvfp4(problem: Problem) -> _Made:
+def _make_nvfp4(problem: Problem) -> _Format:
     e = problem.e
-    return _Made(
-        f"torch.randint(0, 256, ({e}, n, k // 2), dtype=torch.uint8)",
-        f"(torch.rand({e}, n, k // 16) * 100 + 50).to(torch.float8_e4m3fn)",
-        f"{_E2M1}[{_CODES}] * s.float().repeat_interleave(16, 2) * g[:, None, None]",
-        global_scales=f"(torch.rand({e}) + .5) / (300 * k**.5)",
-        static=f"torch.full(({e},), .002), torch.full(({e},), .01)"
-        if problem.scheme.static
-        else "",
-    )
+    made = {
+        "w": _write_bytes(f"{e}, n, k // 2"),
+        "s": f"(rand({e}, n, k // 16).sigmoid() * 100 + 50).to(torch.float8_e4m3fn)",
+        "g": f"(rand({e}).sigmoid() + 0.5) / (300 * k**0.5)",
+    }
+    return made, f"{_FP4_VALUES} * s.float().repeat_interleave(16, 2) * g[:, None, None]"
 
 
-_FORMATS: Mapping[str, Callable[[Problem], _Made]] = {
+_FORMATS: Mapping[str, Callable[[Problem], _Format]] = {
     "fp8_w8a8_tensor": _make_fp8,
     "fp8_w8a8_channel": _make_fp8,
     "fp8_w8a8_block": _make_fp8,

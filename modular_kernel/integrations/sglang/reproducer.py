@@ -25,7 +25,7 @@ def write_call(
         fields["apply_router_weight_on_input"] = True
     config = f"MoeRunnerConfig({problem.experts}, {problem.e}"
     config += "".join(f", {name}={value!r}" for name, value in fields.items()) + ")"
-    ids = f"({write_expert_map(problem)})[ids.long()]" if problem.expert_map else "ids"
+    ids = f"{write_expert_map(problem, device)}[ids.long()]" if problem.expert_map else "ids"
     topk = f"StandardTopKOutput(router, {ids}, None)"
     if is_native:
         return _write_native(case, config, topk)
@@ -37,14 +37,16 @@ def write_call(
         "from sglang.srt.runtime_context import SpawnRanks, publish",
         "from sglang.srt.server_args import ServerArgs",
     ]
-    server = f"ServerArgs('dummy', device={device!r})"
+    server = f'ServerArgs("dummy", device="{device}")'
     dispatch = f"StandardDispatchOutput(x.clone(), None, {topk})"
     return imports, [
-        f"publish({server}, role='scheduler', ranks=SpawnRanks(0, 0, 0))",
+        f'publish({server}, role="scheduler", ranks=SpawnRanks(0, 0, 0))',
         f"runner = MoeRunner(MoeRunnerBackend.TRITON, {config})",
         *(["runner.fused_func = None  # call the core"] if is_core else []),
-        f"weights = TritonMoeQuantInfo(w1, w2{_write_scales(problem)})",
-        f"out = runner.run({dispatch}, weights).hidden_states",
+        "out = runner.run(",
+        f"    {dispatch},",
+        f"    TritonMoeQuantInfo(w1, w2{_write_scales(problem)}),",
+        ").hidden_states",
     ]
 
 
@@ -63,7 +65,7 @@ def _write_scales(problem: Problem) -> str:
             list(scheme.group) if len(scheme.group) > 1 else [0, *scheme.group]
         )
     if scheme.static:
-        fields |= {"a13_scale": "a1", "a2_scale": "a2"}
+        fields |= {"a13_scale": "s1.new_tensor([0.0125])", "a2_scale": "s2.new_tensor([0.05])"}
     return "".join(f", {name}={value}" for name, value in fields.items())
 
 

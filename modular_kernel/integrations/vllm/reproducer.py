@@ -51,9 +51,14 @@ def _write_imports(problem: Problem, source: Source) -> list[str]:
         f"from {_FUSED_MOE}.prepare_finalize.{prepare[0]} import {prepare[1]} as Prepare",
         f"from {source.module} import {source.name} as Experts",
     ]
+    if problem.expert_map or source.options:
+        lines.insert(0, "from dataclasses import replace")
     if problem.quant != "none":
-        oracle = _CONVERSIONS[problem.scheme.name][0]
-        lines.append(f"from {_FUSED_MOE}.oracle import {oracle} as oracle")
+        scheme = _SCHEMES[problem.scheme.name]
+        lines.append(f"from {_FUSED_MOE}.oracle import {scheme.oracle} as oracle")
+        if not _is_plain(problem, source):
+            lines.insert(0, "from types import SimpleNamespace")
+            lines += scheme.imports
     if source.device == "cuda":
         lines.append("from vllm.v1.worker.workspace import init_workspace_manager")
     return lines
@@ -62,134 +67,212 @@ def _write_imports(problem: Problem, source: Source) -> list[str]:
 def _write_call(problem: Problem, source: Source) -> list[str]:
     rows, rank = source.max_rows, 1 if problem.expert_map else 0
     grouped = "" if rows is None else f", max_num_tokens={rows}, num_dispatchers=1"
-    parallel = ["parallel = c.FusedMoEParallelConfig.make_no_parallel()"]
-    if rank:
-        fields = "parallel.use_ep, parallel.ep_size, parallel.ep_rank"
-        parallel.append(f"{fields} = True, {problem.experts // problem.e}, 1")
-    quant = ["quant = c.FusedMoEQuantConfig.make()"]
-    if problem.quant != "none":
-        quant = _CONVERSIONS[problem.scheme.name][1](problem, source)
     # vLLM's dispatch of grouped rows would otherwise count the tokens of remote experts, too.
     experts = problem.experts if rows is None else problem.e
-    arguments = f"config.activation, {experts}, {write_expert_map(problem)}"
-    arguments += f", {problem.apply_router_weight_on_input}"
     prepare = "" if rows is None else f"{rows}, {problem.e}, 1, {rank}"
-    # The fields of FusedMoEConfig in their order.
+    conversion = _write_conversion(problem, source) if problem.quant != "none" else []
+    workspaces = []
+    if source.device == "cuda":
+        workspaces.append('init_workspace_manager(torch.device("cuda", 0))')
+    config, configs = _write_config(problem, source), []
+    if not (conversion and workspaces):  # otherwise, the program would have more than 10 statements
+        config, configs = "config", [f"config = {config}"]
+    return [
+        *conversion,
+        *workspaces,
+        "set_current_vllm_config(VllmConfig()).__enter__()",
+        *configs,
+        f"out = mk.FusedMoEKernel(Prepare({prepare}), Experts(",
+        f"    {config},",
+        f"    {_write_quant_config(problem, source)}{grouped},",
+        ")).apply(",
+        f'    x.clone(), w1, w2, router, ids, MoEActivation("{source.activation}"), {experts},',
+        f"    {write_expert_map(problem, source.device)}, {problem.apply_router_weight_on_input},",
+        ")",
+    ]
+
+
+def _write_config(problem: Problem, source: Source) -> str:
+    """Return an expression for the FusedMoEConfig, with its fields in their order."""
+    parallel = "c.FusedMoEParallelConfig.make_no_parallel()"
+    if problem.expert_map:
+        ranks = problem.experts // problem.e
+        parallel = f"replace({parallel}, use_ep=True, ep_size={ranks}, ep_rank=1)"
     sizes = f"{problem.experts}, {problem.top_k}, {problem.hidden}, {problem.intermediate}"
     sizes += f", {problem.e}, {problem.experts}"
-    call = f"MoEActivation({source.activation!r}), {source.device!r}, c.RoutingMethodType.TopK"
-    bias = ", has_bias=True" if problem.bias else ""
-    return [
-        *(["init_workspace_manager(torch.device('cuda', 0))"] if source.device == "cuda" else []),
-        "set_current_vllm_config(VllmConfig()).__enter__()",
-        "; ".join(parallel),
-        f"config = c.FusedMoEConfig({sizes}, {call}, parallel, x.dtype{bias})",
-        *quant,
-        *_write_options(problem, source.options),
-        f"kernel = mk.FusedMoEKernel(Prepare({prepare}), Experts(config, quant{grouped}))",
-        f"out = kernel.apply(x.clone(), w1, w2, router, ids, {arguments})",
-    ]
-
-
-def _write_options(problem: Problem, options: Mapping[str, float]) -> list[str]:
-    """Return lines that set the activation's options and the biases."""
-    names = {"limit": "swiglu_limit", "alpha": "swiglu_alpha", "beta": "swiglu_beta"}
+    names = {name: f"swiglu_{name}" for name in ("limit", "alpha", "beta")}
     names |= {f"situ_{x}beta": f"activation_situ_{x}beta" for x in ("", "linear_")}
-    lines = [f"config.{names[name]} = {value}" for name, value in options.items()]
-    lines += [
-        f"quant.gemm1_{'clamp_limit' if name == 'limit' else name} = {value}"
-        for name, value in options.items()
-        if name in ("limit", "alpha", "beta")
-    ]
-    if problem.bias:
-        lines.append("quant._w1.bias, quant._w2.bias = b1, b2")
-    return ["; ".join(lines)] if lines else []
+    options = "".join(f", {names[name]}={value}" for name, value in source.options.items())
+    options += ", has_bias=True" if problem.bias else ""
+    activation = f'MoEActivation("{source.activation}"), "{source.device}"'
+    method = "c.RoutingMethodType.TopK"
+    return f"c.FusedMoEConfig({sizes}, {activation}, {method}, {parallel}, x.dtype{options})"
+
+
+def _write_quant_config(problem: Problem, source: Source) -> str:
+    """Return an expression for the FusedMoEQuantConfig, with biases and the activation's options.
+
+    vLLM's functions take the options by different names, and that for int8 takes none.
+    """
+    biases = "w1_bias={0}1, w2_bias={0}2" if problem.bias else ""
+    biases = biases.format("p" if _converts_biases(problem, source) else "b")
+    if problem.quant == "none":
+        config = f"c.FusedMoEQuantConfig.make({biases})"
+    else:
+        arguments = _SCHEMES[problem.scheme.name].write_arguments(problem, source)
+        config = f"oracle.{arguments}{', ' * bool(biases)}{biases})"
+    names = {"limit": "clamp_limit", "alpha": "alpha", "beta": "beta"}
+    options = {names[n]: value for n, value in source.options.items() if n in names}
+    if not options:
+        return config
+    fields = ", ".join(f"gemm1_{name}={value}" for name, value in options.items())
+    return f"replace({config}, {fields})"
 
 
 # -------------------------------------------------------------------------------- conversions
 
+# Backends that read weights in the layout of the checkpoint.
+_PLAIN = ("TRITON", "BATCHED_TRITON", "VLLM_CUTLASS", "BATCHED_VLLM_CUTLASS")
 
-def _convert_fp8(problem: Problem, source: Source) -> list[str]:
-    scheme = problem.scheme
-    static = "a1, a2" if scheme.static else "None, None"
-    block = "[128, 128]" if scheme.granularity == "block" else "None"
-    per_row = scheme.granularity == "channel"
-    layer = "layer = torch.nn.Module()"
-    if scheme.granularity == "block":
-        layer += "; layer.weight_block_size = [128, 128]"
-    convert, weights = "oracle.convert_to_fp8_moe_kernel_format", "w1, w2, s1, s2"
-    rows = f"None, None, {block}, {per_row}, {per_row}"
+
+def _is_plain(problem: Problem, source: Source) -> bool:
+    """Return whether vLLM's conversion returns the weights as they are."""
+    is_8_bit = problem.scheme.name.startswith(("fp8_w8a8", "int8_w8a8"))
+    return not source.backend or (is_8_bit and source.backend.rpartition(".")[2] in _PLAIN)
+
+
+def _converts_biases(problem: Problem, source: Source) -> bool:
+    """Return whether vLLM's conversion returns the biases p1 and p2 in another order."""
+    is_group = problem.scheme.granularity == "group" and "MARLIN" in source.backend
+    return problem.bias and (is_group or problem.scheme.name.startswith("mxfp4"))
+
+
+def _write_conversion(problem: Problem, source: Source) -> list[str]:
+    """Return the lines of a statement that converts the weights, or nothing."""
+    if _is_plain(problem, source):
+        return []
+    sizes = f"num_experts={problem.e}, hidden_size={problem.hidden}"
+    sizes += f", intermediate_size_per_partition={problem.intermediate}"
+    block = ", weight_block_size=[128, 128]" if problem.scheme.granularity == "block" else ""
+    targets, function, arguments = _SCHEMES[problem.scheme.name].write_conversion(problem, source)
     return [
-        f"{layer}; backend = oracle.{source.backend}",
-        f"{weights} = {convert}(backend, layer, {weights}, {static})",
-        f"quant = oracle.make_fp8_moe_quant_config(backend, s1, s2, {static}, {rows})",
+        f"{targets} = oracle.{function}(",
+        f"    oracle.{source.backend},",
+        f"    SimpleNamespace({sizes},",
+        f"        params_dtype=x.dtype, orig_dtype=x.dtype, w13_weight=w1, w2_weight=w2{block}),",
+        f"    {arguments},",
+        ")",
     ]
 
 
-def _convert_int8(problem: Problem, source: Source) -> list[str]:
-    return [
-        f"backend = oracle.{source.backend}",
-        "w1, w2 = oracle.convert_to_int8_moe_kernel_format(backend, w1, w2)",
-        "quant = oracle.make_int8_moe_quant_config(backend, s1, s2, per_act_token_quant=True)",
-    ]
+def _write_static(problem: Problem, source: Source) -> tuple[str, str]:
+    """Return the static scales of the activations of both GEMMs."""
+    if not problem.scheme.static:
+        return "None", "None"
+    if problem.scheme.name.startswith("nvfp4"):
+        return f"g1.new_full(({problem.e},), 0.002)", f"g2.new_full(({problem.e},), 0.01)"
+    return "s1.new_tensor([0.0125])", "s2.new_tensor([0.05])"
 
 
-def _convert_groups(problem: Problem, source: Source) -> list[str]:
+def _convert_fp8(problem: Problem, source: Source) -> tuple[str, str, str]:
+    static = ", ".join(_write_static(problem, source))
+    weights = "w1, w2, s1, s2"
+    return weights, "convert_to_fp8_moe_kernel_format", f"{weights}, {static}"
+
+
+def _configure_fp8(problem: Problem, source: Source) -> str:
+    static = ", ".join(_write_static(problem, source))
+    block = ", block_shape=[128, 128]" if problem.scheme.granularity == "block" else ""
+    if problem.scheme.granularity == "channel":
+        block = ", per_act_token_quant=True, per_out_ch_quant=True"
+    return f"make_fp8_moe_quant_config(oracle.{source.backend}, s1, s2, {static}{block}"
+
+
+def _convert_int8(problem: Problem, source: Source) -> tuple[str, str, str]:
+    raise NotImplementedError(source.backend)  # vLLM has no other layout
+
+
+def _configure_int8(problem: Problem, source: Source) -> str:
+    backend = f"oracle.{source.backend}"
+    return f"make_int8_moe_quant_config({backend}, s1, s2, per_act_token_quant=True"
+
+
+def _convert_groups(problem: Problem, source: Source) -> tuple[str, str, str]:
     group, bits = problem.scheme.group[0], 4 if problem.scheme.packed else 8
-    make = f"quant = oracle.make_wna16_moe_quant_config(s1, s2, {group}, {bits})"
-    if not source.backend:  # the class reads the bytes of rows
-        return [make]
-    words, order = "w1.view(torch.int32), w2.view(torch.int32), s1, s2", ""
+    arguments = f'num_bits={bits}, type="int", strategy="group", group_size={group}'
+    words, empty = "w1.view(torch.int32), w2.view(torch.int32), s1, s2", "None, None"
     if source.is_gptq:
         words = ", ".join(f"w{n}.view(torch.int32).mT.contiguous()" for n in (1, 2))
         words += ", s1.mT.contiguous(), s2.mT.contiguous()"
-        order = f", *2 * [torch.empty({problem.e}, 0, dtype=torch.int32)]"
-    arguments = f"num_bits={bits}, type='int', strategy='group', group_size={group}"
-    sizes = f"{problem.e}, {problem.hidden}, {problem.intermediate}"
-    convert = f"oracle.convert_to_wna16_moe_kernel_format(oracle.{source.backend}, layer"
-    return [
-        "from compressed_tensors.quantization import QuantizationArgs",
-        f"layer, arguments = torch.nn.Module(), QuantizationArgs({arguments}, symmetric=True)",
-        f"layer.num_experts, layer.hidden_size, layer.intermediate_size_per_partition = {sizes}",
-        f"w1, w2, s1, s2, *_ = {convert}, arguments, None, {words}{order})",
-        make,
-    ]
+        empty = f"*2 * [ids.new_empty({problem.e}, 0)], None, None"
+    targets = "w1, w2, s1, s2, *_"
+    if _converts_biases(problem, source):
+        targets, empty = f"{targets}, p1, p2", f"{empty}, b1, b2"
+    arguments = f"QuantizationArgs({arguments}, symmetric=True), None, {words}, {empty}"
+    return targets, "convert_to_wna16_moe_kernel_format", arguments
 
 
-def _convert_mxfp4(problem: Problem, source: Source) -> list[str]:
+def _configure_groups(problem: Problem, source: Source) -> str:
+    group, bits = problem.scheme.group[0], 4 if problem.scheme.packed else 8
+    return f"make_wna16_moe_quant_config(s1, s2, {group}, {bits}"
+
+
+def _convert_mxfp4(problem: Problem, source: Source) -> tuple[str, str, str]:
     convert = "convert_weight_to_mxfp4_moe_kernel_format"
     if source.activation == "swigluoai":
         convert = "convert_gpt_oss_weight_to_mxfp4_moe_kernel_format"
-    biases = "b1, b2" if problem.bias else "None, None"
-    return [
-        f"layer, backend = torch.nn.Module(), oracle.{source.backend}",
-        f"w1, w2, s1, s2, *_ = oracle.{convert}(backend, layer, w1, w2, s1, s2, {biases})",
-        "quant = oracle.make_mxfp4_moe_quant_config(backend, s1, s2)",
-    ]
+    targets, biases = ("p1, p2", "b1, b2") if problem.bias else ("*_", "None, None")
+    return f"w1, w2, s1, s2, {targets}", convert, f"w1, w2, s1, s2, {biases}"
 
 
-def _convert_nvfp4(problem: Problem, source: Source) -> list[str]:
-    scales = ("a1", "a2") if problem.scheme.static else ("None", "None")
-    arguments = f"w1, s1, g1, {scales[0]}, w2, s2, g2, {scales[1]}, {problem.act.gated}"
-    convert = "oracle.convert_to_nvfp4_moe_kernel_format"
-    return [
-        f"layer, backend = torch.nn.Module(), oracle.{source.backend}",
-        f"converted = {convert}(backend, layer, {arguments})",
-        "w1, s1, g1, a1, w2, s2, g2, a2 = converted",
-        "quant = oracle.make_nvfp4_moe_quant_config(backend, s1, s2, g1, g2, a1, a2)",
-    ]
+def _configure_mxfp4(problem: Problem, source: Source) -> str:
+    return f"make_mxfp4_moe_quant_config(oracle.{source.backend}, s1, s2"
 
 
-# Scheme -> name of the module in vLLM's folder `oracle`, and a function that writes the lines that
-# convert the weights and make the configuration `quant`.
-_CONVERSIONS: Mapping[str, tuple[str, Callable[[Problem, Source], list[str]]]] = {
-    "fp8_w8a8_tensor": ("fp8", _convert_fp8),
-    "fp8_w8a8_channel": ("fp8", _convert_fp8),
-    "fp8_w8a8_block": ("fp8", _convert_fp8),
-    "int8_w8a8_channel": ("int8", _convert_int8),
-    "int8_w8a16_group": ("int_wna16", _convert_groups),
-    "int4_w4a16_group": ("int_wna16", _convert_groups),
-    "mxfp4_w4a16": ("mxfp4", _convert_mxfp4),
-    "nvfp4_w4a16": ("nvfp4", _convert_nvfp4),
-    "nvfp4_w4a4": ("nvfp4", _convert_nvfp4),
+def _convert_nvfp4(problem: Problem, source: Source) -> tuple[str, str, str]:
+    a1, a2 = _write_static(problem, source)
+    targets = "w1, s1, g1, a1, w2, s2, g2, a2"
+    arguments = f"w1, s1, g1, {a1}, w2, s2, g2, {a2}, {problem.act.gated}"
+    return targets, "convert_to_nvfp4_moe_kernel_format", arguments
+
+
+def _configure_nvfp4(problem: Problem, source: Source) -> str:
+    return f"make_nvfp4_moe_quant_config(oracle.{source.backend}, s1, s2, g1, g2, a1, a2"
+
+
+@dataclass(frozen=True)
+class _Scheme:
+    """What vLLM does with weights in a scheme.
+
+    oracle: name of the module in vLLM's folder `oracle`.
+    write_conversion: returns the variables that a conversion sets, its name, and its arguments
+        after the layer.
+    write_arguments: returns the call that makes the FusedMoEQuantConfig, without its end.
+    imports: import statements for the conversion.
+    """
+
+    oracle: str
+    write_conversion: Callable[[Problem, Source], tuple[str, str, str]]
+    write_arguments: Callable[[Problem, Source], str]
+    imports: tuple[str, ...] = ()
+
+
+_FP8 = _Scheme("fp8", _convert_fp8, _configure_fp8)
+_GROUPS = _Scheme(
+    "int_wna16",
+    _convert_groups,
+    _configure_groups,
+    ("from compressed_tensors.quantization import QuantizationArgs",),
+)
+_NVFP4 = _Scheme("nvfp4", _convert_nvfp4, _configure_nvfp4)
+_SCHEMES: Mapping[str, _Scheme] = {
+    "fp8_w8a8_tensor": _FP8,
+    "fp8_w8a8_channel": _FP8,
+    "fp8_w8a8_block": _FP8,
+    "int8_w8a8_channel": _Scheme("int8", _convert_int8, _configure_int8),
+    "int8_w8a16_group": _GROUPS,
+    "int4_w4a16_group": _GROUPS,
+    "mxfp4_w4a16": _Scheme("mxfp4", _convert_mxfp4, _configure_mxfp4),
+    "nvfp4_w4a16": _NVFP4,
+    "nvfp4_w4a4": _NVFP4,
 }

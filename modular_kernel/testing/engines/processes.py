@@ -28,6 +28,7 @@ Result = tuple[EngineCase, Outcome]
 # ended their process.
 _MAX_ENDED = 2
 _LOG_BYTES = 400  # end of the output of a process that a message quotes
+_SHOWN = "AssertionError: relative RMS error "  # a reproducer's line that shows the error
 
 
 @dataclass(frozen=True)
@@ -262,7 +263,9 @@ def row_key(case: EngineCase) -> tuple[str, str, str, str, bool]:
 
 
 def run_reproducer(program: EngineProgram, text: str, limit: float) -> tuple[int, str]:
-    """Run a reproducer in a process of its own. Returns its exit status and its last line.
+    """Run a reproducer in a process of its own. Returns its exit status and a line of its output.
+
+    The line is the message of its assertion, or the last one of the output if there is none.
 
     The engine's module, run as a program, executes its standard input.
 
@@ -280,5 +283,7 @@ def run_reproducer(program: EngineProgram, text: str, limit: float) -> tuple[int
         )
     except subprocess.TimeoutExpired:
         return -1, f"no result after {limit:g} s"
-    lines = (result.stdout or result.stderr).strip().splitlines() or [""]
-    return result.returncode, lines[-1]
+    lines = [*result.stdout.strip().splitlines(), *result.stderr.strip().splitlines()]
+    shown = [line for line in lines if line.startswith(_SHOWN)]
+    line = (shown or (result.stdout or result.stderr).strip().splitlines() or [""])[-1]
+    return result.returncode, line.removeprefix("AssertionError: ")

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_programs import count_statements
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
@@ -24,6 +25,7 @@ from modular_kernel.integrations.vllm.classes import (
     make_activation_spec,
     make_environment,
 )
+from modular_kernel.integrations.vllm.reproducer import Source, write_reproducer
 from modular_kernel.integrations.vllm.v0_33_classes import CheckpointLayer, make_module
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
@@ -44,7 +46,7 @@ NAMES = {
     "NaiveBatchedExperts",
     "Nvfp4QuantizationEmulationTritonExperts",
 }
-MAX_LINES, MAX_LINES_QUANTIZED = 15, 22  # of a reproducer, beside import statements
+MAX_STATEMENTS = 10  # of a reproducer, beside imports
 # Class, problem: one of each scheme that runs on a CPU.
 RIGHT = (
     ("TritonExperts", BASE),
@@ -159,19 +161,18 @@ def test_classes_that_ignore_biases_are_wrong(
 
 
 RUN_ALL = """
-import contextlib, io, json, pickle
+import json, pickle
+from engine_programs import count_statements
 from vllm_faulty_engine import load_engine
 engine, results = load_engine(), []
-IGNORED = ("#", "import ", "from ")
 for case, allowed in pickle.loads(bytes.fromhex({cases!r})):
-    text, output = engine.make_reproducer(case, allowed), io.StringIO()
+    text, message = engine.make_reproducer(case, allowed), ""
     assert "modular_kernel" not in text.replace("config as c, modular_kernel as mk", "")
-    with contextlib.redirect_stdout(output):
-        try:
-            exec(text, {{"__name__": "__main__"}})
-        except SystemExit as status:
-            lines = [line for line in text.splitlines() if not line.startswith(IGNORED)]
-            results.append([bool(status.code), len(lines), output.getvalue().strip()])
+    try:
+        exec(text, {{"__name__": "__main__"}})
+    except AssertionError as error:
+        message = str(error)
+    results.append([message, count_statements(text)])
 print(json.dumps(results))
 """
 
@@ -188,10 +189,37 @@ def test_reproducers(program: EngineProgram) -> None:
     assert status == 0, line
     results = json.loads(line)
     expected = [False] * len(RIGHT) + [True] * len(wrong)
-    assert [is_wrong for is_wrong, _, _ in results] == expected, results
-    assert results[0][1] <= MAX_LINES
-    assert max(lines for _, lines, _ in results) <= MAX_LINES_QUANTIZED
-    assert all(output.startswith("relative RMS error ") for _, _, output in results)
+    assert [bool(message) for message, _ in results] == expected, results
+    assert max(statements for _, statements in results) <= MAX_STATEMENTS
+    for message, _ in results[-len(wrong) :]:
+        assert message.startswith("relative RMS error ")
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"bias": True, "experts": 16, "local_experts": 8, "expert_map": True}], ids=str
+)
+@pytest.mark.parametrize(
+    ("quant", "backend"),
+    [
+        ("none", ""),
+        ("fp8_w8a8_block", "Fp8MoeBackend.DEEPGEMM"),
+        ("fp8_w8a8_tensor:static=true", "Fp8MoeBackend.MARLIN"),
+        ("int8_w8a8_channel", "Int8MoeBackend.TRITON"),
+        ("int4_w4a16_group", "WNA16MoEBackend.MARLIN"),
+        ("int8_w8a16_group", "WNA16MoEBackend.BATCHED_MARLIN"),
+        ("mxfp4_w4a16", "Mxfp4MoeBackend.MARLIN"),
+        ("nvfp4_w4a4", "NvFp4MoeBackend.MARLIN"),
+    ],
+)
+def test_reproducers_for_a_gpu_are_short(quant: str, backend: str, changes: dict[str, Any]) -> None:
+    act = make_activation_spec("swigluoai_uninterleave")
+    problem = replace(WIDE, quant=quant, activation=act, **changes)
+    name, options = ACTIVATIONS["swigluoai_uninterleave"]
+    source = Source("vllm.a", "Experts", name, options, "cuda", 256, backend, is_gptq=True)
+    text = write_reproducer(EngineCase("Experts", name, problem), source, 0.1)
+    assert 8 <= count_statements(text) <= MAX_STATEMENTS
+    # The reference adds the biases of the checkpoint, the class those that vLLM has converted.
+    assert ("p1, p2 = oracle" in text) == (problem.bias and "a16" in quant)
 
 
 @pytest.mark.parametrize("promise", Promise)
