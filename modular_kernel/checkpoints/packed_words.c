@@ -34,6 +34,7 @@ typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 typedef uint16_t Halves __attribute__((vector_size(LANES)));
 typedef uint32_t Words __attribute__((vector_size(LANES)));
 typedef uint8_t Row[TILE]; /* a byte of each column of a tile */
+typedef int32_t Index __attribute__((aligned(1))); /* tensors can start at any byte of a file */
 
 typedef struct {
   const uint32_t *source;
@@ -41,7 +42,7 @@ typedef struct {
   enum Layout layout;
   ptrdiff_t columns, rows; /* rows: bytes of K */
   int bits;
-  const int32_t *order;
+  const Index *order;
   uint8_t *out;
   ptrdiff_t out_stride;
 } Matrix;
@@ -283,8 +284,8 @@ static void transpose_tile(const Matrix *m, ptrdiff_t column, Row *tile) {
 }
 
 static int in_range(const Matrix *m) {
-  int32_t depth = (int32_t)(m->rows * (8 / m->bits));
-  for (int32_t k = 0; m->order && k < depth; ++k)
+  ptrdiff_t depth = m->rows * (8 / m->bits);
+  for (ptrdiff_t k = 0; m->order && k < depth; ++k)
     if (m->order[k] < 0 || m->order[k] >= depth)
       return 0;
   return 1;
@@ -303,7 +304,7 @@ static PyObject *transpose(PyObject *self, PyObject *args) {
               columns,
               depth * bits / 8,
               bits,
-              (const int32_t *)(uintptr_t)order,
+              (const Index *)(uintptr_t)order,
               (uint8_t *)(uintptr_t)out,
               out_stride};
   if (!in_range(&m))

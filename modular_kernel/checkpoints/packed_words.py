@@ -29,7 +29,8 @@ _LAYOUTS = {"gptq": 0, "rows": 1, "awq": 2}  # as in packed_words.c
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 # Masks of the low and the high nibble of each byte of an int32.
 _LOW_NIBBLES, _HIGH_NIBBLES = 0x0F0F0F0F, -0x0F0F0F10
-_WORD_BYTES = 4
+_WORD_BYTES, _WORD_BITS = 4, 32
+_OUT_DTYPES = (torch.int32, torch.uint8)
 
 
 def transpose_words(words: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -185,8 +186,11 @@ def _run_compiled(
     """Transpose a matrix with packed_words.c, and return whether this was possible.
 
     layout: of `words`: "gptq" is (K bits / 32, N), "rows" (N, K bits / 32), "awq" (K, N / 8).
-    order: (K,) integers, the source of each k; None keeps the order.
+    order: (K,) integers, the source of each k; None keeps the order. Only int32 is compiled.
     out: contiguous (N, ...) with K bits / 8 bytes per row.
+
+    Arguments that do not match are left to torch, which raises an error for them: the C code would
+    read or write beyond a tensor.
     """
     tensors = (words, out) if order is None else (words, out, order)
     is_plain = all(type(t) is torch.Tensor and t.device.type == "cpu" for t in tensors)
@@ -194,11 +198,23 @@ def _run_compiled(
         return False
     if words.stride(1) != 1 or not out.is_contiguous():
         return False
+    rows, row_words = words.shape
+    depth, columns = {
+        "gptq": (rows * _WORD_BITS // bits, row_words),
+        "rows": (row_words * _WORD_BITS // bits, rows),
+        "awq": (rows, row_words * _WORD_BITS // bits),
+    }[layout]
+    is_awq_pair = layout != "awq" or depth % 2 == 0
+    if bits not in (4, 8) or not is_awq_pair:
+        return False
+    if len(out) != columns or out.nbytes != words.nbytes or out.dtype not in _OUT_DTYPES:
+        return False
+    if order is not None and (order.dtype is not torch.int32 or order.shape != (depth,)):
+        return False
     if words.nbytes < _MIN_COMPILED_BYTES or (module := _load_compiled()) is None:
         return False
-    order = None if order is None else order.to(torch.int32).contiguous()
-    depth = len(words) if layout == "awq" else out[0].nbytes * 8 // bits
-    source, columns = (words.data_ptr(), words.stride(0)), len(out)
+    order = None if order is None else order.contiguous()
+    source = (words.data_ptr(), words.stride(0))
     order_pointer = 0 if order is None else order.data_ptr()
     target = (out.data_ptr(), out.stride(0) * out.itemsize)
     module.transpose(*source, _LAYOUTS[layout], depth, columns, bits, order_pointer, *target)

@@ -127,7 +127,7 @@ def test_out_argument_is_written(batch: tuple[int, ...]) -> None:
 def test_matrices_of_several_tiles_equal_their_codes(depth: int, columns: int, bits: int) -> None:
     """packed_words.c has tiles of 64 columns and 64 bytes, of which the last may be partial."""
     codes = random_codes(depth, columns, max_code=1 << bits)
-    words, order = pack_words(codes, -2, bits), torch.randperm(depth)
+    words, order = pack_words(codes, -2, bits), torch.randperm(depth).int()
     expected = pack_codes(codes.mT, bits)
     assert torch.equal(packed_words.transpose_words(words).view(torch.uint8), expected)
     if bits == 4:
@@ -137,7 +137,7 @@ def test_matrices_of_several_tiles_equal_their_codes(depth: int, columns: int, b
         pack_codes(codes[order].mT, bits),
         torch.zeros(columns, depth * bits // 8, dtype=torch.uint8),
     )
-    assert packed_words.permute_rows(words, order.int(), bits, out) is out
+    assert packed_words.permute_rows(words, order, bits, out) is out
     assert torch.equal(out, permuted)
     assert torch.equal(packed_words.permute_columns(expected, order, bits), permuted)
     slice_of_words = torch.cat([words, words], 1)[:, 3 : 3 + columns]
@@ -148,10 +148,59 @@ def test_matrices_of_several_tiles_equal_their_codes(depth: int, columns: int, b
 @pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("value", [-1, 64])
 def test_order_out_of_range_is_refused(value: int) -> None:
-    words, order = pack_words(random_codes(64, 40), -2, 4), torch.arange(64)
+    words, order = pack_words(random_codes(64, 40), -2, 4), torch.arange(64).int()
     order[5] = value
     with pytest.raises(IndexError):
         packed_words.permute_rows(words, order, 4)
+
+
+@pytest.mark.parametrize(
+    ("depth", "out_shape"),
+    [(32, (40, 32)), (128, (40, 32)), (64, (40, 16)), (64, (39, 32)), (64, (40, 64))],
+)
+def test_order_and_out_of_other_sizes_are_refused(
+    monkeypatch: pytest.MonkeyPatch, depth: int, out_shape: tuple[int, int]
+) -> None:
+    """packed_words.c, which checks no sizes, would read and write beyond the tensors."""
+    monkeypatch.setattr(packed_words, "_MIN_COMPILED_BYTES", 0)
+    words, order = pack_words(random_codes(64, 40), -2, 4), torch.zeros(depth, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        packed_words.permute_rows(words, order, 4, torch.zeros(out_shape, dtype=torch.uint8))
+
+
+def test_order_beyond_int32_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_words, "_MIN_COMPILED_BYTES", 0)
+    words = pack_words(random_codes(64, 40), -2, 4)
+    with pytest.raises(IndexError):
+        packed_words.permute_rows(words, torch.arange(64) + 2**32, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int64])
+def test_words_are_converted_to_the_dtype_of_out(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(packed_words, "_MIN_COMPILED_BYTES", 0)
+    words = random_codes(8, 40).int()
+    out = packed_words.transpose_words(words, torch.zeros(40, 8, dtype=dtype))
+    assert torch.equal(out, words.mT.to(dtype))
+
+
+def test_awq_words_of_an_odd_number_of_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_words, "_MIN_COMPILED_BYTES", 0)
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        packed_words.pack_columns(torch.zeros(7, 40, dtype=torch.int32))
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("bits", [4, 8])
+def test_words_can_start_at_any_byte_of_a_file(bits: int) -> None:
+    codes, order = random_codes(64, 80, max_code=1 << bits), torch.randperm(64).int()
+    tensors = []
+    for tensor in (pack_words(codes, -2, bits), order):
+        content = bytearray(b"\0" + tensor.numpy().tobytes())
+        tensors.append(torch.frombuffer(content, dtype=torch.int32, offset=1).view(tensor.shape))
+    got = packed_words.permute_rows(*tensors, bits)
+    assert torch.equal(got, pack_codes(codes[order.long()].mT, bits))
 
 
 def test_words_are_transposed_by_torch_without_a_compiler(

@@ -152,6 +152,16 @@ def test_the_error_of_a_failing_compiler_is_reported(
         load_module(source, "mk_answer", ())
 
 
+def test_an_extension_that_cannot_be_initialized_is_reported(source: Path) -> None:
+    source.write_text(
+        SOURCE_TEMPLATE.replace("return PyModule_Create(&definition)", "return NULL").replace(
+            "ANSWER", "42"
+        )
+    )
+    with pytest.raises(BuildError, match=r"mk_answer cannot be loaded: .*initialization"):
+        load_module(source, "mk_answer", ())
+
+
 def test_missing_compiler_is_reported(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "/nowhere/cc")
     assert find_c_compiler() is None

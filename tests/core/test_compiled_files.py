@@ -60,6 +60,23 @@ def test_compilation_succeeds_if_the_folder_is_removed(folder: Path) -> None:
     assert build_cached(STEM, SUFFIX, make).read_bytes() == b"code"
 
 
+def test_objects_of_a_read_only_folder_are_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = build_cached(STEM, SUFFIX, write_content())
+    access = os.access
+    monkeypatch.setattr(
+        os,
+        "access",
+        lambda at, mode: access(at, mode) and not (Path(at) == folder and mode & os.W_OK),
+    )
+    assert find_cached(STEM, SUFFIX) == path
+    assert find_cached("kernel-1", SUFFIX) is None
+    built = build_cached("kernel-1", SUFFIX, write_content(b"more"))
+    assert find_cached("kernel-1", SUFFIX) == built
+    assert list(folder.iterdir()) == [path]
+
+
 def test_an_error_of_the_compiler_is_raised_and_nothing_is_cached(folder: Path) -> None:
     def make(path: Path) -> None:
         path.write_bytes(b"half")

@@ -1,6 +1,6 @@
 """Compilation of a C file of this package into a cached Python extension module.
 
-`cuda_replay` loads its C code through `load_module`.
+`cuda_replay` and `checkpoints.packed_words` load their C code through `load_module`.
 """
 
 import importlib.util
@@ -94,7 +94,7 @@ def _import_extension(name: str, path: Path) -> ModuleType:
     try:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    except (ImportError, OSError, RuntimeError) as error:
+    except (ImportError, OSError, RuntimeError, SystemError) as error:
         raise BuildError(f"{name} cannot be loaded: {_one_line(str(error))}") from None
     return module
 

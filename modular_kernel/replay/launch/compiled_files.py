@@ -39,7 +39,10 @@ def find_cached(stem: str, suffix: str) -> Path | None:
 
     stem: a name and the `make_cache_key` of the file.
     """
-    for path in sorted(_find_folder().glob(f"{escape(stem)}-*{suffix}")):
+    # Files can be loaded from a read-only folder, such as that of a container image.
+    folders = dict.fromkeys((_find_folder(os.R_OK), _find_folder(os.W_OK)))
+    pattern = f"{escape(stem)}-*{suffix}"
+    for path in (path for folder in folders for path in sorted(folder.glob(pattern))):
         # Only regular files are opened: opening a pipe would block.
         if _is_private(path, stat.S_ISREG):
             with suppress(OSError):
@@ -68,7 +71,7 @@ def build_cached(stem: str, suffix: str, build: Callable[[Path], None]) -> Path:
         content = output.read_bytes()
     name = f"{stem}-{_hash(content)}{suffix}"
     try:
-        return _write_atomically(content, _find_folder() / name)
+        return _write_atomically(content, _find_folder(os.W_OK) / name)
     except OSError:  # disk full, folder removed, or `name` is a folder
         return _write_atomically(content, process_folder / name)
 
@@ -89,10 +92,12 @@ def _hash(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:HASH_DIGITS]
 
 
-def _find_folder() -> Path:
-    """Return a folder to which only this user can write.
+def _find_folder(mode: int) -> Path:
+    """Return a folder to which no other user can write.
 
     This is a temporary folder of this process if MK_CACHE_DIR is not set or not usable.
+
+    mode: os.R_OK to read files, os.W_OK to write files.
     """
     cache_dir = read_settings().cache_dir
     if cache_dir is not None:
@@ -103,7 +108,7 @@ def _find_folder() -> Path:
         except OSError:
             pass
         else:
-            if _is_private(folder, stat.S_ISDIR) and os.access(folder, os.W_OK | os.X_OK):
+            if _is_private(folder, stat.S_ISDIR) and os.access(folder, mode | os.X_OK):
                 return folder
     return _get_process_folder()
 
