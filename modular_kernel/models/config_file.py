@@ -26,12 +26,19 @@ from modular_kernel.utils import json_files
 
 _MAX_BYTES = 1 << 24  # large, because modelopt may list every module of every expert
 _HF_QUANT_CONFIG = "hf_quant_config.json"  # modelopt's file in the folder of config.json
+# Files of older quantizers in the folder of config.json, and of Ascend's msmodelslim.
+_GPTQ_FILE, _AWQ_FILE = "quantize_config.json", "quant_config.json"
+_ASCEND_FILE = "quant_model_description.json"
+_AWQ_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # in _AWQ_FILE
+_MLX_KEYS = {"bits", "group_size"}
 _MAX_SIZE = 1 << 20  # upper bound of any size
 _MAX_NESTING = 3  # configs of multimodal models are nested
 
 # Keys of the language model in the config of a multimodal model, which has at most one of them.
 _NESTED_KEYS = ("text_config", "thinker_config", "language_config", "llm_config")
-_INHERITED_KEYS = ("quantization_config", "compression_config", "dtype", "torch_dtype")
+_INHERITED_KEYS = (
+    "quantization_config", "compression_config", "quantization", "dtype", "torch_dtype"
+)  # fmt: skip
 # Name of an activation in transformers -> kind of ActivationSpec.
 _ACTIVATIONS = {
     "silu": "silu",
@@ -95,7 +102,7 @@ def config_of_file(model: str) -> tuple[Path, Config]:
     """Return the path of a config.json, and the object in the file that has a known model_type.
 
     The object inherits quantization_config and dtype from the objects that contain it. If it has no
-    quantization_config, the quantization in the folder's hf_quant_config.json is used.
+    quantization_config, the one that `read_quantization_file` finds in the folder is used.
 
     model: path of a config.json, of a params.json (Mistral), of a GGUF file, or of a folder. In a
         folder, config.json comes first, then params.json, then the GGUF file. A params.json and a
@@ -117,9 +124,9 @@ def config_of_file(model: str) -> tuple[Path, Config]:
         raise _unreadable_error(path, error) from None
     if path.name == PARAMS_FILE:
         return path, config_of_params(path, _read(path, "a params.json"))
-    config = _find_model_config(path, _read(path, "a config.json"))
+    config = _with_mlx_method(_find_model_config(path, _read(path, "a config.json")))
     if path.name == "config.json":
-        config = _with_hf_quant_config(path, config)
+        config = _with_quantization_file(path, config)
     return path, config
 
 
@@ -171,11 +178,46 @@ def read_hf_quant_config(folder: Path) -> Config | None:
     return quantization | {"quant_method": "modelopt"}
 
 
-def _with_hf_quant_config(path: Path, config: Config) -> Config:
-    """Add entries of hf_quant_config.json that are missing in config.json."""
+def read_quantization_file(folder: Path) -> Config | None:
+    """Return the quantization_config of a folder whose config.json has none.
+
+    It is read from modelopt's hf_quant_config.json, from the quantize_config.json of AutoGPTQ, or
+    from the quant_config.json of AutoAWQ. Returns None if the folder has none of these files.
+    Raises ConfigurationError for an invalid file, and for files of Ascend's msmodelslim.
+    """
+    modelopt = read_hf_quant_config(folder)
+    if modelopt is not None:
+        return modelopt
+    readers = ((_GPTQ_FILE, "gptq", dict[str, str]()), (_AWQ_FILE, "awq", _AWQ_NAMES))
+    for name, method, names in readers:
+        path = folder / name
+        if path.exists():
+            content = _read(path, f"the quantization_config of {method}")
+            if not isinstance(content, dict):
+                raise config_error(str(path), shorten(content), "an object")
+            return {"quant_method": method} | {names.get(k, k): v for k, v in content.items()}
+    path = folder / _ASCEND_FILE
+    if path.exists():
+        need = "unquantized files, with quantize= to quantize them while they are loaded"
+        raise config_error(str(path), "the quantization of Ascend's msmodelslim", need)
+    return None
+
+
+def _with_mlx_method(config: Config) -> Config:
+    """Name the quant_method of MLX's configs, which have the entry "quantization" without one."""
+    quantization = quantization_of(config) or config.get("quantization")
+    if not isinstance(quantization, dict) or "quant_method" in quantization:
+        return config
+    if not quantization.keys() >= _MLX_KEYS:
+        return config
+    return config | {"quantization_config": quantization | {"quant_method": "mlx"}}
+
+
+def _with_quantization_file(path: Path, config: Config) -> Config:
+    """Add entries of other files that are missing in config.json."""
     quantization = quantization_of(config)
     if quantization is None:
-        from_file = read_hf_quant_config(path.parent)
+        from_file = read_quantization_file(path.parent)
         return config if from_file is None else config | {"quantization_config": from_file}
     if not isinstance(quantization, dict) or quantization.get("quantized_layers"):
         return config

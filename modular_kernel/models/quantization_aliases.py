@@ -41,6 +41,14 @@ REFUSED_METHODS: dict[str, tuple[str, str]] = {
     ),
     "quanto": ("tensor subclasses of optimum-quanto", f"compressed-tensors, or {_REQUANTIZE}"),
     "sinq": ("codes with scales for rows and for columns", _REQUANTIZE),
+    "mlx": ("codes of MLX with a scale and a bias for each group", _REQUANTIZE),
+    "exl2": ("codes of several numbers of bits, of permuted columns", _REQUANTIZE),
+    "exl3": ("trellis codes of weights rotated by a Hadamard transform", _REQUANTIZE),
+    "blockwise_int8": (
+        "int8 codes with scales for blocks",
+        f"compressed-tensors int8, or {_REQUANTIZE}",
+    ),
+    "w8a8_int8": ("int8 codes with scales for rows", f"compressed-tensors int8, or {_REQUANTIZE}"),
     "metal": ("codes that are packed for Apple's kernels", _REQUANTIZE),
     "w4afp8": (_INT4_FP8, _INT4),
 }

@@ -71,7 +71,7 @@ from modular_kernel.integrations.transformers.modules import (
     parse_layer_number,
 )
 from modular_kernel.integrations.transformers.register import Registration, registration
-from modular_kernel.models.config_file import read_hf_quant_config
+from modular_kernel.models.config_file import read_quantization_file
 from modular_kernel.models.expert_layouts import ExpertLayout
 from modular_kernel.models.gguf_header import is_gguf
 from modular_kernel.quant.quantized_weights import dequantize
@@ -142,7 +142,7 @@ def from_pretrained(
     folder = _find_folder(name, kwargs)
     dtype = _select_dtype(dtype, kwargs.pop("torch_dtype", None))
     config = _load_config(folder, kwargs.pop("config", None))
-    quantization = _get_quantization_config(config) or read_hf_quant_config(folder)
+    quantization = _get_quantization_config(config) or read_quantization_file(folder)
     target_device = None if device is None else parse_device(device)
     kwargs["experts_implementation"] = experts_implementation
     if quantization is None and scheme is None:
