@@ -195,7 +195,8 @@ def read_quantization_file(folder: Path) -> Config | None:
             content = _read(path, f"the quantization_config of {method}")
             if not isinstance(content, dict):
                 raise config_error(str(path), shorten(content), "an object")
-            return {"quant_method": method} | {names.get(k, k): v for k, v in content.items()}
+            renamed = {str(names.get(key, key)): value for key, value in content.items()}
+            return {"quant_method": method} | renamed
     path = folder / _ASCEND_FILE
     if path.exists():
         need = "unquantized files, with quantize= to quantize them while they are loaded"
