@@ -189,9 +189,9 @@ def exchange(*, sizes: ExchangeSizes, method: ExchangeOptions, files: ExchangeFi
     This is verified before a case is timed.
 
     A peer is a library that is called directly. A --peer file defines transports(), which returns a
-    list of modular_kernel.bench.all2all.cases.Transport; tools/exchange_peers.py of the source tree
-    defines those of NCCL and of other libraries. Libraries that cannot be installed together are
-    measured in separate runs, whose records --load joins.
+    list of modular_kernel.bench.all2all.cases.Transport. tools/exchange_peers.py in the repository
+    (it is not installed with the package) defines those of NCCL and of other libraries. Libraries
+    that cannot be installed together are measured in separate runs, whose records --load joins.
 
     Exits with 1 if a row is wrong or failed, and with 2 on bad usage.
     """

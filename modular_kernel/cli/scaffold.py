@@ -33,6 +33,7 @@ class _PackageTemplate:
     test: template of the test.
     options: options of `mk test` and `mk profile`, in addition to the pairing.
     layer: options of `mk profile` for a layer that runs the new code, with "{}" for the package.
+    cases: options of `mk test` that select the cases of the new code, with "{}" for the package.
     """
 
     description: str
@@ -44,6 +45,7 @@ class _PackageTemplate:
     test: str
     options: str = ""
     layer: str = ""
+    cases: str = ""
 
 
 _TEMPLATES_BY_KIND: dict[str, _PackageTemplate] = {
@@ -88,6 +90,7 @@ _TEMPLATES_BY_KIND: dict[str, _PackageTemplate] = {
         },
         "path/test_path.py",
         layer=" --tokens 4",  # other calls take another path
+        cases=" --path {}",
     ),
     "scheme": _PackageTemplate(
         "A quantization scheme for modular_kernel, and an experts part that runs it.",
@@ -178,7 +181,7 @@ def render(kind: str, name: str) -> dict[Path, str]:
         "entry_points": entry_points,
         "shown": package.listed_as.format(name=name, class_name=class_name),
         "pair": ", ".join(f'"{part}"' for part in pair),
-        "verify": f"mk test --level full {types}",
+        "verify": f"mk test --level full {types}{package.cases.format(name)}",
         "profile": f"mk profile {types}{package.layer.format(name)}",
     }
     templates = {

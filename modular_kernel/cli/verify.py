@@ -85,6 +85,13 @@ class VerifyOptions(EngineOptions):
         Literal["smoke", "full"] | None,
         option("Run few cases (smoke) or all (full).  [default: smoke; with --mutate: full]"),
     ] = None
+    path: Annotated[
+        str | None,
+        option(
+            "With --experts-type: run only the cases whose calls enter this code path of the part, "
+            "such as gemv."
+        ),
+    ] = None
     torch_only: Annotated[bool, option("On a CPU: verify only parts that do not use Triton.")] = (
         False
     )
@@ -234,9 +241,7 @@ def verify(
     single_process = (
         single_case.one or mutation.mutate is not None or options.world_size is not None
     )
-    if execution.workers is not None and single_process:
-        need = "no --one, --mutate or --world-size"
-        raise ConfigurationError("--workers", got=execution.workers, need=need)
+    _check_selection(execution, experts_type, single_process=single_process)
     level = execution.level or ("full" if mutation.mutate else "smoke")
     if execution.torch_only:
         if options.world_size is not None:
@@ -253,10 +258,25 @@ def verify(
         if single_case.one:
             jobs = [_make_single_case_job(options, single_case, pf_type, experts_type)]
         else:
-            jobs = _make_jobs(executor, pf_type, experts_type, level)
+            jobs = _make_jobs(executor, pf_type, experts_type, level, execution.path)
         ok = _verify(jobs, executor, _count_workers(execution, executor, level), as_json=as_json)
     if not ok:
         raise Exit(1)
+
+
+def _check_selection(
+    execution: VerifyOptions, experts_type: str | None, *, single_process: bool
+) -> None:
+    """Raise ConfigurationError for --workers and --path without a list of cases of one rank.
+
+    single_process: whether there is one case, or mutants, or several ranks.
+    """
+    if single_process and (execution.workers, execution.path) != (None, None):
+        name = "path" if execution.workers is None else "workers"
+        need = "no --one, --mutate or --world-size"
+        raise ConfigurationError(f"--{name}", got=getattr(execution, name), need=need)
+    if execution.path is not None and experts_type is None:
+        raise ConfigurationError("--path", got=execution.path, need="--experts-type in addition")
 
 
 def _check_engine_options(
@@ -314,11 +334,16 @@ def _make_single_case_job(
 
 
 def _make_jobs(
-    executor: Executor, pf: str | None, experts: str | None, level: Literal["smoke", "full"]
+    executor: Executor,
+    pf: str | None,
+    experts: str | None,
+    level: Literal["smoke", "full"],
+    path: str | None = None,
 ) -> list[VerifyJob]:
     """Return a job for each pairing of these parts that has a valid case.
 
     pf, experts: names of parts; None stands for all.
+    path: only cases that enter this code path; None stands for all.
 
     Raises IncompatibleError if both names are given and the pairing has no case.
     """
@@ -351,7 +376,33 @@ def _make_jobs(
                     combinations,
                 )
                 jobs.append(replace(job, requires_all_combinations=level == "full"))
-    return jobs
+    return jobs if path is None else _select_path(jobs, path)
+
+
+def _select_path(jobs: Sequence[VerifyJob], path: str) -> list[VerifyJob]:
+    """Return the jobs with only those cases whose calls enter a code path.
+
+    Raises ConfigurationError if no call of the pairings can enter it.
+    """
+    from modular_kernel.testing.cases.path_coverage import predict_combinations
+
+    paths = sorted({combination.path for job in jobs for combination in job.reachable})
+    if path not in paths:
+        need = f"one of {', '.join(paths)}" if paths else "a part with several code paths"
+        raise ConfigurationError("--path", got=path, need=need)
+    selected = []
+    for job in jobs:
+        cases = tuple(
+            case
+            for case in job.cases
+            if any(combination.path == path for combination in predict_combinations(case))
+        )
+        reachable = frozenset(each for each in job.reachable if each.path == path)
+        omitted = f"only cases that enter {path}"
+        job = replace(job, cases=cases, reachable=reachable, omitted=omitted, covered_pairs=0)
+        if cases or (reachable and job.requires_all_combinations):
+            selected.append(job)
+    return selected
 
 
 def _find_reachable_combinations(
@@ -466,12 +517,12 @@ def _print_text(results: Sequence[JobResult]) -> None:
     rows = [_format_row(result) for result in results]
     output.print_table(columns, rows, optional=("s", "bound", "error", "unsupported"))
     for result in results:
-        if len(result.job.cases) > 1:
-            job = result.job
+        job, missed = result.job, result.missed_combinations
+        if len(job.cases) > 1 or (job.requires_all_combinations and missed):
             output.print_line(f"{job.prepare_finalize} x {job.experts}: {job.coverage}")
             if job.reachable:
                 output.print_line(f"paths entered: {result.paths}")
-            for combination in result.missed_combinations if job.requires_all_combinations else ():
+            for combination in missed if job.requires_all_combinations else ():
                 output.print_line(f"failed: no case covers {combination}")
         for proof in result.failed:
             output.print_line(f"{proof}\n")
@@ -482,15 +533,14 @@ def _print_text(results: Sequence[JobResult]) -> None:
 
 
 def _format_row(result: JobResult) -> tuple[object, ...]:
-    """Format a table row. Its error and bound are from the worst case."""
+    """Format a table row. Its error and bound are from the worst case, if there is a case."""
     worst = result.worst
-    assert worst is not None
     return (
         f"{result.job.prepare_finalize} x {result.job.experts}",
         len(result.proofs),
         len(result.failed),
         result.job.refused,
-        f"{worst.error:.2e}",
-        f"{worst.bound:.2e}",
+        f"{worst.error:.2e}" if worst else "",
+        f"{worst.bound:.2e}" if worst else "",
         f"{sum(proof.seconds for proof in result.proofs):.1f}",
     )

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from modular_kernel.catalog import this_machine
-from modular_kernel.cli.verify import JobResult, VerifyJob
+from modular_kernel.cli.verify import JobResult, VerifyJob, _select_path
+from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Machine
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.lists import BASE, cases_for
@@ -57,6 +58,29 @@ def test_a_report_states_the_entered_combinations(quant: str, machine: Machine) 
 def test_a_part_with_one_path_has_no_combinations(machine: Machine) -> None:
     assert reachable_combinations("MoEPrepareAndFinalizeNoEP", "TorchExperts", machine) == {}
     assert list(list_path_cases("TorchExperts")) == []
+
+
+@needs_paths
+def test_cases_of_one_path_are_selected(machine: Machine) -> None:
+    few, many = Case(*PAIR, WORDS), Case(*PAIR, WORDS.with_tokens(97))
+    combinations = predict_combinations(few) | predict_combinations(many)
+    assert {combination.path for combination in combinations} == {"gemv", "aligned"}
+    job = VerifyJob(*PAIR, (few, many), 0, "", 7, reachable=combinations)
+    for path, case in (("gemv", few), ("aligned", many)):
+        (selected,) = _select_path([job], path)
+        assert selected.cases == (case,)
+        assert {combination.path for combination in selected.reachable} == {path}
+        assert selected.coverage == f"schemes none; only cases that enter {path}"
+    assert _select_path([replace(job, cases=(many,))], "gemv") == []
+    # A path without a case fails if the cases must enter all combinations.
+    (selected,) = _select_path(
+        [replace(job, cases=(many,), requires_all_combinations=True)], "gemv"
+    )
+    assert not JobResult(selected, ()).ok
+    with pytest.raises(ConfigurationError, match=r"got gemm, need one of aligned, gemv$"):
+        _select_path([job], "gemm")
+    with pytest.raises(ConfigurationError, match="need a part with several code paths"):
+        _select_path([replace(job, reachable=frozenset())], "gemv")
 
 
 def test_a_combination_that_no_case_enters_fails_the_full_list(machine: Machine) -> None:

@@ -31,6 +31,7 @@ _BASE = Problem(
     tokens=_TOKENS[-1], hidden=128, intermediate=64, experts=3, top_k=2, dtype=torch.bfloat16
 )
 _FLAGS = ("zero_points", "static", "repacked")
+_MAX_EXTERNAL_TOKENS = 9  # of cases for paths of other packages; more take minutes if interpreted
 
 
 @dataclass(frozen=True, order=True)
@@ -47,10 +48,14 @@ class PathCombination:
 
 @dataclass(frozen=True)
 class Probe:
-    """A call that enters a combination: its problem and the layout of its tensors."""
+    """A call that enters a combination: its problem and the layout of its tensors.
+
+    tokens: ascending token counts of `problem` that enter the same path.
+    """
 
     problem: Problem
     variation: InputVariation
+    tokens: tuple[int, ...] = ()
 
 
 def list_combinations(
@@ -102,14 +107,18 @@ def reachable_combinations(
             continue
         instance = part(problem)
         inputs = make_inputs(problem, "uniform", torch.device("cpu"), variation=variation)
+        counts = dict[str, tuple[int, ...]]()  # by path
         for tokens in _TOKENS:
             path = instance.path_name(inputs.x_TH[:tokens], inputs.weights)
             if not path:
                 return {}
+            counts[path] = (*counts.get(path, ()), tokens)
+        for path, entering in counts.items():
+            probe = Probe(problem.with_tokens(entering[0]), variation, entering)
             for combination in list_combinations(path, problem, inputs.weights):
                 best = probes.get(combination)
-                if best is None or best.problem.tokens > tokens:
-                    probes[combination] = Probe(problem.with_tokens(tokens), variation)
+                if best is None or best.problem.tokens > entering[0]:
+                    probes[combination] = probe
     return probes
 
 
@@ -190,6 +199,10 @@ def list_external_path_cases(
 ) -> Iterator[tuple[Problem, str, InputVariation]]:
     """Yield cases for the paths of another package: every combination of each scheme they support.
 
+    Each combination has the fewest tokens that enter the path. Those of an external path also have
+    the most, up to `_MAX_EXTERNAL_TOKENS`, because a path that is for few tokens may have no other
+    case with more than one.
+
     The other lists of cases are designed for the built-in paths. An external path takes over some
     of their calls, and adds combinations of its own.
     """
@@ -199,9 +212,18 @@ def list_external_path_cases(
         return
     combinations = reachable_combinations(prepare_finalize, experts, machine)
     schemes = {combination.scheme for combination in combinations if combination.path in external}
-    probes = (probe for combination, probe in combinations.items() if combination.scheme in schemes)
-    for probe in dict.fromkeys(probes):
+    probes = {
+        combination: probe
+        for combination, probe in combinations.items()
+        if combination.scheme in schemes
+    }
+    for probe in dict.fromkeys(probes.values()):
         yield probe.problem, "skips", probe.variation
+    for probe in dict.fromkeys(probes[each] for each in probes if each.path in external):
+        few = (count for count in probe.tokens if count <= _MAX_EXTERNAL_TOKENS)
+        tokens = max(few, default=0)
+        if tokens > probe.problem.tokens:
+            yield probe.problem.with_tokens(tokens), "uniform", probe.variation
 
 
 def predict_combinations(case: Case) -> frozenset[PathCombination]:
