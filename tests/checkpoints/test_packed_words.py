@@ -195,11 +195,13 @@ def test_awq_words_of_an_odd_number_of_rows_are_refused(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("bits", [4, 8])
 def test_words_can_start_at_any_byte_of_a_file(bits: int) -> None:
     codes, order = random_codes(64, 80, max_code=1 << bits), torch.randperm(64).int()
-    tensors = []
-    for tensor in (pack_words(codes, -2, bits), order):
-        content = bytearray(b"\0" + tensor.numpy().tobytes())
-        tensors.append(torch.frombuffer(content, dtype=torch.int32, offset=1).view(tensor.shape))
-    got = packed_words.permute_rows(*tensors, bits)
+    words, unaligned_order = (
+        torch.frombuffer(
+            bytearray(b"\0" + tensor.numpy().tobytes()), dtype=torch.int32, offset=1
+        ).view(tensor.shape)
+        for tensor in (pack_words(codes, -2, bits), order)
+    )
+    got = packed_words.permute_rows(words, unaligned_order, bits)
     assert torch.equal(got, pack_codes(codes[order.long()].mT, bits))
 
 

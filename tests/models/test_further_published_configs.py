@@ -22,39 +22,39 @@ G128, ZERO = "int4_w4a16_group:group=128", "int4_w4a16_group:group=64,zero_point
 
 
 def qwen(**more: Any) -> Config:
-    sizes = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128}
+    sizes: Config = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128}
     sizes |= {"num_experts_per_tok": 8, "num_hidden_layers": 48, "decoder_sparse_step": 1}
     return {"model_type": "qwen3_moe", "mlp_only_layers": [], **BASE, **sizes, **more}
 
 
 def deepseek(**more: Any) -> Config:
-    sizes = {"hidden_size": 7168, "moe_intermediate_size": 2048, "n_routed_experts": 256}
+    sizes: Config = {"hidden_size": 7168, "moe_intermediate_size": 2048, "n_routed_experts": 256}
     sizes |= {"num_experts_per_tok": 8, "num_hidden_layers": 61, "first_k_dense_replace": 3}
     sizes |= {"num_nextn_predict_layers": 1, "routed_scaling_factor": 2.5}
     return {"model_type": "deepseek_v3", **BASE, **sizes, **more}
 
 
 def glm(layers: int = 92, dense: int = 3, **more: Any) -> Config:
-    sizes = {"hidden_size": 5120, "moe_intermediate_size": 1536, "n_routed_experts": 160}
+    sizes: Config = {"hidden_size": 5120, "moe_intermediate_size": 1536, "n_routed_experts": 160}
     sizes |= {"num_experts_per_tok": 8, "num_nextn_predict_layers": 1, "routed_scaling_factor": 2.5}
     sizes |= {"num_hidden_layers": layers, "first_k_dense_replace": dense}
     return {"model_type": "glm4_moe", **BASE, **sizes, **more}
 
 
 def mixtral(**more: Any) -> Config:
-    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8}
+    sizes: Config = {"hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8}
     return {"model_type": "mixtral", **BASE, **sizes, "num_experts_per_tok": 2,
             "num_hidden_layers": 32, **more}  # fmt: skip
 
 
 def gpt_oss(**more: Any) -> Config:
-    sizes = {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32}
+    sizes: Config = {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32}
     sizes |= {"num_experts_per_tok": 4, "num_hidden_layers": 24}
     return {"model_type": "gpt_oss", "swiglu_limit": 7.0, **BASE, **sizes, **more}
 
 
 def nemotron(**more: Any) -> Config:
-    sizes = {"hidden_size": 2688, "intermediate_size": 1856, "moe_intermediate_size": 1856}
+    sizes: Config = {"hidden_size": 2688, "intermediate_size": 1856, "moe_intermediate_size": 1856}
     sizes |= {"n_routed_experts": 128, "num_experts_per_tok": 6, "num_hidden_layers": 8}
     pattern = {"hybrid_override_pattern": "MEMEM*EM", "mlp_hidden_act": "relu2"}
     return {"model_type": "nemotron_h", "torch_dtype": "bfloat16", "routed_scaling_factor": 2.5,
