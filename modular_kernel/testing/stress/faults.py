@@ -97,12 +97,14 @@ class Scenario:
     @property
     def phases(self) -> frozenset[str]:
         """The phases in which the other ranks may detect the fault."""
-        if self.kind == "raises" and not self.point:
-            return frozenset({"combine"})
-        if self.kind == "raises":
+        if self.kind == "raises" and self.point:
             return frozenset({"counts", "dispatch"})
-        early = frozenset({"counts", "dispatch", "construct"})
-        return POINTS[self.point] if self.point else early
+        if self.kind != "raises" and not self.point:
+            return frozenset({"counts", "dispatch", "construct"})
+        phases = POINTS[self.point or "after dispatch"]
+        # ReplicatedEP sends headers in the dispatch, and waits for them in the combine only.
+        sends_headers = self.part.startswith("ReplicatedEP") and not self.checked
+        return phases | {"dispatch"} if sends_headers else phases
 
     def __str__(self) -> str:
         if self.kind == "raises":
