@@ -564,5 +564,5 @@ def _sum_blocks_ref(
         else:
             row_T = row_of_token_WT[w, :tokens].long()
             has_row_T1 = (row_T >= 0)[:, None]
-            sum_TH += torch.where(has_row_T1, rows_RH[row_T].float(), 0)
+            sum_TH += torch.where(has_row_T1, rows_RH[row_T], 0)
     out_TH.copy_(sum_TH)

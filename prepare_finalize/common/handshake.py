@@ -7,7 +7,7 @@ invalid arguments, all ranks raise the same error instead of waiting for rows th
 
 Each rank sends, in this order: the values of `_FIELDS`; its token count; its row counts, padded to
 the same number on all ranks; the bits of its maximum absolute activation; and the index of the
-error with which it refuses the call, or -1.
+error with which it refuses the call, or NOT_REFUSED.
 """
 
 import hashlib
@@ -20,6 +20,7 @@ import torch
 from modular_kernel.contracts import CallState
 from modular_kernel.errors import CommunicationError, UnsupportedError
 from modular_kernel.spec.problem import Problem
+from prepare_finalize.common.device_status import NOT_REFUSED
 from prepare_finalize.common.torch_group import TorchGroup
 
 _PROBLEM_FIELDS = ("tokens", "hidden", "experts", "top_k")
@@ -98,13 +99,7 @@ def exchange_metadata(
     step = manager.next_step(layer.number, layer.calls + 1)
     call.peers_notified = True
     local_fields = _fields(layer, step, _hash_other_properties(layer, call))
-    padding = [0] * (manager.max_counts - len(rows_W))
-    no_amax, no_refusal = 0, -1
-    sent = torch.tensor(
-        [*local_fields, tokens, *rows_W, *padding, no_amax, no_refusal],
-        dtype=torch.int64,
-        device="cpu",
-    ).to(device)
+    sent = _pack(manager, local_fields, tokens=tokens, rows_W=rows_W).to(device)
     if amax is not None:
         sent[-2:-1] = amax.view(torch.int32)
     table = _gather(manager, sent, step)
@@ -135,14 +130,26 @@ def check_equal_sizes(layer: Layer, sizes: Sequence[int], step: int) -> None:
     """
     manager = layer.manager
     local_fields = _fields(layer, step, -1 - zlib.crc32(repr(tuple(sizes)).encode()))
-    no_counts = [0] * (2 + manager.max_counts)  # tokens, row counts and amax
-    sent = torch.tensor([*local_fields, *no_counts, -1], dtype=torch.int64, device="cpu")
-    table = _gather(manager, sent, step)
+    table = _gather(manager, _pack(manager, local_fields), step)
     fields = [row[: len(local_fields)] for row in table]
     _raise_if_refused(manager, fields, [row[-1] for row in table], step)
     if len({row[-1] for row in fields}) > 1:
         messages = {"others": "blocks of another size, or the first call of a layer"}
         _check_same_fields(manager, fields, step, FIELD_MESSAGES | messages)
+
+
+def _pack(
+    manager: TorchGroup,
+    local_fields: Sequence[int],
+    *,
+    tokens: int = 0,
+    rows_W: Sequence[int] = (),
+    refusal: int = NOT_REFUSED,
+) -> torch.Tensor:
+    """Return the values that this rank sends, int64 on the CPU. The bits of amax are 0."""
+    padding = [0] * (manager.max_counts - len(rows_W))
+    values = [*local_fields, tokens, *rows_W, *padding, 0, refusal]
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
 def _gather(manager: TorchGroup, sent: torch.Tensor, step: int) -> list[list[int]]:
@@ -165,9 +172,7 @@ def refuse(layer: Layer, error: Exception) -> None:
     try:
         step = manager.next_step(layer.number, layer.calls + 1)
         local_fields = _fields(layer, step, 0)
-        no_counts = [0] * (2 + manager.max_counts)  # tokens, row counts and amax
-        fields = [*local_fields, *no_counts, refusal_index(error)]
-        sent = torch.tensor(fields, dtype=torch.int64, device="cpu").to(manager.device)
+        sent = _pack(manager, local_fields, refusal=refusal_index(error)).to(manager.device)
         manager.send_refusal(sent, step=step, reason=type(error).__name__)
     except (CommunicationError, UnsupportedError):
         return
@@ -224,9 +229,9 @@ def _fields(layer: Layer, step: int, others: int) -> list[int]:
 def _raise_if_refused(
     manager: TorchGroup, fields: list[list[int]], refusals: list[int], step: int
 ) -> None:
-    if max(refusals) < 0:
+    peers = [rank for rank, refusal in enumerate(refusals) if refusal != NOT_REFUSED]
+    if not peers:
         return
-    peers = [rank for rank, refusal in enumerate(refusals) if refusal >= 0]
     layer, call = _FIELDS.index("layer"), _FIELDS.index("call")
     refused = [
         f"rank {rank} refused its call {fields[rank][call]} of layer {fields[rank][layer]} "

@@ -92,8 +92,12 @@ def list_cases() -> Mapping[str, Callable[[], Tensors]]:
 
 def _random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    values = torch.rand(shape, generator=generator, dtype=torch.float32, device=_CPU)
-    return ((values - 0.5) * _FACTOR).to(dtype)
+    values = torch.rand(shape, generator=generator, dtype=torch.float32, device=_CPU) - 0.5
+    # The maximum of every set of rows and columns is near the end of the set.
+    for dim, size in enumerate(shape):
+        factors = torch.arange(1, size + 1, dtype=torch.float32, device=_CPU) / size
+        values *= factors.view([-1 if i == dim else 1 for i in range(len(shape))])
+    return (values * _FACTOR).to(dtype)
 
 
 def _filled(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -275,13 +279,20 @@ def _place_pairs(space: IdSpace, *, has_map: bool) -> Tensors:
 
 
 def _check_totals(routing: DispatchedRouting, num_local: int) -> None:
-    """Check the number of pairs of each local expert, and the number of skipped pairs."""
-    numel = routing.topk_ids_TK.numel()
-    spec = counts_spec(numel, num_local)
-    counts = count_pairs(routing, num_local, scratch=_filled(*spec.shape, dtype=torch.int32))
-    buckets = uncounted_local_ids(routing, num_local).flatten() + 1
-    expected = torch.bincount(buckets, minlength=num_local + 1)
-    assert counts.totals.tolist() == expected.tolist(), counts.totals
+    """Check the number of pairs of each local expert, and the number of skipped pairs.
+
+    Pairs of a token with one expert are counted each, and then once.
+    """
+    buckets_TK = uncounted_local_ids(routing, num_local) + 1
+    for dedupe in (False, True):
+        spec = counts_spec(buckets_TK.numel(), num_local)
+        scratch = _filled(*spec.shape, dtype=torch.int32)
+        counts = count_pairs(routing, num_local, scratch=scratch, dedupe=dedupe)
+        expected = [0] * (num_local + 1)
+        for row in buckets_TK.tolist():
+            for k, bucket in enumerate(row):
+                expected[bucket] += not (dedupe and bucket and bucket in row[:k])
+        assert counts.totals.tolist() == expected, counts.totals
 
 
 def _permute() -> Tensors:
