@@ -280,8 +280,12 @@ def check_launch_plans(trial: Trial) -> Findings:
 
 
 def check_shared_operations(trial: Trial) -> Findings:
-    """Check the operations that parts share on further inputs; see `shared_operations`."""
-    if is_builtin(load_catalog().prepare_finalize(trial.case.prepare_finalize)):
+    """Check the operations that parts share on further inputs; see `shared_operations`.
+
+    Of several ranks, only the first one checks them.
+    """
+    part, parallel = trial.case.prepare_finalize, trial.case.problem.parallel
+    if parallel.rank == 0 and is_builtin(load_catalog().prepare_finalize(part)):
         yield from find_wrong_operations()[:1]
 
 
