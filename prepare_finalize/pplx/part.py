@@ -18,7 +18,7 @@ from modular_kernel.contracts import CallState, Receiver, TopKWeightAndReduce
 from modular_kernel.errors import CapacityError, UnsupportedError
 from modular_kernel.ops.expert_slots import count_slots_per_rank
 from modular_kernel.ops.quantize import scale_shape
-from modular_kernel.ops.zero_padding import zero_rows
+from modular_kernel.ops.zero_rows import zero_rows
 from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES, STORAGE
 from modular_kernel.spec.problem import (
     MAX_TOP_K,

@@ -5,8 +5,8 @@ import torch
 from ops_fixtures import DEVICE, make_path_fixture
 
 from modular_kernel.errors import ShapeError
-from modular_kernel.ops import zero_padding as module
-from modular_kernel.ops.zero_padding import zero_rows
+from modular_kernel.ops import zero_rows as module
+from modular_kernel.ops.zero_rows import zero_rows
 
 path = make_path_fixture(module)
 

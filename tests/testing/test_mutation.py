@@ -198,8 +198,8 @@ def test_equivalents_of_a_record_are_reviewed(path: Path) -> None:
 @pytest.mark.share(4)
 def test_compiled_code_shows_whether_a_kernel_changed(tmp_path: Path) -> None:
     """A mutant outside a kernel is refused, because compiled code does not show its change."""
-    path = ROOT / "modular_kernel/ops/kernels/zero_padding.py"
-    module = "modular_kernel.ops.kernels.zero_padding"
+    path = ROOT / "modular_kernel/ops/kernels/zero_rows.py"
+    module = "modular_kernel.ops.kernels.zero_rows"
 
     def make_mutant(old: str, new: str) -> Mutant:
         text = path.read_text(encoding="utf-8")

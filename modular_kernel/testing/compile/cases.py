@@ -27,7 +27,7 @@ from modular_kernel.ops.mask_unwritten import mask_unwritten_pairs
 from modular_kernel.ops.quantize import quantize_specs, take_quantized
 from modular_kernel.ops.route import RouterTensors, route
 from modular_kernel.ops.slots_and_quantize import number_and_quantize
-from modular_kernel.ops.zero_padding import zero_rows
+from modular_kernel.ops.zero_rows import zero_rows
 from modular_kernel.settings import hide_gpus
 from modular_kernel.spec.placement import Placement, PlacementTables
 from modular_kernel.spec.problem import (

@@ -26,7 +26,7 @@ LOWERED_LIMITS: Mapping[str, Mapping[str, int]] = {
         "_VALUES_PER_WARP": 64,
     },
     "modular_kernel.ops.sort": {"_TILES_PER_PROGRAM": 2},
-    "modular_kernel.ops.zero_padding": {"_MAX_BLOCK_H": 32, "_MAX_PROGRAMS_PER_SEGMENT": 2},
+    "modular_kernel.ops.zero_rows": {"_MAX_BLOCK_H": 32, "_MAX_PROGRAMS_PER_SEGMENT": 2},
     "prepare_finalize.common.blocks": {
         "_MAX_COPY_BYTES": 64,
         "_MAX_SPLIT_TOKENS": 2,

@@ -30,7 +30,7 @@ from modular_kernel.ops.reduce import gather_rows, gather_weight_and_sum, scale_
 from modular_kernel.ops.slots_and_quantize import number_and_quantize
 from modular_kernel.ops.sort import sort_pairs, sort_specs
 from modular_kernel.ops.valid_rows import BatchedRows
-from modular_kernel.ops.zero_padding import zero_rows
+from modular_kernel.ops.zero_rows import zero_rows
 from modular_kernel.spec.placement import Placement
 from modular_kernel.spec.problem import ActivationSpec, IdSpace
 from modular_kernel.spec.quantization import QuantScheme

@@ -36,7 +36,7 @@ def zero_rows(x_SCH: torch.Tensor, counts_S: torch.Tensor) -> None:
     if not use_triton(x_SCH):
         zero_rows_ref(x_SCH, counts_S)
         return
-    from modular_kernel.ops.kernels.zero_padding import zero_rows_kernel
+    from modular_kernel.ops.kernels.zero_rows import zero_rows_kernel
 
     programs_per_segment = min(capacity, _MAX_PROGRAMS_PER_SEGMENT)
     launch(
