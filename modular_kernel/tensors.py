@@ -381,14 +381,16 @@ def check_divisors(what: str, scale: torch.Tensor) -> None:
         raise WeightsError(what, got=float(scale[bad][0]), need=need)
 
 
-def check_lead(what: str, tensor: torch.Tensor, lead: tuple[int, ...], last: str) -> None:
+def check_leading_dims(
+    what: str, tensor: torch.Tensor, leading_dims: tuple[int, ...], last: str
+) -> None:
     """Raise ShapeError if the leading dimensions of `tensor` and x differ.
 
     what: name of the tensor.
     tensor: (..., last), or (T, last).
-    lead: leading dimensions of x, that is, all except H.
+    leading_dims: leading dimensions of x, that is, all except H.
     last: name of the last dimension.
     """
-    if tensor.dim() > 2 and tuple(tensor.shape[:-1]) != lead:
-        need = f"({', '.join(map(str, lead))}, {last}) as x, or (T, {last})"
+    if tensor.dim() > 2 and tuple(tensor.shape[:-1]) != leading_dims:
+        need = f"({', '.join(map(str, leading_dims))}, {last}) as x, or (T, {last})"
         raise ShapeError(what, got=tuple(tensor.shape), need=need)

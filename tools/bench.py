@@ -35,16 +35,16 @@ from modular_kernel.bench.candidates import (
     peer_candidates,
 )
 from modular_kernel.bench.interleaved import ROUNDS, CaseBlock, Comparison, run_interleaved
-from modular_kernel.bench.leads import (
+from modular_kernel.bench.sampled_layers import COUNT, SEED, SampledLayer, sample_layers
+from modular_kernel.bench.speedups import (
     layers_table,
-    leads_table,
     merge_reports,
-    plot_leads,
+    plot_speedups,
     render_markdown,
     replace_section,
+    speedups_table,
     unmeasured_list,
 )
-from modular_kernel.bench.sampled_layers import COUNT, SEED, SampledLayer, sample_layers
 from modular_kernel.catalog import load_catalog, this_machine
 from modular_kernel.measure.cases import LayerCase, operand_types
 from modular_kernel.measure.prepared_weights import prepared_specs_of
@@ -218,14 +218,14 @@ def render(report, out):
     if find_spec("matplotlib") is None:
         click.echo("no plot: matplotlib is not installed", err=True)
     elif any(row.is_timed for row in report.rows):
-        plot_leads(report, out / "bench.svg")
-    lines = [*leads_table(report), "", *layers_table(report), "", *unmeasured_list(report)]
+        plot_speedups(report, out / "bench.svg")
+    lines = [*speedups_table(report), "", *layers_table(report), "", *unmeasured_list(report)]
     click.echo("\n".join(lines))
 
 
 def update_readme(report):
     """Replace the README's section between its markers with a sentence, a table and a plot."""
-    plot_leads(report, in_checkout.ROOT / README_PLOT)
+    plot_speedups(report, in_checkout.ROOT / README_PLOT)
     text = README.read_text(encoding="utf-8")
     env = report.environment
     shapes = len(dict.fromkeys(row.shape for row in report.rows))
@@ -233,12 +233,12 @@ def update_readme(report):
     lines = [
         "",
         f"{shapes} layers with sizes drawn at random on {env.get('device')}, {versions},",
-        f"{str(env.get('date'))[:10]}. *Lead* is the time of the best public layer over ours:",
-        "here, unlike in the other tables, more than 1 is faster.",
+        f"{str(env.get('date'))[:10]}. *Speedup* is the time of the best public layer divided by",
+        "ours: here, unlike in the other tables, more than 1 is faster.",
         "",
-        *leads_table(report),
+        *speedups_table(report),
         "",
-        f"![Lead over the best public layer by number of tokens]({README_PLOT})",
+        f"![Speedup over the best public layer by number of tokens]({README_PLOT})",
         "",
     ]
     text = replace_section(text, "bench", lines, filename="README.md")

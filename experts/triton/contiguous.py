@@ -78,7 +78,7 @@ class TritonExperts(TritonExpertsBase):
         external = external_paths()
         return (
             *(PathInfo(path.name, _ORIGIN) for path in BUILT_IN_PATHS),
-            *(PathInfo(offered.path.name, offered.origin) for offered in external.usable),
+            *(PathInfo(usable.path.name, usable.origin) for usable in external.usable),
             *(PathInfo(b.name, b.origin, b.error) for b in external.broken),
         )
 
@@ -201,13 +201,13 @@ class TritonExperts(TritonExpertsBase):
         if not path.supports_tensors(weights, x_TH) or (
             n_major and not path.is_fast(weights, tokens)
         ):
-            accepted = tuple(
+            supported = tuple(
                 name
                 for name, path in paths.items()
                 if path.supports_tensors(weights, x_TH)
                 and (not n_major or path.is_fast(weights, tokens))
             )
-            config = choose_config(self.problem, tokens, accepted, prepared=prepared)
+            config = choose_config(self.problem, tokens, supported, prepared=prepared)
             path = paths[config.path]
         if not n_major:
             return config

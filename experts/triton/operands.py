@@ -1,7 +1,8 @@
-"""Kernel arguments of the two GEMMs: weights, scales, zero points, bias and activation function.
+"""Operands of the two expert GEMMs, and their conversion to kernel arguments.
 
-`gemm1_operands` and `gemm2_operands` take them from the weights of a layer, and
-`GemmOperands.arguments` returns them by the names of the kernels' parameters.
+`gemm1_operands` and `gemm2_operands` collect the weights, scales, zero points, bias and activation
+function of a GEMM in a `GemmOperands`. `GemmOperands.arguments` returns them as keyword arguments
+of the GEMM kernels.
 """
 
 import math
@@ -38,7 +39,7 @@ SCHEMES = frozenset(
         "nvfp4_w4a16",
     }
 )
-TMA_BYTES = 16  # alignment in bytes that TMA needs of tensors and their rows
+TMA_BYTES = 16  # TMA requires tensors and their rows to be aligned to this many bytes
 DEFAULT_ZERO_POINT = {"uint8": 128, "uint4": 8}  # default zero point of unsigned weights
 _FLOAT8_ARCH = (8, 9)
 _MIN_BLOCK_K = 32  # K of an 8-bit MMA; packed weights take two MMAs of K = 16
@@ -95,18 +96,21 @@ class GemmOperands:
 
     @cached_property
     def n_major(self) -> bool:
-        """Whether w is unquantized, with stride 1 along N instead of K."""
+        """Whether w is an unquantized tensor with stride 1 along N instead of along K."""
         return not self.scheme.quantized and is_n_major(self.w)
 
     @cached_property
     def adjacent_up(self) -> bool:
-        """Whether one tile of w loads gate and up, because w is N-major and interleaves them."""
+        """Whether the gate and up weights of a column are adjacent, so that one tile loads both.
+
+        This requires an N-major w in which gate and up rows alternate.
+        """
         return self.gate_stride == 2 and self.up_row_offset == 1 and self.n_major
 
     def arguments(
         self, tile: LaunchConfig, precision: str, a_scale: torch.Tensor | None
     ) -> dict[str, object]:
-        """Return the kernel arguments that do not depend on how rows are addressed.
+        """Return the kernel arguments that are the same for all row layouts.
 
         precision: `input_precision` of tl.dot for float32 operands.
         a_scale: the scales of the activations: (1,) for one scale, (..., 1) or (..., groups) for
@@ -114,8 +118,8 @@ class GemmOperands:
         """
         scheme, size_k = self.scheme, self.size_k
         group_n, group_k = scale_group(scheme, size_k)
-        # A K step must lie in one group, because scales multiply its partial sum. NVFP4 scales
-        # multiply the weights, so they do not limit block_k.
+        # The scale multiplies the partial sum of a K step, so a step must not cross a group
+        # boundary. NVFP4 scales multiply the weights instead, so they do not limit block_k.
         block_k = math.gcd(tile.block_k, 0 if scheme.matrix_scales else group_k)
         bias = self.w if self.bias is None else self.bias
         mode, step = "plain", self.gate_stride
@@ -128,7 +132,7 @@ class GemmOperands:
             "size_n": self.size_n,
             "size_k": size_k,
             "up_row_offset": self.up_row_offset,
-            # Computed here, because the product could overflow an int32 in the kernel.
+            # The product is computed on the host, because it could overflow an int32 in the kernel.
             "up_offset": self.up_row_offset * self.w.stride(1),
             "stride_be": self.w.stride(0),
             "stride_bn": self.w.stride(1),
@@ -165,7 +169,7 @@ class GemmOperands:
     def _make_weight_scale_arguments(self) -> dict[str, object]:
         """Return the pointers and strides of scales and zero points.
 
-        Global scales are passed in the arguments for zero points, because no scheme has both.
+        NVFP4 global scales are passed as zero points, because no scheme has both.
         """
         scale = self.w if self.scale is None else self.scale
         zero = self.zero_point
@@ -234,10 +238,10 @@ def word_format(scheme: QuantScheme) -> str:
 
 
 def weight_rejections(name: str, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-    """Return the rejections that concern weights.
+    """Return the reasons why the kernels cannot read the weights of `problem` on `machine`.
 
-    Float8 weights are rejected on GPUs that cannot convert them. Scale groups must be multiples of
-    32, because a K step has at least 32 elements and must lie in one group.
+    Weights in fp8, or with fp8 scales, require a GPU that converts from fp8. Scale groups must be
+    multiples of 32, because a K step has at least 32 elements and must not cross a group boundary.
     """
     rejections = []
     scheme, arch = problem.scheme, machine.arch
@@ -304,8 +308,9 @@ def gemm2_operands(weights: ExpertWeights, problem: Problem) -> GemmOperands:
 def activation_scale_kind(scheme: QuantScheme, size_k: int) -> str:
     """Return how activations are scaled: "none", "static", "tensor", "token" or "group".
 
-    "static" means that the scales are given. "tensor", "token" and "group" are the granularity of
-    computed scales. A group that covers all of K counts as "token".
+    "static" means that the scales are part of the weights. "tensor", "token" and "group" are the
+    granularity of scales that are computed from the activations. A group that covers all of K
+    counts as "token".
     """
     if scheme.static:
         return "static"
@@ -318,12 +323,12 @@ def activation_scale_kind(scheme: QuantScheme, size_k: int) -> str:
 def input_scales(
     tokens: ContiguousTokens, static: torch.Tensor | None, problem: Problem
 ) -> tuple[str, dict[str, object]]:
-    """Return the constexpr INPUT_QUANT of GEMM 1, and the arguments for the scales of x.
+    """Return the constexpr INPUT_QUANT of GEMM 1, and the kernel arguments for the scales of x.
 
     INPUT_QUANT is "prequantized" if x is already quantized, with scales. Otherwise the kernel
     quantizes x, and INPUT_QUANT is the `activation_scale_kind`.
 
-    static: the scale of a static scheme, or None.
+    static: the static activation scale, or None.
     """
     scale, quant = tokens.scale, activation_scale_kind(problem.scheme, problem.hidden)
     if scale is None:

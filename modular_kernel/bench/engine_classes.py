@@ -1,7 +1,8 @@
-"""Times an engine's experts classes beside our pairings, for `mk bench --engine`.
+"""Compare the speed of our pairings and of an engine's experts classes, for `mk bench --engine`.
 
-The engine runs in this process. All layers of a case are timed in turns
-(`modular_kernel.bench.interleaved`), with CUDA graphs, and their outputs are checked first.
+The engine runs in this process. The output of each layer is checked before the layer is timed.
+The timed CUDA graph replays of all layers of a case are interleaved
+(`modular_kernel.bench.interleaved`).
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +36,7 @@ class EngineLayer(Layer):
         self.name, self.quant = experts, quant
 
     def _make_case(self, problem: Problem) -> EngineCase | None:
-        """Return the case; None if the engine does not have the activation."""
+        """Return the engine's case, or None if the engine does not have the activation function."""
         problem = replace(problem, quant=self.quant)
         for name, spec in self._description.activations.items():
             if spec == problem.act:
@@ -62,15 +63,16 @@ class EngineLayer(Layer):
         self._call = self._engine.build(case, quantize(weights, case.problem))
 
     def call(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """Call the class."""
+        """Run the class on tokens (T, H) and return its output (T, H)."""
         return self._call(x_TH, routing, False)
 
 
 def can_time(quant: str) -> bool:
-    """Return whether the engine's classes compute what our parts compute with the same weights.
+    """Return whether the engine's classes and our parts compute the same result in a scheme.
 
-    Engines round scales of groups to 16 bits, have one static scale for all experts, and one global
-    scale for gate and up, so that their results differ in the other schemes.
+    With the same weights, they differ in three kinds of schemes. Engines round the scales of int4
+    and int8 groups to 16 bits. They use one static activation scale for all experts, and one NVFP4
+    global scale for gate and up.
     """
     scheme = QuantScheme.parse(quant)
     has_rounded_scales = scheme.weight in ("uint4", "uint8")
@@ -84,11 +86,14 @@ def make_blocks(
     machine: Machine,
     experts: str | None = None,
 ) -> list[CaseBlock]:
-    """Return a block for each shape and scheme, with our pairings and the engine's classes.
+    """Return a block of cases for each shape and scheme, with the layers to time in it.
+
+    The layers are our pairings and the engine's classes. Schemes that `can_time` rejects are left
+    out.
 
     experts: name of one class; None for all classes that support the scheme.
 
-    Raises ConfigurationError for an unknown class, and if no class supports any of the schemes.
+    Raises ConfigurationError if `experts` is unknown or no class supports any of the schemes.
     """
     description = engine.describe()
     classes = [c for c in description.classes if experts in (None, c.name)]
@@ -129,7 +134,7 @@ def time_classes(
 ) -> Report:
     """Time the blocks of `make_blocks` and return the report.
 
-    Engines run in inference mode, and their outputs can be written to in this mode only.
+    Everything runs in inference mode, because the outputs of engines are inference tensors.
 
     on_case, on_report: as in `run_interleaved`.
     """

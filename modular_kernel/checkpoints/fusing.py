@@ -224,16 +224,16 @@ def check_tensors(
         raise ShapeError(
             weight_spec.name, got=tuple(w.shape), need=f"{len(weight_spec.dims)} dimensions"
         )
-    lead = tuple(w.shape[: w.dim() - len(weight_spec.dims)])
+    leading_dims = tuple(w.shape[: w.dim() - len(weight_spec.dims)])
     sizes = {"N": 1, "K": 1}
-    for dim, size in zip(weight_spec.dims, w.shape[len(lead) :], strict=True):
+    for dim, size in zip(weight_spec.dims, w.shape[len(leading_dims) :], strict=True):
         if dim.axis:
             sizes[dim.axis] *= size * dim.step
     rows, depth = sizes["N"], sizes["K"]
     checked = {}
     for name, tensor in tensors.items():
         spec = specs[name]
-        shape = (*lead, *spec.shape(rows, depth))
+        shape = (*leading_dims, *spec.shape(rows, depth))
         spec.check(name, tuple(tensor.shape), tensor.dtype, shape)
         checked[name] = tensor.reshape(shape)
         if isinstance(spec, BlockedScale):
@@ -253,14 +253,14 @@ def _read_scaled(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix
     w, scale, a_scale = by_role["w"], by_role["scale"], by_role.get("a_scale")
     assert w is not None
     assert scale is not None
-    lead = tuple(w.shape[:-2])
+    leading_dims = tuple(w.shape[:-2])
     if a_scale is not None:
-        a_scale = convert_input_scale(a_scale, "activation scales").reshape(lead)
+        a_scale = convert_input_scale(a_scale, "activation scales").reshape(leading_dims)
     if format.scheme.granularity == "tensor":
-        return Matrix(w, scale.reshape(lead), None, a_scale)
+        return Matrix(w, scale.reshape(leading_dims), None, a_scale)
     if format.scheme.granularity == "channel":
         flat = scale.reshape(-1, w.shape[-2])
-        return Matrix(w, channel_scale(flat).reshape(*lead, -1), None, a_scale)
+        return Matrix(w, channel_scale(flat).reshape(*leading_dims, -1), None, a_scale)
     scale = scale.float()
     _check_scale(scale, ~(scale.isfinite() & (scale >= 0)), "finite numbers from 0 on")
     return Matrix(w, scale, None, a_scale)
@@ -386,11 +386,13 @@ def _read_gptq(
 
 def _read_mxfp4(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
     blocks, scales = tensors["blocks"], tensors["scales"]
-    lead = tuple(blocks.shape[:-3])
+    leading_dims = tuple(blocks.shape[:-3])
     w, scale = from_gpt_oss(
         blocks.reshape(-1, *blocks.shape[-3:]), scales.reshape(-1, *scales.shape[-2:])
     )
-    return _read_mxfp4_codes(w.reshape(*lead, *w.shape[1:]), scale.reshape(*lead, *scale.shape[1:]))
+    return _read_mxfp4_codes(
+        w.reshape(*leading_dims, *w.shape[1:]), scale.reshape(*leading_dims, *scale.shape[1:])
+    )
 
 
 def _read_mxfp4_codes(w: torch.Tensor, scale: torch.Tensor) -> Matrix:
@@ -430,13 +432,13 @@ def _fuse_with_one_scale(parts: Sequence[Matrix]) -> Matrix:
         got = [tuple(matrix.w.shape) for matrix in parts]
         raise ShapeError("projections", got=got, need="equal shapes")
     w = torch.cat([matrix.w for matrix in parts], -2)
-    lead = tuple(w.shape[:-2])
+    leading_dims = tuple(w.shape[:-2])
     scales = torch.stack(
         [matrix.scale.reshape(-1) for matrix in parts if matrix.scale is not None], 1
     )
     merged, scale = merge_scales(w.reshape(-1, *w.shape[-2:]), scales)
-    w = merged.reshape(*lead, *merged.shape[1:])
-    return Matrix(w, scale.reshape(lead), None, _max_activation_scale(parts))
+    w = merged.reshape(*leading_dims, *merged.shape[1:])
+    return Matrix(w, scale.reshape(leading_dims), None, _max_activation_scale(parts))
 
 
 def common_column_order(parts: Sequence[Matrix]) -> torch.Tensor | None:

@@ -175,10 +175,10 @@ class BlockedScale(StoredTensor):
 
         stored: the slice of the stored tensor that `stored_slices` selects for these rows.
         """
-        *lead, height, width = stored.shape
-        tiles = stored.reshape(*lead, height // 32, width // 16, 32, 4, 4)
+        *leading_dims, height, width = stored.shape
+        tiles = stored.reshape(*leading_dims, height // 32, width // 16, 32, 4, 4)
         scales = tiles.movedim(-2, -4).movedim(-2, -3)  # (row tiles, 4, 32, column tiles, 4)
-        scales = scales.reshape(*lead, height * 4, width // 4)
+        scales = scales.reshape(*leading_dims, height * 4, width // 4)
         first_stored_row = rows[0] // 128 * 128
         entries = self.dims[1].entries(*columns)
         return scales[..., rows[0] - first_stored_row : rows[1] - first_stored_row, entries]

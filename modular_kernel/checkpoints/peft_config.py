@@ -1,6 +1,7 @@
-"""Reads PEFT's adapter_config.json. Only plain LoRA is supported, without variants like DoRA.
+"""Read PEFT's adapter_config.json.
 
-An unsupported field that would change the result is an error.
+Only plain LoRA is supported, not variants such as DoRA. A field that would change the result and is
+not supported raises a ConfigurationError.
 """
 
 import re
@@ -29,7 +30,7 @@ _READ_FIELDS = frozenset((
     "peft_type", "peft_version", "r", "rank_pattern", "target_modules", "target_parameters",
     "use_rslora",
 ))  # fmt: skip
-# Initializations that leave the base model unchanged. Others, such as pissa, modify it.
+# Initializations that do not change the base weights. Others, such as PiSSA, do.
 _Initialization = bool | Literal["gaussian", "eva", "orthogonal"] | None
 _Layer = Annotated[int, Between(0, MAX_INT32)]
 _FIELDS: tuple[tuple[str, Any], ...] = (
@@ -44,13 +45,17 @@ _FIELDS: tuple[tuple[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """The ranks and scalings of modules, and the layers and modules that have adapters.
+    """The settings of a plain LoRA adapter.
 
-    rank, alpha: the values for modules that no pattern matches.
-    ranks, alphas: values by regular expression for module names (rank_pattern, alpha_pattern).
+    path: the adapter_config.json.
+    rank, alpha: defaults for modules that no pattern matches.
+    ranks, alphas: overrides; maps a regular expression for module names to a value (rank_pattern,
+        alpha_pattern).
     use_rslora: whether the scaling is alpha / sqrt(rank) instead of alpha / rank.
     layers: numbers of the layers with adapters; None for all.
-    targets: names of the modules and parameters with adapters; () if the config has a pattern.
+    targets: names of the modules and parameters with adapters; () if the config selects them by a
+        pattern or excludes some.
+    peft_version: the version of PEFT that wrote the file, if known.
     """
 
     path: Path
@@ -64,7 +69,7 @@ class PeftConfig:
     peft_version: str | None
 
     def rank_and_scaling(self, module: str) -> tuple[int, float]:
-        """Return the rank of a module, and the factor of B @ A."""
+        """Return the rank of a module, and the factor by which B @ A is scaled."""
         name = module.removeprefix("base_model.model.")
         rank = _first_match(self.ranks, name, self.rank)
         alpha = _first_match(self.alphas, name, self.alpha)
@@ -84,7 +89,10 @@ class PeftConfig:
 
 
 def read_config(path: Path) -> PeftConfig:
-    """Read an adapter_config.json. Raises ConfigurationError if it is not plain LoRA."""
+    """Read an adapter_config.json.
+
+    Raises ConfigurationError if the file is malformed or the adapter is not plain LoRA.
+    """
     what = str(path)
     try:
         config = json_files.parse(json_files.read_file(path, _MAX_BYTES))
@@ -149,8 +157,8 @@ def _alpha(what: str, value: Any) -> float:
 def _patterns(what: str, config: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
     """Return (regular expression, value) for each item of a pattern field.
 
-    Raises ConfigurationError for an invalid expression. The file may be untrusted, so expressions
-    whose matching could take exponential time are also rejected.
+    Raises ConfigurationError for an invalid regular expression. The file may be untrusted, so an
+    expression that could take exponential time to match is also rejected.
     """
     patterns = config.get(name) or {}
     if not isinstance(patterns, dict):
@@ -162,7 +170,7 @@ def _patterns(what: str, config: Mapping[str, Any], name: str) -> list[tuple[str
             is_valid = len(pattern) <= _MAX_PATTERN_LENGTH
         except (re.error, OverflowError, RecursionError):
             is_valid = False
-        # Patterns for module names need neither repeated groups nor many repeats.
+        # Matching can take exponential time if groups are repeated or there are many repeats.
         unescaped = re.sub(r"\\.", "", pattern)
         has_repeated_group = re.search(r"\)[*+{?]", unescaped) is not None
         if not is_valid or has_repeated_group or len(re.findall(r"[*+{?]", unescaped)) > 3:
@@ -172,7 +180,7 @@ def _patterns(what: str, config: Mapping[str, Any], name: str) -> list[tuple[str
 
 
 def _suffix_pattern(pattern: str) -> str:
-    """Return the regular expression of names that end with the pattern, after a dot."""
+    """Return a regular expression for names whose last components match `pattern`."""
     return rf"(.*\.)?({pattern})$"
 
 
@@ -185,7 +193,10 @@ def _first_match(patterns: Mapping[str, _Value], name: str, default: _Value) -> 
 
 
 def _layers(what: str, config: Mapping[str, Any]) -> frozenset[int] | None:
-    """Return the layers with adapters, or None for all. As in PEFT, an empty list means all."""
+    """Return the numbers of the layers with adapters, or None for all layers.
+
+    As in PEFT, an empty list selects all layers.
+    """
     layers = config.get("layers_to_transform")
     if layers is None:
         return None
@@ -198,7 +209,7 @@ def _layers(what: str, config: Mapping[str, Any]) -> frozenset[int] | None:
 def _targets(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of modules and parameters that have adapters in all included layers.
 
-    Returns () if they are not known because the config has a pattern or excludes some modules.
+    Returns () if the config selects modules by a pattern or excludes some modules.
     """
     if config.get("exclude_modules"):
         return ()

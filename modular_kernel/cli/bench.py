@@ -1,7 +1,8 @@
-"""`mk bench`: times our pairings and other layers, and compares them with the roofline.
+"""`mk bench`: benchmark this project's layers and others, and compare them with the roofline.
 
-`modular_kernel.bench` measures. This module turns the options into candidates and benchmark cases,
-and outputs the report. A case is a shape, a routing pattern and a number of tokens.
+`modular_kernel.bench` does the measurements. This module converts the options to candidates (layers
+to time) and benchmark cases, and prints the report. A case is a layer shape, a routing pattern and
+a number of tokens.
 """
 
 import shlex
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from modular_kernel.spec.problem import Machine, Problem
 
 BenchEngine = Annotated[
-    Literal["vllm"] | None, option("Engine whose experts classes to time beside our pairings.")
+    Literal["vllm"] | None, option("Also time the experts classes of this engine.")
 ]
 BASELINE = "baseline"  # --model baseline stands for all of BASELINE_SHAPES
 _DEFAULT_TOKENS = (1, 16, 128)
@@ -137,18 +138,19 @@ def bench(
     experts_type: ExpertsType = None,
     engine: BenchEngine = None,
 ) -> None:
-    """Time our pairings, torch._grouped_mm and your own layers, and compare them with the roofline.
+    """Time our pairings, torch._grouped_mm and your own layers; compare them with the roofline.
 
     --model takes names from `mk models`, separated by commas; `baseline` stands for mixtral,
     dsv3_ep8, qwen3_30b, gptoss and dsv3_256. --quant takes several schemes.
 
     Method: a call takes x, top-k ids and top-k weights, and returns y. A CUDA graph captures
-    several calls. Each has its own input, and its own copy of the weights if they would otherwise
-    stay in the L2 cache. The reported time is the median time of a replay divided by the number of
-    calls, after 25 ms of warm-up replays. The roofline ("floor") is max(flops / peak, bytes /
-    bandwidth), with peaks measured in the same run; bytes are those of the weights of the routed
-    experts, x and y. The output of a layer is first compared with a float64 reference; a layer that
-    is WRONG is not timed. Without a GPU, wall-clock time is reported.
+    several calls. Each call has its own input. If the weights would otherwise stay in the L2 cache,
+    each call also has its own copy of the weights. The reported time is the median time of a replay
+    divided by the number of calls, after 25 ms of warm-up replays. The roofline ("floor") is
+    max(flops / peak, bytes / bandwidth), where bytes counts x, y and the weights of the routed
+    experts, and the peaks are measured in the same run. The output of a layer is first compared
+    with a float64 reference; a layer that is WRONG is not timed. Without a GPU, wall-clock time is
+    reported.
 
     A --peer file defines layers(), which returns modular_kernel.bench.candidates.Layer objects.
     Each has name, quant, setup(problem, weights) and call(x, routing); see that module and
@@ -165,9 +167,9 @@ def bench(
     from that of the eager one for the same routing. --hf can be combined with --dtype, --pf-type,
     --experts-type and --json.
 
-    --engine vllm times the experts classes of the installed vLLM beside our pairings, in turns. It
-    needs a GPU. --experts-type names one of vLLM's classes. --model, --quant and --tokens-list can
-    be combined with it.
+    --engine vllm compares our pairings with the experts classes of the installed vLLM. Their timed
+    replays are interleaved. A GPU is required. --experts-type then names one of vLLM's classes.
+    --model, --quant, --tokens-list, --routing, --bandwidth and --deadline can be combined with it.
 
     Exits with 1 if a row is wrong or failed, or if the pairing is refused, and with 2 on bad usage.
     """
@@ -235,7 +237,7 @@ def bench(
 def bench_engine(
     engine: str, benchmark_cases: "_BenchmarkCases", files: BenchFiles, experts: str | None
 ) -> None:
-    """Time the experts classes of an engine beside our pairings, and output the report.
+    """Time our pairings and the experts classes of an engine, and output the report.
 
     Raises UnsupportedError without a GPU, and Exit(1) if a row is wrong or failed.
     """
@@ -266,7 +268,7 @@ def bench_engine(
 def check_gpu(machine: "Machine") -> None:
     """Raise UnsupportedError if the machine has no GPU."""
     if machine.device != "cuda":
-        raise UnsupportedError("mk bench --engine", got="no GPU", need="a GPU, whose time it is")
+        raise UnsupportedError("mk bench --engine", got="no GPU", need="a GPU")
 
 
 class _BenchmarkCases:

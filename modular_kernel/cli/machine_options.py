@@ -61,20 +61,20 @@ class MachineOptions:
                     got = f"{name} together with --machine"
                     raise ConfigurationError(name, got=got, need="only one of them")
         prepare_host(quiet=any(value is not None for value in (cluster, arch, device)))
-        described = cluster is not None or arch is not None
-        packages = self.resolve_packages(cluster, described=described)
+        is_described = cluster is not None or arch is not None
+        packages = self.resolve_packages(cluster, is_described=is_described)
         if cluster is not None:
             assert packages is not None
             return cluster.machine(packages)
         return select_machine(arch, device, packages)
 
     def resolve_packages(
-        self, cluster: "Cluster | None" = None, *, described: bool = True
+        self, cluster: "Cluster | None" = None, *, is_described: bool = True
     ) -> frozenset[str] | None:
         """Return the packages of the machine; None stands for those installed on this machine.
 
-        described: whether --machine or --arch describes the machine. The default of --packages is
-            then BASE_PACKAGES. Raises ConfigurationError for an unknown package.
+        is_described: whether --machine or --arch describes the machine. The default of --packages
+            is then BASE_PACKAGES. Raises ConfigurationError for an unknown package.
         """
         from modular_kernel.catalog import collect_packages, load_catalog
         from modular_kernel.perf_model.machines import BASE_PACKAGES, parse_packages
@@ -85,7 +85,7 @@ class MachineOptions:
         if cluster is not None and cluster.packages is not None:
             names = ",".join(sorted(cluster.packages))
             return parse_packages(names, known, "packages of --machine")
-        return BASE_PACKAGES if described else None
+        return BASE_PACKAGES if is_described else None
 
 
 def apply_cluster(options: ProblemOptions, cluster: "Cluster | None") -> ProblemOptions:

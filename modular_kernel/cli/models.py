@@ -84,9 +84,9 @@ def _describe_differences(model: Model) -> str:
 
 
 def _print_model_types(as_json: str | None) -> None:
-    types = {name: family.unsupported or "read" for name, family in FAMILIES.items()}
+    types = {name: family.unsupported_reason or "read" for name, family in FAMILIES.items()}
     rows = [
-        (name, "refused" if family.unsupported else "read", family.unsupported or "")
+        (name, "refused" if family.unsupported_reason else "read", family.unsupported_reason or "")
         for name, family in FAMILIES.items()
     ]
     columns = ("model type", "config.json", "reason")

@@ -1,7 +1,7 @@
-"""Prints the output of the verbs: tables and JSON to stdout, notes and errors to stderr.
+"""Output of the `mk` subcommands: tables and JSON on stdout, notes and errors on stderr.
 
-A verb passes its result to `print_result`, which prints text, JSON, or both, depending on --json.
-If there are several ranks, only rank 0 prints results and notes.
+A subcommand (verb) passes its result to `print_result`, which prints text, JSON, or both, depending
+on --json. With several ranks, only rank 0 prints results and notes.
 """
 
 import json

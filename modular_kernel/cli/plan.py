@@ -227,8 +227,8 @@ def _parse_machines(
         name = f"{hosts}x{per_host}x{_DEFAULT_GPU}" if hosts > 1 else f"{per_host}x{_DEFAULT_GPU}"
         return [(name, parse_machine(name))]
     words = list(dict.fromkeys(machine_options.machine.split(",")))
-    described = [(word, replace(machine_options, machine=word).parse_cluster()) for word in words]
-    return [(word, cluster) for word, cluster in described if cluster is not None]
+    clusters = [(word, replace(machine_options, machine=word).parse_cluster()) for word in words]
+    return [(word, cluster) for word, cluster in clusters if cluster is not None]
 
 
 def _make_cases(

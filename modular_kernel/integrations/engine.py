@@ -1,8 +1,8 @@
-"""Interface to the experts classes of an engine, which `modular_kernel.testing.engines` judges.
+"""Interface to the experts classes of an engine, which `modular_kernel.testing.engines` checks.
 
 An *experts class* is an engine's implementation of the experts of a MoE layer. For each engine, a
 module such as `modular_kernel.integrations.vllm.classes` has a function `load_engine` that returns
-an `Engine`. Processes exchange the other types.
+an `Engine`. Objects of the other types are sent between processes.
 """
 
 from collections.abc import Callable, Mapping
@@ -89,7 +89,7 @@ class Outcome:
     error, bound: relative RMS error and the largest that is allowed. None if there is no output.
     reproducer: program that shows the error with the engine alone; empty unless the output is
         wrong.
-    seconds: duration of the first call, with compilation, and of the last one.
+    seconds: durations of the first call, which compiles kernels, and of the last call.
     is_fatal: whether the process cannot make further calls.
     was_run: False for a case that was skipped, for example because of a time limit.
     """
@@ -113,7 +113,8 @@ class ExpertsClass:
     unavailable: why no case of the class can run here; empty if cases can.
     schemes: names of the quantization schemes to try.
     refused: schemes that the class refuses, and the engine's reasons.
-    skips_ids: whether to check ids of -1. Not if the engine's code that skips them is missing here.
+    skips_ids: whether to check ids of -1; False if the code of the engine that skips them cannot
+        run here.
     """
 
     name: str
@@ -133,7 +134,7 @@ class Description:
     device_name: name of the device for the report.
     classes: its experts classes.
     activations: the engine's names of activations, and what they compute.
-    notes: lines for the report: what is not the engine's own code in this run.
+    notes: lines for the report about code of this run that is not the engine's own.
     """
 
     engine: str
@@ -150,7 +151,7 @@ class RefusedError(Exception):
 
 
 class UnavailableError(Exception):
-    """The class needs a library, an operator or a device that is not here."""
+    """The class needs a library, an operator or a device that this machine does not have."""
 
 
 class NotJudgedError(Exception):

@@ -1,6 +1,6 @@
-"""What the modules of all engines do in a process that loads an engine.
+"""Load an engine into the current process. Shared by the modules of all engines.
 
-This module imports no engine.
+This module itself does not import an engine.
 """
 
 import sys
@@ -19,13 +19,13 @@ from modular_kernel.settings import make_child_environment
 
 @dataclass(frozen=True)
 class EnginePackage:
-    """The package of an engine.
+    """The Python package of an engine.
 
     name: name of the package.
-    title: its name in messages.
-    modules: supported version, such as "0.33" -> full name of the module with `make_engine`. Every
-        version that begins with these numbers is supported.
-    prepare_cpu: makes the package usable on a machine without a GPU.
+    title: name of the engine in messages.
+    modules: maps a supported version prefix, such as "0.33", to the full name of the module that
+        defines `make_engine` for it.
+    prepare_cpu: makes the package importable and its kernels runnable without a GPU.
     """
 
     name: str
@@ -34,7 +34,7 @@ class EnginePackage:
     prepare_cpu: Callable[[], None]
 
     def find_module(self) -> str:
-        """Return the full name of the module for the installed version.
+        """Return the full name of the module that supports the installed version.
 
         Raises UnsupportedError if the package is missing or has another version.
         """
@@ -52,7 +52,8 @@ class EnginePackage:
     def load(self) -> Engine:
         """Load the engine.
 
-        Raises UnsupportedError if it is missing, cannot be imported, or has another version.
+        Raises UnsupportedError if the package is missing, cannot be imported, or has a version that
+        is not supported.
         """
         module, need = self.find_module(), "a complete installation"
         if find_spec(self.name) is None:
@@ -67,9 +68,9 @@ class EnginePackage:
         return engine
 
     def run_program(self) -> None:
-        """Run a Python program from the standard input, with the package prepared as in `load`.
+        """Run the Python program on standard input, after preparing the package as in `load`.
 
-        Without a GPU, `prepare_program` of the version's module is called first.
+        Without a GPU, `prepare_program` of the module for the installed version is called first.
         """
         if not torch.cuda.is_available():
             self.prepare_cpu()
@@ -90,7 +91,7 @@ def make_engine_environment(*, has_gpu: bool) -> dict[str, str]:
 
 
 def install_interpreter() -> None:
-    """Let Triton's interpreter compute what a GPU computes.
+    """Patch Triton's interpreter so that its results match those of a GPU.
 
     Raises UnsupportedError if the interpreter is not enabled.
     """
@@ -102,8 +103,11 @@ def install_interpreter() -> None:
 
 
 def find_missing_requirement(error: BaseException, device: str) -> str | None:
-    """Return what an engine's code needs and this machine lacks; None if `error` has another cause.
+    """Return the requirement whose absence on this machine caused `error`.
 
+    Returns None if the error has another cause.
+
+    error: exception that the engine's code raised.
     device: "cpu" or "cuda".
     """
     text = str(error)

@@ -39,7 +39,7 @@ from modular_kernel.ops.route import route
 from modular_kernel.replay import modes
 from modular_kernel.spec.problem import MAX_TOP_K, Combine
 from modular_kernel.spec.router import RouterSpec, StandardTopKOutput
-from modular_kernel.tensors import Routing, check_lead
+from modular_kernel.tensors import Routing, check_leading_dims
 from modular_kernel.utils.argument_checks import expect
 from modular_kernel.utils.operator_library import register_operator
 from modular_kernel.utils.tensor_checks import (
@@ -112,9 +112,9 @@ def _fused_experts(
         names = ("x", "w1", "w2", *FIELDS)
         check_no_gradients(dict(zip(names, (hidden_states, *weights), strict=True)))
     x_TH = _flatten(hidden_states, inplace=config.inplace)
-    lead = tuple(hidden_states.shape[:-1])
+    leading_dims = tuple(hidden_states.shape[:-1])
     weights_TK, ids_TK = flatten_topk_output(
-        topk_output, config, lead, hidden_states.device, check_memory=not eager
+        topk_output, config, leading_dims, hidden_states.device, check_memory=not eager
     )
     if config.inplace and config.no_combine:
         need = "inplace=False, because a (T, K, H) output does not fit into x"
@@ -190,8 +190,8 @@ def fused_moe(
         num_experts = count_global_experts(w1, quantization)
         need = f"(..., E) with E = {num_experts}, the number of experts"
         raise ShapeError("gating_output", got=tuple(gating_output.shape), need=need)
-    lead = tuple(getattr(hidden_states, "shape", ())[:-1])  # `_fused_experts` checks x
-    check_lead("gating_output", gating_output, lead, "E")
+    leading_dims = tuple(getattr(hidden_states, "shape", ())[:-1])  # `_fused_experts` checks x
+    check_leading_dims("gating_output", gating_output, leading_dims, "E")
     logits_TE = gating_output.reshape(-1, experts)
     routing = route(logits_TE, RouterSpec(top_k, renormalize=renormalize)).routing
     topk_output = StandardTopKOutput(routing.topk_weights_TK, routing.topk_ids_TK, gating_output)
@@ -223,14 +223,14 @@ def _flatten(hidden_states: torch.Tensor, *, inplace: bool) -> torch.Tensor:
 def flatten_topk_output(
     topk_output: Sequence[torch.Tensor | None],
     config: MoeRunnerConfig,
-    lead: tuple[int, ...] | None = None,
+    leading_dims: tuple[int, ...] | None = None,
     device: torch.device | None = None,
     *,
     check_memory: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the router's weights, as float32, and its ids, both flattened to (T, K).
 
-    lead: leading dimensions of x, which the ids must also have. None skips this check.
+    leading_dims: leading dimensions of x, which the ids must also have. None skips this check.
     device: device of x, on which the weights and ids must be. None skips this check.
     check_memory: whether to check that the weights and ids have memory.
     """
@@ -249,8 +249,8 @@ def flatten_topk_output(
     if ids_TK.dim() < 2 or config.top_k not in (None, ids_TK.shape[-1]):
         top_k = "" if config.top_k is None else f" with K = top_k = {config.top_k}"
         raise ShapeError("topk_ids", got=tuple(ids_TK.shape), need=f"(T, K){top_k}")
-    if lead is not None:
-        check_lead("topk_ids", ids_TK, lead, "K")
+    if leading_dims is not None:
+        check_leading_dims("topk_ids", ids_TK, leading_dims, "K")
     if ids_TK.dim() > 2 and weights_TK.shape == ids_TK.shape:
         shape = (-1, ids_TK.shape[-1])
         return weights_TK.reshape(shape), ids_TK.reshape(shape)

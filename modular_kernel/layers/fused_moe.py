@@ -533,7 +533,7 @@ class FusedMoE(ExpertParameters):
         x_TH: torch.Tensor,
         routing: RoutingLike,
         token_ids_T: torch.Tensor | None,
-        lead: tuple[int, ...],
+        leading_dims: tuple[int, ...],
     ) -> Routed:
         router = self.router
         if isinstance(router, Router):
@@ -542,7 +542,7 @@ class FusedMoE(ExpertParameters):
                 raise ConfigurationError("routing", got=type(routing).__name__, need=need)
             return router.routed(x_TH, token_ids_T, ids_dtype=self._ids_dtype)
         if router is not None:
-            logits = flatten_logits(routing, router.columns(self.num_experts), lead)
+            logits = flatten_logits(routing, router.columns(self.num_experts), leading_dims)
             return route(
                 logits,
                 router,
@@ -553,7 +553,7 @@ class FusedMoE(ExpertParameters):
         if token_ids_T is not None:
             need = "None, because the layer has no router"
             raise ConfigurationError("token_ids", got="a tensor", need=need)
-        return Routed(normalize_routing(routing, lead))
+        return Routed(normalize_routing(routing, leading_dims))
 
     def computed(
         self,

@@ -239,9 +239,11 @@ class ExpertParameters(nn.Module):
             if tensor.dtype not in spec.dtypes:
                 return
             tensors[field] = tensor
-        own = {name: (tuple(p.shape), p.dtype) for name, p in self.named_parameters(recurse=False)}
+        current = {
+            name: (tuple(p.shape), p.dtype) for name, p in self.named_parameters(recurse=False)
+        }
         loaded = {PARAMETERS[name]: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-        if is_marked_ready or own != loaded:
+        if is_marked_ready or current != loaded:
             copies = {name: tensor.detach().clone().to(device) for name, tensor in tensors.items()}
             self.set_weights(ExpertWeights(**copies))
 

@@ -6,7 +6,7 @@ from modular_kernel.errors import ConfigurationError, ShapeError
 from modular_kernel.layers.router import Router
 from modular_kernel.models.router_config import router_differences
 from modular_kernel.spec.router import RouterSpec
-from modular_kernel.tensors import Routing, check_lead
+from modular_kernel.tensors import Routing, check_leading_dims
 from modular_kernel.utils.argument_checks import expect
 from modular_kernel.utils.tensor_checks import check_strided, check_tensor
 
@@ -81,12 +81,12 @@ def resolve_top_k(top_k: int | None, router: Router | RouterSpec | None, experts
     return spec.top_k
 
 
-def flatten_logits(routing: object, columns: int, lead: tuple[int, ...]) -> torch.Tensor:
+def flatten_logits(routing: object, columns: int, leading_dims: tuple[int, ...]) -> torch.Tensor:
     """Return logits (..., E) as (T, E).
 
     routing: what the caller passed as logits.
     columns: the required size of the last dimension.
-    lead: the leading dimensions of x, that is, all except H.
+    leading_dims: the leading dimensions of x, that is, all except H.
 
     Raises ConfigurationError unless `routing` is a tensor, and ShapeError for a wrong shape.
     """
@@ -97,18 +97,18 @@ def flatten_logits(routing: object, columns: int, lead: tuple[int, ...]) -> torc
     if routing.dim() < 2 or routing.shape[-1] != columns:
         need = f"(..., E) with E = {columns}"
         raise ShapeError("router logits", got=tuple(routing.shape), need=need)
-    check_lead("router logits", routing, lead, "E")
+    check_leading_dims("router logits", routing, leading_dims, "E")
     if routing.dim() == 2:  # checked by `route`
         return routing
     return check_tensor("router logits", routing).reshape(-1, columns)
 
 
-def normalize_routing(routing: object, lead: tuple[int, ...]) -> Routing:
+def normalize_routing(routing: object, leading_dims: tuple[int, ...]) -> Routing:
     """Return a caller's routing as contiguous (T, K) tensors. 16-bit weights become float32.
 
     routing: a Routing, or (weights, ids), each (..., K). The leading dimensions are those of x, or
         only T.
-    lead: the leading dimensions of x, that is, all except H.
+    leading_dims: the leading dimensions of x, that is, all except H.
 
     Raises ConfigurationError for an unknown type, and ShapeError if shapes do not match.
     """
@@ -125,7 +125,7 @@ def normalize_routing(routing: object, lead: tuple[int, ...]) -> Routing:
         got = f"{tuple(weights.shape)} and {tuple(ids.shape)}"
         need = "the same shape, (..., K) with K of 1 or more"
         raise ShapeError("topk_weights and topk_ids", got=got, need=need)
-    check_lead("topk_weights and topk_ids", ids, lead, "K")
+    check_leading_dims("topk_weights and topk_ids", ids, leading_dims, "K")
     if weights.dtype in (torch.bfloat16, torch.float16):
         weights = weights.float()
     top_k = weights.shape[-1]

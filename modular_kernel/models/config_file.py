@@ -288,8 +288,8 @@ def layer_fields_of_config(path: Path, config: Config, layer: int | None = None)
     """
     model_type = config["model_type"]
     family = FAMILIES[model_type]
-    if family.unsupported:
-        got = f"model_type = {model_type!r}: {family.unsupported}"
+    if family.unsupported_reason:
+        got = f"model_type = {model_type!r}: {family.unsupported_reason}"
         raise _error(path, got, "a layer of gated or ReLU^2 MLPs")
     if family.required is not None:
         _check_allowed(path, config, *family.required)

@@ -35,7 +35,7 @@ class Family:
         intermediate size has the key "intermediate_size".
     required: (key, values). The layer is supported only if the file has one of these values for the
         key. None stands for a missing key.
-    unsupported: why the model_type is not supported; "" if it is supported.
+    unsupported_reason: why the model_type is not supported; "" if it is supported.
     """
 
     source: str
@@ -54,7 +54,7 @@ class Family:
     scaling: str = ""
     dense_key: str = ""
     required: tuple[str, tuple[object, ...]] | None = None
-    unsupported: str = ""
+    unsupported_reason: str = ""
 
 
 _NUM_EXPERTS, _NUM_LOCAL_EXPERTS, _N_ROUTED_EXPERTS = (
@@ -75,7 +75,7 @@ def _family(source: str, experts: str = "", scaling: str = "", **options: object
 
 
 def _unsupported(source: str, reason: str) -> Family:
-    return Family(source=source, unsupported=reason)
+    return Family(source=source, unsupported_reason=reason)
 
 
 # fmt: off

@@ -180,9 +180,9 @@ def _listed_dense_layers(config: Config, count: int) -> Iterator[int]:
     pattern = config.get("hybrid_override_pattern")
     if isinstance(pattern, str) and len(pattern) == count and "E" in pattern:
         yield from (layer for layer, kind in enumerate(pattern) if kind != "E")
-    only = config.get("mlp_only_layers")
-    if isinstance(only, list):
-        yield from (layer for layer in only if type(layer) is int)
+    mlp_only_layers = config.get("mlp_only_layers")
+    if isinstance(mlp_only_layers, list):
+        yield from (layer for layer in mlp_only_layers if type(layer) is int)
     with_experts = config.get("moe_layers")
     if isinstance(with_experts, list) and with_experts:
         yield from (layer for layer in range(count) if layer not in with_experts)

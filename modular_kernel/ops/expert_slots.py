@@ -45,13 +45,13 @@ class Numbering:
         first_token) % R gets the pairs of token t. The first sink of every token is on rank
         first_token % world_size. Callers pass different offsets on different ranks, so that the
         ranks do not all use the same copies and sinks.
-    sinks: number of sinks per rank.
+    num_sinks: number of sinks per rank.
     """
 
     placement: Placement
     tables: PlacementTables
     first_token: int = 0
-    sinks: int = 0
+    num_sinks: int = 0
 
     @classmethod
     def of(
@@ -60,10 +60,10 @@ class Numbering:
         device: torch.device | str,
         first_token: int = 0,
         *,
-        sinks: int = 0,
+        num_sinks: int = 0,
     ) -> "Numbering":
         """Return the numbering of a placement, for ids on `device`."""
-        return cls(placement, placement.tables(device), first_token, sinks)
+        return cls(placement, placement.tables(device), first_token, num_sinks)
 
     @cached_property
     def slots(self) -> int:
@@ -72,7 +72,7 @@ class Numbering:
     @property
     def numbers_per_rank(self) -> int:
         """Number of slots and sinks of each rank."""
-        return self.slots + self.sinks
+        return self.slots + self.num_sinks
 
     @cached_property
     def is_linear(self) -> bool:
@@ -130,7 +130,7 @@ def check_pairs(pairs: Pairs) -> None:
     for name, output in (("numbers", pairs.numbers_TK), ("weights", pairs.weights_TK)):
         if tuple(output.shape) != shape:
             raise ShapeError(f"{name} of pairs", got=tuple(output.shape), need=shape)
-    if pairs.numbering.sinks and not pairs.join:
+    if pairs.numbering.num_sinks and not pairs.join:
         need = "join=True, because there are sinks"
         raise ConfigurationError("join of pairs", got="join=False", need=need)
 
@@ -161,7 +161,7 @@ def make_pair_arguments(pairs: Pairs, warps: int) -> tuple[dict[str, object], in
         "stride_weights": routing.topk_weights_TK.stride(0),
         "TOP_K": top_k,
         "MERGE_REPEATS": pairs.join,
-        "HAS_SINKS": numbering.sinks > 0,
+        "HAS_SINKS": numbering.num_sinks > 0,
         "LINEAR_PLACEMENT": numbering.is_linear,
         "BLOCK_TOKENS": block_t,
         "BLOCK_TOP_K": lanes,
@@ -182,7 +182,7 @@ def number_pairs_ref(pairs: Pairs) -> None:
         # The weight of a skipped pair is undefined, so it must not be added to other weights.
         weights_TK = torch.where(same_TKK, weights_TK[:, None, :], 0).sum(2)
         drop_TK = drop_TK | same_TKK.tril(-1).any(2)
-    dropped = _assign_sinks(drop_TK, numbering) if numbering.sinks else -1
+    dropped = _assign_sinks(drop_TK, numbering) if numbering.num_sinks else -1
     pairs.numbers_TK.copy_(torch.where(drop_TK, dropped, numbers_TK))
     pairs.weights_TK.copy_((weights_TK * pairs.factor).masked_fill(drop_TK, 0))
     pairs.invalid_ids.add_(invalid)

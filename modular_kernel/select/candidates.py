@@ -47,7 +47,7 @@ def find_candidates(
         `requires.replicated_input` are refused.
     """
     verdicts = {t: _judge_all(problem.with_tokens(t), machine, replicated) for t in tokens}
-    valid = {t: tuple(_pair(v) for v in judged if v.ok) for t, judged in verdicts.items()}
+    valid = {t: tuple(_pair(v) for v in verdicts[t] if v.ok) for t in verdicts}
     valid_somewhere = dict.fromkeys(pair for t in sorted(valid, reverse=True) for pair in valid[t])
     capturable = frozenset(pair for pair in valid_somewhere if _is_capturable(pair, problem))
     # Parts without Triton kernels are included, because they call operations with Triton kernels.

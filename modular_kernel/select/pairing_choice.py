@@ -160,8 +160,8 @@ class PairingChoice:
                 f"default ({self.untimed_reason})" if self.untimed_reason else "default",
             ),
         ]
-        described = ", ".join(f"{number} {text}" for number, text in parts if number)
-        text = f"{format_count(len(reasons), 'token count')}: {described or 'no valid pairing'}"
+        counts_text = ", ".join(f"{number} {text}" for number, text in parts if number)
+        text = f"{format_count(len(reasons), 'token count')}: {counts_text or 'no valid pairing'}"
         return text + self._describe_left_out(count[SelectionReason.TIMED])
 
     def _describe_left_out(self, num_timed: int) -> str:
@@ -176,4 +176,4 @@ class PairingChoice:
             for pair, tokens in self.left_out.items()
         )
         reason = "not timed, because the shipped record expects no gain"
-        return f"; {reason}: {described}" if described else ""
+        return f"; {reason}: {pairs_text}" if pairs_text else ""

@@ -282,17 +282,17 @@ def _check_schemes(value: object) -> tuple[TableScheme, ...]:
 def _without_conflicts(
     schemes: list[ExternalScheme], broken: list[BrokenScheme], built_in_names: Collection[str]
 ) -> ExternalSchemes:
-    counts, usable = Counter(offered.name for offered in schemes), list[ExternalScheme]()
-    for offered in schemes:
-        name, is_duplicate = offered.name, counts[offered.name] > 1
+    counts, usable = Counter(external.name for external in schemes), list[ExternalScheme]()
+    for external in schemes:
+        name, is_duplicate = external.name, counts[external.name] > 1
         if name in built_in_names:
             need = "another name: there is a built-in scheme with this one"
         elif is_duplicate:
             origins = (other.origin for other in schemes if other.name == name)
             need = f"one scheme with this name, not those of {' and '.join(origins)}"
         else:
-            usable.append(offered)
+            usable.append(external)
             continue
         error = ConfigurationError("scheme", got=repr(name), need=need)
-        broken.append(BrokenScheme(name, offered.origin, describe_error(error), is_duplicate))
+        broken.append(BrokenScheme(name, external.origin, describe_error(error), is_duplicate))
     return ExternalSchemes(tuple(usable), tuple(broken))

@@ -192,7 +192,7 @@ def load_external_schemes() -> ExternalSchemes:
 
 def list_external_schemes() -> tuple[str, ...]:
     """Return the names of the usable schemes of other packages."""
-    return tuple(offered.name for offered in load_external_schemes().usable)
+    return tuple(external.name for external in load_external_schemes().usable)
 
 
 def scheme_named(name: str) -> QuantScheme:
@@ -203,9 +203,9 @@ def scheme_named(name: str) -> QuantScheme:
     if name in QUANT_SCHEMES:
         return QUANT_SCHEMES[name]
     schemes = load_external_schemes()
-    for offered in schemes.usable:
-        if offered.name == name:
-            return _of_table(offered.scheme)
+    for external in schemes.usable:
+        if external.name == name:
+            return _of_table(external.scheme)
     for broken in schemes.broken:
         if broken.name == name and broken.is_duplicate:
             origins = " and ".join(entry.origin for entry in schemes.broken if entry.name == name)
@@ -213,7 +213,7 @@ def scheme_named(name: str) -> QuantScheme:
         if broken.name == name:
             need = "a scheme that can be used"
             raise BrokenPartError(f"quant {name!r}", got=broken.error, need=need)
-    names = (*QUANT_SCHEMES, *(offered.name for offered in schemes.usable))
+    names = (*QUANT_SCHEMES, *(external.name for external in schemes.usable))
     need = f"one of {', '.join(sorted(names))}"
     if schemes.broken:
         failures = "; ".join(f"{b.name} from {b.origin}: {b.error}" for b in schemes.broken)

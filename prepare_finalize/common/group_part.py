@@ -156,17 +156,17 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
             self._tables[device] = self.problem.placement.tables(device, near_ranks)
         return self._tables[device]
 
-    def numbering(self, device: torch.device, *, sinks: int = 0) -> Numbering:
+    def numbering(self, device: torch.device, *, num_sinks: int = 0) -> Numbering:
         """Return the numbering of expert slots that the library uses, for ids on `device`.
 
-        sinks: number of additional slots per rank that receive skipped pairs, for libraries that
-            cannot skip a pair (`modular_kernel.ops.expert_slots`).
+        num_sinks: number of additional slots per rank that receive skipped pairs, for libraries
+            that cannot skip a pair (`modular_kernel.ops.expert_slots`).
         """
-        numbering = self._numberings.get((device, sinks))
+        numbering = self._numberings.get((device, num_sinks))
         if numbering is None:
             placement, tables = self.problem.placement, self.tables(device)
-            numbering = Numbering(placement, tables, self.manager.rank, sinks)
-            self._numberings[device, sinks] = numbering
+            numbering = Numbering(placement, tables, self.manager.rank, num_sinks)
+            self._numberings[device, num_sinks] = numbering
         return numbering
 
     def pair_specs(self, tokens: int) -> dict[str, BufferSpec]:
@@ -178,7 +178,13 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         }
 
     def pairs(
-        self, routing: Routing, call: CallState, *, join: bool, factor: float = 1.0, sinks: int = 0
+        self,
+        routing: Routing,
+        call: CallState,
+        *,
+        join: bool,
+        factor: float = 1.0,
+        num_sinks: int = 0,
     ) -> Pairs:
         """Return the (token, expert) pairs of a call, with buffers for expert numbers and weights.
 
@@ -187,7 +193,7 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         ids_TK, take = routing.topk_ids_TK, call.workspace.take
         return Pairs(
             routing,
-            self.numbering(ids_TK.device, sinks=sinks),
+            self.numbering(ids_TK.device, num_sinks=num_sinks),
             take("pair_numbers", tuple(ids_TK.shape)),
             take("pair_weights", tuple(ids_TK.shape)),
             call.invalid_ids,

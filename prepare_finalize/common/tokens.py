@@ -1,7 +1,7 @@
 """Quantization of tokens before the dispatch, and the weighted sum of expert outputs after it.
 
-Tokens are quantized before the dispatch if the scheme quantizes activations. The exception are
-calls with `call.defer_quant`, in which the experts quantize the rows that they receive.
+If the scheme quantizes activations, tokens are quantized before the dispatch. In calls with
+`call.defer_quant`, the experts quantize the received rows instead.
 """
 
 from dataclasses import replace

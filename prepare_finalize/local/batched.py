@@ -70,7 +70,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
     The capacity C is T, rounded up if the experts require a multiple. T rows per expert are enough,
     because the pairs of a token with the same expert share one row. The rows of an expert are in
     the order of tokens. Rows beyond the count of an expert are undefined. Tokens are quantized
-    while they are copied. If all tokens share a dynamic scale, they are quantized before.
+    while they are copied, or before if all tokens share a dynamic scale.
     """
 
     replayable = True  # a plan can replay its recorded launches

@@ -111,7 +111,7 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         super().__init__(problem, group)
         self._shape = _shape(problem)
-        self._sinks = num_sinks(problem)
+        self._num_sinks = num_sinks(problem)
         self.manager.check_equal({name: getattr(problem, name) for name in _SHARED})
         self.manager.reserve(self._shape)
 
@@ -178,7 +178,7 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
             raise CapacityError("tokens", got=len(x_TH), need=need)
         self.manager.check_device(x_TH.device)
         factor = self.problem.routed_scaling_factor
-        pairs = self.pairs(routing, call, join=True, factor=factor, sinks=self._sinks)
+        pairs = self.pairs(routing, call, join=True, factor=factor, num_sinks=self._num_sinks)
         rows, scale = number_and_quantize_tokens(
             x_TH, self.problem, pairs, weights=weights, call=call
         )
@@ -199,7 +199,7 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
             if scales is not None and scale is not None:
                 scales = scales[..., : scale.shape[1]]  # remove padding
             tokens = BatchedTokens(x_eCH, counts, scale if scales is None else scales)
-            sink_counts_S = received[0][-self._sinks :]
+            sink_counts_S = received[0][-self._num_sinks :]
             handle_tensors = slots_TK, pairs.weights_TK, sink_counts_S
             return tokens, PplxHandle(self, call, buffers, use_count, *handle_tensors)
 
@@ -225,7 +225,7 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
         )
         if expert_output.data_ptr() != all_rows.data_ptr():
             all_rows[: len(expert_output)].copy_(expert_output)
-        zero_rows(all_rows[-self._sinks :], part_handle.sink_counts_S)
+        zero_rows(all_rows[-self._num_sinks :], part_handle.sink_counts_S)
         buffers.all_to_all.combine(
             out, part_handle.slots_TK, part_handle.weights_TK, all_rows, None
         )

@@ -48,10 +48,10 @@ class SlowTransport(Transport):
     def dispatch(self):
         advance_clock(0.002)
         self.calls += 1
-        self.arrived = self.x * (1 if self.calls < self.wrong_from else 2)
+        self.dispatched = self.x * (1 if self.calls < self.wrong_from else 2)
 
     def identity(self):
-        self.y = self.arrived
+        self.y = self.dispatched
 
     def combine(self):
         advance_clock(0.005)

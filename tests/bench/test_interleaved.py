@@ -1,4 +1,4 @@
-"""`make bench`: sampled layers, interleaved timing, leads of our layers, and the command."""
+"""`make bench`: sampled layers, interleaved timing, speedups of our layers, and the command."""
 
 import importlib.util
 import json
@@ -21,7 +21,9 @@ from modular_kernel.bench.candidates import (
     gemm_library,
 )
 from modular_kernel.bench.interleaved import CaseBlock, Comparison, run_interleaved
-from modular_kernel.bench.leads import (
+from modular_kernel.bench.run import format_error
+from modular_kernel.bench.sampled_layers import SampledLayer, sample_layers
+from modular_kernel.bench.speedups import (
     COMPOSED,
     DEFAULT,
     OTHER_LIBRARY,
@@ -29,16 +31,14 @@ from modular_kernel.bench.leads import (
     collect_case_times,
     column_name,
     layers_table,
-    leads_table,
     merge_reports,
-    plot_leads,
+    plot_speedups,
     render_markdown,
     replace_section,
-    summarize_leads,
+    speedups_table,
+    summarize_speedups,
     unmeasured_list,
 )
-from modular_kernel.bench.run import format_error
-from modular_kernel.bench.sampled_layers import SampledLayer, sample_layers
 from modular_kernel.catalog import this_machine
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.measure.cases import LayerCase
@@ -277,24 +277,24 @@ def test_parts_that_run_other_libraries_have_their_own_column() -> None:
     assert sixteen.ours == {DEFAULT: 10.0}
 
 
-def test_leads_are_geometric_means_with_the_worst_case() -> None:
+def test_speedups_are_geometric_means_with_the_worst_case() -> None:
     by_column = {
-        standing.column: standing for standing in summarize_leads(collect_case_times(ROWS))
+        summary.column: summary for summary in summarize_speedups(collect_case_times(ROWS))
     }
     default = by_column[DEFAULT]
     assert default.cases == 2
     assert default.mean == pytest.approx((0.9 * 4.0) ** 0.5)
-    assert default.behind == 1
+    assert default.num_slower == 1
     assert default.worst.tokens == 1
-    assert default.min_lead == pytest.approx(0.9)
-    assert by_column[COMPOSED].behind == 0
+    assert default.min_speedup == pytest.approx(0.9)
+    assert by_column[COMPOSED].num_slower == 0
 
 
-def test_cases_within_the_margin_are_not_behind() -> None:
+def test_cases_within_the_margin_are_not_slower() -> None:
     rows = [make_row("FusedMoE", 100.9), make_row("vllm_triton", 100.0, PEER)]
-    assert [standing.behind for standing in summarize_leads(collect_case_times(rows))] == [0]
+    assert [summary.num_slower for summary in summarize_speedups(collect_case_times(rows))] == [0]
     rows[0] = make_row("FusedMoE", 101.1)
-    assert [standing.behind for standing in summarize_leads(collect_case_times(rows))] == [1]
+    assert [summary.num_slower for summary in summarize_speedups(collect_case_times(rows))] == [1]
 
 
 def test_tables_name_each_layer_and_what_is_missing() -> None:
@@ -306,7 +306,7 @@ def test_tables_name_each_layer_and_what_is_missing() -> None:
     assert "- not installed: vllm_marlin (needs vllm)" in unmeasured_list(report)
     assert "- bf16, flashinfer: failed in 1 cases: no module" in unmeasured_list(report)
     text = render_markdown(report)
-    for line in [*leads_table(report), *lines]:
+    for line in [*speedups_table(report), *lines]:
         assert line in text
 
 
@@ -335,9 +335,9 @@ def test_merged_reports_have_one_row_per_layer_and_case() -> None:
     merged = merge_reports(reports)
     assert [(row.layer, row.us) for row in merged.rows] == [("FusedMoE", 5.0), ("vllm_triton", 8.0)]
     assert merged.stopped == "broke"
-    (standing,) = summarize_leads(collect_case_times(merged.rows))
-    assert standing.cases == 1
-    assert standing.mean == pytest.approx(8.0 / 5.0)
+    (summary,) = summarize_speedups(collect_case_times(merged.rows))
+    assert summary.cases == 1
+    assert summary.mean == pytest.approx(8.0 / 5.0)
 
 
 def test_errors_without_a_message_include_the_source_line() -> None:
@@ -351,7 +351,7 @@ def test_errors_without_a_message_include_the_source_line() -> None:
 
 def test_plot_is_written(tmp_path: Path) -> None:
     path = tmp_path / "bench.svg"
-    plot_leads(make_report(*ROWS), path)
+    plot_speedups(make_report(*ROWS), path)
     assert "<svg" in path.read_text(encoding="utf-8")
 
 

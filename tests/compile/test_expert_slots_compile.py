@@ -23,15 +23,15 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def make_pairs(
-    placement: Placement, top_k: int, *, join: bool, ids_dtype: torch.dtype, sinks: int = 0
+    placement: Placement, top_k: int, *, join: bool, ids_dtype: torch.dtype, num_sinks: int = 0
 ) -> Pairs:
     """Return pairs with the dtypes for DeepEP, or for pplx-kernels if there are sinks."""
     tables = PlacementTables(empty(32, 2, 2, dtype=torch.int32), empty(32, dtype=torch.int32))
     weights = empty(16, top_k)
     return Pairs(
         Routing(weights, empty(16, top_k, dtype=ids_dtype)),
-        Numbering(placement, tables, 1, sinks),
-        empty(16, top_k, dtype=torch.int32 if sinks else torch.int64),
+        Numbering(placement, tables, 1, num_sinks),
+        empty(16, top_k, dtype=torch.int32 if num_sinks else torch.int64),
         weights,
         empty(1, dtype=torch.int32),
         join,
@@ -46,30 +46,32 @@ def assert_clean(records: list[CompileRecord], *kernels: str) -> None:
 
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(
-    ("join", "top_k", "sinks"),
+    ("join", "top_k", "num_sinks"),
     [(False, 8, 0), (True, 1, 0), (True, 8, 0), (True, 32, 0), (True, 8, 4), (True, 3, 2)],
 )
 def test_number_pairs_compiles_without_spills(
-    ids_dtype: torch.dtype, join: bool, top_k: int, sinks: int
+    ids_dtype: torch.dtype, join: bool, top_k: int, num_sinks: int
 ) -> None:
     with record_compiles("sm_90") as records:
         for placement in (LINEAR, COPIES):
-            number_pairs(make_pairs(placement, top_k, join=join, ids_dtype=ids_dtype, sinks=sinks))
+            number_pairs(
+                make_pairs(placement, top_k, join=join, ids_dtype=ids_dtype, num_sinks=num_sinks)
+            )
     assert_clean(records, *["number_pairs_kernel"] * 2)
     # A warp compares its lanes without shared memory.
     assert [record.shared for record in records] == [0, 0]
 
 
-@pytest.mark.parametrize("sinks", [0, 4])
+@pytest.mark.parametrize("num_sinks", [0, 4])
 @pytest.mark.parametrize(
     "text", ["fp8_w8a8_tensor:static=true", "fp8_w8a8_channel", "fp8_w8a8_block", "int8_w8a8_block"]
 )
-def test_number_and_quantize_compiles_without_spills(text: str, sinks: int) -> None:
+def test_number_and_quantize_compiles_without_spills(text: str, num_sinks: int) -> None:
     scheme, hidden = QuantScheme.parse(text), 7168
     workspace = Workspace(quantize_specs("x", scheme, 16, hidden), torch.device("meta"))
     static = empty(1) if scheme.static else None
     out = take_quantized(workspace, "x", scheme, (16, hidden), static_scale=static)
-    pairs = make_pairs(LINEAR, 8, join=True, ids_dtype=torch.int32, sinks=sinks)
+    pairs = make_pairs(LINEAR, 8, join=True, ids_dtype=torch.int32, num_sinks=num_sinks)
     with record_compiles("sm_90") as records:
         number_and_quantize(empty(16, hidden, dtype=torch.bfloat16), scheme, pairs, out=out)
     assert_clean(records, "number_and_quantize_kernel")

@@ -214,7 +214,7 @@ def test_every_class_with_experts_is_known() -> None:
     } == WITHOUT_TYPE
     leaves = {kind for kind in types if kind and mentions_experts(expert_fields(kind))}
     assert leaves == set(INSTALLED) - WITHOUT_CLASS
-    assert {kind for kind, family in FAMILIES.items() if family.unsupported} == REFUSED
+    assert {kind for kind, family in FAMILIES.items() if family.unsupported_reason} == REFUSED
 
 
 def expert_fields(kind: str) -> dict[str, None]:
@@ -269,7 +269,7 @@ def test_unsupported_layers_are_refused_by_name(kind: str, tmp_path: Path) -> No
     assert f"class {name}(" in code
     with pytest.raises(ConfigurationError, match=re.escape(kind)) as caught:
         problem_fields_of_file(write_config(class_of(kind)(), tmp_path / "config.json"))
-    assert family.unsupported in str(caught.value)
+    assert family.unsupported_reason in str(caught.value)
 
 
 def test_multimodal_models_are_read_as_their_language_models(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_multimodal_models_are_read_as_their_language_models(tmp_path: Path) -> 
             continue  # its experts are not in a language model; see the next test
         config = make_config(cls)
         inner = language_config_of(config)
-        if FAMILIES[inner.model_type].unsupported:
+        if FAMILIES[inner.model_type].unsupported_reason:
             with pytest.raises(ConfigurationError, match=inner.model_type):
                 problem_fields_of_file(write_config(config, tmp_path / "outer.json"))
             continue

@@ -19,12 +19,12 @@ WRONG = (8, -2, 2**31 - 1, -(2**31))
 path = make_path_fixture(numbers)
 
 
-def number_with_sinks(ids_TK, weights_TK, placement, sinks, *, rank, factor=1.0):
+def number_with_sinks(ids_TK, weights_TK, placement, num_sinks, *, rank, factor=1.0):
     """Return slots, weights and the count of invalid ids, which starts at 5."""
     shape = tuple(ids_TK.shape)
     pairs = Pairs(
         Routing(weights_TK.to(DEVICE), ids_TK.to(DEVICE)),
-        Numbering.of(placement, DEVICE, rank, sinks=sinks),
+        Numbering.of(placement, DEVICE, rank, num_sinks=num_sinks),
         torch.full(shape, 12345, dtype=torch.int32, device=DEVICE),
         torch.full(shape, NAN, device=DEVICE),
         torch.full((1,), 5, dtype=torch.int32, device=DEVICE),
@@ -35,9 +35,9 @@ def number_with_sinks(ids_TK, weights_TK, placement, sinks, *, rank, factor=1.0)
     return pairs.numbers_TK.tolist(), pairs.weights_TK.tolist(), int(pairs.invalid_ids) - 5
 
 
-def number_by_loop(ids_TK, weights_TK, placement, sinks, *, rank, factor):
+def number_by_loop(ids_TK, weights_TK, placement, num_sinks, *, rank, factor):
     world_size, slots = placement.world_size, max(map(len, placement.slots))
-    slots_per_rank = slots + sinks
+    slots_per_rank = slots + num_sinks
     places_TK, weights, invalid = [], [], 0
     for token, (ids, router) in enumerate(zip(ids_TK.tolist(), weights_TK.tolist(), strict=True)):
         first, dropped, row, row_weights = {}, 0, [], []
@@ -82,15 +82,15 @@ def test_slots_equal_those_of_a_loop(
     path: str, tokens: int, top_k: int, dtype: torch.dtype, placement: Placement
 ) -> None:
     generator = torch.Generator().manual_seed(tokens + top_k)
-    sinks = -(-top_k // placement.world_size)
-    numbered = placement.world_size * (max(map(len, placement.slots)) + sinks)
+    num_sinks = -(-top_k // placement.world_size)
+    numbered = placement.world_size * (max(map(len, placement.slots)) + num_sinks)
     ids_TK = torch.randint(-1, 8, (tokens, top_k), generator=generator)
     wrong = torch.rand(ids_TK.shape, generator=generator) < 0.2
     ids_TK[wrong] = torch.tensor(WRONG).repeat(int(wrong.sum()))[: int(wrong.sum())]
     # Sums of eighths are exact in any order.
     weights_TK = torch.randint(0, 64, (tokens, top_k), generator=generator) / 8
     for rank in range(placement.world_size):
-        arguments = weights_TK, placement, sinks
+        arguments = weights_TK, placement, num_sinks
         actual = number_with_sinks(ids_TK.to(dtype), *arguments, rank=rank, factor=2.5)
         assert actual == number_by_loop(ids_TK, *arguments, rank=rank, factor=2.5)
         for row in actual[0]:
@@ -103,7 +103,7 @@ def test_sinks_require_joined_pairs() -> None:
     ids = torch.zeros(1, 2, dtype=torch.int32)
     apart = Pairs(
         Routing(torch.ones(1, 2), ids),
-        Numbering.of(Placement.linear(8, 2), "cpu", sinks=1),
+        Numbering.of(Placement.linear(8, 2), "cpu", num_sinks=1),
         torch.empty_like(ids),
         torch.empty(1, 2),
         torch.zeros(1, dtype=torch.int32),

@@ -64,14 +64,14 @@ def random_routing(tokens: int, top_k: int) -> Routing:
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("text", SCHEMES)
-@pytest.mark.parametrize(("placement", "sinks"), [(BLOCKS, 0), (BLOCKS, 2), (COPIES, 0)])
+@pytest.mark.parametrize(("placement", "num_sinks"), [(BLOCKS, 0), (BLOCKS, 2), (COPIES, 0)])
 @pytest.mark.parametrize("tokens", [0, 1, 75])
 def test_number_and_quantize_equals_both_operations(
-    tokens: int, placement: Placement, sinks: int, text: str
+    tokens: int, placement: Placement, num_sinks: int, text: str
 ) -> None:
     scheme, routing = QuantScheme.parse(text), random_routing(tokens, 3)
     x_TH = random_normal(tokens, COLUMNS + 8, dtype=torch.bfloat16)[:, :COLUMNS]
-    numbering = Numbering.of(placement, DEVICE, 1, sinks=sinks)
+    numbering = Numbering.of(placement, DEVICE, 1, num_sinks=num_sinks)
     actual, expected = (
         CallArguments(routing, numbering, scheme, tokens, join=True) for _ in range(2)
     )
@@ -82,7 +82,7 @@ def test_number_and_quantize_equals_both_operations(
 
 
 def call_with(text: str, ids: int, join: bool = True) -> None:
-    scheme, numbering = QuantScheme.parse(text), Numbering.of(BLOCKS, DEVICE, sinks=2)
+    scheme, numbering = QuantScheme.parse(text), Numbering.of(BLOCKS, DEVICE, num_sinks=2)
     arguments = CallArguments(random_routing(ids, 3), numbering, scheme, 4, join)
     x_TH = random_normal(4, COLUMNS, dtype=torch.bfloat16)
     number_and_quantize(x_TH, scheme, arguments.pairs, out=arguments.rows)

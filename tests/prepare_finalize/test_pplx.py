@@ -71,12 +71,12 @@ def test_defects_are_found(name: str, rank_pool: Pool) -> None:
 
 
 def test_ranks_have_a_sink_for_every_pair_of_a_token() -> None:
-    for world_size, top_k, sinks in ((2, 8, 4), (4, 8, 2), (8, 8, 1), (4, 9, 3)):
+    for world_size, top_k, num_sinks in ((2, 8, 4), (4, 8, 2), (8, 8, 1), (4, 9, 3)):
         problem = Problem(1, 64, 32, 32, top_k, parallel=Parallel(world_size))
-        assert pplx.num_sinks(problem) == sinks
+        assert pplx.num_sinks(problem) == num_sinks
         part = PART.__new__(PART)
         part.problem, part._shape = problem, pplx._shape(problem)
-        assert part.dispatch_shape(1) == BatchedShape(32 // world_size + sinks, world_size)
+        assert part.dispatch_shape(1) == BatchedShape(32 // world_size + num_sinks, world_size)
     copies = Placement.linear(6, 2).with_copies({0: (1,)})
     assert pplx._shape(replace(PROBLEM, parallel=Parallel(2, copies))).slots == 2 * (4 + 2)
 

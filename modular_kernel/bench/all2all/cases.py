@@ -177,7 +177,7 @@ class Transport(ABC):
     interpreted: whether the transport runs in Triton's interpreter, so that its time is
         meaningless.
     note: text for the table.
-    arrived: result of the last dispatch, which `identity` and `combine` read.
+    dispatched: result of the last dispatch, which `identity` and `combine` read.
     """
 
     name: ClassVar[str]
@@ -187,7 +187,7 @@ class Transport(ABC):
     replicated: bool = False
     interpreted: bool = False
     note: str = ""
-    arrived: Any = None
+    dispatched: Any = None
 
     def refusal(self, case: ExchangeCase) -> str:
         """Return the reason why the transport cannot run this case, or "". Called before `open`."""
@@ -220,7 +220,7 @@ class Transport(ABC):
         """
         return inputs.x_TH
 
-    def settle(self) -> None:  # noqa: B027  most transports raise errors immediately
+    def raise_async_errors(self) -> None:  # noqa: B027  most transports raise errors immediately
         """Raise the asynchronous errors of earlier calls."""
 
     def close(self) -> None:  # noqa: B027  most transports hold no resources

@@ -32,18 +32,17 @@ from modular_kernel.workspace import EXPERT_OUTPUT, BufferSpec, Workspace
 
 # Maximum tokens per call in the batched format, whose buffers have a row for each token and expert.
 _MAX_BATCHED_TOKENS = 512
-# Reductions (weighted sums over K) that experts leave to `finalize`, in order of preference. With
-# less reduction, `finalize` takes little longer than the exchange.
-# less `finalize` reduces, the more of its time is the exchange.
+# Reductions (weighted sums over K) that experts leave to `finalize`, in order of preference. The
+# less `finalize` reduces, the closer its time is to the time of the exchange alone.
 _PREFERRED_REDUCTIONS = (Reduce.NOOP, Reduce.NAIVE_BATCHED, Reduce.CONTIGUOUS)
 
 
 class PartTransport(Transport):
     """A PrepareAndFinalize part with identity experts.
 
-    The identity experts reduce as much as the part supports, so that `finalize` does little besides
-    the exchange. If a part can be captured only with Problem(graph=True)
-    (`requires.graph_on_request`), its problem has graph=True on a GPU.
+    The identity experts compute as much of the weighted sum as the part supports, so that
+    `finalize` does little besides the exchange. If a part can be captured only with
+    Problem(graph=True) (`requires.graph_on_request`), its problem has graph=True on a GPU.
 
     A case is refused if no experts part is compatible. The refusal lists the reasons of the pairing
     with the fewest reasons.
@@ -127,12 +126,12 @@ class PartTransport(Transport):
 
     def dispatch(self) -> None:
         assert self._part is not None
-        self.arrived = self._part.prepare(
+        self.dispatched = self._part.prepare(
             self._inputs.x_TH, self._routing, weights=self._weights, call=self._call
         )
 
     def identity(self) -> None:
-        tokens: Dispatched = self.arrived[0]
+        tokens: Dispatched = self.dispatched[0]
         group = self._inputs.case.scheme.group[-1] if self._inputs.case.scheme.group else 1
         if isinstance(tokens, BatchedTokens):
             rows = dequantize(tokens.x_eCH, tokens.scale, group)
@@ -141,13 +140,13 @@ class PartTransport(Transport):
         # The buffer must keep its address, because a captured combine reads from it.
         if self._part_has_output:
             assert self._part is not None
-            self._output = self._part.expert_output(self.arrived[1])
+            self._output = self._part.expert_output(self.dispatched[1])
         else:
             self._output = self._workspace.take(EXPERT_OUTPUT, tuple(rows.shape))
         self._output.copy_(rows)
 
     def combine(self) -> torch.Tensor:
-        part, handle = self._part, self.arrived[1]
+        part, handle = self._part, self.dispatched[1]
         assert part is not None
         if part.allocates_output:
             return part.finalize_to_new_tensor(
@@ -156,7 +155,7 @@ class PartTransport(Transport):
         part.finalize(self._output, handle=handle, reduce=self._topk_reduce, out=self._out)
         return self._out
 
-    def settle(self) -> None:
+    def raise_async_errors(self) -> None:
         check: Callable[[], object] | None = getattr(self._part, "check", None)
         if check is not None:
             check()
@@ -166,7 +165,7 @@ class PartTransport(Transport):
         destroy: Callable[[], object] | None = getattr(part, "destroy", None)
         for name in ("_workspace", "_output", "_out", "_call"):
             self.__dict__.pop(name, None)
-        self.arrived = None
+        self.dispatched = None
         if destroy is not None:
             destroy()
 

@@ -15,7 +15,7 @@ from modular_kernel.measure.records import FAILED, OK, REFUSED, SKIPPED, WRONG
 from modular_kernel.utils import json_files
 
 SCHEMA = "mk-exchange/1"
-# in ascending order; a row has the worst status of its ranks
+# In ascending order. The status of a row is the worst status of its ranks.
 _SEVERITY = (OK, SKIPPED, REFUSED, WRONG, FAILED)
 
 

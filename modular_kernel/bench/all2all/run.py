@@ -159,7 +159,6 @@ def _run_batch(
         case_reports = [by_case[index] for by_case in reports if index in by_case]
         # A rank crashed or hung in the first case that not all ranks reported. This case has
         # failed, and later ones are skipped.
-        # failed, and later ones are skipped.
         if len(case_reports) < pool.world_size:
             reason = {"note": failure or "a rank reported nothing", "error": None}
             case_reports = (
@@ -343,7 +342,7 @@ def _measure_case(
         times = time_transport(
             transport, inputs, context, task.repeats, partial(_is_true_on_all_ranks, context)
         )
-        transport.settle()
+        transport.raise_async_errors()
     except Exception as failure:  # noqa: BLE001  as above
         note = _format_error(failure)
         writer.report_failure(note, error)
@@ -361,7 +360,7 @@ def _run_and_check(transport: Transport, inputs: ExchangeInputs) -> float:
     transport.dispatch()
     transport.identity()
     out = transport.combine()
-    transport.settle()
+    transport.raise_async_errors()
     error = max_row_error(out, transport.expected(inputs))
     out.fill_(float("nan"))  # so that NaN remains where the next `combine` does not write
     return error

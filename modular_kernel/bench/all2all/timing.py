@@ -81,13 +81,14 @@ def time_transport(
 class _Graphs:
     """Functions that replay the captured graphs.
 
-    arrived: value of `Transport.arrived` after dispatch was captured, in the memory of its graph.
+    dispatched: value of `Transport.dispatched` after dispatch was captured, in the memory of its
+        graph.
     """
 
     dispatch: Call
     combine: Call
     pairs: Call
-    arrived: Any
+    dispatched: Any
 
 
 def _capture(transport: Transport, inputs: ExchangeInputs) -> _Graphs | None:
@@ -96,17 +97,17 @@ def _capture(transport: Transport, inputs: ExchangeInputs) -> _Graphs | None:
         return inputs.x_TH
 
     first = capture_graphs([[dispatch]])
-    arrived = transport.arrived
+    dispatched = transport.dispatched
     graphs = first and capture_graphs([[transport.combine], [dispatch, transport.combine] * _PAIRS])
     if not first or not graphs:
         return None
     combine, pairs = graphs
-    return _Graphs(first[0], combine, pairs, arrived)
+    return _Graphs(first[0], combine, pairs, dispatched)
 
 
 def _replay_error(transport: Transport, inputs: ExchangeInputs, graphs: _Graphs) -> float:
     """Return the maximum error of a row after a replay of dispatch, the identity, and combine."""
-    transport.arrived = graphs.arrived
+    transport.dispatched = graphs.dispatched
     graphs.dispatch()
     transport.identity()
     out = graphs.combine()

@@ -1,4 +1,4 @@
-"""Makes SGLang importable on a machine without a GPU, where many packages it imports are absent."""
+"""Mock packages that SGLang imports and that are not installed on a machine without a GPU."""
 
 import sys
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ class _MockImporter(MetaPathFinder, Loader):
 
 
 def mock_absent_packages() -> list[str]:
-    """Let the absent ones of PACKAGES be imported as mocks, and return their names."""
+    """Mock those of PACKAGES that are not installed, and return their names."""
     absent = [name for name in PACKAGES if name not in sys.modules and find_spec(name) is None]
     sys.meta_path.append(_MockImporter(absent))
     return absent

@@ -1,4 +1,4 @@
-"""Computes SGLang's compiled operators in torch, on a machine without a GPU.
+"""Torch implementations of SGLang's compiled operators, for machines without a GPU.
 
 SGLang's Python and Triton code of a MoE layer can then run on a CPU, with Triton's interpreter.
 Import this module after SGLang has become importable (`absent_packages`).
@@ -36,7 +36,7 @@ def install_operators() -> None:
             "get_device_name": lambda *_: "CPU"
         },
         f"{_MOE}.token_dispatcher.standard": {"get_device": lambda: "cpu"},
-        # What follows the GEMMs depends on the platform. Answer as on sm_90.
+        # The platform determines the code that runs after the GEMMs. Select the code for sm_90.
         f"{_MOE}.moe_runner.triton_utils.fused_moe": {
             "_is_cuda": True,
             "is_arch_support_pdl": lambda: True,

@@ -54,17 +54,17 @@ _PACKAGE_DIRECTORY = Path(sglang.__file__).parent
 _CPU_NOTE = (
     "SGLang's Triton kernels are interpreted, and its compiled operators are computed in torch"
 )
-# What SGLang's own checks raise.
+# Exceptions that SGLang's own checks raise.
 _REFUSALS = (AssertionError, NotImplementedError, ValueError)
 
 
 @dataclass(frozen=True)
 class Runner:
-    """A class of the report, and how SGLang reaches it.
+    """A class of the report, and how SGLang selects it.
 
     module: its module in `sglang.srt.layers.moe`.
     backend: the value of `--moe-runner-backend`.
-    packages: packages that its kernels need, beside SGLang.
+    packages: packages that its kernels need, in addition to SGLang.
     find_forward: returns the function that an unquantized layer calls for it, given the layer's
         UnquantizedFusedMoEMethod; None if every quantization method calls it.
     is_core: whether it is called between the functions that permute rows. SGLang then prefers
@@ -289,7 +289,7 @@ class SglangEngine:
         return layer
 
     def _select_function(self, layer: Any, runner: Runner) -> None:
-        """Let the layer call the function or core of the class."""
+        """Make the layer call the function or core of the class."""
         method = layer.quant_method
         is_unquantized = isinstance(method, UnquantizedFusedMoEMethod)
         if runner.find_forward is not None:
@@ -356,7 +356,7 @@ class SglangEngine:
 
 @contextmanager
 def _use_ranks(problem: Problem) -> Iterator[None]:
-    """Let SGLang make and call layers of rank 1, if the problem has the experts of one rank.
+    """Build and call layers as rank 1 of SGLang, if the problem has the experts of one rank only.
 
     `ParallelContext.override` would require process groups of that size.
     """
@@ -440,7 +440,7 @@ def load_weights(layer: Any, weights: ExpertWeights) -> None:
 
 
 def prepare_program() -> None:
-    """Prepare nothing more for a program that runs on a CPU."""
+    """Do nothing, because `prepare_cpu` is sufficient for a program on a CPU."""
 
 
 def make_engine() -> SglangEngine:

@@ -211,8 +211,8 @@ class Registration:
         reason: why the call cannot be traced, for the error that torch raises with fullgraph=True.
         """
         torch._dynamo.graph_break(msg=reason)
-        outside = torch._dynamo.disable(self.__call__)  # type: ignore[no-untyped-call]
-        result: torch.Tensor = outside(module, *call)
+        call_without_dynamo = torch._dynamo.disable(self.__call__)  # type: ignore[no-untyped-call]
+        result: torch.Tensor = call_without_dynamo(module, *call)
         return result
 
     def forward(

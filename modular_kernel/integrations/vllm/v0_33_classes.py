@@ -91,7 +91,7 @@ _CPU_NOTE = (
 
 @contextmanager
 def claim_gpu() -> Iterator[None]:
-    """On a CPU, let vLLM's predicates answer as on an H100 or H200, until the block ends."""
+    """On a CPU, make vLLM's platform predicates report an H100 inside the block."""
     if not current_platform.is_cpu():
         yield
         return
@@ -100,7 +100,7 @@ def claim_gpu() -> Iterator[None]:
     def has_capability(needed: Any, *_: object, **__: object) -> bool:
         return capability >= _as_pair(needed)
 
-    answers: dict[str, Callable[..., object]] = {
+    replacements: dict[str, Callable[..., object]] = {
         "is_cuda": lambda: True,
         "is_cuda_alike": lambda: True,
         "is_cpu": lambda: False,
@@ -110,12 +110,12 @@ def claim_gpu() -> Iterator[None]:
         "is_device_capability": lambda needed, *_, **__: capability == _as_pair(needed),
         "is_device_capability_family": lambda family, *_, **__: capability[0] == family // 10,
     }
-    for name, answer in answers.items():
-        setattr(current_platform, name, answer)
+    for name, replacement in replacements.items():
+        setattr(current_platform, name, replacement)
     try:
         yield
     finally:
-        for name in answers:
+        for name in replacements:
             delattr(current_platform, name)
 
 
@@ -127,15 +127,15 @@ def _as_pair(capability: Any) -> tuple[int, int]:
 
 
 class CpuWorkspaces:
-    """vLLM's workspaces on a CPU, where its manager asks for an accelerator."""
+    """Replacement for vLLM's workspace manager, which requires an accelerator."""
 
     def get_simultaneous(self, *specs: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
-        """Return memory of these shapes and dtypes."""
+        """Return uninitialized CPU tensors with these shapes and dtypes."""
         return [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in specs]
 
 
 def prepare_program() -> None:
-    """Let vLLM allocate workspaces without an accelerator."""
+    """Replace vLLM's workspace manager by one that allocates CPU tensors."""
     vllm_modular_kernel.current_workspace_manager = CpuWorkspaces
 
 
@@ -144,20 +144,20 @@ def prepare_program() -> None:
 
 def find_classes() -> tuple[dict[str, type], list[str]]:
     """Return the experts classes by name, and the names of modules that cannot be imported."""
-    found, broken = dict[str, type](), list[str]()
+    classes, broken_modules = dict[str, type](), list[str]()
     for name in _list_modules("experts"):
         try:
             module = import_module(name)
         except Exception:  # noqa: BLE001 (a module of another platform)
-            broken.append(name.rpartition(".")[2])
+            broken_modules.append(name.rpartition(".")[2])
             continue
         for cls in vars(module).values():
             is_experts = inspect.isclass(cls) and issubclass(
                 cls, vllm_modular_kernel.FusedMoEExperts
             )
             if is_experts and cls.__module__ == name:
-                found[cls.__name__] = cls
-    return found, broken
+                classes[cls.__name__] = cls
+    return classes, broken_modules
 
 
 def _list_modules(folder: str) -> list[str]:

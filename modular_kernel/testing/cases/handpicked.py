@@ -124,8 +124,8 @@ def _list_threshold_cases() -> Iterator[HandpickedCase]:
     lora = replace(wide, experts=3, lora="adapters=3,rank=80")
     yield replace(lora, tokens=35, top_k=3), "skips", InputVariation()
     # A single launch counts the pairs of each expert for up to 4096 pairs.
-    many = replace(wide, tokens=520, hidden=80, intermediate=32, experts=9, top_k=8)
-    yield replace(many, batch_invariant=False), "skips", InputVariation()
+    many_pairs = replace(wide, tokens=520, hidden=80, intermediate=32, experts=9, top_k=8)
+    yield replace(many_pairs, batch_invariant=False), "skips", InputVariation()
     # Threshold 4096 on the row length of the adapters' A.
     yield (
         replace(_BASE, tokens=2, hidden=4112, lora="adapters=3,rank=7"),

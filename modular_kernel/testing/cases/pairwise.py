@@ -209,8 +209,8 @@ def _input_rejections(problem: Problem, row: dict[str, Any]) -> tuple[str, ...]:
             reasons.append(f"[own_scales] {problem.quant}: scales have no such dtype")
     if problem.adapters is None and row.get("named", SLOT_PATTERNS[0]) != SLOT_PATTERNS[0]:
         reasons.append(f"[named] {row['named']}: there are no adapters")
-    if (unsupported := find_unsupported_reason(problem, row["values"])) is not None:
-        reasons.append(unsupported)
+    if (reason := find_unsupported_reason(problem, row["values"])) is not None:
+        reasons.append(reason)
     return tuple(reasons)
 
 

@@ -52,14 +52,14 @@ def list_declared_problems() -> Iterator[Problem]:
     Raises ConfigurationError for a case that is not a valid problem.
     """
     base = Problem(tokens=7, hidden=160, intermediate=96, experts=5, top_k=2, dtype=torch.bfloat16)
-    for offered in load_external_schemes().usable:
-        for changes in offered.scheme.cases:
-            what = f"scheme {offered.name}: case"
+    for external in load_external_schemes().usable:
+        for changes in external.scheme.cases:
+            what = f"scheme {external.name}: case"
             if "quant" in changes:
                 need = "fields other than quant"
                 raise ConfigurationError(what, got=repr(dict(changes))[:200], need=need)
             try:
-                yield replace(base, quant=offered.name, **changes)
+                yield replace(base, quant=external.name, **changes)
             except TypeError as error:  # a field that Problem does not have
                 need = "fields of Problem"
                 raise ConfigurationError(what, got=str(error)[:200], need=need) from error

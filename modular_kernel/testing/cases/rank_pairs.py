@@ -116,7 +116,7 @@ def draw_rank_array(world_size: int) -> CoveringArray:
             return ("[routing] beyond_int32: int32 ids hold no such values",)
         if problem.adapters is None and values["named"] != SLOT_PATTERNS[0]:
             return ("[named]: there are no adapters",)
-        unsupported = find_unsupported_reason(problem, values["values"])
-        return () if unsupported is None else (unsupported,)
+        reason = find_unsupported_reason(problem, values["values"])
+        return () if reason is None else (reason,)
 
     return covering_array(Space(RANK_AXES, list_rejections, lambda _row: True, lambda _row: 1.0))

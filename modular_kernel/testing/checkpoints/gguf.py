@@ -150,11 +150,11 @@ class _Fields:
             if bool((shifted >> 8 * place).any()):
                 self.bytes[:, byte + place] |= shifted >> 8 * place & 255
 
-    def blocks(self, d: torch.Tensor | None = None, at: int = 0) -> torch.Tensor:
-        """Return the bytes, uint8. If `d` is given, its float16 values are stored at byte `at`."""
+    def blocks(self, d: torch.Tensor | None = None, offset: int = 0) -> torch.Tensor:
+        """Return the uint8 bytes. If `d` is given, its float16 values start at byte `offset`."""
         out = self.bytes.to(torch.uint8)
         if d is not None:
-            out[:, at : at + 2] = _bytes(d)
+            out[:, offset : offset + 2] = _bytes(d)
         return out
 
 
@@ -175,7 +175,7 @@ def _signs(count: int, g: torch.Generator, *, even: bool) -> tuple[torch.Tensor,
 def _iq(kind: str) -> Callable[[int, float, torch.Generator], Blocks]:
     """Return a function that draws blocks of a type with a codebook and signs."""
     nbytes = {"IQ2_XXS": 66, "IQ2_XS": 74, "IQ2_S": 82, "IQ3_XXS": 98, "IQ3_S": 110}[kind]
-    book = _codebook(kind)
+    codebook = _codebook(kind)
     per_scale = 16 if kind in ("IQ2_XS", "IQ2_S") else 32
 
     def make(count: int, gain: float, g: torch.Generator) -> Blocks:
@@ -185,10 +185,14 @@ def _iq(kind: str) -> Callable[[int, float, torch.Generator], Blocks]:
         for first in range(0, 256, 8):
             n, group = first // 8, first // 32  # indices of the 8 and of the 32 values
             scale = scales[:, first // per_scale]
-            draws = torch.randint(0, len(book), (2, count), generator=g)
+            draws = torch.randint(0, len(codebook), (2, count), generator=g)
             sign_bits, signs = _signs(count, g, even=kind in ("IQ2_XXS", "IQ2_XS", "IQ3_XXS"))
             index = draws[0]
-            entry = book[index] if book.shape[1] == 8 else book[draws].transpose(0, 1).flatten(1)
+            entry = (
+                codebook[index]
+                if codebook.shape[1] == 8
+                else codebook[draws].transpose(0, 1).flatten(1)
+            )
             if kind == "IQ2_XXS":
                 fields.put(2 + 8 * group + n % 4, 0, index)
                 fields.put(6 + 8 * group, 7 * (n % 4), sign_bits)

@@ -393,7 +393,7 @@ def _make_pairs(top_k: int) -> Pairs:
     tables = PlacementTables(*(t.to(_META) for t in vars(placement.tables()).values()))
     return Pairs(
         Routing(weights_TK, ids_TK),
-        Numbering(placement, tables, 1, sinks=top_k),
+        Numbering(placement, tables, 1, num_sinks=top_k),
         torch.empty_like(ids_TK),
         torch.empty_like(weights_TK),
         torch.empty(1, dtype=torch.int32, device=_META),

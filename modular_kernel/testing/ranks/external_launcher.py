@@ -92,12 +92,12 @@ class LaunchedRanks(Closeable):
         task = f"{function.__module__}.{function.__qualname__}"
         outcome = self._run_local(function, arguments, started)
         outcomes = self._exchange("run", (*outcome, task), started + timeout)
-        answers = {rank: _check_same_run(task, *answer) for rank, answer in outcomes.items()}
-        results = {rank: value for rank, (is_ok, value) in answers.items() if is_ok}
-        failures = {rank: value for rank, (is_ok, value) in answers.items() if not is_ok}
+        checked = {rank: _check_same_run(task, *outcome) for rank, outcome in outcomes.items()}
+        results = {rank: value for rank, (is_ok, value) in checked.items() if is_ok}
+        failures = {rank: value for rank, (is_ok, value) in checked.items() if not is_ok}
         ordered = sorted(failures, key=lambda rank: failures[rank][0])
         messages = {rank: failures[rank][1] for rank in ordered}
-        missing = [rank for rank in range(self.world_size) if rank not in answers]
+        missing = [rank for rank in range(self.world_size) if rank not in checked]
         if missing:
             after = " after another rank failed" if messages else ""
             self._unresponsive_ranks = dict.fromkeys(missing, f"{NO_ANSWER}{after}")

@@ -133,8 +133,8 @@ def check_threads_ended(
     """
     if not has_builtin_classes(context):
         return
-    until = time.monotonic() + _MAX_THREAD_EXIT_S
-    while (left := set(threading.enumerate()) - set(threads)) and time.monotonic() < until:
+    deadline = time.monotonic() + _MAX_THREAD_EXIT_S
+    while (left := set(threading.enumerate()) - set(threads)) and time.monotonic() < deadline:
         time.sleep(0.02)
     yield f"{len(left)} threads left", "0 threads left"
 

@@ -144,12 +144,12 @@ def _route(tokens: int) -> DispatchedRouting:
 def _number(tokens: int, hidden: int) -> None:
     """Assign numbers to pairs: linear experts, then also sinks, then experts with copies."""
     linear = Placement.linear(_EXPERTS, 8)
-    for placement, sinks in ((linear, 0), (linear, _TOP_K), (linear.with_copies({0: (7,)}), 0)):
+    for placement, num_sinks in ((linear, 0), (linear, _TOP_K), (linear.with_copies({0: (7,)}), 0)):
         ids_TK = _empty(tokens, _TOP_K, dtype=torch.int32)
         weights_TK = _empty(tokens, _TOP_K, dtype=torch.float32)
-        numbering = Numbering.of(placement, _META, sinks=sinks)
+        numbering = Numbering.of(placement, _META, num_sinks=num_sinks)
         count = _empty(1, dtype=torch.int32)
-        join = sinks > 0
+        join = num_sinks > 0
         pairs = Pairs(Routing(weights_TK, ids_TK), numbering, ids_TK, weights_TK, count, join, 1.0)
         number_pairs(pairs)
         scheme = QuantScheme.parse("fp8_w8a8_block")

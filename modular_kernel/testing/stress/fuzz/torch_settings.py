@@ -215,8 +215,10 @@ def check_started_call(case: StartedCase) -> FuzzOutcome:
         return FuzzOutcome(INVALID_ACCEPTED, description)
     if result.kind != TYPED_ERROR:
         return result
-    again = samples.make_call_inputs(case.seed + 1)
-    mismatch = samples.find_output_mismatch(kernel(again.x_TH, again.weights, again.routing), again)
+    new_inputs = samples.make_call_inputs(case.seed + 1)
+    mismatch = samples.find_output_mismatch(
+        kernel(new_inputs.x_TH, new_inputs.weights, new_inputs.routing), new_inputs
+    )
     return FuzzOutcome(WRONG_RESULT, f"{description}: then {mismatch}") if mismatch else result
 
 

@@ -1,6 +1,6 @@
-"""Leads over the best peer, for the tables and the plot of `make bench`.
+"""Speedups over the best peer, for the tables and the plot of `make bench`.
 
-A lead is the time of the fastest peer in a case divided by ours, so it is more than 1 if ours is
+A speedup is the time of the fastest peer in a case divided by ours, so it is more than 1 if ours is
 faster. The tables have a column for each of our four layers:
 
 - FusedMoE with default arguments
@@ -26,7 +26,7 @@ DEFAULT, COMPOSED, OWN_KERNELS, OTHER_LIBRARY = (
     "parts over other libraries",
 )
 COLUMNS = (DEFAULT, COMPOSED, OWN_KERNELS, OTHER_LIBRARY)
-MARGIN = 0.01  # our time counts as behind if it is longer by more than this fraction
+MARGIN = 0.01  # our layer counts as slower if its time is longer by more than this fraction
 SCHEME_NAMES = {
     "bfloat16": "bf16",
     "fp8/fp8": "fp8",
@@ -63,7 +63,7 @@ class CaseTimes:
     peer: float | None
     peer_name: str = ""
 
-    def lead(self, column: str) -> float | None:
+    def speedup(self, column: str) -> float | None:
         """Return the best peer's time divided by ours, or None if either is missing."""
         ours = self.ours.get(column)
         return self.peer / ours if ours and self.peer else None
@@ -95,45 +95,45 @@ def collect_case_times(rows: Iterable[Row]) -> list[CaseTimes]:
 
 
 @dataclass(frozen=True)
-class LeadSummary:
-    """Leads of one column over all cases with one type of operands.
+class SpeedupSummary:
+    """Speedups of one column over all cases with one type of operands.
 
-    cases: number of cases with a lead.
-    mean: geometric mean of the leads.
-    behind: number of cases in which ours is slower than the best peer by more than MARGIN.
-    worst: the case with the smallest lead.
+    cases: number of cases with a speedup.
+    mean: geometric mean of the speedups.
+    num_slower: number of cases in which ours is slower than the best peer by more than MARGIN.
+    worst: the case with the smallest speedup.
     """
 
     operands: str
     column: str
     cases: int
     mean: float
-    behind: int
+    num_slower: int
     worst: CaseTimes
 
     @property
-    def min_lead(self) -> float:
-        lead = self.worst.lead(self.column)
-        assert lead is not None
-        return lead
+    def min_speedup(self) -> float:
+        speedup = self.worst.speedup(self.column)
+        assert speedup is not None
+        return speedup
 
 
-def summarize_leads(cases: Sequence[CaseTimes]) -> list[LeadSummary]:
-    """Summarize the leads of each type of operands and column with leads."""
+def summarize_speedups(cases: Sequence[CaseTimes]) -> list[SpeedupSummary]:
+    """Summarize the speedups of each type of operands and column with speedups."""
     results = []
     for operands in dict.fromkeys(case.operands for case in cases):
         for column in COLUMNS:
-            leads = [
-                (lead, case)
+            speedups = [
+                (speedup, case)
                 for case in cases
-                if case.operands == operands and (lead := case.lead(column)) is not None
+                if case.operands == operands and (speedup := case.speedup(column)) is not None
             ]
-            if not leads:
+            if not speedups:
                 continue
-            mean = math.exp(sum(math.log(lead) for lead, _ in leads) / len(leads))
-            behind = sum(1 / lead > 1 + MARGIN for lead, _ in leads)
-            worst = min(leads, key=lambda pair: pair[0])[1]
-            results.append(LeadSummary(operands, column, len(leads), mean, behind, worst))
+            mean = math.exp(sum(math.log(speedup) for speedup, _ in speedups) / len(speedups))
+            num_slower = sum(1 / speedup > 1 + MARGIN for speedup, _ in speedups)
+            worst = min(speedups, key=lambda pair: pair[0])[1]
+            results.append(SpeedupSummary(operands, column, len(speedups), mean, num_slower, worst))
     return results
 
 
@@ -142,17 +142,17 @@ def scheme_name(operands: str) -> str:
     return SCHEME_NAMES.get(operands, operands)
 
 
-def leads_table(report: Report) -> list[str]:
-    """Return the lines of a Markdown table of leads, with a row for each scheme and column."""
+def speedups_table(report: Report) -> list[str]:
+    """Return the lines of a Markdown table of speedups, with a row for each scheme and column."""
     lines = [
-        "| scheme | ours | cases | lead (geometric mean) | least lead | behind by more than 1 % |",
+        "| scheme | ours | cases | mean speedup | smallest speedup | slower by more than 1 % |",
         "|---|---|---:|---:|---|---:|",
     ]
-    for summary in summarize_leads(collect_case_times(report.rows)):
-        worst = f"{summary.min_lead:.2f} ({summary.worst}; {summary.worst.peer_name})"
+    for summary in summarize_speedups(collect_case_times(report.rows)):
+        worst = f"{summary.min_speedup:.2f} ({summary.worst}; {summary.worst.peer_name})"
         lines.append(
             f"| {scheme_name(summary.operands)} | {summary.column} | {summary.cases} "
-            f"| {summary.mean:.2f} | {worst} | {summary.behind} |"
+            f"| {summary.mean:.2f} | {worst} | {summary.num_slower} |"
         )
     return lines
 
@@ -251,7 +251,7 @@ def render_markdown(report: Report) -> str:
         "",
         f"{str(env.get('date'))[:10]}, {', '.join(versions)}. `{env.get('command')}`",
         "",
-        *leads_table(report),
+        *speedups_table(report),
         "",
         "## Layers",
         "",
@@ -270,8 +270,8 @@ def render_markdown(report: Report) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot_leads(report: Report, path: Path) -> None:
-    """Plot the lead over the best peer by tokens, with a panel for each scheme and routing.
+def plot_speedups(report: Report, path: Path) -> None:
+    """Plot the speedup over the best peer by tokens, with a panel for each scheme and routing.
 
     Requires matplotlib (extra `bench`). The suffix of `path` determines the file's format.
     """
@@ -290,7 +290,7 @@ def plot_leads(report: Report, path: Path) -> None:
         for column, operands in enumerate(schemes):
             axes = panels[line][column]
             panel_cases = [c for c in cases if (c.operands, c.routing) == (operands, routing)]
-            _draw_leads(axes, panel_cases, shapes)
+            _draw_speedups(axes, panel_cases, shapes)
             axes.set_title(f"{scheme_name(operands)}, {routing} routing", fontsize=9)
             if line == len(routings) - 1:
                 axes.set_xlabel("tokens")
@@ -307,18 +307,18 @@ def plot_leads(report: Report, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _draw_leads(axes: Any, cases: Sequence[CaseTimes], shapes: Sequence[str]) -> None:
+def _draw_speedups(axes: Any, cases: Sequence[CaseTimes], shapes: Sequence[str]) -> None:
     """Draw two lines per shape: FusedMoE with default arguments, and our own kernels."""
     axes.axhline(1.0, color="black", linewidth=1, linestyle="--")
     for number, shape in enumerate(shapes):
         for column, style in ((DEFAULT, "o-"), (OWN_KERNELS, "s:")):
             points = sorted(
-                (case.tokens, lead)
+                (case.tokens, speedup)
                 for case in cases
-                if case.shape == shape and (lead := case.lead(column)) is not None
+                if case.shape == shape and (speedup := case.speedup(column)) is not None
             )
             label = shape if column == DEFAULT else None
-            xs, ys = [tokens for tokens, _ in points], [lead for _, lead in points]
+            xs, ys = [tokens for tokens, _ in points], [speedup for _, speedup in points]
             axes.plot(
                 xs, ys, style, color=f"C{number % 10}", markersize=3, linewidth=1.2, label=label
             )
