@@ -42,7 +42,6 @@ def merge_scales(w_eNK: torch.Tensor, scale_eS: torch.Tensor) -> tuple[torch.Ten
     largest_e = scale_eS.amax(1)
     # Ratios are at most 1, so products cannot overflow. The ratio of the largest scale is exactly
     # 1.
-    # overflow.
     ratio_eS = (scale_eS / largest_e[:, None]).tolist()
     rescaled = w_eNK.clone(memory_format=torch.contiguous_format)
     for expert, ratios in enumerate(ratio_eS):

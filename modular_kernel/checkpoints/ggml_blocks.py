@@ -264,7 +264,6 @@ def _scale_k_groups(blocks: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     low, high, last = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     # For groups 0 to 3, s and m are the low 6 bits of a byte in `low` and `high`. For groups 4 to
     # 7, their low 4 bits are in `last`, and their 2 high bits are the top bits of `low` and `high`.
-    # to 7 have their low 4 bits in `last`, and 2 bits at the top of `low` and `high`.
     scales = torch.cat([low & 63, (last & 15) | (low >> 6 << 4)], -1).float()
     minima = torch.cat([high & 63, (last >> 4) | (high >> 6 << 4)], -1).float()
     scales, minima = scales * factors[..., :1], minima * factors[..., 1:]

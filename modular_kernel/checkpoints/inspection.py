@@ -78,8 +78,6 @@ class CheckpointInfo:
         # The files may have unquantized experts even if the quantization_config does not exclude
         # them. Many quantizers skip MTP layers. bitsandbytes and torchao skip experts that are
         # parameters instead of modules of the model class.
-        # them: many quantizers skip MTP layers, and bitsandbytes and torchao skip experts that are
-        # parameters instead of modules of the model class.
         skips_parameters = format.method in ("bitsandbytes", "torchao") and not source.has_scales()
         is_quantized = format.method != UNQUANTIZED.method
         if skips_parameters or (is_quantized and self.is_mtp_layer(layer)):

@@ -103,7 +103,6 @@ class TensorFiles:
         """
         # safetensors allocates on the default device. Entering a device context takes longer than a
         # small read, so it is entered only if the default device is not the CPU.
-        # small read, so do it only if the default device is not the CPU.
         device = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
         try:
             with device:

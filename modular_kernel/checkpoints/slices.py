@@ -47,7 +47,6 @@ _NOT_EXPERT_WEIGHTS = ("e_score_correction_bias",)
 _BIAS = StoredTensor("bias", "bias", (Dim("N"),), FLOATS)
 # Known prefixes of "layers.N" in tensor names. If a checkpoint has several of them, the first in
 # this order belongs to the language model.
-# that of the language model.
 _PREFIXES = (
     "model.",
     "model.language_model.",

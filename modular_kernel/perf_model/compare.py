@@ -52,10 +52,8 @@ _H200_EXCHANGE_SIZES = {"hidden": 7168, "experts": 256, "top_k": 8}
 _OLD_TRANSPORT_NAMES = {"DeepEP V1 low latency": DEEPEP_LL}
 # Transports whose rows in h200-exchange.json are ignored, because h200-exchange-libraries.json has
 # newer times.
-# newer times.
 _IGNORED_TRANSPORTS = (DEEPEP_LL, DEEPEP_HT, DEEPEP_V2, PPLX)
 # Value of `peer` in h200-layers.json -> quantization scheme, for the rows of TritonExperts. All
-# other rows were measured with other libraries.
 # other rows were measured with other libraries.
 _SCHEMES_BY_PEER = {
     "mk_triton": "none",

@@ -170,7 +170,7 @@ class PairingChoice:
         num_timed: number of token counts whose pairing was selected by times.
         """
         names = [experts for _, experts in self.pairing_options.order]
-        described = ", ".join(
+        pairs_text = ", ".join(
             f"{pair[1] if names.count(pair[1]) == 1 else pairing_name(pair)} "
             f"at {len(tokens)} of {num_timed}"
             for pair, tokens in self.left_out.items()

@@ -13,7 +13,6 @@ from modular_kernel.testing.random_inputs import random_inputs
 
 # WIDE_MIDDLE has T * K * I = 3.3e9 activations between the GEMMs. WIDE_ENDS has T * K * H = 3.3e9
 # outputs of the second GEMM and, in the batched layout, e * T * H = 3.3e9 inputs.
-# e * T * H = 3.3e9 in the batched layout.
 WIDE_MIDDLE = Problem(tokens=57_344, hidden=128, intermediate=7168, experts=8, top_k=8)
 WIDE_ENDS = replace(WIDE_MIDDLE, hidden=7168, intermediate=128)
 PAIRS = [

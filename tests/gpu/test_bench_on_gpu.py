@@ -46,8 +46,6 @@ def test_pairs_and_baseline_are_replayed() -> None:
         assert row.weight_sets is not None
         # The 25 MB of weights would stay in a large L2 cache. For a cold cache, the benchmark
         # either uses several copies of the weights (weight_sets > 1), or flushes the cache.
-        # benchmark either uses several copies of the weights in turn (weight_sets > 1), or flushes
-        # the cache.
         assert row.weight_sets > 1 or row.mode == "graph+flush"
         if row.origin == "ours" and not any(name in row.layer for name in allocating):
             assert row.allocations == 0

@@ -136,7 +136,6 @@ def test_the_slowest_link_determines_the_time_of_an_exchange() -> None:
     four_ranks = exchange_time(distribute_over_ranks(problem, 4), part, load, cluster)
     # A rank sends rows to one rank of its host, and to two ranks of the other host. The link to the
     # other host has a tenth of the bandwidth.
-    # other host has a tenth of the bandwidth.
     assert four_ranks.dispatch == pytest.approx(10e-6 + 5e-6 + 2 * 2e6 / (10e9 * 0.5))
     # With a fast link between hosts, the link inside the host determines the time.
     fast_network = replace(cluster, between=Link(1e15, 5e-6))
@@ -165,7 +164,6 @@ def test_two_hop_exchange_equals_a_manual_computation() -> None:
     assert small.dispatch == pytest.approx(10e-6 + 5e-6 + outer + inside / (100e9 * 0.5))
     # The tokens are divided into two pieces. While one piece makes its second hop, the other piece
     # makes its first hop. Only half of the shorter hop is not hidden.
-    # makes its first hop. Only half of the shorter hop remains visible.
     large = exchange_time(problem.with_tokens(2000), part, load, cluster)
     hops = 2 * outer, 2 * inside / (100e9 * 0.5)
     assert large.dispatch == pytest.approx(10e-6 + 5e-6 + max(hops) + min(hops) / 2)

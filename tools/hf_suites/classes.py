@@ -27,7 +27,6 @@ PARTS = ("TorchExperts", "TritonExperts")
 BOUNDS = {torch.float32: 3e-6, torch.bfloat16: 1e-2}
 TOKENS = (1, 11)
 # For trainable weights in grad mode, transformers' grouped_mm runs.
-# which transformers' grouped_mm runs.
 MODES = ("no_grad", "grad, frozen", "grad, trainable")
 
 _DECORATED = re.compile(r"^@use_experts_implementation.*\nclass (\w+)", re.MULTILINE)

@@ -22,8 +22,6 @@ SUITE = "transformers' own tests"
 # Included cases have a word in their names that suggests that they run experts: forward passes,
 # generation, batching, padding, and implementations. Excluded cases need a compiler or several
 # processes, or only read and write checkpoints.
-# implementations; and in the names of cases that need a compiler or several processes, or that only
-# read and write checkpoints, which are left out.
 INCLUDED_WORDS = (
     *("eager_matches_batched", "generate", "batching_equivalence", "left_padding", "greedy"),
     *("sample", "beam", "assisted", "outputs_equivalence", "forward", "hidden_states_output"),

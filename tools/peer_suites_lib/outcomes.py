@@ -44,7 +44,6 @@ _BY_SEVERITY = (OURS, RAW, ROUNDING_MISMATCH, THEIRS, REFUSED, AGREE)
 
 # Exception classes with which our parts refuse a case before they run. Any other exception of our
 # parts is a defect.
-# parts is a defect.
 REFUSAL_ERRORS = (InputError, IncompatibleError)
 
 

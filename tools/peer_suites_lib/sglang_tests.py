@@ -201,7 +201,6 @@ def _naive(root: Path, stubs: dict[str, Any]) -> Suite:
             raise MissingError("fp8 weights with activations that are scaled but not quantized")
         # Values are about 0.01, as in their test, whose tolerance is wider. The bound on the norm
         # of the error is therefore decisive.
-        # the norm of the error decides.
         layer = Layer(p["m_values"], p["k_values"], p["n_values"], p["NUM_EXPERTS"], p["TOP_KS"],
                       p["dtypes"], scale=(0.1, 0.1, 0.1))  # fmt: skip
         return checks[p["dtypes"]](layer)

@@ -1,4 +1,4 @@
-"""Writes the lines of a reproducer that call SGLang. This module does not import SGLang."""
+"""Write the lines of a reproducer that call SGLang. This module does not import SGLang."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,7 @@ def write_call(
     """Return the import statements and the statements that set `out`.
 
     options: options of the activation.
-    is_native: whether the class is a function of `fused_moe_native`, which has its name.
+    is_native: whether the class is a function of SGLang's module `fused_moe_native`.
     is_core: whether the class is the core of the Triton runner.
     """
     problem = case.problem

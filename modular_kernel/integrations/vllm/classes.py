@@ -74,7 +74,7 @@ def prepare_cpu() -> None:
     with _pretend_triton_has_cpu_backend():
         import_module("vllm.triton_utils")
     install_operators()
-    # vLLM asks whether it runs inside a CUDA graph.
+    # vLLM queries whether the current stream is being captured in a CUDA graph.
     stream = SimpleNamespace(is_capturing=lambda: False)
     torch.accelerator.current_stream = lambda *_: stream  # type: ignore[assignment]
     torch.cuda.is_current_stream_capturing = lambda: False

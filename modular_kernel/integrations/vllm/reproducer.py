@@ -1,4 +1,4 @@
-"""Writes the lines of a reproducer that convert weights and call an experts class with vLLM."""
+"""Write the lines of a reproducer that convert the weights and call an experts class of vLLM."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ _FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 class Source:
     """An experts class, and how it is called.
 
-    module, name: of the class.
+    module, name: module and name of the class.
     activation: value of vLLM's MoEActivation.
     options: limit, alpha and beta of the activation, and betas of situ.
     device: "cpu" or "cuda".
-    max_rows: largest number of rows of an expert, if rows are grouped by expert; else None.
+    max_rows: largest number of rows of an expert, or None if rows are not grouped by expert.
     backend: name of the oracle's backend that converts the weights, such as
         "Fp8MoeBackend.TRITON"; empty for weights that are not converted.
     is_gptq: whether integers with a scale per group are converted from GPTQ's layout.
@@ -35,7 +35,10 @@ class Source:
 
 
 def write_reproducer(case: EngineCase, source: Source, bound: float) -> str:
-    """Return the program. It exits with 1 if the relative RMS error is above `bound`."""
+    """Return the source of the program.
+
+    The program exits with 1 if the relative RMS error exceeds `bound`.
+    """
     lines = EngineLines(_write_imports(case.problem, source), _write_call(case.problem, source))
     return write_program(case, lines, source.device, bound)
 

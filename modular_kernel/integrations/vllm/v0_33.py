@@ -285,7 +285,7 @@ class StandardExperts(FusedMoEExpertsModular):  # type: ignore[misc]
         return True
 
     def finalize_weight_and_reduce_impl(self) -> Any:
-        """Return the reduction that `finalize` must apply: none."""
+        """Return a no-op, because the experts apply the router weights and sum over K."""
         return TopKWeightAndReduceNoOP()
 
     def _make_calls(self, problem: Problem) -> Any:
@@ -395,7 +395,7 @@ class BatchedExperts(StandardExperts):
         return False
 
     def finalize_weight_and_reduce_impl(self) -> Any:
-        """Return the reduction that `finalize` must apply: its own."""
+        """Return the delegate, so that `finalize` applies the router weights and sums over K."""
         return TopKWeightAndReduceDelegate()
 
     def _make_calls(self, problem: Problem) -> Any:

@@ -166,7 +166,7 @@ def _list_modules(folder: str) -> list[str]:
 
 
 def find_backend(oracle: ModuleType, cls: type, plain: str) -> Any:
-    """Return the backend for which an oracle returns the class, or a class that falls back to it.
+    """Return the backend for which an oracle selects `cls`, or a class that falls back to `cls`.
 
     For other classes that read weights in the layout of the checkpoint, return the plain backend,
     which keeps this layout. Raises NotJudgedError for classes with another layout.
@@ -207,7 +207,8 @@ class Layer:
     """Weights in the layout of a class.
 
     quant_config: the FusedMoEQuantConfig.
-    biases: those of both GEMMs in the layout of the class; None if it is that of the checkpoint.
+    biases: the biases of both GEMMs in the layout of the class; None if the class reads them in the
+        layout of the checkpoint.
     """
 
     w13: torch.Tensor
@@ -245,7 +246,7 @@ class VllmEngine:
             init_workspace_manager(torch.device("cuda", torch.cuda.current_device()))
 
     def add_class(self, cls: type) -> None:
-        """Add a class that is not vLLM's, or replace one."""
+        """Add an experts class that is not part of vLLM, or replace one."""
         self._classes[cls.__name__] = cls
 
     # ------------------------------------------------------------------------ description
@@ -496,8 +497,8 @@ class VllmEngine:
 class GroupedRows(BatchedPrepareAndFinalize):  # type: ignore[misc]
     """A prepare/finalize that groups rows by expert, as vLLM's exchanges do.
 
-    It passes on counts of local experts only, and sums over K in float32. Errors of the counts, and
-    of sums in 16 bits, would otherwise be attributed to the experts class.
+    It passes on the counts of local experts only, and sums over K in float32. Otherwise, wrong
+    counts and the rounding errors of 16-bit sums would be attributed to the experts class.
     """
 
     def prepare(
@@ -535,7 +536,9 @@ class GroupedRows(BatchedPrepareAndFinalize):  # type: ignore[misc]
 
 
 def _add_poison(experts: Any) -> SimpleNamespace:
-    """Fill the workspaces of `experts` with NaN before each call, if the result's `enabled` is set.
+    """Patch `experts` to fill its workspaces with NaN before each call.
+
+    Returns an object whose attribute `enabled` switches this on.
 
     The output is part of a workspace.
     """
@@ -585,7 +588,7 @@ def get_oracle(name: str) -> ModuleType:
 
 
 def make_module(source: CheckpointLayer, **attributes: Any) -> Any:
-    """Return what vLLM's conversions read from the layer."""
+    """Return a module with the attributes of a layer that vLLM's conversions read."""
     problem, config = source.problem, source.config
     module: Any = torch.nn.Module()
     module.orig_dtype = module.params_dtype = problem.dtype
