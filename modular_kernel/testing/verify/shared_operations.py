@@ -31,7 +31,7 @@ from modular_kernel.ops.reduce import gather_rows, gather_weight_and_sum, scale_
 from modular_kernel.ops.slots_and_quantize import number_and_quantize
 from modular_kernel.ops.sort import sort_pairs, sort_specs
 from modular_kernel.ops.valid_rows import BatchedRows, PairRows, ValidRows
-from modular_kernel.ops.zero_padding import zero_rows
+from modular_kernel.ops.zero_rows import zero_rows
 from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.spec.placement import Placement
 from modular_kernel.spec.problem import IdSpace
@@ -191,7 +191,7 @@ def _list_numberings() -> tuple[Numbering, ...]:
     uneven = Placement(((0, 1, 2), (3, 4), (5,)))
     return (
         Numbering.of(linear, _CPU),
-        Numbering.of(linear, _CPU, 5, sinks=2),
+        Numbering.of(linear, _CPU, 5, num_sinks=2),
         Numbering.of(uneven, _CPU),
         Numbering.of(linear.with_copies({0: (2,), 5: (0, 1)}), _CPU, 1),
     )
@@ -208,7 +208,7 @@ def _make_pairs(numbering: Numbering, tokens: int, top_k: int) -> Pairs:
         _filled(tokens, top_k, dtype=torch.int32),
         _filled(tokens, top_k, dtype=torch.float32),
         torch.zeros(1, dtype=torch.int32, device=_CPU),
-        join=numbering.sinks > 0,
+        join=numbering.num_sinks > 0,
         factor=0.5,
     )
 
