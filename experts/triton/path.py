@@ -116,8 +116,8 @@ class Path(ABC):
     ) -> MoEConfig:
         """Return the configuration to use instead of `config` from a file of vLLM or SGLang.
 
-        The launches in these files are for a kernel like that of the aligned path. Paths that are
-        always faster than the aligned path override this method.
+        The launches in these files are for a kernel similar to the kernel of the aligned path.
+        Paths that are always faster than the aligned path override this method.
         """
         return config
 

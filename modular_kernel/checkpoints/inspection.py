@@ -50,8 +50,8 @@ from modular_kernel.utils.argument_checks import expect
 class CheckpointInfo:
     """The sizes, formats and layers with experts of a checkpoint, before any check of tensors.
 
-    config_fields: the fields of Problem in the config.json, without quant. The activation is that
-        of layer 0.
+    config_fields: the fields of Problem in the config.json, without quant, with the activation of
+        layer 0.
     formats: the storage formats of all modules.
     layers: [(layout, prefix of the experts' names), ...] for each layer, from `find_layers`.
     config: path of the config.json, and the object in it that describes the layers.

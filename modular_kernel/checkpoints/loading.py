@@ -168,14 +168,14 @@ def load_experts(  # noqa: PLR0913 (independent options)
         The files must be of a model whose activations were also quantized to nvfp4. Raises
         ConfigurationError for other files.
     quantize: scheme to quantize unquantized files to, such as "fp8_w8a8_block:block=128x128". The
-        result equals that of `quantize_weights` for this rank's share of the values in the files,
-        which are not rounded to `dtype` first. With TP, shares consist of whole groups or blocks of
-        the scheme if there are enough of them for all ranks. Scales of a tensor, of a row of w2, or
-        of a tile that is split are computed from this rank's share. Float8 files with one scale per
-        matrix can be loaded as "fp8_w8a8_channel". Gate and up then keep their scales, whereas a
-        common scale requires rounding one of them again. Raises ConfigurationError for other
-        quantized files, and for a scheme with static activation scales, which cannot be computed
-        from weights.
+        result is the same as with `quantize_weights` for this rank's share of the values in the
+        files, which are not rounded to `dtype` first. With TP, shares consist of whole groups or
+        blocks of the scheme if there are enough of them for all ranks. Scales of a tensor, of a row
+        of w2, or of a tile that is split are computed from this rank's share. Float8 files with one
+        scale per matrix can be loaded as "fp8_w8a8_channel". Gate and up then keep their scales,
+        whereas a common scale requires rounding one of them again. Raises ConfigurationError for
+        other quantized files, and for a scheme with static activation scales, which cannot be
+        computed from weights.
 
     Checks names, shapes and dtypes before reading any tensor. Raises ConfigurationError for an
     invalid config.json, format or share, and for a layer whose experts have several formats. Raises

@@ -187,8 +187,8 @@ def dequantize_int4(
 ) -> torch.Tensor:
     """Dequantize columns [a, b) of an Int4Tensor to (..., rows, columns) float32.
 
-    tensors: the tensors by their names in `stored_tensors`. Codes are those of the given columns.
-        Scales and zero points are those of all groups with one of these columns.
+    tensors: the tensors by their names in `stored_tensors`. The codes cover the given
+        columns. Scales and zero points cover all groups that contain any of these columns.
 
     Raises WeightsError for scales or zero points that are not finite.
     """

@@ -87,11 +87,11 @@ def compose(
 ) -> None:
     """Choose a pairing for each token count: the default pairing, or a faster one.
 
-    The result of each valid pairing is compared with a float64 reference. Then the pairing is
-    timed, in turns with the default pairing. Pairings are not timed if they are slower than the
-    default according to the record of times shipped with this package. Another pairing replaces
-    the default if it is faster by more than the measurement noise, or if nothing was timed and it
-    is clearly faster in the record.
+    The result of each valid pairing is compared with a float64 reference. Then the pairing and the
+    default pairing are timed alternately. Pairings are not timed if they are slower than the
+    default according to the record of times that is shipped with this package. Another pairing
+    replaces the default if it is faster by more than the measurement noise, or if nothing was timed
+    and it is clearly faster in the record.
 
     Times are cached in MK_CACHE_DIR by device, package versions and problem. Later runs of the same
     command, and mk.compose() in code, read them from there. If the budget did not suffice, the next

@@ -37,12 +37,12 @@ _DEFAULT_LINK_GBS = 393
 _SMALL_BATCH = 128
 _LIBRARIES = ("torch", "triton", "nvidia-nccl-cu13", "deep_ep", "pplx_kernels")
 _METHOD_TEXT = (
-    "times are in microseconds, those of the slowest rank; the time of a rank is the median of "
-    "{rounds} rounds of {replays} calls; dispatch includes receiving and quantization, except for "
-    "libraries that are called directly and take quantized rows; graph: CUDA graphs of dispatch "
-    "and of combine are replayed alternately, and the time of both together is a quarter of that "
-    "of a graph of four of both; eager: calls without a graph; every case was verified before it "
-    "was timed: with identity experts the output equals x"
+    "times are in microseconds on the slowest rank; the time of a rank is the median of {rounds} "
+    "rounds of {replays} calls; dispatch includes receiving and quantization, except for "
+    "libraries that are called directly and take quantized rows; graph: the CUDA graphs of "
+    "dispatch and of combine are replayed alternately, and the time of a pair is a quarter of the "
+    "time of a graph with four pairs; eager: calls without a graph; before it was timed, every "
+    "case was verified: with identity experts, the output must equal x"
 )
 
 

@@ -188,7 +188,7 @@ class ProblemOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DescribedProblemOptions(ProblemOptions):
-    """Options of a `Problem` that is judged or estimated, but not run."""
+    """Options of a `Problem` that is checked or estimated, but not run."""
 
     hidden: Annotated[int | None, _size_option("Hidden size.", "hidden", DESCRIBED_DEFAULTS)] = None
     intermediate: Annotated[

@@ -1,4 +1,4 @@
-"""Patches that make Triton's CPU interpreter compute what a GPU computes.
+"""Patches that make the results of Triton's CPU interpreter match the results of a GPU.
 
 Triton's interpreter as released ("upstream") stores bf16 and fp8 as bit patterns in unsigned
 integers. Arithmetic on them is wrong, conversions truncate or wrap around, and several corner cases

@@ -83,7 +83,7 @@ def matrix_index_of_rows(rows: int, matrices: int, *, interleaved: bool) -> torc
     w1 of a gated layer stores two matrices, gate and up, each with its own global scale.
 
     matrices: number of matrices of equal size.
-    interleaved: whether their rows alternate. Otherwise one matrix follows the other.
+    interleaved: whether their rows alternate. Otherwise, the matrices are stored one after another.
     """
     row = torch.arange(rows, device="cpu")
     return row % matrices if interleaved else row // (rows // matrices)

@@ -256,7 +256,7 @@ def _fresh_totals(
 
 
 def _of_parts(records: tuple[Record, ...], others: tuple[Record, ...]) -> tuple[Record, ...]:
-    """Return the records of parts that `others` have records of, too."""
+    """Return the records of the parts that also have a record in `others`."""
     names = {record["part"] for record in others}
     return tuple(record for record in records if record["part"] in names)
 
@@ -264,7 +264,7 @@ def _of_parts(records: tuple[Record, ...], others: tuple[Record, ...]) -> tuple[
 def _second_sample(
     first_scores: tuple[Record, ...], second_scores: tuple[Record, ...], note_texts: dict[str, str]
 ) -> tuple[Block, ...]:
-    """Build the table of the first scores of the second sample beside those of the first one."""
+    """Build the table that compares the first scores of both samples."""
     if not second_scores:
         return ()
     groups = [

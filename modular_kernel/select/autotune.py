@@ -45,17 +45,17 @@ _FIRST_STEP_S = {"cuda": 2.0, "cpu": 0.1}
 
 @dataclass(frozen=True, kw_only=True)
 class MeasurementOptions:
-    """What `compose` measures, and for how long.
+    """Options for the measurements of `compose`.
 
     tokens: token counts at which pairings are compared (buckets). None uses the powers of two below
         problem.tokens, and problem.tokens. If two adjacent buckets select the same pairing, the
         token counts between them use it too. Otherwise they use the default pairing.
     budget: seconds for all measurements, including compilation and the creation of weights. Small
         token counts are timed first. Timing stops when the remaining time is shorter than the
-        longest measurement so far, and no Triton kernel is compiled after the end of the budget on
-        a single rank. A later call continues. A bucket that was not timed uses a
-        pairing that is faster in the shipped record (`select.shipped_record`), or the default
-        pairing if there is none. With a budget of 0, nothing is timed.
+        longest measurement so far. On a single rank, no Triton kernel is compiled after the end of
+        the budget. A later call continues. A bucket that was not timed uses a pairing that is
+        faster in the shipped record (`select.shipped_record`), or the default pairing if there is
+        none. With a budget of 0, nothing is timed.
     routing: distribution of tokens over experts, in the syntax of RoutingKind.parse.
     replicated: whether all ranks pass the same tokens.
     folder: folder of the cache. None uses the cache folder in the settings.

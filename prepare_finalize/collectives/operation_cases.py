@@ -271,8 +271,8 @@ def _verify_limits() -> Tensors:
     """Verify headers whose numbers of tokens and rows are at their limits, or beyond them."""
     world, local_rank = 5, 2
     max_tokens, max_rows = _TOKENS, 4
-    # The tokens and rows of this rank and of the others, and whether they are wrong with any, and
-    # with equal, numbers of tokens.
+    # ((tokens, rows) of this rank, (tokens, rows) of the other ranks, whether the headers are wrong
+    # if numbers of tokens may differ, whether they are wrong if they must be equal).
     rows = (
         ((0, 0), (0, 0), False, False),
         ((3, 2), (0, 0), False, True),

@@ -45,8 +45,8 @@ from prepare_finalize.symm_mem.launch import SymmetricExchange
 class HostAgreement:
     """Headers of all ranks in memory that the ranks of a host share, with flags.
 
-    All layers of a manager use the same headers and flags, so that ranks that call different layers
-    find this out.
+    All layers of a manager use the same headers and flags, so that ranks detect calls of different
+    layers.
 
     headers_CWF: (2, W, F) int64, headers of the last two calls.
     flags_L: (L,) int32, number of the last call of each rank of this host.
@@ -173,8 +173,8 @@ class TwoLevelExchange(FixedCapacityExchange):
     def _make_host_problem(self, problem: Problem) -> Problem:
         """Return the problem of the exchange within the host.
 
-        Its experts are the expert slots of the host. Every rank has as many as the rank with the
-        most experts of all hosts.
+        Its experts are the expert slots of the host. Every rank has the same number of slots, which
+        is the maximum over the ranks of all hosts.
         """
         per_host, num_slots = self._group.ranks_per_host, self.num_local_experts
         placement = Placement.linear(num_slots, per_host)

@@ -51,7 +51,8 @@ def list_cases() -> Mapping[str, Callable[[], Tensors]]:
 def _exchange(placement: Placement, *, has_rows: bool) -> Tensors:
     """Dispatch the tokens of every rank, then combine random rows.
 
-    has_rows: whether the rows of tokens are given, in reverse order and without those of token 1.
+    has_rows: whether to pass the rows of the tokens explicitly, in reverse order and without token
+        1.
     """
     problem = Problem(
         _CAPACITY,

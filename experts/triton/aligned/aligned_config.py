@@ -145,7 +145,7 @@ def breakpoints(problem: Problem) -> Iterator[int]:
 def default_config(problem: Problem, tokens: int, device: Device) -> MoEConfig:
     """Return the configuration of a call of `tokens` tokens without a tuned file.
 
-    The launches are those of the table row for the mean rows per expert, with these changes.
+    The launches are taken from the table row for the mean rows per expert, with these changes.
     block_k is halved (down to 128) if the half divides K and block_k does not, which saves the
     masks along K. If K has few steps, block_k is also halved and the number of stages is reduced. A
     tile too large for the scale groups or the device is clamped.

@@ -84,8 +84,8 @@ _MIN_PREPARED_ROWS_OF_64, _MIN_PREPARED_ROWS_OF_128 = 22, 56
 # - float32 scales: 1.04 with 640 rows.
 # - float16 scales: 0.94 with 640 rows, 0.97 to 1.09 with 1024.
 # - bf16 scales with zero points, and NVFP4: 1.04 to 1.08 with 4096 rows.
-# There is no limit for mxfp4, nor for integers with bf16 scales and without zero points. Their
-# prepared weights are at least as fast with any number of rows.
+# mxfp4, and integers with bf16 scales and without zero points, have no limit: prepared weights are
+# at least as fast for any number of rows.
 _MAX_PREPARED_ROWS = {"float32": 512, "float16": 768}
 _MAX_PREPARED_ROWS_WITH_ZEROS = 2048
 _TILE_WEIGHT_ROWS = BLOCK * BLOCKS_PER_TILE  # weight rows per tile
@@ -255,7 +255,8 @@ def breakpoints(problem: Problem) -> tuple[int, ...]:
 def prepared_configs(problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
     """Return (minimum tokens, configuration) of calls with prepared weights, ascending.
 
-    For integers, the first minimum is that of bf16 scales, which is the lowest.
+    For integers, the first value is the minimum for bf16 scales, because other scales have larger
+    minima.
     """
     if problem.batch_invariant:  # all calls must use the same tiles
         return ()

@@ -18,8 +18,8 @@ from modular_kernel.ops.kernels.activation import activate
 def grouped_tile_order(pid, num_m_blocks, num_n_blocks, GROUP_M: tl.constexpr):
     """Return (pid_m, pid_n), the row block and the column block of program `pid`.
 
-    The order is that of the Triton matmul tutorial: GROUP_M row blocks are computed for one column
-    block, then for the next, so that they share weight tiles in the L2 cache.
+    As in the Triton matmul tutorial, GROUP_M row blocks are computed for one column block, then for
+    the next one, so that they share weight tiles in the L2 cache.
     """
     per_group = GROUP_M * num_n_blocks
     first_m = (pid // per_group) * GROUP_M

@@ -20,9 +20,9 @@ from experts.triton.kernels.gemm_tile_weight_only import multiply_tile_weight_on
 def swaps_operands(dtype, mode, block_m, block_n):
     """Return whether the weights should be the left operand of the MMA (SWAP_AB of `accumulate`).
 
-    The left operand of wgmma must have 64 rows. With a small BLOCK_M, only the weights have as many
-    rows. At BLOCK_M = 64, only unquantized ("plain") GEMMs are faster with swapped operands (H200,
-    triton 3.6, 2026-11-20). Float32 does not use wgmma.
+    The left operand of wgmma must have at least 64 rows. If BLOCK_M is smaller, only the weights
+    have enough rows. At BLOCK_M = 64, only unquantized ("plain") GEMMs are faster with swapped
+    operands (H200, triton 3.6, 2026-11-20). Float32 does not use wgmma.
 
     dtype: the dtype of the weights.
     mode: QUANT_MODE.

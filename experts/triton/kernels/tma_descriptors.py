@@ -23,7 +23,7 @@ def tma_descriptor(
 
     rows: the matrix, contiguous, with rows aligned to 16 bytes.
     block_rows: rows per box.
-    columns: columns per box, a power of two. The default is as many as 128 bytes hold.
+    columns: columns per box, a power of two. By default, as many as fit into 128 bytes.
     """
     itemsize = rows.element_size()
     columns = columns or BOX_BYTES // itemsize

@@ -1,6 +1,6 @@
 """Device functions that unpack int32 words, each with eight 4-bit weights of one row.
 
-WEIGHT_FORMAT determines what a word holds:
+WEIGHT_FORMAT is the format of a word:
 
     "integer"        eight unsigned 4-bit integers, one per nibble, the low nibble first
     "e2m1"           eight e2m1 values (4-bit floating point of mxfp4), one per nibble, low first

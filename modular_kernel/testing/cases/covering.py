@@ -41,7 +41,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Space:
-    """The rows over `axes`, which of them are valid, and what they cost.
+    """The rows over `axes`, with the reasons why rows are invalid, and the cost of running them.
 
     Attributes:
         axes: the axes.

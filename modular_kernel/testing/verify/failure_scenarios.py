@@ -355,7 +355,7 @@ def _check_release(manager: Any) -> tuple[str, str]:
 
 
 def _check_two_threads(manager: Any) -> tuple[str, str]:
-    """Let exchanges fail in two threads at once while a third thread begins a call.
+    """Make exchanges fail in two threads at the same time while a third thread begins a call.
 
     Only one thread publishes a record and determines the ranks to report. All threads must raise
     its error.

@@ -8,7 +8,7 @@ is recorded with
 
     TRITON_INTERPRET=1 python -m modular_kernel.testing.verify.launch_plans
 
-`planned_calls` lists the calls. Plans are those of a device without a known number of SMs.
+`planned_calls` lists the calls. They are planned for a device whose number of SMs is unknown.
 """
 
 import json

@@ -368,7 +368,8 @@ def _run_checks(
     checks: tuple[Check, ...],
 ) -> RankReport:
     kernels: list[FusedMoEModularKernel] = []
-    # What the experts received in the first call; recorded if `check_numeric` is the first check.
+    # The input of the experts in the first call. It is recorded if `check_numeric` is the first
+    # check.
     received: list[list[Dispatched]] = []
 
     def build_on_rank(rank_case: Case, machine: Machine, poison: bool) -> FusedMoEModularKernel:
