@@ -1,8 +1,8 @@
-"""Writes programs that show a wrong result of an experts class with its engine and torch alone.
+"""Write standalone programs that reproduce a wrong result of an engine's experts class.
 
-A program makes random inputs and weights by a seed, calls the class in the engine's own objects,
-and compares the output with plain torch in float64. Apart from imports, it has at most ten
-statements.
+A program imports only the engine and torch. It draws inputs and weights from a fixed seed, calls
+the class through the engine's API, and compares the output with a float64 reference in torch. Apart
+from imports, it has at most ten statements.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,8 +17,9 @@ from modular_kernel.spec.problem import ActivationSpec, Problem, dtype_name
 class EngineLines:
     """The lines of a program that depend on the engine.
 
-    They read x (T, H), router and ids (T, K), w1, w2 and what else the scheme's format has (scales
-    s1 and s2, global scales g1 and g2), and biases b1 and b2 if the problem has any.
+    The lines use the variables x (T, H), router and ids (T, K), w1 and w2. Depending on the scheme,
+    they also use the scales s1 and s2 and the global scales g1 and g2. If the problem has biases,
+    they use b1 and b2.
 
     imports: import statements.
     call: statements that set `out` (T, H).
@@ -29,7 +30,7 @@ class EngineLines:
 
 
 def write_program(case: EngineCase, engine: EngineLines, device: str, bound: float) -> str:
-    """Return the program. It exits with 1 if the relative RMS error is above `bound`."""
+    """Return the source of the program, which fails if the relative RMS error exceeds `bound`."""
     problem = case.problem
     dtype, tokens, top_k = f"torch.{dtype_name(problem.dtype)}", problem.tokens, problem.top_k
     generator = "generator=torch.manual_seed(0)"
@@ -90,7 +91,7 @@ def _write_ids(case: EngineCase, device: str) -> str:
 
 
 def _write_reference(problem: Problem) -> list[str]:
-    """Return lines that compute every expert for every token, and sum by the router weights."""
+    """Return lines that run every expert on every token, and compute the weighted sum."""
     act, on_input = problem.act, problem.apply_router_weight_on_input  # with top-k 1
     values = ("w1", "w2") if problem.quant == "none" else ("d1", "d2")
     x = "(router * x)" if on_input else "x"
@@ -155,26 +156,26 @@ def _write_weights(problem: Problem) -> list[str]:
     rows = 2 * problem.intermediate if problem.act.gated else problem.intermediate
     hidden, e = problem.hidden, problem.e
     dtype = f"torch.{dtype_name(problem.dtype)}"
-    made = {"w": f"(rand({e}, n, k) / k**0.5).to({dtype})"}
+    expressions = {"w": f"(rand({e}, n, k) / k**0.5).to({dtype})"}
     values = ""
     if problem.quant != "none":
-        made, values = _FORMATS[problem.scheme.name](problem)
+        expressions, values = _FORMATS[problem.scheme.name](problem)
     if problem.bias:
-        made["b"] = f"rand({e}, n).to({dtype}) / 2"
-    names = list(made)
+        expressions["b"] = f"rand({e}, n).to({dtype}) / 2"
+    names = list(expressions)
     inner = ", ".join(names) + ("," if len(names) == 1 else "")
     results = f"({', '.join([*names, values])})" if values else f"({inner})"
     targets = [name + "{0}" for name in [*names, *(["d"] if values else [])]]
     if targets == ["w{0}"]:
         sizes = f"(({rows}, {hidden}), ({hidden}, {problem.intermediate}))"
-        return [f"w1, w2 = ({made['w']} for n, k in {sizes})"]
+        return [f"w1, w2 = ({expressions['w']} for n, k in {sizes})"]
     left = ", ".join(f"({', '.join(targets)})".format(n) for n in (1, 2))
     lines = [
         f"{left} = (",
         f"    {results}",
         f"    for n, k in (({rows}, {hidden}), ({hidden}, {problem.intermediate}))",
     ]
-    lines += [f"    for {name} in [{expression}]" for name, expression in made.items()]
+    lines += [f"    for {name} in [{expression}]" for name, expression in expressions.items()]
     return [*lines, ")"]
 
 
@@ -184,7 +185,7 @@ _Format = tuple[dict[str, str], str]
 
 
 def _expand_blocks(problem: Problem) -> tuple[str, str]:
-    """Return the shape of the scales of blocks, and the scales for each value."""
+    """Return expressions for the shape of block scales, and for the expanded scales."""
     n, k = problem.scheme.group
     rows = 2 * problem.intermediate if problem.act.gated else problem.intermediate
     expanded = f"s.repeat_interleave({n}, 1).repeat_interleave({k}, 2)"
@@ -203,22 +204,22 @@ def _make_fp8(problem: Problem) -> _Format:
         shape, scale = f"{e}, n, 1", "s"
     else:
         shape, scale = f"{e}", "s[:, None, None]"
-    made = {
+    expressions = {
         "w": f"rand({e}, n, k).to(torch.float8_e4m3fn)",
         "s": f"(rand({shape}).sigmoid() + 0.5) / k**0.5",
     }
-    return made, f"w.float() * {scale}"
+    return expressions, f"w.float() * {scale}"
 
 
 def _make_int8(problem: Problem) -> _Format:
     blocks, scale = "n, 1", "s"
     if problem.scheme.granularity == "block":
         blocks, scale = _expand_blocks(problem)
-    made = {
+    expressions = {
         "w": f"(rand({problem.e}, n, k) * 40).clamp(-127, 127).to(torch.int8)",
         "s": f"(rand({problem.e}, {blocks}).sigmoid() + 0.5) / (40 * k**0.5)",
     }
-    return made, f"w.float() * {scale}"
+    return expressions, f"w.float() * {scale}"
 
 
 def _write_bytes(shape: str) -> str:
@@ -230,16 +231,16 @@ _CODES = "torch.stack((w & 15, w >> 4), -1).flatten(2)"  # of two 4-bit values i
 
 
 def _make_groups(problem: Problem) -> _Format:
-    """Integers with a scale per group. Two 4-bit integers are packed in a byte."""
+    """Return expressions for integers with a scale per group. A byte packs two 4-bit integers."""
     e, group, dtype = problem.e, problem.scheme.group[0], f"torch.{dtype_name(problem.dtype)}"
     width, std, values = "k", 74, "(w.float() - 128)"
     if problem.scheme.packed:
         width, std, values = "k // 2", 5, f"({_CODES}.float() - 8)"
-    made = {
+    expressions = {
         "w": _write_bytes(f"{e}, n, {width}"),
         "s": f"((rand({e}, n, k // {group}).sigmoid() + 0.5) / ({std} * k**0.5)).to({dtype})",
     }
-    return made, f"{values} * s.float().repeat_interleave({group}, 2)"
+    return expressions, f"{values} * s.float().repeat_interleave({group}, 2)"
 
 
 _E2M1 = "[0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]"
@@ -248,21 +249,21 @@ _FP4_VALUES = f"x.new_tensor({_E2M1}).float()[{_CODES}.long()]"
 
 def _make_mxfp4(problem: Problem) -> _Format:
     e = problem.e
-    made = {
+    expressions = {
         "w": _write_bytes(f"{e}, n, k // 2"),
         "s": f"rand({e}, n, k // 32).clamp(-2, 2).add(122).to(torch.uint8)",
     }
-    return made, f"{_FP4_VALUES} * (2.0 ** (s.float() - 127)).repeat_interleave(32, 2)"
+    return expressions, f"{_FP4_VALUES} * (2.0 ** (s.float() - 127)).repeat_interleave(32, 2)"
 
 
 def _make_nvfp4(problem: Problem) -> _Format:
     e = problem.e
-    made = {
+    expressions = {
         "w": _write_bytes(f"{e}, n, k // 2"),
         "s": f"(rand({e}, n, k // 16).sigmoid() * 100 + 50).to(torch.float8_e4m3fn)",
         "g": f"(rand({e}).sigmoid() + 0.5) / (300 * k**0.5)",
     }
-    return made, f"{_FP4_VALUES} * s.float().repeat_interleave(16, 2) * g[:, None, None]"
+    return expressions, f"{_FP4_VALUES} * s.float().repeat_interleave(16, 2) * g[:, None, None]"
 
 
 _FORMATS: Mapping[str, Callable[[Problem], _Format]] = {
