@@ -9,7 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 from ep_layers import ALL2ALL, Layer
-from interpreted_replays import interpreted_replays
+from replayed_exchanges import (
+    TWO_LEVEL,
+    refuse_in_replay,
+    replay_calls,
+    replay_during_a_started_call,
+)
 
 from modular_kernel.catalog import make_kernel
 from modular_kernel.errors import CommunicationError, ModularKernelError, UnsupportedError
@@ -28,7 +33,7 @@ from prepare_finalize.symm_mem.group import align_up
 from prepare_finalize.symm_mem.launch import buffer_sections
 
 pytestmark = pytest.mark.cpu  # the kernels of the exchange are interpreted
-PART = "HostThenRankPrepareAndFinalize"
+PART = TWO_LEVEL
 BF16 = torch.bfloat16
 DEADLINE_S = 3.0
 
@@ -409,18 +414,6 @@ def test_faults_raise_on_every_other_rank(two_hosts: RankPool, scenario: Scenari
     assert run_scenario(scenario, two_hosts).findings() == []
 
 
-def replay_calls(rank: int, world: int, group: object, layers: list[Layer]):
-    """Call a plan of the first layer with the inputs of all layers. Return outputs and counters."""
-    with interpreted_replays():
-        plan = layers[0].kernel(rank, HostThenRankGroup(group, checked=False)).plan()
-        outputs = []
-        for layer in layers:
-            given = layer.inputs_of(rank)
-            outputs.append(plan(given.x_TH, given.weights, given.routing).clone())
-        plan.kernel.prepare_finalize.check()
-        return outputs, plan.kernel.counters()
-
-
 def replayed_layer(pool: RankPool, seed: int = 0, **fields) -> Layer:
     return replace(layer_of(pool, **fields), experts_part="TritonExperts", seed=seed)
 
@@ -432,9 +425,9 @@ def test_replays_match_the_reference(two_hosts: RankPool, quant: str, bound: int
     layers = [replayed_layer(two_hosts, seed, max_received=bound, **fields) for seed in range(5)]
     reports = two_hosts.run(replay_calls, layers)
     for index, layer in enumerate(layers):
-        comparison = layer.compare([outputs[index] for outputs, _ in reports])
+        comparison = layer.compare([outputs[index] for outputs, *_ in reports])
         assert comparison.ok, (index, comparison)
-    for _, counters in reports:
+    for _, counters, _ in reports:
         assert counters["fallback_calls"] == {"first call of a layer over ranks": 1}
         assert (counters["recorded_calls"], counters["replayed_calls"]) == (1, 3)
 
@@ -444,60 +437,23 @@ def test_calls_of_a_rank_without_tokens_are_replayed(two_hosts: RankPool) -> Non
     layer = replayed_layer(two_hosts, tokens=(3, 0, 2, 1))
     reports = two_hosts.run(replay_calls, [layer] * 4)
     for call in range(4):
-        assert layer.compare([outputs[call] for outputs, _ in reports]).ok
-    for _, counters in reports:
+        assert layer.compare([outputs[call] for outputs, *_ in reports]).ok
+    for _, counters, _ in reports:
         assert counters["fallback_calls"] == {"first call of a layer over ranks": 1}
         assert (counters["recorded_calls"], counters["replayed_calls"]) == (1, 2)
 
 
-def make_replayed_plan(rank: int, group: object, layer: Layer, **options):
-    """Return a plan whose calls are replayed, and the arguments of its calls."""
-    manager = HostThenRankGroup(group, checked=False, **options)
-    plan, given = layer.kernel(rank, manager).plan(), layer.inputs_of(rank)
-    arguments = given.x_TH, given.weights, given.routing
-    for _ in range(4):
-        plan(*arguments)
-    assert plan.kernel.counters()["replayed_calls"] >= 2
-    return plan, arguments
-
-
-def refuse_in_replay(rank: int, world: int, group: object, layer: Layer) -> list[str]:
-    """Refuse a call on rank 1 that other ranks replay. Return the results of three calls."""
-    with interpreted_replays():
-        plan, (x_TH, *rest) = make_replayed_plan(rank, group, layer, timeout_s=20.0)
-        raised = []
-        for x in (x_TH.double() if rank == 1 else x_TH, x_TH, x_TH):
-            try:
-                raised.append("NaN" if plan(x, *rest).isnan().all() else "")
-            except ModularKernelError as error:
-                raised.append(f"{type(error).__name__}: {error}")
-        return raised
-
-
 def test_a_refusal_reaches_ranks_that_replay(two_hosts: RankPool) -> None:
     refused = "rank 1 refused its call 5 of layer 1 with DtypeError"
-    for rank, errors in enumerate(two_hosts.run(refuse_in_replay, replayed_layer(two_hosts))):
+    for rank, errors in enumerate(two_hosts.run(refuse_in_replay, replayed_layer(two_hosts), 20.0)):
         assert errors[0].startswith("DtypeError") if rank == 1 else errors[0] == "NaN"
         assert refused in errors[1]
         assert "a manager that failed before" in errors[2]
 
 
-def replay_beside_a_started_call(rank: int, world: int, group: object, layer: Layer):
-    """Call a plan while a started call uses the buffers of the recorded call."""
-    with interpreted_replays():
-        plan, arguments = make_replayed_plan(rank, group, layer, timeout_s=20.0)
-        kernel = plan.kernel
-        outputs = [plan(*arguments).clone()]
-        pending = kernel.start(*arguments)
-        outputs.append(plan(*arguments).clone())
-        outputs += [pending.finish(), plan(*arguments).clone()]
-        kernel.prepare_finalize.check()
-        return outputs, kernel.counters()["replayed_calls"]
-
-
 def test_calls_are_not_replayed_if_their_buffers_are_in_use(two_hosts: RankPool) -> None:
     layer = replayed_layer(two_hosts)
-    for outputs, replayed in two_hosts.run(replay_beside_a_started_call, layer):
+    for outputs, replayed in two_hosts.run(replay_during_a_started_call, layer):
         assert all(torch.equal(out, outputs[0]) for out in outputs)
         assert replayed == 3 + 1
 

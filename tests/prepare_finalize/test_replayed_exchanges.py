@@ -8,14 +8,20 @@ import pytest
 import torch
 from ep_layers import ALL2ALL, BATCHED, GATHERED, REPLICATED, Layer
 from interpreted_replays import interpreted_replays
+from replayed_exchanges import (
+    SYMMETRIC,
+    make_manager,
+    make_replayed_plan,
+    refuse_in_replay,
+    replay_calls,
+    replay_during_a_started_call,
+)
 
-from modular_kernel.errors import CommunicationError, ModularKernelError, UnsupportedError
-from modular_kernel.plan import Plan
+from modular_kernel.errors import CommunicationError, UnsupportedError
 from modular_kernel.spec.placement import Placement
 from modular_kernel.testing.ranks.pool import RankPool
-from prepare_finalize import SymmetricGroup, TorchGroup
+from prepare_finalize import TorchGroup
 
-SYMMETRIC = "SymmMemPrepareAndFinalize"
 EXPERTS = {BATCHED: "BatchedTritonExperts"}
 FIXED = (REPLICATED, GATHERED, ALL2ALL, BATCHED)
 
@@ -26,29 +32,10 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-def manager_of(part: str, group: object, **options) -> TorchGroup | SymmetricGroup:
-    if part == SYMMETRIC:
-        return SymmetricGroup(group, **options)
-    return TorchGroup(group, checked=False, **options)
-
-
 def layer_of(part: str, seed: int = 0, **fields) -> Layer:
     tokens = (4, 4) if part == REPLICATED else (4, 3)
     experts = EXPERTS.get(part, "TritonExperts")
     return Layer(part, tokens, experts_part=experts, seed=seed, fields=fields)
-
-
-def replay_calls(rank: int, world: int, group: object, layers: list[Layer]):
-    """Call a plan of the first layer with the inputs of all layers. Return outputs and counters."""
-    with interpreted_replays():
-        manager = manager_of(layers[0].part, group)
-        plan = layers[0].kernel(rank, manager).plan()
-        outputs = []
-        for layer in layers:
-            given = layer.inputs_of(rank)
-            outputs.append(plan(given.x_TH, given.weights, given.routing).clone())
-        plan.kernel.prepare_finalize.check()
-        return outputs, plan.kernel.counters(), plan.kernel.invalid_ids
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_channel"])
@@ -88,7 +75,7 @@ def test_a_placement_with_copies_is_replayed(pool: RankPool) -> None:
 def replay_calls_of_an_idle_rank(rank: int, world: int, group: object, layer: Layer):
     """Call a plan four times, on a layer in which a rank has no tokens. Return the last output."""
     with interpreted_replays():
-        manager = manager_of(layer.part, group)
+        manager = make_manager(layer.part, group)
         plan, given = layer.kernel(rank, manager).plan(), layer.inputs_of(rank)
         for _ in range(4):
             out = plan(given.x_TH, given.weights, given.routing)
@@ -107,37 +94,10 @@ def test_calls_of_a_rank_without_tokens_are_replayed(pool: RankPool, part: str) 
         assert "no tokens" not in counters["fallback_calls"]
 
 
-def replayed_plan(rank: int, group: object, layer: Layer, **options) -> tuple[Plan, tuple]:
-    """Return a plan whose calls are replayed, and the arguments of its calls."""
-    plan, given = (
-        layer.kernel(rank, manager_of(layer.part, group, **options)).plan(),
-        layer.inputs_of(rank),
-    )
-    arguments = given.x_TH, given.weights, given.routing
-    for _ in range(4):
-        plan(*arguments)
-    assert plan.kernel.counters()["replayed_calls"] >= 2
-    return plan, arguments
-
-
-def refuse_in_replay(rank: int, world: int, group: object, layer: Layer) -> list[str]:
-    """Refuse a call on rank 1 that other ranks replay. Return the results of three calls."""
-    with interpreted_replays():
-        plan, (x_TH, *rest) = replayed_plan(rank, group, layer, timeout_s=5.0)
-        raised = []
-        for x in (x_TH.double() if rank == 1 else x_TH, x_TH, x_TH):
-            try:
-                out = plan(x, *rest)
-                raised.append("NaN" if out.isnan().all() else "")
-            except ModularKernelError as error:
-                raised.append(f"{type(error).__name__}: {error}")
-        return raised
-
-
 @pytest.mark.parametrize("part", FIXED)
 def test_a_refusal_reaches_ranks_that_replay(pool: RankPool, part: str) -> None:
     refused = "rank 1 refused its call 5 of layer 1 with DtypeError"
-    for rank, errors in enumerate(pool.run(refuse_in_replay, layer_of(part))):
+    for rank, errors in enumerate(pool.run(refuse_in_replay, layer_of(part), 5.0)):
         if rank == 1:
             assert errors[0].startswith("DtypeError")
         elif part == REPLICATED:  # On a CPU, this part raises before the all-reduce.
@@ -151,7 +111,7 @@ def test_a_refusal_reaches_ranks_that_replay(pool: RankPool, part: str) -> None:
 def interrupt_replay(rank: int, world: int, group: object, layer: Layer) -> tuple[str, float]:
     """Interrupt a replay on rank 1 between its launches and the combine."""
     with interpreted_replays():
-        plan, arguments = replayed_plan(rank, group, layer, timeout_s=20.0)
+        plan, arguments = make_replayed_plan(rank, group, layer, timeout_s=20.0)
         manager = plan.kernel.prepare_finalize.manager
         start = manager._start
 
@@ -180,7 +140,7 @@ def test_an_interrupted_replay_is_reported_at_once(pool: RankPool, part: str) ->
 def log_replays(rank: int, world: int, group: object, layer: Layer) -> tuple[list, list, str]:
     """Return the last exchanges of two replays, and the error of a call after `destroy`."""
     with interpreted_replays():
-        plan, arguments = replayed_plan(rank, group, layer)
+        plan, arguments = make_replayed_plan(rank, group, layer)
         manager = plan.kernel.prepare_finalize.manager
         step = manager.step
         for _ in range(2):
@@ -206,21 +166,8 @@ def test_replays_are_logged_and_need_an_open_manager(pool: RankPool, part: str) 
         assert "a destroyed manager" in error
 
 
-def replay_beside_a_started_call(rank: int, world: int, group: object, layer: Layer):
-    """Call a plan while a started call uses the slot of the recorded call. Return all outputs."""
-    with interpreted_replays():
-        plan, arguments = replayed_plan(rank, group, layer)
-        kernel = plan.kernel
-        outputs = [plan(*arguments).clone()]
-        pending = kernel.start(*arguments)
-        outputs.append(plan(*arguments).clone())
-        outputs += [pending.finish(), plan(*arguments).clone()]
-        kernel.prepare_finalize.check()
-        return outputs, kernel.counters()["replayed_calls"]
-
-
 def test_calls_are_not_replayed_if_their_slot_is_in_use(pool: RankPool) -> None:
-    for outputs, replayed in pool.run(replay_beside_a_started_call, layer_of(SYMMETRIC)):
+    for outputs, replayed in pool.run(replay_during_a_started_call, layer_of(SYMMETRIC)):
         assert all(torch.equal(out, outputs[0]) for out in outputs)
         assert replayed == 3 + 2
 
