@@ -70,11 +70,11 @@ def _check_flags(context: ScenarioContext, manager: Any, memory: Any) -> Outcome
     """
     if memory is manager:  # all ranks share one host
         return
-    pool: Any = context.make_kernel_on(manager).prepare_finalize._buffer_pool  # type: ignore[attr-defined]
-    yield (
-        str({name: flags.any().item() for name, flags in pool._flag_views.items()}),
-        str(dict.fromkeys(pool._flag_views, False)),
-    )
+    part: Any = context.make_kernel_on(manager).prepare_finalize
+    flags = [
+        each for call in part._buffer_pool._buffers for each in (call.arrived_W, call.summed_W)
+    ]
+    yield f"set: {[bool(each.any()) for each in flags]}", f"set: {[False] * len(flags)}"
     dist.barrier()
     memory.fail()
     yield str(memory.failed.tolist()), "[1]"
