@@ -26,7 +26,8 @@ _CPU = torch.device("cpu")
 _WORLD, _EXPERTS, _TOP_K, _HIDDEN, _CAPACITY = 3, 6, 3, 40, 5
 _TOKENS = (4, 0, 5)  # of each rank
 _FILL = 0x5A  # byte of memory that has not been written
-_TIMEOUT_NS = 10**10
+_TIMEOUT_NS, _SHORT_TIMEOUT_NS = 10**10, 10**6
+_DISPATCH, _COMBINE = 1, 2  # phases
 
 _PLACEMENTS = {
     "no copies": Placement.linear(_EXPERTS, _WORLD),
@@ -39,12 +40,17 @@ Tensors = Mapping[str, torch.Tensor]
 
 def list_cases() -> Mapping[str, Callable[[], Tensors]]:
     """Return the cases by name; see `PrepareAndFinalize.operation_cases`."""
-    return {
+    exchanges = {
         f"dispatch and combine, {name}, given rows {has_rows}": partial(
             _exchange, placement, has_rows=has_rows
         )
         for name, placement in _PLACEMENTS.items()
         for has_rows in (False, True)
+    }
+    return {
+        **exchanges,
+        "rank lost before dispatch": partial(_lose_rank, _DISPATCH),
+        "rank lost before combine": partial(_lose_rank, _COMBINE),
     }
 
 
@@ -54,21 +60,7 @@ def _exchange(placement: Placement, *, has_rows: bool) -> Tensors:
     has_rows: whether to pass the rows of the tokens explicitly, in reverse order and without token
         1.
     """
-    problem = Problem(
-        _CAPACITY,
-        _HIDDEN,
-        32,
-        _EXPERTS,
-        _TOP_K,
-        dtype=torch.bfloat16,
-        lora="adapters=3,rank=7",
-        parallel=Parallel(_WORLD, placement),
-    )
-    layout = buffer_sections(problem)
-    nbytes = sum(align_up(section.nbytes) for section in layout.values())
-    heaps = torch.full((_WORLD, nbytes), _FILL, dtype=torch.uint8, device=_CPU)
-    allow_access(heaps)
-    ranks = [_make_rank(problem, heaps, rank, has_rows=has_rows) for rank in range(_WORLD)]
+    heaps, ranks = _make_ranks(placement, has_rows=has_rows)
     outputs, invalid = [], torch.zeros(1, dtype=torch.int32, device=_CPU)
     for exchange in ranks:
         _send(exchange, invalid)
@@ -90,6 +82,59 @@ def _exchange(placement: Placement, *, has_rows: bool) -> Tensors:
         "invalid": invalid,
         "state": state,
     }
+
+
+def _lose_rank(phase: int) -> Tensors:
+    """Make two calls of rank 0 without rank 2, which is lost before `phase` of the first one.
+
+    The first wait of rank 0 for rank 2 fails. Later waits then fail at once, and nothing is
+    signaled. Every combine after that gives NaN.
+    """
+    heaps, ranks = _make_ranks(_PLACEMENTS["no copies"], has_rows=False)
+    invalid, rank = torch.zeros(1, dtype=torch.int32, device=_CPU), ranks[0]
+    for exchange in ranks[: _WORLD - 1 if phase == _DISPATCH else _WORLD]:
+        _send(exchange, invalid)
+    # Nothing but the failure must make the output NaN.
+    rank.buffers.y_RH.zero_()
+    for exchange in ranks[1:]:
+        exchange.buffers.y_RH.zero_()
+    rank.buffers.summed_W[: _WORLD - 1] = 1
+    rank.manager.timeout_ns = _SHORT_TIMEOUT_NS
+    outputs = list[torch.Tensor]()
+    for _ in range(2):
+        _receive(rank)
+        outputs.append(_combine(rank))
+    flags = torch.stack([exchange.buffers.summed_W for exchange in ranks])
+    return {
+        "output": torch.stack(outputs).isnan(),
+        "status": rank.manager.status,
+        "failed": rank.manager.failed,
+        "flags": flags,
+        "combines": rank.buffers.combines,
+        "heaps": heaps,
+    }
+
+
+def _make_ranks(
+    placement: Placement, *, has_rows: bool
+) -> tuple[torch.Tensor, list[SymmetricExchange]]:
+    """Make the heaps of all ranks, (W, bytes), and an exchange on each rank."""
+    problem = Problem(
+        _CAPACITY,
+        _HIDDEN,
+        32,
+        _EXPERTS,
+        _TOP_K,
+        dtype=torch.bfloat16,
+        lora="adapters=3,rank=7",
+        parallel=Parallel(_WORLD, placement),
+    )
+    layout = buffer_sections(problem)
+    nbytes = sum(align_up(section.nbytes) for section in layout.values())
+    heaps = torch.full((_WORLD, nbytes), _FILL, dtype=torch.uint8, device=_CPU)
+    allow_access(heaps)
+    ranks = [_make_rank(problem, heaps, rank, has_rows=has_rows) for rank in range(_WORLD)]
+    return heaps, ranks
 
 
 def _make_rank(
@@ -181,19 +226,40 @@ def _send(exchange: SymmetricExchange, invalid: torch.Tensor) -> None:
     exchange.buffers.dispatches[0] += 1
 
 
+def _receive(exchange: SymmetricExchange) -> None:
+    if use_triton(exchange.rank_bits_T):
+        exchange.receive()
+    else:
+        _wait(exchange, _DISPATCH, exchange.buffers.arrived_W, int(exchange.buffers.dispatches[0]))
+
+
+def _wait(exchange: SymmetricExchange, phase: int, flags_W: torch.Tensor, number: int) -> bool:
+    """Return whether a wait fails: this one, because of ranks without a flag, or an earlier one."""
+    manager = exchange.manager
+    missing = sum(1 << rank for rank in range(_WORLD) if int(flags_W[rank]) < number)
+    if missing and not manager.failed:
+        manager.failed.fill_(1)
+        manager.status.fill_((phase << 56) + (missing << 32) + number)
+    return bool(manager.failed)
+
+
 def _combine(exchange: SymmetricExchange) -> torch.Tensor:
     out_TH = torch.full((exchange.tokens, _HIDDEN), 5.0, dtype=torch.bfloat16, device=_CPU)
     if use_triton(out_TH):
         exchange.combine(out_TH)
         return out_TH
     rank, rows_WT = exchange.manager.rank, exchange.row_at_rank_WT
+    number = int(exchange.buffers.combines[0]) + 1
+    for peer in range(_WORLD) if not exchange.manager.failed else ():
+        _buffers_of(exchange, peer)["summed_W"][rank] = number
+    failed = _wait(exchange, _COMBINE, exchange.buffers.summed_W, number)
     for token in range(exchange.tokens):
         total = torch.zeros(_HIDDEN, dtype=torch.float32, device=_CPU)
         for peer in range(_WORLD):
             if int(exchange.rank_bits_T[token]) >> peer & 1:
                 row = rank * _CAPACITY + token if rows_WT is None else int(rows_WT[peer, token])
                 total += _buffers_of(exchange, peer)["y_RH"][row].float()
-        out_TH[token] = total
+        out_TH[token] = torch.nan if failed else total
     exchange.buffers.combines[0] += 1
     return out_TH
 

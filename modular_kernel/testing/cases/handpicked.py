@@ -200,6 +200,17 @@ def _list_packed_cases() -> Iterator[HandpickedCase]:
     yield full_block.with_tokens(1), "uniform", InputVariation()
     # The depth of GEMM 2 ends after the first half of a block.
     yield replace(full_block, tokens=1, intermediate=128), "uniform", InputVariation()
+    # GEMM 2 has two blocks, each of which consists of two chunks.
+    yield replace(zeros, tokens=1, hidden=32, intermediate=512), "uniform", InputVariation()
+    # The steps of the GEMM with several tokens per expert divide K.
+    even_k = replace(integers, tokens=9, hidden=256, intermediate=256, experts=2)
+    yield even_k, "uniform", InputVariation()
+    # K is not a multiple of the 32 columns of an MMA, one scale or none limits K, and rows of
+    # weights are aligned all the same.
+    for quant in ("int4_w4a16_group:group=64", "nvfp4_w4a16"):
+        odd_k = replace(packed, hidden=48, intermediate=48, experts=2, quant=quant)
+        for tokens in (1, 9):
+            yield odd_k.with_tokens(tokens), "uniform", InputVariation(layout="spaced")
     # More blocks than are prefetched.
     top_9 = replace(packed, hidden=2144, intermediate=32, experts=10, top_k=9)
     top_9 = replace(top_9, quant="int4_w4a16_group:group=32")

@@ -56,7 +56,9 @@ ROUTING_KINDS = (
 LAYOUTS = (
     "plain",  # contiguous, and aligned like a separate allocation
     "transposed",  # weights are contiguous along N; x has gaps between rows
-    "spaced",  # gaps between the rows of weights and of x, and between the matrices of experts
+    # Gaps between the rows of weights and of x, and between the matrices of experts. Rows of
+    # quantized weights start at multiples of 16 bytes, which vector loads need.
+    "spaced",
     "shifted",  # contiguous, but one element past an aligned address
 )
 
@@ -326,7 +328,7 @@ def _copy_with_layout(w_eNK: torch.Tensor, layout: str, fence: FencedCopier) -> 
     if layout != "spaced":
         return fence(w_eNK)
     e, rows, depth = w_eNK.shape
-    spaced = torch.empty(e, rows + 1, depth + 16, dtype=w_eNK.dtype)
+    spaced = torch.empty(e, rows + 1, 16 * (-(-depth // 16) + 1), dtype=w_eNK.dtype)
     poison_tensor(spaced, fence.fill)
     spaced[:, :rows, :depth] = w_eNK
     return fence(spaced)[:, :rows, :depth]

@@ -189,6 +189,9 @@ def list_nan_problems() -> Iterator[NanProblem]:
         yield make_one_token_problem(problem)
         if problem.scheme.dispatched_quantized:
             yield make_two_token_problem(problem)
+        if problem.scheme.packed:  # with float32, parts use kernels without packed words
+            exact = replace(problem, dtype=torch.float32)
+            yield make_problem_with_token_per_name(exact, group_nan_arguments(problem)[0])
     for activation in (_CLAMPED, ActivationSpec.parse("relu2")):
         problem = replace(_BASE, activation=activation)
         yield make_problem_with_token_per_name(problem, *group_nan_arguments(problem))

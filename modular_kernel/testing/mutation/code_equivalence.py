@@ -4,8 +4,11 @@
     assert comparison.differing == 0 and comparison.reached == (12,)
 
 If they do, they are equivalent to the original (`bitwise_equivalence` compares results instead).
-Kernels are compiled as real calls launch them (`testing.compile.cases`), first without and then
-with the mutants, in processes that do not interpret kernels. No GPU is needed.
+Kernels are compiled as real calls launch them (`testing.compile.cases`), without and with the
+mutants, in processes that do not interpret kernels. No GPU is needed.
+
+Most kernels are only compiled to Triton's optimized IR, without line numbers: if it and the options
+are equal, so is the machine code. Kernels whose IR differs are compiled to machine code.
 """
 
 import ast
@@ -15,14 +18,16 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from hashlib import sha256
 from typing import Any
 
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.replay.launch.runtime import HAS_TRITON
 from modular_kernel.settings import make_child_environment
+from modular_kernel.testing.mutation.mutant_outcome import MutantOutcome
 from modular_kernel.testing.mutation.patched_module import (
     part_packages,
     patch_modules,
@@ -36,14 +41,42 @@ from modular_kernel.testing.mutation.source import Edit, Mutant, Source
 _UNDEFINED_NAME = "no_such_name_in_any_kernel"
 _COMPILE_ERROR = "does not compile"
 
-Code = list[tuple[str, str]]  # (kernel name, digest of its machine code) per launch
+
+@dataclass(frozen=True)
+class _Launch:
+    """A compiled launch: the kernel's name, and digests of its IR and, if needed, machine code."""
+
+    kernel: str
+    ir: str
+    code: str = ""
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What a child process compiles.
+
+    mutants: the mutants that are applied.
+    modules: only kernels that use one of these modules are compiled.
+    target: an architecture, such as "sm_90".
+    expected: the IR of each launch without mutants. A launch that differs is compiled to code.
+    with_code: numbers of other launches that are compiled to code.
+    count: the number of differing launches, or of those in `with_code`, after which to stop.
+    """
+
+    mutants: tuple[Mutant, ...]
+    modules: frozenset[str]
+    target: str
+    expected: tuple[str, ...] = ()
+    with_code: frozenset[int] = frozenset()
+    count: int = sys.maxsize
 
 
 @dataclass(frozen=True)
 class CodeComparison:
     """Result of a comparison of compiled kernels.
 
-    reached: for each mutant, the number of compiled kernels that contain its line.
+    reached: for each mutant, the number of compiled kernels that contain its line; not known (0) if
+        the comparison stopped at the first difference.
     differing: the number of compiled kernels that the mutants change.
     """
 
@@ -55,38 +88,76 @@ class CodeComparison:
         return self.differing == 0 and all(self.reached)
 
 
-def compare_code(mutants: Sequence[Mutant], target: str = "sm_90") -> CodeComparison:
+def compare_code(
+    mutants: Sequence[Mutant], target: str = "sm_90", *, first_only: bool = False
+) -> CodeComparison:
     """Compile all kernels that use the mutants' modules, without and with all mutants.
+
+    first_only: whether to stop at the first kernel whose code differs.
 
     Raises ConfigurationError for a mutant outside of kernels, because it may change launch
     arguments, which compiled code does not show.
     """
     for mutant in mutants:
-        if not _is_in_kernel(mutant):
+        if not is_in_kernel(mutant):
             need = "a mutant inside a @triton.jit function"
             raise ConfigurationError(
                 "same code", got=f"{mutant.ident} at {mutant.location}", need=need
             )
     modules = frozenset(mutant.module for mutant in mutants)
     unchanged = _compile_unchanged(modules, target)
-    num_reached = []
+    expected = tuple(launch.ir for launch in unchanged)
+    changed = _Request(tuple(mutants), modules, target, expected)
+    # Most mutants that change a kernel change the first one that contains their line.
+    if first_only and _count_differing(replace(changed, count=1), unchanged):
+        return CodeComparison(tuple(0 for _ in mutants), 1)
+    differing = _count_differing(changed, unchanged)
+    reached = []
     for mutant in mutants:
         broken = replace(mutant, edit=replace(mutant.edit, new=_make_breaking_text(mutant.edit)))
-        num_reached.append(
-            len(_find_differing_launches(unchanged, _compile((broken,), modules, target)))
-        )
-    differing = _find_differing_launches(unchanged, _compile(mutants, modules, target))
-    return CodeComparison(tuple(num_reached), len(differing))
+        launches = _compile(replace(changed, mutants=(broken,)))
+        reached.append(len(_list_kernels(unchanged, _find_differing(unchanged, launches))))
+    return CodeComparison(tuple(reached), differing)
+
+
+def prove_by_code(outcome: MutantOutcome) -> MutantOutcome:
+    """Return the outcome of a survivor, as equivalent if no kernel with its line changes.
+
+    A mutant outside of kernels, or one that no compiled kernel contains, keeps its outcome.
+    """
+    if not HAS_TRITON or not is_in_kernel(outcome.mutant):
+        return outcome
+    comparison = compare_code([outcome.mutant], first_only=True)
+    if not comparison.proven:
+        return outcome
+    return replace(outcome, status="equivalent", forms=comparison.reached[0])
+
+
+def _count_differing(changed: _Request, unchanged: Sequence[_Launch]) -> int:
+    """Return the number of kernels with different code."""
+    launches = _compile(changed)
+    numbers = _find_differing(unchanged, launches)
+    if not numbers:
+        return 0
+    originals = _compile(
+        replace(changed, mutants=(), with_code=numbers, expected=(), count=len(numbers))
+    )
+    differing = frozenset(n for n in numbers if launches[n].code != originals[n].code)
+    return len(_list_kernels(unchanged, differing))
+
+
+def _list_kernels(unchanged: Sequence[_Launch], numbers: Iterable[int]) -> set[_Launch]:
+    return {unchanged[number] for number in numbers}
 
 
 @cache
-def _compile_unchanged(modules: frozenset[str], target: str) -> Code:
-    code = _compile((), modules, target)
-    if any(digest == _COMPILE_ERROR for _, digest in code):
+def _compile_unchanged(modules: frozenset[str], target: str) -> tuple[_Launch, ...]:
+    launches = _compile(_Request((), modules, target))
+    if any(launch.ir == _COMPILE_ERROR for launch in launches):
         raise ConfigurationError(
             "same code", got=_COMPILE_ERROR, need="kernels that compile unchanged"
         )
-    return code
+    return launches
 
 
 @cache
@@ -107,7 +178,7 @@ def _make_breaking_text(edit: Edit) -> str:
     return _UNDEFINED_NAME
 
 
-def _is_in_kernel(mutant: Mutant) -> bool:
+def is_in_kernel(mutant: Mutant) -> bool:
     """Return whether the mutant's line is in the body of a jit function."""
     for node in Source(mutant.module, mutant.path).tree.body:
         if isinstance(node, ast.FunctionDef) and node.body[0].lineno <= mutant.first:
@@ -117,51 +188,124 @@ def _is_in_kernel(mutant: Mutant) -> bool:
     return False
 
 
-def _find_differing_launches(expected: Code, actual: Code) -> set[tuple[str, str]]:
-    """Return the entries of `expected` that differ in `actual`, which lists the same launches."""
-    assert [kernel for kernel, _ in expected] == [kernel for kernel, _ in actual]
-    return {before for before, after in zip(expected, actual, strict=True) if before != after}
+def _find_differing(expected: Sequence[_Launch], launches: Sequence[_Launch]) -> frozenset[int]:
+    """Return the numbers of launches whose IR differs. `launches` may end earlier."""
+    pairs = [*enumerate(zip(expected, launches, strict=False))]
+    assert all(old.kernel == new.kernel for _, (old, new) in pairs)
+    return frozenset(number for number, (old, new) in pairs if old.ir != new.ir)
 
 
-def _compile(mutants: Sequence[Mutant], modules: frozenset[str], target: str) -> Code:
-    """Compile each launch of a kernel that uses one of `modules`; return the code."""
-    # Line numbers must not affect the compiled code.
-    settings = {"TRITON_CACHE_DIR": _get_cache_folder().name, "TRITON_DISABLE_LINE_INFO": "1"}
+def _compile(request: _Request) -> tuple[_Launch, ...]:
+    """Compile each launch of a kernel that uses one of the modules."""
+    # Line numbers must not affect the compiled code, and a cached kernel would hide its IR.
+    settings = {
+        "TRITON_ALWAYS_COMPILE": "1",
+        "TRITON_CACHE_DIR": _get_cache_folder().name,
+        "TRITON_DISABLE_LINE_INFO": "1",
+    }
     process = subprocess.run(
         [sys.executable, "-m", __name__],
-        input=pickle.dumps((tuple(mutants), modules, target)),
+        input=pickle.dumps({f.name: getattr(request, f.name) for f in fields(request)}),
         env=make_child_environment(interpreted=False) | settings,
         stdout=subprocess.PIPE,
         check=True,
     )
-    return [(kernel, code) for kernel, code in json.loads(process.stdout)]
+    return tuple(_Launch(*entry) for entry in json.loads(process.stdout))
+
+
+class _StopAtIr(Exception):
+    """Raised in place of the compilation from IR to machine code. It has the digest of the IR."""
+
+
+class _Compiler:
+    """Compiles the launches of a request in the child process, and records them."""
+
+    def __init__(self, request: _Request) -> None:
+        self.launches: list[_Launch] = []
+        self._request = request
+        self._ir, self._num_compiled = "", 0
+        self._known_ir: dict[tuple[int, object], str] = {}
+        backend: Any = importlib.import_module("triton.backends.nvidia.compiler").CUDABackend
+        self._jit: Any = importlib.import_module("triton.runtime.jit").JITFunction
+        self._add_stages, backend.add_stages = backend.add_stages, self._make_add_stages()
+        self._run, self._jit.run = self._jit.run, self._make_run()
+        self._do_compile, self._jit._do_compile = self._jit._do_compile, self._make_do_compile()
+
+    @property
+    def is_done(self) -> bool:
+        return self._num_compiled >= self._request.count
+
+    def _needs_code(self) -> bool:
+        """Return whether the current launch is compiled to code, which depends on its IR."""
+        number, request = len(self.launches), self._request
+        if number in request.with_code:
+            return True
+        return bool(request.expected) and request.expected[number] != self._ir
+
+    def _make_add_stages(self) -> Callable[..., None]:
+        def add_stages(backend: Any, stages: dict[str, Any], options: Any, language: Any) -> None:
+            self._add_stages(backend, stages, options, language)
+            lower = stages["ttgir"]
+
+            def lower_if_needed(module: Any, metadata: Any) -> Any:
+                text = f"{module.str_nodebug()}\n{options}"
+                self._ir = sha256(text.encode()).hexdigest()
+                if self._needs_code():
+                    return lower(module, metadata)
+                raise _StopAtIr(self._ir)
+
+            stages["ttgir"] = lower_if_needed
+
+        return add_stages
+
+    def _make_do_compile(self) -> Callable[..., Any]:
+        def do_compile(kernel: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
+            known_ir = self._known_ir.get((id(kernel), key))
+            if known_ir is not None:  # a repeated launch
+                self._ir = known_ir
+                if not self._needs_code():
+                    raise _StopAtIr(known_ir)
+            try:
+                return self._do_compile(kernel, key, *args, **kwargs)
+            finally:
+                self._known_ir[id(kernel), key] = self._ir
+
+        return do_compile
+
+    def _make_run(self) -> Callable[..., None]:
+        def run(kernel: Any, *args: object, **kwargs: object) -> None:
+            closure = _find_import_closure(kernel.fn.__module__)
+            if self.is_done or self._request.modules.isdisjoint(closure):
+                return
+            code = self._ir = ""
+            # A mutant may make the compiler raise any error, which counts as a difference.
+            try:
+                compiled = self._run(kernel, *args, **kwargs)
+                code = sha256(compiled.asm["cubin"]).hexdigest()
+                # A kernel that has been compiled in this process does not show its IR again.
+                self._ir = self._ir or code
+            except _StopAtIr:
+                pass
+            except Exception:  # noqa: BLE001
+                code = self._ir = _COMPILE_ERROR
+            self._num_compiled += bool(code)
+            self.launches.append(_Launch(kernel.fn.__name__, self._ir, code))
+
+        return run
 
 
 def _main() -> None:
-    """Write the code of each launch to stdout, in the child process."""
-    mutants, modules, target = pickle.load(sys.stdin.buffer)
-    if mutants:
-        patch_modules(*mutants)
+    """Write the launches of a request to stdout, in the child process."""
+    request = _Request(**pickle.load(sys.stdin.buffer))
+    if request.mutants:
+        patch_modules(*request.mutants)
     cases: Any = importlib.import_module("modular_kernel.testing.compile.cases")
     restore_submodule_attributes()
-    jit: Any = importlib.import_module("triton.runtime.jit").JITFunction
-    original_run, launches = jit.run, list[tuple[str, str]]()
-
-    def record_run(self: Any, *args: object, **kwargs: object) -> None:
-        if modules.isdisjoint(_find_import_closure(self.fn.__module__)):
-            return
-        # A mutant may make the compiler raise any error, which counts as a difference.
-        try:
-            kernel = original_run(self, *args, **kwargs)
-            code = sha256(kernel.asm["cubin"]).hexdigest()
-        except Exception:  # noqa: BLE001
-            code = _COMPILE_ERROR
-        launches.append((self.fn.__name__, code))
-
-    jit.run = record_run
-    for _ in cases.iter_launches(target):
-        pass
-    json.dump(launches, sys.stdout)
+    compiler = _Compiler(request)
+    for _ in cases.iter_launches(request.target):
+        if compiler.is_done:
+            break
+    json.dump([[x.kernel, x.ir, x.code] for x in compiler.launches], sys.stdout)
 
 
 @cache

@@ -23,7 +23,8 @@ class MutantOutcome:
     Attributes:
         mutant: the mutant.
         status: "killed" by a check, "hang", "crash", "refused" (a valid case is refused),
-            "survived", "equivalent" (reviewed and not run), or "not executed" by any case.
+            "survived", "equivalent" (reviewed and not run, or proven by `forms`), or "not executed"
+            by any case.
         finding: the check that failed, and its message.
         case: the case that killed the mutant.
         num_cases: number of cases that were run.
@@ -31,6 +32,8 @@ class MutantOutcome:
         seconds: duration of the run.
         shared: if the mutant was already killed for another part, by a case that both parts have,
             the name of that part; "" if the mutant was run for this part.
+        forms: if the mutant survived, but leaves the machine code of kernels with its line
+            unchanged, the number of these kernels.
     """
 
     mutant: Mutant
@@ -41,6 +44,7 @@ class MutantOutcome:
     differing: int = 0
     seconds: float = 0.0
     shared: str = ""
+    forms: int = 0
 
     @classmethod
     def from_record(cls, mutant: Mutant, killer: str) -> "MutantOutcome":

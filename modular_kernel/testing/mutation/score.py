@@ -17,6 +17,7 @@ from types import MappingProxyType
 from modular_kernel.catalog import Catalog, load_catalog
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.testing.mutation.case_runs import Level, Pair
+from modular_kernel.testing.mutation.code_equivalence import prove_by_code
 from modular_kernel.testing.mutation.coverage import Coverage, merge_coverage
 from modular_kernel.testing.mutation.cpu_undetectable import find_undetectable_reason
 from modular_kernel.testing.mutation.mutant_outcome import MutantOutcome
@@ -93,10 +94,12 @@ class Score:
 
     @property
     def equivalent(self) -> tuple[tuple[MutantOutcome, Equivalent], ...]:
-        """The mutants that were reviewed as equivalent, whether they were skipped or survived."""
+        """The mutants that are equivalent by their code, or were reviewed as equivalent.
+
+        The latter are included whether they were skipped or survived.
+        """
         not_killed = [outcome for outcome in self.outcomes if not outcome.killed]
-        part = self.survey.part
-        reviews = ((o, find_equivalent(o.mutant.ident, part)) for o in not_killed)
+        reviews = ((o, _find_proof(o, self.survey.part)) for o in not_killed)
         return tuple((outcome, review) for outcome, review in reviews if review is not None)
 
     @property
@@ -110,6 +113,12 @@ class Score:
         """Killed mutants divided by killed mutants plus survivors; 1.0 if there are none."""
         counted = len(self.killed) + len(self.survivors)
         return len(self.killed) / counted if counted else 1.0
+
+
+def _find_proof(outcome: MutantOutcome, part: str) -> Equivalent | None:
+    if outcome.forms:
+        return Equivalent("The compiled code is the same.", "code", forms=outcome.forms)
+    return find_equivalent(outcome.mutant.ident, part)
 
 
 def survey(
@@ -297,6 +306,8 @@ def mutation_score(
             args = part_survey.coverage, part_survey.pairs, part_survey.level
             shared = _find_shared_outcome(known_outcomes.get(mutant.ident), part_survey)
             outcome = shared or run_mutant(mutant, *args, history, backend=part_survey.backend)
+            if outcome.status == "survived" and ident is None:
+                outcome = prove_by_code(outcome)
             known_outcomes.setdefault(mutant.ident, replace(outcome, shared=part_survey.part))
         score = replace(score, outcomes=(*score.outcomes, outcome))
         on_progress(score)

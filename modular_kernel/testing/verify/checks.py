@@ -14,6 +14,7 @@ import torch
 
 from modular_kernel.catalog import load_catalog, make_kernel
 from modular_kernel.errors import InputError
+from modular_kernel.replay import stages
 from modular_kernel.spec.problem import Reduce
 from modular_kernel.tensors import ExpertRows
 from modular_kernel.testing.cases.scenario_names import is_builtin
@@ -31,6 +32,9 @@ from modular_kernel.testing.verify.without_adapters import (
     check_without_adapters,
 )
 from modular_kernel.utils.optional_imports import DISTRIBUTION_PACKAGES
+
+# The stages in which the inputs of both GEMMs are quantized, and the stages of the GEMMs.
+_QUANTIZING_STAGES = {stages.QUANTIZE_INPUT: stages.GEMM1, stages.QUANTIZE: stages.GEMM2}
 
 Findings = Iterator[str]  # messages about violations
 Check = Callable[[Trial], Findings]
@@ -69,6 +73,17 @@ def check_invalid_ids(trial: Trial) -> Findings:
 def check_races(trial: Trial) -> Findings:
     """Check that the programs of a launch do not race. Only the interpreter detects races."""
     yield from trial.first_call.races
+
+
+def check_stages(trial: Trial) -> Findings:
+    """Check that a profile of the call shows quantization exactly if activations are quantized."""
+    entered = trial.first_call.stages
+    is_quantized = trial.first.problem.scheme.quantizes_activations
+    for name, needed_with in _QUANTIZING_STAGES.items():
+        if name in entered and not is_quantized:
+            yield f"entered {name}, but {trial.first.problem.scheme} quantizes no activations"
+        elif is_quantized and needed_with in entered and name not in entered:
+            yield f"entered {needed_with}, but not {name}"
 
 
 def check_staged_reference(trial: Trial) -> Findings:
@@ -295,6 +310,7 @@ CHECKS: tuple[Check, ...] = (
     check_staged_reference,
     check_invalid_ids,
     check_races,
+    check_stages,
     check_numeric_planned,
     check_plan_reused,
     check_out_given,

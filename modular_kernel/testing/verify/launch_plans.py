@@ -3,23 +3,31 @@
 The host code of an operation chooses tiles and the number of programs. A wrong choice gives right
 results more slowly, so no comparison of values detects it. The choices were measured on GPUs. This
 check makes the launches of problems of the size of models on tensors without memory, runs nothing,
-and compares grids and compile-time constants with launch_plans.json. A deliberate change of a plan
-is recorded with
+and compares grids and compile-time constants with launch_plans.json. The record of a
+launch also has its stage, which profiles show. A deliberate change of a plan is recorded with
 
     TRITON_INTERPRET=1 python -m modular_kernel.testing.verify.launch_plans
 
-`planned_calls` lists the calls. They are planned for a device whose number of SMs is unknown.
+`planned_calls` lists the calls of operations and exchange parts, and `planned_layers` those of
+layers on the Triton experts, with their buffers. They are planned for a device whose
+number of SMs is unknown.
 """
 
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from modular_kernel.replay import stages
 from modular_kernel.replay.launch.runtime import patch_interpreter
 from modular_kernel.testing.verify.planned_calls import list_calls
+from modular_kernel.testing.verify.planned_layers import (
+    list_layers,
+    list_refusals,
+    plan_layer,
+)
 
 _PATH = Path(__file__).with_suffix(".json")
 _OPTIONS = ("num_warps", "num_stages")
@@ -33,7 +41,14 @@ def record_launches() -> Iterator[Plan]:
     from triton.runtime.interpreter import InterpretedFunction
 
     lines: Plan = []
+    entered: list[str] = []
     run = InterpretedFunction.run
+
+    @contextmanager
+    def enter_stage(name: str) -> Iterator[None]:
+        entered.append(name)
+        yield
+        entered.pop()
 
     def record(
         self: Any, *_args: object, grid: tuple[int, ...], warmup: bool, **kwargs: Any
@@ -43,13 +58,16 @@ def record_launches() -> Iterator[Plan]:
             name: value
             for name, value in kwargs.items()
             if (name.isupper() or name in _OPTIONS) and isinstance(value, int | str)
+            if value is not False
         }
         text = " ".join(f"{name}={value}" for name, value in sorted(constants.items()))
-        lines.append(f"{self.fn.__name__}{list(grid)} {text}")
+        stage = f"{entered[-1].removeprefix(stages.PREFIX)}: " if entered else ""
+        lines.append(f"{stage}{self.fn.__name__}{list(grid)} {text}")
 
     InterpretedFunction.run = record
     try:
-        yield lines
+        with stages.watch_stages(enter_stage):
+            yield lines
     finally:
         InterpretedFunction.run = run
 
@@ -61,23 +79,34 @@ def make_plan(call: Callable[[], object]) -> Plan:
     return lines
 
 
+def list_plans() -> Iterator[tuple[str, Callable[[], Plan]]]:
+    """Yield the name of each recorded call, and a function that makes its plan."""
+    for name, call in list_calls().items():
+        yield name, partial(make_plan, call)
+    for name, pair, problem in list_layers():
+        yield name, partial(plan_layer, pair, problem, make_plan)
+    for name, lines in list_refusals():
+        yield name, lines.copy
+
+
 @cache
 def find_changed_plans() -> tuple[str, ...]:
     """Return a message for each call whose launches differ from the record."""
     if not patch_interpreter():
         return ()
     recorded, changed = json.loads(_PATH.read_text(encoding="utf-8")), list[str]()
-    for name, call in list_calls().items():
-        plan, need = make_plan(call), recorded.get(name, [])
+    plans = {name: make() for name, make in list_plans()}
+    for name in dict.fromkeys((*plans, *recorded)):
+        plan, need = plans.get(name, []), recorded.get(name, [])
         pairs = zip([*plan, *[""] * len(need)], [*need, *[""] * len(plan)], strict=False)
         difference = next(((got, line) for got, line in pairs if got != line), None)
         if difference is not None:
-            changed.append(f"{name}: launches {difference[0]!r}, recorded {difference[1]!r}")
+            changed.append(f"{name}: plans {difference[0]!r}, recorded {difference[1]!r}")
     return tuple(changed)
 
 
 def _write() -> None:
-    plans = {name: make_plan(call) for name, call in list_calls().items()}
+    plans = {name: make() for name, make in list_plans()}
     _PATH.write_text(json.dumps(plans, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 

@@ -6,15 +6,16 @@ output. "Red zones" are fences: memory around a tensor in which writes are detec
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
 from modular_kernel.catalog import check, load_catalog, make_kernel
 from modular_kernel.kernel import FusedMoEModularKernel, Pending, Plan
+from modular_kernel.replay import stages
 from modular_kernel.replay.launch.runtime import record_races
 from modular_kernel.spec.problem import Machine
 from modular_kernel.tensors import ExpertRows
@@ -64,12 +65,14 @@ class FirstCallResult:
         races: messages about races between programs of a launch, which only the interpreter
             detects. Empty for compiled kernels.
         unchecked_rows: number of `ExpertRows` without the mark that a reducer need not check them.
+        stages: the stages that profiles show, as in `modular_kernel.replay.stages`.
     """
 
     output: torch.Tensor
     invalid_ids: int
     races: tuple[str, ...]
     unchecked_rows: int
+    stages: frozenset[str] = frozenset()
 
 
 @contextmanager
@@ -86,6 +89,11 @@ def _record_rows() -> Iterator[list[ExpertRows]]:
         yield rows
     finally:
         ExpertRows.__init__ = init  # type: ignore[method-assign]
+
+
+def _enter_stage(names: set[str], name: str) -> AbstractContextManager[None]:
+    names.update(stages.split_stages(name))
+    return nullcontext()
 
 
 class Trial:
@@ -153,11 +161,13 @@ class Trial:
     def first_call(self) -> FirstCallResult:
         """The result of the first call, which runs with race detection."""
         before = self.kernel.count_invalid_ids()
-        with record_races() as races, _record_rows() as rows:
+        names = set[str]()
+        watch_stages = stages.watch_stages(partial(_enter_stage, names))
+        with record_races() as races, _record_rows() as rows, watch_stages:
             output = call(self.kernel, self.first)
         invalid_ids = self.kernel.count_invalid_ids() - before
         unchecked_rows = sum(not each.checked for each in rows)
-        return FirstCallResult(output, invalid_ids, tuple(races), unchecked_rows)
+        return FirstCallResult(output, invalid_ids, tuple(races), unchecked_rows, frozenset(names))
 
     @property
     def eager_output(self) -> torch.Tensor:
