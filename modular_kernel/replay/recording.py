@@ -147,6 +147,10 @@ class Recorder(TorchDispatchMode):
         """Record a condition under which later calls run the host code instead of a replay."""
         self._bypass_conditions.append(must_bypass)
 
+    def is_bypassed(self) -> bool:
+        """Return whether later calls would run the host code now, instead of a replay."""
+        return any(is_met() for is_met in self._bypass_conditions)
+
     def make_recorded_call(self) -> RecordedCall | None:
         """Return the recorded call; None if it cannot be replayed."""
         if self.refusal_reason:

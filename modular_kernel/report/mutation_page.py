@@ -31,7 +31,8 @@ _METHOD = (
     (
         "Changes that cannot have an effect on a valid call are not made: in messages, "
         "docstrings, representations and assertions, among which is `strict=True` of `zip`; in the "
-        "value of masked lanes that are never stored; in the order of a loop of `|=`, `&=` or "
+        "value of masked lanes that are never stored; in the stride 0 that a kernel gets for a "
+        "tensor that is None, and does not read; in the order of a loop of `|=`, `&=` or "
         "`^=`; in a comparison of times by one reading of the clock; and in the constants of "
         "`verify.lowered_limits`, which only divide work among programs, because the cases run "
         "with two values of each. A condition that only guards a `raise` is negated, but not "
@@ -49,14 +50,19 @@ _METHOD = (
         "raises."
     ),
     (
-        "Choices that only make calls slower, such as too few programs, count as defects. Since "
-        "no value shows them, every case compares the grids and tiles of calls of the size of "
-        "models with a record, `verify/launch_plans.json`."
+        "Choices that only make calls slower or need more memory, such as too few programs, count "
+        "as defects, and so does the name of a stage in a profile. Since no value shows them, "
+        "every case compares calls of the size of models with a record, "
+        "`verify/launch_plans.json`: the grids, tiles and stages of operations, of exchange parts "
+        "and of layers on the Triton "
+        "experts, the buffers of these layers, and the GPUs on which they are refused."
     ),
     (
-        "Equivalent mutants are not counted. Each is reviewed: either the compiled code of all "
-        "kernels that contain its line is unchanged (`--only ID --code`), or no bit differs in "
-        "at least 2,000 random problems (`--only ID --bits 2000`). Proofs and reasons are in "
+        "Equivalent mutants are not counted. A survivor in a kernel is equivalent if the machine "
+        "code for sm_90 of all kernels that contain its line is unchanged (`--only ID --code`). "
+        "This is checked for every survivor before it is counted. The kernels are compiled in all "
+        "forms that `mk compile` launches. Others are reviewed: no bit may differ in at least "
+        "2,000 random problems (`--only ID --bits 2000`). Proofs and reasons are in "
         "`docs/mutation/*.json`."
     ),
     (

@@ -99,7 +99,8 @@ def _lose_rank(phase: int) -> Tensors:
     for exchange in ranks[1:]:
         exchange.buffers.y_RH.zero_()
     rank.buffers.summed_W[: _WORLD - 1] = 1
-    rank.manager.timeout_ns = _SHORT_TIMEOUT_NS
+    manager: Any = rank.manager
+    manager.timeout_ns = _SHORT_TIMEOUT_NS
     outputs = list[torch.Tensor]()
     for _ in range(2):
         _receive(rank)
@@ -107,8 +108,8 @@ def _lose_rank(phase: int) -> Tensors:
     flags = torch.stack([exchange.buffers.summed_W for exchange in ranks])
     return {
         "output": torch.stack(outputs).isnan(),
-        "status": rank.manager.status,
-        "failed": rank.manager.failed,
+        "status": manager.status,
+        "failed": manager.failed,
         "flags": flags,
         "combines": rank.buffers.combines,
         "heaps": heaps,

@@ -143,6 +143,25 @@ def test_values_of_lanes_that_nothing_reads_are_not_changed(
     assert (line not in changed_lines(tmp_path, text)) is is_unread
 
 
+@pytest.mark.parametrize(
+    ("argument", "is_absent"),
+    [
+        ("stride_b=0 if b is None else b.stride(0)", True),
+        ("**{'stride_b': 0 if b is None else b.stride(0)}", True),
+        ("stride_b=0 if b else b.stride(0)", False),
+        ("stride_b=0 if b is not None else b.stride(0)", False),
+        ("rows=0 if b is None else b.stride(0)", False),
+    ],
+)
+def test_strides_of_absent_tensors_are_not_changed(
+    tmp_path: Path, argument: str, is_absent: bool
+) -> None:
+    lines = changed_lines(tmp_path, f"def f(kernel, b):\n    launch(kernel, {argument})\n")
+    changed = argument.replace("0 if", "1 if")
+    assert (f"launch(kernel, {changed})" not in lines) is is_absent
+    assert any("b.stride(1)" in line for line in lines)
+
+
 def test_mutants_of_gpu_branches_are_undetectable(tmp_path: Path) -> None:
     text = 'def f(self):\n    if self.device == "cuda" and self.group:\n        stop(1 + 1)\n'
     mutants = mutants_in(tmp_path, text).values()

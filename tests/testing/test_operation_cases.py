@@ -8,13 +8,19 @@ from typing import Any
 import pytest
 import torch
 
+from experts.triton import adapters, operands
+from experts.triton.gemv import gemv_path
 from modular_kernel.catalog import load_catalog
 from modular_kernel.ops import permute, quantize_tiles
+from modular_kernel.replay import stages
 from modular_kernel.replay.launch.runtime import use_triton
+from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.testing.verify import launch_plans, operation_cases
+from modular_kernel.testing.verify.checks import check_stages
 from modular_kernel.testing.verify.launch_plans import find_changed_plans, make_plan
 from modular_kernel.testing.verify.operation_cases import check_operation_cases
 from modular_kernel.testing.verify.planned_calls import list_calls
+from modular_kernel.testing.verify.planned_layers import list_layers
 from modular_kernel.testing.verify.shared_operations import find_wrong_operations
 from prepare_finalize.common import blocks
 
@@ -104,10 +110,53 @@ def test_a_changed_tile_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_missing_and_an_additional_launch_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     name, call = next(iter(list_calls().items()))
-    for calls in ({name: lambda: None}, {name: lambda: (call(), call())}):
+    for calls in ({name: lambda: None}, {name: lambda: (call(), call())}, {}):
         monkeypatch.setattr(launch_plans, "list_calls", lambda calls=calls: calls)
-        (message,) = find_changed_plans.__wrapped__()
+        (message,) = (m for m in find_changed_plans.__wrapped__() if m.startswith(f"{name}:"))
         assert "''" in message
+
+
+def test_layers_of_every_triton_experts_part_are_planned() -> None:
+    names = [name for name, _, _ in list_layers()]
+    for part in ("TritonExperts", "GroupedGemmExperts", "BatchedTritonExperts"):
+        assert sum(part in name for name in names) >= 50
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value", "message"),
+    [
+        (adapters, "_MIN_BLOCK_R", 8, "BLOCK_RANK=8"),  # of a GEMM
+        (gemv_path, "_MIN_BLOCK_N", 8, "gemv_amax["),  # a buffer
+        (operands, "_FLOAT8_ARCH", (8, 6), "refused by"),
+    ],
+)
+def test_a_changed_layer_is_reported(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, value: object, message: str
+) -> None:
+    monkeypatch.setattr(module, name, value)
+    assert any(message in found for found in find_changed_plans.__wrapped__())
+
+
+def test_a_changed_stage_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "GEMM2", "mk::gemm1_activation")
+    assert any("'gemm1_activation: batched" in m for m in find_changed_plans.__wrapped__())
+
+
+def test_quantization_without_quantized_activations_is_found() -> None:
+    def find(quant: str, *entered: str) -> list[str]:
+        problem = SimpleNamespace(scheme=QuantScheme.parse(quant))
+        trial: Any = SimpleNamespace(
+            first=SimpleNamespace(problem=problem),
+            first_call=SimpleNamespace(stages=frozenset(entered)),
+        )
+        return [*check_stages(trial)]
+
+    gemms = stages.GEMM1, stages.GEMM2
+    assert not find("none", *gemms)
+    assert not find("fp8_w8a8_block", *gemms, stages.QUANTIZE, stages.QUANTIZE_INPUT)
+    assert len(find("none", *gemms, stages.QUANTIZE)) == 1
+    assert len(find("fp8_w8a8_block", *gemms, stages.QUANTIZE)) == 1
+    assert not find("fp8_w8a8_block")  # a part without stages
 
 
 def test_static_scale_plan_has_one_launch() -> None:

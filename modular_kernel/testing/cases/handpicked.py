@@ -203,7 +203,7 @@ def _list_packed_cases() -> Iterator[HandpickedCase]:
     # GEMM 2 has two blocks, each of which consists of two chunks.
     yield replace(zeros, tokens=1, hidden=32, intermediate=512), "uniform", InputVariation()
     # The steps of the GEMM with several tokens per expert divide K.
-    even_k = replace(integers, tokens=9, hidden=256, intermediate=256, experts=2)
+    even_k = replace(integers, tokens=9, hidden=512, intermediate=32)
     yield even_k, "uniform", InputVariation()
     # K is not a multiple of the 32 columns of an MMA, one scale or none limits K, and rows of
     # weights are aligned all the same.

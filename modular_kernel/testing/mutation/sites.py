@@ -16,6 +16,7 @@ Some places are left out because a change there has no effect on any valid call:
   indices;
 - the quotient of a power of two by the size of a dtype, rounded up;
 - `other=` of a load whose masked lanes affect nothing (`unread_lanes`);
+- the stride 0 of a tensor that is None (`absent_strides`);
 - constants that only divide work among programs. They are listed in `verify.lowered_limits`, and
   the cases run with two values of each.
 """
@@ -26,6 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeGuard
 
+from modular_kernel.testing.mutation.absent_strides import find_absent_strides
 from modular_kernel.testing.mutation.operators import (
     OPERATORS,
     PERFORMANCE_OPTIONS,
@@ -141,6 +143,8 @@ def _find_stale_assignment(source: Source, node: ast.stmt, assigned: set[str]) -
 
 def _find_expression_edits(source: Source, node: ast.AST) -> Iterator[Edit]:
     if isinstance(node, _SKIPPED_NODES) or (isinstance(node, ast.Call) and _makes_message(node)):
+        return
+    if node in find_absent_strides(source.tree):
         return
     if type(node) in OPERATORS and not _is_target(node):
         yield from OPERATORS[type(node)](source, node)
