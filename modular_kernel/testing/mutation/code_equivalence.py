@@ -108,10 +108,14 @@ def compare_code(
     unchanged = _compile_unchanged(modules, target)
     expected = tuple(launch.ir for launch in unchanged)
     changed = _Request(tuple(mutants), modules, target, expected)
-    # Most mutants that change a kernel change the first one that contains their line.
-    if first_only and _count_differing(replace(changed, count=1), unchanged):
-        return CodeComparison(tuple(0 for _ in mutants), 1)
-    differing = _count_differing(changed, unchanged)
+    if first_only:
+        # Most mutants that change a kernel change the first one that contains their line.
+        launches = _compile(replace(changed, count=1))
+        differing = _count_differing(changed, launches, unchanged)
+        if differing:
+            return CodeComparison(tuple(0 for _ in mutants), differing)
+    if not first_only or _find_differing(unchanged, launches):
+        differing = _count_differing(changed, _compile(changed), unchanged)
     reached = []
     for mutant in mutants:
         broken = replace(mutant, edit=replace(mutant.edit, new=_make_breaking_text(mutant.edit)))
@@ -133,9 +137,10 @@ def prove_by_code(outcome: MutantOutcome) -> MutantOutcome:
     return replace(outcome, status="equivalent", forms=comparison.reached[0])
 
 
-def _count_differing(changed: _Request, unchanged: Sequence[_Launch]) -> int:
-    """Return the number of kernels with different code."""
-    launches = _compile(changed)
+def _count_differing(
+    changed: _Request, launches: Sequence[_Launch], unchanged: Sequence[_Launch]
+) -> int:
+    """Return the number of kernels with different code. `launches` are those of `changed`."""
     numbers = _find_differing(unchanged, launches)
     if not numbers:
         return 0
