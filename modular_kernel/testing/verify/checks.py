@@ -33,9 +33,6 @@ from modular_kernel.testing.verify.without_adapters import (
 )
 from modular_kernel.utils.optional_imports import DISTRIBUTION_PACKAGES
 
-# The stages in which the inputs of both GEMMs are quantized, and the stages of the GEMMs.
-_QUANTIZING_STAGES = {stages.QUANTIZE_INPUT: stages.GEMM1, stages.QUANTIZE: stages.GEMM2}
-
 Findings = Iterator[str]  # messages about violations
 Check = Callable[[Trial], Findings]
 
@@ -76,17 +73,11 @@ def check_races(trial: Trial) -> Findings:
 
 
 def check_stages(trial: Trial) -> Findings:
-    """Check that a profile of the call shows quantization exactly if activations are quantized.
-
-    If tokens are never dispatched in the quantized form of a scheme, experts may quantize them in
-    the stage of GEMM 1.
-    """
-    entered, scheme = trial.first_call.stages, trial.first.problem.scheme
-    for name, needed_with in _QUANTIZING_STAGES.items():
-        if name in entered and not scheme.quantizes_activations:
+    """Check that a profile of the call shows quantization only if activations are quantized."""
+    scheme = trial.first.problem.scheme
+    for name in (stages.QUANTIZE_INPUT, stages.QUANTIZE):
+        if name in trial.first_call.stages and not scheme.quantizes_activations:
             yield f"entered {name}, but {scheme} quantizes no activations"
-        elif scheme.dispatched_quantized and needed_with in entered and name not in entered:
-            yield f"entered {needed_with}, but not {name}"
 
 
 def check_staged_reference(trial: Trial) -> Findings:
