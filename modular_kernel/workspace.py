@@ -197,12 +197,12 @@ class Workspace:
         numel = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or numel > buffer.numel():
-            raise self._unplanned(name, shape)
+            raise self._make_unplanned_error(name, shape)
         if self._shared is not None:
             self._shared.take(name)
         return buffer[:numel].view(shape)
 
-    def _unplanned(self, name: str, shape: tuple[int, ...]) -> ConfigurationError:
+    def _make_unplanned_error(self, name: str, shape: tuple[int, ...]) -> ConfigurationError:
         declared = self._specs.get(name)
         got = f"{shape} of {name}, declared as {declared.shape if declared else 'nothing'}"
         need = "kernels and plans created and called under the same tile override"

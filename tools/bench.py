@@ -70,24 +70,24 @@ TINY_TOKENS = (1, 16)
 TINY_COMPOSE_SECONDS = 0.0  # with this budget, compose times nothing
 
 
-def words(text):
+def parse_words(text):
     """Split a comma-separated list."""
     return [word for word in text.split(",") if word]
 
 
-def named_schemes(text):
+def parse_schemes(text):
     """Return the schemes in a comma-separated list of short or full names."""
     names = {**SCHEMES, **{scheme: scheme for scheme in SCHEMES.values()}}
-    unknown = [word for word in words(text) if word not in names]
-    if unknown or not words(text):
+    unknown = [word for word in parse_words(text) if word not in names]
+    if unknown or not parse_words(text):
         got = ", ".join(unknown) or "no scheme"
         raise click.BadParameter(f"got {got}, need some of {', '.join(SCHEMES)}")
-    return list(dict.fromkeys(names[word] for word in words(text)))
+    return list(dict.fromkeys(names[word] for word in parse_words(text)))
 
 
-def token_counts(text):
+def parse_token_counts(text):
     try:
-        tokens = tuple(dict.fromkeys(int(word) for word in words(text)))
+        tokens = tuple(dict.fromkeys(int(word) for word in parse_words(text)))
     except ValueError:
         tokens = ()
     if not tokens or min(tokens) < 1:
@@ -95,18 +95,18 @@ def token_counts(text):
     return tokens
 
 
-def selected_layers(text, seed, *, tiny):
+def select_layers(text, seed, *, tiny):
     """Return the sampled layers with the numbers in `text`, counted from 0, or all for ""."""
     layers = TINY_LAYERS if tiny else sample_layers(seed)
     try:
-        numbers = [int(word) for word in words(text)] or range(len(layers))
+        numbers = [int(word) for word in parse_words(text)] or range(len(layers))
         return [layers[number] for number in numbers if number >= 0 or layers[len(layers)]]
     except (ValueError, IndexError):
         need = f"numbers from 0 to {len(layers) - 1}"
         raise click.BadParameter(f"got {text!r}, need {need}") from None
 
 
-def our_candidates(quant, cases, machine, *, compose_seconds, prepare):
+def make_our_candidates(quant, cases, machine, *, compose_seconds, prepare):
     """Return FusedMoE, the composed layer, and every part that can run these cases.
 
     prepare: whether to use prepared weights in parts that support them, instead of plain weights.
@@ -136,7 +136,7 @@ def our_candidates(quant, cases, machine, *, compose_seconds, prepare):
     ]
 
 
-def peers_of(quant, case, wanted):
+def find_peers(quant, case, wanted):
     """Return torch._grouped_mm and the public layers whose operands have the formats of `quant`.
 
     wanted: prefixes of the names of peers to include. If it is empty, all are included.
@@ -150,11 +150,11 @@ def peers_of(quant, case, wanted):
     ]
 
 
-def missing_layers(machine, wanted):
+def list_missing_layers(machine, wanted):
     """Return the names of peers, and of our parts, whose packages are not installed."""
     peers = [
         name
-        for name in bench_peers.missing()
+        for name in bench_peers.list_missing()
         if not wanted or any(name.startswith(word) for word in wanted)
     ]
     parts = []
@@ -166,7 +166,7 @@ def missing_layers(machine, wanted):
     return (*peers, *parts)
 
 
-def blocks_of(  # noqa: PLR0913  options of the command line
+def make_blocks(  # noqa: PLR0913  options of the command line
     layers, schemes, tokens, routings, machine, *, peers, compose_seconds, prepare
 ):
     """Return a block for each layer and scheme.
@@ -180,10 +180,10 @@ def blocks_of(  # noqa: PLR0913  options of the command line
             LayerCase(layer.name, layer.problem(count), kind) for count in tokens for kind in kinds
         )
         for quant in schemes:
-            candidates = our_candidates(
+            candidates = make_our_candidates(
                 quant, cases, machine, compose_seconds=compose_seconds, prepare=prepare
             )
-            candidates += peers_of(quant, cases[0], peers)
+            candidates += find_peers(quant, cases[0], peers)
             blocks.append(CaseBlock(cases, tuple(candidates)))
     return blocks
 
@@ -303,21 +303,21 @@ def bench(  # noqa: PLR0913  options of the command line
     started = time.monotonic()
     report = load_reports(load) if load else None
     if report is None:
-        quants, wanted = named_schemes(schemes), words(peers)
+        quants, wanted = parse_schemes(schemes), parse_words(peers)
         machine = this_machine()
         if machine.device != "cuda" and not (tiny or dry_run):
             raise click.BadParameter("got no GPU, need one, or --tiny, or --dry-run")
-        blocks = blocks_of(
-            selected_layers(layers, seed, tiny=tiny),
+        blocks = make_blocks(
+            select_layers(layers, seed, tiny=tiny),
             quants,
-            token_counts(tokens) if tokens else TINY_TOKENS if tiny else TOKENS,
-            words(routing),
+            parse_token_counts(tokens) if tokens else TINY_TOKENS if tiny else TOKENS,
+            parse_words(routing),
             machine,
             peers=wanted,
             compose_seconds=TINY_COMPOSE_SECONDS if tiny else compose_seconds,
             prepare=prepare,
         )
-        missing = missing_layers(machine, wanted)
+        missing = list_missing_layers(machine, wanted)
         if dry_run:
             list_blocks(blocks, missing)
             return

@@ -73,13 +73,13 @@ class Load:
     experts: int
 
 
-def plain_read(file: Path) -> dict[str, torch.Tensor]:
+def read_and_copy(file: Path) -> dict[str, torch.Tensor]:
     """Read and copy every tensor of a file with the safetensors library."""
     with safe_open(file, "pt") as tensors:
         return {name: tensors.get_tensor(name).clone() for name in tensors.keys()}  # noqa: SIM118
 
 
-def written_loads(
+def write_loads(
     folder: Path, formats: Sequence[str], schemes: Sequence[str], sizes: dict[str, int]
 ) -> list[Load]:
     """Write the files of the formats, and return the loads to time."""
@@ -89,7 +89,7 @@ def written_loads(
         write(path, "qwen3_moe", kind, **sizes)
         file = path / "model.safetensors"
         if kind == "bf16":
-            plain = lambda file=file: plain_read(file)  # noqa: E731
+            plain = lambda file=file: read_and_copy(file)  # noqa: E731
             loads.append(Load("safetensors alone", plain, file, experts))
             loads += [
                 Load(
@@ -105,7 +105,7 @@ def written_loads(
     return sorted(loads, key=lambda load: load.name.startswith("bf16 to"))
 
 
-def repeated(folder: Path, kind: str, sizes: dict[str, int], megabytes: float) -> Load:
+def write_repeated(folder: Path, kind: str, sizes: dict[str, int], megabytes: float) -> Load:
     """Write a file of about `megabytes`, and return the load to time."""
     write(folder, "qwen3_moe", kind, **{**sizes, "experts": WRITTEN_EXPERTS})
     file, config = folder / "model.safetensors", folder / "config.json"
@@ -123,14 +123,14 @@ def repeated(folder: Path, kind: str, sizes: dict[str, int], megabytes: float) -
     return Load(kind, lambda: load_experts(folder, 0), file, experts)
 
 
-def cpu_seconds(call: Callable[[], object]) -> float:
+def measure_cpu_seconds(call: Callable[[], object]) -> float:
     """Return the CPU time of one call."""
     start = time.process_time()
     call()
     return time.process_time() - start
 
 
-def peak_bytes(load: Load) -> int:
+def measure_peak_bytes(load: Load) -> int:
     """Return the maximum number of bytes that torch's allocator held, without the mapped file."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = load.call()
@@ -143,7 +143,7 @@ def peak_bytes(load: Load) -> int:
     return peak
 
 
-def row(load: Load, seconds: float, reference: float) -> str:
+def format_row(load: Load, seconds: float, reference: float) -> str:
     """Return one row of the table.
 
     reference: seconds per expert for bf16.
@@ -153,7 +153,7 @@ def row(load: Load, seconds: float, reference: float) -> str:
     cells = [
         load.name,
         f"{bytes_read / 1e6:.1f}",
-        f"{peak_bytes(load) / 1e6:.1f}",
+        f"{measure_peak_bytes(load) / 1e6:.1f}",
         f"{seconds:.3f}",
         f"{seconds / load.experts * 1e3:.2f}",
         f"{seconds / load.experts / reference:.2f}",
@@ -170,15 +170,15 @@ def print_files_of_a_size(
 ) -> None:
     """Print the table for one file after another. bf16 is timed again next to each file."""
     click.echo(HEADER.replace("format |", "format | experts |") + "\n" + RULE + "---:|")
-    bf16 = repeated(folder / "bf16", "bf16", sizes, megabytes)
+    bf16 = write_repeated(folder / "bf16", "bf16", sizes, megabytes)
     for kind in dict.fromkeys(("bf16", *formats)):
         path = folder / "file"
-        load = bf16 if kind == "bf16" else repeated(path, kind, sizes, megabytes)
+        load = bf16 if kind == "bf16" else write_repeated(path, kind, sizes, megabytes)
         times, reference = [], []
         for _ in range(rounds):
-            times.append(cpu_seconds(load.call))
-            reference.append(cpu_seconds(bf16.call))
-        text = row(load, min(times), min(reference) / bf16.experts)
+            times.append(measure_cpu_seconds(load.call))
+            reference.append(measure_cpu_seconds(bf16.call))
+        text = format_row(load, min(times), min(reference) / bf16.experts)
         click.echo(text.replace(f"| {kind} |", f"| {kind} | {load.experts} |", 1))
         shutil.rmtree(path, ignore_errors=True)
 
@@ -197,23 +197,23 @@ def main(formats, quantize, file_mb, experts, hidden, intermediate, rounds):
     with tempfile.TemporaryDirectory() as folder:
         if file_mb is not None:
             formats = INTEGERS if formats == FORMATS else formats
-            click.echo(about(f"files of {file_mb:g} MB", hidden, intermediate, rounds))
+            click.echo(format_title(f"files of {file_mb:g} MB", hidden, intermediate, rounds))
             print_files_of_a_size(Path(folder), formats, sizes, file_mb, rounds)
             return
         schemes = [scheme for scheme in quantize.split(",") if scheme]
-        loads = written_loads(Path(folder), formats, schemes, sizes)
+        loads = write_loads(Path(folder), formats, schemes, sizes)
         times = {load.name: list[float]() for load in loads}
         for _ in range(rounds):
             for load in loads:
-                times[load.name].append(cpu_seconds(load.call))
+                times[load.name].append(measure_cpu_seconds(load.call))
         best = {name: min(measured) for name, measured in times.items()}
-        click.echo(about(f"{experts} experts", hidden, intermediate, rounds))
+        click.echo(format_title(f"{experts} experts", hidden, intermediate, rounds))
         click.echo(HEADER + "\n" + RULE)
         for load in loads:
-            click.echo(row(load, best[load.name], best["bf16"] / experts))
+            click.echo(format_row(load, best[load.name], best["bf16"] / experts))
 
 
-def about(what: str, hidden: int, intermediate: int, rounds: int) -> str:
+def format_title(what: str, hidden: int, intermediate: int, rounds: int) -> str:
     versions = f"torch {torch.__version__}, safetensors {safetensors.__version__}"
     text = f"{what}, H {hidden}, I {intermediate}; {rounds} rounds; {versions}"
     return f"{text}; {time.strftime('%Y-%m-%d')}\n"

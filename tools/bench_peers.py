@@ -54,7 +54,7 @@ class LayerPeer(Layer):
             return f"hidden and intermediate must be multiples of {_BLOCK}"
         return None
 
-    def stored(self, problem, weights):
+    def quantize_weights(self, problem, weights):
         """Return w1, w2 and their scales in the layer's scheme. Channel scales are (e, rows, 1)."""
         stored = quantize(weights, replace(problem, quant=self.quant))
         if self.quant == "fp8_w8a8_channel":
@@ -88,7 +88,7 @@ class VllmTriton(LayerPeer):
         self.run = import_module(f"{_MOE}.fused_moe").fused_experts
         self.w1, self.w2, self.config = weights.w1, weights.w2, None
         if self.quant != "none":
-            self.w1, self.w2, *scales = self.stored(problem, weights)
+            self.w1, self.w2, *scales = self.quantize_weights(problem, weights)
             self.config = self.quant_config(*scales)
 
     def call(self, x_TH, routing):
@@ -119,7 +119,7 @@ class VllmExperts(LayerPeer):
         self.silu = import_module(f"{_MOE}.activation").MoEActivation.SILU
         self.quantize = import_module(f"{_MOE}.utils").moe_kernel_quantize_input
         self.problem = problem
-        self.w1, self.w2, *scales = self.stored(problem, weights)
+        self.w1, self.w2, *scales = self.quantize_weights(problem, weights)
         self.config = self.quant_config(*scales)
         experts_cls = getattr(import_module(f"{_MOE}.experts.{module}"), cls)
         self.experts = experts_cls(self._moe_config(problem), self.config)
@@ -182,8 +182,8 @@ class VllmMarlin(LayerPeer):
         self.run = import_module(f"{_MOE}.experts.marlin_moe").fused_marlin_moe
         self.ops = import_module("vllm._custom_ops")
         self.type = (types.uint4b8 if self.blocks else types.float4_e2m1f).id
-        w1, w2, *scales = self.stored(problem, weights)
-        self.w1, self.w2 = map(self.repacked, (w1, w2))
+        w1, w2, *scales = self.quantize_weights(problem, weights)
+        self.w1, self.w2 = map(self.repack, (w1, w2))
         device, dtype = w1.device, problem.dtype
         self.workspace = utils.marlin_make_workspace_new(device, 4)
         self.scales = []
@@ -197,7 +197,7 @@ class VllmMarlin(LayerPeer):
                 permuted = torch.stack([as_e8m0(one) for one in permuted])
             self.scales.append(permuted)
 
-    def repacked(self, w_eNK):
+    def repack(self, w_eNK):
         """Repack 4-bit codes into Marlin's tile layout, from int32 words of eight codes along K."""
         experts, rows, half = w_eNK.shape
         words = w_eNK.view(torch.int32).mT
@@ -289,17 +289,17 @@ class Padded(Layer):
         self.name, self.quant, self.needs = layer.name, layer.quant, layer.needs
         self.tuned = getattr(layer, "tuned", False)
 
-    def padded(self, problem):
+    def pad(self, problem):
         """Return the problem with sizes rounded up to whole blocks."""
         sizes = problem.hidden, problem.intermediate
         hidden, inner = (-(-n // b) * b for n, b in zip(sizes, self.blocks, strict=True))
         return replace(problem, hidden=hidden, intermediate=inner)
 
     def refusal(self, problem):
-        return self.layer.refusal(self.padded(problem))
+        return self.layer.refusal(self.pad(problem))
 
     def setup(self, problem, weights):
-        padded = self.padded(problem)
+        padded = self.pad(problem)
         self.columns, self.padding = problem.hidden, padded.hidden - problem.hidden
         rows = padded.intermediate - problem.intermediate
         gate_up = weights.w1.unflatten(1, (2, -1))
@@ -308,7 +308,7 @@ class Padded(Layer):
         self.layer.setup(padded, replace(weights, w1=w1, w2=w2))
 
     def tune(self, problem):
-        self.layer.tune(self.padded(problem))
+        self.layer.tune(self.pad(problem))
 
     def call(self, x_TH, routing):
         if self.padding:
@@ -394,7 +394,7 @@ class FlashInferFp8Block(FlashInfer):
         return {"use_deepseek_fp8_block_scale": True}
 
     def load(self, problem, weights):
-        w1, self.w2, one, two = self.stored(problem, weights)
+        w1, self.w2, one, two = self.quantize_weights(problem, weights)
         self.w1, self.scales = up_first(w1), [up_first(one), two.contiguous()]
 
 
@@ -407,7 +407,7 @@ class FlashInferMxfp4(FlashInfer):
         return {"use_w4_group_scaling": True}
 
     def load(self, problem, weights):
-        stored = self.stored(problem, weights)
+        stored = self.quantize_weights(problem, weights)
         prepare = import_module(f"{_FLASHINFER_MOE}.prepare")
         interleave_weights = prepare.interleave_moe_weights_for_sm90_mixed_gemm
         interleave_scales = prepare.interleave_moe_scales_for_sm90_mixed_gemm
@@ -418,25 +418,25 @@ class FlashInferMxfp4(FlashInfer):
 
 def layers():
     """Return the layers whose packages are installed, and list the others on stderr."""
-    for name in missing():
+    for name in list_missing():
         print(f"not installed: {name}", file=sys.stderr)
-    return [peer for peer in all_layers() if not absent_packages(peer)]
+    return [peer for peer in make_all_layers() if not list_absent_packages(peer)]
 
 
-def missing():
+def list_missing():
     """Return the names of the layers that cannot be imported, with the absent packages."""
     return [
         f"{peer.name} {peer.quant} (needs {', '.join(absent)})"
-        for peer in all_layers()
-        if (absent := absent_packages(peer))
+        for peer in make_all_layers()
+        if (absent := list_absent_packages(peer))
     ]
 
 
-def absent_packages(peer):
+def list_absent_packages(peer):
     return [name for name in peer.needs if find_spec(name) is None]
 
 
-def all_layers():
+def make_all_layers():
     """Return every layer, installed or not."""
     return [
         *map(VllmTriton, ("none", "fp8_w8a8_channel", "fp8_w8a8_block", "int4_w4a16_group")),

@@ -69,7 +69,7 @@ OURS, BASE, EAGER_EXPERTS = "modular_kernel", "grouped_mm", "eager"
 CACHE, PROMPT = 1024, 64  # tokens of the static cache, and tokens of the prompt
 
 
-def parse():
+def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="JSON record")
     parser.add_argument("--models", default="qwen3,gpt_oss")
@@ -164,12 +164,12 @@ class Prefill:
 
     def __init__(self, bench, model, mode, tokens):
         self.ids = bench.ids(model, 1, tokens)
-        self.model = compiled(model, mode)
+        self.model = compile_model(model, mode)
 
     def __call__(self):
         return self.model(input_ids=self.ids, use_cache=False, logits_to_keep=1).logits
 
-    def timed(self):
+    def run_once(self):
         return self()
 
 
@@ -177,7 +177,7 @@ class Decode:
     """Decoding steps with a static cache, whose prompt is processed without compilation."""
 
     def __init__(self, bench, model, mode, batch):
-        self.bench, self.model, self.batch = bench, compiled(model, mode), batch
+        self.bench, self.model, self.batch = bench, compile_model(model, mode), batch
         self.steps = bench.options.steps
         self.cache = StaticCache(config=model.config, max_cache_len=CACHE)
         prompt = bench.ids(model, batch, PROMPT)
@@ -190,12 +190,12 @@ class Decode:
         self.token = logits[:, -1:].argmax(-1)
         return logits
 
-    def timed(self):
+    def run_once(self):
         for _ in range(self.steps):
             self()
 
 
-def compiled(model, mode):
+def compile_model(model, mode):
     if mode == "eager":
         return model
     return torch.compile(model, mode=None if mode == "default" else mode, dynamic=False)
@@ -252,7 +252,7 @@ def time_interleaved(bench, runs):
         for name in random.sample(sorted(runs), len(runs)):
             bench.sync()
             start = time.perf_counter()
-            runs[name].timed()
+            runs[name].run_once()
             bench.sync()
             times[name].append((time.perf_counter() - start) * 1e3)
     return times
@@ -323,7 +323,7 @@ def compare_tokens(bench, name):
             torch._dynamo.reset()
             cache = StaticCache(config=model.config, max_cache_len=64)
             logits = model(input_ids=prompt, past_key_values=cache, logits_to_keep=1).logits
-            run, tokens = compiled(model, mode), [logits[:, -1:].argmax(-1)]
+            run, tokens = compile_model(model, mode), [logits[:, -1:].argmax(-1)]
             for _ in range(num_new_tokens - 1):
                 torch.compiler.cudagraph_mark_step_begin()
                 logits = run(input_ids=tokens[-1], past_key_values=cache).logits
@@ -365,7 +365,7 @@ def print_table(bench):
 
 
 def main():
-    options = parse()
+    options = parse_arguments()
     torch._dynamo.config.recompile_limit = 64
     if OURS in options.implementations:
         register()

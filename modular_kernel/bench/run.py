@@ -311,7 +311,9 @@ class _Run:
             else:  # an untimed input
                 item, weight_set = draw_input(index)[0], 0
                 call = partial(layers[0].call, item.x_TH, item.routing)
-            checks.append((call, self._expected(case, instances, item, (index, weight_set))))
+            checks.append(
+                (call, self._compute_expected(case, instances, item, (index, weight_set)))
+            )
         return _RowCalls(calls, layers[0], schedule, loads, tuple(checks))
 
     def _choose_rotation(self, case: LayerCase, work: Work, instances: LayerInstances) -> Rotation:
@@ -326,7 +328,7 @@ class _Run:
         l2 = l2_bytes(self.device)
         return choose_rotation(work.bytes, set_bytes, case.problem.tokens, l2=l2, memory=memory)
 
-    def _expected(
+    def _compute_expected(
         self, case: LayerCase, instances: LayerInstances, inputs: Input, indices: tuple[int, int]
     ) -> ExpectedOutput:
         """Return the expected output, which is cached because candidates share inputs and weights.

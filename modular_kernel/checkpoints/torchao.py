@@ -43,20 +43,20 @@ def stored_tensors(format: TorchaoFormat, scheme: QuantScheme) -> tuple[StoredTe
     if format.tensor_class == "Int4Tensor":
         groups = (Dim("K", format.group), _N)
         return (
-            _stored("qdata", "w", (_N, Dim("K", 2, indivisible=True)), torch.int8),
-            _stored("scale", "scale", groups, *FLOATS),
-            _stored("zero_point", "zero_point", groups, *FLOATS),
+            _make_stored("qdata", "w", (_N, Dim("K", 2, indivisible=True)), torch.int8),
+            _make_stored("scale", "scale", groups, *FLOATS),
+            _make_stored("zero_point", "zero_point", groups, *FLOATS),
         )
     if format.tensor_class in BLOCKED_SCALE_CLASSES:
         return _blocked_tensors(format, scheme)
     dims: dict[str, tuple[Dim, ...]] = {"tensor": (), "channel": (_N,)}
     if scheme.granularity == "group":
         dims["group"] = (_N, Dim("K", scheme.group[0]))
-    scale = _stored("scale", "scale", dims[scheme.granularity], torch.float32)
+    scale = _make_stored("scale", "scale", dims[scheme.granularity], torch.float32)
     if format.tensor_class == "Float8Tensor":
-        return (_stored("qdata", "w", (_N, _K), torch.float8_e4m3fn), scale)
-    zero = _stored("zero_point", "zero_point", scale.dims, torch.int8, optional=True)
-    return (_stored("qdata", "w", (_N, _K), torch.int8), scale, zero)
+        return (_make_stored("qdata", "w", (_N, _K), torch.float8_e4m3fn), scale)
+    zero = _make_stored("zero_point", "zero_point", scale.dims, torch.int8, optional=True)
+    return (_make_stored("qdata", "w", (_N, _K), torch.int8), scale, zero)
 
 
 def _blocked_tensors(format: TorchaoFormat, scheme: QuantScheme) -> tuple[StoredTensor, ...]:
@@ -64,22 +64,22 @@ def _blocked_tensors(format: TorchaoFormat, scheme: QuantScheme) -> tuple[Stored
     e8m0 = torch.float8_e8m0fnu
     scale_dtypes: tuple[torch.dtype, ...]
     if scheme.weight == "float8_e4m3fn":
-        qdata, scale_dtypes = _stored("qdata", "w", (_N, _K), torch.float8_e4m3fn), (e8m0,)
+        qdata, scale_dtypes = _make_stored("qdata", "w", (_N, _K), torch.float8_e4m3fn), (e8m0,)
     else:
-        qdata = _stored("qdata", "w", (_N, Dim("K", 2, indivisible=True)), torch.uint8)
+        qdata = _make_stored("qdata", "w", (_N, Dim("K", 2, indivisible=True)), torch.uint8)
         scale_dtypes = (torch.float8_e4m3fn,) if scheme.matrix_scales else (torch.uint8, e8m0)
     dims = (_N, Dim("K", format.group))
     scale = BlockedScale("_weight_scale", "scale", dims, scale_dtypes, ("weight:scale",))
     if not scheme.matrix_scales:
         return (qdata, scale)
-    input_scale = _stored("act_per_tensor_scale", "unused", (), torch.float32, optional=True)
+    input_scale = _make_stored("act_per_tensor_scale", "unused", (), torch.float32, optional=True)
     if not format.matrix_scale:
         return (qdata, scale, input_scale)
-    matrix_scale = _stored("per_tensor_scale", "global_scale", (), torch.float32)
+    matrix_scale = _make_stored("per_tensor_scale", "global_scale", (), torch.float32)
     return (qdata, scale, matrix_scale, input_scale)
 
 
-def _stored(
+def _make_stored(
     name: str, role: Role, dims: tuple[Dim, ...], *dtypes: torch.dtype, optional: bool = False
 ) -> StoredTensor:
     return StoredTensor(f"_weight_{name}", role, dims, dtypes, (f"weight:{name}",), optional)

@@ -450,7 +450,7 @@ class FusedMoE(ExpertParameters):
         *,
         token_ids: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Run `forward` with the function `computed` in place of the method `computed`."""
+        """Run `forward`, with the function `computed` in place of the method `computed`."""
         check_tensor("x", hidden_states)
         if hidden_states.dim() < 2 or hidden_states.shape[-1] != self.problem.hidden:
             need = f"(..., H) with H = {self.problem.hidden}"
@@ -540,7 +540,7 @@ class FusedMoE(ExpertParameters):
             if routing is not None:
                 need = "None, because the layer has a Router"
                 raise ConfigurationError("routing", got=type(routing).__name__, need=need)
-            return router.routed(x_TH, token_ids_T, ids_dtype=self._ids_dtype)
+            return router.route(x_TH, token_ids_T, ids_dtype=self._ids_dtype)
         if router is not None:
             logits = flatten_logits(routing, router.columns(self.num_experts), leading_dims)
             return route(
@@ -612,7 +612,7 @@ class FusedMoE(ExpertParameters):
     def _run_operator(
         self, x_TH: torch.Tensor, routing: Routing
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute the result of `computed` with an operator that torch.compile can trace."""
+        """Run `computed` as an operator that torch.compile can trace."""
         weights_TK, ids_TK = routing.topk_weights_TK, routing.topk_ids_TK
         reason = ""
         if torch.is_grad_enabled() and (x_TH.requires_grad or weights_TK.requires_grad):

@@ -68,7 +68,7 @@ class MoELoRALayer:
         """The rank of the factors."""
         return self.factors.lora_a2.shape[1]
 
-    def folded(self) -> Adapter:
+    def fold_scaling(self) -> Adapter:
         """Return the factors with both B matrices multiplied by the scaling."""
         check_tensors(vars(self.factors))
         for name, factor in vars(self.factors).items():
@@ -314,7 +314,7 @@ class LoRAManager:
 
     def _adapter_for_pool(self, adapter_layer: MoELoRALayer | None) -> Adapter:
         if adapter_layer is not None:
-            return adapter_layer.folded() if self.mode == "merged" else adapter_layer.factors
+            return adapter_layer.fold_scaling() if self.mode == "merged" else adapter_layer.factors
         problem, spec = self.problem, self.problem.adapters
         assert spec is not None
         shapes = replace(spec, rank=1).shapes(

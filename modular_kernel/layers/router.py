@@ -188,7 +188,7 @@ class Router(nn.Module):
                 self._loaded_tensors(), state_dict, prefix
             )
 
-    def routed(
+    def route(
         self,
         x_TH: torch.Tensor,
         token_ids: torch.Tensor | None = None,

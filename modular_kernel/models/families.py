@@ -74,7 +74,7 @@ def _family(source: str, experts: str = "", scaling: str = "", **options: object
     return Family(source=source, experts=experts, scaling=scaling, **options)  # type: ignore[arg-type]
 
 
-def _unsupported(source: str, reason: str) -> Family:
+def _make_unsupported(source: str, reason: str) -> Family:
     return Family(source=source, unsupported_reason=reason)
 
 
@@ -97,12 +97,12 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v32": _family("deepseek_v32 DeepseekV32Experts DeepseekV32TopkRouter", _N_ROUTED_EXPERTS, _SCALING_KEY),
     "deepseek_v4": _family("deepseek_v4 DeepseekV4Experts DeepseekV4TopKRouter", _N_ROUTED_EXPERTS, _SCALING_KEY, gate="clamp_before"),
     "diffusion_gemma_text": _family("diffusion_gemma DiffusionGemmaTextExperts", _NUM_EXPERTS, top_k=_GEMMA_TOP_K_KEY, activation=_GEMMA_ACTIVATION_KEY),
-    "doge": _unsupported("doge DogeCDMoE", "its experts are embedding rows, not MLPs"),
+    "doge": _make_unsupported("doge DogeCDMoE", "its experts are embedding rows, not MLPs"),
     "dots1": _family("dots1 Dots1Experts Dots1TopkRouter", _N_ROUTED_EXPERTS, _SCALING_KEY),
     "dots3_note_text": _family("dots3_note Dots3NoteExperts Dots3NoteTextTopkRouter", _N_ROUTED_EXPERTS, _SCALING_KEY),
-    "dots3_note_vision_encoder": _unsupported("dots3_note Dots3NoteVisionMoE", "each layer has sizes of its own (per_layer_config)"),
+    "dots3_note_vision_encoder": _make_unsupported("dots3_note Dots3NoteVisionMoE", "each layer has sizes of its own (per_layer_config)"),
     "ernie4_5_moe": _family("ernie4_5_moe Ernie4_5_MoeExperts", _ERNIE_EXPERTS_KEYS, top_k="moe_k num_experts_per_tok"),
-    "ernie4_5_vl_moe_text": _unsupported("ernie4_5_vl_moe Ernie4_5_VLMoeMoeBlock", "it has separate text and vision experts of different sizes"),
+    "ernie4_5_vl_moe_text": _make_unsupported("ernie4_5_vl_moe Ernie4_5_VLMoeMoeBlock", "it has separate text and vision experts of different sizes"),
     "exaone_moe": _family("exaone_moe ExaoneMoeExperts ExaoneMoeTopkRouter", _NUM_EXPERTS, _SCALING_KEY),
     "flex_olmo": _family("flex_olmo FlexOlmoExperts", _NUM_OR_LOCAL, intermediate=_INTERMEDIATE),
     "flint": _family("flint FlintExperts FlintSparseMoeBlock", _NUM_EXPERTS),
@@ -122,8 +122,8 @@ FAMILIES: dict[str, Family] = {
     "hy_v4": _family("hy_v4 HYV4Experts HYV4TopkRouter", _N_ROUTED_EXPERTS, _SCALING_KEY, activation="=silu", gate="clamp_before"),
     "hy_v4_vl_text": _family("hy_v4_vl HYV4VLExperts HYV4VLTopkRouter", _N_ROUTED_EXPERTS, _SCALING_KEY, activation="=silu", gate="clamp_before"),
     "inkling_text": _family("inkling InklingExperts InklingTopkRouter", _N_ROUTED_EXPERTS, "route_scale", dense_key="dense_intermediate_size"),
-    "inkling2_text": _unsupported("inkling2 Inkling2SoftcappedSwiGLU", "its activation bounds gate and up by tanh"),
-    "inkling2_loop_text": _unsupported("inkling2_loop Inkling2LoopSoftcappedSwiGLU", "its activation bounds gate and up by tanh"),
+    "inkling2_text": _make_unsupported("inkling2 Inkling2SoftcappedSwiGLU", "its activation bounds gate and up by tanh"),
+    "inkling2_loop_text": _make_unsupported("inkling2_loop Inkling2LoopSoftcappedSwiGLU", "its activation bounds gate and up by tanh"),
     "jamba": _family("jamba JambaExperts", _NUM_OR_LOCAL, intermediate=_INTERMEDIATE),
     "jetmoe": _family("jetmoe JetMoeMoE", _NUM_LOCAL_EXPERTS, intermediate=_INTERMEDIATE, activation="activation_function"),
     "kimi_k2": _family("deepseek_v3 DeepseekV3Experts DeepseekV3TopkRouter", _N_ROUTED_EXPERTS, _SCALING_KEY),  # kimi_k25 loads it as DeepseekV3
@@ -142,9 +142,9 @@ FAMILIES: dict[str, Family] = {
     "mistral4": _family("mistral4 Mistral4Experts Mistral4TopkRouter", _N_ROUTED_EXPERTS, _SCALING_KEY),
     "mistral_large4_text": _family("mistral_large4 MistralLarge4TextExperts MistralLarge4TextTopkRouter", _N_ROUTED_EXPERTS, _SCALING_KEY),
     "mixtral": _family("mixtral MixtralExperts", _NUM_OR_LOCAL, intermediate=_INTERMEDIATE),
-    "muse_spark_text": _unsupported("muse_spark MuseSparkExperts", "each expert's output is normalized before it is weighted"),
+    "muse_spark_text": _make_unsupported("muse_spark MuseSparkExperts", "each expert's output is normalized before it is weighted"),
     "nemotron_h": _family("nemotron_h NemotronHExperts NemotronHTopkRouter", _N_ROUTED_EXPERTS, _SCALING_KEY, latent="moe_latent_size", activation="mlp_hidden_act", gate="ungated"),
-    "nllb-moe": _unsupported("nllb_moe NllbMoeExperts", "its experts are ungated with ReLU, and have a capacity"),
+    "nllb-moe": _make_unsupported("nllb_moe NllbMoeExperts", "its experts are ungated with ReLU, and have a capacity"),
     "olmoe": _family("olmoe OlmoeExperts", _NUM_OR_LOCAL, intermediate=_INTERMEDIATE),
     "openai_privacy_filter": _family("openai_privacy_filter OpenAIPrivacyFilterExperts", _NUM_LOCAL_EXPERTS, intermediate=_INTERMEDIATE, gate="oai", bias=True),
     "phimoe": _family("phimoe PhimoeExperts", _NUM_LOCAL_EXPERTS, intermediate=_INTERMEDIATE),
@@ -161,9 +161,9 @@ FAMILIES: dict[str, Family] = {
     "solar_open": _family("solar_open SolarOpenExperts SolarOpenTopkRouter", _N_ROUTED_EXPERTS, _SCALING_KEY),
     "step3_text": _family("step3p7 Step3p7Experts", "moe_num_experts", top_k="moe_top_k", activation="=silu"),  # as in the model code that Step-3's checkpoints contain
     "step3p5": _family("step3p7 Step3p7Experts Step3p7SparseMoeBlock", "n_routed_experts moe_num_experts", "moe_router_scaling_factor", top_k="num_experts_per_tok moe_top_k", gate="clamp_after", default_activation="silu"),
-    "switch_transformers": _unsupported("switch_transformers SwitchTransformersExperts", "its experts are ungated with ReLU, and have a capacity"),
+    "switch_transformers": _make_unsupported("switch_transformers SwitchTransformersExperts", "its experts are ungated with ReLU, and have a capacity"),
     "unlimited_ocr_text": _family("unlimited_ocr UnlimitedOcrTextExperts UnlimitedOcrTextTopkRouter", _N_ROUTED_EXPERTS, _SCALING_KEY),
-    "vitpose_backbone": _unsupported("vitpose_backbone VitPoseBackboneMoeMLP", "its experts are chosen by data set, not by a router"),
+    "vitpose_backbone": _make_unsupported("vitpose_backbone VitPoseBackboneMoeMLP", "its experts are chosen by data set, not by a router"),
     "zaya": _family("zaya ZayaExperts ZayaRouter", _NUM_EXPERTS),
 }
 # fmt: on

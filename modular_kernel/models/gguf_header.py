@@ -288,7 +288,7 @@ class _Parser:
         try:
             (value,) = struct.unpack_from(f"<{code}", self.data, self.position)
         except struct.error:
-            raise self.truncated() from None
+            raise self.make_truncated_error() from None
         self.position += struct.calcsize(f"<{code}")
         return value
 
@@ -296,7 +296,7 @@ class _Parser:
         size = self.scalar("Q")
         self.position += size
         if self.position > len(self.data):
-            raise self.truncated()
+            raise self.make_truncated_error()
 
     def text(self, limit: int = _MAX_NAME_BYTES) -> str:
         size, start = self.scalar("Q"), self.position
@@ -310,7 +310,7 @@ class _Parser:
         if count > (len(self.data) - self.position) // size:
             raise self.error(f"{count} {what}", "a complete file")
 
-    def truncated(self) -> WeightsError:
+    def make_truncated_error(self) -> WeightsError:
         return self.error(f"{len(self.data)} bytes, which end in the header", "a complete file")
 
     def error(self, got: str, need: str) -> WeightsError:

@@ -64,8 +64,8 @@ def config_of_params(path: Path, params: object) -> dict[str, Any]:
         got = "no moe: a dense model" if moe is None else f"moe = {str(moe)[:80]}"
         raise _error(path, got, "an object moe, as in a model with experts")
     sizes = {
-        **{key: _required(path, params, name, "") for key, name in _KEYS.items()},
-        **{key: _required(path, moe, name, "moe.") for key, name in _MOE_KEYS.items()},
+        **{key: _get_required(path, params, name, "") for key, name in _KEYS.items()},
+        **{key: _get_required(path, moe, name, "moe.") for key, name in _MOE_KEYS.items()},
     }
     _check_values(path, moe, _ALLOWED_MOE, "moe.")
     known = {*_ALLOWED_MOE, *_MOE_KEYS.values(), *_HARMLESS_MOE}
@@ -105,7 +105,7 @@ def _quantization(path: Path, params: Mapping[str, Any]) -> Any:
     return {"quant_method": "fp8", "activation_scheme": "static" if is_static else "dynamic"}
 
 
-def _required(path: Path, entries: Mapping[str, Any], name: str, prefix: str) -> Any:
+def _get_required(path: Path, entries: Mapping[str, Any], name: str, prefix: str) -> Any:
     if entries.get(name) is None:
         raise _error(path, f"no {prefix}{name}", "this entry, as in Mistral-Large-3")
     return entries[name]

@@ -318,7 +318,7 @@ class _Builder:
             raise PatternError("classes without [")
         if character == "\\" and escapes:
             self.position += 1
-            return _escaped(self.text[self.position - 1 : self.position])
+            return _expand_escape(self.text[self.position - 1 : self.position])
         return _Characters(character)
 
 
@@ -370,10 +370,10 @@ class _Regex(_Builder):
 
     def _sequence(self, source: int, nesting: int) -> int:
         while self.position < len(self.text) and self.text[self.position] not in "|)":
-            source = self._repeated(source, nesting)
+            source = self._parse_repetition(source, nesting)
         return source
 
-    def _repeated(self, source: int, nesting: int) -> int:
+    def _parse_repetition(self, source: int, nesting: int) -> int:
         """Parse an atom and its quantifier.
 
         For {m,n}, the atom is parsed n times, so that each repetition has its own states.
@@ -441,7 +441,9 @@ class _Regex(_Builder):
             return target
         if character == "\\":
             self.position += 1
-            return self.add_edge(source, _escaped(self.text[self.position - 1 : self.position]))
+            return self.add_edge(
+                source, _expand_escape(self.text[self.position - 1 : self.position])
+            )
         if character in "*+?{}])":
             raise PatternError(f"no {character} here")
         return self.add_edge(
@@ -460,7 +462,7 @@ class _Regex(_Builder):
         return end
 
 
-def _escaped(character: str) -> _Characters:
+def _expand_escape(character: str) -> _Characters:
     """Return the characters that a backslash followed by `character` matches."""
     if character in ("d", "w"):
         return _Characters(digits=character == "d", words=character == "w")

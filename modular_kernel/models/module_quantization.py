@@ -169,7 +169,7 @@ class ModuleQuantization:
         if torchao_config.OPTIONS_BY_NAME in self.config:
             names += [f"{name}.weight" for name in names]
         number = self._override_names.first_match(names)
-        return self._cached(number, lambda: self._with_overrides(number))
+        return self._get_or_make_config(number, lambda: self._with_overrides(number))
 
     def representative_layers(self, layers: Sequence[int] | None) -> Sequence[int]:
         """Return the layers to look up in order to find all configs of the model.
@@ -226,7 +226,9 @@ class ModuleQuantization:
         base = {key: value for key, value in self._base.items() if key not in skipped}
         config = base | dict(options) | {"quant_algo": str(options["quant_algo"]).upper()}
         label = f"quantized_layers.{name} = {shorten(options)}"
-        return self._cached(json.dumps(options, sort_keys=True), lambda: (config, label))
+        return self._get_or_make_config(
+            json.dumps(options, sort_keys=True), lambda: (config, label)
+        )
 
     def _find_group(self, module: str, names: Sequence[str]) -> ModuleConfig:
         """Look up a module in the targets of config_groups.
@@ -258,7 +260,7 @@ class ModuleQuantization:
         config = self._base | {
             "config_groups": {name: self._groups[name] | {"targets": ["Linear"]}}
         }
-        return self._cached(("group", first), lambda: (config, f"config_groups.{name}"))
+        return self._get_or_make_config(("group", first), lambda: (config, f"config_groups.{name}"))
 
     def _differ(self, first: int, second: int) -> bool:
         groups = list(self._groups.values())
@@ -297,7 +299,7 @@ class ModuleQuantization:
             return None, label
         return self._base | dict(options), label
 
-    def _cached(
+    def _get_or_make_config(
         self, key: object, make_config: Callable[[], tuple[Config | None, str]]
     ) -> ModuleConfig:
         module_config = self._configs_by_entry.get(key)

@@ -164,7 +164,7 @@ def unknown_keys(method: str, config: Mapping[str, Any]) -> Iterator[Mismatch]:
     method: a key of `_READ_KEYS`. `unknown_group_keys` checks the keys inside config_groups.
     """
     allowed_values = _ALLOWED_VALUES | _ALLOWED_VALUES_BY_METHOD.get(method, {})
-    yield from _unknown(
+    yield from _find_unknown(
         config, (*_READ_FOR_ALL, *_READ_KEYS[method]), _HARMLESS_KEYS, allowed_values
     )
     if method == "modelopt":
@@ -174,7 +174,7 @@ def unknown_keys(method: str, config: Mapping[str, Any]) -> Iterator[Mismatch]:
 def unknown_group_keys(name: str, group: Mapping[str, Any]) -> Iterator[Mismatch]:
     """Yield (got, need) for unknown keys in the entry `name` of config_groups."""
     path = f"config_groups.{name}."
-    yield from _unknown(group, _READ_IN_GROUPS, (), {}, path)
+    yield from _find_unknown(group, _READ_IN_GROUPS, (), {}, path)
     yield from _unknown_quantization_args(group, path)
 
 
@@ -182,12 +182,12 @@ def _unknown_quantization_args(config: Mapping[str, Any], path: str = "") -> Ite
     for key in ("weights", "input_activations"):
         args = config.get(key)
         if isinstance(args, Mapping):
-            yield from _unknown(
+            yield from _find_unknown(
                 args, _READ_IN_QUANTIZATION_ARGS, _HARMLESS_QUANTIZATION_ARGS, {}, f"{path}{key}."
             )
 
 
-def _unknown(
+def _find_unknown(
     config: Mapping[str, Any],
     known: Collection[str],
     harmless: Collection[str],

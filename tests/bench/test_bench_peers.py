@@ -70,7 +70,9 @@ def test_peers_have_a_scheme_and_refuse_unsupported_layers(
 
 def test_channel_scales_follow_their_rows(peers: ModuleType) -> None:
     peer = peers.VllmTriton("fp8_w8a8_channel")
-    _, _, w1_scale, w2_scale = peer.stored(PROBLEM, make_weights(PROBLEM, torch.device("cpu")))
+    _, _, w1_scale, w2_scale = peer.quantize_weights(
+        PROBLEM, make_weights(PROBLEM, torch.device("cpu"))
+    )
     assert tuple(w1_scale.shape) == (4, 256, 1)
     assert tuple(w2_scale.shape) == (4, 256, 1)
 
@@ -171,7 +173,7 @@ def test_flashinfer_block_scales_follow_their_rows(
     peers: ModuleType,
 ) -> None:
     layer = peers.FlashInferFp8Block()
-    w1, _, w1_scale, _ = layer.stored(PROBLEM, make_weights(PROBLEM, torch.device("cpu")))
+    w1, _, w1_scale, _ = layer.quantize_weights(PROBLEM, make_weights(PROBLEM, torch.device("cpu")))
     layer.load(PROBLEM, make_weights(PROBLEM, torch.device("cpu")))
     half = PROBLEM.intermediate
     assert torch.equal(layer.w1[:, :half].float(), w1[:, half:].float())

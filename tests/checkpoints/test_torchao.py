@@ -39,7 +39,7 @@ from modular_kernel.testing.checkpoints.torchao import (
     old_names,
     options,
     stack_experts,
-    tiled,
+    tile_scales,
 )
 
 EXPERTS_PREFIX = "model.layers.0.mlp.experts"
@@ -579,7 +579,7 @@ def test_unsupported_options_are_refused(case: str, tmp_path: Path) -> None:
 def test_blocked_scales_are_unblocked(rows: int, columns: int) -> None:
     scale = torch.randint(0, 255, (rows, columns), dtype=torch.uint8)
     spec = BlockedScale("s", "scale", (Dim("N"), Dim("K", 16)), (torch.uint8,))
-    stored, depth = tiled(scale), 16 * columns
+    stored, depth = tile_scales(scale), 16 * columns
     assert tuple(stored.shape) == spec.shape(rows, depth)
     assert torch.equal(spec.unblock(stored, (0, rows), (0, depth)), scale)
     stacked_scales = torch.stack([stored, stored])

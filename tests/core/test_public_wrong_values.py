@@ -128,7 +128,7 @@ SEEDS = (
     ("modular_kernel.tensors.Routing.of", "tokens", "bools"),
     ("modular_kernel.tensors.Routing.of", "routing.topk_ids_TK", "no values"),
     ("modular_kernel.spec.lora.slots_from_sequences", "tokens", "2**70"),
-    ("modular_kernel.layers.lora.MoELoRALayer.folded", "self.scaling", "2**70"),
+    ("modular_kernel.layers.lora.MoELoRALayer.fold_scaling", "self.scaling", "2**70"),
     ("modular_kernel.select.composed_kernel.ComposedPlan.warm_up", "tokens", "0"),
     ("modular_kernel.integrations.moe_runner.MoeRunner.run", "dispatch_output.hidden_states",
      "no dimensions"),

@@ -250,7 +250,7 @@ def routed_of(row: Values) -> Routed:
     router = _router_of(row)
     if router is not None:
         token_ids = _token_ids() if row["router"] == "table" else None
-        return router.routed(_x(row), token_ids)
+        return router.route(_x(row), token_ids)
     return route(_logits(row), spec_of(row), RouterTensors(_selection_bias(row)))
 
 

@@ -112,7 +112,7 @@ EXEMPT: Mapping[str, str] = {
     "modular_kernel.layers.lora.LoRAManager.prepare_moe_lora_batch": (
         "ForwardBatch and MoELoRABatchInfo check the tensors that it passes on"
     ),
-    "modular_kernel.layers.lora.MoELoRALayer": "a record: `folded` and `AdapterPool.load` read it",
+    "modular_kernel.layers.lora.MoELoRALayer": "`fold_scaling` and `AdapterPool.load` read it",
     "modular_kernel.checkpoints.loading.LoadedExperts.partial": _SHAPES,
     "modular_kernel.checkpoints.loading.LoadedExperts.problem": _SHAPES,
     "modular_kernel.integrations.moe_runner.MoeQuantInfo": "a record: `MoeRunner.run` reads it",
@@ -531,8 +531,8 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
     ),
     "modular_kernel.layers.adapter_pool.AdapterPool.load": _pool_load,
     f"{_LAYERS}lora.LoRAManager.load": _manager_load,
-    f"{_LAYERS}lora.MoELoRALayer.folded": lambda: Call(
-        lora.MoELoRALayer.folded, {"self": lora.MoELoRALayer(adapter(), 0.5)}, receiver="self"
+    f"{_LAYERS}lora.MoELoRALayer.fold_scaling": lambda: Call(
+        lora.MoELoRALayer.fold_scaling, {"self": lora.MoELoRALayer(adapter(), 0.5)}, receiver="self"
     ),
     f"{_LAYERS}lora.ForwardBatch": lambda: Call(
         lora.ForwardBatch, {"lora_ids": ("mine", None), "seg_indptr": torch.tensor([0, 3, T])}
@@ -553,7 +553,7 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
     "modular_kernel.ops.route.route (table)": _table,
     f"{_LAYERS}router.select_experts": lambda: _selection(router.select_experts),
     f"{_LAYERS}router.Router.logits": lambda: _router("logits"),
-    f"{_LAYERS}router.Router.routed": lambda: _routed_by_table("routed"),
+    f"{_LAYERS}router.Router.route": lambda: _routed_by_table("route"),
     f"{_LAYERS}router.Router.forward": lambda: _routed_by_table("forward"),
     # --------------------------------------------------------------------------------- layers
     f"{_LAYERS}fused_moe.FusedMoE": lambda: Call(

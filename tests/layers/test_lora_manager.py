@@ -56,7 +56,7 @@ def test_an_error_in_one_layer_changes_no_layer() -> None:
 @pytest.mark.parametrize("scaling", [2.0, 1.0])
 def test_folding_scales_both_b_matrices(scaling: float) -> None:
     adapter = make_adapter(3, 0)
-    folded = MoELoRALayer(adapter, scaling).folded()
+    folded = MoELoRALayer(adapter, scaling).fold_scaling()
     assert torch.equal(folded.lora_b13, adapter.lora_b13 * scaling)
     assert torch.equal(folded.lora_b2, adapter.lora_b2 * scaling)
     assert torch.equal(folded.lora_a13, adapter.lora_a13)

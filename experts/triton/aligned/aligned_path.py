@@ -100,9 +100,9 @@ class AlignedPath(Path):
         return specs | adapter_specs(problem, pairs)
 
     def run(self, call: PathCall) -> None:
-        self.write(self.rows(self.aligned(call), call), call)
+        self.write(self.rows(self.align(call), call), call)
 
-    def aligned(self, call: PathCall) -> AlignedPairs:
+    def align(self, call: PathCall) -> AlignedPairs:
         """Sort the pairs of the call into blocks of one expert each."""
         with stages.stage(stages.SORT):
             return align(

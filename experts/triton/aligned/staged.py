@@ -102,7 +102,7 @@ class TritonRunnerCore(MoeRunnerCore[NoState]):
 def standard_to_triton(call: RunnerCall[NoState]) -> TritonRunnerInput:
     """Run the pre-permute stage: sort the pairs into blocks of one expert each."""
     converted = path_call(call)
-    aligned, routing = AlignedPath(call.problem).aligned(converted), converted.tokens.routing
+    aligned, routing = AlignedPath(call.problem).align(converted), converted.tokens.routing
     return TritonRunnerInput(
         converted.tokens.x_TH, routing.topk_weights_TK, routing.topk_ids_TK, **vars(aligned)
     )

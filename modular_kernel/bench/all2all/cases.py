@@ -211,9 +211,12 @@ class Transport(ABC):
 
     @abstractmethod
     def combine(self) -> torch.Tensor:
-        """Return the weighted sums of this rank's tokens: (T, H) bfloat16, see `expected`."""
+        """Return the weighted sums of this rank's tokens, (T, H) bfloat16.
 
-    def expected(self, inputs: ExchangeInputs) -> torch.Tensor:
+        See `compute_expected`.
+        """
+
+    def compute_expected(self, inputs: ExchangeInputs) -> torch.Tensor:
         """Return the correct result of `combine`.
 
         The result is x, except for a transport that leaves the weighted sum to its caller.

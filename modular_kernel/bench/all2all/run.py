@@ -361,7 +361,7 @@ def _run_and_check(transport: Transport, inputs: ExchangeInputs) -> float:
     transport.identity()
     out = transport.combine()
     transport.raise_async_errors()
-    error = max_row_error(out, transport.expected(inputs))
+    error = max_row_error(out, transport.compute_expected(inputs))
     out.fill_(float("nan"))  # so that NaN remains where the next `combine` does not write
     return error
 

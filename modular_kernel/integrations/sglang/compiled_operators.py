@@ -40,9 +40,9 @@ def install_operators() -> None:
         f"{_MOE}.moe_runner.triton_utils.fused_moe": {
             "_is_cuda": True,
             "is_arch_support_pdl": lambda: True,
-            "silu_and_mul": _gated(F.silu),
-            "gelu_and_mul": _gated(F.gelu),
-            "gelu_tanh_and_mul": _gated(lambda gate: F.gelu(gate, approximate="tanh")),
+            "silu_and_mul": _make_gated(F.silu),
+            "gelu_and_mul": _make_gated(F.gelu),
+            "gelu_tanh_and_mul": _make_gated(lambda gate: F.gelu(gate, approximate="tanh")),
             "moe_sum_reduce": _moe_sum_reduce,
         },
     }
@@ -79,7 +79,7 @@ def _per_token_quant_int8(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return rounded.to(torch.int8), scale
 
 
-def _gated(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., None]:
+def _make_gated(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., None]:
     def write(
         input: torch.Tensor,
         output: torch.Tensor,

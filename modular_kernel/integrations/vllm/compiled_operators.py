@@ -19,9 +19,9 @@ def install_operators() -> list[str]:
     """Install the operators in `torch.ops` and return their names."""
     operators = {
         torch.ops._C: {
-            "silu_and_mul": _gated(F.silu),
-            "gelu_and_mul": _gated(F.gelu),
-            "gelu_tanh_and_mul": _gated(lambda gate: F.gelu(gate, approximate="tanh")),
+            "silu_and_mul": _make_gated(F.silu),
+            "gelu_and_mul": _make_gated(F.gelu),
+            "gelu_tanh_and_mul": _make_gated(lambda gate: F.gelu(gate, approximate="tanh")),
             "swigluoai_and_mul": _swigluoai_and_mul,
             "silu_and_mul_with_clamp": _silu_and_mul_with_clamp,
             "situ_and_mul": _situ_and_mul,
@@ -43,7 +43,7 @@ def install_operators() -> list[str]:
 # ------------------------------------------------------------------------------- activations
 
 
-def _gated(function: Gate) -> Callable[[torch.Tensor, torch.Tensor], None]:
+def _make_gated(function: Gate) -> Callable[[torch.Tensor, torch.Tensor], None]:
     def write(output: torch.Tensor, input: torch.Tensor) -> None:
         gate, up = input.float().chunk(2, dim=-1)
         output.copy_(function(gate) * up)
@@ -51,7 +51,7 @@ def _gated(function: Gate) -> Callable[[torch.Tensor, torch.Tensor], None]:
     return write
 
 
-def _clamped(
+def _clamped_swiglu(
     gate: torch.Tensor, up: torch.Tensor, limit: float, alpha: float, beta: float
 ) -> torch.Tensor:
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -62,14 +62,14 @@ def _swigluoai_and_mul(
     output: torch.Tensor, input: torch.Tensor, alpha: float = 1.702, limit: float = 7.0
 ) -> None:
     gate, up = input.float()[..., 0::2], input.float()[..., 1::2]
-    output.copy_(_clamped(gate, up, limit, alpha, 1.0))
+    output.copy_(_clamped_swiglu(gate, up, limit, alpha, 1.0))
 
 
 def _silu_and_mul_with_clamp(
     output: torch.Tensor, input: torch.Tensor, limit: float, alpha: float, beta: float
 ) -> None:
     gate, up = input.float().chunk(2, dim=-1)
-    output.copy_(_clamped(gate, up, limit, alpha, beta))
+    output.copy_(_clamped_swiglu(gate, up, limit, alpha, beta))
 
 
 def _situ_and_mul(
@@ -94,14 +94,14 @@ def _masked_moe_activation(  # noqa: PLR0913 (vLLM's)
 ) -> None:
     """Apply the activation to the first rows of each expert. Other rows are not written."""
     functions: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
-        "silu": _gated(F.silu),
+        "silu": _make_gated(F.silu),
         "silu_with_clamp": lambda o, x: _silu_and_mul_with_clamp(o, x, limit, 1.0, 0.0),
-        "gelu": _gated(F.gelu),
-        "gelu_tanh": _gated(lambda gate: F.gelu(gate, approximate="tanh")),
+        "gelu": _make_gated(F.gelu),
+        "gelu_tanh": _make_gated(lambda gate: F.gelu(gate, approximate="tanh")),
         "situ": lambda o, x: _situ_and_mul(o, x, situ_beta, situ_linear_beta),
         "swigluoai": lambda o, x: _swigluoai_and_mul(o, x, alpha, limit),
         "swigluoai_uninterleave": lambda o, x: _silu_and_mul_with_clamp(o, x, limit, alpha, beta),
-        "swiglustep": _gated_step(limit),
+        "swiglustep": _make_gated_step(limit),
         "silu_no_mul": lambda o, x: o.copy_(F.silu(x.float())),
         "gelu_no_mul": lambda o, x: o.copy_(F.gelu(x.float())),
         "gelu_tanh_no_mul": lambda o, x: o.copy_(F.gelu(x.float(), approximate="tanh")),
@@ -112,7 +112,7 @@ def _masked_moe_activation(  # noqa: PLR0913 (vLLM's)
         functions[name](rows_out[expert, :count], rows_in[expert, :count])
 
 
-def _gated_step(limit: float) -> Callable[[torch.Tensor, torch.Tensor], None]:
+def _make_gated_step(limit: float) -> Callable[[torch.Tensor, torch.Tensor], None]:
     def write(output: torch.Tensor, input: torch.Tensor) -> None:
         gate, up = input.float().chunk(2, dim=-1)
         output.copy_(F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit))

@@ -45,7 +45,7 @@ class LayerMatrices:
     b1: torch.Tensor | None = None
     b2: torch.Tensor | None = None
 
-    def stacked(self, name: str, kind: str = "weight") -> torch.Tensor:
+    def stack_experts(self, name: str, kind: str = "weight") -> torch.Tensor:
         """Stack a tensor of all experts: (E, N, K) for weights. Equal scalars are merged into (1,).
 
         name: "gate", "up" or "down".
@@ -57,22 +57,22 @@ class LayerMatrices:
 
     def gate_up(self, kind: str = "weight") -> torch.Tensor:
         """Return gate and up as (E, 2I, H), gate rows first."""
-        gate, up = self.stacked("gate", kind), self.stacked("up", kind)
+        gate, up = self.stack_experts("gate", kind), self.stack_experts("up", kind)
         return torch.cat([gate, up], 1) if gate.dim() > 1 else gate.maximum(up)
 
     def interleaved_gate_up(self, kind: str = "weight") -> torch.Tensor:
         """Return gate and up as (E, 2I, H), with interleaved rows."""
-        gate, up = self.stacked("gate", kind), self.stacked("up", kind)
+        gate, up = self.stack_experts("gate", kind), self.stack_experts("up", kind)
         return torch.stack([gate, up], 2).flatten(1, 2) if gate.dim() > 1 else gate.maximum(up)
 
-    def transposed(self, *, interleaved: bool = False) -> Tensors:
+    def transpose_experts(self, *, interleaved: bool = False) -> Tensors:
         """Return all stacked tensors with the last two dimensions swapped; scalars as ()."""
         tensors: Tensors = {}
         for kind in self.gate[0].tensors:
             first = self.interleaved_gate_up(kind) if interleaved else self.gate_up(kind)
             for name, stacked in (
                 ("gate_up_proj", first),
-                ("down_proj", self.stacked("down", kind)),
+                ("down_proj", self.stack_experts("down", kind)),
             ):
                 key = name if kind == "weight" else f"{name}_{kind}"
                 tensors[key] = stacked.mT.contiguous() if stacked.dim() > 1 else stacked.reshape(())
@@ -102,12 +102,12 @@ def per_expert_modules(block: str, names: tuple[str, ...] = PROJECTIONS) -> Name
     return name_tensors
 
 
-def fused(block: str, *, transposed: bool = False) -> NameTensors:
+def name_fused(block: str, *, transposed: bool = False) -> NameTensors:
     """Make a function that names one tensor for gate and up, and one for down, of all experts."""
 
     def name_tensors(layer_prefix: str, m: LayerMatrices) -> Tensors:
-        tensors_by_name = {"gate_up_proj": m.gate_up(), "down_proj": m.stacked("down")}
-        tensors = m.transposed() if transposed else tensors_by_name
+        tensors_by_name = {"gate_up_proj": m.gate_up(), "down_proj": m.stack_experts("down")}
+        tensors = m.transpose_experts() if transposed else tensors_by_name
         return {f"{layer_prefix}{block}.{name}": tensor for name, tensor in tensors.items()}
 
     return name_tensors
@@ -126,7 +126,7 @@ def gpt_oss(layer_prefix: str, m: LayerMatrices) -> Tensors:
     tensors = {f"{prefix}.gate_up_proj_bias": m.b1, f"{prefix}.down_proj_bias": m.b2}
     if kinds == {"weight"} or "input_scale" in kinds:  # ModelOpt keeps the layout
         return tensors | {
-            f"{prefix}.{name}": t for name, t in m.transposed(interleaved=True).items()
+            f"{prefix}.{name}": t for name, t in m.transpose_experts(interleaved=True).items()
         }
     if kinds != {"blocks", "scales"}:
         biases = {"gate_proj": m.b1[:, 0::2], "up_proj": m.b1[:, 1::2], "down_proj": m.b2}
@@ -149,7 +149,7 @@ def privacy_filter(layer_prefix: str, m: LayerMatrices) -> Tensors:
     assert m.b2 is not None
     b1 = torch.cat([m.b1[:, 0::2], m.b1[:, 1::2]], 1)
     biases = {"gate_up_proj_bias": b1, "down_proj_bias": m.b2}
-    tensors = fused("mlp.experts", transposed=True)(layer_prefix, m)
+    tensors = name_fused("mlp.experts", transposed=True)(layer_prefix, m)
     return tensors | {
         f"{layer_prefix}mlp.experts.{name}": tensor for name, tensor in biases.items()
     }
@@ -159,7 +159,7 @@ def granite(layer_prefix: str, m: LayerMatrices) -> Tensors:
     prefix = f"{layer_prefix}block_sparse_moe"
     return {
         f"{prefix}.input_linear.weight": m.gate_up(),
-        f"{prefix}.output_linear.weight": m.stacked("down"),
+        f"{prefix}.output_linear.weight": m.stack_experts("down"),
     }
 
 
@@ -175,16 +175,16 @@ def aria(layer_prefix: str, m: LayerMatrices) -> Tensors:
     prefix = f"{layer_prefix}mlp.experts"
     return {
         f"{prefix}.fc1.weight": m.gate_up().mT.contiguous(),
-        f"{prefix}.fc2.weight": m.stacked("down").mT.contiguous(),
+        f"{prefix}.fc2.weight": m.stack_experts("down").mT.contiguous(),
     }
 
 
 def dbrx(layer_prefix: str, m: LayerMatrices) -> Tensors:
     prefix = f"{layer_prefix}ffn.experts.mlp"
     return {
-        f"{prefix}.w1": m.stacked("gate").flatten(0, 1),
-        f"{prefix}.v1": m.stacked("up").flatten(0, 1),
-        f"{prefix}.w2": m.stacked("down").mT.flatten(0, 1).contiguous(),
+        f"{prefix}.w1": m.stack_experts("gate").flatten(0, 1),
+        f"{prefix}.v1": m.stack_experts("up").flatten(0, 1),
+        f"{prefix}.w2": m.stack_experts("down").mT.flatten(0, 1).contiguous(),
     }
 
 
@@ -202,7 +202,7 @@ def inkling(layer_prefix: str, m: LayerMatrices) -> Tensors:
     prefix = f"{layer_prefix}mlp.experts"
     return {
         f"{prefix}.w13_weight": m.interleaved_gate_up(),
-        f"{prefix}.w2_weight": m.stacked("down"),
+        f"{prefix}.w2_weight": m.stack_experts("down"),
     }
 
 
@@ -270,7 +270,7 @@ FAMILIES: dict[str, ModelFamily] = {
         layer_prefix="model.language_model.layers.",
         wrapper_type="qwen3_5_moe",
     ),
-    "mistral4": ModelFamily(fused(_MLP), _ROUTED_EXPERT_KEYS, extra_config=_SCALED),
+    "mistral4": ModelFamily(name_fused(_MLP), _ROUTED_EXPERT_KEYS, extra_config=_SCALED),
     "deepseek_v4": ModelFamily(
         per_expert_modules("ffn.experts", W132),
         _ROUTED_EXPERT_KEYS,
@@ -292,24 +292,24 @@ FAMILIES: dict[str, ModelFamily] = {
         privacy_filter, _LOCAL_EXPERT_KEYS, extra_config=_OAI, act="oai", bias=True
     ),
     "llama4_text": ModelFamily(
-        fused("feed_forward.experts", transposed=True),
+        name_fused("feed_forward.experts", transposed=True),
         _LOCAL_EXPERT_KEYS,
         layer_prefix="language_model.model.layers.",
         wrapper_type="llama4",
     ),
     "qwen3_vl_moe_text": ModelFamily(
-        fused(_MLP, transposed=True),
+        name_fused(_MLP, transposed=True),
         layer_prefix="model.language_model.layers.",
         wrapper_type="qwen3_vl_moe",
     ),
     "gemma4_text": ModelFamily(
-        fused("experts"),
+        name_fused("experts"),
         _GEMMA_KEYS,
         extra_config={"enable_moe_block": True, "hidden_activation": "gelu_pytorch_tanh"},
         act="gelu_tanh",
     ),
     "granitemoe": ModelFamily(granite, _LOCAL_EXPERT_KEYS),
-    "granitemoe_swa": ModelFamily(fused(_SPARSE), _LOCAL_EXPERT_KEYS),
+    "granitemoe_swa": ModelFamily(name_fused(_SPARSE), _LOCAL_EXPERT_KEYS),
     "jetmoe": ModelFamily(jetmoe, _LOCAL_EXPERT_KEYS, extra_config={"activation_function": "silu"}),
     "aria_text": ModelFamily(
         aria, ("moe_num_experts", "moe_topk", "intermediate_size", "hidden_size")

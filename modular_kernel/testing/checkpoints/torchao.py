@@ -108,7 +108,7 @@ def _fp8(*, whole: bool) -> Make:
     return make
 
 
-def tiled(scale: torch.Tensor) -> torch.Tensor:
+def tile_scales(scale: torch.Tensor) -> torch.Tensor:
     """Rearrange scales (N, G) into tiles of 128 rows and 4 columns, padded with zeros.
 
     The tiles follow one another in row-major order. Row r of a tile, of 32, contains the scales of
@@ -127,8 +127,8 @@ def tiled(scale: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts).view(scale.dtype).view(32 * rows, 16 * columns)
 
 
-def untiled(tiles: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Return the scales (rows, columns) from the tiles that `tiled` returned."""
+def untile_scales(tiles: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Return the scales (rows, columns) from the tiles that `tile_scales` returned."""
     width = -(-columns // 4)
     positions = torch.arange(tiles.numel()).view(-1, width, 32, 4, 4)
     scale = torch.empty(rows, columns, dtype=torch.uint8)
@@ -140,15 +140,15 @@ def untiled(tiles: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     return scale.view(tiles.dtype)
 
 
-def _blocked(make_plain: Make, *, has_matrix_scale: bool = False) -> Make:
-    """Make matrices like `make_plain`, but with scales in the tiles that `tiled` makes."""
+def _with_tiled_scales(make_plain: Make, *, has_matrix_scale: bool = False) -> Make:
+    """Make matrices like `make_plain`, but with scales in the tiles that `tile_scales` makes."""
 
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
         plain = make_plain(rows, depth, g, gain)
         scale, values = plain.tensors["weight_scale"], plain.values
         if scale.dtype is torch.uint8:
             scale = scale.view(torch.float8_e8m0fnu)
-        tensors = {"_weight_qdata": plain.tensors["weight"], "_weight_scale": tiled(scale)}
+        tensors = {"_weight_qdata": plain.tensors["weight"], "_weight_scale": tile_scales(scale)}
         if has_matrix_scale:
             tensors["_weight_per_tensor_scale"] = plain.tensors["weight_scale_2"].reshape(())
         elif "weight_scale_2" in plain.tensors:
@@ -229,7 +229,7 @@ TORCHAO_FORMATS: dict[str, CheckpointFormat] = {
     ),
     "torchao nvfp4": CheckpointFormat(
         config(_prototype("NVFP4WeightOnlyConfig", use_dynamic_per_tensor_scale=True)),
-        _blocked(_NVFP4_CODES, has_matrix_scale=True),
+        _with_tiled_scales(_NVFP4_CODES, has_matrix_scale=True),
         "nvfp4_w4a16",
     ),
     "torchao nvfp4, inputs": CheckpointFormat(
@@ -241,21 +241,21 @@ TORCHAO_FORMATS: dict[str, CheckpointFormat] = {
                 step=None,
             )
         ),
-        _blocked(_NVFP4_CODES, has_matrix_scale=True),
+        _with_tiled_scales(_NVFP4_CODES, has_matrix_scale=True),
         "nvfp4_w4a16",
     ),
     "torchao nvfp4, blocks": CheckpointFormat(
         config(_prototype("NVFP4WeightOnlyConfig", use_dynamic_per_tensor_scale=False)),
-        _blocked(_NVFP4_CODES),
+        _with_tiled_scales(_NVFP4_CODES),
         "nvfp4_w4a16",
     ),
     "torchao mxfp8": CheckpointFormat(
         config(_mx(_E4M3)),
-        _blocked(mxfp8("weight_scale", torch.float8_e8m0fnu)),
+        _with_tiled_scales(mxfp8("weight_scale", torch.float8_e8m0fnu)),
         "fp8_w8a16_block:block=1x32",
     ),
     "torchao mxfp4": CheckpointFormat(
-        config(_mx(_E2M1_DTYPE)), _blocked(mxfp4_quark), "mxfp4_w4a16"
+        config(_mx(_E2M1_DTYPE)), _with_tiled_scales(mxfp4_quark), "mxfp4_w4a16"
     ),
 }
 
@@ -334,7 +334,10 @@ def stack_experts(tensors: dict[str, torch.Tensor]) -> None:
                 sizes = qdata.shape[1], depth // (16 if tensor.dtype is FP8 else 32)
                 pairs = zip(tensor, up, strict=True)
                 tensor = torch.stack(
-                    [tiled(torch.cat([untiled(scale, *sizes) for scale in pair])) for pair in pairs]
+                    [
+                        tile_scales(torch.cat([untile_scales(scale, *sizes) for scale in pair]))
+                        for pair in pairs
+                    ]
                 )
             elif kind != "per_tensor_scale":  # gate and up have the same per-tensor scale
                 int4 = tensor.dtype in (torch.bfloat16, torch.float32) and _is_int4(experts_by_key)
