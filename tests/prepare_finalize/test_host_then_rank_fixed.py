@@ -2,6 +2,7 @@
 call of a layer. The ranks are on one host, or on several simulated hosts.
 """
 
+import random
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,6 +19,7 @@ from replayed_exchanges import (
 
 from modular_kernel.catalog import make_kernel
 from modular_kernel.errors import CommunicationError, ModularKernelError, UnsupportedError
+from modular_kernel.execution import Pending
 from modular_kernel.machine import prefer_torch_reference
 from modular_kernel.perf_model.memory import exchange_bytes
 from modular_kernel.spec.placement import Placement
@@ -456,6 +458,60 @@ def test_calls_are_not_replayed_if_their_buffers_are_in_use(two_hosts: RankPool)
     for outputs, replayed in two_hosts.run(replay_during_a_started_call, layer):
         assert all(torch.equal(out, outputs[0]) for out in outputs)
         assert replayed == 3 + 1
+
+
+def call_two_layers_at_random(
+    rank: int, world: int, group: object, layers: tuple[Layer, Layer], steps: int
+) -> tuple[list[str], int]:
+    """Call two layers of a manager at random, with up to two calls of each layer in flight.
+
+    Numbers of tokens differ between ranks and calls. Some ranks replay a call that others record.
+
+    Return the wrong outputs and the number of replayed calls.
+    """
+    random_numbers, wrong = random.Random(0), list[str]()
+    with interpreted_replays():
+        manager = HostThenRankGroup(group, timeout_s=30.0, checked=False)
+        plans = [layer.kernel(rank, manager).plan() for layer in layers]
+        given = [layer.inputs_of(rank) for layer in layers]
+        exact = [layer.exact()[layer.rows(rank)].float() for layer in layers]
+        in_flight: list[tuple[int, Pending, torch.Tensor]] = []
+
+        def check(step: int, out: torch.Tensor, expected: torch.Tensor) -> None:
+            if not torch.allclose(out, expected, rtol=1e-4, atol=1e-4):
+                wrong.append(f"step {step}: {(out - expected).abs().max()}")
+
+        for step in range(steps):
+            index = random_numbers.randrange(2)
+            counts = [random_numbers.choice((0, 1, 4)) for _ in range(world)]
+            rows, routing = slice(0, counts[rank]), given[index].routing
+            routing = Routing(routing.topk_weights_TK[rows], routing.topk_ids_TK[rows])
+            arguments = given[index].x_TH[rows], given[index].weights, routing
+            mode = random_numbers.choice(("plan", "plan", "plan", "start", "finish"))
+            if [i for i, *_ in in_flight].count(index) == 2 or (mode == "finish" and in_flight):
+                chosen = [i for i, *_ in in_flight].index(index) if mode != "finish" else 0
+                _, pending, expected = in_flight.pop(chosen)
+                check(step, pending.finish(), expected)
+            if mode == "start":
+                pending = plans[index].kernel.start(*arguments)
+                in_flight.append((index, pending, exact[index][rows]))
+            elif mode == "plan":
+                check(step, plans[index](*arguments), exact[index][rows])
+        for _, pending, expected in in_flight:
+            check(steps, pending.finish(), expected)
+        for plan in plans:
+            plan.kernel.prepare_finalize.check()
+        return wrong, sum(plan.kernel.counters()["replayed_calls"] for plan in plans)
+
+
+def test_random_calls_of_two_layers_match_the_reference(two_hosts: RankPool) -> None:
+    layers = (
+        replayed_layer(two_hosts, tokens=(4,) * 4),
+        replayed_layer(two_hosts, 1, tokens=(4,) * 4, max_received=4 * 4),
+    )
+    reports = two_hosts.run(call_two_layers_at_random, layers, 40)
+    assert all(wrong == [] for wrong, _ in reports), reports
+    assert sum(replayed for _, replayed in reports) > 4
 
 
 def measure_buffers(rank: int, world: int, group: object, problem: Problem) -> int:
