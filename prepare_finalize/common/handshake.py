@@ -82,6 +82,7 @@ def exchange_metadata(
     rows_W: Sequence[int],
     device: torch.device,
     amax: torch.Tensor | None = None,
+    buffer_index: int | None = None,
 ) -> CallMetadata:
     """Exchange T, row counts and amax with all ranks, and check that all ranks make the same call.
 
@@ -90,6 +91,8 @@ def exchange_metadata(
     device: device of the exchanged tensors.
     amax: (1,) float32, maximum absolute activation of this rank; None if ranks do not share a
         scale.
+    buffer_index: index of the receive buffers that the call uses; None if the part has no choice.
+        It differs between ranks that have not finished, or dropped, the same earlier calls.
 
     Raise CommunicationError on every rank, before any row is sent, if a rank refuses the call, if
     ranks disagree on the layer, pairing, step or earlier exchanges, or if a rank passes more tokens
@@ -99,6 +102,9 @@ def exchange_metadata(
     step = manager.next_step(layer.number, layer.calls + 1)
     call.peers_notified = True
     local_fields = _fields(layer, step, _hash_other_properties(layer, call))
+    if buffer_index is not None:
+        order = zlib.crc32(f"buffers {buffer_index}".encode(), manager.order)
+        local_fields[_FIELDS.index("order")] = order
     sent = _pack(manager, local_fields, tokens=tokens, rows_W=rows_W).to(device)
     if amax is not None:
         sent[-2:-1] = amax.view(torch.int32)

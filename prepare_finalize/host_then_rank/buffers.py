@@ -21,6 +21,7 @@ from prepare_finalize.symm_mem.launch import CallBuffers, buffer_sections
 from prepare_finalize.symm_mem.part import layer_signature
 
 _MAX_IN_FLIGHT = 2  # calls between prepare and finalize
+_FLAGS = ("arrived_W", "summed_W", "dispatches", "combines")
 _ROWS = ("x_RH", "scale_RG", "ids_RK", "weights_RK", "y_RH", "adapters_R")
 
 
@@ -59,15 +60,23 @@ class HostBufferPool:
     The constructor is collective: all ranks must call it with the same `problem`.
 
     All ranks of a host must use the same set of buffers in a call. They do so if they start and
-    finish the same calls in the same order. Each set has its own flags, so that the waits of ranks
-    that use different sets fail at their deadlines, instead of reading rows of an earlier call.
+    finish the same calls in the same order.
 
     host_problem: the problem restricted to the ranks of this host.
     rows: maximum number of rows of a call.
+    shares_flags: whether all sets have the same flags. If not, the waits of ranks that use
+        different sets fail at their deadlines, instead of reading rows of an earlier call. The
+        handshake on the host finds such ranks earlier.
     """
 
     def __init__(
-        self, host_problem: Problem, problem: Problem, manager: HostThenRankGroup, rows: int
+        self,
+        host_problem: Problem,
+        problem: Problem,
+        manager: HostThenRankGroup,
+        rows: int,
+        *,
+        shares_flags: bool,
     ) -> None:
         sections = buffer_sections(host_problem, rows)
         nbytes = sum(align_up(section.nbytes) for section in sections.values())
@@ -89,6 +98,9 @@ class HostBufferPool:
         self.heap = manager.allocate_heap(
             _MAX_IN_FLIGHT * nbytes, layer_signature(problem), initialize
         )
+        if shares_flags:
+            flags = {name: getattr(self._buffers[0], name) for name in _FLAGS}
+            self._buffers = [replace(buffers, **flags) for buffers in self._buffers]
         self._free_indices = list(range(_MAX_IN_FLIGHT))
 
     @property

@@ -166,7 +166,9 @@ class TwoLevelExchange(FixedCapacityExchange):
         self.received_rows = per_host * self.forwarded_rows
         self._host_problem = self._make_host_problem(layer.problem)
         self._agreement = HostAgreement.of(manager)
-        self.pool = HostBufferPool(self._host_problem, layer.problem, manager, self.received_rows)
+        self.pool = HostBufferPool(
+            self._host_problem, layer.problem, manager, self.received_rows, shares_flags=False
+        )
         self._tables = self._make_host_tables(self.pool.heap.deltas_W.device)
         self._started_s = 0.0
 

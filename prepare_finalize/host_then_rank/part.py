@@ -158,7 +158,9 @@ class HostThenRankPrepareAndFinalize(CollectivePart):
         self._host_problem = _make_host_problem(problem, geometry, tuple(map(len, host_slots)))
         self._first_slot_W = _first_slots(problem.placement, per_host)
         try:
-            self._buffer_pool = HostBufferPool(self._host_problem, problem, manager, self.max_rows)
+            self._buffer_pool = HostBufferPool(
+                self._host_problem, problem, manager, self.max_rows, shares_flags=True
+            )
         except CommunicationError:
             self.destroy()
             raise
@@ -238,6 +240,7 @@ class HostThenRankPrepareAndFinalize(CollectivePart):
             rows_W=torch.cat((to_hosts.sum(2).flatten(), to_ranks.sum(2).flatten())).tolist(),
             device=x_TH.device,
             amax=self.local_amax(x_TH, call),
+            buffer_index=self._buffer_pool.next_index,
         )
         counts = check_counts(manager, metadata, geometry)
         check_max_received(self.layer, metadata, counts.max_rows_W)
