@@ -3,16 +3,13 @@
 They run in processes of their own, as with `mk test --engine sglang`.
 """
 
-import json
-import os
-import pickle
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from engine_programs import check_faulty_classes, check_reproducers, make_program
 
 from modular_kernel.integrations.engine import EngineCase, Kind, Outcome, Promise
 from modular_kernel.integrations.sglang.classes import ACTIVATIONS, make_environment
@@ -21,7 +18,6 @@ from modular_kernel.testing.engines.processes import (
     EngineProcess,
     EngineProgram,
     TimeLimits,
-    run_cases,
     run_reproducer,
 )
 
@@ -30,7 +26,6 @@ WIDE = replace(BASE, hidden=256, intermediate=128)
 FUSED, CORE = "fused_experts_none_to_triton", "TritonRunnerCore"
 NATIVE, GATHERED = "moe_forward_native", "fused_moe_forward_native"
 SPLIT, LIMIT = "silu with alpha and limit, not interleaved", "silu with limit"
-MAX_STATEMENTS = 10  # of a reproducer, beside imports
 # Class, problem: one of each scheme.
 RIGHT = (
     (FUSED, BASE),
@@ -67,10 +62,8 @@ def make_case(experts: str, activation: str = "silu", problem: Problem = BASE) -
 
 @pytest.fixture(scope="module")
 def program() -> EngineProgram:
-    """Return the program of SGLang with faulty functions, which finds the helpers as pytest."""
-    path = os.pathsep.join(filter(None, sys.path))
-    environment = make_environment(has_gpu=False) | {"PYTHONPATH": path}
-    return EngineProgram("sglang_faulty_engine", environment)
+    """Return the program of SGLang with faulty functions."""
+    return make_program("sglang_faulty_engine", make_environment(has_gpu=False))
 
 
 @pytest.fixture(scope="module")
@@ -157,26 +150,8 @@ def test_int8_is_truncated_in_blocks(process: EngineProcess) -> None:
     assert outcome.error > 1.3 * outcome.bound
 
 
-RUN_ALL = """
-import json, pickle
-from engine_programs import count_statements
-from sglang_faulty_engine import load_engine
-engine, results = load_engine(), []
-for case, allowed in pickle.loads(bytes.fromhex({cases!r})):
-    text, message = engine.make_reproducer(case, allowed), ""
-    assert "modular_kernel" not in text
-    try:
-        exec(text, {{"__name__": "__main__"}})
-    except AssertionError as error:
-        message = str(error)
-    results.append([message, count_statements(text)])
-print(json.dumps(results))
-"""
-
-
 @pytest.mark.timeout(600)
 def test_reproducers(program: EngineProgram) -> None:
-    """Those of right classes find a small error, so their own references are right."""
     right = [EngineCase(experts, "silu", problem) for experts, problem in RIGHT]
     right.append(
         EngineCase(FUSED, "silu", replace(BASE, experts=16, local_experts=8, expert_map=True))
@@ -186,19 +161,7 @@ def test_reproducers(program: EngineProgram) -> None:
     )
     right += [make_case(FUSED, activation) for activation in ACTIVATIONS]
     wrong = [make_case(e, activation, replace(BASE, bias=b)) for e, activation, b in WRONG]
-    cases = [
-        (case, 0.2 if case.problem.scheme.quantizes_activations else 0.01)
-        for case in (*right, *wrong)
-    ]
-    text = RUN_ALL.format(cases=pickle.dumps(cases).hex())
-    status, line = run_reproducer(program, text, 580)
-    assert status == 0, line
-    results = json.loads(line)
-    expected = [False] * len(right) + [True] * len(wrong)
-    assert [bool(message) for message, _ in results] == expected, results
-    assert max(statements for _, statements in results) <= MAX_STATEMENTS
-    for message, _ in results[-len(wrong) :]:
-        assert message.startswith("relative RMS error ")
+    check_reproducers(program, right, wrong)
 
 
 def test_a_reproducer_as_users_run_it(process: EngineProcess) -> None:
@@ -249,18 +212,5 @@ def test_refusals_quote_sglang(process: EngineProcess) -> None:
 def test_faulty_classes(program: EngineProgram) -> None:
     names = "WrongActivation", "Raising", "Aborting", "Hanging", "MissingOperator", GATHERED
     cases = [EngineCase(name, "silu", replace(BASE, tokens=1)) for name in names]
-    limits = TimeLimits(first_call=10, call=10)
-    results = {case.experts: outcome for case, outcome in run_cases(cases, program, limits, 1)}
-    kinds = {name: outcome.kind for name, outcome in results.items()}
-    assert kinds == {
-        "WrongActivation": Kind.WRONG,
-        "Raising": Kind.CRASHED,
-        "Aborting": Kind.CRASHED,
-        "Hanging": Kind.TIMEOUT,
-        "MissingOperator": Kind.UNAVAILABLE,
-        GATHERED: Kind.RIGHT,
-    }
-    assert results["Raising"].detail.startswith("RuntimeError: invalid tile (sglang_faulty_engine")
-    assert results["Aborting"].detail.startswith("SIGABRT in its first call")
-    assert results["Hanging"].detail == "first call took more than 10 s"
-    assert results["MissingOperator"].detail == "no compiled operator 'no_such_operator'"
+    outcomes = check_faulty_classes(program, cases, {GATHERED: Kind.RIGHT})
+    assert outcomes["Raising"].detail.startswith("RuntimeError: invalid tile (sglang_faulty_engine")

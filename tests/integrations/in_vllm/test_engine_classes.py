@@ -4,10 +4,6 @@ The classes run in processes of their own, as with `mk test --engine vllm`.
 """
 
 import inspect
-import json
-import os
-import pickle
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,7 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from engine_programs import count_statements
+from engine_programs import (
+    MAX_STATEMENTS,
+    check_faulty_classes,
+    check_reproducers,
+    count_statements,
+    make_program,
+)
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
@@ -29,13 +31,7 @@ from modular_kernel.integrations.vllm.reproducer import Source, write_reproducer
 from modular_kernel.integrations.vllm.v0_33_classes import CheckpointLayer, make_module
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.testing.engines.processes import (
-    EngineProcess,
-    EngineProgram,
-    TimeLimits,
-    run_cases,
-    run_reproducer,
-)
+from modular_kernel.testing.engines.processes import EngineProcess, EngineProgram, TimeLimits
 
 BASE = Problem(tokens=17, hidden=64, intermediate=32, experts=8, top_k=2)
 WIDE = replace(BASE, hidden=256, intermediate=128)
@@ -46,7 +42,6 @@ NAMES = {
     "NaiveBatchedExperts",
     "Nvfp4QuantizationEmulationTritonExperts",
 }
-MAX_STATEMENTS = 10  # of a reproducer, beside imports
 # Class, problem: one of each scheme that runs on a CPU.
 RIGHT = (
     ("TritonExperts", BASE),
@@ -68,10 +63,8 @@ RIGHT = (
 
 @pytest.fixture(scope="module")
 def program() -> EngineProgram:
-    """Return the program of vLLM with faulty classes, which finds the helpers as pytest does."""
-    path = os.pathsep.join(filter(None, sys.path))
-    environment = make_environment(has_gpu=False) | {"PYTHONPATH": path}
-    return EngineProgram("vllm_faulty_engine", environment)
+    """Return the program of vLLM with faulty classes."""
+    return make_program("vllm_faulty_engine", make_environment(has_gpu=False))
 
 
 @pytest.fixture(scope="module")
@@ -160,39 +153,12 @@ def test_classes_that_ignore_biases_are_wrong(
     assert outcome.reproducer.startswith(f"# {experts}, ")
 
 
-RUN_ALL = """
-import json, pickle
-from engine_programs import count_statements
-from vllm_faulty_engine import load_engine
-engine, results = load_engine(), []
-for case, allowed in pickle.loads(bytes.fromhex({cases!r})):
-    text, message = engine.make_reproducer(case, allowed), ""
-    assert "modular_kernel" not in text.replace("config as c, modular_kernel as mk", "")
-    try:
-        exec(text, {{"__name__": "__main__"}})
-    except AssertionError as error:
-        message = str(error)
-    results.append([message, count_statements(text)])
-print(json.dumps(results))
-"""
-
-
 @pytest.mark.timeout(600)
 def test_reproducers(program: EngineProgram) -> None:
-    """Those of right classes find a small error, so their own references are right."""
-    cases, wrong = [], (*WITH_BIASES, ("WrongActivation", BASE))
-    for experts, problem in (*RIGHT, *wrong):
-        allowed = 0.2 if problem.scheme.quantizes_activations else 0.01
-        cases.append((EngineCase(experts, "silu", problem), allowed))
-    text = RUN_ALL.format(cases=pickle.dumps(cases).hex())
-    status, line = run_reproducer(program, text, 580)
-    assert status == 0, line
-    results = json.loads(line)
-    expected = [False] * len(RIGHT) + [True] * len(wrong)
-    assert [bool(message) for message, _ in results] == expected, results
-    assert max(statements for _, statements in results) <= MAX_STATEMENTS
-    for message, _ in results[-len(wrong) :]:
-        assert message.startswith("relative RMS error ")
+    right = [EngineCase(experts, "silu", problem) for experts, problem in RIGHT]
+    wrong = [EngineCase(experts, "silu", problem) for experts, problem in WITH_BIASES]
+    wrong.append(EngineCase("WrongActivation", "silu", BASE))
+    check_reproducers(program, right, wrong)
 
 
 @pytest.mark.parametrize(
@@ -240,24 +206,11 @@ def test_faulty_classes(program: EngineProgram) -> None:
     names = "WrongActivation", "Raising", "Aborting", "Hanging", "Refusing", "MissingOperator"
     cases = [EngineCase(name, "silu", BASE) for name in names]
     cases.append(EngineCase("NaiveBatchedExperts", "silu", BASE))
-    limits = TimeLimits(first_call=10, call=10)
-    results = {case.experts: outcome for case, outcome in run_cases(cases, program, limits, 1)}
-    kinds = {name: outcome.kind for name, outcome in results.items()}
-    assert kinds == {
-        "WrongActivation": Kind.WRONG,
-        "Raising": Kind.CRASHED,
-        "Aborting": Kind.CRASHED,
-        "Hanging": Kind.TIMEOUT,
-        "Refusing": Kind.REFUSED,
-        "MissingOperator": Kind.UNAVAILABLE,
-        "NaiveBatchedExperts": Kind.RIGHT,
-    }
-    assert results["Raising"].detail.startswith("RuntimeError: invalid tile (vllm_faulty_classes")
-    assert results["Aborting"].detail.startswith("SIGABRT in its first call")
-    assert results["Hanging"].detail == "first call took more than 10 s"
-    assert results["Refusing"].detail.endswith("64 hidden dim is not supported")
-    assert results["MissingOperator"].detail == "no compiled operator 'no_such_operator'"
-    assert results["WrongActivation"].reproducer.startswith("# WrongActivation, none, silu, T17")
+    kinds = {"Refusing": Kind.REFUSED, "NaiveBatchedExperts": Kind.RIGHT}
+    outcomes = check_faulty_classes(program, cases, kinds)
+    assert outcomes["Raising"].detail.startswith("RuntimeError: invalid tile (vllm_faulty_classes")
+    assert outcomes["Refusing"].detail.endswith("64 hidden dim is not supported")
+    assert outcomes["WrongActivation"].reproducer.startswith("# WrongActivation, none, silu, T17")
 
 
 def test_a_class_with_another_layout_is_not_judged(process: EngineProcess) -> None:
