@@ -180,7 +180,7 @@ def test_packaged_files_of_another_top_k_give_launches_that_fit(quant: str, top_
 # num_warps, num_stages) of GEMM 1 and of GEMM 2, and group_m.
 HEURISTICS: dict[str, list[tuple[int | None, int, tuple[int, ...], tuple[int, ...], int]]] = {
     "half": [
-        (10, 16, (64, 128, 4, 3), (64, 128, 4, 4), 1),
+        (10, 16, (64, 128, 4, 3), (64, 128, 4, 4), 8),
         (24, 32, (64, 64, 4, 6), (64, 128, 4, 4), 8),
         (48, 64, (64, 64, 4, 4), (128, 128, 8, 4), 16),
         (None, 128, (128, 64, 8, 3), (256, 64, 8, 4), 16),

@@ -126,6 +126,31 @@ def test_few_tokens_use_the_gemv_path() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("sizes", "top_k", "max_tokens"),
+    [
+        ((1792, 5120, 96), 8, 3),  # all steps of GEMM 2 are full
+        ((1792, 5120, 96), 10, 0),
+        ((4096, 2688, 128), 16, 0),
+        ((2048, 512, 256), 10, 4),
+        ((2048, 512, 256), 22, 2),
+    ],
+)
+def test_partial_steps_of_large_fp8_layers_use_the_aligned_path(
+    sizes: tuple[int, int, int], top_k: int, max_tokens: int
+) -> None:
+    hidden, intermediate, experts = sizes
+    problem = Problem(
+        tokens=64, hidden=hidden, intermediate=intermediate, experts=experts, top_k=top_k,
+        quant="fp8_w8a8_block",
+    )  # fmt: skip
+    steps = make_heuristic_steps(problem, Device(), _PATHS)
+    paths = [steps.choose(tokens).path for tokens in range(1, 6)]
+    assert paths == ["gemv"] * max_tokens + ["aligned"] * (5 - max_tokens)
+    # One row of output per pair has no partial steps.
+    assert gemv_config.max_tokens(replace(problem, combine=Combine.TOPK_WEIGHTED)) > 0
+
+
 def test_packed_weights_and_odd_groups_are_not_supported() -> None:
     assert gemv_config.supports(replace(BASE, quant="fp8_w8a8_block"))
     assert gemv_config.supports(replace(BASE, quant="int8_w8a16_group:group=96"))

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from experts.triton import adapters, operands
+from experts.triton.configs.select import override_config
 from experts.triton.gemv import gemv_path
+from experts.triton.launch_config import LaunchConfig, MoEConfig
 from modular_kernel.catalog import load_catalog
 from modular_kernel.ops import permute, quantize_tiles
 from modular_kernel.replay import stages
@@ -98,6 +100,12 @@ def test_a_wrong_shared_operation_is_reported(monkeypatch: pytest.MonkeyPatch) -
 
 def test_recorded_plans_are_current() -> None:
     assert find_changed_plans.__wrapped__() == ()
+
+
+def test_an_override_of_configurations_changes_no_plan() -> None:
+    launch = LaunchConfig(16, 16, 32, 1, 4, 1)
+    with override_config(MoEConfig(launch, launch, "gemv")):
+        assert find_changed_plans.__wrapped__() == ()
 
 
 def test_a_changed_tile_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ number of SMs is unknown.
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import Context
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,8 @@ def find_changed_plans() -> tuple[str, ...]:
     if not patch_interpreter():
         return ()
     recorded, changed = json.loads(_PATH.read_text(encoding="utf-8")), list[str]()
-    plans = {name: make() for name, make in list_plans()}
+    # In an empty context, an override of configurations around the case does not apply.
+    plans = Context().run(lambda: {name: make() for name, make in list_plans()})
     for name in dict.fromkeys((*plans, *recorded)):
         plan, need = plans.get(name, []), recorded.get(name, [])
         pairs = zip([*plan, *[""] * len(need)], [*need, *[""] * len(plan)], strict=False)
