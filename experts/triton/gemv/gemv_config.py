@@ -41,10 +41,11 @@ _BYTES: tuple[_Row, ...] = (
     (4096, (32, 512, 8, 8)),
     (_DEEP, (32, 1024, 8, 8)),
 )
-# 8-bit weights with one activation scale per group: pairs that GEMM 2 processes at once, and maximum
-# bytes of the weights of all pairs if the last step of a token has fewer pairs. With more bytes, the
-# aligned path is faster: with 10 experts per token, H 1792 and I 5120, 85 us instead of 146 us for
-# one token. (H200, 2026-12-01, triton 3.6.0, top-k 10, 16 and 22, three layers, 1 to 4 tokens)
+# For 8-bit weights with one activation scale per group: pairs that GEMM 2 processes at once, and
+# the maximum bytes of the weights of all pairs if the last step of a token has fewer pairs. With
+# more bytes, the aligned path is faster: with 10 experts per token, H 1792 and I 5120, it takes
+# 85 us instead of 146 us for one token. (H200, 2026-12-01, triton 3.6.0; top-k 10, 16 and 22, three
+# layers, 1 to 4 tokens)
 _PAIRS_PER_STEP_8BIT = 8
 _MAX_BYTES_PARTIAL_STEP = 150_000_000
 # Hidden size above which GEMM 1 uses larger blocks. Every program computes the amax of its token,
