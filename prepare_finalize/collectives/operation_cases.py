@@ -295,7 +295,7 @@ def _verify_limits() -> Tensors:
             header = [0, 0, 0, *local, NOT_REFUSED, 0]  # the words of the host are 0 as well
             headers_WF = torch.tensor([header] * world, dtype=torch.int64, device=_CPU)
             local_header_F = headers_WF[local_rank].clone()
-            headers_WF[-1, TOKENS : ROWS + 1] = torch.tensor(other)
+            headers_WF[-1, TOKENS : ROWS + 1] = torch.tensor(other, dtype=torch.int64, device=_CPU)
             limits = status.limits(Capacity(max_tokens, max_rows, equal_tokens=equal_tokens))
             status.verify(headers_WF, local_header_F, limits)
             states = status.failed.tolist(), status.failure() is not None

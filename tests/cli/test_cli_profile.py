@@ -60,7 +60,9 @@ def test_traces_have_the_stages_and_reports_have_their_times(
         assert outer["ts"] <= events[name]["ts"]
         assert _get_end(events[name]) <= _get_end(outer)
     rows = {row["stage"]: row for row in record["stages"]}
-    assert set(rows) == set(events) - {"mk::barrier"}
+    # On a CPU, a scope without stages is renamed if it takes a large part of the call.
+    scopes = {default: scope for scope, default in stages.DEFAULT_STAGES.items()}
+    assert {scopes.get(name, name) for name in rows} == set(events) - {"mk::barrier"}
     assert all(row["host_us"] > 0 for row in rows.values())
     on_gpu = record["machine"]["device"] == "cuda"
     assert all((row["device_us"] is not None) is on_gpu for row in rows.values())

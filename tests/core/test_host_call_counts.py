@@ -187,7 +187,7 @@ CALLS_OVER_RANKS = {
     (ALL2ALL, "TorchExperts"): 319,
     (ALL2ALL, "TritonExperts"): 301,
     (GATHERED, "TritonExperts"): 314,
-    (REPLICATED, "TritonExperts"): 234,
+    (REPLICATED, "TritonExperts"): 245,
     (BATCHED_RANKS, "NaiveBatchedExperts"): 362,
     (BATCHED_RANKS, "BatchedTritonExperts"): 296,
 }
