@@ -25,7 +25,12 @@ PARTS = {part.name for part in load_catalog().parts if part.origin.startswith("m
 ABSTRACT = {"PrepareAndFinalize", "TopKWeightAndReduce"}
 # Parts that the documentation names but that are not in the catalog: classes of the tutorial and of
 # other projects.
-VLLM_CLASSES = {"Int4EmulationTritonExperts", "MarlinExperts", "TritonWNA16Experts"}
+VLLM_CLASSES = {
+    "Int4EmulationTritonExperts",
+    "MarlinExperts",
+    "TritonOrCutlassExperts",
+    "TritonWNA16Experts",
+}
 FOREIGN_PARTS = {"MyExperts", "MyPrepare", "FP8Experts", "LoadedExperts"} | VLLM_CLASSES
 PART_NAME = re.compile(
     r"`((?:[A-Z]\w*(?:\{[\w,]+\}\w*)?)(?:PrepareAndFinalize\w*|Experts)|TopKWeightAndReduce[\w{},]*)`"
