@@ -28,6 +28,7 @@ ABSTRACT = {"PrepareAndFinalize", "TopKWeightAndReduce"}
 VLLM_CLASSES = {
     "Int4EmulationTritonExperts",
     "MarlinExperts",
+    "Nvfp4QuantizationEmulationTritonExperts",
     "TritonOrCutlassExperts",
     "TritonWNA16Experts",
 }
