@@ -22,7 +22,7 @@ from experts.naive_batched import NaiveBatchedExperts
 from experts.torch_experts import TorchExperts
 from experts.triton.aligned.staged import StagedTritonExperts
 from experts.triton.batched import BatchedTritonExperts
-from experts.triton.contiguous import TritonExperts
+from experts.triton.standard import TritonExperts
 from experts.triton_kernels import TritonKernelsExperts
 from modular_kernel.compatibility.support import PlannedPart
 

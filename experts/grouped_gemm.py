@@ -18,11 +18,11 @@ from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import (
-    ContiguousShape,
-    ContiguousTokens,
     Dispatched,
     DispatchShape,
     ExpertWeights,
+    StandardShape,
+    StandardTokens,
 )
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceNoOp, reducer_for
@@ -64,7 +64,7 @@ class GroupedGemmExperts(TritonExpertsBase):
 
         A smaller call can need more tiles than the largest call, because its tiles have fewer rows.
         """
-        assert isinstance(shape, ContiguousShape)
+        assert isinstance(shape, StandardShape)
         kinds = tuple(buffer_kinds_up_to(self.problem, shape.tokens))
         return self._workspace_cache.get_or_merge(self.problem, shape, kinds, self._specs)
 
@@ -86,6 +86,6 @@ class GroupedGemmExperts(TritonExpertsBase):
         workspace: Workspace,
         output: torch.Tensor,
     ) -> None:
-        assert isinstance(tokens, ContiguousTokens)
+        assert isinstance(tokens, StandardTokens)
         config = choose_config(self.problem, tokens.x_TH.shape[0])
         self._gemms.run(PathCall(tokens, weights, workspace, output, config))

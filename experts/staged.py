@@ -34,10 +34,10 @@ from modular_kernel.runner import (
 from modular_kernel.spec.problem import ActivationFormat, Combine, Machine, Problem, Reduce
 from modular_kernel.tensors import (
     BatchedShape,
-    ContiguousShape,
     Dispatched,
     DispatchShape,
     ExpertWeights,
+    StandardShape,
 )
 from modular_kernel.utils.argument_checks import check_fields, expect
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
@@ -139,7 +139,7 @@ def make_experts(
     backend: the name under which the stages are registered.
     format: the format of the dispatched tokens, a key of `runner.FORMATS`.
     requires: fields of ExpertsRequirements, except the activation format. `reduce` is the reduction
-        that post-permute leaves to finalize. It defaults to NOOP for contiguous tokens, where
+        that post-permute leaves to finalize. It defaults to NOOP for standard tokens, where
         post-permute writes weighted sums, and to DELEGATE for batched tokens, where it writes
         unweighted rows.
 
@@ -223,7 +223,7 @@ def _make_requirements(
 def _output_shape(shape: DispatchShape, reduce: Reduce, problem: Problem) -> tuple[int, ...]:
     if isinstance(shape, BatchedShape):
         return (shape.experts, shape.capacity, problem.hidden)
-    assert isinstance(shape, ContiguousShape)
+    assert isinstance(shape, StandardShape)
     if reduce is Reduce.NOOP and problem.combine is Combine.SUM:
         return (shape.tokens, problem.hidden)
     return (shape.tokens, shape.top_k, problem.hidden)

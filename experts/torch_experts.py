@@ -11,11 +11,11 @@ from modular_kernel.replay import stages
 from modular_kernel.spec.problem import ActivationFormat, Reduce, RowContents
 from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import (
-    ContiguousShape,
-    ContiguousTokens,
     Dispatched,
     DispatchShape,
     ExpertWeights,
+    StandardShape,
+    StandardTokens,
 )
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceContiguous, reducer_for
@@ -40,7 +40,7 @@ class TorchExperts(PermuteExpertsUnpermute):
     )
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
-        assert isinstance(shape, ContiguousShape)
+        assert isinstance(shape, StandardShape)
         empty = BufferSpec((0,), self.problem.dtype)
         output = (shape.tokens, shape.top_k, self.problem.hidden)
         return WorkspaceShapes(empty, empty, BufferSpec(output, self.problem.dtype))
@@ -61,7 +61,7 @@ class TorchExperts(PermuteExpertsUnpermute):
         workspace: Workspace,
         output: torch.Tensor,
     ) -> None:
-        assert isinstance(tokens, ContiguousTokens)
+        assert isinstance(tokens, StandardTokens)
         with stages.stage(stages.SORT):
             ids_TK = local_ids(tokens.routing, weights.w1.shape[0])
         on_input = self.problem.apply_router_weight_on_input

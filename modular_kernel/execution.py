@@ -28,13 +28,13 @@ from modular_kernel.replay import modes, recording, stages
 from modular_kernel.spec.problem import ActivationFormat, Combine, Machine, Problem, Reduce
 from modular_kernel.tensors import (
     BatchedShape,
-    ContiguousShape,
-    ContiguousTokens,
     Dispatched,
     DispatchShape,
     ExpertWeights,
     Handle,
     Routing,
+    StandardShape,
+    StandardTokens,
 )
 from modular_kernel.utils import forks
 from modular_kernel.utils.argument_checks import format_value, resolve_device
@@ -216,7 +216,7 @@ class Execution:
         shape = self.prepare_finalize.dispatch_shape(tokens)
         chunk = self.problem.chunk_tokens
         chunk_shape = shape
-        if chunk is not None and isinstance(shape, ContiguousShape) and shape.tokens > chunk:
+        if chunk is not None and isinstance(shape, StandardShape) and shape.tokens > chunk:
             chunk_shape = replace(shape, tokens=chunk)
         chunk_shapes = self.experts.workspace_shapes(chunk_shape)
         specs = {**pf_specs, **chunk_shapes.buffers()}
@@ -354,7 +354,7 @@ class Execution:
         """Run the experts, in chunks of problem.chunk_tokens if it is set."""
         apply = partial(self.experts.apply, weights=pending.weights, workspace=pending.workspace)
         chunk = self.problem.chunk_tokens
-        if isinstance(tokens, ContiguousTokens) and chunk and len(tokens.x_TH) > chunk:
+        if isinstance(tokens, StandardTokens) and chunk and len(tokens.x_TH) > chunk:
             for start in range(0, len(tokens.x_TH), chunk):
                 stop = start + chunk
                 apply(tokens.rows(start, stop), output=output[start:stop])
@@ -424,8 +424,8 @@ def _make_reducer(experts: PermuteExpertsUnpermute) -> TopKWeightAndReduce:
 
 def _dispatch_shape(tokens: Dispatched) -> DispatchShape:
     """Return the shape of a received dispatch, which may be smaller than the worst case."""
-    if isinstance(tokens, ContiguousTokens):
-        return ContiguousShape(*tokens.routing.topk_ids_TK.shape)
+    if isinstance(tokens, StandardTokens):
+        return StandardShape(*tokens.routing.topk_ids_TK.shape)
     return BatchedShape(*tokens.x_eCH.shape[:2])
 
 

@@ -171,7 +171,7 @@ class DispatchedRouting:
 
 
 @dataclass(frozen=True)
-class ContiguousTokens:
+class StandardTokens:
     """Tokens in STANDARD format.
 
     x_TH: (T, H). Every row is a token. Contiguous if quantized.
@@ -187,7 +187,7 @@ class ContiguousTokens:
     scale: torch.Tensor | None = None
     unquantized_TH: torch.Tensor | None = None
 
-    def rows(self, start: int, stop: int) -> "ContiguousTokens":
+    def rows(self, start: int, stop: int) -> "StandardTokens":
         """Return tokens [start, stop)."""
         weights_TK = self.routing.topk_weights_TK
         routing = replace(
@@ -200,7 +200,7 @@ class ContiguousTokens:
         if scale is not None and scale.dim() == 2:  # else one scale per tensor
             scale = scale[start:stop]
         rows_TH = _slice_rows(self.unquantized_TH, start, stop)
-        return ContiguousTokens(self.x_TH[start:stop], routing, scale, rows_TH)
+        return StandardTokens(self.x_TH[start:stop], routing, scale, rows_TH)
 
     @property
     def plain_TH(self) -> torch.Tensor:
@@ -240,11 +240,11 @@ class BatchedTokens:
         return self.x_eCH if self.unquantized_eCH is None else self.unquantized_eCH
 
 
-Dispatched = ContiguousTokens | BatchedTokens
+Dispatched = StandardTokens | BatchedTokens
 
 
 @dataclass(frozen=True)
-class ContiguousShape:
+class StandardShape:
     """Largest dispatch in STANDARD format: T rows with K ids each."""
 
     tokens: int
@@ -259,7 +259,7 @@ class BatchedShape:
     capacity: int
 
 
-DispatchShape = ContiguousShape | BatchedShape
+DispatchShape = StandardShape | BatchedShape
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,12 @@ from modular_kernel.replay import stages
 from modular_kernel.spec.problem import ActivationFormat, Combine, Reduce
 from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import (
-    ContiguousShape,
-    ContiguousTokens,
     Dispatched,
     DispatchedRouting,
     DispatchShape,
     ExpertWeights,
+    StandardShape,
+    StandardTokens,
 )
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceNoOp, reducer_for
@@ -168,10 +168,10 @@ class SortedRowsExperts(SummedRowsExperts):
         return scheme.quantizes_activations and is_row_local
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
-        assert isinstance(shape, ContiguousShape)
+        assert isinstance(shape, StandardShape)
         return merge_workspaces(self.problem, shape, [self._buffer_specs(shape)])
 
-    def _buffer_specs(self, shape: ContiguousShape) -> dict[str, BufferSpec]:
+    def _buffer_specs(self, shape: StandardShape) -> dict[str, BufferSpec]:
         problem, scheme = self.problem, self.problem.scheme
         num_rows = self.max_rows(shape.tokens * shape.top_k)
         x_dtype = STORAGE[scheme.activation] if scheme.quantizes_activations else problem.dtype
@@ -199,7 +199,7 @@ class SortedRowsExperts(SummedRowsExperts):
         workspace: Workspace,
         output: torch.Tensor,
     ) -> None:
-        assert isinstance(tokens, ContiguousTokens)
+        assert isinstance(tokens, StandardTokens)
         problem, routing = self.problem, tokens.routing
         with stages.stage(stages.SORT):
             order = self.sort_rows(routing, workspace)
@@ -232,7 +232,7 @@ class SortedRowsExperts(SummedRowsExperts):
 
     def _permute(
         self,
-        tokens: ContiguousTokens,
+        tokens: StandardTokens,
         order: RowOrder,
         max_rows: int,
         weights: ExpertWeights,

@@ -31,11 +31,11 @@ from modular_kernel.replay import stages
 from modular_kernel.tensors import (
     BatchedShape,
     BatchedTokens,
-    ContiguousShape,
-    ContiguousTokens,
     Dispatched,
     DispatchShape,
     ExpertWeights,
+    StandardShape,
+    StandardTokens,
 )
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 
@@ -71,7 +71,7 @@ class CutlassExpertsFP4(SummedRowsExperts):
         return {"nvfp4 rows": compile_on_meta}
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
-        assert isinstance(shape, ContiguousShape)
+        assert isinstance(shape, StandardShape)
         problem, num_rows = self.problem, shape.tokens * shape.top_k
         max_tiles = max_tile_count(num_rows, TILE_M, problem.e)
         # The output of GEMM 2 may overwrite x and the output of GEMM 1, which were read before.
@@ -92,7 +92,7 @@ class CutlassExpertsFP4(SummedRowsExperts):
         workspace: Workspace,
         output: torch.Tensor,
     ) -> None:
-        assert isinstance(tokens, ContiguousTokens)
+        assert isinstance(tokens, StandardTokens)
         problem, routing = self.problem, tokens.routing
         num_rows = routing.topk_ids_TK.numel()
         with stages.stage(stages.SORT):

@@ -3,8 +3,8 @@
 import torch
 
 from experts.cutlass.path import CutlassPath
-from experts.triton.contiguous import TritonExperts
 from experts.triton.grouped_tma.grouped_tma_config import NAME
+from experts.triton.standard import TritonExperts
 from modular_kernel.compatibility.support import ExpertsRequirements
 from modular_kernel.spec.problem import ActivationFormat, Problem, Reduce
 

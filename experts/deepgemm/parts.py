@@ -27,7 +27,7 @@ _COLUMN_MAJOR_SCALES = "column_major_scales"  # name of a workspace buffer
 
 
 class DeepGemmExperts(SortedRowsExperts):
-    """Experts over contiguous tokens, in bf16 or in fp8 with scales per 128 x 128 block.
+    """Experts over tokens in the standard format, in bf16 or fp8 (scales per 128 x 128 block).
 
     The part applies the router weights and sums over top-k. The rows of each expert start at a
     multiple of 128, the tile size. Every call copies weights that are not row-major and 16-byte

@@ -14,7 +14,7 @@ from experts.common.row_major import is_row_major
 from experts.deepgemm.library import BLOCK, TILE_M
 from experts.deepgemm.parts import BatchedDeepGemmExperts, DeepGemmExperts
 from experts.triton.batched import BatchedTritonExperts
-from experts.triton.contiguous import TritonExperts
+from experts.triton.standard import TritonExperts
 from modular_kernel.compatibility.support import Rejection
 from modular_kernel.contracts import PermuteExpertsUnpermute, PickledByProblem, TopKWeightAndReduce
 from modular_kernel.ops.quantize import quantize_rows, quantize_specs, take_quantized
@@ -24,11 +24,11 @@ from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import (
     BatchedShape,
     BatchedTokens,
-    ContiguousShape,
-    ContiguousTokens,
     Dispatched,
     DispatchShape,
     ExpertWeights,
+    StandardShape,
+    StandardTokens,
 )
 from modular_kernel.workspace import Workspace, WorkspaceShapes
 
@@ -153,11 +153,11 @@ class TritonOrDeepGemmExperts(_TritonOrDeepGemm):
         return self._select_part(num_tokens) if deepgemm_can_read else self._triton
 
     def takes_unquantized(self, shape: DispatchShape) -> bool:
-        assert isinstance(shape, ContiguousShape)
+        assert isinstance(shape, StandardShape)
         return self._select_part(shape.tokens).takes_unquantized(shape)
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
-        assert isinstance(shape, ContiguousShape)
+        assert isinstance(shape, StandardShape)
         shapes, scheme = self._merged_shapes(shape.tokens, shape), self.problem.scheme
         part = self._select_part(shape.tokens)
         if part is self._triton or not scheme.quantizes_activations:
@@ -176,16 +176,16 @@ class TritonOrDeepGemmExperts(_TritonOrDeepGemm):
         workspace: Workspace,
         output: torch.Tensor,
     ) -> None:
-        assert isinstance(tokens, ContiguousTokens)
+        assert isinstance(tokens, StandardTokens)
         num_tokens, scheme = len(tokens.x_TH), self.problem.scheme
         part = self._select_part_for_call(num_tokens, weights)
         if part is self._triton and tokens.scale is None and scheme.quantizes_activations:
-            shape = ContiguousShape(num_tokens, tokens.routing.topk_ids_TK.shape[1])
+            shape = StandardShape(num_tokens, tokens.routing.topk_ids_TK.shape[1])
             if not part.takes_unquantized(shape):
                 tokens = self._quantize(tokens, workspace)
         part.apply(tokens, weights=weights, workspace=workspace, output=output)
 
-    def _quantize(self, tokens: ContiguousTokens, workspace: Workspace) -> ContiguousTokens:
+    def _quantize(self, tokens: StandardTokens, workspace: Workspace) -> StandardTokens:
         """Quantize the tokens in the same way as `PrepareAndFinalize.prepare`."""
         scheme, x_TH = self.problem.scheme, tokens.x_TH
         out = take_quantized(workspace, _QUANTIZED_X, scheme, (len(x_TH), self.problem.hidden))

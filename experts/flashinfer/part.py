@@ -37,12 +37,12 @@ from modular_kernel.spec.problem import (
 )
 from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import (
-    ContiguousShape,
-    ContiguousTokens,
     Dispatched,
     DispatchedRouting,
     DispatchShape,
     ExpertWeights,
+    StandardShape,
+    StandardTokens,
 )
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceNoOp
@@ -113,7 +113,7 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
         return {"merged pairs": _merge_on_meta, "NaN rows": _mark_nan_rows_on_meta}
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
-        assert isinstance(shape, ContiguousShape)
+        assert isinstance(shape, StandardShape)
         problem, pair_shape = self.problem, (shape.tokens, shape.top_k)
         library_bytes = self._library_bytes(shape.tokens) + _WORKSPACE_ALIGNMENT_BYTES
         empty = BufferSpec((0,), problem.dtype)
@@ -148,7 +148,7 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
         workspace: Workspace,
         output: torch.Tensor,
     ) -> None:
-        assert isinstance(tokens, ContiguousTokens)
+        assert isinstance(tokens, StandardTokens)
         problem, routing = self.problem, tokens.routing
         pair_shape = tuple(routing.topk_ids_TK.shape)
         ids_TK = workspace.take("merged_ids", pair_shape)

@@ -17,7 +17,7 @@ from modular_kernel.compatibility.support import Rejection
 from modular_kernel.ops.activation import activation_constants, get_gate_up_layout
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.spec.quantization import QuantScheme
-from modular_kernel.tensors import ContiguousTokens, ExpertWeights
+from modular_kernel.tensors import ExpertWeights, StandardTokens
 
 SCHEMES = frozenset(
     {
@@ -321,7 +321,7 @@ def activation_scale_kind(scheme: QuantScheme, size_k: int) -> str:
 
 
 def input_scales(
-    tokens: ContiguousTokens, static: torch.Tensor | None, problem: Problem
+    tokens: StandardTokens, static: torch.Tensor | None, problem: Problem
 ) -> tuple[str, dict[str, object]]:
     """Return the constexpr INPUT_QUANT of GEMM 1, and the kernel arguments for the scales of x.
 

@@ -24,7 +24,7 @@ from experts.triton.candidates import CandidateGroups
 from experts.triton.launch_config import Device, Gemm, Launch, LaunchConfig, MoEConfig, Violation
 from modular_kernel.spec.problem import Combine, Problem
 from modular_kernel.spec.rounding import Roundings
-from modular_kernel.tensors import ContiguousShape, ContiguousTokens, ExpertWeights
+from modular_kernel.tensors import ExpertWeights, StandardShape, StandardTokens
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 
 UNBOUNDED_TOKENS = 1 << 62  # larger than the token count of any call
@@ -36,7 +36,7 @@ K = TypeVar("K", bound=Hashable)
 class PathCall:
     """The arguments of one `PermuteExpertsUnpermute.apply` call, and its launch configuration."""
 
-    tokens: ContiguousTokens
+    tokens: StandardTokens
     weights: ExpertWeights
     workspace: Workspace
     output: torch.Tensor
@@ -211,7 +211,7 @@ class WorkspaceCache:
     def get_or_merge(
         self,
         problem: Problem,
-        shape: ContiguousShape,
+        shape: StandardShape,
         kinds: tuple[K, ...],
         specs: Callable[[K], Mapping[str, BufferSpec]],
     ) -> WorkspaceShapes:
@@ -228,7 +228,7 @@ class WorkspaceCache:
 
 
 def merge_workspaces(
-    problem: Problem, shape: ContiguousShape, kinds: Iterable[Mapping[str, BufferSpec]]
+    problem: Problem, shape: StandardShape, kinds: Iterable[Mapping[str, BufferSpec]]
 ) -> WorkspaceShapes:
     """Return a workspace that fits all kinds of calls: for each name, the largest buffer.
 

@@ -77,10 +77,10 @@ from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.spec.router import TritonKernelTopKOutput
 from modular_kernel.tensors import (
     BatchedTokens,
-    ContiguousTokens,
     DispatchedRouting,
     ExpertWeights,
     Routing,
+    StandardTokens,
 )
 from modular_kernel.utils.argument_checks import check_fields, expect
 from modular_kernel.utils.tensor_checks import check_no_gradients, check_tensors
@@ -494,4 +494,4 @@ class MoeRunner:
         routing = DispatchedRouting(
             received.topk_weights, ids, IdSpace.LOCAL, problem.experts, None, invalid_count
         )
-        return run_received(part, problem, ContiguousTokens(x, routing, scale), weights)
+        return run_received(part, problem, StandardTokens(x, routing, scale), weights)

@@ -22,11 +22,11 @@ from modular_kernel.spec.problem import ActivationFormat, Problem, Reduce, RowCo
 from modular_kernel.tensors import (
     BatchedShape,
     BatchedTokens,
-    ContiguousShape,
-    ContiguousTokens,
     Dispatched,
     ExpertRows,
     ExpertWeights,
+    StandardShape,
+    StandardTokens,
 )
 from modular_kernel.workspace import Workspace
 
@@ -90,7 +90,7 @@ def run_received(
 ) -> torch.Tensor:
     """Run an experts part on received rows.
 
-    Returns the weighted sums, (R, H), for ContiguousTokens, or the unweighted rows, (e, C, H), for
+    Returns the weighted sums, (R, H), for StandardTokens, or the unweighted rows, (e, C, H), for
     BatchedTokens. Raises an InputError for a tensor that does not match the problem, and
     IncompatibleError if the part does not support the problem.
     """
@@ -100,9 +100,9 @@ def run_received(
     validate.check_weights(weights, x, problem)
     experts = _make_experts(part, problem, x.device.type)
     if isinstance(tokens, BatchedTokens):
-        shape: BatchedShape | ContiguousShape = BatchedShape(*x.shape[:2])
+        shape: BatchedShape | StandardShape = BatchedShape(*x.shape[:2])
     else:
-        shape = ContiguousShape(*tokens.routing.topk_ids_TK.shape)
+        shape = StandardShape(*tokens.routing.topk_ids_TK.shape)
     shapes = experts.workspace_shapes(shape)
     workspace = Workspace(shapes.buffers(), x.device)
     output = torch.empty(shapes.output.shape, dtype=problem.dtype, device=x.device)
@@ -110,12 +110,12 @@ def run_received(
         experts.apply(tokens, weights=weights, workspace=workspace, output=output)
     if batched:
         return output
-    assert isinstance(tokens, ContiguousTokens)
+    assert isinstance(tokens, StandardTokens)
     return _weight_and_reduce(output, tokens, experts)
 
 
 def _weight_and_reduce(
-    rows: torch.Tensor, tokens: ContiguousTokens, experts: PermuteExpertsUnpermute
+    rows: torch.Tensor, tokens: StandardTokens, experts: PermuteExpertsUnpermute
 ) -> torch.Tensor:
     """Weight and sum the experts' output over top-k, if the experts have not done so."""
     reduce, problem, routing = (
@@ -139,7 +139,7 @@ def check_rows(x: torch.Tensor, scale: torch.Tensor | None, problem: Problem) ->
     """Raise DtypeError or ShapeError unless rows and their scales match the problem.
 
     x: (R, H); or (e, C, H), grouped by expert.
-    scale: scale of ContiguousTokens or BatchedTokens.
+    scale: scale of StandardTokens or BatchedTokens.
     """
     scheme = problem.scheme
     dtype = STORAGE[scheme.activation] if scheme.dispatched_quantized else problem.dtype

@@ -35,7 +35,7 @@ class DeepEPNormalDispatchOutput(NamedTuple):
     """Rows that this rank has received.
 
     hidden_states: (R, H).
-    hidden_states_scale: scales of quantized rows, as in `ContiguousTokens.scale`; None if the rows
+    hidden_states_scale: scales of quantized rows, as in `StandardTokens.scale`; None if the rows
         are not quantized.
     topk_ids: (R, K) local ids, with -1 for experts of other ranks.
     topk_weights: (R, K) float32.

@@ -24,7 +24,7 @@ from modular_kernel.measure.adapter_roofline import adapter_bytes
 from modular_kernel.measure.prepared_weights import prepared_tensor_bytes
 from modular_kernel.measure.roofline import expert_bytes
 from modular_kernel.spec.problem import ActivationFormat, Machine, Problem
-from modular_kernel.tensors import BatchedShape, ContiguousShape, DispatchShape
+from modular_kernel.tensors import BatchedShape, DispatchShape, StandardShape
 
 _GIGA = 1e9
 _MIN_PRINTED_BYTES = 0.05 * _GIGA  # smaller sizes would be printed as 0.0 GB
@@ -137,7 +137,7 @@ def _largest_dispatch(prepare_finalize: str, problem: Problem) -> DispatchShape:
     if part.activation_format is ActivationFormat.BATCHED_EXPERTS:
         return BatchedShape(problem.e, world * _buffer_tokens(prepare_finalize, problem))
     rows = problem.tokens if part.replicated_input or world == 1 else _received_rows(problem)
-    return ContiguousShape(min(rows, problem.chunk_tokens or rows), problem.top_k)
+    return StandardShape(min(rows, problem.chunk_tokens or rows), problem.top_k)
 
 
 def _received_rows(problem: Problem) -> int:

@@ -51,7 +51,7 @@ def parse_dtype(value: object) -> torch.dtype:
 class ActivationFormat(Enum):
     """Layout of activations between prepare and the experts, and of the experts' output."""
 
-    STANDARD = "standard"  # contiguous tokens (T, H) with their top-k routing
+    STANDARD = "standard"  # tokens (T, H) with their top-k routing; vLLM also says "contiguous"
     BATCHED_EXPERTS = "batched_experts"  # (e, C, H), grouped by expert; counts_e[i] valid rows
 
 

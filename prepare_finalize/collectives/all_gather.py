@@ -18,14 +18,14 @@ from modular_kernel.replay import stages
 from modular_kernel.spec.placement import pairs_to_slots
 from modular_kernel.spec.problem import RowContents
 from modular_kernel.tensors import (
-    ContiguousTokens,
     Dispatched,
     ExpertWeights,
     Handle,
     Routing,
+    StandardTokens,
 )
 from modular_kernel.workspace import BufferSpec
-from prepare_finalize.collectives.collective_part import CONTIGUOUS, CollectivePart
+from prepare_finalize.collectives.collective_part import STANDARD_REQUIREMENTS, CollectivePart
 from prepare_finalize.common.fixed_capacity import FixedCapacityCall
 from prepare_finalize.common.group_part import PartHandle
 from prepare_finalize.common.handshake import exchange_metadata
@@ -70,7 +70,10 @@ class AllGatherReduceScatterPrepareAndFinalize(CollectivePart):
     prefer_local_copies = False  # all ranks select copies for all tokens, and must select the same
 
     requires = replace(
-        CONTIGUOUS, padding=RowContents.UNDEFINED, batch_invariant=True, asynchronous=True
+        STANDARD_REQUIREMENTS,
+        padding=RowContents.UNDEFINED,
+        batch_invariant=True,
+        asynchronous=True,
     )
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
@@ -126,7 +129,7 @@ class AllGatherReduceScatterPrepareAndFinalize(CollectivePart):
 
     def make_fixed_capacity_handle(
         self,
-        received: ContiguousTokens,
+        received: StandardTokens,
         sent: FixedCapacityCall,
         weights_RK: torch.Tensor | None,
         call: CallState,

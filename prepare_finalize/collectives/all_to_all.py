@@ -18,14 +18,14 @@ from modular_kernel.replay import stages
 from modular_kernel.spec.placement import pairs_to_slots
 from modular_kernel.spec.problem import RowContents
 from modular_kernel.tensors import (
-    ContiguousTokens,
     Dispatched,
     ExpertWeights,
     Handle,
     Routing,
+    StandardTokens,
 )
 from modular_kernel.workspace import BufferSpec
-from prepare_finalize.collectives.collective_part import CONTIGUOUS, CollectivePart
+from prepare_finalize.collectives.collective_part import STANDARD_REQUIREMENTS, CollectivePart
 from prepare_finalize.common.fixed_capacity import FixedCapacityCall
 from prepare_finalize.common.group_part import PartHandle
 from prepare_finalize.common.handshake import CallMetadata, check_max_received, exchange_metadata
@@ -73,7 +73,7 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
 
     replayable = True  # plans can replay the recorded launches of fixed-capacity exchanges
     requires = replace(
-        CONTIGUOUS,
+        STANDARD_REQUIREMENTS,
         padding=RowContents.UNDEFINED,
         batch_invariant=True,
         asynchronous=True,
@@ -147,7 +147,7 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
 
     def make_fixed_capacity_handle(
         self,
-        received: ContiguousTokens,
+        received: StandardTokens,
         sent: FixedCapacityCall,
         weights_RK: torch.Tensor | None,
         call: CallState,
@@ -173,7 +173,7 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
 
     def _unpack(
         self, call: CallState, blocks: list[torch.Tensor], scale: torch.Tensor | None
-    ) -> tuple[ContiguousTokens, torch.Tensor | None]:
+    ) -> tuple[StandardTokens, torch.Tensor | None]:
         """Return the received rows, and the router weights that `finalize` must apply, or None.
 
         scale: the scale if all rows share one.
@@ -191,11 +191,11 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
         return received, weights_RK
 
     def arrange(
-        self, tokens: ContiguousTokens, handle: All2AllHandle
+        self, tokens: StandardTokens, handle: All2AllHandle
     ) -> tuple[Dispatched, All2AllHandle]:
         """Return the received rows in the experts' format, and the handle of the call.
 
-        The rows already have the contiguous format. Subclasses may group them by expert.
+        The rows already have the standard format. Subclasses may group them by expert.
         """
         return tokens, handle
 

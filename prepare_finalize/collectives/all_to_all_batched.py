@@ -18,9 +18,9 @@ from modular_kernel.spec.problem import ActivationFormat, Reduce, RowContents
 from modular_kernel.tensors import (
     BatchedShape,
     BatchedTokens,
-    ContiguousTokens,
     Dispatched,
     ExpertRows,
+    StandardTokens,
 )
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.collectives.all_to_all import All2AllHandle, TorchAll2AllPrepareAndFinalize
@@ -88,7 +88,7 @@ class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
         return scheme.dispatched_quantized and not shared
 
     def arrange(
-        self, tokens: ContiguousTokens, handle: All2AllHandle
+        self, tokens: StandardTokens, handle: All2AllHandle
     ) -> tuple[Dispatched, RegroupedHandle]:
         take, (rows, hidden), e = handle.call.workspace.take, tokens.x_TH.shape, self.problem.e
         # In a fixed-capacity exchange, some of the rows are unused.

@@ -20,13 +20,13 @@ from modular_kernel.ops.expert_slots import number_pairs
 from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
 from modular_kernel.spec.problem import ActivationFormat, Problem, Reduce
 from modular_kernel.tensors import (
-    ContiguousShape,
-    ContiguousTokens,
     Dispatched,
     DispatchShape,
     ExpertWeights,
     Handle,
     Routing,
+    StandardShape,
+    StandardTokens,
 )
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.blocks import BlockLayout, OutgoingRows, ReceivedColumns
@@ -38,8 +38,8 @@ from prepare_finalize.common.fixed_capacity import (
 from prepare_finalize.common.group_part import PackedRowsPart
 from prepare_finalize.common.tokens import dispatches_quantized, quantize_tokens, token_specs
 
-# Requirements of the parts over collectives, in the contiguous format.
-CONTIGUOUS = PrepareFinalizeRequirements(
+# Requirements of the parts over collectives that dispatch in the standard format.
+STANDARD_REQUIREMENTS = PrepareFinalizeRequirements(
     activation_format=ActivationFormat.STANDARD,
     reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),
     localizes_ids=True,
@@ -169,7 +169,7 @@ class CollectivePart(PackedRowsPart):
     @abstractmethod
     def make_fixed_capacity_handle(
         self,
-        received: ContiguousTokens,
+        received: StandardTokens,
         sent: FixedCapacityCall,
         weights_RK: torch.Tensor | None,
         call: CallState,
@@ -226,7 +226,7 @@ class CollectivePart(PackedRowsPart):
         sent: FixedCapacityCall,
         scale: torch.Tensor | None,
         call: CallState,
-    ) -> ContiguousTokens:
+    ) -> StandardTokens:
         """Return the received rows. Unused rows have slots of -1.
 
         scale: the scale if all rows share one.
@@ -258,7 +258,7 @@ class CollectivePart(PackedRowsPart):
         return self.fixed_capacity.max_received_rows((*self._layouts.values(),))
 
     def dispatch_shape(self, tokens: int) -> DispatchShape:
-        return ContiguousShape(self.max_input_rows, self.problem.top_k)
+        return StandardShape(self.max_input_rows, self.problem.top_k)
 
     def may_replay(self) -> bool:
         return self.fixed_capacity is not None

@@ -24,9 +24,9 @@ from modular_kernel.replay import stages
 from modular_kernel.replay.recording import run_in_replays
 from modular_kernel.spec.placement import pairs_to_slots
 from modular_kernel.spec.problem import Problem, Reduce
-from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
+from modular_kernel.tensors import Dispatched, ExpertWeights, Handle, Routing, StandardShape
 from modular_kernel.workspace import BufferSpec
-from prepare_finalize.collectives.collective_part import CONTIGUOUS
+from prepare_finalize.collectives.collective_part import STANDARD_REQUIREMENTS
 from prepare_finalize.common.blocks import BlockSums, Ranks, mask_remote_pairs, sum_blocks
 from prepare_finalize.common.device_handshake import DeviceHandshake
 from prepare_finalize.common.device_status import FIELDS, NOT_REFUSED, TOKENS
@@ -80,7 +80,7 @@ class ReplicatedEPPrepareAndFinalize(HandshakePart):
     replayable = True  # plans can replay the recorded launches of calls with a device handshake
     prefer_local_copies = False  # all ranks select copies for all tokens, and must select the same
 
-    requires = replace(CONTIGUOUS, replicated_input=True, deterministic=False)
+    requires = replace(STANDARD_REQUIREMENTS, replicated_input=True, deterministic=False)
 
     @classmethod
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
@@ -104,8 +104,8 @@ class ReplicatedEPPrepareAndFinalize(HandshakePart):
     def num_dispatchers(self) -> int:
         return 1
 
-    def dispatch_shape(self, tokens: int) -> ContiguousShape:
-        return ContiguousShape(tokens, self.problem.top_k)
+    def dispatch_shape(self, tokens: int) -> StandardShape:
+        return StandardShape(tokens, self.problem.top_k)
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         world = self.problem.parallel.world_size

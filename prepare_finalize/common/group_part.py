@@ -25,14 +25,14 @@ from modular_kernel.replay import stages
 from modular_kernel.spec.placement import PlacementTables
 from modular_kernel.spec.problem import IdSpace, Machine, Problem
 from modular_kernel.tensors import (
-    ContiguousShape,
-    ContiguousTokens,
     Dispatched,
     DispatchedRouting,
     DispatchShape,
     ExpertWeights,
     Handle,
     Routing,
+    StandardShape,
+    StandardTokens,
 )
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.handshake import CallMetadata, Layer, refuse
@@ -216,7 +216,7 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         weights_RK: torch.Tensor,
         adapters_R: torch.Tensor | None = None,
         plain_RH: torch.Tensor | None = None,
-    ) -> ContiguousTokens:
+    ) -> StandardTokens:
         """Return the input of the experts: rows, with the slots of their experts on this rank.
 
         slots_RK: int32, -1 for experts of other ranks.
@@ -232,7 +232,7 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
             invalid_ids=call.invalid_ids,
             adapters_T=adapters_R,
         )
-        return ContiguousTokens(x_RH, routing, scale, plain_RH)
+        return StandardTokens(x_RH, routing, scale, plain_RH)
 
     def check_handle(self, handle: Handle, kind: type[H]) -> H:
         """Return `handle`. Raise UnsupportedError unless this part created it."""
@@ -310,7 +310,7 @@ class HandshakePart(GroupPart[TorchGroup]):
 class PackedRowsPart(HandshakePart):
     """Base of parts that send packed rows (`common.packed_rows`).
 
-    The experts get the R received rows in the contiguous format, (R, H).
+    The experts get the R received rows in the standard format, (R, H).
     """
 
     @classmethod
@@ -331,7 +331,7 @@ class PackedRowsPart(HandshakePart):
         return max_rows if problem.max_received is None else min(max_rows, problem.max_received)
 
     def dispatch_shape(self, tokens: int) -> DispatchShape:
-        return ContiguousShape(self.max_rows, self.problem.top_k)
+        return StandardShape(self.max_rows, self.problem.top_k)
 
     def prepare_no_receive(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: CallState

@@ -121,7 +121,7 @@ def weight_and_reduce(
 ) -> None:
     """Write the weighted sum of each row's pairs to `out`, with the reduction `reduce`.
 
-    For Reduce.DELEGATE, this is the reduction of the contiguous format.
+    For Reduce.DELEGATE, rows (T, K, H) are reduced, as for Reduce.CONTIGUOUS.
 
     routing: the dispatched routing. It may be omitted if the weights of skipped pairs are 0.
     """

@@ -14,7 +14,7 @@ from modular_kernel.compatibility.support import PrepareFinalizeRequirements, Re
 from modular_kernel.contracts import CallState, Receiver
 from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
 from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Reduce, RowContents
-from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
+from modular_kernel.tensors import Dispatched, ExpertWeights, Handle, Routing, StandardShape
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.tokens import number_and_quantize_tokens
 from prepare_finalize.deepep.arguments import GPUS_PER_HOST, WORLD_SIZES
@@ -91,11 +91,11 @@ class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
     def make_buffer(self) -> None:
         self.manager.high_throughput(self.problem.hidden)
 
-    def dispatch_shape(self, tokens: int) -> ContiguousShape:
+    def dispatch_shape(self, tokens: int) -> StandardShape:
         # Other ranks may pass up to problem.tokens even if this rank passes fewer. A capacity of 0
         # would tell the library to wait for the number of rows on the CPU.
         rows = self.world_size * max(1, self.problem.tokens)
-        return ContiguousShape(rows, self.problem.top_k)
+        return StandardShape(rows, self.problem.top_k)
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         return self.row_specs(tokens, self.dispatch_shape(tokens).tokens)

@@ -15,7 +15,7 @@ from modular_kernel.contracts import CallState, Receiver
 from modular_kernel.ops.mask_unwritten import mask_unwritten_pairs
 from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
 from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Reduce, RowContents
-from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
+from modular_kernel.tensors import Dispatched, ExpertWeights, Handle, Routing, StandardShape
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.tokens import number_and_quantize_tokens
 from prepare_finalize.deepep.arguments import GPUS_PER_HOST
@@ -88,8 +88,8 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
         self.ids_dtype = load_deepep(self.generation).topk_idx_t
         self._buffer()
 
-    def dispatch_shape(self, tokens: int) -> ContiguousShape:
-        return ContiguousShape(
+    def dispatch_shape(self, tokens: int) -> StandardShape:
+        return StandardShape(
             self.world_size * buffer_tokens(self.problem.tokens), self.problem.top_k
         )
 

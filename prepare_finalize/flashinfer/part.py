@@ -18,7 +18,7 @@ from modular_kernel.ops.quantize import scale_shape
 from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
 from modular_kernel.replay import stages
 from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Reduce, RowContents
-from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
+from modular_kernel.tensors import Dispatched, ExpertWeights, Handle, Routing, StandardShape
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.group_part import GroupPart, PartHandle
 from prepare_finalize.common.tokens import (
@@ -111,9 +111,9 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
             rejections.append(Rejection("dispatch_quant", parties, got, need))
         return tuple(rejections)
 
-    def dispatch_shape(self, tokens: int) -> ContiguousShape:
+    def dispatch_shape(self, tokens: int) -> StandardShape:
         rows = self.problem.parallel.world_size * self._shape.max_tokens
-        return ContiguousShape(rows, self.problem.top_k)
+        return StandardShape(rows, self.problem.top_k)
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem = self.problem

@@ -22,7 +22,7 @@ from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
 from modular_kernel.replay import stages
 from modular_kernel.spec.placement import Placement, PlacementTables, pairs_to_slots
 from modular_kernel.spec.problem import ActivationFormat, Parallel, Problem, Reduce, RowContents
-from modular_kernel.tensors import ContiguousTokens, Dispatched, ExpertWeights, Handle, Routing
+from modular_kernel.tensors import Dispatched, ExpertWeights, Handle, Routing, StandardTokens
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.collectives.collective_part import CollectivePart
 from prepare_finalize.common.blocks import BlockLayout
@@ -283,7 +283,7 @@ class HostThenRankPrepareAndFinalize(CollectivePart):
 
     def make_fixed_capacity_handle(
         self,
-        received: ContiguousTokens,
+        received: StandardTokens,
         sent: FixedCapacityCall,
         weights_RK: torch.Tensor | None,
         call: CallState,

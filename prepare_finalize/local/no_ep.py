@@ -16,13 +16,13 @@ from modular_kernel.ops.quantize import quantize_rejections
 from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
 from modular_kernel.spec.problem import ActivationFormat, IdSpace, Machine, Problem, Reduce
 from modular_kernel.tensors import (
-    ContiguousShape,
-    ContiguousTokens,
     Dispatched,
     DispatchedRouting,
     ExpertWeights,
     Handle,
     Routing,
+    StandardShape,
+    StandardTokens,
 )
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.tokens import quantize_tokens, token_specs, weight_and_reduce
@@ -61,8 +61,8 @@ class MoEPrepareAndFinalizeNoEP(PrepareAndFinalize):
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
         return quantize_rejections(cls.__name__, problem, machine)
 
-    def dispatch_shape(self, tokens: int) -> ContiguousShape:
-        return ContiguousShape(tokens, self.problem.top_k)
+    def dispatch_shape(self, tokens: int) -> StandardShape:
+        return StandardShape(tokens, self.problem.top_k)
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         return token_specs(self.problem, tokens)
@@ -84,7 +84,7 @@ class MoEPrepareAndFinalizeNoEP(PrepareAndFinalize):
         handle = NoEPHandle(None if on_input else routing.topk_weights_TK, dispatched)
         rows, scale = quantize_tokens(x_TH, self.problem, weights=weights, call=call)
         unquantized_TH = None if adapters_T is None else x_TH
-        return ContiguousTokens(rows, dispatched, scale, unquantized_TH), handle
+        return StandardTokens(rows, dispatched, scale, unquantized_TH), handle
 
     def finalize(
         self,

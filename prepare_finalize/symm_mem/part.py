@@ -21,7 +21,7 @@ from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
 from modular_kernel.replay import stages
 from modular_kernel.replay.recording import bypass_replay_while, run_in_replays
 from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Reduce, RowContents
-from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
+from modular_kernel.tensors import Dispatched, ExpertWeights, Handle, Routing, StandardShape
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.group_part import GroupPart, PartHandle, adapter_rejections
 from prepare_finalize.common.tokens import has_shared_scale, weight_and_reduce
@@ -127,9 +127,9 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
             rejections.append(Rejection("scale_of_all_ranks", (cls.__name__, "problem"), got, need))
         return (*rejections, *adapter_rejections(cls.__name__, problem))
 
-    def dispatch_shape(self, tokens: int) -> ContiguousShape:
+    def dispatch_shape(self, tokens: int) -> StandardShape:
         rows = self.problem.parallel.world_size * self.problem.tokens
-        return ContiguousShape(rows, self.problem.top_k)
+        return StandardShape(rows, self.problem.top_k)
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, scheme = self.problem, self.problem.scheme

@@ -27,7 +27,7 @@ from modular_kernel.catalog import this_machine
 from modular_kernel.cli import main, output
 from modular_kernel.errors import BrokenPartError, ConfigurationError
 from modular_kernel.spec.problem import IdSpace, Machine, Reduce
-from modular_kernel.tensors import ContiguousTokens, DispatchedRouting
+from modular_kernel.tensors import DispatchedRouting, StandardTokens
 from modular_kernel.testing.ranks.pool import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -343,7 +343,7 @@ def test_rows_without_a_local_expert_are_not_read() -> None:
     )
     x = torch.ones(3, 4).bfloat16()
     x[1] = torch.nan
-    tokens = ContiguousTokens(x, routing)
+    tokens = StandardTokens(x, routing)
     assert exchange_parts._identity_output(tokens, 1, Reduce.NOOP)[:, 0].tolist() == [0.75, 0, 0.75]
     kept = exchange_parts._identity_output(tokens, 1, Reduce.CONTIGUOUS)
     assert kept[..., 0].tolist() == [[1, 1], [0, 0], [1, 0]]

@@ -12,7 +12,7 @@ from prepared_weights_samples import NO_GPU, PAIR, make_launched_fixture
 from run_mk import Mk, make_mk_fixture
 from test_bench import _small_peaks  # noqa: F401  the fixture: before each test here
 
-from experts.triton.contiguous import TritonExperts
+from experts.triton.standard import TritonExperts
 from modular_kernel.bench import run as run_module
 from modular_kernel.bench import tables
 from modular_kernel.bench.candidates import pairing_candidates

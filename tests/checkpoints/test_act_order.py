@@ -16,7 +16,7 @@ from fused_experts_calls import move_tensors
 from test_checkpoint_values import dequantized_weights, output_error
 
 import modular_kernel as mk
-from experts.triton.contiguous import supported_paths
+from experts.triton.standard import supported_paths
 from modular_kernel import ExpertWeights, Problem
 from modular_kernel.checkpoints.formats import format_of
 from modular_kernel.checkpoints.gptq_awq import argsort_by_group

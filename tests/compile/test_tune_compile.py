@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from experts.triton.configs.select import override_config
-from experts.triton.contiguous import TritonExperts
 from experts.triton.launch_config import (
     Device,
     LaunchConfig,
@@ -16,6 +15,7 @@ from experts.triton.launch_config import (
     gemms,
     shared_bytes,
 )
+from experts.triton.standard import TritonExperts
 from modular_kernel.catalog import make_kernel
 from modular_kernel.measure.cases import quantize
 from modular_kernel.spec.problem import Machine, Problem

@@ -16,7 +16,7 @@ from modular_kernel.catalog import make_kernel
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.plan import held_bytes
 from modular_kernel.spec.problem import Combine, Machine, Problem
-from modular_kernel.tensors import ContiguousShape
+from modular_kernel.tensors import StandardShape
 from modular_kernel.testing.random_inputs import random_inputs
 from modular_kernel.workspace import workspace_bytes
 from prepare_finalize.common.tokens import token_specs
@@ -154,7 +154,7 @@ def test_workspaces_stay_below_two_shared_caches(
     if part.extra_rejections(problem, GPU):
         return
     with part.described(GPU):
-        shapes = part(problem).workspace_shapes(ContiguousShape(4096, top_k)).buffers()
+        shapes = part(problem).workspace_shapes(StandardShape(4096, top_k)).buffers()
     pairs = 4096 * top_k
     integers = sum(spec.nbytes for spec in shapes.values() if spec.dtype is torch.int32)
     scales = sum(spec.nbytes for spec in shapes.values() if spec.dtype is torch.float32)

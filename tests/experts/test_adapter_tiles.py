@@ -11,9 +11,9 @@ import torch
 
 from experts.triton.adapters import TileShrinkOutput
 from experts.triton.configs.select import on_device
-from experts.triton.contiguous import supported_paths
 from experts.triton.grouped_tma.adapters import TileShrink, round_up_to_box, shrink_buffer_specs
 from experts.triton.launch_config import Device
+from experts.triton.standard import supported_paths
 from modular_kernel.interpreter.access_log import ACCESS_LOG
 from modular_kernel.ops.sort import SortedPairs, max_tile_count
 from modular_kernel.spec.problem import Problem

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tuned_config_files import SMALL_TILES, file_contents, vllm_launch
 
-from experts.triton import contiguous as triton_experts
+from experts.triton import standard as triton_experts
 from experts.triton.configs import lookup
 from experts.triton.configs.heuristics import ConfigSteps, make_heuristic_steps
 from experts.triton.configs.select import (

@@ -34,14 +34,14 @@ from experts.triton.configs.select import (
     on_device,
     override_config,
 )
-from experts.triton.contiguous import TritonExperts
 from experts.triton.launch_config import Device, LaunchConfig, MoEConfig
 from experts.triton.paths import ALL_PATHS
+from experts.triton.standard import TritonExperts
 from modular_kernel.catalog import this_machine
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.spec.quantization import QUANT_SCHEMES
-from modular_kernel.tensors import ContiguousShape
+from modular_kernel.tensors import StandardShape
 
 user_folder = make_h200_fixture()
 
@@ -267,11 +267,11 @@ def test_workspaces_of_a_tuned_file_grow_with_tokens(blocks: dict[int, int]) -> 
     file = {str(tokens): vllm_launch(m, 32, 64) for tokens, m in blocks.items()}
     with override_config(file):
         part = TritonExperts(problem)
-        largest = part.workspace_shapes(ContiguousShape(600, 4)).buffers()
+        largest = part.workspace_shapes(StandardShape(600, 4)).buffers()
         for tokens in (1, 2, 5, 17, 100, 255, 256, 301, 599, 600):
             block_m = choose_config(problem, tokens).gemm1.block_m
             assert block_m in [m for _, _, m in buffer_kinds_up_to(problem, tokens)]
-            for name, spec in part.workspace_shapes(ContiguousShape(tokens, 4)).buffers().items():
+            for name, spec in part.workspace_shapes(StandardShape(tokens, 4)).buffers().items():
                 assert spec.numel <= largest[name].numel, (name, tokens)
 
 

@@ -24,9 +24,9 @@ from experts.triton.configs.select import (
     current_lookup,
     override_config,
 )
-from experts.triton.contiguous import supported_paths
 from experts.triton.launch_config import MoEConfig
 from experts.triton.paths import BY_NAME
+from experts.triton.standard import supported_paths
 from modular_kernel.catalog import make_kernel, this_machine
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.reference import float64_reference, rounded_reference

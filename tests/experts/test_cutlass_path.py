@@ -25,7 +25,7 @@ from modular_kernel.machine import prefer_torch_reference
 from modular_kernel.ops.quantize import QuantizedRows, quantize_rows, quantize_specs, take_quantized
 from modular_kernel.ops.sort import SortedPairs
 from modular_kernel.spec.problem import Combine, IdSpace, Machine
-from modular_kernel.tensors import ContiguousTokens, DispatchedRouting, ExpertWeights, Routing
+from modular_kernel.tensors import DispatchedRouting, ExpertWeights, Routing, StandardTokens
 from modular_kernel.testing.random_inputs import random_inputs
 from modular_kernel.workspace import Workspace
 
@@ -108,7 +108,7 @@ def outputs_of_path(
             weights.expert_map, torch.zeros(1, dtype=torch.int32),
         )  # fmt: skip
         output = torch.full(problem.output_shape, torch.nan, dtype=problem.dtype)
-        tokens = ContiguousTokens(x.q_RK, dispatched, x.scale)
+        tokens = StandardTokens(x.q_RK, dispatched, x.scale)
         assert path.supports_tensors(weights, x.q_RK)
         path.run(PathCall(tokens, weights, workspace, output, default_config(problem)))
     return output, expected

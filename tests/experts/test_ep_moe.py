@@ -12,7 +12,7 @@ from experts.grouped_gemm import GroupedGemmExperts
 from modular_kernel import ExpertWeights, Problem, Routing, make_kernel
 from modular_kernel.reference import float64_reference
 from modular_kernel.spec.problem import IdSpace
-from modular_kernel.tensors import ContiguousShape, ContiguousTokens, DispatchedRouting
+from modular_kernel.tensors import DispatchedRouting, StandardShape, StandardTokens
 from modular_kernel.testing.random_inputs import random_inputs
 from modular_kernel.workspace import Workspace
 
@@ -144,7 +144,7 @@ def test_local_ids_need_no_expert_map() -> None:
         x_TH, weights, Routing(routing.topk_weights_TK, local_ids)
     )
     experts = GroupedGemmExperts(problem)
-    shapes = experts.workspace_shapes(ContiguousShape(19, 2))
+    shapes = experts.workspace_shapes(StandardShape(19, 2))
     specs = {**shapes.extra, "workspace13": shapes.workspace13, "workspace2": shapes.workspace2}
     counter = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     dispatched = DispatchedRouting(
@@ -153,6 +153,6 @@ def test_local_ids_need_no_expert_map() -> None:
     out = nan_tensor(19, 48, dtype=torch.bfloat16)
     workspace = Workspace(specs, DEVICE, poison=True)
     experts.apply(
-        ContiguousTokens(x_TH, dispatched), weights=weights, workspace=workspace, output=out
+        StandardTokens(x_TH, dispatched), weights=weights, workspace=workspace, output=out
     )
     assert error(out, expected) < 2.0**-8

@@ -24,7 +24,7 @@ ORIGIN = "my-path (my_path:PATHS)"
 USE = """
 import my_path  # first, as its own tests do: it imports experts, which looks for paths
 from experts.triton.configs.select import choose_config, explain
-from experts.triton.contiguous import TritonExperts, supported_paths
+from experts.triton.standard import TritonExperts, supported_paths
 from experts.triton.paths import BASE_PATH, NAMES, ALL_PATHS
 from modular_kernel.spec.problem import Problem
 

@@ -7,12 +7,12 @@ from types import ModuleType
 import pytest
 
 from experts.triton.configs.select import choose_config, on_device, override_config
-from experts.triton.contiguous import supported_paths
 from experts.triton.dequantized import dequantized_config
 from experts.triton.gemv_tma import gemv_tma_config
 from experts.triton.grouped_tma import grouped_tma_config
 from experts.triton.grouped_w4 import grouped_w4_config
 from experts.triton.launch_config import Device
+from experts.triton.standard import supported_paths
 from modular_kernel.spec.problem import Machine
 
 DEFAULTS = {

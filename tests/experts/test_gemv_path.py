@@ -9,13 +9,13 @@ from forced_path_cases import prove_with_config
 
 from experts.triton.configs.heuristics import make_heuristic_steps
 from experts.triton.configs.select import choose_config, override_config
-from experts.triton.contiguous import TritonExperts
 from experts.triton.gemv import gemv_config
 from experts.triton.launch_config import Device, LaunchConfig, MoEConfig, gemms, violations
+from experts.triton.standard import TritonExperts
 from modular_kernel.catalog import make_kernel
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Combine, Machine, Problem
-from modular_kernel.tensors import ContiguousShape
+from modular_kernel.tensors import StandardShape
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.testing.random_inputs import random_inputs
@@ -184,7 +184,7 @@ def test_activations_are_dispatched_unquantized_if_all_calls_take_this_path() ->
         tokens=64, hidden=2048, intermediate=768, experts=128, top_k=8, quant="fp8_w8a8_block"
     )
     experts = TritonExperts(problem)
-    assert experts.takes_unquantized(ContiguousShape(4, 8))
-    assert not experts.takes_unquantized(ContiguousShape(5, 8))
+    assert experts.takes_unquantized(StandardShape(4, 8))
+    assert not experts.takes_unquantized(StandardShape(5, 8))
     plain = TritonExperts(replace(problem, quant="none"))
-    assert not plain.takes_unquantized(ContiguousShape(1, 8))
+    assert not plain.takes_unquantized(StandardShape(1, 8))

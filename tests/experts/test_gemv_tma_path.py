@@ -13,7 +13,7 @@ from experts.triton.configs.select import on_device
 from experts.triton.gemv_tma.gemv_tma_path import GemvTmaPath
 from experts.triton.launch_config import Device
 from modular_kernel import ExpertWeights, Problem
-from modular_kernel.tensors import ContiguousShape
+from modular_kernel.tensors import StandardShape
 from modular_kernel.testing.random_inputs import random_inputs
 
 H200 = Device("NVIDIA H200", tma=True)
@@ -27,8 +27,8 @@ def weights() -> ExpertWeights:
     return random_inputs(LAYER, torch.device("cpu"))[1]
 
 
-def shape(tokens: int) -> ContiguousShape:
-    return ContiguousShape(tokens=tokens, top_k=LAYER.top_k)
+def shape(tokens: int) -> StandardShape:
+    return StandardShape(tokens=tokens, top_k=LAYER.top_k)
 
 
 def test_weights_that_tma_can_load_are_accepted() -> None:

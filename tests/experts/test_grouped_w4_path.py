@@ -14,10 +14,10 @@ from grouped_gemm_stand_in import H200, MXFP4, OAI, make_gemm_fixture, multiply_
 
 from experts.triton.configs.heuristics import make_heuristic_steps, require_config
 from experts.triton.configs.select import choose_config, on_device, override_config
-from experts.triton.contiguous import supported_paths
 from experts.triton.grouped_w4 import grouped_w4_config
 from experts.triton.grouped_w4.grouped_w4_path import GroupedW4Path
 from experts.triton.launch_config import Device, gemms
+from experts.triton.standard import supported_paths
 from modular_kernel.spec.problem import Combine, Machine, Problem
 from modular_kernel.testing import Case, prove
 

@@ -10,12 +10,12 @@ from path_launches import n_major_like
 
 from experts.triton.aligned import aligned_config
 from experts.triton.configs.select import choose_config, override_config
-from experts.triton.contiguous import TritonExperts, config_for_strides
 from experts.triton.gemv import gemv_config
 from experts.triton.launch_config import Device, LaunchConfig, MoEConfig
 from experts.triton.paths import BY_NAME
+from experts.triton.standard import TritonExperts, config_for_strides
 from modular_kernel.spec.problem import Combine, Machine
-from modular_kernel.tensors import ContiguousShape
+from modular_kernel.tensors import StandardShape
 from modular_kernel.testing.cases.inputs import InputVariation
 from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.tuning.compilation import make_meta_inputs
@@ -117,12 +117,12 @@ def test_calls_with_n_major_weights_take_the_aligned_path_from_two_tokens() -> N
     assert {part.path_name(x_TH[:t], weights) for t in expected} == {"gemv"}
     with override_config(_VECTORS[0]):
         assert part.path_name(x_TH, transposed) == "gemv"
-    shape = ContiguousShape(8, problem.top_k)
+    shape = StandardShape(8, problem.top_k)
     specs = BY_NAME["aligned"](problem).specs(8, 16)
     buffers = part.workspace_shapes(shape).buffers()
     assert all(buffers[name].nbytes >= spec.nbytes for name, spec in specs.items())
     quantized = TritonExperts(replace(problem, quant="fp8_w8a8_channel"))
-    assert quantized.takes_unquantized(ContiguousShape(2, problem.top_k))
+    assert quantized.takes_unquantized(StandardShape(2, problem.top_k))
 
 
 @pytest.mark.cpu

@@ -13,10 +13,10 @@ from grouped_gemm_stand_in import H200
 from experts.triton.aligned.aligned_path import AlignedPath
 from experts.triton.aligned_w4.aligned_w4_path import AlignedW4Path
 from experts.triton.configs.select import on_device, override_config
-from experts.triton.contiguous import TritonExperts
 from experts.triton.gemv.gemv_path import GemvPath
 from experts.triton.gemv_w4.gemv_w4_path import GemvW4Path
 from experts.triton.launch_config import Launch, LaunchConfig, MoEConfig, gemms
+from experts.triton.standard import TritonExperts
 from experts.triton.tuning.space import ConfigSpace
 from modular_kernel.catalog import make_kernel
 from modular_kernel.spec.problem import Problem

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from experts.triton.configs.select import choose_config
-from experts.triton.contiguous import supported_paths
+from experts.triton.standard import supported_paths
 from modular_kernel.spec.problem import Combine, Problem
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.inputs import InputVariation

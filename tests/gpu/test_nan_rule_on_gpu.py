@@ -11,8 +11,8 @@ import pytest
 from nan_matrix import Counts, check_calls, local_pairs, run, supported_problems
 
 from experts.triton.configs.select import choose_config, current_lookup, override_config
-from experts.triton.contiguous import supported_paths
 from experts.triton.paths import BY_NAME
+from experts.triton.standard import supported_paths
 from modular_kernel.spec.problem import ActivationSpec, Machine, Problem
 from modular_kernel.testing.cases.nan import list_nan_arguments
 

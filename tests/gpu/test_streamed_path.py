@@ -12,9 +12,9 @@ import torch
 from forced_path_cases import PAIR, cases_on
 
 from experts.triton.configs.select import current_lookup, override_config
-from experts.triton.contiguous import supported_paths
 from experts.triton.gemv_tma import gemv_tma_config
 from experts.triton.launch_config import LaunchConfig, MoEConfig
+from experts.triton.standard import supported_paths
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.lists import BASE, list_axis_variants

@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 
 from experts.triton.configs.select import choose_config, override_config
-from experts.triton.contiguous import supported_paths
 from experts.triton.launch_config import MoEConfig
+from experts.triton.standard import supported_paths
 from modular_kernel import check
 from modular_kernel.spec.problem import Combine, Machine, Problem
 from modular_kernel.testing import Case, Proof, prove

@@ -10,11 +10,11 @@ from modular_kernel.contracts import PrepareAndFinalize
 from modular_kernel.spec.placement import pairs_to_slots
 from modular_kernel.spec.problem import ActivationFormat, IdSpace, Reduce
 from modular_kernel.tensors import (
-    ContiguousShape,
-    ContiguousTokens,
     DispatchedRouting,
     ExpertRows,
     Handle,
+    StandardShape,
+    StandardTokens,
 )
 from topk_reduce import TopKWeightAndReduceContiguous
 
@@ -38,7 +38,7 @@ class SumOverRanks(PrepareAndFinalize):
     )
 
     def dispatch_shape(self, tokens):
-        return ContiguousShape(tokens, self.problem.top_k)
+        return StandardShape(tokens, self.problem.top_k)
 
     def workspace_shapes(self, tokens):
         return {}
@@ -60,7 +60,7 @@ class SumOverRanks(PrepareAndFinalize):
         )
         on_input = self.problem.apply_router_weight_on_input
         handle = SumHandle(None if on_input else weights_TK)
-        return ContiguousTokens(x_TH, local), handle
+        return StandardTokens(x_TH, local), handle
 
     def finalize(self, expert_output, *, handle, reduce, out):
         if reduce.kind is Reduce.DELEGATE:

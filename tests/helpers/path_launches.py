@@ -7,7 +7,7 @@ import torch
 from experts.triton.launch_config import MoEConfig
 from experts.triton.path import Path, PathCall
 from modular_kernel.spec.problem import IdSpace, Problem
-from modular_kernel.tensors import ContiguousTokens, DispatchedRouting
+from modular_kernel.tensors import DispatchedRouting, StandardTokens
 from modular_kernel.testing.compile.report import CompileRecord, record_compiles
 from modular_kernel.tuning.compilation import make_meta_inputs
 from modular_kernel.workspace import BufferSpec, Workspace
@@ -58,7 +58,7 @@ def launches_of(
         weights.expert_map,
         torch.empty(1, dtype=torch.int32, device=META),
     )
-    tokens = ContiguousTokens(unquantized_TH if x_TH is None else x_TH, dispatched, scale)
+    tokens = StandardTokens(unquantized_TH if x_TH is None else x_TH, dispatched, scale)
     specs = path.specs(problem.tokens, tiles.gemm1.block_m)
     workspace = RecordingWorkspace(specs, META)
     output = torch.empty(problem.output_shape, dtype=problem.dtype, device=META)

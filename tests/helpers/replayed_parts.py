@@ -17,7 +17,7 @@ from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.plan import Plan
 from modular_kernel.replay import recording
 from modular_kernel.spec.problem import ActivationFormat, Combine, Machine, Problem, Reduce
-from modular_kernel.tensors import ContiguousTokens, ExpertWeights, Routing
+from modular_kernel.tensors import ExpertWeights, Routing, StandardTokens
 from modular_kernel.testing.random_inputs import random_inputs
 from modular_kernel.workspace import BufferSpec, WorkspaceShapes
 from prepare_finalize import MoEPrepareAndFinalizeNoEP
@@ -102,7 +102,7 @@ class AddExperts(TorchExperts):
         return TopKWeightAndReduceNoOp() if summed else KeepTopK(weighted=False)
 
     def apply(self, tokens: Any, *, weights: Any, workspace: Any, output: torch.Tensor) -> None:
-        assert isinstance(tokens, ContiguousTokens)
+        assert isinstance(tokens, StandardTokens)
         self.host_calls += 1
         between = workspace.take("workspace13", tuple(tokens.x_TH.shape))
         router = tokens.routing.topk_weights_TK

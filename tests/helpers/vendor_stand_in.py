@@ -26,8 +26,8 @@ from experts import (
 )
 from experts.cutlass.block_gemm import TILE_M
 from experts.cutlass.path import CutlassPath
-from experts.triton.contiguous import _CallGroup
 from experts.triton.grouped_tma import grouped_tma_config as grouped_tma
+from experts.triton.standard import _CallGroup
 from modular_kernel.machine import prefer_torch_reference
 from modular_kernel.spec.problem import Machine
 from modular_kernel.testing import Case, prove

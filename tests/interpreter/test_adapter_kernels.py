@@ -8,7 +8,7 @@ import torch
 import modular_kernel as mk
 from experts.triton.aligned.aligned_path import AlignedPath
 from experts.triton.configs.select import choose_config, explain, override_config
-from experts.triton.contiguous import supported_paths
+from experts.triton.standard import supported_paths
 from modular_kernel import reference
 from modular_kernel.catalog import this_machine
 from modular_kernel.spec.problem import Problem

@@ -24,7 +24,7 @@ from modular_kernel.interpreter.access_log import ACCESS_LOG
 from modular_kernel.interpreter.races import Access
 from modular_kernel.ops.quantize import quantize_rows, quantize_specs, take_quantized
 from modular_kernel.spec.problem import Combine, IdSpace, Machine, Problem
-from modular_kernel.tensors import ContiguousShape, ContiguousTokens, DispatchedRouting
+from modular_kernel.tensors import DispatchedRouting, StandardShape, StandardTokens
 from modular_kernel.testing.random_inputs import random_inputs
 from modular_kernel.workspace import BufferSpec, Workspace, workspace_bytes
 from prepare_finalize.common.tokens import token_specs
@@ -111,7 +111,7 @@ def record_call(kind: Any, problem: Problem, monkeypatch: pytest.MonkeyPatch) ->
         routing.topk_weights_TK, routing.topk_ids_TK, IdSpace.GLOBAL, problem.experts, None, counter
     )
     output = torch.empty(problem.output_shape, dtype=problem.dtype)
-    tokens = ContiguousTokens(x_TH, dispatched, scale)
+    tokens = StandardTokens(x_TH, dispatched, scale)
     path.run(PathCall(tokens, weights, workspace, output, tiles))
     monkeypatch.undo()
     return call
@@ -184,7 +184,7 @@ def test_buffers_of_a_deepseek_prefill_share_memory() -> None:
     problem = Problem(4096, 7168, 2048, 256, 8, quant="fp8_w8a8_block")
     machine = Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H100")
     with TritonExperts.described(machine):
-        shapes = TritonExperts(problem).workspace_shapes(ContiguousShape(4096, 8))
+        shapes = TritonExperts(problem).workspace_shapes(StandardShape(4096, 8))
     tokens_specs = token_specs(problem, 4096)
     assert "permuted_x" in shapes.extra
     assert workspace_bytes({**tokens_specs, **shapes.buffers()}) < 605e6

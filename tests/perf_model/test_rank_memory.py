@@ -14,7 +14,7 @@ from modular_kernel.perf_model.memory import (
     exchange_bytes,
 )
 from modular_kernel.spec.problem import Machine, Parallel, Problem
-from modular_kernel.tensors import BatchedShape, ContiguousShape
+from modular_kernel.tensors import BatchedShape, StandardShape
 from modular_kernel.workspace import workspace_bytes
 from prepare_finalize.pplx.part import _shape
 from prepare_finalize.symm_mem.group import align_up
@@ -69,7 +69,7 @@ def test_estimated_workspace_covers_the_declared_one(name: str, quant: str, toke
     problem = replace(DEEPSEEK, quant=quant)
     part = load_catalog().experts(name)
     batched = part.requires.activation_format.value == "batched_experts"
-    shape = BatchedShape(32, tokens) if batched else ContiguousShape(tokens, 8)
+    shape = BatchedShape(32, tokens) if batched else StandardShape(tokens, 8)
     with part.described(HOPPER):
         declared = part(problem).workspace_shapes(shape)
     nbytes = workspace_bytes({**declared.buffers(), "output": declared.output})

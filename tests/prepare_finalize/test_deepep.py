@@ -16,7 +16,7 @@ from modular_kernel.errors import CommunicationError, ConfigurationError, Unsupp
 from modular_kernel.settings import nvshmem_uses_ibgda
 from modular_kernel.spec.placement import Placement
 from modular_kernel.spec.problem import Combine, Machine, Parallel, Problem
-from modular_kernel.tensors import BatchedShape, ContiguousShape
+from modular_kernel.tensors import BatchedShape, StandardShape
 from modular_kernel.testing.cases.ranks import rank_pairings
 from modular_kernel.testing.ranks.pool import RankPool
 from prepare_finalize import (
@@ -344,15 +344,15 @@ def test_shapes_do_not_depend_on_the_tokens_of_a_rank() -> None:
     """Another rank may have problem.tokens tokens, even if this rank has fewer."""
     problem = replace(BASE, tokens=50)
     part = part_without_library(DeepEPHTPrepareAndFinalize, problem)
-    assert part.dispatch_shape(3) == ContiguousShape(100, 8)
+    assert part.dispatch_shape(3) == StandardShape(100, 8)
     no_tokens = part_without_library(DeepEPHTPrepareAndFinalize, replace(problem, tokens=0))
     # A capacity of 0 rows would make the CPU wait for the number of rows.
-    assert no_tokens.dispatch_shape(0) == ContiguousShape(2, 8)
+    assert no_tokens.dispatch_shape(0) == StandardShape(2, 8)
     assert part_without_library(DeepEPLLPrepareAndFinalize, problem).dispatch_shape(
         3
     ) == BatchedShape(16, 104)
     part = part_without_library(DeepEPV2PrepareAndFinalize, problem)
-    assert part.dispatch_shape(3) == ContiguousShape(128, 8)
+    assert part.dispatch_shape(3) == StandardShape(128, 8)
     assert part.workspace_shapes(3)["rows_sum"].shape == (128, 2048)
 
 

@@ -20,8 +20,8 @@ from prepared_weights_samples import (
     make_prepared_layer,
 )
 
-from experts.triton.contiguous import TritonExperts
 from experts.triton.grouped_w4.grouped_w4_path import GroupedW4Path
+from experts.triton.standard import TritonExperts
 from modular_kernel import FusedMoEModularKernel, make_kernel, validate
 from modular_kernel.quant import auto_prepare, prepared
 from modular_kernel.quant.auto_prepare import AUTO_PREPARED

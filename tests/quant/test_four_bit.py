@@ -18,10 +18,10 @@ from experts.triton.configs.files import parse_config_file
 from experts.triton.configs.heuristics import make_heuristic_steps
 from experts.triton.configs.lookup import fit_to_problem
 from experts.triton.configs.select import choose_config, override_config
-from experts.triton.contiguous import TritonExperts
 from experts.triton.launch_config import Device, LaunchConfig, MoEConfig
 from experts.triton.path import Path, PathCall
 from experts.triton.paths import ALL_PATHS
+from experts.triton.standard import TritonExperts
 from modular_kernel.catalog import make_kernel
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.quant.quantized_weights import quantize_weights

@@ -19,7 +19,7 @@ from prepared_weights_samples import (
     make_prepared_kernel,
 )
 
-from experts.triton.contiguous import TritonExperts
+from experts.triton.standard import TritonExperts
 from modular_kernel import make_kernel
 from modular_kernel.contracts import PermuteExpertsUnpermute
 from modular_kernel.errors import (

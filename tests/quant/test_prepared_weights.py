@@ -20,11 +20,11 @@ from prepared_weights_samples import (
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from experts.triton.configs.select import choose_config, override_config
-from experts.triton.contiguous import supported_paths
 from experts.triton.grouped_w4 import grouped_w4_config
 from experts.triton.grouped_w4.bitwise_reference import tile_weights
 from experts.triton.grouped_w4.grouped_w4_path import GroupedW4Path
 from experts.triton.grouped_w4.layout import PackedFormat, list_tile_rows
+from experts.triton.standard import supported_paths
 from modular_kernel import make_kernel
 from modular_kernel.quant.prepared import SOURCE_FIELDS
 from modular_kernel.spec.problem import Machine, Problem

@@ -22,7 +22,7 @@ from modular_kernel.quant.quantized_weights import (
 )
 from modular_kernel.spec.problem import Combine, Machine, Problem
 from modular_kernel.spec.quantization import QuantScheme
-from modular_kernel.tensors import ContiguousTokens, Dispatched, ExpertWeights, Routing
+from modular_kernel.tensors import Dispatched, ExpertWeights, Routing, StandardTokens
 from modular_kernel.testing.cases.inputs import Inputs, make_inputs
 from modular_kernel.testing.random_inputs import random_inputs
 from modular_kernel.testing.verify.compare import Comparison, compare
@@ -150,7 +150,7 @@ def test_dispatched_rows_have_scales(text: str, pair: tuple[str, str]) -> None:
     scheme, scale = problem.scheme, tokens.scale
     max_x = float(inputs.x_TH.abs().max())
     groups = -(-42 // scheme.group[1]) if scheme.granularity == "block" else 1
-    leading_shape = (19,) if isinstance(tokens, ContiguousTokens) else (5, 19)
+    leading_shape = (19,) if isinstance(tokens, StandardTokens) else (5, 19)
     has_single_scale = scheme.activation_granularity == "tensor"
     assert scale is not None
     assert scale.shape == ((1,) if has_single_scale else (*leading_shape, groups))
@@ -174,7 +174,7 @@ def _rows_of(token: int, tokens: Dispatched, routing: Routing) -> list[tuple[Any
     """Return every row to which a token was dispatched, with its scale."""
     scale = tokens.scale
     assert scale is not None
-    if isinstance(tokens, ContiguousTokens):
+    if isinstance(tokens, StandardTokens):
         return [(tokens.x_TH[token], scale if scale.dim() == 1 else scale[token])]
     rows_and_scales = []
     for expert in set(routing.topk_ids_TK[token].tolist()):
@@ -262,7 +262,7 @@ class QuantizingExperts(TorchExperts):
     requires: ExpertsRequirements = replace(TorchExperts.requires, quantizes_input=True)
 
     def apply(self, tokens: Dispatched, *, weights: ExpertWeights, **arguments: Any) -> None:
-        assert isinstance(tokens, ContiguousTokens)
+        assert isinstance(tokens, StandardTokens)
         assert tokens.scale is None
         assert tokens.x_TH.dtype == self.problem.dtype
         x, scheme = tokens.x_TH.float(), self.problem.scheme

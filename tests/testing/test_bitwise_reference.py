@@ -14,7 +14,7 @@ from experts.grouped_gemm import GroupedGemmExperts
 from experts.naive_batched import NaiveBatchedExperts
 from experts.torch_experts import TorchExperts
 from experts.triton.batched import BatchedTritonExperts
-from experts.triton.contiguous import TritonExperts
+from experts.triton.standard import TritonExperts
 from modular_kernel import Problem, reference
 from modular_kernel.catalog import this_machine
 from modular_kernel.contracts import PermuteExpertsUnpermute

@@ -87,7 +87,7 @@ def test_every_mutant_is_valid_python_and_has_a_unique_identity() -> None:
 def test_modules_of_a_part_include_its_kernels_and_operations() -> None:
     mutants = modules_of("TritonExperts", load_catalog())
     assert {
-        "experts.triton.contiguous",
+        "experts.triton.standard",
         "experts.triton.aligned.kernels.grouped_gemm",  # imported when the kernel is launched
         "experts.triton.gemv_tma.kernels.pipeline",
         "modular_kernel.ops.align",

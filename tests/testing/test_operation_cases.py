@@ -13,6 +13,7 @@ from experts.triton.configs.select import override_config
 from experts.triton.gemv import gemv_path
 from experts.triton.launch_config import LaunchConfig, MoEConfig
 from modular_kernel.catalog import load_catalog
+from modular_kernel.errors import StateError
 from modular_kernel.ops import permute, quantize_tiles
 from modular_kernel.replay import stages
 from modular_kernel.replay.launch.runtime import use_triton
@@ -143,6 +144,31 @@ def test_a_changed_layer_is_reported(
 ) -> None:
     monkeypatch.setattr(module, name, value)
     assert any(message in found for found in find_changed_plans.__wrapped__())
+
+
+def test_layers_that_may_run_on_paths_of_other_packages_are_not_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(adapters, "_MIN_BLOCK_R", 8)
+    parts = (" TritonExperts", " GroupedGemmExperts")
+    changed = find_changed_plans.__wrapped__()
+    assert all(any(part in message for message in changed) for part in parts)
+    external = {"TritonExperts": frozenset({"mine"})}
+    monkeypatch.setattr(
+        launch_plans, "find_external_paths", lambda part: external.get(part, frozenset())
+    )
+    changed = find_changed_plans.__wrapped__()
+    assert [any(part in message for message in changed) for part in parts] == [False, True]
+
+
+def test_plans_are_not_recorded_with_paths_of_other_packages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch_plans, "find_external_paths", lambda _part: frozenset({"mine"}))
+    before = launch_plans._PATH.read_bytes()
+    with pytest.raises(StateError, match="got mine from other packages, need built-in paths only"):
+        launch_plans._write()
+    assert launch_plans._PATH.read_bytes() == before
 
 
 def test_a_changed_stage_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from modular_kernel.compatibility.rules import judge
 from modular_kernel.contracts import PrepareAndFinalize
 from modular_kernel.spec.placement import Placement, pairs_to_slots
 from modular_kernel.spec.problem import IdSpace, Parallel, Problem
-from modular_kernel.tensors import ContiguousTokens, DispatchedRouting
+from modular_kernel.tensors import DispatchedRouting, StandardTokens
 from modular_kernel.testing.cases.inputs import make_inputs
 from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
 from modular_kernel.testing.ranks.pool import RankPool
@@ -210,7 +210,7 @@ def test_quantized_rows_are_compared_by_their_values(factor: float, expected: st
         torch.zeros(1, dtype=torch.int32),
     )
     x_TH = (inputs.x_TH / scale).round().to(torch.int8)
-    received = ContiguousTokens(x_TH, routing, scale * factor)
+    received = StandardTokens(x_TH, routing, scale * factor)
     assert describe_dispatch_difference([received], inputs, problem).startswith(expected)
     assert bool(describe_dispatch_difference([received], inputs, problem)) is bool(expected)
 

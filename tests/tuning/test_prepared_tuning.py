@@ -24,9 +24,9 @@ from experts.triton.configs import select as tiles
 from experts.triton.configs.files import ConfigKey, config_to_json, file_names_for
 from experts.triton.configs.heuristics import make_heuristic_steps
 from experts.triton.configs.select import choose_config, current_lookup, explain, override_config
-from experts.triton.contiguous import TritonExperts, supported_paths
 from experts.triton.launch_config import MoEConfig
 from experts.triton.paths import BASE_PATH, BY_NAME
+from experts.triton.standard import TritonExperts, supported_paths
 from experts.triton.tuning.space import ConfigSpace
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli import tune as verb

@@ -14,8 +14,8 @@ import torch
 from experts.staged import make_experts
 from experts.triton.aligned.aligned_path import AlignedPath
 from experts.triton.configs.select import buffer_kinds_up_to, choose_config
-from experts.triton.contiguous import TritonExperts, config_for_strides
 from experts.triton.path import PathCall, merge_workspaces
+from experts.triton.standard import TritonExperts, config_for_strides
 from modular_kernel.ops.align import AlignedPairs
 from modular_kernel.runner import (
     MoeRunnerCore,
@@ -29,7 +29,7 @@ from modular_kernel.runner import (
     register_pre_permute,
 )
 from modular_kernel.spec.problem import Problem
-from modular_kernel.tensors import ContiguousShape, ContiguousTokens, DispatchShape
+from modular_kernel.tensors import DispatchShape, StandardShape, StandardTokens
 from modular_kernel.workspace import BufferSpec
 
 BACKEND = "triton"
@@ -84,7 +84,7 @@ class TritonRunnerCore(MoeRunnerCore[NoState]):
         self._path = AlignedPath(problem)
 
     def workspace_shapes(self, shape: DispatchShape) -> Mapping[str, BufferSpec]:
-        assert isinstance(shape, ContiguousShape)
+        assert isinstance(shape, StandardShape)
         kinds = buffer_kinds_up_to(self.problem, shape.tokens, _PATHS)
         specs = (self._path.specs(max_tokens, block_m) for max_tokens, _, block_m in kinds)
         return merge_workspaces(self.problem, shape, specs).buffers()
@@ -116,7 +116,7 @@ def triton_to_standard(result: TritonRunnerOutput, call: RunnerCall[NoState]) ->
 
 def path_call(call: RunnerCall[NoState]) -> PathCall:
     """Convert a runner call to a PathCall with its launch configuration."""
-    assert isinstance(call.tokens, ContiguousTokens)
+    assert isinstance(call.tokens, StandardTokens)
     config = choose_config(call.problem, len(call.tokens.x_TH), _PATHS)
     config = config_for_strides(AlignedPath(call.problem), config, call.weights)
     return PathCall(call.tokens, call.weights, call.workspace, call.output, config)

@@ -21,12 +21,12 @@ from modular_kernel.spec.problem import ActivationFormat, IdSpace, Machine, Redu
 from modular_kernel.tensors import (
     BatchedShape,
     BatchedTokens,
-    ContiguousTokens,
     Dispatched,
     DispatchedRouting,
     DispatchShape,
     ExpertWeights,
     Routing,
+    StandardTokens,
 )
 from modular_kernel.workspace import EXPERT_OUTPUT, BufferSpec, Workspace
 
@@ -182,7 +182,7 @@ def _find_reducer(cls: type[PrepareAndFinalize]) -> tuple[Reduce, TopKWeightAndR
     raise ConfigurationError("topk_reduce", got="no such part", need=need)
 
 
-def _identity_output(tokens: ContiguousTokens, group: int, reduction: Reduce) -> torch.Tensor:
+def _identity_output(tokens: StandardTokens, group: int, reduction: Reduce) -> torch.Tensor:
     """Return the identity experts' output for R contiguous rows of x.
 
     For NOOP, the output is (R, H), the weighted sums over this rank's (token, expert) pairs. For

@@ -194,6 +194,12 @@ def list_path_cases(experts: str) -> Iterator[tuple[Problem, str, InputVariation
             )
 
 
+def find_external_paths(experts: str) -> frozenset[str]:
+    """Return the names of the part's usable paths that another package provides."""
+    paths = [path for path in load_catalog().experts(experts).paths() if not path.error]
+    return frozenset(path.name for path in paths if path.origin != paths[0].origin)
+
+
 def list_external_path_cases(
     prepare_finalize: str, experts: str, machine: Machine
 ) -> Iterator[tuple[Problem, str, InputVariation]]:
@@ -206,8 +212,7 @@ def list_external_path_cases(
     The other lists of cases are designed for the built-in paths. An external path takes over some
     of their calls, and adds combinations of its own.
     """
-    paths = [path for path in load_catalog().experts(experts).paths() if not path.error]
-    external = {path.name for path in paths if path.origin != paths[0].origin}
+    external = find_external_paths(experts)
     if not external:
         return
     combinations = reachable_combinations(prepare_finalize, experts, machine)

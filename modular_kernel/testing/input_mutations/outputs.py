@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from modular_kernel.tensors import BatchedTokens, ContiguousTokens, Dispatched, Handle
+from modular_kernel.tensors import BatchedTokens, Dispatched, Handle, StandardTokens
 from modular_kernel.testing.input_mutations.inject import Arrival, DefectState, StartedCall
 from modular_kernel.testing.input_mutations.inputs import find_local_ids, find_valid_pairs
 
@@ -69,7 +69,7 @@ def shift_experts(tokens: Dispatched) -> Dispatched:
 
 def skip_writing_skipped_rows(output: torch.Tensor, tokens: Dispatched) -> None:
     """Write NaN to the rows of pairs without a local expert, as if they were not written."""
-    assert isinstance(tokens, ContiguousTokens)
+    assert isinstance(tokens, StandardTokens)
     routing = tokens.routing
     ids = routing.topk_ids_TK.long()
     has_local_expert = (ids >= 0) & (ids < routing.num_experts)

@@ -17,7 +17,7 @@ from modular_kernel.contracts import CallState, Receiver
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.replay.recording import record_launches
 from modular_kernel.spec.placement import Placement
-from modular_kernel.tensors import ContiguousTokens, Routing
+from modular_kernel.tensors import Routing, StandardTokens
 from modular_kernel.testing.cases.scenario_names import prefers_near_copies, shares_memory
 from modular_kernel.testing.verify.problem_scenarios import Outcomes
 from modular_kernel.testing.verify.scenario_context import CORRECT, ScenarioContext, capture_outcome
@@ -196,7 +196,7 @@ def _count_pairs_by_local_expert(
     pair_counts = torch.zeros(num_local, dtype=torch.int64)
 
     def apply_and_count(tokens: Any, **kwargs: Any) -> None:
-        if isinstance(tokens, ContiguousTokens):
+        if isinstance(tokens, StandardTokens):
             ids_TK = tokens.routing.topk_ids_TK
             pair_counts.add_(torch.bincount(ids_TK[ids_TK >= 0].long(), minlength=num_local))
         else:

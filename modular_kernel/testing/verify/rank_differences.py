@@ -17,7 +17,7 @@ from modular_kernel import reference
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.spec.placement import Placement, pairs_to_slots
 from modular_kernel.spec.problem import IdSpace, Problem
-from modular_kernel.tensors import BatchedTokens, ContiguousTokens, Dispatched
+from modular_kernel.tensors import BatchedTokens, Dispatched, StandardTokens
 from modular_kernel.testing.cases.inputs import Inputs
 
 # Maximum relative difference between a received row and the token that it is identified with.
@@ -49,7 +49,7 @@ class ReceivedPairs:
 def find_wide_ids(received: Sequence[Dispatched]) -> Iterator[str]:
     """Yield a message if the experts have received ids of more than 32 bits."""
     for tokens in received:
-        if isinstance(tokens, ContiguousTokens):
+        if isinstance(tokens, StandardTokens):
             dtype = tokens.routing.topk_ids_TK.dtype
             if dtype is not torch.int32:
                 yield f"the experts received ids of {dtype}, need torch.int32"
@@ -179,7 +179,7 @@ def _compute_reference_pairs(
 
 
 def _get_row_length(tokens: Dispatched) -> int:
-    return (tokens.x_TH if isinstance(tokens, ContiguousTokens) else tokens.x_eCH).shape[-1]
+    return (tokens.x_TH if isinstance(tokens, StandardTokens) else tokens.x_eCH).shape[-1]
 
 
 def _extract_received_pairs(tokens: Dispatched, problem: Problem) -> ReceivedPairs:

@@ -33,11 +33,11 @@ from modular_kernel.contracts import PathInfo, TopKWeightAndReduce
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import (
-    ContiguousShape,
-    ContiguousTokens,
     Dispatched,
     DispatchShape,
     ExpertWeights,
+    StandardShape,
+    StandardTokens,
 )
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceNoOp, reducer_for
@@ -88,7 +88,7 @@ class TritonExperts(TritonExpertsBase):
 
     def takes_unquantized(self, shape: DispatchShape) -> bool:
         """Return whether a call of at most `shape` quantizes x itself on every path it can take."""
-        assert isinstance(shape, ContiguousShape)
+        assert isinstance(shape, StandardShape)
         if not self.problem.scheme.quantizes_activations:
             return False
         kinds = [
@@ -104,7 +104,7 @@ class TritonExperts(TritonExpertsBase):
         A call with fewer tokens can need a larger buffer, because it may take another path or use
         smaller blocks, which need more padding.
         """
-        assert isinstance(shape, ContiguousShape)
+        assert isinstance(shape, StandardShape)
         groups = self._call_groups(shape.tokens)
         return self._workspace_cache.get_or_merge(
             self.problem, shape, groups, lambda group: group.specs()
@@ -164,7 +164,7 @@ class TritonExperts(TritonExpertsBase):
         workspace: Workspace,
         output: torch.Tensor,
     ) -> None:
-        assert isinstance(tokens, ContiguousTokens)
+        assert isinstance(tokens, StandardTokens)
         if self._without_adapters is not None and tokens.routing.adapters_T is None:
             self._without_adapters.apply(
                 tokens, weights=weights, workspace=workspace, output=output
