@@ -86,7 +86,9 @@ class KillHistory:
         return line_covering + axis_covering + others
 
     def add(self, mutant: Mutant, case: Case) -> None:
+        """Record that a case, which passes without mutants, killed the mutant."""
         self._kills[mutant.module, case] += 1
+        self._passing.add(case)
 
     def check_passes(self, case: Case, backend: MutationBackend) -> None:
         """Raise ConfigurationError if the case fails without any mutant."""
