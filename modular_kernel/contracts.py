@@ -130,7 +130,7 @@ class Tunable(ABC):
 
     @abstractmethod
     def explain(self, tokens: int, device_name: str | None = None) -> str:
-        """Return a text that says which launch is used, where it comes from, and why.
+        """Describe which launch configuration is used, where it comes from, and why it is used.
 
         device_name: name of a GPU; None means this machine.
         """
@@ -205,8 +205,8 @@ class PartDeclarations:
         """Return calls of the part's own operations on the CPU, by name, for `mk test`.
 
         Each call makes its inputs, runs operations that have a kernel and a torch reference, and
-        returns the tensors that they have written. The same bits must be returned with both.
-        A call raises AssertionError if it knows that a result is wrong.
+        returns the tensors that the operations wrote. Kernels and references must write the same
+        bits. A call raises AssertionError if it detects a wrong result.
         """
         return {}
 
@@ -225,7 +225,8 @@ class PrepareAndFinalize(PartDeclarations, ABC):
     allocates_output: ClassVar[bool] = False
     # Whether `prepare` is faster than `prepare_no_receive` followed by a call of its receiver.
     prepares_at_once: ClassVar[bool] = False
-    # In the batched format, the rows per expert are a multiple of this (`round_capacity`).
+    # In the batched format, the number of rows per expert is a multiple of this number.
+    # `round_capacity` sets it.
     capacity_multiple: int = 1
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
@@ -394,7 +395,8 @@ class PermuteExpertsUnpermute(PartDeclarations, ABC):
     """
 
     requires: ClassVar[ExpertsRequirements]
-    # The staged part whose results this fused part must equal. The test harness compares the two.
+    # The staged part that this fused part replaces. The test harness verifies that the results of
+    # both are equal.
     unfused: ClassVar["type[PermuteExpertsUnpermute] | None"] = None
 
     def __init__(self, problem: Problem) -> None:
@@ -443,7 +445,7 @@ class PermuteExpertsUnpermute(PartDeclarations, ABC):
 
     @abstractmethod
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        """Return the reduction that finalize must apply to the output."""
+        """Return the reduction that finalize must apply to the output of the experts."""
 
     def prepared_specs(self) -> Mapping[str, BufferSpec]:
         """Return the specs of the tensors that `prepare` derives, by field of ExpertWeights."""
@@ -460,7 +462,7 @@ class PermuteExpertsUnpermute(PartDeclarations, ABC):
         """
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
-        """Return which values a call with these tensors rounds, or None for no declaration.
+        """Return which values a call with these tensors rounds, or None to declare nothing.
 
         `mk test` verifies the declaration.
 

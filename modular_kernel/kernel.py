@@ -132,10 +132,10 @@ class FusedMoEModularKernel(Execution):
         """
         if self.checked or self.poison or type(self) is not FusedMoEModularKernel:
             return 0
-        shared = min(self.problem.tokens, MAX_SHARED_TOKENS)
+        max_shared = min(self.problem.tokens, MAX_SHARED_TOKENS)
         if self.problem.parallel.world_size > 1:
-            return shared if self.replayable and self.machine.device == "cuda" else 0
-        return self.problem.tokens if self.replayable else shared
+            return max_shared if self.replayable and self.machine.device == "cuda" else 0
+        return self.problem.tokens if self.replayable else max_shared
 
     def reserve_workspace(self, tokens: int, device: torch.device | None = None) -> None:
         """Reserve the workspace that calls of up to `tokens` tokens would reserve on first use.
@@ -192,7 +192,8 @@ class FusedMoEModularKernel(Execution):
     ) -> "Pending":
         """Check the tensors and start the dispatch; experts and combine run in `.finish()`.
 
-        With an asynchronous PrepareAndFinalize, work done in between overlaps the dispatch.
+        With an asynchronous PrepareAndFinalize, work that the caller launches before `.finish()`
+        overlaps the dispatch.
         Several calls may be in flight at once.
         """
         return self._check_and_start(x_TH, weights, routing, out, at_once=False)

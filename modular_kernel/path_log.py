@@ -34,7 +34,9 @@ def log_path(path: str, problem: Problem, weights: ExpertWeights) -> None:
 
 @contextmanager
 def record_paths() -> Iterator[list[EnteredPath]]:
-    """Return a list of the paths that calls take inside the block, in this thread.
+    """Return a context manager that yields a list of the paths that calls take in its block.
+
+    Only calls of this thread are logged.
 
     A plan may replay recorded launches instead of running the host code of a part. Such a call is
     not logged.

@@ -1,8 +1,8 @@
-"""State of process-wide settings that affect users, such as launch replay and the interpreter.
+"""States of process-wide settings that affect users, such as launch replay and the interpreter.
 
 `mk doctor` and `mk profile` show all states. A state that has a reason is also logged once, by the
-logger "modular_kernel.process_status". It is logged as a warning if it is not what the user
-requested or expects.
+logger "modular_kernel.process_status". A state that the user did not request or expect is logged as
+a warning.
 """
 
 import logging
@@ -44,7 +44,7 @@ def get_replay_state() -> ProcessState:
 
     reason = why_not_replayed()
     return (
-        ProcessState("replay", "off", escape_nonprintable(reason), _on_gpu())
+        ProcessState("replay", "off", escape_nonprintable(reason), _has_gpu())
         if reason
         else ProcessState("replay", "on")
     )
@@ -70,7 +70,7 @@ def get_interpreter_state() -> ProcessState:
             if reason
             else ProcessState("interpreter", "on")
         )
-    if _on_gpu():
+    if _has_gpu():
         return ProcessState("interpreter", "off")
     return ProcessState(
         "interpreter", "off", "TRITON_INTERPRET is not set: Triton parts need a GPU"
@@ -93,7 +93,7 @@ def get_compiler_state() -> ProcessState:
     if find_c_compiler() is not None:
         return ProcessState("C compiler", "found")
     reason = "no CC, gcc or clang: triton cannot build launchers, so plans cannot replay launches"
-    return ProcessState("C compiler", "missing", reason, loud=_on_gpu())
+    return ProcessState("C compiler", "missing", reason, loud=_has_gpu())
 
 
 def get_caches_state() -> ProcessState:
@@ -142,5 +142,5 @@ def log_once(states: tuple[ProcessState, ...]) -> None:
             _LOG.log(level, "%s %s", state.name, state)
 
 
-def _on_gpu() -> bool:
+def _has_gpu() -> bool:
     return torch.cuda.is_available()

@@ -73,8 +73,8 @@ def check_dense(x_TH: object, routing: Routing, out: object) -> None:
 def check_adapters_present(routing: Routing, problem: Problem) -> None:
     """Check that routing.adapters_T is set if and only if the problem has adapters.
 
-    If no token has an adapter, it must be "none" instead of None. A caller who forgets the adapters
-    therefore gets an error.
+    If the problem has adapters but no token of the call uses one, routing.adapters_T must be "none"
+    instead of None. A caller who forgets to pass the adapters therefore gets an error.
     """
     has_adapters = routing.adapters_T is not None
     if has_adapters != (problem.adapters is not None):
@@ -220,7 +220,7 @@ def check_expert_map(weights: ExpertWeights, problem: Problem) -> None:
         raise WeightsError("expert_map", got=got, need=f"-1 or 0 to {problem.e - 1}")
 
 
-def check_order(weights: ExpertWeights, problem: Problem) -> None:
+def check_w1_order(weights: ExpertWeights, problem: Problem) -> None:
     """Raise WeightsError unless every value of w1_order is in [0, H).
 
     For checked mode. Synchronizes with the device.
@@ -253,13 +253,13 @@ def _describe_out_of_range(
     what: noun for a value.
     preposition: preposition before the position of the value.
     """
-    bad = (values < start) | (values >= end)
-    if not bool(bad.any()):
+    is_outside = (values < start) | (values >= end)
+    if not bool(is_outside.any()):
         return ""
-    index = tuple(bad.nonzero()[0].tolist())
+    index = tuple(is_outside.nonzero()[0].tolist())
     position = index[0] if len(index) == 1 else index
     return (
-        f"{format_count(int(bad.sum()), what)}, the first {int(values[index])} "
+        f"{format_count(int(is_outside.sum()), what)}, the first {int(values[index])} "
         f"{preposition} {position}"
     )
 
@@ -395,5 +395,5 @@ def check_no_grad(
     x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing, out: torch.Tensor | None
 ) -> None:
     """Raise InputError if a tensor requires grad, because kernels do not compute gradients."""
-    call = {"x": x_TH, "topk_weights": routing.topk_weights_TK, "out": out}
-    check_no_gradients(call | vars(weights))
+    tensors = {"x": x_TH, "topk_weights": routing.topk_weights_TK, "out": out}
+    check_no_gradients(tensors | vars(weights))
