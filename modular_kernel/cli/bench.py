@@ -397,7 +397,7 @@ def _print_unprepared(pairs: "list[Candidate]", quants: list[str]) -> None:
 
     Raises ConfigurationError if no pairing is timed with prepared weights.
     """
-    from modular_kernel.bench.candidates import prepared_name
+    from modular_kernel.bench.candidates import make_prepared_name
 
     prepared_names = {
         (candidate.name, candidate.quant) for candidate in pairs if candidate.prepared
@@ -408,7 +408,7 @@ def _print_unprepared(pairs: "list[Candidate]", quants: list[str]) -> None:
         f"{candidate.name} {candidate.quant}"
         for candidate in pairs
         if not candidate.prepared
-        and (prepared_name(candidate.name), candidate.quant) not in prepared_names
+        and (make_prepared_name(candidate.name), candidate.quant) not in prepared_names
     ]
     if without:
         output.print_note(f"not timed with prepared weights: {', '.join(without)}")

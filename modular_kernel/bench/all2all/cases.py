@@ -160,8 +160,10 @@ class ExchangeInputs:
 
     @classmethod
     def from_case(cls, case: ExchangeCase, rank: int, device: torch.device) -> "ExchangeInputs":
-        on_cpu = case.routing(rank)
-        routing = Routing(on_cpu.topk_weights_TK.to(device), on_cpu.topk_ids_TK.to(device))
+        cpu_routing = case.routing(rank)
+        routing = Routing(
+            cpu_routing.topk_weights_TK.to(device), cpu_routing.topk_ids_TK.to(device)
+        )
         return cls(case, case.x_TH(rank, device), routing)
 
 
