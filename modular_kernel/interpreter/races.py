@@ -5,8 +5,7 @@ are not ordered. A GPU runs programs concurrently. The interpreter runs them one
 race gives the same results every time and goes unnoticed. `Races` therefore records every access of
 a launch with its program. Program B is ordered after program A if B has used an acquire-release
 atomic to read a value that A has written with an acquire-release atomic. The order applies to whole
-programs, so it includes accesses of A after its atomic. Elements are identified by their first
-byte.
+programs, including accesses of A after its atomic. Elements are identified by their first byte.
 """
 
 from collections.abc import Iterator

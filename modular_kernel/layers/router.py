@@ -101,22 +101,21 @@ class Router(nn.Module):
         columns, gate_dtype = spec.columns(num_experts), parse_dtype(dtype)
 
         def make_parameter(*shape: int, dtype: torch.dtype = gate_dtype) -> nn.Parameter:
-            unset = torch.full(shape, torch.nan, dtype=dtype, device=device)
-            return nn.Parameter(unset, requires_grad=False)
+            nan_values = torch.full(shape, torch.nan, dtype=dtype, device=device)
+            return nn.Parameter(nan_values, requires_grad=False)
 
         self.weight = make_parameter(columns, hidden_size)
         self.bias = make_parameter(columns) if bias else None
-        biased = spec.selection_bias
+        has_selection_bias = spec.selection_bias
         self.e_score_correction_bias = (
-            make_parameter(columns, dtype=torch.float32) if biased else None
+            make_parameter(columns, dtype=torch.float32) if has_selection_bias else None
         )
         table = None
         if vocabulary is not None:
             table = torch.full((vocabulary, spec.top_k), -1, dtype=torch.int64, device=device)
         self.register_buffer("tid2eid", table)
-        self._must_check_loaded = (
-            True  # whether the next call must check that all tensors are loaded
-        )
+        # Whether the next call must check that all tensors are loaded.
+        self._must_check_loaded = True
 
     def mark_loaded(self) -> None:
         """Skip the check that parameters are loaded, for a gate that is meant to contain NaN."""
@@ -180,9 +179,9 @@ class Router(nn.Module):
         state_dict: dict[str, Any],
         prefix: str,
         local_metadata: dict[str, Any],
-        *others: Any,
+        *args: Any,
     ) -> None:
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         if self._must_check_loaded:
             self._must_check_loaded = not state_is_loaded(
                 self._loaded_tensors(), state_dict, prefix

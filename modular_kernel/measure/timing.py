@@ -1,4 +1,4 @@
-"""Time calls: with events around CUDA graph replays on a GPU, with the host's clock on a CPU.
+"""Times calls with events around CUDA graph replays on a GPU, or with the host's clock on a CPU.
 
 In a real model, the data of a call is not in the L2 cache, because other layers have run since its
 last use. A benchmark that repeats one call would find its inputs and weights in the cache. A graph
@@ -7,7 +7,7 @@ weights are small (`Rotation`). The data of a call is then evicted before it is 
 several sets of weights do not fit into memory, the cache is overwritten before every call.
 
 The result is the median time of a replay, divided by its number of calls. The first replays are not
-timed, see `EventClock`.
+timed (see `EventClock`).
 """
 
 import math
@@ -99,7 +99,7 @@ def time_calls(
 ) -> Timing:
     """Time replays of `calls`. A replay runs each of them once.
 
-    Each call first runs once eagerly. A GPU then runs untimed replays, see `EventClock`.
+    Each call first runs once eagerly. A GPU then runs untimed replays (see `EventClock`).
 
     graph: whether to replay CUDA graphs. On a CPU, and if the capture fails, the calls run eagerly;
         see Timing.mode.
@@ -151,7 +151,7 @@ def capture_graphs(groups: Sequence[Sequence[Call]]) -> list[Call] | None:
     """
     runs: list[Call] = []
     stream = torch.cuda.current_stream()
-    generator = _generator()
+    generator = _get_default_generator()
     state = generator.clone_state()
     try:
         for group in groups:
@@ -169,7 +169,7 @@ def capture_graphs(groups: Sequence[Sequence[Call]]) -> list[Call] | None:
     return runs
 
 
-def _generator() -> torch.Generator:
+def _get_default_generator() -> torch.Generator:
     return torch.cuda.default_generators[torch.cuda.current_device()]
 
 
@@ -294,17 +294,17 @@ def measure_host_cost(call: Call, device: torch.device) -> HostCost | None:
     if device.type != "cuda":
         return None
     call()
-    before, times = _allocations(device), []
+    before, times = _count_allocations(device), []
     for _ in range(_HOST_REPEATS):
         torch.cuda.synchronize()
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
     torch.cuda.synchronize()
-    allocations = (_allocations(device) - before) / _HOST_REPEATS
+    allocations = (_count_allocations(device) - before) / _HOST_REPEATS
     return HostCost(median(times) * 1e6, allocations)
 
 
-def _allocations(device: torch.device) -> int:
+def _count_allocations(device: torch.device) -> int:
     """Return the number of allocations by torch's caching allocator so far."""
     return int(torch.cuda.memory_stats(device).get("allocation.all.allocated", 0))
