@@ -188,7 +188,7 @@ class PartDeclarations:
     def described(cls, machine: Machine) -> AbstractContextManager[None]:
         """Return a context manager in which launches are chosen as if running on `machine`.
 
-        It applies to the current thread.
+        The context manager affects only the current thread.
         """
         return nullcontext()
 
@@ -196,7 +196,7 @@ class PartDeclarations:
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
         """Return functions that call kernels with meta tensors, by name, for `mk compile`.
 
-        They cover the kernels that a single-rank layer does not launch.
+        The functions cover the kernels that a single-rank layer does not launch.
         """
         return {}
 
@@ -348,7 +348,7 @@ class PrepareAndFinalize(PartDeclarations, ABC):
     def refuse(self, error: Exception) -> None:  # a no-op in single-rank parts
         """Notify the other ranks, without waiting, that this rank refuses its call with `error`.
 
-        This is called before the call has exchanged anything. The other ranks raise
+        This method is called before the call has exchanged anything. The other ranks raise
         CommunicationError, and all ranks remain usable.
         """
 
@@ -382,7 +382,7 @@ class PrepareAndFinalize(PartDeclarations, ABC):
         """Combine like `finalize`, but return a newly allocated tensor.
 
         If `allocates_output` is True and the caller does not pass `out`, this method is called
-        instead of `finalize`. It saves a copy for libraries that allocate their results.
+        instead of `finalize`, which avoids a copy for libraries that allocate their results.
         """
         need = "a part with allocates_output = True"
         raise UnsupportedError("finalize_to_new_tensor", got=type(self).__name__, need=need)
@@ -499,7 +499,7 @@ class PermuteExpertsUnpermute(PartDeclarations, ABC):
     ) -> None:
         """Compute the experts, and write `output`, whose shape `workspace_shapes` declares.
 
-        Inputs must not be modified. This is never called with zero rows. `requires.invalid_rows`
+        Inputs must not be modified. `apply` is never called with zero rows. `requires.invalid_rows`
         defines the content of rows of skipped pairs. If `requires.inplace` is True, `output` may
         share the memory of `tokens`. In this case, `output` must be written only after the last
         token has been read.
@@ -509,7 +509,7 @@ class PermuteExpertsUnpermute(PartDeclarations, ABC):
 class PickledByProblem:
     """Mixin that pickles and copies an experts part as its class and problem.
 
-    It is for parts that cannot be pickled because their constructors bind kernels or a library. A
+    Use it for parts that cannot be pickled because their constructors bind kernels or a library. A
     subclass with other constructor arguments, or with more state, must override `__reduce__`.
     """
 

@@ -39,13 +39,14 @@ class FusedMoEModularKernel(Execution):
     """A fused MoE layer composed of two compatible parts.
 
     machine: the machine that the kernel runs on. None detects this machine.
-    checked: check the values of ids, adapter slots and maps in every call, and raise an InputError
-        if one is invalid. This synchronizes with the device. If False, (token, expert) pairs with
-        an invalid id are skipped and counted in `invalid_ids`.
-    poison: for tests. Before each call, fill the workspace and the output with NaN or other values.
-        After each call, check that no kernel wrote past the end of a buffer, which synchronizes.
-    auto_prepare: call `prepare_weights` on the first use of weights, if memory allows. None enables
-        this on GPUs only.
+    checked: whether to check the values of ids, adapter slots and maps in every call, which
+        synchronizes with the device, and to raise an InputError for an invalid value. If False,
+        (token, expert) pairs with an invalid id are skipped and counted in `invalid_ids`.
+    poison: for tests; whether to fill the workspace and the output with NaN or other values before
+        each call, and to check after each call that no kernel wrote past the end of a buffer, which
+        synchronizes.
+    auto_prepare: whether to call `prepare_weights` on the first use of weights, if memory allows.
+        None means True on a GPU and False on a CPU.
 
     Raises IncompatibleError with every reason if the pairing is refused.
     """

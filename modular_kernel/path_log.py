@@ -38,7 +38,7 @@ def record_paths() -> Iterator[list[EnteredPath]]:
 
     Only calls of this thread are logged.
 
-    A plan may replay recorded launches instead of running the host code of a part. Such a call is
+    Calls in which a plan replays recorded launches, without running the host code of the part, are
     not logged.
     """
     log: list[EnteredPath] = []

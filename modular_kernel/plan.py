@@ -94,7 +94,7 @@ class BoundCalls(ABC):
         routing: Routing,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Check a call that `_replay` did not run. Then run it, or replay it if possible."""
+        """Check a call that `_replay` did not run, then replay the call if possible, or run it."""
         checked_weights, output = self._check_or_refuse(x_TH, weights, routing, out)
         inputs = _collect_inputs(x_TH, routing)
         signature, _ = recording.get_signature_and_pointers(inputs, checked_weights)

@@ -11,8 +11,8 @@ and post-permute writes the output.
     def toy_to_standard(result: ToyOutput, call: RunnerCall[ToyState]) -> None: ...
 
 `experts.staged.make_experts("ToyExperts", "toy", "standard", ...)` builds an experts part from the
-stages. A fused operation computes all three stages at once. It names the staged part that it
-replaces (`unfused`), and the test harness verifies that the results of both are equal.
+stages. A fused operation computes all three stages at once, and names the staged part that it
+replaces (`unfused`). The test harness verifies that the results of both are equal.
 """
 
 from abc import ABC, abstractmethod

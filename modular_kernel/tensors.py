@@ -102,7 +102,7 @@ class ExpertWeights:
     lora_b2: (L, e, H, R).
 
     `modular_kernel.quant.quantized_weights.weight_specs` describes the scales, zero points and
-    global scales of each scheme. They are None if the scheme does not have them. nvfp4 has one
+    global scales of each scheme, which are None if the scheme does not have them. nvfp4 has one
     global scale per matrix: (e, 2) for gate and up, and (e, 1) otherwise.
 
     The lora_* tensors hold L adapters, and have the problem's dtype for every scheme; they are None
@@ -111,8 +111,8 @@ class ExpertWeights:
     finite. The last dimension must be contiguous; other strides are arbitrary.
 
     The tensors *_tiles and *_tile_scales are int32 copies of 4-bit w1 and w2 in the layout that
-    some GEMMs read (`experts.triton.grouped_w4.layout`). `kernel.prepare_weights` creates them. If
-    they are None, they are derived in each call.
+    some GEMMs read (`experts.triton.grouped_w4.layout`). `kernel.prepare_weights` creates these
+    tensors. If they are None, each call derives them.
     """
 
     w1: torch.Tensor

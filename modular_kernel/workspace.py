@@ -15,8 +15,8 @@ import torch
 from modular_kernel.errors import ConfigurationError, CorruptionError
 from modular_kernel.replay import recording
 
-# Name of the buffer that the experts write and finalize reads. Its size covers dispatch_shape. A
-# smaller call uses the first elements of the buffer.
+# Name of the buffer that the experts write and finalize reads. The buffer is large enough for the
+# dispatch_shape of a call. A smaller dispatch uses the first elements of the buffer.
 EXPERT_OUTPUT = "expert_output"
 
 _ALIGNMENT = 256  # bytes: alignment of a CUDA allocation, and a multiple of TMA's 128
@@ -122,7 +122,7 @@ def _compute_layout(
 
     Raises ConfigurationError if a buffer is declared over a buffer that is over others.
     """
-    # This runs in every kernel call, so sizes are computed once, inline.
+    # This function runs in every kernel call, so sizes are computed once, inline.
     sizes, underlying_names = {}, set[str]()
     for name, spec in specs.items():
         sizes[name] = math.prod(spec.shape) * spec.dtype.itemsize

@@ -26,10 +26,10 @@ peers (layers of other libraries). A --peer file defines `layers()`, which retur
         return [Mine()]
 
 `call` runs a whole layer: index computation, quantization of x, both GEMMs, activation, and
-weighted sum. It should be capturable in a CUDA graph, that is, have no synchronization and no
-data-dependent shapes. The weights passed to `setup` are unquantized, and `setup` quantizes them to
-the scheme `quant`. `layers()` is called once for each shape and set of weights, and its objects
-must not share state.
+weighted sum. `call` should be capturable in a CUDA graph, that is, it must not synchronize, and its
+shapes must not depend on data. The weights passed to `setup` are unquantized, and `setup` quantizes
+them to the scheme `quant`. `layers()` is called once for each shape and set of weights, and its
+objects must not share state.
 """
 
 import itertools
@@ -245,9 +245,9 @@ class ComposedLayer(Layer):
 class TorchGroupedMm(Layer):
     """A plain SwiGLU layer in bfloat16 that uses torch._grouped_mm.
 
-    It sorts the P = T * K (token, expert) pairs by expert, gathers rows of x, and runs the first
-    GEMM with N = 2I columns (gate and up), SiLU and multiplication, the second GEMM, a scatter, and
-    the weighted sum.
+    A call sorts the P = T * K (token, expert) pairs by expert, gathers rows of x, and runs the
+    first GEMM with N = 2I columns (gate and up), SiLU and multiplication, the second GEMM, a
+    scatter, and the weighted sum.
     """
 
     name = "torch_grouped_mm"

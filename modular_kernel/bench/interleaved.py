@@ -124,7 +124,7 @@ def run_interleaved(
     """Run the comparison and return its report.
 
     on_case: called with a line of text about each case.
-    on_report: called after each case with the report of the rows so far. It can save them, in case
+    on_report: called after each case with the report of the rows so far, which it can save in case
         a library terminates the process later.
     """
     with torch.no_grad():

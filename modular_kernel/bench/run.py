@@ -464,8 +464,8 @@ def format_error(error: Exception) -> str:
 def select_inputs_to_verify(calls: int, minimum: int) -> list[int]:
     """Return the indices of the inputs to verify, at least `minimum` of them.
 
-    They are the first and the last input of the timed calls, 0 and calls - 1. If more are needed,
-    additional inputs from index `calls` on are inserted before the last one.
+    The result contains the first and the last input of the timed calls, 0 and calls - 1. If more
+    inputs are needed, inputs from index `calls` on are inserted before the last input.
 
     calls: number of timed calls.
     """

@@ -112,8 +112,8 @@ def format_of(config: object, *, path: str = "config.json", depth: int | None = 
 
     config: the quantization_config; None for an unquantized checkpoint.
     path: path of the config.json, for messages.
-    depth: max(H, I) of the layer. It is required if one group spans all columns of a matrix: for a
-        group_size of -1, and for 4-bit weights with per-channel scales.
+    depth: max(H, I) of the layer. Required if one group spans all columns of a matrix, that is, for
+        a group_size of -1 and for 4-bit weights with per-channel scales.
 
     Raises ConfigurationError for an unknown format, or one that cannot be converted, such as AWQ
     with other than 4 bits.

@@ -57,7 +57,7 @@ class LoadedExperts:
     problem_fields: the fields of Problem that the checkpoint determines. `intermediate` is the
         width of this rank's share, including padding.
     placement, ep, tp: the share that was loaded.
-    columns: the columns [start, stop) of I that this rank holds. They come first in its weights.
+    columns: the columns [start, stop) of I that this rank holds, which come first in its weights.
         The remaining columns are padding with weights of 0.
     format: the storage format of the files.
     bytes_read: bytes of tensor data that were read.
@@ -160,8 +160,8 @@ def load_experts(  # noqa: PLR0913 (independent options)
         first TP rank has b2, and the others have zeros.
     placement: the experts of each EP rank.
     dtype: dtype of the layer, and of unquantized weights. None uses the dtype in the config.json.
-        If it has none, the dtype of unquantized files is used (DtypeError if they have several), or
-        bfloat16 if all weights are quantized.
+        If the config.json has no dtype, the dtype of unquantized files is used (DtypeError if they
+        have several), or bfloat16 if all weights are quantized.
     prefix: the part of the tensor names before "layers.N", for a checkpoint with several models.
     config: a config.json to use instead of the one next to the tensors.
     quantize_inputs: whether to load nvfp4_w4a4, with the activation scales, instead of nvfp4_w4a16.
@@ -288,8 +288,7 @@ def check_quantizable(what: str, format: Format, scheme: QuantScheme | None) -> 
 def _keeps_codes(format: Format, scheme: QuantScheme) -> bool:
     """Return whether `scheme` can represent the weights of `format` with the same codes.
 
-    It can if weights are float8 with one scale per matrix, because each row can be given this
-    scale.
+    This holds for float8 weights with one scale per matrix, because every row can use that scale.
     """
     return format.scheme.name == "fp8_w8a8_tensor" and scheme.name == "fp8_w8a8_channel"
 
@@ -312,7 +311,7 @@ class _ShareReader:
     """Reads one rank's share of a layer's experts.
 
     target_format: the format of the files with the tile sizes of the layer.
-    problem: problem of this rank. Its I includes padding.
+    problem: problem of this rank, whose I includes padding.
     columns: range of I that this rank holds, as columns of w2, and rows of gate and of up.
     has_b2: whether this rank adds the bias of w2.
 
@@ -592,9 +591,8 @@ def _allocate_tensors(
 ) -> dict[str, torch.Tensor]:
     """Allocate the weights of a problem, except for static activation scales.
 
-    dtypes_by_role: the dtypes in the files. Scales and biases keep their dtype if all of them have
-        the same one and the layer supports it. Otherwise they are float32, which represents them
-        exactly.
+    dtypes_by_role: the dtypes in the files. Scales and biases keep their dtype if it is the same
+        for all of them and the layer supports it. Otherwise, they become float32, which is exact.
     """
 
     def select_dtype(role: str, allowed: Sequence[torch.dtype]) -> torch.dtype:

@@ -80,7 +80,7 @@ def pack_columns(words: torch.Tensor, out: torch.Tensor | None = None) -> torch.
 def interleave_nibbles(words: torch.Tensor) -> torch.Tensor:
     """Return int32 words with nibbles 0, 4, 1, 5, 2, 6, 3, 7 of `words`.
 
-    This sorts the eight columns of an AWQ word.
+    For an AWQ word, these are the eight columns in ascending order.
     """
     low, high = words.contiguous() & 0xFFFF, words >> 16 & 0xFFFF
     for half in (low, high):

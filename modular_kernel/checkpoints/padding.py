@@ -76,7 +76,8 @@ def _fill_w2_columns(
         return
     zero_point[..., first_empty_group:] = _get_zero_code(scheme)
     if start % group:
-        # The last loaded group extends into the padding. Its codes of 0 are its zero point.
+        # The last loaded group extends into the padding, where
+        # weights of 0 have the code of the group's zero point.
         end = min(first_empty_group * group, stop)
         loaded_zero_point = zero_point[..., first_empty_group - 1]
         if scheme.packed:

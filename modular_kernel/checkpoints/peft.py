@@ -66,16 +66,16 @@ def load_adapter(
 
     folder: folder with adapter_config.json and adapter_model.safetensors.
     layer: number of the layer, from 0.
-    problem: problem of the base model. Its `lora` states which factors experts share.
+    problem: problem of the base model, whose `lora` states which factors the experts share.
     ep: (rank, ranks) for experts in contiguous blocks. None uses `problem.parallel`.
     ignored_modules: names of modules, such as "self_attn", whose tensors are ignored because they
         are loaded by other parts of the model.
 
-    Returns the adapter of this rank's experts, on the CPU, in the dtype of the problem. Its rank is
-    the maximum over projections. If gate and up have different A but the problem needs a common A,
-    their ranks are added. Smaller factors are padded with zeros. B is multiplied by the scaling,
-    lora_alpha / r or lora_alpha / sqrt(r). Factors are zero for projections that are not in the
-    checkpoint, and for layers that layers_to_transform excludes.
+    Returns the adapter of this rank's experts, on the CPU, in the dtype of the problem. The rank of
+    the adapter is the maximum over projections. If gate and up have different A but the problem
+    needs a common A, their ranks are added. Smaller factors are padded with zeros. B is multiplied
+    by the scaling, lora_alpha / r or lora_alpha / sqrt(r). Factors are zero for projections that
+    are not in the checkpoint, and for layers that layers_to_transform excludes.
 
     Checks names, shapes and dtypes before reading any tensor. Raises ConfigurationError for methods
     other than plain LoRA, or for another base model, WeightsError for unknown or missing tensors,

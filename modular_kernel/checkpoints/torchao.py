@@ -13,8 +13,9 @@ header of the file contain the class and the attributes of each weight, in JSON:
 | NVFP4Tensor  | q * s * t | s float8, (N, K / 16), BlockedScale; t float32, one number, or none |
 | MXTensor     | q * s     | s E8M0, (N, K / 32), BlockedScale; q e4m3 or e2m1                   |
 
-Int4Tensor has codes from -8 to 7 with even k in the low nibble. Its z is a float that need not be a
-multiple of s, so no integer scheme can represent the values. They are dequantized in float32.
+Int4Tensor has codes from -8 to 7 with even k in the low nibble. z is a float that need not be a
+multiple of s, so no integer scheme can represent the values. These weights are dequantized in
+float32.
 """
 
 import json

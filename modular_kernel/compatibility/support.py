@@ -52,8 +52,8 @@ class Requirements:
     graph_capturable: a call neither synchronizes nor allocates, and its shapes do not depend on
         data.
     deterministic: equal input gives bitwise equal output.
-    batch_invariant: if the problem requires it, the output of a token is bitwise equal to the
-        output of a call with only this token. This includes the part's reducers.
+    batch_invariant: if the problem requires batch invariance, the part and its reducers compute an
+        output for each token that is bitwise equal to the output of a call with only this token.
     lora: the part supports LoRA adapters. A PrepareAndFinalize dispatches the adapter slots with
         the tokens; experts add the LoRA deltas in both GEMMs.
     """
@@ -282,7 +282,7 @@ RuleFunction = Callable[[RuleInput], Violations]
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of `judge` for one pairing. It is truthy if there are no rejections."""
+    """The result of `judge` for one pairing, which is truthy if there are no rejections."""
 
     prepare_finalize: str
     experts: str

@@ -61,8 +61,8 @@ class LaunchCache:
         """Replay the writes of an equal launch, or run this launch and record its accesses.
 
         arguments: arguments of the kernel, by name.
-        run: executes the launch. It records accesses in the trace that it gets, unless the trace is
-            None.
+        run: executes the launch, and records the accesses in the trace that it gets, unless the
+            trace is None.
         can_replay: whether a replay is allowed. If False, the launch always runs.
         """
         bounds = Bounds(arguments)

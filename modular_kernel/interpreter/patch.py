@@ -219,8 +219,9 @@ def _patch_tensor(tensor: TritonObject, scope: TritonObject) -> None:
 def _make_typed_argument(arg: TritonObject) -> TritonObject:
     """Return an argument of a launch with the type that it has in a compiled kernel.
 
-    This is int32, int64, float32, int1 or a pointer. Upstream passes a float as a Python number,
-    which does not take part in type promotion, and stores integers of 2**31 or more in 32 bits.
+    The type is int32, int64, float32, int1 or a pointer. Upstream passes a float as a Python
+    number, which does not take part in type promotion, and stores integers of 2**31 or more in 32
+    bits.
     """
     if isinstance(arg, bool):
         return tl.tensor(upstream.TensorHandle(np.array([arg]), tl.int1), tl.int1)

@@ -50,8 +50,8 @@ class Races:
     def record_access(self, access: Access, pointers: Any, program: int) -> Iterator[str]:
         """Record accesses of `program` to elements at `pointers`. Yield a report of each race.
 
-        There is at most one report for each kind of conflicting access. It names the argument of
-        the first conflicting element.
+        At most one report is yielded for each kind of conflicting access. The report names the
+        argument of the first conflicting element.
 
         pointers: 1-d numpy array of addresses in bounds.
         """

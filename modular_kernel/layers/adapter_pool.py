@@ -144,8 +144,9 @@ class AdapterPool:
         The values of the tensors are checked, which synchronizes with the device.
 
         name: name of the adapter, 1 to 256 characters. It must not be loaded.
-        adapter: an adapter whose rank is at most the rank of the pool. If its rank is smaller, the
-            rest of the slot stays zero. Its tensors are on the pool's device or on the CPU.
+        adapter: an adapter whose rank is at most the rank of the pool, with tensors on the pool's
+            device or on the CPU. If the adapter's rank is smaller, the remaining values of the slot
+            stay zero.
 
         Raises StateError for a name that is already loaded, or during stream capture; CapacityError
         if there is no free slot or no memory for the copy; WeightsError if the rank is too large or

@@ -4,7 +4,7 @@
     new = rebalance(load.tolist(), [36] * 8, old)        # 288 slots for 256 experts and 32 copies
     for move in moves(old, new): ...                     # the weights to transfer
 
-These functions compute placements. They do not move weights or communicate.
+The functions of this module only compute placements. They do not move weights or communicate.
 """
 
 import heapq
@@ -86,8 +86,8 @@ def rebalance(
     """Return a placement of len(load) experts that balances the load of the ranks.
 
     If there are more slots than experts, each extra slot gets a copy of the expert with the highest
-    load per copy. Then the copies are assigned in order of decreasing load. Each copy goes to the
-    rank with the lowest load so far.
+    load per copy. The copies are then assigned in order of decreasing load, each to the rank with
+    the lowest load so far.
 
     load: load of each expert, in any unit, for example the number of pairs from `count`.
     slots: the maximum number of experts of each rank.

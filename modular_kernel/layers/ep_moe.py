@@ -26,7 +26,7 @@ from modular_kernel.utils.argument_checks import Count, expect
 class EPMoE(FusedMoE):
     """A FusedMoE with expert parallelism, but without token exchange.
 
-    A rank holds a contiguous block of experts. It gets all tokens, and computes the (token, expert)
+    Each rank holds a contiguous block of experts, gets all tokens, and computes the (token, expert)
     pairs of its experts. The caller sums the outputs of all ranks.
 
     num_experts: E of the whole model, a multiple of the number of ranks.

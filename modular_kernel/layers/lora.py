@@ -386,9 +386,8 @@ class LoRABackend:
 class FusedMoEWithLoRA(nn.Module):
     """A FusedMoE whose tokens may have adapters. A call without adapters runs the base layer.
 
-    base_layer: the layer. Its layer_id must be in manager.pools. Its problem must equal the
-        manager's problem, except for lora and tokens. Its prepare/finalize part must not span
-        ranks.
+    base_layer: a layer whose layer_id is in manager.pools, whose problem equals the manager's
+        problem except for lora and tokens, and whose prepare/finalize part does not span ranks.
     manager: the manager of the layer's adapters.
 
     If experts are sharded, the adapters' contribution is part of this rank's partial sum. In mode

@@ -185,8 +185,8 @@ class ExpertParameters(nn.Module):
     def mark_loaded(self) -> None:
         """Skip the check that parameters are loaded.
 
-        This is needed only for weights that are meant to have a NaN as the first or last value of
-        an expert. The check cannot distinguish them from parameters that were not loaded.
+        Call this method only for weights that are meant to have a NaN as the first or last value of
+        an expert. The check cannot distinguish such weights from parameters that were not loaded.
         """
         self._must_check_loaded = False
 
@@ -251,9 +251,9 @@ class ExpertParameters(nn.Module):
     def _match_scale_dtypes(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Give scales the dtype that they have in the state.
 
-        This applies to 16-bit scales, so that loading is exact. It also applies to float32 scales
-        of a layer that was not loaded yet. They could hold 16-bit scales exactly, but kernels are
-        slower with float32 scales.
+        The dtype of 16-bit scales is changed so that loading is exact. The dtype of float32 scales
+        is changed only before the layer is loaded: float32 can hold 16-bit scales exactly, but
+        kernels are slower with float32 scales.
         """
         for field, spec in self.specs().items():
             name, tensor = PARAMETERS[field], state_dict.get(prefix + PARAMETERS[field])
@@ -301,8 +301,8 @@ class ExpertParameters(nn.Module):
     def operands(self) -> tuple[list[torch.Tensor], str]:
         """Return the arguments `params` and `fields` of the operator `experts`.
 
-        torch.compile can trace this method. It raises the errors of `weights`, except for the check
-        of values, which the operator does.
+        torch.compile can trace this method, which raises the same errors as `weights`, except for
+        the check of values, which the operator does.
         """
         if not self._ready:
             raise _make_not_ready_error()

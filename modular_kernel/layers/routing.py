@@ -41,7 +41,7 @@ def check_selection_bias(
 def check_router(checkpoint_spec: RouterSpec | None, layer_spec: RouterSpec) -> None:
     """Raise ConfigurationError if the checkpoint's router differs from the layer's router.
 
-    checkpoint_spec: None if the checkpoint's router is unknown. Then nothing is compared.
+    checkpoint_spec: None if the checkpoint's router is unknown, in which case nothing is compared.
     """
     if checkpoint_spec is None:
         return

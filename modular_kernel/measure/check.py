@@ -96,8 +96,8 @@ def compute_expected_output(
 def check_calls(calls: Sequence[tuple[Call, ExpectedOutput]], problem: Problem) -> CheckedCalls:
     """Run the calls, and check the shape, dtype, finiteness and error of their outputs.
 
-    The error is computed over all outputs together. All calls return the same buffer. It is filled
-    with NaN before each call, so that unwritten values fail the check.
+    The error is computed over all outputs together. All calls return the same buffer, which is
+    filled with NaN before each call, so that unwritten values fail the check.
     """
     expected_outputs = [expected for _, expected in calls]
     norm = math.hypot(*(float(expected.exact.norm()) for expected in expected_outputs)) or 1.0

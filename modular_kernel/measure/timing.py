@@ -146,8 +146,8 @@ def call_all(calls: Sequence[Call]) -> torch.Tensor:
 def capture_graphs(groups: Sequence[Sequence[Call]]) -> list[Call] | None:
     """Capture a CUDA graph for each group of calls. Returns None if a capture fails.
 
-    Each returned function replays one graph, and returns the output of its last call. It holds
-    references to the calls, and so keeps the buffers that the graph uses alive.
+    Each returned function replays one graph, and returns the output of the last call of the graph.
+    The function holds references to the calls, which keeps the buffers of the graph alive.
     """
     runs: list[Call] = []
     stream = torch.cuda.current_stream()
@@ -196,10 +196,10 @@ def l2_bytes(device: torch.device) -> int:
 class EventClock:
     """Measures time on the GPU, with events in the current stream.
 
-    settle_ms: milliseconds of untimed replays before timing. They are needed because torch returns
-        cached memory to the driver at the start of a capture, which slows down later kernels. After
-        gigabytes had been returned, fp8 layers of Mixtral with one token were 10 % slower during
-        the first 13 ms on an H200 (2026-11-22).
+    settle_ms: milliseconds of untimed replays before timing. At the start of a capture, torch
+        returns cached memory to the driver, which slows down later kernels. After gigabytes had
+        been returned, fp8 layers of Mixtral with one token were 10 % slower during the first 13 ms
+        on an H200 (2026-11-22).
     """
 
     settle_ms = 25.0

@@ -229,14 +229,14 @@ class Transport(ABC):
         """Raise the asynchronous errors of earlier calls."""
 
     def close(self) -> None:  # noqa: B027  most transports hold no resources
-        """Release all resources. This can be called after a failure, and without `open`."""
+        """Release all resources. May be called after a failure, and without `open`."""
 
 
 def load_transports(path: Path) -> list[Transport]:
     """Import a --peer file and return the result of its function `transports()`.
 
-    The file is imported in the main process and on every rank. It should therefore import libraries
-    only in `Transport.open`.
+    The file is imported in the main process and on every rank, so it should import libraries only
+    in `Transport.open`.
 
     Raises BrokenPartError or ConfigurationError, with the name of the file, if that fails.
     """

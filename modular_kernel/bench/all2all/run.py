@@ -128,9 +128,9 @@ def _run_batches(
 ) -> Iterator[ExchangeRow]:
     """Measure the cases of a job in batches, and yield their rows.
 
-    A batch consists of the cases of one format and capacity. They share the buffers of one `open`,
-    so the cases after a failed one are skipped. If the first case of a batch hangs, the remaining
-    batches are skipped, because they would also hang until their time limits.
+    A batch consists of the cases of one format and capacity. These cases share the buffers of one
+    `open`, so the cases after a failed case are skipped. If the first case of a batch hangs, the
+    remaining batches are skipped, because they would also hang until their time limits.
     """
     has_hung = False
     for _, cases in groupby(job.cases, key=lambda case: (case.quant, case.capacity)):
@@ -161,8 +161,8 @@ def _run_batch(
     rows, none_failed = [], True
     for index, case in enumerate(job.cases):
         case_reports = [by_case[index] for by_case in reports if index in by_case]
-        # A rank crashed or hung in the first case that not all ranks reported. This case has
-        # failed, and later ones are skipped.
+        # A rank crashed or hung in the first case that not all ranks reported. That case failed,
+        # and all later cases are skipped.
         if len(case_reports) < pool.world_size:
             reason = {"note": failure or "a rank reported nothing", "error": None}
             case_reports = (
