@@ -88,7 +88,7 @@ class FusedMoEModularKernel(Execution):
             poison=poison,
             auto_prepare=auto_prepare,
         )
-        self._call_plans = CallPlans(self._max_planned_tokens())
+        self._call_plans = CallPlans(self._get_max_planned_tokens())
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle a kernel as its two parts and options; `invalid_ids` of the copy starts at 0.
@@ -123,7 +123,7 @@ class FusedMoEModularKernel(Execution):
         declared = declared and self.prepare_finalize.may_replay()
         return declared and type(self) is FusedMoEModularKernel and not self.checked
 
-    def _max_planned_tokens(self) -> int:
+    def _get_max_planned_tokens(self) -> int:
         """Return the largest number of tokens of a direct call that uses a plan; 0 disables plans.
 
         A call that cannot be replayed uses a plan only to share a workspace with other calls.

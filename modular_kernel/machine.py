@@ -28,7 +28,7 @@ def find_importable(packages: Iterable[str]) -> frozenset[str]:
     return frozenset(available)
 
 
-def interpreted_since_import() -> bool | None:
+def was_imported_with_interpreter() -> bool | None:
     """Return whether triton was imported with its interpreter, or None if it was not imported.
 
     Triton reads TRITON_INTERPRET when its own functions are defined. If the variable changes later,
@@ -64,18 +64,18 @@ def current_machine(
             available,
             name=properties.name,
             others=mismatched,
-            cuda=_cuda_version(),
+            cuda=_get_cuda_version(),
             memory=properties.total_memory,
         )
     interpreter = (
         read_settings().triton_interpret
-        and interpreted_since_import() is not False
+        and was_imported_with_interpreter() is not False
         and {"triton", "ml_dtypes"} <= available
     )
     return Machine("cpu", None, available, interpreter, others=mismatched)
 
 
-def _cuda_version() -> tuple[int, int] | None:
+def _get_cuda_version() -> tuple[int, int] | None:
     """Return the CUDA version that torch was built for, or None if torch was built without CUDA."""
     parts = (torch.version.cuda or "").split(".")
     numbers = [int(part) for part in parts[:2] if part.isdecimal()]

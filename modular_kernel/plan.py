@@ -41,7 +41,7 @@ class BoundCalls(ABC):
     Weights are checked once per ExpertWeights object, and again if the memory of a tensor was
     replaced. If the kernel is `replayable`, the launches of the first call of each signature
     (shapes, strides, dtypes and alignment of all tensors) are recorded, and later calls replay
-    them. Subclasses set `_workspace` or override `_get_workspace`, and define `_new_output`.
+    them. Subclasses set `_workspace` or override `_get_workspace`, and define `_get_output`.
     """
 
     _workspace: Workspace
@@ -62,14 +62,14 @@ class BoundCalls(ABC):
         kernel.count_invalid_ids_on(device)
 
     @abstractmethod
-    def _new_output(self, x_TH: torch.Tensor) -> torch.Tensor:
+    def _get_output(self, x_TH: torch.Tensor) -> torch.Tensor:
         """Return the output of a call without `out`, if the problem is not inplace."""
 
     def _get_replay_output(
         self, recorded_call: recording.RecordedCall, x_TH: torch.Tensor
     ) -> torch.Tensor:
         """Return the output of a replayed call without `out`."""
-        return x_TH if self.problem.inplace else self._new_output(x_TH)
+        return x_TH if self.problem.inplace else self._get_output(x_TH)
 
     def _get_workspace(self, tokens: int) -> Workspace:
         """Return the workspace of a call that runs the parts' host code."""
@@ -272,7 +272,7 @@ class BoundCalls(ABC):
             return checked_weights, x_TH
         if out is not None:
             return checked_weights, out
-        output = self._new_output(x_TH)
+        output = self._get_output(x_TH)
         self._check_reads_no_output(x_TH, routing, output)
         return checked_weights, output
 
@@ -436,7 +436,7 @@ class Plan(BoundCalls):
             finally:
                 self._busy = False
 
-    def _new_output(self, x_TH: torch.Tensor) -> torch.Tensor:
+    def _get_output(self, x_TH: torch.Tensor) -> torch.Tensor:
         rows, tokens = self._outputs.rows, x_TH.shape[0]
         output = rows.get(tokens)
         if output is None:
@@ -778,9 +778,9 @@ class _StreamPlan(BoundCalls):
             return x_TH
         if recorded_call.output_like_x:
             return torch.empty_like(x_TH)  # half the time of torch.empty
-        return self._new_output(x_TH)
+        return self._get_output(x_TH)
 
-    def _new_output(self, x_TH: torch.Tensor) -> torch.Tensor:
+    def _get_output(self, x_TH: torch.Tensor) -> torch.Tensor:
         if self._makes_output:
             return self._no_output
         shape = (x_TH.shape[0], *self.problem.output_shape[1:])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from modular_kernel.machine import find_importable, interpreted_since_import
+from modular_kernel.machine import find_importable, was_imported_with_interpreter
 from modular_kernel.settings import find_c_compiler, find_unknown_variables, read_settings
 from modular_kernel.text import escape_nonprintable
 from modular_kernel.utils.optional_imports import DISTRIBUTION_PACKAGES, find_shadow
@@ -52,7 +52,7 @@ def get_replay_state() -> ProcessState:
 
 def get_interpreter_state() -> ProcessState:
     """Return whether Triton kernels are interpreted on the CPU: "on" or "off"."""
-    requested, imported = read_settings().triton_interpret, interpreted_since_import()
+    requested, imported = read_settings().triton_interpret, was_imported_with_interpreter()
     missing = sorted({"triton", "ml_dtypes"} - find_importable(("triton", "ml_dtypes")))
     reason = ""
     if requested and missing:

@@ -97,10 +97,10 @@ def check_memory(x_TH: torch.Tensor, routing: Routing, out: torch.Tensor | None)
 
 def _check_shape(what: str, tensor: torch.Tensor, need: tuple[int, ...], dim_names: str) -> None:
     if tensor.shape != need:
-        raise _shape_error(what, tensor, need, dim_names)
+        raise _make_shape_error(what, tensor, need, dim_names)
 
 
-def _shape_error(
+def _make_shape_error(
     what: str, tensor: torch.Tensor, need: tuple[int, ...], dim_names: str
 ) -> ShapeError:
     return ShapeError(what, got=tuple(tensor.shape), need=f"{dim_names} = {need}")
@@ -108,20 +108,20 @@ def _shape_error(
 
 def _check_dtype(what: str, tensor: torch.Tensor, *need: torch.dtype) -> None:
     if tensor.dtype not in need:
-        raise _dtype_error(what, tensor, *need)
+        raise _make_dtype_error(what, tensor, *need)
 
 
-def _dtype_error(what: str, tensor: torch.Tensor, *need: torch.dtype) -> DtypeError:
+def _make_dtype_error(what: str, tensor: torch.Tensor, *need: torch.dtype) -> DtypeError:
     names = " or ".join(dtype_name(d) for d in need)
     return DtypeError(what, got=dtype_name(tensor.dtype), need=names)
 
 
 def _check_device(what: str, tensor: torch.Tensor, need: torch.device) -> None:
     if tensor.device != need:
-        raise _device_error(what, tensor, need)
+        raise _make_device_error(what, tensor, need)
 
 
-def _device_error(what: str, tensor: torch.Tensor, need: torch.device) -> DeviceError:
+def _make_device_error(what: str, tensor: torch.Tensor, need: torch.device) -> DeviceError:
     return DeviceError(what, got=tensor.device, need=f"{need}, as x")
 
 
@@ -164,19 +164,19 @@ def check_routing(
         ("topk_ids", routing.topk_ids_TK),
     ):
         if tensor.shape != need:
-            raise _shape_error(what, tensor, need, "(T, K)")
+            raise _make_shape_error(what, tensor, need, "(T, K)")
         if tensor.device != x_TH.device:
-            raise _device_error(what, tensor, x_TH.device)
+            raise _make_device_error(what, tensor, x_TH.device)
         if not tensor.is_contiguous():
             raise LayoutError(what, got=f"strides {tensor.stride()}", need="contiguous (T, K)")
     weights_TK, ids_TK = routing.topk_weights_TK, routing.topk_ids_TK
     if weights_TK.dtype is not torch.float32:
-        raise _dtype_error("topk_weights", weights_TK, torch.float32)
+        raise _make_dtype_error("topk_weights", weights_TK, torch.float32)
     # If both are set, they are equal: a compatibility rule checks this.
     required = ids_dtype or problem.ids_dtype
     allowed = _ID_DTYPES if required is None else (required,)
     if ids_TK.dtype not in allowed:
-        raise _dtype_error("topk_ids", ids_TK, *allowed)
+        raise _make_dtype_error("topk_ids", ids_TK, *allowed)
     check_adapters_present(routing, problem)
     if (slots_T := routing.slots_T) is not None:
         _check_shape("adapters", slots_T, (x_TH.shape[0],), "(T,)")

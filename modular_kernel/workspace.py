@@ -234,9 +234,9 @@ class Workspace:
         """
         if self._shared is None:
             return
-        overrun = self._shared.overrun(replayed)
-        if overrun:
-            raise CorruptionError(f"written past the end of workspace buffers {overrun}")
+        overrun_names = self._shared.find_overrun(replayed)
+        if overrun_names:
+            raise CorruptionError(f"written past the end of workspace buffers {overrun_names}")
 
 
 class _SharedBuffers:
@@ -294,7 +294,7 @@ class _SharedBuffers:
                 poison_tensor(self._buffers[released_name], self.fill)
             self._fill(acquired)
 
-    def overrun(self, replayed: bool) -> list[str]:
+    def find_overrun(self, replayed: bool) -> list[str]:
         """Return the names of buffers whose red zone was written."""
         live = [name for name in self._red_zones if name not in self._saved_zones]
         if not replayed:

@@ -35,7 +35,7 @@ from modular_kernel.measure.check import (
     check_calls,
     check_unchanged,
     compute_expected_output,
-    num_inputs_to_check,
+    count_inputs_to_check,
 )
 from modular_kernel.measure.environment import collect_environment
 from modular_kernel.measure.records import (
@@ -355,7 +355,7 @@ class _ComparisonRun:
         layers = [instances.layer(number) for number in range(rotation.weight_sets)]
         for layer in layers:
             layer.tune(case.problem)
-        input_indices = select_inputs_to_verify(rotation.calls, num_inputs_to_check(case.problem))
+        input_indices = select_inputs_to_verify(rotation.calls, count_inputs_to_check(case.problem))
         # If outputs have few values, the check needs more inputs than the timed calls have.
         untimed = [
             make_input(case, self.device, n) for n in range(len(inputs), max(input_indices) + 1)

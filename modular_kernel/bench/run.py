@@ -26,7 +26,7 @@ from modular_kernel.measure.check import (
     check_calls,
     check_unchanged,
     compute_expected_output,
-    num_inputs_to_check,
+    count_inputs_to_check,
 )
 from modular_kernel.measure.environment import collect_environment
 from modular_kernel.measure.records import (
@@ -305,7 +305,7 @@ class _BenchmarkRun:
         )
         # Compute the expected outputs before any call, because a layer may overwrite x.
         checks = []
-        for index in select_inputs_to_verify(rotation.calls, num_inputs_to_check(case.problem)):
+        for index in select_inputs_to_verify(rotation.calls, count_inputs_to_check(case.problem)):
             if index < rotation.calls:
                 item, call, weight_set = inputs[index], calls[index], index % rotation.weight_sets
             else:  # an untimed input

@@ -137,7 +137,7 @@ def summarize_speedups(cases: Sequence[CaseTimes]) -> list[SpeedupSummary]:
     return results
 
 
-def scheme_name(operands: str) -> str:
+def get_scheme_name(operands: str) -> str:
     """Return the short name of a scheme, such as int4 for the operands int4/bfloat16."""
     return SCHEME_NAMES.get(operands, operands)
 
@@ -151,7 +151,7 @@ def speedups_table(report: Report) -> list[str]:
     for summary in summarize_speedups(collect_case_times(report.rows)):
         worst = f"{summary.min_speedup:.2f} ({summary.worst}; {summary.worst.peer_name})"
         lines.append(
-            f"| {scheme_name(summary.operands)} | {summary.column} | {summary.cases} "
+            f"| {get_scheme_name(summary.operands)} | {summary.column} | {summary.cases} "
             f"| {summary.mean:.2f} | {worst} | {summary.num_slower} |"
         )
     return lines
@@ -188,7 +188,7 @@ def layers_table(report: Report) -> list[str]:
         first = rows[0]
         origin = f"ours, GEMMs of {first.library}" if first.library else first.origin
         lines.append(
-            f"| {scheme_name(operands)} | {layer} `{quant}` | {origin} | {timed} "
+            f"| {get_scheme_name(operands)} | {layer} `{quant}` | {origin} | {timed} "
             f"| {'' if mean is None else f'{mean:.2f}'} | {failures or ''} |"
         )
     return lines
@@ -204,7 +204,7 @@ def cases_table(report: Report) -> list[str]:
         times = [case.ours.get(column) for column in COLUMNS] + [case.peer]
         cells = ["" if us is None else f"{us:.1f}" for us in times]
         lines.append(
-            f"| {scheme_name(case.operands)} | {case.shape} | {case.routing} | {case.tokens} "
+            f"| {get_scheme_name(case.operands)} | {case.shape} | {case.routing} | {case.tokens} "
             f"| {' | '.join(cells)} | {case.peer_name} |"
         )
     return lines
@@ -216,7 +216,7 @@ def unmeasured_list(report: Report) -> list[str]:
     notes: dict[tuple[str, str, str, str], int] = {}
     for row in report.rows:
         if row.status in (WRONG, FAILED, SKIPPED):
-            key = (scheme_name(row.operands), row.layer, row.status, row.note[:160])
+            key = (get_scheme_name(row.operands), row.layer, row.status, row.note[:160])
             notes[key] = notes.get(key, 0) + 1
     for (scheme, layer, outcome, note), count in notes.items():
         lines.append(f"- {scheme}, {layer}: {outcome} in {count} cases: {note}")
@@ -291,7 +291,7 @@ def plot_speedups(report: Report, path: Path) -> None:
             axes = panels[panel_row][panel_column]
             panel_cases = [c for c in cases if (c.operands, c.routing) == (operands, routing)]
             _draw_speedups(axes, panel_cases, shapes)
-            axes.set_title(f"{scheme_name(operands)}, {routing} routing", fontsize=9)
+            axes.set_title(f"{get_scheme_name(operands)}, {routing} routing", fontsize=9)
             if panel_row == len(routings) - 1:
                 axes.set_xlabel("tokens")
             if panel_column == 0:

@@ -36,7 +36,7 @@ def layer_label(row: Row) -> str:
     return row.layer if row.quant == "none" else f"{row.layer} {row.quant}"
 
 
-def terminal_table(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
+def make_terminal_table(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
     """Return the column names and the cells of a table for a terminal.
 
     Rows of one case (shape, number of tokens and routing) are adjacent. Columns without any value
@@ -154,7 +154,7 @@ def ratios(report: Report) -> list[tuple[str, str]]:
     or by the best peer's time.
     """
     return [
-        (f"{_geometric_mean(values):.2f} x", f"{target}, {operands}")
+        (f"{_compute_geometric_mean(values):.2f} x", f"{target}, {operands}")
         for operands, comparisons in _compare_by_operands(report)
         for target, values in comparisons.items()
     ]
@@ -168,7 +168,7 @@ def summary(report: Report) -> list[str]:
     lines = [PREPARED_NOTE] if any(row.prepared for row in report.rows) else []
     for operands, comparisons in _compare_by_operands(report):
         parts = [
-            f"{_geometric_mean(values):.2f} x {target} in geometric mean over "
+            f"{_compute_geometric_mean(values):.2f} x {target} in geometric mean over "
             f"{format_count(len(values), 'case')} "
             f"({min(values):.2f} to {max(values):.2f})"
             for target, values in comparisons.items()
@@ -195,7 +195,7 @@ def _compare_by_operands(report: Report) -> Iterator[tuple[str, dict[str, list[f
             yield operands, {target: values for target, values in comparisons.items() if values}
 
 
-def _geometric_mean(values: Sequence[float]) -> float:
+def _compute_geometric_mean(values: Sequence[float]) -> float:
     product = 1.0
     for value in values:
         product *= value ** (1 / len(values))

@@ -47,7 +47,7 @@ _CODE_DTYPES = (
 
 
 class FlatTensors(Protocol):
-    """The tensors of one matrix by their names in `stored_tensors_4bit`, read as 1-D tensors."""
+    """The tensors of one matrix as 1-D tensors, with the names of `list_stored_tensors_4bit`."""
 
     def header(self, name: str) -> tuple[int, torch.dtype] | None:
         """Return the number of entries and the dtype of a tensor, or None if it does not exist."""
@@ -89,7 +89,7 @@ class FlatTensor(StoredTensor):
             raise ShapeError(what, got=tuple(got), need=f"({expected},) for {values} values")
 
 
-def stored_tensors_4bit(kind: str) -> tuple[StoredTensor, ...]:
+def list_stored_tensors_4bit(kind: str) -> tuple[StoredTensor, ...]:
     """Return the tensors that the files have for one 4-bit matrix.
 
     kind: "nf4" or "fp4".
@@ -105,7 +105,7 @@ def stored_tensors_4bit(kind: str) -> tuple[StoredTensor, ...]:
     )
 
 
-def stored_tensors_int8(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
+def list_stored_tensors_int8(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     """Return the tensors that the files have for one matrix of LLM.int8()."""
     return (
         StoredTensor("weight", "w", (Dim("N"), Dim("K")), (torch.int8,)),
@@ -196,12 +196,12 @@ def dequantize_part(
 def dequantize_matrix(kind: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Dequantize a whole 4-bit matrix to (N, K) float32.
 
-    tensors: the tensors by their names in `stored_tensors_4bit`.
+    tensors: the tensors by their names in `list_stored_tensors_4bit`.
 
     Raises WeightsError, ShapeError or DtypeError for tensors that are missing, unexpected or
     invalid.
     """
-    specs = {spec.name: spec for spec in stored_tensors_4bit(kind)}
+    specs = {spec.name: spec for spec in list_stored_tensors_4bit(kind)}
     unexpected = sorted(map(str, set(tensors) - set(specs)))
     missing = [name for name, spec in specs.items() if name not in tensors and not spec.optional]
     if unexpected or missing:
@@ -294,7 +294,7 @@ def _ceil_div(value: int, divisor: int) -> int:
     return -(-value // divisor)
 
 
-def int8_scale(scb: torch.Tensor, weight_format: torch.Tensor | None) -> torch.Tensor:
+def compute_int8_scale(scb: torch.Tensor, weight_format: torch.Tensor | None) -> torch.Tensor:
     """Return the scale of each row of an LLM.int8() matrix, (N,) float32.
 
     scb: (N,) float32, the maximum magnitude of each row, whose code is 127.

@@ -79,9 +79,9 @@ class Format:
     def stored_tensors(self) -> tuple[StoredTensor, ...]:
         """The tensors that the files have for one matrix."""
         if self.dequantized and self.method == "bitsandbytes":
-            return bitsandbytes.stored_tensors_4bit(self.dequantized)
+            return bitsandbytes.list_stored_tensors_4bit(self.dequantized)
         if self.torchao is not None:
-            return torchao.stored_tensors(self.torchao, self.scheme)
+            return torchao.list_stored_tensors(self.torchao, self.scheme)
         return _STORED_TENSORS[self.method](self.scheme)
 
     def with_scheme(self, scheme: QuantScheme) -> "Format":
@@ -399,7 +399,7 @@ _STORED_TENSORS: dict[str, Callable[[QuantScheme], tuple[StoredTensor, ...]]] = 
     "fp8": _describe_fp8,
     "mxfp8": _describe_fp8,
     "fbgemm_fp8": _describe_fbgemm,
-    "bitsandbytes": bitsandbytes.stored_tensors_int8,
+    "bitsandbytes": bitsandbytes.list_stored_tensors_int8,
     "gguf": _describe_gguf,
     "modelopt": _describe_modelopt,
     "quark": _describe_quark,

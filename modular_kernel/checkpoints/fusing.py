@@ -19,7 +19,7 @@ from functools import partial
 
 import torch
 
-from modular_kernel.checkpoints.bitsandbytes import dequantize_matrix, int8_scale
+from modular_kernel.checkpoints.bitsandbytes import compute_int8_scale, dequantize_matrix
 from modular_kernel.checkpoints.compressed_tensors import from_compressed_tensors
 from modular_kernel.checkpoints.formats import Format
 from modular_kernel.checkpoints.fp8_mxfp4 import (
@@ -336,7 +336,9 @@ def _read_modelopt(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matr
 def _read_bitsandbytes(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
     if format.dequantized:
         return _read_unquantized(format, tensors, dtype)
-    return Matrix(tensors["weight"], int8_scale(tensors["SCB"], tensors.get("weight_format")))
+    return Matrix(
+        tensors["weight"], compute_int8_scale(tensors["SCB"], tensors.get("weight_format"))
+    )
 
 
 def _read_torchao(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:

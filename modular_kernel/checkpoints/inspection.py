@@ -73,7 +73,7 @@ class CheckpointInfo:
         if layer not in self.layers:
             need = f"one with experts: {format_ranges(sorted(self.layers))}"
             raise ConfigurationError(f"checkpoint {self.files.path}: layer", got=layer, need=need)
-        format = self._configured_format(layer)
+        format = self._find_configured_format(layer)
         source = self._find_source(layer, format)
         # The files may have unquantized experts even if the quantization_config does not exclude
         # them. Many quantizers skip MTP layers. bitsandbytes and torchao skip experts that are
@@ -116,7 +116,7 @@ class CheckpointInfo:
         """Return the layers with experts, except for MTP layers, in ascending order."""
         return [layer for layer in sorted(self.layers) if not self.is_mtp_layer(layer)]
 
-    def _configured_format(self, layer: int) -> Format:
+    def _find_configured_format(self, layer: int) -> Format:
         """Return the format of a layer's experts according to the quantization_config."""
         layout, prefix = self.layers[layer][0]
         experts = self.formats.representative_experts(self.config_fields["experts"])

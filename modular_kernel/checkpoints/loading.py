@@ -97,7 +97,7 @@ class LoadedExperts:
         tokens: the maximum number of tokens in one call.
         fields: further fields of Problem, which override those of the checkpoint.
         """
-        parallel = Parallel(self.ep[1], self._placement_argument(), self.ep[0])
+        parallel = Parallel(self.ep[1], self._get_placement_argument(), self.ep[0])
         return Problem(**{"tokens": tokens, "parallel": parallel, **self.problem_fields, **fields})
 
     def partial(self, tokens: int, **fields: Any) -> tuple[Problem, ExpertWeights]:
@@ -123,7 +123,7 @@ class LoadedExperts:
         share = f"ep={self.ep}, tp={self.tp}, bytes_read={self.bytes_read}"
         return f"LoadedExperts({experts}, {share})"
 
-    def _placement_argument(self) -> Literal["linear"] | Placement:
+    def _get_placement_argument(self) -> Literal["linear"] | Placement:
         return "linear" if self.placement.is_linear else self.placement
 
 

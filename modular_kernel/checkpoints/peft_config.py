@@ -166,7 +166,7 @@ def _read_patterns(what: str, config: Mapping[str, Any], name: str) -> list[tupl
     for pattern in patterns:
         try:
             re.compile(pattern)
-            re.compile(_suffix_pattern(pattern))  # fails if the pattern begins with flags
+            re.compile(_make_suffix_pattern(pattern))  # fails if the pattern begins with flags
             is_valid = len(pattern) <= _MAX_PATTERN_LENGTH
         except (re.error, OverflowError, RecursionError):
             is_valid = False
@@ -179,7 +179,7 @@ def _read_patterns(what: str, config: Mapping[str, Any], name: str) -> list[tupl
     return list(patterns.items())
 
 
-def _suffix_pattern(pattern: str) -> str:
+def _make_suffix_pattern(pattern: str) -> str:
     """Return a regular expression for names whose last components match `pattern`."""
     return rf"(.*\.)?({pattern})$"
 
@@ -187,7 +187,7 @@ def _suffix_pattern(pattern: str) -> str:
 def _find_first_match(patterns: Mapping[str, _Value], name: str, default: _Value) -> _Value:
     """Return the value of the first pattern that matches the end of a name, or `default`."""
     for pattern, value in patterns.items():
-        if re.match(_suffix_pattern(pattern), name):
+        if re.match(_make_suffix_pattern(pattern), name):
             return value
     return default
 

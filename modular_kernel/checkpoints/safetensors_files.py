@@ -107,7 +107,7 @@ class TensorFiles:
         try:
             with device:
                 tensor: torch.Tensor = self._get_slice(name)[slices or ...]
-        except _library_errors() as error:
+        except _list_library_errors() as error:
             raise _make_invalid_file_error(self.files[name], error) from None
         self.bytes_read += tensor.numel() * tensor.element_size()
         return tensor
@@ -143,11 +143,11 @@ def open_file(path: Path) -> Any:
         if not stat.S_ISREG(path.stat().st_mode):
             raise WeightsError(str(path), got="not a regular file", need="a safetensors file")
         return safe_open(str(path), framework="pt", device="cpu")
-    except _library_errors() as error:
+    except _list_library_errors() as error:
         raise _make_invalid_file_error(path, error) from None
 
 
-def _library_errors() -> tuple[type[Exception], ...]:
+def _list_library_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions that the safetensors library raises for an invalid file."""
     errors = (OSError, ValueError, IndexError)
     try:

@@ -39,7 +39,7 @@ _N, _K = Dim("N"), Dim("K")
 _MAX_METADATA = 1 << 16  # characters
 
 
-def stored_tensors(format: TorchaoFormat, scheme: QuantScheme) -> tuple[StoredTensor, ...]:
+def list_stored_tensors(format: TorchaoFormat, scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     """Return the tensors that the files have for one matrix in `scheme`."""
     if format.tensor_class == "Int4Tensor":
         groups = (Dim("K", format.group), _N)
@@ -193,7 +193,7 @@ def dequantize_int4(
 ) -> torch.Tensor:
     """Dequantize columns [a, b) of an Int4Tensor to (..., rows, columns) float32.
 
-    tensors: the tensors by their names in `stored_tensors`. The codes cover the given
+    tensors: the tensors by their names in `list_stored_tensors`. The codes cover the given
         columns. Scales and zero points cover all groups that contain any of these columns.
 
     Raises WeightsError for scales or zero points that are not finite.

@@ -464,7 +464,7 @@ def _print_text(report: "Report") -> None:
     from modular_kernel.bench import tables
     from modular_kernel.measure.records import INTERPRETER
 
-    columns, cells = tables.terminal_table(report.rows)
+    columns, cells = tables.make_terminal_table(report.rows)
     routings = {row.routing for row in report.rows}  # if there are several, show the column
     required = {"routing"} if len(routings) > 1 else set[str]()
     output.print_table(

@@ -45,7 +45,7 @@ from modular_kernel.interpreter.builder import (
 )
 from modular_kernel.interpreter.dtypes import FLOAT32, TritonObject, get_storage_dtype
 from modular_kernel.interpreter.operands import REPLACEMENTS
-from modular_kernel.machine import interpreted_since_import
+from modular_kernel.machine import was_imported_with_interpreter
 from modular_kernel.utils import forks
 
 # The original functions, which the replacements below call.
@@ -63,7 +63,7 @@ _LAUNCH_LOCK = threading.RLock()
 # launch has replaced.
 _scopes: list[TritonObject] = []
 
-_INTERPRETED = interpreted_since_import()  # triton reads TRITON_INTERPRET when it is imported
+_INTERPRETED = was_imported_with_interpreter()  # triton reads TRITON_INTERPRET when it is imported
 
 
 def is_active() -> bool:

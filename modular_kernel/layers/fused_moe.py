@@ -548,7 +548,7 @@ class FusedMoE(ExpertParameters):
             return route(
                 logits,
                 router,
-                self._router_tensors(),
+                self._get_router_tensors(),
                 token_ids_T=token_ids_T,
                 ids_dtype=self._ids_dtype,
             )
@@ -591,7 +591,7 @@ class FusedMoE(ExpertParameters):
                 y_TH = pending.finish()
         return y_TH, shared_TH
 
-    def _router_tensors(self) -> RouterTensors:
+    def _get_router_tensors(self) -> RouterTensors:
         bias = self.selection_bias
         if bias is None or not self._bias_unloaded:
             return RouterTensors(bias)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from modular_kernel.errors import DtypeError, StateError, UnsupportedError, WeightsError
-from modular_kernel.layers.module_state import move_without_cast, state_is_loaded
+from modular_kernel.layers.module_state import is_state_loaded, move_without_cast
 from modular_kernel.layers.parallel import GROUP_FIELDS, LayerParallel
 from modular_kernel.layers.weight_loading import ExpertLoader
 from modular_kernel.operators.pairing import serialize_layer
@@ -223,7 +223,7 @@ class ExpertParameters(nn.Module):
             AUTO_PREPARED.refresh(self._cached_weights[1])
         if self._ready and self._must_check_loaded:
             names = [name for name, parameter in self._parameters.items() if parameter is not None]
-            self._must_check_loaded = not state_is_loaded(names, state_dict, prefix)
+            self._must_check_loaded = not is_state_loaded(names, state_dict, prefix)
 
     def _load_kernel_layout(
         self, state_dict: dict[str, Any], prefix: str, is_marked_ready: bool
@@ -314,7 +314,7 @@ class ExpertParameters(nn.Module):
 
     def _store_operator_arguments(self) -> None:
         """Store the constant arguments of the operator `experts`, for torch.compile."""
-        names = self._names_by_field()
+        names = self._get_names_by_field()
         self._operand_names = tuple(names.values())
         checked = [field if field == "expert_map" else f"{field}:loaded" for field in names]
         self._operand_fields = ",".join(names), ",".join(checked)
@@ -337,7 +337,7 @@ class ExpertParameters(nn.Module):
     def _collect_tensors(self) -> dict[str, torch.Tensor]:
         # Read the dict directly: nn.Module's attribute lookup is slow, and this runs in every call.
         parameters, tensors = self._parameters, {}
-        for field, name in self._names_by_field().items():
+        for field, name in self._get_names_by_field().items():
             tensor = parameters.get(name)
             tensors[field] = self._get_tensor_attribute(name) if tensor is None else tensor
         return tensors
@@ -350,7 +350,7 @@ class ExpertParameters(nn.Module):
             raise StateError(name, got=got, need="a parameter; call set_weights to register it")
         return tensor
 
-    def _names_by_field(self) -> dict[str, str]:
+    def _get_names_by_field(self) -> dict[str, str]:
         """Return the parameter or buffer of each field of ExpertWeights that the layer has."""
         problem, names = self._cached_names
         if problem is not self.problem:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
-from modular_kernel.layers.module_state import move_without_cast, state_is_loaded
+from modular_kernel.layers.module_state import is_state_loaded, move_without_cast
 from modular_kernel.ops.route import Routed, RouterTensors, route
 from modular_kernel.replay import modes
 from modular_kernel.spec.problem import dtype_name, parse_dtype
@@ -135,9 +135,9 @@ class Router(nn.Module):
             need = f"(T, H) with H = {self.weight.shape[1]}"
             raise ShapeError("x of the router", got=tuple(x_TH.shape), need=need)
         if self._must_check_loaded and not is_compiling():
-            for name, tensor in self._loaded_tensors().items():
+            for name, tensor in self._list_tensors().items():
                 check_not_dtensor(f"router.{name}", tensor)
-            check_loaded(self._loaded_tensors())
+            check_loaded(self._list_tensors())
             self._must_check_loaded = self.weight.is_meta
         with torch.autocast(x_TH.device.type, enabled=False):
             return linear(x_TH.to(self.weight.dtype), self.weight, self.bias)
@@ -145,13 +145,13 @@ class Router(nn.Module):
     def tensors(self) -> RouterTensors:
         """Return the tensors that `route` takes in addition to the logits."""
         unloaded = (
-            tuple(self._loaded_tensors().values())
+            tuple(self._list_tensors().values())
             if self._must_check_loaded and is_compiling()
             else ()
         )
         return RouterTensors(self.e_score_correction_bias, self.tid2eid, unloaded)
 
-    def _loaded_tensors(self) -> dict[str, torch.Tensor]:
+    def _list_tensors(self) -> dict[str, torch.Tensor]:
         tensors = {
             "weight": self.weight,
             "bias": self.bias,
@@ -169,7 +169,7 @@ class Router(nn.Module):
 
         super()._apply(apply_or_move, recurse)  # type: ignore[no-untyped-call]
         if was_meta and not self.weight.is_meta:  # after `to_empty`
-            for name, tensor in self._loaded_tensors().items():
+            for name, tensor in self._list_tensors().items():
                 fill_with_sentinel(name, tensor.data)
             self._must_check_loaded = True
         return self
@@ -183,9 +183,7 @@ class Router(nn.Module):
     ) -> None:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         if self._must_check_loaded:
-            self._must_check_loaded = not state_is_loaded(
-                self._loaded_tensors(), state_dict, prefix
-            )
+            self._must_check_loaded = not is_state_loaded(self._list_tensors(), state_dict, prefix)
 
     def route(
         self,

@@ -417,7 +417,7 @@ class ExpertLoader:
         """Write valid scales and zero points to the padding of a parameter (e, ...)."""
         value_by_role = {"scale": 127 if tensor.dtype is torch.uint8 else 1.0}
         if stored.role == "zero_point":
-            value_by_role["zero_point"] = self._stored_zero_point()
+            value_by_role["zero_point"] = self._compute_stored_zero_point()
         axis = "K" if matrix == "w2" else "N"
         is_split = any(dim.axis == axis for dim in stored.dims)
         if not self.share.padding or not is_split or stored.role not in value_by_role:
@@ -429,7 +429,7 @@ class ExpertLoader:
                     stored.role
                 ]
 
-    def _stored_zero_point(self) -> int:
+    def _compute_stored_zero_point(self) -> int:
         """Return a packed int32 word in which every zero point is the middle of its range."""
         bits = 4 if self.scheme.packed else 8
         zero_point = (1 << (bits - 1)) - (self.format.method == "gptq" and self.format.minus_one)

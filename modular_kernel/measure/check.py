@@ -67,7 +67,7 @@ class CheckedCalls:
     last_rows: torch.Tensor
 
 
-def num_inputs_to_check(problem: Problem) -> int:
+def count_inputs_to_check(problem: Problem) -> int:
     """Return how many calls must be checked to compare at least _MIN_VALUES values."""
     return math.ceil(_MIN_VALUES / (min(problem.tokens, _MAX_ROWS) * problem.hidden))
 

@@ -170,8 +170,8 @@ def add_peer_ratios(rows: Iterable[Row]) -> tuple[Row, ...]:
         groups.setdefault(row.group, []).append(row)
     best_us = {group: min_time_us(members, ours=False) for group, members in groups.items()}
 
-    def ratio_to_best(row: Row) -> float | None:
+    def compute_ratio_to_best(row: Row) -> float | None:
         best = best_us[row.group]
         return row.us / best if row.is_comparable and row.us is not None and best else None
 
-    return tuple(replace(row, over_best_peer=ratio_to_best(row)) for row in rows)
+    return tuple(replace(row, over_best_peer=compute_ratio_to_best(row)) for row in rows)

@@ -135,12 +135,12 @@ def compute_type(problem: Problem, scheme: QuantScheme) -> str:
 
 def compute_roofline(work: Work, problem: Problem, scheme: QuantScheme, peaks: Peaks) -> Roofline:
     """Return the roofline of one call."""
-    compute = work.flops / peak_rate(problem, scheme, peaks) * 1e6
+    compute = work.flops / get_peak_rate(problem, scheme, peaks) * 1e6
     memory = work.bytes / peaks.bandwidth * 1e6
     return Roofline(max(compute, memory), "compute" if compute > memory else "memory")
 
 
-def peak_rate(problem: Problem, scheme: QuantScheme, peaks: Peaks) -> float:
+def get_peak_rate(problem: Problem, scheme: QuantScheme, peaks: Peaks) -> float:
     """Return the peak flops per second of the GEMMs of a layer.
 
     If the rate of their type could not be measured, this is the rate of the problem's dtype.

@@ -44,7 +44,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from modular_kernel.measure.adapter_roofline import adapter_work
-from modular_kernel.measure.roofline import Peaks, Roofline, matrix_bytes, peak_rate
+from modular_kernel.measure.roofline import Peaks, Roofline, get_peak_rate, matrix_bytes
 from modular_kernel.replay import stages
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
@@ -119,7 +119,7 @@ def compute_stage_roofline(
     """
     times = {
         "memory": work.bytes / peaks.bandwidth,
-        "compute": work.flops / peak_rate(problem, scheme, peaks),
+        "compute": work.flops / get_peak_rate(problem, scheme, peaks),
         "link": work.link / link if link else 0.0,
     }
     bound = max(times, key=times.__getitem__)

@@ -166,7 +166,13 @@ REMOVED_CHECKS: tuple[tuple[str, Any, str, Callable[..., Any], tuple[str, ...]],
         _accept,
         (UNTYPED_ERROR, WRONG_RESULT),
     ),
-    ("checkpoints", safetensors_files, "_library_errors", lambda: (KeyError,), (UNTYPED_ERROR,)),
+    (
+        "checkpoints",
+        safetensors_files,
+        "_list_library_errors",
+        lambda: (KeyError,),
+        (UNTYPED_ERROR,),
+    ),
 )
 
 

@@ -190,7 +190,7 @@ def format_row(row: ExchangeRow) -> str:
     return f"{head} {time_list}, {row.mode}"
 
 
-def detail_tables(
+def make_detail_tables(
     rows: Iterable[ExchangeRow],
 ) -> Iterator[tuple[str, tuple[str, ...], list[list[str]]]]:
     """Yield the title, column names and cells of a table for each format of dispatched rows.
@@ -208,7 +208,9 @@ def _format_name(quant: str) -> str:
     return "bfloat16" if quant == "none" else quant
 
 
-def summary_tables(rows: Sequence[ExchangeRow]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+def make_summary_tables(
+    rows: Sequence[ExchangeRow],
+) -> Iterator[tuple[str, list[str], list[list[str]]]]:
     """Yield the title, column names and cells of a short table for each format of dispatched rows.
 
     A table has one row per transport and one column per number of tokens. A cell has the
@@ -253,7 +255,7 @@ def markdown(report: ExchangeReport) -> str:
     if env.get("event_gap_us") is not None:
         gap = env["event_gap_us"]
         lines.append(f"- a graph of one trivial kernel between two events takes {gap:.1f} us here")
-    for title, head, cells in summary_tables(report.rows):
+    for title, head, cells in make_summary_tables(report.rows):
         lines += [
             "",
             f"## {title}",
@@ -262,7 +264,7 @@ def markdown(report: ExchangeReport) -> str:
             _format_markdown_row(["---"] * len(head)),
         ]
         lines += map(_format_markdown_row, cells)
-    for title, names, cells in detail_tables(report.rows):
+    for title, names, cells in make_detail_tables(report.rows):
         lines += [
             "",
             f"## {title}",
