@@ -296,14 +296,20 @@ def _make_source(entry: EntryPoint) -> PartSource:
 
 def collect_packages(catalog: Catalog) -> frozenset[str]:
     """Return the optional packages that parts require."""
-    declared = [getattr(part.cls, "requires", None) for part in catalog.parts]
-    return frozenset(p for requires in declared if requires for p in requires.packages)
+    requirements = [getattr(part.cls, "requires", None) for part in catalog.parts]
+    return frozenset(
+        package for requires in requirements if requires for package in requires.packages
+    )
 
 
 def collect_probes(catalog: Catalog) -> tuple[PackageProbe, ...]:
     """Return the probes of all parts, for packages that share their name with other packages."""
-    declared = [getattr(part.cls, "requires", None) for part in catalog.parts]
-    return tuple(dict.fromkeys(p for requires in declared if requires for p in requires.providers))
+    requirements = [getattr(part.cls, "requires", None) for part in catalog.parts]
+    return tuple(
+        dict.fromkeys(
+            package for requires in requirements if requires for package in requires.providers
+        )
+    )
 
 
 def this_machine(*, device: Literal["cuda", "cpu"] | None = None) -> Machine:

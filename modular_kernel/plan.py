@@ -35,7 +35,7 @@ _forward_ad: Any = torch.autograd.forward_ad
 _profiler: Any = torch.autograd.profiler
 
 
-class BoundCalls(ABC):
+class BasePlan(ABC):
     """Base class of plans: runs calls of at most `problem.tokens` tokens, or replays them.
 
     Weights are checked once per ExpertWeights object, and again if the memory of a tensor was
@@ -334,7 +334,7 @@ class BoundCalls(ABC):
             return self._recorded.refusal_reason(signature) or call_counters.PROFILED_OR_OVERLAPPING
         if not self.kernel.prepare_finalize.may_record():
             return call_counters.FIRST_OF_LAYER
-        # Without tokens, a rank still exchanges rows with the others; one rank alone does nothing.
+        # Without tokens, a single rank has no work, but several ranks still exchange rows.
         has_no_work = out.numel() == 0 and self.problem.parallel.world_size == 1
         return call_counters.NO_TOKENS if has_no_work else ""
 
@@ -349,7 +349,7 @@ class BoundCalls(ABC):
         return self.kernel.start_checked(x_TH, weights, routing, out, workspace, at_once=True)
 
 
-class Plan(BoundCalls):
+class Plan(BasePlan):
     """A kernel with its buffers. Calls allocate nothing and can be captured in a CUDA graph.
 
     All calls of a plan use the same buffers. A lock serializes the host code of several threads,
@@ -715,7 +715,7 @@ class CallPlans:
         return plan
 
 
-class _StreamPlan(BoundCalls):
+class _StreamPlan(BasePlan):
     """A plan for direct calls on one stream, which returns outputs in new tensors."""
 
     def __init__(

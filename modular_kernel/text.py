@@ -64,7 +64,7 @@ def format_ranges(numbers: Sequence[int]) -> str:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    ranges = [str(a) if a == b else f"{a} to {b}" for a, b in runs]
+    ranges = [str(first) if first == last else f"{first} to {last}" for first, last in runs]
     return ", ".join(ranges[:8]) + (", ..." if len(ranges) > 8 else "")
 
 

@@ -254,16 +254,18 @@ class TorchGroupedMm(Layer):
 
     def refusal(self, problem: Problem) -> str | None:
         # Options that this layer supports are reset to their defaults. Any other option is refused.
-        simplified = replace(
+        other_options = replace(
             problem, tokens=1, hidden=1, intermediate=1, experts=1, top_k=1, graph=False,
             deterministic=False, ids_dtype=None,
         )  # fmt: skip
-        if simplified != Problem(1, 1, 1, 1, 1, problem.dtype):
+        if other_options != Problem(1, 1, 1, 1, 1, problem.dtype):
             return "plain SwiGLU layers only"
         if problem.dtype is not torch.bfloat16:
             return "bfloat16 only"
-        rows = [n * problem.dtype.itemsize for n in (problem.hidden, problem.intermediate)]
-        if any(row % _GROUPED_MM_ALIGNMENT for row in rows):
+        row_bytes = [
+            size * problem.dtype.itemsize for size in (problem.hidden, problem.intermediate)
+        ]
+        if any(nbytes % _GROUPED_MM_ALIGNMENT for nbytes in row_bytes):
             return f"rows of multiples of {_GROUPED_MM_ALIGNMENT} bytes only"
         if not hasattr(torch, "_grouped_mm"):
             return f"torch {torch.__version__} has no _grouped_mm"

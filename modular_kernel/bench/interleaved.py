@@ -124,8 +124,8 @@ def run_interleaved(
     """Run the comparison and return its report.
 
     on_case: called with a line of text about each case.
-    on_report: called after each case with the report of the rows so far, which it can save in case
-        a library terminates the process later.
+    on_report: called after each case with the report of the rows so far. The callback can save the
+        report, in case a library terminates the process later.
     """
     with torch.no_grad():
         return _ComparisonRun(comparison, on_case, on_report).run()
@@ -249,7 +249,7 @@ class _ComparisonRun:
     def _measure_case(
         self, case: LayerCase, all_instances: Sequence[LayerInstances], weight_sets: WeightSets
     ) -> list[Row]:
-        """Check every layer, time the correct ones, and return a row for each layer."""
+        """Check every layer, time those with correct results, and return a row for each layer."""
         rows = [make_empty_row(case, instances.candidate) for instances in all_instances]
         if self.stopped or time.monotonic() > self.block_deadline:
             note = self.stopped or "not started: the time limit had passed"

@@ -115,8 +115,8 @@ def format_of(config: object, *, path: str = "config.json", depth: int | None = 
     depth: max(H, I) of the layer. Required if one group spans all columns of a matrix, that is, for
         a group_size of -1 and for 4-bit weights with per-channel scales.
 
-    Raises ConfigurationError for an unknown format, or one that cannot be converted, such as AWQ
-    with other than 4 bits.
+    Raises ConfigurationError for a format that is unknown or cannot be converted, such as AWQ with
+    other than 4 bits.
     """
     expect("path", path, str)
     expect("depth", depth, Count | None)

@@ -9,8 +9,8 @@
 
 `merge` takes whole tensors. The loaders read one share of a matrix at a time, and call the two
 steps of `merge`: `convert_share` divides the tiles of scales, and `fuse` converts to the layout of
-kernels and concatenates gate and up. Packed weights stay packed. All functions except
-`sort_w1_rows` are pure.
+kernels and concatenates gate and up. Packed weights stay packed. All functions are pure, except for
+`sort_w1_rows`, and for `fuse` with `out`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -219,7 +219,7 @@ class _LoadRequest:
 def parse_quantize(quantize: QuantScheme | str | None) -> QuantScheme | None:
     """Return the scheme of the argument `quantize` of `load_experts`.
 
-    Raises ConfigurationError for an unknown scheme, an unquantized one, or one with static
+    Raises ConfigurationError for a scheme that is unknown or unquantized, or that has static
     activation scales.
     """
     if quantize is None:

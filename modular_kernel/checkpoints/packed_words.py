@@ -160,8 +160,8 @@ def _permute_rows_in_torch(words: torch.Tensor, order: torch.Tensor, bits: int) 
 def _shift_bytes(words: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield `words` shifted right by 0, 1, 2 and 3 bytes, for copies that keep the lowest byte.
 
-    The shifted tensors share memory, so each one must be used before the next. `words` is not
-    changed.
+    The shifted tensors share memory, so use each of them before you advance the iterator. `words`
+    is not changed.
     """
     yield words
     words = words >> 8

@@ -220,8 +220,11 @@ class _LayerFactors:
             role for role in roles if (b_shape[0], a_shape[1]) == self._get_weight_shape(role)
         ]
         if len(matching_roles) != 1:
-            valid_shapes = [f"(E r, {d}) and ({n}, r E) of {_PARAMETER_NAMES[r]}" for r in roles
-                     for n, d in [self._get_weight_shape(r)]]  # fmt: skip
+            weight_shapes = {role: self._get_weight_shape(role) for role in roles}
+            valid_shapes = [
+                f"(E r, {depth}) and ({rows}, r E) of {_PARAMETER_NAMES[role]}"
+                for role, (rows, depth) in weight_shapes.items()
+            ]
             got = f"{a_shape} and {b_shape}"
             raise ShapeError(
                 self.files.qualified_name(keys["A"]), got=got, need=" or ".join(valid_shapes)

@@ -113,7 +113,7 @@ class LayerSource:
         """Check names, shapes and dtypes of all experts' tensors, reading only headers.
 
         Returns the dtypes by role. Raises WeightsError for missing or unexpected tensors, and
-        ShapeError or DtypeError, with file and tensor, for invalid ones.
+        ShapeError or DtypeError, with the names of the file and the tensor, for invalid tensors.
         """
         missing, checked_keys, dtypes = list[str](), set[str](), dict[str, set[torch.dtype]]()
         for location in self.locations():

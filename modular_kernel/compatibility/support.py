@@ -37,7 +37,8 @@ class Requirements:
     devices: supported device types.
     triton: the part uses Triton kernels, so a CPU needs Triton's interpreter.
     min_arch: minimum compute capability, such as (9, 0).
-    archs: the only supported compute capabilities; None supports min_arch and all later ones.
+    archs: the only supported compute capabilities. None supports all compute capabilities that are
+        at least min_arch.
     packages: names of the optional packages that the part imports.
     providers: probes that recognize a package by its files, for import names that several packages
         share.
@@ -356,16 +357,16 @@ def collect_rejections(
     get_rejections: calls `extra_rejections`.
     """
     try:
-        returned = tuple(get_rejections())
+        results = tuple(get_rejections())
     except Exception as error:  # noqa: BLE001  another package's code
         got = describe_error(error)
     else:
-        if not returned:
+        if not results:
             return ()
-        rejections = tuple(r for r in returned if isinstance(r, Rejection))
-        if len(rejections) == len(returned):
+        rejections = tuple(result for result in results if isinstance(result, Rejection))
+        if len(rejections) == len(results):
             return rejections
-        got = repr(returned)[:200]
+        got = repr(results)[:200]
     need = "a tuple of Rejection objects from extra_rejections"
     return (Rejection("extra_rejections", (part,), got, need),)
 

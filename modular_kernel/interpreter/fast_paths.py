@@ -40,13 +40,17 @@ _MIN_NORMAL_FLOAT32, _MAX_FLOAT32 = 2.0**-126, (2 - 2**-23) * 2.0**127
 # 16-bit types through float32, and has separate code for fp8.
 _INTEGER_DTYPES = (tl.int8, tl.uint8, tl.int16, tl.int32, tl.int64)
 _DIRECT_CASTS = frozenset(
-    (id(a), id(b))
-    for a, b in (
-        *((a, b) for a in (*_INTEGER_DTYPES, tl.int1) for b in (*_INTEGER_DTYPES, tl.float32)),
-        *((tl.float32, b) for b in (*_INTEGER_DTYPES, tl.bfloat16, tl.float16)),
-        *((a, tl.float32) for a in (tl.bfloat16, tl.float16)),
+    (id(source), id(target))
+    for source, target in (
+        *(
+            (source, target)
+            for source in (*_INTEGER_DTYPES, tl.int1)
+            for target in (*_INTEGER_DTYPES, tl.float32)
+        ),
+        *((tl.float32, target) for target in (*_INTEGER_DTYPES, tl.bfloat16, tl.float16)),
+        *((source, tl.float32) for source in (tl.bfloat16, tl.float16)),
     )
-    if a is not b
+    if source is not target
 )
 
 

@@ -156,7 +156,7 @@ class Report:
 def min_time_us(rows: Iterable[Row], *, ours: bool) -> float | None:
     """Return the minimum time of the comparable rows in microseconds; None if there are none.
 
-    ours: True uses only our rows, False only the others.
+    ours: True uses only our rows, False only the rows of peers and baselines.
     """
     times = [row.us for row in rows if row.is_comparable and (row.origin == OURS) is ours]
     return min((us for us in times if us is not None), default=None)

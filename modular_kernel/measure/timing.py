@@ -97,7 +97,7 @@ def time_calls(
     flush: bool = False,
     target_ms: float = 20.0,
 ) -> Timing:
-    """Time replays of `calls`. A replay runs each of them once.
+    """Time replays of `calls`. A replay runs every call once.
 
     Each call first runs once eagerly. A GPU then runs untimed replays (see `EventClock`).
 

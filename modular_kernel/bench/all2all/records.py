@@ -79,8 +79,8 @@ def make_row(
     received, sent = case.remote_rows
     dispatch_bytes, combine_bytes = received * case.row_bytes, sent * 2 * case.hidden
     worst = max(reports, key=lambda report: _SEVERITY.index(report["status"]))
-    with_notes = [r for r in reports if r["status"] == worst["status"] and r["note"]]
-    with_notes.sort(
+    reports_with_notes = [r for r in reports if r["status"] == worst["status"] and r["note"]]
+    reports_with_notes.sort(
         key=lambda report: (_get_note_priority(report["note"]), report.get("at", math.inf))
     )
     times: dict[str, Any] = {}
@@ -97,7 +97,7 @@ def make_row(
         origin=origin,
         **sizes,
         status=worst["status"],
-        note=with_notes[0]["note"] if with_notes else "",
+        note=reports_with_notes[0]["note"] if reports_with_notes else "",
         error=max(errors, default=None),
         dispatch_rows=received,
         combine_rows=sent,

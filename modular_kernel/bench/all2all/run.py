@@ -323,8 +323,8 @@ def _measure_case(
 ) -> dict[str, Any]:
     """Verify the transport in one case, time it, and return the report.
 
-    After each step, the ranks agree on whether it succeeded on all of them. Otherwise, they could
-    wait for a failed rank in a collective.
+    After each step, the ranks agree on whether the step succeeded on every rank, because they could
+    otherwise wait for a failed rank in a collective.
     """
     failure_note, error, times = "", float("inf"), None
     inputs = ExchangeInputs.from_case(
