@@ -109,6 +109,6 @@ def _register_with_transformers() -> None:
         return
 
 
-# All models of transformers import modeling_utils. When its import ends, the modules that the
-# integration needs are imported.
+# Every transformers model imports modeling_utils. After that import, all modules that the
+# integration needs are loaded.
 call_after_import("transformers.modeling_utils", _register_with_transformers)

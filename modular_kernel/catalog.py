@@ -67,7 +67,7 @@ P = TypeVar("P")
 
 @dataclass(frozen=True)
 class PartSource:
-    """An entry point that is not imported yet.
+    """An entry point whose object has not been imported yet.
 
     name: name of the entry point.
     origin: its distribution and its value.
@@ -121,10 +121,12 @@ class Catalog:
 
     def duplicates(self) -> dict[str, tuple[str, ...]]:
         """Return the names that several classes share, with the origins of the classes."""
-        claims: dict[str, list[str]] = {}
+        origins_by_name: dict[str, list[str]] = {}
         for part in self.parts:
-            claims.setdefault(part.name, []).append(part.origin)
-        return {name: tuple(origins) for name, origins in claims.items() if len(origins) > 1}
+            origins_by_name.setdefault(part.name, []).append(part.origin)
+        return {
+            name: tuple(origins) for name, origins in origins_by_name.items() if len(origins) > 1
+        }
 
     def require_parts(self) -> None:
         """Raise ConfigurationError, with installation advice, if no entry point provides parts."""
@@ -270,9 +272,9 @@ def _load_planned() -> tuple[PlannedPart, ...]:
     """Return the parts that this distribution plans but does not implement, ordered by name."""
     entries = {(entry.name, entry.value): entry for entry in entry_points(group=PLANNED_GROUP)}
     packages = {package for package in DISTRIBUTION_PACKAGES if find_shadow(package) is None}
-    own_entries = [entry for _, entry in sorted(entries.items()) if entry.module in packages]
+    builtin_entries = [entry for _, entry in sorted(entries.items()) if entry.module in packages]
     return tuple(
-        part for entry in own_entries for part in entry.load() if isinstance(part, PlannedPart)
+        part for entry in builtin_entries for part in entry.load() if isinstance(part, PlannedPart)
     )
 
 
@@ -294,14 +296,20 @@ def _make_source(entry: EntryPoint) -> PartSource:
 
 def collect_packages(catalog: Catalog) -> frozenset[str]:
     """Return the optional packages that parts require."""
-    declared = [getattr(part.cls, "requires", None) for part in catalog.parts]
-    return frozenset(p for requires in declared if requires for p in requires.packages)
+    requirements = [getattr(part.cls, "requires", None) for part in catalog.parts]
+    return frozenset(
+        package for requires in requirements if requires for package in requires.packages
+    )
 
 
 def collect_probes(catalog: Catalog) -> tuple[PackageProbe, ...]:
     """Return the probes of all parts, for packages that share their name with other packages."""
-    declared = [getattr(part.cls, "requires", None) for part in catalog.parts]
-    return tuple(dict.fromkeys(p for requires in declared if requires for p in requires.providers))
+    requirements = [getattr(part.cls, "requires", None) for part in catalog.parts]
+    return tuple(
+        dict.fromkeys(
+            package for requires in requirements if requires for package in requires.providers
+        )
+    )
 
 
 def this_machine(*, device: Literal["cuda", "cpu"] | None = None) -> Machine:

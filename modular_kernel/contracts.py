@@ -130,7 +130,7 @@ class Tunable(ABC):
 
     @abstractmethod
     def explain(self, tokens: int, device_name: str | None = None) -> str:
-        """Return a text that says which launch is used, where it comes from, and why.
+        """Describe which launch configuration is used, where it comes from, and why it is used.
 
         device_name: name of a GPU; None means this machine.
         """
@@ -188,7 +188,7 @@ class PartDeclarations:
     def described(cls, machine: Machine) -> AbstractContextManager[None]:
         """Return a context manager in which launches are chosen as if running on `machine`.
 
-        It applies to the current thread.
+        The context manager affects only the current thread.
         """
         return nullcontext()
 
@@ -196,7 +196,7 @@ class PartDeclarations:
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
         """Return functions that call kernels with meta tensors, by name, for `mk compile`.
 
-        They cover the kernels that a single-rank layer does not launch.
+        The functions cover the kernels that a single-rank layer does not launch.
         """
         return {}
 
@@ -205,8 +205,8 @@ class PartDeclarations:
         """Return calls of the part's own operations on the CPU, by name, for `mk test`.
 
         Each call makes its inputs, runs operations that have a kernel and a torch reference, and
-        returns the tensors that they have written. The same bits must be returned with both.
-        A call raises AssertionError if it knows that a result is wrong.
+        returns the tensors that the operations wrote. Kernels and references must write the same
+        bits. A call raises AssertionError if it detects a wrong result.
         """
         return {}
 
@@ -225,7 +225,8 @@ class PrepareAndFinalize(PartDeclarations, ABC):
     allocates_output: ClassVar[bool] = False
     # Whether `prepare` is faster than `prepare_no_receive` followed by a call of its receiver.
     prepares_at_once: ClassVar[bool] = False
-    # In the batched format, the rows per expert are a multiple of this (`round_capacity`).
+    # In the batched format, the number of rows per expert is a multiple of this number.
+    # `round_capacity` sets it.
     capacity_multiple: int = 1
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
@@ -347,7 +348,7 @@ class PrepareAndFinalize(PartDeclarations, ABC):
     def refuse(self, error: Exception) -> None:  # a no-op in single-rank parts
         """Notify the other ranks, without waiting, that this rank refuses its call with `error`.
 
-        This is called before the call has exchanged anything. The other ranks raise
+        This method is called before the call has exchanged anything. The other ranks raise
         CommunicationError, and all ranks remain usable.
         """
 
@@ -381,7 +382,7 @@ class PrepareAndFinalize(PartDeclarations, ABC):
         """Combine like `finalize`, but return a newly allocated tensor.
 
         If `allocates_output` is True and the caller does not pass `out`, this method is called
-        instead of `finalize`. It saves a copy for libraries that allocate their results.
+        instead of `finalize`, which avoids a copy for libraries that allocate their results.
         """
         need = "a part with allocates_output = True"
         raise UnsupportedError("finalize_to_new_tensor", got=type(self).__name__, need=need)
@@ -394,7 +395,8 @@ class PermuteExpertsUnpermute(PartDeclarations, ABC):
     """
 
     requires: ClassVar[ExpertsRequirements]
-    # The staged part whose results this fused part must equal. The test harness compares the two.
+    # The staged part that this fused part replaces. The test harness verifies that the results of
+    # both are equal.
     unfused: ClassVar["type[PermuteExpertsUnpermute] | None"] = None
 
     def __init__(self, problem: Problem) -> None:
@@ -443,7 +445,7 @@ class PermuteExpertsUnpermute(PartDeclarations, ABC):
 
     @abstractmethod
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        """Return the reduction that finalize must apply to the output."""
+        """Return the reduction that finalize must apply to the output of the experts."""
 
     def prepared_specs(self) -> Mapping[str, BufferSpec]:
         """Return the specs of the tensors that `prepare` derives, by field of ExpertWeights."""
@@ -460,7 +462,7 @@ class PermuteExpertsUnpermute(PartDeclarations, ABC):
         """
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
-        """Return which values a call with these tensors rounds, or None for no declaration.
+        """Return which values a call with these tensors rounds, or None to declare nothing.
 
         `mk test` verifies the declaration.
 
@@ -497,7 +499,7 @@ class PermuteExpertsUnpermute(PartDeclarations, ABC):
     ) -> None:
         """Compute the experts, and write `output`, whose shape `workspace_shapes` declares.
 
-        Inputs must not be modified. This is never called with zero rows. `requires.invalid_rows`
+        Inputs must not be modified. `apply` is never called with zero rows. `requires.invalid_rows`
         defines the content of rows of skipped pairs. If `requires.inplace` is True, `output` may
         share the memory of `tokens`. In this case, `output` must be written only after the last
         token has been read.
@@ -507,7 +509,7 @@ class PermuteExpertsUnpermute(PartDeclarations, ABC):
 class PickledByProblem:
     """Mixin that pickles and copies an experts part as its class and problem.
 
-    It is for parts that cannot be pickled because their constructors bind kernels or a library. A
+    Use it for parts that cannot be pickled because their constructors bind kernels or a library. A
     subclass with other constructor arguments, or with more state, must override `__reduce__`.
     """
 

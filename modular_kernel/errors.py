@@ -1,7 +1,7 @@
 """Exceptions that the toolkit raises on purpose.
 
-A user's mistake raises a subclass of `ModularKernelError` before anything is launched. The message
-names the invalid value, and says what was found and what is needed. `assert` is reserved for
+An invalid argument raises a subclass of `ModularKernelError` before anything is launched. The
+message names the argument, and says what was passed and what is needed. `assert` is reserved for
 internal invariants.
 """
 
@@ -11,7 +11,7 @@ from modular_kernel.text import escape_nonprintable, format_count
 
 
 class ModularKernelError(Exception):
-    """Base class of all errors that the toolkit raises on purpose. They can be pickled."""
+    """Base class of all errors that the toolkit raises on purpose. Instances can be pickled."""
 
     def __reduce__(self) -> tuple[object, ...]:
         # `args` holds the message, not the constructor arguments of a subclass.
@@ -93,7 +93,7 @@ class BrokenPartError(InputError):
 
 
 class IncompatibleError(ModularKernelError, ValueError):
-    """A pair of parts does not support the problem. `rejections` has each violated rule."""
+    """A pair of parts does not support the problem. `rejections` lists every violated rule."""
 
     def __init__(self, pairing: str, rejections: Sequence[object]) -> None:
         self.pairing, self.rejections = pairing, tuple(rejections)

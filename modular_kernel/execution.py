@@ -4,7 +4,7 @@
     pending = execution.start_checked(x_TH, weights, routing, out, workspace)   # prepare
     y_TH = pending.finish()                                                     # experts, finalize
 
-A kernel without a plan allocates a workspace for each call; a plan allocates one and reuses it.
+Without a plan, a kernel allocates a workspace for each call. A plan allocates its workspace once.
 """
 
 import logging
@@ -205,7 +205,7 @@ class Execution:
             validate.check_ids(routing, self.problem)
             validate.check_adapter_slots(routing, self.problem)
             validate.check_expert_map(weights, self.problem)
-            validate.check_order(weights, self.problem)
+            validate.check_w1_order(weights, self.problem)
             validate.check_static_scales(weights)
 
     def workspace_specs(self, tokens: int) -> dict[str, BufferSpec]:
@@ -282,7 +282,7 @@ class Execution:
         """Start a call whose tensors have been checked.
 
         out: the tensor to write; None if the PrepareAndFinalize allocates the output.
-        at_once: the caller finishes the call before launching anything else.
+        at_once: whether the caller finishes the call before launching anything else.
         """
         counter = self._invalid_ids
         if counter is None:
@@ -309,14 +309,14 @@ class Execution:
                     def receive() -> tuple[Dispatched, Handle]:
                         return received
         except BaseException as error:  # an interrupted call must not leave other ranks waiting
-            (part.abandon if call.peers_notified else part.refuse)(as_exception(error))
+            (part.abandon if call.peers_notified else part.refuse)(to_exception(error))
             raise
         memory = None
         if not at_once:
             # If rows move to other ranks, x is not read after the dispatch.
-            read = {"x": None if self._moves_rows else x_TH, "out": out} | vars(weights)
-            read |= {"topk_weights": routing.topk_weights_TK, "topk_ids": routing.topk_ids_TK}
-            memory = TensorMemorySnapshot(read | {"adapters": routing.slots_T})
+            tensors = {"x": None if self._moves_rows else x_TH, "out": out} | vars(weights)
+            tensors |= {"topk_weights": routing.topk_weights_TK, "topk_ids": routing.topk_ids_TK}
+            memory = TensorMemorySnapshot(tensors | {"adapters": routing.slots_T})
         return Pending(self, receive, weights, workspace, out, x_TH.shape[0], memory)
 
     @modes.disable_autocast
@@ -325,7 +325,7 @@ class Execution:
         part, reduce = self.prepare_finalize, self.reduce
         try:
             tokens, handle = pending.receive()
-            output = self._expert_output(tokens, handle, pending)
+            output = self._get_expert_output(tokens, handle, pending)
             with stages.stage(stages.EXPERTS):
                 self._apply_experts(tokens, pending, output)
             with stages.stage(stages.FINALIZE):
@@ -336,12 +336,13 @@ class Execution:
             torch.autograd.graph.increment_version(pending.out)
             return pending.out
         except BaseException as error:  # an interrupted call must not leave other ranks waiting
-            part.abandon(as_exception(error))
+            part.abandon(to_exception(error))
             raise
 
-    def _expert_output(
+    def _get_expert_output(
         self, tokens: Dispatched, handle: Handle, pending: "Pending"
     ) -> torch.Tensor:
+        """Return the tensor that the experts of `pending` write."""
         if self._experts_write_out:
             assert pending.out is not None
             return pending.out
@@ -383,7 +384,7 @@ class Pending:
     out: torch.Tensor | None
     tokens: int
     memory: TensorMemorySnapshot | None = None
-    # Popped by `finish`. pop is atomic, so a second call, even in another thread, raises.
+    # `finish` pops the only item. pop is atomic, so a second call raises, even in another thread.
     _unfinished: list[None] = field(default_factory=lambda: [None], init=False, repr=False)
 
     @modes.disable_tracing
@@ -429,6 +430,6 @@ def _dispatch_shape(tokens: Dispatched) -> DispatchShape:
     return BatchedShape(*tokens.x_eCH.shape[:2])
 
 
-def as_exception(error: BaseException) -> Exception:
-    """Return the error, or an exception with the name of an interrupt such as KeyboardInterrupt."""
+def to_exception(error: BaseException) -> Exception:
+    """Return the error, or wrap an interrupt such as KeyboardInterrupt in an InterruptedError."""
     return error if isinstance(error, Exception) else InterruptedError(type(error).__name__)

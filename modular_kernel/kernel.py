@@ -39,13 +39,14 @@ class FusedMoEModularKernel(Execution):
     """A fused MoE layer composed of two compatible parts.
 
     machine: the machine that the kernel runs on. None detects this machine.
-    checked: check the values of ids, adapter slots and maps in every call, and raise an InputError
-        if one is invalid. This synchronizes with the device. If False, (token, expert) pairs with
-        an invalid id are skipped and counted in `invalid_ids`.
-    poison: for tests. Before each call, fill the workspace and the output with NaN or other values.
-        After each call, check that no kernel wrote past the end of a buffer, which synchronizes.
-    auto_prepare: call `prepare_weights` on the first use of weights, if memory allows. None enables
-        this on GPUs only.
+    checked: whether to check the values of ids, adapter slots and maps in every call, which
+        synchronizes with the device, and to raise an InputError for an invalid value. If False,
+        (token, expert) pairs with an invalid id are skipped and counted in `invalid_ids`.
+    poison: for tests; whether to fill the workspace and the output with NaN or other values before
+        each call, and to check after each call that no kernel wrote past the end of a buffer, which
+        synchronizes.
+    auto_prepare: whether to call `prepare_weights` on the first use of weights, if memory allows.
+        None means True on a GPU and False on a CPU.
 
     Raises IncompatibleError with every reason if the pairing is refused.
     """
@@ -87,7 +88,7 @@ class FusedMoEModularKernel(Execution):
             poison=poison,
             auto_prepare=auto_prepare,
         )
-        self._call_plans = CallPlans(self._max_planned_tokens())
+        self._call_plans = CallPlans(self._get_max_planned_tokens())
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle a kernel as its two parts and options; `invalid_ids` of the copy starts at 0.
@@ -122,7 +123,7 @@ class FusedMoEModularKernel(Execution):
         declared = declared and self.prepare_finalize.may_replay()
         return declared and type(self) is FusedMoEModularKernel and not self.checked
 
-    def _max_planned_tokens(self) -> int:
+    def _get_max_planned_tokens(self) -> int:
         """Return the largest number of tokens of a direct call that uses a plan; 0 disables plans.
 
         A call that cannot be replayed uses a plan only to share a workspace with other calls.
@@ -132,10 +133,10 @@ class FusedMoEModularKernel(Execution):
         """
         if self.checked or self.poison or type(self) is not FusedMoEModularKernel:
             return 0
-        shared = min(self.problem.tokens, MAX_SHARED_TOKENS)
+        max_shared = min(self.problem.tokens, MAX_SHARED_TOKENS)
         if self.problem.parallel.world_size > 1:
-            return shared if self.replayable and self.machine.device == "cuda" else 0
-        return self.problem.tokens if self.replayable else shared
+            return max_shared if self.replayable and self.machine.device == "cuda" else 0
+        return self.problem.tokens if self.replayable else max_shared
 
     def reserve_workspace(self, tokens: int, device: torch.device | None = None) -> None:
         """Reserve the workspace that calls of up to `tokens` tokens would reserve on first use.
@@ -192,7 +193,8 @@ class FusedMoEModularKernel(Execution):
     ) -> "Pending":
         """Check the tensors and start the dispatch; experts and combine run in `.finish()`.
 
-        With an asynchronous PrepareAndFinalize, work done in between overlaps the dispatch.
+        With an asynchronous PrepareAndFinalize, work that the caller launches before `.finish()`
+        overlaps the dispatch.
         Several calls may be in flight at once.
         """
         return self._check_and_start(x_TH, weights, routing, out, at_once=False)

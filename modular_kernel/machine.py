@@ -13,7 +13,7 @@ from modular_kernel.settings import read_settings
 from modular_kernel.spec.problem import Machine
 from modular_kernel.utils.package_probes import PackageProbe, find_packages
 
-_torch_reference: ContextVar[bool] = ContextVar("torch_reference", default=False)
+_prefers_torch_reference: ContextVar[bool] = ContextVar("prefers_torch_reference", default=False)
 
 
 def find_importable(packages: Iterable[str]) -> frozenset[str]:
@@ -28,8 +28,8 @@ def find_importable(packages: Iterable[str]) -> frozenset[str]:
     return frozenset(available)
 
 
-def interpreted_since_import() -> bool | None:
-    """Return whether triton was imported with its interpreter enabled, or None if not imported.
+def was_imported_with_interpreter() -> bool | None:
+    """Return whether triton was imported with its interpreter, or None if it was not imported.
 
     Triton reads TRITON_INTERPRET when its own functions are defined. If the variable changes later,
     functions defined before and after the change cannot call each other.
@@ -53,8 +53,8 @@ def current_machine(
     """
     probes = tuple(probes)
     confirmed, others = find_packages(probes)
-    by_name = {"triton", "ml_dtypes", *packages} - {probe.name for probe in probes}
-    available, mismatched = find_importable(by_name) | confirmed, tuple(sorted(others.items()))
+    unprobed = {"triton", "ml_dtypes", *packages} - {probe.name for probe in probes}
+    available, mismatched = find_importable(unprobed) | confirmed, tuple(sorted(others.items()))
     if device != "cpu" and torch.cuda.is_available():
         arch = torch.cuda.get_device_capability()
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -64,18 +64,18 @@ def current_machine(
             available,
             name=properties.name,
             others=mismatched,
-            cuda=_cuda_version(),
+            cuda=_get_cuda_version(),
             memory=properties.total_memory,
         )
     interpreter = (
         read_settings().triton_interpret
-        and interpreted_since_import() is not False
+        and was_imported_with_interpreter() is not False
         and {"triton", "ml_dtypes"} <= available
     )
     return Machine("cpu", None, available, interpreter, others=mismatched)
 
 
-def _cuda_version() -> tuple[int, int] | None:
+def _get_cuda_version() -> tuple[int, int] | None:
     """Return the CUDA version that torch was built for, or None if torch was built without CUDA."""
     parts = (torch.version.cuda or "").split(".")
     numbers = [int(part) for part in parts[:2] if part.isdecimal()]
@@ -86,17 +86,17 @@ def _cuda_version() -> tuple[int, int] | None:
 def prefer_torch_reference(*, enabled: bool = True) -> Iterator[None]:
     """Use torch references instead of interpreted kernels for operations on a CPU, in this context.
 
-    This makes it possible to time plain torch parts as users run them.
+    Benchmarks can then time parts that use only torch as they run without the interpreter.
 
     enabled: if False, the block changes nothing.
     """
-    token = _torch_reference.set(_torch_reference.get() or enabled)
+    token = _prefers_torch_reference.set(_prefers_torch_reference.get() or enabled)
     try:
         yield
     finally:
-        _torch_reference.reset(token)
+        _prefers_torch_reference.reset(token)
 
 
 def is_torch_reference_preferred() -> bool:
     """Return whether `prefer_torch_reference` is active in this context."""
-    return _torch_reference.get()
+    return _prefers_torch_reference.get()

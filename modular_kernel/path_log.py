@@ -34,9 +34,11 @@ def log_path(path: str, problem: Problem, weights: ExpertWeights) -> None:
 
 @contextmanager
 def record_paths() -> Iterator[list[EnteredPath]]:
-    """Return a list of the paths that calls take inside the block, in this thread.
+    """Return a context manager that yields a list of the paths that calls take in its block.
 
-    A plan may replay recorded launches instead of running the host code of a part. Such a call is
+    Only calls of this thread are logged.
+
+    Calls in which a plan replays recorded launches, without running the host code of the part, are
     not logged.
     """
     log: list[EnteredPath] = []

@@ -20,7 +20,7 @@ import torch
 
 from modular_kernel import validate
 from modular_kernel.errors import ConfigurationError, DeviceError, StateError
-from modular_kernel.execution import Execution, Pending, as_exception
+from modular_kernel.execution import Execution, Pending, to_exception
 from modular_kernel.replay import modes, recording
 from modular_kernel.replay.recording import can_keep_buffers, device_index, is_graph_trees_stream
 from modular_kernel.spec.problem import Problem
@@ -35,13 +35,13 @@ _forward_ad: Any = torch.autograd.forward_ad
 _profiler: Any = torch.autograd.profiler
 
 
-class BoundCalls(ABC):
+class BasePlan(ABC):
     """Base class of plans: runs calls of at most `problem.tokens` tokens, or replays them.
 
     Weights are checked once per ExpertWeights object, and again if the memory of a tensor was
     replaced. If the kernel is `replayable`, the launches of the first call of each signature
     (shapes, strides, dtypes and alignment of all tensors) are recorded, and later calls replay
-    them. Subclasses set `_workspace` or override `_workspace_for`, and define `_new_output`.
+    them. Subclasses set `_workspace` or override `_get_workspace`, and define `_get_output`.
     """
 
     _workspace: Workspace
@@ -62,22 +62,24 @@ class BoundCalls(ABC):
         kernel.count_invalid_ids_on(device)
 
     @abstractmethod
-    def _new_output(self, x_TH: torch.Tensor) -> torch.Tensor:
+    def _get_output(self, x_TH: torch.Tensor) -> torch.Tensor:
         """Return the output of a call without `out`, if the problem is not inplace."""
 
-    def _output_of(self, recorded: recording.RecordedCall, x_TH: torch.Tensor) -> torch.Tensor:
+    def _get_replay_output(
+        self, recorded_call: recording.RecordedCall, x_TH: torch.Tensor
+    ) -> torch.Tensor:
         """Return the output of a replayed call without `out`."""
-        return x_TH if self.problem.inplace else self._new_output(x_TH)
+        return x_TH if self.problem.inplace else self._get_output(x_TH)
 
-    def _workspace_for(self, tokens: int) -> Workspace:
+    def _get_workspace(self, tokens: int) -> Workspace:
         """Return the workspace of a call that runs the parts' host code."""
         return self._workspace
 
-    def _holds_own_output(self, pointers: Sequence[int]) -> bool:
-        """Return whether an address is inside an output buffer of the plan."""
+    def _points_into_output(self, pointers: Sequence[int]) -> bool:
+        """Return whether any of the addresses is inside an output buffer of the plan."""
         return False
 
-    def _check_own_output(  # noqa: B027 (nothing to check if every call has a new output)
+    def _check_reads_no_output(  # noqa: B027 (nothing to check if every call has a new output)
         self, x_TH: torch.Tensor, routing: Routing, output: torch.Tensor
     ) -> None:
         """Raise ConfigurationError if a call reads an output buffer of the plan."""
@@ -92,22 +94,22 @@ class BoundCalls(ABC):
         routing: Routing,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Check a call that `_replay` did not run. Then run it, or replay it if possible."""
-        bound, output = self._check_or_refuse(x_TH, weights, routing, out)
-        inputs = _tensors(x_TH, routing)
-        signature, _ = recording.get_signature_and_pointers(inputs, bound)
-        key = signature, None if out is None else self._layout_of(out, x_TH)
-        if self._recorded.find(key) is not None:  # `_replay` only did not know the weights
+        """Check a call that `_replay` did not run, then replay the call if possible, or run it."""
+        checked_weights, output = self._check_or_refuse(x_TH, weights, routing, out)
+        inputs = _collect_inputs(x_TH, routing)
+        signature, _ = recording.get_signature_and_pointers(inputs, checked_weights)
+        key = signature, None if out is None else self._get_out_layout(out, x_TH)
+        if self._recorded.find(key) is not None:  # `_replay` only lacked checked weights
             replayed = self._replay(x_TH, weights, routing, out)
             if replayed is not None:
                 return replayed
         return self._run(
             x_TH,
-            bound.prepared or weights,
+            checked_weights.prepared or weights,
             routing,
             output,
             key,
-            (*inputs, *bound.tensors),
+            (*inputs, *checked_weights.tensors),
             has_out=out is not None,
         )
 
@@ -124,42 +126,44 @@ class BoundCalls(ABC):
         """
         if not self._recorded.replayable or type(routing) is not Routing:
             return None
-        bound = self.kernel.known_weights.lookup(weights, self._device)
-        if bound is None or (routing.adapters_T is not None) is not self._has_adapters:
+        checked_weights = self.kernel.known_weights.lookup(weights, self._device)
+        if checked_weights is None or (routing.adapters_T is not None) is not self._has_adapters:
             return None
         weights_TK, ids_TK = routing.topk_weights_TK, routing.topk_ids_TK
-        inputs = _tensors(x_TH, routing) if self._has_adapters else (x_TH, weights_TK, ids_TK)
+        inputs = (
+            _collect_inputs(x_TH, routing) if self._has_adapters else (x_TH, weights_TK, ids_TK)
+        )
         for tensor in inputs:
             if type(tensor) not in _TENSOR_TYPES or tensor.is_neg():
                 return None
         try:
             layout, pointers = recording.get_layout_and_pointers(
-                inputs, bound.pointers, bound.pointer_bits
+                inputs, checked_weights.pointers, checked_weights.pointer_bits
             )
-            out_layout = None if out is None else self._layout_of(out, x_TH)
+            out_layout = None if out is None else self._get_out_layout(out, x_TH)
         except (RuntimeError, TypeError):  # a tensor without memory or strides, or no tensor
             return None
         # The checks of a call depend only on its signature, and on the conditions below.
-        recorded = self._recorded.find(((bound.signature, layout), out_layout))
-        # 0: the memory of a tensor was freed, or the call has no tokens
-        if recorded is None or (0 in pointers and x_TH.shape[0]):
+        recorded_call = self._recorded.find(((checked_weights.signature, layout), out_layout))
+        # A pointer is 0 if the memory of a tensor was freed, or if the call has no tokens.
+        if recorded_call is None or (0 in pointers and x_TH.shape[0]):
             return None
         if _profiler._is_profiler_enabled:  # a replay does not mark stages for the profiler
             return None
-        for is_active in recorded.bypass_conditions:  # a profiler would miss the launches
+        for is_active in recorded_call.bypass_conditions:  # a profiler would miss the launches
             if is_active():
                 return None
         if (out is not None or self._writes_old_memory) and self._overlaps(
-            inputs, pointers, bound, out
+            inputs, pointers, checked_weights, out
         ):
             return None
         if _is_grad_enabled() or _forward_ad._current_level >= 0:
-            tensors = (*inputs, *bound.tensors)
+            tensors = (*inputs, *checked_weights.tensors)
             if needs_gradient(tensors if out is None else (*tensors, out)):
                 return None
         if out is None:
             try:
-                output = self._output_of(recorded, x_TH)
+                output = self._get_replay_output(recorded_call, x_TH)
             except RuntimeError:  # out of memory; `_check_or_refuse` notifies the other ranks
                 return None
             if output is not x_TH:
@@ -167,12 +171,12 @@ class BoundCalls(ABC):
         else:
             output = out
             pointers.append(output.data_ptr())
-        self._launch(recorded, pointers, output, out is not None)
+        self._launch(recorded_call, pointers, output, out is not None)
         return output
 
     def _launch(
         self,
-        recorded: recording.RecordedCall,
+        recorded_call: recording.RecordedCall,
         pointers: list[int],
         output: torch.Tensor,
         has_out: bool,
@@ -180,24 +184,24 @@ class BoundCalls(ABC):
         """Replay the recorded launches.
 
         has_out: whether the caller passed `out`. The version of a new tensor is not incremented,
-            because no autograd graph can have saved it.
+            because no autograd graph can have saved the tensor.
         """
         if self.kernel.poison:
             self.kernel.poison_output(output, self._workspace.poison())
-        stream = _current_stream(self._index) if self._stream is None else self._stream
+        stream = _get_current_stream(self._index) if self._stream is None else self._stream
         try:
-            for replay in recorded.replays:
+            for replay in recorded_call.replays:
                 replay(stream, pointers)
         except BaseException as error:  # an interrupted call must not leave other ranks waiting
-            self.kernel.prepare_finalize.abandon(as_exception(error))
+            self.kernel.prepare_finalize.abandon(to_exception(error))
             raise
-        recorded.count[0] += 1
+        recorded_call.count[0] += 1
         if has_out or self._writes_old_memory:
             torch.autograd.graph.increment_version(output)
         if self.kernel.poison:
             self._workspace.check_red_zones(replayed=True)
 
-    def _layout_of(self, out: torch.Tensor, x_TH: torch.Tensor) -> Hashable:
+    def _get_out_layout(self, out: torch.Tensor, x_TH: torch.Tensor) -> Hashable:
         """Return the layout of `out`, or None if it is the layout of outputs that a plan allocates.
 
         Calls with layout None and calls without `out` share a recording.
@@ -218,18 +222,18 @@ class BoundCalls(ABC):
         self,
         inputs: tuple[torch.Tensor, ...],
         pointers: Sequence[int],
-        bound: recording.CheckedWeights,
+        checked_weights: recording.CheckedWeights,
         out: torch.Tensor | None,
     ) -> bool:
         """Return whether the output of a call may overlap an input, or `out` is not allowed."""
         inplace = self.problem.inplace
         if out is None and not inplace:
-            return self._holds_own_output(pointers[: len(inputs)])
+            return self._points_into_output(pointers[: len(inputs)])
         if out is not None and (inplace or out.is_neg()):
             return True
         read, written = (inputs, out) if out is not None else (inputs[1:], inputs[0])
         start, stop = address_range(written)
-        spans = (*map(address_range, read), *bound.spans)
+        spans = (*map(address_range, read), *checked_weights.spans)
         return any(start < other_stop and other_start < stop for other_start, other_stop in spans)
 
     def _check_or_refuse(
@@ -262,15 +266,15 @@ class BoundCalls(ABC):
         if x_TH.device != self._device:
             need = f"{self._device}, where the plan's buffers are"
             raise DeviceError("x", got=x_TH.device, need=need)
-        bound = self.kernel.check_weights(weights, x_TH)
+        checked_weights = self.kernel.check_weights(weights, x_TH)
         self.kernel.check_call(x_TH, weights, routing, out)
         if self.problem.inplace:
-            return bound, x_TH
+            return checked_weights, x_TH
         if out is not None:
-            return bound, out
-        output = self._new_output(x_TH)
-        self._check_own_output(x_TH, routing, output)
-        return bound, output
+            return checked_weights, out
+        output = self._get_output(x_TH)
+        self._check_reads_no_output(x_TH, routing, output)
+        return checked_weights, output
 
     def _run(
         self,
@@ -290,7 +294,7 @@ class BoundCalls(ABC):
         has_out: whether the caller passed `out`.
         """
         kernel, tokens = self.kernel, x_TH.shape[0]
-        workspace = self._workspace_for(tokens)
+        workspace = self._get_workspace(tokens)
         if kernel.poison:
             kernel.poison_output(out, workspace.poison())
         if self._makes_output:  # such calls are not recorded
@@ -308,16 +312,16 @@ class BoundCalls(ABC):
             inputs = (*inputs, workspace.memory)
         with recording.record_launches(inputs) as recorder:
             kernel.finish(self._start(x_TH, weights, routing, out, workspace))
-        recorded = recorder.make_recorded_call()
-        if recorded is not None:
+        recorded_call = recorder.make_recorded_call()
+        if recorded_call is not None:
             is_like_x = x_TH.shape == out.shape and x_TH.dtype is out.dtype
-            recorded = replace(
-                recorded,
+            recorded_call = replace(
+                recorded_call,
                 count=self._replay_counts.counter(tokens),
                 workspace_bytes=workspace.nbytes,
                 output_like_x=is_like_x and x_TH.is_contiguous(),
             )
-        self._recorded.store(signature, recorded, recorder.refusal_reason)
+        self._recorded.store(signature, recorded_call, recorder.refusal_reason)
         if kernel.poison:
             workspace.check_red_zones()
         return out
@@ -330,7 +334,7 @@ class BoundCalls(ABC):
             return self._recorded.refusal_reason(signature) or call_counters.PROFILED_OR_OVERLAPPING
         if not self.kernel.prepare_finalize.may_record():
             return call_counters.FIRST_OF_LAYER
-        # Without tokens, a rank still exchanges rows with the others; one rank alone does nothing.
+        # Without tokens, a single rank has no work, but several ranks still exchange rows.
         has_no_work = out.numel() == 0 and self.problem.parallel.world_size == 1
         return call_counters.NO_TOKENS if has_no_work else ""
 
@@ -345,7 +349,7 @@ class BoundCalls(ABC):
         return self.kernel.start_checked(x_TH, weights, routing, out, workspace, at_once=True)
 
 
-class Plan(BoundCalls):
+class Plan(BasePlan):
     """A kernel with its buffers. Calls allocate nothing and can be captured in a CUDA graph.
 
     All calls of a plan use the same buffers. A lock serializes the host code of several threads,
@@ -432,17 +436,19 @@ class Plan(BoundCalls):
             finally:
                 self._busy = False
 
-    def _new_output(self, x_TH: torch.Tensor) -> torch.Tensor:
+    def _get_output(self, x_TH: torch.Tensor) -> torch.Tensor:
         rows, tokens = self._outputs.rows, x_TH.shape[0]
         output = rows.get(tokens)
         if output is None:
             output = rows[tokens] = self._outputs.buffer[:tokens]
         return output
 
-    def _holds_own_output(self, pointers: Sequence[int]) -> bool:
+    def _points_into_output(self, pointers: Sequence[int]) -> bool:
         return self._outputs.holds(pointers)
 
-    def _check_own_output(self, x_TH: torch.Tensor, routing: Routing, output: torch.Tensor) -> None:
+    def _check_reads_no_output(
+        self, x_TH: torch.Tensor, routing: Routing, output: torch.Tensor
+    ) -> None:
         """Raise ConfigurationError if a call reads an output buffer of the plan.
 
         If both parts support inplace, x may be the output of the previous call.
@@ -471,7 +477,7 @@ class _Outputs(threading.local):
         self._start, self._stop = address_range(self.buffer)
 
     def holds(self, pointers: Sequence[int]) -> bool:
-        """Return whether an address is inside the buffer."""
+        """Return whether any of the addresses is inside the buffer."""
         start, stop = self._start, self._stop
         for pointer in pointers:  # noqa: SIM110  runs in every call; a generator is slower
             if start <= pointer < stop:
@@ -479,14 +485,14 @@ class _Outputs(threading.local):
         return False
 
 
-def _tensors(x_TH: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, ...]:
+def _collect_inputs(x_TH: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, ...]:
     tensors: tuple[torch.Tensor, ...] = (x_TH, routing.topk_weights_TK, routing.topk_ids_TK)
     if routing.adapters_T is not None and (slots_T := routing.slots_T) is not None:
         tensors = (*tensors, slots_T)
     return tensors
 
 
-def _current_stream(index: int | None) -> int:
+def _get_current_stream(index: int | None) -> int:
     """Return the raw handle of the device's current stream, as triton uses it; 0 on a CPU."""
     stream: int = 0 if index is None else torch._C._cuda_getCurrentRawStream(index)
     return stream
@@ -576,7 +582,7 @@ class StreamMemories:
         forks.on_fork(self)
 
     def after_fork(self) -> None:
-        """Release locks in a forked child that threads of the parent hold."""
+        """In a forked child, reset the locks that threads of the parent hold."""
         forks.reset_lock(self._lock)
         for memory in self._memories.values():
             memory.after_fork()
@@ -636,7 +642,7 @@ class CallPlans:
         return CallPlans, (self._max_tokens,)
 
     def after_fork(self) -> None:
-        """Reset the lock in a forked child, and drop GPU plans: a CUDA context ends at a fork."""
+        """Reset the lock in a forked child, and drop GPU plans: a CUDA context cannot be forked."""
         forks.reset_lock(self._lock)
         if any(index >= 0 for index, *_ in self._plans):
             self._plans.clear()
@@ -672,7 +678,7 @@ class CallPlans:
                 return None
         plan = self._plans.get((index, stream, (shape[0] - 1).bit_length()))
         if plan is None:
-            plan = self._find_or_make(kernel, x_TH.device, stream, shape[0])
+            plan = self._find_or_make_plan(kernel, x_TH.device, stream, shape[0])
             if plan is None:
                 return None
         return plan.run(x_TH, weights, routing, out)
@@ -684,11 +690,11 @@ class CallPlans:
             if device.type == "cuda":
                 device = torch.device("cuda", device_index(device))
                 stream = torch.cuda.current_stream(device).cuda_stream
-            plan = self._find_or_make(kernel, device, stream, tokens)
+            plan = self._find_or_make_plan(kernel, device, stream, tokens)
             if isinstance(plan, _CallPlan):
-                plan.bind_unless_busy()
+                plan.reserve_unless_busy()
 
-    def _find_or_make(
+    def _find_or_make_plan(
         self, kernel: Execution, device: torch.device, stream: int, tokens: int
     ) -> "_StreamPlan | None":
         if device.type != kernel.machine.device:  # the checks of the call raise DeviceError
@@ -709,8 +715,8 @@ class CallPlans:
         return plan
 
 
-class _StreamPlan(BoundCalls):
-    """A plan for direct calls on one stream. Each call returns a new tensor."""
+class _StreamPlan(BasePlan):
+    """A plan for direct calls on one stream, which returns outputs in new tensors."""
 
     def __init__(
         self, kernel: Execution, problem: Problem, device: torch.device, stream: int
@@ -718,8 +724,9 @@ class _StreamPlan(BoundCalls):
         super().__init__(kernel, problem, device)
         self._stream = stream
         self._memory = _memories.of(device, stream)
-        self._bound = True  # whether the plan has a workspace
-        self._waits = self._index is not None  # whether calls wait for the calls of other threads
+        self._has_workspace = True
+        # Whether a call waits while another thread is in a call on the same stream.
+        self._waits = self._index is not None
         with modes.disable_inference_mode():
             self._no_output = torch.empty(0, dtype=problem.dtype, device=device)
 
@@ -744,7 +751,7 @@ class _StreamPlan(BoundCalls):
             if not acquired:
                 return None
             memory.busy = True
-            if not self._bound and not self._bind():
+            if not self._has_workspace and not self._reserve_workspace():
                 return None
             output = self._replay(x_TH, weights, routing, out)
             if output is None:
@@ -760,18 +767,20 @@ class _StreamPlan(BoundCalls):
             except RuntimeError:  # another thread holds it
                 pass
 
-    def _bind(self) -> bool:
+    def _reserve_workspace(self) -> bool:
         """Reserve the workspace. Returns False if memory runs out."""
         return True
 
-    def _output_of(self, recorded: recording.RecordedCall, x_TH: torch.Tensor) -> torch.Tensor:
+    def _get_replay_output(
+        self, recorded_call: recording.RecordedCall, x_TH: torch.Tensor
+    ) -> torch.Tensor:
         if self.problem.inplace:
             return x_TH
-        if recorded.output_like_x:
+        if recorded_call.output_like_x:
             return torch.empty_like(x_TH)  # half the time of torch.empty
-        return self._new_output(x_TH)
+        return self._get_output(x_TH)
 
-    def _new_output(self, x_TH: torch.Tensor) -> torch.Tensor:
+    def _get_output(self, x_TH: torch.Tensor) -> torch.Tensor:
         if self._makes_output:
             return self._no_output
         shape = (x_TH.shape[0], *self.problem.output_shape[1:])
@@ -787,15 +796,15 @@ class _CallPlan(_StreamPlan):
         super().__init__(kernel, problem, device, stream)
         self._specs: dict[str, BufferSpec] = kernel.workspace_specs(problem.tokens)
         self._nbytes = workspace_bytes(self._specs)
-        self._bound = False
+        self._has_workspace = False
 
-    def bind_unless_busy(self) -> None:
+    def reserve_unless_busy(self) -> None:
         """Reserve the memory, unless the calling thread is in a call that uses it."""
         with self._memory.lock:
-            if not self._memory.busy and not self._bound:
-                self._bind()
+            if not self._memory.busy and not self._has_workspace:
+                self._reserve_workspace()
 
-    def _bind(self) -> bool:
+    def _reserve_workspace(self) -> bool:
         """Place the workspace in the shared memory. Returns False if memory runs out."""
         try:
             memory = self._memory.reserve(self._nbytes, self)
@@ -803,12 +812,12 @@ class _CallPlan(_StreamPlan):
             return False
         with modes.disable_inference_mode():
             self._workspace = Workspace(self._specs, self._device, memory=memory)
-        self._bound = True
+        self._has_workspace = True
         return True
 
     def release(self) -> None:
         """Drop the shared memory and everything that holds addresses in it."""
-        self._bound = False
+        self._has_workspace = False
         vars(self).pop("_workspace", None)
         self._forget_recorded()
 
@@ -828,7 +837,7 @@ class _LargeCallPlan(_StreamPlan):
         super().__init__(kernel, problem, device, stream)
         self._seen: dict[Hashable, None] = {}  # signatures of calls that were not recorded
 
-    def _workspace_for(self, tokens: int) -> Workspace:
+    def _get_workspace(self, tokens: int) -> Workspace:
         return Workspace(self.kernel.workspace_specs(tokens), self._device)
 
     def _why_not_recorded(self, signature: Hashable, out: torch.Tensor) -> str:
@@ -845,12 +854,12 @@ class _LargeCallPlan(_StreamPlan):
 
     def _launch(
         self,
-        recorded: recording.RecordedCall,
+        recorded_call: recording.RecordedCall,
         pointers: list[int],
         output: torch.Tensor,
         has_out: bool,
     ) -> None:
         # Freeing this on return is safe: the allocator reuses the memory only on the same stream.
-        memory = torch.empty(recorded.workspace_bytes, dtype=torch.uint8, device=self._device)
+        memory = torch.empty(recorded_call.workspace_bytes, dtype=torch.uint8, device=self._device)
         pointers.append(memory.data_ptr())
-        super()._launch(recorded, pointers, output, has_out)
+        super()._launch(recorded_call, pointers, output, has_out)

@@ -1,8 +1,8 @@
-"""State of process-wide settings that affect users, such as launch replay and the interpreter.
+"""States of process-wide settings that affect users, such as launch replay and the interpreter.
 
 `mk doctor` and `mk profile` show all states. A state that has a reason is also logged once, by the
-logger "modular_kernel.process_status". It is logged as a warning if it is not what the user
-requested or expects.
+logger "modular_kernel.process_status". A state that the user did not request or expect is logged as
+a warning.
 """
 
 import logging
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from modular_kernel.machine import find_importable, interpreted_since_import
+from modular_kernel.machine import find_importable, was_imported_with_interpreter
 from modular_kernel.settings import find_c_compiler, find_unknown_variables, read_settings
 from modular_kernel.text import escape_nonprintable
 from modular_kernel.utils.optional_imports import DISTRIBUTION_PACKAGES, find_shadow
@@ -44,7 +44,7 @@ def get_replay_state() -> ProcessState:
 
     reason = why_not_replayed()
     return (
-        ProcessState("replay", "off", escape_nonprintable(reason), _on_gpu())
+        ProcessState("replay", "off", escape_nonprintable(reason), _has_gpu())
         if reason
         else ProcessState("replay", "on")
     )
@@ -52,7 +52,7 @@ def get_replay_state() -> ProcessState:
 
 def get_interpreter_state() -> ProcessState:
     """Return whether Triton kernels are interpreted on the CPU: "on" or "off"."""
-    requested, imported = read_settings().triton_interpret, interpreted_since_import()
+    requested, imported = read_settings().triton_interpret, was_imported_with_interpreter()
     missing = sorted({"triton", "ml_dtypes"} - find_importable(("triton", "ml_dtypes")))
     reason = ""
     if requested and missing:
@@ -70,7 +70,7 @@ def get_interpreter_state() -> ProcessState:
             if reason
             else ProcessState("interpreter", "on")
         )
-    if _on_gpu():
+    if _has_gpu():
         return ProcessState("interpreter", "off")
     return ProcessState(
         "interpreter", "off", "TRITON_INTERPRET is not set: Triton parts need a GPU"
@@ -93,7 +93,7 @@ def get_compiler_state() -> ProcessState:
     if find_c_compiler() is not None:
         return ProcessState("C compiler", "found")
     reason = "no CC, gcc or clang: triton cannot build launchers, so plans cannot replay launches"
-    return ProcessState("C compiler", "missing", reason, loud=_on_gpu())
+    return ProcessState("C compiler", "missing", reason, loud=_has_gpu())
 
 
 def get_caches_state() -> ProcessState:
@@ -142,5 +142,5 @@ def log_once(states: tuple[ProcessState, ...]) -> None:
             _LOG.log(level, "%s %s", state.name, state)
 
 
-def _on_gpu() -> bool:
+def _has_gpu() -> bool:
     return torch.cuda.is_available()

@@ -1,4 +1,4 @@
-"""Registries of the stages and fused operations of MoE runner backends. The names follow SGLang.
+"""Registries of the stages and fused operations of MoE runner backends, with SGLang's names.
 
 A backend has three stages: pre-permute makes the input of the core, the core runs the two GEMMs,
 and post-permute writes the output.
@@ -11,8 +11,8 @@ and post-permute writes the output.
     def toy_to_standard(result: ToyOutput, call: RunnerCall[ToyState]) -> None: ...
 
 `experts.staged.make_experts("ToyExperts", "toy", "standard", ...)` builds an experts part from the
-stages. A fused operation computes all three stages at once. It names the staged part that it
-replaces (`unfused`), and the test harness verifies that the results of both are equal.
+stages. A fused operation computes all three stages at once, and names the staged part that it
+replaces (`unfused`). The test harness verifies that the results of both are equal.
 """
 
 from abc import ABC, abstractmethod
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 @dataclass
 class NoState:
-    """The state of a backend whose stages share none."""
+    """State of a backend whose stages share no data."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class FusedOpPool:
         self.parts: dict[Key, type[PermuteExpertsUnpermute]] = {}
 
     def find_fused_op(self, a2a_backend: str, runner_backend: str) -> FusedOp | None:
-        """Return the fused operation; None if no fused operation is registered."""
+        """Return the fused operation of two backends, or None if none is registered."""
         return self.ops.entries.get((a2a_backend, runner_backend))
 
 
@@ -243,22 +243,25 @@ class PermuteMethodPool:
                 yield UnusedRegistration(
                     name, origin, f"a pre-permute without post-permute {backend, format}"
                 )
-            yield from self._check_core(name, origin, backend)
+            yield from self._find_missing_core(name, origin, backend)
         for backend, format in self.post.entries:
             name, origin = f"{backend} {format}", self.post.origin((backend, format))
             if (format, backend) not in self.pre.entries:
                 yield UnusedRegistration(
                     name, origin, f"a post-permute without pre-permute {format, backend}"
                 )
-                yield from self._check_core(name, origin, backend)
-        permuted = {backend for _, backend in self.pre.entries} | {b for b, _ in self.post.entries}
+                yield from self._find_missing_core(name, origin, backend)
+        with_permutes = {backend for _, backend in self.pre.entries}
+        with_permutes |= {backend for backend, _ in self.post.entries}
         for key in self.cores.entries:
-            if key[0] not in permuted:
+            if key[0] not in with_permutes:
                 yield UnusedRegistration(
                     key[0], self.cores.origin(key), f"a core without permutes of {key[0]!r}"
                 )
 
-    def _check_core(self, name: str, origin: str, backend: str) -> Iterable[UnusedRegistration]:
+    def _find_missing_core(
+        self, name: str, origin: str, backend: str
+    ) -> Iterable[UnusedRegistration]:
         if (backend, "core") not in self.cores.entries:
             yield UnusedRegistration(name, origin, f"a permute without core {backend!r}")
 
@@ -365,7 +368,7 @@ def get_stages(backend: str, format: str) -> Stages:
 
 
 def get_fused_op(a2a_backend: str, runner_backend: str) -> FusedOp:
-    """Return the fused operation. Raises UnknownPartError if no fused operation is registered."""
+    """Return the fused operation of two backends. Raises UnknownPartError if none is registered."""
     return FUSED.ops.get((a2a_backend, runner_backend))
 
 

@@ -53,8 +53,8 @@ def read_settings() -> Settings:
     interpret = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y", "yes")
     return Settings(
         triton_interpret=interpret,
-        cache_dir=_user_folder("MK_CACHE_DIR", "XDG_CACHE_HOME", ".cache"),
-        config_dir=_user_folder("MK_CONFIG_DIR", "XDG_CONFIG_HOME", ".config"),
+        cache_dir=_find_user_folder("MK_CACHE_DIR", "XDG_CACHE_HOME", ".cache"),
+        config_dir=_find_user_folder("MK_CONFIG_DIR", "XDG_CONFIG_HOME", ".config"),
         timeout_s=_read_seconds("MK_TIMEOUT_S", 10.0),
         host_id=os.environ.get("MK_HOST_ID", ""),
         import_timeout_s=_read_seconds("MK_IMPORT_TIMEOUT_S", 60.0),
@@ -85,8 +85,8 @@ class LauncherEnvironment:
         None if all ranks are on one host, if the launcher does not set LOCAL_WORLD_SIZE, or if
         LOCAL_WORLD_SIZE does not divide WORLD_SIZE.
         """
-        local = self.local_world_size
-        return None if local in (None, self.world_size) or self.world_size % local else local
+        size = self.local_world_size
+        return None if size in (None, self.world_size) or self.world_size % size else size
 
 
 _MAX_INTEGER_DIGITS = 18  # of an integer variable; every 18-digit number fits in int64
@@ -115,22 +115,22 @@ def read_launcher() -> LauncherEnvironment | None:
     variable = "LOCAL_WORLD_SIZE"
     local_world_size = _read_int(variable, 1, world_size + 1) if os.environ.get(variable) else None
     local_end = local_world_size or world_size
-    local = _read_int("LOCAL_RANK", 0, local_end) if os.environ.get("LOCAL_RANK") else rank
-    return LauncherEnvironment(rank, world_size, local, local_world_size, address)
+    local_rank = _read_int("LOCAL_RANK", 0, local_end) if os.environ.get("LOCAL_RANK") else rank
+    return LauncherEnvironment(rank, world_size, local_rank, local_world_size, address)
 
 
 def _read_int(name: str, start: int, end: int | None) -> int:
     """Read an integer variable. Raises ConfigurationError unless it is in [start, end)."""
-    text = os.environ[name]
-    is_integer = len(text) <= _MAX_INTEGER_DIGITS and text.isascii() and text.isdecimal()
-    number = int(text) if is_integer else -1
+    value = os.environ[name]
+    is_integer = len(value) <= _MAX_INTEGER_DIGITS and value.isascii() and value.isdecimal()
+    number = int(value) if is_integer else -1
     if number < start or (end is not None and number >= end):
         need = f">= {start}" if end is None else f"in [{start}, {end})"
-        raise ConfigurationError(name, got=text[:80], need=need)
+        raise ConfigurationError(name, got=value[:80], need=need)
     return number
 
 
-def _user_folder(variable: str, xdg_variable: str, home_subfolder: str) -> Path | None:
+def _find_user_folder(variable: str, xdg_variable: str, home_subfolder: str) -> Path | None:
     """Return the folder that `variable` names, or this package's subfolder of the user's folder.
 
     Returns None if there is no such folder.
@@ -152,17 +152,17 @@ def _user_folder(variable: str, xdg_variable: str, home_subfolder: str) -> Path 
 def find_c_compiler() -> str | None:
     """Return the path of the C compiler that triton uses, or None if there is none.
 
-    It is the compiler in CC. If CC is not set, it is gcc or, without gcc, clang.
+    The compiler is the one in CC if CC is set, and otherwise gcc or, without gcc, clang.
     """
-    from_env = os.environ.get("CC")
-    names = (from_env,) if from_env else ("gcc", "clang")
+    configured = os.environ.get("CC")
+    names = (configured,) if configured else ("gcc", "clang")
     return next((path for path in map(shutil.which, names) if path), None)
 
 
 def find_unknown_variables() -> dict[str, str]:
     """Return the unknown environment variables that begin with MK_.
 
-    Each is mapped to the most similar known variable, or "" if none is similar.
+    Each name is mapped to the most similar known variable, or to "" if none is similar.
     """
     unknown = [v for v in os.environ if v.startswith("MK_") and v not in VARIABLES]
     matches = {v: difflib.get_close_matches(v, VARIABLES, n=1, cutoff=0.6) for v in sorted(unknown)}
@@ -171,20 +171,20 @@ def find_unknown_variables() -> dict[str, str]:
 
 def _read_seconds(name: str, default: float) -> float:
     """Read a number of seconds. Raises ConfigurationError unless it is finite and above 0."""
-    text = os.environ.get(name) or str(default)
+    value = os.environ.get(name) or str(default)
     try:
-        seconds = float(text)
+        seconds = float(value)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise ConfigurationError(name, got=text, need="a number of seconds > 0")
+        raise ConfigurationError(name, got=value, need="a number of seconds > 0")
     return seconds
 
 
 def nvshmem_uses_ibgda() -> bool:
     """Return whether NVSHMEM is configured to reach peers over InfiniBand from the GPU (IBGDA).
 
-    Read the variable in every call, because libraries set it at run time.
+    The variable is read in every call, because libraries set it at run time.
     """
     return os.environ.get("NVSHMEM_IB_ENABLE_IBGDA", "1").lower() not in ("0", "false", "off", "n")
 
@@ -204,7 +204,7 @@ def read_vllm_setting() -> str:
 
 
 def is_vllm_preparation_enabled() -> bool:
-    """Return whether the plugin for vLLM prepares 4-bit weights: unless MK_VLLM_PREPARE is 0."""
+    """Return whether the plugin for vLLM prepares 4-bit weights (MK_VLLM_PREPARE)."""
     value = os.environ.get("MK_VLLM_PREPARE", "1").strip().lower()
     return value not in ("0", "false", "off", "no")
 

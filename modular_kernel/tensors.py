@@ -32,8 +32,8 @@ class Routing:
 
     topk_weights_TK: (T, K) float32. The weight of a skipped pair is not read and may be NaN. A rank
         skips a pair if its id is -1 or out of range, or if its expert is on another rank.
-    topk_ids_TK: (T, K) int32 or int64, global expert ids. -1 skips the pair. A token may select an
-        expert twice; both pairs are computed.
+    topk_ids_TK: (T, K) int32 or int64, global expert ids. -1 skips the pair. If a token selects an
+        expert twice, both pairs are computed.
     adapters_T: (T,) int32, adapter slot of each token, or -1 for no adapter. None if and only if
         the problem has no adapters. "none" if the problem has adapters, but no token of this call
         uses one; the call then runs like a call of a layer without adapters.
@@ -102,7 +102,7 @@ class ExpertWeights:
     lora_b2: (L, e, H, R).
 
     `modular_kernel.quant.quantized_weights.weight_specs` describes the scales, zero points and
-    global scales of each scheme. They are None if the scheme does not have them. nvfp4 has one
+    global scales of each scheme, which are None if the scheme does not have them. nvfp4 has one
     global scale per matrix: (e, 2) for gate and up, and (e, 1) otherwise.
 
     The lora_* tensors hold L adapters, and have the problem's dtype for every scheme; they are None
@@ -111,8 +111,8 @@ class ExpertWeights:
     finite. The last dimension must be contiguous; other strides are arbitrary.
 
     The tensors *_tiles and *_tile_scales are int32 copies of 4-bit w1 and w2 in the layout that
-    some GEMMs read (`experts.triton.grouped_w4.layout`). `kernel.prepare_weights` creates them. If
-    they are None, they are derived in each call.
+    some GEMMs read (`experts.triton.grouped_w4.layout`). `kernel.prepare_weights` creates these
+    tensors. If they are None, each call derives them.
     """
 
     w1: torch.Tensor
@@ -140,9 +140,10 @@ class ExpertWeights:
 
 
 class FixedWeights(ExpertWeights):
-    """Weights whose tensors never change their memory or layout, because no other code has them.
+    """Weights whose tensors never change their memory or layout, because no other code holds them.
 
-    A kernel checks such weights once. It compares the tensors of other weights in every call.
+    A kernel checks such weights only once. For all other weights, it checks in every call whether
+    their tensors are still the same.
     """
 
 
@@ -329,19 +330,21 @@ def check_loaded(tensors: Mapping[str, torch.Tensor]) -> None:
     check synchronizes once. Nothing is checked during the capture of a CUDA graph, or for tensors
     without memory.
     """
-    unloaded = {
+    unloaded_masks = {
         name: mask for name, t in tensors.items() if (mask := _find_unloaded(name, t)) is not None
     }
-    if not unloaded:
+    if not unloaded_masks:
         return
-    masks = list(unloaded.values())
+    masks = list(unloaded_masks.values())
     if masks[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return
     missing = torch.stack([mask.any() for mask in masks]).tolist()
     if not any(missing):
         return
-    unset_names = [name for name, is_missing in zip(unloaded, missing, strict=True) if is_missing]
-    rows = unloaded[unset_names[0]].nonzero().flatten().tolist()
+    unset_names = [
+        name for name, is_missing in zip(unloaded_masks, missing, strict=True) if is_missing
+    ]
+    rows = unloaded_masks[unset_names[0]].nonzero().flatten().tolist()
     row_list = ", ".join(map(str, rows[:4])) + (", ..." if len(rows) > 4 else "")
     got = f"nothing loaded into {', '.join(unset_names)} (rows {row_list} of {unset_names[0]})"
     need = (
@@ -352,22 +355,22 @@ def check_loaded(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _find_unloaded(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a mask of rows that were not loaded, or None if the values do not show it."""
+    """Return a mask of rows that were not loaded, or None if the values cannot show that."""
     if tensor.is_meta or not tensor.dim() or not tensor.numel():
         return None
     if tensor.itemsize == 1 and not name.endswith("_scale"):
         return None
-    ends = [tensor.detach(), tensor.detach()]
+    first = last = tensor.detach()
     for _ in range(tensor.dim() - 1):
-        ends = [ends[0].select(1, 0), ends[1].select(1, -1)]
+        first, last = first.select(1, 0), last.select(1, -1)
     if tensor.itemsize == 1:
-        first, last = (end.view(torch.uint8) == _UNLOADED_BYTE for end in ends)
-        return first | last
+        first_bytes, last_bytes = first.view(torch.uint8), last.view(torch.uint8)
+        return (first_bytes == _UNLOADED_BYTE) | (last_bytes == _UNLOADED_BYTE)
     if tensor.is_floating_point():
-        return ends[0].isnan() | ends[1].isnan()
+        return first.isnan() | last.isnan()
     # -1 can occur in a loaded table, but not in all of its rows.
-    unset = ends[0] == _UNLOADED_INDEX
-    return unset & unset.all()
+    is_unset = first == _UNLOADED_INDEX
+    return is_unset & is_unset.all()
 
 
 def check_divisors(what: str, scale: torch.Tensor) -> None:
@@ -375,22 +378,23 @@ def check_divisors(what: str, scale: torch.Tensor) -> None:
 
     Kernels multiply by the inverse, which is infinite for scales below 2^-128. Synchronizes.
     """
-    bad = ~((scale > 0) & scale.isfinite() & (1 / scale).isfinite())
-    if bool(bad.any()):
+    is_valid = (scale > 0) & scale.isfinite() & (1 / scale).isfinite()
+    if not bool(is_valid.all()):
         need = "finite numbers above 0 with finite inverses"
-        raise WeightsError(what, got=float(scale[bad][0]), need=need)
+        raise WeightsError(what, got=float(scale[~is_valid][0]), need=need)
 
 
 def check_leading_dims(
-    what: str, tensor: torch.Tensor, leading_dims: tuple[int, ...], last: str
+    what: str, tensor: torch.Tensor, leading_dims: tuple[int, ...], last_dim_name: str
 ) -> None:
     """Raise ShapeError if the leading dimensions of `tensor` and x differ.
 
     what: name of the tensor.
-    tensor: (..., last), or (T, last).
+    tensor: (..., n), or (T, n) with any n.
     leading_dims: leading dimensions of x, that is, all except H.
-    last: name of the last dimension.
+    last_dim_name: name of the last dimension of `tensor`, for the message.
     """
     if tensor.dim() > 2 and tuple(tensor.shape[:-1]) != leading_dims:
-        need = f"({', '.join(map(str, leading_dims))}, {last}) as x, or (T, {last})"
+        sizes = ", ".join(map(str, leading_dims))
+        need = f"({sizes}, {last_dim_name}) as x, or (T, {last_dim_name})"
         raise ShapeError(what, got=tuple(tensor.shape), need=need)

@@ -16,8 +16,9 @@ def escape_nonprintable(
     Non-printable characters are control characters, bidirectional marks, separators other than the
     space, lone surrogates and unassigned code points.
 
-    max_chars: maximum number of characters. A longer text is cut and ends with "...".
-    keep_lines: keep line breaks and tabs, for text of several lines that quotes untrusted text.
+    max_chars: maximum number of characters. Longer text is truncated and ends with "...".
+    keep_lines: whether to keep line breaks and tabs, for multi-line messages that quote untrusted
+        text.
     """
     string = str(text)
     if max_chars is not None and len(string) > max_chars:
@@ -63,8 +64,8 @@ def format_ranges(numbers: Sequence[int]) -> str:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    texts = [str(a) if a == b else f"{a} to {b}" for a, b in runs]
-    return ", ".join(texts[:8]) + (", ..." if len(texts) > 8 else "")
+    ranges = [str(first) if first == last else f"{first} to {last}" for first, last in runs]
+    return ", ".join(ranges[:8]) + (", ..." if len(ranges) > 8 else "")
 
 
 def format_layers(layers: Sequence[int] | None) -> str:

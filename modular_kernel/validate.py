@@ -73,8 +73,8 @@ def check_dense(x_TH: object, routing: Routing, out: object) -> None:
 def check_adapters_present(routing: Routing, problem: Problem) -> None:
     """Check that routing.adapters_T is set if and only if the problem has adapters.
 
-    If no token has an adapter, it must be "none" instead of None. A caller who forgets the adapters
-    therefore gets an error.
+    If the problem has adapters but no token of the call uses one, routing.adapters_T must be "none"
+    instead of None. A caller who forgets to pass the adapters therefore gets an error.
     """
     has_adapters = routing.adapters_T is not None
     if has_adapters != (problem.adapters is not None):
@@ -97,10 +97,10 @@ def check_memory(x_TH: torch.Tensor, routing: Routing, out: torch.Tensor | None)
 
 def _check_shape(what: str, tensor: torch.Tensor, need: tuple[int, ...], dim_names: str) -> None:
     if tensor.shape != need:
-        raise _shape_error(what, tensor, need, dim_names)
+        raise _make_shape_error(what, tensor, need, dim_names)
 
 
-def _shape_error(
+def _make_shape_error(
     what: str, tensor: torch.Tensor, need: tuple[int, ...], dim_names: str
 ) -> ShapeError:
     return ShapeError(what, got=tuple(tensor.shape), need=f"{dim_names} = {need}")
@@ -108,20 +108,20 @@ def _shape_error(
 
 def _check_dtype(what: str, tensor: torch.Tensor, *need: torch.dtype) -> None:
     if tensor.dtype not in need:
-        raise _dtype_error(what, tensor, *need)
+        raise _make_dtype_error(what, tensor, *need)
 
 
-def _dtype_error(what: str, tensor: torch.Tensor, *need: torch.dtype) -> DtypeError:
+def _make_dtype_error(what: str, tensor: torch.Tensor, *need: torch.dtype) -> DtypeError:
     names = " or ".join(dtype_name(d) for d in need)
     return DtypeError(what, got=dtype_name(tensor.dtype), need=names)
 
 
 def _check_device(what: str, tensor: torch.Tensor, need: torch.device) -> None:
     if tensor.device != need:
-        raise _device_error(what, tensor, need)
+        raise _make_device_error(what, tensor, need)
 
 
-def _device_error(what: str, tensor: torch.Tensor, need: torch.device) -> DeviceError:
+def _make_device_error(what: str, tensor: torch.Tensor, need: torch.device) -> DeviceError:
     return DeviceError(what, got=tensor.device, need=f"{need}, as x")
 
 
@@ -164,19 +164,19 @@ def check_routing(
         ("topk_ids", routing.topk_ids_TK),
     ):
         if tensor.shape != need:
-            raise _shape_error(what, tensor, need, "(T, K)")
+            raise _make_shape_error(what, tensor, need, "(T, K)")
         if tensor.device != x_TH.device:
-            raise _device_error(what, tensor, x_TH.device)
+            raise _make_device_error(what, tensor, x_TH.device)
         if not tensor.is_contiguous():
             raise LayoutError(what, got=f"strides {tensor.stride()}", need="contiguous (T, K)")
     weights_TK, ids_TK = routing.topk_weights_TK, routing.topk_ids_TK
     if weights_TK.dtype is not torch.float32:
-        raise _dtype_error("topk_weights", weights_TK, torch.float32)
+        raise _make_dtype_error("topk_weights", weights_TK, torch.float32)
     # If both are set, they are equal: a compatibility rule checks this.
     required = ids_dtype or problem.ids_dtype
     allowed = _ID_DTYPES if required is None else (required,)
     if ids_TK.dtype not in allowed:
-        raise _dtype_error("topk_ids", ids_TK, *allowed)
+        raise _make_dtype_error("topk_ids", ids_TK, *allowed)
     check_adapters_present(routing, problem)
     if (slots_T := routing.slots_T) is not None:
         _check_shape("adapters", slots_T, (x_TH.shape[0],), "(T,)")
@@ -220,7 +220,7 @@ def check_expert_map(weights: ExpertWeights, problem: Problem) -> None:
         raise WeightsError("expert_map", got=got, need=f"-1 or 0 to {problem.e - 1}")
 
 
-def check_order(weights: ExpertWeights, problem: Problem) -> None:
+def check_w1_order(weights: ExpertWeights, problem: Problem) -> None:
     """Raise WeightsError unless every value of w1_order is in [0, H).
 
     For checked mode. Synchronizes with the device.
@@ -253,13 +253,13 @@ def _describe_out_of_range(
     what: noun for a value.
     preposition: preposition before the position of the value.
     """
-    bad = (values < start) | (values >= end)
-    if not bool(bad.any()):
+    is_outside = (values < start) | (values >= end)
+    if not bool(is_outside.any()):
         return ""
-    index = tuple(bad.nonzero()[0].tolist())
+    index = tuple(is_outside.nonzero()[0].tolist())
     position = index[0] if len(index) == 1 else index
     return (
-        f"{format_count(int(bad.sum()), what)}, the first {int(values[index])} "
+        f"{format_count(int(is_outside.sum()), what)}, the first {int(values[index])} "
         f"{preposition} {position}"
     )
 
@@ -395,5 +395,5 @@ def check_no_grad(
     x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing, out: torch.Tensor | None
 ) -> None:
     """Raise InputError if a tensor requires grad, because kernels do not compute gradients."""
-    call = {"x": x_TH, "topk_weights": routing.topk_weights_TK, "out": out}
-    check_no_gradients(call | vars(weights))
+    tensors = {"x": x_TH, "topk_weights": routing.topk_weights_TK, "out": out}
+    check_no_gradients(tensors | vars(weights))

@@ -1,8 +1,8 @@
 """Workspaces: the declared buffers of a call, as named views of one allocation.
 
 Parts do not allocate memory themselves. A buffer keeps its contents for the whole call, unless
-another buffer is declared `over` it. The two then share memory: taking the second one overwrites
-the first.
+another buffer is declared `over` it. Both buffers then share memory, and taking the other buffer
+overwrites this one.
 """
 
 import math
@@ -15,8 +15,8 @@ import torch
 from modular_kernel.errors import ConfigurationError, CorruptionError
 from modular_kernel.replay import recording
 
-# Name of the buffer that the experts write and finalize reads. Its size covers dispatch_shape. A
-# smaller call uses the first elements of the buffer.
+# Name of the buffer that the experts write and finalize reads. The buffer is large enough for the
+# dispatch_shape of a call. A smaller dispatch uses the first elements of the buffer.
 EXPERT_OUTPUT = "expert_output"
 
 _ALIGNMENT = 256  # bytes: alignment of a CUDA allocation, and a multiple of TMA's 128
@@ -113,42 +113,46 @@ class WorkspaceShapes:
         return {"workspace13": self.workspace13, "workspace2": self.workspace2, **self.extra}
 
 
-def _layout(specs: Mapping[str, BufferSpec], gap: int) -> tuple[dict[str, tuple[int, int]], int]:
+def _compute_layout(
+    specs: Mapping[str, BufferSpec], gap: int
+) -> tuple[dict[str, tuple[int, int]], int]:
     """Return the [start, end) byte range of each buffer, and the total size in bytes.
 
     gap: bytes after each buffer.
 
     Raises ConfigurationError if a buffer is declared over a buffer that is over others.
     """
-    # This runs in every kernel call, so sizes are computed once, inline.
-    sizes, shared = {}, set[str]()
+    # This function runs in every kernel call, so sizes are computed once, inline.
+    sizes, underlying_names = {}, set[str]()
     for name, spec in specs.items():
         sizes[name] = math.prod(spec.shape) * spec.dtype.itemsize
-        for other in spec.over:
-            if other in specs:
-                shared.add(other)
-                if specs[other].over:
-                    what, got = f"workspace buffer {name}", f"over {other}, which is over others"
+        for underlying in spec.over:
+            if underlying in specs:
+                underlying_names.add(underlying)
+                if specs[underlying].over:
+                    what = f"workspace buffer {name}"
+                    got = f"over {underlying}, which is over others"
                     raise ConfigurationError(
                         what, got=got, need="a buffer over buffers that are not over others"
                     )
     ranges, end = {}, 0
     for name, spec in specs.items():
-        if name in shared:
+        if name in underlying_names:
             continue
-        own_end, shared_end = end - (-(sizes[name] + gap) // _ALIGNMENT) * _ALIGNMENT, end
+        overlay_end = end - (-(sizes[name] + gap) // _ALIGNMENT) * _ALIGNMENT
+        underlying_end = end
         ranges[name] = (end, end + sizes[name])
-        for other in spec.over:
-            if other in specs:
-                ranges[other] = (shared_end, shared_end + sizes[other])
-                shared_end -= (-(sizes[other] + gap) // _ALIGNMENT) * _ALIGNMENT
-        end = max(own_end, shared_end)
+        for underlying in spec.over:
+            if underlying in specs:
+                ranges[underlying] = (underlying_end, underlying_end + sizes[underlying])
+                underlying_end -= (-(sizes[underlying] + gap) // _ALIGNMENT) * _ALIGNMENT
+        end = max(overlay_end, underlying_end)
     return ranges, end
 
 
 def workspace_bytes(specs: Mapping[str, BufferSpec]) -> int:
     """Return the size in bytes of a Workspace with these buffers."""
-    return _layout(specs, 0)[1]
+    return _compute_layout(specs, 0)[1]
 
 
 class Workspace:
@@ -174,7 +178,7 @@ class Workspace:
     ) -> None:
         self._specs = dict(specs)
         gap = _RED_ZONE if poison else 0
-        ranges, self.nbytes = _layout(self._specs, gap)
+        ranges, self.nbytes = _compute_layout(self._specs, gap)
         if memory is None:
             memory = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
         self.memory = memory
@@ -230,9 +234,9 @@ class Workspace:
         """
         if self._shared is None:
             return
-        overrun = self._shared.overrun(replayed)
-        if overrun:
-            raise CorruptionError(f"written past the end of workspace buffers {overrun}")
+        overrun_names = self._shared.find_overrun(replayed)
+        if overrun_names:
+            raise CorruptionError(f"written past the end of workspace buffers {overrun_names}")
 
 
 class _SharedBuffers:
@@ -252,10 +256,12 @@ class _SharedBuffers:
         self._buffers, self._red_zones = buffers, red_zones
         self._fills, self.fill = fills, FILLS[0]
         self._over = {
-            name: tuple(other for other in spec.over if other in specs)
+            name: tuple(underlying for underlying in spec.over if underlying in specs)
             for name, spec in specs.items()
         }
-        self._overlay_of = {other: name for name, over in self._over.items() for other in over}
+        self._overlay_of = {
+            underlying: name for name, over in self._over.items() for underlying in over
+        }
         self._dead = set[str]()
         # Copies of the red zones of buffers that share memory, made when a buffer becomes dead.
         # They are allocated here, so that calls allocate nothing.
@@ -283,21 +289,19 @@ class _SharedBuffers:
         )
         self._dead = (self._dead | set(released)) - set(acquired)
         with recording.ignore_torch_operations():
-            for other in released:
-                self._saved_zones[other].copy_(self._red_zones[other])
-                poison_tensor(self._buffers[other], self.fill)
+            for released_name in released:
+                self._saved_zones[released_name].copy_(self._red_zones[released_name])
+                poison_tensor(self._buffers[released_name], self.fill)
             self._fill(acquired)
 
-    def overrun(self, replayed: bool) -> list[str]:
+    def find_overrun(self, replayed: bool) -> list[str]:
         """Return the names of buffers whose red zone was written."""
-        zones = {n: zone for n, zone in self._red_zones.items() if n not in self._saved_zones}
+        live = [name for name in self._red_zones if name not in self._saved_zones]
         if not replayed:
-            live = {n: self._red_zones[n] for n in self._saved_zones if n not in self._dead}
-            zones |= live
-        overrun = [n for n, zone in zones.items() if bool((zone != _RED_BYTE).any())]
-        return overrun + [
-            n for n, zone in self._saved_zones.items() if bool((zone != _RED_BYTE).any())
-        ]
+            live += [name for name in self._saved_zones if name not in self._dead]
+        zones = [(name, self._red_zones[name]) for name in live]
+        zones += self._saved_zones.items()
+        return [name for name, zone in zones if bool((zone != _RED_BYTE).any())]
 
     def _fill(self, names: Iterable[str]) -> None:
         for name in names:

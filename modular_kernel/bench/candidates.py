@@ -26,10 +26,10 @@ peers (layers of other libraries). A --peer file defines `layers()`, which retur
         return [Mine()]
 
 `call` runs a whole layer: index computation, quantization of x, both GEMMs, activation, and
-weighted sum. It should be capturable in a CUDA graph, that is, have no synchronization and no
-data-dependent shapes. The weights passed to `setup` are unquantized, and `setup` quantizes them to
-the scheme `quant`. `layers()` is called once for each shape and set of weights, and its objects
-must not share state.
+weighted sum. `call` should be capturable in a CUDA graph, that is, it must not synchronize, and its
+shapes must not depend on data. The weights passed to `setup` are unquantized, and `setup` quantizes
+them to the scheme `quant`. `layers()` is called once for each shape and set of weights, and its
+objects must not share state.
 """
 
 import itertools
@@ -67,8 +67,7 @@ class Layer(ABC):
     quant: name of its quantization scheme.
     graph: whether to capture calls in a CUDA graph, if possible.
     interpreted: whether the layer runs in Triton's interpreter, so that its time is meaningless.
-    tuned: whether `setup` or `tune` times kernels. Other work on the GPU would disturb these
-        timings.
+    tuned: whether `setup` or `tune` times kernels. Other work on the GPU would distort these times.
     """
 
     name: str
@@ -246,25 +245,27 @@ class ComposedLayer(Layer):
 class TorchGroupedMm(Layer):
     """A plain SwiGLU layer in bfloat16 that uses torch._grouped_mm.
 
-    It sorts the P = T * K (token, expert) pairs by expert, gathers rows of x, and runs the first
-    GEMM with N = 2I columns (gate and up), SiLU and multiplication, the second GEMM, a scatter, and
-    the weighted sum.
+    A call sorts the P = T * K (token, expert) pairs by expert, gathers rows of x, and runs the
+    first GEMM with N = 2I columns (gate and up), SiLU and multiplication, the second GEMM, a
+    scatter, and the weighted sum.
     """
 
     name = "torch_grouped_mm"
 
     def refusal(self, problem: Problem) -> str | None:
         # Options that this layer supports are reset to their defaults. Any other option is refused.
-        simplified = replace(
+        other_options = replace(
             problem, tokens=1, hidden=1, intermediate=1, experts=1, top_k=1, graph=False,
             deterministic=False, ids_dtype=None,
         )  # fmt: skip
-        if simplified != Problem(1, 1, 1, 1, 1, problem.dtype):
+        if other_options != Problem(1, 1, 1, 1, 1, problem.dtype):
             return "plain SwiGLU layers only"
         if problem.dtype is not torch.bfloat16:
             return "bfloat16 only"
-        rows = [n * problem.dtype.itemsize for n in (problem.hidden, problem.intermediate)]
-        if any(row % _GROUPED_MM_ALIGNMENT for row in rows):
+        row_bytes = [
+            size * problem.dtype.itemsize for size in (problem.hidden, problem.intermediate)
+        ]
+        if any(nbytes % _GROUPED_MM_ALIGNMENT for nbytes in row_bytes):
             return f"rows of multiples of {_GROUPED_MM_ALIGNMENT} bytes only"
         if not hasattr(torch, "_grouped_mm"):
             return f"torch {torch.__version__} has no _grouped_mm"
@@ -314,44 +315,51 @@ def pairing_candidates(
     valid: list[tuple[str, str, str]] = []  # (prepare_finalize, experts, quant)
     preparable: set[tuple[str, str]] = set()  # (experts, quant)
     refused: list[Verdict] = []
-    for pf, ex in _named_pairings(prepare_finalize, experts):
+    for pf_name, experts_name in _iterate_pairings(prepare_finalize, experts):
         for problem in problems:
-            verdict = check(pf, ex, problem, machine)
+            verdict = check(pf_name, experts_name, problem, machine)
             if not verdict.ok:
                 refused.append(verdict)
                 continue
-            if (pf, ex, problem.quant) not in valid:
-                valid.append((pf, ex, problem.quant))
+            if (pf_name, experts_name, problem.quant) not in valid:
+                valid.append((pf_name, experts_name, problem.quant))
             if (
                 prepared
-                and (ex, problem.quant) not in preparable
-                and prepared_specs_of(ex, problem)
+                and (experts_name, problem.quant) not in preparable
+                and prepared_specs_of(experts_name, problem)
             ):
-                preparable.add((ex, problem.quant))
+                preparable.add((experts_name, problem.quant))
     if prepare_finalize is not None and experts is not None and not valid and refused:
         raise IncompatibleError(refused[0].pairing, refused[0].rejections)
-    pairings_by_experts = Counter(ex for _, ex in {(pf, ex) for pf, ex, _ in valid})
+    pairings_by_experts = Counter(
+        experts_name
+        for _, experts_name in {(pf_name, experts_name) for pf_name, experts_name, _ in valid}
+    )
     candidates = []
-    for pf, ex, quant in valid:
-        name = ex if pairings_by_experts[ex] == 1 else f"{pf}+{ex}"
-        library = gemm_library(ex)
-        make = partial(PairingLayer, pf, ex, quant, machine)
+    for pf_name, experts_name, quant in valid:
+        name = (
+            experts_name if pairings_by_experts[experts_name] == 1 else f"{pf_name}+{experts_name}"
+        )
+        library = get_gemm_library(experts_name)
+        make = partial(PairingLayer, pf_name, experts_name, quant, machine)
         candidates.append(Candidate(name, quant, OURS, make, library=library))
-        if (ex, quant) in preparable:
+        if (experts_name, quant) in preparable:
             make = partial(make, prepared=True)
-            candidates.append(Candidate(prepared_name(name), quant, OURS, make, True, library))
+            candidates.append(Candidate(make_prepared_name(name), quant, OURS, make, True, library))
     return candidates
 
 
-def _named_pairings(prepare_finalize: str | None, experts: str | None) -> Iterator[tuple[str, str]]:
-    """Yield the names of both parts of each pairing. None stands for all parts."""
+def _iterate_pairings(
+    prepare_finalize: str | None, experts: str | None
+) -> Iterator[tuple[str, str]]:
+    """Yield (prepare/finalize name, experts name) of each pairing. None stands for all parts."""
     catalog = load_catalog()
-    pfs, all_experts = catalog.names("prepare_finalize"), catalog.names("experts")
+    pf_names, experts_names = catalog.names("prepare_finalize"), catalog.names("experts")
     if prepare_finalize is not None:
-        pfs = (catalog.prepare_finalize(prepare_finalize).__name__,)
+        pf_names = (catalog.prepare_finalize(prepare_finalize).__name__,)
     if experts is not None:
-        all_experts = (catalog.experts(experts).__name__,)
-    yield from itertools.product(pfs, all_experts)
+        experts_names = (catalog.experts(experts).__name__,)
+    yield from itertools.product(pf_names, experts_names)
 
 
 # Parts that use the GEMMs of torch. A part that runs another library declares this in its
@@ -359,14 +367,14 @@ def _named_pairings(prepare_finalize: str | None, experts: str | None) -> Iterat
 _TORCH_GEMM_PARTS = frozenset({"GroupedGemmExperts", "NaiveBatchedExperts", "TorchExperts"})
 
 
-def gemm_library(experts: str) -> str:
+def get_gemm_library(experts: str) -> str:
     """Return the library whose GEMMs an experts part runs, or "" for this project's kernels."""
     if experts in _TORCH_GEMM_PARTS:
         return "torch"
     return ", ".join(probe.name for probe in load_catalog().experts(experts).requires.providers)
 
 
-def prepared_name(name: str) -> str:
+def make_prepared_name(name: str) -> str:
     """Return the name of the candidate with prepared weights that belongs to candidate `name`."""
     return f"{name} prepared"
 

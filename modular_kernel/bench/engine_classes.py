@@ -1,4 +1,4 @@
-"""Compare the speed of our pairings and of an engine's experts classes, for `mk bench --engine`.
+"""Compares the speed of our pairings and an engine's experts classes, for `mk bench --engine`.
 
 The engine runs in this process. The output of each layer is checked before the layer is timed.
 The timed CUDA graph replays of all layers of a case are interleaved
@@ -70,9 +70,9 @@ class EngineLayer(Layer):
 def can_time(quant: str) -> bool:
     """Return whether the engine's classes and our parts compute the same result in a scheme.
 
-    With the same weights, they differ in three kinds of schemes. Engines round the scales of int4
-    and int8 groups to 16 bits. They use one static activation scale for all experts, and one NVFP4
-    global scale for gate and up.
+    The results for the same weights differ in three kinds of schemes: engines round the scales of
+    int4 and int8 groups to 16 bits, use one static activation scale for all experts, and use one
+    NVFP4 global scale for gate and up.
     """
     scheme = QuantScheme.parse(quant)
     has_rounded_scales = scheme.weight in ("uint4", "uint8")
@@ -88,8 +88,8 @@ def make_blocks(
 ) -> list[CaseBlock]:
     """Return a block of cases for each shape and scheme, with the layers to time in it.
 
-    The layers are our pairings and the engine's classes. Schemes that `can_time` rejects are left
-    out.
+    The layers are our pairings and the engine's classes. Schemes that `can_time` rejects are
+    omitted.
 
     experts: name of one class; None for all classes that support the scheme.
 
@@ -100,9 +100,9 @@ def make_blocks(
     if not classes:
         need = f"a class of `mk list --engine {description.engine}`"
         raise ConfigurationError("--experts-type", got=experts, need=need)
-    shapes: dict[str, list[LayerCase]] = {}
+    cases_by_shape: dict[str, list[LayerCase]] = {}
     for case in cases:
-        shapes.setdefault(case.shape, []).append(case)
+        cases_by_shape.setdefault(case.shape, []).append(case)
     blocks = []
     for quant in filter(can_time, schemes):
         names = [c.name for c in classes if quant in c.schemes]
@@ -116,11 +116,11 @@ def make_blocks(
             )
             for name in names
         ]
-        for group in shapes.values() if layers else ():
+        for shape_cases in cases_by_shape.values() if layers else ():
             graph = machine.device == "cuda"
-            problems = [replace(case.problem, quant=quant, graph=graph) for case in group]
+            problems = [replace(case.problem, quant=quant, graph=graph) for case in shape_cases]
             ours = pairing_candidates(None, None, problems, machine)
-            blocks.append(CaseBlock(tuple(group), (*ours, *layers)))
+            blocks.append(CaseBlock(tuple(shape_cases), (*ours, *layers)))
     if not blocks:
         need = f"a scheme of {description.engine}'s classes that is timed: none, fp8 or int8_w8a8"
         raise ConfigurationError("--quant", got=", ".join(schemes), need=need)

@@ -1,7 +1,7 @@
-"""The benchmark run of `make bench` (tools/bench.py), which alternates the layers of a case.
+"""Runs the benchmark of `make bench` (tools/bench.py), which alternates the layers of a case.
 
-The clock rate of a GPU depends on its previous load. Times of layers that ran one after the other
-can therefore not be compared to within a few percent. Here all layers of a case are set up in one
+The clock rate of a GPU depends on its previous load, so the times of layers that run one after the
+other cannot be compared to within a few percent. This module sets up all layers of a case in one
 process, each with a CUDA graph of several calls on different inputs. In each round, every graph is
 replayed once, in random order. The time of a layer is the median over rounds, divided by the number
 of calls per graph. Before timing, the output of every layer is compared with a float64 reference.
@@ -22,11 +22,11 @@ from modular_kernel.bench.candidates import Candidate
 from modular_kernel.bench.run import (
     LayerInstances,
     WeightSets,
-    empty_row,
     format_error,
     free_memory,
-    inputs_to_verify,
     is_device_usable,
+    make_empty_row,
+    select_inputs_to_verify,
 )
 from modular_kernel.measure.cases import Input, LayerCase, make_input
 from modular_kernel.measure.check import (
@@ -35,7 +35,7 @@ from modular_kernel.measure.check import (
     check_calls,
     check_unchanged,
     compute_expected_output,
-    num_inputs_to_check,
+    count_inputs_to_check,
 )
 from modular_kernel.measure.environment import collect_environment
 from modular_kernel.measure.records import (
@@ -124,16 +124,16 @@ def run_interleaved(
     """Run the comparison and return its report.
 
     on_case: called with a line of text about each case.
-    on_report: called after each case with the report of the rows so far. It can save them, in case
-        a library terminates the process later.
+    on_report: called after each case with the report of the rows so far. The callback can save the
+        report, in case a library terminates the process later.
     """
     with torch.no_grad():
-        return _Run(comparison, on_case, on_report).run()
+        return _ComparisonRun(comparison, on_case, on_report).run()
 
 
 @dataclass
-class _ReadyLayer:
-    """A layer with correct results, ready to be timed.
+class _CheckedLayer:
+    """A layer that has been set up and checked, and can be timed if its results are correct.
 
     index: index of its row in the case.
     runs: functions that replay a CUDA graph, or make the calls if they cannot be captured. There is
@@ -155,7 +155,7 @@ class _ReadyLayer:
     times_us: list[float] = field(default_factory=list)
 
 
-class _Run:
+class _ComparisonRun:
     """One run of a comparison.
 
     block_deadline: value of time.monotonic() after which no case of the block is started.
@@ -172,17 +172,17 @@ class _Run:
         self.rows: list[Row] = []
         self.stopped = ""
         self.block_deadline = math.inf
-        types = [
+        compute_types = [
             compute_type(case.problem, QuantScheme.parse(candidate.quant))
             for block in comparison.blocks
             for case in block.cases[:1]
             for candidate in block.candidates
         ]
-        types += [dtype_name(block.cases[0].problem.dtype) for block in comparison.blocks]
-        # Rates are not needed with compile_only, so they are measured with small operands.
+        compute_types += [dtype_name(block.cases[0].problem.dtype) for block in comparison.blocks]
+        # With compile_only, the peaks are not used, so they are measured with small operands.
         self.peaks = measure_peaks(
             self.device,
-            types,
+            compute_types,
             bandwidth=comparison.bandwidth,
             **({"size": 64, "nbytes": 1 << 20} if comparison.compile_only else {}),
         )
@@ -216,14 +216,14 @@ class _Run:
         for candidate in block.candidates:
             instances = LayerInstances(candidate, weight_sets)
             if instances.first.tuned:
-                # The first call measures tile sizes. Processes that compile would disturb it.
+                # The first call times tile sizes, which other compiling processes would disturb.
                 continue
             for case in {case.problem.tokens: case for case in block.cases}.values():
                 try:
                     if instances.first.refusal(case.problem) is None:
                         inputs = make_input(case, self.device, 0)
                         instances.layer(0).call(inputs.x_TH, inputs.routing)
-                except Exception as error:  # noqa: BLE001  the timed run puts it into a row
+                except Exception as error:  # noqa: BLE001  the timed run reports it in a row
                     self.on_case(
                         f"{case.shape} T={case.problem.tokens} {candidate.name}: {error}"[:200]
                     )
@@ -249,24 +249,26 @@ class _Run:
     def _measure_case(
         self, case: LayerCase, all_instances: Sequence[LayerInstances], weight_sets: WeightSets
     ) -> list[Row]:
-        """Check every layer, time the correct ones, and return a row for each layer."""
-        rows = [empty_row(case, instances.candidate) for instances in all_instances]
+        """Check every layer, time those with correct results, and return a row for each layer."""
+        rows = [make_empty_row(case, instances.candidate) for instances in all_instances]
         if self.stopped or time.monotonic() > self.block_deadline:
             note = self.stopped or "not started: the time limit had passed"
             return [replace(row, note=note) for row in rows]
         rotation = self._choose_rotation(case, all_instances)
         inputs = [make_input(case, self.device, index) for index in range(rotation.calls)]
         self.expected.clear()
-        ready: list[_ReadyLayer] = []
+        ready: list[_CheckedLayer] = []
         for index, instances in enumerate(all_instances):
             try:
-                rows[index] = self._add_work(rows[index], case, instances, rotation, inputs)
+                rows[index] = self._fill_in_work(rows[index], case, instances, rotation, inputs)
                 reason = instances.first.refusal(case.problem)
                 if reason is not None:
                     rows[index] = replace(rows[index], status=REFUSED, note=reason)
                     continue
-                item = self._set_up_and_check(index, case, instances, rotation, inputs, weight_sets)
-                result = item.checked.result
+                checked_layer = self._set_up_and_check(
+                    index, case, instances, rotation, inputs, weight_sets
+                )
+                result = checked_layer.checked.result
                 rows[index] = replace(
                     rows[index],
                     error=result.error,
@@ -276,16 +278,18 @@ class _Run:
                 if result.failure:
                     rows[index] = replace(rows[index], status=WRONG, note=result.failure)
                 else:
-                    ready.append(item)
-            # A library can raise any exception. Put it into the row and continue with other layers.
+                    ready.append(checked_layer)
+            # A library can raise any exception. The row reports it, and other layers are measured.
             except Exception as error:  # noqa: BLE001
                 rows[index] = replace(rows[index], status=FAILED, note=format_error(error))
                 if not is_device_usable(self.device):
                     self.stopped = f"{instances.candidate.name} broke the CUDA context"
                     return rows
         self._time_rounds(ready, rotation)
-        for item in ready:
-            rows[item.index] = self._timed_row(rows[item.index], case, item)
+        for checked_layer in ready:
+            rows[checked_layer.index] = self._make_timed_row(
+                rows[checked_layer.index], case, checked_layer
+            )
         ready.clear()
         self._free_memory()
         return rows
@@ -305,13 +309,13 @@ class _Run:
         weight_bytes = case.problem.e * (
             unquantized + len(all_instances) * expert_bytes(case.problem, scheme)
         )
-        # `choose_rotation` gives a fifth of the memory to weights. Here, the weights of all layers
-        # are in memory at the same time, so two fifths are allowed.
+        # `choose_rotation` limits weights to a fifth of the memory. Here, the weights of all layers
+        # are in memory at the same time, so the limit is doubled.
         memory = 2 * int(self.environment.get("memory_bytes") or 0)
         l2 = l2_bytes(self.device)
         return choose_rotation(work.bytes, weight_bytes, case.problem.tokens, l2=l2, memory=memory)
 
-    def _add_work(
+    def _fill_in_work(
         self,
         row: Row,
         case: LayerCase,
@@ -343,7 +347,7 @@ class _Run:
         rotation: Rotation,
         inputs: Sequence[Input],
         weight_sets: WeightSets,
-    ) -> _ReadyLayer:
+    ) -> _CheckedLayer:
         """Set up a layer, compare its outputs with the reference, and capture its calls.
 
         index: index of the layer's row.
@@ -351,16 +355,18 @@ class _Run:
         layers = [instances.layer(number) for number in range(rotation.weight_sets)]
         for layer in layers:
             layer.tune(case.problem)
-        numbers = inputs_to_verify(rotation.calls, num_inputs_to_check(case.problem))
+        input_indices = select_inputs_to_verify(rotation.calls, count_inputs_to_check(case.problem))
         # If outputs have few values, the check needs more inputs than the timed calls have.
-        untimed = [make_input(case, self.device, n) for n in range(len(inputs), max(numbers) + 1)]
+        untimed = [
+            make_input(case, self.device, n) for n in range(len(inputs), max(input_indices) + 1)
+        ]
         items = [*inputs, *untimed]
         calls = [
             partial(layers[number % rotation.weight_sets].call, item.x_TH, item.routing)
             for number, item in enumerate(items)
         ]
         checks = []
-        for number in numbers:
+        for number in input_indices:
             weights = weight_sets.weights(number % rotation.weight_sets)
             key = number, instances.candidate.quant
             if key not in self.expected:
@@ -380,62 +386,61 @@ class _Run:
             mode = ("eager" if captured is None else "graph") + "+flush" * rotation.flush
         if layers[0].interpreted:
             mode = INTERPRETER
-        return _ReadyLayer(index, runs, rotation.calls, mode, checked, checks[-1][1])
+        return _CheckedLayer(index, runs, rotation.calls, mode, checked, checks[-1][1])
 
-    def _time_rounds(self, ready: Sequence[_ReadyLayer], rotation: Rotation) -> None:
+    def _time_rounds(self, layers: Sequence[_CheckedLayer], rotation: Rotation) -> None:
         """Replay the layers in rounds, each in a new random order, and append to `times_us`."""
-        if not ready:
+        if not layers:
             return
         clock = make_clock(self.device)
         flush_l2 = make_l2_flush(self.device) if rotation.flush else None
-        order = random.Random(len(self.rows))
+        rng = random.Random(len(self.rows))
 
-        def replay(rounds: int) -> list[tuple[_ReadyLayer, float]]:
+        def replay(rounds: int) -> list[tuple[_CheckedLayer, float]]:
             marks = []
             for _ in range(rounds):
-                for item in order.sample(ready, len(ready)):
-                    for run in item.runs:
+                for layer in rng.sample(layers, len(layers)):
+                    for run in layer.runs:
                         if flush_l2 is not None:
                             flush_l2()
                         start = clock.mark()
                         run()
-                        marks.append((item, start, clock.mark()))
+                        marks.append((layer, start, clock.mark()))
             clock.wait()  # only once, so that the host queues work while the GPU is busy
-            return [(item, clock.ms(start, end)) for item, start, end in marks]
+            return [(layer, clock.ms(start, end)) for layer, start, end in marks]
 
         round_ms = sum(ms for _, ms in replay(1)) or 1e-3
         if clock.settle_ms:
             warmup_rounds = math.ceil(clock.settle_ms / round_ms)
             replay(min(max(warmup_rounds, _MIN_WARMUP_ROUNDS), _MAX_WARMUP_ROUNDS))
-        for item, ms in replay(self.comparison.rounds):
-            item.times_us.append(ms / (item.calls / len(item.runs)) * 1e3)
+        for layer, ms in replay(self.comparison.rounds):
+            layer.times_us.append(ms / (layer.calls / len(layer.runs)) * 1e3)
 
-    def _timed_row(self, row: Row, case: LayerCase, item: _ReadyLayer) -> Row:
+    def _make_timed_row(self, row: Row, case: LayerCase, layer: _CheckedLayer) -> Row:
         """Check the output of a replay, and return the row with the times."""
-        # Fill the output with NaN between two replays, so that values that are not written fail the
-        # check.
-        last_output = item.runs[-1]()
+        # Fill the output with NaN between two replays, so that unwritten values fail the check.
+        last_output = layer.runs[-1]()
         last_output.fill_(math.nan)
-        last_output = item.runs[-1]()
-        result = check_unchanged(last_output, item.expected, item.checked, case.problem)
+        last_output = layer.runs[-1]()
+        result = check_unchanged(last_output, layer.expected, layer.checked, case.problem)
         if result.failure:
-            note = f"after {item.mode} calls: {result.failure}"
+            note = f"after {layer.mode} calls: {result.failure}"
             return replace(row, status=WRONG, note=note, error=result.error)
-        us = median(item.times_us)
+        us = median(layer.times_us)
         spread = 0.0
-        if len(item.times_us) > 1:
-            low, _, high = quantiles(item.times_us, n=4)
+        if len(layer.times_us) > 1:
+            low, _, high = quantiles(layer.times_us, n=4)
             spread = (high - low) / us
-        interpreted = item.mode == INTERPRETER
+        interpreted = layer.mode == INTERPRETER
         assert row.floor_us is not None
         return replace(
             row,
             status=OK,
             us=us,
-            us_min=min(item.times_us),
+            us_min=min(layer.times_us),
             spread=spread,
-            mode=item.mode,
-            replays=len(item.times_us),
+            mode=layer.mode,
+            replays=len(layer.times_us),
             over_floor=None if interpreted else us / row.floor_us,
         )
 
@@ -443,11 +448,11 @@ class _Run:
 def format_case(rows: Sequence[Row]) -> str:
     """Format a case as one line with the microseconds or the status of each layer."""
     first = rows[0]
-    parts = [
+    results = [
         f"{row.layer} {row.us:.1f}" if row.us is not None else f"{row.layer} {row.status}"
         for row in rows
         if row.status != REFUSED
     ]
     if all(row.status == SKIPPED for row in rows):
-        parts = [first.note]
-    return f"{first.shape} {first.operands} T={first.tokens} {first.routing}: {', '.join(parts)}"
+        results = [first.note]
+    return f"{first.shape} {first.operands} T={first.tokens} {first.routing}: {', '.join(results)}"

@@ -1,4 +1,4 @@
-"""`mk bench --hf`: tokens per second of a transformers model, in prefill and in decoding.
+"""Measures tokens per second of a transformers model in prefill and decoding (`mk bench --hf`).
 
 transformers can compute the experts of a model with several implementations: its own ("eager",
 "grouped_mm") and ours. Before an implementation is timed, it runs the model's first experts module
@@ -54,13 +54,13 @@ class Implementation:
 
 @dataclass(frozen=True)
 class ModelSpeed:
-    """Result of one implementation.
+    """Measured speed and error of one implementation.
 
     experts: name of the implementation.
     prefill, decode: median tokens per second of the whole batch; None if not timed.
     error: relative error of the first experts module, compared with "eager".
-    bound: maximum `error` that is allowed.
-    note: reason of a failure.
+    bound: maximum allowed `error`.
+    note: reason for a failure.
     """
 
     experts: str
@@ -91,11 +91,11 @@ class _RecordedCall:
         rounding = torch.finfo(self.result.dtype).eps
         return 4 * rounding + torch.finfo(torch.float32).eps * math.sqrt(terms)
 
-    def error(self) -> float:
+    def measure_error(self) -> float:
         """Run the module on the recorded inputs, and return the relative error of its result."""
         result = self.module(*self.arguments).double()
-        exact = self.result.double()
-        return float((result - exact).norm() / exact.norm())
+        expected = self.result.double()
+        return float((result - expected).norm() / expected.norm())
 
 
 def measure(
@@ -103,8 +103,8 @@ def measure(
 ) -> list[ModelSpeed]:
     """Time a transformers model with each implementation, and return a row for each.
 
-    If an implementation raises an exception, it is in the note of the row. Afterwards, the model
-    uses "eager".
+    If an implementation raises an exception, the note of its row describes the exception. The model
+    uses "eager" afterwards.
     """
     ids = _draw_prompt(model, workload)
     rows = []
@@ -113,13 +113,12 @@ def measure(
         for implementation in implementations:
             try:
                 rows.append(_measure_implementation(model, ids, workload, recorded, implementation))
-            except IncompatibleError as refusal:
-                rows.append(
-                    ModelSpeed(implementation.name, FAILED, note=" ".join(str(refusal).split()))
-                )
+            except IncompatibleError as error:
+                note = " ".join(str(error).split())
+                rows.append(ModelSpeed(implementation.name, FAILED, note=note))
             except Exception as error:  # noqa: BLE001 (model code can raise anything)
-                text = " ".join(f"{type(error).__name__}: {error}".split())
-                rows.append(ModelSpeed(implementation.name, FAILED, note=text[:300]))
+                note = " ".join(f"{type(error).__name__}: {error}".split())
+                rows.append(ModelSpeed(implementation.name, FAILED, note=note[:300]))
         model.set_experts_implementation(EAGER)
     return rows
 
@@ -160,7 +159,7 @@ def _measure_implementation(
     model.set_experts_implementation(implementation.registered)
     with ExitStack() as stack:
         stack.enter_context(prefer_torch_reference(enabled=implementation.torch_references))
-        error, bound = recorded.error(), recorded.bound
+        error, bound = recorded.measure_error(), recorded.bound
         row = ModelSpeed(implementation.name, OK, error=error, bound=bound)
         if not error <= bound:
             return replace(row, status=WRONG, note=f"error {error:.1e}, bound {bound:.1e}")
@@ -168,11 +167,11 @@ def _measure_implementation(
             *(_time_once(model, ids, workload) for _ in range(_WARMUP_RUNS + _TIMED_RUNS)),
             strict=True,
         )
-    tokens = workload.batch * workload.prompt, workload.batch * workload.new
+    prompt_tokens, new_tokens = workload.batch * workload.prompt, workload.batch * workload.new
     return replace(
         row,
-        prefill=tokens[0] / median(prefills[_WARMUP_RUNS:]),
-        decode=tokens[1] / median(decodes[_WARMUP_RUNS:]),
+        prefill=prompt_tokens / median(prefills[_WARMUP_RUNS:]),
+        decode=new_tokens / median(decodes[_WARMUP_RUNS:]),
     )
 
 
@@ -188,10 +187,10 @@ def _time_once(model: Any, ids: torch.Tensor, workload: Workload) -> tuple[float
         return logits[:, -1:].argmax(-1)
 
     start = clock.mark()
-    token = step(ids)
+    next_ids = step(ids)
     middle = clock.mark()
     for _ in range(workload.new):
-        token = step(token)
+        next_ids = step(next_ids)
     end = clock.mark()
     clock.wait()
     return clock.ms(start, middle) / 1e3, clock.ms(middle, end) / 1e3

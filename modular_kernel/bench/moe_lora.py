@@ -51,10 +51,10 @@ class LoRABranchTime:
     mode: str
 
     def __str__(self) -> str:
-        rate = self.sizes.tokens / self.us * 1e6
-        auto = ", auto" if self.is_auto else ""
-        details = f"{self.strategy}{auto}, {self.mode}"
-        return f"{self.sizes} ({details}): {self.us:.1f} us, {rate:.0f} tokens/s"
+        tokens_per_s = self.sizes.tokens / self.us * 1e6
+        auto_suffix = ", auto" if self.is_auto else ""
+        details = f"{self.strategy}{auto_suffix}, {self.mode}"
+        return f"{self.sizes} ({details}): {self.us:.1f} us, {tokens_per_s:.0f} tokens/s"
 
 
 def benchmark_moe_lora(
@@ -71,7 +71,7 @@ def benchmark_moe_lora(
     target_ms: milliseconds of device time for each configuration and strategy.
     """
     for sizes in branch_sizes:
-        inputs = [_inputs(sizes, device, dtype, seed) for seed in range(_CALLS)]
+        inputs = [_make_inputs(sizes, device, dtype, seed) for seed in range(_CALLS)]
         shapes = (sizes.tokens, sizes.hidden), (sizes.tokens, sizes.top_k)
         fused = should_use_fused_kernel(*shapes, sizes.rank)
         for strategy in ("staged", "fused"):
@@ -81,12 +81,12 @@ def benchmark_moe_lora(
             yield LoRABranchTime(sizes, strategy, is_auto, timing.us, timing.mode)
 
 
-def _inputs(
+def _make_inputs(
     sizes: LoRABranchSizes, device: torch.device, dtype: torch.dtype, seed: int
 ) -> tuple[object, ...]:
     generator = torch.Generator(device).manual_seed(seed)
 
-    def normal(*shape: int) -> torch.Tensor:
+    def draw_normal(*shape: int) -> torch.Tensor:
         values = torch.randn(shape, device=device, generator=generator)
         scaled: torch.Tensor = values * shape[-1] ** -0.5
         return scaled.to(dtype)
@@ -96,11 +96,16 @@ def _inputs(
     weights_TK, ids_TK = scores_TE.topk(sizes.top_k)
     slots_T = torch.zeros(tokens, dtype=torch.int32, device=device)
     ranks = torch.full((1,), r, dtype=torch.int32, device=device)
-    info = MoELoRABatchInfo(slots_T, ranks, torch.ones(1, device=device))
+    batch_info = MoELoRABatchInfo(slots_T, ranks, torch.ones(1, device=device))
     # A and B of w1 (gate and up), then A and B of w2.
-    matrices = normal(1, e, r, h), normal(1, e, 2 * i, r), normal(1, e, r, i), normal(1, e, h, r)
+    matrices = (
+        draw_normal(1, e, r, h),
+        draw_normal(1, e, 2 * i, r),
+        draw_normal(1, e, r, i),
+        draw_normal(1, e, h, r),
+    )
     output = torch.zeros(tokens, h, dtype=dtype, device=device)
-    return normal(tokens, h), ids_TK, weights_TK, info, *matrices, output
+    return draw_normal(tokens, h), ids_TK, weights_TK, batch_info, *matrices, output
 
 
 if __name__ == "__main__":

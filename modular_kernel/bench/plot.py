@@ -1,4 +1,4 @@
-"""The plot of `mk bench --plot`: time by tokens, with a panel per shape, routing and operands."""
+"""Plots the times of a benchmark over the number of tokens, for `mk bench --plot`."""
 
 import math
 from pathlib import Path
@@ -12,7 +12,10 @@ _MAX_COLUMNS = 3
 
 
 def plot(report: Report, path: Path) -> None:
-    """Write the plot to `path` in the format of its suffix. Requires matplotlib (extra `bench`)."""
+    """Write the plot to `path`, with a panel for each shape, routing and type of operands.
+
+    The suffix of `path` determines the format. Requires matplotlib (extra `bench`).
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -26,10 +29,10 @@ def plot(report: Report, path: Path) -> None:
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     colors: dict[str, str] = {}
-    for index, (name, rows) in enumerate(panels.items()):
+    for index, (panel, rows) in enumerate(panels.items()):
         axes = figure.add_subplot(panel_rows, columns, index + 1)
         _draw_panel(axes, rows, colors)
-        axes.set_title(", ".join(name), fontsize=9)
+        axes.set_title(", ".join(panel), fontsize=9)
     figure.suptitle(f"{report.environment.get('device')}, {report.environment.get('date')}")
     figure.savefig(path, dpi=120)
 
@@ -50,8 +53,10 @@ def _draw_panel(axes: Any, rows: list[Row], colors: dict[str, str]) -> None:
             continue
         color = colors.setdefault(name, f"C{len(colors) % 10}")
         style = "o-" if points[0].origin == OURS else "s:"
-        xs, ys = [row.tokens for row in points], [row.us for row in points]
-        axes.plot(xs, ys, style, color=color, markersize=3, linewidth=1.2, label=name)
+        point_tokens, times_us = [row.tokens for row in points], [row.us for row in points]
+        axes.plot(
+            point_tokens, times_us, style, color=color, markersize=3, linewidth=1.2, label=name
+        )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel("tokens")

@@ -1,8 +1,8 @@
-"""The benchmark run of `mk bench`.
+"""Runs the benchmark of `mk bench`.
 
-It measures the hardware's peak rates, and then every layer in every case. A case (`LayerCase`) is a
-layer's shape, a number of tokens and a routing. The output of a layer is compared with a float64
-reference before the layer is timed. Layers are timed one after the other, whereas
+The run measures the hardware's peak rates, and then every layer in every case. A case (`LayerCase`)
+is a layer's shape, a number of tokens and a routing. The output of a layer is compared with a
+float64 reference before the layer is timed. Layers are timed one after the other, whereas
 `bench.interleaved` alternates them.
 """
 
@@ -26,7 +26,7 @@ from modular_kernel.measure.check import (
     check_calls,
     check_unchanged,
     compute_expected_output,
-    num_inputs_to_check,
+    count_inputs_to_check,
 )
 from modular_kernel.measure.environment import collect_environment
 from modular_kernel.measure.records import (
@@ -102,7 +102,7 @@ def run(
     on_row: called with a description of each row before it is measured.
     """
     with torch.no_grad():
-        return _Run(job, on_report, on_row).run()
+        return _BenchmarkRun(job, on_report, on_row).run()
 
 
 @dataclass
@@ -139,8 +139,8 @@ class LayerInstances:
     """The layers of one candidate for one shape: one per set of weights, set up on first use.
 
     ready: layers that are set up.
-    failure: message of a failed setup. The exception is not kept, because its traceback would keep
-        tensors alive.
+    failure: message of a failed setup. The exception itself is not stored, because its traceback
+        would keep tensors alive.
     """
 
     candidate: Candidate
@@ -181,7 +181,7 @@ class _RowCalls:
     """The calls to time for one row, as functions without arguments.
 
     layer: the layer of the first call.
-    schedule: rotation over inputs and sets of weights.
+    rotation: how the calls rotate over inputs and sets of weights.
     loads: the expert load of each input.
     checks: calls to verify, with their expected outputs. The last of them is also the last of
         `calls`.
@@ -189,15 +189,15 @@ class _RowCalls:
 
     calls: tuple[Call, ...]
     layer: Layer
-    schedule: Rotation
+    rotation: Rotation
     loads: tuple[Load, ...]
     checks: tuple[tuple[Call, ExpectedOutput], ...]
 
 
-class _Run:
+class _BenchmarkRun:
     """One run of a job.
 
-    stopped: the reason why it ended early, or "".
+    stopped: the reason why the run ended early, or "".
     """
 
     def __init__(
@@ -207,20 +207,20 @@ class _Run:
         self.started = time.monotonic() if job.started is None else job.started
         self.device = torch.device(job.machine.device)
         schemes = [QuantScheme.parse(candidate.quant) for candidate in job.candidates]
-        types = [
+        compute_types = [
             compute_type(case.problem, scheme)
             for case in job.cases
             for scheme in [QuantScheme.parse("none"), *schemes]
         ]
-        types += [dtype_name(case.problem.dtype) for case in job.cases]
-        self.peaks: Peaks = measure_peaks(self.device, types, bandwidth=job.bandwidth)
+        compute_types += [dtype_name(case.problem.dtype) for case in job.cases]
+        self.peaks: Peaks = measure_peaks(self.device, compute_types, bandwidth=job.bandwidth)
         self.environment = collect_environment(self.device, job.command)
         self.rows: list[Row] = []
         self.expected: dict[tuple[LayerCase, int, int, str], ExpectedOutput] = {}
         self.stopped = ""
 
     def run(self) -> Report:
-        for case, instances in self._cases_with_instances():
+        for case, instances in self._iterate_cases():
             self.on_row(
                 f"{instances.candidate.name}, {case.shape}, "
                 f"{format_count(case.problem.tokens, 'token')}"
@@ -237,13 +237,13 @@ class _Run:
         self.on_report(report)
         return report
 
-    def _cases_with_instances(self) -> Iterator[tuple[LayerCase, LayerInstances]]:
+    def _iterate_cases(self) -> Iterator[tuple[LayerCase, LayerInstances]]:
         """Yield every case with the layers of every candidate.
 
         Only the weights of one shape and the layers of one candidate are in memory at a time.
         """
-        key = lambda case: (case.shape, str(case.problem.with_tokens(1)))  # noqa: E731
-        for _, cases in itertools.groupby(self.job.cases, key):
+        shape_key = lambda case: (case.shape, str(case.problem.with_tokens(1)))  # noqa: E731
+        for _, cases in itertools.groupby(self.job.cases, shape_key):
             weight_sets = WeightSets(tuple(cases), self.device)
             for candidate in self.job.candidates:
                 instances = LayerInstances(candidate, weight_sets)
@@ -269,7 +269,7 @@ class _Run:
         return None if limit is None else limit - (time.monotonic() - self.started)
 
     def _measure_row(self, case: LayerCase, instances: LayerInstances) -> Row:
-        row = empty_row(case, instances.candidate)
+        row = make_empty_row(case, instances.candidate)
         if self.stopped or self._is_past_deadline:
             return replace(row, note=self.stopped or "after the deadline")
         try:
@@ -296,25 +296,25 @@ class _Run:
 
         first, load = draw_input(0)
         work = compute_work(case.problem, scheme, [load])
-        schedule = self._choose_rotation(case, work, instances)
-        inputs, loads = zip((first, load), *map(draw_input, range(1, schedule.calls)), strict=True)
-        layers = [instances.layer(index) for index in range(schedule.weight_sets)]
+        rotation = self._choose_rotation(case, work, instances)
+        inputs, loads = zip((first, load), *map(draw_input, range(1, rotation.calls)), strict=True)
+        layers = [instances.layer(index) for index in range(rotation.weight_sets)]
         calls = tuple(
-            partial(layers[index % schedule.weight_sets].call, item.x_TH, item.routing)
+            partial(layers[index % rotation.weight_sets].call, item.x_TH, item.routing)
             for index, item in enumerate(inputs)
         )
         # Compute the expected outputs before any call, because a layer may overwrite x.
         checks = []
-        for index in inputs_to_verify(schedule.calls, num_inputs_to_check(case.problem)):
-            if index < schedule.calls:
-                item, call, weight_set = inputs[index], calls[index], index % schedule.weight_sets
+        for index in select_inputs_to_verify(rotation.calls, count_inputs_to_check(case.problem)):
+            if index < rotation.calls:
+                item, call, weight_set = inputs[index], calls[index], index % rotation.weight_sets
             else:  # an untimed input
                 item, weight_set = draw_input(index)[0], 0
                 call = partial(layers[0].call, item.x_TH, item.routing)
             checks.append(
                 (call, self._compute_expected(case, instances, item, (index, weight_set)))
             )
-        return _RowCalls(calls, layers[0], schedule, loads, tuple(checks))
+        return _RowCalls(calls, layers[0], rotation, loads, tuple(checks))
 
     def _choose_rotation(self, case: LayerCase, work: Work, instances: LayerInstances) -> Rotation:
         memory = 0
@@ -353,8 +353,8 @@ class _Run:
         result = checked.result
         row = replace(
             row,
-            calls=row_calls.schedule.calls,
-            weight_sets=row_calls.schedule.weight_sets,
+            calls=row_calls.rotation.calls,
+            weight_sets=row_calls.rotation.weight_sets,
             touched=work.touched,
             skew=sum(load.skew for load in row_calls.loads) / len(row_calls.loads),
             flops=work.flops,
@@ -370,7 +370,7 @@ class _Run:
             row_calls.calls,
             self.device,
             graph=self.job.graph and row_calls.layer.graph,
-            flush=row_calls.schedule.flush,
+            flush=row_calls.rotation.flush,
             target_ms=self.job.target_ms,
         )
         result = check_unchanged(timing.last_output, row_calls.checks[-1][1], checked, case.problem)
@@ -378,7 +378,7 @@ class _Run:
             note = f"after {timing.mode} calls: {result.failure}"
             return replace(row, status=WRONG, note=note, error=result.error)
         host_time = measure_host_cost(row_calls.calls[0], self.device)
-        eager_us = self._eager_time(row_calls, timing)
+        eager_us = self._measure_eager_time(row_calls, timing)
         graph = self.device.type == "cuda" and self.job.graph
         return replace(
             row,
@@ -395,14 +395,14 @@ class _Run:
             allocations=host_time.allocations if host_time else None,
         )
 
-    def _eager_time(self, row_calls: _RowCalls, timing: Timing) -> float | None:
+    def _measure_eager_time(self, row_calls: _RowCalls, timing: Timing) -> float | None:
         """Return the microseconds of an eager call, or None on a CPU."""
         if self.device.type != "cuda":
             return None
         if timing.mode.startswith("eager"):
             return timing.us
         ms = self.job.target_ms / 4
-        flush = row_calls.schedule.flush
+        flush = row_calls.rotation.flush
         return time_calls(row_calls.calls, self.device, graph=False, flush=flush, target_ms=ms).us
 
     def _count_launches(self) -> None:
@@ -410,7 +410,7 @@ class _Run:
 
         This runs after all timing, because the profiler slows down later launches.
         """
-        for index, (case, instances) in enumerate(self._cases_with_instances()):
+        for index, (case, instances) in enumerate(self._iterate_cases()):
             row = self.rows[index]
             if not row.is_timed or self._is_past_deadline:
                 continue
@@ -422,8 +422,7 @@ class _Run:
                     count = count_launches(call, self.device)
             except TimeLimitReached:
                 return
-            # The row keeps its times if the profiler fails.
-            except Exception as error:  # noqa: BLE001
+            except Exception as error:  # noqa: BLE001  the row keeps its times
                 self.rows[index] = replace(row, note=f"launches: {format_error(error)}")
                 continue
             self.rows[index] = replace(row, launches=count)
@@ -462,11 +461,11 @@ def format_error(error: Exception) -> str:
     return f"{type(error).__name__}: {message}"[:_MAX_NOTE_CHARACTERS]
 
 
-def inputs_to_verify(calls: int, minimum: int) -> list[int]:
+def select_inputs_to_verify(calls: int, minimum: int) -> list[int]:
     """Return the indices of the inputs to verify, at least `minimum` of them.
 
-    They are the first and the last input of the timed calls, 0 and calls - 1. If more are needed,
-    additional inputs from index `calls` on are inserted before the last one.
+    The result contains the first and the last input of the timed calls, 0 and calls - 1. If more
+    inputs are needed, inputs from index `calls` on are inserted before the last input.
 
     calls: number of timed calls.
     """
@@ -474,7 +473,7 @@ def inputs_to_verify(calls: int, minimum: int) -> list[int]:
     return [*dict.fromkeys([0, *untimed, calls - 1])] if calls > 1 else [*untimed, 0]
 
 
-def empty_row(case: LayerCase, candidate: Candidate) -> Row:
+def make_empty_row(case: LayerCase, candidate: Candidate) -> Row:
     """Return the row of a case and a candidate, without results."""
     problem = case.problem
     return Row(

@@ -13,17 +13,19 @@ COUNT = 4
 
 _EXPERTS = (8, 16, 32, 48, 64, 96, 128, 160, 192, 256)
 _TOP_K = (2, 4, 6, 8)
-_STEP = 256  # H and I are multiples of 256, which all block and group sizes divide
+_SIZE_STEP = 256  # H and I are multiples of 256, which all block and group sizes divide
 _HIDDEN = (1024, 8192)
 _INTERMEDIATE = (512, 4096)
-# Ranges of E * H * I. One layer is large, one is small, and the others are anywhere in _ANY.
-_LARGE = (1.0e9, 1.5e9)
-_SMALL = (1.0e8, 3.0e8)
-_ANY = (_SMALL[0], _LARGE[1])
+# Ranges of E * H * I. One layer is large, one is small, and all others are sampled from _ANY_SIZE.
+_LARGE_SIZE = (1.0e9, 1.5e9)
+_SMALL_SIZE = (1.0e8, 3.0e8)
+_ANY_SIZE = (_SMALL_SIZE[0], _LARGE_SIZE[1])
 
 
 @dataclass(frozen=True)
 class SampledLayer:
+    """Sizes of one layer."""
+
     experts: int
     top_k: int
     hidden: int
@@ -60,13 +62,13 @@ def sample_layers(seed: int = SEED, count: int = COUNT) -> tuple[SampledLayer, .
         raise ConfigurationError("number of sampled layers", got=count, need=">= 2")
     generator = random.Random(seed)
     layers: list[SampledLayer] = []
-    for low, high in (_LARGE, _SMALL, *[_ANY] * (count - 2)):
+    for low, high in (_LARGE_SIZE, _SMALL_SIZE, *[_ANY_SIZE] * (count - 2)):
         while True:
             layer = SampledLayer(
                 generator.choice(_EXPERTS),
                 generator.choice(_TOP_K),
-                generator.randrange(_HIDDEN[0], _HIDDEN[1] + 1, _STEP),
-                generator.randrange(_INTERMEDIATE[0], _INTERMEDIATE[1] + 1, _STEP),
+                generator.randrange(_HIDDEN[0], _HIDDEN[1] + 1, _SIZE_STEP),
+                generator.randrange(_INTERMEDIATE[0], _INTERMEDIATE[1] + 1, _SIZE_STEP),
             )
             if low < layer.size < high and layer not in layers:
                 break

@@ -1,7 +1,7 @@
 """Speedups over the best peer, for the tables and the plot of `make bench`.
 
-A speedup is the time of the fastest peer in a case divided by ours, so it is more than 1 if ours is
-faster. The tables have a column for each of our four layers:
+A speedup is the time of the fastest peer in a case divided by our time, so a speedup above 1 means
+that our layer is faster. The tables have a column for each of our four layers:
 
 - FusedMoE with default arguments
 - the layer that `mk.compose` builds
@@ -26,7 +26,7 @@ DEFAULT, COMPOSED, OWN_KERNELS, OTHER_LIBRARY = (
     "parts over other libraries",
 )
 COLUMNS = (DEFAULT, COMPOSED, OWN_KERNELS, OTHER_LIBRARY)
-MARGIN = 0.01  # our layer counts as slower if its time is longer by more than this fraction
+MARGIN = 0.01  # our layer counts as slower if it takes longer by more than this fraction
 SCHEME_NAMES = {
     "bfloat16": "bf16",
     "fp8/fp8": "fp8",
@@ -36,8 +36,8 @@ SCHEME_NAMES = {
 _PANEL_INCHES = (3.6, 2.9)
 
 
-def column_name(row: Row) -> str | None:
-    """Return the column of a row of our layers, or None for baselines and peers."""
+def get_column_name(row: Row) -> str | None:
+    """Return the name of the column for a row of our layers, or None for baselines and peers."""
     if row.origin != OURS:
         return None
     if row.layer == DefaultLayer.name:
@@ -84,7 +84,7 @@ def collect_case_times(rows: Iterable[Row]) -> list[CaseTimes]:
         peers: list[tuple[float, str]] = []
         for row in members:
             assert row.us is not None
-            column = column_name(row)
+            column = get_column_name(row)
             if column is None:
                 peers.append((row.us, row.layer))
             else:
@@ -100,7 +100,7 @@ class SpeedupSummary:
 
     cases: number of cases with a speedup.
     mean: geometric mean of the speedups.
-    num_slower: number of cases in which ours is slower than the best peer by more than MARGIN.
+    num_slower: number of cases in which our layer is slower than the best peer by more than MARGIN.
     worst: the case with the smallest speedup.
     """
 
@@ -137,7 +137,7 @@ def summarize_speedups(cases: Sequence[CaseTimes]) -> list[SpeedupSummary]:
     return results
 
 
-def scheme_name(operands: str) -> str:
+def get_scheme_name(operands: str) -> str:
     """Return the short name of a scheme, such as int4 for the operands int4/bfloat16."""
     return SCHEME_NAMES.get(operands, operands)
 
@@ -151,7 +151,7 @@ def speedups_table(report: Report) -> list[str]:
     for summary in summarize_speedups(collect_case_times(report.rows)):
         worst = f"{summary.min_speedup:.2f} ({summary.worst}; {summary.worst.peer_name})"
         lines.append(
-            f"| {scheme_name(summary.operands)} | {summary.column} | {summary.cases} "
+            f"| {get_scheme_name(summary.operands)} | {summary.column} | {summary.cases} "
             f"| {summary.mean:.2f} | {worst} | {summary.num_slower} |"
         )
     return lines
@@ -188,7 +188,7 @@ def layers_table(report: Report) -> list[str]:
         first = rows[0]
         origin = f"ours, GEMMs of {first.library}" if first.library else first.origin
         lines.append(
-            f"| {scheme_name(operands)} | {layer} `{quant}` | {origin} | {timed} "
+            f"| {get_scheme_name(operands)} | {layer} `{quant}` | {origin} | {timed} "
             f"| {'' if mean is None else f'{mean:.2f}'} | {failures or ''} |"
         )
     return lines
@@ -202,10 +202,10 @@ def cases_table(report: Report) -> list[str]:
     ]
     for case in collect_case_times(report.rows):
         times = [case.ours.get(column) for column in COLUMNS] + [case.peer]
-        texts = ["" if us is None else f"{us:.1f}" for us in times]
+        cells = ["" if us is None else f"{us:.1f}" for us in times]
         lines.append(
-            f"| {scheme_name(case.operands)} | {case.shape} | {case.routing} | {case.tokens} "
-            f"| {' | '.join(texts)} | {case.peer_name} |"
+            f"| {get_scheme_name(case.operands)} | {case.shape} | {case.routing} | {case.tokens} "
+            f"| {' | '.join(cells)} | {case.peer_name} |"
         )
     return lines
 
@@ -216,7 +216,7 @@ def unmeasured_list(report: Report) -> list[str]:
     notes: dict[tuple[str, str, str, str], int] = {}
     for row in report.rows:
         if row.status in (WRONG, FAILED, SKIPPED):
-            key = (scheme_name(row.operands), row.layer, row.status, row.note[:160])
+            key = (get_scheme_name(row.operands), row.layer, row.status, row.note[:160])
             notes[key] = notes.get(key, 0) + 1
     for (scheme, layer, outcome, note), count in notes.items():
         lines.append(f"- {scheme}, {layer}: {outcome} in {count} cases: {note}")
@@ -286,15 +286,15 @@ def plot_speedups(report: Report, path: Path) -> None:
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(routings), len(schemes), sharex=True, sharey="col", squeeze=False)
-    for line, routing in enumerate(routings):
-        for column, operands in enumerate(schemes):
-            axes = panels[line][column]
+    for panel_row, routing in enumerate(routings):
+        for panel_column, operands in enumerate(schemes):
+            axes = panels[panel_row][panel_column]
             panel_cases = [c for c in cases if (c.operands, c.routing) == (operands, routing)]
             _draw_speedups(axes, panel_cases, shapes)
-            axes.set_title(f"{scheme_name(operands)}, {routing} routing", fontsize=9)
-            if line == len(routings) - 1:
+            axes.set_title(f"{get_scheme_name(operands)}, {routing} routing", fontsize=9)
+            if panel_row == len(routings) - 1:
                 axes.set_xlabel("tokens")
-            if column == 0:
+            if panel_column == 0:
                 axes.set_ylabel("best peer's time / ours")
     handles, labels = panels[0][0].get_legend_handles_labels()
     if handles:
@@ -310,7 +310,7 @@ def plot_speedups(report: Report, path: Path) -> None:
 def _draw_speedups(axes: Any, cases: Sequence[CaseTimes], shapes: Sequence[str]) -> None:
     """Draw two lines per shape: FusedMoE with default arguments, and our own kernels."""
     axes.axhline(1.0, color="black", linewidth=1, linestyle="--")
-    for number, shape in enumerate(shapes):
+    for index, shape in enumerate(shapes):
         for column, style in ((DEFAULT, "o-"), (OWN_KERNELS, "s:")):
             points = sorted(
                 (case.tokens, speedup)
@@ -318,9 +318,14 @@ def _draw_speedups(axes: Any, cases: Sequence[CaseTimes], shapes: Sequence[str])
                 if case.shape == shape and (speedup := case.speedup(column)) is not None
             )
             label = shape if column == DEFAULT else None
-            xs, ys = [tokens for tokens, _ in points], [speedup for _, speedup in points]
             axes.plot(
-                xs, ys, style, color=f"C{number % 10}", markersize=3, linewidth=1.2, label=label
+                [tokens for tokens, _ in points],
+                [speedup for _, speedup in points],
+                style,
+                color=f"C{index % 10}",
+                markersize=3,
+                linewidth=1.2,
+                label=label,
             )
     axes.set_xscale("log", base=2)
     axes.grid(visible=True, which="both", alpha=0.25)
@@ -336,6 +341,6 @@ def replace_section(text: str, name: str, lines: Sequence[str], *, filename: str
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     if text.count(begin) != 1 or text.count(end) != 1:
         raise ValueError(f"{filename}: got no section between {begin} and {end}, need one")
-    before, _, rest = text.partition(begin)
-    after = rest.partition(end)[2]
+    before = text.partition(begin)[0]
+    after = text.partition(end)[2]
     return f"{before}{begin}\n" + "\n".join(lines) + f"\n{end}{after}"

@@ -9,7 +9,7 @@ _COLUMNS = (
     "shape", "T", "routing", "layer", "us", "floor us", "/ floor", "/ best peer", "error",
     "eager us", "launches", "host us", "allocs", "mode", "note",
 )  # fmt: skip
-# Columns that are dropped on a narrow terminal, starting with the last one.
+# Columns that are omitted if the terminal is too narrow, the last of this list first.
 OPTIONAL_COLUMNS = (
     "/ floor", "/ best peer", "floor us", "host us", "launches", "error", "routing", "note",
     "mode", "eager us", "allocs",
@@ -36,7 +36,7 @@ def layer_label(row: Row) -> str:
     return row.layer if row.quant == "none" else f"{row.layer} {row.quant}"
 
 
-def terminal_table(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
+def make_terminal_table(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
     """Return the column names and the cells of a table for a terminal.
 
     Rows of one case (shape, number of tokens and routing) are adjacent. Columns without any value
@@ -45,8 +45,11 @@ def terminal_table(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
     rows = list(rows)
     groups = list(dict.fromkeys(row.group for row in rows))
     cells = [_format_cells(row) for row in sorted(rows, key=lambda row: groups.index(row.group))]
-    nonempty = [i for i in range(len(_COLUMNS)) if any(line[i] for line in cells)]
-    return [_COLUMNS[i] for i in nonempty], [[line[i] for i in nonempty] for line in cells]
+    nonempty = [i for i in range(len(_COLUMNS)) if any(row_cells[i] for row_cells in cells)]
+    return (
+        [_COLUMNS[i] for i in nonempty],
+        [[row_cells[i] for i in nonempty] for row_cells in cells],
+    )
 
 
 def _format_cells(row: Row) -> tuple[str, ...]:
@@ -91,7 +94,7 @@ def markdown(report: Report) -> str:
     kinds = dict.fromkeys((row.operands, row.routing) for row in report.rows)
     for operands, routing in kinds:
         rows = [row for row in report.rows if (row.operands, row.routing) == (operands, routing)]
-        lines += ["", f"## {operands}, {routing} routing", "", *_markdown_table(rows)]
+        lines += ["", f"## {operands}, {routing} routing", "", *_make_markdown_table(rows)]
     failures = [row for row in report.rows if row.status in (WRONG, FAILED)]
     if failures or report.stopped:
         lines += ["", "## Not timed", ""]
@@ -116,11 +119,11 @@ def _describe_run(report: Report) -> list[str]:
     ]
 
 
-def _markdown_table(rows: Sequence[Row]) -> list[str]:
+def _make_markdown_table(rows: Sequence[Row]) -> list[str]:
     """Return the lines of a Markdown table with a row per case and a column per layer."""
     names = list(dict.fromkeys(layer_label(row) for row in rows if row.status != REFUSED))
     head = ["shape", "T", "floor", *names, "best of ours / floor", "best of ours / best peer"]
-    lines = [_markdown_row(head), _markdown_row(["---", *["---:"] * (len(head) - 1)])]
+    lines = [_format_markdown_row(head), _format_markdown_row(["---", *["---:"] * (len(head) - 1)])]
     for group in dict.fromkeys(row.group for row in rows):
         members = [row for row in rows if row.group == group]
         cells = {layer_label(row): time_or_status(row) for row in members if row.status != REFUSED}
@@ -129,43 +132,43 @@ def _markdown_table(rows: Sequence[Row]) -> list[str]:
         floor = min(floors, default=None)
         ours, peer = min_time_us(members, ours=True), min_time_us(members, ours=False)
         times = [cells.get(name, "") for name in names]
-        tail = [_ratio(ours, floor), _ratio(ours, peer)]
+        tail = [_format_ratio(ours, floor), _format_ratio(ours, peer)]
         lines.append(
-            _markdown_row([group[0], str(group[1]), _format_number(floor, 1), *times, *tail])
+            _format_markdown_row([group[0], str(group[1]), _format_number(floor, 1), *times, *tail])
         )
     return lines
 
 
-def _markdown_row(cells: Iterable[str]) -> str:
+def _format_markdown_row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _ratio(ours: float | None, other: float | None) -> str:
-    return "" if ours is None or not other else f"{ours / other:.2f}"
+def _format_ratio(ours: float | None, reference: float | None) -> str:
+    return "" if ours is None or not reference else f"{ours / reference:.2f}"
 
 
 def ratios(report: Report) -> list[tuple[str, str]]:
     """Return pairs such as ("0.91 x", "the floor, bfloat16").
 
-    A ratio is our best time divided by the roofline ("the floor") or by the best peer's time, as
-    geometric mean over cases.
+    A ratio is the geometric mean over cases of our best time divided by the roofline ("the floor")
+    or by the best peer's time.
     """
     return [
-        (f"{_geometric_mean(values):.2f} x", f"{target}, {operands}")
+        (f"{_compute_geometric_mean(values):.2f} x", f"{target}, {operands}")
         for operands, comparisons in _compare_by_operands(report)
         for target, values in comparisons.items()
     ]
 
 
 def summary(report: Report) -> list[str]:
-    """Return a line per operand type with the ratios of `ratios` and their ranges.
+    """Return a line per operand type with the results of `ratios` and the ranges over cases.
 
-    If any row has prepared weights, the first line explains this term.
+    If any row has prepared weights, the first line explains the term "prepared".
     """
     lines = [PREPARED_NOTE] if any(row.prepared for row in report.rows) else []
     for operands, comparisons in _compare_by_operands(report):
         parts = [
-            f"{_geometric_mean(values):.2f} x {target} in geometric mean over "
+            f"{_compute_geometric_mean(values):.2f} x {target} in geometric mean over "
             f"{format_count(len(values), 'case')} "
             f"({min(values):.2f} to {max(values):.2f})"
             for target, values in comparisons.items()
@@ -192,7 +195,7 @@ def _compare_by_operands(report: Report) -> Iterator[tuple[str, dict[str, list[f
             yield operands, {target: values for target, values in comparisons.items() if values}
 
 
-def _geometric_mean(values: Sequence[float]) -> float:
+def _compute_geometric_mean(values: Sequence[float]) -> float:
     product = 1.0
     for value in values:
         product *= value ** (1 / len(values))

@@ -12,8 +12,8 @@ nibble. With double quantization, the absmax of block j is itself quantized:
 
 `quant_state.bitsandbytes__nf4` (or `__fp4`) contains the sizes and the offset, as JSON in a tensor
 of bytes. The codes may be stored as a wider dtype (`bnb_4bit_quant_storage`). No scheme can
-represent the values. They are therefore dequantized when they are loaded, and rounded to the dtype
-of the layer.
+represent the values, so they are dequantized when they are loaded, and rounded to the dtype of the
+layer.
 """
 
 import json
@@ -32,9 +32,9 @@ from modular_kernel.spec.quantization import QuantScheme
 _BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _MAX_STATE_BYTES = 4096
 _MAX_SHAPE = 1 << 31
-_STATE = "weight.quant_state.bitsandbytes__"
-# Dtypes in which the bytes of codes may be stored. They include floating dtypes, because FSDP can
-# shard no others.
+_STATE_PREFIX = "weight.quant_state.bitsandbytes__"
+# Dtypes in which the bytes of codes may be stored. Floating dtypes are included because FSDP can
+# shard only these.
 _CODE_DTYPES = (
     torch.uint8,
     *FLOATS,
@@ -47,7 +47,7 @@ _CODE_DTYPES = (
 
 
 class FlatTensors(Protocol):
-    """The tensors of one matrix by their names in `stored_tensors_4bit`, read as 1-D tensors."""
+    """The tensors of one matrix as 1-D tensors, with the names of `list_stored_tensors_4bit`."""
 
     def header(self, name: str) -> tuple[int, torch.dtype] | None:
         """Return the number of entries and the dtype of a tensor, or None if it does not exist."""
@@ -89,7 +89,7 @@ class FlatTensor(StoredTensor):
             raise ShapeError(what, got=tuple(got), need=f"({expected},) for {values} values")
 
 
-def stored_tensors_4bit(kind: str) -> tuple[StoredTensor, ...]:
+def list_stored_tensors_4bit(kind: str) -> tuple[StoredTensor, ...]:
     """Return the tensors that the files have for one 4-bit matrix.
 
     kind: "nf4" or "fp4".
@@ -99,13 +99,13 @@ def stored_tensors_4bit(kind: str) -> tuple[StoredTensor, ...]:
         FlatTensor("weight", "w", (), _CODE_DTYPES),
         FlatTensor("weight.absmax", "scale", (), (torch.uint8, torch.float32)),
         FlatTensor("weight.quant_map", "codebook", (), floats),
-        FlatTensor(f"{_STATE}{kind}", "state", (), (torch.uint8,)),
+        FlatTensor(f"{_STATE_PREFIX}{kind}", "state", (), (torch.uint8,)),
         FlatTensor("weight.nested_absmax", "scale", (), floats, optional=True),
         FlatTensor("weight.nested_quant_map", "codebook", (), floats, optional=True),
     )
 
 
-def stored_tensors_int8(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
+def list_stored_tensors_int8(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     """Return the tensors that the files have for one matrix of LLM.int8()."""
     return (
         StoredTensor("weight", "w", (Dim("N"), Dim("K")), (torch.int8,)),
@@ -142,21 +142,22 @@ def _parse_quant_state(stored: torch.Tensor, kind: str, what: str) -> _QuantStat
         raise WeightsError(what, got="no JSON", need=need) from None
     if not isinstance(state, dict) or state.get("quant_type") != kind:
         raise WeightsError(what, got=str(state)[:120], need=need)
-    shape, block = state.get("shape"), state.get("blocksize")
+    shape, blocksize = state.get("shape"), state.get("blocksize")
     sizes = shape if isinstance(shape, list) else []
     if len(sizes) != 2 or not all(type(size) is int and 0 < size < _MAX_SHAPE for size in sizes):
         raise WeightsError(what, got=f"shape {str(shape)[:80]}", need="(N, K) of the matrix")
-    if type(block) is not int or block not in _BLOCK_SIZES:
+    if type(blocksize) is not int or blocksize not in _BLOCK_SIZES:
         need = f"one of {', '.join(map(str, _BLOCK_SIZES))}"
-        raise WeightsError(what, got=f"blocksize {str(block)[:80]}", need=need)
-    nested, offset = state.get("nested_blocksize", 0), state.get("nested_offset", 0.0)
-    if type(nested) is not int or not 0 <= nested < _MAX_SHAPE:
+        raise WeightsError(what, got=f"blocksize {str(blocksize)[:80]}", need=need)
+    nested_blocksize = state.get("nested_blocksize", 0)
+    nested_offset = state.get("nested_offset", 0.0)
+    if type(nested_blocksize) is not int or not 0 <= nested_blocksize < _MAX_SHAPE:
         need = "the number of blocks per nested_absmax"
-        raise WeightsError(what, got=f"nested_blocksize {str(nested)[:80]}", need=need)
-    if type(offset) not in (int, float) or not abs(offset) < float("inf"):
-        got = f"nested_offset {str(offset)[:80]}"
+        raise WeightsError(what, got=f"nested_blocksize {str(nested_blocksize)[:80]}", need=need)
+    if type(nested_offset) not in (int, float) or not abs(nested_offset) < float("inf"):
+        got = f"nested_offset {str(nested_offset)[:80]}"
         raise WeightsError(what, got=got, need="a finite number")
-    return _QuantState(block, (sizes[0], sizes[1]), nested, float(offset))
+    return _QuantState(blocksize, (sizes[0], sizes[1]), nested_blocksize, float(nested_offset))
 
 
 def dequantize_part(
@@ -172,7 +173,7 @@ def dequantize_part(
 
     Raises WeightsError for tensors that are invalid or do not match the shape.
     """
-    state = _parse_quant_state(tensors.read(f"{_STATE}{kind}"), kind, f"{what}.quant_state")
+    state = _parse_quant_state(tensors.read(f"{_STATE_PREFIX}{kind}"), kind, f"{what}.quant_state")
     if state.shape != shape:
         raise WeightsError(f"{what}.quant_state", got=f"shape {state.shape}", need=shape)
     start, stop = rows[0] * shape[1], rows[1] * shape[1]
@@ -188,25 +189,25 @@ def dequantize_part(
     values = values[:, columns[0] : columns[1]]
     device = absmax.device
     row_R1 = torch.arange(rows[0], rows[1], device=device)[:, None]
-    position = row_R1 * shape[1] + torch.arange(*columns, device=device)
-    return values * absmax[position.div_(state.blocksize, rounding_mode="floor").sub_(blocks[0])]
+    positions = row_R1 * shape[1] + torch.arange(*columns, device=device)
+    return values * absmax[positions.div_(state.blocksize, rounding_mode="floor").sub_(blocks[0])]
 
 
 def dequantize_matrix(kind: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Dequantize a whole 4-bit matrix to (N, K) float32.
 
-    tensors: the tensors by their names in `stored_tensors_4bit`.
+    tensors: the tensors by their names in `list_stored_tensors_4bit`.
 
     Raises WeightsError, ShapeError or DtypeError for tensors that are missing, unexpected or
     invalid.
     """
-    specs = {spec.name: spec for spec in stored_tensors_4bit(kind)}
-    extra = sorted(map(str, set(tensors) - set(specs)))
+    specs = {spec.name: spec for spec in list_stored_tensors_4bit(kind)}
+    unexpected = sorted(map(str, set(tensors) - set(specs)))
     missing = [name for name, spec in specs.items() if name not in tensors and not spec.optional]
-    if extra or missing:
-        got = f"unexpected {', '.join(extra)}" if extra else f"no {', '.join(missing)}"
+    if unexpected or missing:
+        got = f"unexpected {', '.join(unexpected)}" if unexpected else f"no {', '.join(missing)}"
         raise WeightsError(f"{kind} tensors", got=got, need=", ".join(specs))
-    state = _parse_quant_state(tensors[f"{_STATE}{kind}"], kind, "weight.quant_state")
+    state = _parse_quant_state(tensors[f"{_STATE_PREFIX}{kind}"], kind, "weight.quant_state")
     for name, tensor in tensors.items():
         specs[name].check(name, tuple(tensor.shape), tensor.dtype, (prod(state.shape),))
     rows, depth = state.shape
@@ -233,10 +234,10 @@ def _read_mapped_codes(
     """Return quant_map[code[i]] for positions i in [start, stop), as float32."""
     header = tensors.header("weight")
     assert header is not None
-    per_entry = 2 * header[1].itemsize  # codes per entry of the stored dtype
-    stored = tensors.read("weight", (start // per_entry, _ceil_div(stop, per_entry)))
+    codes_per_entry = 2 * header[1].itemsize
+    stored = tensors.read("weight", (start // codes_per_entry, _ceil_div(stop, codes_per_entry)))
     packed = stored.contiguous().flatten().view(torch.uint8)
-    offset = start % per_entry
+    offset = start % codes_per_entry
     packed = packed[offset // 2 : _ceil_div(offset + stop - start, 2)]
     # One lookup per byte yields the values of both nibbles, the high nibble first.
     byte_map = torch.stack(torch.meshgrid(quant_map, quant_map, indexing="ij"), -1).view(256, 2)
@@ -277,23 +278,23 @@ def _read_absmax(
     nested_quant_map = tensors.read("weight.nested_quant_map")
     _check_finite(nested_quant_map, f"{what}.nested_quant_map")
     _check_finite(nested_absmax, f"{what}.nested_absmax")
-    block = torch.arange(*blocks, device=nested_absmax.device)
-    index = block.div_(nested_blocksize, rounding_mode="floor") - nested_blocks[0]
-    absmax = nested_quant_map[stored.int()] * nested_absmax[index] + state.nested_offset
+    block_index = torch.arange(*blocks, device=nested_absmax.device)
+    nested_index = block_index.div_(nested_blocksize, rounding_mode="floor") - nested_blocks[0]
+    absmax = nested_quant_map[stored.int()] * nested_absmax[nested_index] + state.nested_offset
     return absmax.float()
 
 
 def _check_finite(values: torch.Tensor, what: str) -> None:
-    bad = ~values.isfinite()
-    if bool(bad.any()):
-        raise WeightsError(what, got=float(values[bad][0]), need="finite numbers")
+    is_invalid = ~values.isfinite()
+    if bool(is_invalid.any()):
+        raise WeightsError(what, got=float(values[is_invalid][0]), need="finite numbers")
 
 
 def _ceil_div(value: int, divisor: int) -> int:
     return -(-value // divisor)
 
 
-def int8_scale(scb: torch.Tensor, weight_format: torch.Tensor | None) -> torch.Tensor:
+def compute_int8_scale(scb: torch.Tensor, weight_format: torch.Tensor | None) -> torch.Tensor:
     """Return the scale of each row of an LLM.int8() matrix, (N,) float32.
 
     scb: (N,) float32, the maximum magnitude of each row, whose code is 127.
@@ -304,7 +305,7 @@ def int8_scale(scb: torch.Tensor, weight_format: torch.Tensor | None) -> torch.T
     if weight_format is not None and int(weight_format.flatten()[0]) != 0:
         got = int(weight_format.flatten()[0])
         raise WeightsError("weight_format", got=got, need="0, rows in order")
-    bad = ~(scb.isfinite() & (scb >= 0))
-    if bool(bad.any()):
-        raise WeightsError("SCB", got=float(scb[bad][0]), need="finite numbers from 0 on")
+    is_invalid = ~(scb.isfinite() & (scb >= 0))
+    if bool(is_invalid.any()):
+        raise WeightsError("SCB", got=float(scb[is_invalid][0]), need="finite numbers from 0 on")
     return scb / 127

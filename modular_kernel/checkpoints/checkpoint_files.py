@@ -25,8 +25,8 @@ SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 _MODEL, _SECOND_COPY = "model", "consolidated"  # stems of file names
 _MAX_INDEX_BYTES = 1 << 28
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
-_PICKLES = (".bin", ".pt", ".pth")
-_FILE_SUFFIXES = (SUFFIX, ".json", ".gguf", *_PICKLES)
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
+_FILE_SUFFIXES = (SUFFIX, ".json", ".gguf", *_PICKLE_SUFFIXES)
 
 
 def resolve_path(checkpoint: str | Path) -> Path:
@@ -39,15 +39,15 @@ def resolve_path(checkpoint: str | Path) -> Path:
     name = str(checkpoint)
     if not _HUB_NAME.fullmatch(name) or name.endswith(_FILE_SUFFIXES) or path.exists():
         return path
-    cached = _cached_folder(name)
-    if cached is None:
+    cached_folder = _find_cached_folder(name)
+    if cached_folder is None:
         got = f"{name[:200]!r}: no such file or folder, and no such model in the local Hub cache"
         need = f"a path, or a downloaded model: hf download {name[:200]} (of huggingface_hub)"
         raise ConfigurationError("checkpoint", got=got, need=need)
-    return cached
+    return cached_folder
 
 
-def _cached_folder(name: str) -> Path | None:
+def _find_cached_folder(name: str) -> Path | None:
     """Return a model's newest folder in the cache of huggingface_hub, or None. Works offline."""
     try:
         from huggingface_hub import snapshot_download  # noqa: PLC0415 (optional)
@@ -80,8 +80,8 @@ def find_index_or_files(folder: Path) -> list[Path]:
     if _MODEL + INDEX_SUFFIX in names:
         return [folder / (_MODEL + INDEX_SUFFIX)]
     candidates = [name for name in names if name.endswith((SUFFIX, INDEX_SUFFIX))]
-    first_copy = [name for name in candidates if not name.startswith(_SECOND_COPY)]
-    candidates = first_copy or candidates
+    non_consolidated = [name for name in candidates if not name.startswith(_SECOND_COPY)]
+    candidates = non_consolidated or candidates
     indices = [name for name in candidates if name.endswith(INDEX_SUFFIX)]
     if len(indices) > 1:
         got = " and ".join(indices[:3])
@@ -90,9 +90,9 @@ def find_index_or_files(folder: Path) -> list[Path]:
     return [folder / name for name in indices or candidates]
 
 
-def no_tensors_error(folder: Path) -> ConfigurationError:
+def make_no_tensors_error(folder: Path) -> ConfigurationError:
     """Return the error for a folder without safetensors files."""
-    pickles = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLES)
+    pickles = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLE_SUFFIXES)
     need, got = f"*{SUFFIX} or *.gguf in it", "no safetensors"
     if pickles:
         got = f"no safetensors, and {pickles[0]}"
@@ -123,7 +123,7 @@ def read_index(index: Path) -> dict[str, Path]:
     return {name: index.parent / file for name, file in weight_map.items()}
 
 
-def absent_files_error(path: Path, files: set[Path]) -> WeightsError:
+def make_absent_files_error(path: Path, files: set[Path]) -> WeightsError:
     """Return the error for a tensor whose file does not exist.
 
     path: path of the checkpoint.

@@ -37,7 +37,7 @@ def from_compressed_tensors(
 
     weight_packed: (..., N, K / p) int32 with p = 32 / bits values per word, the first value in the
         lowest bits. Values are stored with an offset of 8 (4 bits) or 128 (8 bits). This is the
-        layout of the scheme, so the resulting w is a view.
+        layout of the scheme, so w of the result is a view of a contiguous `weight_packed`.
     weight_scale: (..., N, G) floating.
     weight_zero_point: (..., N / p, G) int32, packed along N. None means that all are 8 or 128.
     group: columns per scale, or -1 for one group of all K.
@@ -50,14 +50,14 @@ def from_compressed_tensors(
     expect("bits", bits, Annotated[int, OneOf((4, 8))])
     check_packed(weight_packed, "weight_packed")
     check_tensor("weight_scale", weight_scale)
-    per_word = 32 // bits
-    rows, depth = weight_packed.shape[-2], weight_packed.shape[-1] * per_word
+    values_per_word = 32 // bits
+    rows, depth = weight_packed.shape[-2], weight_packed.shape[-1] * values_per_word
     group = resolve_group(group, depth)
     check_group_order(weight_g_idx, depth, group, "weight_g_idx")
-    shape = (*weight_packed.shape[:-2], rows, -(-depth // group))
-    if tuple(weight_scale.shape) != shape:
+    scale_shape = (*weight_packed.shape[:-2], rows, -(-depth // group))
+    if tuple(weight_scale.shape) != scale_shape:
         raise ShapeError(
-            "weight_scale", got=tuple(weight_scale.shape), need=f"(..., N, G) = {shape}"
+            "weight_scale", got=tuple(weight_scale.shape), need=f"(..., N, G) = {scale_shape}"
         )
     if not weight_scale.dtype.is_floating_point:
         got = dtype_name(weight_scale.dtype)
@@ -65,10 +65,12 @@ def from_compressed_tensors(
     zeros = None
     if weight_zero_point is not None:
         check_packed(weight_zero_point, "weight_zero_point")
-        unpacked = unpack_words(weight_zero_point, -2, range(per_word))
-        if tuple(unpacked.shape) != shape:
+        unpacked = unpack_words(weight_zero_point, -2, range(values_per_word))
+        if tuple(unpacked.shape) != scale_shape:
             zeros_shape = tuple(weight_zero_point.shape)
-            raise ShapeError("weight_zero_point", got=zeros_shape, need=f"(..., N / {per_word}, G)")
+            raise ShapeError(
+                "weight_zero_point", got=zeros_shape, need=f"(..., N / {values_per_word}, G)"
+            )
         zeros = pack_values(unpacked.mT, bits).mT.contiguous()
     w = weight_packed.contiguous().view(torch.uint8)
     return GroupWeights(w, weight_scale.contiguous(), zeros, group, bits)

@@ -38,7 +38,7 @@ class ProjectionLocation:
     flat: bool
 
     def candidate_keys(self, spec: StoredTensor) -> Iterator[str]:
-        """Yield the possible names of a stored tensor in the files, starting with the usual one."""
+        """Yield the possible names of a stored tensor in the files, the most common name first."""
         for name in (spec.name, *spec.aliases):
             if name.startswith("_weight_") and self.is_parameter:  # torchao
                 module, _, parameter = self.base.rpartition(".")
@@ -87,8 +87,7 @@ class ProjectionLocation:
 class LayerLayout:
     """The layout and the sizes of one layer's experts in the files.
 
-    prefix: the start of all names, up to the expert's number or the projection, with the dot before
-        it.
+    prefix: start of all names, including the dot before the expert's number or the projection.
     """
 
     layout: ExpertLayout

@@ -1,8 +1,8 @@
 """Storage formats of checkpoints, derived from the quantization_config.
 
-`format_of` returns a format. It consists of the scheme that weights are loaded as, and the tensors
-that the files have for each matrix. `fit_scheme` adapts the tile sizes of the scheme to the share
-of a tensor-parallel rank. `modular_kernel.checkpoints.fusing` converts the tensors.
+`format_of` returns a format, which consists of the scheme that weights are loaded as and of the
+tensors that the files have for each matrix. `fit_scheme` adapts the tile sizes of the scheme to the
+share of a tensor-parallel rank. `modular_kernel.checkpoints.fusing` converts the tensors.
 
 The functions have no side effects, read no files and import no quantization library.
 """
@@ -38,7 +38,7 @@ from modular_kernel.spec.intermediate_split import (
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.utils.argument_checks import Count, expect
 
-_MIN_TILE = 32  # minimum number of columns of a block or group after it was divided
+_MIN_TILE = 32  # minimum number of columns of a divided block or group
 MX_BLOCK = (1, 32)  # rows and columns per scale in mxfp8
 _N, _K = Dim("N"), Dim("K")
 _FP8, _INT32 = torch.float8_e4m3fn, torch.int32
@@ -79,9 +79,9 @@ class Format:
     def stored_tensors(self) -> tuple[StoredTensor, ...]:
         """The tensors that the files have for one matrix."""
         if self.dequantized and self.method == "bitsandbytes":
-            return bitsandbytes.stored_tensors_4bit(self.dequantized)
+            return bitsandbytes.list_stored_tensors_4bit(self.dequantized)
         if self.torchao is not None:
-            return torchao.stored_tensors(self.torchao, self.scheme)
+            return torchao.list_stored_tensors(self.torchao, self.scheme)
         return _STORED_TENSORS[self.method](self.scheme)
 
     def with_scheme(self, scheme: QuantScheme) -> "Format":
@@ -112,11 +112,11 @@ def format_of(config: object, *, path: str = "config.json", depth: int | None = 
 
     config: the quantization_config; None for an unquantized checkpoint.
     path: path of the config.json, for messages.
-    depth: max(H, I) of the layer. It is required if one group spans all columns of a matrix: for a
-        group_size of -1, and for 4-bit weights with per-channel scales.
+    depth: max(H, I) of the layer. Required if one group spans all columns of a matrix, that is, for
+        a group_size of -1 and for 4-bit weights with per-channel scales.
 
-    Raises ConfigurationError for an unknown format, or one that cannot be converted, such as AWQ
-    with other than 4 bits.
+    Raises ConfigurationError for a format that is unknown or cannot be converted, such as AWQ with
+    other than 4 bits.
     """
     expect("path", path, str)
     expect("depth", depth, Count | None)
@@ -137,16 +137,16 @@ def format_of(config: object, *, path: str = "config.json", depth: int | None = 
     if method == "bitsandbytes" and not scheme.quantized:
         return Format(method, scheme, dequantized=bitsandbytes_kind(path, config))
     if method == TORCHAO:
-        kind = torchao_format_of(path, config)
+        torchao_format = torchao_format_of(path, config)
         dequantized = "" if scheme.quantized else torchao.INT4_CODES
-        return Format(method, scheme, dequantized=dequantized, torchao=kind)
+        return Format(method, scheme, dequantized=dequantized, torchao=torchao_format)
     if method == "gguf":
         types = " and ".join(sorted(set(config["types"])))
         return Format(method, scheme, dequantized="" if scheme.quantized else types)
     minus_one = method != "gptq" or gptq_version(path, config) == 1
     is_weight_only = scheme.quantized and not scheme.quantizes_activations
-    inputs = is_weight_only and quantizes_inputs(config)
-    return Format(method.removesuffix("_fp4"), scheme, minus_one, inputs)
+    leaves_inputs_unquantized = is_weight_only and quantizes_inputs(config)
+    return Format(method.removesuffix("_fp4"), scheme, minus_one, leaves_inputs_unquantized)
 
 
 def fit_scheme(
@@ -184,8 +184,12 @@ def fit_scheme(
         scheme = QuantScheme.parse(str(scheme).replace("_tensor", "_channel"))
     if world == 1:
         return _divide_rows(scheme, intermediate) if gated else scheme
-    equal = _fit_equal_shares(scheme, intermediate, world)
-    candidates = [equal] if equal is not None else _fit_padded(scheme, intermediate, gated)
+    equal_share_scheme = _fit_equal_shares(scheme, intermediate, world)
+    candidates = (
+        [equal_share_scheme]
+        if equal_share_scheme is not None
+        else _list_padded_schemes(scheme, intermediate, gated)
+    )
     units = [columns_per_unit(candidate, intermediate) for candidate in candidates]
     for candidate, unit in zip(candidates, units, strict=True):
         if ceil_div(intermediate, unit) >= world:
@@ -194,7 +198,7 @@ def fit_scheme(
 
 
 def _fit_equal_shares(scheme: QuantScheme, intermediate: int, world: int) -> QuantScheme | None:
-    """Return the scheme with tiles that divide an equal share, or None if there are none."""
+    """Return the scheme with tiles that divide an equal share, or None if no tiles do."""
     share, remainder = divmod(intermediate, world)
     if remainder:
         return None
@@ -213,7 +217,7 @@ def _fit_equal_shares(scheme: QuantScheme, intermediate: int, world: int) -> Qua
     return fitted if share % columns_per_unit(fitted, intermediate) == 0 else None
 
 
-def _fit_padded(scheme: QuantScheme, intermediate: int, gated: bool) -> list[QuantScheme]:
+def _list_padded_schemes(scheme: QuantScheme, intermediate: int, gated: bool) -> list[QuantScheme]:
     """Return candidates for padded shares, in order of preference.
 
     The first candidate has the tile sizes of the files. Each further candidate halves them, down to
@@ -224,7 +228,8 @@ def _fit_padded(scheme: QuantScheme, intermediate: int, gated: bool) -> list[Qua
         *rows, size = schemes[0].group
         while size % 2 == 0 and size // 2 >= _MIN_TILE:
             size //= 2
-            schemes.append(replace(scheme, group=(*(gcd(each, size) for each in rows), size)))
+            tile_rows = (gcd(num_rows, size) for num_rows in rows)
+            schemes.append(replace(scheme, group=(*tile_rows, size)))
     return schemes
 
 
@@ -245,11 +250,11 @@ def _divide_rows(scheme: QuantScheme, intermediate: int) -> QuantScheme:
 # --- The stored tensors of one matrix, by quant_method ---
 
 
-def _unquantized_tensors(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
+def _describe_unquantized(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     return (StoredTensor("weight", "w", (_N, _K), FLOATS),)
 
 
-def _scaled_tensors(
+def _describe_scaled(
     scheme: QuantScheme, scale_names: tuple[str, ...], input_scale_names: tuple[str, ...]
 ) -> tuple[StoredTensor, ...]:
     """Return the tensors of 8-bit weights with per-tensor, per-channel or per-block scales.
@@ -272,7 +277,7 @@ def _scaled_tensors(
     return tuple(tensors)
 
 
-def _fp8_tensors(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
+def _describe_fp8(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     if scheme.weight == "float4_e2m1":  # the experts of DeepSeek-V4
         return (
             StoredTensor(
@@ -285,31 +290,31 @@ def _fp8_tensors(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     names: tuple[str, ...] = ("weight_scale_inv", "weight_scale", "scale")
     if scheme.granularity != "block":
         names = ("weight_scale", "weight_scale_inv", "scale", "qscale_weight")
-    return _scaled_tensors(scheme, names, ("input_scale", "activation_scale", "qscale_act"))
+    return _describe_scaled(scheme, names, ("input_scale", "activation_scale", "qscale_act"))
 
 
-def _fbgemm_tensors(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
+def _describe_fbgemm(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     upper_bound = StoredTensor("input_scale_ub", "unused", (), _SCALES, optional=True)
-    return (*_scaled_tensors(scheme, ("weight_scale",), ()), upper_bound)
+    return (*_describe_scaled(scheme, ("weight_scale",), ()), upper_bound)
 
 
-def _quark_tensors(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
+def _describe_quark(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     if scheme.weight == "float4_e2m1":
         return (
             StoredTensor("weight", "w", (_N, Dim("K", 2, indivisible=True)), (torch.uint8,)),
             StoredTensor("weight_scale", "scale", (_N, Dim("K", 32)), _E8M0),
             StoredTensor("input_scale", "unused", (), _SCALES, optional=True),
         )
-    return _scaled_tensors(scheme, ("weight_scale",), ("input_scale",))
+    return _describe_scaled(scheme, ("weight_scale",), ("input_scale",))
 
 
-def _modelopt_tensors(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
+def _describe_modelopt(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     if scheme.matrix_scales:
-        return _nvfp4_tensors(scheme, "weight", "weight_scale_2", "input_scale")
-    return _scaled_tensors(scheme, ("weight_scale",), ("input_scale",))
+        return _describe_nvfp4(scheme, "weight", "weight_scale_2", "input_scale")
+    return _describe_scaled(scheme, ("weight_scale",), ("input_scale",))
 
 
-def _nvfp4_tensors(
+def _describe_nvfp4(
     scheme: QuantScheme, weight_name: str, global_scale_name: str, input_scale_name: str
 ) -> tuple[StoredTensor, ...]:
     """Return the tensors of nvfp4: pairs of codes, a scale per 16 columns, and a scale per matrix.
@@ -327,33 +332,33 @@ def _nvfp4_tensors(
     )
 
 
-def _compressed_tensors(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
+def _describe_compressed_tensors(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     if scheme.matrix_scales:
-        return _nvfp4_tensors(scheme, "weight_packed", "weight_global_scale", "input_global_scale")
+        return _describe_nvfp4(scheme, "weight_packed", "weight_global_scale", "input_global_scale")
     if scheme.weight == "float4_e2m1":
         return (
             StoredTensor("weight_packed", "w", (_N, Dim("K", 2, indivisible=True)), (torch.uint8,)),
             StoredTensor("weight_scale", "scale", (_N, Dim("K", 32)), _E8M0),
         )
     if scheme.quantizes_activations or scheme.weight == "float8_e4m3fn":
-        return _modelopt_tensors(scheme)
-    per_word = 8 if scheme.weight == "uint4" else 4
-    shape = StoredTensor("weight_shape", "shape", (), (torch.int64, _INT32), optional=True)
+        return _describe_modelopt(scheme)
+    values_per_word = 8 if scheme.weight == "uint4" else 4
+    shape_tensor = StoredTensor("weight_shape", "shape", (), (torch.int64, _INT32), optional=True)
     packed = StoredTensor(
-        "weight_packed", "w", (_N, Dim("K", per_word, indivisible=True)), (_INT32,)
+        "weight_packed", "w", (_N, Dim("K", values_per_word, indivisible=True)), (_INT32,)
     )
     if scheme.granularity == "channel":
-        return (packed, StoredTensor("weight_scale", "scale", (_N,), _SCALES), shape)
+        return (packed, StoredTensor("weight_scale", "scale", (_N,), _SCALES), shape_tensor)
     groups = Dim("K", scheme.group[0])
-    tensors = [packed, StoredTensor("weight_scale", "scale", (_N, groups), _SCALES), shape]
+    tensors = [packed, StoredTensor("weight_scale", "scale", (_N, groups), _SCALES), shape_tensor]
     if scheme.zero_points:
-        zeros = (Dim("N", per_word, indivisible=True), groups)
-        tensors.append(StoredTensor("weight_zero_point", "zero_point", zeros, (_INT32,)))
+        zero_point_dims = (Dim("N", values_per_word, indivisible=True), groups)
+        tensors.append(StoredTensor("weight_zero_point", "zero_point", zero_point_dims, (_INT32,)))
     optional = not scheme.act_order
     return (*tensors, StoredTensor("weight_g_idx", "order", (_K,), (_INT32,), optional=optional))
 
 
-def _awq_tensors(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
+def _describe_awq(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     word, groups = Dim("N", 8, indivisible=True), Dim("K", scheme.group[0])
     return (
         StoredTensor("qweight", "w", (_K, word), (_INT32,)),
@@ -364,22 +369,24 @@ def _awq_tensors(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     )
 
 
-def _gptq_tensors(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
-    per_word, groups = 8 if scheme.weight == "uint4" else 4, Dim("K", scheme.group[0])
-    zeros = (groups, Dim("N", per_word, indivisible=True))
+def _describe_gptq(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
+    values_per_word, groups = 8 if scheme.weight == "uint4" else 4, Dim("K", scheme.group[0])
+    zero_point_dims = (groups, Dim("N", values_per_word, indivisible=True))
     return (
-        StoredTensor("qweight", "w", (Dim("K", per_word, indivisible=True), _N), (_INT32,)),
+        StoredTensor("qweight", "w", (Dim("K", values_per_word, indivisible=True), _N), (_INT32,)),
         StoredTensor("scales", "scale", (groups, _N), _SCALES),
-        StoredTensor("qzeros", "zero_point", zeros, (_INT32,), optional=not scheme.zero_points),
+        StoredTensor(
+            "qzeros", "zero_point", zero_point_dims, (_INT32,), optional=not scheme.zero_points
+        ),
         StoredTensor("g_idx", "order", (_K,), (_INT32, torch.int64), optional=not scheme.act_order),
     )
 
 
-def _gguf_tensors(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
+def _describe_gguf(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     return (StoredTensor("weight", "w", (_N, _K), (torch.uint8, *FLOATS)),)
 
 
-def _mxfp4_tensors(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
+def _describe_mxfp4(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     groups = Dim("K", 32, indivisible=True)
     return (
         StoredTensor("blocks", "w", (_N, groups, Dim("", 16)), (torch.uint8,)),
@@ -388,16 +395,16 @@ def _mxfp4_tensors(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
 
 
 _STORED_TENSORS: dict[str, Callable[[QuantScheme], tuple[StoredTensor, ...]]] = {
-    "none": _unquantized_tensors,
-    "fp8": _fp8_tensors,
-    "mxfp8": _fp8_tensors,
-    "fbgemm_fp8": _fbgemm_tensors,
-    "bitsandbytes": bitsandbytes.stored_tensors_int8,
-    "gguf": _gguf_tensors,
-    "modelopt": _modelopt_tensors,
-    "quark": _quark_tensors,
-    "compressed-tensors": _compressed_tensors,
-    "awq": _awq_tensors,
-    "gptq": _gptq_tensors,
-    "mxfp4": _mxfp4_tensors,
+    "none": _describe_unquantized,
+    "fp8": _describe_fp8,
+    "mxfp8": _describe_fp8,
+    "fbgemm_fp8": _describe_fbgemm,
+    "bitsandbytes": bitsandbytes.list_stored_tensors_int8,
+    "gguf": _describe_gguf,
+    "modelopt": _describe_modelopt,
+    "quark": _describe_quark,
+    "compressed-tensors": _describe_compressed_tensors,
+    "awq": _describe_awq,
+    "gptq": _describe_gptq,
+    "mxfp4": _describe_mxfp4,
 }

@@ -38,17 +38,17 @@ def merge_scales(w_eNK: torch.Tensor, scale_eS: torch.Tensor) -> tuple[torch.Ten
     shape = tuple(scale_eS.shape)
     if len(shape) != 2 or shape[0] != e or not shape[1] or rows % shape[1]:
         raise ShapeError("scale", got=shape, need=f"(e, S) with e = {e} and S dividing N = {rows}")
-    scale_eS = _positive_scales(scale_eS, "scale")
-    largest_e = scale_eS.amax(1)
+    scale_eS = _convert_positive_scales(scale_eS, "scale")
+    max_scale_e = scale_eS.amax(1)
     # Ratios are at most 1, so products cannot overflow. The ratio of the largest scale is exactly
     # 1.
-    ratio_eS = (scale_eS / largest_e[:, None]).tolist()
-    rescaled = w_eNK.clone(memory_format=torch.contiguous_format)
+    ratio_eS = (scale_eS / max_scale_e[:, None]).tolist()
+    rescaled_eNK = w_eNK.clone(memory_format=torch.contiguous_format)
     for expert, ratios in enumerate(ratio_eS):
-        for values, ratio in zip(rescaled[expert].chunk(len(ratios)), ratios, strict=True):
+        for values, ratio in zip(rescaled_eNK[expert].chunk(len(ratios)), ratios, strict=True):
             if ratio != 1.0:
                 _multiply(values, ratio)
-    return rescaled, largest_e
+    return rescaled_eNK, max_scale_e
 
 
 def _multiply(w_NK: torch.Tensor, factor: float) -> None:
@@ -71,7 +71,7 @@ def channel_scale(scale: torch.Tensor) -> torch.Tensor:
         scale = scale[:, :, 0]
     if scale.dim() != 2:
         raise ShapeError("scale", got=tuple(scale.shape), need="(e, N, 1) or (e, N)")
-    return _positive_scales(scale, "scale").contiguous()
+    return _convert_positive_scales(scale, "scale").contiguous()
 
 
 def static_scale(scales: torch.Tensor) -> torch.Tensor:
@@ -97,12 +97,12 @@ def convert_input_scale(scale: torch.Tensor, what: str) -> torch.Tensor:
     return scale
 
 
-def _positive_scales(scale: torch.Tensor, what: str) -> torch.Tensor:
+def _convert_positive_scales(scale: torch.Tensor, what: str) -> torch.Tensor:
     """Convert scales to float32. Raises WeightsError unless all are finite and above 0."""
     scale = _to_float32(scale, what)
-    bad = ~(scale.isfinite() & (scale > 0))
-    if bool(bad.any()):
-        raise WeightsError(what, got=float(scale[bad][0]), need="finite numbers above 0")
+    is_invalid = ~(scale.isfinite() & (scale > 0))
+    if bool(is_invalid.any()):
+        raise WeightsError(what, got=float(scale[is_invalid][0]), need="finite numbers above 0")
     return scale
 
 

@@ -9,8 +9,8 @@
 
 `merge` takes whole tensors. The loaders read one share of a matrix at a time, and call the two
 steps of `merge`: `convert_share` divides the tiles of scales, and `fuse` converts to the layout of
-kernels and concatenates gate and up. Packed weights stay packed. All functions except
-`sort_w1_rows` are pure.
+kernels and concatenates gate and up. Packed weights stay packed. All functions are pure, except for
+`sort_w1_rows`, and for `fuse` with `out`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from functools import partial
 
 import torch
 
-from modular_kernel.checkpoints.bitsandbytes import dequantize_matrix, int8_scale
+from modular_kernel.checkpoints.bitsandbytes import compute_int8_scale, dequantize_matrix
 from modular_kernel.checkpoints.compressed_tensors import from_compressed_tensors
 from modular_kernel.checkpoints.formats import Format
 from modular_kernel.checkpoints.fp8_mxfp4 import (
@@ -195,9 +195,9 @@ def fuse(
         w,
         _concatenate([matrix.scale for matrix in matrices], scale_dim),
         _concatenate([matrix.zero_point for matrix in matrices], -2),
-        _max_activation_scale(matrices),
+        _find_max_activation_scale(matrices),
         _concatenate([matrix.global_scale for matrix in matrices], -1),
-        common_column_order(matrices),
+        find_common_column_order(matrices),
     )
 
 
@@ -211,10 +211,10 @@ def check_tensors(
     invalid one.
     """
     specs = {spec.name: spec for spec in format.stored_tensors}
-    extra = sorted(map(str, set(tensors) - set(specs)))
+    unexpected = sorted(map(str, set(tensors) - set(specs)))
     missing = [n for n, spec in specs.items() if n not in tensors and not spec.optional]
-    if extra or missing:
-        got = f"unexpected {', '.join(extra)}" if extra else f"no {', '.join(missing)}"
+    if unexpected or missing:
+        got = f"unexpected {', '.join(unexpected)}" if unexpected else f"no {', '.join(missing)}"
         raise WeightsError(f"{format} tensors", got=got, need=", ".join(specs))
     for name, tensor in tensors.items():
         check_tensor(name, tensor)
@@ -244,7 +244,7 @@ def check_tensors(
 # --- Readers: convert the tensors of one projection to a Matrix, by quant_method ---
 
 
-def _read_plain(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
+def _read_unquantized(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
     return Matrix(tensors["weight"].to(dtype))
 
 
@@ -259,8 +259,8 @@ def _read_scaled(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix
     if format.scheme.granularity == "tensor":
         return Matrix(w, scale.reshape(leading_dims), None, a_scale)
     if format.scheme.granularity == "channel":
-        flat = scale.reshape(-1, w.shape[-2])
-        return Matrix(w, channel_scale(flat).reshape(*leading_dims, -1), None, a_scale)
+        scale_eN = scale.reshape(-1, w.shape[-2])
+        return Matrix(w, channel_scale(scale_eN).reshape(*leading_dims, -1), None, a_scale)
     scale = scale.float()
     _check_scale(scale, ~(scale.isfinite() & (scale >= 0)), "finite numbers from 0 on")
     return Matrix(w, scale, None, a_scale)
@@ -273,12 +273,12 @@ def _read_fp8(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
     return _read_scaled(format, tensors, dtype)
 
 
-def _check_scale(scale: torch.Tensor, bad: torch.Tensor, need: str) -> None:
-    if bool(bad.any()):
-        raise WeightsError("scale", got=float(scale[bad][0]), need=need)
+def _check_scale(scale: torch.Tensor, is_invalid: torch.Tensor, need: str) -> None:
+    if bool(is_invalid.any()):
+        raise WeightsError("scale", got=float(scale[is_invalid][0]), need=need)
 
 
-def _read_compressed(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
+def _read_compressed_tensors(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
     scheme = format.scheme
     if scheme.matrix_scales:
         return _read_nvfp4(format, tensors)
@@ -289,8 +289,8 @@ def _read_compressed(format: Format, tensors: Tensors, dtype: torch.dtype) -> Ma
     packed, scale = tensors["weight_packed"], tensors["weight_scale"]
     if scheme.granularity == "channel":  # stored with an offset of 128, so the sign bit is inverted
         w = (packed.contiguous().view(torch.uint8) ^ 0x80).view(torch.int8)
-        flat = channel_scale(scale.reshape(-1, w.shape[-2]))
-        return Matrix(w, flat.reshape(*w.shape[:-1]))
+        scale_eN = channel_scale(scale.reshape(-1, w.shape[-2]))
+        return Matrix(w, scale_eN.reshape(*w.shape[:-1]))
     weights = from_compressed_tensors(
         packed,
         scale,
@@ -298,7 +298,7 @@ def _read_compressed(format: Format, tensors: Tensors, dtype: torch.dtype) -> Ma
         group=scheme.group[0],
         bits=4 if scheme.packed else 8,
     )
-    return _group_matrix(format, weights, dtype, tensors.get("weight_g_idx"))
+    return _make_group_matrix(format, weights, dtype, tensors.get("weight_g_idx"))
 
 
 def _read_nvfp4(format: Format, tensors: Tensors) -> Matrix:
@@ -335,13 +335,15 @@ def _read_modelopt(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matr
 
 def _read_bitsandbytes(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
     if format.dequantized:
-        return _read_plain(format, tensors, dtype)
-    return Matrix(tensors["weight"], int8_scale(tensors["SCB"], tensors.get("weight_format")))
+        return _read_unquantized(format, tensors, dtype)
+    return Matrix(
+        tensors["weight"], compute_int8_scale(tensors["SCB"], tensors.get("weight_format"))
+    )
 
 
 def _read_torchao(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
     if format.dequantized:
-        return _read_plain(format, tensors, dtype)
+        return _read_unquantized(format, tensors, dtype)
     check_zero_points(tensors.get("_weight_zero_point"))
     if format.scheme.matrix_scales:
         return _read_nvfp4(format, tensors)
@@ -352,24 +354,26 @@ def _read_torchao(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matri
     w = tensors["_weight_qdata"].view(torch.uint8) ^ 0x80  # adds 128
     group = format.scheme.group[0]
     weights = GroupWeights(w, tensors["_weight_scale"], None, group, bits=8)
-    return _group_matrix(format, weights, dtype)
+    return _make_group_matrix(format, weights, dtype)
 
 
 def _read_gguf(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
     if format.dequantized:
-        return _read_plain(format, tensors, dtype)
+        return _read_unquantized(format, tensors, dtype)
     w, scale = tensors["weight"], tensors["scale"]
     if format.scheme.weight == "float4_e2m1":
         return _read_mxfp4_codes(w, scale)
     bits = 4 if format.scheme.packed else 8
-    return _group_matrix(format, GroupWeights(w, scale, None, format.scheme.group[0], bits), dtype)
+    return _make_group_matrix(
+        format, GroupWeights(w, scale, None, format.scheme.group[0], bits), dtype
+    )
 
 
 def _read_awq(
     format: Format, tensors: Tensors, dtype: torch.dtype, out: torch.Tensor | None = None
 ) -> Matrix:
     values = (tensors["qweight"], tensors["scales"], tensors.get("qzeros"))
-    return _group_matrix(format, convert_awq(*values, format.scheme.group[0], out), dtype)
+    return _make_group_matrix(format, convert_awq(*values, format.scheme.group[0], out), dtype)
 
 
 def _read_gptq(
@@ -381,7 +385,7 @@ def _read_gptq(
         order = argsort_by_group(tensors["g_idx"], 32 // bits * qweight.shape[-2], group, "g_idx")
     values = (qweight, tensors["scales"], tensors.get("qzeros"), group)
     weights = convert_gptq(*values, minus_one=format.minus_one, bits=bits, order=order, out=out)
-    return replace(_sorted_group_matrix(format, weights, dtype), order=order)
+    return replace(_make_sorted_group_matrix(format, weights, dtype), order=order)
 
 
 def _read_mxfp4(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
@@ -400,7 +404,7 @@ def _read_mxfp4_codes(w: torch.Tensor, scale: torch.Tensor) -> Matrix:
     return Matrix(w, scale)
 
 
-def _group_matrix(
+def _make_group_matrix(
     format: Format, weights: GroupWeights, dtype: torch.dtype, g_idx: torch.Tensor | None = None
 ) -> Matrix:
     order = None
@@ -408,10 +412,10 @@ def _group_matrix(
         assert g_idx is not None
         order = argsort_by_group(g_idx, weights.depth, format.scheme.group[0], "g_idx")
         weights = sort_columns(weights, order)
-    return replace(_sorted_group_matrix(format, weights, dtype), order=order)
+    return replace(_make_sorted_group_matrix(format, weights, dtype), order=order)
 
 
-def _sorted_group_matrix(format: Format, weights: GroupWeights, dtype: torch.dtype) -> Matrix:
+def _make_sorted_group_matrix(format: Format, weights: GroupWeights, dtype: torch.dtype) -> Matrix:
     """Return a Matrix of weights whose columns are sorted by group."""
     if not format.scheme.zero_points:
         weights = drop_zero_points_unchecked(weights)
@@ -438,10 +442,10 @@ def _fuse_with_one_scale(parts: Sequence[Matrix]) -> Matrix:
     )
     merged, scale = merge_scales(w.reshape(-1, *w.shape[-2:]), scales)
     w = merged.reshape(*leading_dims, *merged.shape[1:])
-    return Matrix(w, scale.reshape(leading_dims), None, _max_activation_scale(parts))
+    return Matrix(w, scale.reshape(leading_dims), None, _find_max_activation_scale(parts))
 
 
-def common_column_order(parts: Sequence[Matrix]) -> torch.Tensor | None:
+def find_common_column_order(parts: Sequence[Matrix]) -> torch.Tensor | None:
     """Return the column order of projections, or None without act-order.
 
     Raises WeightsError if gate and up have different orders, because they have the same input.
@@ -472,7 +476,7 @@ def sort_w1_rows(
 ) -> None:
     """Permute the bias and zero points of an expert's w1 like the columns of its w2, in place.
 
-    The loader permutes the rows of w1 and its scales when it copies them.
+    The loader has already sorted the rows of w1 and its scales while copying them.
 
     weights: fields of ExpertWeights by name.
     slot: index of the expert in `weights`.
@@ -488,15 +492,15 @@ def sort_w1_rows(
     if "b1" in weights:
         rows = weights["b1"][slot]
         rows.copy_(rows.index_select(0, index.to(rows.device)))
-    zero = weights.get("w1_zero_point")
-    if zero is not None:
-        packed = zero.shape[1] != len(index)
-        points = unpack_pairs(zero[slot], 0) if packed else zero[slot]
-        points = points.index_select(0, index.to(zero.device))
-        zero[slot] = pack_pairs(points, 0) if packed else points
+    zero_point = weights.get("w1_zero_point")
+    if zero_point is not None:
+        packed = zero_point.shape[1] != len(index)
+        unpacked = unpack_pairs(zero_point[slot], 0) if packed else zero_point[slot]
+        unpacked = unpacked.index_select(0, index.to(zero_point.device))
+        zero_point[slot] = pack_pairs(unpacked, 0) if packed else unpacked
 
 
-def _max_activation_scale(parts: Sequence[Matrix]) -> torch.Tensor | None:
+def _find_max_activation_scale(parts: Sequence[Matrix]) -> torch.Tensor | None:
     scales = [matrix.a_scale for matrix in parts if matrix.a_scale is not None]
     return torch.stack(scales).amax(0) if scales else None
 
@@ -507,7 +511,7 @@ def _concatenate(parts: Sequence[torch.Tensor | None], dim: int) -> torch.Tensor
 
 
 _READERS: dict[str, Callable[[Format, Tensors, torch.dtype], Matrix]] = {
-    "none": _read_plain,
+    "none": _read_unquantized,
     "fp8": _read_fp8,
     "mxfp8": _read_scaled,
     "fbgemm_fp8": _read_scaled,
@@ -516,7 +520,7 @@ _READERS: dict[str, Callable[[Format, Tensors, torch.dtype], Matrix]] = {
     "gguf": _read_gguf,
     "modelopt": _read_modelopt,
     "quark": _read_fp8,
-    "compressed-tensors": _read_compressed,
+    "compressed-tensors": _read_compressed_tensors,
     "awq": _read_awq,
     "gptq": _read_gptq,
     "mxfp4": _read_mxfp4,

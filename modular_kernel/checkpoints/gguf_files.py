@@ -27,7 +27,7 @@ LAYOUTS = (
     ),
     ExpertLayout(block="", gate="ffn_gate_up_exps", up="", down="ffn_down_exps", stacked=True),
 )
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class GgufFiles(TensorFiles):
@@ -39,12 +39,12 @@ class GgufFiles(TensorFiles):
     def __init__(self, path: Path) -> None:
         self.header = read_header(path)
         super().__init__(path, {name: info.path for name, info in self.header.tensors.items()})
-        self._maps: dict[Path, np.memmap[tuple[int], np.dtype[np.uint8]]] = {}
+        self._mapped_files: dict[Path, np.memmap[tuple[int], np.dtype[np.uint8]]] = {}
 
     def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Return the shape of a tensor's values, and its dtype (uint8 if it is quantized)."""
         info = self.header.tensors[name]
-        return info.shape, _FLOATS.get(info.type.name, torch.uint8)
+        return info.shape, _FLOAT_DTYPES.get(info.type.name, torch.uint8)
 
     def nbytes(self, name: str) -> int:
         """Return the size of a tensor in bytes."""
@@ -60,11 +60,11 @@ class GgufFiles(TensorFiles):
         Raises WeightsError for a quantized tensor.
         """
         info = self.header.tensors[name]
-        dtype = _FLOATS.get(info.type.name)
+        dtype = _FLOAT_DTYPES.get(info.type.name)
         if dtype is None:
-            need = f"one of {', '.join(_FLOATS)}"
+            need = f"one of {', '.join(_FLOAT_DTYPES)}"
             raise WeightsError(self.qualified_name(name), got=info.type.name, need=need)
-        tensor = self._bytes(info).view(dtype).view(info.shape)[slices or ...]
+        tensor = self._view_bytes(info).view(dtype).view(info.shape)[slices or ...]
         self.bytes_read += tensor.numel() * tensor.element_size()
         return tensor
 
@@ -77,21 +77,25 @@ class GgufFiles(TensorFiles):
         """
         info = self.header.tensors[name]
         block, (_, num_rows, depth) = info.type, info.shape
-        blocks = self._bytes(info).view(-1, num_rows, depth // block.values, block.nbytes)[expert]
+        blocks = self._view_bytes(info).view(-1, num_rows, depth // block.values, block.nbytes)[
+            expert
+        ]
         start, stop = columns[0] // block.values, -(-columns[1] // block.values)
         blocks = blocks[rows[0] : rows[1], start:stop]
         self.bytes_read += blocks.numel()
         return blocks
 
-    def _bytes(self, info: TensorInfo) -> torch.Tensor:
-        if info.path not in self._maps:
+    def _view_bytes(self, info: TensorInfo) -> torch.Tensor:
+        if info.path not in self._mapped_files:
             # Use copy-on-write, because torch has no read-only tensors.
-            self._maps[info.path] = np.memmap(info.path, np.uint8, mode="c")
-        mapped = self._maps[info.path]
-        if info.offset + info.nbytes > len(mapped):  # truncated after the header was read
-            raise WeightsError(str(info.path), got=f"{len(mapped)} bytes", need="a complete file")
-        return torch.from_numpy(mapped[info.offset : info.offset + info.nbytes])
+            self._mapped_files[info.path] = np.memmap(info.path, np.uint8, mode="c")
+        mapped_file = self._mapped_files[info.path]
+        if info.offset + info.nbytes > len(mapped_file):  # truncated after the header was read
+            raise WeightsError(
+                str(info.path), got=f"{len(mapped_file)} bytes", need="a complete file"
+            )
+        return torch.from_numpy(mapped_file[info.offset : info.offset + info.nbytes])
 
     def close(self) -> None:
         """Drop the references to the mapped files. Views that were read stay valid."""
-        self._maps.clear()
+        self._mapped_files.clear()

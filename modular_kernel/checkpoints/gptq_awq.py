@@ -24,7 +24,7 @@ from modular_kernel.utils.tensor_checks import check_tensor, check_tensors
 
 _WORD_BITS = 32
 _MIN_GROUP = 32
-_NAMES = {4: "int4_w4a16_group", 8: "int8_w8a16_group"}
+_SCHEME_NAMES = {4: "int4_w4a16_group", 8: "int8_w8a16_group"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class GroupWeights:
     def quant(self) -> str:
         """The scheme's name, as for `Problem.quant`."""
         zeros = "" if self.zero_point is None else ",zero_points=true"
-        return f"{_NAMES[self.bits]}:group={self.group}{zeros}"
+        return f"{_SCHEME_NAMES[self.bits]}:group={self.group}{zeros}"
 
 
 def _check_group_weights(weights: object) -> None:
@@ -151,7 +151,7 @@ def convert_gptq(  # noqa: PLR0913 (as from_gptq)
         zeros = qzeros.contiguous().view(torch.uint8)
         if minus_one:
             zeros = _add_one(zeros, bits)
-    return _group_weights(w, scales, zeros, group, bits)
+    return _make_group_weights(w, scales, zeros, group, bits)
 
 
 def _add_one(zeros: torch.Tensor, bits: int) -> torch.Tensor:
@@ -203,7 +203,7 @@ def convert_awq(
     if qzeros is not None:
         check_packed(qzeros, "qzeros")
         zeros = packed_words.interleave_nibbles(qzeros).view(torch.uint8)
-    return _group_weights(w, scales, zeros, group, 4)
+    return _make_group_weights(w, scales, zeros, group, 4)
 
 
 def drop_zero_points(weights: GroupWeights) -> GroupWeights:
@@ -219,14 +219,15 @@ def drop_zero_points_unchecked(weights: GroupWeights) -> GroupWeights:
     """Drop zero points like `drop_zero_points`, without checks of shapes and dtypes."""
     if weights.zero_point is None:
         return weights
-    zeros, middle = weights.zero_point, 1 << (weights.bits - 1)
-    bad = zeros != (middle if weights.bits == 8 else middle * 0x11)  # 0x11: in both nibbles
-    if bool(bad.any()):
-        codes = zeros[bad][:1]
-        points = torch.cat([codes & 15, codes >> 4]) if weights.bits == 4 else codes
-        got = f"a zero point of {int(points[points != middle][0])}"
+    zeros, symmetric_point = weights.zero_point, 1 << (weights.bits - 1)
+    symmetric_byte = symmetric_point * (0x11 if weights.bits == 4 else 1)  # 0x11: both nibbles
+    is_asymmetric = zeros != symmetric_byte
+    if bool(is_asymmetric.any()):
+        codes = zeros[is_asymmetric][:1]
+        zero_points = torch.cat([codes & 15, codes >> 4]) if weights.bits == 4 else codes
+        got = f"a zero point of {int(zero_points[zero_points != symmetric_point][0])}"
         raise WeightsError(
-            "zero_point", got=got, need=f"{middle}, the zero point of symmetric weights"
+            "zero_point", got=got, need=f"{symmetric_point}, the zero point of symmetric weights"
         )
     return replace(weights, zero_point=None)
 
@@ -271,7 +272,7 @@ def shard_columns(weights: GroupWeights, rank: int, world: int) -> GroupWeights:
     The shard has K / world columns. Groups are halved until they divide this number.
     """
     _check_group_weights(weights)
-    shard_size = _shard_size("columns", weights.depth, rank, world)
+    shard_size = _compute_shard_size("columns", weights.depth, rank, world)
     has_one_group = weights.scale.shape[-1] == 1
     group = shard_size if has_one_group else fit_group(weights.group, shard_size)
     weights = regroup(weights, group)
@@ -292,7 +293,7 @@ def shard_columns(weights: GroupWeights, rank: int, world: int) -> GroupWeights:
 def shard_rows(weights: GroupWeights, rank: int, world: int) -> GroupWeights:
     """Return the N / world rows of a gate or up projection for one tensor-parallel rank."""
     _check_group_weights(weights)
-    shard_size = _shard_size("rows", weights.w.shape[-2], rank, world)
+    shard_size = _compute_shard_size("rows", weights.w.shape[-2], rank, world)
     rows = slice(rank * shard_size, (rank + 1) * shard_size)
     packed_rows = slice(
         rank * shard_size // weights.per_byte, (rank + 1) * shard_size // weights.per_byte
@@ -306,7 +307,7 @@ def shard_rows(weights: GroupWeights, rank: int, world: int) -> GroupWeights:
     )
 
 
-def _shard_size(what: str, size: int, rank: int, world: int) -> int:
+def _compute_shard_size(what: str, size: int, rank: int, world: int) -> int:
     expect("rank", rank, int)
     expect("world", world, Count)
     if not 0 <= rank < world:
@@ -349,10 +350,10 @@ def argsort_by_group(g_idx: torch.Tensor, depth: int, group: int, what: str) -> 
     Raises WeightsError unless each group has `group` columns. The last group may have fewer.
     """
     _check_indices(g_idx, what)
-    expected = _group_index(0, depth, group).to(g_idx.device)
+    expected = _make_group_index(0, depth, group).to(g_idx.device)
     order = g_idx.argsort(dim=-1, stable=True)
-    complete = tuple(g_idx.shape[-1:]) == (depth,)
-    if not complete or bool((g_idx.gather(-1, order) != expected).any()):
+    has_all_columns = tuple(g_idx.shape[-1:]) == (depth,)
+    if not has_all_columns or bool((g_idx.gather(-1, order) != expected).any()):
         need = f"{group} columns in each group ({depth} in total), fewer only in the last group"
         raise WeightsError(what, got="groups of different sizes", need=need)
     return order.int()
@@ -387,7 +388,7 @@ def _check_indices(g_idx: torch.Tensor, what: str) -> None:
 
 def check_group_index(g_idx: torch.Tensor, columns: tuple[int, int], group: int, what: str) -> None:
     """Raise WeightsError unless g_idx is k // group for columns [a, b)."""
-    expected = _group_index(*columns, group).to(g_idx.device)
+    expected = _make_group_index(*columns, group).to(g_idx.device)
     if g_idx.shape[-1:] != expected.shape or bool((g_idx != expected).any()):
         got = "columns out of order (act-order)"
         need = f"k // {group} for each of {len(expected)} columns"
@@ -395,8 +396,8 @@ def check_group_index(g_idx: torch.Tensor, columns: tuple[int, int], group: int,
 
 
 @lru_cache(maxsize=16)
-def _group_index(start: int, stop: int, group: int) -> torch.Tensor:
-    """Return k // group for k in [start, stop), int32. It is cached because all experts need it."""
+def _make_group_index(start: int, stop: int, group: int) -> torch.Tensor:
+    """Return k // group for k in [start, stop), int32. All experts share the cached result."""
     return torch.arange(start, stop, dtype=torch.int32, device="cpu") // group
 
 
@@ -404,8 +405,8 @@ def unpack_words(packed: torch.Tensor, dim: int, order: range | tuple[int, ...])
     """Unpack int32 words along a dimension to uint8 values.
 
     dim: a negative number.
-    order: for each index i, the position among the values of its word of the value in bits [bits *
-        i, bits * (i + 1)), where bits = 32 / len(order).
+    order: order[i] is the position, among the values of a word, of the value in bits [bits * i,
+        bits * (i + 1)), where bits = 32 / len(order).
     """
     bits = _WORD_BITS // len(order)
     values: list[torch.Tensor] = [packed] * len(order)
@@ -415,7 +416,7 @@ def unpack_words(packed: torch.Tensor, dim: int, order: range | tuple[int, ...])
     return torch.stack(values, dim + 1).flatten(dim, dim + 1)
 
 
-def _group_weights(
+def _make_group_weights(
     w: torch.Tensor,
     scales_GN: torch.Tensor,
     zeros: torch.Tensor | None,

@@ -73,7 +73,7 @@ class CheckpointInfo:
         if layer not in self.layers:
             need = f"one with experts: {format_ranges(sorted(self.layers))}"
             raise ConfigurationError(f"checkpoint {self.files.path}: layer", got=layer, need=need)
-        format = self._configured_format(layer)
+        format = self._find_configured_format(layer)
         source = self._find_source(layer, format)
         # The files may have unquantized experts even if the quantization_config does not exclude
         # them. Many quantizers skip MTP layers. bitsandbytes and torchao skip experts that are
@@ -91,30 +91,32 @@ class CheckpointInfo:
 
         MTP layers are ignored. Raises ConfigurationError if formats differ.
         """
-        by_format = dict[str, list[int]]()
+        layers_by_format = dict[str, list[int]]()
         for layer in self.model_layers() or sorted(self.layers):
-            by_format.setdefault(str(self.layer_source(layer).format), []).append(layer)
-        if len(by_format) > 1:
-            texts = [f"{format_layers(layers)} {name}" for name, layers in by_format.items()]
-            got = f"None, and several formats ({'; '.join(texts[:4])})"
+            layers_by_format.setdefault(str(self.layer_source(layer).format), []).append(layer)
+        if len(layers_by_format) > 1:
+            descriptions = [
+                f"{format_layers(layers)} {name}" for name, layers in layers_by_format.items()
+            ]
+            got = f"None, and several formats ({'; '.join(descriptions[:4])})"
             raise ConfigurationError(
                 f"checkpoint {self.files.path}: layer", got=got, need="the layer's number"
             )
-        return next(iter(by_format.values()))[0]
+        return next(iter(layers_by_format.values()))[0]
 
     def is_mtp_layer(self, layer: int) -> bool:
         """Return whether a layer is for multi-token prediction (MTP).
 
         MTP layers are stored after the layers of the main model.
         """
-        count = num_layers(*self.config)
-        return count is not None and layer >= count
+        num_model_layers = num_layers(*self.config)
+        return num_model_layers is not None and layer >= num_model_layers
 
     def model_layers(self) -> list[int]:
         """Return the layers with experts, except for MTP layers, in ascending order."""
         return [layer for layer in sorted(self.layers) if not self.is_mtp_layer(layer)]
 
-    def _configured_format(self, layer: int) -> Format:
+    def _find_configured_format(self, layer: int) -> Format:
         """Return the format of a layer's experts according to the quantization_config."""
         layout, prefix = self.layers[layer][0]
         experts = self.formats.representative_experts(self.config_fields["experts"])
@@ -135,7 +137,7 @@ class CheckpointInfo:
         `intermediate` is the width of a rank's weights, including padding.
 
         dtype: dtype of the layer. None uses the dtype in the config.json, or else the dtype of
-            unquantized files. Raises DtypeError if the files have several.
+            unquantized files. Raises DtypeError if the files have several dtypes.
         """
         fields = self.config_fields | ({} if dtype is None else {"dtype": dtype})
         stored_dtype = None if "dtype" in fields else source.dtype()
@@ -144,7 +146,7 @@ class CheckpointInfo:
         act = ActivationSpec.parse(layer_fields["activation"])
         if act.gated:
             act = replace(act, interleaved=source.layer.layout.interleaved)
-        return fields | _share_fields(source.format, fields["intermediate"], world, act)
+        return fields | _make_share_fields(source.format, fields["intermediate"], world, act)
 
 
 def read_checkpoint_info(
@@ -160,7 +162,9 @@ def read_checkpoint_info(
     config: a config.json to use instead of the one next to the tensors.
     prefix, quantize_inputs: as for `load_experts`.
     """
-    path, config_object = config_of_file(str(_config_path(files) if config is None else config))
+    path, config_object = config_of_file(
+        str(_find_config_path(files) if config is None else config)
+    )
     layouts = LAYOUTS[config_object["model_type"]]
     if isinstance(files, GgufFiles):
         quantization = quantization_of(config_of_file(str(files.path))[1])
@@ -177,7 +181,7 @@ def read_checkpoint_info(
     )
 
 
-def _config_path(files: TensorFiles) -> Path:
+def _find_config_path(files: TensorFiles) -> Path:
     if isinstance(files, GgufFiles):
         return files.path
     return config_path(files.path if files.path.is_dir() else files.path.parent)
@@ -193,7 +197,7 @@ def _make_quantization_map(
     return QuantizationMap(quantization, path=str(path), depth=depth, expert_dtype=expert_dtype)
 
 
-def _share_fields(
+def _make_share_fields(
     format: Format, intermediate: int, world: int, act: ActivationSpec
 ) -> dict[str, Any]:
     """Return quant, activation and intermediate of the Problem of one of `world` TP ranks."""
@@ -218,7 +222,7 @@ class LayerGroup:
 
     def __str__(self) -> str:
         size = f"{self.nbytes / 2**30:.1f} GiB" if self.nbytes >= 2**28 else f"{self.nbytes} bytes"
-        return f"{format_layers(self.layers)} {_format_text(self.format)}, {size}"
+        return f"{format_layers(self.layers)} {_describe_format(self.format)}, {size}"
 
 
 @dataclass(frozen=True)
@@ -229,7 +233,7 @@ class InspectionReport:
     is_dtype_from_files: whether the dtype comes from the files instead of the config.json or the
         caller.
     converted_dtypes: dtypes of unquantized files that differ from the dtype of the layer.
-    mtp_layers: (number, text) of layers for multi-token prediction. The text names the format, or
+    mtp_layers: (number, status) of layers for multi-token prediction. The status is the format, or
         the reason why the layer cannot be loaded.
     """
 
@@ -254,11 +258,11 @@ class InspectionReport:
         return self.groups[0].problem_fields
 
     def __str__(self) -> str:
-        text = f"experts of {'; '.join(map(str, self.groups))}"
-        return text + "".join(f"; MTP layer {layer} {what}" for layer, what in self.mtp_layers)
+        summary = f"experts of {'; '.join(map(str, self.groups))}"
+        return summary + "".join(f"; MTP layer {n} {status}" for n, status in self.mtp_layers)
 
 
-def _format_text(format: Format) -> str:
+def _describe_format(format: Format) -> str:
     return "unquantized" if format == UNQUANTIZED else f"in {format}"
 
 
@@ -276,8 +280,8 @@ def inspect(checkpoint: str | Path, dtype: str | None = None) -> InspectionRepor
     expect("dtype", dtype, torch.dtype | str | None)
     with open_tensors(Path(checkpoint)) as files:
         info = read_checkpoint_info(files)
-        by_format: dict[tuple[Format, str, str], LayerGroup] = {}
-        layer_of_dtype, file_dtypes = dict[str, int](), set[str]()
+        group_by_format: dict[tuple[Format, str, str], LayerGroup] = {}
+        layer_by_dtype, file_dtypes = dict[str, int](), set[str]()
         model_layers = info.model_layers()
         for layer in model_layers or sorted(info.layers):
             source = info.layer_source(layer)
@@ -285,25 +289,25 @@ def inspect(checkpoint: str | Path, dtype: str | None = None) -> InspectionRepor
             file_dtypes |= {dtype_name(stored) for stored in source.stored_dtypes()}
             fields = info.problem_fields(source, dtype=dtype)
             if "dtype" in fields:
-                layer_of_dtype.setdefault(fields["dtype"], layer)
+                layer_by_dtype.setdefault(fields["dtype"], layer)
             key = source.format, str(fields["quant"]), str(fields["activation"])
-            group = by_format.get(key, LayerGroup((), source.format, 0, fields))
-            by_format[key] = replace(
+            group = group_by_format.get(key, LayerGroup((), source.format, 0, fields))
+            group_by_format[key] = replace(
                 group, layers=(*group.layers, layer), nbytes=group.nbytes + source.nbytes()
             )
-        if len(layer_of_dtype) > 1:
-            got = " and ".join(f"{name} in layer {layer}" for name, layer in layer_of_dtype.items())
+        if len(layer_by_dtype) > 1:
+            got = " and ".join(f"{name} in layer {layer}" for name, layer in layer_by_dtype.items())
             raise DtypeError(f"{files.path}: dtype", got=got, need=ONE_DTYPE)
-        is_stated = dtype is not None or "dtype" in info.config_fields
-        loaded_dtype = next(iter(layer_of_dtype), "bfloat16")
+        is_dtype_given = dtype is not None or "dtype" in info.config_fields
+        loaded_dtype = next(iter(layer_by_dtype), "bfloat16")
         mtp_layers = [
             (layer, _describe_mtp_layer(info, layer))
             for layer in sorted(info.layers)
             if layer not in model_layers
         ]
         return InspectionReport(
-            tuple(by_format.values()),
-            is_dtype_from_files=bool(layer_of_dtype) and not is_stated,
+            tuple(group_by_format.values()),
+            is_dtype_from_files=bool(layer_by_dtype) and not is_dtype_given,
             converted_dtypes=tuple(sorted(file_dtypes - {loaded_dtype})),
             mtp_layers=tuple(mtp_layers) if model_layers else (),
         )
@@ -316,7 +320,7 @@ def _describe_mtp_layer(info: CheckpointInfo, layer: int) -> str:
         source.check()
     except InputError as error:
         return f"cannot be loaded ({error})"
-    return _format_text(source.format)
+    return _describe_format(source.format)
 
 
 @dataclass(frozen=True)
@@ -360,7 +364,7 @@ def read_layer_config(
     else:
         path, config = config_of_file(str(checkpoint_path))
         config_fields = layer_fields_of_config(path, config, layer)
-        fields, format = _problem_fields_of_config(path, config, config_fields, layer, tp)
+        fields, format = _read_problem_fields(path, config, config_fields, layer, tp)
         fields |= {} if dtype is None else {"dtype": dtype}
     return LayerConfig(
         fields,
@@ -371,7 +375,7 @@ def read_layer_config(
     )
 
 
-def _problem_fields_of_config(
+def _read_problem_fields(
     path: Path, config: dict[str, Any], fields: dict[str, Any], layer: int | None, tp: int
 ) -> tuple[dict[str, Any], Format]:
     """Return the fields of Problem of one TP rank, and the format, from a config.json alone."""
@@ -387,7 +391,7 @@ def _problem_fields_of_config(
     )
     format = formats.common_format(modules, f"experts of layer {layer}")
     act = ActivationSpec.parse(str(fields["activation"]))
-    return fields | _share_fields(format, fields["intermediate"], tp, act), format
+    return fields | _make_share_fields(format, fields["intermediate"], tp, act), format
 
 
 def read_expert_dtype(checkpoint: str | Path) -> str | None:

@@ -22,8 +22,8 @@ from modular_kernel.checkpoints.formats import Format
 from modular_kernel.checkpoints.fp8_mxfp4 import static_scale
 from modular_kernel.checkpoints.fusing import (
     Matrix,
-    common_column_order,
     expand_column_order,
+    find_common_column_order,
     fuse,
     sort_w1_rows,
 )
@@ -57,7 +57,7 @@ class LoadedExperts:
     problem_fields: the fields of Problem that the checkpoint determines. `intermediate` is the
         width of this rank's share, including padding.
     placement, ep, tp: the share that was loaded.
-    columns: the columns [start, stop) of I that this rank holds. They come first in its weights.
+    columns: the columns [start, stop) of I that this rank holds, which come first in its weights.
         The remaining columns are padding with weights of 0.
     format: the storage format of the files.
     bytes_read: bytes of tensor data that were read.
@@ -97,7 +97,7 @@ class LoadedExperts:
         tokens: the maximum number of tokens in one call.
         fields: further fields of Problem, which override those of the checkpoint.
         """
-        parallel = Parallel(self.ep[1], self._placement_argument(), self.ep[0])
+        parallel = Parallel(self.ep[1], self._get_placement_argument(), self.ep[0])
         return Problem(**{"tokens": tokens, "parallel": parallel, **self.problem_fields, **fields})
 
     def partial(self, tokens: int, **fields: Any) -> tuple[Problem, ExpertWeights]:
@@ -123,7 +123,7 @@ class LoadedExperts:
         share = f"ep={self.ep}, tp={self.tp}, bytes_read={self.bytes_read}"
         return f"LoadedExperts({experts}, {share})"
 
-    def _placement_argument(self) -> Literal["linear"] | Placement:
+    def _get_placement_argument(self) -> Literal["linear"] | Placement:
         return "linear" if self.placement.is_linear else self.placement
 
 
@@ -160,8 +160,8 @@ def load_experts(  # noqa: PLR0913 (independent options)
         first TP rank has b2, and the others have zeros.
     placement: the experts of each EP rank.
     dtype: dtype of the layer, and of unquantized weights. None uses the dtype in the config.json.
-        If it has none, the dtype of unquantized files is used (DtypeError if they have several), or
-        bfloat16 if all weights are quantized.
+        If the config.json has no dtype, the dtype of unquantized files is used (DtypeError if they
+        have several), or bfloat16 if all weights are quantized.
     prefix: the part of the tensor names before "layers.N", for a checkpoint with several models.
     config: a config.json to use instead of the one next to the tensors.
     quantize_inputs: whether to load nvfp4_w4a4, with the activation scales, instead of nvfp4_w4a16.
@@ -191,7 +191,7 @@ def load_experts(  # noqa: PLR0913 (independent options)
     with open_tensors(Path(checkpoint)) as files:
         info = read_checkpoint_info(files, config, prefix, quantize_inputs=quantize_inputs)
         source = info.layer_source(request.layer)
-        return _load(source, info, request, placement, torch_device)
+        return _load_layer(source, info, request, placement, torch_device)
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class _LoadRequest:
 def parse_quantize(quantize: QuantScheme | str | None) -> QuantScheme | None:
     """Return the scheme of the argument `quantize` of `load_experts`.
 
-    Raises ConfigurationError for an unknown scheme, an unquantized one, or one with static
+    Raises ConfigurationError for a scheme that is unknown or unquantized, or that has static
     activation scales.
     """
     if quantize is None:
@@ -233,7 +233,7 @@ def parse_quantize(quantize: QuantScheme | str | None) -> QuantScheme | None:
     return scheme
 
 
-def _load(
+def _load_layer(
     source: LayerSource,
     info: CheckpointInfo,
     request: _LoadRequest,
@@ -258,7 +258,7 @@ def _load(
     if isinstance(reader, _QuantizingReader):  # the files have no scales
         scale_dtypes = frozenset({default_scale_dtype(problem)})
         dtypes_by_role = {**dtypes_by_role, "scale": scale_dtypes}
-    tensors = _allocate(problem, dtypes_by_role, device)
+    tensors = _allocate_tensors(problem, dtypes_by_role, device)
     weights = reader.read(rank_placement.slots[request.ep[0]], tensors)
     return LoadedExperts(
         weights=weights,
@@ -288,8 +288,7 @@ def check_quantizable(what: str, format: Format, scheme: QuantScheme | None) -> 
 def _keeps_codes(format: Format, scheme: QuantScheme) -> bool:
     """Return whether `scheme` can represent the weights of `format` with the same codes.
 
-    It can if weights are float8 with one scale per matrix, because each row can be given this
-    scale.
+    This holds for float8 weights with one scale per matrix, because every row can use that scale.
     """
     return format.scheme.name == "fp8_w8a8_tensor" and scheme.name == "fp8_w8a8_channel"
 
@@ -312,7 +311,7 @@ class _ShareReader:
     """Reads one rank's share of a layer's experts.
 
     target_format: the format of the files with the tile sizes of the layer.
-    problem: problem of this rank. Its I includes padding.
+    problem: problem of this rank, whose I includes padding.
     columns: range of I that this rank holds, as columns of w2, and rows of gate and of up.
     has_b2: whether this rank adds the bias of w2.
 
@@ -330,7 +329,9 @@ class _ShareReader:
         """Raise ConfigurationError if the share splits a packed word."""
         w1_locations, (down,) = self.source.layer.projections(0)
         hidden = self.problem.hidden
-        parts = [(location, self._rows(0, self._width), (0, hidden)) for location in w1_locations]
+        parts = [
+            (location, self._to_file_rows(0, self._width), (0, hidden)) for location in w1_locations
+        ]
         self.source.check_share([*parts, (down, (0, hidden), self.columns)])
 
     def read(self, experts: Sequence[int], tensors: dict[str, torch.Tensor]) -> ExpertWeights:
@@ -345,7 +346,7 @@ class _ShareReader:
                 sort_w1_rows(tensors, slot, orders["w2"], interleaved=self._interleaved)
         self._fill_padding(tensors)
         if self.problem.scheme.static:
-            tensors = tensors | self._input_scales(experts, tensors["w1"].device)
+            tensors = tensors | self._read_input_scales(experts, tensors["w1"].device)
         return ExpertWeights(**tensors)
 
     def _read_matrices(
@@ -375,13 +376,13 @@ class _ShareReader:
         locations: Sequence[ProjectionLocation],
         row_order: torch.Tensor | None,
     ) -> dict[str, torch.Tensor]:
-        """Read the projections of w1. `row_order` has the source of each row of a projection."""
+        """Read the projections of w1. `row_order` is the source of each row of a projection."""
         orders, hidden = dict[str, torch.Tensor](), (0, self.problem.hidden)
         row_ranges = self._split_rows(self._width, len(locations) * self.problem.hidden)
         if row_order is not None:
             row_ranges = iter([(0, self._width)])  # a row's source may be any row
         for rows in row_ranges:
-            parts = [(location, self._rows(*rows), hidden) for location in locations]
+            parts = [(location, self._to_file_rows(*rows), hidden) for location in locations]
             orders |= self._read_rows(tensors, "w1", slot, parts, rows, row_order)
         return orders
 
@@ -414,11 +415,11 @@ class _ShareReader:
         """Number of rows of a w1 projection that this rank reads."""
         return (self.columns[1] - self.columns[0]) * self._rows_per_column
 
-    def _first_row(self, projection: int) -> int:
+    def _find_first_row(self, projection: int) -> int:
         """Return the row of this rank's w1 at which a projection starts."""
         return projection * self.problem.intermediate * self._rows_per_column
 
-    def _rows(self, start: int, stop: int) -> Range:
+    def _to_file_rows(self, start: int, stop: int) -> Range:
         """Convert rows [start, stop) of this rank's projection to rows of the whole projection."""
         offset = self.columns[0] * self._rows_per_column
         return offset + start, offset + stop
@@ -452,34 +453,36 @@ class _ShareReader:
 
         Returns {name: column order} for act-order, and otherwise {}.
         """
-        start_rows = [self._first_row(number) + rows[0] for number in range(len(parts))]
+        start_rows = [
+            self._find_first_row(projection) + rows[0] for projection in range(len(parts))
+        ]
         try:
             projections = [
                 self.source.read_part(self.target_format, *part, order=not rows[0])
                 for part in parts
             ]
             out = [
-                self._output_rows(tensors[name][slot], start, rows, row_order)
+                self._select_output_rows(tensors[name][slot], start, rows, row_order)
                 for start in start_rows
             ]
             matrices = self._fuse_projections(projections, out)
-            order = common_column_order(matrices)
+            order = find_common_column_order(matrices)
         except InputError as error:
             what = f"{self.source.what}: {parts[0][0].base}: {error.what}"
             raise type(error)(what, got=error.got, need=error.need) from None
-        for number, matrix in enumerate(matrices):
+        for projection, matrix in enumerate(matrices):
             _copy_rows(
-                tensors, name, slot, matrix, self.target_format, start_rows[number], row_order
+                tensors, name, slot, matrix, self.target_format, start_rows[projection], row_order
             )
             if matrix.global_scale is not None:  # one per projection, or one for a stored gate_up
-                columns = slice(None) if len(matrices) == 1 else number
+                columns = slice(None) if len(matrices) == 1 else projection
                 tensors[f"{name}_global_scale"][slot, columns] = matrix.global_scale
         return {} if order is None else {name: order}
 
-    def _output_rows(
+    def _select_output_rows(
         self, w: torch.Tensor, start: int, rows: Range, row_order: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Return the rows of w that `fuse` can write to, or None if they must be copied."""
+        """Return the rows of w that `fuse` can write to, or None if its result must be copied."""
         is_padded = self.columns[1] - self.columns[0] != self.problem.intermediate
         if row_order is not None or is_padded or w.device.type != "cpu":
             return None
@@ -512,14 +515,14 @@ class _ShareReader:
         w1_locations: Sequence[ProjectionLocation],
         down: ProjectionLocation,
     ) -> None:
-        for number, location in enumerate(w1_locations):
-            bias = self.source.read_bias(location, self._rows(0, self._width))
-            start = self._first_row(number)
+        for projection, location in enumerate(w1_locations):
+            bias = self.source.read_bias(location, self._to_file_rows(0, self._width))
+            start = self._find_first_row(projection)
             tensors["b1"][slot, start : start + len(bias)] = bias
         if self.has_b2:  # the output is summed over TP ranks, so only one rank adds b2
             tensors["b2"][slot] = self.source.read_bias(down, (0, self.problem.hidden))
 
-    def _input_scales(
+    def _read_input_scales(
         self, experts: Sequence[int], device: torch.device
     ) -> dict[str, torch.Tensor]:
         """Read a1_scale and a2_scale, the static activation scales.
@@ -560,18 +563,22 @@ class _QuantizingReader(_ShareReader):
         down: ProjectionLocation,
     ) -> dict[str, torch.Tensor]:
         hidden = (0, self.problem.hidden)
-        w1_parts = [(location, self._rows(0, self._width), hidden) for location in w1_locations]
-        matrices = {"w1": w1_parts, "w2": [(down, hidden, self.columns)]}
+        w1_parts = [
+            (location, self._to_file_rows(0, self._width), hidden) for location in w1_locations
+        ]
+        parts_by_name = {"w1": w1_parts, "w2": [(down, hidden, self.columns)]}
         out = {field: tensor[slot] for field, tensor in tensors.items()}
         padding = self.problem.intermediate - (self.columns[1] - self.columns[0])
-        pad = {"w1": (0, 0, 0, padding * self._rows_per_column), "w2": (0, padding)}
-        for name, parts in matrices.items():
+        padding_by_name = {"w1": (0, 0, 0, padding * self._rows_per_column), "w2": (0, padding)}
+        for name, parts in parts_by_name.items():
             weights = [
                 self.source.read_part(self.target_format, *part, order=False)["weight"]
                 for part in parts
             ]
             if padding:  # every scheme represents 0 exactly
-                weights = [torch.nn.functional.pad(weight, pad[name]) for weight in weights]
+                weights = [
+                    torch.nn.functional.pad(weight, padding_by_name[name]) for weight in weights
+                ]
             quantize_expert(name, weights, self.problem, out)
         return {}
 
@@ -579,30 +586,29 @@ class _QuantizingReader(_ShareReader):
         """Do nothing, because `_read_matrices` has already padded the weights."""
 
 
-def _allocate(
+def _allocate_tensors(
     problem: Problem, dtypes_by_role: Mapping[str, frozenset[torch.dtype]], device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Allocate the weights of a problem, except for static activation scales.
 
-    dtypes_by_role: the dtypes in the files. Scales and biases keep their dtype if all of them have
-        the same one and the layer supports it. Otherwise they are float32, which represents them
-        exactly.
+    dtypes_by_role: the dtypes in the files. Scales and biases keep their dtype if it is the same
+        for all of them and the layer supports it. Otherwise, they become float32, which is exact.
     """
 
-    def dtype_of(role: str, allowed: Sequence[torch.dtype]) -> torch.dtype:
+    def select_dtype(role: str, allowed: Sequence[torch.dtype]) -> torch.dtype:
         file_dtypes = dtypes_by_role.get(role, frozenset())
         return next((dtype for dtype in allowed if file_dtypes == {dtype}), allowed[0])
 
     tensors = {}
     for name, spec in weight_specs(problem).items():
         if not name.startswith("a"):
-            scale = name.endswith("_scale")
-            dtype = dtype_of("scale", spec.dtypes) if scale else spec.dtypes[0]
+            is_scale = name.endswith("_scale")
+            dtype = select_dtype("scale", spec.dtypes) if is_scale else spec.dtypes[0]
             tensors[name] = torch.empty(spec.shape, dtype=dtype, device=device)
     if problem.bias:
         for name, size in (("b1", problem.w1_rows), ("b2", problem.hidden)):
             shape = (problem.e, size)
-            dtype = dtype_of("bias", (torch.float32, problem.dtype))
+            dtype = select_dtype("bias", (torch.float32, problem.dtype))
             tensors[name] = torch.zeros(shape, dtype=dtype, device=device)
     return tensors
 

@@ -5,7 +5,7 @@ A matrix is the weight of one projection (gate, up or down), with N rows (output
 points. Each entry of a stored tensor covers a tile of the matrix. For example, a scale of 128x128
 blocks covers 128 rows and 128 columns, and a word of eight 4-bit codes covers one row and 8
 columns. A range of rows and columns of the matrix is therefore a slice of every stored tensor, and
-a rank can read its share without reading the rest.
+a rank can read only its share of the files.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ class Dim:
     axis: "N" or "K", the dimension of the matrix that this dimension covers; "" for a dimension of
         fixed size `step` that covers neither.
     step: rows or columns of the matrix per entry.
-    indivisible: whether an entry is a packed word, which a share must contain whole. Otherwise, two
+    indivisible: whether an entry is a packed word, which shares must not split. Otherwise, two
         shares may each contain a part of an entry's tile, and both get a copy of the entry.
     """
 
@@ -120,8 +120,7 @@ class StoredTensor:
             raise DtypeError(what, got=dtype_name(dtype), need=names)
 
     def match_dims(self, got: Sequence[int], need: Sequence[int]) -> tuple[int, ...] | None:
-        """Return the indices of the dimensions of `got` that match `need`, or None if there are
-        none.
+        """Return the dimensions of `got` that match `need`, or None if the shapes do not match.
 
         Trailing dimensions of size 1 are skipped. For a scale, all excess dimensions of size 1 are
         skipped, because modelopt stores the scales of 128x128 blocks as (N / 128, 1, K / 128, 1).
@@ -145,9 +144,11 @@ class StoredTensor:
         for dim in (d for d in self.dims if d.indivisible):
             (start, stop), size = (rows, sizes[0]) if dim.axis == "N" else (columns, sizes[1])
             if start % dim.step or (stop % dim.step and stop != size):
-                kind = "rows" if dim.axis == "N" else "columns"
+                axis_name = "rows" if dim.axis == "N" else "columns"
                 need = f"multiples of {dim.step}: {self.name} packs that many together"
-                raise ConfigurationError(f"{what}: share of {kind}", got=(start, stop), need=need)
+                raise ConfigurationError(
+                    f"{what}: share of {axis_name}", got=(start, stop), need=need
+                )
 
 
 @dataclass(frozen=True)

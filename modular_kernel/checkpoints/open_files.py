@@ -24,15 +24,17 @@ def open_tensors(path: Path) -> Iterator[TensorFiles]:
     Raises ConfigurationError for any other path, and WeightsError for an invalid index or header.
     """
     path = resolve_path(path)
-    gguf = _gguf_model(path)
-    files = TensorFiles(path, map_tensors_to_files(path)) if gguf is None else GgufFiles(gguf)
+    gguf_file = _find_gguf_model(path)
+    files = (
+        TensorFiles(path, map_tensors_to_files(path)) if gguf_file is None else GgufFiles(gguf_file)
+    )
     try:
         yield files
     finally:
         files.close()
 
 
-def _gguf_model(path: Path) -> Path | None:
+def _find_gguf_model(path: Path) -> Path | None:
     """Return the first file of a GGUF model, or None if safetensors files are to be read."""
     try:
         if path.is_dir():

@@ -4,9 +4,9 @@ Values are bytes or nibbles (4 bits) of int32 words. GPTQ packs them along K, an
 Kernels need (N, K) with K packed along bytes: two 4-bit values, or one 8-bit value, per byte.
 
 On the CPU, large matrices are processed by packed_words.c, which is compiled on first use. Without
-a C compiler, on other devices, and for small matrices, the same is done with operations of torch.
-These transpose 32-bit words about four times as fast per byte as single bytes. Words are therefore
-transposed as a whole, and masks process all nibbles of a word together. Callers can pass `out` to
+a C compiler, on other devices, and for small matrices, torch operations do the same. They transpose
+32-bit words about four times as fast per byte as single bytes. Words are therefore transposed as a
+whole, and masks process all nibbles of a word together. Callers can pass `out` to
 avoid another copy.
 """
 
@@ -21,8 +21,8 @@ import torch
 from modular_kernel.replay.launch.build import BuildError, load_module
 
 _LOG = logging.getLogger("modular_kernel.loading")
-_NAME = "modular_kernel_packed_words"  # must match packed_words.c
-_MIN_COMPILED_BYTES = 1 << 16  # smaller matrices are not worth a compilation
+_MODULE_NAME = "modular_kernel_packed_words"  # must match packed_words.c
+_MIN_COMPILED_BYTES = 1 << 16  # compiling does not pay off for smaller matrices
 _LAYOUTS = {"gptq": 0, "rows": 1, "awq": 2}  # as in packed_words.c
 
 # Nibble i of an AWQ word has column AWQ_ORDER[i] of the word's eight columns.
@@ -39,7 +39,7 @@ def transpose_words(words: torch.Tensor, out: torch.Tensor | None = None) -> tor
     out = words.new_empty(*batch, columns, rows) if out is None else out
     pairs = zip(out.view(-1, columns, rows), words.reshape(-1, rows, columns), strict=True)
     for target, source in pairs:
-        if not _run_compiled("gptq", source, None, 8, target):
+        if not _try_compiled("gptq", source, None, 8, target):
             target.copy_(source.contiguous().mT)  # torch is fast only for a contiguous source
     return out
 
@@ -52,15 +52,17 @@ def pack_columns(words: torch.Tensor, out: torch.Tensor | None = None) -> torch.
 
     Returns (..., N, K / 2) uint8 with even k in the low nibble.
     """
-    *batch, depth, per_row = words.shape
+    *batch, depth, words_per_row = words.shape
     if out is None:
-        shape = (*batch, per_row * 8, depth // 2)
+        shape = (*batch, words_per_row * 8, depth // 2)
         out = torch.empty(shape, dtype=torch.uint8, device=words.device)
     matrices = zip(
-        out.view(-1, per_row, 8, depth // 2), words.reshape(-1, depth, per_row), strict=True
+        out.view(-1, words_per_row, 8, depth // 2),
+        words.reshape(-1, depth, words_per_row),
+        strict=True,
     )
     for target, matrix in matrices:
-        if _run_compiled("awq", matrix, None, 4, target.view(-1, depth // 2)):
+        if _try_compiled("awq", matrix, None, 4, target.view(-1, depth // 2)):
             continue
         # A byte of the result has k in the low and k + 1 in the high nibble.
         even_k, odd_k = matrix[0::2], matrix[1::2]
@@ -78,7 +80,7 @@ def pack_columns(words: torch.Tensor, out: torch.Tensor | None = None) -> torch.
 def interleave_nibbles(words: torch.Tensor) -> torch.Tensor:
     """Return int32 words with nibbles 0, 4, 1, 5, 2, 6, 3, 7 of `words`.
 
-    This sorts the eight columns of an AWQ word.
+    For an AWQ word, these are the eight columns in ascending order.
     """
     low, high = words.contiguous() & 0xFFFF, words >> 16 & 0xFFFF
     for half in (low, high):
@@ -98,10 +100,11 @@ def permute_columns(w: torch.Tensor, order: torch.Tensor, bits: int) -> torch.Te
     """
     if w.dim() > 2:
         pairs = zip(w.flatten(0, -3), order.reshape(-1, order.shape[-1]), strict=True)
-        return torch.stack([permute_columns(*each, bits) for each in pairs]).view(w.shape)
+        permuted = [permute_columns(matrix, column_order, bits) for matrix, column_order in pairs]
+        return torch.stack(permuted).view(w.shape)
     words = w.contiguous().view(torch.int32)
     out = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
-    if _run_compiled("rows", words, order, bits, out):
+    if _try_compiled("rows", words, order, bits, out):
         return out
     return permute_rows(transpose_words(words), order, bits)
 
@@ -131,7 +134,7 @@ def permute_rows(
         strict=True,
     )
     for target, matrix, matrix_order in matrices:
-        if not _run_compiled("gptq", matrix, matrix_order, bits, target):
+        if not _try_compiled("gptq", matrix, matrix_order, bits, target):
             target.copy_(_permute_rows_in_torch(matrix, matrix_order, bits))
     return out
 
@@ -139,11 +142,11 @@ def permute_rows(
 def _permute_rows_in_torch(words: torch.Tensor, order: torch.Tensor, bits: int) -> torch.Tensor:
     num_words, rows = words.shape
     # `_transpose_bytes` requires a multiple of the word size
-    aligned = -(-rows // _WORD_BYTES) * _WORD_BYTES
-    values = words.new_empty(num_words, _WORD_BYTES, aligned, dtype=torch.uint8)
+    aligned_rows = -(-rows // _WORD_BYTES) * _WORD_BYTES
+    values = words.new_empty(num_words, _WORD_BYTES, aligned_rows, dtype=torch.uint8)
     for byte, shifted in enumerate(_shift_bytes(words)):
         values[:, byte, :rows] = shifted
-    values, order = values.view(-1, aligned), order.long()
+    values, order = values.view(-1, aligned_rows), order.long()
     if bits == 8:
         return _transpose_bytes(values.index_select(0, order))[:rows]
     low, high = (  # value k is in byte k // 2, shifted by 4 bits if k is odd
@@ -157,8 +160,8 @@ def _permute_rows_in_torch(words: torch.Tensor, order: torch.Tensor, bits: int) 
 def _shift_bytes(words: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield `words` shifted right by 0, 1, 2 and 3 bytes, for copies that keep the lowest byte.
 
-    The shifted tensors share memory, so each one must be used before the next. `words` is not
-    changed.
+    The shifted tensors share memory, so use each of them before you advance the iterator. `words`
+    is not changed.
     """
     yield words
     words = words >> 8
@@ -176,25 +179,25 @@ def _transpose_bytes(values: torch.Tensor) -> torch.Tensor:
     return out.view(columns, rows)
 
 
-def _run_compiled(
+def _try_compiled(
     layout: Literal["gptq", "rows", "awq"],
     words: torch.Tensor,
     order: torch.Tensor | None,
     bits: int,
     out: torch.Tensor,
 ) -> bool:
-    """Transpose a matrix with packed_words.c, and return whether this was possible.
+    """Transpose a matrix with packed_words.c if possible, and return whether it did so.
 
-    layout: of `words`: "gptq" is (K bits / 32, N), "rows" (N, K bits / 32), "awq" (K, N / 8).
+    layout: shape of `words`: "gptq" is (K bits / 32, N), "rows" (N, K bits / 32), "awq" (K, N / 8).
     order: (K,) integers, the source of each k; None keeps the order. Only int32 is compiled.
     out: contiguous (N, ...) with K bits / 8 bytes per row.
 
-    Arguments that do not match are left to torch, which raises an error for them: the C code would
-    read or write beyond a tensor.
+    Returns False for arguments that do not match, because the C code would access memory outside
+    the tensors. The caller then uses torch, which raises an error for such arguments.
     """
     tensors = (words, out) if order is None else (words, out, order)
-    is_plain = all(type(t) is torch.Tensor and t.device.type == "cpu" for t in tensors)
-    if not is_plain or words.dtype is not torch.int32:
+    are_cpu_tensors = all(type(t) is torch.Tensor and t.device.type == "cpu" for t in tensors)
+    if not are_cpu_tensors or words.dtype is not torch.int32:
         return False
     if words.stride(1) != 1 or not out.is_contiguous():
         return False
@@ -204,8 +207,8 @@ def _run_compiled(
         "rows": (row_words * _WORD_BITS // bits, rows),
         "awq": (rows, row_words * _WORD_BITS // bits),
     }[layout]
-    is_awq_pair = layout != "awq" or depth % 2 == 0
-    if bits not in (4, 8) or not is_awq_pair:
+    has_valid_depth = layout != "awq" or depth % 2 == 0
+    if bits not in (4, 8) or not has_valid_depth:
         return False
     if len(out) != columns or out.nbytes != words.nbytes or out.dtype not in _OUT_DTYPES:
         return False
@@ -225,7 +228,7 @@ def _run_compiled(
 def _load_compiled() -> Any:
     """Return packed_words.c as a module, or None if it cannot be built."""
     try:
-        return load_module(Path(__file__).with_suffix(".c"), _NAME, ())
+        return load_module(Path(__file__).with_suffix(".c"), _MODULE_NAME, ())
     except (BuildError, OSError) as error:
         _LOG.info("AWQ and GPTQ weights are transposed by torch: %s", error)
         return None

@@ -55,7 +55,7 @@ def _fill_w1_rows(
         _fill_scale(scale[:, ceil_div(start, block_rows) : ceil_div(stop, block_rows)])
     if zero_point is not None:
         per_byte = 2 if scheme.packed else 1
-        zero_point[:, start // per_byte : stop // per_byte] = _zero_code(scheme)
+        zero_point[:, start // per_byte : stop // per_byte] = _get_zero_code(scheme)
     if bias is not None:
         bias[:, start:stop] = 0
 
@@ -74,9 +74,10 @@ def _fill_w2_columns(
     _fill_scale(scale[..., first_empty_group:])
     if zero_point is None:
         return
-    zero_point[..., first_empty_group:] = _zero_code(scheme)
+    zero_point[..., first_empty_group:] = _get_zero_code(scheme)
     if start % group:
-        # The last loaded group extends into the padding. Its codes of 0 are its zero point.
+        # The last loaded group extends into the padding, where
+        # weights of 0 have the code of the group's zero point.
         end = min(first_empty_group * group, stop)
         loaded_zero_point = zero_point[..., first_empty_group - 1]
         if scheme.packed:
@@ -89,10 +90,10 @@ def _fill_codes(
 ) -> None:
     assert w is not None
     codes = w.view(torch.uint8) if w.itemsize == 1 else w
-    codes[:, *rows_columns] = _zero_code(scheme)
+    codes[:, *rows_columns] = _get_zero_code(scheme)
 
 
-def _zero_code(scheme: QuantScheme) -> int:
+def _get_zero_code(scheme: QuantScheme) -> int:
     """Return the byte that encodes a weight of 0, or two packed 4-bit weights of 0."""
     code = IMPLICIT_ZERO_POINT.get(scheme.weight, 0)
     if scheme.external:

@@ -29,13 +29,13 @@ from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.utils.argument_checks import expect
 
 TENSORS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
-_MAX_NAME = 512
-_NAME = re.compile(
+_MAX_NAME_CHARS = 512
+_FACTOR_NAME = re.compile(
     r"base_model\.model\.(?P<block>(?:\w+\.)*?layers\.(?P<layer>[0-9]{1,6})\.(?:\w+\.)*?experts)\."
     r"(?:(?P<expert>[0-9]{1,6})\.(?P<name>\w+)\.|(?P<wrapped>(?:base_layer\.)*))"
     r"lora_(?P<side>[AB])\.weight"
 )
-# Name of a module -> its projection, if each expert has its own modules.
+# Projections by module name, for checkpoints in which each expert has its own modules.
 _ROLES = {
     "gate_proj": "gate",
     "up_proj": "up",
@@ -44,8 +44,8 @@ _ROLES = {
     "w3": "up",
     "w2": "down",
 }
-# Projection -> name of its parameter, if one parameter has all experts.
-_PARAMETERS = {"gate_up": "gate_up_proj", "up": "up_proj", "down": "down_proj"}
+# Parameter names by projection, for checkpoints in which one parameter holds all experts.
+_PARAMETER_NAMES = {"gate_up": "gate_up_proj", "up": "up_proj", "down": "down_proj"}
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 _Role = Literal["gate", "up", "gate_up", "down"]
@@ -66,16 +66,16 @@ def load_adapter(
 
     folder: folder with adapter_config.json and adapter_model.safetensors.
     layer: number of the layer, from 0.
-    problem: problem of the base model. Its `lora` states which factors experts share.
+    problem: problem of the base model, whose `lora` states which factors the experts share.
     ep: (rank, ranks) for experts in contiguous blocks. None uses `problem.parallel`.
     ignored_modules: names of modules, such as "self_attn", whose tensors are ignored because they
         are loaded by other parts of the model.
 
-    Returns the adapter of this rank's experts, on the CPU, in the dtype of the problem. Its rank is
-    the maximum over projections. If gate and up have different A but the problem needs a common A,
-    their ranks are added. Smaller factors are padded with zeros. B is multiplied by the scaling,
-    lora_alpha / r or lora_alpha / sqrt(r). Factors are zero for projections that are not in the
-    checkpoint, and for layers that layers_to_transform excludes.
+    Returns the adapter of this rank's experts, on the CPU, in the dtype of the problem. The rank of
+    the adapter is the maximum over projections. If gate and up have different A but the problem
+    needs a common A, their ranks are added. Smaller factors are padded with zeros. B is multiplied
+    by the scaling, lora_alpha / r or lora_alpha / sqrt(r). Factors are zero for projections that
+    are not in the checkpoint, and for layers that layers_to_transform excludes.
 
     Checks names, shapes and dtypes before reading any tensor. Raises ConfigurationError for methods
     other than plain LoRA, or for another base model, WeightsError for unknown or missing tensors,
@@ -90,33 +90,33 @@ def load_adapter(
     expect("ignored_modules", ignored_modules, list | tuple)
     for module in ignored_modules:
         expect("name in ignored_modules", module, str)
-    local_experts = _local_experts(problem, ep)
+    local_experts = _find_local_experts(problem, ep)
     path = Path(folder)
     config = read_config(path / CONFIG_FILE)
     with open_tensors(path / TENSORS_FILE) as files:
-        source = _Source(files, config, problem, layer)
+        source = _LayerFactors(files, config, problem, layer)
         pairs = source.find_pairs(tuple(ignored_modules))
-        return _assemble(source, pairs, spec, local_experts)
+        return _assemble_adapter(source, pairs, spec, local_experts)
 
 
-def _local_experts(problem: Problem, ep: tuple[int, int] | None) -> list[int]:
+def _find_local_experts(problem: Problem, ep: tuple[int, int] | None) -> list[int]:
     """Return the global ids of this rank's experts, in the order of its weights."""
     parallel = problem.parallel
     if ep is not None:
         expect("ep: (rank, ranks)", ep, tuple[int, int])
         parallel = Parallel(ep[1], "linear", ep[0])
-    local = list(parallel.place(problem.experts).slots[parallel.rank])
-    if len(local) != problem.e:
-        got = f"{len(local)} experts on rank {parallel.rank} of {parallel.world_size}"
+    local_experts = list(parallel.place(problem.experts).slots[parallel.rank])
+    if len(local_experts) != problem.e:
+        got = f"{len(local_experts)} experts on rank {parallel.rank} of {parallel.world_size}"
         raise ConfigurationError("ep", got=got, need=f"{problem.e}, as the problem has")
-    return local
+    return local_experts
 
 
 @dataclass(frozen=True)
 class _FactorPair:
     """The names of A and B of one projection, with their rank and scaling.
 
-    They belong to one expert, or to all experts together.
+    The matrices belong to one expert, or to all experts together.
 
     module: the module's name, which the patterns of the config match.
     """
@@ -129,7 +129,7 @@ class _FactorPair:
 
 
 @dataclass(frozen=True)
-class _Source:
+class _LayerFactors:
     """The LoRA factors of one layer in a PEFT file."""
 
     files: TensorFiles
@@ -147,11 +147,11 @@ class _Source:
             if len(keys) < 2:
                 got = f"{next(iter(keys.values()))} alone"
                 raise WeightsError(what, got=got, need="lora_A, lora_B")
-            role, module = self._role(what, expert, name, keys)
+            role, module = self._find_role(what, expert, name, keys)
             if expert in pairs.setdefault(role, {}):
                 got = f"{keys['A']}: {role} once more"
                 raise WeightsError(what, got=got, need="each projection once")
-            pairs[role][expert] = self._pair(role, f"{block}.{module}", expert, keys)
+            pairs[role][expert] = self._make_pair(role, f"{block}.{module}", expert, keys)
         self._check_complete(pairs)
         return pairs
 
@@ -167,7 +167,7 @@ class _Source:
         unknown, blocks = list[str](), set[str]()
         what = str(self.files.path)
         for key in sorted(self.files.names):
-            match = _NAME.fullmatch(key) if len(key) <= _MAX_NAME else None
+            match = _FACTOR_NAME.fullmatch(key) if len(key) <= _MAX_NAME_CHARS else None
             if match is None or match["name"] not in (None, *_ROLES):
                 if not set(ignored_modules) & set(key.split(".")):
                     unknown.append(key)
@@ -196,7 +196,7 @@ class _Source:
             raise WeightsError(what, got=got, need="its LoRA factors")
         return keys_by_module
 
-    def _role(
+    def _find_role(
         self, what: str, expert: int | None, name: str, keys: Mapping[str, str]
     ) -> tuple[_Role, str]:
         """Return a projection's role, and its name relative to the module of all experts.
@@ -214,31 +214,38 @@ class _Source:
                 raise WeightsError(what, got=keys["A"], need=need)
             return role, f"{expert}.{name}"
         w1_role: _Role = "gate_up" if problem.act.gated else "up"
-        a_shape, b_shape = (self._shape(keys[side]) for side in "AB")
+        a_shape, b_shape = (self._get_stored_shape(keys[side]) for side in "AB")
         roles: tuple[_Role, ...] = (w1_role, "down")
-        matching = [role for role in roles if (b_shape[0], a_shape[1]) == self._sizes(role)]
-        if len(matching) != 1:
-            needs = [f"(E r, {d}) and ({n}, r E) of {_PARAMETERS[r]}" for r in roles
-                     for n, d in [self._sizes(r)]]  # fmt: skip
+        matching_roles = [
+            role for role in roles if (b_shape[0], a_shape[1]) == self._get_weight_shape(role)
+        ]
+        if len(matching_roles) != 1:
+            weight_shapes = {role: self._get_weight_shape(role) for role in roles}
+            valid_shapes = [
+                f"(E r, {depth}) and ({rows}, r E) of {_PARAMETER_NAMES[role]}"
+                for role, (rows, depth) in weight_shapes.items()
+            ]
             got = f"{a_shape} and {b_shape}"
-            raise ShapeError(self.files.qualified_name(keys["A"]), got=got, need=" or ".join(needs))
-        rows, depth = self._sizes(matching[0])
+            raise ShapeError(
+                self.files.qualified_name(keys["A"]), got=got, need=" or ".join(valid_shapes)
+            )
+        rows, depth = self._get_weight_shape(matching_roles[0])
         is_ambiguous = rows == depth or not problem.act.gated
         if is_ambiguous and not self.config.has_fused_layout:
             need = "0.19 or newer: older versions may have swapped A and B with the same shapes"
             raise ConfigurationError(
                 f"{what}: peft_version", got=self.config.peft_version, need=need
             )
-        return matching[0], _PARAMETERS[matching[0]]
+        return matching_roles[0], _PARAMETER_NAMES[matching_roles[0]]
 
-    def _sizes(self, role: _Role) -> tuple[int, int]:
+    def _get_weight_shape(self, role: _Role) -> tuple[int, int]:
         """Return (rows, columns) of a projection's weight."""
         problem = self.problem
         if role == "down":
             return problem.hidden, problem.intermediate
         return problem.w1_rows if role == "gate_up" else problem.intermediate, problem.hidden
 
-    def _shape(self, key: str) -> tuple[int, ...]:
+    def _get_stored_shape(self, key: str) -> tuple[int, ...]:
         shape, dtype = self.files.shape_and_dtype(key)
         if dtype not in _DTYPES:
             need = ", ".join(map(str, _DTYPES))
@@ -247,14 +254,14 @@ class _Source:
             raise ShapeError(self.files.qualified_name(key), got=shape, need="two dimensions")
         return shape
 
-    def _pair(
+    def _make_pair(
         self, role: _Role, module: str, expert: int | None, keys: Mapping[str, str]
     ) -> _FactorPair:
         rank, scaling = self.config.rank_and_scaling(module)
         total_rank = rank * (self.problem.experts if expert is None else 1)
-        rows, depth = self._sizes(role)
+        rows, depth = self._get_weight_shape(role)
         for side, need in (("A", (total_rank, depth)), ("B", (rows, total_rank))):
-            got = self._shape(keys[side])
+            got = self._get_stored_shape(keys[side])
             if got != need:
                 requirement = f"{need}, by {CONFIG_FILE} and the problem"
                 raise ShapeError(self.files.qualified_name(keys[side]), got=got, need=requirement)
@@ -315,8 +322,8 @@ class _Source:
         return factors
 
 
-def _assemble(
-    source: _Source,
+def _assemble_adapter(
+    source: _LayerFactors,
     pairs_by_role: Mapping[_Role, Mapping[int | None, _FactorPair]],
     spec: AdapterSpec,
     local_experts: list[int],
@@ -324,9 +331,9 @@ def _assemble(
     problem = source.problem
     experts = list(range(problem.experts)) if spec.outer_shared else local_experts
     factors = {role: source.read(pairs, experts) for role, pairs in pairs_by_role.items()}
-    w1_parts = _w1_parts(problem, factors)
+    w1_parts = _split_w1_factors(problem, factors)
     if spec.a13_shared:
-        w1_parts = _share_a(w1_parts)
+        w1_parts = _merge_a(w1_parts)
     w2_parts = [("", *factors["down"])] if "down" in factors else []
     ranks = [a.shape[1] for _, a, _ in (*w1_parts, *w2_parts)]
     padded_spec = replace(spec, rank=max(ranks, default=1))
@@ -339,19 +346,19 @@ def _assemble(
     for projection, a, b in w1_parts:
         start = padded_spec.rank if projection == "up" and num_a == 2 else 0
         tensors["lora_a13"][:, start : start + a.shape[1]] = a
-        tensors["lora_b13"][:, _w1_rows(problem, projection), : b.shape[2]] = b
+        tensors["lora_b13"][:, _get_w1_rows(problem, projection), : b.shape[2]] = b
     for _, a, b in w2_parts:
         tensors["lora_a2"][:, : a.shape[1]] = a
         tensors["lora_b2"][:, :, : b.shape[2]] = b
     if spec.outer_shared:
         for name in ("lora_a13", "lora_b2"):
-            tensors[name] = _shared_matrix(str(source.files.path), name, tensors[name])
+            tensors[name] = _get_shared_matrix(str(source.files.path), name, tensors[name])
         for name in ("lora_b13", "lora_a2"):
             tensors[name] = tensors[name][local_experts]
     return Adapter(**tensors)
 
 
-def _w1_rows(problem: Problem, projection: str) -> slice:
+def _get_w1_rows(problem: Problem, projection: str) -> slice:
     """Return the rows of gate or up in w1."""
     rows = problem.w1_rows
     if not problem.act.gated:
@@ -361,18 +368,19 @@ def _w1_rows(problem: Problem, projection: str) -> slice:
     return slice(rows // 2) if projection == "gate" else slice(rows // 2, rows)
 
 
-def _w1_parts(problem: Problem, factors: Mapping[_Role, _Factors]) -> list[_Part]:
+def _split_w1_factors(problem: Problem, factors: Mapping[_Role, _Factors]) -> list[_Part]:
     """Return the factors of gate and of up. If they are stored together, both have the same A."""
     if "gate_up" in factors:
         a, b = factors["gate_up"]
         return [
-            (projection, a, b[:, _w1_rows(problem, projection)]) for projection in ("gate", "up")
+            (projection, a, b[:, _get_w1_rows(problem, projection)])
+            for projection in ("gate", "up")
         ]
     roles: tuple[_Role, ...] = ("gate", "up")
     return [(role, *factors[role]) for role in roles if role in factors]
 
 
-def _share_a(w1_parts: list[_Part]) -> list[_Part]:
+def _merge_a(w1_parts: list[_Part]) -> list[_Part]:
     """Give gate and up a common A, without changing B @ A.
 
     If they have different A, the common A has the rows of both, and each B is padded with zeros.
@@ -393,7 +401,7 @@ def _pad(values: torch.Tensor, dimension: int, size: int) -> torch.Tensor:
     return torch.cat([values, values.new_zeros(shape)], dimension)
 
 
-def _shared_matrix(what: str, name: str, values: torch.Tensor) -> torch.Tensor:
+def _get_shared_matrix(what: str, name: str, values: torch.Tensor) -> torch.Tensor:
     """Return the matrix that all experts share, (1, ...). Raises WeightsError if experts differ."""
     if not torch.equal(values, values[:1].expand_as(values)):
         got = f"{name} that differs between experts"

@@ -1,7 +1,7 @@
-"""Read PEFT's adapter_config.json.
+"""Reads PEFT's adapter_config.json.
 
-Only plain LoRA is supported, not variants such as DoRA. A field that would change the result and is
-not supported raises a ConfigurationError.
+Only plain LoRA is supported, not variants such as DoRA. An unsupported field that would change the
+result raises a ConfigurationError.
 """
 
 import re
@@ -71,8 +71,8 @@ class PeftConfig:
     def rank_and_scaling(self, module: str) -> tuple[int, float]:
         """Return the rank of a module, and the factor by which B @ A is scaled."""
         name = module.removeprefix("base_model.model.")
-        rank = _first_match(self.ranks, name, self.rank)
-        alpha = _first_match(self.alphas, name, self.alpha)
+        rank = _find_first_match(self.ranks, name, self.rank)
+        alpha = _find_first_match(self.alphas, name, self.alpha)
         return rank, alpha / (sqrt(rank) if self.use_rslora else rank)
 
     def has_layer(self, layer: int) -> bool:
@@ -84,8 +84,8 @@ class PeftConfig:
 
         PEFT has used this layout since version 0.19.
         """
-        numbers = re.match(r"(\d{1,4})\.(\d{1,4})", self.peft_version or "")
-        return numbers is not None and (int(numbers[1]), int(numbers[2])) >= (0, 19)
+        version = re.match(r"(\d{1,4})\.(\d{1,4})", self.peft_version or "")
+        return version is not None and (int(version[1]), int(version[2])) >= (0, 19)
 
 
 def read_config(path: Path) -> PeftConfig:
@@ -107,15 +107,15 @@ def read_config(path: Path) -> PeftConfig:
     expect(f"{what}: use_rslora", use_rslora := config.get("use_rslora", False), bool)
     return PeftConfig(
         path=path,
-        rank=_rank(f"{what}: r", config.get("r")),
-        alpha=_alpha(f"{what}: lora_alpha", config.get("lora_alpha")),
-        ranks={key: _rank(f"{what}: rank_pattern", value)
-               for key, value in _patterns(what, config, "rank_pattern")},
-        alphas={key: _alpha(f"{what}: alpha_pattern", value)
-                for key, value in _patterns(what, config, "alpha_pattern")},
+        rank=_check_rank(f"{what}: r", config.get("r")),
+        alpha=_check_alpha(f"{what}: lora_alpha", config.get("lora_alpha")),
+        ranks={key: _check_rank(f"{what}: rank_pattern", value)
+               for key, value in _read_patterns(what, config, "rank_pattern")},
+        alphas={key: _check_alpha(f"{what}: alpha_pattern", value)
+                for key, value in _read_patterns(what, config, "alpha_pattern")},
         use_rslora=use_rslora,
-        layers=_layers(what, config),
-        targets=_targets(config),
+        layers=_read_layers(what, config),
+        targets=_read_targets(config),
         peft_version=config.get("peft_version"),
     )  # fmt: skip
 
@@ -123,38 +123,38 @@ def read_config(path: Path) -> PeftConfig:
 def _check_plain_lora(what: str, config: Mapping[str, Any]) -> None:
     """Raise ConfigurationError for methods other than LoRA, and for fields of LoRA variants."""
     if config.get("peft_type") != "LORA":
-        got = _short(config.get("peft_type"))
+        got = _format_short(config.get("peft_type"))
         raise ConfigurationError(f"{what}: peft_type", got=got, need="LORA")
     if config.get("bias", "none") != "none":
-        raise ConfigurationError(f"{what}: bias", got=_short(config["bias"]), need="none")
+        raise ConfigurationError(f"{what}: bias", got=_format_short(config["bias"]), need="none")
     for name, value in config.items():
         if value and name not in _IGNORED_FIELDS | _READ_FIELDS:
             need = "unset or false: only plain LoRA is supported"
-            raise ConfigurationError(f"{what}: {name[:80]}", got=_short(value), need=need)
+            raise ConfigurationError(f"{what}: {name[:80]}", got=_format_short(value), need=need)
 
 
-def _short(value: object) -> str:
+def _format_short(value: object) -> str:
     return repr(value)[:80]
 
 
-def _rank(what: str, value: Any) -> int:
+def _check_rank(what: str, value: Any) -> int:
     expect(what, value, Count)
     rank: int = value
     return rank
 
 
-def _alpha(what: str, value: Any) -> float:
+def _check_alpha(what: str, value: Any) -> float:
     expect(what, value, int | float)
     try:
         alpha = float(value)
     except OverflowError:
         alpha = float("inf")
     if not isfinite(alpha):
-        raise ConfigurationError(what, got=_short(value), need="a finite number")
+        raise ConfigurationError(what, got=_format_short(value), need="a finite number")
     return alpha
 
 
-def _patterns(what: str, config: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
+def _read_patterns(what: str, config: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
     """Return (regular expression, value) for each item of a pattern field.
 
     Raises ConfigurationError for an invalid regular expression. The file may be untrusted, so an
@@ -162,11 +162,11 @@ def _patterns(what: str, config: Mapping[str, Any], name: str) -> list[tuple[str
     """
     patterns = config.get(name) or {}
     if not isinstance(patterns, dict):
-        raise ConfigurationError(f"{what}: {name}", got=_short(patterns), need="an object")
+        raise ConfigurationError(f"{what}: {name}", got=_format_short(patterns), need="an object")
     for pattern in patterns:
         try:
             re.compile(pattern)
-            re.compile(_suffix_pattern(pattern))  # fails if the pattern begins with flags
+            re.compile(_make_suffix_pattern(pattern))  # fails if the pattern begins with flags
             is_valid = len(pattern) <= _MAX_PATTERN_LENGTH
         except (re.error, OverflowError, RecursionError):
             is_valid = False
@@ -175,24 +175,24 @@ def _patterns(what: str, config: Mapping[str, Any], name: str) -> list[tuple[str
         has_repeated_group = re.search(r"\)[*+{?]", unescaped) is not None
         if not is_valid or has_repeated_group or len(re.findall(r"[*+{?]", unescaped)) > 3:
             need = f"a regular expression of at most {_MAX_PATTERN_LENGTH} characters and 3 repeats"
-            raise ConfigurationError(f"{what}: {name}", got=_short(pattern), need=need)
+            raise ConfigurationError(f"{what}: {name}", got=_format_short(pattern), need=need)
     return list(patterns.items())
 
 
-def _suffix_pattern(pattern: str) -> str:
+def _make_suffix_pattern(pattern: str) -> str:
     """Return a regular expression for names whose last components match `pattern`."""
     return rf"(.*\.)?({pattern})$"
 
 
-def _first_match(patterns: Mapping[str, _Value], name: str, default: _Value) -> _Value:
+def _find_first_match(patterns: Mapping[str, _Value], name: str, default: _Value) -> _Value:
     """Return the value of the first pattern that matches the end of a name, or `default`."""
     for pattern, value in patterns.items():
-        if re.match(_suffix_pattern(pattern), name):
+        if re.match(_make_suffix_pattern(pattern), name):
             return value
     return default
 
 
-def _layers(what: str, config: Mapping[str, Any]) -> frozenset[int] | None:
+def _read_layers(what: str, config: Mapping[str, Any]) -> frozenset[int] | None:
     """Return the numbers of the layers with adapters, or None for all layers.
 
     As in PEFT, an empty list selects all layers.
@@ -202,11 +202,13 @@ def _layers(what: str, config: Mapping[str, Any]) -> frozenset[int] | None:
         return None
     if isinstance(config.get("target_modules"), str):
         need = "none if target_modules is one pattern"
-        raise ConfigurationError(f"{what}: layers_to_transform", got=_short(layers), need=need)
+        raise ConfigurationError(
+            f"{what}: layers_to_transform", got=_format_short(layers), need=need
+        )
     return frozenset(layers if isinstance(layers, list) else [layers]) or None
 
 
-def _targets(config: Mapping[str, Any]) -> tuple[str, ...]:
+def _read_targets(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of modules and parameters that have adapters in all included layers.
 
     Returns () if the config selects modules by a pattern or excludes some modules.

@@ -1,10 +1,10 @@
 """Finds a module's storage format by name, from the quantization_config of a checkpoint.
 
     formats = QuantizationMap(config["quantization_config"])
-    formats.format_of("model.layers.3.mlp.experts.0.gate_proj")  # None if it is not quantized
+    formats.format_of("model.layers.3.mlp.experts.0.gate_proj")  # None if unquantized
 
 The modules of a checkpoint may have different formats, but all experts of a layer must have the
-same one.
+same format.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,11 +24,11 @@ class QuantizationMap:
     quantization: the quantization_config; None for an unquantized checkpoint.
     path: path of the config.json, for messages.
     depth: max(H, I) of the layer, as for `formats.format_of`.
-    expert_dtype: the value of this key in the config.json.
+    expert_dtype: the value of "expert_dtype" in the config.json.
 
     Raises ConfigurationError for an unknown method or key, and for name patterns with unsupported
-    syntax. Formats are read on first use. An unsupported format therefore raises an error only when
-    a module that has it is looked up.
+    syntax. Formats are read on first use, so an unsupported format raises an error only when one of
+    its modules is looked up.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class QuantizationMap:
         return self._quantization.config is not None
 
     def format_of(self, module: str) -> Format | None:
-        """Return the format of a module, or None if it is not quantized.
+        """Return the format of a module, or None if the module is not quantized.
 
         module: name of the module, such as "model.layers.3.self_attn.q_proj".
         """
@@ -68,7 +68,7 @@ class QuantizationMap:
             config = module_config.config
             if not is_expert:  # `expert_dtype` applies to experts only
                 config = config | {"expert_dtype": None}
-            self._formats[key] = self._read(config, expert=is_expert)
+            self._formats[key] = self._read_format(config, expert=is_expert)
         return self._formats[key]
 
     def representative_experts(self, experts: int) -> Sequence[int]:
@@ -89,9 +89,9 @@ class QuantizationMap:
 
         Raises ConfigurationError, with the names and formats of two modules, if formats differ.
         """
-        return find_common_value(self._quantization, modules, self._read, what)
+        return find_common_value(self._quantization, modules, self._read_format, what)
 
-    def _read(self, config: dict[str, Any] | None, *, expert: bool = True) -> Format:
+    def _read_format(self, config: dict[str, Any] | None, *, expert: bool = True) -> Format:
         if config is None:
             return UNQUANTIZED
         config = (self._expert_dtype if expert else {}) | config

@@ -21,14 +21,14 @@ import torch
 
 from modular_kernel.checkpoints.checkpoint_files import (
     INDEX_SUFFIX,
-    absent_files_error,
     find_index_or_files,
-    no_tensors_error,
+    make_absent_files_error,
+    make_no_tensors_error,
     read_index,
 )
 from modular_kernel.errors import ConfigurationError, DtypeError, WeightsError
 
-_INSTALL = "safetensors: pip install safetensors"
+_INSTALL_HINT = "safetensors: pip install safetensors"
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -58,7 +58,7 @@ class TensorFiles:
         self.path = path
         self.files = files
         self.bytes_read = 0
-        self._open: dict[Path, Any] = {}
+        self._open_files: dict[Path, Any] = {}
         self._names_in_file: dict[Path, frozenset[str]] = {}
         self._metadata: dict[Path, dict[str, str]] = {}
         self._headers: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -75,7 +75,7 @@ class TensorFiles:
         """Return the shape and dtype of a tensor, from the header."""
         header = self._headers.get(name)
         if header is None:
-            tensor_slice = self._slice(name)
+            tensor_slice = self._get_slice(name)
             dtype = tensor_slice.get_dtype()
             if dtype not in _DTYPES:
                 need = f"one of {', '.join(_DTYPES)}"
@@ -85,10 +85,10 @@ class TensorFiles:
 
     def metadata(self, name: str) -> dict[str, str]:
         """Return the metadata (strings by key) in the header of the file that has this tensor."""
-        self._slice(name)  # opens the file
+        self._get_slice(name)  # opens the file
         path = self.files[name]
         if path not in self._metadata:
-            self._metadata[path] = self._open[path].metadata() or {}
+            self._metadata[path] = self._open_files[path].metadata() or {}
         return self._metadata[path]
 
     def nbytes(self, name: str) -> int:
@@ -106,29 +106,29 @@ class TensorFiles:
         device = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
         try:
             with device:
-                tensor: torch.Tensor = self._slice(name)[slices or ...]
-        except _library_errors() as error:
-            raise _invalid_file_error(self.files[name], error) from None
+                tensor: torch.Tensor = self._get_slice(name)[slices or ...]
+        except _list_library_errors() as error:
+            raise _make_invalid_file_error(self.files[name], error) from None
         self.bytes_read += tensor.numel() * tensor.element_size()
         return tensor
 
-    def _slice(self, name: str) -> Any:
+    def _get_slice(self, name: str) -> Any:
         path = self.files[name]
-        if path not in self._open:
+        if path not in self._open_files:
             if not path.exists():
-                raise absent_files_error(self.path, set(self.files.values()))
-            self._open[path] = open_file(path)
-            self._names_in_file[path] = frozenset(self._open[path].keys())
+                raise make_absent_files_error(self.path, set(self.files.values()))
+            self._open_files[path] = open_file(path)
+            self._names_in_file[path] = frozenset(self._open_files[path].keys())
         if name not in self._names_in_file[path]:
             got, need = f"no {name}", "the tensors that the index lists"
             raise WeightsError(str(path), got=got, need=need)
-        return self._open[path].get_slice(name)
+        return self._open_files[path].get_slice(name)
 
     def close(self) -> None:
         """Close the files. Views that were read stay valid."""
-        for file in self._open.values():
+        for file in self._open_files.values():
             file.__exit__(None, None, None)
-        self._open.clear()
+        self._open_files.clear()
 
 
 def open_file(path: Path) -> Any:
@@ -137,17 +137,17 @@ def open_file(path: Path) -> Any:
         from safetensors import safe_open  # noqa: PLC0415 (optional dependency)
     except ImportError:
         raise ConfigurationError(
-            f"checkpoint {path}", got="no safetensors", need=_INSTALL
+            f"checkpoint {path}", got="no safetensors", need=_INSTALL_HINT
         ) from None
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise WeightsError(str(path), got="not a regular file", need="a safetensors file")
         return safe_open(str(path), framework="pt", device="cpu")
-    except _library_errors() as error:
-        raise _invalid_file_error(path, error) from None
+    except _list_library_errors() as error:
+        raise _make_invalid_file_error(path, error) from None
 
 
-def _library_errors() -> tuple[type[Exception], ...]:
+def _list_library_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions that the safetensors library raises for an invalid file."""
     errors = (OSError, ValueError, IndexError)
     try:
@@ -157,7 +157,7 @@ def _library_errors() -> tuple[type[Exception], ...]:
     return (*errors, SafetensorError)
 
 
-def _invalid_file_error(path: Path, error: Exception) -> WeightsError:
+def _make_invalid_file_error(path: Path, error: Exception) -> WeightsError:
     if isinstance(error, WeightsError):
         return error
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -177,9 +177,9 @@ def map_tensors_to_files(path: Path) -> dict[str, Path]:
     except (OSError, ValueError) as error:
         if isinstance(error, WeightsError | ConfigurationError):
             raise
-        raise _invalid_file_error(path, error) from None
+        raise _make_invalid_file_error(path, error) from None
     if not candidates:
-        raise no_tensors_error(path)
+        raise make_no_tensors_error(path)
     if candidates[0].name.endswith(INDEX_SUFFIX):
         return read_index(candidates[0])
     files: dict[str, Path] = {}

@@ -58,7 +58,7 @@ _PREFIXES = (
     "transformer.",
     "thinker.model.",
 )
-_LAYERS = r"(?P<prefix>(?:.*\.)?)(?:layers|blocks|blk|h)\.(?P<layer>\d+)\."
+_LAYER_PATTERN = r"(?P<prefix>(?:.*\.)?)(?:layers|blocks|blk|h)\.(?P<layer>\d+)\."
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class LayerSource:
     @property
     def layer_number(self) -> int:
         """The number of the layer in the names of its tensors, from 0."""
-        match = re.match(_LAYERS, self.layer.prefix)
+        match = re.match(_LAYER_PATTERN, self.layer.prefix)
         assert match is not None
         return int(match["layer"])
 
@@ -101,7 +101,7 @@ class LayerSource:
             w1_locations, w2_locations = self.layer.projections(expert)
             yield from (*w1_locations, *w2_locations)
 
-    def key(self, location: ProjectionLocation, spec: StoredTensor) -> str | None:
+    def find_key(self, location: ProjectionLocation, spec: StoredTensor) -> str | None:
         """Return the name of a projection's tensor in the files, or None if there is none."""
         cache_key = location.base, spec.name
         if cache_key not in self._keys:
@@ -113,14 +113,14 @@ class LayerSource:
         """Check names, shapes and dtypes of all experts' tensors, reading only headers.
 
         Returns the dtypes by role. Raises WeightsError for missing or unexpected tensors, and
-        ShapeError or DtypeError, with file and tensor, for invalid ones.
+        ShapeError or DtypeError, with the names of the file and the tensor, for invalid tensors.
         """
         missing, checked_keys, dtypes = list[str](), set[str](), dict[str, set[torch.dtype]]()
         for location in self.locations():
             if len(missing) > _MAX_MISSING:
                 break
             for spec in self.stored_tensors():
-                key = self.key(location, spec)
+                key = self.find_key(location, spec)
                 if key is None:
                     missing += [] if spec.optional else [next(iter(location.candidate_keys(spec)))]
                 elif key not in checked_keys:
@@ -132,12 +132,12 @@ class LayerSource:
                     if self.format.torchao is not None and spec.role == "w":
                         self.check_metadata(key, shape, self.format.torchao)
         if missing:
-            got = f"no {missing[0]}{_count_others(missing)}"
+            got = f"no {missing[0]}{_format_num_others(missing)}"
             need = self._describe_experts()
             raise WeightsError(self.what, got=got, need=need)
-        self._check_no_others(checked_keys)
+        self._check_no_unexpected(checked_keys)
         if self.format.method == "gguf" and self.format.scheme.weight in IMPLICIT_ZERO_POINT:
-            types = {self._block_type(key) for key in checked_keys}
+            types = {self._get_block_type(key) for key in checked_keys}
             dtypes["scale"] = {parse_dtype(scale_dtype(types))}  # scales are stored in the blocks
         return {role: frozenset(kinds) for role, kinds in dtypes.items()}
 
@@ -171,7 +171,7 @@ class LayerSource:
             return {}
         spec = next(spec for spec in self.format.stored_tensors if spec.role == "w")
         dtypes: dict[torch.dtype, str] = {}
-        for key in (self.key(location, spec) for location in self.locations()):
+        for key in (self.find_key(location, spec) for location in self.locations()):
             if key is not None:
                 dtypes.setdefault(self.files.shape_and_dtype(key)[1], key)
         return dtypes
@@ -181,19 +181,19 @@ class LayerSource:
         if self.format.method != "none":
             return False
         spec = next(spec for spec in self.format.stored_tensors if spec.role == "w")
-        key = self.key(next(self.locations()), spec)
+        key = self.find_key(next(self.locations()), spec)
         return key is not None and self.files.shape_and_dtype(key)[1] in FLOATS
 
     def has_scales(self) -> bool:
         """Return whether the first expert has the scales of quantized weights."""
         location = next(self.locations())
         scales = [spec for spec in self.format.stored_tensors if spec.role == "scale"]
-        return any(self.key(location, spec) is not None for spec in scales)
+        return any(self.find_key(location, spec) is not None for spec in scales)
 
     def nbytes(self) -> int:
         """Return the total size in bytes of the tensors of the layer's experts."""
         keys = {
-            self.key(location, spec)
+            self.find_key(location, spec)
             for location in self.locations()
             for spec in self.stored_tensors()
         }
@@ -205,26 +205,26 @@ class LayerSource:
             return format_count(self.layer.experts, "unquantized expert")
         return f"{format_count(self.layer.experts, 'expert')} in {self.format}"
 
-    def _check_no_others(self, checked_keys: set[str]) -> None:
+    def _check_no_unexpected(self, checked_keys: set[str]) -> None:
         """Raise WeightsError if the experts have tensors other than `checked_keys`."""
         names = self.layer.layout.names
         bases = {f"{self.layer.prefix}{name}" for name in names}
         bases |= {f"{self.layer.prefix}_{name}" for name in names}  # torchao
         expert_name = re.compile(re.escape(self.layer.prefix) + r"\d+\.")
         is_parameter = self.layer.layout.is_parameter
-        others = sorted(
+        unexpected = sorted(
             name
             for name in self.files.names - checked_keys
             if name.startswith(self.layer.prefix)
             and not name.endswith(_NOT_EXPERT_WEIGHTS)
             and (
                 expert_name.match(name)
-                or any(_is_tensor_of(name, base, is_parameter) for base in bases)
+                or any(_is_name_of_tensor(name, base, is_parameter) for base in bases)
             )
         )
-        if others:
+        if unexpected:
             need = f"{self._describe_experts()}, and nothing else"
-            got = f"{self.files.qualified_name(others[0])}{_count_others(others)}"
+            got = f"{self.files.qualified_name(unexpected[0])}{_format_num_others(unexpected)}"
             raise WeightsError(self.what, got=got, need=need)
 
     def check_share(self, parts: Sequence[tuple[ProjectionLocation, Range, Range]]) -> None:
@@ -258,26 +258,28 @@ class LayerSource:
             return {"weight": self._read_bitsandbytes_4bit(location, rows, columns)}
         tensors, order = {}, order or self.format.scheme.act_order
         for spec in self.format.stored_tensors:
-            skip = spec.role in (*UNREAD_ROLES, "a_scale") or (spec.role == "order" and not order)
-            key = None if skip else self.key(location, spec)
+            is_skipped = spec.role in (*UNREAD_ROLES, "a_scale") or (
+                spec.role == "order" and not order
+            )
+            key = None if is_skipped else self.find_key(location, spec)
             if key is not None:
-                tensors[spec.name] = self._read(key, location, spec, rows, columns)
+                tensors[spec.name] = self._read_tensor(key, location, spec, rows, columns)
         if self.format.dequantized and self.format.torchao is not None:
             return {"weight": dequantize_int4(tensors, self.format.torchao.group, columns)}
         return convert_share(self.format, target_format, tensors, rows, columns)
 
-    def _block_type(self, key: str) -> str:
+    def _get_block_type(self, key: str) -> str:
         return self.files.block_type(key).name if isinstance(self.files, GgufFiles) else ""
 
     def _read_gguf(
         self, location: ProjectionLocation, rows: Range, columns: Range
     ) -> dict[str, torch.Tensor]:
-        """Read the GGUF blocks that cover a part.
+        """Read the GGUF blocks that cover a range of rows and columns of a projection.
 
         Returns {"weight": codes, "scale": scales}, or {"weight": float32 values} if no scheme can
         represent the block type.
         """
-        key = self.key(location, self.format.stored_tensors[0])
+        key = self.find_key(location, self.format.stored_tensors[0])
         if not isinstance(self.files, GgufFiles) or key is None or location.expert is None:
             need = "a GGUF file"
             raise ConfigurationError(f"{self.what}: files of {self.format}", got=key, need=need)
@@ -302,7 +304,7 @@ class LayerSource:
     def _read_bitsandbytes_4bit(
         self, location: ProjectionLocation, rows: Range, columns: Range
     ) -> torch.Tensor:
-        keys = {spec.name: self.key(location, spec) for spec in self.format.stored_tensors}
+        keys = {spec.name: self.find_key(location, spec) for spec in self.format.stored_tensors}
         present = {name: key for name, key in keys.items() if key is not None}
         tensors = _FlatFileTensors(self.files, present)
         what = self.files.qualified_name(f"{location.base}.weight")
@@ -311,10 +313,10 @@ class LayerSource:
 
     def read_bias(self, location: ProjectionLocation, rows: Range) -> torch.Tensor:
         """Read rows [a, b) of a projection's bias."""
-        key = self.key(location, _BIAS)
+        key = self.find_key(location, _BIAS)
         assert key is not None
         rows = (location.first_row + rows[0], location.first_row + rows[1])
-        return self._read(key, location, _BIAS, rows, (0, location.depth))
+        return self._read_tensor(key, location, _BIAS, rows, (0, location.depth))
 
     def read_input_scales(self, locations: Sequence[ProjectionLocation]) -> torch.Tensor:
         """Read the static activation scales of projections, (number of tensors,) float32.
@@ -323,20 +325,24 @@ class LayerSource:
         nvfp4.
         """
         (spec,) = (spec for spec in self.format.stored_tensors if spec.role == "a_scale")
-        by_key = dict[tuple[str, int | None], torch.Tensor]()
+        scale_by_key = dict[tuple[str, int | None], torch.Tensor]()
         for location in locations:
-            key = self.key(location, spec)
+            key = self.find_key(location, spec)
             assert key is not None
-            if (key, location.expert) not in by_key:
-                scale = self._read(key, location, spec, (0, location.rows), (0, location.depth))
-                subject = self.files.qualified_name(key)
-                by_key[key, location.expert] = convert_input_scale(scale.reshape(1), subject)
-        scales = torch.cat(list(by_key.values()))
+            if (key, location.expert) not in scale_by_key:
+                scale = self._read_tensor(
+                    key, location, spec, (0, location.rows), (0, location.depth)
+                )
+                qualified_name = self.files.qualified_name(key)
+                scale_by_key[key, location.expert] = convert_input_scale(
+                    scale.reshape(1), qualified_name
+                )
+        scales = torch.cat(list(scale_by_key.values()))
         is_nvfp4 = self.format.scheme.matrix_scales
         is_reciprocal = self.format.method == "compressed-tensors" and is_nvfp4
         return 1 / scales if is_reciprocal else scales
 
-    def _read(
+    def _read_tensor(
         self,
         key: str,
         location: ProjectionLocation,
@@ -345,10 +351,12 @@ class LayerSource:
         columns: Range,
     ) -> torch.Tensor:
         if isinstance(spec, BlockedScale):
-            expert = (
+            expert_slices = (
                 () if location.expert is None else (slice(location.expert, location.expert + 1),)
             )
-            stored = self.files.read(key, (*expert, *spec.stored_slices(rows, location.depth)))
+            stored = self.files.read(
+                key, (*expert_slices, *spec.stored_slices(rows, location.depth))
+            )
             return spec.unblock(stored.reshape(stored.shape[-2:]), rows, columns)
         shape = self.files.shape_and_dtype(key)[0]
         is_shared = spec.is_scalar and location.is_shared_scalar(spec, shape)
@@ -357,8 +365,8 @@ class LayerSource:
         if len(shape) == len(slices) or matched_dims is None:
             tensor = self.files.read(key, slices)
         else:  # the file has excess dimensions of size 1
-            by_dim = dict(zip(matched_dims, slices, strict=True))
-            all_slices = tuple(by_dim.get(dim, slice(0, 1)) for dim in range(len(shape)))
+            slice_by_dim = dict(zip(matched_dims, slices, strict=True))
+            all_slices = tuple(slice_by_dim.get(dim, slice(0, 1)) for dim in range(len(shape)))
             tensor = self.files.read(key, all_slices)
             tensor = tensor.reshape([tensor.shape[dim] for dim in matched_dims])
         if location.transposed and len(spec.dims) > 1:
@@ -393,13 +401,13 @@ class _FlatFileTensors:
         return self.files.read(key, tuple(slices)).flatten()
 
 
-def _is_tensor_of(name: str, base: str, is_parameter: bool) -> bool:
+def _is_name_of_tensor(name: str, base: str, is_parameter: bool) -> bool:
     """Return whether `name` is `base`, optionally with a suffix such as ".weight_scale"."""
     suffix = name.removeprefix(base)
     return suffix != name and (not suffix or suffix[0] in ("._:" if is_parameter else "."))
 
 
-def _count_others(names: Sequence[str]) -> str:
+def _format_num_others(names: Sequence[str]) -> str:
     return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 
@@ -427,11 +435,11 @@ def find_layers(
     prefixes = [name for name in _PREFIXES if name in by_prefix] or sorted(by_prefix)
     if len(prefixes) == 1:
         return prefixes[0], by_prefix[prefixes[0]]
-    searched = " or ".join(
+    searched_names = " or ".join(
         f"{prefix or '...'}layers.L.{layout.block or layout.gate}" for layout in layouts
     )
     if not prefixes:
-        need = f"experts in {searched}"
+        need = f"experts in {searched_names}"
         raise ConfigurationError(f"checkpoint {files.path}", got="no experts", need=need)
     got, need = " and ".join(map(repr, prefixes[:4])), "prefix=... to select one"
     raise ConfigurationError(f"checkpoint {files.path}: experts with prefixes", got=got, need=need)
@@ -481,9 +489,9 @@ def _find_expert_prefixes(
     before the projection.
     """
     projection = "|".join(re.escape(name) for name in layout.names)
-    stacked = rf"_?(?:{projection})(?:[._:]|$)"
-    next_part = stacked if layout.stacked else rf"\d+\.(?:{projection})\."
-    pattern = re.compile(rf"{_LAYERS}{re.escape(layout.path)}(?={next_part})")
+    stacked_pattern = rf"_?(?:{projection})(?:[._:]|$)"
+    lookahead = stacked_pattern if layout.stacked else rf"\d+\.(?:{projection})\."
+    pattern = re.compile(rf"{_LAYER_PATTERN}{re.escape(layout.path)}(?={lookahead})")
     prefixes = {}
     for match in filter(None, map(pattern.match, names)):
         prefixes[match["prefix"], int(match["layer"])] = match[0]
@@ -510,7 +518,7 @@ def _matches_layout(source: LayerSource) -> bool:
     w1_locations, w2_locations = source.layer.projections(0)
     spec = next(spec for spec in source.format.stored_tensors if spec.role == "w")
     for location in (*w1_locations, *w2_locations):
-        key = source.key(location, spec)
+        key = source.find_key(location, spec)
         try:
             if key is None:
                 return False

@@ -397,7 +397,7 @@ def _print_unprepared(pairs: "list[Candidate]", quants: list[str]) -> None:
 
     Raises ConfigurationError if no pairing is timed with prepared weights.
     """
-    from modular_kernel.bench.candidates import prepared_name
+    from modular_kernel.bench.candidates import make_prepared_name
 
     prepared_names = {
         (candidate.name, candidate.quant) for candidate in pairs if candidate.prepared
@@ -408,7 +408,7 @@ def _print_unprepared(pairs: "list[Candidate]", quants: list[str]) -> None:
         f"{candidate.name} {candidate.quant}"
         for candidate in pairs
         if not candidate.prepared
-        and (prepared_name(candidate.name), candidate.quant) not in prepared_names
+        and (make_prepared_name(candidate.name), candidate.quant) not in prepared_names
     ]
     if without:
         output.print_note(f"not timed with prepared weights: {', '.join(without)}")
@@ -464,7 +464,7 @@ def _print_text(report: "Report") -> None:
     from modular_kernel.bench import tables
     from modular_kernel.measure.records import INTERPRETER
 
-    columns, cells = tables.terminal_table(report.rows)
+    columns, cells = tables.make_terminal_table(report.rows)
     routings = {row.routing for row in report.rows}  # if there are several, show the column
     required = {"routing"} if len(routings) > 1 else set[str]()
     output.print_table(

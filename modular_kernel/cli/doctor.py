@@ -123,7 +123,7 @@ def doctor(as_json: AsJson = None) -> None:
 def _collect_versions() -> dict[str, str | None]:
     import torch
 
-    from modular_kernel.measure.environment import driver_version
+    from modular_kernel.measure.environment import read_driver_version
 
     return {
         "python": platform.python_version(),
@@ -133,7 +133,7 @@ def _collect_versions() -> dict[str, str | None]:
         "triton": installed_version("triton"),
         "numpy": installed_version("numpy"),
         "cuda": torch.version.cuda,
-        "driver": driver_version(),
+        "driver": read_driver_version(),
         "nccl": _get_nccl_version(),
     }
 

@@ -362,7 +362,7 @@ def _print_text(report: "ExchangeReport") -> None:
 
     env = report.environment
     hide_roofline = env.get("device") == "cpu" and env.get("link_gbs") == _DEFAULT_LINK_GBS
-    for title, columns, cells in records.detail_tables(report.rows):
+    for title, columns, cells in records.make_detail_tables(report.rows):
         indices = [
             i for i, name in enumerate(columns) if not (hide_roofline and name in ("floor", "GB/s"))
         ]

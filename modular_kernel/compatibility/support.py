@@ -37,7 +37,8 @@ class Requirements:
     devices: supported device types.
     triton: the part uses Triton kernels, so a CPU needs Triton's interpreter.
     min_arch: minimum compute capability, such as (9, 0).
-    archs: the only supported compute capabilities; None supports all from min_arch on.
+    archs: the only supported compute capabilities. None supports all compute capabilities that are
+        at least min_arch.
     packages: names of the optional packages that the part imports.
     providers: probes that recognize a package by its files, for import names that several packages
         share.
@@ -46,14 +47,14 @@ class Requirements:
         other names than the packages.
     dtypes: supported dtypes of the problem.
     top_k: minimum and maximum K.
-    hidden_multiple: H must be a multiple of this.
+    hidden_multiple: H must be a multiple of this number.
     hidden_sizes: the only supported H; None supports any.
     inplace: the output may overwrite x.
     graph_capturable: a call neither synchronizes nor allocates, and its shapes do not depend on
         data.
     deterministic: equal input gives bitwise equal output.
-    batch_invariant: if the problem requires it, the output of a token is bitwise equal to the
-        output of a call with only this token. This includes the part's reducers.
+    batch_invariant: if the problem requires batch invariance, the part and its reducers compute an
+        output for each token that is bitwise equal to the output of a call with only this token.
     lora: the part supports LoRA adapters. A PrepareAndFinalize dispatches the adapter slots with
         the tokens; experts add the LoRA deltas in both GEMMs.
     """
@@ -120,7 +121,7 @@ class PrepareFinalizeRequirements(Requirements):
         the received rows with torch's allocator, because only the library knows their number.
     bounds_received: the part's buffers can be sized for Problem.max_received rows.
     capacity_unit: in the batched format, each expert has capacity for T tokens of every rank, where
-        T is rounded up to a multiple of this.
+        T is rounded up to a multiple of this number.
     rounds_capacity: the part also rounds the capacity up to a multiple of the experts'
         `capacity_multiple`.
     """
@@ -167,20 +168,20 @@ class ExpertsRequirements(Requirements):
     weight_on_input: the experts can apply the router weight in GEMM 1.
     expert_map: the experts support ExpertWeights.expert_map.
     chunking: calls may be split along their tokens.
-    invalid_rows: content of output rows of skipped pairs.
+    invalid_rows: content of the output rows of skipped pairs.
     skips_padding: the experts never read rows without a token.
     schemes: names of the supported quantization schemes.
     external_schemes: the experts also support every scheme that another package provides.
     quantizes_input: the experts take unquantized activations and quantize them.
     scale_layout: layout of the activation scales that the experts read.
     whole_blocks: H and I must be multiples of the scheme's group.
-    intermediate_multiple: I must be a multiple of this.
+    intermediate_multiple: I must be a multiple of this number.
     min_tokens: minimum T.
     max_experts: maximum E; None is no limit.
     max_elements: limit of T * K * max(N, H), for parts with 32-bit offsets; None for parts with
         64-bit offsets.
     blocks: supported (rows, columns) of weight blocks in block schemes; None supports any.
-    capacity_multiple: in the batched format, an expert's capacity must be a multiple of this.
+    capacity_multiple: in the batched format, each expert's capacity must be a multiple of this.
     library_allocates: in every call, including planned and captured calls, a library allocates
         with torch's allocator.
     nan_clamping_activations: activations for which a library's clamp turns a NaN in weights, scales
@@ -282,7 +283,7 @@ RuleFunction = Callable[[RuleInput], Violations]
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of `judge` for one pairing. It is truthy if there are no rejections."""
+    """The result of `judge` for one pairing, which is truthy if there are no rejections."""
 
     prepare_finalize: str
     experts: str
@@ -328,16 +329,16 @@ class Verdicts(tuple[Verdict, ...]):
         """Return an HTML grid of pairings; each cell shows "ok" or the violated rules."""
         names = dict.fromkeys(verdict.experts for verdict in self)
         cells = {(v.prepare_finalize, v.experts): v for v in self}
-        head = "".join(f"<th>{escape(name)}</th>" for name in ("", *names))
-        rows = ""
-        for pf in dict.fromkeys(verdict.prepare_finalize for verdict in self):
-            row = (cells.get((pf, name)) for name in names)
-            texts = "".join(f"<td>{_cell_text(verdict)}</td>" for verdict in row)
-            rows += f"<tr><th>{escape(pf)}</th>{texts}</tr>"
-        return f"<table><tr>{head}</tr>{rows}</table>"
+        header_html = "".join(f"<th>{escape(name)}</th>" for name in ("", *names))
+        body_html = ""
+        for pf_name in dict.fromkeys(verdict.prepare_finalize for verdict in self):
+            row_verdicts = (cells.get((pf_name, name)) for name in names)
+            row_html = "".join(f"<td>{_format_cell(verdict)}</td>" for verdict in row_verdicts)
+            body_html += f"<tr><th>{escape(pf_name)}</th>{row_html}</tr>"
+        return f"<table><tr>{header_html}</tr>{body_html}</table>"
 
 
-def _cell_text(verdict: Verdict | None) -> str:
+def _format_cell(verdict: Verdict | None) -> str:
     if verdict is None:
         return ""
     rules = dict.fromkeys(rejection.rule for rejection in verdict.rejections)
@@ -349,23 +350,23 @@ def collect_rejections(
 ) -> tuple[Rejection, ...]:
     """Return the rejections that a part's `extra_rejections` returns.
 
-    If `extra_rejections` raises, or returns something else, this returns one rejection that says
-    so. Other pairings can then still be judged.
+    If `extra_rejections` raises, or returns anything but rejections, the result is one rejection
+    that describes the failure, so that other pairings can still be judged.
 
     part: class name of the part.
     get_rejections: calls `extra_rejections`.
     """
     try:
-        returned = tuple(get_rejections())
+        results = tuple(get_rejections())
     except Exception as error:  # noqa: BLE001  another package's code
         got = describe_error(error)
     else:
-        if not returned:
+        if not results:
             return ()
-        rejections = tuple(r for r in returned if isinstance(r, Rejection))
-        if len(rejections) == len(returned):
+        rejections = tuple(result for result in results if isinstance(result, Rejection))
+        if len(rejections) == len(results):
             return rejections
-        got = repr(returned)[:200]
+        got = repr(results)[:200]
     need = "a tuple of Rejection objects from extra_rejections"
     return (Rejection("extra_rejections", (part,), got, need),)
 

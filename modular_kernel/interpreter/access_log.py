@@ -1,7 +1,8 @@
 """Log of the memory accesses of interpreted launches.
 
-The builder (`interpreter.builder`) reports every load, store and atomic. The log passes them on to
-the bounds check, to the race detection and to the launch cache, if they are active.
+The builder (`interpreter.builder`) reports every load, store and atomic. The log checks the bounds
+of each access, and passes the access on to the race detection and the launch cache if they are
+active.
 """
 
 from collections.abc import Callable, Iterator, Mapping

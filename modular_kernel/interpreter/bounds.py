@@ -120,7 +120,9 @@ class Bounds:
     def _find_nearest(self, address: int, nbytes: int) -> tuple[int, int, str]:
         return min(
             self._named_ranges,
-            key=lambda entry: max(entry[0] - address, address + nbytes - entry[1]),
+            key=lambda named_range: max(
+                named_range[0] - address, address + nbytes - named_range[1]
+            ),
         )
 
     def _format_message(self, address: int, nbytes: int) -> str:

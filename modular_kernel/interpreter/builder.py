@@ -50,7 +50,7 @@ def _make_handle(data: Array, tl_dtype: TritonObject) -> Handle:
     return upstream.TensorHandle(convert(data, get_storage_dtype(scalar)), scalar)
 
 
-def _as_bits(handle: Handle) -> Handle:
+def _view_as_bits(handle: Handle) -> Handle:
     """Return `handle` with bf16 and fp8 viewed as unsigned integers, for C++ code of upstream."""
     bits = BIT_DTYPES.get(handle.data.dtype)
     if bits is None:
@@ -61,7 +61,7 @@ def _as_bits(handle: Handle) -> Handle:
 def _check_divisor(handle: Handle) -> Handle:
     """Return `handle`. Raise ZeroDivisionError if it contains 0.
 
-    A division by 0 returns 0 in numpy, and an undefined value on a GPU.
+    An integer division by 0 returns 0 in numpy, and an undefined value on a GPU.
     """
     if not np.all(handle.data):
         raise ZeroDivisionError("a kernel divides an integer by 0")
@@ -177,8 +177,8 @@ class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         return super().create_urem(lhs, _check_divisor(rhs))
 
     def create_ashr(self, lhs: Handle, rhs: Handle) -> Handle:
-        # Before 3.8, upstream converted its operands to signed in place, which changed their later
-        # uses.
+        # Before triton 3.8, upstream converted its operands to signed integers in place, which
+        # changed later results.
         left, right = (x.data.astype(np.dtype(f"i{x.data.dtype.itemsize}")) for x in (lhs, rhs))
         return _make_handle(np.right_shift(left, right), lhs.dtype)
 
@@ -206,10 +206,10 @@ class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
 
     def create_histogram(self, data: Handle, bins: int, mask: Handle | None) -> Handle:
         values = data.data
-        valid = (values >= 0) & (values < bins)
+        is_counted = (values >= 0) & (values < bins)
         if mask is not None:
-            valid &= mask.data
-        counts = np.bincount(values[valid].astype(np.int64), minlength=bins)
+            is_counted &= mask.data
+        counts = np.bincount(values[is_counted].astype(np.int64), minlength=bins)
         return _make_handle(counts.astype(np.int32), tl.int32)
 
     # Memory. All accesses of kernels use these methods, which log them.
@@ -245,7 +245,7 @@ class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         ACCESS_LOG.record_access(access, pointers, lanes, storage.itemsize, self._program)
         bits = BIT_DTYPES.get(storage, storage)
         if fill is None:
-            fill = _zeros(pointers.shape, bits)
+            fill = _make_zeros(pointers.shape, bits)
         elif bits is not storage:
             fill = np.ascontiguousarray(convert(fill, storage)).view(bits)
         loaded: Array = upstream._interpreter.load(pointers, lanes, fill, bits)
@@ -263,7 +263,10 @@ class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         return self.write(ptrs.data, value.data, lanes, get_storage_dtype(ptrs.get_element_ty()))
 
     def write(self, pointers: Array, values: Array, lanes: Array, storage: Dtype) -> TritonObject:
-        """Write elements at `pointers` in the active lanes. lanes: mask of the active lanes."""
+        """Write elements at `pointers` in the active lanes.
+
+        lanes: mask of the active lanes.
+        """
         ACCESS_LOG.record_access(Access.WRITE, pointers, lanes, storage.itemsize, self._program)
         bits = BIT_DTYPES.get(values.dtype)
         if bits is not None:
@@ -274,7 +277,7 @@ class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         self, ptr: Handle, cmp: Handle, val: Handle, sem: TritonObject, scope: TritonObject
     ) -> Handle:
         self._record_atomic(ptr, np.ones(ptr.data.shape, BOOL), val, sem)
-        old = super().create_atomic_cas(ptr, _as_bits(cmp), _as_bits(val), sem, scope)
+        old = super().create_atomic_cas(ptr, _view_as_bits(cmp), _view_as_bits(val), sem, scope)
         return upstream.TensorHandle(old.data.view(cmp.data.dtype), cmp.dtype.scalar)
 
     def create_atomic_rmw(
@@ -305,7 +308,7 @@ class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         (x, y, z), (_, rows, columns) = self.grid_idx, self.grid_dim
         return int((x * rows + y) * columns + z)
 
-    # `python -O` removes the `assert` statement of upstream, so raise explicitly.
+    # `python -O` removes the `assert` statement of upstream, so this method raises explicitly.
 
     def create_assert(self, condition: Handle, message: str) -> None:
         if not condition.data.all():
@@ -313,7 +316,7 @@ class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
 
 
 @lru_cache(maxsize=1024)
-def _zeros(shape: tuple[int, ...], storage: Dtype) -> Array:
+def _make_zeros(shape: tuple[int, ...], storage: Dtype) -> Array:
     """Return read-only zeros."""
     zeros = np.zeros(shape, storage)
     zeros.flags.writeable = False
@@ -347,8 +350,8 @@ def convert_scaled_operand(value: Handle) -> Array:
     return data
 
 
-# (combine function of triton, numpy reduction of values, numpy reduction to indices). These drop
-# NaN, as PTX does.
+# (combine function of triton, numpy reduction of values, numpy reduction to indices). The numpy
+# reductions drop NaN, as PTX does.
 _NAN_DROPPING_REDUCTIONS = (
     ("_elementwise_max", np.fmax.reduce, None),
     ("_elementwise_min", np.fmin.reduce, None),

@@ -29,7 +29,7 @@ NARROW_DTYPES: frozenset[Dtype] = frozenset({BF16, *_FP8_MAX})
 # Unsigned integers of equal size, because upstream's C++ loads and stores do not support ml_dtypes.
 BIT_DTYPES: dict[Dtype, Dtype] = {dtype: np.dtype(f"u{dtype.itemsize}") for dtype in NARROW_DTYPES}
 # fp8e4b15 is missing and raises KeyError, because its conversions were not verified.
-_STORAGE: dict[str, Dtype] = {
+_STORAGE_BY_NAME: dict[str, Dtype] = {
     "int1": np.dtype(np.bool_),
     **{f"{sign}{n}": np.dtype(f"{sign}{n}") for sign in ("int", "uint") for n in (8, 16, 32, 64)},
     "fp16": np.dtype(np.float16),
@@ -38,7 +38,7 @@ _STORAGE: dict[str, Dtype] = {
     "bf16": BF16,
     **_FP8,
 }
-_POINTER: Dtype = np.dtype(np.uint64)
+_POINTER_STORAGE: Dtype = np.dtype(np.uint64)
 FLOAT32: Dtype = np.dtype(np.float32)
 FLOAT64: Dtype = np.dtype(np.float64)
 BOOL: Dtype = np.dtype(np.bool_)
@@ -47,7 +47,9 @@ BOOL: Dtype = np.dtype(np.bool_)
 def get_storage_dtype(tl_dtype: TritonObject) -> Dtype:
     """Return the numpy dtype that stores elements of a triton scalar, pointer or block type."""
     scalar = tl_dtype.scalar
-    return _POINTER if isinstance(scalar, tl.pointer_type) else _STORAGE[scalar.name]
+    return (
+        _POINTER_STORAGE if isinstance(scalar, tl.pointer_type) else _STORAGE_BY_NAME[scalar.name]
+    )
 
 
 def convert(data: Array, storage: Dtype) -> Array:
@@ -59,7 +61,7 @@ def convert(data: Array, storage: Dtype) -> Array:
         # np.clip propagates NaN, as cvt.satfinite does.
         return np.clip(wide, -_FP8_MAX[storage], _FP8_MAX[storage]).astype(storage)
     if storage.kind in "iu" and data.dtype.kind not in "iub":
-        return _float_to_int(widen(data), storage)
+        return _convert_float_to_int(widen(data), storage)
     if storage == BF16 and data.dtype.kind in "iub":
         return data.astype(FLOAT32).astype(storage)
     return data.astype(storage)
@@ -70,16 +72,16 @@ def widen(data: Array) -> Array:
     return data.astype(FLOAT32) if data.dtype in NARROW_DTYPES else data
 
 
-def _float_to_int(data: Array, storage: Dtype) -> Array:
-    """Truncate toward zero and saturate. NaN becomes 0.
+def _convert_float_to_int(data: Array, storage: Dtype) -> Array:
+    """Convert floats to integers by truncation and saturation. NaN becomes 0.
 
     8-bit results saturate to 16 bits and then wrap, because PTX converts to 16-bit registers.
     """
     register = np.dtype(f"{storage.kind}{max(2, storage.itemsize)}")
     low, high = np.iinfo(register).min, np.iinfo(register).max
-    exact = data.astype(FLOAT64)
-    below, above = exact < low, exact >= float(high) + (1 if register.itemsize < 8 else 0)
-    integers = np.where(below | above | np.isnan(exact), 0.0, exact).astype(register)
+    wide = data.astype(FLOAT64)
+    below, above = wide < low, wide >= float(high) + (1 if register.itemsize < 8 else 0)
+    integers = np.where(below | above | np.isnan(wide), 0.0, wide).astype(register)
     integers[below] = low
     integers[above] = high
     return integers.astype(storage)
@@ -120,10 +122,12 @@ def truncate_to_tf32(data: Array) -> Array:
 
 
 def tree_sum(data: Array, axis: int | None, keep_dims: bool) -> Array:
-    """Sum along `axis` (None: all axes) by repeatedly adding the second half to the first half.
+    """Sum along `axis` by repeatedly adding the second half to the first half.
 
     Each step rounds to `data.dtype`. The threads of a GPU reduce in the same order. A sequential
     sum of ones in bf16 would stop at 256.
+
+    axis: the axis to reduce; None reduces all axes.
     """
     shape = data.shape
     rows = data.reshape(-1) if axis is None else np.moveaxis(data, axis, 0)

@@ -1,6 +1,6 @@
 """Fast paths of `tl.load` and `tl.store` for operands that need no conversion.
 
-As in `fast_paths`, the parameter `slow` is the function of upstream (Triton's interpreter as
+As in `fast_paths`, `upstream_function` is the function of upstream (Triton's interpreter as
 released), which handles all other cases. A lane is one element of a block. The mask of a load or
 store selects the active lanes.
 """
@@ -38,7 +38,7 @@ _STORAGE_BY_TYPE = {
         *(tl.float32, tl.float16, tl.bfloat16, tl.float8e4nv, tl.float8e5),
     )
 }
-# (type of the value, type in memory) of stores that upstream also rounds once.
+# (type of the value, type in memory) of stores that upstream, too, rounds only once.
 _ROUNDING_STORES = frozenset(
     (id(tl.float32), id(tl_dtype)) for tl_dtype in (tl.float16, tl.bfloat16)
 )
@@ -48,8 +48,8 @@ _CACHE_HINTS = frozenset({"cache_modifier", "eviction_policy"})
 _EVICTION_POLICIES = frozenset({"", "evict_first", "evict_last"})
 
 
-def _make_load(slow: FastPath) -> FastPath:
-    def fast(
+def _make_load_path(upstream_function: FastPath) -> FastPath:
+    def fast_function(
         pointer: TritonObject,
         mask: TritonObject = None,
         other: TritonObject = None,
@@ -58,14 +58,14 @@ def _make_load(slow: FastPath) -> FastPath:
     ) -> TritonObject:
         operands = _get_memory_operands(pointer, mask)
         if operands is None or args or not _has_only_cache_hints(kwargs, _LOAD_MODIFIERS):
-            return slow(pointer, mask, other, *args, **kwargs)
+            return upstream_function(pointer, mask, other, *args, **kwargs)
         addresses, lanes, tl_dtype, storage = operands
         fill = None
         if other is not None:
             fill = _get_fill_values(other, tl_dtype, storage, addresses.shape)
             is_compatible = type(other) is not _tensor or _is_block(other) == _is_block(pointer)
             if fill is None or mask is None or not is_compatible:
-                return slow(pointer, mask, other, **kwargs)
+                return upstream_function(pointer, mask, other, **kwargs)
         data = upstream.interpreter_builder.read(addresses, lanes, fill, storage)
         return make_tensor(
             data,
@@ -73,11 +73,11 @@ def _make_load(slow: FastPath) -> FastPath:
             make_block_type(tl_dtype, data.shape) if _is_block(pointer) else tl_dtype,
         )
 
-    return fast
+    return fast_function
 
 
-def _make_store(slow: FastPath) -> FastPath:
-    def fast(
+def _make_store_path(upstream_function: FastPath) -> FastPath:
+    def fast_function(
         pointer: TritonObject,
         value: TritonObject,
         mask: TritonObject = None,
@@ -91,20 +91,20 @@ def _make_store(slow: FastPath) -> FastPath:
             or type(value) is not _tensor
             or not _has_only_cache_hints(kwargs, _STORE_MODIFIERS)
         ):
-            return slow(pointer, value, mask, *args, **kwargs)
+            return upstream_function(pointer, value, mask, *args, **kwargs)
         addresses, lanes, tl_dtype, storage = operands
         data, value_type = value.handle.data, value.dtype
         if value_type is not tl_dtype and (id(value_type), id(tl_dtype)) not in _ROUNDING_STORES:
-            return slow(pointer, value, mask, **kwargs)
+            return upstream_function(pointer, value, mask, **kwargs)
         if _is_block(value) and (data.shape != addresses.shape or not _is_block(pointer)):
-            return slow(pointer, value, mask, **kwargs)
+            return upstream_function(pointer, value, mask, **kwargs)
         data = convert(data, storage)
         if data.shape != addresses.shape:
             data = np.broadcast_to(data, addresses.shape)
         upstream.interpreter_builder.write(addresses, data, lanes, storage)
         return tl.tensor(None, tl.void)
 
-    return fast
+    return fast_function
 
 
 def _is_block(tensor: TritonObject) -> bool:
@@ -192,6 +192,6 @@ def _make_constant(number: float, storage: Dtype, shape: tuple[int, ...]) -> Arr
 
 
 MEMORY_FAST_PATHS: dict[str, Callable[[FastPath], FastPath]] = {
-    "load": _make_load,
-    "store": _make_store,
+    "load": _make_load_path,
+    "store": _make_store_path,
 }

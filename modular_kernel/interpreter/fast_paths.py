@@ -5,8 +5,8 @@ and wraps numpy's result twice. The numpy operation alone gives the same result 
 equal type (int32, int64, float32 or int1), for an operand of these types with a Python number, and
 for a pointer with an offset.
 
-Each function of type `FastPath -> FastPath` takes upstream's function, `slow`, and returns a faster
-replacement. The replacement calls `slow` in all other cases, including errors.
+Each function of type `FastPath -> FastPath` takes upstream's function, `upstream_function`, and
+returns a faster replacement, which calls upstream's function in all other cases, including errors.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,12 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter as upstream
 
-from modular_kernel.interpreter.block_types import scalar_shape
+from modular_kernel.interpreter.block_types import get_scalar_shape
 from modular_kernel.interpreter.dtypes import Array, Dtype, TritonObject, convert, get_storage_dtype
 
 FastPath = Callable[..., TritonObject]
 
-_new = object.__new__
+_new_object = object.__new__
 _tensor, _block, _pointer = tl.tensor, tl.block_type, tl.pointer_type
 # Numpy dtypes of the supported types, by the type's id. Triton has one object per type.
 _NUMERIC_STORAGE = {
@@ -36,17 +36,21 @@ _OFFSET_TYPES = frozenset(_INTEGER_STORAGE)
 _FULL_SLICE = slice(None)
 MIN_INT32, MAX_INT32 = -(2**31), 2**31 - 1
 _MIN_NORMAL_FLOAT32, _MAX_FLOAT32 = 2.0**-126, (2 - 2**-23) * 2.0**127
-# Conversions of `to` in one step. Upstream converts between 16-bit types through float32, and has
-# separate code for fp8.
+# Conversions that `to` does in one step. Upstream handles all others, because it converts between
+# 16-bit types through float32, and has separate code for fp8.
 _INTEGER_DTYPES = (tl.int8, tl.uint8, tl.int16, tl.int32, tl.int64)
 _DIRECT_CASTS = frozenset(
-    (id(a), id(b))
-    for a, b in (
-        *((a, b) for a in (*_INTEGER_DTYPES, tl.int1) for b in (*_INTEGER_DTYPES, tl.float32)),
-        *((tl.float32, b) for b in (*_INTEGER_DTYPES, tl.bfloat16, tl.float16)),
-        *((a, tl.float32) for a in (tl.bfloat16, tl.float16)),
+    (id(source), id(target))
+    for source, target in (
+        *(
+            (source, target)
+            for source in (*_INTEGER_DTYPES, tl.int1)
+            for target in (*_INTEGER_DTYPES, tl.float32)
+        ),
+        *((tl.float32, target) for target in (*_INTEGER_DTYPES, tl.bfloat16, tl.float16)),
+        *((source, tl.float32) for source in (tl.bfloat16, tl.float16)),
     )
-    if a is not b
+    if source is not target
 )
 
 
@@ -56,12 +60,12 @@ def make_tensor(data: Array, tl_dtype: TritonObject, tensor_type: TritonObject) 
     data: stored as the scalar type `tl_dtype`.
     tensor_type: `tl_dtype`, or a block type of it.
     """
-    handle = _new(upstream.TensorHandle)
+    handle = _new_object(upstream.TensorHandle)
     handle.data, handle.dtype, handle.attr = data, tl_dtype, {}
-    tensor = _new(_tensor)
+    tensor = _new_object(_tensor)
     tensor.handle, tensor.type, tensor.dtype = handle, tensor_type, tl_dtype
     shape_and_numel = tensor_type.__dict__.get("shape_and_numel")
-    tensor.shape, tensor.numel = scalar_shape() if shape_and_numel is None else shape_and_numel
+    tensor.shape, tensor.numel = get_scalar_shape() if shape_and_numel is None else shape_and_numel
     return tensor
 
 
@@ -74,14 +78,14 @@ def _make_result(
     )
 
 
-_blocks: dict[tuple[int, tuple[int, ...]], TritonObject] = {}
+_block_types: dict[tuple[int, tuple[int, ...]], TritonObject] = {}
 
 
 def make_block_type(tl_dtype: TritonObject, shape: tuple[int, ...]) -> TritonObject:
     """Return the block type of `tl_dtype` elements with this shape, cached."""
-    block = _blocks.get((id(tl_dtype), shape))
+    block = _block_types.get((id(tl_dtype), shape))
     if block is None:
-        block = _blocks[id(tl_dtype), shape] = _block(tl_dtype, shape)
+        block = _block_types[id(tl_dtype), shape] = _block(tl_dtype, shape)
     return block
 
 
@@ -147,18 +151,20 @@ def make_arithmetic_path(
     storages: as in `_get_operand`.
     """
 
-    def fast_path(slow: FastPath) -> FastPath:
-        def fast(self: TritonObject, other: TritonObject, **kwargs: TritonObject) -> TritonObject:
+    def fast_path(upstream_function: FastPath) -> FastPath:
+        def fast_function(
+            self: TritonObject, other: TritonObject, **kwargs: TritonObject
+        ) -> TritonObject:
             operand = _get_operand(self.dtype, other, storages)
             if operand is None:
-                return slow(self, other, **kwargs)
+                return upstream_function(self, other, **kwargs)
             try:
                 data = op(self.handle.data, operand[0])
             except ValueError:  # incompatible shapes, which upstream reports
-                return slow(self, other, **kwargs)
+                return upstream_function(self, other, **kwargs)
             return _make_result(data, operand[1], self, other)
 
-        return fast
+        return fast_function
 
     return fast_path
 
@@ -167,10 +173,12 @@ def _swap_operands(op: Callable[..., Array]) -> Callable[..., Array]:
     return lambda lhs, rhs: op(rhs, lhs)
 
 
-def _make_add(slow: FastPath) -> FastPath:
-    add_numbers = make_arithmetic_path(np.add, _NUMERIC_STORAGE)(slow)
+def _make_add_path(upstream_function: FastPath) -> FastPath:
+    add_numbers = make_arithmetic_path(np.add, _NUMERIC_STORAGE)(upstream_function)
 
-    def fast(self: TritonObject, other: TritonObject, **kwargs: TritonObject) -> TritonObject:
+    def fast_function(
+        self: TritonObject, other: TritonObject, **kwargs: TritonObject
+    ) -> TritonObject:
         tl_dtype = self.dtype
         if type(tl_dtype) is not _pointer:
             return add_numbers(self, other, **kwargs)
@@ -178,7 +186,7 @@ def _make_add(slow: FastPath) -> FastPath:
         is_number = type(other) is int and MIN_INT32 <= other <= MAX_INT32
         is_offset = type(other) is _tensor and id(other.dtype) in _OFFSET_TYPES
         if not (is_number or is_offset) or hasattr(element, "element_ty"):
-            return slow(self, other, **kwargs)
+            return upstream_function(self, other, **kwargs)
         nbytes = max(1, element.primitive_bitwidth // 8)
         if is_number:
             offset = np.uint64(other * nbytes % 2**64)
@@ -190,7 +198,7 @@ def _make_add(slow: FastPath) -> FastPath:
         try:
             data = base + offset
         except ValueError:
-            return slow(self, other, **kwargs)
+            return upstream_function(self, other, **kwargs)
         is_block = type(result_type) is _block
         if is_block or (is_offset and _is_block(other)):
             result_type = (
@@ -200,7 +208,7 @@ def _make_add(slow: FastPath) -> FastPath:
             )
         return make_tensor(data, tl_dtype, result_type)
 
-    return fast
+    return fast_function
 
 
 def _is_block(tensor: TritonObject) -> bool:
@@ -208,18 +216,20 @@ def _is_block(tensor: TritonObject) -> bool:
 
 
 def _make_comparison_path(op: Callable[..., Array]) -> Callable[[FastPath], FastPath]:
-    def fast_path(slow: FastPath) -> FastPath:
-        def fast(self: TritonObject, other: TritonObject, **kwargs: TritonObject) -> TritonObject:
+    def fast_path(upstream_function: FastPath) -> FastPath:
+        def fast_function(
+            self: TritonObject, other: TritonObject, **kwargs: TritonObject
+        ) -> TritonObject:
             operand = _get_operand(self.dtype, other, _NUMERIC_STORAGE)
             if operand is None or (type(other) is float and not is_float32(other)):
-                return slow(self, other, **kwargs)
+                return upstream_function(self, other, **kwargs)
             try:
                 data = op(self.handle.data, operand[0])
             except ValueError:
-                return slow(self, other, **kwargs)
+                return upstream_function(self, other, **kwargs)
             return _make_result(data, tl.int1, self, other)
 
-        return fast
+        return fast_function
 
     return fast_path
 
@@ -227,18 +237,20 @@ def _make_comparison_path(op: Callable[..., Array]) -> Callable[[FastPath], Fast
 def _make_division_path(op: Callable[..., Array]) -> Callable[[FastPath], FastPath]:
     """Return the fast path of an integer division toward zero. Upstream handles divisors of 0."""
 
-    def fast_path(slow: FastPath) -> FastPath:
-        def fast(self: TritonObject, other: TritonObject, **kwargs: TritonObject) -> TritonObject:
+    def fast_path(upstream_function: FastPath) -> FastPath:
+        def fast_function(
+            self: TritonObject, other: TritonObject, **kwargs: TritonObject
+        ) -> TritonObject:
             operand = _get_operand(self.dtype, other, _INTEGER_STORAGE)
             if operand is None or not operand[0].all():
-                return slow(self, other, **kwargs)
+                return upstream_function(self, other, **kwargs)
             try:
                 data = op(self.handle.data, operand[0])
             except ValueError:
-                return slow(self, other, **kwargs)
+                return upstream_function(self, other, **kwargs)
             return _make_result(data, operand[1], self, other)
 
-        return fast
+        return fast_function
 
     return fast_path
 
@@ -248,22 +260,24 @@ def _divide_toward_zero(left: Array, right: Array) -> Array:
     return quotient
 
 
-def _make_getitem(slow: FastPath) -> FastPath:
+def _make_getitem_path(upstream_function: FastPath) -> FastPath:
     """Return the fast path of indexing such as `x[:, None]`, with only `:` and None."""
 
-    def fast(self: TritonObject, slices: TritonObject, **kwargs: TritonObject) -> TritonObject:
+    def fast_function(
+        self: TritonObject, slices: TritonObject, **kwargs: TritonObject
+    ) -> TritonObject:
         tl_dtype = self.dtype
         if type(slices) is not tuple or type(self.type) is not _block:
-            return slow(self, slices, **kwargs)
+            return upstream_function(self, slices, **kwargs)
         num_slices = 0
         for index in slices:
             if index is not None:
                 if type(index) is not slice or index != _FULL_SLICE:
-                    return slow(self, slices, **kwargs)
+                    return upstream_function(self, slices, **kwargs)
                 num_slices += 1
         data = self.handle.data
         if num_slices != data.ndim:
-            return slow(self, slices, **kwargs)
+            return upstream_function(self, slices, **kwargs)
         data = data[slices]
         is_pointer = type(tl_dtype) is _pointer
         return make_tensor(
@@ -272,49 +286,51 @@ def _make_getitem(slow: FastPath) -> FastPath:
             _block(tl_dtype, data.shape) if is_pointer else make_block_type(tl_dtype, data.shape),
         )
 
-    return fast
+    return fast_function
 
 
-def _make_to(slow: FastPath) -> FastPath:
-    def fast(self: TritonObject, *args: TritonObject, **kwargs: TritonObject) -> TritonObject:
+def _make_cast_path(upstream_function: FastPath) -> FastPath:
+    def fast_function(
+        self: TritonObject, *args: TritonObject, **kwargs: TritonObject
+    ) -> TritonObject:
         tl_dtype = self.dtype
         if len(args) != 1 or kwargs:
-            return slow(self, *args, **kwargs)
+            return upstream_function(self, *args, **kwargs)
         target = args[0].value if type(args[0]) is tl.constexpr else args[0]
         if target is tl_dtype:
             return self
         if (id(tl_dtype), id(target)) not in _DIRECT_CASTS:
-            return slow(self, *args, **kwargs)
+            return upstream_function(self, *args, **kwargs)
         data = convert(self.handle.data, get_storage_dtype(target))
         return make_tensor(
             data, target, make_block_type(target, data.shape) if _is_block(self) else target
         )
 
-    return fast
+    return fast_function
 
 
-def _make_where(slow: FastPath) -> FastPath:
-    def fast(
+def _make_where_path(upstream_function: FastPath) -> FastPath:
+    def fast_function(
         condition: TritonObject, x: TritonObject, y: TritonObject, **kwargs: TritonObject
     ) -> TritonObject:
         if not (type(condition) is type(x) is _tensor and condition.dtype is tl.int1):
-            return slow(condition, x, y, **kwargs)
+            return upstream_function(condition, x, y, **kwargs)
         operand_and_dtype = _get_operand(x.dtype, y, _NUMERIC_STORAGE)
         if operand_and_dtype is None:
-            return slow(condition, x, y, **kwargs)
+            return upstream_function(condition, x, y, **kwargs)
         operand, tl_dtype = operand_and_dtype
         try:
             data = np.where(condition.handle.data, x.handle.data, operand)
         except ValueError:
-            return slow(condition, x, y, **kwargs)
+            return upstream_function(condition, x, y, **kwargs)
         return _make_result(data, tl_dtype, condition if _is_block(condition) else x, y)
 
-    return fast
+    return fast_function
 
 
 # Fast paths by the name of upstream's function, for methods of `tl.tensor` and functions of `tl`.
 TENSOR_FAST_PATHS: dict[str, Callable[[FastPath], FastPath]] = {
-    "__add__": _make_add,
+    "__add__": _make_add_path,
     "__radd__": make_arithmetic_path(np.add, _NUMERIC_STORAGE),
     "__sub__": make_arithmetic_path(np.subtract, _NUMERIC_STORAGE),
     "__rsub__": make_arithmetic_path(_swap_operands(np.subtract), _NUMERIC_STORAGE),
@@ -331,7 +347,7 @@ TENSOR_FAST_PATHS: dict[str, Callable[[FastPath], FastPath]] = {
     "__ge__": _make_comparison_path(np.greater_equal),
     "__eq__": _make_comparison_path(np.equal),
     "__ne__": _make_comparison_path(np.not_equal),
-    "__getitem__": _make_getitem,
-    "to": _make_to,
+    "__getitem__": _make_getitem_path,
+    "to": _make_cast_path,
 }
-LANGUAGE_FAST_PATHS: dict[str, Callable[[FastPath], FastPath]] = {"where": _make_where}
+LANGUAGE_FAST_PATHS: dict[str, Callable[[FastPath], FastPath]] = {"where": _make_where_path}

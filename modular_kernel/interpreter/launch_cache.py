@@ -41,8 +41,8 @@ _MAX_OUTCOMES = 8  # maximum number of launches per key, which differ only in th
 class LaunchCache:
     """Outcomes of launches, cached for the lifetime of this object.
 
-    computed: number of launches that ran.
-    hits: number of launches that were replayed.
+    computed: number of launches that the cache ran.
+    hits: number of launches that the cache replayed.
     """
 
     def __init__(self) -> None:
@@ -61,19 +61,19 @@ class LaunchCache:
         """Replay the writes of an equal launch, or run this launch and record its accesses.
 
         arguments: arguments of the kernel, by name.
-        run: executes the launch. It records accesses in the trace that it gets, unless the trace is
-            None.
-        can_replay: whether a replay is allowed. If not, the launch always runs.
+        run: executes the launch, and records the accesses in the trace that it gets, unless the
+            trace is None.
+        can_replay: whether a replay is allowed. If False, the launch always runs.
         """
         bounds = Bounds(arguments)
         try:
             argument_key = _ArgumentKey(bounds)
-            values = argument_key.make_key(tuple(arguments.items()))
+            argument_values = argument_key.make_key(tuple(arguments.items()))
             key = (
                 kernel,
                 grid,
                 argument_key.make_globals_key(kernel, set()),
-                values,
+                argument_values,
                 argument_key.make_ranges_key(),
             )
         except _UncacheableError:
@@ -109,8 +109,9 @@ class _UncacheableError(Exception):
 
 
 class _ArgumentKey:
-    """Builder of hashable keys of arguments. Launches with equal keys differ only in what they
-    read.
+    """Builds hashable keys of arguments.
+
+    Launches with equal keys differ only in the bytes that they read.
 
     Keys do not contain addresses. A tensor is identified by its range and by its offset in the
     range.
@@ -132,7 +133,7 @@ class _ArgumentKey:
         if type_ is float:
             return type_, pack("d", value)  # distinguishes 0 from -0, and NaNs
         if type_ is torch.Tensor or isinstance(value, torch.Tensor):
-            return self._tensor_key(value)
+            return self._make_tensor_key(value)
         if isinstance(value, tuple | list):
             return type_, tuple(map(self.make_key, value))
         if type_ is tl.constexpr:
@@ -163,7 +164,7 @@ class _ArgumentKey:
                     keys.append(self.make_globals_key(helper, visited))
         return tuple(keys)
 
-    def _tensor_key(self, tensor: torch.Tensor) -> Hashable:
+    def _make_tensor_key(self, tensor: torch.Tensor) -> Hashable:
         if tensor.device.type != "cpu":
             raise _UncacheableError
         if not tensor.numel():
@@ -247,18 +248,18 @@ class Trace:
             mask = masks.setdefault((index, kind), np.zeros(len(marks), BOOL))
             for byte in range(nbytes):
                 mask[byte:] |= marks[: len(marks) - byte]
-        read = [
+        read_bytes = [
             (index, mask, self._initial_memory[index])
             for (index, kind), mask in masks.items()
             if kind == _READ
         ]
-        written = [
+        written_bytes = [
             (index, mask, self._memory[index].copy())
             for (index, kind), mask in masks.items()
             if kind == _WRITTEN
         ]
         addresses = tuple(map(_get_address, self._memory)) if self._casts_addresses else None
-        return _Outcome(read, written, addresses)
+        return _Outcome(read_bytes, written_bytes, addresses)
 
 
 class _Outcome:

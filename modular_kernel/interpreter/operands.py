@@ -1,10 +1,10 @@
 """Fast type promotion and broadcasting of the two operands of an interpreted operation.
 
 Before each operation, upstream (Triton's interpreter as released) determines the common type of the
-operands, converts Python numbers to constants twice, and compares shapes size by size. This took a
-third of the time of most kernels. The functions below convert operands directly if they have equal
-types, if they are a pointer and an offset, or if they are a tensor and a number that converts to
-its type. Upstream handles all other cases, including errors.
+operands, converts Python numbers to constants twice, and compares shapes size by size. These steps
+take a third of the time of most kernels. The functions below convert operands directly if they have
+equal types, if they are a pointer and an offset, or if they are a tensor and a number that converts
+to the type of the tensor. Upstream handles all other cases, including errors.
 """
 
 import inspect
@@ -55,10 +55,10 @@ def promote_operands(
     if type(lhs) is tl.tensor:
         tl_dtype = lhs.dtype
         if type(rhs) is tl.tensor:
-            other = rhs.dtype
-            same_type = tl_dtype is other and id(tl_dtype) in _UNPROMOTED_TYPES
+            rhs_dtype = rhs.dtype
+            same_type = tl_dtype is rhs_dtype and id(tl_dtype) in _UNPROMOTED_TYPES
             if same_type or (
-                allow_lhs_ptr and type(tl_dtype) is tl.pointer_type and other in _INTEGERS
+                allow_lhs_ptr and type(tl_dtype) is tl.pointer_type and rhs_dtype in _INTEGERS
             ):
                 return broadcast(self, lhs, rhs)
         elif arithmetic_check and is_convertible(tl_dtype, rhs):
@@ -111,8 +111,8 @@ def patch_builtins(module: TritonObject, builder: TritonObject, scope: TritonObj
         current = getattr(module, name, None)
         if current is member:
             scope.set_attr(module, name, function)
-        elif tl.core.is_builtin(current):  # replaced since the lookup
-            scope.set_attr(module, name, _with_semantic(current, TritonSemantic(builder)))
+        elif tl.core.is_builtin(current):  # the builtin was replaced since the lookup
+            scope.set_attr(module, name, _bind_semantic(current, TritonSemantic(builder)))
 
 
 @cache
@@ -127,7 +127,7 @@ def _find_builtins(
     elif module in (tl, tl.core):
         fast_paths = LANGUAGE_FAST_PATHS | MEMORY_FAST_PATHS
     return tuple(
-        (name, member, fast_paths.get(name, _identity)(_with_semantic(member, semantic)))
+        (name, member, fast_paths.get(name, _identity)(_bind_semantic(member, semantic)))
         for name, member in members
     )
 
@@ -136,14 +136,14 @@ def _identity(function: TritonObject) -> TritonObject:
     return function
 
 
-def _with_semantic(member: TritonObject, semantic: TritonObject) -> TritonObject:
-    # Skip triton's wrapper, which only checks that `_semantic` is passed.
+def _bind_semantic(member: TritonObject, semantic: TritonObject) -> TritonObject:
+    # Call the wrapped function, because triton's wrapper only checks that `_semantic` is passed.
     is_wrapper = member.__code__.co_qualname == "builtin.<locals>.wrapper"
-    inner = member.__wrapped__ if is_wrapper else member
+    function = member.__wrapped__ if is_wrapper else member
 
     def call_with_semantic(*args: TritonObject, **kwargs: TritonObject) -> TritonObject:
         kwargs["_semantic"] = semantic
-        return inner(*args, **kwargs)
+        return function(*args, **kwargs)
 
     return call_with_semantic
 

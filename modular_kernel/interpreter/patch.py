@@ -11,13 +11,14 @@ of integers differ from the hardware. `install()` replaces the storage and the a
 - A conversion from float to int truncates and saturates like `cvt.rzi`. `fma` rounds once.
   `minimum`, `maximum` and their reductions drop NaN like PTX. Sums of 16-bit floats round at every
   step of a tree.
-- A Python number passed to a launch becomes the typed scalar that a compiled kernel gets.
+- A Python number that is passed to a launch becomes a scalar of the type that a compiled kernel
+  gets.
 - `device_assert` raises, loops work with numpy >= 2.4, and launches of several threads are
   serialized.
 - An access outside the arguments of the launch raises (`modular_kernel.interpreter.bounds`), and
   races between programs can be reported (`modular_kernel.interpreter.races`).
-- Invalid launch options such as three warps raise, as in Triton's compiler. So do unrolled loops
-  with too many iterations to compile in a reasonable time.
+- Invalid launch options such as three warps raise, as in Triton's compiler. Unrolled loops with too
+  many iterations to compile in a reasonable time also raise.
 
 The patches are written for triton 3.6 to 3.9. Import this module only if triton is installed, and
 call `install()` before the first launch. fp8e4b15 and the order of sums inside a `dot` are not
@@ -44,7 +45,7 @@ from modular_kernel.interpreter.builder import (
 )
 from modular_kernel.interpreter.dtypes import FLOAT32, TritonObject, get_storage_dtype
 from modular_kernel.interpreter.operands import REPLACEMENTS
-from modular_kernel.machine import interpreted_since_import
+from modular_kernel.machine import was_imported_with_interpreter
 from modular_kernel.utils import forks
 
 # The original functions, which the replacements below call.
@@ -53,16 +54,16 @@ _patch_lang = upstream._patch_lang
 _patch_lang_tensor = upstream._patch_lang_tensor
 
 # Launch options that must be a power of two, with the maximum that NVIDIA GPUs allow.
-_MAX_OPTIONS = {"num_warps": 32, "num_ctas": 16}
+_MAX_BY_OPTION = {"num_warps": 32, "num_ctas": 16}
 _MAX_UNROLLED = 512  # maximum number of iterations of `tl.static_range`
 
 # The interpreter stores the index of the running program in a global, so launches are serialized.
 _LAUNCH_LOCK = threading.RLock()
-# Scopes of the running launches, innermost last. A scope can restore the functions of `tl` that the
+# Scopes of the running launches, innermost last. A scope restores the functions of `tl` that its
 # launch has replaced.
 _scopes: list[TritonObject] = []
 
-_INTERPRETED = interpreted_since_import()  # triton reads TRITON_INTERPRET when it is imported
+_INTERPRETED = was_imported_with_interpreter()  # triton reads TRITON_INTERPRET when it is imported
 
 
 def is_active() -> bool:
@@ -76,7 +77,7 @@ def install() -> None:
         return
     with _LAUNCH_LOCK:
         _install()
-        # Set this last, because other threads check it before they launch.
+        # Set this attribute last, because other threads check it before they launch.
         upstream.InterpreterBuilder = GpuNumericsBuilder
 
 
@@ -89,7 +90,7 @@ def _install() -> None:
     upstream.InterpretedFunction.__call__ = _call_device_function
     upstream._get_np_dtype = get_storage_dtype
     upstream._implicit_cvt = _make_typed_argument
-    upstream._patch_lang = _patch_language_once
+    upstream._patch_lang = _patch_language_for_launch
     upstream._patch_lang_tensor = _patch_tensor
     if hasattr(upstream, "_mxfp_value_handle_to_float32"):
         upstream._mxfp_value_handle_to_float32 = convert_scaled_operand
@@ -111,11 +112,11 @@ class SerialGrid(upstream.GridExecutor):  # type: ignore[misc]
         _check_options(self.fn.__name__, kwargs)
         with _LAUNCH_LOCK, np.errstate(all="ignore"):
             run = partial(self._run, *args, **kwargs)
-            is_plain_grid = type(self.grid) is tuple and all(
+            is_constant_grid = type(self.grid) is tuple and all(
                 type(size) is int for size in self.grid
             )
             # Launches with hooks or with a computed grid cannot be cached.
-            if self.pre_run_hooks or not is_plain_grid:
+            if self.pre_run_hooks or not is_constant_grid:
                 run()
             else:
                 ACCESS_LOG.launch(self.fn, self.grid, arguments, run)
@@ -142,7 +143,7 @@ def _check_options(kernel: str, options: dict[str, TritonObject]) -> None:
 
     options: the keyword arguments of the launch, which upstream ignores.
     """
-    for name, maximum in _MAX_OPTIONS.items():
+    for name, maximum in _MAX_BY_OPTION.items():
         value = options.get(name)
         if value is not None and (not 0 < value <= maximum or value & (value - 1)):
             raise ValueError(
@@ -183,7 +184,7 @@ def _unroll(make_range: TritonObject, *args: TritonObject, **kwargs: TritonObjec
     return iterations
 
 
-def _patch_language_once(fn: TritonObject) -> TritonObject:
+def _patch_language_for_launch(fn: TritonObject) -> TritonObject:
     """Patch all language modules at the start of a launch, for the kernel and its helpers."""
     scope = patch_language()
     _scopes.append(scope)  # for a child that is forked during the launch
@@ -218,15 +219,16 @@ def _patch_tensor(tensor: TritonObject, scope: TritonObject) -> None:
 def _make_typed_argument(arg: TritonObject) -> TritonObject:
     """Return an argument of a launch with the type that it has in a compiled kernel.
 
-    This is int32, int64, float32, int1 or a pointer. Upstream passes a float as a Python number,
-    which does not take part in type promotion, and stores integers of 2**31 or more in 32 bits.
+    The type is int32, int64, float32, int1 or a pointer. Upstream passes a float as a Python
+    number, which does not take part in type promotion, and stores integers of 2**31 or more in 32
+    bits.
     """
     if isinstance(arg, bool):
         return tl.tensor(upstream.TensorHandle(np.array([arg]), tl.int1), tl.int1)
     if isinstance(arg, int):
-        kind = tl.str_to_ty(mangle_type(arg), None)
+        tl_dtype = tl.str_to_ty(mangle_type(arg), None)
         return tl.tensor(
-            upstream.TensorHandle(np.array([arg], get_storage_dtype(kind)), kind), kind
+            upstream.TensorHandle(np.array([arg], get_storage_dtype(tl_dtype)), tl_dtype), tl_dtype
         )
     if isinstance(arg, float):
         return tl.tensor(upstream.TensorHandle(np.array([arg], FLOAT32), tl.float32), tl.float32)

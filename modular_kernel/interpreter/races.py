@@ -5,8 +5,7 @@ are not ordered. A GPU runs programs concurrently. The interpreter runs them one
 race gives the same results every time and goes unnoticed. `Races` therefore records every access of
 a launch with its program. Program B is ordered after program A if B has used an acquire-release
 atomic to read a value that A has written with an acquire-release atomic. The order applies to whole
-programs, so it includes accesses of A after its atomic. Elements are identified by their first
-byte.
+programs, including accesses of A after its atomic. Elements are identified by their first byte.
 """
 
 from collections.abc import Iterator
@@ -51,8 +50,8 @@ class Races:
     def record_access(self, access: Access, pointers: Any, program: int) -> Iterator[str]:
         """Record accesses of `program` to elements at `pointers`. Yield a report of each race.
 
-        There is at most one report for each kind of conflicting access. It names the argument of
-        the first conflicting element.
+        At most one report is yielded for each kind of conflicting access. The report names the
+        argument of the first conflicting element.
 
         pointers: 1-d numpy array of addresses in bounds.
         """

@@ -38,7 +38,9 @@ _OUT_OF_MEMORY = re.compile("can't allocate memory|size calculation overflowed")
 
 
 @contextmanager
-def _reporting_out_of_memory(label: str, needed: int, device: torch.device | str) -> Iterator[None]:
+def _convert_out_of_memory_errors(
+    label: str, needed: int, device: torch.device | str
+) -> Iterator[None]:
     """Raise torch's out-of-memory errors as a CapacityError with the required number of bytes."""
     try:
         yield
@@ -55,11 +57,11 @@ class AdapterPool:
     """The L adapter slots of a layer, for adapters of rank up to R, as in `problem.lora`.
 
     Adapters are copied into existing memory, so kernels, plans and captured graphs that use
-    `weights` read the new values. Copies run on the current stream. A call on another stream that
-    uses the slot must wait for the current stream. Free slots are zero.
+    `weights` read the new values. Copies run on the current stream, and a call on another stream
+    that uses the slot must wait for them. Free slots are zero.
 
     Threads may load and evict concurrently, because a lock serializes them. Kernel calls do not
-    take the lock, so evict an adapter only when no call uses its slot anymore.
+    take the lock, so evict an adapter only after all calls that use its slot have ended.
     """
 
     def __init__(self, problem: Problem, device: torch.device | str = "cpu") -> None:
@@ -74,13 +76,15 @@ class AdapterPool:
         if problem.adapters is None:
             raise ConfigurationError("lora", got="none", need="a problem with adapters")
         self._problem, self._spec = problem, problem.adapters
-        shapes = self._shapes(self._spec.rank)
+        shapes = self._get_shapes(self._spec.rank)
         device = resolve_device(device, what="pool")
         slots, sizes = self._spec.adapters, (problem.e, problem.w1_rows)
         values_per_slot = self._spec.slot_numel(*sizes, problem.hidden, problem.intermediate)
         self._slot_bytes = values_per_slot * problem.dtype.itemsize
         with (
-            _reporting_out_of_memory(f"pool of {slots} slots", slots * self._slot_bytes, device),
+            _convert_out_of_memory_errors(
+                f"pool of {slots} slots", slots * self._slot_bytes, device
+            ),
             modes.disable_inference_mode(),
         ):
             self._tensors = {
@@ -103,7 +107,7 @@ class AdapterPool:
         forks.on_fork(self)
 
     def after_fork(self) -> None:
-        """Replace the lock in a forked child, because a thread of the parent may have held it."""
+        """Reset the lock in a forked child, because a thread of the parent may have held it."""
         forks.reset_lock(self._lock)
 
     @property
@@ -140,8 +144,9 @@ class AdapterPool:
         The values of the tensors are checked, which synchronizes with the device.
 
         name: name of the adapter, 1 to 256 characters. It must not be loaded.
-        adapter: an adapter whose rank is at most the rank of the pool. If its rank is smaller, the
-            rest of the slot stays zero. Its tensors are on the pool's device or on the CPU.
+        adapter: an adapter whose rank is at most the rank of the pool, with tensors on the pool's
+            device or on the CPU. If the adapter's rank is smaller, the remaining values of the slot
+            stay zero.
 
         Raises StateError for a name that is already loaded, or during stream capture; CapacityError
         if there is no free slot or no memory for the copy; WeightsError if the rank is too large or
@@ -160,9 +165,9 @@ class AdapterPool:
                 got=got,
                 need="a name that is not loaded; evict the adapter to replace it",
             )
-        used = set(self._slots.values())
-        free = [slot for slot in range(self._spec.adapters) if slot not in used]
-        if not free:
+        used_slots = set(self._slots.values())
+        free_slots = [slot for slot in range(self._spec.adapters) if slot not in used_slots]
+        if not free_slots:
             got = f"{self._spec.adapters} slots, all of them in use"
             need = (
                 f"a free slot of {self.slot_bytes} bytes on {self.device}; evict an adapter, or "
@@ -171,16 +176,16 @@ class AdapterPool:
             raise CapacityError(f"adapter {name!r}", got=got, need=need)
         rank = self._check_adapter(name, adapter)
         self._zero_dirty_slots()
-        slot = free[0]
+        slot = free_slots[0]
         with torch.no_grad():
             # Allocate all memory before writing to the slot.
             nbytes = sum(getattr(adapter, key).nbytes for key in self._tensors)
-            with _reporting_out_of_memory(f"adapter {name!r}", nbytes, self.device):
+            with _convert_out_of_memory_errors(f"adapter {name!r}", nbytes, self.device):
                 copies = {key: getattr(adapter, key).to(self.device) for key in self._tensors}
             self._dirty_slots.add(slot)
             try:
                 for key, tensor in copies.items():
-                    self._slot_view(key, slot, rank).copy_(self._split_gate_up(key, tensor))
+                    self._view_slot(key, slot, rank).copy_(self._split_gate_up(key, tensor))
             except BaseException:
                 self._zero_dirty_slots()
                 raise
@@ -217,7 +222,7 @@ class AdapterPool:
                 tensor[slot].zero_()
             self._dirty_slots.discard(slot)
 
-    def _shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
+    def _get_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
         """Return the shape of each tensor of an adapter of this rank, by field name."""
         problem = self._problem
         sizes = problem.e, problem.w1_rows, problem.hidden, problem.intermediate
@@ -245,7 +250,7 @@ class AdapterPool:
         if not 0 < rank <= self._spec.rank:
             need = f"1 to {self._spec.rank}, the pool's"
             raise WeightsError(f"adapter {name!r}: rank", got=rank, need=need)
-        for key, shape in self._shapes(rank).items():
+        for key, shape in self._get_shapes(rank).items():
             label, tensor = f"adapter {name!r}: {key}", tensors[key]
             if tuple(tensor.shape) != shape:
                 raise ShapeError(label, got=tuple(tensor.shape), need=f"{shape} for rank {rank}")
@@ -259,7 +264,7 @@ class AdapterPool:
                 raise WeightsError(f"adapter {name!r}: {key}", got=got, need="finite values")
         return rank
 
-    def _slot_view(self, name: str, slot: int, rank: int) -> torch.Tensor:
+    def _view_slot(self, name: str, slot: int, rank: int) -> torch.Tensor:
         """Return the view of a slot into which an adapter of this rank is copied."""
         tensor = self._tensors[name][slot]
         if "_a" not in name:
@@ -268,8 +273,8 @@ class AdapterPool:
         return tensor.view(len(tensor), num_matrices, self._spec.rank, -1)[:, :, :rank]
 
     def _split_gate_up(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Reshape a tensor to the shape of `_slot_view`."""
+        """Reshape a tensor to the shape of `_view_slot`."""
         if "_a" not in name:
             return tensor
-        num_matrices = self._shapes(1)[name][1]
+        num_matrices = self._get_shapes(1)[name][1]
         return tensor.reshape(len(tensor), num_matrices, -1, tensor.shape[-1])

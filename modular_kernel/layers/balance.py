@@ -4,7 +4,7 @@
     new = rebalance(load.tolist(), [36] * 8, old)        # 288 slots for 256 experts and 32 copies
     for move in moves(old, new): ...                     # the weights to transfer
 
-These functions compute placements. They do not move weights or communicate.
+The functions of this module only compute placements. They do not move weights or communicate.
 """
 
 import heapq
@@ -86,8 +86,8 @@ def rebalance(
     """Return a placement of len(load) experts that balances the load of the ranks.
 
     If there are more slots than experts, each extra slot gets a copy of the expert with the highest
-    load per copy. Then the copies are assigned in order of decreasing load. Each copy goes to the
-    rank with the lowest load so far.
+    load per copy. The copies are then assigned in order of decreasing load, each to the rank with
+    the lowest load so far.
 
     load: load of each expert, in any unit, for example the number of pairs from `count`.
     slots: the maximum number of experts of each rank.
@@ -148,14 +148,21 @@ def _assign_to_hosts(load: Sequence[float], ranks: int, hosts: int, groups: int)
     ):  # fmt: skip
         if number % divisor:
             raise ConfigurationError(name, got=number, need=f"a multiple of {divisor}")
-    size, by_host, loads = len(load) // groups, [list[int]() for _ in range(hosts)], [0.0] * hosts
-    blocks = [range(group * size, (group + 1) * size) for group in range(groups)]
-    for block in sorted(blocks, key=lambda block: (-sum(load[e] for e in block), block.start)):
-        free = [host for host in range(hosts) if len(by_host[host]) < groups // hosts * size]
-        host = min(free, key=lambda host: (loads[host], host))
-        by_host[host] += block
-        loads[host] += sum(load[expert] for expert in block)
-    return by_host
+    group_size = len(load) // groups
+    experts_by_host: list[list[int]] = [[] for _ in range(hosts)]
+    loads = [0.0] * hosts
+    expert_groups = [range(group * group_size, (group + 1) * group_size) for group in range(groups)]
+    group_loads = {group: sum(load[expert] for expert in group) for group in expert_groups}
+    for group in sorted(expert_groups, key=lambda group: (-group_loads[group], group.start)):
+        free_hosts = [
+            host
+            for host in range(hosts)
+            if len(experts_by_host[host]) < groups // hosts * group_size
+        ]
+        host = min(free_hosts, key=lambda host: (loads[host], host))
+        experts_by_host[host] += group
+        loads[host] += group_loads[group]
+    return experts_by_host
 
 
 @dataclass(frozen=True)
@@ -234,17 +241,19 @@ def _assign_copies(
     """
     rank_experts: list[list[int]] = [[] for _ in sizes]
     loads = [0.0] * len(sizes)
-    copy_loads = [amount / n for amount, n in zip(load, copies, strict=True)]
-    copies_to_assign = [expert for expert, n in enumerate(copies) for _ in range(n)]
+    copy_loads = [amount / num_copies for amount, num_copies in zip(load, copies, strict=True)]
+    copies_to_assign = [
+        expert for expert, num_copies in enumerate(copies) for _ in range(num_copies)
+    ]
     for expert in sorted(copies_to_assign, key=lambda expert: (-copy_loads[expert], expert)):
-        free = [rank for rank, size in enumerate(sizes) if len(rank_experts[rank]) < size]
+        free_ranks = [rank for rank, size in enumerate(sizes) if len(rank_experts[rank]) < size]
         rank = min(
-            (rank for rank in free if expert not in rank_experts[rank]),
+            (rank for rank in free_ranks if expert not in rank_experts[rank]),
             key=lambda rank: (loads[rank], len(rank_experts[rank]), rank),
             default=None,
         )
         if rank is None:
-            rank = _free_a_slot(expert, rank_experts, loads, copy_loads, free)
+            rank = _free_a_slot(expert, rank_experts, loads, copy_loads, free_ranks)
         if rank is not None:  # otherwise no rank can take the copy, and a slot stays free
             rank_experts[rank].append(expert)
             loads[rank] += copy_loads[expert]
@@ -256,23 +265,25 @@ def _free_a_slot(
     rank_experts: list[list[int]],
     loads: list[float],
     copy_loads: Sequence[float],
-    free: Sequence[int],
+    free_ranks: Sequence[int],
 ) -> int | None:
     """Free a slot on a rank that does not hold `expert`, and return the rank; None if impossible.
 
-    Another expert of this rank is moved to a rank in `free`. Ranks in `free` have free slots, but
+    Another expert of this rank is moved to a rank in `free_ranks`. These ranks have free slots, but
     already hold `expert`.
     """
     for rank in range(len(rank_experts)):
         if expert in rank_experts[rank]:
             continue
-        for other in reversed(rank_experts[rank]):
-            target = next((target for target in free if other not in rank_experts[target]), None)
+        for moved_expert in reversed(rank_experts[rank]):
+            target = next(
+                (target for target in free_ranks if moved_expert not in rank_experts[target]), None
+            )
             if target is not None:
-                rank_experts[rank].remove(other)
-                rank_experts[target].append(other)
-                loads[rank] -= copy_loads[other]
-                loads[target] += copy_loads[other]
+                rank_experts[rank].remove(moved_expert)
+                rank_experts[target].append(moved_expert)
+                loads[rank] -= copy_loads[moved_expert]
+                loads[target] += copy_loads[moved_expert]
                 return rank
     return None
 

@@ -2,7 +2,7 @@
 
 layer = EPMoE(256, 8, 7168, 2048, use_grouped_topk=True, num_expert_group=8, topk_group=4,
               tp_size=8, tp_rank=rank, correction_bias=bias)
-part_TH = layer(x_TH, router_logits)    # partial sum of this rank
+partial_TH = layer(x_TH, router_logits)    # partial sum of this rank
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from modular_kernel.layers.parallel import LayerParallel
 from modular_kernel.layers.weight_loading import (
     Fp8EPMoEMethod,
     UnquantizedEPMoEMethod,
-    checkpoint_config,
+    get_checkpoint_config,
 )
 from modular_kernel.operators.kernel_cache import Experts
 from modular_kernel.spec.router import RouterSpec
@@ -26,7 +26,7 @@ from modular_kernel.utils.argument_checks import Count, expect
 class EPMoE(FusedMoE):
     """A FusedMoE with expert parallelism, but without token exchange.
 
-    A rank holds a contiguous block of experts. It gets all tokens, and computes the (token, expert)
+    Each rank holds a contiguous block of experts, gets all tokens, and computes the (token, expert)
     pairs of its experts. The caller sums the outputs of all ranks.
 
     num_experts: E of the whole model, a multiple of the number of ranks.
@@ -36,11 +36,11 @@ class EPMoE(FusedMoE):
     tp_group: process group of the ranks.
     tp_rank: this rank. Defaults to the rank in tp_group, or to 0 without a group.
     tp_size: number of ranks. Defaults to the size of tp_group, or to 1 without a group.
-    renormalize: scale the K weights of a token to sum to 1.
-    use_grouped_topk: select experts from the best topk_group of num_expert_group groups. Without
-        correction_bias, scores are a softmax, and a group is ranked by its best expert. With
-        correction_bias (E,), scores are sigmoids, and a group is ranked by the sum of its two best
-        experts.
+    renormalize: whether to scale the K weights of a token to sum to 1.
+    use_grouped_topk: whether to select experts from the best topk_group of num_expert_group groups.
+        Without correction_bias, scores are a softmax, and a group is ranked by its best expert.
+        With correction_bias (E,), scores are sigmoids, and a group is ranked by the sum of its two
+        best experts.
     quant_config: as for FusedMoE; or an object with an `activation_scheme` of "dynamic" or
         "static", which means float8 with one scale per expert, or per block if the object has a
         `weight_block_size`.
@@ -101,7 +101,7 @@ class EPMoE(FusedMoE):
             num_experts,
             hidden_size,
             intermediate_size,
-            quant_config=checkpoint_config(quant_config),
+            quant_config=get_checkpoint_config(quant_config),
             params_dtype=params_dtype,
             activation=activation,
             router=router,

@@ -113,8 +113,8 @@ class FusedMoE(ExpertParameters):
     quant_config: the quantization_config of a checkpoint, for `weight_loader`; or the name of a
         scheme, as in Problem.quant; or None for unquantized weights.
     params_dtype: dtype of unquantized weights and of x. Defaults to torch's default dtype.
-    router: determines the second argument of `forward`. With a Router, which the layer applies to
-        x, there is none. With a RouterSpec, it is the logits. With None, it is a routing.
+    router: determines the argument `routing` of `forward`: None for a Router, which the layer
+        applies to x; logits for a RouterSpec; a Routing or (weights, ids) without a router.
     selection_bias: (E + zero experts,), required if a RouterSpec has a selection bias.
     shared_experts: module that is applied to x (T, H), and whose output is added. With an
         asynchronous prepare/finalize part, it runs between dispatch and combine.
@@ -204,7 +204,7 @@ class FusedMoE(ExpertParameters):
         problem = Problem(
             tokens=max_tokens or 1,
             hidden=hidden_size,
-            intermediate=_split(intermediate_size, parallel.tp[1], quant).width,
+            intermediate=_split_intermediate(intermediate_size, parallel.tp[1], quant).width,
             experts=num_experts,
             local_experts=len(placement.slots[ep_rank]) if uses_expert_map else None,
             top_k=resolve_top_k(top_k, router, num_experts),
@@ -226,7 +226,7 @@ class FusedMoE(ExpertParameters):
         self.prepare_finalize, self.experts = prepare_finalize, experts
         check_selection_bias(selection_bias, router, num_experts)
         self.register_buffer("selection_bias", selection_bias)
-        # Look up the process groups now, so that a missing group raises here and not in a call.
+        # Look up the process groups now, so that a missing group raises here instead of in a call.
         self._sums_over_ep = sums_ep
         self._groups = parallel.groups(ep=sums_ep) if reduce_results else ()
         # Default experts by device, used if `experts` is None.
@@ -359,7 +359,7 @@ class FusedMoE(ExpertParameters):
             quantize_inputs=self.problem.scheme.scales_by_expert,
             quantize=quantize,
         )
-        # Compared here, because shares of different sizes may be padded to the same width.
+        # The sizes must be compared too, because different sizes may be padded to the same width.
         if loaded.intermediate != self.intermediate_size:
             raise ConfigurationError(
                 "intermediate_size of the checkpoint",
@@ -377,7 +377,7 @@ class FusedMoE(ExpertParameters):
         self.set_weights(loaded.weights)
 
     def local_expert(self, expert_id: int) -> int:
-        """Return the slot of an expert on this rank, or -1 if this rank does not hold it."""
+        """Return the slot of an expert on this rank, or -1 if the expert is on another rank."""
         expect("expert_id", expert_id, int)
         if not 0 <= expert_id < self.num_experts:
             need = f"0 to {self.num_experts - 1}"
@@ -389,7 +389,9 @@ class FusedMoE(ExpertParameters):
         """Describe this rank's share, the slots of all experts, and the parts that run."""
         (ep_rank, ep_size), (tp_rank, tp_size) = self.parallel.ep, self.parallel.tp
         local_experts = len(self.placement.slots[ep_rank])
-        first, last = _split(self.intermediate_size, tp_size, self.problem.quant).columns(tp_rank)
+        first, last = _split_intermediate(
+            self.intermediate_size, tp_size, self.problem.quant
+        ).columns(tp_rank)
         share = f"{last - first} of {self.intermediate_size} intermediate columns"
         if last - first < self.problem.intermediate:
             share += f", padded to {self.problem.intermediate}"
@@ -455,8 +457,8 @@ class FusedMoE(ExpertParameters):
         if hidden_states.dim() < 2 or hidden_states.shape[-1] != self.problem.hidden:
             need = f"(..., H) with H = {self.problem.hidden}"
             raise ShapeError("x", got=tuple(hidden_states.shape), need=need)
-        flat = hidden_states.dim() == 2
-        x_TH = hidden_states if flat else hidden_states.reshape(-1, self.problem.hidden)
+        is_flat = hidden_states.dim() == 2
+        x_TH = hidden_states if is_flat else hidden_states.reshape(-1, self.problem.hidden)
         if token_ids is not None:
             check_tensor("token_ids", token_ids)
         token_ids_T = None if token_ids is None else token_ids.reshape(-1)
@@ -474,7 +476,7 @@ class FusedMoE(ExpertParameters):
             if self.shared_partial or self._adds_complete_terms():
                 y_TH += shared_TH
             all_reduce(y_TH, self._groups)
-        return y_TH if flat else y_TH.view(hidden_states.shape)
+        return y_TH if is_flat else y_TH.view(hidden_states.shape)
 
     def warm_up(self, *tokens: int) -> None:
         """Create the kernels and plans for calls with these numbers of tokens.
@@ -546,7 +548,7 @@ class FusedMoE(ExpertParameters):
             return route(
                 logits,
                 router,
-                self._router_tensors(),
+                self._get_router_tensors(),
                 token_ids_T=token_ids_T,
                 ids_dtype=self._ids_dtype,
             )
@@ -585,11 +587,11 @@ class FusedMoE(ExpertParameters):
             shared_TH = None
             try:
                 shared_TH = None if shared is None else shared(x_TH)
-            finally:  # also if shared_experts raises, because the other ranks wait for this rank
+            finally:  # even if shared_experts raises, because the other ranks wait for this rank
                 y_TH = pending.finish()
         return y_TH, shared_TH
 
-    def _router_tensors(self) -> RouterTensors:
+    def _get_router_tensors(self) -> RouterTensors:
         bias = self.selection_bias
         if bias is None or not self._bias_unloaded:
             return RouterTensors(bias)
@@ -606,8 +608,8 @@ class FusedMoE(ExpertParameters):
         if self._operator_problem is not self.problem:
             return _PARTS_REPLACED
         prepare_finalize, experts = self._traced_parts
-        same = prepare_finalize == self.prepare_finalize and experts == self.experts
-        return "" if same else _PARTS_REPLACED
+        are_parts_unchanged = prepare_finalize == self.prepare_finalize and experts == self.experts
+        return "" if are_parts_unchanged else _PARTS_REPLACED
 
     def _run_operator(
         self, x_TH: torch.Tensor, routing: Routing
@@ -619,7 +621,7 @@ class FusedMoE(ExpertParameters):
             reason = _REQUIRES_GRAD
         elif x_TH.dtype != self.problem.dtype:
             reason = _WRONG_DTYPE
-        if reason:  # the eager call raises its error; torch 2.11 cannot raise it in a graph
+        if reason:  # the eager call raises the error, which torch 2.11 cannot raise in a graph
             return modes.run_with_graph_break(self.computed, reason, x_TH, routing)
         params, fields = self.operands()
         y_TH: torch.Tensor = EXPERTS_FORWARD(
@@ -666,9 +668,9 @@ class FusedMoE(ExpertParameters):
         if max_tokens is None:
             need = "the maximum number of tokens per rank, which determines the buffer sizes"
             raise ConfigurationError("max_tokens", got=None, need=need)
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-        device = torch.device(kind)
-        machine = detect_machine("cuda" if kind == "cuda" else "cpu")
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        device = torch.device(device_type)
+        machine = detect_machine("cuda" if device_type == "cuda" else "cpu")
         return make_kernel(
             *self._select_pairing(device),
             self.problem,
@@ -711,7 +713,7 @@ def _make_loader(
     return loader, str(loader.scheme)
 
 
-def _split(intermediate: int, ranks: int, quant: str) -> IntermediateSplit:
+def _split_intermediate(intermediate: int, ranks: int, quant: str) -> IntermediateSplit:
     return split_intermediate(intermediate, ranks, Problem(1, 1, 1, 1, 1, quant=quant).scheme)
 
 

@@ -1,4 +1,4 @@
-"""LoRA for FusedMoE: LoRAManager loads adapters for all layers; FusedMoEWithLoRA applies them.
+"""LoRA for FusedMoE: LoRAManager loads adapters for all layers, and FusedMoEWithLoRA applies them.
 
     manager = LoRAManager(layer.problem, "adapters=8,rank=16", [layer.layer_id], device)
     manager.load("mine", {3: MoELoRALayer(load_adapter("adapter/", 3, manager.problem))})
@@ -7,7 +7,7 @@
     y_TH = adapted(x_TH, router_logits, moe_lora_info=info)
 
 A LoRAManager has one of two modes, which compute different functions. "merged", the default, adds
-LoRA deltas to the projections inside the experts, as PEFT trains them. "parallel_delta" adds a
+LoRA deltas to the projections inside the experts, as PEFT does. "parallel_delta" adds a
 separate branch in parallel with the experts (`modular_kernel.ops.moe_lora`).
 """
 
@@ -165,7 +165,7 @@ class LoRAManager:
                 layer: torch.ones(slots, dtype=torch.float32, device=device) for layer in self.pools
             }
         self._slots = dict[str, int]()
-        self._interrupted = set[str]()  # names whose load or evict was interrupted
+        self._interrupted_names = set[str]()  # names whose load or evict was interrupted
         self._lock = threading.RLock()
         forks.on_fork(self)
 
@@ -200,7 +200,7 @@ class LoRAManager:
         """
         expect(f"adapter {name!r}", layers, Mapping)
         for layer, adapter_layer in layers.items():
-            self._pool_of(layer)
+            self._get_pool(layer)
             expect(f"adapter {name!r}: layer {layer}", adapter_layer, MoELoRALayer)
             if self.mode == "parallel_delta" and not _fits_float32(adapter_layer.scaling):
                 need = "a number that float32 can represent"
@@ -217,14 +217,14 @@ class LoRAManager:
                 got = f"loaded in slot {pool.slots[name]}"
                 need = "a name that is not loaded; evict the adapter to replace it"
                 raise StateError(f"adapter {name!r}", got=got, need=need)
-        self._interrupted.add(name)
+        self._interrupted_names.add(name)
         try:
             slots = {
-                layer: pool.load(name, self._adapter_for_pool(layers.get(layer)))
+                layer: pool.load(name, self._make_pool_adapter(layers.get(layer)))
                 for layer, pool in self.pools.items()
             }
-            slot, *others = set(slots.values())
-            if others:
+            slot, *other_slots = set(slots.values())
+            if other_slots:
                 need = "the same slot in every layer; load and evict only through LoRAManager"
                 raise StateError(f"adapter {name!r}: slots by layer", got=slots, need=need)
             for layer, factors in layers.items():
@@ -234,30 +234,30 @@ class LoRAManager:
             self._remove_interrupted()
             raise
         self._slots[name] = slot
-        self._interrupted.discard(name)
+        self._interrupted_names.discard(name)
         return slot
 
     def evict(self, name: str) -> None:
         """Free an adapter's slot in every layer. Raises StateError if the name is not loaded."""
         with self._lock:
             self._remove_interrupted()
-            self._slot(name)
+            self._get_slot(name)
             for pool in self.pools.values():
                 pool.check_change(name)
-            self._interrupted.add(name)
+            self._interrupted_names.add(name)
             del self._slots[name]
             self._remove_interrupted()
 
     def _remove_interrupted(self) -> None:
         """Remove adapters whose load or evict was interrupted from all pools."""
-        self._interrupted.difference_update(self._slots)
-        for name in tuple(self._interrupted):
+        self._interrupted_names.difference_update(self._slots)
+        for name in tuple(self._interrupted_names):
             for layer, pool in self.pools.items():
                 slot = pool.slots.get(name)
                 if slot is not None:
                     self._ranks[layer][slot], self._scalings[layer][slot] = 0, 1.0
                     pool.evict(name)
-            self._interrupted.discard(name)
+            self._interrupted_names.discard(name)
 
     def prepare_moe_lora_batch(
         self, forward_batch: ForwardBatch, layer_id: int
@@ -267,19 +267,19 @@ class LoRAManager:
         The ranks and scalings in the result are tensors of the manager, which `load` modifies in
         place.
         """
-        self._pool_of(layer_id)
+        self._get_pool(layer_id)
         expect("forward_batch", forward_batch, ForwardBatch)
         names = forward_batch.lora_ids
         if not any(name is not None for name in names):
             return None
         with self._lock:
-            slots = self._slots_of(names, layer_id)
+            slots = self._get_slots(names, layer_id)
         ranks = self._ranks[layer_id]
         indices = torch.tensor(slots, dtype=torch.int32, device=ranks.device)
         return MoELoRABatchInfo(indices, ranks, self._scalings[layer_id], forward_batch.seg_indptr)
 
-    def _slots_of(self, names: Sequence[str | None], layer_id: int) -> list[int]:
-        slots = [-1 if name is None else self._slot(name) for name in names]
+    def _get_slots(self, names: Sequence[str | None], layer_id: int) -> list[int]:
+        slots = [-1 if name is None else self._get_slot(name) for name in names]
         for name, slot in zip(names, slots, strict=True):
             pool_slot = -1 if name is None else self.pools[layer_id].slots.get(name)
             if pool_slot != slot:
@@ -292,27 +292,27 @@ class LoRAManager:
         """Return the buffers of a layer for mode "parallel_delta"."""
         if self.mode != "parallel_delta":
             raise ConfigurationError("mode", got=self.mode, need="parallel_delta")
-        return LoRABackend(self._pool_of(layer_id))
+        return LoRABackend(self._get_pool(layer_id))
 
     def weights(self, layer_id: int, base: ExpertWeights) -> ExpertWeights:
         """Return a layer's weights with its adapters."""
-        return self._pool_of(layer_id).weights(base)
+        return self._get_pool(layer_id).weights(base)
 
-    def _slot(self, name: str) -> int:
+    def _get_slot(self, name: str) -> int:
         expect("name of an adapter", name, str)
         if name not in self._slots:
             need = f"a loaded adapter: {', '.join(sorted(self._slots)[:8]) or 'none'}"
             raise StateError(f"adapter {name!r}", got="not loaded", need=need)
         return self._slots[name]
 
-    def _pool_of(self, layer: int) -> AdapterPool:
+    def _get_pool(self, layer: int) -> AdapterPool:
         expect("layer", layer, int)
         if layer not in self.pools:
             need = f"one of {', '.join(map(str, sorted(self.pools)[:8]))}"
             raise ConfigurationError("layer", got=layer, need=need)
         return self.pools[layer]
 
-    def _adapter_for_pool(self, adapter_layer: MoELoRALayer | None) -> Adapter:
+    def _make_pool_adapter(self, adapter_layer: MoELoRALayer | None) -> Adapter:
         if adapter_layer is not None:
             return adapter_layer.fold_scaling() if self.mode == "merged" else adapter_layer.factors
         problem, spec = self.problem, self.problem.adapters
@@ -386,9 +386,8 @@ class LoRABackend:
 class FusedMoEWithLoRA(nn.Module):
     """A FusedMoE whose tokens may have adapters. A call without adapters runs the base layer.
 
-    base_layer: the layer. Its layer_id must be in manager.pools. Its problem must equal the
-        manager's problem, except for lora and tokens. Its prepare/finalize part must not span
-        ranks.
+    base_layer: a layer whose layer_id is in manager.pools, whose problem equals the manager's
+        problem except for lora and tokens, and whose prepare/finalize part does not span ranks.
     manager: the manager of the layer's adapters.
 
     If experts are sharded, the adapters' contribution is part of this rank's partial sum. In mode

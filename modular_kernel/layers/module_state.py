@@ -19,7 +19,7 @@ def move_without_cast(fn: Callable[..., torch.Tensor], tensor: torch.Tensor) -> 
     return fn(tensor) if probe.dtype is tensor.dtype else tensor.to(probe.device)
 
 
-def state_is_loaded(names: Collection[str], state_dict: Mapping[str, Any], prefix: str) -> bool:
+def is_state_loaded(names: Collection[str], state_dict: Mapping[str, Any], prefix: str) -> bool:
     """Return whether a state_dict has all named tensors, and all of them were loaded when saved.
 
     A tensor that was saved before it was loaded holds values such as NaN (`check_loaded`).

@@ -46,7 +46,7 @@ class LayerParallel:
             object.__setattr__(self, name, position)
         ranks = self.ep[1] * self.tp[1]
         if self.group is not None:
-            _, size = _position_in_group("", self.group)
+            _, size = _find_position_in_group("", self.group)
             if size != ranks:
                 need = f"{ranks}, the number of EP ranks times the number of TP ranks"
                 raise ConfigurationError("size of group", got=size, need=need)
@@ -79,13 +79,13 @@ class LayerParallel:
 
         Raises ConfigurationError if there are several ranks but no group.
         """
-        required = [("tp", self.tp, self.tp_group)]
+        positions = [("tp", self.tp, self.tp_group)]
         if ep:
-            required.append(("ep", self.ep, self.ep_group))
-        required = [entry for entry in required if entry[1][1] > 1]
+            positions.append(("ep", self.ep, self.ep_group))
+        required = [(name, size, group) for name, (_, size), group in positions if size > 1]
         if self.group is not None and len(required) == 2:
             return (self.group,)
-        for name, (_, size), group in required:
+        for name, size, group in required:
             if group is None:
                 need = f"{name}_group, or reduce_results=False"
                 raise ConfigurationError("reduce_results", got=f"{name} of {size} ranks", need=need)
@@ -96,7 +96,7 @@ def all_reduce(tensor: torch.Tensor, groups: tuple[object, ...]) -> None:
     """Sum over the ranks of each group, in place. Raises CommunicationError if a sum fails."""
     for group in groups:
         try:
-            dist.all_reduce(tensor, group=_process_group(group))
+            dist.all_reduce(tensor, group=_unwrap_process_group(group))
         except RuntimeError as error:
             got, need = str(error).splitlines()[0][:200], "a call on every rank of the group"
             raise CommunicationError(
@@ -112,7 +112,7 @@ def _check_position(name: str, position: RankPosition, group: object | None) -> 
         raise ConfigurationError(f"{name} rank", got=rank, need=f"in [0, {size})")
     if group is None:
         return position
-    position_in_group = _position_in_group(name, group)
+    position_in_group = _find_position_in_group(name, group)
     if position_in_group[0] < 0:
         raise ConfigurationError(
             f"{name}_group", got="a group without this rank", need="a group with this rank"
@@ -124,12 +124,12 @@ def _check_position(name: str, position: RankPosition, group: object | None) -> 
     return position_in_group
 
 
-def _process_group(group: object) -> Any:
+def _unwrap_process_group(group: object) -> Any:
     """Return the ProcessGroup of a group, or of an object that wraps one."""
     return getattr(group, "group", group) if not isinstance(group, dist.ProcessGroup) else group
 
 
-def _position_in_group(name: str, group: object) -> RankPosition:
+def _find_position_in_group(name: str, group: object) -> RankPosition:
     """Return this rank's position in a process group.
 
     Raises ConfigurationError for an object that is not a process group.
@@ -143,11 +143,11 @@ def _position_in_group(name: str, group: object) -> RankPosition:
 
 
 def _get_rank(group: object) -> int:
-    return int(dist.get_rank(_process_group(group)))
+    return int(dist.get_rank(_unwrap_process_group(group)))
 
 
 def _get_size(group: object) -> int:
-    return int(dist.get_world_size(_process_group(group)))
+    return int(dist.get_world_size(_unwrap_process_group(group)))
 
 
 def resolve_placement(

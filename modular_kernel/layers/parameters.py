@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from modular_kernel.errors import DtypeError, StateError, UnsupportedError, WeightsError
-from modular_kernel.layers.module_state import move_without_cast, state_is_loaded
+from modular_kernel.layers.module_state import is_state_loaded, move_without_cast
 from modular_kernel.layers.parallel import GROUP_FIELDS, LayerParallel
 from modular_kernel.layers.weight_loading import ExpertLoader
 from modular_kernel.operators.pairing import serialize_layer
@@ -77,8 +77,9 @@ class ExpertParameters(nn.Module):
         super().__init__()
         device = resolve_device(torch.get_default_device() if device is None else device, meta=True)
         self.problem, self.placement, self.parallel = problem, placement, parallel
-        # _ready: whether the parameters have the layout of the kernels.
-        self._loader, self._ready = loader, loader is None or not loader.scheme.quantized
+        self._loader = loader
+        # Whether the parameters have the layout of the kernels.
+        self._ready = loader is None or not loader.scheme.quantized
         if loader is not None:
             loader.create_weights(
                 self, problem.dtype, device=device, weight_loader=self.weight_loader
@@ -96,10 +97,10 @@ class ExpertParameters(nn.Module):
         if problem.bias and parallel.tp[0] > 0:
             zeros = torch.zeros(self.specs()["b2"].shape, dtype=problem.dtype, device=device)
         self.register_buffer("_no_bias", zeros, persistent=False)
-        # (identities of the tensors, ExpertWeights of these tensors)
-        self._bound: tuple[tuple[object, ...], ExpertWeights] | None = None
+        # (identities of the tensors, the ExpertWeights that hold them)
+        self._cached_weights: tuple[tuple[object, ...], ExpertWeights] | None = None
         self._must_check_loaded = True  # whether `weights` must check that all tensors are loaded
-        self._names: tuple[Problem | None, dict[str, str]] = None, {}
+        self._cached_names: tuple[Problem | None, dict[str, str]] = None, {}
         self._store_operator_arguments()
 
     def weight_loader(
@@ -116,7 +117,7 @@ class ExpertParameters(nn.Module):
         UnsupportedError if the layer was created with the name of a scheme instead of a
         checkpoint's quantization_config.
         """
-        self._checkpoint_loader("weight_loader").weight_loader(
+        self._get_checkpoint_loader("weight_loader").weight_loader(
             param, loaded_weight, weight_name, shard_id, expert_id
         )
 
@@ -127,10 +128,10 @@ class ExpertParameters(nn.Module):
         If a tensor of this rank is missing, raises WeightsError and changes nothing.
         """
         self.set_weights(
-            self._checkpoint_loader("process_weights_after_loading").expert_weights(self)
+            self._get_checkpoint_loader("process_weights_after_loading").expert_weights(self)
         )
 
-    def _checkpoint_loader(self, method: str) -> ExpertLoader:
+    def _get_checkpoint_loader(self, method: str) -> ExpertLoader:
         if self._loader is None:
             need = "a checkpoint's quantization_config, or None"
             raise UnsupportedError(method, got=f"quant_config={self.problem.quant!r}", need=need)
@@ -178,14 +179,14 @@ class ExpertParameters(nn.Module):
             parameters[PARAMETERS[field]] = parameter
         # Update in one step, so that an interrupt leaves either the old or the new parameters.
         vars(self).update(
-            _parameters=parameters, _ready=True, _bound=None, _must_check_loaded=False
+            _parameters=parameters, _ready=True, _cached_weights=None, _must_check_loaded=False
         )
 
     def mark_loaded(self) -> None:
         """Skip the check that parameters are loaded.
 
-        This is needed only for weights that are meant to have a NaN as the first or last value of
-        an expert. The check cannot distinguish them from parameters that were not loaded.
+        Call this method only for weights that are meant to have a NaN as the first or last value of
+        an expert. The check cannot distinguish such weights from parameters that were not loaded.
         """
         self._must_check_loaded = False
 
@@ -203,7 +204,7 @@ class ExpertParameters(nn.Module):
         state_dict: dict[str, Any],
         prefix: str,
         local_metadata: dict[str, Any],
-        *others: Any,
+        *args: Any,
     ) -> None:
         """Load tensors in the checkpoint's layout, or in the layout of the kernels.
 
@@ -216,13 +217,13 @@ class ExpertParameters(nn.Module):
             )
         if self._ready:
             self._match_scale_dtypes(state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         self._drop_prepared_if_moved()
-        if self._bound is not None:
-            AUTO_PREPARED.refresh(self._bound[1])
+        if self._cached_weights is not None:
+            AUTO_PREPARED.refresh(self._cached_weights[1])
         if self._ready and self._must_check_loaded:
             names = [name for name, parameter in self._parameters.items() if parameter is not None]
-            self._must_check_loaded = not state_is_loaded(names, state_dict, prefix)
+            self._must_check_loaded = not is_state_loaded(names, state_dict, prefix)
 
     def _load_kernel_layout(
         self, state_dict: dict[str, Any], prefix: str, is_marked_ready: bool
@@ -239,20 +240,20 @@ class ExpertParameters(nn.Module):
             if tensor.dtype not in spec.dtypes:
                 return
             tensors[field] = tensor
-        current = {
+        current_specs = {
             name: (tuple(p.shape), p.dtype) for name, p in self.named_parameters(recurse=False)
         }
-        loaded = {PARAMETERS[name]: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-        if is_marked_ready or current != loaded:
+        loaded_specs = {PARAMETERS[name]: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+        if is_marked_ready or current_specs != loaded_specs:
             copies = {name: tensor.detach().clone().to(device) for name, tensor in tensors.items()}
             self.set_weights(ExpertWeights(**copies))
 
     def _match_scale_dtypes(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Give scales the dtype that they have in the state.
 
-        This applies to 16-bit scales, so that loading is exact. It also applies to float32 scales
-        of a layer that was not loaded yet. They could hold 16-bit scales exactly, but kernels are
-        slower with float32 scales.
+        The dtype of 16-bit scales is changed so that loading is exact. The dtype of float32 scales
+        is changed only before the layer is loaded: float32 can hold 16-bit scales exactly, but
+        kernels are slower with float32 scales.
         """
         for field, spec in self.specs().items():
             name, tensor = PARAMETERS[field], state_dict.get(prefix + PARAMETERS[field])
@@ -278,43 +279,42 @@ class ExpertParameters(nn.Module):
         LayoutError for a DTensor.
         """
         if not self._ready:
-            raise _not_ready_error()
-        tensors = self._current_tensors()
-        identity = _identities(tensors)
-        if self._bound is None or self._bound[0] != identity:
-            self._check(tensors)
-            self._bound = identity, ExpertWeights(**tensors)
-        return self._bound[1]
+            raise _make_not_ready_error()
+        tensors = self._collect_tensors()
+        identity = _get_identities(tensors)
+        if self._cached_weights is None or self._cached_weights[0] != identity:
+            self._check_tensors(tensors)
+            self._cached_weights = identity, ExpertWeights(**tensors)
+        return self._cached_weights[1]
 
-    def _check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _check_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Check that no tensor is a DTensor, and that all tensors were loaded."""
         parameters = {PARAMETERS.get(field, field): tensor for field, tensor in tensors.items()}
         for name, tensor in parameters.items():
             check_not_dtensor(name, tensor)
         if self._must_check_loaded:
-            parameters.pop(
-                "expert_map", None
-            )  # -1 is valid there, but marks unloaded integers elsewhere
+            # -1 is a valid value of expert_map, but marks other integers as unloaded.
+            parameters.pop("expert_map", None)
             check_loaded(parameters)
             self._must_check_loaded = next(iter(parameters.values())).is_meta
 
     def operands(self) -> tuple[list[torch.Tensor], str]:
         """Return the arguments `params` and `fields` of the operator `experts`.
 
-        torch.compile can trace this method. It raises the errors of `weights`, except for the check
-        of values, which the operator does.
+        torch.compile can trace this method, which raises the same errors as `weights`, except for
+        the check of values, which the operator does.
         """
         if not self._ready:
-            raise _not_ready_error()
+            raise _make_not_ready_error()
         operands = [getattr(self, name) for name in self._operand_names]
         for name, tensor in zip(self._operand_names, operands, strict=True):
             check_not_dtensor(name, tensor)
-        plain, checked = self._operand_fields
-        return operands, checked if self._must_check_loaded else plain
+        unchecked_fields, checked_fields = self._operand_fields
+        return operands, checked_fields if self._must_check_loaded else unchecked_fields
 
     def _store_operator_arguments(self) -> None:
         """Store the constant arguments of the operator `experts`, for torch.compile."""
-        names = self._names_by_field()
+        names = self._get_names_by_field()
         self._operand_names = tuple(names.values())
         checked = [field if field == "expert_map" else f"{field}:loaded" for field in names]
         self._operand_fields = ",".join(names), ",".join(checked)
@@ -331,51 +331,54 @@ class ExpertParameters(nn.Module):
 
     def keep_prepared(self, weights: ExpertWeights) -> None:
         """Make `weights` return this object: the parameters, with or without prepared tensors."""
-        assert self._bound is not None
-        self._bound = self._bound[0], weights
+        assert self._cached_weights is not None
+        self._cached_weights = self._cached_weights[0], weights
 
-    def _current_tensors(self) -> dict[str, torch.Tensor]:
+    def _collect_tensors(self) -> dict[str, torch.Tensor]:
         # Read the dict directly: nn.Module's attribute lookup is slow, and this runs in every call.
         parameters, tensors = self._parameters, {}
-        for field, name in self._names_by_field().items():
+        for field, name in self._get_names_by_field().items():
             tensor = parameters.get(name)
             tensors[field] = self._get_tensor_attribute(name) if tensor is None else tensor
         return tensors
 
     def _get_tensor_attribute(self, name: str) -> torch.Tensor:
-        """Return a buffer, or a parameter that torch computes. Raises StateError if missing."""
+        """Return a buffer or a computed parameter. Raises StateError if there is none."""
         tensor: object = getattr(self, name, None)
         if not isinstance(tensor, torch.Tensor):
             got = "None" if tensor is None else type(tensor).__name__
             raise StateError(name, got=got, need="a parameter; call set_weights to register it")
         return tensor
 
-    def _names_by_field(self) -> dict[str, str]:
+    def _get_names_by_field(self) -> dict[str, str]:
         """Return the parameter or buffer of each field of ExpertWeights that the layer has."""
-        problem, names = self._names
+        problem, names = self._cached_names
         if problem is not self.problem:
             names = {field: PARAMETERS[field] for field in self.specs()}
             if self._no_bias is not None:
                 names["b2"] = "_no_bias"
             if self.expert_map is not None:
                 names["expert_map"] = "expert_map"
-            self._names = self.problem, names
+            self._cached_names = self.problem, names
         return names
 
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Self:
         """Move or cast the layer, as the class docstring describes."""
         dtype = self._dtype_after(fn)
-        moved_tensors = [tensor for name, tensor in self._own_tensors() if not self._is_cast(name)]
+        moved_tensors = [tensor for name, tensor in self._list_tensors() if not self._is_cast(name)]
         was_meta = next(self.parameters(recurse=False)).is_meta
 
         def apply_or_move(tensor: torch.Tensor) -> torch.Tensor:
-            if any(tensor is moved for moved in moved_tensors):
+            if any(tensor is moved_tensor for moved_tensor in moved_tensors):
                 return move_without_cast(fn, tensor)
             return fn(tensor)
 
-        saved = {name: vars(p) for name, p in self._parameters.items() if p is not None}
+        attributes_by_name = {
+            name: vars(p) for name, p in self._parameters.items() if p is not None
+        }
         super()._apply(apply_or_move, recurse)  # type: ignore[no-untyped-call]
-        for name, attributes in saved.items():  # torch may have created a new Parameter
+        # torch may have created new Parameters, which do not have the attributes of the old ones.
+        for name, attributes in attributes_by_name.items():
             vars(self._parameters[name]).update(attributes)
         if dtype is not self.problem.dtype:
             self.problem = replace(self.problem, dtype=dtype)
@@ -386,7 +389,7 @@ class ExpertParameters(nn.Module):
         self._drop_prepared_if_moved()
         return self
 
-    def _own_tensors(self) -> list[tuple[str, torch.Tensor]]:
+    def _list_tensors(self) -> list[tuple[str, torch.Tensor]]:
         tensors = [*self._parameters.items(), *self._buffers.items()]
         return [(name, tensor) for name, tensor in tensors if tensor is not None]
 
@@ -395,8 +398,8 @@ class ExpertParameters(nn.Module):
         if not self._ready and self._loader is not None:
             shape_dtype = self._loader.shapes().get(name)
             return shape_dtype is not None and shape_dtype[1] is None
-        plain = () if self.problem.scheme.quantized else ("w13_weight", "w2_weight")
-        return name in (*plain, "w13_bias", "w2_bias", "_no_bias")
+        unquantized_names = () if self.problem.scheme.quantized else ("w13_weight", "w2_weight")
+        return name in (*unquantized_names, "w13_bias", "w2_bias", "_no_bias")
 
     def _dtype_after(self, fn: Callable[..., torch.Tensor]) -> torch.dtype:
         """Return the layer's dtype after `fn`. Raises DtypeError for an unsupported dtype."""
@@ -435,8 +438,10 @@ class ExpertParameters(nn.Module):
             self._no_bias.zero_()
 
     def _drop_prepared_if_moved(self) -> None:
-        if self._bound is not None and self._bound[0] != _identities(self._current_tensors()):
-            self._bound = None
+        if self._cached_weights is None:
+            return
+        if self._cached_weights[0] != _get_identities(self._collect_tensors()):
+            self._cached_weights = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle or copy, without prepared weights.
@@ -449,13 +454,13 @@ class ExpertParameters(nn.Module):
             raise UnsupportedError(
                 "torch.save or copy of a layer", got=" and ".join(groups), need=need
             )
-        return self.__dict__ | {"_bound": None}
+        return self.__dict__ | {"_cached_weights": None}
 
 
-def _not_ready_error() -> StateError:
+def _make_not_ready_error() -> StateError:
     need = "parameters in the kernels' layout; call process_weights_after_loading or set_weights"
     return StateError("weights", got="parameters in the checkpoint's layout", need=need)
 
 
-def _identities(tensors: Mapping[str, torch.Tensor]) -> tuple[object, ...]:
+def _get_identities(tensors: Mapping[str, torch.Tensor]) -> tuple[object, ...]:
     return tuple((id(tensor), tensor.data_ptr()) for tensor in tensors.values())

@@ -85,7 +85,7 @@ class Share:
         return self.width - (last - first)
 
     def local_expert(self, expert: int) -> int:
-        """Return the local slot of a global expert id, or -1 if this rank does not hold it."""
+        """Return the local slot of a global expert id, or -1 if the expert is on another rank."""
         if type(expert) is not int or not 0 <= expert < self.experts:
             raise ConfigurationError("expert_id", got=expert, need=f"in [0, {self.experts})")
         return self.slots.index(expert) if expert in self.slots else -1
@@ -112,7 +112,7 @@ class Move:
 
 
 def destination(expert: int, shard: str, share: Share) -> Move | None:
-    """Return where one projection of an expert is copied to, or None if another rank holds it.
+    """Return where a projection of an expert is copied to, or None for an expert on another rank.
 
     Let c be the number of columns of I that this rank holds, and w the number including padding.
     Gate goes to rows [0, c) of w13 and up to rows [w, w + c). Down goes to columns [0, c) of w2.
@@ -131,14 +131,20 @@ def destination(expert: int, shard: str, share: Share) -> Move | None:
     slot = share.local_expert(expert)
     if slot < 0:
         return None
-    hidden, source = (0, share.hidden), share.columns
-    count = source[1] - source[0]
+    hidden, source_columns = (0, share.hidden), share.columns
+    num_columns = source_columns[1] - source_columns[0]
     if shard == FUSED:
-        return Move(slot, (0, 2 * count), hidden, (2 * source[0], 2 * source[1]), hidden)
+        return Move(
+            slot,
+            (0, 2 * num_columns),
+            hidden,
+            (2 * source_columns[0], 2 * source_columns[1]),
+            hidden,
+        )
     if shard == "w2":
-        return Move(slot, hidden, (0, count), hidden, source)
+        return Move(slot, hidden, (0, num_columns), hidden, source_columns)
     start = share.width if shard == "w3" and share.gated else 0
-    return Move(slot, (start, start + count), hidden, source, hidden)
+    return Move(slot, (start, start + num_columns), hidden, source_columns, hidden)
 
 
 def find_padding(shard: str, share: Share) -> tuple[Range, Range]:
@@ -146,10 +152,10 @@ def find_padding(shard: str, share: Share) -> tuple[Range, Range]:
 
     Only one dimension is padded; the range of the other dimension covers the whole matrix.
     """
-    count, width, hidden = share.width - share.padding, share.width, (0, share.hidden)
+    num_columns, width, hidden = share.width - share.padding, share.width, (0, share.hidden)
     if shard == FUSED:
-        return (2 * count, 2 * width), hidden
+        return (2 * num_columns, 2 * width), hidden
     if shard == "w2":
-        return hidden, (count, width)
+        return hidden, (num_columns, width)
     start = width if shard == "w3" and share.gated else 0
-    return (start + count, start + width), hidden
+    return (start + num_columns, start + width), hidden

@@ -12,7 +12,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
-from modular_kernel.layers.module_state import move_without_cast, state_is_loaded
+from modular_kernel.layers.module_state import is_state_loaded, move_without_cast
 from modular_kernel.ops.route import Routed, RouterTensors, route
 from modular_kernel.replay import modes
 from modular_kernel.spec.problem import dtype_name, parse_dtype
@@ -101,22 +101,21 @@ class Router(nn.Module):
         columns, gate_dtype = spec.columns(num_experts), parse_dtype(dtype)
 
         def make_parameter(*shape: int, dtype: torch.dtype = gate_dtype) -> nn.Parameter:
-            unset = torch.full(shape, torch.nan, dtype=dtype, device=device)
-            return nn.Parameter(unset, requires_grad=False)
+            nan_values = torch.full(shape, torch.nan, dtype=dtype, device=device)
+            return nn.Parameter(nan_values, requires_grad=False)
 
         self.weight = make_parameter(columns, hidden_size)
         self.bias = make_parameter(columns) if bias else None
-        biased = spec.selection_bias
+        has_selection_bias = spec.selection_bias
         self.e_score_correction_bias = (
-            make_parameter(columns, dtype=torch.float32) if biased else None
+            make_parameter(columns, dtype=torch.float32) if has_selection_bias else None
         )
         table = None
         if vocabulary is not None:
             table = torch.full((vocabulary, spec.top_k), -1, dtype=torch.int64, device=device)
         self.register_buffer("tid2eid", table)
-        self._must_check_loaded = (
-            True  # whether the next call must check that all tensors are loaded
-        )
+        # Whether the next call must check that all tensors are loaded.
+        self._must_check_loaded = True
 
     def mark_loaded(self) -> None:
         """Skip the check that parameters are loaded, for a gate that is meant to contain NaN."""
@@ -136,9 +135,9 @@ class Router(nn.Module):
             need = f"(T, H) with H = {self.weight.shape[1]}"
             raise ShapeError("x of the router", got=tuple(x_TH.shape), need=need)
         if self._must_check_loaded and not is_compiling():
-            for name, tensor in self._loaded_tensors().items():
+            for name, tensor in self._list_tensors().items():
                 check_not_dtensor(f"router.{name}", tensor)
-            check_loaded(self._loaded_tensors())
+            check_loaded(self._list_tensors())
             self._must_check_loaded = self.weight.is_meta
         with torch.autocast(x_TH.device.type, enabled=False):
             return linear(x_TH.to(self.weight.dtype), self.weight, self.bias)
@@ -146,13 +145,13 @@ class Router(nn.Module):
     def tensors(self) -> RouterTensors:
         """Return the tensors that `route` takes in addition to the logits."""
         unloaded = (
-            tuple(self._loaded_tensors().values())
+            tuple(self._list_tensors().values())
             if self._must_check_loaded and is_compiling()
             else ()
         )
         return RouterTensors(self.e_score_correction_bias, self.tid2eid, unloaded)
 
-    def _loaded_tensors(self) -> dict[str, torch.Tensor]:
+    def _list_tensors(self) -> dict[str, torch.Tensor]:
         tensors = {
             "weight": self.weight,
             "bias": self.bias,
@@ -170,7 +169,7 @@ class Router(nn.Module):
 
         super()._apply(apply_or_move, recurse)  # type: ignore[no-untyped-call]
         if was_meta and not self.weight.is_meta:  # after `to_empty`
-            for name, tensor in self._loaded_tensors().items():
+            for name, tensor in self._list_tensors().items():
                 fill_with_sentinel(name, tensor.data)
             self._must_check_loaded = True
         return self
@@ -180,13 +179,11 @@ class Router(nn.Module):
         state_dict: dict[str, Any],
         prefix: str,
         local_metadata: dict[str, Any],
-        *others: Any,
+        *args: Any,
     ) -> None:
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         if self._must_check_loaded:
-            self._must_check_loaded = not state_is_loaded(
-                self._loaded_tensors(), state_dict, prefix
-            )
+            self._must_check_loaded = not is_state_loaded(self._list_tensors(), state_dict, prefix)
 
     def route(
         self,

@@ -41,14 +41,14 @@ def check_selection_bias(
 def check_router(checkpoint_spec: RouterSpec | None, layer_spec: RouterSpec) -> None:
     """Raise ConfigurationError if the checkpoint's router differs from the layer's router.
 
-    checkpoint_spec: None if the checkpoint's router is unknown. Then nothing is compared.
+    checkpoint_spec: None if the checkpoint's router is unknown, in which case nothing is compared.
     """
     if checkpoint_spec is None:
         return
     names = router_differences(checkpoint_spec, layer_spec)
     if names:
         if "groups" in names and "topk_groups" not in names:
-            names = (*names, "topk_groups")  # report both, because they act together
+            names = (*names, "topk_groups")  # report both fields, because they act together
         got, need = (
             ", ".join(f"{name}={getattr(spec, name)!r}" for name in names)
             for spec in (checkpoint_spec, layer_spec)
@@ -84,7 +84,7 @@ def resolve_top_k(top_k: int | None, router: Router | RouterSpec | None, experts
 def flatten_logits(routing: object, columns: int, leading_dims: tuple[int, ...]) -> torch.Tensor:
     """Return logits (..., E) as (T, E).
 
-    routing: what the caller passed as logits.
+    routing: the argument that the caller passed as logits.
     columns: the required size of the last dimension.
     leading_dims: the leading dimensions of x, that is, all except H.
 
@@ -98,7 +98,7 @@ def flatten_logits(routing: object, columns: int, leading_dims: tuple[int, ...])
         need = f"(..., E) with E = {columns}"
         raise ShapeError("router logits", got=tuple(routing.shape), need=need)
     check_leading_dims("router logits", routing, leading_dims, "E")
-    if routing.dim() == 2:  # checked by `route`
+    if routing.dim() == 2:  # `route` checks the tensor
         return routing
     return check_tensor("router logits", routing).reshape(-1, columns)
 

@@ -2,9 +2,9 @@
 
     loader = ExpertLoader(Share(experts=8, hidden=64, intermediate=128, ep=(0, 2)))
     loader.create_weights(layer, torch.bfloat16)            # layer.w13_weight, layer.w2_weight, ...
-    for parameter, weight, expert, shard in make_expert_params_mapping("w1", "w2", "w3", 8):
+    for param_prefix, ckpt_prefix, expert, shard in make_expert_params_mapping("w1", "w2", "w3", 8):
         ...                                                 # as in the engine's load_weights
-        loader.weight_loader(param, loaded, name, shard, expert)
+        loader.weight_loader(param, loaded_weight, name, shard, expert)
     weights = loader.expert_weights(layer)                  # ExpertWeights for a kernel
 
 The parameters have the shapes of the checkpoint's format, so that every format of
@@ -162,7 +162,7 @@ class ExpertLoader:
                     shape = (2,)  # gate and up have separate scales until `expert_weights`
                 if tensor.role == "w" and self.transposed:
                     shape = shape[::-1]
-                # If several dtypes are allowed, the first is float32, which represents all exactly.
+                # If several dtypes are allowed, the first is float32, which represents all of them.
                 layer_dtype = tensor.role == "bias" or not self.scheme.quantized
                 dtype = None if layer_dtype else tensor.dtypes[0]
                 shapes[f"{name}_{tensor.name}"] = ((len(share.slots), *shape), dtype)
@@ -237,7 +237,7 @@ class ExpertLoader:
         differ.
         """
         expect("weight_name", weight_name, str)
-        stored = self._stored_tensor(weight_name)
+        stored = self._find_stored_tensor(weight_name)
         check_tensor(f"{weight_name}: parameter", param, meta=True)
         check_tensor(weight_name, loaded_weight, meta=param.is_meta)
         check_output(f"{weight_name}: parameter", param, {weight_name: loaded_weight})
@@ -247,7 +247,7 @@ class ExpertLoader:
                 self.weight_loader(param, half, weight_name, shard, expert_id)
             return
         move = destination(expert_id, shard_id, self.share)
-        sizes = self._sizes(shard_id)
+        sizes = self._get_matrix_shape(shard_id)
         need = stored.shape(*sizes)
         stored.check(weight_name, tuple(loaded_weight.shape), loaded_weight.dtype, need)
         matrix = "w2" if shard_id == "w2" else "w13"
@@ -269,7 +269,7 @@ class ExpertLoader:
                 self._copy_scalar(param.data[move.slot], loaded_weight, stored, shard_id)
         self._loaded.add((stored.name, shard_id, move.slot))
 
-    def _sizes(self, shard: str) -> tuple[int, int]:
+    def _get_matrix_shape(self, shard: str) -> tuple[int, int]:
         """Return (N, K), the size of a shard's whole matrix."""
         width, hidden = self.share.intermediate, self.share.hidden
         return {"w2": (hidden, width), FUSED: (2 * width, hidden)}.get(shard, (width, hidden))
@@ -281,7 +281,7 @@ class ExpertLoader:
 
         Raises ConfigurationError if one scale covers both gate rows and up rows.
         """
-        need, width = stored.shape(*self._sizes(FUSED)), self.share.intermediate
+        need, width = stored.shape(*self._get_matrix_shape(FUSED)), self.share.intermediate
         stored.check(name, tuple(loaded.shape), loaded.dtype, need)
         dim = next((index for index, dim in enumerate(stored.dims) if dim.axis == "N"), None)
         if dim is None:
@@ -305,25 +305,25 @@ class ExpertLoader:
         self._check_complete()
         self._scales_since_build.clear()
         fields: dict[str, torch.Tensor | None] = {}
-        for matrix, number in (("w13", "1"), ("w2", "2")):
+        for matrix, index in (("w13", "1"), ("w2", "2")):
             fused = self._fuse_matrix(layer, matrix)
             for suffix in ("w", "scale", "zero_point", "global_scale"):
-                fields[f"w{number}" if suffix == "w" else f"w{number}_{suffix}"] = getattr(
+                fields[f"w{index}" if suffix == "w" else f"w{index}_{suffix}"] = getattr(
                     fused, suffix
                 )
             if self.scheme.static:
                 scales = [v for key, v in self._input_scales.items() if key[0] == matrix]
-                fields[f"a{number}_scale"] = static_scale(
+                fields[f"a{index}_scale"] = static_scale(
                     torch.tensor(scales, dtype=torch.float32, device=fused.w.device)
                 )
             if self.bias:
-                fields[f"b{number}"] = _parameter(layer, f"{matrix}_bias")
+                fields[f"b{index}"] = _get_parameter(layer, f"{matrix}_bias")
         share = self.share
         split = (share.width - share.padding, share.width)
         fill_padding(fields, self.scheme, split, gated=share.gated, interleaved=share.interleaved)
         return ExpertWeights(**fields)  # type: ignore[arg-type]
 
-    def _stored_tensor(self, weight_name: str) -> StoredTensor:
+    def _find_stored_tensor(self, weight_name: str) -> StoredTensor:
         last_component = weight_name.rpartition(".")[2]
         name = last_component.removeprefix("w13_").removeprefix("w2_")
         for stored in self._stored:
@@ -377,12 +377,12 @@ class ExpertLoader:
         self, stored: StoredTensor, matrix: str, expert: int, shard: str, value: float
     ) -> None:
         """Store an input scale. Raises WeightsError if the scales of gate and up differ."""
-        other = (matrix, expert, {"w1": "w3", "w3": "w1"}.get(shard, ""))
+        other_key = (matrix, expert, {"w1": "w3", "w3": "w1"}.get(shard, ""))
         if (
-            other in self._scales_since_build
-            and not abs(self._input_scales[other] - value) <= _SCALE_TOLERANCE
+            other_key in self._scales_since_build
+            and not abs(self._input_scales[other_key] - value) <= _SCALE_TOLERANCE
         ):
-            need = f"{self._input_scales[other]}, the scale of the other projection"
+            need = f"{self._input_scales[other_key]}, the scale of the other projection"
             raise WeightsError(stored.name, got=value, need=need)
         self._scales_since_build.add((matrix, expert, shard))
         self._input_scales[matrix, expert, shard] = value
@@ -394,7 +394,8 @@ class ExpertLoader:
             if stored.role not in (*UNREAD_ROLES, "order", "a_scale")
         ]
         tensors = {
-            stored.name: _parameter(layer, f"{matrix}_{stored.name}") for stored in weight_tensors
+            stored.name: _get_parameter(layer, f"{matrix}_{stored.name}")
+            for stored in weight_tensors
         }
         for stored in weight_tensors:
             self._fill_stored_padding(tensors[stored.name], stored, matrix)
@@ -414,25 +415,25 @@ class ExpertLoader:
 
     def _fill_stored_padding(self, tensor: torch.Tensor, stored: StoredTensor, matrix: str) -> None:
         """Write valid scales and zero points to the padding of a parameter (e, ...)."""
-        value = {"scale": 127 if tensor.dtype is torch.uint8 else 1.0}
+        value_by_role = {"scale": 127 if tensor.dtype is torch.uint8 else 1.0}
         if stored.role == "zero_point":
-            value["zero_point"] = self._stored_zero_point()
+            value_by_role["zero_point"] = self._compute_stored_zero_point()
         axis = "K" if matrix == "w2" else "N"
         is_split = any(dim.axis == axis for dim in stored.dims)
-        if not self.share.padding or not is_split or stored.role not in value:
+        if not self.share.padding or not is_split or stored.role not in value_by_role:
             return
         for shard in self.share.shards:
             if (shard == "w2") == (matrix == "w2"):
                 rows, columns = find_padding(shard, self.share)
-                tensor[(slice(None), *stored.slices_starting_in(rows, columns))] = value[
+                tensor[(slice(None), *stored.slices_starting_in(rows, columns))] = value_by_role[
                     stored.role
                 ]
 
-    def _stored_zero_point(self) -> int:
+    def _compute_stored_zero_point(self) -> int:
         """Return a packed int32 word in which every zero point is the middle of its range."""
         bits = 4 if self.scheme.packed else 8
-        point = (1 << (bits - 1)) - (self.format.method == "gptq" and self.format.minus_one)
-        word = sum(point << shift for shift in range(0, 32, bits))
+        zero_point = (1 << (bits - 1)) - (self.format.method == "gptq" and self.format.minus_one)
+        word = sum(zero_point << shift for shift in range(0, 32, bits))
         return word - (1 << 32) if word >> 31 else word
 
     def _check_complete(self) -> None:
@@ -451,12 +452,12 @@ class ExpertLoader:
             raise WeightsError("experts", got=got, need=need)
 
 
-def _parameter(layer: torch.nn.Module, name: str) -> torch.Tensor:
+def _get_parameter(layer: torch.nn.Module, name: str) -> torch.Tensor:
     """Return the values of a parameter that `create_weights` registered."""
     return check_tensor(name, getattr(layer, name, None), meta=True).data
 
 
-def checkpoint_config(quant_config: object) -> str | abc.Mapping[str, object] | None:
+def get_checkpoint_config(quant_config: object) -> str | abc.Mapping[str, object] | None:
     """Return a quantization_config, the name of a scheme, or None.
 
     quant_config: one of the results, which is returned unchanged; or an object with an
@@ -531,7 +532,7 @@ class Fp8EPMoEMethod(UnquantizedEPMoEMethod):
     """
 
     def __init__(self, quant_config: object) -> None:
-        config = checkpoint_config(quant_config)
+        config = get_checkpoint_config(quant_config)
         self.format = format_of(_make_fp8_config(config) if isinstance(config, str) else config)
         if self.format.scheme.weight != "float8_e4m3fn":
             raise ConfigurationError("quant_config", got=str(self.format), need="a float8 format")

@@ -13,7 +13,7 @@ of w1: 2 I with a gate, else I. With P routed (token, expert) pairs, the flops a
     layer       2 P (N H + I H)
     adapters    2 P (r H + N R + R I + H R)
 
-so adapters add a fraction of R (1/H + 1/I), or R (2/(3 I) + 1/H) with a shared A.
+so adapters add a fraction of R (1/H + 1/I), or of R (2/(3 I) + 1/H) if gate and up share one A.
 
 Each matrix that is used is read once. Tokens are assumed to be distributed evenly over the slots.
 The expected number of slots whose matrices an expert with n pairs uses is then
@@ -67,8 +67,8 @@ def adapter_work(problem: Problem, pairs: float, touched: float) -> dict[str, Ad
     if spec is None or not pairs:
         return dict.fromkeys(MATRICES, NO_WORK)
     shapes = spec.shapes(1, problem.w1_rows, problem.hidden, problem.intermediate)
-    matrices_read = touched * _distinct_slots(spec.adapters, pairs / touched)
-    slots_in_use = _distinct_slots(spec.adapters, pairs / problem.top_k)
+    matrices_read = touched * _estimate_distinct_slots(spec.adapters, pairs / touched)
+    slots_in_use = _estimate_distinct_slots(spec.adapters, pairs / problem.top_k)
     work = {}
     for name in MATRICES:
         values = prod(shapes[f"lora_{name}"][2:])
@@ -84,6 +84,6 @@ def total_adapter_work(problem: Problem, pairs: float, touched: float) -> Adapte
     return sum(adapter_work(problem, pairs, touched).values(), NO_WORK)
 
 
-def _distinct_slots(slots: int, draws: float) -> float:
+def _estimate_distinct_slots(slots: int, draws: float) -> float:
     """Return the expected number of distinct slots in `draws` draws with replacement."""
     return float(slots * (1.0 - (1.0 - 1.0 / slots) ** draws))

@@ -45,16 +45,16 @@ class LayerCase:
     routing: RoutingKind
 
     def __post_init__(self) -> None:
-        p = self.problem
-        if p.tokens < 1:
-            raise ConfigurationError("tokens of a benchmark", got=p.tokens, need=">= 1")
-        if p.inplace:  # each replay would overwrite x
+        problem = self.problem
+        if problem.tokens < 1:
+            raise ConfigurationError("tokens of a benchmark", got=problem.tokens, need=">= 1")
+        if problem.inplace:  # each replay would overwrite x
             raise ConfigurationError("inplace of a benchmark", got=True, need="False")
-        if p.parallel.world_size > 1:
-            got = p.parallel.world_size
+        if problem.parallel.world_size > 1:
+            got = problem.parallel.world_size
             raise ConfigurationError("world_size of a benchmark", got=got, need="1: one GPU")
-        if p.quant != "none":
-            raise ConfigurationError("quant of a benchmark case", got=p.quant, need="none")
+        if problem.quant != "none":
+            raise ConfigurationError("quant of a benchmark case", got=problem.quant, need="none")
 
 
 def operand_types(problem: Problem, scheme: QuantScheme) -> str:
@@ -92,12 +92,12 @@ def make_weights(problem: Problem, device: torch.device, index: int = 0) -> Expe
         w1[expert] = torch.randn(n, h, device=device, generator=generator) * h**-0.5
         w2[expert] = torch.randn(h, i, device=device, generator=generator) * i**-0.5
 
-    def bias(rows: int) -> torch.Tensor | None:
+    def draw_bias(rows: int) -> torch.Tensor | None:
         if not problem.bias:
             return None
         return (torch.randn(e, rows, device=device, generator=generator) / 2).to(dtype)
 
-    b1, b2 = bias(n), bias(h)
+    b1, b2 = draw_bias(n), draw_bias(h)
     matrices = _draw_adapters(problem, generator)
     return ExpertWeights(w1, w2, b1, b2, make_expert_map(problem, device), **matrices)
 
@@ -112,8 +112,8 @@ def _draw_adapters(problem: Problem, generator: torch.Generator) -> dict[str, to
     for name, shape in spec.shapes(*sizes).items():
         matrices[name] = torch.empty(shape, dtype=problem.dtype, device=generator.device)
         for slot in range(spec.adapters):
-            drawn = torch.randn(shape[1:], device=generator.device, generator=generator)
-            matrices[name][slot] = drawn * (shape[-1] ** -0.5 / 2)
+            values = torch.randn(shape[1:], device=generator.device, generator=generator)
+            matrices[name][slot] = values * (shape[-1] ** -0.5 / 2)
     return matrices
 
 

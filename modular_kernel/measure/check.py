@@ -1,4 +1,4 @@
-"""Check the outputs of a layer before it is timed: compare some rows with a float64 reference.
+"""Checks the outputs of a layer before it is timed, by comparing rows with a float64 reference.
 
 Benchmarks do not report the time of a layer that fails this check. The reference
 (`reference.float64_reference`) uses unquantized weights, even for quantized layers. The error of a
@@ -24,7 +24,7 @@ from modular_kernel.tensors import ExpertWeights, Routing
 MAX_ERROR_RATIO = 2.0  # allowed error of a layer, relative to the error of plain torch
 EPS = 1e-6  # added to the allowed error, because float32 sums may have another order
 _MAX_ROWS = 8  # number of rows of an output that are compared
-_MIN_VALUES = 512  # with 512 values, the error of a layer varies by 10 %
+_MIN_VALUES = 512  # with this many values, the error of a layer varies by 10 %
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class CheckedCalls:
     last_rows: torch.Tensor
 
 
-def num_inputs_to_check(problem: Problem) -> int:
+def count_inputs_to_check(problem: Problem) -> int:
     """Return how many calls must be checked to compare at least _MIN_VALUES values."""
     return math.ceil(_MIN_VALUES / (min(problem.tokens, _MAX_ROWS) * problem.hidden))
 
@@ -96,8 +96,8 @@ def compute_expected_output(
 def check_calls(calls: Sequence[tuple[Call, ExpectedOutput]], problem: Problem) -> CheckedCalls:
     """Run the calls, and check the shape, dtype, finiteness and error of their outputs.
 
-    The error is computed over all outputs together. All calls return the same buffer. It is filled
-    with NaN before each call, so that unwritten values fail the check.
+    The error is computed over all outputs together. All calls return the same buffer, which is
+    filled with NaN before each call, so that unwritten values fail the check.
     """
     expected_outputs = [expected for _, expected in calls]
     norm = math.hypot(*(float(expected.exact.norm()) for expected in expected_outputs)) or 1.0
@@ -123,26 +123,26 @@ def check_calls(calls: Sequence[tuple[Call, ExpectedOutput]], problem: Problem) 
 
 
 def check_unchanged(
-    out: torch.Tensor, expected: ExpectedOutput, earlier: CheckedCalls, problem: Problem
+    out: torch.Tensor, expected: ExpectedOutput, checked_calls: CheckedCalls, problem: Problem
 ) -> CheckResult:
     """Check that the output of the last checked call has not changed since `check_calls`.
 
     The change may be as large as the allowed error.
 
     out: output of a later run of the same call.
-    earlier: result of `check_calls`.
+    checked_calls: result of `check_calls`.
     """
-    bound = earlier.result.bound
+    bound = checked_calls.result.bound
     failure = _find_format_error(out, problem)
     if failure:
         return CheckResult(None, bound, failure)
-    norm = float(earlier.last_rows.norm()) or 1.0
-    change = float((out[expected.rows].double() - earlier.last_rows).norm()) / norm
+    norm = float(checked_calls.last_rows.norm()) or 1.0
+    change = float((out[expected.rows].double() - checked_calls.last_rows).norm()) / norm
     if not change <= bound:
         return CheckResult(
             change, bound, f"differs from the earlier output by {change:.2e}, more than {bound:.2e}"
         )
-    return earlier.result
+    return checked_calls.result
 
 
 def _find_format_error(out: torch.Tensor, problem: Problem) -> str:
@@ -165,26 +165,26 @@ def _select_touched_experts(
     """Return the weights of the experts that the routing uses, and a problem with only these."""
     ids: torch.Tensor = torch.unique(routing.topk_ids_TK.long())
     ids = ids[(ids >= 0) & (ids < problem.experts)]
-    local = ids if weights.expert_map is None else weights.expert_map.long()[ids]
-    ids, local = ids[local >= 0], local[local >= 0]
+    local_ids = ids if weights.expert_map is None else weights.expert_map.long()[ids]
+    ids, local_ids = ids[local_ids >= 0], local_ids[local_ids >= 0]
     expert_map = torch.full((problem.experts,), -1, dtype=torch.int32, device=ids.device)
     expert_map[ids] = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
     selected = ExpertWeights(
-        w1=weights.w1[local],
-        w2=weights.w2[local],
-        b1=None if weights.b1 is None else weights.b1[local],
-        b2=None if weights.b2 is None else weights.b2[local],
+        w1=weights.w1[local_ids],
+        w2=weights.w2[local_ids],
+        b1=None if weights.b1 is None else weights.b1[local_ids],
+        b2=None if weights.b2 is None else weights.b2[local_ids],
         expert_map=expert_map,
-        **{name: _select_experts(getattr(weights, name), local) for name in _ADAPTER_FIELDS},
+        **{name: _select_experts(getattr(weights, name), local_ids) for name in _ADAPTER_FIELDS},
     )
     return selected, replace(problem, expert_map=True, local_experts=max(1, len(ids)))
 
 
-def _select_experts(matrices: torch.Tensor | None, local: torch.Tensor) -> torch.Tensor | None:
+def _select_experts(matrices: torch.Tensor | None, local_ids: torch.Tensor) -> torch.Tensor | None:
     """Select experts of LoRA matrices, which are (L, e, ...).
 
     Matrices (L, 1, ...) that all experts share are returned unchanged.
     """
     if matrices is None or matrices.shape[1] == 1:
         return matrices
-    return matrices[:, local]
+    return matrices[:, local_ids]

@@ -1,4 +1,4 @@
-"""Collect the device and the software versions, for the records of benchmarks and profiles."""
+"""Collects the device and the software versions, for the records of benchmarks and profiles."""
 
 import platform
 import shutil
@@ -36,14 +36,14 @@ def collect_environment(device: torch.device, command: str) -> Environment:
     properties = torch.cuda.get_device_properties(device)
     return fields | {
         "device": properties.name,
-        "driver": driver_version(),
+        "driver": read_driver_version(),
         "sms": properties.multi_processor_count,
         "l2_bytes": properties.L2_cache_size,
         "memory_bytes": properties.total_memory,
     }
 
 
-def driver_version() -> str | None:
+def read_driver_version() -> str | None:
     """Return the version of the GPU driver, or None if it is not available."""
     output = run_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
     return output.splitlines()[0].strip() if output else None

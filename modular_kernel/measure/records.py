@@ -156,7 +156,7 @@ class Report:
 def min_time_us(rows: Iterable[Row], *, ours: bool) -> float | None:
     """Return the minimum time of the comparable rows in microseconds; None if there are none.
 
-    ours: True uses only our rows, False only the others.
+    ours: True uses only our rows, False only the rows of peers and baselines.
     """
     times = [row.us for row in rows if row.is_comparable and (row.origin == OURS) is ours]
     return min((us for us in times if us is not None), default=None)
@@ -170,8 +170,8 @@ def add_peer_ratios(rows: Iterable[Row]) -> tuple[Row, ...]:
         groups.setdefault(row.group, []).append(row)
     best_us = {group: min_time_us(members, ours=False) for group, members in groups.items()}
 
-    def ratio_to_best(row: Row) -> float | None:
+    def compute_ratio_to_best(row: Row) -> float | None:
         best = best_us[row.group]
         return row.us / best if row.is_comparable and row.us is not None and best else None
 
-    return tuple(replace(row, over_best_peer=ratio_to_best(row)) for row in rows)
+    return tuple(replace(row, over_best_peer=compute_ratio_to_best(row)) for row in rows)

@@ -135,12 +135,12 @@ def compute_type(problem: Problem, scheme: QuantScheme) -> str:
 
 def compute_roofline(work: Work, problem: Problem, scheme: QuantScheme, peaks: Peaks) -> Roofline:
     """Return the roofline of one call."""
-    compute = work.flops / peak_rate(problem, scheme, peaks) * 1e6
+    compute = work.flops / get_peak_rate(problem, scheme, peaks) * 1e6
     memory = work.bytes / peaks.bandwidth * 1e6
     return Roofline(max(compute, memory), "compute" if compute > memory else "memory")
 
 
-def peak_rate(problem: Problem, scheme: QuantScheme, peaks: Peaks) -> float:
+def get_peak_rate(problem: Problem, scheme: QuantScheme, peaks: Peaks) -> float:
     """Return the peak flops per second of the GEMMs of a layer.
 
     If the rate of their type could not be measured, this is the rate of the problem's dtype.
@@ -171,10 +171,10 @@ def measure_peaks(
     nbytes = nbytes or (_GPU_BYTES if on_gpu else _CPU_BYTES)
     rates = {}
     for name in dict.fromkeys(types):
-        rate = _gemm_rate(name, device, size)
+        rate = _measure_gemm_rate(name, device, size)
         if rate is not None:
             rates[name] = rate
-    copy, read = _memory_rates(device, nbytes)
+    copy, read = _measure_memory_rates(device, nbytes)
     bandwidth_used = bandwidth or max(copy, read)
     return Peaks(rates, copy, read, bandwidth_used, "given" if bandwidth else "measured")
 
@@ -182,7 +182,7 @@ def measure_peaks(
 Gemm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def _gemm_rate(name: str, device: torch.device, size: int) -> float | None:
+def _measure_gemm_rate(name: str, device: torch.device, size: int) -> float | None:
     """Return the flops per second of the fastest GEMM; None if the device does not support it.
 
     name: type of the operands, see `compute_type`.
@@ -246,7 +246,7 @@ def measure_link_bandwidth(
     return nbytes / timing.us * 1e6
 
 
-def _memory_rates(device: torch.device, nbytes: int) -> tuple[float, float]:
+def _measure_memory_rates(device: torch.device, nbytes: int) -> tuple[float, float]:
     """Return the bytes per second of a copy, which counts reads and writes, and of a read."""
     source = torch.rand(nbytes // 4, device=device)
     target = torch.empty_like(source)

@@ -19,7 +19,7 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import Routing
 
 _KIND = re.compile(r"(uniform)|zipf(\d+(?:\.\d+)?)?|hot(\d+)")
-_ZIPF = 1.2
+_DEFAULT_ZIPF_EXPONENT = 1.2
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class RoutingKind:
             return cls("uniform")
         if match[3]:
             return cls("hot", float(match[3]))
-        return cls("zipf", float(match[2]) if match[2] else _ZIPF)
+        return cls("zipf", float(match[2]) if match[2] else _DEFAULT_ZIPF_EXPONENT)
 
     def __str__(self) -> str:
         return self.kind if self.kind == "uniform" else f"{self.kind}{self.value:g}"
@@ -74,8 +74,8 @@ def draw_routing(problem: Problem, kind: RoutingKind, generator: torch.Generator
         noise_TE = -scores_TE.clamp(min=1e-20).log().neg().clamp(min=1e-20).log()
         scores_TE = noise_TE - kind.value * popularity_rank_E.float().log()
     elif kind.kind == "hot":
-        hot = torch.randperm(experts, device=device, generator=generator)[: int(kind.value)]
-        scores_TE[:, hot[:top_k]] += 2
+        hot_experts = torch.randperm(experts, device=device, generator=generator)[: int(kind.value)]
+        scores_TE[:, hot_experts[:top_k]] += 2
     ids_TK = scores_TE.topk(top_k, dim=1).indices
     weights_TK = torch.rand(tokens, top_k, device=device, generator=generator) + 0.1
     weights_TK /= weights_TK.sum(1, keepdim=True)

@@ -44,7 +44,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from modular_kernel.measure.adapter_roofline import adapter_work
-from modular_kernel.measure.roofline import Peaks, Roofline, matrix_bytes, peak_rate
+from modular_kernel.measure.roofline import Peaks, Roofline, get_peak_rate, matrix_bytes
 from modular_kernel.replay import stages
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
@@ -105,7 +105,7 @@ def compute_stage_works(
 
     names: all stages of the call, including fused ones.
     """
-    table = _table(names, problem, scheme, load)
+    table = _compute_table(names, problem, scheme, load)
     in_table = [name for name in names if all(part in table for part in stages.split_stages(name))]
     return {name: _fuse([table[part] for part in stages.split_stages(name)]) for name in in_table}
 
@@ -119,7 +119,7 @@ def compute_stage_roofline(
     """
     times = {
         "memory": work.bytes / peaks.bandwidth,
-        "compute": work.flops / peak_rate(problem, scheme, peaks),
+        "compute": work.flops / get_peak_rate(problem, scheme, peaks),
         "link": work.link / link if link else 0.0,
     }
     bound = max(times, key=times.__getitem__)
@@ -137,7 +137,7 @@ def _fuse(works: Sequence[StageWork]) -> StageWork:
     )
 
 
-def _table(
+def _compute_table(
     names: Sequence[str], problem: Problem, scheme: QuantScheme, load: RankLoad
 ) -> dict[str, StageWork]:
     """Return the table of this module, by name of the unfused stage."""
@@ -146,52 +146,54 @@ def _table(
     # If the kernel of a GEMM also quantizes or permutes, it reads an operand in the original form.
     x_quantized = _is_separate_stage(stages.QUANTIZE_INPUT, stages.GEMM1, fused_stages)
     h_quantized = _is_separate_stage(stages.QUANTIZE, stages.GEMM2, fused_stages)
-    x_row = hidden * (_quantized_bytes(scheme, hidden) if x_quantized else value_bytes)
-    h_row = intermediate * (_quantized_bytes(scheme, intermediate) if h_quantized else value_bytes)
+    x_row = hidden * (_compute_quantized_bytes(scheme, hidden) if x_quantized else value_bytes)
+    h_row = intermediate * (
+        _compute_quantized_bytes(scheme, intermediate) if h_quantized else value_bytes
+    )
     y_row, unquantized_h_row = hidden * value_bytes, intermediate * value_bytes
-    rows = (
+    gemm1_rows = (
         load.pairs if _is_separate_stage(stages.PERMUTE, stages.GEMM1, fused_stages) else load.rows
     )
     w1, w2 = (load.touched * nbytes for nbytes in matrix_bytes(problem, scheme))
     a13, b13, a2, b2 = adapter_work(problem, load.pairs, load.touched).values()
-    u13, u2 = _u_values_per_pair(problem)
+    u13, u2 = _count_u_values_per_pair(problem)
     ids = load.tokens * problem.top_k * (problem.ids_dtype.itemsize if problem.ids_dtype else 4.0)
-    p, tokens = load.pairs, load.tokens
+    pairs, tokens = load.pairs, load.tokens
     return {
         stages.QUANTIZE_INPUT: StageWork(0.0, tokens * y_row, 0.0, tokens * x_row),
         stages.DISPATCH: StageWork(
             0.0, tokens * x_row, 0.0, load.rows * x_row, load.link_rows * x_row
         ),
-        stages.SORT: StageWork(0.0, ids, 0.0, p * _INDEX_BYTES),
-        stages.PERMUTE: StageWork(0.0, load.rows * x_row, 0.0, p * x_row),
+        stages.SORT: StageWork(0.0, ids, 0.0, pairs * _INDEX_BYTES),
+        stages.PERMUTE: StageWork(0.0, load.rows * x_row, 0.0, pairs * x_row),
         stages.SHRINK: StageWork(
             a13.flops + a2.flops,
-            load.rows * y_row + p * unquantized_h_row if u2 else 0.0,
+            load.rows * y_row + pairs * unquantized_h_row if u2 else 0.0,
             a13.bytes + a2.bytes,
-            p * (u13 + u2) * value_bytes,
+            pairs * (u13 + u2) * value_bytes,
         ),
         stages.GEMM1: StageWork(
-            2.0 * p * problem.w1_rows * hidden + b13.flops,
-            rows * x_row + p * u13 * value_bytes,
+            2.0 * pairs * problem.w1_rows * hidden + b13.flops,
+            gemm1_rows * x_row + pairs * u13 * value_bytes,
             w1 + b13.bytes,
-            p * unquantized_h_row,
+            pairs * unquantized_h_row,
         ),
-        stages.QUANTIZE: StageWork(0.0, p * unquantized_h_row, 0.0, p * h_row),
+        stages.QUANTIZE: StageWork(0.0, pairs * unquantized_h_row, 0.0, pairs * h_row),
         stages.GEMM2: StageWork(
-            2.0 * p * intermediate * hidden + b2.flops,
-            p * h_row + p * u2 * value_bytes,
+            2.0 * pairs * intermediate * hidden + b2.flops,
+            pairs * h_row + pairs * u2 * value_bytes,
             w2 + b2.bytes,
-            p * y_row,
+            pairs * y_row,
         ),
-        stages.UNPERMUTE: StageWork(0.0, p * y_row, 0.0, p * y_row),
-        stages.REDUCE: StageWork(0.0, p * y_row, 0.0, load.rows * y_row),
+        stages.UNPERMUTE: StageWork(0.0, pairs * y_row, 0.0, pairs * y_row),
+        stages.REDUCE: StageWork(0.0, pairs * y_row, 0.0, load.rows * y_row),
         stages.COMBINE: StageWork(
             0.0, load.rows * y_row, 0.0, tokens * y_row, load.link_rows * y_row
         ),
     }
 
 
-def _u_values_per_pair(problem: Problem) -> tuple[int, int]:
+def _count_u_values_per_pair(problem: Problem) -> tuple[int, int]:
     """Return the number of values of u = A x per pair in each GEMM; 0 without adapters."""
     spec = problem.adapters
     if spec is None:
@@ -205,7 +207,7 @@ def _is_separate_stage(stage: str, gemm: str, fused_stages: Sequence[Sequence[st
     return any(stage in names and gemm not in names for names in fused_stages)
 
 
-def _quantized_bytes(scheme: QuantScheme, depth: int) -> float:
+def _compute_quantized_bytes(scheme: QuantScheme, depth: int) -> float:
     """Return the bytes of a quantized value, including its share of the scales of its row.
 
     depth: number of values in the row.

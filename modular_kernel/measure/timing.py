@@ -1,4 +1,4 @@
-"""Time calls: with events around CUDA graph replays on a GPU, with the host's clock on a CPU.
+"""Times calls with events around CUDA graph replays on a GPU, or with the host's clock on a CPU.
 
 In a real model, the data of a call is not in the L2 cache, because other layers have run since its
 last use. A benchmark that repeats one call would find its inputs and weights in the cache. A graph
@@ -7,7 +7,7 @@ weights are small (`Rotation`). The data of a call is then evicted before it is 
 several sets of weights do not fit into memory, the cache is overwritten before every call.
 
 The result is the median time of a replay, divided by its number of calls. The first replays are not
-timed, see `EventClock`.
+timed (see `EventClock`).
 """
 
 import math
@@ -97,9 +97,9 @@ def time_calls(
     flush: bool = False,
     target_ms: float = 20.0,
 ) -> Timing:
-    """Time replays of `calls`. A replay runs each of them once.
+    """Time replays of `calls`. A replay runs every call once.
 
-    Each call first runs once eagerly. A GPU then runs untimed replays, see `EventClock`.
+    Each call first runs once eagerly. A GPU then runs untimed replays (see `EventClock`).
 
     graph: whether to replay CUDA graphs. On a CPU, and if the capture fails, the calls run eagerly;
         see Timing.mode.
@@ -146,12 +146,12 @@ def call_all(calls: Sequence[Call]) -> torch.Tensor:
 def capture_graphs(groups: Sequence[Sequence[Call]]) -> list[Call] | None:
     """Capture a CUDA graph for each group of calls. Returns None if a capture fails.
 
-    Each returned function replays one graph, and returns the output of its last call. It holds
-    references to the calls, and so keeps the buffers that the graph uses alive.
+    Each returned function replays one graph, and returns the output of the last call of the graph.
+    The function holds references to the calls, which keeps the buffers of the graph alive.
     """
     runs: list[Call] = []
     stream = torch.cuda.current_stream()
-    generator = _generator()
+    generator = _get_default_generator()
     state = generator.clone_state()
     try:
         for group in groups:
@@ -169,7 +169,7 @@ def capture_graphs(groups: Sequence[Sequence[Call]]) -> list[Call] | None:
     return runs
 
 
-def _generator() -> torch.Generator:
+def _get_default_generator() -> torch.Generator:
     return torch.cuda.default_generators[torch.cuda.current_device()]
 
 
@@ -196,10 +196,10 @@ def l2_bytes(device: torch.device) -> int:
 class EventClock:
     """Measures time on the GPU, with events in the current stream.
 
-    settle_ms: milliseconds of untimed replays before timing. They are needed because torch returns
-        cached memory to the driver at the start of a capture, which slows down later kernels. After
-        gigabytes had been returned, fp8 layers of Mixtral with one token were 10 % slower during
-        the first 13 ms on an H200 (2026-11-22).
+    settle_ms: milliseconds of untimed replays before timing. At the start of a capture, torch
+        returns cached memory to the driver, which slows down later kernels. After gigabytes had
+        been returned, fp8 layers of Mixtral with one token were 10 % slower during the first 13 ms
+        on an H200 (2026-11-22).
     """
 
     settle_ms = 25.0
@@ -294,17 +294,17 @@ def measure_host_cost(call: Call, device: torch.device) -> HostCost | None:
     if device.type != "cuda":
         return None
     call()
-    before, times = _allocations(device), []
+    before, times = _count_allocations(device), []
     for _ in range(_HOST_REPEATS):
         torch.cuda.synchronize()
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
     torch.cuda.synchronize()
-    allocations = (_allocations(device) - before) / _HOST_REPEATS
+    allocations = (_count_allocations(device) - before) / _HOST_REPEATS
     return HostCost(median(times) * 1e6, allocations)
 
 
-def _allocations(device: torch.device) -> int:
+def _count_allocations(device: torch.device) -> int:
     """Return the number of allocations by torch's caching allocator so far."""
     return int(torch.cuda.memory_stats(device).get("allocation.all.allocated", 0))

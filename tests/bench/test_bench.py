@@ -427,7 +427,7 @@ def test_text_table_and_summary() -> None:
     ours = row("A", 30.0, "ours"), row("A", 40.0, "ours", tokens=16)
     peers = row("p", 20.0), row("p", 20.0, tokens=16), row("bad", None)
     rows = add_peer_ratios([*ours, *peers])
-    columns, cells = table.terminal_table(rows)
+    columns, cells = table.make_terminal_table(rows)
     assert columns == ["shape", "T", "routing", "layer", "us", "floor us", "/ floor", "/ best peer"]
     assert [line[1] for line in cells] == ["12", "12", "12", "16", "16"]
     assert ["small", "12", "uniform", "A", "30.0", "10.0", "3.00", "1.50"] in cells

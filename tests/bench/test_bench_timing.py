@@ -121,7 +121,7 @@ class FakeGpu:
         generator = SimpleNamespace(
             clone_state=lambda: "state", graphsafe_set_state=self.log.append
         )
-        monkeypatch.setattr(method, "_generator", lambda: generator)
+        monkeypatch.setattr(method, "_get_default_generator", lambda: generator)
         monkeypatch.setattr(method, "make_l2_flush", lambda _: lambda: self.log.append("wipe"))
 
     def call(self, name: str, us: float) -> Callable[[], torch.Tensor]:

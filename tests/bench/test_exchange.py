@@ -344,13 +344,19 @@ def test_rows_without_a_local_expert_are_not_read() -> None:
     x = torch.ones(3, 4).bfloat16()
     x[1] = torch.nan
     tokens = StandardTokens(x, routing)
-    assert exchange_parts._identity_output(tokens, 1, Reduce.NOOP)[:, 0].tolist() == [0.75, 0, 0.75]
-    kept = exchange_parts._identity_output(tokens, 1, Reduce.CONTIGUOUS)
+    assert exchange_parts._compute_identity_output(tokens, 1, Reduce.NOOP)[:, 0].tolist() == [
+        0.75,
+        0,
+        0.75,
+    ]
+    kept = exchange_parts._compute_identity_output(tokens, 1, Reduce.CONTIGUOUS)
     assert kept[..., 0].tolist() == [[1, 1], [0, 0], [1, 0]]
     mapped = replace(
         routing, space=IdSpace.GLOBAL, expert_map=torch.tensor([-1, 0, 1, 2], dtype=torch.int32)
     )
-    kept = exchange_parts._identity_output(replace(tokens, routing=mapped), 1, Reduce.CONTIGUOUS)
+    kept = exchange_parts._compute_identity_output(
+        replace(tokens, routing=mapped), 1, Reduce.CONTIGUOUS
+    )
     assert kept[..., 0].tolist() == [[0, 1], [0, 0], [1, 0]]
 
 

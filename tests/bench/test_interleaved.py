@@ -18,7 +18,7 @@ from modular_kernel.bench.candidates import (
     DefaultLayer,
     Layer,
     PairingLayer,
-    gemm_library,
+    get_gemm_library,
 )
 from modular_kernel.bench.interleaved import CaseBlock, Comparison, run_interleaved
 from modular_kernel.bench.run import format_error
@@ -29,7 +29,7 @@ from modular_kernel.bench.speedups import (
     OTHER_LIBRARY,
     OWN_KERNELS,
     collect_case_times,
-    column_name,
+    get_column_name,
     layers_table,
     merge_reports,
     plot_speedups,
@@ -217,7 +217,7 @@ def test_our_layers_pass_the_check(quant: str) -> None:
     ],
 )
 def test_gemm_library_of_each_part(experts: str, library: str) -> None:
-    assert gemm_library(experts) == library
+    assert get_gemm_library(experts) == library
 
 
 BLANK = Row(
@@ -262,7 +262,7 @@ def make_report(*rows: Row, **options: Any) -> Report:
 
 
 def test_parts_that_run_other_libraries_have_their_own_column() -> None:
-    assert [column_name(row) for row in ROWS[:7]] == [
+    assert [get_column_name(row) for row in ROWS[:7]] == [
         DEFAULT,
         COMPOSED,
         OWN_KERNELS,

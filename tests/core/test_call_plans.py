@@ -277,12 +277,12 @@ def test_workspaces_of_a_bounded_number_of_streams_are_kept(
     monkeypatch.setattr(plan, "_MAX_STREAMS", 2)
     kernel, _ = recorded_kernel()
     for stream in range(1, 6):
-        stream_plan = kernel._call_plans._find_or_make(kernel, CPU, stream, 4)
+        stream_plan = kernel._call_plans._find_or_make_plan(kernel, CPU, stream, 4)
         assert stream_plan is not None
-        stream_plan.bind_unless_busy()
+        stream_plan.reserve_unless_busy()
         assert len(held_bytes()) <= 2
     args = make_inputs()
-    stream_plan = kernel._call_plans._find_or_make(kernel, CPU, 1, 4)  # its memory was freed
+    stream_plan = kernel._call_plans._find_or_make_plan(kernel, CPU, 1, 4)  # its memory was freed
     assert stream_plan is not None
     out = stream_plan.run(*args, None)
     assert out is not None

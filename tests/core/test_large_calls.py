@@ -318,7 +318,7 @@ def test_streams_have_recordings_of_their_own() -> None:
     kernel, part = kernel_of()
     args = make_inputs(tokens=8)
     for stream in (1, 2):
-        stream_plan = kernel._call_plans._find_or_make(kernel, CPU, stream, 8)
+        stream_plan = kernel._call_plans._find_or_make_plan(kernel, CPU, stream, 8)
         assert stream_plan is not None
         for _ in range(3):
             out = stream_plan.run(*args, None)

@@ -163,7 +163,7 @@ def test_replay_off_is_a_warning_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) 
     launch = pytest.importorskip("modular_kernel.replay.launch.launch")
     monkeypatch.setattr(launch, "why_not_replayed", lambda: "launchers of triton 9.9 are unknown")
     for gpu in (True, False):
-        monkeypatch.setattr(process_status, "_on_gpu", lambda gpu=gpu: gpu)
+        monkeypatch.setattr(process_status, "_has_gpu", lambda gpu=gpu: gpu)
         assert process_status.get_replay_state() == ProcessState(
             "replay", "off", "launchers of triton 9.9 are unknown", loud=gpu
         )

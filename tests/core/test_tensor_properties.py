@@ -245,7 +245,7 @@ def test_ranks_are_notified_if_a_replay_has_no_memory_for_its_output(
     def fail(x_TH: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(plan, "_new_output", fail)
+    monkeypatch.setattr(plan, "_get_output", fail)
     monkeypatch.setattr(plan.kernel.prepare_finalize, "refuse", refused.append)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         plan(x_TH, weights, routing)

@@ -13,7 +13,7 @@ from triton.runtime import interpreter as upstream
 from modular_kernel.interpreter.dtypes import get_storage_dtype
 from modular_kernel.interpreter.fast_memory import MEMORY_FAST_PATHS
 from modular_kernel.interpreter.fast_paths import LANGUAGE_FAST_PATHS, TENSOR_FAST_PATHS
-from modular_kernel.interpreter.operands import _with_semantic
+from modular_kernel.interpreter.operands import _bind_semantic
 from modular_kernel.interpreter.patch import patch_language
 
 SEMANTIC = TritonSemantic(upstream.interpreter_builder)
@@ -71,7 +71,7 @@ class FastAndSlow:
     """A fast path and the function of Triton. taken: number of calls that used the fast path."""
 
     def __init__(self, make_fast, upstream_function):
-        self.slow = _with_semantic(upstream_function, SEMANTIC)
+        self.slow = _bind_semantic(upstream_function, SEMANTIC)
         self.calls = self.left = 0
         self.fast = make_fast(self._counted)
 
@@ -227,7 +227,7 @@ def test_loads_equal_triton(dtype):
 
 @pytest.mark.parametrize("dtype", ELEMENTS, ids=str)
 def test_stores_equal_triton(dtype):
-    slow = _with_semantic(LANGUAGE["store"], SEMANTIC)
+    slow = _bind_semantic(LANGUAGE["store"], SEMANTIC)
     slow_calls = []
     fast = MEMORY_FAST_PATHS["store"](
         lambda *args, **options: slow_calls.append(1) or slow(*args, **options)

@@ -158,7 +158,7 @@ REMOVED_CHECKS: tuple[tuple[str, Any, str, Callable[..., Any], tuple[str, ...]],
         lambda _: {},
         (UNTYPED_ERROR, WRONG_RESULT, INVALID_ACCEPTED),
     ),
-    ("checkpoints", slices.LayerSource, "_check_no_others", _accept, (INVALID_ACCEPTED,)),
+    ("checkpoints", slices.LayerSource, "_check_no_unexpected", _accept, (INVALID_ACCEPTED,)),
     (
         "checkpoints",
         matrix_layout.StoredTensor,
@@ -166,7 +166,13 @@ REMOVED_CHECKS: tuple[tuple[str, Any, str, Callable[..., Any], tuple[str, ...]],
         _accept,
         (UNTYPED_ERROR, WRONG_RESULT),
     ),
-    ("checkpoints", safetensors_files, "_library_errors", lambda: (KeyError,), (UNTYPED_ERROR,)),
+    (
+        "checkpoints",
+        safetensors_files,
+        "_list_library_errors",
+        lambda: (KeyError,),
+        (UNTYPED_ERROR,),
+    ),
 )
 
 

@@ -160,8 +160,10 @@ class ExchangeInputs:
 
     @classmethod
     def from_case(cls, case: ExchangeCase, rank: int, device: torch.device) -> "ExchangeInputs":
-        on_cpu = case.routing(rank)
-        routing = Routing(on_cpu.topk_weights_TK.to(device), on_cpu.topk_ids_TK.to(device))
+        cpu_routing = case.routing(rank)
+        routing = Routing(
+            cpu_routing.topk_weights_TK.to(device), cpu_routing.topk_ids_TK.to(device)
+        )
         return cls(case, case.x_TH(rank, device), routing)
 
 
@@ -227,14 +229,14 @@ class Transport(ABC):
         """Raise the asynchronous errors of earlier calls."""
 
     def close(self) -> None:  # noqa: B027  most transports hold no resources
-        """Release all resources. This can be called after a failure, and without `open`."""
+        """Release all resources. May be called after a failure, and without `open`."""
 
 
 def load_transports(path: Path) -> list[Transport]:
     """Import a --peer file and return the result of its function `transports()`.
 
-    The file is imported in the main process and on every rank. It should therefore import libraries
-    only in `Transport.open`.
+    The file is imported in the main process and on every rank, so it should import libraries only
+    in `Transport.open`.
 
     Raises BrokenPartError or ConfigurationError, with the name of the file, if that fails.
     """

@@ -44,8 +44,8 @@ class PartTransport(Transport):
     `finalize` does little besides the exchange. If a part can be captured only with
     Problem(graph=True) (`requires.graph_on_request`), its problem has graph=True on a GPU.
 
-    A case is refused if no experts part is compatible. The refusal lists the reasons of the pairing
-    with the fewest reasons.
+    A case is refused if no experts part is compatible. The refusal then states the reasons against
+    the pairing with the fewest reasons.
 
     name: name of the part.
     machine: machine for which compatibility is checked.
@@ -85,27 +85,29 @@ class PartTransport(Transport):
         batched = self._part_class.requires.activation_format is ActivationFormat.BATCHED_EXPERTS
         if batched and case.capacity > _MAX_BATCHED_TOKENS:
             return f"capacity {case.capacity}: {_MAX_BATCHED_TOKENS} at most in the batched format"
-        reasons: list[list[str]] = []
+        reasons_by_pairing: list[list[str]] = []
         for experts in load_catalog().names("experts"):
             verdict = check(self._part_class, experts, case.problem(0), self.machine)
             if verdict.ok:
                 return ""
-            reasons.append([str(rejection) for rejection in verdict.rejections])
-        reasons.sort(key=len)
-        return "; ".join(reasons[0]) if reasons else "no experts part"
+            reasons_by_pairing.append([str(rejection) for rejection in verdict.rejections])
+        reasons_by_pairing.sort(key=len)
+        return "; ".join(reasons_by_pairing[0]) if reasons_by_pairing else "no experts part"
 
     def open(self, case: ExchangeCase, context: RankContext) -> None:
         problem = case.problem(context.rank, graph=self._graph_on_request)
         self._part = part = self._part_class(problem, context.group)
         device = context.device
-        self._part_has_output = part.keeps_expert_output and self._reduction is Reduce.NOOP
-        output = {}
-        if not self._part_has_output:
-            output[EXPERT_OUTPUT] = self._output_spec(part.dispatch_shape(case.capacity))
-        self._workspace = Workspace({**part.workspace_shapes(case.capacity), **output}, device)
-        self._invalid = torch.zeros(1, dtype=torch.int32, device=device)
-        empty = torch.empty(problem.e, 1, 1, dtype=problem.dtype, device=device)
-        self._weights = ExpertWeights(empty, empty)
+        self._part_keeps_output = part.keeps_expert_output and self._reduction is Reduce.NOOP
+        output_specs = {}
+        if not self._part_keeps_output:
+            output_specs[EXPERT_OUTPUT] = self._make_output_spec(part.dispatch_shape(case.capacity))
+        self._workspace = Workspace(
+            {**part.workspace_shapes(case.capacity), **output_specs}, device
+        )
+        self._invalid_ids = torch.zeros(1, dtype=torch.int32, device=device)
+        empty_weight = torch.empty(problem.e, 1, 1, dtype=problem.dtype, device=device)
+        self._weights = ExpertWeights(empty_weight, empty_weight)
 
     def load(self, inputs: ExchangeInputs) -> None:
         assert self._part is not None
@@ -113,9 +115,11 @@ class PartTransport(Transport):
         self._inputs = inputs
         self._routing = Routing(inputs.routing.topk_weights_TK, ids)
         self._out = torch.empty_like(inputs.x_TH)
-        self._call = CallState(self._workspace, self._invalid, pairing=f"{self.name} x identity")
+        self._call = CallState(
+            self._workspace, self._invalid_ids, pairing=f"{self.name} x identity"
+        )
 
-    def _output_spec(self, shape: DispatchShape) -> BufferSpec:
+    def _make_output_spec(self, shape: DispatchShape) -> BufferSpec:
         """Return the buffer for the output of `identity`, with the maximum number of rows."""
         assert self._part is not None
         hidden, dtype = self._part.problem.hidden, self._part.problem.dtype
@@ -136,9 +140,9 @@ class PartTransport(Transport):
         if isinstance(tokens, BatchedTokens):
             rows = dequantize(tokens.x_eCH, tokens.scale, group)
         else:
-            rows = _identity_output(tokens, group, self._reduction)
+            rows = _compute_identity_output(tokens, group, self._reduction)
         # The buffer must keep its address, because a captured combine reads from it.
-        if self._part_has_output:
+        if self._part_keeps_output:
             assert self._part is not None
             self._output = self._part.expert_output(self.dispatched[1])
         else:
@@ -182,7 +186,7 @@ def _find_reducer(cls: type[PrepareAndFinalize]) -> tuple[Reduce, TopKWeightAndR
     raise ConfigurationError("topk_reduce", got="no such part", need=need)
 
 
-def _identity_output(tokens: StandardTokens, group: int, reduction: Reduce) -> torch.Tensor:
+def _compute_identity_output(tokens: StandardTokens, group: int, reduction: Reduce) -> torch.Tensor:
     """Return the identity experts' output for R contiguous rows of x.
 
     For NOOP, the output is (R, H), the weighted sums over this rank's (token, expert) pairs. For
@@ -191,7 +195,7 @@ def _identity_output(tokens: StandardTokens, group: int, reduction: Reduce) -> t
     group: values per scale.
     reduction: the reduction that is left to `finalize`.
     """
-    local_RK = _local_pairs(tokens.routing)
+    local_RK = _find_local_pairs(tokens.routing)
     any_local_R1 = local_RK.any(1, keepdim=True)
     # The part may leave rows without a pair on this rank undefined.
     x_RH = torch.where(any_local_R1, dequantize(tokens.x_TH, tokens.scale, group), 0)
@@ -203,7 +207,7 @@ def _identity_output(tokens: StandardTokens, group: int, reduction: Reduce) -> t
     return (x_RH.float() * local_weight_R1).to(x_RH.dtype)
 
 
-def _local_pairs(routing: DispatchedRouting) -> torch.Tensor:
+def _find_local_pairs(routing: DispatchedRouting) -> torch.Tensor:
     """Return a (R, K) bool mask of the (token, expert) pairs whose expert is on this rank."""
     ids_RK = routing.topk_ids_TK
     valid = (ids_RK >= 0) & (ids_RK < routing.num_experts)

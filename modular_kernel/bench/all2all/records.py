@@ -1,6 +1,6 @@
 """The record of `mk exchange`, with one row per transport and case, and its tables.
 
-bench.all2all.cases defines dispatch, combine, transport and case.
+`bench.all2all.cases` explains dispatch, combine, transports and cases.
 """
 
 import json
@@ -24,9 +24,9 @@ class ExchangeRow:
     """Result of one transport in one case. Times are set only if the status is ok.
 
     Fields that end in `_us` are times in microseconds: each rank measures a median, and the field
-    has the maximum over ranks. `_rows` and `_bytes` are what the busiest rank receives from other
-    ranks. `_gbs` is the bytes divided by the time, in GB/s. `_floor_us` is the roofline (see
-    `TransportLink`). The prefix `pair` means a dispatch followed by a combine.
+    has the maximum over ranks. `_rows` and `_bytes` are the rows and bytes that the busiest rank
+    receives from other ranks. `_gbs` is the bytes divided by the time, in GB/s. `_floor_us` is the
+    roofline (see `TransportLink`). The prefix `pair` means a dispatch followed by a combine.
 
     error: maximum relative error of a row, see `cases.max_row_error`.
 
@@ -70,8 +70,8 @@ def make_row(
 ) -> ExchangeRow:
     """Combine the reports of all ranks on one case into a row.
 
-    The row has the most informative note (see `_note_priority`). If several are equally
-    informative, it has the earliest.
+    The row has the most informative note (see `_get_note_priority`). If several notes are equally
+    informative, the row has the earliest of them.
 
     reports: a dict for each rank with `status`, `note`, `error`, the times, and `at`, the time of
         the report by a clock that all ranks share.
@@ -79,8 +79,10 @@ def make_row(
     received, sent = case.remote_rows
     dispatch_bytes, combine_bytes = received * case.row_bytes, sent * 2 * case.hidden
     worst = max(reports, key=lambda report: _SEVERITY.index(report["status"]))
-    with_notes = [r for r in reports if r["status"] == worst["status"] and r["note"]]
-    with_notes.sort(key=lambda report: (_note_priority(report["note"]), report.get("at", math.inf)))
+    reports_with_notes = [r for r in reports if r["status"] == worst["status"] and r["note"]]
+    reports_with_notes.sort(
+        key=lambda report: (_get_note_priority(report["note"]), report.get("at", math.inf))
+    )
     times: dict[str, Any] = {}
     errors = [report["error"] for report in reports if report.get("error") is not None]
     if worst["status"] == OK:
@@ -95,7 +97,7 @@ def make_row(
         origin=origin,
         **sizes,
         status=worst["status"],
-        note=with_notes[0]["note"] if with_notes else "",
+        note=reports_with_notes[0]["note"] if reports_with_notes else "",
         error=max(errors, default=None),
         dispatch_rows=received,
         combine_rows=sent,
@@ -107,7 +109,7 @@ def make_row(
     )
 
 
-def _note_priority(note: str) -> int:
+def _get_note_priority(note: str) -> int:
     """Return the sort key of a note: 0 if a rank died, 1 for an error, 2 for a hang."""
     if "died: " in note:
         return 0
@@ -126,7 +128,7 @@ class ExchangeReport:
     schema: str = SCHEMA
 
     def to_json(self) -> str:
-        return json.dumps(_finite(asdict(self)), indent=1, allow_nan=False)
+        return json.dumps(_replace_infinities(asdict(self)), indent=1, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> "ExchangeReport":
@@ -144,21 +146,23 @@ class ExchangeReport:
         return ExchangeReport(self.environment, tuple(rows))
 
 
-def _finite(value: Any) -> Any:
+def _replace_infinities(value: Any) -> Any:
     """Replace infinite numbers with None, because JSON has no infinity."""
     if isinstance(value, float):
         return value if abs(value) < float("inf") else None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: _replace_infinities(item) for key, item in value.items()}
+    return (
+        [_replace_infinities(item) for item in value] if isinstance(value, list | tuple) else value
+    )
 
 
 _COLUMNS = (
     "T", "transport", "dispatch", "floor", "GB/s", "combine", "floor", "GB/s",
     "pair", "mode", "error", "note",
 )  # fmt: skip
-# Columns that are dropped on a narrow terminal, starting with the last one. Columns with the same
-# name, such as floor, are dropped together.
+# Columns that are omitted if the terminal is too narrow, the last of this list first. Columns with
+# the same name, such as floor, are omitted together.
 OPTIONAL_COLUMNS = ("mode", "GB/s", "floor", "error", "note")
 
 
@@ -182,21 +186,21 @@ def format_row(row: ExchangeRow) -> str:
     if row.status != OK:
         return f"{head} {row.status}, {row.note[:160]}"
     times = ("dispatch", row.dispatch_us), ("combine", row.combine_us), ("pair", row.pair_us)
-    text = ", ".join(f"{name} {us:.1f} us" for name, us in times if us is not None)
-    return f"{head} {text}, {row.mode}"
+    time_list = ", ".join(f"{name} {us:.1f} us" for name, us in times if us is not None)
+    return f"{head} {time_list}, {row.mode}"
 
 
-def detail_tables(
+def make_detail_tables(
     rows: Iterable[ExchangeRow],
 ) -> Iterator[tuple[str, tuple[str, ...], list[list[str]]]]:
     """Yield the title, column names and cells of a table for each format of dispatched rows.
 
     Rows of the same case are adjacent, the fastest first. Refused rows are omitted.
     """
-    shown = [row for row in rows if row.status != REFUSED]
-    shown.sort(key=lambda row: (row.world_size, row.tokens, row.pair_us or float("inf")))
-    for quant in dict.fromkeys(row.quant for row in shown):
-        cells = [format_cells(row) for row in shown if row.quant == quant]
+    visible_rows = [row for row in rows if row.status != REFUSED]
+    visible_rows.sort(key=lambda row: (row.world_size, row.tokens, row.pair_us or float("inf")))
+    for quant in dict.fromkeys(row.quant for row in visible_rows):
+        cells = [format_cells(row) for row in visible_rows if row.quant == quant]
         yield f"{_format_name(quant)}, times in us", _COLUMNS, cells
 
 
@@ -204,30 +208,32 @@ def _format_name(quant: str) -> str:
     return "bfloat16" if quant == "none" else quant
 
 
-def summary_tables(rows: Sequence[ExchangeRow]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+def make_summary_tables(
+    rows: Sequence[ExchangeRow],
+) -> Iterator[tuple[str, list[str], list[list[str]]]]:
     """Yield the title, column names and cells of a short table for each format of dispatched rows.
 
     A table has one row per transport and one column per number of tokens. A cell has the
     microseconds of dispatch, of combine, and of both. The last row has the rooflines.
     """
     for quant in dict.fromkeys(row.quant for row in rows):
-        shown = [row for row in rows if row.quant == quant and row.status != REFUSED]
-        sizes = sorted({row.tokens for row in shown})
+        visible_rows = [row for row in rows if row.quant == quant and row.status != REFUSED]
+        token_counts = sorted({row.tokens for row in visible_rows})
         cells: dict[str, dict[int, str]] = {"floor": {}}
-        for row in shown:
-            cells.setdefault(row.transport, {})[row.tokens] = _short_cell(row)
+        for row in visible_rows:
+            cells.setdefault(row.transport, {})[row.tokens] = _format_short_cell(row)
             floors = row.dispatch_floor_us, row.combine_floor_us
             cells["floor"][row.tokens] = " / ".join(map(_format_number, floors))
         cells["floor"] = cells.pop("floor")  # move it to the end
-        lines = [
-            [name, *(cell_of_size.get(size, "") for size in sizes)]
-            for name, cell_of_size in cells.items()
+        table_rows = [
+            [name, *(cell_by_tokens.get(tokens, "") for tokens in token_counts)]
+            for name, cell_by_tokens in cells.items()
         ]
         title = f"{_format_name(quant)}: dispatch / combine / pair, us"
-        yield title, ["", *(f"T={size}" for size in sizes)], lines
+        yield title, ["", *(f"T={tokens}" for tokens in token_counts)], table_rows
 
 
-def _short_cell(row: ExchangeRow) -> str:
+def _format_short_cell(row: ExchangeRow) -> str:
     if row.status != OK:
         return row.status.upper() if row.status in (WRONG, FAILED) else row.status
     return " / ".join(map(_format_number, (row.dispatch_us, row.combine_us, row.pair_us)))
@@ -249,12 +255,24 @@ def markdown(report: ExchangeReport) -> str:
     if env.get("event_gap_us") is not None:
         gap = env["event_gap_us"]
         lines.append(f"- a graph of one trivial kernel between two events takes {gap:.1f} us here")
-    for title, head, cells in summary_tables(report.rows):
-        lines += ["", f"## {title}", "", _markdown_row(head), _markdown_row(["---"] * len(head))]
-        lines += map(_markdown_row, cells)
-    for title, names, cells in detail_tables(report.rows):
-        lines += ["", f"## {title}", "", _markdown_row(names), _markdown_row(["---"] * len(names))]
-        lines += map(_markdown_row, cells)
+    for title, head, cells in make_summary_tables(report.rows):
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            _format_markdown_row(head),
+            _format_markdown_row(["---"] * len(head)),
+        ]
+        lines += map(_format_markdown_row, cells)
+    for title, names, cells in make_detail_tables(report.rows):
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            _format_markdown_row(names),
+            _format_markdown_row(["---"] * len(names)),
+        ]
+        lines += map(_format_markdown_row, cells)
     refused = {row.transport: row.note for row in report.rows if row.status == REFUSED}
     if refused:
         lines += ["", "## Refused", ""]
@@ -262,7 +280,7 @@ def markdown(report: ExchangeReport) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _markdown_row(cells: Sequence[str]) -> str:
+def _format_markdown_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
 

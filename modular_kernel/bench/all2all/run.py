@@ -1,4 +1,4 @@
-"""The benchmark run of `mk exchange`: dispatch and combine of several transports over ranks.
+"""Runs the benchmark of `mk exchange`: dispatch and combine of several transports over ranks.
 
 The main process sends the transports one by one to a pool of ranks and reads the results. Each
 transport is verified before it is timed. If it fails, the other transports still run. A rank
@@ -110,8 +110,10 @@ def run(
     try:
         for job in jobs:
             if start_limit_s is not None and time.monotonic() - started > start_limit_s:
-                skips = [_skip_report("the deadline had passed")]
-                yield tuple(make_row(job.name, job.origin, case, skips, link) for case in job.cases)
+                skip_reports = [_make_skip_report("the deadline had passed")]
+                yield tuple(
+                    make_row(job.name, job.origin, case, skip_reports, link) for case in job.cases
+                )
                 continue
             yield tuple(_run_batches(job, pool, link, repeats))
             if job.needs_fresh_ranks:
@@ -126,16 +128,18 @@ def _run_batches(
 ) -> Iterator[ExchangeRow]:
     """Measure the cases of a job in batches, and yield their rows.
 
-    A batch consists of the cases of one format and capacity. They share the buffers of one `open`,
-    so the cases after a failed one are skipped. If the first case of a batch hangs, the remaining
-    batches are skipped, because they would also hang until their time limits.
+    A batch consists of the cases of one format and capacity. These cases share the buffers of one
+    `open`, so the cases after a failed case are skipped. If the first case of a batch hangs, the
+    remaining batches are skipped, because they would also hang until their time limits.
     """
     has_hung = False
     for _, cases in groupby(job.cases, key=lambda case: (case.quant, case.capacity)):
         batch = replace(job, cases=tuple(cases))
         if has_hung:
-            skips = [_skip_report("after a hang")]
-            yield from (make_row(job.name, job.origin, case, skips, link) for case in batch.cases)
+            skip_reports = [_make_skip_report("after a hang")]
+            yield from (
+                make_row(job.name, job.origin, case, skip_reports, link) for case in batch.cases
+            )
             continue
         rows = _run_batch(batch, pool, link, repeats)
         has_hung = rows[0].status == FAILED and rows[0].note.startswith(_HANG_NOTE)
@@ -157,8 +161,8 @@ def _run_batch(
     rows, none_failed = [], True
     for index, case in enumerate(job.cases):
         case_reports = [by_case[index] for by_case in reports if index in by_case]
-        # A rank crashed or hung in the first case that not all ranks reported. This case has
-        # failed, and later ones are skipped.
+        # A rank crashed or hung in the first case that not all ranks reported. That case failed,
+        # and all later cases are skipped.
         if len(case_reports) < pool.world_size:
             reason = {"note": failure or "a rank reported nothing", "error": None}
             case_reports = (
@@ -173,8 +177,8 @@ def _run_batch(
 def _select_error_line(error: ModularKernelError) -> str:
     """Return the line of the error's message that names a dead rank, or its last line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    dead = [line for line in lines if "died: " in line]
-    return (dead or lines[-1:] or [type(error).__name__])[0][:300]
+    dead_rank_lines = [line for line in lines if "died: " in line]
+    return (dead_rank_lines or lines[-1:] or [type(error).__name__])[0][:300]
 
 
 def _read_reports(path: Path) -> dict[int, dict[str, Any]]:
@@ -191,13 +195,13 @@ def _read_reports(path: Path) -> dict[int, dict[str, Any]]:
     return reports
 
 
-# The functions below run on the ranks.
+# The functions and classes below run on the ranks.
 
 
 def measure_on_rank(rank: int, world_size: int, group: Any, task: RankTask) -> None:
     """Measure a batch on this rank, and immediately write each result to this rank's file."""
-    cuda = task.job.machine.device == "cuda"
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    on_gpu = task.job.machine.device == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     context = RankContext(rank, world_size, group, device)
     with Path(task.folder, f"{rank}.jsonl").open("w", encoding="utf-8") as file:
         writer = ResultWriter(file)
@@ -268,15 +272,15 @@ class HangWatchdog:
 
 
 def measure_event_gap_on_rank(rank: int, world_size: int, group: Any) -> float | None:
-    cuda = torch.cuda.is_available() and dist.get_backend(group) == "nccl"
-    return measure_event_gap(torch.device("cuda" if cuda else "cpu"))
+    on_gpu = torch.cuda.is_available() and dist.get_backend(group) == "nccl"
+    return measure_event_gap(torch.device("cuda" if on_gpu else "cpu"))
 
 
 def _measure_batch(
     task: RankTask, cases: Sequence[ExchangeCase], context: RankContext, writer: ResultWriter
 ) -> Iterator[dict[str, Any]]:
     """Measure the cases on this rank, and yield a report on each."""
-    transport, reason, report = None, "", _skip_report("after a failure")
+    transport, reason, report = None, "", _make_skip_report("after a failure")
     try:
         transport = task.job.make()
         reason = transport.refusal(cases[0])
@@ -300,7 +304,7 @@ def _measure_batch(
     for case in cases:
         with prefer_torch_reference(enabled=not transport.interpreted):
             report = (
-                _skip_report(skip_reason)
+                _make_skip_report(skip_reason)
                 if skip_reason
                 else _measure_case(transport, case, context, task, writer)
             )
@@ -319,34 +323,34 @@ def _measure_case(
 ) -> dict[str, Any]:
     """Verify the transport in one case, time it, and return the report.
 
-    After each step, the ranks agree on whether it succeeded on all of them. Otherwise, they could
-    wait for a failed rank in a collective.
+    After each step, the ranks agree on whether the step succeeded on every rank, because they could
+    otherwise wait for a failed rank in a collective.
     """
-    note, error, times = "", float("inf"), None
+    failure_note, error, times = "", float("inf"), None
     inputs = ExchangeInputs.from_case(
         case, 0 if transport.replicated else context.rank, context.device
     )
     try:
         transport.load(inputs)
         error = max(_run_and_check(transport, inputs) for _ in range(2))
-    except Exception as failure:  # noqa: BLE001  as above
-        note = _format_error(failure)
-        writer.report_failure(note)
-    if not _is_true_on_all_ranks(context, not note):
+    except Exception as exception:  # noqa: BLE001  a peer can raise anything
+        failure_note = _format_error(exception)
+        writer.report_failure(failure_note)
+    if not _is_true_on_all_ranks(context, not failure_note):
         return writer.report_failure("")
     if not _is_true_on_all_ranks(context, error <= case.bound):
-        reason = f"a row is {error:.1e} away from x, more than {case.bound:.1e}"
+        error_note = f"a row is {error:.1e} away from x, more than {case.bound:.1e}"
         status = WRONG if error > case.bound else SKIPPED
-        return {"status": status, "note": reason if status == WRONG else "", "error": error}
+        return {"status": status, "note": error_note if status == WRONG else "", "error": error}
     try:
         times = time_transport(
             transport, inputs, context, task.repeats, partial(_is_true_on_all_ranks, context)
         )
         transport.raise_async_errors()
-    except Exception as failure:  # noqa: BLE001  as above
-        note = _format_error(failure)
-        writer.report_failure(note, error)
-    if not _is_true_on_all_ranks(context, not note):
+    except Exception as exception:  # noqa: BLE001  a peer can raise anything
+        failure_note = _format_error(exception)
+        writer.report_failure(failure_note, error)
+    if not _is_true_on_all_ranks(context, not failure_note):
         return writer.report_failure("", error)
     assert times is not None
     error = max(error, times.error)
@@ -380,7 +384,7 @@ def _close(transport: Transport | None) -> None:
         pass
 
 
-def _skip_report(reason: str) -> dict[str, Any]:
+def _make_skip_report(reason: str) -> dict[str, Any]:
     return {"status": SKIPPED, "note": reason, "error": None}
 
 

@@ -21,7 +21,7 @@ from modular_kernel.bench.all2all.cases import ExchangeInputs, RankContext, Tran
 from modular_kernel.measure.records import INTERPRETER
 from modular_kernel.measure.timing import Call, capture_graphs, make_clock
 
-_PAIRS = 4  # dispatch and combine pairs per graph
+_PAIRS_PER_GRAPH = 4  # dispatch and combine pairs per graph
 _SPIN_CYCLES = 2_000_000  # about 1 ms, in which the host queues the timed work
 
 
@@ -58,22 +58,22 @@ def time_transport(
     inputs: ExchangeInputs,
     context: RankContext,
     repeats: Repeats,
-    all_ranks: Callable[[bool], bool],
+    is_true_on_all_ranks: Callable[[bool], bool],
 ) -> ExchangeTimes:
     """Time a verified transport. All ranks call this together.
 
     Graphs are used only if all ranks can capture them.
 
-    all_ranks: a collective that returns whether its argument is true on all ranks.
+    is_true_on_all_ranks: a collective that returns whether its argument is true on all ranks.
     """
     graphs = None
     if context.device.type == "cuda" and transport.capturable:
         graphs = _capture(transport, inputs)
-        if not all_ranks(graphs is not None):
+        if not is_true_on_all_ranks(graphs is not None):
             graphs = None
     if graphs is None:
         return _time_eager(transport, context, repeats)
-    error = _replay_error(transport, inputs, graphs)
+    error = _measure_replay_error(transport, inputs, graphs)
     return _time_graphs(graphs, context, repeats, error)
 
 
@@ -96,16 +96,18 @@ def _capture(transport: Transport, inputs: ExchangeInputs) -> _Graphs | None:
         transport.dispatch()
         return inputs.x_TH
 
-    first = capture_graphs([[dispatch]])
+    dispatch_graphs = capture_graphs([[dispatch]])
     dispatched = transport.dispatched
-    graphs = first and capture_graphs([[transport.combine], [dispatch, transport.combine] * _PAIRS])
-    if not first or not graphs:
+    graphs = dispatch_graphs and capture_graphs(
+        [[transport.combine], [dispatch, transport.combine] * _PAIRS_PER_GRAPH]
+    )
+    if not dispatch_graphs or not graphs:
         return None
     combine, pairs = graphs
-    return _Graphs(first[0], combine, pairs, dispatched)
+    return _Graphs(dispatch_graphs[0], combine, pairs, dispatched)
 
 
-def _replay_error(transport: Transport, inputs: ExchangeInputs, graphs: _Graphs) -> float:
+def _measure_replay_error(transport: Transport, inputs: ExchangeInputs, graphs: _Graphs) -> float:
     """Return the maximum error of a row after a replay of dispatch, the identity, and combine."""
     transport.dispatched = graphs.dispatched
     graphs.dispatch()
@@ -118,14 +120,16 @@ def _replay_error(transport: Transport, inputs: ExchangeInputs, graphs: _Graphs)
 def _time_graphs(
     graphs: _Graphs, context: RankContext, repeats: Repeats, error: float
 ) -> ExchangeTimes:
-    single_times, pairs = [], []
+    median_times, pair_times = [], []
     for _ in range(repeats.rounds):
-        parts = _time_replays([graphs.dispatch, graphs.combine], context, repeats.replays)
-        single_times.append([median(times) for times in parts])
-        pairs.append(median(_time_replays([graphs.pairs], context, repeats.replays)[0]) / _PAIRS)
-    dispatch, combine = (median(times) for times in zip(*single_times, strict=True))
-    spread = (max(pairs) - min(pairs)) / median(pairs)
-    return ExchangeTimes(dispatch, combine, median(pairs), spread, "graph", error)
+        replay_times = _time_replays([graphs.dispatch, graphs.combine], context, repeats.replays)
+        median_times.append([median(times) for times in replay_times])
+        pair_times.append(
+            median(_time_replays([graphs.pairs], context, repeats.replays)[0]) / _PAIRS_PER_GRAPH
+        )
+    dispatch, combine = (median(times) for times in zip(*median_times, strict=True))
+    spread = (max(pair_times) - min(pair_times)) / median(pair_times)
+    return ExchangeTimes(dispatch, combine, median(pair_times), spread, "graph", error)
 
 
 def _time_replays(runs: list[Call], context: RankContext, replays: int) -> list[list[float]]:
@@ -148,9 +152,9 @@ def _time_replays(runs: list[Call], context: RankContext, replays: int) -> list[
 
 def _time_eager(transport: Transport, context: RankContext, repeats: Repeats) -> ExchangeTimes:
     clock = make_clock(context.device)
-    rounds = []
+    round_medians = []
     for _ in range(repeats.rounds):
-        times = []
+        call_times = []
         for _ in range(repeats.replays):
             dist.barrier(context.group)
             clock.wait()
@@ -161,13 +165,13 @@ def _time_eager(transport: Transport, context: RankContext, repeats: Repeats) ->
             end = clock.mark()
             clock.wait()
             marks = (start, middle), (middle, end), (start, end)
-            times.append([clock.ms(a, b) * 1e3 for a, b in marks])
-        rounds.append([median(column) for column in zip(*times, strict=True)])
-    dispatch, combine, pair = (median(column) for column in zip(*rounds, strict=True))
-    pairs = [times[2] for times in rounds]
+            call_times.append([clock.ms(a, b) * 1e3 for a, b in marks])
+        round_medians.append([median(column) for column in zip(*call_times, strict=True)])
+    dispatch, combine, pair = (median(column) for column in zip(*round_medians, strict=True))
+    pair_times = [call_times[2] for call_times in round_medians]
     mode = "eager" if context.device.type == "cuda" else "cpu"
     mode = INTERPRETER if transport.interpreted else mode
-    return ExchangeTimes(dispatch, combine, pair, (max(pairs) - min(pairs)) / pair, mode)
+    return ExchangeTimes(dispatch, combine, pair, (max(pair_times) - min(pair_times)) / pair, mode)
 
 
 def measure_event_gap(device: torch.device) -> float | None:

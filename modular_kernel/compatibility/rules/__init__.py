@@ -2,7 +2,8 @@
 
 A rule is a generator function that takes a `RuleInput` and yields a Rejection for each violation.
 All rules always run, so that a verdict lists every violation. To add a rule, write a function, add
-it to RULES, and write a test with a case that the rule refuses. The tests fail if there is none.
+it to RULES, and write a test with a case that the rule refuses. The tests fail for a rule without
+such a test.
 """
 
 from functools import partial
@@ -84,7 +85,7 @@ def judge(
 ) -> Verdict:
     """Return whether two parts can compute `problem` on `machine`, and if not, why.
 
-    It imports nothing, allocates no tensors and launches no kernels.
+    This imports nothing, allocates no tensors and launches no kernels.
     """
     expect("problem", problem, Problem)
     expect("machine", machine, Machine)

@@ -92,11 +92,11 @@ def check_blocks(pairing: RuleInput) -> Violations:
 
 def check_packing(pairing: RuleInput) -> Violations:
     """Require row sizes that are multiples of the number of values in a packed byte or word."""
-    step = values_per_word(pairing.problem.scheme)
+    values_per_pack = values_per_word(pairing.problem.scheme)
     for name in indivisible_sizes(pairing.problem):
         got = f"{name}={getattr(pairing.problem, name)}"
         scheme = pairing.problem.scheme
-        need = f"a multiple of {step}, the number of values that {scheme} packs together"
+        need = f"a multiple of {values_per_pack}, the number of values that {scheme} packs together"
         yield Rejection("packing", (pairing.experts_name, "problem"), got, need)
 
 
@@ -271,7 +271,7 @@ def check_asynchronous(pairing: RuleInput) -> Violations:
 
 
 def check_lora(pairing: RuleInput) -> Violations:
-    """Require LoRA support: the dispatch carries adapter slots, and the GEMMs add LoRA deltas."""
+    """Require a dispatch that carries adapter slots, and GEMMs that add LoRA deltas."""
     if pairing.problem.adapters is None:
         return
     for name, requires in pairing.parts():
@@ -286,5 +286,5 @@ def check_lora(pairing: RuleInput) -> Violations:
                 "lora", (name, "problem"), str(pairing.problem.lora), "no adapters", hint
             )
     if pairing.problem.scheme.act_order:
-        # The activation output has the column order of w2. Adapters have the original order.
+        # The activation output has the sorted column order of w2, but adapters are not sorted.
         yield Rejection("lora", ("problem",), pairing.problem.quant, "no act_order")

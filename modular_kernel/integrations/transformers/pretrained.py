@@ -34,7 +34,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from modular_kernel.checkpoints.checkpoint_files import (
     INDEX_SUFFIX,
-    absent_files_error,
+    make_absent_files_error,
 )
 from modular_kernel.checkpoints.formats import Format
 from modular_kernel.checkpoints.fusing import merge
@@ -288,7 +288,7 @@ def _check_files(folder: Path, options: Mapping[str, Any]) -> None:
     with open_tensors(folder) as files:
         paths = set(files.files.values())
         if not all(path.exists() for path in paths):
-            raise absent_files_error(folder, paths)
+            raise make_absent_files_error(folder, paths)
         for name in sorted(files.names):
             if name.rpartition(".")[2] not in (*_WEIGHT_NAMES, *_EXPERT_PARAMETERS):
                 continue
@@ -414,7 +414,7 @@ def _list_expert_keys(info: CheckpointInfo, extra: Collection[int]) -> Iterator[
         source = info.layer_source(layer)
         source.check()
         for location in source.locations():
-            keys = (source.key(location, stored) for stored in source.stored_tensors())
+            keys = (source.find_key(location, stored) for stored in source.stored_tensors())
             yield from (key for key in keys if key is not None)
 
 
