@@ -217,34 +217,45 @@ def make_survey(part: str, coverages: Mapping[Cases, Coverage]) -> Survey:
 
 
 def run_in_parts(
-    ident: str, surveys: Sequence[Survey], histories: Mapping[str, KillHistory]
+    ident: str,
+    surveys: Sequence[Survey],
+    histories: Mapping[str, KillHistory],
+    write: Callable[[str, MutantOutcome], None],
 ) -> list[tuple[str, MutantOutcome]]:
     """Run a mutant with the cases of each part. Return (part, outcome) of each.
 
     A part does not run a mutant that another part has killed with a case that both have.
+
+    write: called with each part and outcome as soon as it is known.
     """
     outcomes = list[tuple[str, MutantOutcome]]()
     for survey in surveys:
-        mutant = survey.mutant(ident)
-        if find_equivalent(ident, survey.part):
-            outcomes.append((survey.part, MutantOutcome(mutant, "equivalent")))
-            continue
-        executing = [covered.case for covered in survey.coverage.executing(mutant)]
-        outcome = next(
-            (
-                replace(known, shared=part)
-                for part, known in outcomes
-                if known.killed and known.case is not None and known.case in executing
-            ),
-            None,
-        )
-        if outcome is None:
-            args = survey.coverage, survey.pairs, survey.level, histories[survey.part]
-            outcome = run_mutant(mutant, *args, backend=survey.backend)
-            if outcome.status == "survived":
-                outcome = prove_by_code(outcome)
+        outcome = run_in_part(ident, survey, histories[survey.part], outcomes)
+        write(survey.part, outcome)
         outcomes.append((survey.part, outcome))
     return outcomes
+
+
+def run_in_part(
+    ident: str,
+    survey: Survey,
+    history: KillHistory,
+    known_outcomes: Sequence[tuple[str, MutantOutcome]],
+) -> MutantOutcome:
+    """Return the outcome of a mutant in a part.
+
+    known_outcomes: (part, outcome) of the mutant in other parts.
+    """
+    mutant = survey.mutant(ident)
+    if find_equivalent(ident, survey.part):
+        return MutantOutcome(mutant, "equivalent")
+    executing = [covered.case for covered in survey.coverage.executing(mutant)]
+    for part, known in known_outcomes:
+        if known.killed and known.case is not None and known.case in executing:
+            return replace(known, shared=part)
+    args = survey.coverage, survey.pairs, survey.level, history
+    outcome = run_mutant(mutant, *args, backend=survey.backend)
+    return prove_by_code(outcome) if outcome.status == "survived" else outcome
 
 
 def describe(part: str, outcome: MutantOutcome) -> dict[str, Any]:
@@ -306,12 +317,17 @@ def run_samples(
     """Run the mutants that have no result yet, until the deadline."""
     results, histories = read_results(folder), {part: KillHistory() for part in surveys}
 
+    def write(part: str, outcome: MutantOutcome) -> None:
+        """Append a result, in a child. Several children may do so at the same time."""
+        line = json.dumps(describe(part, outcome)) + "\n"
+        file = os.open(folder / "results.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(file, line.encode())
+        os.close(file)
+
     def receive(outcomes: list[tuple[str, MutantOutcome]]) -> None:
-        with (folder / "results.jsonl").open("a", encoding="utf-8") as file:
-            for part, outcome in outcomes:
-                file.write(json.dumps(describe(part, outcome)) + "\n")
-                if outcome.killed and outcome.case is not None and not outcome.shared:
-                    histories[part].add(outcome.mutant, outcome.case)
+        for part, outcome in outcomes:
+            if outcome.killed and outcome.case is not None and not outcome.shared:
+                histories[part].add(outcome.mutant, outcome.case)
         (part, outcome), *_ = outcomes
         click.echo(
             f"{outcome.mutant.ident}: {outcome.status} in {part}, {outcome.seconds:.0f} s", err=True
@@ -326,7 +342,8 @@ def run_samples(
         if time.monotonic() >= deadline:
             break
         children.start(
-            lambda ident=ident, missing=missing: run_in_parts(ident, missing, histories), receive
+            lambda ident=ident, missing=missing: run_in_parts(ident, missing, histories, write),
+            receive,
         )
     children.finish(deadline)
 
