@@ -145,7 +145,7 @@ def test_bitwise_comparison_finds_a_change_on_one_rank(coverage: Coverage, tmp_p
         (BY_HOSTS, "rendezvous/hosts", "    if max_ranks is None:\n",
          "    if max_ranks is not None:\n", "expected 1 consecutive ranks"),
         (BY_HOSTS, "rendezvous/store_collectives",
-         "received and self._store.check([self._key(rank)]):", "received:", "Timed out waiting"),
+         "received and self._store.check([self._make_key(rank)]):", "received:", "Timed out waiting"),
         (BY_HOSTS, "host_then_rank/buffers", "flag_nbytes + index * call_nbytes",
          "flag_nbytes", "expected right"),
         (BY_HOSTS, "host_then_rank/group", "            self.host_memory.destroy()",
