@@ -1,4 +1,4 @@
-"""TorchAll2AllPrepareAndFinalize: all-to-all; a row is sent once to each rank that needs it.
+"""TorchAll2AllPrepareAndFinalize: an all-to-all sends a row once to each rank that needs it.
 
 An exchange component ("part") for expert parallelism. A rank computes all pairs of a received row
 that belong to its experts, and returns their sum. A pair is one token with one of its K experts.

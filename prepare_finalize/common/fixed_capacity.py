@@ -103,7 +103,7 @@ class FixedCapacityExchange:
 
     Otherwise, the buffer has 2 * W blocks: W blocks to send, each with the rows that its rank
     needs, then W received blocks. Over NCCL, the block for this rank itself is not exchanged. It is
-    filled in its place among the received blocks, and in the combine, this rank reads its own sums
+    filled directly among the received blocks, and in the combine, this rank reads its own sums
     where the experts wrote them. Over gloo, all blocks are exchanged.
     """
 
@@ -185,8 +185,8 @@ class FixedCapacityExchange:
         self._handshake.counter.begin()
         manager = self.layer.manager
         amax_W = amax.new_empty(manager.world_size)
-        # A call with this all-gather is never recorded for replay. Without hiding it, the recorder
-        # would record operations of gloo's threads.
+        # Calls with this all-gather are never recorded for replay. It is hidden because the recorder
+        # would otherwise record operations of gloo's threads.
         with hide_from_recorder():
             manager.all_gather(amax_W, amax, step=step, phase="counts").wait_on_stream()
         return amax_W.amax().reshape(1)  # propagates NaN, unlike an all-reduce with MAX

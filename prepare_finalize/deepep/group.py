@@ -54,7 +54,8 @@ _LIBRARY_ERRORS = (RuntimeError, AssertionError, ImportError, OSError, ValueErro
 def load_deepep(generation: int) -> Any:
     """Import the module deep_ep of a generation: 1 (Buffer) or 2 (ElasticBuffer).
 
-    Raise ConfigurationError if it is missing, cannot be loaded, or is of the other generation.
+    Raise ConfigurationError if the module is missing, cannot be loaded, or is of the other
+    generation.
     """
     class_name, need = _GENERATIONS[generation]
     try:
@@ -234,7 +235,7 @@ class DeepEPGroup:
         return buffer
 
     def _uses_nvshmem(self, key: tuple[object, ...]) -> bool:
-        """Return whether a buffer uses NVSHMEM: it is of the first generation, on several hosts."""
+        """Return whether a buffer is of the first generation and spans several hosts."""
         return len(self.hosts) > 1 and key[0] != "elastic"
 
     def _make_high_throughput(self, hidden: int) -> "HighThroughputBuffer":

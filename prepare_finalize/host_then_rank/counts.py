@@ -176,8 +176,8 @@ class RowCounts:
     def max_rows_W(self) -> list[int]:
         """Number of rows that each rank must have room for.
 
-        This is the number of rows that it forwards or the number of rows for its own experts,
-        whichever is larger.
+        This is the larger of the number of rows that the rank forwards and the number of rows for
+        its own experts.
         """
         geometry = self.geometry
         expert_rows = self._to_ranks.sum((0, 1))

@@ -88,11 +88,11 @@ class HostMemory(SharedMemory):
 
     @property
     def has_failed(self) -> bool:
-        """Whether a wait has failed, as in `missing`. Does not wait for a GPU."""
+        """Whether a wait for a rank of this host has failed. Does not wait for a GPU."""
         return bool(self._status_word.value or self._failed_word.value)
 
     def missing(self) -> tuple[int, ...] | None:
-        """Return the ranks that a failed wait has waited for; None if no wait has failed.
+        """Return the ranks that a failed wait was waiting for; None if no wait has failed.
 
         The result is empty if another rank has set the failure flag. Does not wait for a GPU.
         """
@@ -115,7 +115,7 @@ class HostMemory(SharedMemory):
         name: Any = (
             f"modular_kernel/host_memory/{next(_group_numbers)}"  # torch's stubs want another type
         )
-        # torch looks up a group of this name for its rank, size and store. It needs no backend.
+        # torch looks up the group by name for its rank, size and store. The group needs no backend.
         group = ProcessGroup(store, self.rank, self.world_size)  # torch keeps no reference to it
         register_process_group(name, group)
         try:

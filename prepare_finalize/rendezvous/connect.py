@@ -106,7 +106,7 @@ def agree_on_prefix(store: Store, rank: int, world_size: int) -> str:
 
 
 def _parse_counter(key: str, value: bytes) -> int:
-    """Parse a counter. Raise RuntimeError, as an unreachable store does, if it is not a number."""
+    """Parse a counter. Raise RuntimeError, like an unreachable store, if it is not a number."""
     try:
         return int(value)
     except ValueError as error:

@@ -35,7 +35,7 @@ class ExchangeLog:
         self._records: deque[dict[str, Any]] = deque(maxlen=max_records)
 
     def begin(self, step: int, phase: str, nbytes: int) -> dict[str, Any]:
-        """Add a record and return it. Pass it to `end` once the exchange has been waited for."""
+        """Add a record and return it. The caller passes the record to `end` after the exchange."""
         record: dict[str, Any] = {
             "rank": self._rank,
             "step": step,

@@ -140,7 +140,7 @@ def check_hosts(
 
 
 def _read_token(path: str) -> str:
-    """Return the token in a peer's file, or "" if it is not a memory file of this host."""
+    """Return the token in a peer's file, or "" if the file is not a memory file of this host."""
     if Path(path).parent not in (SHARED_MEMORY_DIR, Path(tempfile.gettempdir())):
         return ""
     try:

@@ -127,7 +127,7 @@ class SharedMemory(ABC):
 
     @abstractmethod
     def _open_store_collectives(self) -> StoreCollectives:
-        """Return collectives over a store. Raise CommunicationError if it does not answer."""
+        """Return collectives over a store. Raise CommunicationError if it is unreachable."""
 
     @abstractmethod
     def _map_shared_files(self, collectives: StoreCollectives, nbytes: int) -> list[torch.Tensor]:

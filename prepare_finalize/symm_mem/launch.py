@@ -297,7 +297,7 @@ def _choose_shape(problem: Problem, large_batch: LaunchShape) -> LaunchShape:
 def _choose_grid_size(num_items: int, shape: LaunchShape, device: torch.device) -> int:
     """Return the grid size for a number of work items.
 
-    The interpreter runs programs one after another, so it gets at most 2 programs.
+    The interpreter runs programs one after another, so the grid on a CPU has at most 2 programs.
     """
     max_programs = 2
     if device.type == "cuda":

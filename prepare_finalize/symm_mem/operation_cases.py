@@ -184,7 +184,7 @@ def _make_inputs(rank: int) -> tuple[torch.Tensor, Routing]:
 def _make_tables(placement: Placement) -> PlacementTables:
     """Return the tables of a placement.
 
-    If each expert has one copy, the numbers of copies are wrong. Kernels must not read them then.
+    If each expert has one copy, kernels must not read the numbers of copies, which are then wrong.
     """
     tables = placement.tables(_CPU)
     if tables.homes_ER2.shape[1] > 1:
@@ -240,7 +240,7 @@ def _receive(exchange: SymmetricExchange) -> None:
 
 
 def _wait(exchange: SymmetricExchange, phase: int, flags_W: torch.Tensor, number: int) -> bool:
-    """Return whether a wait fails: this one, because of ranks without a flag, or an earlier one."""
+    """Return whether this wait fails because of ranks without a flag, or an earlier wait failed."""
     manager = exchange.manager
     missing = sum(1 << rank for rank in range(_WORLD) if int(flags_W[rank]) < number)
     if missing and not manager.failed:

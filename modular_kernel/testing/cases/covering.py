@@ -175,8 +175,8 @@ class _Builder:
         self.axis_by_value_id = [i for i, axis in enumerate(space.axes) for _ in axis.values]
         self.rejections_by_row: dict[Row, Sequence[str]] = {}
         self.rows_by_pair: dict[Pair, Row] = {}
-        # For each value id, a bit set of the ids that are compatible with it, of the ids that are
-        # incompatible, and of the ids whose pair with it is not covered yet.
+        # Bit sets by value id: the ids that are compatible with the value, the ids that are
+        # incompatible, and the ids whose pair with the value is not covered yet.
         self.compatible = [0] * space.num_values
         self.incompatible = [-1] * space.num_values
         self.uncovered = [0] * space.num_values
@@ -305,7 +305,7 @@ class _Builder:
     def _repair(self, row: Row, fixed: frozenset[int]) -> Row | None:
         """Return `row`, or a similar valid row with the same values of the `fixed` axes, or None.
 
-        Each step changes the one value that leaves the fewest rejections.
+        Each step makes the single change that leaves the fewest rejections.
         """
         for _ in range(_MAX_REPAIRS):
             num_rejections = len(self._get_rejections(row))

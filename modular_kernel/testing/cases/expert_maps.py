@@ -19,7 +19,7 @@ def draw_expert_map(problem: Problem, generator: torch.Generator) -> torch.Tenso
 
 
 def replace_skip_values(expert_map: torch.Tensor, num_local: int) -> torch.Tensor:
-    """Return a copy of the map in which remote experts have other values than -1.
+    """Return a copy of the map in which remote experts have values other than -1.
 
     Parts must treat any value outside [0, num_local) like -1.
     """

@@ -1,7 +1,7 @@
 """Hand-picked cases with sizes that the axes of the pairwise cases do not reach.
 
-They reach a second iteration of a loop over columns, a group of columns whose size is not a power
-of two, or rows that several programs process together. One or two cases per shape are enough.
+The cases reach a second iteration of a loop over columns, a group of columns whose size is not a
+power of two, or rows that several programs process together. One or two cases per shape are enough.
 """
 
 from collections.abc import Iterator

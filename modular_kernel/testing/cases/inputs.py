@@ -208,7 +208,7 @@ def routes_any_pair(problem: Problem, routing_kind: str, seed: int) -> bool:
 
 
 def choose_fill(seed: int) -> Fill:
-    """Choose the fill around the tensors of a call; it differs between the calls of a case."""
+    """Choose the fill around the tensors of a call, which differs between the calls of a case."""
     return FILLS[(seed % 1000 + seed // 1000 + 1) % len(FILLS)]
 
 

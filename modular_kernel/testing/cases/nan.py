@@ -48,7 +48,7 @@ def list_nan_arguments(problem: Problem) -> tuple[str, ...]:
 def reaches_other_pairs(name: str, problem: Problem) -> bool:
     """Return whether NaN in the argument `name` also reaches pairs that do not read the NaN value.
 
-    It reaches them through a scale that all pairs share: a static scale of all activations, or a
+    NaN reaches them through a scale that all pairs share: a static scale of all activations, or a
     scale computed from the activations of the whole call.
     """
     scheme = problem.scheme
@@ -204,9 +204,9 @@ def list_nan_problems() -> Iterator[NanProblem]:
 
 
 def make_problem_with_token_per_name(problem: Problem, nan_names: str) -> NanProblem:
-    """Make a problem with one token per argument with NaN, and two more: without NaN, and skipped.
+    """Make a problem with a token for each argument with NaN, one without NaN, and a skipped one.
 
-    The number of experts is the number of tokens.
+    There are as many experts as tokens.
     """
     tokens = count_pairs_needed(nan_names) + 1
     return replace(problem, tokens=tokens, experts=tokens), nan_names

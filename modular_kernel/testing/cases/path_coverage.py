@@ -86,7 +86,7 @@ def format_scheme(scheme: QuantScheme) -> str:
 
 
 def detect_layout(w_eNK: torch.Tensor) -> str:
-    """Detect the layout of weights: one of LAYOUTS."""
+    """Return the memory layout of weights, one of LAYOUTS."""
     if not w_eNK.is_contiguous():
         return "spaced" if w_eNK.stride(-1) == 1 else "transposed"
     return "shifted" if w_eNK.data_ptr() % 16 else "plain"

@@ -514,9 +514,9 @@ def _list_adapter_variants(base: Problem, world_size: int) -> Iterator[Variant]:
 def _list_quantized_variants(base: Problem, world_size: int) -> Iterator[Variant]:
     """Yield variants with shapes and values that are difficult for scales.
 
-    They cover group sizes that are not a power of two, rows longer than one program holds, a scale
-    for all tokens that a value on a single rank determines, and values so small that the scale is
-    clamped. Each scheme of another package also has a variant.
+    The variants cover group sizes that are not a power of two, rows longer than one program holds,
+    a scale for all tokens that a value on a single rank determines, and values so small that the
+    scale is clamped. Each scheme of another package also has a variant.
     """
     top_1 = replace(base, experts=2 * world_size, top_k=1)
     ragged = replace(top_1, hidden=160, intermediate=136)

@@ -120,7 +120,7 @@ def _list_quantized(base: Problem) -> Iterator[Variant]:
 def _list_with_adapters(base: Problem) -> Iterator[Variant]:
     """Yield layers with adapters.
 
-    They cover a rank that is not a multiple of a block, shared matrices, unused slots, a call
+    The layers cover a rank that is not a multiple of a block, shared matrices, unused slots, a call
     without adapters, and blocks of scales that contain rows with and without adapters.
     """
     with_adapters = replace(base, tokens=7, dtype=_BF16, lora="adapters=3,rank=7")

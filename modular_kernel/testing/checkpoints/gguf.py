@@ -122,7 +122,7 @@ def _iq4_xs(count: int, gain: float, g: torch.Generator) -> Blocks:
 
 
 def _nvfp4(count: int, gain: float, g: torch.Generator) -> Blocks:
-    """Return zeros, because tests use this type only to check that it is refused."""
+    """Return blocks of zeros. Tests use this type only to check that loading refuses it."""
     return torch.zeros(count, 36, dtype=torch.uint8), torch.zeros(count, 64, dtype=F64)
 
 
@@ -144,7 +144,7 @@ class _Fields:
         self.bytes = torch.zeros(count, nbytes, dtype=torch.int64)
 
     def put(self, byte: int, bit: int, value: torch.Tensor) -> None:
-        """Put values (count,) at bit `bit` of byte `byte`. They may extend into later bytes."""
+        """Write values, (count,), from bit `bit` of byte `byte` on, also into later bytes."""
         shifted = value << bit
         for place in range(8):
             if bool((shifted >> 8 * place).any()):

@@ -3,10 +3,10 @@
     kind = TORCHAO_FORMATS["torchao int4"]      # config, make, scheme
     metadata_of(kind.config, tensors)           # {"x.weight": '{"_type": "Int4Tensor", ...}'}
 
-`samples.write` uses both. A matrix consists of the tensors `_weight_qdata`, `_weight_scale` and,
-for integers, `_weight_zero_point`. `stack_experts` stacks these tensors of all experts, and
-`old_names` renames them to the names of torchao 0.14. The layouts follow torchao's documentation
-and share no code with `modular_kernel.checkpoints`.
+`samples.write` uses the formats and the metadata. A matrix consists of the tensors
+`_weight_qdata`, `_weight_scale` and, for integers, `_weight_zero_point`. `stack_experts` stacks
+these tensors of all experts, and `old_names` renames them to the names of torchao 0.14. The layouts
+follow torchao's documentation and share no code with `modular_kernel.checkpoints`.
 """
 
 import json

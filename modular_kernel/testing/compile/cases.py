@@ -491,7 +491,7 @@ def find_gemm_operand(kernel: str) -> str | None:
 def _expected_instruction(record: CompileRecord, target: str) -> str | None:
     """Return the instruction that a GEMM kernel must use, or None for other kernels.
 
-    On sm_90, it is a warpgroup MMA if the tile has at least 64 rows of tokens or of weights.
+    On sm_90, this is a warpgroup MMA if the tile has at least 64 rows of tokens or of weights.
     """
     operand, block_m = find_gemm_operand(record.kernel), record.config.get("BLOCK_M")
     if operand is None or not isinstance(block_m, int):

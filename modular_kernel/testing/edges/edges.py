@@ -139,7 +139,7 @@ def edges_of(
     depth: maximum number of fields in which a refused situation differs from the start. Each
         further level takes a hundred times as long, and adds only rules about unusual problems.
     start: the first problem to try; None means a small problem in a scheme that the part supports.
-        If it has several ranks, other numbers of ranks are not tried.
+        If this problem has several ranks, other numbers of ranks are not tried.
     """
     base = _find_valid(pf, experts, machine, start or _make_start_problem(experts.requires))
     edges = Edges(base)
@@ -263,7 +263,7 @@ def _find_last_passing(
 ) -> int:
     """Find the last passing value in steps of `step` from the start of the field.
 
-    The value after it fails or is out of range.
+    The next value fails or is out of range.
     """
     start = numeric_field.start
     max_steps = (numeric_field.high - start if step > 0 else start - numeric_field.low) // abs(step)
