@@ -88,18 +88,18 @@ def _check_routing(routing: DispatchedRouting, pair_shape: tuple[int, ...]) -> N
 
 
 def _check_format(
-    name: str, tensor: torch.Tensor | None, dims: int | None, dtypes: tuple[torch.dtype, ...]
+    name: str, tensor: torch.Tensor | None, num_dims: int | None, dtypes: tuple[torch.dtype, ...]
 ) -> None:
     """Raise an InputError if `tensor` has another dtype or rank, or is not contiguous.
 
-    dims: the number of dimensions; None accepts any.
+    num_dims: the number of dimensions; None accepts any number.
     """
     if tensor is None:
         return
     if tensor.dtype not in dtypes:
         need = " or ".join(map(dtype_name, dtypes))
         raise DtypeError(name, got=dtype_name(tensor.dtype), need=need)
-    if dims not in (None, tensor.dim()):
-        raise ShapeError(name, got=tuple(tensor.shape), need=f"{dims} dimensions")
+    if num_dims not in (None, tensor.dim()):
+        raise ShapeError(name, got=tuple(tensor.shape), need=f"{num_dims} dimensions")
     if not tensor.is_contiguous():
         raise LayoutError(name, got=f"strides {tensor.stride()}", need="contiguous")

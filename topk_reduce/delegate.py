@@ -9,7 +9,7 @@ from modular_kernel.tensors import ExpertRows
 
 
 class TopKWeightAndReduceDelegate(TopKWeightAndReduce):
-    """Marker that a PrepareAndFinalize replaces by a reducer of its own."""
+    """Marker that a PrepareAndFinalize replaces with its own reducer."""
 
     kind = Reduce.DELEGATE
 

@@ -1,12 +1,13 @@
 """Correctness tests for a prepare/finalize class together with an experts class (a "pairing").
 
-The classes ("parts") may come from this package or from another one.
+The classes ("parts") may come from this package or from a third-party package.
 
     from modular_kernel.testing import cases_for, pairings, prove, sensitivity
 
     for case in cases_for("MoEPrepareAndFinalizeNoEP", "MyExperts", machine).cases:
         assert prove(case, machine).passed
-    assert all(kill.ok for kill in sensitivity("MoEPrepareAndFinalizeNoEP", "MyExperts", machine))
+    results = sensitivity("MoEPrepareAndFinalizeNoEP", "MyExperts", machine)
+    assert all(result.ok for result in results)
 
 Packages:
 
@@ -17,8 +18,10 @@ Packages:
 - `mutation`: small changes of the source code of a part, which the checks must detect (mutation
   testing).
 - `ranks`: the pool of processes for cases with several ranks.
-- `checkpoints`, `compile`, `edges`, `stress`: tests of checkpoint formats, of `torch.compile`, of
-  extreme calls, and of random calls, faults and long runs.
+- `checkpoints`: small checkpoints in published formats.
+- `compile`: kernels that are compiled without a GPU.
+- `edges`: calls with extreme arguments.
+- `stress`: random calls, faults and long runs.
 
 No GPU is required. On a GPU, the same code runs unchanged.
 

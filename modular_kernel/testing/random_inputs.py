@@ -32,10 +32,10 @@ def random_inputs(problem: Problem, device: torch.device) -> Inputs:
         w2=normal(e, h, i, std=i**-0.5),
         b1=normal(e, problem.w1_rows) if problem.bias else None,
         b2=normal(e, h) if problem.bias else None,
-        expert_map=_first_experts_local(problem, device) if problem.expert_map else None,
+        expert_map=_make_expert_map(problem, device) if problem.expert_map else None,
     )
     if problem.scheme.static:
-        # Covers values up to 28; x and h stay below that with these weights.
+        # The scale covers values up to 28, which x and h do not exceed with these weights.
         scale = static_scale(problem, 28.0, device)
         weights = replace(weights, a1_scale=scale, a2_scale=scale.clone())
     if problem.scheme.quantized:
@@ -54,6 +54,6 @@ def random_inputs(problem: Problem, device: torch.device) -> Inputs:
     return normal(problem.tokens, h), weights, routing
 
 
-def _first_experts_local(problem: Problem, device: torch.device) -> torch.Tensor:
+def _make_expert_map(problem: Problem, device: torch.device) -> torch.Tensor:
     ids = torch.arange(problem.experts, device=device, dtype=torch.int32)
     return torch.where(ids < problem.e, ids, -1).to(torch.int32)

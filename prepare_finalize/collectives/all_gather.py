@@ -53,7 +53,7 @@ class AllGatherHandle(PartHandle):
 class AllGatherReduceScatterPrepareAndFinalize(CollectivePart):
     """All-gather all tokens; each rank computes the partial sums of its experts.
 
-    Every rank sends its partial sums to the ranks of the tokens, in the problem's dtype. The
+    Every rank sends its partial sums to the ranks of the tokens, in the problem's dtype. A
     token's rank adds the partial sums of all W ranks in float32 in rank order, so equal inputs give
     equal bits. T may differ between ranks and may be 0.
 
@@ -119,9 +119,9 @@ class AllGatherReduceScatterPrepareAndFinalize(CollectivePart):
         def receive() -> tuple[Dispatched, Handle]:
             if exchange is not None:
                 exchange.wait()
-            starts = enumerate(metadata.tokens_W)
             blocks = [
-                packed[rank * max_tokens : rank * max_tokens + count] for rank, count in starts
+                packed[rank * max_tokens : rank * max_tokens + count]
+                for rank, count in enumerate(metadata.tokens_W)
             ]
             return self._unpack(call, blocks, scale, metadata.step)
 

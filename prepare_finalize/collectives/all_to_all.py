@@ -1,4 +1,4 @@
-"""TorchAll2AllPrepareAndFinalize: all-to-all; a row is sent once to each rank that needs it.
+"""TorchAll2AllPrepareAndFinalize: an all-to-all sends a row once to each rank that needs it.
 
 An exchange component ("part") for expert parallelism. A rank computes all pairs of a received row
 that belong to its experts, and returns their sum. A pair is one token with one of its K experts.
@@ -121,7 +121,7 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
         is_on_rank = rank_TK[token_N] == rank_N[:, None]
         layout.write(sent, "ids", torch.where(is_on_rank, slot_TK[token_N], -1).to(torch.int32))
         layout.write(sent, "weights", torch.where(is_on_rank, routing.topk_weights_TK[token_N], 0))
-        to_W, from_W = _split_sizes(metadata, manager.rank)
+        to_W, from_W = _compute_split_sizes(metadata, manager.rank)
         packed = call.workspace.take("packed_all", (sum(from_W), layout.nbytes))
         any_rows, exchange = any(map(any, metadata.rows_WW)), None
         if any_rows:
@@ -139,8 +139,8 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
                 exchange.wait()
             tokens, weights_RK = self._unpack(call, [packed], scale)
             sum_RH = call.workspace.take("rows_sum", (sum(from_W), self.problem.hidden))
-            route = metadata.step, to_W, from_W, any_rows, token_N
-            handle = All2AllHandle(self, call, *route, weights_RK, sum_RH, None)
+            exchange_fields = metadata.step, to_W, from_W, any_rows, token_N
+            handle = All2AllHandle(self, call, *exchange_fields, weights_RK, sum_RH, None)
             return self.arrange(tokens, handle)
 
         return receive
@@ -249,5 +249,7 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
             out.copy_(sum_TH)
 
 
-def _split_sizes(metadata: CallMetadata, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _compute_split_sizes(
+    metadata: CallMetadata, rank: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return metadata.rows_WW[rank], tuple(zip(*metadata.rows_WW, strict=True))[rank]

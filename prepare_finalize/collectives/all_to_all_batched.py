@@ -33,7 +33,7 @@ class RegroupedHandle(All2AllHandle):
     """Handle of an all-to-all whose received rows are grouped by expert.
 
     row_of_pair_RK: (R, K) int32, index in [0, e * C) of the batched row of each pair of a received
-        row, or -1 if it has none.
+        row, or -1 for a pair without a batched row.
     """
 
     row_of_pair_RK: torch.Tensor
@@ -84,8 +84,8 @@ class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
     def _rows_have_scales(self) -> bool:
         """Whether each row is sent with its own scales."""
         scheme = self.problem.scheme
-        shared = scheme.static or has_shared_scale(self.problem)
-        return scheme.dispatched_quantized and not shared
+        shares_scale = scheme.static or has_shared_scale(self.problem)
+        return scheme.dispatched_quantized and not shares_scale
 
     def arrange(
         self, tokens: StandardTokens, handle: All2AllHandle
@@ -97,13 +97,13 @@ class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
         )
         row_of_pair_RK = take("row_of_pair", (rows, self.problem.top_k))
         counts_e = take("expert_counts", (e,))
-        scratch = assign_rows_scratch(rows, self.problem.top_k, e)
+        scratch_spec = assign_rows_scratch(rows, self.problem.top_k, e)
         assign_rows(
             tokens.routing,
             capacity=capacity,
             row_of_pair_TK=row_of_pair_RK,
             counts_e=counts_e,
-            scratch=take("assign_scratch", scratch.shape),
+            scratch=take("assign_scratch", scratch_spec.shape),
         )
         x_eCH, scale = take("batched_x", (e, capacity, hidden)), tokens.scale
         row_scales = batched_scales = None

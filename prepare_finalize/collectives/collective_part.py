@@ -58,7 +58,7 @@ class CollectivePart(PackedRowsPart):
     By default, ranks exchange row counts before every call, read them on the host, and send exactly
     the rows that are needed (`send_with_counts`). `fixed_capacity` is then None.
 
-    With Problem(graph=True) or TorchGroup(checked=False), they send blocks of a fixed capacity
+    With Problem(graph=True) or TorchGroup(checked=False), ranks send blocks of a fixed capacity
     instead (`common.fixed_capacity`). The host then reads nothing after the layer's first call, and
     calls can be captured in a CUDA graph.
     """
@@ -93,7 +93,10 @@ class CollectivePart(PackedRowsPart):
             self.fixed_capacity = self.make_fixed_capacity(self.block_capacity)
 
     def make_fixed_capacity(self, rows: int) -> FixedCapacityExchange:
-        """Return the exchange of calls with a fixed capacity. rows: capacity of a block."""
+        """Return the exchange of calls with a fixed capacity.
+
+        rows: capacity of a block.
+        """
         return FixedCapacityExchange(self.layer, rows=rows, uses_all_gather=self.uses_all_gather)
 
     def _check_max_received(self) -> None:
@@ -204,8 +207,8 @@ class CollectivePart(PackedRowsPart):
         buffers, out = exchange.take_buffers(layout, call), None
         x_in_place = quantizes and exchange.has_single_block
         if x_in_place:
-            own_scale = buffers.local_section("scale")[: len(x_TH)] if layout.scales else None
-            out = buffers.local_section("x")[: len(x_TH)], own_scale
+            scale_out = buffers.local_section("scale")[: len(x_TH)] if layout.scales else None
+            out = buffers.local_section("x")[: len(x_TH)], scale_out
         values, scale = quantize_tokens(
             x_TH, self.problem, weights=weights, call=call, amax=amax, out=out
         )

@@ -59,14 +59,14 @@ def launch_all(problem: Problem, *, has_single_block: bool) -> None:
     blocks = Blocks(empty(2 * world, layout.nbytes, dtype=torch.uint8), layout, ranks, ranks.rank)
     outputs: dict[str, Any] = {"counter": counter, "header_F": header_F}
     counter.begin()
-    few = replace(
+    one_token = replace(
         rows,
         x_TH=rows.x_TH[:1],
         scale_TG=None if rows.scale_TG is None else rows.scale_TG[:1],
         expert_numbers_TK=empty(1, k, dtype=torch.int64),
         weights_TK=rows.weights_TK[:1],
     )
-    fill_blocks(few, blocks, row_of_token_WT=row_of_token_WT, **outputs)
+    fill_blocks(one_token, blocks, row_of_token_WT=row_of_token_WT, **outputs)
     fill_blocks(rows, blocks, row_of_token_WT=row_of_token_WT, **outputs)
     fill_blocks(replace(rows, adapters_T=None), blocks, row_of_token_WT=row_of_token_WT, **outputs)
     if has_single_block and problem.scheme.dispatched_quantized:
@@ -96,8 +96,8 @@ def launch_headers(problem: Problem) -> None:
     counter.write_header(header_F, problem.tokens, refusal=NOT_REFUSED)
     headers_WF = empty(world, len(FIELDS), dtype=torch.int64)
     status.verify(headers_WF, header_F, empty(4, dtype=torch.int64))
-    pairs = empty(problem.tokens, problem.top_k)
+    slots_TK = empty(problem.tokens, problem.top_k)
     ranks = Ranks(problem.parallel.rank, world, problem.e)
-    mask_remote_pairs(pairs, torch.empty_like(pairs, dtype=torch.float32), ranks, problem.e)
+    mask_remote_pairs(slots_TK, torch.empty_like(slots_TK, dtype=torch.float32), ranks, problem.e)
     sums = BlockSums(empty(1, *shape, dtype=torch.float32), Ranks(0, 1, 0), 0, 0)
     sum_blocks(sums, empty(*shape, dtype=problem.dtype), None, counter)

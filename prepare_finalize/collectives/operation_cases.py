@@ -1,10 +1,10 @@
 """Cases of the operations on blocks of rows and on headers, for the test harness.
 
-Exchanges of a fixed capacity fill, read and sum blocks (`common.blocks`). Each of these operations
-has a kernel and a torch reference, and ranks with and without Triton must be able to exchange
-blocks. The harness runs every case with both, and compares every bit that it returns: outputs,
-counters, headers, and the bytes around them. The cases need no other rank, so that they also cover
-groups of other sizes, and positions of blocks that exchanges only use on a GPU.
+Fixed-capacity exchanges fill, read and sum blocks (`common.blocks`). Each of these operations has a
+kernel and a torch reference, and ranks with and without Triton must be able to exchange blocks. The
+harness runs every case with the kernel and with the reference, and compares every returned bit:
+outputs, counters, headers, and the bytes around them. The cases run on a single rank and simulate
+groups of several sizes, and positions of blocks that exchanges only use on a GPU.
 """
 
 import math
@@ -59,13 +59,13 @@ def list_cases() -> Mapping[str, Callable[[], Tensors]]:
     cases: dict[str, Callable[[], Tensors]] = {
         "headers": _count_and_verify,
         "limits of headers": _verify_limits,
-        "phases": _report_phases,
-        "slots": _mask_known_pairs,
+        "phases": _check_phases,
+        "slots": _check_known_pairs,
     }
     # A row of 16 bytes leaves no unused bytes after the header.
     small = BlockLayout(3, 8, torch.bfloat16, 1, scales=0, adapters=False)
     for index, layout in enumerate((*_LAYOUTS, small)):
-        cases[f"size of layout {index}"] = partial(_measure, layout)
+        cases[f"size of layout {index}"] = partial(_check_size, layout)
     for index, layout in enumerate(_LAYOUTS):
         ranks = Ranks(*((0, 2) if index % 2 else (1, 3)), _SLOTS)
         cases[f"read_blocks, layout {index}"] = partial(_read, layout, ranks, verify=True)
@@ -88,7 +88,7 @@ def list_cases() -> Mapping[str, Callable[[], Tensors]]:
     return cases
 
 
-def _outgoing_rows(layout: BlockLayout, world: int, tokens: int) -> OutgoingRows:
+def _draw_outgoing_rows(layout: BlockLayout, world: int, tokens: int) -> OutgoingRows:
     """Return random rows, some of whose pairs have no expert or an invalid number."""
     generator = torch.Generator().manual_seed(tokens)
     dtype = torch.int64 if tokens == 5 else torch.int32
@@ -116,11 +116,11 @@ def _outgoing_rows(layout: BlockLayout, world: int, tokens: int) -> OutgoingRows
 
 
 def _fill(layout: BlockLayout, ranks: Ranks, tokens: int, *, is_single: bool) -> Tensors:
-    """Fill blocks twice; the second time, a single block has its activations already."""
+    """Fill blocks twice. The second time, a single block already has its activations."""
     world = ranks.world_size
-    rows = _outgoing_rows(layout, world, tokens)
+    rows = _draw_outgoing_rows(layout, world, tokens)
     status = DeviceStatus(world, _CPU)
-    counter, written = CallCounter(status, _LAYER), dict[str, torch.Tensor]()
+    counter, outputs = CallCounter(status, _LAYER), dict[str, torch.Tensor]()
     for call in range(2):
         bytes_SB = torch.full((2 * world, layout.nbytes), _FILL, dtype=torch.uint8, device=_CPU)
         # On a GPU, the block for this rank itself is among the received blocks.
@@ -139,11 +139,11 @@ def _fill(layout: BlockLayout, ranks: Ranks, tokens: int, *, is_single: bool) ->
             x_in_place=is_single and bool(call),
         )
         tensors = {"blocks": bytes_SB, "rows": row_of_token_WT, "header": header_F}
-        written |= {f"{name} of call {call}": tensor for name, tensor in tensors.items()}
-    return {**written, "invalid": rows.invalid_count, **_state_of(counter)}
+        outputs |= {f"{name} of call {call}": tensor for name, tensor in tensors.items()}
+    return {**outputs, "invalid": rows.invalid_count, **_get_state(counter)}
 
 
-def _state_of(counter: CallCounter) -> Tensors:
+def _get_state(counter: CallCounter) -> Tensors:
     """Return the tensors of a counter and of its status, on the device and on the host."""
     status = counter.status
     return {
@@ -164,7 +164,7 @@ def _read(layout: BlockLayout, ranks: Ranks, *, verify: bool) -> Tensors:
     received = torch.full((world, layout.nbytes), 0x7F, dtype=torch.uint8, device=_CPU)
     blocks = Blocks(received, layout, ranks, ranks.rank)
     for w in range(world):
-        rows = _outgoing_rows(layout, world, layout.capacity - w)
+        rows = _draw_outgoing_rows(layout, world, layout.capacity - w)
         sections = {
             "x": rows.x_TH,
             "expert_numbers": rows.expert_numbers_TK,
@@ -201,7 +201,7 @@ def _read(layout: BlockLayout, ranks: Ranks, *, verify: bool) -> Tensors:
         written["scale"] = columns.scale_RG[row < sent_R]
     if columns.adapters_R is not None:
         written["adapters"] = columns.adapters_R
-    return {**written, **_state_of(CallCounter(status, _LAYER))}
+    return {**written, **_get_state(CallCounter(status, _LAYER))}
 
 
 def _sum(ranks: Ranks, tokens: int, *, is_single: bool) -> Tensors:
@@ -232,7 +232,7 @@ def _sum(ranks: Ranks, tokens: int, *, is_single: bool) -> Tensors:
             None if is_single else row_of_token_WT,
             counter,
         )
-    return {"output": outputs, **_state_of(counter)}
+    return {"output": outputs, **_get_state(counter)}
 
 
 def _mask(ranks: Ranks) -> Tensors:
@@ -246,7 +246,7 @@ def _mask(ranks: Ranks) -> Tensors:
 
 
 def _count_and_verify() -> Tensors:
-    """Write the headers of two layers that share counters, and verify them with wrong ones."""
+    """Write the headers of two layers that share counters; verify headers with one wrong field."""
     world = 3
     status = DeviceStatus(world, _CPU)
     counters = [CallCounter(status, layer) for layer in (1, 2)]
@@ -257,14 +257,14 @@ def _count_and_verify() -> Tensors:
         counter.write_header(headers[call], 3 + call, refusal=NOT_REFUSED if call < 3 else 2)
     limits = status.limits(Capacity(_TOKENS, 4, equal_tokens=True))
     states = [status.failed.clone()]
-    for changed in range(-1, len(FIELDS)):  # -1: no field is changed; the first failure is kept
+    for changed_field in range(-1, len(FIELDS)):  # -1 changes no field
         headers_WF = headers[0].repeat(world, 1)
-        if changed >= 0:
-            headers_WF[1, changed] += 1
+        if changed_field >= 0:
+            headers_WF[1, changed_field] += 1
         status.verify(headers_WF, headers[0], limits)
         states += [status.failed.clone(), status._host_words.clone()]
     written = {f"state {index}": state for index, state in enumerate(states)}
-    return {"headers": headers, **written, **_state_of(counters[0])}
+    return {"headers": headers, **written, **_get_state(counters[0])}
 
 
 def _verify_limits() -> Tensors:
@@ -273,7 +273,7 @@ def _verify_limits() -> Tensors:
     max_tokens, max_rows = _TOKENS, 4
     # ((tokens, rows) of this rank, (tokens, rows) of the other ranks, whether the headers are wrong
     # if numbers of tokens may differ, whether they are wrong if they must be equal).
-    rows = (
+    header_cases = (
         ((0, 0), (0, 0), False, False),
         ((3, 2), (0, 0), False, True),
         ((3, 2), (max_tokens, max_rows), False, True),
@@ -289,10 +289,10 @@ def _verify_limits() -> Tensors:
         ((max_rows, max_rows), (max_rows, max_rows), False, False),
     )
     written = {}
-    for index, (local, other, *is_wrong) in enumerate(rows):
+    for index, (local, other, *is_wrong) in enumerate(header_cases):
         for equal_tokens in (False, True):
             status = DeviceStatus(world, _CPU)
-            header = [0, 0, 0, *local, NOT_REFUSED, 0]  # the words of the host are 0 as well
+            header = [0, 0, 0, *local, NOT_REFUSED, 0]  # layer, call and order are 0
             headers_WF = torch.tensor([header] * world, dtype=torch.int64, device=_CPU)
             local_header_F = headers_WF[local_rank].clone()
             headers_WF[-1, TOKENS : ROWS + 1] = torch.tensor(other, dtype=torch.int64, device=_CPU)
@@ -304,7 +304,7 @@ def _verify_limits() -> Tensors:
     return written
 
 
-def _measure(layout: BlockLayout) -> Tensors:
+def _check_size(layout: BlockLayout) -> Tensors:
     """Check that a block is as small as its aligned sections allow."""
     sections, row_bytes = [*layout.sections.values()], layout.hidden * layout.dtype.itemsize
     ends = [start + math.prod(shape) * dtype.itemsize for start, shape, dtype in sections]
@@ -317,8 +317,8 @@ def _measure(layout: BlockLayout) -> Tensors:
     return {}
 
 
-def _report_phases() -> Tensors:
-    """Check the phases that are reported of three calls, one of which also ends."""
+def _check_phases() -> Tensors:
+    """Check the phases that the status reports during three calls, of which one ends."""
     status = DeviceStatus(2, _CPU)
     counter, header_F = (
         CallCounter(status, _LAYER),
@@ -342,10 +342,10 @@ def _report_phases() -> Tensors:
     sum_blocks(sums, torch.zeros(1, 8, dtype=torch.float32, device=_CPU), None, counter)
     assert (status.phase(), status.progress()) == ("combine", (3, 1))
     assert status.failure() is None
-    return _state_of(counter)
+    return _get_state(counter)
 
 
-def _mask_known_pairs() -> Tensors:
+def _check_known_pairs() -> Tensors:
     """Check the slots of known pairs. The last slot of this rank has no expert."""
     numbers_TK = torch.tensor(
         [[0, _SLOTS, -1], [2 * _SLOTS - 1, _SLOTS + 1, 2 * _SLOTS]], dtype=torch.int64, device=_CPU

@@ -4,8 +4,8 @@ An exchange component ("part") for layers whose input is replicated, as after a 
 attention. No rows are dispatched. Each rank computes the pairs of its own experts; a pair is one
 token with one of its K experts.
 
-In a handshake, ranks exchange metadata to check that they make the same call. It takes place on the
-host before a call. In layers that must not wait on the host, it takes place on the device during a
+In a handshake, ranks exchange metadata to check that they make the same call. The handshake takes
+place on the host before a call or, in layers that must not wait on the host, on the device during a
 call (`common.device_handshake`).
 """
 
@@ -138,11 +138,13 @@ class ReplicatedEPPrepareAndFinalize(HandshakePart):
             headers = torch.empty(
                 (manager.world_size + 1) * len(FIELDS), dtype=torch.int64, device=device
             )
-            sent = self._exchange_headers(headers, handshake, 0, step, refusal_index(error))
-            sent.exchange.wait()
-            self._verify_headers(sent)
+            header_exchange = self._exchange_headers(
+                headers, handshake, 0, step, refusal_index(error)
+            )
+            header_exchange.exchange.wait()
+            self._verify_headers(header_exchange)
             # The other ranks reduce the sums of all their tokens.
-            tokens = int(sent.headers_WF[:, TOKENS].max())
+            tokens = int(header_exchange.headers_WF[:, TOKENS].max())
             sums = torch.zeros(tokens, self.problem.hidden, dtype=torch.float32, device=device)
             if tokens:
                 manager.all_reduce(sums, step=step, phase="combine").wait()
@@ -155,10 +157,10 @@ class ReplicatedEPPrepareAndFinalize(HandshakePart):
         with stages.stage(stages.DISPATCH):  # sends no rows, but the handshake takes time
             if self._device_handshake is None:
                 step, headers = self._exchange_metadata(x_TH, call), None
-                slots_TK, weights_TK = self._local_pairs(routing, call, first_token=step)
+                slots_TK, weights_TK = self._select_local_pairs(routing, call, first_token=step)
             else:
                 step, headers = self._send_header(self._device_handshake, x_TH, call)
-                slots_TK, weights_TK = self._local_pairs_on_device(routing, call)
+                slots_TK, weights_TK = self._select_local_pairs_on_device(routing, call)
         rows, scale = quantize_tokens(x_TH, self.problem, weights=weights, call=call)
         unapplied_TK = None if self.problem.apply_router_weight_on_input else weights_TK
         handle = ReplicatedHandle(self, call, step, unapplied_TK, headers)
@@ -214,25 +216,27 @@ class ReplicatedEPPrepareAndFinalize(HandshakePart):
         exchange.start(step)
         return _HeaderExchange(handshake, exchange, received.view(-1, len(FIELDS)), header)
 
-    def _verify_headers(self, sent: _HeaderExchange) -> None:
+    def _verify_headers(self, header_exchange: _HeaderExchange) -> None:
         """Verify the headers of all ranks.
 
         On a CPU, this raises the error immediately, because gloo ends the process if ranks
         all-reduce tensors of different sizes.
         """
-        handshake = sent.handshake
-        handshake.status.verify(sent.headers_WF, sent.local_header_F, handshake.limits)
+        handshake = header_exchange.handshake
+        handshake.status.verify(
+            header_exchange.headers_WF, header_exchange.local_header_F, handshake.limits
+        )
         if self.manager.device == "cpu":
             handshake.raise_failure()
             run_in_replays(handshake.raise_failure)
 
-    def _local_pairs(
+    def _select_local_pairs(
         self, routing: Routing, call: CallState, first_token: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return slots, int32, and weights, with -1 and 0 for pairs of other ranks.
+        """Return the slots (int32) and router weights of all pairs; -1 and 0 for remote pairs.
 
         first_token: start of the round-robin choice among the copies of a replicated expert, the
-            same on every rank. With the step of the call, even calls of one token use all copies.
+            same on every rank. The step of the call lets calls with one token use all copies.
         """
         tables = self.tables(routing.topk_ids_TK.device)
         rank_TK, slot_TK, invalid = pairs_to_slots(
@@ -243,10 +247,10 @@ class ReplicatedEPPrepareAndFinalize(HandshakePart):
         slots_TK = torch.where(is_local, slot_TK, -1).to(torch.int32)
         return slots_TK, torch.where(is_local, routing.topk_weights_TK, 0)
 
-    def _local_pairs_on_device(
+    def _select_local_pairs_on_device(
         self, routing: Routing, call: CallState
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the results of `_local_pairs`, with two launches that can be replayed.
+        """Return the results of `_select_local_pairs`, with two launches that can be replayed.
 
         The choice of a copy depends only on the index of the token, because the step would be a
         constant in a CUDA graph.
@@ -270,7 +274,7 @@ class ReplicatedEPPrepareAndFinalize(HandshakePart):
         sum_TH = part_handle.call.workspace.take("tokens_sum", tuple(out.shape))
         weights_TK, headers = part_handle.topk_weights_TK, part_handle.headers
         if reduce.kind is Reduce.NOOP:
-            # A copy by torch could not be replayed; this launch can.
+            # Plans can replay this launch, but not a copy by torch.
             weight_and_sum(expert_output[:, None], None, scale=1.0, out=sum_TH)
         else:
             weight_and_reduce(expert_output, weights_TK, self.problem, reduce=reduce, out=sum_TH)

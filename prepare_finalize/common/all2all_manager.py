@@ -84,7 +84,7 @@ class All2AllManager(ABC, Generic[Shape]):
     @staticmethod
     @abstractmethod
     def load_library() -> Any:
-        """Import the library. Raise ConfigurationError if it is missing.
+        """Import the library. Raise ConfigurationError if the library is missing.
 
         This is called before the ranks connect, so that no rank waits for a rank without the
         library.

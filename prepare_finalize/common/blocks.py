@@ -11,9 +11,10 @@ a single block to all ranks. A block has these sections:
     adapters (capacity, 1)              LoRA adapter of each row
     header (F,)                         metadata of the call (`device_status.FIELDS`)
 
-The size of a block is a multiple of the size of a row of x. W received blocks therefore form one (W
-* block_rows, H) matrix of activations, which the experts read without a copy. Some rows of this
-matrix are unused or hold the other sections. They get slots of -1, so that no expert reads them.
+The size of a block is a multiple of the size of a row of x. The W received blocks therefore form
+one matrix of activations, (W * block_rows, H), which the experts read without a copy. Some rows of
+this matrix are unused or hold the other sections. These rows get slots of -1, so that no expert
+reads them.
 
 A pair is one token with one of its K experts. A slot is the index of an expert in the weights of
 its rank. An expert number identifies an expert on any rank: the expert in slot s of rank r has the
@@ -222,12 +223,12 @@ def fill_blocks(
 
     tokens, is_single_block = len(rows.x_TH), row_of_token_WT is None
     block_k = next_power_of_2(layout.top_k)
-    config = _fill_launch(rows, 1 if is_single_block else ranks.world_size, layout)
+    config = _choose_fill_launch(rows, 1 if is_single_block else ranks.world_size, layout)
     launch(
         fill_blocks_kernel,
         (config.programs,),
-        **_outgoing_arguments(rows, layout),
-        **_section_arguments(blocks),
+        **_make_outgoing_arguments(rows, layout),
+        **_make_section_arguments(blocks),
         row_of_token_ptr=header_F if row_of_token_WT is None else row_of_token_WT,
         header_ptr=header_F,
         **counter.arguments(),
@@ -273,10 +274,10 @@ class _FillLaunch(NamedTuple):
     splits: int
 
 
-def _fill_launch(rows: OutgoingRows, num_blocks: int, layout: BlockLayout) -> _FillLaunch:
+def _choose_fill_launch(rows: OutgoingRows, num_blocks: int, layout: BlockLayout) -> _FillLaunch:
     tokens, hidden = rows.x_TH.shape
     columns = min(_MAX_COPY_BYTES // layout.dtype.itemsize, next_power_of_2(hidden))
-    tokens_per_program = _tokens_per_program(tokens, num_blocks, rows.x_TH.device)
+    tokens_per_program = _choose_tokens_per_program(tokens, num_blocks, rows.x_TH.device)
     # With few tokens, rows are split, so that more programs share the work.
     is_split = tokens_per_program == 1 and tokens <= _MAX_SPLIT_TOKENS
     splits = -(-hidden // columns) if is_split else 1
@@ -284,18 +285,18 @@ def _fill_launch(rows: OutgoingRows, num_blocks: int, layout: BlockLayout) -> _F
     return _FillLaunch(programs, tokens_per_program, columns, splits)
 
 
-def _tokens_per_program(tokens: int, blocks: int, device: torch.device) -> int:
+def _choose_tokens_per_program(tokens: int, blocks: int, device: torch.device) -> int:
     """Return the number of tokens per program, a power of two up to 8.
 
     With more than one token per program, every SM still has at least 8 programs.
     """
-    sms = 2
+    num_sms = 2
     if device.type == "cuda":
-        sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return min(8, next_power_of_2(tokens * blocks // (8 * sms)))
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return min(8, next_power_of_2(tokens * blocks // (8 * num_sms)))
 
 
-def _outgoing_arguments(rows: OutgoingRows, layout: BlockLayout) -> dict[str, object]:
+def _make_outgoing_arguments(rows: OutgoingRows, layout: BlockLayout) -> dict[str, object]:
     x_TH = rows.x_TH.view(_INT_DTYPES[layout.dtype.itemsize])
     scale_TG, adapters_T = rows.scale_TG, rows.adapters_T
     scales = 0 if scale_TG is None else layout.scales
@@ -317,7 +318,7 @@ def _outgoing_arguments(rows: OutgoingRows, layout: BlockLayout) -> dict[str, ob
     }
 
 
-def _section_arguments(blocks: Blocks) -> dict[str, object]:
+def _make_section_arguments(blocks: Blocks) -> dict[str, object]:
     layout = blocks.layout
     x_SRH = blocks.section("x").view(_INT_DTYPES[layout.dtype.itemsize])
     expert_numbers_SRK, headers_SF = blocks.section("expert_numbers"), blocks.section("header")
@@ -393,7 +394,8 @@ def read_blocks(
 
     header_F: header of this rank, with which the headers of the blocks are compared.
     limits: limits for the values in headers, from `DeviceStatus.limits`.
-    verify: whether to verify the headers. If not, the caller must do it, and `status` is unchanged.
+    verify: whether to verify the headers. If not, the caller must verify them, and `status` is
+        unchanged.
     """
     layout, ranks = blocks.layout, blocks.ranks
     if not use_triton(blocks.bytes_SB):
@@ -456,18 +458,18 @@ def _read_blocks_ref(blocks: Blocks, out: ReceivedColumns) -> None:
     is_local = (expert_numbers_WRK >= 0) & (slot_WRK >= 0) & (slot_WRK < out.local_experts)
     is_local &= has_token_WR[..., None]
 
-    def write(out_R: torch.Tensor, values_WR: torch.Tensor, padding: float) -> None:
+    def write_padded(out_R: torch.Tensor, values_WR: torch.Tensor, padding: float) -> None:
         out_WR = out_R.view(world, -1, *out_R.shape[1:])
         out_WR[:, : layout.capacity] = values_WR
         out_WR[:, layout.capacity :] = padding
 
-    write(out.slots_RK, torch.where(is_local, slot_WRK, -1), -1)
-    write(out.weights_RK, torch.where(is_local, blocks.section("weights"), 0), 0)
+    write_padded(out.slots_RK, torch.where(is_local, slot_WRK, -1), -1)
+    write_padded(out.weights_RK, torch.where(is_local, blocks.section("weights"), 0), 0)
     if out.scale_RG is not None:
-        write(out.scale_RG, blocks.section("scale"), 0)
+        write_padded(out.scale_RG, blocks.section("scale"), 0)
     if out.adapters_R is not None:
         adapters_WR = blocks.section("adapters")[..., 0]
-        write(out.adapters_R, torch.where(has_token_WR, adapters_WR, -1), -1)
+        write_padded(out.adapters_R, torch.where(has_token_WR, adapters_WR, -1), -1)
 
 
 def mask_remote_pairs(

@@ -28,4 +28,5 @@ def problems_with(changes: Sequence[Mapping[str, Any]]) -> tuple[Problem, ...]:
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """Return a meta tensor."""
     return torch.empty(shape, dtype=dtype, device=META)

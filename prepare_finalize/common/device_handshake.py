@@ -155,7 +155,7 @@ def _make_error(manager: TorchGroup, failure: Failure) -> CommunicationError:
     headers, capacity = failure.headers, failure.capacity
     local_header = headers[manager.rank]
 
-    def error(got: str, need: str, peers: Sequence[int]) -> CommunicationError:
+    def make_error(got: str, need: str, peers: Sequence[int]) -> CommunicationError:
         return manager.make_header_error(
             got, need, layer=local_header[LAYER], call=local_header[CALL], peers=tuple(peers)
         )
@@ -168,19 +168,19 @@ def _make_error(manager: TorchGroup, failure: Failure) -> CommunicationError:
             f"with {refusal_name(headers[rank][REFUSAL])}"
             for rank in refusing
         )
-        return error(got, "calls that every rank accepts", refusing)
+        return make_error(got, "calls that every rank accepts", refusing)
     for field in (LAYER, CALL, ORDER):
         values = [header[field] for header in headers]
         if len(set(values)) > 1:
             by_rank = f"{FIELDS[field]} {', '.join(map(str, values))} by rank"
             got = FIELD_MESSAGES["order"] if field == ORDER else by_rank
             peers = [rank for rank in ranks if values[rank] != local_header[field]]
-            return error(got, "one layer, call and order", peers)
+            return make_error(got, "one layer, call and order", peers)
     tokens_W = [header[TOKENS] for header in headers]
     if capacity.equal_tokens and len(set(tokens_W)) > 1:
         got = f"T = {', '.join(map(str, tokens_W))} by rank"
         peers = [rank for rank in ranks if tokens_W[rank] != local_header[TOKENS]]
-        return error(got, "the same tokens on all", peers)
+        return make_error(got, "the same tokens on all", peers)
     for field, limit, unit in (
         (TOKENS, capacity.tokens, "tokens"),
         (ROWS, capacity.rows, "rows for one rank"),
@@ -188,5 +188,5 @@ def _make_error(manager: TorchGroup, failure: Failure) -> CommunicationError:
         peers = [rank for rank in ranks if not 0 <= headers[rank][field] <= limit]
         if peers:
             got = "; ".join(f"{headers[rank][field]} {unit} from rank {rank}" for rank in peers)
-            return error(got, f"0 to {limit}", peers)
-    return error(f"headers {headers}", "headers without a contradiction", ())
+            return make_error(got, f"0 to {limit}", peers)
+    return make_error(f"headers {headers}", "headers without a contradiction", ())

@@ -77,8 +77,8 @@ class DeviceStatus:
             num_words, dtype=torch.int64, device="cpu", pin_memory=pinned
         )
         # Every call reads the last word. Reading it through ctypes is faster than through a tensor.
-        last = self._host_words.data_ptr() + 8 * (num_words - 1)
-        self._has_failed = ctypes.c_int64.from_address(last)
+        last_address = self._host_words.data_ptr() + 8 * (num_words - 1)
+        self._has_failed = ctypes.c_int64.from_address(last_address)
         # The hash of the sequence of exchanges, then the numbers of calls that have begun, of calls
         # that have received their rows, and of calls that have ended.
         self._counters = torch.zeros(4, dtype=torch.int64, device=device)
@@ -114,7 +114,7 @@ class DeviceStatus:
         If a header is wrong and no earlier call has failed, set `failed` and keep the headers.
 
         headers_WF: (W, F) int64, the received headers.
-        local_header_F: the header that this rank has sent, to compare the others with.
+        local_header_F: the header that this rank has sent, with which all headers are compared.
         limits: capacity of the layer, from `limits`.
         """
         if not use_triton(local_header_F):
@@ -195,8 +195,8 @@ class DeviceStatus:
             return
         with torch.cuda.stream(self._side_stream):
             self.failed.fill_(1)
-        end = time.monotonic() + _SIDE_STREAM_TIMEOUT_S
-        while not self._side_stream.query() and time.monotonic() < end:
+        deadline = time.monotonic() + _SIDE_STREAM_TIMEOUT_S
+        while not self._side_stream.query() and time.monotonic() < deadline:
             time.sleep(0.001)
 
     def failure(self) -> Failure | None:
@@ -231,7 +231,8 @@ class CallCounter:
     def begin(self) -> None:
         """Count the beginning of a call before its header is written.
 
-        Calls with an exchange before the dispatch need this, so that the watchdog times it as well.
+        Calls with an exchange before the dispatch use this, so that the watchdog also times that
+        exchange.
         """
         self._is_begin_counted = True
         if not use_triton(self.calls):

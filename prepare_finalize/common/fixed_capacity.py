@@ -93,8 +93,8 @@ class FixedCapacityExchange:
     - rows: capacity of a block.
     - uses_all_gather: whether to exchange blocks by an all-gather instead of an all-to-all.
     - peers: the ranks with which this rank exchanges blocks, in ascending order; None means all
-      ranks. If there are fewer than W, P = len(peers), then peer p receives the rows for the p-th
-      set of W / P consecutive ranks.
+      ranks. If P = len(peers) is less than the world size, peer p receives the rows for the p-th
+      group of world_size / P consecutive ranks.
     - has_single_block: whether each rank sends one block, with all of its tokens, to all peers.
 
     In the following, W is the number of peers. If the capacity is the problem's number of tokens,
@@ -103,7 +103,7 @@ class FixedCapacityExchange:
 
     Otherwise, the buffer has 2 * W blocks: W blocks to send, each with the rows that its rank
     needs, then W received blocks. Over NCCL, the block for this rank itself is not exchanged. It is
-    filled in its place among the received blocks, and in the combine, this rank reads its own sums
+    filled directly among the received blocks, and in the combine, this rank reads its own sums
     where the experts wrote them. Over gloo, all blocks are exchanged.
     """
 
@@ -160,8 +160,8 @@ class FixedCapacityExchange:
     @property
     def _copies_single_block(self) -> bool:
         """Whether the single block is copied for each peer, because gloo cannot gather it."""
-        some_peers = self._peers is not None and self._ranks.world_size > 1
-        return some_peers and self.has_single_block and self.layer.manager.device == "cpu"
+        has_peer_list = self._peers is not None and self._ranks.world_size > 1
+        return has_peer_list and self.has_single_block and self.layer.manager.device == "cpu"
 
     def begin(
         self, call: CallState, tokens: int, device: torch.device, layout: BlockLayout, *, amax: bool
@@ -185,8 +185,8 @@ class FixedCapacityExchange:
         self._handshake.counter.begin()
         manager = self.layer.manager
         amax_W = amax.new_empty(manager.world_size)
-        # A call with this all-gather is never recorded for replay. Without hiding it, the recorder
-        # would record operations of gloo's threads.
+        # Calls with this all-gather are never recorded for replay. It is hidden because the recorder
+        # would otherwise record operations of gloo's threads.
         with hide_from_recorder():
             manager.all_gather(amax_W, amax, step=step, phase="counts").wait_on_stream()
         return amax_W.amax().reshape(1)  # propagates NaN, unlike an all-reduce with MAX
@@ -209,8 +209,9 @@ class FixedCapacityExchange:
 
     @property
     def _local_block(self) -> int:
-        ranks, is_copied = self._ranks, not self.has_single_block and self._skips_local_block
-        return ranks.rank + (ranks.world_size if is_copied else 0)
+        ranks = self._ranks
+        is_among_received = not self.has_single_block and self._skips_local_block
+        return ranks.rank + (ranks.world_size if is_among_received else 0)
 
     def send(
         self,
@@ -375,7 +376,7 @@ class FixedCapacityExchange:
         return True
 
     def _finish_refused_call(self, sent: FixedCapacityCall) -> None:
-        """Take part in the rest of a call that this rank has refused."""
+        """Take part in the remaining exchanges of a call that this rank has refused."""
         if sent.dispatch is not None:
             sent.dispatch.wait()
         received_WB = sent.blocks_SB[-self._ranks.world_size :]

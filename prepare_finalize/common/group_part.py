@@ -130,8 +130,8 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        quantize = quantize_rejections(cls.__name__, problem, machine)
-        return quantize + placement_rejections(cls.__name__, problem)
+        rejections = quantize_rejections(cls.__name__, problem, machine)
+        return rejections + placement_rejections(cls.__name__, problem)
 
     def max_num_tokens_per_rank(self) -> int:
         """Return problem.tokens, or the part's limit if that is lower."""
@@ -234,12 +234,12 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         )
         return StandardTokens(x_RH, routing, scale, plain_RH)
 
-    def check_handle(self, handle: Handle, kind: type[H]) -> H:
+    def check_handle(self, handle: Handle, handle_type: type[H]) -> H:
         """Return `handle`. Raise UnsupportedError unless this part created it."""
         if getattr(handle, "part", None) is not self:
             got, need = type(handle).__name__, f"one of this {type(self).__name__}"
             raise UnsupportedError("handle", got=got, need=need)
-        assert isinstance(handle, kind)  # a part has one type of handle
+        assert isinstance(handle, handle_type)  # a part has one type of handle
         return handle
 
     def has_local_scales(self, call: CallState) -> bool:

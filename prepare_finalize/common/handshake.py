@@ -92,7 +92,7 @@ def exchange_metadata(
     amax: (1,) float32, maximum absolute activation of this rank; None if ranks do not share a
         scale.
     buffer_index: index of the receive buffers that the call uses; None if the part has no choice.
-        It differs between ranks that have not finished, or dropped, the same earlier calls.
+        The index differs between ranks that have not finished or dropped the same earlier calls.
 
     Raise CommunicationError on every rank, before any row is sent, if a rank refuses the call, if
     ranks disagree on the layer, pairing, step or earlier exchanges, or if a rank passes more tokens
@@ -101,14 +101,14 @@ def exchange_metadata(
     manager, problem = layer.manager, layer.problem
     step = manager.next_step(layer.number, layer.calls + 1)
     call.peers_notified = True
-    local_fields = _fields(layer, step, _hash_other_properties(layer, call))
+    local_fields = _list_local_fields(layer, step, _hash_other_properties(layer, call))
     if buffer_index is not None:
         order = zlib.crc32(f"buffers {buffer_index}".encode(), manager.order)
         local_fields[_FIELDS.index("order")] = order
-    sent = _pack(manager, local_fields, tokens=tokens, rows_W=rows_W).to(device)
+    sent = _pack_metadata(manager, local_fields, tokens=tokens, rows_W=rows_W).to(device)
     if amax is not None:
         sent[-2:-1] = amax.view(torch.int32)
-    table = _gather(manager, sent, step)
+    table = _gather_metadata(manager, sent, step)
     fields = [row[: len(local_fields)] for row in table]
     counts = [row[len(local_fields) : -1] for row in table]
     _raise_if_refused(manager, fields, [row[-1] for row in table], step)
@@ -135,8 +135,8 @@ def check_equal_sizes(layer: Layer, sizes: Sequence[int], step: int) -> None:
     Raise CommunicationError on every rank, before any row is sent, if the sizes differ.
     """
     manager = layer.manager
-    local_fields = _fields(layer, step, -1 - zlib.crc32(repr(tuple(sizes)).encode()))
-    table = _gather(manager, _pack(manager, local_fields), step)
+    local_fields = _list_local_fields(layer, step, -1 - zlib.crc32(repr(tuple(sizes)).encode()))
+    table = _gather_metadata(manager, _pack_metadata(manager, local_fields), step)
     fields = [row[: len(local_fields)] for row in table]
     _raise_if_refused(manager, fields, [row[-1] for row in table], step)
     if len({row[-1] for row in fields}) > 1:
@@ -144,7 +144,7 @@ def check_equal_sizes(layer: Layer, sizes: Sequence[int], step: int) -> None:
         _check_same_fields(manager, fields, step, FIELD_MESSAGES | messages)
 
 
-def _pack(
+def _pack_metadata(
     manager: TorchGroup,
     local_fields: Sequence[int],
     *,
@@ -158,7 +158,7 @@ def _pack(
     return torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
-def _gather(manager: TorchGroup, sent: torch.Tensor, step: int) -> list[list[int]]:
+def _gather_metadata(manager: TorchGroup, sent: torch.Tensor, step: int) -> list[list[int]]:
     """All-gather `sent`, int64, and return the values of each rank."""
     received = sent.new_empty(manager.world_size * sent.numel())
     manager.all_gather(received, sent, step=step, phase="counts").wait()
@@ -177,8 +177,10 @@ def refuse(layer: Layer, error: Exception) -> None:
         return
     try:
         step = manager.next_step(layer.number, layer.calls + 1)
-        local_fields = _fields(layer, step, 0)
-        sent = _pack(manager, local_fields, refusal=refusal_index(error)).to(manager.device)
+        local_fields = _list_local_fields(layer, step, 0)
+        sent = _pack_metadata(manager, local_fields, refusal=refusal_index(error)).to(
+            manager.device
+        )
         manager.send_refusal(sent, step=step, reason=type(error).__name__)
     except (CommunicationError, UnsupportedError):
         return
@@ -223,7 +225,7 @@ def check_max_received(layer: Layer, metadata: CallMetadata, received_W: Sequenc
         raise layer.manager.make_metadata_error(got, need, step=metadata.step, peers=peers)
 
 
-def _fields(layer: Layer, step: int, others: int) -> list[int]:
+def _list_local_fields(layer: Layer, step: int, others: int) -> list[int]:
     """Return this rank's values of `_FIELDS`.
 
     others: hash of the other properties that must be equal, from `_hash_other_properties`.
@@ -239,13 +241,13 @@ def _raise_if_refused(
     if not peers:
         return
     layer, call = _FIELDS.index("layer"), _FIELDS.index("call")
-    refused = [
+    descriptions = [
         f"rank {rank} refused its call {fields[rank][call]} of layer {fields[rank][layer]} "
         f"with {refusal_name(refusals[rank])}"
         for rank in peers
     ]
     need = "calls that every rank accepts"
-    raise manager.make_metadata_error("; ".join(refused), need, step=step, peers=peers)
+    raise manager.make_metadata_error("; ".join(descriptions), need, step=step, peers=peers)
 
 
 def _check_same_fields(
@@ -257,7 +259,7 @@ def _check_same_fields(
     local_fields = fields[manager.rank]
     if fields.count(local_fields) == len(fields):
         return
-    peers = [rank for rank, other in enumerate(fields) if other != local_fields]
+    peers = [rank for rank, values in enumerate(fields) if values != local_fields]
     differences = []
     for name, *values in zip(_FIELDS, *fields, strict=True):
         if len(set(values)) > 1:

@@ -1,7 +1,7 @@
 """Packed rows: x, scales, ids, router weights and adapter slot of a token in one row of bytes.
 
-A single collective sends all of them, and its backend need not support their dtypes. An adapter
-slot is the position of a LoRA adapter in the layer's pool.
+A single collective sends the rows as bytes, so its backend need not support the dtypes of the
+sections. An adapter slot is the position of a LoRA adapter in the layer's pool.
 """
 
 import math

@@ -1,7 +1,7 @@
 """ReplayableExchange: an exchange that is repeated whenever a recorded call is replayed.
 
 `modular_kernel.replay` records the kernel launches of a call and repeats them in later calls,
-without running the Python code of the layer. It cannot record collectives. This class therefore
+without running the Python code of the layer. Collectives cannot be recorded. This class therefore
 registers functions that start the exchange and wait for it in every replay.
 """
 
@@ -25,6 +25,7 @@ class ReplayableExchange:
         self._exchange: Exchange | None = None
 
     def start(self, step: int) -> None:
+        """Start the exchange in this call and in every replay."""
         with hide_from_recorder():
             self._exchange = self._start_exchange(step)
         run_in_replays(self._start_again)

@@ -29,7 +29,7 @@ class PackedRowBuffers:
         self._layouts: dict[bool, RowLayout] = {}  # cache, by whether rows are quantized
 
     def layout(self, *, quantized: bool) -> RowLayout:
-        """Return the layout of a row. It has scales unless all rows share one."""
+        """Return the layout of a row, which has scales unless all rows share one scale."""
         if quantized not in self._layouts:
             self._layouts[quantized] = self._build_layout(quantized)
         return self._layouts[quantized]
@@ -136,6 +136,7 @@ class UnpackedRows:
     adapters_R: torch.Tensor | None
 
     def rows(self, start: int, stop: int) -> "UnpackedRows":
+        """Return views of the rows from `start` to `stop`, exclusive."""
         sections: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        views: dict[str, Any] = {n: p if p is None else p[start:stop] for n, p in sections.items()}
+        views: dict[str, Any] = {n: t if t is None else t[start:stop] for n, t in sections.items()}
         return UnpackedRows(**views)

@@ -29,8 +29,8 @@ def dispatches_quantized(problem: Problem, call: CallState) -> bool:
 def has_shared_scale(problem: Problem) -> bool:
     """Return whether the tokens of all ranks share one dynamic scale, computed in each call."""
     scheme = problem.scheme
-    computed = scheme.dispatched_quantized and not scheme.static
-    return computed and scheme.activation_granularity == "tensor"
+    has_dynamic_scale = scheme.dispatched_quantized and not scheme.static
+    return has_dynamic_scale and scheme.activation_granularity == "tensor"
 
 
 def token_specs(problem: Problem, tokens: int) -> dict[str, BufferSpec]:
@@ -89,8 +89,8 @@ def _take_buffers(
     x_TH: torch.Tensor, problem: Problem, weights: ExpertWeights, call: CallState
 ) -> QuantizedRows:
     scheme, shape = problem.scheme, (x_TH.shape[0], problem.hidden)
-    static = weights.a1_scale if scheme.static else None
-    return take_quantized(call.workspace, "x", scheme, shape, static_scale=static)
+    static_scale = weights.a1_scale if scheme.static else None
+    return take_quantized(call.workspace, "x", scheme, shape, static_scale=static_scale)
 
 
 def _quantize(

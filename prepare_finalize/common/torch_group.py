@@ -276,8 +276,8 @@ class TorchGroup:
         self._failure_records.publish_and_collect(
             {**record, "waited_s": 0.0, "broke_off": reason}, time.monotonic()
         )
-        what, got, need = "exchange between ranks", f"this rank {reason}", "calls that end"
-        self._failure = self._make_error(what, got, need, "combine", self.step, ())
+        subject, got, need = "exchange between ranks", f"this rank {reason}", "calls that end"
+        self._failure = self._make_error(subject, got, need, "combine", self.step, ())
         self._close_connections()
 
     def set_device_status(self, status: DeviceStatus) -> None:
@@ -300,9 +300,9 @@ class TorchGroup:
         self._handle_failure(record, time.monotonic() - waited_s, error)
 
     def _wait_for_calls(self) -> None:
-        status, end = self.device_status, time.monotonic() + self.timeout_s
+        status, deadline = self.device_status, time.monotonic() + self.timeout_s
         while status is not None and not self.failed and len(set(status.progress())) > 1:
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 self.close_after_timeout(self.timeout_s)
                 return
             time.sleep(_POLL_S)
@@ -344,16 +344,16 @@ class TorchGroup:
         Every rank compares the same headers and raises the same error.
         """
         # A call replayed from a CUDA graph has no step.
-        steps = (step for step, known in self._calls_by_step.items() if known == (layer, call))
-        what, step = "ranks of one call", next(steps, 0)
         layer_and_call = layer, call
+        steps = (step for step, value in self._calls_by_step.items() if value == layer_and_call)
+        subject, step = "ranks of one call", next(steps, 0)
         return self._make_error(
-            what, got, need, "dispatch", step, peers, layer_and_call=layer_and_call
+            subject, got, need, "dispatch", step, peers, layer_and_call=layer_and_call
         )
 
     def _make_error(
         self,
-        what: str,
+        subject: str,
         got: str,
         need: str,
         phase: str,
@@ -364,11 +364,11 @@ class TorchGroup:
     ) -> CommunicationError:
         layer, call = layer_and_call or self._calls_by_step.get(step, (0, 0))
         if layer:
-            what = f"{what}, call {call} of layer {layer}"
+            subject = f"{subject}, call {call} of layer {layer}"
         if peers and len(self.hosts) > 1:
             got = f"{got}; {_describe_hosts(self.hosts, peers)}"
         error = CommunicationError(
-            what, got=got, need=need, rank=self.rank, phase=phase, step=step, peers=peers
+            subject, got=got, need=need, rank=self.rank, phase=phase, step=step, peers=peers
         )
         error.layer, error.call = layer, call
         return error
@@ -380,8 +380,8 @@ class TorchGroup:
     def destroy(self) -> None:
         """Close the communicator. Later exchanges raise UnsupportedError.
 
-        Raise StateError if it cannot be closed within the deadline, because a CUDA graph still
-        contains exchanges of this manager. It is then closed once the graph is reset.
+        Raise StateError if the communicator cannot be closed within the deadline, because a CUDA
+        graph still contains exchanges of this manager. It is then closed once the graph is reset.
         """
         check_process(self._generation)
         if self._watchdog is not None:
@@ -412,7 +412,8 @@ class TorchGroup:
     def _wait_for_culprits(self, failure: CommunicationError) -> CommunicationError:
         """Wait until the failed ranks are known, and return the failure with them.
 
-        Returns `failure` immediately in the thread that determines them, or after a timeout.
+        Returns `failure` immediately in the thread that determines the failed ranks, or after a
+        timeout.
         """
         if self._failure_thread not in (None, threading.get_ident()):
             self._culprits_known.wait(self.timeout_s + _GRACE_S + _ABORT_TIMEOUT_S)
@@ -463,28 +464,28 @@ class TorchGroup:
         exchange.work = None  # a reference to the work would keep connections open
         self.last_calls.end(exchange.record)
 
-    def _wait_for(self, work: Any, until_s: float) -> None:
+    def _wait_for(self, work: Any, deadline_s: float) -> None:
         """Wait for a collective. Raise RuntimeError if it failed or did not end in time.
 
-        until_s: end of the wait (time.monotonic).
+        deadline_s: time at which the wait ends (time.monotonic).
         """
         if self.device == "cpu":
             # Wait slightly longer than gloo's timeout, after which gloo has released its threads.
-            remaining_s = max(0.0, until_s - time.monotonic()) + 0.25
+            remaining_s = max(0.0, deadline_s - time.monotonic()) + 0.25
             work.wait(timedelta(seconds=remaining_s))
             return
         while not work.is_completed():
-            if time.monotonic() > until_s:
+            if time.monotonic() > deadline_s:
                 raise RuntimeError("the exchange did not end in time")
             time.sleep(_POLL_S)
         work.wait()
 
-    def _wait_on_stream(self, work: Any, until_s: float) -> None:
+    def _wait_on_stream(self, work: Any, deadline_s: float) -> None:
         """Make the current CUDA stream wait for a collective. On a CPU, the same as `_wait_for`."""
         if self.device == "cuda":
             work.wait()
         else:
-            self._wait_for(work, until_s)
+            self._wait_for(work, deadline_s)
 
     def _close_connections(self) -> None:
         """Close every connection, so that ranks that wait for this one fail immediately."""
@@ -504,7 +505,7 @@ class TorchGroup:
             with suppress(RuntimeError):
                 run_with_timeout(group.abort, _ABORT_TIMEOUT_S)
 
-    def _unreachable_ranks(self, store_rank: int) -> tuple[int, ...]:
+    def _find_unreachable_ranks(self, store_rank: int) -> tuple[int, ...]:
         """Return the ranks that are unreachable if the rank that serves the store does not answer.
 
         These are all ranks of its host. If the host is also this rank's host, or hosts are not
@@ -559,7 +560,7 @@ class TorchGroup:
         peers = self._store_rank
         cause = "the group's store, which may run on that rank, does not answer"
         if records is None and peers and not self._failure_records.is_closed:
-            peers = self._unreachable_ranks(peers[0])
+            peers = self._find_unreachable_ranks(peers[0])
         if records is not None:
             records.setdefault(self.rank, record)
             peers, cause = find_culprits(self.rank, self.world_size, records, self.timeout_s)
@@ -598,15 +599,15 @@ class Exchange:
 def _describe_hosts(hosts: Hosts, peers: Sequence[int]) -> str:
     """Describe the hosts of ranks, as in "ranks 2, 3: all of host b"."""
     host_indices = sorted({hosts.index_W[peer] for peer in peers})
-    parts = []
+    descriptions = []
     for host in host_indices:
         host_ranks = [peer for peer in peers if hosts.index_W[peer] == host]
         prefix = "all of" if len(host_ranks) == len(hosts.ranks_on(host)) else "on"
         ranks = ", ".join(map(str, host_ranks))
-        parts.append(
+        descriptions.append(
             f"rank{'s' if len(host_ranks) > 1 else ''} {ranks}: {prefix} host {hosts.names[host]}"
         )
-    return "; ".join(parts)
+    return "; ".join(descriptions)
 
 
 def first_sentence(error: RuntimeError) -> str:

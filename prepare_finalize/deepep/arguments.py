@@ -60,24 +60,26 @@ def high_throughput_arguments(
     Raise ConfigurationError if ranks are on several hosts, and either num_sms is not valid for
     several hosts or the buffers exceed the memory that the kernels can address.
     """
-    sms, multi_host = num_sms or buffer_class.num_sms, world_size > GPUS_PER_HOST
-    if multi_host and sms not in _VALID_NUM_SMS:
+    sms, is_multi_host = num_sms or buffer_class.num_sms, world_size > GPUS_PER_HOST
+    if is_multi_host and sms not in _VALID_NUM_SMS:
         need = f"an even number, {_VALID_NUM_SMS[0]} to {_VALID_NUM_SMS[-1]}, with several hosts"
         raise ConfigurationError("num_sms", got=sms, need=need)
     dispatch, combine = (
-        _config(buffer_class, method, world_size, num_sms)
+        _get_config(buffer_class, method, world_size, num_sms)
         for method in ("get_dispatch_config", "get_combine_config")
     )
-    row = hidden * torch.bfloat16.itemsize
-    nvl, rdma = (
-        _align_up(max(getattr(config, hint)(row, world_size) for config in (dispatch, combine)))
+    row_bytes = hidden * torch.bfloat16.itemsize
+    nvl_bytes, rdma_bytes = (
+        _align_up(
+            max(getattr(config, hint)(row_bytes, world_size) for config in (dispatch, combine))
+        )
         for hint in ("get_nvl_buffer_size_hint", "get_rdma_buffer_size_hint")
     )
-    if multi_host and max(nvl, rdma) > _MAX_BYTES:
-        got = f"{max(nvl, rdma)} bytes with num_sms={sms}"
+    if is_multi_host and max(nvl_bytes, rdma_bytes) > _MAX_BYTES:
+        got = f"{max(nvl_bytes, rdma_bytes)} bytes with num_sms={sms}"
         need = f"<= {_MAX_BYTES} with several hosts, so a smaller num_sms"
         raise ConfigurationError("DeepEP's high throughput buffer", got=got, need=need)
-    arguments = BufferArguments(nvl, rdma, False, sms // 2 if multi_host else 1)
+    arguments = BufferArguments(nvl_bytes, rdma_bytes, False, sms // 2 if is_multi_host else 1)
     return HighThroughputArguments(arguments, dispatch, combine)
 
 
@@ -89,18 +91,18 @@ def low_latency_arguments(
     return BufferArguments(0, nbytes, True, experts // world_size)
 
 
-def _config(buffer_class: Any, method: str, world_size: int, num_sms: int | None) -> Any:
+def _get_config(buffer_class: Any, method: str, world_size: int, num_sms: int | None) -> Any:
     """Return the library's configuration for `num_sms`.
 
     The library reads the number of SMs from a class attribute, which is set during the call.
     """
-    saved = buffer_class.num_sms
+    previous_num_sms = buffer_class.num_sms
     try:
         if num_sms is not None:
             buffer_class.num_sms = num_sms
         return getattr(buffer_class, method)(world_size)
     finally:
-        buffer_class.num_sms = saved
+        buffer_class.num_sms = previous_num_sms
 
 
 def _align_up(nbytes: int) -> int:

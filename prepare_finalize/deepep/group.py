@@ -44,7 +44,7 @@ from prepare_finalize.rendezvous.connect import (
 from prepare_finalize.rendezvous.hosts import find_hosts
 from prepare_finalize.rendezvous.store_collectives import Properties, StoreCollectives
 
-R = TypeVar("R")
+BufferT = TypeVar("BufferT")
 _MIN_LIBRARY_TIMEOUT_S = 100.0  # minimum timeout of the kernels of the second generation
 _RDMA_DEVICES_DIR = Path("/sys/class/infiniband")
 # Errors of the library's checks, of Python, and of loading the library.
@@ -54,16 +54,17 @@ _LIBRARY_ERRORS = (RuntimeError, AssertionError, ImportError, OSError, ValueErro
 def load_deepep(generation: int) -> Any:
     """Import the module deep_ep of a generation: 1 (Buffer) or 2 (ElasticBuffer).
 
-    Raise ConfigurationError if it is missing, cannot be loaded, or is of the other generation.
+    Raise ConfigurationError if the module is missing, cannot be loaded, or is of the other
+    generation.
     """
     class_name, need = _GENERATIONS[generation]
     try:
         library = import_module("deep_ep")
     except _LIBRARY_ERRORS as error:
         raise ConfigurationError("deep_ep", got=_summarize(error), need=need) from error
-    is_second = hasattr(library, "ElasticBuffer")
-    if is_second != (generation == 2) or not hasattr(library, class_name):
-        got = f"version {getattr(library, '__version__', '2' if is_second else '1')}"
+    is_second_generation = hasattr(library, "ElasticBuffer")
+    if is_second_generation != (generation == 2) or not hasattr(library, class_name):
+        got = f"version {getattr(library, '__version__', '2' if is_second_generation else '1')}"
         raise ConfigurationError("deep_ep", got=got, need=need)
     return library
 
@@ -100,7 +101,7 @@ class DeepEPGroup:
             raise ConfigurationError("num_sms", got=num_sms, need="an even number from 2 on")
         self._generation = forks.generation()
         self.timeout_s = resolve_timeout(timeout_s)
-        self.process_group = _nccl_group(group)
+        self.process_group = _resolve_nccl_group(group)
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self.num_sms = num_sms
         self._buffers: dict[tuple[object, ...], Any] = {}
@@ -218,7 +219,7 @@ class DeepEPGroup:
             need = "one buffer of deep_ep 1.2 in a process, of one kind and size, between hosts"
             raise ConfigurationError("DeepEP's buffers", got="another is in use", need=need)
 
-    def _get_or_create(self, key: tuple[object, ...], create: Callable[[], R]) -> R:
+    def _get_or_create(self, key: tuple[object, ...], create: Callable[[], BufferT]) -> BufferT:
         self.check_open()
         if key not in self._buffers:
             try:
@@ -230,11 +231,11 @@ class DeepEPGroup:
                 need = _BUFFER_REQUIREMENTS[str(key[0])]
                 subject = f"DeepEP's {key[0]} buffer"
                 raise ConfigurationError(subject, got=_summarize(error), need=need) from error
-        buffer: R = self._buffers[key]
+        buffer: BufferT = self._buffers[key]
         return buffer
 
     def _uses_nvshmem(self, key: tuple[object, ...]) -> bool:
-        """Return whether a buffer uses NVSHMEM: it is of the first generation, on several hosts."""
+        """Return whether a buffer is of the first generation and spans several hosts."""
         return len(self.hosts) > 1 and key[0] != "elastic"
 
     def _make_high_throughput(self, hidden: int) -> "HighThroughputBuffer":
@@ -272,14 +273,14 @@ class DeepEPGroup:
             raise ConfigurationError("DeepEP's elastic buffer", got="EP_DISABLE_GIN=1", need=need)
         # The library uses the NCCL communicator of the group, which its first collective creates.
         dist.barrier(self.process_group, device_ids=[torch.cuda.current_device()])
-        seconds = math.ceil(max(_MIN_LIBRARY_TIMEOUT_S, self.timeout_s))
+        timeout_secs = math.ceil(max(_MIN_LIBRARY_TIMEOUT_S, self.timeout_s))
         return buffer_class(
             self.process_group,
             num_max_tokens_per_rank=tokens,
             hidden=hidden,
             num_topk=top_k,
-            num_cpu_timeout_secs=seconds,
-            num_gpu_timeout_secs=seconds,
+            num_cpu_timeout_secs=timeout_secs,
+            num_gpu_timeout_secs=timeout_secs,
             explicitly_destroy=True,
         )
 
@@ -325,17 +326,17 @@ def no_queue_pairs_error(got: str) -> ConfigurationError:
     return ConfigurationError("DeepEP's low latency buffer", got=got, need=need)
 
 
-def _nccl_group(group: object | None) -> dist.ProcessGroup:
+def _resolve_nccl_group(group: object | None) -> dist.ProcessGroup:
     """Return `group`, or the default group for None.
 
     Raise ConfigurationError unless its backend for GPUs is NCCL.
     """
-    member = resolve_process_group(group)
-    config = dist.get_backend_config(member)
+    resolved = resolve_process_group(group)
+    config = dist.get_backend_config(resolved)
     backends = dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
     if backends.get("cuda") != "nccl":
         raise ConfigurationError("process group's backend", got=config, need="nccl for cuda")
-    return member
+    return resolved
 
 
 def _summarize(error: BaseException) -> str:

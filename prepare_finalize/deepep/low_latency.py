@@ -110,7 +110,7 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
         return tuple(rejections)
 
     def make_buffer(self) -> None:
-        self._buffer()
+        self._get_buffer()
 
     def dispatch_shape(self, tokens: int) -> BatchedShape:
         # Other ranks may pass up to problem.tokens even if this rank passes fewer.
@@ -143,14 +143,14 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
         number_pairs(pairs)
         ids_TK, quantize = pairs.numbers_TK, quantized_by_library(self.problem)
         quantize = quantize and dispatches_quantized(self.problem, call)
-        arrival = self._buffer().dispatch(
+        dispatch = self._get_buffer().dispatch(
             x_TH.contiguous(), ids_TK, quantize=quantize, at_once=at_once
         )
 
         def receive() -> tuple[Dispatched, Handle]:
-            arrival.receive()
-            handle = LowLatencyHandle(self, call, arrival.handle, pairs.weights_TK, ids_TK)
-            return self._received_tokens(arrival, weights, call), handle
+            dispatch.receive()
+            handle = LowLatencyHandle(self, call, dispatch.handle, pairs.weights_TK, ids_TK)
+            return self._make_batched_tokens(dispatch, weights, call), handle
 
         return receive
 
@@ -163,37 +163,37 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
         out: torch.Tensor,
     ) -> None:
         part_handle = self.check_handle(handle, LowLatencyHandle)
-        target = out if out.is_contiguous() else out.new_empty(out.shape)
-        self._buffer().combine(
+        contiguous_out = out if out.is_contiguous() else out.new_empty(out.shape)
+        self._get_buffer().combine(
             expert_output,
             part_handle.ids_TK,
             part_handle.weights,
             part_handle.library_handle,
-            target,
+            contiguous_out,
         )
-        if target is not out:
-            out.copy_(target)
+        if contiguous_out is not out:
+            out.copy_(contiguous_out)
 
-    def _received_tokens(
-        self, arrival: LowLatencyDispatch, weights: ExpertWeights, call: CallState
+    def _make_batched_tokens(
+        self, dispatch: LowLatencyDispatch, weights: ExpertWeights, call: CallState
     ) -> BatchedTokens:
         """Return the received rows, quantized if this call dispatches quantized tokens."""
-        problem, x_eCH, counts_e = self.problem, arrival.x_eCH, arrival.counts_e
-        if arrival.scale_eCG is not None:
-            return BatchedTokens(x_eCH, counts_e, arrival.scale_eCG)
+        problem, x_eCH, counts_e = self.problem, dispatch.x_eCH, dispatch.counts_e
+        if dispatch.scale_eCG is not None:
+            return BatchedTokens(x_eCH, counts_e, dispatch.scale_eCG)
         if not dispatches_quantized(problem, call):
             return BatchedTokens(x_eCH, counts_e)
         scheme, (experts, capacity, hidden) = problem.scheme, x_eCH.shape
-        static = weights.a1_scale if scheme.static else None
+        static_scale = weights.a1_scale if scheme.static else None
         shape = experts * capacity, hidden
         out = take_quantized(
-            call.workspace, "x", scheme, shape, segments=experts, static_scale=static
+            call.workspace, "x", scheme, shape, segments=experts, static_scale=static_scale
         )
         quantize_rows(x_eCH.flatten(0, 1), scheme, out=out, valid_rows=BatchedRows(counts_e))
         scale = out.scale if scheme.static else out.scale.view(experts, capacity, -1)
         return BatchedTokens(out.q_RK.view_as(x_eCH), counts_e, scale)
 
-    def _buffer(self) -> LowLatencyBuffer:
+    def _get_buffer(self) -> LowLatencyBuffer:
         problem = self.problem
         tokens = buffer_tokens(problem.tokens)
         return self.manager.low_latency(tokens, problem.hidden, self.num_experts)
@@ -207,5 +207,5 @@ def buffer_tokens(tokens: int) -> int:
 def quantized_by_library(problem: Problem) -> bool:
     """Return whether the library's quantization equals the scheme's."""
     scheme = problem.scheme
-    grouped = scheme.activation_granularity == "group" and scheme.group[-1] == _GROUP
-    return scheme.activation == "float8_e4m3fn" and grouped and problem.hidden % 512 == 0
+    has_library_groups = scheme.activation_granularity == "group" and scheme.group[-1] == _GROUP
+    return scheme.activation == "float8_e4m3fn" and has_library_groups and problem.hidden % 512 == 0

@@ -16,7 +16,7 @@ class LowLatencyDispatch:
 
     x_eCH: received rows, bfloat16, or float8_e4m3fn with scale_eCG. C is world_size * tokens.
     scale_eCG: float32, one scale per 128 values, any strides; or None.
-    counts_e: int32, number of valid rows of each expert, which come first.
+    counts_e: int32, number of valid rows of each expert, which precede its unused rows.
     handle: the library's handle.
     hook: function that receives the rows; None if they have been received.
     """

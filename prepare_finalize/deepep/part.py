@@ -55,7 +55,7 @@ class DeepEPPart(FusedDispatchPart[DeepEPGroup]):
         load_deepep(self.generation)
         super().__init__(problem, group)
         self.num_slots = count_slots_per_rank(problem.placement)
-        self.manager.check_equal(_common_properties(type(self).__name__, problem))
+        self.manager.check_equal(_list_common_properties(type(self).__name__, problem))
         self.make_buffer()
 
     @classmethod
@@ -146,7 +146,7 @@ class DeepEPRowsPart(DeepEPPart):
         """
 
 
-def _common_properties(part: str, problem: Problem) -> dict[str, object]:
+def _list_common_properties(part: str, problem: Problem) -> dict[str, object]:
     """Return the properties that must be equal on all ranks, by name."""
     names = (
         "tokens",

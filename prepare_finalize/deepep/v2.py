@@ -27,7 +27,7 @@ from prepare_finalize.deepep.part import (
     DeepEPRowsPart,
 )
 
-_MIN_TOKENS, _STEP = 8, 128  # see `buffer_tokens`
+_MIN_TOKENS, _TOKENS_STEP = 8, 128  # see `buffer_tokens`
 _MAX_HOSTS = 32
 # Threads of the library's kernel that counts rows: one per rank of a host and per expert of a rank.
 _COUNTING_THREADS = 128
@@ -86,7 +86,7 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
 
     def make_buffer(self) -> None:
         self.ids_dtype = load_deepep(self.generation).topk_idx_t
-        self._buffer()
+        self._get_buffer()
 
     def dispatch_shape(self, tokens: int) -> StandardShape:
         return StandardShape(
@@ -121,7 +121,7 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
         # An asynchronous dispatch calls record_stream. Graph capture does not need it, because
         # tensors stay allocated in the graph's pool.
         is_async = not (at_once or self.manager.is_capturing)
-        recv_x, recv_ids, recv_weights, library_handle, event = self._buffer().dispatch(
+        recv_x, recv_ids, recv_weights, library_handle, event = self._get_buffer().dispatch(
             (rows, scale) if has_row_scales else rows.contiguous(),
             topk_idx=pairs.numbers_TK,
             topk_weights=pairs.weights_TK,
@@ -136,29 +136,36 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
             if is_async:
                 event.current_stream_wait()
             x_RH, scales = recv_x if has_row_scales else (recv_x, scale)
-            count = library_handle.psum_num_recv_tokens_per_scaleup_rank[-1]
-            slots_RK, weights_RK = self._mask_unwritten(recv_ids, recv_weights, count, call)
+            num_received = library_handle.psum_num_recv_tokens_per_scaleup_rank[-1]
+            slots_RK, weights_RK = self._mask_unwritten(recv_ids, recv_weights, num_received, call)
             tokens = self.local_tokens(call, x_RH, scales, slots_RK, weights_RK)
             return tokens, DeepEPHandle(self, call, library_handle, weights_RK)
 
         return receive
 
     def combine_ranks(self, rows_RH: torch.Tensor, library_handle: Any) -> torch.Tensor:
-        sums_TH: torch.Tensor = self._buffer().combine(rows_RH, library_handle)[0]
+        sums_TH: torch.Tensor = self._get_buffer().combine(rows_RH, library_handle)[0]
         return sums_TH
 
     def _mask_unwritten(
-        self, ids_RK: torch.Tensor, weights_RK: torch.Tensor, count: torch.Tensor, call: CallState
+        self,
+        ids_RK: torch.Tensor,
+        weights_RK: torch.Tensor,
+        num_rows: torch.Tensor,
+        call: CallState,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return slots and weights of the rows, with -1 and 0 in unused rows."""
+        """Return slots and weights of the rows, with -1 and 0 in unused rows.
+
+        num_rows: int32 scalar tensor, number of received rows, which come first.
+        """
         shape, take = tuple(ids_RK.shape), call.workspace.take
         slots_RK, masked_weights_RK = take("masked_ids", shape), take("masked_weights", shape)
         mask_unwritten_pairs(
-            ids_RK, weights_RK, count, out_ids_RK=slots_RK, out_weights_RK=masked_weights_RK
+            ids_RK, weights_RK, num_rows, out_ids_RK=slots_RK, out_weights_RK=masked_weights_RK
         )
         return slots_RK, masked_weights_RK
 
-    def _buffer(self) -> Any:
+    def _get_buffer(self) -> Any:
         problem = self.problem
         return self.manager.elastic(
             buffer_tokens(self.problem.tokens), problem.hidden, problem.top_k
@@ -171,6 +178,6 @@ def buffer_tokens(tokens: int) -> int:
     The library compiles its kernels for each size, so there are only a few sizes: powers of two,
     then multiples of 128.
     """
-    if tokens > _STEP:
-        return math.ceil(tokens / _STEP) * _STEP
+    if tokens > _TOKENS_STEP:
+        return math.ceil(tokens / _TOKENS_STEP) * _TOKENS_STEP
     return max(_MIN_TOKENS, 1 << max(0, tokens - 1).bit_length())

@@ -103,7 +103,7 @@ class FlashInferGroup(All2AllManager[AlltoAllShape]):
                 top_k=shape.top_k,
                 num_experts=shape.num_experts,
                 workspace_size_per_rank=nbytes + self._unique_padding(),
-                mnnvl_config=library.MnnvlConfig(comm_backend=self._communicator()),
+                mnnvl_config=library.MnnvlConfig(comm_backend=self._make_communicator()),
             )
         except _LIBRARY_ERRORS as error:
             got = first_sentence(RuntimeError(str(error).strip() or type(error).__name__))
@@ -122,7 +122,7 @@ class FlashInferGroup(All2AllManager[AlltoAllShape]):
             pass
         return serial * _SIZE_STEP
 
-    def _communicator(self) -> Any:
+    def _make_communicator(self) -> Any:
         """Return a communicator of the library over the whole group.
 
         The library calls `Split` to get a subgroup, but needs the whole group here.

@@ -26,7 +26,7 @@ FLASHINFER_ALL2ALL = PackageProbe(
 def load() -> Any:
     """Return a namespace with the functions and classes of flashinfer.comm that are used.
 
-    Raise ConfigurationError if it is missing or cannot be imported.
+    Raise ConfigurationError if flashinfer.comm is missing or cannot be imported.
     """
     with import_context(FLASHINFER_ALL2ALL, need="a build for this torch and CUDA"):
         comm, mnnvl, moe = (

@@ -44,8 +44,8 @@ _SHARED = (
 class FlashInferHandle(PartHandle):
     """Handle of a call.
 
-    use_count: number of calls that have used the workspace, including this one. If the buffers have
-        another number, the handle is out of date.
+    use_count: number of calls that have used the workspace, including this one. If it differs from
+        `buffers.use_count`, the handle is out of date.
     weights_RK: router weights of the received rows.
     """
 
@@ -94,7 +94,7 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         super().__init__(problem, group)
         self.num_slots = count_slots_per_rank(problem.placement)
-        self._shape = _shape(problem)
+        self._shape = _make_shape(problem)
         self.manager.check_equal({name: getattr(problem, name) for name in _SHARED})
         self.manager.reserve(self._shape)
 
@@ -117,11 +117,11 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem = self.problem
-        rows, pairs = self.dispatch_shape(tokens).tokens, (tokens, problem.top_k)
+        rows, pair_shape = self.dispatch_shape(tokens).tokens, (tokens, problem.top_k)
         return {
             **token_specs(problem, tokens),
             **self.pair_specs(tokens),
-            "targets": BufferSpec(pairs, torch.int32),
+            "targets": BufferSpec(pair_shape, torch.int32),
             "skipped": BufferSpec((rows, problem.top_k), torch.uint8),
             "local_ids": BufferSpec((rows, problem.top_k), torch.int32),
             "local_weights": BufferSpec((rows, problem.top_k), torch.float32),
@@ -140,12 +140,12 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
         rows, scale = number_and_quantize_tokens(
             x_TH, self.problem, pairs, weights=weights, call=call
         )
-        payloads = [_contiguous(rows, call)]
+        payloads = [_make_contiguous(rows, call)]
         sends_scale = scale is not None and not self.problem.scheme.static
         if scale is not None and sends_scale:
             payloads.append(scale)
         payloads += [pairs.numbers_TK, pairs.weights_TK]
-        targets_TK = self._targets(pairs.numbers_TK, call)
+        targets_TK = self._compute_targets(pairs.numbers_TK, call)
         buffers = self.manager.take(self._shape)
         with stages.stage(stages.DISPATCH):
             received = buffers.all_to_all.dispatch(
@@ -191,8 +191,8 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
                 out.copy_(combined)
         self.manager.release(buffers)
 
-    def _targets(self, numbers_TK: torch.Tensor, call: CallState) -> torch.Tensor:
-        """Return the expert numbers of the pairs, or this rank's first one for skipped pairs."""
+    def _compute_targets(self, numbers_TK: torch.Tensor, call: CallState) -> torch.Tensor:
+        """Return the expert numbers of the pairs; skipped pairs get this rank's first number."""
         take, shape = call.workspace.take, tuple(numbers_TK.shape)
         skipped = take("skipped", shape).view(torch.bool)
         torch.lt(numbers_TK, 0, out=skipped)
@@ -215,22 +215,22 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
         return slots_RK, local_weights_RK.masked_fill_(skipped, 0)
 
 
-def _shape(problem: Problem) -> AlltoAllShape:
+def _make_shape(problem: Problem) -> AlltoAllShape:
     """Return the sizes of a workspace for rows (quantized or not), scales, ids and weights."""
-    scheme, scales = problem.scheme, 0
+    scheme, scale_bytes = problem.scheme, 0
     if scheme.dispatched_quantized and scheme.activation_granularity != "tensor":
-        scales = 4 * scale_shape(scheme, 1, problem.hidden)[1]
-    row = problem.hidden * problem.dtype.itemsize
+        scale_bytes = 4 * scale_shape(scheme, 1, problem.hidden)[1]
+    row_bytes = problem.hidden * problem.dtype.itemsize
     return AlltoAllShape(
         max(1, problem.tokens),
         problem.parallel.world_size * count_slots_per_rank(problem.placement),
         problem.top_k,
-        row + scales + 8 * problem.top_k,
-        row,
+        row_bytes + scale_bytes + 8 * problem.top_k,
+        row_bytes,
     )
 
 
-def _contiguous(rows: torch.Tensor, call: CallState) -> torch.Tensor:
+def _make_contiguous(rows: torch.Tensor, call: CallState) -> torch.Tensor:
     """Return the rows, contiguous and 16-byte aligned, as the library requires."""
     if rows.is_contiguous() and rows.data_ptr() % 16 == 0:
         return rows

@@ -59,7 +59,7 @@ class HostBufferPool:
 
     The constructor is collective: all ranks must call it with the same `problem`.
 
-    All ranks of a host must use the same set of buffers in a call. They do so if they start and
+    All ranks of a host must use the same set of buffers in a call. Ranks do so if they start and
     finish the same calls in the same order.
 
     host_problem: the problem restricted to the ranks of this host.

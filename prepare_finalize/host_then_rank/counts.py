@@ -160,9 +160,9 @@ class RowCounts:
         by forwarding rank.
         """
         geometry = self.geometry
-        flat = self._rows_within_host.reshape(-1, geometry.ranks_per_host)
-        stop = flat.cumsum(0)
-        bounds = torch.stack((stop - flat, stop))
+        flat_rows = self._rows_within_host.reshape(-1, geometry.ranks_per_host)
+        stop = flat_rows.cumsum(0)
+        bounds = torch.stack((stop - flat_rows, stop))
         return bounds.view(2, geometry.chunks, geometry.ranks_per_host, -1)[
             :, :, geometry.local_rank
         ]
@@ -176,17 +176,17 @@ class RowCounts:
     def max_rows_W(self) -> list[int]:
         """Number of rows that each rank must have room for.
 
-        This is the number of rows that it forwards or the number of rows for its own experts,
-        whichever is larger.
+        This is the larger of the number of rows that the rank forwards and the number of rows for
+        its own experts.
         """
         geometry = self.geometry
-        final = self._to_ranks.sum((0, 1))
-        forwarded = (
+        expert_rows = self._to_ranks.sum((0, 1))
+        forwarded_rows = (
             self._to_hosts.sum(1)
             .view(geometry.hosts, geometry.ranks_per_host, geometry.hosts)
             .sum(0)
         )
-        rows_W: list[int] = torch.maximum(final, forwarded.T.reshape(-1)).tolist()
+        rows_W: list[int] = torch.maximum(expert_rows, forwarded_rows.T.reshape(-1)).tolist()
         return rows_W
 
 
@@ -196,16 +196,16 @@ def check_counts(manager: TorchGroup, metadata: CallMetadata, geometry: Geometry
     Raise CommunicationError on every rank if a rank announced more rows than it has tokens.
     """
     rows_WW = torch.tensor(metadata.rows_WW, dtype=torch.int64, device="cpu")
-    result = RowCounts(geometry, rows_WW)
+    row_counts = RowCounts(geometry, rows_WW)
     tokens_W = torch.tensor(metadata.tokens_W, dtype=torch.int64, device="cpu")
-    first = geometry.tokens * torch.arange(geometry.chunks, device="cpu")
-    limit_WC1 = (tokens_W[:, None] - first).clamp(0, geometry.tokens)[..., None]
-    is_wrong = ((result._to_hosts > limit_WC1).flatten(1).any(1)) | (
-        (result._to_ranks > limit_WC1).flatten(1).any(1)
+    first_token_C = geometry.tokens * torch.arange(geometry.chunks, device="cpu")
+    limit_WC1 = (tokens_W[:, None] - first_token_C).clamp(0, geometry.tokens)[..., None]
+    is_wrong = ((row_counts._to_hosts > limit_WC1).flatten(1).any(1)) | (
+        (row_counts._to_ranks > limit_WC1).flatten(1).any(1)
     )
     if bool(is_wrong.any()):
         peers: Sequence[int] = is_wrong.nonzero()[:, 0].tolist()
         got = f"rows by chunk {[metadata.rows_WW[rank] for rank in peers]}"
         need = "no more than a chunk has tokens"
         raise manager.make_metadata_error(got, need, step=metadata.step, peers=peers)
-    return result
+    return row_counts

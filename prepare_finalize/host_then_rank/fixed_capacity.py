@@ -96,12 +96,12 @@ class HostAgreement:
         status: DeviceStatus,
         memory: SharedMemory,
     ) -> None:
-        """Share headers with the ranks of this host, and verify those of all ranks. One launch.
+        """Share headers with the ranks of this host and verify all headers, in one launch.
 
         headers_HF: (hosts, F) int64, the headers from this rank's counterparts.
         header_F: header of this rank.
         limits: limits for the values in headers, from `DeviceStatus.limits`.
-        memory: memory of this host. If a header is wrong, waits for its ranks end at once.
+        memory: memory of this host. If a header is wrong, all waits for ranks of this host end.
         """
         from prepare_finalize.host_then_rank.kernels.agreement import agree_kernel
 
@@ -193,8 +193,8 @@ class TwoLevelExchange(FixedCapacityExchange):
     def _make_host_tables(self, device: torch.device) -> PlacementTables:
         """Return the ranks of the host's expert slots. Slots without an expert have no rank."""
         per_host, rank = self._group.ranks_per_host, self._group.rank
-        slots_per_rank, first = self.num_local_experts // per_host, rank // per_host * per_host
-        slots_of_ranks = self.layer.problem.placement.slots[first : first + per_host]
+        slots_per_rank, first_rank = self.num_local_experts // per_host, rank // per_host * per_host
+        slots_of_ranks = self.layer.problem.placement.slots[first_rank : first_rank + per_host]
         is_used = [slot < len(s) for s in slots_of_ranks for slot in range(slots_per_rank)]
         is_used_E = torch.tensor(is_used, dtype=torch.bool, device=device)
         tables = self._host_problem.placement.tables(device)
@@ -231,9 +231,9 @@ class TwoLevelExchange(FixedCapacityExchange):
             nbytes = self._block_layout.nbytes
             manager.check_host_memory(manager.step, phase, nbytes, self._started_s)
 
-    def _run_now_and_in_replays(self, step: Callable[[], None]) -> None:
-        run_in_replays(step)
-        step()
+    def _run_now_and_in_replays(self, action: Callable[[], None]) -> None:
+        run_in_replays(action)
+        action()
 
     def send(
         self,

@@ -1,7 +1,7 @@
 """HostThenRankGroup: the manager of a two-level exchange (`host_then_rank.part`).
 
-It consists of a TorchGroup for the exchange between hosts, and of memory that the ranks of each
-host share for the exchange within a host:
+The manager consists of a TorchGroup for the exchange between hosts, and of memory that the ranks of
+each host share for the exchange within a host:
 
     manager = HostThenRankGroup(group, timeout_s=2.0)
     kernel = make_kernel("HostThenRankPrepareAndFinalize", "TritonExperts", problem, group=manager)
@@ -88,11 +88,11 @@ class HostMemory(SharedMemory):
 
     @property
     def has_failed(self) -> bool:
-        """Whether a wait has failed, as in `missing`. Does not wait for a GPU."""
+        """Whether a wait for a rank of this host has failed. Does not wait for a GPU."""
         return bool(self._status_word.value or self._failed_word.value)
 
     def missing(self) -> tuple[int, ...] | None:
-        """Return the ranks that a failed wait has waited for; None if no wait has failed.
+        """Return the ranks that a failed wait was waiting for; None if no wait has failed.
 
         The result is empty if another rank has set the failure flag. Does not wait for a GPU.
         """
@@ -106,7 +106,7 @@ class HostMemory(SharedMemory):
         store = PrefixStore(f"memory/{self._num_heaps}", self._store)
         return StoreCollectives(store, self._group_rank, len(self._hosts.index_W), self.timeout_s)
 
-    def _shared_file(self, collectives: StoreCollectives, nbytes: int) -> list[torch.Tensor]:
+    def _map_shared_files(self, collectives: StoreCollectives, nbytes: int) -> list[torch.Tensor]:
         return share_memory(collectives, self._group_rank, nbytes, NAN_BYTE, self.ranks)
 
     def _rendezvous(self, tensor: torch.Tensor) -> Any:
@@ -115,7 +115,7 @@ class HostMemory(SharedMemory):
         name: Any = (
             f"modular_kernel/host_memory/{next(_group_numbers)}"  # torch's stubs want another type
         )
-        # torch looks up a group of this name for its rank, size and store. It needs no backend.
+        # torch looks up the group by name for its rank, size and store. The group needs no backend.
         group = ProcessGroup(store, self.rank, self.world_size)  # torch keeps no reference to it
         register_process_group(name, group)
         try:
@@ -201,8 +201,8 @@ class HostThenRankGroup(TorchGroup):
             return
         record = self.last_calls.begin(step, phase, nbytes)
         ranks = f"{pluralize('rank', len(missing))} {', '.join(map(str, missing))}"
-        no_flag = f"no flag from {ranks} of this host"
-        reason = no_flag if missing else "a rank of this host ended the wait"
+        missing_flags = f"no flag from {ranks} of this host"
+        reason = missing_flags if missing else "a rank of this host ended the wait"
         record["awaited"] = missing
         raise self._handle_failure(record, started_s, RuntimeError(reason))
 

@@ -1,8 +1,8 @@
 """Cases of the agreement between ranks of a host (`HostAgreement`), for the test harness.
 
-The harness runs every case with the kernel and with a torch reference, and compares every bit that
-it returns (`PrepareAndFinalize.operation_cases`). The memory of two ranks lies in one tensor, which
-has the headers and the flag of the other rank already.
+The harness runs every case with the kernel and with a torch reference, and compares every returned
+bit (`PrepareAndFinalize.operation_cases`). The memory of both ranks is in one tensor, which already
+has the headers and the flag of the other rank.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,7 +46,7 @@ def list_cases() -> Mapping[str, Callable[[], Tensors]]:
 def _agree(*, changed_rank: int | None, wait_fails: bool) -> Tensors:
     """Make two calls, in the second of which the header of `changed_rank` has a refusal.
 
-    wait_fails: whether the second call does not wait for the other rank.
+    wait_fails: whether the second call's wait for the other rank fails immediately.
     """
     words = 2 * _WORLD * len(FIELDS)
     memory_RN = torch.zeros(_RANKS_PER_HOST, words + 2, dtype=torch.int64, device=_CPU)
@@ -66,8 +66,8 @@ def _agree(*, changed_rank: int | None, wait_fails: bool) -> Tensors:
         timeout_ns=10**10,
         rank=_LOCAL_RANK,
     )
-    allow_access(memory_RN)  # a rank accesses the memory of the other by address
-    status, written = DeviceStatus(_WORLD, _CPU), dict[str, torch.Tensor]()
+    allow_access(memory_RN)  # a rank accesses the memory of the other rank by address
+    status, outputs = DeviceStatus(_WORLD, _CPU), dict[str, torch.Tensor]()
     for call in (1, 2):
         headers_WF = torch.tensor([_HEADER] * _WORLD, dtype=torch.int64, device=_CPU)
         headers_WF[:, CALL] = call
@@ -85,14 +85,14 @@ def _agree(*, changed_rank: int | None, wait_fails: bool) -> Tensors:
             agreement.verify(headers_HF, header_F, limits=limits, status=status, memory=memory)
         else:
             _agree_ref(agreement, headers_RCWF, flags_RL, *arguments)
-        written |= {
+        outputs |= {
             f"memory of call {call}": memory_RN.clone(),
             f"failed of call {call}": torch.cat((memory.failed, status.failed, agreement.number)),
         }
     progress = torch.tensor(status.progress(), dtype=torch.int64, device=_CPU)
     failure = status.failure()
     headers = torch.tensor(failure.headers if failure else (), dtype=torch.int64, device=_CPU)
-    return {**written, "status": memory.status, "progress": progress, "failure": headers}
+    return {**outputs, "status": memory.status, "progress": progress, "failure": headers}
 
 
 def _agree_ref(
@@ -104,7 +104,7 @@ def _agree_ref(
     status: DeviceStatus,
     memory: Any,
 ) -> None:
-    """Torch reference of `HostAgreement.verify`, for headers that have arrived already."""
+    """Torch reference of `HostAgreement.verify`, for headers that have already arrived."""
     agreement.number.add_(1)
     number, wait_failed = int(agreement.number), bool(memory.failed)
     headers_RCWF[:, number % 2, _LOCAL_RANK::_RANKS_PER_HOST] = headers_HF

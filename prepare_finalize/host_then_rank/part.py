@@ -156,7 +156,7 @@ class HostThenRankPrepareAndFinalize(CollectivePart):
             geometry.host * per_host : (geometry.host + 1) * per_host
         ]
         self._host_problem = _make_host_problem(problem, geometry, tuple(map(len, host_slots)))
-        self._first_slot_W = _first_slots(problem.placement, per_host)
+        self._first_slot_W = _list_first_slots(problem.placement, per_host)
         try:
             self._buffer_pool = HostBufferPool(
                 self._host_problem, problem, manager, self.max_rows, shares_flags=True
@@ -231,8 +231,8 @@ class HostThenRankPrepareAndFinalize(CollectivePart):
             routing.topk_ids_TK, self.tables(x_TH.device), first_token=manager.rank, together=True
         )
         host_TK = rank_TK.div(geometry.ranks_per_host, rounding_mode="floor")
-        to_hosts = geometry.split_chunks(_token_mask(host_TK, geometry.hosts))
-        to_ranks = geometry.split_chunks(_token_mask(rank_TK, geometry.world_size))
+        to_hosts = geometry.split_chunks(_make_token_mask(host_TK, geometry.hosts))
+        to_ranks = geometry.split_chunks(_make_token_mask(rank_TK, geometry.world_size))
         metadata = exchange_metadata(
             self.layer,
             call,
@@ -440,7 +440,7 @@ class HostThenRankPrepareAndFinalize(CollectivePart):
             exchange.combine(part_handle.sent, out)
 
     def _combine_counted(self, handle: CountedHandle, out: torch.Tensor) -> None:
-        """Return the sums of all received rows, and add those of each token."""
+        """Send back the sums of all received rows, and add the returned sums of each token."""
         counts, step, take = handle.counts, handle.metadata.step, handle.call.workspace.take
         manager, started = self.manager, time.monotonic()
         sums = take("rows_sum", (sum(counts.forwarded), self.problem.hidden))
@@ -489,7 +489,7 @@ def _make_host_problem(
     return replace(problem, experts=sum(num_slots_W), local_experts=None, parallel=parallel)
 
 
-def _first_slots(placement: Placement, per_host: int) -> tuple[int, ...]:
+def _list_first_slots(placement: Placement, per_host: int) -> tuple[int, ...]:
     """Return, for each rank, the number of its first slot among the slots of its host."""
     slot_counts = tuple(map(len, placement.slots))
     blocks = (
@@ -498,7 +498,7 @@ def _first_slots(placement: Placement, per_host: int) -> tuple[int, ...]:
     return tuple(first for block in blocks for first in (*accumulate(block[:-1], initial=0),))
 
 
-def _token_mask(destination_TK: torch.Tensor, num_destinations: int) -> torch.Tensor:
+def _make_token_mask(destination_TK: torch.Tensor, num_destinations: int) -> torch.Tensor:
     """Return a (destinations, T) mask: whether a destination gets any pair of a token.
 
     destination_TK: destination of each pair, -1 for none.
@@ -508,7 +508,10 @@ def _token_mask(destination_TK: torch.Tensor, num_destinations: int) -> torch.Te
 
 
 def _slice_chunk(rows: Sequence[int], chunk: int) -> slice:
-    """Return the slice of the rows of one chunk. rows: number of rows of each chunk."""
+    """Return the slice of the rows of one chunk.
+
+    rows: number of rows of each chunk.
+    """
     start = sum(rows[:chunk])
     return slice(start, start + rows[chunk])
 
@@ -518,12 +521,12 @@ def _assign_positions(
 ) -> None:
     """Write the position of each row in the buffers of each rank of the host to `out`.
 
-    bounds_2L: int64, first and end position that this rank may write at each rank. They come from
-    the row counts of the handshake. Rows beyond the end are not sent. out: (L, N) int32; -1 if a
-    row is not sent to a rank.
+    bounds_2L: int64, first and end position that this rank may write at each rank, from the row
+        counts of the handshake. Rows beyond the end are not sent.
+    out: (L, N) int32; -1 if a row is not sent to a rank.
     """
     rank_NK, _, _ = pairs_to_slots(ids_NK, tables, together=True)
-    mask_LN = _token_mask(rank_NK, len(out))
+    mask_LN = _make_token_mask(rank_NK, len(out))
     position_LN = bounds_2L[0][:, None] + mask_LN.cumsum(1) - 1
     is_valid = mask_LN & (position_LN < bounds_2L[1][:, None])
     out.copy_(torch.where(is_valid, position_LN, -1))

@@ -70,7 +70,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
     The capacity C is T, rounded up if the experts require a multiple. T rows per expert are enough,
     because the pairs of a token with the same expert share one row. The rows of an expert are in
     the order of tokens. Rows beyond the count of an expert are undefined. Tokens are quantized
-    while they are copied, or before if all tokens share a dynamic scale.
+    while they are copied, or before they are copied if all tokens share a dynamic scale.
     """
 
     replayable = True  # a plan can replay its recorded launches
@@ -127,7 +127,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         specs = self.workspace_shapes(tokens)
         buffers = {name: call.workspace.take(name, spec.shape) for name, spec in specs.items()}
         row_of_pair_TK, counts_e = buffers["row_of_pair"], buffers["expert_counts"]
-        dispatched = DispatchedRouting(
+        dispatched_routing = DispatchedRouting(
             topk_weights_TK=None,
             topk_ids_TK=routing.topk_ids_TK,
             space=IdSpace.GLOBAL,
@@ -137,20 +137,20 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         )
         with stages.stage(stages.SORT):
             assign_rows(
-                dispatched,
+                dispatched_routing,
                 capacity=buffers["batched_x"].shape[1],
                 row_of_pair_TK=row_of_pair_TK,
                 counts_e=counts_e,
                 scratch=buffers["assign_scratch"],
             )
-        router_TK = routing.topk_weights_TK
+        router_weights_TK = routing.topk_weights_TK
         on_input = problem.apply_router_weight_on_input
-        handle = BatchedHandle(row_of_pair_TK, None if on_input else router_TK)
-        input_weights = router_TK if on_input else None
-        slots_eC, plain_eCH = None, None
+        handle = BatchedHandle(row_of_pair_TK, None if on_input else router_weights_TK)
+        input_weights = router_weights_TK if on_input else None
+        slots_eC, unquantized_eCH = None, None
         if (slots_T := routing.slots_T) is not None:
             with stages.stage(stages.PERMUTE):
-                slots_eC, plain_eCH = _permute_adapters(
+                slots_eC, unquantized_eCH = _permute_adapters(
                     x_TH, slots_T, row_of_pair_TK, input_weights, buffers
                 )
         x_eCH = buffers["batched_x"]
@@ -162,23 +162,25 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         scale = buffers.get("batched_scale")
         if _has_dynamic_tensor_scale(scheme):
             with stages.stage(stages.QUANTIZE_INPUT):
-                quantized = self._quantize(x_TH, dispatched, router_TK, call)
+                quantized = self._quantize(x_TH, dispatched_routing, router_weights_TK, call)
             with stages.stage(stages.PERMUTE):
                 permute_tokens(quantized.q_RK, row_of_pair_TK, None, rows_RH=rows_RH)
-            return BatchedTokens(x_eCH, counts_e, quantized.scale, slots_eC, plain_eCH), handle
+            return BatchedTokens(
+                x_eCH, counts_e, quantized.scale, slots_eC, unquantized_eCH
+            ), handle
         if scale is None:
             scale = weights.a1_scale
         assert scale is not None, "the weights of a static scheme have a1_scale"
         out = QuantizedRows(rows_RH, scale if scheme.static else scale.flatten(0, 1))
         with stages.stage(stages.PERMUTE_QUANTIZED):
             permute_and_quantize(x_TH, row_of_pair_TK, input_weights, scheme, out=out)
-        return BatchedTokens(x_eCH, counts_e, scale, slots_eC, plain_eCH), handle
+        return BatchedTokens(x_eCH, counts_e, scale, slots_eC, unquantized_eCH), handle
 
     def _quantize(
         self,
         x_TH: torch.Tensor,
-        dispatched: DispatchedRouting,
-        router_TK: torch.Tensor,
+        dispatched_routing: DispatchedRouting,
+        router_weights_TK: torch.Tensor,
         call: CallState,
     ) -> QuantizedRows:
         """Quantize the tokens with a single scale.
@@ -189,8 +191,8 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         out = take_quantized(call.workspace, "x", scheme, (x_TH.shape[0], problem.hidden))
         if problem.apply_router_weight_on_input:
             # The weight of a skipped pair is undefined, and its token must not affect the scale.
-            valid_rows = PairRows(dispatched, problem.e)
-            row_weights_T = router_TK.flatten()
+            valid_rows = PairRows(dispatched_routing, problem.e)
+            row_weights_T = router_weights_TK.flatten()
             quantize_rows(x_TH, scheme, out=out, valid_rows=valid_rows, row_weights_R=row_weights_T)
         else:
             quantize_rows(x_TH, scheme, out=out)
@@ -231,12 +233,12 @@ def _permute_adapters(
 
     Adapters read unquantized rows, which are returned only if x is quantized.
     """
-    slots_eC, plain_eCH = buffers["batched_adapters"], buffers.get("batched_plain_x")
+    slots_eC, unquantized_eCH = buffers["batched_adapters"], buffers.get("batched_plain_x")
     permute_tokens(slots_T[:, None], row_of_pair_TK, None, rows_RH=slots_eC.view(-1, 1))
-    if plain_eCH is not None:
-        plain_RH = plain_eCH.flatten(0, 1)
-        permute_tokens(x_TH, row_of_pair_TK, input_weights, rows_RH=plain_RH)
-    return slots_eC, plain_eCH
+    if unquantized_eCH is not None:
+        unquantized_RH = unquantized_eCH.flatten(0, 1)
+        permute_tokens(x_TH, row_of_pair_TK, input_weights, rows_RH=unquantized_RH)
+    return slots_eC, unquantized_eCH
 
 
 def _has_dynamic_tensor_scale(scheme: QuantScheme) -> bool:

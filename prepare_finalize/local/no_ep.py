@@ -1,7 +1,7 @@
 """MoEPrepareAndFinalizeNoEP: no expert parallelism, tokens stay on their rank.
 
 This PrepareAndFinalize component ("part") has no communication. `prepare` only quantizes the
-tokens, and `finalize` only sums the expert outputs, if the experts have not done so.
+tokens, and `finalize` only sums the expert outputs, unless the experts have summed them.
 """
 
 from collections.abc import Mapping
@@ -71,7 +71,7 @@ class MoEPrepareAndFinalizeNoEP(PrepareAndFinalize):
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: CallState
     ) -> tuple[Dispatched, Handle]:
         adapters_T = routing.slots_T
-        dispatched = DispatchedRouting(
+        dispatched_routing = DispatchedRouting(
             topk_weights_TK=routing.topk_weights_TK,
             topk_ids_TK=routing.topk_ids_TK,
             space=IdSpace.GLOBAL,
@@ -81,10 +81,10 @@ class MoEPrepareAndFinalizeNoEP(PrepareAndFinalize):
             adapters_T=adapters_T,
         )
         on_input = self.problem.apply_router_weight_on_input
-        handle = NoEPHandle(None if on_input else routing.topk_weights_TK, dispatched)
+        handle = NoEPHandle(None if on_input else routing.topk_weights_TK, dispatched_routing)
         rows, scale = quantize_tokens(x_TH, self.problem, weights=weights, call=call)
         unquantized_TH = None if adapters_T is None else x_TH
-        return StandardTokens(rows, dispatched, scale, unquantized_TH), handle
+        return StandardTokens(rows, dispatched_routing, scale, unquantized_TH), handle
 
     def finalize(
         self,

@@ -51,9 +51,9 @@ class PplxShape:
 
     def device_bytes(self, world_size: int) -> int:
         """Return the bytes that the library allocates on each rank, without small tables."""
-        dispatched = -(-(self.row_bytes + self.scale_bytes + 4) // 16) * 16
-        row = max(dispatched, 4 * self.hidden)
-        return self.max_tokens * (self.slots // world_size) * row * world_size
+        dispatched_bytes = -(-(self.row_bytes + self.scale_bytes + 4) // 16) * 16
+        max_row_bytes = max(dispatched_bytes, 4 * self.hidden)
+        return self.max_tokens * (self.slots // world_size) * max_row_bytes * world_size
 
 
 PplxBuffers = All2AllBuffers[PplxShape]
@@ -91,7 +91,10 @@ class PplxGroup(All2AllManager[PplxShape]):
 
     def _initialize(self) -> None:
         _check_gpus(
-            [properties["gpu"] for properties in self._store_collectives.all_gather(_gpu_uuid())],
+            [
+                properties["gpu"]
+                for properties in self._store_collectives.all_gather(_get_gpu_uuid())
+            ],
             self.rank,
         )
         self._name: Any = f"modular_kernel/{uuid4().hex}"  # unique in this process
@@ -118,7 +121,7 @@ class PplxGroup(All2AllManager[PplxShape]):
         buffers.all_to_all.destroy()
 
     def _connect(self, store: Any, timeout_s: float) -> None:
-        """Create a gloo group, and register it with torch under the name that the library gets."""
+        """Create a gloo group, and register it with torch under the name passed to the library."""
         try:
             backend = connect("cpu", store, self.rank, self.world_size, timeout_s)
         except RuntimeError as error:
@@ -157,7 +160,7 @@ class PplxGroup(All2AllManager[PplxShape]):
         return existing[-1]
 
 
-def _gpu_uuid() -> Properties:
+def _get_gpu_uuid() -> Properties:
     gpu = "none"
     if torch.cuda.is_available():
         gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
@@ -171,11 +174,11 @@ def _check_gpus(gpus: list[str], rank: int) -> None:
     if len(set(gpus)) < len(gpus):
         raise ConfigurationError("GPUs of the ranks", got=gpus, need="one for each rank")
     devices = range(torch.cuda.device_count())
-    visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in devices}
+    device_by_uuid = {str(torch.cuda.get_device_properties(i).uuid): i for i in devices}
     local_device = torch.cuda.current_device()
     for peer, gpu in enumerate(gpus):
         # The library checks access to GPUs that are not visible to this process.
-        peer_device = visible.get(gpu, local_device)
+        peer_device = device_by_uuid.get(gpu, local_device)
         if peer_device != local_device and not torch.cuda.can_device_access_peer(
             local_device, peer_device
         ):

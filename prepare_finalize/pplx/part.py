@@ -58,8 +58,8 @@ _MAX_ROW_BYTES = 48 << 10  # a row, its scales and its index must fit into share
 class PplxHandle(PartHandle):
     """Handle of a call.
 
-    use_count: number of calls that have used the buffers, including this one. If the buffers have
-        another number, the handle is out of date.
+    use_count: number of calls that have used the buffers, including this one. If it differs from
+        `buffers.use_count`, the handle is out of date.
     slots_TK: uint32, the expert slot to which each pair was sent.
     weights_TK: float32, the router weight of each pair.
     sink_counts_S: int32, number of rows in each sink.
@@ -110,7 +110,7 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         super().__init__(problem, group)
-        self._shape = _shape(problem)
+        self._shape = _make_shape(problem)
         self._num_sinks = num_sinks(problem)
         self.manager.check_equal({name: getattr(problem, name) for name in _SHARED})
         self.manager.reserve(self._shape)
@@ -122,8 +122,8 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
             got = f"{problem.quant}: one scale for the tokens of all ranks"
             need = "a static scale, or one for each row"
             rejections.append(Rejection("dispatch_quant", (name, "problem"), got, need))
-        row_bytes, scale_bytes = _row_bytes(problem)
-        total = row_bytes + scale_bytes + _ALIGNMENT  # with the index of the row
+        row_bytes, scale_bytes = _compute_row_bytes(problem)
+        total_bytes = row_bytes + scale_bytes + _ALIGNMENT  # with the index of the row
         for is_violated, got, need in (
             (
                 row_bytes % _ALIGNMENT,
@@ -135,7 +135,11 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
                 f"{scale_bytes} bytes of scales a row",
                 f"at most its {row_bytes} bytes",
             ),
-            (total > _MAX_ROW_BYTES, f"{total} bytes a row", f"at most {_MAX_ROW_BYTES} bytes"),
+            (
+                total_bytes > _MAX_ROW_BYTES,
+                f"{total_bytes} bytes a row",
+                f"at most {_MAX_ROW_BYTES} bytes",
+            ),
         ):
             if is_violated:
                 rejections.append(Rejection("hidden", (name, "problem"), got, need))
@@ -183,8 +187,8 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
             x_TH, self.problem, pairs, weights=weights, call=call
         )
         slots_TK = pairs.numbers_TK.view(torch.uint32)
-        received = self._receive_buffers(call)
-        sent = (_contiguous(rows, call), self._sent_scale(scale, call))
+        received = self._take_receive_buffers(call)
+        sent = (_make_contiguous(rows, call), self._pad_scale(scale, call))
         buffers = self.manager.take(self._shape)
         use_count, arguments = buffers.use_count, (*received, *sent, slots_TK, None)
         # If `at_once`, the caller receives next, so one launch sends and receives.
@@ -231,7 +235,7 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
         )
         self.manager.release(buffers)
 
-    def _receive_buffers(
+    def _take_receive_buffers(
         self, call: CallState
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return the library's output buffers for all N slots: row counts, rows and scales."""
@@ -241,7 +245,7 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
         x_NCH = take("batched_x", (*rows, self.problem.hidden))
         return take("expert_counts", (shape.experts,)), x_NCH, scales
 
-    def _sent_scale(self, scale: torch.Tensor | None, call: CallState) -> torch.Tensor | None:
+    def _pad_scale(self, scale: torch.Tensor | None, call: CallState) -> torch.Tensor | None:
         """Return the scales to send, padded with columns to a multiple of 16 bytes."""
         columns = self._shape.scale_bytes // 4
         if not columns:
@@ -254,14 +258,14 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
         return padded
 
 
-def _row_bytes(problem: Problem) -> tuple[int, int]:
+def _compute_row_bytes(problem: Problem) -> tuple[int, int]:
     """Return the bytes of a dispatched row, and the bytes of its scales, padded to 16 bytes."""
-    scheme, itemsize, scales = problem.scheme, problem.dtype.itemsize, 0
+    scheme, itemsize, scale_bytes = problem.scheme, problem.dtype.itemsize, 0
     if scheme.dispatched_quantized:
         itemsize = STORAGE[scheme.activation].itemsize
         if scheme.activation_granularity != "tensor":
-            scales = 4 * scale_shape(scheme, 1, problem.hidden)[1]
-    return problem.hidden * itemsize, ceil(scales / _ALIGNMENT) * _ALIGNMENT
+            scale_bytes = 4 * scale_shape(scheme, 1, problem.hidden)[1]
+    return problem.hidden * itemsize, ceil(scale_bytes / _ALIGNMENT) * _ALIGNMENT
 
 
 def num_sinks(problem: Problem) -> int:
@@ -272,8 +276,8 @@ def num_sinks(problem: Problem) -> int:
     return ceil(problem.top_k / problem.parallel.world_size)
 
 
-def _shape(problem: Problem) -> PplxShape:
-    row_bytes, scale_bytes = _row_bytes(problem)
+def _make_shape(problem: Problem) -> PplxShape:
+    row_bytes, scale_bytes = _compute_row_bytes(problem)
     slots = problem.parallel.world_size * (
         count_slots_per_rank(problem.placement) + num_sinks(problem)
     )
@@ -281,7 +285,7 @@ def _shape(problem: Problem) -> PplxShape:
     return PplxShape(max_tokens, slots, problem.top_k, problem.hidden, row_bytes, scale_bytes)
 
 
-def _contiguous(rows: torch.Tensor, call: CallState) -> torch.Tensor:
+def _make_contiguous(rows: torch.Tensor, call: CallState) -> torch.Tensor:
     """Return the rows, contiguous and 16-byte aligned, as the library requires."""
     if rows.is_contiguous() and rows.data_ptr() % _ALIGNMENT == 0:
         return rows

@@ -27,7 +27,7 @@ _NCCL_CONNECT_S = 30.0  # connecting over NCCL takes seconds, even if later time
 def resolve_timeout(timeout_s: Any) -> float:
     """Return `timeout_s` in seconds, or the timeout of `read_settings` for None.
 
-    Raise ConfigurationError unless it is a finite number above 0.
+    Raise ConfigurationError unless `timeout_s` is a finite number above 0.
     """
     if timeout_s is None:
         return read_settings().timeout_s
@@ -68,7 +68,7 @@ def connect(device: str, store: Store, rank: int, world_size: int, timeout_s: fl
 def run_with_timeout(function: Callable[[], R], seconds: float) -> R:
     """Run `function` in a thread and return its result.
 
-    Raise RuntimeError if it takes longer than `seconds`. It then continues in its thread.
+    Raise RuntimeError if `function` takes longer than `seconds`. The thread is not stopped.
     """
     results: list[R] = []
     errors: list[RuntimeError] = []
@@ -92,8 +92,8 @@ def agree_on_prefix(store: Store, rank: int, world_size: int) -> str:
 
     Each manager needs a new prefix, because the keys of earlier managers remain in the store. The
     prefix contains the number of attempts to create a manager. A rank may have made fewer attempts
-    than others, because it failed before it reached the store. It joins the latest attempt of the
-    others unless that attempt has failed. In this case, it starts a new one.
+    than others, because it failed before it reached the store. Such a rank joins the latest attempt
+    of the others, or starts a new attempt if that attempt has failed.
     """
     keys = [f"modular_kernel/attempts/{peer}" for peer in range(world_size)]
     attempts_W = [_parse_counter(key, store.get(key)) if store.check([key]) else 0 for key in keys]
@@ -106,7 +106,7 @@ def agree_on_prefix(store: Store, rank: int, world_size: int) -> str:
 
 
 def _parse_counter(key: str, value: bytes) -> int:
-    """Parse a counter. Raise RuntimeError, as an unreachable store does, if it is not a number."""
+    """Parse a counter. Raise RuntimeError, like an unreachable store, if it is not a number."""
     try:
         return int(value)
     except ValueError as error:
@@ -134,8 +134,8 @@ def get_rank_and_size(group: object | None) -> tuple[int, int]:
 
     Raise ConfigurationError if this process is not a member.
     """
-    member = resolve_process_group(group)
-    return member.rank(), member.size()
+    process_group = resolve_process_group(group)
+    return process_group.rank(), process_group.size()
 
 
 def resolve_process_group(group: object | None) -> dist.ProcessGroup:

@@ -35,7 +35,7 @@ class ExchangeLog:
         self._records: deque[dict[str, Any]] = deque(maxlen=max_records)
 
     def begin(self, step: int, phase: str, nbytes: int) -> dict[str, Any]:
-        """Add a record and return it. Pass it to `end` once the exchange has been waited for."""
+        """Add a record and return it. The caller passes the record to `end` after the exchange."""
         record: dict[str, Any] = {
             "rank": self._rank,
             "step": step,
@@ -73,15 +73,15 @@ class FailureRecords:
         self.is_closed = False
 
     def publish_and_collect(
-        self, record: Mapping[str, Any], until_s: float
+        self, record: Mapping[str, Any], deadline_s: float
     ) -> dict[int, dict[str, Any]] | None:
         """Publish this rank's record, and wait for the records of all ranks.
-
-        until_s: end of the wait, as a value of time.monotonic.
 
         Returns the records by rank, without ranks that have not published a record. Returns None if
         the store does not answer, which may be because its host has failed. A separate thread
         accesses the store, because an access can block forever.
+
+        deadline_s: end of the wait, as a value of time.monotonic.
         """
         records: dict[int, dict[str, Any]] = {}
         last_answer_s = [-math.inf]
@@ -89,7 +89,7 @@ class FailureRecords:
         def poll_store() -> None:
             try:
                 self._store.set(failure_key(self._rank), json.dumps(record))
-                while len(records) < self._world_size and time.monotonic() < until_s:
+                while len(records) < self._world_size and time.monotonic() < deadline_s:
                     self._poll_once(records)
                     last_answer_s[0] = time.monotonic()
                     time.sleep(_POLL_S)
@@ -97,7 +97,7 @@ class FailureRecords:
                 last_answer_s[0], self.is_closed = -math.inf, True
 
         thread = run_in_thread(poll_store)
-        thread.join(until_s + _STORE_TIMEOUT_S - time.monotonic())
+        thread.join(deadline_s + _STORE_TIMEOUT_S - time.monotonic())
         has_timed_out = time.monotonic() - last_answer_s[0] > _STORE_TIMEOUT_S
         return None if has_timed_out else dict(records)
 
@@ -149,20 +149,26 @@ def find_culprits(
     aborting_ranks = tuple(r for r in records if r != rank and "broke_off" in records[r])
     if aborting_ranks:
         return aborting_ranks, str(records[aborting_ranks[0]]["broke_off"])
-    missing = tuple(r for r in range(world_size) if r not in records)
-    if missing:
-        return missing, "no sign of life"
-    others = tuple(sorted(records.keys() - {rank}))
-    position = {r: (record["step"], PHASES.index(record["phase"])) for r, record in records.items()}
+    missing_ranks = tuple(r for r in range(world_size) if r not in records)
+    if missing_ranks:
+        return missing_ranks, "no sign of life"
+    other_ranks = tuple(sorted(records.keys() - {rank}))
+    position_by_rank = {
+        r: (record["step"], PHASES.index(record["phase"])) for r, record in records.items()
+    }
     waiting_ranks = {r for r, record in records.items() if record.get("awaited")}
-    earlier = [r for r in others if position[r] < max(position.values()) and r not in waiting_ranks]
-    if earlier:
-        return tuple(earlier), "still in an earlier exchange"
+    earlier_ranks = [
+        r
+        for r in other_ranks
+        if position_by_rank[r] < max(position_by_rank.values()) and r not in waiting_ranks
+    ]
+    if earlier_ranks:
+        return tuple(earlier_ranks), "still in an earlier exchange"
     longest_s = max(record["waited_s"] for record in records.values())
     delay_s = {r: longest_s - record["waited_s"] for r, record in records.items()}
-    late_ranks = tuple(r for r in others if delay_s[r] > timeout_s / 2)
+    late_ranks = tuple(r for r in other_ranks if delay_s[r] > timeout_s / 2)
     if late_ranks:
         return late_ranks, f"at least {max(delay_s[r] for r in late_ranks):.1f} s late"
     if delay_s[rank] > timeout_s / 2:
-        return others, f"gave up on this rank, which was at least {delay_s[rank]:.1f} s late"
-    return others, "failed too"
+        return other_ranks, f"gave up on this rank, which was at least {delay_s[rank]:.1f} s late"
+    return other_ranks, "failed too"

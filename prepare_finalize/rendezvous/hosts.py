@@ -40,8 +40,11 @@ class Hosts:
         ranks = f"{len(self.index_W)} ranks"
         if len(self) == 1:
             return f"{ranks} on one host, {self.names[0]}"
-        parts = (f"{_join(self.ranks_on(host))} on {name}" for host, name in enumerate(self.names))
-        return f"{ranks} on {len(self)} hosts: {'; '.join(parts)}"
+        descriptions = (
+            f"{_format_ranks(self.ranks_on(host))} on {name}"
+            for host, name in enumerate(self.names)
+        )
+        return f"{ranks} on {len(self)} hosts: {'; '.join(descriptions)}"
 
     def ranks_on(self, host: int) -> tuple[int, ...]:
         """Return the ranks of a host, given its index."""
@@ -53,8 +56,8 @@ class Hosts:
 
     def has_consecutive_ranks(self, ranks_per_host: int) -> bool:
         """Return whether each host has `ranks_per_host` consecutive ranks."""
-        blocks = [rank // ranks_per_host for rank in range(len(self.index_W))]
-        return list(self.index_W) == blocks and len(self.index_W) % ranks_per_host == 0
+        expected_index_W = [rank // ranks_per_host for rank in range(len(self.index_W))]
+        return list(self.index_W) == expected_index_W and len(self.index_W) % ranks_per_host == 0
 
 
 def find_hosts(collectives: StoreCollectives, rank: int) -> Hosts:
@@ -74,18 +77,20 @@ def find_hosts(collectives: StoreCollectives, rank: int) -> Hosts:
         gathered = collectives.all_gather(
             {"name": name, "id": host_id, "file": host_file.name, "token": token}
         )
-        readable = [
+        readable_peers = [
             peer
             for peer, properties in enumerate(gathered)
             if properties["id"] == host_id
             and _read_token(properties["file"]) == properties["token"]
         ]
-        # This also keeps the file until all ranks have tried to read it.
-        gathered_readable = collectives.all_gather({"readable": " ".join(map(str, readable))})
+        # This all-gather also keeps the file until all ranks have tried to read it.
+        gathered_readable = collectives.all_gather({"readable": " ".join(map(str, readable_peers))})
         readable_by_rank = [
             set(map(int, properties["readable"].split())) for properties in gathered_readable
         ]
-    first_ranks = [_lowest_peer(rank, readable_by_rank) for rank in range(len(readable_by_rank))]
+    first_ranks = [
+        _find_lowest_peer(rank, readable_by_rank) for rank in range(len(readable_by_rank))
+    ]
     host_ranks = list(dict.fromkeys(first_ranks))  # the first rank of each host
     return Hosts(
         tuple(map(host_ranks.index, first_ranks)),
@@ -135,7 +140,7 @@ def check_hosts(
 
 
 def _read_token(path: str) -> str:
-    """Return the token in a peer's file, or "" if it is not a memory file of this host."""
+    """Return the token in a peer's file, or "" if the file is not a memory file of this host."""
     if Path(path).parent not in (SHARED_MEMORY_DIR, Path(tempfile.gettempdir())):
         return ""
     try:
@@ -145,7 +150,7 @@ def _read_token(path: str) -> str:
         return ""
 
 
-def _lowest_peer(rank: int, readable_by_rank: Sequence[set[int]]) -> int:
+def _find_lowest_peer(rank: int, readable_by_rank: Sequence[set[int]]) -> int:
     """Return the lowest rank that shares a host with `rank`."""
     return min(
         peer
@@ -157,12 +162,12 @@ def _lowest_peer(rank: int, readable_by_rank: Sequence[set[int]]) -> int:
 def _number_duplicates(names: Sequence[str]) -> tuple[str, ...]:
     """Make equal host names distinct, as in "node", "node (2)"."""
     counts: dict[str, int] = {}
-    result = []
+    distinct_names = []
     for name in names:
         counts[name] = counts.get(name, 0) + 1
-        result.append(name if counts[name] == 1 else f"{name} ({counts[name]})")
-    return tuple(result)
+        distinct_names.append(name if counts[name] == 1 else f"{name} ({counts[name]})")
+    return tuple(distinct_names)
 
 
-def _join(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))

@@ -28,7 +28,7 @@ def memory_file(kind: Literal["host", "block"]) -> Iterator[IO[bytes]]:
     folder = SHARED_MEMORY_DIR if SHARED_MEMORY_DIR.is_dir() else Path(tempfile.gettempdir())
     remove_stale_files(folder)
     with tempfile.NamedTemporaryFile(prefix=f"modular_kernel-{kind}-", dir=folder) as file:
-        with suppress(OSError):  # without support for locks, only its age protects the file
+        with suppress(OSError):  # without locks, only the age of the file protects it
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield file
 

@@ -2,7 +2,8 @@
 
 The ranks of a group connect through a key-value store (`torch.distributed.Store`). While a manager
 is created, they use the store to compare small properties, such as host names and buffer sizes. If
-ranks with different properties shared the buffers of a library, it would hang or corrupt memory.
+ranks with different properties shared buffers, the library that owns them would hang or corrupt
+memory.
 """
 
 import json
@@ -36,12 +37,12 @@ class StoreCollectives:
     def all_gather(self, properties: Properties) -> tuple[dict[str, str], ...]:
         """Publish `properties`; return the properties of each rank, with string values."""
         self._num_gathers += 1
-        end_time = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self._timeout_s
         payload = json.dumps({name: str(value) for name, value in properties.items()})
         received: dict[int, dict[str, str]] = {}
         try:
-            self._store.set(self._key(self._rank), payload)
-            while len(received) < self._world_size and time.monotonic() < end_time:
+            self._store.set(self._make_key(self._rank), payload)
+            while len(received) < self._world_size and time.monotonic() < deadline:
                 self._poll(received)
             missing = [rank for rank in range(self._world_size) if rank not in received]
             if missing:
@@ -49,9 +50,9 @@ class StoreCollectives:
                 # `connect.agree_on_prefix`.
                 self._store.set(failure_key(self._rank), "{}")
         except RuntimeError as error:  # the store is unreachable
-            raise self._error(f"a store that fails: {error}", ()) from error
+            raise self._make_error(f"a store that fails: {error}", ()) from error
         if missing:
-            raise self._error("no sign of life", missing)
+            raise self._make_error("no sign of life", missing)
         return tuple(received[rank] for rank in range(self._world_size))
 
     def check_equal(self, properties: Properties) -> None:
@@ -67,7 +68,7 @@ class StoreCollectives:
                 for name, values in by_rank.items()
                 if len(set(values)) > 1
             ]
-            raise self._error("; ".join(differences), peers, need="the same on all ranks")
+            raise self._make_error("; ".join(differences), peers, need="the same on all ranks")
 
     def barrier(self) -> None:
         """Wait until all ranks have reached this call."""
@@ -76,26 +77,26 @@ class StoreCollectives:
     def _poll(self, received: dict[int, dict[str, str]]) -> None:
         """Read the properties that have arrived; sleep briefly if some are missing."""
         for rank in range(self._world_size):
-            if rank not in received and self._store.check([self._key(rank)]):
+            if rank not in received and self._store.check([self._make_key(rank)]):
                 received[rank] = self._read(rank)
         if len(received) < self._world_size:
             time.sleep(_POLL_S)
 
     def _read(self, rank: int) -> dict[str, str]:
-        """Read the properties of a rank. Raise RuntimeError if the entry is not valid."""
-        entry = self._store.get(self._key(rank))
+        """Read the properties of a rank. Raise RuntimeError if they are not valid."""
+        payload = self._store.get(self._make_key(rank))
         try:
-            properties = json.loads(entry)
+            properties = json.loads(payload)
         except ValueError as error:
-            raise RuntimeError(f"it holds {entry[:20]!r} for rank {rank}") from error
+            raise RuntimeError(f"it holds {payload[:20]!r} for rank {rank}") from error
         if not isinstance(properties, dict):
-            raise RuntimeError(f"it holds {entry[:20]!r} for rank {rank}")
+            raise RuntimeError(f"it holds {payload[:20]!r} for rank {rank}")
         return {str(name): str(value) for name, value in properties.items()}
 
-    def _key(self, rank: int) -> str:
+    def _make_key(self, rank: int) -> str:
         return f"gather/{self._num_gathers}/{rank}"
 
-    def _error(
+    def _make_error(
         self, got: str, peers: list[int] | tuple[int, ...], need: str | None = None
     ) -> CommunicationError:
         need = need or f"every rank within {self._timeout_s:g} s"

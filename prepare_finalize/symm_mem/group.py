@@ -1,6 +1,6 @@
 """SymmetricGroup: memory of the ranks of a process group that all of them can access.
 
-It is the manager of `SymmMemPrepareAndFinalize`, and can be shared by many layers:
+A SymmetricGroup is the manager of `SymmMemPrepareAndFinalize`, and many layers can share it:
 
     manager = SymmetricGroup(group, timeout_s=2.0)
     kernel = make_kernel("SymmMemPrepareAndFinalize", "TritonExperts", problem, group=manager)
@@ -77,8 +77,8 @@ class Heap:
         """Return views of consecutive sections, the first of which begins at byte `start`."""
         views = {}
         for name, section in layout.items():
-            raw = self.bytes_N[start : start + section.nbytes]
-            views[name] = raw.view(section.dtype).view(section.shape)
+            section_bytes = self.bytes_N[start : start + section.nbytes]
+            views[name] = section_bytes.view(section.dtype).view(section.shape)
             start += align_up(section.nbytes)
         return views
 
@@ -127,10 +127,10 @@ class SharedMemory(ABC):
 
     @abstractmethod
     def _open_store_collectives(self) -> StoreCollectives:
-        """Return collectives over a store. Raise CommunicationError if it does not answer."""
+        """Return collectives over a store. Raise CommunicationError if it is unreachable."""
 
     @abstractmethod
-    def _shared_file(self, collectives: StoreCollectives, nbytes: int) -> list[torch.Tensor]:
+    def _map_shared_files(self, collectives: StoreCollectives, nbytes: int) -> list[torch.Tensor]:
         """Return the memory of each rank, shared through files and filled with NAN_BYTE (CPU)."""
 
     @abstractmethod
@@ -162,7 +162,7 @@ class SharedMemory(ABC):
         except RuntimeError as error:  # the store is unreachable
             self.last_calls.end(record, str(error))
             need = f"a store that answers within {self.timeout_s:g} s"
-            raise self._error(first_sentence(error), need, "construct", ()) from error
+            raise self._make_error(first_sentence(error), need, "construct", ()) from error
         except CommunicationError as error:
             self.last_calls.end(record, str(error))
             raise
@@ -172,7 +172,7 @@ class SharedMemory(ABC):
     def _share(self, nbytes: int, collectives: StoreCollectives) -> Heap:
         owners: tuple[object, ...]
         if self.device == "cpu":
-            blocks = self._shared_file(collectives, nbytes)
+            blocks = self._map_shared_files(collectives, nbytes)
             local_block, owners = blocks[self.rank], tuple(blocks)
             addresses = [block.data_ptr() for block in blocks]
         else:
@@ -213,7 +213,7 @@ class SharedMemory(ABC):
         if self._destroyed:
             raise UnsupportedError("exchange", got="a destroyed manager", need="a new one")
         if self._failure is None and (word := self._status_word.value):
-            self._failure = self._error_from_status(word)
+            self._failure = self._make_status_error(word)
         if self._failure is not None:
             raise self._failure
 
@@ -223,7 +223,7 @@ class SharedMemory(ABC):
             torch.cuda.synchronize(self._device)
         self.check_open()
 
-    def _error_from_status(self, word: int) -> CommunicationError:
+    def _make_status_error(self, word: int) -> CommunicationError:
         """Return the error for a status word of `kernels.signals.wait_for_all`.
 
         word: phase << 56 | bitmask of missing ranks << 32 | number of the call.
@@ -233,9 +233,11 @@ class SharedMemory(ABC):
         ranks = f"{pluralize('rank', len(peers))} {', '.join(map(str, peers))}"
         got = f"no flag of call {word & 0xFFFFFFFF} from {ranks}"
         need = f"every rank within {self.timeout_s:g} s"
-        return self._error(got, need, _PHASES[word >> 56], peers)
+        return self._make_error(got, need, _PHASES[word >> 56], peers)
 
-    def _error(self, got: str, need: str, phase: str, peers: Sequence[int]) -> CommunicationError:
+    def _make_error(
+        self, got: str, need: str, phase: str, peers: Sequence[int]
+    ) -> CommunicationError:
         subject = "exchange between ranks"
         return CommunicationError(
             subject,
@@ -300,10 +302,10 @@ class SymmetricGroup(SharedMemory):
             store = new_prefix_store(self._group, self.timeout_s)
         except RuntimeError as error:  # the store is unreachable
             need = f"a store that answers within {self.timeout_s:g} s"
-            raise self._error(first_sentence(error), need, "construct", ()) from error
+            raise self._make_error(first_sentence(error), need, "construct", ()) from error
         return StoreCollectives(store, self.rank, self.world_size, self.timeout_s)
 
-    def _shared_file(self, collectives: StoreCollectives, nbytes: int) -> list[torch.Tensor]:
+    def _map_shared_files(self, collectives: StoreCollectives, nbytes: int) -> list[torch.Tensor]:
         return share_memory(collectives, self.rank, nbytes, NAN_BYTE)
 
     def _rendezvous(self, tensor: torch.Tensor) -> Any:

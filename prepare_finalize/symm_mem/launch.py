@@ -106,7 +106,7 @@ def buffer_sections(problem: Problem, rows: int | None = None) -> dict[str, Sect
 def quantizes_in_dispatch(scheme: QuantScheme, hidden: int) -> bool:
     """Return whether the dispatch kernel quantizes the tokens.
 
-    It supports a scale per token, and groups that divide both the block and the hidden size.
+    The kernel supports a scale per token, and groups that divide the block and the hidden size.
     """
     if scheme.activation_granularity == "token":
         return True
@@ -141,14 +141,14 @@ class SymmetricExchange:
         """Number of rows that `send` writes, including unused rows if rows have fixed positions."""
         return self.problem.tokens if self.row_at_rank_WT is None else self.tokens
 
-    def _peer_rows(self) -> dict[str, object]:
+    def _make_peer_row_arguments(self) -> dict[str, object]:
         has_peer_rows = self.row_at_rank_WT is not None
         return {
             "peer_rows_ptr": self.row_at_rank_WT if has_peer_rows else self.rank_bits_T,
             "HAS_PEER_ROWS": has_peer_rows,
         }
 
-    def _arguments(self, flags: torch.Tensor, state: torch.Tensor) -> dict[str, object]:
+    def _make_wait_arguments(self, flags: torch.Tensor, state: torch.Tensor) -> dict[str, object]:
         """Return the arguments of all kernels for waiting and signaling."""
         world = self.manager.world_size
         return {
@@ -184,14 +184,14 @@ class SymmetricExchange:
         problem, buffers = self.problem, self.buffers
         use_triton(x_TH)  # the first call patches Triton's interpreter to compute like a GPU
         rows = x_TH if quantized is None else quantized.q_RK
-        shape = _shape(problem, _DISPATCH)
+        shape = _choose_shape(problem, _DISPATCH)
         chunk = shape.block
         if shape.whole_rows:
             chunk *= -(-problem.hidden // shape.block)
-        items = self._capacity * -(-problem.hidden // chunk)
+        num_items = self._capacity * -(-problem.hidden // chunk)
         launch(
             dispatch_kernel,
-            (_programs(items, shape, x_TH.device),),
+            (_choose_grid_size(num_items, shape, x_TH.device),),
             x_ptr=rows,
             ids_ptr=routing.topk_ids_TK,
             weights_ptr=routing.topk_weights_TK,
@@ -217,25 +217,25 @@ class SymmetricExchange:
             BLOCK=shape.block,
             num_warps=shape.warps,
             **occupancy_options(shape.programs),
-            **self._scales(quantized),
-            **self._adapters(routing),
-            **self._peer_rows(),
-            **self._arguments(buffers.arrived_W, buffers.dispatches),
+            **self._make_scale_arguments(quantized),
+            **self._make_adapter_arguments(routing),
+            **self._make_peer_row_arguments(),
+            **self._make_wait_arguments(buffers.arrived_W, buffers.dispatches),
         )
 
-    def _scales(self, quantized: QuantizedRows | None) -> dict[str, object]:
+    def _make_scale_arguments(self, quantized: QuantizedRows | None) -> dict[str, object]:
         """Return the kernel arguments for quantizing rows and sending scales."""
         scheme, scale_RG = self.problem.scheme, self.buffers.scale_RG
-        kind, scales = "none", 1
+        quant_kind, scales = "none", 1
         if quantized is not None and scale_RG is not None:
-            kind, scales = "scaled", scale_RG.shape[1]
+            quant_kind, scales = "scaled", scale_RG.shape[1]
         elif quantized is None and scheme.dispatched_quantized:
-            kind = scheme.activation_granularity
+            quant_kind = scheme.activation_granularity
         return {
             "scale_ptr": self.rank_bits_T if quantized is None else quantized.scale,
             "scale_heap_ptr": self.buffers.weights_RK if scale_RG is None else scale_RG,
-            "QUANT": kind,
-            "GROUP": scheme.group[-1] if kind == "group" else _MIN_BLOCK,
+            "QUANT": quant_kind,
+            "GROUP": scheme.group[-1] if quant_kind == "group" else _MIN_BLOCK,
             "SCALES": scales,
             "BLOCK_S": next_power_of_2(scales),
             "QMAX": QMAX.get(scheme.activation, 1.0),
@@ -243,7 +243,7 @@ class SymmetricExchange:
             "MIN_SCALE": MIN_SCALE,
         }
 
-    def _adapters(self, routing: Routing) -> dict[str, object]:
+    def _make_adapter_arguments(self, routing: Routing) -> dict[str, object]:
         """Return the kernel arguments for sending adapter slots.
 
         A call without adapters sends -1, because other ranks may use adapters in the same call.
@@ -260,7 +260,7 @@ class SymmetricExchange:
         """Wait until the rows of all ranks have arrived."""
         from prepare_finalize.symm_mem.kernels.dispatch import arrival_kernel
 
-        arguments = self._arguments(self.buffers.arrived_W, self.buffers.dispatches)
+        arguments = self._make_wait_arguments(self.buffers.arrived_W, self.buffers.dispatches)
         launch(arrival_kernel, (1,), num_warps=1, **arguments)
 
     def combine(self, out_TH: torch.Tensor) -> None:
@@ -268,11 +268,11 @@ class SymmetricExchange:
         from prepare_finalize.symm_mem.kernels.combine import combine_kernel
 
         problem, buffers = self.problem, self.buffers
-        shape = _shape(problem, _COMBINE)
-        items = self.tokens * -(-problem.hidden // shape.block)
+        shape = _choose_shape(problem, _COMBINE)
+        num_items = self.tokens * -(-problem.hidden // shape.block)
         launch(
             combine_kernel,
-            (_programs(items, shape, out_TH.device),),
+            (_choose_grid_size(num_items, shape, out_TH.device),),
             y_heap_ptr=buffers.y_RH,
             rank_bits_ptr=self.rank_bits_T,
             out_ptr=out_TH,
@@ -284,25 +284,25 @@ class SymmetricExchange:
             HIDDEN=problem.hidden,
             BLOCK=shape.block,
             num_warps=shape.warps,
-            **self._peer_rows(),
-            **self._arguments(buffers.summed_W, buffers.combines),
+            **self._make_peer_row_arguments(),
+            **self._make_wait_arguments(buffers.summed_W, buffers.combines),
         )
 
 
-def _shape(problem: Problem, large_batch: LaunchShape) -> LaunchShape:
+def _choose_shape(problem: Problem, large_batch: LaunchShape) -> LaunchShape:
     is_small = problem.tokens <= _SMALL_BATCH_TOKENS
     return (_SMALL_BATCH if is_small else large_batch).fit(problem.hidden)
 
 
-def _programs(items: int, shape: LaunchShape, device: torch.device) -> int:
+def _choose_grid_size(num_items: int, shape: LaunchShape, device: torch.device) -> int:
     """Return the grid size for a number of work items.
 
-    The interpreter runs programs one after another, so it gets at most 2 programs.
+    The interpreter runs programs one after another, so the grid on a CPU has at most 2 programs.
     """
     max_programs = 2
     if device.type == "cuda":
         max_programs = shape.programs * num_sms(device)
-    return max(1, min(items, max_programs))
+    return max(1, min(num_items, max_programs))
 
 
 @cache

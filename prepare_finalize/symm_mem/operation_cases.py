@@ -1,8 +1,8 @@
 """Cases of the symmetric-memory kernels, for the test harness.
 
-The harness runs every case with the kernels and with a torch reference, and compares every bit that
-it returns (`PrepareAndFinalize.operation_cases`). The memory of three ranks lies in one tensor, so
-that the cases need no other rank.
+The harness runs every case with the kernels and with a torch reference, and compares every returned
+bit (`PrepareAndFinalize.operation_cases`). The memory of three ranks is in one tensor, so that the
+cases need no other rank.
 """
 
 from collections.abc import Callable, Mapping
@@ -60,20 +60,22 @@ def _exchange(placement: Placement, *, has_rows: bool) -> Tensors:
     has_rows: whether to pass the rows of the tokens explicitly, in reverse order and without token
         1.
     """
-    heaps, ranks = _make_ranks(placement, has_rows=has_rows)
+    heaps, exchanges = _make_exchanges(placement, has_rows=has_rows)
     outputs, invalid = [], torch.zeros(1, dtype=torch.int32, device=_CPU)
-    for exchange in ranks:
+    for exchange in exchanges:
         _send(exchange, invalid)
     received = heaps.clone()
     generator = torch.Generator().manual_seed(1)
-    for exchange in ranks:
+    for exchange in exchanges:
         y_RH = exchange.buffers.y_RH
         y_RH.copy_(torch.randn(y_RH.shape, generator=generator, dtype=torch.float32, device=_CPU))
         exchange.buffers.summed_W.fill_(1)  # every rank has finished its rows
-    for exchange in ranks:
+    for exchange in exchanges:
         outputs.append(_combine(exchange))
-    state = torch.stack([torch.stack((e.buffers.dispatches, e.buffers.combines)) for e in ranks])
-    bits = torch.stack([exchange.rank_bits_T for exchange in ranks])
+    state = torch.stack(
+        [torch.stack((e.buffers.dispatches, e.buffers.combines)) for e in exchanges]
+    )
+    bits = torch.stack([exchange.rank_bits_T for exchange in exchanges])
     return {
         "received": received,
         "heaps": heaps,
@@ -90,33 +92,33 @@ def _lose_rank(phase: int) -> Tensors:
     The first wait of rank 0 for rank 2 fails. Later waits then fail at once, and nothing is
     signaled. Every combine after that gives NaN.
     """
-    heaps, ranks = _make_ranks(_PLACEMENTS["no copies"], has_rows=False)
-    invalid, rank = torch.zeros(1, dtype=torch.int32, device=_CPU), ranks[0]
-    for exchange in ranks[: _WORLD - 1 if phase == _DISPATCH else _WORLD]:
+    heaps, exchanges = _make_exchanges(_PLACEMENTS["no copies"], has_rows=False)
+    invalid, exchange_0 = torch.zeros(1, dtype=torch.int32, device=_CPU), exchanges[0]
+    for exchange in exchanges[: _WORLD - 1 if phase == _DISPATCH else _WORLD]:
         _send(exchange, invalid)
     # Nothing but the failure must make the output NaN.
-    rank.buffers.y_RH.zero_()
-    for exchange in ranks[1:]:
+    exchange_0.buffers.y_RH.zero_()
+    for exchange in exchanges[1:]:
         exchange.buffers.y_RH.zero_()
-    rank.buffers.summed_W[: _WORLD - 1] = 1
-    manager: Any = rank.manager
+    exchange_0.buffers.summed_W[: _WORLD - 1] = 1
+    manager: Any = exchange_0.manager
     manager.timeout_ns = _SHORT_TIMEOUT_NS
     outputs = list[torch.Tensor]()
     for _ in range(2):
-        _receive(rank)
-        outputs.append(_combine(rank))
-    flags = torch.stack([exchange.buffers.summed_W for exchange in ranks])
+        _receive(exchange_0)
+        outputs.append(_combine(exchange_0))
+    flags = torch.stack([exchange.buffers.summed_W for exchange in exchanges])
     return {
         "output": torch.stack(outputs).isnan(),
         "status": manager.status,
         "failed": manager.failed,
         "flags": flags,
-        "combines": rank.buffers.combines,
+        "combines": exchange_0.buffers.combines,
         "heaps": heaps,
     }
 
 
-def _make_ranks(
+def _make_exchanges(
     placement: Placement, *, has_rows: bool
 ) -> tuple[torch.Tensor, list[SymmetricExchange]]:
     """Make the heaps of all ranks, (W, bytes), and an exchange on each rank."""
@@ -134,11 +136,11 @@ def _make_ranks(
     nbytes = sum(align_up(section.nbytes) for section in layout.values())
     heaps = torch.full((_WORLD, nbytes), _FILL, dtype=torch.uint8, device=_CPU)
     allow_access(heaps)
-    ranks = [_make_rank(problem, heaps, rank, has_rows=has_rows) for rank in range(_WORLD)]
-    return heaps, ranks
+    exchanges = [_make_exchange(problem, heaps, rank, has_rows=has_rows) for rank in range(_WORLD)]
+    return heaps, exchanges
 
 
-def _make_rank(
+def _make_exchange(
     problem: Problem, heaps: torch.Tensor, rank: int, *, has_rows: bool
 ) -> SymmetricExchange:
     views: dict[str, Any] = {"scale_RG": None}
@@ -179,8 +181,11 @@ def _make_inputs(rank: int) -> tuple[torch.Tensor, Routing]:
     return x_TH.bfloat16(), Routing(weights_TK, ids_TK, adapters_T)
 
 
-def _tables(placement: Placement) -> PlacementTables:
-    """Return the tables of a placement. Kernels must not read the numbers of single copies."""
+def _make_tables(placement: Placement) -> PlacementTables:
+    """Return the tables of a placement.
+
+    If each expert has one copy, kernels must not read the numbers of copies, which are then wrong.
+    """
     tables = placement.tables(_CPU)
     if tables.homes_ER2.shape[1] > 1:
         return tables
@@ -191,7 +196,7 @@ def _send(exchange: SymmetricExchange, invalid: torch.Tensor) -> None:
     x_TH, routing = _make_inputs(exchange.manager.rank)
     if use_triton(x_TH):
         call = CallState(Workspace({}, _CPU), invalid)
-        tables = _tables(exchange.problem.placement)
+        tables = _make_tables(exchange.problem.placement)
         exchange.send(x_TH, routing, tables, call, quantized=None, wait=False)
         return
     rank = exchange.manager.rank
@@ -209,7 +214,7 @@ def _send(exchange: SymmetricExchange, invalid: torch.Tensor) -> None:
             row = rank * _CAPACITY + token if rows_WT is None else int(rows_WT[peer, token])
             if row < 0:
                 continue
-            buffers = _buffers_of(exchange, peer)
+            buffers = _view_peer_buffers(exchange, peer)
             if token >= exchange.tokens:
                 buffers["ids_RK"][row], buffers["weights_RK"][row] = -1, 0.0
                 buffers["adapters_R"][row] = -1
@@ -223,7 +228,7 @@ def _send(exchange: SymmetricExchange, invalid: torch.Tensor) -> None:
                 bits |= 1 << peer
         exchange.rank_bits_T[token] = bits
     for peer in range(_WORLD):
-        _buffers_of(exchange, peer)["arrived_W"][rank] = 1
+        _view_peer_buffers(exchange, peer)["arrived_W"][rank] = 1
     exchange.buffers.dispatches[0] += 1
 
 
@@ -235,7 +240,7 @@ def _receive(exchange: SymmetricExchange) -> None:
 
 
 def _wait(exchange: SymmetricExchange, phase: int, flags_W: torch.Tensor, number: int) -> bool:
-    """Return whether a wait fails: this one, because of ranks without a flag, or an earlier one."""
+    """Return whether this wait fails because of ranks without a flag, or an earlier wait failed."""
     manager = exchange.manager
     missing = sum(1 << rank for rank in range(_WORLD) if int(flags_W[rank]) < number)
     if missing and not manager.failed:
@@ -252,24 +257,26 @@ def _combine(exchange: SymmetricExchange) -> torch.Tensor:
     rank, rows_WT = exchange.manager.rank, exchange.row_at_rank_WT
     number = int(exchange.buffers.combines[0]) + 1
     for peer in range(_WORLD) if not exchange.manager.failed else ():
-        _buffers_of(exchange, peer)["summed_W"][rank] = number
+        _view_peer_buffers(exchange, peer)["summed_W"][rank] = number
     failed = _wait(exchange, _COMBINE, exchange.buffers.summed_W, number)
     for token in range(exchange.tokens):
         total = torch.zeros(_HIDDEN, dtype=torch.float32, device=_CPU)
         for peer in range(_WORLD):
             if int(exchange.rank_bits_T[token]) >> peer & 1:
                 row = rank * _CAPACITY + token if rows_WT is None else int(rows_WT[peer, token])
-                total += _buffers_of(exchange, peer)["y_RH"][row].float()
+                total += _view_peer_buffers(exchange, peer)["y_RH"][row].float()
         out_TH[token] = torch.nan if failed else total
     exchange.buffers.combines[0] += 1
     return out_TH
 
 
-def _buffers_of(exchange: SymmetricExchange, peer: int) -> dict[str, torch.Tensor]:
+def _view_peer_buffers(exchange: SymmetricExchange, peer: int) -> dict[str, torch.Tensor]:
     """Return the buffers of another rank, which are at the same offsets of its memory."""
     views = dict[str, torch.Tensor]()
     for name in buffer_sections(exchange.problem):
-        local = getattr(exchange.buffers, name)
-        offset = local.storage_offset() * local.itemsize + int(exchange.deltas_W[peer])
-        views[name] = local.as_strided(local.shape, local.stride(), offset // local.itemsize)
+        local_view = getattr(exchange.buffers, name)
+        offset = local_view.storage_offset() * local_view.itemsize + int(exchange.deltas_W[peer])
+        views[name] = local_view.as_strided(
+            local_view.shape, local_view.stride(), offset // local_view.itemsize
+        )
     return views

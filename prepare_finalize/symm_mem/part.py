@@ -102,7 +102,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         self._heap = self.manager.allocate_heap(
             _MAX_IN_FLIGHT * nbytes, layer_signature(problem), initialize
         )
-        # A call that creates the tables could not be recorded.
+        # Create the tables now, because a call that creates them could not be recorded.
         self.tables(self._heap.deltas_W.device)
         self._free_indices = list(range(_MAX_IN_FLIGHT))
         self._finalizers: dict[int, weakref.finalize[..., SymmMemHandle]] = {}
@@ -230,9 +230,9 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         self, x_TH: torch.Tensor, weights: ExpertWeights, call: CallState
     ) -> QuantizedRows:
         scheme = self.problem.scheme
-        static = weights.a1_scale if scheme.static else None
+        static_scale = weights.a1_scale if scheme.static else None
         shape = (x_TH.shape[0], self.problem.hidden)
-        out = take_quantized(call.workspace, "x", scheme, shape, static_scale=static)
+        out = take_quantized(call.workspace, "x", scheme, shape, static_scale=static_scale)
         with stages.stage(stages.QUANTIZE_INPUT):
             quantize_rows(x_TH, scheme, out=out)
         return out
@@ -288,8 +288,8 @@ def _make_buffers(views: dict[str, torch.Tensor], device: torch.device) -> CallB
 def layer_signature(problem: Problem) -> str:
     """Return a string that identifies the layer and its placement, the same on all ranks.
 
-    `allocate_heap` compares it between ranks, so that different layers do not share memory.
+    `allocate_heap` compares these strings, so that different layers do not share memory.
     """
     parallel = replace(problem.parallel, rank=0)
-    shared = replace(problem, parallel=parallel, local_experts=None)
-    return f"{shared} {hashlib.sha256(repr(shared).encode()).hexdigest()[:8]}"
+    without_rank = replace(problem, parallel=parallel, local_experts=None)
+    return f"{without_rank} {hashlib.sha256(repr(without_rank).encode()).hexdigest()[:8]}"

@@ -1,6 +1,6 @@
 """Memory that the ranks of one machine share through files, for ranks on a CPU.
 
-It replaces symmetric memory when Triton's interpreter runs the kernels of `symm_mem`.
+This memory replaces symmetric memory when Triton's interpreter runs the kernels of `symm_mem`.
 """
 
 from collections.abc import Sequence
@@ -28,10 +28,12 @@ def share_memory(
     with memory_file("block") as file:
         file.truncate(nbytes)
         local_block = _map_file(file.name, nbytes).fill_(value)
-        names = [properties["file"] for properties in collectives.all_gather({"file": file.name})]
+        file_names = [
+            properties["file"] for properties in collectives.all_gather({"file": file.name})
+        ]
         blocks = [
-            local_block if index == rank else _map_file(names[index], nbytes)
-            for index in (range(len(names)) if ranks is None else ranks)
+            local_block if index == rank else _map_file(file_names[index], nbytes)
+            for index in (range(len(file_names)) if ranks is None else ranks)
         ]
         collectives.barrier()  # the files may be deleted once all ranks have mapped them
     return blocks

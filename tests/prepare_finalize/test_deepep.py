@@ -212,7 +212,7 @@ def collect_errors(rank: int, world_size: int, group: dist.ProcessGroup) -> list
         DeepEPGroup(group)
     except ConfigurationError as error:
         messages.append(str(error))
-    group_module._nccl_group = lambda given: given
+    group_module._resolve_nccl_group = lambda given: given
     sys.modules["deep_ep"] = ModuleType("deep_ep")
     vars(sys.modules["deep_ep"])["Buffer"] = Buffer
     group_module.has_rdma_nic = lambda: False

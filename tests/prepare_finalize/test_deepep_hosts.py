@@ -177,7 +177,7 @@ def test_too_large_buffers_between_hosts_are_refused() -> None:
 def make_manager_on_simulated_hosts(rank: int, group: dist.ProcessGroup, nic: bool) -> DeepEPGroup:
     """Return a manager over gloo. Each rank is a simulated host."""
     os.environ["MK_HOST_ID"] = f"host{rank}"  # noqa: TID251
-    group_module._nccl_group = lambda given: given
+    group_module._resolve_nccl_group = lambda given: given
     group_module.has_rdma_nic = lambda: nic
     library = ModuleType("deep_ep")
     vars(library)["Buffer"] = stand_in.OneRankOfAHost

@@ -75,10 +75,10 @@ def test_ranks_have_a_sink_for_every_pair_of_a_token() -> None:
         problem = Problem(1, 64, 32, 32, top_k, parallel=Parallel(world_size))
         assert pplx.num_sinks(problem) == num_sinks
         part = PART.__new__(PART)
-        part.problem, part._shape = problem, pplx._shape(problem)
+        part.problem, part._shape = problem, pplx._make_shape(problem)
         assert part.dispatch_shape(1) == BatchedShape(32 // world_size + num_sinks, world_size)
     copies = Placement.linear(6, 2).with_copies({0: (1,)})
-    assert pplx._shape(replace(PROBLEM, parallel=Parallel(2, copies))).slots == 2 * (4 + 2)
+    assert pplx._make_shape(replace(PROBLEM, parallel=Parallel(2, copies))).slots == 2 * (4 + 2)
 
 
 def test_bytes_of_large_buffers_are_computed() -> None:

@@ -63,7 +63,7 @@ NAMES = tuple(scheme.name for scheme in SCHEMES)
 def clear_caches() -> None:
     quantization._parse.cache_clear()
     pairwise._list_all_axes.cache_clear()
-    pairwise._build_problem_from_part.cache_clear()
+    pairwise._build_problem_from_subrow.cache_clear()
 
 
 @pytest.fixture

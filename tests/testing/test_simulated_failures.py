@@ -88,7 +88,7 @@ def test_managers_report_the_ranks_that_failed() -> None:
             id="threads that do not wait",
         ),
         pytest.param(
-            make_patch(TorchGroup, "_unreachable_ranks", lambda _self, rank: (rank,)),
+            make_patch(TorchGroup, "_find_unreachable_ranks", lambda _self, rank: (rank,)),
             "(0,) the group's store",
             id="one unreachable rank",
         ),
@@ -115,7 +115,7 @@ def test_hosts_are_ordered_by_their_first_rank(monkeypatch: pytest.MonkeyPatch) 
         description = simulated_host_scenarios._find_hosts(manager)
         assert description == f"{simulated_host_scenarios._HOSTS}; readable 0 2 5"
         with monkeypatch.context() as defect:
-            defect.setattr(hosts, "_lowest_peer", lambda rank, _readable: rank)
+            defect.setattr(hosts, "_find_lowest_peer", lambda rank, _readable: rank)
             assert simulated_host_scenarios._find_hosts(manager).startswith("6 ranks on 6 hosts")
         manager.destroy()
 

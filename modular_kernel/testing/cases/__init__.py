@@ -1,1 +1,1 @@
-"""Test cases: lists of cases, covering arrays, and inputs."""
+"""Lists of test cases, the covering arrays that select them, and their inputs."""

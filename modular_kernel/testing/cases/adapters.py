@@ -14,7 +14,7 @@ from modular_kernel.spec.problem import Problem
 
 # Assignments of adapter slots to the tokens of a call.
 SLOT_PATTERNS = (
-    "mixed",  # per token a random slot or -1; with three or more slots, the last one is unused
+    "mixed",  # a random slot or -1 for each token; with three or more slots, the last is unused
     "sequences",  # runs of five tokens with the same slot, the first run without an adapter
     "nobody",  # -1 for every token
     "without",  # the call passes adapters_T="none"
@@ -76,7 +76,7 @@ def make_adapters(
     a13, b13, a2, b2 = (matrices[name] for name in shapes)
     for slot in range(spec.adapters):
         rank = choose_rank(slot, spec.rank)
-        for a in (a13, a2):  # (e, halves of R rows, K)
+        for a in (a13, a2):  # the matrices of a slot are (e, halves * R, K)
             halves = a[slot].view(a.shape[1], -1, spec.rank, a.shape[-1])
             halves[:, :, rank:] = 0
             halves *= halves.shape[-1] ** -0.5
@@ -86,12 +86,12 @@ def make_adapters(
         if slot not in used_slots:
             for matrix in matrices.values():
                 matrix[slot] = torch.nan
-    typed = {name: matrix.to(problem.dtype) for name, matrix in matrices.items()}
-    return {name: _with_gaps(tensor) if with_gaps else tensor for name, tensor in typed.items()}
+    matrices = {name: matrix.to(problem.dtype) for name, matrix in matrices.items()}
+    return {name: _add_gaps(m) if with_gaps else m for name, m in matrices.items()}
 
 
-def _with_gaps(matrix: torch.Tensor) -> torch.Tensor:
-    """Return an equal view whose rows and columns are padded with NaN."""
+def _add_gaps(matrix: torch.Tensor) -> torch.Tensor:
+    """Copy the matrix into a view of a larger tensor, which is NaN outside of the view."""
     num_slots, experts, rows, columns = matrix.shape
     padded = matrix.new_full((num_slots, experts, rows + 1, columns + 8), torch.nan)
     view = padded[:, :, :rows, :columns]

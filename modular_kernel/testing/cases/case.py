@@ -17,7 +17,7 @@ class Case:
         routing: one of `inputs.ROUTING_KINDS`.
         seed: seed of the inputs.
         variation: memory layout and values of the tensors.
-        interleaved_calls: whether to interleave calls with calls of a second kernel, for another
+        interleaved_calls: whether calls alternate with calls of a second kernel, made for another
             problem.
     """
 
@@ -34,11 +34,11 @@ class Case:
         pairing = f"{self.prepare_finalize}+{self.experts}"
         suffix = "".join(
             f"-{name}" if value is True else f"-{value}"
-            for name, value in self._non_default_options().items()
+            for name, value in self._get_non_default_options().items()
         )
         return f"{pairing}-{self.problem}-{self.routing}{suffix}{seed}"
 
-    def _non_default_options(self) -> dict[str, object]:
+    def _get_non_default_options(self) -> dict[str, object]:
         options = {
             "layout": (self.variation.layout, ORDINARY.layout),
             "values": (self.variation.values, ORDINARY.values),
@@ -51,7 +51,7 @@ class Case:
 
     def options(self) -> dict[str, object]:
         """Return the options of `mk test --one` that are not part of the problem."""
-        return {"routing": self.routing, "seed": self.seed, **self._non_default_options()}
+        return {"routing": self.routing, "seed": self.seed, **self._get_non_default_options()}
 
 
 def command(case: Case) -> str:
@@ -68,7 +68,7 @@ def command(case: Case) -> str:
         "dtype": dtype_name(problem.dtype),
         "quant": problem.quant,
         "activation": problem.act,
-        **_non_default_fields(problem),
+        **_get_non_default_fields(problem),
         **case.options(),
     }
     arguments = ["mk", "test", "--one"]
@@ -77,7 +77,7 @@ def command(case: Case) -> str:
     return shlex.join(arguments)
 
 
-def _non_default_fields(problem: Problem) -> dict[str, object]:
+def _get_non_default_fields(problem: Problem) -> dict[str, object]:
     ids_dtype = problem.ids_dtype
     options = {
         "local-experts": (problem.local_experts, None),

@@ -2,8 +2,8 @@
 
 A `Space` defines which rows are invalid and why, which rows compute anything, and what a row costs.
 Rows are chosen greedily: several candidates are built value by value, and the candidate that covers
-the most new pairs per cost is taken. The random choices are seeded, so equal spaces give equal rows
-on every machine.
+the most new pairs per unit of cost is taken. The random choices are seeded, so equal spaces give
+equal rows on every machine.
 """
 
 import random
@@ -175,8 +175,8 @@ class _Builder:
         self.axis_by_value_id = [i for i, axis in enumerate(space.axes) for _ in axis.values]
         self.rejections_by_row: dict[Row, Sequence[str]] = {}
         self.rows_by_pair: dict[Pair, Row] = {}
-        # For each value id, a bit set of the ids that are compatible with it, of the ids that are
-        # incompatible, and of the ids whose pair with it is not covered yet.
+        # Bit sets by value id: the ids that are compatible with the value, the ids that are
+        # incompatible, and the ids whose pair with the value is not covered yet.
         self.compatible = [0] * space.num_values
         self.incompatible = [-1] * space.num_values
         self.uncovered = [0] * space.num_values
@@ -215,13 +215,13 @@ class _Builder:
         for pairs in covered.values():
             for pair in pairs:
                 cover_counts[pair] = cover_counts.get(pair, 0) + 1
-        needed = dict.fromkeys(rows)
-        for row in sorted(needed, key=self.space.cost, reverse=True):
+        necessary_rows = dict.fromkeys(rows)
+        for row in sorted(necessary_rows, key=self.space.cost, reverse=True):
             if covered[row] and all(cover_counts[pair] > 1 for pair in covered[row]):
-                del needed[row]
+                del necessary_rows[row]
                 for pair in covered[row]:
                     cover_counts[pair] -= 1
-        return list(needed)
+        return list(necessary_rows)
 
     # ------------------------------------------------------------------------ impossible pairs
 
@@ -241,9 +241,9 @@ class _Builder:
             ]
             single_rows = [rows_by_value.get(value_id) for value_id in pair]
             if None in single_rows:
-                invalid = single_rows.index(None)
+                missing = single_rows.index(None)
                 reason = self._find_reason(
-                    _replace_value(default_row, axes[invalid], values[invalid])
+                    _replace_value(default_row, axes[missing], values[missing])
                 )
                 impossible[pair] = reason
                 continue
@@ -281,18 +281,22 @@ class _Builder:
         value_rows: for each of the two values, a valid row that contains it.
         """
         idle_row = None
-        for start in (default_row, *value_rows):
-            assert start is not None
-            row = _replace_value(_replace_value(start, axes[0], values[0]), axes[1], values[1])
+        for initial_row in (default_row, *value_rows):
+            assert initial_row is not None
+            row = _replace_value(
+                _replace_value(initial_row, axes[0], values[0]), axes[1], values[1]
+            )
             if not self._get_rejections(row):
                 if self.space.computes(row):
                     return row
                 idle_row = idle_row or row
         if idle_row is not None:
             return idle_row
-        for start in (default_row, *value_rows):
-            assert start is not None
-            row = _replace_value(_replace_value(start, axes[0], values[0]), axes[1], values[1])
+        for initial_row in (default_row, *value_rows):
+            assert initial_row is not None
+            row = _replace_value(
+                _replace_value(initial_row, axes[0], values[0]), axes[1], values[1]
+            )
             repaired = self._repair(row, frozenset(axes))
             if repaired is not None:
                 return repaired
@@ -301,23 +305,23 @@ class _Builder:
     def _repair(self, row: Row, fixed: frozenset[int]) -> Row | None:
         """Return `row`, or a similar valid row with the same values of the `fixed` axes, or None.
 
-        Each step changes the one value that leaves the fewest rejections.
+        Each step makes the single change that leaves the fewest rejections.
         """
         for _ in range(_MAX_REPAIRS):
-            reasons = len(self._get_rejections(row))
-            if not reasons:
+            num_rejections = len(self._get_rejections(row))
+            if not num_rejections:
                 return row
-            best = row
+            best_row = row
             for axis in range(self.num_axes):
                 if axis in fixed:
                     continue
                 for value in range(len(self.space.axes[axis].values)):
-                    changed = _replace_value(row, axis, value)
-                    if len(self._get_rejections(changed)) < reasons:
-                        best, reasons = changed, len(self._get_rejections(changed))
-            if best == row:
+                    candidate = _replace_value(row, axis, value)
+                    if len(self._get_rejections(candidate)) < num_rejections:
+                        best_row, num_rejections = candidate, len(self._get_rejections(candidate))
+            if best_row == row:
                 return None
-            row = best
+            row = best_row
         return None if self._get_rejections(row) else row
 
     def _get_rejections(self, row: Row) -> Sequence[str]:
@@ -332,7 +336,7 @@ class _Builder:
     # ------------------------------------------------------------------------------ drawing rows
 
     def _find_best_row(self, pair: Pair) -> Row:
-        """Return the valid candidate with `pair` that covers the most new pairs per cost.
+        """Return the valid candidate with `pair` that covers the most new pairs per unit of cost.
 
         Returns the row in `rows_by_pair` if no candidate is valid.
         """
@@ -359,14 +363,14 @@ class _Builder:
         """
         value_ids = self.space.value_ids(row)
         value_bits = _make_bit_set(value_ids)
-        counted = [i for i in value_ids if i in self.idle] or value_ids
-        return sum((self.uncovered[value_id] & value_bits).bit_count() for value_id in counted)
+        counted_ids = [i for i in value_ids if i in self.idle] or value_ids
+        return sum((self.uncovered[value_id] & value_bits).bit_count() for value_id in counted_ids)
 
     def _build_candidate(self, pair: Pair) -> Row:
         """Build a row with `pair` from pairwise compatible values.
 
-        Axes are filled in random order, each with the value that covers the most new pairs (per
-        cost, if the values of the axis differ in cost).
+        Axes are filled in random order, each with the value that covers the most new pairs, or the
+        most new pairs per unit of cost if the values of the axis differ in cost.
         """
         row = [0] * self.num_axes  # the default values, until others are chosen
         fixed = {self.axis_by_value_id[value_id]: value_id for value_id in pair}
@@ -384,12 +388,12 @@ class _Builder:
         """Choose a value of `axis` for a row with the values `bits`; return (index, id)."""
         start, varies_cost = self.first_value_ids[axis], self.space.axes[axis].varies_cost
         end = start + len(self.space.axes[axis].values)
-        cost, random_tie, uncovered = self.space.cost, self.rng.random, self.uncovered
+        cost, draw_tie_breaker, uncovered = self.space.cost, self.rng.random, self.uncovered
         best, best_score = start, -1.0
         for value_id, incompatible in enumerate(self.incompatible[start:end], start):
             if bits & incompatible:
                 continue
-            score = (uncovered[value_id] & bits).bit_count() + random_tie()
+            score = (uncovered[value_id] & bits).bit_count() + draw_tie_breaker()
             if varies_cost:
                 row[axis] = value_id - start
                 score /= cost(row)

@@ -8,7 +8,7 @@ from modular_kernel.spec.problem import Problem
 def draw_expert_map(problem: Problem, generator: torch.Generator) -> torch.Tensor | None:
     """Draw an expert map, (E,) int32, or return None if the problem has none.
 
-    A random choice of e experts get the local rows 0 to e - 1. The other experts get -1.
+    The local rows 0 to e - 1 are assigned to e randomly chosen experts. The other experts get -1.
     """
     if not problem.expert_map:
         return None
@@ -19,7 +19,7 @@ def draw_expert_map(problem: Problem, generator: torch.Generator) -> torch.Tenso
 
 
 def replace_skip_values(expert_map: torch.Tensor, num_local: int) -> torch.Tensor:
-    """Return the map with other values than -1 for remote experts.
+    """Return a copy of the map in which remote experts have values other than -1.
 
     Parts must treat any value outside [0, num_local) like -1.
     """
@@ -27,6 +27,6 @@ def replace_skip_values(expert_map: torch.Tensor, num_local: int) -> torch.Tenso
         [num_local, -1, num_local + 7, -2, 2**31 - 1, -(2**31)], dtype=torch.int32
     )
     remote_ids = (expert_map < 0).nonzero().flatten()
-    changed = expert_map.clone()
-    changed[remote_ids] = invalid_rows[torch.arange(len(remote_ids)) % len(invalid_rows)]
-    return changed
+    new_map = expert_map.clone()
+    new_map[remote_ids] = invalid_rows[torch.arange(len(remote_ids)) % len(invalid_rows)]
+    return new_map

@@ -1,7 +1,7 @@
 """Hand-picked cases with sizes that the axes of the pairwise cases do not reach.
 
-They reach a second iteration of a loop over columns, a group of columns whose size is not a power
-of two, or rows that several programs process together. One or two cases per shape are enough.
+The cases reach a second iteration of a loop over columns, a group of columns whose size is not a
+power of two, or rows that several programs process together. One or two cases per shape are enough.
 """
 
 from collections.abc import Iterator
@@ -29,17 +29,9 @@ def list_handpicked_cases(
     prepare_finalize: str, experts: str, machine: Machine
 ) -> tuple[Case, ...]:
     """Return the hand-picked cases that a pairing supports on a machine."""
-    # The interpreter's time is proportional to K, so parts in Triton get shorter rows.
-    interpreted = "triton" in load_catalog().experts(experts).requires.packages
-    small = (
-        *_list_few_token_cases(),
-        *_list_packed_cases(),
-        *_list_copied_row_cases(),
-        *_list_min_scale_cases(),
-        *_list_tie_cases(),
-    )
-    small = (*small, *_list_threshold_cases())
-    long_rows = _list_long_row_cases(16400 if interpreted else 32800)
+    # The interpreter's time is proportional to the row length, so parts in Triton get shorter rows.
+    uses_triton = "triton" in load_catalog().experts(experts).requires.packages
+    long_rows = _list_long_row_cases(16400 if uses_triton else 32800)
     nan = (
         (problem, "uniform", InputVariation(nan=names)) for problem, names in list_nan_problems()
     )
@@ -51,7 +43,12 @@ def list_handpicked_cases(
     selected = (
         *_list_group_cases(),
         *_list_tensor_scale_cases(),
-        *small,
+        *_list_few_token_cases(),
+        *_list_packed_cases(),
+        *_list_copied_row_cases(),
+        *_list_min_scale_cases(),
+        *_list_tie_cases(),
+        *_list_threshold_cases(),
         *long_rows,
         *nan,
         *paths,
@@ -84,8 +81,8 @@ def _list_group_cases() -> Iterator[HandpickedCase]:
     # Tiles do not cross groups, so only the torch parts support groups of 48.
     ragged_groups = replace(base, hidden=104, intermediate=80, quant="fp8_w8a8_block:block=64x48")
     yield ragged_groups, "duplicates", InputVariation()
-    many = replace(_BASE, tokens=2, hidden=2080, quant="fp8_w8a8_block:block=32x32")
-    yield many, "uniform", InputVariation()
+    many_groups = replace(_BASE, tokens=2, hidden=2080, quant="fp8_w8a8_block:block=32x32")
+    yield many_groups, "uniform", InputVariation()
 
 
 def _list_tensor_scale_cases() -> Iterator[HandpickedCase]:
@@ -97,7 +94,7 @@ def _list_tensor_scale_cases() -> Iterator[HandpickedCase]:
     wide = replace(_BASE, hidden=1040, quant="fp8_w8a8_tensor")
     yield replace(wide, dtype=_FP16), "uniform", _PEAK_VALUES
     yield wide.with_tokens(1), "uniform", _PEAK_VALUES
-    # Some parts process so few tokens one by one. The maximum is not in the first token.
+    # Some parts process four tokens one by one. The maximum is not in the first token.
     yield replace(_BASE, tokens=4, experts=17, quant="fp8_w8a8_tensor"), "uniform", _PEAK_VALUES
     yield replace(wide, quant="fp8_w8a8_tensor:static=true"), "uniform", InputVariation()
 
@@ -108,9 +105,17 @@ def _list_min_scale_cases() -> Iterator[HandpickedCase]:
     The activation is approximately linear near 0. With other activations, h would underflow to 0.
     """
     linear = ActivationSpec.parse("swiglu_oai:alpha=1.702,limit=1.0")
-    faint = replace(_BASE, activation=linear)
-    yield replace(faint, quant="fp8_w8a8_channel"), "uniform", InputVariation(values="faint")
-    yield replace(faint, quant="fp8_w8a8_tensor"), "uniform", InputVariation(values="faint")
+    small_outputs = replace(_BASE, activation=linear)
+    yield (
+        replace(small_outputs, quant="fp8_w8a8_channel"),
+        "uniform",
+        InputVariation(values="faint"),
+    )
+    yield (
+        replace(small_outputs, quant="fp8_w8a8_tensor"),
+        "uniform",
+        InputVariation(values="faint"),
+    )
 
 
 def _list_threshold_cases() -> Iterator[HandpickedCase]:
@@ -120,13 +125,13 @@ def _list_threshold_cases() -> Iterator[HandpickedCase]:
     that another order of summation would change bits.
     """
     wide = replace(_BASE, hidden=160, intermediate=96, dtype=torch.float32, batch_invariant=True)
-    # Threshold 8192 on pairs times columns of x A^T, the first product of an adapter.
+    # The threshold for x A^T, the first product of an adapter, is 8192 pairs times columns.
     lora = replace(wide, experts=3, lora="adapters=3,rank=80")
     yield replace(lora, tokens=35, top_k=3), "skips", InputVariation()
     # A single launch counts the pairs of each expert for up to 4096 pairs.
     many_pairs = replace(wide, tokens=520, hidden=80, intermediate=32, experts=9, top_k=8)
     yield replace(many_pairs, batch_invariant=False), "skips", InputVariation()
-    # Threshold 4096 on the row length of the adapters' A.
+    # The threshold for the row length of an adapter's A is 4096.
     yield (
         replace(_BASE, tokens=2, hidden=4112, lora="adapters=3,rank=7"),
         "uniform",
@@ -180,12 +185,12 @@ def _list_packed_cases() -> Iterator[HandpickedCase]:
     interleaved = ActivationSpec.parse("swiglu_oai:alpha=1.702,limit=1.0,interleaved=true")
     yield replace(zeros, tokens=9, activation=interleaved), "skips", InputVariation()
     yield replace(zeros, tokens=1), "uniform", InputVariation()
-    integers = replace(packed, quant="int4_w4a16_group:group=64")
-    yield replace(integers, tokens=9), "uniform", InputVariation()
-    unreduced = replace(integers, tokens=9, combine=Combine.TOPK_UNWEIGHTED)
+    int4 = replace(packed, quant="int4_w4a16_group:group=64")
+    yield replace(int4, tokens=9), "uniform", InputVariation()
+    unreduced = replace(int4, tokens=9, combine=Combine.TOPK_UNWEIGHTED)
     yield unreduced, "skips", InputVariation()
     # Two tokens, an ungated activation, and router weights applied to the input.
-    on_input = replace(integers, top_k=1, apply_router_weight_on_input=True)
+    on_input = replace(int4, top_k=1, apply_router_weight_on_input=True)
     ungated = replace(on_input, hidden=192, activation=ActivationSpec.parse("relu2"))
     yield ungated.with_tokens(2), "uniform", InputVariation()
     # One token in float16. First, eight experts with one warp each, and K is not a multiple of a
@@ -203,10 +208,10 @@ def _list_packed_cases() -> Iterator[HandpickedCase]:
     # GEMM 2 has two blocks, each of which consists of two chunks.
     yield replace(zeros, tokens=1, hidden=32, intermediate=512), "uniform", InputVariation()
     # The steps of the GEMM with several tokens per expert divide K.
-    even_k = replace(integers, tokens=9, hidden=512, intermediate=32)
+    even_k = replace(int4, tokens=9, hidden=512, intermediate=32)
     yield even_k, "uniform", InputVariation()
-    # K is not a multiple of the 32 columns of an MMA, one scale or none limits K, and rows of
-    # weights are aligned all the same.
+    # K is 48, not a multiple of the 32 columns of an MMA. A single group of 64 contains the row, or
+    # three groups of 16 divide it. Rows of weights are aligned nevertheless.
     for quant in ("int4_w4a16_group:group=64", "nvfp4_w4a16"):
         odd_k = replace(packed, hidden=48, intermediate=48, experts=2, quant=quant)
         for tokens in (1, 9):

@@ -5,7 +5,8 @@ about 1. An activation clamp near 1 then affects many values, and an error of on
 is detected. Router weights are positive and very unequal, so that the effect of a wrong, missing or
 doubled weight is much larger than rounding errors.
 
-Fences: each tensor is a view into a longer one whose ends are filled with one of `workspace.FILLS`.
+Fences: each tensor is a view of a longer tensor whose ends are filled with one of
+`workspace.FILLS`.
 An out-of-bounds read changes the output, and `fences_intact` detects an out-of-bounds write. The
 calls of a case use different fills. Values come from a CPU generator, so they are the same on every
 machine.
@@ -172,7 +173,7 @@ def make_inputs(
     )
     inputs = Inputs(
         copy_with_gaps(x_TH, fence) if has_gaps and not problem.inplace else fence(x_TH),
-        replace(weights, **{name: _copy_to(t, fence) for name, t in matrices.items()}),
+        replace(weights, **{name: _copy_storage(t, fence) for name, t in matrices.items()}),
         Routing(
             fence(drawn_routing.topk_weights_TK),
             fence(drawn_routing.topk_ids_TK.to(ids_dtype)),
@@ -207,7 +208,7 @@ def routes_any_pair(problem: Problem, routing_kind: str, seed: int) -> bool:
 
 
 def choose_fill(seed: int) -> Fill:
-    """Choose the fill around the tensors of a call; it differs between the calls of a case."""
+    """Choose the fill around the tensors of a call, which differs between the calls of a case."""
     return FILLS[(seed % 1000 + seed // 1000 + 1) % len(FILLS)]
 
 
@@ -250,7 +251,7 @@ def fences_intact(tensor: torch.Tensor) -> bool:
     return torch.equal(ends.view(torch.uint8), expected.view(torch.uint8))
 
 
-def _copy_to(values: torch.Tensor, fence: FencedCopier) -> torch.Tensor:
+def _copy_storage(values: torch.Tensor, fence: FencedCopier) -> torch.Tensor:
     """Copy the whole storage into fenced memory; return a view equal to `values`."""
     if values.is_contiguous():
         return fence(values)
@@ -273,7 +274,7 @@ def _make_weights(
     strided: bool,
     variation: InputVariation,
 ) -> ExpertWeights:
-    """Make weights in the problem's scheme.
+    """Make weights in the problem's quantization scheme.
 
     Unquantized weights are transposed if `strided`. Quantized weights always use
     `variation.layout`.
@@ -284,9 +285,9 @@ def _make_weights(
             problem, expert_map, generator, fence, strided=strided, layout=layout
         )
     unquantized = replace(problem, quant="none", dtype=torch.float32)
-    plain_fence = FencedCopier(torch.device("cpu"))
+    cpu_fence = FencedCopier(torch.device("cpu"))
     weights = _make_unquantized_weights(
-        unquantized, expert_map, generator, plain_fence, strided=False, layout="plain"
+        unquantized, expert_map, generator, cpu_fence, strided=False, layout="plain"
     )
     uneven = {name: _make_uneven(getattr(weights, name), generator) for name in ("w1", "w2")}
     scales = {}
@@ -366,7 +367,7 @@ def _make_unquantized_weights(
 
     e, h, i, dtype = problem.e, problem.hidden, problem.intermediate, problem.dtype
     w1 = matrices(e, problem.w1_rows, h, std=h**-0.5)
-    w2 = matrices(e, h, i, std=i**-0.5 / _activation_rms(problem.act))
+    w2 = matrices(e, h, i, std=i**-0.5 / _compute_activation_rms(problem.act))
     fenced_map = None if expert_map is None else fence(expert_map)
     if not problem.bias:
         return ExpertWeights(w1, w2, expert_map=fenced_map)
@@ -377,7 +378,7 @@ def _make_unquantized_weights(
 
 
 @cache
-def _activation_rms(spec: ActivationSpec) -> float:
+def _compute_activation_rms(spec: ActivationSpec) -> float:
     """Return the activation's RMS for independent standard normal gate and up values."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(20000, 2, dtype=torch.float64, generator=generator)
@@ -395,11 +396,11 @@ def _draw_routing(
     else:
         weights_TK = logits.softmax(-1)[:, :top_k]
     ids_TK = _draw_ids(problem, routing_kind, expert_map, generator)
-    unused = (ids_TK < 0) | (ids_TK >= problem.experts)
+    is_unused = (ids_TK < 0) | (ids_TK >= problem.experts)
     unused_weights = torch.tensor(_UNUSED_WEIGHTS)
     # The first weight depends on T, so that cases with one unused pair use different weights.
-    offsets = torch.arange(int(unused.sum())) + tokens
-    weights_TK[unused] = unused_weights[offsets % len(unused_weights)]
+    offsets = torch.arange(int(is_unused.sum())) + tokens
+    weights_TK[is_unused] = unused_weights[offsets % len(unused_weights)]
     return Routing(weights_TK, ids_TK)
 
 
@@ -416,8 +417,8 @@ def _draw_ids(
     if routing_kind == "all_skipped":
         return torch.full((tokens, top_k), -1)
     if routing_kind == "all_to_one":
-        first = experts // 2 if expert_map is None else int((expert_map == 0).nonzero()[0])
-        return ((first + torch.arange(top_k)) % experts).repeat(tokens, 1)
+        first_expert = experts // 2 if expert_map is None else int((expert_map == 0).nonzero()[0])
+        return ((first_expert + torch.arange(top_k)) % experts).repeat(tokens, 1)
     probabilities = torch.ones(experts)
     if routing_kind == "zipf":
         probabilities = torch.arange(1, experts + 1).float() ** -1.2
@@ -428,10 +429,10 @@ def _draw_ids(
         ids_TK[0::3, -1] = ids_TK[0::3, 0]
         ids_TK[1::3] = ids_TK[1::3, :1]
     elif routing_kind == "skips":
-        _overwrite_some(ids_TK, (-1,), generator)
+        _overwrite_random_ids(ids_TK, (-1,), generator)
         ids_TK[tokens // 2 :][: int(tokens > 1)] = -1
     else:
-        _overwrite_some(ids_TK, _list_invalid_ids(routing_kind, experts), generator)
+        _overwrite_random_ids(ids_TK, _list_invalid_ids(routing_kind, experts), generator)
     return ids_TK
 
 
@@ -440,8 +441,8 @@ def _list_invalid_ids(routing_kind: str, experts: int) -> tuple[int, ...]:
     if routing_kind == "out_of_range":
         return experts, -2, -1, 2**31 - 1, experts + 7, -5, -(2**31)
     if routing_kind == "beyond_int32":
-        low = experts // 2  # the low 32 bits of most ids
-        return 2**32 + low, -(2**32) + low, 2**31, 2**40 + low, -(2**63), 2**63 - 1
+        low_bits = experts // 2  # the low 32 bits of most ids
+        return 2**32 + low_bits, -(2**32) + low_bits, 2**31, 2**40 + low_bits, -(2**63), 2**63 - 1
     return ()
 
 
@@ -450,20 +451,22 @@ def _draw_distinct_ids(
 ) -> torch.Tensor:
     """Draw (T, K) ids with the given probabilities of experts, (E,).
 
-    The ids of a row are distinct, unless fewer than K experts have a nonzero probability.
+    The ids of a token are distinct, unless fewer than K experts have a nonzero probability.
     """
     if tokens == 0:
         return torch.empty(0, top_k, dtype=torch.int64)
     num_distinct = min(top_k, int((probabilities > 0).sum()))
-    rows = probabilities.expand(tokens, -1)
-    ids = torch.multinomial(rows, num_distinct, generator=generator)
+    probabilities_TE = probabilities.expand(tokens, -1)
+    ids = torch.multinomial(probabilities_TE, num_distinct, generator=generator)
     if num_distinct == top_k:
         return ids
-    repeated = torch.multinomial(rows, top_k - num_distinct, replacement=True, generator=generator)
+    repeated = torch.multinomial(
+        probabilities_TE, top_k - num_distinct, replacement=True, generator=generator
+    )
     return torch.cat([ids, repeated], dim=1)
 
 
-def _overwrite_some(
+def _overwrite_random_ids(
     ids_TK: torch.Tensor, values: tuple[int, ...], generator: torch.Generator
 ) -> None:
     if ids_TK.numel() == 0 or not values:

@@ -1,4 +1,4 @@
-"""Batch-invariance cases: each scheme that supports it, and options that reorder rows.
+"""Cases of batch invariance: every scheme that supports it, and options that reorder rows.
 
 The experts get so many rows, and K is so large in the GEMMs, that the output bits change if a part
 selects tiles or the order of a sum by the number of tokens.

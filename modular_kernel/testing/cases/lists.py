@@ -3,7 +3,7 @@
 - full: a pairwise-covering set of cases (`pairwise`), and hand-picked shapes (`handpicked`).
 - smoke: a few cases that together touch every axis.
 - axes: a base problem, and variants that change one property or a few properties that interact.
-  Tests that compare a problem with the base use this list.
+  Tests that compare variants with the base problem use this list.
 
 A case consists of a problem, a kind of routing, an input variation and a seed. Shapes are small,
 because the interpreter must also run them.
@@ -84,8 +84,14 @@ def cases_for(
     """
     if level == "smoke":
         candidates = (
-            Case(prepare_finalize, experts, apply_part_row_order(p, experts), r, variation=m)
-            for p, r, m in list_smoke_variants(BASE)
+            Case(
+                prepare_finalize,
+                experts,
+                apply_part_row_order(problem, experts),
+                routing,
+                variation=variation,
+            )
+            for problem, routing, variation in list_smoke_variants(BASE)
         )
         return _select(candidates, machine)
     array, cases = draw_pairwise_cases(prepare_finalize, experts, machine)
@@ -144,7 +150,7 @@ def _has_valid_case(prepare_finalize: str, experts: str, machine: Machine, level
 
 
 def list_axis_variants(base: Problem) -> tuple[Variant, ...]:
-    """Return `base`, variants that change one axis each, and small products of interacting axes."""
+    """Return `base`, variants that change one axis each, and combinations of interacting axes."""
     groups: tuple[Iterable[Variant], ...] = (
         [(base, "uniform")],
         _vary_tokens(base),
@@ -288,7 +294,7 @@ def _vary_chunks(base: Problem) -> Iterator[Variant]:
 
 
 def _vary_adapters(base: Problem) -> Iterator[Variant]:
-    """Yield variants with LoRA ranks that are no multiple of a block, and with shared matrices."""
+    """Yield variants with LoRA ranks that are not multiples of a block, and shared matrices."""
     with_adapters = replace(base, lora="adapters=3,rank=7")
     yield _make_variant(with_adapters)
     yield _make_variant(with_adapters, "skips", dtype=_BF16, bias=True, activation=_SWIGLU_OAI)

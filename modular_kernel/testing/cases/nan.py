@@ -1,4 +1,4 @@
-"""Cases with NaN in the arguments of a call: which arguments can hold NaN, and where it is put.
+"""Cases with NaN in the arguments of a call: which arguments can hold NaN, and at which positions.
 
 A NaN must reach every output value that is computed from it, and no other. The output of
 `reference.rounded_reference` is NaN at exactly these values.
@@ -48,7 +48,7 @@ def list_nan_arguments(problem: Problem) -> tuple[str, ...]:
 def reaches_other_pairs(name: str, problem: Problem) -> bool:
     """Return whether NaN in the argument `name` also reaches pairs that do not read the NaN value.
 
-    It reaches them through a scale that all pairs share: a static scale of all activations, or a
+    NaN reaches them through a scale that all pairs share: a static scale of all activations, or a
     scale computed from the activations of the whole call.
     """
     scheme = problem.scheme
@@ -56,8 +56,8 @@ def reaches_other_pairs(name: str, problem: Problem) -> bool:
         return False
     if scheme.static:
         return name in ("a1_scale", "a2_scale")
-    before_gemm2 = name.startswith(("w1", "b1", "lora_a13", "lora_b13")) or name == X_NAME
-    return before_gemm2 or (name == ROUTER_NAME and problem.apply_router_weight_on_input)
+    is_used_before_gemm2 = name.startswith(("w1", "b1", "lora_a13", "lora_b13")) or name == X_NAME
+    return is_used_before_gemm2 or (name == ROUTER_NAME and problem.apply_router_weight_on_input)
 
 
 def group_nan_arguments(problem: Problem) -> tuple[str, ...]:
@@ -88,9 +88,9 @@ def route_to_distinct_experts(routing: Routing, problem: Problem, nan_names: str
     weights, the router weight of one more pair is NaN.
     """
     tokens, top_k = problem.tokens, problem.top_k
-    order = torch.randperm(problem.experts, generator=torch.Generator().manual_seed(0))
+    shuffled_experts = torch.randperm(problem.experts, generator=torch.Generator().manual_seed(0))
     pair = torch.arange(tokens * top_k)
-    ids_TK = order[pair % problem.experts].view(tokens, top_k)
+    ids_TK = shuffled_experts[pair % problem.experts].view(tokens, top_k)
     is_skipped = torch.zeros(tokens, top_k, dtype=torch.bool)
     if tokens > 2:
         is_skipped[-1] = True
@@ -125,7 +125,7 @@ def insert_nan_into_weights(
 ) -> None:
     """Put a NaN into each field of `weights` in `nan_names`, in the values for one expert.
 
-    That expert is the expert of the pair from `_find_pair`.
+    The expert is the one to which `_find_pair`'s pair is routed.
     """
     ids, slots_T = routing.topk_ids_TK.flatten(), routing.slots_T
     for name in split_names(nan_names):
@@ -156,12 +156,12 @@ def _find_pair(name: str, problem: Problem, nan_names: str) -> int:
     Token 0 is reserved for NaN in x.
     """
     names = [n for n in split_names(nan_names) if n != X_NAME]
-    first = problem.top_k if X_NAME in split_names(nan_names) and problem.tokens > 1 else 0
-    return (first + names.index(name)) % max(1, problem.tokens * problem.top_k)
+    first_pair = problem.top_k if X_NAME in split_names(nan_names) and problem.tokens > 1 else 0
+    return (first_pair + names.index(name)) % max(1, problem.tokens * problem.top_k)
 
 
 def _set_nan(tensor: torch.Tensor) -> None:
-    """Set one value to NaN: the last one of a row at about 2/3 of each other dimension."""
+    """Set one value to NaN: the last value of a row, at about 2/3 of the other dimensions."""
     index = (*(size * 2 // 3 for size in tensor.shape[:-1]), -1)
     if tensor.dtype is torch.uint8:
         tensor[index] = _E8M0_NAN
@@ -190,8 +190,8 @@ def list_nan_problems() -> Iterator[NanProblem]:
         if problem.scheme.dispatched_quantized:
             yield make_two_token_problem(problem)
         if problem.scheme.packed:  # with float32, parts use kernels without packed words
-            exact = replace(problem, dtype=torch.float32)
-            yield make_problem_with_token_per_name(exact, group_nan_arguments(problem)[0])
+            float32_problem = replace(problem, dtype=torch.float32)
+            yield make_problem_with_token_per_name(float32_problem, group_nan_arguments(problem)[0])
     for activation in (_CLAMPED, ActivationSpec.parse("relu2")):
         problem = replace(_BASE, activation=activation)
         yield make_problem_with_token_per_name(problem, *group_nan_arguments(problem))
@@ -204,7 +204,10 @@ def list_nan_problems() -> Iterator[NanProblem]:
 
 
 def make_problem_with_token_per_name(problem: Problem, nan_names: str) -> NanProblem:
-    """Make a problem with a token per argument with NaN, and as many experts as tokens."""
+    """Make a problem with a token for each argument with NaN, one without NaN, and a skipped one.
+
+    There are as many experts as tokens.
+    """
     tokens = count_pairs_needed(nan_names) + 1
     return replace(problem, tokens=tokens, experts=tokens), nan_names
 

@@ -49,7 +49,7 @@ RULES_BY_AXIS = {
 def list_neighbors(variant: VariantT, verdict: Verdict, world_size: int) -> Iterator[VariantT]:
     """Yield variants with other values of the properties that `verdict` rejects.
 
-    Small changes come first. Yields nothing if `verdict` also rejects another property than those
+    Small changes come first. Yields nothing if `verdict` also rejects a property that is not
     in RULES_BY_AXIS.
     """
     rules = {rejection.rule for rejection in verdict.rejections}
@@ -64,15 +64,15 @@ def list_neighbors(variant: VariantT, verdict: Verdict, world_size: int) -> Iter
     if "placement" in changed_axes:
         num_divisible_experts = -(-problem.experts // world_size) * world_size
         placements.append(("linear", num_divisible_experts))
-    dtypes = _with_first(problem.dtype, DTYPES if "dtype" in changed_axes else ())
-    intermediate = _with_first(
+    dtypes = _prepend_distinct(problem.dtype, DTYPES if "dtype" in changed_axes else ())
+    intermediate = _prepend_distinct(
         problem.intermediate, INTERMEDIATE_SIZES if "intermediate" in changed_axes else ()
     )
-    hidden = _with_first(problem.hidden, HIDDEN_SIZES if "hidden" in changed_axes else ())
+    hidden = _prepend_distinct(problem.hidden, HIDDEN_SIZES if "hidden" in changed_axes else ())
     for (placement, experts), dtype, i, h in product(placements, dtypes, intermediate, hidden):
-        changed = replace(problem, experts=experts, dtype=dtype, intermediate=i, hidden=h)
-        if (changed, placement) != (problem, variant.placement):
-            yield replace(variant, problem=changed, placement=placement)
+        neighbor = replace(problem, experts=experts, dtype=dtype, intermediate=i, hidden=h)
+        if (neighbor, placement) != (problem, variant.placement):
+            yield replace(variant, problem=neighbor, placement=placement)
 
 
 def describe_changes(before: Problem, after: Problem) -> str:
@@ -85,5 +85,5 @@ def describe_changes(before: Problem, after: Problem) -> str:
     return ", ".join(changes)
 
 
-def _with_first(value: Value, others: tuple[Value, ...]) -> tuple[Value, ...]:
-    return (value, *(other for other in others if other != value))
+def _prepend_distinct(value: Value, alternatives: tuple[Value, ...]) -> tuple[Value, ...]:
+    return (value, *(alternative for alternative in alternatives if alternative != value))

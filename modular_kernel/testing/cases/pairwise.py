@@ -139,13 +139,13 @@ _ALWAYS_ROUTED = ("uniform", "all_to_one", "zipf", "empty_experts", "duplicates"
 
 @cache
 def _parse_activation(name: str, interleaved: bool) -> ActivationSpec:
-    text = _ACTIVATIONS[name]
-    if text in UNGATED:
+    spec = _ACTIVATIONS[name]
+    if spec in UNGATED:
         if interleaved:
-            raise ConfigurationError("activation", got=f"{text}, interleaved", need="gate and up")
+            raise ConfigurationError("activation", got=f"{spec}, interleaved", need="gate and up")
     elif interleaved or name == "swiglu_oai":
-        text += f"{',' if ':' in text else ':'}interleaved={str(interleaved).lower()}"
-    return ActivationSpec.parse(text)
+        spec += f"{',' if ':' in spec else ':'}interleaved={str(interleaved).lower()}"
+    return ActivationSpec.parse(spec)
 
 
 def build_problem(row: dict[str, Any]) -> Problem:
@@ -197,7 +197,7 @@ def build_case(prepare_finalize: str, experts: str, row: dict[str, Any]) -> Case
     )
 
 
-def _input_rejections(problem: Problem, row: dict[str, Any]) -> tuple[str, ...]:
+def _list_input_rejections(problem: Problem, row: dict[str, Any]) -> tuple[str, ...]:
     reasons = []
     if row["routing"] == "beyond_int32" and problem.ids_dtype is torch.int32:
         reasons.append("[routing] beyond_int32: int32 ids hold no such values")
@@ -219,15 +219,15 @@ _INPUT_AXES = frozenset({"routing", "layout", "own_scales", "values", "by_turns"
 
 
 def _make_problem_getter(axes: tuple[Axis, ...]) -> Callable[[Row], Row]:
-    """Return a function that extracts the part of a row that determines the problem."""
+    """Return a function that extracts the sub-row of the axes that determine the problem."""
     return itemgetter(*(i for i, axis in enumerate(axes) if axis.name not in _INPUT_AXES))
 
 
 @lru_cache(maxsize=2**14)  # enough for one pairing; the next pairing reuses most entries
-def _build_problem_from_part(part: Row) -> Problem | str:
-    """Build the problem from the problem axes of a row, or return the reason why it is invalid."""
+def _build_problem_from_subrow(subrow: Row) -> Problem | str:
+    """Build a problem from its sub-row, or return the reason why the problem is invalid."""
     axes = (axis for axis in _list_all_axes() if axis.name not in _INPUT_AXES)
-    named_values = zip(axes, part, strict=False)  # without LORA_AXES the part is shorter
+    named_values = zip(axes, subrow, strict=False)  # without LORA_AXES the subrow is shorter
     try:
         return build_problem({axis.name: axis.values[i] for axis, i in named_values})
     except ConfigurationError as error:
@@ -247,11 +247,11 @@ def build_space(prepare_finalize: str, experts: str, machine: Machine) -> Space:
     axes = _list_all_axes()
     if not (prepare_part.requires.lora and experts_part.requires.lora):
         axes = axes[: len(AXES)]
-    get_problem_part = _make_problem_getter(axes)
-    problems: dict[Row, tuple[Problem | None, Sequence[str]]] = {}
+    get_problem_subrow = _make_problem_getter(axes)
+    judged_problems: dict[Row, tuple[Problem | None, Sequence[str]]] = {}
 
-    def judge_problem_part(part: Row) -> tuple[Problem | None, Sequence[str]]:
-        problem_or_reason = _build_problem_from_part(part)
+    def judge_problem_subrow(subrow: Row) -> tuple[Problem | None, Sequence[str]]:
+        problem_or_reason = _build_problem_from_subrow(subrow)
         if isinstance(problem_or_reason, str):
             return None, (problem_or_reason,)
         problem = apply_part_row_order(problem_or_reason, experts_part)
@@ -260,15 +260,15 @@ def build_space(prepare_finalize: str, experts: str, machine: Machine) -> Space:
         )
 
     def list_rejections(row: Row) -> Sequence[str]:
-        part = get_problem_part(row)
-        if part not in problems:
-            problems[part] = judge_problem_part(part)
-        problem, reasons = problems[part]
+        subrow = get_problem_subrow(row)
+        if subrow not in judged_problems:
+            judged_problems[subrow] = judge_problem_subrow(subrow)
+        problem, reasons = judged_problems[subrow]
         if problem is None or reasons:
             return reasons
-        return _input_rejections(problem, _name_values(row))
+        return _list_input_rejections(problem, _name_values(row))
 
-    return Space(axes, list_rejections, _is_computing, estimate_cost)
+    return Space(axes, list_rejections, _computes_row, estimate_cost)
 
 
 def _name_values(row: Row) -> dict[str, Any]:
@@ -280,31 +280,34 @@ def _name_values(row: Row) -> dict[str, Any]:
 _AXIS_INDEX = {axis.name: index for index, axis in enumerate(_ALL_AXES)}
 
 
-def _make_getter(*names: str) -> Callable[[Sequence[int]], Row]:
+def _make_subrow_getter(*names: str) -> Callable[[Sequence[int]], Row]:
     return itemgetter(*(_AXIS_INDEX[name] for name in names))
 
 
-def _get_values(part: Row, *names: str) -> tuple[Any, ...]:
+def _get_values(subrow: Row, *names: str) -> tuple[Any, ...]:
     """Return the values of the axes `names`, given their indices."""
-    return tuple(AXES[_AXIS_INDEX[name]].values[i] for name, i in zip(names, part, strict=True))
+    return tuple(AXES[_AXIS_INDEX[name]].values[i] for name, i in zip(names, subrow, strict=True))
 
 
 # Axes that determine the routing, the number of blocks of rows, and the work per block.
 _ROUTING_AXES = ("tokens", "experts", "top_k", "placement", "routing", "seed")
 _BLOCK_AXES = ("tokens", "top_k", "experts", "placement", "chunks")
 _WORK_AXES = ("numbers", "hidden", "intermediate", "by_turns", "batch_invariant")
-_get_routing_part, _get_blocks_part = _make_getter(*_ROUTING_AXES), _make_getter(*_BLOCK_AXES)
-_get_work_part = _make_getter(*_WORK_AXES)
+_get_routing_subrow, _get_blocks_subrow = (
+    _make_subrow_getter(*_ROUTING_AXES),
+    _make_subrow_getter(*_BLOCK_AXES),
+)
+_get_work_subrow = _make_subrow_getter(*_WORK_AXES)
 
 
-def _is_computing(row: Row) -> bool:
+def _computes_row(row: Row) -> bool:
     """Return whether a valid row computes any (token, expert) pair."""
-    return _computes_any_pair(_get_routing_part(row))
+    return _computes_any_pair(_get_routing_subrow(row))
 
 
 @cache
-def _computes_any_pair(part: Row) -> bool:
-    tokens, experts, top_k, placement, routing, seed = _get_values(part, *_ROUTING_AXES)
+def _computes_any_pair(subrow: Row) -> bool:
+    tokens, experts, top_k, placement, routing, seed = _get_values(subrow, *_ROUTING_AXES)
     if not tokens or routing == "all_skipped":
         return False
     if placement in ("all", "mapped") and routing in _ALWAYS_ROUTED:
@@ -318,15 +321,15 @@ def _computes_any_pair(part: Row) -> bool:
 
 def estimate_cost(row: Sequence[int]) -> float:
     """Estimate the interpreter's time in seconds: blocks of rows times tiles of weights."""
-    call_seconds, blocks = _estimate_blocks(_get_blocks_part(row))
-    calls, tiles = _estimate_work(_get_work_part(row))
-    return calls * (call_seconds + blocks * tiles)
+    call_seconds, tile_seconds = _estimate_blocks(_get_blocks_subrow(row))
+    calls, tiles = _estimate_work(_get_work_subrow(row))
+    return calls * (call_seconds + tile_seconds * tiles)
 
 
 @cache
-def _estimate_blocks(part: Row) -> tuple[float, float]:
+def _estimate_blocks(subrow: Row) -> tuple[float, float]:
     """Return the fixed seconds of a call, and the additional seconds per tile of weights."""
-    tokens, top_k, experts, placement, chunks = _get_values(part, *_BLOCK_AXES)
+    tokens, top_k, experts, placement, chunks = _get_values(subrow, *_BLOCK_AXES)
     num_local = {"one_mapped": 1, "half_mapped": (experts + 1) // 2}.get(placement, experts)
     pairs, chunk_count = tokens * top_k, {"ragged": 3, "one_more": 2}.get(chunks, 1)
     blocks = min(pairs, num_local) * (chunk_count + 1) / 2 + pairs / 16
@@ -334,9 +337,9 @@ def _estimate_blocks(part: Row) -> tuple[float, float]:
 
 
 @cache
-def _estimate_work(part: Row) -> tuple[float, int]:
+def _estimate_work(subrow: Row) -> tuple[float, int]:
     """Return the number of calls, and the number of weight tiles in each call."""
-    (dtype, _), hidden, intermediate, by_turns, batch_invariant = _get_values(part, *_WORK_AXES)
+    (dtype, _), hidden, intermediate, by_turns, batch_invariant = _get_values(subrow, *_WORK_AXES)
     tile_size = 32 if dtype is _FP32 or hidden % 16 or intermediate % 16 else 64
     tiles = int(2 * -(-hidden // tile_size) * -(-intermediate // tile_size))
     return float(1 + 0.3 * by_turns + 0.5 * batch_invariant), tiles

@@ -31,7 +31,8 @@ _BASE = Problem(
     tokens=_TOKENS[-1], hidden=128, intermediate=64, experts=3, top_k=2, dtype=torch.bfloat16
 )
 _FLAGS = ("zero_points", "static", "repacked")
-_MAX_EXTERNAL_TOKENS = 9  # of cases for paths of other packages; more take minutes if interpreted
+# Limit for paths of other packages, because interpreting cases with more tokens takes minutes.
+_MAX_EXTERNAL_TOKENS = 9
 
 
 @dataclass(frozen=True, order=True)
@@ -85,7 +86,7 @@ def format_scheme(scheme: QuantScheme) -> str:
 
 
 def detect_layout(w_eNK: torch.Tensor) -> str:
-    """Detect the layout of weights: one of LAYOUTS."""
+    """Return the memory layout of weights, one of LAYOUTS."""
     if not w_eNK.is_contiguous():
         return "spaced" if w_eNK.stride(-1) == 1 else "transposed"
     return "shifted" if w_eNK.data_ptr() % 16 else "plain"
@@ -107,17 +108,17 @@ def reachable_combinations(
             continue
         instance = part(problem)
         inputs = make_inputs(problem, "uniform", torch.device("cpu"), variation=variation)
-        counts = dict[str, tuple[int, ...]]()  # by path
+        counts_by_path = dict[str, tuple[int, ...]]()
         for tokens in _TOKENS:
             path = instance.path_name(inputs.x_TH[:tokens], inputs.weights)
             if not path:
                 return {}
-            counts[path] = (*counts.get(path, ()), tokens)
-        for path, entering in counts.items():
-            probe = Probe(problem.with_tokens(entering[0]), variation, entering)
+            counts_by_path[path] = (*counts_by_path.get(path, ()), tokens)
+        for path, token_counts in counts_by_path.items():
+            probe = Probe(problem.with_tokens(token_counts[0]), variation, token_counts)
             for combination in list_combinations(path, problem, inputs.weights):
                 best = probes.get(combination)
-                if best is None or best.problem.tokens > entering[0]:
+                if best is None or best.problem.tokens > token_counts[0]:
                     probes[combination] = probe
     return probes
 
@@ -203,14 +204,15 @@ def find_external_paths(experts: str) -> frozenset[str]:
 def list_external_path_cases(
     prepare_finalize: str, experts: str, machine: Machine
 ) -> Iterator[tuple[Problem, str, InputVariation]]:
-    """Yield cases for the paths of another package: every combination of each scheme they support.
+    """Yield cases for the paths of other packages ("external" paths).
 
-    Each combination has the fewest tokens that enter the path. Those of an external path also have
-    the most, up to `_MAX_EXTERNAL_TOKENS`, because a path that is for few tokens may have no other
-    case with more than one.
+    For every scheme that an external path supports, each combination gets a case with the fewest
+    tokens that enter its path. A combination of an external path also gets a case with the most
+    tokens, up to `_MAX_EXTERNAL_TOKENS`, because a path for few tokens may otherwise have only
+    cases with one token.
 
-    The other lists of cases are designed for the built-in paths. An external path takes over some
-    of their calls, and adds combinations of its own.
+    The other lists of cases are designed for the built-in paths. An external path computes some
+    calls that a built-in path would compute otherwise, and adds combinations of its own.
     """
     external = find_external_paths(experts)
     if not external:
@@ -224,9 +226,12 @@ def list_external_path_cases(
     }
     for probe in dict.fromkeys(probes.values()):
         yield probe.problem, "skips", probe.variation
-    for probe in dict.fromkeys(probes[each] for each in probes if each.path in external):
-        few = (count for count in probe.tokens if count <= _MAX_EXTERNAL_TOKENS)
-        tokens = max(few, default=0)
+    external_probes = (
+        probe for combination, probe in probes.items() if combination.path in external
+    )
+    for probe in dict.fromkeys(external_probes):
+        allowed_counts = (count for count in probe.tokens if count <= _MAX_EXTERNAL_TOKENS)
+        tokens = max(allowed_counts, default=0)
         if tokens > probe.problem.tokens:
             yield probe.problem.with_tokens(tokens), "uniform", probe.variation
 

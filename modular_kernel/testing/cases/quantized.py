@@ -54,21 +54,21 @@ def list_declared_problems() -> Iterator[Problem]:
     base = Problem(tokens=7, hidden=160, intermediate=96, experts=5, top_k=2, dtype=torch.bfloat16)
     for external in load_external_schemes().usable:
         for changes in external.scheme.cases:
-            what = f"scheme {external.name}: case"
+            argument = f"scheme {external.name}: case"
             if "quant" in changes:
                 need = "fields other than quant"
-                raise ConfigurationError(what, got=repr(dict(changes))[:200], need=need)
+                raise ConfigurationError(argument, got=repr(dict(changes))[:200], need=need)
             try:
                 yield replace(base, quant=external.name, **changes)
             except TypeError as error:  # a field that Problem does not have
                 need = "fields of Problem"
-                raise ConfigurationError(what, got=str(error)[:200], need=need) from error
+                raise ConfigurationError(argument, got=str(error)[:200], need=need) from error
 
 
 def list_quantized_variants(base: Problem) -> Iterator[Variant]:
     """Yield a variant of each scheme in bf16, then variants with options that affect scales.
 
-    The last ones are the cases that schemes of other packages declare.
+    The cases that schemes of other packages declare come last.
     """
     wide = replace(base, hidden=160, intermediate=96, dtype=torch.bfloat16)
 
@@ -108,8 +108,8 @@ def list_quantized_variants(base: Problem) -> Iterator[Variant]:
 def choose_short_scale_dtype(problem: Problem) -> torch.dtype:
     """Choose a 16-bit dtype for weight scales.
 
-    It is the dtype of the problem, except for integer weights and an odd top_k, which get the other
-    16-bit dtype. Float32 problems have no short scales, and get float32.
+    Returns the dtype of the problem, or the other 16-bit dtype for integer weights with an odd
+    top_k. Returns float32 for float32 problems, which have no 16-bit scales.
     """
     other_dtype = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16}
     use_other = problem.scheme.weight in IMPLICIT_ZERO_POINT and problem.top_k % 2

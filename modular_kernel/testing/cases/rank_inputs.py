@@ -74,11 +74,11 @@ def _select(name: str, values: torch.Tensor, index: torch.Tensor) -> torch.Tenso
     The expert dimension of adapters is the second one. Its size is 1 if experts share a matrix.
     """
     if name not in ADAPTER_TENSORS:
-        return _index(values, index)
+        return _index_experts(values, index)
     return values if values.shape[1] == 1 else values[:, index]
 
 
-def _index(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def _index_experts(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Return values[index], in the same memory layout."""
     if values.dim() == 3 and values.stride(-1) != 1:
         return values.mT[index].mT

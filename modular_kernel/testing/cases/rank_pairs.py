@@ -1,8 +1,8 @@
 """Pairwise-covering rows for cases with several ranks.
 
-Every pair of values of two axes occurs in some row. The rows are drawn once per number of ranks,
-for the least restrictive parts. `ranks` turns them into cases, and replaces a row that a part
-refuses by the nearest supported case, if there is one.
+Every possible pair of values of two axes occurs in some row. The rows are drawn once per number of
+ranks, for the least restrictive parts. `ranks` turns them into cases, and replaces a row that a
+part refuses by the nearest supported case, if there is one.
 """
 
 from dataclasses import replace
@@ -91,18 +91,20 @@ def build_problem(row: Row, world_size: int) -> Problem:
 
 
 def build_variation(row: Row) -> InputVariation:
+    """Build the input variation of a row."""
     values = name_values(row)
     return InputVariation(values=values["values"], slot_pattern=values["named"])
 
 
 @cache
 def draw_rank_array(world_size: int) -> CoveringArray:
+    """Draw a covering array over RANK_AXES for the least restrictive parts."""
     machine = this_machine(device="cpu")
 
     @cache
-    def problem_rejections(problem: Problem) -> tuple[str, ...]:
-        over_ranks = replace(problem, parallel=Parallel(world_size))
-        return tuple(map(str, check(*_LEAST_RESTRICTIVE_PARTS, over_ranks, machine).rejections))
+    def list_problem_rejections(problem: Problem) -> tuple[str, ...]:
+        rank_problem = replace(problem, parallel=Parallel(world_size))
+        return tuple(map(str, check(*_LEAST_RESTRICTIVE_PARTS, rank_problem, machine).rejections))
 
     def list_rejections(row: Row) -> tuple[str, ...]:
         values = name_values(row)
@@ -110,7 +112,7 @@ def draw_rank_array(world_size: int) -> CoveringArray:
             problem = build_problem(row, world_size)
         except ConfigurationError as error:
             return (str(error),)
-        if reasons := problem_rejections(problem):
+        if reasons := list_problem_rejections(problem):
             return reasons
         if values["routing"] == "beyond_int32" and values["ids"] is torch.int32:
             return ("[routing] beyond_int32: int32 ids hold no such values",)

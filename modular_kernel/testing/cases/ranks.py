@@ -1,6 +1,6 @@
 """Cases with several ranks: a problem, the token count of each rank, and a placement of experts.
 
-There are a base case, cases that change one property each, and small products of properties that
+The lists have a base case, cases that change one property each, and combinations of properties that
 interact. The number of tokens differs between ranks and may be 0. Experts are placed in blocks of
 unequal size, round-robin, or with copies.
 """
@@ -64,7 +64,7 @@ def parse_placement(text: str, experts: int, world_size: int) -> Placement:
     if text in PLACEMENTS:
         return PLACEMENTS[text](experts, world_size)
     try:
-        return Placement(tuple(tuple(map(int, part.split(","))) for part in text.split("/")))
+        return Placement(tuple(tuple(map(int, slots.split(","))) for slots in text.split("/")))
     except ValueError:
         need = f"one of {', '.join(PLACEMENTS)}, or experts by rank such as 0,2/1,3"
         raise ConfigurationError("placement", got=repr(text), need=need) from None
@@ -134,8 +134,8 @@ class RankCase(Case):
 
     def of_rank(self, rank: int) -> Case:
         problem = replace(self.problem, parallel=replace(self.problem.parallel, rank=rank))
-        pair = self.prepare_finalize, self.experts
-        return Case(*pair, problem, self.routing, self.seed, self.variation)
+        pairing = self.prepare_finalize, self.experts
+        return Case(*pairing, problem, self.routing, self.seed, self.variation)
 
     def verdict(self, machine: Machine) -> Verdict:
         """Return the verdict of the first refused rank, or of rank 0 if no rank is refused."""
@@ -242,11 +242,11 @@ def rank_cases_for(
     catalog = load_catalog()
     part = catalog.prepare_finalize(prepare_finalize)
     scenarios = ("", *supported_scenarios(part, machine))
-    interpreted = "triton" in catalog.experts(experts).requires.packages
+    uses_triton = "triton" in catalog.experts(experts).requires.packages
     for variant in list_rank_variants(world_size, level):
         # A rank that interprets GEMMs with such a large K takes so long that its peers time out.
-        times_out = interpreted and variant.problem.hidden >= _LONG_ROW_SIZE
-        # It also takes too long if experts compute the padding rows of many ranks.
+        times_out = uses_triton and variant.problem.hidden >= _LONG_ROW_SIZE
+        # Interpreting the padding rows of many ranks also takes too long.
         times_out |= (
             bool(variant.max_tokens) and part.requires.padding is not None and world_size > 2
         )
@@ -278,16 +278,16 @@ def rank_cases_for(
 def _place_on_hosts(
     selection: RankSelection, ranks_per_host: int, machine: Machine
 ) -> RankSelection:
-    """Return the cases with `ranks_per_host`, without the ones that this makes invalid."""
+    """Return the cases with `ranks_per_host`; cases that become invalid move to `refused`."""
     cases, refused = [], list(selection.refused)
     for case in selection.cases:
         parallel = replace(case.problem.parallel, ranks_per_host=ranks_per_host)
-        on_hosts = replace(case, problem=replace(case.problem, parallel=parallel))
-        verdict = on_hosts.verdict(machine)
+        placed_case = replace(case, problem=replace(case.problem, parallel=parallel))
+        verdict = placed_case.verdict(machine)
         if verdict.ok:
-            cases.append(on_hosts)
+            cases.append(placed_case)
         else:
-            refused.insert(0, (on_hosts, verdict))
+            refused.insert(0, (placed_case, verdict))
     return RankSelection(tuple(cases), tuple(refused), selection.replacements)
 
 
@@ -379,8 +379,8 @@ def _list_full_variants(base: Problem, world_size: int) -> Iterator[Variant]:
         )
     for routing in ("uniform", "zipf", "out_of_range"):
         yield _make_variant(even, routing)
-    for edge in (15, 16, 17, 33):
-        yield make_variant("all_to_one", tokens=(edge, 1), top_k=1, dtype=_BF16)
+    for max_tokens in (15, 16, 17, 33):
+        yield make_variant("all_to_one", tokens=(max_tokens, 1), top_k=1, dtype=_BF16)
     # More pairs than a chunk.
     yield make_variant("skips", hidden=16, intermediate=16, tokens=(83, 46))
     yield make_variant(experts=world_size, top_k=1)
@@ -466,7 +466,7 @@ def _list_unchecked_variants(base: Problem, world_size: int) -> Iterator[Variant
 def _list_captured_variants(base: Problem, world_size: int) -> Iterator[Variant]:
     """Yield variants whose calls can be captured in a CUDA graph.
 
-    Parts may exchange rows differently for these, without the host.
+    In these calls, parts may use an exchange that does not involve the host.
     """
     base = replace(base, graph=True)
     make_variant = partial(_make_variant, base)
@@ -497,7 +497,7 @@ def _list_captured_variants(base: Problem, world_size: int) -> Iterator[Variant]
 
 
 def _list_adapter_variants(base: Problem, world_size: int) -> Iterator[Variant]:
-    """Yield variants with LoRA, whose slots are sent with tokens."""
+    """Yield variants with LoRA, in which each token is sent with its adapter slot."""
     with_adapters = replace(base, lora="adapters=3,rank=7")
     yield _make_variant(with_adapters, "skips", placement="copies", top_k=3, bias=True)
     yield _make_variant(with_adapters, placement="round_robin", tokens=(0, 9), dtype=_BF16)
@@ -514,33 +514,29 @@ def _list_adapter_variants(base: Problem, world_size: int) -> Iterator[Variant]:
 def _list_quantized_variants(base: Problem, world_size: int) -> Iterator[Variant]:
     """Yield variants with shapes and values that are difficult for scales.
 
-    They cover group sizes that are not a power of two, rows longer than one program holds, a scale
-    for all tokens that a value on a single rank determines, and values so small that the scale is
-    clamped. Each scheme of another package also has a variant.
+    The variants cover group sizes that are not a power of two, rows longer than one program holds,
+    a scale for all tokens that a value on a single rank determines, and values so small that the
+    scale is clamped. Each scheme of another package also has a variant.
     """
-    one_expert_each = replace(base, experts=2 * world_size, top_k=1)
-    ragged = replace(one_expert_each, hidden=160, intermediate=136)
+    top_1 = replace(base, experts=2 * world_size, top_k=1)
+    ragged = replace(top_1, hidden=160, intermediate=136)
     yield _make_variant(ragged, quant="int8_w8a8_block:block=32x96", dtype=_FP16)
-    yield _make_variant(
-        one_expert_each, hidden=2080, intermediate=16, quant="fp8_w8a8_block:block=32x32"
-    )
+    yield _make_variant(top_1, hidden=2080, intermediate=16, quant="fp8_w8a8_block:block=32x32")
     # Calls pass few tokens, but problem.tokens is so large that programs read longer blocks of a
     # row.
-    long_rows = replace(one_expert_each, hidden=2080, intermediate=16)
+    long_rows = replace(top_1, hidden=2080, intermediate=16)
     yield Variant(long_rows, "linear", (3, 1), "uniform", max_tokens=513)
-    short_rows = replace(one_expert_each, hidden=64, intermediate=16)
+    short_rows = replace(top_1, hidden=64, intermediate=16)
     yield Variant(short_rows, "linear", (3, 1), "uniform", max_tokens=513)
     peaks, faint = InputVariation(values="peaks"), InputVariation(values="faint")
-    wide = replace(
-        one_expert_each, hidden=1040, intermediate=16, quant="fp8_w8a8_tensor", dtype=_FP16
-    )
+    wide = replace(top_1, hidden=1040, intermediate=16, quant="fp8_w8a8_tensor", dtype=_FP16)
     yield Variant(wide, "linear", (2, 5), "all_to_one", variation=peaks)
-    long = replace(one_expert_each, hidden=_LONG_ROW_SIZE, intermediate=16)
+    long = replace(top_1, hidden=_LONG_ROW_SIZE, intermediate=16)
     wide_groups = f"fp8_w8a8_block:block=16x{_LONG_ROW_SIZE}"
     for quant, tokens in (("fp8_w8a8_channel", (2, 1)), (wide_groups, (5, 4))):
         yield Variant(replace(long, quant=quant), "linear", tokens, "uniform", variation=peaks)
     # The only token of all ranks is zero, and so is the maximum that determines the shared scale.
-    zero_input = replace(one_expert_each, intermediate=16, bias=True, quant="fp8_w8a8_tensor")
+    zero_input = replace(top_1, intermediate=16, bias=True, quant="fp8_w8a8_tensor")
     yield Variant(
         zero_input, "linear", (1, 0), "uniform", variation=InputVariation(values="zero_rows")
     )
@@ -548,13 +544,11 @@ def _list_quantized_variants(base: Problem, world_size: int) -> Iterator[Variant
     # ranks must not become NaN.
     for quant in ("none", "int8_w8a8_channel", "fp8_w8a8_block:block=48x64"):
         nan = InputVariation(nan="x+topk_weights+b2")
-        with_nan = replace(
-            one_expert_each, experts=4 * world_size, quant=quant, bias=True, dtype=_BF16
-        )
+        with_nan = replace(top_1, experts=4 * world_size, quant=quant, bias=True, dtype=_BF16)
         yield Variant(with_nan, "linear", (5, 3), "uniform", variation=nan)
     for quant in list_external_schemes():
-        yield _make_variant(one_expert_each, hidden=160, intermediate=72, quant=quant, dtype=_BF16)
+        yield _make_variant(top_1, hidden=160, intermediate=72, quant=quant, dtype=_BF16)
     linear = ActivationSpec.parse("swiglu_oai:alpha=1.702,limit=1.0")
     for quant in ("fp8_w8a8_channel", "fp8_w8a8_tensor"):
-        small = replace(one_expert_each, intermediate=16, activation=linear, quant=quant)
+        small = replace(top_1, intermediate=16, activation=linear, quant=quant)
         yield Variant(small, "linear", (5, 3), "uniform", variation=faint)

@@ -62,9 +62,9 @@ def can_skip_host_handshakes(part: type[PrepareAndFinalize]) -> bool:
 
 
 def is_builtin(cls: type) -> bool:
-    """Return whether a class belongs to this distribution's parts over ranks.
+    """Return whether a class belongs to `prepare_finalize`, and not to a third-party package.
 
-    Checks may rely on attributes, messages and threads of these classes only.
+    Only for these classes may checks rely on attributes, messages and threads.
     """
     return cls.__module__.partition(".")[0] == "prepare_finalize"
 

@@ -56,42 +56,54 @@ def _list_quantized(base: Problem) -> Iterator[Variant]:
     Quantized activations consist of midpoints between values of the quantized dtype, because only
     midpoints reveal how a part rounds.
     """
-    few = replace(base, tokens=7, dtype=_BF16)
-    chunked = replace(few, chunk_tokens=4)
-    yield replace(few, quant="fp8_w8a8_tensor", bias=True), "uniform", _TIES
-    yield replace(few, quant="fp8_w8a8_tensor:static=true"), "skips", _TIES
+    few_tokens = replace(base, tokens=7, dtype=_BF16)
+    chunked = replace(few_tokens, chunk_tokens=4)
+    yield replace(few_tokens, quant="fp8_w8a8_tensor", bias=True), "uniform", _TIES
+    yield replace(few_tokens, quant="fp8_w8a8_tensor:static=true"), "skips", _TIES
     yield replace(chunked, quant="fp8_w8a8_channel", top_k=8), "skips", _TIES
-    yield replace(few, quant="fp8_w8a8_block:block=48x64"), "duplicates", ORDINARY
-    yield replace(few, hidden=160, quant="fp8_w8a8_block:block=48x64"), "empty_experts", _TIES
+    yield replace(few_tokens, quant="fp8_w8a8_block:block=48x64"), "duplicates", ORDINARY
     yield (
-        replace(few, quant="fp8_w8a16_block:block=48x64", activation=_SWIGLU_OAI),
+        replace(few_tokens, hidden=160, quant="fp8_w8a8_block:block=48x64"),
+        "empty_experts",
+        _TIES,
+    )
+    yield (
+        replace(few_tokens, quant="fp8_w8a16_block:block=48x64", activation=_SWIGLU_OAI),
         "skips",
         ORDINARY,
     )
-    yield replace(few, quant="int8_w8a8_channel", intermediate=40), "out_of_range", _TIES
+    yield replace(few_tokens, quant="int8_w8a8_channel", intermediate=40), "out_of_range", _TIES
     yield replace(chunked, quant="int8_w8a8_block:block=32x32"), "uniform", _TIES
-    yield replace(few, quant="int8_w8a16_channel", dtype=_FP16), "zipf", ORDINARY
+    yield replace(few_tokens, quant="int8_w8a16_channel", dtype=_FP16), "zipf", ORDINARY
     yield (
-        replace(few, quant=f"int8_w8a16_group:{_ZEROS}", activation=_SWIGLU_OAI),
+        replace(few_tokens, quant=f"int8_w8a16_group:{_ZEROS}", activation=_SWIGLU_OAI),
         "uniform",
         ORDINARY,
     )
     yield (
-        replace(few, quant=f"int4_w4a16_group:{_ZEROS}", activation=_SWIGLU_OAI),
+        replace(few_tokens, quant=f"int4_w4a16_group:{_ZEROS}", activation=_SWIGLU_OAI),
         "uniform",
         ORDINARY,
     )
-    yield replace(few, quant="int4_w4a16_group:group=64", bias=True, hidden=50), "skips", ORDINARY
     yield (
-        replace(few, quant="int4_w4a16_act_order:group=32", activation=_SWIGLU_OAI),
+        replace(few_tokens, quant="int4_w4a16_group:group=64", bias=True, hidden=50),
         "skips",
         ORDINARY,
     )
-    yield replace(few, quant="mxfp4_w4a16", activation=_SWIGLU_OAI, bias=True), "uniform", ORDINARY
-    yield replace(few, quant="nvfp4_w4a16", activation=_SWIGLU_OAI), "zipf", ORDINARY
+    yield (
+        replace(few_tokens, quant="int4_w4a16_act_order:group=32", activation=_SWIGLU_OAI),
+        "skips",
+        ORDINARY,
+    )
+    yield (
+        replace(few_tokens, quant="mxfp4_w4a16", activation=_SWIGLU_OAI, bias=True),
+        "uniform",
+        ORDINARY,
+    )
+    yield replace(few_tokens, quant="nvfp4_w4a16", activation=_SWIGLU_OAI), "zipf", ORDINARY
     # H and I are multiples of the packed words, for which parts have specialized paths. Gate and up
     # are not interleaved, so each has its own global scale.
-    packable = replace(few, hidden=128, intermediate=64)
+    packable = replace(few_tokens, hidden=128, intermediate=64)
     yield replace(packable, quant="nvfp4_w4a16", bias=True), "skips", ORDINARY
     yield replace(packable, quant="nvfp4_w4a4", hidden=64), "skips", _TIES
     yield replace(packable, quant="mxfp4_w4a16:repacked=true"), "duplicates", ORDINARY
@@ -101,14 +113,14 @@ def _list_quantized(base: Problem) -> Iterator[Variant]:
     yield replace(one_token, quant="fp8_w8a8_channel", top_k=3), "uniform", _TIES
     yield replace(one_token, quant="fp8_w8a8_channel", top_k=22, experts=24), "skips", _TIES
     for quant in list_external_schemes():
-        yield replace(few, quant=quant, hidden=160), "skips", ORDINARY
+        yield replace(few_tokens, quant=quant, hidden=160), "skips", ORDINARY
         yield replace(one_token, quant=quant, dtype=_FP16), "uniform", ORDINARY
 
 
 def _list_with_adapters(base: Problem) -> Iterator[Variant]:
     """Yield layers with adapters.
 
-    They cover a rank that is not a multiple of a block, shared matrices, unused slots, a call
+    The layers cover a rank that is not a multiple of a block, shared matrices, unused slots, a call
     without adapters, and blocks of scales that contain rows with and without adapters.
     """
     with_adapters = replace(base, tokens=7, dtype=_BF16, lora="adapters=3,rank=7")

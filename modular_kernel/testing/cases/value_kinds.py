@@ -1,7 +1,7 @@
 """Kinds of values of x and of the router weights.
 
-Some are difficult for parts, and occur in real layers: zeros, negative weights, overflow, NaN and
-infinity.
+Zeros, negative weights, overflow, NaN and infinity occur in real layers and are difficult for
+parts.
 """
 
 from dataclasses import replace
@@ -37,7 +37,7 @@ _OVERFLOW_FACTOR = {torch.float16: 2e4, torch.bfloat16: 1e30, torch.float32: 1e3
 
 
 def apply_values_to_x(x_TH: torch.Tensor, problem: Problem, values: str) -> torch.Tensor:
-    """Return x, float32, with the property named by `values`. May modify x_TH."""
+    """Return x, in float32, with values of the kind `values`. May modify x_TH in place."""
     tokens = len(x_TH)
     if values == "zero_rows":
         x_TH[0::3] = 0
@@ -55,11 +55,11 @@ def apply_values_to_x(x_TH: torch.Tensor, problem: Problem, values: str) -> torc
         peaks = _PEAK_RATIO * x_TH.shape[1] ** 0.5 * (1.0 + rows)
         x_TH[rows, last_column - rows * last_column // max(1, tokens - 1)] = peaks
     elif values == "ties":
-        return _nearest_midpoints(x_TH, problem)
+        return _round_to_midpoints(x_TH, problem)
     return x_TH
 
 
-def _nearest_midpoints(x_TH: torch.Tensor, problem: Problem) -> torch.Tensor:
+def _round_to_midpoints(x_TH: torch.Tensor, problem: Problem) -> torch.Tensor:
     """Return the midpoints nearest to x.
 
     The first value of each group is the largest representable value, so that the scale computed
@@ -120,13 +120,13 @@ def apply_values_to_routing(
     if values != "signed":
         return routing
     weights_TK = routing.topk_weights_TK.clone()
-    flat = weights_TK.view(-1)
+    flat_weights = weights_TK.view(-1)
     ids = routing.topk_ids_TK.view(-1)
-    flat[ids % 3 == 1] *= -1
-    flat[5::7] = 0
-    unused = (ids < 0) | (ids >= problem.experts)
+    flat_weights[ids % 3 == 1] *= -1
+    flat_weights[5::7] = 0
+    is_unused = (ids < 0) | (ids >= problem.experts)
     if expert_map is not None:
-        unused |= expert_map[ids.clamp(0, problem.experts - 1)] < 0
-    flat[unused] = torch.nan
-    flat[unused & (torch.arange(len(flat)) % 2 == 1)] = -7
+        is_unused |= expert_map[ids.clamp(0, problem.experts - 1)] < 0
+    flat_weights[is_unused] = torch.nan
+    flat_weights[is_unused & (torch.arange(len(flat_weights)) % 2 == 1)] = -7
     return replace(routing, topk_weights_TK=weights_TK)

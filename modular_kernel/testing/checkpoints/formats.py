@@ -58,25 +58,25 @@ def expand_tiles(tiles: torch.Tensor, rows: int, depth: int, bn: int, bk: int) -
     return tiles.to(F64).repeat_interleave(bn, 0)[:rows].repeat_interleave(bk, 1)[:, :depth]
 
 
-def _randn(shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
+def _draw_normal(shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
     return torch.randn(*shape, generator=g)
 
 
-def _uniform(shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
+def _draw_scales(shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
     """Draw scales of similar magnitude, between 0.6 and 1.4."""
     return 0.6 + 0.8 * torch.rand(*shape, generator=g)
 
 
 def plain(dtype: torch.dtype) -> Make:
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
-        w = (_randn((rows, depth), g) * gain / depth**0.5).to(dtype)
+        w = (_draw_normal((rows, depth), g) * gain / depth**0.5).to(dtype)
         return StoredMatrix({"weight": w}, w.to(F64))
 
     return make
 
 
-def _fp8_codes(rows: int, depth: int, g: torch.Generator) -> torch.Tensor:
-    return (_randn((rows, depth), g) * 100).clamp(-448, 448).to(FP8)
+def _draw_fp8_codes(rows: int, depth: int, g: torch.Generator) -> torch.Tensor:
+    return (_draw_normal((rows, depth), g) * 100).clamp(-448, 448).to(FP8)
 
 
 def fp8_block(
@@ -85,8 +85,8 @@ def fp8_block(
     bn, bk = block
 
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
-        w = _fp8_codes(rows, depth, g)
-        scale = _uniform((-(-rows // bn), -(-depth // bk)), g) * gain / (100 * depth**0.5)
+        w = _draw_fp8_codes(rows, depth, g)
+        scale = _draw_scales((-(-rows // bn), -(-depth // bk)), g) * gain / (100 * depth**0.5)
         if scale_dtype is torch.float8_e8m0fnu:  # powers of two, including the gain
             scale = torch.exp2(torch.log2(scale * 2.0 ** (4 * (gain - 1))).round())
         scale = scale.to(scale_dtype)
@@ -109,7 +109,7 @@ def mxfp8(name: str, scale_dtype: torch.dtype) -> Make:
     """Make e4m3 codes with an E8M0 scale per 32 columns of a row, stored as `scale_dtype`."""
 
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
-        w = _fp8_codes(rows, depth, g)
+        w = _draw_fp8_codes(rows, depth, g)
         exponents = torch.randint(118, 121, (rows, depth // 32), generator=g)
         exponents = exponents + round(3 * (gain - 1)) - int(torch.tensor(depth).log2().item() / 2)
         scale = exponents.to(torch.uint8).view(scale_dtype)
@@ -127,12 +127,12 @@ def fp8_tensor(*, static: bool, shape: tuple[int, ...] = (), shared_scale: bool 
     """
 
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
-        w = _fp8_codes(rows, depth, g)
-        gain_factor = torch.ones(1) if shared_scale else _uniform((1,), g) * gain
+        w = _draw_fp8_codes(rows, depth, g)
+        gain_factor = torch.ones(1) if shared_scale else _draw_scales((1,), g) * gain
         scale = (gain_factor / (100 * depth**0.5)).reshape(shape)
         tensors = {"weight": w, "weight_scale": scale}
         if static:
-            input_factor = torch.ones(1) if shared_scale else _uniform((1,), g)
+            input_factor = torch.ones(1) if shared_scale else _draw_scales((1,), g)
             tensors["input_scale"] = (16 / 448 * input_factor).reshape(shape)
         return StoredMatrix(tensors, w.to(F64) * scale.to(F64))
 
@@ -141,16 +141,16 @@ def fp8_tensor(*, static: bool, shape: tuple[int, ...] = (), shared_scale: bool 
 
 def fp8_channel(scale_dtype: torch.dtype = torch.bfloat16) -> Make:
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
-        w = _fp8_codes(rows, depth, g)
-        scale = (_uniform((rows, 1), g) * gain / (100 * depth**0.5)).to(scale_dtype)
+        w = _draw_fp8_codes(rows, depth, g)
+        scale = (_draw_scales((rows, 1), g) * gain / (100 * depth**0.5)).to(scale_dtype)
         return StoredMatrix({"weight": w, "weight_scale": scale}, w.to(F64) * scale.to(F64))
 
     return make
 
 
 def int8_channel(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
-    w = (_randn((rows, depth), g) * 40).round().clamp(-127, 127).to(torch.int8)
-    scale = (_uniform((rows, 1), g) * gain / (40 * depth**0.5)).to(torch.bfloat16)
+    w = (_draw_normal((rows, depth), g) * 40).round().clamp(-127, 127).to(torch.int8)
+    scale = (_draw_scales((rows, 1), g) * gain / (40 * depth**0.5)).to(torch.bfloat16)
     return StoredMatrix({"weight": w, "weight_scale": scale}, w.to(F64) * scale.to(F64))
 
 
@@ -185,14 +185,14 @@ def bitsandbytes(
     """
 
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
-        values = rows * depth
-        codes = torch.randint(0, 16, (values + values % 2,), generator=g)
-        codes[values:] = 0
+        num_values = rows * depth
+        codes = torch.randint(0, 16, (num_values + num_values % 2,), generator=g)
+        codes[num_values:] = 0
         packed = (codes[0::2] << 4 | codes[1::2]).to(torch.uint8)
         pad = -len(packed) % storage.itemsize
         packed = torch.cat([packed, packed.new_zeros(pad)]).view(storage)[:, None]
         levels = torch.tensor(NF4 if kind == "nf4" else FP4, dtype=torch.float32)
-        blocks = -(-values // block)
+        blocks = -(-num_values // block)
         state = {"quant_type": kind, "blocksize": block, "dtype": "bfloat16"}
         state |= {"shape": [rows, depth]}
         tensors = {"weight": packed, "weight.quant_map": levels}
@@ -200,7 +200,7 @@ def bitsandbytes(
             offset = 1.5 * gain / depth**0.5
             absmax = torch.randint(0, 256, (blocks,), generator=g).to(torch.uint8)
             levels_8bit = torch.linspace(-1, 1, 256)
-            scale = _uniform((-(-blocks // nested_block),), g) * gain / depth**0.5
+            scale = _draw_scales((-(-blocks // nested_block),), g) * gain / depth**0.5
             tensors |= {"weight.nested_absmax": scale, "weight.nested_quant_map": levels_8bit}
             state |= {"nested_blocksize": nested_block, "nested_dtype": "float32"}
             state |= {"nested_offset": offset}
@@ -210,40 +210,42 @@ def bitsandbytes(
             )
             factors = products + offset
         else:
-            absmax = _uniform((blocks,), g) * 2 * gain / depth**0.5
+            absmax = _draw_scales((blocks,), g) * 2 * gain / depth**0.5
             factors = absmax.to(F64)
         tensors["weight.absmax"] = absmax
-        text = json.dumps(state).encode()
+        state_bytes = json.dumps(state).encode()
         tensors[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor(
-            list(text), dtype=torch.uint8
+            list(state_bytes), dtype=torch.uint8
         )
-        exact = levels.to(F64)[codes[:values]] * factors.repeat_interleave(block)[:values]
-        return StoredMatrix(tensors, exact.view(rows, depth))
+        matrix_values = (
+            levels.to(F64)[codes[:num_values]] * factors.repeat_interleave(block)[:num_values]
+        )
+        return StoredMatrix(tensors, matrix_values.view(rows, depth))
 
     return make
 
 
 def llm_int8(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
     """Make an int8 matrix of bitsandbytes, which stores the largest magnitude of each row."""
-    w = (_randn((rows, depth), g) * 40).round().clamp(-127, 127).to(torch.int8)
-    largest = _uniform((rows,), g) * 127 * gain / (40 * depth**0.5)
-    tensors = {"weight": w, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
-    return StoredMatrix(tensors, w.to(F64) * (largest.to(F64) / 127)[:, None])
+    w = (_draw_normal((rows, depth), g) * 40).round().clamp(-127, 127).to(torch.int8)
+    absmax = _draw_scales((rows,), g) * 127 * gain / (40 * depth**0.5)
+    tensors = {"weight": w, "SCB": absmax, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return StoredMatrix(tensors, w.to(F64) * (absmax.to(F64) / 127)[:, None])
 
 
-def _codes(rows: int, depth: int, bits: int, g: torch.Generator) -> torch.Tensor:
+def _draw_codes(rows: int, depth: int, bits: int, g: torch.Generator) -> torch.Tensor:
     """Draw unsigned codes around the middle of their range."""
     half = 1 << (bits - 1)
-    return (_randn((rows, depth), g) * half / 3 + half).round().clamp(0, 2 * half - 1).long()
+    return (_draw_normal((rows, depth), g) * half / 3 + half).round().clamp(0, 2 * half - 1).long()
 
 
-def _zero_points(
+def _draw_zero_points(
     shape: tuple[int, ...], bits: int, g: torch.Generator, symmetric: bool
 ) -> torch.Tensor:
-    half, off = 1 << (bits - 1), max(1, (1 << bits) // 8)
+    half, max_offset = 1 << (bits - 1), max(1, (1 << bits) // 8)
     if symmetric:
         return torch.full(shape, half, dtype=torch.int64)
-    return half + torch.randint(-off, off + 1, shape, generator=g)
+    return half + torch.randint(-max_offset, max_offset + 1, shape, generator=g)
 
 
 @dataclass(frozen=True)
@@ -278,10 +280,10 @@ class _GroupFormat:
 
     def draw(self, rows: int, depth: int, g: torch.Generator, gain: float) -> _GroupedMatrix:
         width = depth if self.group is None or self.group == -1 else self.group
-        codes, groups = _codes(rows, depth, self.bits, g), -(-depth // width)
-        zeros = _zero_points((rows, groups), self.bits, g, self.symmetric)
+        codes, groups = _draw_codes(rows, depth, self.bits, g), -(-depth // width)
+        zeros = _draw_zero_points((rows, groups), self.bits, g, self.symmetric)
         magnitude = gain * 3 / (1 << (self.bits - 1)) / depth**0.5
-        scale = (_uniform((rows, groups), g) * magnitude).to(self.dtype)
+        scale = (_draw_scales((rows, groups), g) * magnitude).to(self.dtype)
         centered = codes - expand_tiles(zeros, rows, depth, 1, width)
         return _GroupedMatrix(
             codes, zeros, scale, centered * expand_tiles(scale, rows, depth, 1, width), width
@@ -383,7 +385,7 @@ def with_act_order(make: Make, group_index_name: str, group: int, codes_name: st
     return make_shuffled
 
 
-def _mxfp4(rows: int, depth: int, g: torch.Generator, gain: float) -> Any:
+def _draw_mxfp4(rows: int, depth: int, g: torch.Generator, gain: float) -> Any:
     codes = torch.randint(0, 16, (rows, depth), generator=g)
     scale = torch.randint(123, 127, (rows, depth // 32), generator=g)
     scale = scale + round(3 * (gain - 1)) - int(torch.tensor(depth).log2().item() / 2)
@@ -407,24 +409,24 @@ def with_e8m0_dtype(make: Make, name: str) -> Make:
 
 
 def mxfp4(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
-    packed, scale, values = _mxfp4(rows, depth, g, gain)
+    packed, scale, values = _draw_mxfp4(rows, depth, g, gain)
     return StoredMatrix({"blocks": packed.reshape(rows, -1, 16), "scales": scale}, values)
 
 
 def mxfp4_deepseek(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
     """Make a matrix of DeepSeek-V4's experts: codes in int8, scales in float8_e8m0fnu."""
-    packed, scale, values = _mxfp4(rows, depth, g, gain)
+    packed, scale, values = _draw_mxfp4(rows, depth, g, gain)
     tensors = {"weight": packed.view(torch.int8), "scale": scale.view(torch.float8_e8m0fnu)}
     return StoredMatrix(tensors, values)
 
 
 def mxfp4_quark(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
-    packed, scale, values = _mxfp4(rows, depth, g, gain)
+    packed, scale, values = _draw_mxfp4(rows, depth, g, gain)
     return StoredMatrix({"weight": packed, "weight_scale": scale}, values)
 
 
 def mxfp4_compressed(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
-    packed, scale, values = _mxfp4(rows, depth, g, gain)
+    packed, scale, values = _draw_mxfp4(rows, depth, g, gain)
     return StoredMatrix({"weight_packed": packed, "weight_scale": scale}, values)
 
 
@@ -445,8 +447,8 @@ def nvfp4(
 
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
         codes = torch.randint(0, 16, (rows, depth), generator=g)
-        scale = (_uniform((rows, -(-depth // 16)), g) * 100).to(FP8)
-        global_scale = torch.ones(1) if shared_scale else _uniform((1,), g) * gain
+        scale = (_draw_scales((rows, -(-depth // 16)), g) * 100).to(FP8)
+        global_scale = torch.ones(1) if shared_scale else _draw_scales((1,), g) * gain
         global_scale = global_scale / (300 * depth**0.5)
         global_scale = (1 / global_scale if divides else global_scale).float()
         multiplier = 1 / global_scale.to(F64) if divides else global_scale.to(F64)

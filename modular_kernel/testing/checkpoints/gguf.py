@@ -25,52 +25,52 @@ from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORM
 from modular_kernel.testing.checkpoints.samples import FAMILIES, Sample
 
 Blocks = tuple[torch.Tensor, torch.Tensor]  # bytes of each block, uint8; their values, float64
-_NUMBERS = {
+_TYPE_NUMBERS = {
     "F32": 0, "F16": 1, "BF16": 30, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8,
     "Q2_K": 10, "Q3_K": 11, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20, "IQ3_S": 21,
     "IQ4_XS": 23, "MXFP4": 39, "NVFP4": 40, "TQ1_0": 34, "TQ2_0": 35, "IQ1_M": 29, "IQ1_S": 19,
     "IQ2_XXS": 16, "IQ2_XS": 17, "IQ2_S": 22, "IQ3_XXS": 18,
 }  # fmt: skip
 _STRING, _ARRAY, _UINT32, _FLOAT32, _BOOL, _INT32 = 8, 9, 4, 6, 7, 5
-_CODES = {_UINT32: "I", _FLOAT32: "f", _BOOL: "?", _INT32: "i"}
+_STRUCT_CODES = {_UINT32: "I", _FLOAT32: "f", _BOOL: "?", _INT32: "i"}
 
 
-def _half(shape: tuple[int, ...], gain: float, g: torch.Generator) -> torch.Tensor:
+def _draw_scales(shape: tuple[int, ...], gain: float, g: torch.Generator) -> torch.Tensor:
     """Draw float16 scales of both signs."""
     sign = torch.randint(0, 2, shape, generator=g) * 2 - 1
     return ((0.6 + 0.8 * torch.rand(shape, generator=g)) * sign * gain).half()
 
 
-def _bytes(halves: torch.Tensor) -> torch.Tensor:
+def _to_bytes(halves: torch.Tensor) -> torch.Tensor:
     return halves.contiguous().view(torch.uint8)
 
 
-def _halves_of_32(codes: torch.Tensor) -> torch.Tensor:
+def _pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
     """Put value j into the low nibble of byte j, and value j + 16 into the high nibble."""
     return (codes[:, :16] | codes[:, 16:] << 4).to(torch.uint8)
 
 
 def _q8_0(count: int, gain: float, g: torch.Generator) -> Blocks:
     codes = torch.randint(-128, 128, (count, 32), generator=g)
-    d = _half((count, 1), gain / 64, g)
+    d = _draw_scales((count, 1), gain / 64, g)
     packed = codes.to(torch.int8).view(torch.uint8)
-    return torch.cat([_bytes(d), packed], 1), codes * d.to(F64)
+    return torch.cat([_to_bytes(d), packed], 1), codes * d.to(F64)
 
 
 def _q4_0(count: int, gain: float, g: torch.Generator) -> Blocks:
     codes = torch.randint(0, 16, (count, 32), generator=g)
-    d = _half((count, 1), gain / 4, g)
-    return torch.cat([_bytes(d), _halves_of_32(codes)], 1), (codes - 8) * d.to(F64)
+    d = _draw_scales((count, 1), gain / 4, g)
+    return torch.cat([_to_bytes(d), _pack_nibbles(codes)], 1), (codes - 8) * d.to(F64)
 
 
 def _q4_1(count: int, gain: float, g: torch.Generator) -> Blocks:
     codes = torch.randint(0, 16, (count, 32), generator=g)
-    d, m = _half((count, 1), gain / 4, g), _half((count, 1), gain, g)
-    stored = torch.cat([_bytes(d), _bytes(m), _halves_of_32(codes)], 1)
+    d, m = _draw_scales((count, 1), gain / 4, g), _draw_scales((count, 1), gain, g)
+    stored = torch.cat([_to_bytes(d), _to_bytes(m), _pack_nibbles(codes)], 1)
     return stored, codes * d.to(F64) + m.to(F64)
 
 
-def _high_bits(codes: torch.Tensor) -> torch.Tensor:
+def _pack_fifth_bits(codes: torch.Tensor) -> torch.Tensor:
     """Put bit 4 of value j into bit j of a 32-bit word; return its 4 bytes, little-endian."""
     word = sum((codes[:, j] >> 4 & 1) << j for j in range(32))
     assert isinstance(word, torch.Tensor)
@@ -79,16 +79,16 @@ def _high_bits(codes: torch.Tensor) -> torch.Tensor:
 
 def _q5_0(count: int, gain: float, g: torch.Generator) -> Blocks:
     codes = torch.randint(0, 32, (count, 32), generator=g)
-    d = _half((count, 1), gain / 8, g)
-    stored = torch.cat([_bytes(d), _high_bits(codes), _halves_of_32(codes & 15)], 1)
+    d = _draw_scales((count, 1), gain / 8, g)
+    stored = torch.cat([_to_bytes(d), _pack_fifth_bits(codes), _pack_nibbles(codes & 15)], 1)
     return stored, (codes - 16) * d.to(F64)
 
 
 def _q5_1(count: int, gain: float, g: torch.Generator) -> Blocks:
     codes = torch.randint(0, 32, (count, 32), generator=g)
-    d, m = _half((count, 1), gain / 8, g), _half((count, 1), gain, g)
-    halves = _halves_of_32(codes & 15)
-    stored = torch.cat([_bytes(d), _bytes(m), _high_bits(codes), halves], 1)
+    d, m = _draw_scales((count, 1), gain / 8, g), _draw_scales((count, 1), gain, g)
+    halves = _pack_nibbles(codes & 15)
+    stored = torch.cat([_to_bytes(d), _to_bytes(m), _pack_fifth_bits(codes), halves], 1)
     return stored, codes * d.to(F64) + m.to(F64)
 
 
@@ -100,34 +100,34 @@ _IQ4 = torch.tensor(
 
 def _iq4_nl(count: int, gain: float, g: torch.Generator) -> Blocks:
     codes = torch.randint(0, 16, (count, 32), generator=g)
-    d = _half((count, 1), gain / 64, g)
-    return torch.cat([_bytes(d), _halves_of_32(codes)], 1), _IQ4[codes] * d.to(F64)
+    d = _draw_scales((count, 1), gain / 64, g)
+    return torch.cat([_to_bytes(d), _pack_nibbles(codes)], 1), _IQ4[codes] * d.to(F64)
 
 
 def _iq4_xs(count: int, gain: float, g: torch.Generator) -> Blocks:
     codes = torch.randint(0, 16, (count, 256), generator=g)
     scales = torch.randint(0, 64, (count, 8), generator=g)
-    d = _half((count, 1), gain / 2048, g)
+    d = _draw_scales((count, 1), gain / 2048, g)
     high = torch.zeros(count, dtype=torch.int64)
     low = torch.zeros(count, 4, dtype=torch.int64)
-    parts, values = [], torch.empty(count, 256, dtype=F64)
+    packed_codes, values = [], torch.empty(count, 256, dtype=F64)
     for j in range(8):
         group = slice(32 * j, 32 * j + 32)
         high |= scales[:, j] >> 4 << 2 * j
         low[:, j // 2] |= (scales[:, j] & 15) << 4 * (j % 2)
-        parts.append(_halves_of_32(codes[:, group]))
+        packed_codes.append(_pack_nibbles(codes[:, group]))
         values[:, group] = _IQ4[codes[:, group]] * (d.to(F64)[:, 0] * (scales[:, j] - 32))[:, None]
     words = torch.stack([high & 255, high >> 8], 1).to(torch.uint8)
-    return torch.cat([_bytes(d), words, low.to(torch.uint8), *parts], 1), values
+    return torch.cat([_to_bytes(d), words, low.to(torch.uint8), *packed_codes], 1), values
 
 
 def _nvfp4(count: int, gain: float, g: torch.Generator) -> Blocks:
-    """Return zeros. The type serves to test that it is refused."""
+    """Return blocks of zeros. Tests use this type only to check that loading refuses it."""
     return torch.zeros(count, 36, dtype=torch.uint8), torch.zeros(count, 64, dtype=F64)
 
 
 @cache
-def _codebook(name: str) -> torch.Tensor:
+def _load_codebook(name: str) -> torch.Tensor:
     """Return the entries of a codebook, float64 (entries, 8 or 4)."""
     path = Path(checkpoints.__file__).with_name("data") / "ggml_codebooks.json"
     stored = json.loads(path.read_text(encoding="utf-8"))[name]
@@ -144,7 +144,7 @@ class _Fields:
         self.bytes = torch.zeros(count, nbytes, dtype=torch.int64)
 
     def put(self, byte: int, bit: int, value: torch.Tensor) -> None:
-        """Put values (count,) at bit `bit` of byte `byte`. They may extend into later bytes."""
+        """Write values, (count,), from bit `bit` of byte `byte` on, also into later bytes."""
         shifted = value << bit
         for place in range(8):
             if bool((shifted >> 8 * place).any()):
@@ -154,11 +154,11 @@ class _Fields:
         """Return the uint8 bytes. If `d` is given, its float16 values start at byte `offset`."""
         out = self.bytes.to(torch.uint8)
         if d is not None:
-            out[:, offset : offset + 2] = _bytes(d)
+            out[:, offset : offset + 2] = _to_bytes(d)
         return out
 
 
-def _signs(count: int, g: torch.Generator, *, even: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _draw_signs(count: int, g: torch.Generator, *, even: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw the signs of 8 values; return their bits and their factors (1 or -1).
 
     even: whether an even number of signs is negative, so that the first 7 bits determine the
@@ -172,21 +172,21 @@ def _signs(count: int, g: torch.Generator, *, even: bool) -> tuple[torch.Tensor,
     return bits, 1 - 2 * negative.to(F64)
 
 
-def _iq(kind: str) -> Callable[[int, float, torch.Generator], Blocks]:
+def _make_iq_function(kind: str) -> Callable[[int, float, torch.Generator], Blocks]:
     """Return a function that draws blocks of a type with a codebook and signs."""
     nbytes = {"IQ2_XXS": 66, "IQ2_XS": 74, "IQ2_S": 82, "IQ3_XXS": 98, "IQ3_S": 110}[kind]
-    codebook = _codebook(kind)
+    codebook = _load_codebook(kind)
     per_scale = 16 if kind in ("IQ2_XS", "IQ2_S") else 32
 
     def make(count: int, gain: float, g: torch.Generator) -> Blocks:
-        d = _half((count, 1), gain / (64 if kind == "IQ3_S" else 128), g)
+        d = _draw_scales((count, 1), gain / (64 if kind == "IQ3_S" else 128), g)
         fields, values = _Fields(count, nbytes), torch.empty(count, 256, dtype=F64)
         scales = torch.randint(0, 16, (count, 256 // per_scale), generator=g)
         for first in range(0, 256, 8):
             n, group = first // 8, first // 32  # indices of the 8 and of the 32 values
             scale = scales[:, first // per_scale]
             draws = torch.randint(0, len(codebook), (2, count), generator=g)
-            sign_bits, signs = _signs(count, g, even=kind in ("IQ2_XXS", "IQ2_XS", "IQ3_XXS"))
+            sign_bits, signs = _draw_signs(count, g, even=kind in ("IQ2_XXS", "IQ2_XS", "IQ3_XXS"))
             index = draws[0]
             entry = (
                 codebook[index]
@@ -226,21 +226,21 @@ def _iq(kind: str) -> Callable[[int, float, torch.Generator], Blocks]:
 
 
 def _iq1_s(count: int, gain: float, g: torch.Generator) -> Blocks:
-    d, fields, values = _half((count, 1), gain / 8, g), _Fields(count, 50), []
+    d, fields, values = _draw_scales((count, 1), gain / 8, g), _Fields(count, 50), []
     for group in range(8):
-        scale, negative = (torch.randint(0, top, (count,), generator=g) for top in (8, 2))
+        scale, negative = (torch.randint(0, bound, (count,), generator=g) for bound in (8, 2))
         fields.put(34 + 2 * group, 12, scale | negative << 3)
         for n in range(4):
             index = torch.randint(0, 2048, (count,), generator=g)
             fields.put(2 + 4 * group + n, 0, index & 255)
             fields.put(34 + 2 * group, 3 * n, index >> 8)
-            entry = _codebook("IQ1_S")[index] + (0.125 - 0.25 * negative.to(F64))[:, None]
+            entry = _load_codebook("IQ1_S")[index] + (0.125 - 0.25 * negative.to(F64))[:, None]
             values.append(entry * (d[:, 0].to(F64) * (2 * scale + 1))[:, None])
     return fields.blocks(d), torch.cat(values, 1)
 
 
 def _iq1_m(count: int, gain: float, g: torch.Generator) -> Blocks:
-    d, fields, values = _half((count, 1), gain / 8, g), _Fields(count, 56), []
+    d, fields, values = _draw_scales((count, 1), gain / 8, g), _Fields(count, 56), []
     bits = d[:, 0].view(torch.int16).long() & 0xFFFF
     for quarter in range(4):
         fields.put(48 + 2 * quarter, 12, bits >> 4 * quarter & 15)
@@ -248,22 +248,24 @@ def _iq1_m(count: int, gain: float, g: torch.Generator) -> Blocks:
         scale = torch.randint(0, 8, (count,), generator=g)
         fields.put(48 + 2 * (group // 4), 3 * (group % 4), scale)
         for n in range(2 * group, 2 * group + 2):
-            index, negative = (torch.randint(0, top, (count,), generator=g) for top in (2048, 2))
+            index, negative = (
+                torch.randint(0, bound, (count,), generator=g) for bound in (2048, 2)
+            )
             fields.put(n, 0, index & 255)
             fields.put(32 + n // 2, 4 * (n % 2), index >> 8 | negative << 3)
-            entry = _codebook("IQ1_S")[index] + (0.125 - 0.25 * negative.to(F64))[:, None]
+            entry = _load_codebook("IQ1_S")[index] + (0.125 - 0.25 * negative.to(F64))[:, None]
             values.append(entry * (d[:, 0].to(F64) * (2 * scale + 1))[:, None])
     return fields.blocks(), torch.cat(values, 1)
 
 
 def _tq2_0(count: int, gain: float, g: torch.Generator) -> Blocks:
-    codes, d = torch.randint(0, 3, (count, 256), generator=g), _half((count, 1), gain, g)
-    return torch.cat([_bits_of_256(codes), _bytes(d)], 1), (codes - 1) * d.to(F64)
+    codes, d = torch.randint(0, 3, (count, 256), generator=g), _draw_scales((count, 1), gain, g)
+    return torch.cat([_pack_2bit_codes(codes), _to_bytes(d)], 1), (codes - 1) * d.to(F64)
 
 
 def _tq1_0(count: int, gain: float, g: torch.Generator) -> Blocks:
     """Draw base-3 digits. A byte stores 5 values that are 32 or 16 apart, or 4 that are 4 apart."""
-    codes, d = torch.randint(0, 3, (count, 256), generator=g), _half((count, 1), gain, g)
+    codes, d = torch.randint(0, 3, (count, 256), generator=g), _draw_scales((count, 1), gain, g)
     packed = []
     for first, step, digits in ((0, 32, 5), (160, 16, 5), (240, 4, 4)):
         number = sum(
@@ -271,7 +273,7 @@ def _tq1_0(count: int, gain: float, g: torch.Generator) -> Blocks:
             for digit in range(digits)
         )
         packed.append((number * 256 + 242) // 243)  # number / 243 in units of 1 / 256, rounded up
-    return torch.cat([*packed, _bytes(d)], 1).to(torch.uint8), (codes - 1) * d.to(F64)
+    return torch.cat([*packed, _to_bytes(d)], 1).to(torch.uint8), (codes - 1) * d.to(F64)
 
 
 def _mxfp4(count: int, gain: float, g: torch.Generator) -> Blocks:
@@ -280,10 +282,10 @@ def _mxfp4(count: int, gain: float, g: torch.Generator) -> Blocks:
         torch.tensor(gain).log2().floor()
     )
     values = E2M1[codes] * torch.exp2(exponent.to(F64) - 127)
-    return torch.cat([exponent.to(torch.uint8), _halves_of_32(codes)], 1), values
+    return torch.cat([exponent.to(torch.uint8), _pack_nibbles(codes)], 1), values
 
 
-def _bits_of_256(codes: torch.Tensor) -> torch.Tensor:
+def _pack_2bit_codes(codes: torch.Tensor) -> torch.Tensor:
     """Pack codes of 2 bits into 64 bytes. In each 128 values, value j is in byte j % 32."""
     packed = torch.zeros(len(codes), 64, dtype=torch.int64)
     for value in range(256):
@@ -295,20 +297,20 @@ def _bits_of_256(codes: torch.Tensor) -> torch.Tensor:
 def _q2_k(count: int, gain: float, g: torch.Generator) -> Blocks:
     codes = torch.randint(0, 4, (count, 256), generator=g)
     scales, minima = (torch.randint(0, 16, (count, 16), generator=g) for _ in range(2))
-    d, dmin = _half((count, 1), gain / 8, g), _half((count, 1), gain / 16, g)
+    d, dmin = _draw_scales((count, 1), gain / 8, g), _draw_scales((count, 1), gain / 16, g)
     values = torch.empty(count, 256, dtype=F64)
     for j in range(16):
         group = slice(16 * j, 16 * j + 16)
         scale, minimum = (d.to(F64)[:, 0] * scales[:, j], dmin.to(F64)[:, 0] * minima[:, j])
         values[:, group] = scale[:, None] * codes[:, group] - minimum[:, None]
     factors = (scales | minima << 4).to(torch.uint8)
-    return torch.cat([factors, _bits_of_256(codes), _bytes(d), _bytes(dmin)], 1), values
+    return torch.cat([factors, _pack_2bit_codes(codes), _to_bytes(d), _to_bytes(dmin)], 1), values
 
 
 def _q3_k(count: int, gain: float, g: torch.Generator) -> Blocks:
     codes = torch.randint(0, 8, (count, 256), generator=g)
     scales = torch.randint(0, 64, (count, 16), generator=g)
-    d = _half((count, 1), gain / 64, g)
+    d = _draw_scales((count, 1), gain / 64, g)
     high = torch.zeros(count, 32, dtype=torch.int64)
     for value in range(256):
         high[:, value % 32] |= (codes[:, value] >> 2) << value // 32
@@ -320,33 +322,33 @@ def _q3_k(count: int, gain: float, g: torch.Generator) -> Blocks:
         group = slice(16 * j, 16 * j + 16)
         scale = d.to(F64)[:, 0] * (scales[:, j] - 32)
         values[:, group] = (codes[:, group] - 4) * scale[:, None]
-    stored = [high.to(torch.uint8), _bits_of_256(codes), packed.to(torch.uint8)]
-    return torch.cat([*stored, _bytes(d)], 1), values
+    stored = [high.to(torch.uint8), _pack_2bit_codes(codes), packed.to(torch.uint8)]
+    return torch.cat([*stored, _to_bytes(d)], 1), values
 
 
 def _q4_k(count: int, gain: float, g: torch.Generator) -> Blocks:
-    return _k(count, gain, g, bits=4)
+    return _draw_k_blocks(count, gain, g, bits=4)
 
 
 def _q5_k(count: int, gain: float, g: torch.Generator) -> Blocks:
-    return _k(count, gain, g, bits=5)
+    return _draw_k_blocks(count, gain, g, bits=5)
 
 
-def _k(count: int, gain: float, g: torch.Generator, *, bits: int) -> Blocks:
+def _draw_k_blocks(count: int, gain: float, g: torch.Generator, *, bits: int) -> Blocks:
     """Draw blocks of Q4_K or Q5_K, which differ in the number of bits of a code."""
     codes = torch.randint(0, 1 << bits, (count, 256), generator=g)
     scales, minima = (torch.randint(0, 64, (count, 8), generator=g) for _ in range(2))
-    d, dmin = _half((count, 1), gain / 256, g), _half((count, 1), gain / 64, g)
+    d, dmin = _draw_scales((count, 1), gain / 256, g), _draw_scales((count, 1), gain / 64, g)
     packed = torch.zeros(count, 12, dtype=torch.int64)
     for j in range(4):
         packed[:, j] = scales[:, j] | scales[:, j + 4] >> 4 << 6
         packed[:, j + 4] = minima[:, j] | minima[:, j + 4] >> 4 << 6
         packed[:, j + 8] = scales[:, j + 4] & 15 | (minima[:, j + 4] & 15) << 4
     quants = torch.zeros(count, 128, dtype=torch.int64)
-    for part in range(4):  # 32 bytes with 64 values
-        low = codes[:, 64 * part : 64 * part + 32] & 15
-        high = codes[:, 64 * part + 32 : 64 * part + 64] & 15
-        quants[:, 32 * part : 32 * part + 32] = low | high << 4
+    for i in range(4):  # 32 bytes with 64 values
+        low = codes[:, 64 * i : 64 * i + 32] & 15
+        high = codes[:, 64 * i + 32 : 64 * i + 64] & 15
+        quants[:, 32 * i : 32 * i + 32] = low | high << 4
     values = torch.empty(count, 256, dtype=F64)
     for j in range(8):
         group = slice(32 * j, 32 * j + 32)
@@ -355,15 +357,15 @@ def _k(count: int, gain: float, g: torch.Generator, *, bits: int) -> Blocks:
     fifth = torch.zeros(count, 32, dtype=torch.int64)
     for j in range(8):
         fifth |= (codes[:, 32 * j : 32 * j + 32] >> 4) << j
-    middle = [fifth] if bits == 5 else []
-    stored = torch.cat([packed, *middle, quants], 1).to(torch.uint8)
-    return torch.cat([_bytes(d), _bytes(dmin), stored], 1), values
+    fifth_bits = [fifth] if bits == 5 else []
+    stored = torch.cat([packed, *fifth_bits, quants], 1).to(torch.uint8)
+    return torch.cat([_to_bytes(d), _to_bytes(dmin), stored], 1), values
 
 
 def _q6_k(count: int, gain: float, g: torch.Generator) -> Blocks:
     codes = torch.randint(0, 64, (count, 256), generator=g)
     scales = torch.randint(-128, 128, (count, 16), generator=g)
-    d = _half((count, 1), gain / 1024, g)
+    d = _draw_scales((count, 1), gain / 1024, g)
     low = torch.zeros(count, 128, dtype=torch.int64)
     high = torch.zeros(count, 64, dtype=torch.int64)
     for half in range(2):
@@ -379,21 +381,21 @@ def _q6_k(count: int, gain: float, g: torch.Generator) -> Blocks:
         values[:, group] = (codes[:, group] - 32) * (d.to(F64)[:, 0] * scales[:, j])[:, None]
     stored = torch.cat([low, high], 1).to(torch.uint8)
     signed = scales.to(torch.int8).view(torch.uint8)
-    return torch.cat([stored, signed, _bytes(d)], 1), values
+    return torch.cat([stored, signed, _to_bytes(d)], 1), values
 
 
-def _floats(dtype: torch.dtype) -> Callable[[int, float, torch.Generator], Blocks]:
+def _make_float_function(dtype: torch.dtype) -> Callable[[int, float, torch.Generator], Blocks]:
     def make(count: int, gain: float, g: torch.Generator) -> Blocks:
         values = (torch.randn(count, 1, generator=g) * gain).to(dtype)
-        return _bytes(values), values.to(F64)
+        return _to_bytes(values), values.to(F64)
 
     return make
 
 
-_MAKE: dict[str, Callable[[int, float, torch.Generator], Blocks]] = {
-    "F32": _floats(torch.float32),
-    "F16": _floats(torch.float16),
-    "BF16": _floats(torch.bfloat16),
+_DRAW_FUNCTIONS: dict[str, Callable[[int, float, torch.Generator], Blocks]] = {
+    "F32": _make_float_function(torch.float32),
+    "F16": _make_float_function(torch.float16),
+    "BF16": _make_float_function(torch.bfloat16),
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
@@ -401,7 +403,9 @@ _MAKE: dict[str, Callable[[int, float, torch.Generator], Blocks]] = {
     "Q5_1": _q5_1,
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
-    **{kind: _iq(kind) for kind in ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")},
+    **{
+        kind: _make_iq_function(kind) for kind in ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
+    },
     "IQ1_S": _iq1_s,
     "IQ1_M": _iq1_m,
     "TQ1_0": _tq1_0,
@@ -421,13 +425,13 @@ def matrix(
 ) -> tuple[bytes, torch.Tensor]:
     """Draw a tensor of the type `kind`; return its bytes and its values in float64.
 
-    gain: the values are proportional to it.
+    gain: factor by which all values are multiplied.
     """
     count = torch.Size(shape).numel()
     is_large = kind.endswith("_K") or (kind.startswith(("IQ", "TQ")) and kind != "IQ4_NL")
     values = 1 if kind in ("F32", "F16", "BF16") else 256 if is_large else 32
     values = 64 if kind == "NVFP4" else values
-    stored, exact = _MAKE[kind](count // values, gain / shape[-1] ** 0.5, g)
+    stored, exact = _DRAW_FUNCTIONS[kind](count // values, gain / shape[-1] ** 0.5, g)
     return stored.numpy().tobytes(), exact.reshape(shape)
 
 
@@ -459,7 +463,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _StoredTensor:
     """A tensor as it is stored in a file."""
 
     kind: str
@@ -487,20 +491,21 @@ def write_gguf(  # noqa: PLR0913 (independent options)
     types: types of the gate, up and down matrices, either of layer 0 or by layer. Layers without an
         entry, up to the last layer with experts, are dense.
     fused: whether gate and up are stored in one tensor.
-    metadata: entries that are added to the usual ones or replace them; None removes an entry.
-    change: modifies the dictionary from names to tensors (`_Stored`) before they are written.
+    metadata: entries that are added to the default metadata, or replace default entries; None
+        removes an entry.
+    change: modifies the dictionary from names to tensors (`_StoredTensor`) before they are written.
     files: number of files among which the tensors are divided.
     """
     g = torch.Generator().manual_seed(seed)
-    family, own = ARCHITECTURES[architecture]
+    family, extra_metadata = ARCHITECTURES[architecture]
     by_layer = types if isinstance(types, Mapping) else {0: types}
     layers = max(by_layer) + 1 + (architecture == "glm4moe")
-    tensors = {"token_embd.weight": _Stored("F32", (8, hidden), bytes(4 * 8 * hidden))}
+    tensors = {"token_embd.weight": _StoredTensor("F32", (8, hidden), bytes(4 * 8 * hidden))}
     w1 = w2 = torch.empty(0)
     b1 = b2 = None
     for layer in range(layers):
-        at = f"blk.{layer}."
-        tensors[f"{at}ffn_norm.weight"] = _Stored("F32", (hidden,), bytes(4 * hidden))
+        prefix = f"blk.{layer}."
+        tensors[f"{prefix}ffn_norm.weight"] = _StoredTensor("F32", (hidden,), bytes(4 * hidden))
         if layer not in by_layer:
             continue
         gate_type, up_type, down_type = by_layer[layer]
@@ -515,15 +520,17 @@ def write_gguf(  # noqa: PLR0913 (independent options)
                 for matrix_bytes in (gate[0], up[0])
             )
             fused_shape = (experts, 2 * intermediate, hidden)
-            tensors[f"{at}ffn_gate_up_exps.weight"] = _Stored(gate_type, fused_shape, data)
+            tensors[f"{prefix}ffn_gate_up_exps.weight"] = _StoredTensor(
+                gate_type, fused_shape, data
+            )
         else:
-            tensors[f"{at}ffn_gate_exps.weight"] = _Stored(gate_type, sizes, gate[0])
-            tensors[f"{at}ffn_up_exps.weight"] = _Stored(up_type, sizes, up[0])
-        tensors[f"{at}ffn_down_exps.weight"] = _Stored(
+            tensors[f"{prefix}ffn_gate_exps.weight"] = _StoredTensor(gate_type, sizes, gate[0])
+            tensors[f"{prefix}ffn_up_exps.weight"] = _StoredTensor(up_type, sizes, up[0])
+        tensors[f"{prefix}ffn_down_exps.weight"] = _StoredTensor(
             down_type, (experts, hidden, intermediate), down[0]
         )
         gate_shape = (experts, hidden)
-        tensors[f"{at}ffn_gate_inp.weight"] = _Stored(
+        tensors[f"{prefix}ffn_gate_inp.weight"] = _StoredTensor(
             "F32", gate_shape, matrix("F32", gate_shape, 1.0, g)[0]
         )
         w1, w2 = torch.cat([gate[1], up[1]], 1), down[1]
@@ -535,7 +542,7 @@ def write_gguf(  # noqa: PLR0913 (independent options)
             names = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
             for name, bias in zip(names, biases, strict=True):
                 shape = tuple(bias[1].shape)
-                tensors[f"{at}{name}.bias"] = _Stored("F32", shape, bias[0])
+                tensors[f"{prefix}{name}.bias"] = _StoredTensor("F32", shape, bias[0])
             b1, b2 = torch.cat([biases[0][1], biases[1][1]], 1), biases[2][1]
     if change is not None:
         change(tensors)
@@ -547,7 +554,7 @@ def write_gguf(  # noqa: PLR0913 (independent options)
         f"{architecture}.{size_key}": intermediate,
         f"{architecture}.expert_count": experts,
         f"{architecture}.expert_used_count": top_k,
-        **{f"{architecture}.{key}": value for key, value in own.items()},
+        **{f"{architecture}.{key}": value for key, value in extra_metadata.items()},
         "tokenizer.ggml.tokens": ["<s>", "ä", ""] * 2000,
         "tokenizer.ggml.token_type": [1, 2, 3] * 2000,
         **(metadata or {}),
@@ -558,48 +565,50 @@ def write_gguf(  # noqa: PLR0913 (independent options)
         name = path.name
         if files > 1:
             name = f"{path.stem}-{number + 1:05}-of-{files:05}.gguf"
-        chosen = {name: tensors[name] for name in all_names[number::files]}
-        path.with_name(name).write_bytes(file_bytes(entries if number == 0 else {}, chosen))
-    scaling = own.get("expert_weights_scale", 1.0)
+        file_tensors = {name: tensors[name] for name in all_names[number::files]}
+        path.with_name(name).write_bytes(file_bytes(entries if number == 0 else {}, file_tensors))
+    scaling = extra_metadata.get("expert_weights_scale", 1.0)
     kind = CHECKPOINT_FORMATS["bf16"]
     return Sample(path, {}, kind, FAMILIES[family], w1, w2, b1, b2, top_k, scaling)
 
 
 def file_bytes(
-    entries: Mapping[str, Any], tensors: Mapping[str, _Stored], *, version: int = 3
+    entries: Mapping[str, Any], tensors: Mapping[str, _StoredTensor], *, version: int = 3
 ) -> bytes:
     """Return the bytes of one GGUF file."""
     alignment = entries.get("general.alignment", 32)
     head = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(entries))
     for key, value in entries.items():
-        head += _text(key) + _value(value)
+        head += _encode_string(key) + _encode_value(value)
     offset, infos, data = 0, b"", b""
     for name, stored in tensors.items():
         dims = struct.pack(f"<I{len(stored.shape)}Q", len(stored.shape), *stored.shape[::-1])
-        infos += _text(name) + dims + struct.pack("<IQ", _NUMBERS[stored.kind], offset)
+        infos += (
+            _encode_string(name) + dims + struct.pack("<IQ", _TYPE_NUMBERS[stored.kind], offset)
+        )
         data += stored.data + bytes(-len(stored.data) % alignment)
         offset = len(data)
     head += infos
     return head + bytes(-len(head) % alignment) + data
 
 
-def _text(text: str) -> bytes:
+def _encode_string(text: str) -> bytes:
     return struct.pack("<Q", len(text.encode())) + text.encode()
 
 
-def _kind(value: Any) -> int:
+def _find_value_type(value: Any) -> int:
     if isinstance(value, bool):
         return _BOOL
     return _STRING if isinstance(value, str) else _UINT32 if isinstance(value, int) else _FLOAT32
 
 
-def _value(value: Any) -> bytes:
+def _encode_value(value: Any) -> bytes:
     if isinstance(value, list):
-        kind = _kind(value[0])
+        kind = _find_value_type(value[0])
         return struct.pack("<IIQ", _ARRAY, kind, len(value)) + b"".join(
-            _value(item)[4:] for item in value
+            _encode_value(item)[4:] for item in value
         )
-    kind = _kind(value)
+    kind = _find_value_type(value)
     if kind == _STRING:
-        return struct.pack("<I", kind) + _text(value)
-    return struct.pack(f"<I{_CODES[kind]}", kind, value)
+        return struct.pack("<I", kind) + _encode_string(value)
+    return struct.pack(f"<I{_STRUCT_CODES[kind]}", kind, value)

@@ -1,7 +1,7 @@
 """List the formats of published checkpoints.
 
 Each entry has the quantization_config of config.json, a function of `formats` that draws a matrix,
-and the quantization scheme of this package as which the weights are loaded. `samples.write` writes
+and the quantization scheme of this package in which the weights are loaded. `samples.write` writes
 a checkpoint in one of the formats.
 """
 
@@ -40,7 +40,7 @@ class CheckpointFormat:
 
     config: its quantization_config.
     make: draws a matrix.
-    scheme: the quantization scheme as which weights are loaded.
+    scheme: the quantization scheme in which the weights are loaded.
     bound: maximum relative error of the outputs of a layer with these weights, compared with
         float64.
     """
@@ -51,7 +51,7 @@ class CheckpointFormat:
     bound: float = 1e-2
 
 
-def _compressed_config(packing: str, weights: Any, inputs: Any = None) -> dict[str, Any]:
+def _make_compressed_config(packing: str, weights: Any, inputs: Any = None) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
         "quant_method": "compressed-tensors",
@@ -62,13 +62,13 @@ def _compressed_config(packing: str, weights: Any, inputs: Any = None) -> dict[s
     }
 
 
-def _int_config(bits: int, group: int | None, symmetric: bool = True) -> dict[str, Any]:
+def _make_int_args(bits: int, group: int | None, symmetric: bool = True) -> dict[str, Any]:
     strategy = "group" if group else "channel"
     config = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": strategy}
     return config | {"group_size": group, "actorder": None, "dynamic": False}
 
 
-def _float_config(strategy: str, dynamic: bool, **extra: Any) -> dict[str, Any]:
+def _make_float_args(strategy: str, dynamic: bool, **extra: Any) -> dict[str, Any]:
     config = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy}
     return config | {"dynamic": dynamic, **extra}
 
@@ -89,7 +89,7 @@ _FP4 = {
 }
 
 
-def _quark_config(weight: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
+def _make_quark_config(weight: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
     return {
         "quant_method": "quark",
         "global_quant_config": {
@@ -107,10 +107,10 @@ def _quark_config(weight: dict[str, Any], inputs: dict[str, Any] | None) -> dict
     }
 
 
-def _quark_fp8(qscheme: str, dynamic: bool) -> dict[str, Any]:
-    kind = {"dtype": "fp8_e4m3", "qscheme": qscheme, "is_dynamic": dynamic, "symmetric": True}
-    kind |= {"observer_cls": "PerTensorMinMaxObserver", "round_method": "half_even"}
-    return kind | {"enable_buffer_reuse": False, "max_input_numel": 1 << 22}  # since 0.13
+def _make_quark_fp8_spec(qscheme: str, dynamic: bool) -> dict[str, Any]:
+    spec = {"dtype": "fp8_e4m3", "qscheme": qscheme, "is_dynamic": dynamic, "symmetric": True}
+    spec |= {"observer_cls": "PerTensorMinMaxObserver", "round_method": "half_even"}
+    return spec | {"enable_buffer_reuse": False, "max_input_numel": 1 << 22}  # since 0.13
 
 
 _QUARK_MXFP4 = {
@@ -153,7 +153,7 @@ _BITSANDBYTES: dict[str, Any] = {
 }
 _LLM_INT8 = {"_load_in_4bit": False, "load_in_4bit": False}
 _LLM_INT8 |= {"_load_in_8bit": True, "load_in_8bit": True}
-_DOUBLE = {"bnb_4bit_use_double_quant": True}
+_DOUBLE_QUANT = {"bnb_4bit_use_double_quant": True}
 _W8A8_BOUND = 8e-2
 
 CHECKPOINT_FORMATS: dict[str, CheckpointFormat] = {
@@ -188,76 +188,76 @@ CHECKPOINT_FORMATS: dict[str, CheckpointFormat] = {
         _W8A8_BOUND,
     ),
     "compressed fp8 tensor": CheckpointFormat(
-        _compressed_config(
-            "float-quantized", _float_config("tensor", False), _float_config("tensor", False)
+        _make_compressed_config(
+            "float-quantized", _make_float_args("tensor", False), _make_float_args("tensor", False)
         ),
         fp8_tensor(static=True, shape=(1,)),
         "fp8_w8a8_tensor:static=true",
         _W8A8_BOUND,
     ),
     "compressed fp8 channel": CheckpointFormat(
-        _compressed_config(
-            "float-quantized", _float_config("channel", False), _float_config("token", True)
+        _make_compressed_config(
+            "float-quantized", _make_float_args("channel", False), _make_float_args("token", True)
         ),
         fp8_channel(),
         "fp8_w8a8_channel",
         _W8A8_BOUND,
     ),
     "compressed fp8 block": CheckpointFormat(
-        _compressed_config(
+        _make_compressed_config(
             "float-quantized",
-            _float_config("block", False, block_structure=[128, 128]),
-            _float_config("group", True, group_size=128),
+            _make_float_args("block", False, block_structure=[128, 128]),
+            _make_float_args("group", True, group_size=128),
         ),
         fp8_block(torch.bfloat16, "weight_scale"),
         "fp8_w8a8_block",
         _W8A8_BOUND,
     ),
     "compressed fp8 weights, tensor": CheckpointFormat(
-        _compressed_config("float-quantized", _float_config("tensor", False)),
+        _make_compressed_config("float-quantized", _make_float_args("tensor", False)),
         fp8_tensor(static=False, shape=(1,)),
         "fp8_w8a16_channel",
     ),
     "compressed fp8 weights, channel": CheckpointFormat(
-        _compressed_config("naive-quantized", _float_config("channel", False)),
+        _make_compressed_config("naive-quantized", _make_float_args("channel", False)),
         fp8_channel(),
         "fp8_w8a16_channel",
     ),
     "compressed fp8 weights, block": CheckpointFormat(
-        _compressed_config(
-            "float-quantized", _float_config("block", False, block_structure=[128, 128])
+        _make_compressed_config(
+            "float-quantized", _make_float_args("block", False, block_structure=[128, 128])
         ),
         fp8_block(torch.bfloat16, "weight_scale"),
         "fp8_w8a16_block",
     ),
     "compressed int8": CheckpointFormat(
-        _compressed_config("int-quantized", _int_config(8, None), _INT8_TOKEN),
+        _make_compressed_config("int-quantized", _make_int_args(8, None), _INT8_TOKEN),
         int8_channel,
         "int8_w8a8_channel",
         _W8A8_BOUND,
     ),
     "compressed int8, weights": CheckpointFormat(
-        _compressed_config("pack-quantized", _int_config(8, None)),
+        _make_compressed_config("pack-quantized", _make_int_args(8, None)),
         compressed_tensors(8, None),
         "int8_w8a16_channel",
     ),
     "compressed int8, groups": CheckpointFormat(
-        _compressed_config("pack-quantized", _int_config(8, 64)),
+        _make_compressed_config("pack-quantized", _make_int_args(8, 64)),
         compressed_tensors(8, 64),
         "int8_w8a16_group:group=64",
     ),
     "compressed int4": CheckpointFormat(
-        _compressed_config("pack-quantized", _int_config(4, 32)),
+        _make_compressed_config("pack-quantized", _make_int_args(4, 32)),
         compressed_tensors(4, 32),
         "int4_w4a16_group:group=32",
     ),
     "compressed int4, zero points": CheckpointFormat(
-        _compressed_config("pack-quantized", _int_config(4, 64, symmetric=False)),
+        _make_compressed_config("pack-quantized", _make_int_args(4, 64, symmetric=False)),
         compressed_tensors(4, 64, symmetric=False),
         "int4_w4a16_group:group=64,zero_points=true",
     ),
     "compressed mxfp4": CheckpointFormat(
-        _compressed_config(
+        _make_compressed_config(
             "mxfp4-pack-quantized",
             {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32},
         ),
@@ -265,7 +265,7 @@ CHECKPOINT_FORMATS: dict[str, CheckpointFormat] = {
         "mxfp4_w4a16",
     ),
     "compressed nvfp4": CheckpointFormat(
-        _compressed_config("nvfp4-pack-quantized", _FP4, _FP4 | {"dynamic": "local"}),
+        _make_compressed_config("nvfp4-pack-quantized", _FP4, _FP4 | {"dynamic": "local"}),
         nvfp4("weight_packed", "weight_global_scale", "input_global_scale", divides=True),
         "nvfp4_w4a16",
     ),
@@ -298,7 +298,7 @@ CHECKPOINT_FORMATS: dict[str, CheckpointFormat] = {
         _GPTQ | {"group_size": -1}, gptq(4, -1), "int4_w4a16_group:group=256"
     ),
     "compressed int4, channels": CheckpointFormat(
-        _compressed_config("pack-quantized", _int_config(4, None)),
+        _make_compressed_config("pack-quantized", _make_int_args(4, None)),
         compressed_tensors(4, None),
         "int4_w4a16_group:group=256",
     ),
@@ -307,7 +307,7 @@ CHECKPOINT_FORMATS: dict[str, CheckpointFormat] = {
         {"quant_method": "mxfp4"}, with_e8m0_dtype(mxfp4, "scales"), "mxfp4_w4a16"
     ),
     "compressed mxfp4, E8M0 dtype": CheckpointFormat(
-        _compressed_config("mxfp4-pack-quantized", _MXFP4),
+        _make_compressed_config("mxfp4-pack-quantized", _MXFP4),
         with_e8m0_dtype(mxfp4_compressed, "weight_scale"),
         "mxfp4_w4a16",
     ),
@@ -317,19 +317,25 @@ CHECKPOINT_FORMATS: dict[str, CheckpointFormat] = {
         "mxfp4_w4a16",
     ),
     "quark fp8": CheckpointFormat(
-        _quark_config(_quark_fp8("per_tensor", False), _quark_fp8("per_tensor", False)),
+        _make_quark_config(
+            _make_quark_fp8_spec("per_tensor", False), _make_quark_fp8_spec("per_tensor", False)
+        ),
         fp8_tensor(static=True),
         "fp8_w8a8_tensor:static=true",
         _W8A8_BOUND,
     ),
     "quark fp8, channels": CheckpointFormat(
-        _quark_config(_quark_fp8("per_channel", False), _quark_fp8("per_channel", True)),
+        _make_quark_config(
+            _make_quark_fp8_spec("per_channel", False), _make_quark_fp8_spec("per_channel", True)
+        ),
         fp8_channel(torch.float32),
         "fp8_w8a8_channel",
         _W8A8_BOUND,
     ),
     "quark mxfp4": CheckpointFormat(
-        _quark_config(_QUARK_MXFP4 | {"is_dynamic": False}, _QUARK_MXFP4 | {"is_dynamic": True}),
+        _make_quark_config(
+            _QUARK_MXFP4 | {"is_dynamic": False}, _QUARK_MXFP4 | {"is_dynamic": True}
+        ),
         mxfp4_quark,
         "mxfp4_w4a16",
     ),
@@ -353,10 +359,10 @@ CHECKPOINT_FORMATS: dict[str, CheckpointFormat] = {
         _MXFP8_SCHEME,
     ),
     "compressed mxfp8": CheckpointFormat(
-        _compressed_config(
+        _make_compressed_config(
             "mxfp8-quantized",
-            _float_config("group", False, group_size=32, scale_dtype="torch.uint8"),
-            _float_config("group", True, group_size=32),
+            _make_float_args("group", False, group_size=32, scale_dtype="torch.uint8"),
+            _make_float_args("group", True, group_size=32),
         ),
         mxfp8("weight_scale", torch.uint8),
         _MXFP8_SCHEME,
@@ -384,7 +390,9 @@ CHECKPOINT_FORMATS: dict[str, CheckpointFormat] = {
 }
 
 # Act order: columns are not sorted by group. Only `load_experts` supports it.
-_PACKED4 = _compressed_config("pack-quantized", _int_config(4, 32) | {"actorder": "group"})
+_INT4_ACT_ORDER = _make_compressed_config(
+    "pack-quantized", _make_int_args(4, 32) | {"actorder": "group"}
+)
 ACT_ORDER_FORMATS: dict[str, CheckpointFormat] = {
     "gptq, act-order": CheckpointFormat(
         _GPTQ | {"desc_act": True},
@@ -402,21 +410,21 @@ ACT_ORDER_FORMATS: dict[str, CheckpointFormat] = {
         "int8_w8a16_act_order:group=64,zero_points=true",
     ),
     "compressed int4, act-order": CheckpointFormat(
-        _PACKED4,
+        _INT4_ACT_ORDER,
         with_act_order(compressed_tensors(4, 32), "weight_g_idx", 32, "weight_packed"),
         "int4_w4a16_act_order:group=32",
     ),
 }
 
-# Formats whose blocks may span rows. Only `load_experts` and `merge` support them, and read one
-# matrix at a time.
+# Formats whose blocks may span rows. Only `load_experts` and `merge` support them. Both read
+# one matrix at a time.
 BLOCK_FORMATS: dict[str, CheckpointFormat] = {
     "nf4": CheckpointFormat(_BITSANDBYTES, bitsandbytes("nf4"), "none"),
     "nf4, double": CheckpointFormat(
-        _BITSANDBYTES | _DOUBLE, bitsandbytes("nf4", double=True), "none"
+        _BITSANDBYTES | _DOUBLE_QUANT, bitsandbytes("nf4", double=True), "none"
     ),
     "nf4, double, stored as bf16": CheckpointFormat(
-        _BITSANDBYTES | _DOUBLE | {"bnb_4bit_quant_storage": "bfloat16"},
+        _BITSANDBYTES | _DOUBLE_QUANT | {"bnb_4bit_quant_storage": "bfloat16"},
         bitsandbytes("nf4", double=True, storage=torch.bfloat16),
         "none",
     ),
@@ -424,7 +432,7 @@ BLOCK_FORMATS: dict[str, CheckpointFormat] = {
         _BITSANDBYTES | {"bnb_4bit_quant_type": "fp4"}, bitsandbytes("fp4"), "none"
     ),
     "fp4, double, blocks of 128": CheckpointFormat(
-        _BITSANDBYTES | _DOUBLE | {"bnb_4bit_quant_type": "fp4"},
+        _BITSANDBYTES | _DOUBLE_QUANT | {"bnb_4bit_quant_type": "fp4"},
         bitsandbytes("fp4", block=128, double=True),
         "none",
     ),

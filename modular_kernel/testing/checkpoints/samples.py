@@ -3,7 +3,7 @@
     sample = write(folder, "mixtral", "awq")           # config.json, model.safetensors (or shards)
     sample.expected_output(x_TH, weights_TK, ids_TK)   # float64
 
-Tests read them with `modular_kernel.checkpoints` and compare the outputs.
+Tests load the checkpoints with `modular_kernel.checkpoints` and compare the outputs.
 """
 
 import json
@@ -69,9 +69,9 @@ class LayerMatrices:
         """Return all stacked tensors with the last two dimensions swapped; scalars as ()."""
         tensors: Tensors = {}
         for kind in self.gate[0].tensors:
-            first = self.interleaved_gate_up(kind) if interleaved else self.gate_up(kind)
+            gate_up = self.interleaved_gate_up(kind) if interleaved else self.gate_up(kind)
             for name, stacked in (
-                ("gate_up_proj", first),
+                ("gate_up_proj", gate_up),
                 ("down_proj", self.stack_experts("down", kind)),
             ):
                 key = name if kind == "weight" else f"{name}_{kind}"
@@ -103,7 +103,7 @@ def per_expert_modules(block: str, names: tuple[str, ...] = PROJECTIONS) -> Name
 
 
 def name_fused(block: str, *, transposed: bool = False) -> NameTensors:
-    """Make a function that names one tensor for gate and up, and one for down, of all experts."""
+    """Make a function that names two tensors of all experts: one for gate and up, one for down."""
 
     def name_tensors(layer_prefix: str, m: LayerMatrices) -> Tensors:
         tensors_by_name = {"gate_up_proj": m.gate_up(), "down_proj": m.stack_experts("down")}

@@ -3,10 +3,10 @@
     kind = TORCHAO_FORMATS["torchao int4"]      # config, make, scheme
     metadata_of(kind.config, tensors)           # {"x.weight": '{"_type": "Int4Tensor", ...}'}
 
-`samples.write` uses both. A matrix consists of the tensors `_weight_qdata`, `_weight_scale` and,
-for integers, `_weight_zero_point`. `stack_experts` stacks these tensors of all experts, and
-`old_names` renames them to the names of torchao 0.14. The layouts follow torchao's documentation
-and share no code with `modular_kernel.checkpoints`.
+`samples.write` uses the formats and the metadata. A matrix consists of the tensors
+`_weight_qdata`, `_weight_scale` and, for integers, `_weight_zero_point`. `stack_experts` stacks
+these tensors of all experts, and `old_names` renames them to the names of torchao 0.14. The layouts
+follow torchao's documentation and share no code with `modular_kernel.checkpoints`.
 """
 
 import json
@@ -33,7 +33,7 @@ _TENSOR = {"_type": "PerTensor", "_version": 1, "_data": {}}
 _E4M3 = {"_type": "torch.dtype", "_data": "float8_e4m3fn"}
 
 
-def _group(size: int) -> dict[str, Any]:
+def _per_group(size: int) -> dict[str, Any]:
     return {"_type": "PerGroup", "_version": 1, "_data": {"group_size": size}}
 
 
@@ -94,13 +94,13 @@ def _int8(group: int | None) -> Make:
     return make
 
 
-def _fp8(*, whole: bool) -> Make:
-    """Make float8 codes with a scale per row or, if `whole`, one scale for all rows and experts."""
+def _fp8(*, shared_scale: bool) -> Make:
+    """Make float8 codes with a scale per row, or with one scale for all rows and experts."""
 
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
         codes = (torch.randn(rows, depth, generator=g) * 100).clamp(-448, 448).to(FP8)
         scale = torch.full((1, 1), 0.01 / depth**0.5)
-        if not whole:
+        if not shared_scale:
             scale = (0.6 + 0.8 * torch.rand(rows, 1, generator=g)) * gain / 100 / depth**0.5
         tensors = {"_weight_qdata": codes, "_weight_scale": scale}
         return StoredMatrix(tensors, codes.to(F64) * scale.to(F64))
@@ -111,20 +111,20 @@ def _fp8(*, whole: bool) -> Make:
 def tile_scales(scale: torch.Tensor) -> torch.Tensor:
     """Rearrange scales (N, G) into tiles of 128 rows and 4 columns, padded with zeros.
 
-    The tiles follow one another in row-major order. Row r of a tile, of 32, contains the scales of
+    The tiles are stored in row-major order. Each tile has 32 rows. Its row r contains the scales of
     the rows r, r + 32, r + 64 and r + 96.
     """
     rows, columns = -(-scale.shape[0] // 128), -(-scale.shape[1] // 4)
     padded = torch.zeros(128 * rows, 4 * columns, dtype=torch.uint8)
     padded[: scale.shape[0], : scale.shape[1]] = scale.view(torch.uint8)
-    parts = [
+    tile_rows = [
         padded[128 * i + 32 * q + r, 4 * j : 4 * j + 4]
         for i in range(rows)
         for j in range(columns)
         for r in range(32)
         for q in range(4)
     ]
-    return torch.cat(parts).view(scale.dtype).view(32 * rows, 16 * columns)
+    return torch.cat(tile_rows).view(scale.dtype).view(32 * rows, 16 * columns)
 
 
 def untile_scales(tiles: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -164,12 +164,12 @@ _FP8, _DYNAMIC_FP8 = "Float8WeightOnlyConfig", "Float8DynamicActivationFloat8Wei
 INT4 = options("Int4WeightOnlyConfig", group_size=64, int4_packing_format={
     "_type": "Int4PackingFormat", "_data": "PLAIN"})  # fmt: skip
 INT8 = options(_INT8, granularity=_ROW, group_size=None)
-_OF_DYNAMIC_INT8 = {
+_DYNAMIC_INT8_FIELDS = {
     "act_mapping_type": {"_type": "MappingType", "_data": "SYMMETRIC"},
     "weight_only_decode": False,
     "reduce_range": False,
 }
-_OF_DYNAMIC_FP8: dict[str, Any] = {
+_DYNAMIC_FP8_FIELDS: dict[str, Any] = {
     "activation_dtype": _E4M3,
     "weight_dtype": _E4M3,
     "packing_format": {"_type": "Float8PackingFormat", "_data": "PLAIN"},
@@ -181,14 +181,16 @@ _OF_DYNAMIC_FP8: dict[str, Any] = {
 _E2M1_DTYPE = {"_type": "torch.dtype", "_data": "float4_e2m1fn_x2"}
 
 
-def _prototype(name: str, **data: Any) -> dict[str, Any]:
+def _make_prototype_options(name: str, **data: Any) -> dict[str, Any]:
     return {"_type": name, "_version": 1, "_data": data}
 
 
-def _mx(dtype: Mapping[str, str]) -> dict[str, Any]:
+def _make_mx_options(dtype: Mapping[str, str]) -> dict[str, Any]:
     dtypes = {"activation_dtype": dict(dtype), "weight_dtype": dict(dtype)}
     modes = {"scaling_mode": {"_type": "ScaleCalculationMode", "_data": "RCEIL"}}
-    return _prototype("MXDynamicActivationMXWeightConfig", block_size=32, **dtypes, **modes)
+    return _make_prototype_options(
+        "MXDynamicActivationMXWeightConfig", block_size=32, **dtypes, **modes
+    )
 
 
 _W8A8_BOUND = 8e-2
@@ -197,44 +199,44 @@ TORCHAO_FORMATS: dict[str, CheckpointFormat] = {
     "torchao int4, float32": CheckpointFormat(config(INT4), _int4(64, torch.float32), "none"),
     "torchao int8": CheckpointFormat(config(INT8), _int8(None), "int8_w8a16_channel"),
     "torchao int8, groups": CheckpointFormat(
-        config(options(_INT8, granularity=_group(64), group_size=None)),
+        config(options(_INT8, granularity=_per_group(64), group_size=None)),
         _int8(64),
         "int8_w8a16_group:group=64",
     ),
     "torchao int8, inputs": CheckpointFormat(
-        config(options(_DYNAMIC_INT8, granularity=_ROW, **_OF_DYNAMIC_INT8)),
+        config(options(_DYNAMIC_INT8, granularity=_ROW, **_DYNAMIC_INT8_FIELDS)),
         _int8(None),
         "int8_w8a8_channel",
         _W8A8_BOUND,
     ),
     "torchao fp8": CheckpointFormat(
-        config(options(_FP8, weight_dtype=_E4M3)), _fp8(whole=False), "fp8_w8a16_channel"
+        config(options(_FP8, weight_dtype=_E4M3)), _fp8(shared_scale=False), "fp8_w8a16_channel"
     ),
     "torchao fp8, tensor": CheckpointFormat(
         config(options(_FP8, weight_dtype=_E4M3, granularity=_TENSOR)),
-        _fp8(whole=True),
+        _fp8(shared_scale=True),
         "fp8_w8a16_channel",
     ),
     "torchao fp8, inputs": CheckpointFormat(
-        config(options(_DYNAMIC_FP8, granularity=[_ROW, _ROW], **_OF_DYNAMIC_FP8)),
-        _fp8(whole=False),
+        config(options(_DYNAMIC_FP8, granularity=[_ROW, _ROW], **_DYNAMIC_FP8_FIELDS)),
+        _fp8(shared_scale=False),
         "fp8_w8a8_channel",
         _W8A8_BOUND,
     ),
     "torchao fp8, inputs, tensor": CheckpointFormat(
-        config(options(_DYNAMIC_FP8, granularity=[_TENSOR, _TENSOR], **_OF_DYNAMIC_FP8)),
-        _fp8(whole=True),
+        config(options(_DYNAMIC_FP8, granularity=[_TENSOR, _TENSOR], **_DYNAMIC_FP8_FIELDS)),
+        _fp8(shared_scale=True),
         "fp8_w8a8_tensor",
         _W8A8_BOUND,
     ),
     "torchao nvfp4": CheckpointFormat(
-        config(_prototype("NVFP4WeightOnlyConfig", use_dynamic_per_tensor_scale=True)),
+        config(_make_prototype_options("NVFP4WeightOnlyConfig", use_dynamic_per_tensor_scale=True)),
         _with_tiled_scales(_NVFP4_CODES, has_matrix_scale=True),
         "nvfp4_w4a16",
     ),
     "torchao nvfp4, inputs": CheckpointFormat(
         config(
-            _prototype(
+            _make_prototype_options(
                 "NVFP4DynamicActivationNVFP4WeightConfig",
                 use_triton_kernel=True,
                 use_dynamic_per_tensor_scale=True,
@@ -245,17 +247,19 @@ TORCHAO_FORMATS: dict[str, CheckpointFormat] = {
         "nvfp4_w4a16",
     ),
     "torchao nvfp4, blocks": CheckpointFormat(
-        config(_prototype("NVFP4WeightOnlyConfig", use_dynamic_per_tensor_scale=False)),
+        config(
+            _make_prototype_options("NVFP4WeightOnlyConfig", use_dynamic_per_tensor_scale=False)
+        ),
         _with_tiled_scales(_NVFP4_CODES),
         "nvfp4_w4a16",
     ),
     "torchao mxfp8": CheckpointFormat(
-        config(_mx(_E4M3)),
+        config(_make_mx_options(_E4M3)),
         _with_tiled_scales(mxfp8("weight_scale", torch.float8_e8m0fnu)),
         "fp8_w8a16_block:block=1x32",
     ),
     "torchao mxfp4": CheckpointFormat(
-        config(_mx(_E2M1_DTYPE)), _with_tiled_scales(mxfp4_quark), "mxfp4_w4a16"
+        config(_make_mx_options(_E2M1_DTYPE)), _with_tiled_scales(mxfp4_quark), "mxfp4_w4a16"
     ),
 }
 
@@ -265,25 +269,25 @@ def metadata_of(
 ) -> dict[str, str]:
     """Return the metadata of a file: the class and attributes of each weight, as JSON text.
 
-    quantization: a quantization_config. If it has options by module name, the first options are
-        used for all weights.
+    quantization: a quantization_config. If the config has options by module name, the first options
+        are used for all weights.
     """
-    chosen = quantization["quant_type"]["default"]
-    if chosen["_type"] == "FqnToConfig":
-        chosen = next(iter(filter(None, chosen["_data"]["fqn_to_config"].values())))
+    weight_options = quantization["quant_type"]["default"]
+    if weight_options["_type"] == "FqnToConfig":
+        weight_options = next(iter(filter(None, weight_options["_data"]["fqn_to_config"].values())))
     metadata = dict[str, str]()
     for name, tensor in tensors.items():
         match = re.fullmatch(r"(.*)\._(\w+)_qdata|(.*):qdata", name)
         if match is None:
             metadata.setdefault(name, '{"_type": "Tensor"}')
         else:
-            attributes = _attributes(chosen, tuple(tensor.shape))
+            attributes = _attributes(weight_options, tuple(tensor.shape))
             metadata[match[3] or f"{match[1]}.{match[2]}"] = json.dumps(attributes)
     return metadata | {"tensor_names": json.dumps(sorted(metadata)), "format": "pt"}
 
 
-def _attributes(chosen: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
-    name, fields = chosen["_type"], chosen["_data"]
+def _attributes(weight_options: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
+    name, fields = weight_options["_type"], weight_options["_data"]
     granularity: Any = fields.get("granularity") or _ROW
     granularity = granularity[-1] if isinstance(granularity, list) else granularity
     group = fields.get("group_size") or granularity["_data"].get("group_size") or shape[-1]
@@ -291,8 +295,8 @@ def _attributes(chosen: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, 
     if granularity["_type"] == "PerTensor":
         block = list(shape)
     if name == "Int4WeightOnlyConfig":
-        whole = [*shape[:-1], 2 * shape[-1]]
-        return {"_type": "Int4Tensor", "_data": {"block_size": block, "shape": whole}}
+        logical_shape = [*shape[:-1], 2 * shape[-1]]
+        return {"_type": "Int4Tensor", "_data": {"block_size": block, "shape": logical_shape}}
     if "NVFP4" in name or name.startswith("MX"):
         data: dict[str, Any] = {"is_swizzled_scales": True, "block_size": 16}
         if name.startswith("MX"):
@@ -340,8 +344,9 @@ def stack_experts(tensors: dict[str, torch.Tensor]) -> None:
                     ]
                 )
             elif kind != "per_tensor_scale":  # gate and up have the same per-tensor scale
-                int4 = tensor.dtype in (torch.bfloat16, torch.float32) and _is_int4(experts_by_key)
-                tensor = torch.cat([tensor, up], -1 if int4 else 1)
+                has_scale_dtype = tensor.dtype in (torch.bfloat16, torch.float32)
+                has_rows_last = has_scale_dtype and _is_int4(experts_by_key)
+                tensor = torch.cat([tensor, up], -1 if has_rows_last else 1)
         if kind == "per_tensor_scale":
             tensor = tensor[:, None, None]
         elif tensor.shape[1:] in ((1, 1), (2, 1)) and bool((tensor == tensor.flatten()[0]).all()):

@@ -152,18 +152,18 @@ def problems() -> tuple[Problem, ...]:
     ]
     # Paths that the other problems do not take: packed 4-bit words with one token, and K = 1024.
     packed = [replace(_BASE, tokens=1, quant=quant) for quant in _PACKED_SCHEMES]
-    deep = replace(_BASE, tokens=1, intermediate=1024, quant="fp8_w8a8_block")
+    large_k = replace(_BASE, tokens=1, intermediate=1024, quant="fp8_w8a8_block")
     quantized = [replace(_BASE, tokens=t, quant=q) for q in _SCHEMES for t in (4, 512)]
     # With many rows per expert, mxfp4 weights are dequantized before the GEMM.
     quantized += [replace(_BASE, tokens=2048, quant=quant) for quant in _PACKED_SCHEMES[1:]]
-    flags = [replace(large, **change) for change in changes]  # type: ignore[arg-type]
+    flag_problems = [replace(large, **change) for change in changes]  # type: ignore[arg-type]
     return (
         *bf16,
         *fp32,
-        *flags,
+        *flag_problems,
         *quantized,
         *packed,
-        deep,
+        large_k,
         *with_adapters,
         *_list_large_top_k_problems(),
     )
@@ -175,22 +175,22 @@ def _list_large_top_k_problems() -> tuple[Problem, ...]:
     Problems with one token take paths without alignment, whose launches depend on top-k.
     """
     base = replace(_BASE, tokens=1, experts=64)
-    not_power, largest = replace(base, top_k=22), replace(base, top_k=MAX_TOP_K)
-    few = [
-        not_power,
-        replace(not_power, quant="fp8_w8a8_channel", dtype=torch.float16, bias=True),
-        replace(not_power, quant=_PACKED_SCHEMES[0], bias=True),
-        replace(not_power, lora="adapters=4,rank=32"),
-        replace(largest, dtype=torch.float32),
-        replace(largest, quant="fp8_w8a8_block"),
-        replace(largest, quant="mxfp4_w4a16"),
+    top_22, max_top_k = replace(base, top_k=22), replace(base, top_k=MAX_TOP_K)
+    few_tokens = [
+        top_22,
+        replace(top_22, quant="fp8_w8a8_channel", dtype=torch.float16, bias=True),
+        replace(top_22, quant=_PACKED_SCHEMES[0], bias=True),
+        replace(top_22, lora="adapters=4,rank=32"),
+        replace(max_top_k, dtype=torch.float32),
+        replace(max_top_k, quant="fp8_w8a8_block"),
+        replace(max_top_k, quant="mxfp4_w4a16"),
     ]
-    many = [
-        replace(not_power, tokens=80, quant="fp8_w8a8_block"),
-        replace(largest, tokens=512),
-        replace(largest, tokens=512, lora="adapters=4,rank=32"),
+    many_tokens = [
+        replace(top_22, tokens=80, quant="fp8_w8a8_block"),
+        replace(max_top_k, tokens=512),
+        replace(max_top_k, tokens=512, lora="adapters=4,rank=32"),
     ]
-    return (*few, *many)
+    return (*few_tokens, *many_tokens)
 
 
 def compile_all(
@@ -236,8 +236,8 @@ def _describe_rows(rows: list[CompiledRow]) -> str:
     if not rows:
         return ""
     cases = list(dict.fromkeys(row.case for row in rows))
-    others = f" and {format_count(len(cases) - 1, 'other case')}" if len(cases) > 1 else ""
-    return f"{cases[0]}{others}: {format_count(len(rows), 'kernel')}"
+    other_cases = f" and {format_count(len(cases) - 1, 'other case')}" if len(cases) > 1 else ""
+    return f"{cases[0]}{other_cases}: {format_count(len(rows), 'kernel')}"
 
 
 def iter_launches(target: str) -> CaseLaunches:
@@ -252,7 +252,7 @@ def _run_steps(steps: list[Callable[[], CaseLaunches]], target: str) -> Iterator
 
 
 def _check_launches(cases: CaseLaunches, target: str) -> list[CompiledRow]:
-    """Check each kernel in the process that compiled it, because disassembly is slow."""
+    """Check each kernel in the process that compiled it, so that the disassembly is parallel."""
     return [
         CompiledRow(case, record, check(record, _expected_instruction(record, target)))
         for case, records in cases
@@ -410,8 +410,8 @@ def _launch_numbering() -> None:
     for top_k in (1, 3, 8, 22, MAX_TOP_K):
         number_pairs(_make_pairs(top_k))
     x = torch.empty(4, _BASE.hidden, dtype=_BASE.dtype, device=_META)
-    for text in ("fp8_w8a8_channel", "fp8_w8a8_block"):
-        scheme = QuantScheme.parse(text)
+    for quant in ("fp8_w8a8_channel", "fp8_w8a8_block"):
+        scheme = QuantScheme.parse(quant)
         workspace = Workspace(quantize_specs("x", scheme, *x.shape), _META)
         out = take_quantized(workspace, "x", scheme, (4, _BASE.hidden), static_scale=None)
         for top_k in (8, 22, MAX_TOP_K):
@@ -491,7 +491,7 @@ def find_gemm_operand(kernel: str) -> str | None:
 def _expected_instruction(record: CompileRecord, target: str) -> str | None:
     """Return the instruction that a GEMM kernel must use, or None for other kernels.
 
-    On sm_90, it is a warpgroup MMA if the tile has at least 64 rows of tokens or of weights.
+    On sm_90, this is a warpgroup MMA if the tile has at least 64 rows of tokens or of weights.
     """
     operand, block_m = find_gemm_operand(record.kernel), record.config.get("BLOCK_M")
     if operand is None or not isinstance(block_m, int):

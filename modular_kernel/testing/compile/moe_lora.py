@@ -25,12 +25,12 @@ def launch_all(
         (hidden, max_rank),
     )
     a13, b13, a2, b2 = (_empty(SLOTS, EXPERTS, *shape, dtype=dtype) for shape in shapes)
-    ids = torch.int64 if dtype is torch.float32 else torch.int32
+    ids_dtype = torch.int64 if dtype is torch.float32 else torch.int32
     info = MoELoRABatchInfo(
-        _empty(tokens, dtype=torch.int32), _empty(SLOTS, dtype=ids), _empty(SLOTS)
+        _empty(tokens, dtype=torch.int32), _empty(SLOTS, dtype=ids_dtype), _empty(SLOTS)
     )
     x_TH, out_TH = _empty(tokens, hidden, dtype=dtype), _empty(tokens, hidden, dtype=dtype)
-    ids_TK, weights_TK = _empty(tokens, top_k, dtype=ids), _empty(tokens, top_k)
+    ids_TK, weights_TK = _empty(tokens, top_k, dtype=ids_dtype), _empty(tokens, top_k)
     args = x_TH, ids_TK, weights_TK, info, a13, b13, a2, b2, out_TH
     run_moe_lora(*args, strategy="staged")
     run_moe_lora(*args, strategy="fused")

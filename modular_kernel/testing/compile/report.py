@@ -9,7 +9,7 @@ Inside the context, every launch is compiled for the target architecture and rec
 reports register spills, too much shared memory, or a missing tensor-core instruction. Kernels do
 not run, so no output is written. Not thread-safe.
 
-Triton decides at the definition of a kernel whether it is interpreted. Therefore, a process either
+When a kernel is defined, Triton decides whether it will be interpreted. Therefore, a process either
 interprets all kernels (TRITON_INTERPRET=1) or compiles all of them.
 """
 
@@ -316,8 +316,8 @@ def _parse_element_types(signature: Mapping[str, TritonObject]) -> dict[str, str
 @cache
 def _read_resources(cubin: bytes) -> tuple[int, int, int]:
     """Return registers, stack bytes and local bytes per thread, as cuobjdump reports them."""
-    text = _run_tool(triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin=cubin)
-    usage = [tuple(map(int, numbers)) for numbers in _RESOURCES.findall(text)]
+    report = _run_tool(triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin=cubin)
+    usage = [tuple(map(int, numbers)) for numbers in _RESOURCES.findall(report)]
     registers, stack, spill = (max(column) for column in zip(*usage, strict=True))
     return registers, stack, spill
 
@@ -325,8 +325,8 @@ def _read_resources(cubin: bytes) -> tuple[int, int, int]:
 @cache
 def _count_instructions(cubin: bytes) -> Mapping[str, int]:
     # -ndf disables dataflow analysis, which makes this a third faster than `cuobjdump -sass`.
-    text = _run_tool(triton.knobs.nvidia.nvdisasm.path, "-ndf", "-c", cubin=cubin)
-    counts = Counter(_INSTRUCTION.findall(text))
+    disassembly = _run_tool(triton.knobs.nvidia.nvdisasm.path, "-ndf", "-c", cubin=cubin)
+    counts = Counter(_INSTRUCTION.findall(disassembly))
     return {name: counts[name] for name in FAMILIES}
 
 

@@ -89,8 +89,8 @@ class Edge:
     @property
     def contradiction(self) -> str:
         """How the text of the refusal contradicts the edge; "" if it does not."""
-        refused = self.rejection
-        return find_contradiction(refused.got, refused.need, self.values, self.field)
+        got, need = self.rejection.got, self.rejection.need
+        return find_contradiction(got, need, self.values, self.field)
 
     def __str__(self) -> str:
         step = "" if self.values is None else f" {self.values[0]} passes, {self.values[1]} fails"
@@ -139,7 +139,7 @@ def edges_of(
     depth: maximum number of fields in which a refused situation differs from the start. Each
         further level takes a hundred times as long, and adds only rules about unusual problems.
     start: the first problem to try; None means a small problem in a scheme that the part supports.
-        If it has several ranks, other numbers of ranks are not tried.
+        If this problem has several ranks, other numbers of ranks are not tried.
     """
     base = _find_valid(pf, experts, machine, start or _make_start_problem(experts.requires))
     edges = Edges(base)
@@ -206,7 +206,7 @@ def _search_around(
     for name, neighbor in list_changed_situations(base):
         if not neighbor.verdict.ok:
             _record_edges(edges, sites, name, base, neighbor)
-        # A smaller required set is skipped, because it reveals no other rule.
+        # Situations that require a smaller set are skipped, because they reveal no other rule.
         elif not isinstance(getattr(*_get_record_and_field(neighbor, name)), frozenset):
             valid.append(neighbor)
     for numeric_field in list_numeric_fields(base):
@@ -253,9 +253,9 @@ def _find_breakpoints(numeric_field: NumericField, search_far: bool) -> Iterator
         while is_refused(numeric_field.start + step) and abs(step) <= numeric_field.start:
             step *= 2
         if search_far or numeric_field.high - numeric_field.low <= _SHORT_RANGE:
-            last = _find_last_passing(numeric_field, step, passes)
-            if last != numeric_field.start and is_refused(last + step):
-                yield last, last + step
+            last_passing = _find_last_passing(numeric_field, step, passes)
+            if last_passing != numeric_field.start and is_refused(last_passing + step):
+                yield last_passing, last_passing + step
 
 
 def _find_last_passing(
@@ -263,7 +263,7 @@ def _find_last_passing(
 ) -> int:
     """Find the last passing value in steps of `step` from the start of the field.
 
-    The value after it fails or is out of range.
+    The next value fails or is out of range.
     """
     start = numeric_field.start
     max_steps = (numeric_field.high - start if step > 0 else start - numeric_field.low) // abs(step)
@@ -276,9 +276,11 @@ def _find_last_passing(
     if failing_steps > max_steps and passes(end):
         return end
     while failing_steps - passing_steps > 1:
-        middle = (passing_steps + failing_steps) // 2
+        midpoint = (passing_steps + failing_steps) // 2
         passing_steps, failing_steps = (
-            (middle, failing_steps) if passes(start + step * middle) else (passing_steps, middle)
+            (midpoint, failing_steps)
+            if passes(start + step * midpoint)
+            else (passing_steps, midpoint)
         )
     return start + step * passing_steps
 

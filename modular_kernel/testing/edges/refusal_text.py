@@ -36,8 +36,8 @@ def find_contradiction(got: str, need: str, values: tuple[int, int] | None, fiel
     if not matches:
         return ""
     start, end = matches[-1 if field.endswith("[1]") else 0].span()
-    changed = text[:start] + passing + text[end:]
-    got, need = (got, changed) if is_declared else (changed, need)
+    changed_text = text[:start] + passing + text[end:]
+    got, need = (got, changed_text) if is_declared else (changed_text, need)
     if _is_satisfied(got, need) is False:
         return f"accepted although {got} does not satisfy {need}"
     return ""
@@ -45,8 +45,8 @@ def find_contradiction(got: str, need: str, values: tuple[int, int] | None, fiel
 
 def _format_number(number: int, text: str) -> str:
     """Format a number like the numbers in `text`, such as 9.0 for 90 in a compute capability."""
-    first = _NUMBER.search(text)
-    is_dotted = first is not None and "." in first.group()
+    first_number = _NUMBER.search(text)
+    is_dotted = first_number is not None and "." in first_number.group()
     return f"{number // 10}.{number % 10}" if is_dotted else str(number)
 
 

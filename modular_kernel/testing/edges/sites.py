@@ -58,6 +58,6 @@ def _find_reachable_functions(roots: Iterable[object]) -> set[FunctionType]:
 
 def _list_names(code: CodeType) -> Iterator[str]:
     yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _list_names(inner)
+    for nested_code in code.co_consts:
+        if isinstance(nested_code, CodeType):
+            yield from _list_names(nested_code)

@@ -100,7 +100,7 @@ def list_changed_situations(base: EdgeSituation) -> Iterator[tuple[str, EdgeSitu
     """Yield ("record.field", situation) for every change of one non-numeric field."""
     for record_name in ("problem", "machine", "pf_requires", "experts_requires"):
         record = getattr(base, record_name)
-        hints = _type_hints(cast("Any", type(record)))
+        hints = _get_record_hints(cast("Any", type(record)))
         for field in fields(record):
             value = getattr(record, field.name)
             for new_value in _list_other_values(base, field.name, hints[field.name], value):
@@ -123,7 +123,7 @@ def list_numeric_fields(base: EdgeSituation) -> Iterator[NumericField]:
         yield NumericField("machine.arch", 10 * major + minor, with_arch, 10, 199)
     for record_name in ("pf_requires", "experts_requires"):
         record = getattr(base, record_name)
-        for name, kind in _type_hints(cast("Any", type(record))).items():
+        for name, kind in _get_record_hints(cast("Any", type(record))).items():
             yield from _list_requirement_fields(
                 base, record_name, name, kind, getattr(record, name)
             )
@@ -153,7 +153,7 @@ def _list_field_names(cls: Any) -> tuple[str, ...]:
 
 
 @cache
-def _type_hints(cls: type) -> dict[str, Any]:
+def _get_record_hints(cls: type) -> dict[str, Any]:
     return get_type_hints(cls, include_extras=True)
 
 
@@ -286,7 +286,7 @@ def _list_problem_fields(base: EdgeSituation) -> Iterator[NumericField]:
 
 
 def _list_requirement_fields(
-    base: EdgeSituation, record_name: str, name: str, kind: Any, value: object
+    base: EdgeSituation, record_name: str, name: str, annotation: Any, value: object
 ) -> Iterator[NumericField]:
     """Yield one numeric field for a required number, or for each bound of a required range."""
     field = f"{record_name}.{name}"
@@ -295,17 +295,17 @@ def _list_requirement_fields(
         return _try_replace_values(base, record_name, **{name: number})
 
     if isinstance(value, int) and not isinstance(value, bool):
-        minimum = 1 if kind == Count else 0
+        minimum = 1 if annotation == Count else 0
         yield NumericField(field, value, with_value, minimum, _UNBOUNDED)
-    elif set(get_args(kind)) == {int, NoneType}:
+    elif set(get_args(annotation)) == {int, NoneType}:
         yield NumericField(field, _UNBOUNDED, with_value, 0, _UNBOUNDED, only_decreases=True)
-    elif get_origin(kind) is tuple and get_args(kind)[0] is int:
+    elif get_origin(annotation) is tuple and get_args(annotation)[0] is int:
         assert isinstance(value, tuple)
         for index, bound in enumerate(value):
 
             def with_bound(number: int, index: int = index) -> EdgeSituation | None:
-                pair = (*value[:index], number, *value[index + 1 :])
-                return _try_replace_values(base, record_name, **{name: pair})
+                bounds = (*value[:index], number, *value[index + 1 :])
+                return _try_replace_values(base, record_name, **{name: bounds})
 
             start = _UNBOUNDED if bound is None else bound
             yield NumericField(
@@ -314,7 +314,7 @@ def _list_requirement_fields(
     elif name == "min_arch" and base.machine.arch is not None:
         number = 10 * base.machine.arch[0] + base.machine.arch[1]
 
-        def from_arch(number: int) -> EdgeSituation | None:
+        def with_min_arch(number: int) -> EdgeSituation | None:
             return _try_replace_values(base, record_name, min_arch=divmod(number, 10))
 
-        yield NumericField(field, number, from_arch, 0, 199)
+        yield NumericField(field, number, with_min_arch, 0, 199)

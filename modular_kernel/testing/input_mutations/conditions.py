@@ -3,8 +3,8 @@
 The lists of defects (`operators`, `memory`, `quantized`, `adapters`) import this module as `when`.
 Most conditions take a problem (shapes, dtypes and options of a layer) and a kind of routing, one of
 `testing.cases.inputs`. The other conditions (`*_pair`, `reads_every_row` and
-`finalize_applies_weights`) take the requirements of the two components of a kernel. Everywhere
-else, a pair is a (token, top-k slot).
+`finalize_applies_weights`) take the requirements of the two components of a kernel, which are the
+"pair" in the name of a `*_pair` condition. Otherwise, a pair is a (token, top-k slot).
 """
 
 from collections.abc import Callable
@@ -59,9 +59,11 @@ def has_activation(*kinds: str, exact: bool = False) -> Applies:
     """
 
     def applies(problem: Problem, routing: str) -> bool:
-        ieee = problem.dtype is torch.float32 and problem.fp32_precision == "ieee"
+        is_exact = problem.dtype is torch.float32 and problem.fp32_precision == "ieee"
         return (
-            has_routed_pair(problem, routing) and problem.act.kind in kinds and (ieee or not exact)
+            has_routed_pair(problem, routing)
+            and problem.act.kind in kinds
+            and (is_exact or not exact)
         )
 
     return applies
@@ -91,7 +93,7 @@ def has_routing(*routings: str) -> Applies:
 def reads_remote_pairs(problem: Problem, routing: str) -> bool:
     """Return whether finalize certainly reads the row of a pair that has no local expert.
 
-    On a single rank, it does so only if it returns unweighted top-k rows.
+    On a single rank, finalize reads such rows only if it returns unweighted top-k rows.
     """
     is_one_rank = problem.parallel.world_size == 1
     if problem.tokens < 7 or (is_one_rank and problem.combine is not Combine.TOPK_UNWEIGHTED):
@@ -105,8 +107,8 @@ def is_batched_pair(pf: PF, _ex: EX) -> bool:
 
 def reads_every_row(_pf: PF, ex: EX) -> bool:
     """Return whether finalize reads the rows of all pairs in the output of the experts."""
-    standard = ex.activation_format is ActivationFormat.STANDARD
-    return standard and ex.reduce in (Reduce.CONTIGUOUS, Reduce.DELEGATE)
+    is_standard = ex.activation_format is ActivationFormat.STANDARD
+    return is_standard and ex.reduce in (Reduce.CONTIGUOUS, Reduce.DELEGATE)
 
 
 def finalize_applies_weights(_pf: PF, ex: EX) -> bool:

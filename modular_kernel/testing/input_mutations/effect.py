@@ -64,7 +64,9 @@ def find_no_effect_reason(effect: Effect) -> str | None:
 def record_reads(name: str, original: Handle, changed: Handle) -> Handle:
     """Return a copy of the changed handle that records when a changed field is read.
 
-    Returns `original` if both handles are equal. name: the name of the defect.
+    Returns `original` if both handles are equal.
+
+    name: the name of the defect.
     """
     if _is_equal(original, changed):
         return original
@@ -93,14 +95,14 @@ def _add_read_callback(original: Any, changed: Any, on_read: Callable[[], None])
             on_read()
         return object.__getattribute__(self, name)
 
-    copied, cls = copy.copy(changed), type(changed)
+    recording_copy, cls = copy.copy(changed), type(changed)
     for name, value in changed_children.items():
-        object.__setattr__(copied, name, value)
+        object.__setattr__(recording_copy, name, value)
     # Make the copy an instance of a subclass, so that isinstance checks and methods still work.
     object.__setattr__(
-        copied, "__class__", type(cls.__name__, (cls,), {"__getattribute__": getattribute})
+        recording_copy, "__class__", type(cls.__name__, (cls,), {"__getattribute__": getattribute})
     )
-    return copied
+    return recording_copy
 
 
 def _is_equal(left: Any, right: Any) -> bool:

@@ -39,7 +39,7 @@ from modular_kernel.testing.input_mutations.effect import (
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 
 DefectState = dict[str, Any]  # state that a defect wrongly keeps between calls
-Arrival = tuple[Dispatched, Handle]  # what `prepare` returns
+PrepareResult = tuple[Dispatched, Handle]  # what `prepare` returns
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class StartedCall:
     specs: Mapping[str, BufferSpec]
 
 
-def _any_pair(_pf: PrepareFinalizeRequirements, _experts: ExpertsRequirements) -> bool:
+def _allow_any_pair(_pf: PrepareFinalizeRequirements, _experts: ExpertsRequirements) -> bool:
     return True
 
 
@@ -92,7 +92,7 @@ class CallMutant:
     - problem: changes the parts' problem.
     - arguments: changes the arguments of the call.
     - dispatched: changes the tokens that the experts receive.
-    - rows: changes the output of the experts in place; also gets the tokens that they received.
+    - rows: changes the output of the experts in place, given also the tokens that they received.
     - handle: changes the handle that finalize receives.
     - receive: maps the result of `prepare` to the function that provides it to `finish`.
     - started: called after the dispatch.
@@ -103,14 +103,14 @@ class CallMutant:
     description: str
     applies: Callable[[Problem, str], bool]
     _: KW_ONLY
-    pairs: Callable[[PrepareFinalizeRequirements, ExpertsRequirements], bool] = _any_pair
+    pairs: Callable[[PrepareFinalizeRequirements, ExpertsRequirements], bool] = _allow_any_pair
     device: str | None = None
     problem: Callable[[Problem], Problem] | None = None
     arguments: Callable[[CallArguments], CallArguments] | None = None
     dispatched: Callable[[Dispatched], Dispatched] | None = None
     rows: Callable[[torch.Tensor, Dispatched], None] | None = None
     handle: Callable[[Handle], Handle] | None = None
-    receive: Callable[[Arrival, DefectState], Callable[[], Arrival]] | None = None
+    receive: Callable[[PrepareResult, DefectState], Callable[[], PrepareResult]] | None = None
     started: Callable[[StartedCall], None] | None = None
     finished: Callable[[StartedCall], torch.Tensor | None] | None = None
     quantized: bool = False
@@ -177,7 +177,7 @@ class MutatedKernel(FusedMoEModularKernel):
         *,
         at_once: bool = False,
     ) -> Pending:
-        assert out is not None  # wrapped parts do not allocate it
+        assert out is not None  # wrapped parts do not allocate the output
         original = CallArguments(x_TH, weights, routing, self.problem, self.defect_state)
         args = self.mutant.arguments(original) if self.mutant.arguments else original
         pending = super().start_checked(
@@ -250,12 +250,12 @@ class _WrappedPrepareAndFinalize(PrepareAndFinalize):
 
     def prepare(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: CallState
-    ) -> Arrival:
+    ) -> PrepareResult:
         return self.part.prepare(x_TH, routing, weights=weights, call=call)
 
     def prepare_no_receive(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: CallState
-    ) -> Callable[[], Arrival]:
+    ) -> Callable[[], PrepareResult]:
         return self.part.prepare_no_receive(x_TH, routing, weights=weights, call=call)
 
     def finalize(

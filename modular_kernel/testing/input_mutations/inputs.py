@@ -70,11 +70,13 @@ def find_local_ids(args: CallArguments) -> torch.Tensor:
 
 def drop_busiest_expert(args: CallArguments) -> CallArguments:
     """Remove all pairs from the local expert with the most pairs."""
-    local = find_local_ids(args)
-    if not bool((local >= 0).any()):
+    local_ids_TK = find_local_ids(args)
+    if not bool((local_ids_TK >= 0).any()):
         return args
-    busiest = local[local >= 0].mode().values
-    return _replace_ids(args, args.routing.topk_ids_TK.masked_fill(local == busiest, -1))
+    busiest_expert = local_ids_TK[local_ids_TK >= 0].mode().values
+    return _replace_ids(
+        args, args.routing.topk_ids_TK.masked_fill(local_ids_TK == busiest_expert, -1)
+    )
 
 
 def use_next_expert(args: CallArguments) -> CallArguments:
@@ -129,8 +131,8 @@ def misread_int64(args: CallArguments) -> CallArguments:
     ids = args.routing.topk_ids_TK
     if ids.dtype != torch.int64:
         return args
-    words = ids.view(torch.int32).flatten()[: ids.numel()].view(ids.shape)
-    return replace(args, routing=replace(args.routing, topk_ids_TK=words.contiguous()))
+    int32_words = ids.view(torch.int32).flatten()[: ids.numel()].view(ids.shape)
+    return replace(args, routing=replace(args.routing, topk_ids_TK=int32_words.contiguous()))
 
 
 def square_router_weights(args: CallArguments) -> CallArguments:
@@ -252,7 +254,7 @@ def reuse_tokens(args: CallArguments) -> CallArguments:
 
 
 def reuse_routing(args: CallArguments) -> CallArguments:
-    """Reuse the first routing with as many tokens, as if routing were cached by shape."""
+    """Reuse the first routing for this number of tokens, as if routing were cached by shape."""
     tokens = len(args.x_TH)
     routing = args.defect_state.setdefault(f"routing of {tokens}", args.routing)
     return replace(args, routing=routing)

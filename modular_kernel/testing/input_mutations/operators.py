@@ -1,7 +1,7 @@
 """The input mutations of unquantized calls, all of which are defects that real kernels have had.
 
-Each has a name, a description, the condition under which the checks must detect it (`conditions`),
-and the function that injects it (`inputs` and `outputs`).
+Each mutation has a name, a description, the condition under which the checks must detect it
+(`conditions`), and the function that injects it (`inputs` and `outputs`).
 """
 
 from dataclasses import replace

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from modular_kernel.tensors import BatchedTokens, Dispatched, Handle, StandardTokens
-from modular_kernel.testing.input_mutations.inject import Arrival, DefectState, StartedCall
+from modular_kernel.testing.input_mutations.inject import DefectState, PrepareResult, StartedCall
 from modular_kernel.testing.input_mutations.inputs import find_local_ids, find_valid_pairs
 
 
@@ -24,21 +24,21 @@ def reuse_output(call: StartedCall) -> None:
         out[:count] = previous[:count]
 
 
-def receive_latest(arrived: Arrival, defect_state: DefectState) -> "LatestArrival":
+def receive_latest(result: PrepareResult, defect_state: DefectState) -> "LatestResult":
     """Keep the dispatched tokens where a later call replaces them, instead of in the handle."""
-    defect_state["arrived"] = arrived
-    return LatestArrival(defect_state)
+    defect_state["prepared"] = result
+    return LatestResult(defect_state)
 
 
-class LatestArrival:
+class LatestResult:
     """A callable that returns the tokens of the latest dispatch."""
 
     def __init__(self, defect_state: DefectState) -> None:
         self.defect_state = defect_state
 
-    def __call__(self) -> Arrival:
-        arrived: Arrival = self.defect_state["arrived"]
-        return arrived
+    def __call__(self) -> PrepareResult:
+        result: PrepareResult = self.defect_state["prepared"]
+        return result
 
 
 def flip_every_other_call(call: StartedCall) -> None:

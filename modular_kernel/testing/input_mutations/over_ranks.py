@@ -42,7 +42,7 @@ def sensitivity_ranks(
     known_failures = {} if known_failures is None else known_failures
     machine = machine_of(pool)
     cases = rank_cases_for(prepare_finalize, experts, machine, pool.world_size).cases
-    kills = []
+    results = []
     for number, mutant in enumerate(mutants, 1):
         candidates: list[RankCase] = [case for case in cases if mutant.applies(case)]
         for case in candidates[:cases_each]:
@@ -54,10 +54,10 @@ def sensitivity_ranks(
                 first_or_none(proof.failures),
                 pop_effect_on_ranks(mutant.name, pool),
             )
-            kills.append(
+            results.append(
                 CallMutantResult.from_effect(
                     mutant.name, case, known_failures[case], failure, effect
                 )
             )
         on_mutant(number, len(mutants))
-    return tuple(kills)
+    return tuple(results)

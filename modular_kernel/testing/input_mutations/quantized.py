@@ -1,7 +1,7 @@
 """Input mutations of scales, zero points and packing, which are visible only in quantized cases.
 
-Each has a name, a description, the condition under which the checks must detect it, and the
-function of `inputs` that injects it.
+Each mutation has a name, a description, the condition under which the checks must detect it, and
+the function of `inputs` that injects it.
 """
 
 from functools import partial

@@ -103,13 +103,13 @@ def _make_no_defect(name: str) -> CallMutant:
     return CallMutant(name, "nothing", lambda _p, _r: True)
 
 
-def _on_all_ranks(
+def _inject_on_all_ranks(
     name: str, arguments: Callable[[CallArguments], CallArguments]
 ) -> Callable[[Problem], CallMutant]:
     return lambda _problem: replace(_make_no_defect(name), arguments=arguments)
 
 
-def _on_last_rank(
+def _inject_on_last_rank(
     name: str, make_fields: Callable[[Problem], dict[str, Any]]
 ) -> Callable[[Problem], CallMutant]:
     """Make `RankMutant.make` for a defect of the last rank only.
@@ -127,9 +127,9 @@ def _on_last_rank(
 def shift_by_a_rank(args: CallArguments) -> CallArguments:
     """Add the number of experts per rank to every expert id, modulo E."""
     ids, problem = args.routing.topk_ids_TK, args.problem
-    block = len(problem.placement.slots[0])
+    experts_per_rank = len(problem.placement.slots[0])
     is_valid = (ids >= 0) & (ids < problem.experts)
-    ids = torch.where(is_valid, (ids + block) % problem.experts, ids)
+    ids = torch.where(is_valid, (ids + experts_per_rank) % problem.experts, ids)
     return replace(args, routing=replace(args.routing, topk_ids_TK=ids))
 
 
@@ -174,11 +174,11 @@ def _swap_counts(problem: Problem) -> dict[str, Any]:
             return name.endswith("_W") and value.untyped_storage().nbytes() == value.nbytes
         return is_dataclass(value) or isinstance(value, tuple | list)
 
-    def handle(original: Handle) -> Handle:
-        changed_handle: Handle = swap(original)
-        return changed_handle
+    def swap_handle(handle: Handle) -> Handle:
+        swapped: Handle = swap(handle)
+        return swapped
 
-    return {"handle": handle, "dispatched": _roll_counts}
+    return {"handle": swap_handle, "dispatched": _roll_counts}
 
 
 def _roll_counts(tokens: Dispatched) -> Dispatched:
@@ -189,27 +189,27 @@ def _roll_counts(tokens: Dispatched) -> Dispatched:
 
 
 def _double_rows(_problem: Problem) -> dict[str, Any]:
-    def rows(output: torch.Tensor, _tokens: Dispatched) -> None:
+    def double_rows(output: torch.Tensor, _tokens: Dispatched) -> None:
         output.mul_(2)
 
-    return {"rows": rows}
+    return {"rows": double_rows}
 
 
 def _rotate_rows(_problem: Problem) -> dict[str, Any]:
-    def rows(output: torch.Tensor, tokens: Dispatched) -> None:
+    def rotate_rows(output: torch.Tensor, tokens: Dispatched) -> None:
         if not isinstance(tokens, BatchedTokens):
             output.copy_(output.roll(1, 0))
             return
         for expert, count in enumerate(tokens.counts_e.tolist()):
             output[expert, :count] = output[expert, :count].roll(1, 0)
 
-    return {"rows": rows}
+    return {"rows": rotate_rows}
 
 
 def _reuse_rows(_problem: Problem) -> dict[str, Any]:
     history: list[Dispatched] = []
 
-    def dispatched(tokens: Dispatched) -> Dispatched:
+    def insert_previous_rows(tokens: Dispatched) -> Dispatched:
         """Replace the first rows with the rows of the previous call."""
         history.append(_copy_tokens(tokens))
         if len(history) < 2:
@@ -220,7 +220,7 @@ def _reuse_rows(_problem: Problem) -> dict[str, Any]:
         new[overlap] = old[overlap]
         return current
 
-    return {"dispatched": dispatched}
+    return {"dispatched": insert_previous_rows}
 
 
 def _get_rows(tokens: Dispatched) -> torch.Tensor:
@@ -237,15 +237,15 @@ def _skip_when_idle(_problem: Problem) -> CallMutant:
     """Make a mutant in which a rank computes nothing in calls in which it has no tokens."""
     is_idle: list[bool] = []
 
-    def arguments(args: CallArguments) -> CallArguments:
+    def record_idle(args: CallArguments) -> CallArguments:
         is_idle.append(len(args.x_TH) == 0)
         return args
 
-    def rows(output: torch.Tensor, _tokens: Dispatched) -> None:
+    def zero_if_idle(output: torch.Tensor, _tokens: Dispatched) -> None:
         if is_idle[-1]:
             output.zero_()
 
-    return replace(_make_no_defect("idle_rank_rests"), arguments=arguments, rows=rows)
+    return replace(_make_no_defect("idle_rank_rests"), arguments=record_idle, rows=zero_if_idle)
 
 
 RANK_MUTANTS: tuple[RankMutant, ...] = (
@@ -253,44 +253,44 @@ RANK_MUTANTS: tuple[RankMutant, ...] = (
         "rank_block_offset",
         "expert ids are shifted by the number of experts of a rank",
         _has_many_pairs,
-        _on_all_ranks("rank_block_offset", shift_by_a_rank),
+        _inject_on_all_ranks("rank_block_offset", shift_by_a_rank),
     ),
     RankMutant(
         "last_expert_lost",
         "the last expert of each rank gets no rows",
         _has_many_pairs,
-        _on_all_ranks("last_expert_lost", drop_last_experts),
+        _inject_on_all_ranks("last_expert_lost", drop_last_experts),
     ),
     RankMutant(
         "peer_counts_swapped",
         "the last rank confuses counts or memory of ranks 0 and 1, or counts of its experts",
         _has_uneven_counts,
-        _on_last_rank("peer_counts_swapped", _swap_counts),
+        _inject_on_last_rank("peer_counts_swapped", _swap_counts),
         timeout_s=6.0,
     ),
     RankMutant(
         "weights_on_both_sides",
         "the router weight is applied by the experts and again by the combine",
         _uses_router_weights,
-        _on_all_ranks("weights_on_both_sides", square_router_weights),
+        _inject_on_all_ranks("weights_on_both_sides", square_router_weights),
     ),
     RankMutant(
         "contribution_twice",
         "the contribution of the last rank is added twice",
         _is_busy_on_last_rank,
-        _on_last_rank("contribution_twice", _double_rows),
+        _inject_on_last_rank("contribution_twice", _double_rows),
     ),
     RankMutant(
         "rows_reordered",
         "the last rank returns its rows in another order",
         _is_busy_on_last_rank,
-        _on_last_rank("rows_reordered", _rotate_rows),
+        _inject_on_last_rank("rows_reordered", _rotate_rows),
     ),
     RankMutant(
         "stale_rows",
         "the last rank computes the rows of the previous call",
         _is_busy_on_last_rank,
-        _on_last_rank("stale_rows", _reuse_rows),
+        _inject_on_last_rank("stale_rows", _reuse_rows),
     ),
     RankMutant(
         "idle_rank_rests",

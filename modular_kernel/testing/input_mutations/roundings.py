@@ -18,8 +18,8 @@ class RoundingMutant(CallMutant):
 
     def occurs(self, case: Case, machine: Machine) -> bool:
         experts = load_catalog().experts(case.experts)
-        declares = experts.roundings is not PermuteExpertsUnpermute.roundings
-        return declares and super().occurs(case, machine)
+        declares_roundings = experts.roundings is not PermuteExpertsUnpermute.roundings
+        return declares_roundings and super().occurs(case, machine)
 
 
 ROUNDING_MUTANTS: tuple[CallMutant, ...] = (

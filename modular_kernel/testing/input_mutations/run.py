@@ -14,13 +14,13 @@ from modular_kernel.testing.cases.lists import cases_by_axes, cases_for
 from modular_kernel.testing.input_mutations.adapters import ADAPTER_MUTANTS
 from modular_kernel.testing.input_mutations.effect import Effect, find_no_effect_reason, pop_effect
 from modular_kernel.testing.input_mutations.inject import CallMutant
-from modular_kernel.testing.input_mutations.operators import MUTANTS as PLAIN_MUTANTS
+from modular_kernel.testing.input_mutations.operators import MUTANTS as UNQUANTIZED_MUTANTS
 from modular_kernel.testing.input_mutations.quantized import SCALE_MUTANTS
 from modular_kernel.testing.input_mutations.roundings import ROUNDING_MUTANTS
 from modular_kernel.testing.verify.one_process import prove, run_all_checks
 from modular_kernel.testing.verify.trial import Trial
 
-MUTANTS = PLAIN_MUTANTS + SCALE_MUTANTS + ROUNDING_MUTANTS + ADAPTER_MUTANTS
+MUTANTS = UNQUANTIZED_MUTANTS + SCALE_MUTANTS + ROUNDING_MUTANTS + ADAPTER_MUTANTS
 __all__ = ["MUTANTS", "CallMutant", "CallMutantResult", "sensitivity"]
 
 
@@ -88,13 +88,13 @@ def sensitivity(
     mutants: the mutants to run.
     cases_each: maximum number of cases per mutant.
     known_failures: maps cases to their first failure without a mutant, or to None if they pass.
-        Other cases are run and added to it.
+        Cases that are missing are run and added.
     on_mutant: called after each mutant, with the number of completed mutants and of all mutants.
     """
     known_failures = {} if known_failures is None else known_failures
     smoke = cases_for(prepare_finalize, experts, machine, "smoke").cases
     full = cases_by_axes(prepare_finalize, experts, machine).cases
-    kills = []
+    results = []
     for number, mutant in enumerate(mutants, 1):
         candidates = [case for case in smoke if mutant.occurs(case, machine)]
         if len(candidates) < cases_each:
@@ -104,13 +104,13 @@ def sensitivity(
                 known_failures[case] = first_or_none(prove(case, machine).failures)
             failure = first_or_none(run_all_checks(Trial(case, machine, mutant.build)))
             effect = pop_effect(mutant.name)
-            kills.append(
+            results.append(
                 CallMutantResult.from_effect(
                     mutant.name, case, known_failures[case], failure, effect
                 )
             )
         on_mutant(number, len(mutants))
-    return tuple(kills)
+    return tuple(results)
 
 
 def first_or_none(failures: Iterable[str]) -> str | None:

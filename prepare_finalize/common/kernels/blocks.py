@@ -29,7 +29,7 @@ def _load_expert_numbers(
     """Return the expert numbers of N tokens, (N, BLOCK_K) int32, and a mask of invalid numbers.
 
     Skipped pairs and pairs with an invalid number, outside [-1, total_slots), get -1. Numbers are
-    compared before they are converted, so that the conversion of an int64 cannot make it valid.
+    compared before they are converted, because a conversion could make an invalid int64 valid.
 
     token: (N,).
     total_slots: number of slots of all ranks.
@@ -80,12 +80,12 @@ def _fill_headers(
     w = tl.arange(0, PADDED)
     counts = tl.zeros((PADDED,), tl.int32) + tokens
     if not SINGLE_BLOCK:
-        for each in range(WORLD):
+        for peer in range(WORLD):
             count = _count_rows(
-                expert_numbers_ptr, tokens, stride_expert_numbers, total_slots, each, slots,
+                expert_numbers_ptr, tokens, stride_expert_numbers, total_slots, peer, slots,
                 TOP_K, BLOCK_K, SCAN,
             )  # fmt: skip
-            counts = tl.where(w == each, count, counts)
+            counts = tl.where(w == peer, count, counts)
         counts = tl.where(w < WORLD, counts, 0)
     rows = tl.max(counts, axis=0)  # NaN-free: integer operands
     header = new_header(calls_ptr, counters_ptr, layer, tokens, rows, refusal)

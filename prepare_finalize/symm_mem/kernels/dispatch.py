@@ -27,8 +27,8 @@ def _load_homes(
 ):  # fmt: skip
     """Return rank and slot of a token's pairs, (BLOCK_K,) int32, and the number of invalid ids.
 
-    Rank and slot are -1 for skipped pairs. Ids are compared before they are converted, so that the
-    conversion of an int64 cannot make it valid. Copies are used round-robin, starting with
+    Rank and slot are -1 for skipped pairs. Ids are compared before they are converted, because a
+    conversion could make an invalid int64 valid. Copies are used round-robin, starting with
     first_copy.
     """
     k = tl.arange(0, BLOCK_K)
@@ -178,7 +178,7 @@ def dispatch_kernel(
         scales, int32 slots, float32 weights and int32 adapter slots.
     rank_bits_ptr: (capacity,) int32, output. Bit r is set if the token is sent to rank r.
     peer_rows_ptr: if HAS_PEER_ROWS, (WORLD, tokens) int32. Token t is then written to row
-        peer_rows[r, t] of rank r, or not at all if this is -1. No other row is written.
+        peer_rows[r, t] of rank r, or not at all if peer_rows[r, t] is -1. No other row is written.
     flags_ptr, deltas_ptr, failed_ptr, status_ptr, timeout_ns: see `signals`.
     state_ptr: (2,) int32, the number of the last dispatch, and the counter of `is_last_program`.
     QUANT: "none" to copy rows; "scaled" to copy rows and their SCALES scales; "group" and "token"

@@ -20,8 +20,8 @@ _PAUSE_S = 0.0002
 class HostClock(int):
     """Monotonic clock of the host in nanoseconds, for interpreted kernels.
 
-    Loops that poll flags call it. It sleeps, so that the processes of other ranks get the CPU. It
-    is a class because Triton kernels may not call Python functions.
+    Loops that poll flags call this class. Each call sleeps, so that the processes of other ranks
+    get the CPU. The clock is a class because Triton kernels may not call Python functions.
     """
 
     def __new__(cls) -> int:
@@ -40,8 +40,8 @@ def peer_pointer(pointer, deltas_ptr, rank):
 def row_at_peer(peer_rows_ptr, rank, token, tokens, row, HAS_PEER_ROWS: tl.constexpr):
     """Return the int64 row of a token in the memory of `rank`.
 
-    If HAS_PEER_ROWS, it is peer_rows_ptr[rank, token], or -1 if the token is not sent there.
-    Otherwise, it is `row`.
+    If HAS_PEER_ROWS, return peer_rows_ptr[rank, token], or -1 if the token is not sent to `rank`.
+    Otherwise, return `row`.
     """
     if HAS_PEER_ROWS:
         return tl.load(peer_rows_ptr + rank * tokens + token, mask=token < tokens, other=-1).to(
