@@ -38,6 +38,7 @@ from modular_kernel.bench.interleaved import ROUNDS, CaseBlock, Comparison, run_
 from modular_kernel.bench.sampled_layers import COUNT, SEED, SampledLayer, sample_layers
 from modular_kernel.bench.speedups import (
     layers_table,
+    list_days,
     merge_reports,
     plot_speedups,
     render_markdown,
@@ -233,8 +234,8 @@ def update_readme(report):
     lines = [
         "",
         f"{shapes} layers with sizes drawn at random on {env.get('device')}, {versions},",
-        f"{str(env.get('date'))[:10]}. *Speedup* is the time of the best public layer divided by",
-        "ours: here, unlike in the other tables, more than 1 is faster.",
+        f"{' and '.join(list_days(env))}. *Speedup* is the time of the best public layer",
+        "divided by ours: here, unlike in the other tables, more than 1 is faster.",
         "",
         *speedups_table(report),
         "",

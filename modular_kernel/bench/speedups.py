@@ -10,7 +10,7 @@ that our layer is faster. The tables have a column for each of our four layers:
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -228,8 +228,8 @@ def unmeasured_list(report: Report) -> list[str]:
 def merge_reports(reports: Sequence[Report]) -> Report:
     """Merge reports into one report with the environment and the peaks of the first.
 
-    If several reports have a row of the same layer in the same case, the first timed row is kept,
-    or the first row if none was timed.
+    Its environment also has the days of all reports ("days"). If several reports have a row of the
+    same layer in the same case, the first timed row is kept, or the first row if none was timed.
     """
     first, row_by_case = reports[0], dict[tuple[object, ...], Row]()
     for row in (row for report in reports for row in report.rows):
@@ -239,7 +239,14 @@ def merge_reports(reports: Sequence[Report]) -> Report:
     rows = tuple(row_by_case.values())
     missing = tuple(dict.fromkeys(name for report in reports for name in report.missing))
     stopped = "; ".join(dict.fromkeys(r.stopped for r in reports if r.stopped))
-    return Report(first.environment, first.peaks, rows, stopped, missing)
+    days = sorted({day for report in reports for day in list_days(report.environment)})
+    environment = {**first.environment, "days": days} if len(days) > 1 else first.environment
+    return Report(environment, first.peaks, rows, stopped, missing)
+
+
+def list_days(environment: Mapping[str, Any]) -> list[str]:
+    """Return the days on which the rows of a report were measured, such as ["2026-12-01"]."""
+    return list(environment.get("days", [str(environment.get("date"))[:10]]))
 
 
 def render_markdown(report: Report) -> str:
@@ -249,7 +256,7 @@ def render_markdown(report: Report) -> str:
     lines = [
         f"# Our layers and public ones on {env.get('device')}",
         "",
-        f"{str(env.get('date'))[:10]}, {', '.join(versions)}. `{env.get('command')}`",
+        f"{' and '.join(list_days(env))}, {', '.join(versions)}. `{env.get('command')}`",
         "",
         *speedups_table(report),
         "",
@@ -300,7 +307,7 @@ def plot_speedups(report: Report, path: Path) -> None:
     if handles:
         figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8)
     figure.suptitle(
-        f"{report.environment.get('device')}, {str(report.environment.get('date'))[:10]}: "
+        f"{report.environment.get('device')}, {' and '.join(list_days(report.environment))}: "
         "solid FusedMoE with default arguments, dotted own kernels alone; above 1 we are faster",
         fontsize=9,
     )

@@ -185,8 +185,8 @@ class FixedCapacityExchange:
         self._handshake.counter.begin()
         manager = self.layer.manager
         amax_W = amax.new_empty(manager.world_size)
-        # Calls with this all-gather are never recorded for replay. It is hidden because the recorder
-        # would otherwise record operations of gloo's threads.
+        # Calls with this all-gather are never recorded for replay. It is hidden, or else the
+        # recorder would record operations of gloo's threads.
         with hide_from_recorder():
             manager.all_gather(amax_W, amax, step=step, phase="counts").wait_on_stream()
         return amax_W.amax().reshape(1)  # propagates NaN, unlike an all-reduce with MAX

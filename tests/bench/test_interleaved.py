@@ -340,6 +340,16 @@ def test_merged_reports_have_one_row_per_layer_and_case() -> None:
     assert summary.mean == pytest.approx(8.0 / 5.0)
 
 
+def test_merged_reports_have_the_days_of_all_reports() -> None:
+    dates = ("2026-12-02T01:00:00+00:00", "2026-12-01T23:00:00+00:00", "2026-12-02T02:00:00+00:00")
+    reports = [replace(make_report(), environment={"date": date}) for date in dates]
+    merged = merge_reports(reports)
+    assert merged.environment["days"] == ["2026-12-01", "2026-12-02"]
+    assert "2026-12-01 and 2026-12-02, " in render_markdown(merged)
+    assert merge_reports([merged, *reports]).environment["days"] == merged.environment["days"]
+    assert "days" not in merge_reports(reports[:1]).environment
+
+
 def test_errors_without_a_message_include_the_source_line() -> None:
     with pytest.raises(AssertionError) as caught:
         raise AssertionError  # as an assertion in a library
