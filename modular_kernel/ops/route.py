@@ -36,7 +36,7 @@ from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.replay.operation import ReplayedOperation
-from modular_kernel.replay.recording import weak_storage_ref
+from modular_kernel.replay.recording import make_weak_storage_ref
 from modular_kernel.spec.problem import dtype_name
 from modular_kernel.spec.router import RouterSpec
 from modular_kernel.tensors import Routing, check_loaded
@@ -268,7 +268,7 @@ def _check_loaded_once(tensors: Sequence[torch.Tensor]) -> None:
 
     A parameter that passed the check is not checked again while its storage exists.
     """
-    storages, cache = [weak_storage_ref(tensor) for tensor in tensors], _loaded_locations
+    storages, cache = [make_weak_storage_ref(tensor) for tensor in tensors], _loaded_locations
     locations = [
         (storage.cdata, tensor.storage_offset(), tensor.shape)
         for storage, tensor in zip(storages, tensors, strict=True)

@@ -6,8 +6,8 @@ Times are read from JSON files in these formats. The folder `data` has examples.
     exchanges between GPUs     `mk exchange --json`, or the older format of h200-exchange.json
     published results          mk-published/1, see published-exchange.json
 
-Measured exchanges are compared by the time of a dispatch and a combine together. For a
-single short dispatch or combine, the overhead of the timing events would be too large.
+Measured exchanges are compared by the time of a dispatch and a combine together. For a single short
+dispatch or combine, the overhead of the timing events would be too large.
 """
 
 from collections.abc import Callable, Sequence

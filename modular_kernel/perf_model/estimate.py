@@ -201,10 +201,8 @@ class EstimateRequest:
         """Return the reason why a pairing does not fit in memory, or ""."""
         if not verdict.ok:
             return str(verdict.rejections[0])
-        memory, limit = (
-            self.estimate_memory(verdict.prepare_finalize, verdict.experts),
-            self.machine.memory,
-        )
+        memory = self.estimate_memory(verdict.prepare_finalize, verdict.experts)
+        limit = self.machine.memory
         if limit is None or memory.total <= limit:
             return ""
         layers = f" for {self.layers} layers" if self.layers > 1 else ""

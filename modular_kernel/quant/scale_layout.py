@@ -54,8 +54,8 @@ def to_tiles(scale: torch.Tensor) -> torch.Tensor:
 
 def from_tiles(tiled: torch.Tensor, rows: int, groups: int) -> torch.Tensor:
     """Invert `to_tiles`: return uint8 scales (..., rows, groups) without the padding."""
-    *batch, blocks, size = tiled.shape
-    steps = size // STEP_BYTES
+    *batch, blocks, nbytes = tiled.shape
+    steps = nbytes // STEP_BYTES
     tiles = tiled.view(torch.uint8).reshape(-1, blocks, steps, 4, 32, 4, 4)
     scales = tiles.permute(0, 1, 5, 4, 2, 3, 6).reshape(*batch, blocks * ROWS, steps * STEP)
     return scales[..., :rows, :groups].contiguous()

@@ -17,7 +17,7 @@ from modular_kernel.catalog import load_catalog, make_kernel
 from modular_kernel.contracts import Choice, Tunable
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.quant.quantized_weights import default_scale_dtype, weight_specs
+from modular_kernel.quant.quantized_weights import get_default_scale_dtype, weight_specs
 from modular_kernel.settings import hide_gpus
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
@@ -133,7 +133,7 @@ def make_meta_inputs(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Rou
     specs = weight_specs(problem)
     dtypes = {name: spec.dtypes[0] for name, spec in specs.items()}
     if problem.scheme.quantized:
-        dtypes |= dict.fromkeys(("w1_scale", "w2_scale"), default_scale_dtype(problem))
+        dtypes |= dict.fromkeys(("w1_scale", "w2_scale"), get_default_scale_dtype(problem))
     tensors = {name: _empty(spec.shape, dtypes[name]) for name, spec in specs.items()}
     if problem.bias:
         tensors["b1"] = _empty((problem.e, problem.w1_rows), problem.dtype)
