@@ -31,7 +31,7 @@ from modular_kernel.perf_model.experts_time import experts_time
 from modular_kernel.perf_model.hardware import Gpu
 from modular_kernel.perf_model.load import rank_load
 from modular_kernel.spec.problem import Problem
-from modular_kernel.spec.quantization import scheme_named
+from modular_kernel.spec.quantization import find_scheme
 from modular_kernel.utils import json_files
 
 ARCH = (9, 0)  # compute capability of the GPU in the records
@@ -157,7 +157,7 @@ def _interpolate(layers: Sequence[RecordedLayer], start_us: float, log2_rows: fl
 
 
 def _get_operand_types(scheme: str) -> tuple[str, str]:
-    quant_scheme = scheme_named(scheme)
+    quant_scheme = find_scheme(scheme)
     return quant_scheme.weight, quant_scheme.activation
 
 

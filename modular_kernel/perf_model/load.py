@@ -119,11 +119,10 @@ def compute_inclusion_probabilities(
         high *= 2
     for _ in range(_BISECTION_STEPS):
         midpoint = (low + high) / 2
-        low, high = (
-            (midpoint, high)
-            if _compute_expected_experts(odds, midpoint) < top_k
-            else (low, midpoint)
-        )
+        if _compute_expected_experts(odds, midpoint) < top_k:
+            low = midpoint
+        else:
+            high = midpoint
     return tuple(-math.expm1(-high * odd) for odd in odds)
 
 
@@ -219,10 +218,8 @@ def _compute_skewed_load(
         p_ranks = [_compute_hit_probability(block) for block in ranks]
         p_hosts = [_compute_hit_probability(block) for block in _split_evenly(shuffled, hosts)]
         fullest_rank_probability = _compute_hit_probability(fullest_rank)
-        pairs, touched = (
-            all_tokens * sum(fullest_rank),
-            _compute_expected_touched(fullest_rank, all_tokens),
-        )
+        pairs = all_tokens * sum(fullest_rank)
+        touched = _compute_expected_touched(fullest_rank, all_tokens)
         loads.append(
             EstimatedLoad(
                 pairs,

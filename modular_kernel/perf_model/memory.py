@@ -179,10 +179,8 @@ def _compute_kernels_workspace(problem: Problem, shape: DispatchShape) -> int:
 def _compute_library_workspace(problem: Problem, shape: DispatchShape) -> int:
     """Return the workspace of a part that calls a vendor library."""
     itemsize = problem.dtype.itemsize
-    hidden_row, h_row = (
-        problem.hidden * itemsize,
-        problem.intermediate * _get_activation_bytes(problem),
-    )
+    hidden_row = problem.hidden * itemsize
+    h_row = problem.intermediate * _get_activation_bytes(problem)
     if isinstance(shape, BatchedShape):
         rows = shape.experts * shape.capacity
         return rows * (problem.w1_rows * itemsize + h_row + hidden_row)
@@ -272,10 +270,8 @@ def _compute_host_then_rank_bytes(problem: Problem) -> int:
     world, hosts = problem.parallel.world_size, problem.parallel.hosts
     rows = _count_received_rows(problem) // world  # that a rank may send to a host
     routing_bytes = problem.top_k * _ID_BYTES
-    row_bytes, sum_bytes = (
-        compute_dispatched_row_bytes(problem) + routing_bytes,
-        _compute_unquantized_row_bytes(problem),
-    )
+    row_bytes = compute_dispatched_row_bytes(problem) + routing_bytes
+    sum_bytes = _compute_unquantized_row_bytes(problem)
     blocks = 1 if rows == problem.tokens else 2
     between_hosts = hosts * rows * (blocks * row_bytes + routing_bytes + 2 * sum_bytes)
     within_host = _CALLS_IN_FLIGHT * world * rows * (row_bytes + sum_bytes)
