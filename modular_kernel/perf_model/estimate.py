@@ -1,4 +1,4 @@
-"""Estimates the time and memory of a layer over several ranks, for each valid pairing.
+"""Estimate the time and memory of a layer over several ranks, for each valid pairing.
 
 All estimates of one call of `estimate_pairings` are for the same work: problem.tokens distinct
 tokens per rank. Some PrepareAndFinalize parts require replicated input, that is, the same tokens on

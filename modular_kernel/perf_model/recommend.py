@@ -1,4 +1,4 @@
-"""Recommends a pairing for a phase (prefill or decode), and describes what would change it."""
+"""Recommend a pairing for a phase (prefill or decode), and describe what would change it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

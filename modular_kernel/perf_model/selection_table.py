@@ -234,8 +234,11 @@ def _format_cells(selection: Selection) -> tuple[str, ...]:
     )
 
 
-def _format_ratio(best: Estimate, other: Estimate | None, part: str) -> str:
-    return "" if other is None else f"`{getattr(other, part)}` {other.seconds / best.seconds:.2f} x"
+def _format_ratio(best: Estimate, alternative: Estimate | None, part_field: str) -> str:
+    if alternative is None:
+        return ""
+    ratio = alternative.seconds / best.seconds
+    return f"`{getattr(alternative, part_field)}` {ratio:.2f} x"
 
 
 def format_record_errors() -> str:

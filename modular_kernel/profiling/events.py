@@ -110,7 +110,7 @@ class _Range:
     thread: process id and thread id.
     start, end: microseconds.
     self_us: duration without nested ranges.
-    call: the range `stages.CALL` that contains this one, or None.
+    call: the range `stages.CALL` that contains this range, or None.
     """
 
     name: str

@@ -344,5 +344,5 @@ def _make_rank_record(rank: RankProfile) -> dict[str, Any]:
     }
 
 
-def _divide_or_nan(part: float, whole: float) -> float:
-    return part / whole if whole else math.nan
+def _divide_or_nan(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else math.nan

@@ -92,13 +92,13 @@ def describe_slowest_rank(pair: PairProfile) -> list[str]:
     rank_text = (
         f" (rank {rank.rank}, the slowest of {len(pair.ranks)})" if len(pair.ranks) > 1 else ""
     )
-    return [line for line in (
+    return [sentence for sentence in (
         f"End to end{rank_text}: {_describe_total(rank)}",
         _describe_stages(rank),
         _describe_largest_gap(rank),
         _describe_memory(rank),
         *([_describe_clocks(pair)] if len(pair.ranks) > 1 else []),
-    ) if line]  # fmt: skip
+    ) if sentence]  # fmt: skip
 
 
 def _describe_total(rank: RankProfile) -> str:
@@ -178,8 +178,8 @@ def _describe_clocks(pair: PairProfile) -> str:
     )
 
 
-def _format_percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else ABSENT
+def _format_percent(numerator: float, denominator: float) -> str:
+    return f"{100 * numerator / denominator:.1f} %" if denominator else ABSENT
 
 
 def make_comparison_rows(profile: Profile) -> list[tuple[str, ...]]:

@@ -37,8 +37,8 @@ def scale_offset(row: int, group: int, groups: int) -> int:
     groups: number of groups of a row.
     """
     step = row // ROWS * count_steps(groups) + group // STEP
-    line = group % STEP // 4 * 512 + row % 32 * 16
-    return step * STEP_BYTES + line + row % ROWS // 32 * 4 + group % 4
+    offset_in_step = group % STEP // 4 * 512 + row % 32 * 16
+    return step * STEP_BYTES + offset_in_step + row % ROWS // 32 * 4 + group % 4
 
 
 def to_tiles(scale: torch.Tensor) -> torch.Tensor:

@@ -154,5 +154,5 @@ def _format_us(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}"
 
 
-def _format_ratio(ours: float | None, other: float | None) -> str:
-    return "" if ours is None or not other else f"{ours / other:.2f}"
+def _format_ratio(numerator: float | None, denominator: float | None) -> str:
+    return "" if numerator is None or not denominator else f"{numerator / denominator:.2f}"

@@ -278,8 +278,8 @@ def _build_reasons_section(matrix: Matrix) -> tuple[Block, ...]:
         key = (f"`{r.rule}`", r.got, r.need, r.hint, _format_scope(matrix, reason))
         parties_by_row.setdefault(key, []).append(r.parties)
     rows = [
-        (rule, _format_parties(matrix, parties), *rest)
-        for (rule, *rest), parties in parties_by_row.items()
+        (rule, _format_parties(matrix, parties), *cells)
+        for (rule, *cells), parties in parties_by_row.items()
     ]
     return (
         Text(

@@ -255,8 +255,8 @@ class PairingTimer:
     def _prepare(self, pair: Pair) -> tuple[_PreparedPair | None, str]:
         """Build, check and capture a pairing. Returns (None, error message) after a failure.
 
-        Raises BudgetSpentError if the time is over before the kernels are compiled. Once they are,
-        the rest takes little time, and the pairing is timed.
+        Raises BudgetSpentError if the time is over before the kernels are compiled. After the
+        compilation, the remaining steps take little time, so the pairing is timed in any case.
         """
         kernel, failure = self._run_on_all_ranks(lambda: self._build(pair))
         if kernel is None:
