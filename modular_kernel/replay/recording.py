@@ -434,7 +434,7 @@ class CheckedWeightsCache:
         prepared_tensors: Sequence[torch.Tensor],
         layout: tuple[Hashable, ...] | None,
     ) -> CheckedWeights:
-        """Implement `add`.
+        """Add checked weights, and prepare them if `prepare` was given (see `add`).
 
         tensors_by_field: the tensors of `weights` by field.
         layout: result of `_make_layout_key`, to be stored as a layout that passed the checks; or

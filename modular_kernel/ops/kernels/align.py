@@ -153,9 +153,9 @@ def align_kernel(
     NUM_BINS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
     USE_PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Like `align_place_kernel`, for at most BLOCK_PAIRS pairs, without separate counting launches.
+    """Do the work of `align_place_kernel` and of the counting kernels in one launch.
 
-    Every program counts all pairs.
+    Every program counts all pairs, of which there are at most BLOCK_PAIRS.
 
     invalid_count_ptr: int32, incremented by the number of invalid ids.
     USE_PDL: whether the launch uses programmatic dependent launch (`pdl_wait`).
