@@ -20,11 +20,11 @@ from modular_kernel.perf_model import error_tables, selection_table
 RECIPES = ("deepseek-v3", "qwen3-30b-a3b", "gpt-oss-120b", "mixtral-8x7b")
 # (page below docs/, name of a table in it, function that returns the table).
 TABLES: tuple[tuple[str, str, Callable[[], str]], ...] = (
-    ("sizing.md", "errors", error_tables.error_tables_markdown),
-    ("sizing.md", "records", selection_table.records_markdown),
-    ("recipes/selection.md", "selection", selection_table.selection_markdown),
+    ("sizing.md", "errors", error_tables.format_error_tables),
+    ("sizing.md", "records", selection_table.format_record_errors),
+    ("recipes/selection.md", "selection", selection_table.format_selection_tables),
     *(
-        (f"recipes/{model}.md", "times", partial(selection_table.layer_times_markdown, model))
+        (f"recipes/{model}.md", "times", partial(selection_table.format_layer_times, model))
         for model in RECIPES
     ),
 )

@@ -35,7 +35,7 @@ from modular_kernel.errors import (
     ShapeError,
     UnsupportedError,
 )
-from modular_kernel.ops.permute import hidden_block_size
+from modular_kernel.ops.permute import choose_hidden_block_size
 from modular_kernel.ops.reduce import gather_weight_and_sum
 from modular_kernel.ops.sort import max_tile_count
 from modular_kernel.quant.quantized_weights import QMAX
@@ -112,7 +112,7 @@ def pre_reorder(
     _require_triton(hidden_states)
     from experts.compat.kernels.reorder import pre_reorder_kernel
 
-    block = hidden_block_size(hidden)
+    block = choose_hidden_block_size(hidden)
     launch(
         pre_reorder_kernel,
         (tokens, -(-hidden // block)),
@@ -163,7 +163,7 @@ def silu_and_mul(
     _require_triton(gateup_output)
     from experts.compat.kernels.reorder import silu_and_mul_kernel
 
-    block = hidden_block_size(intermediate)
+    block = choose_hidden_block_size(intermediate)
     launch(
         silu_and_mul_kernel,
         (rows, -(-intermediate // block)),

@@ -35,7 +35,7 @@ from modular_kernel.checkpoints.slices import LayerSource
 from modular_kernel.errors import ConfigurationError, InputError
 from modular_kernel.models.router_config import router_of_config
 from modular_kernel.quant.expert_pieces import quantize_expert
-from modular_kernel.quant.quantized_weights import default_scale_dtype, weight_specs
+from modular_kernel.quant.quantized_weights import get_default_scale_dtype, weight_specs
 from modular_kernel.replay import modes
 from modular_kernel.spec.intermediate_split import split_intermediate
 from modular_kernel.spec.placement import Placement
@@ -256,7 +256,7 @@ def _load_layer(
     reader = _make_reader(source, problem, request, columns)
     reader.check_share()
     if isinstance(reader, _QuantizingReader):  # the files have no scales
-        scale_dtypes = frozenset({default_scale_dtype(problem)})
+        scale_dtypes = frozenset({get_default_scale_dtype(problem)})
         dtypes_by_role = {**dtypes_by_role, "scale": scale_dtypes}
     tensors = _allocate_tensors(problem, dtypes_by_role, device)
     weights = reader.read(rank_placement.slots[request.ep[0]], tensors)

@@ -100,13 +100,13 @@ class WorkloadOptions:
 
     def apply_to(self, cluster: "Cluster") -> "Cluster":
         """Return the machine with the rates that the options set."""
-        from modular_kernel.perf_model.hardware import peak_rates
+        from modular_kernel.perf_model.hardware import make_peak_rates
 
         gpu, inside, between = cluster.gpu, cluster.inside, cluster.between
         if self.bandwidth is not None:
             gpu = replace(gpu, bandwidth=self.bandwidth * _TERA)
         if self.peak is not None:
-            rates = peak_rates(self.peak, 2 * self.peak, fp8="float8_e4m3fn" in gpu.flops)
+            rates = make_peak_rates(self.peak, 2 * self.peak, fp8="float8_e4m3fn" in gpu.flops)
             gpu = replace(gpu, flops=rates)
         if self.link is not None:
             inside = replace(inside, bandwidth=self.link * _GIGA)

@@ -260,7 +260,7 @@ def _print_text(result: "Profile", files: _OutputFiles) -> None:
             title = f"rank {rank.rank}" if len(pair.ranks) > 1 else ""
             output.print_table(
                 summary.STAGE_COLUMNS,
-                summary.stage_cells(rank),
+                summary.make_stage_cells(rank),
                 title=title,
                 optional=summary.OPTIONAL_COLUMNS,
             )
@@ -270,7 +270,7 @@ def _print_text(result: "Profile", files: _OutputFiles) -> None:
         output.print_line(
             "\nA is the first pairing, B the second. " + summary.describe_difference(result)
         )
-        output.print_table(summary.COMPARISON_COLUMNS, summary.comparison_rows(result))
+        output.print_table(summary.COMPARISON_COLUMNS, summary.make_comparison_rows(result))
     output.print_line()
     for pair in result.pairs:
         for path in [rank.trace for rank in pair.ranks] + (

@@ -7,7 +7,7 @@ GEMM 1. The two halves are stored separately or interleaved: gate 0, up 0, gate 
 import torch
 
 from modular_kernel.errors import ShapeError
-from modular_kernel.ops.permute import hidden_block_size
+from modular_kernel.ops.permute import choose_hidden_block_size
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.spec.problem import ActivationSpec
@@ -52,7 +52,7 @@ def gated_activation(x_RN: torch.Tensor, spec: ActivationSpec, out_RI: torch.Ten
     from modular_kernel.ops.kernels.activation import activation_kernel
 
     gate_stride, up_offset = get_gate_up_layout(spec, intermediate)
-    block = hidden_block_size(intermediate)
+    block = choose_hidden_block_size(intermediate)
     launch(
         activation_kernel,
         (rows, -(-intermediate // block)),
@@ -70,10 +70,10 @@ def gated_activation(x_RN: torch.Tensor, spec: ActivationSpec, out_RI: torch.Ten
 
 def gated_activation_ref(x_RN: torch.Tensor, spec: ActivationSpec) -> torch.Tensor:
     """Torch reference of `gated_activation`: (R, N) -> (R, I) in float32."""
-    value = x_RN.float()
+    x = x_RN.float()
     if not spec.gated:
-        return _ungated_ref(value, spec.kind)
-    gate, up = (value[:, ::2], value[:, 1::2]) if spec.interleaved else value.chunk(2, dim=1)
+        return _apply_ungated_activation(x, spec.kind)
+    gate, up = (x[:, ::2], x[:, 1::2]) if spec.interleaved else x.chunk(2, dim=1)
     if spec.kind == "situ":
         assert spec.alpha is not None
         up = up if spec.limit is None else spec.limit * torch.tanh(up / spec.limit)
@@ -86,15 +86,15 @@ def gated_activation_ref(x_RN: torch.Tensor, spec: ActivationSpec) -> torch.Tens
         assert spec.alpha is not None
         return gate * torch.sigmoid(spec.alpha * gate) * (up + 1)
     if spec.kind in ("gelu", "gelu_tanh"):
-        return _ungated_ref(gate, f"{spec.kind}_no_mul") * up
+        return _apply_ungated_activation(gate, f"{spec.kind}_no_mul") * up
     gate = torch.nn.functional.silu(gate)
     return (gate.clamp(max=spec.limit) if spec.kind == "swiglu_clamp_after" else gate) * up
 
 
-def _ungated_ref(value: torch.Tensor, kind: str) -> torch.Tensor:
+def _apply_ungated_activation(x: torch.Tensor, kind: str) -> torch.Tensor:
     if kind == "relu2":
-        return torch.relu(value) ** 2
+        return torch.relu(x) ** 2
     if kind == "silu_no_mul":
-        return torch.nn.functional.silu(value)
+        return torch.nn.functional.silu(x)
     approximate = "tanh" if kind == "gelu_tanh_no_mul" else "none"
-    return torch.nn.functional.gelu(value, approximate=approximate)
+    return torch.nn.functional.gelu(x, approximate=approximate)

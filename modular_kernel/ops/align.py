@@ -14,13 +14,13 @@ import torch
 from modular_kernel.errors import CapacityError, DeviceError, DtypeError, RoutingError, ShapeError
 from modular_kernel.ops.count import (
     CHUNK,
+    compute_num_bins,
+    count_chunks,
     count_pairs,
     counts_spec,
     id_arguments,
     local_ids,
     next_power_of_2,
-    num_bins,
-    num_chunks,
 )
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.pdl import pdl_arguments
@@ -31,8 +31,8 @@ from modular_kernel.utils.argument_checks import MAX_INT32, Count, expect
 from modular_kernel.utils.tensor_checks import check_tensor
 from modular_kernel.workspace import BufferSpec, Workspace
 
-# Number of blocks for which one program writes the expert ids and the padding.
-_FILL_BLOCKS = 8
+# Number of blocks whose expert ids and padding one program writes.
+_BLOCKS_PER_FILL_PROGRAM = 8
 # Limits for a single launch, in which every program counts all pairs by comparing each pair with
 # every bin.
 _MAX_SINGLE_LAUNCH_PAIRS = 4096
@@ -56,29 +56,29 @@ class AlignedPairs:
     num_tokens_post_padded: torch.Tensor
 
 
-def compute_aligned_length(numel: int, block_size: int, num_local: int) -> int:
+def compute_aligned_length(num_pairs: int, block_size: int, num_local: int) -> int:
     """Return P, the maximum length of sorted_token_ids.
 
-    The pairs occupy at most numel blocks. Every expert has at most one partial block, and so do the
-    skipped pairs.
+    The pairs occupy at most num_pairs blocks. Every expert has at most one partial block, and so do
+    the skipped pairs.
 
-    numel: number of pairs.
+    num_pairs: number of pairs.
     block_size: number of pairs per block.
     num_local: number of local experts.
     """
-    if numel < num_local + 1:
-        return numel * block_size
-    return numel + (num_local + 1) * (block_size - 1)
+    if num_pairs < num_local + 1:
+        return num_pairs * block_size
+    return num_pairs + (num_local + 1) * (block_size - 1)
 
 
-def align_specs(numel: int, block_size: int, num_local: int) -> Mapping[str, BufferSpec]:
+def align_specs(num_pairs: int, block_size: int, num_local: int) -> Mapping[str, BufferSpec]:
     """Return the workspace buffers of `align`."""
-    length = compute_aligned_length(numel, block_size, num_local)
+    length = compute_aligned_length(num_pairs, block_size, num_local)
     return {
         "align_sorted": BufferSpec((length,), torch.int32),
         "align_experts": BufferSpec((-(-length // block_size),), torch.int32),
         "align_num_post": BufferSpec((1,), torch.int32),
-        "align_scratch": counts_spec(numel, num_local),
+        "align_scratch": counts_spec(num_pairs, num_local),
     }
 
 
@@ -99,8 +99,8 @@ def align(
     num_local: number of local experts.
     ignore_invalid: whether to omit skipped pairs. If not, they get blocks with expert -1.
     """
-    numel = routing.topk_ids_TK.numel()
-    specs = align_specs(numel, block_size, num_local)
+    num_pairs = routing.topk_ids_TK.numel()
+    specs = align_specs(num_pairs, block_size, num_local)
     sorted_ids, experts, num_post, scratch = (
         workspace.take(name, spec.shape) for name, spec in specs.items()
     )
@@ -110,14 +110,14 @@ def align(
         return aligned
     from modular_kernel.ops.kernels.align import align_kernel, align_place_kernel
 
-    bins = num_bins(num_local)
-    single_launch = numel <= _MAX_SINGLE_LAUNCH_PAIRS and numel * bins <= _MAX_COMPARISONS
-    chunks = num_chunks(numel)
+    bins = compute_num_bins(num_local)
+    single_launch = num_pairs <= _MAX_SINGLE_LAUNCH_PAIRS and num_pairs * bins <= _MAX_COMPARISONS
+    chunks = count_chunks(num_pairs)
     arguments = {
         "sorted_token_ids_ptr": sorted_ids,
         "expert_ids_ptr": experts,
         "num_tokens_post_padded_ptr": num_post,
-        "num_pairs": numel,
+        "num_pairs": num_pairs,
         "num_chunks": chunks,
         "num_positions": sorted_ids.numel(),
         "num_blocks": experts.numel(),
@@ -125,18 +125,18 @@ def align(
         "CHUNK_SIZE": CHUNK,
         "NUM_BINS": bins,
         "BLOCK_SIZE": block_size,
-        "BLOCKS_PER_PROGRAM": _FILL_BLOCKS,
+        "BLOCKS_PER_PROGRAM": _BLOCKS_PER_FILL_PROGRAM,
         **id_arguments(routing, num_local),
     }
-    grid = (chunks + -(-experts.numel() // _FILL_BLOCKS),)
+    grid = (chunks + -(-experts.numel() // _BLOCKS_PER_FILL_PROGRAM),)
     if single_launch:
-        padded = max(CHUNK, next_power_of_2(numel))
+        block_pairs = max(CHUNK, next_power_of_2(num_pairs))
         arguments |= {
             "invalid_count_ptr": routing.invalid_ids,
-            "BLOCK_PAIRS": padded,
+            "BLOCK_PAIRS": block_pairs,
             **pdl_arguments(),
         }
-        launch(align_kernel, grid, num_warps=4 if padded <= 1024 else 8, **arguments)
+        launch(align_kernel, grid, num_warps=4 if block_pairs <= 1024 else 8, **arguments)
     else:
         counts = count_pairs(routing, num_local, scratch=scratch)
         arguments |= {"chunk_prefix_ptr": counts.prefix, "bucket_totals_ptr": counts.totals}
@@ -157,15 +157,15 @@ def moe_align_block_size(
 
     topk_ids_TK: (T, K) int32 or int64 in [-1, num_experts).
     block_size: number of pairs per block, a power of two.
-    expert_map: (num_experts,) int32, the local id of each id, or -1.
+    expert_map: (num_experts,) int32, the local id of each expert, or -1 if it is on another rank.
     ignore_invalid: whether to omit skipped pairs. If not, they get blocks with expert -1.
     checked: whether to raise RoutingError for an id out of range. If not, the pair is skipped.
 
     Raises ShapeError, DtypeError or another InputError for invalid arguments.
     """
     check_tensor("topk_ids", topk_ids_TK)
-    for what, number in (("block_size", block_size), ("num_experts", num_experts)):
-        expect(what, number, Count)
+    for name, value in (("block_size", block_size), ("num_experts", num_experts)):
+        expect(name, value, Count)
     expect("ignore_invalid", ignore_invalid, bool)
     expect("checked", checked, bool)
     if topk_ids_TK.dim() != 2:
@@ -218,7 +218,7 @@ def batched_moe_align_block_size(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run `moe_align_block_size` on batched rows, where row c of expert i is i * capacity + c.
 
-    In the result, padding has the row e * capacity.
+    Padding positions of the result hold the index e * capacity.
 
     counts_e: (e,) int32 or int64, number of rows of each expert in use, at most `capacity`. Other
         rows are omitted.
@@ -260,7 +260,7 @@ def align_ref(
         pairs = (ids == expert).nonzero()[:, 0].to(torch.int32)
         blocks = -(-pairs.numel() // block_size)
         out.sorted_token_ids[position : position + pairs.numel()] = pairs
-        first = position // block_size
-        out.expert_ids[first : first + blocks] = expert
+        first_block = position // block_size
+        out.expert_ids[first_block : first_block + blocks] = expert
         position += blocks * block_size
     out.num_tokens_post_padded.fill_(position)

@@ -1,4 +1,4 @@
-"""Counts of pairs per expert, in chunks of pairs, for the operations in align, batch and sort.
+"""Count the pairs of each expert in chunks, for the operations in `align`, `batch` and `sort`.
 
 A pair is a token together with one of its K experts. The position of a pair among the pairs of its
 expert is the number of the expert's pairs in earlier chunks (`PairCounts.prefix`), plus the number
@@ -38,7 +38,7 @@ class PairCounts:
     totals: (e + 1,), number of pairs in each bucket.
     prefix: (e + 1, num_chunks), number of pairs of each bucket that are in earlier chunks.
     num_chunks: number of chunks of CHUNK pairs.
-    bins: `num_bins` for the counted experts.
+    bins: `compute_num_bins` for the counted experts.
     """
 
     totals: torch.Tensor
@@ -47,17 +47,17 @@ class PairCounts:
     bins: int
 
 
-def counts_spec(numel: int, num_local: int) -> BufferSpec:
-    """Return the spec of the scratch buffer for `numel` pairs and `num_local` experts."""
-    return BufferSpec(((num_local + 1) * (1 + num_chunks(numel)),), torch.int32)
+def counts_spec(num_pairs: int, num_local: int) -> BufferSpec:
+    """Return the spec of the scratch buffer for `num_pairs` pairs and `num_local` experts."""
+    return BufferSpec(((num_local + 1) * (1 + count_chunks(num_pairs)),), torch.int32)
 
 
-def num_chunks(numel: int) -> int:
+def count_chunks(num_pairs: int) -> int:
     """Return the number of chunks of CHUNK pairs, at least one."""
-    return max(1, -(-numel // CHUNK))
+    return max(1, -(-num_pairs // CHUNK))
 
 
-def num_bins(num_local: int) -> int:
+def compute_num_bins(num_local: int) -> int:
     """Return the number of bins for tl.histogram, a power of two.
 
     There is a bin for each bucket of `PairCounts`, and at least one more, which counts the lanes of
@@ -96,12 +96,12 @@ def count_pairs(
     from modular_kernel.ops.kernels.count import count_pairs_kernel, scan_counts_kernel
 
     ids_TK = routing.topk_ids_TK
-    chunks, buckets = num_chunks(ids_TK.numel()), num_local + 1
+    chunks, buckets = count_chunks(ids_TK.numel()), num_local + 1
     counts = PairCounts(
         totals=scratch[:buckets],
         prefix=scratch[buckets : buckets * (1 + chunks)].view(buckets, chunks),
         num_chunks=chunks,
-        bins=num_bins(num_local),
+        bins=compute_num_bins(num_local),
     )
     launch(
         count_pairs_kernel,
@@ -130,7 +130,7 @@ def count_pairs(
 
 
 def local_ids(routing: DispatchedRouting, num_local: int) -> torch.Tensor:
-    """Torch reference of the device function `load_local_ids`: return the local id of each pair.
+    """Return the local id of each pair (torch reference of the device function `load_local_ids`).
 
     The result is (T, K) int64, with -1 for skipped pairs. The number of ids outside [-1,
     num_experts) is added to routing.invalid_ids.
@@ -142,7 +142,7 @@ def local_ids(routing: DispatchedRouting, num_local: int) -> torch.Tensor:
 
 
 def uncounted_local_ids(routing: DispatchedRouting, num_local: int) -> torch.Tensor:
-    """Like `local_ids`, but do not count invalid ids."""
+    """Return the result of `local_ids` without counting invalid ids."""
     ids = routing.topk_ids_TK.long()
     local = torch.where((ids >= 0) & (ids < routing.num_experts), ids, -1)
     if routing.expert_map is not None and routing.space is IdSpace.GLOBAL:

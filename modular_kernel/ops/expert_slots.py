@@ -1,9 +1,9 @@
-"""number_pairs: renumber experts for libraries that expect equal contiguous blocks per rank.
+"""number_pairs: renumber experts for libraries that expect equal blocks of experts per rank.
 
-A library that sends tokens to the ranks of their experts, such as DeepEP, expects the same number
-of experts on each rank, in rank order. A placement is more general: a rank may have any number of
-experts, and an expert may have copies on several ranks. A slot is the position of an expert on its
-rank.
+A library that sends tokens to the ranks of their experts, such as DeepEP, expects contiguous blocks
+of experts on the ranks, all of the same size and in rank order. A placement is more general: a rank
+may have any number of experts, and an expert may have copies on several ranks. A slot is the
+position of an expert on its rank.
 
 To map a placement to the form that the library expects, every rank gets the same count of expert
 numbers, numbers_per_rank, which is enough for the rank with the most experts. The number of an
@@ -77,8 +77,8 @@ class Numbering:
     @cached_property
     def is_linear(self) -> bool:
         """Whether ranks have contiguous blocks of experts of equal size, without copies."""
-        equal_blocks = self.slots * self.placement.world_size == self.placement.experts
-        return equal_blocks and self.placement.is_linear
+        has_equal_blocks = self.slots * self.placement.world_size == self.placement.experts
+        return has_equal_blocks and self.placement.is_linear
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Pairs:
     invalid_ids: output, (1,) int32, which is incremented by the number of ids outside [-1, E).
     join: whether to make the numbers of a token unique. If a token has several pairs with the same
         expert, the first pair gets the sum of their weights, and the other pairs are dropped.
-    factor: factor of the weights.
+    factor: factor by which the router weights are multiplied.
     """
 
     routing: Routing
@@ -182,8 +182,8 @@ def number_pairs_ref(pairs: Pairs) -> None:
         # The weight of a skipped pair is undefined, so it must not be added to other weights.
         weights_TK = torch.where(same_TKK, weights_TK[:, None, :], 0).sum(2)
         drop_TK = drop_TK | same_TKK.tril(-1).any(2)
-    dropped = _assign_sinks(drop_TK, numbering) if numbering.num_sinks else -1
-    pairs.numbers_TK.copy_(torch.where(drop_TK, dropped, numbers_TK))
+    dropped_numbers = _assign_sinks(drop_TK, numbering) if numbering.num_sinks else -1
+    pairs.numbers_TK.copy_(torch.where(drop_TK, dropped_numbers, numbers_TK))
     pairs.weights_TK.copy_((weights_TK * pairs.factor).masked_fill(drop_TK, 0))
     pairs.invalid_ids.add_(invalid)
 

@@ -4,9 +4,9 @@ nvfp4 stores e2m1 values, with an e4m3 scale per 16 adjacent columns and a float
 expert. A tile has up to 128 rows of one expert. The scales of a tile are stored together, in the
 order in which the tensor core reads them (`modular_kernel.quant.scale_layout`).
 
-A list of tiles is an int32 tensor in the format of `modular_kernel.ops.sort.SortedPairs.tiles`. It
-has the local expert of each tile, the first row of each tile, the end of the expert's rows for each
-tile, and last the number of tiles.
+A list of tiles is an int32 tensor in the format of `modular_kernel.ops.sort.SortedPairs.tiles`:
+three arrays with the local expert of each tile, its first row, and the end of the expert's rows,
+followed by the number of tiles.
 """
 
 from dataclasses import dataclass
@@ -53,10 +53,10 @@ class Fp4Rows:
 
 def fp4_specs(prefix: str, rows: int, columns: int, max_tiles: int) -> dict[str, BufferSpec]:
     """Return the specs of the buffers of `take_fp4`. Sizes grow with rows and max_tiles."""
-    _, size = scale_layout.tiled_shape(TILE_M, columns // nvfp4.GROUP)
+    _, bytes_per_tile = scale_layout.tiled_shape(TILE_M, columns // nvfp4.GROUP)
     return {
         f"{prefix}_q": BufferSpec((rows, columns // 2), torch.uint8),
-        f"{prefix}_scale": BufferSpec((max_tiles, size), torch.uint8),
+        f"{prefix}_scale": BufferSpec((max_tiles, bytes_per_tile), torch.uint8),
     }
 
 
@@ -77,9 +77,10 @@ def quantize_tiles(
 ) -> None:
     """Quantize the rows of every tile, in one launch on a GPU.
 
-    Row r is x[r]. If source_R is given, it is x[source_R[r]]. If act is given, it is act(x[r]),
-    rounded to the dtype of x. Rows that do not belong to a tile are not changed. In the last tile
-    of an expert, the scales of rows past the end are 0.
+    Row r of the output is the quantized x[r], or x[source_R[r]] if source_R is given. If act is
+    given, it is applied before quantization, and its result is rounded to the dtype of x. Output
+    rows that do not belong to a tile are not changed. In the last tile of an expert, the scales of
+    rows past the end are 0.
 
     x: (T, N) 16-bit or 32-bit floating-point values, with contiguous rows. N is 2 K before a gated
         activation, and K otherwise.
@@ -92,7 +93,7 @@ def quantize_tiles(
     Raises ShapeError, LayoutError or DtypeError for invalid arguments.
     """
     columns = 2 * out.q_RK.shape[1]
-    max_tiles = _check(x, tiles, scale_e, out, source_R, act)
+    max_tiles = _check_quantize_tiles(x, tiles, scale_e, out, source_R, act)
     if not max_tiles:
         return
     if not use_triton(x):
@@ -105,9 +106,10 @@ def quantize_tiles(
         "ACTIVATION_ALPHA": 0.0,
         "ACTIVATION_LIMIT": 0.0,
     }
-    step, offset = 1, 0
+    gate_stride, up_offset = 1, 0
     if act is not None:
-        constants, (step, offset) = activation_constants(act), get_gate_up_layout(act, columns)
+        constants = activation_constants(act)
+        gate_stride, up_offset = get_gate_up_layout(act, columns)
     launch(
         quantize_tiles_kernel,
         (_PROGRAMS_PER_TILE * max_tiles, -(-columns // _COLUMNS_PER_PROGRAM)),
@@ -122,14 +124,14 @@ def quantize_tiles(
         stride_x=x.stride(0),
         stride_q=out.q_RK.stride(0),
         stride_scale=out.scale.stride(0),
-        up_offset=offset,
-        GATE_STRIDE=step,
+        up_offset=up_offset,
+        GATE_STRIDE=gate_stride,
         HAS_SOURCE_ROWS=source_R is not None,
         **constants,
     )
 
 
-def _check(
+def _check_quantize_tiles(
     x: torch.Tensor,
     tiles: torch.Tensor,
     scale_e: torch.Tensor,
@@ -138,19 +140,21 @@ def _check(
     act: ActivationSpec | None,
 ) -> int:
     """Check the arguments of `quantize_tiles`. Returns the maximum number of tiles."""
-    (rows, half), max_tiles = out.q_RK.shape, tiles.numel() // 3
-    columns = 2 * half
-    width = 2 * columns if act is not None and act.gated else columns
-    size = scale_layout.tiled_shape(TILE_M, columns // nvfp4.GROUP)[1]
+    (rows, bytes_per_row), max_tiles = out.q_RK.shape, tiles.numel() // 3
+    columns = 2 * bytes_per_row
+    input_columns = 2 * columns if act is not None and act.gated else columns
+    bytes_per_tile = scale_layout.tiled_shape(TILE_M, columns // nvfp4.GROUP)[1]
     if columns % nvfp4.GROUP:
         raise ShapeError("columns", got=columns, need=f"a multiple of {nvfp4.GROUP}")
-    if x.shape[1] != width:
-        raise ShapeError("rows to quantize", got=tuple(x.shape), need=f"(T, N) with N = {width}")
+    if x.shape[1] != input_columns:
+        raise ShapeError(
+            "rows to quantize", got=tuple(x.shape), need=f"(T, N) with N = {input_columns}"
+        )
     if source_R is None and len(x) < rows:
         raise ShapeError("rows to quantize", got=len(x), need=f"at least {rows}")
-    if tuple(out.scale.shape) != (max_tiles, size):
+    if tuple(out.scale.shape) != (max_tiles, bytes_per_tile):
         got = tuple(out.scale.shape)
-        raise ShapeError("scales of tiles", got=got, need=(max_tiles, size))
+        raise ShapeError("scales of tiles", got=got, need=(max_tiles, bytes_per_tile))
     for name, tensor in (("rows to quantize", x), ("rows", out.q_RK), ("scales", out.scale)):
         if tensor.shape[1] > 1 and tensor.stride(1) != 1:
             raise LayoutError(name, got=f"strides {tensor.stride()}", need="contiguous rows")
@@ -292,8 +296,8 @@ def make_batched_tiles_ref(counts_e: torch.Tensor, capacity: int, *, out: torch.
         for expert, count in enumerate(counts_e.tolist())
         for first in range(expert * capacity, expert * capacity + count, TILE_M)
     ]
-    columns = out[: out.numel() // 3 * 3].view(3, -1)
-    columns[:, : len(tile_list)] = (
+    tile_arrays = out[: out.numel() // 3 * 3].view(3, -1)
+    tile_arrays[:, : len(tile_list)] = (
         torch.tensor(tile_list, dtype=torch.int32, device="cpu").reshape(-1, 3).T
     )
     out[-1] = len(tile_list)

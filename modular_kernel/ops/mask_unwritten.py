@@ -36,8 +36,8 @@ def mask_unwritten_pairs(
     Raises ShapeError if shapes differ or a tensor is not contiguous.
     """
     shape = tuple(ids_RK.shape)
-    outputs = {"weights": weights_RK, "masked ids": out_ids_RK, "masked weights": out_weights_RK}
-    for name, tensor in outputs.items():
+    tensors = {"weights": weights_RK, "masked ids": out_ids_RK, "masked weights": out_weights_RK}
+    for name, tensor in tensors.items():
         if tuple(tensor.shape) != shape or not (tensor.is_contiguous() and ids_RK.is_contiguous()):
             got = f"{tuple(tensor.shape)}, strides {tensor.stride()} and {ids_RK.stride()}"
             raise ShapeError(name, got=got, need=f"a contiguous {shape}, and contiguous ids")

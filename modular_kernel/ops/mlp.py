@@ -1,8 +1,8 @@
 """The two GEMMs and the activation of experts in plain torch, for parts that loop over experts.
 
 GEMM 1 multiplies rows x by w1 (gate and up), and GEMM 2 multiplies h, the output of the activation,
-by w2 (down). The functions dequantize weights and round like the fast kernels, so that the results
-can be compared.
+by w2 (down). The functions dequantize weights, and round values at the same points as the fused
+kernels, so that results can be compared.
 """
 
 from collections.abc import Sequence
@@ -51,21 +51,23 @@ def expert_mlps(
     - The activation is computed in float32.
     - The result of GEMM 1 is rounded once or stays float32 (`mlp_roundings`). The result of GEMM 2,
       with its bias, is rounded once to the problem's dtype.
-    - If the scheme quantizes activations, h is quantized with one scale per row, or with one scale
-      for all rows of `tokens`. With nvfp4_w4a4, x is unquantized and is quantized here, too.
+    - If the scheme quantizes activations, h is quantized. A per-tensor scale is computed from all
+      rows of `tokens`. With nvfp4_w4a4, the function also quantizes x.
     - The delta of an adapter is computed from unquantized rows, and added before the result of a
       GEMM is rounded.
     """
     with stages.stage(stages.GEMM1):
-        h_list = [_compute_hidden(rows, weights, problem) for rows in tokens]
-    unquantized = h_list
-    if h_list and problem.scheme.quantizes_activations:
+        h_by_expert = [_compute_hidden(rows, weights, problem) for rows in tokens]
+    unquantized_h_by_expert = h_by_expert
+    if h_by_expert and problem.scheme.quantizes_activations:
         with stages.stage(stages.QUANTIZE):
-            h_list = _quantize_hidden(tokens, h_list, weights, problem)
+            h_by_expert = _quantize_hidden(tokens, h_by_expert, weights, problem)
     with stages.stage(stages.GEMM2):
         return [
-            _compute_output(rows, h_RI, plain_RI, weights, problem)
-            for rows, h_RI, plain_RI in zip(tokens, h_list, unquantized, strict=True)
+            _compute_output(rows, h_RI, unquantized_RI, weights, problem)
+            for rows, h_RI, unquantized_RI in zip(
+                tokens, h_by_expert, unquantized_h_by_expert, strict=True
+            )
         ]
 
 
@@ -104,16 +106,16 @@ def _compute_hidden(rows: ExpertTokens, weights: ExpertWeights, problem: Problem
 def _compute_output(
     rows: ExpertTokens,
     h_RI: torch.Tensor,
-    plain_RI: torch.Tensor,
+    unquantized_RI: torch.Tensor,
     weights: ExpertWeights,
     problem: Problem,
 ) -> torch.Tensor:
     """Compute GEMM 2, (R, I) -> (R, H), rounded to the problem's dtype.
 
-    plain_RI: h before quantization.
+    unquantized_RI: h before quantization.
     """
     w2_HI = _get_matrix(weights, "w2", rows.expert, problem)
-    deltas = _compute_deltas(rows, plain_RI, weights.lora_a2, weights.lora_b2, problem)
+    deltas = _compute_deltas(rows, unquantized_RI, weights.lora_a2, weights.lora_b2, problem)
     y_RH = _multiply(h_RI, w2_HI, deltas, is_final=weights.b2 is None)
     if weights.b2 is not None:
         y_RH = y_RH + weights.b2[rows.expert].float()
@@ -133,19 +135,19 @@ def _round_to_nvfp4(x_RK: torch.Tensor, scale_e: torch.Tensor | None, expert: in
 
 def _quantize_hidden(
     tokens: Sequence[ExpertTokens],
-    h_list: list[torch.Tensor],
+    h_by_expert: list[torch.Tensor],
     weights: ExpertWeights,
     problem: Problem,
 ) -> list[torch.Tensor]:
     """Quantize h, and dequantize it to float32."""
     if problem.scheme.scales_by_expert:
-        pairs = zip(tokens, h_list, strict=True)
-        return [_round_to_nvfp4(h_RI, weights.a2_scale, rows.expert) for rows, h_RI in pairs]
-    all_rows = torch.cat(h_list).float()
+        tokens_and_h = zip(tokens, h_by_expert, strict=True)
+        return [_round_to_nvfp4(h_RI, weights.a2_scale, rows.expert) for rows, h_RI in tokens_and_h]
+    all_rows = torch.cat(h_by_expert).float()
     static = weights.a2_scale if problem.scheme.static else None
-    q, scale = quantize_values(all_rows, problem.scheme, static)
-    values = dequantize_rows(q, scale, problem.scheme)
-    return list(torch.split(values, [len(h_RI) for h_RI in h_list]))
+    q_RI, scale = quantize_values(all_rows, problem.scheme, static)
+    values = dequantize_rows(q_RI, scale, problem.scheme)
+    return list(torch.split(values, [len(h_RI) for h_RI in h_by_expert]))
 
 
 def _get_matrix(weights: ExpertWeights, name: str, expert: int, problem: Problem) -> torch.Tensor:
@@ -179,7 +181,8 @@ def _compute_deltas(
 
     plain_RK: the unquantized rows x; None if no row has an adapter.
     a_LeRK, b_LeNR: the matrices A and B of each adapter slot and local expert. In
-        these names, R is the rank, or twice the rank for A if gate and up have separate matrices A.
+        these suffixes, R is the rank, or twice the rank for A if gate and up have separate
+        matrices A.
     """
     slots_R = rows.slots_R
     if slots_R is None or plain_RK is None or a_LeRK is None or b_LeNR is None:
@@ -190,22 +193,22 @@ def _compute_deltas(
             continue
         selected = slots_R == slot
         a_RK, b_NR = (m[slot, rows.expert % m.shape[1]].float() for m in (a_LeRK, b_LeNR))
-        u = matmul(plain_RK[selected].float(), a_RK.T).to(problem.dtype).float()
+        u_rR = matmul(plain_RK[selected].float(), a_RK.T).to(problem.dtype).float()
         if a_RK.shape[0] == b_NR.shape[1]:
-            deltas.append((selected, matmul(u, b_NR.T)))
+            deltas.append((selected, matmul(u_rR, b_NR.T)))
             continue
-        delta, rank = u.new_empty(len(u), len(b_NR)), b_NR.shape[1]
+        delta, rank = u_rR.new_empty(len(u_rR), len(b_NR)), b_NR.shape[1]
         interleaved, half = problem.act.interleaved, len(b_NR) // 2
         gates = slice(0, None, 2) if interleaved else slice(0, half)
         ups = slice(1, None, 2) if interleaved else slice(half, None)
-        delta[:, gates] = matmul(u[:, :rank], b_NR[gates].T)
-        delta[:, ups] = matmul(u[:, rank:], b_NR[ups].T)
+        delta[:, gates] = matmul(u_rR[:, :rank], b_NR[gates].T)
+        delta[:, ups] = matmul(u_rR[:, rank:], b_NR[ups].T)
         deltas.append((selected, delta))
     return deltas
 
 
 def _multiply(
-    a: torch.Tensor, matrix: torch.Tensor, deltas: Deltas, *, is_final: bool
+    x: torch.Tensor, weight: torch.Tensor, deltas: Deltas, *, is_final: bool
 ) -> torch.Tensor:
     """Return a @ matrix.T plus the deltas, which are added in float32.
 
@@ -214,8 +217,8 @@ def _multiply(
     is_final: whether the caller adds nothing to the result. If so, the result has the dtype of the
         operands. Otherwise, it is float32.
     """
-    a, matrix = compact(a), compact(matrix)  # once for all following matmuls
-    result = matmul(a, matrix.T) if is_final else matmul(a.float(), matrix.float().T)
+    x, weight = compact(x), compact(weight)  # once for all following matmuls
+    result = matmul(x, weight.T) if is_final else matmul(x.float(), weight.float().T)
     for selected, delta in deltas:
-        result[selected] = (matmul(a[selected].float(), matrix.float().T) + delta).to(result.dtype)
+        result[selected] = (matmul(x[selected].float(), weight.float().T) + delta).to(result.dtype)
     return result

@@ -7,8 +7,8 @@ adds, for each token t, scaling * sum over k of weight[t, k] * down_B down_A (si
 where gate and up are gate_up_B gate_up_A x.
 
 This is not the usual LoRA, which adds B A to each projection inside the experts (`Problem.lora`,
-`modular_kernel.spec.lora`). The branch does not use the weights of the experts, and its output is
-zero if one of its projections is zero. Use this operation only for adapters that were trained in
+`modular_kernel.spec.lora`). This branch does not use the weights of the experts, and its output
+is zero if one of its projections is zero. Use this operation only for adapters that were trained in
 this form. Adapters in a PEFT checkpoint were not.
 """
 
@@ -25,7 +25,7 @@ from modular_kernel.errors import (
 )
 from modular_kernel.ops.moe_lora_stages import (
     PairBatch,
-    fused_block,
+    choose_fused_block,
     moe_lora_fused,
     moe_lora_staged,
 )
@@ -41,9 +41,9 @@ from modular_kernel.utils.tensor_checks import (
 Strategy = Literal["auto", "fused", "staged"]
 Buffers = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 BUFFERS = ("gate_up_a", "gate_up_b", "down_a", "down_b")
-_INTEGERS = (torch.int32, torch.int64)
+_INTEGER_DTYPES = (torch.int32, torch.int64)
 _Size = Annotated[int, Between(0, MAX_INT32)]
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Maximum number of pairs x blocks of H for which "auto" chooses "fused". This is an estimate, not a
 # measurement. At this number, repeating the first steps for every block takes about as long as
 # three launches of 5 us.
@@ -75,7 +75,7 @@ class MoELoRABatchInfo:
     def __post_init__(self) -> None:
         tensors = self._check_tensors()
         for name, tensor in tensors.items():
-            need = (torch.float32,) if name == "scalings" else _INTEGERS
+            need = (torch.float32,) if name == "scalings" else _INTEGER_DTYPES
             if tensor.dtype not in need:
                 raise DtypeError(name, got=tensor.dtype, need=" or ".join(map(str, need)))
             if tensor.device != self.weight_indices.device:
@@ -91,7 +91,7 @@ class MoELoRABatchInfo:
             raise ShapeError("scalings", got=tuple(self.scalings.shape), need=need_shape)
 
     def _check_tensors(self) -> dict[str, torch.Tensor]:
-        """Check that the tensors can be read; return the tensors that are not None, by name."""
+        """Check that the tensors can be read, and return those that are not None, by name."""
         check_tensors(vars(self), optional=("seg_indptr",))
         return {name: value for name, value in vars(self).items() if value is not None}
 
@@ -144,7 +144,7 @@ def run_moe_lora(  # noqa: PLR0913 (names and order follow SGLang)
     expect("strategy", strategy, Strategy)
     expect("moe_lora_info", moe_lora_info, MoELoRABatchInfo)
     buffers = gate_up_a_buffer, gate_up_b_buffer, down_a_buffer, down_b_buffer
-    _check(hidden_states, topk_ids, topk_weights, moe_lora_info, buffers, output)
+    _check_arguments(hidden_states, topk_ids, topk_weights, moe_lora_info, buffers, output)
     if strategy == "auto":
         fused = should_use_fused_kernel(
             tuple(hidden_states.shape), tuple(topk_ids.shape), gate_up_a_buffer.shape[2]
@@ -171,7 +171,7 @@ def should_use_fused_kernel(
     max_rank: R.
     """
     _check_sizes(hidden_shape, topk_shape, max_rank)
-    blocks = -(-hidden_shape[1] // fused_block(max_rank))
+    blocks = -(-hidden_shape[1] // choose_fused_block(max_rank))
     return topk_shape[0] * topk_shape[1] * blocks <= _MAX_FUSED_PROGRAMS
 
 
@@ -181,7 +181,7 @@ def explain_strategy(
     """Return the strategy that "auto" chooses for a call, and the reason, as text."""
     _check_sizes(hidden_shape, topk_shape, max_rank)
     pairs = topk_shape[0] * topk_shape[1]
-    blocks = -(-hidden_shape[1] // fused_block(max_rank))
+    blocks = -(-hidden_shape[1] // choose_fused_block(max_rank))
     strategy = "fused" if should_use_fused_kernel(hidden_shape, topk_shape, max_rank) else "staged"
     return f"{strategy}: {pairs} pairs x {blocks} blocks of H, fused up to {_MAX_FUSED_PROGRAMS}"
 
@@ -198,7 +198,7 @@ def _make_batch(topk_ids: torch.Tensor, info: MoELoRABatchInfo, experts: int) ->
     return PairBatch(topk_ids.contiguous(), info.slots_of(len(topk_ids)), ranks_LE)
 
 
-def _check(
+def _check_arguments(
     x: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
@@ -219,7 +219,7 @@ def _check(
         if tuple(tensors[name].shape) != shape:
             raise ShapeError(name, got=tuple(tensors[name].shape), need=shape)
     for name, tensor in tensors.items():
-        _check_values(name, tensor, x.dtype)
+        _check_dtype_and_strides(name, tensor, x.dtype)
     if info.weight_indices.device != x.device:
         need = f"{x.device}, as hidden_states"
         raise DeviceError("moe_lora_info", got=info.weight_indices.device, need=need)
@@ -229,9 +229,13 @@ def _check(
     check_output("output", output, inputs | info._check_tensors())
 
 
-def _check_values(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+def _check_dtype_and_strides(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
     """Check the dtype and the strides of a tensor."""
-    dtypes = {"topk_ids": _INTEGERS, "topk_weights": (torch.float32,), "hidden_states": _FLOATS}
+    dtypes = {
+        "topk_ids": _INTEGER_DTYPES,
+        "topk_weights": (torch.float32,),
+        "hidden_states": _FLOAT_DTYPES,
+    }
     allowed = dtypes.get(name, (dtype,))
     if tensor.dtype not in allowed:
         raise DtypeError(name, got=tensor.dtype, need=" or ".join(map(str, allowed)))

@@ -53,7 +53,7 @@ class PairBatch:
     def compute_keys(self) -> torch.Tensor:
         """Return the key of each pair, slot * E + expert, (T, K) int64.
 
-        A pair without an adapter has the key L * E. The function does not synchronize.
+        A pair without an adapter has the key L * E. Does not synchronize with the GPU.
         """
         slots, experts = self.ranks_LE.shape
         slots_T1, ids_TK = self.slots_T[:, None].long(), self.ids_TK.long()
@@ -82,7 +82,7 @@ class PairBatch:
                     int(self.ranks_LE[slot, expert]),
                 )
 
-    def arguments(self) -> dict[str, object]:
+    def make_arguments(self) -> dict[str, object]:
         """Return the arguments that all kernels have in common."""
         return {
             "topk_ids_ptr": self.ids_TK,
@@ -95,9 +95,9 @@ class PairBatch:
             "TOP_K": self.ids_TK.shape[1],
         }
 
-    def pair_arguments(self) -> dict[str, object]:
+    def make_pair_arguments(self) -> dict[str, object]:
         """Return the arguments of kernels whose rows are pairs."""
-        return self.arguments() | {
+        return self.make_arguments() | {
             "pair_order_ptr": self.order_P,
             "HAS_PAIR_ORDER": self.order_P is not None,
             "num_pairs": self.ids_TK.numel(),
@@ -137,7 +137,7 @@ def moe_lora_a(x: torch.Tensor, a_LERD: torch.Tensor, batch: PairBatch) -> torch
         BLOCK_K=_BLOCK_K[x.itemsize],
         INPUT_PRECISION="ieee",
         **_make_stride_arguments("a", a_LERD, "rank"),
-        **batch.pair_arguments(),
+        **batch.make_pair_arguments(),
     )
     return out_TKR
 
@@ -184,7 +184,7 @@ def moe_lora_gate_up_b(u_TKR: torch.Tensor, b_LENR: torch.Tensor, batch: PairBat
         BLOCK_RANK=_choose_rank_block(max_rank),
         INPUT_PRECISION="ieee",
         **_make_stride_arguments("b", b_LENR, "n"),
-        **batch.pair_arguments(),
+        **batch.make_pair_arguments(),
     )
     return out_TKI
 
@@ -249,7 +249,7 @@ def moe_lora_down_combine(
         num_warps=8 if out_TH.itemsize == 2 else 4,
         INPUT_PRECISION="ieee",
         **_make_stride_arguments("b", b_LEHR, "n"),
-        **batch.arguments(),
+        **batch.make_arguments(),
     )
 
 
@@ -265,13 +265,13 @@ def _moe_lora_down_combine_ref(
     top_k = batch.ids_TK.shape[1]
     v_PR, weights_P = v_TKR.flatten(0, 1), weights_TK.flatten()
     total_TH = torch.zeros(out_TH.shape, dtype=torch.float32, device=out_TH.device)
-    touched_T = torch.zeros(len(out_TH), dtype=torch.bool, device=out_TH.device)
+    has_adapter_T = torch.zeros(len(out_TH), dtype=torch.bool, device=out_TH.device)
     for pairs, slot, expert, rank in batch.iter_keys():
         b = b_LEHR[slot, expert, :, :rank].float()
         part = matmul(v_PR[pairs, : b.shape[1]].float(), b.T)
         total_TH.index_add_(0, pairs // top_k, part * (weights_P[pairs, None] * scalings_L[slot]))
-        touched_T[pairs // top_k] = True
-    out_TH.copy_(torch.where(touched_T[:, None], out_TH.float() + total_TH, out_TH))
+        has_adapter_T[pairs // top_k] = True
+    out_TH.copy_(torch.where(has_adapter_T[:, None], out_TH.float() + total_TH, out_TH))
 
 
 def moe_lora_staged(
@@ -324,7 +324,7 @@ def moe_lora_fused(
     from modular_kernel.ops.kernels.moe_lora import moe_lora_fused_kernel
 
     (tokens, hidden), max_rank = out_TH.shape, gate_up_a.shape[2]
-    block_r, block = next_power_of_2(max_rank), fused_block(max_rank)
+    block_r, block = next_power_of_2(max_rank), choose_fused_block(max_rank)
     launch(
         moe_lora_fused_kernel,
         (tokens, -(-hidden // block)),
@@ -348,11 +348,11 @@ def moe_lora_fused(
         **_make_stride_arguments("gate_up_b", gate_up_b, "n"),
         **_make_stride_arguments("down_a", down_a, "rank"),
         **_make_stride_arguments("down_b", down_b, "n"),
-        **batch.arguments(),
+        **batch.make_arguments(),
     )
 
 
-def fused_block(max_rank: int) -> int:
+def choose_fused_block(max_rank: int) -> int:
     """Return the number of columns of H per program of the fused kernel."""
     return min(_MAX_FUSED_BLOCK, max(_MIN_BLOCK_R, _FUSED_TILE // next_power_of_2(max_rank)))
 

@@ -13,7 +13,7 @@ from modular_kernel.replay.launch.runtime import use_triton
 _MAX_BLOCK_H = 1024
 
 
-def hidden_block_size(hidden: int) -> int:
+def choose_hidden_block_size(hidden: int) -> int:
     """Return the number of columns that one program of the row-copy kernels handles."""
     return min(_MAX_BLOCK_H, next_power_of_2(hidden))
 
@@ -49,7 +49,7 @@ def permute_tokens(
         return
     from modular_kernel.ops.kernels.rows import permute_tokens_kernel
 
-    block = hidden_block_size(hidden)
+    block = choose_hidden_block_size(hidden)
     scale_rows = rows_RH if scale_rows_RG is None else scale_rows_RG
     groups = 0 if scale_TG is None else scale_TG.shape[1]
     launch(
@@ -82,8 +82,8 @@ def permute_tokens_ref(
     rows_RH: torch.Tensor,
 ) -> None:
     """Torch reference of `permute_tokens`, without scales."""
-    token, slot = (row_of_pair_TK >= 0).nonzero(as_tuple=True)
+    token, k = (row_of_pair_TK >= 0).nonzero(as_tuple=True)
     values = x_TH[token]
     if weights_TK is not None:
-        values = (values.float() * weights_TK[token, slot, None]).to(x_TH.dtype)
-    rows_RH[row_of_pair_TK[token, slot].long()] = values
+        values = (values.float() * weights_TK[token, k, None]).to(x_TH.dtype)
+    rows_RH[row_of_pair_TK[token, k].long()] = values

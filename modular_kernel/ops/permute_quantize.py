@@ -102,12 +102,12 @@ def permute_and_quantize_ref(
     out: QuantizedRows,
 ) -> None:
     """Torch reference of `permute_and_quantize`."""
-    token, slot = (row_of_pair_TK >= 0).nonzero(as_tuple=True)
+    token, k = (row_of_pair_TK >= 0).nonzero(as_tuple=True)
     values = x_TH[token].float()
     if weights_TK is not None:
-        values = values * weights_TK[token, slot, None]
+        values = values * weights_TK[token, k, None]
     q, scale = quantize_values(values, scheme, out.scale if scheme.static else None)
-    row_of_pair = row_of_pair_TK[token, slot][:, None]
+    row_of_pair = row_of_pair_TK[token, k][:, None]
     # Copy bytes, because torch cannot assign float8 values by index.
     bytes_RH = out.q_RK.view(torch.uint8)
     permute_tokens_ref(q.view(torch.uint8), row_of_pair, None, rows_RH=bytes_RH)

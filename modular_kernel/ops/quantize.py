@@ -28,7 +28,7 @@ from modular_kernel.ops.valid_rows import (
     ValidRows,
     get_segments,
     make_source_arguments,
-    valid_row_mask,
+    make_valid_row_mask,
 )
 from modular_kernel.quant.quantized_weights import MIN_SCALE, QMAX, STORAGE
 from modular_kernel.replay.launch.launch import launch
@@ -39,10 +39,12 @@ from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.workspace import BufferSpec, Workspace
 
 _ACTIVATIONS = ("float8_e4m3fn", "int8")
-_CHUNK = 1024  # columns per program with a per-tensor scale
-# Maximum numbers of programs, unless there are more experts:
-_MAX_PARTIALS = 1024  # that compute a per-tensor amax
-_MAX_BATCHED_PROGRAMS = 8192  # for batched rows, most of which do not hold a token
+_COLUMNS_PER_PROGRAM = 1024  # columns per program with a per-tensor scale
+# Maximum number of programs that compute a per-tensor amax, unless there are more experts.
+_MAX_PARTIALS = 1024
+# Maximum number of programs for batched rows, unless there are more experts. Most batched rows do
+# not hold a token.
+_MAX_BATCHED_PROGRAMS = 8192
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,8 @@ class QuantizedRows:
 
 def quantize_rejections(part: str, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
     """Return the reasons why the part named `part` cannot use `quantize_rows` on the machine."""
-    fp8 = problem.scheme.activation == "float8_e4m3fn"
-    if not fp8 or machine.arch is None or machine.arch >= (8, 9):
+    is_fp8 = problem.scheme.activation == "float8_e4m3fn"
+    if not is_fp8 or machine.arch is None or machine.arch >= (8, 9):
         return ()
     got = f"{machine.arch[0]}.{machine.arch[1]} for {problem.scheme.name}"
     return (Rejection("arch", (part, "machine"), got, ">= 8.9 to convert to float8"),)
@@ -105,7 +107,7 @@ def scale_shape(scheme: QuantScheme, rows: int, columns: int) -> tuple[int, ...]
     """Return the shape of the scales of (rows, columns) activations."""
     if scheme.activation_granularity == "tensor":
         return (1,)
-    return (rows, -(-columns // _columns_per_scale(scheme, columns)))
+    return (rows, -(-columns // _get_columns_per_scale(scheme, columns)))
 
 
 def take_quantized(
@@ -160,7 +162,7 @@ def quantize_rows(
     if not use_triton(x_RK):
         quantize_rows_ref(x_RK, scheme, out=out, valid_rows=valid_rows, row_weights_R=row_weights_R)
         return
-    identity = {
+    no_activation = {
         "ACTIVATION": "identity",
         "ACTIVATION_ALPHA": 0.0,
         "ACTIVATION_LIMIT": 0.0,
@@ -171,7 +173,7 @@ def quantize_rows(
     num_partials = 0
     if _needs_partials(scheme):
         num_partials = _launch_amax(x_RK, out, valid_rows, source)
-    _launch_quantize(x_RK, scheme, out, valid_rows, num_partials, source | identity)
+    _launch_quantize(x_RK, scheme, out, valid_rows, num_partials, source | no_activation)
 
 
 def activation_and_quantize(
@@ -195,19 +197,20 @@ def activation_and_quantize(
     if _needs_partials(scheme):
         need = "a static scale, or a scale per token or group"
         raise ConfigurationError("activation_and_quantize", got=str(scheme), need=need)
-    width = intermediate * (2 if spec.gated else 1)
-    if tuple(x_RN.shape) != (rows, width):
-        raise ShapeError("activation input", got=tuple(x_RN.shape), need=(rows, width))
+    input_columns = intermediate * (2 if spec.gated else 1)
+    if tuple(x_RN.shape) != (rows, input_columns):
+        raise ShapeError("activation input", got=tuple(x_RN.shape), need=(rows, input_columns))
     check_quantized(rows, intermediate, scheme, out)
     if out.q_RK.numel() == 0:
         return
     if not use_triton(x_RN):
         activation_and_quantize_ref(x_RN, spec, scheme, out=out, valid_rows=valid_rows)
         return
-    step, offset = get_gate_up_layout(spec, intermediate)
-    constants = {**activation_constants(spec), "GATE_STRIDE": step, "up_offset": offset}
+    gate_stride, up_offset = get_gate_up_layout(spec, intermediate)
+    layout = {"GATE_STRIDE": gate_stride, "up_offset": up_offset}
     source = make_source_arguments(x_RN, valid_rows, None)
-    _launch_quantize(x_RN, scheme, out, valid_rows, 0, source | constants)
+    arguments = source | activation_constants(spec) | layout
+    _launch_quantize(x_RN, scheme, out, valid_rows, 0, arguments)
 
 
 def _make_scheme_error(scheme: QuantScheme) -> ConfigurationError:
@@ -236,7 +239,7 @@ def _needs_partials(scheme: QuantScheme) -> bool:
     return scheme.activation_granularity == "tensor" and not scheme.static
 
 
-def _columns_per_scale(scheme: QuantScheme, columns: int) -> int:
+def _get_columns_per_scale(scheme: QuantScheme, columns: int) -> int:
     """Return the number of columns that share a scale."""
     return scheme.group[-1] if scheme.activation_granularity == "group" else columns
 
@@ -249,11 +252,13 @@ def _launch_amax(
 
     rows, columns = x_RK.shape
     assert out.partials is not None
-    tiles = tile_rows(*get_segments(rows, valid_rows), min(columns, _CHUNK), _MAX_PARTIALS)
+    tiles = tile_rows(
+        *get_segments(rows, valid_rows), min(columns, _COLUMNS_PER_PROGRAM), _MAX_PARTIALS
+    )
     programs = tiles.segments * tiles.programs_per_segment
     assert programs <= out.partials.numel()
     arguments = {"partial_amax_ptr": out.partials, "num_columns": columns, "up_offset": 0}
-    launch(amax_kernel, (programs,), **arguments, **tiles.row_kernel_arguments(), **source)
+    launch(amax_kernel, (programs,), **arguments, **tiles.make_row_kernel_arguments(), **source)
     return programs
 
 
@@ -293,8 +298,12 @@ def make_tile_arguments(
     allow_streaming: whether to allow software-pipelined loads of large inputs (`tile_groups`).
     """
     rows, columns = out.q_RK.shape
-    computed = scheme.activation_granularity != "tensor"
-    group = _columns_per_scale(scheme, columns) if computed else min(columns, _CHUNK)
+    is_dynamic = scheme.activation_granularity != "tensor"
+    group = (
+        _get_columns_per_scale(scheme, columns)
+        if is_dynamic
+        else min(columns, _COLUMNS_PER_PROGRAM)
+    )
     group = min(group, columns)
     groups = -(-columns // group)
     max_programs = _MAX_BATCHED_PROGRAMS if isinstance(valid_rows, BatchedRows) else rows
@@ -310,7 +319,7 @@ def make_tile_arguments(
         "num_columns": columns,
         "group_size": group,
         "num_groups": groups,
-        "SCALE_SOURCE": "dynamic" if computed else ("static" if scheme.static else "partials"),
+        "SCALE_SOURCE": "dynamic" if is_dynamic else ("static" if scheme.static else "partials"),
         "QMAX": QMAX[scheme.activation],
         "ROUND_TO_INT": scheme.activation == "int8",
         "MIN_SCALE": MIN_SCALE,
@@ -319,7 +328,7 @@ def make_tile_arguments(
         "STAGES": tiles.stages,
         "BLOCK_GROUPS": tiles.block_g,
         "num_warps": tiles.num_warps,
-        **tiles.row_kernel_arguments(),
+        **tiles.make_row_kernel_arguments(),
     }, segments * tiles.programs_per_segment * -(-groups // tiles.block_g)
 
 
@@ -330,7 +339,7 @@ def dequantize_rows(q_RK: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme
     """Return q * scale, float32 (R, K). `scale` is as in `QuantizedRows`."""
     if scheme.activation_granularity == "group":
         columns = q_RK.shape[1]
-        scale = scale.repeat_interleave(min(_columns_per_scale(scheme, columns), columns), 1)[
+        scale = scale.repeat_interleave(min(_get_columns_per_scale(scheme, columns), columns), 1)[
             :, :columns
         ]
     return q_RK.float() * scale
@@ -351,7 +360,7 @@ def quantize_values(
         if scheme.activation_granularity == "tensor":
             amax = magnitude.amax().reshape(1) if rows else magnitude.new_zeros(1)
         else:
-            group = min(_columns_per_scale(scheme, columns), columns)
+            group = min(_get_columns_per_scale(scheme, columns), columns)
             padded = torch.nn.functional.pad(magnitude, (0, -columns % group))
             # -1 does not work as a size if there are no rows.
             amax = padded.view(rows, padded.shape[1] // group, group).amax(2)
@@ -376,7 +385,7 @@ def quantize_rows_ref(
     row_weights_R: torch.Tensor | None = None,
 ) -> None:
     """Torch reference of `quantize_rows`."""
-    keep = valid_row_mask(x_RK, valid_rows)
+    keep = make_valid_row_mask(x_RK, valid_rows)
     values = x_RK[keep].float()
     if row_weights_R is not None:
         values = values * row_weights_R[keep, None]
@@ -392,7 +401,7 @@ def activation_and_quantize_ref(
     valid_rows: ValidRows = None,
 ) -> None:
     """Torch reference of `activation_and_quantize`."""
-    keep = valid_row_mask(x_RN, valid_rows)
+    keep = make_valid_row_mask(x_RN, valid_rows)
     values = gated_activation_ref(x_RN[keep], spec).to(x_RN.dtype).float()
     _write_quantized(values, keep, scheme, out)
 

@@ -1,8 +1,8 @@
 """Tile sizes and numbers of programs of the quantization kernels.
 
 A tile is the block of rows and columns that a program quantizes in one iteration. A group is the
-set of columns of a row that share a scale. A segment is a set of rows of which only the first ones
-hold tokens. In the batched layout, it is the rows of one expert. Otherwise, it is all rows.
+set of columns of a row that share a scale. A segment is a range of rows: the rows of one expert in
+the batched layout, of which the first ones hold tokens, and all rows otherwise.
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class TileConfig:
     block_g: int = 1
     stages: int = 1
 
-    def row_kernel_arguments(self) -> dict[str, int]:
+    def make_row_kernel_arguments(self) -> dict[str, int]:
         """Return the arguments of a kernel that iterates over rows."""
         return {
             "capacity": self.capacity,
@@ -82,8 +82,8 @@ def tile_groups(base: TileConfig, columns: int, group: int) -> TileConfig:
     """
     capacity, groups = base.capacity, -(-columns // group)
     is_small = groups == 1 or capacity * columns < _MIN_STREAMED_VALUES
-    full_groups = group == base.block_c <= _STREAM_COLUMNS
-    if is_small or not full_groups or base.segments > 1:
+    group_fills_block = group == base.block_c <= _STREAM_COLUMNS
+    if is_small or not group_fills_block or base.segments > 1:
         return base
     # With the largest power of two that divides the number of groups, no lane is idle.
     groups_per_tile = min(groups & -groups, _STREAM_COLUMNS // group)

@@ -9,7 +9,7 @@ import torch
 
 from modular_kernel.errors import DtypeError, LayoutError, ShapeError
 from modular_kernel.ops.count import id_arguments, uncounted_local_ids
-from modular_kernel.ops.permute import hidden_block_size
+from modular_kernel.ops.permute import choose_hidden_block_size
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.pdl import pdl_arguments
 from modular_kernel.replay.launch.runtime import use_triton
@@ -44,14 +44,14 @@ def weight_and_sum(
         keep = None if routing is None else uncounted_local_ids(routing, num_local) >= 0
         weight_and_sum_ref(rows_TKH, weights_TK, scale=scale, out=out, keep_TK=keep)
         return
-    source, ids = _make_source(rows_TKH, routing, num_local)
-    _launch_sum(rows_TKH, weights_TK, rows_TKH.shape[1], scale, out, source, ids)
+    row_source, ids = _make_row_source(rows_TKH, routing, num_local)
+    _launch_sum(rows_TKH, weights_TK, rows_TKH.shape[1], scale, out, row_source, ids)
 
 
-def _make_source(
+def _make_row_source(
     index: torch.Tensor, routing: DispatchedRouting | None, num_local: int
 ) -> tuple[str, dict[str, object]]:
-    """Return ROW_SOURCE of the kernels in rows.py for rows (T, K, H), and the arguments it needs.
+    """Return ROW_SOURCE for the kernels in rows.py, and their id arguments, for rows (T, K, H).
 
     "all" sums every row. "ids" sums only rows of pairs whose expert is on this rank.
     """
@@ -98,9 +98,9 @@ def moe_sum_reduce(
     if not rows_TKH.is_floating_point() or out_TH.dtype is not rows_TKH.dtype:
         got = f"{dtype_name(rows_TKH.dtype)} rows, {dtype_name(out_TH.dtype)} out"
         raise DtypeError("rows and out", got=got, need="the same floating-point dtype")
-    for what, tensor in (("rows", rows_TKH), ("out", out_TH)):
+    for name, tensor in (("rows", rows_TKH), ("out", out_TH)):
         if not tensor.is_contiguous():
-            raise LayoutError(what, got=f"strides {tensor.stride()}", need="contiguous")
+            raise LayoutError(name, got=f"strides {tensor.stride()}", need="contiguous")
     check_output("out", out_TH, {"rows": rows_TKH})
     weight_and_sum(rows_TKH, None, scale=routed_scaling_factor, out=out_TH)
 
@@ -137,13 +137,13 @@ def _launch_sum(
     top_k: int,
     scale: float,
     out: torch.Tensor,
-    source: str,
-    ids: dict[str, object],
+    row_source: str,
+    id_args: dict[str, object],
 ) -> None:
     from modular_kernel.ops.kernels.rows import weight_and_sum_kernel
 
     tokens, hidden = out.shape
-    block = hidden_block_size(hidden)
+    block = choose_hidden_block_size(hidden)
     launch(
         weight_and_sum_kernel,
         (tokens * -(-hidden // block),),
@@ -153,10 +153,10 @@ def _launch_sum(
         hidden_size=hidden,
         scale=float(scale),
         TOP_K=top_k,
-        ROW_SOURCE=source,
+        ROW_SOURCE=row_source,
         HAS_ROUTER_WEIGHTS=weights_TK is not None,
         BLOCK_HIDDEN=block,
-        **ids,
+        **id_args,
         **pdl_arguments(),
     )
 
@@ -210,8 +210,8 @@ def scale_rows(
         keep = None if routing is None else uncounted_local_ids(routing, num_local) >= 0
         out.copy_(_apply_weights(rows_TKH, weights_TK, scale, keep))
         return
-    source, ids = _make_source(rows_TKH, routing, num_local)
-    _launch_gather(rows_TKH, weights_TK, scale, out, source, ids)
+    row_source, ids = _make_row_source(rows_TKH, routing, num_local)
+    _launch_gather(rows_TKH, weights_TK, scale, out, row_source, ids)
 
 
 def _launch_gather(
@@ -219,13 +219,13 @@ def _launch_gather(
     weights_TK: torch.Tensor | None,
     scale: float,
     out: torch.Tensor,
-    source: str,
-    ids: dict[str, object],
+    row_source: str,
+    id_args: dict[str, object],
 ) -> None:
     from modular_kernel.ops.kernels.rows import gather_rows_kernel
 
     hidden = out.shape[-1]
-    block = hidden_block_size(hidden)
+    block = choose_hidden_block_size(hidden)
     launch(
         gather_rows_kernel,
         (out.numel() // hidden, -(-hidden // block)),
@@ -234,10 +234,10 @@ def _launch_gather(
         out_ptr=out,
         hidden_size=hidden,
         scale=float(scale),
-        ROW_SOURCE=source,
+        ROW_SOURCE=row_source,
         HAS_ROUTER_WEIGHTS=weights_TK is not None,
         BLOCK_HIDDEN=block,
-        **ids,
+        **id_args,
     )
 
 

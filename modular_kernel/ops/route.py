@@ -36,7 +36,7 @@ from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.replay.operation import ReplayedOperation
-from modular_kernel.replay.recording import weak_storage_ref
+from modular_kernel.replay.recording import make_weak_storage_ref
 from modular_kernel.spec.problem import dtype_name
 from modular_kernel.spec.router import RouterSpec
 from modular_kernel.tensors import Routing, check_loaded
@@ -44,8 +44,8 @@ from modular_kernel.utils.argument_checks import format_value
 from modular_kernel.utils.operator_library import register_operator
 from modular_kernel.utils.tensor_checks import check_no_gradients, check_tensor
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_INTEGERS = (torch.int32, torch.int64)
+_FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_INTEGER_DTYPES = (torch.int32, torch.int64)
 _LOGITS_PER_PROGRAM = 512  # for one warp, if there are enough tokens
 _MAX_TOKENS_ONE_PER_PROGRAM = 1024  # maximum T for which each program handles one token
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -106,7 +106,7 @@ def route(
     Raises InputError for invalid arguments, and for tensors that require grad.
     """
     tensors = RouterTensors() if tensors is None else tensors
-    _check(logits_TE, spec, tensors, token_ids_T, ids_dtype)
+    _check_arguments(logits_TE, spec, tensors, token_ids_T, ids_dtype)
     if is_compiling():
         return _route_traced(logits_TE, spec, tensors, token_ids_T, ids_dtype)
     return _route_eager(logits_TE, spec, tensors, token_ids_T, ids_dtype)
@@ -153,7 +153,7 @@ def _route_eager(
 # ----------------------------------------------------------------------------- torch operator
 
 
-def _fake_routing(logits_TE, bias_E, table_VK, token_ids_T, unloaded, spec, wide_ids):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
+def _make_fake_routing(logits_TE, bias_E, table_VK, token_ids_T, unloaded, spec, wide_ids):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
     """Return empty tensors with the shapes and dtypes of the outputs of `route_op`."""
     parsed_spec, tokens = parse_spec(spec), logits_TE.shape[0]
     shape = (tokens, parsed_spec.top_k)
@@ -164,7 +164,7 @@ def _fake_routing(logits_TE, bias_E, table_VK, token_ids_T, unloaded, spec, wide
     )
 
 
-@register_operator("route", _fake_routing)
+@register_operator("route", _make_fake_routing)
 def route_op(
     logits_TE: torch.Tensor,
     bias_E: torch.Tensor | None,
@@ -187,7 +187,7 @@ def route_op(
     tensors = RouterTensors(bias_E, table_VK)
     _check_loaded_once(unloaded)
     ids_dtype = torch.int64 if wide_ids else torch.int32
-    _check(logits_TE, parsed_spec, tensors, token_ids_T, ids_dtype)
+    _check_arguments(logits_TE, parsed_spec, tensors, token_ids_T, ids_dtype)
     routed = _route_eager(logits_TE, parsed_spec, tensors, token_ids_T, ids_dtype)
     identity_T = routed.identity_T
     if identity_T is None:
@@ -226,7 +226,7 @@ def format_spec(spec: RouterSpec) -> str:
             ("zero_experts", spec.zero_experts),
         )
     ]
-    texts = [
+    strings = [
         f'"{name}": "{value}"'
         for name, value in (
             ("score", spec.score),
@@ -243,7 +243,7 @@ def format_spec(spec: RouterSpec) -> str:
         )
     ]
     floats = [f'"eps": {float(spec.eps)!r}', f'"floor": {float(spec.floor)!r}']
-    return "{" + ", ".join([*numbers, *texts, *flags, *floats]) + "}"
+    return "{" + ", ".join([*numbers, *strings, *flags, *floats]) + "}"
 
 
 @lru_cache(maxsize=256)
@@ -268,7 +268,7 @@ def _check_loaded_once(tensors: Sequence[torch.Tensor]) -> None:
 
     A parameter that passed the check is not checked again while its storage exists.
     """
-    storages, cache = [weak_storage_ref(tensor) for tensor in tensors], _loaded_locations
+    storages, cache = [make_weak_storage_ref(tensor) for tensor in tensors], _loaded_locations
     locations = [
         (storage.cdata, tensor.storage_offset(), tensor.shape)
         for storage, tensor in zip(storages, tensors, strict=True)
@@ -292,8 +292,8 @@ def _launch(
     from modular_kernel.ops.kernels.route import route_kernel
 
     tokens, columns = logits_TE.shape
-    size = columns // spec.groups
-    block_g, block_s = next_power_of_2(spec.groups), next_power_of_2(size)
+    group_size = columns // spec.groups
+    block_g, block_s = next_power_of_2(spec.groups), next_power_of_2(group_size)
     block_t = (
         1
         if tokens <= _MAX_TOKENS_ONE_PER_PROGRAM
@@ -326,7 +326,7 @@ def _launch(
         RENORMALIZE=spec.renormalize,
         HAS_ZERO_EXPERTS=spec.zero_experts > 0,
         GROUPS=spec.groups,
-        GROUP_SIZE=size,
+        GROUP_SIZE=group_size,
         TOPK_GROUPS=spec.topk_groups,
         TOP2_GROUP_SCORE=spec.group_score == "top2",
         BLOCK_TOKENS=block_t,
@@ -410,8 +410,8 @@ def _mask_other_groups(choice: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
         # Halve the values, because their sum may overflow.
         best = best / 2 + torch.where(second > -torch.inf, second, 0) / 2
     best_groups = _find_top_ids(best, spec.topk_groups)
-    # If a token has fewer than topk_groups groups to select from, the mask's last column, which is
-    # dropped below, takes the missing ones.
+    # If a token has fewer than topk_groups groups to select from, the remaining ids are -1. They
+    # mark the last column of the mask, which is dropped below.
     group = torch.where(best_groups >= 0, best_groups, spec.groups)
     mask = best.new_zeros(len(best), spec.groups + 1, dtype=torch.bool).scatter(1, group, True)
     return by_group.masked_fill(~mask[:, :-1, None], -torch.inf).flatten(1)
@@ -430,7 +430,7 @@ def _read_table(
     spec: RouterSpec, tensors: RouterTensors, token_ids_T: torch.Tensor | None, columns: int
 ) -> torch.Tensor:
     table_VK = tensors.table_VK
-    assert table_VK is not None  # `_check` has checked both
+    assert table_VK is not None  # `_check_arguments` has checked both tensors
     assert token_ids_T is not None
     token_id_T = token_ids_T.long()
     valid_T = (token_id_T >= 0) & (token_id_T < table_VK.shape[0])
@@ -441,7 +441,7 @@ def _read_table(
     return ids.masked_fill(invalid, INVALID_ID)
 
 
-def _check(
+def _check_arguments(
     logits_TE: torch.Tensor,
     spec: RouterSpec,
     tensors: RouterTensors,
@@ -460,20 +460,22 @@ def _check(
     check_no_gradients({"router logits": logits_TE})
     tokens, columns = logits_TE.shape
     spec.columns(columns - spec.zero_experts)
-    _check_dtype("router logits", logits_TE, _FLOATS)
+    _check_dtype("router logits", logits_TE, _FLOAT_DTYPES)
     if logits_TE.stride(1) != 1 and tokens:
         got = f"strides {logits_TE.stride()}"
         raise LayoutError("router logits", got=got, need="stride(-1) == 1")
-    if ids_dtype not in _INTEGERS:
+    if ids_dtype not in _INTEGER_DTYPES:
         raise DtypeError("ids_dtype", got=str(ids_dtype), need="torch.int32 or torch.int64")
     device = logits_TE.device
     _check_optional(
-        "selection bias", tensors.bias_E, spec.selection_bias, (columns,), _FLOATS, device
+        "selection bias", tensors.bias_E, spec.selection_bias, (columns,), _FLOAT_DTYPES, device
     )
     table_VK = tensors.table_VK
     rows = table_VK.shape[0] if isinstance(table_VK, torch.Tensor) and table_VK.dim() else 0
-    _check_optional("router table", table_VK, spec.table, (rows, spec.top_k), _INTEGERS, device)
-    _check_optional("token_ids", token_ids_T, spec.table, (tokens,), _INTEGERS, device)
+    _check_optional(
+        "router table", table_VK, spec.table, (rows, spec.top_k), _INTEGER_DTYPES, device
+    )
+    _check_optional("token_ids", token_ids_T, spec.table, (tokens,), _INTEGER_DTYPES, device)
 
 
 def _check_optional(

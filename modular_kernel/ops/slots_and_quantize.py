@@ -1,8 +1,8 @@
 """number_and_quantize: renumber the experts of pairs and quantize tokens, in one launch.
 
-Libraries that send tokens to the ranks of their experts, such as DeepEP, require their own numbers
-of experts (`modular_kernel.ops.expert_slots`). Tokens are quantized before they are sent. If there
-are few tokens, one launch takes less time than two.
+Libraries that send tokens to the ranks of their experts, such as DeepEP, require their own
+numbering of experts (`modular_kernel.ops.expert_slots`). Tokens are quantized before they are sent.
+If there are few tokens, one launch takes less time than two.
 """
 
 import torch
@@ -48,10 +48,10 @@ def number_and_quantize(
         return
     from modular_kernel.ops.kernels.slots_and_quantize import number_and_quantize_kernel
 
-    tiles, quantize_programs = make_tile_arguments(scheme, out, None)
-    warps = tiles["num_warps"]
-    assert isinstance(warps, int)
-    pair_args, pair_programs = make_pair_arguments(pairs, warps)
+    tile_args, quantize_programs = make_tile_arguments(scheme, out, None)
+    num_warps = tile_args["num_warps"]
+    assert isinstance(num_warps, int)
+    pair_args, pair_programs = make_pair_arguments(pairs, num_warps)
     launch(
         number_and_quantize_kernel,
         (pair_programs + quantize_programs,),
@@ -59,6 +59,6 @@ def number_and_quantize(
         stride_x=x_TH.stride(0),
         pair_programs=pair_programs,
         **pair_args,
-        **tiles,
+        **tile_args,
         **pdl_arguments(),
     )

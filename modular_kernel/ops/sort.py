@@ -32,9 +32,9 @@ class SortedPairs:
         grouped by expert without gaps. Pairs of an expert keep their order.
     token_of_row: (T * K,) int32, the token of the pair in each row. Values past the last row are
         undefined.
-    tiles: (3 * max_tiles + 1,) int32. Three arrays of max_tiles values have, for each tile, the
-        local expert, the first row, and the end of the expert's rows. The number of tiles follows.
-        Values of the arrays past the number of tiles are undefined.
+    tiles: (3 * max_tiles + 1,) int32: three arrays of max_tiles values, followed by the number of
+        tiles. The arrays hold the local expert of each tile, its first row, and the end of the
+        expert's rows. Values past the number of tiles are undefined.
     starts: (e + 1,) int32, the first row of each expert, followed by the number of rows.
     """
 
@@ -49,26 +49,26 @@ class SortedPairs:
         return self.tiles.numel() // 3
 
 
-def max_tile_count(numel: int, block_m: int, num_local: int) -> int:
+def max_tile_count(num_pairs: int, block_m: int, num_local: int) -> int:
     """Return the maximum number of tiles.
 
-    numel: number of pairs.
+    num_pairs: number of pairs.
     block_m: maximum number of rows of a tile.
     num_local: number of local experts.
     """
-    return min(numel, num_local + numel // block_m)
+    return min(num_pairs, num_local + num_pairs // block_m)
 
 
 def sort_specs(tokens: int, top_k: int, block_m: int, num_local: int) -> Mapping[str, BufferSpec]:
     """Return the specs of the workspace buffers of `sort_pairs`."""
-    numel = tokens * top_k
-    tiles = max_tile_count(numel, block_m, num_local)
+    num_pairs = tokens * top_k
+    tiles = max_tile_count(num_pairs, block_m, num_local)
     return {
         "sort_rows": BufferSpec((tokens, top_k), torch.int32),
-        "sort_tokens": BufferSpec((numel,), torch.int32),
+        "sort_tokens": BufferSpec((num_pairs,), torch.int32),
         "sort_tiles": BufferSpec((3 * tiles + 1,), torch.int32),
         "sort_starts": BufferSpec((num_local + 1,), torch.int32),
-        "sort_scratch": counts_spec(numel, num_local),
+        "sort_scratch": counts_spec(num_pairs, num_local),
     }
 
 

@@ -1,4 +1,4 @@
-"""Descriptions of which rows of activations hold a token, and the kernel arguments for them.
+"""Describe which rows of activations hold a token, and make the kernel arguments for them.
 
 A pair is a token together with one of its K experts. Buffers of activations may have rows without a
 token: rows of pairs whose expert is on another rank, or unused rows of an expert in the batched
@@ -69,12 +69,12 @@ def get_segments(rows: int, valid_rows: ValidRows) -> tuple[int, int]:
     return segments, rows // segments
 
 
-def valid_row_mask(x: torch.Tensor, valid_rows: ValidRows) -> torch.Tensor:
+def make_valid_row_mask(x: torch.Tensor, valid_rows: ValidRows) -> torch.Tensor:
     """Return a mask, (R,) bool, of the rows that hold a token."""
     if isinstance(valid_rows, PairRows):
         # Discard the count of invalid ids, because they are counted when pairs are sorted.
-        uncounted = torch.zeros_like(valid_rows.routing.invalid_ids)
-        routing = replace(valid_rows.routing, invalid_ids=uncounted)
+        discarded_count = torch.zeros_like(valid_rows.routing.invalid_ids)
+        routing = replace(valid_rows.routing, invalid_ids=discarded_count)
         return local_ids(routing, valid_rows.num_local).flatten() >= 0
     if isinstance(valid_rows, BatchedRows):
         positions = torch.arange(x.shape[0] // valid_rows.counts_e.numel(), device=x.device)

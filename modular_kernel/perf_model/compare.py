@@ -6,8 +6,8 @@ Times are read from JSON files in these formats. The folder `data` has examples.
     exchanges between GPUs     `mk exchange --json`, or the older format of h200-exchange.json
     published results          mk-published/1, see published-exchange.json
 
-Measured exchanges are compared by the time of a dispatch and a combine together. In the time of a
-single short dispatch or combine, the overhead of the timing events would be a large part.
+Measured exchanges are compared by the time of a dispatch and a combine together. For a single short
+dispatch or combine, the overhead of the timing events would be too large.
 """
 
 from collections.abc import Callable, Sequence
@@ -151,15 +151,17 @@ def _predict(measured: MeasuredTime) -> float:
 
 def summarize(comparisons: Sequence[Comparison]) -> list[Summary]:
     """Return a summary for each number of GPUs, separately for fitted and predicted times."""
-    groups: dict[str, list[Comparison]] = {}
+    comparisons_by_group: dict[str, list[Comparison]] = {}
     for comparison in comparisons:
-        world = comparison.measured.problem.parallel.world_size
+        world_size = comparison.measured.problem.parallel.world_size
         kind = "fitted" if comparison.measured.fitted else "predicted"
         mode = ", eager" if comparison.measured.eager else ""
-        groups.setdefault(f"{world:3} {pluralize('GPU', world)}, {kind}{mode}", []).append(
-            comparison
-        )
-    return [_summarize_group(name, groups[name]) for name in sorted(groups)]
+        comparisons_by_group.setdefault(
+            f"{world_size:3} {pluralize('GPU', world_size)}, {kind}{mode}", []
+        ).append(comparison)
+    return [
+        _summarize_group(name, comparisons_by_group[name]) for name in sorted(comparisons_by_group)
+    ]
 
 
 def _summarize_group(name: str, comparisons: Sequence[Comparison]) -> Summary:
@@ -195,15 +197,15 @@ def _describe_error(error: Exception) -> str:
 
 def _find_reader(content: Any) -> Callable[[Any], list[MeasuredTime]]:
     if content.get("schema") == PUBLISHED_SCHEMA:
-        return lambda record: [_read_published(row) for row in record["rows"]]
+        return lambda record: [_read_published_row(row) for row in record["rows"]]
     if content.get("schema") == EXCHANGE_SCHEMA:
         return lambda record: _read_exchanges(record["rows"])
     if content and all(world.isdecimal() for world in content):
         return _read_h200_exchange
     if content.get("schema") == SCHEMA:
-        return lambda record: [time for row in record["rows"] if (time := _read_benchmark(row))]
+        return lambda record: [time for row in record["rows"] if (time := _read_benchmark_row(row))]
     return lambda record: [
-        _read_older(row, record["shapes"][row["shape"]])
+        _read_older_row(row, record["shapes"][row["shape"]])
         for row in record["rows"]
         if row["peer"] in _SCHEMES_BY_PEER
     ]
@@ -223,17 +225,17 @@ def _read_world_size(report: Any) -> list[MeasuredTime]:
 
 def _read_exchanges(rows: list[Any]) -> list[MeasuredTime]:
     """Read the times of exchanges over the transports that the model supports."""
-    rows_by_part = [
+    parts_and_rows = [
         (_OLD_TRANSPORT_NAMES.get(row["transport"], row["transport"]), row) for row in rows
     ]
     return [
         _make_exchange_time(part, _PAIR, _H200_EXCHANGE_SIZES | row, row["pair_us"])
-        for part, row in rows_by_part
+        for part, row in parts_and_rows
         if part in TRAFFIC_BY_PART and row["status"] == OK
     ]
 
 
-def _read_published(row: Any) -> MeasuredTime:
+def _read_published_row(row: Any) -> MeasuredTime:
     quantity, part = row["what"], row["part"]
     if quantity not in _QUANTITIES or part not in TRAFFIC_BY_PART:
         raise ValueError(f"{part} {quantity}")
@@ -242,7 +244,7 @@ def _read_published(row: Any) -> MeasuredTime:
 
 def _make_exchange_time(part: str, quantity: str, row: Any, us: Any) -> MeasuredTime:
     sizes = [int(row[name]) for name in ("tokens", "hidden", "experts", "top_k", "world_size")]
-    tokens, hidden, experts, top_k, world = sizes
+    tokens, hidden, experts, top_k, world_size = sizes
     problem = Problem(
         tokens=tokens,
         hidden=hidden,
@@ -250,7 +252,7 @@ def _make_exchange_time(part: str, quantity: str, row: Any, us: Any) -> Measured
         experts=experts,
         top_k=top_k,
         quant=row["quant"],
-        parallel=Parallel(world),
+        parallel=Parallel(world_size),
     )
     cluster = replace(Cluster(), per_host=int(row.get("ranks_of_a_host", Cluster().per_host)))
     if "link_gbs" in row:
@@ -264,18 +266,20 @@ def _make_exchange_time(part: str, quantity: str, row: Any, us: Any) -> Measured
 
 def _is_fitted(measured: MeasuredTime) -> bool:
     """Return whether parameters in exchange_time.TRAFFIC_BY_PART were fitted to this time."""
-    tokens, world = measured.problem.tokens, measured.problem.parallel.world_size
+    tokens, world_size = measured.problem.tokens, measured.problem.parallel.world_size
     is_unquantized = measured.problem.quant == "none"
     if measured.part in (DEEPEP_LL, PPLX):
-        return (world == 4 and tokens in (1, 128)) or world in (16, 256)
+        return (world_size == 4 and tokens in (1, 128)) or world_size in (16, 256)
     if measured.part == DEEPEP_HT:
-        return world in (16, 64) or (world in (2, 4) and is_unquantized and tokens in (1, 4096))
+        return world_size in (16, 64) or (
+            world_size in (2, 4) and is_unquantized and tokens in (1, 4096)
+        )
     if measured.part == DEEPEP_V2:
-        return world == 4 and is_unquantized and tokens in (1, 4096)
-    return measured.quantity == _PAIR and world == 2 and tokens in (1, 4096)
+        return world_size == 4 and is_unquantized and tokens in (1, 4096)
+    return measured.quantity == _PAIR and world_size == 2 and tokens in (1, 4096)
 
 
-def _read_benchmark(row: Any) -> MeasuredTime | None:
+def _read_benchmark_row(row: Any) -> MeasuredTime | None:
     """Read a row of `mk bench`. Returns None for other layers and for rows without a time."""
     is_timed_part = (
         row["layer"].split("+")[-1] == MODELED_EXPERTS_PART
@@ -288,7 +292,7 @@ def _read_benchmark(row: Any) -> MeasuredTime | None:
     return _make_layer_time(row["shape"], sizes, row["tokens"], row["quant"], row["us"])
 
 
-def _read_older(row: Any, shape: Any) -> MeasuredTime:
+def _read_older_row(row: Any, shape: Any) -> MeasuredTime:
     sizes = shape["E"], shape["k"], shape["H"], shape["I"]
     return _make_layer_time(
         row["shape"], sizes, row["tokens"], _SCHEMES_BY_PEER[row["peer"]], row["us"]

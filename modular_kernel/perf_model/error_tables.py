@@ -1,4 +1,4 @@
-"""The tables of docs/sizing.md, which compare estimates with the records of this package."""
+"""Generate the tables of docs/sizing.md, which compare estimates with recorded times."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -49,25 +49,25 @@ class ErrorRow:
         return max(map(abs, self.errors))
 
 
-def model_errors() -> list[ErrorRow]:
+def compute_model_errors() -> list[ErrorRow]:
     """Return the errors of the model by part, number of ranks, and whether it was fitted."""
-    groups: dict[tuple[int, str, str], list[float]] = {}
+    errors_by_key: dict[tuple[int, str, str], list[float]] = {}
     for comparison in compare(
         [time for name in RECORD_FILES for time in read_measurements(DATA_FOLDER / name)]
     ):
         world = comparison.measured.problem.parallel.world_size
-        key = _ranks_key(world), comparison.measured.part, _format_kind(comparison)
-        groups.setdefault(key, []).append(comparison.error)
+        key = _get_ranks_key(world), comparison.measured.part, _format_kind(comparison)
+        errors_by_key.setdefault(key, []).append(comparison.error)
     return [
         ErrorRow(part, _RANKS_TEXT[ranks], kind, tuple(errors))
-        for (ranks, part, kind), errors in sorted(groups.items())
+        for (ranks, part, kind), errors in sorted(errors_by_key.items())
     ]
 
 
 _RANKS_TEXT = {1: "1 GPU", 2: "2 GPUs", 4: "4 GPUs", 16: "16 to 256, published"}
 
 
-def _ranks_key(world: int) -> int:
+def _get_ranks_key(world: int) -> int:
     return min(world, max(_RANKS_TEXT))
 
 
@@ -76,33 +76,36 @@ def _format_kind(comparison: Comparison) -> str:
     return f"{kind}, eager" if comparison.measured.eager else kind
 
 
-def experts_errors() -> list[ErrorRow]:
+def compute_experts_errors() -> list[ErrorRow]:
     """Return the errors of the estimated times of experts parts.
 
     The time of each recorded layer is estimated from the records of other shapes.
     """
-    groups: dict[str, list[float]] = {}
+    errors_by_part: dict[str, list[float]] = {}
     for layer in recorded_layers():
-        estimated = find_time_correction(
+        correction = find_time_correction(
             layer.experts_part, layer.problem, layer.rows, ignored_shape=layer.shape
         )
-        if estimated is not None:
-            seconds = estimated.correct(layer.predicted_us / 1e6)
-            groups.setdefault(layer.experts_part, []).append(seconds * 1e6 / layer.us - 1)
-    return [ErrorRow(part, "", "", tuple(errors)) for part, errors in sorted(groups.items())]
-
-
-def error_tables_markdown() -> str:
-    """Return both tables as Markdown."""
-    head = f"cells | within {MAX_ACCURATE_ERROR:.0%} | mean error | worst".replace("%", " %")
-    model = [
-        (f"`{row.part}`", row.ranks, row.kind, *_format_numbers(row)) for row in model_errors()
+        if correction is not None:
+            seconds = correction.correct(layer.predicted_us / 1e6)
+            errors_by_part.setdefault(layer.experts_part, []).append(seconds * 1e6 / layer.us - 1)
+    return [
+        ErrorRow(part, "", "", tuple(errors)) for part, errors in sorted(errors_by_part.items())
     ]
-    experts = [(f"`{row.part}`", *_format_numbers(row)) for row in experts_errors()]
-    total = [error for row in experts_errors() for error in row.errors]
-    lines = _table(f"part | ranks | | {head}", model, 3)
-    lines += ["", f"Experts parts, {format_count(len(total), 'recorded layer')}:", ""]
-    return "\n".join([*lines, *_table(f"experts part | {head}", experts, 1)])
+
+
+def format_error_tables() -> str:
+    """Return both tables as Markdown."""
+    columns = f"cells | within {MAX_ACCURATE_ERROR:.0%} | mean error | worst".replace("%", " %")
+    model_rows = [
+        (f"`{row.part}`", row.ranks, row.kind, *_format_numbers(row))
+        for row in compute_model_errors()
+    ]
+    experts_rows = [(f"`{row.part}`", *_format_numbers(row)) for row in compute_experts_errors()]
+    experts_errors = [error for row in compute_experts_errors() for error in row.errors]
+    lines = _format_table(f"part | ranks | | {columns}", model_rows, 3)
+    lines += ["", f"Experts parts, {format_count(len(experts_errors), 'recorded layer')}:", ""]
+    return "\n".join([*lines, *_format_table(f"experts part | {columns}", experts_rows, 1)])
 
 
 def _format_numbers(row: ErrorRow) -> tuple[str, ...]:
@@ -110,6 +113,6 @@ def _format_numbers(row: ErrorRow) -> tuple[str, ...]:
     return (str(len(row.errors)), str(row.accurate_count), *shares)
 
 
-def _table(head: str, rows: Iterable[Sequence[str]], labels: int) -> list[str]:
-    alignments = "|".join(["---"] * labels + ["---:"] * 4)
-    return [f"| {head} |", f"|{alignments}|", *(f"| {' | '.join(row)} |" for row in rows)]
+def _format_table(columns: str, rows: Iterable[Sequence[str]], num_labels: int) -> list[str]:
+    alignments = "|".join(["---"] * num_labels + ["---:"] * 4)
+    return [f"| {columns} |", f"|{alignments}|", *(f"| {' | '.join(row)} |" for row in rows)]

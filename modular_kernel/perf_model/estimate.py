@@ -1,4 +1,4 @@
-"""Estimates the time and memory of a layer over several ranks, for each valid pairing.
+"""Estimate the time and memory of a layer over several ranks, for each valid pairing.
 
 All estimates of one call of `estimate_pairings` are for the same work: problem.tokens distinct
 tokens per rank. Some PrepareAndFinalize parts require replicated input, that is, the same tokens on
@@ -104,9 +104,9 @@ def distribute_over_ranks(
     per_host: ranks per host. It is ignored if all ranks are on one host, or if the last host is not
         full.
     """
-    full_hosts = per_host is not None and world_size > per_host and world_size % per_host == 0
+    hosts_are_full = per_host is not None and world_size > per_host and world_size % per_host == 0
     return replace(
-        problem, parallel=Parallel(world_size, ranks_per_host=per_host if full_hosts else None)
+        problem, parallel=Parallel(world_size, ranks_per_host=per_host if hosts_are_full else None)
     )
 
 
@@ -149,9 +149,9 @@ def estimate_pairings(
     for verdict in verdicts:
         if not verdict.ok and {r.rule for r in verdict.rejections} != {"memory"}:
             refused.append(verdict)
-        elif reason := request.reason_too_large(verdict):
+        elif reason := request.explain_too_large(verdict):
             too_large.append((verdict.pairing, reason))
-        elif reason := request.reason_without_estimate(verdict):
+        elif reason := request.explain_missing_estimate(verdict):
             unestimated.append((verdict.pairing, reason))
         else:
             estimates.append(request.estimate(verdict.prepare_finalize, verdict.experts))
@@ -197,17 +197,18 @@ class EstimateRequest:
             return self.problem
         return self.problem.with_tokens(self.problem.tokens * self.world_size)
 
-    def reason_too_large(self, verdict: Verdict) -> str:
+    def explain_too_large(self, verdict: Verdict) -> str:
         """Return the reason why a pairing does not fit in memory, or ""."""
         if not verdict.ok:
             return str(verdict.rejections[0])
-        memory, limit = self.memory(verdict.prepare_finalize, verdict.experts), self.machine.memory
+        memory = self.estimate_memory(verdict.prepare_finalize, verdict.experts)
+        limit = self.machine.memory
         if limit is None or memory.total <= limit:
             return ""
         layers = f" for {self.layers} layers" if self.layers > 1 else ""
         return f"{memory}{layers}, of {limit / _GIGA:.1f} GB"
 
-    def reason_without_estimate(self, verdict: Verdict) -> str:
+    def explain_missing_estimate(self, verdict: Verdict) -> str:
         """Return the reason why a valid pairing has no estimate, or ""."""
         problem = self.problem_of(verdict.prepare_finalize)
         if problem is not self.problem:
@@ -224,7 +225,7 @@ class EstimateRequest:
             return f"no recorded time of {verdict.experts} with {self.problem.scheme.name}{suffix}"
         return ""
 
-    def memory(self, prepare_finalize: str, experts: str) -> Memory:
+    def estimate_memory(self, prepare_finalize: str, experts: str) -> Memory:
         return estimate_memory(
             prepare_finalize,
             experts,
@@ -250,7 +251,7 @@ class EstimateRequest:
         )
 
     def estimate(self, prepare_finalize: str, experts: str) -> Estimate:
-        """Estimate a pairing for which `reason_without_estimate` returned ""."""
+        """Estimate a pairing for which `explain_missing_estimate` returned ""."""
         problem, cluster = self.problem_of(prepare_finalize), self.cluster
         traffic = find_traffic(prepare_finalize) or TRAFFIC_BY_PART["MoEPrepareAndFinalizeNoEP"]
         correction = self._find_correction(experts)
@@ -273,7 +274,7 @@ class EstimateRequest:
             exchange_time(problem, traffic, load, cluster),
             replace(times, seconds=correction.correct(times.seconds)),
             correction,
-            self.memory(prepare_finalize, experts),
+            self.estimate_memory(prepare_finalize, experts),
             select_traffic(traffic, self.world_size, cluster).source,
             network_rows(problem, traffic, load, cluster),
             find_caveat(prepare_finalize, problem),

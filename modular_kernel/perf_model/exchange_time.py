@@ -82,7 +82,7 @@ class Traffic:
             raise ConfigurationError("rows of a traffic model", got=repr(self.rows), need=need)
 
 
-_NCCL = "fitted at 1 and 4096 tokens on two GPUs; eager, dominated by host time"
+_NCCL_SOURCE = "fitted at 1 and 4096 tokens on two GPUs; eager, dominated by host time"
 DEEPEP_LL, DEEPEP_HT, DEEPEP_V2, PPLX = (
     "DeepEPLLPrepareAndFinalize",
     "DeepEPHTPrepareAndFinalize",
@@ -109,7 +109,7 @@ TRAFFIC_BY_PART = {
         "rank",
         DirectionModel(1200e-6, 0.37),
         DirectionModel(280e-6, 0.21),
-        _NCCL,
+        _NCCL_SOURCE,
         quantize_seconds=700e-6,
     ),
     # The start is taken from TorchAll2All, which sends between hosts, and the bandwidth from
@@ -126,11 +126,11 @@ TRAFFIC_BY_PART = {
         "all",
         DirectionModel(1290e-6, 0.50),
         DirectionModel(275e-6, 0.37),
-        _NCCL,
+        _NCCL_SOURCE,
         quantize_seconds=700e-6,
     ),
     "ReplicatedEPPrepareAndFinalize": Traffic(
-        "sum", DirectionModel(645e-6, 1), DirectionModel(180e-6, 0.60), _NCCL
+        "sum", DirectionModel(645e-6, 1), DirectionModel(180e-6, 0.60), _NCCL_SOURCE
     ),
     DEEPEP_LL: Traffic(
         "pair",
@@ -143,7 +143,7 @@ TRAFFIC_BY_PART = {
         "host",
         DirectionModel(88e-6, 0.80),
         DirectionModel(50e-6, 0.78),
-        "start as of eager calls on four GPUs, fitted to its published EP16 and EP64",
+        "start of eager calls on four GPUs, links fitted to its published EP16 and EP64",
         one_host=Traffic(
             "rank",
             DirectionModel(31e-6, 0.55),
@@ -156,7 +156,7 @@ TRAFFIC_BY_PART = {
         "host",
         DirectionModel(17e-6, 0.80),
         DirectionModel(18e-6, 0.80),
-        "start as on four GPUs, links as DeepEP's first",
+        "start as on four GPUs, links as in the first version of DeepEP",
         one_host=Traffic(
             "rank",
             DirectionModel(13e-6, 0.61),
@@ -213,18 +213,20 @@ def exchange_time(
         reduced_bytes = (
             2 * (world_size - 1) / world_size * problem.tokens * problem.hidden * _FLOAT32_BYTES
         )
-        combine = _all_reduce_seconds(reduced_bytes, traffic, cluster, world_size)
+        combine = _compute_all_reduce_seconds(reduced_bytes, traffic, cluster, world_size)
         return ExchangeTime(traffic.dispatch.start, combine, 0.0, reduced_bytes)
     if traffic.rows == "host" and world_size > cluster.per_host:
-        return _two_hop_time(problem, traffic, load, cluster)
-    rows = _rows_of_busiest_rank(problem, traffic, load)
+        return _compute_two_hop_time(problem, traffic, load, cluster)
+    rows = _count_rows_of_busiest_rank(problem, traffic, load)
     dispatch_row_bytes = row_bytes(problem, traffic)
     quantize_seconds = traffic.quantize_seconds if dispatch_row_bytes != combine_row_bytes else 0.0
     dispatch = (
-        _one_hop_seconds(rows * dispatch_row_bytes, traffic.dispatch, traffic, cluster, world_size)
+        _compute_one_hop_seconds(
+            rows * dispatch_row_bytes, traffic.dispatch, traffic, cluster, world_size
+        )
         + quantize_seconds
     )
-    combine = _one_hop_seconds(
+    combine = _compute_one_hop_seconds(
         rows * combine_row_bytes, traffic.combine, traffic, cluster, world_size
     )
     return ExchangeTime(dispatch, combine, rows * dispatch_row_bytes, rows * combine_row_bytes)
@@ -232,11 +234,11 @@ def exchange_time(
 
 def select_traffic(traffic: Traffic, world_size: int, cluster: Cluster) -> Traffic:
     """Return `traffic.one_host` if it exists and all ranks are on one host, otherwise `traffic`."""
-    one_host = world_size <= cluster.per_host
-    return traffic.one_host if one_host and traffic.one_host is not None else traffic
+    is_one_host = world_size <= cluster.per_host
+    return traffic.one_host if is_one_host and traffic.one_host is not None else traffic
 
 
-def _two_hop_time(
+def _compute_two_hop_time(
     problem: Problem, traffic: Traffic, load: EstimatedLoad, cluster: Cluster
 ) -> ExchangeTime:
     """Return the times of an exchange in two hops: to each host, and from there to its ranks.
@@ -259,17 +261,17 @@ def _two_hop_time(
         traffic.max_pieces, host_ranks, -(-problem.tokens // _TOKENS_PER_PIECE)
     )
 
-    def seconds(bytes_per_row: float, direction: DirectionModel) -> float:
+    def compute_seconds(bytes_per_row: float, direction: DirectionModel) -> float:
         between = rows_between * bytes_per_row / (cluster.between.bandwidth * traffic.between)
         inside = rows_inside * bytes_per_row / (cluster.inside.bandwidth * direction.reached)
         hops = max(between, inside) + (min(between, inside) / max_pieces if max_pieces else 0.0)
-        return direction.start + _max_latency(cluster.inside, cluster.between) + hops
+        return direction.start + _get_max_latency(cluster.inside, cluster.between) + hops
 
     quantize_seconds = traffic.quantize_seconds if dispatch_row_bytes != combine_row_bytes else 0.0
-    dispatch = seconds(dispatch_row_bytes, traffic.dispatch) + quantize_seconds
+    dispatch = compute_seconds(dispatch_row_bytes, traffic.dispatch) + quantize_seconds
     return ExchangeTime(
         dispatch,
-        seconds(combine_row_bytes, traffic.combine),
+        compute_seconds(combine_row_bytes, traffic.combine),
         rows_between * dispatch_row_bytes,
         rows_between * combine_row_bytes,
     )
@@ -279,21 +281,21 @@ def network_rows(
     problem: Problem, traffic: Traffic, load: EstimatedLoad, cluster: Cluster
 ) -> float:
     """Return the expected number of rows per token that leave the host in a dispatch."""
-    host_peers, network_peers = cluster.num_peers(problem.parallel.world_size)
+    host_peers, network_peers = cluster.count_peers(problem.parallel.world_size)
     traffic = select_traffic(traffic, problem.parallel.world_size, cluster)
     if not network_peers or traffic.rows == "sum":
         return 0.0
     if traffic.rows == "host":
         return (-(-problem.parallel.world_size // cluster.per_host) - 1) * load.host_probability
     return (
-        _rows_of_busiest_rank(problem, traffic, load)
+        _count_rows_of_busiest_rank(problem, traffic, load)
         / problem.tokens
         * network_peers
         / (host_peers + network_peers)
     )
 
 
-def _rows_of_busiest_rank(problem: Problem, traffic: Traffic, load: EstimatedLoad) -> float:
+def _count_rows_of_busiest_rank(problem: Problem, traffic: Traffic, load: EstimatedLoad) -> float:
     """Return the number of rows that the busiest rank sends or receives."""
     tokens, world_size = problem.tokens, problem.parallel.world_size
     if traffic.rows == "all":
@@ -304,11 +306,11 @@ def _rows_of_busiest_rank(problem: Problem, traffic: Traffic, load: EstimatedLoa
     return tokens * receivers * max(load.rank_probability, load.fullest_rank_probability)
 
 
-def _one_hop_seconds(
+def _compute_one_hop_seconds(
     nbytes: float, direction: DirectionModel, traffic: Traffic, cluster: Cluster, world_size: int
 ) -> float:
     """Return the seconds of an exchange of `nbytes`, divided equally among all other ranks."""
-    host_peers, network_peers = cluster.num_peers(world_size)
+    host_peers, network_peers = cluster.count_peers(world_size)
     inside = (
         nbytes
         * host_peers
@@ -323,18 +325,20 @@ def _one_hop_seconds(
         / (host_peers + network_peers)
         / (cluster.between.bandwidth * traffic.between)
     )
-    return direction.start + _max_latency(cluster.inside, cluster.between) + max(inside, between)
+    return (
+        direction.start + _get_max_latency(cluster.inside, cluster.between) + max(inside, between)
+    )
 
 
-def _all_reduce_seconds(
+def _compute_all_reduce_seconds(
     nbytes: float, traffic: Traffic, cluster: Cluster, world_size: int
 ) -> float:
     """Return the seconds of an all-reduce, which the slowest link limits."""
-    _, network_peers = cluster.num_peers(world_size)
+    _, network_peers = cluster.count_peers(world_size)
     link = cluster.between if network_peers else cluster.inside
     reached = traffic.between if network_peers else traffic.combine.reached
     return traffic.combine.start + link.latency + nbytes / (link.bandwidth * reached)
 
 
-def _max_latency(*links: Link) -> float:
+def _get_max_latency(*links: Link) -> float:
     return max(link.latency for link in links)

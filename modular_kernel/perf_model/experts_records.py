@@ -31,7 +31,7 @@ from modular_kernel.perf_model.experts_time import experts_time
 from modular_kernel.perf_model.hardware import Gpu
 from modular_kernel.perf_model.load import rank_load
 from modular_kernel.spec.problem import Problem
-from modular_kernel.spec.quantization import scheme_named
+from modular_kernel.spec.quantization import find_scheme
 from modular_kernel.utils import json_files
 
 ARCH = (9, 0)  # compute capability of the GPU in the records
@@ -117,7 +117,7 @@ def find_time_correction(
     scheme = problem.scheme.name
     same_scheme = [layer for layer in layers if layer.scheme == scheme]
     similar = same_scheme or [
-        r for r in layers if _operand_types(r.scheme) == _operand_types(scheme)
+        r for r in layers if _get_operand_types(r.scheme) == _get_operand_types(scheme)
     ]
     if not similar:
         return None
@@ -126,12 +126,12 @@ def find_time_correction(
     nearest = [layer for layer in similar if layer.log2_matrix_size == nearest_size]
     schemes = ", ".join(sorted({layer.scheme for layer in nearest}))
     shapes = ", ".join(sorted({layer.shape for layer in nearest}))
-    start_us = _start_us(similar)
-    value = _interpolate(nearest, start_us, math.log2(max(rows, 1e-9)))
-    return TimeCorrection(value, f"recorded times of {shapes} in {schemes}", start_us / 1e6)
+    start_us = _compute_start_us(similar)
+    factor = _interpolate(nearest, start_us, math.log2(max(rows, 1e-9)))
+    return TimeCorrection(factor, f"recorded times of {shapes} in {schemes}", start_us / 1e6)
 
 
-def _start_us(layers: Sequence[RecordedLayer]) -> float:
+def _compute_start_us(layers: Sequence[RecordedLayer]) -> float:
     """Return `start` in microseconds, less than every recorded time, so that factors are > 0."""
     excess = [layer.us - layer.predicted_us for layer in layers if layer.tokens == 1]
     shortest = min(layer.us for layer in layers)
@@ -143,11 +143,11 @@ def _interpolate(layers: Sequence[RecordedLayer], start_us: float, log2_rows: fl
 
     Layers with the same number of rows are represented by the geometric mean of their factors.
     """
-    logs: dict[float, list[float]] = {}
+    log_factors: dict[float, list[float]] = {}
     for layer in layers:
-        value = (layer.us - start_us) / layer.predicted_us
-        logs.setdefault(math.log2(layer.rows), []).append(math.log(value))
-    points = sorted((x, fmean(values)) for x, values in logs.items())
+        factor = (layer.us - start_us) / layer.predicted_us
+        log_factors.setdefault(math.log2(layer.rows), []).append(math.log(factor))
+    points = sorted((x, fmean(values)) for x, values in log_factors.items())
     below = max((point for point in points if point[0] <= log2_rows), default=points[0])
     above = min((point for point in points if point[0] >= log2_rows), default=points[-1])
     if below[0] >= above[0]:
@@ -156,9 +156,9 @@ def _interpolate(layers: Sequence[RecordedLayer], start_us: float, log2_rows: fl
     return math.exp(below[1] + fraction * (above[1] - below[1]))
 
 
-def _operand_types(scheme: str) -> tuple[str, str]:
-    info = scheme_named(scheme)
-    return info.weight, info.activation
+def _get_operand_types(scheme: str) -> tuple[str, str]:
+    quant_scheme = find_scheme(scheme)
+    return quant_scheme.weight, quant_scheme.activation
 
 
 @cache
@@ -166,14 +166,14 @@ def recorded_layers() -> tuple[RecordedLayer, ...]:
     """Return the measured layers of every part. The newest time of a layer is used."""
     times: dict[tuple[str, str, int, str], float] = {}
     for name in _FILES:
-        times |= dict(_read_times(_parse(_FOLDER / f"{name}.json")))
+        times |= dict(_read_times(_read_json(_FOLDER / f"{name}.json")))
     return tuple(
         RecordedLayer(shape, quant, tokens, pairing.split(" x ")[1], us)
         for (shape, quant, tokens, pairing), us in times.items()
     )
 
 
-def _parse(path: Path) -> Any:
+def _read_json(path: Path) -> Any:
     return json_files.parse(json_files.read_file(path, _MAX_BYTES))
 
 
@@ -186,7 +186,7 @@ def _read_times(record: Any) -> Iterator[tuple[tuple[str, str, int, str], float]
 
 @cache
 def _read_shapes() -> Any:
-    return _parse(_SHAPES_FILE)["shapes"]
+    return _read_json(_SHAPES_FILE)["shapes"]
 
 
 @cache

@@ -97,13 +97,13 @@ def experts_time(problem: Problem, load: EstimatedLoad, gpu: Gpu) -> ExpertsTime
     rate = gpu.flops.get(compute_type(problem, scheme)) or min(gpu.flops.values())
     flops = 2 * rows * elements + total_adapter_work(problem, rows, load.touched).flops
     compute = flops / rate / parameters.compute
-    memory = _memory_bytes(problem, load) / gpu.bandwidth / parameters.memory
+    memory = _compute_memory_bytes(problem, load) / gpu.bandwidth / parameters.memory
     p = _OVERLAP_EXPONENT
     seconds = parameters.start + (memory**p + compute**p) ** (1 / p)
     return ExpertsTime(seconds, memory, compute, source)
 
 
-def _memory_bytes(problem: Problem, load: EstimatedLoad) -> float:
+def _compute_memory_bytes(problem: Problem, load: EstimatedLoad) -> float:
     """Return the bytes read from and written to the GPU's memory."""
     size, scheme = problem.dtype.itemsize, problem.scheme
     activation_bytes = size if scheme.activation == "none" else 1

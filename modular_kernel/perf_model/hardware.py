@@ -2,9 +2,9 @@
 
 The H200 and its link inside a host were measured (data/h200-layers.json, data/h200-exchange.json).
 For other GPUs, memory size and bandwidth are taken from the data sheet. Their peaks and links are
-assumed to reach the same fraction of the data sheet as on the H200. The network between hosts is
-assumed to have 400 Gb/s per GPU, with the efficiency and latency that DeepEP's published tables
-imply.
+assumed to reach the same fraction of the data sheet's values as on the H200. The network between
+hosts is assumed to have 400 Gb/s per GPU, with the efficiency and latency that DeepEP's published
+tables imply.
 """
 
 from dataclasses import dataclass, field
@@ -13,12 +13,12 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Machine
 
 _GIGA, _TERA = 1e9, 1e12
-# Measured on an H200, divided by its data sheet: TFLOP/s in bfloat16, and GB/s per NVLink
-# direction.
+# Measured values of an H200, divided by those of its data sheet: TFLOP/s in bfloat16, and GB/s per
+# NVLink direction.
 _PEAK_FRACTION, _LINK_FRACTION = 791.6 / 989.5, 393 / 450
 
 
-def peak_rates(sixteen_bit: float, eight_bit: float, *, fp8: bool = True) -> dict[str, float]:
+def make_peak_rates(sixteen_bit: float, eight_bit: float, *, fp8: bool = True) -> dict[str, float]:
     """Return the peak flops per second of each operand type (measure.roofline.compute_type).
 
     sixteen_bit, eight_bit: peaks in TFLOP/s.
@@ -39,7 +39,7 @@ def _check_positive(name: str, value: float) -> None:
 class Gpu:
     """One GPU.
 
-    flops: peak flops per second of each operand type (see `peak_rates`).
+    flops: peak flops per second of each operand type (see `make_peak_rates`).
     bandwidth: bytes per second of its memory.
     memory: bytes of its memory.
     arch: compute capability.
@@ -47,7 +47,7 @@ class Gpu:
     """
 
     name: str = "NVIDIA H200"
-    flops: dict[str, float] = field(default_factory=lambda: peak_rates(791.6, 1485.9))
+    flops: dict[str, float] = field(default_factory=lambda: make_peak_rates(791.6, 1485.9))
     bandwidth: float = 4.8 * _TERA
     memory: float = 141 * _GIGA
     arch: tuple[int, int] = (9, 0)
@@ -105,7 +105,7 @@ class Cluster:
         """Number of GPUs of all hosts."""
         return self.hosts * self.per_host
 
-    def num_peers(self, world_size: int) -> tuple[int, int]:
+    def count_peers(self, world_size: int) -> tuple[int, int]:
         """Return the number of other ranks on this host, and the number on other hosts."""
         host_ranks = min(self.per_host, world_size)
         return host_ranks - 1, world_size - host_ranks
@@ -132,16 +132,16 @@ def _from_data_sheet(
 # GPU and link inside a host, by the name in `--machine`. Rates are for dense GEMMs.
 NAMED_GPUS: dict[str, tuple[Gpu, Link]] = {
     "a100": (
-        _from_data_sheet("NVIDIA A100", (8, 0), peak_rates(312, 624, fp8=False), 2.039, 80),
+        _from_data_sheet("NVIDIA A100", (8, 0), make_peak_rates(312, 624, fp8=False), 2.039, 80),
         Link(300 * _GIGA * _LINK_FRACTION),
     ),
     "h100": (
-        _from_data_sheet("NVIDIA H100", (9, 0), peak_rates(989.5, 1979), 3.35, 80),
+        _from_data_sheet("NVIDIA H100", (9, 0), make_peak_rates(989.5, 1979), 3.35, 80),
         Link(450 * _GIGA * _LINK_FRACTION),
     ),
     "h200": (Gpu(), Link(393 * _GIGA)),
     "b200": (
-        _from_data_sheet("NVIDIA B200", (10, 0), peak_rates(2250, 4500), 8.0, 180),
+        _from_data_sheet("NVIDIA B200", (10, 0), make_peak_rates(2250, 4500), 8.0, 180),
         Link(900 * _GIGA * _LINK_FRACTION),
     ),
 }

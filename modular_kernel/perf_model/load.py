@@ -94,43 +94,48 @@ def rank_load(
         raise ConfigurationError("tokens", got=tokens, need=">= 1")
     groups.check(experts, top_k)
     hosts = max(1, -(-world_size // (per_host or world_size)))
-    probabilities = inclusion_probabilities(experts, top_k, kind)
+    probabilities = compute_inclusion_probabilities(experts, top_k, kind)
     if kind.kind == "uniform":
-        return _uniform_load(probabilities, top_k, world_size, tokens, hosts, groups)
+        return _compute_uniform_load(probabilities, top_k, world_size, tokens, hosts, groups)
     if groups.kept < groups.count:
         raise ConfigurationError("routing in groups", got=kind.kind, need="uniform")
-    return _skewed_load(probabilities, world_size, tokens, hosts)
+    return _compute_skewed_load(probabilities, world_size, tokens, hosts)
 
 
 @cache
-def inclusion_probabilities(experts: int, top_k: int, kind: RoutingKind) -> tuple[float, ...]:
+def compute_inclusion_probabilities(
+    experts: int, top_k: int, kind: RoutingKind
+) -> tuple[float, ...]:
     """Return the probabilities pi_i of the module's docstring, in descending order."""
     if kind.kind == "uniform":
         return (top_k / experts,) * experts
     if kind.kind == "hot":
         hot = min(int(kind.value), top_k)
-        rest = (top_k - hot) / (experts - hot) if experts > hot else 0.0
-        return (1.0,) * hot + (rest,) * (experts - hot)
+        other_probability = (top_k - hot) / (experts - hot) if experts > hot else 0.0
+        return (1.0,) * hot + (other_probability,) * (experts - hot)
     odds = [(index + 1) ** -kind.value for index in range(experts)]
     low, high = 0.0, 1.0
-    while _expected_experts(odds, high) < top_k and high < 1e300:
+    while _compute_expected_experts(odds, high) < top_k and high < 1e300:
         high *= 2
     for _ in range(_BISECTION_STEPS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _expected_experts(odds, middle) < top_k else (low, middle)
+        midpoint = (low + high) / 2
+        if _compute_expected_experts(odds, midpoint) < top_k:
+            low = midpoint
+        else:
+            high = midpoint
     return tuple(-math.expm1(-high * odd) for odd in odds)
 
 
-def _expected_experts(odds: list[float], rate: float) -> float:
+def _compute_expected_experts(odds: list[float], rate: float) -> float:
     return sum(-math.expm1(-rate * odd) for odd in odds)
 
 
-def _expected_touched(probabilities: list[float], tokens: int) -> float:
+def _compute_expected_touched(probabilities: list[float], tokens: int) -> float:
     """Return the expected number of experts with a token: the sum of 1 - (1 - pi) ** tokens."""
     return sum(1 - (1 - probability) ** tokens for probability in probabilities)
 
 
-def _uniform_load(
+def _compute_uniform_load(
     probabilities: tuple[float, ...],
     top_k: int,
     world_size: int,
@@ -151,8 +156,12 @@ def _uniform_load(
     deviations = NormalDist().inv_cdf((world_size - 0.375) / (world_size + 0.25))
     pairs = all_tokens * top_k * fraction + deviations * math.sqrt(all_tokens * variance)
     touched = local_experts * (1 - (1 - top_k / experts) ** all_tokens)
-    rank_probability = 1 - _miss_probability_in_groups(experts, top_k, local_experts, groups)
-    host_probability = 1 - _miss_probability_in_groups(experts, top_k, experts / hosts, groups)
+    rank_probability = 1 - _compute_miss_probability_in_groups(
+        experts, top_k, local_experts, groups
+    )
+    host_probability = 1 - _compute_miss_probability_in_groups(
+        experts, top_k, experts / hosts, groups
+    )
     return EstimatedLoad(
         pairs,
         min(touched, pairs),
@@ -163,27 +172,27 @@ def _uniform_load(
     )
 
 
-def _miss_probability_in_groups(
+def _compute_miss_probability_in_groups(
     experts: int, top_k: int, block_size: float, groups: Groups
 ) -> float:
     """Return the probability that none of a token's experts is in a block of adjacent experts.
 
     The probability is a sum over the number of kept groups that overlap the block.
     """
-    size, kept = experts / groups.count, groups.kept
-    local_groups = max(1, round(block_size / size))  # groups that overlap the block
+    group_size, kept = experts / groups.count, groups.kept
+    local_groups = max(1, round(block_size / group_size))  # groups that overlap the block
     combinations = math.comb(groups.count, kept)
     probability = 0.0
     other_groups = groups.count - local_groups
     for kept_local in range(max(0, kept - other_groups), min(local_groups, kept) + 1):
         ways = math.comb(local_groups, kept_local) * math.comb(other_groups, kept - kept_local)
         kept_block = block_size * kept_local / local_groups
-        miss = _miss_probability(round(kept * size), top_k, kept_block)
-        probability += ways / combinations * miss
+        miss_probability = _compute_miss_probability(round(kept * group_size), top_k, kept_block)
+        probability += ways / combinations * miss_probability
     return probability
 
 
-def _miss_probability(experts: int, top_k: int, block_size: float) -> float:
+def _compute_miss_probability(experts: int, top_k: int, block_size: float) -> float:
     """Return the probability that none of K experts is in a block: C(E - e, K) / C(E, K)."""
     others = experts - block_size
     if others < top_k:
@@ -195,21 +204,22 @@ def _log_choose(n: float, k: float) -> float:
     return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
 
 
-def _skewed_load(
+def _compute_skewed_load(
     probabilities: tuple[float, ...], world_size: int, tokens: int, hosts: int
 ) -> EstimatedLoad:
     """Return the load of experts with unequal probabilities, averaged over random placements."""
     generator, all_tokens = random.Random(0), tokens * world_size
     loads: list[EstimatedLoad] = []
     for _ in range(_RANDOM_PLACEMENTS if world_size > 1 else 1):
-        order = list(probabilities)
-        generator.shuffle(order)
-        ranks = _split_evenly(order, world_size)
+        shuffled = list(probabilities)
+        generator.shuffle(shuffled)
+        ranks = _split_evenly(shuffled, world_size)
         fullest_rank = max(ranks, key=sum)
-        p_ranks = [_hit_probability(block) for block in ranks]
-        p_hosts = [_hit_probability(block) for block in _split_evenly(order, hosts)]
-        fullest_rank_probability = _hit_probability(fullest_rank)
-        pairs, touched = all_tokens * sum(fullest_rank), _expected_touched(fullest_rank, all_tokens)
+        p_ranks = [_compute_hit_probability(block) for block in ranks]
+        p_hosts = [_compute_hit_probability(block) for block in _split_evenly(shuffled, hosts)]
+        fullest_rank_probability = _compute_hit_probability(fullest_rank)
+        pairs = all_tokens * sum(fullest_rank)
+        touched = _compute_expected_touched(fullest_rank, all_tokens)
         loads.append(
             EstimatedLoad(
                 pairs,
@@ -224,12 +234,12 @@ def _skewed_load(
     return EstimatedLoad(*(fmean(getattr(load, name) for load in loads) for name in names))
 
 
-def _split_evenly(probabilities: list[float], parts: int) -> list[list[float]]:
+def _split_evenly(probabilities: list[float], num_blocks: int) -> list[list[float]]:
     """Split into contiguous blocks whose sizes differ by at most one."""
-    ends = [len(probabilities) * index // parts for index in range(parts + 1)]
+    ends = [len(probabilities) * index // num_blocks for index in range(num_blocks + 1)]
     return [probabilities[start:stop] for start, stop in pairwise(ends)]
 
 
-def _hit_probability(probabilities: list[float]) -> float:
+def _compute_hit_probability(probabilities: list[float]) -> float:
     """Return the probability that a token has at least one of these experts."""
     return 1 - math.prod(1 - probability for probability in probabilities)

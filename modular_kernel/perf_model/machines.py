@@ -1,4 +1,4 @@
-"""Parses `--machine`, which takes a name or a JSON file.
+"""Parse the option `--machine`, which takes a name or a JSON file.
 
 A name is `8xh200` (GPUs x GPU) or `2x8xh200` (hosts x GPUs per host x GPU). A file lists the
 differences from a named GPU, or describes another GPU completely:
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.perf_model.hardware import NAMED_GPUS, Cluster, Gpu, Link, peak_rates
+from modular_kernel.perf_model.hardware import NAMED_GPUS, Cluster, Gpu, Link, make_peak_rates
 from modular_kernel.utils import json_files
 
 OPTION = "--machine"
@@ -81,17 +81,17 @@ def parse_packages(text: str, known: Iterable[str], option: str = "--packages") 
     Raises ConfigurationError for an unknown package. The message suggests the most similar known
     package.
     """
-    names = sorted({*known, *BASE_PACKAGES})
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if words == [ALL_PACKAGES]:
-        return frozenset(names)
-    for word in words:
-        if word not in names:
-            need = f"{ALL_PACKAGES}, or some of {', '.join(names)}"
-            if nearest := difflib.get_close_matches(word, names, n=1, cutoff=0.4):
+    known_packages = sorted({*known, *BASE_PACKAGES})
+    packages = [package.strip() for package in text.split(",") if package.strip()]
+    if packages == [ALL_PACKAGES]:
+        return frozenset(known_packages)
+    for package in packages:
+        if package not in known_packages:
+            need = f"{ALL_PACKAGES}, or some of {', '.join(known_packages)}"
+            if nearest := difflib.get_close_matches(package, known_packages, n=1, cutoff=0.4):
                 need = f"{need} (did you mean {nearest[0]}?)"
-            raise ConfigurationError(option, got=repr(word[:100]), need=need)
-    return frozenset(words)
+            raise ConfigurationError(option, got=repr(package[:100]), need=need)
+    return frozenset(packages)
 
 
 def _read_file(path: Path) -> Cluster:
@@ -102,10 +102,10 @@ def _read_file(path: Path) -> Cluster:
         raise ConfigurationError(OPTION, got=f"{path}: {error.strerror}", need=need) from None
     except ValueError as error:
         raise ConfigurationError(OPTION, got=f"{path}: {error}"[:200], need="JSON") from None
-    return machine_from_record(record)
+    return parse_machine_record(record)
 
 
-def machine_from_record(record: Any) -> Cluster:
+def parse_machine_record(record: Any) -> Cluster:
     """Return the machine that a parsed JSON file describes.
 
     Raises ConfigurationError for an invalid field.
@@ -144,7 +144,9 @@ def _parse_gpu(record: dict[str, Any], values: dict[str, float]) -> tuple[Gpu, L
     if "bandwidth_tbs" in values:
         gpu = replace(gpu, bandwidth=values["bandwidth_tbs"] * _TERA)
     if "peak_tflops" in values:
-        rates = peak_rates(values["peak_tflops"], 2 * values["peak_tflops"], fp8=gpu.arch >= (8, 9))
+        rates = make_peak_rates(
+            values["peak_tflops"], 2 * values["peak_tflops"], fp8=gpu.arch >= (8, 9)
+        )
         gpu = replace(gpu, flops=rates)
     return gpu, link
 
@@ -159,10 +161,10 @@ def _make_link(values: dict[str, float], name: str, default: Link) -> Link:
 
 def _parse_number(record: dict[str, Any], name: str) -> float:
     value = record[name]
-    low = 0 if name.endswith("latency_us") else 1e-9
+    minimum = 0 if name.endswith("latency_us") else 1e-9
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not low <= value < 1e9:
-        need = "a number >= 0" if low == 0 else "a number > 0"
+    if not is_number or not minimum <= value < 1e9:
+        need = "a number >= 0" if minimum == 0 else "a number > 0"
         raise ConfigurationError(f"{OPTION} {name}", got=repr(value)[:100], need=need)
     return float(value)
 

@@ -33,9 +33,9 @@ _FLOAT32_BYTES, _SCALE_BYTES = 4, 4
 _ID_BYTES = 8  # per pair: an int32 id and a float32 weight
 _MIN_ROWS_TO_UNPACK = 16  # with more rows per expert, parts may unpack quantized weights first
 _CALLS_IN_FLIGHT = 2  # calls of SymmMem and HostThenRank that may be between prepare and finalize
-# DeepEP: channels per peer and rows per channel of its high-throughput mode. The number of tokens
-# that buffers are allocated for is rounded up to a multiple.
-_CHANNELS, _CHANNEL_ROWS = 10, 256
+# Channels per peer and rows per channel of DeepEP's high-throughput mode.
+_DEEPEP_HT_CHANNELS, _DEEPEP_HT_CHANNEL_ROWS = 10, 256
+# DeepEP allocates buffers for a number of tokens that is a multiple of this value.
 _DEEPEP_TOKEN_MULTIPLE = 128
 _RANKS_PER_HOST = 8
 
@@ -63,13 +63,13 @@ class Memory:
             "workspace": self.workspace,
             "exchange buffers": self.exchange,
         }
-        texts = [
+        sizes = [
             f"{n / _GIGA:.1f} of {name}" for name, n in parts.items() if n > _MIN_PRINTED_BYTES
         ]
         if self.total <= _MIN_PRINTED_BYTES:
             return f"less than {_MIN_PRINTED_BYTES / _GIGA:g} GB"
         total = f"{self.total / _GIGA:.1f} GB"
-        return f"{total} ({', '.join(texts)})" if texts else total
+        return f"{total} ({', '.join(sizes)})" if sizes else total
 
 
 def estimate_memory(
@@ -94,7 +94,7 @@ def estimate_memory(
     return Memory(
         layers * weights,
         layers * prepared_bytes(experts, problem, machine) if prepared else 0,
-        estimate_workspace(experts, problem, _largest_dispatch(prepare_finalize, problem)),
+        estimate_workspace(experts, problem, _get_largest_dispatch(prepare_finalize, problem)),
         exchange_bytes(prepare_finalize, problem),
     )
 
@@ -130,23 +130,23 @@ def check_memory(verdict: Verdict) -> Verdict:
     return replace(verdict, rejections=(rejection,))
 
 
-def _largest_dispatch(prepare_finalize: str, problem: Problem) -> DispatchShape:
+def _get_largest_dispatch(prepare_finalize: str, problem: Problem) -> DispatchShape:
     """Return the largest dispatch that the experts of this rank may receive."""
     part = load_catalog().prepare_finalize(prepare_finalize).requires
     world = problem.parallel.world_size
     if part.activation_format is ActivationFormat.BATCHED_EXPERTS:
-        return BatchedShape(problem.e, world * _buffer_tokens(prepare_finalize, problem))
-    rows = problem.tokens if part.replicated_input or world == 1 else _received_rows(problem)
+        return BatchedShape(problem.e, world * _count_buffer_tokens(prepare_finalize, problem))
+    rows = problem.tokens if part.replicated_input or world == 1 else _count_received_rows(problem)
     return StandardShape(min(rows, problem.chunk_tokens or rows), problem.top_k)
 
 
-def _received_rows(problem: Problem) -> int:
+def _count_received_rows(problem: Problem) -> int:
     """Return the maximum number of rows that a rank may receive, one per token."""
     rows = problem.parallel.world_size * problem.tokens
     return rows if problem.max_received is None else min(rows, problem.max_received)
 
 
-def _buffer_tokens(prepare_finalize: str, problem: Problem) -> int:
+def _count_buffer_tokens(prepare_finalize: str, problem: Problem) -> int:
     """Return the number of tokens per rank for which a part allocates its buffers."""
     if not prepare_finalize.startswith("DeepEP"):
         return problem.tokens
@@ -157,42 +157,43 @@ def estimate_workspace(experts: str, problem: Problem, shape: DispatchShape) -> 
     """Return the bytes of the workspace and output of an experts part for one dispatch."""
     packages = load_catalog().experts(experts).requires.packages
     if _BASE_PACKAGES.issuperset(packages):
-        return _kernels_workspace(problem, shape)
-    return _library_workspace(problem, shape)
+        return _compute_kernels_workspace(problem, shape)
+    return _compute_library_workspace(problem, shape)
 
 
-def _kernels_workspace(problem: Problem, shape: DispatchShape) -> int:
+def _compute_kernels_workspace(problem: Problem, shape: DispatchShape) -> int:
     """Return the workspace of a part that runs this project's kernels."""
-    size, scheme = problem.dtype.itemsize, problem.scheme
-    hidden_row = problem.hidden * size
-    h_row = problem.intermediate * (size + scheme.quantizes_activations)
+    itemsize, scheme = problem.dtype.itemsize, problem.scheme
+    hidden_row = problem.hidden * itemsize
+    h_row = problem.intermediate * (itemsize + scheme.quantizes_activations)
     if isinstance(shape, BatchedShape):
         return shape.experts * shape.capacity * (h_row + hidden_row)
-    rows = shape.tokens * (shape.top_k * (hidden_row + h_row) + hidden_row)
+    workspace_bytes = shape.tokens * (shape.top_k * (hidden_row + h_row) + hidden_row)
     has_many_rows = shape.tokens * shape.top_k > _MIN_ROWS_TO_UNPACK * problem.e
     # With many rows, parts may unpack weight-only quantized weights before the GEMMs.
     if has_many_rows and scheme.quantized and not scheme.quantizes_activations:
-        rows += problem.e * (problem.w1_rows + problem.intermediate) * problem.hidden
-    return rows
+        workspace_bytes += problem.e * (problem.w1_rows + problem.intermediate) * problem.hidden
+    return workspace_bytes
 
 
-def _library_workspace(problem: Problem, shape: DispatchShape) -> int:
+def _compute_library_workspace(problem: Problem, shape: DispatchShape) -> int:
     """Return the workspace of a part that calls a vendor library."""
-    size = problem.dtype.itemsize
-    hidden_row, h_row = problem.hidden * size, problem.intermediate * _activation_bytes(problem)
+    itemsize = problem.dtype.itemsize
+    hidden_row = problem.hidden * itemsize
+    h_row = problem.intermediate * _get_activation_bytes(problem)
     if isinstance(shape, BatchedShape):
         rows = shape.experts * shape.capacity
-        return rows * (problem.w1_rows * size + h_row + hidden_row)
-    x_row = problem.hidden * _activation_bytes(problem)
-    pair_bytes = max(x_row + problem.w1_rows * size, hidden_row) + h_row
+        return rows * (problem.w1_rows * itemsize + h_row + hidden_row)
+    x_row = problem.hidden * _get_activation_bytes(problem)
+    pair_bytes = max(x_row + problem.w1_rows * itemsize, hidden_row) + h_row
     return shape.tokens * (shape.top_k * pair_bytes + hidden_row)
 
 
-def _activation_bytes(problem: Problem) -> int:
+def _get_activation_bytes(problem: Problem) -> int:
     return 1 if problem.scheme.quantizes_activations else problem.dtype.itemsize
 
 
-def dispatched_row_bytes(problem: Problem) -> int:
+def compute_dispatched_row_bytes(problem: Problem) -> int:
     """Return the bytes of a dispatched row with its scales."""
     scheme = problem.scheme
     if not scheme.dispatched_quantized:
@@ -203,122 +204,135 @@ def dispatched_row_bytes(problem: Problem) -> int:
 
 def exchange_bytes(prepare_finalize: str, problem: Problem) -> int:
     """Return the bytes of a PrepareAndFinalize's buffers on one rank, or 0 for unknown parts."""
-    buffers = _BUFFERS.get(prepare_finalize)
+    buffers = _BUFFER_BYTES_BY_PART.get(prepare_finalize)
     return 0 if buffers is None else buffers(problem)
 
 
-def _unquantized_row_bytes(problem: Problem) -> int:
+def _compute_unquantized_row_bytes(problem: Problem) -> int:
     return problem.hidden * problem.dtype.itemsize
 
 
-def _quantized_input_bytes(problem: Problem) -> int:
-    return problem.tokens * dispatched_row_bytes(problem) * problem.scheme.dispatched_quantized
-
-
-def _batched_rows_bytes(problem: Problem) -> int:
-    """Return the bytes of C = W * T rows for each expert of this rank."""
-    rows = problem.parallel.world_size * problem.tokens
-    return problem.e * rows * dispatched_row_bytes(problem)
-
-
-def _replicated_bytes(problem: Problem) -> int:
-    return _quantized_input_bytes(problem) + problem.tokens * problem.hidden * _FLOAT32_BYTES
-
-
-def _received_bytes(problem: Problem) -> int:
-    """Return the bytes of the received rows, packed and unpacked, and of the float32 sums."""
-    row = dispatched_row_bytes(problem) + problem.top_k * _ID_BYTES
-    sums = problem.tokens * problem.hidden * _FLOAT32_BYTES
-    return _received_rows(problem) * (2 * row + _unquantized_row_bytes(problem)) + sums
-
-
-def _all_to_all_bytes(problem: Problem) -> int:
-    sent = problem.tokens * min(problem.top_k, problem.parallel.world_size)
-    return _received_bytes(problem) + sent * (
-        dispatched_row_bytes(problem) + _unquantized_row_bytes(problem)
+def _compute_quantized_input_bytes(problem: Problem) -> int:
+    return (
+        problem.tokens * compute_dispatched_row_bytes(problem) * problem.scheme.dispatched_quantized
     )
 
 
-def _all_gather_bytes(problem: Problem) -> int:
-    return _received_bytes(problem) + problem.tokens * dispatched_row_bytes(problem)
+def _compute_batched_rows_bytes(problem: Problem) -> int:
+    """Return the bytes of C = W * T rows for each expert of this rank."""
+    rows = problem.parallel.world_size * problem.tokens
+    return problem.e * rows * compute_dispatched_row_bytes(problem)
 
 
-def _symm_mem_bytes(problem: Problem) -> int:
+def _compute_replicated_bytes(problem: Problem) -> int:
+    return (
+        _compute_quantized_input_bytes(problem) + problem.tokens * problem.hidden * _FLOAT32_BYTES
+    )
+
+
+def _compute_received_bytes(problem: Problem) -> int:
+    """Return the bytes of the received rows, packed and unpacked, and of the float32 sums."""
+    row = compute_dispatched_row_bytes(problem) + problem.top_k * _ID_BYTES
+    sums = problem.tokens * problem.hidden * _FLOAT32_BYTES
+    return (
+        _count_received_rows(problem) * (2 * row + _compute_unquantized_row_bytes(problem)) + sums
+    )
+
+
+def _compute_all_to_all_bytes(problem: Problem) -> int:
+    sent = problem.tokens * min(problem.top_k, problem.parallel.world_size)
+    return _compute_received_bytes(problem) + sent * (
+        compute_dispatched_row_bytes(problem) + _compute_unquantized_row_bytes(problem)
+    )
+
+
+def _compute_all_gather_bytes(problem: Problem) -> int:
+    return _compute_received_bytes(problem) + problem.tokens * compute_dispatched_row_bytes(problem)
+
+
+def _compute_symm_mem_bytes(problem: Problem) -> int:
     row = (
-        dispatched_row_bytes(problem) + problem.top_k * _ID_BYTES + _unquantized_row_bytes(problem)
+        compute_dispatched_row_bytes(problem)
+        + problem.top_k * _ID_BYTES
+        + _compute_unquantized_row_bytes(problem)
     )
     return _CALLS_IN_FLIGHT * problem.parallel.world_size * problem.tokens * row
 
 
-def _host_then_rank_bytes(problem: Problem) -> int:
+def _compute_host_then_rank_bytes(problem: Problem) -> int:
     """Return the bytes of the exchange between hosts and of the memory that ranks of a host share.
 
     In calls with a fixed capacity, a rank receives a block from each host. The blocks for other
     hosts are the same if they have room for all tokens.
     """
     if not problem.graph:
-        return _all_to_all_bytes(problem) + _symm_mem_bytes(problem)
+        return _compute_all_to_all_bytes(problem) + _compute_symm_mem_bytes(problem)
     world, hosts = problem.parallel.world_size, problem.parallel.hosts
-    rows = _received_rows(problem) // world  # that a rank may send to a host
-    columns = problem.top_k * _ID_BYTES
-    row, sum_row = dispatched_row_bytes(problem) + columns, _unquantized_row_bytes(problem)
+    rows = _count_received_rows(problem) // world  # that a rank may send to a host
+    routing_bytes = problem.top_k * _ID_BYTES
+    row_bytes = compute_dispatched_row_bytes(problem) + routing_bytes
+    sum_bytes = _compute_unquantized_row_bytes(problem)
     blocks = 1 if rows == problem.tokens else 2
-    between_hosts = hosts * rows * (blocks * row + columns + 2 * sum_row)
-    within_host = _CALLS_IN_FLIGHT * world * rows * (row + sum_row)
-    own_tokens = problem.tokens * columns + _quantized_input_bytes(problem)
+    between_hosts = hosts * rows * (blocks * row_bytes + routing_bytes + 2 * sum_bytes)
+    within_host = _CALLS_IN_FLIGHT * world * rows * (row_bytes + sum_bytes)
+    own_tokens = problem.tokens * routing_bytes + _compute_quantized_input_bytes(problem)
     return between_hosts + within_host + own_tokens
 
 
-def _deepep_ll_bytes(problem: Problem) -> int:
+def _compute_deepep_ll_bytes(problem: Problem) -> int:
     """Return the bytes of two pairs of send and receive buffers, and of the received rows."""
-    tokens = _buffer_tokens("DeepEPLLPrepareAndFinalize", problem)
+    tokens = _count_buffer_tokens("DeepEPLLPrepareAndFinalize", problem)
     rows = problem.experts * tokens
-    return rows * (4 * (_unquantized_row_bytes(problem) + 16) + dispatched_row_bytes(problem))
+    return rows * (
+        4 * (_compute_unquantized_row_bytes(problem) + 16) + compute_dispatched_row_bytes(problem)
+    )
 
 
-def _deepep_ht_bytes(problem: Problem) -> int:
+def _compute_deepep_ht_bytes(problem: Problem) -> int:
     """Return the bytes of the ring buffers of all peers, and of received rows and their sums."""
     peers = min(problem.parallel.world_size, _RANKS_PER_HOST)
     hosts = -(-problem.parallel.world_size // _RANKS_PER_HOST)
-    rings = (
-        _CHANNELS
-        * _CHANNEL_ROWS
+    ring_bytes = (
+        _DEEPEP_HT_CHANNELS
+        * _DEEPEP_HT_CHANNEL_ROWS
         * (peers + 2 * hosts * (hosts > 1))
-        * _unquantized_row_bytes(problem)
+        * _compute_unquantized_row_bytes(problem)
     )
-    rows = _received_rows(problem) * (
-        dispatched_row_bytes(problem) + _unquantized_row_bytes(problem)
+    row_bytes = _count_received_rows(problem) * (
+        compute_dispatched_row_bytes(problem) + _compute_unquantized_row_bytes(problem)
     )
-    return rings + rows
+    return ring_bytes + row_bytes
 
 
-def _deepep_v2_bytes(problem: Problem) -> int:
+def _compute_deepep_v2_bytes(problem: Problem) -> int:
     """Return the bytes of the library's buffers to send and receive dispatched rows and sums."""
-    rows = problem.parallel.world_size * _buffer_tokens("DeepEPV2PrepareAndFinalize", problem)
-    return rows * 2 * (dispatched_row_bytes(problem) + _unquantized_row_bytes(problem))
+    rows = problem.parallel.world_size * _count_buffer_tokens("DeepEPV2PrepareAndFinalize", problem)
+    return (
+        rows * 2 * (compute_dispatched_row_bytes(problem) + _compute_unquantized_row_bytes(problem))
+    )
 
 
-def _pplx_bytes(problem: Problem) -> int:
+def _compute_pplx_bytes(problem: Problem) -> int:
     """Return the bytes of the library's buffers, with float32 rows, and of the batched rows."""
-    row = max(dispatched_row_bytes(problem), _FLOAT32_BYTES * problem.hidden)
+    row = max(compute_dispatched_row_bytes(problem), _FLOAT32_BYTES * problem.hidden)
     rows = problem.tokens * problem.e * problem.parallel.world_size
-    return rows * row + _batched_rows_bytes(problem)
+    return rows * row + _compute_batched_rows_bytes(problem)
 
 
-_BUFFERS: Mapping[str, Callable[[Problem], int]] = {
-    "MoEPrepareAndFinalizeNoEP": _quantized_input_bytes,
-    "BatchedPrepareAndFinalize": _batched_rows_bytes,
-    "ReplicatedEPPrepareAndFinalize": _replicated_bytes,
-    "AllGatherReduceScatterPrepareAndFinalize": _all_gather_bytes,
-    "TorchAll2AllPrepareAndFinalize": _all_to_all_bytes,
+_BUFFER_BYTES_BY_PART: Mapping[str, Callable[[Problem], int]] = {
+    "MoEPrepareAndFinalizeNoEP": _compute_quantized_input_bytes,
+    "BatchedPrepareAndFinalize": _compute_batched_rows_bytes,
+    "ReplicatedEPPrepareAndFinalize": _compute_replicated_bytes,
+    "AllGatherReduceScatterPrepareAndFinalize": _compute_all_gather_bytes,
+    "TorchAll2AllPrepareAndFinalize": _compute_all_to_all_bytes,
     "TorchAll2AllBatchedPrepareAndFinalize": lambda p: (
-        _all_to_all_bytes(p) + _batched_rows_bytes(p)
+        _compute_all_to_all_bytes(p) + _compute_batched_rows_bytes(p)
     ),
-    "SymmMemPrepareAndFinalize": _symm_mem_bytes,
-    "HostThenRankPrepareAndFinalize": _host_then_rank_bytes,
-    "DeepEPLLPrepareAndFinalize": _deepep_ll_bytes,
-    "DeepEPHTPrepareAndFinalize": _deepep_ht_bytes,
-    "DeepEPV2PrepareAndFinalize": _deepep_v2_bytes,
-    "PplxPrepareAndFinalize": _pplx_bytes,
-    "FlashInferCutlassMoEPrepareAndFinalize": _symm_mem_bytes,
+    "SymmMemPrepareAndFinalize": _compute_symm_mem_bytes,
+    "HostThenRankPrepareAndFinalize": _compute_host_then_rank_bytes,
+    "DeepEPLLPrepareAndFinalize": _compute_deepep_ll_bytes,
+    "DeepEPHTPrepareAndFinalize": _compute_deepep_ht_bytes,
+    "DeepEPV2PrepareAndFinalize": _compute_deepep_v2_bytes,
+    "PplxPrepareAndFinalize": _compute_pplx_bytes,
+    "FlashInferCutlassMoEPrepareAndFinalize": _compute_symm_mem_bytes,
 }

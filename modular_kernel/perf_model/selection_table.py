@@ -1,4 +1,4 @@
-"""The selection table of the documentation: recommended pairings for ten models on four machines.
+"""Generate the selection table of the documentation: pairings for ten models on four machines.
 
 For each model, machine and phase (prefill or decode), the table has the pairing that `mk plan
 --packages all` recommends if the weights of all MoE layers of the model are in memory.
@@ -39,7 +39,7 @@ MOE_LAYERS = {
     "gpt-oss-20b": 24,
 }
 CLUSTERS = ("4xh200", "8xh200", "2x8xh200", "8xb200")
-# larger errors of estimates are listed individually; a test checks that there are none
+# Larger errors of estimates are listed individually. A test checks that there are none.
 ERROR_LIMIT = 0.35
 
 
@@ -104,7 +104,7 @@ def select_pairing(model: str, cluster_name: str, phase: str) -> Selection:
     result = estimate_pairings(problem, cluster, layers=MOE_LAYERS[model])
     best = select_best(result)
     if best is None:
-        return Selection(model, cluster_name, phase, reason=_reason(result))
+        return Selection(model, cluster_name, phase, reason=_explain_missing_selection(result))
     other_exchange = (e for e in result.estimates if e.prepare_finalize != best.prepare_finalize)
     other_experts = (e for e in result.estimates if e.experts_part != best.experts_part)
     return Selection(
@@ -121,18 +121,18 @@ def problem_of(model: str, cluster: Cluster, tokens: int) -> Problem:
     return distribute_over_ranks(problem, cluster.gpus, cluster.per_host)
 
 
-def _reason(result: PairingEstimates) -> str:
+def _explain_missing_selection(result: PairingEstimates) -> str:
     """Return the reason why no pairing is recommended."""
     if not result.too_large:
         return "no valid pair has an estimate"
     for_all_layers = [reason for _, reason in result.too_large if not reason.startswith("[")]
-    minimum = min(map(_gigabytes, for_all_layers), default=float("inf"))
+    minimum = min(map(_parse_gigabytes, for_all_layers), default=float("inf"))
     if minimum == float("inf"):
         return "no pair fits, even with one layer"
     return f"no pair fits: {minimum:.1f} GB or more, of {(result.machine.memory or 0) / 1e9:.1f} GB"
 
 
-def _gigabytes(reason: str) -> float:
+def _parse_gigabytes(reason: str) -> float:
     return float(reason.partition(" GB")[0])
 
 
@@ -150,8 +150,8 @@ def record_errors() -> list[RecordError]:
         for selection in select_all_pairings()
         if selection.best is not None and _has_records(selection)
         for error in (
-            *_experts_errors(selection, selection.best),
-            *_exchange_errors(selection, selection.best),
+            *_iter_experts_errors(selection, selection.best),
+            *_iter_exchange_errors(selection, selection.best),
         )
     )
     return list(distinct_errors)
@@ -161,7 +161,7 @@ def _has_records(selection: Selection) -> bool:
     return parse_machine(selection.cluster).gpu.arch == ARCH
 
 
-def _experts_errors(selection: Selection, best: Estimate) -> Iterator[RecordError]:
+def _iter_experts_errors(selection: Selection, best: Estimate) -> Iterator[RecordError]:
     problem = best.problem
     for layer in recorded_layers():
         recorded = layer.problem
@@ -172,19 +172,19 @@ def _experts_errors(selection: Selection, best: Estimate) -> Iterator[RecordErro
             or sizes != (problem.hidden, problem.intermediate, problem.top_k)
         ):
             continue
-        estimated = find_time_correction(
+        correction = find_time_correction(
             layer.experts_part, recorded, layer.rows, ignored_shape=layer.shape
         )
-        if estimated is not None:
-            error = estimated.correct(layer.predicted_us / 1e6) * 1e6 / layer.us - 1
+        if correction is not None:
+            error = correction.correct(layer.predicted_us / 1e6) * 1e6 / layer.us - 1
             yield RecordError(
                 selection.model, layer.experts_part, 1, layer.tokens, layer.quant, error
             )
 
 
-def _exchange_errors(selection: Selection, best: Estimate) -> Iterator[RecordError]:
+def _iter_exchange_errors(selection: Selection, best: Estimate) -> Iterator[RecordError]:
     problem, world = best.problem, best.problem.parallel.world_size
-    for comparison in _exchanges():
+    for comparison in _compare_exchanges():
         measured = comparison.measured
         recorded = measured.problem
         if (
@@ -200,17 +200,17 @@ def _exchange_errors(selection: Selection, best: Estimate) -> Iterator[RecordErr
 
 
 @cache
-def _exchanges() -> tuple[Comparison, ...]:
+def _compare_exchanges() -> tuple[Comparison, ...]:
     times = [time for name in RECORD_FILES for time in read_measurements(DATA_FOLDER / name)]
     return compare([time for time in times if time.problem.parallel.world_size > 1])
 
 
-def selection_markdown() -> str:
+def format_selection_tables() -> str:
     """Return a Markdown table of recommended pairings for each machine."""
-    return "\n\n".join(_machine_table(cluster) for cluster in CLUSTERS)
+    return "\n\n".join(_format_machine_table(cluster) for cluster in CLUSTERS)
 
 
-def _machine_table(cluster: str) -> str:
+def _format_machine_table(cluster: str) -> str:
     columns = "model | phase | take | us | Mtok/s | GB | other exchange | other experts"
     lines = [f"## {cluster}", "", f"| {columns} |", "|---|---|---|---:|---:|---:|---|---|"]
     for selection in select_all_pairings():
@@ -234,23 +234,28 @@ def _format_cells(selection: Selection) -> tuple[str, ...]:
     )
 
 
-def _format_ratio(best: Estimate, other: Estimate | None, part: str) -> str:
-    return "" if other is None else f"`{getattr(other, part)}` {other.seconds / best.seconds:.2f} x"
+def _format_ratio(best: Estimate, alternative: Estimate | None, part_field: str) -> str:
+    if alternative is None:
+        return ""
+    ratio = alternative.seconds / best.seconds
+    return f"`{getattr(alternative, part_field)}` {ratio:.2f} x"
 
 
-def records_markdown() -> str:
+def format_record_errors() -> str:
     """Return a Markdown table of errors by model and part, and a list of errors > ERROR_LIMIT."""
     errors = record_errors()
-    groups: dict[tuple[str, str, int], list[float]] = {}
+    magnitudes_by_key: dict[tuple[str, str, int], list[float]] = {}
     for e in errors:
-        groups.setdefault((e.model, e.part, e.ranks), []).append(abs(e.error))
+        magnitudes_by_key.setdefault((e.model, e.part, e.ranks), []).append(abs(e.error))
     limit = f"{ERROR_LIMIT * 100:.0f} %"
     lines = [f"| model | part | GPUs | records | beyond {limit} | worst |"]
     lines += ["|---|---|---:|---:|---:|---:|"]
-    for (model, part, ranks), magnitudes in groups.items():
-        beyond = sum(error > ERROR_LIMIT for error in magnitudes)
+    for (model, part, ranks), magnitudes in magnitudes_by_key.items():
+        num_beyond = sum(error > ERROR_LIMIT for error in magnitudes)
         worst = f"{max(magnitudes) * 100:.0f} %"
-        lines.append(f"| {model} | `{part}` | {ranks} | {len(magnitudes)} | {beyond} | {worst} |")
+        lines.append(
+            f"| {model} | `{part}` | {ranks} | {len(magnitudes)} | {num_beyond} | {worst} |"
+        )
     large_errors = [e for e in errors if abs(e.error) > ERROR_LIMIT]
     if not large_errors:
         return "\n".join([*lines, "", f"None of the {len(errors)} errors is beyond {limit}."])
@@ -262,28 +267,37 @@ def records_markdown() -> str:
     return "\n".join(lines)
 
 
-def layer_times_markdown(model: str) -> str:
+def format_layer_times(model: str) -> str:
     """Return a Markdown table of the recorded times of a model's layer on one H200.
 
     Layers with the model's hidden and intermediate size and top-k are included, in 16 bits and in
     the model's scheme. Each row has the times of `TritonExperts` and of the fastest part.
     """
-    published = MODELS[model]
-    sizes = published.hidden, published.intermediate, published.top_k
+    model_spec = MODELS[model]
+    sizes = model_spec.hidden, model_spec.intermediate, model_spec.top_k
     times: dict[tuple[str, int, int], dict[str, float]] = {}
     for layer in recorded_layers():
         problem = layer.problem
         if sizes == (problem.hidden, problem.intermediate, problem.top_k) and layer.quant in (
             "none",
-            published.quant,
+            model_spec.quant,
         ):
             key = layer.quant, problem.experts, layer.tokens
             times.setdefault(key, {})[layer.experts_part] = layer.us
-    head = "scheme | experts | tokens | `TritonExperts`, us | fastest part | us"
-    lines = [f"| {head} |", "|---|---:|---:|---:|---|---:|"]
-    for (quant, experts, tokens), by_part in sorted(times.items()):
-        fastest = min(by_part, key=by_part.__getitem__)
-        ours = f"{by_part[MODELED_EXPERTS_PART]:.0f}" if MODELED_EXPERTS_PART in by_part else ""
-        row = quant, str(experts), str(tokens), ours, f"`{fastest}`", f"{by_part[fastest]:.0f}"
+    columns = "scheme | experts | tokens | `TritonExperts`, us | fastest part | us"
+    lines = [f"| {columns} |", "|---|---:|---:|---:|---|---:|"]
+    for (quant, experts, tokens), us_by_part in sorted(times.items()):
+        fastest = min(us_by_part, key=us_by_part.__getitem__)
+        triton_us = (
+            f"{us_by_part[MODELED_EXPERTS_PART]:.0f}" if MODELED_EXPERTS_PART in us_by_part else ""
+        )
+        row = (
+            quant,
+            str(experts),
+            str(tokens),
+            triton_us,
+            f"`{fastest}`",
+            f"{us_by_part[fastest]:.0f}",
+        )
         lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Judges pairings for all ranks of a problem, with or without the memory of the machine."""
+"""Judge pairings for all ranks of a problem, optionally with the limit of the machine's memory."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,17 +24,21 @@ def judge_pairs(
 
     pf_type, experts_type: names of parts; None stands for all parts of the catalog.
     """
-    problems = list(_rank_problems(problem))
+    problems = list(_iter_rank_problems(problem))
     pf_names = [pf_type] if pf_type is not None else catalog.names("prepare_finalize")
     experts_names = [experts_type] if experts_type is not None else catalog.names("experts")
-    pfs = [catalog.prepare_finalize(name) for name in pf_names]
-    experts = [catalog.experts(name) for name in experts_names]
-    results = []
-    for pf in pfs:
-        for ex in experts:
-            verdicts = [judge(pf, ex, rank_problem, machine) for rank_problem in problems]
-            results.append(next((verdict for verdict in verdicts if not verdict.ok), verdicts[0]))
-    return results
+    pf_parts = [catalog.prepare_finalize(name) for name in pf_names]
+    experts_parts = [catalog.experts(name) for name in experts_names]
+    pairing_verdicts = []
+    for pf_part in pf_parts:
+        for experts_part in experts_parts:
+            verdicts = [
+                judge(pf_part, experts_part, rank_problem, machine) for rank_problem in problems
+            ]
+            pairing_verdicts.append(
+                next((verdict for verdict in verdicts if not verdict.ok), verdicts[0])
+            )
+    return pairing_verdicts
 
 
 def judge_pairs_with_memory(
@@ -49,15 +53,15 @@ def judge_pairs_with_memory(
     return [check_memory(verdict) for verdict in verdicts]
 
 
-def _rank_problems(problem: Problem) -> Iterator[Problem]:
+def _iter_rank_problems(problem: Problem) -> Iterator[Problem]:
     """Yield the problems of the ranks, without ranks that have the same verdict as an earlier one.
 
     With a linear placement, the verdict depends only on the rank's number of experts.
     """
     slots, is_linear = problem.placement.slots, problem.placement.is_linear
-    counts = set[int]()
+    seen_counts = set[int]()
     for rank in range(problem.parallel.world_size):
-        if is_linear and len(slots[rank]) in counts:
+        if is_linear and len(slots[rank]) in seen_counts:
             continue
-        counts.add(len(slots[rank]))
+        seen_counts.add(len(slots[rank]))
         yield replace(problem, parallel=replace(problem.parallel, rank=rank))

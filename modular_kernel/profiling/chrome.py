@@ -1,4 +1,4 @@
-"""Reads, validates and merges Chrome traces, the JSON format that torch's profiler writes.
+"""Read, validate and merge Chrome traces, the JSON format that torch's profiler writes.
 
 Time stamps are microseconds after the trace's `baseTimeNanoseconds` on the host's wall clock. CUPTI
 converts GPU time stamps to this clock. The ranks of one machine share the clock, so shifting their
@@ -78,7 +78,7 @@ def merge_traces(traces: Sequence[Trace], names: Sequence[str]) -> Trace:
 
     names: name of each rank's process.
     """
-    bases_ns = [_base_ns(trace) for trace in traces]
+    bases_ns = [_get_base_ns(trace) for trace in traces]
     events: list[Event] = []
     for rank, (trace, base_ns, name) in enumerate(zip(traces, bases_ns, names, strict=True)):
         events += _shift_events(trace["traceEvents"], rank, name, (base_ns - min(bases_ns)) / 1e3)
@@ -87,28 +87,31 @@ def merge_traces(traces: Sequence[Trace], names: Sequence[str]) -> Trace:
 
 def _shift_events(events: Sequence[Event], rank: int, name: str, offset_us: float) -> list[Event]:
     threads: dict[tuple[str, str], int] = {}
-    titles: dict[int, str] = {}
+    thread_names: dict[int, str] = {}
     labels = _find_labels(events)
     shifted = []
     for event in events:
         if event["ph"] == "M":
             continue
-        key = str(event["pid"]), str(event["tid"])
-        thread = threads.setdefault(key, len(threads))
-        title = labels.get(key, f"thread {key[1]}")
-        titles[thread] = f"{labels.get((key[0], ''), key[0])}: {title}"
-        copy = {**event, "pid": rank, "tid": thread, "ts": event["ts"] + offset_us}
+        thread_key = str(event["pid"]), str(event["tid"])
+        thread = threads.setdefault(thread_key, len(threads))
+        thread_name = labels.get(thread_key, f"thread {thread_key[1]}")
+        thread_names[thread] = f"{labels.get((thread_key[0], ''), thread_key[0])}: {thread_name}"
+        shifted_event = {**event, "pid": rank, "tid": thread, "ts": event["ts"] + offset_us}
         if "id" in event:  # flow ids must be unique in the merged trace
-            copy["id"] = f"{rank}-{event['id']}"
-        shifted.append(copy)
+            shifted_event["id"] = f"{rank}-{event['id']}"
+        shifted.append(shifted_event)
     return [
-        _metadata_event("process_name", rank, 0, name=name),
-        _metadata_event("process_sort_index", rank, 0, sort_index=rank),
+        _make_metadata_event("process_name", rank, 0, name=name),
+        _make_metadata_event("process_sort_index", rank, 0, sort_index=rank),
         *(
-            _metadata_event("thread_name", rank, index, name=title)
-            for index, title in titles.items()
+            _make_metadata_event("thread_name", rank, index, name=thread_name)
+            for index, thread_name in thread_names.items()
         ),
-        *(_metadata_event("thread_sort_index", rank, index, sort_index=index) for index in titles),
+        *(
+            _make_metadata_event("thread_sort_index", rank, index, sort_index=index)
+            for index in thread_names
+        ),
         *shifted,
     ]
 
@@ -127,7 +130,7 @@ def _find_labels(events: Sequence[Event]) -> dict[tuple[str, str], str]:
     return labels
 
 
-def _metadata_event(kind: str, process: int, thread: int, **arguments: object) -> Event:
+def _make_metadata_event(kind: str, process: int, thread: int, **arguments: object) -> Event:
     return {"ph": "M", "name": kind, "pid": process, "tid": thread, "ts": 0, "args": arguments}
 
 
@@ -137,11 +140,11 @@ def barrier_spread_us(traces: Sequence[Trace]) -> float | None:
     The result is the minimum over all barriers that every rank marked, and includes differences
     between the ranks' clocks. It is None for a single rank, or if no barrier was marked.
     """
-    first_base_ns = min(_base_ns(trace) for trace in traces)
+    first_base_ns = min(_get_base_ns(trace) for trace in traces)
     # Subtract bases as integers, because floats around 1e18 ns have a spacing of 128 ns.
     barrier_ends_by_rank = [
         [
-            (_base_ns(trace) - first_base_ns) / 1e3 + end
+            (_get_base_ns(trace) - first_base_ns) / 1e3 + end
             for end in find_range_ends(trace["traceEvents"], BARRIER)
         ]
         for trace in traces
@@ -152,5 +155,5 @@ def barrier_spread_us(traces: Sequence[Trace]) -> float | None:
     return min(spreads, default=None)
 
 
-def _base_ns(trace: Trace) -> int:
+def _get_base_ns(trace: Trace) -> int:
     return int(trace.get("baseTimeNanoseconds", 0))

@@ -110,7 +110,7 @@ class _Range:
     thread: process id and thread id.
     start, end: microseconds.
     self_us: duration without nested ranges.
-    call: the range `stages.CALL` that contains this one, or None.
+    call: the range `stages.CALL` that contains this range, or None.
     """
 
     name: str
@@ -142,10 +142,10 @@ def find_calls(events: Sequence[Event], *, on_gpu: bool) -> list[CallTimes]:
     ranges = _find_ranges(events)
     work = _find_work(events, ranges) if on_gpu else []
     calls = [range_ for range_ in ranges if range_.name == stages.CALL]
-    return [_call_times(call, ranges, work, on_gpu=on_gpu) for call in calls]
+    return [_make_call_times(call, ranges, work, on_gpu=on_gpu) for call in calls]
 
 
-def median_call(calls: Sequence[CallTimes]) -> CallTimes:
+def select_median_call(calls: Sequence[CallTimes]) -> CallTimes:
     """Return the call with the median span.
 
     A single call is used because medians of each stage over all calls would not add up to a total.
@@ -176,7 +176,11 @@ def _find_ranges(events: Iterable[Event]) -> list[_Range]:
     ranges.sort(key=lambda range_: (range_.start, -range_.end))
     open_ranges: list[_Range] = []
     for range_ in ranges:
-        open_ranges = [o for o in open_ranges if o.thread != range_.thread or o.end >= range_.end]
+        open_ranges = [
+            outer
+            for outer in open_ranges
+            if outer.thread != range_.thread or outer.end >= range_.end
+        ]
         enclosing = [outer for outer in open_ranges if outer.thread == range_.thread]
         if enclosing:
             enclosing[-1].self_us -= range_.end - range_.start
@@ -225,7 +229,7 @@ def _find_innermost_range(
     return max(candidates, key=lambda range_: (range_.start, -range_.end), default=None)
 
 
-def _call_times(
+def _make_call_times(
     call: _Range, ranges: Sequence[_Range], work: Sequence[_Work], *, on_gpu: bool
 ) -> CallTimes:
     call_ranges = [range_ for range_ in ranges if range_.call is call]
@@ -235,7 +239,7 @@ def _call_times(
     end = max((w.end for w in call_work), default=call.end if not on_gpu else start)
     unattributed = [w for w in work if w.launch_range is None and start <= w.start <= end]
     names = list(dict.fromkeys(range_.name for range_ in call_ranges))
-    times = [_stage_time(name, call_ranges, call_work, on_gpu=on_gpu) for name in names]
+    times = [_make_stage_time(name, call_ranges, call_work, on_gpu=on_gpu) for name in names]
     if unattributed:
         unattributed_us = sum(w.self_us for w in unattributed)
         times.append(StageTime(UNATTRIBUTED, 0, 0.0, unattributed_us, len(unattributed)))
@@ -244,7 +248,9 @@ def _call_times(
         end - start,
         call.end - call.start,
         tuple(Span(range_.name, range_.name, range_.start, range_.end) for range_ in call_ranges),
-        tuple(Span(_stage_of(w), w.name, w.start, w.end) for w in (*call_work, *unattributed)),
+        tuple(
+            Span(_get_stage_of_work(w), w.name, w.start, w.end) for w in (*call_work, *unattributed)
+        ),
     )
 
 
@@ -277,15 +283,15 @@ def _contains_stage(outer: _Range, call_ranges: Sequence[_Range]) -> bool:
     )
 
 
-def _stage_of(work: _Work) -> str:
+def _get_stage_of_work(work: _Work) -> str:
     return UNATTRIBUTED if work.launch_range is None else work.launch_range.name
 
 
-def _stage_time(
+def _make_stage_time(
     name: str, ranges: Sequence[_Range], call_work: Sequence[_Work], *, on_gpu: bool
 ) -> StageTime:
     matching = [range_ for range_ in ranges if range_.name == name]
-    launched = [w for w in call_work if _stage_of(w) == name]
+    launched = [w for w in call_work if _get_stage_of_work(w) == name]
     host_us = sum(range_.self_us for range_ in matching)
     if not on_gpu:
         return StageTime(name, len(matching), host_us)

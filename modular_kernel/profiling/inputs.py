@@ -63,7 +63,7 @@ def make_inputs(
     if world_size > 1:
         load = load_of_rank(routings, problem, replicated=replicated)
     else:
-        load = _single_rank_load(routings[rank], problem, unquantized.expert_map)
+        load = _compute_single_rank_load(routings[rank], problem, unquantized.expert_map)
     return ProfileInputs(x_TH.to(problem.dtype), quantize(unquantized, problem), routing, load)
 
 
@@ -71,7 +71,7 @@ def _draw_routing(problem: Problem, kind: RoutingKind, rank: int) -> Routing:
     return draw_routing(problem, kind, torch.Generator().manual_seed(_SEED * 1000 + rank))
 
 
-def _single_rank_load(
+def _compute_single_rank_load(
     routing: Routing, problem: Problem, expert_map: torch.Tensor | None
 ) -> RankLoad:
     load = count_load(routing, problem, None if expert_map is None else expert_map.cpu())
@@ -92,10 +92,10 @@ def load_of_rank(routings: Sequence[Routing], problem: Problem, *, replicated: b
     touched: set[int] = set()
     rows = pairs = sent = received = 0
     for source, routing in enumerate(routings):
-        first = 0 if replicated else source
+        first_token = 0 if replicated else source
         tables = problem.placement.tables(tiers=() if replicated else rank_tiers(source, per_host))
         rank_TK, slot_TK, _ = pairs_to_slots(
-            routing.topk_ids_TK, tables, first_token=first, together=not replicated
+            routing.topk_ids_TK, tables, first_token=first_token, together=not replicated
         )
         if replicated and source != rank:
             continue

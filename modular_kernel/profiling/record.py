@@ -60,10 +60,10 @@ from modular_kernel.select.inputs import weight_bytes
 from modular_kernel.select.process_group import GroupRanks, SingleProcess
 from modular_kernel.spec.problem import Machine, Problem, dtype_name
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.text import pluralize
+from modular_kernel.text import format_count
 
 _CYCLES_PER_SECOND = 2.0e9  # upper bound of GPU clocks
-# host time of a call under the profiler, relative to a call without the profiler
+# Upper bound of the host time of a call under the profiler, relative to a call without it.
 _MAX_PROFILER_SLOWDOWN = 3.0
 _MIN_SLEEP_SECONDS, _MAX_SLEEP_SECONDS = 5e-3, 0.5
 # On an H200, clocks settle within 65 ms. More replays would only enlarge the trace.
@@ -115,8 +115,8 @@ class EndToEndTime:
     @property
     def spread(self) -> float:
         """Interquartile range of the samples, divided by their median."""
-        quarters = quantiles(self.samples_us, n=4)
-        return (quarters[2] - quarters[0]) / self.us if self.us else 0.0
+        quartiles = quantiles(self.samples_us, n=4)
+        return (quartiles[2] - quartiles[0]) / self.us if self.us else 0.0
 
 
 @dataclass(frozen=True)
@@ -162,21 +162,23 @@ class RankRecord:
 
 
 def record_rank(rank: int, world_size: int, group: Any, job: ProfileJob) -> RankRecord:
-    """Run a job on one rank. All ranks of `group` call this. `group` is None for a single rank."""
+    """Run a job on one rank. All ranks of `group` must call this; it is None for a single rank."""
     problem = replace(job.problem, parallel=replace(job.problem.parallel, rank=rank))
     device = _select_device(job.machine)
     catalog = load_catalog()
     replicated = any(catalog.prepare_finalize(pf).requires.replicated_input for pf, _ in job.pairs)
     with torch.no_grad():
         _check_memory(problem, device, group)
-        types = dict.fromkeys((compute_type(problem, problem.scheme), dtype_name(problem.dtype)))
-        peaks = measure_peaks(device, types)
+        operand_types = dict.fromkeys(
+            (compute_type(problem, problem.scheme), dtype_name(problem.dtype))
+        )
+        peaks = measure_peaks(device, operand_types)
         inputs = make_inputs(problem, device, job.routing, replicated=replicated)
         link = _measure_link(device, rank, world_size)
-        records, outputs = _JobRun(job, problem, device, group, inputs).run()
-    difference = _relative_difference(outputs) if len(outputs) > 1 else None
-    env = collect_environment(device, job.command)
-    return RankRecord(rank, env, peaks, link, inputs.load, records, difference)
+        records, outputs = _JobRunner(job, problem, device, group, inputs).run()
+    difference = _compute_relative_difference(outputs) if len(outputs) > 1 else None
+    environment = collect_environment(device, job.command)
+    return RankRecord(rank, environment, peaks, link, inputs.load, records, difference)
 
 
 def _check_memory(problem: Problem, device: torch.device, group: Any) -> None:
@@ -184,16 +186,18 @@ def _check_memory(problem: Problem, device: torch.device, group: Any) -> None:
     ranks = SingleProcess() if group is None else GroupRanks(group)
     # The unquantized and the quantized weights are in memory at the same time.
     unquantized = weight_bytes(replace(problem, quant="none"))
-    need = unquantized + weight_bytes(problem) * problem.scheme.quantized
-    sharing = count_ranks_sharing_memory(ranks, device)
-    free = free_bytes(device)
-    fits = ranks.all_gather(free is None or need * sharing <= free)
-    if not all(fits):
-        free = min(count for count in ranks.all_gather(free) if count is not None)
+    required_bytes = unquantized + weight_bytes(problem) * problem.scheme.quantized
+    num_sharing_ranks = count_ranks_sharing_memory(ranks, device)
+    free_memory = free_bytes(device)
+    rank_fits = ranks.all_gather(
+        free_memory is None or required_bytes * num_sharing_ranks <= free_memory
+    )
+    if not all(rank_fits):
+        free_memory = min(count for count in ranks.all_gather(free_memory) if count is not None)
         raise CapacityError(
-            f"weights of {sharing} {pluralize('rank', sharing)} that share memory",
-            got=format_gigabytes(need * sharing),
-            need=f"at most {format_gigabytes(free)}, the free memory",
+            f"weights of {format_count(num_sharing_ranks, 'rank')} that share memory",
+            got=format_gigabytes(required_bytes * num_sharing_ranks),
+            need=f"at most {format_gigabytes(free_memory)}, the free memory",
         )
 
 
@@ -209,7 +213,7 @@ def _measure_link(device: torch.device, rank: int, world_size: int) -> float | N
     return measure_link_bandwidth(device, torch.device("cuda", (rank + 1) % world_size))
 
 
-def _relative_difference(outputs: Sequence[torch.Tensor]) -> float:
+def _compute_relative_difference(outputs: Sequence[torch.Tensor]) -> float:
     first, second = (output.double() for output in outputs)
     norm = float(first.square().mean().sqrt())
     return float((second - first).square().mean().sqrt()) / norm if norm else math.nan
@@ -234,7 +238,9 @@ class _WarmUp:
         return min(count, _MAX_WARMUP_REPLAYS)
 
 
-class _JobRun:
+class _JobRunner:
+    """Records all pairings of a job on one rank."""
+
     def __init__(
         self,
         job: ProfileJob,
@@ -259,42 +265,42 @@ class _JobRun:
         calls = [partial(self._call, plan) for plan, _, _ in prepared_plans]
         totals, warm_ups = self._time_end_to_end(calls)
         records = []
-        for (plan, memory, _), total, warm_up, stem in zip(
+        for (plan, memory, _), total, warm_up, path_prefix in zip(
             prepared_plans, totals, warm_ups, self.job.traces, strict=True
         ):
-            name = f"{stem.name}-rank{self.problem.parallel.rank}.trace.json"
-            trace = stem.with_name(name)
+            file_name = f"{path_prefix.name}-rank{self.problem.parallel.rank}.trace.json"
+            trace = path_prefix.with_name(file_name)
             self._trace(plan, warm_up, trace)
             plan.kernel.prepare_finalize.check()
             records.append(PairRecord(plan.kernel.pairing, trace, total, memory))
         return tuple(records), outputs
 
     def _call(self, plan: Plan) -> torch.Tensor:
-        inputs, weights = self.inputs, self._weights_of(_kernel_of(plan))
+        inputs, weights = self.inputs, self._get_weights(_get_kernel_of_plan(plan))
         if self.on_gpu:
             return plan(inputs.x_TH, weights, inputs.routing)
-        with self._torch_references(_kernel_of(plan)):
+        with self._use_torch_references(_get_kernel_of_plan(plan)):
             return plan(inputs.x_TH, weights, inputs.routing)
 
-    def _weights_of(self, kernel: FusedMoEModularKernel) -> ExpertWeights:
+    def _get_weights(self, kernel: FusedMoEModularKernel) -> ExpertWeights:
         return self.prepared_weights.get(kernel.pairing, self.inputs.weights)
 
     def _prepare_weights(self, kernel: FusedMoEModularKernel) -> int:
         """Prepare the weights of a pairing if the job requests it, and return their bytes."""
         if not self.job.prepared:
             return 0
-        with self._torch_references(kernel):
+        with self._use_torch_references(kernel):
             self.prepared_weights[kernel.pairing] = kernel.prepare_weights(self.inputs.weights)
         return sum(spec.nbytes for spec in kernel.experts.prepared_specs().values())
 
-    def _torch_references(self, kernel: FusedMoEModularKernel) -> AbstractContextManager[None]:
+    def _use_torch_references(self, kernel: FusedMoEModularKernel) -> AbstractContextManager[None]:
         """Return a context in which operations run as torch references if no part needs Triton."""
         parts = type(kernel.prepare_finalize), type(kernel.experts)
         return prefer_torch_reference(enabled=not needs_triton(*parts))
 
     def _make_plan(self, pf: str, experts: str) -> tuple[Plan, Memory, torch.Tensor]:
-        """Create a plan and make its first calls. Returns it, its memory use, and its output."""
-        allocated_before = self._allocated_bytes(reset=True)
+        """Make a plan and its first calls. Return the plan, its memory use and its output."""
+        allocated_before = self._get_allocated_bytes(reset=True)
         kernel = make_kernel(
             *(pf, experts, self.problem),
             group=self.group,
@@ -304,8 +310,8 @@ class _JobRun:
         prepared = self._prepare_weights(kernel)
         plan, inputs = kernel.plan(), self.inputs
         x_TH = self.x_TH.clone() if self.problem.inplace else self.x_TH
-        with self._torch_references(kernel):
-            output = plan(x_TH, self._weights_of(kernel), inputs.routing).clone()
+        with self._use_torch_references(kernel):
+            output = plan(x_TH, self._get_weights(kernel), inputs.routing).clone()
         for _ in range(_UNTIMED_CALLS if self.on_gpu else 0):
             self._call(plan)
         self.clock.wait()
@@ -315,7 +321,7 @@ class _JobRun:
             peak = torch.cuda.max_memory_allocated(self.device) - allocated_before - prepared
         return plan, Memory(plan.nbytes, peak, prepared), output
 
-    def _allocated_bytes(self, *, reset: bool) -> int:
+    def _get_allocated_bytes(self, *, reset: bool) -> int:
         if not self.on_gpu:
             return 0
         if reset:
@@ -335,12 +341,14 @@ class _JobRun:
             run, mode = self._capture(pf, experts, call)
             runs.append(run)
             modes.append(mode)
-            warm_ups.append(_WarmUp(run, self._call_seconds(run)) if mode == "graph" else _WarmUp())
+            warm_ups.append(
+                _WarmUp(run, self._measure_call_seconds(run)) if mode == "graph" else _WarmUp()
+            )
         order = [*range(len(runs)), *reversed(range(len(runs)))]
         replays = (_REPLAYS if self.on_gpu else _REPLAYS_ON_CPU) // 2
         samples: list[list[float]] = [[] for _ in runs]
         for index in order:
-            samples[index] += self._sample_us(runs[index], replays, warm_ups[index])
+            samples[index] += self._measure_samples_us(runs[index], replays, warm_ups[index])
         # Measure host times after all replays, but before a profiler is loaded.
         host_times = [measure_host_cost(call, self.device) for call in calls]
         totals = [
@@ -375,7 +383,7 @@ class _JobRun:
             return call, "eager"
         return runs[0], "graph"
 
-    def _sample_us(
+    def _measure_samples_us(
         self, run: Callable[[], torch.Tensor], replays: int, warm_up: _WarmUp
     ) -> list[float]:
         """Return the microseconds of `replays` calls, after the warm-up and one untimed call."""
@@ -383,7 +391,7 @@ class _JobRun:
         calls = repeat(run, warm_up.replays + replays + 1)
         return [ms * 1e3 for ms in time_runs_ms(calls, self.clock, self.flush_l2)[-replays:]]
 
-    def _call_seconds(self, run: Callable[[], torch.Tensor]) -> float:
+    def _measure_call_seconds(self, run: Callable[[], torch.Tensor]) -> float:
         """Return the seconds of one call on the slowest rank."""
         self._barrier()
         start = self.clock.mark()
@@ -397,7 +405,7 @@ class _JobRun:
 
         All calls run twice. The profiler initializes during the first run, which is not recorded.
         """
-        call, sleep_seconds = partial(self._call, plan), self._sleep_seconds(plan)
+        call, sleep_seconds = partial(self._call, plan), self._estimate_sleep_seconds(plan)
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.on_gpu else [])
         profile = torch.profiler.profile(
             activities=activities,
@@ -435,7 +443,7 @@ class _JobRun:
             assert warm_up.replay is not None
             warm_up.replay()
 
-    def _sleep_seconds(self, plan: Plan) -> float:
+    def _estimate_sleep_seconds(self, plan: Plan) -> float:
         """Return the seconds that the host needs to queue all calls under the profiler."""
         if not self.on_gpu:
             return 0.0
@@ -444,8 +452,8 @@ class _JobRun:
         for _ in range(2):
             self._barrier()
             start = time.perf_counter()
-            kernel = _kernel_of(plan)
-            kernel(inputs.x_TH, self._weights_of(kernel), inputs.routing)
+            kernel = _get_kernel_of_plan(plan)
+            kernel(inputs.x_TH, self._get_weights(kernel), inputs.routing)
             seconds = time.perf_counter() - start
         seconds_needed = _MAX_PROFILER_SLOWDOWN * self._max_over_ranks(seconds) * self.job.calls
         return min(max(seconds_needed, _MIN_SLEEP_SECONDS), _MAX_SLEEP_SECONDS)
@@ -466,7 +474,7 @@ class _JobRun:
             self.clock.wait()
 
 
-def _kernel_of(plan: Plan) -> FusedMoEModularKernel:
+def _get_kernel_of_plan(plan: Plan) -> FusedMoEModularKernel:
     """Return the kernel that created the plan. Unlike the plan, it does not replay launches."""
     assert isinstance(plan.kernel, FusedMoEModularKernel)
     return plan.kernel

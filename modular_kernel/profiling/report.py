@@ -18,7 +18,7 @@ from modular_kernel.measure.stage_roofline import (
 )
 from modular_kernel.process_status import ProcessState, get_all_states
 from modular_kernel.profiling.chrome import Trace, barrier_spread_us
-from modular_kernel.profiling.events import UNATTRIBUTED, CallTimes, find_calls, median_call
+from modular_kernel.profiling.events import UNATTRIBUTED, CallTimes, find_calls, select_median_call
 from modular_kernel.profiling.record import EndToEndTime, Memory, PairRecord, ProfileJob, RankRecord
 from modular_kernel.spec.problem import Machine, Problem
 
@@ -87,12 +87,12 @@ class RankProfile:
     @property
     def sum_to_span(self) -> float:
         """Sum of the stage times divided by the span of the traced call."""
-        return _ratio(self.sum_us, self.call.span_us)
+        return _divide_or_nan(self.sum_us, self.call.span_us)
 
     @property
     def sum_to_total(self) -> float:
         """Sum of the stage times divided by the end-to-end time of a planned call."""
-        return _ratio(self.sum_us, self.total.us)
+        return _divide_or_nan(self.sum_us, self.total.us)
 
     @property
     def is_timed(self) -> bool:
@@ -169,7 +169,7 @@ def make_profile(
         PairProfile(
             records[0].pairs[index].pairing,
             tuple(
-                _rank_profile(record, record.pairs[index], trace, problem, machine)
+                _make_rank_profile(record, record.pairs[index], trace, problem, machine)
                 for record, trace in zip(records, rank_traces, strict=True)
             ),
             merged_traces[index],
@@ -177,27 +177,27 @@ def make_profile(
         )
         for index, rank_traces in enumerate(traces)
     )
-    first = records[0]
+    first_record = records[0]
     differences = [r.difference for r in records if r.difference is not None]
     return Profile(
         problem,
         machine,
         str(job.routing),
-        first.environment,
-        first.peaks,
-        first.link,
+        first_record.environment,
+        first_record.peaks,
+        first_record.link,
         pairs,
         max(differences, default=None),
-        tuple(_describe_missing(pairs, machine, first.link)),
+        tuple(_describe_missing(pairs, machine, first_record.link)),
         get_all_states(),
     )
 
 
-def _rank_profile(
+def _make_rank_profile(
     record: RankRecord, recorded: PairRecord, trace: Trace, problem: Problem, machine: Machine
 ) -> RankProfile:
     calls = find_calls(trace["traceEvents"], on_gpu=machine.device == "cuda")
-    call = median_call(calls)
+    call = select_median_call(calls)
     names = [time.stage for time in call.times if time.is_stage]
     works = compute_stage_works(names, problem, problem.scheme, record.load)
     floors = {
@@ -207,17 +207,17 @@ def _rank_profile(
     return RankProfile(
         rank=record.rank,
         trace=recorded.trace,
-        rows=_stage_rows(call, works, floors),
+        rows=_make_stage_rows(call, works, floors),
         call=call,
         calls=len(calls),
         total=recorded.total,
         memory=recorded.memory,
         load=record.load,
-        floor=_layer_floor(record, problem),
+        floor=_compute_layer_floor(record, problem),
     )
 
 
-def _stage_rows(
+def _make_stage_rows(
     call: CallTimes, works: Mapping[str, StageWork], floors: Mapping[str, Roofline]
 ) -> tuple[StageRow, ...]:
     return tuple(
@@ -236,7 +236,7 @@ def _stage_rows(
     )
 
 
-def _layer_floor(record: RankRecord, problem: Problem) -> Roofline:
+def _compute_layer_floor(record: RankRecord, problem: Problem) -> Roofline:
     """Return the roofline of the layer on one rank.
 
     The layer has the flops of both GEMMs, and the bytes of x, y and the weights of experts with a
@@ -278,11 +278,11 @@ def _describe_missing(
             f"{unattributed_us:.1f} us of device work has no launch in the traces, so it belongs "
             "to no stage."
         )
-    unknown = {
+    stages_without_model = {
         row.stage for rank in ranks for row in rank.rows if row.is_stage and row.floor is None
     }
-    if unknown:
-        notes.append(f"There is no roofline model for {', '.join(sorted(unknown))}.")
+    if stages_without_model:
+        notes.append(f"There is no roofline model for {', '.join(sorted(stages_without_model))}.")
     return notes
 
 
@@ -292,7 +292,7 @@ def to_record(profile: Profile) -> dict[str, Any]:
     The stages of the first pairing on rank 0 are repeated at the top level, because most profiles
     have only one pairing and one rank.
     """
-    pairs = [_pair_record(pair) for pair in profile.pairs]
+    pairs = [_make_pair_record(pair) for pair in profile.pairs]
     return {
         "pairing": profile.pairs[0].pairing,
         "problem": profile.problem,
@@ -310,17 +310,17 @@ def to_record(profile: Profile) -> dict[str, Any]:
     }
 
 
-def _pair_record(pair: PairProfile) -> dict[str, Any]:
+def _make_pair_record(pair: PairProfile) -> dict[str, Any]:
     return {
         "pairing": pair.pairing,
         "merged_trace": None if pair.merged_trace is None else str(pair.merged_trace),
         "barrier_spread_us": pair.barrier_spread_us,
         "slowest_rank": pair.slowest.rank,
-        "ranks": [_rank_record(rank) for rank in pair.ranks],
+        "ranks": [_make_rank_record(rank) for rank in pair.ranks],
     }
 
 
-def _rank_record(rank: RankProfile) -> dict[str, Any]:
+def _make_rank_record(rank: RankProfile) -> dict[str, Any]:
     largest_gap_row, lowest = rank.largest_gap_row, rank.lowest_percent_row
     return {
         "rank": rank.rank,
@@ -344,5 +344,5 @@ def _rank_record(rank: RankProfile) -> dict[str, Any]:
     }
 
 
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else math.nan
+def _divide_or_nan(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else math.nan

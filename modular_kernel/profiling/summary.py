@@ -19,7 +19,7 @@ OPTIONAL_COLUMNS = (
 COMPARISON_COLUMNS = ("stage", "A us", "B us", "B - A us", "B / A")
 
 
-def row_name(row: StageRow) -> str:
+def format_row_name(row: StageRow) -> str:
     """Return the name of a row, such as "gemm2".
 
     The time of a scope outside of its stages is named, for example, "(rest of experts)".
@@ -30,7 +30,7 @@ def row_name(row: StageRow) -> str:
     return short_name if row.is_stage else f"(rest of {short_name})"
 
 
-def stage_cells(rank: RankProfile) -> list[tuple[str, ...]]:
+def make_stage_cells(rank: RankProfile) -> list[tuple[str, ...]]:
     """Return the cells of a table with STAGE_COLUMNS: a row for each stage, and a row of sums.
 
     If kernels were interpreted, the percentages of the roofline are ABSENT.
@@ -39,7 +39,7 @@ def stage_cells(rank: RankProfile) -> list[tuple[str, ...]]:
     stage_rows = [row for row in rank.rows if row.is_stage]
     # On a GPU, scopes are shown only if they have device work outside of their stages.
     scope_rows = [row for row in rank.rows if not row.is_stage and row.us > 0]
-    rows = [_row_cells(row, show_percent=show_percent) for row in (*stage_rows, *scope_rows)]
+    rows = [_make_row_cells(row, show_percent=show_percent) for row in (*stage_rows, *scope_rows)]
     launches = [row.launches for row in stage_rows if row.launches is not None]
     floors = [row.floor.us for row in stage_rows if row.floor is not None]
     percent = ABSENT
@@ -59,10 +59,10 @@ def stage_cells(rank: RankProfile) -> list[tuple[str, ...]]:
     return [*rows, total]
 
 
-def _row_cells(row: StageRow, *, show_percent: bool) -> tuple[str, ...]:
+def _make_row_cells(row: StageRow, *, show_percent: bool) -> tuple[str, ...]:
     work = row.work
     return (
-        row_name(row),
+        format_row_name(row),
         str(row.entered),
         ABSENT if row.launches is None else str(row.launches),
         format_number(row.host_us),
@@ -92,13 +92,13 @@ def describe_slowest_rank(pair: PairProfile) -> list[str]:
     rank_text = (
         f" (rank {rank.rank}, the slowest of {len(pair.ranks)})" if len(pair.ranks) > 1 else ""
     )
-    return [line for line in (
+    return [sentence for sentence in (
         f"End to end{rank_text}: {_describe_total(rank)}",
         _describe_stages(rank),
         _describe_largest_gap(rank),
         _describe_memory(rank),
         *([_describe_clocks(pair)] if len(pair.ranks) > 1 else []),
-    ) if line]  # fmt: skip
+    ) if sentence]  # fmt: skip
 
 
 def _describe_total(rank: RankProfile) -> str:
@@ -146,12 +146,13 @@ def _describe_largest_gap(rank: RankProfile) -> str:
         return ""
     us, floor_us = format_number(largest_gap.us), format_number(largest_gap.floor.us)
     text = (
-        f"Largest gap to the roofline: {row_name(largest_gap)}, {us} us against {floor_us} us "
-        f"({largest_gap.floor.bound}), a potential gain of {format_number(largest_gap.gap_us)} us."
+        f"Largest gap to the roofline: {format_row_name(largest_gap)}, {us} us against "
+        f"{floor_us} us ({largest_gap.floor.bound}), a potential gain of "
+        f"{format_number(largest_gap.gap_us)} us."
     )
     if lowest is not None and lowest.stage != largest_gap.stage:
         percent = format_number(lowest.percent_of_floor)
-        text += f" Lowest percentage of roofline: {row_name(lowest)}, {percent} %."
+        text += f" Lowest percentage of roofline: {format_row_name(lowest)}, {percent} %."
     return text
 
 
@@ -177,26 +178,27 @@ def _describe_clocks(pair: PairProfile) -> str:
     )
 
 
-def _format_percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else ABSENT
+def _format_percent(numerator: float, denominator: float) -> str:
+    return f"{100 * numerator / denominator:.1f} %" if denominator else ABSENT
 
 
-def comparison_rows(profile: Profile) -> list[tuple[str, ...]]:
+def make_comparison_rows(profile: Profile) -> list[tuple[str, ...]]:
     """Return the cells of a table with COMPARISON_COLUMNS: a row for each stage, and totals."""
     first, second = (pair.slowest for pair in profile.pairs)
     first_times, second_times = (
-        {row_name(row): row.us for row in rank.rows if row.is_stage} for rank in (first, second)
+        {format_row_name(row): row.us for row in rank.rows if row.is_stage}
+        for rank in (first, second)
     )
     rows = [
-        _comparison_row(name, first_times.get(name), second_times.get(name))
+        _make_comparison_row(name, first_times.get(name), second_times.get(name))
         for name in dict.fromkeys((*first_times, *second_times))
     ]
-    rows.append(_comparison_row("sum of stages", first.sum_us, second.sum_us))
-    rows.append(_comparison_row("total (planned)", first.total.us, second.total.us))
+    rows.append(_make_comparison_row("sum of stages", first.sum_us, second.sum_us))
+    rows.append(_make_comparison_row("total (planned)", first.total.us, second.total.us))
     return rows
 
 
-def _comparison_row(name: str, a: float | None, b: float | None) -> tuple[str, ...]:
+def _make_comparison_row(name: str, a: float | None, b: float | None) -> tuple[str, ...]:
     if a is None or b is None:
         return name, format_number(a), format_number(b), ABSENT, ABSENT
     return (

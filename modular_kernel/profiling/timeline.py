@@ -1,4 +1,4 @@
-"""Draws a call as a timeline on the host and on the device, and defines the colors of stages."""
+"""Draw a call as a timeline of the host and of the device, and define the colors of stages."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,12 @@ from modular_kernel.profiling.events import CallTimes, Span
 from modular_kernel.profiling.summary import format_number
 from modular_kernel.replay import stages
 from modular_kernel.report.pages.document import Figure
-from modular_kernel.report.pages.plots import Scale, svg_element, svg_shape_with_tooltip, svg_text
+from modular_kernel.report.pages.plots import (
+    Scale,
+    make_svg_element,
+    make_svg_shape_with_tooltip,
+    make_svg_text,
+)
 
 # In pixels: width and margins of the figure, distance between levels, and height of a bar.
 _WIDTH, _LEFT, _RIGHT = 920, 140, 20
@@ -27,7 +32,7 @@ _OTHER_COLOR = "#a0a0a0"
 _MAIN_STAGES = (stages.GEMM1, stages.GEMM2, stages.DISPATCH, stages.COMBINE)
 
 
-def stage_color(stage: str) -> str:
+def get_stage_color(stage: str) -> str:
     """Return the color of a stage.
 
     A fused stage has the color of its GEMM or exchange, or otherwise of its first stage.
@@ -50,7 +55,7 @@ def draw_timeline(call: CallTimes) -> Figure:
     for name, spans in lanes:
         y += _draw_lane(shapes, name, spans, y) + 10
     title = "One call: ranges on the host, and work on the device"
-    return Figure("timeline", svg_element(shapes, _WIDTH, y, title), title)
+    return Figure("timeline", make_svg_element(shapes, _WIDTH, y, title), title)
 
 
 def _draw_lane(shapes: list[str], name: str, spans: Sequence[Span], y: int) -> int:
@@ -59,7 +64,7 @@ def _draw_lane(shapes: list[str], name: str, spans: Sequence[Span], y: int) -> i
     end = max((span.end_us for span in spans), default=0.0)
     scale = Scale(0.0, max(end - start, 1e-9), 0.0, _WIDTH - _LEFT - _RIGHT, log=False)
     label = f"{name}, {format_number(end - start)} us"
-    shapes.append(svg_text(_LEFT - 8, y + _BAR_HEIGHT - 3, label, ' text-anchor="end"'))
+    shapes.append(make_svg_text(_LEFT - 8, y + _BAR_HEIGHT - 3, label, ' text-anchor="end"'))
     levels = _assign_levels(spans)
     for span, level in zip(spans, levels, strict=True):
         us = span.end_us - span.start_us
@@ -70,18 +75,18 @@ def _draw_lane(shapes: list[str], name: str, spans: Sequence[Span], y: int) -> i
             f'x="{_LEFT + scale.position(span.start_us - start):.1f}" '
             f'y="{y + level * _LEVEL_HEIGHT}" '
             f'width="{max(scale.position(us), 0.6):.1f}" height="{_BAR_HEIGHT}" '
-            f'fill="{stage_color(span.stage)}"'
+            f'fill="{get_stage_color(span.stage)}"'
         )
-        shapes.append(svg_shape_with_tooltip("rect", attributes, title))
+        shapes.append(make_svg_shape_with_tooltip("rect", attributes, title))
     return (max(levels, default=0) + 1) * _LEVEL_HEIGHT
 
 
 def _assign_levels(spans: Sequence[Span]) -> list[int]:
-    """Return the level of each span, which is the lowest one that no overlapping span occupies."""
+    """Return the level of each span: the lowest level that no overlapping span occupies."""
     order = sorted(range(len(spans)), key=lambda i: (spans[i].start_us, -spans[i].end_us))
     levels, active = [0] * len(spans), list[tuple[float, int]]()
     for index in order:
-        active = [item for item in active if item[0] > spans[index].start_us]
+        active = [interval for interval in active if interval[0] > spans[index].start_us]
         occupied = {level for _, level in active}
         levels[index] = next(level for level in range(len(occupied) + 1) if level not in occupied)
         active.append((spans[index].end_us, levels[index]))

@@ -19,7 +19,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from modular_kernel.quant import prepared
-from modular_kernel.replay.recording import PreparedWeights, can_keep_buffers, weak_storage_ref
+from modular_kernel.replay.recording import PreparedWeights, can_keep_buffers, make_weak_storage_ref
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.utils import forks
 from modular_kernel.workspace import BufferSpec
@@ -35,7 +35,7 @@ _Key = tuple[object, ...]
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _CacheEntry:
     """Prepared tensors by field, and the function that computes them.
 
     storage_refs: the storages of the source tensors.
@@ -58,7 +58,7 @@ class PreparedTensorCache:
     """Cache of prepared tensors, keyed by layout and by the addresses of their sources."""
 
     def __init__(self) -> None:
-        self._entries: dict[_Key, _Entry] = {}
+        self._entries: dict[_Key, _CacheEntry] = {}
         self._lock = threading.RLock()
         forks.on_fork(self)
 
@@ -86,7 +86,7 @@ class PreparedTensorCache:
         layout: see `prepared.make_layout_key`.
         """
         sources = prepared.list_sources(weights, specs)
-        key = layout, *_addresses(sources)
+        key = layout, *_make_address_key(sources)
         with self._lock:
             entry = self._entries.get(key)
             if entry is not None and not entry.is_alive():
@@ -100,8 +100,8 @@ class PreparedTensorCache:
                 finalizers = [weakref.finalize(s, self._discard, key, token) for s in storages]
                 for finalizer in finalizers:
                     finalizer.atexit = False
-                storage_refs = tuple(map(weak_storage_ref, sources))
-                entry = _Entry(tensors, prepare, storage_refs, token, finalizers)
+                storage_refs = tuple(map(make_weak_storage_ref, sources))
+                entry = _CacheEntry(tensors, prepare, storage_refs, token, finalizers)
                 self._entries[key] = entry
             elif not prepared.is_current(weights, entry.tensors):
                 write_prepared(weights, entry.tensors, layout, prepare)
@@ -118,7 +118,7 @@ class PreparedTensorCache:
         with self._lock:
             for (layout, *addresses), entry in tuple(self._entries.items()):
                 sources = prepared.list_sources(weights, entry.tensors)
-                if tuple(addresses) != _addresses(sources) or not entry.is_alive():
+                if tuple(addresses) != _make_address_key(sources) or not entry.is_alive():
                     continue
                 if force or not prepared.is_current(weights, entry.tensors):
                     write_prepared(weights, entry.tensors, str(layout), entry.prepare)
@@ -156,7 +156,7 @@ def allocate_and_prepare(
 
     warn: whether to log a warning if too little memory is free.
     """
-    warn_low_memory = _warn_low_memory if warn else _ignore
+    warn_low_memory = _warn_low_memory if warn else _skip_warning
     device, nbytes = weights.w1.device, sum(spec.nbytes for spec in specs.values())
     free = 0
     if device.type == "cuda":
@@ -186,7 +186,7 @@ def has_free_memory(nbytes: int, free: int, total: int) -> bool:
     return free - nbytes >= _MIN_FREE_FRACTION * total
 
 
-def _addresses(sources: Sequence[torch.Tensor]) -> tuple[object, ...]:
+def _make_address_key(sources: Sequence[torch.Tensor]) -> tuple[object, ...]:
     return tuple(
         (t.device, t.untyped_storage()._cdata, t.data_ptr(), t.shape, t.stride(), t.dtype)
         for t in sources
@@ -215,7 +215,7 @@ def _warn_low_memory(nbytes: int, free: int, device: torch.device) -> None:
     )  # fmt: skip
 
 
-def _ignore(nbytes: int, free: int, device: torch.device) -> None:
+def _skip_warning(nbytes: int, free: int, device: torch.device) -> None:
     """Do nothing, in place of `_warn_low_memory`."""
 
 

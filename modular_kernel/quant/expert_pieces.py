@@ -45,16 +45,18 @@ def quantize_expert(
         return
     scale_dtype = out[f"{name}_scale"].dtype
     bounds = matrix.compute_bounds() if scheme.granularity == "tensor" else None
-    for first, rows in matrix.pieces():
-        w, scale, zero = quantize_rows(rows[None].float(), scheme, scale_dtype, bounds=bounds)
-        _copy_rows(out[name], w[0], first, 1)
+    for first_row, rows in matrix.iter_pieces():
+        w, scale, zero_point = quantize_rows(rows[None].float(), scheme, scale_dtype, bounds=bounds)
+        _copy_rows(out[name], w[0], first_row, 1)
         if scheme.granularity == "tensor":
             out[f"{name}_scale"].copy_(scale[0])
         else:
-            step = scheme.group[0] if scheme.granularity == "block" else 1
-            _copy_rows(out[f"{name}_scale"], scale[0], first, step)
-        if zero is not None:
-            _copy_rows(out[f"{name}_zero_point"], zero[0], first, 2 if scheme.packed else 1)
+            rows_per_scale = scheme.group[0] if scheme.granularity == "block" else 1
+            _copy_rows(out[f"{name}_scale"], scale[0], first_row, rows_per_scale)
+        if zero_point is not None:
+            _copy_rows(
+                out[f"{name}_zero_point"], zero_point[0], first_row, 2 if scheme.packed else 1
+            )
 
 
 def _quantize_nvfp4(
@@ -64,22 +66,24 @@ def _quantize_nvfp4(
     global_scale = nvfp4.compute_global_scales(
         matrix.compute_row_amax()[None], matrices, interleaved=interleaved
     )
-    matrix_of_row = nvfp4.matrix_index_of_rows(matrix.rows, matrices, interleaved=interleaved)
+    matrix_of_row = nvfp4.compute_matrix_indices(matrix.rows, matrices, interleaved=interleaved)
     inverse_N = (1 / global_scale[0])[matrix_of_row.to(matrix.device)]
-    for first, rows in matrix.pieces():
-        codes, scale = nvfp4.quantize(rows, inverse_N[first : first + len(rows), None])
-        _copy_rows(out[name], pack_pairs(codes, 1), first, 1)
-        _copy_rows(out[f"{name}_scale"], scale, first, 1)
+    for first_row, rows in matrix.iter_pieces():
+        codes, scale = nvfp4.quantize(rows, inverse_N[first_row : first_row + len(rows), None])
+        _copy_rows(out[name], pack_pairs(codes, 1), first_row, 1)
+        _copy_rows(out[f"{name}_scale"], scale, first_row, 1)
     out[f"{name}_global_scale"].copy_(global_scale[0])
 
 
-def _copy_rows(target: torch.Tensor, source: torch.Tensor, first_row: int, step: int) -> None:
+def _copy_rows(
+    target: torch.Tensor, source: torch.Tensor, first_row: int, rows_per_entry: int
+) -> None:
     """Copy values or scales of consecutive rows of a matrix.
 
     first_row: the row of the matrix at which `source` starts.
-    step: number of rows of the matrix per row of `source` and `target`.
+    rows_per_entry: number of rows of the matrix per row of `source` and `target`.
     """
-    start = first_row // step
+    start = first_row // rows_per_entry
     target[start : start + len(source)] = source
 
 
@@ -100,30 +104,32 @@ class _MatrixRows:
     def rows(self) -> int:
         return sum(map(len, self.parts))
 
-    def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
+    def iter_pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (index of the first row, rows) of each piece, in the dtype of the parts.
 
-        A piece consists of whole tiles of scales.
+        A piece consists of complete scale tiles.
         """
         scheme, rows = self.problem.scheme, self.rows
         tile_rows = scheme.group[0] if scheme.granularity == "block" else 1
         alignment = lcm(_ROW_ALIGNMENT, tile_rows)
-        step = max(_VALUES_PER_PIECE // self.parts[0].shape[1] // alignment, 1) * alignment
-        for start in range(0, rows, step):
-            piece = self._read(start, min(start + step, rows)).to(self.device)
+        rows_per_piece = (
+            max(_VALUES_PER_PIECE // self.parts[0].shape[1] // alignment, 1) * alignment
+        )
+        for start in range(0, rows, rows_per_piece):
+            piece = self._read(start, min(start + rows_per_piece, rows)).to(self.device)
             yield start, piece if self.order is None else piece.index_select(1, self.order)
 
     def compute_row_amax(self) -> torch.Tensor:
         """Return the largest magnitude of each row, (N,) float32."""
-        return torch.cat([piece.abs().amax(1).float() for _, piece in self.pieces()])
+        return torch.cat([piece.abs().amax(1).float() for _, piece in self.iter_pieces()])
 
     def compute_column_amax(self) -> torch.Tensor:
         """Return the largest magnitude of each column, (K,)."""
-        return torch.stack([piece.abs().amax(0) for _, piece in self.pieces()]).amax(0)
+        return torch.stack([piece.abs().amax(0) for _, piece in self.iter_pieces()]).amax(0)
 
     def compute_bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the largest and the smallest weight, (1,) float32."""
-        bounds = [(piece.amax(), piece.amin()) for _, piece in self.pieces()]
+        bounds = [(piece.amax(), piece.amin()) for _, piece in self.iter_pieces()]
         maximum = torch.stack([piece_max for piece_max, _ in bounds]).amax()
         minimum = torch.stack([piece_min for _, piece_min in bounds]).amin()
         return maximum.float()[None], minimum.float()[None]

@@ -77,7 +77,7 @@ def dequantize(
     return (decode_e2m1(codes) * expanded_scale) * global_scale
 
 
-def matrix_index_of_rows(rows: int, matrices: int, *, interleaved: bool) -> torch.Tensor:
+def compute_matrix_indices(rows: int, matrices: int, *, interleaved: bool) -> torch.Tensor:
     """Return the index of the matrix to which each row belongs, (rows,) int64.
 
     w1 of a gated layer stores two matrices, gate and up, each with its own global scale.
@@ -98,7 +98,7 @@ def compute_global_scales(
     inverse is finite. It is 1 for a matrix of zeros.
 
     row_amax_eN: float32, the largest magnitude of each row.
-    matrices, interleaved: see `matrix_index_of_rows`.
+    matrices, interleaved: see `compute_matrix_indices`.
     """
     e, rows = row_amax_eN.shape
     if interleaved:
@@ -116,10 +116,10 @@ def quantize_matrices(
 
     Return packed codes (e, N, K / 2), scales (e, N, ceil(K / 16)), global scales (e, matrices).
 
-    matrices, interleaved: see `matrix_index_of_rows`.
+    matrices, interleaved: see `compute_matrix_indices`.
     """
     global_scale = compute_global_scales(w_eNK.abs().amax(2), matrices, interleaved=interleaved)
-    matrix_of_row = matrix_index_of_rows(w_eNK.shape[1], matrices, interleaved=interleaved)
+    matrix_of_row = compute_matrix_indices(w_eNK.shape[1], matrices, interleaved=interleaved)
     inverse = (1 / global_scale)[:, matrix_of_row.to(w_eNK.device), None]
     codes, scale = quantize(w_eNK, inverse)
     return pack_pairs(codes, 2), scale, global_scale

@@ -25,7 +25,7 @@ from modular_kernel.errors import (
     WeightsError,
 )
 from modular_kernel.replay import modes
-from modular_kernel.replay.recording import weak_storage_ref
+from modular_kernel.replay.recording import make_weak_storage_ref
 from modular_kernel.spec.problem import Problem, dtype_name
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec
@@ -53,7 +53,7 @@ class _TensorState(NamedTuple):
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor) -> "_TensorState":
-        return cls(_make_memory_key(tensor), weak_storage_ref(tensor))
+        return cls(_make_memory_key(tensor), make_weak_storage_ref(tensor))
 
     def matches(self, tensor: torch.Tensor) -> bool:
         is_expired: bool = self.storage_ref.expired()  # type: ignore[no-untyped-call]
@@ -84,15 +84,16 @@ _records: Any = WeakIdKeyDictionary()  # tensor -> _Record
 
 
 def make_layout_key(experts: type, problem: Problem) -> str:
-    """Return a text that identifies the layout of the tensors that `experts` prepare.
+    """Return a string that identifies the layout of the tensors that `experts` prepare.
 
-    The text consists of the name of the class that prepares, the scheme, and the order of the rows.
+    It consists of the name of the class that defines `prepare`, the scheme, and the order of the
+    rows.
     """
-    owner = next(cls for cls in experts.__mro__ if "prepare" in vars(cls))
+    preparing_class = next(cls for cls in experts.__mro__ if "prepare" in vars(cls))
     act = problem.act
-    rows = "up first" if act.up_first else "gate first" if act.gated else "ungated"
-    rows = "interleaved" if act.interleaved else rows
-    return f"{owner.__name__} of {problem.scheme}, rows {rows}"
+    row_order = "up first" if act.up_first else "gate first" if act.gated else "ungated"
+    row_order = "interleaved" if act.interleaved else row_order
+    return f"{preparing_class.__name__} of {problem.scheme}, rows {row_order}"
 
 
 def allocate_prepared(
@@ -129,7 +130,7 @@ def record_sources(
 
 
 def mark_complete(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Record that prepared tensors have been written. After later writes, calls refuse them.
+    """Record that prepared tensors have been written. Calls refuse tensors with later writes.
 
     Writes that torch does not track are not detected, such as writes to `.data` and writes by
     kernels that were launched outside torch.
@@ -161,8 +162,10 @@ def check_prepared(
     device: the device of x.
     expected_layout: `make_layout_key` of the kernel's experts.
     """
-    present = {name: t for name in SOURCE_FIELDS if (t := getattr(weights, name)) is not None}
-    for name, tensor in present.items():
+    prepared_tensors = {
+        name: t for name in SOURCE_FIELDS if (t := getattr(weights, name)) is not None
+    }
+    for name, tensor in prepared_tensors.items():
         record = _records.get(tensor)
         if record is None:
             got = "a tensor that no kernel prepared in this process"
@@ -175,11 +178,11 @@ def check_prepared(
             )
         if record.state is None or not record.state.matches(tensor):
             raise WeightsError(name, got="written to since it was prepared", need=_PREPARE_AGAIN)
-    for name, spec in specs.items() if present else ():
-        tensor = present.get(name)
+    for name, spec in specs.items() if prepared_tensors else ():
+        tensor = prepared_tensors.get(name)
         if tensor is None:
             raise WeightsError(
-                name, got="None", need=f"{spec.shape}, in addition to {', '.join(present)}"
+                name, got="None", need=f"{spec.shape}, in addition to {', '.join(prepared_tensors)}"
             )
         _check_spec(name, tensor, spec, device)
         if (layout := _records[tensor].layout_key) != expected_layout:

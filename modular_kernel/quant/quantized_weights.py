@@ -63,7 +63,7 @@ _MAX_CODE = {"uint8": 255, "uint4": 15}
 # Lower bound of computed scales, so that weights of zero stay zero and 1 / scale stays finite.
 MIN_SCALE = 2.0**-33
 
-_Quantize = Callable[[torch.Tensor], Sequence[torch.Tensor | None]]
+_QuantizeFunction = Callable[[torch.Tensor], Sequence[torch.Tensor | None]]
 _MAX_WEIGHTS = 1 << 25  # weights per step, to limit the float32 temporaries
 
 # Fields of ExpertWeights other than w1, w2, biases, expert_map, adapters and prepared tensors.
@@ -105,7 +105,7 @@ def values_per_word(scheme: QuantScheme) -> int:
     return 2 if scheme.packed else 1
 
 
-def indivisible_sizes(problem: Problem) -> tuple[str, ...]:
+def list_indivisible_sizes(problem: Problem) -> tuple[str, ...]:
     """Return which of "hidden" and "intermediate" are not multiples of `values_per_word`."""
     step = values_per_word(problem.scheme)
     if step == 1:
@@ -120,19 +120,19 @@ def weight_specs(problem: Problem) -> Mapping[str, TensorSpec]:
     `values_per_word`.
     """
     expect("problem", problem, Problem)
-    return _weight_specs(problem)
+    return _make_weight_specs(problem)
 
 
 @cache
-def _weight_specs(problem: Problem) -> Mapping[str, TensorSpec]:
+def _make_weight_specs(problem: Problem) -> Mapping[str, TensorSpec]:
     scheme = problem.scheme
-    for name in indivisible_sizes(problem):
+    for name in list_indivisible_sizes(problem):
         step = values_per_word(scheme)
         need = f"a multiple of {step}: {scheme} packs that many values of a row together"
         raise ConfigurationError(name, got=getattr(problem, name), need=need)
     rows = "2I" if problem.act.gated else "I"
-    specs = _matrix_specs("w1", problem, (problem.w1_rows, problem.hidden), (rows, "H"))
-    specs |= _matrix_specs("w2", problem, (problem.hidden, problem.intermediate), ("H", "I"))
+    specs = _make_matrix_specs("w1", problem, (problem.w1_rows, problem.hidden), (rows, "H"))
+    specs |= _make_matrix_specs("w2", problem, (problem.hidden, problem.intermediate), ("H", "I"))
     if scheme.act_order:
         shape = (problem.e, problem.hidden)
         specs["w1_order"] = TensorSpec(shape, (torch.int32,), "(e, H)")
@@ -144,7 +144,7 @@ def _weight_specs(problem: Problem) -> Mapping[str, TensorSpec]:
     return specs
 
 
-def _matrix_specs(
+def _make_matrix_specs(
     name: str, problem: Problem, sizes: tuple[int, int], letters: tuple[str, str]
 ) -> dict[str, TensorSpec]:
     scheme, e, (rows, depth), (n, k) = problem.scheme, problem.e, sizes, letters
@@ -161,21 +161,23 @@ def _matrix_specs(
     elif scheme.granularity == "channel":
         shape, legend = (e, rows), f"(e, {n})"
     elif scheme.granularity == "block":
-        bn, bk = scheme.group
-        shape = (e, ceil_div(rows, bn), ceil_div(depth, bk))
-        legend = f"(e, ceil({n} / {bn}), ceil({k} / {bk}))"
+        block_n, block_k = scheme.group
+        shape = (e, ceil_div(rows, block_n), ceil_div(depth, block_k))
+        legend = f"(e, ceil({n} / {block_n}), ceil({k} / {block_k}))"
     else:
-        (g,) = scheme.group
-        groups = f"ceil({k} / {g})"
-        shape, legend = (e, rows, ceil_div(depth, g)), f"(e, {n}, {groups})"
+        (group_size,) = scheme.group
+        groups = f"ceil({k} / {group_size})"
+        shape, legend = (e, rows, ceil_div(depth, group_size)), f"(e, {n}, {groups})"
         if scheme.zero_points and scheme.packed:
             zero_spec = TensorSpec(
-                (e, rows // 2, ceil_div(depth, g)), (torch.uint8,), f"(e, {n} / 2, {groups})"
+                (e, rows // 2, ceil_div(depth, group_size)),
+                (torch.uint8,),
+                f"(e, {n} / 2, {groups})",
             )
             specs[f"{name}_zero_point"] = zero_spec
         elif scheme.zero_points:
             specs[f"{name}_zero_point"] = TensorSpec(shape, (torch.uint8,), legend)
-    specs[f"{name}_scale"] = TensorSpec(shape, _scale_dtypes(problem), legend)
+    specs[f"{name}_scale"] = TensorSpec(shape, _get_scale_dtypes(problem), legend)
     if scheme.matrix_scales:
         count = count_matrices(name, problem)
         legend = f"(e, {count})"
@@ -188,7 +190,7 @@ def count_matrices(name: str, problem: Problem) -> int:
     return 2 if name == "w1" and problem.act.gated else 1
 
 
-def _scale_dtypes(problem: Problem) -> tuple[torch.dtype, ...]:
+def _get_scale_dtypes(problem: Problem) -> tuple[torch.dtype, ...]:
     scheme = problem.scheme
     if scheme.weight == "float4_e2m1":
         return (torch.float8_e4m3fn if scheme.matrix_scales else torch.uint8,)
@@ -200,9 +202,9 @@ def _scale_dtypes(problem: Problem) -> tuple[torch.dtype, ...]:
     return (torch.float32, problem.dtype)
 
 
-def default_scale_dtype(problem: Problem) -> torch.dtype:
+def get_default_scale_dtype(problem: Problem) -> torch.dtype:
     """Return the dtype of the weight scales that `quantize_weights` computes by default."""
-    dtypes = _scale_dtypes(problem)
+    dtypes = _get_scale_dtypes(problem)
     # 4-bit integers in bf16 layers have bf16 scales, as in published checkpoints, because kernels
     # then need fewer instructions per weight. A scale that is rounded to bf16 can be too small for
     # the largest value of its group. The clamped value is wrong by at most 0.03 steps with 4 bits,
@@ -274,7 +276,7 @@ def dequantize_weights(
     global_scale = get_field("_global_scale")
     if global_scale is None:
         return values
-    matrix_of_row = nvfp4.matrix_index_of_rows(
+    matrix_of_row = nvfp4.compute_matrix_indices(
         values.shape[1], global_scale.shape[1], interleaved=problem.act.interleaved
     )
     return values * global_scale[:, matrix_of_row.to(global_scale.device), None]
@@ -327,8 +329,8 @@ def quantize_weights(
     weights: w1 (e, N, H) and w2 (e, H, I) in any floating dtype of at least 16 bits, with any
         strides. Biases, expert_map and, for a static scheme, a1_scale and a2_scale are passed
         through.
-    scale_dtype: dtype of the scales, which the scheme must allow. None uses `default_scale_dtype`.
-        Ignored for fp4 schemes, which allow only one dtype.
+    scale_dtype: dtype of the scales, which the scheme must allow. None uses
+        `get_default_scale_dtype`. Ignored for fp4 schemes, which allow only one dtype.
 
     Raises an InputError if a tensor cannot be read (see `modular_kernel.utils.tensor_checks`) or
     does not match the problem, and ConfigurationError if a scale is infinite in float16.
@@ -336,7 +338,7 @@ def quantize_weights(
     specs, scheme = weight_specs(problem), problem.scheme
     expect("weights", weights, ExpertWeights)
     check_weight_tensors(weights)
-    scale_dtype = default_scale_dtype(problem) if scale_dtype is None else scale_dtype
+    scale_dtype = get_default_scale_dtype(problem) if scale_dtype is None else scale_dtype
     expect("scale_dtype", scale_dtype, torch.dtype)
     sizes = {
         "w1": (problem.e, problem.w1_rows, problem.hidden),
@@ -364,7 +366,7 @@ def quantize_weights(
         field_names = (name, f"{name}_scale", f"{name}_zero_point")
         if scheme.matrix_scales:
             field_names = (name, f"{name}_scale", f"{name}_global_scale")
-            quantize: _Quantize = partial(
+            quantize: _QuantizeFunction = partial(
                 nvfp4.quantize_matrices,
                 matrices=count_matrices(name, problem),
                 interleaved=problem.act.interleaved,
@@ -388,7 +390,9 @@ def compute_act_order(column_amax_eK: torch.Tensor) -> torch.Tensor:
     return column_amax_eK.argsort(dim=1, descending=True, stable=True)
 
 
-def _quantize_in_chunks(w_eNK: torch.Tensor, quantize: _Quantize) -> list[torch.Tensor | None]:
+def _quantize_in_chunks(
+    w_eNK: torch.Tensor, quantize: _QuantizeFunction
+) -> list[torch.Tensor | None]:
     """Convert a few experts at a time to float32 and quantize them."""
     step = max(1, _MAX_WEIGHTS // w_eNK[0].numel())
     results: list[torch.Tensor | None] = []
@@ -424,8 +428,8 @@ def quantize_rows(
     # Divisors are tensors because torch on a GPU replaces a division by a Python number with a
     # multiplication by its reciprocal, which rounds differently.
     if scheme.zero_points:
-        width = maximum.clamp(min=0) - minimum.clamp(max=0)
-        scale = width / width.new_tensor(_MAX_CODE[scheme.weight])
+        value_range = maximum.clamp(min=0) - minimum.clamp(max=0)
+        scale = value_range / value_range.new_tensor(_MAX_CODE[scheme.weight])
     else:
         qmax = max(map(abs, scheme.values)) if scheme.external else QMAX[scheme.weight]
         scale = torch.maximum(maximum, -minimum) / maximum.new_tensor(qmax)
@@ -433,7 +437,7 @@ def quantize_rows(
     scale = scale.clamp(min=min_scale).to(scale_dtype)
     q_eNK = w_eNK / expand_scales(scale.float(), scheme, rows, depth)
     if scheme.external:
-        codes = _nearest_codes(q_eNK, scheme.values)
+        codes = _find_nearest_codes(q_eNK, scheme.values)
         return pack_pairs(codes, 2) if scheme.packed else codes, scale, None
     if scheme.weight in ("float8_e4m3fn", "int8"):
         qmax = QMAX[scheme.weight]
@@ -451,18 +455,20 @@ def quantize_rows(
     return pack_pairs(codes, 2) if scheme.packed else codes, scale, zero
 
 
-def _nearest_codes(q_eNK: torch.Tensor, values: tuple[float, ...]) -> torch.Tensor:
+def _find_nearest_codes(q_eNK: torch.Tensor, values: tuple[float, ...]) -> torch.Tensor:
     """Return the uint8 codes of the nearest table values. Ties go to the smaller value.
 
     If the table contains a value twice, the smaller code is used. A NaN gets the code of the
     largest value. Its dequantized value is still NaN, because its scale is NaN.
     """
-    code_of = {value: code for code, value in reversed(list(enumerate(values)))}
-    ordered = sorted(code_of)
-    midpoints = [(low + high) / 2 for low, high in pairwise(ordered)]
+    code_by_value = {value: code for code, value in reversed(list(enumerate(values)))}
+    sorted_values = sorted(code_by_value)
+    midpoints = [(low + high) / 2 for low, high in pairwise(sorted_values)]
     bounds = q_eNK.new_tensor(midpoints, dtype=torch.float64)
     index = torch.bucketize(q_eNK.double(), bounds)
-    codes = torch.tensor([code_of[v] for v in ordered], dtype=torch.uint8, device=q_eNK.device)
+    codes = torch.tensor(
+        [code_by_value[v] for v in sorted_values], dtype=torch.uint8, device=q_eNK.device
+    )
     return codes[index]
 
 
@@ -487,7 +493,7 @@ def _quantize_mxfp4(
 # -------------------------------------------------------------------- static activation scales
 
 
-def max_static_magnitude(scheme: QuantScheme) -> float:
+def get_max_static_magnitude(scheme: QuantScheme) -> float:
     """Return the largest activation magnitude that is representable with a static scale of 1."""
     return nvfp4.MAX_VALUE * nvfp4.MAX_SCALE if scheme.scales_by_expert else 448.0
 
@@ -501,7 +507,7 @@ def static_scale(
     smallest scale to twice the smallest scale, so that tests detect if the scale of another expert
     is used.
     """
-    unit = max_magnitude / max_static_magnitude(problem.scheme)
+    unit = max_magnitude / get_max_static_magnitude(problem.scheme)
     if not problem.scheme.scales_by_expert:
         return torch.full((1,), unit, dtype=torch.float32, device=device)
     return torch.linspace(unit, 2 * unit, problem.e, dtype=torch.float32, device=device)

@@ -55,15 +55,15 @@ def up_rows_first(weights: ExpertWeights, problem: Problem) -> tuple[ExpertWeigh
 
 
 def _swap_halves(tensor: torch.Tensor) -> torch.Tensor:
-    gate, up = _as_bytes(tensor).chunk(2, dim=1)
+    gate, up = _view_as_bytes(tensor).chunk(2, dim=1)
     return torch.cat((up, gate), dim=1).view(tensor.dtype)
 
 
 def _deinterleave(tensor: torch.Tensor) -> torch.Tensor:
-    rows = _as_bytes(tensor)
+    rows = _view_as_bytes(tensor)
     return torch.cat((rows[:, 1::2], rows[:, ::2]), dim=1).view(tensor.dtype)
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View float8 as uint8, because some devices cannot concatenate float8 tensors."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor

@@ -37,8 +37,8 @@ def scale_offset(row: int, group: int, groups: int) -> int:
     groups: number of groups of a row.
     """
     step = row // ROWS * count_steps(groups) + group // STEP
-    line = group % STEP // 4 * 512 + row % 32 * 16
-    return step * STEP_BYTES + line + row % ROWS // 32 * 4 + group % 4
+    offset_in_step = group % STEP // 4 * 512 + row % 32 * 16
+    return step * STEP_BYTES + offset_in_step + row % ROWS // 32 * 4 + group % 4
 
 
 def to_tiles(scale: torch.Tensor) -> torch.Tensor:
@@ -54,8 +54,8 @@ def to_tiles(scale: torch.Tensor) -> torch.Tensor:
 
 def from_tiles(tiled: torch.Tensor, rows: int, groups: int) -> torch.Tensor:
     """Invert `to_tiles`: return uint8 scales (..., rows, groups) without the padding."""
-    *batch, blocks, size = tiled.shape
-    steps = size // STEP_BYTES
+    *batch, blocks, nbytes = tiled.shape
+    steps = nbytes // STEP_BYTES
     tiles = tiled.view(torch.uint8).reshape(-1, blocks, steps, 4, 32, 4, 4)
     scales = tiles.permute(0, 1, 5, 4, 2, 3, 6).reshape(*batch, blocks * ROWS, steps * STEP)
     return scales[..., :rows, :groups].contiguous()

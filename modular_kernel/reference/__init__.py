@@ -281,21 +281,21 @@ def _compute_layer(
     round_operand = arithmetic.round_operand
     ids = _map_to_local_ids(routing, weights, problem)
     is_local = (ids >= 0) & (ids < weights.w1.shape[0])
-    local = torch.where(is_local, ids, -1).flatten()
-    router = torch.where(is_local, routing.topk_weights_TK.to(dtype), 0)
-    on_input = problem.apply_router_weight_on_input
+    local_ids = torch.where(is_local, ids, -1).flatten()
+    router_weights = torch.where(is_local, routing.topk_weights_TK.to(dtype), 0)
+    weights_on_input = problem.apply_router_weight_on_input
     x = x_TH.to(dtype)
-    if on_input and not weights_after_gemm1:
-        x_TKH = torch.where(is_local[..., None], x[:, None] * router[..., None], 0.0)
+    if weights_on_input and not weights_after_gemm1:
+        x_TKH = torch.where(is_local[..., None], x[:, None] * router_weights[..., None], 0.0)
         weighted_x = arithmetic.round_weighted_x(x_TKH).flatten(0, 1)
-        x_TKH = arithmetic.quantize_x(weighted_x, local).view_as(x_TKH)
+        x_TKH = arithmetic.quantize_x(weighted_x, local_ids).view_as(x_TKH)
     elif problem.scheme.scales_by_expert:
         x_TKH = x[:, None].expand(-1, ids.shape[1], -1)
-        x_TKH = arithmetic.quantize_x(x_TKH.flatten(0, 1), local).view_as(x_TKH)
+        x_TKH = arithmetic.quantize_x(x_TKH.flatten(0, 1), local_ids).view_as(x_TKH)
     else:
-        x_TKH = arithmetic.quantize_x(x, local)[:, None].expand(-1, ids.shape[1], -1)
+        x_TKH = arithmetic.quantize_x(x, local_ids)[:, None].expand(-1, ids.shape[1], -1)
     # Only experts that have tokens are computed.
-    used_experts = sorted(set(local[local >= 0].tolist()))
+    used_experts = sorted(set(local_ids[local_ids >= 0].tolist()))
     pairs = [(expert, (ids == expert).nonzero(as_tuple=True)) for expert in used_experts]
     h_TKI = torch.zeros(*ids.shape, problem.intermediate, dtype=dtype, device=x.device)
     adapters = Adapters(
@@ -305,35 +305,35 @@ def _compute_layer(
         round_operand=round_operand,
         round_u=round_to_dtype,
     )
-    for expert, (token, slot) in pairs:
+    for expert, (token, k) in pairs:
         w1 = arithmetic.round_weight(dequantize_matrix(weights, "w1", expert, problem, dtype))
-        x_RH = x_TKH[token, slot]
+        x_RH = x_TKH[token, k]
         if weights.w1_order is not None:
             order = weights.w1_order[expert].long()
             in_range = (order >= 0) & (order < x_RH.shape[1])  # a column out of range reads 0
             x_RH = torch.where(in_range, x_RH[:, order.where(in_range, 0)], 0.0)
         h = arithmetic.matmul(round_operand(x_RH), round_operand(w1))
-        unquantized = x[token]
-        if on_input and not weights_after_gemm1:
-            unquantized = round_to_dtype(unquantized * router[token, slot, None])
-        h = h + adapters.compute_w1_delta(unquantized, token, expert, problem.act)
-        if on_input and weights_after_gemm1:
-            h = h * router[token, slot, None]
+        unquantized_RH = x[token]
+        if weights_on_input and not weights_after_gemm1:
+            unquantized_RH = round_to_dtype(unquantized_RH * router_weights[token, k, None])
+        h = h + adapters.compute_w1_delta(unquantized_RH, token, expert, problem.act)
+        if weights_on_input and weights_after_gemm1:
+            h = h * router_weights[token, k, None]
         if weights.b1 is not None:
             h = h + weights.b1[expert].to(dtype)
-        h_TKI[token, slot] = round_to_dtype(activation(arithmetic.round_gate_up(h), problem.act))
+        h_TKI[token, k] = round_to_dtype(activation(arithmetic.round_gate_up(h), problem.act))
     unquantized_TKI = h_TKI
     # Rows of skipped pairs are zero and do not affect any maximum.
-    h_TKI = arithmetic.quantize_h(h_TKI.flatten(0, 1), local).view_as(h_TKI)
+    h_TKI = arithmetic.quantize_h(h_TKI.flatten(0, 1), local_ids).view_as(h_TKI)
     rows_TKH = torch.zeros(*ids.shape, problem.hidden, dtype=dtype, device=x.device)
-    for expert, (token, slot) in pairs:
+    for expert, (token, k) in pairs:
         w2 = arithmetic.round_weight(dequantize_matrix(weights, "w2", expert, problem, dtype))
-        y = arithmetic.matmul(round_operand(h_TKI[token, slot]), round_operand(w2))
-        y = y + adapters.compute_w2_delta(unquantized_TKI[token, slot], token, expert)
+        y = arithmetic.matmul(round_operand(h_TKI[token, k]), round_operand(w2))
+        y = y + adapters.compute_w2_delta(unquantized_TKI[token, k], token, expert)
         if weights.b2 is not None:
             y = y + weights.b2[expert].to(dtype)
-        rows_TKH[token, slot] = arithmetic.round_rows(y)
-    return round_to_dtype(_combine(rows_TKH, router, problem))
+        rows_TKH[token, k] = arithmetic.round_rows(y)
+    return round_to_dtype(_combine(rows_TKH, router_weights, problem))
 
 
 def _round_to_scheme(
@@ -353,12 +353,12 @@ def _round_to_scheme(
         return rows
     is_int8 = scheme.activation == "int8"
     max_value = 127.0 if is_int8 else 448.0
-    width = rows.shape[1]
+    group_width = rows.shape[1]
     if scheme.activation_granularity == "group":
-        width = min(width, scheme.group[1])
+        group_width = min(group_width, scheme.group[1])
     groups = []
-    for start in range(0, rows.shape[1], width):
-        group = rows[:, start : start + width]
+    for start in range(0, rows.shape[1], group_width):
+        group = rows[:, start : start + group_width]
         amax = group.abs().amax(1, keepdim=True)
         if scheme.activation_granularity == "tensor":
             amax = amax.amax()
@@ -400,7 +400,7 @@ def activation(value: torch.Tensor, spec: ActivationSpec) -> torch.Tensor:
     if spec.kind == "relu2":
         return value.clamp(min=0).square()
     if not spec.gated:
-        return _pointwise_activation(value, spec.kind.removesuffix("_no_mul"))
+        return _apply_pointwise_activation(value, spec.kind.removesuffix("_no_mul"))
     gate, up = _split_gate_up(value, spec)
     if spec.kind == "situ":
         assert spec.alpha is not None
@@ -410,7 +410,7 @@ def activation(value: torch.Tensor, spec: ActivationSpec) -> torch.Tensor:
     if spec.kind in ("silu", "gelu", "gelu_tanh"):
         if spec.limit is not None:
             gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
-        return _pointwise_activation(gate, spec.kind) * up
+        return _apply_pointwise_activation(gate, spec.kind) * up
     assert spec.limit is not None
     up = up.clamp(-spec.limit, spec.limit)
     if spec.kind == "swiglu_clamp_after":
@@ -430,7 +430,7 @@ def _split_gate_up(value: torch.Tensor, spec: ActivationSpec) -> tuple[torch.Ten
     return (second, first) if spec.up_first else (first, second)
 
 
-def _pointwise_activation(value: torch.Tensor, kind: str) -> torch.Tensor:
+def _apply_pointwise_activation(value: torch.Tensor, kind: str) -> torch.Tensor:
     if kind == "silu":
         return value / (1 + torch.exp(-value))
     if kind == "gelu":

@@ -24,8 +24,12 @@ def round_to_nvfp4(
     for start in range(0, rows.shape[1], _GROUP_SIZE):
         group = rows[:, start : start + _GROUP_SIZE]
         amax = group.abs().amax(1, keepdim=True)
-        six = amax.new_tensor(6.0)
-        unclamped = (1 / expert_scale) * amax / six if reciprocal else amax / (six * expert_scale)
+        max_magnitude = amax.new_tensor(6.0)
+        unclamped = (
+            (1 / expert_scale) * amax / max_magnitude
+            if reciprocal
+            else amax / (max_magnitude * expert_scale)
+        )
         scale = unclamped.clamp(max=448.0).to(torch.float8_e4m3fn).to(rows.dtype)
         if reciprocal:
             scaled = group * torch.where(scale == 0, 0.0, (1 / expert_scale) / scale)
@@ -40,9 +44,9 @@ def _round_to_e2m1(values: torch.Tensor) -> torch.Tensor:
     best, best_distance = torch.zeros_like(values), magnitude
     for candidate in _MAGNITUDES[1:]:
         distance = (magnitude - candidate).abs()
-        nearer = distance < best_distance
+        is_nearer = distance < best_distance
         best, best_distance = (
-            torch.where(nearer, candidate, best),
-            torch.where(nearer, distance, best_distance),
+            torch.where(is_nearer, candidate, best),
+            torch.where(is_nearer, distance, best_distance),
         )
     return torch.where(values.isnan(), values, torch.copysign(best, values))

@@ -41,8 +41,8 @@ def disable_tracing(function: F) -> F:
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             torch._dynamo.graph_break(msg=_GRAPH_BREAK_REASON)
-            eager = torch._dynamo.disable(function)  # type: ignore[no-untyped-call]
-            return eager(*args, **kwargs)
+            eager_function = torch._dynamo.disable(function)  # type: ignore[no-untyped-call]
+            return eager_function(*args, **kwargs)
         if _is_finalizing():  # torch operations may abort the process during finalization
             need = "a call before the interpreter exits, such as one of atexit"
             raise StateError("a kernel", got="a call while objects are deleted at exit", need=need)
@@ -63,10 +63,10 @@ def disable_tracing_of_layer_call(function: F) -> F:
     @wraps(function)
     def call(self: Any, x_TH: Any, weights: Any, routing: Any, *, out: Any = None) -> Any:
         if is_compiling() or _is_finalizing() or _C._len_torch_function_stack():
-            return isolated(self, x_TH, weights, routing, out=out)
+            return isolated_function(self, x_TH, weights, routing, out=out)
         return function(self, x_TH, weights, routing, out=out)
 
-    isolated = disable_tracing(function)
+    isolated_function = disable_tracing(function)
     return cast("F", call)
 
 
@@ -110,8 +110,8 @@ def run_with_graph_break(function: Callable[..., T], reason: str, *args: Any, **
     if is_exporting():
         raise UnsupportedError("torch.export", got=reason, need="a call that is an operator")
     torch._dynamo.graph_break(msg=reason)
-    eager = torch._dynamo.disable(function)  # type: ignore[no-untyped-call]
-    result: T = eager(*args, **kwargs)
+    eager_function = torch._dynamo.disable(function)  # type: ignore[no-untyped-call]
+    result: T = eager_function(*args, **kwargs)
     return result
 
 
@@ -121,7 +121,7 @@ def disable_autocast(function: F) -> F:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch._C._is_any_autocast_enabled():
-            with _disabled_autocast():
+            with _disable_autocast_on_all_devices():
                 return function(*args, **kwargs)
         return function(*args, **kwargs)
 
@@ -129,7 +129,7 @@ def disable_autocast(function: F) -> F:
 
 
 @contextmanager
-def _disabled_autocast() -> Any:
+def _disable_autocast_on_all_devices() -> Any:
     with ExitStack() as stack:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):

@@ -24,7 +24,7 @@ _get_device = torch.Tensor.get_device
 
 
 class ReplayedOperation:
-    """Records an operation's launches in the second call with a signature, and replays them later.
+    """Records an operation's launches in the second call of a signature, and replays them later.
 
     A signature consists of a key, and of the shape, strides, dtype, device and alignment of each
     tensor. The first call is not recorded, because many numbers of tokens occur only once. At most

@@ -98,8 +98,8 @@ class Recorder(TorchDispatchMode):
         self._launches: list[tuple[ReplayFactory, Any]] = []
         self._bypass_conditions: list[BypassCondition] = []
         self._kept_tensors: list[torch.Tensor] = []
-        ordered = sorted(self._spans)
-        if any(stop > start for (_, stop), (start, _) in pairwise(ordered)):
+        sorted_spans = sorted(self._spans)
+        if any(stop > start for (_, stop), (start, _) in pairwise(sorted_spans)):
             self.refuse("inputs share memory, so pointers are ambiguous")
 
     def __torch_dispatch__(
@@ -283,7 +283,7 @@ def device_index(device: torch.device) -> int:
     return torch.cuda.current_device() if index is None else index
 
 
-def weak_storage_ref(tensor: torch.Tensor) -> StorageWeakRef:
+def make_weak_storage_ref(tensor: torch.Tensor) -> StorageWeakRef:
     """Return a weak reference to the storage of a tensor."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
@@ -416,24 +416,29 @@ class CheckedWeightsCache:
         prepared_tensors: the tensors that the caller's preparation has written. A write to these
             tensors also invalidates the entry.
         """
-        by_name = {name: t for name, t in vars(weights).items() if t is not None}
+        tensors_by_field = {name: t for name, t in vars(weights).items() if t is not None}
         # Weights that the caller prepared are identified by object, not by memory.
         return self._add(
-            weights, by_name, sources, prepared_tensors, None if sources else _layout(by_name)
+            weights,
+            tensors_by_field,
+            sources,
+            prepared_tensors,
+            None if sources else _make_layout_key(tensors_by_field),
         )
 
     def _add(
         self,
         weights: ExpertWeights,
-        by_name: dict[str, torch.Tensor],
+        tensors_by_field: dict[str, torch.Tensor],
         sources: Sequence[torch.Tensor],
         prepared_tensors: Sequence[torch.Tensor],
         layout: tuple[Hashable, ...] | None,
     ) -> CheckedWeights:
-        """Implement `add`.
+        """Add checked weights, and prepare them if `prepare` was given (see `add`).
 
-        by_name: the tensors of `weights` by field.
-        layout: result of `_layout`, to be stored as a layout that passed the checks; or None.
+        tensors_by_field: the tensors of `weights` by field.
+        layout: result of `_make_layout_key`, to be stored as a layout that passed the checks; or
+            None.
         """
         auto_prepared = (
             None if prepared_tensors or self._prepare is None else self._prepare(weights)
@@ -444,54 +449,57 @@ class CheckedWeightsCache:
             prepared_tensors,
         )
         if run_weights is not weights:
-            by_name = {name: t for name, t in vars(run_weights).items() if t is not None}
+            tensors_by_field = {name: t for name, t in vars(run_weights).items() if t is not None}
         prepare, device = self._prepare, weights.w1.device
         is_postponed = not prepared_tensors and prepare is not None and prepare.is_postponed(device)
         versioned_tensors = tuple(
             tensor for tensor in (*sources, *prepared_tensors) if not tensor.is_inference()
         )
-        unique = {id(tensor): tensor for tensor in by_name.values()}
-        tensors = tuple(unique.values())
-        has_distinct_tensors = run_weights is weights and len(unique) == len(by_name)
-        info = (
+        tensor_by_id = {id(tensor): tensor for tensor in tensors_by_field.values()}
+        tensors = tuple(tensor_by_id.values())
+        has_distinct_tensors = run_weights is weights and len(tensor_by_id) == len(tensors_by_field)
+        layout_info = (
             self._checked_layouts.get(layout)
             if layout is not None and has_distinct_tensors
             else None
         )
-        if info is None:
-            info = self._make_layout_info(by_name, tensors, list(unique))
+        if layout_info is None:
+            layout_info = self._make_layout_info(tensors_by_field, tensors, list(tensor_by_id))
             if layout is not None and self._checked_layouts.get(layout) is None:
-                self._store_layout(layout, info if has_distinct_tensors else None)
+                self._store_layout(layout, layout_info if has_distinct_tensors else None)
         key, entries = id(weights), self._entries
         entries[key] = entry = CheckedWeights(
             weakref.ref(weights, lambda _: entries.pop(key, None)),
             device,
             tensors,
-            signature=info.signature,
+            signature=layout_info.signature,
             snapshots=() if type(weights) is FixedWeights else tuple(map(_take_snapshot, tensors)),
-            spans=info.spans,
-            pointers=info.pointers,
-            pointer_bits=info.pointer_bits,
+            spans=layout_info.spans,
+            pointers=layout_info.pointers,
+            pointer_bits=layout_info.pointer_bits,
             versioned_tensors=versioned_tensors,
             versions=[*map(_get_version, versioned_tensors)],
             sources=tuple(sources),
-            storage_refs=tuple(map(weak_storage_ref, sources)),
+            storage_refs=tuple(map(make_weak_storage_ref, sources)),
             prepared=None if auto_prepared is None else run_weights,
             is_postponed=is_postponed,
         )
         return entry
 
     def _make_layout_info(
-        self, by_name: dict[str, torch.Tensor], tensors: tuple[torch.Tensor, ...], ids: list[int]
+        self,
+        tensors_by_field: dict[str, torch.Tensor],
+        tensors: tuple[torch.Tensor, ...],
+        ids: list[int],
     ) -> _LayoutInfo:
         """Return the layout information of weights.
 
-        by_name: the tensors by field.
+        tensors_by_field: the tensors by field.
         tensors: the tensors without duplicates.
         ids: object ids of `tensors`.
         """
         pointers = tuple(map(_data_ptr, tensors))
-        fields = tuple((name, ids.index(id(tensor))) for name, tensor in by_name.items())
+        fields = tuple((name, ids.index(id(tensor))) for name, tensor in tensors_by_field.items())
         signature = fields, tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
         return _LayoutInfo(
             self._signature_numbers.setdefault(signature, self._next_number()),
@@ -500,10 +508,10 @@ class CheckedWeightsCache:
             reduce(or_, pointers, 0),
         )
 
-    def _store_layout(self, layout: tuple[Hashable, ...], info: _LayoutInfo | None) -> None:
+    def _store_layout(self, layout: tuple[Hashable, ...], layout_info: _LayoutInfo | None) -> None:
         while len(self._checked_layouts) >= _MAX_LAYOUTS:
             self._checked_layouts.pop(next(iter(self._checked_layouts)), None)
-        self._checked_layouts[layout] = info
+        self._checked_layouts[layout] = layout_info
 
     def _add_known_layout(
         self, weights: ExpertWeights, device: torch.device
@@ -511,11 +519,11 @@ class CheckedWeightsCache:
         """Add weights whose layout has passed the checks. Returns None for other weights."""
         if type(weights) is not ExpertWeights and type(weights) is not FixedWeights:
             return None
-        by_name = {name: t for name, t in vars(weights).items() if t is not None}
-        layout = _layout(by_name)
+        tensors_by_field = {name: t for name, t in vars(weights).items() if t is not None}
+        layout = _make_layout_key(tensors_by_field)
         if layout is None or layout not in self._checked_layouts or weights.w1.device != device:
             return None
-        return self._add(weights, by_name, (), (), layout)
+        return self._add(weights, tensors_by_field, (), (), layout)
 
     def lookup(self, weights: ExpertWeights, device: torch.device) -> CheckedWeights | None:
         """Return the entry of these weights, or None if there is no valid entry.
@@ -609,7 +617,7 @@ def get_layout_and_pointers(
     return (aligned, *[(t.shape, t.stride(), t.dtype, t.device) for t in tensors]), pointers
 
 
-def _layout(tensors: Mapping[str, torch.Tensor]) -> tuple[Hashable, ...] | None:
+def _make_layout_key(tensors: Mapping[str, torch.Tensor]) -> tuple[Hashable, ...] | None:
     """Return everything that the checks of weights depend on, as a hashable tuple.
 
     Returns None for a tensor subclass, and for a tensor whose storage was freed, because their

@@ -57,20 +57,20 @@ def _read_report(path: Path) -> Report | None:
     return None
 
 
-def benchmarks_document(records: Sequence[BenchmarkRecord], *, cells: bool) -> Document:
+def build_benchmarks_document(records: Sequence[BenchmarkRecord], *, cells: bool) -> Document:
     """Build the document of all records, newest first.
 
     cells: whether to include tables with the times of all cells.
     """
     plotted = [record for record in records if record.report is not None and record.report.rows]
-    plotted.sort(key=date_of, reverse=True)
+    plotted.sort(key=get_date, reverse=True)
     without_figure = [record for record in records if record not in plotted]
     blocks: list[Block] = [Heading(1, "Benchmark results")]
     if records:
         blocks.append(Text(_INTRODUCTION))
     for record in plotted:
         assert record.report is not None
-        blocks += _record_blocks(record.name, record.report, cells=cells)
+        blocks += _make_record_blocks(record.name, record.report, cells=cells)
     if not records:
         location = "Records are in `docs/benchmarks` of a checkout; a wheel has none."
         text = f"No records were found. {location} `mk report --docs FOLDER` reads other folders."
@@ -83,12 +83,12 @@ def benchmarks_document(records: Sequence[BenchmarkRecord], *, cells: bool) -> D
     return tuple(blocks)
 
 
-def date_of(record: BenchmarkRecord) -> str:
+def get_date(record: BenchmarkRecord) -> str:
     """Return the date of a record's measurement, or "" if it is unknown."""
     return str(record.report.environment.get("date", "")) if record.report is not None else ""
 
 
-def _record_blocks(name: str, report: Report, *, cells: bool) -> list[Block]:
+def _make_record_blocks(name: str, report: Report, *, cells: bool) -> list[Block]:
     blocks: list[Block] = [Heading(2, name), Text(describe_origin(report))]
     lines = summary(report)
     if lines:
@@ -99,52 +99,60 @@ def _record_blocks(name: str, report: Report, *, cells: bool) -> list[Block]:
     if cells:
         for operands, routing in dict.fromkeys((r.operands, r.routing) for r in report.rows):
             rows = [r for r in report.rows if (r.operands, r.routing) == (operands, routing)]
-            blocks += [Heading(3, f"{name}, {operands}, {routing} routing"), _cells_table(rows)]
+            blocks += [
+                Heading(3, f"{name}, {operands}, {routing} routing"),
+                _make_cells_table(rows),
+            ]
     return blocks
 
 
 def describe_origin(report: Report) -> str:
     """Return a sentence with the device, date, versions and size of a report."""
     env = report.environment
-    parts = [env.get("device"), str(env.get("date", ""))[:16].replace("T", " ")]
-    parts += [f"{name} {env[name]}" for name in ("torch", "triton", "version") if env.get(name)]
+    details = [env.get("device"), str(env.get("date", ""))[:16].replace("T", " ")]
+    details += [f"{name} {env[name]}" for name in ("torch", "triton", "version") if env.get(name)]
     shapes = len(dict.fromkeys(row.shape for row in report.rows))
     counts = f"{len(report.rows)} rows, {shapes} shapes"
-    return ", ".join([str(part) for part in parts if part] + [counts]) + "."
+    return ", ".join([str(detail) for detail in details if detail] + [counts]) + "."
 
 
-def _cells_table(rows: Sequence[Row]) -> Table:
+def _make_cells_table(rows: Sequence[Row]) -> Table:
     """Build a table with a row per shape and token count, and a column per layer."""
     names = list(dict.fromkeys(layer_label(row) for row in rows))
     columns = ["shape", "T", "floor", *names, *_RATIOS]
-    lines = []
+    table_rows = []
     for group in dict.fromkeys(row.group for row in rows):
-        members = [row for row in rows if row.group == group]
+        group_rows = [row for row in rows if row.group == group]
         times = {
-            layer_label(row): _format_us(row.us) if row.is_timed else row.status for row in members
+            layer_label(row): _format_us(row.us) if row.is_timed else row.status
+            for row in group_rows
         }
-        floor = min((row.floor_us for row in members if row.floor_us), default=None)
-        ours, peer = min_time_us(members, ours=True), min_time_us(members, ours=False)
+        floor = min((row.floor_us for row in group_rows if row.floor_us), default=None)
+        ours, peer = min_time_us(group_rows, ours=True), min_time_us(group_rows, ours=False)
         cells = [times.get(name, "") for name in names]
-        lines.append(
+        table_rows.append(
             [
                 group[0],
                 str(group[1]),
                 _format_us(floor),
                 *cells,
-                _ratio(ours, floor),
-                _ratio(ours, peer),
+                _format_ratio(ours, floor),
+                _format_ratio(ours, peer),
             ]
         )
-    nonempty = [i for i, name in enumerate(columns) if i < 2 or any(line[i] for line in lines)]
-    lines = [[line[i] for i in nonempty] for line in lines]
-    names = [columns[i] for i in nonempty]
-    return Table(names, lines, numeric=frozenset(names[1:]))
+    nonempty_columns = [
+        i
+        for i, name in enumerate(columns)
+        if i < 2 or any(table_row[i] for table_row in table_rows)
+    ]
+    table_rows = [[table_row[i] for i in nonempty_columns] for table_row in table_rows]
+    names = [columns[i] for i in nonempty_columns]
+    return Table(names, table_rows, numeric=frozenset(names[1:]))
 
 
 def _format_us(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}"
 
 
-def _ratio(ours: float | None, other: float | None) -> str:
-    return "" if ours is None or not other else f"{ours / other:.2f}"
+def _format_ratio(numerator: float | None, denominator: float | None) -> str:
+    return "" if numerator is None or not denominator else f"{numerator / denominator:.2f}"

@@ -1,7 +1,7 @@
 """SVG figures of benchmark records, with the same panels as `mk bench --plot`.
 
-If every row has a roofline ("floor"), the figures show times as multiples of it. A difference of 10
-% would be invisible on an axis of microseconds that covers decades.
+If every row has a roofline ("floor"), the figures show times as multiples of the roofline. On an
+axis of microseconds that covers decades, a difference of 10 % would be invisible.
 """
 
 import math
@@ -15,10 +15,10 @@ from modular_kernel.report.pages.plots import (
     COLORS,
     XMLNS,
     Scale,
-    svg_element,
-    svg_line,
-    svg_shape_with_tooltip,
-    svg_text,
+    make_svg_element,
+    make_svg_line,
+    make_svg_shape_with_tooltip,
+    make_svg_text,
 )
 from modular_kernel.text import format_count
 
@@ -77,16 +77,16 @@ def draw_figure(name: str, report: Report) -> Figure | None:
     legend = _draw_legend(list(curves.values()), columns)
     top = math.ceil(len(curves) / columns) * _LEGEND_HEIGHT + 8
     panel_svgs = [
-        svg_element(
+        make_svg_element(
             _draw_legend(list(curves.values()), 1),
             _WIDTH,
             len(curves) * _LEGEND_HEIGHT + 8,
             "legend",
         ),
-        *(svg_element(_draw_panel(panel), _WIDTH, _HEIGHT, panel.title) for panel in panels),
+        *(make_svg_element(_draw_panel(panel), _WIDTH, _HEIGHT, panel.title) for panel in panels),
     ]
     placed_panels = [
-        svg_element(
+        make_svg_element(
             _draw_panel(panel),
             _WIDTH,
             _HEIGHT,
@@ -96,19 +96,21 @@ def draw_figure(name: str, report: Report) -> Figure | None:
         for index, panel in enumerate(panels)
     ]
     height = math.ceil(len(panels) / columns) * _HEIGHT + top
-    svg_text = svg_element([*legend, *placed_panels], columns * _WIDTH, height, name, XMLNS) + "\n"
+    figure_svg = (
+        make_svg_element([*legend, *placed_panels], columns * _WIDTH, height, name, XMLNS) + "\n"
+    )
     caption = f"{name}: solid: ours; dotted: others; dashed: roofline."
-    return Figure(name, svg_text, caption, panel_svgs)
+    return Figure(name, figure_svg, caption, panel_svgs)
 
 
 def _make_panels(report: Report) -> list[_Panel]:
-    groups: dict[tuple[str, str, str], list[Row]] = {}
+    rows_by_panel: dict[tuple[str, str, str], list[Row]] = {}
     for row in report.rows:
         if row.is_comparable:
-            groups.setdefault((row.shape, row.operands, row.routing), []).append(row)
-    names = list(dict.fromkeys(layer_label(row) for rows in groups.values() for row in rows))
+            rows_by_panel.setdefault((row.shape, row.operands, row.routing), []).append(row)
+    names = list(dict.fromkeys(layer_label(row) for rows in rows_by_panel.values() for row in rows))
     colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(names)}
-    return [_make_panel(", ".join(name), rows, colors) for name, rows in groups.items()]
+    return [_make_panel(", ".join(name), rows, colors) for name, rows in rows_by_panel.items()]
 
 
 def _make_panel(title: str, rows: Sequence[Row], colors: dict[str, str]) -> _Panel:
@@ -128,7 +130,7 @@ def _make_panel(title: str, rows: Sequence[Row], colors: dict[str, str]) -> _Pan
 
 
 def _make_point(row: Row, relative_to_floor: bool) -> _Point:
-    us = row.us or 0.0  # `competes` implies that there is a time
+    us = row.us or 0.0  # `is_comparable` implies that there is a time
     return _Point(row.tokens, us / (row.floor_us or us) if relative_to_floor else us, us)
 
 
@@ -136,8 +138,8 @@ def _draw_legend(curves: Sequence[_Curve], columns: int) -> list[str]:
     shapes = []
     for index, curve in enumerate(curves):
         x, y = index % columns * _WIDTH + 10, index // columns * _LEGEND_HEIGHT + 15
-        shapes.append(svg_line(x, y - 4, x + 26, y - 4, f' stroke-width="2" {curve.stroke}'))
-        shapes.append(svg_text(x + 32, y, curve.name))
+        shapes.append(make_svg_line(x, y - 4, x + 26, y - 4, f' stroke-width="2" {curve.stroke}'))
+        shapes.append(make_svg_text(x + 32, y, curve.name))
     return shapes
 
 
@@ -155,11 +157,13 @@ def _draw_panel(panel: _Panel) -> list[str]:
 
 def _draw_axis_labels(panel: _Panel) -> list[str]:
     center_x, center_y = (_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT / 2
-    middle = ' text-anchor="middle"'
+    centered = ' text-anchor="middle"'
     return [
-        svg_text(center_x, 16, panel.title, f'{middle} font-weight="bold"'),
-        svg_text(center_x, _HEIGHT - 6, "tokens", middle),
-        svg_text(12, center_y, panel.unit, f'{middle} transform="rotate(-90 12 {center_y:.1f})"'),
+        make_svg_text(center_x, 16, panel.title, f'{centered} font-weight="bold"'),
+        make_svg_text(center_x, _HEIGHT - 6, "tokens", centered),
+        make_svg_text(
+            12, center_y, panel.unit, f'{centered} transform="rotate(-90 12 {center_y:.1f})"'
+        ),
     ]
 
 
@@ -167,12 +171,12 @@ def _draw_grid(x: Scale, y: Scale, tokens: Sequence[int]) -> list[str]:
     shapes, bottom = [], _HEIGHT - _BOTTOM
     for number in tokens:
         left = x.position(number)
-        shapes.append(svg_line(left, _TOP, left, bottom))
-        shapes.append(svg_text(left, bottom + 14, str(number), ' text-anchor="middle"'))
+        shapes.append(make_svg_line(left, _TOP, left, bottom))
+        shapes.append(make_svg_text(left, bottom + 14, str(number), ' text-anchor="middle"'))
     for value in y.ticks():
         top = y.position(value)
-        shapes.append(svg_line(_LEFT, top, _WIDTH - _RIGHT, top))
-        shapes.append(svg_text(_LEFT - 5, top + 4, f"{value:g}", ' text-anchor="end"'))
+        shapes.append(make_svg_line(_LEFT, top, _WIDTH - _RIGHT, top))
+        shapes.append(make_svg_text(_LEFT - 5, top + 4, f"{value:g}", ' text-anchor="end"'))
     return shapes
 
 
@@ -183,7 +187,7 @@ def _draw_curve(curve: _Curve, x: Scale, y: Scale) -> list[str]:
     if not curve.color:
         return [polyline]
     dots = [
-        svg_shape_with_tooltip(
+        make_svg_shape_with_tooltip(
             "circle",
             f'cx="{left:.1f}" cy="{top:.1f}" r="2.2" fill="{curve.color}"',
             f"{curve.name}, {format_count(point.tokens, 'token')}: {point.us:.1f} us",

@@ -26,7 +26,7 @@ assert rules == ["format", "reduce"]
 """
 
 
-def errors_document(module: ModuleType = errors) -> Document:
+def build_errors_document(module: ModuleType = errors) -> Document:
     """Build the document of all error classes that `module` defines, in order of definition."""
     classes = [
         cls
@@ -46,16 +46,18 @@ def errors_document(module: ModuleType = errors) -> Document:
         ),
         Code("python", _EXAMPLE),
         Text("On the command line, a rejected pair exits with status 1 and bad usage with 2."),
-        Table(("error", "base class"), [(f"`{cls.__name__}`", _bases(cls)) for cls in classes]),
-        *(block for cls in classes for block in _description_of(cls)),
+        Table(
+            ("error", "base class"), [(f"`{cls.__name__}`", _format_bases(cls)) for cls in classes]
+        ),
+        *(block for cls in classes for block in _make_description(cls)),
     )
 
 
-def _bases(cls: type) -> str:
+def _format_bases(cls: type) -> str:
     return ", ".join(f"`{base.__name__}`" for base in cls.__bases__)
 
 
-def _description_of(cls: type) -> tuple[Block, ...]:
+def _make_description(cls: type) -> tuple[Block, ...]:
     paragraphs = inspect.cleandoc(cls.__doc__ or "").split("\n\n")
     texts = [Text(" ".join(paragraph.split())) for paragraph in paragraphs]
     return (Heading(2, f"`{cls.__name__}`"), *texts)

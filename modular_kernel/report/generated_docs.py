@@ -13,16 +13,16 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.report.benchmarks import (
     MAX_PANELS,
     BenchmarkRecord,
-    benchmarks_document,
-    date_of,
+    build_benchmarks_document,
     describe_origin,
+    get_date,
     read_records,
 )
 from modular_kernel.report.curves import draw_figure
-from modular_kernel.report.errors_page import errors_document
-from modular_kernel.report.judge_all import Matrix, built_in_catalog, judge_all
+from modular_kernel.report.errors_page import build_errors_document
+from modular_kernel.report.judge_all import Matrix, judge_all, select_built_in_parts
 from modular_kernel.report.markdown import render_markdown
-from modular_kernel.report.matrix import interactive_matrix, matrix_document
+from modular_kernel.report.matrix import build_interactive_matrix, build_matrix_document
 from modular_kernel.report.mutation_page import (
     mutation_document,
     read_scores,
@@ -38,7 +38,7 @@ from modular_kernel.report.pages.document import (
     Tiles,
 )
 from modular_kernel.report.pages.html import render_html
-from modular_kernel.report.shipped_times import RECORD_NAME, shipped_report
+from modular_kernel.report.shipped_times import RECORD_NAME, load_shipped_report
 from modular_kernel.utils import json_files
 
 # Files and folders below docs/: the records to read, and the folder of generated figures.
@@ -71,18 +71,18 @@ def render_html_page(catalog: Catalog, docs: Path) -> str:
     it shows the times that ship with the package, and the section of benchmarks comes last.
     """
     matrix, records = judge_all(catalog), read_records(docs / _BENCHMARK_RECORDS)
-    benchmark_blocks = _demote_headings(benchmarks_document(records, cells=True))
-    matrix_blocks = _demote_headings(matrix_document(matrix))
+    benchmark_blocks = _demote_headings(build_benchmarks_document(records, cells=True))
+    matrix_blocks = _demote_headings(build_matrix_document(matrix))
     return render_html(
         "modular_kernel",
         [
             Heading(1, "Compatibility and performance of pairs"),
-            _tiles(matrix, records),
+            _make_tiles(matrix, records),
             Heading(2, "Compatible pairs"),
             Text(_PICTURE_CAPTION),
-            interactive_matrix(matrix),
+            build_interactive_matrix(matrix),
             Heading(2, "Time of a layer"),
-            *_plot(records),
+            *_make_plot(records),
             TableOfContents(),
             *(benchmark_blocks + matrix_blocks if records else matrix_blocks + benchmark_blocks),
         ],
@@ -95,21 +95,21 @@ _PICTURE_CAPTION = (
 )
 
 
-def _plot(records: Sequence[BenchmarkRecord]) -> tuple[Text, Figure]:
+def _make_plot(records: Sequence[BenchmarkRecord]) -> tuple[Text, Figure]:
     """Return the plot of the newest record that can be drawn, or of the shipped record."""
-    reports = [(r.name, r.report) for r in sorted(records, key=date_of, reverse=True) if r.report]
-    for name, report in (*reports, (RECORD_NAME, shipped_report())):
+    reports = [(r.name, r.report) for r in sorted(records, key=get_date, reverse=True) if r.report]
+    for name, report in (*reports, (RECORD_NAME, load_shipped_report())):
         plot = draw_figure(name, report)
         if plot is not None and len(plot.panels) <= MAX_PANELS:
             return Text(describe_origin(report)), plot
     raise AssertionError("the shipped record cannot be drawn")
 
 
-def _tiles(matrix: Matrix, records: Sequence[BenchmarkRecord]) -> Tiles:
+def _make_tiles(matrix: Matrix, records: Sequence[BenchmarkRecord]) -> Tiles:
     parts = {name for pair in matrix.pairs for name in pair}
     valid = {cell.pair for cell in matrix.cells if cell.ok}
     plotted = [record for record in records if record.report is not None and record.report.rows]
-    newest = max(plotted, key=date_of, default=None)
+    newest = max(plotted, key=get_date, default=None)
     tiles = [
         (str(len(parts)), "parts"),
         (f"{len(valid)} of {len(matrix.pairs)}", f"pairs valid on {matrix.machine}"),
@@ -136,28 +136,29 @@ def render_files(catalog: Catalog, docs: Path) -> dict[Path, str]:
     """
     _check_folder(docs)
     documents: dict[str, Document] = {
-        "support-matrix.md": matrix_document(judge_all(built_in_catalog(catalog))),
-        "errors.md": errors_document(),
-        "benchmark-results.md": benchmarks_document(
+        "support-matrix.md": build_matrix_document(judge_all(select_built_in_parts(catalog))),
+        "errors.md": build_errors_document(),
+        "benchmark-results.md": build_benchmarks_document(
             read_records(docs / _BENCHMARK_RECORDS), cells=False
         ),
         "mutation-scores.md": mutation_document(
             read_scores(docs / _SCORES),
             docs / _SOURCE_DEFECTS,
             docs / _MUTATION_NOTES,
-            sorted(part.name for part in built_in_catalog(catalog).parts),
+            sorted(part.name for part in select_built_in_parts(catalog).parts),
             read_scores(docs / _FIRST_SCORES),
             read_scores(docs / _STUDIED_SCORES),
             read_second_sample(docs / _SECOND_SAMPLE),
         ),
     }
-    texts = {
-        Path(n): render_markdown(document, figures=_FIGURES) for n, document in documents.items()
+    text_by_path = {
+        Path(name): render_markdown(document, figures=_FIGURES)
+        for name, document in documents.items()
     }
     for document in documents.values():
         figures = [block for block in document if isinstance(block, Figure)]
-        texts |= {Path(_FIGURES, f"{figure.name}.svg"): figure.svg for figure in figures}
-    return texts
+        text_by_path |= {Path(_FIGURES, f"{figure.name}.svg"): figure.svg for figure in figures}
+    return text_by_path
 
 
 def find_stale_files(catalog: Catalog, docs: Path) -> list[StaleFile]:
@@ -165,36 +166,37 @@ def find_stale_files(catalog: Catalog, docs: Path) -> list[StaleFile]:
     return _compare_with_disk(render_files(catalog, docs), docs)
 
 
-def _compare_with_disk(texts: dict[Path, str], docs: Path) -> list[StaleFile]:
+def _compare_with_disk(text_by_path: dict[Path, str], docs: Path) -> list[StaleFile]:
     stale_files = []
-    for path, text in texts.items():
+    for path, text in text_by_path.items():
         if not (docs / path).is_file():
             stale_files.append(StaleFile(path, "missing"))
         elif (docs / path).read_text(encoding="utf-8") != text:
             stale_files.append(StaleFile(path, "changed"))
     stale_files += [
-        StaleFile(path, "without a record") for path in _figures_without_record(texts, docs)
+        StaleFile(path, "without a record")
+        for path in _find_figures_without_record(text_by_path, docs)
     ]
     return sorted(stale_files, key=lambda file: file.path)
 
 
 def update_files(catalog: Catalog, docs: Path) -> list[StaleFile]:
     """Update the stale files, delete figures without a record, and return the changes."""
-    texts = render_files(catalog, docs)
-    stale_files = _compare_with_disk(texts, docs)
+    text_by_path = render_files(catalog, docs)
+    stale_files = _compare_with_disk(text_by_path, docs)
     for file in stale_files:
         path = docs / file.path
-        if file.path in texts:
+        if file.path in text_by_path:
             path.parent.mkdir(parents=True, exist_ok=True)
-            json_files.write(path, texts[file.path])
+            json_files.write(path, text_by_path[file.path])
         else:
             path.unlink()
     return stale_files
 
 
-def _figures_without_record(texts: dict[Path, str], docs: Path) -> list[Path]:
+def _find_figures_without_record(text_by_path: dict[Path, str], docs: Path) -> list[Path]:
     figures_on_disk = (path.relative_to(docs) for path in (docs / _FIGURES).glob("*.svg"))
-    return [path for path in figures_on_disk if path not in texts]
+    return [path for path in figures_on_disk if path not in text_by_path]
 
 
 def _check_folder(docs: Path) -> None:

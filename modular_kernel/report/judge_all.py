@@ -87,12 +87,12 @@ class RefusalReason:
     world_sizes: tuple[int, ...]
 
 
-def built_in_catalog(catalog: Catalog) -> Catalog:
+def select_built_in_parts(catalog: Catalog) -> Catalog:
     """Return a catalog with only the built-in parts, so that plugins do not change the docs."""
     return Catalog(tuple(p for p in catalog.parts if p.origin.startswith(_BUILT_IN_ORIGIN)))
 
 
-def with_required_packages(
+def set_required_packages(
     machine: Machine, *parts: type[PrepareAndFinalize | PermuteExpertsUnpermute]
 ) -> Machine:
     """Return the machine with exactly the packages that these parts require.
@@ -116,23 +116,27 @@ def judge_all(
         two parts require.
     """
     problems = {
-        (size, quant): _problem_of_each_rank(problem, quant, size)
+        (size, quant): _make_rank_problems(problem, quant, size)
         for size in world_sizes
         for quant in QUANT_SCHEMES
     }
     cells = [
         PairVerdict(
-            pf, ex, quant, size, _find_rejections(catalog, pf, ex, machine, problems[size, quant])
+            pf_name,
+            experts_name,
+            quant,
+            size,
+            _find_rejections(catalog, pf_name, experts_name, machine, problems[size, quant]),
         )
         for size in world_sizes
-        for pf in catalog.names("prepare_finalize")
-        for ex in catalog.names("experts")
+        for pf_name in catalog.names("prepare_finalize")
+        for experts_name in catalog.names("experts")
         for quant in QUANT_SCHEMES
     ]
     return Matrix(catalog, problem, machine, tuple(cells))
 
 
-def _problem_of_each_rank(problem: Problem, quant: str, world_size: int) -> list[Problem]:
+def _make_rank_problems(problem: Problem, quant: str, world_size: int) -> list[Problem]:
     ranks = [Parallel(world_size, "linear", rank) for rank in range(world_size)]
     return [replace(problem, quant=quant, parallel=parallel) for parallel in ranks]
 
@@ -142,12 +146,12 @@ def _find_rejections(
 ) -> tuple[Rejection, ...]:
     """Return the rejections of all problems, one per rank, without duplicates."""
     pf, experts = catalog.prepare_finalize(pf_name), catalog.experts(experts_name)
-    machine = with_required_packages(machine, pf, experts)
+    machine = set_required_packages(machine, pf, experts)
     verdicts = [judge(pf, experts, problem, machine) for problem in problems]
     return tuple(dict.fromkeys(r for verdict in verdicts for r in verdict.rejections))
 
 
-def refusal_reasons(matrix: Matrix) -> tuple[RefusalReason, ...]:
+def collect_refusal_reasons(matrix: Matrix) -> tuple[RefusalReason, ...]:
     """Return every rejection with the cells that it applies to, in order of first occurrence.
 
     An entry applies to all combinations of its pairs, world sizes and schemes. A rejection whose
@@ -175,10 +179,15 @@ def _group_into_products(
 
     cells_of_rejection: the schemes of each pair and world size.
     """
-    pairs_of: dict[tuple[tuple[str, ...], int], list[tuple[str, str]]] = {}
+    pairs_by_quants_and_size: dict[tuple[tuple[str, ...], int], list[tuple[str, str]]] = {}
     for (pair, size), quants in cells_of_rejection.items():
-        pairs_of.setdefault((tuple(quants), size), []).append(pair)
-    sizes_of: dict[tuple[tuple[str, ...], tuple[tuple[str, str], ...]], list[int]] = {}
-    for (quants_key, size), pairs in pairs_of.items():
-        sizes_of.setdefault((quants_key, tuple(pairs)), []).append(size)
-    return [(pairs_key, tuple(sizes), quants) for (quants, pairs_key), sizes in sizes_of.items()]
+        pairs_by_quants_and_size.setdefault((tuple(quants), size), []).append(pair)
+    sizes_by_quants_and_pairs: dict[
+        tuple[tuple[str, ...], tuple[tuple[str, str], ...]], list[int]
+    ] = {}
+    for (quants_key, size), pairs in pairs_by_quants_and_size.items():
+        sizes_by_quants_and_pairs.setdefault((quants_key, tuple(pairs)), []).append(size)
+    return [
+        (pairs_key, tuple(sizes), quants)
+        for (quants, pairs_key), sizes in sizes_by_quants_and_pairs.items()
+    ]

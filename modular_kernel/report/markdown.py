@@ -1,4 +1,4 @@
-"""Renders documents as Markdown, for the generated files under docs/."""
+"""Render documents as Markdown, for the generated files under docs/."""
 
 from functools import cache
 from textwrap import fill
@@ -15,12 +15,12 @@ def render_markdown(document: Document, *, figures: str) -> str:
 
     figures: folder of the SVG figures, relative to the file.
     """
-    template = _templates().get_template("page.md")
+    template = _make_environment().get_template("page.md")
     return template.render(document=document, figures=figures)
 
 
 @cache
-def _templates() -> Environment:
+def _make_environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("modular_kernel", "report/pages"),
         autoescape=False,  # Markdown, not HTML
@@ -30,7 +30,7 @@ def _templates() -> Environment:
         undefined=StrictUndefined,
     )
     environment.filters |= {
-        "alignments": _alignments,
+        "alignments": _get_alignments,
         "escape_cell": lambda cell: cell.replace("|", r"\|"),
         "kind": lambda block: type(block).__name__,
         "wrap": _wrap,
@@ -38,7 +38,7 @@ def _templates() -> Environment:
     return environment
 
 
-def _alignments(table: Table) -> list[str]:
+def _get_alignments(table: Table) -> list[str]:
     return ["---:" if column in table.numeric else "---" for column in table.columns]
 
 

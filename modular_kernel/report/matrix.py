@@ -20,8 +20,8 @@ from modular_kernel.report.judge_all import (
     Matrix,
     PairVerdict,
     RefusalReason,
-    refusal_reasons,
-    with_required_packages,
+    collect_refusal_reasons,
+    set_required_packages,
 )
 from modular_kernel.report.pages.document import (
     Block,
@@ -45,21 +45,25 @@ _OPTIONAL_CAPABILITIES = (
 )  # fmt: skip
 
 
-def matrix_document(matrix: Matrix) -> Document:
+def build_matrix_document(matrix: Matrix) -> Document:
     """Build the document: parts, machines, pairs by number of ranks, and reasons of refusals."""
     return (
-        *_introduction(matrix),
+        *_build_introduction(matrix),
         Heading(2, "Parts"),
-        *_parts_section(matrix),
+        *_build_parts_section(matrix),
         Heading(2, "Machines"),
-        *_machines_section(matrix),
-        *(block for sizes in _group_world_sizes(matrix) for block in _pairs_section(matrix, sizes)),
+        *_build_machines_section(matrix),
+        *(
+            block
+            for sizes in _group_world_sizes(matrix)
+            for block in _build_pairs_section(matrix, sizes)
+        ),
         Heading(2, "Reasons"),
-        *_reasons_section(matrix),
+        *_build_reasons_section(matrix),
     )
 
 
-def _introduction(matrix: Matrix) -> tuple[Block, ...]:
+def _build_introduction(matrix: Matrix) -> tuple[Block, ...]:
     problem, machine = matrix.problem, matrix.machine
     arch = f" of compute capability {machine.arch[0]}.{machine.arch[1]}" if machine.arch else ""
     machine_text = (
@@ -72,7 +76,7 @@ def _introduction(matrix: Matrix) -> tuple[Block, ...]:
         f"top-{problem.top_k}, {dtype_name(problem.dtype)}, {problem.act}; "
         "consecutive experts on each rank."
     )
-    other = "For other layers and machines run `mk check`, or see [choose a pairing](choose.md)."
+    hint = "For other layers and machines run `mk check`, or see [choose a pairing](choose.md)."
     return (
         Heading(1, "Support matrix"),
         Text(
@@ -81,21 +85,21 @@ def _introduction(matrix: Matrix) -> tuple[Block, ...]:
             "by `mk check`. `yes` means that no rule rejects the pair. `tests/must_run.txt` in the "
             "source tree lists the pairs that the test suite verifies, and on which machines."
         ),
-        BulletList([machine_text, layer_text, other]),
+        BulletList([machine_text, layer_text, hint]),
     )
 
 
-def _requirements_of(part: Part) -> Requirements:
+def _get_requirements(part: Part) -> Requirements:
     requires: Requirements = part.cls.requires  # type: ignore[attr-defined]
     return requires
 
 
-def _paired_parts(matrix: Matrix) -> list[Part]:
+def _list_paired_parts(matrix: Matrix) -> list[Part]:
     parts = matrix.catalog.parts
     return [p for kind in ("prepare_finalize", "experts") for p in parts if p.kind == kind]
 
 
-def _parts_section(matrix: Matrix) -> tuple[Block, ...]:
+def _build_parts_section(matrix: Matrix) -> tuple[Block, ...]:
     rows = [
         (
             f"`{p.name}`",
@@ -104,8 +108,8 @@ def _parts_section(matrix: Matrix) -> tuple[Block, ...]:
             _format_accepted(r),
             _format_supported(r),
         )
-        for p in _paired_parts(matrix)
-        for r in [_requirements_of(p)]
+        for p in _list_paired_parts(matrix)
+        for r in [_get_requirements(p)]
     ]
     columns = ("part", "format", "requires", "accepts", "supports")
     return (
@@ -164,7 +168,7 @@ def _format_supported(requires: Requirements) -> str:
     return ", ".join(name for name in _OPTIONAL_CAPABILITIES if getattr(requires, name, False))
 
 
-def _machines_section(matrix: Matrix) -> tuple[Block, ...]:
+def _build_machines_section(matrix: Matrix) -> tuple[Block, ...]:
     """Build the table of parts that can run on four kinds of machines."""
     machines = {
         "compute capability 8.0": Machine("cuda", (8, 0)),
@@ -174,16 +178,16 @@ def _machines_section(matrix: Matrix) -> tuple[Block, ...]:
     }
     rows = [
         (f"`{p.name}`", *(_format_availability(p, machine) for machine in machines.values()))
-        for p in _paired_parts(matrix)
+        for p in _list_paired_parts(matrix)
     ]
     text = "Whether a part can run on a machine with the packages that it requires."
     return (Text(text), Table(("part", *machines), rows))
 
 
 def _format_availability(part: Part, machine: Machine) -> str:
-    with_packages = with_required_packages(machine, part.cls)
+    with_packages = set_required_packages(machine, part.cls)
     return _format_rules(
-        r.rule for r in judge_part(part.name, _requirements_of(part), with_packages)
+        r.rule for r in judge_part(part.name, _get_requirements(part), with_packages)
     )
 
 
@@ -201,18 +205,24 @@ def _group_world_sizes(matrix: Matrix) -> list[tuple[int, ...]]:
     return list(map(tuple, groups.values()))
 
 
-def _pairs_section(matrix: Matrix, sizes: tuple[int, ...]) -> tuple[Block, ...]:
+def _build_pairs_section(matrix: Matrix, sizes: tuple[int, ...]) -> tuple[Block, ...]:
     """Build the section of world sizes with the same verdicts.
 
     The first table has the number of schemes that each pair supports, and the second table lists
     the schemes.
     """
     size = sizes[0]
-    pfs = list(dict.fromkeys(pf for pf, _ in matrix.pairs))
-    experts = list(dict.fromkeys(ex for _, ex in matrix.pairs))
+    pf_names = list(dict.fromkeys(pf_name for pf_name, _ in matrix.pairs))
+    experts_names = list(dict.fromkeys(experts_name for _, experts_name in matrix.pairs))
     counts = [
-        (f"`{pf}`", *(_format_count_or_rules(matrix, (pf, ex), size) for ex in experts))
-        for pf in pfs
+        (
+            f"`{pf_name}`",
+            *(
+                _format_count_or_rules(matrix, (pf_name, experts_name), size)
+                for experts_name in experts_names
+            ),
+        )
+        for pf_name in pf_names
     ]
     supported = [pair for pair in matrix.pairs if _count_valid(matrix, pair, size)]
     verdicts = [
@@ -236,7 +246,7 @@ def _pairs_section(matrix: Matrix, sizes: tuple[int, ...]) -> tuple[Block, ...]:
             f"Number of schemes, of {len(matrix.quants)}, that each pair supports, or the rules "
             "that reject all of them."
         ),
-        Table(("", *(f"`{ex}`" for ex in experts)), counts),
+        Table(("", *(f"`{experts_name}`" for experts_name in experts_names)), counts),
         *details,
     )
 
@@ -249,25 +259,27 @@ def _format_count_or_rules(matrix: Matrix, pair: tuple[str, str], size: int) -> 
     count = _count_valid(matrix, pair, size)
     if count:
         return f"{_YES}: {count}"
-    violated = [matrix.by_key[*pair, quant, size].rules for quant in matrix.quants]
-    common = [rule for rule in violated[0] if all(rule in other for other in violated)]
-    return f"no: {', '.join(common or ['differs by scheme'])}"
+    violated_rules = [matrix.by_key[*pair, quant, size].rules for quant in matrix.quants]
+    common_rules = [
+        rule for rule in violated_rules[0] if all(rule in rules for rules in violated_rules)
+    ]
+    return f"no: {', '.join(common_rules or ['differs by scheme'])}"
 
 
 def _format_verdict(matrix: Matrix, pair: tuple[str, str], quant: str, size: int) -> str:
     return _format_rules(matrix.by_key[*pair, quant, size].rules)
 
 
-def _reasons_section(matrix: Matrix) -> tuple[Block, ...]:
+def _build_reasons_section(matrix: Matrix) -> tuple[Block, ...]:
     """Build the table of rejections. Rejections that differ only in their parties share a row."""
     parties_by_row: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
-    for reason in refusal_reasons(matrix):
+    for reason in collect_refusal_reasons(matrix):
         r = reason.rejection
         key = (f"`{r.rule}`", r.got, r.need, r.hint, _format_scope(matrix, reason))
         parties_by_row.setdefault(key, []).append(r.parties)
     rows = [
-        (rule, _format_parties(matrix, parties), *rest)
-        for (rule, *rest), parties in parties_by_row.items()
+        (rule, _format_parties(matrix, parties), *cells)
+        for (rule, *cells), parties in parties_by_row.items()
     ]
     return (
         Text(
@@ -308,7 +320,7 @@ def _format_list(numbers: Iterable[int]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def interactive_matrix(matrix: Matrix) -> InteractiveMatrix:
+def build_interactive_matrix(matrix: Matrix) -> InteractiveMatrix:
     """Build the data of the interactive diagram. It stores shared reasons only once."""
     reasons: dict[str, int] = {}
     reason_sets: dict[tuple[int, ...], int] = {(): 0}
@@ -317,7 +329,7 @@ def interactive_matrix(matrix: Matrix) -> InteractiveMatrix:
         for quant in matrix.quants:
             cells[f"{quant} {size}"] = [
                 reason_sets.setdefault(
-                    _reason_indices(matrix.by_key[*pair, quant, size], reasons), len(reason_sets)
+                    _index_reasons(matrix.by_key[*pair, quant, size], reasons), len(reason_sets)
                 )
                 for pair in matrix.pairs
             ]
@@ -332,7 +344,7 @@ def interactive_matrix(matrix: Matrix) -> InteractiveMatrix:
     )
 
 
-def _reason_indices(cell: PairVerdict, reasons: dict[str, int]) -> tuple[int, ...]:
+def _index_reasons(cell: PairVerdict, reasons: dict[str, int]) -> tuple[int, ...]:
     """Return the index of each of the cell's reasons. New reasons are added to `reasons`."""
     texts = []
     for r in cell.rejections:

@@ -137,7 +137,7 @@ def mutation_document(
     """
     _check_samples(scores, first_scores, studied_scores)
     _check_seeds(scores, second_scores)
-    _check_seeds(first_scores, _of_parts(second_scores, first_scores))
+    _check_seeds(first_scores, _filter_by_parts(second_scores, first_scores))
     note_texts = json.loads(notes.read_text(encoding="utf-8")) if notes.is_file() else {}
     return (
         Heading(1, "Mutation scores"),
@@ -147,18 +147,20 @@ def mutation_document(
             "tests are not used, except for the scopes of `tools/mutation_scopes.json`."
         ),
         Heading(2, "Results"),
-        Table(_COLUMNS, [_score_row(score) for score in scores], numeric=_NUMERIC),
+        Table(_COLUMNS, [_make_score_row(score) for score in scores], numeric=_NUMERIC),
         Text(
             "executed: mutants in lines that a case executes on a CPU. sampled: those of them "
             "that were tested. score: killed / (killed + survived)."
         ),
-        *_parts_without_score(scores, parts),
-        *_note(note_texts, "scores"),
-        *_fresh_samples(scores, first_scores, studied_scores, second_scores, note_texts),
+        *_list_parts_without_score(scores, parts),
+        *_make_note(note_texts, "scores"),
+        *_build_fresh_samples_section(
+            scores, first_scores, studied_scores, second_scores, note_texts
+        ),
         Heading(2, "Method"),
         BulletList(_METHOD),
-        *_survivors(scores, note_texts),
-        *_handwritten_defects(defects, note_texts),
+        *_build_survivors_table(scores, note_texts),
+        *_build_defects_section(defects, note_texts),
     )
 
 
@@ -167,9 +169,9 @@ def _check_samples(
 ) -> None:
     """Raise ConfigurationError for inconsistent records, see `mutation_document`."""
     _check_seeds(scores, first_scores)
-    first_samples = {record["part"]: _sample_of(record) for record in first_scores}
+    first_samples = {record["part"]: _get_sample(record) for record in first_scores}
     for record in studied_scores:
-        if first_samples.get(record["part"]) != _sample_of(record):
+        if first_samples.get(record["part"]) != _get_sample(record):
             need = "the seed and the mutants of a first score of the part"
             raise ConfigurationError(
                 f"score of {record['part']} after study", got="another sample", need=need
@@ -188,13 +190,13 @@ def _check_seeds(scores: tuple[Record, ...], first_scores: tuple[Record, ...]) -
             raise ConfigurationError(f"first score of {part}: seed", got=seed, need=need)
 
 
-def _sample_of(record: Record) -> tuple[str, frozenset[str]]:
+def _get_sample(record: Record) -> tuple[str, frozenset[str]]:
     """Return the seed and the ids of the mutants of a record."""
     not_killed = (item["id"] for name in ("equivalent", "survivors") for item in record[name])
     return record["seed"], frozenset((*record["died"], *not_killed))
 
 
-def _fresh_samples(
+def _build_fresh_samples_section(
     scores: tuple[Record, ...],
     first_scores: tuple[Record, ...],
     studied_scores: tuple[Record, ...],
@@ -205,9 +207,9 @@ def _fresh_samples(
     if not first_scores:
         return ()
     studied_by_part = {record["part"]: record for record in studied_scores}
-    rows = [_fresh_row(record, studied_by_part.get(record["part"])) for record in first_scores]
-    rows.append(_fresh_totals(first_scores, studied_by_part))
-    killed, total = _fresh_counts(first_scores)
+    rows = [_make_fresh_row(record, studied_by_part.get(record["part"])) for record in first_scores]
+    rows.append(_make_fresh_totals(first_scores, studied_by_part))
+    killed, total = _count_fresh_mutants(first_scores)
     return (
         Heading(2, "Fresh samples"),
         Text(
@@ -224,15 +226,15 @@ def _fresh_samples(
             f"{sum(record['put_in'] for record in first_scores)} sampled."
         ),
         Table(_FRESH_COLUMNS, rows, numeric=frozenset(_FRESH_COLUMNS[1:]), totals=1),
-        *_parts_without_fresh_sample(scores, (*first_scores, *second_scores)),
-        *_note(note_texts, "fresh"),
-        *_second_sample(first_scores, second_scores, note_texts),
-        *_first_survivors(first_scores, studied_by_part, note_texts),
-        *_exclusions(first_scores),
+        *_list_parts_without_fresh_sample(scores, (*first_scores, *second_scores)),
+        *_make_note(note_texts, "fresh"),
+        *_build_second_sample_section(first_scores, second_scores, note_texts),
+        *_build_first_survivors_table(first_scores, studied_by_part, note_texts),
+        *_build_exclusions_table(first_scores),
     )
 
 
-def _fresh_row(record: Record, studied: Record | None) -> tuple[str, ...]:
+def _make_fresh_row(record: Record, studied: Record | None) -> tuple[str, ...]:
     """Return the row of a part.
 
     studied: None if its sample was not tested again.
@@ -244,7 +246,7 @@ def _fresh_row(record: Record, studied: Record | None) -> tuple[str, ...]:
     return (f"`{record['part']}`", *map(str, counts), *fresh_scores)
 
 
-def _fresh_totals(
+def _make_fresh_totals(
     first_scores: tuple[Record, ...], studied_by_part: dict[str, Record]
 ) -> tuple[str, ...]:
     """Return the row of sums. A sample that was not tested again counts with its first score."""
@@ -254,46 +256,48 @@ def _fresh_totals(
         sum(len(record["equivalent"]) for record in first_scores),
         sum(record["killed"] for record in first_scores),
     )
-    fresh_scores = (_format_percentage(*_fresh_counts(first_scores)), "", "")
+    fresh_scores = (_format_percentage(*_count_fresh_mutants(first_scores)), "", "")
     if studied_by_part:
-        killed, total = _fresh_counts(latest)
+        killed, total = _count_fresh_mutants(latest)
         fresh_scores = (fresh_scores[0], str(killed), _format_percentage(killed, total))
     return ("all", *map(str, sums), *fresh_scores)
 
 
-def _of_parts(records: tuple[Record, ...], others: tuple[Record, ...]) -> tuple[Record, ...]:
+def _filter_by_parts(records: tuple[Record, ...], others: tuple[Record, ...]) -> tuple[Record, ...]:
     """Return the records of the parts that also have a record in `others`."""
     names = {record["part"] for record in others}
     return tuple(record for record in records if record["part"] in names)
 
 
-def _second_sample(
+def _build_second_sample_section(
     first_scores: tuple[Record, ...], second_scores: tuple[Record, ...], note_texts: dict[str, str]
 ) -> tuple[Block, ...]:
     """Build the table that compares the first scores of both samples."""
     if not second_scores:
         return ()
     groups = [
-        (f"`{record['part']}`", _of_parts(first_scores, (record,)), (record,))
+        (f"`{record['part']}`", _filter_by_parts(first_scores, (record,)), (record,))
         for record in second_scores
     ]
     rows = []
     for name, first, second in (*groups, ("all", first_scores, second_scores)):
-        killed, total = _fresh_counts(first)
-        earlier = (f"{killed} of {total}", _format_percentage(killed, total)) if first else ("", "")
-        killed, total = _fresh_counts(second)
+        killed, total = _count_fresh_mutants(first)
+        first_cells = (
+            (f"{killed} of {total}", _format_percentage(killed, total)) if first else ("", "")
+        )
+        killed, total = _count_fresh_mutants(second)
         sampled = sum(record["put_in"] for record in second)
         counts = (sampled, sampled - total, killed)
-        rows.append((name, *earlier, *map(str, counts), _format_percentage(killed, total)))
+        rows.append((name, *first_cells, *map(str, counts), _format_percentage(killed, total)))
     columns = _SECOND_COLUMNS
     return (
         Heading(3, "A second fresh sample"),
         Table(columns, rows, numeric=frozenset(columns[1:]), totals=1),
-        *_note(note_texts, "second_sample"),
+        *_make_note(note_texts, "second_sample"),
     )
 
 
-def _fresh_counts(records: Iterable[Record]) -> tuple[int, int]:
+def _count_fresh_mutants(records: Iterable[Record]) -> tuple[int, int]:
     """Return the number of killed mutants, and of sampled mutants that are not equivalent."""
     records = tuple(records)
     equivalent = sum(len(record["equivalent"]) for record in records)
@@ -302,14 +306,14 @@ def _fresh_counts(records: Iterable[Record]) -> tuple[int, int]:
 
 
 def _format_score(record: Record) -> str:
-    return _format_percentage(*_fresh_counts((record,)))
+    return _format_percentage(*_count_fresh_mutants((record,)))
 
 
 def _format_percentage(killed: int, total: int) -> str:
     return f"{killed / total:.1%}" if total else "no mutants"
 
 
-def _parts_without_fresh_sample(
+def _list_parts_without_fresh_sample(
     scores: tuple[Record, ...], first_scores: tuple[Record, ...]
 ) -> tuple[Block, ...]:
     """List the parts and scopes with a score but without a fresh sample."""
@@ -321,12 +325,12 @@ def _parts_without_fresh_sample(
     return (Text(text),)
 
 
-def _first_survivors(
+def _build_first_survivors_table(
     first_scores: tuple[Record, ...], studied_by_part: dict[str, Record], note_texts: dict[str, str]
 ) -> tuple[Block, ...]:
     """Build the table of mutants that survived the first run of a fresh sample."""
     rows = []
-    for item, parts in _by_mutant(first_scores, "survivors"):
+    for item, parts in _group_by_mutant(first_scores, "survivors"):
         mutant_id = item["id"]
         second_records = [studied_by_part[part] for part in parts if part in studied_by_part]
         if len(second_records) < len(parts):
@@ -350,7 +354,7 @@ def _first_survivors(
     return (Heading(3, "Survivors of first runs"), Table(columns, rows))
 
 
-def _exclusions(first_scores: tuple[Record, ...]) -> tuple[Block, ...]:
+def _build_exclusions_table(first_scores: tuple[Record, ...]) -> tuple[Block, ...]:
     """Build the table of equivalent mutants, which the first scores exclude."""
     rows = [
         (
@@ -361,7 +365,7 @@ def _exclusions(first_scores: tuple[Record, ...]) -> tuple[Block, ...]:
             f"{item['forms']} forms" if item["proof"] == "code" else f"{item['problems']} problems",
             item["reason"],
         )
-        for item, parts in _by_mutant(first_scores, "equivalent")
+        for item, parts in _group_by_mutant(first_scores, "equivalent")
     ]
     if not rows:
         return ()
@@ -375,7 +379,7 @@ def _exclusions(first_scores: tuple[Record, ...]) -> tuple[Block, ...]:
     )
 
 
-def _by_mutant(records: tuple[Record, ...], name: str) -> list[tuple[Record, list[str]]]:
+def _group_by_mutant(records: tuple[Record, ...], name: str) -> list[tuple[Record, list[str]]]:
     """Return the distinct mutants of all records, sorted by place, each with its parts.
 
     name: key of a record's list of mutants, "survivors" or "equivalent".
@@ -390,7 +394,9 @@ def _by_mutant(records: tuple[Record, ...], name: str) -> list[tuple[Record, lis
     return [(item, parts[item["id"]]) for item in by_place]
 
 
-def _parts_without_score(scores: tuple[Record, ...], parts: Sequence[str]) -> tuple[Block, ...]:
+def _list_parts_without_score(
+    scores: tuple[Record, ...], parts: Sequence[str]
+) -> tuple[Block, ...]:
     measured = {score["part"] for score in scores}
     names = [f"`{name}`" for name in parts if name not in measured]
     if not names:
@@ -398,11 +404,13 @@ def _parts_without_score(scores: tuple[Record, ...], parts: Sequence[str]) -> tu
     return (Text(f"**No score yet, {len(names)} of {len(parts)} parts:** {', '.join(names)}."),)
 
 
-def _note(note_texts: dict[str, str], key: str) -> tuple[Block, ...]:
+def _make_note(note_texts: dict[str, str], key: str) -> tuple[Block, ...]:
     return (Text(note_texts[key]),) if key in note_texts else ()
 
 
-def _survivors(scores: tuple[Record, ...], note_texts: dict[str, str]) -> tuple[Block, ...]:
+def _build_survivors_table(
+    scores: tuple[Record, ...], note_texts: dict[str, str]
+) -> tuple[Block, ...]:
     """Build the table of surviving mutants, each with the parts whose cases it survives."""
     rows = [
         (
@@ -412,7 +420,7 @@ def _survivors(scores: tuple[Record, ...], note_texts: dict[str, str]) -> tuple[
             _format_parts(parts),
             note_texts.get(item["id"], "Not reviewed yet."),
         )
-        for item, parts in _by_mutant(scores, "survivors")
+        for item, parts in _group_by_mutant(scores, "survivors")
     ]
     if not rows:
         return ()
@@ -431,7 +439,7 @@ def _format_parts(parts: Sequence[str]) -> str:
     return f"`{parts[0]}`" if len(parts) == 1 else f"{len(parts)} parts, such as `{parts[0]}`"
 
 
-def _handwritten_defects(path: Path, note_texts: dict[str, str]) -> tuple[Block, ...]:
+def _build_defects_section(path: Path, note_texts: dict[str, str]) -> tuple[Block, ...]:
     """Build the section of handwritten defects, with their outcomes by level."""
     if not path.is_file():
         return ()
@@ -440,10 +448,10 @@ def _handwritten_defects(path: Path, note_texts: dict[str, str]) -> tuple[Block,
     for level in ("smoke", "full"):
         outcomes = [record.get(level, "not run") for record in defects.values()]
         killed = sum(outcome.startswith("killed") for outcome in outcomes)
-        others = [
+        other_counts = [
             str(outcomes.count(outcome)) for outcome in ("survived", "not executed", "not run")
         ]
-        rows.append((level, str(len(outcomes)), str(killed), *others))
+        rows.append((level, str(len(outcomes)), str(killed), *other_counts))
     for name, record in defects.items():
         outcome = str(record.get("full", record.get("smoke", "not run")))
         if not outcome.startswith("killed"):
@@ -459,14 +467,16 @@ def _handwritten_defects(path: Path, note_texts: dict[str, str]) -> tuple[Block,
             "cases of that level that execute the changed lines. A defect that is killed at level "
             "smoke counts as killed in both rows."
         ),
-        *_note(note_texts, "defects"),
+        *_make_note(note_texts, "defects"),
         Table(("level", "defects", "killed", "survived", "not executed", "not run"), rows),
-        *_killed_by_tests([record["tests"] for record in defects.values() if "tests" in record]),
+        *_describe_killed_by_tests(
+            [record["tests"] for record in defects.values() if "tests" in record]
+        ),
         *((Text("Not killed:"), BulletList(not_killed)) if not_killed else ()),
     )
 
 
-def _killed_by_tests(outcomes: Sequence[str]) -> tuple[Block, ...]:
+def _describe_killed_by_tests(outcomes: Sequence[str]) -> tuple[Block, ...]:
     """State how many of the defects that survive all cases are killed by tests of operations."""
     if not outcomes:
         return ()
@@ -483,7 +493,7 @@ def _read_score(path: Path) -> Record:
     return score
 
 
-def _score_row(score: Record) -> tuple[str, ...]:
+def _make_score_row(score: Record) -> tuple[str, ...]:
     counts = (score["mutants"], score["executed"], score["put_in"], score["killed"])
     last_counts = len(score["equivalent"]), len(score["survivors"])
     percentage = f"{score['score']:.1%}" if score["put_in"] else "no mutants"

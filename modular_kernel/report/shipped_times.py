@@ -40,7 +40,7 @@ _LAYERS = {
 }
 
 
-def shipped_report() -> Report:
+def load_shipped_report() -> Report:
     """Return the times of layers on one H200, all measured in one run."""
     record = json_files.parse(json_files.read_file(_FILE, _MAX_BYTES))
     rows = [_make_row(row, record["shapes"][row["shape"]]) for row in record["rows"]]

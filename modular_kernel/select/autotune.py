@@ -145,7 +145,7 @@ def choose(
     token_counts = tuple(dict.fromkeys((*tokens, problem.tokens)))
     candidates = find_candidates(problem, machine, token_counts, replicated=options.replicated)
     pairing_options = _make_pairing_options(problem, machine, options, tokens, candidates)
-    identity = cache_keys.identity_fields(
+    identity = cache_keys.make_identity_fields(
         problem, machine, routing=options.routing, replicated=options.replicated
     )
     versions = cache_keys.version_fields(machine)
@@ -211,11 +211,13 @@ def _check_equal_on_all_ranks(ranks: Ranks, key_fields: cache_keys.KeyFields) ->
 
     All ranks time the same pairings in the same order, which requires equal settings.
     """
-    first, *others = ranks.all_gather(key_fields)
-    for rank, other in enumerate(others, 1):
-        mismatches = {n: other.get(n) for n in first if other.get(n) != first[n]}
+    first_fields, *other_fields = ranks.all_gather(key_fields)
+    for rank, rank_fields in enumerate(other_fields, 1):
+        mismatches = {
+            n: rank_fields.get(n) for n in first_fields if rank_fields.get(n) != first_fields[n]
+        }
         if mismatches:
-            need = {name: first[name] for name in mismatches}
+            need = {name: first_fields[name] for name in mismatches}
             raise ConfigurationError(
                 f"rank {rank}'s choice", got=mismatches, need=f"{need}, as on rank 0"
             )

@@ -13,7 +13,7 @@ import torch
 
 from modular_kernel.replay.launch.runtime import call_before_compilation
 from modular_kernel.select.process_group import Ranks
-from modular_kernel.utils.host_memory import memory_id
+from modular_kernel.utils.host_memory import get_memory_id
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -101,7 +101,7 @@ def count_ranks_sharing_memory(ranks: Ranks, device: torch.device) -> int:
 
     On a CPU, this is the number of ranks on the host. All ranks must call this function.
     """
-    return ranks.all_gather(memory_id(device)).count(memory_id(device))
+    return ranks.all_gather(get_memory_id(device)).count(get_memory_id(device))
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -112,11 +112,11 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + int(cached)
-    limits = [n for n in (_free_bytes_of_system(), _free_bytes_of_cgroup()) if n is not None]
+    limits = [n for n in (_read_free_system_bytes(), _read_free_cgroup_bytes()) if n is not None]
     return min(limits, default=None)
 
 
-def _free_bytes_of_system() -> int | None:
+def _read_free_system_bytes() -> int | None:
     try:
         text = Path("/proc/meminfo").read_text(encoding="ascii")
         line = next(line for line in text.splitlines() if line.startswith("MemAvailable:"))
@@ -129,7 +129,7 @@ def _free_bytes_of_system() -> int | None:
         return None
 
 
-def _free_bytes_of_cgroup() -> int | None:
+def _read_free_cgroup_bytes() -> int | None:
     """Return the free bytes of this process's control group, or None if it has no limit."""
     try:
         limit = (_CGROUP / "memory.max").read_text(encoding="ascii").strip()

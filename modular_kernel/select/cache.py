@@ -56,7 +56,7 @@ class Cache:
 
     folder: the cache folder, which is created when needed; None disables the cache. Files have the
         permissions that the umask allows, so that several users can share a folder.
-    identity: see `cache_keys.identity_fields`.
+    identity: see `cache_keys.make_identity_fields`.
     versions: see `cache_keys.version_fields`.
     """
 
@@ -81,9 +81,9 @@ class Cache:
             )
         except OSError as error:
             return CacheLookup(None, (f"{self.path} is not used: {error.strerror or error}",))
-        current = next((r for r in records if r.versions == self.versions), None)
-        if current is not None or not records:
-            return CacheLookup(current)
+        current_record = next((r for r in records if r.versions == self.versions), None)
+        if current_record is not None or not records:
+            return CacheLookup(current_record)
         return CacheLookup(
             None, (f"ignoring cached timings: {self._describe_changes(records[0])}",)
         )
@@ -119,7 +119,7 @@ class Cache:
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
-            yield _acquire(fd, time.monotonic() + wait_s)
+            yield _acquire_lock(fd, time.monotonic() + wait_s)
         finally:
             # A process that was forked inside the context has a copy of the descriptor, so closing
             # our descriptor would not release the lock.
@@ -133,11 +133,13 @@ class Cache:
             records = self._read()
         except (ConfigurationError, OSError):
             records = ()
-        current = next((r for r in records if r.versions == self.versions), None)
-        current = (current or CacheRecord(self.versions, 0.0)).with_buckets(buckets)
-        others = [r for r in records if r.versions != self.versions]
-        updated = CacheRecord(current.versions, time.time(), current.buckets)
-        _replace(self.path, cache_file.to_text(self.identity, [updated, *others]) + "\n")
+        current_record = next((r for r in records if r.versions == self.versions), None)
+        current_record = (current_record or CacheRecord(self.versions, 0.0)).with_buckets(buckets)
+        other_records = [r for r in records if r.versions != self.versions]
+        updated = CacheRecord(current_record.versions, time.time(), current_record.buckets)
+        _write_atomically(
+            self.path, cache_file.to_text(self.identity, [updated, *other_records]) + "\n"
+        )
 
     def _read(self) -> tuple[CacheRecord, ...]:
         """Return the records of the file; () if there is no file.
@@ -150,14 +152,14 @@ class Cache:
             return ()
         except OSError as error:
             if error.errno == errno.ELOOP:
-                raise _invalid_file("a link") from None
+                raise _make_invalid_file_error("a link") from None
             raise
         except ValueError as error:
-            raise _invalid_file(str(error)) from None
+            raise _make_invalid_file_error(str(error)) from None
         return cache_file.from_text(content, self.identity)
 
     def _describe_changes(self, record: CacheRecord) -> str:
-        """Return text about up to three versions that have changed since a record was made."""
+        """Describe up to three versions that have changed since a record was made."""
         names = sorted({*record.versions, *self.versions})
         changed = [
             f"{name} {record.versions.get(name, 'none')[:60]} -> {self.versions.get(name, 'none')}"
@@ -167,7 +169,7 @@ class Cache:
         return "; ".join(changed[:3])
 
 
-def _acquire(fd: int, deadline: float) -> bool:
+def _acquire_lock(fd: int, deadline: float) -> bool:
     """Acquire an exclusive lock. Returns False if the deadline passes."""
     while True:
         try:
@@ -182,7 +184,7 @@ def _acquire(fd: int, deadline: float) -> bool:
             return True
 
 
-def _replace(path: Path, text: str) -> None:
+def _write_atomically(path: Path, text: str) -> None:
     """Write a file atomically."""
     temporary = path.with_name(f"{path.stem}{uuid4().hex}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -196,5 +198,5 @@ def _replace(path: Path, text: str) -> None:
         raise
 
 
-def _invalid_file(got: str) -> ConfigurationError:
+def _make_invalid_file_error(got: str) -> ConfigurationError:
     return ConfigurationError("cached choices", got=got, need=cache_file.SCHEMA)

@@ -48,10 +48,10 @@ class CacheRecord:
         """Return the bucket of this number of tokens, or None."""
         return next((b for b in self.buckets if b.tokens == tokens), None)
 
-    def with_buckets(self, new: Sequence[Bucket]) -> "CacheRecord":
+    def with_buckets(self, new_buckets: Sequence[Bucket]) -> "CacheRecord":
         """Return a copy in which the new buckets replace buckets of the same token counts."""
-        merged = {b.tokens: b for b in (*self.buckets, *new)}
-        return replace(self, buckets=tuple(merged[t] for t in sorted(merged)))
+        bucket_by_tokens = {b.tokens: b for b in (*self.buckets, *new_buckets)}
+        return replace(self, buckets=tuple(bucket_by_tokens[t] for t in sorted(bucket_by_tokens)))
 
 
 def to_text(identity: KeyFields, records: Sequence[CacheRecord]) -> str:
@@ -63,9 +63,13 @@ def to_text(identity: KeyFields, records: Sequence[CacheRecord]) -> str:
         text = json.dumps(content, indent=1, allow_nan=False)
         if len(text) < MAX_BYTES:  # json.dumps returns ASCII
             return text
-        last = newest.pop()
+        last_record = newest.pop()
         if not newest:  # a single record is too large; drop the smaller half of its token counts
-            newest = [replace(last, buckets=last.buckets[len(last.buckets) // 2 + 1 :])]
+            newest = [
+                replace(
+                    last_record, buckets=last_record.buckets[len(last_record.buckets) // 2 + 1 :]
+                )
+            ]
 
 
 def from_text(text: str | bytes, identity: KeyFields) -> tuple[CacheRecord, ...]:
@@ -76,12 +80,12 @@ def from_text(text: str | bytes, identity: KeyFields) -> tuple[CacheRecord, ...]
     try:
         content = json_files.parse(text)
     except ValueError as error:
-        raise _invalid(f"no JSON: {str(error)[:100]}") from None
+        raise _make_error(f"no JSON: {str(error)[:100]}") from None
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-        raise _invalid(f"no {SCHEMA}")
+        raise _make_error(f"no {SCHEMA}")
     if content.get("identity") != identity:
-        raise _invalid("choices for another layer or machine", need="the same identity")
-    return tuple(_record(item) for item in _list(content, "records", _MAX_RECORDS))
+        raise _make_error("choices for another layer or machine", need="the same identity")
+    return tuple(_parse_record(item) for item in _get_list(content, "records", _MAX_RECORDS))
 
 
 def _to_json(record: CacheRecord) -> dict[str, Any]:
@@ -112,47 +116,48 @@ def _to_line(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in text)[:_MAX_CHARACTERS]
 
 
-def _record(value: Any) -> CacheRecord:
-    timestamp = _positive_number(value, "made", 1e12)
+def _parse_record(value: Any) -> CacheRecord:
+    timestamp = _parse_positive_number(value, "made", 1e12)
     versions = value.get("versions")
     if not isinstance(versions, dict) or not all(
         _is_line(t) for t in (*versions, *versions.values())
     ):
-        raise _invalid("versions that are not strings")
-    buckets = tuple(_bucket(item) for item in _list(value, "buckets", _MAX_BUCKETS))
+        raise _make_error("versions that are not strings")
+    buckets = tuple(_parse_bucket(item) for item in _get_list(value, "buckets", _MAX_BUCKETS))
     if len({b.tokens for b in buckets}) != len(buckets):
-        raise _invalid("one number of tokens twice")
+        raise _make_error("one number of tokens twice")
     return CacheRecord(versions, timestamp, buckets)
 
 
-def _bucket(value: Any) -> Bucket:
+def _parse_bucket(value: Any) -> Bucket:
     tokens = value.get("tokens") if isinstance(value, dict) else None
     if isinstance(tokens, bool) or not isinstance(tokens, int) or not 0 < tokens <= _MAX_TOKENS:
-        raise _invalid("tokens that are not a number of tokens")
-    outcomes = tuple(_outcome(item) for item in _list(value, "outcomes", _MAX_OUTCOMES))
+        raise _make_error("tokens that are not a number of tokens")
+    outcomes = tuple(_parse_outcome(item) for item in _get_list(value, "outcomes", _MAX_OUTCOMES))
     if len({o.pair for o in outcomes}) != len(outcomes):
-        raise _invalid("one pairing twice")
-    return Bucket(tokens, _pair(value, "default"), outcomes)
+        raise _make_error("one pairing twice")
+    return Bucket(tokens, _parse_pair(value, "default"), outcomes)
 
 
-def _outcome(value: Any) -> TimedOutcome:
-    pair = _pair(value, "pair")
+def _parse_outcome(value: Any) -> TimedOutcome:
+    pair = _parse_pair(value, "pair")
     mode, why, rough = value.get("mode"), value.get("why"), value.get("rough")
     if mode not in _MODES or not _is_line(why) or not isinstance(rough, bool):
-        raise _invalid("an outcome of another form")
+        raise _make_error("an outcome of another form")
     if value.get("us") is None and value.get("ratio") is None:
         if not why:
-            raise _invalid("an outcome without a time or a reason")
+            raise _make_error("an outcome without a time or a reason")
         return TimedOutcome(pair, rough=rough, mode=mode, why=why)
-    us, ratio = _positive_number(value, "us", _MAX_US), _positive_number(value, "ratio", _MAX_RATIO)
-    noise = 0.0 if value.get("noise") == 0 else _positive_number(value, "noise", _MAX_RATIO)
+    us = _parse_positive_number(value, "us", _MAX_US)
+    ratio = _parse_positive_number(value, "ratio", _MAX_RATIO)
+    noise = 0.0 if value.get("noise") == 0 else _parse_positive_number(value, "noise", _MAX_RATIO)
     return TimedOutcome(pair, us, ratio, noise, rough, mode, why)
 
 
-def _pair(value: Any, name: str) -> Pair:
-    names = _list(value, name, 2)
+def _parse_pair(value: Any, name: str) -> Pair:
+    names = _get_list(value, name, 2)
     if len(names) != 2 or not all(_is_line(part) and part for part in names):
-        raise _invalid("a pairing that is not two names")
+        raise _make_error("a pairing that is not two names")
     return names[0], names[1]
 
 
@@ -161,21 +166,21 @@ def _is_line(value: Any) -> bool:
     return isinstance(value, str) and len(value) <= _MAX_CHARACTERS and value.isprintable()
 
 
-def _positive_number(value: Any, name: str, maximum: float) -> float:
+def _parse_positive_number(value: Any, name: str, maximum: float) -> float:
     number = value.get(name) if isinstance(value, dict) else None
     if isinstance(number, bool) or not isinstance(number, int | float):
-        raise _invalid(f"{name} that is not a number")
+        raise _make_error(f"{name} that is not a number")
     if not (0 < number <= maximum and math.isfinite(number)):
-        raise _invalid(f"{name} out of range")
+        raise _make_error(f"{name} out of range")
     return float(number)
 
 
-def _list(value: Any, name: str, maximum: int) -> list[Any]:
+def _get_list(value: Any, name: str, maximum: int) -> list[Any]:
     values = value.get(name) if isinstance(value, Mapping) else None
     if not isinstance(values, list) or len(values) > maximum:
-        raise _invalid(f"{name} that are not a list of at most {maximum}")
+        raise _make_error(f"{name} that are not a list of at most {maximum}")
     return values
 
 
-def _invalid(got: str, need: str = SCHEMA) -> ConfigurationError:
+def _make_error(got: str, need: str = SCHEMA) -> ConfigurationError:
     return ConfigurationError("cached choices", got=got, need=need)

@@ -22,7 +22,7 @@ _DIGITS = 16
 KeyFields = dict[str, str]
 
 
-def identity_fields(
+def make_identity_fields(
     problem: Problem, machine: Machine, *, routing: str, replicated: bool
 ) -> KeyFields:
     """Return the fields that identify a cache file: the device, the problem, and the input.
@@ -33,13 +33,13 @@ def identity_fields(
     replicated: whether all ranks pass the same tokens.
     """
     parallel = problem.parallel
-    tokenless = replace(problem, tokens=0, parallel=replace(parallel, rank=0))
+    problem_without_tokens = replace(problem, tokens=0, parallel=replace(parallel, rank=0))
     fields = {
         "device": machine.name or platform.processor() or platform.machine(),
         "arch": f"{machine.arch[0]}.{machine.arch[1]}" if machine.arch else machine.device,
-        "problem": str(tokenless),
+        "problem": str(problem_without_tokens),
         "world_size": str(parallel.world_size),
-        "placement": _digest(repr(problem.placement.slots)),
+        "placement": _hash_text(repr(problem.placement.slots)),
         "routing": routing,
         "input": "replicated" if replicated else "own",  # "own": each rank has different tokens
     }
@@ -57,9 +57,9 @@ def version_fields(machine: Machine) -> KeyFields:
         "torch": torch.__version__,
         "triton": _version("triton"),
         "cuda": str(torch.version.cuda),
-        "parts": _digest(repr(_part_versions())),
+        "parts": _hash_text(repr(_get_part_versions())),
         "packages": ", ".join(f"{name} {_version(name)}" for name in sorted(machine.packages)),
-        "tuned": _digest_of_files(read_settings().config_dir),
+        "tuned": _hash_files(read_settings().config_dir),
     }
     if machine.device == "cpu":
         fields["threads"] = str(torch.get_num_threads())
@@ -68,11 +68,11 @@ def version_fields(machine: Machine) -> KeyFields:
 
 def file_stem(fields: KeyFields) -> str:
     """Return the name, without suffix, of the cache file of an identity."""
-    return _digest(repr(sorted(fields.items())))
+    return _hash_text(repr(sorted(fields.items())))
 
 
 @cache
-def _part_versions() -> tuple[tuple[str, str, str], ...]:
+def _get_part_versions() -> tuple[tuple[str, str, str], ...]:
     """Return the name, the origin and the version of the package of every part."""
     catalog = load_catalog()
     return tuple((p.name, p.origin, _version(p.origin.split(" ")[0])) for p in catalog.parts)
@@ -85,11 +85,11 @@ def _version(name: str) -> str:
     for probe in collect_probes(load_catalog()):
         if probe.name == name and (version := find_package(probe).version):
             return version
-    spellings = (name, name.replace("_", "-"), name.replace("_", ""))
-    return next(filter(None, map(installed_version, spellings)), "none")
+    name_variants = (name, name.replace("_", "-"), name.replace("_", ""))
+    return next(filter(None, map(installed_version, name_variants)), "none")
 
 
-def _digest_of_files(folder: Path | None) -> str:
+def _hash_files(folder: Path | None) -> str:
     """Return a digest of the names, sizes and dates of JSON files below `folder`, or "none"."""
     if folder is None:
         return "none"
@@ -98,8 +98,8 @@ def _digest_of_files(folder: Path | None) -> str:
     except OSError:
         return "unreadable"
     fields = [(str(p.relative_to(folder)), stat.st_size, stat.st_mtime_ns) for p, stat in stats]
-    return _digest(repr(fields)) if fields else "none"
+    return _hash_text(repr(fields)) if fields else "none"
 
 
-def _digest(text: str) -> str:
+def _hash_text(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]

@@ -47,7 +47,7 @@ def find_candidates(
         `requires.replicated_input` are refused.
     """
     verdicts = {t: _judge_all(problem.with_tokens(t), machine, replicated) for t in tokens}
-    valid = {t: tuple(_pair(v) for v in verdicts[t] if v.ok) for t in verdicts}
+    valid = {t: tuple(_get_pair(v) for v in verdicts[t] if v.ok) for t in verdicts}
     valid_somewhere = dict.fromkeys(pair for t in sorted(valid, reverse=True) for pair in valid[t])
     capturable = frozenset(pair for pair in valid_somewhere if _is_capturable(pair, problem))
     # Parts without Triton kernels are included, because they call operations with Triton kernels.
@@ -58,7 +58,7 @@ def find_candidates(
         key=lambda pair: (pair in interpreted, pair not in capturable, _takes_batched_rows(pair)),
     )
     order = _move_default_first(order, problem, machine)
-    refused = [v for v in verdicts[max(verdicts)] if _pair(v) not in valid_somewhere]
+    refused = [v for v in verdicts[max(verdicts)] if _get_pair(v) not in valid_somewhere]
     return Candidates(tuple(order), valid, tuple(refused), untimeable, capturable)
 
 
@@ -81,35 +81,39 @@ def _judge_all(problem: Problem, machine: Machine, replicated: bool) -> list[Ver
     """Return a verdict for each pairing: of the lowest rank that rejects it, or of rank 0."""
     catalog = load_catalog()
     catalog.require_pairs()
-    world = problem.parallel.world_size
-    problems = [replace(problem, parallel=replace(problem.parallel, rank=r)) for r in range(world)]
-    result = []
+    world_size = problem.parallel.world_size
+    problems = [
+        replace(problem, parallel=replace(problem.parallel, rank=r)) for r in range(world_size)
+    ]
+    pairing_verdicts = []
     for part_name in catalog.names("prepare_finalize"):
         prepare_finalize = catalog.prepare_finalize(part_name)
-        wrong_input = world > 1 and prepare_finalize.requires.replicated_input is not replicated
+        has_wrong_input = (
+            world_size > 1 and prepare_finalize.requires.replicated_input is not replicated
+        )
         for name in catalog.names("experts"):
             verdicts = [
                 judge(prepare_finalize, catalog.experts(name), rank_problem, machine)
                 for rank_problem in problems
             ]
             verdict = next((v for v in verdicts if not v.ok), verdicts[0])
-            if wrong_input:
+            if has_wrong_input:
                 verdict = replace(
                     verdict,
-                    rejections=(*verdict.rejections, _input_rejection(part_name, replicated)),
+                    rejections=(*verdict.rejections, _make_input_rejection(part_name, replicated)),
                 )
-            result.append(verdict)
-    return result
+            pairing_verdicts.append(verdict)
+    return pairing_verdicts
 
 
-def _input_rejection(name: str, replicated: bool) -> Rejection:
+def _make_input_rejection(name: str, replicated: bool) -> Rejection:
     same, different = "the same tokens on every rank", "its own tokens on every rank"
     got, need = (different, same) if replicated else (same, different)
     hint = "" if replicated else "use replicated=True (--replicated) for such parts"
     return Rejection("replicated_input", (name, "problem"), got, need, hint)
 
 
-def _pair(verdict: Verdict) -> Pair:
+def _get_pair(verdict: Verdict) -> Pair:
     return verdict.prepare_finalize, verdict.experts
 
 

@@ -166,12 +166,12 @@ class ComposedPlan:
 
         Returns the number of calls. All ranks must call this method.
 
-        tokens: token counts of the calls; None uses `warm_up_token_counts`.
+        tokens: token counts of the calls; None uses `list_warm_up_token_counts`.
         """
         if not isinstance(weights, ExpertWeights):
             raise WeightsError("weights", got=type(weights).__name__, need="ExpertWeights")
         check_weight_tensors(weights)
-        token_counts = warm_up_token_counts(self.problem.tokens)
+        token_counts = list_warm_up_token_counts(self.problem.tokens)
         if tokens is not None:
             token_counts = expect_each("tokens to warm up", tokens, Size)
         device = weights.w1.device
@@ -198,7 +198,9 @@ class KernelLookup:
         self._range_ends = list(range_ends)
         # The last range ends before problem.tokens if no pairing is valid for larger token counts.
         self._max_tokens = min(choice.problem.tokens, self._range_ends[-1])
-        self._tokens_equal_on_ranks = choice.problem.parallel.world_size == 1 or choice.replicated
+        self._has_equal_tokens_on_ranks = (
+            choice.problem.parallel.world_size == 1 or choice.replicated
+        )
 
     def index(self, tokens: int, max_tokens: int | None) -> int:
         """Return the index of the range for a call.
@@ -210,7 +212,7 @@ class KernelLookup:
         kernel supports so many tokens.
         """
         if max_tokens is None:
-            max_tokens = tokens if self._tokens_equal_on_ranks else self._max_tokens
+            max_tokens = tokens if self._has_equal_tokens_on_ranks else self._max_tokens
         elif type(max_tokens) is not int or max_tokens < tokens:
             raise ConfigurationError("max_tokens", got=max_tokens, need=f">= {tokens}, x's")
         if max_tokens > self._max_tokens:
@@ -220,7 +222,7 @@ class KernelLookup:
         return bisect_left(self._range_ends, max_tokens)
 
 
-def warm_up_token_counts(max_tokens: int) -> tuple[int, ...]:
+def list_warm_up_token_counts(max_tokens: int) -> tuple[int, ...]:
     """Return the token counts n and n + 1 for all powers of two n, and 1.5 n and 1.5 n + 1.
 
     They include odd numbers and multiples of 16 of every magnitude, for which Triton compiles
@@ -266,7 +268,7 @@ def build_composed_kernel(
     for segment in choice.segments:
         kernel = get_kernel(segment.pair, max_tokens[segment.pair])
         if _has_fixed_dispatch_shape(kernel):
-            ends = _bucket_ends(segment, choice.tokens)
+            ends = _list_bucket_ends(segment, choice.tokens)
             kernel_ranges += [KernelRange(last, get_kernel(segment.pair, last)) for last in ends]
         else:
             kernel_ranges.append(KernelRange(segment.last, kernel))
@@ -280,6 +282,6 @@ def _has_fixed_dispatch_shape(kernel: FusedMoEModularKernel) -> bool:
     return tokens > 1 and part.dispatch_shape(1) == part.dispatch_shape(tokens)
 
 
-def _bucket_ends(segment: Segment, tokens: Sequence[int]) -> list[int]:
+def _list_bucket_ends(segment: Segment, tokens: Sequence[int]) -> list[int]:
     """Return the token counts of the buckets inside a segment, and its last token count."""
     return [*(t for t in tokens if segment.first <= t < segment.last), segment.last]

@@ -73,14 +73,14 @@ def _draw_weights(
 ) -> ExpertWeights:
     """Draw unquantized weights of `experts`, normal with standard deviation fan_in ** -0.5."""
     n, h, i, dtype = problem.w1_rows, problem.hidden, problem.intermediate, problem.dtype
-    count = len(experts)
-    w1 = torch.empty(count, n, h, dtype=dtype, device=device)
-    w2 = torch.empty(count, h, i, dtype=dtype, device=device)
-    b1 = torch.empty(count, n, dtype=dtype, device=device) if problem.bias else None
-    b2 = torch.empty(count, h, dtype=dtype, device=device) if problem.bias else None
+    num_experts = len(experts)
+    w1 = torch.empty(num_experts, n, h, dtype=dtype, device=device)
+    w2 = torch.empty(num_experts, h, i, dtype=dtype, device=device)
+    b1 = torch.empty(num_experts, n, dtype=dtype, device=device) if problem.bias else None
+    b2 = torch.empty(num_experts, h, dtype=dtype, device=device) if problem.bias else None
     for slot, expert in enumerate(experts):
         if is_time_over is not None and is_time_over():
-            raise TimeoutError(f"weights of {slot} of {count} experts were created in time")
+            raise TimeoutError(f"weights of {slot} of {num_experts} experts were created in time")
         generator = torch.Generator(device).manual_seed(_SEED + expert)
         w1[slot] = (
             torch.randn(n, h, dtype=torch.float32, device=device, generator=generator) * h**-0.5
@@ -142,8 +142,8 @@ class TimingWorkload:
             (squared / squared_norm) ** 0.5 if squared_norm else squared
             for squared in (squared_error, squared_torch_error)
         )
-        allowed = MAX_ERROR_RATIO * torch_error + _EPS
-        return "" if error <= allowed else f"wrong: relative error {error:.2e} > {allowed:.2e}"
+        max_error = MAX_ERROR_RATIO * torch_error + _EPS
+        return "" if error <= max_error else f"wrong: relative error {error:.2e} > {max_error:.2e}"
 
 
 def make_workload(
@@ -160,15 +160,17 @@ def make_workload(
     """
     device = weights.w1.device
     rank = 0 if replicated else problem.parallel.rank
-    calls = _MAX_CALLS if problem.tokens <= _FEW_TOKENS else _MIN_CALLS
+    num_calls = _MAX_CALLS if problem.tokens <= _FEW_TOKENS else _MIN_CALLS
     values_per_call = min(problem.tokens, _MAX_ROWS) * problem.hidden
     num_checked = min(max(1, -(-_MIN_VALUES // values_per_call)), _MAX_CHECKED_CALLS)
-    drawn = [_draw_input(problem, kind, device, rank, n) for n in range(max(calls, num_checked))]
+    drawn_inputs = [
+        _draw_input(problem, kind, device, rank, n) for n in range(max(num_calls, num_checked))
+    ]
     expected = tuple(
-        _compute_expected_rows(problem, call_inputs) for call_inputs in drawn[:num_checked]
+        _compute_expected_rows(problem, call_inputs) for call_inputs in drawn_inputs[:num_checked]
     )
-    inputs = tuple(drawn[:calls])
-    load = count_load(inputs[0][1], _on_one_rank(problem), weights.expert_map)
+    inputs = tuple(drawn_inputs[:num_calls])
+    load = count_load(inputs[0][1], _make_single_rank_problem(problem), weights.expert_map)
     bytes_moved = compute_work(problem, problem.scheme, [load]).bytes
     # memory=0 allows a single set of weights, which leaves memory for the buffers of the layer.
     flush = choose_rotation(
@@ -177,12 +179,12 @@ def make_workload(
     return TimingWorkload(problem, weights, inputs, expected, flush)
 
 
-def _on_one_rank(problem: Problem) -> Problem:
+def _make_single_rank_problem(problem: Problem) -> Problem:
     """Return the problem with all experts on one rank."""
     if problem.parallel.world_size == 1:
         return problem
-    single = type(problem.parallel)()
-    return replace(problem, parallel=single, local_experts=None, expert_map=False)
+    single_rank = type(problem.parallel)()
+    return replace(problem, parallel=single_rank, local_experts=None, expert_map=False)
 
 
 def _draw_input(
@@ -204,7 +206,7 @@ def _compute_expected_rows(problem: Problem, call_inputs: Input) -> ExpectedRows
     ).long()
     row_routing = routing.of(rows)
     ids = sorted(set(row_routing.topk_ids_TK.flatten().tolist()))
-    single_rank = _on_one_rank(problem)
+    single_rank = _make_single_rank_problem(problem)
     if single_rank.expert_map:  # only experts [0, e) are local, see make_weights
         ids = [i for i in ids if i < problem.e] or [0]
     expert_map = torch.full((problem.experts,), -1, dtype=torch.int32, device=device)

@@ -75,15 +75,15 @@ class PairingChoice:
     @property
     def pair_by_tokens(self) -> dict[int, Pair]:
         """The pairing of each bucket, by number of tokens."""
-        return {tokens: pick.pair for tokens, pick in self.selected_by_tokens.items()}
+        return {tokens: selected.pair for tokens, selected in self.selected_by_tokens.items()}
 
     @property
     def untimed_tokens(self) -> tuple[int, ...]:
         """Token counts at which a pairing that may be faster than the default was not timed."""
         return tuple(
             t
-            for t, pick in self.selected_by_tokens.items()
-            if pick.reason is SelectionReason.DEFAULT
+            for t, selected in self.selected_by_tokens.items()
+            if selected.reason is SelectionReason.DEFAULT
         )
 
     @property
@@ -97,9 +97,9 @@ class PairingChoice:
         If a pairing has no time, `TimedOutcome.why` is the reason.
         """
         bucket = next((b for b in self.buckets if b.tokens == tokens), None)
-        known = {} if bucket is None else {o.pair: o for o in bucket.outcomes}
+        outcome_by_pair = {} if bucket is None else {o.pair: o for o in bucket.outcomes}
         return tuple(
-            known.get(pair) or TimedOutcome(pair, why=self._reason_untimed(tokens, pair))
+            outcome_by_pair.get(pair) or TimedOutcome(pair, why=self._explain_untimed(tokens, pair))
             for pair in self.pairing_options.valid_pairs(tokens)
         )
 
@@ -112,8 +112,8 @@ class PairingChoice:
         """
         left_out: dict[Pair, tuple[int, ...]] = {}
         for bucket in self.buckets:
-            pick = self.selected_by_tokens.get(bucket.tokens)
-            if pick is None or pick.reason is not SelectionReason.TIMED:
+            selected = self.selected_by_tokens.get(bucket.tokens)
+            if selected is None or selected.reason is not SelectionReason.TIMED:
                 continue
             for pair in self.pairing_options.valid_pairs(bucket.tokens)[1:]:
                 is_untried = bucket.find_outcome(pair) is None
@@ -125,7 +125,7 @@ class PairingChoice:
         has_estimate = pair in self.pairing_options.estimates.get(tokens, {})
         return has_estimate and pair not in self.pairing_options.pairs_to_time(tokens)
 
-    def _reason_untimed(self, tokens: int, pair: Pair) -> str:
+    def _explain_untimed(self, tokens: int, pair: Pair) -> str:
         if pair in self.candidates.untimeable:
             return f"not timed: {self.candidates.untimeable[pair]}"
         if self._is_left_out_by_record(tokens, pair):
@@ -145,24 +145,24 @@ class PairingChoice:
         2 of 3". The last part lists `left_out`: pairings that were not compared at token counts
         that count as timed, by the name of their experts class if it is unambiguous.
         """
-        reasons = [pick.reason for pick in self.selected_by_tokens.values()]
-        count = {reason: reasons.count(reason) for reason in SelectionReason}
-        timed = sum(
+        reasons = [selected.reason for selected in self.selected_by_tokens.values()]
+        count_by_reason = {reason: reasons.count(reason) for reason in SelectionReason}
+        num_timed_now = sum(
             self.selected_by_tokens[t].reason is SelectionReason.TIMED for t in self.timed_now
         )
         parts = [
-            (timed, f"timed ({self.seconds:.1f} s)"),
-            (count[SelectionReason.TIMED] - timed, "from the cache"),
-            (count[SelectionReason.RECORD], "from the shipped record"),
-            (count[SelectionReason.ONLY], "with one valid pairing"),
+            (num_timed_now, f"timed ({self.seconds:.1f} s)"),
+            (count_by_reason[SelectionReason.TIMED] - num_timed_now, "from the cache"),
+            (count_by_reason[SelectionReason.RECORD], "from the shipped record"),
+            (count_by_reason[SelectionReason.ONLY], "with one valid pairing"),
             (
-                count[SelectionReason.DEFAULT],
+                count_by_reason[SelectionReason.DEFAULT],
                 f"default ({self.untimed_reason})" if self.untimed_reason else "default",
             ),
         ]
         counts_text = ", ".join(f"{number} {text}" for number, text in parts if number)
         text = f"{format_count(len(reasons), 'token count')}: {counts_text or 'no valid pairing'}"
-        return text + self._describe_left_out(count[SelectionReason.TIMED])
+        return text + self._describe_left_out(count_by_reason[SelectionReason.TIMED])
 
     def _describe_left_out(self, num_timed: int) -> str:
         """Describe `left_out` for the summary; "" if every pairing was compared.

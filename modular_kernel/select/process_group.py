@@ -87,7 +87,7 @@ def ranks_of(problem: Problem, group: object | None) -> Ranks:
     return ranks
 
 
-def max_over_ranks(ranks: Ranks, values: Sequence[float]) -> list[float]:
+def reduce_max_over_ranks(ranks: Ranks, values: Sequence[float]) -> list[float]:
     """Return the maximum over ranks of each value. All ranks must call this function."""
     return [max(column) for column in zip(*ranks.all_gather(list(values)), strict=True)]
 

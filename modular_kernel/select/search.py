@@ -83,27 +83,35 @@ class Search:
     def run(self) -> SearchResult:
         """Load the cached buckets, and time the other buckets within the budget."""
         if not self._tokens_to_time:
-            return SearchResult((), untimed_reason=self._untimed_reason())
+            return SearchResult((), untimed_reason=self._get_untimed_reason())
         cached, notes = self._load_cached()
-        known = () if self.ignore_saved else cached
-        if not self._incomplete_tokens(known):
-            return SearchResult(known, notes=notes)
+        reusable_buckets = () if self.ignore_saved else cached
+        if not self._list_incomplete_tokens(reusable_buckets):
+            return SearchResult(reusable_buckets, notes=notes)
         if not self.budget.allows():
-            return SearchResult(known, untimed_reason=self._untimed_reason(), notes=notes)
+            return SearchResult(
+                reusable_buckets, untimed_reason=self._get_untimed_reason(), notes=notes
+            )
         with ExitStack() as stack:
             notes += self._wait_for_lock(stack)
             if not self.ignore_saved:  # another process may have measured during the wait
-                known = self._load_cached()[0]
-            complete = {
+                reusable_buckets = self._load_cached()[0]
+            complete_in_cache = {
                 bucket.tokens for bucket in cached if self.pairing_options.is_complete(bucket)
             }
             with self._warn_if_slow():
-                new, untimed_reason, new_notes = self._measure(known, complete)
-        by_tokens = {bucket.tokens: bucket for bucket in (*known, *new)}
-        buckets = tuple(by_tokens[tokens] for tokens in sorted(by_tokens))
+                new_buckets, untimed_reason, new_notes = self._measure(
+                    reusable_buckets, complete_in_cache
+                )
+        bucket_by_tokens = {bucket.tokens: bucket for bucket in (*reusable_buckets, *new_buckets)}
+        buckets = tuple(bucket_by_tokens[tokens] for tokens in sorted(bucket_by_tokens))
         seconds = self.ranks.broadcast(self.budget.elapsed)
         return SearchResult(
-            buckets, tuple(b.tokens for b in new), seconds, untimed_reason, notes + new_notes
+            buckets,
+            tuple(b.tokens for b in new_buckets),
+            seconds,
+            untimed_reason,
+            notes + new_notes,
         )
 
     @property
@@ -113,7 +121,7 @@ class Search:
             t for t in self.pairing_options.tokens if self.pairing_options.pairs_to_time(t)
         )
 
-    def _untimed_reason(self) -> str:
+    def _get_untimed_reason(self) -> str:
         """Return why some pairings are not timed; "" if there is nothing to time."""
         if self.candidates.untimeable:
             return next(iter(self.candidates.untimeable.values()))
@@ -144,8 +152,10 @@ class Search:
         if cached.record is None:
             return (), cached.notes
         buckets = (cached.record.bucket(tokens) for tokens in self._tokens_to_time)
-        checked = [self._drop_invalid_pairs(bucket) for bucket in buckets if bucket is not None]
-        return tuple(bucket for bucket in checked if bucket is not None), cached.notes
+        valid_buckets = [
+            self._drop_invalid_pairs(bucket) for bucket in buckets if bucket is not None
+        ]
+        return tuple(bucket for bucket in valid_buckets if bucket is not None), cached.notes
 
     def _drop_invalid_pairs(self, bucket: Bucket) -> Bucket | None:
         """Return a cached bucket without pairings that are not valid for this problem.
@@ -154,11 +164,13 @@ class Search:
         """
         valid = self.pairing_options.valid_pairs(bucket.tokens)
         outcomes = tuple(outcome for outcome in bucket.outcomes if outcome.pair in valid)
-        checked = Bucket(bucket.tokens, bucket.default, outcomes)
-        default = next((pair for pair in valid if pair not in checked.failed_pairs), valid[0])
-        return checked if outcomes and checked.default == default else None
+        checked_bucket = Bucket(bucket.tokens, bucket.default, outcomes)
+        default = next(
+            (pair for pair in valid if pair not in checked_bucket.failed_pairs), valid[0]
+        )
+        return checked_bucket if outcomes and checked_bucket.default == default else None
 
-    def _incomplete_tokens(self, buckets: Sequence[Bucket]) -> tuple[int, ...]:
+    def _list_incomplete_tokens(self, buckets: Sequence[Bucket]) -> tuple[int, ...]:
         """Return the token counts of `_tokens_to_time` that have no complete bucket."""
         complete = {bucket.tokens for bucket in buckets if self.pairing_options.is_complete(bucket)}
         return tuple(tokens for tokens in self._tokens_to_time if tokens not in complete)
@@ -180,49 +192,50 @@ class Search:
         return ("another process may be timing the same: these times may be disturbed",)
 
     def _measure(
-        self, known: Sequence[Bucket], complete_in_cache: set[int]
+        self, reusable_buckets: Sequence[Bucket], complete_in_cache: set[int]
     ) -> tuple[list[Bucket], str, tuple[str, ...]]:
-        """Time the pairings that have no outcome in `known`.
+        """Time the pairings that have no outcome in `reusable_buckets`.
 
         Returns the new buckets, why some pairings were not timed or "", and notes for the user.
 
-        known: buckets whose outcomes need not be timed again. They may be incomplete.
+        reusable_buckets: buckets whose outcomes need not be timed again. They may be incomplete.
         complete_in_cache: token counts whose cached buckets are complete. Incomplete buckets must
             not replace them.
         """
-        incomplete, known_by_tokens = self._incomplete_tokens(known), {b.tokens: b for b in known}
-        new, notes = list[Bucket](), list[str]()
+        incomplete = self._list_incomplete_tokens(reusable_buckets)
+        reusable_by_tokens = {bucket.tokens: bucket for bucket in reusable_buckets}
+        new_buckets, notes = list[Bucket](), list[str]()
         if not incomplete:
-            return new, "", ()
+            return new_buckets, "", ()
         problem = replace(self.problem, inplace=False)  # calls of a round reuse their inputs
         weights, untimed_reason = self._make_weights(problem)
         if weights is None:
-            return new, untimed_reason, ()
+            return new_buckets, untimed_reason, ()
         for tokens in incomplete:
             if not self.budget.allows(_MIN_STEPS):
-                untimed_reason = self._untimed_reason()
+                untimed_reason = self._get_untimed_reason()
                 break
             bucket = self._time_bucket(
-                problem.with_tokens(tokens), weights, known_by_tokens.get(tokens)
+                problem.with_tokens(tokens), weights, reusable_by_tokens.get(tokens)
             )
             is_complete = self.pairing_options.is_complete(bucket)
             if is_complete or (bucket.outcomes and tokens not in complete_in_cache):
-                new.append(bucket)
+                new_buckets.append(bucket)
                 if self.ranks.rank == 0:
                     notes += [n for n in self.cache.save([bucket]) if n not in notes]
                     if self.on_bucket is not None:
                         self.on_bucket(bucket)
             if not is_complete:
-                untimed_reason = self._untimed_reason()
+                untimed_reason = self._get_untimed_reason()
                 break
         del weights
         _release_memory(self.machine)
-        return new, untimed_reason, self.ranks.broadcast(tuple(notes))
+        return new_buckets, untimed_reason, self.ranks.broadcast(tuple(notes))
 
     def _time_bucket(
-        self, problem: Problem, weights: ExpertWeights, known: Bucket | None
+        self, problem: Problem, weights: ExpertWeights, reusable_bucket: Bucket | None
     ) -> Bucket:
-        """Time the pairings of one bucket that have no outcome in `known`."""
+        """Time the pairings of one bucket that have no outcome in `reusable_bucket`."""
         kind, options = RoutingKind.parse(self.routing), self.pairing_options
         with torch.no_grad():
             with self.budget.step():
@@ -236,24 +249,31 @@ class Search:
                 self.budget,
                 prepared_pairs=self._prepared_pairs,
             )
-            if known is not None:
-                timer.outcomes.update({outcome.pair: outcome for outcome in known.outcomes})
+            if reusable_bucket is not None:
+                timer.outcomes.update(
+                    {outcome.pair: outcome for outcome in reusable_bucket.outcomes}
+                )
             return timer.time_bucket(options.pairs_to_time(problem.tokens))
 
     def _make_weights(self, problem: Problem) -> tuple[ExpertWeights | None, str]:
         """Return the weights, or None and the reason if there is too little memory or time."""
-        device = _device(self.machine)
-        sharing = count_ranks_sharing_memory(self.ranks, device)
-        free, need = free_bytes(device), weight_bytes(problem) * sharing
-        enough_memory = all(
-            self.ranks.all_gather(free is None or need <= _MAX_FREE_FRACTION * free)
-        )
-        if not enough_memory:
-            min_free = format_gigabytes(
-                min(f for f in self.ranks.all_gather(free) if f is not None)
+        device = _get_device(self.machine)
+        num_sharing_ranks = count_ranks_sharing_memory(self.ranks, device)
+        free_memory, required_bytes = free_bytes(device), weight_bytes(problem) * num_sharing_ranks
+        has_enough_memory = all(
+            self.ranks.all_gather(
+                free_memory is None or required_bytes <= _MAX_FREE_FRACTION * free_memory
             )
-            of_ranks = f" of {sharing} ranks" if sharing > 1 else ""
-            return None, f"weights{of_ranks} take {format_gigabytes(need)}, {min_free} are free"
+        )
+        if not has_enough_memory:
+            min_free = format_gigabytes(
+                min(f for f in self.ranks.all_gather(free_memory) if f is not None)
+            )
+            of_ranks = f" of {num_sharing_ranks} ranks" if num_sharing_ranks > 1 else ""
+            return (
+                None,
+                f"weights{of_ranks} take {format_gigabytes(required_bytes)}, {min_free} are free",
+            )
         # All ranks must call `Budget.is_over` equally often, but they may have different numbers of
         # experts.
         is_time_over = self.budget.is_over if self.ranks.size == 1 else None
@@ -261,10 +281,10 @@ class Search:
             with torch.no_grad():
                 return make_weights(problem, device, is_time_over), ""
         except TimeoutError as error:
-            return None, f"{self._untimed_reason()}: {error}"
+            return None, f"{self._get_untimed_reason()}: {error}"
 
 
-def _device(machine: Machine) -> torch.device:
+def _get_device(machine: Machine) -> torch.device:
     if machine.device == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Select a pairing for each number of tokens: the data, and the rules as pure functions.
+"""Data types and rules by which a pairing is selected for each number of tokens.
 
 A pairing consists of a PrepareAndFinalize and an experts class. Pairings are compared at a few
 token counts, called buckets. In a bucket, the default pairing is selected unless
@@ -195,19 +195,19 @@ def select_pairs(options: PairingOptions, buckets: Sequence[Bucket]) -> dict[int
     buckets: the measurements.
     """
     selected_by_tokens: dict[int, SelectedPairing] = {}
-    by_tokens = {bucket.tokens: bucket for bucket in buckets}
+    bucket_by_tokens = {bucket.tokens: bucket for bucket in buckets}
     previous: Pair | None = None
     for tokens in options.tokens:
         if not options.valid_pairs(tokens):
             continue
-        bucket = by_tokens.get(tokens)
-        pick = bucket and _pick_by_times(options, bucket, previous)
-        pick = (
-            pick
+        bucket = bucket_by_tokens.get(tokens)
+        selected = bucket and _pick_by_times(options, bucket, previous)
+        selected = (
+            selected
             or _pick_by_estimates(options, tokens, buckets)
             or _pick_default(options, tokens, buckets)
         )
-        selected_by_tokens[tokens], previous = pick, pick.pair
+        selected_by_tokens[tokens], previous = selected, selected.pair
     return selected_by_tokens
 
 
@@ -292,21 +292,21 @@ def make_segments(options: PairingOptions, buckets: Sequence[Bucket]) -> tuple[S
     The ranges start at 0 and have no gaps. The last range ends at options.max_tokens, or at the
     largest token count for which a pairing is valid. The result is () if no pairing is valid.
     """
-    picks = select_pairs(options, buckets)
+    selected_by_tokens = select_pairs(options, buckets)
     ranges: list[Segment] = []
     previous: int | None = None
     for tokens in sorted({*options.tokens, options.max_tokens}):
         if not options.valid_pairs(tokens):
             continue
-        pick = picks.get(tokens)
-        pair = pick.pair if pick else default_pair(options, tokens, buckets)
+        selected = selected_by_tokens.get(tokens)
+        pair = selected.pair if selected else default_pair(options, tokens, buckets)
         is_smallest = previous is None and tokens <= _MIN_TOKENS  # calls with 0 tokens run like 1
         if is_smallest or (ranges and ranges[-1].pair == pair):
-            between = pair
+            pair_between = pair
         else:
-            between = default_pair(options, tokens, buckets, above=previous)
+            pair_between = default_pair(options, tokens, buckets, above=previous)
         first = 0 if previous is None else previous + 1
-        _append_range(ranges, first, tokens - 1, between)
+        _append_range(ranges, first, tokens - 1, pair_between)
         _append_range(ranges, tokens, tokens, pair)
         previous = tokens
     return tuple(ranges)

@@ -34,7 +34,7 @@ import torch
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.select.selection import Estimate, Pair
 from modular_kernel.spec.problem import ActivationSpec, Machine, Problem
-from modular_kernel.spec.quantization import QUANT_SCHEMES, scheme_named
+from modular_kernel.spec.quantization import QUANT_SCHEMES, find_scheme
 from modular_kernel.utils import json_files
 
 SCHEMA = "mk-prior/1"
@@ -42,8 +42,8 @@ FILE = Path(__file__).with_name("prior.json")
 
 _LOG = logging.getLogger("modular_kernel.select")
 _NUM_NEAREST = 3
-# Estimates from measurements at a larger distance (`_distance`) are not trusted. They can exclude a
-# pairing from timing, but cannot select it.
+# Estimates from measurements at a larger distance (`_compute_distance`) are not trusted. They can
+# exclude a pairing from timing, but cannot select it.
 _MAX_DISTANCE = 3.0
 _MAX_BYTES = 1 << 20
 _MAX_MEASUREMENTS, _MAX_PAIRS = 4096, 64
@@ -100,9 +100,11 @@ class ShippedRecord:
         size = float(problem.hidden * problem.intermediate)
         estimates = {}
         for pair in pairs:
-            measurements, is_same_scheme = self._comparable_measurements(problem, pair, default)
+            measurements, is_same_scheme = self._select_comparable_measurements(
+                problem, pair, default
+            )
             nearest = sorted(
-                measurements, key=lambda measurement: _distance(measurement, rows, size)
+                measurements, key=lambda measurement: _compute_distance(measurement, rows, size)
             )[:_NUM_NEAREST]
             if not nearest:
                 continue
@@ -110,13 +112,14 @@ class ShippedRecord:
                 measurement.ratios[pair] / measurement.ratios[default] for measurement in nearest
             ]
             is_near = (
-                len(nearest) == _NUM_NEAREST and _distance(nearest[-1], rows, size) <= _MAX_DISTANCE
+                len(nearest) == _NUM_NEAREST
+                and _compute_distance(nearest[-1], rows, size) <= _MAX_DISTANCE
             )
             is_trusted = is_like_recorded and is_same_scheme and is_near
             estimates[pair] = Estimate(min(ratios), max(ratios), is_trusted)
         return estimates
 
-    def _comparable_measurements(
+    def _select_comparable_measurements(
         self, problem: Problem, pair: Pair, default: Pair
     ) -> tuple[list[LayerTimes], bool]:
         """Return measurements with times of both pairings, and whether they have the same scheme.
@@ -125,30 +128,32 @@ class ShippedRecord:
         scheme, such as the group size. If there are none, return measurements with the same element
         types.
         """
-        with_both = [
+        measurements_of_both = [
             measurement
             for measurement in self.measurements
             if pair in measurement.ratios and default in measurement.ratios
         ]
         for scheme in dict.fromkeys((problem.quant, problem.scheme.name)):
             if measurements := [
-                measurement for measurement in with_both if measurement.scheme == scheme
+                measurement for measurement in measurements_of_both if measurement.scheme == scheme
             ]:
                 return measurements, scheme == problem.quant
-        types = _element_types(problem.scheme.name)
+        types = _get_element_types(problem.scheme.name)
         return [
-            measurement for measurement in with_both if _element_types(measurement.scheme) == types
+            measurement
+            for measurement in measurements_of_both
+            if _get_element_types(measurement.scheme) == types
         ], False
 
 
-def _distance(measurement: LayerTimes, rows: float, size: float) -> float:
+def _compute_distance(measurement: LayerTimes, rows: float, size: float) -> float:
     """Return the Euclidean distance of a measurement from (rows, size) on log2 axes."""
     return math.hypot(math.log2(measurement.rows / rows), math.log2(measurement.size / size))
 
 
-def _element_types(scheme: str) -> tuple[str, str]:
+def _get_element_types(scheme: str) -> tuple[str, str]:
     """Return the types of weights and activations, which determine the speed of a scheme."""
-    parsed = scheme_named(scheme)
+    parsed = find_scheme(scheme)
     return parsed.weight, parsed.activation
 
 
@@ -167,59 +172,62 @@ def parse(text: str | bytes) -> ShippedRecord:
     try:
         record = json_files.parse(text)
     except ValueError as error:
-        raise _invalid(f"no JSON: {str(error)[:100]}") from None
+        raise _make_error(f"no JSON: {str(error)[:100]}") from None
     if not isinstance(record, dict) or record.get("schema") != SCHEMA:
-        raise _invalid(f"no {SCHEMA}")
+        raise _make_error(f"no {SCHEMA}")
     arch = record.get("arch")
     if not (isinstance(arch, list) and len(arch) == 2 and all(type(n) is int for n in arch)):
-        raise _invalid("arch that is not two numbers")
-    pairs = [_pair(value) for value in _list(record.get("pairs"), "pairs", _MAX_PAIRS)]
+        raise _make_error("arch that is not two numbers")
+    pairs = [_parse_pair(value) for value in _check_list(record.get("pairs"), "pairs", _MAX_PAIRS)]
     if len(set(pairs)) != len(pairs):
-        raise _invalid("a pairing twice")
-    measurements = _list(record.get("measurements"), "measurements", _MAX_MEASUREMENTS)
+        raise _make_error("a pairing twice")
+    measurements = _check_list(record.get("measurements"), "measurements", _MAX_MEASUREMENTS)
     return ShippedRecord(
-        (arch[0], arch[1]), tuple(_layer_times(value, pairs) for value in measurements)
+        (arch[0], arch[1]), tuple(_parse_layer_times(value, pairs) for value in measurements)
     )
 
 
-def _pair(value: Any) -> Pair:
-    names = _list(value, "a pairing", 2)
+def _parse_pair(value: Any) -> Pair:
+    names = _check_list(value, "a pairing", 2)
     if len(names) != 2 or not all(isinstance(name, str) and name for name in names):
-        raise _invalid("a pairing that is not two names")
+        raise _make_error("a pairing that is not two names")
     return names[0], names[1]
 
 
-def _layer_times(value: Any, pairs: Sequence[Pair]) -> LayerTimes:
-    fields = _list(value, "a measurement", 4)
+def _parse_layer_times(value: Any, pairs: Sequence[Pair]) -> LayerTimes:
+    fields = _check_list(value, "a measurement", 4)
     if len(fields) != 4 or not isinstance(fields[0], str) or fields[0] not in QUANT_SCHEMES:
-        raise _invalid("a measurement without a scheme")
+        raise _make_error("a measurement without a scheme")
     scheme, rows, size, ratios = fields
-    ratios = _list(ratios, "ratios", len(pairs))
+    ratios = _check_list(ratios, "ratios", len(pairs))
     if len(ratios) != len(pairs):
-        raise _invalid(f"{len(ratios)} ratios for {len(pairs)} pairings")
-    ratio_of = {
-        pair: _number(ratio, "a ratio", *_RATIO_RANGE)
+        raise _make_error(f"{len(ratios)} ratios for {len(pairs)} pairings")
+    ratio_by_pair = {
+        pair: _parse_number(ratio, "a ratio", *_RATIO_RANGE)
         for pair, ratio in zip(pairs, ratios, strict=True)
         if ratio is not None
     }
     return LayerTimes(
-        scheme, _number(rows, "rows", 1e-9, 1e9), _number(size, "size", 1, 1e15), ratio_of
+        scheme,
+        _parse_number(rows, "rows", 1e-9, 1e9),
+        _parse_number(size, "size", 1, 1e15),
+        ratio_by_pair,
     )
 
 
-def _number(value: Any, name: str, minimum: float, maximum: float) -> float:
+def _parse_number(value: Any, name: str, minimum: float, maximum: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _invalid(f"{name} that is not a number")
+        raise _make_error(f"{name} that is not a number")
     if not minimum <= value <= maximum:
-        raise _invalid(f"{name} out of range")
+        raise _make_error(f"{name} out of range")
     return float(value)
 
 
-def _list(value: Any, name: str, maximum: int) -> list[Any]:
+def _check_list(value: Any, name: str, maximum: int) -> list[Any]:
     if not isinstance(value, list) or len(value) > maximum:
-        raise _invalid(f"{name} that is not a list of at most {maximum}")
+        raise _make_error(f"{name} that is not a list of at most {maximum}")
     return value
 
 
-def _invalid(got: str) -> ConfigurationError:
+def _make_error(got: str) -> ConfigurationError:
     return ConfigurationError("the shipped record", got=got, need=SCHEMA)

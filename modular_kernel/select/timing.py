@@ -35,7 +35,7 @@ from modular_kernel.select.budget import (
     free_bytes,
 )
 from modular_kernel.select.inputs import TimingWorkload
-from modular_kernel.select.process_group import Ranks, first_failure, max_over_ranks
+from modular_kernel.select.process_group import Ranks, first_failure, reduce_max_over_ranks
 from modular_kernel.select.selection import Bucket, Pair, TimedOutcome
 from modular_kernel.spec.problem import Machine
 from modular_kernel.tensors import Routing
@@ -70,10 +70,10 @@ class _PreparedPair:
 
     def close(self) -> None:
         """Release resources that the parts share with other ranks."""
-        _close(self.kernel)
+        _destroy_kernel(self.kernel)
 
 
-def _close(kernel: FusedMoEModularKernel) -> None:
+def _destroy_kernel(kernel: FusedMoEModularKernel) -> None:
     destroy = getattr(kernel.prepare_finalize, "destroy", None)
     if destroy is not None:
         destroy()
@@ -115,8 +115,8 @@ class PairingTimer:
         for pair in self.order:
             if self._has_failed(pair):
                 continue
-            others = [p for p in pairs_to_time if p != pair and p not in self.outcomes]
-            new_pairs = self._count_new_pairs((pair, *others[:1]))
+            other_pairs = [p for p in pairs_to_time if p != pair and p not in self.outcomes]
+            new_pairs = self._count_new_pairs((pair, *other_pairs[:1]))
             if not self.budget.allows(2, new_pairs=new_pairs):  # the default and another pairing
                 break
             try:
@@ -142,8 +142,8 @@ class PairingTimer:
                 self._release_memory()
         if self._device.type == "cuda":
             gc.collect()  # takes 0.1 s, which is too slow after each pairing
-        working = (pair for pair in self.order if not self._has_failed(pair))
-        default_pair = next(working, self.order[0])
+        working_pairs = (pair for pair in self.order if not self._has_failed(pair))
+        default_pair = next(working_pairs, self.order[0])
         outcomes = tuple(self.outcomes[pair] for pair in self.order if pair in self.outcomes)
         return Bucket(self.workload.problem.tokens, default_pair, outcomes)
 
@@ -158,7 +158,7 @@ class PairingTimer:
         """Prepare the default and time two rounds. Returns None after a failure."""
         prepared, failure = self._prepare(pair)
         if prepared is not None:
-            prepared.seconds = max_over_ranks(
+            prepared.seconds = reduce_max_over_ranks(
                 self.ranks, [self._time_once(prepared) for _ in range(2)]
             )
             failure = first_failure(self.ranks, prepared.failure)
@@ -196,8 +196,14 @@ class PairingTimer:
             times = self._time_rounds(prepared, default, 2)
             is_much_slower = min(times) > self.max_ratio * min(default.seconds[-2:])
             if not is_much_slower:
-                longest = max(*times, *default.seconds[-2:]) * len(self.workload.inputs)
-                rounds = int(_TARGET_SECONDS / longest) if longest else _MAX_ROUNDS
+                longest_round_seconds = max(*times, *default.seconds[-2:]) * len(
+                    self.workload.inputs
+                )
+                rounds = (
+                    int(_TARGET_SECONDS / longest_round_seconds)
+                    if longest_round_seconds
+                    else _MAX_ROUNDS
+                )
                 rounds = min(max(rounds, _MIN_ROUNDS), _MAX_ROUNDS)
                 times = self._time_rounds(prepared, default, rounds)
             if first_failure(self.ranks, default.failure):
@@ -226,8 +232,8 @@ class PairingTimer:
             pairings = ((prepared, prepared_times), (default, default_times))
             for pairing, times in pairings if index % 2 else reversed(pairings):
                 times.append(self._time_once(pairing))
-        default.seconds += max_over_ranks(self.ranks, default_times)
-        return max_over_ranks(self.ranks, prepared_times)
+        default.seconds += reduce_max_over_ranks(self.ranks, default_times)
+        return reduce_max_over_ranks(self.ranks, prepared_times)
 
     def _time_once(self, prepared: _PreparedPair) -> float:
         """Return the seconds per call in one round; infinity if any rank has failed."""
@@ -249,8 +255,8 @@ class PairingTimer:
     def _prepare(self, pair: Pair) -> tuple[_PreparedPair | None, str]:
         """Build, check and capture a pairing. Returns (None, error message) after a failure.
 
-        Raises BudgetSpentError if the time is over before the kernels are compiled. Once they are,
-        the rest takes little time, and the pairing is timed.
+        Raises BudgetSpentError if the time is over before the kernels are compiled. After the
+        compilation, the remaining steps take little time, so the pairing is timed in any case.
         """
         kernel, failure = self._run_on_all_ranks(lambda: self._build(pair))
         if kernel is None:
@@ -261,7 +267,7 @@ class PairingTimer:
             prepared, failure = self._check_and_capture(kernel, pair)
         finally:
             if prepared is None:
-                _close(kernel)
+                _destroy_kernel(kernel)
         self.prepared_pairs.add(pair)
         return prepared, failure
 
@@ -273,7 +279,7 @@ class PairingTimer:
         The ranks exchange failures after each step, because a rank that stops alone would block the
         other ranks.
         """
-        call, failure = self._run_on_all_ranks(lambda: self._plan(kernel))
+        call, failure = self._run_on_all_ranks(lambda: self._make_plan(kernel))
         if call is None:
             return None, failure
         outputs, failure = self._run_on_all_ranks(lambda: self._run_for_check(call))
@@ -287,16 +293,19 @@ class PairingTimer:
     def _build(self, pair: Pair) -> FusedMoEModularKernel:
         problem = self.workload.problem
         kernel = make_kernel(*pair, problem, group=self.ranks.group, machine=self.machine)
-        need = workspace_bytes(kernel.workspace_specs(problem.tokens)) * self._sharing_ranks
-        free = free_bytes(self._device)
-        if free is not None and need > _MAX_FREE_FRACTION * free:
+        required_bytes = (
+            workspace_bytes(kernel.workspace_specs(problem.tokens)) * self._sharing_ranks
+        )
+        free_memory = free_bytes(self._device)
+        if free_memory is not None and required_bytes > _MAX_FREE_FRACTION * free_memory:
             plans = "its plan takes" if self._sharing_ranks == 1 else "its plans on all ranks take"
             raise MemoryError(
-                f"{plans} {format_gigabytes(need)}, {format_gigabytes(free)} are free"
+                f"{plans} {format_gigabytes(required_bytes)}, "
+                f"{format_gigabytes(free_memory)} are free"
             )
         return kernel
 
-    def _plan(self, kernel: FusedMoEModularKernel) -> PlannedCall:
+    def _make_plan(self, kernel: FusedMoEModularKernel) -> PlannedCall:
         plan, weights = kernel.plan(), self.workload.weights
         return lambda x_TH, routing: plan(x_TH, weights, routing)
 
@@ -341,17 +350,17 @@ class PairingTimer:
 
     def _run_on_all_ranks(self, work: Callable[[], T]) -> tuple[T | None, str]:
         """Return (result of `work`, ""), or (None, error message) if `work` fails on any rank."""
-        failure_here, result = "", None
+        local_failure, result = "", None
         try:
             result = work()
         except BudgetSpentError:  # only on a single rank, see Budget.limit_compilation
             raise
         # A part can raise any exception, which must not end the search.
         except Exception as error:  # noqa: BLE001
-            failure_here = _format_error(error)
-        failure = first_failure(self.ranks, failure_here)
+            local_failure = _format_error(error)
+        failure = first_failure(self.ranks, local_failure)
         if failure and isinstance(result, FusedMoEModularKernel):
-            _close(result)  # the kernel could not be built on another rank
+            _destroy_kernel(result)  # the kernel could not be built on another rank
         return (None, failure) if failure else (result, "")
 
     def _release_memory(self) -> None:

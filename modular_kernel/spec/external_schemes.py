@@ -4,7 +4,7 @@ A package offers a tuple of `TableScheme` in the entry-point group modular_kerne
 
     entry_points={"modular_kernel.schemes": ["mine = my_package.scheme:SCHEMES"]}
 
-An entry point or scheme that fails is recorded and logged once; the others are used.
+An entry point or scheme that cannot be used is recorded and logged once. All others are used.
 """
 
 import logging
@@ -75,7 +75,7 @@ class TableScheme:
             got, need = f"{len(self.name)} characters", f"at most {_MAX_NAME_CHARS}"
             raise ConfigurationError(f"{what}: name", got=got, need=need)
         _check_values(what, self.values)
-        object.__setattr__(self, "values", tuple(map(_float32, self.values)))
+        object.__setattr__(self, "values", tuple(map(_round_to_float32, self.values)))
         _check_granularity(what, self.granularity, self.group)
         _check_cases(what, self.cases)
 
@@ -97,7 +97,7 @@ def _check_values(what: str, values: object) -> None:
     if len(values) not in _BITS:
         need = f"{' or '.join(map(str, _BITS))} values, one for each code"
         raise ConfigurationError(f"{what}: values", got=len(values), need=need)
-    rounded = [_float32(value) for value in values]
+    rounded = [_round_to_float32(value) for value in values]
     if not all(map(math.isfinite, rounded)):
         need = "values that are finite in float32"
         raise ConfigurationError(f"{what}: values", got=repr(values)[:80], need=need)
@@ -106,7 +106,7 @@ def _check_values(what: str, values: object) -> None:
         raise ConfigurationError(f"{what}: values", got=repr(values)[:80], need=need)
 
 
-def _float32(value: float) -> float:
+def _round_to_float32(value: float) -> float:
     """Round to float32. Values out of range become inf."""
     try:
         (rounded,) = struct.unpack("f", struct.pack("f", value))
@@ -236,7 +236,7 @@ def _is_unfinished(entry: EntryPoint) -> bool:
 def _load_all(built_in_names: tuple[str, ...]) -> ExternalSchemes:
     usable, broken = list[ExternalScheme](), list[BrokenScheme]()
     for entry in _list_entries():
-        origin = _origin(entry)
+        origin = _describe_origin(entry)
         try:
             schemes = _check_schemes(_load(entry, origin))
         except (Exception, SystemExit) as error:  # noqa: BLE001  another package's code
@@ -244,7 +244,7 @@ def _load_all(built_in_names: tuple[str, ...]) -> ExternalSchemes:
             broken.append(BrokenScheme(name, origin, describe_error(error)))
             continue
         usable += [ExternalScheme(scheme, origin) for scheme in schemes]
-    loaded = _without_conflicts(usable, broken, built_in_names)
+    loaded = _exclude_conflicts(usable, broken, built_in_names)
     for failure in loaded.broken:
         _LOG.warning(
             "quantization scheme %s, from %s, is not used: %s",
@@ -266,7 +266,7 @@ def _load(entry: EntryPoint, origin: str) -> object:
     return load_with_timeout(load, read_settings().import_timeout_s, origin)
 
 
-def _origin(entry: EntryPoint) -> str:
+def _describe_origin(entry: EntryPoint) -> str:
     distribution = entry.dist.name if entry.dist else "unknown"
     return escape_nonprintable(f"{distribution} ({entry.value})", max_chars=_MAX_ORIGIN_CHARS)
 
@@ -279,7 +279,7 @@ def _check_schemes(value: object) -> tuple[TableScheme, ...]:
     return value
 
 
-def _without_conflicts(
+def _exclude_conflicts(
     schemes: list[ExternalScheme], broken: list[BrokenScheme], built_in_names: Collection[str]
 ) -> ExternalSchemes:
     counts, usable = Counter(external.name for external in schemes), list[ExternalScheme]()

@@ -14,8 +14,8 @@ from math import lcm
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.quantization import QuantScheme
 
-# Alignments of a padded width, in columns. The largest one that leaves columns for every rank is
-# used. 16 values of at least one byte each satisfy the alignment of TMA and of vector loads.
+# Alignments of a padded width, in columns. The largest alignment that leaves columns for every rank
+# is used. 16 values of at least one byte each satisfy the alignment of TMA and of vector loads.
 _ALIGNMENTS = (16, 8, 4, 2, 1)
 _VALUES_PER_WORD = {"uint4": 8, "uint8": 4}  # in a packed int32
 _VALUES_PER_BYTE = {"table4": 2}
@@ -53,13 +53,13 @@ def columns_per_unit(scheme: QuantScheme, intermediate: int) -> int:
 
     A group that covers all columns may be split. Each rank then has one group with the same scale.
     """
-    word = _VALUES_PER_WORD.get(scheme.weight, _VALUES_PER_BYTE.get(scheme.weight, 1))
+    values_per_word = _VALUES_PER_WORD.get(scheme.weight, _VALUES_PER_BYTE.get(scheme.weight, 1))
     if scheme.weight == "int8" and not scheme.quantizes_activations:
-        word = 4
+        values_per_word = 4
     is_integer = scheme.weight in _VALUES_PER_WORD
     if scheme.granularity == "group" and is_integer and scheme.group[0] >= intermediate:
-        return word
-    return lcm(word, *scheme.group)
+        return values_per_word
+    return lcm(values_per_word, *scheme.group)
 
 
 def split_intermediate(intermediate: int, ranks: int, scheme: QuantScheme) -> IntermediateSplit:
@@ -92,8 +92,8 @@ def split_intermediate(intermediate: int, ranks: int, scheme: QuantScheme) -> In
 def make_too_few_groups_error(intermediate: int, ranks: int, unit: int) -> ConfigurationError:
     """Return the error for more ranks than groups of columns."""
     groups = _ceil_div(intermediate, unit)
-    what = "column" if unit == 1 else f"group of {unit} columns"
-    need = f"at most {groups}: each rank holds a whole {what} of intermediate={intermediate}"
+    unit_name = "column" if unit == 1 else f"group of {unit} columns"
+    need = f"at most {groups}: each rank holds a whole {unit_name} of intermediate={intermediate}"
     return ConfigurationError("tp: ranks", got=ranks, need=need)
 
 

@@ -81,13 +81,13 @@ class AdapterSpec:
         w1_rows: N, the number of rows of w1: twice `intermediate` if gated.
         """
         slots, rank = self.adapters, self.rank
-        outer = 1 if self.outer_shared else experts
+        num_outer = 1 if self.outer_shared else experts
         num_a = 1 if self.a13_shared or w1_rows == intermediate else 2
         return {
-            "lora_a13": (slots, outer, num_a * rank, hidden),
+            "lora_a13": (slots, num_outer, num_a * rank, hidden),
             "lora_b13": (slots, experts, w1_rows, rank),
             "lora_a2": (slots, experts, rank, intermediate),
-            "lora_b2": (slots, outer, hidden, rank),
+            "lora_b2": (slots, num_outer, hidden, rank),
         }
 
     def slot_numel(self, experts: int, w1_rows: int, hidden: int, intermediate: int) -> int:
@@ -160,12 +160,15 @@ class Adapter:
         if rows not in allowed_rows:
             need = f"{' or '.join(map(str, allowed_rows))} with gated={gated}"
             raise ShapeError("lora_b13: rows", got=rows, need=need)
-        first, last = split.columns(rank)
-        missing, per_column = split.width - (last - first), rows // intermediate
-        shape = (experts, 2, intermediate) if gated else (experts, 1, intermediate, per_column)
-        b13 = self.lora_b13.reshape(*shape, -1, columns)[:, :, first:last]
-        b13 = torch.nn.functional.pad(b13, (0, 0) * (b13.dim() - 3) + (0, missing))
-        a2 = torch.nn.functional.pad(self.lora_a2[..., first:last], (0, missing))
+        first_column, end_column = split.columns(rank)
+        num_padding, rows_per_column = (
+            split.width - (end_column - first_column),
+            rows // intermediate,
+        )
+        shape = (experts, 2, intermediate) if gated else (experts, 1, intermediate, rows_per_column)
+        b13 = self.lora_b13.reshape(*shape, -1, columns)[:, :, first_column:end_column]
+        b13 = torch.nn.functional.pad(b13, (0, 0) * (b13.dim() - 3) + (0, num_padding))
+        a2 = torch.nn.functional.pad(self.lora_a2[..., first_column:end_column], (0, num_padding))
         return replace(self, lora_b13=b13.reshape(experts, -1, columns), lora_a2=a2.contiguous())
 
     def __repr__(self) -> str:
@@ -192,8 +195,8 @@ def slots_from_sequences(
     """
     for what, tensor in (("starts of sequences", starts_S1), ("slots of sequences", slots_S)):
         check_tensor(what, tensor)
-        not_integer = tensor.is_floating_point() or tensor.is_complex()
-        if not_integer or tensor.dtype is torch.bool:
+        is_not_integer = tensor.is_floating_point() or tensor.is_complex()
+        if is_not_integer or tensor.dtype is torch.bool:
             raise DtypeError(what, got=tensor.dtype, need="integers")
     expect("tokens", tokens, Annotated[int, Between(0, MAX_INT32)])
     if starts_S1.device != slots_S.device:

@@ -249,7 +249,7 @@ class Placement:
         for ranks in expect_each("tiers", tiers, Sequence):
             expect_each("tiers: ranks", ranks, int)
         max_copies = max(map(len, self.locations))
-        usable = [_nearest(locations, tiers) for locations in self.locations]
+        usable = [_select_nearest(locations, tiers) for locations in self.locations]
         padded = [
             (*locations, *[locations[0]] * (max_copies - len(locations))) for locations in usable
         ]
@@ -275,7 +275,7 @@ def rank_tiers(rank: int, ranks_per_host: int | None = None) -> tuple[Sequence[i
     return (rank,), range(first, first + ranks_per_host)
 
 
-def _nearest(locations: Locations, tiers: Sequence[Sequence[int]]) -> Locations:
+def _select_nearest(locations: Locations, tiers: Sequence[Sequence[int]]) -> Locations:
     for ranks in tiers:
         matches = tuple(location for location in locations if location[0] in ranks)
         if matches:

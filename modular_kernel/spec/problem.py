@@ -205,7 +205,7 @@ class ActivationSpec:
 
 
 @lru_cache(maxsize=64)
-def _linear_placement(experts: int, world_size: int) -> Placement:
+def _make_linear_placement(experts: int, world_size: int) -> Placement:
     """Return the linear placement. Cached, because many problems have the same sizes."""
     return Placement.linear(experts, world_size)
 
@@ -254,7 +254,7 @@ class Parallel:
         """
         expect("experts", experts, Count)
         if not isinstance(self.placement, Placement):
-            return _linear_placement(experts, self.world_size)
+            return _make_linear_placement(experts, self.world_size)
         if self.placement.experts != experts:
             got, need = f"{self.placement.experts} experts", f"experts = {experts}"
             raise ConfigurationError("placement", got=got, need=need)

@@ -109,12 +109,12 @@ class QuantScheme:
         ('uint4', (64,), True)
         """
         if isinstance(text, QuantScheme):
-            return text._checked()
+            return text._validate()
         if not isinstance(text, str):
             raise ConfigurationError("quant", got=type(text).__name__, need="a scheme name")
         return _parse(text)
 
-    def _checked(self) -> "QuantScheme":
+    def _validate(self) -> "QuantScheme":
         """Return this scheme. Raises ConfigurationError unless its text form parses to it."""
         is_known = self.external or self.name in QUANT_SCHEMES
         if is_known and QuantScheme.parse(str(self)) == self:
@@ -195,7 +195,7 @@ def list_external_schemes() -> tuple[str, ...]:
     return tuple(external.name for external in load_external_schemes().usable)
 
 
-def scheme_named(name: str) -> QuantScheme:
+def find_scheme(name: str) -> QuantScheme:
     """Return the built-in or external scheme with this name, without options.
 
     Raises the errors of `QuantScheme.parse`.
@@ -205,7 +205,7 @@ def scheme_named(name: str) -> QuantScheme:
     schemes = load_external_schemes()
     for external in schemes.usable:
         if external.name == name:
-            return _of_table(external.scheme)
+            return _make_table_scheme(external.scheme)
     for broken in schemes.broken:
         if broken.name == name and broken.is_duplicate:
             origins = " and ".join(entry.origin for entry in schemes.broken if entry.name == name)
@@ -222,7 +222,7 @@ def scheme_named(name: str) -> QuantScheme:
 
 
 @lru_cache(maxsize=256)
-def _of_table(table: TableScheme) -> QuantScheme:
+def _make_table_scheme(table: TableScheme) -> QuantScheme:
     weight = f"table{table.bits}"
     return QuantScheme(
         table.name, weight, "none", table.granularity, table.group, values=table.values
@@ -233,11 +233,11 @@ def _of_table(table: TableScheme) -> QuantScheme:
 def _parse(text: str) -> QuantScheme:
     """Parse a scheme. Cached, because many problems name the same scheme."""
     name, _, options = text.partition(":")
-    scheme, known_keys = scheme_named(name), set[str]()
+    scheme, seen_keys = find_scheme(name), set[str]()
     for option in filter(None, options.split(",")):
         key, _, value = option.partition("=")
-        if key in known_keys:
+        if key in seen_keys:
             raise ConfigurationError(f"quant {name}", got=text[:80], need=f"{key} once")
         scheme = scheme._with_option(key, value)
-        known_keys.add(key)
+        seen_keys.add(key)
     return scheme

@@ -158,12 +158,12 @@ class RouterSpec:
 
     def _check_groups(self, experts: int) -> None:
         # No divmod: torch.compile cannot trace it if the number of experts is symbolic.
-        size, remainder = experts // self.groups, experts % self.groups
-        if remainder or (self.group_score == "top2" and size < 2):
+        group_size, remainder = experts // self.groups, experts % self.groups
+        if remainder or (self.group_score == "top2" and group_size < 2):
             min_size = 2 if self.group_score == "top2" else 1
             need = f"groups = {self.groups} of equal size, with at least {min_size} experts each"
             raise ConfigurationError("router experts", got=experts, need=need)
-        if size * self.topk_groups < self.top_k:
+        if group_size * self.topk_groups < self.top_k:
             need = f"at least top_k = {self.top_k} experts in topk_groups = {self.topk_groups}"
-            got = f"{self.groups} groups of {size}"
+            got = f"{self.groups} groups of {group_size}"
             raise ConfigurationError("router groups", got=got, need=need)

@@ -17,7 +17,7 @@ from modular_kernel.catalog import load_catalog, make_kernel
 from modular_kernel.contracts import Choice, Tunable
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.quant.quantized_weights import default_scale_dtype, weight_specs
+from modular_kernel.quant.quantized_weights import get_default_scale_dtype, weight_specs
 from modular_kernel.settings import hide_gpus
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
@@ -117,7 +117,7 @@ def compile_kernels(
     if prepared:
         prepared_specs = kernel.experts.prepared_specs().items()
         weights = replace(
-            weights, **{n: _empty(spec.shape, spec.dtype) for n, spec in prepared_specs}
+            weights, **{n: _make_empty(spec.shape, spec.dtype) for n, spec in prepared_specs}
         )
     out = torch.empty(problem.output_shape, dtype=problem.dtype, device=_META)
     with record_compiles(target) as records:
@@ -133,20 +133,22 @@ def make_meta_inputs(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Rou
     specs = weight_specs(problem)
     dtypes = {name: spec.dtypes[0] for name, spec in specs.items()}
     if problem.scheme.quantized:
-        dtypes |= dict.fromkeys(("w1_scale", "w2_scale"), default_scale_dtype(problem))
-    tensors = {name: _empty(spec.shape, dtypes[name]) for name, spec in specs.items()}
+        dtypes |= dict.fromkeys(("w1_scale", "w2_scale"), get_default_scale_dtype(problem))
+    tensors = {name: _make_empty(spec.shape, dtypes[name]) for name, spec in specs.items()}
     if problem.bias:
-        tensors["b1"] = _empty((problem.e, problem.w1_rows), problem.dtype)
-        tensors["b2"] = _empty((problem.e, problem.hidden), problem.dtype)
+        tensors["b1"] = _make_empty((problem.e, problem.w1_rows), problem.dtype)
+        tensors["b2"] = _make_empty((problem.e, problem.hidden), problem.dtype)
     if problem.expert_map:
-        tensors["expert_map"] = _empty((problem.experts,), torch.int32)
+        tensors["expert_map"] = _make_empty((problem.experts,), torch.int32)
     pairs = (problem.tokens, problem.top_k)
-    routing = Routing(_empty(pairs, torch.float32), _empty(pairs, problem.ids_dtype or torch.int32))
-    x_TH = _empty((problem.tokens, problem.hidden), problem.dtype)
+    routing = Routing(
+        _make_empty(pairs, torch.float32), _make_empty(pairs, problem.ids_dtype or torch.int32)
+    )
+    x_TH = _make_empty((problem.tokens, problem.hidden), problem.dtype)
     return x_TH, ExpertWeights(**tensors), routing
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _make_empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=_META)
 
 

@@ -35,7 +35,7 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.tuning.compilation import Compiler, TunedPair
 from modular_kernel.tuning.search import Benchmarker, Refusal
-from modular_kernel.tuning.stage_timer import StageTimer, median_stage_times
+from modular_kernel.tuning.stage_timer import StageTimer, compute_median_stage_times
 from modular_kernel.tuning.workload import TuneWorkload, WorkloadFactory, make_tuning_weights
 from modular_kernel.workspace import Workspace
 
@@ -127,24 +127,26 @@ class DeviceBenchmarker(Benchmarker):
         error = self._find_error(workload)
         if error:
             return Refusal(error, is_wrong=True)
-        calls = self._staged_calls(workload)
+        calls = self._make_staged_calls(workload)
         flush_l2 = self._flush_l2 if workload.flush else None
         times = self._stage_timer.time_calls(calls, flush_l2)
-        if self._is_promising(median_stage_times(times), workload):
+        if self._is_promising(compute_median_stage_times(times), workload):
             for _ in range(_EXTRA_TIMINGS):
                 times += self._stage_timer.time_calls(calls, flush_l2)
-        return median_stage_times(times)
+        return compute_median_stage_times(times)
 
     def _find_error(self, workload: TuneWorkload) -> str:
         x_TH, routing = workload.inputs[0]
-        return workload.find_error(self._kernel(workload, poison=True)(x_TH, self.weights, routing))
+        return workload.find_error(
+            self._build_kernel(workload, poison=True)(x_TH, self.weights, routing)
+        )
 
-    def _staged_calls(self, workload: TuneWorkload) -> list[Call]:
+    def _make_staged_calls(self, workload: TuneWorkload) -> list[Call]:
         """Return a call for each input, which runs the host code that marks stages.
 
         A plan would replay launches without running the host code.
         """
-        kernel = self._kernel(workload, poison=False)
+        kernel = self._build_kernel(workload, poison=False)
         problem = workload.problem
         workspace = Workspace(kernel.workspace_specs(problem.tokens), self.device)
         out = torch.empty(problem.output_shape, dtype=problem.dtype, device=self.device)
@@ -177,7 +179,7 @@ class DeviceBenchmarker(Benchmarker):
         error = self._find_error(workload)
         if error:
             return Refusal(error, is_wrong=True)
-        plan = self._kernel(workload, poison=False).plan()
+        plan = self._build_kernel(workload, poison=False).plan()
         calls = [partial(plan, x_TH, self.weights, r) for x_TH, r in workload.inputs]
         for call in calls:
             call()
@@ -218,7 +220,7 @@ class DeviceBenchmarker(Benchmarker):
                 times[choice].append(time_once(choice))
         return {choice: median(samples) for choice, samples in times.items()}
 
-    def _kernel(self, workload: TuneWorkload, *, poison: bool) -> FusedMoEModularKernel:
+    def _build_kernel(self, workload: TuneWorkload, *, poison: bool) -> FusedMoEModularKernel:
         pair = self.pair
         names = pair.prepare_finalize, pair.experts
         return make_kernel(

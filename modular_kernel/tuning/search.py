@@ -82,7 +82,7 @@ Clock = Callable[[], float]
 ProgressCallback = Callable[[], None]
 
 
-def _ignore() -> None:
+def _do_nothing() -> None:
     pass
 
 
@@ -105,7 +105,7 @@ class TuneJob:
     folder: Path
     budget: float
     ignore_saved: bool = False
-    on_measurement: ProgressCallback = _ignore
+    on_measurement: ProgressCallback = _do_nothing
     clock: Clock = time.monotonic
 
 
@@ -130,13 +130,13 @@ def tune(job: TuneJob) -> Iterator[TuneResult]:
         job.space, job.tokens, job.folder, ignore_saved=job.ignore_saved
     )
     saved_choices = {} if job.ignore_saved else dict(job.space.saved(job.folder))
-    end = job.clock() + job.budget
+    end_time = job.clock() + job.budget
     for index, tokens in enumerate(remaining_tokens):
-        seconds_left = end - job.clock()
+        seconds_left = end_time - job.clock()
         if seconds_left <= 0:
             return
-        for upcoming in remaining_tokens[index : index + _NUM_COMPILED_AHEAD]:
-            job.benchmarker.compile_ahead(upcoming, job.space.candidates(upcoming))
+        for upcoming_tokens in remaining_tokens[index : index + _NUM_COMPILED_AHEAD]:
+            job.benchmarker.compile_ahead(upcoming_tokens, job.space.candidates(upcoming_tokens))
         deadline = job.clock() + seconds_left / (len(remaining_tokens) - index)
         result = _Search(job, tokens, deadline).run()
         if result.best is not None:
@@ -167,7 +167,7 @@ class _Search:
         finalists = dict.fromkeys(space.finalists(self.tokens, self.times))
         if untuned in self.times:
             finalists[untuned] = None
-        best = self._best(list(finalists), untuned)
+        best = self._find_best(list(finalists), untuned)
         return TuneResult(self.tokens, best, self.times, self.refused, finished)
 
     def _screen_all(self, candidates: Sequence[Choice]) -> bool:
@@ -192,7 +192,7 @@ class _Search:
         else:
             self.times[choice] = outcome
 
-    def _best(self, finalists: Sequence[Choice], untuned: Choice) -> TunedChoice | None:
+    def _find_best(self, finalists: Sequence[Choice], untuned: Choice) -> TunedChoice | None:
         """Return the fastest of the finalists, or `untuned` if the gain may be noise."""
         outcomes = self.job.benchmarker.compare(self.tokens, finalists) if finalists else {}
         self.job.on_measurement()

@@ -58,7 +58,7 @@ class StageTimer:
                 break
             # The GPU may have waited for the host, so try again with a longer sleep.
             self._sleep_seconds = _SLEEP_MARGIN * host_seconds / len(calls)
-        return [self._stage_times(*call_spans) for call_spans in spans_of_calls]
+        return [self._compute_stage_times(*call_spans) for call_spans in spans_of_calls]
 
     def _record_spans(self, call: Call, flush_l2: L2Flush) -> tuple[Any, Any, Spans]:
         """Run a call. Return (start of the call, end of the call, spans of its stages)."""
@@ -66,7 +66,7 @@ class StageTimer:
         clock = self._clock
 
         @contextmanager
-        def span(name: str) -> Iterator[None]:
+        def record_span(name: str) -> Iterator[None]:
             start = clock.mark()
             yield
             spans.setdefault(name, []).append((start, clock.mark()))
@@ -74,17 +74,17 @@ class StageTimer:
         if flush_l2 is not None:
             flush_l2()
 
-        def watch(name: str) -> AbstractContextManager[object]:
+        def enter_stage(name: str) -> AbstractContextManager[object]:
             stage = stages.find_stage(name, self._names)
-            return _NO_SPAN if stage is None else span(stage)
+            return _NO_SPAN if stage is None else record_span(stage)
 
-        with stages.watch_stages(watch):
+        with stages.watch_stages(enter_stage):
             start = clock.mark()
             call()
             end = clock.mark()
         return start, end, spans
 
-    def _stage_times(self, start: Any, end: Any, spans: Spans) -> StageTimes:
+    def _compute_stage_times(self, start: Any, end: Any, spans: Spans) -> StageTimes:
         ms = self._clock.ms
         stage_seconds = {
             name: sum(ms(*pair) for pair in pairs) / 1e3 for name, pairs in spans.items()
@@ -92,7 +92,7 @@ class StageTimer:
         return StageTimes(ms(start, end) / 1e3, stage_seconds)
 
 
-def median_stage_times(samples: Sequence[StageTimes]) -> StageTimes:
+def compute_median_stage_times(samples: Sequence[StageTimes]) -> StageTimes:
     """Return the median time of the calls, and the median time of every stage."""
     names = samples[0].stages
     return StageTimes(

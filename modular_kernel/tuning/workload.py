@@ -1,7 +1,8 @@
 """Weights, inputs and expected outputs with which the tuner times and checks choices.
 
-To save time, only a few experts are drawn. The other experts are copies. Every expert is multiplied
-by a different factor, so that a kernel that uses a wrong expert computes a wrong result.
+To save time, the weights of only a few experts are drawn at random, and the other experts are
+copies of them. Every expert is multiplied by a different factor, so that a kernel that uses a wrong
+expert computes a wrong result.
 """
 
 import math
@@ -49,10 +50,12 @@ class ExpectedRows:
     exact: torch.Tensor
     torch_rows: torch.Tensor
 
-    def up_to(self, tokens: int) -> "ExpectedRows":
+    def select_below(self, tokens: int) -> "ExpectedRows":
         """Return the expected output of tokens whose index is below `tokens`."""
-        selected = self.rows < tokens
-        return ExpectedRows(self.rows[selected], self.exact[selected], self.torch_rows[selected])
+        is_selected = self.rows < tokens
+        return ExpectedRows(
+            self.rows[is_selected], self.exact[is_selected], self.torch_rows[is_selected]
+        )
 
 
 @dataclass
@@ -134,10 +137,10 @@ class WorkloadFactory:
         problem = self.problem.with_tokens(tokens)
         x_TH, routing = self._largest_input
         first_input = (x_TH[:tokens], routing.of(slice(tokens)))
-        calls = _MAX_CALLS if tokens <= _FEW_TOKENS else _MIN_CALLS
-        inputs = (first_input, *(self._draw_input(tokens, index) for index in range(1, calls)))
+        num_calls = _MAX_CALLS if tokens <= _FEW_TOKENS else _MIN_CALLS
+        inputs = (first_input, *(self._draw_input(tokens, index) for index in range(1, num_calls)))
         flush = self._needs_l2_flush(problem, first_input[1])
-        return TuneWorkload(problem, inputs, self._expected.up_to(tokens), flush)
+        return TuneWorkload(problem, inputs, self._expected.select_below(tokens), flush)
 
     def _draw_input(self, tokens: int, index: int) -> Input:
         generator = torch.Generator(self._device).manual_seed(_INPUT_SEED * tokens + index)
@@ -158,10 +161,10 @@ class WorkloadFactory:
         """Return whether the L2 cache could still hold data that the previous call loaded."""
         load = count_load(routing, problem, self.weights.expert_map)
         bytes_moved = compute_work(problem, problem.scheme, [load]).bytes
-        size = l2_bytes(self._device)
+        l2_size = l2_bytes(self._device)
         # memory=0 allows a single set of weights. With several sets, every choice would have to be
         # checked with each set.
-        return choose_rotation(bytes_moved, math.inf, problem.tokens, l2=size, memory=0).flush
+        return choose_rotation(bytes_moved, math.inf, problem.tokens, l2=l2_size, memory=0).flush
 
 
 def make_tuning_weights(problem: Problem, device: torch.device) -> ExpertWeights:
@@ -178,17 +181,17 @@ def make_tuning_weights(problem: Problem, device: torch.device) -> ExpertWeights
     generator = torch.Generator(device).manual_seed(_WEIGHT_SEED)
     for name in ("w1", "w2"):
         # Quantized weights are multiplied by the factors through their scales.
-        scaled = f"{name}_scale" if problem.scheme.quantized else name
+        scaled_name = f"{name}_scale" if problem.scheme.quantized else name
         if problem.scheme.matrix_scales:
-            scaled = f"{name}_global_scale"
-        _scale_experts(tensors[scaled], generator)
+            scaled_name = f"{name}_global_scale"
+        _scale_experts(tensors[scaled_name], generator)
     return replace(weights, **tensors, expert_map=make_expert_map(problem, device))
 
 
 def _repeat_experts(tensor: torch.Tensor, source_experts: torch.Tensor) -> torch.Tensor:
     """Return tensor[source_experts]. This includes 8-bit dtypes, which torch cannot index."""
-    raw = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
-    return raw.index_select(0, source_experts).view(tensor.dtype)
+    indexable = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+    return indexable.index_select(0, source_experts).view(tensor.dtype)
 
 
 def _scale_experts(tensor: torch.Tensor, generator: torch.Generator) -> None:

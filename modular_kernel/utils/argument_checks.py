@@ -190,8 +190,11 @@ def _make_test(kind: Any) -> tuple[Predicate, str]:
 
 def _make_union_test(kinds: tuple[Any, ...]) -> tuple[Predicate, str]:
     tests, descriptions = zip(*map(_make_test, kinds), strict=True)
-    first, rest = tests[0], tests[1] if len(tests) == 2 else _make_union_test(kinds[1:])[0]
-    return lambda value: first(value) or rest(value), " or ".join(descriptions)
+    first_test, other_test = (
+        tests[0],
+        tests[1] if len(tests) == 2 else _make_union_test(kinds[1:])[0],
+    )
+    return lambda value: first_test(value) or other_test(value), " or ".join(descriptions)
 
 
 def _make_class_test(kind: type) -> tuple[Predicate, str]:

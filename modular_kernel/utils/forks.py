@@ -91,12 +91,12 @@ def use_one_thread() -> None:
     GNU OpenMP would wait forever for the threads of the parent. Other OpenMP runtimes start new
     threads in the child.
     """
-    if torch.get_num_threads() > 1 and _runs_on_gnu_openmp():
+    if torch.get_num_threads() > 1 and _uses_gnu_openmp():
         torch.set_num_threads(1)
 
 
 @cache
-def _runs_on_gnu_openmp() -> bool:
+def _uses_gnu_openmp() -> bool:
     try:
         return "libgomp" in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -16,7 +16,7 @@ def boot_id() -> str:
         return socket.gethostname()
 
 
-def memory_id(device: torch.device) -> str:
+def get_memory_id(device: torch.device) -> str:
     """Return an identifier of the memory of `device`, which is the same in all processes."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_properties(device).uuid)

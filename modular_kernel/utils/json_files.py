@@ -23,14 +23,14 @@ def read_file(path: Path, max_bytes: int, *, follow_links: bool = True) -> bytes
     follow_links: whether `path` may be a symbolic link.
 
     Raises OSError if the file cannot be opened, and ValueError if it is larger or is not a regular
-    file. A pipe does not block.
+    file. Opening a pipe does not block.
     """
     flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
-    handle = os.open(path, flags if follow_links else flags | getattr(os, "O_NOFOLLOW", 0))
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
+    fd = os.open(path, flags if follow_links else flags | getattr(os, "O_NOFOLLOW", 0))
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
         raise ValueError("not a regular file")
-    with os.fdopen(handle, "rb") as file:
+    with os.fdopen(fd, "rb") as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise ValueError(f"more than {max_bytes} bytes")

@@ -50,7 +50,7 @@ def load_with_timeout(load: Callable[[], object], seconds: float, origin: str) -
     if results:
         return results[0]
     if not failures:
-        location = _current_line(thread.ident)
+        location = _find_current_line(thread.ident)
         raise TimeoutError(f"did not end within {seconds:g} s (MK_IMPORT_TIMEOUT_S){location}")
     error = failures[0]
     if isinstance(error, Exception):
@@ -58,7 +58,7 @@ def load_with_timeout(load: Callable[[], object], seconds: float, origin: str) -
     raise RuntimeError(f"{type(error).__name__} at import: {error}")
 
 
-def _current_line(ident: int | None) -> str:
+def _find_current_line(ident: int | None) -> str:
     """Return the line that a thread is executing, outside of Python's import system."""
     frame = sys._current_frames().get(ident or 0)
     while frame is not None and frame.f_code.co_filename.startswith("<frozen importlib"):

@@ -62,14 +62,17 @@ def find_package(probe: PackageProbe) -> ProbeResult:
     """Return the first folder among the locations of a probe that has all markers."""
     reasons = []
     for location in probe.locations:
-        for folder in _folders(location):
-            missing = next(
-                filter(None, (_missing_marker(folder, *marker) for marker in probe.markers)), ""
+        for folder in _iter_folders(location):
+            missing_marker = next(
+                filter(None, (_find_missing_marker(folder, *marker) for marker in probe.markers)),
+                "",
             )
-            found_version = read_version(folder, probe.version_file)
-            if not missing:
-                return ProbeResult(folder, found_version)
-            reasons.append(f"unsupported {f'{location} {found_version}'.strip()}: {missing}")
+            package_version = read_version(folder, probe.version_file)
+            if not missing_marker:
+                return ProbeResult(folder, package_version)
+            reasons.append(
+                f"unsupported {f'{location} {package_version}'.strip()}: {missing_marker}"
+            )
     return ProbeResult(reason="; ".join(reasons))
 
 
@@ -127,7 +130,7 @@ def find_packages(probes: Iterable[PackageProbe]) -> tuple[frozenset[str], dict[
 
 def read_version(folder: Path, file: str = "__init__.py") -> str:
     """Return the `__version__` in a file of a package, or ""."""
-    match = _VERSION.search(_text(folder / file) or "")
+    match = _VERSION.search(_read_text(folder / file) or "")
     return match[1] if match else ""
 
 
@@ -139,7 +142,7 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
-def _folders(location: str) -> Iterator[Path]:
+def _iter_folders(location: str) -> Iterator[Path]:
     top, _, subfolder = location.partition("/")
     try:
         spec = find_spec(top)
@@ -151,14 +154,14 @@ def _folders(location: str) -> Iterator[Path]:
             yield folder
 
 
-def _missing_marker(folder: Path, file: str, marker_text: str) -> str:
-    text = _text(folder / file)
+def _find_missing_marker(folder: Path, file: str, marker_text: str) -> str:
+    text = _read_text(folder / file)
     if text is None:
         return f"no {file}"
     return "" if marker_text in text else f"no {marker_text} in {file}"
 
 
-def _text(path: Path) -> str | None:
+def _read_text(path: Path) -> str | None:
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             return file.read(_MAX_BYTES)

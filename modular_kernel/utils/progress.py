@@ -1,7 +1,9 @@
 """Logging of the progress of long loops, with at most one line every five seconds.
 
 for expert in log_progress(experts, "model.layers.3.mlp.experts", "experts"):
-    ...   # INFO modular_kernel.loading: model.layers.3.mlp.experts: 40 of 128 experts in 5.1 s
+    ...
+
+INFO modular_kernel.loading: model.layers.3.mlp.experts: 40 of 128 experts in 5.1 s
 """
 
 import logging

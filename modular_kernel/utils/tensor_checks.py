@@ -119,7 +119,7 @@ def check_tensor(
     else:
         check_storage(what, value)
     if forward_ad._current_level >= 0 and _unpack_dual(value).tangent is not None:
-        raise _tangent_error(what)
+        raise _make_tangent_error(what)
     return value
 
 
@@ -197,8 +197,10 @@ def address_range(tensor: torch.Tensor) -> tuple[int, int]:
         return start, start + tensor.nbytes
     if tensor.numel() == 0:
         return start, start
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * tensor.element_size()
+    last_element = sum(
+        (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return start, start + (last_element + 1) * tensor.element_size()
 
 
 def is_overlapping(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -214,8 +216,10 @@ class TensorMemorySnapshot:
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
-        present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        self._snapshots = {name: (tensor, _memory_of(tensor)) for name, tensor in present.items()}
+        given_tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        self._snapshots = {
+            name: (tensor, _get_memory(tensor)) for name, tensor in given_tensors.items()
+        }
 
     def check_unchanged(self, since: str) -> None:
         """Raise StateError if a tensor was freed or resized, or has another address or layout.
@@ -223,12 +227,12 @@ class TensorMemorySnapshot:
         since: name of the function that made the snapshot, for the message.
         """
         for name, (tensor, memory) in self._snapshots.items():
-            if _memory_of(tensor) != memory:
+            if _get_memory(tensor) != memory:
                 need = f"the memory and layout that it had at the call of {since}"
                 raise StateError(name, got="freed, resized or replaced memory", need=need)
 
 
-def _memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
+def _get_memory(tensor: torch.Tensor) -> tuple[object, ...]:
     memory = tensor.data_ptr(), tensor.untyped_storage().nbytes()
     return *memory, tensor.shape, tensor.stride(), tensor.dtype
 
@@ -246,16 +250,16 @@ def needs_gradient(tensors: Iterable[torch.Tensor]) -> bool:
 
 def check_no_gradients(tensors: Mapping[str, torch.Tensor | None]) -> None:
     """Raise UnsupportedError if a tensor requires grad or has a tangent."""
-    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    if not needs_gradient(present.values()):
+    given_tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    if not needs_gradient(given_tensors.values()):
         return
-    names = ", ".join(name for name, tensor in present.items() if needs_gradient((tensor,)))
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present.values()):
+    names = ", ".join(name for name, tensor in given_tensors.items() if needs_gradient((tensor,)))
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given_tensors.values()):
         got, need = f"{names} that require grad", "torch.no_grad() or inference_mode()"
         raise UnsupportedError("gradients", got=got, need=need)
-    raise _tangent_error(names)
+    raise _make_tangent_error(names)
 
 
-def _tangent_error(names: str) -> UnsupportedError:
+def _make_tangent_error(names: str) -> UnsupportedError:
     got, need = f"{names} with a forward gradient", "no dual tensors: unpack_dual(x).primal"
     return UnsupportedError("gradients", got=got, need=need)

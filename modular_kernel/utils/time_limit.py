@@ -29,7 +29,7 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         yield
         return
     start = time.perf_counter()
-    handler = signal.signal(signal.SIGALRM, _raise)
+    handler = signal.signal(signal.SIGALRM, _raise_time_limit)
     remaining, interval = signal.setitimer(
         signal.ITIMER_REAL, max(seconds, 1e-6), _REPEAT_INTERVAL_S
     )
@@ -39,9 +39,9 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
         if remaining:
-            left = max(remaining - (time.perf_counter() - start), 1e-6)
-            signal.setitimer(signal.ITIMER_REAL, left, interval)
+            seconds_left = max(remaining - (time.perf_counter() - start), 1e-6)
+            signal.setitimer(signal.ITIMER_REAL, seconds_left, interval)
 
 
-def _raise(_signal: int, _frame: FrameType | None) -> None:
+def _raise_time_limit(_signal: int, _frame: FrameType | None) -> None:
     raise TimeLimitReached

@@ -178,7 +178,9 @@ class SymmetricExchange:
         quantized: quantized tokens; None if the kernel quantizes them, or nothing is quantized.
         wait: whether the kernel also waits until the rows of all ranks have arrived.
         """
-        from modular_kernel.replay.launch.triton_versions import occupancy_options  # imports Gluon
+        from modular_kernel.replay.launch.triton_versions import (
+            make_occupancy_options,  # imports Gluon
+        )
         from prepare_finalize.symm_mem.kernels.dispatch import dispatch_kernel
 
         problem, buffers = self.problem, self.buffers
@@ -216,7 +218,7 @@ class SymmetricExchange:
             CHUNK=chunk,
             BLOCK=shape.block,
             num_warps=shape.warps,
-            **occupancy_options(shape.programs),
+            **make_occupancy_options(shape.programs),
             **self._make_scale_arguments(quantized),
             **self._make_adapter_arguments(routing),
             **self._make_peer_row_arguments(),

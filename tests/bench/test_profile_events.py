@@ -15,7 +15,7 @@ from modular_kernel.profiling.events import (
     CallTimes,
     StageTime,
     find_calls,
-    median_call,
+    select_median_call,
 )
 from modular_kernel.profiling.record import suppress_profiler_lines
 from modular_kernel.replay import stages
@@ -94,9 +94,9 @@ def test_median_call_of_several() -> None:
         events += [launch_event(start + 1, number), device_event("k", start + 5, dur, number)]
     calls = find_calls(events, on_gpu=True)
     assert [call.span_us for call in calls] == [50, 10, 30]
-    assert median_call(calls).span_us == 30
+    assert select_median_call(calls).span_us == 30
     with pytest.raises(ConfigurationError, match="no call"):
-        median_call(find_calls([range_event(stages.GEMM1, 0, 1)], on_gpu=True))
+        select_median_call(find_calls([range_event(stages.GEMM1, 0, 1)], on_gpu=True))
 
 
 def test_parts_without_stages_have_default_stages() -> None:

@@ -98,9 +98,9 @@ def test_largest_gap_is_the_most_time_above_a_roofline() -> None:
 def test_interpreted_times_have_no_percentage() -> None:
     pair = make_sample_profile("A x B", machine=Machine("cpu", interpreter=True)).pairs[0]
     column = summary.STAGE_COLUMNS.index("% of floor")
-    assert {row[column] for row in summary.stage_cells(pair.slowest)} > {summary.ABSENT}
+    assert {row[column] for row in summary.make_stage_cells(pair.slowest)} > {summary.ABSENT}
     rank = replace(pair.slowest, total=replace(pair.slowest.total, mode=INTERPRETER))
-    assert {row[column] for row in summary.stage_cells(rank)} == {summary.ABSENT}
+    assert {row[column] for row in summary.make_stage_cells(rank)} == {summary.ABSENT}
     text = "\n".join(summary.describe_slowest_rank(replace(pair, ranks=(rank,))))
     assert "not a meaningful time" in text
     assert "floor" not in text

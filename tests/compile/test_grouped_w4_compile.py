@@ -114,8 +114,8 @@ def test_mmas_read_weights_from_registers(
     rows: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stored, "_scale_dtypes", lambda problem: (scales,))
-    stored._weight_specs.cache_clear()
+    monkeypatch.setattr(stored, "_get_scale_dtypes", lambda problem: (scales,))
+    stored._make_weight_specs.cache_clear()
     problem = replace(BASE, quant=quant)
     cubins: list[bytes] = []
     run = JITFunction.run
@@ -132,7 +132,7 @@ def test_mmas_read_weights_from_registers(
             GroupedW4Path(problem), problem, grouped_w4_config.default_config(problem, rows)
         )
     finally:
-        stored._weight_specs.cache_clear()
+        stored._make_weight_specs.cache_clear()
     assert len(cubins) == 2
     for cubin in cubins:
         loops = mma_loops(cubin)

@@ -46,4 +46,4 @@ def test_dispatch_sets_the_occupancy_from_triton_3_9_on(
 def test_ptx_options_of_the_environment_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "RELEASE", "3.9")
     monkeypatch.setattr(triton.knobs.nvidia, "ptxas_options", "--verbose")
-    assert compat.occupancy_options(2) == {"ptx_options": "--verbose --minnctapersm=2"}
+    assert compat.make_occupancy_options(2) == {"ptx_options": "--verbose --minnctapersm=2"}

@@ -59,7 +59,7 @@ def identity(
     routing: str = "uniform",
     replicated: bool = False,
 ) -> cache_keys.KeyFields:
-    return cache_keys.identity_fields(problem, machine, routing=routing, replicated=replicated)
+    return cache_keys.make_identity_fields(problem, machine, routing=routing, replicated=replicated)
 
 
 def test_every_problem_field_except_tokens_has_a_change() -> None:
@@ -115,7 +115,7 @@ VERSION_CHANGES: dict[str, Callable[[pytest.MonkeyPatch, Path], None]] = {
     "torch": lambda patch, _: patch.setattr(torch, "__version__", "9.9"),
     "cuda": lambda patch, _: patch.setattr(torch.version, "cuda", "99.9"),
     "parts": lambda patch, _: patch.setattr(
-        cache_keys, "_part_versions", lambda: (("Part", "mine", "2"),)
+        cache_keys, "_get_part_versions", lambda: (("Part", "mine", "2"),)
     ),
     "packages": set_version("triton"),
     "tuned": set_folder,

@@ -183,7 +183,7 @@ def test_a_triton_without_replay_is_logged_once_when_a_launch_is_recorded(
     launch._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "modular_kernel"):
         kernel, compiled = Kernel(), Compiled()
-        reasons = {launch._why_not_replayable(kernel, compiled) for _ in range(3)}
+        reasons = {launch._find_refusal_reason(kernel, compiled) for _ in range(3)}
     launch._warn_once.cache_clear()
     (reason,) = reasons
     (record,) = caplog.records

@@ -177,7 +177,7 @@ def test_quantize_rows_equals_the_loop(
 def test_long_rows_are_read_in_several_parts(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scale has more columns than a program reads at once."""
     monkeypatch.setattr(quantize_tiles, "_MAX_BLOCK_C", 16)
-    monkeypatch.setattr(quantize, "_CHUNK", 16)
+    monkeypatch.setattr(quantize, "_COLUMNS_PER_PROGRAM", 16)
     scheme, x = QuantScheme.parse(text), random_normal(7, 91)
     assert_equals_loop(x, scheme)
 

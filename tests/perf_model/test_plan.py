@@ -219,7 +219,7 @@ def test_other_version_of_deep_ep_is_named() -> None:
     results = [estimate_pairings(problem, cluster, machine) for machine in (first, second)]
     slow = estimate_pairings(problem, cluster, cluster.machine(frozenset({"triton", "ml_dtypes"})))
     texts = [
-        recommend._changes_by_packages(select_best(estimates), estimates, results)
+        recommend._describe_changes_by_packages(select_best(estimates), estimates, results)
         for estimates in (slow, *results)
     ]  # type: ignore[arg-type]
     assert len(texts[0]) == 1

@@ -17,9 +17,9 @@ from modular_kernel.perf_model.selection_table import (
     ERROR_LIMIT,
     MOE_LAYERS,
     Selection,
-    layer_times_markdown,
+    format_layer_times,
+    format_record_errors,
     record_errors,
-    records_markdown,
     select_all_pairings,
     select_pairing,
 )
@@ -137,7 +137,7 @@ def test_an_error_beyond_the_limit_would_be_listed(monkeypatch: pytest.MonkeyPat
     errors = record_errors()
     worst = max(errors, key=lambda error: abs(error.error))
     monkeypatch.setattr(selection_table, "ERROR_LIMIT", abs(worst.error) - 1e-9)
-    listed = records_markdown().partition(f"1 of {len(errors)} records")[2]
+    listed = format_record_errors().partition(f"1 of {len(errors)} records")[2]
     line = f"| {worst.model} | `{worst.part}` | {worst.ranks} | {worst.quant} | {worst.tokens} |"
     assert line in listed
 
@@ -172,6 +172,6 @@ def test_each_model_with_recorded_times_shows_them(
     shown = {Path(page).stem for page, mark, _ in tables if mark == "times"}
     for page in (DOCS / "recipes").glob("*.md"):
         if page.stem in MODELS:
-            rows = layer_times_markdown(page.stem).splitlines()[2:]
+            rows = format_layer_times(page.stem).splitlines()[2:]
             assert bool(rows) is (page.stem in shown)
             assert all(float(row.split("|")[6]) > 0 for row in rows)

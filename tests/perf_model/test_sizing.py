@@ -21,9 +21,9 @@ from modular_kernel.perf_model.compare import (
     summarize,
 )
 from modular_kernel.perf_model.error_tables import (
-    error_tables_markdown,
-    experts_errors,
-    model_errors,
+    compute_experts_errors,
+    compute_model_errors,
+    format_error_tables,
 )
 from modular_kernel.perf_model.estimate import (
     distribute_over_ranks,
@@ -47,7 +47,7 @@ from modular_kernel.perf_model.load import (
     ONE_GROUP,
     EstimatedLoad,
     Groups,
-    inclusion_probabilities,
+    compute_inclusion_probabilities,
     rank_load,
 )
 from modular_kernel.perf_model.recommend import TYPICAL_ERROR_RATIO
@@ -67,7 +67,7 @@ ROUTING_KINDS = ["uniform", "zipf0.6", "zipf1.2", "hot1", "hot3"]
 def test_inclusion_probabilities_match_drawn_routing(kind: str) -> None:
     experts, top_k = 32, 4
     parsed = RoutingKind.parse(kind)
-    probabilities = inclusion_probabilities(experts, top_k, parsed)
+    probabilities = compute_inclusion_probabilities(experts, top_k, parsed)
     assert math.isclose(sum(probabilities), top_k, rel_tol=1e-6)
     assert list(probabilities) == sorted(probabilities, reverse=True)
     generator = torch.Generator().manual_seed(0)
@@ -419,8 +419,8 @@ def test_an_option_that_a_comparison_would_ignore_is_refused(
 
 def test_sizing_page_has_the_errors_of_the_model() -> None:
     page = (ROOT / "docs" / "sizing.md").read_text(encoding="utf-8")
-    assert f"<!-- errors:begin -->\n\n{error_tables_markdown()}\n\n<!-- errors:end -->" in page
-    typical = {row.part: row.mean for row in experts_errors()}["TritonExperts"]
+    assert f"<!-- errors:begin -->\n\n{format_error_tables()}\n\n<!-- errors:end -->" in page
+    typical = {row.part: row.mean for row in compute_experts_errors()}["TritonExperts"]
     assert typical == pytest.approx(TYPICAL_ERROR_RATIO - 1, abs=0.01)
-    exchanges = [row for row in model_errors() if row.kind == "predicted"]
+    exchanges = [row for row in compute_model_errors() if row.kind == "predicted"]
     assert max(row.worst for row in exchanges) <= MAX_ACCURATE_ERROR

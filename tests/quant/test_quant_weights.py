@@ -82,7 +82,7 @@ def test_quantized_weights_are_accepted(text: str) -> None:
 @pytest.mark.parametrize("text", ["int4_w4a16_group", "mxfp4_w4a16"])
 def test_odd_row_lengths_cannot_be_packed(text: str, name: str) -> None:
     problem = make_problem(text, **{name: 33})
-    assert quantized_weights.indivisible_sizes(problem) == (name,)
+    assert quantized_weights.list_indivisible_sizes(problem) == (name,)
     with pytest.raises(ConfigurationError, match=f"{name}: got 33, need a multiple of 2: {text}"):
         weight_specs(problem)
 

@@ -19,20 +19,20 @@ from modular_kernel.compatibility.support import Rejection
 from modular_kernel.measure.records import OK, OURS, PEER, Report, Row, add_peer_ratios
 from modular_kernel.report.benchmarks import read_records
 from modular_kernel.report.curves import draw_figure
-from modular_kernel.report.errors_page import errors_document
+from modular_kernel.report.errors_page import build_errors_document
 from modular_kernel.report.generated_docs import find_stale_files, render_files, render_html_page
 from modular_kernel.report.judge_all import (
     PROBLEM,
     Matrix,
-    built_in_catalog,
+    collect_refusal_reasons,
     judge_all,
-    refusal_reasons,
+    select_built_in_parts,
 )
 from modular_kernel.report.markdown import render_markdown
-from modular_kernel.report.matrix import interactive_matrix, matrix_document
+from modular_kernel.report.matrix import build_interactive_matrix, build_matrix_document
 from modular_kernel.report.pages.document import BulletList, Heading, InteractiveMatrix, Table, Text
 from modular_kernel.report.pages.html import render_html
-from modular_kernel.report.shipped_times import RECORD_NAME, shipped_report
+from modular_kernel.report.shipped_times import RECORD_NAME, load_shipped_report
 from modular_kernel.spec.problem import Machine, Parallel
 from modular_kernel.spec.quantization import QUANT_SCHEMES
 
@@ -49,7 +49,7 @@ def mk(capsys: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture(scope="module")
 def matrix() -> Matrix:
-    return judge_all(built_in_catalog(load_catalog()))
+    return judge_all(select_built_in_parts(load_catalog()))
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def test_cells_equal_the_verdicts_of_check(matrix: Matrix) -> None:
 def test_reasons_cover_the_rejections_of_all_cells(matrix: Matrix) -> None:
     covered = {
         (*pair, quant, size, reason.rejection)
-        for reason in refusal_reasons(matrix)
+        for reason in collect_refusal_reasons(matrix)
         for pair in reason.pairs
         for quant in reason.quants
         for size in reason.world_sizes
@@ -180,7 +180,7 @@ def test_reasons_cover_the_rejections_of_all_cells(matrix: Matrix) -> None:
 
 
 def test_the_page_has_every_verdict_and_every_reason(matrix: Matrix) -> None:
-    tables = [block for block in matrix_document(matrix) if isinstance(block, Table)]
+    tables = [block for block in build_matrix_document(matrix) if isinstance(block, Table)]
     details = [table for table in tables if table.columns[1:2] == ("experts",)]
     shown = {
         (row[0], row[1], column): cell
@@ -208,7 +208,7 @@ def test_reason_names_its_pairs_unless_it_applies_to_all(matrix: Matrix) -> None
     pair = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
     cells = [replace(cell, rejections=()) for cell in matrix.cells]
     cells = [replace(c, rejections=(rejection,)) if c.pair == pair else c for c in cells]
-    document = matrix_document(replace(matrix, cells=tuple(cells)))
+    document = build_matrix_document(replace(matrix, cells=tuple(cells)))
     last = [block for block in document if isinstance(block, Table)][-1]
     parties_text = "TorchExperts / problem"
     assert list(last.rows) == [("`odd`", parties_text, "a", "b", "", " x ".join(pair))]
@@ -340,7 +340,7 @@ def test_a_page_without_records(tmp_path: Path) -> None:
     text = render_html_page(load_catalog(), tmp_path)
     assert text.index('id="support-matrix"') < text.index("No records were found.")
     assert "TorchExperts" in text
-    panels = draw_figure(RECORD_NAME, shipped_report())
+    panels = draw_figure(RECORD_NAME, load_shipped_report())
     assert panels is not None
     assert text.count("<svg") == 1 + len(panels.panels)
 
@@ -380,7 +380,7 @@ class _SquaresParser(HTMLParser):
 
 def test_the_interactive_matrix_has_every_verdict_and_every_reason(matrix: Matrix) -> None:
     parser = _SquaresParser()
-    parser.feed(render_html("picture", [interactive_matrix(matrix)]))
+    parser.feed(render_html("picture", [build_interactive_matrix(matrix)]))
     data = json.loads(parser.data)
     for size in matrix.world_sizes:
         for quant in matrix.quants:
@@ -411,7 +411,7 @@ def test_interactive_matrix_texts_cannot_end_the_script() -> None:
 
 
 def test_the_shipped_times_are_those_of_the_record() -> None:
-    rows = {(r.shape, r.tokens, r.layer, r.quant): r for r in shipped_report().rows}
+    rows = {(r.shape, r.tokens, r.layer, r.quant): r for r in load_shipped_report().rows}
     assert len(rows) == 204
     ours = rows["qwen3_30b", 128, "TritonExperts", "none"]
     peer = rows["qwen3_30b", 128, "vLLM Triton", "none"]
@@ -440,9 +440,9 @@ def _error_names() -> Iterator[str]:
 
 
 def test_every_error_is_documented() -> None:
-    heads = [block.text for block in errors_document() if isinstance(block, Heading)]
+    heads = [block.text for block in build_errors_document() if isinstance(block, Heading)]
     assert heads == ["Errors", *(f"`{name}`" for name in _error_names())]
-    text = render_markdown(errors_document(), figures="")
+    text = render_markdown(build_errors_document(), figures="")
     assert all(
         " ".join((getattr(errors, n).__doc__ or "").split())[:40] in text for n in _error_names()
     )

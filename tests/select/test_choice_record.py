@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modular_kernel.select.composed_kernel import warm_up_token_counts
+from modular_kernel.select.composed_kernel import list_warm_up_token_counts
 from modular_kernel.select.selection import (
     MAX_RATIO_TO_KEEP,
     Bucket,
@@ -289,7 +289,7 @@ def test_no_segment_uses_a_pairing_that_may_be_slower(
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 17, 4096])
 def test_warm_up_covers_both_ends_and_odd_numbers(max_tokens: int) -> None:
-    numbers = warm_up_token_counts(max_tokens)
+    numbers = list_warm_up_token_counts(max_tokens)
     assert (numbers[0], numbers[-1]) == (1, max_tokens)
     assert all(high <= 2 * low for low, high in pairwise(numbers))
     odd = [n for n in numbers if n % 16]

@@ -11,7 +11,7 @@ from modular_kernel.measure import timing as method
 from modular_kernel.measure.timing import WallClock
 from modular_kernel.replay import stages
 from modular_kernel.tuning import stage_timer
-from modular_kernel.tuning.stage_timer import StageTimer, median_stage_times
+from modular_kernel.tuning.stage_timer import StageTimer, compute_median_stage_times
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -51,7 +51,7 @@ def test_stage_times_are_summed_by_stage(time: Time) -> None:
     timer = StageTimer((stages.GEMM1, stages.GEMM2), CPU)
     times = timer.time_calls([lambda: layer(time)] * 3, lambda: flushes.append(1))
     assert len(times) == len(flushes) == 3
-    medians = median_stage_times(times)
+    medians = compute_median_stage_times(times)
     assert medians.stages == pytest.approx({stages.GEMM1: 0.004, stages.GEMM2: 0.002})
     assert medians.seconds == pytest.approx(0.008)
 
@@ -86,7 +86,7 @@ def test_pause_grows_until_the_host_is_ahead(monkeypatch: pytest.MonkeyPatch, ti
 
 
 def test_medians_are_by_stage() -> None:
-    medians = median_stage_times(
+    medians = compute_median_stage_times(
         [StageTimes(3.0, {"a": 1.0}), StageTimes(1.0, {"a": 9.0}), StageTimes(2.0, {"a": 2.0})]
     )
     assert medians == StageTimes(2.0, {"a": 2.0})

@@ -10,7 +10,7 @@ from modular_kernel.compatibility.support import (
     Violations,
     format_sorted,
 )
-from modular_kernel.quant.quantized_weights import indivisible_sizes, values_per_word
+from modular_kernel.quant.quantized_weights import list_indivisible_sizes, values_per_word
 from modular_kernel.spec.problem import Problem, dtype_name
 
 
@@ -93,7 +93,7 @@ def check_blocks(pairing: RuleInput) -> Violations:
 def check_packing(pairing: RuleInput) -> Violations:
     """Require row sizes that are multiples of the number of values in a packed byte or word."""
     values_per_pack = values_per_word(pairing.problem.scheme)
-    for name in indivisible_sizes(pairing.problem):
+    for name in list_indivisible_sizes(pairing.problem):
         got = f"{name}={getattr(pairing.problem, name)}"
         scheme = pairing.problem.scheme
         need = f"a multiple of {values_per_pack}, the number of values that {scheme} packs together"

@@ -23,8 +23,8 @@ def _compute_bucket_starts(totals, IGNORE_INVALID: tl.constexpr, BLOCK_SIZE: tl.
     """
     if IGNORE_INVALID:
         totals = tl.where(tl.arange(0, totals.shape[0]) == 0, 0, totals)
-    padded = (totals + BLOCK_SIZE - 1) // BLOCK_SIZE * BLOCK_SIZE
-    return totals, padded, tl.cumsum(padded, axis=0) - padded
+    padded_totals = (totals + BLOCK_SIZE - 1) // BLOCK_SIZE * BLOCK_SIZE
+    return totals, padded_totals, tl.cumsum(padded_totals, axis=0) - padded_totals
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def _place_chunk(
 
 @triton.jit
 def _fill_blocks(
-    pid, num_chunks, totals, padded, starts, sorted_token_ids_ptr, expert_ids_ptr,
+    pid, num_chunks, totals, padded_totals, starts, sorted_token_ids_ptr, expert_ids_ptr,
     num_tokens_post_padded_ptr,
     num_pairs, num_positions, num_blocks,
     NUM_BINS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
@@ -62,21 +62,23 @@ def _fill_blocks(
     Programs with an index pid >= num_chunks call this function. Program num_chunks also stores the
     number of positions in use.
 
-    totals, padded, starts: from `_compute_bucket_starts`.
+    totals, padded_totals, starts: from `_compute_bucket_starts`.
     """
-    num_tokens_post_padded = tl.sum(padded, axis=0)
+    num_tokens_post_padded = tl.sum(padded_totals, axis=0)
     block = (pid - num_chunks) * BLOCKS_PER_PROGRAM + tl.arange(0, BLOCKS_PER_PROGRAM)
     first_position = block * BLOCK_SIZE
-    is_past = (starts + padded)[None, :] <= first_position[:, None]
+    has_ended = (starts + padded_totals)[None, :] <= first_position[:, None]
     # NaN-free: integer operands
-    bucket = tl.minimum(tl.sum(is_past.to(tl.int32), axis=1), NUM_BINS - 1)
+    bucket = tl.minimum(tl.sum(has_ended.to(tl.int32), axis=1), NUM_BINS - 1)
     is_used = first_position < num_tokens_post_padded
     tl.store(expert_ids_ptr + block, tl.where(is_used, bucket - 1, -1), mask=block < num_blocks)
     # In a block, all positions past the last pair of its bucket are padding.
-    padding = tl.where(is_used, tl.gather(starts, bucket, 0) + tl.gather(totals, bucket, 0), 0)
+    padding_start = tl.where(
+        is_used, tl.gather(starts, bucket, 0) + tl.gather(totals, bucket, 0), 0
+    )
     position = first_position[:, None] + tl.arange(0, BLOCK_SIZE)[None, :]
-    fill = (position >= padding[:, None]) & (position < num_positions)
-    tl.store(sorted_token_ids_ptr + position, num_pairs + tl.zeros_like(position), mask=fill)
+    is_padding = (position >= padding_start[:, None]) & (position < num_positions)
+    tl.store(sorted_token_ids_ptr + position, num_pairs + tl.zeros_like(position), mask=is_padding)
     if pid == num_chunks:
         tl.store(num_tokens_post_padded_ptr, num_tokens_post_padded)
 
@@ -113,7 +115,7 @@ def align_place_kernel(
     pid = tl.program_id(0)
     bins = tl.arange(0, NUM_BINS)
     totals = tl.load(bucket_totals_ptr + bins, mask=bins < num_local_experts + 1, other=0)
-    totals, padded, starts = _compute_bucket_starts(totals, IGNORE_INVALID, BLOCK_SIZE)
+    totals, padded_totals, starts = _compute_bucket_starts(totals, IGNORE_INVALID, BLOCK_SIZE)
     if pid < num_chunks:
         pairs = pid * CHUNK_SIZE + tl.arange(0, CHUNK_SIZE)
         mask = pairs < num_pairs
@@ -134,7 +136,7 @@ def align_place_kernel(
         )
     else:
         _fill_blocks(
-            pid, num_chunks, totals, padded, starts, sorted_token_ids_ptr, expert_ids_ptr,
+            pid, num_chunks, totals, padded_totals, starts, sorted_token_ids_ptr, expert_ids_ptr,
             num_tokens_post_padded_ptr,
             num_pairs, num_positions, num_blocks, NUM_BINS, BLOCK_SIZE, BLOCKS_PER_PROGRAM,
         )  # fmt: skip
@@ -151,9 +153,9 @@ def align_kernel(
     NUM_BINS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
     USE_PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Like `align_place_kernel`, for at most BLOCK_PAIRS pairs, without separate counting launches.
+    """Do the work of `align_place_kernel` and of the counting kernels in one launch.
 
-    Every program counts all pairs.
+    Every program counts all pairs, of which there are at most BLOCK_PAIRS.
 
     invalid_count_ptr: int32, incremented by the number of invalid ids.
     USE_PDL: whether the launch uses programmatic dependent launch (`pdl_wait`).
@@ -175,7 +177,7 @@ def align_kernel(
     buckets = tl.where(all_pairs < num_pairs, all_local + 1, NUM_BINS - 1)
     totals = tl.histogram(buckets, NUM_BINS)
     totals = tl.where(tl.arange(0, NUM_BINS) < num_local_experts + 1, totals, 0)
-    totals, padded, starts = _compute_bucket_starts(totals, IGNORE_INVALID, BLOCK_SIZE)
+    totals, padded_totals, starts = _compute_bucket_starts(totals, IGNORE_INVALID, BLOCK_SIZE)
     if pid < num_chunks:
         earlier_buckets = tl.where(all_pairs < pid * CHUNK_SIZE, buckets, NUM_BINS - 1)
         pairs = pid * CHUNK_SIZE + tl.arange(0, CHUNK_SIZE)
@@ -199,7 +201,7 @@ def align_kernel(
             tl.atomic_add(invalid_count_ptr, num_invalid)
     else:
         _fill_blocks(
-            pid, num_chunks, totals, padded, starts, sorted_token_ids_ptr, expert_ids_ptr,
+            pid, num_chunks, totals, padded_totals, starts, sorted_token_ids_ptr, expert_ids_ptr,
             num_tokens_post_padded_ptr,
             num_pairs, num_positions, num_blocks, NUM_BINS, BLOCK_SIZE, BLOCKS_PER_PROGRAM,
         )  # fmt: skip

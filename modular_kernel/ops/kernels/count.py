@@ -30,7 +30,7 @@ def is_repeat(
     repeat = local_expert < -1
     for k_index in range(TOP_K):
         is_earlier = mask & (first_pair + k_index < pairs)
-        other, _ = load_local_ids(
+        earlier_expert, _ = load_local_ids(
             topk_ids_ptr,
             first_pair + k_index,
             is_earlier,
@@ -39,7 +39,7 @@ def is_repeat(
             num_local_experts,
             HAS_EXPERT_MAP,
         )
-        repeat = repeat | (is_earlier & (other == local_expert) & (local_expert >= 0))
+        repeat = repeat | (is_earlier & (earlier_expert == local_expert) & (local_expert >= 0))
     return repeat
 
 

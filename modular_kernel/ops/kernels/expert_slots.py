@@ -3,7 +3,7 @@
 `modular_kernel.ops.expert_slots` explains the numbering. A pair is a token together with one of its
 top_k experts: pair p belongs to token p // top_k. A slot is the place of an expert in the weights
 of a rank. An expert may have copies in several slots. A sink is an additional number of a rank that
-stands for no expert.
+does not belong to any expert.
 """
 
 import triton
@@ -29,14 +29,14 @@ def _merge_repeats(
     """
     weight = tl.zeros((BLOCK_TOKENS, BLOCK_TOP_K), tl.float32)
     repeat = tl.zeros((BLOCK_TOKENS, BLOCK_TOP_K), tl.int32)
-    row = tl.zeros((BLOCK_TOKENS, BLOCK_TOP_K), tl.int32)
+    zeros = tl.zeros((BLOCK_TOKENS, BLOCK_TOP_K), tl.int32)
     # Every lane loads the whole row of its token, whose cache lines are loaded anyway. Comparing
     # lanes with each other would require a layout conversion.
     for j in tl.static_range(TOP_K):
-        same = tl.load(ids_row + row + j, mask=mask, other=-1) == ids
+        same = tl.load(ids_row + zeros + j, mask=mask, other=-1) == ids
         # The weight of a skipped pair may have any value. Only skipped pairs have its id, so the
         # value does not affect the sums of other pairs.
-        weight += tl.where(same, tl.load(weights_row + row + j, mask=mask, other=0.0), 0.0)
+        weight += tl.where(same, tl.load(weights_row + zeros + j, mask=mask, other=0.0), 0.0)
         repeat = tl.where(same & (k > j), 1, repeat)
     return weight, repeat
 
@@ -110,11 +110,11 @@ def number_pairs(
         )
     if HAS_SINKS:
         dropped = (in_bounds & (is_kept == 0)).to(tl.int32)
-        sink = tl.cumsum(dropped, axis=1) - dropped
+        drop_index = tl.cumsum(dropped, axis=1) - dropped
         sink_number = (
-            (sink + first_token) % world_size * numbers_per_rank
+            (drop_index + first_token) % world_size * numbers_per_rank
             + slots_per_rank
-            + sink // world_size
+            + drop_index // world_size
         )
         number = tl.where(is_kept, number, sink_number)
     else:

@@ -5,8 +5,8 @@ and a float32 global scale per expert. The GEMMs read scales in a tiled layout: 
 rows and 16 groups are contiguous in memory.
 
 A tile is up to 128 rows of one expert. The list of tiles is an int32 tensor in the format of
-`modular_kernel.ops.sort.SortedPairs.tiles`. Three arrays of max_tiles values have, for each tile,
-the expert, the first row, and the end of the expert's rows. The number of tiles follows.
+`modular_kernel.ops.sort.SortedPairs.tiles`: three arrays of max_tiles values, with the expert of
+each tile, its first row, and the end of the expert's rows, followed by the number of tiles.
 """
 
 import triton
@@ -80,10 +80,10 @@ def quantize_tiles_kernel(
     tile, row_quarter = tl.program_id(0) // 4, tl.program_id(0) % 4
     in_use = tile < tl.load(tiles_ptr + 3 * max_tiles)
     expert = tl.load(tiles_ptr + tile, mask=in_use, other=0)
-    first = tl.load(tiles_ptr + max_tiles + tile, mask=in_use, other=0)
+    first_row = tl.load(tiles_ptr + max_tiles + tile, mask=in_use, other=0)
     end = tl.load(tiles_ptr + 2 * max_tiles + tile, mask=in_use, other=0)
-    line = tl.arange(0, 32)
-    rows = first.to(tl.int64) + row_quarter * 32 + line
+    lane_row = tl.arange(0, 32)
+    rows = first_row.to(tl.int64) + row_quarter * 32 + lane_row
     valid = rows < end
     source_rows = rows
     if HAS_SOURCE_ROWS:
@@ -107,14 +107,14 @@ def quantize_tiles_kernel(
     )
     codes = tl.reshape(_encode_e2m1(groups * group_inverse[:, :, None]), (32, 128, 2))
     low, high = tl.split(codes)
-    pairs = tl.program_id(1) * 128 + tl.arange(0, 128)
-    q_ptrs = q_ptr + rows[:, None] * stride_q + pairs[None, :]
-    q_mask = valid[:, None] & (pairs * 2 < num_columns)[None, :]
+    byte_columns = tl.program_id(1) * 128 + tl.arange(0, 128)
+    q_ptrs = q_ptr + rows[:, None] * stride_q + byte_columns[None, :]
+    q_mask = valid[:, None] & (byte_columns * 2 < num_columns)[None, :]
     tl.store(q_ptrs, (low | (high << 4)).to(tl.uint8), mask=q_mask)
     group = tl.arange(0, 16)
-    offset = (group // 4 * 512 + group % 4)[None, :] + (line * 16 + row_quarter * 4)[:, None]
-    s_ptrs = scale_ptr + tile.to(tl.int64) * stride_scale + tl.program_id(1) * 2048 + offset
-    tl.store(s_ptrs, code.to(tl.uint8), mask=in_use & (offset >= 0))
+    offset = (group // 4 * 512 + group % 4)[None, :] + (lane_row * 16 + row_quarter * 4)[:, None]
+    scale_ptrs = scale_ptr + tile.to(tl.int64) * stride_scale + tl.program_id(1) * 2048 + offset
+    tl.store(scale_ptrs, code.to(tl.uint8), mask=in_use & (offset >= 0))
 
 
 @triton.jit

@@ -27,8 +27,8 @@ def load_local_ids(
     topk_ids_ptr: int32 or int64, the id of each pair.
     offsets: the pairs to load.
     mask: False for lanes that must not be loaded.
-    expert_map_ptr: (num_experts,) int32, the local id of each id, or -1. Used if HAS_EXPERT_MAP;
-        otherwise ids are local ids.
+    expert_map_ptr: (num_experts,) int32, the local id of each global id, or -1. Used if
+        HAS_EXPERT_MAP; otherwise ids are local ids.
     """
     # Ids are converted to int32 only at the end: earlier, an invalid int64 id could become valid.
     ids = tl.load(topk_ids_ptr + offsets, mask=mask, other=-1)

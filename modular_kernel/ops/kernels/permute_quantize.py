@@ -67,8 +67,8 @@ def permute_and_quantize_kernel(
     if DYNAMIC_SCALE and not GROUP_FITS_BLOCK:
         for start in range(BLOCK_COLUMNS, group_size, BLOCK_COLUMNS):
             in_group = (start + offsets < group_size)[None, :]
-            other = _load_tile(x_row_ptr, columns + start, in_group, num_columns)
-            amax = maximum_nan(amax, max_nan(tl.abs(other), 1))
+            next_value = _load_tile(x_row_ptr, columns + start, in_group, num_columns)
+            amax = maximum_nan(amax, max_nan(tl.abs(next_value), 1))
     scale = tl.zeros((BLOCK_GROUPS,), tl.float32)
     if not DYNAMIC_SCALE:
         scale += tl.load(scale_ptr)

@@ -13,8 +13,8 @@ experts: pair p belongs to token p // top_k.
                 "pairs": row p, if the expert of pair p is on this rank; row_filter_ptr has the ids.
                 "batched": the first row_filter_ptr[s] rows of segment s.
 
-QMAX is the largest value of the quantized type, MIN_SCALE the minimum scale, and ROUND_TO_INT
-whether the quantized type is an integer.
+QMAX is the largest value of the quantized type, and MIN_SCALE is the minimum scale. ROUND_TO_INT
+tells whether the quantized type is an integer.
 """
 
 import triton
@@ -105,7 +105,7 @@ def _load_values(
     ACTIVATION_LIMIT: tl.constexpr,
     GATE_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Load the values to quantize as float32, with 0 in masked places.
+    """Load the values to quantize as float32, 0 where masked.
 
     The values are x, or act(x) rounded to the dtype of x. If HAS_ROUTER_WEIGHTS, they are
     multiplied by the router weights.
@@ -223,13 +223,13 @@ def quantize_program(
     BLOCK_PARTIALS: a power of two >= num_partial_amax.
     """
     group_blocks = tl.cdiv(num_groups, BLOCK_GROUPS)
-    part = program // group_blocks
-    segment = (part // programs_per_segment).to(tl.int64)
+    row_program = program // group_blocks
+    segment = (row_program // programs_per_segment).to(tl.int64)
     line = tl.arange(0, BLOCK_ROWS * BLOCK_GROUPS)
     group_index = program % group_blocks * BLOCK_GROUPS + line % BLOCK_GROUPS
-    first = group_index * group_size
-    end = tl.minimum(first + group_size, num_columns)[:, None]  # NaN-free: integer operands
-    columns = first[:, None] + tl.arange(0, BLOCK_COLUMNS)[None, :]
+    first_column = group_index * group_size
+    end = tl.minimum(first_column + group_size, num_columns)[:, None]  # NaN-free: integer operands
+    columns = first_column[:, None] + tl.arange(0, BLOCK_COLUMNS)[None, :]
     count = capacity
     if ROW_SOURCE == "batched":
         count = tl.load(row_filter_ptr + segment)
@@ -244,7 +244,7 @@ def quantize_program(
         if program == 0:
             tl.store(scale_ptr, tensor_scale)
     for start in tl.range(
-        part % programs_per_segment * BLOCK_ROWS,
+        row_program % programs_per_segment * BLOCK_ROWS,
         count,
         programs_per_segment * BLOCK_ROWS,
         num_stages=STAGES,
@@ -264,12 +264,12 @@ def quantize_program(
             group_amax = max_nan(tl.abs(value), 1)
             if not GROUP_FITS_BLOCK:
                 for offset in range(BLOCK_COLUMNS, group_size, BLOCK_COLUMNS):
-                    other = _load_values(
+                    next_value = _load_values(
                         x_ptr, router_weights_ptr, rows, columns + offset, valid, end,
                         stride_x, up_offset, HAS_ROUTER_WEIGHTS, ACTIVATION, ACTIVATION_ALPHA,
                         ACTIVATION_LIMIT, GATE_STRIDE,
                     )  # fmt: skip
-                    group_amax = maximum_nan(group_amax, max_nan(tl.abs(other), 1))
+                    group_amax = maximum_nan(group_amax, max_nan(tl.abs(next_value), 1))
             scale = scale_of(group_amax, QMAX, MIN_SCALE)
             if SCALES_GROUP_MAJOR:
                 scale_ptrs = scale_ptr + (segment * num_groups + group_index) * capacity + positions
@@ -283,12 +283,14 @@ def quantize_program(
         tl.store(q_ptrs + columns, q.to(q_ptr.dtype.element_ty), mask=mask)
         if not GROUP_FITS_BLOCK:
             for offset in range(BLOCK_COLUMNS, group_size, BLOCK_COLUMNS):
-                other = _load_values(
+                next_value = _load_values(
                     x_ptr, router_weights_ptr, rows, columns + offset, valid, end,
                     stride_x, up_offset, HAS_ROUTER_WEIGHTS, ACTIVATION, ACTIVATION_ALPHA,
                     ACTIVATION_LIMIT, GATE_STRIDE,
                 )  # fmt: skip
-                q = quantized_values(other, inverse, QMAX, ROUND_TO_INT, SCALE_SOURCE != "dynamic")
+                q = quantized_values(
+                    next_value, inverse, QMAX, ROUND_TO_INT, SCALE_SOURCE != "dynamic"
+                )
                 mask = valid[:, None] & (columns + offset < end)
                 tl.store(q_ptrs + columns + offset, q.to(q_ptr.dtype.element_ty), mask=mask)
 

@@ -61,9 +61,9 @@ def _mask_other_groups(
     neg_inf = float("-inf")
     best = tl.max(choice, axis=2, keep_dims=True)  # NaN-free: -inf stands for NaN
     if TOP2_GROUP_SCORE:
-        first = tl.where(choice == best, expert, 2147483647)
+        best_ids = tl.where(choice == best, expert, 2147483647)
         # NaN-free: integer operands
-        others = tl.where(expert == tl.min(first, axis=2, keep_dims=True), neg_inf, choice)
+        others = tl.where(expert == tl.min(best_ids, axis=2, keep_dims=True), neg_inf, choice)
         second = tl.max(others, axis=2, keep_dims=True)  # NaN-free: -inf stands for NaN
         # Halve the values, because their sum may overflow.
         best = 0.5 * best + 0.5 * tl.where(second > neg_inf, second, 0.0)
@@ -93,9 +93,9 @@ def _select_experts(
     ids = tl.full((BLOCK_TOKENS, BLOCK_TOP_K), -1, tl.int32)
     for step in tl.static_range(TOP_K):
         top = _tile_max(choice, BLOCK_TOKENS)
-        lane = tl.where((choice == top) & (choice > neg_inf), expert, 2147483647)
+        top_ids = tl.where((choice == top) & (choice > neg_inf), expert, 2147483647)
         # NaN-free: integer operands
-        best_expert = tl.min(tl.min(lane, axis=2, keep_dims=True), axis=1, keep_dims=True)
+        best_expert = tl.min(tl.min(top_ids, axis=2, keep_dims=True), axis=1, keep_dims=True)
         choice = tl.where(expert == best_expert, neg_inf, choice)
         best_id = tl.reshape(best_expert, (BLOCK_TOKENS, 1))
         ids = tl.where((k == step) & (best_id != 2147483647), best_id, ids)
@@ -145,9 +145,9 @@ def route_kernel(
     token_mask = token < num_tokens
     row = logits_ptr + token.to(tl.int64) * stride_logits
     group = tl.arange(0, BLOCK_GROUPS)[None, :, None]
-    member = tl.arange(0, BLOCK_GROUP_SIZE)[None, None, :]
-    expert = group * GROUP_SIZE + member
-    valid = (group < GROUPS) & (member < GROUP_SIZE)
+    index_in_group = tl.arange(0, BLOCK_GROUP_SIZE)[None, None, :]
+    expert = group * GROUP_SIZE + index_in_group
+    valid = (group < GROUPS) & (index_in_group < GROUP_SIZE)
     peak_logit = tl.zeros((BLOCK_TOKENS, 1, 1), tl.float32)
     total = tl.full((BLOCK_TOKENS, 1, 1), 1.0, tl.float32)
     logit_mask = valid & token_mask[:, None, None]
@@ -161,14 +161,16 @@ def route_kernel(
         total = tl.sum(tl.sum(exponential, axis=2, keep_dims=True), axis=1, keep_dims=True)
         total = tl.where(total > 0.0, total, 1.0)
     k = tl.arange(0, BLOCK_TOP_K)[None, :]
-    pair = (k < TOP_K) & token_mask[:, None]
+    pair_mask = (k < TOP_K) & token_mask[:, None]
     if HAS_TABLE:
         token_id = tl.load(token_ids_ptr + token, mask=token_mask, other=0)
         in_vocabulary = (token_id >= 0) & (token_id < vocab_size)
-        entry = tl.where(in_vocabulary, token_id, 0).to(tl.int64)[:, None] * TOP_K + k
-        table_ids = tl.load(expert_table_ptr + entry, mask=pair & in_vocabulary[:, None], other=-2)
+        table_offsets = tl.where(in_vocabulary, token_id, 0).to(tl.int64)[:, None] * TOP_K + k
+        table_ids = tl.load(
+            expert_table_ptr + table_offsets, mask=pair_mask & in_vocabulary[:, None], other=-2
+        )
         table_ids = tl.where((table_ids < -1) | (table_ids >= num_columns), -2, table_ids)
-        ids = tl.where(pair, table_ids, -1).to(tl.int32)
+        ids = tl.where(pair_mask, table_ids, -1).to(tl.int32)
     else:
         if COMPARE_LOGITS:
             choice = logit
@@ -185,7 +187,7 @@ def route_kernel(
                 choice, expert, GROUPS, TOPK_GROUPS, TOP2_GROUP_SCORE, BLOCK_GROUPS
             )
         ids = _select_experts(choice, expert, TOP_K, BLOCK_TOKENS, BLOCK_TOP_K)
-    is_chosen = pair & (ids >= 0)
+    is_chosen = pair_mask & (ids >= 0)
     logit_k = tl.load(row[:, None] + ids, mask=is_chosen, other=0.0).to(tl.float32)
     if HAS_TABLE:
         # Skip experts with a NaN logit, too.
@@ -197,8 +199,8 @@ def route_kernel(
             # NaN-free: logits are finite
             peak = tl.max(tl.where(is_chosen, logit_k, -_FLOAT32_MAX), axis=1)[:, None]
             weight = tl.where(is_chosen, tl.exp(logit_k - peak), 0.0)
-            sum_k = tl.sum(weight, axis=1)[:, None]
-            weight = weight / tl.where(sum_k > 0.0, sum_k, 1.0)
+            weight_sum = tl.sum(weight, axis=1)[:, None]
+            weight = weight / tl.where(weight_sum > 0.0, weight_sum, 1.0)
         else:
             weight = tl.exp(logit_k - tl.reshape(peak_logit, (BLOCK_TOKENS, 1)))
             weight = weight / tl.reshape(total, (BLOCK_TOKENS, 1))
@@ -219,5 +221,5 @@ def route_kernel(
         weight = tl.where(is_zero_expert, 0.0, weight)
         ids = tl.where(is_zero_expert, -1, ids)
     out = token.to(tl.int64)[:, None] * TOP_K + k
-    tl.store(topk_weights_ptr + out, weight, mask=pair)
-    tl.store(topk_ids_ptr + out, ids.to(topk_ids_ptr.dtype.element_ty), mask=pair)
+    tl.store(topk_weights_ptr + out, weight, mask=pair_mask)
+    tl.store(topk_ids_ptr + out, ids.to(topk_ids_ptr.dtype.element_ty), mask=pair_mask)

@@ -68,12 +68,12 @@ def _store_tiles(
     rows, starts: from `load_expert_rows`.
     """
     tiles = (rows + BLOCK_M - 1) // BLOCK_M
-    past = tl.cumsum(tiles, axis=0)
+    tile_ends = tl.cumsum(tiles, axis=0)
     tile = first_tile + tl.arange(0, TILES_PER_PROGRAM)
-    expert = tl.sum((past[None, :] <= tile[:, None]).to(tl.int32), axis=1)
+    expert = tl.sum((tile_ends[None, :] <= tile[:, None]).to(tl.int32), axis=1)
     expert = tl.minimum(expert, NUM_BINS - 1)  # NaN-free: integer operands
     is_used = tile < tl.sum(tiles, axis=0)
-    tile_in_expert = tile - tl.gather(past - tiles, expert, 0)
+    tile_in_expert = tile - tl.gather(tile_ends - tiles, expert, 0)
     start = tl.gather(starts, expert, 0)
     tl.store(tiles_ptr + tile, expert, mask=is_used)
     tl.store(tiles_ptr + max_tiles + tile, start + tile_in_expert * BLOCK_M, mask=is_used)
@@ -101,9 +101,9 @@ def sort_place_kernel(
     bucket_totals_ptr: int32 (buckets,), the number of pairs in each bucket.
     row_of_pair_ptr: int32 output (num_pairs,), the row of each pair, or -1 if it is skipped.
     token_of_row_ptr: int32 output (num_pairs,), the token of each row.
-    tiles_ptr: int32 output (3 * max_tiles + 1,). Three arrays of max_tiles values have, for each
-        tile, the local expert, the first row, and the end of the expert's rows. The number of tiles
-        follows.
+    tiles_ptr: int32 output (3 * max_tiles + 1,): three arrays of max_tiles values, with the local
+        expert of each tile, its first row, and the end of the expert's rows, followed by the number
+        of tiles.
     expert_starts_ptr: int32 output (num_local_experts + 1,), the first row of each expert, followed
         by the number of rows.
     BLOCK_M: maximum number of rows of a tile.

@@ -42,7 +42,7 @@ def load_module(
     loaded.
     """
     compiler = find_c_compiler()
-    flags = (*_FLAGS, *(f"-I{folder}" for folder in (*include_dirs, *_python_include_dirs())))
+    flags = (*_FLAGS, *(f"-I{folder}" for folder in (*include_dirs, *_get_python_include_dirs())))
     versions = (release, compiler, *flags, _SUFFIX, platform.machine(), *platform.libc_ver())
     stem = f"{name}-{make_cache_key(*versions, files=(source,))}"
     library = find_cached(stem, _SUFFIX)
@@ -53,11 +53,13 @@ def load_module(
         try:
             library = build_cached(stem, _SUFFIX, lambda output: _compile(command, output))
         except OSError as error:
-            raise BuildError(f"{name} could not be written: {_one_line(str(error))}") from None
+            raise BuildError(
+                f"{name} could not be written: {_format_one_line(str(error))}"
+            ) from None
     return _import_extension(name, library)
 
 
-def _python_include_dirs() -> tuple[str, ...]:
+def _get_python_include_dirs() -> tuple[str, ...]:
     # Debian's default scheme is posix_local, whose include folder has no headers.
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     return (sysconfig.get_paths(scheme=scheme)["include"],)
@@ -77,13 +79,16 @@ def _compile(command: list[str], output: Path) -> None:
         )
     except subprocess.TimeoutExpired:
         raise BuildError(
-            f"{_one_line(command[0])} did not end within {_TIMEOUT_SECONDS:g} s"
+            f"{_format_one_line(command[0])} did not end within {_TIMEOUT_SECONDS:g} s"
         ) from None
     except OSError as error:
-        raise BuildError(f"the C compiler could not be run: {_one_line(str(error))}") from None
+        raise BuildError(
+            f"the C compiler could not be run: {_format_one_line(str(error))}"
+        ) from None
     if process.returncode != 0 or not output.is_file():
         raise BuildError(
-            f"{_one_line(command[0])} failed with {process.returncode}: {_one_line(process.stderr)}"
+            f"{_format_one_line(command[0])} failed with {process.returncode}: "
+            f"{_format_one_line(process.stderr)}"
         )
 
 
@@ -95,9 +100,9 @@ def _import_extension(name: str, path: Path) -> ModuleType:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except (ImportError, OSError, RuntimeError, SystemError) as error:
-        raise BuildError(f"{name} cannot be loaded: {_one_line(str(error))}") from None
+        raise BuildError(f"{name} cannot be loaded: {_format_one_line(str(error))}") from None
     return module
 
 
-def _one_line(text: str) -> str:
+def _format_one_line(text: str) -> str:
     return escape_nonprintable(" ".join(text.split()), max_chars=_MAX_ERROR_CHARS)

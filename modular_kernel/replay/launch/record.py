@@ -34,7 +34,7 @@ def record_launch(
     Pointers into the inputs of the call become slots. A replay writes the addresses of its own
     inputs to the slots.
     """
-    reason = _why_not_replayable(kernel, compiled)
+    reason = _find_refusal_reason(kernel, compiled)
     if reason:
         recorder.refuse(reason)
         return
@@ -59,7 +59,7 @@ def record_launch(
         recorder.add_launch(packed, cuda_replay.make_replay, _has_launch_hooks)
 
 
-def _why_not_replayable(kernel: TritonObject, compiled: TritonObject) -> str:
+def _find_refusal_reason(kernel: TritonObject, compiled: TritonObject) -> str:
     """Return why a launch cannot be replayed without triton's launcher; "" if it can."""
     if not isinstance(kernel, JITFunction) or not isinstance(compiled, CompiledKernel):
         return f"{kernel} is interpreted or not a plain @triton.jit function"

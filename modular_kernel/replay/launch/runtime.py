@@ -22,7 +22,7 @@ HAS_INTERPRETER = HAS_TRITON and "ml_dtypes" in find_importable({"ml_dtypes"})
 
 def patch_interpreter() -> bool:
     """Patch Triton's interpreter to compute as a GPU does. Return whether it is active."""
-    patch = _patch()
+    patch = _import_patch()
     if patch is None or not patch.is_active():
         return False
     patch.install()
@@ -32,13 +32,13 @@ def patch_interpreter() -> bool:
 @cache
 def patch_interpreter_once() -> None:
     """Patch Triton's interpreter to compute as a GPU does. Later calls do nothing."""
-    patch = _patch()
+    patch = _import_patch()
     if patch is not None:
         patch.install()
 
 
 @cache
-def _patch() -> ModuleType | None:
+def _import_patch() -> ModuleType | None:
     """Return the module that patches the interpreter; None without triton or ml_dtypes."""
     return import_module("modular_kernel.interpreter.patch") if HAS_INTERPRETER else None
 

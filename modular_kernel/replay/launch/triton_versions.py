@@ -23,16 +23,16 @@ RELEASE = ".".join(triton.__version__.split(".")[:2])
 REPLAYABLE_RELEASES = ("3.6", "3.7", "3.8", "3.9")
 
 
-def _first_attribute(owner: TritonObject, new: str, old: str) -> TritonObject:
-    return getattr(owner, new) if hasattr(owner, new) else getattr(owner, old)
+def _get_first_attribute(owner: TritonObject, new_name: str, old_name: str) -> TritonObject:
+    return getattr(owner, new_name) if hasattr(owner, new_name) else getattr(owner, old_name)
 
 
 # Gluon renamed the copies between global and shared memory in 3.8; 3.9 rejects the old names.
-async_load_rows = _first_attribute(async_copy, "async_load", "async_copy_global_to_shared")
-tma_async_load = _first_attribute(tma, "async_load", "async_copy_global_to_shared")
-tma_async_store = _first_attribute(tma, "async_store", "async_copy_shared_to_global")
+async_load_rows = _get_first_attribute(async_copy, "async_load", "async_copy_global_to_shared")
+tma_async_load = _get_first_attribute(tma, "async_load", "async_copy_global_to_shared")
+tma_async_store = _get_first_attribute(tma, "async_store", "async_copy_shared_to_global")
 # reinterpret(memory, dtype, shape, layout) is public since 3.9.
-reinterpret = _first_attribute(shared_memory_descriptor, "reinterpret", "_reinterpret")
+reinterpret = _get_first_attribute(shared_memory_descriptor, "reinterpret", "_reinterpret")
 
 # Whether each lane of a warp unpacks the words of packed weights that it has loaded. Triton
 # distributes the lanes of a load over the axes along which addresses are not contiguous. Triton
@@ -51,7 +51,7 @@ MAP_BYTES = 128  # size of a CUtensorMap
 _MAX_SHARED = 228 * 1024
 
 
-def occupancy_options(programs_per_sm: int) -> dict[str, str]:
+def make_occupancy_options(programs_per_sm: int) -> dict[str, str]:
     """Return launch options for a kernel that runs with `programs_per_sm` programs on each SM.
 
     If the triton release may spill registers for a higher occupancy, the options make ptxas

@@ -12,9 +12,8 @@ COLORS = (
     "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e",
     "#8c564b", "#e377c2", "#17becf", "#7f7f7f", "#bcbd22",
 )  # fmt: skip
-_MAX_LINEAR_RATIO = (
-    50.0  # of max to min; a linear scale would hide the small values of a wider range
-)
+# Maximum ratio of the values on a linear scale, which would hide the small values of a wider range.
+_MAX_LINEAR_RATIO = 50.0
 # (ratio of max to min, ticks in each decade). The first entry with a larger ratio is used.
 _TICKS = (
     (2.0, (1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.8, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)),
@@ -76,7 +75,7 @@ class Scale:
         return [s * 10.0**p for p in powers for s in steps if low <= s * 10.0**p <= high]
 
 
-def svg_element(
+def make_svg_element(
     shapes: Sequence[str], width: int, height: int, title: str, attributes: str = ""
 ) -> str:
     """Return an <svg> element.
@@ -91,16 +90,18 @@ def svg_element(
     )
 
 
-def svg_text(x: float, y: float, content: str, attributes: str = "") -> str:
+def make_svg_text(x: float, y: float, content: str, attributes: str = "") -> str:
     """Return a <text> element that starts at (x, y)."""
     return f'<text class="ink" x="{x:.1f}" y="{y:.1f}"{attributes}>{escape(content)}</text>'
 
 
-def svg_line(x1: float, y1: float, x2: float, y2: float, attributes: str = ' class="grid"') -> str:
+def make_svg_line(
+    x1: float, y1: float, x2: float, y2: float, attributes: str = ' class="grid"'
+) -> str:
     """Return a <line> element, by default a grid line."""
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"{attributes}/>'
 
 
-def svg_shape_with_tooltip(shape: str, attributes: str, title: str) -> str:
+def make_svg_shape_with_tooltip(shape: str, attributes: str, title: str) -> str:
     """Return an SVG element such as <circle> with `title` as its tooltip."""
     return f"<{shape} {attributes}><title>{escape(title)}</title></{shape}>"

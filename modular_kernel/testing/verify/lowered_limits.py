@@ -12,11 +12,11 @@ from contextlib import contextmanager
 
 # module -> name of a limit -> its value inside `lower_limits`
 LOWERED_LIMITS: Mapping[str, Mapping[str, int]] = {
-    "modular_kernel.ops.align": {"_FILL_BLOCKS": 2, "_MAX_SINGLE_LAUNCH_PAIRS": 4},
+    "modular_kernel.ops.align": {"_BLOCKS_PER_FILL_PROGRAM": 2, "_MAX_SINGLE_LAUNCH_PAIRS": 4},
     "modular_kernel.ops.count": {"_SCAN_BLOCK": 1},
     "modular_kernel.ops.permute": {"_MAX_BLOCK_H": 32},
     "modular_kernel.ops.permute_quantize": {"_COLUMNS_PER_PROGRAM": 64, "_MAX_BLOCK_C": 64},
-    "modular_kernel.ops.quantize": {"_CHUNK": 32, "_MAX_BATCHED_PROGRAMS": 2},
+    "modular_kernel.ops.quantize": {"_COLUMNS_PER_PROGRAM": 32, "_MAX_BATCHED_PROGRAMS": 2},
     "modular_kernel.ops.quantize_tiles": {
         "_MAX_BLOCK_C": 64,
         "_MIN_STREAMED_VALUES": 0,
