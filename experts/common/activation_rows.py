@@ -1,4 +1,4 @@
-"""Activation and quantization between the two GEMMs of experts that call a library's GEMMs."""
+"""Activation and quantization between the two GEMMs, for experts parts that call a library."""
 
 from collections.abc import Mapping
 
@@ -50,7 +50,7 @@ def activate_and_quantize(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Apply the activation to the output of GEMM 1, and quantize the result for GEMM 2.
 
-    gate_up_RN: (R, N), the output of GEMM 1, as len(counts_e) segments of equal size.
+    gate_up_RN: (R, N), the output of GEMM 1: len(counts_e) segments of equal size.
     counts_e: (segments,) int32. Only the first counts_e[i] rows of segment i are valid; the results
         of other rows are undefined.
     column_major_scales: store the scales column-major, (R, groups) with stride(0) = 1.

@@ -1,7 +1,7 @@
 """Base classes for experts parts that call a library's grouped GEMM on batched rows (e, C, K).
 
-Each of the e local experts has C rows, of which only the first ones are valid. A call launches GEMM
-1, the activation (with quantization if the scheme quantizes activations), and GEMM 2.
+Expert i has C rows, of which only the first counts_e[i] are valid. A call launches GEMM 1, the
+activation (with quantization if the scheme quantizes activations), and GEMM 2.
 """
 
 from abc import abstractmethod
@@ -117,7 +117,7 @@ class BatchedRowsExperts(UnweightedRowsExperts):
             workspace,
             column_major_scales=self.column_major_scales,
         )
-        if scale is not None and scale.dim() == 2:
+        if scale is not None and scale.dim() == 2:  # restore the shape (e, C, groups)
             is_column_major = self.column_major_scales
             scale = scale.T[None].mT if is_column_major else scale.view(*row_shape, -1)
         with stages.stage(stages.GEMM2):

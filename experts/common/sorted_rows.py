@@ -40,7 +40,7 @@ from modular_kernel.tensors import (
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceNoOp, reducer_for
 
-# `sort_pairs` also lists tiles of this many rows. The libraries do not use this list.
+# Rows per tile in the tile list of `sort_pairs`. The libraries do not use this list.
 _TILE_M = 128
 
 
@@ -132,7 +132,7 @@ class SortedRowsExperts(SummedRowsExperts):
 
         rows: values (R, K), and their scales as in `QuantizedRows`.
         weights: values (e, N, K), and their scales as in `weight_specs`.
-        order: the experts of the rows.
+        order: the order of the rows, which determines the expert of each row.
         workspace: has the buffers of `grouped_gemm_specs`.
         out: the buffer for the results; None if `library_allocates_output`.
         """
@@ -146,7 +146,7 @@ class SortedRowsExperts(SummedRowsExperts):
         return sort_specs(num_tokens, top_k, _TILE_M, self.problem.e)
 
     def sort_rows(self, routing: DispatchedRouting, workspace: Workspace) -> RowOrder:
-        """Sort the pairs by expert and assign a row to each."""
+        """Sort the pairs by expert and assign a row to each pair."""
         sorted_pairs = sort_pairs(
             routing, block_m=_TILE_M, num_local=self.problem.e, workspace=workspace
         )
@@ -204,8 +204,8 @@ class SortedRowsExperts(SummedRowsExperts):
         with stages.stage(stages.SORT):
             order = self.sort_rows(routing, workspace)
         max_rows = self.max_rows(routing.topk_ids_TK.numel())
-        copies_only = tokens.scale is not None or not problem.scheme.quantizes_activations
-        with stages.stage(stages.PERMUTE if copies_only else stages.PERMUTE_QUANTIZED):
+        is_only_copied = tokens.scale is not None or not problem.scheme.quantizes_activations
+        with stages.stage(stages.PERMUTE if is_only_copied else stages.PERMUTE_QUANTIZED):
             x = self._permute(tokens, order, max_rows, weights, workspace)
         with stages.stage(stages.GEMM1):
             w1 = weights.w1, weights.w1_scale

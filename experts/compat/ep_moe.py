@@ -96,8 +96,8 @@ def pre_reorder(
     topk_ids: (T, K).
     a1_scales: (local experts,) float32; None means 1.
     """
-    read = {"hidden_states": hidden_states, "src2dst": src2dst, "topk_ids": topk_ids}
-    _check_tensors("gateup_input", gateup_input, read, a1_scales=a1_scales)
+    inputs = {"hidden_states": hidden_states, "src2dst": src2dst, "topk_ids": topk_ids}
+    _check_tensors("gateup_input", gateup_input, inputs, a1_scales=a1_scales)
     _check_experts(start_expert_id, end_expert_id)
     _check_rank(topk_ids=topk_ids, hidden_states=hidden_states)
     (tokens, top_k), hidden = topk_ids.shape, hidden_states.shape[1]
@@ -148,8 +148,8 @@ def silu_and_mul(
 
     The result is computed in float32 and rounded once.
     """
-    read = {"gateup_output": gateup_output, "reorder_topk_ids": reorder_topk_ids}
-    _check_tensors("down_input", down_input, read, w2_input_scale=w2_input_scale)
+    inputs = {"gateup_output": gateup_output, "reorder_topk_ids": reorder_topk_ids}
+    _check_tensors("down_input", down_input, inputs, w2_input_scale=w2_input_scale)
     _check_experts(start_expert_id, end_expert_id)
     _check_rank(down_input=down_input)
     rows, intermediate = down_input.shape
@@ -197,8 +197,8 @@ def post_reorder(
 
     The sum is computed in float32 and rounded once.
     """
-    read = {"down_output": down_output, "src2dst": src2dst}
-    _check_tensors("output", output, read | {"topk_ids": topk_ids, "topk_weights": topk_weights})
+    inputs = {"down_output": down_output, "src2dst": src2dst}
+    _check_tensors("output", output, inputs | {"topk_ids": topk_ids, "topk_weights": topk_weights})
     _check_experts(start_expert_id, end_expert_id)
     _check_rank(topk_ids=topk_ids, output=output)
     (tokens, top_k), hidden = topk_ids.shape, output.shape[1]
@@ -284,7 +284,8 @@ def grouped_gemm_triton(  # noqa: PLR0913 (EPMoE's names and order)
 class GroupedGemmRunner(torch.nn.Module):
     """`grouped_gemm_triton` as a module without state.
 
-    Tensors are on `device`. Raise UnsupportedError if use_flashinfer is True.
+    device: the device of the tensors.
+    use_flashinfer: must be False. Otherwise, raise UnsupportedError.
     """
 
     def __init__(self, device: torch.device | str, use_flashinfer: bool = False) -> None:

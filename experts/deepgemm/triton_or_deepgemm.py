@@ -243,9 +243,9 @@ def _merge_shapes(triton: WorkspaceShapes, deepgemm: WorkspaceShapes) -> Workspa
     """
     merged = {**triton.buffers(), **deepgemm.buffers()}
     for name, spec in triton.buffers().items():
-        other = merged[name]
-        aliases = tuple(alias for alias in spec.over if alias in other.over)
-        merged[name] = replace(max(spec, other, key=attrgetter("nbytes")), over=aliases)
+        merged_spec = merged[name]
+        aliases = tuple(alias for alias in spec.over if alias in merged_spec.over)
+        merged[name] = replace(max(spec, merged_spec, key=attrgetter("nbytes")), over=aliases)
     return WorkspaceShapes(
         merged.pop("workspace13"), merged.pop("workspace2"), triton.output, merged
     )

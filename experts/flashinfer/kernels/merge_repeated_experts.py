@@ -32,7 +32,7 @@ def merge_repeated_experts_kernel(
     ones = tl.full((BLOCK_T, BLOCK_K), 1, tl.int32)
     tl.atomic_add(invalid_ptr + (ones - 1), ones, mask=invalid, sem="relaxed")
     weight = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
-    repeat = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
+    num_earlier_pairs = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
     for j in tl.static_range(TOP_K):
         expert_j, _ = load_local_ids(
             ids_ptr, ids_row + j, row_mask, map_ptr, num_experts, num_local, HAS_MAP
@@ -45,8 +45,10 @@ def merge_repeated_experts_kernel(
         else:
             weight_j = tl.full((BLOCK_T, 1), 1.0, tl.float32)
         weight += tl.where(same_expert, weight_j, 0.0)
-        repeat += (same_expert & (k > j)).to(tl.int32)
-    is_first_pair = (local >= 0) & (repeat == 0)
-    out = token.to(tl.int64) * TOP_K + k
-    tl.store(out_ids_ptr + out, tl.where(is_first_pair, local, -1), mask=mask)
-    tl.store(out_weights_ptr + out, tl.where(is_first_pair, weight * factor, 0.0), mask=mask)
+        num_earlier_pairs += (same_expert & (k > j)).to(tl.int32)
+    is_first_pair = (local >= 0) & (num_earlier_pairs == 0)
+    out_offsets = token.to(tl.int64) * TOP_K + k
+    tl.store(out_ids_ptr + out_offsets, tl.where(is_first_pair, local, -1), mask=mask)
+    tl.store(
+        out_weights_ptr + out_offsets, tl.where(is_first_pair, weight * factor, 0.0), mask=mask
+    )
