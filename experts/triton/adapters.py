@@ -27,10 +27,10 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec, Workspace
 
-_MIN_BLOCK_R, _MAX_BLOCK_R = 16, 64  # columns of u per program, and per step of the expand B u
-_MAX_SLOT_PARTS = 8  # programs among which the adapter slots of one tile are divided
+_MIN_BLOCK_R, _MAX_BLOCK_R = 16, 64  # columns of u per shrink program and per step of the expand
+_MAX_SLOT_PROGRAMS = 8  # programs that divide the adapter slots of one tile among themselves
 # On a CPU, programs run sequentially and each has a fixed cost, so fewer programs are launched.
-_MAX_SLOT_PARTS_ON_CPU, _A_ROWS_ON_CPU = 2, 16
+_MAX_SLOT_PROGRAMS_ON_CPU, _A_ROWS_ON_CPU = 2, 16
 _STAGES = 4
 _STAGE_BYTES = 24 << 10  # bytes of x and A per pipeline stage; four stages fit on any GPU
 _MIN_BLOCK_K, _MAX_BLOCK_K = 32, 512
@@ -143,7 +143,7 @@ class PairShrink:
         assert b is not None  # validated with the weights
         problem, aligned, num_pairs = self._problem, self._aligned, self._num_pairs
         if num_pairs * a.shape[2] <= _MAX_SMALL_U and not problem.batch_invariant:
-            return shrink_few(self._call, name, x, matrices, problem)
+            return shrink_few_pairs(self._call, name, x, matrices, problem)
         u = self._call.workspace.take(name, (num_pairs, a.shape[2]))
         launch_args = shrink_arguments(a, x.shape[1], problem, self._block_m)
         launch(
@@ -170,9 +170,7 @@ class PairShrink:
 
 
 class SegmentShrink:
-    """The shrink launches of one call whose rows are sorted by expert
-    (`modular_kernel.ops.sort`).
-    """
+    """The shrink launches of one call with expert-sorted rows (`modular_kernel.ops.sort`)."""
 
     def __init__(
         self,
@@ -263,7 +261,7 @@ def shrink_batched(
     return ShrinkOutput(u_eCQ, slots_eC, b, a.shape[2] - b.shape[3])
 
 
-def shrink_few(
+def shrink_few_pairs(
     call: PathCall, name: str, x: torch.Tensor, matrices: Matrices, problem: Problem
 ) -> ShrinkOutput:
     """Launch u = A x with a separate program for each routed pair.
@@ -338,13 +336,13 @@ def shrink_arguments(a: torch.Tensor, k: int, problem: Problem, block_m: int) ->
     """
     block_r = _MIN_BLOCK_R if block_m <= _MIN_BLOCK_R else choose_block_r(a.shape[2])
     max_block_k = _STAGE_BYTES // ((block_m + block_r) * problem.dtype.itemsize)
-    largest_power = max(1 << max_block_k.bit_length() - 1, _MIN_BLOCK_K)
-    block_k = min(largest_power, _MAX_BLOCK_K, next_power_of_2(k))
-    max_parts = _MAX_SLOT_PARTS_ON_CPU if a.device.type == "cpu" else _MAX_SLOT_PARTS
+    max_power_of_2 = max(1 << max_block_k.bit_length() - 1, _MIN_BLOCK_K)
+    block_k = min(max_power_of_2, _MAX_BLOCK_K, next_power_of_2(k))
+    max_slot_programs = _MAX_SLOT_PROGRAMS_ON_CPU if a.device.type == "cpu" else _MAX_SLOT_PROGRAMS
     return {
         **_matrix_arguments(a, k),
         "INPUT_PRECISION": problem.fp32_precision,
-        "SLOT_PROGRAMS": min(len(a), max_parts),
+        "SLOT_PROGRAMS": min(len(a), max_slot_programs),
         "BLOCK_M": block_m,
         "BLOCK_RANK": block_r,
         "BLOCK_K": max(block_k, _MIN_BLOCK_K),

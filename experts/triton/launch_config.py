@@ -88,8 +88,8 @@ class LaunchConfig:
     block_n: output columns per block. To compute them, a gated GEMM 1 multiplies by block_n gate
         rows and block_n up rows.
     block_k: elements along K per step.
-    group_m: number of row blocks that are computed for a column block before the next column
-        block, so that they share weight tiles in L2.
+    group_m: number of row blocks per group. The blocks of a group are computed for one column block
+        before the next, so that they share weight tiles in the L2 cache.
     num_warps: warps per program.
     num_stages: stages of the software pipeline along K.
     """
@@ -279,14 +279,14 @@ def shared_bytes(tile: LaunchConfig, gemm: Gemm, device: Device) -> int:
     has_warpgroups = device.warpgroups and tile.num_warps % 4 == 0
     uses_wgmma = has_warpgroups and gemm.tensor_cores and fills_wgmma
     num_buffers = max(tile.num_stages - 1, 1)
-    extra = 4 * (tile.block_m + gemm.num_matrices * tile.block_n) if gemm.has_scales else 0
+    extra_bytes = 4 * (tile.block_m + gemm.num_matrices * tile.block_n) if gemm.has_scales else 0
     if uses_wgmma and gemm.dequantized_bits:
         weight_bytes = tile.block_n * tile.block_k * gemm.dequantized_bits // 8
-        extra += tile.block_m * a_row_bytes + weight_bytes
+        extra_bytes += tile.block_m * a_row_bytes + weight_bytes
     elif uses_wgmma:
         num_buffers = tile.num_stages
     out_bytes = tile.block_m * tile.block_n * gemm.out_bits // 8
-    return max(num_buffers * buffer_bytes + extra, out_bytes)
+    return max(num_buffers * buffer_bytes + extra_bytes, out_bytes)
 
 
 @dataclass(frozen=True)

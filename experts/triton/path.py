@@ -228,7 +228,7 @@ class WorkspaceCache:
 
 
 def merge_workspaces(
-    problem: Problem, shape: StandardShape, kinds: Iterable[Mapping[str, BufferSpec]]
+    problem: Problem, shape: StandardShape, specs_by_kind: Iterable[Mapping[str, BufferSpec]]
 ) -> WorkspaceShapes:
     """Return a workspace that fits all kinds of calls: for each name, the largest buffer.
 
@@ -236,20 +236,20 @@ def merge_workspaces(
     memory of the buffers that any kind lists in `over`. After a call of any kind has taken the
     merged buffer, it must not use those buffers.
 
-    kinds: the buffers of each kind of call, by name.
+    specs_by_kind: the buffers of each kind of call, by name.
     """
     largest: dict[str, BufferSpec] = {}
-    for specs in kinds:
+    for specs in specs_by_kind:
         for name, spec in specs.items():
             previous = largest.get(name, spec)
             reused_names = tuple(dict.fromkeys((*previous.over, *spec.over)))
             larger = max(previous, spec, key=attrgetter("nbytes"))
             largest[name] = replace(larger, over=reused_names)
-    nothing = BufferSpec((0,), problem.dtype)
+    empty_buffer = BufferSpec((0,), problem.dtype)
     top_k = () if problem.combine is Combine.SUM else (shape.top_k,)
     return WorkspaceShapes(
-        workspace13=largest.pop("workspace13", nothing),
-        workspace2=largest.pop("workspace2", nothing),
+        workspace13=largest.pop("workspace13", empty_buffer),
+        workspace2=largest.pop("workspace2", empty_buffer),
         output=BufferSpec((shape.tokens, *top_k, problem.hidden), problem.dtype),
         extra=largest,
     )

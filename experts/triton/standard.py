@@ -42,7 +42,7 @@ from modular_kernel.tensors import (
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceNoOp, reducer_for
 
-_ORIGIN = "modular-kernel (experts.triton.paths)"
+_BUILT_IN_ORIGIN = "modular-kernel (experts.triton.paths)"
 
 
 class TritonExperts(TritonExpertsBase):
@@ -77,9 +77,9 @@ class TritonExperts(TritonExpertsBase):
     def paths(cls) -> tuple[PathInfo, ...]:
         external = external_paths()
         return (
-            *(PathInfo(path.name, _ORIGIN) for path in BUILT_IN_PATHS),
+            *(PathInfo(path.name, _BUILT_IN_ORIGIN) for path in BUILT_IN_PATHS),
             *(PathInfo(usable.path.name, usable.origin) for usable in external.usable),
-            *(PathInfo(b.name, b.origin, b.error) for b in external.broken),
+            *(PathInfo(broken.name, broken.origin, broken.error) for broken in external.broken),
         )
 
     @classmethod
@@ -175,7 +175,8 @@ class TritonExperts(TritonExpertsBase):
         self._paths[config.path].run(PathCall(tokens, weights, workspace, output, config))
 
     @cached_property
-    def _tuned_prepared(self) -> bool:
+    def _has_prepared_file(self) -> bool:
+        """Return whether there is a file that was tuned with prepared weights."""
         return current_lookup().find_source(self.problem, prepared=True).prepared
 
     def _reads_prepared(self, weights: ExpertWeights, tokens: int) -> bool:
@@ -186,7 +187,7 @@ class TritonExperts(TritonExpertsBase):
         """
         if weights.w1_tiles is None or len(self._prepared_options) == 1:
             return False
-        if is_overridden() or self._tuned_prepared:
+        if is_overridden() or self._has_prepared_file:
             return True
         return all(path.is_faster_when_prepared(weights, tokens) for path in self._paths.values())
 
@@ -246,11 +247,11 @@ def supported_paths(problem: Problem) -> tuple[str, ...]:
 
 def _possible_path_sets(paths: Mapping[str, Path]) -> tuple[tuple[str, ...], ...]:
     """Return every subset of `paths` that can accept the tensors of a call."""
-    selective = [name for name, path in paths.items() if path.may_reject_tensors]
+    names_that_may_reject = [name for name, path in paths.items() if path.may_reject_tensors]
     rejected = (
         rejected_paths
-        for count in range(len(selective) + 1)
-        for rejected_paths in combinations(selective, count)
+        for count in range(len(names_that_may_reject) + 1)
+        for rejected_paths in combinations(names_that_may_reject, count)
     )
     return tuple(
         tuple(name for name in paths if name not in rejected_paths) for rejected_paths in rejected

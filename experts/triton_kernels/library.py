@@ -110,13 +110,13 @@ def ragged_matmul(
     elif 1 not in w.stride()[1:] or not is_aligned(w):
         w = copy_row_major(w)
     experts = tiles.counts.numel()
-    data = library.ExptData(
+    expert_data = library.ExptData(
         tiles.counts,
         starts,
         {size: tiles.ends[index] for index, size in enumerate(TILE_ROWS)},
         {size: tiles.maps[index] for index, size in enumerate(TILE_ROWS)},
     )
-    routing = library.RoutingData(None, tiles.counts, experts, 1, data)
+    routing = library.RoutingData(None, tiles.counts, experts, 1, expert_data)
     result: torch.Tensor = library.matmul_ogs(
         rows, w.transpose(1, 2), None, routing, precision_config=precision, y=out[None]
     )

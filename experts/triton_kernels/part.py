@@ -44,8 +44,8 @@ class TritonKernelsExperts(SortedRowsExperts):
 
     The part applies the router weights and sums over top-k. mxfp4 weights are used in checkpoint
     layout, not in the library's swizzled layouts. The part does not use the library's routing, so a
-    token may have an expert twice, and router weights stay float32. It does not use the library's
-    `gammas` either, because the library rounds rows after multiplying by them.
+    token may have an expert twice, and router weights stay float32. The library's `gammas` are not
+    used either, because the library rounds rows after multiplying by them.
     """
 
     load_library = staticmethod(load)

@@ -260,10 +260,10 @@ class GemmSizes:
     def for_both_gemms(cls, problem: Problem) -> "tuple[GemmSizes, GemmSizes]":
         """Return the properties of GEMM 1 and of GEMM 2."""
         scheme, is_gated = problem.scheme, problem.act.gated
-        has_zeros = scheme.zero_points
+        has_zero_points = scheme.zero_points
         return (
-            cls(scheme, problem.intermediate, problem.hidden, is_gated, has_zeros),
-            cls(scheme, problem.hidden, problem.intermediate, False, has_zeros),
+            cls(scheme, problem.intermediate, problem.hidden, is_gated, has_zero_points),
+            cls(scheme, problem.hidden, problem.intermediate, False, has_zero_points),
         )
 
 
@@ -363,7 +363,11 @@ def candidates(problem: Problem, tokens: int) -> CandidateGroups:
             for warps_and_stages in _CANDIDATE_WARPS_AND_STAGES
         ]
         launches1, launches2 = (
-            [_make_config(s, block_m) for s in shapes if _fits_registers(s, sizes, block_m)]
+            [
+                _make_config(shape, block_m)
+                for shape in shapes
+                if _fits_registers(shape, sizes, block_m)
+            ]
             for sizes in GemmSizes.for_both_gemms(problem)
         )
         groups[block_m] = (launches1, launches2)

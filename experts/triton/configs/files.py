@@ -42,9 +42,9 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.utils import json_files
 
 _NUMBER = r"[1-9]\d{0,17}"
-_WORD = r"[A-Za-z0-9_.()+-]"
+_DEVICE_CHAR = r"[A-Za-z0-9_.()+-]"
 _NAME = re.compile(
-    rf"E=(?P<experts>{_NUMBER}),N=(?P<intermediate>{_NUMBER}),device_name=(?P<device>{_WORD}+?)"
+    rf"E=(?P<experts>{_NUMBER}),N=(?P<intermediate>{_NUMBER}),device_name=(?P<device>{_DEVICE_CHAR}+?)"
     r"(,dtype=(?P<dtype>[a-z0-9_]+?))?"
     rf"(,block_shape=\[(?P<bn>0|{_NUMBER}), ?(?P<bk>{_NUMBER})\])?"
     r"(?P<per_channel>,per_channel_quant=True)?(?P<prepared>,prepared=True)?(?P<down>_down)?\.json",
@@ -57,9 +57,9 @@ def device_key(name: str) -> str:
     """Return a device name as it is used in file names.
 
     Every character except letters, digits and _.()+- is replaced by "_". vLLM and SGLang replace
-    only spaces. The result is the same for all devices for which they ship files.
+    only spaces, which gives the same result for all devices for which they ship files.
     """
-    key = re.sub(rf"(?!{_WORD}).", "_", name, flags=re.ASCII | re.DOTALL)[:_MAX_DEVICE_CHARS]
+    key = re.sub(rf"(?!{_DEVICE_CHAR}).", "_", name, flags=re.ASCII | re.DOTALL)[:_MAX_DEVICE_CHARS]
     return key + "_" if not key or key.endswith("_down") else key
 
 
@@ -74,7 +74,7 @@ class ConfigKey:
     block_shape: (rows, K elements) per weight scale; (0, g) for groups of g elements.
     per_channel: whether weights have one scale per row and activations are quantized.
     prepared: whether the file is only for calls with prepared weights.
-    down: whether the file is a file of SGLang's that is only for GEMM 2.
+    down: whether the file is SGLang's second file, which is only for GEMM 2.
 
     `ConfigKey.parse(key.file_name) == key` holds for every key. Raise ConfigurationError if a field
     cannot be written in a file name.
@@ -239,8 +239,8 @@ class TunedConfigs:
     gemm1: (number of tokens, launch of GEMM 1) pairs, ascending.
     gemm2: (number of tokens, launch of GEMM 2) pairs, ascending.
     block_n_includes_up: whether block_n of GEMM 1 counts gate and up columns together.
-    is_foreign: whether the file has the format of vLLM or SGLang. A launch that exceeds a limit of
-        the device is clamped if it is from such a file; otherwise, it is an error.
+    is_foreign: whether the file has the format of vLLM or SGLang. A launch of such a file that
+        exceeds a limit of the device is clamped. In other files, such a launch is an error.
     triton: the version of Triton with which the file was tuned, if known.
     tuned_for: the layer for which the file was tuned, if the file contains it.
     paths: (number of tokens, name of a path) pairs. Numbers of tokens without a pair use BASE_PATH.
@@ -323,8 +323,10 @@ def configs_from_override(value: "MoEConfig | Mapping[str, object]") -> TunedCon
         contents = {"format": FORMAT, "1": contents}
     elif "BLOCK_SIZE_M" in contents:
         contents = {"1": contents}
-    by_key = {str(key) if type(key) is int else key: entry for key, entry in contents.items()}
-    tuned_configs = _build_tuned_configs(by_key, what, what)
+    contents_by_key = {
+        str(key) if type(key) is int else key: entry for key, entry in contents.items()
+    }
+    tuned_configs = _build_tuned_configs(contents_by_key, what, what)
     return replace(tuned_configs, is_foreign=False, triton=None, tuned_for=None)
 
 

@@ -176,19 +176,19 @@ class ConfigLookup:
                 mismatch = "tuned for rows that start at multiples of 16 elements"
                 searched_locations.append(f"{title} {config_file}: {mismatch}")
                 continue
-            fitted = fit_to_problem(tuned_configs, problem, self.device, prepared=prepared)
-            notes = (*self._describe_triton_mismatch(config_file, tuned_configs), *fitted.notes)
+            source = fit_to_problem(tuned_configs, problem, self.device, prepared=prepared)
+            notes = (*self._describe_triton_mismatch(config_file, tuned_configs), *source.notes)
             if notes:
                 _warn_once(f"{config_file}: {'; '.join(notes)}")
             if tuned_configs.tuned_for is not None:
                 notes = (*notes, *_describe_layer_differences(tuned_configs, problem))
-            return replace(fitted, notes=notes, searched_locations=tuple(searched_locations))
+            return replace(source, notes=notes, searched_locations=tuple(searched_locations))
         if prepared:
-            unprepared = self.find_source(problem)
+            unprepared_source = self.find_source(problem)
             return replace(
-                unprepared,
+                unprepared_source,
                 searched_locations=(
-                    *dict.fromkeys((*searched_locations, *unprepared.searched_locations)),
+                    *dict.fromkeys((*searched_locations, *unprepared_source.searched_locations)),
                 ),
             )
         tuned_layers = self._packaged_layers(problem)
@@ -234,12 +234,12 @@ class ConfigLookup:
         if installed:
             yield installed
         yield ""
-        others = []
+        other_versions = []
         for entry in folder.iterdir() if folder.is_dir() else ():
             match = _SUBFOLDER.fullmatch(entry.name)
             if match is not None and entry.name != installed:
-                others.append((tuple(map(int, match.groups())), entry.name))
-        yield from (name for _, name in sorted(others, reverse=True))
+                other_versions.append((tuple(map(int, match.groups())), entry.name))
+        yield from (name for _, name in sorted(other_versions, reverse=True))
 
     def _describe_triton_mismatch(
         self, config_file: Path, tuned_configs: TunedConfigs
@@ -327,10 +327,10 @@ def fit_to_problem(
         )
         if tuned_configs.block_n_includes_up:
             labels = (f"{tuned_configs.origin}, tokens {t}" for t in (tokens, tokens_gemm2))
-            launch1, launch2, clamps = _clamp_foreign_launches(
+            launch1, launch2, clamp_notes = _clamp_foreign_launches(
                 launch1, launch2, tuned_configs, problem, device, tuple(labels)
             )
-            notes |= dict.fromkeys(clamps)
+            notes |= dict.fromkeys(clamp_notes)
         config = MoEConfig(launch1, launch2, dict(tuned_configs.paths).get(tokens, BASE_PATH.name))
         # `ConfigSteps.replace_other_paths` replaces a path that does not support the problem.
         if BY_NAME[config.path].supports(problem, device):
@@ -407,7 +407,7 @@ def _clamp_foreign_launches(
     labels: the file and the token count of each GEMM, for messages.
     """
     results: list[LaunchConfig] = []
-    clamps = []
+    clamp_notes = []
     for launch, gemm, label in zip((launch1, launch2), gemms(problem), labels, strict=True):
         assert isinstance(launch, LaunchConfig)
         if gemm.num_matrices == 2:
@@ -417,9 +417,9 @@ def _clamp_foreign_launches(
         clamped = _clamp_launch(launch, gemm, device, tuned_configs.is_foreign, label)
         if clamped != launch:
             tokens = label.removeprefix(f"{tuned_configs.origin}, ")
-            clamps.append(f"{tokens} {gemm}: {launch} clamped to {clamped}")
+            clamp_notes.append(f"{tokens} {gemm}: {launch} clamped to {clamped}")
         results.append(clamped)
-    return results[0], results[1], clamps
+    return results[0], results[1], clamp_notes
 
 
 def _compute_token_ranges(
@@ -448,8 +448,8 @@ def _clamp_launch(
 ) -> LaunchConfig:
     """Clamp a foreign launch that exceeds only _CLAMPED_LIMITS. Raise for other violations."""
     if is_foreign:
-        violated = {violation.what for violation in violations(launch, gemm, device)}
-        if violated and violated <= _CLAMPED_LIMITS:
+        violated_limits = {violation.what for violation in violations(launch, gemm, device)}
+        if violated_limits and violated_limits <= _CLAMPED_LIMITS:
             launch = clamp(launch, gemm, device)
     return require(launch, gemm, device, label)
 

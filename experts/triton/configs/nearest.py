@@ -53,6 +53,7 @@ class Point:
         return cls(*map(math.log2, values))
 
     def distance_to(self, other: "Point") -> float:
+        """Return the weighted sum of the distances along the coordinates."""
         differences = (
             self.rows - other.rows,
             self.active_experts - other.active_experts,

@@ -90,7 +90,7 @@ def buffer_kinds_up_to(
 def override_config(config: MoEConfig | Mapping[str, object] | None) -> Iterator[None]:
     """Inside the block, use `config` instead of any file.
 
-    Blocks can be nested. The previous state is restored on exit, also after an exception. The
+    Blocks can be nested. The previous state is restored on exit, even after an exception. The
     override applies to the current context only, not to other threads. Workspace sizes depend on
     the override, so kernels and plans must be built in the same block in which they are called.
 
@@ -107,7 +107,7 @@ def override_config(config: MoEConfig | Mapping[str, object] | None) -> Iterator
 
 @contextmanager
 def on_device(device: Device) -> Iterator[None]:
-    """Inside the block, choose configurations for `device`, which can be of another machine.
+    """Inside the block, choose configurations for `device`, which need not be in this machine.
 
     This applies to the current context only, not to other threads.
     """
@@ -126,7 +126,7 @@ def explain(
     *,
     prepared: bool = False,
 ) -> str:
-    """Describe the configuration of a call, where it comes from and why, as lines of text.
+    """Return lines of text that describe the configuration of a call, and why it was chosen.
 
     Weights and tokens are assumed to have the strides that the checkpoint readers produce, and
     prepared weights the scales that `quantize_weights` computes by default. With scales of another
@@ -145,19 +145,19 @@ def explain(
             limit = f"{lookup.device.shared} bytes of shared memory per block"
             notes = [f"{device_name} is not a known GPU; assuming {limit}"]
     source = _find_source(lookup, override, problem, prepared)
-    from_file = source.steps.choose(tokens)
-    unprepared = source.launch_steps(problem, lookup.device, paths).choose(tokens)
+    config_in_file = source.steps.choose(tokens)
+    unprepared_config = source.launch_steps(problem, lookup.device, paths).choose(tokens)
     config = source.launch_steps(problem, lookup.device, paths, prepared=prepared).choose(tokens)
     call_label = f"{format_count(tokens, 'token')}{', prepared weights' if prepared else ''}"
-    reason = _describe_source(source, problem, tokens, unprepared)
-    if prepared and not source.prepared and config != unprepared:
+    reason = _describe_source(source, problem, tokens, unprepared_config)
+    if prepared and not source.prepared and config != unprepared_config:
         reason = f"heuristics for prepared weights, in place of {reason}"
     lines = [
         f"{problem.with_tokens(tokens)}, {call_label}, on {lookup.device.name or 'no GPU'}",
         f"  from {reason}",
         *(
-            [f"  the configuration in the file is not used: {from_file}"]
-            if from_file.path != unprepared.path
+            [f"  the configuration in the file is not used: {config_in_file}"]
+            if config_in_file.path != unprepared_config.path
             else []
         ),
         f"  path: {config.path}",
@@ -208,13 +208,13 @@ def _make_adapter_notes(problem: Problem, device: Device) -> Iterator[str]:
     if problem.adapters is None:
         return
     without_lora = replace(problem, lora="none")
-    missing = [
-        p.name
-        for p in ALL_PATHS
-        if p.supports(without_lora, device) and not p.supports(problem, device)
+    excluded_paths = [
+        path.name
+        for path in ALL_PATHS
+        if path.supports(without_lora, device) and not path.supports(problem, device)
     ]
-    if missing:
-        yield f"only calls without adapters take the paths {', '.join(missing)}"
+    if excluded_paths:
+        yield f"only calls without adapters take the paths {', '.join(excluded_paths)}"
 
 
 def _describe_source(

@@ -39,7 +39,7 @@ from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec
 
-# (GEMM 1, GEMM 2). The producer warp releases most of its registers.
+# Registers per thread of GEMM 1 and of GEMM 2. The producer warp releases most of its registers.
 _REGISTERS_PER_THREAD = (128, 144)
 
 
@@ -120,7 +120,7 @@ class GemvTmaPath(Path):
             "num_warps": 4,
             **pdl_arguments(),
         }
-        with stages.stage(self._first_stage(call)):
+        with stages.stage(self._gemm1_stage(call)):
             launch(
                 gemv_tma_gate_up_kernel,
                 (min(num_sms, num_pairs * self._num_blocks),),
@@ -131,20 +131,20 @@ class GemvTmaPath(Path):
                 **id_arguments(call.tokens.routing, problem.e),
                 **common_arguments,
             )
-        num_tokens, slots = len(call.output), next_power_of_2(problem.top_k)
+        num_tokens, pair_slots = len(call.output), next_power_of_2(problem.top_k)
         with stages.stage(stages.fuse(stages.QUANTIZE, stages.GEMM2, stages.REDUCE)):
             launch(
                 gemv_tma_down_kernel,
-                (min(num_sms, num_tokens * -(-problem.hidden // (ROWS // slots))),),
+                (min(num_sms, num_tokens * -(-problem.hidden // (ROWS // pair_slots))),),
                 out_ptr=call.output,
                 num_tokens=num_tokens,
                 maxnreg=_REGISTERS_PER_THREAD[1],
-                **self._down_arguments(call, slots),
+                **self._down_arguments(call, pair_slots),
                 **id_arguments(call.tokens.routing, problem.e),
                 **common_arguments,
             )
 
-    def _first_stage(self, call: PathCall) -> str:
+    def _gemm1_stage(self, call: PathCall) -> str:
         """Return the name of the stages that the GEMM 1 launch comprises."""
         is_quantized = call.tokens.scale is not None
         return stages.GEMM1 if is_quantized else stages.fuse(stages.QUANTIZE_INPUT, stages.GEMM1)
@@ -153,9 +153,9 @@ class GemvTmaPath(Path):
         """Return the arguments of GEMM 1 that depend on x, the weights and the launch."""
         problem, x_TH = self.problem, call.tokens.x_TH
         operands = gemm1_operands(call.weights, problem)
-        quant, scales = input_scales(call.tokens, None, problem)
+        input_quant, scales = input_scales(call.tokens, None, problem)
         # With block scales, a group that covers all of K is handled like other groups.
-        quant = "group" if self._has_block_scales and quant == "token" else quant
+        input_quant = "group" if self._has_block_scales and input_quant == "token" else input_quant
         constants = {k: v for k, v in operands.constants.items() if k != "GATED"}
         return {
             "x_ptr": x_TH,
@@ -166,7 +166,7 @@ class GemvTmaPath(Path):
             "weight_rows": operands.w.shape[1],
             "up_row_offset": operands.up_row_offset,
             "GATE_STRIDE": operands.gate_stride,
-            "INPUT_QUANT": quant,
+            "INPUT_QUANT": input_quant,
             "TOKENS_IN_GROUP": min(VECTORS, next_power_of_2(len(x_TH))),
             **scales,
             **constants,
@@ -174,7 +174,7 @@ class GemvTmaPath(Path):
             **_ring_arguments(call.config.typed_launches(LaunchConfig)[0], problem.hidden),
         }
 
-    def _down_arguments(self, call: PathCall, slots: int) -> dict[str, object]:
+    def _down_arguments(self, call: PathCall, pair_slots: int) -> dict[str, object]:
         """Return the arguments of GEMM 2 that depend on h, the weights and the launch."""
         problem = self.problem
         return {
@@ -183,9 +183,9 @@ class GemvTmaPath(Path):
             "size_k": problem.intermediate,
             "amax_blocks": self._num_blocks,
             "routed_scaling_factor": float(problem.routed_scaling_factor),
-            "PAIR_SLOTS": slots,
+            "PAIR_SLOTS": pair_slots,
             "BLOCK_AMAX": max(PANEL // 4, next_power_of_2(self._num_blocks)),
-            **_weight_arguments(gemm2_operands(call.weights, problem), ROWS // slots),
+            **_weight_arguments(gemm2_operands(call.weights, problem), ROWS // pair_slots),
             **_ring_arguments(call.config.typed_launches(LaunchConfig)[1], problem.intermediate),
         }
 

@@ -223,7 +223,10 @@ def candidates(problem: Problem, tokens: int) -> CandidateGroups:
     if not select_blocks(_CANDIDATE_ROWS, problem, tokens):
         return {}
     launches1, launches2 = (
-        [GemvW4Config(columns // gemm.num_matrices, *rest) for columns, *rest in entries]
+        [
+            GemvW4Config(columns // gemm.num_matrices, *block_k_warps_and_stages)
+            for columns, *block_k_warps_and_stages in entries
+        ]
         for entries, gemm in zip(_CANDIDATES, gemms(problem), strict=True)
     )
     return {GemvW4Config.block_m: (launches1, launches2)}

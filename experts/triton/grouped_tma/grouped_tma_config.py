@@ -177,7 +177,10 @@ _HALF_CANDIDATES: EntryTable = {
     ),
 }  # fmt: skip
 _W8A8_CANDIDATES: EntryTable = {
-    128: tuple((n, 128, warps, *rest) for n, _, warps, *rest in _HALF_CANDIDATES[128])
+    128: tuple(
+        (weight_rows, 128, num_warps, *stages_and_group_m)
+        for weight_rows, _, num_warps, *stages_and_group_m in _HALF_CANDIDATES[128]
+    )
 }
 _BLOCK_CANDIDATES: EntryTable = {
     128: tuple(

@@ -1,8 +1,8 @@
 """Configuration of the grouped_w4 path: supported layers, limits, default launches and candidates.
 
 The path reorders 4-bit weights to a tiled layout (`layout`) before each GEMM. Prepared weights are
-already in this layout, so the path is also fast with fewer rows per expert. The number of rows per
-expert always means the mean, tokens * top_k / experts.
+already in this layout, so the path is also fast with fewer rows per expert. "Rows per expert" means
+the mean number, tokens * top_k / experts.
 """
 
 import math
@@ -265,10 +265,10 @@ def prepared_configs(problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
         for rows in (_MIN_PREPARED_ROWS_OF_64, _MIN_PREPARED_ROWS_OF_128)
     )
     lowest = min(min_prepared_tokens(problem, torch.bfloat16), min_tokens_of_64)
-    min_tokens = lowest, min_tokens_of_64, min_tokens_of_128
+    min_token_counts = lowest, min_tokens_of_64, min_tokens_of_128
     return tuple(
         (tokens, default_config(problem, block_m))
-        for tokens, block_m in zip(min_tokens, _BLOCK_M_VALUES, strict=True)
+        for tokens, block_m in zip(min_token_counts, _BLOCK_M_VALUES, strict=True)
     )
 
 

@@ -103,8 +103,8 @@ class ConfigSpace(Tunable):
     def candidates(self, tokens: int) -> Sequence[Choice]:
         """Return choices that contain each candidate launch of each GEMM at least once."""
         # The current configuration comes from a file if there is one.
-        current = choose_config(self.problem, tokens, self.paths, prepared=self.prepared)
-        choices = [current] if self._is_valid_config(current) else []
+        current_config = choose_config(self.problem, tokens, self.paths, prepared=self.prepared)
+        choices = [current_config] if self._is_valid_config(current_config) else []
         for path in self.paths:
             for block_m, launches in BY_NAME[path].candidates(self.problem, tokens).items():
                 choices += self._pair_launches(path, block_m, launches)
@@ -149,7 +149,9 @@ class ConfigSpace(Tunable):
         launches = zip((config.gemm1, config.gemm2), self._gemms, strict=True)
         if config.path not in self.paths or not is_launchable(config, self.problem, self._device):
             return False
-        return all(self._is_valid_launch(*item, config.path) for item in launches)
+        return all(
+            self._is_valid_launch(*launch_and_gemm, config.path) for launch_and_gemm in launches
+        )
 
     def finalists(self, tokens: int, times: Mapping[Choice, StageTimes]) -> Sequence[Choice]:
         """Return the configurations that the time model expects to be the fastest."""
@@ -281,9 +283,11 @@ class AdditiveTimeModel:
         return self._other_seconds[kind] + seconds1[config.gemm1] + seconds2[config.gemm2]
 
 
-def _times_in_us(best: TunedChoice) -> Times:
-    untuned = best.untuned_seconds
-    return Times(_seconds_to_us(best.seconds), None if untuned is None else _seconds_to_us(untuned))
+def _times_in_us(tuned_choice: TunedChoice) -> Times:
+    untuned = tuned_choice.untuned_seconds
+    return Times(
+        _seconds_to_us(tuned_choice.seconds), None if untuned is None else _seconds_to_us(untuned)
+    )
 
 
 def _seconds_to_us(seconds: float) -> float:
