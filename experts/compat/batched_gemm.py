@@ -163,8 +163,9 @@ def _check_rows(
     a_scale_shape: tuple[int, ...] | None = None
     if scheme.quantizes_activations:
         has_one_scale = scheme.activation_granularity == "tensor"
-        groups = scale_shape(scheme, 1, depth)[1]
-        a_scale_shape = (1,) if has_one_scale else (experts, capacity, groups)
+        a_scale_shape = (
+            (1,) if has_one_scale else (experts, capacity, scale_shape(scheme, 1, depth)[1])
+        )
     expected = (
         ("a", a_eCK, (experts, capacity, depth), a_dtype),
         ("counts", counts_e, (experts,), torch.int32),

@@ -103,17 +103,17 @@ def multiply_tile(
             a = tl.load(a_ptrs, mask=a_mask, other=0.0)
             b = tl.load(b_ptrs, mask=b_mask, other=0.0)
             if GATED:
-                c = tl.load(b_ptrs + up_offset, mask=b_mask, other=0.0)
+                up_b = tl.load(b_ptrs + up_offset, mask=b_mask, other=0.0)
         else:
             in_bounds = start + k < size_k
             b_mask_k = b_mask & in_bounds[:, None]
             a = tl.load(a_ptrs, mask=a_mask & in_bounds[None, :], other=0.0)
             b = tl.load(b_ptrs, mask=b_mask_k, other=0.0)
             if GATED:
-                c = tl.load(b_ptrs + up_offset, mask=b_mask_k, other=0.0)
+                up_b = tl.load(b_ptrs + up_offset, mask=b_mask_k, other=0.0)
         gate = accumulate(gate, a, b, INPUT_PRECISION, SWAP_AB)
         if GATED:
-            up = accumulate(up, a, c, INPUT_PRECISION, SWAP_AB)
+            up = accumulate(up, a, up_b, INPUT_PRECISION, SWAP_AB)
         a_ptrs += BLOCK_K * stride_ak
         b_ptrs += BLOCK_K * stride_bk
     return untranspose(gate, SWAP_AB), untranspose(up, SWAP_AB)
@@ -136,12 +136,12 @@ def multiply_interleaved(
     first_column: the first output column of the tile.
     """
     pair_columns = 2 * first_column + tl.arange(0, 2 * BLOCK_N)
-    both, _ = multiply_tile(
+    gate_up, _ = multiply_tile(
         a_ptrs, a_mask, b_ptr + pair_columns.to(tl.int64)[None, :],
         (pair_columns < 2 * size_n)[None, :], 0, stride_ak, stride_bk, size_k,
         False, EVEN_K, INPUT_PRECISION, SWAP_AB, BLOCK_M, 2 * BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    return tl.split(tl.reshape(both, (BLOCK_M, BLOCK_N, 2)))
+    return tl.split(tl.reshape(gate_up, (BLOCK_M, BLOCK_N, 2)))
 
 
 @triton.jit

@@ -57,8 +57,8 @@ def multiply_tile_w8a8(
         if GROUP_K == 0:
             gate = accumulate(gate, a, b, "ieee", SWAP_AB)
             if GATED:
-                c = tl.load(b_ptrs + up_offset, mask=b_mask_k, other=0.0)
-                up = accumulate(up, a, c, "ieee", SWAP_AB)
+                up_b = tl.load(b_ptrs + up_offset, mask=b_mask_k, other=0.0)
+                up = accumulate(up, a, up_b, "ieee", SWAP_AB)
         else:
             group = start // GROUP_K
             a_scale = tl.load(a_scale_ptrs + group * stride_ask, mask=rows, other=0.0)
@@ -68,12 +68,12 @@ def multiply_tile_w8a8(
             part = accumulate(zero, a, b, "ieee", SWAP_AB).to(tl.float32)
             gate += part * scale_products(a_scale, b_scale, SWAP_AB)
             if GATED:
-                c = tl.load(b_ptrs + up_offset, mask=b_mask_k, other=0.0)
-                c_scale = weight_scale(
+                up_b = tl.load(b_ptrs + up_offset, mask=b_mask_k, other=0.0)
+                up_b_scale = weight_scale(
                     up_scale_ptrs + group * stride_bsk, column_mask, ONE_SCALE_PER_TILE
                 )
-                part = accumulate(zero, a, c, "ieee", SWAP_AB).to(tl.float32)
-                up += part * scale_products(a_scale, c_scale, SWAP_AB)
+                part = accumulate(zero, a, up_b, "ieee", SWAP_AB).to(tl.float32)
+                up += part * scale_products(a_scale, up_b_scale, SWAP_AB)
         a_ptrs += BLOCK_K * stride_ak
         b_ptrs += BLOCK_K * stride_bk
     gate = untranspose(gate, SWAP_AB)
@@ -84,8 +84,8 @@ def multiply_tile_w8a8(
         gate_out = gate.to(tl.float32) * scale_products(a_scale, b_scale, False)
         up_out = gate_out
         if GATED:
-            c_scale = weight_scale(up_scale_ptrs, column_mask, ONE_SCALE_PER_TILE)
-            up_out = up.to(tl.float32) * scale_products(a_scale, c_scale, False)
+            up_b_scale = weight_scale(up_scale_ptrs, column_mask, ONE_SCALE_PER_TILE)
+            up_out = up.to(tl.float32) * scale_products(a_scale, up_b_scale, False)
     else:
         gate_out = gate
         up_out = up

@@ -1,8 +1,8 @@
 """Gluon device functions for the epilogue of a GEMM: scales, bias, activation function and store.
 
 The kernels of the grouped_tma and grouped_w4 paths multiply a tile in two halves, left and right.
-The weight rows of the halves are gate rows and up rows, or adjacent rows. `finish` applies the
-epilogue to both halves. A tile is stored with TMA from a staging buffer in shared memory.
+The weight rows of the halves are gate rows and up rows, or adjacent rows. `finish_tile` applies
+the epilogue to both halves. A tile is stored with TMA from a staging buffer in shared memory.
 """
 
 from triton.experimental import gluon
@@ -32,10 +32,10 @@ def _gelu_tanh(value):
 @gluon.jit
 def _tanh(value):
     is_small = gl.abs(value) < 0.25
-    small = gl.where(is_small, value, 0.0)
-    square = small * small
+    small_value = gl.where(is_small, value, 0.0)
+    square = small_value * small_value
     series = 0.13333333333333333 + square * (-0.05396825396825397 + square * 0.021869488536155203)
-    series = small + small * square * (-0.3333333333333333 + square * series)
+    series = small_value + small_value * square * (-0.3333333333333333 + square * series)
     return gl.where(is_small, series, 2.0 * _sigmoid(2.0 * value) - 1.0)
 
 
@@ -168,7 +168,7 @@ def _finish_one_half(
     values: the accumulators of the half, with one column per weight row from `weight_row` on. If
         GATED, gate rows and up rows alternate.
 
-    For the other arguments, see `finish`.
+    For the other arguments, see `finish_tile`.
     """
     values = _scale_and_bias(
         values,
@@ -202,7 +202,7 @@ def _finish_one_half(
 
 
 @gluon.jit
-def finish(
+def finish_tile(
     left, right, row, end, out_ptr, out_desc, staging, size_n, expert, weight_rows,
     right_row_offset,
     first_weight_row,

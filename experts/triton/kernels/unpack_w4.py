@@ -48,10 +48,10 @@ def _integers_fp16(i: int) -> str:
 
     The bits 0x6400 | q represent 1024 + q in fp16, and 0x6400 | 16 q represent 1024 + 16 q.
     """
-    one, offset = ((0x3C003C00, 0xE408E408), (0x2C002C00, 0xD480D480))[i]
+    factor, offset = ((0x3C003C00, 0xE408E408), (0x2C002C00, 0xD480D480))[i]
     return (
         f"lop3.b32 T, W, {0x000F000F << 4 * i:#010x}, 0x64006400, 0xEA; "
-        f"mov.b32 u, {one:#010x}; mov.b32 v, {offset:#010x}; fma.rn.f16x2 T, T, u, v; "
+        f"mov.b32 u, {factor:#010x}; mov.b32 v, {offset:#010x}; fma.rn.f16x2 T, T, u, v; "
     )
 
 
@@ -71,9 +71,9 @@ def _e2m1_bf16(i: int) -> str:
 
 def _e2m1_fp16(i: int) -> str:
     """Like `_e2m1_bf16`, for fp16. The code uses shifts, because the two copies would overlap."""
-    right = f"shl.b32 u, W, {9 - 4 * i}; "
+    exponent_and_mantissa = f"shl.b32 u, W, {9 - 4 * i}; "
     return (
-        f"shl.b32 T, W, {12 - 4 * i}; {right}"
+        f"shl.b32 T, W, {12 - 4 * i}; {exponent_and_mantissa}"
         "and.b32 u, u, 0x0E000E00; lop3.b32 T, T, 0x80008000, u, 0xEA; "
     )
 
@@ -166,8 +166,8 @@ def _unpack_nibble(words, J: tl.constexpr, WEIGHT_FORMAT: tl.constexpr, dtype: t
     """
     code = (words >> (4 * J)) & 15
     if holds_e2m1(WEIGHT_FORMAT):
-        low = code & 7
-        quarters = tl.where(low < 4, 2 * low, (2 + (low & 1)) << (low >> 1))
+        magnitude = code & 7
+        quarters = tl.where(magnitude < 4, 2 * magnitude, (2 + (magnitude & 1)) << (magnitude >> 1))
         unit: tl.constexpr = 2.0**-128 if dtype == tl.bfloat16 else 2.0**-16
         result = tl.where(code < 8, quarters, -quarters).to(tl.float32) * unit
     elif dtype == tl.bfloat16:

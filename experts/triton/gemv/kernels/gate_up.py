@@ -39,7 +39,7 @@ def _compute_rows_amax(x_ptr, rows, hidden_size, stride_xm, stride_xk, AMAX_BLOC
 
 
 @triton.jit
-def _step_input(
+def _quantize_step(
     x, x_scale_ptr, start, hidden_size, scale, stride_xsk,
     INPUT_QUANT: tl.constexpr, QMAX: tl.constexpr, ROUND_TO_INT: tl.constexpr,
     MIN_SCALE: tl.constexpr,
@@ -93,7 +93,7 @@ def _add_step(
     scale_ptrs, up_scale_ptrs, zero_point_ptrs, up_zero_point_ptrs: (SCALE_ROWS,), pointers to the
         first scale and zero point of each weight row.
     """
-    x, scales = _step_input(
+    x, scales = _quantize_step(
         x, x_scale_ptr, start, hidden_size, x_scale, stride_xsk,
         INPUT_QUANT, QMAX, ROUND_TO_INT, MIN_SCALE, WEIGHT_DTYPE, GROUP_K, BLOCK_K, VECTOR_SIZE,
     )  # fmt: skip
@@ -115,7 +115,7 @@ def _add_step(
 
 
 @triton.jit
-def _n_major_products(
+def _multiply_n_major(
     x_ptr, stride_xk, b_ptr, stride_bk, first, size_n, size_k, up_offset,
     GATED: tl.constexpr, GATE_STRIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STEP_ROWS: tl.constexpr, STAGES: tl.constexpr,
@@ -131,10 +131,10 @@ def _n_major_products(
     WIDTH: tl.constexpr = 2 * BLOCK_N if IS_INTERLEAVED else BLOCK_N
     column = first * (2 if IS_INTERLEAVED else 1) + tl.arange(0, WIDTH)
     column_mask = column < size_n * (2 if IS_INTERLEAVED else 1)
-    side = tl.arange(0, NUM_MATRICES)
-    w_ptrs = b_ptr + (side * up_offset)[:, None, None] + column.to(tl.int64)[None, None, :]
+    matrix = tl.arange(0, NUM_MATRICES)
+    w_ptrs = b_ptr + (matrix * up_offset)[:, None, None] + column.to(tl.int64)[None, None, :]
     sums = n_major_sums(
-        x_ptr + side[:, None] * 0, (side >= 0)[:, None], w_ptrs, column_mask[None, None, :],
+        x_ptr + matrix[:, None] * 0, (matrix >= 0)[:, None], w_ptrs, column_mask[None, None, :],
         stride_xk, stride_bk, size_k, NUM_MATRICES, WIDTH, BLOCK_K, STEP_ROWS, STAGES,
     )  # fmt: skip
     if IS_INTERLEAVED:
@@ -257,7 +257,7 @@ def gemv_gate_up_kernel(
     column_mask = column < intermediate_size
     if N_MAJOR:
         tl.static_assert(not HAS_SCALES and INPUT_QUANT == "none")
-        gate_row, up_row_sum = _n_major_products(
+        gate_sums, up_sums = _multiply_n_major(
             x_ptr + token * stride_xm, stride_xk, b_ptr + expert * stride_be, stride_bk,
             block * BLOCK_N, intermediate_size, hidden_size, up_offset,
             GATED, GATE_STRIDE, BLOCK_N, BLOCK_K, STEP_ROWS, STAGES,
@@ -329,18 +329,18 @@ def gemv_gate_up_kernel(
                 HAS_ZERO_POINTS, GATED, GROUP_K,
                 BLOCK_N, BLOCK_K, VECTOR_SIZE,
             )  # fmt: skip
-        gate_row, up_row_sum = tl.sum(gate, axis=2), tl.sum(up, axis=2)
+        gate_sums, up_sums = tl.sum(gate, axis=2), tl.sum(up, axis=2)
         if HAS_SCALES and GROUP_K == 0:
             row = column * GATE_STRIDE
             scale = tl.load(
                 b_scale_ptr + (row // GROUP_N) * stride_bsn, mask=column_mask, other=0.0
             )
-            gate_row *= (x_scale * scale.to(tl.float32))[None, :]
+            gate_sums *= (x_scale * scale.to(tl.float32))[None, :]
             row += up_row_offset
             scale = tl.load(
                 b_scale_ptr + (row // GROUP_N) * stride_bsn, mask=column_mask, other=0.0
             )
-            up_row_sum *= (x_scale * scale.to(tl.float32))[None, :]
+            up_sums *= (x_scale * scale.to(tl.float32))[None, :]
     if HAS_LORA:
         adapter = tl.load(adapter_slots_ptr + token).to(tl.int64)
         if (adapter >= 0) & (adapter < num_adapter_slots):
@@ -352,13 +352,13 @@ def gemv_gate_up_kernel(
                 lora_b_ptr + (column * GATE_STRIDE).to(tl.int64)[None, :, None] * stride_lora_b_n
             )
             lora_b_mask = column_mask[None, :, None]
-            gate_row += adapter_sums(
+            gate_sums += adapter_sums(
                 lora_u_ptrs, True, lora_b_ptrs, lora_b_mask, lora_rank, BLOCK_RANK
             )
             if GATED:
                 up_rows = (column * GATE_STRIDE + up_row_offset).to(tl.int64)[None, :, None]
                 lora_b_ptrs = lora_b_ptr + up_rows * stride_lora_b_n
-                up_row_sum += adapter_sums(
+                up_sums += adapter_sums(
                     lora_u_ptrs + LORA_UP_OFFSET,
                     True,
                     lora_b_ptrs,
@@ -370,7 +370,7 @@ def gemv_gate_up_kernel(
     if HAS_ROUTER_WEIGHTS:
         row_weight += tl.load(router_weights_ptr + pair)
     h = finish_tile(
-        gate_row, up_row_sum, bias_ptr + expert * stride_bias, column * GATE_STRIDE, up_row_offset,
+        gate_sums, up_sums, bias_ptr + expert * stride_bias, column * GATE_STRIDE, up_row_offset,
         column_mask, row_weight, HAS_BIAS, HAS_ROUTER_WEIGHTS, GATED, ACTIVATION, ACTIVATION_ALPHA,
         ACTIVATION_LIMIT,
     )  # fmt: skip

@@ -150,9 +150,9 @@ def load_by_scale_slot(
         chunk, in_bounds, scale_slot, size_k, CHUNKS, HALVES, SCALE_SLOTS, EVEN_K
     )
     if PAIRED_SCALES:  # either both slots are inside, or neither is
-        two = tl.arange(0, 2)[None, None, None, None, :]
+        pair_index = tl.arange(0, 2)[None, None, None, None, :]
         first = ptr + (offset[0] + (chunk * SCALE_SLOTS + scale_slot))
-        ptrs = first[:, :, :, :, None] + (offset[1][:, :, :, :, None] + two)
+        ptrs = first[:, :, :, :, None] + (offset[1][:, :, :, :, None] + pair_index)
         result = tl.load(ptrs, mask=mask[:, :, :, :, None], other=0)
     else:
         even = _load_scale_slots(ptr, offset, chunk, scale_slot, mask, SCALE_SLOTS, GROUP_K)
@@ -400,7 +400,9 @@ def scale_slot_sums(
 
 
 @triton.jit
-def zero_values(codes, shift, HAS_ZERO_POINTS: tl.constexpr, UNPACKED_WITHOUT_OFFSET: tl.constexpr):
+def decode_zero_points(
+    codes, shift, HAS_ZERO_POINTS: tl.constexpr, UNPACKED_WITHOUT_OFFSET: tl.constexpr
+):
     """Return the zero points as float32, with the offset of the unpacked weights.
 
     codes: bytes (4, 8, WARPS, ROWS / 8, 2).
@@ -430,7 +432,9 @@ def scaled_sums(
     zeros = values
     if HAS_ZERO_POINTS:
         zeros = to_scale_slot_layout(
-            zero_values(zero, shift, HAS_ZERO_POINTS, unpacks_without_offset(WEIGHT_FORMAT, dtype))
+            decode_zero_points(
+                zero, shift, HAS_ZERO_POINTS, unpacks_without_offset(WEIGHT_FORMAT, dtype)
+            )
         )
     return (
         scale_slot_sums(

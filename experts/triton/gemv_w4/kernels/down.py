@@ -25,7 +25,7 @@ from modular_kernel.ops.kernels.ids import load_local_ids
 
 
 @triton.constexpr_function
-def blocks_along(size_k: int, chunks: int) -> int:
+def count_blocks(size_k: int, chunks: int) -> int:
     """Return the number of blocks of `chunks` chunks along K."""
     return -(-size_k // (chunks * 128))
 
@@ -133,7 +133,7 @@ def _locate_blocks(
     pair. Otherwise, the blocks of a token's pairs are numbered consecutively, and warp w takes
     block step * NUM_WARPS + w.
     """
-    BLOCKS: tl.constexpr = blocks_along(SIZE_K, CHUNKS * HALVES)
+    BLOCKS: tl.constexpr = count_blocks(SIZE_K, CHUNKS * HALVES)
     warp = tl.arange(0, NUM_WARPS)[None, None, :, None]
     if WARPS_PER_PAIR > 0:
         pair, local_expert, valid = warp_pair
@@ -217,11 +217,11 @@ def _load_block(
             EVEN_K,
             PAIRED_SCALES,
         )
-    weight = valid
+    router_weight = valid
     if HAS_ROUTER_WEIGHTS and WARPS_PER_PAIR == 0:
-        # The router weight of a skipped pair may be anything, including NaN.
-        weight = tl.load(router_weights_ptr + pair, mask=valid, other=0.0)
-    return words, scale, zero, weight, pair, valid, chunk
+        # The router weight of a skipped pair may have any value, including NaN.
+        router_weight = tl.load(router_weights_ptr + pair, mask=valid, other=0.0)
+    return words, scale, zero, router_weight, pair, valid, chunk
 
 
 @triton.jit
@@ -253,7 +253,7 @@ def _multiply_step(
         these steps is loaded before the MMAs or, if LOAD_AFTER_MMA, after them.
     """
     SCALE_SLOTS: tl.constexpr = scale_slots_per_chunk(GROUP_K)
-    words, scale, zero, weight, _, _, _ = ring[0]
+    words, scale, zero, router_weight, _, _, _ = ring[0]
     pairs = h
     if NUM_STEPS > STAGES and not LOAD_AFTER_MMA:
         next_block = _load_block(
@@ -288,7 +288,7 @@ def _multiply_step(
         True,
     )
     if HAS_ROUTER_WEIGHTS and WARPS_PER_PAIR == 0:
-        sums *= _broadcast_to_sums(weight, words.shape[3])
+        sums *= _broadcast_to_sums(router_weight, words.shape[3])
     if NUM_STEPS > 1 and LOAD_AFTER_MMA:
         next_block = _load_block(
             token, warp_pair, step + 1, num_experts, num_local_experts, topk_ids_ptr,
@@ -472,9 +472,9 @@ def gemv_w4_down_kernel(
                 )  # fmt: skip
     if HAS_ROUTER_WEIGHTS and WARPS_PER_PAIR > 0:
         pair, _, valid = warp_pair
-        # The router weight of a skipped pair may be anything, including NaN.
-        weight = tl.load(router_weights_ptr + pair, mask=valid, other=0.0)
-        total *= _broadcast_to_sums(weight, ROWS // 8)
+        # The router weight of a skipped pair may have any value, including NaN.
+        router_weight = tl.load(router_weights_ptr + pair, mask=valid, other=0.0)
+        total *= _broadcast_to_sums(router_weight, ROWS // 8)
     if HALVES == 2:
         total = tl.sum(tl.reshape(total, (NUM_WARPS, 2, BLOCK_N, 8)), 1)
     out = tl.sum(tl.sum(total, 2), 0) + bias
