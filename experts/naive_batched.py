@@ -75,7 +75,7 @@ class NaiveBatchedExperts(PermuteExpertsUnpermute):
                 unquantized_RH = unquantized_RH[:count]
             x_RH = tokens.x_eCH[expert, :count]
             expert_inputs.append(ExpertTokens(expert, x_RH, scale, None, slots_R, unquantized_RH))
-        results = expert_mlps(expert_inputs, weights, self.problem)
+        rows_per_expert = expert_mlps(expert_inputs, weights, self.problem)
         with stages.stage(stages.GEMM2):  # the copy to the output counts as part of GEMM 2
-            for expert_input, rows in zip(expert_inputs, results, strict=True):
+            for expert_input, rows in zip(expert_inputs, rows_per_expert, strict=True):
                 output[expert_input.expert, : len(rows)] = rows

@@ -151,10 +151,10 @@ def make_experts(
     """
     stages = get_stages(backend, format)
     check_name(name)
-    unknown = sorted(requires.keys() - _REQUIREMENT_FIELDS)
-    if unknown:
+    unknown_fields = sorted(requires.keys() - _REQUIREMENT_FIELDS)
+    if unknown_fields:
         need = f"fields of ExpertsRequirements: {', '.join(sorted(_REQUIREMENT_FIELDS))}"
-        raise ConfigurationError(f"requires of {name}", got=", ".join(unknown), need=need)
+        raise ConfigurationError(f"requires of {name}", got=", ".join(unknown_fields), need=need)
     requirements = _make_requirements(name, FORMATS[format], requires)
     namespace = {"requires": requirements, "stages": stages, "__module__": stages.core.__module__}
     namespace["__doc__"] = f"Stages of backend {backend!r} for {format!r} tokens."

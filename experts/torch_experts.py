@@ -83,8 +83,8 @@ class TorchExperts(PermuteExpertsUnpermute):
                 x_RH = tokens.x_TH[token]
                 expert_inputs.append(ExpertTokens(expert, x_RH, scale, row_weights, *adapters))
                 pair_indices.append((token, k))
-        results = expert_mlps(expert_inputs, weights, self.problem)
+        rows_per_expert = expert_mlps(expert_inputs, weights, self.problem)
         with stages.stage(stages.UNPERMUTE):
             output.zero_()
-            for pair_index, rows in zip(pair_indices, results, strict=True):
+            for pair_index, rows in zip(pair_indices, rows_per_expert, strict=True):
                 output[pair_index] = rows

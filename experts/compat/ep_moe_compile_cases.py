@@ -22,7 +22,11 @@ COMPILE_CASES: tuple[tuple[int, torch.dtype, list[int] | None], ...] = (
 
 
 def launch_all(tokens: int, top_k: int, dtype: torch.dtype, block_shape: list[int] | None) -> None:
-    """Launch the kernels of all steps for a rank that has half of the experts."""
+    """Launch the kernels of all steps for a rank that has half of the experts.
+
+    dtype: the dtype of the weights.
+    block_shape: the block shape of the scales, or None.
+    """
     rows, num_local = tokens * top_k, EXPERTS // 2
     ids = _make_empty(tokens, top_k, dtype=torch.int64)
     scales, is_quantized = None, dtype == FP8

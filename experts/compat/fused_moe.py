@@ -107,6 +107,8 @@ def invoke_fused_moe_kernel(  # noqa: PLR0913  (SGLang's arguments, in its order
 ) -> None:
     """C[p] = A[p // top_k] @ B[expert of p]^T + bias, times topk_weights[p] if mul_routed_weight.
 
+    A pair p is a token together with one of its experts. P is the number of pairs.
+
     A: (P / top_k, K), unquantized. It has one row per token if top_k > 1, and one row per pair if
         top_k = 1.
     B: (e, N, K) with any strides, or packed.
@@ -118,7 +120,7 @@ def invoke_fused_moe_kernel(  # noqa: PLR0913  (SGLang's arguments, in its order
     B_zp: has the shape and dtype of w2_zero_point in an `ExpertWeights` of the scheme.
     topk_weights: P float32 values, read if mul_routed_weight. With a bias, the product is rounded
         before it is weighted.
-    topk_ids: (T, K), where T * K = P.
+    topk_ids: (T, top-k), P ids in total.
     sorted_token_ids: the first result of `moe_align_block_size` for config["BLOCK_SIZE_M"].
     expert_ids: the second result of `moe_align_block_size`.
     num_tokens_post_padded: the third result of `moe_align_block_size`.
@@ -225,9 +227,9 @@ def _make_problem(
 def _make_tile(config: Mapping[str, int], problem: Problem) -> LaunchConfig:
     """Return the tile of config. Raise ConfigurationError if the kernel cannot use it."""
     expect("config", config, Mapping)
-    if unknown := sorted(set(config) - set(_FIELD_BY_KEY)):
+    if unknown_keys := sorted(set(config) - set(_FIELD_BY_KEY)):
         need = f"only {', '.join(_FIELD_BY_KEY)}"
-        raise ConfigurationError("config", got=", ".join(map(str, unknown)), need=need)
+        raise ConfigurationError("config", got=", ".join(map(str, unknown_keys)), need=need)
     with override_config(config):
         return choose_config(problem, problem.tokens).typed_launches(LaunchConfig)[1]
 

@@ -82,7 +82,10 @@ class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
         rejections = cls.triton_part.extra_rejections(problem, machine)
-        return tuple(replace(r, parties=(cls.__name__, *r.parties[1:])) for r in rejections)
+        return tuple(
+            replace(rejection, parties=(cls.__name__, *rejection.parties[1:]))
+            for rejection in rejections
+        )
 
     @classmethod
     def described(cls, machine: Machine) -> AbstractContextManager[None]:

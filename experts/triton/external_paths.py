@@ -119,9 +119,9 @@ def _check_paths(value: object) -> Iterator[type[Path]]:
             need = "a subclass of experts.triton.path.Path"
             raise ConfigurationError(what, got="a class with other bases", need=need)
         if inspect.isabstract(cls):
-            missing = ", ".join(sorted(cls.__abstractmethods__))
+            missing_methods = ", ".join(sorted(cls.__abstractmethods__))
             need = "definitions of all abstract methods of Path"
-            raise ConfigurationError(what, got=f"no definition of {missing}", need=need)
+            raise ConfigurationError(what, got=f"no definition of {missing_methods}", need=need)
         name = getattr(cls, "name", None)
         if not isinstance(name, str) or not name.isidentifier():
             raise ConfigurationError(f"{what}: name", got=repr(name), need="an identifier")
@@ -141,7 +141,7 @@ def _remove_name_conflicts(
         if name in built_in_names:
             need = "another name, because TritonExperts has a built-in path with this name"
         elif name_counts[name] > 1:
-            origins = (other.origin for other in paths if other.path.name == name)
+            origins = (conflicting.origin for conflicting in paths if conflicting.path.name == name)
             need = f"a unique name, but {' and '.join(origins)} provide paths with this name"
         else:
             usable.append(external)

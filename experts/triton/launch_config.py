@@ -36,7 +36,7 @@ _SHARED_BYTES = {
 }
 _MIN_SHARED_BYTES = 101_376  # the minimum of _SHARED_BYTES
 
-# (pattern, compute capability) of GPUs. The first pattern found in the name of a device is used.
+# (pattern, compute capability) of GPUs. The first pattern that occurs in a device name applies.
 # Names of config files have "_" for each space of the device name.
 _ARCH_PATTERNS = (
     (r"RTX[ _](?:PRO|50\d\d)", (12, 0)),

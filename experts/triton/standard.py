@@ -196,7 +196,7 @@ class TritonExperts(TritonExpertsBase):
         paths, tokens = self._paths, len(x_TH)
         prepared = self._reads_prepared(weights, tokens)
         config = choose_config(self.problem, tokens, tuple(paths), prepared=prepared)
-        # An override is used as it is, even with a path that is not fast.
+        # An override is not adapted to strides, even if its path is slow for them.
         n_major = not self._quantized and any_n_major(weights) and not is_overridden()
         path = paths[config.path]
         if not path.supports_tensors(weights, x_TH) or (

@@ -127,5 +127,5 @@ class TritonKernelsExperts(SortedRowsExperts):
 def _write_tile_maps_on_meta() -> None:
     sizes = len(TILE_ROWS)
     shapes = ((33,), (32,), (sizes, 33), (sizes, max_num_tiles(512, 32)))
-    starts, *buffers = (torch.empty(s, dtype=torch.int32, device="meta") for s in shapes)
+    starts, *buffers = (torch.empty(shape, dtype=torch.int32, device="meta") for shape in shapes)
     write_tile_maps(starts, TileMaps(*buffers))

@@ -23,7 +23,7 @@ counts gate and up columns together. For a gated activation, it is therefore hal
 16. Unknown keys are ignored.
 
 If any part of a file is malformed, the whole file is rejected with a ConfigurationError. The
-message names the file, what was found and what is needed.
+message names the file, what it contains and what is needed.
 """
 
 import json

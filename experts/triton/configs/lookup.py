@@ -197,7 +197,7 @@ class ConfigLookup:
             return Source(steps, "heuristics", searched_locations=tuple(searched_locations))
         defaults = make_heuristic_steps(problem, self.device, BUILT_IN_NAMES)
         borrowed = borrow_configs(tuned_layers, problem, self.device, defaults)
-        step_origins = tuple(entry.origin for entry in borrowed)
+        step_origins = tuple(borrowed_config.origin for borrowed_config in borrowed)
         return Source(
             steps_from_borrowed(borrowed),
             NEAREST,
@@ -235,10 +235,10 @@ class ConfigLookup:
             yield installed
         yield ""
         other_versions = []
-        for entry in folder.iterdir() if folder.is_dir() else ():
-            match = _SUBFOLDER.fullmatch(entry.name)
-            if match is not None and entry.name != installed:
-                other_versions.append((tuple(map(int, match.groups())), entry.name))
+        for subfolder in folder.iterdir() if folder.is_dir() else ():
+            match = _SUBFOLDER.fullmatch(subfolder.name)
+            if match is not None and subfolder.name != installed:
+                other_versions.append((tuple(map(int, match.groups())), subfolder.name))
         yield from (name for _, name in sorted(other_versions, reverse=True))
 
     def _describe_triton_mismatch(
@@ -406,20 +406,21 @@ def _clamp_foreign_launches(
 
     labels: the file and the token count of each GEMM, for messages.
     """
-    results: list[LaunchConfig] = []
+    clamped_launches: list[LaunchConfig] = []
     clamp_notes = []
     for launch, gemm, label in zip((launch1, launch2), gemms(problem), labels, strict=True):
         assert isinstance(launch, LaunchConfig)
         if gemm.num_matrices == 2:
             launch = replace(launch, block_n=max(launch.block_n // 2, _MIN_BLOCK_N))
-        if results:  # block_m may differ in SGLang's second file, but GEMMs use the same blocks
-            launch = replace(launch, block_m=results[0].block_m)
+        if clamped_launches:
+            # In SGLang's second file, block_m may differ, but both GEMMs use the same blocks.
+            launch = replace(launch, block_m=clamped_launches[0].block_m)
         clamped = _clamp_launch(launch, gemm, device, tuned_configs.is_foreign, label)
         if clamped != launch:
             tokens = label.removeprefix(f"{tuned_configs.origin}, ")
             clamp_notes.append(f"{tokens} {gemm}: {launch} clamped to {clamped}")
-        results.append(clamped)
-    return results[0], results[1], clamp_notes
+        clamped_launches.append(clamped)
+    return clamped_launches[0], clamped_launches[1], clamp_notes
 
 
 def _compute_token_ranges(

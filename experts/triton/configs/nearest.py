@@ -219,7 +219,10 @@ def prefer_heuristics_by_rows(
 def steps_from_borrowed(borrowed: Sequence[BorrowedConfig]) -> ConfigSteps:
     """Return steps in which a call uses the configuration for the nearest token count."""
     midpoints = [(low.tokens + high.tokens) // 2 for low, high in pairwise(borrowed)]
-    return ConfigSteps((*midpoints, UNBOUNDED_TOKENS), tuple(b.config for b in borrowed))
+    return ConfigSteps(
+        (*midpoints, UNBOUNDED_TOKENS),
+        tuple(borrowed_config.config for borrowed_config in borrowed),
+    )
 
 
 def split_at_breakpoints(steps: ConfigSteps, problem: Problem, device: Device) -> ConfigSteps:

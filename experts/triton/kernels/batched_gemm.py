@@ -111,8 +111,8 @@ def batched_gemm_kernel(
             stride_lora_b_slot, stride_lora_b_n,
             LORA_UP_OFFSET, GATED, INPUT_PRECISION, BLOCK_RANK,
         )  # fmt: skip
-    result = finish_tile(
+    out_tile = finish_tile(
         gate, up, bias_ptr + expert * stride_bias, column * GATE_STRIDE, up_row_offset, column_mask,
         gate, HAS_BIAS, False, GATED, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT,
     )  # fmt: skip
-    store_rows(out_ptr, flat_row, row_mask, column, column_mask, size_n, result)
+    store_rows(out_ptr, flat_row, row_mask, column, column_mask, size_n, out_tile)

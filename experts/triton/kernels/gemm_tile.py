@@ -45,7 +45,7 @@ def zero_accumulator(
 
 @triton.jit
 def accumulate(total, a, b, INPUT_PRECISION: tl.constexpr, SWAP_AB: tl.constexpr):
-    """Return total + a @ b, or, if SWAP_AB, total + b^T @ a^T, where total is transposed.
+    """Return total + a @ b. If SWAP_AB, total is transposed, and the result is total + b^T @ a^T.
 
     On sm_90, the left operand of the MMA instruction (wgmma) must have a multiple of 64 rows, and
     the right operand a multiple of 8 columns. With few activation rows, less work is wasted if the

@@ -184,19 +184,23 @@ def _finish_one_half(
     )
     if GATED:
         gate, up = values.reshape((values.shape[0], values.shape[1] // 2, 2)).split()
-        value = activate(gate, up, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT).to(
+        out_values = activate(gate, up, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT).to(
             out_desc.dtype
         )
         # A thread has every fourth column. With pairs of adjacent columns, it can store whole 8 x 8
         # matrices to shared memory.
-        PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, value.shape[1], 16])
-        value = gl.convert_layout(value, PAIRS)
+        PAIRS: gl.constexpr = gl.NVMMADistributedLayout(
+            [3, 0], [4, 1], [16, out_values.shape[1], 16]
+        )
+        out_values = gl.convert_layout(out_values, PAIRS)
         store_rows(
-            value, row, end, weight_row // 2, out_ptr, out_desc, staging, staging_index, size_n
+            out_values, row, end, weight_row // 2, out_ptr, out_desc, staging, staging_index, size_n
         )
     elif ACTIVATION != "identity":
-        value = activate(values, values, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT)
-        store_rows(value, row, end, weight_row, out_ptr, out_desc, staging, staging_index, size_n)
+        out_values = activate(values, values, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT)
+        store_rows(
+            out_values, row, end, weight_row, out_ptr, out_desc, staging, staging_index, size_n
+        )
     else:
         store_rows(values, row, end, weight_row, out_ptr, out_desc, staging, staging_index, size_n)
 
@@ -255,8 +259,8 @@ def finish_tile(
             bias_ptr,
             SCALE_MODE, LAYOUT, HAS_BIAS,
         )  # fmt: skip
-        value = activate(gate, up, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT)
-        store_rows(value, row, end, first_weight_row, out_ptr, out_desc, staging, 0, size_n)
+        out_values = activate(gate, up, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT)
+        store_rows(out_values, row, end, first_weight_row, out_ptr, out_desc, staging, 0, size_n)
     else:
         _finish_one_half(
             left, a_scale, row, end, out_ptr, out_desc, staging, 0, size_n, expert, weight_rows,

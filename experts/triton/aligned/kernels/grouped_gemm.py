@@ -161,9 +161,9 @@ def grouped_gemm_kernel(
     router_weights = gate
     if HAS_ROUTER_WEIGHTS:
         router_weights = tl.load(router_weights_ptr + pairs, mask=row_mask, other=0.0)
-    result = finish_tile(
+    out_tile = finish_tile(
         gate, up, bias_ptr + expert * stride_bias, column * GATE_STRIDE, up_row_offset, column_mask,
         router_weights, HAS_BIAS, HAS_ROUTER_WEIGHTS, GATED, ACTIVATION, ACTIVATION_ALPHA,
         ACTIVATION_LIMIT,
     )  # fmt: skip
-    store_rows(out_ptr, pairs, row_mask, column, column_mask, size_n, result)
+    store_rows(out_ptr, pairs, row_mask, column, column_mask, size_n, out_tile)

@@ -290,7 +290,7 @@ def _make_weight_operand(words, WEIGHT_FORMAT: tl.constexpr, dtype: tl.constexpr
 def _make_x_operand(pairs, dtype: tl.constexpr):
     """Convert pairs (4, 8, warps, 1, 4, 4) to the right operand of the MMA, (warps, 128, 8).
 
-    Column s holds the values of x in scale slot s, and zeros for the rest of the chunk.
+    Column s holds the values of x in scale slot s, and zeros elsewhere.
     """
     warps: tl.constexpr = pairs.shape[2]
     low = pairs.to(tl.int16).to(dtype, bitcast=True)

@@ -174,12 +174,12 @@ def tile_weights_kernel(
     w1, w3 = tl.split(odd)
     scale_ptr += (expert * rows + row)[:, None] * scale_groups
     if WEIGHT_FORMAT == "nvfp4":
-        first = tl.load(scale_ptr + half_step[None, :] * 2, mask=in_bounds, other=0)
-        second = tl.load(scale_ptr + half_step[None, :] * 2 + 1, mask=in_bounds, other=0)
-        w0 = _apply_signs(w0, first)
-        w1 = _apply_signs(w1, first)
-        w2 = _apply_signs(w2, second)
-        w3 = _apply_signs(w3, second)
+        first_scale = tl.load(scale_ptr + half_step[None, :] * 2, mask=in_bounds, other=0)
+        second_scale = tl.load(scale_ptr + half_step[None, :] * 2 + 1, mask=in_bounds, other=0)
+        w0 = _apply_signs(w0, first_scale)
+        w1 = _apply_signs(w1, first_scale)
+        w2 = _apply_signs(w2, second_scale)
+        w3 = _apply_signs(w3, second_scale)
     elif WEIGHT_FORMAT != "integer":
         # E8M0 defines 255 as NaN. The GEMM interprets 255 as infinity, and its product with a code
         # of 0 is NaN.
