@@ -234,7 +234,7 @@ def grouped_gemm_triton(  # noqa: PLR0913 (EPMoE's names and order)
     weight_column_major: must be True, because b is (E, N, K).
     seg_indptr: (batch_size + 1,), non-decreasing. Segment i starts at row seg_indptr[i] and ends
         before seg_indptr[i + 1].
-    weight_indices: (batch_size,). None means 0, 1, ...
+    weight_indices: (batch_size,), the index in b of each segment's weights. None means 0, 1, ...
     use_fp8_w8a8: whether a and b are float8_e4m3fn with scales.
     scale_a: float32 (batch_size,) or, with block_shape, (R, ceil(K / bk)).
     scale_b: float32 (E,) or, with block_shape, (E, ceil(N / bn), ceil(K / bk)).

@@ -115,7 +115,7 @@ def invoke_fused_moe_kernel(  # noqa: PLR0913  (SGLang's arguments, in its order
     bias: (e, N), or None.
     C: (..., N), contiguous, with P rows and A's dtype. Rows of pairs without a local expert are set
         to 0.
-    A_scale: (1,) for a scheme with a static scale, otherwise None. This function quantizes A.
+    A_scale: (1,) for a scheme with a static scale, otherwise None. The function itself quantizes A.
     B_scale: has the shape and dtype of w2_scale in an `ExpertWeights` of the scheme.
     B_zp: has the shape and dtype of w2_zero_point in an `ExpertWeights` of the scheme.
     topk_weights: P float32 values, read if mul_routed_weight. With a bias, the product is rounded

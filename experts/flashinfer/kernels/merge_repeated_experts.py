@@ -17,8 +17,14 @@ def merge_repeated_experts_kernel(
 
     Grid: (blocks of BLOCK_T tokens,). If several pairs of a token have the same expert, the first
     pair gets the sum of their weights, added in the order of k. The other pairs get id -1 and
-    weight 0, like skipped pairs. Ids outside [-1, num_experts) are counted in invalid_ptr.
+    weight 0, like skipped pairs.
 
+    ids_ptr, map_ptr, num_experts, num_local, HAS_MAP: the expert ids of the pairs; see
+        `load_local_ids`.
+    weights_ptr: (T, K) float32 router weights, used if HAS_WEIGHTS. Otherwise, the weights are 1.
+    invalid_ptr: int32, incremented by the number of ids outside [-1, num_experts).
+    out_ids_ptr: output (T, K) int32, contiguous.
+    out_weights_ptr: output (T, K) float32, contiguous.
     BLOCK_K: a power of two >= TOP_K.
     """
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]

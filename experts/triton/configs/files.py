@@ -164,10 +164,10 @@ def file_names_for(
 ) -> tuple[str, ...]:
     """Return the names of the config files to look up for `problem`, best first.
 
-    With prepared weights, this is only the name in our format, because no other library writes such
-    files. Otherwise, the names of vLLM's files follow, which may lack the space in the block shape,
-    the groups or per_channel_quant. For 4-bit weights, the names of SGLang's files follow, in which
-    N is the number of bytes of a packed row, I / 2.
+    With prepared weights, only the name in our format is returned, because no other library writes
+    such files. Otherwise, the names of vLLM's files follow, which may lack the space in the block
+    shape, the groups or per_channel_quant. For 4-bit weights, the names of SGLang's files follow,
+    in which N is the number of bytes of a packed row, I / 2.
     """
     key = ConfigKey.from_problem(problem, device_name, prepared=prepared)
     if prepared:

@@ -226,7 +226,7 @@ class ConfigLookup:
     def _find_file(self, folder: Path, names: Sequence[str]) -> Path | None:
         subfolders = [folder / name for name in self._iter_subfolders(folder)]
         candidates = (subfolder / name for name in names for subfolder in subfolders)
-        # This also finds a dangling link or a folder, so that `read_config_file` rejects it.
+        # A dangling link or a folder is also returned, so that `read_config_file` rejects it.
         return next((file for file in candidates if file.exists() or file.is_symlink()), None)
 
     def _iter_subfolders(self, folder: Path) -> Iterator[str]:

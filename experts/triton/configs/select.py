@@ -1,9 +1,9 @@
 """Select, explain or override the launch configuration of a call.
 
-config = choose_config(problem, tokens)    # from an override, a tuned file or the defaults
-print(explain(problem, tokens))            # the configuration, its origin and the reason
-with override_config(MoEConfig(...)):      # in this thread, inside the block
-    ...
+    config = choose_config(problem, tokens)    # from an override, a tuned file or the defaults
+    print(explain(problem, tokens))            # the configuration, its origin and the reason
+    with override_config(MoEConfig(...)):      # in this thread, inside the block
+        ...
 
 A configuration is the path of TritonExperts that runs a call, with the launches of both GEMMs.
 Prepared weights come with a copy in a layout that some paths read faster.

@@ -21,7 +21,8 @@ _CANDIDATE_ROWS: RowRanges = {128: (32, 1 << 62)}
 # Minimum mean rows per expert for which the path is faster than the aligned path, which dequantizes
 # in its GEMMs. A key is a scheme, with an option if the option changes the limit. Measured on an
 # H200 (2026-11-23, triton 3.6.0, bf16) with Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss. fp8
-# and NVFP4 were not measured. They use the limits of int8 with channel scales and of mxfp4.
+# and NVFP4 were not measured. fp8 uses the limit of int8 with channel scales, and NVFP4 that of
+# mxfp4.
 _MIN_ROWS = {
     "int4_w4a16_group": 96,
     "int4_w4a16_group:zero_points": 64,

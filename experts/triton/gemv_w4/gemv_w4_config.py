@@ -150,7 +150,7 @@ def _gemm1_launch(problem: Problem, tokens: int) -> _Launch:
     """Return the launch of GEMM 1.
 
     Tiles of 8 columns with half the registers are used if all programs are resident at once and the
-    eight warps of a program cover K in one step. One warp then loads while another one multiplies,
+    eight warps of a program cover K in one step. Some warps then load while others multiply,
     and there is no second wave of programs.
     """
     num_programs = tokens * problem.top_k * -(-problem.intermediate // ROWS)

@@ -43,7 +43,7 @@ class GemmRows(NamedTuple):
     scale: the scales of quantized values, (1,) or one row of scales per row of values; or None.
     weights: router weights (P, 1), which multiply the sums before the bias is added; or None.
     tokens: (P,) int32, the row of `values` and `scale` for each sorted row. None if `values` and
-        `scale` are in sorted order themselves.
+        `scale` are already in sorted order.
     shrink_output: the output of the LoRA shrink (`experts.triton.adapters`), or None.
     """
 
@@ -106,7 +106,7 @@ class ExpertSortedGemms(ABC):
         scheme = problem.scheme
         x_dtype = STORAGE[scheme.activation] if scheme.quantizes_activations else problem.dtype
         # The output of GEMM 2 may reuse the memory of the input of GEMM 1. It may also reuse the
-        # memory of the output of GEMM 1 if that was quantized into another buffer.
+        # memory of the output of GEMM 1 if that output was quantized into another buffer.
         aliases: tuple[str, ...] = ("permuted_x", "permuted_scale") if self.permutes_tokens else ()
         if scheme.quantizes_activations:
             aliases += ("workspace13",)

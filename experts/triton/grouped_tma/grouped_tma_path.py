@@ -2,7 +2,7 @@
 
 The path is for many rows per expert, because it always loads whole TMA boxes, even for tiles with
 fewer rows. GEMM 1 gathers the tokens, or a separate launch permutes them
-(`grouped_tma_config.gathers_tokens`). `grouped.base` has the other launches.
+(`grouped_tma_config.gathers_tokens`). The other launches are in `grouped.base`.
 """
 
 from collections.abc import Iterable, Iterator

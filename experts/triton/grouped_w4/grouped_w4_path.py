@@ -1,8 +1,8 @@
 """The grouped_w4 path: 4-bit weights are tiled, then grouped GEMMs unpack them in registers.
 
 The path works like the dequantized path, but the launch before each GEMM reorders the weights
-(`layout`) instead of converting them. It therefore writes 4 bits per weight instead of 16, and the
-GEMM reads 4 bits. Prepared weights are already tiled.
+(`layout`) instead of converting them. This launch therefore writes 4 bits per weight instead of 16,
+and the GEMM reads 4 bits. Prepared weights are already tiled.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

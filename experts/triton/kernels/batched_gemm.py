@@ -35,7 +35,7 @@ def batched_gemm_kernel(
     """out[i, c, n] = act(a[i, c] @ b[i, rows of n]^T) for the first counts[i] rows c of expert i.
 
     Grid: (tiles of one expert, num_experts). A program computes BLOCK_M rows by BLOCK_N columns of
-        one expert. It returns immediately if the expert has no rows there.
+        one expert. It returns immediately if the block has no valid rows.
 
     a_ptr: activations (num_experts, capacity, K), contiguous.
     a_scale_ptr: scales of the activations. Used with QUANT_MODE "w8a8".

@@ -79,7 +79,8 @@ def _multiply_step(
     """Return a @ (decoded weights) of one K step, float32 (BLOCK_M, BLOCK_N), without scales.
 
     If PACKED, a byte holds the weights of an even k and of the next odd k. One MMA multiplies the
-    even columns of `a`, and another one the odd columns. Repacked weights need only one MMA.
+    even columns of `a`, and another MMA multiplies the odd columns. Repacked weights need only one
+    MMA.
 
     a: (BLOCK_M, BLOCK_K), activations.
     codes: stored weights, (BLOCK_K, BLOCK_N), or bytes (BLOCK_K / 2, BLOCK_N) if PACKED.

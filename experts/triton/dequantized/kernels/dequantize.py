@@ -73,7 +73,8 @@ def dequantize_kernel(
     zero_point_or_global_scale_ptr: for NVFP4, the float32 global scales (num_experts,
         NUM_GLOBAL_SCALES), of which row n uses number n // UP_ROW_OFFSET % NUM_GLOBAL_SCALES. For
         other formats with HAS_ZERO_POINTS, the zero points (num_experts, N, scale_groups), with two
-        rows per byte if PACKED. Otherwise, it is not read, and the zero point is ZERO_POINT.
+        rows per byte if PACKED. Otherwise, the pointer is not read, and the zero point is
+        ZERO_POINT.
     expert_starts_ptr: (num_experts + 1,) int32, the first activation row of each expert, then the
         number of rows (`modular_kernel.ops.sort`).
     out_ptr: bf16 output (experts of this launch, N, K).

@@ -196,7 +196,8 @@ def gemv_down_kernel(
         scale_mask = valid[:, None, None] & (scale_row < hidden_size)[None, :, None]
         if N_MAJOR:
             tl.static_assert(not HAS_SCALES and INPUT_QUANT == "none")
-            # The ids are valid before the wait, for the reason explained in the other branch.
+            # The ids are valid before the wait, because GEMM 1 waited for them before this kernel
+            # could start. See `pdl_wait`.
             if USE_PDL:
                 gdc_wait()
                 gdc_launch_dependents()

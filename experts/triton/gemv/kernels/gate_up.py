@@ -123,7 +123,7 @@ def _multiply_n_major(
     """Return gate and up (1, BLOCK_N) of the columns from `first` on, for N-major weights.
 
     N-major weights are contiguous along the weight rows. If gate and up rows alternate, they are
-    loaded as one run of adjacent rows. Otherwise, gate and up are NUM_MATRICES runs, which are
+    loaded as one run of adjacent rows. Otherwise, gate and up rows are separate runs, which are
     up_offset elements apart.
     """
     IS_INTERLEAVED: tl.constexpr = GATED and GATE_STRIDE == 2

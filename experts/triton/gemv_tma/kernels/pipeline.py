@@ -72,8 +72,8 @@ def _load_piece(row_ptrs, stride, row_mask, size_k, piece):
 def load_pieces(row_ptrs, stride, row_mask, size_k, PIECES: gl.constexpr):
     """Load all pieces of the rows, so that all loads are in flight at the same time.
 
-    Return a tuple of pieces, or () if they do not fit in registers. Without this tuple, the other
-    functions load each piece when they need it.
+    Return a tuple of pieces, or () if they do not fit in registers. With (), `row_amax` and
+    `store_vectors` load each piece when they need it.
     """
     FITS_IN_REGISTERS: gl.constexpr = row_ptrs.shape[0] * PIECES <= _MAX_PIECES_IN_REGISTERS
     pieces = ()

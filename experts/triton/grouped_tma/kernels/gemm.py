@@ -454,8 +454,8 @@ def grouped_gemm_tma_kernel(
         "block": a_scale is (rows, a_groups), and b_scale is (num_experts, b_scale_rows, b_groups),
             with one scale per 128 x 128 weights.
     GATE_STRIDE: 2 if gate and up rows alternate, otherwise 1.
-    GATED: whether the activation function combines gate and up. If so, with GATE_STRIDE 1, the
-        halves of a tile are gate rows and up rows. Otherwise, the halves are adjacent.
+    GATED: whether the activation function combines gate and up. If GATED and GATE_STRIDE is 1, the
+        halves of a tile are gate rows and up rows. Otherwise, they are adjacent weight rows.
     ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation function
         (`modular_kernel.ops.kernels.activation`); "identity" for none.
     GATHER_TOKENS: whether activation row r is row tokens[r] of x. If so, SCALE_MODE must not be
