@@ -39,8 +39,8 @@ class NaiveBatchedExperts(PermuteExpertsUnpermute):
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, BatchedShape)
         empty = BufferSpec((0,), self.problem.dtype)
-        output = (shape.experts, shape.capacity, self.problem.hidden)
-        return WorkspaceShapes(empty, empty, BufferSpec(output, self.problem.dtype))
+        output_shape = (shape.experts, shape.capacity, self.problem.hidden)
+        return WorkspaceShapes(empty, empty, BufferSpec(output_shape, self.problem.dtype))
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         return reducer_for(self.problem, TopKWeightAndReduceNaiveBatched())

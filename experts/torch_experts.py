@@ -42,8 +42,8 @@ class TorchExperts(PermuteExpertsUnpermute):
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, StandardShape)
         empty = BufferSpec((0,), self.problem.dtype)
-        output = (shape.tokens, shape.top_k, self.problem.hidden)
-        return WorkspaceShapes(empty, empty, BufferSpec(output, self.problem.dtype))
+        output_shape = (shape.tokens, shape.top_k, self.problem.hidden)
+        return WorkspaceShapes(empty, empty, BufferSpec(output_shape, self.problem.dtype))
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         return reducer_for(self.problem, TopKWeightAndReduceContiguous())

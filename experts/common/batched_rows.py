@@ -80,11 +80,11 @@ class BatchedRowsExperts(UnweightedRowsExperts):
         problem, num_rows = self.problem, shape.experts * shape.capacity
         empty = BufferSpec((0,), problem.dtype)
         gate_up = BufferSpec((num_rows, problem.w1_rows), problem.dtype)
-        output = (shape.experts, shape.capacity, problem.hidden)
+        output_shape = (shape.experts, shape.capacity, problem.hidden)
         return WorkspaceShapes(
             workspace13=empty if self.library_allocates_output else gate_up,
             workspace2=empty,
-            output=BufferSpec(output, problem.dtype),
+            output=BufferSpec(output_shape, problem.dtype),
             extra={
                 **activation_specs(problem, num_rows, shape.experts),
                 **self.grouped_gemm_specs(shape),

@@ -182,8 +182,8 @@ class SortedRowsExperts(SummedRowsExperts):
             **self.grouped_gemm_specs(num_rows),
         }
         if scheme.quantizes_activations and scheme.activation_granularity != "tensor":
-            scales = scale_shape(scheme, num_rows, problem.hidden)
-            specs["permuted_scale"] = BufferSpec(scales, torch.float32)
+            permuted_scale_shape = scale_shape(scheme, num_rows, problem.hidden)
+            specs["permuted_scale"] = BufferSpec(permuted_scale_shape, torch.float32)
         if not self.library_allocates_output:
             dtype = problem.dtype
             specs["workspace13"] = BufferSpec((num_rows, problem.w1_rows), dtype)

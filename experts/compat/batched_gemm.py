@@ -99,15 +99,15 @@ def batched_gemm(  # noqa: PLR0913  (every operand has scales)
     )
     # The configuration of GEMM 2, which has no activation in its epilogue.
     _, tile = choose_config(problem, capacity).typed_launches(LaunchConfig)
-    num_m = -(-capacity // tile.block_m)
+    num_m_blocks = -(-capacity // tile.block_m)
     launch(
         batched_gemm_kernel,
-        (num_m * -(-columns // tile.block_n), experts),
+        (num_m_blocks * -(-columns // tile.block_n), experts),
         a_ptr=a_eCK,
         out_ptr=out,
         counts_ptr=counts_e.clamp(max=capacity),
         capacity=capacity,
-        num_m_blocks=num_m,
+        num_m_blocks=num_m_blocks,
         stride_ase=0 if a_scale is None or a_scale.dim() == 1 else a_scale.stride(0),
         **gemm2_operands(weights, problem).arguments(tile, problem.fp32_precision, a_scale),
     )

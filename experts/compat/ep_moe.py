@@ -358,13 +358,13 @@ def _make_segment_tiles(
     """Split segments into tiles of at most block_m rows, laid out as in `ops.sort.SortedPairs`."""
     segments, device = weight_indices.numel(), seg_indptr.device
     starts, ends = seg_indptr[:-1].long(), seg_indptr[1:].long()
-    counts = (ends - starts + block_m - 1) // block_m
-    tile_ends = counts.cumsum(0)
+    tile_counts = (ends - starts + block_m - 1) // block_m
+    tile_ends = tile_counts.cumsum(0)
     tile_index = torch.arange(max_tile_count(rows, block_m, segments), device=device)
     segment = torch.searchsorted(tile_ends, tile_index, right=True).clamp(max=segments - 1)
-    first_row = starts[segment] + (tile_index - (tile_ends - counts)[segment]) * block_m
-    columns = (weight_indices[segment], first_row, ends[segment], tile_ends[-1:])
-    return torch.cat([column.to(torch.int32) for column in columns])
+    first_row = starts[segment] + (tile_index - (tile_ends - tile_counts)[segment]) * block_m
+    tile_fields = (weight_indices[segment], first_row, ends[segment], tile_ends[-1:])
+    return torch.cat([tile_field.to(torch.int32) for tile_field in tile_fields])
 
 
 def _is_local(ids: torch.Tensor, start_expert_id: int, end_expert_id: int) -> torch.Tensor:

@@ -128,11 +128,11 @@ class BatchedCutlassExpertsFP4(UnweightedRowsExperts):
         problem, num_rows = self.problem, shape.experts * shape.capacity
         tile_specs = batched_tile_specs(shape.experts, shape.capacity)
         max_tiles = tile_specs["batched_tiles"].shape[0] // VALUES_PER_TILE
-        output = (shape.experts, shape.capacity, problem.hidden)
+        output_shape = (shape.experts, shape.capacity, problem.hidden)
         return WorkspaceShapes(
             workspace13=BufferSpec((num_rows, problem.w1_rows), problem.dtype),
             workspace2=BufferSpec((0,), problem.dtype),
-            output=BufferSpec(output, problem.dtype),
+            output=BufferSpec(output_shape, problem.dtype),
             extra={**tile_specs, **mlp_specs(problem, num_rows, max_tiles)},
         )
 

@@ -141,16 +141,16 @@ class BatchedTritonExperts(TritonExpertsBase):
         """
         a_eCK, a_scale = rows
         experts, capacity, _ = a_eCK.shape
-        num_m = -(-capacity // tile.block_m)
-        num_n = -(-operands.size_n // tile.block_n)
+        num_m_blocks = -(-capacity // tile.block_m)
+        num_n_blocks = -(-operands.size_n // tile.block_n)
         launch(
             self._kernel,
-            (num_m * num_n, experts),
+            (num_m_blocks * num_n_blocks, experts),
             a_ptr=a_eCK,
             out_ptr=out,
             counts_ptr=counts_e,
             capacity=capacity,
-            num_m_blocks=num_m,
+            num_m_blocks=num_m_blocks,
             stride_ase=0 if a_scale is None else _get_expert_stride(a_scale, capacity),
             **({} if shrink_output is None else shrink_output.arguments()),
             **operands.arguments(tile, self.problem.fp32_precision, a_scale),

@@ -105,19 +105,21 @@ class TritonExperts(TritonExpertsBase):
         smaller blocks, which need more padding.
         """
         assert isinstance(shape, StandardShape)
-        groups = self._call_groups(shape.tokens)
+        groups = self._list_call_groups(shape.tokens)
         return self._workspace_cache.get_or_merge(
             self.problem, shape, groups, lambda group: group.specs()
         )
 
-    def _call_groups(self, tokens: int) -> tuple["_CallGroup", ...]:
+    def _list_call_groups(self, tokens: int) -> tuple["_CallGroup", ...]:
         calls = (
             _CallGroup(self._paths[path], block_m, max_tokens, prepared)
             for prepared in self._prepared_options
             for (path, block_m), max_tokens in self._max_tokens_by_kind(tokens, prepared).items()
         )
         calls_without_adapters = (
-            () if self._without_adapters is None else self._without_adapters._call_groups(tokens)
+            ()
+            if self._without_adapters is None
+            else self._without_adapters._list_call_groups(tokens)
         )
         return (*calls, *calls_without_adapters)
 
@@ -151,10 +153,10 @@ class TritonExperts(TritonExpertsBase):
         return reducer_for(self.problem, TopKWeightAndReduceNoOp())
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
-        return self._paths[self._config(x_TH, weights).path].roundings
+        return self._paths[self._choose_config(x_TH, weights).path].roundings
 
     def path_name(self, x_TH: torch.Tensor, weights: ExpertWeights) -> str:
-        return self._config(x_TH, weights).path
+        return self._choose_config(x_TH, weights).path
 
     def apply(
         self,
@@ -170,7 +172,7 @@ class TritonExperts(TritonExpertsBase):
                 tokens, weights=weights, workspace=workspace, output=output
             )
             return
-        config = self._config(tokens.x_TH, weights)
+        config = self._choose_config(tokens.x_TH, weights)
         path_log.log_path(config.path, self.problem, weights)
         self._paths[config.path].run(PathCall(tokens, weights, workspace, output, config))
 
@@ -191,7 +193,7 @@ class TritonExperts(TritonExpertsBase):
             return True
         return all(path.is_faster_when_prepared(weights, tokens) for path in self._paths.values())
 
-    def _config(self, x_TH: torch.Tensor, weights: ExpertWeights) -> MoEConfig:
+    def _choose_config(self, x_TH: torch.Tensor, weights: ExpertWeights) -> MoEConfig:
         """Return the configuration of a call, whose path supports the strides of these tensors."""
         paths, tokens = self._paths, len(x_TH)
         prepared = self._reads_prepared(weights, tokens)

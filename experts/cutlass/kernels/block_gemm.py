@@ -151,26 +151,26 @@ class BlockGemm(Epilogue):
 
         num_m = tiles[3 * max_tiles]
         steps = cute.size(a_tma, mode=[1]) // TILE_K
-        pairs = num_n // CLUSTER
+        num_n_pairs = num_n // CLUSTER
         # The cluster's first pair of tiles, the stride to its next pair, and the number of pairs.
-        schedule = (I32(block // CLUSTER), blocks // CLUSTER, num_m * pairs)
+        schedule = (I32(block // CLUSTER), blocks // CLUSTER, num_m * num_n_pairs)
         if group == 2:
             cute.arch.warpgroup_reg_dealloc(LOAD_REGS)
             if warp == 8:
                 self.load(
                     a_atom, a_tma, b_atom, b_tma, s_a, s_b, full, empty, tiles, max_tiles, rows_b,
-                    up_rows, num_m, pairs, schedule, steps, rank,
+                    up_rows, num_m, num_n_pairs, schedule, steps, rank,
                 )  # fmt: skip
             if warp == 9:
                 self.load_scales(
                     a_scale, b_scale, s_row_scales, s_part_scales, full, empty, tiles, max_tiles,
-                    rows_b, up_rows, num_m, pairs, schedule, steps, rank, thread % 32,
+                    rows_b, up_rows, num_m, num_n_pairs, schedule, steps, rank, thread % 32,
                 )  # fmt: skip
         else:
             cute.arch.warpgroup_reg_alloc(MMA_REGS)
             self.multiply(
                 tiled_mma, s_a, s_b, s_row_scales, s_part_scales, s_out, full, empty, o_atom, o_tma,
-                out, out_scale, tiles, max_tiles, num_m, pairs, schedule, steps, rank, group,
+                out, out_scale, tiles, max_tiles, num_m, num_n_pairs, schedule, steps, rank, group,
                 thread % 128,
             )  # fmt: skip
         # A block must not exit while the other block of the cluster still multicasts to it.
@@ -180,7 +180,7 @@ class BlockGemm(Epilogue):
     @cute.jit
     def load(
         self, a_atom, a_tma, b_atom, b_tma, s_a, s_b, full, empty, tiles, max_tiles, rows_b,
-        up_rows, num_m, pairs, schedule, steps, rank,
+        up_rows, num_m, num_n_pairs, schedule, steps, rank,
     ):  # fmt: skip
         """Load values into the ring slots. Run by one warp.
 
@@ -190,8 +190,8 @@ class BlockGemm(Epilogue):
         slot, phase = I32(0), I32(1)
         one_cta = cute.make_layout(1)
         while index < total:
-            m, pair = tile_at(index, num_m, pairs, self.group_m)
-            row_b0 = tiles[m] * rows_b + (pair * CLUSTER + rank) * self.columns
+            m, n_pair = tile_at(index, num_m, num_n_pairs, self.group_m)
+            row_b0 = tiles[m] * rows_b + (n_pair * CLUSTER + rank) * self.columns
             row_b1 = row_b0 + (up_rows if self.gated else PART_N)
             g_a = cute.domain_offset((tiles[max_tiles + m], 0), a_tma)
             g_a = cute.local_tile(g_a, (TILE_M, TILE_K), (0, None))
@@ -235,7 +235,7 @@ class BlockGemm(Epilogue):
     @cute.jit
     def load_scales(
         self, a_scale, b_scale, s_row_scales, s_part_scales, full, empty, tiles, max_tiles, rows_b,
-        up_rows, num_m, pairs, schedule, steps, rank, lane,
+        up_rows, num_m, num_n_pairs, schedule, steps, rank, lane,
     ):  # fmt: skip
         """Load scales into the ring slots, reading them one step ahead. Run by one warp."""
         last_row = cute.size(a_scale, mode=[0]) - 1
@@ -243,11 +243,11 @@ class BlockGemm(Epilogue):
         index, stride, total = schedule
         slot, phase = I32(0), I32(1)
         while index < total:
-            m, pair = tile_at(index, num_m, pairs, self.group_m)
+            m, n_pair = tile_at(index, num_m, num_n_pairs, self.group_m)
             row = tiles[max_tiles + m]
             # Lane 0 loads the scale of the first part, and all other lanes load the scale of the
             # second part.
-            row_b = (pair * CLUSTER + rank) * self.columns
+            row_b = (n_pair * CLUSTER + rank) * self.columns
             # NaN-free: integer operands
             row_b += cutlass.min(lane, 1) * (up_rows if self.gated else PART_N)
             # NaN-free: integer operands
@@ -284,7 +284,7 @@ class BlockGemm(Epilogue):
     @cute.jit
     def multiply(
         self, tiled_mma, s_a, s_b, s_row_scales, s_part_scales, s_out, full, empty, o_atom, o_tma,
-        out, out_scale, tiles, max_tiles, num_m, pairs, schedule, steps, rank, group, thread,
+        out, out_scale, tiles, max_tiles, num_m, num_n_pairs, schedule, steps, rank, group, thread,
     ):  # fmt: skip
         """Multiply rows [group * 64, group * 64 + 64) of every tile of this block.
 
@@ -304,7 +304,7 @@ class BlockGemm(Epilogue):
         slot, phase = I32(0), I32(0)
         is_ready = cutlass.Boolean(False)
         while index < total:
-            m, pair = tile_at(index, num_m, pairs, self.group_m)
+            m, n_pair = tile_at(index, num_m, num_n_pairs, self.group_m)
             row = tiles[max_tiles + m] + group * ROWS
             end = tiles[2 * max_tiles + m]
             sums.fill(0.0)
@@ -329,7 +329,7 @@ class BlockGemm(Epilogue):
                         self.add_scaled(sums, acc, p, (scale_r0 * scales[p], scale_r8 * scales[p]))
                     slot, phase = next_slot, next_phase
                 self.store_tile(
-                    sums, s_out, o_atom, o_tma, out, out_scale, row, end, pair * CLUSTER + rank,
+                    sums, s_out, o_atom, o_tma, out, out_scale, row, end, n_pair * CLUSTER + rank,
                     group, warp, lane,
                 )  # fmt: skip
             else:  # all 64 rows are past the end of the expert, so only release the slots

@@ -234,9 +234,9 @@ class RowDistribution:
     @classmethod
     def from_call(cls, problem: Problem, num_pairs: int) -> "RowDistribution":
         """Return the distribution of a call with num_pairs routed pairs."""
-        probability = min(1.0, problem.top_k / problem.experts)  # top_k can exceed experts
-        inactive: float = (1.0 - probability) ** (num_pairs / problem.top_k)
-        return cls(choose_block_m(problem, num_pairs), problem.e * (1 - inactive))
+        routing_probability = min(1.0, problem.top_k / problem.experts)  # top_k can exceed experts
+        inactive_fraction: float = (1.0 - routing_probability) ** (num_pairs / problem.top_k)
+        return cls(choose_block_m(problem, num_pairs), problem.e * (1 - inactive_fraction))
 
 
 @dataclass(frozen=True)

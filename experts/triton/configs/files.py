@@ -367,7 +367,11 @@ def _build_tuned_configs(value: object, what: str, origin: str) -> TunedConfigs:
         paths=tuple((tokens, config.path) for tokens, config in configs.items())
         if is_our_format
         else (),
-        times={t: times for t, e in entries.items() if (times := _parse_times(e)) is not None},
+        times={
+            tokens: times
+            for tokens, entry in entries.items()
+            if (times := _parse_times(entry)) is not None
+        },
     )
 
 

@@ -49,8 +49,8 @@ class Point:
     ) -> "Point":
         """Compute the point of a call of num_tokens tokens, assuming uniform routing."""
         active_experts = experts * (1 - (1 - min(top_k / experts, 1)) ** num_tokens)
-        values = num_tokens * top_k / active_experts, active_experts, hidden, intermediate
-        return cls(*map(math.log2, values))
+        coordinates = num_tokens * top_k / active_experts, active_experts, hidden, intermediate
+        return cls(*map(math.log2, coordinates))
 
     def distance_to(self, other: "Point") -> float:
         """Return the weighted sum of the distances along the coordinates."""

@@ -227,8 +227,8 @@ def _describe_source(
         return "heuristics: no tuned layer is close enough"
     if tuned_layer:
         if rows > MIN_COMPUTE_BOUND_ROWS and launched_config != source.steps.choose(tokens):
-            unsuitable = f"the launches of {tuned_layer} are for other numbers of rows"
-            return f"heuristics: {rows:.4g} rows per expert, and {unsuitable}"
+            reason = f"the launches of {tuned_layer} are for other numbers of rows"
+            return f"heuristics: {rows:.4g} rows per expert, and {reason}"
         return f"the nearest layer with a file: {tuned_layer}"
     if source.origin == FIXED:
         return FIXED
@@ -236,13 +236,13 @@ def _describe_source(
         step = source.steps.find_step(tokens) + 1
         return f"heuristic {step} of {len(source.steps.last_tokens)}: {rows:.4g} rows per expert"
     nearest = nearest_count(source.token_counts, tokens)
-    counts = ", ".join(map(str, source.token_counts))
+    count_labels = ", ".join(map(str, source.token_counts))
     if len(source.token_counts) == len(source.steps.last_tokens):
         tuned_tokens = source.token_counts[source.steps.find_step(tokens)]
         if tuned_tokens != nearest:
-            limit = f"the path tuned for {nearest} is only for fewer"
-            return f"{source.origin}: tokens {tuned_tokens} of {counts}, because {limit}"
-    return f"{source.origin}: tokens {nearest} is the nearest of {counts}"
+            reason = f"the path tuned for {nearest} is only for fewer"
+            return f"{source.origin}: tokens {tuned_tokens} of {count_labels}, because {reason}"
+    return f"{source.origin}: tokens {nearest} is the nearest of {count_labels}"
 
 
 def clear_caches() -> None:

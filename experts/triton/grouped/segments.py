@@ -55,10 +55,10 @@ def m_grouped_gemm(
         {} if shrink_output is None else {"tokens_ptr": tokens, **shrink_output.arguments()}
     )
     max_tiles = tiles.numel() // 3
-    num_n = -(-operands.size_n // tile.block_n)
+    num_n_blocks = -(-operands.size_n // tile.block_n)
     launch(
         segment_gemm_kernel,
-        (max_tiles * num_n,),
+        (max_tiles * num_n_blocks,),
         a_ptr=a,
         router_weights_ptr=a if weights is None else weights,
         out_ptr=out,

@@ -182,7 +182,9 @@ def boxes_per_expert(problem: Problem) -> tuple[int, int]:
 def experts_per_chunk(problem: Problem) -> int:
     """Return the number of experts whose weights are tiled and multiplied at once."""
     boxes_and_formats = zip(boxes_per_expert(problem), packed_formats(problem), strict=True)
-    expert_bytes = max(boxes * box_bytes(format_) for boxes, format_ in boxes_and_formats)
+    expert_bytes = max(
+        boxes * box_bytes(packed_format) for boxes, packed_format in boxes_and_formats
+    )
     num_chunks = -(-problem.e // max(1, _MAX_CHUNK_BYTES // expert_bytes))
     return -(-problem.e // num_chunks)
 
@@ -264,8 +266,8 @@ def prepared_configs(problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
         -(-rows * problem.experts // problem.top_k)
         for rows in (_MIN_PREPARED_ROWS_OF_64, _MIN_PREPARED_ROWS_OF_128)
     )
-    lowest = min(min_prepared_tokens(problem, torch.bfloat16), min_tokens_of_64)
-    min_token_counts = lowest, min_tokens_of_64, min_tokens_of_128
+    min_tokens_of_32 = min(min_prepared_tokens(problem, torch.bfloat16), min_tokens_of_64)
+    min_token_counts = min_tokens_of_32, min_tokens_of_64, min_tokens_of_128
     return tuple(
         (tokens, default_config(problem, block_m))
         for tokens, block_m in zip(min_token_counts, _BLOCK_M_VALUES, strict=True)

@@ -21,10 +21,10 @@ def grouped_tile_order(pid, num_m_blocks, num_n_blocks, GROUP_M: tl.constexpr):
     As in the Triton matmul tutorial, GROUP_M row blocks are computed for one column block, then for
     the next one, so that they share weight tiles in the L2 cache.
     """
-    per_group = GROUP_M * num_n_blocks
-    first_m = (pid // per_group) * GROUP_M
+    blocks_per_group = GROUP_M * num_n_blocks
+    first_m = (pid // blocks_per_group) * GROUP_M
     group_m = tl.minimum(num_m_blocks - first_m, GROUP_M)  # NaN-free: integer operands
-    index_in_group = pid % per_group
+    index_in_group = pid % blocks_per_group
     return first_m + index_in_group % group_m, index_in_group // group_m
 
 

@@ -83,7 +83,7 @@ def activate(
 
 
 @gluon.jit
-def _scale_and_bias(
+def _apply_scale_and_bias(
     values, a_scale, expert, weight_rows, weight_row, b_scale_ptr, bias_ptr,
     SCALE_MODE: gl.constexpr, LAYOUT: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
@@ -170,7 +170,7 @@ def _finish_one_half(
 
     For the other arguments, see `finish_tile`.
     """
-    values = _scale_and_bias(
+    values = _apply_scale_and_bias(
         values,
         a_scale,
         expert,
@@ -242,7 +242,7 @@ def finish_tile(
     if SCALE_MODE == "channel":
         a_scale = gl.load(a_scale_ptr + a_scale_rows, mask=tile_rows < end, other=0.0)
     if GATED and GATE_STRIDE == 1:
-        gate = _scale_and_bias(
+        gate = _apply_scale_and_bias(
             left,
             a_scale,
             expert,
@@ -254,7 +254,7 @@ def finish_tile(
             LAYOUT,
             HAS_BIAS,
         )
-        up = _scale_and_bias(
+        up = _apply_scale_and_bias(
             right, a_scale, expert, weight_rows, first_weight_row + right_row_offset, b_scale_ptr,
             bias_ptr,
             SCALE_MODE, LAYOUT, HAS_BIAS,
