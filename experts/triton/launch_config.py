@@ -77,7 +77,7 @@ class Launch(Protocol):
         """Return the number of stages of the software pipeline along K."""
 
 
-L = TypeVar("L", bound=Launch)
+LaunchT = TypeVar("LaunchT", bound=Launch)
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class MoEConfig:
     def __str__(self) -> str:
         return f"{self.path}: GEMM 1 {self.gemm1}; GEMM 2 {self.gemm2}"
 
-    def typed_launches(self, kind: type[L]) -> tuple[L, L]:
+    def typed_launches(self, kind: type[LaunchT]) -> tuple[LaunchT, LaunchT]:
         """Return the launches of GEMM 1 and GEMM 2, both of which must have the type `kind`."""
         launch1, launch2 = self.gemm1, self.gemm2
         assert isinstance(launch1, kind)

@@ -29,7 +29,7 @@ from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 
 UNBOUNDED_TOKENS = 1 << 62  # larger than the token count of any call
 _MAX_ENTRIES = 64  # maximum number of entries of a WorkspaceCache
-K = TypeVar("K", bound=Hashable)
+KindT = TypeVar("KindT", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -212,8 +212,8 @@ class WorkspaceCache:
         self,
         problem: Problem,
         shape: StandardShape,
-        kinds: tuple[K, ...],
-        specs: Callable[[K], Mapping[str, BufferSpec]],
+        kinds: tuple[KindT, ...],
+        specs: Callable[[KindT], Mapping[str, BufferSpec]],
     ) -> WorkspaceShapes:
         """Return a workspace that fits calls of all `kinds`.
 

@@ -51,7 +51,7 @@ def _by_name() -> dict[str, type[Path]]:
     return {path.name: path for path in (*BUILT_IN_PATHS, *external)}
 
 
-class _Paths(Sequence[type[Path]]):
+class _PathSequence(Sequence[type[Path]]):
     """All paths, built-in ones first."""
 
     @overload
@@ -65,7 +65,7 @@ class _Paths(Sequence[type[Path]]):
         return len(_by_name())
 
 
-class _Names(Sequence[str]):
+class _NameSequence(Sequence[str]):
     """The names of all paths, in the same order as `ALL_PATHS`."""
 
     @overload
@@ -79,7 +79,7 @@ class _Names(Sequence[str]):
         return len(_by_name())
 
 
-class _ByName(Mapping[str, type[Path]]):
+class _PathsByName(Mapping[str, type[Path]]):
     """All paths by name, in the same order as `ALL_PATHS`."""
 
     def __getitem__(self, name: str) -> type[Path]:
@@ -92,6 +92,6 @@ class _ByName(Mapping[str, type[Path]]):
         return len(_by_name())
 
 
-ALL_PATHS: Sequence[type[Path]] = _Paths()
-NAMES: Sequence[str] = _Names()
-BY_NAME: Mapping[str, type[Path]] = _ByName()
+ALL_PATHS: Sequence[type[Path]] = _PathSequence()
+NAMES: Sequence[str] = _NameSequence()
+BY_NAME: Mapping[str, type[Path]] = _PathsByName()

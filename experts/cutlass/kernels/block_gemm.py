@@ -65,7 +65,7 @@ class BlockGemm(Epilogue):
         rows_b: I32,
         up_rows: I32,
         num_n: I32,  # column tiles, rounded up to whole clusters
-        programs: I32,  # number of thread blocks, a multiple of the cluster size
+        num_programs: I32,  # number of thread blocks, a multiple of the cluster size
         stream,
     ) -> None:
         a, b = cute.recast_tensor(a, E4M3), cute.recast_tensor(b, E4M3)
@@ -115,7 +115,7 @@ class BlockGemm(Epilogue):
             tiled_mma, a_atom, a_tma, b_atom, b_tma, o_atom, o_tma, a_layout, b_layout, o_layout,
             a_scale, b_scale, out, out_scale, tiles, max_tiles, rows_b, up_rows, num_n,
         ).launch(
-            grid=[programs, 1, 1], block=[THREADS, 1, 1], cluster=[CLUSTER, 1, 1],
+            grid=[num_programs, 1, 1], block=[THREADS, 1, 1], cluster=[CLUSTER, 1, 1],
             min_blocks_per_mp=1, stream=stream,
         )  # fmt: skip
 

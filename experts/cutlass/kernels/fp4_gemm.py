@@ -36,7 +36,7 @@ from experts.cutlass.kernels.fp4_tile import (
 from experts.cutlass.kernels.ring import advance_slot
 from experts.cutlass.kernels.tile_order import tile_at
 
-ONE = tcgen05.CtaGroup.ONE
+ONE_CTA = tcgen05.CtaGroup.ONE
 
 
 class Fp4Gemm:
@@ -61,26 +61,26 @@ class Fp4Gemm:
         max_tiles: I32,
         rows_b: I32,
         matrix_rows: I32,  # rows_b / matrices
-        programs: I32,  # number of thread blocks
+        num_programs: I32,  # number of thread blocks
         stream,
     ) -> None:
         a, b = cute.recast_tensor(a, E2M1), cute.recast_tensor(b, E2M1)
         a_scale, b_scale = cute.recast_tensor(a_scale, E4M3), cute.recast_tensor(b_scale, E4M3)
         shape = (TILE_M, TILE_N, TILE_K)
-        op = tcgen05.MmaMXF4NVF4Op(E4M3, (TILE_M, TILE_N, 64), ONE, tcgen05.OperandSource.SMEM)
+        op = tcgen05.MmaMXF4NVF4Op(E4M3, (TILE_M, TILE_N, 64), ONE_CTA, tcgen05.OperandSource.SMEM)
         tiled_mma = cute.make_tiled_mma(op)
         a_layout = blackwell_helpers.make_smem_layout_a(tiled_mma, shape, E2M1, STAGES)
         b_layout = blackwell_helpers.make_smem_layout_b(tiled_mma, shape, E2M1, STAGES)
         sfa_layout = blockscaled_layout.make_smem_layout_sfa(tiled_mma, shape, GROUP, STAGES)
         sfb_layout = blockscaled_layout.make_smem_layout_sfb(tiled_mma, shape, GROUP, STAGES)
         cluster = cute.tiled_divide(cute.make_layout((1, 1, 1)), (tiled_mma.thr_id.shape,)).shape
-        load = cpasync.CopyBulkTensorTileG2SOp(ONE)
+        load_op = cpasync.CopyBulkTensorTileG2SOp(ONE_CTA)
         first_stage = (None, None, None, 0)
         a_atom, a_tma = cute.nvgpu.make_tiled_tma_atom_A(
-            load, a, cute.slice_(a_layout, first_stage), shape, tiled_mma, cluster
+            load_op, a, cute.slice_(a_layout, first_stage), shape, tiled_mma, cluster
         )
         b_atom, b_tma = cute.nvgpu.make_tiled_tma_atom_B(
-            load, b, cute.slice_(b_layout, first_stage), shape, tiled_mma, cluster
+            load_op, b, cute.slice_(b_layout, first_stage), shape, tiled_mma, cluster
         )
 
         @cute.struct
@@ -100,8 +100,8 @@ class Fp4Gemm:
             tiled_mma, a_atom, a_tma, b_atom, b_tma, a_layout, b_layout, sfa_layout, sfb_layout,
             a_scale, b_scale, factors, out, tiles, max_tiles, rows_b, matrix_rows,
         ).launch(
-            grid=[programs, 1, 1], block=[THREADS, 1, 1], cluster=[1, 1, 1], min_blocks_per_mp=1,
-            stream=stream,
+            grid=[num_programs, 1, 1], block=[THREADS, 1, 1], cluster=[1, 1, 1],
+            min_blocks_per_mp=1, stream=stream,
         )  # fmt: skip
 
     @cute.kernel
@@ -318,7 +318,7 @@ def make_scale_copy(shared, tensor):
 
     The last mode of the source is the stage.
     """
-    atom = cute.make_copy_atom(tcgen05.Cp4x32x128bOp(ONE), E4M3)
+    atom = cute.make_copy_atom(tcgen05.Cp4x32x128bOp(ONE_CTA), E4M3)
     compact = cute.filter_zeros(tensor)
     tiled_copy = tcgen05.make_s2t_copy(atom, compact)
     thr_copy = tiled_copy.get_slice(0)

@@ -22,8 +22,8 @@ MAX_BLOCK_M = 16
 MIN_BLOCK_M = 8  # the rows are the right operand of the MMA, whose N is 8
 # Maximum mean rows per expert for which block_m is MIN_BLOCK_M, by (weight type, is NVFP4). Time of
 # blocks of 8 rows relative to blocks of 16 rows (H200, 2026-11-30, triton 3.6.0, 5 to 7 layers):
-# - integers: 0.70 to 0.93 with 8 rows per expert, 0.79 to 0.86 with 12. With groups of 64, 1.02 and
-#   1.13.
+# - integers: 0.70 to 0.93 with 8 rows per expert, 0.79 to 0.86 with 12. With 12 rows and groups of
+#   64, 1.02 and 1.13 in two layers.
 # - mxfp4: 0.81 to 0.99 with 8 rows, 0.87 to 1.12 with 10.7.
 # - NVFP4: 0.87 to 1.03 with 6 rows, 0.90 to 1.19 with 8.
 _MAX_ROWS_FOR_MIN_BLOCK = {

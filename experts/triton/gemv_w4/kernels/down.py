@@ -201,10 +201,10 @@ def _load_block(
         EVEN_K,
         PAIRED_SCALES,
     )
-    zero = scale
+    zero_points = scale
     if HAS_ZERO_POINTS:
         zero_point_ptr += expert * stride_bze
-        zero = load_by_scale_slot(
+        zero_points = load_by_scale_slot(
             zero_point_ptr,
             zero_offset,
             chunk,
@@ -221,7 +221,7 @@ def _load_block(
     if HAS_ROUTER_WEIGHTS and WARPS_PER_PAIR == 0:
         # The router weight of a skipped pair may have any value, including NaN.
         router_weight = tl.load(router_weights_ptr + pair, mask=valid, other=0.0)
-    return words, scale, zero, router_weight, pair, valid, chunk
+    return words, scale, zero_points, router_weight, pair, valid, chunk
 
 
 @triton.jit
@@ -253,7 +253,7 @@ def _multiply_step(
         these steps is loaded before the MMAs or, if LOAD_AFTER_MMA, after them.
     """
     SCALE_SLOTS: tl.constexpr = scale_slots_per_chunk(GROUP_K)
-    words, scale, zero, router_weight, _, _, _ = ring[0]
+    words, scale, zero_points, router_weight, _, _, _ = ring[0]
     pairs = h
     if NUM_STEPS > STAGES and not LOAD_AFTER_MMA:
         next_block = _load_block(
@@ -278,7 +278,7 @@ def _multiply_step(
         words,
         pairs,
         scale,
-        zero,
+        zero_points,
         shift,
         barrier,
         ACTIVATION_DTYPE,

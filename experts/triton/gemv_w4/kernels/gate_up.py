@@ -54,9 +54,9 @@ def _load_block(
         EVEN_K,
         PAIRED_SCALES,
     )
-    zero = scale
+    zero_points = scale
     if HAS_ZERO_POINTS:
-        zero = load_by_scale_slot(
+        zero_points = load_by_scale_slot(
             zero_point_ptr,
             zero_offset,
             chunk,
@@ -69,7 +69,7 @@ def _load_block(
             EVEN_K,
             PAIRED_SCALES,
         )
-    return words, scale, zero
+    return words, scale, zero_points
 
 
 @triton.jit
@@ -101,7 +101,7 @@ def _multiply_step(
         these steps is loaded before the MMAs or, if LOAD_AFTER_MMA, after them.
     """
     SCALE_SLOTS: tl.constexpr = scale_slots_per_chunk(GROUP_K)
-    words, scale, zero = ring[0]
+    words, scale, zero_points = ring[0]
     row = x
     if NUM_STEPS > STAGES and not LOAD_AFTER_MMA:
         next_block = _load_block(
@@ -121,7 +121,7 @@ def _multiply_step(
         words,
         pairs,
         scale,
-        zero,
+        zero_points,
         shift,
         barrier,
         ACTIVATION_DTYPE,

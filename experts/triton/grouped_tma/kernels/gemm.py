@@ -95,15 +95,15 @@ def _run_producer(
     A_BYTES: gl.constexpr = 0 if GATHER_TOKENS else a_desc.block_type.nbytes
     BYTES: gl.constexpr = A_BYTES + 2 * b_desc.block_type.nbytes
     num_m_tiles = gl.load(tiles_ptr + 3 * max_tiles)
-    programs = gl.num_programs(0)
+    num_programs = gl.num_programs(0)
     first_tile_index = gl.program_id(0)
     expert, row, _, n_tile = load_tile_info(
         first_tile_index, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
     )
     iteration = 0
-    for index in range(first_tile_index, num_m_tiles * num_n_tiles, programs):
+    for index in range(first_tile_index, num_m_tiles * num_n_tiles, num_programs):
         next_expert, next_row, _, next_n_tile = load_tile_info(
-            index + programs, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
+            index + num_programs, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
         )
         weight_row = expert * weight_rows + n_tile * TILE_STRIDE_N
         for start in range(0, size_k, BLOCK_K):
@@ -315,13 +315,13 @@ def _run_consumer(
     ACC_DTYPE: gl.constexpr = gl.int32 if b_ring.dtype == gl.int8 else gl.float32
     COPY_LAYOUT: gl.constexpr = gl.BlockedLayout([1, BLOCK_K // 8], [4, 8], [4, 1], [1, 0])
     num_m_tiles = gl.load(tiles_ptr + 3 * max_tiles)
-    programs = gl.num_programs(0)
+    num_programs = gl.num_programs(0)
     first_tile_index = gl.program_id(0)
     expert, row, end, n_tile = load_tile_info(
         first_tile_index, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
     )
     next_expert, next_row, next_end, next_n_tile = load_tile_info(
-        first_tile_index + programs, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
+        first_tile_index + num_programs, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
     )
     if GATHER_TOKENS:
         tokens = load_tokens(tokens_ptr, row + WARPGROUP * ROWS, end, ROWS, COPY_LAYOUT)
@@ -330,7 +330,7 @@ def _run_consumer(
             copy_step(ptrs, ptr_mask, step, size_k, a_ring.index(step), COPY_LAYOUT, EVEN_K)
             ptrs += BLOCK_K
     iteration = 0
-    for index in range(first_tile_index, num_m_tiles * num_n_tiles, programs):
+    for index in range(first_tile_index, num_m_tiles * num_n_tiles, num_programs):
         row += WARPGROUP * ROWS
         rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, HALF_LAYOUT))
         row_mask = rows < end
@@ -375,7 +375,7 @@ def _run_consumer(
             left = gl.convert_layout(left, HALF_LAYOUT, assert_trivial=True)
             right = gl.convert_layout(right, HALF_LAYOUT, assert_trivial=True)
         after_next_expert, after_next_row, after_next_end, after_next_n_tile = load_tile_info(
-            index + 2 * programs, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
+            index + 2 * num_programs, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
         )
         finish_tile(
             left, right, row, end, out_ptr, out_desc, staging, size_n, expert, weight_rows,

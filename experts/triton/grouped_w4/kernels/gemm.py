@@ -45,15 +45,15 @@ def _run_producer(
     X_BYTES: gl.constexpr = x_desc.block_type.nbytes
     BYTES: gl.constexpr = X_BYTES + w_desc.block_type.nbytes + scale_desc.block_type.nbytes
     num_m_tiles = gl.load(tiles_ptr + 3 * max_tiles)
-    programs = gl.num_programs(0)
+    num_programs = gl.num_programs(0)
     first_tile_index = gl.program_id(0)
     expert, row, _, n_tile = load_tile_info(
         first_tile_index, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
     )
     iteration = 0
-    for index in range(first_tile_index, num_m_tiles * num_n_tiles, programs):
+    for index in range(first_tile_index, num_m_tiles * num_n_tiles, num_programs):
         next_expert, next_row, _, next_n_tile = load_tile_info(
-            index + programs, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
+            index + num_programs, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
         )
         box = (expert * num_n_tiles + n_tile) * num_k_steps
         for step in range(num_k_steps):
@@ -235,15 +235,15 @@ def _run_consumer(
     """
     TOKENS: gl.constexpr = x_ring.shape[1]
     num_m_tiles = gl.load(tiles_ptr + 3 * max_tiles)
-    programs = gl.num_programs(0)
+    num_programs = gl.num_programs(0)
     first_tile_index = gl.program_id(0)
     expert, row, end, n_tile = load_tile_info(
         first_tile_index, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
     )
     iteration = 0
-    for index in range(first_tile_index, num_m_tiles * num_n_tiles, programs):
+    for index in range(first_tile_index, num_m_tiles * num_n_tiles, num_programs):
         next_expert, next_row, next_end, next_n_tile = load_tile_info(
-            index + programs, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
+            index + num_programs, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
         )
         expert_bias_ptr = bias_ptr + expert.to(gl.int64) * stride_bias
         factor0 = ACC_FACTOR
