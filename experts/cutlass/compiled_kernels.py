@@ -3,8 +3,8 @@
     python -m experts.cutlass    # compiles all kernels into MK_CACHE_DIR; needs no GPU
 
 At the first call of a kernel, loading its object file takes about 0.1 seconds. Compiling it takes
-seconds. The cache key covers the sources in this folder, the versions of the DSL and of tvm-ffi,
-the GPU architecture, the CPU architecture and libc.
+a few seconds. The cache key covers the sources in this folder, the versions of the DSL and of
+tvm-ffi, the GPU architecture, the CPU architecture and libc.
 """
 
 import logging

@@ -33,7 +33,7 @@ FLASHINFER = PackageProbe(
     version_file="_build_meta.py",
 )
 
-# Activations that FlashInfer computes as `ActivationSpec` defines them -> FlashInfer's name.
+# Kind of `ActivationSpec` -> FlashInfer's name of the same activation.
 ACTIVATIONS: Mapping[str, str] = {
     "silu": "Swiglu",
     "gelu": "Geglu",

@@ -143,8 +143,8 @@ class BlockGemm(Epilogue):
             cpasync.prefetch_descriptor(o_atom)
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(STAGES):
-                    cute.arch.mbarrier_init(full + i, 2)  # values and scales
-                    cute.arch.mbarrier_init(empty + i, 8 * CLUSTER)  # warps of both blocks
+                    cute.arch.mbarrier_init(full + i, 2)  # the two warps that load
+                    cute.arch.mbarrier_init(empty + i, 8 * CLUSTER)  # MMA warps of both blocks
         cute.arch.mbarrier_init_fence()
         cute.arch.cluster_arrive_relaxed()
         cute.arch.cluster_wait()

@@ -126,7 +126,7 @@ class Fp4Gemm:
         if warp == MMA_WARP:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(STAGES):
-                    cute.arch.mbarrier_init(full + i, 1)  # the loading thread, plus expected bytes
+                    cute.arch.mbarrier_init(full + i, 1)  # one thread, plus expected bytes
                     cute.arch.mbarrier_init(empty + i, 1)  # commit of the MMAs that read the step
                 for i in cutlass.range_constexpr(ACC_STAGES):
                     cute.arch.mbarrier_init(acc_full + i, 1)  # commit of the tile's MMAs

@@ -162,8 +162,8 @@ def _gemm1_launch(problem: Problem, tokens: int) -> _Launch:
 def _gemm2_launch(problem: Problem, tokens: int) -> _Launch:
     """Return the launch of GEMM 2. If there are few programs, each of them has more warps.
 
-    Tiles of 8 columns are used if, with tiles of 16 columns, some SMs would have one program and
-    other SMs would have two.
+    Tiles of 8 columns are used in the cases of `_narrow_gemm2_launch`, in which tiles of 16 columns
+    would divide unevenly among the SMs.
     """
     narrow_launch = _narrow_gemm2_launch(problem, tokens)
     if narrow_launch is not None:
