@@ -73,7 +73,7 @@ class AssembledExperts(PickledByProblem, PermuteExpertsUnpermute):
         """Return the buffers that the core declares, and an output shaped for `requires.reduce`."""
         problem = self.problem
         empty = BufferSpec((0,), problem.dtype)
-        output = BufferSpec(_output_shape(shape, self.requires.reduce, problem), problem.dtype)
+        output = BufferSpec(_get_output_shape(shape, self.requires.reduce, problem), problem.dtype)
         return WorkspaceShapes(empty, empty, output, self._core.workspace_shapes(shape))
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
@@ -223,7 +223,7 @@ def _make_requirements(
     return requirements
 
 
-def _output_shape(shape: DispatchShape, reduce: Reduce, problem: Problem) -> tuple[int, ...]:
+def _get_output_shape(shape: DispatchShape, reduce: Reduce, problem: Problem) -> tuple[int, ...]:
     if isinstance(shape, BatchedShape):
         return (shape.experts, shape.capacity, problem.hidden)
     assert isinstance(shape, StandardShape)

@@ -77,16 +77,16 @@ def activate_and_quantize(
     if not _has_dynamic_tensor_scale(problem):
         with stages.stage(stages.fuse(stages.GEMM1, stages.QUANTIZE)):
             activation_and_quantize(gate_up_RN, problem.act, scheme, out=out, valid_rows=valid_rows)
-        return _values_and_scale(out)
+        return _get_values_and_scale(out)
     h_RI = workspace.take("h", shape)
     with stages.stage(stages.GEMM1):
         gated_activation(gate_up_RN, problem.act, h_RI)
     with stages.stage(stages.QUANTIZE):
         quantize_rows(h_RI, scheme, out=out, valid_rows=valid_rows)
-    return _values_and_scale(out)
+    return _get_values_and_scale(out)
 
 
-def _values_and_scale(out: QuantizedRows) -> tuple[torch.Tensor, torch.Tensor]:
+def _get_values_and_scale(out: QuantizedRows) -> tuple[torch.Tensor, torch.Tensor]:
     return out.q_RK, out.scale_of_rows
 
 

@@ -169,9 +169,9 @@ class SortedRowsExperts(SummedRowsExperts):
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, StandardShape)
-        return merge_workspaces(self.problem, shape, [self._buffer_specs(shape)])
+        return merge_workspaces(self.problem, shape, [self._make_buffer_specs(shape)])
 
-    def _buffer_specs(self, shape: StandardShape) -> dict[str, BufferSpec]:
+    def _make_buffer_specs(self, shape: StandardShape) -> dict[str, BufferSpec]:
         problem, scheme = self.problem, self.problem.scheme
         num_rows = self.max_rows(shape.tokens * shape.top_k)
         x_dtype = STORAGE[scheme.activation] if scheme.quantizes_activations else problem.dtype

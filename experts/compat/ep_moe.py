@@ -126,7 +126,7 @@ def pre_reorder(
         end_expert=end_expert_id,
         TOP_K=top_k,
         BLOCK_H=block,
-        **_scale_arguments(a1_scales, gateup_input),
+        **_make_scale_arguments(a1_scales, gateup_input),
     )
 
 
@@ -174,7 +174,7 @@ def silu_and_mul(
         start_expert=start_expert_id,
         end_expert=end_expert_id,
         BLOCK=block,
-        **_scale_arguments(w2_input_scale, down_input),
+        **_make_scale_arguments(w2_input_scale, down_input),
     )
 
 
@@ -371,7 +371,7 @@ def _is_local(ids: torch.Tensor, start_expert_id: int, end_expert_id: int) -> to
     return (ids >= start_expert_id) & (ids <= end_expert_id)
 
 
-def _scale_arguments(scales: torch.Tensor | None, out: torch.Tensor) -> dict[str, object]:
+def _make_scale_arguments(scales: torch.Tensor | None, out: torch.Tensor) -> dict[str, object]:
     return {
         "scales_ptr": out if scales is None else scales,
         "HAS_SCALES": scales is not None,

@@ -104,8 +104,8 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
         return (
-            *_activation_rejections(cls.__name__, problem),
-            *_scheme_rejections(cls.__name__, problem, machine),
+            *_find_activation_rejections(cls.__name__, problem),
+            *_find_scheme_rejections(cls.__name__, problem, machine),
         )
 
     @classmethod
@@ -116,7 +116,7 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, StandardShape)
         problem, pair_shape = self.problem, (shape.tokens, shape.top_k)
-        library_bytes = self._library_bytes(shape.tokens) + _WORKSPACE_ALIGNMENT_BYTES
+        library_bytes = self._get_library_bytes(shape.tokens) + _WORKSPACE_ALIGNMENT_BYTES
         empty = BufferSpec((0,), problem.dtype)
         specs = {
             "merged_ids": BufferSpec(pair_shape, torch.int32),
@@ -160,7 +160,7 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
             merge_repeated_experts(routing, problem.e, factor=factor, **merged_routing)
             if problem.act.kind in NAN_CLAMPING_ACTIVATIONS:
                 mark_nan_rows(tokens.x_TH, **merged_routing)
-        x_TH, scales = self._input_and_scales(tokens.x_TH, weights, workspace)
+        x_TH, scales = self._prepare_input_and_scales(tokens.x_TH, weights, workspace)
         with stages.stage(_FUSED_STAGE):
             arguments = MoeArguments(
                 x_TH,
@@ -169,26 +169,26 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
                 to_row_major(weights.w1),
                 to_row_major(weights.w2),
                 scales,
-                self._activation_constants(workspace),
-                self._library_workspace(pair_shape[0], workspace),
+                self._fill_activation_constants(workspace),
+                self._take_library_workspace(pair_shape[0], workspace),
                 output,
             )
             run(self._library, problem, arguments)
 
-    def _library_workspace(self, num_tokens: int, workspace: Workspace) -> torch.Tensor:
+    def _take_library_workspace(self, num_tokens: int, workspace: Workspace) -> torch.Tensor:
         """Return the workspace that FlashInfer uses, aligned to 128 bytes."""
-        nbytes = self._library_bytes(num_tokens)
+        nbytes = self._get_library_bytes(num_tokens)
         buffer = workspace.take("library", (nbytes + _WORKSPACE_ALIGNMENT_BYTES,))
         start = -buffer.data_ptr() % _WORKSPACE_ALIGNMENT_BYTES
         return buffer[start : start + nbytes]
 
-    def _library_bytes(self, num_tokens: int) -> int:
+    def _get_library_bytes(self, num_tokens: int) -> int:
         if num_tokens not in self._bytes_by_tokens:
             nbytes = workspace_bytes(self._library, self.problem, num_tokens)
             self._bytes_by_tokens[num_tokens] = nbytes
         return self._bytes_by_tokens[num_tokens]
 
-    def _input_and_scales(
+    def _prepare_input_and_scales(
         self, x_TH: torch.Tensor, weights: ExpertWeights, workspace: Workspace
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Return x in the dtype and layout that the library takes, and `MoeArguments.scales`."""
@@ -226,7 +226,7 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
             a1_scale.view(()),
         )
 
-    def _activation_constants(self, workspace: Workspace) -> torch.Tensor | None:
+    def _fill_activation_constants(self, workspace: Workspace) -> torch.Tensor | None:
         constants = activation_parameters(self.problem)
         if not constants:
             return None
@@ -239,7 +239,7 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
 _FP32 = torch.float32
 
 
-def _activation_rejections(name: str, problem: Problem) -> tuple[Rejection, ...]:
+def _find_activation_rejections(name: str, problem: Problem) -> tuple[Rejection, ...]:
     act, parties = problem.act, (name, "problem")
     if act.kind in ("gelu", "gelu_tanh") and act.limit is not None:
         return (Rejection("activation", parties, str(act), "gelu without a limit"),)
@@ -248,7 +248,7 @@ def _activation_rejections(name: str, problem: Problem) -> tuple[Rejection, ...]
     return ()
 
 
-def _scheme_rejections(name: str, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+def _find_scheme_rejections(name: str, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
     """Return the rejections of fp8 problems that `requires` cannot express."""
     scheme, parties = problem.scheme, (name, "problem")
     if scheme.name not in FlashInferExperts.requires.schemes or not scheme.quantized:

@@ -305,7 +305,7 @@ class Violation:
 
 def violations(tile: LaunchConfig, gemm: Gemm, device: Device) -> Iterator[Violation]:
     """Yield every limit that prevents `tile` from being launched. Its fields may have any value."""
-    invalid_fields = list(_field_violations(tile, gemm))
+    invalid_fields = list(_find_field_violations(tile, gemm))
     yield from invalid_fields
     if invalid_fields:
         return
@@ -318,7 +318,7 @@ def violations(tile: LaunchConfig, gemm: Gemm, device: Device) -> Iterator[Viola
         yield Violation(SHARED_LIMIT, shared, need)
 
 
-def _field_violations(tile: LaunchConfig, gemm: Gemm) -> Iterator[Violation]:
+def _find_field_violations(tile: LaunchConfig, gemm: Gemm) -> Iterator[Violation]:
     blocks = (
         ("block_m", 16),
         ("block_n", gemm.min_block_n),

@@ -60,7 +60,7 @@ class TritonExperts(TritonExpertsBase):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self._paths = {name: BY_NAME[name](problem) for name in supported_paths(problem)}
-        self._path_sets = _possible_path_sets(self._paths)
+        self._path_sets = _list_possible_path_sets(self._paths)
         prepares = any(BY_NAME[name].prepared_configs(problem) for name in self._paths)
         self._prepared_options = (False, True) if prepares else (False,)  # values of `prepared`
         self._workspace_cache = WorkspaceCache()
@@ -94,7 +94,7 @@ class TritonExperts(TritonExpertsBase):
         kinds = [
             kind
             for prepared in self._prepared_options
-            for kind in self._max_tokens_by_kind(shape.tokens, prepared)
+            for kind in self._get_max_tokens_by_kind(shape.tokens, prepared)
         ]
         return all(BY_NAME[path].quantizes_input for path, _ in kinds)
 
@@ -114,7 +114,9 @@ class TritonExperts(TritonExpertsBase):
         calls = (
             _CallGroup(self._paths[path], block_m, max_tokens, prepared)
             for prepared in self._prepared_options
-            for (path, block_m), max_tokens in self._max_tokens_by_kind(tokens, prepared).items()
+            for (path, block_m), max_tokens in self._get_max_tokens_by_kind(
+                tokens, prepared
+            ).items()
         )
         calls_without_adapters = (
             ()
@@ -123,7 +125,7 @@ class TritonExperts(TritonExpertsBase):
         )
         return (*calls, *calls_without_adapters)
 
-    def _max_tokens_by_kind(self, tokens: int, prepared: bool) -> dict[tuple[str, int], int]:
+    def _get_max_tokens_by_kind(self, tokens: int, prepared: bool) -> dict[tuple[str, int], int]:
         """Map each (path, block_m) to the number of tokens of the largest call that may use it.
 
         The paths that a call can take depend on the strides of its tensors, so all sets of paths
@@ -247,7 +249,7 @@ def supported_paths(problem: Problem) -> tuple[str, ...]:
     return tuple(path.name for path in ALL_PATHS if path.supports(problem, device))
 
 
-def _possible_path_sets(paths: Mapping[str, Path]) -> tuple[tuple[str, ...], ...]:
+def _list_possible_path_sets(paths: Mapping[str, Path]) -> tuple[tuple[str, ...], ...]:
     """Return every subset of `paths` that can accept the tensors of a call."""
     names_that_may_reject = [name for name, path in paths.items() if path.may_reject_tensors]
     rejected = (

@@ -211,12 +211,12 @@ def is_faster(problem: Problem, tokens: int, block_m: int) -> bool:
 
 def choose_block_m(problem: Problem, num_pairs: int) -> int:
     """Return block_m for a call with num_pairs routed pairs."""
-    max_rows = _max_rows_for_min_block(problem)
+    max_rows = _get_max_rows_for_min_block(problem)
     is_small = num_pairs <= max_rows * problem.experts and not problem.batch_invariant
     return MIN_BLOCK_M if is_small else MAX_BLOCK_M
 
 
-def _max_rows_for_min_block(problem: Problem) -> int:
+def _get_max_rows_for_min_block(problem: Problem) -> int:
     return _MAX_ROWS_FOR_MIN_BLOCK[problem.scheme.weight, problem.scheme.matrix_scales]
 
 
@@ -283,7 +283,7 @@ def breakpoints(problem: Problem) -> Iterator[int]:
     """
     if problem.batch_invariant:
         return
-    max_small_tokens = _max_rows_for_min_block(problem) * problem.experts // problem.top_k
+    max_small_tokens = _get_max_rows_for_min_block(problem) * problem.experts // problem.top_k
     if max_small_tokens:
         yield from _find_changes(problem, 1, max_small_tokens)
         yield max_small_tokens

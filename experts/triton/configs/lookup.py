@@ -191,7 +191,7 @@ class ConfigLookup:
                     *dict.fromkeys((*searched_locations, *unprepared_source.searched_locations)),
                 ),
             )
-        tuned_layers = self._packaged_layers(problem)
+        tuned_layers = self._read_packaged_layers(problem)
         if not tuned_layers:
             steps = make_heuristic_steps(problem, self.device)
             return Source(steps, "heuristics", searched_locations=tuple(searched_locations))
@@ -205,7 +205,7 @@ class ConfigLookup:
             searched_locations=tuple(searched_locations),
         )
 
-    def _packaged_layers(self, problem: Problem) -> list[TunedLayer]:
+    def _read_packaged_layers(self, problem: Problem) -> list[TunedLayer]:
         """Return the layers with packaged files for this device and number format.
 
         Return [] for a problem whose rows are not aligned to 16 elements, because all packaged
@@ -314,7 +314,7 @@ def fit_to_problem(
     """
     # For each tuned token count, the number of tokens of the largest call that may use its launch.
     largest_calls = {
-        tuned_count: _max_tokens_for(path_name, tuned_count, problem, device, prepared)
+        tuned_count: _get_max_tokens_for(path_name, tuned_count, problem, device, prepared)
         for tuned_count, path_name in tuned_configs.paths
     }
     ranges1 = _compute_token_ranges(tuned_configs.gemm1, largest_calls)
@@ -359,7 +359,7 @@ def _launch_for(
     return next(tuned_launch for last, tuned_launch in ranges if num_tokens <= last)
 
 
-def _max_tokens_for(
+def _get_max_tokens_for(
     path_name: str, tuned_count: int, problem: Problem, device: Device, prepared: bool
 ) -> int:
     """Return the number of tokens of the largest call that may use a tuned configuration.

@@ -131,7 +131,7 @@ def borrow_configs(
             layer.point(tuned_tokens),
             config,
             f"{layer.name}, {label}",
-            _max_tokens_for(config, tuned_tokens, problem),
+            _get_max_tokens_for(config, tuned_tokens, problem),
         )
         for layer in tuned_layers
         for tuned_tokens, config in layer.tuned_configs.configs().items()
@@ -162,7 +162,7 @@ def borrow_configs(
     return borrowed
 
 
-def _max_tokens_for(config: MoEConfig, tokens: int, problem: Problem) -> int:
+def _get_max_tokens_for(config: MoEConfig, tokens: int, problem: Problem) -> int:
     """Return the number of tokens of the largest call that may use a configuration.
 
     Only paths for few tokens have a limit. The configuration was tuned for `tokens` tokens.

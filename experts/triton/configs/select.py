@@ -59,7 +59,7 @@ def choose_config(
     Files are read at the first call for a problem; a repeated call takes about a microsecond. Raise
     ConfigurationError if a file or an override is malformed or cannot be launched for the problem.
     """
-    return _cached_config(
+    return _get_cached_config(
         problem, tokens, _Context(_override.get(), _device.get(), paths, prepared)
     )
 
@@ -80,7 +80,7 @@ def buffer_kinds_up_to(
     prepared: whether the calls use prepared weights.
     """
     return list(
-        _cached_max_tokens(
+        _get_cached_max_tokens(
             problem, tokens, _Context(_override.get(), _device.get(), paths, prepared)
         )
     )
@@ -250,7 +250,7 @@ def clear_caches() -> None:
 
     `mk tune` calls this function after it has written a file.
     """
-    for function in (_cached_config, _cached_max_tokens, _find_steps, _machine_lookup):
+    for function in (_get_cached_config, _get_cached_max_tokens, _find_steps, _make_machine_lookup):
         function.cache_clear()
 
 
@@ -266,12 +266,12 @@ def is_context_active() -> bool:
 
 def current_lookup() -> ConfigLookup:
     """Return the lookup for this machine, or for the GPU of an active `on_device`."""
-    lookup, device = _machine_lookup(), _device.get()
+    lookup, device = _make_machine_lookup(), _device.get()
     return lookup if device is None else replace(lookup, device=device)
 
 
 @cache
-def _machine_lookup() -> ConfigLookup:
+def _make_machine_lookup() -> ConfigLookup:
     """Build the lookup for this machine, assuming that all of its GPUs are equal to the first."""
     user_folder = read_settings().config_dir
     folders = (
@@ -317,12 +317,12 @@ def _find_source(
 
 
 @lru_cache(maxsize=1 << 16)
-def _cached_config(problem: Problem, tokens: int, context: _Context) -> MoEConfig:
+def _get_cached_config(problem: Problem, tokens: int, context: _Context) -> MoEConfig:
     return _find_steps(problem.with_tokens(0), context).choose(tokens)
 
 
 @lru_cache(maxsize=1 << 12)
-def _cached_max_tokens(
+def _get_cached_max_tokens(
     problem: Problem, tokens: int, context: _Context
 ) -> tuple[tuple[int, str, int], ...]:
     limits = _find_steps(problem.with_tokens(0), context).max_tokens_by_path_and_block(tokens)

@@ -81,17 +81,17 @@ def min_tokens(problem: Problem) -> int:
 
 def experts_per_chunk(problem: Problem) -> int:
     """Return the number of experts whose weights are dequantized at once."""
-    expert_bytes = _max_expert_values(problem) * problem.dtype.itemsize
+    expert_bytes = _count_max_expert_values(problem) * problem.dtype.itemsize
     num_chunks = -(-problem.e // max(1, _MAX_CHUNK_BYTES // expert_bytes))
     return -(-problem.e // num_chunks)
 
 
 def values_per_chunk(problem: Problem) -> int:
     """Return the number of elements of a buffer that fits w1 or w2 of all experts in a chunk."""
-    return experts_per_chunk(problem) * _max_expert_values(problem)
+    return experts_per_chunk(problem) * _count_max_expert_values(problem)
 
 
-def _max_expert_values(problem: Problem) -> int:
+def _count_max_expert_values(problem: Problem) -> int:
     """Return the number of elements of w1 or w2 of one expert, whichever is larger."""
     return max(problem.w1_rows, problem.intermediate) * problem.hidden
 

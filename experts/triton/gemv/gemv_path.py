@@ -136,7 +136,7 @@ class GemvPath(Path):
             amax = workspace.take("gemv_amax", (pairs * blocks,))
         use_triton(h_PI)  # for its side effect: it patches Triton's interpreter on first use
         common_arguments = {**id_arguments(routing, problem.e), **pdl_arguments()}
-        with stages.stage(self._gemm1_stage(call)):
+        with stages.stage(self._get_gemm1_stage(call)):
             lora_arguments = self._shrink(call, "lora_u13", call.tokens.plain_TH)
             launch(
                 self._gate_up_kernel,
@@ -150,7 +150,7 @@ class GemvPath(Path):
                 HAS_ROUTER_WEIGHTS=problem.apply_router_weight_on_input,
                 STORE_AMAX=stores_amax,
                 BLOCK_PAIRS=min(next_power_of_2(pairs), _MAX_IDS),
-                **self._gate_up_arguments(call, launch1),
+                **self._make_gate_up_arguments(call, launch1),
                 **lora_arguments,
                 **common_arguments,
             )
@@ -158,7 +158,7 @@ class GemvPath(Path):
             lora_arguments = self._shrink(call, "lora_u2", h_PI)
             launch(
                 self._down_kernel,
-                self._down_grid(pairs, launch2),
+                self._make_down_grid(pairs, launch2),
                 h_ptr=h_PI,
                 amax_ptr=amax,
                 router_weights_ptr=routing.topk_weights_TK,
@@ -167,8 +167,8 @@ class GemvPath(Path):
                 num_amax_blocks=blocks,
                 HAS_ROUTER_WEIGHTS=self._sums_topk and not problem.apply_router_weight_on_input,
                 BLOCK_AMAX=next_power_of_2(blocks),
-                **self._down_arguments(call, launch2),
-                **self._down_registers(launch2),
+                **self._make_down_arguments(call, launch2),
+                **self._choose_down_registers(launch2),
                 **lora_arguments,
                 **common_arguments,
             )
@@ -190,9 +190,9 @@ class GemvPath(Path):
             shrink_output = shrink_few_pairs(
                 call, name, rows, matrices1 if is_gemm1 else matrices2, self.problem
             )
-        return _adapter_arguments(shrink_output, None if is_gemm1 else self.problem.top_k)
+        return _make_adapter_arguments(shrink_output, None if is_gemm1 else self.problem.top_k)
 
-    def _gemm1_stage(self, call: PathCall) -> str:
+    def _get_gemm1_stage(self, call: PathCall) -> str:
         """Return the name of the stages that the GEMM 1 launch comprises."""
         quantizes = self.problem.scheme.quantizes_activations and call.tokens.scale is None
         return stages.fuse(stages.QUANTIZE_INPUT, stages.GEMM1) if quantizes else stages.GEMM1
@@ -205,7 +205,7 @@ class GemvPath(Path):
             *quantize_stage, stages.GEMM2, *((stages.REDUCE,) if self._sums_topk else ())
         )
 
-    def _gate_up_arguments(self, call: PathCall, tile: LaunchConfig) -> dict[str, object]:
+    def _make_gate_up_arguments(self, call: PathCall, tile: LaunchConfig) -> dict[str, object]:
         """Return the arguments of GEMM 1 that depend on x, the weights and the launch."""
         problem = self.problem
         operands = gemm1_operands(call.weights, problem)
@@ -227,7 +227,7 @@ class GemvPath(Path):
             **_make_operand_arguments(operands, tile, tile.block_n),
         }
 
-    def _down_arguments(self, call: PathCall, tile: LaunchConfig) -> dict[str, object]:
+    def _make_down_arguments(self, call: PathCall, tile: LaunchConfig) -> dict[str, object]:
         """Return the arguments of GEMM 2 that depend on h, the weights and the launch."""
         problem = self.problem
         pairs_per_output, pairs_per_step = self._count_pairs(tile)
@@ -254,7 +254,7 @@ class GemvPath(Path):
         pairs_per_step = 1 << (min(max_pairs_per_step, tile.group_m).bit_length() - 1)
         return pairs_per_output, pairs_per_step
 
-    def _down_registers(self, tile: LaunchConfig) -> dict[str, object]:
+    def _choose_down_registers(self, tile: LaunchConfig) -> dict[str, object]:
         """Return maxnreg for GEMM 2 if an output row has many pairs; otherwise, return {}.
 
         With this limit, four programs of four warps fit on an SM. Without it, ptxas spills 8 bytes
@@ -264,7 +264,7 @@ class GemvPath(Path):
         has_many_pairs = pairs_per_output > _MAX_UNLIMITED_PAIRS and tile.num_warps == 4
         return {"maxnreg": 128} if has_many_pairs else {}
 
-    def _down_grid(self, pairs: int, tile: LaunchConfig) -> tuple[int, ...]:
+    def _make_down_grid(self, pairs: int, tile: LaunchConfig) -> tuple[int, ...]:
         pairs_per_output, pairs_per_step = self._count_pairs(tile)
         columns = tile.block_n // pairs_per_step
         return (pairs // pairs_per_output * -(-self.problem.hidden // columns),)
@@ -313,13 +313,13 @@ def _make_operand_arguments(
         if activation_dtype != "none"
         else tile.block_k,
         "VECTOR_SIZE": min(_VECTOR // w.element_size(), tile.block_k),
-        **_n_major_arguments(operands, tile, columns),
+        **_make_n_major_arguments(operands, tile, columns),
         "STAGES": tile.num_stages,
         "num_warps": tile.num_warps,
     }
 
 
-def _n_major_arguments(
+def _make_n_major_arguments(
     operands: GemmOperands, tile: LaunchConfig, columns: int
 ) -> dict[str, object]:
     """Return the arguments for weights whose N is contiguous, or {} for other weights."""
@@ -331,7 +331,7 @@ def _n_major_arguments(
     return {"N_MAJOR": True, "STEP_ROWS": min(step_rows, tile.block_k)}
 
 
-def _adapter_arguments(shrink_output: ShrinkOutput, top_k: int | None) -> dict[str, object]:
+def _make_adapter_arguments(shrink_output: ShrinkOutput, top_k: int | None) -> dict[str, object]:
     """Return the LoRA arguments of the GEMM 1 kernel or, if top_k is given, the GEMM 2 kernel."""
     arguments = shrink_output.arguments()
     arguments["BLOCK_RANK"] = next_power_of_2(shrink_output.b.shape[3])

@@ -142,11 +142,11 @@ def default_config(problem: Problem, tokens: int = 1) -> MoEConfig:
     In the measurements of `max_tokens`, and with the shapes of Qwen3-235B and Qwen2-57B, this
     configuration takes at most 4% longer than the fastest one. No kernel spills 16 bytes or more.
     """
-    launch1, launch2 = _gemm1_launch(problem, tokens), _gemm2_launch(problem, tokens)
+    launch1, launch2 = _choose_gemm1_launch(problem, tokens), _choose_gemm2_launch(problem, tokens)
     return MoEConfig(GemvW4Config(*launch1), GemvW4Config(*launch2), NAME)
 
 
-def _gemm1_launch(problem: Problem, tokens: int) -> _Launch:
+def _choose_gemm1_launch(problem: Problem, tokens: int) -> _Launch:
     """Return the launch of GEMM 1.
 
     Tiles of 8 columns with half the registers are used if all programs are resident at once and the
@@ -159,13 +159,13 @@ def _gemm1_launch(problem: Problem, tokens: int) -> _Launch:
     return 16, 256, 4, 1
 
 
-def _gemm2_launch(problem: Problem, tokens: int) -> _Launch:
+def _choose_gemm2_launch(problem: Problem, tokens: int) -> _Launch:
     """Return the launch of GEMM 2. If there are few programs, each of them has more warps.
 
-    Tiles of 8 columns are used in the cases of `_narrow_gemm2_launch`, in which tiles of 16 columns
-    would divide unevenly among the SMs.
+    Tiles of 8 columns are used in the cases of `_choose_narrow_gemm2_launch`, in which tiles of 16
+    columns would divide unevenly among the SMs.
     """
-    narrow_launch = _narrow_gemm2_launch(problem, tokens)
+    narrow_launch = _choose_narrow_gemm2_launch(problem, tokens)
     if narrow_launch is not None:
         return narrow_launch
     num_programs = tokens * -(-problem.hidden // ROWS)
@@ -175,7 +175,7 @@ def _gemm2_launch(problem: Problem, tokens: int) -> _Launch:
     return (16, 512, 4, 1) if is_uint4 and problem.intermediate > 1024 else (16, 256, 4, 2)
 
 
-def _narrow_gemm2_launch(problem: Problem, tokens: int) -> _Launch | None:
+def _choose_narrow_gemm2_launch(problem: Problem, tokens: int) -> _Launch | None:
     """Return a launch of GEMM 2 with 8 columns, or None if 16 columns are faster.
 
     All programs must be resident at once: two per SM if they can load all weights before GEMM 1

@@ -151,12 +151,12 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
             STAGING_BUFFERS=num_staging_buffers(tile, box_rows, out_columns),
             GROUP_M=tile.group_m,
             num_warps=4,
-            **_adapter_arguments(shrink_output, b_desc, box_rows, order),
+            **_make_adapter_arguments(shrink_output, b_desc, box_rows, order),
             **operands.constants,
         )
 
 
-def _adapter_arguments(
+def _make_adapter_arguments(
     shrink_output: TileShrinkOutput | None, placeholder: object, box_rows: int, order: SortedPairs
 ) -> dict[str, object]:
     """Return the LoRA arguments of the kernel.

@@ -143,12 +143,14 @@ def violations(
     for name, got, need in fixed_fields:
         if got != need:
             yield Violation(name, got, f"{need} on the {NAME} path")
-    shared_bytes = _shared_bytes(tile, 1, packed_formats(problem)[gemm.index - 1])
+    shared_bytes = _count_shared_bytes(tile, 1, packed_formats(problem)[gemm.index - 1])
     if shared_bytes > device.shared:
         yield Violation("bytes of shared memory", shared_bytes, f"<= {device.shared}")
 
 
-def _shared_bytes(tile: LaunchConfig, staging_buffers: int, packed_format: PackedFormat) -> int:
+def _count_shared_bytes(
+    tile: LaunchConfig, staging_buffers: int, packed_format: PackedFormat
+) -> int:
     """Return an upper bound on the bytes of shared memory.
 
     staging_buffers: number of staging buffers per warpgroup.
@@ -163,7 +165,7 @@ def num_staging_buffers(tile: LaunchConfig, packed_format: PackedFormat, *, gate
 
     There are two if a warpgroup stores two boxes and both fit in shared memory, otherwise one.
     """
-    return 1 if gated or _shared_bytes(tile, 2, packed_format) > Device().shared else 2
+    return 1 if gated or _count_shared_bytes(tile, 2, packed_format) > Device().shared else 2
 
 
 def max_short_rows(tile: LaunchConfig) -> int:
@@ -213,11 +215,11 @@ def min_prepared_tokens(problem: Problem, scale_dtype: torch.dtype) -> int:
             rows = max(rows - _FEWER_ROWS_WITH_SMALL_GROUPS, _MIN_ROWS_OF_INTEGERS)
     else:
         rows = _MIN_PREPARED_ROWS[scheme.name]
-    rows += _MORE_ROWS_PER_IDLE_FRACTION * _idle_fraction(problem)
+    rows += _MORE_ROWS_PER_IDLE_FRACTION * _compute_idle_fraction(problem)
     return math.ceil(rows * problem.experts / problem.top_k)
 
 
-def _idle_fraction(problem: Problem) -> float:
+def _compute_idle_fraction(problem: Problem) -> float:
     """Return the mean fraction of the GEMMs' time for which an SM waits for other SMs.
 
     Each expert is assumed to have one tile of rows. If a GEMM has at most one tile per SM, its SMs

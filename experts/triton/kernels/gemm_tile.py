@@ -29,7 +29,7 @@ def grouped_tile_order(pid, num_m_blocks, num_n_blocks, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def zero_accumulator(
+def make_zero_accumulator(
     dtype: tl.constexpr, SWAP_AB: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """Return a zero accumulator for `accumulate`.
@@ -51,7 +51,7 @@ def accumulate(total, a, b, INPUT_PRECISION: tl.constexpr, SWAP_AB: tl.constexpr
     the right operand a multiple of 8 columns. With few activation rows, less work is wasted if the
     weights are the left operand.
 
-    total: the accumulator, from `zero_accumulator` or an earlier call.
+    total: the accumulator, from `make_zero_accumulator` or an earlier call.
     a: (BLOCK_M, BLOCK_K), activations.
     b: (BLOCK_K, BLOCK_N), weights.
     INPUT_PRECISION: `input_precision` of tl.dot, used for float32 operands.
@@ -96,7 +96,7 @@ def multiply_tile(
     k = tl.arange(0, BLOCK_K)
     a_ptrs = a_ptrs + k[None, :] * stride_ak
     b_ptrs = b_ptrs + k[:, None] * stride_bk
-    gate = zero_accumulator(tl.float32, SWAP_AB, BLOCK_M, BLOCK_N)
+    gate = make_zero_accumulator(tl.float32, SWAP_AB, BLOCK_M, BLOCK_N)
     up = gate
     for start in range(0, size_k, BLOCK_K):
         if EVEN_K:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from experts.triton.kernels.gemm_tile import accumulate, untranspose, zero_accumulator
+from experts.triton.kernels.gemm_tile import accumulate, make_zero_accumulator, untranspose
 
 
 @triton.jit
@@ -45,8 +45,8 @@ def multiply_tile_w8a8(
     a_ptrs = a_ptrs + k[None, :] * stride_ak
     b_ptrs = b_ptrs + k[:, None] * stride_bk
     rows = tl.reshape(a_mask, (BLOCK_M,))
-    zero = zero_accumulator(ACC, SWAP_AB, BLOCK_M, BLOCK_N)
-    gate = zero_accumulator(SUM, SWAP_AB, BLOCK_M, BLOCK_N)
+    zero = make_zero_accumulator(ACC, SWAP_AB, BLOCK_M, BLOCK_N)
+    gate = make_zero_accumulator(SUM, SWAP_AB, BLOCK_M, BLOCK_N)
     up = gate
     for start in range(0, size_k, BLOCK_K):
         in_bounds = start + k < size_k

@@ -34,7 +34,7 @@ def _make_ptx(pair: Callable[[int], str]) -> tl.constexpr:
     return tl.constexpr("{ .reg .b32 w, u, v; " + code + "}")
 
 
-def _integers_bf16(i: int) -> str:
+def _make_integers_bf16_ptx(i: int) -> str:
     """Return PTX that puts integers q into the low bits of two bf16 values.
 
     A bf16 value whose bit pattern is an integer p below 2^8 equals p * 2^-133. The results are
@@ -43,7 +43,7 @@ def _integers_bf16(i: int) -> str:
     return f"and.b32 T, W, {0x000F000F << 4 * i:#010x}; "
 
 
-def _integers_fp16(i: int) -> str:
+def _make_integers_fp16_ptx(i: int) -> str:
     """Return PTX that computes q - 8 in fp16 for two integers q.
 
     The bits 0x6400 | q represent 1024 + q in fp16, and 0x6400 | 16 q represent 1024 + 16 q.
@@ -55,7 +55,7 @@ def _integers_fp16(i: int) -> str:
     )
 
 
-def _e2m1_bf16(i: int) -> str:
+def _make_e2m1_bf16_ptx(i: int) -> str:
     """Return PTX that moves two e2m1 codes to the sign bit and the field boundary of bf16 values.
 
     An e2m1 code has a sign bit, two exponent bits and a mantissa bit. A multiplication makes two
@@ -69,8 +69,11 @@ def _e2m1_bf16(i: int) -> str:
     )
 
 
-def _e2m1_fp16(i: int) -> str:
-    """Like `_e2m1_bf16`, for fp16. The code uses shifts, because the two copies would overlap."""
+def _make_e2m1_fp16_ptx(i: int) -> str:
+    """Like `_make_e2m1_bf16_ptx`, for fp16.
+
+    The PTX uses shifts, because the two copies of a code would overlap.
+    """
     exponent_and_mantissa = f"shl.b32 u, W, {9 - 4 * i}; "
     return (
         f"shl.b32 T, W, {12 - 4 * i}; {exponent_and_mantissa}"
@@ -78,10 +81,10 @@ def _e2m1_fp16(i: int) -> str:
     )
 
 
-_INTEGER_BF16: tl.constexpr = _make_ptx(_integers_bf16)
-_INTEGER_FP16: tl.constexpr = _make_ptx(_integers_fp16)
-_E2M1_BF16: tl.constexpr = _make_ptx(_e2m1_bf16)
-_E2M1_FP16: tl.constexpr = _make_ptx(_e2m1_fp16)
+_INTEGER_BF16: tl.constexpr = _make_ptx(_make_integers_bf16_ptx)
+_INTEGER_FP16: tl.constexpr = _make_ptx(_make_integers_fp16_ptx)
+_E2M1_BF16: tl.constexpr = _make_ptx(_make_e2m1_bf16_ptx)
+_E2M1_FP16: tl.constexpr = _make_ptx(_make_e2m1_fp16_ptx)
 # The interpreter does not support inline assembly.
 USE_INLINE_ASM: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)
 

@@ -35,7 +35,7 @@ from modular_kernel.ops.kernels.pdl import pdl_wait
 
 
 @triton.jit
-def _span_row_indices(
+def _make_span_row_indices(
     first, count, ROWS: tl.constexpr, GATE_STRIDE: tl.constexpr, UP_ROW_OFFSET: tl.constexpr,
     BLOCK_N: tl.constexpr, SPAN: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
@@ -182,12 +182,12 @@ def grouped_gemm_w4_kernel(
     # because rows are split into spans: eight rows for words, and as many rows as one load covers
     # for scales. 32-bit offsets suffice within an expert.
     first_column = pid_n * BLOCK_N
-    rows = _span_row_indices(
+    rows = _make_span_row_indices(
         first_column, size_n, ROWS, GATE_STRIDE, UP_ROW_OFFSET, BLOCK_N, 8, EVEN_N
     )
     words_offsets = row_offsets(rows, stride_bn // 4)
     SPAN: tl.constexpr = min(32 // MMAS_PER_WARP, BLOCK_N)
-    rows = _span_row_indices(
+    rows = _make_span_row_indices(
         first_column, size_n, ROWS, GATE_STRIDE, UP_ROW_OFFSET, BLOCK_N, SPAN, EVEN_N
     )
     scale_offsets = row_offsets(rows, stride_bsn)

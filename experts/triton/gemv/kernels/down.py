@@ -10,11 +10,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from experts.triton.gemv.kernels.common import (
-    adapter_sums,
-    n_major_sums,
+    compute_adapter_sums,
+    compute_n_major_sums,
+    compute_step_sums,
     quantize_groups,
     quantize_to_float32,
-    step_sums,
 )
 from modular_kernel.ops.kernels.extrema import max_nan, maximum_nan
 from modular_kernel.ops.kernels.ids import load_local_ids
@@ -91,7 +91,7 @@ def _add_step(
         scales += 1.0
     vector = start + tl.arange(0, BLOCK_K // VECTOR_SIZE) * VECTOR_SIZE
     group = (vector // (GROUP_K if GROUP_K > 0 else 1))[None, None, :]
-    sums += step_sums(
+    sums += compute_step_sums(
         codes, h, scales, scale_ptrs + group * stride_bsk, zero_point_ptrs + group * stride_bzk,
         scale_mask & (vector < size_k)[None, None, :],
         ZERO_POINT, HAS_ZERO_POINTS, GROUP_K, PAIRS_PER_STEP, ROWS, BLOCK_K, VECTOR_SIZE,
@@ -166,7 +166,7 @@ def gemv_down_kernel(
         PAIRS_PER_TOKEN is top_k.
     BLOCK_RANK: a power of two >= lora_rank.
     N_MAJOR: whether weights are contiguous along the weight rows. Only for unquantized weights.
-    STEP_ROWS: see `n_major_sums`.
+    STEP_ROWS: see `compute_n_major_sums`.
     """
     WEIGHT_DTYPE: tl.constexpr = b_ptr.dtype.element_ty
     num_outputs = num_pairs // PAIRS_PER_OUTPUT
@@ -201,7 +201,7 @@ def gemv_down_kernel(
             if USE_PDL:
                 gdc_wait()
                 gdc_launch_dependents()
-            pair_sums = n_major_sums(
+            pair_sums = compute_n_major_sums(
                 h_ptr + pairs.to(tl.int64)[:, None] * size_k, valid[:, None],
                 b_ptr + expert[:, None, None] * stride_be + column.to(tl.int64)[None, None, :],
                 valid[:, None, None] & column_mask[None, None, :], 1, stride_bk, size_k,
@@ -273,7 +273,7 @@ def gemv_down_kernel(
                     + expert[:, None, None] * stride_lora_b_expert
                 )
                 lora_b_ptrs += column.to(tl.int64)[None, :, None] * stride_lora_b_n
-                pair_sums += adapter_sums(
+                pair_sums += compute_adapter_sums(
                     lora_u_ptrs,
                     valid[:, None],
                     lora_b_ptrs,

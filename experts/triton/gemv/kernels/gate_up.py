@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 
 from experts.triton.gemv.kernels.common import (
-    adapter_sums,
-    n_major_sums,
+    compute_adapter_sums,
+    compute_n_major_sums,
+    compute_step_sums,
     quantize_groups,
     quantize_to_float32,
-    step_sums,
 )
 from experts.triton.kernels.gemm_tile import finish_tile
 from modular_kernel.ops.kernels.extrema import max_nan, maximum_nan
@@ -100,13 +100,13 @@ def _add_step(
     vector = start + tl.arange(0, BLOCK_K // VECTOR_SIZE) * VECTOR_SIZE
     group = (vector // (GROUP_K if GROUP_K > 0 else 1))[None, None, :]
     mask = scale_mask[None, :, None] & (vector < hidden_size)[None, None, :]
-    gate += step_sums(
+    gate += compute_step_sums(
         gate_codes, x, scales, scale_ptrs[None, :, None] + group * stride_bsk,
         zero_point_ptrs[None, :, None] + group * stride_bzk, mask,
         ZERO_POINT, HAS_ZERO_POINTS, GROUP_K, 1, BLOCK_N, BLOCK_K, VECTOR_SIZE,
     )  # fmt: skip
     if GATED:
-        up += step_sums(
+        up += compute_step_sums(
             up_codes, x, scales, up_scale_ptrs[None, :, None] + group * stride_bsk,
             up_zero_point_ptrs[None, :, None] + group * stride_bzk, mask,
             ZERO_POINT, HAS_ZERO_POINTS, GROUP_K, 1, BLOCK_N, BLOCK_K, VECTOR_SIZE,
@@ -133,7 +133,7 @@ def _multiply_n_major(
     column_mask = column < size_n * (2 if IS_INTERLEAVED else 1)
     matrix = tl.arange(0, NUM_MATRICES)
     w_ptrs = b_ptr + (matrix * up_offset)[:, None, None] + column.to(tl.int64)[None, None, :]
-    sums = n_major_sums(
+    sums = compute_n_major_sums(
         x_ptr + matrix[:, None] * 0, (matrix >= 0)[:, None], w_ptrs, column_mask[None, None, :],
         stride_xk, stride_bk, size_k, NUM_MATRICES, WIDTH, BLOCK_K, STEP_ROWS, STAGES,
     )  # fmt: skip
@@ -222,7 +222,7 @@ def gemv_gate_up_kernel(
     BLOCK_RANK: a power of two >= lora_rank.
     N_MAJOR: whether weights are contiguous along the weight rows (stride_bn is 1). Only for
         unquantized weights.
-    STEP_ROWS: see `n_major_sums`.
+    STEP_ROWS: see `compute_n_major_sums`.
     """
     pdl_wait(USE_PDL)
     pair = tl.program_id(0)
@@ -352,13 +352,13 @@ def gemv_gate_up_kernel(
                 lora_b_ptr + (column * GATE_STRIDE).to(tl.int64)[None, :, None] * stride_lora_b_n
             )
             lora_b_mask = column_mask[None, :, None]
-            gate_sums += adapter_sums(
+            gate_sums += compute_adapter_sums(
                 lora_u_ptrs, True, lora_b_ptrs, lora_b_mask, lora_rank, BLOCK_RANK
             )
             if GATED:
                 up_rows = (column * GATE_STRIDE + up_row_offset).to(tl.int64)[None, :, None]
                 lora_b_ptrs = lora_b_ptr + up_rows * stride_lora_b_n
-                up_sums += adapter_sums(
+                up_sums += compute_adapter_sums(
                     lora_u_ptrs + LORA_UP_OFFSET,
                     True,
                     lora_b_ptrs,

@@ -106,7 +106,7 @@ def load_words(
 
 
 @triton.jit
-def _scale_slot_mask(
+def _make_scale_slot_mask(
     chunk, in_bounds, scale_slot, size_k, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
     SCALE_SLOTS: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -146,7 +146,7 @@ def load_by_scale_slot(
     ptr, offset, chunk, in_bounds: as in `load_words`.
     """
     scale_slot = (tl.arange(0, 4) * 2)[:, None, None, None]
-    mask = _scale_slot_mask(
+    mask = _make_scale_slot_mask(
         chunk, in_bounds, scale_slot, size_k, CHUNKS, HALVES, SCALE_SLOTS, EVEN_K
     )
     if PAIRED_SCALES:  # either both slots are inside, or neither is
@@ -156,7 +156,7 @@ def load_by_scale_slot(
         result = tl.load(ptrs, mask=mask[:, :, :, :, None], other=0)
     else:
         even = _load_scale_slots(ptr, offset, chunk, scale_slot, mask, SCALE_SLOTS, GROUP_K)
-        mask = _scale_slot_mask(
+        mask = _make_scale_slot_mask(
             chunk, in_bounds, scale_slot + 1, size_k, CHUNKS, HALVES, SCALE_SLOTS, EVEN_K
         )
         odd = _load_scale_slots(ptr, offset, chunk, scale_slot + 1, mask, SCALE_SLOTS, GROUP_K)
@@ -328,7 +328,7 @@ def _select_chunk_of_scale_slot(sums, CHUNKS: tl.constexpr, SCALE_SLOTS: tl.cons
 
 
 @triton.jit
-def _zero_point_term(
+def _compute_zero_point_term(
     x, zero_points, zero_after_barrier, rows: tl.constexpr, dtype: tl.constexpr,
     WEIGHT_FORMAT: tl.constexpr,
     HAS_ZERO_POINTS: tl.constexpr,
@@ -357,7 +357,7 @@ def _zero_point_term(
 
 
 @triton.jit
-def scale_slot_sums(
+def compute_scale_slot_sums(
     words, pairs, zero_points, barrier, dtype: tl.constexpr, WEIGHT_FORMAT: tl.constexpr,
     HAS_ZERO_POINTS: tl.constexpr,
     SCALE_SLOTS: tl.constexpr, ADD_ZERO_TERM_LAST: tl.constexpr,
@@ -383,7 +383,7 @@ def scale_slot_sums(
     zero_after_barrier = barrier.to(tl.float32, bitcast=True)
     initial_sums = tl.zeros((warps, rows, 8), tl.float32) + zero_after_barrier
     if HAS_OFFSET and not ADD_ZERO_TERM_LAST:
-        initial_sums = _zero_point_term(
+        initial_sums = _compute_zero_point_term(
             x, zero_points, zero_after_barrier, rows, dtype, WEIGHT_FORMAT, HAS_ZERO_POINTS
         )
     chunk_sums = tl.dot(
@@ -393,7 +393,7 @@ def scale_slot_sums(
     )
     sums = _select_chunk_of_scale_slot(chunk_sums, chunks, SCALE_SLOTS)
     if HAS_OFFSET and ADD_ZERO_TERM_LAST:
-        sums += _zero_point_term(
+        sums += _compute_zero_point_term(
             x, zero_points, zero_after_barrier, rows, dtype, WEIGHT_FORMAT, HAS_ZERO_POINTS
         )
     return sums
@@ -413,7 +413,7 @@ def decode_zero_points(
 
 
 @triton.jit
-def scaled_sums(
+def compute_scaled_sums(
     words, pairs, scale, zero_point_codes, shift, barrier, dtype: tl.constexpr,
     WEIGHT_FORMAT: tl.constexpr,
     HAS_ZERO_POINTS: tl.constexpr, SCALE_SLOTS: tl.constexpr, ADD_ZERO_TERM_LAST: tl.constexpr,
@@ -422,7 +422,7 @@ def scaled_sums(
 
     scale, zero_point_codes: results of `load_by_scale_slot`.
     shift: the position of a row's zero point in its byte, bit 0 or 4, (1, 8, 1, ROWS / 8, 1).
-    words, pairs, barrier, ADD_ZERO_TERM_LAST: as in `scale_slot_sums`.
+    words, pairs, barrier, ADD_ZERO_TERM_LAST: as in `compute_scale_slot_sums`.
     """
     if is_e2m1(WEIGHT_FORMAT):
         # Widen the bytes, which would otherwise be packed two to a register and unpacked again.
@@ -441,7 +441,7 @@ def scaled_sums(
             )
         )
     return (
-        scale_slot_sums(
+        compute_scale_slot_sums(
             words,
             pairs,
             zero_points,

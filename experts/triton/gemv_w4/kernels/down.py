@@ -11,13 +11,13 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from experts.triton.gemv_w4.kernels.common import (
+    compute_scaled_sums,
     issue_loads,
     lane_row_indices,
     load_by_scale_slot,
     load_pairs,
     load_words,
     scale_slots_per_chunk,
-    scaled_sums,
     to_scale_slot_layout,
 )
 from experts.triton.kernels.operands_w4 import row_offsets
@@ -274,7 +274,7 @@ def _multiply_step(
         _, _, _, _, pair, valid, chunk = ring[0]
         h = load_pairs(pairs_ptr, pair, valid, chunk, SIZE_K, CHUNKS * HALVES, SCALE_SLOTS)
     barrier = issue_loads(NUM_WARPS)
-    sums = scaled_sums(
+    sums = compute_scaled_sums(
         words,
         pairs,
         scale,

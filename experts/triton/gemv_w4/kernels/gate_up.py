@@ -9,13 +9,13 @@ import triton
 import triton.language as tl
 
 from experts.triton.gemv_w4.kernels.common import (
+    compute_scaled_sums,
     issue_loads,
     lane_row_indices,
     load_by_scale_slot,
     load_row,
     load_words,
     scale_slots_per_chunk,
-    scaled_sums,
     store_in_pair_order,
     to_mma_pairs,
 )
@@ -117,7 +117,7 @@ def _multiply_step(
     barrier = issue_loads(NUM_WARPS)
     pairs = to_mma_pairs(row, barrier, ACTIVATION_DTYPE, WEIGHT_FORMAT)
     # ADD_ZERO_TERM_LAST = False saves registers for weights.
-    total += scaled_sums(
+    total += compute_scaled_sums(
         words,
         pairs,
         scale,

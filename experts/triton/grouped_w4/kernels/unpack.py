@@ -151,7 +151,7 @@ def _get_ptx(packed_format: str) -> str:
 
 
 @gluon.constexpr_function
-def _num_scale_words(packed_format: str) -> int:
+def _count_scale_words(packed_format: str) -> int:
     """Return the number of scale words per block that the four threads of a row share."""
     return {"e2m1": 1, "nvfp4": 2}.get(
         packed_format, 4 if packed_format.startswith("integer 2") else 2
@@ -200,7 +200,7 @@ def load_block_scales(smem, WARPGROUP: gl.constexpr, PACKED_FORMAT: gl.constexpr
 
     Return the `scales` argument of `unpack` for each block.
     """
-    COUNT: gl.constexpr = _num_scale_words(PACKED_FORMAT)
+    COUNT: gl.constexpr = _count_scale_words(PACKED_FORMAT)
     if COUNT == 1:  # one word per block, for both warpgroups
         quads = _load_scale_quads(smem)
         return (quads[2 * WARPGROUP],), (quads[2 * WARPGROUP + 1],)
