@@ -199,19 +199,19 @@ def prefer_heuristics_by_rows(
     max_memory_bound_tokens = MIN_COMPUTE_BOUND_ROWS * problem.experts // problem.top_k
 
     def replace_config(max_tokens: int, config: MoEConfig) -> MoEConfig:
-        default = defaults.choose(max_tokens)
+        default_config = defaults.choose(max_tokens)
         if max_tokens <= max_memory_bound_tokens:
             return config
-        borrowed_gemm1, default_gemm1 = config.gemm1, default.gemm1
+        borrowed_gemm1, default_gemm1 = config.gemm1, default_config.gemm1
         is_narrower = (
             config.path != BASE_PATH.name and borrowed_gemm1.block_n < default_gemm1.block_n
         )
         is_suitable = (
-            config.path == default.path
+            config.path == default_config.path
             and borrowed_gemm1.block_m == default_gemm1.block_m
             and not is_narrower
         )
-        return config if is_suitable else default
+        return config if is_suitable else default_config
 
     return steps.map_steps((max_memory_bound_tokens, *defaults.last_tokens), replace_config)
 

@@ -64,16 +64,16 @@ def _locate_pairs(
     HAS_LOOP: whether the steps run in a loop that is not unrolled.
     """
     if WARPS_PER_PAIR > 0:
-        slot = tl.arange(0, NUM_WARPS)[None, None, :, None] // WARPS_PER_PAIR
+        pair_slot = tl.arange(0, NUM_WARPS)[None, None, :, None] // WARPS_PER_PAIR
         if HAS_LOOP:
             # Make all lanes of a warp load the id, which avoids a broadcast. If steps are unrolled,
             # the compiler does so itself, and this addition would change the layout.
-            slot += tl.zeros((4, 8, 1, 1), tl.int32)
-        pair = token * TOP_K + slot
+            pair_slot += tl.zeros((4, 8, 1, 1), tl.int32)
+        pair = token * TOP_K + pair_slot
         local_expert, _ = load_local_ids(
             topk_ids_ptr,
             pair,
-            slot < TOP_K,
+            pair_slot < TOP_K,
             expert_map_ptr,
             num_experts,
             num_local_experts,
@@ -100,15 +100,15 @@ def _load_initial_biases(
     """
     warp = tl.arange(0, NUM_WARPS)[:, None, None]
     row = tl.arange(0, ROWS)[None, :, None]
-    slot = tl.arange(0, 8)[None, None, :]
+    scale_slot = tl.arange(0, 8)[None, None, :]
     # Load ids again, because the results of _locate_pairs have a different layout.
     pair = token * TOP_K + warp // WARPS_PER_PAIR + tl.zeros((1, 1, 8), tl.int32)
     local_expert, _ = load_local_ids(
-        topk_ids_ptr, pair, slot == 0, expert_map_ptr, num_experts, num_local_experts,
+        topk_ids_ptr, pair, scale_slot == 0, expert_map_ptr, num_experts, num_local_experts,
         HAS_EXPERT_MAP
     )  # fmt: skip
     column = first_column + row
-    is_first = (
+    has_bias = (
         (local_expert >= 0)
         & (warp % WARPS_PER_PAIR == 0)
         & (row < BLOCK_N)
@@ -116,7 +116,7 @@ def _load_initial_biases(
     )
     # NaN-free: integer operands
     ptrs = ptr + tl.maximum(local_expert, 0).to(tl.int64) * stride + column
-    return tl.load(ptrs, mask=is_first, other=0.0).to(tl.float32)
+    return tl.load(ptrs, mask=has_bias, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -406,12 +406,12 @@ def gemv_w4_down_kernel(
             expert_map_ptr, TOP_K, HAS_EXPERT_MAP, BLOCK_N, ROWS, NUM_WARPS, WARPS_PER_PAIR,
         )  # fmt: skip
     elif HAS_BIAS:
-        slot = tl.arange(0, BLOCK_TOP_K)
-        pairs = token * TOP_K + slot
+        pair_slot = tl.arange(0, BLOCK_TOP_K)
+        pairs = token * TOP_K + pair_slot
         local_expert, _ = load_local_ids(
             topk_ids_ptr,
             pairs,
-            slot < TOP_K,
+            pair_slot < TOP_K,
             expert_map_ptr,
             num_experts,
             num_local_experts,
