@@ -1,6 +1,7 @@
-"""Experts parts (PermuteExpertsUnpermute).
+"""Experts parts, the subclasses of `PermuteExpertsUnpermute`.
 
-They permute tokens, run two grouped GEMMs with an activation in between, and unpermute.
+An experts part permutes tokens, runs two grouped GEMMs with an activation in between, and
+unpermutes the results.
 """
 
 from experts.cutlass import (
@@ -26,7 +27,7 @@ from experts.triton.standard import TritonExperts
 from experts.triton_kernels import TritonKernelsExperts
 from modular_kernel.compatibility.support import PlannedPart
 
-# StagedTritonExperts cannot be selected by name: it is the staged form of TritonExperts.
+# StagedTritonExperts is the staged form of TritonExperts. It cannot be selected by name.
 COMPONENTS = (
     TorchExperts,
     TritonExperts,

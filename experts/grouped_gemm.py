@@ -66,9 +66,9 @@ class GroupedGemmExperts(TritonExpertsBase):
         """
         assert isinstance(shape, StandardShape)
         kinds = tuple(buffer_kinds_up_to(self.problem, shape.tokens))
-        return self._workspace_cache.get_or_merge(self.problem, shape, kinds, self._specs)
+        return self._workspace_cache.get_or_merge(self.problem, shape, kinds, self._make_specs)
 
-    def _specs(self, buffer_kind: tuple[int, str, int]) -> dict[str, BufferSpec]:
+    def _make_specs(self, buffer_kind: tuple[int, str, int]) -> dict[str, BufferSpec]:
         max_tokens, _path, block_m = buffer_kind
         return self._gemms.specs(max_tokens, block_m)
 

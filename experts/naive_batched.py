@@ -39,8 +39,8 @@ class NaiveBatchedExperts(PermuteExpertsUnpermute):
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, BatchedShape)
         empty = BufferSpec((0,), self.problem.dtype)
-        output = (shape.experts, shape.capacity, self.problem.hidden)
-        return WorkspaceShapes(empty, empty, BufferSpec(output, self.problem.dtype))
+        output_shape = (shape.experts, shape.capacity, self.problem.hidden)
+        return WorkspaceShapes(empty, empty, BufferSpec(output_shape, self.problem.dtype))
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         return reducer_for(self.problem, TopKWeightAndReduceNaiveBatched())
@@ -57,7 +57,7 @@ class NaiveBatchedExperts(PermuteExpertsUnpermute):
         output: torch.Tensor,
     ) -> None:
         assert isinstance(tokens, BatchedTokens)
-        entries = []
+        expert_inputs = []
         with stages.stage(stages.SORT):  # synchronizes with the device
             counts = tokens.counts_e.tolist()
         for expert, count in enumerate(counts):
@@ -66,13 +66,16 @@ class NaiveBatchedExperts(PermuteExpertsUnpermute):
                 scale = scale[expert, :count]
             if not count:
                 continue
-            slots_R = plain_RH = None
+            slots_R = unquantized_RH = None
             if tokens.adapters_eC is not None:
-                slots_R, plain_RH = tokens.adapters_eC[expert, :count], tokens.plain_eCH[expert]
-                plain_RH = plain_RH[:count]
+                slots_R, unquantized_RH = (
+                    tokens.adapters_eC[expert, :count],
+                    tokens.plain_eCH[expert],
+                )
+                unquantized_RH = unquantized_RH[:count]
             x_RH = tokens.x_eCH[expert, :count]
-            entries.append(ExpertTokens(expert, x_RH, scale, None, slots_R, plain_RH))
-        results = expert_mlps(entries, weights, self.problem)
+            expert_inputs.append(ExpertTokens(expert, x_RH, scale, None, slots_R, unquantized_RH))
+        rows_per_expert = expert_mlps(expert_inputs, weights, self.problem)
         with stages.stage(stages.GEMM2):  # the copy to the output counts as part of GEMM 2
-            for entry, rows in zip(entries, results, strict=True):
-                output[entry.expert, : len(rows)] = rows
+            for expert_input, rows in zip(expert_inputs, rows_per_expert, strict=True):
+                output[expert_input.expert, : len(rows)] = rows

@@ -73,7 +73,7 @@ class AssembledExperts(PickledByProblem, PermuteExpertsUnpermute):
         """Return the buffers that the core declares, and an output shaped for `requires.reduce`."""
         problem = self.problem
         empty = BufferSpec((0,), problem.dtype)
-        output = BufferSpec(_output_shape(shape, self.requires.reduce, problem), problem.dtype)
+        output = BufferSpec(_get_output_shape(shape, self.requires.reduce, problem), problem.dtype)
         return WorkspaceShapes(empty, empty, output, self._core.workspace_shapes(shape))
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
@@ -151,12 +151,12 @@ def make_experts(
     """
     stages = get_stages(backend, format)
     check_name(name)
-    unknown = sorted(requires.keys() - _REQUIREMENT_FIELDS)
-    if unknown:
+    unknown_fields = sorted(requires.keys() - _REQUIREMENT_FIELDS)
+    if unknown_fields:
         need = f"fields of ExpertsRequirements: {', '.join(sorted(_REQUIREMENT_FIELDS))}"
-        raise ConfigurationError(f"requires of {name}", got=", ".join(unknown), need=need)
-    declared = _make_requirements(name, FORMATS[format], requires)
-    namespace = {"requires": declared, "stages": stages, "__module__": stages.core.__module__}
+        raise ConfigurationError(f"requires of {name}", got=", ".join(unknown_fields), need=need)
+    requirements = _make_requirements(name, FORMATS[format], requires)
+    namespace = {"requires": requirements, "stages": stages, "__module__": stages.core.__module__}
     namespace["__doc__"] = f"Stages of backend {backend!r} for {format!r} tokens."
     part = type(name, (AssembledExperts,), namespace)
     register_part(part, stages)
@@ -205,22 +205,25 @@ def check_name(name: object) -> None:
 def _make_requirements(
     name: str, activation_format: ActivationFormat, requires: Mapping[str, Any]
 ) -> ExpertsRequirements:
-    batched = activation_format is ActivationFormat.BATCHED_EXPERTS
-    default_reduce = Reduce.DELEGATE if batched else Reduce.NOOP
-    declared = ExpertsRequirements(
+    is_batched = activation_format is ActivationFormat.BATCHED_EXPERTS
+    default_reduce = Reduce.DELEGATE if is_batched else Reduce.NOOP
+    requirements = ExpertsRequirements(
         **{"reduce": default_reduce, **requires, "activation_format": activation_format}
     )
-    check_fields(declared, f"{name}.requires.")
+    check_fields(requirements, f"{name}.requires.")
     standard_reduces = (Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE)
-    allowed = (Reduce.NAIVE_BATCHED, Reduce.DELEGATE) if batched else standard_reduces
-    if declared.reduce not in allowed:
-        got, need = declared.reduce.value, " or ".join(reduce.value for reduce in allowed)
+    allowed_reduces = (Reduce.NAIVE_BATCHED, Reduce.DELEGATE) if is_batched else standard_reduces
+    if requirements.reduce not in allowed_reduces:
+        got, need = (
+            requirements.reduce.value,
+            " or ".join(reduce.value for reduce in allowed_reduces),
+        )
         subject = f"{name}.requires.reduce for {activation_format.value} tokens"
         raise ConfigurationError(subject, got=got, need=need)
-    return declared
+    return requirements
 
 
-def _output_shape(shape: DispatchShape, reduce: Reduce, problem: Problem) -> tuple[int, ...]:
+def _get_output_shape(shape: DispatchShape, reduce: Reduce, problem: Problem) -> tuple[int, ...]:
     if isinstance(shape, BatchedShape):
         return (shape.experts, shape.capacity, problem.hidden)
     assert isinstance(shape, StandardShape)

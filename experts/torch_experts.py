@@ -42,8 +42,8 @@ class TorchExperts(PermuteExpertsUnpermute):
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, StandardShape)
         empty = BufferSpec((0,), self.problem.dtype)
-        output = (shape.tokens, shape.top_k, self.problem.hidden)
-        return WorkspaceShapes(empty, empty, BufferSpec(output, self.problem.dtype))
+        output_shape = (shape.tokens, shape.top_k, self.problem.hidden)
+        return WorkspaceShapes(empty, empty, BufferSpec(output_shape, self.problem.dtype))
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         return reducer_for(self.problem, TopKWeightAndReduceContiguous())
@@ -64,10 +64,11 @@ class TorchExperts(PermuteExpertsUnpermute):
         assert isinstance(tokens, StandardTokens)
         with stages.stage(stages.SORT):
             ids_TK = local_ids(tokens.routing, weights.w1.shape[0])
-        on_input = self.problem.apply_router_weight_on_input
-        router_TK = tokens.routing.topk_weights_TK if on_input else None
+        input_weights_TK = None
+        if self.problem.apply_router_weight_on_input:
+            input_weights_TK = tokens.routing.topk_weights_TK
         slots_T = tokens.routing.adapters_T
-        entries, pair_indices = [], []
+        expert_inputs, pair_indices = [], []
         with stages.stage(stages.PERMUTE):
             for expert in range(weights.w1.shape[0]):
                 token, k = (ids_TK == expert).nonzero(as_tuple=True)
@@ -76,14 +77,14 @@ class TorchExperts(PermuteExpertsUnpermute):
                 scale = tokens.scale
                 if scale is not None and scale.dim() == 2:
                     scale = scale[token]
-                row_weights = None if router_TK is None else router_TK[token, k]
+                row_weights = None if input_weights_TK is None else input_weights_TK[token, k]
                 # LoRA adapters read unquantized rows.
                 adapters = () if slots_T is None else (slots_T[token], tokens.plain_TH[token])
                 x_RH = tokens.x_TH[token]
-                entries.append(ExpertTokens(expert, x_RH, scale, row_weights, *adapters))
+                expert_inputs.append(ExpertTokens(expert, x_RH, scale, row_weights, *adapters))
                 pair_indices.append((token, k))
-        results = expert_mlps(entries, weights, self.problem)
+        rows_per_expert = expert_mlps(expert_inputs, weights, self.problem)
         with stages.stage(stages.UNPERMUTE):
             output.zero_()
-            for pair_index, rows in zip(pair_indices, results, strict=True):
+            for pair_index, rows in zip(pair_indices, rows_per_expert, strict=True):
                 output[pair_index] = rows

@@ -1,4 +1,4 @@
-"""Activation and quantization between the two GEMMs of experts that call a library's GEMMs."""
+"""Activation and quantization between the two GEMMs, for experts parts that call a library."""
 
 from collections.abc import Mapping
 
@@ -50,7 +50,7 @@ def activate_and_quantize(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Apply the activation to the output of GEMM 1, and quantize the result for GEMM 2.
 
-    gate_up_RN: (R, N), the output of GEMM 1, as len(counts_e) segments of equal size.
+    gate_up_RN: (R, N), the output of GEMM 1: len(counts_e) segments of equal size.
     counts_e: (segments,) int32. Only the first counts_e[i] rows of segment i are valid; the results
         of other rows are undefined.
     column_major_scales: store the scales column-major, (R, groups) with stride(0) = 1.
@@ -77,16 +77,16 @@ def activate_and_quantize(
     if not _has_dynamic_tensor_scale(problem):
         with stages.stage(stages.fuse(stages.GEMM1, stages.QUANTIZE)):
             activation_and_quantize(gate_up_RN, problem.act, scheme, out=out, valid_rows=valid_rows)
-        return _values_and_scale(out)
+        return _get_values_and_scale(out)
     h_RI = workspace.take("h", shape)
     with stages.stage(stages.GEMM1):
         gated_activation(gate_up_RN, problem.act, h_RI)
     with stages.stage(stages.QUANTIZE):
         quantize_rows(h_RI, scheme, out=out, valid_rows=valid_rows)
-    return _values_and_scale(out)
+    return _get_values_and_scale(out)
 
 
-def _values_and_scale(out: QuantizedRows) -> tuple[torch.Tensor, torch.Tensor]:
+def _get_values_and_scale(out: QuantizedRows) -> tuple[torch.Tensor, torch.Tensor]:
     return out.q_RK, out.scale_of_rows
 
 

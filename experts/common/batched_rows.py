@@ -1,7 +1,7 @@
 """Base classes for experts parts that call a library's grouped GEMM on batched rows (e, C, K).
 
-Each of the e local experts has C rows, of which only the first ones are valid. A call launches GEMM
-1, the activation (with quantization if the scheme quantizes activations), and GEMM 2.
+Expert i has C rows, of which only the first counts_e[i] are valid. A call launches GEMM 1, the
+activation (with quantization if the scheme quantizes activations), and GEMM 2.
 """
 
 from abc import abstractmethod
@@ -80,11 +80,11 @@ class BatchedRowsExperts(UnweightedRowsExperts):
         problem, num_rows = self.problem, shape.experts * shape.capacity
         empty = BufferSpec((0,), problem.dtype)
         gate_up = BufferSpec((num_rows, problem.w1_rows), problem.dtype)
-        output = (shape.experts, shape.capacity, problem.hidden)
+        output_shape = (shape.experts, shape.capacity, problem.hidden)
         return WorkspaceShapes(
             workspace13=empty if self.library_allocates_output else gate_up,
             workspace2=empty,
-            output=BufferSpec(output, problem.dtype),
+            output=BufferSpec(output_shape, problem.dtype),
             extra={
                 **activation_specs(problem, num_rows, shape.experts),
                 **self.grouped_gemm_specs(shape),
@@ -117,7 +117,7 @@ class BatchedRowsExperts(UnweightedRowsExperts):
             workspace,
             column_major_scales=self.column_major_scales,
         )
-        if scale is not None and scale.dim() == 2:
+        if scale is not None and scale.dim() == 2:  # restore the shape (e, C, groups)
             is_column_major = self.column_major_scales
             scale = scale.T[None].mT if is_column_major else scale.view(*row_shape, -1)
         with stages.stage(stages.GEMM2):

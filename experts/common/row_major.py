@@ -1,4 +1,7 @@
-"""Check or copy weights so that they are row-major and 16-byte aligned, as TMA and CUTLASS need."""
+"""Check whether weights have the layout that TMA and CUTLASS need, or copy them to this layout.
+
+Weights must be row-major and 16-byte aligned.
+"""
 
 import torch
 
@@ -6,12 +9,12 @@ _ALIGNMENT_BYTES = 16
 
 
 def is_aligned(w_eNK: torch.Tensor) -> bool:
-    """Return whether the data starts at a multiple of 16 bytes. A view can start anywhere."""
+    """Return whether the data starts at a multiple of 16 bytes, which a view need not do."""
     return w_eNK.data_ptr() % _ALIGNMENT_BYTES == 0
 
 
 def is_row_major(w_eNK: torch.Tensor) -> bool:
-    """Return whether a library can read these weights without a copy."""
+    """Return whether the weights are contiguous and aligned, so that no copy is needed."""
     return w_eNK.is_contiguous() and is_aligned(w_eNK)
 
 

@@ -40,7 +40,7 @@ from modular_kernel.tensors import (
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceNoOp, reducer_for
 
-# `sort_pairs` also lists tiles of this many rows. The libraries do not use this list.
+# Rows per tile in the tile list of `sort_pairs`. The libraries do not use this list.
 _TILE_M = 128
 
 
@@ -132,7 +132,7 @@ class SortedRowsExperts(SummedRowsExperts):
 
         rows: values (R, K), and their scales as in `QuantizedRows`.
         weights: values (e, N, K), and their scales as in `weight_specs`.
-        order: the experts of the rows.
+        order: the order of the rows, which determines the expert of each row.
         workspace: has the buffers of `grouped_gemm_specs`.
         out: the buffer for the results; None if `library_allocates_output`.
         """
@@ -146,7 +146,7 @@ class SortedRowsExperts(SummedRowsExperts):
         return sort_specs(num_tokens, top_k, _TILE_M, self.problem.e)
 
     def sort_rows(self, routing: DispatchedRouting, workspace: Workspace) -> RowOrder:
-        """Sort the pairs by expert and assign a row to each."""
+        """Sort the pairs by expert and assign a row to each pair."""
         sorted_pairs = sort_pairs(
             routing, block_m=_TILE_M, num_local=self.problem.e, workspace=workspace
         )
@@ -169,9 +169,9 @@ class SortedRowsExperts(SummedRowsExperts):
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, StandardShape)
-        return merge_workspaces(self.problem, shape, [self._buffer_specs(shape)])
+        return merge_workspaces(self.problem, shape, [self._make_buffer_specs(shape)])
 
-    def _buffer_specs(self, shape: StandardShape) -> dict[str, BufferSpec]:
+    def _make_buffer_specs(self, shape: StandardShape) -> dict[str, BufferSpec]:
         problem, scheme = self.problem, self.problem.scheme
         num_rows = self.max_rows(shape.tokens * shape.top_k)
         x_dtype = STORAGE[scheme.activation] if scheme.quantizes_activations else problem.dtype
@@ -182,8 +182,8 @@ class SortedRowsExperts(SummedRowsExperts):
             **self.grouped_gemm_specs(num_rows),
         }
         if scheme.quantizes_activations and scheme.activation_granularity != "tensor":
-            scales = scale_shape(scheme, num_rows, problem.hidden)
-            specs["permuted_scale"] = BufferSpec(scales, torch.float32)
+            permuted_scale_shape = scale_shape(scheme, num_rows, problem.hidden)
+            specs["permuted_scale"] = BufferSpec(permuted_scale_shape, torch.float32)
         if not self.library_allocates_output:
             dtype = problem.dtype
             specs["workspace13"] = BufferSpec((num_rows, problem.w1_rows), dtype)
@@ -204,8 +204,8 @@ class SortedRowsExperts(SummedRowsExperts):
         with stages.stage(stages.SORT):
             order = self.sort_rows(routing, workspace)
         max_rows = self.max_rows(routing.topk_ids_TK.numel())
-        copies_only = tokens.scale is not None or not problem.scheme.quantizes_activations
-        with stages.stage(stages.PERMUTE if copies_only else stages.PERMUTE_QUANTIZED):
+        is_only_copied = tokens.scale is not None or not problem.scheme.quantizes_activations
+        with stages.stage(stages.PERMUTE if is_only_copied else stages.PERMUTE_QUANTIZED):
             x = self._permute(tokens, order, max_rows, weights, workspace)
         with stages.stage(stages.GEMM1):
             w1 = weights.w1, weights.w1_scale

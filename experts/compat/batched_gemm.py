@@ -99,15 +99,15 @@ def batched_gemm(  # noqa: PLR0913  (every operand has scales)
     )
     # The configuration of GEMM 2, which has no activation in its epilogue.
     _, tile = choose_config(problem, capacity).typed_launches(LaunchConfig)
-    num_m = -(-capacity // tile.block_m)
+    num_m_blocks = -(-capacity // tile.block_m)
     launch(
         batched_gemm_kernel,
-        (num_m * -(-columns // tile.block_n), experts),
+        (num_m_blocks * -(-columns // tile.block_n), experts),
         a_ptr=a_eCK,
         out_ptr=out,
         counts_ptr=counts_e.clamp(max=capacity),
         capacity=capacity,
-        num_m_blocks=num_m,
+        num_m_blocks=num_m_blocks,
         stride_ase=0 if a_scale is None or a_scale.dim() == 1 else a_scale.stride(0),
         **gemm2_operands(weights, problem).arguments(tile, problem.fp32_precision, a_scale),
     )
@@ -148,7 +148,7 @@ def _check_weights(
             raise DtypeError(label, got=tensor.dtype, need=" or ".join(map(str, spec.dtypes)))
         if name != "w2" and not tensor.is_contiguous():
             raise LayoutError(label, got=f"strides {tensor.stride()}", need="contiguous")
-        _check_device(label, tensor, b_eNK)
+        _check_device(label, tensor, b_eNK.device)
 
 
 def _check_rows(
@@ -160,15 +160,17 @@ def _check_rows(
 ) -> None:
     scheme, (experts, capacity, depth) = problem.scheme, a_eCK.shape
     a_dtype = STORAGE[scheme.activation] if scheme.quantizes_activations else problem.dtype
-    shape: tuple[int, ...] | None = None
+    a_scale_shape: tuple[int, ...] | None = None
     if scheme.quantizes_activations:
         has_one_scale = scheme.activation_granularity == "tensor"
-        shape = (1,) if has_one_scale else (experts, capacity, scale_shape(scheme, 1, depth)[1])
+        a_scale_shape = (
+            (1,) if has_one_scale else (experts, capacity, scale_shape(scheme, 1, depth)[1])
+        )
     expected = (
         ("a", a_eCK, (experts, capacity, depth), a_dtype),
         ("counts", counts_e, (experts,), torch.int32),
         ("out", out, (experts, capacity, problem.hidden), problem.dtype),
-        ("a_scale", a_scale, shape, torch.float32),
+        ("a_scale", a_scale, a_scale_shape, torch.float32),
     )
     for name, tensor, expected_shape, dtype in expected:
         if tensor is None and expected_shape is None:
@@ -180,9 +182,9 @@ def _check_rows(
             raise DtypeError(name, got=tensor.dtype, need=dtype)
         if not tensor.is_contiguous():
             raise LayoutError(name, got=f"strides {tensor.stride()}", need="contiguous")
-        _check_device(name, tensor, a_eCK)
+        _check_device(name, tensor, a_eCK.device)
 
 
-def _check_device(what: str, tensor: torch.Tensor, other: torch.Tensor) -> None:
-    if tensor.device != other.device:
-        raise DeviceError(what, got=tensor.device, need=other.device)
+def _check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise DeviceError(name, got=tensor.device, need=device)

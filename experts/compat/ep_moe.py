@@ -96,8 +96,8 @@ def pre_reorder(
     topk_ids: (T, K).
     a1_scales: (local experts,) float32; None means 1.
     """
-    read = {"hidden_states": hidden_states, "src2dst": src2dst, "topk_ids": topk_ids}
-    _check_tensors("gateup_input", gateup_input, read, a1_scales=a1_scales)
+    inputs = {"hidden_states": hidden_states, "src2dst": src2dst, "topk_ids": topk_ids}
+    _check_tensors("gateup_input", gateup_input, inputs, a1_scales=a1_scales)
     _check_experts(start_expert_id, end_expert_id)
     _check_rank(topk_ids=topk_ids, hidden_states=hidden_states)
     (tokens, top_k), hidden = topk_ids.shape, hidden_states.shape[1]
@@ -126,7 +126,7 @@ def pre_reorder(
         end_expert=end_expert_id,
         TOP_K=top_k,
         BLOCK_H=block,
-        **_scale_arguments(a1_scales, gateup_input),
+        **_make_scale_arguments(a1_scales, gateup_input),
     )
 
 
@@ -148,8 +148,8 @@ def silu_and_mul(
 
     The result is computed in float32 and rounded once.
     """
-    read = {"gateup_output": gateup_output, "reorder_topk_ids": reorder_topk_ids}
-    _check_tensors("down_input", down_input, read, w2_input_scale=w2_input_scale)
+    inputs = {"gateup_output": gateup_output, "reorder_topk_ids": reorder_topk_ids}
+    _check_tensors("down_input", down_input, inputs, w2_input_scale=w2_input_scale)
     _check_experts(start_expert_id, end_expert_id)
     _check_rank(down_input=down_input)
     rows, intermediate = down_input.shape
@@ -174,7 +174,7 @@ def silu_and_mul(
         start_expert=start_expert_id,
         end_expert=end_expert_id,
         BLOCK=block,
-        **_scale_arguments(w2_input_scale, down_input),
+        **_make_scale_arguments(w2_input_scale, down_input),
     )
 
 
@@ -197,8 +197,8 @@ def post_reorder(
 
     The sum is computed in float32 and rounded once.
     """
-    read = {"down_output": down_output, "src2dst": src2dst}
-    _check_tensors("output", output, read | {"topk_ids": topk_ids, "topk_weights": topk_weights})
+    inputs = {"down_output": down_output, "src2dst": src2dst}
+    _check_tensors("output", output, inputs | {"topk_ids": topk_ids, "topk_weights": topk_weights})
     _check_experts(start_expert_id, end_expert_id)
     _check_rank(topk_ids=topk_ids, output=output)
     (tokens, top_k), hidden = topk_ids.shape, output.shape[1]
@@ -234,7 +234,7 @@ def grouped_gemm_triton(  # noqa: PLR0913 (EPMoE's names and order)
     weight_column_major: must be True, because b is (E, N, K).
     seg_indptr: (batch_size + 1,), non-decreasing. Segment i starts at row seg_indptr[i] and ends
         before seg_indptr[i + 1].
-    weight_indices: (batch_size,). None means 0, 1, ...
+    weight_indices: (batch_size,), the index in b of each segment's weights. None means 0, 1, ...
     use_fp8_w8a8: whether a and b are float8_e4m3fn with scales.
     scale_a: float32 (batch_size,) or, with block_shape, (R, ceil(K / bk)).
     scale_b: float32 (E,) or, with block_shape, (E, ceil(N / bn), ceil(K / bk)).
@@ -284,7 +284,8 @@ def grouped_gemm_triton(  # noqa: PLR0913 (EPMoE's names and order)
 class GroupedGemmRunner(torch.nn.Module):
     """`grouped_gemm_triton` as a module without state.
 
-    Tensors are on `device`. Raise UnsupportedError if use_flashinfer is True.
+    device: the device of the tensors.
+    use_flashinfer: must be False. Otherwise, raise UnsupportedError.
     """
 
     def __init__(self, device: torch.device | str, use_flashinfer: bool = False) -> None:
@@ -357,20 +358,20 @@ def _make_segment_tiles(
     """Split segments into tiles of at most block_m rows, laid out as in `ops.sort.SortedPairs`."""
     segments, device = weight_indices.numel(), seg_indptr.device
     starts, ends = seg_indptr[:-1].long(), seg_indptr[1:].long()
-    counts = (ends - starts + block_m - 1) // block_m
-    tile_ends = counts.cumsum(0)
+    tile_counts = (ends - starts + block_m - 1) // block_m
+    tile_ends = tile_counts.cumsum(0)
     tile_index = torch.arange(max_tile_count(rows, block_m, segments), device=device)
     segment = torch.searchsorted(tile_ends, tile_index, right=True).clamp(max=segments - 1)
-    first_row = starts[segment] + (tile_index - (tile_ends - counts)[segment]) * block_m
-    columns = (weight_indices[segment], first_row, ends[segment], tile_ends[-1:])
-    return torch.cat([column.to(torch.int32) for column in columns])
+    first_row = starts[segment] + (tile_index - (tile_ends - tile_counts)[segment]) * block_m
+    tile_fields = (weight_indices[segment], first_row, ends[segment], tile_ends[-1:])
+    return torch.cat([tile_field.to(torch.int32) for tile_field in tile_fields])
 
 
 def _is_local(ids: torch.Tensor, start_expert_id: int, end_expert_id: int) -> torch.Tensor:
     return (ids >= start_expert_id) & (ids <= end_expert_id)
 
 
-def _scale_arguments(scales: torch.Tensor | None, out: torch.Tensor) -> dict[str, object]:
+def _make_scale_arguments(scales: torch.Tensor | None, out: torch.Tensor) -> dict[str, object]:
     return {
         "scales_ptr": out if scales is None else scales,
         "HAS_SCALES": scales is not None,

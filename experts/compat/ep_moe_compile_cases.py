@@ -22,21 +22,25 @@ COMPILE_CASES: tuple[tuple[int, torch.dtype, list[int] | None], ...] = (
 
 
 def launch_all(tokens: int, top_k: int, dtype: torch.dtype, block_shape: list[int] | None) -> None:
-    """Launch the kernels of all steps for a rank that has half of the experts."""
+    """Launch the kernels of all steps for a rank that has half of the experts.
+
+    dtype: the dtype of the weights.
+    block_shape: the block shape of the scales, or None.
+    """
     rows, num_local = tokens * top_k, EXPERTS // 2
     ids = _make_empty(tokens, top_k, dtype=torch.int64)
-    scales, quantized = None, dtype == FP8
-    gemm1: tuple[torch.Tensor | None, ...] = (None, None)
-    gemm2 = gemm1
-    if quantized:
+    scales, is_quantized = None, dtype == FP8
+    gemm1_scales: tuple[torch.Tensor | None, ...] = (None, None)
+    gemm2_scales = gemm1_scales
+    if is_quantized:
         scales = _make_empty(num_local, dtype=torch.float32)
-        gemm1 = gemm2 = (scales, scales)
+        gemm1_scales = gemm2_scales = (scales, scales)
     if block_shape:
         bn, bk = block_shape
-        gemm1 = _make_scales(
+        gemm1_scales = _make_scales(
             (rows, HIDDEN // bk), (num_local, 2 * INTERMEDIATE // bn, HIDDEN // bk)
         )
-        gemm2 = _make_scales(
+        gemm2_scales = _make_scales(
             (rows, INTERMEDIATE // bk), (num_local, HIDDEN // bn, INTERMEDIATE // bk)
         )
     reorder_ids, src2dst, seg_indptr = run_moe_ep_preproess(ids, EXPERTS)
@@ -44,11 +48,15 @@ def launch_all(tokens: int, top_k: int, dtype: torch.dtype, block_shape: list[in
     x, gateup = _make_empty(rows, HIDDEN, dtype=dtype), _make_empty(rows, 2 * INTERMEDIATE)
     pre_reorder(_make_empty(tokens, HIDDEN), x, src2dst, ids, scales, 0, num_local - 1)
     w13 = _make_empty(num_local, 2 * INTERMEDIATE, HIDDEN, dtype=dtype)
-    grouped_gemm_triton(x, w13, gateup, *segments, quantized, gemm1[0], gemm1[1], block_shape)
+    grouped_gemm_triton(
+        x, w13, gateup, *segments, is_quantized, gemm1_scales[0], gemm1_scales[1], block_shape
+    )
     h, down = _make_empty(rows, INTERMEDIATE, dtype=dtype), _make_empty(rows, HIDDEN)
     silu_and_mul(gateup, h, reorder_ids, scales, 0, num_local - 1)
     w2 = _make_empty(num_local, HIDDEN, INTERMEDIATE, dtype=dtype)
-    grouped_gemm_triton(h, w2, down, *segments, quantized, gemm2[0], gemm2[1], block_shape)
+    grouped_gemm_triton(
+        h, w2, down, *segments, is_quantized, gemm2_scales[0], gemm2_scales[1], block_shape
+    )
     weights = _make_empty(tokens, top_k, dtype=torch.float32)
     post_reorder(down, _make_empty(tokens, HIDDEN), src2dst, ids, weights, 0, num_local - 1)
 

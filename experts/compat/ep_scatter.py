@@ -50,7 +50,7 @@ def ep_scatter(  # noqa: PLR0913  (SGLang's arguments, in its order)
     A pair is a received row together with one of its K experts.
 
     recv_x: (R, H).
-    recv_x_scale: the scales of recv_x, (R, G) float32, or None.
+    recv_x_scale: the scales of recv_x, (R, G) float32 for G scale groups, or None.
     recv_topk: (R, K) int32 or int64, local ids, -1 for experts of other ranks.
     num_recv_tokens_per_expert: the number of pairs of each expert. `padded_counts` rounds it up.
     expert_start_loc: output (e,) int32, the first row of each expert in output_tensor.
@@ -58,7 +58,7 @@ def ep_scatter(  # noqa: PLR0913  (SGLang's arguments, in its order)
         written.
     output_tensor_scale: output (M, G), the scales of output_tensor, or None.
     m_indices: output (M,) int32, the expert of each row, -1 for padding.
-    output_index: output (R, K) int32, the row of each pair, -1 if it has none.
+    output_index: output (R, K) int32, the row of each pair, -1 for a pair without a row.
 
     Pairs of an expert keep the order of recv_topk. Raise InputError for tensors that do not match,
     CapacityError if M is too small, and RoutingError if num_recv_tokens_per_expert differs from the
@@ -104,13 +104,15 @@ def ep_scatter(  # noqa: PLR0913  (SGLang's arguments, in its order)
     order = ids.argsort(stable=True)
     sorted_ids = ids[order]
     first_pair = torch.tensor([0, *pair_counts[:-1]], dtype=torch.int64, device=device).cumsum(0)
-    position = torch.arange(len(ids), device=device) - first_pair[sorted_ids + 1]
-    pair_rows = torch.where(sorted_ids < 0, -1, position + starts[sorted_ids.clamp(min=0)])
+    position_in_expert = torch.arange(len(ids), device=device) - first_pair[sorted_ids + 1]
+    pair_rows = torch.where(
+        sorted_ids < 0, -1, position_in_expert + starts[sorted_ids.clamp(min=0)]
+    )
     flat_index = torch.empty_like(ids).scatter_(0, order, pair_rows)
     output_index.copy_(flat_index.view_as(output_index))
     m_indices.fill_(-1)
-    valid = flat_index >= 0
-    m_indices[flat_index[valid]] = ids[valid].int()
+    has_row = flat_index >= 0
+    m_indices[flat_index[has_row]] = ids[has_row].int()
     permute_tokens(
         recv_x, output_index, None, rows_RH=output_tensor,
         scale_TG=recv_x_scale, scale_rows_RG=output_tensor_scale,
@@ -147,21 +149,21 @@ def ep_gather(
     if output_tensor.dtype is not input_tensor.dtype:
         raise DtypeError("output_tensor", got=output_tensor.dtype, need=input_tensor.dtype)
     rows = input_tensor.shape[0]
-    outside = (input_index < -1) | (input_index >= rows)
-    if input_index.device.type == "cpu" and bool(outside.any()):
-        got = int(input_index[outside][0])
+    is_out_of_range = (input_index < -1) | (input_index >= rows)
+    if input_index.device.type == "cpu" and bool(is_out_of_range.any()):
+        got = int(input_index[is_out_of_range][0])
         raise RoutingError("input_index", got=got, need=f"-1 to {rows - 1}")
     gather_weight_and_sum(input_tensor, input_index, recv_topk_weight, scale=1.0, out=output_tensor)
 
 
 def _check_tensors(inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
-    """Check devices, layouts, gradients and index dtypes, and that outputs overlap no tensor."""
+    """Check devices, layouts, gradients, index dtypes, and that outputs overlap no other tensor."""
     tensors = {**inputs, **outputs}
-    first = next(iter(tensors.values()))
+    first_tensor = next(iter(tensors.values()))
     for name, tensor in tensors.items():
         check_tensor(name, tensor)
-        if tensor.device != first.device:
-            raise DeviceError(name, got=tensor.device, need=first.device)
+        if tensor.device != first_tensor.device:
+            raise DeviceError(name, got=tensor.device, need=first_tensor.device)
         if not tensor.is_contiguous():
             raise LayoutError(name, got=f"strides {tensor.stride()}", need="contiguous")
         dims = 1 if name in ("expert_start_loc", "m_indices") else 2

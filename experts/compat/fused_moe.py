@@ -107,18 +107,20 @@ def invoke_fused_moe_kernel(  # noqa: PLR0913  (SGLang's arguments, in its order
 ) -> None:
     """C[p] = A[p // top_k] @ B[expert of p]^T + bias, times topk_weights[p] if mul_routed_weight.
 
+    A pair p is a token together with one of its experts. P is the number of pairs.
+
     A: (P / top_k, K), unquantized. It has one row per token if top_k > 1, and one row per pair if
         top_k = 1.
     B: (e, N, K) with any strides, or packed.
     bias: (e, N), or None.
     C: (..., N), contiguous, with P rows and A's dtype. Rows of pairs without a local expert are set
         to 0.
-    A_scale: (1,) for a scheme with a static scale, otherwise None. This function quantizes A.
+    A_scale: (1,) for a scheme with a static scale, otherwise None. The function itself quantizes A.
     B_scale: has the shape and dtype of w2_scale in an `ExpertWeights` of the scheme.
     B_zp: has the shape and dtype of w2_zero_point in an `ExpertWeights` of the scheme.
     topk_weights: P float32 values, read if mul_routed_weight. With a bias, the product is rounded
         before it is weighted.
-    topk_ids: (T, K), where T * K = P.
+    topk_ids: (T, top-k), P ids in total.
     sorted_token_ids: the first result of `moe_align_block_size` for config["BLOCK_SIZE_M"].
     expert_ids: the second result of `moe_align_block_size`.
     num_tokens_post_padded: the third result of `moe_align_block_size`.
@@ -138,7 +140,7 @@ def invoke_fused_moe_kernel(  # noqa: PLR0913  (SGLang's arguments, in its order
     if mul_routed_weight:
         check_tensor("topk_weights", topk_weights)
         tensors["topk_weights"] = topk_weights  # type: ignore[assignment]
-    problem = _make_problem(A, B, C, tensors, top_k, bias=bias is not None, quant=quant)
+    problem = _make_problem(A, B, C, tensors, top_k, has_bias=bias is not None, quant=quant)
     tile = _make_tile(config, problem)
     _check_alignment(tensors, problem, tile, topk_ids.numel())
     weights = ExpertWeights(B, B, b2=bias, w2_scale=B_scale, w2_zero_point=B_zp, a2_scale=A_scale)
@@ -153,20 +155,20 @@ def invoke_fused_moe_kernel(  # noqa: PLR0913  (SGLang's arguments, in its order
     rows, scale = A, None
     if problem.scheme.quantizes_activations:
         rows, scale = quantize_values(A.float(), problem.scheme, A_scale)
-    pairs, blocks = topk_ids.numel(), expert_ids.numel()
+    num_pairs, num_blocks = topk_ids.numel(), expert_ids.numel()
     # The kernel would multiply by the router weight before it adds the bias.
     kernel_applies_weights = mul_routed_weight and bias is None
     launch(
         grouped_gemm_kernel,
-        (blocks * -(-problem.hidden // tile.block_n),),
+        (num_blocks * -(-problem.hidden // tile.block_n),),
         a_ptr=rows,
         router_weights_ptr=topk_weights if kernel_applies_weights else rows,
         out_ptr=C,
         sorted_token_ids_ptr=sorted_token_ids,
         expert_ids_ptr=expert_ids,
         num_tokens_post_padded_ptr=num_tokens_post_padded,
-        num_pairs=pairs,
-        num_m_blocks=blocks,
+        num_pairs=num_pairs,
+        num_m_blocks=num_blocks,
         stride_am=rows.stride(0),
         stride_ak=rows.stride(1),
         PAIRS_PER_A_ROW=top_k,
@@ -176,7 +178,7 @@ def invoke_fused_moe_kernel(  # noqa: PLR0913  (SGLang's arguments, in its order
     )
     if mul_routed_weight and not kernel_applies_weights:
         assert topk_weights is not None
-        C.view(pairs, problem.hidden).mul_(topk_weights.reshape(pairs, 1))
+        C.view(num_pairs, problem.hidden).mul_(topk_weights.reshape(num_pairs, 1))
 
 
 def _make_problem(
@@ -186,7 +188,7 @@ def _make_problem(
     tensors: Mapping[str, torch.Tensor],
     top_k: int,
     *,
-    bias: bool,
+    has_bias: bool,
     quant: str,
 ) -> Problem:
     """Check A, C and the devices, and return the problem whose GEMM 2 is this GEMM."""
@@ -197,15 +199,15 @@ def _make_problem(
             raise DeviceError(name, got=tensor.device, need=f"{A.device}, the device of A")
     check_no_gradients({**tensors, "C": C})
     check_output("C", C, dict(tensors))
-    pairs = tensors["topk_ids"].numel()
+    num_pairs = tensors["topk_ids"].numel()
     if A.dim() != 2 or B.dim() != 3:
         got = f"{tuple(A.shape)} and {tuple(B.shape)}"
         raise ShapeError("A and B", got=got, need="(P / top_k, K) and (e, N, K)")
-    if A.shape[0] * top_k != pairs:
-        raise ShapeError("A", got=tuple(A.shape), need=f"P / top_k = {pairs} / {top_k} rows")
+    if A.shape[0] * top_k != num_pairs:
+        raise ShapeError("A", got=tuple(A.shape), need=f"P / top_k = {num_pairs} / {top_k} rows")
     problem = Problem(
         tokens=max(1, A.shape[0]), hidden=B.shape[1], intermediate=A.shape[1], experts=B.shape[0],
-        top_k=1, dtype=A.dtype, quant=quant, bias=bias,
+        top_k=1, dtype=A.dtype, quant=quant, bias=has_bias,
     )  # fmt: skip
     machine = Machine()
     if A.device.type == "cuda":
@@ -214,8 +216,8 @@ def _make_problem(
         raise IncompatibleError("invoke_fused_moe_kernel", rejections)
     if C.dtype is not A.dtype:
         raise DtypeError("C", got=C.dtype, need=f"{A.dtype}, the dtype of A")
-    if C.dim() < 2 or C.shape[-1] != B.shape[1] or C.numel() != pairs * B.shape[1]:
-        need = f"(..., N) with P = {pairs} rows, N = {B.shape[1]}"
+    if C.dim() < 2 or C.shape[-1] != B.shape[1] or C.numel() != num_pairs * B.shape[1]:
+        need = f"(..., N) with P = {num_pairs} rows, N = {B.shape[1]}"
         raise ShapeError("C", got=tuple(C.shape), need=need)
     if not C.is_contiguous():
         raise LayoutError("C", got=f"strides {C.stride()}", need="contiguous")
@@ -225,43 +227,43 @@ def _make_problem(
 def _make_tile(config: Mapping[str, int], problem: Problem) -> LaunchConfig:
     """Return the tile of config. Raise ConfigurationError if the kernel cannot use it."""
     expect("config", config, Mapping)
-    if unknown := sorted(set(config) - set(_FIELD_BY_KEY)):
+    if unknown_keys := sorted(set(config) - set(_FIELD_BY_KEY)):
         need = f"only {', '.join(_FIELD_BY_KEY)}"
-        raise ConfigurationError("config", got=", ".join(map(str, unknown)), need=need)
+        raise ConfigurationError("config", got=", ".join(map(str, unknown_keys)), need=need)
     with override_config(config):
         return choose_config(problem, problem.tokens).typed_launches(LaunchConfig)[1]
 
 
 def _check_alignment(
-    tensors: Mapping[str, torch.Tensor], problem: Problem, tile: LaunchConfig, pairs: int
+    tensors: Mapping[str, torch.Tensor], problem: Problem, tile: LaunchConfig, num_pairs: int
 ) -> None:
     """Check the results of `moe_align_block_size`. Their values are checked only on a CPU."""
     names = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
-    ids, experts, num_post_padded = (tensors[name] for name in names)
-    for name, tensor in zip(names, (ids, experts, num_post_padded), strict=True):
+    sorted_ids, expert_ids, num_post_padded = (tensors[name] for name in names)
+    for name, tensor in zip(names, (sorted_ids, expert_ids, num_post_padded), strict=True):
         if tensor.dtype is not torch.int32:
             raise DtypeError(name, got=tensor.dtype, need=torch.int32)
         if tensor.dim() != 1 or not tensor.is_contiguous():
             raise ShapeError(name, got=tuple(tensor.shape), need="1 dimension, contiguous")
-    if len(experts) != -(-len(ids) // tile.block_m) or len(num_post_padded) != 1:
-        got = f"{len(experts)} and {len(num_post_padded)}"
-        need = f"{-(-len(ids) // tile.block_m)} blocks of {tile.block_m} ids, and 1"
+    if len(expert_ids) != -(-len(sorted_ids) // tile.block_m) or len(num_post_padded) != 1:
+        got = f"{len(expert_ids)} and {len(num_post_padded)}"
+        need = f"{-(-len(sorted_ids) // tile.block_m)} blocks of {tile.block_m} ids, and 1"
         raise ShapeError("expert_ids and num_tokens_post_padded", got=got, need=need)
     weights = tensors.get("topk_weights")
     if weights is not None:
         if weights.dtype is not torch.float32:
             raise DtypeError("topk_weights", got=weights.dtype, need=torch.float32)
-        if weights.numel() != pairs or not weights.is_contiguous():
-            need = f"{pairs} values, contiguous"
+        if weights.numel() != num_pairs or not weights.is_contiguous():
+            need = f"{num_pairs} values, contiguous"
             raise ShapeError("topk_weights", got=tuple(weights.shape), need=need)
-    if ids.device.type != "cpu":
+    if sorted_ids.device.type != "cpu":
         return
     num_ids = int(num_post_padded)
-    valid = 0 <= num_ids <= len(ids) and bool((ids[:num_ids] >= 0).all())
-    if not valid or bool(((experts < -1) | (experts >= problem.experts)).any()):
+    has_valid_ids = 0 <= num_ids <= len(sorted_ids) and bool((sorted_ids[:num_ids] >= 0).all())
+    if not has_valid_ids or bool(((expert_ids < -1) | (expert_ids >= problem.experts)).any()):
         need = "the results of moe_align_block_size for the experts of B"
         raise RoutingError(
-            "alignment", got=f"{num_ids} of {len(ids)} ids, or invalid expert ids", need=need
+            "alignment", got=f"{num_ids} of {len(sorted_ids)} ids, or invalid expert ids", need=need
         )
 
 

@@ -118,21 +118,21 @@ def block_gemm_ref(
     tiles = order.tiles[: 3 * order.max_tiles].view(3, -1)[:, : int(order.tiles[-1])]
     weights: dict[int, torch.Tensor] = {}
     for expert, first, end in tiles.T.tolist():
-        tile = slice(first, min(first + TILE_M, end))
+        rows = slice(first, min(first + TILE_M, end))
         if expert not in weights:
             assert operands.scale is not None
-            index = slice(expert, expert + 1)
+            expert_slice = slice(expert, expert + 1)
             (weights[expert],) = dequantize(
-                operands.w[index], operands.scale[index], None, problem.scheme
+                operands.w[expert_slice], operands.scale[expert_slice], None, problem.scheme
             )
-        x = dequantize_rows(a.q_RK[tile], a.scale[tile], problem.scheme)
+        x = dequantize_rows(a.q_RK[rows], a.scale[rows], problem.scheme)
         values = matmul(x, weights[expert].T)
         if isinstance(out, QuantizedRows):
             h = gated_activation_ref(values, problem.act).to(problem.dtype)
-            out_tile = QuantizedRows(out.q_RK[tile], out.scale[tile])
+            out_tile = QuantizedRows(out.q_RK[rows], out.scale[rows])
             quantize_rows_ref(h, problem.scheme, out=out_tile)
         else:
-            out[tile] = values.to(out.dtype)
+            out[rows] = values.to(out.dtype)
 
 
 def _compile(gated: bool, options: str) -> Any:

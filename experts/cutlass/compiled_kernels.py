@@ -3,8 +3,8 @@
     python -m experts.cutlass    # compiles all kernels into MK_CACHE_DIR; needs no GPU
 
 At the first call of a kernel, loading its object file takes about 0.1 seconds. Compiling it takes
-seconds. The cache key covers the sources in this folder, the versions of the DSL and of tvm-ffi,
-the GPU architecture, the CPU architecture and libc.
+a few seconds. The cache key covers the sources in this folder, the versions of the DSL and of
+tvm-ffi, the GPU architecture, the CPU architecture and libc.
 """
 
 import logging
@@ -38,7 +38,7 @@ class CompiledKernel:
 
     def load_or_compile(self) -> Callable[..., None]:
         """Load the kernel from its object file, or compile it for the current GPU."""
-        path = find_cached(self._stem(), _SUFFIX)
+        path = find_cached(self._make_stem(), _SUFFIX)
         function = None if path is None else self._load(path)
         return self.compile(_OPTIONS) if function is None else function
 
@@ -57,13 +57,16 @@ class CompiledKernel:
     def compile_to_cache(self) -> Path:
         """Compile the kernel to an object file unless it is cached; return the path of the file."""
 
-        def write(path: Path) -> None:
+        def write_object_file(path: Path) -> None:
             compiled = self.compile(f"{_OPTIONS} --gpu-arch {self.arch}")
             compiled.export_to_c(str(path), self.name)
 
-        return find_cached(self._stem(), _SUFFIX) or build_cached(self._stem(), _SUFFIX, write)
+        return find_cached(self._make_stem(), _SUFFIX) or build_cached(
+            self._make_stem(), _SUFFIX, write_object_file
+        )
 
-    def _stem(self) -> str:
+    def _make_stem(self) -> str:
+        """Return the name of the object file without its suffix."""
         sources = tuple(sorted(Path(__file__).parent.rglob("*.py")))
         versions = (*map(version, _PACKAGES), platform.machine(), *platform.libc_ver())
         return f"{self.name}-{make_cache_key(self.arch, *versions, files=sources)}"

@@ -74,13 +74,13 @@ class CutlassExpertsFP4(SummedRowsExperts):
         assert isinstance(shape, StandardShape)
         problem, num_rows = self.problem, shape.tokens * shape.top_k
         max_tiles = max_tile_count(num_rows, TILE_M, problem.e)
-        # The output of GEMM 2 may overwrite x and the output of GEMM 1, which were read before.
-        overwritten = ("x_q", "workspace13")
+        # GEMM 2 may overwrite x and the output of GEMM 1, because neither is read again.
+        aliases = ("x_q", "workspace13")
         specs = {
             **sort_specs(shape.tokens, shape.top_k, TILE_M, problem.e),
             **mlp_specs(problem, num_rows, max_tiles),
             "workspace13": BufferSpec((num_rows, problem.w1_rows), problem.dtype),
-            "workspace2": BufferSpec((num_rows, problem.hidden), problem.dtype, over=overwritten),
+            "workspace2": BufferSpec((num_rows, problem.hidden), problem.dtype, over=aliases),
         }
         return merge_workspaces(problem, shape, [specs])
 
@@ -128,11 +128,11 @@ class BatchedCutlassExpertsFP4(UnweightedRowsExperts):
         problem, num_rows = self.problem, shape.experts * shape.capacity
         tile_specs = batched_tile_specs(shape.experts, shape.capacity)
         max_tiles = tile_specs["batched_tiles"].shape[0] // VALUES_PER_TILE
-        output = (shape.experts, shape.capacity, problem.hidden)
+        output_shape = (shape.experts, shape.capacity, problem.hidden)
         return WorkspaceShapes(
             workspace13=BufferSpec((num_rows, problem.w1_rows), problem.dtype),
             workspace2=BufferSpec((0,), problem.dtype),
-            output=BufferSpec(output, problem.dtype),
+            output=BufferSpec(output_shape, problem.dtype),
             extra={**tile_specs, **mlp_specs(problem, num_rows, max_tiles)},
         )
 
@@ -147,7 +147,7 @@ class BatchedCutlassExpertsFP4(UnweightedRowsExperts):
         assert isinstance(tokens, BatchedTokens)
         problem, x_RH = self.problem, tokens.x_eCH.flatten(0, 1)
         num_rows, out_RH = len(x_RH), output.flatten(0, 1)
-        with stages.stage(stages.SORT):  # the rows are sorted already; this lists their tiles
+        with stages.stage(stages.SORT):  # the rows are already sorted, so only list their tiles
             tiles = make_batched_tiles(tokens.counts_e, tokens.x_eCH.shape[1], workspace)
         with stages.stage(stages.QUANTIZE_INPUT):
             x = take_fp4(workspace, "x", num_rows, problem.hidden, tiles.numel() // VALUES_PER_TILE)

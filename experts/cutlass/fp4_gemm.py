@@ -127,12 +127,12 @@ def fp4_gemm_ref(a: Fp4Rows, b: Fp4Weights, tiles: torch.Tensor, out: torch.Tens
     unit_scale = torch.ones(1, dtype=torch.float32, device=out.device)
     w_scale = from_tiles(b.scale.view(experts, -1, b.scale.shape[1]), weight_rows, groups)
     weights: dict[int, torch.Tensor] = {}  # dequantized, by expert
-    for tile, (expert, first, end) in enumerate(list_tiles(tiles)):
+    for tile_index, (expert, first, end) in enumerate(list_tiles(tiles)):
         if expert not in weights:
             codes = unpack_pairs(b.w[expert], 1)
             weights[expert] = nvfp4.dequantize(codes, w_scale[expert].view(_E4M3), unit_scale)
         rows = slice(first, min(first + TILE_M, end))
-        scale = from_tiles(a.scale[tile, None], rows.stop - first, groups).view(_E4M3)
+        scale = from_tiles(a.scale[tile_index, None], rows.stop - first, groups).view(_E4M3)
         x = nvfp4.dequantize(unpack_pairs(a.q_RK[rows], 1), scale, unit_scale)
         global_scales = b.global_scales[expert].repeat_interleave(weight_rows // matrices)
         out[rows] = (matmul(x, weights[expert].T) * global_scales).to(out.dtype)

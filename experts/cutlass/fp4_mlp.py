@@ -111,21 +111,21 @@ def _prepare_weights(
 def compile_on_meta() -> None:
     """Call the operations around the GEMM on meta tensors to compile their Triton kernels."""
 
-    def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    def make_empty(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     experts, capacity, columns, bf16 = 4, 200, 256, torch.bfloat16
     num_rows, fp32 = experts * capacity, torch.float32
     specs = batched_tile_specs(experts, capacity) | fp4_specs("x", num_rows, columns, 2 * experts)
     workspace = Workspace(specs, torch.device("meta"))
-    tiles = make_batched_tiles(empty(experts, dtype=torch.int32), capacity, workspace)
+    tiles = make_batched_tiles(make_empty(experts, dtype=torch.int32), capacity, workspace)
     out = take_fp4(workspace, "x", num_rows, columns, 2 * experts)
-    scale_e, source_R = empty(experts, dtype=fp32), empty(num_rows, dtype=torch.int32)
-    quantize_tiles(empty(64, columns, dtype=bf16), tiles, scale_e, out=out, source_R=source_R)
-    quantize_tiles(empty(num_rows, columns, dtype=bf16), tiles, scale_e, out=out)
+    scale_e, source_R = make_empty(experts, dtype=fp32), make_empty(num_rows, dtype=torch.int32)
+    quantize_tiles(make_empty(64, columns, dtype=bf16), tiles, scale_e, out=out, source_R=source_R)
+    quantize_tiles(make_empty(num_rows, columns, dtype=bf16), tiles, scale_e, out=out)
     for kind in ("silu", "swiglu_oai", "relu2"):
         act = ActivationSpec.parse(kind)
-        gate_up = empty(num_rows, columns * (2 if act.gated else 1), dtype=bf16)
+        gate_up = make_empty(num_rows, columns * (2 if act.gated else 1), dtype=bf16)
         quantize_tiles(gate_up, tiles, scale_e, out=out, act=act)
     spec = tiled_scale_spec(experts, 2 * TILE_M, columns // nvfp4.GROUP)
-    tile_scales(empty(experts, 2 * TILE_M, columns // nvfp4.GROUP), empty(*spec.shape))
+    tile_scales(make_empty(experts, 2 * TILE_M, columns // nvfp4.GROUP), make_empty(*spec.shape))

@@ -18,7 +18,7 @@ from modular_kernel.workspace import BufferSpec
 
 
 class CutlassPath(GroupedTmaPath):
-    """The grouped_tma path with other GEMM kernels."""
+    """The grouped_tma path with the GEMMs of `block_gemm`."""
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
         specs = super().specs(tokens, block_m)

@@ -28,7 +28,7 @@ TensorAndScale = tuple[torch.Tensor, torch.Tensor | None]
 class CutlassRowwiseExpertsFP8(SortedRowsExperts):
     """Experts over contiguous tokens, with fp8 weights scaled per channel or per tensor.
 
-    Both GEMMs are torch._scaled_grouped_mm, which allocates its output in every call. The part
+    Both GEMMs call torch._scaled_grouped_mm, which allocates its output in every call. The part
     applies the router weights and sums over top-k.
     """
 

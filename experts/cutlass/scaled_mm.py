@@ -39,8 +39,8 @@ def scaled_grouped_mm(
         or (e, C, 1).
     weights: float8_e4m3fn values (e, N, K) and float32 scales (e,) or (e, N). The values are copied
         unless they are row-major and 16-byte aligned.
-    ends: (e,) int32, one past the last row of each expert; None for values (e, C, K). Results past
-        the last end are undefined.
+    ends: (e,) int32, one past the last row of each expert; None for values (e, C, K). Results of
+        rows past the last end are undefined.
     workspace: has the buffers of `expanded_scale_specs`.
     """
     (a, a_scale), (w, w_scale) = rows, weights

@@ -125,7 +125,9 @@ class BatchedDeepGemmExperts(BatchedRowsExperts):
 
 def _align_rows_on_meta() -> None:
     meta = torch.device("meta")
-    ids, num_invalid = (torch.empty(s, dtype=torch.int32, device=meta) for s in ((64, 8), (1,)))
+    ids, num_invalid = (
+        torch.empty(shape, dtype=torch.int32, device=meta) for shape in ((64, 8), (1,))
+    )
     routing = DispatchedRouting(None, ids, IdSpace.LOCAL, 32, None, num_invalid)
     workspace = Workspace(aligned_specs(64, 8, 32), meta)
     align_rows(routing, TILE_M, num_local=32, workspace=workspace)

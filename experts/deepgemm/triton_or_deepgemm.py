@@ -82,7 +82,10 @@ class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
         rejections = cls.triton_part.extra_rejections(problem, machine)
-        return tuple(replace(r, parties=(cls.__name__, *r.parties[1:])) for r in rejections)
+        return tuple(
+            replace(rejection, parties=(cls.__name__, *rejection.parties[1:]))
+            for rejection in rejections
+        )
 
     @classmethod
     def described(cls, machine: Machine) -> AbstractContextManager[None]:
@@ -113,7 +116,7 @@ class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
         is_large = size >= min_tokens(self.problem, self.min_rows)
         return self._triton if self._deepgemm is None or not is_large else self._deepgemm
 
-    def _merged_shapes(self, size: int, shape: DispatchShape) -> WorkspaceShapes:
+    def _get_merged_shapes(self, size: int, shape: DispatchShape) -> WorkspaceShapes:
         """Return the buffers of calls with at most this size and shape.
 
         If the largest call uses DeepGEMM, the buffers fit both parts, because smaller calls may use
@@ -158,7 +161,7 @@ class TritonOrDeepGemmExperts(_TritonOrDeepGemm):
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, StandardShape)
-        shapes, scheme = self._merged_shapes(shape.tokens, shape), self.problem.scheme
+        shapes, scheme = self._get_merged_shapes(shape.tokens, shape), self.problem.scheme
         part = self._select_part(shape.tokens)
         if part is self._triton or not scheme.quantizes_activations:
             return shapes
@@ -217,7 +220,7 @@ class BatchedTritonOrDeepGemmExperts(_TritonOrDeepGemm):
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, BatchedShape)
-        return self._merged_shapes(shape.capacity, shape)
+        return self._get_merged_shapes(shape.capacity, shape)
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
         # The part depends on the capacity, which x_TH does not determine.
@@ -243,9 +246,9 @@ def _merge_shapes(triton: WorkspaceShapes, deepgemm: WorkspaceShapes) -> Workspa
     """
     merged = {**triton.buffers(), **deepgemm.buffers()}
     for name, spec in triton.buffers().items():
-        other = merged[name]
-        aliases = tuple(alias for alias in spec.over if alias in other.over)
-        merged[name] = replace(max(spec, other, key=attrgetter("nbytes")), over=aliases)
+        merged_spec = merged[name]
+        aliases = tuple(alias for alias in spec.over if alias in merged_spec.over)
+        merged[name] = replace(max(spec, merged_spec, key=attrgetter("nbytes")), over=aliases)
     return WorkspaceShapes(
         merged.pop("workspace13"), merged.pop("workspace2"), triton.output, merged
     )

@@ -33,7 +33,7 @@ FLASHINFER = PackageProbe(
     version_file="_build_meta.py",
 )
 
-# Activations that FlashInfer computes as `ActivationSpec` defines them -> FlashInfer's name.
+# Kind of `ActivationSpec` -> FlashInfer's name of the same activation.
 ACTIVATIONS: Mapping[str, str] = {
     "silu": "Swiglu",
     "gelu": "Geglu",
@@ -89,7 +89,7 @@ def workspace_bytes(library: Any, problem: Problem, max_tokens: int) -> int:
         problem.e,
         problem.top_k,
         x_dtype=input_dtype(problem),
-        weight_dtype=_weight_dtype(problem),
+        weight_dtype=_get_weight_dtype(problem),
         output_dtype=problem.dtype,
         activation_type=activation_type(library, problem),
         use_deepseek_fp8_block_scale=has_block_scales(problem),
@@ -144,7 +144,7 @@ def run(library: Any, problem: Problem, arguments: MoeArguments) -> None:
         activation_type=activation_type(library, problem),
         use_fused_finalize=False,
         workspace_buffer=arguments.workspace,
-        **_activation_arguments(problem, arguments.act_3e),
+        **_make_activation_arguments(problem, arguments.act_3e),
     )
 
 
@@ -160,7 +160,9 @@ def activation_parameters(problem: Problem) -> tuple[float, ...]:
     }.get(act.kind, ())
 
 
-def _activation_arguments(problem: Problem, act_3e: torch.Tensor | None) -> dict[str, torch.Tensor]:
+def _make_activation_arguments(
+    problem: Problem, act_3e: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
     if act_3e is None:
         return {}
     if problem.act.kind == "situ":
@@ -171,7 +173,7 @@ def _activation_arguments(problem: Problem, act_3e: torch.Tensor | None) -> dict
     return dict(zip(names, act_3e, strict=True))
 
 
-def _weight_dtype(problem: Problem) -> torch.dtype:
+def _get_weight_dtype(problem: Problem) -> torch.dtype:
     scheme = problem.scheme
     return STORAGE[scheme.weight] if scheme.quantized else problem.dtype
 

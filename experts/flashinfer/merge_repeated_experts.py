@@ -80,20 +80,20 @@ def merge_repeated_experts_ref(
 ) -> None:
     """PyTorch reference for `merge_repeated_experts`."""
     topk_ids_TK, topk_weights_TK = routing.topk_ids_TK, routing.topk_weights_TK
-    valid = (topk_ids_TK >= 0) & (topk_ids_TK < routing.num_experts)
-    routing.invalid_ids.add_(((topk_ids_TK != -1) & ~valid).sum())
-    local = torch.where(valid, topk_ids_TK, 0).long()
+    is_valid = (topk_ids_TK >= 0) & (topk_ids_TK < routing.num_experts)
+    routing.invalid_ids.add_(((topk_ids_TK != -1) & ~is_valid).sum())
+    local_ids = torch.where(is_valid, topk_ids_TK, 0).long()
     if routing.expert_map is not None:
-        local = routing.expert_map.long()[local]
-    local = torch.where(valid & (local >= 0) & (local < num_local), local, -1)
-    is_local = local >= 0
+        local_ids = routing.expert_map.long()[local_ids]
+    local_ids = torch.where(is_valid & (local_ids >= 0) & (local_ids < num_local), local_ids, -1)
+    is_local = local_ids >= 0
     weights = torch.ones_like(weights_TK) if topk_weights_TK is None else topk_weights_TK
     weights = weights.masked_fill(~is_local, 0)  # weights of skipped pairs may have any value
     total, is_repeated = torch.zeros_like(weights_TK), torch.zeros_like(is_local)
     for j in range(topk_ids_TK.shape[1]):
-        same_expert = is_local & (local == local[:, j : j + 1])
+        same_expert = is_local & (local_ids == local_ids[:, j : j + 1])
         total += torch.where(same_expert, weights[:, j : j + 1], 0)
         is_repeated[:, j + 1 :] |= same_expert[:, j + 1 :]
     is_first_pair = is_local & ~is_repeated
-    ids_TK.copy_(torch.where(is_first_pair, local, -1))
+    ids_TK.copy_(torch.where(is_first_pair, local_ids, -1))
     weights_TK.copy_(torch.where(is_first_pair, total * factor, 0))

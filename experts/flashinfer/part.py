@@ -48,6 +48,7 @@ from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceNoOp
 
 _WORKSPACE_ALIGNMENT_BYTES = 128  # alignment of FlashInfer's workspace in bytes
+# FlashInfer's kernels for fp8 with block scales need this GPU and at least this CUDA version.
 _BLOCK_SCALE_ARCH, _BLOCK_SCALE_MIN_CUDA = (9, 0), (12, 8)
 _FUSED_STAGE = stages.fuse(stages.PERMUTE, stages.GEMM1, stages.GEMM2, stages.UNPERMUTE)
 
@@ -58,9 +59,9 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
     fp8 weights have static per-tensor scales or block scales. FlashInfer applies the router weights
     and sums over top-k. w1 has the up rows before the gate rows (`modular_kernel.quant.row_order`).
 
-    Before FlashInfer's kernels, a call merges repeated experts of a token, marks tokens with a NaN
-    if the activation clamps, and quantizes x if scales are per-tensor. FlashInfer allocates a few
-    small tensors in every call.
+    Before FlashInfer's kernels, a call merges repeated experts of a token, sets the router weights
+    of tokens that contain a NaN to NaN if the activation clamps, and quantizes x if scales are
+    per-tensor. FlashInfer allocates a few small tensors in every call.
     """
 
     load_library = staticmethod(load)
@@ -103,8 +104,8 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
         return (
-            *_activation_rejections(cls.__name__, problem),
-            *_scheme_rejections(cls.__name__, problem, machine),
+            *_find_activation_rejections(cls.__name__, problem),
+            *_find_scheme_rejections(cls.__name__, problem, machine),
         )
 
     @classmethod
@@ -115,7 +116,7 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, StandardShape)
         problem, pair_shape = self.problem, (shape.tokens, shape.top_k)
-        library_bytes = self._library_bytes(shape.tokens) + _WORKSPACE_ALIGNMENT_BYTES
+        library_bytes = self._get_library_bytes(shape.tokens) + _WORKSPACE_ALIGNMENT_BYTES
         empty = BufferSpec((0,), problem.dtype)
         specs = {
             "merged_ids": BufferSpec(pair_shape, torch.int32),
@@ -155,11 +156,11 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
         weights_TK = workspace.take("merged_weights", pair_shape)
         with stages.stage(stages.SORT):
             factor = problem.routed_scaling_factor
-            out = {"ids_TK": ids_TK, "weights_TK": weights_TK}
-            merge_repeated_experts(routing, problem.e, factor=factor, **out)
+            merged_routing = {"ids_TK": ids_TK, "weights_TK": weights_TK}
+            merge_repeated_experts(routing, problem.e, factor=factor, **merged_routing)
             if problem.act.kind in NAN_CLAMPING_ACTIVATIONS:
-                mark_nan_rows(tokens.x_TH, **out)
-        x_TH, scales = self._input_and_scales(tokens.x_TH, weights, workspace)
+                mark_nan_rows(tokens.x_TH, **merged_routing)
+        x_TH, scales = self._prepare_input_and_scales(tokens.x_TH, weights, workspace)
         with stages.stage(_FUSED_STAGE):
             arguments = MoeArguments(
                 x_TH,
@@ -168,26 +169,26 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
                 to_row_major(weights.w1),
                 to_row_major(weights.w2),
                 scales,
-                self._activation_constants(workspace),
-                self._library_workspace(pair_shape[0], workspace),
+                self._fill_activation_constants(workspace),
+                self._take_library_workspace(pair_shape[0], workspace),
                 output,
             )
             run(self._library, problem, arguments)
 
-    def _library_workspace(self, num_tokens: int, workspace: Workspace) -> torch.Tensor:
+    def _take_library_workspace(self, num_tokens: int, workspace: Workspace) -> torch.Tensor:
         """Return the workspace that FlashInfer uses, aligned to 128 bytes."""
-        nbytes = self._library_bytes(num_tokens)
+        nbytes = self._get_library_bytes(num_tokens)
         buffer = workspace.take("library", (nbytes + _WORKSPACE_ALIGNMENT_BYTES,))
         start = -buffer.data_ptr() % _WORKSPACE_ALIGNMENT_BYTES
         return buffer[start : start + nbytes]
 
-    def _library_bytes(self, num_tokens: int) -> int:
+    def _get_library_bytes(self, num_tokens: int) -> int:
         if num_tokens not in self._bytes_by_tokens:
             nbytes = workspace_bytes(self._library, self.problem, num_tokens)
             self._bytes_by_tokens[num_tokens] = nbytes
         return self._bytes_by_tokens[num_tokens]
 
-    def _input_and_scales(
+    def _prepare_input_and_scales(
         self, x_TH: torch.Tensor, weights: ExpertWeights, workspace: Workspace
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Return x in the dtype and layout that the library takes, and `MoeArguments.scales`."""
@@ -204,27 +205,28 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
         self, x_TH: torch.Tensor, weights: ExpertWeights, workspace: Workspace
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         problem, e = self.problem, self.problem.e
-        a1, a2, w1, w2 = (weights.a1_scale, weights.a2_scale, weights.w1_scale, weights.w2_scale)
-        assert a1 is not None
-        assert a2 is not None
-        assert w1 is not None
-        assert w2 is not None
+        a1_scale, a2_scale = weights.a1_scale, weights.a2_scale
+        w1_scale, w2_scale = weights.w1_scale, weights.w2_scale
+        assert a1_scale is not None
+        assert a2_scale is not None
+        assert w1_scale is not None
+        assert w2_scale is not None
         shape = (x_TH.shape[0], problem.hidden)
-        out = take_quantized(workspace, "x", problem.scheme, shape, static_scale=a1)
+        out = take_quantized(workspace, "x", problem.scheme, shape, static_scale=a1_scale)
         with stages.stage(stages.QUANTIZE_INPUT):
             quantize_rows(x_TH, problem.scheme, out=out)
             scales = workspace.take("static_scales", (2 * e + 1,))
-            torch.mul(w1, a1, out=scales[:e])
-            torch.mul(w2, a2, out=scales[e : 2 * e])
-            torch.reciprocal(a2, out=scales[2 * e :])
+            torch.mul(w1_scale, a1_scale, out=scales[:e])
+            torch.mul(w2_scale, a2_scale, out=scales[e : 2 * e])
+            torch.reciprocal(a2_scale, out=scales[2 * e :])
         return out.q_RK, (
             scales[:e],
             scales[2 * e],
             scales[e : 2 * e],
-            a1.view(()),
+            a1_scale.view(()),
         )
 
-    def _activation_constants(self, workspace: Workspace) -> torch.Tensor | None:
+    def _fill_activation_constants(self, workspace: Workspace) -> torch.Tensor | None:
         constants = activation_parameters(self.problem)
         if not constants:
             return None
@@ -237,7 +239,7 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
 _FP32 = torch.float32
 
 
-def _activation_rejections(name: str, problem: Problem) -> tuple[Rejection, ...]:
+def _find_activation_rejections(name: str, problem: Problem) -> tuple[Rejection, ...]:
     act, parties = problem.act, (name, "problem")
     if act.kind in ("gelu", "gelu_tanh") and act.limit is not None:
         return (Rejection("activation", parties, str(act), "gelu without a limit"),)
@@ -246,7 +248,7 @@ def _activation_rejections(name: str, problem: Problem) -> tuple[Rejection, ...]
     return ()
 
 
-def _scheme_rejections(name: str, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+def _find_scheme_rejections(name: str, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
     """Return the rejections of fp8 problems that `requires` cannot express."""
     scheme, parties = problem.scheme, (name, "problem")
     if scheme.name not in FlashInferExperts.requires.schemes or not scheme.quantized:
@@ -280,9 +282,9 @@ def _scheme_rejections(name: str, problem: Problem, machine: Machine) -> tuple[R
 
 def _merge_on_meta() -> None:
     ids_TK, weights_TK = _make_empty_meta(64, 8), _make_empty_meta(64, 8, dtype=_FP32)
-    topk = _make_empty_meta(64, 8, dtype=_FP32), _make_empty_meta(64, 8)
+    topk_weights_and_ids = _make_empty_meta(64, 8, dtype=_FP32), _make_empty_meta(64, 8)
     routing = DispatchedRouting(
-        *topk, IdSpace.GLOBAL, 32, _make_empty_meta(32), _make_empty_meta(1)
+        *topk_weights_and_ids, IdSpace.GLOBAL, 32, _make_empty_meta(32), _make_empty_meta(1)
     )
     merge_repeated_experts(routing, 32, factor=1.0, ids_TK=ids_TK, weights_TK=weights_TK)
 

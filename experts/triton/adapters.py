@@ -27,10 +27,10 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec, Workspace
 
-_MIN_BLOCK_R, _MAX_BLOCK_R = 16, 64  # columns of u per program, and per step of the expand B u
-_MAX_SLOT_PARTS = 8  # programs among which the adapter slots of one tile are divided
+_MIN_BLOCK_R, _MAX_BLOCK_R = 16, 64  # columns of u per shrink program and per step of the expand
+_MAX_SLOT_PROGRAMS = 8  # programs that divide the adapter slots of one tile among themselves
 # On a CPU, programs run sequentially and each has a fixed cost, so fewer programs are launched.
-_MAX_SLOT_PARTS_ON_CPU, _A_ROWS_ON_CPU = 2, 16
+_MAX_SLOT_PROGRAMS_ON_CPU, _A_ROWS_ON_CPU = 2, 16
 _STAGES = 4
 _STAGE_BYTES = 24 << 10  # bytes of x and A per pipeline stage; four stages fit on any GPU
 _MIN_BLOCK_K, _MAX_BLOCK_K = 32, 512
@@ -102,7 +102,7 @@ def adapter_specs(problem: Problem, num_rows: int) -> dict[str, BufferSpec]:
     if spec is None:
         return {}
     return {
-        "lora_u13": BufferSpec((num_rows, u13_columns(problem)), problem.dtype),
+        "lora_u13": BufferSpec((num_rows, count_u13_columns(problem)), problem.dtype),
         "lora_u2": BufferSpec((num_rows, spec.rank), problem.dtype),
     }
 
@@ -143,9 +143,9 @@ class PairShrink:
         assert b is not None  # validated with the weights
         problem, aligned, num_pairs = self._problem, self._aligned, self._num_pairs
         if num_pairs * a.shape[2] <= _MAX_SMALL_U and not problem.batch_invariant:
-            return shrink_few(self._call, name, x, matrices, problem)
+            return shrink_few_pairs(self._call, name, x, matrices, problem)
         u = self._call.workspace.take(name, (num_pairs, a.shape[2]))
-        launch_args = shrink_arguments(a, x.shape[1], problem, self._block_m)
+        launch_args = make_shrink_arguments(a, x.shape[1], problem, self._block_m)
         launch(
             shrink_pairs_kernel,
             (
@@ -170,9 +170,7 @@ class PairShrink:
 
 
 class SegmentShrink:
-    """The shrink launches of one call whose rows are sorted by expert
-    (`modular_kernel.ops.sort`).
-    """
+    """The shrink launches of one call with expert-sorted rows (`modular_kernel.ops.sort`)."""
 
     def __init__(
         self,
@@ -205,7 +203,7 @@ class SegmentShrink:
         assert b is not None  # validated with the weights
         order = self._order
         u = self._workspace.take(name, (order.row_of_pair_TK.numel(), a.shape[2]))
-        launch_args = shrink_arguments(a, x.shape[1], self._problem, self._block_m)
+        launch_args = make_shrink_arguments(a, x.shape[1], self._problem, self._block_m)
         launch(
             shrink_segments_kernel,
             (
@@ -248,7 +246,7 @@ def shrink_batched(
 
     a, b = matrices
     experts, capacity, k = x_eCK.shape
-    launch_args = shrink_arguments(a, k, problem, block_m)
+    launch_args = make_shrink_arguments(a, k, problem, block_m)
     row_blocks, column_blocks = -(-capacity // block_m), -(-a.shape[2] // launch_args["BLOCK_RANK"])
     launch(
         shrink_batched_kernel,
@@ -263,7 +261,7 @@ def shrink_batched(
     return ShrinkOutput(u_eCQ, slots_eC, b, a.shape[2] - b.shape[3])
 
 
-def shrink_few(
+def shrink_few_pairs(
     call: PathCall, name: str, x: torch.Tensor, matrices: Matrices, problem: Problem
 ) -> ShrinkOutput:
     """Launch u = A x with a separate program for each routed pair.
@@ -296,7 +294,7 @@ def shrink_few(
         BLOCK_RANK=block_r,
         BLOCK_K=block_k,
         num_warps=num_warps,
-        **_matrix_arguments(a, k),
+        **_make_matrix_arguments(a, k),
         **id_arguments(routing, problem.e),
         **pdl_arguments(),
     )
@@ -313,7 +311,7 @@ def shrink_few_blocks(k: int, num_pairs: int, device: torch.device) -> tuple[int
     return (2, min(padded_k, 16384), 16) if is_underfilled else (1, 4096, 8)
 
 
-def _matrix_arguments(a: torch.Tensor, k: int) -> dict[str, Any]:
+def _make_matrix_arguments(a: torch.Tensor, k: int) -> dict[str, Any]:
     slots, experts, rank_rows, _ = a.shape
     stride_slot, stride_e, stride_r, _ = a.stride()
     return {
@@ -327,7 +325,9 @@ def _matrix_arguments(a: torch.Tensor, k: int) -> dict[str, Any]:
     }
 
 
-def shrink_arguments(a: torch.Tensor, k: int, problem: Problem, block_m: int) -> dict[str, Any]:
+def make_shrink_arguments(
+    a: torch.Tensor, k: int, problem: Problem, block_m: int
+) -> dict[str, Any]:
     """Return the arguments that the tiled shrink kernels share.
 
     A step of a kernel loads a tile of block_m rows of x and a block of rows of A. BLOCK_K is as
@@ -338,13 +338,13 @@ def shrink_arguments(a: torch.Tensor, k: int, problem: Problem, block_m: int) ->
     """
     block_r = _MIN_BLOCK_R if block_m <= _MIN_BLOCK_R else choose_block_r(a.shape[2])
     max_block_k = _STAGE_BYTES // ((block_m + block_r) * problem.dtype.itemsize)
-    largest_power = max(1 << max_block_k.bit_length() - 1, _MIN_BLOCK_K)
-    block_k = min(largest_power, _MAX_BLOCK_K, next_power_of_2(k))
-    max_parts = _MAX_SLOT_PARTS_ON_CPU if a.device.type == "cpu" else _MAX_SLOT_PARTS
+    max_power_of_2 = max(1 << max_block_k.bit_length() - 1, _MIN_BLOCK_K)
+    block_k = min(max_power_of_2, _MAX_BLOCK_K, next_power_of_2(k))
+    max_slot_programs = _MAX_SLOT_PROGRAMS_ON_CPU if a.device.type == "cpu" else _MAX_SLOT_PROGRAMS
     return {
-        **_matrix_arguments(a, k),
+        **_make_matrix_arguments(a, k),
         "INPUT_PRECISION": problem.fp32_precision,
-        "SLOT_PROGRAMS": min(len(a), max_parts),
+        "SLOT_PROGRAMS": min(len(a), max_slot_programs),
         "BLOCK_M": block_m,
         "BLOCK_RANK": block_r,
         "BLOCK_K": max(block_k, _MIN_BLOCK_K),
@@ -353,7 +353,7 @@ def shrink_arguments(a: torch.Tensor, k: int, problem: Problem, block_m: int) ->
     }
 
 
-def u13_columns(problem: Problem) -> int:
+def count_u13_columns(problem: Problem) -> int:
     """Return the columns of u for GEMM 1: R, or 2R if gate and up have separate matrices A."""
     spec = problem.adapters
     assert spec is not None

@@ -1,8 +1,7 @@
 """BatchedTritonExperts: experts for the batched format (e, C, H), in Triton.
 
-In the batched format, each of the e local experts has C rows, of which only the first counts_e[i]
-hold tokens. The router weights and the sum over top-k are left to the PrepareAndFinalize that made
-the batches.
+In the batched format, local expert i has C rows, of which only the first counts_e[i] hold tokens.
+The router weights and the sum over top-k are left to the PrepareAndFinalize that made the batches.
 """
 
 from dataclasses import dataclass, replace
@@ -86,12 +85,12 @@ class BatchedTritonExperts(TritonExpertsBase):
         experts, capacity, _ = tokens.x_eCH.shape
         launch1, launch2 = choose_config(problem, capacity).typed_launches(LaunchConfig)
         h_eCI = workspace.take("workspace13", (experts, capacity, problem.intermediate))
-        adapters, shrink_output = None, None
+        shrink, shrink_output = None, None
         if tokens.adapters_eC is not None:
-            adapters = _Adapters(tokens, weights, problem, workspace, launch1.block_m)
+            shrink = _BatchedShrink(tokens, weights, problem, workspace, launch1.block_m)
         with stages.stage(stages.GEMM1):
-            if adapters is not None:
-                shrink_output = adapters.shrink_x()
+            if shrink is not None:
+                shrink_output = shrink.shrink_x()
             operands = gemm1_operands(weights, problem)
             rows = (tokens.x_eCH, tokens.scale)
             self._multiply(rows, operands, launch1, tokens.counts_e, h_eCI, shrink_output)
@@ -99,8 +98,8 @@ class BatchedTritonExperts(TritonExpertsBase):
         if problem.scheme.quantizes_activations:
             h_rows = self._quantize(h_eCI, tokens, weights, workspace)
         with stages.stage(stages.GEMM2):
-            if adapters is not None:
-                shrink_output = adapters.shrink_h(h_eCI)
+            if shrink is not None:
+                shrink_output = shrink.shrink_h(h_eCI)
             operands = gemm2_operands(weights, problem)
             self._multiply(h_rows, operands, launch2, tokens.counts_e, output, shrink_output)
 
@@ -135,19 +134,23 @@ class BatchedTritonExperts(TritonExpertsBase):
         out: torch.Tensor,
         shrink_output: ShrinkOutput | None,
     ) -> None:
-        """Launch one GEMM on `rows`, which are values (e, C, K) and their scales or None."""
+        """Launch one GEMM.
+
+        rows: values (e, C, K), and their scales or None.
+        out: the output, (e, C, columns).
+        """
         a_eCK, a_scale = rows
         experts, capacity, _ = a_eCK.shape
-        num_m = -(-capacity // tile.block_m)
-        num_n = -(-operands.size_n // tile.block_n)
+        num_m_blocks = -(-capacity // tile.block_m)
+        num_n_blocks = -(-operands.size_n // tile.block_n)
         launch(
             self._kernel,
-            (num_m * num_n, experts),
+            (num_m_blocks * num_n_blocks, experts),
             a_ptr=a_eCK,
             out_ptr=out,
             counts_ptr=counts_e,
             capacity=capacity,
-            num_m_blocks=num_m,
+            num_m_blocks=num_m_blocks,
             stride_ase=0 if a_scale is None else _get_expert_stride(a_scale, capacity),
             **({} if shrink_output is None else shrink_output.arguments()),
             **operands.arguments(tile, self.problem.fp32_precision, a_scale),
@@ -155,7 +158,7 @@ class BatchedTritonExperts(TritonExpertsBase):
 
 
 @dataclass(frozen=True)
-class _Adapters:
+class _BatchedShrink:
     """The LoRA shrink launches of one call in which some rows have adapters."""
 
     tokens: BatchedTokens

@@ -20,7 +20,8 @@ CandidateGroups = Mapping[int, tuple[Sequence[Launch], Sequence[Launch]]]
 # A path for few tokens (gemv, gemv_tma, gemv_w4) is timed for up to this multiple of the largest
 # number of tokens for which it is the default.
 SMALL_M_LIMIT_FACTOR = 2
-_LARGE_GROUP_M = 16  # group_m of entries without one, if block_m is above _MAX_UNGROUPED_BLOCK_M
+# group_m of entries that do not specify it, if block_m is above _MAX_UNGROUPED_BLOCK_M.
+_LARGE_GROUP_M = 16
 # Above this block_m, tiles are ordered in groups that share weight tiles in the L2 cache. For
 # smaller blocks, groups are not faster.
 _MAX_UNGROUPED_BLOCK_M = 32
@@ -58,8 +59,8 @@ def build_candidate_groups(
 
 def launch_from_entry(entry: Entry, block_m: int, gemm: Gemm) -> LaunchConfig:
     """Convert a table entry to a launch of one GEMM. The default of group_m depends on block_m."""
-    weight_rows, block_k, num_warps, num_stages, *given_group_m = entry
+    weight_rows, block_k, num_warps, num_stages, *specified_group_m = entry
     default_group_m = 1 if block_m <= _MAX_UNGROUPED_BLOCK_M else _LARGE_GROUP_M
-    group_m = given_group_m[0] if given_group_m else default_group_m
+    group_m = specified_group_m[0] if specified_group_m else default_group_m
     block_n = weight_rows // gemm.num_matrices
     return LaunchConfig(block_m, block_n, block_k, group_m, num_warps, num_stages)

@@ -70,16 +70,20 @@ def load_external_paths(built_in_names: Collection[str]) -> ExternalPaths:
     If several external paths have the same name, none of them is used, so that the result does not
     depend on the order of installation. An external path cannot have a name in built_in_names.
     """
-    entries = sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value))
+    sorted_entry_points = sorted(
+        entry_points(group=GROUP), key=lambda entry_point: (entry_point.name, entry_point.value)
+    )
     # An editable and a regular install of one distribution list the same entry point twice.
-    unique = {(entry.name, entry.value): entry for entry in entries}
+    unique_entry_points = {
+        (entry_point.name, entry_point.value): entry_point for entry_point in sorted_entry_points
+    }
     usable, broken = list[ExternalPath](), list[BrokenPath]()
-    for entry in unique.values():
-        origin = _describe_origin(entry)
+    for entry_point in unique_entry_points.values():
+        origin = _describe_origin(entry_point)
         try:
-            paths = list(_check_paths(_load(entry, origin)))
+            paths = list(_check_paths(_load_entry_point(entry_point, origin)))
         except (Exception, SystemExit) as error:  # noqa: BLE001  another package's code
-            name = escape_nonprintable(entry.name, max_chars=_MAX_ORIGIN_CHARS)
+            name = escape_nonprintable(entry_point.name, max_chars=_MAX_ORIGIN_CHARS)
             broken.append(BrokenPath(name, origin, describe_error(error)))
             continue
         usable += [ExternalPath(path, origin) for path in paths]
@@ -92,13 +96,13 @@ def load_external_paths(built_in_names: Collection[str]) -> ExternalPaths:
     return loaded
 
 
-def _describe_origin(entry: EntryPoint) -> str:
-    distribution = entry.dist.name if entry.dist else "unknown"
-    return escape_nonprintable(f"{distribution} ({entry.value})", max_chars=_MAX_ORIGIN_CHARS)
+def _describe_origin(entry_point: EntryPoint) -> str:
+    distribution = entry_point.dist.name if entry_point.dist else "unknown"
+    return escape_nonprintable(f"{distribution} ({entry_point.value})", max_chars=_MAX_ORIGIN_CHARS)
 
 
-def _load(entry: EntryPoint, origin: str) -> object:
-    return load_with_timeout(entry.load, read_settings().import_timeout_s, origin)
+def _load_entry_point(entry_point: EntryPoint, origin: str) -> object:
+    return load_with_timeout(entry_point.load, read_settings().import_timeout_s, origin)
 
 
 def _check_paths(value: object) -> Iterator[type[Path]]:
@@ -115,9 +119,9 @@ def _check_paths(value: object) -> Iterator[type[Path]]:
             need = "a subclass of experts.triton.path.Path"
             raise ConfigurationError(what, got="a class with other bases", need=need)
         if inspect.isabstract(cls):
-            missing = ", ".join(sorted(cls.__abstractmethods__))
+            missing_methods = ", ".join(sorted(cls.__abstractmethods__))
             need = "definitions of all abstract methods of Path"
-            raise ConfigurationError(what, got=f"no definition of {missing}", need=need)
+            raise ConfigurationError(what, got=f"no definition of {missing_methods}", need=need)
         name = getattr(cls, "name", None)
         if not isinstance(name, str) or not name.isidentifier():
             raise ConfigurationError(f"{what}: name", got=repr(name), need="an identifier")
@@ -137,7 +141,7 @@ def _remove_name_conflicts(
         if name in built_in_names:
             need = "another name, because TritonExperts has a built-in path with this name"
         elif name_counts[name] > 1:
-            origins = (other.origin for other in paths if other.path.name == name)
+            origins = (conflicting.origin for conflicting in paths if conflicting.path.name == name)
             need = f"a unique name, but {' and '.join(origins)} provide paths with this name"
         else:
             usable.append(external)

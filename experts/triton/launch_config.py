@@ -36,7 +36,7 @@ _SHARED_BYTES = {
 }
 _MIN_SHARED_BYTES = 101_376  # the minimum of _SHARED_BYTES
 
-# (pattern, compute capability) of GPUs. The first pattern found in the name of a device is used.
+# (pattern, compute capability) of GPUs. The first pattern that occurs in a device name applies.
 # Names of config files have "_" for each space of the device name.
 _ARCH_PATTERNS = (
     (r"RTX[ _](?:PRO|50\d\d)", (12, 0)),
@@ -77,7 +77,7 @@ class Launch(Protocol):
         """Return the number of stages of the software pipeline along K."""
 
 
-L = TypeVar("L", bound=Launch)
+LaunchT = TypeVar("LaunchT", bound=Launch)
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class LaunchConfig:
     block_n: output columns per block. To compute them, a gated GEMM 1 multiplies by block_n gate
         rows and block_n up rows.
     block_k: elements along K per step.
-    group_m: number of row blocks that are computed for a column block before the next column
-        block, so that they share weight tiles in L2.
+    group_m: number of row blocks per group. The blocks of a group are computed for one column block
+        before the next, so that they share weight tiles in the L2 cache.
     num_warps: warps per program.
     num_stages: stages of the software pipeline along K.
     """
@@ -129,7 +129,7 @@ class MoEConfig:
     def __str__(self) -> str:
         return f"{self.path}: GEMM 1 {self.gemm1}; GEMM 2 {self.gemm2}"
 
-    def typed_launches(self, kind: type[L]) -> tuple[L, L]:
+    def typed_launches(self, kind: type[LaunchT]) -> tuple[LaunchT, LaunchT]:
         """Return the launches of GEMM 1 and GEMM 2, both of which must have the type `kind`."""
         launch1, launch2 = self.gemm1, self.gemm2
         assert isinstance(launch1, kind)
@@ -279,14 +279,14 @@ def shared_bytes(tile: LaunchConfig, gemm: Gemm, device: Device) -> int:
     has_warpgroups = device.warpgroups and tile.num_warps % 4 == 0
     uses_wgmma = has_warpgroups and gemm.tensor_cores and fills_wgmma
     num_buffers = max(tile.num_stages - 1, 1)
-    extra = 4 * (tile.block_m + gemm.num_matrices * tile.block_n) if gemm.has_scales else 0
+    extra_bytes = 4 * (tile.block_m + gemm.num_matrices * tile.block_n) if gemm.has_scales else 0
     if uses_wgmma and gemm.dequantized_bits:
         weight_bytes = tile.block_n * tile.block_k * gemm.dequantized_bits // 8
-        extra += tile.block_m * a_row_bytes + weight_bytes
+        extra_bytes += tile.block_m * a_row_bytes + weight_bytes
     elif uses_wgmma:
         num_buffers = tile.num_stages
     out_bytes = tile.block_m * tile.block_n * gemm.out_bits // 8
-    return max(num_buffers * buffer_bytes + extra, out_bytes)
+    return max(num_buffers * buffer_bytes + extra_bytes, out_bytes)
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ class Violation:
 
 def violations(tile: LaunchConfig, gemm: Gemm, device: Device) -> Iterator[Violation]:
     """Yield every limit that prevents `tile` from being launched. Its fields may have any value."""
-    invalid_fields = list(_field_violations(tile, gemm))
+    invalid_fields = list(_find_field_violations(tile, gemm))
     yield from invalid_fields
     if invalid_fields:
         return
@@ -318,7 +318,7 @@ def violations(tile: LaunchConfig, gemm: Gemm, device: Device) -> Iterator[Viola
         yield Violation(SHARED_LIMIT, shared, need)
 
 
-def _field_violations(tile: LaunchConfig, gemm: Gemm) -> Iterator[Violation]:
+def _find_field_violations(tile: LaunchConfig, gemm: Gemm) -> Iterator[Violation]:
     blocks = (
         ("block_m", 16),
         ("block_n", gemm.min_block_n),

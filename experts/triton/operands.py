@@ -122,10 +122,10 @@ class GemmOperands:
         # boundary. NVFP4 scales multiply the weights instead, so they do not limit block_k.
         block_k = math.gcd(tile.block_k, 0 if scheme.matrix_scales else group_k)
         bias = self.w if self.bias is None else self.bias
-        mode, step = "plain", self.gate_stride
+        quant_mode = "plain"
         if scheme.quantized:
-            mode = "w8a8" if scheme.quantizes_activations else "weight_only"
-        tile_rows = tile.block_n * step
+            quant_mode = "w8a8" if scheme.quantizes_activations else "weight_only"
+        tile_rows = tile.block_n * self.gate_stride
         return {
             "b_ptr": self.w,
             "bias_ptr": bias,
@@ -143,15 +143,15 @@ class GemmOperands:
             "stride_act_order_e": 0 if self.order is None else self.order.stride(0),
             "HAS_ACT_ORDER": self.order is not None,
             **_make_row_scale_arguments(a_scale, self.w),
-            "GATE_STRIDE": step,
+            "GATE_STRIDE": self.gate_stride,
             "HAS_BIAS": self.bias is not None,
-            "QUANT_MODE": mode,
+            "QUANT_MODE": quant_mode,
             "WEIGHT_FORMAT": word_format(scheme),
             "GROUP_N": group_n,
             "GROUP_K": group_k,
             # All gate rows of a tile share one scale, and so do all its up rows.
             "ONE_SCALE_PER_TILE": group_n % tile_rows == 0
-            and (self.up_row_offset % tile_rows == 0 or self.up_row_offset < step),
+            and (self.up_row_offset % tile_rows == 0 or self.up_row_offset < self.gate_stride),
             "ZERO_POINT": DEFAULT_ZERO_POINT.get(scheme.weight, 0),
             "HAS_ZERO_POINTS": self.zero_point is not None,
             "PACKED": scheme.packed,
@@ -172,17 +172,17 @@ class GemmOperands:
         NVFP4 global scales are passed as zero points, because no scheme has both.
         """
         scale = self.w if self.scale is None else self.scale
-        zero = self.zero_point
+        zero_point = self.zero_point
         zero_strides: tuple[int, ...] = (0, 0, 0)
         scale_strides = ((*self.scale.stride(), 0, 0) if self.scale is not None else (0, 0, 0))[:3]
-        if zero is not None:
-            zero_strides = zero.stride()
+        if zero_point is not None:
+            zero_strides = zero_point.stride()
         elif self.global_scale is not None:
-            zero, zero_strides = self.global_scale, (self.global_scale.stride(0), 0, 0)
+            zero_point, zero_strides = self.global_scale, (self.global_scale.stride(0), 0, 0)
         names = ("stride_bse", "stride_bsn", "stride_bsk", "stride_bze", "stride_bzn", "stride_bzk")
         return {
             "b_scale_ptr": scale,
-            "zero_point_ptr": self.w if zero is None else zero,
+            "zero_point_ptr": self.w if zero_point is None else zero_point,
             **dict(zip(names, (*scale_strides, *zero_strides), strict=True)),
         }
 

@@ -59,24 +59,28 @@ def allows_vector_loads(weights: ExpertWeights) -> bool:
 
 def w4_arguments(operands: GemmOperands) -> dict[str, object]:
     """Return the arguments of the 4-bit kernels for weights, scales, zero points and biases."""
-    w, scale, zero, bias = operands.w, operands.scale, operands.zero_point, operands.bias
+    w, scale, zero_point, bias = operands.w, operands.scale, operands.zero_point, operands.bias
     assert scale is not None
     _, group = scale_group(operands.scheme, operands.size_k)
-    zero_or_global = zero if operands.global_scale is None else operands.global_scale
+    zero_point_or_global_scale = (
+        zero_point if operands.global_scale is None else operands.global_scale
+    )
     return {
         "b_ptr": w,
         "b_scale_ptr": scale,
-        "zero_point_ptr": w if zero_or_global is None else zero_or_global,
+        "zero_point_ptr": w if zero_point_or_global_scale is None else zero_point_or_global_scale,
         "bias_ptr": w if bias is None else bias,
         "stride_be": w.stride(0),
         "stride_bn": w.stride(1),
         "stride_bse": scale.stride(0),
         "stride_bsn": scale.stride(1),
-        "stride_bze": 0 if zero_or_global is None else zero_or_global.stride(0),
-        "stride_bzn": 0 if zero is None else zero.stride(1),
+        "stride_bze": 0
+        if zero_point_or_global_scale is None
+        else zero_point_or_global_scale.stride(0),
+        "stride_bzn": 0 if zero_point is None else zero_point.stride(1),
         "stride_bias": 0 if bias is None else bias.stride(0),
         "HAS_BIAS": bias is not None,
         "WEIGHT_FORMAT": word_format(operands.scheme),
-        "HAS_ZERO_POINTS": zero is not None,
+        "HAS_ZERO_POINTS": zero_point is not None,
         "GROUP_K": group or operands.size_k,
     }

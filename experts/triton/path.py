@@ -29,7 +29,7 @@ from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 
 UNBOUNDED_TOKENS = 1 << 62  # larger than the token count of any call
 _MAX_ENTRIES = 64  # maximum number of entries of a WorkspaceCache
-K = TypeVar("K", bound=Hashable)
+KindT = TypeVar("KindT", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -212,8 +212,8 @@ class WorkspaceCache:
         self,
         problem: Problem,
         shape: StandardShape,
-        kinds: tuple[K, ...],
-        specs: Callable[[K], Mapping[str, BufferSpec]],
+        kinds: tuple[KindT, ...],
+        specs: Callable[[KindT], Mapping[str, BufferSpec]],
     ) -> WorkspaceShapes:
         """Return a workspace that fits calls of all `kinds`.
 
@@ -228,7 +228,7 @@ class WorkspaceCache:
 
 
 def merge_workspaces(
-    problem: Problem, shape: StandardShape, kinds: Iterable[Mapping[str, BufferSpec]]
+    problem: Problem, shape: StandardShape, specs_by_kind: Iterable[Mapping[str, BufferSpec]]
 ) -> WorkspaceShapes:
     """Return a workspace that fits all kinds of calls: for each name, the largest buffer.
 
@@ -236,20 +236,20 @@ def merge_workspaces(
     memory of the buffers that any kind lists in `over`. After a call of any kind has taken the
     merged buffer, it must not use those buffers.
 
-    kinds: the buffers of each kind of call, by name.
+    specs_by_kind: the buffers of each kind of call, by name.
     """
     largest: dict[str, BufferSpec] = {}
-    for specs in kinds:
+    for specs in specs_by_kind:
         for name, spec in specs.items():
             previous = largest.get(name, spec)
             reused_names = tuple(dict.fromkeys((*previous.over, *spec.over)))
             larger = max(previous, spec, key=attrgetter("nbytes"))
             largest[name] = replace(larger, over=reused_names)
-    nothing = BufferSpec((0,), problem.dtype)
+    empty_buffer = BufferSpec((0,), problem.dtype)
     top_k = () if problem.combine is Combine.SUM else (shape.top_k,)
     return WorkspaceShapes(
-        workspace13=largest.pop("workspace13", nothing),
-        workspace2=largest.pop("workspace2", nothing),
+        workspace13=largest.pop("workspace13", empty_buffer),
+        workspace2=largest.pop("workspace2", empty_buffer),
         output=BufferSpec((shape.tokens, *top_k, problem.hidden), problem.dtype),
         extra=largest,
     )

@@ -46,12 +46,12 @@ def external_paths() -> ExternalPaths:
 
 
 @cache
-def _by_name() -> dict[str, type[Path]]:
+def _get_paths_by_name() -> dict[str, type[Path]]:
     external = (external_path.path for external_path in external_paths().usable)
     return {path.name: path for path in (*BUILT_IN_PATHS, *external)}
 
 
-class _Paths(Sequence[type[Path]]):
+class _PathSequence(Sequence[type[Path]]):
     """All paths, built-in ones first."""
 
     @overload
@@ -59,13 +59,13 @@ class _Paths(Sequence[type[Path]]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[type[Path]]: ...
     def __getitem__(self, index: int | slice) -> type[Path] | Sequence[type[Path]]:
-        return tuple(_by_name().values())[index]
+        return tuple(_get_paths_by_name().values())[index]
 
     def __len__(self) -> int:
-        return len(_by_name())
+        return len(_get_paths_by_name())
 
 
-class _Names(Sequence[str]):
+class _NameSequence(Sequence[str]):
     """The names of all paths, in the same order as `ALL_PATHS`."""
 
     @overload
@@ -73,25 +73,25 @@ class _Names(Sequence[str]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[str]: ...
     def __getitem__(self, index: int | slice) -> str | Sequence[str]:
-        return tuple(_by_name())[index]
+        return tuple(_get_paths_by_name())[index]
 
     def __len__(self) -> int:
-        return len(_by_name())
+        return len(_get_paths_by_name())
 
 
-class _ByName(Mapping[str, type[Path]]):
+class _PathsByName(Mapping[str, type[Path]]):
     """All paths by name, in the same order as `ALL_PATHS`."""
 
     def __getitem__(self, name: str) -> type[Path]:
-        return _by_name()[name]
+        return _get_paths_by_name()[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_by_name())
+        return iter(_get_paths_by_name())
 
     def __len__(self) -> int:
-        return len(_by_name())
+        return len(_get_paths_by_name())
 
 
-ALL_PATHS: Sequence[type[Path]] = _Paths()
-NAMES: Sequence[str] = _Names()
-BY_NAME: Mapping[str, type[Path]] = _ByName()
+ALL_PATHS: Sequence[type[Path]] = _PathSequence()
+NAMES: Sequence[str] = _NameSequence()
+BY_NAME: Mapping[str, type[Path]] = _PathsByName()

@@ -42,7 +42,7 @@ from modular_kernel.tensors import (
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceNoOp, reducer_for
 
-_ORIGIN = "modular-kernel (experts.triton.paths)"
+_BUILT_IN_ORIGIN = "modular-kernel (experts.triton.paths)"
 
 
 class TritonExperts(TritonExpertsBase):
@@ -60,7 +60,7 @@ class TritonExperts(TritonExpertsBase):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self._paths = {name: BY_NAME[name](problem) for name in supported_paths(problem)}
-        self._path_sets = _possible_path_sets(self._paths)
+        self._path_sets = _list_possible_path_sets(self._paths)
         prepares = any(BY_NAME[name].prepared_configs(problem) for name in self._paths)
         self._prepared_options = (False, True) if prepares else (False,)  # values of `prepared`
         self._workspace_cache = WorkspaceCache()
@@ -77,9 +77,9 @@ class TritonExperts(TritonExpertsBase):
     def paths(cls) -> tuple[PathInfo, ...]:
         external = external_paths()
         return (
-            *(PathInfo(path.name, _ORIGIN) for path in BUILT_IN_PATHS),
+            *(PathInfo(path.name, _BUILT_IN_ORIGIN) for path in BUILT_IN_PATHS),
             *(PathInfo(usable.path.name, usable.origin) for usable in external.usable),
-            *(PathInfo(b.name, b.origin, b.error) for b in external.broken),
+            *(PathInfo(broken.name, broken.origin, broken.error) for broken in external.broken),
         )
 
     @classmethod
@@ -94,7 +94,7 @@ class TritonExperts(TritonExpertsBase):
         kinds = [
             kind
             for prepared in self._prepared_options
-            for kind in self._max_tokens_by_kind(shape.tokens, prepared)
+            for kind in self._get_max_tokens_by_kind(shape.tokens, prepared)
         ]
         return all(BY_NAME[path].quantizes_input for path, _ in kinds)
 
@@ -105,23 +105,27 @@ class TritonExperts(TritonExpertsBase):
         smaller blocks, which need more padding.
         """
         assert isinstance(shape, StandardShape)
-        groups = self._call_groups(shape.tokens)
+        groups = self._list_call_groups(shape.tokens)
         return self._workspace_cache.get_or_merge(
             self.problem, shape, groups, lambda group: group.specs()
         )
 
-    def _call_groups(self, tokens: int) -> tuple["_CallGroup", ...]:
+    def _list_call_groups(self, tokens: int) -> tuple["_CallGroup", ...]:
         calls = (
             _CallGroup(self._paths[path], block_m, max_tokens, prepared)
             for prepared in self._prepared_options
-            for (path, block_m), max_tokens in self._max_tokens_by_kind(tokens, prepared).items()
+            for (path, block_m), max_tokens in self._get_max_tokens_by_kind(
+                tokens, prepared
+            ).items()
         )
         calls_without_adapters = (
-            () if self._without_adapters is None else self._without_adapters._call_groups(tokens)
+            ()
+            if self._without_adapters is None
+            else self._without_adapters._list_call_groups(tokens)
         )
         return (*calls, *calls_without_adapters)
 
-    def _max_tokens_by_kind(self, tokens: int, prepared: bool) -> dict[tuple[str, int], int]:
+    def _get_max_tokens_by_kind(self, tokens: int, prepared: bool) -> dict[tuple[str, int], int]:
         """Map each (path, block_m) to the number of tokens of the largest call that may use it.
 
         The paths that a call can take depend on the strides of its tensors, so all sets of paths
@@ -151,10 +155,10 @@ class TritonExperts(TritonExpertsBase):
         return reducer_for(self.problem, TopKWeightAndReduceNoOp())
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
-        return self._paths[self._config(x_TH, weights).path].roundings
+        return self._paths[self._choose_config(x_TH, weights).path].roundings
 
     def path_name(self, x_TH: torch.Tensor, weights: ExpertWeights) -> str:
-        return self._config(x_TH, weights).path
+        return self._choose_config(x_TH, weights).path
 
     def apply(
         self,
@@ -170,12 +174,13 @@ class TritonExperts(TritonExpertsBase):
                 tokens, weights=weights, workspace=workspace, output=output
             )
             return
-        config = self._config(tokens.x_TH, weights)
+        config = self._choose_config(tokens.x_TH, weights)
         path_log.log_path(config.path, self.problem, weights)
         self._paths[config.path].run(PathCall(tokens, weights, workspace, output, config))
 
     @cached_property
-    def _tuned_prepared(self) -> bool:
+    def _has_prepared_file(self) -> bool:
+        """Return whether there is a file that was tuned with prepared weights."""
         return current_lookup().find_source(self.problem, prepared=True).prepared
 
     def _reads_prepared(self, weights: ExpertWeights, tokens: int) -> bool:
@@ -186,16 +191,16 @@ class TritonExperts(TritonExpertsBase):
         """
         if weights.w1_tiles is None or len(self._prepared_options) == 1:
             return False
-        if is_overridden() or self._tuned_prepared:
+        if is_overridden() or self._has_prepared_file:
             return True
         return all(path.is_faster_when_prepared(weights, tokens) for path in self._paths.values())
 
-    def _config(self, x_TH: torch.Tensor, weights: ExpertWeights) -> MoEConfig:
+    def _choose_config(self, x_TH: torch.Tensor, weights: ExpertWeights) -> MoEConfig:
         """Return the configuration of a call, whose path supports the strides of these tensors."""
         paths, tokens = self._paths, len(x_TH)
         prepared = self._reads_prepared(weights, tokens)
         config = choose_config(self.problem, tokens, tuple(paths), prepared=prepared)
-        # An override is used as it is, even with a path that is not fast.
+        # An override is not adapted to strides, even if its path is slow for them.
         n_major = not self._quantized and any_n_major(weights) and not is_overridden()
         path = paths[config.path]
         if not path.supports_tensors(weights, x_TH) or (
@@ -244,13 +249,13 @@ def supported_paths(problem: Problem) -> tuple[str, ...]:
     return tuple(path.name for path in ALL_PATHS if path.supports(problem, device))
 
 
-def _possible_path_sets(paths: Mapping[str, Path]) -> tuple[tuple[str, ...], ...]:
+def _list_possible_path_sets(paths: Mapping[str, Path]) -> tuple[tuple[str, ...], ...]:
     """Return every subset of `paths` that can accept the tensors of a call."""
-    selective = [name for name, path in paths.items() if path.may_reject_tensors]
+    names_that_may_reject = [name for name, path in paths.items() if path.may_reject_tensors]
     rejected = (
         rejected_paths
-        for count in range(len(selective) + 1)
-        for rejected_paths in combinations(selective, count)
+        for count in range(len(names_that_may_reject) + 1)
+        for rejected_paths in combinations(names_that_may_reject, count)
     )
     return tuple(
         tuple(name for name in paths if name not in rejected_paths) for rejected_paths in rejected

@@ -102,22 +102,22 @@ def ragged_matmul(
     of 1 along K or N. mxfp4 weights must be row-major and 16-byte aligned.
     """
     w, scale = weights
-    precision = None
+    precision_config = None
     if scale is not None:
         # The stride along K must be 1, because the library infers the packed dimension from it.
         w = to_row_major(w)
-        precision = library.PrecisionConfig(weight_scale=scale.transpose(1, 2))
+        precision_config = library.PrecisionConfig(weight_scale=scale.transpose(1, 2))
     elif 1 not in w.stride()[1:] or not is_aligned(w):
         w = copy_row_major(w)
     experts = tiles.counts.numel()
-    data = library.ExptData(
+    expert_data = library.ExptData(
         tiles.counts,
         starts,
         {size: tiles.ends[index] for index, size in enumerate(TILE_ROWS)},
         {size: tiles.maps[index] for index, size in enumerate(TILE_ROWS)},
     )
-    routing = library.RoutingData(None, tiles.counts, experts, 1, data)
+    routing = library.RoutingData(None, tiles.counts, experts, 1, expert_data)
     result: torch.Tensor = library.matmul_ogs(
-        rows, w.transpose(1, 2), None, routing, precision_config=precision, y=out[None]
+        rows, w.transpose(1, 2), None, routing, precision_config=precision_config, y=out[None]
     )
     return result

@@ -44,8 +44,8 @@ class TritonKernelsExperts(SortedRowsExperts):
 
     The part applies the router weights and sums over top-k. mxfp4 weights are used in checkpoint
     layout, not in the library's swizzled layouts. The part does not use the library's routing, so a
-    token may have an expert twice, and router weights stay float32. It does not use the library's
-    `gammas` either, because the library rounds rows after multiplying by them.
+    token may have an expert twice, and router weights stay float32. The library's `gammas` are not
+    used either, because the library rounds rows after multiplying by them.
     """
 
     load_library = staticmethod(load)
@@ -127,5 +127,5 @@ class TritonKernelsExperts(SortedRowsExperts):
 def _write_tile_maps_on_meta() -> None:
     sizes = len(TILE_ROWS)
     shapes = ((33,), (32,), (sizes, 33), (sizes, max_num_tiles(512, 32)))
-    starts, *buffers = (torch.empty(s, dtype=torch.int32, device="meta") for s in shapes)
+    starts, *buffers = (torch.empty(shape, dtype=torch.int32, device="meta") for shape in shapes)
     write_tile_maps(starts, TileMaps(*buffers))

@@ -62,7 +62,7 @@ def test_launches_compile_without_violations(
         assert check(record, "HGMMA" if is_product else None) == ()
         if is_product:
             packed_format = grouped_w4_config.packed_formats(problem)[0]
-            estimated_bytes = grouped_w4_config._shared_bytes(
+            estimated_bytes = grouped_w4_config._count_shared_bytes(
                 tiles.gemm1, record.config["STAGING_BUFFERS"], packed_format
             )
             assert (

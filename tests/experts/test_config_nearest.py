@@ -237,7 +237,7 @@ def test_a_packaged_file_states_its_layer(tmp_path: Path) -> None:
 def test_explain_names_the_neighbor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_packaged(tmp_path, replace(MIXTRAL, hidden=6144, intermediate=16384), t1=16, t8=64)
     monkeypatch.setattr(
-        "experts.triton.configs.select._machine_lookup",
+        "experts.triton.configs.select._make_machine_lookup",
         lambda: make_lookup(tmp_path / "u", tmp_path),
     )
     with on_device(H200):

@@ -77,14 +77,17 @@ class CutlassBlock(CutlassExpertsFP8):
     def takes_unquantized(self, shape):
         return False
 
-    def _call_groups(self, tokens):
+    def _list_call_groups(self, tokens):
         path = self._paths[grouped_tma.NAME]
-        return (*super()._call_groups(tokens), _CallGroup(path, TILE_M, tokens, prepared=False))
+        return (
+            *super()._list_call_groups(tokens),
+            _CallGroup(path, TILE_M, tokens, prepared=False),
+        )
 
-    def _config(self, x_TH, weights):
+    def _choose_config(self, x_TH, weights):
         if self._paths[grouped_tma.NAME].supports_tensors(weights, x_TH):
             return grouped_tma.default_config(self.problem)
-        return super()._config(x_TH, weights)
+        return super()._choose_config(x_TH, weights)
 
 
 class CutlassFP4(CutlassExpertsFP4):

@@ -79,10 +79,12 @@ def test_steps_have_more_columns_with_few_rows(
     problem = replace(PROBLEM, dtype=dtype)
     for slots in (1, 9):
         a = torch.empty(slots, 3, rows, depth, device="meta", dtype=dtype)
-        block_sizes = adapters.shrink_arguments(a, depth, problem, block_m)
+        block_sizes = adapters.make_shrink_arguments(a, depth, problem, block_m)
         assert (block_sizes["BLOCK_RANK"], block_sizes["BLOCK_K"]) == blocks
         assert block_sizes["SLOT_PROGRAMS"] == min(slots, 8)
-        on_cpu = adapters.shrink_arguments(a.new_empty(slots, 3, 1, 1, device=CPU), 1, problem, 16)
+        on_cpu = adapters.make_shrink_arguments(
+            a.new_empty(slots, 3, 1, 1, device=CPU), 1, problem, 16
+        )
         assert on_cpu["SLOT_PROGRAMS"] == min(slots, 2)
 
 

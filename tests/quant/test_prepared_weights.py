@@ -119,7 +119,7 @@ def test_range_of_rows_that_use_prepared_weights(
         assert weights.w2_scale is not None
         converted_scales = weights.w1_scale.to(scale_dtype), weights.w2_scale.to(scale_dtype)
         weights = replace(weights, w1_scale=converted_scales[0], w2_scale=converted_scales[1])
-    config = kernel.experts._config(inputs.x_TH, kernel.prepare_weights(weights))  # type: ignore[attr-defined]
+    config = kernel.experts._choose_config(inputs.x_TH, kernel.prepare_weights(weights))  # type: ignore[attr-defined]
     assert (config.gemm1.block_m if config.path == "grouped_w4" else 0) == block_m
     assert not launched
 

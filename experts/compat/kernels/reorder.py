@@ -29,7 +29,7 @@ def pre_reorder_kernel(
 
     Grid: (tokens, blocks of BLOCK_H columns). src2dst and ids are (tokens, TOP_K).
 
-    HAS_SCALES: whether there are scales, in scales[expert - start_expert]. If not, divide by 1.
+    HAS_SCALES: whether values are divided by scales[expert - start_expert].
     """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -54,7 +54,7 @@ def silu_and_mul_kernel(
 
     Grid: (rows, blocks of BLOCK columns). ids has the expert of each row.
 
-    HAS_SCALES: whether there are scales, in scales[expert - start_expert]. If not, divide by 1.
+    HAS_SCALES: whether values are divided by scales[expert - start_expert].
     """
     row = tl.program_id(0).to(tl.int64)
     expert = tl.load(ids_ptr + row)

@@ -1,14 +1,14 @@
 """Grouped fp8 GEMM for sm_90a, with one scale per 128 x 128 block of weights.
 
-Rows are sorted by expert. A tile is 128 rows by 256 weight rows. The weight rows are two parts of
+Rows are sorted by expert. A tile is 128 rows by 256 weight rows. The weight rows form two parts of
 128 rows each: adjacent rows, or gate rows and up rows. The two thread blocks of a cluster compute
 adjacent tiles of the same rows. Each of them loads half of the rows' values and multicasts them to
 both blocks. In a block, one warp loads values with TMA into a ring in shared memory, and another
 warp loads scales. Two warpgroups multiply 64 rows each.
 
-A step is 128 elements along K. While one warpgroup scales the product of a part and a step and adds
-it to its float32 accumulators, the other warpgroup multiplies. No wgmma stays in flight across
-steps, because ptxas would otherwise serialize all wgmmas.
+A step is 128 elements along K. In each step, a warpgroup computes a partial sum for each part,
+scales it, and adds it to float32 accumulators. While one warpgroup scales, the other multiplies. No
+wgmma stays in flight across steps, because ptxas would otherwise serialize all wgmmas.
 """
 
 import cutlass
@@ -65,7 +65,7 @@ class BlockGemm(Epilogue):
         rows_b: I32,
         up_rows: I32,
         num_n: I32,  # column tiles, rounded up to whole clusters
-        programs: I32,  # number of thread blocks, a multiple of the cluster size
+        num_programs: I32,  # number of thread blocks, a multiple of the cluster size
         stream,
     ) -> None:
         a, b = cute.recast_tensor(a, E4M3), cute.recast_tensor(b, E4M3)
@@ -83,16 +83,19 @@ class BlockGemm(Epilogue):
         box = BOX_BYTES * 8 // out.element_type.width
         out_atom = warpgroup.make_smem_layout_atom(swizzled, out.element_type)
         o_layout = cute.tile_to_shape(out_atom, (ROWS, box, self.boxes * 2), order=(0, 1, 2))
-        first = (None, None, 0)
+        first_stage = (None, None, 0)
         a_atom, a_tma = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SMulticastOp(), a, cute.slice_(a_layout, first),
+            cpasync.CopyBulkTensorTileG2SMulticastOp(), a, cute.slice_(a_layout, first_stage),
             (TILE_M, TILE_K), num_multicast=CLUSTER,
         )  # fmt: skip
         b_atom, b_tma = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(), b, cute.slice_(b_layout, first), (PART_N, TILE_K)
+            cpasync.CopyBulkTensorTileG2SOp(),
+            b,
+            cute.slice_(b_layout, first_stage),
+            (PART_N, TILE_K),
         )
         o_atom, o_tma = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(), out, cute.slice_(o_layout, first), (ROWS, box)
+            cpasync.CopyBulkTensorTileS2GOp(), out, cute.slice_(o_layout, first_stage), (ROWS, box)
         )
 
         @cute.struct
@@ -112,7 +115,7 @@ class BlockGemm(Epilogue):
             tiled_mma, a_atom, a_tma, b_atom, b_tma, o_atom, o_tma, a_layout, b_layout, o_layout,
             a_scale, b_scale, out, out_scale, tiles, max_tiles, rows_b, up_rows, num_n,
         ).launch(
-            grid=[programs, 1, 1], block=[THREADS, 1, 1], cluster=[CLUSTER, 1, 1],
+            grid=[num_programs, 1, 1], block=[THREADS, 1, 1], cluster=[CLUSTER, 1, 1],
             min_blocks_per_mp=1, stream=stream,
         )  # fmt: skip
 
@@ -131,8 +134,8 @@ class BlockGemm(Epilogue):
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
         s_a = storage.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
         s_b = storage.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
-        s_rows = storage.row_scales.get_tensor(cute.make_layout((TILE_M, STAGES)))
-        s_parts = storage.part_scales.get_tensor(cute.make_layout((PARTS, STAGES)))
+        s_row_scales = storage.row_scales.get_tensor(cute.make_layout((TILE_M, STAGES)))
+        s_part_scales = storage.part_scales.get_tensor(cute.make_layout((PARTS, STAGES)))
         s_out = storage.results.get_tensor(o_layout.outer, swizzle=o_layout.inner)
         if warp == 0:
             cpasync.prefetch_descriptor(a_atom)
@@ -140,34 +143,34 @@ class BlockGemm(Epilogue):
             cpasync.prefetch_descriptor(o_atom)
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(STAGES):
-                    cute.arch.mbarrier_init(full + i, 2)  # values and scales
-                    cute.arch.mbarrier_init(empty + i, 8 * CLUSTER)  # warps of both blocks
+                    cute.arch.mbarrier_init(full + i, 2)  # the two warps that load
+                    cute.arch.mbarrier_init(empty + i, 8 * CLUSTER)  # MMA warps of both blocks
         cute.arch.mbarrier_init_fence()
         cute.arch.cluster_arrive_relaxed()
         cute.arch.cluster_wait()
 
         num_m = tiles[3 * max_tiles]
         steps = cute.size(a_tma, mode=[1]) // TILE_K
-        pairs = num_n // CLUSTER
+        num_n_pairs = num_n // CLUSTER
         # The cluster's first pair of tiles, the stride to its next pair, and the number of pairs.
-        schedule = (I32(block // CLUSTER), blocks // CLUSTER, num_m * pairs)
+        schedule = (I32(block // CLUSTER), blocks // CLUSTER, num_m * num_n_pairs)
         if group == 2:
             cute.arch.warpgroup_reg_dealloc(LOAD_REGS)
             if warp == 8:
                 self.load(
                     a_atom, a_tma, b_atom, b_tma, s_a, s_b, full, empty, tiles, max_tiles, rows_b,
-                    up_rows, num_m, pairs, schedule, steps, rank,
+                    up_rows, num_m, num_n_pairs, schedule, steps, rank,
                 )  # fmt: skip
             if warp == 9:
                 self.load_scales(
-                    a_scale, b_scale, s_rows, s_parts, full, empty, tiles, max_tiles, rows_b,
-                    up_rows, num_m, pairs, schedule, steps, rank, thread % 32,
+                    a_scale, b_scale, s_row_scales, s_part_scales, full, empty, tiles, max_tiles,
+                    rows_b, up_rows, num_m, num_n_pairs, schedule, steps, rank, thread % 32,
                 )  # fmt: skip
         else:
             cute.arch.warpgroup_reg_alloc(MMA_REGS)
             self.multiply(
-                tiled_mma, s_a, s_b, s_rows, s_parts, s_out, full, empty, o_atom, o_tma, out,
-                out_scale, tiles, max_tiles, num_m, pairs, schedule, steps, rank, group,
+                tiled_mma, s_a, s_b, s_row_scales, s_part_scales, s_out, full, empty, o_atom, o_tma,
+                out, out_scale, tiles, max_tiles, num_m, num_n_pairs, schedule, steps, rank, group,
                 thread % 128,
             )  # fmt: skip
         # A block must not exit while the other block of the cluster still multicasts to it.
@@ -177,7 +180,7 @@ class BlockGemm(Epilogue):
     @cute.jit
     def load(
         self, a_atom, a_tma, b_atom, b_tma, s_a, s_b, full, empty, tiles, max_tiles, rows_b,
-        up_rows, num_m, pairs, schedule, steps, rank,
+        up_rows, num_m, num_n_pairs, schedule, steps, rank,
     ):  # fmt: skip
         """Load values into the ring slots. Run by one warp.
 
@@ -187,27 +190,27 @@ class BlockGemm(Epilogue):
         slot, phase = I32(0), I32(1)
         one_cta = cute.make_layout(1)
         while index < total:
-            m, pair = tile_at(index, num_m, pairs, self.group_m)
-            row_b = tiles[m] * rows_b + (pair * CLUSTER + rank) * self.columns
-            row_c = row_b + (up_rows if self.gated else PART_N)
+            m, n_pair = tile_at(index, num_m, num_n_pairs, self.group_m)
+            row_b0 = tiles[m] * rows_b + (n_pair * CLUSTER + rank) * self.columns
+            row_b1 = row_b0 + (up_rows if self.gated else PART_N)
             g_a = cute.domain_offset((tiles[max_tiles + m], 0), a_tma)
             g_a = cute.local_tile(g_a, (TILE_M, TILE_K), (0, None))
-            g_b = cute.local_tile(
-                cute.domain_offset((row_b, 0), b_tma), (PART_N, TILE_K), (0, None)
+            g_b0 = cute.local_tile(
+                cute.domain_offset((row_b0, 0), b_tma), (PART_N, TILE_K), (0, None)
             )
-            g_c = cute.local_tile(
-                cute.domain_offset((row_c, 0), b_tma), (PART_N, TILE_K), (0, None)
+            g_b1 = cute.local_tile(
+                cute.domain_offset((row_b1, 0), b_tma), (PART_N, TILE_K), (0, None)
             )
             to_a, from_a = cpasync.tma_partition(
                 a_atom, rank, cute.make_layout(CLUSTER), cute.group_modes(s_a, 0, 2),
                 cute.group_modes(g_a, 0, 2),
             )  # fmt: skip
             s_flat = cute.group_modes(s_b, 0, 2)
-            to_b, from_b = cpasync.tma_partition(
-                b_atom, 0, one_cta, s_flat, cute.group_modes(g_b, 0, 2)
+            to_b, from_b0 = cpasync.tma_partition(
+                b_atom, 0, one_cta, s_flat, cute.group_modes(g_b0, 0, 2)
             )
-            _, from_c = cpasync.tma_partition(
-                b_atom, 0, one_cta, s_flat, cute.group_modes(g_c, 0, 2)
+            _, from_b1 = cpasync.tma_partition(
+                b_atom, 0, one_cta, s_flat, cute.group_modes(g_b1, 0, 2)
             )
             for k in cutlass.range(steps, unroll=1):
                 cute.arch.mbarrier_wait(empty + slot, phase)
@@ -221,18 +224,18 @@ class BlockGemm(Epilogue):
                     mcast_mask=cutlass.Int16(2**CLUSTER - 1),
                 )  # fmt: skip
                 cute.copy(
-                    b_atom, from_b[None, k], to_b[None, slot * PARTS], tma_bar_ptr=full_barrier
+                    b_atom, from_b0[None, k], to_b[None, slot * PARTS], tma_bar_ptr=full_barrier
                 )
                 cute.copy(
-                    b_atom, from_c[None, k], to_b[None, slot * PARTS + 1], tma_bar_ptr=full_barrier
+                    b_atom, from_b1[None, k], to_b[None, slot * PARTS + 1], tma_bar_ptr=full_barrier
                 )
                 slot, phase = advance_slot(slot, phase, STAGES)
             index += stride
 
     @cute.jit
     def load_scales(
-        self, a_scale, b_scale, s_rows, s_parts, full, empty, tiles, max_tiles, rows_b, up_rows,
-        num_m, pairs, schedule, steps, rank, lane,
+        self, a_scale, b_scale, s_row_scales, s_part_scales, full, empty, tiles, max_tiles, rows_b,
+        up_rows, num_m, num_n_pairs, schedule, steps, rank, lane,
     ):  # fmt: skip
         """Load scales into the ring slots, reading them one step ahead. Run by one warp."""
         last_row = cute.size(a_scale, mode=[0]) - 1
@@ -240,11 +243,11 @@ class BlockGemm(Epilogue):
         index, stride, total = schedule
         slot, phase = I32(0), I32(1)
         while index < total:
-            m, pair = tile_at(index, num_m, pairs, self.group_m)
+            m, n_pair = tile_at(index, num_m, num_n_pairs, self.group_m)
             row = tiles[max_tiles + m]
             # Lane 0 loads the scale of the first part, and all other lanes load the scale of the
             # second part.
-            row_b = (pair * CLUSTER + rank) * self.columns
+            row_b = (n_pair * CLUSTER + rank) * self.columns
             # NaN-free: integer operands
             row_b += cutlass.min(lane, 1) * (up_rows if self.gated else PART_N)
             # NaN-free: integer operands
@@ -257,26 +260,31 @@ class BlockGemm(Epilogue):
             a0, a1, a2, a3, b0 = g_a[0][0], g_a[1][0], g_a[2][0], g_a[3][0], g_b[0]
             for k in cutlass.range(steps, unroll=1):
                 next_k = cutlass.min(k + 1, steps - 1)  # NaN-free: integer operands
-                c0, c1, c2, c3 = g_a[0][next_k], g_a[1][next_k], g_a[2][next_k], g_a[3][next_k]
-                d0 = g_b[next_k]
+                next_a0, next_a1, next_a2, next_a3 = (
+                    g_a[0][next_k],
+                    g_a[1][next_k],
+                    g_a[2][next_k],
+                    g_a[3][next_k],
+                )
+                next_b0 = g_b[next_k]
                 cute.arch.mbarrier_wait(empty + slot, phase)
-                s_rows[lane, slot] = a0
-                s_rows[lane + 32, slot] = a1
-                s_rows[lane + 64, slot] = a2
-                s_rows[lane + 96, slot] = a3
+                s_row_scales[lane, slot] = a0
+                s_row_scales[lane + 32, slot] = a1
+                s_row_scales[lane + 64, slot] = a2
+                s_row_scales[lane + 96, slot] = a3
                 if lane < PARTS:
-                    s_parts[lane, slot] = b0
+                    s_part_scales[lane, slot] = b0
                 cute.arch.sync_warp()
                 if lane == 0:
                     cute.arch.mbarrier_arrive(full + slot)
-                a0, a1, a2, a3, b0 = c0, c1, c2, c3, d0
+                a0, a1, a2, a3, b0 = next_a0, next_a1, next_a2, next_a3, next_b0
                 slot, phase = advance_slot(slot, phase, STAGES)
             index += stride
 
     @cute.jit
     def multiply(
-        self, tiled_mma, s_a, s_b, s_rows, s_parts, s_out, full, empty, o_atom, o_tma, out,
-        out_scale, tiles, max_tiles, num_m, pairs, schedule, steps, rank, group, thread,
+        self, tiled_mma, s_a, s_b, s_row_scales, s_part_scales, s_out, full, empty, o_atom, o_tma,
+        out, out_scale, tiles, max_tiles, num_m, num_n_pairs, schedule, steps, rank, group, thread,
     ):  # fmt: skip
         """Multiply rows [group * 64, group * 64 + 64) of every tile of this block.
 
@@ -296,7 +304,7 @@ class BlockGemm(Epilogue):
         slot, phase = I32(0), I32(0)
         is_ready = cutlass.Boolean(False)
         while index < total:
-            m, pair = tile_at(index, num_m, pairs, self.group_m)
+            m, n_pair = tile_at(index, num_m, num_n_pairs, self.group_m)
             row = tiles[max_tiles + m] + group * ROWS
             end = tiles[2 * max_tiles + m]
             sums.fill(0.0)
@@ -309,9 +317,9 @@ class BlockGemm(Epilogue):
                         warpgroup.fence()
                         self.start_wgmma(tiled_mma, acc, t_a, t_b, slot, p)
                         if cutlass.const_expr(p == 0):
-                            scale_r0 = s_rows[row_in_tile, slot]
-                            scale_r8 = s_rows[row_in_tile + 8, slot]
-                            scales = s_parts[None, slot].load()
+                            scale_r0 = s_row_scales[row_in_tile, slot]
+                            scale_r8 = s_row_scales[row_in_tile + 8, slot]
+                            scales = s_part_scales[None, slot].load()
                         else:  # test in advance whether the values of the next step are ready
                             is_ready = cute.arch.mbarrier_test_wait(full + next_slot, next_phase)
                         warpgroup.wait_group(0)
@@ -321,7 +329,7 @@ class BlockGemm(Epilogue):
                         self.add_scaled(sums, acc, p, (scale_r0 * scales[p], scale_r8 * scales[p]))
                     slot, phase = next_slot, next_phase
                 self.store_tile(
-                    sums, s_out, o_atom, o_tma, out, out_scale, row, end, pair * CLUSTER + rank,
+                    sums, s_out, o_atom, o_tma, out, out_scale, row, end, n_pair * CLUSTER + rank,
                     group, warp, lane,
                 )  # fmt: skip
             else:  # all 64 rows are past the end of the expert, so only release the slots

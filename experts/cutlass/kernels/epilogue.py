@@ -70,12 +70,12 @@ class Epilogue:
                     dst = s_out[None, None, group * 2 + column_group // 4].iterator
                     byte = (column_group % 4) * 32 + 16 * (lane // 16)
                     store_matrices(
-                        dst, warp * 16 + lane % 16, byte, bf16_words(sums, part, column_group)
+                        dst, warp * 16 + lane % 16, byte, pack_bf16_words(sums, part, column_group)
                     )
                 self.tma_store(s_out, o_atom, o_tma, row, first_column + part * PART_N, group, warp)
             else:
                 for column_group in cutlass.range_constexpr(PART_N // 16):
-                    words = bf16_words(sums, part, column_group)
+                    words = pack_bf16_words(sums, part, column_group)
                     for word in cutlass.range_constexpr(4):
                         out_row = row + local_row + 8 * (word % 2)
                         column = (
@@ -104,14 +104,14 @@ class Epilogue:
         for i in cutlass.range_constexpr(ACC_PER_THREAD):
             h = F32(cutlass.BFloat16(silu_mul(sums[i, 0], sums[i, 1])))
             sums[i, 0] = h
-            amax[(i // 2) % 2] = max_nan(amax[(i // 2) % 2], absolute(h))
+            amax[(i // 2) % 2] = max_nan(amax[(i // 2) % 2], compute_abs(h))
         amax_r0, amax_r8 = amax  # of rows thread_row and thread_row + 8
         for d in cutlass.range_constexpr(2):  # four threads share a row
             amax_r0 = max_nan(amax_r0, cute.arch.shuffle_sync_bfly(amax_r0, 1 << d))
             amax_r8 = max_nan(amax_r8, cute.arch.shuffle_sync_bfly(amax_r8, 1 << d))
         scale_r0 = max_nan(divide(amax_r0, F32(QMAX)), F32(MIN_SCALE))
         scale_r8 = max_nan(divide(amax_r8, F32(QMAX)), F32(MIN_SCALE))
-        inverse = (divide(F32(1.0), scale_r0), divide(F32(1.0), scale_r8))
+        inverse_scales = (divide(F32(1.0), scale_r0), divide(F32(1.0), scale_r8))
         if lane % 4 == 0 and first_column < columns:
             if row + thread_row < end:
                 out_scale[row + thread_row, n] = scale_r0
@@ -120,14 +120,16 @@ class Epilogue:
         all_valid = row + ROWS <= end
         if all_valid:
             self.wait_for_staging(group, warp)
-        staged = I32(s_out[None, None, group].iterator.toint())
+        staging_address = I32(s_out[None, None, group].iterator.toint())
         for i in cutlass.range_constexpr(0, ACC_PER_THREAD, 2):
             half = (i // 2) % 2
-            pair = e4m3_pair(sums[i, 0] * inverse[half], sums[i + 1, 0] * inverse[half])
+            pair = pack_e4m3_pair(
+                sums[i, 0] * inverse_scales[half], sums[i + 1, 0] * inverse_scales[half]
+            )
             local_row = thread_row + 8 * half
             column = (i // 4) * 8 + 2 * (lane % 4)
             if all_valid:
-                dst = staged + local_row * BOX_BYTES + (column ^ ((local_row % 8) * 16))
+                dst = staging_address + local_row * BOX_BYTES + (column ^ ((local_row % 8) * 16))
                 cute.arch.inline_ptx("st.shared.b16 [{$r0}], {$r1};", read_only_args=[dst, pair])
             elif row + local_row < end and first_column < columns:
                 offset = cutlass.Int64(row + local_row) * columns + first_column + column
@@ -170,11 +172,12 @@ def store_matrices(dst, row, byte, words):
     )
 
 
-def bf16_words(sums, part, column_group):
+def pack_bf16_words(sums, part, column_group):
     """Return four words of two bf16 each, for `store_matrices`.
 
-    The words contain the thread's accumulators in the 16 columns of `column_group`. They are two
-    adjacent columns of two rows, 8 rows apart, and then the same rows 8 columns further right.
+    The words contain the thread's accumulators in the 16 columns of `column_group`. Words 0 and 1
+    hold two adjacent columns of the thread's two rows, and words 2 and 3 hold the columns 8 further
+    right.
     """
     code = "cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r1};"
     base = column_group * 8
@@ -184,11 +187,11 @@ def bf16_words(sums, part, column_group):
     )
 
 
-def e4m3_pair(low, high):
+def pack_e4m3_pair(low, high):
     return inline_ptx("cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r0}, {$r1};", cutlass.Int16, high, low)
 
 
-def absolute(value):
+def compute_abs(value):
     return inline_ptx("abs.f32 {$w0}, {$r0};", F32, value)
 
 

@@ -36,7 +36,7 @@ from experts.cutlass.kernels.fp4_tile import (
 from experts.cutlass.kernels.ring import advance_slot
 from experts.cutlass.kernels.tile_order import tile_at
 
-ONE = tcgen05.CtaGroup.ONE
+ONE_CTA = tcgen05.CtaGroup.ONE
 
 
 class Fp4Gemm:
@@ -55,32 +55,32 @@ class Fp4Gemm:
         b: cute.Tensor,  # (E * rows_b, K / 2) bytes
         a_scale: cute.Tensor,  # (max_tiles, steps * 2048) bytes of e4m3, tile by tile
         b_scale: cute.Tensor,  # (E * rows_b / 128, steps * 2048) bytes
-        factors: cute.Tensor,  # (E, matrices) float32, multiplied with the expert's accumulators
+        factors: cute.Tensor,  # (E, matrices) float32, which scale the accumulators
         out: cute.Tensor,  # (R, rows_b) bf16
         tiles: cute.Tensor,  # (3 * max_tiles + 1,) int32: experts, first rows, ends, tile count
         max_tiles: I32,
         rows_b: I32,
         matrix_rows: I32,  # rows_b / matrices
-        programs: I32,  # number of thread blocks
+        num_programs: I32,  # number of thread blocks
         stream,
     ) -> None:
         a, b = cute.recast_tensor(a, E2M1), cute.recast_tensor(b, E2M1)
         a_scale, b_scale = cute.recast_tensor(a_scale, E4M3), cute.recast_tensor(b_scale, E4M3)
         shape = (TILE_M, TILE_N, TILE_K)
-        op = tcgen05.MmaMXF4NVF4Op(E4M3, (TILE_M, TILE_N, 64), ONE, tcgen05.OperandSource.SMEM)
+        op = tcgen05.MmaMXF4NVF4Op(E4M3, (TILE_M, TILE_N, 64), ONE_CTA, tcgen05.OperandSource.SMEM)
         tiled_mma = cute.make_tiled_mma(op)
         a_layout = blackwell_helpers.make_smem_layout_a(tiled_mma, shape, E2M1, STAGES)
         b_layout = blackwell_helpers.make_smem_layout_b(tiled_mma, shape, E2M1, STAGES)
         sfa_layout = blockscaled_layout.make_smem_layout_sfa(tiled_mma, shape, GROUP, STAGES)
         sfb_layout = blockscaled_layout.make_smem_layout_sfb(tiled_mma, shape, GROUP, STAGES)
         cluster = cute.tiled_divide(cute.make_layout((1, 1, 1)), (tiled_mma.thr_id.shape,)).shape
-        load = cpasync.CopyBulkTensorTileG2SOp(ONE)
-        first = (None, None, None, 0)
+        load_op = cpasync.CopyBulkTensorTileG2SOp(ONE_CTA)
+        first_stage = (None, None, None, 0)
         a_atom, a_tma = cute.nvgpu.make_tiled_tma_atom_A(
-            load, a, cute.slice_(a_layout, first), shape, tiled_mma, cluster
+            load_op, a, cute.slice_(a_layout, first_stage), shape, tiled_mma, cluster
         )
         b_atom, b_tma = cute.nvgpu.make_tiled_tma_atom_B(
-            load, b, cute.slice_(b_layout, first), shape, tiled_mma, cluster
+            load_op, b, cute.slice_(b_layout, first_stage), shape, tiled_mma, cluster
         )
 
         @cute.struct
@@ -100,8 +100,8 @@ class Fp4Gemm:
             tiled_mma, a_atom, a_tma, b_atom, b_tma, a_layout, b_layout, sfa_layout, sfb_layout,
             a_scale, b_scale, factors, out, tiles, max_tiles, rows_b, matrix_rows,
         ).launch(
-            grid=[programs, 1, 1], block=[THREADS, 1, 1], cluster=[1, 1, 1], min_blocks_per_mp=1,
-            stream=stream,
+            grid=[num_programs, 1, 1], block=[THREADS, 1, 1], cluster=[1, 1, 1],
+            min_blocks_per_mp=1, stream=stream,
         )  # fmt: skip
 
     @cute.kernel
@@ -126,7 +126,7 @@ class Fp4Gemm:
         if warp == MMA_WARP:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(STAGES):
-                    cute.arch.mbarrier_init(full + i, 1)  # the loading thread, plus expected bytes
+                    cute.arch.mbarrier_init(full + i, 1)  # one thread, plus expected bytes
                     cute.arch.mbarrier_init(empty + i, 1)  # commit of the MMAs that read the step
                 for i in cutlass.range_constexpr(ACC_STAGES):
                     cute.arch.mbarrier_init(acc_full + i, 1)  # commit of the tile's MMAs
@@ -184,7 +184,9 @@ class Fp4Gemm:
         """
         thr_mma = tiled_mma.get_slice(0)
         cta_layout = cute.make_layout(1)
-        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), E4M3, num_bits_per_copy=SCALE_BYTES * 8)
+        bulk_atom = cute.make_copy_atom(
+            cpasync.CopyBulkG2SOp(), E4M3, num_bits_per_copy=SCALE_BYTES * 8
+        )
         index, stride, total = schedule
         slot, phase = I32(0), I32(1)
         while index < total:
@@ -213,8 +215,8 @@ class Fp4Gemm:
                 with cute.arch.elect_one():
                     to_sfa = cute.make_tensor(sfa + slot * SCALE_BYTES, scale_layout)
                     to_sfb = cute.make_tensor(sfb + slot * SCALE_BYTES, scale_layout)
-                    cute.copy(bulk, g_sfa[None, k], to_sfa, mbar_ptr=full_barrier)
-                    cute.copy(bulk, g_sfb[None, k], to_sfb, mbar_ptr=full_barrier)
+                    cute.copy(bulk_atom, g_sfa[None, k], to_sfa, mbar_ptr=full_barrier)
+                    cute.copy(bulk_atom, g_sfb[None, k], to_sfb, mbar_ptr=full_barrier)
                 slot, phase = advance_slot(slot, phase, STAGES)
             index += stride
 
@@ -226,19 +228,19 @@ class Fp4Gemm:
     ):  # fmt: skip
         """Issue the MMAs of this block's tiles. Run by the MMA warp."""
         t_a, t_b = tiled_mma.make_fragment_A(s_a), tiled_mma.make_fragment_B(s_b)
-        first, shape = (None, None, None, 0), (TILE_M, TILE_N, TILE_K)
-        sfa_at = sums.iterator + tcgen05.find_tmem_tensor_col_offset(sums)
+        first_stage, shape = (None, None, None, 0), (TILE_M, TILE_N, TILE_K)
+        sfa_ptr = sums.iterator + tcgen05.find_tmem_tensor_col_offset(sums)
         t_sfa = cute.make_tensor(
-            cute.recast_ptr(sfa_at, dtype=E4M3),
+            cute.recast_ptr(sfa_ptr, dtype=E4M3),
             blockscaled_layout.make_tmem_layout_sfa(
-                tiled_mma, shape, GROUP, cute.slice_(sfa_layout, first)
+                tiled_mma, shape, GROUP, cute.slice_(sfa_layout, first_stage)
             ),
         )
-        sfb_at = sfa_at + tcgen05.find_tmem_tensor_col_offset(t_sfa)
+        sfb_ptr = sfa_ptr + tcgen05.find_tmem_tensor_col_offset(t_sfa)
         t_sfb = cute.make_tensor(
-            cute.recast_ptr(sfb_at, dtype=E4M3),
+            cute.recast_ptr(sfb_ptr, dtype=E4M3),
             blockscaled_layout.make_tmem_layout_sfb(
-                tiled_mma, shape, GROUP, cute.slice_(sfb_layout, first)
+                tiled_mma, shape, GROUP, cute.slice_(sfb_layout, first_stage)
             ),
         )
         copy_a, from_sfa, to_sfa = make_scale_copy(s_sfa, t_sfa)
@@ -275,12 +277,12 @@ class Fp4Gemm:
     ):  # fmt: skip
         """Scale and store the accumulators, one row of a tile per thread. Run by epilogue warps."""
         atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition.x32), F32)
-        pieces = cute.flat_divide(sums[(None, None), 0, 0, None], (TILE_M, STORE_COLUMNS))
-        tiled_copy = tcgen05.make_tmem_copy(atom, pieces[None, None, 0, 0, 0])
+        column_chunks = cute.flat_divide(sums[(None, None), 0, 0, None], (TILE_M, STORE_COLUMNS))
+        tiled_copy = tcgen05.make_tmem_copy(atom, column_chunks[None, None, 0, 0, 0])
         thr_copy = tiled_copy.get_slice(thread)
-        source = thr_copy.partition_S(pieces)
-        shape = cute.make_identity_tensor((TILE_M, STORE_COLUMNS))
-        piece = cute.make_rmem_tensor(thr_copy.partition_D(shape).shape, F32)
+        source = thr_copy.partition_S(column_chunks)
+        coordinates = cute.make_identity_tensor((TILE_M, STORE_COLUMNS))
+        chunk = cute.make_rmem_tensor(thr_copy.partition_D(coordinates).shape, F32)
         words = cute.make_rmem_tensor((STORE_COLUMNS // 2,), I32)
         index, stride, total = schedule
         acc_index, phase = I32(0), I32(0)
@@ -294,10 +296,10 @@ class Fp4Gemm:
             cute.arch.mbarrier_wait(acc_full + acc_index, phase)
             fence_after_thread_sync()
             for p in cutlass.range_constexpr(TILE_N // STORE_COLUMNS):
-                cute.copy(tiled_copy, source[None, None, None, 0, p, acc_index], piece)
+                cute.copy(tiled_copy, source[None, None, None, 0, p, acc_index], chunk)
                 cute.arch.fence_view_async_tmem_load()
                 for i in cutlass.range_constexpr(STORE_COLUMNS // 2):
-                    words[i] = bf16_pair(piece[2 * i] * factor, piece[2 * i + 1] * factor)
+                    words[i] = pack_bf16_pair(chunk[2 * i] * factor, chunk[2 * i + 1] * factor)
                 if is_valid:
                     for q in cutlass.range_constexpr(STORE_COLUMNS // 8):
                         store_16_bytes(
@@ -316,12 +318,14 @@ def make_scale_copy(shared, tensor):
 
     The last mode of the source is the stage.
     """
-    atom = cute.make_copy_atom(tcgen05.Cp4x32x128bOp(ONE), E4M3)
+    atom = cute.make_copy_atom(tcgen05.Cp4x32x128bOp(ONE_CTA), E4M3)
     compact = cute.filter_zeros(tensor)
-    copy = tcgen05.make_s2t_copy(atom, compact)
-    thr_copy = copy.get_slice(0)
-    source = tcgen05.get_s2t_smem_desc_tensor(copy, thr_copy.partition_S(cute.filter_zeros(shared)))
-    return copy, source, thr_copy.partition_D(compact)
+    tiled_copy = tcgen05.make_s2t_copy(atom, compact)
+    thr_copy = tiled_copy.get_slice(0)
+    source = tcgen05.get_s2t_smem_desc_tensor(
+        tiled_copy, thr_copy.partition_S(cute.filter_zeros(shared))
+    )
+    return tiled_copy, source, thr_copy.partition_D(compact)
 
 
 def fence_before_thread_sync():
@@ -334,7 +338,7 @@ def fence_after_thread_sync():
     cute.arch.inline_ptx("tcgen05.fence::after_thread_sync;")
 
 
-def bf16_pair(low, high):
+def pack_bf16_pair(low, high):
     return cute.arch.inline_ptx(
         "cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r1};", write_only_types=[I32],
         read_only_args=[high, low],

@@ -21,4 +21,4 @@ ACC_PER_THREAD = PART_N // 2  # accumulators of one part per thread
 MMA_REGS, LOAD_REGS = 232, 40
 BOX_BYTES = 128  # bytes per row of an output TMA box
 QMAX = 448.0  # largest e4m3 value
-MIN_SCALE = 2.0**-33
+MIN_SCALE = 2.0**-33  # as in `modular_kernel.quant.quantized_weights`

@@ -31,14 +31,16 @@ def align_rows_kernel(
     ends_ptr: output (num_local_experts,) int32, one past the last row of each expert.
     CHUNK_SIZE: pairs per chunk.
     NUM_BINS: number of lanes for experts, a power of two greater than num_local_experts + 1.
+    TILE: rows per tile.
+    USE_PDL: whether the launch uses programmatic dependent launch (`pdl_wait`).
     """
     pdl_wait(USE_PDL)
     chunk = tl.program_id(0)
-    rows, _ = load_expert_rows(bucket_totals_ptr, num_local_experts, NUM_BINS)
-    padded = (rows + TILE - 1) // TILE * TILE
-    starts = tl.cumsum(padded, 0) - padded
+    counts, _ = load_expert_rows(bucket_totals_ptr, num_local_experts, NUM_BINS)
+    padded_counts = (counts + TILE - 1) // TILE * TILE
+    starts = tl.cumsum(padded_counts, 0) - padded_counts
     expert = tl.arange(0, NUM_BINS)
-    tl.store(ends_ptr + expert, starts + rows, mask=(expert < num_local_experts) & (chunk == 0))
+    tl.store(ends_ptr + expert, starts + counts, mask=(expert < num_local_experts) & (chunk == 0))
     pairs, mask, row = find_chunk_rows(
         chunk, starts, topk_ids_ptr, expert_map_ptr, chunk_prefix_ptr, num_pairs, num_experts,
         num_local_experts, num_chunks,

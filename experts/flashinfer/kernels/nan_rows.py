@@ -1,4 +1,4 @@
-"""Kernel that sets the router weights of tokens with a NaN to NaN."""
+"""Kernel that sets the router weights of each token whose row of x contains a NaN to NaN."""
 
 import triton
 import triton.language as tl
@@ -20,11 +20,13 @@ def nan_rows_kernel(
     BLOCK_K: a power of two >= TOP_K.
     """
     token = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK_H)
+    offset = tl.arange(0, BLOCK_H)
     is_nan = tl.zeros((BLOCK_H,), tl.int32)
     for start in range(0, hidden, BLOCK_H):
-        col = (start + column).to(tl.int64)
-        x = tl.load(x_ptr + token * stride_row + col * stride_column, mask=col < hidden, other=0.0)
+        column = (start + offset).to(tl.int64)
+        x = tl.load(
+            x_ptr + token * stride_row + column * stride_column, mask=column < hidden, other=0.0
+        )
         is_nan |= (x != x).to(tl.int32)
     k = tl.arange(0, BLOCK_K)
     pair, mask = token * TOP_K + k, k < TOP_K

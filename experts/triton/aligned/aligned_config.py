@@ -39,7 +39,7 @@ _MIN_STAGES = 3  # minimum for a small K (Qwen3-30B, K = 768, H200, 2026-11-20)
 # with few rows per expert, most of the time is spent loading weights.
 _MAX_FIXED_BLOCK_M = 64
 
-# (max mean rows per expert, block_m, (block_n, block_k, warps, stages) of GEMM 1, the same of
+# (max mean rows per expert, block_m, (block_n, block_k, warps, stages) of GEMM 1, the same for
 # GEMM 2, group_m). These launches have the best mean time over Mixtral, DeepSeek-V3 EP8, Qwen3-30B
 # and gpt-oss from 1 to 8192 tokens, on one H200 (2026-11-20, triton 3.6.0, bf16). In the first row
 # of _HALF, group_m 8 instead of 1 takes up to 5% less time if few experts get most of the tokens,
@@ -128,8 +128,8 @@ def _select_table(problem: Problem) -> tuple[_Row, ...]:
     if scheme.weight == "float4_e2m1":
         return _MXFP4
     if scheme.packed:
-        divides_step = all(gemm.size_k % _W4A16_STEP == 0 for gemm in gemms(problem))
-        return _W4A16 if divides_step else _W4A16_UNEVEN
+        is_multiple_of_step = all(gemm.size_k % _W4A16_STEP == 0 for gemm in gemms(problem))
+        return _W4A16 if is_multiple_of_step else _W4A16_UNEVEN
     if scheme.quantized:
         return _W8A16
     return _HALF
@@ -161,9 +161,11 @@ def default_config(problem: Problem, tokens: int, device: Device) -> MoEConfig:
     else:
         row = table[sum(tokens > max_tokens for max_tokens in breakpoints(problem))]
     _, block_m, launch1, launch2, group_m = row
-    (gemm1, gemm2), blocks = gemms(problem), (block_m, group_m)
-    tiles = _make_tile(launch1, gemm1, device, blocks), _make_tile(launch2, gemm2, device, blocks)
-    return MoEConfig(*tiles, NAME)
+    tile1, tile2 = (
+        _make_tile(block_m, group_m, launch, gemm, device)
+        for launch, gemm in zip((launch1, launch2), gemms(problem), strict=True)
+    )
+    return MoEConfig(tile1, tile2, NAME)
 
 
 @cache
@@ -200,14 +202,17 @@ def _has_few_steps(steps: int, stages: int) -> bool:
 
 
 def _make_tile(
-    choice: tuple[int, int, int, int], gemm: Gemm, device: Device, blocks: tuple[int, int]
+    block_m: int, group_m: int, launch: tuple[int, int, int, int], gemm: Gemm, device: Device
 ) -> LaunchConfig:
-    block_n, block_k, warps, stages = choice
-    block_m, group_m = blocks
-    half, steps = block_k // 2, -(-gemm.size_k // block_k)
-    saves_masks = gemm.size_k % block_k and gemm.size_k % half == 0
-    if (saves_masks or _has_few_steps(steps, stages)) and half >= _MIN_HALVED_K:
-        block_k, steps = half, -(-gemm.size_k // half)
+    """Return the launch of one GEMM, with the changes that `default_config` describes.
+
+    launch: (block_n, block_k, warps, stages), from a table row.
+    """
+    block_n, block_k, warps, stages = launch
+    half_k, steps = block_k // 2, -(-gemm.size_k // block_k)
+    saves_masks = gemm.size_k % block_k and gemm.size_k % half_k == 0
+    if (saves_masks or _has_few_steps(steps, stages)) and half_k >= _MIN_HALVED_K:
+        block_k, steps = half_k, -(-gemm.size_k // half_k)
     if _has_few_steps(steps, stages):
         stages = min(stages, max(_MIN_STAGES, steps * 2 // 3))
     tile = LaunchConfig(block_m, block_n, block_k, group_m, warps, stages)

@@ -86,21 +86,21 @@ class AlignedPath(Path):
         return aligned_config.n_major_config(self.problem, config, n_major, device)
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
-        problem, pairs = self.problem, tokens * self.problem.top_k
+        problem, num_pairs = self.problem, tokens * self.problem.top_k
         specs = {
-            "workspace13": BufferSpec((pairs, problem.intermediate), problem.dtype),
-            **align_specs(pairs, block_m, problem.e),
+            "workspace13": BufferSpec((num_pairs, problem.intermediate), problem.dtype),
+            **align_specs(num_pairs, block_m, problem.e),
         }
         if self._sums_topk:
             # GEMM 2 does not read the output of GEMM 1 if it was quantized into another buffer.
-            may_share = ("workspace13",) if problem.scheme.quantizes_activations else ()
-            specs["workspace2"] = BufferSpec((pairs, problem.hidden), problem.dtype, may_share)
+            aliases = ("workspace13",) if problem.scheme.quantizes_activations else ()
+            specs["workspace2"] = BufferSpec((num_pairs, problem.hidden), problem.dtype, aliases)
         if problem.scheme.quantizes_activations:
-            specs |= quantize_specs("h", problem.scheme, pairs, problem.intermediate)
-        return specs | adapter_specs(problem, pairs)
+            specs |= quantize_specs("h", problem.scheme, num_pairs, problem.intermediate)
+        return specs | adapter_specs(problem, num_pairs)
 
     def run(self, call: PathCall) -> None:
-        self.write(self.rows(self.align(call), call), call)
+        self.write_output(self.run_gemms(self.align(call), call), call)
 
     def align(self, call: PathCall) -> AlignedPairs:
         """Sort the pairs of the call into blocks of one expert each."""
@@ -113,19 +113,19 @@ class AlignedPath(Path):
                 ignore_invalid=self._sums_topk,
             )
 
-    def rows(self, aligned: AlignedPairs, call: PathCall) -> torch.Tensor:
+    def run_gemms(self, aligned: AlignedPairs, call: PathCall) -> torch.Tensor:
         """Run both GEMMs; return the (P, H) output of GEMM 2, not weighted by the router.
 
         If the output keeps the top-k dimension, the result is call.output.
         """
         problem, routing, workspace = self.problem, call.tokens.routing, call.workspace
-        pairs = routing.topk_ids_TK.numel()
-        h_PI = workspace.take("workspace13", (pairs, problem.intermediate))
+        num_pairs = routing.topk_ids_TK.numel()
+        h_PI = workspace.take("workspace13", (num_pairs, problem.intermediate))
         input_router_weights_TK = (
             routing.topk_weights_TK if problem.apply_router_weight_on_input else None
         )
-        adapters = self._make_shrink(call, aligned)
-        shrink_output13 = None if adapters is None else adapters.shrink_x(call.tokens.plain_TH)
+        shrink = self._make_shrink(call, aligned)
+        shrink_output13 = None if shrink is None else shrink.shrink_x(call.tokens.plain_TH)
         with stages.stage(stages.GATHER_GEMM1):
             operands = gemm1_operands(call.weights, problem)
             rows = (call.tokens.x_TH, call.tokens.scale)
@@ -138,11 +138,11 @@ class AlignedPath(Path):
                 input_router_weights_TK,
                 shrink_output13,
             )
-        shrink_output2 = None if adapters is None else adapters.shrink_h(h_PI)
+        shrink_output2 = None if shrink is None else shrink.shrink_h(h_PI)
         h_rows = self._quantize(h_PI, call)
         rows_PH = call.output
         if self._sums_topk:
-            rows_PH = workspace.take("workspace2", (pairs, problem.hidden))
+            rows_PH = workspace.take("workspace2", (num_pairs, problem.hidden))
         with stages.stage(stages.GEMM2_SCATTER):
             operands = gemm2_operands(call.weights, problem)
             self.multiply(
@@ -150,7 +150,7 @@ class AlignedPath(Path):
             )
         return rows_PH
 
-    def write(self, rows_PH: torch.Tensor, call: PathCall) -> None:
+    def write_output(self, rows_PH: torch.Tensor, call: PathCall) -> None:
         """Weight the rows by the router and sum them over top-k into call.output.
 
         If the output keeps the top-k dimension, do nothing, because GEMM 2 has written call.output.
@@ -184,8 +184,8 @@ class AlignedPath(Path):
             return h_PI, None
         with stages.stage(stages.QUANTIZE):
             shape = (h_PI.shape[0], h_PI.shape[1])
-            static = call.weights.a2_scale
-            out = take_quantized(call.workspace, "h", scheme, shape, static_scale=static)
+            static_scale = call.weights.a2_scale
+            out = take_quantized(call.workspace, "h", scheme, shape, static_scale=static_scale)
             valid_rows = PairRows(call.tokens.routing, self.problem.e)
             quantize_rows(h_PI, scheme, out=out, valid_rows=valid_rows)
         return out.q_RK, out.scale
@@ -208,22 +208,22 @@ class AlignedPath(Path):
         shrink_output: the output of the LoRA shrink, or None for a call without adapters.
         """
         a, _ = rows
-        pairs = out.numel() // operands.size_n
-        blocks = aligned.expert_ids.numel()
+        num_pairs = out.numel() // operands.size_n
+        num_m_blocks = aligned.expert_ids.numel()
         num_n_blocks = -(-operands.size_n // config.block_n)
         launch(
             self._kernel,
-            (blocks * num_n_blocks,),
+            (num_m_blocks * num_n_blocks,),
             a_ptr=a,
             router_weights_ptr=a if row_weights_TK is None else row_weights_TK,
             out_ptr=out,
             sorted_token_ids_ptr=aligned.sorted_token_ids,
             expert_ids_ptr=aligned.expert_ids,
             num_tokens_post_padded_ptr=aligned.num_tokens_post_padded,
-            num_pairs=pairs,
-            num_m_blocks=blocks,
+            num_pairs=num_pairs,
+            num_m_blocks=num_m_blocks,
             stride_am=a.stride(0),
-            PAIRS_PER_A_ROW=pairs // a.shape[0],
+            PAIRS_PER_A_ROW=num_pairs // a.shape[0],
             WRITE_ZEROS=not self._sums_topk,
             HAS_ROUTER_WEIGHTS=row_weights_TK is not None,
             **({"ADJACENT_GATE_UP": True} if operands.adjacent_up else {}),

@@ -95,26 +95,26 @@ class TritonRunnerCore(MoeRunnerCore[NoState]):
             runner_input.expert_ids,
             runner_input.num_tokens_post_padded,
         )
-        return TritonRunnerOutput(self._path.rows(aligned, path_call(call)))
+        return TritonRunnerOutput(self._path.run_gemms(aligned, make_path_call(call)))
 
 
 @register_pre_permute("standard", BACKEND)
 def standard_to_triton(call: RunnerCall[NoState]) -> TritonRunnerInput:
     """Run the pre-permute stage: sort the pairs into blocks of one expert each."""
-    converted = path_call(call)
-    aligned, routing = AlignedPath(call.problem).align(converted), converted.tokens.routing
+    path_call = make_path_call(call)
+    aligned, routing = AlignedPath(call.problem).align(path_call), path_call.tokens.routing
     return TritonRunnerInput(
-        converted.tokens.x_TH, routing.topk_weights_TK, routing.topk_ids_TK, **vars(aligned)
+        path_call.tokens.x_TH, routing.topk_weights_TK, routing.topk_ids_TK, **vars(aligned)
     )
 
 
 @register_post_permute(BACKEND, "standard")
 def triton_to_standard(result: TritonRunnerOutput, call: RunnerCall[NoState]) -> None:
     """Run the post-permute stage: apply router weights and sum over top-k."""
-    AlignedPath(call.problem).write(result.hidden_states, path_call(call))
+    AlignedPath(call.problem).write_output(result.hidden_states, make_path_call(call))
 
 
-def path_call(call: RunnerCall[NoState]) -> PathCall:
+def make_path_call(call: RunnerCall[NoState]) -> PathCall:
     """Convert a runner call to a PathCall with its launch configuration."""
     assert isinstance(call.tokens, StandardTokens)
     config = choose_config(call.problem, len(call.tokens.x_TH), _PATHS)
@@ -124,6 +124,10 @@ def path_call(call: RunnerCall[NoState]) -> PathCall:
 
 StagedTritonExperts = make_experts(
     "StagedTritonExperts", BACKEND, "standard",
-    **{n: v for n, v in vars(TritonExperts.requires).items() if n != "activation_format"},
+    **{
+        name: value
+        for name, value in vars(TritonExperts.requires).items()
+        if name != "activation_format"
+    },
 )  # fmt: skip
 register_fused_func("none", BACKEND, unfused=StagedTritonExperts)(TritonExperts)

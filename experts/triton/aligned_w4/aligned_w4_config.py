@@ -22,8 +22,8 @@ MAX_BLOCK_M = 16
 MIN_BLOCK_M = 8  # the rows are the right operand of the MMA, whose N is 8
 # Maximum mean rows per expert for which block_m is MIN_BLOCK_M, by (weight type, is NVFP4). Time of
 # blocks of 8 rows relative to blocks of 16 rows (H200, 2026-11-30, triton 3.6.0, 5 to 7 layers):
-# - integers: 0.70 to 0.93 with 8 rows per expert, 0.79 to 0.86 with 12. With groups of 64, 1.02 and
-#   1.13.
+# - integers: 0.70 to 0.93 with 8 rows per expert, 0.79 to 0.86 with 12. With 12 rows and groups of
+#   64, 1.02 and 1.13 in two layers.
 # - mxfp4: 0.81 to 0.99 with 8 rows, 0.87 to 1.12 with 10.7.
 # - NVFP4: 0.87 to 1.03 with 6 rows, 0.90 to 1.19 with 8.
 _MAX_ROWS_FOR_MIN_BLOCK = {
@@ -211,12 +211,12 @@ def is_faster(problem: Problem, tokens: int, block_m: int) -> bool:
 
 def choose_block_m(problem: Problem, num_pairs: int) -> int:
     """Return block_m for a call with num_pairs routed pairs."""
-    max_rows = _max_rows_for_min_block(problem)
+    max_rows = _get_max_rows_for_min_block(problem)
     is_small = num_pairs <= max_rows * problem.experts and not problem.batch_invariant
     return MIN_BLOCK_M if is_small else MAX_BLOCK_M
 
 
-def _max_rows_for_min_block(problem: Problem) -> int:
+def _get_max_rows_for_min_block(problem: Problem) -> int:
     return _MAX_ROWS_FOR_MIN_BLOCK[problem.scheme.weight, problem.scheme.matrix_scales]
 
 
@@ -234,9 +234,9 @@ class RowDistribution:
     @classmethod
     def from_call(cls, problem: Problem, num_pairs: int) -> "RowDistribution":
         """Return the distribution of a call with num_pairs routed pairs."""
-        probability = min(1.0, problem.top_k / problem.experts)  # top_k can exceed experts
-        inactive: float = (1.0 - probability) ** (num_pairs / problem.top_k)
-        return cls(choose_block_m(problem, num_pairs), problem.e * (1 - inactive))
+        routing_probability = min(1.0, problem.top_k / problem.experts)  # top_k can exceed experts
+        inactive_fraction: float = (1.0 - routing_probability) ** (num_pairs / problem.top_k)
+        return cls(choose_block_m(problem, num_pairs), problem.e * (1 - inactive_fraction))
 
 
 @dataclass(frozen=True)
@@ -260,10 +260,10 @@ class GemmSizes:
     def for_both_gemms(cls, problem: Problem) -> "tuple[GemmSizes, GemmSizes]":
         """Return the properties of GEMM 1 and of GEMM 2."""
         scheme, is_gated = problem.scheme, problem.act.gated
-        has_zeros = scheme.zero_points
+        has_zero_points = scheme.zero_points
         return (
-            cls(scheme, problem.intermediate, problem.hidden, is_gated, has_zeros),
-            cls(scheme, problem.hidden, problem.intermediate, False, has_zeros),
+            cls(scheme, problem.intermediate, problem.hidden, is_gated, has_zero_points),
+            cls(scheme, problem.hidden, problem.intermediate, False, has_zero_points),
         )
 
 
@@ -283,7 +283,7 @@ def breakpoints(problem: Problem) -> Iterator[int]:
     """
     if problem.batch_invariant:
         return
-    max_small_tokens = _max_rows_for_min_block(problem) * problem.experts // problem.top_k
+    max_small_tokens = _get_max_rows_for_min_block(problem) * problem.experts // problem.top_k
     if max_small_tokens:
         yield from _find_changes(problem, 1, max_small_tokens)
         yield max_small_tokens
@@ -363,7 +363,11 @@ def candidates(problem: Problem, tokens: int) -> CandidateGroups:
             for warps_and_stages in _CANDIDATE_WARPS_AND_STAGES
         ]
         launches1, launches2 = (
-            [_make_config(s, block_m) for s in shapes if _fits_registers(s, sizes, block_m)]
+            [
+                _make_config(shape, block_m)
+                for shape in shapes
+                if _fits_registers(shape, sizes, block_m)
+            ]
             for sizes in GemmSizes.for_both_gemms(problem)
         )
         groups[block_m] = (launches1, launches2)

@@ -23,7 +23,7 @@ counts gate and up columns together. For a gated activation, it is therefore hal
 16. Unknown keys are ignored.
 
 If any part of a file is malformed, the whole file is rejected with a ConfigurationError. The
-message names the file, what was found and what is needed.
+message names the file, what it contains and what is needed.
 """
 
 import json
@@ -42,9 +42,9 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.utils import json_files
 
 _NUMBER = r"[1-9]\d{0,17}"
-_WORD = r"[A-Za-z0-9_.()+-]"
+_DEVICE_CHAR = r"[A-Za-z0-9_.()+-]"
 _NAME = re.compile(
-    rf"E=(?P<experts>{_NUMBER}),N=(?P<intermediate>{_NUMBER}),device_name=(?P<device>{_WORD}+?)"
+    rf"E=(?P<experts>{_NUMBER}),N=(?P<intermediate>{_NUMBER}),device_name=(?P<device>{_DEVICE_CHAR}+?)"
     r"(,dtype=(?P<dtype>[a-z0-9_]+?))?"
     rf"(,block_shape=\[(?P<bn>0|{_NUMBER}), ?(?P<bk>{_NUMBER})\])?"
     r"(?P<per_channel>,per_channel_quant=True)?(?P<prepared>,prepared=True)?(?P<down>_down)?\.json",
@@ -57,9 +57,9 @@ def device_key(name: str) -> str:
     """Return a device name as it is used in file names.
 
     Every character except letters, digits and _.()+- is replaced by "_". vLLM and SGLang replace
-    only spaces. The result is the same for all devices for which they ship files.
+    only spaces, which gives the same result for all devices for which they ship files.
     """
-    key = re.sub(rf"(?!{_WORD}).", "_", name, flags=re.ASCII | re.DOTALL)[:_MAX_DEVICE_CHARS]
+    key = re.sub(rf"(?!{_DEVICE_CHAR}).", "_", name, flags=re.ASCII | re.DOTALL)[:_MAX_DEVICE_CHARS]
     return key + "_" if not key or key.endswith("_down") else key
 
 
@@ -74,7 +74,7 @@ class ConfigKey:
     block_shape: (rows, K elements) per weight scale; (0, g) for groups of g elements.
     per_channel: whether weights have one scale per row and activations are quantized.
     prepared: whether the file is only for calls with prepared weights.
-    down: whether the file is a file of SGLang's that is only for GEMM 2.
+    down: whether the file is SGLang's second file, which is only for GEMM 2.
 
     `ConfigKey.parse(key.file_name) == key` holds for every key. Raise ConfigurationError if a field
     cannot be written in a file name.
@@ -164,10 +164,10 @@ def file_names_for(
 ) -> tuple[str, ...]:
     """Return the names of the config files to look up for `problem`, best first.
 
-    With prepared weights, this is only the name in our format, because no other library writes such
-    files. Otherwise, the names of vLLM's files follow, which may lack the space in the block shape,
-    the groups or per_channel_quant. For 4-bit weights, the names of SGLang's files follow, in which
-    N is the number of bytes of a packed row, I / 2.
+    With prepared weights, only the name in our format is returned, because no other library writes
+    such files. Otherwise, the names of vLLM's files follow, which may lack the space in the block
+    shape, the groups or per_channel_quant. For 4-bit weights, the names of SGLang's files follow,
+    in which N is the number of bytes of a packed row, I / 2.
     """
     key = ConfigKey.from_problem(problem, device_name, prepared=prepared)
     if prepared:
@@ -239,8 +239,8 @@ class TunedConfigs:
     gemm1: (number of tokens, launch of GEMM 1) pairs, ascending.
     gemm2: (number of tokens, launch of GEMM 2) pairs, ascending.
     block_n_includes_up: whether block_n of GEMM 1 counts gate and up columns together.
-    is_foreign: whether the file has the format of vLLM or SGLang. A launch that exceeds a limit of
-        the device is clamped if it is from such a file; otherwise, it is an error.
+    is_foreign: whether the file has the format of vLLM or SGLang. A launch of such a file that
+        exceeds a limit of the device is clamped. In other files, such a launch is an error.
     triton: the version of Triton with which the file was tuned, if known.
     tuned_for: the layer for which the file was tuned, if the file contains it.
     paths: (number of tokens, name of a path) pairs. Numbers of tokens without a pair use BASE_PATH.
@@ -323,8 +323,10 @@ def configs_from_override(value: "MoEConfig | Mapping[str, object]") -> TunedCon
         contents = {"format": FORMAT, "1": contents}
     elif "BLOCK_SIZE_M" in contents:
         contents = {"1": contents}
-    by_key = {str(key) if type(key) is int else key: entry for key, entry in contents.items()}
-    tuned_configs = _build_tuned_configs(by_key, what, what)
+    contents_by_key = {
+        str(key) if type(key) is int else key: entry for key, entry in contents.items()
+    }
+    tuned_configs = _build_tuned_configs(contents_by_key, what, what)
     return replace(tuned_configs, is_foreign=False, triton=None, tuned_for=None)
 
 
@@ -365,7 +367,11 @@ def _build_tuned_configs(value: object, what: str, origin: str) -> TunedConfigs:
         paths=tuple((tokens, config.path) for tokens, config in configs.items())
         if is_our_format
         else (),
-        times={t: times for t, e in entries.items() if (times := _parse_times(e)) is not None},
+        times={
+            tokens: times
+            for tokens, entry in entries.items()
+            if (times := _parse_times(entry)) is not None
+        },
     )
 
 

@@ -53,10 +53,11 @@ class ConfigSteps:
             result[key] = max(max_tokens, result.get(key, 0))
         return result
 
-    def replace_other_paths(self, paths: Collection[str], other: "ConfigSteps") -> "ConfigSteps":
-        """Keep configurations whose path is in `paths`; take all other ones from `other`."""
+    def replace_other_paths(self, paths: Collection[str], defaults: "ConfigSteps") -> "ConfigSteps":
+        """Keep configurations whose path is in `paths`, and take the others from `defaults`."""
         return self.map_steps(
-            other.last_tokens, lambda last, c: c if c.path in paths else other.choose(last)
+            defaults.last_tokens,
+            lambda last, config: config if config.path in paths else defaults.choose(last),
         )
 
     def map_steps(
@@ -64,7 +65,7 @@ class ConfigSteps:
     ) -> "ConfigSteps":
         """Split steps after each of `ends`, apply `change` to all steps, and merge equal neighbors.
 
-        ends: token counts after which another step begins.
+        ends: token counts after which a new step begins.
         change: a function of the last token count of a step and its configuration. It returns the
             configuration for all token counts of that step.
         """

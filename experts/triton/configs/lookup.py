@@ -176,28 +176,28 @@ class ConfigLookup:
                 mismatch = "tuned for rows that start at multiples of 16 elements"
                 searched_locations.append(f"{title} {config_file}: {mismatch}")
                 continue
-            fitted = fit_to_problem(tuned_configs, problem, self.device, prepared=prepared)
-            notes = (*self._describe_triton_mismatch(config_file, tuned_configs), *fitted.notes)
+            source = fit_to_problem(tuned_configs, problem, self.device, prepared=prepared)
+            notes = (*self._describe_triton_mismatch(config_file, tuned_configs), *source.notes)
             if notes:
                 _warn_once(f"{config_file}: {'; '.join(notes)}")
             if tuned_configs.tuned_for is not None:
                 notes = (*notes, *_describe_layer_differences(tuned_configs, problem))
-            return replace(fitted, notes=notes, searched_locations=tuple(searched_locations))
+            return replace(source, notes=notes, searched_locations=tuple(searched_locations))
         if prepared:
-            unprepared = self.find_source(problem)
+            unprepared_source = self.find_source(problem)
             return replace(
-                unprepared,
+                unprepared_source,
                 searched_locations=(
-                    *dict.fromkeys((*searched_locations, *unprepared.searched_locations)),
+                    *dict.fromkeys((*searched_locations, *unprepared_source.searched_locations)),
                 ),
             )
-        tuned_layers = self._packaged_layers(problem)
+        tuned_layers = self._read_packaged_layers(problem)
         if not tuned_layers:
             steps = make_heuristic_steps(problem, self.device)
             return Source(steps, "heuristics", searched_locations=tuple(searched_locations))
         defaults = make_heuristic_steps(problem, self.device, BUILT_IN_NAMES)
         borrowed = borrow_configs(tuned_layers, problem, self.device, defaults)
-        step_origins = tuple(entry.origin for entry in borrowed)
+        step_origins = tuple(borrowed_config.origin for borrowed_config in borrowed)
         return Source(
             steps_from_borrowed(borrowed),
             NEAREST,
@@ -205,7 +205,7 @@ class ConfigLookup:
             searched_locations=tuple(searched_locations),
         )
 
-    def _packaged_layers(self, problem: Problem) -> list[TunedLayer]:
+    def _read_packaged_layers(self, problem: Problem) -> list[TunedLayer]:
         """Return the layers with packaged files for this device and number format.
 
         Return [] for a problem whose rows are not aligned to 16 elements, because all packaged
@@ -226,7 +226,7 @@ class ConfigLookup:
     def _find_file(self, folder: Path, names: Sequence[str]) -> Path | None:
         subfolders = [folder / name for name in self._iter_subfolders(folder)]
         candidates = (subfolder / name for name in names for subfolder in subfolders)
-        # This also finds a dangling link or a folder, so that `read_config_file` rejects it.
+        # A dangling link or a folder is also returned, so that `read_config_file` rejects it.
         return next((file for file in candidates if file.exists() or file.is_symlink()), None)
 
     def _iter_subfolders(self, folder: Path) -> Iterator[str]:
@@ -234,12 +234,12 @@ class ConfigLookup:
         if installed:
             yield installed
         yield ""
-        others = []
-        for entry in folder.iterdir() if folder.is_dir() else ():
-            match = _SUBFOLDER.fullmatch(entry.name)
-            if match is not None and entry.name != installed:
-                others.append((tuple(map(int, match.groups())), entry.name))
-        yield from (name for _, name in sorted(others, reverse=True))
+        other_versions = []
+        for subfolder in folder.iterdir() if folder.is_dir() else ():
+            match = _SUBFOLDER.fullmatch(subfolder.name)
+            if match is not None and subfolder.name != installed:
+                other_versions.append((tuple(map(int, match.groups())), subfolder.name))
+        yield from (name for _, name in sorted(other_versions, reverse=True))
 
     def _describe_triton_mismatch(
         self, config_file: Path, tuned_configs: TunedConfigs
@@ -314,7 +314,7 @@ def fit_to_problem(
     """
     # For each tuned token count, the number of tokens of the largest call that may use its launch.
     largest_calls = {
-        tuned_count: _max_tokens_for(path_name, tuned_count, problem, device, prepared)
+        tuned_count: _get_max_tokens_for(path_name, tuned_count, problem, device, prepared)
         for tuned_count, path_name in tuned_configs.paths
     }
     ranges1 = _compute_token_ranges(tuned_configs.gemm1, largest_calls)
@@ -327,10 +327,10 @@ def fit_to_problem(
         )
         if tuned_configs.block_n_includes_up:
             labels = (f"{tuned_configs.origin}, tokens {t}" for t in (tokens, tokens_gemm2))
-            launch1, launch2, clamps = _clamp_foreign_launches(
+            launch1, launch2, clamp_notes = _clamp_foreign_launches(
                 launch1, launch2, tuned_configs, problem, device, tuple(labels)
             )
-            notes |= dict.fromkeys(clamps)
+            notes |= dict.fromkeys(clamp_notes)
         config = MoEConfig(launch1, launch2, dict(tuned_configs.paths).get(tokens, BASE_PATH.name))
         # `ConfigSteps.replace_other_paths` replaces a path that does not support the problem.
         if BY_NAME[config.path].supports(problem, device):
@@ -359,7 +359,7 @@ def _launch_for(
     return next(tuned_launch for last, tuned_launch in ranges if num_tokens <= last)
 
 
-def _max_tokens_for(
+def _get_max_tokens_for(
     path_name: str, tuned_count: int, problem: Problem, device: Device, prepared: bool
 ) -> int:
     """Return the number of tokens of the largest call that may use a tuned configuration.
@@ -406,20 +406,21 @@ def _clamp_foreign_launches(
 
     labels: the file and the token count of each GEMM, for messages.
     """
-    results: list[LaunchConfig] = []
-    clamps = []
+    clamped_launches: list[LaunchConfig] = []
+    clamp_notes = []
     for launch, gemm, label in zip((launch1, launch2), gemms(problem), labels, strict=True):
         assert isinstance(launch, LaunchConfig)
         if gemm.num_matrices == 2:
             launch = replace(launch, block_n=max(launch.block_n // 2, _MIN_BLOCK_N))
-        if results:  # block_m may differ in SGLang's second file, but GEMMs use the same blocks
-            launch = replace(launch, block_m=results[0].block_m)
+        if clamped_launches:
+            # In SGLang's second file, block_m may differ, but both GEMMs use the same blocks.
+            launch = replace(launch, block_m=clamped_launches[0].block_m)
         clamped = _clamp_launch(launch, gemm, device, tuned_configs.is_foreign, label)
         if clamped != launch:
             tokens = label.removeprefix(f"{tuned_configs.origin}, ")
-            clamps.append(f"{tokens} {gemm}: {launch} clamped to {clamped}")
-        results.append(clamped)
-    return results[0], results[1], clamps
+            clamp_notes.append(f"{tokens} {gemm}: {launch} clamped to {clamped}")
+        clamped_launches.append(clamped)
+    return clamped_launches[0], clamped_launches[1], clamp_notes
 
 
 def _compute_token_ranges(
@@ -448,8 +449,8 @@ def _clamp_launch(
 ) -> LaunchConfig:
     """Clamp a foreign launch that exceeds only _CLAMPED_LIMITS. Raise for other violations."""
     if is_foreign:
-        violated = {violation.what for violation in violations(launch, gemm, device)}
-        if violated and violated <= _CLAMPED_LIMITS:
+        violated_limits = {violation.what for violation in violations(launch, gemm, device)}
+        if violated_limits and violated_limits <= _CLAMPED_LIMITS:
             launch = clamp(launch, gemm, device)
     return require(launch, gemm, device, label)
 

@@ -49,10 +49,11 @@ class Point:
     ) -> "Point":
         """Compute the point of a call of num_tokens tokens, assuming uniform routing."""
         active_experts = experts * (1 - (1 - min(top_k / experts, 1)) ** num_tokens)
-        values = num_tokens * top_k / active_experts, active_experts, hidden, intermediate
-        return cls(*map(math.log2, values))
+        coordinates = num_tokens * top_k / active_experts, active_experts, hidden, intermediate
+        return cls(*map(math.log2, coordinates))
 
     def distance_to(self, other: "Point") -> float:
+        """Return the weighted sum of the distances along the coordinates."""
         differences = (
             self.rows - other.rows,
             self.active_experts - other.active_experts,
@@ -130,7 +131,7 @@ def borrow_configs(
             layer.point(tuned_tokens),
             config,
             f"{layer.name}, {label}",
-            _max_tokens_for(config, tuned_tokens, problem),
+            _get_max_tokens_for(config, tuned_tokens, problem),
         )
         for layer in tuned_layers
         for tuned_tokens, config in layer.tuned_configs.configs().items()
@@ -161,7 +162,7 @@ def borrow_configs(
     return borrowed
 
 
-def _max_tokens_for(config: MoEConfig, tokens: int, problem: Problem) -> int:
+def _get_max_tokens_for(config: MoEConfig, tokens: int, problem: Problem) -> int:
     """Return the number of tokens of the largest call that may use a configuration.
 
     Only paths for few tokens have a limit. The configuration was tuned for `tokens` tokens.
@@ -198,19 +199,19 @@ def prefer_heuristics_by_rows(
     max_memory_bound_tokens = MIN_COMPUTE_BOUND_ROWS * problem.experts // problem.top_k
 
     def replace_config(max_tokens: int, config: MoEConfig) -> MoEConfig:
-        default = defaults.choose(max_tokens)
+        default_config = defaults.choose(max_tokens)
         if max_tokens <= max_memory_bound_tokens:
             return config
-        borrowed_gemm1, default_gemm1 = config.gemm1, default.gemm1
+        borrowed_gemm1, default_gemm1 = config.gemm1, default_config.gemm1
         is_narrower = (
             config.path != BASE_PATH.name and borrowed_gemm1.block_n < default_gemm1.block_n
         )
         is_suitable = (
-            config.path == default.path
+            config.path == default_config.path
             and borrowed_gemm1.block_m == default_gemm1.block_m
             and not is_narrower
         )
-        return config if is_suitable else default
+        return config if is_suitable else default_config
 
     return steps.map_steps((max_memory_bound_tokens, *defaults.last_tokens), replace_config)
 
@@ -218,7 +219,10 @@ def prefer_heuristics_by_rows(
 def steps_from_borrowed(borrowed: Sequence[BorrowedConfig]) -> ConfigSteps:
     """Return steps in which a call uses the configuration for the nearest token count."""
     midpoints = [(low.tokens + high.tokens) // 2 for low, high in pairwise(borrowed)]
-    return ConfigSteps((*midpoints, UNBOUNDED_TOKENS), tuple(b.config for b in borrowed))
+    return ConfigSteps(
+        (*midpoints, UNBOUNDED_TOKENS),
+        tuple(borrowed_config.config for borrowed_config in borrowed),
+    )
 
 
 def split_at_breakpoints(steps: ConfigSteps, problem: Problem, device: Device) -> ConfigSteps:

@@ -1,9 +1,9 @@
 """Select, explain or override the launch configuration of a call.
 
-config = choose_config(problem, tokens)    # from an override, a tuned file or the defaults
-print(explain(problem, tokens))            # the configuration, its origin and the reason
-with override_config(MoEConfig(...)):      # in this thread, inside the block
-    ...
+    config = choose_config(problem, tokens)    # from an override, a tuned file or the defaults
+    print(explain(problem, tokens))            # the configuration, its origin and the reason
+    with override_config(MoEConfig(...)):      # in this thread, inside the block
+        ...
 
 A configuration is the path of TritonExperts that runs a call, with the launches of both GEMMs.
 Prepared weights come with a copy in a layout that some paths read faster.
@@ -59,7 +59,7 @@ def choose_config(
     Files are read at the first call for a problem; a repeated call takes about a microsecond. Raise
     ConfigurationError if a file or an override is malformed or cannot be launched for the problem.
     """
-    return _cached_config(
+    return _get_cached_config(
         problem, tokens, _Context(_override.get(), _device.get(), paths, prepared)
     )
 
@@ -80,7 +80,7 @@ def buffer_kinds_up_to(
     prepared: whether the calls use prepared weights.
     """
     return list(
-        _cached_max_tokens(
+        _get_cached_max_tokens(
             problem, tokens, _Context(_override.get(), _device.get(), paths, prepared)
         )
     )
@@ -90,7 +90,7 @@ def buffer_kinds_up_to(
 def override_config(config: MoEConfig | Mapping[str, object] | None) -> Iterator[None]:
     """Inside the block, use `config` instead of any file.
 
-    Blocks can be nested. The previous state is restored on exit, also after an exception. The
+    Blocks can be nested. The previous state is restored on exit, even after an exception. The
     override applies to the current context only, not to other threads. Workspace sizes depend on
     the override, so kernels and plans must be built in the same block in which they are called.
 
@@ -107,7 +107,7 @@ def override_config(config: MoEConfig | Mapping[str, object] | None) -> Iterator
 
 @contextmanager
 def on_device(device: Device) -> Iterator[None]:
-    """Inside the block, choose configurations for `device`, which can be of another machine.
+    """Inside the block, choose configurations for `device`, which need not be in this machine.
 
     This applies to the current context only, not to other threads.
     """
@@ -126,7 +126,7 @@ def explain(
     *,
     prepared: bool = False,
 ) -> str:
-    """Describe the configuration of a call, where it comes from and why, as lines of text.
+    """Return lines of text that describe the configuration of a call, and why it was chosen.
 
     Weights and tokens are assumed to have the strides that the checkpoint readers produce, and
     prepared weights the scales that `quantize_weights` computes by default. With scales of another
@@ -145,19 +145,19 @@ def explain(
             limit = f"{lookup.device.shared} bytes of shared memory per block"
             notes = [f"{device_name} is not a known GPU; assuming {limit}"]
     source = _find_source(lookup, override, problem, prepared)
-    from_file = source.steps.choose(tokens)
-    unprepared = source.launch_steps(problem, lookup.device, paths).choose(tokens)
+    config_in_file = source.steps.choose(tokens)
+    unprepared_config = source.launch_steps(problem, lookup.device, paths).choose(tokens)
     config = source.launch_steps(problem, lookup.device, paths, prepared=prepared).choose(tokens)
     call_label = f"{format_count(tokens, 'token')}{', prepared weights' if prepared else ''}"
-    reason = _describe_source(source, problem, tokens, unprepared)
-    if prepared and not source.prepared and config != unprepared:
+    reason = _describe_source(source, problem, tokens, unprepared_config)
+    if prepared and not source.prepared and config != unprepared_config:
         reason = f"heuristics for prepared weights, in place of {reason}"
     lines = [
         f"{problem.with_tokens(tokens)}, {call_label}, on {lookup.device.name or 'no GPU'}",
         f"  from {reason}",
         *(
-            [f"  the configuration in the file is not used: {from_file}"]
-            if from_file.path != unprepared.path
+            [f"  the configuration in the file is not used: {config_in_file}"]
+            if config_in_file.path != unprepared_config.path
             else []
         ),
         f"  path: {config.path}",
@@ -208,13 +208,13 @@ def _make_adapter_notes(problem: Problem, device: Device) -> Iterator[str]:
     if problem.adapters is None:
         return
     without_lora = replace(problem, lora="none")
-    missing = [
-        p.name
-        for p in ALL_PATHS
-        if p.supports(without_lora, device) and not p.supports(problem, device)
+    excluded_paths = [
+        path.name
+        for path in ALL_PATHS
+        if path.supports(without_lora, device) and not path.supports(problem, device)
     ]
-    if missing:
-        yield f"only calls without adapters take the paths {', '.join(missing)}"
+    if excluded_paths:
+        yield f"only calls without adapters take the paths {', '.join(excluded_paths)}"
 
 
 def _describe_source(
@@ -227,8 +227,8 @@ def _describe_source(
         return "heuristics: no tuned layer is close enough"
     if tuned_layer:
         if rows > MIN_COMPUTE_BOUND_ROWS and launched_config != source.steps.choose(tokens):
-            unsuitable = f"the launches of {tuned_layer} are for other numbers of rows"
-            return f"heuristics: {rows:.4g} rows per expert, and {unsuitable}"
+            reason = f"the launches of {tuned_layer} are for other numbers of rows"
+            return f"heuristics: {rows:.4g} rows per expert, and {reason}"
         return f"the nearest layer with a file: {tuned_layer}"
     if source.origin == FIXED:
         return FIXED
@@ -236,13 +236,13 @@ def _describe_source(
         step = source.steps.find_step(tokens) + 1
         return f"heuristic {step} of {len(source.steps.last_tokens)}: {rows:.4g} rows per expert"
     nearest = nearest_count(source.token_counts, tokens)
-    counts = ", ".join(map(str, source.token_counts))
+    count_labels = ", ".join(map(str, source.token_counts))
     if len(source.token_counts) == len(source.steps.last_tokens):
         tuned_tokens = source.token_counts[source.steps.find_step(tokens)]
         if tuned_tokens != nearest:
-            limit = f"the path tuned for {nearest} is only for fewer"
-            return f"{source.origin}: tokens {tuned_tokens} of {counts}, because {limit}"
-    return f"{source.origin}: tokens {nearest} is the nearest of {counts}"
+            reason = f"the path tuned for {nearest} is only for fewer"
+            return f"{source.origin}: tokens {tuned_tokens} of {count_labels}, because {reason}"
+    return f"{source.origin}: tokens {nearest} is the nearest of {count_labels}"
 
 
 def clear_caches() -> None:
@@ -250,7 +250,7 @@ def clear_caches() -> None:
 
     `mk tune` calls this function after it has written a file.
     """
-    for function in (_cached_config, _cached_max_tokens, _find_steps, _machine_lookup):
+    for function in (_get_cached_config, _get_cached_max_tokens, _find_steps, _make_machine_lookup):
         function.cache_clear()
 
 
@@ -266,12 +266,12 @@ def is_context_active() -> bool:
 
 def current_lookup() -> ConfigLookup:
     """Return the lookup for this machine, or for the GPU of an active `on_device`."""
-    lookup, device = _machine_lookup(), _device.get()
+    lookup, device = _make_machine_lookup(), _device.get()
     return lookup if device is None else replace(lookup, device=device)
 
 
 @cache
-def _machine_lookup() -> ConfigLookup:
+def _make_machine_lookup() -> ConfigLookup:
     """Build the lookup for this machine, assuming that all of its GPUs are equal to the first."""
     user_folder = read_settings().config_dir
     folders = (
@@ -317,12 +317,12 @@ def _find_source(
 
 
 @lru_cache(maxsize=1 << 16)
-def _cached_config(problem: Problem, tokens: int, context: _Context) -> MoEConfig:
+def _get_cached_config(problem: Problem, tokens: int, context: _Context) -> MoEConfig:
     return _find_steps(problem.with_tokens(0), context).choose(tokens)
 
 
 @lru_cache(maxsize=1 << 12)
-def _cached_max_tokens(
+def _get_cached_max_tokens(
     problem: Problem, tokens: int, context: _Context
 ) -> tuple[tuple[int, str, int], ...]:
     limits = _find_steps(problem.with_tokens(0), context).max_tokens_by_path_and_block(tokens)

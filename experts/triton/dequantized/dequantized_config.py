@@ -21,7 +21,8 @@ _CANDIDATE_ROWS: RowRanges = {128: (32, 1 << 62)}
 # Minimum mean rows per expert for which the path is faster than the aligned path, which dequantizes
 # in its GEMMs. A key is a scheme, with an option if the option changes the limit. Measured on an
 # H200 (2026-11-23, triton 3.6.0, bf16) with Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss. fp8
-# and NVFP4 were not measured. They use the limits of int8 with channel scales and of mxfp4.
+# and NVFP4 were not measured. fp8 uses the limit of int8 with channel scales, and NVFP4 that of
+# mxfp4.
 _MIN_ROWS = {
     "int4_w4a16_group": 96,
     "int4_w4a16_group:zero_points": 64,
@@ -80,17 +81,17 @@ def min_tokens(problem: Problem) -> int:
 
 def experts_per_chunk(problem: Problem) -> int:
     """Return the number of experts whose weights are dequantized at once."""
-    expert_bytes = _max_expert_values(problem) * problem.dtype.itemsize
+    expert_bytes = _count_max_expert_values(problem) * problem.dtype.itemsize
     num_chunks = -(-problem.e // max(1, _MAX_CHUNK_BYTES // expert_bytes))
     return -(-problem.e // num_chunks)
 
 
 def values_per_chunk(problem: Problem) -> int:
     """Return the number of elements of a buffer that fits w1 or w2 of all experts in a chunk."""
-    return experts_per_chunk(problem) * _max_expert_values(problem)
+    return experts_per_chunk(problem) * _count_max_expert_values(problem)
 
 
-def _max_expert_values(problem: Problem) -> int:
+def _count_max_expert_values(problem: Problem) -> int:
     """Return the number of elements of w1 or w2 of one expert, whichever is larger."""
     return max(problem.w1_rows, problem.intermediate) * problem.hidden
 

@@ -96,7 +96,7 @@ class DequantizedPath(GroupedTmaPath):
         out: torch.Tensor,
         call: PathCall,
     ) -> None:
-        quantized = replace(operands, scheme=self._scheme)
+        quantized_operands = replace(operands, scheme=self._scheme)
         for first_expert in range(0, self.problem.e, self._chunk_size):
             count = min(self._chunk_size, self.problem.e - first_expert)
             bias = (
@@ -104,11 +104,13 @@ class DequantizedPath(GroupedTmaPath):
                 if operands.bias is None
                 else operands.bias[first_expert : first_expert + count]
             )
-            chunk = self.prepare_operands(
-                replace(quantized, bias=bias), first_expert, count, order, call.workspace
+            chunk_operands = self.prepare_operands(
+                replace(quantized_operands, bias=bias), first_expert, count, order, call.workspace
             )
-            tiles = self._select_tiles(first_expert, count, order, tile.block_m, call.workspace)
-            self.multiply(rows, chunk, tile, tiles, out)
+            chunk_order = self._select_tiles(
+                first_expert, count, order, tile.block_m, call.workspace
+            )
+            self.multiply(rows, chunk_operands, tile, chunk_order, out)
 
     def prepare_operands(
         self,
@@ -149,9 +151,9 @@ class DequantizedPath(GroupedTmaPath):
         num_steps = min(_MAX_K_PER_PROGRAM // step_k, next_power_of_2(-(-k // step_k)))
         block_n = _ELEMENTS_PER_PROGRAM // (step_k * num_steps)
         is_repacked = operands.scheme.repacked
-        scale, zero, global_scale = operands.scale, operands.zero_point, operands.global_scale
+        scale, zero_point, global_scale = operands.scale, operands.zero_point, operands.global_scale
         num_global_scales = 1 if global_scale is None else global_scale.shape[1]
-        zero_or_global = zero if global_scale is None else global_scale
+        zero_or_global = zero_point if global_scale is None else global_scale
         assert scale is not None
         launch(
             dequantize_kernel,
@@ -168,7 +170,7 @@ class DequantizedPath(GroupedTmaPath):
             scale_rows=scale.shape[1] if scale.dim() > 1 else 1,
             WEIGHT_FORMAT=word_format(operands.scheme),
             PACKED=operands.scheme.packed,
-            HAS_ZERO_POINTS=zero is not None,
+            HAS_ZERO_POINTS=zero_point is not None,
             ZERO_POINT=float(DEFAULT_ZERO_POINT.get(operands.scheme.weight, 0)),
             NUM_GLOBAL_SCALES=num_global_scales,
             UP_ROW_OFFSET=operands.up_row_offset if num_global_scales > 1 else n,

@@ -29,17 +29,17 @@ NAME = "gemv"
 # Measured on one H200 (triton 3.6.0) over Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss with one
 # token.
 _Row = tuple[int, tuple[int, int, int, int]]
-_DEEP = 1 << 62
+_UNBOUNDED_K = 1 << 62
 _HALF: tuple[_Row, ...] = (
     (1024, (32, 256, 4, 8)),
     (2048, (32, 256, 4, 4)),
     (4096, (16, 512, 4, 4)),
-    (_DEEP, (16, 1024, 8, 4)),
+    (_UNBOUNDED_K, (16, 1024, 8, 4)),
 )
-_BYTES: tuple[_Row, ...] = (
+_EIGHT_BIT: tuple[_Row, ...] = (
     (2048, (32, 256, 4, 8)),
     (4096, (32, 512, 8, 8)),
-    (_DEEP, (32, 1024, 8, 8)),
+    (_UNBOUNDED_K, (32, 1024, 8, 8)),
 )
 # For 8-bit weights with one activation scale per group: pairs that GEMM 2 processes at once, and
 # the maximum bytes of the weights of all pairs if the last step of a token has fewer pairs. With
@@ -87,21 +87,23 @@ def max_tokens(problem: Problem) -> int:
 def default_config(problem: Problem, tokens: int = 1) -> MoEConfig:
     """Return the launches without a tuned file, the same for every token count."""
     quantized = problem.scheme.quantized
-    down = next(
+    down_shape = next(
         shape
-        for max_depth, shape in (_BYTES if quantized else _HALF)
-        if problem.intermediate <= max_depth
+        for max_k, shape in (_EIGHT_BIT if quantized else _HALF)
+        if problem.intermediate <= max_k
     )
-    gate_up = (32 if quantized and problem.hidden > _WIDE else 16, 512, 8)
+    gate_up_shape = (32 if quantized and problem.hidden > _WIDE else 16, 512, 8)
     if problem.scheme.activation_granularity == "group":
-        gate_up = (16, 512, 2 if problem.hidden % 512 else 4)
+        gate_up_shape = (16, 512, 2 if problem.hidden % 512 else 4)
     if problem.scheme.activation_granularity == "group" and problem.intermediate <= 2048:
-        down = (64, 256, 8, 8)
+        down_shape = (64, 256, 8, 8)
     # Half as many float32 weights take the same number of bytes per thread.
     k_divisor = 2 if problem.dtype is torch.float32 and not quantized else 1
     return MoEConfig(
-        LaunchConfig(16, gate_up[0], gate_up[1] // k_divisor, 1, gate_up[2], 1),
-        LaunchConfig(16, down[0], down[1] // k_divisor, down[3], down[2], 1),
+        LaunchConfig(16, gate_up_shape[0], gate_up_shape[1] // k_divisor, 1, gate_up_shape[2], 1),
+        LaunchConfig(
+            16, down_shape[0], down_shape[1] // k_divisor, down_shape[3], down_shape[2], 1
+        ),
         NAME,
     )
 
@@ -136,9 +138,9 @@ def is_fast(tokens: int, n_major: tuple[bool, bool]) -> bool:
     return tokens <= _MAX_N_MAJOR_TOKENS or not any(n_major)
 
 
-_ROWS: RowRanges = {16: (0, 4)}
+_CANDIDATE_ROWS: RowRanges = {16: (0, 4)}
 # All entries have one stage. The fifth number of an entry of GEMM 2 is the number of pairs at once.
-_ENTRIES: tuple[EntryTable, EntryTable] = (
+_CANDIDATES: tuple[EntryTable, EntryTable] = (
     {
         16: (
             (32, 512, 8, 1), (32, 512, 4, 1), (32, 512, 2, 1), (32, 256, 4, 1), (32, 256, 8, 1),
@@ -159,4 +161,6 @@ def candidates(problem: Problem, tokens: int) -> CandidateGroups:
     """Return the launches to time for `tokens` tokens."""
     if tokens > SMALL_M_LIMIT_FACTOR * max_tokens(problem):
         return {}
-    return build_candidate_groups(select_blocks(_ROWS, problem, tokens), _ENTRIES, problem)
+    return build_candidate_groups(
+        select_blocks(_CANDIDATE_ROWS, problem, tokens), _CANDIDATES, problem
+    )

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import torch
 
-from experts.triton.adapters import ShrinkOutput, adapter_specs, shrink_few
+from experts.triton.adapters import ShrinkOutput, adapter_specs, shrink_few_pairs
 from experts.triton.candidates import CandidateGroups
 from experts.triton.gemv import gemv_config
 from experts.triton.gemv.gemv_config import candidates
@@ -134,10 +134,10 @@ class GemvPath(Path):
         )
         if stores_amax:
             amax = workspace.take("gemv_amax", (pairs * blocks,))
-        use_triton(h_PI)  # the first call makes Triton's interpreter compute like a GPU
-        ids = {**id_arguments(routing, problem.e), **pdl_arguments()}
-        with stages.stage(self._first_stage(call)):
-            up_adapters = self._shrink(call, "lora_u13", call.tokens.plain_TH)
+        use_triton(h_PI)  # for its side effect: it patches Triton's interpreter on first use
+        common_arguments = {**id_arguments(routing, problem.e), **pdl_arguments()}
+        with stages.stage(self._get_gemm1_stage(call)):
+            lora_arguments = self._shrink(call, "lora_u13", call.tokens.plain_TH)
             launch(
                 self._gate_up_kernel,
                 (pairs, blocks + 1),
@@ -150,15 +150,15 @@ class GemvPath(Path):
                 HAS_ROUTER_WEIGHTS=problem.apply_router_weight_on_input,
                 STORE_AMAX=stores_amax,
                 BLOCK_PAIRS=min(next_power_of_2(pairs), _MAX_IDS),
-                **self._gate_up_arguments(call, launch1),
-                **up_adapters,
-                **ids,
+                **self._make_gate_up_arguments(call, launch1),
+                **lora_arguments,
+                **common_arguments,
             )
-        with stages.stage(self._second_stage):
-            down_adapters = self._shrink(call, "lora_u2", h_PI)
+        with stages.stage(self._gemm2_stage):
+            lora_arguments = self._shrink(call, "lora_u2", h_PI)
             launch(
                 self._down_kernel,
-                self._down_grid(pairs, launch2),
+                self._make_down_grid(pairs, launch2),
                 h_ptr=h_PI,
                 amax_ptr=amax,
                 router_weights_ptr=routing.topk_weights_TK,
@@ -167,10 +167,10 @@ class GemvPath(Path):
                 num_amax_blocks=blocks,
                 HAS_ROUTER_WEIGHTS=self._sums_topk and not problem.apply_router_weight_on_input,
                 BLOCK_AMAX=next_power_of_2(blocks),
-                **self._down_arguments(call, launch2),
-                **self._down_registers(launch2),
-                **down_adapters,
-                **ids,
+                **self._make_down_arguments(call, launch2),
+                **self._choose_down_registers(launch2),
+                **lora_arguments,
+                **common_arguments,
             )
 
     def _shrink(self, call: PathCall, name: str, rows: torch.Tensor | None) -> dict[str, object]:
@@ -187,27 +187,29 @@ class GemvPath(Path):
             (weights.lora_a2, weights.lora_b2),
         )
         with stages.stage(stages.SHRINK):
-            shrink_output = shrink_few(
+            shrink_output = shrink_few_pairs(
                 call, name, rows, matrices1 if is_gemm1 else matrices2, self.problem
             )
-        return _adapter_arguments(shrink_output, None if is_gemm1 else self.problem.top_k)
+        return _make_adapter_arguments(shrink_output, None if is_gemm1 else self.problem.top_k)
 
-    def _first_stage(self, call: PathCall) -> str:
+    def _get_gemm1_stage(self, call: PathCall) -> str:
         """Return the name of the stages that the GEMM 1 launch comprises."""
         quantizes = self.problem.scheme.quantizes_activations and call.tokens.scale is None
         return stages.fuse(stages.QUANTIZE_INPUT, stages.GEMM1) if quantizes else stages.GEMM1
 
     @cached_property
-    def _second_stage(self) -> str:
+    def _gemm2_stage(self) -> str:
         """Return the name of the stages that the GEMM 2 launch comprises."""
-        before = (stages.QUANTIZE,) if self.problem.scheme.quantizes_activations else ()
-        return stages.fuse(*before, stages.GEMM2, *((stages.REDUCE,) if self._sums_topk else ()))
+        quantize_stage = (stages.QUANTIZE,) if self.problem.scheme.quantizes_activations else ()
+        return stages.fuse(
+            *quantize_stage, stages.GEMM2, *((stages.REDUCE,) if self._sums_topk else ())
+        )
 
-    def _gate_up_arguments(self, call: PathCall, tile: LaunchConfig) -> dict[str, object]:
+    def _make_gate_up_arguments(self, call: PathCall, tile: LaunchConfig) -> dict[str, object]:
         """Return the arguments of GEMM 1 that depend on x, the weights and the launch."""
         problem = self.problem
         operands = gemm1_operands(call.weights, problem)
-        quant, scales = input_scales(call.tokens, call.weights.a1_scale, problem)
+        input_quant, scales = input_scales(call.tokens, call.weights.a1_scale, problem)
         x_TH = call.tokens.x_TH
         return {
             "x_ptr": x_TH,
@@ -218,20 +220,20 @@ class GemvPath(Path):
             "stride_xm": x_TH.stride(0),
             "stride_xk": x_TH.stride(1),
             "GATE_STRIDE": operands.gate_stride,
-            "INPUT_QUANT": quant,
+            "INPUT_QUANT": input_quant,
             "AMAX_BLOCK_K": min(next_power_of_2(problem.hidden), _MAX_AMAX_BLOCK),
             **scales,
             **operands.constants,
             **_make_operand_arguments(operands, tile, tile.block_n),
         }
 
-    def _down_arguments(self, call: PathCall, tile: LaunchConfig) -> dict[str, object]:
+    def _make_down_arguments(self, call: PathCall, tile: LaunchConfig) -> dict[str, object]:
         """Return the arguments of GEMM 2 that depend on h, the weights and the launch."""
         problem = self.problem
         pairs_per_output, pairs_per_step = self._count_pairs(tile)
-        static = call.weights.a2_scale
+        static_scale = call.weights.a2_scale
         return {
-            "h_scale_ptr": call.tokens.x_TH if static is None else static,
+            "h_scale_ptr": call.tokens.x_TH if static_scale is None else static_scale,
             "hidden_size": problem.hidden,
             "size_k": problem.intermediate,
             "routed_scaling_factor": float(problem.routed_scaling_factor)
@@ -252,17 +254,17 @@ class GemvPath(Path):
         pairs_per_step = 1 << (min(max_pairs_per_step, tile.group_m).bit_length() - 1)
         return pairs_per_output, pairs_per_step
 
-    def _down_registers(self, tile: LaunchConfig) -> dict[str, object]:
+    def _choose_down_registers(self, tile: LaunchConfig) -> dict[str, object]:
         """Return maxnreg for GEMM 2 if an output row has many pairs; otherwise, return {}.
 
         With this limit, four programs of four warps fit on an SM. Without it, ptxas spills 8 bytes
-        to fit a fifth program, from 17 pairs on, with fp8 weights and biases (triton 3.6.0, sm_90).
+        to fit a fifth program (from 17 pairs on, fp8 weights with biases, triton 3.6.0, sm_90).
         """
         pairs_per_output, _ = self._count_pairs(tile)
-        is_large = pairs_per_output > _MAX_UNLIMITED_PAIRS and tile.num_warps == 4
-        return {"maxnreg": 128} if is_large else {}
+        has_many_pairs = pairs_per_output > _MAX_UNLIMITED_PAIRS and tile.num_warps == 4
+        return {"maxnreg": 128} if has_many_pairs else {}
 
-    def _down_grid(self, pairs: int, tile: LaunchConfig) -> tuple[int, ...]:
+    def _make_down_grid(self, pairs: int, tile: LaunchConfig) -> tuple[int, ...]:
         pairs_per_output, pairs_per_step = self._count_pairs(tile)
         columns = tile.block_n // pairs_per_step
         return (pairs // pairs_per_output * -(-self.problem.hidden // columns),)
@@ -274,17 +276,17 @@ def _make_operand_arguments(
     """Return the weight, scale and bias arguments of either kernel. `columns` is BLOCK_N."""
     scheme, w = operands.scheme, operands.w
     scale = w if operands.scale is None else operands.scale
-    zero = w if operands.zero_point is None else operands.zero_point
+    zero_point = w if operands.zero_point is None else operands.zero_point
     scale_strides = () if operands.scale is None else operands.scale.stride()
     zero_strides = (0, 0, 0) if operands.zero_point is None else operands.zero_point.stride()
     group_n, group_k = scale_group(scheme, operands.size_k)
     if not group_k:  # one group covers all of K, and so does its zero point
         zero_strides = (*zero_strides[:2], 0)
-    kind = scheme.activation
+    activation_dtype = scheme.activation
     return {
         "b_ptr": w,
         "b_scale_ptr": scale,
-        "zero_point_ptr": zero,
+        "zero_point_ptr": zero_point,
         "bias_ptr": w if operands.bias is None else operands.bias,
         "stride_be": w.stride(0),
         "stride_bn": w.stride(1),
@@ -295,8 +297,8 @@ def _make_operand_arguments(
         **dict(zip(("stride_bze", "stride_bzn", "stride_bzk"), zero_strides, strict=True)),
         "stride_bias": 0 if operands.bias is None else operands.bias.stride(0),
         "HAS_BIAS": operands.bias is not None,
-        "QMAX": QMAX.get(kind, 1.0),
-        "ROUND_TO_INT": kind == "int8",
+        "QMAX": QMAX.get(activation_dtype, 1.0),
+        "ROUND_TO_INT": activation_dtype == "int8",
         "MIN_SCALE": MIN_SCALE,
         "HAS_SCALES": scheme.quantized,
         "ZERO_POINT": 0
@@ -307,15 +309,17 @@ def _make_operand_arguments(
         "GROUP_K": group_k,
         "SCALE_ROWS": 1 if _has_one_scale_per_block(operands, columns, group_n) else columns,
         "BLOCK_N": columns,
-        "BLOCK_K": max(tile.block_k, next_power_of_2(group_k)) if kind != "none" else tile.block_k,
+        "BLOCK_K": max(tile.block_k, next_power_of_2(group_k))
+        if activation_dtype != "none"
+        else tile.block_k,
         "VECTOR_SIZE": min(_VECTOR // w.element_size(), tile.block_k),
-        **_n_major_arguments(operands, tile, columns),
+        **_make_n_major_arguments(operands, tile, columns),
         "STAGES": tile.num_stages,
         "num_warps": tile.num_warps,
     }
 
 
-def _n_major_arguments(
+def _make_n_major_arguments(
     operands: GemmOperands, tile: LaunchConfig, columns: int
 ) -> dict[str, object]:
     """Return the arguments for weights whose N is contiguous, or {} for other weights."""
@@ -327,7 +331,7 @@ def _n_major_arguments(
     return {"N_MAJOR": True, "STEP_ROWS": min(step_rows, tile.block_k)}
 
 
-def _adapter_arguments(shrink_output: ShrinkOutput, top_k: int | None) -> dict[str, object]:
+def _make_adapter_arguments(shrink_output: ShrinkOutput, top_k: int | None) -> dict[str, object]:
     """Return the LoRA arguments of the GEMM 1 kernel or, if top_k is given, the GEMM 2 kernel."""
     arguments = shrink_output.arguments()
     arguments["BLOCK_RANK"] = next_power_of_2(shrink_output.b.shape[3])

@@ -43,7 +43,7 @@ def supports(problem: Problem, device: Device) -> bool:
     is_aligned = all(k % _ROW_ALIGNMENT == 0 for k in (problem.hidden, problem.intermediate))
     if not has_weighted_sum or not is_aligned or not problem.act.gated or problem.top_k > VECTORS:
         return False
-    return all(_max_stages(_BLOCK_K_VALUES[0], gemm, device) > 1 for gemm in gemms(problem))
+    return all(_count_max_stages(_BLOCK_K_VALUES[0], gemm, device) > 1 for gemm in gemms(problem))
 
 
 def _halves_share_scales(problem: Problem) -> bool:
@@ -82,20 +82,20 @@ def violations(tile: LaunchConfig, gemm: Gemm, device: Device) -> Iterator[Viola
     if tile.block_k not in _BLOCK_K_VALUES:
         yield Violation("block_k", tile.block_k, f"one of {_BLOCK_K_VALUES} on the {NAME} path")
         return
-    max_stages = _max_stages(tile.block_k, gemm, device)
+    max_stages = _count_max_stages(tile.block_k, gemm, device)
     if not 2 <= tile.num_stages <= max_stages:
         need = f"2 to {max_stages}, because vectors of {gemm.size_k} values share the memory"
         yield Violation("num_stages", tile.num_stages, need)
 
 
-def num_pieces(k: int) -> int:
+def count_pieces(k: int) -> int:
     """Return the number of pieces of a vector of k values."""
     return -(-k // PIECE)
 
 
-def _max_stages(block_k: int, gemm: Gemm, device: Device) -> int:
+def _count_max_stages(block_k: int, gemm: Gemm, device: Device) -> int:
     """Return the number of ring stages that fit in shared memory next to vectors and scales."""
-    vector_bytes = num_pieces(gemm.size_k) * VECTORS * (PIECE + 4 * VECTORS)
+    vector_bytes = count_pieces(gemm.size_k) * VECTORS * (PIECE + 4 * VECTORS)
     ring_bytes = max(0, device.shared - _OTHER_SHARED_BYTES - vector_bytes)
     return ring_bytes // (ROWS * block_k)
 
@@ -105,13 +105,13 @@ def default_config(problem: Problem, device: Device) -> MoEConfig:
 
     Each launch has the largest block_k with which at least _MIN_STAGES stages fit.
     """
-    launch1, launch2 = (_default_launch(gemm, device) for gemm in gemms(problem))
+    launch1, launch2 = (_make_default_launch(gemm, device) for gemm in gemms(problem))
     return MoEConfig(launch1, launch2, NAME)
 
 
-def _default_launch(gemm: Gemm, device: Device) -> LaunchConfig:
+def _make_default_launch(gemm: Gemm, device: Device) -> LaunchConfig:
     stages_by_block_k = {
-        block_k: _max_stages(block_k, gemm, device) for block_k in reversed(_BLOCK_K_VALUES)
+        block_k: _count_max_stages(block_k, gemm, device) for block_k in reversed(_BLOCK_K_VALUES)
     }
     block_k = next(
         (k for k, count in stages_by_block_k.items() if count >= _MIN_STAGES), _BLOCK_K_VALUES[0]

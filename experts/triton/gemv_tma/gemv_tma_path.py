@@ -17,7 +17,7 @@ from experts.triton.gemv_tma.gemv_tma_config import (
     ROWS,
     VECTORS,
     candidates,
-    num_pieces,
+    count_pieces,
     violations,
 )
 from experts.triton.launch_config import Device, Gemm, Launch, LaunchConfig, MoEConfig, Violation
@@ -39,7 +39,7 @@ from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec
 
-# (GEMM 1, GEMM 2). The producer warp releases most of its registers.
+# Registers per thread of GEMM 1 and of GEMM 2. The producer warp releases most of its registers.
 _REGISTERS_PER_THREAD = (128, 144)
 
 
@@ -120,42 +120,42 @@ class GemvTmaPath(Path):
             "num_warps": 4,
             **pdl_arguments(),
         }
-        with stages.stage(self._first_stage(call)):
+        with stages.stage(self._get_gemm1_stage(call)):
             launch(
                 gemv_tma_gate_up_kernel,
                 (min(num_sms, num_pairs * self._num_blocks),),
                 invalid_count_ptr=call.tokens.routing.invalid_ids,
                 num_pairs=num_pairs,
                 maxnreg=_REGISTERS_PER_THREAD[0],
-                **self._gate_up_arguments(call),
+                **self._make_gate_up_arguments(call),
                 **id_arguments(call.tokens.routing, problem.e),
                 **common_arguments,
             )
-        num_tokens, slots = len(call.output), next_power_of_2(problem.top_k)
+        num_tokens, pair_slots = len(call.output), next_power_of_2(problem.top_k)
         with stages.stage(stages.fuse(stages.QUANTIZE, stages.GEMM2, stages.REDUCE)):
             launch(
                 gemv_tma_down_kernel,
-                (min(num_sms, num_tokens * -(-problem.hidden // (ROWS // slots))),),
+                (min(num_sms, num_tokens * -(-problem.hidden // (ROWS // pair_slots))),),
                 out_ptr=call.output,
                 num_tokens=num_tokens,
                 maxnreg=_REGISTERS_PER_THREAD[1],
-                **self._down_arguments(call, slots),
+                **self._make_down_arguments(call, pair_slots),
                 **id_arguments(call.tokens.routing, problem.e),
                 **common_arguments,
             )
 
-    def _first_stage(self, call: PathCall) -> str:
+    def _get_gemm1_stage(self, call: PathCall) -> str:
         """Return the name of the stages that the GEMM 1 launch comprises."""
         is_quantized = call.tokens.scale is not None
         return stages.GEMM1 if is_quantized else stages.fuse(stages.QUANTIZE_INPUT, stages.GEMM1)
 
-    def _gate_up_arguments(self, call: PathCall) -> dict[str, object]:
+    def _make_gate_up_arguments(self, call: PathCall) -> dict[str, object]:
         """Return the arguments of GEMM 1 that depend on x, the weights and the launch."""
         problem, x_TH = self.problem, call.tokens.x_TH
         operands = gemm1_operands(call.weights, problem)
-        quant, scales = input_scales(call.tokens, None, problem)
+        input_quant, scales = input_scales(call.tokens, None, problem)
         # With block scales, a group that covers all of K is handled like other groups.
-        quant = "group" if self._has_block_scales and quant == "token" else quant
+        input_quant = "group" if self._has_block_scales and input_quant == "token" else input_quant
         constants = {k: v for k, v in operands.constants.items() if k != "GATED"}
         return {
             "x_ptr": x_TH,
@@ -166,15 +166,15 @@ class GemvTmaPath(Path):
             "weight_rows": operands.w.shape[1],
             "up_row_offset": operands.up_row_offset,
             "GATE_STRIDE": operands.gate_stride,
-            "INPUT_QUANT": quant,
+            "INPUT_QUANT": input_quant,
             "TOKENS_IN_GROUP": min(VECTORS, next_power_of_2(len(x_TH))),
             **scales,
             **constants,
-            **_weight_arguments(operands, COLUMNS if operands.gate_stride == 1 else ROWS),
-            **_ring_arguments(call.config.typed_launches(LaunchConfig)[0], problem.hidden),
+            **_make_weight_arguments(operands, COLUMNS if operands.gate_stride == 1 else ROWS),
+            **_make_ring_arguments(call.config.typed_launches(LaunchConfig)[0], problem.hidden),
         }
 
-    def _down_arguments(self, call: PathCall, slots: int) -> dict[str, object]:
+    def _make_down_arguments(self, call: PathCall, pair_slots: int) -> dict[str, object]:
         """Return the arguments of GEMM 2 that depend on h, the weights and the launch."""
         problem = self.problem
         return {
@@ -183,14 +183,16 @@ class GemvTmaPath(Path):
             "size_k": problem.intermediate,
             "amax_blocks": self._num_blocks,
             "routed_scaling_factor": float(problem.routed_scaling_factor),
-            "PAIR_SLOTS": slots,
+            "PAIR_SLOTS": pair_slots,
             "BLOCK_AMAX": max(PANEL // 4, next_power_of_2(self._num_blocks)),
-            **_weight_arguments(gemm2_operands(call.weights, problem), ROWS // slots),
-            **_ring_arguments(call.config.typed_launches(LaunchConfig)[1], problem.intermediate),
+            **_make_weight_arguments(gemm2_operands(call.weights, problem), ROWS // pair_slots),
+            **_make_ring_arguments(
+                call.config.typed_launches(LaunchConfig)[1], problem.intermediate
+            ),
         }
 
 
-def _weight_arguments(operands: GemmOperands, box_rows: int) -> dict[str, object]:
+def _make_weight_arguments(operands: GemmOperands, box_rows: int) -> dict[str, object]:
     from experts.triton.kernels.tma_descriptors import tma_descriptor
 
     w, scale, bias = operands.w, operands.scale, operands.bias
@@ -206,9 +208,9 @@ def _weight_arguments(operands: GemmOperands, box_rows: int) -> dict[str, object
     }
 
 
-def _ring_arguments(tile: LaunchConfig, k: int) -> dict[str, object]:
+def _make_ring_arguments(tile: LaunchConfig, k: int) -> dict[str, object]:
     return {
         "PANELS_PER_STAGE": tile.block_k // PANEL,
         "STAGES": tile.num_stages,
-        "PIECES": num_pieces(k),
+        "PIECES": count_pieces(k),
     }

@@ -142,15 +142,15 @@ def default_config(problem: Problem, tokens: int = 1) -> MoEConfig:
     In the measurements of `max_tokens`, and with the shapes of Qwen3-235B and Qwen2-57B, this
     configuration takes at most 4% longer than the fastest one. No kernel spills 16 bytes or more.
     """
-    launch1, launch2 = _gemm1_launch(problem, tokens), _gemm2_launch(problem, tokens)
+    launch1, launch2 = _choose_gemm1_launch(problem, tokens), _choose_gemm2_launch(problem, tokens)
     return MoEConfig(GemvW4Config(*launch1), GemvW4Config(*launch2), NAME)
 
 
-def _gemm1_launch(problem: Problem, tokens: int) -> _Launch:
+def _choose_gemm1_launch(problem: Problem, tokens: int) -> _Launch:
     """Return the launch of GEMM 1.
 
     Tiles of 8 columns with half the registers are used if all programs are resident at once and the
-    eight warps of a program cover K in one step. One warp then loads while another one multiplies,
+    eight warps of a program cover K in one step. Some warps then load while others multiply,
     and there is no second wave of programs.
     """
     num_programs = tokens * problem.top_k * -(-problem.intermediate // ROWS)
@@ -159,13 +159,13 @@ def _gemm1_launch(problem: Problem, tokens: int) -> _Launch:
     return 16, 256, 4, 1
 
 
-def _gemm2_launch(problem: Problem, tokens: int) -> _Launch:
+def _choose_gemm2_launch(problem: Problem, tokens: int) -> _Launch:
     """Return the launch of GEMM 2. If there are few programs, each of them has more warps.
 
-    Tiles of 8 columns are used if, with tiles of 16 columns, some SMs would have one program and
-    other SMs would have two.
+    Tiles of 8 columns are used in the cases of `_choose_narrow_gemm2_launch`, in which tiles of 16
+    columns would divide unevenly among the SMs.
     """
-    narrow_launch = _narrow_gemm2_launch(problem, tokens)
+    narrow_launch = _choose_narrow_gemm2_launch(problem, tokens)
     if narrow_launch is not None:
         return narrow_launch
     num_programs = tokens * -(-problem.hidden // ROWS)
@@ -175,7 +175,7 @@ def _gemm2_launch(problem: Problem, tokens: int) -> _Launch:
     return (16, 512, 4, 1) if is_uint4 and problem.intermediate > 1024 else (16, 256, 4, 2)
 
 
-def _narrow_gemm2_launch(problem: Problem, tokens: int) -> _Launch | None:
+def _choose_narrow_gemm2_launch(problem: Problem, tokens: int) -> _Launch | None:
     """Return a launch of GEMM 2 with 8 columns, or None if 16 columns are faster.
 
     All programs must be resident at once: two per SM if they can load all weights before GEMM 1
@@ -223,7 +223,10 @@ def candidates(problem: Problem, tokens: int) -> CandidateGroups:
     if not select_blocks(_CANDIDATE_ROWS, problem, tokens):
         return {}
     launches1, launches2 = (
-        [GemvW4Config(columns // gemm.num_matrices, *rest) for columns, *rest in entries]
+        [
+            GemvW4Config(columns // gemm.num_matrices, *block_k_warps_and_stages)
+            for columns, *block_k_warps_and_stages in entries
+        ]
         for entries, gemm in zip(_CANDIDATES, gemms(problem), strict=True)
     )
     return {GemvW4Config.block_m: (launches1, launches2)}

@@ -127,7 +127,7 @@ class GemvW4Path(Path):
             HAS_ROUTER_WEIGHTS=problem.apply_router_weight_on_input,
             BLOCK_PAIRS=_IDS_PER_STEP,
             **operands.constants,
-            **_make_arguments(operands, tile, 1),
+            **_make_common_arguments(operands, tile, 1),
             maxnreg=gemv_w4_config.max_registers(
                 tile, 1, words_stay_in_lanes=self._words_stay_in_lanes
             ),
@@ -157,7 +157,7 @@ class GemvW4Path(Path):
             BLOCK_TOP_K=next_power_of_2(pairs_per_program),
             HALVES=halves,
             WARPS_PER_PAIR=_count_warps_per_pair(tile, pairs_per_program),
-            **_make_arguments(operands, tile, pairs_per_program, halves),
+            **_make_common_arguments(operands, tile, pairs_per_program, halves),
             maxnreg=gemv_w4_config.max_registers(
                 tile, 2, words_stay_in_lanes=self._words_stay_in_lanes
             ),
@@ -165,7 +165,7 @@ class GemvW4Path(Path):
         )
 
 
-def _make_arguments(
+def _make_common_arguments(
     operands: GemmOperands, tile: GemvW4Config, pairs_per_program: int, halves: int = 1
 ) -> dict[str, object]:
     """Return the arguments that both kernels have and that depend on the weights or the launch."""

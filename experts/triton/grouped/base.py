@@ -1,8 +1,8 @@
 """ExpertSortedGemms: the steps of a layer that runs two grouped GEMMs over rows sorted by expert.
 
 The grouped_tma, dequantized and grouped_w4 paths, and `MGroupedGemms` (segments.py), derive from
-it. A pair is a token together with one of its top_k experts: pair p belongs to token p // top_k.
-`modular_kernel.ops.sort` gives each pair a row, with the rows of an expert adjacent.
+this class. A pair is a token together with one of its top_k experts: pair p belongs to token
+p // top_k. `modular_kernel.ops.sort` gives each pair a row, with the rows of an expert adjacent.
 
 A call sorts the pairs, runs GEMM 1 with the activation function and GEMM 2, and sums the weighted
 rows of each token. Some subclasses permute the tokens before GEMM 1. If the scheme quantizes
@@ -43,7 +43,7 @@ class GemmRows(NamedTuple):
     scale: the scales of quantized values, (1,) or one row of scales per row of values; or None.
     weights: router weights (P, 1), which multiply the sums before the bias is added; or None.
     tokens: (P,) int32, the row of `values` and `scale` for each sorted row. None if `values` and
-        `scale` are in sorted order themselves.
+        `scale` are already in sorted order.
     shrink_output: the output of the LoRA shrink (`experts.triton.adapters`), or None.
     """
 
@@ -63,13 +63,13 @@ class ExpertSortedGemms(ABC):
         a scale, because the contents of unused rows are arbitrary.
     permutes_tokens: whether a separate launch permutes the tokens to sorted order. If False, GEMM 1
         gathers the tokens.
-    adapters_class: the class that computes the shrink output in the layout that the GEMM kernel
+    shrink_class: the class that computes the shrink output in the layout that the GEMM kernel
         takes.
     """
 
     skips_unused_rows = True
     permutes_tokens = True
-    adapters_class: ClassVar[type[SegmentShrink]] = SegmentShrink
+    shrink_class: ClassVar[type[SegmentShrink]] = SegmentShrink
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -83,7 +83,10 @@ class ExpertSortedGemms(ABC):
         order: SortedPairs,
         out: torch.Tensor,
     ) -> None:
-        """Run one GEMM and write the rows in use of `out`, which is (P, columns) and contiguous."""
+        """Run one GEMM, and write the rows of `out` that are in use.
+
+        out: (P, columns), contiguous.
+        """
 
     def multiply_all_experts(
         self,
@@ -103,7 +106,7 @@ class ExpertSortedGemms(ABC):
         scheme = problem.scheme
         x_dtype = STORAGE[scheme.activation] if scheme.quantizes_activations else problem.dtype
         # The output of GEMM 2 may reuse the memory of the input of GEMM 1. It may also reuse the
-        # memory of the output of GEMM 1 if that was quantized into another buffer.
+        # memory of the output of GEMM 1 if that output was quantized into another buffer.
         aliases: tuple[str, ...] = ("permuted_x", "permuted_scale") if self.permutes_tokens else ()
         if scheme.quantizes_activations:
             aliases += ("workspace13",)
@@ -150,26 +153,26 @@ class ExpertSortedGemms(ABC):
         """Run GEMM 1 with the activation; return the input of GEMM 2, quantized if necessary."""
         num_pairs = order.row_of_pair_TK.numel()
         h_RI = call.workspace.take("workspace13", (num_pairs, self.problem.intermediate))
-        adapters = self._make_adapters(tile, order, call)
+        shrink = self._make_shrink(tile, order, call)
         with stages.stage(stages.GEMM1 if self.permutes_tokens else stages.GATHER_GEMM1):
-            if adapters is not None:
-                x = x._replace(shrink_output=adapters.shrink_x(call.tokens.plain_TH, call.weights))
+            if shrink is not None:
+                x = x._replace(shrink_output=shrink.shrink_x(call.tokens.plain_TH, call.weights))
             operands = gemm1_operands(call.weights, self.problem)
             self.multiply_all_experts(x, operands, tile, order, h_RI, call)
         h = self._quantize(h_RI, order, call)
-        if adapters is None:
+        if shrink is None:
             return h
         with stages.stage(stages.GEMM2):
-            return h._replace(shrink_output=adapters.shrink_h(h_RI, call.weights))
+            return h._replace(shrink_output=shrink.shrink_h(h_RI, call.weights))
 
-    def _make_adapters(
+    def _make_shrink(
         self, tile: LaunchConfig, order: SortedPairs, call: PathCall
     ) -> SegmentShrink | None:
         """Return the shrink launches of the call, or None if it has no adapters."""
         slots_T = call.tokens.routing.adapters_T
         if slots_T is None:
             return None
-        return self.adapters_class(slots_T, self.problem, call.workspace, order, tile.block_m)
+        return self.shrink_class(slots_T, self.problem, call.workspace, order, tile.block_m)
 
     def _permute(self, call: PathCall, order: SortedPairs) -> GemmRows:
         """Permute the tokens, their scales and router weights to sorted rows (P, H)."""
@@ -221,11 +224,11 @@ class ExpertSortedGemms(ABC):
         if problem.combine is not Combine.SUM:
             gather_rows(rows_RH, row_of_pair_TK, None, scale=1.0, out=call.output)
             return
-        on_input = problem.apply_router_weight_on_input
+        applied_on_input = problem.apply_router_weight_on_input
         gather_weight_and_sum(
             rows_RH,
             row_of_pair_TK,
-            None if on_input else call.tokens.routing.topk_weights_TK,
+            None if applied_on_input else call.tokens.routing.topk_weights_TK,
             scale=problem.routed_scaling_factor,
             out=call.output,
         )

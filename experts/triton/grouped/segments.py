@@ -51,18 +51,20 @@ def m_grouped_gemm(
 
     a, a_scale, weights, _, shrink_output = rows
     assert shrink_output is None or isinstance(shrink_output, ShrinkOutput)
-    adapters = {} if shrink_output is None else {"tokens_ptr": tokens, **shrink_output.arguments()}
+    lora_arguments = (
+        {} if shrink_output is None else {"tokens_ptr": tokens, **shrink_output.arguments()}
+    )
     max_tiles = tiles.numel() // 3
-    num_n = -(-operands.size_n // tile.block_n)
+    num_n_blocks = -(-operands.size_n // tile.block_n)
     launch(
         segment_gemm_kernel,
-        (max_tiles * num_n,),
+        (max_tiles * num_n_blocks,),
         a_ptr=a,
         router_weights_ptr=a if weights is None else weights,
         out_ptr=out,
         tiles_ptr=tiles,
         max_tiles=max_tiles,
         HAS_ROUTER_WEIGHTS=weights is not None,
-        **adapters,
+        **lora_arguments,
         **operands.arguments(tile, precision, a_scale),
     )

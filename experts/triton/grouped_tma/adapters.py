@@ -13,8 +13,8 @@ from experts.triton.adapters import (
     SegmentShrink,
     TileShrinkOutput,
     choose_block_r,
-    shrink_arguments,
-    u13_columns,
+    count_u13_columns,
+    make_shrink_arguments,
 )
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.spec.problem import Problem
@@ -28,7 +28,7 @@ def shrink_buffer_specs(problem: Problem, num_rows: int, num_tiles: int) -> dict
     spec = problem.adapters
     if spec is None:
         return {}
-    widths = {"lora_u13": u13_columns(problem), "lora_u2": spec.rank}
+    widths = {"lora_u13": count_u13_columns(problem), "lora_u2": spec.rank}
     return {
         **{
             name: BufferSpec((num_rows, spec.adapters * round_up_to_box(width)), problem.dtype)
@@ -57,7 +57,7 @@ class TileShrink(SegmentShrink):
         order, width = self._order, round_up_to_box(a.shape[2])
         u = self._workspace.take(name, (order.row_of_pair_TK.numel(), len(a) * width))
         tile_slots = self._workspace.take("lora_tile_slots", (order.max_tiles, len(a) + 1))
-        launch_args = shrink_arguments(a, x.shape[1], self._problem, self._block_m)
+        launch_args = make_shrink_arguments(a, x.shape[1], self._problem, self._block_m)
         launch_args["BLOCK_RANK"] = choose_block_r(a.shape[2])  # all rows of A, but at most one box
         launch(
             shrink_tiles_kernel,

@@ -114,7 +114,7 @@ def rows_per_half(tile: LaunchConfig, num_matrices: int) -> int:
     return tile.block_n if num_matrices == 2 else tile.block_n // 2
 
 
-def _ring_bytes(tile: LaunchConfig, half_rows: int) -> int:
+def _count_ring_bytes(tile: LaunchConfig, half_rows: int) -> int:
     return tile.num_stages * (BLOCK_M + 2 * half_rows) * BOX_BYTES
 
 
@@ -127,7 +127,7 @@ def num_staging_buffers(tile: LaunchConfig, half_rows: int, columns: int) -> int
     columns: output columns per buffer.
     """
     staging_bytes = 2 * _STAGING_BYTES_PER_COLUMN * columns
-    return 2 if _ring_bytes(tile, half_rows) + staging_bytes <= Device().shared else 1
+    return 2 if _count_ring_bytes(tile, half_rows) + staging_bytes <= Device().shared else 1
 
 
 def violations(tile: LaunchConfig, gemm: Gemm, mode: str, device: Device) -> Iterator[Violation]:
@@ -145,7 +145,7 @@ def violations(tile: LaunchConfig, gemm: Gemm, mode: str, device: Device) -> Ite
         sizes = (rows if gemm.num_matrices == 2 else 2 * rows for rows in allowed_rows)
         yield Violation("block_n", tile.block_n, f"one of {tuple(sizes)} on the {NAME} path")
         return
-    shared_bytes = _ring_bytes(tile, half_rows) + _STAGING_BYTES_PER_COLUMN * half_rows
+    shared_bytes = _count_ring_bytes(tile, half_rows) + _STAGING_BYTES_PER_COLUMN * half_rows
     if shared_bytes > device.shared:
         yield Violation("bytes of shared memory", shared_bytes, f"<= {device.shared}")
 
@@ -177,7 +177,10 @@ _HALF_CANDIDATES: EntryTable = {
     ),
 }  # fmt: skip
 _W8A8_CANDIDATES: EntryTable = {
-    128: tuple((n, 128, warps, *rest) for n, _, warps, *rest in _HALF_CANDIDATES[128])
+    128: tuple(
+        (weight_rows, 128, num_warps, *stages_and_group_m)
+        for weight_rows, _, num_warps, *stages_and_group_m in _HALF_CANDIDATES[128]
+    )
 }
 _BLOCK_CANDIDATES: EntryTable = {
     128: tuple(

@@ -2,7 +2,7 @@
 
 The path is for many rows per expert, because it always loads whole TMA boxes, even for tiles with
 fewer rows. GEMM 1 gathers the tokens, or a separate launch permutes them
-(`grouped_tma_config.gathers_tokens`). `grouped.base` has the other launches.
+(`grouped_tma_config.gathers_tokens`). The other launches are in `grouped.base`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -73,7 +73,7 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
 
     # Usually all rows are in use. Quantizing is then faster without a check of each row.
     skips_unused_rows = False
-    adapters_class = TileShrink
+    shrink_class = TileShrink
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -91,10 +91,12 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
         tma_tensors = (weights.w1, weights.w2, weights.lora_b13, weights.lora_b2)
         all_tensors = (*tma_tensors, weights.b1, weights.b2, weights.w1_scale, weights.w2_scale)
         tensors = [t for t in all_tensors if t is not None]
-        starts = [t.data_ptr() for t in tma_tensors if t is not None]
+        byte_offsets = [t.data_ptr() for t in tma_tensors if t is not None]
         if not self.permutes_tokens:
-            starts += [x_TH.data_ptr(), x_TH.stride(0) * x_TH.element_size()]
-        return all(t.is_contiguous() for t in tensors) and all(n % TMA_BYTES == 0 for n in starts)
+            byte_offsets += [x_TH.data_ptr(), x_TH.stride(0) * x_TH.element_size()]
+        return all(t.is_contiguous() for t in tensors) and all(
+            offset % TMA_BYTES == 0 for offset in byte_offsets
+        )
 
     def multiply(
         self,
@@ -110,14 +112,14 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
         # `supports` excludes router weights on the input, so there are no weights.
         a, a_scale, _, tokens, shrink_output = rows
         assert shrink_output is None or isinstance(shrink_output, TileShrinkOutput)
-        experts, weight_rows, depth = operands.w.shape
+        experts, weight_rows, size_k = operands.w.shape
         itemsize = a.element_size()
         box_rows = rows_per_half(tile, 2 if operands.constants["GATED"] else 1)
         # With interleaved gate and up rows, two weight rows make one output column.
         out_columns = box_rows // operands.gate_stride
-        b_desc = tma_descriptor(operands.w.view(experts * weight_rows, depth), box_rows)
-        unused = operands.w
-        b_scale = unused if operands.scale is None else operands.scale
+        b_desc = tma_descriptor(operands.w.view(experts * weight_rows, size_k), box_rows)
+        placeholder = operands.w
+        b_scale = placeholder if operands.scale is None else operands.scale
         launch(
             grouped_gemm_tma_kernel,
             (count_sms(),),
@@ -128,12 +130,12 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
             tokens_ptr=order.tiles if tokens is None else tokens,
             out_ptr=out,
             tiles_ptr=order.tiles,
-            a_scale_ptr=unused if a_scale is None else a_scale,
+            a_scale_ptr=placeholder if a_scale is None else a_scale,
             b_scale_ptr=b_scale,
-            bias_ptr=unused if operands.bias is None else operands.bias,
+            bias_ptr=placeholder if operands.bias is None else operands.bias,
             max_tiles=order.max_tiles,
             size_n=operands.size_n,
-            size_k=depth,
+            size_k=size_k,
             weight_rows=weight_rows,
             up_row_offset=operands.up_row_offset,
             stride_x_in_copies=a.stride(0) * itemsize // TMA_BYTES,
@@ -144,32 +146,36 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
             GATE_STRIDE=operands.gate_stride,
             HAS_BIAS=operands.bias is not None,
             GATHER_TOKENS=tokens is not None,
-            EVEN_K=depth * itemsize % BOX_BYTES == 0,
+            EVEN_K=size_k * itemsize % BOX_BYTES == 0,
             STAGES=tile.num_stages,
             STAGING_BUFFERS=num_staging_buffers(tile, box_rows, out_columns),
             GROUP_M=tile.group_m,
             num_warps=4,
-            **_adapter_arguments(shrink_output, b_desc, box_rows, order),
+            **_make_adapter_arguments(shrink_output, b_desc, box_rows, order),
             **operands.constants,
         )
 
 
-def _adapter_arguments(
-    shrink_output: TileShrinkOutput | None, unused: object, box_rows: int, order: SortedPairs
+def _make_adapter_arguments(
+    shrink_output: TileShrinkOutput | None, placeholder: object, box_rows: int, order: SortedPairs
 ) -> dict[str, object]:
     """Return the LoRA arguments of the kernel.
 
-    unused: a descriptor to pass for the LoRA descriptors in a call without adapters.
+    placeholder: the descriptor to pass as LoRA descriptors in a call without adapters.
     box_rows: weight rows of a TMA box.
     """
     from experts.triton.kernels.tma_descriptors import tma_descriptor
 
     if shrink_output is None:
-        integers = dict.fromkeys(
+        integer_arguments = dict.fromkeys(
             ("stride_tile_slots", "lora_b_slot_rows", "lora_b_expert_rows", "lora_up_offset"), 0
         )
-        descriptors = {"lora_u_desc": unused, "lora_b_desc": unused, "tile_slots_ptr": order.tiles}
-        return {**descriptors, **integers, "LORA_STEPS": 0}
+        descriptors = {
+            "lora_u_desc": placeholder,
+            "lora_b_desc": placeholder,
+            "tile_slots_ptr": order.tiles,
+        }
+        return {**descriptors, **integer_arguments, "LORA_STEPS": 0}
     num_slots, experts, rows, rank = shrink_output.b.shape
     return {
         "lora_u_desc": tma_descriptor(shrink_output.u, BLOCK_M),

@@ -113,11 +113,11 @@ def tile_weights(
             )
         # (tile, block, warp, row half, row, step, half of the step, pair, lane)
         split = codes.view(tiles, BLOCKS_PER_TILE, 4, 2, 8, steps, 2, 4, 4)
-        bytes_ = split.permute(0, 5, 1, 2, 4, 8, 3, 6, 7).reshape(1, -1, 4 * WORDS_PER_LINE)
+        code_bytes = split.permute(0, 5, 1, 2, 4, 8, 3, 6, 7).reshape(1, -1, 4 * WORDS_PER_LINE)
         word = (
-            _pack_by_halves(bytes_)
+            _pack_by_halves(code_bytes)
             if packed_format.kind == "integer"
-            else repack(bytes_).view(torch.int32)
+            else repack(code_bytes).view(torch.int32)
         )
         words.append(word.view(tiles, steps, LINES_PER_STEP, WORDS_PER_LINE))
         scales.append(scale_words.view(tiles, steps, packed_format.lines, WORDS_PER_SCALE_LINE))
@@ -131,12 +131,12 @@ def _apply_signs(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return pack_pairs(unpacked, 1)
 
 
-def _pack_by_halves(bytes_: torch.Tensor) -> torch.Tensor:
+def _pack_by_halves(code_bytes: torch.Tensor) -> torch.Tensor:
     """Pack four bytes into each word.
 
     The low nibble of byte i starts at bit 4 * i of the word, and the high nibble at bit 16 + 4 * i.
     """
-    byte_values = bytes_.view(-1, 4).long()
+    byte_values = code_bytes.view(-1, 4).long()
     shifts = torch.arange(4, device=byte_values.device) * 4
     word = ((byte_values & 15) << shifts | (byte_values >> 4) << (16 + shifts)).sum(1)
     return torch.where(word > _WORD_MASK >> 1, word - _WORD_MASK - 1, word).to(torch.int32)

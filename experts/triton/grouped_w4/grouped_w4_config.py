@@ -1,8 +1,8 @@
 """Configuration of the grouped_w4 path: supported layers, limits, default launches and candidates.
 
 The path reorders 4-bit weights to a tiled layout (`layout`) before each GEMM. Prepared weights are
-already in this layout, so the path is also fast with fewer rows per expert. The number of rows per
-expert always means the mean, tokens * top_k / experts.
+already in this layout, so the path is also fast with fewer rows per expert. "Rows per expert" means
+the mean number, tokens * top_k / experts.
 """
 
 import math
@@ -143,12 +143,14 @@ def violations(
     for name, got, need in fixed_fields:
         if got != need:
             yield Violation(name, got, f"{need} on the {NAME} path")
-    shared_bytes = _shared_bytes(tile, 1, packed_formats(problem)[gemm.index - 1])
+    shared_bytes = _count_shared_bytes(tile, 1, packed_formats(problem)[gemm.index - 1])
     if shared_bytes > device.shared:
         yield Violation("bytes of shared memory", shared_bytes, f"<= {device.shared}")
 
 
-def _shared_bytes(tile: LaunchConfig, staging_buffers: int, packed_format: PackedFormat) -> int:
+def _count_shared_bytes(
+    tile: LaunchConfig, staging_buffers: int, packed_format: PackedFormat
+) -> int:
     """Return an upper bound on the bytes of shared memory.
 
     staging_buffers: number of staging buffers per warpgroup.
@@ -163,7 +165,7 @@ def num_staging_buffers(tile: LaunchConfig, packed_format: PackedFormat, *, gate
 
     There are two if a warpgroup stores two boxes and both fit in shared memory, otherwise one.
     """
-    return 1 if gated or _shared_bytes(tile, 2, packed_format) > Device().shared else 2
+    return 1 if gated or _count_shared_bytes(tile, 2, packed_format) > Device().shared else 2
 
 
 def max_short_rows(tile: LaunchConfig) -> int:
@@ -182,7 +184,9 @@ def boxes_per_expert(problem: Problem) -> tuple[int, int]:
 def experts_per_chunk(problem: Problem) -> int:
     """Return the number of experts whose weights are tiled and multiplied at once."""
     boxes_and_formats = zip(boxes_per_expert(problem), packed_formats(problem), strict=True)
-    expert_bytes = max(boxes * box_bytes(format_) for boxes, format_ in boxes_and_formats)
+    expert_bytes = max(
+        boxes * box_bytes(packed_format) for boxes, packed_format in boxes_and_formats
+    )
     num_chunks = -(-problem.e // max(1, _MAX_CHUNK_BYTES // expert_bytes))
     return -(-problem.e // num_chunks)
 
@@ -211,11 +215,11 @@ def min_prepared_tokens(problem: Problem, scale_dtype: torch.dtype) -> int:
             rows = max(rows - _FEWER_ROWS_WITH_SMALL_GROUPS, _MIN_ROWS_OF_INTEGERS)
     else:
         rows = _MIN_PREPARED_ROWS[scheme.name]
-    rows += _MORE_ROWS_PER_IDLE_FRACTION * _idle_fraction(problem)
+    rows += _MORE_ROWS_PER_IDLE_FRACTION * _compute_idle_fraction(problem)
     return math.ceil(rows * problem.experts / problem.top_k)
 
 
-def _idle_fraction(problem: Problem) -> float:
+def _compute_idle_fraction(problem: Problem) -> float:
     """Return the mean fraction of the GEMMs' time for which an SM waits for other SMs.
 
     Each expert is assumed to have one tile of rows. If a GEMM has at most one tile per SM, its SMs
@@ -264,11 +268,11 @@ def prepared_configs(problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
         -(-rows * problem.experts // problem.top_k)
         for rows in (_MIN_PREPARED_ROWS_OF_64, _MIN_PREPARED_ROWS_OF_128)
     )
-    lowest = min(min_prepared_tokens(problem, torch.bfloat16), min_tokens_of_64)
-    min_tokens = lowest, min_tokens_of_64, min_tokens_of_128
+    min_tokens_of_32 = min(min_prepared_tokens(problem, torch.bfloat16), min_tokens_of_64)
+    min_token_counts = min_tokens_of_32, min_tokens_of_64, min_tokens_of_128
     return tuple(
         (tokens, default_config(problem, block_m))
-        for tokens, block_m in zip(min_tokens, _BLOCK_M_VALUES, strict=True)
+        for tokens, block_m in zip(min_token_counts, _BLOCK_M_VALUES, strict=True)
     )
 
 

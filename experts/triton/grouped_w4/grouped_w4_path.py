@@ -1,8 +1,8 @@
 """The grouped_w4 path: 4-bit weights are tiled, then grouped GEMMs unpack them in registers.
 
 The path works like the dequantized path, but the launch before each GEMM reorders the weights
-(`layout`) instead of converting them. It therefore writes 4 bits per weight instead of 16, and the
-GEMM reads 4 bits. Prepared weights are already tiled.
+(`layout`) instead of converting them. This launch therefore writes 4 bits per weight instead of 16,
+and the GEMM reads 4 bits. Prepared weights are already tiled.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -121,11 +121,11 @@ class GroupedW4Path(DequantizedPath):
     def prepared_specs(self) -> dict[str, BufferSpec]:
         problem, specs = self.problem, dict[str, BufferSpec]()
         sizes = (problem.intermediate, problem.hidden), (problem.hidden, problem.intermediate)
-        gated = problem.act.gated, False
-        matrices = zip(("w1", "w2"), sizes, self._packed_formats, gated, strict=True)
-        for name, size, packed_format, is_gated in matrices:
+        are_gated = problem.act.gated, False
+        matrices = zip(("w1", "w2"), sizes, self._packed_formats, are_gated, strict=True)
+        for name, sizes_nk, packed_format, is_gated in matrices:
             words_shape, scales_shape = tiled_shapes(
-                problem.e, *size, packed_format, gated=is_gated
+                problem.e, *sizes_nk, packed_format, gated=is_gated
             )
             specs[f"{name}_tiles"] = BufferSpec(words_shape, torch.int32)
             specs[f"{name}_tile_scales"] = BufferSpec(scales_shape, torch.int32)
@@ -151,13 +151,15 @@ class GroupedW4Path(DequantizedPath):
             # The kernel reads aligned int32 words.
             if w.storage_offset() % TMA_BYTES or w.data_ptr() % TMA_BYTES:
                 w = w.clone()
-            zero = operands.zero_point
-            zero = None if zero is None else zero.contiguous()
-            operands = replace(operands, w=w, scale=scale, zero_point=zero, scheme=self._scheme)
+            zero_point = operands.zero_point
+            zero_point = None if zero_point is None else zero_point.contiguous()
+            operands = replace(
+                operands, w=w, scale=scale, zero_point=zero_point, scheme=self._scheme
+            )
             tiled = out[f"{name}_tiles"], out[f"{name}_tile_scales"]
             for first_expert in range(0, self.problem.e, self._chunk_size):
                 chunk = TiledWeights(
-                    *(part[first_expert : first_expert + self._chunk_size] for part in tiled)
+                    *(tensor[first_expert : first_expert + self._chunk_size] for tensor in tiled)
                 )
                 tile_experts(operands, starts, chunk, first_expert)
 

@@ -44,7 +44,7 @@ def tiled_gemm(
 
     x_RK: the activations, sorted by expert.
     weights: the tiled weights.
-    operands: the other operands. Of its weights, scales and zero points, only the shapes and dtypes
+    operands: the other operands. Only the shapes and dtypes of its weights, scales and zero points
         are used.
     order: the sorted pairs, in tiles of tile.block_m rows.
     out: (R, N), contiguous. Rows outside all tiles are not written.
@@ -110,13 +110,13 @@ def tile_experts(
 ) -> None:
     """Tile the weights of some experts. Experts without rows are skipped.
 
-    operands: the operands of all experts, of which w, scale and zero_point are contiguous.
+    operands: the operands of all experts. w, scale and zero_point must be contiguous.
     starts: (experts + 1,) int32, the first row of each expert, then the number of rows.
     out: the tiled weights of the experts to tile, which are first_expert and the following ones.
     """
     from experts.triton.grouped_w4.kernels.tile import tile_weights_kernel
 
-    words, scale, zero = operands.w.view(torch.int32), operands.scale, operands.zero_point
+    words, scale, zero_point = operands.w.view(torch.int32), operands.scale, operands.zero_point
     packed_format = choose_tiled_format(operands)
     assert scale is not None
     if packed_format.kind == "nvfp4":
@@ -126,7 +126,7 @@ def tile_experts(
         (out.tiles, -(-out.steps // _STEPS_PER_PROGRAM), len(out.words)),
         w_ptr=words,
         scale_ptr=scale,
-        zero_point_ptr=words if zero is None else zero,
+        zero_point_ptr=words if zero_point is None else zero_point,
         starts_ptr=starts,
         out_words_ptr=out.words,
         out_scales_ptr=out.scales

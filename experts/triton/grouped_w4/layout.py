@@ -116,15 +116,17 @@ class TiledWeights(NamedTuple):
         return self.words.shape[2]
 
 
-def list_tile_rows(columns: int, step: int, up_row: int, *, gated: bool) -> torch.Tensor:
+def list_tile_rows(
+    columns: int, gate_stride: int, up_row_offset: int, *, gated: bool
+) -> torch.Tensor:
     """Return the weight row of each row of each tile, (tiles, 256) int64. -1 marks padding.
 
     In a gated GEMM, blocks alternate: a block of the gate rows of 64 columns is followed by a block
     of the up rows of the same columns.
 
     columns: output columns.
-    step: weight rows per output column. Column n uses weight row n * step and, for up, weight row
-        n * step + up_row.
+    gate_stride: weight rows per output column. Column n uses weight row n * gate_stride and, for
+        up, weight row n * gate_stride + up_row_offset.
     gated: whether the GEMM computes gate and up columns.
     """
     num_matrices = 2 if gated else 1
@@ -133,5 +135,8 @@ def list_tile_rows(columns: int, step: int, up_row: int, *, gated: bool) -> torc
     column = torch.arange(tiles * columns_per_tile, device="cpu").view(
         tiles, BLOCKS_PER_TILE // num_matrices, 1, BLOCK
     )
-    row = column * step + torch.arange(num_matrices, device="cpu").view(num_matrices, 1) * up_row
+    row = (
+        column * gate_stride
+        + torch.arange(num_matrices, device="cpu").view(num_matrices, 1) * up_row_offset
+    )
     return torch.where(column < columns, row, -1).view(tiles, BLOCKS_PER_TILE * BLOCK)

@@ -35,11 +35,10 @@ def batched_gemm_kernel(
     """out[i, c, n] = act(a[i, c] @ b[i, rows of n]^T) for the first counts[i] rows c of expert i.
 
     Grid: (tiles of one expert, num_experts). A program computes BLOCK_M rows by BLOCK_N columns of
-        one expert. It returns immediately if the expert has no rows there.
+        one expert. It returns immediately if the block has no valid rows.
 
     a_ptr: activations (num_experts, capacity, K), contiguous.
-    a_scale_ptr: their scales, with the strides stride_ase, stride_asm (row) and stride_ask (scale
-        group). Used with QUANT_MODE "w8a8".
+    a_scale_ptr: scales of the activations. Used with QUANT_MODE "w8a8".
     out_ptr: (num_experts, capacity, N), contiguous. Rows from counts[i] on are neither read nor
         written.
     counts_ptr: (num_experts,) int32, the number of rows of each expert.
@@ -66,8 +65,8 @@ def batched_gemm_kernel(
     EVEN_K: whether BLOCK_K divides K.
     INPUT_PRECISION: `input_precision` of tl.dot, used for float32 operands.
     BLOCK_M, BLOCK_N, BLOCK_K: rows, output columns and K elements per step of a tile.
-    GROUP_M: number of row blocks that are computed for a column block before the next column
-        block, so that they share weight tiles in L2.
+    GROUP_M: number of row blocks per group. The blocks of a group are computed for one column block
+        before the next, so that they share weight tiles in the L2 cache.
     HAS_LORA: whether some tokens have LoRA adapters. If so, B u of the row's adapter is added to
         the sums before router weight, bias and activation (`experts.triton.kernels.adapters`). The
         arguments below are used only with HAS_LORA.
@@ -91,10 +90,10 @@ def batched_gemm_kernel(
     row_mask = row < count
     column = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     column_mask = column < size_n
-    slot = expert * capacity + row.to(tl.int64)
+    flat_row = expert * capacity + row.to(tl.int64)
     a_scale_ptr += expert * stride_ase
     gate, up = gemm_tile(
-        a_ptr + slot[:, None] * size_k, a_scale_ptr + row.to(tl.int64) * stride_asm, row_mask,
+        a_ptr + flat_row[:, None] * size_k, a_scale_ptr + row.to(tl.int64) * stride_asm, row_mask,
         b_ptr + expert * stride_be, b_scale_ptr + expert * stride_bse,
         zero_point_ptr + expert * stride_bze, column * GATE_STRIDE, up_row_offset, up_offset,
         column_mask, size_k,
@@ -105,15 +104,15 @@ def batched_gemm_kernel(
         HAS_ACT_ORDER, INPUT_PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     if HAS_LORA:
-        slots = load_slots(adapter_slots_ptr, slot, row_mask, num_adapter_slots)
+        slots = load_slots(adapter_slots_ptr, flat_row, row_mask, num_adapter_slots)
         gate, up = expand_adapters(
-            gate, up, slots, slot, lora_u_ptr, lora_b_ptr + expert * stride_lora_b_expert,
+            gate, up, slots, flat_row, lora_u_ptr, lora_b_ptr + expert * stride_lora_b_expert,
             column * GATE_STRIDE, up_row_offset, column_mask, lora_rank, stride_lora_u,
             stride_lora_b_slot, stride_lora_b_n,
             LORA_UP_OFFSET, GATED, INPUT_PRECISION, BLOCK_RANK,
         )  # fmt: skip
-    result = finish_tile(
+    out_tile = finish_tile(
         gate, up, bias_ptr + expert * stride_bias, column * GATE_STRIDE, up_row_offset, column_mask,
         gate, HAS_BIAS, False, GATED, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT,
     )  # fmt: skip
-    store_rows(out_ptr, slot, row_mask, column, column_mask, size_n, result)
+    store_rows(out_ptr, flat_row, row_mask, column, column_mask, size_n, out_tile)

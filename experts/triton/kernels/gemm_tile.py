@@ -21,15 +21,15 @@ def grouped_tile_order(pid, num_m_blocks, num_n_blocks, GROUP_M: tl.constexpr):
     As in the Triton matmul tutorial, GROUP_M row blocks are computed for one column block, then for
     the next one, so that they share weight tiles in the L2 cache.
     """
-    per_group = GROUP_M * num_n_blocks
-    first_m = (pid // per_group) * GROUP_M
+    blocks_per_group = GROUP_M * num_n_blocks
+    first_m = (pid // blocks_per_group) * GROUP_M
     group_m = tl.minimum(num_m_blocks - first_m, GROUP_M)  # NaN-free: integer operands
-    index_in_group = pid % per_group
+    index_in_group = pid % blocks_per_group
     return first_m + index_in_group % group_m, index_in_group // group_m
 
 
 @triton.jit
-def zero_accumulator(
+def make_zero_accumulator(
     dtype: tl.constexpr, SWAP_AB: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """Return a zero accumulator for `accumulate`.
@@ -45,13 +45,13 @@ def zero_accumulator(
 
 @triton.jit
 def accumulate(total, a, b, INPUT_PRECISION: tl.constexpr, SWAP_AB: tl.constexpr):
-    """Return total + a @ b, or, if SWAP_AB, total + b^T @ a^T, where total is transposed.
+    """Return total + a @ b. If SWAP_AB, total is transposed, and the result is total + b^T @ a^T.
 
     On sm_90, the left operand of the MMA instruction (wgmma) must have a multiple of 64 rows, and
     the right operand a multiple of 8 columns. With few activation rows, less work is wasted if the
     weights are the left operand.
 
-    total: the accumulator, from `zero_accumulator` or an earlier call.
+    total: the accumulator, from `make_zero_accumulator` or an earlier call.
     a: (BLOCK_M, BLOCK_K), activations.
     b: (BLOCK_K, BLOCK_N), weights.
     INPUT_PRECISION: `input_precision` of tl.dot, used for float32 operands.
@@ -96,24 +96,24 @@ def multiply_tile(
     k = tl.arange(0, BLOCK_K)
     a_ptrs = a_ptrs + k[None, :] * stride_ak
     b_ptrs = b_ptrs + k[:, None] * stride_bk
-    gate = zero_accumulator(tl.float32, SWAP_AB, BLOCK_M, BLOCK_N)
+    gate = make_zero_accumulator(tl.float32, SWAP_AB, BLOCK_M, BLOCK_N)
     up = gate
     for start in range(0, size_k, BLOCK_K):
         if EVEN_K:
             a = tl.load(a_ptrs, mask=a_mask, other=0.0)
             b = tl.load(b_ptrs, mask=b_mask, other=0.0)
             if GATED:
-                c = tl.load(b_ptrs + up_offset, mask=b_mask, other=0.0)
+                up_b = tl.load(b_ptrs + up_offset, mask=b_mask, other=0.0)
         else:
             in_bounds = start + k < size_k
             b_mask_k = b_mask & in_bounds[:, None]
             a = tl.load(a_ptrs, mask=a_mask & in_bounds[None, :], other=0.0)
             b = tl.load(b_ptrs, mask=b_mask_k, other=0.0)
             if GATED:
-                c = tl.load(b_ptrs + up_offset, mask=b_mask_k, other=0.0)
+                up_b = tl.load(b_ptrs + up_offset, mask=b_mask_k, other=0.0)
         gate = accumulate(gate, a, b, INPUT_PRECISION, SWAP_AB)
         if GATED:
-            up = accumulate(up, a, c, INPUT_PRECISION, SWAP_AB)
+            up = accumulate(up, a, up_b, INPUT_PRECISION, SWAP_AB)
         a_ptrs += BLOCK_K * stride_ak
         b_ptrs += BLOCK_K * stride_bk
     return untranspose(gate, SWAP_AB), untranspose(up, SWAP_AB)
@@ -136,12 +136,12 @@ def multiply_interleaved(
     first_column: the first output column of the tile.
     """
     pair_columns = 2 * first_column + tl.arange(0, 2 * BLOCK_N)
-    both, _ = multiply_tile(
+    gate_up, _ = multiply_tile(
         a_ptrs, a_mask, b_ptr + pair_columns.to(tl.int64)[None, :],
         (pair_columns < 2 * size_n)[None, :], 0, stride_ak, stride_bk, size_k,
         False, EVEN_K, INPUT_PRECISION, SWAP_AB, BLOCK_M, 2 * BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    return tl.split(tl.reshape(both, (BLOCK_M, BLOCK_N, 2)))
+    return tl.split(tl.reshape(gate_up, (BLOCK_M, BLOCK_N, 2)))
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """`gemm_tile`: compute one output tile of a GEMM, for every storage format of the operands.
 
-The Triton GEMM kernels call it for their tiles. It calls one of three functions, depending on the
-constexpr QUANT_MODE:
+The Triton GEMM kernels call `gemm_tile` for their tiles. Depending on the constexpr QUANT_MODE, it
+calls one of three functions:
 
     "plain"        `multiply_tile`: activations and weights have the same 16- or 32-bit dtype.
     "w8a8"         `multiply_tile_w8a8`: both are fp8 or int8, and both have scales.

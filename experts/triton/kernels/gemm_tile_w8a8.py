@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from experts.triton.kernels.gemm_tile import accumulate, untranspose, zero_accumulator
+from experts.triton.kernels.gemm_tile import accumulate, make_zero_accumulator, untranspose
 
 
 @triton.jit
@@ -45,8 +45,8 @@ def multiply_tile_w8a8(
     a_ptrs = a_ptrs + k[None, :] * stride_ak
     b_ptrs = b_ptrs + k[:, None] * stride_bk
     rows = tl.reshape(a_mask, (BLOCK_M,))
-    zero = zero_accumulator(ACC, SWAP_AB, BLOCK_M, BLOCK_N)
-    gate = zero_accumulator(SUM, SWAP_AB, BLOCK_M, BLOCK_N)
+    zero = make_zero_accumulator(ACC, SWAP_AB, BLOCK_M, BLOCK_N)
+    gate = make_zero_accumulator(SUM, SWAP_AB, BLOCK_M, BLOCK_N)
     up = gate
     for start in range(0, size_k, BLOCK_K):
         in_bounds = start + k < size_k
@@ -57,35 +57,35 @@ def multiply_tile_w8a8(
         if GROUP_K == 0:
             gate = accumulate(gate, a, b, "ieee", SWAP_AB)
             if GATED:
-                c = tl.load(b_ptrs + up_offset, mask=b_mask_k, other=0.0)
-                up = accumulate(up, a, c, "ieee", SWAP_AB)
+                up_b = tl.load(b_ptrs + up_offset, mask=b_mask_k, other=0.0)
+                up = accumulate(up, a, up_b, "ieee", SWAP_AB)
         else:
             group = start // GROUP_K
             a_scale = tl.load(a_scale_ptrs + group * stride_ask, mask=rows, other=0.0)
-            b_scale = weight_scale(
+            b_scale = load_weight_scales(
                 b_scale_ptrs + group * stride_bsk, column_mask, ONE_SCALE_PER_TILE
             )
             part = accumulate(zero, a, b, "ieee", SWAP_AB).to(tl.float32)
-            gate += part * scale_products(a_scale, b_scale, SWAP_AB)
+            gate += part * multiply_scales(a_scale, b_scale, SWAP_AB)
             if GATED:
-                c = tl.load(b_ptrs + up_offset, mask=b_mask_k, other=0.0)
-                c_scale = weight_scale(
+                up_b = tl.load(b_ptrs + up_offset, mask=b_mask_k, other=0.0)
+                up_b_scale = load_weight_scales(
                     up_scale_ptrs + group * stride_bsk, column_mask, ONE_SCALE_PER_TILE
                 )
-                part = accumulate(zero, a, c, "ieee", SWAP_AB).to(tl.float32)
-                up += part * scale_products(a_scale, c_scale, SWAP_AB)
+                part = accumulate(zero, a, up_b, "ieee", SWAP_AB).to(tl.float32)
+                up += part * multiply_scales(a_scale, up_b_scale, SWAP_AB)
         a_ptrs += BLOCK_K * stride_ak
         b_ptrs += BLOCK_K * stride_bk
     gate = untranspose(gate, SWAP_AB)
     up = untranspose(up, SWAP_AB)
     if GROUP_K == 0:
         a_scale = tl.load(a_scale_ptrs, mask=rows, other=0.0)
-        b_scale = weight_scale(b_scale_ptrs, column_mask, ONE_SCALE_PER_TILE)
-        gate_out = gate.to(tl.float32) * scale_products(a_scale, b_scale, False)
+        b_scale = load_weight_scales(b_scale_ptrs, column_mask, ONE_SCALE_PER_TILE)
+        gate_out = gate.to(tl.float32) * multiply_scales(a_scale, b_scale, False)
         up_out = gate_out
         if GATED:
-            c_scale = weight_scale(up_scale_ptrs, column_mask, ONE_SCALE_PER_TILE)
-            up_out = up.to(tl.float32) * scale_products(a_scale, c_scale, False)
+            up_b_scale = load_weight_scales(up_scale_ptrs, column_mask, ONE_SCALE_PER_TILE)
+            up_out = up.to(tl.float32) * multiply_scales(a_scale, up_b_scale, False)
     else:
         gate_out = gate
         up_out = up
@@ -93,7 +93,7 @@ def multiply_tile_w8a8(
 
 
 @triton.jit
-def weight_scale(ptrs, column_mask, ONE_SCALE_PER_TILE: tl.constexpr):
+def load_weight_scales(ptrs, column_mask, ONE_SCALE_PER_TILE: tl.constexpr):
     """Load weight scales as float32: (1,) if ONE_SCALE_PER_TILE, otherwise (BLOCK_N,).
 
     Masked scales are 0.
@@ -106,7 +106,7 @@ def weight_scale(ptrs, column_mask, ONE_SCALE_PER_TILE: tl.constexpr):
 
 
 @triton.jit
-def scale_products(a_scale, b_scale, SWAP_AB: tl.constexpr):
+def multiply_scales(a_scale, b_scale, SWAP_AB: tl.constexpr):
     """Return the products of activation and weight scales, in the shape of the accumulator.
 
     The shape is (BLOCK_M, BLOCK_N), or (BLOCK_N, BLOCK_M) if SWAP_AB.

@@ -54,8 +54,8 @@ def _decode_repacked_e2m1(codes, dtype: tl.constexpr):
     """Convert bytes (K / 2, N) in the "e2m1_repacked" format to `dtype` (K, N), exactly."""
     BYTES: tl.constexpr = codes.shape[0]
     COLUMNS: tl.constexpr = codes.shape[1]
-    four = tl.reshape(tl.trans(codes).to(tl.int32), (COLUMNS, BYTES // 4, 2, 2))
-    even, odd = tl.split(four)  # bytes of a word
+    word_bytes = tl.reshape(tl.trans(codes).to(tl.int32), (COLUMNS, BYTES // 4, 2, 2))
+    even, odd = tl.split(word_bytes)  # bytes of a word
     pair = even | (odd << 8)
     low, high = tl.split(pair)
     words = low | (high << 16)
@@ -79,7 +79,8 @@ def _multiply_step(
     """Return a @ (decoded weights) of one K step, float32 (BLOCK_M, BLOCK_N), without scales.
 
     If PACKED, a byte holds the weights of an even k and of the next odd k. One MMA multiplies the
-    even columns of `a`, and another one the odd columns. Repacked weights need only one MMA.
+    even columns of `a`, and another MMA multiplies the odd columns. Repacked weights need only one
+    MMA.
 
     a: (BLOCK_M, BLOCK_K), activations.
     codes: stored weights, (BLOCK_K, BLOCK_N), or bytes (BLOCK_K / 2, BLOCK_N) if PACKED.
@@ -213,10 +214,10 @@ def multiply_tile_weight_only(
     """
     VALUES_PER_BYTE: tl.constexpr = 2 if PACKED else 1
     k = tl.arange(0, BLOCK_K)
-    row = tl.arange(0, BLOCK_K // VALUES_PER_BYTE)
+    stored_k = tl.arange(0, BLOCK_K // VALUES_PER_BYTE)
     a_rows = a_ptrs
     a_ptrs = a_ptrs + k[None, :] * stride_ak
-    b_ptrs = b_ptrs + row[:, None] * stride_bk
+    b_ptrs = b_ptrs + stored_k[:, None] * stride_bk
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = gate
     for start in range(0, size_k, BLOCK_K):
@@ -224,23 +225,25 @@ def multiply_tile_weight_only(
         b_mask = column_mask[None, :]
         if not EVEN_K:
             a_mask_k = a_mask & (start + k < size_k)[None, :]
-            # The bound is in bytes. With a bound on start + 2 * row, the compiler could not prove
-            # that adjacent bytes have the same mask, which wide asynchronous copies require.
-            b_mask = b_mask & (start // VALUES_PER_BYTE + row < size_k // VALUES_PER_BYTE)[:, None]
+            # The bound is in bytes. With a bound on start + 2 * stored_k, the compiler could not
+            # prove that adjacent bytes have the same mask, which wide asynchronous copies require.
+            b_mask = (
+                b_mask & (start // VALUES_PER_BYTE + stored_k < size_k // VALUES_PER_BYTE)[:, None]
+            )
         if HAS_ACT_ORDER:
             column = tl.load(act_order_ptr + start + k, mask=start + k < size_k, other=-1)
             in_range = (column >= 0) & (column < size_k)
-            ordered = a_rows + column[None, :].to(tl.int64) * stride_ak
-            a = tl.load(ordered, mask=a_mask & in_range[None, :], other=0.0)
+            ordered_a_ptrs = a_rows + column[None, :].to(tl.int64) * stride_ak
+            a = tl.load(ordered_a_ptrs, mask=a_mask & in_range[None, :], other=0.0)
         else:
             a = tl.load(a_ptrs, mask=a_mask_k, other=0.0)
         codes = tl.load(b_ptrs, mask=b_mask, other=0.0)
         if WEIGHT_FORMAT == "nvfp4":
             # GROUP_K may be 0. On a GPU, the result of a division by 0 would be used in an address.
             group = (
-                (start // VALUES_PER_BYTE + row) // (GROUP_K // VALUES_PER_BYTE)
+                (start // VALUES_PER_BYTE + stored_k) // (GROUP_K // VALUES_PER_BYTE)
                 if GROUP_K > 0
-                else row * 0
+                else stored_k * 0
             )
             group_offset = group[:, None] * stride_bsk
             gate += _multiply_nvfp4_step(

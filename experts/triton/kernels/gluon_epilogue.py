@@ -1,8 +1,8 @@
 """Gluon device functions for the epilogue of a GEMM: scales, bias, activation function and store.
 
 The kernels of the grouped_tma and grouped_w4 paths multiply a tile in two halves, left and right.
-The weight rows of the halves are gate rows and up rows, or adjacent rows. `finish` applies the
-epilogue to both halves. A tile is stored with TMA from a staging buffer in shared memory.
+The weight rows of the halves are gate rows and up rows, or adjacent rows. `finish_tile` applies
+the epilogue to both halves. A tile is stored with TMA from a staging buffer in shared memory.
 """
 
 from triton.experimental import gluon
@@ -32,10 +32,10 @@ def _gelu_tanh(value):
 @gluon.jit
 def _tanh(value):
     is_small = gl.abs(value) < 0.25
-    small = gl.where(is_small, value, 0.0)
-    square = small * small
+    small_value = gl.where(is_small, value, 0.0)
+    square = small_value * small_value
     series = 0.13333333333333333 + square * (-0.05396825396825397 + square * 0.021869488536155203)
-    series = small + small * square * (-0.3333333333333333 + square * series)
+    series = small_value + small_value * square * (-0.3333333333333333 + square * series)
     return gl.where(is_small, series, 2.0 * _sigmoid(2.0 * value) - 1.0)
 
 
@@ -83,7 +83,7 @@ def activate(
 
 
 @gluon.jit
-def _scale_and_bias(
+def _apply_scale_and_bias(
     values, a_scale, expert, weight_rows, weight_row, b_scale_ptr, bias_ptr,
     SCALE_MODE: gl.constexpr, LAYOUT: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
@@ -168,9 +168,9 @@ def _finish_one_half(
     values: the accumulators of the half, with one column per weight row from `weight_row` on. If
         GATED, gate rows and up rows alternate.
 
-    For the other arguments, see `finish`.
+    For the other arguments, see `finish_tile`.
     """
-    values = _scale_and_bias(
+    values = _apply_scale_and_bias(
         values,
         a_scale,
         expert,
@@ -184,25 +184,29 @@ def _finish_one_half(
     )
     if GATED:
         gate, up = values.reshape((values.shape[0], values.shape[1] // 2, 2)).split()
-        value = activate(gate, up, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT).to(
+        out_values = activate(gate, up, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT).to(
             out_desc.dtype
         )
         # A thread has every fourth column. With pairs of adjacent columns, it can store whole 8 x 8
         # matrices to shared memory.
-        PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, value.shape[1], 16])
-        value = gl.convert_layout(value, PAIRS)
+        PAIRS: gl.constexpr = gl.NVMMADistributedLayout(
+            [3, 0], [4, 1], [16, out_values.shape[1], 16]
+        )
+        out_values = gl.convert_layout(out_values, PAIRS)
         store_rows(
-            value, row, end, weight_row // 2, out_ptr, out_desc, staging, staging_index, size_n
+            out_values, row, end, weight_row // 2, out_ptr, out_desc, staging, staging_index, size_n
         )
     elif ACTIVATION != "identity":
-        value = activate(values, values, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT)
-        store_rows(value, row, end, weight_row, out_ptr, out_desc, staging, staging_index, size_n)
+        out_values = activate(values, values, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT)
+        store_rows(
+            out_values, row, end, weight_row, out_ptr, out_desc, staging, staging_index, size_n
+        )
     else:
         store_rows(values, row, end, weight_row, out_ptr, out_desc, staging, staging_index, size_n)
 
 
 @gluon.jit
-def finish(
+def finish_tile(
     left, right, row, end, out_ptr, out_desc, staging, size_n, expert, weight_rows,
     right_row_offset,
     first_weight_row,
@@ -238,7 +242,7 @@ def finish(
     if SCALE_MODE == "channel":
         a_scale = gl.load(a_scale_ptr + a_scale_rows, mask=tile_rows < end, other=0.0)
     if GATED and GATE_STRIDE == 1:
-        gate = _scale_and_bias(
+        gate = _apply_scale_and_bias(
             left,
             a_scale,
             expert,
@@ -250,13 +254,13 @@ def finish(
             LAYOUT,
             HAS_BIAS,
         )
-        up = _scale_and_bias(
+        up = _apply_scale_and_bias(
             right, a_scale, expert, weight_rows, first_weight_row + right_row_offset, b_scale_ptr,
             bias_ptr,
             SCALE_MODE, LAYOUT, HAS_BIAS,
         )  # fmt: skip
-        value = activate(gate, up, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT)
-        store_rows(value, row, end, first_weight_row, out_ptr, out_desc, staging, 0, size_n)
+        out_values = activate(gate, up, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT)
+        store_rows(out_values, row, end, first_weight_row, out_ptr, out_desc, staging, 0, size_n)
     else:
         _finish_one_half(
             left, a_scale, row, end, out_ptr, out_desc, staging, 0, size_n, expert, weight_rows,

@@ -1,8 +1,8 @@
 """Device function for a ring buffer in shared memory that one producer warp fills for consumers.
 
-A stage of the ring has two mbarriers. The producer waits until the stage is empty, starts TMA loads
-into it, and the loads complete the `full` barrier. Consumers wait for `full`, multiply the data,
-and arrive at the `empty` barrier. The Gluon kernels of grouped_tma, grouped_w4 and gemv_tma use
+A stage of the ring has two mbarriers. The producer waits until the stage is empty and starts TMA
+loads into it, which complete the `full` barrier. Consumers wait for `full`, multiply the data, and
+arrive at the `empty` barrier. The Gluon kernels of grouped_tma, grouped_w4 and gemv_tma use
 such rings.
 """
 

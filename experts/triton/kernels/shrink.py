@@ -86,7 +86,7 @@ def shrink_few_kernel(
     """
     pdl_wait(USE_PDL)
     pair = tl.program_id(0)
-    local, _ = load_local_ids(
+    local_expert, _ = load_local_ids(
         topk_ids_ptr,
         pair,
         pair < num_pairs,
@@ -96,13 +96,13 @@ def shrink_few_kernel(
         HAS_EXPERT_MAP,
     )
     slot = tl.load(adapter_slots_ptr + pair // TOP_K).to(tl.int64)
-    if (local < 0) | (slot < 0) | (slot >= num_adapter_slots):
+    if (local_expert < 0) | (slot < 0) | (slot >= num_adapter_slots):
         return
     u_column = tl.program_id(1) * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
     rank_mask = u_column < lora_a_rows
     k = tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + (pair // PAIRS_PER_X_ROW).to(tl.int64) * stride_xm + k * stride_xk
-    lora_a_ptr += slot * stride_lora_a_slot + local.to(tl.int64) * stride_lora_a_expert
+    lora_a_ptr += slot * stride_lora_a_slot + local_expert.to(tl.int64) * stride_lora_a_expert
     lora_a_ptrs = lora_a_ptr + u_column.to(tl.int64)[:, None] * stride_lora_a_rank + k[None, :]
     total = tl.zeros((BLOCK_RANK, BLOCK_K), tl.float32)
     for start in range(0, size_k, BLOCK_K):

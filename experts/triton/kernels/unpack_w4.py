@@ -34,7 +34,7 @@ def _make_ptx(pair: Callable[[int], str]) -> tl.constexpr:
     return tl.constexpr("{ .reg .b32 w, u, v; " + code + "}")
 
 
-def _integers_bf16(i: int) -> str:
+def _make_integers_bf16_ptx(i: int) -> str:
     """Return PTX that puts integers q into the low bits of two bf16 values.
 
     A bf16 value whose bit pattern is an integer p below 2^8 equals p * 2^-133. The results are
@@ -43,19 +43,19 @@ def _integers_bf16(i: int) -> str:
     return f"and.b32 T, W, {0x000F000F << 4 * i:#010x}; "
 
 
-def _integers_fp16(i: int) -> str:
+def _make_integers_fp16_ptx(i: int) -> str:
     """Return PTX that computes q - 8 in fp16 for two integers q.
 
     The bits 0x6400 | q represent 1024 + q in fp16, and 0x6400 | 16 q represent 1024 + 16 q.
     """
-    one, offset = ((0x3C003C00, 0xE408E408), (0x2C002C00, 0xD480D480))[i]
+    factor, offset = ((0x3C003C00, 0xE408E408), (0x2C002C00, 0xD480D480))[i]
     return (
         f"lop3.b32 T, W, {0x000F000F << 4 * i:#010x}, 0x64006400, 0xEA; "
-        f"mov.b32 u, {one:#010x}; mov.b32 v, {offset:#010x}; fma.rn.f16x2 T, T, u, v; "
+        f"mov.b32 u, {factor:#010x}; mov.b32 v, {offset:#010x}; fma.rn.f16x2 T, T, u, v; "
     )
 
 
-def _e2m1_bf16(i: int) -> str:
+def _make_e2m1_bf16_ptx(i: int) -> str:
     """Return PTX that moves two e2m1 codes to the sign bit and the field boundary of bf16 values.
 
     An e2m1 code has a sign bit, two exponent bits and a mantissa bit. A multiplication makes two
@@ -69,19 +69,22 @@ def _e2m1_bf16(i: int) -> str:
     )
 
 
-def _e2m1_fp16(i: int) -> str:
-    """Like `_e2m1_bf16`, for fp16. The code uses shifts, because the two copies would overlap."""
-    right = f"shl.b32 u, W, {9 - 4 * i}; "
+def _make_e2m1_fp16_ptx(i: int) -> str:
+    """Like `_make_e2m1_bf16_ptx`, for fp16.
+
+    The PTX uses shifts, because the two copies of a code would overlap.
+    """
+    exponent_and_mantissa = f"shl.b32 u, W, {9 - 4 * i}; "
     return (
-        f"shl.b32 T, W, {12 - 4 * i}; {right}"
+        f"shl.b32 T, W, {12 - 4 * i}; {exponent_and_mantissa}"
         "and.b32 u, u, 0x0E000E00; lop3.b32 T, T, 0x80008000, u, 0xEA; "
     )
 
 
-_INTEGER_BF16: tl.constexpr = _make_ptx(_integers_bf16)
-_INTEGER_FP16: tl.constexpr = _make_ptx(_integers_fp16)
-_E2M1_BF16: tl.constexpr = _make_ptx(_e2m1_bf16)
-_E2M1_FP16: tl.constexpr = _make_ptx(_e2m1_fp16)
+_INTEGER_BF16: tl.constexpr = _make_ptx(_make_integers_bf16_ptx)
+_INTEGER_FP16: tl.constexpr = _make_ptx(_make_integers_fp16_ptx)
+_E2M1_BF16: tl.constexpr = _make_ptx(_make_e2m1_bf16_ptx)
+_E2M1_FP16: tl.constexpr = _make_ptx(_make_e2m1_fp16_ptx)
 # The interpreter does not support inline assembly.
 USE_INLINE_ASM: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)
 
@@ -166,8 +169,8 @@ def _unpack_nibble(words, J: tl.constexpr, WEIGHT_FORMAT: tl.constexpr, dtype: t
     """
     code = (words >> (4 * J)) & 15
     if holds_e2m1(WEIGHT_FORMAT):
-        low = code & 7
-        quarters = tl.where(low < 4, 2 * low, (2 + (low & 1)) << (low >> 1))
+        magnitude = code & 7
+        quarters = tl.where(magnitude < 4, 2 * magnitude, (2 + (magnitude & 1)) << (magnitude >> 1))
         unit: tl.constexpr = 2.0**-128 if dtype == tl.bfloat16 else 2.0**-16
         result = tl.where(code < 8, quarters, -quarters).to(tl.float32) * unit
     elif dtype == tl.bfloat16:

@@ -68,7 +68,7 @@ class ConfigSpace(Tunable):
         self._all_paths = tuple(paths)
         self._gemms = gemms(problem)
         self._device = current_lookup().device
-        self.paths = self._supported_paths(self._device)
+        self.paths = self._list_supported_paths(self._device)
 
     @classmethod
     def for_problem(
@@ -77,12 +77,12 @@ class ConfigSpace(Tunable):
         """Return the space, or None for a batch-invariant problem, whose launches are fixed."""
         return None if problem.batch_invariant else cls(problem, experts_part, paths)
 
-    def _supported_paths(self, device: Device) -> tuple[str, ...]:
+    def _list_supported_paths(self, device: Device) -> tuple[str, ...]:
         return tuple(path.name for path in self._all_paths if path.supports(self.problem, device))
 
     def for_prepared_weights(self, device_name: str | None = None) -> "ConfigSpace | None":
         device = self._device if device_name is None else Device.from_name(device_name)
-        supported = (BY_NAME[name] for name in self._supported_paths(device))
+        supported = (BY_NAME[name] for name in self._list_supported_paths(device))
         if not any(path.prepared_configs(self.problem) for path in supported):
             return None
         return ConfigSpace(self.problem, self.experts_part, self._all_paths, prepared=True)
@@ -103,8 +103,8 @@ class ConfigSpace(Tunable):
     def candidates(self, tokens: int) -> Sequence[Choice]:
         """Return choices that contain each candidate launch of each GEMM at least once."""
         # The current configuration comes from a file if there is one.
-        current = choose_config(self.problem, tokens, self.paths, prepared=self.prepared)
-        choices = [current] if self._is_valid_config(current) else []
+        current_config = choose_config(self.problem, tokens, self.paths, prepared=self.prepared)
+        choices = [current_config] if self._is_valid_config(current_config) else []
         for path in self.paths:
             for block_m, launches in BY_NAME[path].candidates(self.problem, tokens).items():
                 choices += self._pair_launches(path, block_m, launches)
@@ -149,7 +149,9 @@ class ConfigSpace(Tunable):
         launches = zip((config.gemm1, config.gemm2), self._gemms, strict=True)
         if config.path not in self.paths or not is_launchable(config, self.problem, self._device):
             return False
-        return all(self._is_valid_launch(*item, config.path) for item in launches)
+        return all(
+            self._is_valid_launch(*launch_and_gemm, config.path) for launch_and_gemm in launches
+        )
 
     def finalists(self, tokens: int, times: Mapping[Choice, StageTimes]) -> Sequence[Choice]:
         """Return the configurations that the time model expects to be the fastest."""
@@ -169,13 +171,13 @@ class ConfigSpace(Tunable):
         if not path.exists():
             return {}
         tuned_configs = read_config_file(path)
-        if tuned_configs.is_foreign or tuned_configs.tuned_for != self._tuned_for():
+        if tuned_configs.is_foreign or tuned_configs.tuned_for != self._make_tuned_for():
             got = (
                 "a file of vLLM's or SGLang's"
                 if tuned_configs.is_foreign
                 else tuned_configs.tuned_for
             )
-            need = f"{self._tuned_for()}; choose another folder, or start afresh"
+            need = f"{self._make_tuned_for()}; choose another folder, or start afresh"
             raise ConfigurationError(f"config file {path}", got=got, need=need)
         result = {}
         for tokens, config in tuned_configs.configs().items():
@@ -199,8 +201,8 @@ class ConfigSpace(Tunable):
             block_n_includes_up=False,
             is_foreign=False,
             triton=current_lookup().triton,
-            tuned_for=self._tuned_for(),
-            times={tokens: _times_in_us(choices[tokens]) for tokens in configs},
+            tuned_for=self._make_tuned_for(),
+            times={tokens: _convert_times_to_us(choices[tokens]) for tokens in configs},
         )
         path = self._get_config_path(folder)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -212,10 +214,10 @@ class ConfigSpace(Tunable):
 
     def explain(self, tokens: int, device_name: str | None = None) -> str:
         device = self._device if device_name is None else Device.from_name(device_name)
-        paths = self._supported_paths(device)
+        paths = self._list_supported_paths(device)
         return explain(self.problem, tokens, device_name, paths, prepared=self.prepared)
 
-    def _tuned_for(self) -> TunedFor:
+    def _make_tuned_for(self) -> TunedFor:
         return TunedFor(self.experts_part, self.problem.hidden, self.problem.top_k)
 
     def _get_config_path(self, folder: Path) -> Path:
@@ -281,9 +283,11 @@ class AdditiveTimeModel:
         return self._other_seconds[kind] + seconds1[config.gemm1] + seconds2[config.gemm2]
 
 
-def _times_in_us(best: TunedChoice) -> Times:
-    untuned = best.untuned_seconds
-    return Times(_seconds_to_us(best.seconds), None if untuned is None else _seconds_to_us(untuned))
+def _convert_times_to_us(tuned_choice: TunedChoice) -> Times:
+    untuned = tuned_choice.untuned_seconds
+    return Times(
+        _seconds_to_us(tuned_choice.seconds), None if untuned is None else _seconds_to_us(untuned)
+    )
 
 
 def _seconds_to_us(seconds: float) -> float:

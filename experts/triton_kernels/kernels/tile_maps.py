@@ -22,21 +22,21 @@ def tile_maps_kernel(
     BLOCK_T: entries of a schedule per program.
     BLOCK_E: a power of two >= num_local.
     """
-    program, size = tl.program_id(0), tl.program_id(1)
-    rows = MIN_TILE_ROWS << size
+    program, size_index = tl.program_id(0), tl.program_id(1)
+    tile_rows = MIN_TILE_ROWS << size_index
     expert = tl.arange(0, BLOCK_E)
     mask = expert < num_local
     start = tl.load(starts_ptr + expert, mask=mask, other=0)
     count = tl.load(starts_ptr + expert + 1, mask=mask, other=0) - start
-    tiles = (count + rows - 1) // rows
-    end = tl.cumsum(tiles, 0)
-    first = end - tiles
-    ends_ptr += size * (num_local + 1)
-    tl.store(ends_ptr + expert, first, mask=mask & (program == 0))
-    tl.store(ends_ptr + expert + 1, end, mask=(expert == num_local - 1) & (program == 0))
-    tl.store(counts_ptr + expert, count, mask=mask & (program == 0) & (size == 0))
+    tiles = (count + tile_rows - 1) // tile_rows
+    end_tile = tl.cumsum(tiles, 0)
+    first_tile = end_tile - tiles
+    ends_ptr += size_index * (num_local + 1)
+    tl.store(ends_ptr + expert, first_tile, mask=mask & (program == 0))
+    tl.store(ends_ptr + expert + 1, end_tile, mask=(expert == num_local - 1) & (program == 0))
+    tl.store(counts_ptr + expert, count, mask=mask & (program == 0) & (size_index == 0))
     tile = program * BLOCK_T + tl.arange(0, BLOCK_T)
-    in_expert = (tile[:, None] >= first[None, :]) & (tile[:, None] < end[None, :])
-    entry = ((tile[:, None] - first[None, :]) << 16) | expert[None, :]
+    in_expert = (tile[:, None] >= first_tile[None, :]) & (tile[:, None] < end_tile[None, :])
+    entry = ((tile[:, None] - first_tile[None, :]) << 16) | expert[None, :]
     value = tl.sum(tl.where(in_expert, entry + 1, 0), 1) - 1
-    tl.store(maps_ptr + size * max_tiles + tile, value, mask=tile < max_tiles)
+    tl.store(maps_ptr + size_index * max_tiles + tile, value, mask=tile < max_tiles)

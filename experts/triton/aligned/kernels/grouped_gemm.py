@@ -84,16 +84,16 @@ def grouped_gemm_kernel(
     EVEN_K: whether BLOCK_K divides K.
     INPUT_PRECISION: `input_precision` of tl.dot, used for float32 operands.
     BLOCK_M, BLOCK_N, BLOCK_K: pairs, output columns and K elements per step of a tile.
-    GROUP_M: number of row blocks that are computed for a column block before the next column
-        block, so that they share weight tiles in L2.
+    GROUP_M: number of row blocks per group. The blocks of a group are computed for one column block
+        before the next, so that they share weight tiles in the L2 cache.
     USE_PDL: whether the launch uses programmatic dependent launch (`pdl_wait`).
     ADJACENT_GATE_UP: whether the gate and up weights of a column are adjacent in memory: stride_bn
         is 1, up_row_offset is 1 and GATE_STRIDE is 2. A tile then loads both at once
         (`multiply_interleaved`). Only with QUANT_MODE "plain" and GATED.
-    HAS_LORA: whether some tokens have LoRA adapters. For them, the product B u of the adapter's
-        matrix B and u = A x is added to the accumulators before the router weight, the bias and the
-        activation are applied (`experts.triton.kernels.adapters`). The arguments below are used
-        only with HAS_LORA.
+    HAS_LORA: whether some tokens have LoRA adapters. For these tokens, the product B u of the
+        adapter's matrix B and u = A x is added to the accumulators before the router weight, the
+        bias and the activation are applied (`experts.triton.kernels.adapters`). The arguments below
+        are used only with HAS_LORA.
     lora_u_ptr: u = A x of each row, from a shrink kernel (`experts.triton.kernels.shrink`); rows
         are stride_lora_u apart.
     adapter_slots_ptr: int32, the adapter slot of each token (num_pairs / PAIRS_PER_TOKEN,). A slot
@@ -161,9 +161,9 @@ def grouped_gemm_kernel(
     router_weights = gate
     if HAS_ROUTER_WEIGHTS:
         router_weights = tl.load(router_weights_ptr + pairs, mask=row_mask, other=0.0)
-    result = finish_tile(
+    out_tile = finish_tile(
         gate, up, bias_ptr + expert * stride_bias, column * GATE_STRIDE, up_row_offset, column_mask,
         router_weights, HAS_BIAS, HAS_ROUTER_WEIGHTS, GATED, ACTIVATION, ACTIVATION_ALPHA,
         ACTIVATION_LIMIT,
     )  # fmt: skip
-    store_rows(out_ptr, pairs, row_mask, column, column_mask, size_n, result)
+    store_rows(out_ptr, pairs, row_mask, column, column_mask, size_n, out_tile)

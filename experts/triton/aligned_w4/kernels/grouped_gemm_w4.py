@@ -35,7 +35,7 @@ from modular_kernel.ops.kernels.pdl import pdl_wait
 
 
 @triton.jit
-def _span_row_indices(
+def _make_span_row_indices(
     first, count, ROWS: tl.constexpr, GATE_STRIDE: tl.constexpr, UP_ROW_OFFSET: tl.constexpr,
     BLOCK_N: tl.constexpr, SPAN: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
@@ -181,11 +181,15 @@ def grouped_gemm_w4_kernel(
     # A thread computes one address. Its other addresses are at distances known at compile time,
     # because rows are split into spans: eight rows for words, and as many rows as one load covers
     # for scales. 32-bit offsets suffice within an expert.
-    first = pid_n * BLOCK_N
-    rows = _span_row_indices(first, size_n, ROWS, GATE_STRIDE, UP_ROW_OFFSET, BLOCK_N, 8, EVEN_N)
+    first_column = pid_n * BLOCK_N
+    rows = _make_span_row_indices(
+        first_column, size_n, ROWS, GATE_STRIDE, UP_ROW_OFFSET, BLOCK_N, 8, EVEN_N
+    )
     words_offsets = row_offsets(rows, stride_bn // 4)
     SPAN: tl.constexpr = min(32 // MMAS_PER_WARP, BLOCK_N)
-    rows = _span_row_indices(first, size_n, ROWS, GATE_STRIDE, UP_ROW_OFFSET, BLOCK_N, SPAN, EVEN_N)
+    rows = _make_span_row_indices(
+        first_column, size_n, ROWS, GATE_STRIDE, UP_ROW_OFFSET, BLOCK_N, SPAN, EVEN_N
+    )
     scale_offsets = row_offsets(rows, stride_bsn)
     # Two rows share a byte. One of the two summands is even, so both can be halved separately.
     zero_point_offsets = row_offsets((rows[0] // 2, rows[1] // 2), stride_bzn)
@@ -234,8 +238,8 @@ def grouped_gemm_w4_kernel(
             WEIGHT_FORMAT, HAS_ZERO_POINTS, MISSING_FACTOR_LOG2, UNPACKED_WITHOUT_OFFSET, STEP_K,
             GROUP_K, EVEN_K, MMA_K,
         )  # fmt: skip
-        groups = tl.reshape(words, (NUM_WARPS, ROWS, MMAS_PER_WARP, MMA_K // 8))
-        words = tl.reshape(tl.permute(groups, (2, 0, 1, 3)), (MMAS_PER_STEP, ROWS, MMA_K // 8))
+        warp_words = tl.reshape(words, (NUM_WARPS, ROWS, MMAS_PER_WARP, MMA_K // 8))
+        words = tl.reshape(tl.permute(warp_words, (2, 0, 1, 3)), (MMAS_PER_STEP, ROWS, MMA_K // 8))
         x = prescale(
             activations_to_word_order(a, WEIGHT_FORMAT, MMAS_PER_STEP, BLOCK_M, MMA_K),
             WEIGHT_FORMAT,
@@ -285,10 +289,10 @@ def grouped_gemm_w4_kernel(
     router_weights = gate_tile
     if HAS_ROUTER_WEIGHTS:
         router_weights = tl.load(router_weights_ptr + pairs, mask=row_mask, other=0.0)
-    result = finish_tile(
+    out_tile = finish_tile(
         gate_tile, up_tile, bias_ptr + expert * stride_bias, column * GATE_STRIDE, UP_ROW_OFFSET,
         column_mask,
         router_weights, HAS_BIAS, HAS_ROUTER_WEIGHTS, GATED, ACTIVATION, ACTIVATION_ALPHA,
         ACTIVATION_LIMIT,
     )  # fmt: skip
-    store_rows(out_ptr, pairs, row_mask, column, column_mask, size_n, result)
+    store_rows(out_ptr, pairs, row_mask, column, column_mask, size_n, out_tile)

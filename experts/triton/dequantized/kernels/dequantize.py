@@ -73,7 +73,8 @@ def dequantize_kernel(
     zero_point_or_global_scale_ptr: for NVFP4, the float32 global scales (num_experts,
         NUM_GLOBAL_SCALES), of which row n uses number n // UP_ROW_OFFSET % NUM_GLOBAL_SCALES. For
         other formats with HAS_ZERO_POINTS, the zero points (num_experts, N, scale_groups), with two
-        rows per byte if PACKED. Otherwise, it is not read, and the zero point is ZERO_POINT.
+        rows per byte if PACKED. Otherwise, the pointer is not read, and the zero point is
+        ZERO_POINT.
     expert_starts_ptr: (num_experts + 1,) int32, the first activation row of each expert, then the
         number of rows (`modular_kernel.ops.sort`).
     out_ptr: bf16 output (experts of this launch, N, K).
@@ -115,9 +116,9 @@ def dequantize_kernel(
         elif WEIGHT_FORMAT == "integer":
             scale = scale.to(tl.float32)
             if HAS_ZERO_POINTS and PACKED:
-                pair = expert.to(tl.int64) * (size_n // 2) + row // 2
+                row_pair = expert.to(tl.int64) * (size_n // 2) + row // 2
                 zero_points = tl.load(
-                    zero_point_or_global_scale_ptr + pair * scale_groups + group,
+                    zero_point_or_global_scale_ptr + row_pair * scale_groups + group,
                     mask=group_mask,
                     other=0,
                 )
@@ -168,10 +169,10 @@ def select_expert_tiles_kernel(
     pid = tl.program_id(0)
     tile = pid * TILES_PER_PROGRAM + tl.arange(0, TILES_PER_PROGRAM)
     in_use = tile < num_tiles
-    from_ptr = tiles_ptr + first_tile + tile
-    tl.store(out_ptr + tile, tl.load(from_ptr, mask=in_use, other=0) - first_expert, mask=in_use)
-    row = tl.load(from_ptr + max_tiles, mask=in_use, other=0)
-    end_row = tl.load(from_ptr + 2 * max_tiles, mask=in_use, other=0)
+    tile_ptrs = tiles_ptr + first_tile + tile
+    tl.store(out_ptr + tile, tl.load(tile_ptrs, mask=in_use, other=0) - first_expert, mask=in_use)
+    row = tl.load(tile_ptrs + max_tiles, mask=in_use, other=0)
+    end_row = tl.load(tile_ptrs + 2 * max_tiles, mask=in_use, other=0)
     tl.store(out_ptr + max_tiles + tile, row, mask=in_use)
     tl.store(out_ptr + 2 * max_tiles + tile, end_row, mask=in_use)
     if pid == 0:

@@ -7,8 +7,8 @@ the values of the vector, and adds the products to one sum, so that the sums are
 BLOCK_K / VECTOR_SIZE). Loading weights limits the speed of the kernels, so they keep many bytes in
 flight.
 
-Weights are usually contiguous along K. `n_major_sums` is for weights that are contiguous along N,
-the weight rows. Its threads load adjacent rows.
+Weights are usually contiguous along K. `compute_n_major_sums` is for weights that are contiguous
+along N, the weight rows. Its threads load adjacent rows.
 """
 
 import triton
@@ -34,7 +34,7 @@ def weights_to_float32(codes, ZERO_POINT: tl.constexpr):
 
 
 @triton.jit
-def step_sums(
+def compute_step_sums(
     codes, x, x_scale, scale_ptrs, zero_point_ptrs, mask,
     ZERO_POINT: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, GROUP_K: tl.constexpr,
     PAIRS: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR_SIZE: tl.constexpr,
@@ -63,7 +63,7 @@ def step_sums(
 
 
 @triton.jit
-def n_major_sums(
+def compute_n_major_sums(
     x_ptrs, x_mask, w_ptrs, w_mask, stride_xk, stride_bk, size_k,
     PAIRS: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, STEP_ROWS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -114,7 +114,7 @@ def quantize_groups(
 
 
 @triton.jit
-def adapter_sums(
+def compute_adapter_sums(
     lora_u_ptrs, lora_u_mask, lora_b_ptrs, lora_b_mask, lora_rank, BLOCK_RANK: tl.constexpr
 ):  # fmt: skip
     """Return the LoRA term B u, float32 (PAIRS, ROWS).

@@ -10,11 +10,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from experts.triton.gemv.kernels.common import (
-    adapter_sums,
-    n_major_sums,
+    compute_adapter_sums,
+    compute_n_major_sums,
+    compute_step_sums,
     quantize_groups,
     quantize_to_float32,
-    step_sums,
 )
 from modular_kernel.ops.kernels.extrema import max_nan, maximum_nan
 from modular_kernel.ops.kernels.ids import load_local_ids
@@ -91,7 +91,7 @@ def _add_step(
         scales += 1.0
     vector = start + tl.arange(0, BLOCK_K // VECTOR_SIZE) * VECTOR_SIZE
     group = (vector // (GROUP_K if GROUP_K > 0 else 1))[None, None, :]
-    sums += step_sums(
+    sums += compute_step_sums(
         codes, h, scales, scale_ptrs + group * stride_bsk, zero_point_ptrs + group * stride_bzk,
         scale_mask & (vector < size_k)[None, None, :],
         ZERO_POINT, HAS_ZERO_POINTS, GROUP_K, PAIRS_PER_STEP, ROWS, BLOCK_K, VECTOR_SIZE,
@@ -166,16 +166,16 @@ def gemv_down_kernel(
         PAIRS_PER_TOKEN is top_k.
     BLOCK_RANK: a power of two >= lora_rank.
     N_MAJOR: whether weights are contiguous along the weight rows. Only for unquantized weights.
-    STEP_ROWS: see `n_major_sums`.
+    STEP_ROWS: see `compute_n_major_sums`.
     """
     WEIGHT_DTYPE: tl.constexpr = b_ptr.dtype.element_ty
-    rows = num_pairs // PAIRS_PER_OUTPUT
-    token = tl.program_id(0) % rows
-    column = tl.program_id(0) // rows * BLOCK_N + tl.arange(0, BLOCK_N)
+    num_outputs = num_pairs // PAIRS_PER_OUTPUT
+    token = tl.program_id(0) % num_outputs
+    column = tl.program_id(0) // num_outputs * BLOCK_N + tl.arange(0, BLOCK_N)
     column_mask = column < hidden_size
     k = tl.arange(0, BLOCK_K)
     row_offset = column.to(tl.int64)[None, :, None] * stride_bn + k[None, None, :] * stride_bk
-    scale_row = tl.program_id(0) // rows * BLOCK_N + tl.arange(0, SCALE_ROWS)
+    scale_row = tl.program_id(0) // num_outputs * BLOCK_N + tl.arange(0, SCALE_ROWS)
     total = tl.zeros((BLOCK_N,), tl.float32)
     for first in range(0, PAIRS_PER_OUTPUT, PAIRS_PER_STEP):
         k_index = first + tl.arange(0, PAIRS_PER_STEP)
@@ -196,11 +196,12 @@ def gemv_down_kernel(
         scale_mask = valid[:, None, None] & (scale_row < hidden_size)[None, :, None]
         if N_MAJOR:
             tl.static_assert(not HAS_SCALES and INPUT_QUANT == "none")
-            # The ids are valid before the wait, for the reason explained in the other branch.
+            # The ids are valid before the wait, because GEMM 1 waited for them before this kernel
+            # could start. See `pdl_wait`.
             if USE_PDL:
                 gdc_wait()
                 gdc_launch_dependents()
-            row = n_major_sums(
+            pair_sums = compute_n_major_sums(
                 h_ptr + pairs.to(tl.int64)[:, None] * size_k, valid[:, None],
                 b_ptr + expert[:, None, None] * stride_be + column.to(tl.int64)[None, None, :],
                 valid[:, None, None] & column_mask[None, None, :], 1, stride_bk, size_k,
@@ -254,12 +255,12 @@ def gemv_down_kernel(
                     HAS_ZERO_POINTS, GROUP_K,
                     PAIRS_PER_STEP, BLOCK_N, BLOCK_K, VECTOR_SIZE,
                 )  # fmt: skip
-            row = tl.sum(sums, axis=2)
+            pair_sums = tl.sum(sums, axis=2)
         row_valid = valid[:, None] & column_mask[None, :]
         if HAS_SCALES and GROUP_K == 0:
             ptrs = b_scale_ptr + expert[:, None] * stride_bse
             ptrs += (column // GROUP_N)[None, :] * stride_bsn
-            row *= h_scale[:, None] * tl.load(ptrs, mask=row_valid, other=0.0).to(tl.float32)
+            pair_sums *= h_scale[:, None] * tl.load(ptrs, mask=row_valid, other=0.0).to(tl.float32)
         if HAS_LORA:
             adapter = tl.load(adapter_slots_ptr + token * PAIRS_PER_OUTPUT // PAIRS_PER_TOKEN).to(
                 tl.int64
@@ -272,7 +273,7 @@ def gemv_down_kernel(
                     + expert[:, None, None] * stride_lora_b_expert
                 )
                 lora_b_ptrs += column.to(tl.int64)[None, :, None] * stride_lora_b_n
-                row += adapter_sums(
+                pair_sums += compute_adapter_sums(
                     lora_u_ptrs,
                     valid[:, None],
                     lora_b_ptrs,
@@ -282,14 +283,14 @@ def gemv_down_kernel(
                 )
         if HAS_BIAS:
             ptrs = bias_ptr + expert[:, None] * stride_bias + column[None, :]
-            row += tl.load(ptrs, mask=row_valid, other=0.0).to(tl.float32)
+            pair_sums += tl.load(ptrs, mask=row_valid, other=0.0).to(tl.float32)
         if HAS_ROUTER_WEIGHTS:
-            # The router weight of a skipped pair may be anything, including NaN.
-            row *= tl.load(router_weights_ptr + pairs, mask=valid, other=0.0)[:, None]
+            # The router weight of a skipped pair may have any value, including NaN.
+            pair_sums *= tl.load(router_weights_ptr + pairs, mask=valid, other=0.0)[:, None]
         if INPUT_QUANT == "tensor" or INPUT_QUANT == "static":
             # A shared scale may be NaN, and 0 * NaN is NaN.
-            row = tl.where(valid[:, None], row, 0.0)
-        total += tl.sum(row, axis=0)
+            pair_sums = tl.where(valid[:, None], pair_sums, 0.0)
+        total += tl.sum(pair_sums, axis=0)
     out_ptrs = out_ptr + token.to(tl.int64) * hidden_size + column
     tl.store(
         out_ptrs, (total * routed_scaling_factor).to(out_ptr.dtype.element_ty), mask=column_mask

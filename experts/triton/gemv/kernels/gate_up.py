@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 
 from experts.triton.gemv.kernels.common import (
-    adapter_sums,
-    n_major_sums,
+    compute_adapter_sums,
+    compute_n_major_sums,
+    compute_step_sums,
     quantize_groups,
     quantize_to_float32,
-    step_sums,
 )
 from experts.triton.kernels.gemm_tile import finish_tile
 from modular_kernel.ops.kernels.extrema import max_nan, maximum_nan
@@ -39,7 +39,7 @@ def _compute_rows_amax(x_ptr, rows, hidden_size, stride_xm, stride_xk, AMAX_BLOC
 
 
 @triton.jit
-def _step_input(
+def _quantize_step(
     x, x_scale_ptr, start, hidden_size, scale, stride_xsk,
     INPUT_QUANT: tl.constexpr, QMAX: tl.constexpr, ROUND_TO_INT: tl.constexpr,
     MIN_SCALE: tl.constexpr,
@@ -93,20 +93,20 @@ def _add_step(
     scale_ptrs, up_scale_ptrs, zero_point_ptrs, up_zero_point_ptrs: (SCALE_ROWS,), pointers to the
         first scale and zero point of each weight row.
     """
-    x, scales = _step_input(
+    x, scales = _quantize_step(
         x, x_scale_ptr, start, hidden_size, x_scale, stride_xsk,
         INPUT_QUANT, QMAX, ROUND_TO_INT, MIN_SCALE, WEIGHT_DTYPE, GROUP_K, BLOCK_K, VECTOR_SIZE,
     )  # fmt: skip
     vector = start + tl.arange(0, BLOCK_K // VECTOR_SIZE) * VECTOR_SIZE
     group = (vector // (GROUP_K if GROUP_K > 0 else 1))[None, None, :]
     mask = scale_mask[None, :, None] & (vector < hidden_size)[None, None, :]
-    gate += step_sums(
+    gate += compute_step_sums(
         gate_codes, x, scales, scale_ptrs[None, :, None] + group * stride_bsk,
         zero_point_ptrs[None, :, None] + group * stride_bzk, mask,
         ZERO_POINT, HAS_ZERO_POINTS, GROUP_K, 1, BLOCK_N, BLOCK_K, VECTOR_SIZE,
     )  # fmt: skip
     if GATED:
-        up += step_sums(
+        up += compute_step_sums(
             up_codes, x, scales, up_scale_ptrs[None, :, None] + group * stride_bsk,
             up_zero_point_ptrs[None, :, None] + group * stride_bzk, mask,
             ZERO_POINT, HAS_ZERO_POINTS, GROUP_K, 1, BLOCK_N, BLOCK_K, VECTOR_SIZE,
@@ -115,7 +115,7 @@ def _add_step(
 
 
 @triton.jit
-def _n_major_products(
+def _multiply_n_major(
     x_ptr, stride_xk, b_ptr, stride_bk, first, size_n, size_k, up_offset,
     GATED: tl.constexpr, GATE_STRIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STEP_ROWS: tl.constexpr, STAGES: tl.constexpr,
@@ -123,7 +123,7 @@ def _n_major_products(
     """Return gate and up (1, BLOCK_N) of the columns from `first` on, for N-major weights.
 
     N-major weights are contiguous along the weight rows. If gate and up rows alternate, they are
-    loaded as one run of adjacent rows. Otherwise, gate and up are NUM_MATRICES runs, which are
+    loaded as one run of adjacent rows. Otherwise, gate and up rows are separate runs, which are
     up_offset elements apart.
     """
     IS_INTERLEAVED: tl.constexpr = GATED and GATE_STRIDE == 2
@@ -131,10 +131,10 @@ def _n_major_products(
     WIDTH: tl.constexpr = 2 * BLOCK_N if IS_INTERLEAVED else BLOCK_N
     column = first * (2 if IS_INTERLEAVED else 1) + tl.arange(0, WIDTH)
     column_mask = column < size_n * (2 if IS_INTERLEAVED else 1)
-    side = tl.arange(0, NUM_MATRICES)
-    w_ptrs = b_ptr + (side * up_offset)[:, None, None] + column.to(tl.int64)[None, None, :]
-    sums = n_major_sums(
-        x_ptr + side[:, None] * 0, (side >= 0)[:, None], w_ptrs, column_mask[None, None, :],
+    matrix = tl.arange(0, NUM_MATRICES)
+    w_ptrs = b_ptr + (matrix * up_offset)[:, None, None] + column.to(tl.int64)[None, None, :]
+    sums = compute_n_major_sums(
+        x_ptr + matrix[:, None] * 0, (matrix >= 0)[:, None], w_ptrs, column_mask[None, None, :],
         stride_xk, stride_bk, size_k, NUM_MATRICES, WIDTH, BLOCK_K, STEP_ROWS, STAGES,
     )  # fmt: skip
     if IS_INTERLEAVED:
@@ -222,7 +222,7 @@ def gemv_gate_up_kernel(
     BLOCK_RANK: a power of two >= lora_rank.
     N_MAJOR: whether weights are contiguous along the weight rows (stride_bn is 1). Only for
         unquantized weights.
-    STEP_ROWS: see `n_major_sums`.
+    STEP_ROWS: see `compute_n_major_sums`.
     """
     pdl_wait(USE_PDL)
     pair = tl.program_id(0)
@@ -257,7 +257,7 @@ def gemv_gate_up_kernel(
     column_mask = column < intermediate_size
     if N_MAJOR:
         tl.static_assert(not HAS_SCALES and INPUT_QUANT == "none")
-        gate_row, up_row_sum = _n_major_products(
+        gate_sums, up_sums = _multiply_n_major(
             x_ptr + token * stride_xm, stride_xk, b_ptr + expert * stride_be, stride_bk,
             block * BLOCK_N, intermediate_size, hidden_size, up_offset,
             GATED, GATE_STRIDE, BLOCK_N, BLOCK_K, STEP_ROWS, STAGES,
@@ -329,18 +329,18 @@ def gemv_gate_up_kernel(
                 HAS_ZERO_POINTS, GATED, GROUP_K,
                 BLOCK_N, BLOCK_K, VECTOR_SIZE,
             )  # fmt: skip
-        gate_row, up_row_sum = tl.sum(gate, axis=2), tl.sum(up, axis=2)
+        gate_sums, up_sums = tl.sum(gate, axis=2), tl.sum(up, axis=2)
         if HAS_SCALES and GROUP_K == 0:
             row = column * GATE_STRIDE
             scale = tl.load(
                 b_scale_ptr + (row // GROUP_N) * stride_bsn, mask=column_mask, other=0.0
             )
-            gate_row *= (x_scale * scale.to(tl.float32))[None, :]
+            gate_sums *= (x_scale * scale.to(tl.float32))[None, :]
             row += up_row_offset
             scale = tl.load(
                 b_scale_ptr + (row // GROUP_N) * stride_bsn, mask=column_mask, other=0.0
             )
-            up_row_sum *= (x_scale * scale.to(tl.float32))[None, :]
+            up_sums *= (x_scale * scale.to(tl.float32))[None, :]
     if HAS_LORA:
         adapter = tl.load(adapter_slots_ptr + token).to(tl.int64)
         if (adapter >= 0) & (adapter < num_adapter_slots):
@@ -352,13 +352,13 @@ def gemv_gate_up_kernel(
                 lora_b_ptr + (column * GATE_STRIDE).to(tl.int64)[None, :, None] * stride_lora_b_n
             )
             lora_b_mask = column_mask[None, :, None]
-            gate_row += adapter_sums(
+            gate_sums += compute_adapter_sums(
                 lora_u_ptrs, True, lora_b_ptrs, lora_b_mask, lora_rank, BLOCK_RANK
             )
             if GATED:
                 up_rows = (column * GATE_STRIDE + up_row_offset).to(tl.int64)[None, :, None]
                 lora_b_ptrs = lora_b_ptr + up_rows * stride_lora_b_n
-                up_row_sum += adapter_sums(
+                up_sums += compute_adapter_sums(
                     lora_u_ptrs + LORA_UP_OFFSET,
                     True,
                     lora_b_ptrs,
@@ -370,7 +370,7 @@ def gemv_gate_up_kernel(
     if HAS_ROUTER_WEIGHTS:
         row_weight += tl.load(router_weights_ptr + pair)
     h = finish_tile(
-        gate_row, up_row_sum, bias_ptr + expert * stride_bias, column * GATE_STRIDE, up_row_offset,
+        gate_sums, up_sums, bias_ptr + expert * stride_bias, column * GATE_STRIDE, up_row_offset,
         column_mask, row_weight, HAS_BIAS, HAS_ROUTER_WEIGHTS, GATED, ACTIVATION, ACTIVATION_ALPHA,
         ACTIVATION_LIMIT,
     )  # fmt: skip

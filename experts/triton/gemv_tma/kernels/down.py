@@ -35,7 +35,7 @@ from modular_kernel.ops.kernels.ids import load_local_ids
 from modular_kernel.ops.kernels.quantize import scale_of
 from modular_kernel.replay.launch.triton_versions import tma_async_load
 
-_OUT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+_OUT_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit
@@ -127,9 +127,9 @@ def _store_pairs(
         mask = (amax_slot < TOP_K) & (block < amax_blocks)
         amax = max_nan(gl.load(ptrs, mask=mask, other=0.0), 1)
         scale = scale_of(amax, QMAX, MIN_SCALE)
-    inverse = gl.convert_layout(div_rn(1.0, scale), vector_row_layout(PAIR_SLOTS))
+    inverse_scale = gl.convert_layout(div_rn(1.0, scale), vector_row_layout(PAIR_SLOTS))
     store_vectors(
-        vectors, scales, pieces, row_ptrs, 1, k_index < TOP_K, size_k, inverse, row_ptrs, 0,
+        vectors, scales, pieces, row_ptrs, 1, k_index < TOP_K, size_k, inverse_scale, row_ptrs, 0,
         INPUT_QUANT, BLOCK_SCALES, QMAX, MIN_SCALE,
     )  # fmt: skip
     return repeat_scales(scale)
@@ -184,17 +184,17 @@ def _run_consumer(
         column = first + row % ROWS_PER_PAIR
         in_bounds = (local_expert >= 0) & (column < hidden_size)
         expert = gl.maximum(local_expert, 0).to(gl.int64)  # NaN-free: integer operands
-        ptrs = w_scale_ptr + expert * hidden_size + column
+        w_scale_ptrs = w_scale_ptr + expert * hidden_size + column
         if BLOCK_SCALES:
-            ptrs = w_scale_ptr + (expert * scale_rows + column // PANEL) * scale_groups
+            w_scale_ptrs = w_scale_ptr + (expert * scale_rows + column // PANEL) * scale_groups
         else:
-            w_scale = gl.load(ptrs, mask=in_bounds, other=0.0)
+            w_scale = gl.load(w_scale_ptrs, mask=in_bounds, other=0.0)
         if HAS_BIAS:
             bias = gl.load(bias_ptr + expert * hidden_size + column, mask=in_bounds, other=0.0)
         # The router weight of a skipped pair may have any value, including NaN.
         weight = gl.load(router_weights_ptr + pair, mask=in_bounds, other=0.0)
         acc, step = multiply(
-            ring, vectors, scales, full, empty, step, size_k, ptrs, in_bounds, BLOCK_SCALES
+            ring, vectors, scales, full, empty, step, size_k, w_scale_ptrs, in_bounds, BLOCK_SCALES
         )  # fmt: skip
         # Discard skipped pairs and the products with the vectors of other pairs.
         column_mask = (vector[None, :] == (k_index * (VECTORS // PAIR_SLOTS))[:, None]) & in_bounds[
@@ -206,8 +206,10 @@ def _run_consumer(
         if HAS_BIAS:
             value += bias.to(gl.float32)
         value *= weight
-        total = gl.convert_layout(gl.sum(value.reshape((PAIR_SLOTS, ROWS_PER_PAIR)), axis=0), _OUT)
-        column = first + gl.arange(0, ROWS_PER_PAIR, _OUT)
+        total = gl.convert_layout(
+            gl.sum(value.reshape((PAIR_SLOTS, ROWS_PER_PAIR)), axis=0), _OUT_LAYOUT
+        )
+        column = first + gl.arange(0, ROWS_PER_PAIR, _OUT_LAYOUT)
         out_ptrs = out_ptr + token.to(gl.int64) * hidden_size + column
         gl.store(
             out_ptrs,

@@ -38,7 +38,7 @@ from modular_kernel.replay.launch.triton_versions import tma_async_load
 _COLUMNS = gl.constexpr(32)  # output columns per tile, which has 32 gate rows and 32 up rows
 _GATE_UP_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 2], [32, 1], [4, 1], [1, 0]))
 _BLOCK_IDS = gl.constexpr(128)
-_IDS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+_IDS_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit
@@ -132,7 +132,7 @@ def _count_invalid(
 ):
     """Add the number of ids outside [-1, num_experts) to the counter at invalid_count_ptr."""
     for start in range(0, num_pairs, _BLOCK_IDS):
-        pairs = start + gl.arange(0, _BLOCK_IDS, _IDS)
+        pairs = start + gl.arange(0, _BLOCK_IDS, _IDS_LAYOUT)
         _, invalid = load_local_ids(
             topk_ids_ptr,
             pairs,
@@ -210,18 +210,18 @@ def _run_consumer(
     vector = gl.arange(0, VECTORS, gl.SliceLayout(0, ACC_LAYOUT))
     row = gl.arange(0, ROWS, gl.SliceLayout(1, ACC_LAYOUT))
     x_scale = gl.full((VECTORS,), 1.0, gl.float32, gl.SliceLayout(0, ACC_LAYOUT))
-    step, resident_token = 0, -1
+    step, resident_first_token = 0, -1
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         pair, block, first_token = _locate_work_item(
             item, num_pairs, intermediate_size, TOP_K, TOKENS_IN_GROUP
         )
-        if first_token != resident_token:
+        if first_token != resident_first_token:
             x_scale = _store_tokens(
                 vectors, scales, first_token, num_pairs // TOP_K, hidden_size, x_ptr, x_scale_ptr,
                 stride_xm, stride_xk, stride_xsm, stride_xsk,
                 TOKENS_IN_GROUP, INPUT_QUANT, BLOCK_SCALES, QMAX, MIN_SCALE,
             )  # fmt: skip
-            resident_token = first_token
+            resident_first_token = first_token
         local_expert, _ = load_local_ids(
             topk_ids_ptr,
             pair,
@@ -239,16 +239,25 @@ def _run_consumer(
             # Rows of the last block that are past the end of the expert are not stored.
             in_bounds = w_row < weight_rows
             row_offset = local_expert.to(gl.int64) * weight_rows + w_row
-            ptrs = w_scale_ptr + row_offset
+            w_scale_ptrs = w_scale_ptr + row_offset
             if BLOCK_SCALES:
                 scale_row = local_expert.to(gl.int64) * scale_rows + w_row // PANEL
-                ptrs = w_scale_ptr + scale_row * scale_groups
+                w_scale_ptrs = w_scale_ptr + scale_row * scale_groups
             else:
-                w_scale = gl.load(ptrs, mask=in_bounds, other=0.0)
+                w_scale = gl.load(w_scale_ptrs, mask=in_bounds, other=0.0)
             if HAS_BIAS:
                 bias = gl.load(bias_ptr + row_offset, mask=in_bounds, other=0.0).to(gl.float32)
             acc, step = multiply(
-                ring, vectors, scales, full, empty, step, hidden_size, ptrs, in_bounds, BLOCK_SCALES
+                ring,
+                vectors,
+                scales,
+                full,
+                empty,
+                step,
+                hidden_size,
+                w_scale_ptrs,
+                in_bounds,
+                BLOCK_SCALES,
             )
             # Discard the products with the vectors of other tokens.
             column_mask = (vector == (pair // TOP_K - first_token) * (VECTORS // TOKENS_IN_GROUP))[

@@ -6,7 +6,7 @@ weight rows, and N is eight vectors: rows of x in GEMM 1, or the rows of h of on
 GEMM 2.
 
     panel  64 weight rows by 128 bytes (values) along K. A stage of the ring has one or more panels.
-    piece  1024 values of each vector_panel along K, which is 8 panels.
+    piece  1024 values of each vector along K, which are 8 panels.
 
 The vectors stay in shared memory for all of K, in pieces, with one scale per 128 values. The
 functions are for sm_90.
@@ -38,7 +38,7 @@ UNSWIZZLED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 ACC_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32]))
 _LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 # `load_pieces` keeps at most this many pieces of single rows in registers. A thread has 8 values of
-# each, which are at most 112 registers with 16-bit values.
+# each of these pieces, which take at most 112 registers with 16-bit values.
 _MAX_PIECES_IN_REGISTERS = gl.constexpr(28)
 
 
@@ -72,8 +72,8 @@ def _load_piece(row_ptrs, stride, row_mask, size_k, piece):
 def load_pieces(row_ptrs, stride, row_mask, size_k, PIECES: gl.constexpr):
     """Load all pieces of the rows, so that all loads are in flight at the same time.
 
-    Return a tuple of pieces, or () if they do not fit in registers. Without this tuple, the other
-    functions load each piece when they need it.
+    Return a tuple of pieces, or () if they do not fit in registers. With (), `row_amax` and
+    `store_vectors` load each piece when they need it.
     """
     FITS_IN_REGISTERS: gl.constexpr = row_ptrs.shape[0] * PIECES <= _MAX_PIECES_IN_REGISTERS
     pieces = ()
@@ -125,7 +125,7 @@ def repeat_scales(values):
 
 @gluon.jit
 def _store_piece(
-    vectors, scales, piece, values, inverse,
+    vectors, scales, piece, values, inverse_scale,
     INPUT_QUANT: gl.constexpr, QMAX: gl.constexpr, MIN_SCALE: gl.constexpr,
 ):  # fmt: skip
     """Quantize and store the values (rows, 1024) of one piece. See `store_vectors`."""
@@ -133,18 +133,19 @@ def _store_piece(
     if INPUT_QUANT == "group":
         groups = values.to(gl.float32).reshape((NUM_ROWS, PANELS_PER_PIECE, PANEL))
         scale = scale_of(max_nan(gl.abs(groups), 2), QMAX, MIN_SCALE)
-        inverse_of_groups = gl.expand_dims(tl.div_rn(1.0, scale), 2)
-        groups = quantized_values(groups, inverse_of_groups, QMAX, False)
+        inverse_group_scales = gl.expand_dims(tl.div_rn(1.0, scale), 2)
+        groups = quantized_values(groups, inverse_group_scales, QMAX, False)
         values = groups.reshape((NUM_ROWS, PIECE))
         scales.index(piece).store(repeat_rows(scale).permute((1, 0)))
     elif INPUT_QUANT == "token":
-        values = quantized_values(values.to(gl.float32), inverse[:, None], QMAX, False)
+        values = quantized_values(values.to(gl.float32), inverse_scale[:, None], QMAX, False)
     vectors.index(piece).store(repeat_rows(values.to(vectors.dtype)))
 
 
 @gluon.jit
 def store_vectors(
-    vectors, scales, pieces, row_ptrs, stride, row_mask, size_k, inverse, scale_ptrs, stride_scale,
+    vectors, scales, pieces, row_ptrs, stride, row_mask, size_k, inverse_scale, scale_ptrs,
+    stride_scale,
     INPUT_QUANT: gl.constexpr, BLOCK_SCALES: gl.constexpr, QMAX: gl.constexpr,
     MIN_SCALE: gl.constexpr,
 ):  # fmt: skip
@@ -157,7 +158,7 @@ def store_vectors(
         is "group", or "prequantized" with BLOCK_SCALES.
     pieces: the result of `load_pieces`.
     row_ptrs: (rows,), pointers to the rows, whose values are `stride` apart.
-    inverse: (rows,), the reciprocal of each row's scale. Used if INPUT_QUANT is "token".
+    inverse_scale: (rows,), the reciprocal of each row's scale. Used if INPUT_QUANT is "token".
     scale_ptrs: (rows,), pointers to the scales of each row's groups, which are stride_scale apart.
         Used if INPUT_QUANT is "prequantized" with BLOCK_SCALES.
     INPUT_QUANT: "prequantized": the rows are already quantized. "token": quantize with one scale
@@ -167,12 +168,14 @@ def store_vectors(
     if len(pieces) > 0:
         for piece in gl.static_range(PIECES):
             _store_piece(
-                vectors, scales, piece, pieces[piece], inverse, INPUT_QUANT, QMAX, MIN_SCALE
+                vectors, scales, piece, pieces[piece], inverse_scale, INPUT_QUANT, QMAX, MIN_SCALE
             )  # fmt: skip
     else:
         for piece in range(PIECES):
             values = _load_piece(row_ptrs, stride, row_mask, size_k, piece)
-            _store_piece(vectors, scales, piece, values, inverse, INPUT_QUANT, QMAX, MIN_SCALE)
+            _store_piece(
+                vectors, scales, piece, values, inverse_scale, INPUT_QUANT, QMAX, MIN_SCALE
+            )
     if INPUT_QUANT == "prequantized" and BLOCK_SCALES:
         for piece in range(PIECES):
             group = gl.arange(
@@ -202,7 +205,7 @@ def _multiply_unscaled(ring, vectors, full, empty, step, size_k):
     STAGES: gl.constexpr = full.shape[0]
     PANELS_PER_STAGE: gl.constexpr = ring.shape[0] // STAGES
     acc = gl.zeros((ROWS, VECTORS), gl.float32, ACC_LAYOUT)
-    previous = 0
+    previous_stage = 0
     for start in range(0, size_k, PANELS_PER_STAGE * PANEL):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
@@ -212,11 +215,11 @@ def _multiply_unscaled(ring, vectors, full, empty, step, size_k):
                 ring.index(stage * PANELS_PER_STAGE + panel_index), vector_panel, acc, is_async=True
             )
         acc = warpgroup_mma_wait(num_outstanding=PANELS_PER_STAGE, deps=(acc,))
-        mbarrier.arrive(empty.index(previous), pred=start > 0)
-        previous = stage
+        mbarrier.arrive(empty.index(previous_stage), pred=start > 0)
+        previous_stage = stage
         step += 1
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-    mbarrier.arrive(empty.index(previous))
+    mbarrier.arrive(empty.index(previous_stage))
     return acc, step
 
 

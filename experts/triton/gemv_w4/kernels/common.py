@@ -106,7 +106,7 @@ def load_words(
 
 
 @triton.jit
-def _scale_slot_mask(
+def _make_scale_slot_mask(
     chunk, in_bounds, scale_slot, size_k, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
     SCALE_SLOTS: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -146,17 +146,17 @@ def load_by_scale_slot(
     ptr, offset, chunk, in_bounds: as in `load_words`.
     """
     scale_slot = (tl.arange(0, 4) * 2)[:, None, None, None]
-    mask = _scale_slot_mask(
+    mask = _make_scale_slot_mask(
         chunk, in_bounds, scale_slot, size_k, CHUNKS, HALVES, SCALE_SLOTS, EVEN_K
     )
     if PAIRED_SCALES:  # either both slots are inside, or neither is
-        two = tl.arange(0, 2)[None, None, None, None, :]
+        pair_index = tl.arange(0, 2)[None, None, None, None, :]
         first = ptr + (offset[0] + (chunk * SCALE_SLOTS + scale_slot))
-        ptrs = first[:, :, :, :, None] + (offset[1][:, :, :, :, None] + two)
+        ptrs = first[:, :, :, :, None] + (offset[1][:, :, :, :, None] + pair_index)
         result = tl.load(ptrs, mask=mask[:, :, :, :, None], other=0)
     else:
         even = _load_scale_slots(ptr, offset, chunk, scale_slot, mask, SCALE_SLOTS, GROUP_K)
-        mask = _scale_slot_mask(
+        mask = _make_scale_slot_mask(
             chunk, in_bounds, scale_slot + 1, size_k, CHUNKS, HALVES, SCALE_SLOTS, EVEN_K
         )
         odd = _load_scale_slots(ptr, offset, chunk, scale_slot + 1, mask, SCALE_SLOTS, GROUP_K)
@@ -290,7 +290,7 @@ def _make_weight_operand(words, WEIGHT_FORMAT: tl.constexpr, dtype: tl.constexpr
 def _make_x_operand(pairs, dtype: tl.constexpr):
     """Convert pairs (4, 8, warps, 1, 4, 4) to the right operand of the MMA, (warps, 128, 8).
 
-    Column s holds the values of x in scale slot s, and zeros for the rest of the chunk.
+    Column s holds the values of x in scale slot s, and zeros elsewhere.
     """
     warps: tl.constexpr = pairs.shape[2]
     low = pairs.to(tl.int16).to(dtype, bitcast=True)
@@ -328,8 +328,8 @@ def _select_chunk_of_scale_slot(sums, CHUNKS: tl.constexpr, SCALE_SLOTS: tl.cons
 
 
 @triton.jit
-def _zero_point_term(
-    x, zero, zero_after_barrier, rows: tl.constexpr, dtype: tl.constexpr,
+def _compute_zero_point_term(
+    x, zero_points, zero_after_barrier, rows: tl.constexpr, dtype: tl.constexpr,
     WEIGHT_FORMAT: tl.constexpr,
     HAS_ZERO_POINTS: tl.constexpr,
 ):  # fmt: skip
@@ -340,25 +340,25 @@ def _zero_point_term(
     zero_after_barrier: 0, which depends on `issue_loads` and keeps the MMA behind the loads.
     """
     warps: tl.constexpr = x.shape[0]
-    one: tl.constexpr = (
+    ones_word: tl.constexpr = (
         0x11111111 if unpacks_without_offset(WEIGHT_FORMAT, dtype) else 0x99999999 - (1 << 32)
     )
-    ones = tl.full((4, 8, warps, 2, 1, 4), one, tl.int32)
-    start = tl.zeros((warps, 16, 8), tl.float32) + zero_after_barrier
+    ones = tl.full((4, 8, warps, 2, 1, 4), ones_word, tl.int32)
+    initial_sums = tl.zeros((warps, 16, 8), tl.float32) + zero_after_barrier
     # Use a reshape: `[:, None]` would move the values through shared memory.
     sums = tl.reshape(
-        tl.dot(_make_weight_operand(ones, WEIGHT_FORMAT, dtype), x, start), (warps, 1, 16, 8)
+        tl.dot(_make_weight_operand(ones, WEIGHT_FORMAT, dtype), x, initial_sums), (warps, 1, 16, 8)
     )
     if HAS_ZERO_POINTS:
-        term = tl.reshape(zero, (warps, rows // 16, 16, 8)) * -sums
+        term = tl.reshape(zero_points, (warps, rows // 16, 16, 8)) * -sums
     else:
         term = tl.broadcast_to(sums * -8.0, (warps, rows // 16, 16, 8))
     return tl.reshape(term, (warps, rows, 8))
 
 
 @triton.jit
-def scale_slot_sums(
-    words, pairs, zero, barrier, dtype: tl.constexpr, WEIGHT_FORMAT: tl.constexpr,
+def compute_scale_slot_sums(
+    words, pairs, zero_points, barrier, dtype: tl.constexpr, WEIGHT_FORMAT: tl.constexpr,
     HAS_ZERO_POINTS: tl.constexpr,
     SCALE_SLOTS: tl.constexpr, ADD_ZERO_TERM_LAST: tl.constexpr,
 ):  # fmt: skip
@@ -370,7 +370,7 @@ def scale_slot_sums(
 
     words: (4, 8, warps, ROWS / 8, CHUNKS, 4), from `load_words`.
     pairs: (4, 8, warps, 1, 4, 4), from `to_mma_pairs` or `load_pairs`.
-    zero: float32 (warps, ROWS, 8), the zero points.
+    zero_points: float32 (warps, ROWS, 8).
     barrier: 0, from `issue_loads`. The MMAs depend on it, so that they are issued after the loads.
     ADD_ZERO_TERM_LAST: whether the zero-point term is added after the MMA. Otherwise, it is the
         initial accumulator, which takes fewer registers.
@@ -381,26 +381,28 @@ def scale_slot_sums(
     HAS_OFFSET: tl.constexpr = HAS_ZERO_POINTS or unpacks_without_offset(WEIGHT_FORMAT, dtype)
     x = _make_x_operand(pairs, dtype)
     zero_after_barrier = barrier.to(tl.float32, bitcast=True)
-    start = tl.zeros((warps, rows, 8), tl.float32) + zero_after_barrier
+    initial_sums = tl.zeros((warps, rows, 8), tl.float32) + zero_after_barrier
     if HAS_OFFSET and not ADD_ZERO_TERM_LAST:
-        start = _zero_point_term(
-            x, zero, zero_after_barrier, rows, dtype, WEIGHT_FORMAT, HAS_ZERO_POINTS
+        initial_sums = _compute_zero_point_term(
+            x, zero_points, zero_after_barrier, rows, dtype, WEIGHT_FORMAT, HAS_ZERO_POINTS
         )
-    part = tl.dot(
+    chunk_sums = tl.dot(
         _make_weight_operand(words, WEIGHT_FORMAT, dtype),
         _repeat_per_chunk(x, chunks),
-        _repeat_per_chunk(start, chunks),
+        _repeat_per_chunk(initial_sums, chunks),
     )
-    sums = _select_chunk_of_scale_slot(part, chunks, SCALE_SLOTS)
+    sums = _select_chunk_of_scale_slot(chunk_sums, chunks, SCALE_SLOTS)
     if HAS_OFFSET and ADD_ZERO_TERM_LAST:
-        sums += _zero_point_term(
-            x, zero, zero_after_barrier, rows, dtype, WEIGHT_FORMAT, HAS_ZERO_POINTS
+        sums += _compute_zero_point_term(
+            x, zero_points, zero_after_barrier, rows, dtype, WEIGHT_FORMAT, HAS_ZERO_POINTS
         )
     return sums
 
 
 @triton.jit
-def zero_values(codes, shift, HAS_ZERO_POINTS: tl.constexpr, UNPACKED_WITHOUT_OFFSET: tl.constexpr):
+def decode_zero_points(
+    codes, shift, HAS_ZERO_POINTS: tl.constexpr, UNPACKED_WITHOUT_OFFSET: tl.constexpr
+):
     """Return the zero points as float32, with the offset of the unpacked weights.
 
     codes: bytes (4, 8, WARPS, ROWS / 8, 2).
@@ -411,32 +413,38 @@ def zero_values(codes, shift, HAS_ZERO_POINTS: tl.constexpr, UNPACKED_WITHOUT_OF
 
 
 @triton.jit
-def scaled_sums(
-    words, pairs, scale, zero, shift, barrier, dtype: tl.constexpr, WEIGHT_FORMAT: tl.constexpr,
+def compute_scaled_sums(
+    words, pairs, scale, zero_point_codes, shift, barrier, dtype: tl.constexpr,
+    WEIGHT_FORMAT: tl.constexpr,
     HAS_ZERO_POINTS: tl.constexpr, SCALE_SLOTS: tl.constexpr, ADD_ZERO_TERM_LAST: tl.constexpr,
 ):  # fmt: skip
     """Return the scaled sums of a block for each scale slot, float32 (warps, ROWS, 8).
 
-    scale, zero: results of `load_by_scale_slot`.
+    scale, zero_point_codes: results of `load_by_scale_slot`.
     shift: the position of a row's zero point in its byte, bit 0 or 4, (1, 8, 1, ROWS / 8, 1).
-    words, pairs, barrier, ADD_ZERO_TERM_LAST: as in `scale_slot_sums`.
+    words, pairs, barrier, ADD_ZERO_TERM_LAST: as in `compute_scale_slot_sums`.
     """
     if is_e2m1(WEIGHT_FORMAT):
         # Widen the bytes, which would otherwise be packed two to a register and unpacked again.
         scale = scale.to(tl.int32) + barrier
-    values = to_scale_slot_layout(
+    scales = to_scale_slot_layout(
         scale_values(scale, WEIGHT_FORMAT, missing_factor_log2(WEIGHT_FORMAT, dtype))
     )
-    zeros = values
+    zero_points = scales
     if HAS_ZERO_POINTS:
-        zeros = to_scale_slot_layout(
-            zero_values(zero, shift, HAS_ZERO_POINTS, unpacks_without_offset(WEIGHT_FORMAT, dtype))
+        zero_points = to_scale_slot_layout(
+            decode_zero_points(
+                zero_point_codes,
+                shift,
+                HAS_ZERO_POINTS,
+                unpacks_without_offset(WEIGHT_FORMAT, dtype),
+            )
         )
     return (
-        scale_slot_sums(
+        compute_scale_slot_sums(
             words,
             pairs,
-            zeros,
+            zero_points,
             barrier,
             dtype,
             WEIGHT_FORMAT,
@@ -444,5 +452,5 @@ def scaled_sums(
             SCALE_SLOTS,
             ADD_ZERO_TERM_LAST,
         )
-        * values
+        * scales
     )

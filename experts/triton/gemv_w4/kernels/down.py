@@ -11,13 +11,13 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from experts.triton.gemv_w4.kernels.common import (
+    compute_scaled_sums,
     issue_loads,
     lane_row_indices,
     load_by_scale_slot,
     load_pairs,
     load_words,
     scale_slots_per_chunk,
-    scaled_sums,
     to_scale_slot_layout,
 )
 from experts.triton.kernels.operands_w4 import row_offsets
@@ -25,7 +25,7 @@ from modular_kernel.ops.kernels.ids import load_local_ids
 
 
 @triton.constexpr_function
-def blocks_along(size_k: int, chunks: int) -> int:
+def count_blocks(size_k: int, chunks: int) -> int:
     """Return the number of blocks of `chunks` chunks along K."""
     return -(-size_k // (chunks * 128))
 
@@ -64,16 +64,16 @@ def _locate_pairs(
     HAS_LOOP: whether the steps run in a loop that is not unrolled.
     """
     if WARPS_PER_PAIR > 0:
-        slot = tl.arange(0, NUM_WARPS)[None, None, :, None] // WARPS_PER_PAIR
+        pair_slot = tl.arange(0, NUM_WARPS)[None, None, :, None] // WARPS_PER_PAIR
         if HAS_LOOP:
             # Make all lanes of a warp load the id, which avoids a broadcast. If steps are unrolled,
             # the compiler does so itself, and this addition would change the layout.
-            slot += tl.zeros((4, 8, 1, 1), tl.int32)
-        pair = token * TOP_K + slot
+            pair_slot += tl.zeros((4, 8, 1, 1), tl.int32)
+        pair = token * TOP_K + pair_slot
         local_expert, _ = load_local_ids(
             topk_ids_ptr,
             pair,
-            slot < TOP_K,
+            pair_slot < TOP_K,
             expert_map_ptr,
             num_experts,
             num_local_experts,
@@ -100,15 +100,15 @@ def _load_initial_biases(
     """
     warp = tl.arange(0, NUM_WARPS)[:, None, None]
     row = tl.arange(0, ROWS)[None, :, None]
-    slot = tl.arange(0, 8)[None, None, :]
+    scale_slot = tl.arange(0, 8)[None, None, :]
     # Load ids again, because the results of _locate_pairs have a different layout.
     pair = token * TOP_K + warp // WARPS_PER_PAIR + tl.zeros((1, 1, 8), tl.int32)
     local_expert, _ = load_local_ids(
-        topk_ids_ptr, pair, slot == 0, expert_map_ptr, num_experts, num_local_experts,
+        topk_ids_ptr, pair, scale_slot == 0, expert_map_ptr, num_experts, num_local_experts,
         HAS_EXPERT_MAP
     )  # fmt: skip
     column = first_column + row
-    is_first = (
+    has_bias = (
         (local_expert >= 0)
         & (warp % WARPS_PER_PAIR == 0)
         & (row < BLOCK_N)
@@ -116,7 +116,7 @@ def _load_initial_biases(
     )
     # NaN-free: integer operands
     ptrs = ptr + tl.maximum(local_expert, 0).to(tl.int64) * stride + column
-    return tl.load(ptrs, mask=is_first, other=0.0).to(tl.float32)
+    return tl.load(ptrs, mask=has_bias, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -133,7 +133,7 @@ def _locate_blocks(
     pair. Otherwise, the blocks of a token's pairs are numbered consecutively, and warp w takes
     block step * NUM_WARPS + w.
     """
-    BLOCKS: tl.constexpr = blocks_along(SIZE_K, CHUNKS * HALVES)
+    BLOCKS: tl.constexpr = count_blocks(SIZE_K, CHUNKS * HALVES)
     warp = tl.arange(0, NUM_WARPS)[None, None, :, None]
     if WARPS_PER_PAIR > 0:
         pair, local_expert, valid = warp_pair
@@ -201,10 +201,10 @@ def _load_block(
         EVEN_K,
         PAIRED_SCALES,
     )
-    zero = scale
+    zero_points = scale
     if HAS_ZERO_POINTS:
         zero_point_ptr += expert * stride_bze
-        zero = load_by_scale_slot(
+        zero_points = load_by_scale_slot(
             zero_point_ptr,
             zero_offset,
             chunk,
@@ -217,11 +217,11 @@ def _load_block(
             EVEN_K,
             PAIRED_SCALES,
         )
-    weight = valid
+    router_weight = valid
     if HAS_ROUTER_WEIGHTS and WARPS_PER_PAIR == 0:
-        # The router weight of a skipped pair may be anything, including NaN.
-        weight = tl.load(router_weights_ptr + pair, mask=valid, other=0.0)
-    return words, scale, zero, weight, pair, valid, chunk
+        # The router weight of a skipped pair may have any value, including NaN.
+        router_weight = tl.load(router_weights_ptr + pair, mask=valid, other=0.0)
+    return words, scale, zero_points, router_weight, pair, valid, chunk
 
 
 @triton.jit
@@ -253,7 +253,7 @@ def _multiply_step(
         these steps is loaded before the MMAs or, if LOAD_AFTER_MMA, after them.
     """
     SCALE_SLOTS: tl.constexpr = scale_slots_per_chunk(GROUP_K)
-    words, scale, zero, weight, _, _, _ = ring[0]
+    words, scale, zero_points, router_weight, _, _, _ = ring[0]
     pairs = h
     if NUM_STEPS > STAGES and not LOAD_AFTER_MMA:
         next_block = _load_block(
@@ -274,11 +274,11 @@ def _multiply_step(
         _, _, _, _, pair, valid, chunk = ring[0]
         h = load_pairs(pairs_ptr, pair, valid, chunk, SIZE_K, CHUNKS * HALVES, SCALE_SLOTS)
     barrier = issue_loads(NUM_WARPS)
-    sums = scaled_sums(
+    sums = compute_scaled_sums(
         words,
         pairs,
         scale,
-        zero,
+        zero_points,
         shift,
         barrier,
         ACTIVATION_DTYPE,
@@ -288,7 +288,7 @@ def _multiply_step(
         True,
     )
     if HAS_ROUTER_WEIGHTS and WARPS_PER_PAIR == 0:
-        sums *= _broadcast_to_sums(weight, words.shape[3])
+        sums *= _broadcast_to_sums(router_weight, words.shape[3])
     if NUM_STEPS > 1 and LOAD_AFTER_MMA:
         next_block = _load_block(
             token, warp_pair, step + 1, num_experts, num_local_experts, topk_ids_ptr,
@@ -406,12 +406,12 @@ def gemv_w4_down_kernel(
             expert_map_ptr, TOP_K, HAS_EXPERT_MAP, BLOCK_N, ROWS, NUM_WARPS, WARPS_PER_PAIR,
         )  # fmt: skip
     elif HAS_BIAS:
-        slot = tl.arange(0, BLOCK_TOP_K)
-        pairs = token * TOP_K + slot
+        pair_slot = tl.arange(0, BLOCK_TOP_K)
+        pairs = token * TOP_K + pair_slot
         local_expert, _ = load_local_ids(
             topk_ids_ptr,
             pairs,
-            slot < TOP_K,
+            pair_slot < TOP_K,
             expert_map_ptr,
             num_experts,
             num_local_experts,
@@ -472,9 +472,9 @@ def gemv_w4_down_kernel(
                 )  # fmt: skip
     if HAS_ROUTER_WEIGHTS and WARPS_PER_PAIR > 0:
         pair, _, valid = warp_pair
-        # The router weight of a skipped pair may be anything, including NaN.
-        weight = tl.load(router_weights_ptr + pair, mask=valid, other=0.0)
-        total *= _broadcast_to_sums(weight, ROWS // 8)
+        # The router weight of a skipped pair may have any value, including NaN.
+        router_weight = tl.load(router_weights_ptr + pair, mask=valid, other=0.0)
+        total *= _broadcast_to_sums(router_weight, ROWS // 8)
     if HALVES == 2:
         total = tl.sum(tl.reshape(total, (NUM_WARPS, 2, BLOCK_N, 8)), 1)
     out = tl.sum(tl.sum(total, 2), 0) + bias

@@ -9,13 +9,13 @@ import triton
 import triton.language as tl
 
 from experts.triton.gemv_w4.kernels.common import (
+    compute_scaled_sums,
     issue_loads,
     lane_row_indices,
     load_by_scale_slot,
     load_row,
     load_words,
     scale_slots_per_chunk,
-    scaled_sums,
     store_in_pair_order,
     to_mma_pairs,
 )
@@ -54,9 +54,9 @@ def _load_block(
         EVEN_K,
         PAIRED_SCALES,
     )
-    zero = scale
+    zero_points = scale
     if HAS_ZERO_POINTS:
-        zero = load_by_scale_slot(
+        zero_points = load_by_scale_slot(
             zero_point_ptr,
             zero_offset,
             chunk,
@@ -69,7 +69,7 @@ def _load_block(
             EVEN_K,
             PAIRED_SCALES,
         )
-    return words, scale, zero
+    return words, scale, zero_points
 
 
 @triton.jit
@@ -101,7 +101,7 @@ def _multiply_step(
         these steps is loaded before the MMAs or, if LOAD_AFTER_MMA, after them.
     """
     SCALE_SLOTS: tl.constexpr = scale_slots_per_chunk(GROUP_K)
-    words, scale, zero = ring[0]
+    words, scale, zero_points = ring[0]
     row = x
     if NUM_STEPS > STAGES and not LOAD_AFTER_MMA:
         next_block = _load_block(
@@ -117,11 +117,11 @@ def _multiply_step(
     barrier = issue_loads(NUM_WARPS)
     pairs = to_mma_pairs(row, barrier, ACTIVATION_DTYPE, WEIGHT_FORMAT)
     # ADD_ZERO_TERM_LAST = False saves registers for weights.
-    total += scaled_sums(
+    total += compute_scaled_sums(
         words,
         pairs,
         scale,
-        zero,
+        zero_points,
         shift,
         barrier,
         ACTIVATION_DTYPE,

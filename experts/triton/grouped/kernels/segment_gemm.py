@@ -71,8 +71,8 @@ def segment_gemm_kernel(
     EVEN_K: whether BLOCK_K divides K.
     INPUT_PRECISION: `input_precision` of tl.dot, used for float32 operands.
     BLOCK_M, BLOCK_N, BLOCK_K: rows, output columns and K elements per step of a tile.
-    GROUP_M: number of row blocks that are computed for a column block before the next column
-        block, so that they share weight tiles in L2.
+    GROUP_M: number of row blocks per group. The blocks of a group are computed for one column block
+        before the next, so that they share weight tiles in the L2 cache.
     tokens_ptr: (rows,) int32, the token of each row. Used if HAS_LORA.
     HAS_LORA: whether some tokens have LoRA adapters. If so, B u of the row's adapter is added to
         the sums before router weight, bias and activation (`experts.triton.kernels.adapters`). The
@@ -120,9 +120,9 @@ def segment_gemm_kernel(
     router_weights = gate
     if HAS_ROUTER_WEIGHTS:
         router_weights = tl.load(router_weights_ptr + row, mask=row_mask, other=0.0)
-    result = finish_tile(
+    out_tile = finish_tile(
         gate, up, bias_ptr + expert * stride_bias, column * GATE_STRIDE, up_row_offset, column_mask,
         router_weights, HAS_BIAS, HAS_ROUTER_WEIGHTS, GATED, ACTIVATION, ACTIVATION_ALPHA,
         ACTIVATION_LIMIT,
     )  # fmt: skip
-    store_rows(out_ptr, row, row_mask, column, column_mask, size_n, result)
+    store_rows(out_ptr, row, row_mask, column, column_mask, size_n, out_tile)

@@ -50,7 +50,7 @@ def gather_pointers(
 
 @gluon.jit
 def copy_step(ptrs, mask, step, size_k, buffer, COPY_LAYOUT: gl.constexpr, EVEN_K: gl.constexpr):
-    """Start to copy one K step of a tile's rows to `buffer`. Masked elements become zero.
+    """Start copying one K step of a tile's rows to `buffer`. Masked elements become zero.
 
     ptrs: pointers to the K step.
     mask: the mask of the rows.
@@ -90,9 +90,9 @@ def _multiply_step(
     b = b_ring.index(stage).permute((1, 0))
     acc = warpgroup_mma(a_ring.index(stage), b, acc, is_async=True)
     acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-    previous = (iteration + STAGES - 1) % STAGES
-    copy_step(ptrs, mask, copied_step, size_k, a_ring.index(previous), COPY_LAYOUT, EVEN_K)
-    mbarrier.arrive(empty.index(previous), pred=has_previous)
+    previous_stage = (iteration + STAGES - 1) % STAGES
+    copy_step(ptrs, mask, copied_step, size_k, a_ring.index(previous_stage), COPY_LAYOUT, EVEN_K)
+    mbarrier.arrive(empty.index(previous_stage), pred=has_previous)
     return acc
 
 

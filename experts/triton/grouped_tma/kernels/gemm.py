@@ -26,7 +26,7 @@ from experts.triton.grouped_tma.kernels.gather import (
     load_tokens,
     multiply_gathered,
 )
-from experts.triton.kernels.gluon_epilogue import finish
+from experts.triton.kernels.gluon_epilogue import finish_tile
 from experts.triton.kernels.gluon_ring import allocate_barriers
 from modular_kernel.replay.launch.triton_versions import tma_async_load
 
@@ -95,15 +95,15 @@ def _run_producer(
     A_BYTES: gl.constexpr = 0 if GATHER_TOKENS else a_desc.block_type.nbytes
     BYTES: gl.constexpr = A_BYTES + 2 * b_desc.block_type.nbytes
     num_m_tiles = gl.load(tiles_ptr + 3 * max_tiles)
-    programs = gl.num_programs(0)
+    num_programs = gl.num_programs(0)
     first_tile_index = gl.program_id(0)
     expert, row, _, n_tile = load_tile_info(
         first_tile_index, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
     )
     iteration = 0
-    for index in range(first_tile_index, num_m_tiles * num_n_tiles, programs):
+    for index in range(first_tile_index, num_m_tiles * num_n_tiles, num_programs):
         next_expert, next_row, _, next_n_tile = load_tile_info(
-            index + programs, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
+            index + num_programs, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
         )
         weight_row = expert * weight_rows + n_tile * TILE_STRIDE_N
         for start in range(0, size_k, BLOCK_K):
@@ -126,10 +126,10 @@ def _run_producer(
             # Extra K steps add u times B of each slot. Within a slot, the columns of u for up start
             # at lora_up_offset. Elements of a box outside B are zero, so the columns for gate are
             # multiplied only by B of gate, and the columns for up only by B of up.
-            count, adapter_slots_ptr = _load_tile_adapter_slots(
+            num_slots, adapter_slots_ptr = _load_tile_adapter_slots(
                 index, num_m_tiles, num_n_tiles, tile_slots_ptr, stride_tile_slots, GROUP_M
             )
-            for step in range(count * LORA_STEPS):
+            for step in range(num_slots * LORA_STEPS):
                 slot = gl.load(adapter_slots_ptr + step // LORA_STEPS)
                 column = step % LORA_STEPS * BLOCK_K
                 stage = iteration % STAGES
@@ -160,11 +160,11 @@ def _multiply_plain(a_ring, b_ring, full, empty, iteration, size_k, acc, WARPGRO
     """Multiply a tile of size_k elements along K into acc; return (acc, the next iteration).
 
     iteration: number of K steps that this warpgroup has multiplied since the start of the kernel.
-    WARPGROUP: the consumer warpgroup, 0 or 1, which takes rows WARPGROUP * 64 and following.
+    WARPGROUP: the consumer warpgroup, 0 or 1, which multiplies 64 rows from row WARPGROUP * 64 on.
     """
     STAGES: gl.constexpr = a_ring.shape[0]
     BLOCK_K: gl.constexpr = a_ring.shape[2]
-    previous = 0
+    previous_stage = 0
     for start in range(0, size_k, BLOCK_K):
         stage = iteration % STAGES
         mbarrier.wait(full.index(stage), (iteration // STAGES) & 1)
@@ -172,11 +172,11 @@ def _multiply_plain(a_ring, b_ring, full, empty, iteration, size_k, acc, WARPGRO
         b = b_ring.index(stage).permute((1, 0))
         acc = warpgroup_mma(a, b, acc, is_async=True)
         acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-        mbarrier.arrive(empty.index(previous), pred=start > 0)
-        previous = stage
+        mbarrier.arrive(empty.index(previous_stage), pred=start > 0)
+        previous_stage = stage
         iteration += 1
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-    mbarrier.arrive(empty.index(previous))
+    mbarrier.arrive(empty.index(previous_stage))
     return acc, iteration
 
 
@@ -266,10 +266,10 @@ def _multiply_scaled(
         b_scale_ptr += remainder
         a0, left0, right0 = _load_scales(a_scale_ptrs, b_scale_ptr, right_groups, row_mask)
         a1, left1, right1 = _load_scales(a_scale_ptrs + 1, b_scale_ptr + 1, right_groups, row_mask)
-        for pairs in range(steps // 2, 0, -1):
+        for remaining_pairs in range(steps // 2, 0, -1):
             first_part = _start_wgmma(a_ring, b_ring, full, iteration, zero, WARPGROUP)
             second_part = _start_wgmma(a_ring, b_ring, full, iteration + 1, zero, WARPGROUP)
-            advance = gl.where(pairs > 1, 2, 0)  # do not read past the last scales
+            advance = gl.where(remaining_pairs > 1, 2, 0)  # do not read past the last scales
             a_scale_ptrs += advance
             b_scale_ptr += advance
             a2, left2, right2 = _load_scales(a_scale_ptrs, b_scale_ptr, right_groups, row_mask)
@@ -315,13 +315,13 @@ def _run_consumer(
     ACC_DTYPE: gl.constexpr = gl.int32 if b_ring.dtype == gl.int8 else gl.float32
     COPY_LAYOUT: gl.constexpr = gl.BlockedLayout([1, BLOCK_K // 8], [4, 8], [4, 1], [1, 0])
     num_m_tiles = gl.load(tiles_ptr + 3 * max_tiles)
-    programs = gl.num_programs(0)
+    num_programs = gl.num_programs(0)
     first_tile_index = gl.program_id(0)
     expert, row, end, n_tile = load_tile_info(
         first_tile_index, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
     )
     next_expert, next_row, next_end, next_n_tile = load_tile_info(
-        first_tile_index + programs, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
+        first_tile_index + num_programs, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
     )
     if GATHER_TOKENS:
         tokens = load_tokens(tokens_ptr, row + WARPGROUP * ROWS, end, ROWS, COPY_LAYOUT)
@@ -330,7 +330,7 @@ def _run_consumer(
             copy_step(ptrs, ptr_mask, step, size_k, a_ring.index(step), COPY_LAYOUT, EVEN_K)
             ptrs += BLOCK_K
     iteration = 0
-    for index in range(first_tile_index, num_m_tiles * num_n_tiles, programs):
+    for index in range(first_tile_index, num_m_tiles * num_n_tiles, num_programs):
         row += WARPGROUP * ROWS
         rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, HALF_LAYOUT))
         row_mask = rows < end
@@ -364,10 +364,10 @@ def _run_consumer(
             else:
                 total_depth = size_k
                 if LORA_STEPS > 0:
-                    count, _ = _load_tile_adapter_slots(
+                    num_slots, _ = _load_tile_adapter_slots(
                         index, num_m_tiles, num_n_tiles, tile_slots_ptr, stride_tile_slots, GROUP_M
                     )
-                    total_depth = (gl.cdiv(size_k, BLOCK_K) + count * LORA_STEPS) * BLOCK_K
+                    total_depth = (gl.cdiv(size_k, BLOCK_K) + num_slots * LORA_STEPS) * BLOCK_K
                 acc, iteration = _multiply_plain(
                     a_ring, b_ring, full, empty, iteration, total_depth, acc, WARPGROUP
                 )
@@ -375,9 +375,9 @@ def _run_consumer(
             left = gl.convert_layout(left, HALF_LAYOUT, assert_trivial=True)
             right = gl.convert_layout(right, HALF_LAYOUT, assert_trivial=True)
         after_next_expert, after_next_row, after_next_end, after_next_n_tile = load_tile_info(
-            index + 2 * programs, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
+            index + 2 * num_programs, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
         )
-        finish(
+        finish_tile(
             left, right, row, end, out_ptr, out_desc, staging, size_n, expert, weight_rows,
             right_row_offset,
             n_tile * TILE_STRIDE_N, a_scale_ptr, scale_rows, b_scale_ptr, bias_ptr,
@@ -440,7 +440,8 @@ def grouped_gemm_tma_kernel(
     lora_u_desc: TMA descriptor of the shrink output u (rows, num slots * LORA_STEPS boxes), with
         columns for every adapter slot of a row's tile (`shrink`).
     lora_b_desc: TMA descriptor of the LoRA matrices B of all slots, with boxes as in b_desc. A slot
-        has lora_b_slot_rows rows. The rows of expert i start at row i * lora_b_expert_rows of them.
+        has lora_b_slot_rows rows. The rows of expert i start at row i * lora_b_expert_rows of the
+        slot.
     tile_slots_ptr: int32, stride_tile_slots values per tile: the number of adapter slots in the
         tile, then the slots.
     lora_up_offset: the first column for up among the columns of a slot.
@@ -453,8 +454,8 @@ def grouped_gemm_tma_kernel(
         "block": a_scale is (rows, a_groups), and b_scale is (num_experts, b_scale_rows, b_groups),
             with one scale per 128 x 128 weights.
     GATE_STRIDE: 2 if gate and up rows alternate, otherwise 1.
-    GATED: whether the activation function combines gate and up. If so, with GATE_STRIDE 1, the
-        halves of a tile are gate rows and up rows. Otherwise, the halves are adjacent.
+    GATED: whether the activation function combines gate and up. If GATED and GATE_STRIDE is 1, the
+        halves of a tile are gate rows and up rows. Otherwise, they are adjacent weight rows.
     ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation function
         (`modular_kernel.ops.kernels.activation`); "identity" for none.
     GATHER_TOKENS: whether activation row r is row tokens[r] of x. If so, SCALE_MODE must not be
@@ -471,9 +472,9 @@ def grouped_gemm_tma_kernel(
     num_n_tiles = gl.cdiv(size_n * GATE_STRIDE, TILE_STRIDE_N)
     A_ROWS: gl.constexpr = ROWS if GATHER_TOKENS else 2 * ROWS
     a_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES, A_ROWS, BLOCK_K], b_desc.layout)
-    other_ring = a_ring
+    second_a_ring = a_ring
     if GATHER_TOKENS:  # one ring per warpgroup
-        other_ring = gl.allocate_shared_memory(
+        second_a_ring = gl.allocate_shared_memory(
             b_desc.dtype, [STAGES, A_ROWS, BLOCK_K], b_desc.layout
         )
     b_ring = gl.allocate_shared_memory(
@@ -483,7 +484,7 @@ def grouped_gemm_tma_kernel(
     staging = gl.allocate_shared_memory(
         out_desc.dtype, [STAGING_BUFFERS, ROWS, COLUMNS], out_desc.layout
     )
-    other_staging = gl.allocate_shared_memory(
+    second_staging = gl.allocate_shared_memory(
         out_desc.dtype, [STAGING_BUFFERS, ROWS, COLUMNS], out_desc.layout
     )
     full, empty = allocate_barriers(STAGES, 2)
@@ -503,10 +504,10 @@ def grouped_gemm_tma_kernel(
                 GATED, HAS_BIAS, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT,
             )),
             (_run_consumer, (
-                other_ring, b_ring, full, empty, tiles_ptr, max_tiles, num_n_tiles, size_k,
+                second_a_ring, b_ring, full, empty, tiles_ptr, max_tiles, num_n_tiles, size_k,
                 weight_rows,
                 right_row_offset, x_ptr, stride_x_in_copies, tokens_ptr, out_ptr, out_desc,
-                other_staging, size_n,
+                second_staging, size_n,
                 a_scale_ptr, b_scale_ptr, bias_ptr, a_groups, b_scale_rows, b_groups,
                 tile_slots_ptr,
                 stride_tile_slots, LORA_STEPS, SECOND_WARPGROUP, SCALE_MODE, TILE_STRIDE_N, GROUP_M,

@@ -72,7 +72,7 @@ def shrink_tiles_kernel(
             zeros = tl.zeros((BLOCK_M, BLOCK_RANK), lora_u_ptr.dtype.element_ty)
             for offset in tl.static_range(
                 BLOCK_RANK, BOX_COLUMNS, BLOCK_RANK
-            ):  # zero the rest of the box
+            ):  # zero the remaining columns of the box
                 tl.store(slot_ptrs + offset, zeros, mask=row_mask[:, None])
             if tl.program_id(1) == 0:
                 tl.store(tile_slots_ptr + 1 + index, slot)

@@ -45,15 +45,15 @@ def _run_producer(
     X_BYTES: gl.constexpr = x_desc.block_type.nbytes
     BYTES: gl.constexpr = X_BYTES + w_desc.block_type.nbytes + scale_desc.block_type.nbytes
     num_m_tiles = gl.load(tiles_ptr + 3 * max_tiles)
-    programs = gl.num_programs(0)
-    first = gl.program_id(0)
+    num_programs = gl.num_programs(0)
+    first_tile_index = gl.program_id(0)
     expert, row, _, n_tile = load_tile_info(
-        first, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
+        first_tile_index, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
     )
     iteration = 0
-    for index in range(first, num_m_tiles * num_n_tiles, programs):
+    for index in range(first_tile_index, num_m_tiles * num_n_tiles, num_programs):
         next_expert, next_row, _, next_n_tile = load_tile_info(
-            index + programs, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
+            index + num_programs, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
         )
         box = (expert * num_n_tiles + n_tile) * num_k_steps
         for step in range(num_k_steps):
@@ -201,7 +201,7 @@ def _compute_tile(
     else:
         column = (4 * n_tile + 2 * WARPGROUP) * BLOCK
         right_column = column + BLOCK
-        LAST: gl.constexpr = staging.shape[0] - 1
+        LAST_BUFFER: gl.constexpr = staging.shape[0] - 1
         left = _scale_and_add_bias(
             acc0, factor0, bias_ptr, column, size_n, GATE_STRIDE, MMA_LAYOUT, HAS_BIAS
         )
@@ -212,7 +212,9 @@ def _compute_tile(
             left = activate(left, left, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT)
             right = activate(right, right, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT)
         _store_transposed(left, row, end, column, out_ptr, out_desc, staging, 0, size_n)
-        _store_transposed(right, row, end, right_column, out_ptr, out_desc, staging, LAST, size_n)
+        _store_transposed(
+            right, row, end, right_column, out_ptr, out_desc, staging, LAST_BUFFER, size_n
+        )
 
 
 @gluon.jit
@@ -233,17 +235,17 @@ def _run_consumer(
     """
     TOKENS: gl.constexpr = x_ring.shape[1]
     num_m_tiles = gl.load(tiles_ptr + 3 * max_tiles)
-    programs = gl.num_programs(0)
-    first = gl.program_id(0)
+    num_programs = gl.num_programs(0)
+    first_tile_index = gl.program_id(0)
     expert, row, end, n_tile = load_tile_info(
-        first, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
+        first_tile_index, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
     )
     iteration = 0
-    for index in range(first, num_m_tiles * num_n_tiles, programs):
+    for index in range(first_tile_index, num_m_tiles * num_n_tiles, num_programs):
         next_expert, next_row, next_end, next_n_tile = load_tile_info(
-            index + programs, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
+            index + num_programs, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
         )
-        bias = bias_ptr + expert.to(gl.int64) * stride_bias
+        expert_bias_ptr = bias_ptr + expert.to(gl.int64) * stride_bias
         factor0 = ACC_FACTOR
         factor1 = ACC_FACTOR
         if NUM_GLOBAL_SCALES > 0:
@@ -254,7 +256,8 @@ def _run_consumer(
             _compute_tile(
                 x_ring, w_ring, scale_ring, full, empty, iteration, num_k_steps, row, end, n_tile,
                 factor0,
-                factor1, bias, up_row_offset, out_ptr, out_desc, staging, size_n, WARPGROUP, TOKENS,
+                factor1, expert_bias_ptr, up_row_offset, out_ptr, out_desc, staging, size_n,
+                WARPGROUP, TOKENS,
                 PACKED_FORMAT,
                 GATE_STRIDE, GATED, HAS_BIAS, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT,
             )  # fmt: skip
@@ -262,7 +265,8 @@ def _run_consumer(
             _compute_tile(
                 x_ring, w_ring, scale_ring, full, empty, iteration, num_k_steps, row, end, n_tile,
                 factor0,
-                factor1, bias, up_row_offset, out_ptr, out_desc, staging, size_n, WARPGROUP,
+                factor1, expert_bias_ptr, up_row_offset, out_ptr, out_desc, staging, size_n,
+                WARPGROUP,
                 SHORT_TILE_ROWS, PACKED_FORMAT,
                 GATE_STRIDE, GATED, HAS_BIAS, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT,
             )  # fmt: skip
@@ -330,7 +334,7 @@ def grouped_gemm_w4_tma_kernel(
     staging = gl.allocate_shared_memory(
         out_desc.dtype, [STAGING_BUFFERS, TOKENS, BLOCK], out_desc.layout
     )
-    staging1 = gl.allocate_shared_memory(
+    second_staging = gl.allocate_shared_memory(
         out_desc.dtype, [STAGING_BUFFERS, TOKENS, BLOCK], out_desc.layout
     )
     full, empty = allocate_barriers(STAGES, 2)
@@ -352,7 +356,7 @@ def grouped_gemm_w4_tma_kernel(
                 x_ring, w_ring, scale_ring, full, empty, tiles_ptr, max_tiles, num_n_tiles,
                 num_k_steps,
                 global_scale_ptr, bias_ptr, stride_bias, up_row_offset, out_ptr, out_desc,
-                staging1, size_n,
+                second_staging, size_n,
                 SECOND_WARPGROUP, GROUP_M, SHORT_TILE_ROWS, PACKED_FORMAT, ACC_FACTOR,
                 NUM_GLOBAL_SCALES, GATE_STRIDE, GATED,
                 HAS_BIAS, ACTIVATION, ACTIVATION_ALPHA,

@@ -148,42 +148,42 @@ def tile_weights_kernel(
     """
     tile = tl.program_id(0)
     first_step = tl.program_id(1) * K_STEPS_PER_PROGRAM
-    local = tl.program_id(2)
-    expert = (first_expert + local).to(tl.int64)
+    chunk_index = tl.program_id(2)
+    expert = (first_expert + chunk_index).to(tl.int64)
     if tl.load(starts_ptr + expert) == tl.load(starts_ptr + expert + 1):
         return
     # The rows of a tile in the order of the threads that own them: block, warp, row, row half.
     position = tl.arange(0, 256)
     block = position // 64
-    in_block = position // 16 % 4 * 16 + position % 2 * 8 + position // 2 % 8
-    column = (tile * (4 // NUM_MATRICES) + block // NUM_MATRICES) * 64 + in_block
+    row_in_block = position // 16 % 4 * 16 + position % 2 * 8 + position // 2 % 8
+    column = (tile * (4 // NUM_MATRICES) + block // NUM_MATRICES) * 64 + row_in_block
     row = (
         tl.minimum(column, size_n - 1) * GATE_STRIDE + block % NUM_MATRICES * up_row_offset
     )  # NaN-free: integer operands
     column_mask = (column < size_n)[:, None]
-    half = first_step * 2 + tl.arange(0, 2 * K_STEPS_PER_PROGRAM)  # half steps
-    in_bounds = column_mask & (half < row_words // 4)[None, :]
-    offsets = (expert * rows + row)[:, None] * row_words + half[None, :] * 4
-    word_in_half = tl.arange(0, 4)[None, None, :]
-    loaded = tl.load(
-        w_ptr + offsets[:, :, None] + word_in_half, mask=in_bounds[:, :, None], other=0
+    half_step = first_step * 2 + tl.arange(0, 2 * K_STEPS_PER_PROGRAM)
+    in_bounds = column_mask & (half_step < row_words // 4)[None, :]
+    offsets = (expert * rows + row)[:, None] * row_words + half_step[None, :] * 4
+    word_in_half_step = tl.arange(0, 4)[None, None, :]
+    loaded_words = tl.load(
+        w_ptr + offsets[:, :, None] + word_in_half_step, mask=in_bounds[:, :, None], other=0
     )
-    loaded = loaded.to(tl.uint32, bitcast=True)
-    even, odd = tl.split(tl.reshape(loaded, (256, 2 * K_STEPS_PER_PROGRAM, 2, 2)))
+    loaded_words = loaded_words.to(tl.uint32, bitcast=True)
+    even, odd = tl.split(tl.reshape(loaded_words, (256, 2 * K_STEPS_PER_PROGRAM, 2, 2)))
     w0, w2 = tl.split(even)
     w1, w3 = tl.split(odd)
     scale_ptr += (expert * rows + row)[:, None] * scale_groups
     if WEIGHT_FORMAT == "nvfp4":
-        first = tl.load(scale_ptr + half[None, :] * 2, mask=in_bounds, other=0)
-        second = tl.load(scale_ptr + half[None, :] * 2 + 1, mask=in_bounds, other=0)
-        w0 = _apply_signs(w0, first)
-        w1 = _apply_signs(w1, first)
-        w2 = _apply_signs(w2, second)
-        w3 = _apply_signs(w3, second)
+        first_scale = tl.load(scale_ptr + half_step[None, :] * 2, mask=in_bounds, other=0)
+        second_scale = tl.load(scale_ptr + half_step[None, :] * 2 + 1, mask=in_bounds, other=0)
+        w0 = _apply_signs(w0, first_scale)
+        w1 = _apply_signs(w1, first_scale)
+        w2 = _apply_signs(w2, second_scale)
+        w3 = _apply_signs(w3, second_scale)
     elif WEIGHT_FORMAT != "integer":
         # E8M0 defines 255 as NaN. The GEMM interprets 255 as infinity, and its product with a code
         # of 0 is NaN.
-        scale = tl.load(scale_ptr + half[None, :], mask=in_bounds, other=0)
+        scale = tl.load(scale_ptr + half_step[None, :], mask=in_bounds, other=0)
         w0 = tl.where(scale == 255, 0, w0)
         w1 = tl.where(scale == 255, 0, w1)
         w2 = tl.where(scale == 255, 0, w2)
@@ -194,7 +194,7 @@ def tile_weights_kernel(
     split = tl.reshape(lanes, (128, 2, K_STEPS_PER_PROGRAM, 2, 4))
     values = tl.reshape(tl.permute(split, (2, 0, 4, 1, 3)), (K_STEPS_PER_PROGRAM, 2048))
     step = first_step + tl.arange(0, K_STEPS_PER_PROGRAM)
-    box = (local.to(tl.int64) * num_tiles + tile) * num_k_steps + step
+    box = (chunk_index.to(tl.int64) * num_tiles + tile) * num_k_steps + step
     out_ptrs = out_words_ptr + box[:, None] * 2048 + tl.arange(0, 2048)[None, :]
     tl.store(out_ptrs, values.to(tl.int32, bitcast=True), mask=(step < num_k_steps)[:, None])
     # Scales per row and step.

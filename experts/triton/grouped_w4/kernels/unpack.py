@@ -38,13 +38,13 @@ _ONE_SIXTEENTH = "0x3D803D80"  # 2^-4 in both halves
 def _make_e2m1_ptx() -> str:
     """Return PTX for mxfp4 weights.
 
-    Byte q of $20 is the bf16 exponent field of the scale of word q.
+    Byte j of $20 is the bf16 exponent field of the scale of word j.
     """
     code = ""
-    for q in range(_WORDS):
-        code += f"prmt.b32 s, $20, 0, 0x4{q}4{q}; shl.b32 s, s, 7; "
+    for j in range(_WORDS):
+        code += f"prmt.b32 s, $20, 0, 0x4{j}4{j}; shl.b32 s, s, 7; "
         for i, pair in enumerate(_E2M1_PAIRS):
-            code += pair.replace("W", f"${16 + q}") + f"mul.bf16x2 ${4 * q + i}, t, s; "
+            code += pair.replace("W", f"${16 + j}") + f"mul.bf16x2 ${4 * j + i}, t, s; "
     return code
 
 
@@ -55,13 +55,13 @@ def _make_nvfp4_ptx() -> str:
     the bf16 exponent field minus 224. Bits 2 to 0 are the upper three bits of the mantissa.
     """
     code = ""
-    for q in range(_WORDS):
+    for j in range(_WORDS):
         for i, pair in enumerate(_E2M1_PAIRS):
             if i % 2 == 0:
-                byte = 2 * (q % 2) + i // 2
-                code += f"prmt.b32 s, ${20 + q // 2}, 0, 0x4{byte}4{byte}; "
+                byte = 2 * (j % 2) + i // 2
+                code += f"prmt.b32 s, ${20 + j // 2}, 0, 0x4{byte}4{byte}; "
                 code += "mad.lo.u32 s, s, 16, 0x70007000; "
-            code += pair.replace("W", f"${16 + q}") + f"mul.bf16x2 ${4 * q + i}, t, s; "
+            code += pair.replace("W", f"${16 + j}") + f"mul.bf16x2 ${4 * j + i}, t, s; "
     return code
 
 
@@ -117,13 +117,13 @@ def _make_integer_ptx(groups: int, scale: str, zero: bool) -> str:
     zero: whether there are zero points.
     """
     code = f"mov.b32 m, {_MINUS_8}; mov.b32 e, {_ONE_SIXTEENTH}; "
-    for q in range(_WORDS):
-        if q % 2 == 0 or groups == 2:
-            code += _make_scale_ptx(f"${20 + (q if groups == 2 else q // 2)}", scale, zero)
-        code += f"shr.u32 w, ${16 + q}, 8; "
+    for j in range(_WORDS):
+        if j % 2 == 0 or groups == 2:
+            code += _make_scale_ptx(f"${20 + (j if groups == 2 else j // 2)}", scale, zero)
+        code += f"shr.u32 w, ${16 + j}, 8; "
         for i, pair in enumerate(_INTEGER_PAIRS):
-            register = f"${4 * q + i}"
-            code += pair.replace("W", f"${16 + q}")
+            register = f"${4 * j + i}"
+            code += pair.replace("W", f"${16 + j}")
             if scale == "bfloat16" and not zero:
                 code += f"fma.rn.bf16x2 {register}, t, {'l' if i % 2 else 'h'}, k; "
             else:
@@ -151,7 +151,7 @@ def _get_ptx(packed_format: str) -> str:
 
 
 @gluon.constexpr_function
-def _num_scale_words(packed_format: str) -> int:
+def _count_scale_words(packed_format: str) -> int:
     """Return the number of scale words per block that the four threads of a row share."""
     return {"e2m1": 1, "nvfp4": 2}.get(
         packed_format, 4 if packed_format.startswith("integer 2") else 2
@@ -200,16 +200,16 @@ def load_block_scales(smem, WARPGROUP: gl.constexpr, PACKED_FORMAT: gl.constexpr
 
     Return the `scales` argument of `unpack` for each block.
     """
-    COUNT: gl.constexpr = _num_scale_words(PACKED_FORMAT)
+    COUNT: gl.constexpr = _count_scale_words(PACKED_FORMAT)
     if COUNT == 1:  # one word per block, for both warpgroups
-        s = _load_scale_quads(smem)
-        return (s[2 * WARPGROUP],), (s[2 * WARPGROUP + 1],)
+        quads = _load_scale_quads(smem)
+        return (quads[2 * WARPGROUP],), (quads[2 * WARPGROUP + 1],)
     elif COUNT == 4:  # one word per row and 32 columns
         first = _load_scale_quads(smem.slice(16 * WARPGROUP, 8, 0))
         return first, _load_scale_quads(smem.slice(16 * WARPGROUP + 8, 8, 0))
     else:  # one word per row
-        s = _load_scale_quads(smem.slice(8 * WARPGROUP, 8, 0))
-        return (s[0], s[1]), (s[2], s[3])
+        quads = _load_scale_quads(smem.slice(8 * WARPGROUP, 8, 0))
+        return (quads[0], quads[1]), (quads[2], quads[3])
 
 
 @gluon.jit
@@ -234,24 +234,24 @@ def unpack(smem, scales, OPERAND_LAYOUT: gl.constexpr, PACKED_FORMAT: gl.constex
     CODE: gl.constexpr = _get_ptx(PACKED_FORMAT)
     CONSTRAINTS: gl.constexpr = _make_constraints(len(scales))
     if len(scales) == 1:
-        p = gl.inline_asm_elementwise(
+        registers = gl.inline_asm_elementwise(
             CODE, CONSTRAINTS, [w0, w1, w2, w3, scales[0]],
             dtype=(gl.int32,) * 16, is_pure=True, pack=1,
         )  # fmt: skip
     elif len(scales) == 2:
-        p = gl.inline_asm_elementwise(
+        registers = gl.inline_asm_elementwise(
             CODE, CONSTRAINTS, [w0, w1, w2, w3, scales[0], scales[1]],
             dtype=(gl.int32,) * 16, is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        p = gl.inline_asm_elementwise(
+        registers = gl.inline_asm_elementwise(
             CODE, CONSTRAINTS, [w0, w1, w2, w3, scales[0], scales[1], scales[2], scales[3]],
             dtype=(gl.int32,) * 16, is_pure=True, pack=1,
         )  # fmt: skip
-    upper0 = _join4(p[0], p[1], p[2], p[3])
-    upper1 = _join4(p[4], p[5], p[6], p[7])
-    lower0 = _join4(p[8], p[9], p[10], p[11])
-    lower1 = _join4(p[12], p[13], p[14], p[15])
+    upper0 = _join4(registers[0], registers[1], registers[2], registers[3])
+    upper1 = _join4(registers[4], registers[5], registers[6], registers[7])
+    lower0 = _join4(registers[8], registers[9], registers[10], registers[11])
+    lower1 = _join4(registers[12], registers[13], registers[14], registers[15])
     pairs = _join4(upper0, upper1, lower0, lower1)  # (32, 4, pair, pair, row half, group)
     first = pairs.to(gl.int16).to(gl.bfloat16, bitcast=True)
     second = (pairs >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
