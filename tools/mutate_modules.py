@@ -35,7 +35,7 @@ prepare_host(quiet=True)
 import pytest
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.testing.mutation.case_runs import case_list
+from modular_kernel.testing.mutation.case_runs import list_cases
 from modular_kernel.testing.mutation.case_steps import run_cases
 from modular_kernel.testing.mutation.coverage import (
     CaseCoverage,
@@ -240,7 +240,7 @@ def cover_cases(
 
     coverages = []
     for pair in pairs:
-        cases = [case for case in case_list((pair,), "full")[0] if case.problem.adapters]
+        cases = [case for case in list_cases((pair,), "full")[0] if case.problem.adapters]
         cases = sorted(cases, key=lambda case: key(str(case)))[:count]
         coverages.append(cover(modules, (pair,), "full", cases))
         if coverages[-1].error:

@@ -95,7 +95,7 @@ def test_ranks_decide_whether_a_case_is_refused() -> None:
     case, verdict = rank_cases_for(*BATCHED_PAIR, machine, 2, "full").refused[0]
     assert not verdict.ok
     with Ranks(2, None) as ranks:
-        failure, _ = ranks.first_failure(case, machine)
+        failure, _ = ranks.run_until_failure(case, machine)
     assert failure is not None
     assert failure.startswith("refused: ")
     assert "(rank " in failure
@@ -178,7 +178,7 @@ def test_fault_scenarios_detect_defective_parts(
     case = replace(rank_cases_for(part, "TorchExperts", machine, 2).cases[0], fault=fault)
     with Ranks(2, None, (mutant,), [CaseCoverage(case, 5.0, "", {})]) as ranks:
         ranks.start()
-        failure, _ = ranks.first_failure(case, machine)
+        failure, _ = ranks.run_until_failure(case, machine)
     assert failure is not None
     assert finding in failure
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.testing.mutation.source import Edit, Mutant, Source, last_line
+from modular_kernel.testing.mutation.source import Edit, Mutant, Source, get_last_line
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def _extend_lines(source: Source, first: int, last: int) -> tuple[int, int]:
     """Extend lines [first, last] to the statements that contain them."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.stmt) and not isinstance(node, ast.FunctionDef | ast.ClassDef):
-            start, end = node.lineno, last_line(node)
+            start, end = node.lineno, get_last_line(node)
             if start <= last and first <= end:
                 first, last = min(first, start), max(last, end)
     return first, last

@@ -78,6 +78,7 @@ class OutcomeTracker:
         self._case: Case | None = None
 
     def receive(self, message: Message) -> None:
+        """Update the outcome and the timeout from a message of `case_steps.run_cases`."""
         if "case" in message:
             index = message["case"]
             self._on_case(self._mutant.ident, len(self._cases_run), len(self._cases))

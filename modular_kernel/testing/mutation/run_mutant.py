@@ -35,8 +35,8 @@ class MutationBackend(Protocol):
     - has_cases: returns whether a pairing has a case.
     - cover: traces the lines of `modules` that the cases of `pairs` execute.
     - run_mutant: runs a mutant with the given cases, and returns its outcome.
-    - failure: returns the first failure of a case without mutants, or None.
-    - digests: yields a hash of the result bits of each case, computed with all of the given
+    - find_failure: returns the first failure of a case without mutants, or None.
+    - compute_digests: yields a hash of the result bits of each case, computed with all of the given
       mutants. Stops early if a process dies or times out.
     """
 
@@ -56,9 +56,11 @@ class MutationBackend(Protocol):
         self, mutant: Mutant, cases: Sequence[CaseCoverage], listing: CaseListing | None
     ) -> MutantOutcome: ...
 
-    def failure(self, case: Case) -> str | None: ...
+    def find_failure(self, case: Case) -> str | None: ...
 
-    def digests(self, cases: Sequence[Case], mutants: Sequence[Mutant]) -> Iterator[str]: ...
+    def compute_digests(
+        self, cases: Sequence[Case], mutants: Sequence[Mutant]
+    ) -> Iterator[str]: ...
 
 
 class KillHistory:
@@ -92,7 +94,7 @@ class KillHistory:
         """Raise ConfigurationError if the case fails without any mutant."""
         if case in self._passing:
             return
-        failure = backend.failure(case)
+        failure = backend.find_failure(case)
         if failure is not None:
             need = "cases that pass before anything is changed"
             raise ConfigurationError("--mutate", got=f"{case}: {failure}", need=need)
@@ -104,13 +106,13 @@ def _split_covering(
     list_items: Callable[[CaseCoverage], frozenset[Item]],
     preceding: Sequence[CaseCoverage] = (),
 ) -> tuple[list[CaseCoverage], list[CaseCoverage]]:
-    """Split cases into those with an item that no earlier case has, and all others."""
+    """Split cases into those with an item that no earlier case has, and the remaining ones."""
     covered_items = {item for covered in preceding for item in list_items(covered)}
-    covering, rest = list[CaseCoverage](), list[CaseCoverage]()
+    covering, not_covering = list[CaseCoverage](), list[CaseCoverage]()
     for covered in cases:
-        (rest if list_items(covered) <= covered_items else covering).append(covered)
+        (not_covering if list_items(covered) <= covered_items else covering).append(covered)
         covered_items |= list_items(covered)
-    return covering, rest
+    return covering, not_covering
 
 
 @lru_cache(maxsize=8192)
@@ -171,7 +173,7 @@ def run_mutant(
 
 
 def _limit_cases(cases: list[CaseCoverage], max_cases: int | None) -> list[CaseCoverage]:
-    """Return at most `max_cases` cases: the first ones, and some that are spread over the rest."""
+    """Return at most `max_cases` cases: the first ones, and some spread over the remaining ones."""
     if max_cases is None or len(cases) <= max_cases:
         return cases
     num_first = 2 * max_cases // 3

@@ -32,7 +32,7 @@ from modular_kernel.testing.stress.soak_inputs import (
 
 _NUM_EAGER_INPUTS, _NUM_GRAPH_INPUTS = 16, 4  # numbers of input sets
 # Relative frequencies of the ways to make a call, with and without CUDA graphs.
-_MODE_WEIGHTS_GRAPH = {"graph": 6, "plan": 3, "kernel": 1}
+_GRAPH_MODE_WEIGHTS = {"graph": 6, "plan": 3, "kernel": 1}
 _MODE_WEIGHTS = {"plan": 7, "kernel": 3}
 _PREFERRED_EXPERTS = {"cuda": "TritonExperts", "cpu": "TorchExperts"}
 _PROGRESS_INTERVAL_S = 5.0  # time between progress lines
@@ -181,7 +181,7 @@ class _Run:
         self.kernel = make_kernel(params.part, experts, problem, group=group, machine=machine)
         self.plan = self.kernel.plan()
         part = self.kernel.prepare_finalize
-        self.source = SoakInputSource(
+        self.input_source = SoakInputSource(
             problem,
             device,
             self.rng,
@@ -189,20 +189,20 @@ class _Run:
             ids_dtype=part.topk_indices_dtype() or torch.int32,
         )
         self.check_part: Callable[[], object] | None = getattr(part, "check", None)
-        self.eager_inputs = [self.source.draw_inputs() for _ in range(_NUM_EAGER_INPUTS)]
+        self.eager_inputs = [self.input_source.draw_inputs() for _ in range(_NUM_EAGER_INPUTS)]
         num_graphs = _NUM_GRAPH_INPUTS if problem.graph else 0
         self._graphs = list[torch.cuda.CUDAGraph]()
         self.captured_inputs = [self._capture() for _ in range(num_graphs)]
-        frequencies = _MODE_WEIGHTS_GRAPH if num_graphs else _MODE_WEIGHTS
+        frequencies = _GRAPH_MODE_WEIGHTS if num_graphs else _MODE_WEIGHTS
         self.mode_choices = [mode for mode, count in frequencies.items() for _ in range(count)]
 
     def _capture(self) -> SoakInputs:
         """Draw an input set and capture its call in a CUDA graph."""
-        inputs = self.source.draw_inputs()
+        inputs = self.input_source.draw_inputs()
         inputs.out = torch.empty_like(inputs.x_TH)
 
         def call() -> None:
-            self.plan(inputs.x_TH, self.source.weights, inputs.routing, out=inputs.out)
+            self.plan(inputs.x_TH, self.input_source.weights, inputs.routing, out=inputs.out)
 
         for _ in range(2):
             call()
@@ -287,13 +287,13 @@ class _Run:
             self.findings.append(f"step {self.step}, {self.mode}: {message}")
 
     def _redraw_inputs(self, input_sets: list[SoakInputs], index: int) -> None:
-        old = input_sets[index]
-        if old.replay is None:
-            input_sets[index] = self.source.draw_inputs()
+        old_inputs = input_sets[index]
+        if old_inputs.replay is None:
+            input_sets[index] = self.input_source.draw_inputs()
             return
-        assert old.out is not None
-        old.refill(self.source.draw_inputs(old.tokens_W))
-        old.out.fill_(float("nan"))
+        assert old_inputs.out is not None
+        old_inputs.refill(self.input_source.draw_inputs(old_inputs.tokens_W))
+        old_inputs.out.fill_(float("nan"))
 
     def _call(self, inputs: SoakInputs) -> torch.Tensor:
         if self.mode == "graph":
@@ -302,7 +302,7 @@ class _Run:
             inputs.replay()
             return inputs.out
         call = self.plan if self.mode == "plan" else self.kernel
-        return call(inputs.x_TH, self.source.weights, inputs.routing)
+        return call(inputs.x_TH, self.input_source.weights, inputs.routing)
 
     def _should_stop(self, started: float) -> bool:
         """Return whether any rank has reached a limit, which is the same on all ranks."""
