@@ -40,7 +40,7 @@ from modular_kernel.workspace import Workspace
 
 _META = torch.device("meta")
 _NUM_TOKENS = (1, 17)  # of additional calls with few tokens
-_TOP_K, _EXPERTS, _LOCAL = 8, 64, 8
+_TOP_K, _EXPERTS, _LOCAL_EXPERTS = 8, 64, 8
 _SCHEMES = (
     "fp8_w8a8_block",
     "fp8_w8a8_channel",
@@ -92,8 +92,10 @@ def _list_calls_of_part(part: type[PrepareAndFinalize]) -> dict[str, Callable[[]
         prefix, (problem,) = f"{call.func.__module__}.{call.func.__name__}", call.args
         calls[f"{prefix} {name}"] = call
         for tokens in _NUM_TOKENS if index == 0 else ():
-            few = replace(problem, tokens=tokens)
-            calls[f"{prefix} {name}, T = {tokens}"] = partial(call.func, few, **call.keywords)
+            small_problem = replace(problem, tokens=tokens)
+            calls[f"{prefix} {name}, T = {tokens}"] = partial(
+                call.func, small_problem, **call.keywords
+            )
     return calls
 
 
@@ -129,12 +131,12 @@ def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=_META)
 
 
-def _take(scheme: QuantScheme, rows: int, columns: int) -> QuantizedRows:
+def _make_quantized_rows(scheme: QuantScheme, rows: int, columns: int) -> QuantizedRows:
     workspace = Workspace(quantize_specs("x", scheme, rows, columns), _META)
     return take_quantized(workspace, "x", scheme, (rows, columns))
 
 
-def _route(tokens: int) -> DispatchedRouting:
+def _make_routing(tokens: int) -> DispatchedRouting:
     ids_TK = _empty(tokens, _TOP_K, dtype=torch.int32)
     expert_map = _empty(_EXPERTS, dtype=torch.int32)
     invalid_ids = _empty(1, dtype=torch.int32)
@@ -154,40 +156,42 @@ def _number(tokens: int, hidden: int) -> None:
         number_pairs(pairs)
         scheme = QuantScheme.parse("fp8_w8a8_block")
         number_and_quantize(
-            _empty(tokens, hidden), scheme, pairs, out=_take(scheme, tokens, hidden)
+            _empty(tokens, hidden), scheme, pairs, out=_make_quantized_rows(scheme, tokens, hidden)
         )
 
 
 def _permute(tokens: int, hidden: int) -> None:
     """Copy tokens to the rows of experts, in the batched layout, and quantized."""
     rows_TK, x_TH = _empty(tokens, _TOP_K, dtype=torch.int32), _empty(tokens, hidden)
-    scratch = assign_rows_scratch(tokens, _TOP_K, _LOCAL)
+    scratch = assign_rows_scratch(tokens, _TOP_K, _LOCAL_EXPERTS)
     assign_rows(
-        _route(tokens),
+        _make_routing(tokens),
         capacity=tokens,
         row_of_pair_TK=rows_TK,
-        counts_e=_empty(_LOCAL, dtype=torch.int32),
+        counts_e=_empty(_LOCAL_EXPERTS, dtype=torch.int32),
         scratch=_empty(*scratch.shape, dtype=torch.int32),
     )
-    permute_tokens(x_TH, rows_TK, None, rows_RH=_empty(tokens * _LOCAL, hidden))
+    permute_tokens(x_TH, rows_TK, None, rows_RH=_empty(tokens * _LOCAL_EXPERTS, hidden))
     scheme = QuantScheme.parse("fp8_w8a8_block")
-    permute_and_quantize(x_TH, rows_TK, None, scheme, out=_take(scheme, tokens * _TOP_K, hidden))
+    permute_and_quantize(
+        x_TH, rows_TK, None, scheme, out=_make_quantized_rows(scheme, tokens * _TOP_K, hidden)
+    )
 
 
 def _sort(tokens: int, _hidden: int) -> None:
     """Sort pairs by expert, into tiles and into blocks."""
-    routing, pairs = _route(tokens), tokens * _TOP_K
+    routing, pairs = _make_routing(tokens), tokens * _TOP_K
     sort_pairs(
         routing,
         block_m=64,
-        num_local=_LOCAL,
-        workspace=Workspace(sort_specs(tokens, _TOP_K, 64, _LOCAL), _META),
+        num_local=_LOCAL_EXPERTS,
+        workspace=Workspace(sort_specs(tokens, _TOP_K, 64, _LOCAL_EXPERTS), _META),
     )
     align(
         routing,
         block_size=16,
-        num_local=_LOCAL,
-        workspace=Workspace(align_specs(pairs, 16, _LOCAL), _META),
+        num_local=_LOCAL_EXPERTS,
+        workspace=Workspace(align_specs(pairs, 16, _LOCAL_EXPERTS), _META),
     )
 
 
@@ -207,8 +211,11 @@ def _reduce(tokens: int, hidden: int) -> None:
 
 def _activate(tokens: int, hidden: int) -> None:
     """Apply activations, and quantize their results."""
-    for text in ("silu", "relu2"):
-        spec, scheme = ActivationSpec.parse(text), QuantScheme.parse("fp8_w8a8_block")
-        x_RN, out = _empty(tokens, hidden * (2 if spec.gated else 1)), _take(scheme, tokens, hidden)
+    for activation_text in ("silu", "relu2"):
+        spec, scheme = ActivationSpec.parse(activation_text), QuantScheme.parse("fp8_w8a8_block")
+        x_RN, out = (
+            _empty(tokens, hidden * (2 if spec.gated else 1)),
+            _make_quantized_rows(scheme, tokens, hidden),
+        )
         gated_activation(x_RN, spec, _empty(tokens, hidden))
         activation_and_quantize(x_RN, spec, scheme, out=out)
