@@ -4,6 +4,7 @@ Every rank must report the mismatch.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
