@@ -62,11 +62,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     suites: list[Suite] = []
-    for name, make in PROJECTS.items():
+    for name, list_suites in PROJECTS.items():
         root = getattr(arguments, name)
-        suites += make(root) if root is not None else []
-    names = [f"{suite.group} {suite.name}" for suite in suites]
-    is_selected = [any(word in name for word in arguments.only) for name in names]
+        suites += list_suites(root) if root is not None else []
+    suite_names = [f"{suite.group} {suite.name}" for suite in suites]
+    is_selected = [any(substring in name for substring in arguments.only) for name in suite_names]
     suites = [suite for suite, matched in zip(suites, is_selected, strict=True) if matched]
     if not suites and not arguments.add:
         parser.error("need a checkout with a suite that matches --only, or --add")
@@ -74,27 +74,29 @@ def main(argv: list[str] | None = None) -> int:
     for suite in suites:
         started = time.monotonic()
         tallies.append(run_suite(suite, arguments.max_cases))
-        print(_line(tallies[-1]), f"({time.monotonic() - started:.0f} s)", flush=True)
+        print(_format_tally(tallies[-1]), f"({time.monotonic() - started:.0f} s)", flush=True)
         for (outcome, why), count in tallies[-1].reasons.most_common():
             print(f"  {count} {outcome}: {why}", flush=True)
         if arguments.out is not None:
             _write_record(
-                arguments.out, {tallies[-1].suite: _counts(tallies[-1])}, arguments.commits
+                arguments.out,
+                {tallies[-1].suite: _make_tally_record(tallies[-1])},
+                arguments.commits,
             )
     for path in arguments.add if arguments.out is not None else []:
         _write_record(arguments.out, json.loads(path.read_text())["suites"], arguments.commits)
-    print(_line(_total(tallies)))
+    print(_format_tally(_sum_tallies(tallies)))
     return int(any(tally.failed for tally in tallies))
 
 
-def _line(tally: Tally) -> str:
+def _format_tally(tally: Tally) -> str:
     counts = ", ".join(
         f"{tally.outcomes[name]} {name}" for name in OUTCOMES if tally.outcomes[name]
     )
     return f"{tally.suite}: {tally.cases} cases, {tally.shrunk} shrunk: {counts}"
 
 
-def _total(tallies: Iterable[Tally]) -> Tally:
+def _sum_tallies(tallies: Iterable[Tally]) -> Tally:
     total = Tally("all")
     for tally in tallies:
         total.cases += tally.cases
@@ -106,7 +108,7 @@ def _total(tallies: Iterable[Tally]) -> Tally:
     return total
 
 
-def _counts(tally: Tally) -> dict[str, object]:
+def _make_tally_record(tally: Tally) -> dict[str, object]:
     return {
         "cases": tally.cases,
         "shrunk": tally.shrunk,

@@ -170,8 +170,8 @@ def test_defective_import_is_detected(monkeypatch) -> None:
 
 
 def test_wrong_layer_output_is_detected(monkeypatch) -> None:
-    layer = packed._layer
-    monkeypatch.setattr(packed, "_layer", lambda *given: layer(*given) * 1.001)
+    layer = packed._compute_layer
+    monkeypatch.setattr(packed, "_compute_layer", lambda *given: layer(*given) * 1.001)
     assert _outcome(_pack) is Outcome.OURS
 
 
@@ -212,9 +212,12 @@ def test_upstream_tests_count_only_if_they_pass_without_our_parts(theirs, ours, 
 def test_failed_comparison_is_attributed_by_float64() -> None:
     case = Case("one", "x", Outcome.OURS, "not close")
     errors = {"eager": 4e-3, "batched_mm": 4e-3}
-    assert upstream.by_errors(case, errors | {"modular_kernel": 4.1e-3}).outcome is Outcome.THEIRS
-    assert upstream.by_errors(case, errors | {"modular_kernel": 6e-3}).outcome is Outcome.OURS
-    assert upstream.by_errors(case, errors | {"modular_kernel": NAN}).outcome is Outcome.OURS
+    assert (
+        upstream.judge_by_errors(case, errors | {"modular_kernel": 4.1e-3}).outcome
+        is Outcome.THEIRS
+    )
+    assert upstream.judge_by_errors(case, errors | {"modular_kernel": 6e-3}).outcome is Outcome.OURS
+    assert upstream.judge_by_errors(case, errors | {"modular_kernel": NAN}).outcome is Outcome.OURS
 
 
 def test_nan_is_the_maximum_error(monkeypatch) -> None:

@@ -57,8 +57,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--write", type=Path)
     args = parser.parse_args(argv)
     sys.path += map(str, args.site)
-    run = {"classes": _classes, "upstream": _upstream, "packers": _packers}[args.suite]
-    counts = summary(run(args))
+    run_suite = {"classes": _classes, "upstream": _upstream, "packers": _packers}[args.suite]
+    counts = summary(run_suite(args))
     print(json.dumps(counts, indent=1, ensure_ascii=False))
     if args.write is not None:
         _write_record(args, counts)
@@ -86,15 +86,15 @@ def _upstream(args: argparse.Namespace) -> Iterator[Case]:
         files = [file for file in files if file.split("/")[2] in args.models]
     (site,) = args.site
     with tempfile.TemporaryDirectory() as folder:
-        lines = upstream.ResultFolder(args.lines or Path(folder))
-        remaining = [file for file in files if file not in lines.files]
+        results = upstream.ResultFolder(args.lines or Path(folder))
+        remaining = [file for file in files if file not in results.files]
         for start in range(0, len(remaining), MODELS_PER_PROCESS):
             batch = remaining[start : start + MODELS_PER_PROCESS]
             run_batch = partial(upstream.run, args.checkout, site, batch)
             with ThreadPoolExecutor(2) as pool:
-                list(pool.map(run_batch, upstream.SIDES, map(lines.path_of, upstream.SIDES)))
-            lines.finish(batch)
-        for case in lines.outcomes():
+                list(pool.map(run_batch, upstream.SIDES, map(results.path_of, upstream.SIDES)))
+            results.finish(batch)
+        for case in results.outcomes():
             yield upstream.reevaluate(case, args.checkout, site)
 
 

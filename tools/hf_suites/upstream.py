@@ -1,4 +1,4 @@
-"""transformers' own tests of models with experts, run with our implementation.
+"""Runs transformers' own tests of models with experts on our implementation.
 
 Every case runs twice, without and with our implementation, on the tests and the source of one
 checkout. Only a case that passes without ours and fails with it is our failure.
@@ -118,11 +118,11 @@ class ResultFolder:
         if not self.path_of(side).exists():
             return {}
         lines = [json.loads(line) for line in self.path_of(side).read_text().splitlines()]
-        ran = {line["case"]: line for line in lines if _file(line["case"]) in self.files}
+        ran = {line["case"]: line for line in lines if _get_file(line["case"]) in self.files}
         return {case: line for case, line in ran.items() if is_included(case.rpartition("::")[2])}
 
 
-def _file(case: str) -> str:
+def _get_file(case: str) -> str:
     return case.partition("::")[0]
 
 
@@ -144,10 +144,10 @@ def reevaluate(case: Case, checkout: Path, site: Path) -> Case:
     )
     if process.returncode:
         return case
-    return by_errors(case, json.loads(process.stdout.splitlines()[-1]))
+    return judge_by_errors(case, json.loads(process.stdout.splitlines()[-1]))
 
 
-def by_errors(case: Case, errors: Mapping[str, float]) -> Case:
+def judge_by_errors(case: Case, errors: Mapping[str, float]) -> Case:
     """Attribute a mismatch to one side. Our error may exceed theirs by at most 25 %."""
     ours, theirs = errors["modular_kernel"], max(errors["eager"], errors["batched_mm"])
     detail = f"against float64 ours {ours:.2e}, eager {errors['eager']:.2e}"
@@ -163,20 +163,22 @@ def judge(
 ) -> list[Case]:
     """Return the outcome of every case of either side, and of every file without cases."""
     names = dict.fromkeys((*theirs, *ours))
-    cases = [_case(name, theirs.get(name), ours.get(name)) for name in names]
-    without_cases = dict.fromkeys(file for file in files if file not in set(map(_file, names)))
+    cases = [_judge_case(name, theirs.get(name), ours.get(name)) for name in names]
+    without_cases = dict.fromkeys(file for file in files if file not in set(map(_get_file, names)))
     detail = "its tests were not collected"
     return cases + [
-        Case(SUITE, _short_name(file), Outcome.NOT_USABLE, detail) for file in without_cases
+        Case(SUITE, _shorten_name(file), Outcome.NOT_USABLE, detail) for file in without_cases
     ]
 
 
-def _short_name(name: str) -> str:
+def _shorten_name(name: str) -> str:
     return name.removeprefix("tests/models/")
 
 
-def _case(name: str, theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] | None) -> Case:
-    short_name = _short_name(name)
+def _judge_case(
+    name: str, theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] | None
+) -> Case:
+    short_name = _shorten_name(name)
     if theirs is None or theirs["outcome"] != "passed":
         detail = "not run without ours" if theirs is None else theirs["outcome"]
         return Case(SUITE, short_name, Outcome.NOT_USABLE, detail)

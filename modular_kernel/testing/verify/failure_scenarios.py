@@ -41,7 +41,10 @@ _ON_HOSTS = "; ranks 0, 1: all of host a; ranks 3, 4, 5: on host b"
 
 
 def _make_record(
-    step: int = _STEP, phase: str = _PHASE, waited_s: float = 12.5, **other_fields: object
+    step: int | None = _STEP,
+    phase: str = _PHASE,
+    waited_s: float | None = 12.5,
+    **other_fields: object,
 ) -> dict[str, Any]:
     return {"step": step, "phase": phase, "waited_s": waited_s, **other_fields}
 
@@ -75,7 +78,7 @@ _FAILURES: tuple[tuple[Mapping[int, Any], float, tuple[int, ...], str], ...] = (
             3: _make_record(phase="send"),
             4: _make_record(step=None),
             5: _make_record(waited_s=None),
-        },  # type: ignore[arg-type]
+        },
         12.0,
         _ALL_OTHERS,
         f"no sign of life{_ON_HOSTS}",
