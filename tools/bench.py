@@ -72,7 +72,7 @@ TINY_COMPOSE_SECONDS = 0.0  # with this budget, compose times nothing
 
 def split_list(text):
     """Split a comma-separated list."""
-    return [word for word in text.split(",") if word]
+    return [item for item in text.split(",") if item]
 
 
 def parse_schemes(text):

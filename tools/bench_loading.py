@@ -122,10 +122,10 @@ def write_repeated(folder: Path, kind: str, sizes: dict[str, int], megabytes: fl
     experts = max(round(megabytes * 1e6 / expert_bytes), 1)
     tensors = {}
     for name, tensor in repeated_tensors.items():
-        before, _, after = name.partition(".experts.")
+        prefix, _, after = name.partition(".experts.")
         number, _, suffix = after.partition(".")
         for e in range(int(number), experts, REPEATED_EXPERTS):
-            tensors[f"{before}.experts.{e}.{suffix}"] = tensor.clone()
+            tensors[f"{prefix}.experts.{e}.{suffix}"] = tensor.clone()
     save_file(tensors, file)
     config.write_text(json.dumps(json.loads(config.read_text()) | {"num_experts": experts}))
     return Load(kind, lambda: load_experts(folder, 0), file, experts)

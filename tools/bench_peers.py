@@ -128,11 +128,11 @@ class VllmExperts(LayerPeer):
 
     def _moe_config(self, problem):
         config = import_module(f"{_MOE}.config")
-        known = {field.name for field in fields(config.FusedMoEConfig) if field.init}
+        field_names = {field.name for field in fields(config.FusedMoEConfig) if field.init}
         # vLLM before 0.26 has only the second of these fields.
         size, size_per_rank = "intermediate_size", "intermediate_size_per_partition"
         return config.FusedMoEConfig(
-            **{size if size in known else size_per_rank: problem.intermediate},
+            **{size if size in field_names else size_per_rank: problem.intermediate},
             # size of the buffers of the CUTLASS experts; the default is 256
             max_num_tokens=problem.tokens,
             num_experts=problem.experts,
@@ -272,14 +272,14 @@ class TritonKernels(LayerPeer):
     def call(self, x_TH, routing):
         mm = self.mm.matmul_ogs
         ids, router = routing.topk_ids_TK, routing.topk_weights_TK
-        data, gather, scatter = self.tables(ids, router, self.experts)
+        routing_data, gather, scatter = self.tables(ids, router, self.experts)
         h = mm(
-            x_TH, self.w1, None, data,
+            x_TH, self.w1, None, routing_data,
             gather_indx=gather, precision_config=self.configs[0], fused_activation=self.act,
         )  # fmt: skip
         return mm(
-            h, self.w2, None, data,
-            scatter_indx=scatter, precision_config=self.configs[1], gammas=data.gate_scal,
+            h, self.w2, None, routing_data,
+            scatter_indx=scatter, precision_config=self.configs[1], gammas=routing_data.gate_scal,
         )  # fmt: skip
 
 
@@ -305,8 +305,8 @@ class Padded(Layer):
     def pad(self, problem):
         """Return the problem with sizes rounded up to whole blocks."""
         sizes = problem.hidden, problem.intermediate
-        hidden, inner = (-(-n // b) * b for n, b in zip(sizes, self.blocks, strict=True))
-        return replace(problem, hidden=hidden, intermediate=inner)
+        hidden, intermediate = (-(-n // b) * b for n, b in zip(sizes, self.blocks, strict=True))
+        return replace(problem, hidden=hidden, intermediate=intermediate)
 
     def refusal(self, problem):
         return self.layer.refusal(self.pad(problem))

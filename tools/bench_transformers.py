@@ -240,10 +240,10 @@ def time_cell(bench, models, mode, workload_class, size):
         steps = runs[name].steps if workload_class is Decode else 1
         rows[name]["ms"] = statistics.median(values) / steps
         rows[name]["all_ms"] = [milliseconds / steps for milliseconds in values]
-    base = rows.get(BASELINE, {}).get("ms")
+    baseline_ms = rows.get(BASELINE, {}).get("ms")
     for row in rows.values():
-        if base and "ms" in row:
-            row["times_base"] = base / row["ms"]
+        if baseline_ms and "ms" in row:
+            row["times_base"] = baseline_ms / row["ms"]
     return list(rows.values())
 
 

@@ -192,7 +192,11 @@ def _time_layer(name: str, problem: Problem, composed, args) -> list[dict]:
         )
         bucket = timer.time_bucket(order[1:])
         # The ratio of a much slower pairing is imprecise, because it is timed in only two rounds.
-        ratios = {o.pair: o.ratio for o in bucket.outcomes if o.ratio is not None and not o.rough}
+        ratios = {
+            outcome.pair: outcome.ratio
+            for outcome in bucket.outcomes
+            if outcome.ratio is not None and not outcome.rough
+        }
         if not ratios:  # no pairing could be timed, or the time is up
             continue
         best = min(ratios, key=ratios.__getitem__)
@@ -216,8 +220,15 @@ def _time_layer(name: str, problem: Problem, composed, args) -> list[dict]:
                     "best": pairing_name(best),
                     "x_best": ratio / ratios[best],
                     "outcomes": [
-                        [pairing_name(o.pair), o.us, o.ratio, o.rough, o.mode, o.why]
-                        for o in bucket.outcomes
+                        [
+                            pairing_name(outcome.pair),
+                            outcome.us,
+                            outcome.ratio,
+                            outcome.rough,
+                            outcome.mode,
+                            outcome.why,
+                        ]
+                        for outcome in bucket.outcomes
                     ],
                 }
             )

@@ -202,9 +202,8 @@ def gguf(folder: Path) -> Iterator[Case]:
                 shape = (*stack.shape[:2], stack.shape[2] // size * bytes_of_block)
                 packed = rng.integers(0, 256, shape, dtype=np.uint8)
                 blocks = packed.reshape(-1, bytes_of_block)
-                for offset in factor_offsets[
-                    type_name
-                ]:  # make the factors finite and not too small
+                # Make the factors finite and not too small.
+                for offset in factor_offsets[type_name]:
                     blocks[:, offset + 1] = blocks[:, offset + 1] & 0x83 | 0x18
             else:
                 packed = library.quants.quantize(stack, kind)
@@ -284,12 +283,16 @@ def auto_round(folder: Path) -> Iterator[Case]:
 def llmcompressor(folder: Path) -> Iterator[Case]:
     from llmcompressor import model_free_ptq
 
-    plain = folder / "plain"
-    values = _write(plain, None, lambda weight: ({"weight": weight.bfloat16()}, weight))
+    unquantized_folder = folder / "plain"
+    values = _write(
+        unquantized_folder, None, lambda weight: ({"weight": weight.bfloat16()}, weight)
+    )
     for scheme in ("FP8_BLOCK", "FP8_DYNAMIC", "NVFP4A16", "MXFP4A16", "W8A16", "W4A16"):
         target = folder / scheme
         try:
-            model_free_ptq(plain, target, scheme=scheme, device="cpu", ignore=["lm_head"])
+            model_free_ptq(
+                unquantized_folder, target, scheme=scheme, device="cpu", ignore=["lm_head"]
+            )
         except Exception as error:  # noqa: BLE001  schemes that the library does not support
             print(f"  llmcompressor {scheme}: {type(error).__name__}: {str(error)[:100]}")
             continue
@@ -479,22 +482,28 @@ def torchao(folder: Path) -> Iterator[Case]:  # noqa: C901 (a case for each kind
         options = config_to_dict(FqnToConfig({r"re:.*\.experts\.(gate_up|down)_proj": config}))
         path = folder / f"{name}, parameters"
         yield f"{name}; parameters", _write_torchao(path, options, parameters), values, True
-    plain = folder / "plain"
-    _write(plain, None, lambda weight: ({"weight": weight}, weight))
+    unquantized_folder = folder / "plain"
+    _write(unquantized_folder, None, lambda weight: ({"weight": weight}, weight))
     for name in ("int8, rows", "fp8, rows"):
-        yield f"{name}; saved by transformers", *_save_with_transformers(plain, configs[name]), True
+        yield (
+            f"{name}; saved by transformers",
+            *_save_with_transformers(unquantized_folder, configs[name]),
+            True,
+        )
 
 
-def _save_with_transformers(plain: Path, config: Any) -> tuple[Path, Tensors]:
+def _save_with_transformers(unquantized_folder: Path, config: Any) -> tuple[Path, Tensors]:
     """Quantize a model, attention included, and save it. Returns its folder and experts' values."""
     from torchao.quantization import FqnToConfig
     from transformers import AutoModelForCausalLM, TorchAoConfig
 
     names = {r"re:.*\.experts\.(gate_up|down)_proj": config, r"re:.*\.[qkvo]_proj": config}
     model = AutoModelForCausalLM.from_pretrained(
-        plain, dtype=torch.bfloat16, quantization_config=TorchAoConfig(FqnToConfig(names))
+        unquantized_folder,
+        dtype=torch.bfloat16,
+        quantization_config=TorchAoConfig(FqnToConfig(names)),
     )
-    folder = plain.with_name(f"saved {type(config).__name__}")
+    folder = unquantized_folder.with_name(f"saved {type(config).__name__}")
     model.save_pretrained(folder)
     experts, values = model.model.layers[0].mlp.experts, Tensors()
     for e in range(EXPERTS):

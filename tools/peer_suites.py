@@ -124,16 +124,16 @@ def _write_record(path: Path, new_suites: Mapping[str, Any], commits: list[str])
     suites = record.get("suites", {}) | new_suites
     outcomes: Counter[str] = Counter()
     comparisons: Counter[str] = Counter()
-    for entry in suites.values():
-        outcomes.update(entry["outcomes"])
-        comparisons.update(entry["comparisons"])
-    checkouts = record.get("checkouts", {}) | dict(entry.split("=", 1) for entry in commits)
+    for suite_record in suites.values():
+        outcomes.update(suite_record["outcomes"])
+        comparisons.update(suite_record["comparisons"])
+    checkouts = record.get("checkouts", {}) | dict(commit.split("=", 1) for commit in commits)
     record = {
         "torch": torch.__version__,
         "triton": triton.__version__,
         "checkouts": checkouts,
         "cases": sum(outcomes.values()),
-        "shrunk": sum(entry["shrunk"] for entry in suites.values()),
+        "shrunk": sum(suite_record["shrunk"] for suite_record in suites.values()),
         "outcomes": dict(outcomes),
         "comparisons": dict(comparisons),
         "suites": suites,

@@ -1,4 +1,4 @@
-"""Run a soak test of a part over ranks: `tools/soak.py PART --world-size 2 --backend nccl`.
+"""Run the soak test of a part: `python tools/soak.py PART --world-size 2 --backend nccl`.
 
 Calls the kernel, a plan and a CUDA graph many times with random sizes and skew, verifies every
 100th output, and monitors memory. Ends after --steps or --seconds, prints the number of steps, and

@@ -81,9 +81,9 @@ def summary(cases: Iterable[Case]) -> dict[str, Any]:
         {"suite": suite, "outcome": outcome, "why": detail, "cases": count}
         for (suite, outcome, detail), count in sorted(reasons.items())
     ]
-    bad = [str(case) for case in all_cases if case.outcome in FAILURES]
+    failures = [str(case) for case in all_cases if case.outcome in FAILURES]
     for suite, counts in suites.items():
         if counts[Outcome.NOT_USABLE] == counts["total"]:
             detail = next(case.why for case in all_cases if case.suite == suite)
-            bad.append(f"{suite}: no case could be used: {detail}")
-    return {"suites": suites, "reasons": listed, "bad": bad}
+            failures.append(f"{suite}: no case could be used: {detail}")
+    return {"suites": suites, "reasons": listed, "bad": failures}

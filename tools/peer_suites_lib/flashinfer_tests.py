@@ -68,7 +68,7 @@ def _list_layer_suites(root: Path) -> list[Suite]:
     mono = Source(root, "tests/moe/test_monomoe.py")
     mono.define("_quant_act_block_wise", "_block_wise_gemm", "_python_reference_fp8")
     mx = _Cutlass(cutlass, "mxfp4_w4a16", torch.bfloat16, Tolerance(1e-1, 1e-1))
-    plain = _Cutlass(cutlass, "none", torch.float16, Tolerance(1e-2, 1e-2))
+    unquantized = _Cutlass(cutlass, "none", torch.float16, Tolerance(1e-2, 1e-2))
     gelu = _Cutlass(cutlass, "none", torch.float16, Tolerance(1e-2, 1e-2), gelu=True)
     fp8 = _Cutlass(cutlass, "fp8_w8a8_tensor", torch.float16, Tolerance(1e-1, 1e-1))
     monomoe = LayerCheck(_make_mono_reference(mono), Tolerance(mean=0.2))
@@ -76,7 +76,7 @@ def _list_layer_suites(root: Path) -> list[Suite]:
     fp4 = partial(_raise_missing, "nvfp4 with a choice of 4 or 6 as the largest code of a group")
     int4 = partial(_raise_missing, "int4 weights with fp8 activations")
     return [
-        _make_suite(cutlass, "test_moe", plain),
+        _make_suite(cutlass, "test_moe", unquantized),
         _make_suite(cutlass, "test_moe_gelu_tanh", gelu),
         _make_suite(cutlass, "test_moe_expert_parallel", partial(_check_expert_parallel, cutlass)),
         _make_suite(cutlass, "test_moe_fp8", fp8),
@@ -92,8 +92,8 @@ def _list_layer_suites(root: Path) -> list[Suite]:
     ]
 
 
-def _raise_missing(what: str, p: Any) -> CaseOutcome:
-    raise MissingError(what)
+def _raise_missing(feature: str, p: Any) -> CaseOutcome:
+    raise MissingError(feature)
 
 
 class _Cutlass:
@@ -223,8 +223,8 @@ def _list_router_suites(root: Path) -> list[Suite]:
     names = ["default", "renormalize", "renormalize_naive", "topk", "sigmoid_renorm", "minimax2"]
     names = [f"routing_reference_{name}" for name in names]
     utils.define(*names)
-    known = {name: utils.namespace[name] for name in names}
-    routing = Source(root, "tests/moe/test_trtllm_gen_routing.py", _NAMESPACE | known)
+    references = {name: utils.namespace[name] for name in names}
+    routing = Source(root, "tests/moe/test_trtllm_gen_routing.py", _NAMESPACE | references)
     dsv3 = Source(root, "tests/model_optimizations/test_dsv3_fused_routing.py", _NAMESPACE)
     tables = Source(root, "tests/moe/test_hash_topk.py", _NAMESPACE)
     hashed = tables.function("_ref_hash_topk")
@@ -261,8 +261,8 @@ def _check_custom(p: Any) -> CaseOutcome:
                   hot_expert=p["hot_expert"])  # fmt: skip
 
     def reference(x: torch.Tensor, _: object) -> Selection:
-        info, scores = p["reference"](x, p["top_k"], p["num_experts"], 8)
-        ids = info["topKIndices"].long()
+        routing_info, scores = p["reference"](x, p["top_k"], p["num_experts"], 8)
+        ids = routing_info["topKIndices"].long()
         return scores.float().gather(1, ids), ids
 
     return check_router(case, reference)

@@ -166,8 +166,8 @@ class Exact:
     def _has_highest_scores(self, ids: torch.Tensor, rows: slice) -> bool:
         """Return whether no eligible expert has a higher score than a chosen one."""
         choice, spec = self.choice[rows], self.spec
-        chosen = torch.zeros_like(choice, dtype=torch.bool).scatter(1, ids, True)
-        eligible = torch.ones_like(chosen)
+        is_chosen = torch.zeros_like(choice, dtype=torch.bool).scatter(1, ids, True)
+        is_eligible = torch.ones_like(is_chosen)
         if spec.topk_groups < spec.groups:
             by_group = choice.view(len(choice), spec.groups, -1)
             group_scores = (
@@ -177,9 +177,9 @@ class Exact:
             is_certain = group_scores > threshold + self._spread  # selected with any rounding
             is_possible = group_scores >= threshold - self._spread  # selected with some rounding
             size = by_group.shape[2]
-            if bool((chosen & ~is_possible.repeat_interleave(size, 1)).any()):
+            if bool((is_chosen & ~is_possible.repeat_interleave(size, 1)).any()):
                 return False
-            eligible = is_certain.repeat_interleave(size, 1)
-        lowest_chosen = choice.masked_fill(~chosen, torch.inf).amin(1)
-        highest_other = choice.masked_fill(chosen | ~eligible, -torch.inf).amax(1)
+            is_eligible = is_certain.repeat_interleave(size, 1)
+        lowest_chosen = choice.masked_fill(~is_chosen, torch.inf).amin(1)
+        highest_other = choice.masked_fill(is_chosen | ~is_eligible, -torch.inf).amax(1)
         return bool((lowest_chosen >= highest_other - self._spread).all())

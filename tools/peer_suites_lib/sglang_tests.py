@@ -160,8 +160,10 @@ def _list_block_arguments(layer: Layer, inputs: LayerInputs) -> tuple[object, ..
 
 def _list_routing_arguments(layer: Layer, inputs: LayerInputs) -> tuple[object, ...]:
     routing = inputs.routing
-    chosen = SimpleNamespace(topk_weights=routing.topk_weights_TK, topk_ids=routing.topk_ids_TK)
-    return chosen, layer.top_k, _block_shape(layer)
+    topk_output = SimpleNamespace(
+        topk_weights=routing.topk_weights_TK, topk_ids=routing.topk_ids_TK
+    )
+    return topk_output, layer.top_k, _block_shape(layer)
 
 
 def _list_score_arguments(layer: Layer, inputs: LayerInputs) -> tuple[object, ...]:
@@ -245,20 +247,24 @@ def _list_router_suites(root: Path) -> list[Suite]:
     gate = Source(root, "sgl-kernel/tests/test_moe_fused_gate.py")
     kimi = Source(root, "sgl-kernel/tests/test_kimi_k2_moe_fused_gate.py")
     native = topk.namespace["fused_topk_torch_native"]
-    plain = partial(_check_topk, native, "softmax")
-    logistic = partial(_check_topk, native, "sigmoid")
+    softmax_check = partial(_check_topk, native, "softmax")
+    sigmoid_check = partial(_check_topk, native, "sigmoid")
     return [
-        _make_suite(softmax, "test_topkfast_softmax", plain),
-        _make_suite(softmax, "test_topk_softmax", plain),
-        _make_suite(softmax, "test_topk_softmax_dtype_regression", plain),
-        _make_suite(softmax, "test_topk_softmax_renormalize", partial(plain, renormalize=True)),
-        _make_suite(sigmoid, "test_topk_sigmoid", logistic),
-        _make_suite(sigmoid, "test_topk_sigmoid_dtype_regression", logistic),
-        _make_suite(sigmoid, "test_topk_sigmoid_renormalize", partial(logistic, renormalize=True)),
+        _make_suite(softmax, "test_topkfast_softmax", softmax_check),
+        _make_suite(softmax, "test_topk_softmax", softmax_check),
+        _make_suite(softmax, "test_topk_softmax_dtype_regression", softmax_check),
+        _make_suite(
+            softmax, "test_topk_softmax_renormalize", partial(softmax_check, renormalize=True)
+        ),
+        _make_suite(sigmoid, "test_topk_sigmoid", sigmoid_check),
+        _make_suite(sigmoid, "test_topk_sigmoid_dtype_regression", sigmoid_check),
+        _make_suite(
+            sigmoid, "test_topk_sigmoid_renormalize", partial(sigmoid_check, renormalize=True)
+        ),
         _make_suite(
             sigmoid,
             "test_topk_sigmoid_renormalize_correction_bias",
-            partial(logistic, renormalize=True, bias=True),
+            partial(sigmoid_check, renormalize=True, bias=True),
         ),
         _make_suite(
             gate,
@@ -389,9 +395,9 @@ def _check_by_row(reference: Any, p: Any) -> CaseOutcome:
 def _check_activation(reference: Any, kind: str, p: Any) -> CaseOutcome:
     tokens = p["NUM_TOKENS"] if "NUM_TOKENS" in p else p["batch_size"] * p["seq_len"]
     dtype = p.get("DTYPES", torch.float16)
-    rows, inner, shrunk = shrink_rows(tokens, p["D"] if "D" in p else p["dim"])
+    rows, intermediate, shrunk = shrink_rows(tokens, p["D"] if "D" in p else p["dim"])
     tolerance = Tolerance(1e-2, 1e-2) if dtype is torch.bfloat16 else Tolerance(1e-3, 1e-3)
-    x = draw_normal_rows(rows, 2 * inner, dtype)
+    x = draw_normal_rows(rows, 2 * intermediate, dtype)
     return check_activation(x, ActivationSpec(kind), reference, tolerance, shrunk)
 
 

@@ -73,7 +73,7 @@ def _list_layer_suites(root: Path, references: VllmReferences) -> list[Suite]:
     moe.source.define("iterative_moe")
     cpu.source.namespace |= {"ACT": ["SILU", "SWIGLUOAI", "GELU", "GELU_TANH"]}
     cpu.source.define("_ref_moe_activation", "ref_fused_moe")
-    plain = LayerCheck(
+    unquantized = LayerCheck(
         lambda layer, inputs: moe.source.namespace["iterative_moe"](  # type: ignore[operator]
             inputs.x, inputs.weights.w1.contiguous(), inputs.weights.w2.contiguous(), inputs.score,
             layer.top_k, layer.experts, inputs.weights.expert_map, False,
@@ -100,8 +100,8 @@ def _list_layer_suites(root: Path, references: VllmReferences) -> list[Suite]:
     fp8_rows_file = VllmTestFile(root, "moe/test_triton_moe_ptpc_fp8.py")
     int8_rows_file = VllmTestFile(root, "quantization/test_int8_kernel.py")
     return [
-        moe.suite("test_fused_moe", partial(_check_plain, plain), ("use_td",)),
-        moe.suite("test_naive_block_assignment_moe", partial(_check_plain, plain)),
+        moe.suite("test_fused_moe", partial(_check_plain, unquantized), ("use_td",)),
+        moe.suite("test_naive_block_assignment_moe", partial(_check_plain, unquantized)),
         moe.suite("test_fused_moe_wn16", partial(_check_groups, groups)),
         VllmTestFile(root, "moe/test_batched_moe.py").suite(
             "test_fused_moe_batched_experts", partial(_check_batched, batched)
@@ -207,10 +207,10 @@ def _list_router_suites(root: Path) -> list[Suite]:
     refs = routing.source.namespace
     eplb = ("enable_eplb",)
     skip = ("hidden_size", "enable_eplb", "k", "n_hidden")
-    plain = partial(_check_topk, fused.source.namespace["torch_topk"])
+    topk_check = partial(_check_topk, fused.source.namespace["torch_topk"])
     return [
-        fused.suite("test_fused_topk", partial(plain, bias=False), skip),
-        fused.suite("test_fused_topk_bias", partial(plain, bias=True), skip),
+        fused.suite("test_fused_topk", partial(topk_check, bias=False), skip),
+        fused.suite("test_fused_topk_bias", partial(topk_check, bias=True), skip),
         grouped.suite(
             "test_grouped_topk", partial(_check_grouped, refs["baseline_grouped_topk"]), skip
         ),
@@ -407,8 +407,8 @@ def _check_gated(references: Any, p: Any) -> CaseOutcome:
     name = p["activation"]
     if name not in _GATED:
         raise MissingError(f"activation {name}")
-    rows, inner, shrunk = shrink_rows(p["num_tokens"], p["d"])
-    x = draw_normal_rows(rows, 2 * inner, p["dtype"])
+    rows, intermediate, shrunk = shrink_rows(p["num_tokens"], p["d"])
+    x = draw_normal_rows(rows, 2 * intermediate, p["dtype"])
     spec = ActivationSpec.parse(_GATED[name])
     return check_activation(x, spec, references[name], _make_tolerance(p["dtype"]), shrunk)
 
@@ -421,8 +421,8 @@ def _check_clamped(references: VllmReferences, p: Any) -> CaseOutcome:
         spec = ActivationSpec("swiglu_oai", alpha, limit, interleaved=False)
     else:
         raise MissingError("swiglu_oai with beta other than 1")
-    rows, inner, shrunk = shrink_rows(p["num_tokens"], p["d"])
-    x = draw_normal_rows(rows, 2 * inner, p["dtype"]) * 4
+    rows, intermediate, shrunk = shrink_rows(p["num_tokens"], p["d"])
+    x = draw_normal_rows(rows, 2 * intermediate, p["dtype"]) * 4
     return check_activation(x, spec, references.make_clamped(alpha, beta, limit),
                             _make_tolerance(p["dtype"]), shrunk)  # fmt: skip
 

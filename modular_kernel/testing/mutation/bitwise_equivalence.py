@@ -91,8 +91,11 @@ def draw_problems(
     """
     mutants_by_case: dict[Case, tuple[int, ...]] = {}
     for index, cases in enumerate(cases_by_mutant):
-        for covered in cases:
-            mutants_by_case[covered.case] = (*mutants_by_case.get(covered.case, ()), index)
+        for case_coverage in cases:
+            mutants_by_case[case_coverage.case] = (
+                *mutants_by_case.get(case_coverage.case, ()),
+                index,
+            )
     problems = list[tuple[Case, tuple[int, ...]]]()
     counts = [0 for _ in cases_by_mutant]
     num_drawn = dict[Case, int]()
@@ -108,8 +111,10 @@ def draw_problems(
     # Start with the mutants that have the fewest cases, because problems drawn for them also count
     # for other mutants.
     for index, cases in sorted(enumerate(cases_by_mutant), key=lambda indexed: len(indexed[1])):
-        by_duration = sorted(cases, key=lambda covered: covered.seconds)
-        cases_with_tokens = [covered.case for covered in by_duration if covered.case.problem.tokens]
+        by_duration = sorted(cases, key=lambda case_coverage: case_coverage.seconds)
+        cases_with_tokens = [
+            case_coverage.case for case_coverage in by_duration if case_coverage.case.problem.tokens
+        ]
         fast_cases = cases_with_tokens[:_NUM_FASTEST]
         while fast_cases and counts[index] < count:
             add_problem_of(fast_cases[counts[index] % len(fast_cases)])

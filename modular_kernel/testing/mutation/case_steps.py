@@ -73,15 +73,15 @@ def run_cases(
     unchanged: list[int] = []
 
     def run_all_cases() -> bool:
-        for index, covered in enumerate(cases):
+        for index, case_coverage in enumerate(cases):
             send({"case": index})
-            if runner.hash_case(covered.case, machine) == covered.digest:
+            if runner.hash_case(case_coverage.case, machine) == case_coverage.digest:
                 unchanged.append(index)
-                if len(unchanged) == 1 and not passes(index, covered.case):
+                if len(unchanged) == 1 and not passes(index, case_coverage.case):
                     return False
                 continue
             send({"differs": index})
-            if not passes(index, covered.case):
+            if not passes(index, case_coverage.case):
                 return False
         return True
 

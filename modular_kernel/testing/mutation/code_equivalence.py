@@ -198,8 +198,15 @@ def is_in_kernel(mutant: Mutant) -> bool:
 def _find_differing(expected: Sequence[_Launch], launches: Sequence[_Launch]) -> frozenset[int]:
     """Return the indices of launches whose IR differs. `launches` may be shorter."""
     pairs = [*enumerate(zip(expected, launches, strict=False))]
-    assert all(old.kernel == new.kernel for _, (old, new) in pairs)
-    return frozenset(index for index, (old, new) in pairs if old.ir != new.ir)
+    assert all(
+        expected_launch.kernel == actual_launch.kernel
+        for _, (expected_launch, actual_launch) in pairs
+    )
+    return frozenset(
+        index
+        for index, (expected_launch, actual_launch) in pairs
+        if expected_launch.ir != actual_launch.ir
+    )
 
 
 def _compile(request: _Request) -> tuple[_Launch, ...]:
@@ -217,7 +224,7 @@ def _compile(request: _Request) -> tuple[_Launch, ...]:
         stdout=subprocess.PIPE,
         check=True,
     )
-    return tuple(_Launch(*entry) for entry in json.loads(process.stdout))
+    return tuple(_Launch(*launch_fields) for launch_fields in json.loads(process.stdout))
 
 
 class _StopAtIr(Exception):

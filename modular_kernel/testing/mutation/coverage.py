@@ -131,13 +131,13 @@ def cover(
 
     child = ChildProcess(work, _CASE_TIMEOUT_S)
     cases = _select_cases(list_cases(pairs, level)[0], selected)
-    covered = []
+    case_coverages = []
     loading: dict[str, frozenset[int]] = {}
     for index, message in enumerate(child):
         lines = {file: frozenset(numbers) for file, numbers in message["lines"].items()}
         if index:
             case = cases[index - 1]
-            covered.append(CaseCoverage(case, message["seconds"], message["digest"], lines))
+            case_coverages.append(CaseCoverage(case, message["seconds"], message["digest"], lines))
             on_case(join_pairs(pairs), index, len(cases))
         else:
             loading |= lines
@@ -145,7 +145,7 @@ def cover(
             loading[file] = loading.get(file, frozenset()).union(numbers)
     exit_info = child.exit
     error = "" if exit_info.status == "done" else f"{exit_info.status}: {exit_info.detail}"
-    return Coverage(loading, tuple(covered), error)
+    return Coverage(loading, tuple(case_coverages), error)
 
 
 def _select_cases(cases: Iterable[Case], selected: Collection[Case] | None) -> tuple[Case, ...]:

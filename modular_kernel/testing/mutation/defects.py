@@ -29,24 +29,24 @@ def read_defects(path: Path, root: Path) -> tuple[Defect, ...]:
     text exactly once.
     """
     return tuple(
-        _make_defect(entry, root) for entry in json.loads(path.read_text(encoding="utf-8"))
+        _make_defect(record, root) for record in json.loads(path.read_text(encoding="utf-8"))
     )
 
 
-def _make_defect(entry: dict[str, str], root: Path) -> Defect:
-    path = root / entry["file"]
+def _make_defect(record: dict[str, str], root: Path) -> Defect:
+    path = root / record["file"]
     if not path.is_file():
-        raise ConfigurationError(entry["what"], got=f"no {path}", need="a file of the checkout")
-    source = Source(".".join(Path(entry["file"]).with_suffix("").parts), path)
-    old = entry["old"].encode()
-    count = source.data.count(old)
+        raise ConfigurationError(record["what"], got=f"no {path}", need="a file of the checkout")
+    source = Source(".".join(Path(record["file"]).with_suffix("").parts), path)
+    old_bytes = record["old"].encode()
+    count = source.data.count(old_bytes)
     if count != 1:
-        need = f"{entry['old']!r} once in {entry['file']}"
-        raise ConfigurationError(entry["what"], got=f"{count} times", need=need)
-    start = source.data.index(old)
-    edit = Edit("defect", start, start + len(old), entry["new"])
-    first, last = _extend_lines(source, source.line(start), source.line(start + len(old) - 1))
-    return Defect(entry["what"], Mutant(entry["what"], source.module, path, edit, first, last))
+        need = f"{record['old']!r} once in {record['file']}"
+        raise ConfigurationError(record["what"], got=f"{count} times", need=need)
+    start = source.data.index(old_bytes)
+    edit = Edit("defect", start, start + len(old_bytes), record["new"])
+    first, last = _extend_lines(source, source.line(start), source.line(start + len(old_bytes) - 1))
+    return Defect(record["what"], Mutant(record["what"], source.module, path, edit, first, last))
 
 
 def _extend_lines(source: Source, first: int, last: int) -> tuple[int, int]:

@@ -62,11 +62,11 @@ class ChildProcess:
                 if not ready:
                     self.exit = ChildExit("hang", f"no message for {self.timeout_s:.0f} s")
                     return
-                data = os.read(self._reader, 1 << 20)
-                if not data:
+                chunk = os.read(self._reader, 1 << 20)
+                if not chunk:
                     self._record_exit()
                     return
-                *lines, buffer = (buffer + data).split(b"\n")
+                *lines, buffer = (buffer + chunk).split(b"\n")
                 for line in lines:
                     message = json.loads(line)
                     if message.get("done"):

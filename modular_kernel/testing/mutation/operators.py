@@ -60,11 +60,11 @@ def mutate_comparison(source: Source, node: ast.AST) -> Edits:
     assert isinstance(node, ast.Compare)
     left, has_time = node.left, any(map(_is_time, ast.walk(node)))
     for operator, right in zip(node.ops, node.comparators, strict=True):
-        old, new = _COMPARISONS[type(operator)]
-        offset = _find_between(source, left, right, old)
+        symbol, replacement = _COMPARISONS[type(operator)]
+        offset = _find_between(source, left, right, symbol)
         is_off_by_one = isinstance(operator, ast.Lt | ast.LtE | ast.Gt | ast.GtE)
         if offset is not None and not (is_off_by_one and has_time):
-            yield Edit("compare", offset, offset + len(old), new)
+            yield Edit("compare", offset, offset + len(symbol), replacement)
         left = right
 
 
@@ -228,12 +228,12 @@ def _mutate_keywords(source: Source, node: ast.Call, callee: str) -> Edits:
 def _mutate_range(source: Source, node: ast.Call, callee: str) -> Edits:
     if callee not in ("range", "static_range") or len(node.args) > 2:
         return
-    head = source.text_of(node.func)
+    range_name = source.text_of(node.func)
     first = source.text_of(node.args[0]) if len(node.args) == 2 else "0"
     last = source.text_of(node.args[-1])
-    yield source.replace_node("loop", node, f"{head}({first}, ({last}) - 1)")
-    yield source.replace_node("loop", node, f"{head}(({first}) + 1, {last})")
-    yield source.replace_node("order", node, f"{head}(({last}) - 1, ({first}) - 1, -1)")
+    yield source.replace_node("loop", node, f"{range_name}({first}, ({last}) - 1)")
+    yield source.replace_node("loop", node, f"{range_name}(({first}) + 1, {last})")
+    yield source.replace_node("order", node, f"{range_name}(({last}) - 1, ({first}) - 1, -1)")
 
 
 def mutate_ternary(source: Source, node: ast.AST) -> Edits:

@@ -66,7 +66,7 @@ class Ranks(Closeable):
         cases: Iterable[CaseCoverage] = (),
     ) -> None:
         self.world_size, self._per_host, self._mutants = world_size, ranks_per_host, mutants
-        self._seconds = {covered.case: covered.seconds for covered in cases}
+        self._seconds = {case_coverage.case: case_coverage.seconds for case_coverage in cases}
         self._pool: RankPool | None = None
 
     def close(self) -> None:
@@ -184,7 +184,7 @@ class OverRanks:
         """Trace all cases: the lines that any rank executes, and the duration on the slowest."""
         machine, files = this_machine(device="cpu"), {m: str(path) for m, path in modules.items()}
         find_dependents(set(modules))
-        covered: list[CaseCoverage] = []
+        case_coverages: list[CaseCoverage] = []
         with self._make_ranks() as ranks:
             run = ranks.start().run
             query = rank_tasks.CaseQuery(pairs, level, machine, self.ranks_per_host)
@@ -198,14 +198,14 @@ class OverRanks:
                         rank_tasks.hash_case_with_tracing, *args, timeout=2 * _TRACED_TIMEOUT_S
                     )
                     digests, seconds, lines, loaded = zip(*rank_results, strict=True)
-                    covered.append(
+                    case_coverages.append(
                         CaseCoverage(case, max(seconds), join_digests(digests), merge_lines(lines))
                     )
                     loading = merge_lines((loading, *loaded))
-                    self.on_case(join_pairs(pairs), len(covered), len(cases))
+                    self.on_case(join_pairs(pairs), len(case_coverages), len(cases))
             except RankError as error:
-                return Coverage({}, tuple(covered), str(error))
-        return Coverage(loading, tuple(covered))
+                return Coverage({}, tuple(case_coverages), str(error))
+        return Coverage(loading, tuple(case_coverages))
 
     def run_mutant(
         self, mutant: Mutant, cases: Sequence[CaseCoverage], listing: CaseListing | None

@@ -52,11 +52,11 @@ def changed_texts(mutants: Sequence[Mutant]) -> dict[str, tuple[str, str]]:
                 "mutants", got="two at the same place", need="different places"
             )
         source = Source(module, module_mutants[0].path)
-        data = source.data
+        content = source.data
         for mutant in module_mutants:
             edit = mutant.edit
-            data = data[: edit.start] + edit.new.encode() + data[edit.end :]
-        texts[module] = str(source.path), data.decode()
+            content = content[: edit.start] + edit.new.encode() + content[edit.end :]
+        texts[module] = str(source.path), content.decode()
     return texts
 
 

@@ -80,12 +80,12 @@ class KillHistory:
         by_cost = sorted(cases, key=lambda c: c.seconds / (1 + self._kills[mutant.module, c.case]))
         file = str(mutant.path)
         line_covering, uncovered = _split_covering(
-            by_cost, lambda covered: covered.lines.get(file, frozenset())
+            by_cost, lambda case_coverage: case_coverage.lines.get(file, frozenset())
         )
-        axis_covering, others = _split_covering(
-            uncovered, lambda covered: list_axes(covered.case), line_covering
+        axis_covering, remaining = _split_covering(
+            uncovered, lambda case_coverage: list_axes(case_coverage.case), line_covering
         )
-        return line_covering + axis_covering + others
+        return line_covering + axis_covering + remaining
 
     def add(self, mutant: Mutant, case: Case) -> None:
         self._kills[mutant.module, case] += 1
@@ -107,11 +107,13 @@ def _split_covering(
     preceding: Sequence[CaseCoverage] = (),
 ) -> tuple[list[CaseCoverage], list[CaseCoverage]]:
     """Split cases into those with an item that no earlier case has, and the remaining ones."""
-    covered_items = {item for covered in preceding for item in list_items(covered)}
+    covered_items = {item for case_coverage in preceding for item in list_items(case_coverage)}
     covering, not_covering = list[CaseCoverage](), list[CaseCoverage]()
-    for covered in cases:
-        (not_covering if list_items(covered) <= covered_items else covering).append(covered)
-        covered_items |= list_items(covered)
+    for case_coverage in cases:
+        (not_covering if list_items(case_coverage) <= covered_items else covering).append(
+            case_coverage
+        )
+        covered_items |= list_items(case_coverage)
     return covering, not_covering
 
 

@@ -172,7 +172,9 @@ def find_readers(tree: ast.Module) -> dict[int, tuple[tuple[int, int], ...]]:
     reads: dict[str, list[tuple[int, int]]] = {}
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef):
-            for statement in (inner for part in function.body for inner in ast.walk(part)):
+            for statement in (
+                inner for body_statement in function.body for inner in ast.walk(body_statement)
+            ):
                 if isinstance(statement, ast.stmt):
                     for name in iter_names(statement):
                         reads.setdefault(name.id, []).append(
@@ -180,7 +182,12 @@ def find_readers(tree: ast.Module) -> dict[int, tuple[tuple[int, int], ...]]:
                         )
     module_reads = Counter(n.id for n in ast.walk(tree) if isinstance(n, ast.Name))
     for function in (f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)):
-        names = (n for part in function.body for n in ast.walk(part) if isinstance(n, ast.Name))
+        names = (
+            n
+            for body_statement in function.body
+            for n in ast.walk(body_statement)
+            if isinstance(n, ast.Name)
+        )
         module_reads.subtract(n.id for n in names)
     return {
         lines[0]: tuple(dict.fromkeys(reads.get(name, ())))
@@ -229,5 +236,5 @@ def make_mutants(source: Source, edits: Iterator[tuple[Edit, int, int, str]]) ->
         yield Mutant(ident, source.module, source.path, edit, first, last, readers.get(first))
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()[:8]

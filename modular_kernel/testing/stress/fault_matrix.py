@@ -65,13 +65,14 @@ class FaultResult:
         """Return every deviation from the expected result; [] if the part handled the fault."""
         scenario, deviations = self.scenario, []
         expected_lost = {FAULTY_RANK} if scenario.kind == "killed" else set[int]()
-        for rank, text in self.lost.items():
-            if rank not in expected_lost or "SIGKILL" not in text:
-                deviations.append(f"rank {rank}: {text.strip().splitlines()[-1][:300]}")
+        for rank, message in self.lost.items():
+            if rank not in expected_lost or "SIGKILL" not in message:
+                deviations.append(f"rank {rank}: {message.strip().splitlines()[-1][:300]}")
         for rank in self.survivors:
             if rank in self.reports:
                 deviations += [
-                    f"rank {rank}: {text}" for text in self._check_survivor(self.reports[rank])
+                    f"rank {rank}: {message}"
+                    for message in self._check_survivor(self.reports[rank])
                 ]
         faulty_report = self.reports.get(FAULTY_RANK)
         if faulty_report is not None and not faulty_report.error:

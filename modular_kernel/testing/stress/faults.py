@@ -391,13 +391,13 @@ def _install_fault(kernel: FusedMoEModularKernel, context: FaultContext) -> None
         armed.clear()
         _fail(context)
 
-    def wrap(name: str, owner: Any, before: str, after: str) -> None:
+    def wrap(name: str, owner: Any, point_before: str, point_after: str) -> None:
         original = getattr(owner, name)
 
         def wrapped(*args: Any, **options: Any) -> Any:
-            reach_point(before)
+            reach_point(point_before)
             result = original(*args, **options)
-            reach_point(after)
+            reach_point(point_after)
             return result
 
         setattr(owner, name, wrapped)
@@ -446,7 +446,7 @@ def _is_usable(context: FaultContext) -> bool:
     inputs = context.make_inputs(problem, context.tokens_W)
     with use_timeout(RECOVERY_TIMEOUT_S):
         kernel = context.make_kernel(problem, context.choose_experts(problem))
-    first = kernel(inputs.x_TH, inputs.weights, inputs.routing).clone()
-    second = kernel(inputs.x_TH, inputs.weights, inputs.routing)
+    first_output = kernel(inputs.x_TH, inputs.weights, inputs.routing).clone()
+    second_output = kernel(inputs.x_TH, inputs.weights, inputs.routing)
     _raise_pending_errors(kernel)
-    return bool(first.isfinite().all()) and torch.allclose(first, second)
+    return bool(first_output.isfinite().all()) and torch.allclose(first_output, second_output)

@@ -226,15 +226,15 @@ class _Run:
         """Make steps until any rank has reached a limit; return the report."""
         params, started = self.params, time.monotonic()
         warmup_steps = min(params.warmup_steps, max(params.steps // 10, params.check_every))
-        before, last_progress = self._measure_resources(), started
-        resources, quarter = [(0, *before)], max(1, params.steps // 4)
+        resources_before, last_progress = self._measure_resources(), started
+        resources, quarter = [(0, *resources_before)], max(1, params.steps // 4)
         while not self._should_stop(started):
             for _ in range(params.check_every - 1):
                 self._step()
             self._step(redraw=True)
             if self.step <= warmup_steps:
-                before = self._measure_resources()
-                resources = [(self.step, *before)]
+                resources_before = self._measure_resources()
+                resources = [(self.step, *resources_before)]
             elif self.step // quarter > (self.step - params.check_every) // quarter:
                 resources.append((self.step, *self._measure_resources()))
             if self.rank == 0 and time.monotonic() - last_progress > _PROGRESS_INTERVAL_S:
@@ -244,10 +244,14 @@ class _Run:
                     f"{self.checked_outputs} outputs checked"
                 )
                 print(progress, file=sys.stderr, flush=True)  # noqa: T201  in a worker process
-        after = self._measure_resources()
+        resources_after = self._measure_resources()
         if resources[-1][0] < self.step:
-            resources.append((self.step, *after))
-        growth = after[0] - before[0], after[1] - before[1], after[2] - before[2]
+            resources.append((self.step, *resources_after))
+        growth = (
+            resources_after[0] - resources_before[0],
+            resources_after[1] - resources_before[1],
+            resources_after[2] - resources_before[2],
+        )
         names = "bytes of the GPU", "bytes of the process", "open files and threads"
         max_growth = params.cuda_bytes, params.rss_bytes, 0
         for name, increase, limit in zip(names, growth, max_growth, strict=True):

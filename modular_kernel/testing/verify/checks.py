@@ -200,10 +200,10 @@ def check_graph_replay(trial: Trial) -> Findings:
         output = plan(x_TH, inputs.weights, inputs.routing)
     for sample, expected in trial.expected_replays:
         original_inputs = sample.original_inputs
-        for tensor, value in zip(
+        for tensor, new_value in zip(
             inputs.tensors().values(), original_inputs.tensors().values(), strict=True
         ):
-            tensor.copy_(value)
+            tensor.copy_(new_value)
         x_TH.copy_(original_inputs.x_TH)
         graph.replay()
         yield from compare_outputs(trial, sample, output.clone(), expected)

@@ -186,10 +186,10 @@ class _Store:
         self.published: list[dict[str, Any]] = []
         self.read: list[int] = []
 
-    def set(self, _key: str, text: str) -> None:
-        self.published.append(json.loads(text))
+    def set(self, _key: str, record: str) -> None:
+        self.published.append(json.loads(record))
         self._on_set()
-        self._records.setdefault(_RANK, text)
+        self._records.setdefault(_RANK, record)
 
     def check(self, keys: list[str]) -> bool:
         return all(_parse_rank(key) in self._records for key in keys)

@@ -153,11 +153,11 @@ def _check_call_state(context: ScenarioContext, kernel: FusedMoEModularKernel) -
     part: Any = kernel.prepare_finalize
     handshake = _get_handshake(part)
     exchange: Any = getattr(part, "fixed_capacity", None)
-    begin, calls, flags = handshake.begin, list[CallState](), list[bool]()
+    original_begin, calls, flags = handshake.begin, list[CallState](), list[bool]()
     shapes = dict[str, tuple[int, ...]]()
 
     def begin_on_gpu(call: CallState, *args: Any) -> Any:
-        step = begin(call, *args)
+        step = original_begin(call, *args)
         calls.append(call)
         call.peers_notified = False
         call.workspace = cast("Workspace", _RecordingWorkspace(call.workspace, shapes))
@@ -241,10 +241,10 @@ def check_device_handshake(context: ScenarioContext, kernel: FusedMoEModularKern
     if not has_builtin_classes(context):
         return
     handshake = _get_handshake(part)
-    for base in _BASES:
+    for base_changes in _BASES:
         for changes, equal_tokens, reason, need in _HEADERS:
-            if not base or "from rank" in reason:
-                header = _HEADER | dict(base)
+            if not base_changes or "from rank" in reason:
+                header = _HEADER | dict(base_changes)
                 yield _verify_headers(
                     handshake, part.manager, header, changes, equal_tokens, reason, need
                 )

@@ -59,8 +59,8 @@ def call_in_parts(
     template: a tensor with the shape, dtype and device of the result.
     """
     out = torch.empty_like(template)
-    for part in parts:
-        out[part.to(out.device)] = call(part)
+    for tokens in parts:
+        out[tokens.to(out.device)] = call(tokens)
     return out
 
 

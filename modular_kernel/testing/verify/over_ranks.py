@@ -262,13 +262,19 @@ class RankTrial(Trial):
 
         changes: fields of Problem.
         """
-        first = self.first
-        assert isinstance(first, RankSample)
-        changed_case = replace(first.case, problem=replace(first.case.problem, **changes))
+        first_sample = self.first
+        assert isinstance(first_sample, RankSample)
+        changed_case = replace(
+            first_sample.case, problem=replace(first_sample.case.problem, **changes)
+        )
         if not changed_case.verdict(self.machine).ok:
             return None
         return RankSample(
-            changed_case, first.rank, first.device, counts=first.counts, seed_offset=0
+            changed_case,
+            first_sample.rank,
+            first_sample.device,
+            counts=first_sample.counts,
+            seed_offset=0,
         )
 
     @property

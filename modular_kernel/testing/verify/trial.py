@@ -215,16 +215,19 @@ class Trial:
         wider = replace(problem, tokens=tokens, intermediate=2 * problem.intermediate)
         if not check(case.prepare_finalize, case.experts, wider, self.machine).ok:
             wider = replace(problem, tokens=tokens)
-        other = replace(case, problem=wider, variation=ORDINARY)
-        sample = Sample(other, self.first.device, tokens=tokens, seed_offset=3)
-        return self.build(other, self.machine, True), sample
+        other_case = replace(case, problem=wider, variation=ORDINARY)
+        sample = Sample(other_case, self.first.device, tokens=tokens, seed_offset=3)
+        return self.build(other_case, self.machine, True), sample
 
     @cached_property
     def interleaved(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The outputs of `first` and `other`; `first` starts earlier and finishes later."""
-        first, other = start(self.kernel, self.first), start(self.kernel, self.other)
-        other_output = other.finish().clone()
-        return first.finish().clone(), other_output
+        """The outputs of `first` and `other`. `first` starts earlier and finishes later."""
+        first_pending, other_pending = (
+            start(self.kernel, self.first),
+            start(self.kernel, self.other),
+        )
+        other_output = other_pending.finish().clone()
+        return first_pending.finish().clone(), other_output
 
 
 def call(kernel: FusedMoEModularKernel | Plan, sample: Sample) -> torch.Tensor:

@@ -236,10 +236,10 @@ def _write_files(case: CheckpointCase, folder: Path, tensors: Tensors, config: A
     """Write the files; return a description of the change, or ""."""
     kind, draw = case.change, case.data.draw
     description = f", {kind} changed" if kind else ""
-    text = json.dumps(config)
+    json_text = json.dumps(config)
     if kind == "config":
-        text = draw(_changed_text(config))
-    (folder / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+        json_text = draw(_changed_text(config))
+    (folder / "config.json").write_bytes(json_text.encode("utf-8", "surrogatepass"))
     if kind == "tensor":
         description += draw(_changed_tensors(tensors))
     content = save(tensors)
@@ -251,15 +251,15 @@ def _write_files(case: CheckpointCase, folder: Path, tensors: Tensors, config: A
     (folder / "model.safetensors").write_bytes(content)
     if kind == "index" or (not kind and draw(biased_bool(percent_true=30))):
         index: Any = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
-        text = draw(_changed_text(index)) if kind else json.dumps(index)
-        (folder / _INDEX).write_bytes(text.encode("utf-8", "surrogatepass"))
+        json_text = draw(_changed_text(index)) if kind else json.dumps(index)
+        (folder / _INDEX).write_bytes(json_text.encode("utf-8", "surrogatepass"))
     return description
 
 
 @st.composite
 def _changed_text(draw: st.DrawFn, value: Any) -> str:
-    text = json.dumps(draw(changed_json(value)))
-    return draw(damaged_text(text)) if draw(biased_bool(percent_true=20)) else text
+    json_text = json.dumps(draw(changed_json(value)))
+    return draw(damaged_text(json_text)) if draw(biased_bool(percent_true=20)) else json_text
 
 
 @st.composite
@@ -311,8 +311,8 @@ def _changed_bytes(draw: st.DrawFn, content: bytes) -> tuple[bytes, str]:
 @st.composite
 def _changed_header(draw: st.DrawFn, content: bytes) -> bytes:
     size = int.from_bytes(content[:8], "little")
-    text = draw(_changed_text(json.loads(content[8 : 8 + size])))
-    header = text.encode("utf-8", "surrogatepass")
+    json_text = draw(_changed_text(json.loads(content[8 : 8 + size])))
+    header = json_text.encode("utf-8", "surrogatepass")
     return len(header).to_bytes(8, "little") + header + content[8 + size :]
 
 

@@ -64,12 +64,12 @@ def _is_close(output: torch.Tensor, expected: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def _frequent_thread_switches() -> Iterator[None]:
-    before = sys.getswitchinterval()
+    old_interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
         yield
     finally:
-        sys.setswitchinterval(before)
+        sys.setswitchinterval(old_interval)
 
 
 # --------------------------------------------------------------------------------- adapter pools
@@ -470,12 +470,12 @@ def _run_interrupted(
             if count == position:
                 raise error
 
-    before = sys.getprofile()
+    old_profiler = sys.getprofile()
     sys.setprofile(profile)
     try:
         action()
     finally:
-        sys.setprofile(before)
+        sys.setprofile(old_profiler)
 
 
 # Only code of this package is interrupted, because torch and the standard library do not tolerate

@@ -149,20 +149,22 @@ def _make_source(package: BrokenPackage, index: int) -> tuple[PartSource, str, t
         return PartSource(name, origin, load), f"raises {shorten(make_error())}", ()
     if kind == "offers":
         return PartSource(name, origin, lambda: value), f"offers {shorten(value)}", ()
-    base, class_name = _load_base_part(package.role), f"Theirs{index}"
+    base_part, class_name = _load_base_part(package.role), f"Theirs{index}"
     if kind == "requires":  # all requirements are replaced by junk
-        part = type(class_name, (base,), {"requires": value})
+        part = type(class_name, (base_part,), {"requires": value})
         return (
             PartSource(name, origin, lambda: (part,)),
             f"requires={shorten(value)}",
             (class_name,),
         )
     if kind == "field":
-        requires = run_or_classify("", lambda: replace(base.requires, **{package.field: value}))
-        part = type(class_name, (base,), {"requires": requires})
+        requires = run_or_classify(
+            "", lambda: replace(base_part.requires, **{package.field: value})
+        )
+        part = type(class_name, (base_part,), {"requires": requires})
         description = f"requires.{package.field}={shorten(value)}"
         return PartSource(name, origin, lambda: (part,)), description, ()
-    part = type(class_name, (base,), {"extra_rejections": classmethod(lambda *_: value)})
+    part = type(class_name, (base_part,), {"extra_rejections": classmethod(lambda *_: value)})
     return PartSource(name, origin, lambda: (part,)), f"extra_rejections gives {shorten(value)}", ()
 
 

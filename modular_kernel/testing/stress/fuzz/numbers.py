@@ -220,12 +220,12 @@ def check_placement_map(case: PlacementCase) -> FuzzOutcome:
     description = f"{slots} with copies {copies}"
 
     def run() -> str:
-        base = Placement(slots)
-        placement = base.with_copies(copies) if copies else base
+        base_placement = Placement(slots)
+        placement = base_placement.with_copies(copies) if copies else base_placement
         if Placement.from_eplb(*_to_eplb(placement), join=True) != placement:
             return "from_eplb gives another placement"
         return _find_slot_mismatch(placement, experts, case.seed) or _find_sum_mismatch(
-            base, experts, case
+            base_placement, experts, case
         )
 
     mismatch = run_or_classify(description, run)
@@ -266,18 +266,18 @@ def _find_slot_mismatch(placement: Placement, experts: int, seed: int) -> str:
     return ""
 
 
-def _find_sum_mismatch(base: Placement, experts: int, case: PlacementCase) -> str:
+def _find_sum_mismatch(base_placement: Placement, experts: int, case: PlacementCase) -> str:
     """Compute each rank's experts with an expert_map; compare the sum with the reference."""
     problem = replace(PROBLEM, experts=experts, top_k=min(K, experts))
     inputs = samples.make_call_inputs(case.seed, problem)
     summed_output = torch.zeros(PROBLEM.tokens, H)
-    for rank, experts_of_rank in enumerate(base.slots):
+    for rank, experts_of_rank in enumerate(base_placement.slots):
         local_problem = replace(problem, local_experts=len(experts_of_rank), expert_map=True)
         weights = replace(
             inputs.weights,
             w1=inputs.weights.w1[list(experts_of_rank)],
             w2=inputs.weights.w2[list(experts_of_rank)],
-            expert_map=base.expert_map(rank),
+            expert_map=base_placement.expert_map(rank),
         )
         summed_output += samples.make_torch_kernel(local_problem)(
             inputs.x_TH, weights, inputs.routing

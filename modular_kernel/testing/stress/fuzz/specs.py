@@ -70,8 +70,8 @@ def _is_lora(value: Any) -> bool:
     """Return whether the sizes in `value` are in range. Other errors are not detected."""
     if isinstance(value, AdapterSpec) or value == "none":
         return True
-    words = value.split(",") if isinstance(value, str) else []
-    sizes = {key: text for key, _, text in (word.partition("=") for word in words)}
+    options = value.split(",") if isinstance(value, str) else []
+    sizes = {key: text for key, _, text in (option.partition("=") for option in options)}
     limits = {"adapters": 65536, "rank": 256}
     return all(
         key in sizes and sizes[key].isdigit() and 0 < int(sizes[key]) <= limit
@@ -144,12 +144,12 @@ _PROBLEMS = st.builds(
 
 def check_problem(case: ProblemCase) -> FuzzOutcome:
     """Replace one to three fields of a valid problem, and check the result."""
-    base = run_or_classify("a problem", lambda: Problem(**case.fields))
-    if isinstance(base, FuzzOutcome):
-        return base
+    base_problem = run_or_classify("a problem", lambda: Problem(**case.fields))
+    if isinstance(base_problem, FuzzOutcome):
+        return base_problem
     changes = ", ".join(f"{name}={shorten(value)}" for name, value in case.replaced.items())
-    description = f"{format_problem(base)} with {changes}"
-    problem = run_or_classify(description, lambda: replace(base, **case.replaced))
+    description = f"{format_problem(base_problem)} with {changes}"
+    problem = run_or_classify(description, lambda: replace(base_problem, **case.replaced))
     if isinstance(problem, FuzzOutcome):
         return problem
     if not all(FIELDS[name](value) for name, value in case.replaced.items()):

@@ -47,12 +47,12 @@ class _DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def _temporarily(change: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
+def _temporarily(change: Callable[[Any], Any], value: Any, old_value: Any) -> Iterator[None]:
     change(value)
     try:
         yield
     finally:
-        change(before)
+        change(old_value)
 
 
 _SETTINGS: dict[str, Callable[[], Any]] = {
@@ -102,15 +102,15 @@ def _run_with_adapter(seed: int) -> list[torch.Tensor]:
     manager.load("mine", {3: import_object(f"{module}:MoELoRALayer")(adapter, 0.5)})
     starts = torch.tensor([0, 3, PROBLEM.tokens], device="cpu")
     batch = import_object(f"{module}:ForwardBatch")(("mine", None), starts)
-    info = manager.prepare_moe_lora_batch(batch, 3)
+    lora_info = manager.prepare_moe_lora_batch(batch, 3)
     adapted = import_object(f"{module}:FusedMoEWithLoRA")(layer, manager)
-    return [adapted(call_inputs.x_TH, call_inputs.routing, moe_lora_info=info)]
+    return [adapted(call_inputs.x_TH, call_inputs.routing, moe_lora_info=lora_info)]
 
 
 def _with_default_settings(make: Callable[[], Any]) -> Any:
     """Return `make()`, called with torch's initial default dtype and device."""
-    before = torch.get_default_dtype()
-    with _temporarily(torch.set_default_dtype, torch.float32, before), torch.device("cpu"):
+    old_dtype = torch.get_default_dtype()
+    with _temporarily(torch.set_default_dtype, torch.float32, old_dtype), torch.device("cpu"):
         return make()
 
 
@@ -262,8 +262,8 @@ def check_module_pattern(case: tuple[str, str, str]) -> FuzzOutcome:
         matches = re.compile(pattern, re.ASCII)
         matches_name = matches.match if kind == "regex" else matches.search
         # An entry with an end anchor also matches submodules of the modules that it matches.
-        covered = "$" in pattern and any(map(matches_name, parent_modules))
-        allowed_results = [True] if matches_name(name) else [False, covered]
+        matches_parent = "$" in pattern and any(map(matches_name, parent_modules))
+        allowed_results = [True] if matches_name(name) else [False, matches_parent]
     return FuzzOutcome(CORRECT if is_match in allowed_results else WRONG_RESULT, description)
 
 
