@@ -63,7 +63,7 @@ class LayerPeer(Layer):
             return stored.w1, stored.w2, stored.w1_scale[..., None], stored.w2_scale[..., None]
         return stored.w1, stored.w2, stored.w1_scale, stored.w2_scale
 
-    def quant_config(self, w1_scale, w2_scale):
+    def make_quant_config(self, w1_scale, w2_scale):
         if self.quant == "int4_w4a16_group":
             make = import_module(f"{_MOE}.config").int4_w4a16_moe_quant_config
             scales = w1_scale.bfloat16(), w2_scale.bfloat16()  # the kernel multiplies in x's dtype
@@ -91,7 +91,7 @@ class VllmTriton(LayerPeer):
         self.w1, self.w2, self.config = weights.w1, weights.w2, None
         if self.quant != "none":
             self.w1, self.w2, *scales = self.quantize_weights(problem, weights)
-            self.config = self.quant_config(*scales)
+            self.config = self.make_quant_config(*scales)
 
     def call(self, x_TH, routing):
         ids, router = routing.topk_ids_TK, routing.topk_weights_TK
@@ -122,11 +122,11 @@ class VllmExperts(LayerPeer):
         self.quantize = import_module(f"{_MOE}.utils").moe_kernel_quantize_input
         self.problem = problem
         self.w1, self.w2, *scales = self.quantize_weights(problem, weights)
-        self.config = self.quant_config(*scales)
+        self.config = self.make_quant_config(*scales)
         experts_cls = getattr(import_module(f"{_MOE}.experts.{module}"), cls)
-        self.experts = experts_cls(self._moe_config(problem), self.config)
+        self.experts = experts_cls(self._make_moe_config(problem), self.config)
 
-    def _moe_config(self, problem):
+    def _make_moe_config(self, problem):
         config = import_module(f"{_MOE}.config")
         field_names = {field.name for field in fields(config.FusedMoEConfig) if field.init}
         # vLLM before 0.26 has only the second of these fields.

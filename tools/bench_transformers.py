@@ -102,10 +102,10 @@ class Bench:
         self.on_gpu = self.device.type == "cuda"
         self.rows, self.tokens, self.left_out, self.notes = [], [], [], []
 
-    def seconds(self):
+    def get_seconds(self):
         return time.perf_counter() - self.start
 
-    def sync(self):
+    def synchronize(self):
         if self.on_gpu:
             torch.cuda.synchronize()
 
@@ -115,7 +115,7 @@ class Bench:
             "transformers": transformers.__version__,
             "device": torch.cuda.get_device_name() if self.on_gpu else "cpu",
             "options": {name: str(value) for name, value in vars(self.options).items()},
-            "seconds": self.seconds(),
+            "seconds": self.get_seconds(),
             "rows": self.rows,
             "tokens": self.tokens,
             "left_out": self.left_out,
@@ -145,7 +145,7 @@ class Bench:
                         parameter.normal_(std=0.04)
         return model
 
-    def models(self, name, dtype, layers, implementations):
+    def make_models(self, name, dtype, layers, implementations):
         """Return a model for each implementation. The models share their weights."""
         model, models = self.build(name, dtype, layers), {}
         for implementation in implementations:
@@ -154,7 +154,7 @@ class Bench:
             models[implementation].set_experts_implementation(implementation)
         return models
 
-    def ids(self, model, *shape):
+    def draw_ids(self, model, *shape):
         generator = torch.Generator().manual_seed(1)
         return torch.randint(model.config.vocab_size, shape, generator=generator).to(self.device)
 
@@ -163,7 +163,7 @@ class Prefill:
     """The prefill of one sequence. A call returns the last logits."""
 
     def __init__(self, bench, model, mode, tokens):
-        self.ids = bench.ids(model, 1, tokens)
+        self.ids = bench.draw_ids(model, 1, tokens)
         self.model = compile_model(model, mode)
 
     def __call__(self):
@@ -180,7 +180,7 @@ class Decode:
         self.bench, self.model, self.batch = bench, compile_model(model, mode), batch
         self.steps = bench.options.steps
         self.cache = StaticCache(config=model.config, max_cache_len=CACHE)
-        prompt = bench.ids(model, batch, PROMPT)
+        prompt = bench.draw_ids(model, batch, PROMPT)
         logits = model(input_ids=prompt, past_key_values=self.cache, logits_to_keep=1).logits
         self.token = logits[:, -1:].argmax(-1)
 
@@ -218,7 +218,7 @@ def time_cell(bench, models, mode, workload_class, size):
             for _ in range(4):
                 result = run()
             logits[name] = result.float().clone()
-            bench.sync()
+            bench.synchronize()
         except Exception as error:  # noqa: BLE001 (compilation may raise anything)
             row["failed"] = f"{type(error).__name__}: {error}"[:500]
             traceback.print_exc()
@@ -252,17 +252,17 @@ def time_interleaved(bench, runs):
     times = {name: [] for name in runs}
     for _ in range(bench.options.rounds):
         for name in random.sample(sorted(runs), len(runs)):
-            bench.sync()
+            bench.synchronize()
             start = time.perf_counter()
             runs[name].run_once()
-            bench.sync()
+            bench.synchronize()
             times[name].append((time.perf_counter() - start) * 1e3)
     return times
 
 
 def time_model(bench, name):
     options = bench.options
-    models = bench.models(name, torch.bfloat16, options.layers, options.implementations)
+    models = bench.make_models(name, torch.bfloat16, options.layers, options.implementations)
     if OURS in models:
         bench.notes += [f"{name}: {row}" for row in report(models[OURS]) if not row.served]
     cells = [("default", Decode), ("reduce-overhead", Decode), ("default", Prefill),
@@ -273,7 +273,7 @@ def time_model(bench, name):
             continue
         for size in map(int, options.decode if workload_class is Decode else options.prefill):
             label = f"{name} {mode} {workload_class.__name__.lower()} {size}"
-            if bench.seconds() + (slowest if mode != "eager" else 5) > options.budget:
+            if bench.get_seconds() + (slowest if mode != "eager" else 5) > options.budget:
                 bench.left_out.append(label)
                 continue
             # batched_mm copies the weights of each token's experts, so it is only timed with few
@@ -285,13 +285,13 @@ def time_model(bench, name):
             }
             torch._dynamo.reset()
             gc.collect()
-            start = bench.seconds()
+            start = bench.get_seconds()
             rows = time_cell(bench, included, mode, workload_class, size)
             if mode != "eager":
-                slowest = max(slowest, bench.seconds() - start)
+                slowest = max(slowest, bench.get_seconds() - start)
             bench.rows += [{"model": name, **row} for row in rows]
             bench.write()
-            print(f"{bench.seconds():6.1f} s  {label}", file=sys.stderr, flush=True)
+            print(f"{bench.get_seconds():6.1f} s  {label}", file=sys.stderr, flush=True)
     del models
     free_memory(bench)
 
@@ -314,14 +314,14 @@ def compare_tokens(bench, name):
         for implementation_name in bench.options.implementations
         if implementation_name != "batched_mm"
     ]
-    models = bench.models(name, torch.float32, 2, [EAGER_EXPERTS, *included])
-    prompt, num_new_tokens = bench.ids(models[EAGER_EXPERTS], 2, 24), 24
+    models = bench.make_models(name, torch.float32, 2, [EAGER_EXPERTS, *included])
+    prompt, num_new_tokens = bench.draw_ids(models[EAGER_EXPERTS], 2, 24), 24
     expected = None
     for implementation, model in models.items():
         for mode in ("eager", *(m for m in bench.options.modes if m != "eager")):
             if implementation != OURS and mode != "eager":
                 continue
-            if bench.seconds() > bench.options.budget:
+            if bench.get_seconds() > bench.options.budget:
                 bench.left_out.append(f"{name} tokens {implementation} {mode}")
                 continue
             torch._dynamo.reset()
@@ -365,7 +365,7 @@ def print_table(bench):
         print(f"graph break in {count} rows: {' '.join(reason.split())}")
     for note in (*bench.notes, *(f"left out (--budget): {cell}" for cell in bench.left_out)):
         print(note)
-    print(f"{bench.seconds():.0f} s")
+    print(f"{bench.get_seconds():.0f} s")
 
 
 def main():

@@ -202,11 +202,11 @@ class DeepEPV1(DeepEP):
     def refusal(self, case):
         if hasattr(import_module("deep_ep"), "ElasticBuffer"):
             return "this deep_ep is V2"
-        if self.local_of(case) > BLOCK:  # number of threads of DeepEP's counting kernel
+        if self.count_local_experts(case) > BLOCK:  # number of threads of DeepEP's counting kernel
             return f"at most {BLOCK} experts per rank"
         return super().refusal(case)
 
-    def local_of(self, case):
+    def count_local_experts(self, case):
         return case.experts // case.world_size
 
 

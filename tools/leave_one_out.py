@@ -220,7 +220,7 @@ class TimedResult:
     origin: str
 
 
-def results(rows: Iterable[Row]) -> list[TimedResult]:
+def compute_results(rows: Iterable[Row]) -> list[TimedResult]:
     """Compute the ratios of a record's rows. Rows without times have equal tiles, so a ratio of 1.
 
     The results of a layer and scheme are adjacent, and sorted by number of tokens. Layers have the
@@ -241,7 +241,7 @@ def results(rows: Iterable[Row]) -> list[TimedResult]:
     return sorted(timed, key=lambda r: (order[r.quant, r.layer], r.tokens))
 
 
-def report(timed_results: Sequence[TimedResult], **intro_values: object) -> list[str]:
+def format_report(timed_results: Sequence[TimedResult], **intro_values: object) -> list[str]:
     """Return the lines of the Markdown report.
 
     intro_values: measured (date and versions), timed (number of cases with different tiles) and
@@ -300,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = record["rows"]
         timed = sum(bool(row["us"]) for row in rows)
         values = {"measured": record["measured"], "timed": timed, "record": args.record.name}
-        print("\n".join(report(results(rows), **values)))
+        print("\n".join(format_report(compute_results(rows), **values)))
         return 0
     versions = f"torch {torch.__version__} and triton {triton.__version__}"
     measured = f"{time.strftime('%Y-%m-%d')} with {versions}"

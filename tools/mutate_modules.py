@@ -41,7 +41,7 @@ from modular_kernel.testing.mutation.coverage import (
     CaseCoverage,
     Coverage,
     Lines,
-    as_lists,
+    convert_to_lists,
     cover,
     merge_coverage,
     merge_lines,
@@ -125,7 +125,7 @@ class CoveragePlugin:
     def pytest_collection(self) -> Iterator[None]:
         with trace_lines(self._files) as (lines, loaded):
             result = yield
-        self._send({"lines": as_lists(lines), "loaded": as_lists(loaded)})
+        self._send({"lines": convert_to_lists(lines), "loaded": convert_to_lists(loaded)})
         return result
 
     @pytest.hookimpl(wrapper=True)
@@ -133,7 +133,11 @@ class CoveragePlugin:
         self._failed, start = False, time.perf_counter()
         with trace_lines(self._files) as (lines, loaded):
             result = yield
-        coverage = {"lines": as_lists(lines), "loaded": as_lists(loaded), "failed": self._failed}
+        coverage = {
+            "lines": convert_to_lists(lines),
+            "loaded": convert_to_lists(loaded),
+            "failed": self._failed,
+        }
         self._send({"test": item.nodeid, "seconds": time.perf_counter() - start, **coverage})
         return result
 
@@ -196,7 +200,7 @@ def cover_tests(
         unload(modules)
         with trace_lines(files) as (lines, loaded):
             reimport_modules()
-        send({"lines": as_lists(lines), "loaded": as_lists(loaded)})
+        send({"lines": convert_to_lists(lines), "loaded": convert_to_lists(loaded)})
         options = [f"--deselect={name}" for name in deselected_prefixes]
         status = run_tests(
             [*options, *(str(ROOT / test) for test in tests)], CoveragePlugin(files, send)

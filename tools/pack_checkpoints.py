@@ -120,7 +120,7 @@ def _round_to_grid(
     return ((codes - zero[..., None]) * scale[..., None]).flatten(1), scale, zero
 
 
-def bitsandbytes(folder: Path) -> Iterator[Case]:
+def pack_with_bitsandbytes(folder: Path) -> Iterator[Case]:
     import bitsandbytes as bnb
 
     for kind in ("nf4", "fp4"):
@@ -155,7 +155,7 @@ def bitsandbytes(folder: Path) -> Iterator[Case]:
     yield "int8", folder / "int8", _write(folder / "int8", config, pack_int8), True
 
 
-def gguf(folder: Path) -> Iterator[Case]:
+def pack_with_gguf(folder: Path) -> Iterator[Case]:
     import gguf as library
     import numpy as np
 
@@ -219,7 +219,7 @@ def gguf(folder: Path) -> Iterator[Case]:
         yield type_name, path, values, True
 
 
-def autoawq(folder: Path) -> Iterator[Case]:
+def pack_with_autoawq(folder: Path) -> Iterator[Case]:
     from awq.modules.linear.gemm import WQLinear_GEMM
 
     def pack(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
@@ -236,7 +236,7 @@ def autoawq(folder: Path) -> Iterator[Case]:
     yield "int4, groups of 64", folder / "awq", _write(folder / "awq", config, pack), True
 
 
-def gptqmodel(folder: Path) -> Iterator[Case]:
+def pack_with_gptqmodel(folder: Path) -> Iterator[Case]:
     from gptqmodel.nn_modules.qlinear.torch import TorchLinear
 
     for act_order in (False, True):
@@ -262,7 +262,7 @@ def gptqmodel(folder: Path) -> Iterator[Case]:
         yield name, folder / name, _write(folder / name, config, pack), True
 
 
-def auto_round(folder: Path) -> Iterator[Case]:
+def pack_with_auto_round(folder: Path) -> Iterator[Case]:
     from auto_round_extension.torch.qlinear_torch import QuantLinear
 
     def pack(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
@@ -280,7 +280,7 @@ def auto_round(folder: Path) -> Iterator[Case]:
     yield "int4, groups of 64", folder / "ar", _write(folder / "ar", config, pack), True
 
 
-def llmcompressor(folder: Path) -> Iterator[Case]:
+def pack_with_llmcompressor(folder: Path) -> Iterator[Case]:
     from llmcompressor import model_free_ptq
 
     unquantized_folder = folder / "plain"
@@ -299,7 +299,7 @@ def llmcompressor(folder: Path) -> Iterator[Case]:
         yield scheme, target, values, False
 
 
-def modelopt(folder: Path) -> Iterator[Case]:
+def pack_with_modelopt(folder: Path) -> Iterator[Case]:
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
     def pack(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
@@ -313,7 +313,7 @@ def modelopt(folder: Path) -> Iterator[Case]:
     yield "NVFP4", folder / "nvfp4", _write(folder / "nvfp4", config, pack), True
 
 
-def compressed_tensors(folder: Path) -> Iterator[Case]:
+def pack_with_compressed_tensors(folder: Path) -> Iterator[Case]:
     from compressed_tensors.compressors import pack_to_int32
 
     def pack(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
@@ -334,7 +334,7 @@ def compressed_tensors(folder: Path) -> Iterator[Case]:
     yield "int4, zero points", folder / "ct", _write(folder / "ct", config, pack), True
 
 
-def quark(folder: Path) -> Iterator[Case]:
+def pack_with_quark(folder: Path) -> Iterator[Case]:
     from quark.torch import ModelQuantizer, export_safetensors
     from quark.torch.quantization import FP8E4M3PerTensorSpec, QConfig, QLayerConfig
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -376,7 +376,7 @@ def quark(folder: Path) -> Iterator[Case]:
     yield "fp8 by tensor", folder / "fp8", _draw_weights(), False
 
 
-def transformers(folder: Path) -> Iterator[Case]:
+def pack_with_transformers(folder: Path) -> Iterator[Case]:
     from transformers import FineGrainedFP8Config
     from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
@@ -395,7 +395,7 @@ def transformers(folder: Path) -> Iterator[Case]:
         yield name, folder / name, _write(folder / name, options.to_dict(), pack), True
 
 
-def torchao(folder: Path) -> Iterator[Case]:  # noqa: C901 (a case for each kind of tensor)
+def pack_with_torchao(folder: Path) -> Iterator[Case]:  # noqa: C901 (a case for each kind of tensor)
     from torchao.core.config import config_to_dict
     from torchao.prototype.mx_formats import (
         MXDynamicActivationMXWeightConfig,
@@ -572,17 +572,17 @@ def _write_torchao(folder: Path, options: Any, weights: Tensors) -> Path:
 
 
 PACKERS: dict[str, tuple[Callable[[Path], Iterator[Case]], str]] = {
-    "bitsandbytes": (bitsandbytes, "bitsandbytes"),
-    "gguf": (gguf, "gguf"),
-    "autoawq": (autoawq, "autoawq"),
-    "gptqmodel": (gptqmodel, "gptqmodel"),
-    "auto-round": (auto_round, "auto-round"),
-    "compressed-tensors": (compressed_tensors, "compressed-tensors"),
-    "llmcompressor": (llmcompressor, "llmcompressor"),
-    "modelopt": (modelopt, "nvidia-modelopt"),
-    "quark": (quark, "amd-quark"),
-    "transformers": (transformers, "transformers"),
-    "torchao": (torchao, "torchao"),
+    "bitsandbytes": (pack_with_bitsandbytes, "bitsandbytes"),
+    "gguf": (pack_with_gguf, "gguf"),
+    "autoawq": (pack_with_autoawq, "autoawq"),
+    "gptqmodel": (pack_with_gptqmodel, "gptqmodel"),
+    "auto-round": (pack_with_auto_round, "auto-round"),
+    "compressed-tensors": (pack_with_compressed_tensors, "compressed-tensors"),
+    "llmcompressor": (pack_with_llmcompressor, "llmcompressor"),
+    "modelopt": (pack_with_modelopt, "nvidia-modelopt"),
+    "quark": (pack_with_quark, "amd-quark"),
+    "transformers": (pack_with_transformers, "transformers"),
+    "torchao": (pack_with_torchao, "torchao"),
 }
 
 

@@ -31,12 +31,16 @@ enable_interpreter()  # before triton is imported
 
 import torch
 import triton
-from peer_suites_lib.flashinfer_tests import suites as flashinfer
+from peer_suites_lib.flashinfer_tests import list_suites as list_flashinfer_suites
 from peer_suites_lib.outcomes import OUTCOMES, Suite, Tally, run_suite
-from peer_suites_lib.sglang_tests import suites as sglang
-from peer_suites_lib.vllm_tests import suites as vllm
+from peer_suites_lib.sglang_tests import list_suites as list_sglang_suites
+from peer_suites_lib.vllm_tests import list_suites as list_vllm_suites
 
-PROJECTS = {"vllm": vllm, "sglang": sglang, "flashinfer": flashinfer}
+PROJECTS = {
+    "vllm": list_vllm_suites,
+    "sglang": list_sglang_suites,
+    "flashinfer": list_flashinfer_suites,
+}
 
 
 def main(argv: list[str] | None = None) -> int:

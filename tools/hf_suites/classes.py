@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 
-from hf_suites.outcomes import Case, Outcome, judge_errors, reason
+from hf_suites.outcomes import Case, Outcome, format_reason, judge_errors
 from modular_kernel.errors import IncompatibleError, InputError
 from modular_kernel.integrations.transformers import register, registration
 
@@ -128,7 +128,7 @@ def case(cls: type[torch.nn.Module], call: Call, our_name: str) -> Case:
     except (InputError, IncompatibleError) as error:
         outcome, detail = Outcome.REFUSED, f"{cls.__name__}: {getattr(error, 'got', error)}"
     except Exception as error:  # noqa: BLE001 (raw exceptions are findings)
-        outcome, detail = Outcome.RAW, reason(error)
+        outcome, detail = Outcome.RAW, format_reason(error)
     return Case(f"transformers' experts classes, {call.part}", name, outcome, detail)
 
 

@@ -2,7 +2,7 @@
 
 transformers' tests require a tolerance of 1e-4 in every dtype. In 16 bits, only implementations
 with the same roundings meet it. The script runs in the environment of a checkout
-(`upstream.environment`), and prints relative errors as JSON.
+(`upstream.make_environment`), and prints relative errors as JSON.
 """
 
 import copy

@@ -53,12 +53,12 @@ def judge_errors(ours: float, theirs: float, bound: float) -> tuple[Outcome, str
     return Outcome.AGREE, ""
 
 
-def reason(error: BaseException) -> str:
+def format_reason(error: BaseException) -> str:
     """Format an exception as one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:240]
 
 
-def summary(cases: Iterable[Case]) -> dict[str, Any]:
+def summarize(cases: Iterable[Case]) -> dict[str, Any]:
     """Count the cases by suite and outcome, and list bad cases and the reasons of others.
 
     A suite without any usable case is bad, because the usual reason is a missing package. Raises

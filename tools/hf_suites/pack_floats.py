@@ -256,7 +256,7 @@ def _pack_transformers_fp8(
     return Packed(packed, packed["weight"].double() * scales, library_values, weight)
 
 
-def packers(_sources: object = None) -> Iterator[Packer]:
+def list_packers() -> Iterator[Packer]:
     """Yield every packer of floating-point codes."""
     yield from _list_8bit_packers()
     yield from _list_4bit_packers()

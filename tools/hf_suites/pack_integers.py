@@ -255,7 +255,7 @@ def _format_options(options: Any) -> str:
     )
 
 
-def packers(sources: Path) -> Iterator[Packer]:
+def list_packers(sources: Path) -> Iterator[Packer]:
     """Yield every packer of integers.
 
     sources: folder with AutoAWQ's unpacked source archive.

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 import modular_kernel as mk
-from hf_suites.outcomes import Case, Outcome, reason
+from hf_suites.outcomes import Case, Outcome, format_reason
 from modular_kernel.catalog import this_machine
 from modular_kernel.checkpoints import Matrix, format_of, merge
 from modular_kernel.checkpoints.formats import Format
@@ -98,7 +98,7 @@ def cases(packers: Iterator[Packer]) -> Iterator[Case]:
             except TheirError as error:
                 outcome, detail = Outcome.NOT_USABLE, str(error)
             except Exception as error:  # noqa: BLE001 (raw exceptions are findings)
-                outcome, detail = Outcome.RAW, reason(error)
+                outcome, detail = Outcome.RAW, format_reason(error)
             yield Case(packer.suite, name, outcome, detail)
 
 
@@ -118,7 +118,7 @@ def _run(packer: Packer, intermediate: int, hidden: int, seed: int) -> tuple[Out
             try:
                 matrices.append(packer.make(torch.randn(rows, depth, generator=g) / 8, g))
             except Exception as error:
-                raise TheirError(reason(error)) from error
+                raise TheirError(format_reason(error)) from error
     format = format_of(packer.config, depth=max(intermediate, hidden))
     for packed in matrices:
         outcome, detail = _compare_matrix(format, packed)
@@ -131,7 +131,7 @@ def _run(packer: Packer, intermediate: int, hidden: int, seed: int) -> tuple[Out
     )
 
 
-def values(format: Format, matrix: Matrix) -> torch.Tensor:
+def dequantize_matrix(format: Format, matrix: Matrix) -> torch.Tensor:
     """Dequantize an imported matrix: float32 (N, K), with columns in their original order."""
     assert matrix.scale is not None
     zero = None if matrix.zero_point is None else matrix.zero_point[None]
@@ -143,7 +143,7 @@ def values(format: Format, matrix: Matrix) -> torch.Tensor:
 
 def _compare_matrix(format: Format, packed: Packed) -> tuple[Outcome, str]:
     """Compare our values with the exact ones bitwise, and the packer's in their precision."""
-    ours = values(format, merge(format, [packed.tensors], torch.float32))
+    ours = dequantize_matrix(format, merge(format, [packed.tensors], torch.float32))
     expected = packed.expected.float()
     our_errors = (
         (ours != expected) if not packed.is_rounded else ~_is_close(ours, packed.expected, 2.0**-21)

@@ -43,7 +43,7 @@ SIDES = ("theirs", "ours")
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
-def models(checkout: Path) -> list[str]:
+def list_test_files(checkout: Path) -> list[str]:
     """Return the test files of the models whose experts transformers can dispatch."""
     files = []
     for path in sorted((checkout / "src/transformers/models").glob("*/modeling_*.py")):
@@ -54,7 +54,7 @@ def models(checkout: Path) -> list[str]:
     return files
 
 
-def environment(checkout: Path, site: Path) -> dict[str, str]:
+def make_environment(checkout: Path, site: Path) -> dict[str, str]:
     """Return the environment in which a checkout's tests import its source and this package."""
     paths = [checkout / "src", checkout, site, CHECKOUT, CHECKOUT / "tools"]
     extra = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1"}
@@ -80,7 +80,10 @@ def run(checkout: Path, site: Path, files: Iterable[str], side: str, result_file
         "--continue-on-collection-errors",
     ]
     command += ["-p", "hf_suites.upstream_plugin", *files]
-    env = environment(checkout, site) | {"HF_SUITES_SIDE": side, "HF_SUITES_INTO": str(result_file)}
+    env = make_environment(checkout, site) | {
+        "HF_SUITES_SIDE": side,
+        "HF_SUITES_INTO": str(result_file),
+    }
     code = subprocess.run(command, cwd=checkout, env=env, check=False).returncode
     # A crash by a signal does not raise, because cases that are missing on one side are a result.
     if code > pytest.ExitCode.TESTS_FAILED and code != pytest.ExitCode.NO_TESTS_COLLECTED:
@@ -93,7 +96,7 @@ class ResultFolder:
 
     folder: Path
 
-    def path_of(self, side: str) -> Path:
+    def get_path(self, side: str) -> Path:
         """Return the result file of a side."""
         return self.folder / f"{side}.jsonl"
 
@@ -108,16 +111,16 @@ class ResultFolder:
         with (self.folder / "done.txt").open("a") as done_file:
             done_file.writelines(f"{file}\n" for file in files)
 
-    def outcomes(self) -> list[Case]:
+    def list_outcomes(self) -> list[Case]:
         """Return the outcomes of all cases. A test file without cases counts as a case."""
         theirs, ours = map(self._read, SIDES)
         return judge(theirs, ours, self.files)
 
     def _read(self, side: str) -> dict[str, dict[str, Any]]:
         """Return the results of a side by case, for the included cases of finished files."""
-        if not self.path_of(side).exists():
+        if not self.get_path(side).exists():
             return {}
-        lines = [json.loads(line) for line in self.path_of(side).read_text().splitlines()]
+        lines = [json.loads(line) for line in self.get_path(side).read_text().splitlines()]
         ran = {line["case"]: line for line in lines if _get_file(line["case"]) in self.files}
         return {case: line for case, line in ran.items() if is_included(case.rpartition("::")[2])}
 
@@ -138,7 +141,7 @@ def reevaluate(case: Case, checkout: Path, site: Path) -> Case:
     if case.outcome is not Outcome.OURS or "eager_matches_batched" not in case.name:
         return case
     command = [sys.executable, "-m", "hf_suites.float64_errors", f"tests/models/{case.name}"]
-    env = environment(checkout, site)
+    env = make_environment(checkout, site)
     process = subprocess.run(
         command, cwd=checkout, env=env, check=False, capture_output=True, text=True
     )

@@ -126,7 +126,7 @@ class Source:
                 return node  # type: ignore[return-value]
         raise UnreadableError(f"{self.name} has no {name}")
 
-    def value(self, expression: ast.expr, namespace: dict[str, object]) -> object:
+    def evaluate(self, expression: ast.expr, namespace: dict[str, object]) -> object:
         """Evaluate an expression of the file."""
         code = compile(ast.Expression(expression), self.name, "eval")
         try:
@@ -141,10 +141,10 @@ class Source:
         axes = []
         for mark in node.decorator_list:
             if isinstance(mark, ast.Call) and ast.unparse(mark.func).endswith("parametrize"):
-                names = self.value(mark.args[0], self.namespace)
+                names = self.evaluate(mark.args[0], self.namespace)
                 parameters = names.split(",") if isinstance(names, str) else list(names)
                 is_single = isinstance(names, str) and len(parameters) == 1
-                values = self.value(mark.args[1], self.namespace)
+                values = self.evaluate(mark.args[1], self.namespace)
                 axes.append(
                     _make_axis([name.strip() for name in parameters], values, is_single=is_single)
                 )
@@ -164,7 +164,7 @@ class Source:
         for item in ast.walk(node):  # lists inside methods
             target = item.targets[0] if isinstance(item, ast.Assign) else None
             if isinstance(target, ast.Name) and target.id in names and target.id not in namespace:
-                namespace[target.id] = self.value(item.value, namespace)
+                namespace[target.id] = self.evaluate(item.value, namespace)
         missing = [name for name in names if name not in namespace]
         if missing:
             raise UnreadableError(f"{self.name}::{owner} has no {', '.join(missing)}")

@@ -31,7 +31,7 @@ _NAMESPACE: dict[str, object] = {
 }  # fmt: skip
 
 
-def suites(root: Path) -> list[Suite]:
+def list_suites(root: Path) -> list[Suite]:
     """Return the suites from a checkout of FlashInfer."""
     return [*_list_layer_suites(root), *_list_router_suites(root)]
 
@@ -296,12 +296,12 @@ def _check_minimax(reference: Any, p: Any) -> CaseOutcome:
     case = Router(spec, p["num_experts"], p["num_tokens"], p["logits_dtype"], torch.bfloat16,
                   atol=1e-2, rtol=2e-2)  # fmt: skip
 
-    def reference_choice(x: torch.Tensor, bias: torch.Tensor | None) -> Selection:
+    def call_reference_choice(x: torch.Tensor, bias: torch.Tensor | None) -> Selection:
         _, scores = reference(x, bias, p["top_k"], p["num_experts"], 8, 1.0)
         weights, ids = scores.float().topk(p["top_k"], 1)
         return weights, ids
 
-    return check_router(case, reference_choice)
+    return check_router(case, call_reference_choice)
 
 
 def _check_dsv3(noaux: Any, p: Any) -> CaseOutcome:

@@ -82,7 +82,7 @@ class Layer:
     scale: tuple[float, float, float] = (0.1, 0.1, 0.1)
     representable: bool = False
 
-    def shrunk(self, limits: SizeLimits) -> "Layer":
+    def shrink(self, limits: SizeLimits) -> "Layer":
         """Return the layer with the number of tokens and the sizes reduced to fit `limits`."""
         hidden, intermediate = self.hidden, self.intermediate
         local_experts = max(1, self.experts // self.ep_size)
@@ -196,7 +196,7 @@ class LayerCheck:
 
     def __call__(self, layer: Layer) -> CaseOutcome:
         """Return the worst outcome of all parts on a layer."""
-        torch_layer, triton_layer = layer.shrunk(TORCH_LIMITS), layer.shrunk(TRITON_LIMITS)
+        torch_layer, triton_layer = layer.shrink(TORCH_LIMITS), layer.shrink(TRITON_LIMITS)
         outcomes = self._check_parts(torch_layer, TORCH) | self._check_parts(triton_layer, TRITON)
         shrunk = ""
         if torch_layer != layer:

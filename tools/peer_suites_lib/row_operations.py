@@ -65,14 +65,14 @@ def check_quantizer(
         if name.endswith("reference"):
             q, scale = quantize_values(rows.float(), scheme)
         else:
-            out = _empty_quantized(rows, scheme)
+            out = _make_empty_quantized(rows, scheme)
             quantize_rows(rows, scheme, out=out)
             q, scale = out.q_RK, out.scale
         outcomes[name] = _compare_codes(rows, (q, scale), their_result, scheme, rtol)
     return find_worst_outcome(outcomes, shrunk, (x.shape, x.dtype, quant))
 
 
-def _empty_quantized(x: torch.Tensor, scheme: QuantScheme) -> QuantizedRows:
+def _make_empty_quantized(x: torch.Tensor, scheme: QuantScheme) -> QuantizedRows:
     q, scale = quantize_values(x.float(), scheme)
     per_tensor = scheme.activation_granularity == "tensor"
     partials = torch.zeros(1024) if per_tensor else None

@@ -23,7 +23,7 @@ from peer_suites_lib.row_operations import (
 _FP8 = torch.float8_e4m3fn
 
 
-def suites(root: Path) -> list[Suite]:
+def list_suites(root: Path) -> list[Suite]:
     """Return the suites from a checkout of SGLang."""
     return [*_list_layer_suites(root), *_list_router_suites(root), *_list_row_suites(root)]
 
@@ -66,24 +66,24 @@ def _list_layer_suites(root: Path) -> list[Suite]:
                      {"is_hip": lambda: False})  # fmt: skip
     codes: Any = rows_of.function("torch_per_token_quant_fp8")
 
-    def by_row(x: torch.Tensor, **_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantize_by_row(x: torch.Tensor, **_: object) -> tuple[torch.Tensor, torch.Tensor]:
         scale = x.float().abs().amax(1, keepdim=True).clamp(min=1e-10) / 448
         return codes(x, scale), scale
 
     channels = Source(root, "test/registered/moe/test_triton_moe_channel_fp8_kernel.py",
-                      stubs | {"scaled_fp8_quant": by_row})  # fmt: skip
+                      stubs | {"scaled_fp8_quant": quantize_by_row})  # fmt: skip
     channels.define("native_w8a8_per_token_matmul", "torch_w8a8_per_column_moe")
     channels.namespace["fp8_mask"] = lambda a, mask: (
         a.view(torch.int8)[mask].view(a.dtype) if a.dtype is _FP8 else a[mask]
     )
 
-    def int8_by_row(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantize_int8_by_row(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantize with rounding to nearest, as their GPU kernel per_token_quant_int8 does."""
         scale = x.float().abs().amax(1, keepdim=True).clamp(min=1e-10) / 127
         return (x.float() / scale).round().to(torch.int8), scale
 
     kernel = Source(root, "test/registered/quant/test_int8_kernel.py",
-                    stubs | {"per_token_quant_int8": int8_by_row})  # fmt: skip
+                    stubs | {"per_token_quant_int8": quantize_int8_by_row})  # fmt: skip
     kernel.define("native_w8a8_per_token_matmul", "torch_w8a8_per_column_moe")
     cpu = Source(root, "test/srt/cpu/utils.py")
     cpu.define("SiluAndMul")
@@ -150,12 +150,12 @@ def _make_reference(
     return reference
 
 
-def _block_shape(layer: Layer) -> list[int]:
+def _get_block_shape(layer: Layer) -> list[int]:
     return [int(side) for side in layer.quant.partition("=")[2].split("x")]
 
 
 def _list_block_arguments(layer: Layer, inputs: LayerInputs) -> tuple[object, ...]:
-    return inputs.score, layer.top_k, _block_shape(layer)
+    return inputs.score, layer.top_k, _get_block_shape(layer)
 
 
 def _list_routing_arguments(layer: Layer, inputs: LayerInputs) -> tuple[object, ...]:
@@ -163,7 +163,7 @@ def _list_routing_arguments(layer: Layer, inputs: LayerInputs) -> tuple[object, 
     topk_output = SimpleNamespace(
         topk_weights=routing.topk_weights_TK, topk_ids=routing.topk_ids_TK
     )
-    return topk_output, layer.top_k, _block_shape(layer)
+    return topk_output, layer.top_k, _get_block_shape(layer)
 
 
 def _list_score_arguments(layer: Layer, inputs: LayerInputs) -> tuple[object, ...]:
@@ -210,7 +210,7 @@ def _make_naive_suite(root: Path, stubs: dict[str, Any]) -> Suite:
     naive: Any = source.method("TestFusedMOE", "torch_naive_moe")
     tolerances: Any = source.method("TestFusedMOE", "get_tolerance")
 
-    def plain(layer: Layer, inputs: LayerInputs) -> torch.Tensor:
+    def call_naive(layer: Layer, inputs: LayerInputs) -> torch.Tensor:
         output: torch.Tensor = naive(None, inputs.x, inputs.weights.w1, inputs.weights.w2,
                                     inputs.score, layer.top_k)  # fmt: skip
         return output
@@ -218,7 +218,7 @@ def _make_naive_suite(root: Path, stubs: dict[str, Any]) -> Suite:
     checks = {}
     for dtype in (torch.float16, torch.bfloat16):
         rtol, atol = tolerances(None, dtype)
-        checks[dtype] = LayerCheck(plain, Tolerance(atol, rtol))
+        checks[dtype] = LayerCheck(call_naive, Tolerance(atol, rtol))
 
     def case(p: Any) -> CaseOutcome:
         if p["fp8_modes"]:

@@ -28,7 +28,7 @@ _TESTS = "tests/kernels/"
 _FP8 = torch.float8_e4m3fn
 
 
-def suites(root: Path) -> list[Suite]:
+def list_suites(root: Path) -> list[Suite]:
     """Return the suites from a checkout of vLLM."""
     references = VllmReferences(root)
     return [

@@ -236,9 +236,9 @@ class _Run:
         """
         num_ended, unavailable = Counter[object](), dict[object, Outcome]()
         for case in cases:
-            row = row_key(case)
+            row = get_row_key(case)
             # If the first case of a class and scheme is unavailable, so are all others.
-            outcome = unavailable.get(row_key(cases[0])) or unavailable.get(row)
+            outcome = unavailable.get(get_row_key(cases[0])) or unavailable.get(row)
             outcome = outcome or self._explain_not_run(num_ended[row])
             if outcome is None:
                 if process is None or not process.is_alive:
@@ -262,7 +262,7 @@ class _Run:
         return None
 
 
-def row_key(case: EngineCase) -> tuple[str, str, str, str, bool]:
+def get_row_key(case: EngineCase) -> tuple[str, str, str, str, bool]:
     """Return the class, scheme, activation, dtype and bias of a case."""
     problem = case.problem
     return case.experts, problem.quant, case.activation, str(problem.dtype), problem.bias

@@ -7,7 +7,7 @@ from math import inf, isfinite
 
 from modular_kernel.integrations.engine import EngineCase, Kind, Outcome, Promise
 from modular_kernel.spec.problem import dtype_name
-from modular_kernel.testing.engines.processes import Result, row_key
+from modular_kernel.testing.engines.processes import Result, get_row_key
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def make_rows(results: Iterable[Result]) -> list[Row]:
     """Return the rows, sorted by outcome, and with the same outcome in the order of the results."""
     rows: dict[object, list[Result]] = {}
     for result in results:
-        rows.setdefault(row_key(result[0]), []).append(result)
+        rows.setdefault(get_row_key(result[0]), []).append(result)
     kind_order = list(Kind)
     grouped_rows = [Row(tuple(r)) for r in rows.values() if any(c.promise is None for c, _ in r)]
     return sorted(grouped_rows, key=lambda row: kind_order.index(row.kind))

@@ -120,13 +120,13 @@ def cover(
         unload(set(modules))
         with trace_lines(files) as (lines, loaded):
             cases, machine = list_cases(pairs, level)
-        send({"lines": as_lists(lines), "loaded": as_lists(loaded)})
+        send({"lines": convert_to_lists(lines), "loaded": convert_to_lists(loaded)})
         for case in _select_cases(cases, selected):
             start = time.perf_counter()
             with trace_lines(files) as (lines, loaded):
                 digest = hash_case(case, machine)
             seconds = time.perf_counter() - start
-            line_lists = {"lines": as_lists(lines), "loaded": as_lists(loaded)}
+            line_lists = {"lines": convert_to_lists(lines), "loaded": convert_to_lists(loaded)}
             send({"digest": digest, "seconds": seconds, **line_lists})
 
     child = ChildProcess(work, _CASE_TIMEOUT_S)
@@ -200,6 +200,6 @@ def _is_importing(frame: FrameType | None, files: set[str]) -> bool:
     return False
 
 
-def as_lists(lines: dict[str, set[int]]) -> dict[str, list[int]]:
+def convert_to_lists(lines: dict[str, set[int]]) -> dict[str, list[int]]:
     """Convert lines to JSON-compatible lists."""
     return {file: sorted(numbers) for file, numbers in lines.items()}

@@ -90,7 +90,7 @@ def mutate_binary_operation(source: Source, node: ast.AST) -> Edits:
         yield Edit("operand lost", start, end, right)
     if isinstance(node.op, ast.FloorDiv) and _is_exact(source, node):
         return
-    if isinstance(node.op, ast.FloorDiv) and not source.in_kernel(node):
+    if isinstance(node.op, ast.FloorDiv) and not source.is_in_kernel(node):
         yield Edit("tail", start, end, f"-(-({left}) // ({right}))")
     elif isinstance(node.op, ast.FloorDiv) and not (
         _is_compile_time(node.left) and _is_compile_time(node.right)

@@ -17,7 +17,7 @@ from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
 from modular_kernel.testing.mutation.case_runs import Level, Pair, hash_trial
-from modular_kernel.testing.mutation.coverage import as_lists, trace_lines
+from modular_kernel.testing.mutation.coverage import convert_to_lists, trace_lines
 from modular_kernel.testing.mutation.forked_worker import silence_and_limit_memory
 from modular_kernel.testing.mutation.patched_module import (
     patch_modules,
@@ -80,7 +80,7 @@ def trace_imports(
         restore_submodule_attributes()
         cases: list[RankCase] = reimported.list_cases(rank, world_size, None, query)
     all_lines = {file: lines.get(file, set()) | loaded.get(file, set()) for file in lines | loaded}
-    return cases, as_lists(all_lines)
+    return cases, convert_to_lists(all_lines)
 
 
 def list_cases(_rank: int, world_size: int, _group: object, query: CaseQuery) -> list[RankCase]:
@@ -147,7 +147,7 @@ def hash_case_with_tracing(
     start = time.perf_counter()
     with trace_lines(set(files)) as (lines, loaded):
         digest = hash_case(rank, world_size, group, case, machine, timeout)
-    return digest, time.perf_counter() - start, as_lists(lines), as_lists(loaded)
+    return digest, time.perf_counter() - start, convert_to_lists(lines), convert_to_lists(loaded)
 
 
 def build(

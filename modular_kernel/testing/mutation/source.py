@@ -77,7 +77,7 @@ class Source:
             and node.targets[0].id.isupper()
         }
 
-    def in_kernel(self, node: Positioned) -> bool:
+    def is_in_kernel(self, node: Positioned) -> bool:
         """Return whether the node is in the body of a jit function."""
         return any(node.lineno in body for body in self._kernels)
 

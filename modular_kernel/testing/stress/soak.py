@@ -75,7 +75,7 @@ class Soak:
     hosts: int = 1
     checked: bool = True
 
-    def problem(self, world_size: int, rank: int, *, graph: bool) -> Problem:
+    def make_problem(self, world_size: int, rank: int, *, graph: bool) -> Problem:
         ranks_per_host = world_size // self.hosts
         return Problem(
             tokens=self.tokens,
@@ -173,7 +173,7 @@ class _Run:
         self.findings: list[str] = []
         machine = this_machine(device="cuda" if is_cuda else "cpu")
         requires = load_catalog().prepare_finalize(params.part).requires
-        problem = params.problem(world_size, rank, graph=is_cuda and requires.graph_capturable)
+        problem = params.make_problem(world_size, rank, graph=is_cuda and requires.graph_capturable)
         experts = params.experts or _find_experts(params.part, problem, machine)
         if not params.checked:
             part_class: Any = load_catalog().prepare_finalize(params.part)
@@ -230,8 +230,8 @@ class _Run:
         resources, quarter = [(0, *resources_before)], max(1, params.steps // 4)
         while not self._should_stop(started):
             for _ in range(params.check_every - 1):
-                self._step()
-            self._step(redraw=True)
+                self._run_step()
+            self._run_step(redraw=True)
             if self.step <= warmup_steps:
                 resources_before = self._measure_resources()
                 resources = [(self.step, *resources_before)]
@@ -268,7 +268,7 @@ class _Run:
             tuple(resources),
         )
 
-    def _step(self, *, redraw: bool = False) -> None:
+    def _run_step(self, *, redraw: bool = False) -> None:
         """Make one call.
 
         redraw: whether to draw new inputs before the call, and to check its output.

@@ -157,7 +157,7 @@ def compute_perturbed_references(
     # Each generator perturbs the sums of one reference at random.
     generators = [None, *(torch.Generator().manual_seed(seed) for seed in range(num_perturbed))]
     chunk_outputs = [
-        torch.stack([sample.empty_output()[:0].to(inputs.x_TH.device)] * len(generators))
+        torch.stack([sample.make_empty_output()[:0].to(inputs.x_TH.device)] * len(generators))
     ]
     chunks = _split_into_chunks(sample) if inputs is sample.original_inputs else [slice(None)]
     for chunk, rounding in zip(chunks, roundings, strict=True):

@@ -145,7 +145,7 @@ def _check_ranks_compute_own_pairs(
 
     ranks: a group of ranks that includes this one.
     """
-    placed_context = context.for_changed_problem(
+    placed_context = context.with_changed_problem(
         parallel=replace(context.case.problem.parallel, placement=placement, rank=0)
     )
     if placed_context is None:
@@ -167,7 +167,7 @@ def _check_copies_share_pairs(context: ScenarioContext, manager: object) -> Outc
     """
     experts, world_size = tuple(range(context.case.problem.experts)), context.world_size
     placement = Placement((experts, *(experts[1:],) * (world_size - 1)))
-    placed_context = context.for_changed_problem(
+    placed_context = context.with_changed_problem(
         parallel=replace(context.case.problem.parallel, placement=placement, rank=0)
     )
     if placed_context is None:

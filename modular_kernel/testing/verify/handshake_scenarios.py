@@ -96,7 +96,7 @@ def check_calls_without_agreement(context: ScenarioContext) -> Outcomes:
         {"lora": "adapters=3,rank=7", "max_received": context.world_size * tokens},
     )
     for change in changes:
-        changed_context = context.for_changed_problem(**change)
+        changed_context = context.with_changed_problem(**change)
         if changed_context is None:
             continue
         kernel = changed_context.make_kernel_on(manager)

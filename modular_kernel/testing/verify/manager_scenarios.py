@@ -60,7 +60,7 @@ def check_max_received(context: ScenarioContext, manager: object) -> Outcomes:
     """
     if not has_builtin_classes(context) or not exchanges_call_numbers(context.part):
         return
-    limited_context = context.for_changed_problem(max_received=1)
+    limited_context = context.with_changed_problem(max_received=1)
     if limited_context is None:
         return
     kernel = limited_context.make_kernel_on(manager)

@@ -142,24 +142,24 @@ def _describe_buffers(specs: Mapping[str, BufferSpec], prefix: str = "") -> list
 def _make_inputs(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing]:
     """Make the inputs of a call as tensors without memory."""
 
-    def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    def make_empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=_META)
 
     tokens, e, dtype = problem.tokens, problem.e, problem.dtype
-    tensors = {name: empty(s.dtypes[0], *s.shape) for name, s in weight_specs(problem).items()}
+    tensors = {name: make_empty(s.dtypes[0], *s.shape) for name, s in weight_specs(problem).items()}
     if problem.bias:
-        tensors["b1"] = empty(dtype, e, problem.w1_rows)
-        tensors["b2"] = empty(dtype, e, problem.hidden)
+        tensors["b1"] = make_empty(dtype, e, problem.w1_rows)
+        tensors["b2"] = make_empty(dtype, e, problem.hidden)
     if problem.expert_map:
-        tensors["expert_map"] = empty(torch.int32, problem.experts)
+        tensors["expert_map"] = make_empty(torch.int32, problem.experts)
     slots_T = None
     if (spec := problem.adapters) is not None:
         shapes = spec.shapes(e, problem.w1_rows, problem.hidden, problem.intermediate)
-        tensors |= {name: empty(dtype, *shape) for name, shape in shapes.items()}
-        slots_T = empty(torch.int32, tokens)
+        tensors |= {name: make_empty(dtype, *shape) for name, shape in shapes.items()}
+        slots_T = make_empty(torch.int32, tokens)
     routing = Routing(
-        empty(torch.float32, tokens, problem.top_k),
-        empty(torch.int32, tokens, problem.top_k),
+        make_empty(torch.float32, tokens, problem.top_k),
+        make_empty(torch.int32, tokens, problem.top_k),
         slots_T,
     )
-    return empty(dtype, tokens, problem.hidden), ExpertWeights(**tensors), routing
+    return make_empty(dtype, tokens, problem.hidden), ExpertWeights(**tensors), routing

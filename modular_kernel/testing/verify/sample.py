@@ -152,7 +152,7 @@ class Sample:
         """Return x for one call; a new copy if the call overwrites x."""
         return fenced(self.original_inputs.x_TH) if self.problem.inplace else self.inputs.x_TH
 
-    def empty_output(self) -> torch.Tensor:
+    def make_empty_output(self) -> torch.Tensor:
         """Return a fenced tensor for `out=`, full of NaN."""
         pair_dims = () if self.problem.combine is Combine.SUM else (self.problem.top_k,)
         shape = (self.problem.tokens, *pair_dims, self.problem.hidden)

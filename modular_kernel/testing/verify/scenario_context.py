@@ -86,7 +86,7 @@ class ScenarioContext:
         """Make another layer with the manager of `kernel`; `changes` apply on rank 1 only."""
         return self.make_kernel_on(get_manager(kernel.prepare_finalize), **changes)
 
-    def for_changed_problem(self, **changes: Any) -> "ScenarioContext | None":
+    def with_changed_problem(self, **changes: Any) -> "ScenarioContext | None":
         """Return the context of a layer whose problem is changed on all ranks.
 
         Returns None if the pairing refuses that layer. If `parallel` is among the changes, it must

@@ -192,7 +192,7 @@ class Trial:
         _ = self.planned_second
         sample = self.first
         x_TH, inplace = sample.x_TH(), sample.problem.inplace
-        target = x_TH if inplace else sample.empty_output()
+        target = x_TH if inplace else sample.make_empty_output()
         inputs = sample.inputs
         output = self.plan(x_TH, inputs.weights, inputs.routing, out=None if inplace else target)
         return OutCallResult(output.clone(), output is target, fences_intact(target))

@@ -63,7 +63,7 @@ def _is_close(output: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def _frequent_thread_switches() -> Iterator[None]:
+def _switch_threads_frequently() -> Iterator[None]:
     old_interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
@@ -115,7 +115,7 @@ def check_adapter_threads(case: PoolCase) -> FuzzOutcome:
             with contextlib.suppress(ModularKernelError):
                 (load if operation == "load" else evict)(number)
 
-    with _frequent_thread_switches():
+    with _switch_threads_frequently():
         errors = _run_threads([lambda p=program: run(p) for program in case.programs])  # type: ignore[misc]
     if errors is None:
         return FuzzOutcome(HANG, description)
@@ -214,7 +214,7 @@ def check_interleaved_steps(case: ThreadCase) -> FuzzOutcome:  # noqa: C901 (one
             run_step(step, number)
 
     description = f"{' x '.join(case.parts)}: {case.programs}"
-    with _frequent_thread_switches():
+    with _switch_threads_frequently():
         errors = _run_threads([lambda p=program: run(p) for program in case.programs])  # type: ignore[misc]
     if errors is None:
         return FuzzOutcome(HANG, description)

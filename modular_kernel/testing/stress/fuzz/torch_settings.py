@@ -47,7 +47,7 @@ class _DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def _temporarily(change: Callable[[Any], Any], value: Any, old_value: Any) -> Iterator[None]:
+def _change_temporarily(change: Callable[[Any], Any], value: Any, old_value: Any) -> Iterator[None]:
     change(value)
     try:
         yield
@@ -56,26 +56,30 @@ def _temporarily(change: Callable[[Any], Any], value: Any, old_value: Any) -> It
 
 
 _SETTINGS: dict[str, Callable[[], Any]] = {
-    "default dtype float64": lambda: _temporarily(
+    "default dtype float64": lambda: _change_temporarily(
         torch.set_default_dtype, torch.float64, torch.float32
     ),
-    "default dtype float16": lambda: _temporarily(
+    "default dtype float16": lambda: _change_temporarily(
         torch.set_default_dtype, torch.float16, torch.float32
     ),
     "default device meta": lambda: torch.device("meta"),
-    "flush denormals": lambda: _temporarily(torch.set_flush_denormal, True, False),
-    "deterministic": lambda: _temporarily(torch.use_deterministic_algorithms, True, False),
+    "flush denormals": lambda: _change_temporarily(torch.set_flush_denormal, True, False),
+    "deterministic": lambda: _change_temporarily(torch.use_deterministic_algorithms, True, False),
     "function mode": _FunctionMode,
     "dispatch mode": _DispatchMode,
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "inference": torch.inference_mode,
     "anomaly": lambda: torch.autograd.detect_anomaly(check_nan=True),
     "no mkldnn": lambda: torch.backends.mkldnn.flags(enabled=False),
-    "precision": lambda: _temporarily(torch.set_float32_matmul_precision, "medium", "highest"),
-    "swapped parameters": lambda: _temporarily(
+    "precision": lambda: _change_temporarily(
+        torch.set_float32_matmul_precision, "medium", "highest"
+    ),
+    "swapped parameters": lambda: _change_temporarily(
         torch.__future__.set_swap_module_params_on_conversion, True, False
     ),
-    "short slices": lambda: _temporarily(sys.setswitchinterval, 1e-6, sys.getswitchinterval()),
+    "short slices": lambda: _change_temporarily(
+        sys.setswitchinterval, 1e-6, sys.getswitchinterval()
+    ),
 }
 
 
@@ -110,7 +114,10 @@ def _run_with_adapter(seed: int) -> list[torch.Tensor]:
 def _with_default_settings(make: Callable[[], Any]) -> Any:
     """Return `make()`, called with torch's initial default dtype and device."""
     old_dtype = torch.get_default_dtype()
-    with _temporarily(torch.set_default_dtype, torch.float32, old_dtype), torch.device("cpu"):
+    with (
+        _change_temporarily(torch.set_default_dtype, torch.float32, old_dtype),
+        torch.device("cpu"),
+    ):
         return make()
 
 
