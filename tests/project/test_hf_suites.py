@@ -77,7 +77,7 @@ def test_counts_include_every_case() -> None:
 def test_bad_case_sets_exit_code_1(monkeypatch) -> None:
     for outcome in Outcome:
         cases = Case("one", "x", outcome), Case("one", "y", Outcome.AGREE)
-        monkeypatch.setattr(program, "_classes", lambda _, cases=cases: cases)
+        monkeypatch.setattr(program, "_run_classes", lambda _, cases=cases: cases)
         assert program.main(["classes"]) == int(outcome in (Outcome.OURS, Outcome.RAW))
 
 
