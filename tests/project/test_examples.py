@@ -82,10 +82,10 @@ def test_notebook_outputs_equal_the_stored_outputs(path: Path) -> None:
         executed = tool["execute"](stored)
     finally:
         torch.set_default_device(None)
-    assert tool["shown"](executed) == tool["shown"](stored)
+    assert tool["normalize_outputs"](executed) == tool["normalize_outputs"](stored)
     cells = [cell for cell in stored["cells"] if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in cells] == [*range(1, len(cells) + 1)]
-    assert tool["dump"](stored) == path.read_text(encoding="utf-8")
+    assert tool["format_notebook"](stored) == path.read_text(encoding="utf-8")
 
 
 def test_notebook_shows_compose_check_test_and_profile() -> None:
@@ -107,6 +107,6 @@ def test_cell_output_is_printed_text_and_last_value() -> None:
     assert first["outputs"][0]["text"] == ["one\n"]
     assert first["outputs"][1]["data"] == {"text/plain": ["3"]}
     assert (second["execution_count"], second["outputs"]) == (2, [])
-    assert tool["shown"]({"cells": [first]}) == ["one", "#"]
+    assert tool["normalize_outputs"]({"cells": [first]}) == ["one", "#"]
     with pytest.raises(ZeroDivisionError):
         tool["execute"]({"cells": [code | {"source": ["1 / 0"]}]})
