@@ -20,7 +20,7 @@ ROUTER = RouterSpec(2, "sigmoid", renormalize=True)
 
 
 def main() -> None:
-    """Compare the outputs of two ranks and of one rank, before and after balancing."""
+    """Compare the output of two ranks with that of one rank, before and after balancing."""
     torch.manual_seed(0)
     torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
     w1 = torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN) / HIDDEN**0.5
@@ -44,13 +44,17 @@ def main() -> None:
 
     expected_TH = make_layer(0, 1, Placement.linear(EXPERTS, 1))(x_TH, logits)
     linear = Placement.linear(EXPERTS, RANKS)
-    # Number of (token, expert) pairs of each expert.
-    load = count(select_experts(logits, ROUTER).topk_ids, EXPERTS).tolist()
-    for name, placement in (("linear", linear), ("balanced", rebalance(load, [4, 4], linear))):
-        outputs = [make_layer(rank, RANKS, placement)(x_TH, logits) for rank in range(RANKS)]
-        torch.testing.assert_close(sum(outputs), expected_TH, rtol=1e-4, atol=1e-4)
-        print(f"{name}: experts {placement.slots}, load of ranks {rank_loads(load, placement)}")
-    print("the same within 1e-4")
+    # The number of (token, expert) pairs of each expert.
+    expert_loads = count(select_experts(logits, ROUTER).topk_ids, EXPERTS).tolist()
+    balanced = rebalance(expert_loads, [4, 4], linear)  # four experts on each rank
+    for name, placement in (("linear", linear), ("balanced", balanced)):
+        partial_outputs = [
+            make_layer(rank, RANKS, placement)(x_TH, logits) for rank in range(RANKS)
+        ]
+        torch.testing.assert_close(sum(partial_outputs), expected_TH, rtol=1e-4, atol=1e-4)
+        loads = rank_loads(expert_loads, placement)
+        print(f"{name}: experts {placement.slots}, load of ranks {loads}")
+    print("outputs: the same as on one rank, within 1e-4")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Write a trace of one call, with a range for each stage, for https://ui.perfetto.dev.
+"""Profile one call of a plan, and write a trace with a range for each stage.
 
     python examples/profile_to_a_trace.py [FILE.json]
 
-`mk profile` also computes the roofline of each stage, compares two pairings, and writes an HTML
-report.
+https://ui.perfetto.dev opens the trace. `mk profile` also computes the roofline of each stage,
+compares two pairings, and writes an HTML report.
 """
 
 import sys
@@ -19,24 +19,21 @@ from modular_kernel.profiling.record import suppress_profiler_lines
 def main(path: str = "layer.trace.json") -> None:
     """Profile a call of a plan, write the trace to `path`, and print the time of each stage."""
     torch.manual_seed(0)
-    on_gpu = torch.cuda.is_available()
-    torch.set_default_device("cuda" if on_gpu else "cpu")
+    has_gpu = torch.cuda.is_available()
+    torch.set_default_device("cuda" if has_gpu else "cpu")
     problem = mk.Problem(
         tokens=32, hidden=128, intermediate=128, experts=8, top_k=2, dtype=torch.float32
     )
     plan = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem).plan()
     weights = mk.ExpertWeights(w1=torch.randn(8, 256, 128) / 11, w2=torch.randn(8, 128, 128) / 11)
     topk_logits_TK, topk_ids_TK = torch.randn(32, 8).topk(2)
-    arguments = (
-        torch.randn(32, 128),
-        weights,
-        mk.Routing(topk_logits_TK.softmax(-1), topk_ids_TK),
-    )
-    plan(*arguments)  # warm up, so that the profile does not include compilation
+    x_TH = torch.randn(32, 128)
+    routing = mk.Routing(topk_logits_TK.softmax(-1), topk_ids_TK)
+    plan(x_TH, weights, routing)  # warm up, so that the profile does not include compilation
 
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if has_gpu else [])]
     with suppress_profiler_lines(), profile(activities=activities) as profiler:
-        plan(*arguments)
+        plan(x_TH, weights, routing)
     Path(path).parent.mkdir(parents=True, exist_ok=True)  # torch does not create the folder
     profiler.export_chrome_trace(path)
 

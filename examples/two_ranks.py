@@ -1,4 +1,4 @@
-"""Run one layer on two expert-parallel ranks, and compare the outputs with one rank.
+"""Run a layer on two expert-parallel ranks, and compare its output with the output on one rank.
 
     python examples/two_ranks.py
 
@@ -33,7 +33,7 @@ def make_inputs(device: torch.device) -> tuple[mk.ExpertWeights, torch.Tensor, m
     return mk.ExpertWeights(w1, w2), x_TH, mk.Routing(topk_logits_TK.softmax(-1), topk_ids_TK)
 
 
-def run(rank: int, store: str) -> None:
+def run(rank: int, store_path: str) -> None:
     """Run one rank, with half of the experts and half of the tokens."""
     torch.set_num_threads(1)
     use_gpus = torch.cuda.device_count() >= RANKS
@@ -43,10 +43,10 @@ def run(rank: int, store: str) -> None:
     backend = "nccl" if use_gpus else "gloo"
     # By default, this_machine describes a GPU even if there is only one.
     machine = this_machine(device="cuda" if use_gpus else "cpu")
-    dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=RANKS)
+    dist.init_process_group(backend, f"file://{store_path}", rank=rank, world_size=RANKS)
 
     weights, x_TH, routing = make_inputs(device)
-    whole_problem = mk.Problem(
+    global_problem = mk.Problem(
         tokens=RANKS * TOKENS,
         hidden=HIDDEN,
         intermediate=INTERMEDIATE,
@@ -54,10 +54,10 @@ def run(rank: int, store: str) -> None:
         top_k=TOP_K,
         dtype=torch.float32,
     )
-    reference = mk.make_kernel(
-        "MoEPrepareAndFinalizeNoEP", "TorchExperts", whole_problem, machine=machine
+    reference_kernel = mk.make_kernel(
+        "MoEPrepareAndFinalizeNoEP", "TorchExperts", global_problem, machine=machine
     )
-    expected_TH = reference(x_TH, weights, routing)
+    expected_TH = reference_kernel(x_TH, weights, routing)
 
     problem = mk.Problem(
         tokens=TOKENS,  # maximum number of tokens per rank and call
@@ -85,7 +85,8 @@ def run(rank: int, store: str) -> None:
         ),  # global expert ids
     )
     torch.testing.assert_close(y_TH, expected_TH[local_tokens], rtol=1e-4, atol=1e-4)
-    print(f"rank {rank} of {RANKS} over {backend}: {tuple(y_TH.shape)} as on one rank", flush=True)
+    shape = tuple(y_TH.shape)
+    print(f"rank {rank} of {RANKS} over {backend}: {shape}, the same as on one rank", flush=True)
 
     kernel.prepare_finalize.destroy()  # a collective operation: all ranks must call it
     dist.destroy_process_group()
@@ -93,5 +94,5 @@ def run(rank: int, store: str) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        multiprocessing.spawn(run, args=(store,), nprocs=RANKS)
+        store_path = str(Path(folder) / "store")
+        multiprocessing.spawn(run, args=(store_path,), nprocs=RANKS)

@@ -1,6 +1,8 @@
 """List the pairings that are valid for a layer on another machine, and why one is refused.
 
-python examples/why_not.py
+    python examples/why_not.py
+
+The checks need neither the machine nor a GPU.
 """
 
 import modular_kernel as mk
@@ -32,7 +34,7 @@ def main() -> None:
 
     try:
         mk.make_kernel("BatchedPrepareAndFinalize", "TritonExperts", problem)
-    except mk.IncompatibleError as error:  # it has the same reasons; no part is constructed
+    except mk.IncompatibleError as error:  # lists the same reasons; no part has been constructed
         print(f"\nmake_kernel raises {type(error).__name__}")
 
 

@@ -1,10 +1,9 @@
-"""Prints tables of batch invariance: parts whose bits depend on other tokens, and the cost.
+"""Prints the tables of docs/batch-invariance.md: which parts are batch invariant, and the cost.
 
     TRITON_INTERPRET=1 python tools/batch_invariance.py  # rows whose bits change, for every part
     python tools/batch_invariance.py --cost              # launches for sm_90, without a GPU
 
-These are the tables of docs/batch-invariance.md. Progress is printed to stderr. On a GPU, leave
-TRITON_INTERPRET unset.
+Progress is printed to stderr. On a GPU, leave TRITON_INTERPRET unset.
 """
 
 import argparse
@@ -35,16 +34,16 @@ COLUMNS = (
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 
 
-def invariance_table() -> str:
+def make_invariance_table() -> str:
     """Return the Markdown table of rows whose bits change, for every part."""
-    results = []
-    for result in measure_invariance(this_machine()):
-        print(result, file=sys.stderr, flush=True)
-        results.append(result)
-    return format_markdown(results)
+    rows = []
+    for row in measure_invariance(this_machine()):
+        print(row, file=sys.stderr, flush=True)
+        rows.append(row)
+    return format_markdown(rows)
 
 
-def cost_table() -> str:
+def make_cost_table() -> str:
     """Return the Markdown table of TritonExperts' launches with and without batch invariance."""
     packages = find_importable({"triton", *collect_packages(load_catalog())})
     machine = Machine("cuda", (9, 0), packages, name="NVIDIA H200")
@@ -61,21 +60,21 @@ def cost_table() -> str:
                     f"`{quant}`",
                     tokens,
                     "yes" if invariant else "no",
-                    *_launch_costs(records),
+                    *_summarize_launches(records),
                 )
                 print(cells, file=sys.stderr, flush=True)
                 rows.append(cells)
     return "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows)
 
 
-def _launch_costs(records: list[CompileRecord]) -> tuple[object, ...]:
-    """Return the number of launches, and kernel, BLOCK_M, registers and shared bytes of GEMM 1."""
-    first = next(r for r in records if "gemm" in r.kernel or "_up_" in r.kernel)
-    block_m = first.config.get("BLOCK_M", "")
-    return len(records), f"`{first.kernel}`", block_m, first.registers, first.shared
+def _summarize_launches(records: list[CompileRecord]) -> tuple[object, ...]:
+    """Return the number of launches, and GEMM 1's kernel, BLOCK_M, registers and shared bytes."""
+    gemm1 = next(r for r in records if "gemm" in r.kernel or "_up_" in r.kernel)
+    block_m = gemm1.config.get("BLOCK_M", "")
+    return len(records), f"`{gemm1.kernel}`", block_m, gemm1.registers, gemm1.shared
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cost", action="store_true")
-    print(cost_table() if parser.parse_args().cost else invariance_table(), end="")
+    print(make_cost_table() if parser.parse_args().cost else make_invariance_table(), end="")

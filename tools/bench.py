@@ -71,24 +71,24 @@ TINY_TOKENS = (1, 16)
 TINY_COMPOSE_SECONDS = 0.0  # with this budget, compose times nothing
 
 
-def parse_words(text):
+def split_list(text):
     """Split a comma-separated list."""
-    return [word for word in text.split(",") if word]
+    return [item for item in text.split(",") if item]
 
 
 def parse_schemes(text):
     """Return the schemes in a comma-separated list of short or full names."""
-    names = {**SCHEMES, **{scheme: scheme for scheme in SCHEMES.values()}}
-    unknown = [word for word in parse_words(text) if word not in names]
-    if unknown or not parse_words(text):
+    quant_by_name = {**SCHEMES, **{scheme: scheme for scheme in SCHEMES.values()}}
+    unknown = [name for name in split_list(text) if name not in quant_by_name]
+    if unknown or not split_list(text):
         got = ", ".join(unknown) or "no scheme"
         raise click.BadParameter(f"got {got}, need some of {', '.join(SCHEMES)}")
-    return list(dict.fromkeys(names[word] for word in parse_words(text)))
+    return list(dict.fromkeys(quant_by_name[name] for name in split_list(text)))
 
 
 def parse_token_counts(text):
     try:
-        tokens = tuple(dict.fromkeys(int(word) for word in parse_words(text)))
+        tokens = tuple(dict.fromkeys(int(number) for number in split_list(text)))
     except ValueError:
         tokens = ()
     if not tokens or min(tokens) < 1:
@@ -100,8 +100,8 @@ def select_layers(text, seed, *, tiny):
     """Return the sampled layers with the numbers in `text`, counted from 0, or all for ""."""
     layers = TINY_LAYERS if tiny else sample_layers(seed)
     try:
-        numbers = [int(word) for word in parse_words(text)] or range(len(layers))
-        return [layers[number] for number in numbers if number >= 0 or layers[len(layers)]]
+        indices = [int(number) for number in split_list(text)] or range(len(layers))
+        return [layers[index] for index in indices if index >= 0 or layers[len(layers)]]
     except (ValueError, IndexError):
         need = f"numbers from 0 to {len(layers) - 1}"
         raise click.BadParameter(f"got {text!r}, need {need}") from None
@@ -137,33 +137,33 @@ def make_our_candidates(quant, cases, machine, *, compose_seconds, prepare):
     ]
 
 
-def find_peers(quant, case, wanted):
-    """Return torch._grouped_mm and the public layers whose operands have the formats of `quant`.
+def find_peers(quant, case, prefixes):
+    """Return torch._grouped_mm and the public layers whose operand types are those of `quant`.
 
-    wanted: prefixes of the names of peers to include. If it is empty, all are included.
+    prefixes: beginnings of the names of the peers to include. If it is empty, all are included.
     """
-    kind = operand_types(case.problem, QuantScheme.parse(quant))
+    our_types = operand_types(case.problem, QuantScheme.parse(quant))
     return [
         candidate
         for candidate in [*baseline_candidates(), *peer_candidates(PEERS)]
-        if operand_types(case.problem, QuantScheme.parse(candidate.quant)) == kind
-        and (not wanted or any(candidate.name.startswith(name) for name in wanted))
+        if operand_types(case.problem, QuantScheme.parse(candidate.quant)) == our_types
+        and (not prefixes or any(candidate.name.startswith(prefix) for prefix in prefixes))
     ]
 
 
-def list_missing_layers(machine, wanted):
+def list_missing_layers(machine, prefixes):
     """Return the names of peers, and of our parts, whose packages are not installed."""
     peers = [
         name
         for name in bench_peers.list_missing()
-        if not wanted or any(name.startswith(word) for word in wanted)
+        if not prefixes or any(name.startswith(prefix) for prefix in prefixes)
     ]
     parts = []
     catalog = load_catalog()
     for name in catalog.names("experts"):
-        absent = set(catalog.experts(name).requires.packages) - machine.packages
-        if absent:
-            parts.append(f"{name} (needs {', '.join(sorted(absent))})")
+        absent_packages = set(catalog.experts(name).requires.packages) - machine.packages
+        if absent_packages:
+            parts.append(f"{name} (needs {', '.join(sorted(absent_packages))})")
     return (*peers, *parts)
 
 
@@ -189,10 +189,10 @@ def make_blocks(  # noqa: PLR0913  options of the command line
     return blocks
 
 
-def compile_first(blocks, workers, seconds):
+def compile_in_advance(blocks, workers, seconds):
     """Compile the kernels of all blocks in parallel processes, which fill the cache on disk.
 
-    Failures are printed. The kernel is then compiled again, and fails, in this process.
+    Failures are printed. A kernel that does not compile fails again in this process.
 
     seconds: time limit of a process.
     """
@@ -304,7 +304,7 @@ def bench(  # noqa: PLR0913  options of the command line
     started = time.monotonic()
     report = load_reports(load) if load else None
     if report is None:
-        quants, wanted = parse_schemes(schemes), parse_words(peers)
+        quants, peer_prefixes = parse_schemes(schemes), split_list(peers)
         machine = this_machine()
         if machine.device != "cuda" and not (tiny or dry_run):
             raise click.BadParameter("got no GPU, need one, or --tiny, or --dry-run")
@@ -312,13 +312,13 @@ def bench(  # noqa: PLR0913  options of the command line
             select_layers(layers, seed, tiny=tiny),
             quants,
             parse_token_counts(tokens) if tokens else TINY_TOKENS if tiny else TOKENS,
-            parse_words(routing),
+            split_list(routing),
             machine,
-            peers=wanted,
+            peers=peer_prefixes,
             compose_seconds=TINY_COMPOSE_SECONDS if tiny else compose_seconds,
             prepare=prepare,
         )
-        missing = list_missing_layers(machine, wanted)
+        missing = list_missing_layers(machine, peer_prefixes)
         if dry_run:
             list_blocks(blocks, missing)
             return
@@ -335,7 +335,7 @@ def bench(  # noqa: PLR0913  options of the command line
             run_interleaved(replace(comparison, blocks=block, compile_only=True))
             return
         if workers:
-            compile_first(blocks, workers, compile_minutes * 60)
+            compile_in_advance(blocks, workers, compile_minutes * 60)
             click.echo(f"compiled in {time.monotonic() - started:.0f} s", err=True)
         seconds = None if minutes is None else minutes * 60 - (time.monotonic() - started)
         out.mkdir(parents=True, exist_ok=True)
@@ -354,8 +354,8 @@ def bench(  # noqa: PLR0913  options of the command line
 def list_blocks(blocks, missing):
     for block in blocks:
         case = block.cases[0]
-        size = case.problem.experts * case.problem.hidden * case.problem.intermediate
-        click.echo(f"{block.name}: E*H*I {size:.3g}, {len(block.cases)} cases")
+        num_weights = case.problem.experts * case.problem.hidden * case.problem.intermediate
+        click.echo(f"{block.name}: E*H*I {num_weights:.3g}, {len(block.cases)} cases")
         for candidate in block.candidates:
             library = f", products of {candidate.library}" if candidate.library else ""
             click.echo(f"  {candidate.name} {candidate.quant} ({candidate.origin}{library})")

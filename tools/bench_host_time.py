@@ -1,4 +1,4 @@
-"""Host time of the public calls of a layer on one GPU.
+"""Measure the host time of the public calls of a layer on one GPU.
 
     python tools/bench_host_time.py --json host.json
     python tools/bench_host_time.py --profile fp8_w8a8_block:64
@@ -75,7 +75,7 @@ class TimedCall:
 
 
 @contextmanager
-def deterministic() -> Iterator[None]:
+def use_deterministic_mode() -> Iterator[None]:
     """Enable deterministic mode, but do not fill new tensors."""
     torch.use_deterministic_algorithms(True)
     fill = torch.utils.deterministic.fill_uninitialized_memory
@@ -88,7 +88,7 @@ def deterministic() -> Iterator[None]:
 
 
 @contextmanager
-def default_device() -> Iterator[None]:
+def use_default_device() -> Iterator[None]:
     """Make "cuda" the default device, which adds a function mode to each call of torch."""
     torch.set_default_device("cuda")
     try:
@@ -97,10 +97,10 @@ def default_device() -> Iterator[None]:
         torch.set_default_device(None)
 
 
-def public_calls(quant: str, tokens: int, inputs: Inputs) -> dict[str, Call]:
+def make_public_calls(quant: str, tokens: int, inputs: Inputs) -> dict[str, Call]:
     """Return the calls to time, by name.
 
-    inputs: the tensors of `layer_inputs(quant)`.
+    inputs: the tensors of `make_layer_inputs(quant)`.
     """
     problem = replace(LAYER, quant=quant, tokens=tokens)
     weights, routing = inputs.weights, inputs.routing.of(slice(tokens))
@@ -116,46 +116,48 @@ def public_calls(quant: str, tokens: int, inputs: Inputs) -> dict[str, Call]:
     layer.set_weights(weights)
     logits = torch.randn(tokens, problem.experts, device="cuda", dtype=problem.dtype)
     fields = {name: t for name, t in vars(weights).items() if t is not None}
-    texts = ",".join(fields), serialize_layer(problem), str(Pairing(*PAIR))
-    router = routing.topk_ids_TK, routing.topk_weights_TK
+    operator_arguments = ",".join(fields), serialize_layer(problem), str(Pairing(*PAIR))
+    ids_and_weights = routing.topk_ids_TK, routing.topk_weights_TK
     calls: dict[str, Call] = {
         "kernel": lambda: kernel(x_TH, weights, routing),
         "kernel, new objects": lambda: kernel(
             x_TH, replace(weights), Routing(routing.topk_weights_TK, routing.topk_ids_TK)
         ),
         "plan": lambda: plan(x_TH, weights, routing),
-        "operator": lambda: EXPERTS_FORWARD(x_TH, *router, list(fields.values()), *texts),
+        "operator": lambda: EXPERTS_FORWARD(
+            x_TH, *ids_and_weights, list(fields.values()), *operator_arguments
+        ),
         "FusedMoE": lambda: layer(x_TH, logits),
     }
     flags = SCHEMES[quant]
     if flags is not None:
         scales = {"w1_scale": weights.w1_scale, "w2_scale": weights.w2_scale} if flags else {}
-        topk = (routing.topk_weights_TK, routing.topk_ids_TK, None)
+        topk_output = (routing.topk_weights_TK, routing.topk_ids_TK, None)
         calls["fused_experts"] = lambda: fused_experts(
-            x_TH, weights.w1, weights.w2, topk, **flags, **scales
+            x_TH, weights.w1, weights.w2, topk_output, **flags, **scales
         )
     shape = tuple(x_TH.shape)
     calls["torch.empty"] = lambda: torch.empty(shape, dtype=x_TH.dtype, device=x_TH.device)
     return calls
 
 
-def layer_inputs(quant: str) -> Inputs:
+def make_layer_inputs(quant: str) -> Inputs:
     """Return random tensors of LAYER in a scheme. Host time does not depend on the values."""
     return Inputs(*random_inputs(replace(LAYER, quant=quant), torch.device("cuda")))
 
 
 def measure(quant: str, tokens: int, inputs: Inputs, calls: int) -> dict[str, object]:
     """Return one row: host times in microseconds, by call."""
-    public = public_calls(quant, tokens, inputs)
-    timed = {name: TimedCall(call) for name, call in public.items()}
+    public_calls = make_public_calls(quant, tokens, inputs)
+    timed_calls = {name: TimedCall(call) for name, call in public_calls.items()}
     for name in ("kernel", "FusedMoE"):
-        timed[f"{name}, default device"] = TimedCall(public[name], default_device)
-    timed["kernel, deterministic"] = TimedCall(public["kernel"], deterministic)
+        timed_calls[f"{name}, default device"] = TimedCall(public_calls[name], use_default_device)
+    timed_calls["kernel, deterministic"] = TimedCall(public_calls["kernel"], use_deterministic_mode)
     with torch.no_grad():
         for _ in range(-(-calls // _CALLS_PER_ROUND)):
-            for timed_call in timed.values():
+            for timed_call in timed_calls.values():
                 timed_call.run(_CALLS_PER_ROUND)
-    medians = {name: round(statistics.median(t.times_us), 2) for name, t in timed.items()}
+    medians = {name: round(statistics.median(t.times_us), 2) for name, t in timed_calls.items()}
     return {"quant": quant, "tokens": tokens, **medians}
 
 
@@ -163,7 +165,7 @@ def profile(cell: str) -> None:
     """Print where the host time of one cell's calls goes."""
     quant, _, tokens = cell.partition(":")
     with torch.no_grad():
-        for name, call in public_calls(quant, int(tokens), layer_inputs(quant)).items():
+        for name, call in make_public_calls(quant, int(tokens), make_layer_inputs(quant)).items():
             for _ in range(10):
                 call()
             profiler = cProfile.Profile()
@@ -187,7 +189,7 @@ def main() -> None:
         return
     rows = []
     for quant in SCHEMES:
-        inputs = layer_inputs(quant)
+        inputs = make_layer_inputs(quant)
         for tokens in TOKENS:
             row = measure(quant, tokens, inputs, arguments.calls)
             print(*(f"{name} {value}" for name, value in row.items()), sep="; ", flush=True)

@@ -53,9 +53,17 @@ FORMATS = (
     "compressed mxfp4",
     "modelopt nvfp4",
 )
-INTEGERS = tuple(kind for kind in FORMATS if "int" in kind or "gptq" in kind or kind == "awq")
-WRITTEN_EXPERTS = 4  # experts of a small layer, which are repeated to fill a file of a given size
-QUANTIZED = ("fp8_w8a8_block", "fp8_w8a8_channel", "int4_w4a16_group", "mxfp4_w4a16", "nvfp4_w4a16")
+INTEGER_FORMATS = tuple(
+    kind for kind in FORMATS if "int" in kind or "gptq" in kind or kind == "awq"
+)
+REPEATED_EXPERTS = 4  # number of experts that are repeated to fill a file of a given size
+QUANTIZED_SCHEMES = (
+    "fp8_w8a8_block",
+    "fp8_w8a8_channel",
+    "int4_w4a16_group",
+    "mxfp4_w4a16",
+    "nvfp4_w4a16",
+)
 
 
 @dataclass(frozen=True)
@@ -89,8 +97,8 @@ def write_loads(
         write(path, "qwen3_moe", kind, **sizes)
         file = path / "model.safetensors"
         if kind == "bf16":
-            plain = lambda file=file: read_and_copy(file)  # noqa: E731
-            loads.append(Load("safetensors alone", plain, file, experts))
+            read_all = lambda file=file: read_and_copy(file)  # noqa: E731
+            loads.append(Load("safetensors alone", read_all, file, experts))
             loads += [
                 Load(
                     f"bf16 to {scheme}",
@@ -101,23 +109,23 @@ def write_loads(
                 for scheme in schemes
             ]
         loads.append(Load(kind, lambda path=path: load_experts(path, 0), file, experts))
-    # "bf16 to" rows are last
+    # Rows named "bf16 to" are last.
     return sorted(loads, key=lambda load: load.name.startswith("bf16 to"))
 
 
 def write_repeated(folder: Path, kind: str, sizes: dict[str, int], megabytes: float) -> Load:
     """Write a file of about `megabytes`, and return the load to time."""
-    write(folder, "qwen3_moe", kind, **{**sizes, "experts": WRITTEN_EXPERTS})
+    write(folder, "qwen3_moe", kind, **{**sizes, "experts": REPEATED_EXPERTS})
     file, config = folder / "model.safetensors", folder / "config.json"
-    small = {name: t for name, t in load_file(file).items() if ".experts." in name}
-    size = sum(tensor.nbytes for tensor in small.values()) / WRITTEN_EXPERTS
-    experts = max(round(megabytes * 1e6 / size), 1)
+    repeated_tensors = {name: t for name, t in load_file(file).items() if ".experts." in name}
+    expert_bytes = sum(tensor.nbytes for tensor in repeated_tensors.values()) / REPEATED_EXPERTS
+    experts = max(round(megabytes * 1e6 / expert_bytes), 1)
     tensors = {}
-    for name, tensor in small.items():
-        before, _, after = name.partition(".experts.")
+    for name, tensor in repeated_tensors.items():
+        prefix, _, after = name.partition(".experts.")
         number, _, suffix = after.partition(".")
-        for e in range(int(number), experts, WRITTEN_EXPERTS):
-            tensors[f"{before}.experts.{e}.{suffix}"] = tensor.clone()
+        for e in range(int(number), experts, REPEATED_EXPERTS):
+            tensors[f"{prefix}.experts.{e}.{suffix}"] = tensor.clone()
     save_file(tensors, file)
     config.write_text(json.dumps(json.loads(config.read_text()) | {"num_experts": experts}))
     return Load(kind, lambda: load_experts(folder, 0), file, experts)
@@ -132,13 +140,13 @@ def measure_cpu_seconds(call: Callable[[], object]) -> float:
 
 def measure_peak_bytes(load: Load) -> int:
     """Return the maximum number of bytes that torch's allocator held, without the mapped file."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = load.call()
     del result
-    mapped, allocated, peak = load.file.stat().st_size, 0, 0
-    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    mapped_bytes, allocated, peak = load.file.stat().st_size, 0, 0
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     for event in sorted(events, key=lambda event: event.start_ns()):
-        allocated += 0 if abs(event.nbytes()) == mapped else event.nbytes()
+        allocated += 0 if abs(event.nbytes()) == mapped_bytes else event.nbytes()
         peak = max(peak, allocated)
     return peak
 
@@ -162,14 +170,14 @@ def format_row(load: Load, seconds: float, reference: float) -> str:
 
 
 HEADER = "| format | MB read | peak MB | s | ms per expert | time over bf16's |"
-RULE = "|---|---:|---:|---:|---:|---:|"
+DELIMITER_ROW = "|---|---:|---:|---:|---:|---:|"
 
 
-def print_files_of_a_size(
+def print_table_of_repeated_files(
     folder: Path, formats: Sequence[str], sizes: dict[str, int], megabytes: float, rounds: int
 ) -> None:
     """Print the table for one file after another. bf16 is timed again next to each file."""
-    click.echo(HEADER.replace("format |", "format | experts |") + "\n" + RULE + "---:|")
+    click.echo(HEADER.replace("format |", "format | experts |") + "\n" + DELIMITER_ROW + "---:|")
     bf16 = write_repeated(folder / "bf16", "bf16", sizes, megabytes)
     for kind in dict.fromkeys(("bf16", *formats)):
         path = folder / "file"
@@ -178,14 +186,16 @@ def print_files_of_a_size(
         for _ in range(rounds):
             times.append(measure_cpu_seconds(load.call))
             reference.append(measure_cpu_seconds(bf16.call))
-        text = format_row(load, min(times), min(reference) / bf16.experts)
-        click.echo(text.replace(f"| {kind} |", f"| {kind} | {load.experts} |", 1))
+        row = format_row(load, min(times), min(reference) / bf16.experts)
+        click.echo(row.replace(f"| {kind} |", f"| {kind} | {load.experts} |", 1))
         shutil.rmtree(path, ignore_errors=True)
 
 
 @click.command(help=__doc__.split("\n\n", maxsplit=1)[0])
 @click.option("--format", "formats", multiple=True, default=FORMATS, help="A format; repeatable.")
-@click.option("--quantize", default=",".join(QUANTIZED), help="Schemes to quantize bf16 to.")
+@click.option(
+    "--quantize", default=",".join(QUANTIZED_SCHEMES), help="Schemes to quantize bf16 to."
+)
 @click.option("--file-mb", type=float, help="Size of each file, of integers.")
 @click.option("--experts", default=16, show_default=True)
 @click.option("--hidden", default=2048, show_default=True)
@@ -196,9 +206,9 @@ def main(formats, quantize, file_mb, experts, hidden, intermediate, rounds):
     sizes = {"experts": experts, "hidden": hidden, "intermediate": intermediate}
     with tempfile.TemporaryDirectory() as folder:
         if file_mb is not None:
-            formats = INTEGERS if formats == FORMATS else formats
+            formats = INTEGER_FORMATS if formats == FORMATS else formats
             click.echo(format_title(f"files of {file_mb:g} MB", hidden, intermediate, rounds))
-            print_files_of_a_size(Path(folder), formats, sizes, file_mb, rounds)
+            print_table_of_repeated_files(Path(folder), formats, sizes, file_mb, rounds)
             return
         schemes = [scheme for scheme in quantize.split(",") if scheme]
         loads = write_loads(Path(folder), formats, schemes, sizes)
@@ -206,17 +216,17 @@ def main(formats, quantize, file_mb, experts, hidden, intermediate, rounds):
         for _ in range(rounds):
             for load in loads:
                 times[load.name].append(measure_cpu_seconds(load.call))
-        best = {name: min(measured) for name, measured in times.items()}
+        min_seconds = {name: min(measured) for name, measured in times.items()}
         click.echo(format_title(f"{experts} experts", hidden, intermediate, rounds))
-        click.echo(HEADER + "\n" + RULE)
+        click.echo(HEADER + "\n" + DELIMITER_ROW)
         for load in loads:
-            click.echo(format_row(load, best[load.name], best["bf16"] / experts))
+            click.echo(format_row(load, min_seconds[load.name], min_seconds["bf16"] / experts))
 
 
-def format_title(what: str, hidden: int, intermediate: int, rounds: int) -> str:
+def format_title(description: str, hidden: int, intermediate: int, rounds: int) -> str:
     versions = f"torch {torch.__version__}, safetensors {safetensors.__version__}"
-    text = f"{what}, H {hidden}, I {intermediate}; {rounds} rounds; {versions}"
-    return f"{text}; {time.strftime('%Y-%m-%d')}\n"
+    settings = f"{description}, H {hidden}, I {intermediate}; {rounds} rounds; {versions}"
+    return f"{settings}; {time.strftime('%Y-%m-%d')}\n"
 
 
 if __name__ == "__main__":

@@ -27,14 +27,16 @@ _BLOCK = 128
 _MIN_DEEPGEMM_TOKENS = 128  # the limit that vLLM itself applies
 _DEEPGEMM_COLUMNS = 1024  # hidden elements per program of vLLM's kernel that sums rows
 _FLASHINFER_MOE = "flashinfer.fused_moe"
-# from this number on, calls take milliseconds, and the autotuner takes minutes
+# With this many tokens or more, calls take milliseconds, and the autotuner would take minutes.
 _MIN_LARGE_TOKENS = 4096
 
 
 def _is_plain(problem):
-    """Return whether the problem is a plain SwiGLU layer in bf16, which all peers support."""
-    plain = problem.act.kind == "silu" and not problem.bias and not problem.expert_map
-    return plain and problem.dtype is torch.bfloat16 and problem.routed_scaling_factor == 1.0
+    """Return whether the problem is a bf16 SwiGLU layer without options, as all peers support."""
+    is_plain_swiglu = problem.act.kind == "silu" and not problem.bias and not problem.expert_map
+    return (
+        is_plain_swiglu and problem.dtype is torch.bfloat16 and problem.routed_scaling_factor == 1.0
+    )
 
 
 class LayerPeer(Layer):
@@ -61,7 +63,7 @@ class LayerPeer(Layer):
             return stored.w1, stored.w2, stored.w1_scale[..., None], stored.w2_scale[..., None]
         return stored.w1, stored.w2, stored.w1_scale, stored.w2_scale
 
-    def quant_config(self, w1_scale, w2_scale):
+    def make_quant_config(self, w1_scale, w2_scale):
         if self.quant == "int4_w4a16_group":
             make = import_module(f"{_MOE}.config").int4_w4a16_moe_quant_config
             scales = w1_scale.bfloat16(), w2_scale.bfloat16()  # the kernel multiplies in x's dtype
@@ -89,7 +91,7 @@ class VllmTriton(LayerPeer):
         self.w1, self.w2, self.config = weights.w1, weights.w2, None
         if self.quant != "none":
             self.w1, self.w2, *scales = self.quantize_weights(problem, weights)
-            self.config = self.quant_config(*scales)
+            self.config = self.make_quant_config(*scales)
 
     def call(self, x_TH, routing):
         ids, router = routing.topk_ids_TK, routing.topk_weights_TK
@@ -120,17 +122,17 @@ class VllmExperts(LayerPeer):
         self.quantize = import_module(f"{_MOE}.utils").moe_kernel_quantize_input
         self.problem = problem
         self.w1, self.w2, *scales = self.quantize_weights(problem, weights)
-        self.config = self.quant_config(*scales)
+        self.config = self.make_quant_config(*scales)
         experts_cls = getattr(import_module(f"{_MOE}.experts.{module}"), cls)
-        self.experts = experts_cls(self._moe_config(problem), self.config)
+        self.experts = experts_cls(self._make_moe_config(problem), self.config)
 
-    def _moe_config(self, problem):
+    def _make_moe_config(self, problem):
         config = import_module(f"{_MOE}.config")
-        known = {field.name for field in fields(config.FusedMoEConfig) if field.init}
+        field_names = {field.name for field in fields(config.FusedMoEConfig) if field.init}
         # vLLM before 0.26 has only the second of these fields.
         size, size_per_rank = "intermediate_size", "intermediate_size_per_partition"
         return config.FusedMoEConfig(
-            **{size if size in known else size_per_rank: problem.intermediate},
+            **{size if size in field_names else size_per_rank: problem.intermediate},
             # size of the buffers of the CUTLASS experts; the default is 256
             max_num_tokens=problem.tokens,
             num_experts=problem.experts,
@@ -146,7 +148,7 @@ class VllmExperts(LayerPeer):
         )
 
     def call(self, x_TH, routing):
-        p, tokens, config = self.problem, x_TH.shape[0], self.config
+        problem, tokens, config = self.problem, x_TH.shape[0], self.config
         x, scale = self.quantize(
             x_TH,
             None,
@@ -155,13 +157,22 @@ class VllmExperts(LayerPeer):
             block_shape=config.block_shape,
         )
         shapes = self.experts.workspace_shapes(
-            tokens, 2 * p.intermediate, p.hidden, p.top_k, p.experts, p.experts, None, self.silu
+            tokens,
+            2 * problem.intermediate,
+            problem.hidden,
+            problem.top_k,
+            problem.experts,
+            problem.experts,
+            None,
+            self.silu,
         )
-        one, two, out = (torch.empty(s, device=x.device, dtype=x_TH.dtype) for s in shapes)
+        workspace13, workspace2, out = (
+            torch.empty(s, device=x.device, dtype=x_TH.dtype) for s in shapes
+        )
         router, ids = routing.topk_weights_TK, routing.topk_ids_TK
         self.experts.apply(
-            out, x, self.w1, self.w2, router, ids, self.silu, p.experts, None, scale, None,
-            one, two, None, False,
+            out, x, self.w1, self.w2, router, ids, self.silu, problem.experts, None, scale, None,
+            workspace13, workspace2, None, False,
         )  # fmt: skip
         return out
 
@@ -194,7 +205,7 @@ class VllmMarlin(LayerPeer):
             permuted = utils.marlin_moe_permute_scales(scale_eGN, columns * 2, rows, group)
             if not self.blocks:
                 as_e8m0 = import_module(f"{_QUANT}.marlin_utils_fp4").mxfp4_marlin_process_scales
-                permuted = torch.stack([as_e8m0(one) for one in permuted])
+                permuted = torch.stack([as_e8m0(scale_GN) for scale_GN in permuted])
             self.scales.append(permuted)
 
     def repack(self, w_eNK):
@@ -248,25 +259,27 @@ class TritonKernels(LayerPeer):
         stored = quantize(weights, replace(problem, quant=self.quant))
         swizzle = import_module(f"{_QUANT}.mxfp4_utils")
         scales = stored.w1_scale.view(torch.uint8), stored.w2_scale.view(torch.uint8)
-        one = swizzle._swizzle_mxfp4(interleave_gate_up(stored.w1), interleave_gate_up(scales[0]))
-        two = swizzle._swizzle_mxfp4(stored.w2, scales[1])
-        self.w1, self.w2 = one[0], two[0]
+        w1_and_scale = swizzle._swizzle_mxfp4(
+            interleave_gate_up(stored.w1), interleave_gate_up(scales[0])
+        )
+        w2_and_scale = swizzle._swizzle_mxfp4(stored.w2, scales[1])
+        self.w1, self.w2 = w1_and_scale[0], w2_and_scale[0]
         self.configs = [
             mm.PrecisionConfig(weight_scale=scale, flex_ctx=mm.FlexCtx(rhs_data=flex))
-            for _, flex, scale in (one, two)
+            for _, flex, scale in (w1_and_scale, w2_and_scale)
         ]
 
     def call(self, x_TH, routing):
         mm = self.mm.matmul_ogs
         ids, router = routing.topk_ids_TK, routing.topk_weights_TK
-        data, gather, scatter = self.tables(ids, router, self.experts)
+        routing_data, gather, scatter = self.tables(ids, router, self.experts)
         h = mm(
-            x_TH, self.w1, None, data,
+            x_TH, self.w1, None, routing_data,
             gather_indx=gather, precision_config=self.configs[0], fused_activation=self.act,
         )  # fmt: skip
         return mm(
-            h, self.w2, None, data,
-            scatter_indx=scatter, precision_config=self.configs[1], gammas=data.gate_scal,
+            h, self.w2, None, routing_data,
+            scatter_indx=scatter, precision_config=self.configs[1], gammas=routing_data.gate_scal,
         )  # fmt: skip
 
 
@@ -276,7 +289,7 @@ def interleave_gate_up(rows_eNK):
 
 
 class Padded(Layer):
-    """A layer that requires whole blocks, with operands padded with zeros.
+    """Pads the operands of a layer that requires sizes in whole blocks with zeros.
 
     Weights are padded in `setup`, and x in every call. The output is a view of the unpadded
     columns.
@@ -292,8 +305,8 @@ class Padded(Layer):
     def pad(self, problem):
         """Return the problem with sizes rounded up to whole blocks."""
         sizes = problem.hidden, problem.intermediate
-        hidden, inner = (-(-n // b) * b for n, b in zip(sizes, self.blocks, strict=True))
-        return replace(problem, hidden=hidden, intermediate=inner)
+        hidden, intermediate = (-(-n // b) * b for n, b in zip(sizes, self.blocks, strict=True))
+        return replace(problem, hidden=hidden, intermediate=intermediate)
 
     def refusal(self, problem):
         return self.layer.refusal(self.pad(problem))
@@ -316,7 +329,7 @@ class Padded(Layer):
         return self.layer.call(x_TH, routing)[:, : self.columns]
 
 
-def up_first(rows_eNK):
+def put_up_first(rows_eNK):
     """Swap the halves of (e, 2I, ...) from gate rows first to up rows first."""
     gate, up = rows_eNK.view(torch.uint8).chunk(2, dim=1)
     return torch.cat([up, gate], dim=1).view(rows_eNK.dtype)
@@ -384,7 +397,7 @@ class FlashInferBf16(FlashInfer):
     quant = "none"
 
     def load(self, problem, weights):
-        self.w1, self.w2 = up_first(weights.w1), weights.w2
+        self.w1, self.w2 = put_up_first(weights.w1), weights.w2
 
 
 class FlashInferFp8Block(FlashInfer):
@@ -394,8 +407,8 @@ class FlashInferFp8Block(FlashInfer):
         return {"use_deepseek_fp8_block_scale": True}
 
     def load(self, problem, weights):
-        w1, self.w2, one, two = self.quantize_weights(problem, weights)
-        self.w1, self.scales = up_first(w1), [up_first(one), two.contiguous()]
+        w1, self.w2, w1_scale, w2_scale = self.quantize_weights(problem, weights)
+        self.w1, self.scales = put_up_first(w1), [put_up_first(w1_scale), w2_scale.contiguous()]
 
 
 class FlashInferMxfp4(FlashInfer):
@@ -411,9 +424,15 @@ class FlashInferMxfp4(FlashInfer):
         prepare = import_module(f"{_FLASHINFER_MOE}.prepare")
         interleave_weights = prepare.interleave_moe_weights_for_sm90_mixed_gemm
         interleave_scales = prepare.interleave_moe_scales_for_sm90_mixed_gemm
-        w1, w2, one, two = (tensor.view(torch.uint8) for tensor in stored)
-        self.w1, self.w2 = interleave_weights(up_first(w1), "fp4"), interleave_weights(w2, "fp4")
-        self.scales = [interleave_scales(scale).view(torch.int32) for scale in (up_first(one), two)]
+        w1, w2, w1_scale, w2_scale = (tensor.view(torch.uint8) for tensor in stored)
+        self.w1, self.w2 = (
+            interleave_weights(put_up_first(w1), "fp4"),
+            interleave_weights(w2, "fp4"),
+        )
+        self.scales = [
+            interleave_scales(scale).view(torch.int32)
+            for scale in (put_up_first(w1_scale), w2_scale)
+        ]
 
 
 def layers():

@@ -1,4 +1,4 @@
-"""Interleaved timing of whole transformers models by experts implementation, eager and compiled.
+"""Time whole transformers models with each experts implementation, eager and compiled.
 
     python tools/bench_transformers.py out.json --models qwen3
     python tools/bench_transformers.py out.json --models gpt_oss
@@ -7,15 +7,15 @@
 Builds models with the sizes of Qwen3-30B-A3B and gpt-oss-20b, but with 4 layers, full attention in
 each layer, and random weights in bfloat16. Times the prefill of one sequence, and decoding steps
 with a static cache. Prefill runs in the modes eager and default, decoding also in the mode
-reduce-overhead. default and reduce-overhead are modes of torch.compile. First, all implementations
-of a cell of the table are compiled. Each round then times every implementation once, in random
-order. A result is the median over rounds.
+reduce-overhead. `default` and `reduce-overhead` are modes of torch.compile. First, all
+implementations of a cell of the table are compiled. Each round then times every implementation
+once, in random order. A result is the median over rounds.
 
 In the table, `breaks` is the number of graph breaks in the compilation of a cell. `skipped graphs`
 is the number of CUDA graphs that Inductor skipped in reduce-overhead mode. `error` is the relative
 difference between the logits and those of grouped_mm in the same mode. In addition, each
 implementation decodes tokens in float32, which are compared with those of transformers' eager
-experts. modular_kernel does this in every mode, the others without torch.compile.
+experts. modular_kernel decodes them in every mode, the other implementations in eager mode only.
 
 Cells that do not fit into `--budget` seconds are omitted and listed. The record is written after
 each cell.
@@ -65,7 +65,7 @@ MODELS = {
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
     ),
 }  # fmt: skip
-OURS, BASE, EAGER_EXPERTS = "modular_kernel", "grouped_mm", "eager"
+OURS, BASELINE, EAGER_EXPERTS = "modular_kernel", "grouped_mm", "eager"
 CACHE, PROMPT = 1024, 64  # tokens of the static cache, and tokens of the prompt
 
 
@@ -73,7 +73,7 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="JSON record")
     parser.add_argument("--models", default="qwen3,gpt_oss")
-    parser.add_argument("--implementations", default=f"{OURS},{BASE},batched_mm")
+    parser.add_argument("--implementations", default=f"{OURS},{BASELINE},batched_mm")
     parser.add_argument("--modes", default="default,reduce-overhead,eager")
     parser.add_argument("--prefill", default="512,4096", help="prompt tokens")
     parser.add_argument("--decode", default="1,64", help="batch sizes")
@@ -89,7 +89,7 @@ def parse_arguments():
     if options.tiny:
         options.prefill, options.decode, options.rounds, options.steps = "32,64", "1,4", 3, 4
     for name in ("models", "implementations", "modes", "prefill", "decode"):
-        setattr(options, name, [each for each in getattr(options, name).split(",") if each])
+        setattr(options, name, [item for item in getattr(options, name).split(",") if item])
     return options
 
 
@@ -102,10 +102,10 @@ class Bench:
         self.on_gpu = self.device.type == "cuda"
         self.rows, self.tokens, self.left_out, self.notes = [], [], [], []
 
-    def seconds(self):
+    def get_seconds(self):
         return time.perf_counter() - self.start
 
-    def sync(self):
+    def synchronize(self):
         if self.on_gpu:
             torch.cuda.synchronize()
 
@@ -115,7 +115,7 @@ class Bench:
             "transformers": transformers.__version__,
             "device": torch.cuda.get_device_name() if self.on_gpu else "cpu",
             "options": {name: str(value) for name, value in vars(self.options).items()},
-            "seconds": self.seconds(),
+            "seconds": self.get_seconds(),
             "rows": self.rows,
             "tokens": self.tokens,
             "left_out": self.left_out,
@@ -145,7 +145,7 @@ class Bench:
                         parameter.normal_(std=0.04)
         return model
 
-    def models(self, name, dtype, layers, implementations):
+    def make_models(self, name, dtype, layers, implementations):
         """Return a model for each implementation. The models share their weights."""
         model, models = self.build(name, dtype, layers), {}
         for implementation in implementations:
@@ -154,7 +154,7 @@ class Bench:
             models[implementation].set_experts_implementation(implementation)
         return models
 
-    def ids(self, model, *shape):
+    def draw_ids(self, model, *shape):
         generator = torch.Generator().manual_seed(1)
         return torch.randint(model.config.vocab_size, shape, generator=generator).to(self.device)
 
@@ -163,7 +163,7 @@ class Prefill:
     """The prefill of one sequence. A call returns the last logits."""
 
     def __init__(self, bench, model, mode, tokens):
-        self.ids = bench.ids(model, 1, tokens)
+        self.ids = bench.draw_ids(model, 1, tokens)
         self.model = compile_model(model, mode)
 
     def __call__(self):
@@ -180,7 +180,7 @@ class Decode:
         self.bench, self.model, self.batch = bench, compile_model(model, mode), batch
         self.steps = bench.options.steps
         self.cache = StaticCache(config=model.config, max_cache_len=CACHE)
-        prompt = bench.ids(model, batch, PROMPT)
+        prompt = bench.draw_ids(model, batch, PROMPT)
         logits = model(input_ids=prompt, past_key_values=self.cache, logits_to_keep=1).logits
         self.token = logits[:, -1:].argmax(-1)
 
@@ -201,10 +201,10 @@ def compile_model(model, mode):
     return torch.compile(model, mode=None if mode == "default" else mode, dynamic=False)
 
 
-def time_cell(bench, models, mode, make, size):
+def time_cell(bench, models, mode, workload_class, size):
     """Compile all implementations, time them interleaved, and return a row for each.
 
-    make: Prefill or Decode.
+    workload_class: Prefill or Decode.
     size: the number of tokens of a prefill, or the batch size of decoding.
     """
     rows, runs, logits = {}, {}, {}
@@ -212,13 +212,13 @@ def time_cell(bench, models, mode, make, size):
         torch._dynamo.utils.counters.clear()
         start = time.perf_counter()
         row = rows[name] = {"implementation": name, "mode": mode, "size": size}
-        row["kind"] = make.__name__.lower()
+        row["kind"] = workload_class.__name__.lower()
         try:
-            run = make(bench, model, mode, size)
+            run = workload_class(bench, model, mode, size)
             for _ in range(4):
                 result = run()
             logits[name] = result.float().clone()
-            bench.sync()
+            bench.synchronize()
         except Exception as error:  # noqa: BLE001 (compilation may raise anything)
             row["failed"] = f"{type(error).__name__}: {error}"[:500]
             traceback.print_exc()
@@ -230,18 +230,20 @@ def time_cell(bench, models, mode, make, size):
         row["why"] = [reason[:300] for reason in counters["graph_break"]][:3]
         row["graphs"] = counters["stats"]["unique_graphs"]
         row["skipped_graphs"] = counters["inductor"]["cudagraph_skips"]
-    if BASE in logits:
+    if BASELINE in logits:
         for name, values in logits.items():
-            rows[name]["error"] = float((values - logits[BASE]).norm() / logits[BASE].norm())
+            rows[name]["error"] = float(
+                (values - logits[BASELINE]).norm() / logits[BASELINE].norm()
+            )
     times = time_interleaved(bench, runs)
     for name, values in times.items():
-        steps = runs[name].steps if make is Decode else 1
+        steps = runs[name].steps if workload_class is Decode else 1
         rows[name]["ms"] = statistics.median(values) / steps
-        rows[name]["all_ms"] = [one / steps for one in values]
-    base = rows.get(BASE, {}).get("ms")
+        rows[name]["all_ms"] = [milliseconds / steps for milliseconds in values]
+    baseline_ms = rows.get(BASELINE, {}).get("ms")
     for row in rows.values():
-        if base and "ms" in row:
-            row["times_base"] = base / row["ms"]
+        if baseline_ms and "ms" in row:
+            row["times_base"] = baseline_ms / row["ms"]
     return list(rows.values())
 
 
@@ -250,53 +252,55 @@ def time_interleaved(bench, runs):
     times = {name: [] for name in runs}
     for _ in range(bench.options.rounds):
         for name in random.sample(sorted(runs), len(runs)):
-            bench.sync()
+            bench.synchronize()
             start = time.perf_counter()
             runs[name].run_once()
-            bench.sync()
+            bench.synchronize()
             times[name].append((time.perf_counter() - start) * 1e3)
     return times
 
 
 def time_model(bench, name):
     options = bench.options
-    models = bench.models(name, torch.bfloat16, options.layers, options.implementations)
+    models = bench.make_models(name, torch.bfloat16, options.layers, options.implementations)
     if OURS in models:
         bench.notes += [f"{name}: {row}" for row in report(models[OURS]) if not row.served]
     cells = [("default", Decode), ("reduce-overhead", Decode), ("default", Prefill),
              ("eager", Decode), ("eager", Prefill)]  # fmt: skip
     slowest = 0.0
-    for mode, make in cells:
+    for mode, workload_class in cells:
         if mode not in options.modes:
             continue
-        for size in map(int, options.decode if make is Decode else options.prefill):
-            label = f"{name} {mode} {make.__name__.lower()} {size}"
-            if bench.seconds() + (slowest if mode != "eager" else 5) > options.budget:
+        for size in map(int, options.decode if workload_class is Decode else options.prefill):
+            label = f"{name} {mode} {workload_class.__name__.lower()} {size}"
+            if bench.get_seconds() + (slowest if mode != "eager" else 5) > options.budget:
                 bench.left_out.append(label)
                 continue
             # batched_mm copies the weights of each token's experts, so it is only timed with few
             # tokens.
             included = {
-                k: m for k, m in models.items() if k != "batched_mm" or has_few_tokens(make, size)
+                k: m
+                for k, m in models.items()
+                if k != "batched_mm" or has_few_tokens(workload_class, size)
             }
             torch._dynamo.reset()
             gc.collect()
-            start = bench.seconds()
-            rows = time_cell(bench, included, mode, make, size)
+            start = bench.get_seconds()
+            rows = time_cell(bench, included, mode, workload_class, size)
             if mode != "eager":
-                slowest = max(slowest, bench.seconds() - start)
+                slowest = max(slowest, bench.get_seconds() - start)
             bench.rows += [{"model": name, **row} for row in rows]
             bench.write()
-            print(f"{bench.seconds():6.1f} s  {label}", file=sys.stderr, flush=True)
+            print(f"{bench.get_seconds():6.1f} s  {label}", file=sys.stderr, flush=True)
     del models
-    free(bench)
+    free_memory(bench)
 
 
-def has_few_tokens(make, size):
-    return make is Decode and size <= 4
+def has_few_tokens(workload_class, size):
+    return workload_class is Decode and size <= 4
 
 
-def free(bench):
+def free_memory(bench):
     torch._dynamo.reset()
     gc.collect()
     if bench.on_gpu:
@@ -310,14 +314,14 @@ def compare_tokens(bench, name):
         for implementation_name in bench.options.implementations
         if implementation_name != "batched_mm"
     ]
-    models = bench.models(name, torch.float32, 2, [EAGER_EXPERTS, *included])
-    prompt, num_new_tokens = bench.ids(models[EAGER_EXPERTS], 2, 24), 24
+    models = bench.make_models(name, torch.float32, 2, [EAGER_EXPERTS, *included])
+    prompt, num_new_tokens = bench.draw_ids(models[EAGER_EXPERTS], 2, 24), 24
     expected = None
     for implementation, model in models.items():
         for mode in ("eager", *(m for m in bench.options.modes if m != "eager")):
             if implementation != OURS and mode != "eager":
                 continue
-            if bench.seconds() > bench.options.budget:
+            if bench.get_seconds() > bench.options.budget:
                 bench.left_out.append(f"{name} tokens {implementation} {mode}")
                 continue
             torch._dynamo.reset()
@@ -337,7 +341,7 @@ def compare_tokens(bench, name):
             })  # fmt: skip
             bench.write()
     del models
-    free(bench)
+    free_memory(bench)
 
 
 def print_table(bench):
@@ -345,23 +349,23 @@ def print_table(bench):
     print("model    mode             cell           " + "implementation   ms        x grouped_mm  "
           "breaks  skipped graphs  error")  # fmt: skip
     for row in bench.rows:
-        head = f"{row['model']:8} {row['mode']:16} {row['kind'] + ' ' + str(row['size']):14} "
-        head += f"{row['implementation']:16} "
+        prefix = f"{row['model']:8} {row['mode']:16} {row['kind'] + ' ' + str(row['size']):14} "
+        prefix += f"{row['implementation']:16} "
         if "failed" in row:
-            print(head + "failed: " + " ".join(row["failed"].split())[:100])
+            print(prefix + "failed: " + " ".join(row["failed"].split())[:100])
             continue
-        print(head + f"{row['ms']:<9.4g} {row.get('times_base', float('nan')):<13.3f} "
+        print(prefix + f"{row['ms']:<9.4g} {row.get('times_base', float('nan')):<13.3f} "
               f"{row['breaks']:<7} {row['skipped_graphs']:<15} "
               f"{row.get('error', float('nan')):.1e}")  # fmt: skip
     for row in bench.tokens:
-        head = f"{row['model']:8} float32 tokens, {row['implementation']}, {row['mode']}: "
-        print(f"{head}{row['equal']} of {row['of']} equal ({row['different_tokens']} distinct)")
+        prefix = f"{row['model']:8} float32 tokens, {row['implementation']}, {row['mode']}: "
+        print(f"{prefix}{row['equal']} of {row['of']} equal ({row['different_tokens']} distinct)")
     breaks = Counter(reason for row in bench.rows for reason in row.get("why", ()))
     for reason, count in breaks.items():
         print(f"graph break in {count} rows: {' '.join(reason.split())}")
-    for note in (*bench.notes, *(f"left out (--budget): {each}" for each in bench.left_out)):
+    for note in (*bench.notes, *(f"left out (--budget): {cell}" for cell in bench.left_out)):
         print(note)
-    print(f"{bench.seconds():.0f} s")
+    print(f"{bench.get_seconds():.0f} s")
 
 
 def main():

@@ -1,4 +1,4 @@
-"""Layers of vLLM on one GPU: with the plugin, and with vLLM's own kernels.
+"""Time MoE layers of vLLM on one GPU, with the plugin and with vLLM's own kernels.
 
     python tools/bench_vllm_layers.py --json layers.json
     python tools/bench_vllm_layers.py --shape 64,6,2048,1408 --scheme none --tokens 1,64
@@ -78,14 +78,14 @@ class Stack:
 
 
 @contextmanager
-def in_vllm(tokens: int) -> Iterator[None]:
+def set_vllm_context(tokens: int) -> Iterator[None]:
     """Set up calls of layers with this number of tokens."""
     config = get_current_vllm_config()
     with torch.inference_mode(), set_forward_context(None, config, num_tokens=tokens):
         yield
 
 
-def make_stacks(problem: Problem, form: str, layers: int) -> dict[str, Stack]:
+def make_stacks(problem: Problem, checkpoint_format: str, layers: int) -> dict[str, Stack]:
     """Return the stacks by side. They have the same weights and logits."""
     _, weights, _ = random_inputs(problem.with_tokens(1), torch.device(DEVICE))
     if weights.w1_global_scale is not None:  # vLLM uses the global scale of gate for up, too
@@ -100,13 +100,15 @@ def make_stacks(problem: Problem, form: str, layers: int) -> dict[str, Stack]:
     stacks = {}
     for side in SIDES:
         os.environ["MK_VLLM"] = "1" if side == "plugin" else "0"
-        stacks[side] = Stack([load(problem, weights, form) for _ in range(layers)], logits)
+        stacks[side] = Stack(
+            [load(problem, weights, checkpoint_format) for _ in range(layers)], logits
+        )
     return stacks
 
 
 def capture(stack: Stack, x_TH: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     """Return a graph of the stack and its output."""
-    with in_vllm(len(x_TH)):
+    with set_vllm_context(len(x_TH)):
         for _ in range(2):
             stack.run(x_TH)
         torch.cuda.synchronize()
@@ -116,7 +118,7 @@ def capture(stack: Stack, x_TH: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, tor
     return graph, output
 
 
-def time_us(replay: Callable[[], object], repeats: int) -> float:
+def measure_replay_us(replay: Callable[[], object], repeats: int) -> float:
     """Return the microseconds of one replay, from events around several replays."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
@@ -133,14 +135,14 @@ def measure(stacks: dict[str, Stack], x_TH: torch.Tensor, rounds: int) -> dict[s
     replays = {side: graph.replay for side, (graph, _) in captured.items()}
     repeats = {}
     for side, replay in replays.items():
-        time_us(replay, 3)
-        repeats[side] = max(1, round(_MIN_MS * 1000 / time_us(replay, 3)))
+        measure_replay_us(replay, 3)
+        repeats[side] = max(1, round(_MIN_MS * 1000 / measure_replay_us(replay, 3)))
     samples: dict[str, list[float]] = {side: [] for side in SIDES}
     order = list(SIDES)
     for _ in range(rounds):
         random.shuffle(order)
         for side in order:
-            samples[side].append(time_us(replays[side], repeats[side]))
+            samples[side].append(measure_replay_us(replays[side], repeats[side]))
     row: dict[str, Any] = {f"{side}_us": statistics.median(samples[side]) for side in SIDES}
     row |= {f"{side}_min_us": min(samples[side]) for side in SIDES}
     ours, theirs = (captured[side][1].float() - x_TH.float() for side in SIDES)
@@ -186,19 +188,19 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run_shape(
-    shape: tuple[int, ...], scheme: str, options: argparse.Namespace, end: float
+    shape: tuple[int, ...], scheme: str, options: argparse.Namespace, deadline: float
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each number of tokens, or one row with an error."""
     experts, top_k, hidden, intermediate = shape
-    quant, form, activation = SCHEMES[scheme]
-    facts = {"experts": experts, "top_k": top_k, "hidden": hidden, "intermediate": intermediate}
-    row: dict[str, Any] = {**facts, "scheme": scheme, "layers": options.layers}
+    quant, checkpoint_format, activation = SCHEMES[scheme]
+    sizes = {"experts": experts, "top_k": top_k, "hidden": hidden, "intermediate": intermediate}
+    row: dict[str, Any] = {**sizes, "scheme": scheme, "layers": options.layers}
     try:
         problem = Problem(
-            tokens=max(options.tokens), **facts, quant=quant, activation=activation,
+            tokens=max(options.tokens), **sizes, quant=quant, activation=activation,
             bias=activation == "swiglu_oai",
         )  # fmt: skip
-        stacks = make_stacks(problem, form, 1 if options.warm else options.layers)
+        stacks = make_stacks(problem, checkpoint_format, 1 if options.warm else options.layers)
         row |= {f"{side}_class": stacks[side].classes for side in SIDES}
         print(f"{scheme}: {row['plugin_class']}, vLLM: {row['vllm_class']}", flush=True)
         generator = torch.Generator(DEVICE).manual_seed(2)
@@ -207,15 +209,15 @@ def run_shape(
     except Exception as error:  # noqa: BLE001 (other shapes and schemes are still measured)
         yield row | {"error": f"{type(error).__name__}: {error}"}
         return
-    # in descending order, so that vLLM's workspace grows only once
+    # The numbers of tokens are in descending order, so that vLLM's workspace grows only once.
     for tokens in sorted(options.tokens, reverse=True):
-        if time.monotonic() > end:
+        if time.monotonic() > deadline:
             yield row | {"tokens": tokens, "error": "not measured: --time-limit"}
             continue
         try:
             if options.warm:
                 for stack in stacks.values():
-                    with in_vllm(tokens):
+                    with set_vllm_context(tokens):
                         stack.run(x_TH[:tokens].clone())
                 torch.cuda.synchronize()
                 continue
@@ -226,7 +228,7 @@ def run_shape(
 
 def main() -> None:
     options = parse_arguments()
-    end = time.monotonic() + options.time_limit
+    deadline = time.monotonic() + options.time_limit
     rows = []
     print(
         f"{'shape':22} {'scheme':14} {'T':>5} {'plugin t/s':>11} {'vLLM t/s':>11}  ratio     diff"
@@ -234,9 +236,9 @@ def main() -> None:
     with vllm_process(device=DEVICE):
         get_current_vllm_config().scheduler_config.max_num_batched_tokens = max(options.tokens)
         register()
-        for text in options.shape or SHAPES:
+        for shape in options.shape or SHAPES:
             for scheme in options.scheme or DEFAULT_SCHEMES:
-                for row in run_shape(parse_numbers(text), scheme, options, end):
+                for row in run_shape(parse_numbers(shape), scheme, options, deadline):
                     rows.append(row)
                     print(format_row(row), flush=True)
                 get_current_vllm_config().compilation_config.static_forward_context.clear()

@@ -40,31 +40,32 @@ def build() -> str:
     ratios_by_key: dict[tuple, dict[str, float]] = {}
     for name in RECORDS:
         record = json.loads((FILE.with_name("data") / f"{name}.json").read_text())
-        for entry in record["cells"]:
-            ratios_by_key.setdefault(_key(entry), {}).update(_ratios(entry))
+        for cell in record["cells"]:
+            ratios_by_key.setdefault(_make_key(cell), {}).update(_compute_ratios(cell))
     pairs = list(dict.fromkeys(pair for ratios in ratios_by_key.values() for pair in ratios))
     rows = [
         json.dumps([*key, [ratios.get(pair) for pair in pairs]])
         for (*key, _), ratios in sorted(ratios_by_key.items())
     ]
     header = json.dumps({"schema": SCHEMA, "device": "NVIDIA H200", "arch": [9, 0]})
-    names = _lines(json.dumps(pair.split(" x ")) for pair in pairs)
-    return f'{header[:-1]},\n "pairs": [\n{names}\n ],\n "measurements": [\n{_lines(rows)}\n ]}}\n'
+    names = _join_lines(json.dumps(pair.split(" x ")) for pair in pairs)
+    measurements = _join_lines(rows)
+    return f'{header[:-1]},\n "pairs": [\n{names}\n ],\n "measurements": [\n{measurements}\n ]}}\n'
 
 
-def _lines(values) -> str:
+def _join_lines(values) -> str:
     return ",\n".join(f"  {value}" for value in values)
 
 
-def _key(entry) -> tuple[str, float, int, str]:
-    shape = SHAPES[entry["shape"]]
-    rows = entry["tokens"] * shape["top_k"] / shape["experts"]
-    return entry["quant"], rows, shape["hidden"] * shape["intermediate"], entry["shape"]
+def _make_key(cell) -> tuple[str, float, int, str]:
+    shape = SHAPES[cell["shape"]]
+    rows = cell["tokens"] * shape["top_k"] / shape["experts"]
+    return cell["quant"], rows, shape["hidden"] * shape["intermediate"], cell["shape"]
 
 
-def _ratios(entry) -> dict[str, float]:
-    """Return the times of an entry relative to the time of the default pairing."""
-    times = {pair: us for pair, us, *_ in entry["outcomes"] if us}
+def _compute_ratios(cell) -> dict[str, float]:
+    """Return the times of a cell's pairings, divided by the time of the default pairing."""
+    times = {pair: us for pair, us, *_ in cell["outcomes"] if us}
     default = next(times[pair] for pair in DEFAULTS if pair in times)
     return {pair: round(us / default, 3) for pair, us in times.items()}
 

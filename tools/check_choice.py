@@ -56,21 +56,21 @@ MIN_BYTES, MAX_BYTES = 3e8, 16e9  # bounds of the bytes of weights in bfloat16
 
 
 def main() -> int:
-    args = _arguments()
+    args = _parse_arguments()
     report = {"seed": args.seed, "tokens": args.tokens, "cells": [], "calls": []}
     # Warm up: import every part.
     compose(Problem(1, 256, 256, 8, 2), options=MeasurementOptions(budget=0))
-    for name, sizes in _layers(args).items():
+    for name, sizes in _list_layers(args).items():
         for quant in parse_schemes(args.quant):
             if time.monotonic() < args.end:
                 _check_layer(name, Problem(max(args.tokens), quant=quant, **sizes), args, report)
                 if args.json is not None:
                     args.json.parent.mkdir(parents=True, exist_ok=True)
                     args.json.write_text(json.dumps(report, indent=1))
-    return _summary(report, args.limit)
+    return _print_summary(report, args.limit)
 
 
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -90,20 +90,22 @@ def _arguments() -> argparse.Namespace:
     args.end = time.monotonic() + args.deadline
     args.tokens = TOKENS_LIST.parse(args.tokens_list, "--tokens-list")
     budgets = args.budgets.split(",")
-    args.seconds = sorted({BUDGET_S if word == "default" else float(word) for word in budgets})
+    args.seconds = sorted(
+        {BUDGET_S if budget == "default" else float(budget) for budget in budgets}
+    )
     return args
 
 
-def _layers(args) -> dict[str, dict[str, int]]:
+def _list_layers(args) -> dict[str, dict[str, int]]:
     names = args.model.split(",") if args.model else []
     if not names and not args.layer and not args.random_layers:
         names = list(BASELINE_SHAPES)
     layers = {name: dict(SHAPES[name]) for name in names}
-    layers |= dict(_named_layer(*map(int, sizes.split(","))) for sizes in args.layer)
+    layers |= dict(_name_layer(*map(int, sizes.split(","))) for sizes in args.layer)
     return layers | random_layers(args.random_layers, args.seed)
 
 
-def _named_layer(experts: int, top_k: int, hidden: int, intermediate: int):
+def _name_layer(experts: int, top_k: int, hidden: int, intermediate: int):
     sizes = {"experts": experts, "top_k": top_k, "hidden": hidden, "intermediate": intermediate}
     return f"E{experts}-K{top_k}-H{hidden}-I{intermediate}", sizes
 
@@ -115,7 +117,7 @@ def random_layers(count: int, seed: int) -> dict[str, dict[str, int]]:
         experts = rng.choice(EXPERTS)
         top_k = rng.choice([k for k in (1, 2, 4, 6, 8, 10) if 4 * k <= experts])
         hidden, intermediate = 256 * rng.randint(4, 32), 128 * rng.randint(2, 112)
-        name, sizes = _named_layer(experts, top_k, hidden, intermediate)
+        name, sizes = _name_layer(experts, top_k, hidden, intermediate)
         nbytes = 2 * 3 * experts * hidden * intermediate
         if MIN_BYTES <= nbytes <= MAX_BYTES and sizes not in SHAPES.values():
             layers[name] = sizes
@@ -190,7 +192,11 @@ def _time_layer(name: str, problem: Problem, composed, args) -> list[dict]:
         )
         bucket = timer.time_bucket(order[1:])
         # The ratio of a much slower pairing is imprecise, because it is timed in only two rounds.
-        ratios = {o.pair: o.ratio for o in bucket.outcomes if o.ratio is not None and not o.rough}
+        ratios = {
+            outcome.pair: outcome.ratio
+            for outcome in bucket.outcomes
+            if outcome.ratio is not None and not outcome.rough
+        }
         if not ratios:  # no pairing could be timed, or the time is up
             continue
         best = min(ratios, key=ratios.__getitem__)
@@ -214,8 +220,15 @@ def _time_layer(name: str, problem: Problem, composed, args) -> list[dict]:
                     "best": pairing_name(best),
                     "x_best": ratio / ratios[best],
                     "outcomes": [
-                        [pairing_name(o.pair), o.us, o.ratio, o.rough, o.mode, o.why]
-                        for o in bucket.outcomes
+                        [
+                            pairing_name(outcome.pair),
+                            outcome.us,
+                            outcome.ratio,
+                            outcome.rough,
+                            outcome.mode,
+                            outcome.why,
+                        ]
+                        for outcome in bucket.outcomes
                     ],
                 }
             )
@@ -230,7 +243,7 @@ def _compare_with_default(plan, default, inputs, device) -> tuple[float, float, 
     ratio.
     """
     clock, flush_l2 = make_clock(device), make_l2_flush(device) if inputs.flush else None
-    runs_of_plans = [_capture_calls(planned, inputs, device) for planned in (plan, default)]
+    runs_of_plans = [_capture_calls(timed_plan, inputs, device) for timed_plan in (plan, default)]
 
     def time_once(runs) -> float:
         return sum(time_runs_ms(runs, clock, flush_l2)) / len(inputs.inputs)
@@ -262,30 +275,35 @@ def _capture_calls(plan, inputs, device):
 
 def _print_row(row) -> None:
     cell = f"{row['layer']:24} {row['quant']:16} {row['budget']:4g} s {row['tokens']:6}"
-    times = f"{row['us']:10.1f} us {row['x_default']:6.3f} x default {row['x_best']:6.3f} x best"
+    measurements = (
+        f"{row['us']:10.1f} us {row['x_default']:6.3f} x default {row['x_best']:6.3f} x best"
+    )
     best = f"  (best: {row['best']})" if row["chosen"] != row["best"] else ""
-    print(f"{cell} {times}  {row['chosen']} by {row['by']}{best}", flush=True)
+    print(f"{cell} {measurements}  {row['chosen']} by {row['by']}{best}", flush=True)
 
 
-def _summary(report, limit: float) -> int:
+def _print_summary(report, limit: float) -> int:
     cells, calls = report["cells"], report["calls"]
     slower_rows = [row for row in cells if row["x_default"] > limit + 2 * row["noise"]]
     overruns = [call for call in calls if call["first_s"] > call["budget"] + OVERRUN_S]
     changed = [call for call in calls if not call["same_again"]]
     for budget in sorted({row["budget"] for row in cells}):
-        group = [row for row in cells if row["budget"] == budget]
-        to_default, to_best = ([row[key] for row in group] for key in ("x_default", "x_best"))
+        budget_cells = [row for row in cells if row["budget"] == budget]
+        to_default, to_best = (
+            [row[key] for row in budget_cells] for key in ("x_default", "x_best")
+        )
         spent = max(call["first_s"] for call in calls if call["budget"] == budget)
         print(
-            f"budget {budget:g} s: {len(group)} cells, x default median {median(to_default):.3f}, "
+            f"budget {budget:g} s: {len(budget_cells)} cells, "
+            f"x default median {median(to_default):.3f}, "
             f"worst {max(to_default):.3f}; x best median {median(to_best):.3f}, "
             f"worst {max(to_best):.3f}; at most {spent:.1f} s"
         )
     for row in slower_rows:
         print(f"slower than the default: {row['layer']} {row['quant']} at {row['tokens']} tokens")
     for call in overruns:
-        text = f"{call['first_s']:.1f} s with a budget of {call['budget']:g} s"
-        print(f"overrun: {call['layer']} {call['quant']} took {text}")
+        times = f"{call['first_s']:.1f} s with a budget of {call['budget']:g} s"
+        print(f"overrun: {call['layer']} {call['quant']} took {times}")
     for call in changed:
         print(f"the choice read from the cache differs: {call['layer']} {call['quant']}")
     return int(bool(slower_rows or overruns or changed or not cells))

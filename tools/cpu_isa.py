@@ -36,7 +36,7 @@ ISAS = (
 _CALL = "import torch; torch.ones(2, 2).to_mkldnn()"
 
 
-def cpu_flags(cpuinfo):
+def parse_cpu_flags(cpuinfo):
     """Return the flags of the first processor in the text of /proc/cpuinfo; empty on Arm."""
     for line in cpuinfo.splitlines():
         name, _, value = line.partition(":")
@@ -47,11 +47,11 @@ def cpu_flags(cpuinfo):
 
 def split_isas(flags):
     """Return the supported settings for these CPU flags, and the missing flags of the others."""
-    missing = {name: sorted(set(needed) - flags) for name, needed, _ in ISAS}
+    missing = {name: sorted(set(required) - flags) for name, required, _ in ISAS}
     return [n for n in missing if not missing[n]], {n: m for n, m in missing.items() if m}
 
 
-def environment(name=None):
+def make_environment(name=None):
     """Return the environment of a child process without Triton's interpreter.
 
     name: entry of ISAS that limits the instruction set. None means no limit.
@@ -63,7 +63,7 @@ def environment(name=None):
     return env | {"ONEDNN_MAX_CPU_ISA": name, "ATEN_CPU_CAPABILITY": capability}
 
 
-def onednn_isa(env):
+def get_onednn_isa(env):
     """Return the instruction set that oneDNN reports, or "unknown" if it reports none."""
     output = subprocess.run(
         [sys.executable, "-c", _CALL],
@@ -76,11 +76,13 @@ def onednn_isa(env):
     return reported[0] if reported else "unknown"
 
 
-def report(supported, missing):
+def print_report(supported, missing):
     """Print the CPU, the instruction sets that torch and oneDNN use, and the settings."""
-    capability, env = torch.backends.cpu.get_cpu_capability(), environment()
+    capability, env = torch.backends.cpu.get_cpu_capability(), make_environment()
     print(f"CPU: {platform.machine()}, torch {torch.__version__} uses {capability}")
-    print(f"oneDNN uses {onednn_isa(env)}, ONEDNN_MAX_CPU_ISA is {env.get('ONEDNN_MAX_CPU_ISA')}")
+    print(
+        f"oneDNN uses {get_onednn_isa(env)}, ONEDNN_MAX_CPU_ISA is {env.get('ONEDNN_MAX_CPU_ISA')}"
+    )
     print(f"has: {', '.join(supported) or 'none of the settings'}")
     for name, flags in missing.items():
         print(f"lacks: {name} ({', '.join(flags)})")
@@ -91,12 +93,12 @@ def run_all(command, supported):
     """Run the command under each setting. Returns the names of the settings that failed."""
     failed = []
     for name in supported or ["DEFAULT"]:
-        env = environment(name)
-        begin = time.monotonic()
-        print(f"ONEDNN_MAX_CPU_ISA={name}: oneDNN uses {onednn_isa(env)}", flush=True)
+        env = make_environment(name)
+        start = time.monotonic()
+        print(f"ONEDNN_MAX_CPU_ISA={name}: oneDNN uses {get_onednn_isa(env)}", flush=True)
         if subprocess.run(command, env=env, check=False).returncode:
             failed.append(name)
-        print(f"ONEDNN_MAX_CPU_ISA={name}: {time.monotonic() - begin:.0f} s", flush=True)
+        print(f"ONEDNN_MAX_CPU_ISA={name}: {time.monotonic() - start:.0f} s", flush=True)
     return failed
 
 
@@ -106,13 +108,13 @@ def main(arguments):
         print(__doc__, file=sys.stderr)
         return 2
     file = Path("/proc/cpuinfo")
-    supported, missing = split_isas(cpu_flags(file.read_text() if file.exists() else ""))
-    report(supported, missing)
+    supported, missing = split_isas(parse_cpu_flags(file.read_text() if file.exists() else ""))
+    print_report(supported, missing)
     if not arguments:
         return 0
     failed = run_all(arguments[1:], supported)
-    note = f"; this machine lacks {', '.join(missing)}" if missing else ""
-    print(f"ran under {', '.join(supported) or 'the default'}{note}")
+    suffix = f"; this machine lacks {', '.join(missing)}" if missing else ""
+    print(f"ran under {', '.join(supported) or 'the default'}{suffix}")
     if failed:
         print(f"failed under {', '.join(failed)}")
     return int(bool(failed))

@@ -1,4 +1,4 @@
-"""Public transports as peers: `mk exchange --world-size N --peer tools/exchange_peers.py`.
+"""Public transports for `mk exchange --world-size N --peer tools/exchange_peers.py`.
 
 The peers are NCCL's all_to_all_single, DeepEP V1 (high throughput and low latency), DeepEP V2, and
 pplx-kernels. all_to_all_single sends the same bytes to the experts and back, but does not permute
@@ -70,7 +70,7 @@ class TransportPeer(Transport):
         self.ids = inputs.routing.topk_ids_TK.to(torch.int64)
         self.weights = inputs.routing.topk_weights_TK
 
-    def rows_to_send(self):
+    def get_rows_to_send(self):
         """Return the rows to pass to the library, quantized first if `quantizes` is set."""
         if self.quantizes:
             quantize_rows(self.x, self.case.scheme, out=self.quantized_rows)
@@ -108,12 +108,14 @@ class Nccl(TransportPeer):
     def load(self, inputs):
         super().load(inputs)
         case, rank, device = self.case, self.context.rank, self.context.device
-        tokens_WW = [[self._tokens(s, d) for d in range(case.world_size)] for s in
+        tokens_WW = [[self._find_tokens(s, d) for d in range(case.world_size)] for s in
                      range(case.world_size)]  # fmt: skip
         self.send_counts = [len(tokens) for tokens in tokens_WW[rank]]
         self.receive_counts = [len(tokens[rank]) for tokens in tokens_WW]
         self.token_N = torch.cat(tokens_WW[rank]).to(device)
-        row_bytes = self._bytes(self.rows) if self.fp8 else self._bytes((self.x,))
+        row_bytes = (
+            self._concatenate_bytes(self.rows) if self.fp8 else self._concatenate_bytes((self.x,))
+        )
         self.send_rows = row_bytes[self.token_N].contiguous()
         shape = sum(self.receive_counts), row_bytes.shape[1]
         self.received = torch.empty(shape, dtype=torch.uint8, device=device)
@@ -124,7 +126,7 @@ class Nccl(TransportPeer):
             len(self.token_N), case.hidden, dtype=self.y.dtype, device=device
         )
 
-    def _tokens(self, source, target):
+    def _find_tokens(self, source, target):
         """Return the tokens that rank `source` sends to rank `target`, in the order of the rows."""
         ids = self.case.routing(source).topk_ids_TK.long()
         to_target = ids // self.local == target
@@ -133,7 +135,7 @@ class Nccl(TransportPeer):
         token = torch.arange(len(ids))[:, None].expand_as(ids)[to_target]
         return token[ids[to_target].argsort(stable=True)]
 
-    def _bytes(self, tensors):
+    def _concatenate_bytes(self, tensors):
         return torch.cat([t.contiguous().view(torch.uint8) for t in tensors], 1)
 
     def dispatch(self):
@@ -200,11 +202,11 @@ class DeepEPV1(DeepEP):
     def refusal(self, case):
         if hasattr(import_module("deep_ep"), "ElasticBuffer"):
             return "this deep_ep is V2"
-        if self.local_of(case) > BLOCK:  # number of threads of DeepEP's counting kernel
+        if self.count_local_experts(case) > BLOCK:  # number of threads of DeepEP's counting kernel
             return f"at most {BLOCK} experts per rank"
         return super().refusal(case)
 
-    def local_of(self, case):
+    def count_local_experts(self, case):
         return case.experts // case.world_size
 
 
@@ -217,9 +219,11 @@ class DeepEPHighThroughput(DeepEPPerRank, DeepEPV1):
     def setup(self):
         Buffer = import_module("deep_ep").Buffer
         Buffer.set_num_sms(self.sms)
-        world, nbytes = self.case.world_size, 2 * self.case.hidden
-        configs = Buffer.get_dispatch_config(world), Buffer.get_combine_config(world)
-        buffer_bytes = max(config.get_nvl_buffer_size_hint(nbytes, world) for config in configs)
+        world_size, row_bytes = self.case.world_size, 2 * self.case.hidden
+        configs = Buffer.get_dispatch_config(world_size), Buffer.get_combine_config(world_size)
+        buffer_bytes = max(
+            config.get_nvl_buffer_size_hint(row_bytes, world_size) for config in configs
+        )
         buffer_bytes = -(-buffer_bytes // BLOCK) * BLOCK
         self.buffer = Buffer(self.context.group, buffer_bytes, 0, explicitly_destroy=True)
 
@@ -227,7 +231,7 @@ class DeepEPHighThroughput(DeepEPPerRank, DeepEPV1):
         layout = self.buffer.get_dispatch_layout(self.ids, self.case.experts)
         per_rank, _, per_expert, in_rank, _ = layout
         self.received = self.buffer.dispatch(
-            self.rows_to_send(),
+            self.get_rows_to_send(),
             num_tokens_per_rank=per_rank,
             is_token_in_rank=in_rank,
             num_tokens_per_expert=per_expert,
@@ -306,7 +310,7 @@ class DeepEPV2(DeepEPPerRank):
 
     def dispatch(self):
         self.received = self.buffer.dispatch(
-            self.rows_to_send(),
+            self.get_rows_to_send(),
             topk_idx=self.ids,
             topk_weights=self.weights,
             num_experts=self.case.experts,

@@ -1,4 +1,4 @@
-"""Fault injection over ranks: `python tools/fault_matrix.py --world-size 2 --backend nccl`.
+"""Inject faults over ranks: `python tools/fault_matrix.py --world-size 2 --backend nccl`.
 
 Rank 1 is killed, stopped or delayed, raises an exception, passes too many tokens, or uses another
 layer. Every other rank must raise CommunicationError in time and name rank 1. Prints a table of the

@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-# not installed, so generate the egg-info metadata
+# If the package is not installed, generate the egg-info metadata, which lists its entry points.
 if not entry_points(group="modular_kernel.parts"):
     subprocess.run([sys.executable, "setup.py", "-q", "egg_info"], cwd=ROOT, check=True)
 

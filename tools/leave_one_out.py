@@ -95,8 +95,13 @@ class TileCase:
         kinds = ("tuned", "neighbors", "heuristics")
         times = {kind: seconds.get(getattr(self, kind)) for kind in kinds}
         us = {kind: round(s * 1e6, 2) for kind, s in times.items() if s is not None}
-        p = self.problem
-        row = {"layer": self.layer, "quant": p.quant, "tokens": p.tokens, "origin": self.origin}
+        problem = self.problem
+        row = {
+            "layer": self.layer,
+            "quant": problem.quant,
+            "tokens": problem.tokens,
+            "origin": self.origin,
+        }
         return {**row, "us": us}
 
 
@@ -111,11 +116,11 @@ def cases(
     for quant in quants:
         for layer in layers:
             problem = Problem(tokens=max(tokens), quant=quant, **SHAPES[layer])
-            layer_cases += _layer_cases(layer, problem, tokens, configs)
+            layer_cases += _list_layer_cases(layer, problem, tokens, configs)
     return layer_cases
 
 
-def _layer_cases(
+def _list_layer_cases(
     layer: str, problem: Problem, tokens: Sequence[int], configs: Path
 ) -> list[TileCase]:
     files = sorted((configs / triton_subfolder(TRITON)).glob("E=*.json"))
@@ -145,9 +150,9 @@ def _layer_cases(
             source.launch_steps(problem, H200, paths).choose(count)
             for source in (all_sources, other_sources)
         )
-        at_tokens = problem.with_tokens(count)
+        problem_with_tokens = problem.with_tokens(count)
         layer_cases.append(
-            TileCase(layer, at_tokens, tuned, neighbors, heuristics.choose(count), origin)
+            TileCase(layer, problem_with_tokens, tuned, neighbors, heuristics.choose(count), origin)
         )
     return layer_cases
 
@@ -191,7 +196,11 @@ def _time_layer(layer_cases: Sequence[TileCase], pair: TunedPair, compiler: Comp
     benchmarker = DeviceBenchmarker(pair, largest, compiler, tokens=token_counts, target_ms=40.0)
     for case in (case for case in layer_cases if case.differs):
         times = benchmarker.compare(case.problem.tokens, case.choices)
-        seconds = {c: t for c in case.choices if isinstance(t := times[c], float)}
+        seconds = {
+            tiles: seconds_or_error
+            for tiles in case.choices
+            if isinstance(seconds_or_error := times[tiles], float)
+        }
         if len(seconds) == len(case.choices):
             rows.append(case.record(seconds))
         else:
@@ -211,7 +220,7 @@ class TimedResult:
     origin: str
 
 
-def results(rows: Iterable[Row]) -> list[TimedResult]:
+def compute_results(rows: Iterable[Row]) -> list[TimedResult]:
     """Compute the ratios of a record's rows. Rows without times have equal tiles, so a ratio of 1.
 
     The results of a layer and scheme are adjacent, and sorted by number of tokens. Layers have the
@@ -232,7 +241,7 @@ def results(rows: Iterable[Row]) -> list[TimedResult]:
     return sorted(timed, key=lambda r: (order[r.quant, r.layer], r.tokens))
 
 
-def report(timed_results: Sequence[TimedResult], **intro_values: object) -> list[str]:
+def format_report(timed_results: Sequence[TimedResult], **intro_values: object) -> list[str]:
     """Return the lines of the Markdown report.
 
     intro_values: measured (date and versions), timed (number of cases with different tiles) and
@@ -248,20 +257,20 @@ def report(timed_results: Sequence[TimedResult], **intro_values: object) -> list
     for quant in [*quants, "all"]:
         matching = [r for r in timed_results if quant in ("all", r.quant)]
         summaries = (
-            _summary([r.neighbors for r in matching]),
-            _summary([r.heuristics for r in matching]),
+            _format_summary([r.neighbors for r in matching]),
+            _format_summary([r.heuristics for r in matching]),
         )
         lines.append(f"| {quant} | {len(matching)} | {summaries[0]} | {summaries[1]} |")
-    return [*lines, "", *_by_tokens(timed_results), "", *_outliers(timed_results)]
+    return [*lines, "", *_format_table_by_tokens(timed_results), "", *_list_outliers(timed_results)]
 
 
-def _summary(ratios: Sequence[float]) -> str:
+def _format_summary(ratios: Sequence[float]) -> str:
     within = sum(ratio <= BOUND for ratio in ratios)
     fraction = f"{within} of {len(ratios)}, {within / len(ratios):.1%}"
     return f"{fraction} | {geometric_mean(ratios):.3f} | {max(ratios):.2f}"
 
 
-def _by_tokens(timed_results: Sequence[TimedResult]) -> list[str]:
+def _format_table_by_tokens(timed_results: Sequence[TimedResult]) -> list[str]:
     """Return a table of the neighbors' ratios, by layer and scheme, and by number of tokens."""
     tokens = sorted({result.tokens for result in timed_results})
     lines = [
@@ -275,7 +284,7 @@ def _by_tokens(timed_results: Sequence[TimedResult]) -> list[str]:
     return lines
 
 
-def _outliers(timed_results: Sequence[TimedResult]) -> list[str]:
+def _list_outliers(timed_results: Sequence[TimedResult]) -> list[str]:
     outliers = sorted((r for r in timed_results if r.neighbors > BOUND), key=lambda r: -r.neighbors)
     return [
         f"- {r.layer} {r.quant}, {format_count(r.tokens, 'token')}: {r.neighbors:.2f} x, "
@@ -285,29 +294,29 @@ def _outliers(timed_results: Sequence[TimedResult]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _arguments(argv)
+    args = _parse_arguments(argv)
     if args.what == "report":
         record = json.loads(args.record.read_text(encoding="utf-8"))
         rows = record["rows"]
         timed = sum(bool(row["us"]) for row in rows)
         values = {"measured": record["measured"], "timed": timed, "record": args.record.name}
-        print("\n".join(report(results(rows), **values)))
+        print("\n".join(format_report(compute_results(rows), **values)))
         return 0
     versions = f"torch {torch.__version__} and triton {triton.__version__}"
     measured = f"{time.strftime('%Y-%m-%d')} with {versions}"
 
-    def keep(rows: list[Row]) -> None:
-        record_ = {"gpu": torch.cuda.get_device_name(), "measured": measured, "rows": rows}
-        args.record.write_text(json.dumps(record_, indent=1), encoding="utf-8")
+    def write_record(rows: list[Row]) -> None:
+        record_content = {"gpu": torch.cuda.get_device_name(), "measured": measured, "rows": rows}
+        args.record.write_text(json.dumps(record_content, indent=1), encoding="utf-8")
 
     all_cases = cases(args.layers.split(","), args.quant.split(","))
-    num_missing = time_cases(all_cases, args.time_limit, keep)
+    num_missing = time_cases(all_cases, args.time_limit, write_record)
     if num_missing:
         print(f"{num_missing} of {len(all_cases)} cases have no time")
     return 1 if num_missing else 0
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("time", "report"))
     parser.add_argument("record", type=Path)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Mutation scores of modules that are covered by tests as well as by cases.
+"""Compute mutation scores of modules that are covered by tests as well as by cases.
 
     python tools/mutate_modules.py adapters               # writes docs/mutation/adapters.json
     python tools/mutate_modules.py adapters --resume      # keeps the kills in the record
@@ -7,8 +7,8 @@
 
 `mk test --mutate` scores a part with its cases only. Code that no case of a pairing executes, or
 that several parts share, belongs to a scope in mutation_scopes.json. A scope has modules, the tests
-and pairings that should kill their mutants, and the number of cases with adapters per pairing,
-sampled with the scope's name as seed. A mutant is run with the tests that execute its lines,
+and pairings that should kill their mutants, and the number of cases with adapters to sample for
+each pairing, with the scope's name as seed. A mutant is run with the tests that execute its lines,
 fastest first, and then with the cases.
 """
 
@@ -35,13 +35,13 @@ prepare_host(quiet=True)
 import pytest
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.testing.mutation.case_runs import case_list
+from modular_kernel.testing.mutation.case_runs import list_cases
 from modular_kernel.testing.mutation.case_steps import run_cases
 from modular_kernel.testing.mutation.coverage import (
     CaseCoverage,
     Coverage,
     Lines,
-    as_lists,
+    convert_to_lists,
     cover,
     merge_coverage,
     merge_lines,
@@ -125,7 +125,7 @@ class CoveragePlugin:
     def pytest_collection(self) -> Iterator[None]:
         with trace_lines(self._files) as (lines, loaded):
             result = yield
-        self._send({"lines": as_lists(lines), "loaded": as_lists(loaded)})
+        self._send({"lines": convert_to_lists(lines), "loaded": convert_to_lists(loaded)})
         return result
 
     @pytest.hookimpl(wrapper=True)
@@ -133,7 +133,11 @@ class CoveragePlugin:
         self._failed, start = False, time.perf_counter()
         with trace_lines(self._files) as (lines, loaded):
             result = yield
-        coverage = {"lines": as_lists(lines), "loaded": as_lists(loaded), "failed": self._failed}
+        coverage = {
+            "lines": convert_to_lists(lines),
+            "loaded": convert_to_lists(loaded),
+            "failed": self._failed,
+        }
         self._send({"test": item.nodeid, "seconds": time.perf_counter() - start, **coverage})
         return result
 
@@ -155,7 +159,7 @@ class ReportPlugin:
             self._send({"failure": f"test: {report.nodeid}"})
 
 
-def reimport() -> Any:
+def reimport_modules() -> Any:
     """Reimport the unloaded modules, packages of parts first. Returns the module `case_runs`."""
     importlib.import_module("modular_kernel.catalog").load_catalog()
     runs = importlib.import_module("modular_kernel.testing.mutation.case_runs")
@@ -195,35 +199,35 @@ def cover_tests(
     def work(send: Send) -> None:
         unload(modules)
         with trace_lines(files) as (lines, loaded):
-            reimport()
-        send({"lines": as_lists(lines), "loaded": as_lists(loaded)})
+            reimport_modules()
+        send({"lines": convert_to_lists(lines), "loaded": convert_to_lists(loaded)})
         options = [f"--deselect={name}" for name in deselected_prefixes]
         status = run_tests(
             [*options, *(str(ROOT / test) for test in tests)], CoveragePlugin(files, send)
         )
         assert status in (0, 1), f"pytest ended with {status}"
 
-    import_lines, covered, left_out = list[Lines](), list[Test](), list[str]()
+    import_lines, covered, excluded = list[Lines](), list[Test](), list[str]()
     child = ChildProcess(work, _RUN_TIMEOUT_S)
     for message in child:
-        import_lines.append(freeze(message["loaded"]))
+        import_lines.append(freeze_lines(message["loaded"]))
         if "test" not in message:
-            import_lines.append(freeze(message["lines"]))
+            import_lines.append(freeze_lines(message["lines"]))
         elif message["failed"] or message["seconds"] > _MAX_TEST_S:
-            left_out.append(message["test"])
+            excluded.append(message["test"])
         else:
-            lines = freeze(message["lines"])
+            lines = freeze_lines(message["lines"])
             covered.append(Test(message["test"], message["seconds"], lines))
     if child.exit.status != "done":
         need = "tests that pass without a mutant"
         raise ConfigurationError(
             "tests", got=f"{child.exit.status}: {child.exit.detail}", need=need
         )
-    print(f"{len(covered)} tests; slow, skipped or failing ones left out: {left_out}", flush=True)
+    print(f"{len(covered)} tests; slow, skipped or failing ones left out: {excluded}", flush=True)
     return merge_lines(import_lines), tuple(covered)
 
 
-def freeze(lines: Mapping[str, list[int]]) -> Lines:
+def freeze_lines(lines: Mapping[str, list[int]]) -> Lines:
     return {file: frozenset(numbers) for file, numbers in lines.items()}
 
 
@@ -235,13 +239,13 @@ def cover_cases(
     Raises ConfigurationError if a case fails.
     """
 
-    def key(text: str) -> bytes:
+    def hash_with_scope(text: str) -> bytes:
         return hashlib.sha256(f"{name}|{text}".encode()).digest()
 
     coverages = []
     for pair in pairs:
-        cases = [case for case in case_list((pair,), "full")[0] if case.problem.adapters]
-        cases = sorted(cases, key=lambda case: key(str(case)))[:count]
+        cases = [case for case in list_cases((pair,), "full")[0] if case.problem.adapters]
+        cases = sorted(cases, key=lambda case: hash_with_scope(str(case)))[:count]
         coverages.append(cover(modules, (pair,), "full", cases))
         if coverages[-1].error:
             need = "cases that pass without a mutant"
@@ -258,18 +262,22 @@ def read_scope(name: str) -> Scope:
     scopes = json.loads(SCOPES.read_text(encoding="utf-8"))
     if name not in scopes:
         raise ConfigurationError("scope", got=repr(name), need=f"one of {', '.join(scopes)}")
-    entry = scopes[name]
-    modules = {module: path for module in entry["modules"] if (path := find_file(module))}
-    pairs = tuple(tuple(pair) for pair in entry["pairings"])
-    tests = [ROOT / test for test in entry["tests"]]
-    text = b"".join(path.read_bytes() for path in (*sorted(modules.values()), *tests, SCOPES))
-    cache_file = CACHE / f"cover-{name}-{hashlib.sha256(text).hexdigest()[:16]}.pickle"
+    scope_entry = scopes[name]
+    modules = {module: path for module in scope_entry["modules"] if (path := find_file(module))}
+    pairs = tuple(tuple(pair) for pair in scope_entry["pairings"])
+    tests = [ROOT / test for test in scope_entry["tests"]]
+    source_bytes = b"".join(
+        path.read_bytes() for path in (*sorted(modules.values()), *tests, SCOPES)
+    )
+    cache_file = CACHE / f"cover-{name}-{hashlib.sha256(source_bytes).hexdigest()[:16]}.pickle"
     if cache_file.exists():
         covered_tests, coverage = pickle.loads(cache_file.read_bytes())
     else:
         files = {str(path) for path in modules.values()}
-        import_lines, covered_tests = cover_tests(files, set(modules), entry["tests"], entry["not"])
-        coverage = cover_cases(name, modules, pairs, entry["cases"])
+        import_lines, covered_tests = cover_tests(
+            files, set(modules), scope_entry["tests"], scope_entry["not"]
+        )
+        coverage = cover_cases(name, modules, pairs, scope_entry["cases"])
         coverage = replace(coverage, loading=merge_lines((import_lines, coverage.loading)))
         CACHE.mkdir(exist_ok=True)
         cache_file.write_bytes(pickle.dumps((covered_tests, coverage)))
@@ -315,7 +323,7 @@ def _run_in_child(
 ) -> None:
     try:
         patch_modules(mutant)
-        runner: Any = reimport()
+        runner: Any = reimport_modules()
     # Any exception during import kills the mutant.
     except Exception as error:  # noqa: BLE001
         send({"failure": f"import: raised {type(error).__name__}: {error}"})
@@ -328,7 +336,7 @@ def _run_in_child(
     run_cases(cases, None, runner, send)
 
 
-def score_of(
+def compute_score(
     scope: Scope, idents: Sequence[str], recorded: Mapping[str, str], on_progress: Any
 ) -> Score:
     """Run the sampled mutants, or those in `idents`, and return the score.
@@ -401,7 +409,7 @@ def main() -> int:
         if not idents:
             path.write_text(json.dumps(record(score, scope), indent=1) + "\n", encoding="utf-8")
 
-    score = score_of(scope, idents, recorded, report_progress)
+    score = compute_score(scope, idents, recorded, report_progress)
     print(
         f"{scope.name}: {len(score.outcomes)} of {score.executed} mutants run, "
         f"seed {score.seed}: "

@@ -1,4 +1,4 @@
-"""Pack tiny experts with the libraries that publishers use, and load the files.
+"""Pack tiny experts with the quantization libraries that publishers use, and load the files.
 
     python tools/pack_checkpoints.py                  # every packer that is installed
     python tools/pack_checkpoints.py bitsandbytes gguf --folder /tmp/packed
@@ -63,14 +63,14 @@ Pack = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
 Case = tuple[str, Path, dict[str, torch.Tensor], bool]  # name, checkpoint, values, whether exact
 
 
-def _name(expert: int, projection: str) -> str:
+def _make_name(expert: int, projection: str) -> str:
     return f"model.layers.0.mlp.experts.{expert}.{projection}"
 
 
-def _weights(seed: int = 0) -> Tensors:
-    g = torch.Generator().manual_seed(seed)
+def _draw_weights(seed: int = 0) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
     return {
-        _name(e, projection): torch.randn(shape, generator=g) / shape[1] ** 0.5
+        _make_name(e, projection): torch.randn(shape, generator=generator) / shape[1] ** 0.5
         for e in range(EXPERTS)
         for projection, shape in SHAPES.items()
     }
@@ -79,8 +79,8 @@ def _weights(seed: int = 0) -> Tensors:
 def _write(folder: Path, quantization: dict[str, Any] | None, pack: Pack) -> Tensors:
     """Pack every weight, and return the values."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors, values = _other_tensors(), Tensors()
-    for name, weight in _weights().items():
+    tensors, values = _draw_other_tensors(), Tensors()
+    for name, weight in _draw_weights().items():
         packed, values[name] = pack(weight)
         tensors |= {f"{name}.{kind}": tensor.contiguous() for kind, tensor in packed.items()}
     save_file(tensors, folder / "model.safetensors")
@@ -89,9 +89,9 @@ def _write(folder: Path, quantization: dict[str, Any] | None, pack: Pack) -> Ten
     return values
 
 
-def _other_tensors() -> Tensors:
+def _draw_other_tensors() -> Tensors:
     """Return the tensors of the model that are not experts, so that transformers loads it."""
-    g = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     layer, attention = "model.layers.0.", "model.layers.0.self_attn."
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
@@ -102,23 +102,25 @@ def _other_tensors() -> Tensors:
     norms = {"model.norm.weight": HIDDEN}
     norms |= {f"{layer}{name}_layernorm.weight": HIDDEN for name in ("input", "post_attention")}
     norms |= {f"{attention}{name}_norm.weight": HIDDEN // HEADS for name in "qk"}
-    tensors = {name: torch.randn(shape, generator=g) / 16 for name, shape in shapes.items()}
+    tensors = {name: torch.randn(shape, generator=generator) / 16 for name, shape in shapes.items()}
     return tensors | {name: torch.ones(size) for name, size in norms.items()}
 
 
-def _grid(weight: torch.Tensor, group: int, *, symmetric: bool) -> tuple[torch.Tensor, ...]:
+def _round_to_grid(
+    weight: torch.Tensor, group: int, *, symmetric: bool
+) -> tuple[torch.Tensor, ...]:
     """Return weights that 4 bits represent exactly, and scales and zero points (N, K / group)."""
     groups = weight.unflatten(1, (-1, group))
     scale = (groups.abs().amax(-1) / 7).half().float()
-    g = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     zero = torch.full(scale.shape, 8.0)
     if not symmetric:
-        zero += torch.randint(-2, 3, scale.shape, generator=g)
+        zero += torch.randint(-2, 3, scale.shape, generator=generator)
     codes = (groups / scale[..., None] + zero[..., None]).round().clamp(0, 15)
     return ((codes - zero[..., None]) * scale[..., None]).flatten(1), scale, zero
 
 
-def bitsandbytes(folder: Path) -> Iterator[Case]:
+def pack_with_bitsandbytes(folder: Path) -> Iterator[Case]:
     import bitsandbytes as bnb
 
     for kind in ("nf4", "fp4"):
@@ -153,18 +155,35 @@ def bitsandbytes(folder: Path) -> Iterator[Case]:
     yield "int8", folder / "int8", _write(folder / "int8", config, pack_int8), True
 
 
-def gguf(folder: Path) -> Iterator[Case]:
+def pack_with_gguf(folder: Path) -> Iterator[Case]:
     import gguf as library
     import numpy as np
 
     names = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
-    weights = _weights()
+    weights = _draw_weights()
     # Offsets of the float16 factors in blocks of types that the package can only unpack.
-    factors = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-    factors |= dict.fromkeys(("IQ4_NL", "IQ4_XS", "IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S"), (0,))
-    factors |= {"IQ3_XXS": (0,), "IQ3_S": (0,), "TQ1_0": (52,), "TQ2_0": (64,)}
-    floats = ("F32", "F16", "BF16")
-    for type_name in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4", *factors, *floats):
+    factor_offsets = {
+        "Q2_K": (80, 82),
+        "Q3_K": (108,),
+        "Q4_K": (0, 2),
+        "Q5_K": (0, 2),
+        "Q6_K": (208,),
+    }
+    factor_offsets |= dict.fromkeys(
+        ("IQ4_NL", "IQ4_XS", "IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S"), (0,)
+    )
+    factor_offsets |= {"IQ3_XXS": (0,), "IQ3_S": (0,), "TQ1_0": (52,), "TQ2_0": (64,)}
+    float_types = ("F32", "F16", "BF16")
+    for type_name in (
+        "Q8_0",
+        "Q4_0",
+        "Q4_1",
+        "Q5_0",
+        "Q5_1",
+        "MXFP4",
+        *factor_offsets,
+        *float_types,
+    ):
         kind = library.GGMLQuantizationType[type_name]
         path = folder / f"{type_name}.gguf"
         folder.mkdir(parents=True, exist_ok=True)
@@ -175,21 +194,24 @@ def gguf(folder: Path) -> Iterator[Case]:
         writer.add_expert_used_count(2)
         writer.add_expert_feed_forward_length(INTERMEDIATE)
         writer.add_token_list(["a", "b"] * 4000)
-        values, draw = Tensors(), np.random.default_rng(0)
+        values, rng = Tensors(), np.random.default_rng(0)
         for projection, name in names.items():
-            stack = np.stack([weights[_name(e, projection)].numpy() for e in range(EXPERTS)])
-            if type_name in factors:
+            stack = np.stack([weights[_make_name(e, projection)].numpy() for e in range(EXPERTS)])
+            if type_name in factor_offsets:
                 size, bytes_of_block = library.GGML_QUANT_SIZES[kind]
                 shape = (*stack.shape[:2], stack.shape[2] // size * bytes_of_block)
-                packed = draw.integers(0, 256, shape, dtype=np.uint8)
+                packed = rng.integers(0, 256, shape, dtype=np.uint8)
                 blocks = packed.reshape(-1, bytes_of_block)
-                for place in factors[type_name]:  # make the factors finite and not too small
-                    blocks[:, place + 1] = blocks[:, place + 1] & 0x83 | 0x18
+                # Make the factors finite and not too small.
+                for offset in factor_offsets[type_name]:
+                    blocks[:, offset + 1] = blocks[:, offset + 1] & 0x83 | 0x18
             else:
                 packed = library.quants.quantize(stack, kind)
             writer.add_tensor(f"blk.0.{name}.weight", packed, raw_dtype=kind)
             exact = library.quants.dequantize(packed, kind)
-            values |= {_name(e, projection): torch.from_numpy(exact[e]) for e in range(EXPERTS)}
+            values |= {
+                _make_name(e, projection): torch.from_numpy(exact[e]) for e in range(EXPERTS)
+            }
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -197,11 +219,11 @@ def gguf(folder: Path) -> Iterator[Case]:
         yield type_name, path, values, True
 
 
-def autoawq(folder: Path) -> Iterator[Case]:
+def pack_with_autoawq(folder: Path) -> Iterator[Case]:
     from awq.modules.linear.gemm import WQLinear_GEMM
 
     def pack(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-        exact, scale, zero = _grid(weight, 64, symmetric=False)
+        exact, scale, zero = _round_to_grid(weight, 64, symmetric=False)
         linear = torch.nn.Linear(*weight.shape[::-1], bias=False)
         linear.weight.data = exact
         packed = WQLinear_GEMM.from_linear(
@@ -214,13 +236,13 @@ def autoawq(folder: Path) -> Iterator[Case]:
     yield "int4, groups of 64", folder / "awq", _write(folder / "awq", config, pack), True
 
 
-def gptqmodel(folder: Path) -> Iterator[Case]:
+def pack_with_gptqmodel(folder: Path) -> Iterator[Case]:
     from gptqmodel.nn_modules.qlinear.torch import TorchLinear
 
     for act_order in (False, True):
 
         def pack(weight: torch.Tensor, act_order: bool = act_order) -> tuple[Tensors, torch.Tensor]:
-            exact, scale, zero = _grid(weight, 64, symmetric=True)
+            exact, scale, zero = _round_to_grid(weight, 64, symmetric=True)
             rows, depth = weight.shape
             order = torch.arange(depth)
             if act_order:
@@ -240,11 +262,11 @@ def gptqmodel(folder: Path) -> Iterator[Case]:
         yield name, folder / name, _write(folder / name, config, pack), True
 
 
-def auto_round(folder: Path) -> Iterator[Case]:
+def pack_with_auto_round(folder: Path) -> Iterator[Case]:
     from auto_round_extension.torch.qlinear_torch import QuantLinear
 
     def pack(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-        exact, scale, zero = _grid(weight, 64, symmetric=False)
+        exact, scale, zero = _round_to_grid(weight, 64, symmetric=False)
         linear = torch.nn.Linear(*weight.shape[::-1], bias=False)
         linear.weight.data = exact
         module = QuantLinear(4, 64, *weight.shape[::-1], False)
@@ -258,22 +280,26 @@ def auto_round(folder: Path) -> Iterator[Case]:
     yield "int4, groups of 64", folder / "ar", _write(folder / "ar", config, pack), True
 
 
-def llmcompressor(folder: Path) -> Iterator[Case]:
+def pack_with_llmcompressor(folder: Path) -> Iterator[Case]:
     from llmcompressor import model_free_ptq
 
-    plain = folder / "plain"
-    values = _write(plain, None, lambda weight: ({"weight": weight.bfloat16()}, weight))
+    unquantized_folder = folder / "plain"
+    values = _write(
+        unquantized_folder, None, lambda weight: ({"weight": weight.bfloat16()}, weight)
+    )
     for scheme in ("FP8_BLOCK", "FP8_DYNAMIC", "NVFP4A16", "MXFP4A16", "W8A16", "W4A16"):
         target = folder / scheme
         try:
-            model_free_ptq(plain, target, scheme=scheme, device="cpu", ignore=["lm_head"])
+            model_free_ptq(
+                unquantized_folder, target, scheme=scheme, device="cpu", ignore=["lm_head"]
+            )
         except Exception as error:  # noqa: BLE001  schemes that the library does not support
             print(f"  llmcompressor {scheme}: {type(error).__name__}: {str(error)[:100]}")
             continue
         yield scheme, target, values, False
 
 
-def modelopt(folder: Path) -> Iterator[Case]:
+def pack_with_modelopt(folder: Path) -> Iterator[Case]:
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
     def pack(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
@@ -287,11 +313,11 @@ def modelopt(folder: Path) -> Iterator[Case]:
     yield "NVFP4", folder / "nvfp4", _write(folder / "nvfp4", config, pack), True
 
 
-def compressed_tensors(folder: Path) -> Iterator[Case]:
+def pack_with_compressed_tensors(folder: Path) -> Iterator[Case]:
     from compressed_tensors.compressors import pack_to_int32
 
     def pack(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-        exact, scale, zero = _grid(weight, 64, symmetric=False)
+        exact, scale, zero = _round_to_grid(weight, 64, symmetric=False)
         codes = (exact.unflatten(1, (-1, 64)) / scale[..., None]).round() + zero[..., None] - 8
         tensors = {
             "weight_packed": pack_to_int32(codes.flatten(1).to(torch.int8), 4),
@@ -308,7 +334,7 @@ def compressed_tensors(folder: Path) -> Iterator[Case]:
     yield "int4, zero points", folder / "ct", _write(folder / "ct", config, pack), True
 
 
-def quark(folder: Path) -> Iterator[Case]:
+def pack_with_quark(folder: Path) -> Iterator[Case]:
     from quark.torch import ModelQuantizer, export_safetensors
     from quark.torch.quantization import FP8E4M3PerTensorSpec, QConfig, QLayerConfig
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -318,7 +344,7 @@ def quark(folder: Path) -> Iterator[Case]:
 
         def __init__(self) -> None:
             super().__init__(PreTrainedConfig())
-            for name, weight in _weights().items():
+            for name, weight in _draw_weights().items():
                 module: torch.nn.Module = self
                 *parents, last = name.split(".")
                 for parent in parents:
@@ -346,11 +372,11 @@ def quark(folder: Path) -> Iterator[Case]:
     quantization = {"quantization_config": exported["quantization_config"]}
     file.write_text(json.dumps(CONFIG | quantization))
     tensors = load_file(folder / "fp8" / "model.safetensors")
-    save_file(_other_tensors() | tensors, folder / "fp8" / "model.safetensors")
-    yield "fp8 by tensor", folder / "fp8", _weights(), False
+    save_file(_draw_other_tensors() | tensors, folder / "fp8" / "model.safetensors")
+    yield "fp8 by tensor", folder / "fp8", _draw_weights(), False
 
 
-def transformers(folder: Path) -> Iterator[Case]:
+def pack_with_transformers(folder: Path) -> Iterator[Case]:
     from transformers import FineGrainedFP8Config
     from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
@@ -369,7 +395,7 @@ def transformers(folder: Path) -> Iterator[Case]:
         yield name, folder / name, _write(folder / name, options.to_dict(), pack), True
 
 
-def torchao(folder: Path) -> Iterator[Case]:  # noqa: C901 (a case for each kind of tensor)
+def pack_with_torchao(folder: Path) -> Iterator[Case]:  # noqa: C901 (a case for each kind of tensor)
     from torchao.core.config import config_to_dict
     from torchao.prototype.mx_formats import (
         MXDynamicActivationMXWeightConfig,
@@ -432,58 +458,67 @@ def torchao(folder: Path) -> Iterator[Case]:  # noqa: C901 (a case for each kind
             activation_dtype=torch.float4_e2m1fn_x2, weight_dtype=torch.float4_e2m1fn_x2
         ),
     }
-    if _give_int4_packer():
+    if _install_int4_packer():
         configs["int4, groups of 64"] = Int4WeightOnlyConfig(group_size=64)
-    weights = {name: weight.bfloat16() for name, weight in _weights().items()}
+    weights = {name: weight.bfloat16() for name, weight in _draw_weights().items()}
     stacks = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
     for name, config in configs.items():
         modules = {f"{key}.weight": pack(config, weight) for key, weight in weights.items()}
         options = config_to_dict(config)
-        values = {key.removesuffix(".weight"): _torchao_values(w) for key, w in modules.items()}
+        values = {key.removesuffix(".weight"): _dequantize_torchao(w) for key, w in modules.items()}
         yield f"{name}; modules", _write_torchao(folder / name, options, modules), values, True
         if isinstance(config, NVFP4WeightOnlyConfig):
             continue  # matrices only
         parameters, values = {}, Tensors()
         for key, parts in stacks.items():
             stacked = torch.stack(
-                [torch.cat([weights[_name(e, each)] for each in parts]) for e in range(EXPERTS)]
+                [torch.cat([weights[_make_name(e, p)] for p in parts]) for e in range(EXPERTS)]
             )
-            at = f"model.layers.0.mlp.experts.{key}"
-            parameters[at] = pack(config, stacked)
-            for e, matrices in enumerate(_torchao_values(parameters[at])):
-                each = zip(parts, matrices.chunk(len(parts)), strict=True)
-                values |= {_name(e, part): matrix for part, matrix in each}
+            path = f"model.layers.0.mlp.experts.{key}"
+            parameters[path] = pack(config, stacked)
+            for e, matrices in enumerate(_dequantize_torchao(parameters[path])):
+                projections = zip(parts, matrices.chunk(len(parts)), strict=True)
+                values |= {_make_name(e, part): matrix for part, matrix in projections}
         options = config_to_dict(FqnToConfig({r"re:.*\.experts\.(gate_up|down)_proj": config}))
-        at = folder / f"{name}, parameters"
-        yield f"{name}; parameters", _write_torchao(at, options, parameters), values, True
-    plain = folder / "plain"
-    _write(plain, None, lambda weight: ({"weight": weight}, weight))
+        path = folder / f"{name}, parameters"
+        yield f"{name}; parameters", _write_torchao(path, options, parameters), values, True
+    unquantized_folder = folder / "plain"
+    _write(unquantized_folder, None, lambda weight: ({"weight": weight}, weight))
     for name in ("int8, rows", "fp8, rows"):
-        yield f"{name}; saved by transformers", *_saved_by_transformers(plain, configs[name]), True
+        yield (
+            f"{name}; saved by transformers",
+            *_save_with_transformers(unquantized_folder, configs[name]),
+            True,
+        )
 
 
-def _saved_by_transformers(plain: Path, config: Any) -> tuple[Path, Tensors]:
+def _save_with_transformers(unquantized_folder: Path, config: Any) -> tuple[Path, Tensors]:
     """Quantize a model, attention included, and save it. Returns its folder and experts' values."""
     from torchao.quantization import FqnToConfig
     from transformers import AutoModelForCausalLM, TorchAoConfig
 
     names = {r"re:.*\.experts\.(gate_up|down)_proj": config, r"re:.*\.[qkvo]_proj": config}
     model = AutoModelForCausalLM.from_pretrained(
-        plain, dtype=torch.bfloat16, quantization_config=TorchAoConfig(FqnToConfig(names))
+        unquantized_folder,
+        dtype=torch.bfloat16,
+        quantization_config=TorchAoConfig(FqnToConfig(names)),
     )
-    folder = plain.with_name(f"saved {type(config).__name__}")
+    folder = unquantized_folder.with_name(f"saved {type(config).__name__}")
     model.save_pretrained(folder)
     experts, values = model.model.layers[0].mlp.experts, Tensors()
     for e in range(EXPERTS):
-        gate_up = _torchao_values(experts.gate_up_proj)[e].chunk(2)
+        gate_up = _dequantize_torchao(experts.gate_up_proj)[e].chunk(2)
         parts = {"gate_proj": gate_up[0], "up_proj": gate_up[1]}
-        parts["down_proj"] = _torchao_values(experts.down_proj)[e]
-        values |= {_name(e, part): matrix for part, matrix in parts.items()}
+        parts["down_proj"] = _dequantize_torchao(experts.down_proj)[e]
+        values |= {_make_name(e, part): matrix for part, matrix in parts.items()}
     return folder, values
 
 
-def _give_int4_packer() -> bool:
-    """Give torchao FBGEMM's int4 packer, whose import needs a GPU. Returns False without it."""
+def _install_int4_packer() -> bool:
+    """Install FBGEMM's int4 packer in torchao, without the import that needs a GPU.
+
+    Returns False if the packer is not installed.
+    """
     from torchao.quantization.quantize_.workflows.int4 import int4_tensor
 
     if int4_tensor.int4_row_quantize_zp is not None:
@@ -508,7 +543,7 @@ def _give_int4_packer() -> bool:
     return False
 
 
-def _torchao_values(weight: Any) -> torch.Tensor:
+def _dequantize_torchao(weight: Any) -> torch.Tensor:
     """Return the values of a packed weight as float32.
 
     Int4Tensor has no function for this. Its kernels compute code times scale plus zero point.
@@ -517,8 +552,8 @@ def _torchao_values(weight: Any) -> torch.Tensor:
         return weight.dequantize(torch.float32)
     signed = torch.stack([weight.qdata << 4 >> 4, weight.qdata >> 4], -1).flatten(-2).float()
     scale, zero = (
-        each.float().mT.repeat_interleave(weight.block_size[-1], -1)
-        for each in (weight.scale, weight.zero_point)
+        tensor.float().mT.repeat_interleave(weight.block_size[-1], -1)
+        for tensor in (weight.scale, weight.zero_point)
     )
     return signed * scale + zero
 
@@ -528,7 +563,7 @@ def _write_torchao(folder: Path, options: Any, weights: Tensors) -> Path:
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 
     folder.mkdir(parents=True, exist_ok=True)
-    tensors, metadata = flatten_tensor_state_dict(_other_tensors() | weights)
+    tensors, metadata = flatten_tensor_state_dict(_draw_other_tensors() | weights)
     save_file(tensors, folder / "model.safetensors", metadata | {"format": "pt"})
     config = {"quant_method": "torchao", "quant_type": {"default": options}}
     config |= {"modules_to_not_convert": None, "include_input_output_embeddings": False}
@@ -537,17 +572,17 @@ def _write_torchao(folder: Path, options: Any, weights: Tensors) -> Path:
 
 
 PACKERS: dict[str, tuple[Callable[[Path], Iterator[Case]], str]] = {
-    "bitsandbytes": (bitsandbytes, "bitsandbytes"),
-    "gguf": (gguf, "gguf"),
-    "autoawq": (autoawq, "autoawq"),
-    "gptqmodel": (gptqmodel, "gptqmodel"),
-    "auto-round": (auto_round, "auto-round"),
-    "compressed-tensors": (compressed_tensors, "compressed-tensors"),
-    "llmcompressor": (llmcompressor, "llmcompressor"),
-    "modelopt": (modelopt, "nvidia-modelopt"),
-    "quark": (quark, "amd-quark"),
-    "transformers": (transformers, "transformers"),
-    "torchao": (torchao, "torchao"),
+    "bitsandbytes": (pack_with_bitsandbytes, "bitsandbytes"),
+    "gguf": (pack_with_gguf, "gguf"),
+    "autoawq": (pack_with_autoawq, "autoawq"),
+    "gptqmodel": (pack_with_gptqmodel, "gptqmodel"),
+    "auto-round": (pack_with_auto_round, "auto-round"),
+    "compressed-tensors": (pack_with_compressed_tensors, "compressed-tensors"),
+    "llmcompressor": (pack_with_llmcompressor, "llmcompressor"),
+    "modelopt": (pack_with_modelopt, "nvidia-modelopt"),
+    "quark": (pack_with_quark, "amd-quark"),
+    "transformers": (pack_with_transformers, "transformers"),
+    "torchao": (pack_with_torchao, "torchao"),
 }
 
 
@@ -558,11 +593,11 @@ def check(loaded: LoadedExperts, values: Tensors) -> tuple[str, float]:
     """
     problem = loaded.problem(16)
     exact = {
-        "w1": [_exact(values, e, "gate_proj", "up_proj") for e in range(EXPERTS)],
-        "w2": [_exact(values, e, "down_proj") for e in range(EXPERTS)],
+        "w1": [_stack_projections(values, e, "gate_proj", "up_proj") for e in range(EXPERTS)],
+        "w2": [_stack_projections(values, e, "down_proj") for e in range(EXPERTS)],
     }
     if problem.scheme.act_order:
-        return str(problem.scheme), _output_error(loaded, exact)
+        return str(problem.scheme), _compute_output_error(loaded, exact)
     worst = 0.0
     for name, matrices in exact.items():
         weights = getattr(loaded.weights, name)
@@ -587,8 +622,8 @@ def check_other_ways(checkpoint: Path, loaded: LoadedExperts) -> str:
     register()
     model = from_pretrained(checkpoint, dtype=torch.float32)
     experts = model.model.layers[0].mlp.experts
-    for ours, field in {"gate_up_proj": "w1", "down_proj": "w2"}.items():
-        assert torch.equal(getattr(experts, ours), getattr(loaded.weights, field)), field
+    for parameter_name, field in {"gate_up_proj": "w1", "down_proj": "w2"}.items():
+        assert torch.equal(getattr(experts, parameter_name), getattr(loaded.weights, field)), field
     assert bool(model(torch.arange(8)[None]).logits.isfinite().all())
     return "load_experts, FusedMoE.load, from_pretrained"
 
@@ -599,11 +634,11 @@ def _assert_equal(layer: FusedMoE, loaded: LoadedExperts) -> None:
         assert tensor is None or torch.equal(getattr(layer, name), tensor), field
 
 
-def _exact(values: Tensors, expert: int, *projections: str) -> torch.Tensor:
-    return torch.cat([values[_name(expert, each)] for each in projections]).double()
+def _stack_projections(values: Tensors, expert: int, *projections: str) -> torch.Tensor:
+    return torch.cat([values[_make_name(expert, name)] for name in projections]).double()
 
 
-def _output_error(loaded: LoadedExperts, exact: dict[str, list[torch.Tensor]]) -> float:
+def _compute_output_error(loaded: LoadedExperts, exact: dict[str, list[torch.Tensor]]) -> float:
     x = torch.randn(16, HIDDEN, generator=torch.Generator().manual_seed(2))
     ids = torch.arange(16)[:, None] % EXPERTS
     pair = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
@@ -613,8 +648,8 @@ def _output_error(loaded: LoadedExperts, exact: dict[str, list[torch.Tensor]]) -
     for row, expert in zip(x.double(), ids[:, 0].tolist(), strict=True):
         gate, up = (exact["w1"][expert] @ row).chunk(2)
         rows.append(exact["w2"][expert] @ (torch.nn.functional.silu(gate) * up))
-    truth = torch.stack(rows)
-    return float((y.double() - truth).norm() / truth.norm())
+    expected = torch.stack(rows)
+    return float((y.double() - expected).norm() / expected.norm())
 
 
 def main() -> None:

@@ -31,12 +31,16 @@ enable_interpreter()  # before triton is imported
 
 import torch
 import triton
-from peer_suites_lib.flashinfer_tests import suites as flashinfer
+from peer_suites_lib.flashinfer_tests import list_suites as list_flashinfer_suites
 from peer_suites_lib.outcomes import OUTCOMES, Suite, Tally, run_suite
-from peer_suites_lib.sglang_tests import suites as sglang
-from peer_suites_lib.vllm_tests import suites as vllm
+from peer_suites_lib.sglang_tests import list_suites as list_sglang_suites
+from peer_suites_lib.vllm_tests import list_suites as list_vllm_suites
 
-PROJECTS = {"vllm": vllm, "sglang": sglang, "flashinfer": flashinfer}
+PROJECTS = {
+    "vllm": list_vllm_suites,
+    "sglang": list_sglang_suites,
+    "flashinfer": list_flashinfer_suites,
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,11 +66,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     suites: list[Suite] = []
-    for name, make in PROJECTS.items():
+    for name, list_suites in PROJECTS.items():
         root = getattr(arguments, name)
-        suites += make(root) if root is not None else []
-    names = [f"{suite.group} {suite.name}" for suite in suites]
-    is_selected = [any(word in name for word in arguments.only) for name in names]
+        suites += list_suites(root) if root is not None else []
+    suite_names = [f"{suite.group} {suite.name}" for suite in suites]
+    is_selected = [any(substring in name for substring in arguments.only) for name in suite_names]
     suites = [suite for suite, matched in zip(suites, is_selected, strict=True) if matched]
     if not suites and not arguments.add:
         parser.error("need a checkout with a suite that matches --only, or --add")
@@ -74,27 +78,29 @@ def main(argv: list[str] | None = None) -> int:
     for suite in suites:
         started = time.monotonic()
         tallies.append(run_suite(suite, arguments.max_cases))
-        print(_line(tallies[-1]), f"({time.monotonic() - started:.0f} s)", flush=True)
+        print(_format_tally(tallies[-1]), f"({time.monotonic() - started:.0f} s)", flush=True)
         for (outcome, why), count in tallies[-1].reasons.most_common():
             print(f"  {count} {outcome}: {why}", flush=True)
         if arguments.out is not None:
             _write_record(
-                arguments.out, {tallies[-1].suite: _counts(tallies[-1])}, arguments.commits
+                arguments.out,
+                {tallies[-1].suite: _make_tally_record(tallies[-1])},
+                arguments.commits,
             )
     for path in arguments.add if arguments.out is not None else []:
         _write_record(arguments.out, json.loads(path.read_text())["suites"], arguments.commits)
-    print(_line(_total(tallies)))
+    print(_format_tally(_sum_tallies(tallies)))
     return int(any(tally.failed for tally in tallies))
 
 
-def _line(tally: Tally) -> str:
+def _format_tally(tally: Tally) -> str:
     counts = ", ".join(
         f"{tally.outcomes[name]} {name}" for name in OUTCOMES if tally.outcomes[name]
     )
     return f"{tally.suite}: {tally.cases} cases, {tally.shrunk} shrunk: {counts}"
 
 
-def _total(tallies: Iterable[Tally]) -> Tally:
+def _sum_tallies(tallies: Iterable[Tally]) -> Tally:
     total = Tally("all")
     for tally in tallies:
         total.cases += tally.cases
@@ -106,7 +112,7 @@ def _total(tallies: Iterable[Tally]) -> Tally:
     return total
 
 
-def _counts(tally: Tally) -> dict[str, object]:
+def _make_tally_record(tally: Tally) -> dict[str, object]:
     return {
         "cases": tally.cases,
         "shrunk": tally.shrunk,
@@ -122,16 +128,16 @@ def _write_record(path: Path, new_suites: Mapping[str, Any], commits: list[str])
     suites = record.get("suites", {}) | new_suites
     outcomes: Counter[str] = Counter()
     comparisons: Counter[str] = Counter()
-    for entry in suites.values():
-        outcomes.update(entry["outcomes"])
-        comparisons.update(entry["comparisons"])
-    checkouts = record.get("checkouts", {}) | dict(entry.split("=", 1) for entry in commits)
+    for suite_record in suites.values():
+        outcomes.update(suite_record["outcomes"])
+        comparisons.update(suite_record["comparisons"])
+    checkouts = record.get("checkouts", {}) | dict(commit.split("=", 1) for commit in commits)
     record = {
         "torch": torch.__version__,
         "triton": triton.__version__,
         "checkouts": checkouts,
         "cases": sum(outcomes.values()),
-        "shrunk": sum(entry["shrunk"] for entry in suites.values()),
+        "shrunk": sum(suite_record["shrunk"] for suite_record in suites.values()),
         "outcomes": dict(outcomes),
         "comparisons": dict(comparisons),
         "suites": suites,

@@ -1,4 +1,4 @@
-"""Write the tables that follow from `mk plan` and the shipped records into the pages of docs/.
+"""Write the tables that are computed from `mk plan` and the shipped records into pages of docs/.
 
     python tools/plan_tables.py
 
@@ -50,8 +50,8 @@ def main() -> int:
 def replace_table(text: str, name: str, table: str) -> str:
     """Return the page with `table` between its begin and end comments."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    before, rest = text.split(begin)
-    _, after = rest.split(end)
+    before, remainder = text.split(begin)
+    _, after = remainder.split(end)
     return f"{before}{begin}\n\n{table}\n\n{end}{after}"
 
 

@@ -1,4 +1,4 @@
-"""Test exits of ranks without explicit cleanup: `python tools/rank_exits.py --starts 300`.
+"""Test that ranks exit without explicit cleanup: `python tools/rank_exits.py --starts 300`.
 
 Each start forks two processes of a gloo group from this process, which has imported torch. They
 create a layer, call it twice, and reach the end of the script. Every second start also begins a
@@ -45,7 +45,7 @@ class Start:
     running_ranks: dict[int, int] = field(default_factory=dict)
     codes: dict[int, int | str] = field(default_factory=dict)
 
-    def output_file(self, rank):
+    def get_output_file(self, rank):
         return self.folder / f"output-{self.number}-{rank}"
 
     def collect_exits(self):
@@ -64,8 +64,8 @@ class Start:
         """Yield a line for each rank that did not exit with 0."""
         for rank, code in sorted(self.codes.items()):
             if code != 0:
-                text = self.output_file(rank).read_text(errors="replace").strip()
-                yield f"start {self.number}, {self.part}: rank {rank}: {code}: {text[-400:]}"
+                output = self.get_output_file(rank).read_text(errors="replace").strip()
+                yield f"start {self.number}, {self.part}: rank {rank}: {code}: {output[-400:]}"
 
 
 def fork_ranks(start):
@@ -80,7 +80,7 @@ def fork_ranks(start):
 
 def run_rank(start, rank):
     """Run a rank up to its exit. Returns the kernel, which must stay alive until then."""
-    file = os.open(start.output_file(rank), os.O_CREAT | os.O_WRONLY)
+    file = os.open(start.get_output_file(rank), os.O_CREAT | os.O_WRONLY)
     os.dup2(file, 1)
     os.dup2(file, 2)
     init_method = f"file://{start.folder}/store-{start.number}"
@@ -109,7 +109,7 @@ hide_gpus()
 torch.set_num_threads(1)
 assert preload.load_catalog  # imported for its side effects
 parts = faults.list_supported_parts(WORLD_SIZE, "gloo")
-# not a context manager, because children must keep it
+# Not a context manager, because forked children would remove the folder at their exit.
 folder = Path(tempfile.mkdtemp(prefix="mk-exits-"))
 child_rank, running, findings, num_started = None, [], [], 0
 start_seconds = time.monotonic()

@@ -30,9 +30,9 @@ def main() -> int:
     for path in sorted((ROOT / "examples").glob("*.ipynb")):
         stored = json.loads(path.read_text(encoding="utf-8"))
         executed = execute(stored)
-        differ |= shown(executed) != shown(stored)
+        differ |= normalize_outputs(executed) != normalize_outputs(stored)
         if not check:
-            path.write_text(dump(executed), encoding="utf-8")
+            path.write_text(format_notebook(executed), encoding="utf-8")
     return int(differ and check)
 
 
@@ -45,23 +45,25 @@ def execute(notebook: Notebook) -> Notebook:
             cells.append(cell)
             continue
         count += 1
-        outputs = _run("".join(cell["source"]), names, count)
+        outputs = _run_cell("".join(cell["source"]), names, count)
         cells.append(cell | {"execution_count": count, "outputs": outputs})
     return notebook | {"cells": cells}
 
 
-def _run(source: str, names: dict[str, Any], count: int) -> list[dict[str, Any]]:
+def _run_cell(source: str, names: dict[str, Any], count: int) -> list[dict[str, Any]]:
     """Run a cell. Returns its outputs: printed text, and the value of its last expression."""
     body = ast.parse(source).body
-    last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
-    printed, value = io.StringIO(), None
-    with contextlib.redirect_stdout(printed):
+    last_expression = body.pop() if body and isinstance(body[-1], ast.Expr) else None
+    stdout, value = io.StringIO(), None
+    with contextlib.redirect_stdout(stdout):
         exec(compile(ast.Module(body, []), f"cell {count}", "exec"), names)
-        if last is not None:
-            value = eval(compile(ast.Expression(last.value), f"cell {count}", "eval"), names)
+        if last_expression is not None:
+            value = eval(
+                compile(ast.Expression(last_expression.value), f"cell {count}", "eval"), names
+            )
     outputs: list[dict[str, Any]] = []
-    if printed.getvalue():
-        lines = printed.getvalue().splitlines(keepends=True)
+    if stdout.getvalue():
+        lines = stdout.getvalue().splitlines(keepends=True)
         outputs.append({"name": "stdout", "output_type": "stream", "text": lines})
     if value is not None:
         data = {"text/plain": repr(value).splitlines(keepends=True)}
@@ -70,7 +72,7 @@ def _run(source: str, names: dict[str, Any], count: int) -> list[dict[str, Any]]
     return outputs
 
 
-def shown(notebook: Notebook) -> list[str]:
+def normalize_outputs(notebook: Notebook) -> list[str]:
     """Return the text of each output, without numbers and column widths."""
     texts = []
     for cell in notebook["cells"]:
@@ -80,7 +82,7 @@ def shown(notebook: Notebook) -> list[str]:
     return texts
 
 
-def dump(notebook: Notebook) -> str:
+def format_notebook(notebook: Notebook) -> str:
     """Return the text of the file in the form that Jupyter writes."""
     return json.dumps(notebook, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
 

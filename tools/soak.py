@@ -1,4 +1,4 @@
-"""Soak test of a part over ranks: `python tools/soak.py PART --world-size 2 --backend nccl`.
+"""Run the soak test of a part: `python tools/soak.py PART --world-size 2 --backend nccl`.
 
 Calls the kernel, a plan and a CUDA graph many times with random sizes and skew, verifies every
 100th output, and monitors memory. Ends after --steps or --seconds, prints the number of steps, and
@@ -37,17 +37,17 @@ if __name__ == "__main__":
     parser.add_argument("--json", type=Path)
     args = vars(parser.parse_args())
     world_size, backend, path = (args.pop(name) for name in ("world_size", "backend", "json"))
-    job = Soak(**args)
-    per_host = world_size // job.hosts if job.hosts > 1 else None
-    with RankPool(world_size, backend, ranks_per_host=per_host) as pool:
+    soak = Soak(**args)
+    ranks_per_host = world_size // soak.hosts if soak.hosts > 1 else None
+    with RankPool(world_size, backend, ranks_per_host=ranks_per_host) as pool:
         try:
-            reports = pool.run(run_soak, job, timeout=job.seconds + 120)
+            reports = pool.run(run_soak, soak, timeout=soak.seconds + 120)
         except RankError as error:
-            sys.exit(f"{job.part}: failed\n{error}")
+            sys.exit(f"{soak.part}: failed\n{error}")
     if path:
         path.write_text(json.dumps([asdict(report) for report in reports], indent=1))
     for rank, report in enumerate(reports):
-        print(f"{job.part}, rank {rank} of {world_size}: {report}")
+        print(f"{soak.part}, rank {rank} of {world_size}: {report}")
         print(f"  {report.format_resources()}")
         for finding in report.findings:
             print(f"  FOUND: {finding}")

@@ -69,7 +69,7 @@ def run_cases(
 ) -> None:
     """Discard the results of these pairings, run their cases, and write the record after each."""
     modules = {d.mutant.module: d.mutant.path for d in defects}
-    killers = KillHistory()
+    history = KillHistory()
     for results in record.values():
         if not names or results.get(level, "").rpartition(" x ")[2] in names:
             results.pop(level, None)
@@ -85,7 +85,7 @@ def run_cases(
                 results[level] = smoke_result
             if results.get(level, "").startswith("killed"):
                 continue
-            outcome = run_mutant(defect.mutant, coverage, (pair,), level, killers)
+            outcome = run_mutant(defect.mutant, coverage, (pair,), level, history)
             if outcome.killed:
                 check = (
                     outcome.finding.partition(":")[0]
@@ -106,19 +106,19 @@ def run_tests(defects: Sequence[Defect], record: Record) -> None:
 
     Raises RuntimeError if the tests fail without a defect.
     """
-    baseline = test_outcome(None)
+    baseline = run_operation_tests(None)
     if baseline != "survived":
         raise RuntimeError(f"without a defect: {baseline}")
     for defect in defects:
         results = record[defect.description]
         results.pop("tests", None)  # also if full kills the defect
         if not results.get("full", "").startswith("killed"):
-            results["tests"] = test_outcome(defect.mutant)
+            results["tests"] = run_operation_tests(defect.mutant)
             print(f"  {defect.description}: {results['tests']}", flush=True)
         RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def test_outcome(mutant: Mutant | None) -> str:
+def run_operation_tests(mutant: Mutant | None) -> str:
     """Run all tests of operations in a copy of the checkout, with a mutant applied if given.
 
     Returns "survived" or "killed by TEST". Raises RuntimeError if pytest itself fails.
@@ -131,11 +131,11 @@ def test_outcome(mutant: Mutant | None) -> str:
             (copy / mutant.path.relative_to(ROOT)).write_text(mutant.text(), encoding="utf-8")
         tests = sorted(str(path) for path in (copy / "tests/ops").glob("test_ops_*.py"))
         arguments = ["-m", "pytest", "-q", "-x", "--whole", "-p", "no:cacheprovider", *tests]
-        child = make_child_environment(interpreted=True) | {"PYTHONPATH": str(copy)}
+        environment = make_child_environment(interpreted=True) | {"PYTHONPATH": str(copy)}
         process = subprocess.run(
             [sys.executable, *arguments],
             cwd=copy,
-            env=child,
+            env=environment,
             capture_output=True,
             text=True,
             check=False,

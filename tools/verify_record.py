@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 
-def record(commit: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+def merge_records(commit: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the merged record.
 
     commit: the verified commit.
@@ -24,4 +24,4 @@ def record(commit: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
 if __name__ == "__main__":
     commit, *files = sys.argv[1:]
     runs = [json.loads(Path(file).read_text(encoding="utf-8")) for file in files]
-    sys.stdout.write(json.dumps(record(commit, runs), indent=1) + "\n")
+    sys.stdout.write(json.dumps(merge_records(commit, runs), indent=1) + "\n")

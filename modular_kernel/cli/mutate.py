@@ -414,14 +414,14 @@ def _compare_code(mutants: "list[Mutant]", *, as_json: str | None) -> bool:
 
 
 def _print_score(score: "Score") -> None:
-    from modular_kernel.testing.mutation.record import killers, reproducer
+    from modular_kernel.testing.mutation.record import count_killers, format_reproducer
 
     survey = score.survey
     for outcome in score.survivors:
         ran = format_count(outcome.num_cases, "case")
         cases = "no case executes it" if outcome.status == "not executed" else f"passed by {ran}"
         output.print_line(f"SURVIVED {outcome.mutant.edit.operator}: {cases}")
-        output.print_line(f"{outcome.mutant.diff()}\n  {reproducer(outcome, survey)}\n")
+        output.print_line(f"{outcome.mutant.diff()}\n  {format_reproducer(outcome, survey)}\n")
     for outcome, equivalence in score.equivalent:
         bits = f"no bit differs in {equivalence.problems} problems"
         proof = (
@@ -430,7 +430,7 @@ def _print_score(score: "Score") -> None:
             else f"same code in {format_count(equivalence.forms, 'form')}"
         )
         output.print_line(f"equivalent {outcome.mutant.ident}, {proof}: {equivalence.reason}")
-    rows = killers(score.killed).items()
+    rows = count_killers(score.killed).items()
     output.print_table(("killed by", "mutants"), rows)
     output.print_table(("excluded, because", "mutants"), score.undetectable.items())
     output.print_table(("no case executes", "mutants"), score.not_executed.items())

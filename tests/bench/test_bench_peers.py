@@ -164,7 +164,7 @@ def test_padding_does_not_change_the_output(peers: ModuleType) -> None:
 
 def test_flashinfer_up_rows_come_first(peers: ModuleType) -> None:
     rows = torch.arange(12, dtype=torch.bfloat16).reshape(1, 6, 2)
-    got = peers.up_first(rows)
+    got = peers.put_up_first(rows)
     assert got.dtype == torch.bfloat16
     assert got[0, :, 0].tolist() == [6, 8, 10, 0, 2, 4]
 

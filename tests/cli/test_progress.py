@@ -50,8 +50,8 @@ def test_mutation_testing_reports_each_step(mk: Mk, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(output, "_FIRST_LINE_S", 0.0)
     two_mutations = partial(input_mutations.sensitivity, mutants=input_mutations.MUTANTS[:2])
     monkeypatch.setattr(input_mutations, "sensitivity", two_mutations)
-    list_cases = coverage.case_list
-    monkeypatch.setattr(coverage, "case_list", lambda *args: (list_cases(*args)[0][:2], MACHINE))
+    list_cases = coverage.list_cases
+    monkeypatch.setattr(coverage, "list_cases", lambda *args: (list_cases(*args)[0][:2], MACHINE))
     mutants = list_mutants("TorchExperts", load_catalog())
     ident = next(m.ident for m in mutants if "invalid_ids.add_" in m.diff())
     arguments = ("test", "--mutate", "TorchExperts", *TORCH_PAIR, "--level", "smoke")

@@ -53,7 +53,7 @@ def findings(defect_spec: SourceDefect, cases: Sequence[Case], folder: Path) -> 
         restore_submodule_attributes()
         machine = runner.this_machine()
         for case in cases:
-            failure = runner.first_failure(case, machine)[0]
+            failure = runner.run_until_failure(case, machine)[0]
             send({"failure": failure})
             if failure is not None:
                 return

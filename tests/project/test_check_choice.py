@@ -78,7 +78,7 @@ def test_slower_choice_and_overrun_budget_are_errors(
 
     def exit_code(x_default: float, noise: float, **changes: object) -> int:
         cells = [{**cell, "x_default": x_default, "noise": noise}]
-        return tool._summary({"cells": cells, "calls": [{**call, **changes}]}, 1.02)
+        return tool._print_summary({"cells": cells, "calls": [{**call, **changes}]}, 1.02)
 
     assert exit_code(1.0, 0.0) == 0
     assert exit_code(1.05, 0.02) == 0  # within the noise

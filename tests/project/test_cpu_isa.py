@@ -44,16 +44,16 @@ def test_instruction_sets_follow_from_cpu_flags(
     tool: ModuleType, flags: set[str], present: list[str]
 ) -> None:
     text = f"processor\t: 0\nflags\t\t: fpu {' '.join(flags)}\nprocessor\t: 1\nflags\t\t: other\n"
-    present_isas, missing = tool.split_isas(tool.cpu_flags(text))
+    present_isas, missing = tool.split_isas(tool.parse_cpu_flags(text))
     assert present_isas == present
     assert sorted([*present_isas, *missing]) == sorted(name for name, *_ in tool.ISAS)
     assert all(set(needed) & flags == set() for needed in missing.values())
-    assert tool.cpu_flags("processor : 0\nFeatures : asimd bf16\n") == frozenset()
+    assert tool.parse_cpu_flags("processor : 0\nFeatures : asimd bf16\n") == frozenset()
 
 
 def test_environment_limits_the_instruction_set(tool: ModuleType) -> None:
     for name, _, capability in tool.ISAS:
-        env = tool.environment(name)
+        env = tool.make_environment(name)
         assert (env["ONEDNN_MAX_CPU_ISA"], env["ATEN_CPU_CAPABILITY"]) == (name, capability)
         assert "TRITON_INTERPRET" not in env
 
@@ -66,7 +66,7 @@ def run_tool(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("code", [0, 3])
 def test_command_runs_under_each_instruction_set(tool: ModuleType, code: int) -> None:
     cpuinfo = Path("/proc/cpuinfo")
-    present, missing = tool.split_isas(tool.cpu_flags(cpuinfo.read_text()))
+    present, missing = tool.split_isas(tool.parse_cpu_flags(cpuinfo.read_text()))
     program = (
         f"import os; print('in', os.environ.get('ONEDNN_MAX_CPU_ISA')); raise SystemExit({code})"
     )

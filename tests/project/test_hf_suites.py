@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from hf_suites import __main__ as program
 from hf_suites import classes, packed, upstream
-from hf_suites.outcomes import Case, Outcome, judge_errors, summary
+from hf_suites.outcomes import Case, Outcome, judge_errors, summarize
 
 from modular_kernel.integrations.transformers import register
 from modular_kernel.integrations.transformers.register import Registration
@@ -63,7 +63,7 @@ def test_counts_include_every_case() -> None:
     cases = [Case("one", str(outcome), outcome, "why") for outcome in Outcome] * 2 + [
         Case("other", "x", Outcome.AGREE)
     ]
-    counts = summary(cases)
+    counts = summarize(cases)
     assert counts["suites"]["one"]["total"] == 2 * len(Outcome)
     assert counts["suites"]["other"] == {
         **dict.fromkeys(map(str, Outcome), 0),
@@ -77,13 +77,13 @@ def test_counts_include_every_case() -> None:
 def test_bad_case_sets_exit_code_1(monkeypatch) -> None:
     for outcome in Outcome:
         cases = Case("one", "x", outcome), Case("one", "y", Outcome.AGREE)
-        monkeypatch.setattr(program, "_classes", lambda _, cases=cases: cases)
+        monkeypatch.setattr(program, "_run_classes", lambda _, cases=cases: cases)
         assert program.main(["classes"]) == int(outcome in (Outcome.OURS, Outcome.RAW))
 
 
 def test_suite_without_usable_cases_is_bad() -> None:
     absent = Case("packer", "x", Outcome.NOT_USABLE, "ModuleNotFoundError: datasets")
-    counts = summary([absent, absent, Case("other", "x", Outcome.AGREE)])
+    counts = summarize([absent, absent, Case("other", "x", Outcome.AGREE)])
     assert counts["bad"] == ["packer: no case could be used: ModuleNotFoundError: datasets"]
     assert [(row["why"], row["cases"]) for row in counts["reasons"]] == [(absent.why, 2)]
 
@@ -170,8 +170,8 @@ def test_defective_import_is_detected(monkeypatch) -> None:
 
 
 def test_wrong_layer_output_is_detected(monkeypatch) -> None:
-    layer = packed._layer
-    monkeypatch.setattr(packed, "_layer", lambda *given: layer(*given) * 1.001)
+    layer = packed._compute_layer
+    monkeypatch.setattr(packed, "_compute_layer", lambda *given: layer(*given) * 1.001)
     assert _outcome(_pack) is Outcome.OURS
 
 
@@ -212,9 +212,12 @@ def test_upstream_tests_count_only_if_they_pass_without_our_parts(theirs, ours, 
 def test_failed_comparison_is_attributed_by_float64() -> None:
     case = Case("one", "x", Outcome.OURS, "not close")
     errors = {"eager": 4e-3, "batched_mm": 4e-3}
-    assert upstream.by_errors(case, errors | {"modular_kernel": 4.1e-3}).outcome is Outcome.THEIRS
-    assert upstream.by_errors(case, errors | {"modular_kernel": 6e-3}).outcome is Outcome.OURS
-    assert upstream.by_errors(case, errors | {"modular_kernel": NAN}).outcome is Outcome.OURS
+    assert (
+        upstream.judge_by_errors(case, errors | {"modular_kernel": 4.1e-3}).outcome
+        is Outcome.THEIRS
+    )
+    assert upstream.judge_by_errors(case, errors | {"modular_kernel": 6e-3}).outcome is Outcome.OURS
+    assert upstream.judge_by_errors(case, errors | {"modular_kernel": NAN}).outcome is Outcome.OURS
 
 
 def test_nan_is_the_maximum_error(monkeypatch) -> None:
@@ -257,13 +260,13 @@ def test_failed_pytest_run_raises(tmp_path, text, succeeds) -> None:
 
 def test_test_file_without_cases_is_reported_as_a_case(tmp_path) -> None:
     result_folder = upstream.ResultFolder(tmp_path)
-    result_folder.path_of("theirs").write_text(
+    result_folder.get_path("theirs").write_text(
         '{"case": "f::test_generate", "outcome": "passed", "why": "", "ran": 0}\n'
         '{"case": "half::test_generate", "outcome": "passed", "why": "", "ran": 0}\n'
     )
-    result_folder.path_of("ours").write_text(
+    result_folder.get_path("ours").write_text(
         '{"case": "f::test_generate", "outcome": "passed", "why": "", "ran": 3}\n'
     )
     result_folder.finish(["f", "g"])
-    outcomes = {case.name: case.outcome for case in result_folder.outcomes()}
+    outcomes = {case.name: case.outcome for case in result_folder.list_outcomes()}
     assert outcomes == {"f::test_generate": Outcome.AGREE, "g": Outcome.NOT_USABLE}

@@ -73,13 +73,13 @@ def test_equal_launches_share_a_time(tool: ModuleType, configs: Path) -> None:
     assert case.choices == [case.tuned, case.heuristics]
     row = json.loads(json.dumps(case.record({case.tuned: 1e-5, case.heuristics: 1.5e-5})))
     assert row["us"] == {"tuned": 10.0, "neighbors": 15.0, "heuristics": 15.0}
-    (result,) = tool.results([row])
+    (result,) = tool.compute_results([row])
     assert (result.neighbors, result.heuristics) == (1.5, 1.5)
     equal_case = tool.TileCase(
         case.layer, case.problem, case.tuned, case.tuned, case.tuned, "heuristics"
     )
     assert equal_case.choices == [case.tuned]
-    (result,) = tool.results([equal_case.record({})])
+    (result,) = tool.compute_results([equal_case.record({})])
     assert (result.neighbors, result.heuristics) == (1.0, 1.0)
 
 

@@ -305,7 +305,7 @@ def test_quantizer_mismatches_are_attributed(
     from peer_suites_lib.checkout import Source
 
     per_row: Any = Source(checkout, "test_fake.py").function("per_row")
-    x = row_operations.normal_rows(3, 40, torch.bfloat16)
+    x = row_operations.draw_normal_rows(3, 40, torch.bfloat16)
     assert row_operations.check_quantizer(x, "fp8_w8a8_channel", per_row, "").outcome == "agree"
 
     def per_row_with_wrong_scale(rows: torch.Tensor) -> Any:
@@ -338,7 +338,7 @@ def test_too_large_scale_is_attributed_to_this_project(
     def reference(rows: torch.Tensor) -> Any:
         return original(rows.float(), row_operations.QuantScheme.parse(quant))
 
-    x = row_operations.normal_rows(3, 40, torch.bfloat16)
+    x = row_operations.draw_normal_rows(3, 40, torch.bfloat16)
     assert row_operations.check_quantizer(x, quant, reference, "").outcome == "agree"
     monkeypatch.setattr(
         row_operations,

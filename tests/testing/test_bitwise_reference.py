@@ -182,9 +182,9 @@ def _detects_weight_change(trial: Trial, change: float) -> bool:
         changed = bitwise_reference.compute_bitwise_reference(sample, roundings)
         weights.copy_(original_weights)
         rows = bitwise_reference.find_comparable_rows(sample, expected)
-        mismatches.append(bitwise_reference.mismatch_fraction(changed, expected)[rows])
+        mismatches.append(bitwise_reference.compute_mismatch_fraction(changed, expected)[rows])
         for perturbed in bitwise_reference.compute_perturbed_references(sample, roundings, 3)[1:]:
-            fraction = bitwise_reference.mismatch_fraction(perturbed, expected)
+            fraction = bitwise_reference.compute_mismatch_fraction(perturbed, expected)
             perturbed_mismatches.append(fraction[rows])
     return bool(
         list(

@@ -38,7 +38,7 @@ from modular_kernel.testing.stress.fuzz import (
     random_problems,
     specs,
 )
-from modular_kernel.testing.stress.fuzz.__main__ import main, summary
+from modular_kernel.testing.stress.fuzz.__main__ import format_summary, main
 from modular_kernel.testing.stress.fuzz.independent_reference import IndependentReference
 from modular_kernel.testing.stress.fuzz.outcome import (
     CORRECT,
@@ -309,7 +309,7 @@ def test_a_crash_and_a_hang_do_not_stop_the_run(
         (1, CRASH),
         (3, HANG),
     ]
-    lines = summary([report])
+    lines = format_summary([report])
     assert "    python -m modular_kernel.testing.stress.fuzz --seed s --only 1" in lines
     assert lines[-1].startswith("stub: 3 right, 0 typed error")
 

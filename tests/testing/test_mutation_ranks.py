@@ -23,7 +23,7 @@ from modular_kernel.testing.mutation.bitwise_equivalence import compare_bits, dr
 from modular_kernel.testing.mutation.coverage import CaseCoverage
 from modular_kernel.testing.mutation.defects import read_defects
 from modular_kernel.testing.mutation.over_ranks import OverRanks, Ranks
-from modular_kernel.testing.mutation.record import reproducer
+from modular_kernel.testing.mutation.record import format_reproducer
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = "prepare_finalize.collectives.all_gather"
@@ -95,7 +95,7 @@ def test_ranks_decide_whether_a_case_is_refused() -> None:
     case, verdict = rank_cases_for(*BATCHED_PAIR, machine, 2, "full").refused[0]
     assert not verdict.ok
     with Ranks(2, None) as ranks:
-        failure, _ = ranks.first_failure(case, machine)
+        failure, _ = ranks.run_until_failure(case, machine)
     assert failure is not None
     assert failure.startswith("refused: ")
     assert "(rank " in failure
@@ -114,7 +114,7 @@ def test_an_equivalent_mutant_survives_every_case(coverage: Coverage, tmp_path: 
     )
     assert compare_bits([mutant], coverage, 4, backend=BACKEND).problems >= 4
     survey_of_mutant = Survey(PAIR[0], (PAIR,), "smoke", (mutant,), coverage, BACKEND)
-    assert "--world-size 2 --pf-type" in reproducer(outcome, survey_of_mutant)
+    assert "--world-size 2 --pf-type" in format_reproducer(outcome, survey_of_mutant)
 
 
 def test_bitwise_comparison_finds_a_change_on_one_rank(coverage: Coverage, tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_fault_scenarios_detect_defective_parts(
     case = replace(rank_cases_for(part, "TorchExperts", machine, 2).cases[0], fault=fault)
     with Ranks(2, None, (mutant,), [CaseCoverage(case, 5.0, "", {})]) as ranks:
         ranks.start()
-        failure, _ = ranks.first_failure(case, machine)
+        failure, _ = ranks.run_until_failure(case, machine)
     assert failure is not None
     assert finding in failure
 

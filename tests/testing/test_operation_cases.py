@@ -167,7 +167,7 @@ def test_plans_are_not_recorded_with_paths_of_other_packages(
     monkeypatch.setattr(launch_plans, "find_external_paths", lambda _part: frozenset({"mine"}))
     before = launch_plans._PATH.read_bytes()
     with pytest.raises(StateError, match="got mine from other packages, need built-in paths only"):
-        launch_plans._write()
+        launch_plans._write_record()
     assert launch_plans._PATH.read_bytes() == before
 
 

@@ -103,13 +103,13 @@ def test_tests_that_fail_without_a_defect_are_not_used(
     def report_killed_by_tests(mutant: object) -> str:
         return "killed by tests/ops/test_ops_x.py::test_y"
 
-    monkeypatch.setattr(tool, "test_outcome", report_killed_by_tests)
+    monkeypatch.setattr(tool, "run_operation_tests", report_killed_by_tests)
     with pytest.raises(RuntimeError, match="without a defect: killed by tests/ops/test_ops_x"):
         tool.run_tests([first, second], record)
     without_defect = {None: "survived"}
     monkeypatch.setattr(
         tool,
-        "test_outcome",
+        "run_operation_tests",
         lambda mutant: without_defect.get(mutant, report_killed_by_tests(mutant)),
     )
     tool.run_tests([first, second], record)

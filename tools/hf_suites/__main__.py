@@ -30,7 +30,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parents[number]) for number in (1, 2)]
 
 from hf_suites import upstream
-from hf_suites.outcomes import Case, summary
+from hf_suites.outcomes import Case, summarize
 
 # Keeps GPTQModel from compiling an extension and its layers, and others from accessing the hub.
 QUIET_ENVIRONMENT = {
@@ -57,44 +57,46 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--write", type=Path)
     args = parser.parse_args(argv)
     sys.path += map(str, args.site)
-    run = {"classes": _classes, "upstream": _upstream, "packers": _packers}[args.suite]
-    counts = summary(run(args))
+    run_suite = {"classes": _run_classes, "upstream": _run_upstream, "packers": _run_packers}[
+        args.suite
+    ]
+    counts = summarize(run_suite(args))
     print(json.dumps(counts, indent=1, ensure_ascii=False))
     if args.write is not None:
         _write_record(args, counts)
     return int(bool(counts["bad"]))
 
 
-def _classes(_args: argparse.Namespace) -> Iterator[Case]:
+def _run_classes(_args: argparse.Namespace) -> Iterator[Case]:
     from hf_suites import classes  # noqa: PLC0415 (needs transformers)
 
     return classes.cases()
 
 
-def _packers(args: argparse.Namespace) -> Iterator[Case]:
+def _run_packers(args: argparse.Namespace) -> Iterator[Case]:
     os.environ |= QUIET_ENVIRONMENT  # noqa: TID251 (packers read it when they are imported)
     sys.path += map(str, args.sources.glob("gptqmodel-*"))
     from hf_suites import pack_floats, pack_integers, packed  # noqa: PLC0415 (read those)
 
-    yield from packed.cases(pack_integers.packers(args.sources))
-    yield from packed.cases(pack_floats.packers())
+    yield from packed.cases(pack_integers.list_packers(args.sources))
+    yield from packed.cases(pack_floats.list_packers())
 
 
-def _upstream(args: argparse.Namespace) -> Iterator[Case]:
-    files = upstream.models(args.checkout)
+def _run_upstream(args: argparse.Namespace) -> Iterator[Case]:
+    files = upstream.list_test_files(args.checkout)
     if args.models:
         files = [file for file in files if file.split("/")[2] in args.models]
     (site,) = args.site
     with tempfile.TemporaryDirectory() as folder:
-        lines = upstream.ResultFolder(args.lines or Path(folder))
-        remaining = [file for file in files if file not in lines.files]
+        results = upstream.ResultFolder(args.lines or Path(folder))
+        remaining = [file for file in files if file not in results.files]
         for start in range(0, len(remaining), MODELS_PER_PROCESS):
             batch = remaining[start : start + MODELS_PER_PROCESS]
             run_batch = partial(upstream.run, args.checkout, site, batch)
             with ThreadPoolExecutor(2) as pool:
-                list(pool.map(run_batch, upstream.SIDES, map(lines.path_of, upstream.SIDES)))
-            lines.finish(batch)
-        for case in lines.outcomes():
+                list(pool.map(run_batch, upstream.SIDES, map(results.get_path, upstream.SIDES)))
+            results.finish(batch)
+        for case in results.list_outcomes():
             yield upstream.reevaluate(case, args.checkout, site)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 
-from hf_suites.outcomes import Case, Outcome, judge_errors, reason
+from hf_suites.outcomes import Case, Outcome, format_reason, judge_errors
 from modular_kernel.errors import IncompatibleError, InputError
 from modular_kernel.integrations.transformers import register, registration
 
@@ -30,7 +30,7 @@ TOKENS = (1, 11)
 MODES = ("no_grad", "grad, frozen", "grad, trainable")
 
 _DECORATED = re.compile(r"^@use_experts_implementation.*\nclass (\w+)", re.MULTILINE)
-# Values of config attributes, by words in their names. The first match is used.
+# Values of config attributes, by substrings of their names. The first match is used.
 _VALUES: tuple[tuple[tuple[str, ...], object], ...] = (
     (("latent",), None),
     (("act",), "silu"),
@@ -52,19 +52,19 @@ class Config:
 
     def __getattr__(self, name: str) -> object:
         """Return the value of a config attribute according to _VALUES."""
-        for words, value in _VALUES:
-            if any(word in name for word in words) and not name.startswith("__"):
+        for substrings, value in _VALUES:
+            if any(substring in name for substring in substrings) and not name.startswith("__"):
                 return value
         raise AttributeError(name)
 
 
 def find_classes() -> dict[str, str]:
     """Return the module of every experts class by class name, without importing any module."""
-    modules = {}
+    module_by_class = {}
     for path in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
         for name in _DECORATED.findall(path.read_text()):
-            modules[name] = f"transformers.models.{path.parent.name}.{path.stem}"
-    return modules
+            module_by_class[name] = f"transformers.models.{path.parent.name}.{path.stem}"
+    return module_by_class
 
 
 def import_classes() -> list[type[torch.nn.Module]]:
@@ -103,7 +103,7 @@ class Call:
         )
 
 
-def calls(parts: tuple[str, ...] = PARTS) -> list[Call]:
+def list_calls(parts: tuple[str, ...] = PARTS) -> list[Call]:
     """Return all calls to make with a class."""
     return [Call(*options) for options in product(parts, BOUNDS, TOKENS, MODES)]
 
@@ -114,7 +114,7 @@ def cases(parts: tuple[str, ...] = PARTS) -> Iterator[Case]:
         part: register("MoEPrepareAndFinalizeNoEP", part, name=f"suites_{part}") for part in parts
     }
     for cls in import_classes():
-        for call in calls(parts):
+        for call in list_calls(parts):
             yield case(cls, call, names[call.part])
 
 
@@ -128,7 +128,7 @@ def case(cls: type[torch.nn.Module], call: Call, our_name: str) -> Case:
     except (InputError, IncompatibleError) as error:
         outcome, detail = Outcome.REFUSED, f"{cls.__name__}: {getattr(error, 'got', error)}"
     except Exception as error:  # noqa: BLE001 (raw exceptions are findings)
-        outcome, detail = Outcome.RAW, reason(error)
+        outcome, detail = Outcome.RAW, format_reason(error)
     return Case(f"transformers' experts classes, {call.part}", name, outcome, detail)
 
 
@@ -137,14 +137,14 @@ def _compare(cls: type[torch.nn.Module], call: Call, ours: str) -> tuple[Outcome
     generator = torch.Generator().manual_seed(call.tokens)
     x = torch.randn(call.tokens, H, generator=generator).to(call.dtype)
     values, ids = torch.randn(call.tokens, E, generator=generator).topk(K)
-    scores = values.softmax(-1).to(call.dtype)
+    weights = values.softmax(-1).to(call.dtype)
     exact = copy.deepcopy(experts).double()
     with torch.no_grad():
-        expected = _run(exact, "eager", x.double(), ids, scores.double())
+        expected = _run(exact, "eager", x.double(), ids, weights.double())
     results = {}
     for side in ("eager", ours):
         with torch.set_grad_enabled(call.mode != "no_grad"):
-            results[side] = _run(experts, side, x, ids, scores)
+            results[side] = _run(experts, side, x, ids, weights)
     registered = registration(ours)
     was_used = experts in registered.layers
     errors = {

@@ -1,8 +1,8 @@
 """Computes errors against float64 for transformers' comparisons that fail with our implementation.
 
-transformers' tests require 1e-4 in every dtype, but in 16 bits this is possible only for
-implementations with the same roundings. Run this in the environment of a checkout
-(`upstream.environment`). It prints relative errors as JSON.
+transformers' tests require a tolerance of 1e-4 in every dtype. In 16 bits, only implementations
+with the same roundings meet it. The script runs in the environment of a checkout
+(`upstream.make_environment`), and prints relative errors as JSON.
 """
 
 import copy
@@ -20,10 +20,10 @@ from modular_kernel.integrations.transformers import register
 DTYPES = {"0_fp16": torch.float16, "1_fp32": torch.float32, "2_bf16": torch.bfloat16}
 
 
-def errors(case: str) -> dict[str, float]:
+def compute_errors(case: str) -> dict[str, float]:
     """Return the errors of eager, batched_mm and ours, each the maximum over the model classes."""
     path, cls, test = case.split("::")
-    dtype = next(dtype for end, dtype in DTYPES.items() if test.endswith(end))
+    dtype = next(dtype for suffix, dtype in DTYPES.items() if test.endswith(suffix))
     common = import_module("tests.test_modeling_common")
     suite = getattr(import_module(path.removesuffix(".py").replace("/", ".")), cls)(test)
     suite.setUp()
@@ -65,4 +65,4 @@ def _run(common: Any, model: Any, side: str, inputs: dict[str, Any]) -> torch.Te
 
 
 if __name__ == "__main__":
-    print(json.dumps(errors(sys.argv[1])))
+    print(json.dumps(compute_errors(sys.argv[1])))

@@ -53,12 +53,12 @@ def judge_errors(ours: float, theirs: float, bound: float) -> tuple[Outcome, str
     return Outcome.AGREE, ""
 
 
-def reason(error: BaseException) -> str:
+def format_reason(error: BaseException) -> str:
     """Format an exception as one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:240]
 
 
-def summary(cases: Iterable[Case]) -> dict[str, Any]:
+def summarize(cases: Iterable[Case]) -> dict[str, Any]:
     """Count the cases by suite and outcome, and list bad cases and the reasons of others.
 
     A suite without any usable case is bad, because the usual reason is a missing package. Raises
@@ -81,9 +81,9 @@ def summary(cases: Iterable[Case]) -> dict[str, Any]:
         {"suite": suite, "outcome": outcome, "why": detail, "cases": count}
         for (suite, outcome, detail), count in sorted(reasons.items())
     ]
-    bad = [str(case) for case in all_cases if case.outcome in FAILURES]
+    failures = [str(case) for case in all_cases if case.outcome in FAILURES]
     for suite, counts in suites.items():
         if counts[Outcome.NOT_USABLE] == counts["total"]:
             detail = next(case.why for case in all_cases if case.suite == suite)
-            bad.append(f"{suite}: no case could be used: {detail}")
-    return {"suites": suites, "reasons": listed, "bad": bad}
+            failures.append(f"{suite}: no case could be used: {detail}")
+    return {"suites": suites, "reasons": listed, "bad": failures}

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_suites.pack_integers import compressed_config, scheme_of
+from hf_suites.pack_integers import make_compressed_config, make_scheme
 from hf_suites.packed import Packed, Packer, import_packer
 
 FP8 = torch.float8_e4m3fn
@@ -20,7 +20,7 @@ _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def e2m1(packed: torch.Tensor) -> torch.Tensor:
+def decode_e2m1(packed: torch.Tensor) -> torch.Tensor:
     """Decode e2m1, two codes per byte with the even column in the low nibble, to float64."""
     codes = torch.stack([packed.view(torch.uint8) & 15, packed.view(torch.uint8) >> 4], -1).flatten(
         -2
@@ -29,7 +29,7 @@ def e2m1(packed: torch.Tensor) -> torch.Tensor:
     return sign * _E2M1[(codes & 7).long()]
 
 
-def e8m0(scale: torch.Tensor) -> torch.Tensor:
+def decode_e8m0(scale: torch.Tensor) -> torch.Tensor:
     """Decode e8m0 bytes to float64 powers of two."""
     return torch.pow(2.0, scale.view(torch.uint8).double() - 127)
 
@@ -46,7 +46,7 @@ def expand_tiles(
 # ------------------------------------------------------------------ compressed-tensors
 
 
-def _compressed_8bit(
+def _pack_compressed_8bit(
     scheme: Any, dtype: torch.dtype, static: bool, weight: torch.Tensor, g: torch.Generator
 ) -> Packed:
     """Pack in 8 bits, with compressed-tensors' scales per tensor, channel or block."""
@@ -79,7 +79,7 @@ def _compressed_8bit(
     return Packed(tensors, tensors["weight"].double() * scales, library_values, weight)
 
 
-def _8bit_packers() -> Iterator[Packer]:
+def _list_8bit_packers() -> Iterator[Packer]:
     kinds: dict[str, dict[str, Any]] = {
         "tensor": {"strategy": "tensor"},
         "channel": {"strategy": "channel"},
@@ -95,20 +95,20 @@ def _8bit_packers() -> Iterator[Packer]:
     }
     for kind, dtype, activations in product(kinds, DTYPES, (False, True)):
         inputs = {"num_bits": 8, "type": "float", **input_args[kind]} if activations else None
-        scheme = scheme_of({"num_bits": 8, "type": "float", **kinds[kind]}, inputs)
+        scheme = make_scheme({"num_bits": 8, "type": "float", **kinds[kind]}, inputs)
         name = f"fp8 by {kind}, {dtype}, {'inputs too' if activations else 'weights alone'}"
-        config = compressed_config(scheme, "float-quantized")
-        make = partial(_compressed_8bit, scheme, dtype, activations and kind == "tensor")
+        config = make_compressed_config(scheme, "float-quantized")
+        make = partial(_pack_compressed_8bit, scheme, dtype, activations and kind == "tensor")
         yield Packer("compressed-tensors, floats", name, config, make)
     for dtype in DTYPES:
         inputs = {"num_bits": 8, "type": "int", **token}
-        scheme = scheme_of({"num_bits": 8, "type": "int", "strategy": "channel"}, inputs)
-        config = compressed_config(scheme, "int-quantized")
-        make = partial(_compressed_8bit, scheme, dtype, False)
+        scheme = make_scheme({"num_bits": 8, "type": "int", "strategy": "channel"}, inputs)
+        config = make_compressed_config(scheme, "int-quantized")
+        make = partial(_pack_compressed_8bit, scheme, dtype, False)
         yield Packer("compressed-tensors, integers", f"w8a8 by channel, {dtype}", config, make)
 
 
-def _nvfp4(scheme: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
+def _pack_nvfp4(scheme: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
     helpers = import_packer("compressed_tensors.quantization.utils")
     groups = weight.reshape(len(weight), -1, 16)
     global_scale = helpers.generate_gparam(weight.amin(), weight.amax())
@@ -120,35 +120,35 @@ def _nvfp4(scheme: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
     tensors = compressor.compress(inputs, scheme)
     library_values = compressor.decompress(tensors, scheme)["weight"]
     scales = tensors["weight_scale"].double().repeat_interleave(16, 1)
-    truth = e2m1(tensors["weight_packed"]) * scales / global_scale.double()
+    exact_values = decode_e2m1(tensors["weight_packed"]) * scales / global_scale.double()
     if scheme.input_activations is not None:
         tensors["input_global_scale"] = torch.rand(1, generator=g) * 100 + 100
-    return Packed(tensors, truth, library_values, weight, is_rounded=True)
+    return Packed(tensors, exact_values, library_values, weight, is_rounded=True)
 
 
-def _mxfp4(scheme: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
+def _pack_mxfp4(scheme: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
     helpers = import_packer("compressed_tensors.quantization.utils")
     groups = weight.reshape(len(weight), -1, 32)
     scale, _ = helpers.calculate_qparams(groups.amin(2), groups.amax(2), scheme.weights)
     compressor = import_packer("compressed_tensors.compressors").MXFP4PackedCompressor
     tensors = compressor.compress({"weight": weight, "weight_scale": scale}, scheme)
     library_values = compressor.decompress(tensors, scheme)["weight"]
-    scales = e8m0(tensors["weight_scale"]).repeat_interleave(32, 1)
-    return Packed(tensors, e2m1(tensors["weight_packed"]) * scales, library_values, weight)
+    scales = decode_e8m0(tensors["weight_scale"]).repeat_interleave(32, 1)
+    return Packed(tensors, decode_e2m1(tensors["weight_packed"]) * scales, library_values, weight)
 
 
-def _4bit_packers() -> Iterator[Packer]:
+def _list_4bit_packers() -> Iterator[Packer]:
     float4 = {"num_bits": 4, "type": "float", "symmetric": True}
     group16 = float4 | {"strategy": "tensor_group", "group_size": 16, "scale_dtype": FP8}
     for inputs in (None, group16 | {"dynamic": "local"}):
-        scheme = scheme_of(group16, inputs)
-        config = compressed_config(scheme, "nvfp4-pack-quantized")
+        scheme = make_scheme(group16, inputs)
+        config = make_compressed_config(scheme, "nvfp4-pack-quantized")
         name = f"nvfp4, {'weights alone' if inputs is None else 'inputs too'}"
-        yield Packer("compressed-tensors, floats", name, config, partial(_nvfp4, scheme))
+        yield Packer("compressed-tensors, floats", name, config, partial(_pack_nvfp4, scheme))
     group32 = float4 | {"strategy": "group", "group_size": 32, "scale_dtype": torch.uint8}
-    scheme = scheme_of(group32)
-    config = compressed_config(scheme, "mxfp4-pack-quantized")
-    yield Packer("compressed-tensors, floats", "mxfp4", config, partial(_mxfp4, scheme))
+    scheme = make_scheme(group32)
+    config = make_compressed_config(scheme, "mxfp4-pack-quantized")
+    yield Packer("compressed-tensors, floats", "mxfp4", config, partial(_pack_mxfp4, scheme))
 
 
 # ------------------------------------------------------------------ torchao, modelopt, transformers
@@ -156,7 +156,9 @@ def _4bit_packers() -> Iterator[Packer]:
 MXFP4 = {"quant_method": "mxfp4"}
 
 
-def _torchao_mx(dtype: torch.dtype, mode: str, weight: torch.Tensor, g: torch.Generator) -> Packed:
+def _pack_torchao_mx(
+    dtype: torch.dtype, mode: str, weight: torch.Tensor, g: torch.Generator
+) -> Packed:
     """Pack with torchao. Dequantize with torchao and with transformers' gpt-oss functions."""
     module = import_packer("torchao.prototype.mx_formats.mx_tensor")
     weight_cast = weight.to(dtype)
@@ -168,37 +170,43 @@ def _torchao_mx(dtype: torch.dtype, mode: str, weight: torch.Tensor, g: torch.Ge
     )
     rows, depth = weight.shape
     codes, scale = packed.qdata.view(torch.uint8), packed.scale.view(torch.uint8).reshape(rows, -1)
-    truth = e2m1(codes) * e8m0(scale).repeat_interleave(32, 1)
+    exact_values = decode_e2m1(codes) * decode_e8m0(scale).repeat_interleave(32, 1)
     library_values = packed.dequantize(torch.float32)
     blocks = codes.reshape(rows, depth // 32, 16)
     convert = import_packer("transformers.integrations.mxfp4").convert_moe_packed_tensors
     read_back = convert(blocks[None].clone(), scale[None].clone(), dtype=torch.bfloat16)[0].T
-    if not torch.equal(read_back.double(), truth):
+    if not torch.equal(read_back.double(), exact_values):
         library_values = read_back
-    return Packed({"blocks": blocks, "scales": scale}, truth, library_values, weight_cast)
+    return Packed({"blocks": blocks, "scales": scale}, exact_values, library_values, weight_cast)
 
 
-def _torchao_nv(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) -> Packed:
+def _pack_torchao_nv(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) -> Packed:
     module = import_packer("torchao.prototype.mx_formats.nvfp4_tensor")
     weight_cast = weight.to(dtype)
     global_scale = module.per_tensor_amax_to_scale(weight_cast.abs().amax())
     packed = module.NVFP4Tensor.to_nvfp4(weight_cast, per_tensor_scale=global_scale)
     codes, scale = packed.qdata.view(torch.uint8), packed.scale.reshape(weight.shape[0], -1)
-    truth = e2m1(codes) * scale.double().repeat_interleave(16, 1) * global_scale.double()
+    exact_values = (
+        decode_e2m1(codes) * scale.double().repeat_interleave(16, 1) * global_scale.double()
+    )
     tensors = {
         "weight": codes,
         "weight_scale": scale.view(FP8),
         "weight_scale_2": global_scale.float(),
     }
-    return Packed(tensors, truth, packed.dequantize(torch.float32), weight_cast, is_rounded=True)
+    return Packed(
+        tensors, exact_values, packed.dequantize(torch.float32), weight_cast, is_rounded=True
+    )
 
 
-def _modelopt_nv(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) -> Packed:
+def _pack_modelopt_nv(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) -> Packed:
     cls = import_packer("modelopt.torch.quantization.qtensor").NVFP4QTensor
     weight_cast = weight.to(dtype)
     packed, scale, global_scale = cls.quantize(weight_cast, 16)
     codes = packed._quantized_data
-    truth = e2m1(codes) * scale.double().repeat_interleave(16, 1) * global_scale.double()
+    exact_values = (
+        decode_e2m1(codes) * scale.double().repeat_interleave(16, 1) * global_scale.double()
+    )
     library_values = packed.dequantize(
         dtype=torch.float32, scale=scale, double_scale=global_scale, block_sizes={-1: 16}
     )
@@ -207,21 +215,21 @@ def _modelopt_nv(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) -
         "weight_scale": scale,
         "weight_scale_2": global_scale.float().reshape(()),
     }
-    return Packed(tensors, truth, library_values, weight_cast, is_rounded=True)
+    return Packed(tensors, exact_values, library_values, weight_cast, is_rounded=True)
 
 
-def _modelopt_mx(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) -> Packed:
+def _pack_modelopt_mx(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) -> Packed:
     cls = import_packer("modelopt.torch.quantization.qtensor").MXFP4QTensor
     weight_cast, (rows, depth) = weight.to(dtype), weight.shape
     packed, scale = cls.quantize(weight_cast, 32)
     codes, scale = packed._quantized_data.reshape(rows, -1), scale.reshape(rows, -1)
-    truth = e2m1(codes) * e8m0(scale).repeat_interleave(32, 1)
+    exact_values = decode_e2m1(codes) * decode_e8m0(scale).repeat_interleave(32, 1)
     library_values = packed.dequantize(dtype=torch.float32, scale=scale, block_sizes={-1: 32})
     tensors = {"blocks": codes.reshape(rows, depth // 32, 16), "scales": scale}
-    return Packed(tensors, truth, library_values.reshape(rows, depth), weight_cast)
+    return Packed(tensors, exact_values, library_values.reshape(rows, depth), weight_cast)
 
 
-def _modelopt_fp8(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) -> Packed:
+def _pack_modelopt_fp8(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) -> Packed:
     cls = import_packer("modelopt.torch.quantization.qtensor").FP8QTensor
     weight_cast = weight.to(dtype)
     packed, scale = cls.quantize(weight_cast)
@@ -234,7 +242,7 @@ def _modelopt_fp8(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) 
     )
 
 
-def _transformers_fp8(
+def _pack_transformers_fp8(
     block: tuple[int, int], ue8m0: bool, weight: torch.Tensor, g: torch.Generator
 ) -> Packed:
     module = import_packer("transformers.integrations.finegrained_fp8")
@@ -248,22 +256,22 @@ def _transformers_fp8(
     return Packed(packed, packed["weight"].double() * scales, library_values, weight)
 
 
-def packers(_sources: object = None) -> Iterator[Packer]:
+def list_packers() -> Iterator[Packer]:
     """Yield every packer of floating-point codes."""
-    yield from _8bit_packers()
-    yield from _4bit_packers()
+    yield from _list_8bit_packers()
+    yield from _list_4bit_packers()
     for dtype in DTYPES:
         for mode in ("FLOOR", "RCEIL", "CEIL", "EVEN"):
-            make = partial(_torchao_mx, dtype, mode)
+            make = partial(_pack_torchao_mx, dtype, mode)
             yield Packer("torchao", f"mxfp4, {mode}, {dtype}", MXFP4, make, layer=False)
         nvfp4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
         fp8 = {"quant_method": "modelopt", "quant_algo": "FP8"}
-        yield Packer("torchao", f"nvfp4, {dtype}", nvfp4, partial(_torchao_nv, dtype))
-        yield Packer("modelopt", f"nvfp4, {dtype}", nvfp4, partial(_modelopt_nv, dtype))
+        yield Packer("torchao", f"nvfp4, {dtype}", nvfp4, partial(_pack_torchao_nv, dtype))
+        yield Packer("modelopt", f"nvfp4, {dtype}", nvfp4, partial(_pack_modelopt_nv, dtype))
         yield Packer(
-            "modelopt", f"mxfp4, {dtype}", MXFP4, partial(_modelopt_mx, dtype), layer=False
+            "modelopt", f"mxfp4, {dtype}", MXFP4, partial(_pack_modelopt_mx, dtype), layer=False
         )
-        yield Packer("modelopt", f"fp8, {dtype}", fp8, partial(_modelopt_fp8, dtype))
+        yield Packer("modelopt", f"fp8, {dtype}", fp8, partial(_pack_modelopt_fp8, dtype))
     for block, ue8m0 in product(((64, 64), (32, 64), (64, 32)), (False, True)):
         config: dict[str, Any] = {
             "quant_method": "fp8",
@@ -273,4 +281,6 @@ def packers(_sources: object = None) -> Iterator[Packer]:
         config = config | {"weight_block_size": list(block)}
         config |= {"scale_fmt": "ue8m0"} if ue8m0 else {}
         name = f"fp8 by {block[0]}x{block[1]}, {'UE8M0' if ue8m0 else 'float32'} scales"
-        yield Packer("transformers, fp8", name, config, partial(_transformers_fp8, block, ue8m0))
+        yield Packer(
+            "transformers, fp8", name, config, partial(_pack_transformers_fp8, block, ue8m0)
+        )

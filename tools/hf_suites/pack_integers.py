@@ -39,7 +39,7 @@ class IntegerMatrix:
         return differences * self.scales.double()[:, self.order]
 
 
-def draw(  # noqa: PLR0913 (each is one option)
+def draw_matrix(  # noqa: PLR0913 (each is one option)
     weight: torch.Tensor,
     g: torch.Generator,
     *,
@@ -65,7 +65,7 @@ def draw(  # noqa: PLR0913 (each is one option)
     return IntegerMatrix(codes, scales, zeros, order)
 
 
-def _linear(matrix: IntegerMatrix, dtype: torch.dtype) -> torch.nn.Linear:
+def _make_linear(matrix: IntegerMatrix, dtype: torch.dtype) -> torch.nn.Linear:
     rows, depth = matrix.codes.shape
     linear = torch.nn.Linear(depth, rows, bias=False, dtype=dtype)
     linear.weight.data = matrix.values.to(dtype)
@@ -75,19 +75,23 @@ def _linear(matrix: IntegerMatrix, dtype: torch.dtype) -> torch.nn.Linear:
 # ------------------------------------------------------------------ GPTQ
 
 
-def _gptq_config(options: Any, **extra: Any) -> dict[str, Any]:
+def _make_gptq_config(options: Any, **extra: Any) -> dict[str, Any]:
     common = {"bits": options["bits"], "group_size": options["group"], "sym": options["sym"]}
     return {"quant_method": "gptq", "desc_act": options.get("act_order", False), **common, **extra}
 
 
-def _auto_gptq(module_name: str, options: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
+def _pack_auto_gptq(
+    module_name: str, options: Any, weight: torch.Tensor, g: torch.Generator
+) -> Packed:
     """Pack with AutoGPTQ in float16, and dequantize with its forward on the identity matrix."""
-    matrix = draw(weight, g, dtype=torch.float16, **options)
+    matrix = draw_matrix(weight, g, dtype=torch.float16, **options)
     rows, depth = weight.shape
     cls = import_packer(f"auto_gptq.nn_modules.qlinear.{module_name}").QuantLinear
     layer = cls(options["bits"], options["group"], depth, rows, bias=False)
     zeros = matrix.zeros.float()
-    layer.pack(_linear(matrix, torch.float16), matrix.scales.clone(), zeros, matrix.order.int())
+    layer.pack(
+        _make_linear(matrix, torch.float16), matrix.scales.clone(), zeros, matrix.order.int()
+    )
     tensors = {name: getattr(layer, name) for name in ("qweight", "scales", "qzeros", "g_idx")}
     reader_cls = import_packer("auto_gptq.nn_modules.qlinear.qlinear_cuda").QuantLinear
     reader = reader_cls(options["bits"], options["group"], depth, rows, bias=False)
@@ -98,9 +102,9 @@ def _auto_gptq(module_name: str, options: Any, weight: torch.Tensor, g: torch.Ge
     return Packed(tensors, matrix.values, their_values, matrix.values)
 
 
-def _gptqmodel(version: int, options: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
+def _pack_gptqmodel(version: int, options: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
     """Pack with GPTQModel's layer in plain torch."""
-    matrix = draw(weight, g, dtype=torch.float16, **options)
+    matrix = draw_matrix(weight, g, dtype=torch.float16, **options)
     rows, depth = weight.shape
     cls = import_packer("gptqmodel.nn_modules.qlinear.torch").TorchLinear
     layer = cls(
@@ -114,7 +118,7 @@ def _gptqmodel(version: int, options: Any, weight: torch.Tensor, g: torch.Genera
         pack_dtype=torch.int32,
         register_buffers=True,
     )
-    linear, zeros = _linear(matrix, torch.float32), matrix.zeros.float()
+    linear, zeros = _make_linear(matrix, torch.float32), matrix.zeros.float()
     layer.pack_block(linear, matrix.scales.float(), zeros, matrix.order.int(), workers=1)
     tensors = {n: getattr(layer, n).clone() for n in ("qweight", "scales", "qzeros", "g_idx")}
     layer.enable_wf_unsqueeze = True  # set here, because post_init would also compile
@@ -125,13 +129,15 @@ def _gptqmodel(version: int, options: Any, weight: torch.Tensor, g: torch.Genera
     return Packed(tensors, matrix.values, their_values, matrix.values)
 
 
-def _auto_round(module_name: str, options: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
+def _pack_auto_round(
+    module_name: str, options: Any, weight: torch.Tensor, g: torch.Generator
+) -> Packed:
     """Pack with AutoRound, and dequantize with its forward on the identity matrix."""
-    matrix = draw(weight, g, dtype=torch.float16, **options)
+    matrix = draw_matrix(weight, g, dtype=torch.float16, **options)
     rows, depth = weight.shape
     cls = import_packer(f"auto_round_extension.torch.{module_name}").QuantLinear
     layer = cls(options["bits"], options["group"], depth, rows, bias=False)
-    linear, zeros = _linear(matrix, torch.float32), matrix.zeros.float()
+    linear, zeros = _make_linear(matrix, torch.float32), matrix.zeros.float()
     layer.device = "cpu"  # as set by its exporter
     layer.pack(linear, matrix.scales.float(), zeros, matrix.order.int(), device="cpu")
     names = ("qweight", "scales", "qzeros")
@@ -140,7 +146,7 @@ def _auto_round(module_name: str, options: Any, weight: torch.Tensor, g: torch.G
     return Packed(tensors, matrix.values, their_values, matrix.values)
 
 
-def _gptq_packers() -> Iterator[Packer]:
+def _list_gptq_packers() -> Iterator[Packer]:
     """Yield the GPTQ packers.
 
     Version 1 of the format stores zero points minus one, so they are at least 1.
@@ -149,27 +155,29 @@ def _gptq_packers() -> Iterator[Packer]:
     for options in grid(**common, min_zero_point=(1, 0)):
         if options["sym"] and options["min_zero_point"] == 0:
             continue
-        make = partial(_auto_gptq, "qlinear_cuda_old", options)
+        make = partial(_pack_auto_gptq, "qlinear_cuda_old", options)
         yield Packer(
-            "AutoGPTQ", f"cuda_old {_format_options(options)}", _gptq_config(options), make
+            "AutoGPTQ", f"cuda_old {_format_options(options)}", _make_gptq_config(options), make
         )
     for options in grid(**common, act_order=(False, True), min_zero_point=(1,)):
-        make = partial(_auto_gptq, "qlinear_cuda", options)
-        yield Packer("AutoGPTQ", f"cuda {_format_options(options)}", _gptq_config(options), make)
+        make = partial(_pack_auto_gptq, "qlinear_cuda", options)
+        yield Packer(
+            "AutoGPTQ", f"cuda {_format_options(options)}", _make_gptq_config(options), make
+        )
     for version in (1, 2):
         for options in grid(**common, act_order=(False, True), min_zero_point=(2 - version,)):
             extra = {"checkpoint_format": "gptq" if version == 1 else "gptq_v2"}
-            make = partial(_gptqmodel, version, options)
+            make = partial(_pack_gptqmodel, version, options)
             name = f"version {version} {_format_options(options)}"
-            yield Packer("GPTQModel", name, _gptq_config(options, **extra), make)
+            yield Packer("GPTQModel", name, _make_gptq_config(options, **extra), make)
     for module_name, min_zero_point in (("qlinear_torch_zp", 1), ("qlinear_torch", 0)):
         extra = {"checkpoint_format": "gptq" if min_zero_point else "gptq_v2"}
         for options in grid(**common, min_zero_point=(min_zero_point,)):
-            make = partial(_auto_round, module_name, options)
+            make = partial(_pack_auto_round, module_name, options)
             yield Packer(
                 "AutoRound",
                 f"{module_name} {_format_options(options)}",
-                _gptq_config(options, **extra),
+                _make_gptq_config(options, **extra),
                 make,
             )
 
@@ -177,12 +185,12 @@ def _gptq_packers() -> Iterator[Packer]:
 # ------------------------------------------------------------------ AWQ, compressed-tensors
 
 
-def _auto_awq(options: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
-    matrix = draw(weight, g, dtype=torch.float16, **options)
+def _pack_auto_awq(options: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
+    matrix = draw_matrix(weight, g, dtype=torch.float16, **options)
     group = weight.shape[1] if options["group"] == -1 else options["group"]
     cls = import_packer("awq.modules.linear.gemm").WQLinear_GEMM
     scales, zeros = matrix.scales.T.contiguous(), matrix.zeros.T.contiguous().float()
-    linear = _linear(matrix, torch.float32)
+    linear = _make_linear(matrix, torch.float32)
     layer = cls.from_linear(linear, options["bits"], group, scales=scales.float(), zeros=zeros)
     tensors = {name: getattr(layer, name) for name in ("qweight", "scales", "qzeros")}
     unpack = import_packer("awq.utils.packing_utils").dequantize_gemm
@@ -190,8 +198,8 @@ def _auto_awq(options: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
     return Packed(tensors, matrix.values, their_values, matrix.values)
 
 
-def _compressed(scheme: Any, options: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
-    matrix = draw(weight, g, **options)
+def _pack_compressed(scheme: Any, options: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
+    matrix = draw_matrix(weight, g, **options)
     half = 1 << (options["bits"] - 1)
     inputs = {"weight": matrix.values.float(), "weight_scale": matrix.scales}
     inputs["weight_zero_point"] = (matrix.zeros - half).to(torch.int8)
@@ -201,7 +209,7 @@ def _compressed(scheme: Any, options: Any, weight: torch.Tensor, g: torch.Genera
     return Packed(tensors, matrix.values, their_values, matrix.values)
 
 
-def compressed_config(scheme: Any, packing: str) -> dict[str, Any]:
+def make_compressed_config(scheme: Any, packing: str) -> dict[str, Any]:
     """Return the quantization_config of compressed-tensors for a scheme."""
     cls = import_packer("compressed_tensors.quantization").QuantizationConfig
     status = import_packer("compressed_tensors.quantization").QuantizationStatus.COMPRESSED
@@ -212,7 +220,7 @@ def compressed_config(scheme: Any, packing: str) -> dict[str, Any]:
     return serialized
 
 
-def scheme_of(weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> Any:
+def make_scheme(weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> Any:
     """Build a QuantizationScheme of compressed-tensors."""
     module = import_packer("compressed_tensors.quantization")
     args = [
@@ -222,11 +230,11 @@ def scheme_of(weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> 
     return module.QuantizationScheme(targets=["Linear"], weights=args[0], input_activations=args[1])
 
 
-def _other_packers() -> Iterator[Packer]:
+def _list_other_packers() -> Iterator[Packer]:
     for options in grid(bits=(4,), group=(32, 64, 128, -1), sym=(True, False)):
         config = {"quant_method": "awq", "version": "gemm", "bits": options["bits"]}
         config |= {"group_size": options["group"], "zero_point": not options["sym"]}
-        make = partial(_auto_awq, options)
+        make = partial(_pack_auto_awq, options)
         yield Packer("AutoAWQ", _format_options(options), config, make)
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     for options in grid(bits=(4, 8), group=(32, 64, 128, -1), sym=(True, False), dtype=dtypes):
@@ -235,9 +243,9 @@ def _other_packers() -> Iterator[Packer]:
             {"strategy": "channel"} if group == -1 else {"strategy": "group", "group_size": group}
         )
         weights = {"num_bits": options["bits"], "symmetric": options["sym"], **kind}
-        scheme = scheme_of(weights)
-        config = compressed_config(scheme, "pack-quantized")
-        make = partial(_compressed, scheme, options)
+        scheme = make_scheme(weights)
+        config = make_compressed_config(scheme, "pack-quantized")
+        make = partial(_pack_compressed, scheme, options)
         yield Packer("compressed-tensors, integers", _format_options(options), config, make)
 
 
@@ -247,7 +255,7 @@ def _format_options(options: Any) -> str:
     )
 
 
-def packers(sources: Path) -> Iterator[Packer]:
+def list_packers(sources: Path) -> Iterator[Packer]:
     """Yield every packer of integers.
 
     sources: folder with AutoAWQ's unpacked source archive.
@@ -261,5 +269,5 @@ def packers(sources: Path) -> Iterator[Packer]:
     folder = Path(spec.origin).parent
     for name in ("", ".nn_modules", ".nn_modules.qlinear"):
         register_package(f"auto_gptq{name}", folder / name.strip(".").replace(".", "/"))
-    yield from _gptq_packers()
-    yield from _other_packers()
+    yield from _list_gptq_packers()
+    yield from _list_other_packers()

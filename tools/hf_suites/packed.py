@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 import modular_kernel as mk
-from hf_suites.outcomes import Case, Outcome, reason
+from hf_suites.outcomes import Case, Outcome, format_reason
 from modular_kernel.catalog import this_machine
 from modular_kernel.checkpoints import Matrix, format_of, merge
 from modular_kernel.checkpoints.formats import Format
@@ -98,7 +98,7 @@ def cases(packers: Iterator[Packer]) -> Iterator[Case]:
             except TheirError as error:
                 outcome, detail = Outcome.NOT_USABLE, str(error)
             except Exception as error:  # noqa: BLE001 (raw exceptions are findings)
-                outcome, detail = Outcome.RAW, reason(error)
+                outcome, detail = Outcome.RAW, format_reason(error)
             yield Case(packer.suite, name, outcome, detail)
 
 
@@ -118,20 +118,20 @@ def _run(packer: Packer, intermediate: int, hidden: int, seed: int) -> tuple[Out
             try:
                 matrices.append(packer.make(torch.randn(rows, depth, generator=g) / 8, g))
             except Exception as error:
-                raise TheirError(reason(error)) from error
+                raise TheirError(format_reason(error)) from error
     format = format_of(packer.config, depth=max(intermediate, hidden))
     for packed in matrices:
-        outcome, detail = _same_matrix(format, packed)
+        outcome, detail = _compare_matrix(format, packed)
         if outcome is not Outcome.AGREE:
             return outcome, detail
     return (
-        _same_layer(packer, matrices, intermediate, hidden, g)
+        _compare_layer(packer, matrices, intermediate, hidden, g)
         if packer.layer
         else (Outcome.AGREE, "")
     )
 
 
-def values(format: Format, matrix: Matrix) -> torch.Tensor:
+def dequantize_matrix(format: Format, matrix: Matrix) -> torch.Tensor:
     """Dequantize an imported matrix: float32 (N, K), with columns in their original order."""
     assert matrix.scale is not None
     zero = None if matrix.zero_point is None else matrix.zero_point[None]
@@ -141,12 +141,12 @@ def values(format: Format, matrix: Matrix) -> torch.Tensor:
     return dequantized if matrix.order is None else dequantized[:, matrix.order.long().argsort()]
 
 
-def _same_matrix(format: Format, packed: Packed) -> tuple[Outcome, str]:
+def _compare_matrix(format: Format, packed: Packed) -> tuple[Outcome, str]:
     """Compare our values with the exact ones bitwise, and the packer's in their precision."""
-    ours = values(format, merge(format, [packed.tensors], torch.float32))
+    ours = dequantize_matrix(format, merge(format, [packed.tensors], torch.float32))
     expected = packed.expected.float()
     our_errors = (
-        (ours != expected) if not packed.is_rounded else ~_close(ours, packed.expected, 2.0**-21)
+        (ours != expected) if not packed.is_rounded else ~_is_close(ours, packed.expected, 2.0**-21)
     )
     if bool(our_errors.any()):
         return (
@@ -154,7 +154,9 @@ def _same_matrix(format: Format, packed: Packed) -> tuple[Outcome, str]:
             f"{int(our_errors.sum())} of {our_errors.numel()} values differ from float64",
         )
     their_values = packed.their_values
-    their_errors = ~_close(their_values, packed.expected, 2 * torch.finfo(their_values.dtype).eps)
+    their_errors = ~_is_close(
+        their_values, packed.expected, 2 * torch.finfo(their_values.dtype).eps
+    )
     if bool(their_errors.any()):
         return Outcome.THEIRS, f"its dequantizer is off in some values ({their_values.dtype})"
     distance = float((packed.expected - packed.source).norm() / packed.source.double().norm())
@@ -163,12 +165,12 @@ def _same_matrix(format: Format, packed: Packed) -> tuple[Outcome, str]:
     return Outcome.AGREE, ""
 
 
-def _close(actual: torch.Tensor, expected: torch.Tensor, eps: float) -> torch.Tensor:
+def _is_close(actual: torch.Tensor, expected: torch.Tensor, eps: float) -> torch.Tensor:
     """Return a mask of values within a relative error of `eps` plus 2^-24, float16's minimum."""
     return (actual.double() - expected).abs() <= eps * expected.abs() + 2.0**-24
 
 
-def _same_layer(
+def _compare_layer(
     packer: Packer, matrices: list[Packed], intermediate: int, hidden: int, g: torch.Generator
 ) -> tuple[Outcome, str]:
     """Write the matrices as a Mixtral checkpoint, load and run it, and compare with float64."""
@@ -194,14 +196,16 @@ def _same_layer(
             machine=this_machine(device="cpu"),
         )
         ours = kernel(x, loaded_experts.weights, routing)
-    expected = _layer([packed.expected for packed in matrices], x.double(), routing)
+    expected = _compute_layer([packed.expected for packed in matrices], x.double(), routing)
     error = float((ours.double() - expected).norm() / expected.norm())
     rounds_activations = loaded_experts.format.scheme.quantizes_activations
     bound = ROUNDED_BOUND if rounds_activations else LAYER_BOUND
     return (Outcome.AGREE, "") if error <= bound else (Outcome.OURS, f"layer's error {error:.2e}")
 
 
-def _layer(matrices: list[torch.Tensor], x: torch.Tensor, routing: mk.Routing) -> torch.Tensor:
+def _compute_layer(
+    matrices: list[torch.Tensor], x: torch.Tensor, routing: mk.Routing
+) -> torch.Tensor:
     total = torch.zeros_like(x)
     for expert in range(EXPERTS):
         gate, up, down = matrices[3 * expert : 3 * expert + 3]
@@ -217,7 +221,7 @@ def grid(**options: tuple[Any, ...]) -> Iterator[Mapping[str, Any]]:
     if not names:
         yield {}
         return
-    first, rest = names[0], {name: options[name] for name in names[1:]}
+    first, other_axes = names[0], {name: options[name] for name in names[1:]}
     for value in options[first]:
-        for other_options in grid(**rest):
+        for other_options in grid(**other_axes):
             yield {first: value, **other_options}

@@ -1,4 +1,4 @@
-"""transformers' own tests of models with experts, run with our implementation.
+"""Runs transformers' own tests of models with experts on our implementation.
 
 Every case runs twice, without and with our implementation, on the tests and the source of one
 checkout. Only a case that passes without ours and fails with it is our failure.
@@ -43,7 +43,7 @@ SIDES = ("theirs", "ours")
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
-def models(checkout: Path) -> list[str]:
+def list_test_files(checkout: Path) -> list[str]:
     """Return the test files of the models whose experts transformers can dispatch."""
     files = []
     for path in sorted((checkout / "src/transformers/models").glob("*/modeling_*.py")):
@@ -54,7 +54,7 @@ def models(checkout: Path) -> list[str]:
     return files
 
 
-def environment(checkout: Path, site: Path) -> dict[str, str]:
+def make_environment(checkout: Path, site: Path) -> dict[str, str]:
     """Return the environment in which a checkout's tests import its source and this package."""
     paths = [checkout / "src", checkout, site, CHECKOUT, CHECKOUT / "tools"]
     extra = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1"}
@@ -80,7 +80,10 @@ def run(checkout: Path, site: Path, files: Iterable[str], side: str, result_file
         "--continue-on-collection-errors",
     ]
     command += ["-p", "hf_suites.upstream_plugin", *files]
-    env = environment(checkout, site) | {"HF_SUITES_SIDE": side, "HF_SUITES_INTO": str(result_file)}
+    env = make_environment(checkout, site) | {
+        "HF_SUITES_SIDE": side,
+        "HF_SUITES_INTO": str(result_file),
+    }
     code = subprocess.run(command, cwd=checkout, env=env, check=False).returncode
     # A crash by a signal does not raise, because cases that are missing on one side are a result.
     if code > pytest.ExitCode.TESTS_FAILED and code != pytest.ExitCode.NO_TESTS_COLLECTED:
@@ -93,7 +96,7 @@ class ResultFolder:
 
     folder: Path
 
-    def path_of(self, side: str) -> Path:
+    def get_path(self, side: str) -> Path:
         """Return the result file of a side."""
         return self.folder / f"{side}.jsonl"
 
@@ -108,21 +111,21 @@ class ResultFolder:
         with (self.folder / "done.txt").open("a") as done_file:
             done_file.writelines(f"{file}\n" for file in files)
 
-    def outcomes(self) -> list[Case]:
+    def list_outcomes(self) -> list[Case]:
         """Return the outcomes of all cases. A test file without cases counts as a case."""
         theirs, ours = map(self._read, SIDES)
         return judge(theirs, ours, self.files)
 
     def _read(self, side: str) -> dict[str, dict[str, Any]]:
         """Return the results of a side by case, for the included cases of finished files."""
-        if not self.path_of(side).exists():
+        if not self.get_path(side).exists():
             return {}
-        lines = [json.loads(line) for line in self.path_of(side).read_text().splitlines()]
-        ran = {line["case"]: line for line in lines if _file(line["case"]) in self.files}
+        lines = [json.loads(line) for line in self.get_path(side).read_text().splitlines()]
+        ran = {line["case"]: line for line in lines if _get_file(line["case"]) in self.files}
         return {case: line for case, line in ran.items() if is_included(case.rpartition("::")[2])}
 
 
-def _file(case: str) -> str:
+def _get_file(case: str) -> str:
     return case.partition("::")[0]
 
 
@@ -138,16 +141,16 @@ def reevaluate(case: Case, checkout: Path, site: Path) -> Case:
     if case.outcome is not Outcome.OURS or "eager_matches_batched" not in case.name:
         return case
     command = [sys.executable, "-m", "hf_suites.float64_errors", f"tests/models/{case.name}"]
-    env = environment(checkout, site)
+    env = make_environment(checkout, site)
     process = subprocess.run(
         command, cwd=checkout, env=env, check=False, capture_output=True, text=True
     )
     if process.returncode:
         return case
-    return by_errors(case, json.loads(process.stdout.splitlines()[-1]))
+    return judge_by_errors(case, json.loads(process.stdout.splitlines()[-1]))
 
 
-def by_errors(case: Case, errors: Mapping[str, float]) -> Case:
+def judge_by_errors(case: Case, errors: Mapping[str, float]) -> Case:
     """Attribute a mismatch to one side. Our error may exceed theirs by at most 25 %."""
     ours, theirs = errors["modular_kernel"], max(errors["eager"], errors["batched_mm"])
     detail = f"against float64 ours {ours:.2e}, eager {errors['eager']:.2e}"
@@ -163,20 +166,22 @@ def judge(
 ) -> list[Case]:
     """Return the outcome of every case of either side, and of every file without cases."""
     names = dict.fromkeys((*theirs, *ours))
-    cases = [_case(name, theirs.get(name), ours.get(name)) for name in names]
-    without_cases = dict.fromkeys(file for file in files if file not in set(map(_file, names)))
+    cases = [_judge_case(name, theirs.get(name), ours.get(name)) for name in names]
+    without_cases = dict.fromkeys(file for file in files if file not in set(map(_get_file, names)))
     detail = "its tests were not collected"
     return cases + [
-        Case(SUITE, _short_name(file), Outcome.NOT_USABLE, detail) for file in without_cases
+        Case(SUITE, _shorten_name(file), Outcome.NOT_USABLE, detail) for file in without_cases
     ]
 
 
-def _short_name(name: str) -> str:
+def _shorten_name(name: str) -> str:
     return name.removeprefix("tests/models/")
 
 
-def _case(name: str, theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] | None) -> Case:
-    short_name = _short_name(name)
+def _judge_case(
+    name: str, theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] | None
+) -> Case:
+    short_name = _shorten_name(name)
     if theirs is None or theirs["outcome"] != "passed":
         detail = "not run without ours" if theirs is None else theirs["outcome"]
         return Case(SUITE, short_name, Outcome.NOT_USABLE, detail)

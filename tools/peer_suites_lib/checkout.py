@@ -35,13 +35,13 @@ class EnumMember(str):
 class EnumStandIn:
     """A stand-in for an enumeration in a grid: `EnumStandIn().SILU` is "SILU"."""
 
-    def __getattr__(self, word: str) -> EnumMember:
-        if word.startswith("__"):
-            raise AttributeError(word)
-        return EnumMember(word)
+    def __getattr__(self, name: str) -> EnumMember:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return EnumMember(name)
 
 
-def _param(*values: object, **_: object) -> object:
+def _get_param_values(*values: object, **_: object) -> object:
     return values[0] if len(values) == 1 else values
 
 
@@ -78,11 +78,11 @@ class Source:
             raise UnreadableError(f"{path} does not exist")
         self._tree = ast.parse(path.read_text(encoding="utf-8"))
         defaults = {"torch": torch, "F": torch.nn.functional, "itertools": itertools, "math": math}
-        defaults |= {"pytest": SimpleNamespace(param=_param), "range": range}
+        defaults |= {"pytest": SimpleNamespace(param=_get_param_values), "range": range}
         self.namespace: dict[str, object] = {**defaults, **(names or {})}
-        self._constants(self._tree.body, self.namespace)
+        self._evaluate_constants(self._tree.body, self.namespace)
 
-    def _constants(self, body: list[ast.stmt], namespace: dict[str, object]) -> None:
+    def _evaluate_constants(self, body: list[ast.stmt], namespace: dict[str, object]) -> None:
         """Evaluate constants, and skip those that need unavailable names."""
         defined = set(namespace)
         for node in body:
@@ -126,7 +126,7 @@ class Source:
                 return node  # type: ignore[return-value]
         raise UnreadableError(f"{self.name} has no {name}")
 
-    def value(self, expression: ast.expr, namespace: dict[str, object]) -> object:
+    def evaluate(self, expression: ast.expr, namespace: dict[str, object]) -> object:
         """Evaluate an expression of the file."""
         code = compile(ast.Expression(expression), self.name, "eval")
         try:
@@ -141,17 +141,17 @@ class Source:
         axes = []
         for mark in node.decorator_list:
             if isinstance(mark, ast.Call) and ast.unparse(mark.func).endswith("parametrize"):
-                names = self.value(mark.args[0], self.namespace)
+                names = self.evaluate(mark.args[0], self.namespace)
                 parameters = names.split(",") if isinstance(names, str) else list(names)
                 is_single = isinstance(names, str) and len(parameters) == 1
-                values = self.value(mark.args[1], self.namespace)
+                values = self.evaluate(mark.args[1], self.namespace)
                 axes.append(
-                    _axis([name.strip() for name in parameters], values, is_single=is_single)
+                    _make_axis([name.strip() for name in parameters], values, is_single=is_single)
                 )
         if not axes:
             raise UnreadableError(f"{self.name}::{test} has no grid")
         for choice in itertools.product(*axes):
-            yield {key: value for part in choice for key, value in part.items()}
+            yield {key: value for axis_params in choice for key, value in axis_params.items()}
 
     def class_grid(self, owner: str, *names: str) -> Iterator[Params]:
         """Yield the product of the named lists in a `unittest` class or in its methods."""
@@ -160,11 +160,11 @@ class Source:
         namespace = dict(self.namespace)
         for item in names:
             namespace.pop(item, None)
-        self._constants(node.body, namespace)
+        self._evaluate_constants(node.body, namespace)
         for item in ast.walk(node):  # lists inside methods
             target = item.targets[0] if isinstance(item, ast.Assign) else None
             if isinstance(target, ast.Name) and target.id in names and target.id not in namespace:
-                namespace[target.id] = self.value(item.value, namespace)
+                namespace[target.id] = self.evaluate(item.value, namespace)
         missing = [name for name in names if name not in namespace]
         if missing:
             raise UnreadableError(f"{self.name}::{owner} has no {', '.join(missing)}")
@@ -172,7 +172,7 @@ class Source:
             yield dict(zip(names, choice, strict=True))
 
 
-def _axis(names: list[str], values: object, *, is_single: bool) -> list[Params]:
+def _make_axis(names: list[str], values: object, *, is_single: bool) -> list[Params]:
     if is_single:
         return [{names[0]: value} for value in values]
     return [dict(zip(names, value, strict=True)) for value in values]

@@ -17,9 +17,9 @@ from peer_suites_lib.outcomes import (
     Tolerance,
     call_reference,
     compare_with_exact,
-    refusal_outcome,
-    relative_error,
-    worst_outcome,
+    compute_relative_error,
+    find_worst_outcome,
+    make_refusal_outcome,
 )
 
 _LOCAL = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"
@@ -82,18 +82,18 @@ class Layer:
     scale: tuple[float, float, float] = (0.1, 0.1, 0.1)
     representable: bool = False
 
-    def shrunk(self, limits: SizeLimits) -> "Layer":
+    def shrink(self, limits: SizeLimits) -> "Layer":
         """Return the layer with the number of tokens and the sizes reduced to fit `limits`."""
-        hidden, inner = self.hidden, self.intermediate
-        local = max(1, self.experts // self.ep_size)
-        while local * 3 * hidden * inner > limits.max_weights:
-            larger = max(hidden, inner)
+        hidden, intermediate = self.hidden, self.intermediate
+        local_experts = max(1, self.experts // self.ep_size)
+        while local_experts * 3 * hidden * intermediate > limits.max_weights:
+            larger = max(hidden, intermediate)
             half = larger // 2
             if half < limits.min_size or half % self.multiple:
                 break
-            hidden, inner = (half, inner) if hidden == larger else (hidden, half)
+            hidden, intermediate = (half, intermediate) if hidden == larger else (hidden, half)
         tokens = min(self.tokens, limits.max_tokens)
-        return replace(self, tokens=tokens, hidden=hidden, intermediate=inner)
+        return replace(self, tokens=tokens, hidden=hidden, intermediate=intermediate)
 
     @property
     def problem(self) -> Problem:
@@ -124,41 +124,41 @@ Reference = Callable[[Layer, LayerInputs], torch.Tensor]
 Weights = Callable[[Layer, ExpertWeights], ExpertWeights]
 
 
-def make(layer: Layer, stored: Weights | None = None) -> LayerInputs:
+def make_layer_inputs(layer: Layer, stored: Weights | None = None) -> LayerInputs:
     """Draw the tensors of a layer. The same layer always gets the same tensors.
 
     stored: converts the weights to the format that their test stores. None stands for the
         conversion that `layer.stored` names.
     """
     problem = layer.problem
-    g = torch.Generator().manual_seed(zlib.crc32(repr(layer).encode()))
+    generator = torch.Generator().manual_seed(zlib.crc32(repr(layer).encode()))
     e = problem.e
 
-    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        return (torch.randn(*shape, generator=g) * scale).to(layer.dtype)
+    def draw_normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * scale).to(layer.dtype)
 
-    x = normal(layer.tokens, layer.hidden, scale=layer.scale[0])
+    x = draw_normal(layer.tokens, layer.hidden, scale=layer.scale[0])
     if layer.representable:
         scale = x.abs().max() / 448
         x = (x / scale).to(torch.float8_e4m3fn).to(layer.dtype) * scale
-    score = normal(layer.tokens, layer.experts)
-    w1 = normal(e, problem.w1_rows, layer.hidden, scale=layer.scale[1])
-    w2 = normal(e, layer.hidden, layer.intermediate, scale=layer.scale[2])
+    score = draw_normal(layer.tokens, layer.experts)
+    w1 = draw_normal(e, problem.w1_rows, layer.hidden, scale=layer.scale[1])
+    w2 = draw_normal(e, layer.hidden, layer.intermediate, scale=layer.scale[2])
     if layer.padded:
         w1, w2 = (torch.nn.functional.pad(w, (0, 128))[..., :-128] for w in (w1, w2))
     biases = {}
     if layer.bias:
-        biases = {"b1": normal(e, problem.w1_rows), "b2": normal(e, layer.hidden)}
+        biases = {"b1": draw_normal(e, problem.w1_rows), "b2": draw_normal(e, layer.hidden)}
     expert_map = None
     if layer.ep_size > 1:
         expert_map = torch.full((layer.experts,), -1, dtype=torch.int32)
-        local_experts = torch.randperm(layer.experts, generator=g)[:e]
+        local_experts = torch.randperm(layer.experts, generator=generator)[:e]
         expert_map[local_experts] = torch.arange(e, dtype=torch.int32)
     weights = ExpertWeights(w1, w2, expert_map=expert_map, **biases)
     if stored is not None:
         weights = stored(layer, weights)
     elif layer.stored == "codes":
-        weights = _draw_codes(problem, weights, g)
+        weights = _draw_codes(problem, weights, generator)
     elif layer.quant != "none":
         weights = quantize_weights(weights, problem)
     weights_TK, ids = score.float().softmax(-1).topk(layer.top_k)
@@ -167,14 +167,18 @@ def make(layer: Layer, stored: Weights | None = None) -> LayerInputs:
     return LayerInputs(problem, x, weights, Routing(weights_TK, ids.int()), score)
 
 
-def _draw_codes(problem: Problem, weights: ExpertWeights, g: torch.Generator) -> ExpertWeights:
+def _draw_codes(
+    problem: Problem, weights: ExpertWeights, generator: torch.Generator
+) -> ExpertWeights:
     """Return `weights` with random codes over the whole range and random scales."""
     specs, qmax = weight_specs(problem), QMAX[problem.scheme.weight]
     fields = {}
     for name in ("w1", "w2"):
-        values = (torch.rand(specs[name].shape, generator=g) - 0.5) * 2 * qmax
+        values = (torch.rand(specs[name].shape, generator=generator) - 0.5) * 2 * qmax
         fields[name] = values.to(STORAGE[problem.scheme.weight])
-        fields[f"{name}_scale"] = torch.rand(specs[f"{name}_scale"].shape, generator=g) * 1e-2
+        fields[f"{name}_scale"] = (
+            torch.rand(specs[f"{name}_scale"].shape, generator=generator) * 1e-2
+        )
     return replace(weights, **fields)
 
 
@@ -192,13 +196,13 @@ class LayerCheck:
 
     def __call__(self, layer: Layer) -> CaseOutcome:
         """Return the worst outcome of all parts on a layer."""
-        torch_layer, triton_layer = layer.shrunk(TORCH_LIMITS), layer.shrunk(TRITON_LIMITS)
+        torch_layer, triton_layer = layer.shrink(TORCH_LIMITS), layer.shrink(TRITON_LIMITS)
         outcomes = self._check_parts(torch_layer, TORCH) | self._check_parts(triton_layer, TRITON)
         shrunk = ""
         if torch_layer != layer:
             tokens, values = TORCH_LIMITS.max_tokens, TORCH_LIMITS.max_weights
             shrunk = f"tokens to {tokens}, weights to {values} by halving a size"
-        return worst_outcome(outcomes, shrunk, torch_layer)
+        return find_worst_outcome(outcomes, shrunk, torch_layer)
 
     def _check_parts(
         self, layer: Layer, pairs: tuple[tuple[str, str], ...]
@@ -206,12 +210,14 @@ class LayerCheck:
         outcomes = self._outcomes.setdefault(layer, {})
         pending = [pair for pair in pairs if pair[1] not in outcomes]
         if pending:
-            inputs = make(layer, self._stored)
+            inputs = make_layer_inputs(layer, self._stored)
             their_output = call_reference(self._reference, layer, inputs)
             assert isinstance(their_output, torch.Tensor)
             exact = float64_reference(inputs.x, inputs.weights, inputs.routing, inputs.problem)
-            rounded = rounded_reference(inputs.x, inputs.weights, inputs.routing, inputs.problem)
-            limit = _MAX_ERROR_RATIO * relative_error(rounded, exact) + 1e-6
+            rounded_output = rounded_reference(
+                inputs.x, inputs.weights, inputs.routing, inputs.problem
+            )
+            limit = _MAX_ERROR_RATIO * compute_relative_error(rounded_output, exact) + 1e-6
             for pair in pending:
                 outcomes[pair[1]] = self._check_part(pair, inputs, their_output, exact, limit)
         return {name: outcomes[name] for _, name in pairs}
@@ -228,5 +234,5 @@ class LayerCheck:
             kernel = make_kernel(*pair, inputs.problem, machine=this_machine(device="cpu"))
             our_output = kernel(inputs.x, inputs.weights, inputs.routing)
         except REFUSAL_ERRORS as error:
-            return refusal_outcome(error)
+            return make_refusal_outcome(error)
         return compare_with_exact(our_output, their_output, exact, self._tolerance, limit)

@@ -147,7 +147,7 @@ def _run_case(suite: Suite, params: Params) -> CaseOutcome:
     except TheirError as error:
         return CaseOutcome(REFERENCE_RAISED, str(error))
     except REFUSAL_ERRORS as error:
-        return refusal_outcome(error)
+        return make_refusal_outcome(error)
     except Exception as error:  # noqa: BLE001  (every other exception is a defect)
         return CaseOutcome(
             RAW, f"{type(error).__name__}: {error} at {_format_params(params)}"[:300]
@@ -176,12 +176,12 @@ def call_reference(reference: Callable[..., object], *args: object, **kwargs: ob
         raise TheirError(f"{type(error).__name__}: {error}"[:200]) from error
 
 
-def refusal_outcome(error: Exception) -> CaseOutcome:
+def make_refusal_outcome(error: Exception) -> CaseOutcome:
     """Return the outcome of a part that refuses with a typed error."""
     return CaseOutcome(REFUSED, _format_error(error))
 
 
-def worst_outcome(
+def find_worst_outcome(
     outcomes: Mapping[str, CaseOutcome], shrunk: str = "", key: object = None
 ) -> CaseOutcome:
     """Return the outcome of a case, which is the worst outcome of its parts.
@@ -220,7 +220,7 @@ class Tolerance:
         return bool(((a - b).abs() <= self.atol + self.rtol * b.abs()).all())
 
 
-def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
+def compute_relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
     """Return the relative error in norm, or infinity if there is a NaN or the shapes differ."""
     if actual.shape != exact.shape:
         return float("inf")
@@ -236,16 +236,19 @@ def compare_with_exact(
     limit: largest relative error in norm that rounding can cause. Our error is compared with it
         first, because their tolerance may be larger than the values.
     """
-    our_error, their_error = relative_error(ours, exact), relative_error(other, exact)
-    text = f"error to float64: ours {_round_up(our_error)}, theirs {_round_up(their_error)}"
+    our_error, their_error = (
+        compute_relative_error(ours, exact),
+        compute_relative_error(other, exact),
+    )
+    description = f"error to float64: ours {_round_up(our_error)}, theirs {_round_up(their_error)}"
     if not our_error <= limit:
-        return CaseOutcome(OURS, f"{text}; limit {limit:.2g}")
+        return CaseOutcome(OURS, f"{description}; limit {limit:.2g}")
     if tolerance.accepts(ours, other):
         return CaseOutcome(AGREE)
     if their_error >= our_error:
-        return CaseOutcome(THEIRS, f"their error is larger; {text}")
+        return CaseOutcome(THEIRS, f"their error is larger; {description}")
     return CaseOutcome(
-        ROUNDING_MISMATCH, f"our error is larger, but within the limit for rounding; {text}"
+        ROUNDING_MISMATCH, f"our error is larger, but within the limit for rounding; {description}"
     )
 
 

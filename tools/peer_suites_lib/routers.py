@@ -16,7 +16,7 @@ from peer_suites_lib.outcomes import (
     CaseOutcome,
     MissingError,
     call_reference,
-    worst_outcome,
+    find_worst_outcome,
 )
 
 # Maximum numbers of tokens for the interpreted kernel and for the torch reference.
@@ -49,7 +49,7 @@ class Router:
 Reference = Callable[[torch.Tensor, torch.Tensor | None], Selection]
 
 
-def spec_of(top_k: int, **fields: object) -> RouterSpec:
+def make_spec(top_k: int, **fields: object) -> RouterSpec:
     """Return a RouterSpec. Raises MissingError if top_k exceeds its maximum."""
     if top_k > MAX_TOP_K:
         raise MissingError(f"router: top_k above {MAX_TOP_K}")
@@ -77,23 +77,23 @@ def check_router(case: Router, reference: Reference) -> CaseOutcome:
     case.spec.columns(case.experts)
     route_ref(logits, case.spec, tensors, None, reference_result)
     kernel_rows = slice(0, KERNEL_TOKENS)
-    kernel = route(logits[kernel_rows], case.spec, tensors)
+    kernel_result = route(logits[kernel_rows], case.spec, tensors)
     outcomes = {
         "router's reference": _compare_choices(
             reference_result.routing, their_choice, case, exact, slice(None)
         )
     }
     outcomes["router's kernel"] = _compare_choices(
-        kernel.routing, their_choice, case, exact, kernel_rows
+        kernel_result.routing, their_choice, case, exact, kernel_rows
     )
-    return worst_outcome(outcomes, shrunk, replace(case, tokens=tokens))
+    return find_worst_outcome(outcomes, shrunk, replace(case, tokens=tokens))
 
 
 def _compare_choices(
     routing: Routing, their_raw: Selection, case: Router, exact: "Exact", rows: slice
 ) -> CaseOutcome:
-    our_choice = _by_id(routing.topk_weights_TK * case.scaling, routing.topk_ids_TK)
-    their_choice = _by_id(their_raw[0][rows].float(), their_raw[1][rows])
+    our_choice = _sort_by_id(routing.topk_weights_TK * case.scaling, routing.topk_ids_TK)
+    their_choice = _sort_by_id(their_raw[0][rows].float(), their_raw[1][rows])
     our_error = exact.find_error(*our_choice, rows, case.scaling)
     if our_error:
         return CaseOutcome(OURS, f"against float64: {our_error}")
@@ -111,7 +111,7 @@ def _compare_choices(
     )
 
 
-def _by_id(weights: torch.Tensor, ids: torch.Tensor) -> Selection:
+def _sort_by_id(weights: torch.Tensor, ids: torch.Tensor) -> Selection:
     ordered, order = ids.long().sort(dim=1)
     return weights.gather(1, order), ordered
 
@@ -131,8 +131,8 @@ class Exact:
             return 1 / (1 + torch.exp(-logits))
         if self.spec.score == "sqrtsoftplus":
             return torch.log1p(torch.exp(logits)).sqrt()
-        shares = torch.exp(logits - logits.amax(-1, keepdim=True))
-        return shares / shares.sum(-1, keepdim=True)
+        exponentials = torch.exp(logits - logits.amax(-1, keepdim=True))
+        return exponentials / exponentials.sum(-1, keepdim=True)
 
     def find_error(
         self,
@@ -151,7 +151,7 @@ class Exact:
             return "an id is out of range"
         if bool((ids.sort(dim=1).values.diff(dim=1) == 0).any()):
             return "an expert is chosen twice"
-        if not self._has_best(ids, rows):
+        if not self._has_highest_scores(ids, rows):
             return "the experts are not those with the highest scores"
         score = self.scores[rows].gather(1, ids)
         if self.spec.order == "topk_first":
@@ -163,21 +163,23 @@ class Exact:
         is_wrong = ~(error <= limit * max(1.0, scaling) + 1e-5 * score)  # a NaN is wrong
         return f"weights are off by {float(error.max()):.1g}" if bool(is_wrong.any()) else ""
 
-    def _has_best(self, ids: torch.Tensor, rows: slice) -> bool:
+    def _has_highest_scores(self, ids: torch.Tensor, rows: slice) -> bool:
         """Return whether no eligible expert has a higher score than a chosen one."""
         choice, spec = self.choice[rows], self.spec
-        chosen = torch.zeros_like(choice, dtype=torch.bool).scatter(1, ids, True)
-        eligible = torch.ones_like(chosen)
+        is_chosen = torch.zeros_like(choice, dtype=torch.bool).scatter(1, ids, True)
+        is_eligible = torch.ones_like(is_chosen)
         if spec.topk_groups < spec.groups:
             by_group = choice.view(len(choice), spec.groups, -1)
-            value = by_group.amax(2) if spec.group_score == "max" else by_group.topk(2, 2)[0].sum(2)
-            threshold = value.topk(spec.topk_groups, 1)[0][:, -1:]
-            is_certain = value > threshold + self._spread  # selected with any rounding
-            is_possible = value >= threshold - self._spread  # selected with some rounding
+            group_scores = (
+                by_group.amax(2) if spec.group_score == "max" else by_group.topk(2, 2)[0].sum(2)
+            )
+            threshold = group_scores.topk(spec.topk_groups, 1)[0][:, -1:]
+            is_certain = group_scores > threshold + self._spread  # selected with any rounding
+            is_possible = group_scores >= threshold - self._spread  # selected with some rounding
             size = by_group.shape[2]
-            if bool((chosen & ~is_possible.repeat_interleave(size, 1)).any()):
+            if bool((is_chosen & ~is_possible.repeat_interleave(size, 1)).any()):
                 return False
-            eligible = is_certain.repeat_interleave(size, 1)
-        lowest_chosen = choice.masked_fill(~chosen, torch.inf).amin(1)
-        highest_other = choice.masked_fill(chosen | ~eligible, -torch.inf).amax(1)
+            is_eligible = is_certain.repeat_interleave(size, 1)
+        lowest_chosen = choice.masked_fill(~is_chosen, torch.inf).amin(1)
+        highest_other = choice.masked_fill(is_chosen | ~is_eligible, -torch.inf).amax(1)
         return bool((lowest_chosen >= highest_other - self._spread).all())

@@ -24,7 +24,7 @@ from peer_suites_lib.outcomes import (
     Tolerance,
     call_reference,
     compare_with_exact,
-    worst_outcome,
+    find_worst_outcome,
 )
 
 ROWS, COLUMNS, KERNEL_ROWS = 64, 2048, 2
@@ -44,7 +44,7 @@ def shrink_rows(rows: int, columns: int, multiple: int = 1) -> tuple[int, int, s
     return *shrunk, description
 
 
-def normal_rows(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+def draw_normal_rows(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     """Return standard normal numbers, which are the same for the same sizes."""
     g = torch.Generator().manual_seed(rows * 7919 + columns)
     return torch.randn(rows, columns, generator=g).to(dtype)
@@ -65,14 +65,14 @@ def check_quantizer(
         if name.endswith("reference"):
             q, scale = quantize_values(rows.float(), scheme)
         else:
-            out = _empty_quantized(rows, scheme)
+            out = _make_empty_quantized(rows, scheme)
             quantize_rows(rows, scheme, out=out)
             q, scale = out.q_RK, out.scale
         outcomes[name] = _compare_codes(rows, (q, scale), their_result, scheme, rtol)
-    return worst_outcome(outcomes, shrunk, (x.shape, x.dtype, quant))
+    return find_worst_outcome(outcomes, shrunk, (x.shape, x.dtype, quant))
 
 
-def _empty_quantized(x: torch.Tensor, scheme: QuantScheme) -> QuantizedRows:
+def _make_empty_quantized(x: torch.Tensor, scheme: QuantScheme) -> QuantizedRows:
     q, scale = quantize_values(x.float(), scheme)
     per_tensor = scheme.activation_granularity == "tensor"
     partials = torch.zeros(1024) if per_tensor else None
@@ -89,21 +89,23 @@ def _compare_codes(
     (q, scale), (their_q, their_scale) = our_result, their_result
     their_scale = their_scale.float().view_as(scale)
     exact = x.double()
-    scales_close = bool(((scale - their_scale).abs() <= rtol * their_scale.abs()).all())
+    are_scales_close = bool(((scale - their_scale).abs() <= rtol * their_scale.abs()).all())
     codes, their_codes = q.float(), their_q.float().view_as(q)
-    step = torch.ones(()) if q.dtype is torch.int8 else (codes.abs() / 8).clamp(min=2.0**-9)
+    code_distance = (
+        torch.ones(()) if q.dtype is torch.int8 else (codes.abs() / 8).clamp(min=2.0**-9)
+    )
     distance = (codes - their_codes).abs()
-    codes_close = bool((distance <= step * 1.01).all())
-    worst_step = _error_in_steps(dequantize_rows(q, scale, scheme), exact, scale, q.dtype)
+    are_codes_close = bool((distance <= code_distance * 1.01).all())
+    worst_step = _compute_error_in_steps(dequantize_rows(q, scale, scheme), exact, scale, q.dtype)
     if not worst_step <= 0.501:
         return CaseOutcome(OURS, f"{worst_step:.3f} steps from the value")
-    expected_scale = _scale(exact, scale.shape, scheme)
+    expected_scale = _compute_scale(exact, scale.shape, scheme)
     # Errors in steps are not comparable if the scales differ.
     if not bool(((scale - expected_scale).abs() <= 1e-5 * expected_scale).all()):
         return CaseOutcome(OURS, "the scale does not map the maximum to the largest code")
-    their_numbers = dequantize_rows(their_q.view_as(q), their_scale, scheme)
-    their_step = _error_in_steps(their_numbers, exact, their_scale, q.dtype)
-    if scales_close and codes_close:
+    their_values = dequantize_rows(their_q.view_as(q), their_scale, scheme)
+    their_step = _compute_error_in_steps(their_values, exact, their_scale, q.dtype)
+    if are_scales_close and are_codes_close:
         cause = "ties" if their_step < 0.501 else "they truncate"
         return CaseOutcome(AGREE, f"adjacent codes: {cause}" if bool(distance.any()) else "")
     outcome = THEIRS if their_step >= worst_step else OURS
@@ -112,21 +114,21 @@ def _compare_codes(
     )
 
 
-def _scale(exact: torch.Tensor, shape: torch.Size, scheme: QuantScheme) -> torch.Tensor:
+def _compute_scale(exact: torch.Tensor, shape: torch.Size, scheme: QuantScheme) -> torch.Tensor:
     """Return the scales that map the maximum of each group to the largest code."""
-    largest = exact.abs()
+    magnitudes = exact.abs()
     if len(shape) == 1:
-        amax = largest.amax().reshape(1)
+        amax = magnitudes.amax().reshape(1)
     else:
         group = -(-exact.shape[1] // shape[1])
         if scheme.activation_granularity == "group":
             group = min(scheme.group[-1], exact.shape[1])
-        padded = torch.nn.functional.pad(largest, (0, shape[1] * group - exact.shape[1]))
+        padded = torch.nn.functional.pad(magnitudes, (0, shape[1] * group - exact.shape[1]))
         amax = padded.view(*shape, group).amax(2)
     return (amax / QMAX[scheme.activation]).clamp(min=MIN_SCALE)
 
 
-def _error_in_steps(
+def _compute_error_in_steps(
     actual: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
 ) -> float:
     """Return the maximum error in units of the distance between adjacent codes."""
@@ -161,15 +163,15 @@ def check_activation(
         assert isinstance(their_output, torch.Tensor)
         exact = exact_activation(rows.double(), spec)
         if name.endswith("reference"):
-            ours = gated_activation_ref(_ordered(rows, spec), spec).to(x.dtype)
+            ours = gated_activation_ref(_put_gate_first(rows, spec), spec).to(x.dtype)
         else:
             ours = torch.empty(exact.shape, dtype=x.dtype)
-            gated_activation(_ordered(rows, spec), spec, ours)
+            gated_activation(_put_gate_first(rows, spec), spec, ours)
         outcomes[name] = compare_with_exact(ours, their_output, exact, tolerance, limit)
-    return worst_outcome(outcomes, shrunk, (x.shape, x.dtype, spec))
+    return find_worst_outcome(outcomes, shrunk, (x.shape, x.dtype, spec))
 
 
-def _ordered(x: torch.Tensor, spec: ActivationSpec) -> torch.Tensor:
+def _put_gate_first(x: torch.Tensor, spec: ActivationSpec) -> torch.Tensor:
     """Return rows with gate first, as operations expect. A layer reorders its weights instead."""
     if not spec.up_first:
         return x
@@ -198,7 +200,7 @@ def check_align(
         if local >= 0:
             expected.setdefault(local, []).append(pair)
     our_blocks, their_blocks = (
-        _blocks(aligned, block, ids.numel()) for aligned in (ours, their_result)
+        _collect_pairs(aligned, block, ids.numel()) for aligned in (ours, their_result)
     )
     if our_blocks != expected:
         return CaseOutcome(OURS, "blocks contain pairs of another expert, or lack some")
@@ -211,7 +213,7 @@ def check_align(
     return CaseOutcome(AGREE, "", shrunk, ("align",), key)
 
 
-def _blocks(aligned: Aligned, block: int, padding: int) -> dict[int, list[int]]:
+def _collect_pairs(aligned: Aligned, block: int, padding: int) -> dict[int, list[int]]:
     sorted_ids, expert_ids, length = aligned
     pairs: dict[int, list[int]] = {}
     for number in range(int(length) // block):

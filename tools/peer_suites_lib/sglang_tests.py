@@ -12,23 +12,25 @@ from modular_kernel.spec.problem import ActivationSpec
 from peer_suites_lib.checkout import Params, Source
 from peer_suites_lib.layers import Layer, LayerCheck, LayerInputs
 from peer_suites_lib.outcomes import CaseOutcome, MissingError, Suite, Tolerance
-from peer_suites_lib.routers import Router, check_router, spec_of
+from peer_suites_lib.routers import Router, check_router, make_spec
 from peer_suites_lib.row_operations import (
     check_activation,
     check_quantizer,
-    normal_rows,
+    draw_normal_rows,
     shrink_rows,
 )
 
 _FP8 = torch.float8_e4m3fn
 
 
-def suites(root: Path) -> list[Suite]:
+def list_suites(root: Path) -> list[Suite]:
     """Return the suites from a checkout of SGLang."""
-    return [*_layers(root), *_routers(root), *_rows(root)]
+    return [*_list_layer_suites(root), *_list_router_suites(root), *_list_row_suites(root)]
 
 
-def _suite(source: Source, test: str, check: Callable[[Params], CaseOutcome], *names: str) -> Suite:
+def _make_suite(
+    source: Source, test: str, check: Callable[[Params], CaseOutcome], *names: str
+) -> Suite:
     """Return the suite of a test.
 
     names: names of lists in a test class that form the grid. Without names, the grid comes from the
@@ -41,7 +43,7 @@ def _suite(source: Source, test: str, check: Callable[[Params], CaseOutcome], *n
     return Suite("SGLang", f"{source.name}::{test}", cases, check)
 
 
-def _silu(root: Path) -> Any:
+def _make_silu(root: Path) -> Any:
     acts = Source(root, "python/sglang/srt/layers/activation.py")
     native: Any = acts.method("SiluAndMul", "forward_native")
     layer = SimpleNamespace(forward_native=lambda x: native(None, x))
@@ -51,12 +53,12 @@ def _silu(root: Path) -> Any:
 # --------------------------------------------------------------------------------------- layers
 
 
-def _layers(root: Path) -> list[Suite]:
-    blocks = Source(root, "python/sglang/test/test_block_fp8.py", {"SiluAndMul": _silu(root)})
+def _list_layer_suites(root: Path) -> list[Suite]:
+    blocks = Source(root, "python/sglang/test/test_block_fp8.py", {"SiluAndMul": _make_silu(root)})
     blocks.define("native_per_token_group_quant_fp8", "native_w8a8_block_fp8_matmul",
                 "torch_w8a8_block_fp8_moe")  # fmt: skip
     stubs = {"set_global_server_args_for_scheduler": lambda _: None,
-               "ServerArgs": lambda **_: None, "SiluAndMul": _silu(root)}  # fmt: skip
+               "ServerArgs": lambda **_: None, "SiluAndMul": _make_silu(root)}  # fmt: skip
     integers = Source(root, "test/registered/quant/test_block_int8.py", stubs)
     integers.define("native_per_token_group_quant_int8", "native_w8a8_block_int8_matmul",
                   "torch_w8a8_block_int8_moe")  # fmt: skip
@@ -64,58 +66,78 @@ def _layers(root: Path) -> list[Suite]:
                      {"is_hip": lambda: False})  # fmt: skip
     codes: Any = rows_of.function("torch_per_token_quant_fp8")
 
-    def by_row(x: torch.Tensor, **_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantize_by_row(x: torch.Tensor, **_: object) -> tuple[torch.Tensor, torch.Tensor]:
         scale = x.float().abs().amax(1, keepdim=True).clamp(min=1e-10) / 448
         return codes(x, scale), scale
 
     channels = Source(root, "test/registered/moe/test_triton_moe_channel_fp8_kernel.py",
-                      stubs | {"scaled_fp8_quant": by_row})  # fmt: skip
+                      stubs | {"scaled_fp8_quant": quantize_by_row})  # fmt: skip
     channels.define("native_w8a8_per_token_matmul", "torch_w8a8_per_column_moe")
     channels.namespace["fp8_mask"] = lambda a, mask: (
         a.view(torch.int8)[mask].view(a.dtype) if a.dtype is _FP8 else a[mask]
     )
 
-    def int8_by_row(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantize_int8_by_row(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantize with rounding to nearest, as their GPU kernel per_token_quant_int8 does."""
         scale = x.float().abs().amax(1, keepdim=True).clamp(min=1e-10) / 127
         return (x.float() / scale).round().to(torch.int8), scale
 
     kernel = Source(root, "test/registered/quant/test_int8_kernel.py",
-                    stubs | {"per_token_quant_int8": int8_by_row})  # fmt: skip
+                    stubs | {"per_token_quant_int8": quantize_int8_by_row})  # fmt: skip
     kernel.define("native_w8a8_per_token_matmul", "torch_w8a8_per_column_moe")
     cpu = Source(root, "test/srt/cpu/utils.py")
     cpu.define("SiluAndMul")
     fp8_block = LayerCheck(
-        _reference(blocks, "torch_w8a8_block_fp8_moe", _blocks), Tolerance(mean=0.02)
+        _make_reference(blocks, "torch_w8a8_block_fp8_moe", _list_block_arguments),
+        Tolerance(mean=0.02),
     )
     int8_block = LayerCheck(
-        _reference(integers, "torch_w8a8_block_int8_moe", _chosen), Tolerance(mean=0.02)
+        _make_reference(integers, "torch_w8a8_block_int8_moe", _list_routing_arguments),
+        Tolerance(mean=0.02),
     )
     fp8_channel = LayerCheck(
-        _reference(channels, "torch_w8a8_per_column_moe", _scores), Tolerance(mean=0.05)
+        _make_reference(channels, "torch_w8a8_per_column_moe", _list_score_arguments),
+        Tolerance(mean=0.05),
     )
     int8_channel = LayerCheck(
-        _reference(kernel, "torch_w8a8_per_column_moe", _scores), Tolerance(mean=0.05)
+        _make_reference(kernel, "torch_w8a8_per_column_moe", _list_score_arguments),
+        Tolerance(mean=0.05),
     )
     return [
-        _suite(blocks, "TestW8A8BlockFP8FusedMoE",
-               partial(_block, fp8_block, "fp8_w8a8_block"), *_NAMES),
-        _suite(integers, "TestW8A8BlockINT8FusedMoE",
-               partial(_block, int8_block, "int8_w8a8_block"), *_NAMES),
-        _suite(channels, "TestW8A8FP8FusedMoE",
-               partial(_channel, fp8_channel, "fp8_w8a8_channel"), *_NAMES),
-        _suite(kernel, "TestW8A8Int8FusedMoE",
-               partial(_channel, int8_channel, "int8_w8a8_channel"), *_NAMES),
-        *_cpu(root, cpu),
-        _naive(root, stubs),
-    ]  # fmt: skip
+        _make_suite(
+            blocks,
+            "TestW8A8BlockFP8FusedMoE",
+            partial(_check_block, fp8_block, "fp8_w8a8_block"),
+            *_GRID_NAMES,
+        ),
+        _make_suite(
+            integers,
+            "TestW8A8BlockINT8FusedMoE",
+            partial(_check_block, int8_block, "int8_w8a8_block"),
+            *_GRID_NAMES,
+        ),
+        _make_suite(
+            channels,
+            "TestW8A8FP8FusedMoE",
+            partial(_check_channel, fp8_channel, "fp8_w8a8_channel"),
+            *_GRID_NAMES,
+        ),
+        _make_suite(
+            kernel,
+            "TestW8A8Int8FusedMoE",
+            partial(_check_channel, int8_channel, "int8_w8a8_channel"),
+            *_GRID_NAMES,
+        ),
+        *_list_cpu_suites(root, cpu),
+        _make_naive_suite(root, stubs),
+    ]
 
 
-_NAMES = ("M", "N", "K", "E", "TOP_KS", "BLOCK_SIZE", "DTYPES")
+_GRID_NAMES = ("M", "N", "K", "E", "TOP_KS", "BLOCK_SIZE", "DTYPES")
 _Arguments = Callable[[Layer, LayerInputs], tuple[object, ...]]
 
 
-def _reference(
+def _make_reference(
     source: Source, name: str, arguments: _Arguments
 ) -> Callable[[Layer, LayerInputs], torch.Tensor]:
     def reference(layer: Layer, inputs: LayerInputs) -> torch.Tensor:
@@ -128,25 +150,27 @@ def _reference(
     return reference
 
 
-def _block_shape(layer: Layer) -> list[int]:
+def _get_block_shape(layer: Layer) -> list[int]:
     return [int(side) for side in layer.quant.partition("=")[2].split("x")]
 
 
-def _blocks(layer: Layer, inputs: LayerInputs) -> tuple[object, ...]:
-    return inputs.score, layer.top_k, _block_shape(layer)
+def _list_block_arguments(layer: Layer, inputs: LayerInputs) -> tuple[object, ...]:
+    return inputs.score, layer.top_k, _get_block_shape(layer)
 
 
-def _chosen(layer: Layer, inputs: LayerInputs) -> tuple[object, ...]:
+def _list_routing_arguments(layer: Layer, inputs: LayerInputs) -> tuple[object, ...]:
     routing = inputs.routing
-    chosen = SimpleNamespace(topk_weights=routing.topk_weights_TK, topk_ids=routing.topk_ids_TK)
-    return chosen, layer.top_k, _block_shape(layer)
+    topk_output = SimpleNamespace(
+        topk_weights=routing.topk_weights_TK, topk_ids=routing.topk_ids_TK
+    )
+    return topk_output, layer.top_k, _get_block_shape(layer)
 
 
-def _scores(layer: Layer, inputs: LayerInputs) -> tuple[object, ...]:
+def _list_score_arguments(layer: Layer, inputs: LayerInputs) -> tuple[object, ...]:
     return inputs.score, layer.top_k
 
 
-def _block(check: LayerCheck, quant: str, p: Any) -> CaseOutcome:
+def _check_block(check: LayerCheck, quant: str, p: Any) -> CaseOutcome:
     rows, columns = p["BLOCK_SIZE"]
     return check(
         Layer(p["M"], p["K"], p["N"], p["E"], p["TOP_KS"], p["DTYPES"],
@@ -154,13 +178,13 @@ def _block(check: LayerCheck, quant: str, p: Any) -> CaseOutcome:
     )  # fmt: skip
 
 
-def _channel(check: LayerCheck, quant: str, p: Any) -> CaseOutcome:
+def _check_channel(check: LayerCheck, quant: str, p: Any) -> CaseOutcome:
     return check(
         Layer(p["M"], p["K"], p["N"], p["E"], p["TOP_KS"], p["DTYPES"], quant, stored="codes")
     )
 
 
-def _cpu(root: Path, utils: Source) -> list[Suite]:
+def _list_cpu_suites(root: Path, utils: Source) -> list[Suite]:
     utils.define("torch_naive_fused_moe")
     naive: Any = utils.namespace["torch_naive_fused_moe"]
     source = Source(root, "test/srt/cpu/test_moe.py")
@@ -175,10 +199,10 @@ def _cpu(root: Path, utils: Source) -> list[Suite]:
         return check(Layer(p["M"], p["K"], p["N"], p["E"], p["topk"], renormalize=p["renormalize"]))
 
     names = ("M", "N", "K", "E", "topk", "renormalize")
-    return [_suite(source, "TestFusedExperts", case, *names)]
+    return [_make_suite(source, "TestFusedExperts", case, *names)]
 
 
-def _naive(root: Path, stubs: dict[str, Any]) -> Suite:
+def _make_naive_suite(root: Path, stubs: dict[str, Any]) -> Suite:
     """Return the suite of TestFusedMOE, whose axes are lists of the class and of a method."""
     silu = stubs["SiluAndMul"]().forward_native
     source = Source(root, "test/registered/moe/test_fused_moe.py",
@@ -186,7 +210,7 @@ def _naive(root: Path, stubs: dict[str, Any]) -> Suite:
     naive: Any = source.method("TestFusedMOE", "torch_naive_moe")
     tolerances: Any = source.method("TestFusedMOE", "get_tolerance")
 
-    def plain(layer: Layer, inputs: LayerInputs) -> torch.Tensor:
+    def call_naive(layer: Layer, inputs: LayerInputs) -> torch.Tensor:
         output: torch.Tensor = naive(None, inputs.x, inputs.weights.w1, inputs.weights.w2,
                                     inputs.score, layer.top_k)  # fmt: skip
         return output
@@ -194,7 +218,7 @@ def _naive(root: Path, stubs: dict[str, Any]) -> Suite:
     checks = {}
     for dtype in (torch.float16, torch.bfloat16):
         rtol, atol = tolerances(None, dtype)
-        checks[dtype] = LayerCheck(plain, Tolerance(atol, rtol))
+        checks[dtype] = LayerCheck(call_naive, Tolerance(atol, rtol))
 
     def case(p: Any) -> CaseOutcome:
         if p["fp8_modes"]:
@@ -206,13 +230,13 @@ def _naive(root: Path, stubs: dict[str, Any]) -> Suite:
         return checks[p["dtypes"]](layer)
 
     names = ("m_values", "n_values", "k_values", "dtypes", "fp8_modes", "NUM_EXPERTS", "TOP_KS")
-    return _suite(source, "TestFusedMOE", case, *names)
+    return _make_suite(source, "TestFusedMOE", case, *names)
 
 
 # -------------------------------------------------------------------------------------- routers
 
 
-def _routers(root: Path) -> list[Suite]:
+def _list_router_suites(root: Path) -> list[Suite]:
     topk = Source(root, "python/sglang/srt/layers/moe/topk.py", {
         "topk_ids_logical_to_physical": lambda ids, _: ids,
         "_mask_topk_ids_padded_region": lambda *_: None,
@@ -223,40 +247,53 @@ def _routers(root: Path) -> list[Suite]:
     gate = Source(root, "sgl-kernel/tests/test_moe_fused_gate.py")
     kimi = Source(root, "sgl-kernel/tests/test_kimi_k2_moe_fused_gate.py")
     native = topk.namespace["fused_topk_torch_native"]
-    plain = partial(_plain, native, "softmax")
-    logistic = partial(_plain, native, "sigmoid")
+    softmax_check = partial(_check_topk, native, "softmax")
+    sigmoid_check = partial(_check_topk, native, "sigmoid")
     return [
-        _suite(softmax, "test_topkfast_softmax", plain),
-        _suite(softmax, "test_topk_softmax", plain),
-        _suite(softmax, "test_topk_softmax_dtype_regression", plain),
-        _suite(softmax, "test_topk_softmax_renormalize", partial(plain, renormalize=True)),
-        _suite(sigmoid, "test_topk_sigmoid", logistic),
-        _suite(sigmoid, "test_topk_sigmoid_dtype_regression", logistic),
-        _suite(sigmoid, "test_topk_sigmoid_renormalize", partial(logistic, renormalize=True)),
-        _suite(sigmoid, "test_topk_sigmoid_renormalize_correction_bias",
-               partial(logistic, renormalize=True, bias=True)),
-        _suite(gate, "test_moe_fused_gate_combined",
-               partial(_gate, topk.namespace["biased_grouped_topk_impl"])),
-        _suite(kimi, "test_kimi_k2_moe_fused_gate",
-               partial(_kimi, topk.namespace["kimi_k2_biased_topk_impl"])),
-    ]  # fmt: skip
+        _make_suite(softmax, "test_topkfast_softmax", softmax_check),
+        _make_suite(softmax, "test_topk_softmax", softmax_check),
+        _make_suite(softmax, "test_topk_softmax_dtype_regression", softmax_check),
+        _make_suite(
+            softmax, "test_topk_softmax_renormalize", partial(softmax_check, renormalize=True)
+        ),
+        _make_suite(sigmoid, "test_topk_sigmoid", sigmoid_check),
+        _make_suite(sigmoid, "test_topk_sigmoid_dtype_regression", sigmoid_check),
+        _make_suite(
+            sigmoid, "test_topk_sigmoid_renormalize", partial(sigmoid_check, renormalize=True)
+        ),
+        _make_suite(
+            sigmoid,
+            "test_topk_sigmoid_renormalize_correction_bias",
+            partial(sigmoid_check, renormalize=True, bias=True),
+        ),
+        _make_suite(
+            gate,
+            "test_moe_fused_gate_combined",
+            partial(_check_gate, topk.namespace["biased_grouped_topk_impl"]),
+        ),
+        _make_suite(
+            kimi,
+            "test_kimi_k2_moe_fused_gate",
+            partial(_check_kimi, topk.namespace["kimi_k2_biased_topk_impl"]),
+        ),
+    ]
 
 
-def _plain(
+def _check_topk(
     native: Any, score: str, p: Any, *, renormalize: bool = False, bias: bool = False
 ) -> CaseOutcome:
-    spec = spec_of(p["topk"], score=score, renormalize=renormalize, selection_bias=bias)
+    spec = make_spec(p["topk"], score=score, renormalize=renormalize, selection_bias=bias)
     case = Router(spec, p["num_experts"], p["num_tokens"], p.get("dtype", torch.float32),
                   atol=1e-3, rtol=1e-3)  # fmt: skip
     return check_router(case, lambda x, b: native(x, x, p["topk"], renormalize, b, score))
 
 
-def _gate(reference: Any, p: Any) -> CaseOutcome:
+def _check_gate(reference: Any, p: Any) -> CaseOutcome:
     if p["num_fused_shared_experts"]:
         raise MissingError("router: shared experts appended to the routed ones")
     experts, groups, topk_groups, top_k = p["params"]
     factor = 2.5 if p["apply_routed_scaling_factor_on_output"] else 1.0
-    spec = spec_of(top_k, score="sigmoid", groups=groups, topk_groups=topk_groups,
+    spec = make_spec(top_k, score="sigmoid", groups=groups, topk_groups=topk_groups,
                    selection_bias=True, renormalize=True)  # fmt: skip
     case = Router(spec, experts, p["seq_length"], scaling=factor, atol=1e-3)
     return check_router(
@@ -268,9 +305,9 @@ def _gate(reference: Any, p: Any) -> CaseOutcome:
     )  # fmt: skip
 
 
-def _kimi(reference: Any, p: Any) -> CaseOutcome:
+def _check_kimi(reference: Any, p: Any) -> CaseOutcome:
     on_output = p["apply_routed_scaling_factor_on_output"]
-    spec = spec_of(p["topk"], score="sigmoid", selection_bias=True, renormalize=True)
+    spec = make_spec(p["topk"], score="sigmoid", selection_bias=True, renormalize=True)
     case = Router(spec, 384, p["seq_length"], p["dtype"], scaling=2.872 if on_output else 1.0,
                   atol=1e-3)  # fmt: skip
     return check_router(
@@ -283,7 +320,7 @@ def _kimi(reference: Any, p: Any) -> CaseOutcome:
 # ----------------------------------------------------------------------------------------- rows
 
 
-def _rows(root: Path) -> list[Suite]:
+def _list_row_suites(root: Path) -> list[Suite]:
     blocks = Source(root, "python/sglang/test/test_block_fp8.py")
     blocks.define("native_per_token_group_quant_fp8")
     rows = Source(root, "sgl-kernel/tests/test_per_token_quant_fp8.py", {"is_hip": lambda: False})
@@ -294,33 +331,59 @@ def _rows(root: Path) -> list[Suite]:
     gelu: Any = acts.method("GeluAndMul", "forward_native")
     erf, tanh = (SimpleNamespace(approximate=kind) for kind in ("none", "tanh"))
     return [
-        _suite(blocks, "TestPerTokenGroupQuantFP8",
-               partial(_by_group, blocks.namespace["native_per_token_group_quant_fp8"]),
-               "NUM_TOKENS", "D", "DTYPES", "GROUP_SIZE"),
-        _suite(rows, "test_per_token_quant_compare_implementations",
-               partial(_by_row, rows.function("torch_per_token_quant_fp8"))),
-        _suite(gated, "test_fused_silu_mul", partial(_act, lambda x: silu(None, x), "silu")),
-        _suite(gated, "test_fused_gelu_tanh_mul",
-               partial(_act, lambda x: gelu(tanh, x), "gelu_tanh")),
-        _suite(gated, "test_fused_gelu_mul", partial(_act, lambda x: gelu(erf, x), "gelu")),
-        _suite(module, "TestGeluAndMul", partial(_act, lambda x: gelu(tanh, x), "gelu_tanh"),
-               "NUM_TOKENS", "D", "DTYPES"),
-        _suite(module, "TestQuickGELU", _quick, "NUM_TOKENS", "DIMS", "DTYPES"),
-    ]  # fmt: skip
+        _make_suite(
+            blocks,
+            "TestPerTokenGroupQuantFP8",
+            partial(_check_by_group, blocks.namespace["native_per_token_group_quant_fp8"]),
+            "NUM_TOKENS",
+            "D",
+            "DTYPES",
+            "GROUP_SIZE",
+        ),
+        _make_suite(
+            rows,
+            "test_per_token_quant_compare_implementations",
+            partial(_check_by_row, rows.function("torch_per_token_quant_fp8")),
+        ),
+        _make_suite(
+            gated,
+            "test_fused_silu_mul",
+            partial(_check_activation, lambda x: silu(None, x), "silu"),
+        ),
+        _make_suite(
+            gated,
+            "test_fused_gelu_tanh_mul",
+            partial(_check_activation, lambda x: gelu(tanh, x), "gelu_tanh"),
+        ),
+        _make_suite(
+            gated, "test_fused_gelu_mul", partial(_check_activation, lambda x: gelu(erf, x), "gelu")
+        ),
+        _make_suite(
+            module,
+            "TestGeluAndMul",
+            partial(_check_activation, lambda x: gelu(tanh, x), "gelu_tanh"),
+            "NUM_TOKENS",
+            "D",
+            "DTYPES",
+        ),
+        _make_suite(
+            module, "TestQuickGELU", _raise_quick_gelu_missing, "NUM_TOKENS", "DIMS", "DTYPES"
+        ),
+    ]
 
 
-def _by_group(reference: Any, p: Any) -> CaseOutcome:
+def _check_by_group(reference: Any, p: Any) -> CaseOutcome:
     group = p["GROUP_SIZE"]
     rows, columns, shrunk = shrink_rows(p["NUM_TOKENS"], p["D"], group)
-    x = normal_rows(rows, columns, p["DTYPES"])
+    x = draw_normal_rows(rows, columns, p["DTYPES"])
     quant = f"fp8_w8a8_block:block={group}x{group}"
     return check_quantizer(x, quant, lambda part: reference(part, group), shrunk)
 
 
-def _by_row(reference: Any, p: Any) -> CaseOutcome:
+def _check_by_row(reference: Any, p: Any) -> CaseOutcome:
     """Compare row quantization. The scale for their reference is computed as in their kernel."""
     rows, columns, shrunk = shrink_rows(p["num_tokens"], p["hidden_dim"])
-    x = normal_rows(rows, columns, torch.float16)
+    x = draw_normal_rows(rows, columns, torch.float16)
 
     def quantize(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scale = part.float().abs().amax(1, keepdim=True) / 448
@@ -329,14 +392,14 @@ def _by_row(reference: Any, p: Any) -> CaseOutcome:
     return check_quantizer(x, "fp8_w8a8_channel", quantize, shrunk)
 
 
-def _act(reference: Any, kind: str, p: Any) -> CaseOutcome:
+def _check_activation(reference: Any, kind: str, p: Any) -> CaseOutcome:
     tokens = p["NUM_TOKENS"] if "NUM_TOKENS" in p else p["batch_size"] * p["seq_len"]
     dtype = p.get("DTYPES", torch.float16)
-    rows, inner, shrunk = shrink_rows(tokens, p["D"] if "D" in p else p["dim"])
+    rows, intermediate, shrunk = shrink_rows(tokens, p["D"] if "D" in p else p["dim"])
     tolerance = Tolerance(1e-2, 1e-2) if dtype is torch.bfloat16 else Tolerance(1e-3, 1e-3)
-    x = normal_rows(rows, 2 * inner, dtype)
+    x = draw_normal_rows(rows, 2 * intermediate, dtype)
     return check_activation(x, ActivationSpec(kind), reference, tolerance, shrunk)
 
 
-def _quick(p: Any) -> CaseOutcome:
+def _raise_quick_gelu_missing(p: Any) -> CaseOutcome:
     raise MissingError("ungated activation quick_gelu")

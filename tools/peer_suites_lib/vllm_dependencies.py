@@ -30,7 +30,7 @@ class VllmReferences:
         )  # fmt: skip
         self._acts = Source(root, "vllm/model_executor/layers/activation.py",
                             {"current_platform": platform})  # fmt: skip
-        self.activations = self._activations()
+        self.activations = self._make_activations()
         self._quant = Source(root, "tests/kernels/quant_utils.py", {
             "current_platform": platform, "get_fp8_min_max": lambda: _FP8_LIMITS,
             "is_deep_gemm_e8m0_used": lambda: False,
@@ -46,8 +46,8 @@ class VllmReferences:
             "current_platform": platform,
             "op_registry": {"SILU": lambda: silu},
             "moe_kernel_quantize_input": self._quantize_input,
-            "native_w8a8_block_matmul": self._function("native_w8a8_block_matmul"),
-            "native_per_token_group_quant_int8": self._function(
+            "native_w8a8_block_matmul": self._get_function("native_w8a8_block_matmul"),
+            "native_per_token_group_quant_int8": self._get_function(
                 "native_per_token_group_quant_int8"),
             "per_token_group_quant_fp8": lambda x, group, dtype: self.fp8_groups(x, group),
             "per_token_quant_int8": self.int8_rows,
@@ -68,24 +68,24 @@ class VllmReferences:
         )  # fmt: skip
         self._packing.define("quantize_weights")
 
-    def _function(self, name: str) -> Any:
+    def _get_function(self, name: str) -> Any:
         return self._quant.namespace[name]
 
-    def _activations(self) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-        def bound(owner: str, **fields: object) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _make_activations(self) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+        def bind_native(owner: str, **fields: object) -> Callable[[torch.Tensor], torch.Tensor]:
             native: Any = self._acts.method(owner, "forward_native")
             return lambda x: native(SimpleNamespace(**fields), x)
 
         silu: Any = self._acts.method("SiluAndMul", "forward_native")
         return {
-            "silu_and_mul": silu, "mul_and_silu": bound("MulAndSilu"),
-            "gelu": bound("GeluAndMul", approximate="none"),
-            "gelu_tanh": bound("GeluAndMul", approximate="tanh"),
-            "swigluoai_and_mul": bound("SwigluOAIAndMul", alpha=1.702, limit=7.0),
-            "swiglustep_and_mul": bound("SwigluStepAndMul", limit=7.0),
+            "silu_and_mul": silu, "mul_and_silu": bind_native("MulAndSilu"),
+            "gelu": bind_native("GeluAndMul", approximate="none"),
+            "gelu_tanh": bind_native("GeluAndMul", approximate="tanh"),
+            "swigluoai_and_mul": bind_native("SwigluOAIAndMul", alpha=1.702, limit=7.0),
+            "swiglustep_and_mul": bind_native("SwigluStepAndMul", limit=7.0),
         }  # fmt: skip
 
-    def clamped(
+    def make_clamped(
         self, alpha: float, beta: float, limit: float
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the native function of SiluAndMulWithClamp with these constants."""
@@ -97,23 +97,23 @@ class VllmReferences:
 
     def fp8_rows(self, x: torch.Tensor) -> Any:
         """Quantize to fp8 by rows."""
-        return self._function("ref_dynamic_per_token_quant")(x, _FP8)
+        return self._get_function("ref_dynamic_per_token_quant")(x, _FP8)
 
     def int8_rows(self, x: torch.Tensor) -> Any:
         """Quantize to int8 by rows."""
-        return self._function("ref_dynamic_per_token_quant")(x, torch.int8)
+        return self._get_function("ref_dynamic_per_token_quant")(x, torch.int8)
 
     def fp8_tensor(self, x: torch.Tensor) -> Any:
         """Quantize to fp8 with one scale for the tensor."""
-        return self._function("ref_dynamic_per_tensor_fp8_quant")(x)
+        return self._get_function("ref_dynamic_per_tensor_fp8_quant")(x)
 
     def fp8_groups(self, x: torch.Tensor, group: int) -> Any:
         """Quantize to fp8 by groups of columns."""
-        return self._function("native_per_token_group_quant_fp8")(x.contiguous(), group)
+        return self._get_function("native_per_token_group_quant_fp8")(x.contiguous(), group)
 
     def int8_groups(self, x: torch.Tensor, group: int) -> Any:
         """Quantize to int8 by groups of columns, truncating as their kernel does."""
-        native = self._function("native_per_token_group_quant_int8")
+        native = self._get_function("native_per_token_group_quant_int8")
         return native(x.contiguous(), group, round_to_nearest=False)
 
     def _quantize_input(
@@ -162,14 +162,14 @@ class VllmReferences:
 
     def fp8_block(self, layer: Layer, inputs: LayerInputs) -> torch.Tensor:
         """Compute a layer in fp8 with block scales."""
-        w, block = inputs.weights, _block(layer)
+        w, block = inputs.weights, _get_block_shape(layer)
         return self._call(self._fp8_block, "torch_w8a8_block_fp8_moe", inputs.x, w.w1, w.w2,
                           w.w1_scale, w.w2_scale, inputs.routing.topk_weights_TK,
                           inputs.routing.topk_ids_TK, block)  # fmt: skip
 
     def int8_block(self, layer: Layer, inputs: LayerInputs) -> torch.Tensor:
         """Compute a layer in int8 with block scales."""
-        w, block = inputs.weights, _block(layer)
+        w, block = inputs.weights, _get_block_shape(layer)
         return self._call(self._int8_block, "torch_w8a8_block_int8_moe", inputs.x, w.w1, w.w2,
                           w.w1_scale, w.w2_scale, inputs.score, layer.top_k, block)  # fmt: skip
 
@@ -262,5 +262,5 @@ class _Integers:
         return -self.bias if self._biased else 0
 
 
-def _block(layer: Layer) -> list[int]:
+def _get_block_shape(layer: Layer) -> list[int]:
     return [int(side) for side in layer.quant.partition("=")[2].split("x")]

@@ -12,13 +12,13 @@ from modular_kernel.spec.problem import ActivationSpec
 from peer_suites_lib.checkout import EnumStandIn, Params, Source
 from peer_suites_lib.layers import Layer, LayerCheck
 from peer_suites_lib.outcomes import CaseOutcome, MissingError, SkippedError, Suite, Tolerance
-from peer_suites_lib.routers import Router, check_router, spec_of
+from peer_suites_lib.routers import Router, check_router, make_spec
 from peer_suites_lib.row_operations import (
     ALIGNED_TOKENS,
     check_activation,
     check_align,
     check_quantizer,
-    normal_rows,
+    draw_normal_rows,
     shrink_rows,
 )
 from peer_suites_lib.vllm_dependencies import VllmReferences
@@ -28,10 +28,14 @@ _TESTS = "tests/kernels/"
 _FP8 = torch.float8_e4m3fn
 
 
-def suites(root: Path) -> list[Suite]:
+def list_suites(root: Path) -> list[Suite]:
     """Return the suites from a checkout of vLLM."""
     references = VllmReferences(root)
-    return [*_layers(root, references), *_routers(root), *_rows(root, references)]
+    return [
+        *_list_layer_suites(root, references),
+        *_list_router_suites(root),
+        *_list_row_suites(root, references),
+    ]
 
 
 class VllmTestFile:
@@ -61,7 +65,7 @@ class VllmTestFile:
         return Suite("vLLM", f"{self.file}::{test}", cases, check)
 
 
-def _layers(root: Path, references: VllmReferences) -> list[Suite]:
+def _list_layer_suites(root: Path, references: VllmReferences) -> list[Suite]:
     moe, cpu = (
         VllmTestFile(root, "moe/test_moe.py"),
         VllmTestFile(root, "moe/test_cpu_fused_moe.py"),
@@ -69,7 +73,7 @@ def _layers(root: Path, references: VllmReferences) -> list[Suite]:
     moe.source.define("iterative_moe")
     cpu.source.namespace |= {"ACT": ["SILU", "SWIGLUOAI", "GELU", "GELU_TANH"]}
     cpu.source.define("_ref_moe_activation", "ref_fused_moe")
-    plain = LayerCheck(
+    unquantized = LayerCheck(
         lambda layer, inputs: moe.source.namespace["iterative_moe"](  # type: ignore[operator]
             inputs.x, inputs.weights.w1.contiguous(), inputs.weights.w2.contiguous(), inputs.score,
             layer.top_k, layer.experts, inputs.weights.expert_map, False,
@@ -82,49 +86,61 @@ def _layers(root: Path, references: VllmReferences) -> list[Suite]:
     with_bias = LayerCheck(
         lambda layer, inputs: cpu.source.namespace["ref_fused_moe"](  # type: ignore[operator]
             inputs.x, inputs.weights.w1, inputs.weights.w2, inputs.weights.b1, inputs.weights.b2,
-            inputs.routing.topk_weights_TK, inputs.routing.topk_ids_TK, _act(layer),
+            inputs.routing.topk_weights_TK, inputs.routing.topk_ids_TK, _find_activation(layer),
         ),
         Tolerance(1e-3, 1.6e-2),
     )  # fmt: skip
-    block8 = LayerCheck(references.fp8_block, Tolerance(0.035, 0.035))
-    blocki = LayerCheck(references.int8_block, Tolerance(0.065, 0.065))
-    channel8 = LayerCheck(references.fp8_channel, Tolerance(mean=0.05))
-    channeli = LayerCheck(references.int8_channel, Tolerance(mean=0.05))
-    block_fp8, block_int8 = (VllmTestFile(root, f"moe/test_block_{t}.py") for t in ("fp8", "int8"))
-    rows8 = VllmTestFile(root, "moe/test_triton_moe_ptpc_fp8.py")
-    rowsi = VllmTestFile(root, "quantization/test_int8_kernel.py")
+    fp8_block_check = LayerCheck(references.fp8_block, Tolerance(0.035, 0.035))
+    int8_block_check = LayerCheck(references.int8_block, Tolerance(0.065, 0.065))
+    fp8_channel_check = LayerCheck(references.fp8_channel, Tolerance(mean=0.05))
+    int8_channel_check = LayerCheck(references.int8_channel, Tolerance(mean=0.05))
+    fp8_block_file, int8_block_file = (
+        VllmTestFile(root, f"moe/test_block_{t}.py") for t in ("fp8", "int8")
+    )
+    fp8_rows_file = VllmTestFile(root, "moe/test_triton_moe_ptpc_fp8.py")
+    int8_rows_file = VllmTestFile(root, "quantization/test_int8_kernel.py")
     return [
-        moe.suite("test_fused_moe", partial(_plain, plain), ("use_td",)),
-        moe.suite("test_naive_block_assignment_moe", partial(_plain, plain)),
-        moe.suite("test_fused_moe_wn16", partial(_groups, groups)),
+        moe.suite("test_fused_moe", partial(_check_plain, unquantized), ("use_td",)),
+        moe.suite("test_naive_block_assignment_moe", partial(_check_plain, unquantized)),
+        moe.suite("test_fused_moe_wn16", partial(_check_groups, groups)),
         VllmTestFile(root, "moe/test_batched_moe.py").suite(
-            "test_fused_moe_batched_experts", partial(_batched, batched)
+            "test_fused_moe_batched_experts", partial(_check_batched, batched)
         ),
-        cpu.suite("test_cpu_fused_moe", partial(_cpu, with_bias), ("isa",)),
-        block_fp8.suite("test_w8a8_block_fp8_fused_moe", partial(_block, block8, "fp8_w8a8_block")),
-        block_int8.suite(
-            "test_w8a8_block_int8_fused_moe", partial(_block, blocki, "int8_w8a8_block")
+        cpu.suite("test_cpu_fused_moe", partial(_check_cpu, with_bias), ("isa",)),
+        fp8_block_file.suite(
+            "test_w8a8_block_fp8_fused_moe",
+            partial(_check_block, fp8_block_check, "fp8_w8a8_block"),
         ),
-        rows8.suite("test_w8a8_fp8_fused_moe", partial(_channel, channel8, "fp8_w8a8_channel")),
-        rowsi.suite("test_w8a8_fp8_fused_moe", partial(_channel, channeli, "int8_w8a8_channel")),
+        int8_block_file.suite(
+            "test_w8a8_block_int8_fused_moe",
+            partial(_check_block, int8_block_check, "int8_w8a8_block"),
+        ),
+        fp8_rows_file.suite(
+            "test_w8a8_fp8_fused_moe",
+            partial(_check_channel, fp8_channel_check, "fp8_w8a8_channel"),
+        ),
+        int8_rows_file.suite(
+            "test_w8a8_fp8_fused_moe",
+            partial(_check_channel, int8_channel_check, "int8_w8a8_channel"),
+        ),
     ]
 
 
 _ACTS = {"SILU": "silu", "GELU": "gelu", "GELU_TANH": "gelu_tanh", "SWIGLUOAI": "swiglu_oai"}
 
 
-def _act(layer: Layer) -> str:
+def _find_activation(layer: Layer) -> str:
     kind = ActivationSpec.parse(layer.activation).kind
     return next(name for name, ours in _ACTS.items() if ours == kind)
 
 
-def _plain(check: LayerCheck, p: Any) -> CaseOutcome:
+def _check_plain(check: LayerCheck, p: Any) -> CaseOutcome:
     layer = Layer(p["m"], p["k"], p["n"], p["e"], p["topk"], p["dtype"],
                   ep_size=p.get("ep_size", 1), padded=p["padding"])  # fmt: skip
     return check(layer)
 
 
-def _groups(check: LayerCheck, p: Any) -> CaseOutcome:
+def _check_groups(check: LayerCheck, p: Any) -> CaseOutcome:
     bits, group = p["weight_bits"], p["group_size"]
     quant = f"int{bits}_w{bits}a16_group:group={group}" + ",zero_points=true" * p["has_zp"]
     return check(
@@ -133,7 +149,7 @@ def _groups(check: LayerCheck, p: Any) -> CaseOutcome:
     )  # fmt: skip
 
 
-def _batched(check: LayerCheck, p: Any) -> CaseOutcome:
+def _check_batched(check: LayerCheck, p: Any) -> CaseOutcome:
     per_token, block, quantized = p["per_act_token_quant"], p["block_shape"], p["dtype"] is _FP8
     if (per_token or block) and not quantized:
         raise SkippedError("a granularity without quantization")
@@ -147,7 +163,7 @@ def _batched(check: LayerCheck, p: Any) -> CaseOutcome:
     )
 
 
-def _cpu(check: LayerCheck, p: Any) -> CaseOutcome:
+def _check_cpu(check: LayerCheck, p: Any) -> CaseOutcome:
     return check(
         Layer(p["batch_size"], p["hidden_size"], p["intermediate_size"], p["expert_num"],
               max(p["expert_num"] // 2, 1), p["dtype"], activation=_ACTS[p["act"]],
@@ -156,7 +172,7 @@ def _cpu(check: LayerCheck, p: Any) -> CaseOutcome:
     )  # fmt: skip
 
 
-def _block(check: LayerCheck, quant: str, p: Any) -> CaseOutcome:
+def _check_block(check: LayerCheck, quant: str, p: Any) -> CaseOutcome:
     if p["topk"] > p["E"]:
         raise SkippedError("topk > E")
     rows, columns = p["block_size"]
@@ -166,7 +182,7 @@ def _block(check: LayerCheck, quant: str, p: Any) -> CaseOutcome:
     )  # fmt: skip
 
 
-def _channel(check: LayerCheck, quant: str, p: Any) -> CaseOutcome:
+def _check_channel(check: LayerCheck, quant: str, p: Any) -> CaseOutcome:
     return check(
         Layer(p["M"], p["K"], p["N"], p["E"], p["topk"], p["dtype"], quant, stored="codes")
     )
@@ -175,7 +191,7 @@ def _channel(check: LayerCheck, quant: str, p: Any) -> CaseOutcome:
 # -------------------------------------------------------------------------------------- routers
 
 
-def _routers(root: Path) -> list[Suite]:
+def _list_router_suites(root: Path) -> list[Suite]:
     fused, grouped = (
         VllmTestFile(root, "moe/test_fused_topk.py"),
         VllmTestFile(root, "moe/test_grouped_topk.py"),
@@ -191,30 +207,41 @@ def _routers(root: Path) -> list[Suite]:
     refs = routing.source.namespace
     eplb = ("enable_eplb",)
     skip = ("hidden_size", "enable_eplb", "k", "n_hidden")
-    plain = partial(_topk, fused.source.namespace["torch_topk"])
+    topk_check = partial(_check_topk, fused.source.namespace["torch_topk"])
     return [
-        fused.suite("test_fused_topk", partial(plain, bias=False), skip),
-        fused.suite("test_fused_topk_bias", partial(plain, bias=True), skip),
-        grouped.suite("test_grouped_topk", partial(_grouped, refs["baseline_grouped_topk"]), skip),
+        fused.suite("test_fused_topk", partial(topk_check, bias=False), skip),
+        fused.suite("test_fused_topk_bias", partial(topk_check, bias=True), skip),
+        grouped.suite(
+            "test_grouped_topk", partial(_check_grouped, refs["baseline_grouped_topk"]), skip
+        ),
         grouped.suite(
             "test_grouped_topk_single_group_tiers",
-            partial(_single_group, grouped.source.namespace["_single_group_reference"]),
+            partial(_check_single_group, grouped.source.namespace["_single_group_reference"]),
         ),
-        routing.suite("test_fused_topk", partial(_baseline, refs["baseline_fused_topk"]), eplb),
-        routing.suite("test_fused_topk_bias", partial(_biased, refs["baseline_fused_topk_bias"]),
-                      eplb),
-        routing.suite("test_grouped_topk", partial(_grouped, refs["baseline_grouped_topk"]), eplb),
-        routing.suite("test_custom", partial(_llama4, refs["baseline_custom_llama4"]),
-                      (*eplb, "renormalize")),
+        routing.suite(
+            "test_fused_topk", partial(_check_baseline, refs["baseline_fused_topk"]), eplb
+        ),
+        routing.suite(
+            "test_fused_topk_bias", partial(_check_biased, refs["baseline_fused_topk_bias"]), eplb
+        ),
+        routing.suite(
+            "test_grouped_topk", partial(_check_grouped, refs["baseline_grouped_topk"]), eplb
+        ),
+        routing.suite(
+            "test_custom",
+            partial(_check_llama4, refs["baseline_custom_llama4"]),
+            (*eplb, "renormalize"),
+        ),
         softplus.suite(
             "test_fused_topk_softplus_sqrt",
-            partial(_softplus_sqrt, softplus.source.namespace["_torch_topk_softplus_sqrt"]), skip,
+            partial(_check_softplus_sqrt, softplus.source.namespace["_torch_topk_softplus_sqrt"]),
+            skip,
         ),
-    ]  # fmt: skip
+    ]
 
 
-def _topk(reference: Any, p: Any, *, bias: bool) -> CaseOutcome:
-    spec = spec_of(p["topk"], score=p["scoring_func"], renormalize=p["renormalize"],
+def _check_topk(reference: Any, p: Any, *, bias: bool) -> CaseOutcome:
+    spec = make_spec(p["topk"], score=p["scoring_func"], renormalize=p["renormalize"],
                    selection_bias=bias)  # fmt: skip
     case = Router(spec, p["num_experts"], p["num_tokens"], p["dtype"])
     return check_router(
@@ -222,10 +249,10 @@ def _topk(reference: Any, p: Any, *, bias: bool) -> CaseOutcome:
     )
 
 
-def _grouped(reference: Any, p: Any) -> CaseOutcome:
+def _check_grouped(reference: Any, p: Any) -> CaseOutcome:
     k = p.get("topk", p.get("top_k"))
     experts = p.get("n_expert", p.get("global_num_experts"))
-    spec = spec_of(k, score=p["scoring_func"], groups=p["num_expert_group"],
+    spec = make_spec(k, score=p["scoring_func"], groups=p["num_expert_group"],
                    topk_groups=p["topk_group"], selection_bias=True,
                    renormalize=p["renormalize"])  # fmt: skip
     case = Router(spec, experts, p.get("n_token", p.get("m")), p.get("input_dtype", torch.float32),
@@ -237,8 +264,8 @@ def _grouped(reference: Any, p: Any) -> CaseOutcome:
     )  # fmt: skip
 
 
-def _single_group(reference: Any, p: Any) -> CaseOutcome:
-    spec = spec_of(p["topk"], score=p["scoring_func"], selection_bias=True,
+def _check_single_group(reference: Any, p: Any) -> CaseOutcome:
+    spec = make_spec(p["topk"], score=p["scoring_func"], selection_bias=True,
                    renormalize=p["renormalize"])  # fmt: skip
     case = Router(spec, p["num_experts"], 33, p["input_dtype"], p["bias_dtype"],
                   p["routed_scaling_factor"])  # fmt: skip
@@ -250,27 +277,27 @@ def _single_group(reference: Any, p: Any) -> CaseOutcome:
     )  # fmt: skip
 
 
-def _baseline(reference: Any, p: Any) -> CaseOutcome:
-    case = Router(spec_of(p["top_k"], renormalize=p["renormalize"]), p["global_num_experts"],
+def _check_baseline(reference: Any, p: Any) -> CaseOutcome:
+    case = Router(make_spec(p["top_k"], renormalize=p["renormalize"]), p["global_num_experts"],
                   p["m"], atol=1e-3, rtol=1e-3)  # fmt: skip
     return check_router(case, lambda x, _: reference(x, p["top_k"], p["renormalize"]))
 
 
-def _biased(reference: Any, p: Any) -> CaseOutcome:
-    spec = spec_of(p["top_k"], renormalize=p["renormalize"], selection_bias=True)
+def _check_biased(reference: Any, p: Any) -> CaseOutcome:
+    spec = make_spec(p["top_k"], renormalize=p["renormalize"], selection_bias=True)
     factor = p["routed_scaling_factor"]
     case = Router(spec, p["global_num_experts"], p["m"], scaling=factor, atol=1e-3, rtol=1e-3)
     return check_router(case, lambda x, b: reference(x, p["top_k"], p["renormalize"], b, factor))
 
 
-def _llama4(reference: Any, p: Any) -> CaseOutcome:
-    spec = spec_of(p["top_k"], score="sigmoid", order="topk_first")
+def _check_llama4(reference: Any, p: Any) -> CaseOutcome:
+    spec = make_spec(p["top_k"], score="sigmoid", order="topk_first")
     case = Router(spec, p["global_num_experts"], p["m"], atol=1e-3, rtol=1e-3)
     return check_router(case, lambda x, _: reference(x, p["top_k"]))
 
 
-def _softplus_sqrt(reference: Any, p: Any) -> CaseOutcome:
-    spec = spec_of(p["topk"], score="sqrtsoftplus", selection_bias=True,
+def _check_softplus_sqrt(reference: Any, p: Any) -> CaseOutcome:
+    spec = make_spec(p["topk"], score="sqrtsoftplus", selection_bias=True,
                    renormalize=p["renormalize"])  # fmt: skip
     factor = p["routed_scaling_factor"]
     case = Router(spec, p["num_experts"], p["num_tokens"], p["dtype"], scaling=factor, atol=2e-2)
@@ -280,7 +307,7 @@ def _softplus_sqrt(reference: Any, p: Any) -> CaseOutcome:
 # ----------------------------------------------------------------------------------------- rows
 
 
-def _rows(root: Path, references: VllmReferences) -> list[Suite]:
+def _list_row_suites(root: Path, references: VllmReferences) -> list[Suite]:
     fp8, int8 = (VllmTestFile(root, f"quantization/test_{t}_quant.py") for t in ("fp8", "int8"))
     group = VllmTestFile(root, "quantization/test_per_token_group_quant.py")
     align = VllmTestFile(root, "moe/test_moe_align_block_size.py",
@@ -293,22 +320,42 @@ def _rows(root: Path, references: VllmReferences) -> list[Suite]:
     acts.source.namespace["torch"] = _TorchWithOps()
     refs = references
     return [
-        fp8.suite("test_dynamic_per_token_fp8_quant",
-                  partial(_quantizer, "fp8_w8a8_channel", refs.fp8_rows), ("seed",)),
-        fp8.suite("test_dynamic_per_tensor_fp8_quant",
-                  partial(_quantizer, "fp8_w8a8_tensor", refs.fp8_tensor), ("seed",)),
-        int8.suite("test_dynamic_scaled_int8_quant",
-                   partial(_quantizer, "int8_w8a8_channel", refs.int8_rows), ("seed",)),
-        group.suite("test_per_token_group_quant_fp8", partial(_by_group, "fp8", refs.fp8_groups),
-                    ("column_major", "tma_aligned")),
-        group.suite("test_per_token_group_quant_int8",
-                    partial(_by_group, "int8", refs.int8_groups)),
-        acts.suite("test_act_and_mul", partial(_gated, refs.activations), ("seed", "device")),
-        acts.suite("test_silu_and_mul_with_clamp", partial(_clamped, refs), ("seed", "device")),
-        align.suite("test_moe_align_block_size", partial(_aligned, golden), ("pad_sorted_ids",)),
-        align.suite("test_moe_align_block_size_with_expert_map", partial(_mapped, golden),
-                    ("mask_inactive_experts",)),
-    ]  # fmt: skip
+        fp8.suite(
+            "test_dynamic_per_token_fp8_quant",
+            partial(_check_quantizer, "fp8_w8a8_channel", refs.fp8_rows),
+            ("seed",),
+        ),
+        fp8.suite(
+            "test_dynamic_per_tensor_fp8_quant",
+            partial(_check_quantizer, "fp8_w8a8_tensor", refs.fp8_tensor),
+            ("seed",),
+        ),
+        int8.suite(
+            "test_dynamic_scaled_int8_quant",
+            partial(_check_quantizer, "int8_w8a8_channel", refs.int8_rows),
+            ("seed",),
+        ),
+        group.suite(
+            "test_per_token_group_quant_fp8",
+            partial(_check_by_group, "fp8", refs.fp8_groups),
+            ("column_major", "tma_aligned"),
+        ),
+        group.suite(
+            "test_per_token_group_quant_int8", partial(_check_by_group, "int8", refs.int8_groups)
+        ),
+        acts.suite("test_act_and_mul", partial(_check_gated, refs.activations), ("seed", "device")),
+        acts.suite(
+            "test_silu_and_mul_with_clamp", partial(_check_clamped, refs), ("seed", "device")
+        ),
+        align.suite(
+            "test_moe_align_block_size", partial(_check_aligned, golden), ("pad_sorted_ids",)
+        ),
+        align.suite(
+            "test_moe_align_block_size_with_expert_map",
+            partial(_check_mapped, golden),
+            ("mask_inactive_experts",),
+        ),
+    ]
 
 
 class _TorchWithOps:
@@ -320,19 +367,21 @@ class _TorchWithOps:
         return getattr(torch, name)
 
 
-def _quantizer(quant: str, reference: Any, p: Any) -> CaseOutcome:
+def _check_quantizer(quant: str, reference: Any, p: Any) -> CaseOutcome:
     if p.get("do_scale_ub"):
         raise MissingError("an upper bound on computed activation scales")
     rows, columns, shrunk = shrink_rows(p["num_tokens"], p["hidden_size"])
-    return check_quantizer(normal_rows(rows, columns, p["dtype"]) * 8, quant, reference, shrunk)
+    return check_quantizer(
+        draw_normal_rows(rows, columns, p["dtype"]) * 8, quant, reference, shrunk
+    )
 
 
-def _by_group(kind: str, reference: Any, p: Any) -> CaseOutcome:
+def _check_by_group(kind: str, reference: Any, p: Any) -> CaseOutcome:
     if p.get("scale_ue8m0"):
         raise MissingError("activation scales that are powers of two")
     group, (rows, columns) = p["group_size"], p["shape"]
     rows, columns, note = shrink_rows(rows, columns, group)
-    x = normal_rows(rows, columns, p["dtype"]) * 8
+    x = draw_normal_rows(rows, columns, p["dtype"]) * 8
     quant = f"{kind}_w8a8_block:block={group}x{group}"
     return check_quantizer(x, quant, lambda part: reference(part, group), note)
 
@@ -344,7 +393,7 @@ _GATED = {
 }  # fmt: skip
 
 
-def _tolerance(name: str, dtype: torch.dtype) -> Tolerance:
+def _make_tolerance(dtype: torch.dtype) -> Tolerance:
     """Return a tolerance of one rounding.
 
     vLLM's own test compares exactly, because its kernel rounds like torch.
@@ -354,17 +403,17 @@ def _tolerance(name: str, dtype: torch.dtype) -> Tolerance:
     return Tolerance(atol, rtol)
 
 
-def _gated(references: Any, p: Any) -> CaseOutcome:
+def _check_gated(references: Any, p: Any) -> CaseOutcome:
     name = p["activation"]
     if name not in _GATED:
         raise MissingError(f"activation {name}")
-    rows, inner, shrunk = shrink_rows(p["num_tokens"], p["d"])
-    x = normal_rows(rows, 2 * inner, p["dtype"])
+    rows, intermediate, shrunk = shrink_rows(p["num_tokens"], p["d"])
+    x = draw_normal_rows(rows, 2 * intermediate, p["dtype"])
     spec = ActivationSpec.parse(_GATED[name])
-    return check_activation(x, spec, references[name], _tolerance(name, p["dtype"]), shrunk)
+    return check_activation(x, spec, references[name], _make_tolerance(p["dtype"]), shrunk)
 
 
-def _clamped(references: VllmReferences, p: Any) -> CaseOutcome:
+def _check_clamped(references: VllmReferences, p: Any) -> CaseOutcome:
     alpha, beta, limit = p["alpha"], p["beta"], p["swiglu_limit"]
     if (alpha, beta) == (1.0, 0.0):
         spec = ActivationSpec("swiglu_clamp_before", limit=limit)
@@ -372,33 +421,33 @@ def _clamped(references: VllmReferences, p: Any) -> CaseOutcome:
         spec = ActivationSpec("swiglu_oai", alpha, limit, interleaved=False)
     else:
         raise MissingError("swiglu_oai with beta other than 1")
-    rows, inner, shrunk = shrink_rows(p["num_tokens"], p["d"])
-    x = normal_rows(rows, 2 * inner, p["dtype"]) * 4
-    return check_activation(x, spec, references.clamped(alpha, beta, limit),
-                            _tolerance("", p["dtype"]), shrunk)  # fmt: skip
+    rows, intermediate, shrunk = shrink_rows(p["num_tokens"], p["d"])
+    x = draw_normal_rows(rows, 2 * intermediate, p["dtype"]) * 4
+    return check_activation(x, spec, references.make_clamped(alpha, beta, limit),
+                            _make_tolerance(p["dtype"]), shrunk)  # fmt: skip
 
 
-def _ids(tokens: int, top_k: int, experts: int) -> torch.Tensor:
+def _draw_ids(tokens: int, top_k: int, experts: int) -> torch.Tensor:
     g = torch.Generator().manual_seed(tokens)
     return torch.rand(tokens, experts, generator=g).topk(top_k)[1].int()
 
 
-def _aligned(golden: Any, p: Any) -> CaseOutcome:
+def _check_aligned(golden: Any, p: Any) -> CaseOutcome:
     if p["topk"] > p["num_experts"]:
         raise SkippedError("topk > experts")
     tokens = min(p["m"], ALIGNED_TOKENS)
     shrunk = f"tokens to {ALIGNED_TOKENS}" if tokens < p["m"] else ""
     experts, block = p["num_experts"], p["block_size"]
-    ids = _ids(tokens, p["topk"], experts)
+    ids = _draw_ids(tokens, p["topk"], experts)
     return check_align(ids, block, experts, lambda x: golden(x, block, experts), shrunk)
 
 
-def _mapped(golden: Any, p: Any) -> CaseOutcome:
+def _check_mapped(golden: Any, p: Any) -> CaseOutcome:
     tokens, experts, block = min(p["m"], ALIGNED_TOKENS), p["num_experts"], p["block_size"]
     shrunk = f"tokens to {ALIGNED_TOKENS}" if tokens < p["m"] else ""
     expert_map = torch.full((experts,), -1, dtype=torch.int32)
     expert_map[::2] = torch.arange(experts // 2, dtype=torch.int32)
-    ids = _ids(tokens, p["topk"], experts)
+    ids = _draw_ids(tokens, p["topk"], experts)
     return check_align(
         ids, block, experts, lambda x: golden(x, block, experts, expert_map), shrunk, expert_map
     )

@@ -18,9 +18,9 @@ from modular_kernel.spec.quantization import QuantScheme
 
 Level = Literal["smoke", "full"]
 
-_TOKENS = {"cpu": (1, 2, 17), "cuda": (1, 2, 17, 256)}
-_FEW = 17  # tokens of a call that checks one property
-_MODEL_EXPERTS = 8  # more experts of a large model take long to make
+_TOKEN_COUNTS = {"cpu": (1, 2, 17), "cuda": (1, 2, 17, 256)}
+_DEFAULT_TOKENS = 17  # number of tokens in cases that vary something else
+_MAX_MODEL_EXPERTS = 8  # making the weights of more experts of a large model takes long
 
 
 @dataclass(frozen=True)
@@ -51,68 +51,69 @@ def select_cases(description: Description, selection: Selection) -> list[EngineC
             need = f"a class of `mk list --engine {description.engine}`"
             raise ConfigurationError("--experts-type", got=selection.experts, need=need)
     cases = dict[EngineCase, None]()
-    for experts in classes:
-        if not experts.unavailable:
-            for scheme in experts.schemes:
-                if selection.scheme in (None, scheme):
-                    cases |= dict.fromkeys(_list_cases(description, experts, scheme, selection))
+    for experts_class in classes:
+        if experts_class.unavailable:
+            continue
+        for scheme in experts_class.schemes:
+            if selection.scheme in (None, scheme):
+                cases |= dict.fromkeys(_list_cases(description, experts_class, scheme, selection))
     return list(cases)
 
 
 def _list_cases(
-    description: Description, experts: ExpertsClass, scheme: str, selection: Selection
+    description: Description, experts_class: ExpertsClass, scheme: str, selection: Selection
 ) -> Iterator[EngineCase]:
-    tokens = _TOKENS[description.device]
+    token_counts = _TOKEN_COUNTS[description.device]
     if selection.model is not None:
         problem = _make_model_problem(selection.model, scheme)
         activation = _find_activation(description, problem.act)
-        case = EngineCase(experts.name, activation, problem)
-        yield from (with_tokens(case, t) for t in tokens)
+        case = EngineCase(experts_class.name, activation, problem)
+        yield from (with_tokens(case, t) for t in token_counts)
         return
     base = _make_problem(scheme, description.device)
     cases = {
-        name: EngineCase(experts.name, name, replace(base, activation=spec))
+        name: EngineCase(experts_class.name, name, replace(base, activation=spec))
         for name, spec in description.activations.items()
     }
-    main = next(iter(cases.values()))
-    yield from _list_main_cases(main, tokens)
-    yield from _list_promises(main, skips=experts.skips_ids)
+    first_case = next(iter(cases.values()))
+    yield from _list_call_variants(first_case, token_counts)
+    yield from _list_promise_cases(first_case, skips_ids=experts_class.skips_ids)
     for case in cases.values():
         yield case
         if selection.level == "full":
-            yield from (with_tokens(case, t) for t in tokens)
+            yield from (with_tokens(case, t) for t in token_counts)
             yield _with_odd_sizes(case)
-            yield _change(case, dtype=torch.float16)
-            yield _change(case, bias=True)
-    yield _change(main, dtype=torch.float16)
+            yield _change_problem(case, dtype=torch.float16)
+            yield _change_problem(case, bias=True)
+    yield _change_problem(first_case, dtype=torch.float16)
     if scheme == "none":
         # Products of Triton kernels have tf32's precision unless a kernel requires more.
-        yield _change(main, dtype=torch.float32, fp32_precision="tf32")
+        yield _change_problem(first_case, dtype=torch.float32, fp32_precision="tf32")
     for case in list(cases.values())[:2]:
-        yield _change(case, bias=True)
+        yield _change_problem(case, bias=True)
     if selection.level == "full":
-        yield from (replace(main, routing=kind) for kind in ("zipf", "empty_experts"))
+        yield from (replace(first_case, routing=kind) for kind in ("zipf", "empty_experts"))
 
 
-def _list_main_cases(case: EngineCase, tokens: tuple[int, ...]) -> Iterator[EngineCase]:
-    """Yield token counts, sizes, and kinds of routing and calls."""
-    yield from (with_tokens(case, t) for t in tokens)
-    odd = _with_odd_sizes(case)
-    yield odd
-    yield replace(_change(odd, top_k=1), routing="all_to_one")
-    many = _change(case, experts=64, top_k=8)
-    yield from (with_tokens(many, t) for t in (1, _FEW))
-    yield _change(case, experts=16, local_experts=8, expert_map=True, top_k=8)
-    yield _change(case, top_k=1, apply_router_weight_on_input=True)
+def _list_call_variants(case: EngineCase, token_counts: tuple[int, ...]) -> Iterator[EngineCase]:
+    """Yield variants of a case: numbers of tokens and experts, sizes, routing, and options."""
+    yield from (with_tokens(case, t) for t in token_counts)
+    odd_sizes = _with_odd_sizes(case)
+    yield odd_sizes
+    yield replace(_change_problem(odd_sizes, top_k=1), routing="all_to_one")
+    many_experts = _change_problem(case, experts=64, top_k=8)
+    yield from (with_tokens(many_experts, t) for t in (1, _DEFAULT_TOKENS))
+    yield _change_problem(case, experts=16, local_experts=8, expert_map=True, top_k=8)
+    yield _change_problem(case, top_k=1, apply_router_weight_on_input=True)
 
 
-def _list_promises(case: EngineCase, *, skips: bool) -> Iterator[EngineCase]:
-    """Yield the promises.
+def _list_promise_cases(case: EngineCase, *, skips_ids: bool) -> Iterator[EngineCase]:
+    """Yield one case for each promise that the class makes.
 
-    skips: whether to check ids of -1.
+    skips_ids: whether the class promises to skip ids of -1.
     """
     for promise in Promise:
-        if promise is Promise.SKIPPED_IDS and not skips:
+        if promise is Promise.SKIPPED_IDS and not skips_ids:
             continue
         routing = "empty_experts" if promise is Promise.UNUSED_WEIGHTS else "uniform"
         if promise is not Promise.NAN or not _shares_scale(case.problem.scheme):
@@ -120,7 +121,7 @@ def _list_promises(case: EngineCase, *, skips: bool) -> Iterator[EngineCase]:
 
 
 def _shares_scale(scheme: QuantScheme) -> bool:
-    """Return whether all tokens of a call share a scale that is computed from them."""
+    """Return whether all tokens of a call share a scale that is computed from their values."""
     return scheme.activation_granularity == "tensor" and not scheme.static
 
 
@@ -129,41 +130,51 @@ def with_tokens(case: EngineCase, tokens: int) -> EngineCase:
     return replace(case, problem=case.problem.with_tokens(tokens))
 
 
-def _change(case: EngineCase, **changes: object) -> EngineCase:
+def _change_problem(case: EngineCase, **changes: object) -> EngineCase:
     """Return the case with some fields of its problem changed."""
     return replace(case, problem=replace(case.problem, **changes))  # type: ignore[arg-type]
 
 
 def _make_problem(scheme: str, device: str) -> Problem:
-    step = _get_step(QuantScheme.parse(scheme))
-    hidden, intermediate = (512, 256) if device == "cuda" else (2 * step, step)
+    multiple = _get_size_multiple(QuantScheme.parse(scheme))
+    hidden, intermediate = (512, 256) if device == "cuda" else (2 * multiple, multiple)
     hidden, intermediate = max(hidden, 128), max(intermediate, 64)
     return Problem(
-        tokens=_FEW, hidden=hidden, intermediate=intermediate, experts=8, top_k=2, quant=scheme
+        tokens=_DEFAULT_TOKENS,
+        hidden=hidden,
+        intermediate=intermediate,
+        experts=8,
+        top_k=2,
+        quant=scheme,
     )
 
 
 def _with_odd_sizes(case: EngineCase) -> EngineCase:
     """Return the case with sizes that are odd multiples of what the scheme needs."""
-    step = _get_step(case.problem.scheme)
-    hidden, intermediate = (13 * step, 5 * step) if step < 64 else (3 * step, step)
-    return _change(case, hidden=hidden, intermediate=intermediate, experts=16)
+    multiple = _get_size_multiple(case.problem.scheme)
+    hidden_factor, intermediate_factor = (13, 5) if multiple < 64 else (3, 1)
+    return _change_problem(
+        case,
+        hidden=hidden_factor * multiple,
+        intermediate=intermediate_factor * multiple,
+        experts=16,
+    )
 
 
-def _get_step(scheme: QuantScheme) -> int:
-    """Return the number that must divide sizes in the scheme's format."""
+def _get_size_multiple(scheme: QuantScheme) -> int:
+    """Return the number of which the scheme's format requires sizes to be a multiple."""
     if scheme.granularity in ("block", "group"):
         return max(scheme.group)
     return 16 if scheme.quantized else 8  # rows of 16 bytes
 
 
 def _make_model_problem(model: Problem, scheme: str) -> Problem:
-    """Return a call with the sizes of a model, but few experts."""
+    """Return a problem with the sizes of a model, but fewer experts and tokens."""
     return Problem(
-        tokens=_FEW,
+        tokens=_DEFAULT_TOKENS,
         hidden=model.hidden,
         intermediate=model.intermediate,
-        experts=min(model.experts, max(_MODEL_EXPERTS, model.top_k)),
+        experts=min(model.experts, max(_MAX_MODEL_EXPERTS, model.top_k)),
         top_k=model.top_k,
         quant=scheme,
         activation=model.act,
@@ -172,7 +183,7 @@ def _make_model_problem(model: Problem, scheme: str) -> Problem:
 
 
 def _find_activation(description: Description, spec: ActivationSpec) -> str:
-    names = [name for name, other in description.activations.items() if other == spec]
+    names = [name for name, candidate in description.activations.items() if candidate == spec]
     if not names:
         need = f"an activation of {description.engine}, such as silu"
         raise ConfigurationError("activation", got=str(spec), need=need)

@@ -1,4 +1,4 @@
-"""Judges the calls of an engine's experts classes in this process, with the rule of `compare`."""
+"""Judges calls of an engine's experts classes in this process, with the tolerance of `compare`."""
 
 import traceback
 from collections.abc import Callable
@@ -26,19 +26,22 @@ from modular_kernel.testing.cases.inputs import Inputs, make_inputs
 from modular_kernel.testing.verify.compare import Comparison, compare
 from modular_kernel.testing.verify.compare_isolated import NO_ROUNDING_ERRORS, RoundingErrors
 
-# Tokens of the inputs of a layer, of which a call takes the first. The error of the rounded
-# reference for calls with few tokens is measured over all of them.
+# Number of tokens for which a layer's inputs are made. A call uses the first of these tokens. The
+# error of the rounded reference in calls with few tokens is measured over all of them.
 NUM_TOKENS = 256
-_MAX_ERROR = 0.1  # of a reproducer, if the case has no bound
-_MAX_DETAIL = 600  # characters of an error message
-# CUDA's messages if a library has no machine code for this GPU.
-_MISSING_KERNEL = ("no kernel image is available", "invalid device function")
+_DEFAULT_BOUND = 0.1  # error that a reproducer allows if the case has no bound
+_MAX_DETAIL_CHARS = 600  # longer error messages are truncated
+# CUDA's messages for a library that has no machine code for this GPU.
+_MISSING_KERNEL_MESSAGES = ("no kernel image is available", "invalid device function")
 
 Report = Callable[[str], None]  # receives the name of the phase that begins
 
 
 class Judge:
-    """Judges cases, one after the other. The last layer is kept for cases that differ in tokens."""
+    """Judges cases one at a time.
+
+    Keeps the last layer, because consecutive cases often differ only in their number of tokens.
+    """
 
     def __init__(self, engine: Engine, device: torch.device, report: Report) -> None:
         self._engine, self._device, self._report = engine, device, report
@@ -55,18 +58,18 @@ class Judge:
         except UnavailableError as error:
             return Outcome(Kind.UNAVAILABLE, str(error))
         except NotJudgedError as error:
-            return Outcome(Kind.NOT_JUDGED, str(error)[:_MAX_DETAIL])
+            return Outcome(Kind.NOT_JUDGED, str(error)[:_MAX_DETAIL_CHARS])
         except Exception as error:  # noqa: BLE001 (it is the result)
             return self._describe_error(error)
         if outcome.kind is Kind.WRONG and case.promise is None:
-            bound = outcome.bound or _MAX_ERROR  # without a bound if values are not finite
+            bound = outcome.bound or _DEFAULT_BOUND  # there is no bound if values are not finite
             return replace(outcome, reproducer=self._engine.make_reproducer(case, bound))
         return outcome
 
     def _get_layer(self, case: EngineCase) -> "_Layer":
         key = replace(case, problem=case.problem.with_tokens(NUM_TOKENS), promise=None)
         if key not in self._layers:
-            self._layers.clear()  # its memory is needed
+            self._layers.clear()  # frees the memory of the previous layer first
             self._layers[key] = _Layer.make(self._engine, key, self._device)
             raise_pending_error(self._device)
         return self._layers[key]
@@ -76,33 +79,33 @@ class Judge:
         if reason is not None:
             return Outcome(Kind.UNAVAILABLE, reason)
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{Path(frame.filename).name}:{frame.lineno}"
-        text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_DETAIL]
-        is_missing = any(message in text for message in _MISSING_KERNEL)
+        location = f"{Path(frame.filename).name}:{frame.lineno}"
+        message = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_DETAIL_CHARS]
+        is_missing = any(pattern in message for pattern in _MISSING_KERNEL_MESSAGES)
         kind = Kind.MISSING_KERNEL if is_missing else Kind.CRASHED
         is_fatal = False
-        if isinstance(error, torch.AcceleratorError) or "CUDA error" in text:
+        if isinstance(error, torch.AcceleratorError) or "CUDA error" in message:
             is_fatal = not _is_usable(self._device)
         self._layers.clear()
-        return Outcome(kind, f"{text} ({place})", is_fatal=is_fatal)
+        return Outcome(kind, f"{message} ({location})", is_fatal=is_fatal)
 
 
 def raise_pending_error(device: torch.device) -> None:
-    """Raise the CUDA error of an earlier call, if no code has asked for it yet.
+    """Raise a CUDA error that an earlier call left unreported.
 
-    Engines do not check all launches of their kernels. If a kernel does not start, the next launch
-    by torch raises the error, which would otherwise belong to another call.
+    Engines do not check every kernel launch. If a launch fails, the next launch by torch raises the
+    error, which would then be attributed to another call.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        torch.ones(1, device=device, dtype=torch.float32)  # starts a kernel
+        torch.ones(1, device=device, dtype=torch.float32)  # launches a kernel
 
 
 def _is_usable(device: torch.device) -> bool:
     """Return whether the process can make further calls after a CUDA error.
 
-    An error of a launch ends with its message. An error in a kernel, such as an illegal address,
-    remains.
+    A failed launch is reported once. After an error inside a kernel, such as an illegal address,
+    every later call fails as well.
     """
     try:
         raise_pending_error(device)
@@ -125,11 +128,11 @@ class _Layer:
         inputs = make_inputs(case.problem, case.routing, device)
         weights = _adapt_weights(inputs.weights, case.problem)
         if case.problem.expert_map:
-            weights = replace(weights, expert_map=_map_second_share(case.problem, device))
+            weights = replace(weights, expert_map=_make_rank_1_expert_map(case.problem, device))
         routing = inputs.routing
         if case.problem.apply_router_weight_on_input:  # engines multiply by rounded weights
-            rounded = routing.topk_weights_TK.to(case.problem.dtype).float()
-            routing = replace(routing, topk_weights_TK=rounded)
+            rounded_weights_TK = routing.topk_weights_TK.to(case.problem.dtype).float()
+            routing = replace(routing, topk_weights_TK=rounded_weights_TK)
         inputs = replace(inputs, weights=weights, routing=routing)
         return cls(engine, case, inputs, engine.build(case, weights))
 
@@ -137,7 +140,7 @@ class _Layer:
         if case.promise is not None:
             return _CHECKS[case.promise](self, case, report)
         tokens = case.problem.tokens
-        x_TH, routing = self.take(tokens)
+        x_TH, routing = self.get_inputs(tokens)
         outputs, seconds = [], []
         for phase in ("first call", "call"):
             report(phase)
@@ -153,8 +156,8 @@ class _Layer:
         errors = comparison.error, comparison.bound
         return Outcome(kind, detail, *errors, seconds=tuple(seconds))
 
-    def take(self, tokens: int) -> tuple[torch.Tensor, Routing]:
-        """Return the first tokens and their routing."""
+    def get_inputs(self, tokens: int) -> tuple[torch.Tensor, Routing]:
+        """Return the first `tokens` tokens and their routing."""
         routing = self.inputs.routing
         weights_TK, ids_TK = routing.topk_weights_TK[:tokens], routing.topk_ids_TK[:tokens]
         return self.inputs.x_TH[:tokens], Routing(weights_TK, ids_TK)
@@ -167,16 +170,22 @@ class _Layer:
         call: EngineCall | None = None,
         poison: bool = False,
     ) -> torch.Tensor:
-        """Return the output of a call, after it has ended. Some layers overwrite their input."""
-        copies = Routing(routing.topk_weights_TK.clone(), routing.topk_ids_TK.clone())
-        output = (call or self.call)(x_TH.clone(), copies, poison).clone()
+        """Make a call with copies of the inputs, because some layers overwrite them.
+
+        Returns the output after the call has completed.
+
+        call: the call to make; None means the layer's call.
+        poison: whether the call's workspace is filled with NaN first.
+        """
+        routing_copy = Routing(routing.topk_weights_TK.clone(), routing.topk_ids_TK.clone())
+        output = (call or self.call)(x_TH.clone(), routing_copy, poison).clone()
         raise_pending_error(x_TH.device)
         return output
 
     def compare(
         self, output: torch.Tensor, x_TH: torch.Tensor, routing: Routing, *, first: int = 0
     ) -> Comparison:
-        """Compare rows of the output, from `first`, with the float64 reference."""
+        """Compare the rows of the output from row `first` on with the float64 reference."""
         problem = self.case.problem.with_tokens(len(x_TH))
         exact, rounded = _compute_references(x_TH, self.inputs.weights, routing, problem)
         rows = output[first:], exact[first:], rounded[first:]
@@ -190,7 +199,7 @@ class _Layer:
         )
 
     def _measure_rounding_errors(self, tokens: int) -> RoundingErrors:
-        """Measure the errors of the rounded reference in calls of this many tokens."""
+        """Return the largest errors of the rounded reference in calls with this many tokens."""
         if not 0 < tokens < NUM_TOKENS:
             return NO_ROUNDING_ERRORS
         problem, worst = self.case.problem.with_tokens(tokens), NO_ROUNDING_ERRORS
@@ -221,7 +230,7 @@ def _compute_references(
 
 
 def _adapt_weights(weights: ExpertWeights, problem: Problem) -> ExpertWeights:
-    """Change weights to what engines can store.
+    """Change weights to values that engines can store.
 
     Gate and up have one global scale, and all experts one static scale. Biases, and scales of
     groups of integers, have the problem's dtype.
@@ -234,18 +243,18 @@ def _adapt_weights(weights: ExpertWeights, problem: Problem) -> ExpertWeights:
         scale = getattr(weights, name)
         if scale is not None:
             changes[name] = scale.amax().expand_as(scale).contiguous()
-    rounded = ["b1", "b2"]
+    rounded_names = ["b1", "b2"]
     if problem.scheme.weight in ("uint4", "uint8"):
-        rounded += ["w1_scale", "w2_scale"]
-    for name in rounded:
+        rounded_names += ["w1_scale", "w2_scale"]
+    for name in rounded_names:
         tensor = getattr(weights, name)
         if tensor is not None:
             changes[name] = tensor.to(problem.dtype)
     return replace(weights, **changes)
 
 
-def _map_second_share(problem: Problem, device: torch.device) -> torch.Tensor:
-    """Return the expert_map of rank 1. Each rank has an equal share of consecutive experts."""
+def _make_rank_1_expert_map(problem: Problem, device: torch.device) -> torch.Tensor:
+    """Return the expert_map of rank 1, if each rank has equally many consecutive experts."""
     local = torch.arange(problem.experts, dtype=torch.int32, device=device) - problem.e
     return torch.where((local >= 0) & (local < problem.e), local, -1)
 
@@ -254,7 +263,7 @@ def _map_second_share(problem: Problem, device: torch.device) -> torch.Tensor:
 
 
 def _check_nan(layer: _Layer, case: EngineCase, report: Report) -> Outcome:
-    x_TH, routing = layer.take(case.problem.tokens)
+    x_TH, routing = layer.get_inputs(case.problem.tokens)
     x_TH = x_TH.clone()
     x_TH[0] = torch.nan
     report("first call")
@@ -262,18 +271,18 @@ def _check_nan(layer: _Layer, case: EngineCase, report: Report) -> Outcome:
     report("comparison")
     if bool(output[0].isfinite().any()):
         return Outcome(Kind.WRONG, "the output of a token with NaN has finite values")
-    return _judge_promise(layer.compare(output, layer.take(len(x_TH))[0], routing, first=1))
+    return _judge_promise(layer.compare(output, layer.get_inputs(len(x_TH))[0], routing, first=1))
 
 
 def _check_unused_weights(layer: _Layer, case: EngineCase, report: Report) -> Outcome:
-    x_TH, routing = layer.take(case.problem.tokens)
-    used = torch.unique(routing.topk_ids_TK.long())
+    x_TH, routing = layer.get_inputs(case.problem.tokens)
+    used_experts = torch.unique(routing.topk_ids_TK.long())
     weights, changes = layer.inputs.weights, {}
     for name in ("w1", "w2", "b1", "b2", "w1_scale", "w2_scale"):
         tensor = getattr(weights, name)
         if tensor is not None and tensor.is_floating_point():
             poisoned = torch.full_like(tensor, torch.nan)
-            poisoned[used] = tensor[used]
+            poisoned[used_experts] = tensor[used_experts]
             changes[name] = poisoned
     call = layer.engine.build(layer.case, replace(weights, **changes))
     report("first call")
@@ -283,10 +292,10 @@ def _check_unused_weights(layer: _Layer, case: EngineCase, report: Report) -> Ou
 
 
 def _check_skipped_ids(layer: _Layer, case: EngineCase, report: Report) -> Outcome:
-    x_TH, routing = layer.take(case.problem.tokens)
+    x_TH, routing = layer.get_inputs(case.problem.tokens)
     ids_TK, weights_TK = routing.topk_ids_TK.clone(), routing.topk_weights_TK.clone()
     ids_TK[0], ids_TK[1:, -1] = -1, -1
-    weights_TK[ids_TK < 0] = 0  # whether weights of skipped pairs are read is another matter
+    weights_TK[ids_TK < 0] = 0  # this check does not depend on the weights of skipped pairs
     routing = Routing(weights_TK, ids_TK)
     report("first call")
     output = layer.run(x_TH, routing)
@@ -295,7 +304,7 @@ def _check_skipped_ids(layer: _Layer, case: EngineCase, report: Report) -> Outco
 
 
 def _check_workspace(layer: _Layer, case: EngineCase, report: Report) -> Outcome:
-    x_TH, routing = layer.take(case.problem.tokens)
+    x_TH, routing = layer.get_inputs(case.problem.tokens)
     report("first call")
     output = layer.run(x_TH, routing, poison=True)
     report("comparison")
@@ -304,7 +313,7 @@ def _check_workspace(layer: _Layer, case: EngineCase, report: Report) -> Outcome
 
 def _check_no_tokens(layer: _Layer, case: EngineCase, report: Report) -> Outcome:
     report("first call")
-    output = layer.run(*layer.take(0))
+    output = layer.run(*layer.get_inputs(0))
     need = (0, case.problem.hidden)
     if tuple(output.shape) == need:
         return Outcome(Kind.RIGHT)

@@ -24,21 +24,21 @@ from modular_kernel.text import escape_nonprintable
 
 Result = tuple[EngineCase, Outcome]
 
-# Of the cases that differ only in sizes and routing, the others are not run after this many have
-# ended their process.
+# After this many cases have ended their process, the other cases that differ from them only in
+# sizes and routing are not run.
 _MAX_ENDED = 2
-_LOG_BYTES = 400  # end of the output of a process that a message quotes
-_SHOWN = "AssertionError: relative RMS error "  # a reproducer's line that shows the error
+_LOG_BYTES = 400  # number of bytes at the end of a process's output that a message quotes
+_ASSERTION_PREFIX = "AssertionError: relative RMS error "  # of the line that shows the error
 
 
 @dataclass(frozen=True)
 class TimeLimits:
     """Time limits in seconds.
 
-    setup: loading the engine; making a layer and its inputs; comparing an output.
-    first_call: the first call of a case, in which kernels are compiled.
-    call: a later call.
-    total: all cases; None means no limit.
+    setup: for loading the engine, for making a layer and its inputs, and for comparing an output.
+    first_call: for the first call of a case, in which kernels are compiled.
+    call: for a later call.
+    total: for all cases; None means no limit.
     """
 
     setup: float = 300.0
@@ -64,27 +64,27 @@ class EngineProgram:
 
 
 class EngineProcess:
-    """A worker process. Use it as a context manager, which ends the process.
+    """A worker process that has loaded an engine. As a context manager, it ends the process.
 
-    Raises the engine's error, a ModularKernelError, if it cannot be loaded, and UnsupportedError if
-    the process ends while it loads the engine.
+    The constructor raises the engine's ModularKernelError if the engine cannot be loaded, and
+    UnsupportedError if the process ends while it loads the engine.
     """
 
     def __init__(self, program: EngineProgram, limits: TimeLimits) -> None:
         self._limits = limits
         self._log = TemporaryFile()  # noqa: SIM115 (closed with the process)
-        self._connection, child = Pipe()
+        self._connection, child_connection = Pipe()
         command = [sys.executable, "-m", "modular_kernel.testing.engines.worker"]
         self._process = subprocess.Popen(
-            [*command, str(child.fileno()), program.module],
+            [*command, str(child_connection.fileno()), program.module],
             env=dict(program.environment),
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            pass_fds=[child.fileno()],
+            pass_fds=[child_connection.fileno()],
             start_new_session=True,
         )
-        child.close()
+        child_connection.close()
         try:
             self.description = self._receive_description()
         except BaseException:
@@ -121,12 +121,12 @@ class EngineProcess:
         return not self._log.closed
 
     def judge(self, case: EngineCase) -> Outcome:
-        """Return the outcome of a case. If the process cannot go on, it is ended."""
+        """Return the outcome of a case. Ends the process if it cannot run further cases."""
         phase = "setup"
         try:
             self._connection.send(case)
         except OSError:
-            outcome = self._end("the process had ended")
+            outcome = self._describe_exit("the process had ended")
         else:
             while isinstance(message := self._receive(phase), str):
                 phase = message
@@ -144,19 +144,22 @@ class EngineProcess:
         try:
             return self._connection.recv()
         except (EOFError, ConnectionError):
-            return self._end(f"in its {phase}")
+            return self._describe_exit(f"in its {phase}")
 
-    def _end(self, when: str) -> Outcome:
-        """Return the outcome of a process that has ended by itself."""
+    def _describe_exit(self, when: str) -> Outcome:
+        """Return the outcome of a case whose process has exited.
+
+        when: what the process was doing.
+        """
         status = self._process.wait()
-        text = f"exit status {status}"
+        status_text = f"exit status {status}"
         if status < 0:
-            text = signal.Signals(-status).name
+            status_text = signal.Signals(-status).name
         size = self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, size - _LOG_BYTES))
         output = self._log.read().decode(errors="replace")
-        last = escape_nonprintable(" ".join(output.split()))
-        return Outcome(Kind.CRASHED, f"{text} {when}: {last}", is_fatal=True)
+        last_output = escape_nonprintable(" ".join(output.split()))
+        return Outcome(Kind.CRASHED, f"{status_text} {when}: {last_output}", is_fatal=True)
 
 
 def describe_engine(program: EngineProgram, limits: TimeLimits) -> Description:
@@ -168,10 +171,10 @@ def describe_engine(program: EngineProgram, limits: TimeLimits) -> Description:
 def run_cases(
     cases: Sequence[EngineCase], program: EngineProgram, limits: TimeLimits, workers: int
 ) -> Iterator[Result]:
-    """Yield the outcome of every case, as they become known.
+    """Yield each case with its outcome, in the order in which they complete.
 
-    workers: number of processes that run at a time. Each runs all cases of a class and a scheme,
-        then those of others. If it ends, another one takes its place.
+    workers: number of processes that run at a time. A process runs all cases of one class and
+        scheme before those of the next. A process that ends is replaced.
     """
     groups: dict[tuple[str, str], list[EngineCase]] = defaultdict(list)
     for case in cases:
@@ -215,7 +218,7 @@ class _Run:
         process: EngineProcess | None = None
         try:
             while not self.stop.is_set():
-                process = self._judge_group(self.queue.get_nowait(), process)
+                process = self._judge_cases(self.queue.get_nowait(), process)
         except Empty:
             pass
         except Exception as error:  # noqa: BLE001 (raised in the thread that waits for results)
@@ -224,15 +227,18 @@ class _Run:
             if process is not None and process.is_alive:
                 process.close()
 
-    def _judge_group(
+    def _judge_cases(
         self, cases: Sequence[EngineCase], process: EngineProcess | None
     ) -> EngineProcess | None:
-        """Put the outcome of each case into `results`. Return the process, for other cases."""
+        """Put the outcome of each case into `results`.
+
+        Returns the process that ran the last case, which can run further cases.
+        """
         num_ended, unavailable = Counter[object](), dict[object, Outcome]()
         for case in cases:
-            row = row_key(case)
-            # What the first call lacks, all calls of the class in this scheme lack.
-            outcome = unavailable.get(row_key(cases[0])) or unavailable.get(row)
+            row = get_row_key(case)
+            # If the first case of a class and scheme is unavailable, so are all others.
+            outcome = unavailable.get(get_row_key(cases[0])) or unavailable.get(row)
             outcome = outcome or self._explain_not_run(num_ended[row])
             if outcome is None:
                 if process is None or not process.is_alive:
@@ -245,10 +251,10 @@ class _Run:
         return process
 
     def _explain_not_run(self, num_ended: int) -> Outcome | None:
-        total = self.limits.total
+        total_limit = self.limits.total
         if self.stop.is_set():
             return Outcome(Kind.NOT_JUDGED, "not run: interrupted", was_run=False)
-        if total is not None and monotonic() > self.start + total:
+        if total_limit is not None and monotonic() > self.start + total_limit:
             return Outcome(Kind.NOT_JUDGED, "not run: time limit", was_run=False)
         if num_ended >= _MAX_ENDED:
             detail = "not run: similar cases ended their process"
@@ -256,25 +262,25 @@ class _Run:
         return None
 
 
-def row_key(case: EngineCase) -> tuple[str, str, str, str, bool]:
+def get_row_key(case: EngineCase) -> tuple[str, str, str, str, bool]:
     """Return the class, scheme, activation, dtype and bias of a case."""
     problem = case.problem
     return case.experts, problem.quant, case.activation, str(problem.dtype), problem.bias
 
 
-def run_reproducer(program: EngineProgram, text: str, limit: float) -> tuple[int, str]:
-    """Run a reproducer in a process of its own. Returns its exit status and a line of its output.
+def run_reproducer(program: EngineProgram, source: str, limit: float) -> tuple[int, str]:
+    """Run a reproducer in a separate process. Returns its exit status and a line of its output.
 
-    The line is the message of its assertion, or the last one of the output if there is none.
+    The line is the message of the failed assertion, or the last line of output if there is none.
 
-    The engine's module, run as a program, executes its standard input.
-
-    limit: time limit in seconds; the exit status is -1 if it is exceeded.
+    program: its module executes the source on its standard input.
+    source: the reproducer's source.
+    limit: time limit in seconds. The exit status is -1 if it is exceeded.
     """
     try:
         result = subprocess.run(
             [sys.executable, "-m", program.module],
-            input=text,
+            input=source,
             env=dict(program.environment),
             capture_output=True,
             text=True,
@@ -284,6 +290,7 @@ def run_reproducer(program: EngineProgram, text: str, limit: float) -> tuple[int
     except subprocess.TimeoutExpired:
         return -1, f"no result after {limit:g} s"
     lines = [*result.stdout.strip().splitlines(), *result.stderr.strip().splitlines()]
-    shown = [line for line in lines if line.startswith(_SHOWN)]
-    line = (shown or (result.stdout or result.stderr).strip().splitlines() or [""])[-1]
-    return result.returncode, line.removeprefix("AssertionError: ")
+    assertion_lines = [line for line in lines if line.startswith(_ASSERTION_PREFIX)]
+    output_lines = (result.stdout or result.stderr).strip().splitlines()
+    last_line = (assertion_lines or output_lines or [""])[-1]
+    return result.returncode, last_line.removeprefix("AssertionError: ")

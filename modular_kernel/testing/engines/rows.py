@@ -7,15 +7,15 @@ from math import inf, isfinite
 
 from modular_kernel.integrations.engine import EngineCase, Kind, Outcome, Promise
 from modular_kernel.spec.problem import dtype_name
-from modular_kernel.testing.engines.processes import Result, row_key
+from modular_kernel.testing.engines.processes import Result, get_row_key
 
 
 @dataclass(frozen=True)
 class Row:
-    """The outcomes of the cases of one combination.
+    """The outcomes of the cases of one class, scheme, activation, dtype and bias.
 
-    reproduced: what the reproducer of the worst case did when it was run: its last line of
-        output, or why it did not show the error; empty if it was not run.
+    reproduced: the last line of output of the worst case's reproducer, or why it did not show the
+        error; empty if it was not run.
     """
 
     results: tuple[Result, ...]
@@ -23,7 +23,7 @@ class Row:
 
     @property
     def case(self) -> EngineCase:
-        """The first case, for what all cases have in common."""
+        """The first case. All cases have the same class, scheme, activation, dtype and bias."""
         return self.results[0][0]
 
     @property
@@ -32,12 +32,12 @@ class Row:
 
     @cached_property
     def numbers(self) -> tuple[Result, ...]:
-        """The cases that check the numbers."""
+        """The results of the cases that check the output's values."""
         return tuple(result for result in self.results if result[0].promise is None)
 
     @property
     def kind(self) -> Kind:
-        """The outcome of the row: the worst that some call had.
+        """The worst outcome of any call in the row.
 
         Refused calls, and calls that cannot run here, count only if there are no others.
         """
@@ -45,12 +45,12 @@ class Row:
         return next(kind for kind in Kind if kind in kinds)
 
     def select(self, kind: Kind) -> list[Result]:
-        """Return the cases that check the numbers and have this outcome."""
+        """Return the results of `numbers` that have this outcome."""
         return [result for result in self.numbers if result[1].kind is kind]
 
     @property
     def details(self) -> list[str]:
-        """Distinct details of the calls with the row's outcome."""
+        """The distinct details of the calls with the row's outcome."""
         return list(dict.fromkeys(outcome.detail for _, outcome in self.select(self.kind)))
 
     @property
@@ -73,8 +73,8 @@ class Row:
     @property
     def reproducer(self) -> str:
         """Program that shows the error of the worst case; empty if none is wrong."""
-        programs = [outcome for _, outcome in self.numbers if outcome.reproducer]
-        return max(programs, key=_get_ratio).reproducer if programs else ""
+        wrong_outcomes = [outcome for _, outcome in self.numbers if outcome.reproducer]
+        return max(wrong_outcomes, key=_get_ratio).reproducer if wrong_outcomes else ""
 
     def make_record(self) -> dict[str, object]:
         """Return the row for JSON."""
@@ -108,16 +108,16 @@ class Row:
 
 
 def _get_ratio(outcome: Outcome) -> float:
-    """Return the ratio of error to bound; infinity if values are not finite."""
-    is_known = outcome.error is not None and isfinite(outcome.error) and outcome.bound
-    return outcome.error / outcome.bound if is_known else inf  # type: ignore[operator]
+    """Return the ratio of error to bound, or infinity if an output is not finite."""
+    has_ratio = outcome.error is not None and isfinite(outcome.error) and outcome.bound
+    return outcome.error / outcome.bound if has_ratio else inf  # type: ignore[operator]
 
 
 def make_rows(results: Iterable[Result]) -> list[Row]:
-    """Return the rows, sorted by outcome, then as the cases were listed."""
+    """Return the rows, sorted by outcome, and with the same outcome in the order of the results."""
     rows: dict[object, list[Result]] = {}
     for result in results:
-        rows.setdefault(row_key(result[0]), []).append(result)
-    order = list(Kind)
-    grouped = [Row(tuple(r)) for r in rows.values() if any(c.promise is None for c, _ in r)]
-    return sorted(grouped, key=lambda row: order.index(row.kind))
+        rows.setdefault(get_row_key(result[0]), []).append(result)
+    kind_order = list(Kind)
+    grouped_rows = [Row(tuple(r)) for r in rows.values() if any(c.promise is None for c, _ in r)]
+    return sorted(grouped_rows, key=lambda row: kind_order.index(row.kind))

@@ -1,10 +1,10 @@
-"""Program of a worker process, which judges the cases that it receives, one at a time.
+"""Program of a worker process, which receives cases and judges them one at a time.
 
     python -m modular_kernel.testing.engines.worker DESCRIPTOR MODULE
 
 DESCRIPTOR is the file descriptor of a connection to the parent process. `load_engine` of MODULE
-returns the engine. The messages to the parent are a Description, or the error if the engine cannot
-be loaded, and then for each case the names of the phases that begin, and an Outcome.
+returns the engine. The worker sends a Description, or the error if the engine cannot be loaded. For
+each case, it then sends the name of each phase as the phase begins, and finally an Outcome.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Run test cases in this process: list them, find the first failure of one, or hash its results.
+"""List the test cases, and run one in this process, to find its first failure or hash its results.
 
 After the source of a module was changed in a forked process, that process imports this module and
 thereby the changed source. The hash of all result bits of a case (its digest) shows whether the
@@ -23,14 +23,14 @@ Pair = tuple[str, str]  # names of the PrepareAndFinalize and the experts class 
 Level = Literal["smoke", "full"]  # the short or the full list of cases of a pairing
 
 
-def case_list(pairs: tuple[Pair, ...], level: Level) -> tuple[tuple[Case, ...], Machine]:
+def list_cases(pairs: tuple[Pair, ...], level: Level) -> tuple[tuple[Case, ...], Machine]:
     """Return every valid case of the pairings, without repetition, and the current machine."""
     machine = this_machine()
     cases = (case for pair in pairs for case in cases_for(*pair, machine, level).cases)
     return tuple(dict.fromkeys(cases)), machine
 
 
-def invalid_cases(cases: Sequence[Case]) -> list[str]:
+def list_invalid_cases(cases: Sequence[Case]) -> list[str]:
     """Return the cases that are not valid on this machine."""
     machine = this_machine()
     return [
@@ -40,7 +40,7 @@ def invalid_cases(cases: Sequence[Case]) -> list[str]:
     ]
 
 
-def first_failure(case: Case, machine: Machine) -> tuple[str | None, float]:
+def run_until_failure(case: Case, machine: Machine) -> tuple[str | None, float]:
     """Run the checks of a case; return (first failure or None, duration in seconds)."""
     start = time.perf_counter()
     failure = _find_first_failure(case, machine)
@@ -64,14 +64,14 @@ def hash_trial(trial: Trial) -> str:
     the first call.
     """
     first = trial.first_call
-    bits = hashlib.sha256(_to_bytes(first.output))
-    bits.update(f"{first.invalid_ids} {len(first.races)}".encode())
-    bits.update(_to_bytes(call(trial.kernel, trial.other)))
-    return bits.hexdigest()
+    digest = hashlib.sha256(_get_bytes(first.output))
+    digest.update(f"{first.invalid_ids} {len(first.races)}".encode())
+    digest.update(_get_bytes(call(trial.kernel, trial.other)))
+    return digest.hexdigest()
 
 
-def _to_bytes(out: torch.Tensor) -> bytes:
-    return out.contiguous().view(torch.uint8).numpy().tobytes()
+def _get_bytes(output: torch.Tensor) -> bytes:
+    return output.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _find_first_failure(case: Case, machine: Machine) -> str | None:

@@ -25,13 +25,13 @@ class CaseRunner(Protocol):
 
     def this_machine(self) -> Machine: ...
 
-    def case_list(
+    def list_cases(
         self, pairs: tuple[Pair, ...], level: Level
     ) -> tuple[Sequence[Case], Machine]: ...
 
-    def invalid_cases(self, cases: Sequence[Case]) -> list[str]: ...
+    def list_invalid_cases(self, cases: Sequence[Case]) -> list[str]: ...
 
-    def first_failure(self, case: Case, machine: Machine) -> tuple[str | None, float]: ...
+    def run_until_failure(self, case: Case, machine: Machine) -> tuple[str | None, float]: ...
 
     def hash_case(self, case: Case, machine: Machine) -> str: ...
 
@@ -39,7 +39,6 @@ class CaseRunner(Protocol):
 @dataclass(frozen=True)
 class CaseListing:
     """The valid cases without the mutant, for mutants that may change which cases are valid.
-
 
     Attributes:
         pairs, level: determine the cases.
@@ -58,44 +57,48 @@ def run_cases(
 ) -> None:
     """Make two calls of every case, and run all checks on the cases in which a bit differs.
 
-    The first other case gets all checks at once, because some checks do not depend on its results.
-    Then run all checks on a sample of the other cases. Stops at the first failure. Progress and the
-    failure are reported through `send`.
+    All checks also run on the first case in which no bit differs, because some checks do not depend
+    on the result bits, and finally on a sample of the other such cases. Stops at the first failure.
+    Reports progress and the failure through `send`.
     """
     machine = runner.this_machine()
 
     def passes(index: int, case: Case) -> bool:
         send({"case": index})
-        failure = runner.first_failure(case, machine)[0]
+        failure = runner.run_until_failure(case, machine)[0]
         if failure is not None:
             send({"failure": failure})
         return failure is None
 
     unchanged: list[int] = []
 
-    def run_all() -> bool:
-        for index, covered in enumerate(cases):
+    def run_all_cases() -> bool:
+        for index, case_coverage in enumerate(cases):
             send({"case": index})
-            if runner.hash_case(covered.case, machine) == covered.digest:
+            if runner.hash_case(case_coverage.case, machine) == case_coverage.digest:
                 unchanged.append(index)
-                if len(unchanged) == 1 and not passes(index, covered.case):
+                if len(unchanged) == 1 and not passes(index, case_coverage.case):
                     return False
                 continue
             send({"differs": index})
-            if not passes(index, covered.case):
+            if not passes(index, case_coverage.case):
                 return False
         return True
 
-    def list_passes() -> bool:
-        return listing is None or _case_list_passes(listing, len(cases), runner, passes, send)
+    def listing_passes() -> bool:
+        return listing is None or _listing_passes(listing, len(cases), runner, passes, send)
 
-    steps = (list_passes, run_all) if listing and listing.compare_first else (run_all, list_passes)
+    steps = (
+        (listing_passes, run_all_cases)
+        if listing and listing.compare_first
+        else (run_all_cases, listing_passes)
+    )
     if all(step() for step in steps):
         sample = unchanged[:: max(1, len(unchanged) // _NUM_SAMPLED)][1:]
         all(passes(index, cases[index].case) for index in sample)
 
 
-def _case_list_passes(
+def _listing_passes(
     listing: CaseListing,
     new_index: int,
     runner: CaseRunner,
@@ -109,8 +112,8 @@ def _case_list_passes(
     send({"listing": True})
     # A mutant can make the rules raise an error.
     try:
-        now_refused = runner.invalid_cases(listing.known)
-        now_valid = () if now_refused else runner.case_list(listing.pairs, listing.level)[0]
+        now_refused = runner.list_invalid_cases(listing.known)
+        now_valid = () if now_refused else runner.list_cases(listing.pairs, listing.level)[0]
     except Exception as error:  # noqa: BLE001
         send({"failure": f"list: raised {type(error).__name__}: {error}"})
         return False
@@ -118,5 +121,5 @@ def _case_list_passes(
         send({"refused": f"{format_count(len(now_refused), 'valid case')}, first {now_refused[0]}"})
         return False
     known_names = {str(case) for case in listing.known}
-    new = [case for case in now_valid if str(case) not in known_names]
-    return all(passes(new_index, case) for case in new[:_NUM_SAMPLED])
+    new_cases = [case for case in now_valid if str(case) not in known_names]
+    return all(passes(new_index, case) for case in new_cases[:_NUM_SAMPLED])

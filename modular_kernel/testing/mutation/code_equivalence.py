@@ -29,7 +29,7 @@ from modular_kernel.replay.launch.runtime import HAS_TRITON
 from modular_kernel.settings import make_child_environment
 from modular_kernel.testing.mutation.mutant_outcome import MutantOutcome
 from modular_kernel.testing.mutation.patched_module import (
-    part_packages,
+    list_part_packages,
     patch_modules,
     restore_submodule_attributes,
 )
@@ -59,7 +59,7 @@ class _Request:
     modules: only kernels that use one of these modules are compiled.
     target: an architecture, such as "sm_90".
     expected: the IR of each launch without mutants. A launch that differs is compiled to code.
-    with_code: numbers of other launches that are compiled to code.
+    with_code: indices of further launches that are compiled to code.
     count: the number of differing launches, or of those in `with_code`, after which to stop.
     """
 
@@ -75,8 +75,8 @@ class _Request:
 class CodeComparison:
     """Result of a comparison of compiled kernels.
 
-    reached: for each mutant, the number of compiled kernels that contain its line; not known (0) if
-        the comparison stopped at the first difference.
+    reached: for each mutant, the number of compiled kernels that contain its line; 0 if the
+        comparison stopped at the first difference, before these kernels were counted.
     differing: the number of compiled kernels that the mutants change.
     """
 
@@ -125,9 +125,9 @@ def compare_code(
 
 
 def prove_by_code(outcome: MutantOutcome) -> MutantOutcome:
-    """Return the outcome of a survivor, as equivalent if no kernel with its line changes.
+    """Return a survivor's outcome, with status "equivalent" if no kernel with its line changes.
 
-    A mutant outside of kernels, or one that no compiled kernel contains, keeps its outcome.
+    The outcome of a mutant outside of kernels, or in no compiled kernel, is returned unchanged.
     """
     if not HAS_TRITON or not is_in_kernel(outcome.mutant):
         return outcome
@@ -141,18 +141,20 @@ def _count_differing(
     changed: _Request, launches: Sequence[_Launch], unchanged: Sequence[_Launch]
 ) -> int:
     """Return the number of kernels with different code. `launches` are those of `changed`."""
-    numbers = _find_differing(unchanged, launches)
-    if not numbers:
+    indices = _find_differing(unchanged, launches)
+    if not indices:
         return 0
     originals = _compile(
-        replace(changed, mutants=(), with_code=numbers, expected=(), count=len(numbers))
+        replace(changed, mutants=(), with_code=indices, expected=(), count=len(indices))
     )
-    differing = frozenset(n for n in numbers if launches[n].code != originals[n].code)
+    differing = frozenset(
+        index for index in indices if launches[index].code != originals[index].code
+    )
     return len(_list_kernels(unchanged, differing))
 
 
-def _list_kernels(unchanged: Sequence[_Launch], numbers: Iterable[int]) -> set[_Launch]:
-    return {unchanged[number] for number in numbers}
+def _list_kernels(unchanged: Sequence[_Launch], indices: Iterable[int]) -> set[_Launch]:
+    return {unchanged[index] for index in indices}
 
 
 @cache
@@ -194,10 +196,17 @@ def is_in_kernel(mutant: Mutant) -> bool:
 
 
 def _find_differing(expected: Sequence[_Launch], launches: Sequence[_Launch]) -> frozenset[int]:
-    """Return the numbers of launches whose IR differs. `launches` may end earlier."""
+    """Return the indices of launches whose IR differs. `launches` may be shorter."""
     pairs = [*enumerate(zip(expected, launches, strict=False))]
-    assert all(old.kernel == new.kernel for _, (old, new) in pairs)
-    return frozenset(number for number, (old, new) in pairs if old.ir != new.ir)
+    assert all(
+        expected_launch.kernel == actual_launch.kernel
+        for _, (expected_launch, actual_launch) in pairs
+    )
+    return frozenset(
+        index
+        for index, (expected_launch, actual_launch) in pairs
+        if expected_launch.ir != actual_launch.ir
+    )
 
 
 def _compile(request: _Request) -> tuple[_Launch, ...]:
@@ -215,11 +224,11 @@ def _compile(request: _Request) -> tuple[_Launch, ...]:
         stdout=subprocess.PIPE,
         check=True,
     )
-    return tuple(_Launch(*entry) for entry in json.loads(process.stdout))
+    return tuple(_Launch(*launch_fields) for launch_fields in json.loads(process.stdout))
 
 
 class _StopAtIr(Exception):
-    """Raised in place of the compilation from IR to machine code. It has the digest of the IR."""
+    """Raised with the digest of the IR, to skip the compilation from IR to machine code."""
 
 
 class _Compiler:
@@ -242,10 +251,10 @@ class _Compiler:
 
     def _needs_code(self) -> bool:
         """Return whether the current launch is compiled to code, which depends on its IR."""
-        number, request = len(self.launches), self._request
-        if number in request.with_code:
+        index, request = len(self.launches), self._request
+        if index in request.with_code:
             return True
-        return bool(request.expected) and request.expected[number] != self._ir
+        return bool(request.expected) and request.expected[index] != self._ir
 
     def _make_add_stages(self) -> Callable[..., None]:
         def add_stages(backend: Any, stages: dict[str, Any], options: Any, language: Any) -> None:
@@ -253,8 +262,8 @@ class _Compiler:
             lower = stages["ttgir"]
 
             def lower_if_needed(module: Any, metadata: Any) -> Any:
-                text = f"{module.str_nodebug()}\n{options}"
-                self._ir = sha256(text.encode()).hexdigest()
+                ir_text = f"{module.str_nodebug()}\n{options}"
+                self._ir = sha256(ir_text.encode()).hexdigest()
                 if self._needs_code():
                     return lower(module, metadata)
                 raise _StopAtIr(self._ir)
@@ -316,7 +325,7 @@ def _main() -> None:
 @cache
 def _find_import_closure(module: str) -> frozenset[str]:
     """Return the module and all modules of this project that it imports, directly or indirectly."""
-    project_roots = {"modular_kernel", *part_packages()}
+    project_roots = {"modular_kernel", *list_part_packages()}
     reached, pending = set[str](), [module]
     while pending:
         name = pending.pop()

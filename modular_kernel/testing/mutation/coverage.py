@@ -16,7 +16,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from modular_kernel.testing.cases.lists import Case
-from modular_kernel.testing.mutation.case_runs import Level, Pair, case_list, hash_case
+from modular_kernel.testing.mutation.case_runs import Level, Pair, hash_case, list_cases
 from modular_kernel.testing.mutation.forked_worker import ChildProcess, Send
 from modular_kernel.testing.mutation.patched_module import unload
 from modular_kernel.testing.mutation.source import Mutant
@@ -119,25 +119,25 @@ def cover(
     def work(send: Send) -> None:
         unload(set(modules))
         with trace_lines(files) as (lines, loaded):
-            cases, machine = case_list(pairs, level)
-        send({"lines": as_lists(lines), "loaded": as_lists(loaded)})
+            cases, machine = list_cases(pairs, level)
+        send({"lines": convert_to_lists(lines), "loaded": convert_to_lists(loaded)})
         for case in _select_cases(cases, selected):
             start = time.perf_counter()
             with trace_lines(files) as (lines, loaded):
-                bits = hash_case(case, machine)
+                digest = hash_case(case, machine)
             seconds = time.perf_counter() - start
-            line_lists = {"lines": as_lists(lines), "loaded": as_lists(loaded)}
-            send({"digest": bits, "seconds": seconds, **line_lists})
+            line_lists = {"lines": convert_to_lists(lines), "loaded": convert_to_lists(loaded)}
+            send({"digest": digest, "seconds": seconds, **line_lists})
 
     child = ChildProcess(work, _CASE_TIMEOUT_S)
-    cases = _select_cases(case_list(pairs, level)[0], selected)
-    covered = []
+    cases = _select_cases(list_cases(pairs, level)[0], selected)
+    case_coverages = []
     loading: dict[str, frozenset[int]] = {}
     for index, message in enumerate(child):
         lines = {file: frozenset(numbers) for file, numbers in message["lines"].items()}
         if index:
             case = cases[index - 1]
-            covered.append(CaseCoverage(case, message["seconds"], message["digest"], lines))
+            case_coverages.append(CaseCoverage(case, message["seconds"], message["digest"], lines))
             on_case(join_pairs(pairs), index, len(cases))
         else:
             loading |= lines
@@ -145,7 +145,7 @@ def cover(
             loading[file] = loading.get(file, frozenset()).union(numbers)
     exit_info = child.exit
     error = "" if exit_info.status == "done" else f"{exit_info.status}: {exit_info.detail}"
-    return Coverage(loading, tuple(covered), error)
+    return Coverage(loading, tuple(case_coverages), error)
 
 
 def _select_cases(cases: Iterable[Case], selected: Collection[Case] | None) -> tuple[Case, ...]:
@@ -167,9 +167,9 @@ def trace_lines(files: set[str]) -> Iterator[tuple[LineSets, LineSets]]:
         file = frame.f_code.co_filename
         if file not in files:
             return None
-        is_import = _is_importing(frame, files)
+        is_importing = _is_importing(frame, files)
         code = frame.f_code
-        executed = (import_lines if is_import else call_lines).setdefault(file, set())
+        executed = (import_lines if is_importing else call_lines).setdefault(file, set())
         if code not in lines_by_code:
             lines_by_code[code] = {line for _, _, line in code.co_lines() if line is not None}
         if lines_by_code[code] <= executed:
@@ -200,6 +200,6 @@ def _is_importing(frame: FrameType | None, files: set[str]) -> bool:
     return False
 
 
-def as_lists(lines: dict[str, set[int]]) -> dict[str, list[int]]:
+def convert_to_lists(lines: dict[str, set[int]]) -> dict[str, list[int]]:
     """Convert lines to JSON-compatible lists."""
     return {file: sorted(numbers) for file, numbers in lines.items()}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.testing.mutation.source import Edit, Mutant, Source, last_line
+from modular_kernel.testing.mutation.source import Edit, Mutant, Source, get_last_line
 
 
 @dataclass(frozen=True)
@@ -29,31 +29,31 @@ def read_defects(path: Path, root: Path) -> tuple[Defect, ...]:
     text exactly once.
     """
     return tuple(
-        _make_defect(entry, root) for entry in json.loads(path.read_text(encoding="utf-8"))
+        _make_defect(record, root) for record in json.loads(path.read_text(encoding="utf-8"))
     )
 
 
-def _make_defect(entry: dict[str, str], root: Path) -> Defect:
-    path = root / entry["file"]
+def _make_defect(record: dict[str, str], root: Path) -> Defect:
+    path = root / record["file"]
     if not path.is_file():
-        raise ConfigurationError(entry["what"], got=f"no {path}", need="a file of the checkout")
-    source = Source(".".join(Path(entry["file"]).with_suffix("").parts), path)
-    old = entry["old"].encode()
-    count = source.data.count(old)
+        raise ConfigurationError(record["what"], got=f"no {path}", need="a file of the checkout")
+    source = Source(".".join(Path(record["file"]).with_suffix("").parts), path)
+    old_bytes = record["old"].encode()
+    count = source.data.count(old_bytes)
     if count != 1:
-        need = f"{entry['old']!r} once in {entry['file']}"
-        raise ConfigurationError(entry["what"], got=f"{count} times", need=need)
-    start = source.data.index(old)
-    edit = Edit("defect", start, start + len(old), entry["new"])
-    first, last = _extend_lines(source, source.line(start), source.line(start + len(old) - 1))
-    return Defect(entry["what"], Mutant(entry["what"], source.module, path, edit, first, last))
+        need = f"{record['old']!r} once in {record['file']}"
+        raise ConfigurationError(record["what"], got=f"{count} times", need=need)
+    start = source.data.index(old_bytes)
+    edit = Edit("defect", start, start + len(old_bytes), record["new"])
+    first, last = _extend_lines(source, source.line(start), source.line(start + len(old_bytes) - 1))
+    return Defect(record["what"], Mutant(record["what"], source.module, path, edit, first, last))
 
 
 def _extend_lines(source: Source, first: int, last: int) -> tuple[int, int]:
     """Extend lines [first, last] to the statements that contain them."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.stmt) and not isinstance(node, ast.FunctionDef | ast.ClassDef):
-            start, end = node.lineno, last_line(node)
+            start, end = node.lineno, get_last_line(node)
             if start <= last and first <= end:
                 first, last = min(first, start), max(last, end)
     return first, last

@@ -40,7 +40,7 @@ class ChildExit:
 class ChildProcess:
     """A forked child process. Iterate over it to get its messages; afterwards, read `exit`.
 
-    work: function that runs in the child; it gets a function that sends a message.
+    work: function that runs in the child. Its argument is a function that sends a message.
     timeout_s: seconds to wait for the next message; may be changed between messages.
     """
 
@@ -62,11 +62,11 @@ class ChildProcess:
                 if not ready:
                     self.exit = ChildExit("hang", f"no message for {self.timeout_s:.0f} s")
                     return
-                data = os.read(self._reader, 1 << 20)
-                if not data:
+                chunk = os.read(self._reader, 1 << 20)
+                if not chunk:
                     self._record_exit()
                     return
-                *lines, buffer = (buffer + data).split(b"\n")
+                *lines, buffer = (buffer + chunk).split(b"\n")
                 for line in lines:
                     message = json.loads(line)
                     if message.get("done"):
@@ -81,8 +81,10 @@ class ChildProcess:
             return
         _, status = os.waitpid(self._pid, 0)
         self._pid = 0
-        code = os.waitstatus_to_exitcode(status)
-        self.exit = ChildExit("crash", signal.Signals(-code).name if code < 0 else f"exit {code}")
+        exit_code = os.waitstatus_to_exitcode(status)
+        is_signal = exit_code < 0
+        detail = signal.Signals(-exit_code).name if is_signal else f"exit {exit_code}"
+        self.exit = ChildExit("crash", detail)
 
     def _close(self) -> None:
         os.close(self._reader)

@@ -78,13 +78,16 @@ class OutcomeTracker:
         self._case: Case | None = None
 
     def receive(self, message: Message) -> None:
+        """Update the outcome and the timeout from a message of `case_steps.run_cases`."""
         if "case" in message:
             index = message["case"]
             self._on_case(self._mutant.ident, len(self._cases_run), len(self._cases))
             self._cases_run.add(index)
-            covered = self._cases[index] if index < len(self._cases) else None
-            self._case = covered.case if covered else None
-            seconds = covered.seconds if covered else max(c.seconds for c in self._cases)
+            case_coverage = self._cases[index] if index < len(self._cases) else None
+            self._case = case_coverage.case if case_coverage else None
+            seconds = (
+                case_coverage.seconds if case_coverage else max(c.seconds for c in self._cases)
+            )
             self.timeout_s = GRACE_S + SLOWDOWN * seconds
         elif "differs" in message:
             self._differing += 1

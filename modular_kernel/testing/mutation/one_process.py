@@ -11,7 +11,7 @@ from typing import Any
 
 from modular_kernel.catalog import this_machine
 from modular_kernel.testing.cases.lists import Case, cases_for
-from modular_kernel.testing.mutation.case_runs import Level, Pair, first_failure
+from modular_kernel.testing.mutation.case_runs import Level, Pair, run_until_failure
 from modular_kernel.testing.mutation.case_steps import CaseListing, run_cases
 from modular_kernel.testing.mutation.coverage import (
     CaseCoverage,
@@ -64,14 +64,15 @@ class OneProcess:
             child.timeout_s = tracker.timeout_s
         return tracker.finish(child.exit)
 
-    def failure(self, case: Case) -> str | None:
+    def find_failure(self, case: Case) -> str | None:
         child = ChildProcess(
-            lambda send: send({"failure": first_failure(case, this_machine())[0]}), _CASE_TIMEOUT_S
+            lambda send: send({"failure": run_until_failure(case, this_machine())[0]}),
+            _CASE_TIMEOUT_S,
         )
         failure: str | None = next((m["failure"] for m in child), "ended")
         return failure
 
-    def digests(self, cases: Sequence[Case], mutants: Sequence[Mutant]) -> Iterator[str]:
+    def compute_digests(self, cases: Sequence[Case], mutants: Sequence[Mutant]) -> Iterator[str]:
         find_dependents({mutant.module for mutant in mutants})
         child = ChildProcess(lambda send: _send_digests(cases, mutants, send), _DIGEST_TIMEOUT_S)
         return (message["digest"] for message in child)

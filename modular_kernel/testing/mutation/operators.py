@@ -60,18 +60,18 @@ def mutate_comparison(source: Source, node: ast.AST) -> Edits:
     assert isinstance(node, ast.Compare)
     left, has_time = node.left, any(map(_is_time, ast.walk(node)))
     for operator, right in zip(node.ops, node.comparators, strict=True):
-        old, new = _COMPARISONS[type(operator)]
-        offset = _find_between(source, left, right, old)
+        symbol, replacement = _COMPARISONS[type(operator)]
+        offset = _find_between(source, left, right, symbol)
         is_off_by_one = isinstance(operator, ast.Lt | ast.LtE | ast.Gt | ast.GtE)
         if offset is not None and not (is_off_by_one and has_time):
-            yield Edit("compare", offset, offset + len(old), new)
+            yield Edit("compare", offset, offset + len(symbol), replacement)
         left = right
 
 
 def mutate_binary_operation(source: Source, node: ast.AST) -> Edits:
     """Yield edits that change the operator, drop an operand, or make a division round up."""
     assert isinstance(node, ast.BinOp)
-    if type(node.op) not in _ARITHMETIC or _is_text(node.left) or _is_text(node.right):
+    if type(node.op) not in _ARITHMETIC or _is_string(node.left) or _is_string(node.right):
         return
     if isinstance(node.op, ast.Add | ast.Sub) and _is_zero(source, node.right):
         return
@@ -90,7 +90,7 @@ def mutate_binary_operation(source: Source, node: ast.AST) -> Edits:
         yield Edit("operand lost", start, end, right)
     if isinstance(node.op, ast.FloorDiv) and _is_exact(source, node):
         return
-    if isinstance(node.op, ast.FloorDiv) and not source.in_kernel(node):
+    if isinstance(node.op, ast.FloorDiv) and not source.is_in_kernel(node):
         yield Edit("tail", start, end, f"-(-({left}) // ({right}))")
     elif isinstance(node.op, ast.FloorDiv) and not (
         _is_compile_time(node.left) and _is_compile_time(node.right)
@@ -102,12 +102,12 @@ def mutate_binary_operation(source: Source, node: ast.AST) -> Edits:
 def mutate_boolean_operation(source: Source, node: ast.AST) -> Edits:
     """Yield edits that drop one of the conditions."""
     assert isinstance(node, ast.BoolOp)
-    word = " and " if isinstance(node.op, ast.And) else " or "
+    joiner = " and " if isinstance(node.op, ast.And) else " or "
     for dropped in range(len(node.values)):
         remaining = [
             f"({source.text_of(value)})" for i, value in enumerate(node.values) if i != dropped
         ]
-        yield source.replace_node("condition lost", node, word.join(remaining))
+        yield source.replace_node("condition lost", node, joiner.join(remaining))
 
 
 def mutate_unary_operation(source: Source, node: ast.AST) -> Edits:
@@ -152,9 +152,9 @@ def mutate_name(source: Source, node: ast.AST) -> Edits:
         assert isinstance(node, ast.Name)
         identifier, start = node.id, source.start(node)
     end = start + len(identifier.encode())
-    head, _, tail = identifier.partition("_")
-    if head in _SWAPPED_NAMES and identifier != "hidden_states":
-        new = _SWAPPED_NAMES[head] + (f"_{tail}" if tail else "")
+    prefix, _, suffix = identifier.partition("_")
+    if prefix in _SWAPPED_NAMES and identifier != "hidden_states":
+        new = _SWAPPED_NAMES[prefix] + (f"_{suffix}" if suffix else "")
         yield Edit("swapped operand", start, end, new)
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         replacements = {"tl": _PRECISIONS, "torch": _TORCH_PRECISIONS}.get(node.value.id, {})
@@ -213,7 +213,9 @@ def _mutate_keywords(source: Source, node: ast.Call, callee: str) -> Edits:
         if keyword.arg == "mask" and not _is_none(keyword.value):
             yield source.replace_node("mask lost", keyword, "mask=None")
         if is_declaration:
-            yield Edit("weakened rule", source.start(keyword), _end_with_comma(source, keyword), "")
+            yield Edit(
+                "weakened rule", source.start(keyword), _find_end_with_comma(source, keyword), ""
+            )
     for first, second in pairwise(keywords):
         if (
             _get_stem(first) == _get_stem(second)
@@ -226,12 +228,12 @@ def _mutate_keywords(source: Source, node: ast.Call, callee: str) -> Edits:
 def _mutate_range(source: Source, node: ast.Call, callee: str) -> Edits:
     if callee not in ("range", "static_range") or len(node.args) > 2:
         return
-    head = source.text_of(node.func)
+    range_name = source.text_of(node.func)
     first = source.text_of(node.args[0]) if len(node.args) == 2 else "0"
     last = source.text_of(node.args[-1])
-    yield source.replace_node("loop", node, f"{head}({first}, ({last}) - 1)")
-    yield source.replace_node("loop", node, f"{head}(({first}) + 1, {last})")
-    yield source.replace_node("order", node, f"{head}(({last}) - 1, ({first}) - 1, -1)")
+    yield source.replace_node("loop", node, f"{range_name}({first}, ({last}) - 1)")
+    yield source.replace_node("loop", node, f"{range_name}(({first}) + 1, {last})")
+    yield source.replace_node("order", node, f"{range_name}(({last}) - 1, ({first}) - 1, -1)")
 
 
 def mutate_ternary(source: Source, node: ast.AST) -> Edits:
@@ -289,18 +291,20 @@ def _find_between(source: Source, left: Positioned, right: Positioned, symbol: s
 
 
 def _swap_operands(source: Source, first: Positioned, second: Positioned) -> Edits:
-    a, b = source.text_of(first), source.text_of(second)
-    if a != b:
-        middle = source.text(source.end(first), source.start(second))
+    first_text, second_text = source.text_of(first), source.text_of(second)
+    if first_text != second_text:
+        separator = source.text(source.end(first), source.start(second))
         start, end = source.start(first), source.end(second)
-        yield Edit("swapped operand", start, end, f"{b}{middle}{a}")
+        yield Edit("swapped operand", start, end, f"{second_text}{separator}{first_text}")
 
 
-def _end_with_comma(source: Source, keyword: ast.keyword) -> int:
+def _find_end_with_comma(source: Source, keyword: ast.keyword) -> int:
     """Return the offset after a keyword argument and the comma that follows it, if any."""
     end = source.end(keyword)
-    rest = source.data[end:].lstrip()
-    return end + (len(source.data) - end - len(rest)) + 1 if rest.startswith(b",") else end
+    remainder = source.data[end:].lstrip()
+    return (
+        end + (len(source.data) - end - len(remainder)) + 1 if remainder.startswith(b",") else end
+    )
 
 
 def _get_callee_name(node: ast.Call) -> str:
@@ -325,7 +329,7 @@ def _is_zero(source: Source, node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id in source.zeros
 
 
-def _is_text(node: ast.expr) -> bool:
+def _is_string(node: ast.expr) -> bool:
     return isinstance(node, ast.JoinedStr) or (
         isinstance(node, ast.Constant) and isinstance(node.value, str)
     )

@@ -66,7 +66,7 @@ class Ranks(Closeable):
         cases: Iterable[CaseCoverage] = (),
     ) -> None:
         self.world_size, self._per_host, self._mutants = world_size, ranks_per_host, mutants
-        self._seconds = {covered.case: covered.seconds for covered in cases}
+        self._seconds = {case_coverage.case: case_coverage.seconds for case_coverage in cases}
         self._pool: RankPool | None = None
 
     def close(self) -> None:
@@ -93,13 +93,13 @@ class Ranks(Closeable):
     def this_machine(self) -> Machine:
         return this_machine(device="cpu")
 
-    def case_list(self, pairs: tuple[Pair, ...], level: Level) -> tuple[Sequence[Case], Machine]:
+    def list_cases(self, pairs: tuple[Pair, ...], level: Level) -> tuple[Sequence[Case], Machine]:
         machine = self.this_machine()
         query = rank_tasks.CaseQuery(pairs, level, machine, self._per_host)
         return self._run_on_rank_0(rank_tasks.list_cases, query), machine
 
-    def invalid_cases(self, cases: Sequence[Case]) -> list[str]:
-        return self._run_on_rank_0(rank_tasks.invalid_cases, tuple(cases), self.this_machine())
+    def list_invalid_cases(self, cases: Sequence[Case]) -> list[str]:
+        return self._run_on_rank_0(rank_tasks.list_invalid_cases, tuple(cases), self.this_machine())
 
     def _run_on_rank_0(self, task: Callable[..., Result], *arguments: object) -> Result:
         try:
@@ -113,7 +113,7 @@ class Ranks(Closeable):
 
         Raises RanksEnded if a rank died or timed out.
         """
-        timeout, run_timeout = self._timeouts(case)
+        timeout, run_timeout = self._get_timeouts(case)
         start = time.perf_counter()
         try:
             return join_digests(
@@ -128,13 +128,13 @@ class Ranks(Closeable):
                 raise RanksEnded(exit_info) from error
             return "raised"
 
-    def first_failure(self, case: Case, machine: Machine) -> tuple[str | None, float]:
+    def run_until_failure(self, case: Case, machine: Machine) -> tuple[str | None, float]:
         """Run the checks of a case; return (first failure or None, duration in seconds).
 
         Raises RanksEnded if a rank died or timed out.
         """
         assert isinstance(case, RankCase)
-        timeout, run_timeout = self._timeouts(case)
+        timeout, run_timeout = self._get_timeouts(case)
         build = rank_tasks.build_with_timeout(timeout)
         first_checks = (check_numeric, check_faults) if case.fault else (check_numeric,)
         seconds = 0.0
@@ -149,7 +149,7 @@ class Ranks(Closeable):
                 return _format_failure(proof.failures[0]), seconds
         return None, seconds
 
-    def _timeouts(self, case: Case) -> tuple[float, float]:
+    def _get_timeouts(self, case: Case) -> tuple[float, float]:
         """Return the timeouts of an exchange and of a run of two calls, in seconds."""
         seconds = self._seconds.get(case, max(self._seconds.values(), default=_DEFAULT_CASE_S))
         return (
@@ -161,7 +161,7 @@ class Ranks(Closeable):
 class OverRanks:
     """`MutationBackend` for several ranks on this CPU, optionally on several simulated hosts.
 
-    on_case: as of `OneProcess`.
+    on_case: called after each traced case, and when a case of a mutant starts.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class OverRanks:
         self.world_size, self.ranks_per_host = world_size, ranks_per_host
         self.on_case = on_case
 
-    def _ranks(self, *args: Any) -> Ranks:
+    def _make_ranks(self, *args: Any) -> Ranks:
         return Ranks(self.world_size, self.ranks_per_host, *args)
 
     def has_cases(self, pair: Pair, level: Level) -> bool:
@@ -184,8 +184,8 @@ class OverRanks:
         """Trace all cases: the lines that any rank executes, and the duration on the slowest."""
         machine, files = this_machine(device="cpu"), {m: str(path) for m, path in modules.items()}
         find_dependents(set(modules))
-        covered: list[CaseCoverage] = []
-        with self._ranks() as ranks:
+        case_coverages: list[CaseCoverage] = []
+        with self._make_ranks() as ranks:
             run = ranks.start().run
             query = rank_tasks.CaseQuery(pairs, level, machine, self.ranks_per_host)
             try:
@@ -197,21 +197,21 @@ class OverRanks:
                     rank_results = run(
                         rank_tasks.hash_case_with_tracing, *args, timeout=2 * _TRACED_TIMEOUT_S
                     )
-                    bits, seconds, lines, loaded = zip(*rank_results, strict=True)
-                    covered.append(
-                        CaseCoverage(case, max(seconds), join_digests(bits), merge_lines(lines))
+                    digests, seconds, lines, loaded = zip(*rank_results, strict=True)
+                    case_coverages.append(
+                        CaseCoverage(case, max(seconds), join_digests(digests), merge_lines(lines))
                     )
                     loading = merge_lines((loading, *loaded))
-                    self.on_case(join_pairs(pairs), len(covered), len(cases))
+                    self.on_case(join_pairs(pairs), len(case_coverages), len(cases))
             except RankError as error:
-                return Coverage({}, tuple(covered), str(error))
-        return Coverage(loading, tuple(covered))
+                return Coverage({}, tuple(case_coverages), str(error))
+        return Coverage(loading, tuple(case_coverages))
 
     def run_mutant(
         self, mutant: Mutant, cases: Sequence[CaseCoverage], listing: CaseListing | None
     ) -> MutantOutcome:
         tracker = OutcomeTracker(mutant, cases, self.on_case)
-        with self._ranks((mutant,), cases) as ranks:
+        with self._make_ranks((mutant,), cases) as ranks:
             try:
                 ranks.start()
                 run_cases(cases, listing, ranks, tracker.receive)
@@ -221,15 +221,15 @@ class OverRanks:
                 tracker.receive({"failure": f"import: {_get_last_line(error)}"})
         return tracker.finish(ChildExit("done"))
 
-    def failure(self, case: Case) -> str | None:
-        with self._ranks() as ranks:
+    def find_failure(self, case: Case) -> str | None:
+        with self._make_ranks() as ranks:
             try:
-                return ranks.first_failure(case, ranks.this_machine())[0]
+                return ranks.run_until_failure(case, ranks.this_machine())[0]
             except RanksEnded as error:
                 return str(error)
 
-    def digests(self, cases: Sequence[Case], mutants: Sequence[Mutant]) -> Iterator[str]:
-        with self._ranks(tuple(mutants)) as ranks:
+    def compute_digests(self, cases: Sequence[Case], mutants: Sequence[Mutant]) -> Iterator[str]:
+        with self._make_ranks(tuple(mutants)) as ranks:
             machine = ranks.this_machine()
             for case in cases:
                 try:

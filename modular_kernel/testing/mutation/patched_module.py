@@ -52,11 +52,11 @@ def changed_texts(mutants: Sequence[Mutant]) -> dict[str, tuple[str, str]]:
                 "mutants", got="two at the same place", need="different places"
             )
         source = Source(module, module_mutants[0].path)
-        data = source.data
+        content = source.data
         for mutant in module_mutants:
             edit = mutant.edit
-            data = data[: edit.start] + edit.new.encode() + data[edit.end :]
-        texts[module] = str(source.path), data.decode()
+            content = content[: edit.start] + edit.new.encode() + content[edit.end :]
+        texts[module] = str(source.path), content.decode()
     return texts
 
 
@@ -88,26 +88,26 @@ def restore_submodule_attributes() -> None:
             setattr(package, attribute, module)
 
 
-def part_packages() -> tuple[str, ...]:
+def list_part_packages() -> tuple[str, ...]:
     """Return the names of the import packages that provide parts."""
     return tuple(dict.fromkeys(entry.value.split(":")[0] for entry in entry_points(group=GROUP)))
 
 
 def find_dependents(modules: set[str]) -> set[str]:
     """Return `modules` and every loaded module that imports one of them, also indirectly."""
-    roots = {name.split(".", maxsplit=1)[0] for name in (*part_packages(), __name__)}
+    roots = {name.split(".", maxsplit=1)[0] for name in (*list_part_packages(), __name__)}
     loaded = [name for name in sys.modules if name.split(".", maxsplit=1)[0] in roots]
-    users: dict[str, set[str]] = {}
+    importers: dict[str, set[str]] = {}
     for name in loaded:
-        for used in list_imports(name):
-            users.setdefault(used, set()).add(name)
+        for imported in list_imports(name):
+            importers.setdefault(imported, set()).add(name)
     reached: set[str] = set()
     pending = [*modules, _PART_LOADER]
     while pending:
         name = pending.pop()
         if name not in reached:
             reached.add(name)
-            pending += users.get(name, ())
+            pending += importers.get(name, ())
     return reached
 
 

@@ -17,7 +17,7 @@ from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
 from modular_kernel.testing.mutation.case_runs import Level, Pair, hash_trial
-from modular_kernel.testing.mutation.coverage import as_lists, trace_lines
+from modular_kernel.testing.mutation.coverage import convert_to_lists, trace_lines
 from modular_kernel.testing.mutation.forked_worker import silence_and_limit_memory
 from modular_kernel.testing.mutation.patched_module import (
     patch_modules,
@@ -80,7 +80,7 @@ def trace_imports(
         restore_submodule_attributes()
         cases: list[RankCase] = reimported.list_cases(rank, world_size, None, query)
     all_lines = {file: lines.get(file, set()) | loaded.get(file, set()) for file in lines | loaded}
-    return cases, as_lists(all_lines)
+    return cases, convert_to_lists(all_lines)
 
 
 def list_cases(_rank: int, world_size: int, _group: object, query: CaseQuery) -> list[RankCase]:
@@ -94,7 +94,7 @@ def list_cases(_rank: int, world_size: int, _group: object, query: CaseQuery) ->
     return list(dict.fromkeys(cases))
 
 
-def invalid_cases(
+def list_invalid_cases(
     _rank: int, _world_size: int, _group: object, cases: tuple[RankCase, ...], machine: Machine
 ) -> list[str]:
     """Return the cases that are not valid on this machine."""
@@ -122,13 +122,13 @@ def _hash_case(rank: int, group: object, case: RankCase, machine: Machine, timeo
         return kernels[-1]
 
     trial = over_ranks.RankTrial(case, rank, machine, build_on_rank)
-    bits = hash_trial(trial)
+    digest = hash_trial(trial)
     if case.fault:
         outcomes = repr([outcomes for outcomes, _ in trial.scenario_outcomes])
-        bits = hashlib.sha256(f"{bits} {outcomes}".encode()).hexdigest()
+        digest = hashlib.sha256(f"{digest} {outcomes}".encode()).hexdigest()
     for kernel in kernels:
         kernel.prepare_finalize.destroy()
-    return bits
+    return digest
 
 
 def hash_case_with_tracing(
@@ -146,8 +146,8 @@ def hash_case_with_tracing(
     """
     start = time.perf_counter()
     with trace_lines(set(files)) as (lines, loaded):
-        bits = hash_case(rank, world_size, group, case, machine, timeout)
-    return bits, time.perf_counter() - start, as_lists(lines), as_lists(loaded)
+        digest = hash_case(rank, world_size, group, case, machine, timeout)
+    return digest, time.perf_counter() - start, convert_to_lists(lines), convert_to_lists(loaded)
 
 
 def build(

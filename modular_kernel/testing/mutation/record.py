@@ -33,8 +33,8 @@ def record_of(score: Score) -> Record:
         "killed": len(score.killed),
         "shared": sum(bool(outcome.shared) for outcome in score.killed),
         "score": round(score.kill_rate, 4),
-        "killed_by": killers(score.killed),
-        "died": {outcome.mutant.ident: killer(outcome) for outcome in score.killed},
+        "killed_by": count_killers(score.killed),
+        "died": {outcome.mutant.ident: get_killer(outcome) for outcome in score.killed},
         "equivalent": [
             {
                 **_describe_mutant(outcome),
@@ -50,12 +50,12 @@ def record_of(score: Score) -> Record:
     }
 
 
-def killers(killed: tuple[MutantOutcome, ...]) -> dict[str, int]:
-    """Return the number of mutants by killer: the name of a check, "hang", "crash" or "refused"."""
-    return dict(Counter(map(killer, killed)).most_common())
+def count_killers(killed: tuple[MutantOutcome, ...]) -> dict[str, int]:
+    """Count the killed mutants by what killed them, as returned by `get_killer`."""
+    return dict(Counter(map(get_killer, killed)).most_common())
 
 
-def killer(outcome: MutantOutcome) -> str:
+def get_killer(outcome: MutantOutcome) -> str:
     """Return what killed a mutant: the name of a check, "hang", "crash" or "refused"."""
     return outcome.finding.partition(":")[0] if outcome.status == "killed" else outcome.status
 
@@ -74,7 +74,7 @@ def recorded_kills(record: Record, survey: Survey) -> dict[str, str]:
     return killer_by_ident if is_same else {}
 
 
-def reproducer(outcome: MutantOutcome, survey: Survey) -> str:
+def format_reproducer(outcome: MutantOutcome, survey: Survey) -> str:
     """Return the command that runs this mutant again with the same cases."""
     arguments = ["mk", "test", "--mutate", survey.part, "--only", outcome.mutant.ident]
     if survey.backend.world_size > 1:
@@ -90,7 +90,7 @@ def reproducer(outcome: MutantOutcome, survey: Survey) -> str:
 
 def _describe_survivor(outcome: MutantOutcome, survey: Survey) -> Record:
     counts = {"cases": outcome.num_cases, "differing": outcome.differing}
-    return {**_describe_mutant(outcome), **counts, "command": reproducer(outcome, survey)}
+    return {**_describe_mutant(outcome), **counts, "command": format_reproducer(outcome, survey)}
 
 
 def _describe_proof(review: Equivalent) -> Record:

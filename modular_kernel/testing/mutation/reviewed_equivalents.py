@@ -47,13 +47,13 @@ class Equivalent:
 
 def _read(path: Path) -> dict[str, Equivalent]:
     entries = json.loads(path.read_text(encoding="utf-8"))
-    return {ident: Equivalent(**entry) for ident, entry in entries.items()}
+    return {ident: Equivalent(**fields) for ident, fields in entries.items()}
 
 
 def find_equivalent(ident: str, part: str) -> Equivalent | None:
     """Return the proof that no check detects a mutant of `part`, or None if there is none."""
-    entry = find_review(ident, part)
-    return None if entry is None or entry.detected_by else entry
+    review = find_review(ident, part)
+    return None if review is None or review.detected_by else review
 
 
 def find_review(ident: str, part: str) -> Equivalent | None:
@@ -61,8 +61,8 @@ def find_review(ident: str, part: str) -> Equivalent | None:
 
     Included are mutants that a check has detected since, because records may list them.
     """
-    entry = EQUIVALENTS.get(ident)
-    return entry if entry is not None and (not entry.parts or part in entry.parts) else None
+    review = EQUIVALENTS.get(ident)
+    return review if review is not None and (not review.parts or part in review.parts) else None
 
 
 EQUIVALENTS = _read(Path(__file__).with_suffix(".json"))

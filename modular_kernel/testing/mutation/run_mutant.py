@@ -35,8 +35,8 @@ class MutationBackend(Protocol):
     - has_cases: returns whether a pairing has a case.
     - cover: traces the lines of `modules` that the cases of `pairs` execute.
     - run_mutant: runs a mutant with the given cases, and returns its outcome.
-    - failure: returns the first failure of a case without mutants, or None.
-    - digests: yields a hash of the result bits of each case, computed with all of the given
+    - find_failure: returns the first failure of a case without mutants, or None.
+    - compute_digests: yields a hash of the result bits of each case, computed with all of the given
       mutants. Stops early if a process dies or times out.
     """
 
@@ -56,9 +56,11 @@ class MutationBackend(Protocol):
         self, mutant: Mutant, cases: Sequence[CaseCoverage], listing: CaseListing | None
     ) -> MutantOutcome: ...
 
-    def failure(self, case: Case) -> str | None: ...
+    def find_failure(self, case: Case) -> str | None: ...
 
-    def digests(self, cases: Sequence[Case], mutants: Sequence[Mutant]) -> Iterator[str]: ...
+    def compute_digests(
+        self, cases: Sequence[Case], mutants: Sequence[Mutant]
+    ) -> Iterator[str]: ...
 
 
 class KillHistory:
@@ -78,12 +80,12 @@ class KillHistory:
         by_cost = sorted(cases, key=lambda c: c.seconds / (1 + self._kills[mutant.module, c.case]))
         file = str(mutant.path)
         line_covering, uncovered = _split_covering(
-            by_cost, lambda covered: covered.lines.get(file, frozenset())
+            by_cost, lambda case_coverage: case_coverage.lines.get(file, frozenset())
         )
-        axis_covering, others = _split_covering(
-            uncovered, lambda covered: list_axes(covered.case), line_covering
+        axis_covering, remaining = _split_covering(
+            uncovered, lambda case_coverage: list_axes(case_coverage.case), line_covering
         )
-        return line_covering + axis_covering + others
+        return line_covering + axis_covering + remaining
 
     def add(self, mutant: Mutant, case: Case) -> None:
         """Record that a case, which passes without mutants, killed the mutant."""
@@ -94,7 +96,7 @@ class KillHistory:
         """Raise ConfigurationError if the case fails without any mutant."""
         if case in self._passing:
             return
-        failure = backend.failure(case)
+        failure = backend.find_failure(case)
         if failure is not None:
             need = "cases that pass before anything is changed"
             raise ConfigurationError("--mutate", got=f"{case}: {failure}", need=need)
@@ -106,13 +108,15 @@ def _split_covering(
     list_items: Callable[[CaseCoverage], frozenset[Item]],
     preceding: Sequence[CaseCoverage] = (),
 ) -> tuple[list[CaseCoverage], list[CaseCoverage]]:
-    """Split cases into those with an item that no earlier case has, and all others."""
-    covered_items = {item for covered in preceding for item in list_items(covered)}
-    covering, rest = list[CaseCoverage](), list[CaseCoverage]()
-    for covered in cases:
-        (rest if list_items(covered) <= covered_items else covering).append(covered)
-        covered_items |= list_items(covered)
-    return covering, rest
+    """Split cases into those with an item that no earlier case has, and the remaining ones."""
+    covered_items = {item for case_coverage in preceding for item in list_items(case_coverage)}
+    covering, not_covering = list[CaseCoverage](), list[CaseCoverage]()
+    for case_coverage in cases:
+        (not_covering if list_items(case_coverage) <= covered_items else covering).append(
+            case_coverage
+        )
+        covered_items |= list_items(case_coverage)
+    return covering, not_covering
 
 
 @lru_cache(maxsize=8192)
@@ -173,7 +177,7 @@ def run_mutant(
 
 
 def _limit_cases(cases: list[CaseCoverage], max_cases: int | None) -> list[CaseCoverage]:
-    """Return at most `max_cases` cases: the first ones, and some that are spread over the rest."""
+    """Return at most `max_cases` cases: the first ones, and some spread over the remaining ones."""
     if max_cases is None or len(cases) <= max_cases:
         return cases
     num_first = 2 * max_cases // 3

@@ -54,11 +54,11 @@ def modules_of(part: str, catalog: Catalog) -> dict[str, Path]:
     if not parts:
         need = f"one of {', '.join(sorted({p.name for p in catalog.parts}))}"
         raise ConfigurationError("--mutate", got=repr(part), need=need)
-    start = inspect.getmodule(parts[0].cls)
-    assert start is not None
-    roots = (start.__name__.split(".", maxsplit=1)[0], *_SHARED_PACKAGES)
+    part_module = inspect.getmodule(parts[0].cls)
+    assert part_module is not None
+    roots = (part_module.__name__.split(".", maxsplit=1)[0], *_SHARED_PACKAGES)
     reached: dict[str, Path] = {}
-    pending = [start.__name__]
+    pending = [part_module.__name__]
     while pending:
         module = pending.pop()
         path = find_file(module)
@@ -80,15 +80,15 @@ def _is_below(module: str, roots: Iterable[str]) -> bool:
 @cache
 def find_file(module: str) -> Path | None:
     """Return the source file of a module, without importing it, or None if there is none."""
-    root, *rest = module.split(".")
+    root, *submodule_names = module.split(".")
     package = sys.modules.get(root) or importlib.import_module(root)
     package_file = getattr(package, "__file__", None)
     if package_file is None:
         return None
-    base = Path(package_file)
-    if not rest:
-        return base
-    file_stem = base.parent.joinpath(*rest)
+    init_file = Path(package_file)
+    if not submodule_names:
+        return init_file
+    file_stem = init_file.parent.joinpath(*submodule_names)
     return next(
         (p for p in (file_stem.with_suffix(".py"), file_stem / "__init__.py") if p.exists()), None
     )

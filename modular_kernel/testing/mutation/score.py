@@ -258,7 +258,9 @@ def _find_shared_outcome(
     """Return the outcome of another part if a case of this part killed the mutant there."""
     if outcome is None or not outcome.killed or outcome.case is None:
         return None
-    executing = (covered.case for covered in part_survey.coverage.executing(outcome.mutant))
+    executing = (
+        case_coverage.case for case_coverage in part_survey.coverage.executing(outcome.mutant)
+    )
     return outcome if outcome.case in executing else None
 
 
@@ -319,8 +321,10 @@ def _is_known(mutant: Mutant, part: str, recorded: Mapping[str, str]) -> bool:
 
 
 def _make_initial_score(part_survey: Survey, executed: tuple[Mutant, ...], seed: str) -> Score:
-    others = set(part_survey.mutants) - set(executed)
-    reasons = Counter(reason for m in others if (reason := find_undetectable_reason(m)) is not None)
-    not_executed = Counter(m.module for m in others if find_undetectable_reason(m) is None)
+    not_candidates = set(part_survey.mutants) - set(executed)
+    reasons = Counter(
+        reason for m in not_candidates if (reason := find_undetectable_reason(m)) is not None
+    )
+    not_executed = Counter(m.module for m in not_candidates if find_undetectable_reason(m) is None)
     counts = dict(sorted(not_executed.items())), dict(sorted(reasons.items()))
     return Score(part_survey, seed, (), len(executed), *counts)

@@ -37,9 +37,9 @@ from modular_kernel.testing.mutation.source import (
     Edit,
     Mutant,
     Source,
-    last_line,
+    get_last_line,
+    iter_names,
     make_mutants,
-    names_in,
 )
 from modular_kernel.testing.mutation.unread_lanes import find_unread_values
 from modular_kernel.testing.verify.lowered_limits import LOWERED_LIMITS
@@ -82,7 +82,7 @@ def _find_statement_edits(
         if node.name not in _DISPLAY_METHODS:
             yield from _find_definition_edits(source, node, f"{function}.{node.name}")
         return
-    first, last = node.lineno, last_line(node)
+    first, last = node.lineno, get_last_line(node)
     edits = _find_own_edits(source, node, assigned)
     yield from ((edit, first, last, function) for edit in edits)
     for block in ("body", "orelse", "finalbody"):
@@ -162,15 +162,15 @@ def _find_expression_edits(source: Source, node: ast.AST) -> Iterator[Edit]:
 
 def _is_guard(node: ast.If) -> bool:
     """Return whether a statement only rejects input: it raises, and assigns names for the error."""
-    *before, last = node.body
+    *preceding, last = node.body
     return isinstance(last, ast.Raise) and all(
         isinstance(inner, ast.Assign) and all(isinstance(t, ast.Name) for t in inner.targets)
-        for inner in before
+        for inner in preceding
     )
 
 
 def _is_limit(source: Source, node: ast.stmt) -> bool:
-    """Return whether a statement assigns a constant that cases run with two values of."""
+    """Return whether a statement assigns a constant in LOWERED_LIMITS."""
     limits = LOWERED_LIMITS.get(source.module, {})
     return isinstance(node, ast.Assign) and any(
         isinstance(target, ast.Name) and target.id in limits for target in node.targets
@@ -191,7 +191,7 @@ def _has_carried_state(loop: ast.For) -> bool:
     inner = [n for statement in loop.body for n in ast.walk(statement)]
     if any(
         (isinstance(n, _LOOP_EFFECTS) and not _is_unordered_update(n, inner))
-        or _method_name(n) in _LIST_METHODS
+        or _get_method_name(n) in _LIST_METHODS
         for n in inner
     ):
         return True
@@ -200,7 +200,7 @@ def _has_carried_state(loop: ast.For) -> bool:
     written = set[str]()
     statements = [n for n in inner if isinstance(n, ast.stmt)]
     for statement in sorted(statements, key=lambda n: (n.lineno, n.col_offset)):
-        names = list(names_in(statement))
+        names = list(iter_names(statement))
         if {n.id for n in names if isinstance(n.ctx, ast.Load)} & assigned - written:
             return True
         written |= {n.id for n in names if isinstance(n.ctx, ast.Store)}
@@ -242,7 +242,7 @@ def _count_names(name: str, nodes: list[ast.AST]) -> int:
     return sum(isinstance(node, ast.Name) and node.id == name for node in nodes)
 
 
-def _method_name(node: ast.AST) -> str:
+def _get_method_name(node: ast.AST) -> str:
     function = node.func if isinstance(node, ast.Call) else None
     return function.attr if isinstance(function, ast.Attribute) else ""
 

@@ -77,7 +77,7 @@ class Source:
             and node.targets[0].id.isupper()
         }
 
-    def in_kernel(self, node: Positioned) -> bool:
+    def is_in_kernel(self, node: Positioned) -> bool:
         """Return whether the node is in the body of a jit function."""
         return any(node.lineno in body for body in self._kernels)
 
@@ -110,7 +110,7 @@ class Source:
         return Edit(operator, self.start(node), self.end(node), new)
 
     def apply(self, edit: Edit) -> str:
-        """Return the whole text with one edit applied."""
+        """Return the module's text with one edit applied."""
         return (self.data[: edit.start] + edit.new.encode() + self.data[edit.end :]).decode()
 
     def line(self, offset: int) -> int:
@@ -172,15 +172,22 @@ def find_readers(tree: ast.Module) -> dict[int, tuple[tuple[int, int], ...]]:
     reads: dict[str, list[tuple[int, int]]] = {}
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef):
-            for statement in (inner for part in function.body for inner in ast.walk(part)):
+            for statement in (
+                inner for body_statement in function.body for inner in ast.walk(body_statement)
+            ):
                 if isinstance(statement, ast.stmt):
-                    for name in names_in(statement):
+                    for name in iter_names(statement):
                         reads.setdefault(name.id, []).append(
-                            (statement.lineno, last_line(statement))
+                            (statement.lineno, get_last_line(statement))
                         )
     module_reads = Counter(n.id for n in ast.walk(tree) if isinstance(n, ast.Name))
     for function in (f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)):
-        names = (n for part in function.body for n in ast.walk(part) if isinstance(n, ast.Name))
+        names = (
+            n
+            for body_statement in function.body
+            for n in ast.walk(body_statement)
+            if isinstance(n, ast.Name)
+        )
         module_reads.subtract(n.id for n in names)
     return {
         lines[0]: tuple(dict.fromkeys(reads.get(name, ())))
@@ -189,7 +196,7 @@ def find_readers(tree: ast.Module) -> dict[int, tuple[tuple[int, int], ...]]:
     }
 
 
-def names_in(statement: ast.stmt) -> Iterator[ast.Name]:
+def iter_names(statement: ast.stmt) -> Iterator[ast.Name]:
     """Yield the names in a statement, excluding nested statements."""
     pending: list[ast.AST] = [statement]
     while pending:
@@ -200,7 +207,7 @@ def names_in(statement: ast.stmt) -> Iterator[ast.Name]:
                 pending.append(child)
 
 
-def last_line(node: ast.stmt) -> int:
+def get_last_line(node: ast.stmt) -> int:
     """Return the last line of a statement, or of its header if it has a body."""
     last = node.end_lineno or node.lineno
     body: list[ast.stmt] = getattr(node, "body", [])
@@ -216,10 +223,10 @@ def make_mutants(source: Source, edits: Iterator[tuple[Edit, int, int, str]]) ->
         if text.encode() == source.data:
             continue
         line = source.line(edit.start)
-        old = lines[line - 1].strip().decode()
+        old_line = lines[line - 1].strip().decode()
         column = edit.start - (source.data.rfind(b"\n", 0, edit.start) + 1)
         column -= len(lines[line - 1]) - len(lines[line - 1].lstrip())
-        key = (source.module, function, edit.operator, old, str(column), edit.new)
+        key = (source.module, function, edit.operator, old_line, str(column), edit.new)
         ident = _digest("|".join(key))
         count = 1
         while ident in idents:
@@ -229,5 +236,5 @@ def make_mutants(source: Source, edits: Iterator[tuple[Edit, int, int, str]]) ->
         yield Mutant(ident, source.module, source.path, edit, first, last, readers.get(first))
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()[:8]

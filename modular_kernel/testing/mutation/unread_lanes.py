@@ -1,4 +1,4 @@
-"""Find values of masked lanes of loads that affect nothing, so that changing them has no effect.
+"""Find `other=` values of masked loads that cannot affect any result.
 
     headers = tl.load(row, mask=mask, other=0)
     tl.store(words, headers, mask=mask)
@@ -7,17 +7,16 @@
     is_local = has_pair & (slot >= 0)
     tl.store(slots, tl.where(is_local, slot, -1), mask=in_bounds)
 
-The lanes that have the value of `other` are those in which the mask is false. A mutant of this
-value is equivalent by construction, and is not made, if each use of the loaded value is one of
-these, where a condition implies the mask if it is a conjunction (`&`) that contains all of its
-terms:
+Lanes in which the mask is false get the value of `other`. A mutant of this value is equivalent by
+construction, and is not made, if each use of the loaded value is one of the following. A condition
+implies the mask if it is a conjunction (`&`) that contains all terms of the mask.
 
 - an operand of a conjunction whose other operands imply the mask;
 - the second argument of `tl.where`, if its condition implies the mask;
 - the pointer or the value of a load, store or atomic operation whose mask implies the mask;
 - an operand of an elementwise expression that is used only in these ways, also after an assignment.
 
-Every name that this compares or follows must be assigned once in its function.
+The analysis follows only names that are assigned exactly once in their function.
 """
 
 import ast
@@ -31,9 +30,9 @@ _ELEMENTWISE = (ast.BinOp, ast.UnaryOp, ast.Compare)
 
 @lru_cache(maxsize=64)
 def find_unread_values(tree: ast.Module) -> frozenset[ast.expr]:
-    """Return the values of `other` whose lanes affect nothing."""
+    """Return the values of `other` that cannot affect any result."""
     functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
-    return frozenset(value for function in functions for value in _Function(function).unread())
+    return frozenset(value for function in functions for value in _Function(function).find_unread())
 
 
 class _Function:
@@ -44,35 +43,35 @@ class _Function:
             child: node for node in ast.walk(function) for child in ast.iter_child_nodes(node)
         }
         # The blocks (lists of statements, by identity) that contain a node, the outermost first.
-        self._places: dict[ast.AST, tuple[int, ...]] = {}
-        self._locate(function.body, ())
-        names = [node for node in self._places if isinstance(node, ast.Name)]
+        self._blocks_of_node: dict[ast.AST, tuple[int, ...]] = {}
+        self._record_blocks(function.body, ())
+        names = [node for node in self._blocks_of_node if isinstance(node, ast.Name)]
         stored = [name for name in names if isinstance(name.ctx, ast.Store)]
         self._num_assigned = Counter(name.id for name in stored)
         self._num_assigned.update(arg.arg for arg in ast.walk(function) if isinstance(arg, ast.arg))
         self._lines = {name.id: name.lineno for name in stored}
-        self._blocks = {name.id: self._places[name][-1] for name in stored}
+        self._block_of_name = {name.id: self._blocks_of_node[name][-1] for name in stored}
         self._uses: dict[str, list[ast.Name]] = {}
         for name in names:
             if isinstance(name.ctx, ast.Load):
                 self._uses.setdefault(name.id, []).append(name)
-        assigns = [node for node in self._places if isinstance(node, ast.Assign)]
+        assigns = [node for node in self._blocks_of_node if isinstance(node, ast.Assign)]
         self._values = {
             node.targets[0].id: node.value
             for node in assigns
             if len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)
         }
 
-    def _locate(self, block: list[ast.stmt], blocks: tuple[int, ...]) -> None:
+    def _record_blocks(self, block: list[ast.stmt], blocks: tuple[int, ...]) -> None:
         blocks = (*blocks, id(block))
         for statement in block:
             for node in _walk_statement(statement):
-                self._places[node] = blocks
+                self._blocks_of_node[node] = blocks
             for name in ("body", "orelse", "finalbody"):
-                self._locate(getattr(statement, name, []), blocks)
+                self._record_blocks(getattr(statement, name, []), blocks)
 
-    def unread(self) -> Iterator[ast.expr]:
-        for node in self._places:
+    def find_unread(self) -> Iterator[ast.expr]:
+        for node in self._blocks_of_node:
             if isinstance(node, ast.Call) and _get_operation(node) == "load":
                 keywords = {keyword.arg: keyword.value for keyword in node.keywords}
                 mask, other = keywords.get("mask"), keywords.get("other")
@@ -105,13 +104,16 @@ class _Function:
 
     def _follows(self, use: ast.Name) -> bool:
         """Return whether a name is assigned whenever the block of the use is entered."""
-        return self._lines[use.id] < use.lineno and self._blocks[use.id] in self._places[use]
+        return (
+            self._lines[use.id] < use.lineno
+            and self._block_of_name[use.id] in self._blocks_of_node[use]
+        )
 
     def _implies(self, condition: ast.expr | None, mask: set[str]) -> bool:
         return condition is not None and mask <= self._list_terms(condition)
 
     def _is_unread(self, node: ast.expr, mask: set[str]) -> bool:
-        """Return whether the lanes of an expression in which `mask` is false affect nothing."""
+        """Return whether the masked-off lanes of an expression cannot affect any result."""
         parent = self._parents[node]
         if isinstance(parent, ast.keyword):
             call = self._parents[parent]
@@ -126,8 +128,8 @@ class _Function:
         if not isinstance(parent, _ELEMENTWISE):
             return False
         if isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.BitAnd):
-            other = parent.left if parent.right is node else parent.right
-            if self._implies(other, mask):
+            other_operand = parent.left if parent.right is node else parent.right
+            if self._implies(other_operand, mask):
                 return True
         return self._is_unread(parent, mask)
 
@@ -141,9 +143,9 @@ class _Function:
         return False
 
     def _is_name_unread(self, assign: ast.Assign, mask: set[str]) -> bool:
-        """Return whether the lanes of a name in which `mask` is false affect nothing."""
-        (target, *more) = assign.targets
-        if more or not isinstance(target, ast.Name) or self._num_assigned[target.id] != 1:
+        """Return whether the masked-off lanes of an assigned name cannot affect any result."""
+        (target, *other_targets) = assign.targets
+        if other_targets or not isinstance(target, ast.Name) or self._num_assigned[target.id] != 1:
             return False
         uses = self._uses.get(target.id, [])
         return all(self._follows(use) and self._is_unread(use, mask) for use in uses)

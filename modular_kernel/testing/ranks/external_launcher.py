@@ -35,8 +35,8 @@ class LaunchedRanks(Closeable):
 
     Construction is collective. Raises ConfigurationError if this host has no GPU LOCAL_RANK or if
     the commands differ, and RankError if the store or a rank does not respond. This process cannot
-    terminate an unresponsive rank. All later runs are then refused, and the launcher must be
-    restarted.
+    terminate a rank. After a rank has not responded, all later runs are refused, and the launcher
+    must be restarted.
 
     launcher: the result of `read_launcher`.
     backend: gloo on the CPU, or nccl with GPU LOCAL_RANK.
@@ -92,15 +92,17 @@ class LaunchedRanks(Closeable):
         task = f"{function.__module__}.{function.__qualname__}"
         outcome = self._run_local(function, arguments, started)
         outcomes = self._exchange("run", (*outcome, task), started + timeout)
-        checked = {rank: _check_same_run(task, *outcome) for rank, outcome in outcomes.items()}
-        results = {rank: value for rank, (is_ok, value) in checked.items() if is_ok}
-        failures = {rank: value for rank, (is_ok, value) in checked.items() if not is_ok}
-        ordered = sorted(failures, key=lambda rank: failures[rank][0])
-        messages = {rank: failures[rank][1] for rank in ordered}
-        missing = [rank for rank in range(self.world_size) if rank not in checked]
-        if missing:
-            after = " after another rank failed" if messages else ""
-            self._unresponsive_ranks = dict.fromkeys(missing, f"{NO_ANSWER}{after}")
+        checked_outcomes = {
+            rank: _check_same_run(task, *outcome) for rank, outcome in outcomes.items()
+        }
+        results = {rank: value for rank, (is_ok, value) in checked_outcomes.items() if is_ok}
+        failures = {rank: value for rank, (is_ok, value) in checked_outcomes.items() if not is_ok}
+        failed_ranks = sorted(failures, key=lambda rank: failures[rank][0])
+        messages = {rank: failures[rank][1] for rank in failed_ranks}
+        missing_ranks = [rank for rank in range(self.world_size) if rank not in checked_outcomes]
+        if missing_ranks:
+            suffix = " after another rank failed" if messages else ""
+            self._unresponsive_ranks = dict.fromkeys(missing_ranks, f"{NO_ANSWER}{suffix}")
             messages |= self._unresponsive_ranks
         if messages:
             self._generation += 1
@@ -125,14 +127,14 @@ class LaunchedRanks(Closeable):
         """Connect to the launcher's store. Raises RankError if it does not respond in time."""
         from torch.distributed.rendezvous import rendezvous
 
-        limit = timedelta(seconds=self._group_timeout)
+        timeout = timedelta(seconds=self._group_timeout)
         try:
-            store, _, _ = next(iter(rendezvous("env://", timeout=limit)))
+            store, _, _ = next(iter(rendezvous("env://", timeout=timeout)))
         except (RuntimeError, ValueError) as error:
             reason = str(error).partition("\n")[0]  # C++ stack frames follow
             address = self._launcher.address
-            text = f"rank {self.rank} cannot connect to the store at {address}: {reason}"
-            raise RankError({self.rank: text}, {}) from error
+            message = f"rank {self.rank} cannot connect to the store at {address}: {reason}"
+            raise RankError({self.rank: message}, {}) from error
         return PrefixStore("modular_kernel", store)
 
     def _exchange_hosts(self, command: str) -> list[str]:
@@ -140,14 +142,16 @@ class LaunchedRanks(Closeable):
 
         Raises RankError if a rank does not respond, and ConfigurationError if the commands differ.
         """
-        message = (True, (_host_name(), command), "")
+        message = (True, (_get_host_name(), command), "")
         messages = self._exchange("meet", message, time.monotonic() + self._group_timeout)
-        missing = [rank for rank in range(self.world_size) if rank not in messages]
-        if missing:
-            raise RankError(dict.fromkeys(missing, NO_ANSWER), {})
+        missing_ranks = [rank for rank in range(self.world_size) if rank not in messages]
+        if missing_ranks:
+            raise RankError(dict.fromkeys(missing_ranks, NO_ANSWER), {})
         commands = {rank: value[1] for rank, (_, value, _) in messages.items()}
         if len(set(commands.values())) > 1:
-            got = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(commands.items()))
+            got = "; ".join(
+                f"rank {rank}: {command_line}" for rank, command_line in sorted(commands.items())
+            )
             self._announce_exit()
             need = "the same command on all ranks"
             raise ConfigurationError("commands of ranks", got=got, need=need)
@@ -160,12 +164,14 @@ class LaunchedRanks(Closeable):
         other ranks.
         """
         with suppress(RuntimeError):  # the store may already be shut down
-            self._store.set(self._key("left", self._exchange_number, self.rank), "")
-            others = [
-                self._key("left", self._exchange_number, rank) for rank in range(1, self.world_size)
+            self._store.set(self._make_key("left", self._exchange_number, self.rank), "")
+            other_keys = [
+                self._make_key("left", self._exchange_number, rank)
+                for rank in range(1, self.world_size)
             ]
-            end = time.monotonic() + (0 if self.rank or self._unresponsive_ranks else self.grace)
-            while time.monotonic() < end and not self._store.check(others):
+            waits = self.rank == 0 and not self._unresponsive_ranks
+            deadline = time.monotonic() + (self.grace if waits else 0)
+            while time.monotonic() < deadline and not self._store.check(other_keys):
                 time.sleep(_MIN_POLL_S)
 
     def _run_local(
@@ -217,7 +223,8 @@ class LaunchedRanks(Closeable):
         received: dict[int, Any] = {}
         pause = _MIN_POLL_S
         try:
-            self._store.set(self._key(kind, self._exchange_number, self.rank), _pickle(message))  # type: ignore[arg-type]
+            key = self._make_key(kind, self._exchange_number, self.rank)
+            self._store.set(key, _pickle(message))  # type: ignore[arg-type]
             while len(received) < self.world_size and time.monotonic() < deadline:
                 self._poll(kind, received)
                 if any(not is_ok for is_ok, _, _ in received.values()):
@@ -236,7 +243,7 @@ class LaunchedRanks(Closeable):
     def _poll(self, kind: str, received: dict[int, Any]) -> None:
         """Add the messages that have arrived since the last poll to `received`."""
         for rank in range(self.world_size):
-            key = self._key(kind, self._exchange_number, rank)
+            key = self._make_key(kind, self._exchange_number, rank)
             if rank not in received and self._store.check([key]):
                 received[rank] = _unpickle(self._store.get(key))
 
@@ -246,10 +253,10 @@ class LaunchedRanks(Closeable):
         complete: whether all ranks have answered the current run; if not, nothing is deleted.
         """
         if complete and self._exchange_number > 1:
-            self._store.delete_key(self._key("run", self._exchange_number - 1, self.rank))
+            self._store.delete_key(self._make_key("run", self._exchange_number - 1, self.rank))
 
     @staticmethod
-    def _key(kind: str, run: int, rank: int) -> str:
+    def _make_key(kind: str, run: int, rank: int) -> str:
         return f"{kind}/{run}/{rank}"
 
 
@@ -263,29 +270,29 @@ def _call_read(
 
 
 def _check_same_run(task: str, is_ok: bool, value: Any, actual: str) -> tuple[bool, Any]:
-    """Return the answer of a rank, or a failure if the rank ran another function."""
+    """Return the outcome of a rank, or a failure if the rank ran another function."""
     if actual != task:
         return False, (0.0, f"ran {actual} instead of {task}: all ranks must run the same command")
     return is_ok, value
 
 
-def _pickle(answer: tuple[bool, Any, str]) -> bytes:
+def _pickle(outcome: tuple[bool, Any, str]) -> bytes:
     try:
-        return pickle.dumps(answer)
+        return pickle.dumps(outcome)
     except Exception as error:  # noqa: BLE001  __reduce__ may raise anything
-        text = f"its result cannot be pickled: {error!r}"
-        return pickle.dumps((False, (0.0, text), answer[2]))
+        message = f"its result cannot be pickled: {error!r}"
+        return pickle.dumps((False, (0.0, message), outcome[2]))
 
 
 def _unpickle(data: bytes) -> tuple[bool, Any, str]:
     try:
-        answer: tuple[bool, Any, str] = pickle.loads(data)
+        outcome: tuple[bool, Any, str] = pickle.loads(data)
     except Exception as error:  # noqa: BLE001  unpickling may raise anything
         return False, (0.0, f"its result cannot be unpickled: {error!r}"), "?"
-    return answer
+    return outcome
 
 
-def _host_name() -> str:
+def _get_host_name() -> str:
     """Return the first of MK_HOST_ID, the boot id and the host name that is known.
 
     The name is used only to count hosts. Parts determine on their own which ranks share memory.

@@ -56,9 +56,9 @@ class RankError(ModularKernelError):
 
     def __init__(self, failures: Mapping[int, str], results: Mapping[int, Any]) -> None:
         # Peers of a rank that died may have failed before the parent noticed its death.
-        order = sorted(failures, key=lambda rank: not failures[rank].startswith(DIED))
-        self.failures, self.results = {rank: failures[rank] for rank in order}, dict(results)
-        lines = (f"rank {rank}: {text}" for rank, text in self.failures.items())
+        ranks = sorted(failures, key=lambda rank: not failures[rank].startswith(DIED))
+        self.failures, self.results = {rank: failures[rank] for rank in ranks}, dict(results)
+        lines = (f"rank {rank}: {failure}" for rank, failure in self.failures.items())
         super().__init__("\n".join(lines))
 
     @property
@@ -90,7 +90,7 @@ class _RankConfig:
     folder: str  # contains stack traces and the store of the process group
     listener_folder: str  # contains the sockets of the parent's multiprocessing
     group_timeout: float  # seconds after which a collective that waits for a peer raises an error
-    interpreter: bool  # whether TRITON_INTERPRET is set
+    uses_interpreter: bool  # whether TRITON_INTERPRET is set
 
 
 @dataclass
@@ -211,7 +211,7 @@ class RankPool(Closeable):
 
     def _start(self) -> None:
         assert self._folder is not None
-        interpreter = read_settings().triton_interpret
+        uses_interpreter = read_settings().triton_interpret
         for rank in range(self.world_size):
             parent_end, child_end = self._mp_context.Pipe()
             config = _RankConfig(
@@ -222,7 +222,7 @@ class RankPool(Closeable):
                 folder=self._folder.name,
                 listener_folder=multiprocessing.util.get_temp_dir(),
                 group_timeout=self._group_timeout,
-                interpreter=interpreter,
+                uses_interpreter=uses_interpreter,
             )
             process = self._mp_context.Process(
                 target=_run_worker, args=(config, child_end), name=f"rank {rank}", daemon=True
@@ -274,8 +274,8 @@ class RankPool(Closeable):
 
     def _sort_by_time(self, failures: Mapping[int, str]) -> dict[int, str]:
         """Sort failures by the time of their error, because the first may cause the others."""
-        order = sorted(failures, key=lambda rank: self._raised_at.get(rank, math.inf))
-        return {rank: failures[rank] for rank in order}
+        ranks = sorted(failures, key=lambda rank: self._raised_at.get(rank, math.inf))
+        return {rank: failures[rank] for rank in ranks}
 
     def _describe_exit(self, rank: int) -> str:
         process = self._ranks[rank].process
@@ -294,23 +294,23 @@ class RankPool(Closeable):
                 os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.2)  # time to write the traces
         for rank in sorted(pending):
-            text = f"{NO_ANSWER} after another rank failed" if after_failure else NO_ANSWER
+            reason = f"{NO_ANSWER} after another rank failed" if after_failure else NO_ANSWER
             trace = (
                 self._read_trace(rank) or "(no stack trace: the process does not handle signals)"
             )
-            failures[rank] = f"{text}\n{trace}"
+            failures[rank] = f"{reason}\n{trace}"
 
     def _read_trace(self, rank: int) -> str:
         """Read the stack trace that a rank wrote on request or in a crash; "" if there is none."""
         assert self._folder is not None
-        path = _trace_path(self._folder.name, rank)
+        path = _get_trace_path(self._folder.name, rank)
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def _recover(self, results: Mapping[int, Any], failures: Mapping[int, str]) -> None:
         """Prepare the next run: a new process group and, if necessary, new processes."""
         self._generation += 1
-        lost = [text for text in failures.values() if text.startswith((NO_ANSWER, DIED))]
-        if lost or self.backend == "nccl":  # an aborted NCCL communicator may hang
+        is_lost = any(failure.startswith((NO_ANSWER, DIED)) for failure in failures.values())
+        if is_lost or self.backend == "nccl":  # an aborted NCCL communicator may hang
             self._end()
 
     def _end(self) -> None:
@@ -342,7 +342,7 @@ def _pickle(value: object) -> bytes:
         ) from error
 
 
-def _trace_path(folder: str, rank: int) -> Path:
+def _get_trace_path(folder: str, rank: int) -> Path:
     return Path(folder) / f"trace-of-rank-{rank}"
 
 
@@ -355,7 +355,7 @@ def _run_worker(config: _RankConfig, pipe: Connection) -> None:
     generation: int | None = None
     errors: list[BaseException] = []
     host_name = use_host_id(config.host or read_settings().host_id)
-    with host_name, _trace_path(config.folder, config.rank).open("w") as traces:
+    with host_name, _get_trace_path(config.folder, config.rank).open("w") as traces:
         faulthandler.enable(file=traces)
         faulthandler.register(signal.SIGUSR1, file=traces)
         while message := _receive_task(pipe):
@@ -399,9 +399,11 @@ def _receive_task(pipe: Connection) -> bytes | None:
 
 
 def _init_process_group(config: _RankConfig, generation: int) -> None:
-    if read_settings().triton_interpret is not config.interpreter:
+    if read_settings().triton_interpret is not config.uses_interpreter:
         need = "the same value as when this process first started ranks"
-        raise ConfigurationError("TRITON_INTERPRET", got=f"{config.interpreter} now", need=need)
+        raise ConfigurationError(
+            "TRITON_INTERPRET", got=f"{config.uses_interpreter} now", need=need
+        )
     if dist.is_initialized():
         dist.destroy_process_group()
     device = None

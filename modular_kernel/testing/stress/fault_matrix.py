@@ -65,13 +65,14 @@ class FaultResult:
         """Return every deviation from the expected result; [] if the part handled the fault."""
         scenario, deviations = self.scenario, []
         expected_lost = {FAULTY_RANK} if scenario.kind == "killed" else set[int]()
-        for rank, text in self.lost.items():
-            if rank not in expected_lost or "SIGKILL" not in text:
-                deviations.append(f"rank {rank}: {text.strip().splitlines()[-1][:300]}")
+        for rank, message in self.lost.items():
+            if rank not in expected_lost or "SIGKILL" not in message:
+                deviations.append(f"rank {rank}: {message.strip().splitlines()[-1][:300]}")
         for rank in self.survivors:
             if rank in self.reports:
                 deviations += [
-                    f"rank {rank}: {text}" for text in self._check_survivor(self.reports[rank])
+                    f"rank {rank}: {message}"
+                    for message in self._check_survivor(self.reports[rank])
                 ]
         faulty_report = self.reports.get(FAULTY_RANK)
         if faulty_report is not None and not faulty_report.error:
@@ -100,18 +101,18 @@ def list_scenarios(part: str, backend: Backend, *, checked: bool = True) -> tupl
     checked: see `Scenario`.
     """
     layer = GPU_LAYER if backend == "nccl" else CPU_LAYER
-    result = [
+    scenarios = [
         Scenario(part, kind, point, layer=layer)
         for kind in ("killed", "stopped", "late")
         for point in POINTS
     ]
-    result += [Scenario(part, kind, layer=layer) for kind in ("raises", "overflow", "refuses")]
-    result.append(Scenario(part, "raises", "before dispatch", layer=layer))
-    result += [
+    scenarios += [Scenario(part, kind, layer=layer) for kind in ("raises", "overflow", "refuses")]
+    scenarios.append(Scenario(part, "raises", "before dispatch", layer=layer))
+    scenarios += [
         Scenario(part, "disagrees", faulty_changes=changes, layer=layer)
         for changes in LAYER_CHANGES
     ]
-    return tuple(replace(scenario, checked=checked) for scenario in result)
+    return tuple(replace(scenario, checked=checked) for scenario in scenarios)
 
 
 def list_supported_parts(world_size: int, backend: Backend) -> tuple[str, ...]:
@@ -168,15 +169,15 @@ def run_matrix(
     start_limit_s: scenarios that have not started after this many seconds are reported with all
         ranks lost.
     """
-    ordered = sorted(scenarios_to_run, key=lambda scenario: scenario.kind != "killed")
+    ordered_scenarios = sorted(scenarios_to_run, key=lambda scenario: scenario.kind != "killed")
     queue: SimpleQueue[tuple[int, Scenario]] = SimpleQueue()
-    for item in enumerate(ordered):
-        queue.put(item)
+    for indexed_scenario in enumerate(ordered_scenarios):
+        queue.put(indexed_scenario)
     results: dict[int, FaultResult] = {}
     start_deadline, results_lock = time.monotonic() + start_limit_s, threading.Lock()
 
     def run_pool() -> None:
-        timeout_s = max(MAX_TIMEOUT_S, *(scenario.timeout_s for scenario in ordered))
+        timeout_s = max(MAX_TIMEOUT_S, *(scenario.timeout_s for scenario in ordered_scenarios))
         grace = timeout_s + 2 * SLACK_S
         with RankPool(world_size, backend, grace=grace, ranks_per_host=ranks_per_host) as pool:
             while True:
@@ -186,7 +187,7 @@ def run_matrix(
                     return
                 is_late = time.monotonic() > start_deadline
                 if is_late:
-                    result = _not_started_result(scenario, world_size)
+                    result = _make_not_started_result(scenario, world_size)
                 else:
                     result = _try_scenario(scenario, pool)
                 with results_lock:
@@ -194,9 +195,11 @@ def run_matrix(
                     on_result(result)
 
     with ThreadPoolExecutor(num_pools) as threads:
-        for future in [threads.submit(run_pool) for _ in range(min(num_pools, len(ordered)))]:
+        for future in [
+            threads.submit(run_pool) for _ in range(min(num_pools, len(ordered_scenarios)))
+        ]:
             future.result()
-    return tuple(results[index] for index in range(len(ordered)))
+    return tuple(results[index] for index in range(len(ordered_scenarios)))
 
 
 def _try_scenario(scenario: Scenario, pool: RankPool) -> FaultResult:
@@ -207,7 +210,7 @@ def _try_scenario(scenario: Scenario, pool: RankPool) -> FaultResult:
         return FaultResult(scenario, pool.world_size, {}, error.failures, 0.0)
 
 
-def _not_started_result(scenario: Scenario, world_size: int) -> FaultResult:
+def _make_not_started_result(scenario: Scenario, world_size: int) -> FaultResult:
     lost = dict.fromkeys(range(world_size), "not started: time limit reached")
     return FaultResult(scenario, world_size, {}, lost, 0.0)
 
@@ -226,14 +229,14 @@ def format_markdown(results: Sequence[FaultResult]) -> str:
         "rank 1 raises",
         "findings",
     )
-    lines = [_table_row(header), _table_row(["---"] * len(header))]
+    lines = [_format_table_row(header), _format_table_row(["---"] * len(header))]
     parts = list(dict.fromkeys(result.scenario.part for result in results))
     for result in sorted(results, key=lambda result: parts.index(result.scenario.part)):
         survivor_reports = [result.reports[r] for r in result.survivors if r in result.reports]
         times = "/".join(f"{report.seconds:.1f}" for report in survivor_reports)
         faulty_report = result.reports.get(FAULTY_RANK)
         lines.append(
-            _table_row(
+            _format_table_row(
                 [
                     result.scenario.part.removesuffix("PrepareAndFinalize"),
                     str(result.scenario),
@@ -249,7 +252,7 @@ def format_markdown(results: Sequence[FaultResult]) -> str:
 
 def format_summary(results: Sequence[FaultResult]) -> str:
     """Format a one-line summary of the results."""
-    failed = sum(bool(result.findings()) for result in results)
+    num_failed = sum(bool(result.findings()) for result in results)
     seconds = (
         report.seconds
         for result in results
@@ -257,7 +260,7 @@ def format_summary(results: Sequence[FaultResult]) -> str:
         if rank != FAULTY_RANK
     )
     slowest = max(seconds, default=0.0)
-    return f"{len(results)} scenarios, {failed} with findings, slowest survivor {slowest:.1f} s"
+    return f"{len(results)} scenarios, {num_failed} with findings, slowest survivor {slowest:.1f} s"
 
 
 def to_json(results: Sequence[FaultResult]) -> list[dict[str, object]]:
@@ -284,5 +287,5 @@ def _describe_error(report: RankReport) -> str:
     return f"`{report.error}` in {report.phase}, peer {peers}"
 
 
-def _table_row(cells: Iterable[str]) -> str:
+def _format_table_row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"

@@ -1,7 +1,7 @@
 """Run one rank of a fault scenario: one rank fails, and the others must raise in time.
 
-`fault_matrix` sends `run_faulty_rank` to the ranks of a pool. This works for any exchange class
-("part") that creates its communicator from a process group and reads its timeout from MK_TIMEOUT_S.
+`fault_matrix` sends `run_faulty_rank` to the ranks of a pool. The scenarios run with any exchange
+class ("part") that creates its communicator from a process group and whose timeout is MK_TIMEOUT_S.
 A part that reports errors asynchronously must provide `check()`, which waits for the device and
 raises CommunicationError. The manager of a part is the object through which it communicates.
 """
@@ -221,9 +221,11 @@ class FaultContext:
 
     def wait_for_others(self) -> None:
         """Wait until all ranks except the faulty one have finished, or a timeout expires."""
-        end = time.monotonic() + self.timeout_s + 2 * SLACK_S
-        others = [Path(self.folder, str(r)) for r in range(self.world_size) if r != FAULTY_RANK]
-        while not all(path.exists() for path in others) and time.monotonic() < end:
+        deadline = time.monotonic() + self.timeout_s + 2 * SLACK_S
+        marker_files = [
+            Path(self.folder, str(r)) for r in range(self.world_size) if r != FAULTY_RANK
+        ]
+        while not all(path.exists() for path in marker_files) and time.monotonic() < deadline:
             time.sleep(0.01)
 
 
@@ -252,9 +254,10 @@ def run_faulty_rank(
 def _measure_timeout(context: FaultContext) -> float:
     """Return the timeout of an exchange, the same on all ranks.
 
-    It is the timeout of the scenario, or five times the time of a call on the slowest rank if that
-    is longer, because other processes use the CPUs. The measured calls also import modules and
-    compile kernels, which must not count toward the timeout.
+    This is the timeout of the scenario, or TIMEOUT_PER_CALL times the time of a call on the slowest
+    rank if that is longer, up to MAX_TIMEOUT_S. Calls are slower if other processes use the CPUs.
+    The first call also imports modules and compiles kernels, which must not count toward the
+    timeout of later calls.
     """
     problem = context.make_problem()
     inputs = context.make_inputs(problem, context.tokens_W)
@@ -284,8 +287,8 @@ def _run_with_fault(context: FaultContext) -> RankReport:
     _raise_pending_errors(kernel)
     context.synchronize_ranks()
     if context.rank == FAULTY_RANK and scenario.kind == "overflow":
-        too_many_W = tuple(problem.tokens + 4 for _ in context.tokens_W)
-        inputs = context.make_inputs(problem, too_many_W)
+        too_many_tokens_W = tuple(problem.tokens + 4 for _ in context.tokens_W)
+        inputs = context.make_inputs(problem, too_many_tokens_W)
     elif context.rank == FAULTY_RANK and scenario.kind == "refuses":
         inputs = replace(inputs, x_TH=inputs.x_TH.double())
     elif context.rank == FAULTY_RANK:
@@ -314,7 +317,7 @@ def _run_with_other_layer(context: FaultContext) -> RankReport:
                 problem, experts or context.choose_experts(context.make_problem())
             )
     except Exception as error:  # noqa: BLE001  a constructor may detect the different layer
-        return _error_report(error, time.monotonic() - started, 0)
+        return _make_error_report(error, time.monotonic() - started, 0)
     return run_two_calls(kernel, inputs, None)
 
 
@@ -350,20 +353,20 @@ def run_calls(call: Callable[[], object], manager: Any, *, calls: int = 1) -> Ra
             completed += 1
     except Exception as error:  # noqa: BLE001  the parent checks the error
         return replace(
-            _error_report(error, time.monotonic() - started, completed),
-            last_record=_newest_record(manager),
+            _make_error_report(error, time.monotonic() - started, completed),
+            last_record=_get_newest_record(manager),
         )
     return RankReport("", "", time.monotonic() - started, completed)
 
 
-def _error_report(error: Exception, seconds: float, num_completed: int) -> RankReport:
+def _make_error_report(error: Exception, seconds: float, num_completed: int) -> RankReport:
     report = RankReport(type(error).__name__, str(error), seconds, num_completed)
     if isinstance(error, CommunicationError):
         return replace(report, phase=error.phase, peers=error.peers)
     return report
 
 
-def _newest_record(manager: Any) -> str:
+def _get_newest_record(manager: Any) -> str:
     calls = getattr(manager, "last_calls", None)
     lines = [] if calls is None else calls.json_lines().splitlines()
     return lines[-1] if lines else ""
@@ -377,7 +380,7 @@ def _raise_pending_errors(kernel: FusedMoEModularKernel) -> None:
 
 
 def _install_fault(kernel: FusedMoEModularKernel, context: FaultContext) -> None:
-    """Wrap methods of this rank's parts such that it fails once, at the scenario's point."""
+    """Wrap methods of this rank's parts so that the rank fails once, at the scenario's point."""
     part, experts, scenario = kernel.prepare_finalize, kernel.experts, context.scenario
     armed = [True]
 
@@ -388,13 +391,13 @@ def _install_fault(kernel: FusedMoEModularKernel, context: FaultContext) -> None
         armed.clear()
         _fail(context)
 
-    def wrap(name: str, owner: Any, before: str, after: str) -> None:
+    def wrap(name: str, owner: Any, point_before: str, point_after: str) -> None:
         original = getattr(owner, name)
 
         def wrapped(*args: Any, **options: Any) -> Any:
-            reach_point(before)
+            reach_point(point_before)
             result = original(*args, **options)
-            reach_point(after)
+            reach_point(point_after)
             return result
 
         setattr(owner, name, wrapped)
@@ -405,9 +408,9 @@ def _install_fault(kernel: FusedMoEModularKernel, context: FaultContext) -> None
         wrap("prepare", part, "before dispatch", "in dispatch")
     wrap("apply", experts, "after dispatch", "")
     manager = getattr(part, "manager", None)
-    in_exchange = hasattr(manager, "_start")
-    wrap("finalize", part, "before combine", "" if in_exchange else "in combine")
-    if in_exchange:
+    has_exchange_start = hasattr(manager, "_start")
+    wrap("finalize", part, "before combine", "" if has_exchange_start else "in combine")
+    if has_exchange_start:
         _patch_exchanges(manager, reach_point)
 
 
@@ -443,7 +446,7 @@ def _is_usable(context: FaultContext) -> bool:
     inputs = context.make_inputs(problem, context.tokens_W)
     with use_timeout(RECOVERY_TIMEOUT_S):
         kernel = context.make_kernel(problem, context.choose_experts(problem))
-    first = kernel(inputs.x_TH, inputs.weights, inputs.routing).clone()
-    second = kernel(inputs.x_TH, inputs.weights, inputs.routing)
+    first_output = kernel(inputs.x_TH, inputs.weights, inputs.routing).clone()
+    second_output = kernel(inputs.x_TH, inputs.weights, inputs.routing)
     _raise_pending_errors(kernel)
-    return bool(first.isfinite().all()) and torch.allclose(first, second)
+    return bool(first_output.isfinite().all()) and torch.allclose(first_output, second_output)

@@ -32,7 +32,7 @@ from modular_kernel.testing.stress.soak_inputs import (
 
 _NUM_EAGER_INPUTS, _NUM_GRAPH_INPUTS = 16, 4  # numbers of input sets
 # Relative frequencies of the ways to make a call, with and without CUDA graphs.
-_MODE_WEIGHTS_GRAPH = {"graph": 6, "plan": 3, "kernel": 1}
+_GRAPH_MODE_WEIGHTS = {"graph": 6, "plan": 3, "kernel": 1}
 _MODE_WEIGHTS = {"plan": 7, "kernel": 3}
 _PREFERRED_EXPERTS = {"cuda": "TritonExperts", "cpu": "TorchExperts"}
 _PROGRESS_INTERVAL_S = 5.0  # time between progress lines
@@ -75,7 +75,7 @@ class Soak:
     hosts: int = 1
     checked: bool = True
 
-    def problem(self, world_size: int, rank: int, *, graph: bool) -> Problem:
+    def make_problem(self, world_size: int, rank: int, *, graph: bool) -> Problem:
         ranks_per_host = world_size // self.hosts
         return Problem(
             tokens=self.tokens,
@@ -173,7 +173,7 @@ class _Run:
         self.findings: list[str] = []
         machine = this_machine(device="cuda" if is_cuda else "cpu")
         requires = load_catalog().prepare_finalize(params.part).requires
-        problem = params.problem(world_size, rank, graph=is_cuda and requires.graph_capturable)
+        problem = params.make_problem(world_size, rank, graph=is_cuda and requires.graph_capturable)
         experts = params.experts or _find_experts(params.part, problem, machine)
         if not params.checked:
             part_class: Any = load_catalog().prepare_finalize(params.part)
@@ -181,7 +181,7 @@ class _Run:
         self.kernel = make_kernel(params.part, experts, problem, group=group, machine=machine)
         self.plan = self.kernel.plan()
         part = self.kernel.prepare_finalize
-        self.source = SoakInputSource(
+        self.input_source = SoakInputSource(
             problem,
             device,
             self.rng,
@@ -189,20 +189,20 @@ class _Run:
             ids_dtype=part.topk_indices_dtype() or torch.int32,
         )
         self.check_part: Callable[[], object] | None = getattr(part, "check", None)
-        self.eager_inputs = [self.source.draw_inputs() for _ in range(_NUM_EAGER_INPUTS)]
+        self.eager_inputs = [self.input_source.draw_inputs() for _ in range(_NUM_EAGER_INPUTS)]
         num_graphs = _NUM_GRAPH_INPUTS if problem.graph else 0
         self._graphs = list[torch.cuda.CUDAGraph]()
         self.captured_inputs = [self._capture() for _ in range(num_graphs)]
-        frequencies = _MODE_WEIGHTS_GRAPH if num_graphs else _MODE_WEIGHTS
+        frequencies = _GRAPH_MODE_WEIGHTS if num_graphs else _MODE_WEIGHTS
         self.mode_choices = [mode for mode, count in frequencies.items() for _ in range(count)]
 
     def _capture(self) -> SoakInputs:
         """Draw an input set and capture its call in a CUDA graph."""
-        inputs = self.source.draw_inputs()
+        inputs = self.input_source.draw_inputs()
         inputs.out = torch.empty_like(inputs.x_TH)
 
         def call() -> None:
-            self.plan(inputs.x_TH, self.source.weights, inputs.routing, out=inputs.out)
+            self.plan(inputs.x_TH, self.input_source.weights, inputs.routing, out=inputs.out)
 
         for _ in range(2):
             call()
@@ -226,15 +226,15 @@ class _Run:
         """Make steps until any rank has reached a limit; return the report."""
         params, started = self.params, time.monotonic()
         warmup_steps = min(params.warmup_steps, max(params.steps // 10, params.check_every))
-        before, last_progress = self._measure_resources(), started
-        resources, quarter = [(0, *before)], max(1, params.steps // 4)
+        resources_before, last_progress = self._measure_resources(), started
+        resources, quarter = [(0, *resources_before)], max(1, params.steps // 4)
         while not self._should_stop(started):
             for _ in range(params.check_every - 1):
-                self._step()
-            self._step(redraw=True)
+                self._run_step()
+            self._run_step(redraw=True)
             if self.step <= warmup_steps:
-                before = self._measure_resources()
-                resources = [(self.step, *before)]
+                resources_before = self._measure_resources()
+                resources = [(self.step, *resources_before)]
             elif self.step // quarter > (self.step - params.check_every) // quarter:
                 resources.append((self.step, *self._measure_resources()))
             if self.rank == 0 and time.monotonic() - last_progress > _PROGRESS_INTERVAL_S:
@@ -244,10 +244,14 @@ class _Run:
                     f"{self.checked_outputs} outputs checked"
                 )
                 print(progress, file=sys.stderr, flush=True)  # noqa: T201  in a worker process
-        after = self._measure_resources()
+        resources_after = self._measure_resources()
         if resources[-1][0] < self.step:
-            resources.append((self.step, *after))
-        growth = after[0] - before[0], after[1] - before[1], after[2] - before[2]
+            resources.append((self.step, *resources_after))
+        growth = (
+            resources_after[0] - resources_before[0],
+            resources_after[1] - resources_before[1],
+            resources_after[2] - resources_before[2],
+        )
         names = "bytes of the GPU", "bytes of the process", "open files and threads"
         max_growth = params.cuda_bytes, params.rss_bytes, 0
         for name, increase, limit in zip(names, growth, max_growth, strict=True):
@@ -264,7 +268,7 @@ class _Run:
             tuple(resources),
         )
 
-    def _step(self, *, redraw: bool = False) -> None:
+    def _run_step(self, *, redraw: bool = False) -> None:
         """Make one call.
 
         redraw: whether to draw new inputs before the call, and to check its output.
@@ -287,13 +291,13 @@ class _Run:
             self.findings.append(f"step {self.step}, {self.mode}: {message}")
 
     def _redraw_inputs(self, input_sets: list[SoakInputs], index: int) -> None:
-        old = input_sets[index]
-        if old.replay is None:
-            input_sets[index] = self.source.draw_inputs()
+        old_inputs = input_sets[index]
+        if old_inputs.replay is None:
+            input_sets[index] = self.input_source.draw_inputs()
             return
-        assert old.out is not None
-        old.refill(self.source.draw_inputs(old.tokens_W))
-        old.out.fill_(float("nan"))
+        assert old_inputs.out is not None
+        old_inputs.refill(self.input_source.draw_inputs(old_inputs.tokens_W))
+        old_inputs.out.fill_(float("nan"))
 
     def _call(self, inputs: SoakInputs) -> torch.Tensor:
         if self.mode == "graph":
@@ -302,7 +306,7 @@ class _Run:
             inputs.replay()
             return inputs.out
         call = self.plan if self.mode == "plan" else self.kernel
-        return call(inputs.x_TH, self.source.weights, inputs.routing)
+        return call(inputs.x_TH, self.input_source.weights, inputs.routing)
 
     def _should_stop(self, started: float) -> bool:
         """Return whether any rank has reached a limit, which is the same on all ranks."""

@@ -96,20 +96,24 @@ class SoakInputSource:
             counts = [rng.randint(1, max_tokens) for _ in range(parallel.world_size)]
             counts = [0 if rng.random() < _IDLE_PROBABILITY else count for count in counts]
             tokens_W = (counts[0],) * len(counts) if self._replicated else tuple(counts)
-        total = tokens_W[0] if self._replicated else sum(tokens_W)
+        num_tokens = tokens_W[0] if self._replicated else sum(tokens_W)
         start = 0 if self._replicated else sum(tokens_W[: parallel.rank])
-        local = slice(start, start + tokens_W[parallel.rank])
+        local_tokens = slice(start, start + tokens_W[parallel.rank])
         generator = torch.Generator().manual_seed(rng.getrandbits(32))
-        routing = self._draw_routing(total, _SKEWS[rng.randrange(len(_SKEWS))], generator)
-        x_TH = torch.randn(total, self.problem.hidden, generator=generator)
+        routing = self._draw_routing(num_tokens, _SKEWS[rng.randrange(len(_SKEWS))], generator)
+        x_TH = torch.randn(num_tokens, self.problem.hidden, generator=generator)
         x_TH = x_TH.to(self.problem.dtype)
         local_routing = Routing(
-            routing.topk_weights_TK[local].to(self.device, copy=True),
-            routing.topk_ids_TK[local].to(self.device, copy=True),
+            routing.topk_weights_TK[local_tokens].to(self.device, copy=True),
+            routing.topk_ids_TK[local_tokens].to(self.device, copy=True),
         )
         global_inputs = Inputs(x_TH, self._all_weights, routing)
         return SoakInputs(
-            tokens_W, global_inputs, local, x_TH[local].to(self.device, copy=True), local_routing
+            tokens_W,
+            global_inputs,
+            local_tokens,
+            x_TH[local_tokens].to(self.device, copy=True),
+            local_routing,
         )
 
     def _draw_routing(self, tokens: int, skew: float, generator: torch.Generator) -> Routing:
@@ -157,7 +161,7 @@ def compare_with_float64_reference(
     )
     if error_ratio > 1 or bool(is_wrong_row.any()):
         message = (
-            f"the error of the output is {error_ratio:.2f} times its bound, and the errors of "
+            f"the error of the output is {error_ratio:.2f} times its bound, and "
             f"{int(is_wrong_row.sum())} rows have an error above the bound of a row"
         )
         return error_ratio, message

@@ -46,11 +46,11 @@ def check_one_rounding(trial: Trial) -> Iterator[str]:
         # The first reference of each list is unperturbed.
         is_compared = find_comparable_rows(sample, references[0][0])
         mismatch_R = torch.stack(
-            [mismatch_fraction(output, outputs[0]) for outputs in references]
+            [compute_mismatch_fraction(output, outputs[0]) for outputs in references]
         ).amin(0)
         mismatches.append(mismatch_R[is_compared])
         perturbed_mismatches += [
-            mismatch_fraction(perturbed_output, exact_reference)[is_compared]
+            compute_mismatch_fraction(perturbed_output, exact_reference)[is_compared]
             for exact_reference, *perturbed in references
             for perturbed_output in perturbed
         ]
@@ -156,10 +156,12 @@ def compute_perturbed_references(
     inputs = sample.global_original_inputs  # with multiple ranks, these are CPU tensors
     # Each generator perturbs the sums of one reference at random.
     generators = [None, *(torch.Generator().manual_seed(seed) for seed in range(num_perturbed))]
-    parts = [torch.stack([sample.empty_output()[:0].to(inputs.x_TH.device)] * len(generators))]
+    chunk_outputs = [
+        torch.stack([sample.make_empty_output()[:0].to(inputs.x_TH.device)] * len(generators))
+    ]
     chunks = _split_into_chunks(sample) if inputs is sample.original_inputs else [slice(None)]
     for chunk, rounding in zip(chunks, roundings, strict=True):
-        parts.append(
+        chunk_outputs.append(
             reference.bitwise_references(
                 inputs.x_TH[chunk],
                 inputs.weights,
@@ -170,16 +172,16 @@ def compute_perturbed_references(
                 generators=generators,
             )
         )
-    return list(torch.cat(parts, 1)[:, sample.local_tokens].to(sample.device))
+    return list(torch.cat(chunk_outputs, 1)[:, sample.local_tokens].to(sample.device))
 
 
 def _split_into_chunks(sample: Sample) -> list[slice]:
     tokens = len(sample.original_inputs.x_TH)
-    step = sample.problem.chunk_tokens or max(1, tokens)
-    return [slice(start, start + step) for start in range(0, tokens, step)]
+    chunk_size = sample.problem.chunk_tokens or max(1, tokens)
+    return [slice(start, start + chunk_size) for start in range(0, tokens, chunk_size)]
 
 
-def mismatch_fraction(output: torch.Tensor, reference_output: torch.Tensor) -> torch.Tensor:
+def compute_mismatch_fraction(output: torch.Tensor, reference_output: torch.Tensor) -> torch.Tensor:
     """Return the fraction of each row's values that differ, of shape (T,) or (T, K)."""
     return 1 - (output == reference_output).double().mean(-1)
 

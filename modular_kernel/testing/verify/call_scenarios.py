@@ -24,7 +24,7 @@ from modular_kernel.testing.verify.scenario_context import CORRECT, ScenarioCont
 from modular_kernel.workspace import Workspace
 
 _DELAY_S = 0.2
-_MAX_IN_FLIGHT = 2  # maximum number of calls in flight with shared memory
+_MAX_IN_FLIGHT = 2  # maximum number of calls in flight of a part with shared memory
 
 
 def check_meta_tokens_rejected(
@@ -116,8 +116,8 @@ def check_nearest_copies(context: ScenarioContext, manager: object) -> Outcomes:
 
     If every rank has all experts, no (token, expert) pair may leave its rank. If every host has all
     experts, no pair may leave its host. Parts that do not prefer near copies must use all copies
-    evenly. Any copy gives the correct output, so the check counts the
-    pairs that each rank computes.
+    evenly. Any copy gives the correct output, so the check counts the pairs that each rank
+    computes.
     """
     if not prefers_near_copies(context.part):
         yield from _check_copies_share_pairs(context, manager)
@@ -129,12 +129,12 @@ def check_nearest_copies(context: ScenarioContext, manager: object) -> Outcomes:
     )
     if parallel.hosts > 1:
         per_host = world_size // parallel.hosts
-        first = context.rank // per_host * per_host
+        first_rank = context.rank // per_host * per_host
         placement = Placement(
             tuple(experts[rank % per_host :: per_host] for rank in range(world_size))
         )
         yield from _check_ranks_compute_own_pairs(
-            context, manager, placement, range(first, first + per_host)
+            context, manager, placement, range(first_rank, first_rank + per_host)
         )
 
 
@@ -145,15 +145,15 @@ def _check_ranks_compute_own_pairs(
 
     ranks: a group of ranks that includes this one.
     """
-    placed_context = context.for_changed_problem(
+    placed_context = context.with_changed_problem(
         parallel=replace(context.case.problem.parallel, placement=placement, rank=0)
     )
     if placed_context is None:
         return
     pair_counts = yield from _count_pairs_by_local_expert(placed_context, manager)
     counts: list[Any] = [None] * context.world_size
-    pairs = int((placed_context.sample.inputs.routing.topk_ids_TK >= 0).sum())
-    dist.all_gather_object(counts, (pairs, int(pair_counts.sum())))
+    num_pairs = int((placed_context.sample.inputs.routing.topk_ids_TK >= 0).sum())
+    dist.all_gather_object(counts, (num_pairs, int(pair_counts.sum())))
     own_pairs, computed_pairs = (sum(counts[rank][i] for rank in ranks) for i in (0, 1))
     description = f"pairs computed by ranks {', '.join(map(str, ranks))}"
     yield f"{computed_pairs} {description}", f"{own_pairs} {description}"
@@ -167,24 +167,25 @@ def _check_copies_share_pairs(context: ScenarioContext, manager: object) -> Outc
     """
     experts, world_size = tuple(range(context.case.problem.experts)), context.world_size
     placement = Placement((experts, *(experts[1:],) * (world_size - 1)))
-    placed_context = context.for_changed_problem(
+    placed_context = context.with_changed_problem(
         parallel=replace(context.case.problem.parallel, placement=placement, rank=0)
     )
     if placed_context is None:
         return
     pair_counts = yield from _count_pairs_by_local_expert(placed_context, manager)
-    copied = int(pair_counts[1 if context.rank == 0 else 0 :].sum())
-    sent = int((placed_context.sample.inputs.routing.topk_ids_TK > 0).sum())
+    num_computed = int(pair_counts[1 if context.rank == 0 else 0 :].sum())
+    num_sent = int((placed_context.sample.inputs.routing.topk_ids_TK > 0).sum())
     counts: list[Any] = [None] * world_size
-    dist.all_gather_object(counts, (sent, copied))
+    dist.all_gather_object(counts, (num_sent, num_computed))
     num_sources = 1 if context.part.requires.replicated_input else world_size
-    total, computed = sum(sent for sent, _ in counts[:num_sources]), [c for _, c in counts]
+    total = sum(count for count, _ in counts[:num_sources])
+    computed = [count for _, count in counts]
     # The tokens of a source rank use the copies in turn, so the counts of two copies differ by at
     # most top_k pairs per source rank.
     tolerance = num_sources * context.case.problem.top_k
     is_even = all(abs(count - total / world_size) <= tolerance for count in computed)
-    text = f"{total} pairs with copied experts, {computed} by rank"
-    yield f"{text}: even {is_even and sum(computed) == total}", f"{text}: even True"
+    description = f"{total} pairs with copied experts, {computed} by rank"
+    yield f"{description}: even {is_even and sum(computed) == total}", f"{description}: even True"
 
 
 def _count_pairs_by_local_expert(

@@ -20,7 +20,7 @@ from modular_kernel.tensors import ExpertRows
 from modular_kernel.testing.cases.scenario_names import is_builtin
 from modular_kernel.testing.cases.value_kinds import assign_token_groups
 from modular_kernel.testing.verify.bitwise_reference import check_one_rounding
-from modular_kernel.testing.verify.invariance import check_batch_invariant, output_bytes
+from modular_kernel.testing.verify.invariance import check_batch_invariant, view_output_bytes
 from modular_kernel.testing.verify.launch_plans import find_changed_plans
 from modular_kernel.testing.verify.prepared import check_prepared_weights
 from modular_kernel.testing.verify.reducer_results import check_reducer_results
@@ -49,7 +49,7 @@ def compare_outputs(
     elif actual.shape != expected.shape:
         yield f"shape {tuple(actual.shape)} is not {tuple(expected.shape)}"
     else:
-        differs = output_bytes(actual) != output_bytes(expected)
+        differs = view_output_bytes(actual) != view_output_bytes(expected)
         if bool(differs.any()):
             row = int(differs.flatten(1).any(1).nonzero()[0])
             yield f"bits differ, first in row {row} of {len(differs)}"
@@ -172,11 +172,11 @@ def check_inputs_unchanged(trial: Trial) -> Findings:
     for sample in trial.samples:
         original_inputs = sample.original_inputs.tensors()
         for name, tensor in sample.inputs.tensors().items():
-            if bool((_bits(tensor) != _bits(original_inputs[name])).any()):
+            if bool((_view_bytes(tensor) != _view_bytes(original_inputs[name])).any()):
                 yield f"{name} was written"
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:
     # view(uint8) needs a last stride of 1. A dimension of size 1 counts as contiguous with any
     # stride, so .contiguous() would not copy there.
     return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)
@@ -184,11 +184,11 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def check_graph_replay(trial: Trial) -> Findings:
     """On a GPU, check that a captured plan, replayed on new values, equals an eager call."""
-    if not trial.capturable:
+    if not trial.is_capturable:
         return
     plan = trial.build(trial.case, trial.machine, False).plan()
-    static = trial.copy_first_sample()
-    inputs, x_TH = static.inputs, static.x_TH()
+    static_sample = trial.copy_first_sample()
+    inputs, x_TH = static_sample.inputs, static_sample.x_TH()
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -200,10 +200,10 @@ def check_graph_replay(trial: Trial) -> Findings:
         output = plan(x_TH, inputs.weights, inputs.routing)
     for sample, expected in trial.expected_replays:
         original_inputs = sample.original_inputs
-        for tensor, value in zip(
+        for tensor, new_value in zip(
             inputs.tensors().values(), original_inputs.tensors().values(), strict=True
         ):
-            tensor.copy_(value)
+            tensor.copy_(new_value)
         x_TH.copy_(original_inputs.x_TH)
         graph.replay()
         yield from compare_outputs(trial, sample, output.clone(), expected)
@@ -219,20 +219,20 @@ def check_no_allocation(trial: Trial) -> Findings:
     catalog, case = load_catalog(), trial.case
     pf, experts = catalog.prepare_finalize(case.prepare_finalize), catalog.experts(case.experts)
     allocates = pf.requires.received_by_library or experts.requires.library_allocates
-    copies = bool(experts.requires.providers) and case.variation.layout != "plain"
-    if not trial.capturable or allocates or copies:
+    copies_weights = bool(experts.requires.providers) and case.variation.layout != "plain"
+    if not trial.is_capturable or allocates or copies_weights:
         return
     plan = trial.build(trial.case, trial.machine, False).plan()
     inputs, x_TH = trial.first.inputs, trial.first.x_TH()
     plan(x_TH, inputs.weights, inputs.routing)
-    before = _allocations()
+    num_before = _count_allocations()
     plan(x_TH, inputs.weights, inputs.routing)
-    count = _allocations() - before
+    count = _count_allocations() - num_before
     if count:
         yield f"a planned call made {count} allocations"
 
 
-def _allocations() -> int:
+def _count_allocations() -> int:
     return int(torch.cuda.memory_stats()["allocation.all.allocated"])
 
 

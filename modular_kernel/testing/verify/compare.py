@@ -4,7 +4,7 @@ Two references, both in `modular_kernel.reference`, determine whether an output 
 *float64 reference* computes the layer without rounding. The *rounded reference* computes it with
 plain torch operations in the problem's dtype, and quantizes activations where the scheme does. The
 error of the output, measured against the float64 reference, may be up to 1.25 times the error of
-the rounded reference on the same inputs. `Sample.compare` calls this file, or `compare_isolated`
+the rounded reference on the same inputs. `Sample.compare` calls this module, or `compare_isolated`
 and `compare_nan` for inputs with huge or NaN values.
 """
 
@@ -103,8 +103,8 @@ def compare(
 
 def _check_shape(out: torch.Tensor, exact: torch.Tensor, problem: Problem) -> tuple[str, ...]:
     tokens = out.shape[0] if out.dim() else 0
-    middle = () if problem.combine is Combine.SUM else (problem.top_k,)
-    need = (tokens, *middle, problem.hidden)
+    pair_dims = () if problem.combine is Combine.SUM else (problem.top_k,)
+    need = (tokens, *pair_dims, problem.hidden)
     problems = []
     if tuple(out.shape) != need or out.shape != exact.shape:
         problems.append(f"shape is {tuple(out.shape)}, should be {tuple(exact.shape)}")
@@ -147,7 +147,7 @@ def _compare_rows(
 ) -> Comparison:
     """Compare the rows that are not zero.
 
-    index: numbers of these rows in the output.
+    index: indices of these rows in the output.
     min_rounding_error, min_row_error, min_value_error: lower bounds of the rounded reference's
         errors, as in `compare`. min_row_error is None unless the problem is quantized.
 
@@ -179,14 +179,14 @@ def _compare_rows(
             row_bounds, MAX_ERROR_RATIO * rounding_row_errors.clamp(min=min_row_error)
         )
         value_bound = max(value_bound, 2 * max(min_value_error, float(rounding_value_errors.max())))
-    worst = int((row_errors / row_bounds).argmax())
-    worst_row, row_bound = float(row_errors[worst]), float(row_bounds[worst])
+    worst_index = int((row_errors / row_bounds).argmax())
+    worst_row, row_bound = float(row_errors[worst_index]), float(row_bounds[worst_index])
     worst_value = float(value_errors.max())
     problems = []
     if not error <= bound:
         problems.append(f"relative RMS error {error:.2e} > {bound:.2e}")
     if not worst_row <= row_bound:
-        problems.append(f"error {worst_row:.2e} of row {int(index[worst])} > {row_bound:.2e}")
+        problems.append(f"error {worst_row:.2e} of row {int(index[worst_index])} > {row_bound:.2e}")
     if not worst_value <= value_bound:
         row = int(index[value_errors.argmax()])
         column = int((output - exact)[value_errors.argmax()].abs().argmax())

@@ -57,14 +57,16 @@ class RoundingErrors:
             )
             if len(expected) == tokens and bool(expected.any()):
                 worst = max(worst, float((actual - expected).norm() / expected.norm()))
-                rows = expected.flatten(0, -2).norm(dim=1)
+                row_norms = expected.flatten(0, -2).norm(dim=1)
                 errors = (actual - expected).flatten(0, -2).norm(dim=1)
-                is_nonzero = rows > 0
+                is_nonzero = row_norms > 0
                 if bool(is_nonzero.any()):
-                    worst_row = max(worst_row, float((errors / rows)[is_nonzero].amax()))
-                    largest = (actual - expected).flatten(0, -2).abs().amax(1)
-                    values = largest[is_nonzero] / rows[is_nonzero] * expected.shape[-1] ** 0.5
-                    worst_value = max(worst_value, float(values.amax()))
+                    worst_row = max(worst_row, float((errors / row_norms)[is_nonzero].amax()))
+                    max_errors = (actual - expected).flatten(0, -2).abs().amax(1)
+                    value_errors = (
+                        max_errors[is_nonzero] / row_norms[is_nonzero] * expected.shape[-1] ** 0.5
+                    )
+                    worst_value = max(worst_value, float(value_errors.amax()))
         return cls(worst, worst_row, worst_value)
 
 
@@ -98,7 +100,7 @@ def compare_by_group(
     )
     # `rounding_errors` is measured on ordinary tokens of other calls, so it also holds for calls
     # without ordinary tokens.
-    typical = max(
+    typical_error = max(
         result.bound,
         MAX_ERROR_RATIO * rounding_errors.rounding_error,
         float(torch.finfo(problem.dtype).eps),
@@ -108,7 +110,7 @@ def compare_by_group(
         tokens = groups == group
         if not _is_unchecked(problem, values):
             args = out[tokens], exact[tokens], rounded_reference[tokens], problem
-            messages = _check_group(*args, rounding_errors, typical)
+            messages = _check_group(*args, rounding_errors, typical_error)
             problems += [f"tokens of values={values}: {message}" for message in messages]
     return replace(result, problems=tuple(problems))
 
@@ -126,11 +128,11 @@ def _check_group(
     rounded_reference: torch.Tensor,
     problem: Problem,
     rounding_errors: RoundingErrors,
-    typical: float,
+    typical_error: float,
 ) -> tuple[str, ...]:
     """Return messages for the tokens of one group.
 
-    typical: relative error of ordinary tokens.
+    typical_error: typical relative error of ordinary tokens.
     """
     is_finite = rounded_reference.isfinite().flatten(1).all(1)
     args = out[is_finite], exact[is_finite], rounded_reference[is_finite], problem
@@ -139,7 +141,7 @@ def _check_group(
     token_rms = expected.square().mean(1, keepdim=True).sqrt()
     # If the float64 reference is NaN, the comparison is false, and a finite value counts as wrong.
     is_wrong = output.isfinite() & ~(
-        (output - expected).abs() <= MAX_VALUE_ERROR_RATIO * typical * token_rms
+        (output - expected).abs() <= MAX_VALUE_ERROR_RATIO * typical_error * token_rms
     )
     if bool(is_wrong.any()):
         row, column = is_wrong.nonzero()[0].tolist()

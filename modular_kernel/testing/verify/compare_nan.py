@@ -27,15 +27,15 @@ def compare_with_nan(
     """
     if out.shape != exact.shape:
         return compare(out, exact, rounded_reference, problem, **vars(rounding_errors))
-    nan_expected = rounded_reference.isnan()
+    is_nan_expected = rounded_reference.isnan()
     actual, expected, finite_rounded_reference = (
-        torch.where(nan_expected, 0, values) for values in (out, exact, rounded_reference)
+        torch.where(is_nan_expected, 0, values) for values in (out, exact, rounded_reference)
     )
     result = compare(actual, expected, finite_rounded_reference, problem, **vars(rounding_errors))
-    return replace(result, problems=(*result.problems, *_check_nan_kept(out, nan_expected)))
+    return replace(result, problems=(*result.problems, *_find_lost_nan(out, is_nan_expected)))
 
 
-def _check_nan_kept(out: torch.Tensor, is_expected: torch.Tensor) -> tuple[str, ...]:
+def _find_lost_nan(out: torch.Tensor, is_expected: torch.Tensor) -> tuple[str, ...]:
     is_lost = (is_expected & ~out.isnan()).flatten(0, -2)
     if not bool(is_lost.any()):
         return ()

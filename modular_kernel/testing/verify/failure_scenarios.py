@@ -40,13 +40,16 @@ _ALL_OTHERS = (0, 1, 3, 4, 5)
 _ON_HOSTS = "; ranks 0, 1: all of host a; ranks 3, 4, 5: on host b"
 
 
-def _record(
-    step: int = _STEP, phase: str = _PHASE, waited_s: float = 12.5, **more: object
+def _make_record(
+    step: int | None = _STEP,
+    phase: str = _PHASE,
+    waited_s: float | None = 12.5,
+    **other_fields: object,
 ) -> dict[str, Any]:
-    return {"step": step, "phase": phase, "waited_s": waited_s, **more}
+    return {"step": step, "phase": phase, "waited_s": waited_s, **other_fields}
 
 
-_SAME = dict.fromkeys(_ALL_OTHERS, _record())
+_SAME_RECORDS = dict.fromkeys(_ALL_OTHERS, _make_record())
 
 # Each row has the records of the other ranks, the seconds that this rank has waited, the ranks that
 # its error must name, and the expected reason. Another thread of this rank published the record of
@@ -54,69 +57,79 @@ _SAME = dict.fromkeys(_ALL_OTHERS, _record())
 _FAILURES: tuple[tuple[Mapping[int, Any], float, tuple[int, ...], str], ...] = (
     (
         {
-            0: _record(broke_off="aborted its call: A"),
-            4: _record(broke_off="aborted its call: B"),
-            _RANK: _record(broke_off="aborted its call: C"),
+            0: _make_record(broke_off="aborted its call: A"),
+            4: _make_record(broke_off="aborted its call: B"),
+            _RANK: _make_record(broke_off="aborted its call: C"),
         },
         12.0,
         (0, 4),
         "aborted its call: A; rank 0: on host a; rank 4: on host b",
     ),
     (
-        {**_SAME, _RANK: _record(broke_off="aborted its call: C")},
+        {**_SAME_RECORDS, _RANK: _make_record(broke_off="aborted its call: C")},
         12.0,
         _ALL_OTHERS,
         f"failed too{_ON_HOSTS}",
     ),
     (
-        {0: "{", 1: [], 3: _record(phase="send"), 4: _record(step=None), 5: _record(waited_s=None)},  # type: ignore[arg-type]
+        {
+            0: "{",
+            1: [],
+            3: _make_record(phase="send"),
+            4: _make_record(step=None),
+            5: _make_record(waited_s=None),
+        },
         12.0,
         _ALL_OTHERS,
         f"no sign of life{_ON_HOSTS}",
     ),
     (
-        {rank: record for rank, record in _SAME.items() if rank not in (0, 1)},
+        {rank: record for rank, record in _SAME_RECORDS.items() if rank not in (0, 1)},
         12.0,
         (0, 1),
         "no sign of life; ranks 0, 1: all of host a",
     ),
     (
         {
-            **_SAME,
-            0: _record(step=6, phase="combine"),
-            1: _record(phase="counts"),
-            4: _record(step=6, awaited=[3]),
+            **_SAME_RECORDS,
+            0: _make_record(step=6, phase="combine"),
+            1: _make_record(phase="counts"),
+            4: _make_record(step=6, awaited=[3]),
         },
         12.0,
         (0, 1),
         "still in an earlier exchange; ranks 0, 1: all of host a",
     ),
     (
-        {**_SAME, 4: _record(step=8, phase="counts"), 5: _record(step=6, awaited=[3])},
+        {
+            **_SAME_RECORDS,
+            4: _make_record(step=8, phase="counts"),
+            5: _make_record(step=6, awaited=[3]),
+        },
         12.0,
         (0, 1, 3),
         "still in an earlier exchange; ranks 0, 1: all of host a; rank 3: on host b",
     ),
     (
-        {**_SAME, 1: _record(waited_s=7.3), 3: _record(waited_s=7.7)},
+        {**_SAME_RECORDS, 1: _make_record(waited_s=7.3), 3: _make_record(waited_s=7.7)},
         12.0,
         (1,),
         "at least 5 s late; rank 1: on host a",
     ),
     (
-        {**_SAME, 1: _record(waited_s=6.4), 3: _record(waited_s=3.3)},
+        {**_SAME_RECORDS, 1: _make_record(waited_s=6.4), 3: _make_record(waited_s=3.3)},
         12.0,
         (1, 3),
         "at least 9 s late; rank 1: on host a; rank 3: on host b",
     ),
     (
-        _SAME,
+        _SAME_RECORDS,
         4.6,
         _ALL_OTHERS,
         f"gave up on this rank, which was at least 8 s late{_ON_HOSTS}",
     ),
-    (_SAME, 8.2, _ALL_OTHERS, f"failed too{_ON_HOSTS}"),
-    ({**_SAME, _RANK: "{"}, 12.0, _ALL_OTHERS, f"failed too{_ON_HOSTS}"),
+    (_SAME_RECORDS, 8.2, _ALL_OTHERS, f"failed too{_ON_HOSTS}"),
+    ({**_SAME_RECORDS, _RANK: "{"}, 12.0, _ALL_OTHERS, f"failed too{_ON_HOSTS}"),
 )
 
 
@@ -124,15 +137,15 @@ class _Work:
     """The handle of an exchange, whose `wait` raises an error.
 
     waits_s: list to which `wait` appends its timeout in seconds.
-    meet: called before the error is raised.
+    on_wait: called by `wait` before the error is raised.
     """
 
-    def __init__(self, waits_s: list[float], meet: Callable[[], object]) -> None:
-        self._waits_s, self._meet = waits_s, meet
+    def __init__(self, waits_s: list[float], on_wait: Callable[[], object]) -> None:
+        self._waits_s, self._on_wait = waits_s, on_wait
 
     def wait(self, timeout: timedelta) -> None:
         self._waits_s.append(timeout.total_seconds())
-        self._meet()
+        self._on_wait()
         raise RuntimeError(_ERROR)
 
 
@@ -143,13 +156,13 @@ class _Backend:
     works: weak references to the handles of the exchanges.
     """
 
-    def __init__(self, meet: Callable[[], object]) -> None:
+    def __init__(self, on_wait: Callable[[], object]) -> None:
         self.waits_s: list[float] = []
         self.works: list[weakref.ref[_Work]] = []
-        self._meet = meet
+        self._on_wait = on_wait
 
     def allreduce(self, _tensors: list[torch.Tensor]) -> _Work:
-        work = _Work(self.waits_s, self._meet)
+        work = _Work(self.waits_s, self._on_wait)
         self.works.append(weakref.ref(work))
         return work
 
@@ -165,7 +178,7 @@ class _Store:
     """
 
     def __init__(self, records: Mapping[int, Any], on_set: Callable[[], object]) -> None:
-        self._texts = {
+        self._records = {
             rank: record if isinstance(record, str) else json.dumps(record)
             for rank, record in records.items()
         }
@@ -173,20 +186,20 @@ class _Store:
         self.published: list[dict[str, Any]] = []
         self.read: list[int] = []
 
-    def set(self, _key: str, text: str) -> None:
-        self.published.append(json.loads(text))
+    def set(self, _key: str, record: str) -> None:
+        self.published.append(json.loads(record))
         self._on_set()
-        self._texts.setdefault(_RANK, text)
+        self._records.setdefault(_RANK, record)
 
     def check(self, keys: list[str]) -> bool:
-        return all(_rank_of(key) in self._texts for key in keys)
+        return all(_parse_rank(key) in self._records for key in keys)
 
     def get(self, key: str) -> bytes:
-        self.read.append(_rank_of(key))
-        return self._texts[self.read[-1]].encode()
+        self.read.append(_parse_rank(key))
+        return self._records[self.read[-1]].encode()
 
 
-def _rank_of(key: str) -> int:
+def _parse_rank(key: str) -> int:
     return int(key.rpartition("/")[2])
 
 
@@ -199,10 +212,10 @@ class SimulatedManager:
         records: Mapping[int, Any],
         *,
         on_set: Callable[[], object] = lambda: None,
-        meet: Callable[[], object] = lambda: None,
+        on_wait: Callable[[], object] = lambda: None,
         host_indices: tuple[int, ...] = _HOST_INDICES,
     ) -> None:
-        self.backend, self.store = _Backend(meet), _Store(records, on_set)
+        self.backend, self.store = _Backend(on_wait), _Store(records, on_set)
         self.manager = simulated = copy.copy(manager)
         simulated.rank, simulated.world_size = _RANK, _WORLD_SIZE
         simulated.timeout_s, simulated._store_rank = _TIMEOUT_S, (_STORE_RANK,)
@@ -252,7 +265,7 @@ def check_simulated_failures(context: ScenarioContext, manager: Any) -> Outcomes
         return
     checks = [
         *(partial(_check_reported_ranks, manager, *failure) for failure in _FAILURES),
-        *(partial(_check_dead_store, manager, *dead) for dead in _DEAD_STORES),
+        *(partial(_check_dead_store, manager, *store) for store in _DEAD_STORES),
         partial(_check_grace, manager),
         partial(_check_release, manager),
         partial(_check_two_threads, manager),
@@ -282,7 +295,7 @@ def _check_reported_ranks(
 
 def _check_grace(manager: Any) -> tuple[str, str]:
     """Check that a rank waits for the records of ranks that time out a little later."""
-    simulated = SimulatedManager(manager, {0: _record(), 1: _record()})
+    simulated = SimulatedManager(manager, {0: _make_record(), 1: _make_record()})
     start = time.monotonic()
     outcome = simulated.fail(_TIMEOUT_S + 0.2)
     if time.monotonic() - start < _MIN_GRACE_S:
@@ -313,7 +326,7 @@ def _check_dead_store(
             raise RuntimeError("connection closed")
         released.wait(_RELEASE_S)
 
-    simulated = SimulatedManager(manager, _SAME, on_set=on_set, host_indices=host_indices)
+    simulated = SimulatedManager(manager, _SAME_RECORDS, on_set=on_set, host_indices=host_indices)
     start = time.monotonic()
     outcome = simulated.fail(12.0)
     released.set()
@@ -335,23 +348,23 @@ def _check_release(manager: Any) -> tuple[str, str]:
         is_closed = simulated.manager._communicator.group is None
         states.append(f"freed: {is_freed}, closed: {is_closed}")
 
-    simulated = SimulatedManager(manager, _SAME, on_set=on_set)
-    given_up = simulated.start(0.0)
+    simulated = SimulatedManager(manager, _SAME_RECORDS, on_set=on_set)
+    older_exchange = simulated.start(0.0)
     exchange = simulated.start(4.0)
     outcome = _describe_failure(exchange.wait)
     (wait_s,) = simulated.backend.waits_s
     record = simulated.store.published[0]
     is_complete = (record["rank"], record["step"], record["phase"]) == (_RANK, _STEP, _PHASE)
     is_complete &= record["state"] == f"failed: {_ERROR}" and 4.0 <= record["waited_s"] < 6.0
-    is_complete &= given_up.record["state"] == "failed: given up"
+    is_complete &= older_exchange.record["state"] == "failed: given up"
     states += [
         outcome.partition(";")[0],
         "waited" if 4.0 < wait_s <= _TIMEOUT_S - 4.0 + 0.5 else f"waited {wait_s} s",
-        "complete" if is_complete else f"{record} {given_up.record}",
+        "complete" if is_complete else f"{record} {older_exchange.record}",
     ]
     expected = "freed: True, closed: True"
-    late = f"{_ALL_OTHERS} gave up on this rank, which was at least 8 s late"
-    return "; ".join(states), "; ".join((expected, late, "waited", "complete"))
+    expected_error = f"{_ALL_OTHERS} gave up on this rank, which was at least 8 s late"
+    return "; ".join(states), "; ".join((expected, expected_error, "waited", "complete"))
 
 
 def _check_two_threads(manager: Any) -> tuple[str, str]:
@@ -360,13 +373,13 @@ def _check_two_threads(manager: Any) -> tuple[str, str]:
     Only one thread publishes a record and determines the ranks to report. All threads must raise
     its error.
     """
-    both, publishing = threading.Barrier(2, timeout=_RELEASE_S), threading.Event()
+    both_waiting, publishing = threading.Barrier(2, timeout=_RELEASE_S), threading.Event()
 
     def on_set() -> None:
         publishing.set()
         time.sleep(0.2)  # give the other threads time to fail
 
-    simulated = SimulatedManager(manager, _SAME, on_set=on_set, meet=both.wait)
+    simulated = SimulatedManager(manager, _SAME_RECORDS, on_set=on_set, on_wait=both_waiting.wait)
     exchanges = [simulated.start(12.0) for _ in range(2)]
 
     def begin_call() -> str:
@@ -374,10 +387,10 @@ def _check_two_threads(manager: Any) -> tuple[str, str]:
         return _describe_failure(simulated.manager.next_step)
 
     with ThreadPoolExecutor(3) as pool:
-        third = pool.submit(begin_call)
+        begin_future = pool.submit(begin_call)
         outcomes = [*pool.map(lambda exchange: _describe_failure(exchange.wait), exchanges)]
     failure = f"failed too{_ON_HOSTS}"
-    outcomes += [third.result(), f"{len(simulated.store.published)} records"]
+    outcomes += [begin_future.result(), f"{len(simulated.store.published)} records"]
     later = f"{_ALL_OTHERS} a manager that failed before: {failure}{_ON_HOSTS}"
     error = f"{_ALL_OTHERS} {failure}"
     return " | ".join(outcomes), " | ".join((error, error, later, "1 records"))
@@ -389,23 +402,23 @@ def _check_abort(manager: Any) -> tuple[str, str]:
     An abort has no effect after an error of an exchange, after an earlier abort, and on a destroyed
     manager.
     """
-    simulated = SimulatedManager(manager, _SAME)
-    aborted = simulated.manager
-    aborted.step = _STEP
-    aborted.abort(
+    simulated = SimulatedManager(manager, _SAME_RECORDS)
+    aborted_manager = simulated.manager
+    aborted_manager.step = _STEP
+    aborted_manager.abort(
         CommunicationError("exchange", got="a failure", need="none", rank=_RANK, phase="")
     )
-    states = [f"failed: {aborted.failed}"]
-    aborted.abort(RuntimeError("broken"))
-    aborted.abort(RuntimeError("broken again"))
+    states = [f"failed: {aborted_manager.failed}"]
+    aborted_manager.abort(RuntimeError("broken"))
+    aborted_manager.abort(RuntimeError("broken again"))
     states += [
         f"{record['rank']}, {record['step']}, {record['waited_s']}: {record['broke_off']}"
         for record in simulated.store.published
     ]
     states += [
-        f"failed: {aborted.failed}, closed: {aborted._communicator.group is None}",
+        f"failed: {aborted_manager.failed}, closed: {aborted_manager._communicator.group is None}",
     ]
-    destroyed = SimulatedManager(manager, _SAME)
+    destroyed = SimulatedManager(manager, _SAME_RECORDS)
     destroyed.manager.destroy()
     destroyed.manager.abort(RuntimeError("broken"))
     states.append(f"{len(destroyed.store.published)} records")

@@ -76,7 +76,7 @@ _HEADERS: tuple[tuple[Mapping[str, int], bool, str, str], ...] = (
 def check_calls_without_agreement(context: ScenarioContext) -> Outcomes:
     """Run the operations alone, then make calls with blocks of a fixed capacity.
 
-    The layers of the calls have different blocks.
+    The calls belong to layers whose blocks have different sizes.
     """
     yield from check_operation_cases(context.part)
     if not can_skip_host_handshakes(context.part):
@@ -96,15 +96,15 @@ def check_calls_without_agreement(context: ScenarioContext) -> Outcomes:
         {"lora": "adapters=3,rank=7", "max_received": context.world_size * tokens},
     )
     for change in changes:
-        changed = context.for_changed_problem(**change)
-        if changed is None:
+        changed_context = context.with_changed_problem(**change)
+        if changed_context is None:
             continue
-        kernel = changed.make_kernel_on(manager)
+        kernel = changed_context.make_kernel_on(manager)
         for _ in range(2):  # the ranks agree on the host in the first call only
-            yield changed.make_correct_call(kernel)
-        yield from check_device_handshake(changed, kernel)
-        yield from _check_alignment(changed, kernel)
-        yield from _check_call_state(changed, kernel)
+            yield changed_context.make_correct_call(kernel)
+        yield from check_device_handshake(changed_context, kernel)
+        yield from _check_alignment(changed_context, kernel)
+        yield from _check_call_state(changed_context, kernel)
     yield from _call_different_layers(context, manager)
     yield from check_nearest_copies(context, manager)
     manager.destroy()
@@ -140,31 +140,31 @@ class _RecordingWorkspace:
 
 
 def _check_call_state(context: ScenarioContext, kernel: FusedMoEModularKernel) -> Outcomes:
-    """Check the mark of a call that other ranks know of it, and the sizes of its buffers.
+    """Check that `CallState.peers_notified` is set in time, and check the sizes of the buffers.
 
-    The mark must be set before the first exchange on a GPU. Otherwise, an error after this exchange
+    The flag must be set before the first exchange on a GPU. Otherwise, an error after this exchange
     would be reported as a refusal, which is an exchange that the other ranks do not make. On a CPU,
-    ranks also exchange values before the call. The mark that this sets is removed.
+    ranks exchange values earlier, which already sets the flag, so the check clears it first.
 
-    The call must use the whole buffers that an exchange of a fixed capacity declares.
+    The buffers that a call takes must have the shapes that an exchange of fixed capacity declares.
     """
     if not has_builtin_classes(context):
         return
     part: Any = kernel.prepare_finalize
     handshake = _get_handshake(part)
     exchange: Any = getattr(part, "fixed_capacity", None)
-    begin, calls, marks = handshake.begin, list[CallState](), list[bool]()
+    original_begin, calls, flags = handshake.begin, list[CallState](), list[bool]()
     shapes = dict[str, tuple[int, ...]]()
 
     def begin_on_gpu(call: CallState, *args: Any) -> Any:
-        step = begin(call, *args)
+        step = original_begin(call, *args)
         calls.append(call)
         call.peers_notified = False
         call.workspace = cast("Workspace", _RecordingWorkspace(call.workspace, shapes))
         return step
 
     def reduce_amax(*args: Any) -> Any:
-        marks.append(calls[-1].peers_notified)
+        flags.append(calls[-1].peers_notified)
         return type(exchange).reduce_amax(exchange, *args)
 
     handshake.begin = begin_on_gpu
@@ -177,8 +177,8 @@ def _check_call_state(context: ScenarioContext, kernel: FusedMoEModularKernel) -
         specs = exchange.specs((exchange._layout,))
         declared = {name: tuple(spec.shape) for name, spec in specs.items()}
         yield str({name: shapes.get(name) for name in declared}), str(declared)
-    marks += [call.peers_notified for call in calls]
-    yield f"{len(calls)} call, known: {all(marks)}", "1 call, known: True"
+    flags += [call.peers_notified for call in calls]
+    yield f"{len(calls)} call, known: {all(flags)}", "1 call, known: True"
 
 
 def _call_different_layers(context: ScenarioContext, manager: Any) -> Outcomes:
@@ -207,7 +207,7 @@ def _call_different_layers(context: ScenarioContext, manager: Any) -> Outcomes:
     )
     yield (
         outcome,
-        context.expected_call_number_error(
+        context.format_call_number_error(
             got, NEED_SAME_CALL, layer=layer, call=call, step=manager.step
         ),
     )
@@ -218,7 +218,7 @@ def _call_different_layers(context: ScenarioContext, manager: Any) -> Outcomes:
         outcome,
         "DtypeError"
         if context.is_faulty_rank
-        else context.expected_call_number_error(
+        else context.format_call_number_error(
             got, "calls that every rank accepts", layer=layer, call=call, step=manager.step
         ),
     )
@@ -241,11 +241,13 @@ def check_device_handshake(context: ScenarioContext, kernel: FusedMoEModularKern
     if not has_builtin_classes(context):
         return
     handshake = _get_handshake(part)
-    for base in _BASES:
+    for base_changes in _BASES:
         for changes, equal_tokens, reason, need in _HEADERS:
-            if not base or "from rank" in reason:
-                header = _HEADER | dict(base)
-                yield _verify(handshake, part.manager, header, changes, equal_tokens, reason, need)
+            if not base_changes or "from rank" in reason:
+                header = _HEADER | dict(base_changes)
+                yield _verify_headers(
+                    handshake, part.manager, header, changes, equal_tokens, reason, need
+                )
     problem, replicated = context.case.problem, context.part.requires.replicated_input
     rows = problem.tokens
     if problem.max_received is not None:  # the same number of rows from each rank
@@ -254,7 +256,7 @@ def check_device_handshake(context: ScenarioContext, kernel: FusedMoEModularKern
     yield f"limits {handshake.limits.tolist()}", f"limits {limits}"
 
 
-def _verify(
+def _verify_headers(
     handshake: Any,
     manager: Any,
     header: Mapping[str, int],
@@ -271,33 +273,35 @@ def _verify(
     status = status_class(_WORLD_SIZE, torch.device(manager.device))
     simulated = SimulatedManager(manager, {}).manager
     simulated.device_status = status
-    copied = copy.copy(handshake)
-    copied.layer = replace(handshake.layer, manager=simulated)
+    handshake_copy = copy.copy(handshake)
+    handshake_copy.layer = replace(handshake.layer, manager=simulated)
     changed_header = {**header, **changes}
     headers_WF = torch.tensor([[*header.values()]] * _WORLD_SIZE)
     local_header_F = headers_WF[0].clone()
     headers_WF[_CHANGED_RANK] = torch.tensor([*changed_header.values()])
     limits = torch.tensor([_MAX_TOKENS, _MAX_ROWS, int(equal_tokens), 1])
     status.verify(headers_WF, local_header_F, limits)
-    outcomes = [f"failed {int(status.failed)}", _raise_failure(copied)]
-    outcomes.append(capture_outcome(lambda: str(copied.raise_failure())))  # raised once
+    outcomes = [f"failed {int(status.failed)}", _raise_failure(handshake_copy)]
+    outcomes.append(capture_outcome(lambda: str(handshake_copy.raise_failure())))  # raised once
     outcomes.append(f"closed: {simulated._communicator.group is None}")
-    outcomes.append(capture_outcome(lambda: str(copied.check())).partition(", need")[0])
+    outcomes.append(capture_outcome(lambda: str(handshake_copy.check())).partition(", need")[0])
     # A later call does not replace the headers of the first one that failed.
     status.verify(local_header_F.expand_as(headers_WF).contiguous(), local_header_F, limits)
     outcomes.append(f"failed {int(status.failed)}")
-    kept = status.failure()
-    outcomes.append("none" if kept is None else str(kept.headers[_CHANGED_RANK][:3]))
+    kept_failure = status.failure()
+    outcomes.append(
+        "none" if kept_failure is None else str(kept_failure.headers[_CHANGED_RANK][:3])
+    )
     if not reason:
         return "; ".join(outcomes), "failed 0; no error; None; closed: False; None; failed 0; none"
     position = changed_header["layer"], changed_header["call"], changed_header["order"]
     got = f"{reason}; rank 3: on host b"
-    text = f"({_CHANGED_RANK},) dispatch of call 3 of layer 4: {got}, {need}"
-    later = (
+    first_error = f"({_CHANGED_RANK},) dispatch of call 3 of layer 4: {got}, {need}"
+    later_error = (
         f"({_RANK}, 'dispatch', 0, 0, 0, (3,)) exchange between ranks: got a manager that failed "
         f"before: {reason}"
     )
-    expected = f"failed 1; {text}; None; closed: True; {later}; failed 1; {position}"
+    expected = f"failed 1; {first_error}; None; closed: True; {later_error}; failed 1; {position}"
     return "; ".join(outcomes), expected
 
 

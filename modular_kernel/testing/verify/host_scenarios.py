@@ -34,20 +34,23 @@ def check_host_assignment(context: ScenarioContext) -> Iterator[tuple[str, str]]
         manager = find_manager_class(context.part)(None)
         yield _construct_with_changed_requirements(context, manager, -1)
         manager.destroy()
-        yield from _use_separate_hosts(_for_ranks_per_host(context, 1))
+        yield from _use_separate_hosts(_with_ranks_per_host(context, 1))
         return
     manager = find_manager_class(context.part)(None)
-    name = read_settings().host_id or socket.gethostname()
-    yield str(manager.hosts), f"{ranks} ranks on one host, {name}"
+    host_name = read_settings().host_id or socket.gethostname()
+    yield str(manager.hosts), f"{ranks} ranks on one host, {host_name}"
     yield _construct_with_changed_requirements(context, manager, -1)
-    one_host, many_hosts = _for_ranks_per_host(context, ranks), _for_ranks_per_host(context, 1)
-    yield one_host.make_correct_call(one_host.make_kernel_on(manager))
+    one_host_context, many_hosts_context = (
+        _with_ranks_per_host(context, ranks),
+        _with_ranks_per_host(context, 1),
+    )
+    yield one_host_context.make_correct_call(one_host_context.make_kernel_on(manager))
     is_restricted = requires.one_host or requires.full_hosts
     error_name = "IncompatibleError" if is_restricted else "ConfigurationError"
-    yield capture_outcome(lambda: str(many_hosts.make_kernel_on(manager))), error_name
+    yield capture_outcome(lambda: str(many_hosts_context.make_kernel_on(manager))), error_name
     manager.destroy()
     if not is_restricted:
-        yield from _use_separate_hosts(many_hosts)
+        yield from _use_separate_hosts(many_hosts_context)
     if requires.one_host:  # such a part refuses several hosts even if the problem has one
         with use_host_id(f"host{context.rank}"):
             manager = find_manager_class(context.part)(None)
@@ -86,10 +89,11 @@ def _construct_with_changed_requirements(
 ) -> tuple[str, str]:
     """Construct the part with changed requirements; every rank must raise a ConfigurationError.
 
-    The unchanged requirements would need many ranks to fail: 9 if the part supports 8 ranks per
-    host.
+    With unchanged requirements, only a large group would be refused, for example one with 9 ranks
+    per host if the part supports 8.
 
-    extra: added to the actual number of ranks per host to give `ranks_per_host`.
+    extra: difference between the `ranks_per_host` of the changed requirements and the actual number
+        of ranks per host.
     requirements: other changed fields of PrepareFinalizeRequirements. With `full_hosts`, each host
         must have exactly `ranks_per_host` ranks.
     """
@@ -124,7 +128,7 @@ def _use_separate_hosts(context: ScenarioContext) -> Iterator[tuple[str, str]]:
     manager.destroy()
 
 
-def _for_ranks_per_host(context: ScenarioContext, ranks_per_host: int) -> ScenarioContext:
+def _with_ranks_per_host(context: ScenarioContext, ranks_per_host: int) -> ScenarioContext:
     problem = context.case.problem
     parallel = replace(problem.parallel, ranks_per_host=ranks_per_host)
     return replace(context, case=replace(context.case, problem=replace(problem, parallel=parallel)))

@@ -32,7 +32,8 @@ def make_subset_call(kernel: FusedMoEModularKernel | Plan, inputs: Inputs) -> Su
     return call
 
 
-def make_reversed_call(tokens: int) -> list[torch.Tensor]:
+def reverse_tokens(tokens: int) -> list[torch.Tensor]:
+    """Return the token indices of one call on all tokens in reverse order."""
     return [torch.arange(tokens).flip(0)]
 
 
@@ -58,16 +59,16 @@ def call_in_parts(
     template: a tensor with the shape, dtype and device of the result.
     """
     out = torch.empty_like(template)
-    for part in parts:
-        out[part.to(out.device)] = call(part)
+    for tokens in parts:
+        out[tokens.to(out.device)] = call(tokens)
     return out
 
 
 def count_differing_rows(actual: torch.Tensor, expected: torch.Tensor) -> int:
-    return int((output_bytes(actual) != output_bytes(expected)).any(1).sum())
+    return int((view_output_bytes(actual) != view_output_bytes(expected)).any(1).sum())
 
 
-def output_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def view_output_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of floating-point outputs as (T, bytes per row). -0.0 and 0.0 differ.
 
     All NaNs are equal, because IEEE 754 does not specify the sign and the payload of a NaN that an
@@ -98,21 +99,21 @@ def run_regrouped_calls(trial: Trial) -> Iterator[tuple[str, torch.Tensor]]:
     inputs, expected = trial.first.original_inputs, trial.eager_output
     tokens, max_tokens = len(expected), trial.case.problem.tokens
     one_call, call = [torch.arange(tokens)], make_subset_call(trial.kernel, inputs)
-    yield "in reverse order", call_in_parts(call, make_reversed_call(tokens), expected)
+    yield "in reverse order", call_in_parts(call, reverse_tokens(tokens), expected)
     yield (
         "in calls of 1, 2, 4, ... tokens",
         call_in_parts(call, split_doubling(tokens, max_tokens), expected),
     )
-    larger = _make_changed_kernel(trial, tokens=2 * max_tokens).plan()
+    larger_plan = _make_changed_kernel(trial, tokens=2 * max_tokens).plan()
     yield (
         "in a plan for twice as many",
-        call_in_parts(make_subset_call(larger, inputs), one_call, expected),
+        call_in_parts(make_subset_call(larger_plan, inputs), one_call, expected),
     )
-    rechunked = make_rechunked_kernel(trial)
-    if rechunked is not None:
+    rechunked_kernel = make_rechunked_kernel(trial)
+    if rechunked_kernel is not None:
         yield (
             "with other chunks",
-            call_in_parts(make_subset_call(rechunked, inputs), one_call, expected),
+            call_in_parts(make_subset_call(rechunked_kernel, inputs), one_call, expected),
         )
 
 
@@ -122,8 +123,8 @@ def make_rechunked_kernel(trial: Trial) -> FusedMoEModularKernel | None:
     If the case has no chunks, a chunk has a third of the tokens. Otherwise, the kernel has no
     chunks. Returns None if the pairing refuses the changed problem.
     """
-    case, third = trial.case, -(-trial.case.problem.tokens // 3) or 1
-    chunk = third if case.problem.chunk_tokens is None else None
+    case, third_of_tokens = trial.case, -(-trial.case.problem.tokens // 3) or 1
+    chunk = third_of_tokens if case.problem.chunk_tokens is None else None
     problem = replace(case.problem, chunk_tokens=chunk)
     if not check(case.prepare_finalize, case.experts, problem, trial.machine).ok:
         return None

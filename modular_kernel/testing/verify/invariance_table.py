@@ -13,7 +13,7 @@ import torch
 from modular_kernel.catalog import check, load_catalog
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.testing.cases.lists import Case
-from modular_kernel.testing.verify.invariance import output_bytes, run_regrouped_calls
+from modular_kernel.testing.verify.invariance import run_regrouped_calls, view_output_bytes
 from modular_kernel.testing.verify.trial import Trial
 
 LAYER = Problem(tokens=64, hidden=256, intermediate=192, experts=4, top_k=2)
@@ -79,10 +79,10 @@ def measure_invariance(machine: Machine, layer: Problem = LAYER) -> Iterator[Inv
 def count_call_dependent_rows(case: Case, machine: Machine) -> int:
     """Count the tokens whose output bits change in any of the `run_regrouped_calls`."""
     trial = Trial(case, machine)
-    expected = output_bytes(trial.eager_output)
+    expected = view_output_bytes(trial.eager_output)
     is_changed = torch.zeros(len(expected), dtype=torch.bool, device=expected.device)
     for _, rows in run_regrouped_calls(trial):
-        is_changed |= (output_bytes(rows) != expected).any(1)
+        is_changed |= (view_output_bytes(rows) != expected).any(1)
     return int(is_changed.sum())
 
 

@@ -3,15 +3,15 @@
 The host code of an operation chooses tiles and the number of programs. A wrong choice gives right
 results more slowly, so no comparison of values detects it. The choices were measured on GPUs. This
 check makes the launches of problems of the size of models on tensors without memory, runs nothing,
-and compares grids and compile-time constants with launch_plans.json. The record of a
-launch also has its stage, which profiles show. A deliberate change of a plan is recorded with
+and compares grids and compile-time constants with launch_plans.json. The record of a launch also
+has its stage, which profiles show. The following command records a deliberate change of a plan.
 
     TRITON_INTERPRET=1 python -m modular_kernel.testing.verify.launch_plans
 
 `planned_calls` lists the calls of operations and exchange parts, and `planned_layers` those of
-layers on the Triton experts, with their buffers. They are planned for a device whose
-number of SMs is unknown. Layers of a part with paths from other packages are neither compared nor
-recorded, because such a path may run some of their calls.
+layers on the Triton experts, with their buffers. All calls are planned for a device whose number of
+SMs is unknown. Layers of a part with paths from other packages are neither compared nor recorded,
+because such a path may run some of their calls.
 """
 
 import json
@@ -34,7 +34,7 @@ from modular_kernel.testing.verify.planned_layers import (
 )
 
 _PATH = Path(__file__).with_suffix(".json")
-_OPTIONS = ("num_warps", "num_stages")
+_LAUNCH_OPTIONS = ("num_warps", "num_stages")
 
 Plan = list[str]  # a line for each launch
 
@@ -45,14 +45,14 @@ def record_launches() -> Iterator[Plan]:
     from triton.runtime.interpreter import InterpretedFunction
 
     lines: Plan = []
-    entered: list[str] = []
+    entered_stages: list[str] = []
     run = InterpretedFunction.run
 
     @contextmanager
     def enter_stage(name: str) -> Iterator[None]:
-        entered.append(name)
+        entered_stages.append(name)
         yield
-        entered.pop()
+        entered_stages.pop()
 
     def record(
         self: Any, *_args: object, grid: tuple[int, ...], warmup: bool, **kwargs: Any
@@ -61,12 +61,14 @@ def record_launches() -> Iterator[Plan]:
         constants = {
             name: value
             for name, value in kwargs.items()
-            if (name.isupper() or name in _OPTIONS) and isinstance(value, int | str)
+            if (name.isupper() or name in _LAUNCH_OPTIONS) and isinstance(value, int | str)
             if value is not False
         }
-        text = " ".join(f"{name}={value}" for name, value in sorted(constants.items()))
-        stage = f"{entered[-1].removeprefix(stages.PREFIX)}: " if entered else ""
-        lines.append(f"{stage}{self.fn.__name__}{list(grid)} {text}")
+        formatted_constants = " ".join(
+            f"{name}={value}" for name, value in sorted(constants.items())
+        )
+        stage = f"{entered_stages[-1].removeprefix(stages.PREFIX)}: " if entered_stages else ""
+        lines.append(f"{stage}{self.fn.__name__}{list(grid)} {formatted_constants}")
 
     InterpretedFunction.run = record
     try:
@@ -101,7 +103,7 @@ def find_changed_plans() -> tuple[str, ...]:
     recorded, changed = json.loads(_PATH.read_text(encoding="utf-8")), list[str]()
     # The calls of these layers may run on a path that the record does not know.
     ignored = {name for name, (_, experts), _ in list_layers() if find_external_paths(experts)}
-    # In an empty context, an override of configurations around the case does not apply.
+    # An empty context hides overrides of launch configurations that surround the case.
     plans = Context().run(
         lambda: {name: make() for name, make in list_plans() if name not in ignored}
     )
@@ -109,14 +111,17 @@ def find_changed_plans() -> tuple[str, ...]:
         if name in ignored:
             continue
         plan, need = plans.get(name, []), recorded.get(name, [])
-        pairs = zip([*plan, *[""] * len(need)], [*need, *[""] * len(plan)], strict=False)
-        difference = next(((got, line) for got, line in pairs if got != line), None)
+        line_pairs = zip([*plan, *[""] * len(need)], [*need, *[""] * len(plan)], strict=False)
+        difference = next(
+            ((got, recorded_line) for got, recorded_line in line_pairs if got != recorded_line),
+            None,
+        )
         if difference is not None:
             changed.append(f"{name}: plans {difference[0]!r}, recorded {difference[1]!r}")
     return tuple(changed)
 
 
-def _write() -> None:
+def _write_record() -> None:
     """Write the record. Raise StateError if a package provides paths for one of the parts."""
     for experts in dict.fromkeys(experts for _, (_, experts), _ in list_layers()):
         external = find_external_paths(experts)
@@ -129,4 +134,4 @@ def _write() -> None:
 
 if __name__ == "__main__":
     patch_interpreter()
-    _write()
+    _write_record()

@@ -66,8 +66,8 @@ def parse_ledger(text: str) -> tuple[LedgerEntry, ...]:
     return tuple(entries)
 
 
-def _is_machine_kind(word: str) -> bool:
-    kind, colon, ranks = word.partition(":")
+def _is_machine_kind(text: str) -> bool:
+    kind, colon, ranks = text.partition(":")
     return kind in MACHINE_KINDS and (not colon or (ranks.isdecimal() and int(ranks) > 1))
 
 
@@ -112,7 +112,7 @@ def check_proofs(ledger: Iterable[LedgerEntry], proofs: Iterable[Proof]) -> tupl
             counter[proof.case.prepare_finalize, proof.case.experts] += 1
     ledger = tuple(ledger)
     return tuple(
-        line
+        message
         for kind, counter in counts.items()
-        for line in list_unmet_entries(ledger, counter, kind)
+        for message in list_unmet_entries(ledger, counter, kind)
     )

@@ -45,12 +45,16 @@ def lower_limits(*, enabled: bool = True) -> Iterator[None]:
     enabled: if False, the block changes nothing.
     """
     modules = ((sys.modules.get(name), limits) for name, limits in LOWERED_LIMITS.items())
-    lowered = [(module, limits) for module, limits in modules if module is not None and enabled]
-    defaults = [{name: getattr(module, name) for name in limits} for module, limits in lowered]
-    for module, limits in lowered:
+    lowered_modules = [
+        (module, limits) for module, limits in modules if module is not None and enabled
+    ]
+    defaults = [
+        {name: getattr(module, name) for name in limits} for module, limits in lowered_modules
+    ]
+    for module, limits in lowered_modules:
         vars(module).update(limits)
     try:
         yield
     finally:
-        for (module, _), values in zip(lowered, defaults, strict=True):
+        for (module, _), values in zip(lowered_modules, defaults, strict=True):
             vars(module).update(values)

@@ -40,6 +40,7 @@ def has_builtin_classes(context: ScenarioContext) -> bool:
 
 
 def check_manager_arguments(context: ScenarioContext) -> Outcomes:
+    """Check that a manager refuses invalid timeouts."""
     manager_class = find_manager_class(context.part)
     if not is_builtin(manager_class):
         return
@@ -59,12 +60,12 @@ def check_max_received(context: ScenarioContext, manager: object) -> Outcomes:
     """
     if not has_builtin_classes(context) or not exchanges_call_numbers(context.part):
         return
-    limited = context.for_changed_problem(max_received=1)
-    if limited is None:
+    limited_context = context.with_changed_problem(max_received=1)
+    if limited_context is None:
         return
-    kernel = limited.make_kernel_on(manager)
-    outcome = capture_outcome(lambda: limited.compare(limited.call(kernel)))
-    yield _must_mention(outcome, "rows for rank", "<= 1 (Problem.max_received)"), CORRECT
+    kernel = limited_context.make_kernel_on(manager)
+    outcome = capture_outcome(lambda: limited_context.compare(limited_context.call(kernel)))
+    yield _check_mentions(outcome, "rows for rank", "<= 1 (Problem.max_received)"), CORRECT
     yield context.make_correct_call(context.make_kernel_on(manager))
 
 
@@ -99,17 +100,18 @@ def check_too_many_tokens(context: ScenarioContext, kernel: FusedMoEModularKerne
         else lambda: context.compare(context.call(kernel))
     )
     need = f"need 0 to problem.tokens = {max_tokens}"
-    yield _must_mention(outcome, "'counts'", "(1,))", need), CORRECT
+    yield _check_mentions(outcome, "'counts'", "(1,))", need), CORRECT
     yield context.make_correct_call(kernel)
 
 
 def check_destroyed_manager(context: ScenarioContext, manager: object) -> Outcomes:
+    """Check that no layer can be made on `manager`, which has been destroyed."""
     if has_builtin_classes(context):
         yield capture_outcome(lambda: str(context.make_kernel_on(manager))), "UnsupportedError"
 
 
 def check_dropped_manager(context: ScenarioContext) -> Outcomes:
-    """Drop the last reference to a manager that was not destroyed; it must disconnect."""
+    """Check that a manager disconnects when it is garbage-collected without `destroy`."""
     if not has_builtin_classes(context):
         return
     manager = find_manager_class(context.part)(None)
@@ -134,26 +136,28 @@ def check_threads_ended(
     if not has_builtin_classes(context):
         return
     deadline = time.monotonic() + _MAX_THREAD_EXIT_S
-    while (left := set(threading.enumerate()) - set(threads)) and time.monotonic() < deadline:
+    while (
+        remaining_threads := set(threading.enumerate()) - set(threads)
+    ) and time.monotonic() < deadline:
         time.sleep(0.02)
-    yield f"{len(left)} threads left", "0 threads left"
+    yield f"{len(remaining_threads)} threads left", "0 threads left"
 
 
 def check_undeclared_hosts(context: ScenarioContext) -> Outcomes:
-    """Make a call of a problem that does not declare its number of ranks per host."""
+    """Make a call for a problem that does not declare its number of ranks per host."""
     problem = context.case.problem
     if problem.parallel.ranks_per_host is None:
         return
     parallel = replace(problem.parallel, ranks_per_host=None)
-    changed = replace(
+    changed_context = replace(
         context, case=replace(context.case, problem=replace(problem, parallel=parallel))
     )
-    names = changed.case.prepare_finalize, changed.case.experts
-    verdict = check(*names, changed.case.problem, context.machine)
+    names = changed_context.case.prepare_finalize, changed_context.case.experts
+    verdict = check(*names, changed_context.case.problem, context.machine)
     if verdict.ok:
-        yield changed.make_correct_call(changed.make_kernel())
+        yield changed_context.make_correct_call(changed_context.make_kernel())
 
 
-def _must_mention(outcome: str, *texts: str) -> str:
+def _check_mentions(outcome: str, *expected_texts: str) -> str:
     """Return "right" if the outcome contains all texts; otherwise, return the outcome."""
-    return CORRECT if all(text in outcome for text in texts) else outcome
+    return CORRECT if all(text in outcome for text in expected_texts) else outcome

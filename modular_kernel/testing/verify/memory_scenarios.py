@@ -39,7 +39,7 @@ def check_shared_memory(context: ScenarioContext) -> Outcomes:
     )
     sizes = context.format_by_rank("bytes", _NBYTES, 2 * _NBYTES)
     uses = context.format_by_rank("meaning", "a", "b")
-    for nbytes, use, got in (
+    for nbytes, uses_by_rank, got in (
         ((_NBYTES, 2 * _NBYTES), ("a", "a"), sizes),
         ((_NBYTES, _NBYTES), ("a", "b"), uses),
         ((_NBYTES, 2 * _NBYTES), ("a", "b"), f"{sizes}; {uses}"),
@@ -47,15 +47,15 @@ def check_shared_memory(context: ScenarioContext) -> Outcomes:
         index = int(context.is_faulty_rank)
         peers = context.peers if context.is_faulty_rank else (1,)
         try:
-            manager.allocate_heap(nbytes[index], use[index], lambda _heap: None)
+            manager.allocate_heap(nbytes[index], uses_by_rank[index], lambda _heap: None)
             outcome = "no error"
         except CommunicationError as error:
             outcome = f"{error.peers} {error.got}"
         yield outcome, f"{peers} {got}"
     heap = manager.allocate_heap(_NBYTES, "a", lambda heap: heap.bytes_N[:8].zero_())
-    fill = heap.bytes_N.tolist() == [0] * 8 + [255] * (_NBYTES - 8)
+    is_filled = heap.bytes_N.tolist() == [0] * 8 + [255] * (_NBYTES - 8)
     yield (
-        f"{len(heap.deltas_W)} addresses, filled: {fill}",
+        f"{len(heap.deltas_W)} addresses, filled: {is_filled}",
         (f"{len(heap.deltas_W)} addresses, filled: True"),
     )
     yield from _check_status_words(memory)
@@ -66,15 +66,17 @@ def check_shared_memory(context: ScenarioContext) -> Outcomes:
 def _check_flags(context: ScenarioContext, manager: Any, memory: Any) -> Outcomes:
     """Check the flags of new buffers, and the flag that ends the waits of a host.
 
-    Memory is filled with NaN when it is allocated, so that the flags must be cleared.
+    Memory is filled with NaN when it is allocated, so the part must clear the flags.
     """
     if memory is manager:  # all ranks share one host
         return
     part: Any = context.make_kernel_on(manager).prepare_finalize
     flags = [
-        each for call in part._buffer_pool._buffers for each in (call.arrived_W, call.summed_W)
+        flags_W
+        for buffers in part._buffer_pool._buffers
+        for flags_W in (buffers.arrived_W, buffers.summed_W)
     ]
-    yield f"set: {[bool(each.any()) for each in flags]}", f"set: {[False] * len(flags)}"
+    yield f"set: {[bool(flags_W.any()) for flags_W in flags]}", f"set: {[False] * len(flags)}"
     dist.barrier()
     memory.fail()
     yield str(memory.failed.tolist()), "[1]"
@@ -99,14 +101,17 @@ def _check_status_words(memory: Any) -> Outcomes:
         simulated = copy.copy(memory)
         simulated.world_size, simulated.reported_rank, simulated.step = _WORLD_SIZE, 7, 9
         simulated._status_word = ctypes.c_int64(phase << 56 | bits << 32 | _CALL)
-        text = (
+        expected = (
             f"{_MISSING} {name} of step 9: no flag of call {_CALL} from ranks 0, 2, 23, need every "
             f"rank within {memory.timeout_s:g} s"
         )
-        yield f"{_check(simulated)} | {_check(simulated)}", f"{text} | {text}"
+        yield (
+            f"{_describe_status_error(simulated)} | {_describe_status_error(simulated)}",
+            f"{expected} | {expected}",
+        )
 
 
-def _check(memory: Any) -> str:
+def _describe_status_error(memory: Any) -> str:
     try:
         memory.check()
     except CommunicationError as error:

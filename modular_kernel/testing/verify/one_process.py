@@ -80,9 +80,16 @@ def prove(case: Case, machine: Machine | None = None, build: Build = build_kerne
         failures = tuple(dict.fromkeys(run_all_checks(trial)))
     error, bound = _measure_accuracy(trial)
     seconds = time.perf_counter() - start
-    ids = trial.first.invalid_ids
+    num_invalid_ids = trial.first.invalid_ids
     return Proof(
-        case, machine, error, bound, failures, seconds, ids, _collect_combinations(entered_paths)
+        case,
+        machine,
+        error,
+        bound,
+        failures,
+        seconds,
+        num_invalid_ids,
+        _collect_combinations(entered_paths),
     )
 
 
@@ -96,7 +103,7 @@ def _collect_combinations(entered_paths: Iterable[EnteredPath]) -> frozenset[Pat
 def run_all_checks(trial: Trial) -> Iterator[str]:
     """Yield the failures of every check in order. A check that raises an error fails."""
     for check in CHECKS:
-        yield from _run(check, trial)
+        yield from _run_check(check, trial)
 
 
 def _measure_accuracy(trial: Trial) -> tuple[float, float]:
@@ -107,7 +114,7 @@ def _measure_accuracy(trial: Trial) -> tuple[float, float]:
     return comparison.error, comparison.bound
 
 
-def _run(check: Check, trial: Trial) -> Iterator[str]:
+def _run_check(check: Check, trial: Trial) -> Iterator[str]:
     name = name_check(check)
     try:
         for finding in check(trial):

@@ -27,15 +27,15 @@ def check_operation_cases(part: type[PrepareAndFinalize]) -> Outcomes:
 def compare_cases(cases: Mapping[str, Callable[[], Tensors]]) -> Outcomes:
     """Run cases with kernels and torch references. Yields (outcome, expected outcome) of each.
 
-    cases: by name. A case returns what operations have written.
+    cases: maps names to cases. A case returns the tensors that operations have written.
     """
     has_kernels = use_triton(torch.zeros(1))
     for name, case in cases.items():
         with prefer_torch_reference():
-            expected = _run(case)
+            expected = _run_case(case)
         for is_lowered in (False, True) if has_kernels else ():
             with lower_limits(enabled=is_lowered), record_races() as races:
-                outcome = _describe_difference(_run(case), expected)
+                outcome = _describe_difference(_run_case(case), expected)
             outcome = next(iter(races), outcome)
             limits = "lowered" if is_lowered else "default"
             yield f"{name}, {limits} limits: {outcome}", f"{name}, {limits} limits: equal bits"
@@ -43,8 +43,8 @@ def compare_cases(cases: Mapping[str, Callable[[], Tensors]]) -> Outcomes:
             yield _describe_difference(expected, expected), "equal bits"
 
 
-def _run(case: Callable[[], Tensors]) -> Tensors | str:
-    """Return what a case writes, or its error as text."""
+def _run_case(case: Callable[[], Tensors]) -> Tensors | str:
+    """Return the tensors that a case writes, or a description of its error."""
     # A faulty operation may raise anything.
     try:
         return case()
@@ -53,7 +53,7 @@ def _run(case: Callable[[], Tensors]) -> Tensors | str:
 
 
 def _describe_difference(actual: Tensors | str, expected: Tensors | str) -> str:
-    """Return "equal bits", or where two runs of a case have written different bits first."""
+    """Return "equal bits", or a description of the first difference between two runs of a case."""
     for result in (actual, expected):
         if isinstance(result, str):
             return result

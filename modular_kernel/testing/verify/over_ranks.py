@@ -65,7 +65,7 @@ _CPU = torch.device("cpu")
 
 
 class RankSample(Sample):
-    """One rank's part of a call.
+    """The tokens and experts of one rank in a call.
 
     counts: the number of tokens of each rank.
     """
@@ -89,9 +89,9 @@ class RankSample(Sample):
     @cached_property
     def global_inputs(self) -> Inputs:
         """The inputs of all ranks and the weights of all experts."""
-        return self._global_inputs(self.variation)
+        return self._make_global_inputs(self.variation)
 
-    def _global_inputs(self, variation: InputVariation) -> Inputs:
+    def _make_global_inputs(self, variation: InputVariation) -> Inputs:
         tokens = self.counts[0] if self.case.is_replicated else sum(self.counts)
         problem = self.case.global_problem.with_tokens(tokens)
         return make_inputs(
@@ -109,8 +109,10 @@ class RankSample(Sample):
         start = 0 if self.case.is_replicated else sum(self.counts[: self.rank])
         return slice(start, start + self.counts[self.rank])
 
-    def _make(self, variation: InputVariation | None = None) -> Inputs:
-        global_inputs = self.global_inputs if variation is None else self._global_inputs(variation)
+    def _make_call_inputs(self, variation: InputVariation | None = None) -> Inputs:
+        global_inputs = (
+            self.global_inputs if variation is None else self._make_global_inputs(variation)
+        )
         memory = FencedCopier(self.device, fill=choose_fill(self.seed))
         return inputs_of_rank(
             global_inputs, self.local_tokens, self.problem, memory, strided=self.strided
@@ -174,7 +176,7 @@ class RankSample(Sample):
         inputs = make_inputs(problem, "uniform", _CPU, seed=self.seed)
         layer = self.global_inputs
         if self.variation.nan:
-            layer = self._global_inputs(replace(self.variation, nan=""))
+            layer = self._make_global_inputs(replace(self.variation, nan=""))
         adapters_T = layer.routing.adapters_T
         if isinstance(adapters_T, torch.Tensor) and len(adapters_T):
             adapters_T = adapters_T[torch.arange(NUM_REFERENCE_TOKENS) % len(adapters_T)]
@@ -204,22 +206,22 @@ def compute_rounded_reference(global_inputs: Inputs, problem: Problem) -> torch.
     problem: the problem of any rank.
     """
     routing, tokens = global_inputs.routing, len(global_inputs.x_TH)
-    one_rank = replace(problem, parallel=Parallel(), local_experts=None, expert_map=False)
-    global_problem = one_rank.with_tokens(tokens)
+    one_rank_problem = replace(problem, parallel=Parallel(), local_experts=None, expert_map=False)
+    global_problem = one_rank_problem.with_tokens(tokens)
     if problem.combine is not Combine.SUM:
         return reference.rounded_reference(
             global_inputs.x_TH, global_inputs.weights, routing, global_problem
         )
-    ids = routing.topk_ids_TK
-    rank_TK, _, _ = pairs_to_slots(ids, problem.placement.tables())
-    total = torch.zeros(tokens, problem.hidden)
+    ids_TK = routing.topk_ids_TK
+    rank_TK, _, _ = pairs_to_slots(ids_TK, problem.placement.tables())
+    summed_output_TH = torch.zeros(tokens, problem.hidden)
     for rank in range(problem.parallel.world_size):
         # Pairs with an invalid id belong to no rank, as in the float64 reference.
-        local_routing = replace(routing, topk_ids_TK=ids.masked_fill(rank_TK != rank, -1))
-        total += reference.rounded_reference(
+        local_routing = replace(routing, topk_ids_TK=ids_TK.masked_fill(rank_TK != rank, -1))
+        summed_output_TH += reference.rounded_reference(
             global_inputs.x_TH, global_inputs.weights, local_routing, global_problem
         ).float()
-    return total.to(problem.dtype).double()
+    return summed_output_TH.to(problem.dtype).double()
 
 
 class RankTrial(Trial):
@@ -233,12 +235,12 @@ class RankTrial(Trial):
             device = torch.device("cuda", torch.cuda.current_device())
         counts = case.tokens
         rotated, rotated_twice = (counts[n:] + counts[:n] for n in (1, 2 % len(counts)))
-        half = tuple((count + 1) // 2 for count in rotated_twice)
-        sample = partial(RankSample, case, rank, device)
-        self.first = sample(counts=counts, seed_offset=0)
-        self.second = sample(counts=rotated, seed_offset=1)
-        self.other = sample(counts=half, seed_offset=2, strided=True)
-        self._sample_like_first = partial(sample, counts=counts)
+        half_counts = tuple((count + 1) // 2 for count in rotated_twice)
+        make_sample = partial(RankSample, case, rank, device)
+        self.first = make_sample(counts=counts, seed_offset=0)
+        self.second = make_sample(counts=rotated, seed_offset=1)
+        self.other = make_sample(counts=half_counts, seed_offset=2, strided=True)
+        self._sample_like_first = partial(make_sample, counts=counts)
 
     def copy_first_sample(self) -> Sample:
         return self._sample_like_first(seed_offset=0)
@@ -250,20 +252,30 @@ class RankTrial(Trial):
             return ()
         return run_scenario(
             self.fault,
-            ScenarioContext(self.case, self.machine, self.first, self.build, self._changed_sample),
+            ScenarioContext(
+                self.case, self.machine, self.first, self.build, self._make_changed_sample
+            ),
         )
 
-    def _changed_sample(self, changes: Mapping[str, Any]) -> RankSample | None:
+    def _make_changed_sample(self, changes: Mapping[str, Any]) -> RankSample | None:
         """Return this rank's first sample for a changed layer, or None if the pairing refuses it.
 
         changes: fields of Problem.
         """
-        first = self.first
-        assert isinstance(first, RankSample)
-        changed = replace(first.case, problem=replace(first.case.problem, **changes))
-        if not changed.verdict(self.machine).ok:
+        first_sample = self.first
+        assert isinstance(first_sample, RankSample)
+        changed_case = replace(
+            first_sample.case, problem=replace(first_sample.case.problem, **changes)
+        )
+        if not changed_case.verdict(self.machine).ok:
             return None
-        return RankSample(changed, first.rank, first.device, counts=first.counts, seed_offset=0)
+        return RankSample(
+            changed_case,
+            first_sample.rank,
+            first_sample.device,
+            counts=first_sample.counts,
+            seed_offset=0,
+        )
 
     @property
     def expected_replays(self) -> tuple[tuple[Sample, torch.Tensor], ...]:
@@ -328,10 +340,10 @@ def build_kernel(
 
 @contextmanager
 def open_group(case: RankCase, group: object) -> Iterator[object]:
-    """Yield what a case passes as the group of its kernels.
+    """Yield the group that a case passes to its kernels.
 
-    This is `group`, or a manager that has been made with `checked=False`. The manager is destroyed
-    at the end, but not after an error, because this may wait for peers that failed.
+    The group is `group`, or a manager that has been made with `checked=False`. The manager is
+    destroyed at the end, but not after an error, because `destroy` may wait for peers that failed.
     """
     if case.checked:
         yield group
@@ -390,15 +402,17 @@ def _run_checks(
     if received and is_builtin(load_catalog().prepare_finalize(case.prepare_finalize)):
         findings += [f"numeric: {finding}" for finding in find_wide_ids(received[0])]
     comparison = trial.first.compare(trial.eager_output)
-    unique = tuple(dict.fromkeys(findings))
-    # If a check raised, skip this, because destroying a part may wait for peers that failed.
+    unique_findings = tuple(dict.fromkeys(findings))
+    # This is skipped if a check raised, because destroying a part may wait for peers that failed.
     for kernel in kernels:
         kernel.prepare_finalize.destroy()
-    report = RankReport(unique, comparison.error, comparison.bound, trial.first.invalid_ids)
-    return _with_differences(report, trial, received[0]) if received else report
+    report = RankReport(
+        unique_findings, comparison.error, comparison.bound, trial.first.invalid_ids
+    )
+    return _add_differences(report, trial, received[0]) if received else report
 
 
-def _with_differences(
+def _add_differences(
     report: RankReport, trial: RankTrial, received: Sequence[Dispatched]
 ) -> RankReport:
     """Return `report` with descriptions of what differs from the reference.
@@ -469,34 +483,34 @@ def prove_unchecked(
         reports = dict(enumerate(pool.run(run_checks, *task, timeout=timeout)))
     except RankError as error:
         reports = error.results
-        for rank, text in error.failures.items():
-            failures += [f"rank {rank}: {line}" for line in _extract_findings(text)]
+        for rank, failure in error.failures.items():
+            failures += [f"rank {rank}: {line}" for line in _extract_findings(failure)]
     for rank, report in sorted(reports.items()):
         failures += [f"rank {rank}: {finding}" for finding in report.findings]
-    failures += _first_difference(reports)
+    failures += _find_first_difference(reports)
     seconds = time.perf_counter() - start
-    complete = len(reports) == case.world_size
+    is_complete = len(reports) == case.world_size
     worst = (
         max(reports.values(), key=_compute_error_ratio)
-        if complete
+        if is_complete
         else RankReport((), math.inf, 0.0, 0)
     )
     invalid_ids = sum(report.invalid_ids for report in reports.values())
     return Proof(case, machine, worst.error, worst.bound, tuple(failures), seconds, invalid_ids)
 
 
-def _first_difference(reports: Mapping[int, RankReport]) -> list[str]:
+def _find_first_difference(reports: Mapping[int, RankReport]) -> list[str]:
     """If an output is wrong, return one line about the first difference.
 
     Differences of the dispatch come first, because they explain wrong outputs.
     """
-    wrong = {rank: report for rank, report in reports.items() if report.output}
-    if not wrong:
+    wrong_reports = {rank: report for rank, report in reports.items() if report.output}
+    if not wrong_reports:
         return []
     for rank, report in sorted(reports.items()):
         if report.dispatch:
             return [f"rank {rank} differs in {report.dispatch}"]
-    rank, report = min(wrong.items())
+    rank, report = min(wrong_reports.items())
     return [f"rank {rank} differs in {report.output}"]
 
 

@@ -38,7 +38,7 @@ def prove_all(cases: Sequence[Case], machine: Machine, workers: int) -> Iterator
         return
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_init_worker)
     try:
-        proofs, processes = _submit(pool, cases, machine)
+        proofs, processes = _submit_cases(pool, cases, machine)
         try:
             for case, proof in zip(cases, proofs, strict=True):
                 yield _wait_for_proof(proof, case)
@@ -50,18 +50,18 @@ def prove_all(cases: Sequence[Case], machine: Machine, workers: int) -> Iterator
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _submit(
+def _submit_cases(
     pool: ProcessPoolExecutor, cases: Sequence[Case], machine: Machine
 ) -> tuple[list[Future[Proof]], list[BaseProcess]]:
     """Submit all cases; return the futures of their proofs and the started processes."""
     existing = active_children()
-    # Workers inherit this mask and ignore Ctrl-C; the parent handles Ctrl-C and ends the workers.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    # Workers inherit the mask and ignore Ctrl-C. The parent handles Ctrl-C and ends the workers.
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         proofs = [pool.submit(prove, case, machine) for case in cases]
         return proofs, [process for process in active_children() if process not in existing]
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
 def _wait_for_proof(proof: Future[Proof], case: Case) -> Proof:

@@ -40,7 +40,7 @@ from modular_kernel.workspace import Workspace
 
 _META = torch.device("meta")
 _NUM_TOKENS = (1, 17)  # of additional calls with few tokens
-_TOP_K, _EXPERTS, _LOCAL = 8, 64, 8
+_TOP_K, _EXPERTS, _LOCAL_EXPERTS = 8, 64, 8
 _SCHEMES = (
     "fp8_w8a8_block",
     "fp8_w8a8_channel",
@@ -92,8 +92,10 @@ def _list_calls_of_part(part: type[PrepareAndFinalize]) -> dict[str, Callable[[]
         prefix, (problem,) = f"{call.func.__module__}.{call.func.__name__}", call.args
         calls[f"{prefix} {name}"] = call
         for tokens in _NUM_TOKENS if index == 0 else ():
-            few = replace(problem, tokens=tokens)
-            calls[f"{prefix} {name}, T = {tokens}"] = partial(call.func, few, **call.keywords)
+            small_problem = replace(problem, tokens=tokens)
+            calls[f"{prefix} {name}, T = {tokens}"] = partial(
+                call.func, small_problem, **call.keywords
+            )
     return calls
 
 
@@ -125,19 +127,19 @@ def _quantize(
     quantize_rows(x_TH, scheme, out=out, valid_rows=BatchedRows(counts_e) if segments > 1 else None)
 
 
-def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def _make_empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=_META)
 
 
-def _take(scheme: QuantScheme, rows: int, columns: int) -> QuantizedRows:
+def _make_quantized_rows(scheme: QuantScheme, rows: int, columns: int) -> QuantizedRows:
     workspace = Workspace(quantize_specs("x", scheme, rows, columns), _META)
     return take_quantized(workspace, "x", scheme, (rows, columns))
 
 
-def _route(tokens: int) -> DispatchedRouting:
-    ids_TK = _empty(tokens, _TOP_K, dtype=torch.int32)
-    expert_map = _empty(_EXPERTS, dtype=torch.int32)
-    invalid_ids = _empty(1, dtype=torch.int32)
+def _make_routing(tokens: int) -> DispatchedRouting:
+    ids_TK = _make_empty(tokens, _TOP_K, dtype=torch.int32)
+    expert_map = _make_empty(_EXPERTS, dtype=torch.int32)
+    invalid_ids = _make_empty(1, dtype=torch.int32)
     return DispatchedRouting(None, ids_TK, IdSpace.GLOBAL, _EXPERTS, expert_map, invalid_ids)
 
 
@@ -145,70 +147,78 @@ def _number(tokens: int, hidden: int) -> None:
     """Assign numbers to pairs: linear experts, then also sinks, then experts with copies."""
     linear = Placement.linear(_EXPERTS, 8)
     for placement, num_sinks in ((linear, 0), (linear, _TOP_K), (linear.with_copies({0: (7,)}), 0)):
-        ids_TK = _empty(tokens, _TOP_K, dtype=torch.int32)
-        weights_TK = _empty(tokens, _TOP_K, dtype=torch.float32)
+        ids_TK = _make_empty(tokens, _TOP_K, dtype=torch.int32)
+        weights_TK = _make_empty(tokens, _TOP_K, dtype=torch.float32)
         numbering = Numbering.of(placement, _META, num_sinks=num_sinks)
-        count = _empty(1, dtype=torch.int32)
+        count = _make_empty(1, dtype=torch.int32)
         join = num_sinks > 0
         pairs = Pairs(Routing(weights_TK, ids_TK), numbering, ids_TK, weights_TK, count, join, 1.0)
         number_pairs(pairs)
         scheme = QuantScheme.parse("fp8_w8a8_block")
         number_and_quantize(
-            _empty(tokens, hidden), scheme, pairs, out=_take(scheme, tokens, hidden)
+            _make_empty(tokens, hidden),
+            scheme,
+            pairs,
+            out=_make_quantized_rows(scheme, tokens, hidden),
         )
 
 
 def _permute(tokens: int, hidden: int) -> None:
     """Copy tokens to the rows of experts, in the batched layout, and quantized."""
-    rows_TK, x_TH = _empty(tokens, _TOP_K, dtype=torch.int32), _empty(tokens, hidden)
-    scratch = assign_rows_scratch(tokens, _TOP_K, _LOCAL)
+    rows_TK, x_TH = _make_empty(tokens, _TOP_K, dtype=torch.int32), _make_empty(tokens, hidden)
+    scratch = assign_rows_scratch(tokens, _TOP_K, _LOCAL_EXPERTS)
     assign_rows(
-        _route(tokens),
+        _make_routing(tokens),
         capacity=tokens,
         row_of_pair_TK=rows_TK,
-        counts_e=_empty(_LOCAL, dtype=torch.int32),
-        scratch=_empty(*scratch.shape, dtype=torch.int32),
+        counts_e=_make_empty(_LOCAL_EXPERTS, dtype=torch.int32),
+        scratch=_make_empty(*scratch.shape, dtype=torch.int32),
     )
-    permute_tokens(x_TH, rows_TK, None, rows_RH=_empty(tokens * _LOCAL, hidden))
+    permute_tokens(x_TH, rows_TK, None, rows_RH=_make_empty(tokens * _LOCAL_EXPERTS, hidden))
     scheme = QuantScheme.parse("fp8_w8a8_block")
-    permute_and_quantize(x_TH, rows_TK, None, scheme, out=_take(scheme, tokens * _TOP_K, hidden))
+    permute_and_quantize(
+        x_TH, rows_TK, None, scheme, out=_make_quantized_rows(scheme, tokens * _TOP_K, hidden)
+    )
 
 
 def _sort(tokens: int, _hidden: int) -> None:
     """Sort pairs by expert, into tiles and into blocks."""
-    routing, pairs = _route(tokens), tokens * _TOP_K
+    routing, pairs = _make_routing(tokens), tokens * _TOP_K
     sort_pairs(
         routing,
         block_m=64,
-        num_local=_LOCAL,
-        workspace=Workspace(sort_specs(tokens, _TOP_K, 64, _LOCAL), _META),
+        num_local=_LOCAL_EXPERTS,
+        workspace=Workspace(sort_specs(tokens, _TOP_K, 64, _LOCAL_EXPERTS), _META),
     )
     align(
         routing,
         block_size=16,
-        num_local=_LOCAL,
-        workspace=Workspace(align_specs(pairs, 16, _LOCAL), _META),
+        num_local=_LOCAL_EXPERTS,
+        workspace=Workspace(align_specs(pairs, 16, _LOCAL_EXPERTS), _META),
     )
 
 
 def _reduce(tokens: int, hidden: int) -> None:
     """Weight and sum rows, with each reduction."""
-    rows_TKH, out_TH = _empty(tokens, _TOP_K, hidden), _empty(tokens, hidden)
-    weights_TK = _empty(tokens, _TOP_K, dtype=torch.float32)
-    pairs_TK = _empty(tokens, _TOP_K, dtype=torch.int32)
+    rows_TKH, out_TH = _make_empty(tokens, _TOP_K, hidden), _make_empty(tokens, hidden)
+    weights_TK = _make_empty(tokens, _TOP_K, dtype=torch.float32)
+    pairs_TK = _make_empty(tokens, _TOP_K, dtype=torch.int32)
     rows_RH = rows_TKH.flatten(0, 1)
     weight_and_sum(rows_TKH, weights_TK, scale=1.0, out=out_TH)
     gather_weight_and_sum(rows_RH, pairs_TK, weights_TK, scale=1.0, out=out_TH)
     gather_rows(rows_RH, pairs_TK, weights_TK, scale=1.0, out=rows_TKH)
     scale_rows(rows_TKH, weights_TK, scale=1.0, out=rows_TKH)
     scale_rows(rows_TKH, None, scale=1.0, out=rows_TKH)  # nothing to do
-    zero_rows(rows_TKH, _empty(tokens, dtype=torch.int32))
+    zero_rows(rows_TKH, _make_empty(tokens, dtype=torch.int32))
 
 
 def _activate(tokens: int, hidden: int) -> None:
     """Apply activations, and quantize their results."""
-    for text in ("silu", "relu2"):
-        spec, scheme = ActivationSpec.parse(text), QuantScheme.parse("fp8_w8a8_block")
-        x_RN, out = _empty(tokens, hidden * (2 if spec.gated else 1)), _take(scheme, tokens, hidden)
-        gated_activation(x_RN, spec, _empty(tokens, hidden))
+    for activation_text in ("silu", "relu2"):
+        spec, scheme = ActivationSpec.parse(activation_text), QuantScheme.parse("fp8_w8a8_block")
+        x_RN, out = (
+            _make_empty(tokens, hidden * (2 if spec.gated else 1)),
+            _make_quantized_rows(scheme, tokens, hidden),
+        )
+        gated_activation(x_RN, spec, _make_empty(tokens, hidden))
         activation_and_quantize(x_RN, spec, scheme, out=out)

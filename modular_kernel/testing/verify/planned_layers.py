@@ -1,11 +1,11 @@
 """Calls of layers of model size on the Triton experts, whose launches `launch_plans` records.
 
 A call runs on tensors without memory, with the launch configurations of a machine without a GPU.
-Its record has the launches, each with its stage, and the buffers of the kernel. Where the launch
-configuration of a call can be given (`contracts.Tunable`), it also has the buffers of a kernel for
-this configuration alone, which other calls do not enlarge.
+Its record has the launches, each with its stage, and the buffers of the kernel. These buffers are
+large enough for every configuration of the kernel. If the configuration of a call can be set
+(`contracts.Tunable`), the record also has the buffers of a kernel for this configuration alone.
 
-The rules that refuse a layer on older GPUs, which no other case meets, are recorded, too.
+The record also has the rules that refuse a layer on older GPUs, because no other case covers them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -33,9 +33,9 @@ _PAIRINGS = (
     ("MoEPrepareAndFinalizeNoEP", "GroupedGemmExperts"),
     ("BatchedPrepareAndFinalize", "BatchedTritonExperts"),
 )
-# Few tokens, and two sizes above: their paths, tiles and numbers of programs differ.
+# Numbers of tokens with different paths, tiles and numbers of programs.
 _TOKENS = (1, 5, 64, 4096)
-_BASE = Problem(
+_BASE_PROBLEM = Problem(
     tokens=1, hidden=4096, intermediate=1536, experts=128, top_k=8, dtype=torch.bfloat16
 )
 _RAGGED: dict[str, Any] = {"hidden": 2880, "intermediate": 1440, "experts": 32, "top_k": 4}
@@ -67,7 +67,8 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"lora": "adapters=24,rank=32", "quant": "fp8_w8a8_block"},
 )
 
-# Compute capabilities below and from which on parts are refused, convert float8, or use wgmma.
+# Compute capabilities on both sides of the limits at which parts are refused, convert float8, or
+# use wgmma.
 _ARCHS = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0))
 
 RecordLaunches = Callable[[Callable[[], object]], list[str]]
@@ -79,7 +80,7 @@ def list_layers() -> Iterator[tuple[str, tuple[str, str], Problem]]:
     for pair in _PAIRINGS:
         for change in _CHANGES:
             for tokens in _TOKENS:
-                problem = replace(_BASE, **change, tokens=tokens)
+                problem = replace(_BASE_PROBLEM, **change, tokens=tokens)
                 if check(*pair, problem, machine).ok:
                     yield _name_layer(pair, change, f"T={tokens}"), pair, problem
 
@@ -89,7 +90,7 @@ def list_refusals() -> Iterator[tuple[str, list[str]]]:
     packages = frozenset({"triton", *collect_packages(load_catalog())})
     for pair in _PAIRINGS:
         for change in _CHANGES:
-            problem, lines = replace(_BASE, **change), list[str]()
+            problem, lines = replace(_BASE_PROBLEM, **change), list[str]()
             for arch in _ARCHS:
                 verdict = check(*pair, problem, Machine("cuda", arch, packages))
                 rules = [f"{r.rule} of {r.parties[0]}" for r in verdict.rejections]
@@ -113,14 +114,16 @@ def plan_layer(
     record_launches: runs a call, and returns a line for each of its launches.
     """
     machine = this_machine(device="cpu")
-    make = partial(make_kernel, *pair, problem, machine=machine, auto_prepare=False)
-    kernel, lines = make(), list[str]()
+    make_layer_kernel = partial(make_kernel, *pair, problem, machine=machine, auto_prepare=False)
+    kernel, lines = make_layer_kernel(), list[str]()
     specs = kernel.workspace_specs(problem.tokens)
     space = load_catalog().experts(pair[1]).tunable(problem)
     if space is not None:
         with space.using(space.untuned(problem.tokens)):
-            alone = make().workspace_specs(problem.tokens)
-        lines += [line for line in _describe_buffers(alone, "alone: ") if alone != specs]
+            specs_alone = make_layer_kernel().workspace_specs(problem.tokens)
+        lines += [
+            line for line in _describe_buffers(specs_alone, "alone: ") if specs_alone != specs
+        ]
     lines += _describe_buffers(specs)
     inputs = _make_inputs(problem)
     out = torch.empty(problem.output_shape, dtype=problem.dtype, device=_META)
@@ -130,31 +133,33 @@ def plan_layer(
 
 def _describe_buffers(specs: Mapping[str, BufferSpec], prefix: str = "") -> list[str]:
     """Return one line with the shapes and dtypes of all buffers."""
-    texts = (f"{name}{list(s.shape)} {dtype_name(s.dtype)}" for name, s in sorted(specs.items()))
-    return [f"{prefix}{', '.join(texts)}"]
+    descriptions = (
+        f"{name}{list(s.shape)} {dtype_name(s.dtype)}" for name, s in sorted(specs.items())
+    )
+    return [f"{prefix}{', '.join(descriptions)}"]
 
 
 def _make_inputs(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing]:
     """Make the inputs of a call as tensors without memory."""
 
-    def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    def make_empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=_META)
 
     tokens, e, dtype = problem.tokens, problem.e, problem.dtype
-    tensors = {name: empty(s.dtypes[0], *s.shape) for name, s in weight_specs(problem).items()}
+    tensors = {name: make_empty(s.dtypes[0], *s.shape) for name, s in weight_specs(problem).items()}
     if problem.bias:
-        tensors["b1"] = empty(dtype, e, problem.w1_rows)
-        tensors["b2"] = empty(dtype, e, problem.hidden)
+        tensors["b1"] = make_empty(dtype, e, problem.w1_rows)
+        tensors["b2"] = make_empty(dtype, e, problem.hidden)
     if problem.expert_map:
-        tensors["expert_map"] = empty(torch.int32, problem.experts)
+        tensors["expert_map"] = make_empty(torch.int32, problem.experts)
     slots_T = None
     if (spec := problem.adapters) is not None:
         shapes = spec.shapes(e, problem.w1_rows, problem.hidden, problem.intermediate)
-        tensors |= {name: empty(dtype, *shape) for name, shape in shapes.items()}
-        slots_T = empty(torch.int32, tokens)
+        tensors |= {name: make_empty(dtype, *shape) for name, shape in shapes.items()}
+        slots_T = make_empty(torch.int32, tokens)
     routing = Routing(
-        empty(torch.float32, tokens, problem.top_k),
-        empty(torch.int32, tokens, problem.top_k),
+        make_empty(torch.float32, tokens, problem.top_k),
+        make_empty(torch.int32, tokens, problem.top_k),
         slots_T,
     )
-    return empty(dtype, tokens, problem.hidden), ExpertWeights(**tensors), routing
+    return make_empty(dtype, tokens, problem.hidden), ExpertWeights(**tensors), routing

@@ -4,6 +4,7 @@ Every rank must report the mismatch.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,27 +35,29 @@ PROBLEM_CHANGES: tuple[dict[str, Any], ...] = (
 Outcomes = Iterator[tuple[str, str]]
 
 
-def check_problem_mismatch(context: ScenarioContext, first: FusedMoEModularKernel) -> Outcomes:
+def check_problem_mismatch(
+    context: ScenarioContext, first_layer: FusedMoEModularKernel
+) -> Outcomes:
     """Call layers whose Problem differs on rank 1. Each call must fail on every rank.
 
-    first: a layer whose manager the changed layers use.
+    first_layer: a layer whose manager the changed layers use.
     """
     got = "another dtype, scheme, placement, activation, pairing or adapters"
-    changed_problems = context.supported_changes(PROBLEM_CHANGES)
+    changed_problems = context.list_supported_changes(PROBLEM_CHANGES)
     for index, (changes, inputs) in enumerate(changed_problems):
-        kernel = context.make_kernel_on_manager_of(first, **changes)
+        kernel = context.make_kernel_on_manager_of(first_layer, **changes)
         outcome = capture_outcome(lambda: context.compare(context.call(kernel, **inputs)))  # noqa: B023
         yield (
             outcome,
-            context.expected_call_number_error(
+            context.format_call_number_error(
                 got, NEED_SAME_CALL, layer=3 + index, call=1, step=8 + index
             ),
         )
-    larger = context.make_kernel_on_manager_of(first, tokens=context.case.problem.tokens + 1)
+    larger = context.make_kernel_on_manager_of(first_layer, tokens=context.case.problem.tokens + 1)
     tokens = context.case.problem.tokens
     yield (
         capture_outcome(lambda: context.compare(context.call(larger))),
-        context.expected_call_number_error(
+        context.format_call_number_error(
             context.format_by_rank("tokens", tokens, tokens + 1),
             NEED_SAME_CALL, layer=3 + len(changed_problems), call=1, step=8 + len(changed_problems),
         ),
@@ -62,22 +65,21 @@ def check_problem_mismatch(context: ScenarioContext, first: FusedMoEModularKerne
 
 
 def check_problem_mismatch_at_construction(
-    context: ScenarioContext, first: FusedMoEModularKernel
+    context: ScenarioContext, first_layer: FusedMoEModularKernel
 ) -> Outcomes:
     """Like `check_problem_mismatch`, but for parts whose ranks share memory.
 
     These parts report the mismatch at construction, not in a call.
     """
     peers = context.peers if context.is_faulty_rank else (FAULTY_RANK,)
-    expected = context.expected_error_text(
+    expected = context.format_expected_error(
         "ranks that share buffers", "", "", (0, 0, 0), peers, "construct"
     )
     tokens = {"tokens": context.case.problem.tokens + 1}
-    for changes in (
-        *(supported for supported, _ in context.supported_changes(PROBLEM_CHANGES)),
-        tokens,
-    ):
-        outcome = capture_outcome(lambda: str(context.make_kernel_on_manager_of(first, **changes)))  # noqa: B023
+    supported_changes = context.list_supported_changes(PROBLEM_CHANGES)
+    for changes in (*(changes for changes, _ in supported_changes), tokens):
+        make_kernel = partial(context.make_kernel_on_manager_of, first_layer, **changes)
+        outcome = capture_outcome(lambda: str(make_kernel()))  # noqa: B023
         yield cut_before(outcome, ": got"), cut_before(expected, ": got")
         yield outcome.partition(", need ")[2].partition(" (")[0], "the same on all ranks"
 

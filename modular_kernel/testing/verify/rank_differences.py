@@ -140,17 +140,17 @@ def describe_output_difference(
     ratio = float((rows * expected).sum() / expected.square().sum().clamp(min=1e-300))
     if abs(ratio - 1) > _OUTPUT_TOLERANCE and _is_close(rows, ratio * expected):
         return f"combine: the output is {ratio:.3g} times the reference"
-    wrong = [r for r in range(len(rows)) if not _is_close(rows[r], expected[r])]
-    for row in wrong:
-        same = [
+    wrong_rows = [r for r in range(len(rows)) if not _is_close(rows[r], expected[r])]
+    for row in wrong_rows:
+        matching_rows = [
             r
             for r in range(len(expected))
             if expected[r].any() and _is_close(rows[row], expected[r])
         ]
-        if same:
-            return f"order of rows: output row {row} is row {same[0]} of the reference"
-    if wrong and not rows[wrong].any():
-        return f"combine: {len(wrong)} output rows are zero, first row {wrong[0]}"
+        if matching_rows:
+            return f"order of rows: output row {row} is row {matching_rows[0]} of the reference"
+    if wrong_rows and not rows[wrong_rows].any():
+        return f"combine: {len(wrong_rows)} output rows are zero, first row {wrong_rows[0]}"
     return ""
 
 
@@ -160,8 +160,8 @@ def compute_local_output(
     """Return the reference output of `tokens`, computed from this rank's experts alone."""
     ids_TK = inputs.routing.topk_ids_TK
     rank_TK, _, _ = pairs_to_slots(ids_TK, problem.placement.tables())
-    masked = ids_TK.masked_fill(rank_TK != problem.parallel.rank, -1)
-    routing = replace(inputs.routing, topk_ids_TK=masked)
+    local_ids_TK = ids_TK.masked_fill(rank_TK != problem.parallel.rank, -1)
+    routing = replace(inputs.routing, topk_ids_TK=local_ids_TK)
     return reference.float64_reference(inputs.x_TH, inputs.weights, routing, global_problem)[tokens]
 
 
@@ -192,8 +192,8 @@ def _extract_received_pairs(tokens: Dispatched, problem: Problem) -> ReceivedPai
     ids_RK = routing.topk_ids_TK.long().cpu()
     ids_RK = ids_RK.masked_fill((ids_RK < 0) | (ids_RK >= routing.num_experts), -1)
     if routing.space is IdSpace.GLOBAL and routing.expert_map is not None:
-        local = routing.expert_map.long().cpu()[ids_RK.clamp(min=0)]
-        ids_RK = torch.where(ids_RK < 0, -1, local)
+        local_ids_RK = routing.expert_map.long().cpu()[ids_RK.clamp(min=0)]
+        ids_RK = torch.where(ids_RK < 0, -1, local_ids_RK)
     row_P, k_P = ((ids_RK >= 0) & (ids_RK < problem.e)).nonzero(as_tuple=True)
     weights_RK = routing.topk_weights_TK
     weight_P = None if weights_RK is None else weights_RK.double().cpu()[row_P, k_P]
@@ -223,16 +223,18 @@ def _count_pairs(expert_P: torch.Tensor, problem: Problem) -> list[int]:
 def _describe_count_difference(
     counts: list[int], reference_counts: list[int], inputs: Inputs, problem: Problem
 ) -> str:
-    numbers = f"{counts} pairs for the local experts, the reference has {reference_counts}"
+    counts_text = f"{counts} pairs for the local experts, the reference has {reference_counts}"
     parallel = problem.parallel
     if not problem.placement.is_linear:
         linear = Placement.linear(problem.experts, parallel.world_size)
         expert_P = _compute_reference_pairs(inputs, problem, linear).expert_P
         if counts == _count_pairs(expert_P, problem):
-            return f"placement: received {numbers}; these are the counts of the linear placement"
+            return (
+                f"placement: received {counts_text}; these are the counts of the linear placement"
+            )
     if sorted(counts) == sorted(reference_counts):
-        return f"placement: received {numbers}; local experts are in another order"
-    return f"received counts: {numbers}"
+        return f"placement: received {counts_text}; local experts are in another order"
+    return f"received counts: {counts_text}"
 
 
 def _describe_row_difference(
@@ -250,13 +252,13 @@ def _describe_row_difference(
     directions = [x / x.norm(dim=1, keepdim=True).clamp(min=1e-300) for x in (x_PH, expected.x_PH)]
     similarity, nearest_P = (directions[0] @ directions[1].T).max(1)
     closest = expected.x_PH[nearest_P]
-    size = closest.norm(dim=1).clamp(min=1e-300)
-    error = (x_PH - closest).norm(dim=1) / size
+    closest_norm = closest.norm(dim=1).clamp(min=1e-300)
+    error = (x_PH - closest).norm(dim=1) / closest_norm
     limit = _QUANTIZED_ROW_TOLERANCE if quantized else _ROW_TOLERANCE
     token_P = expected.token_P[nearest_P]
     if bool((error > limit).any()):
         pair = int(error.argmax())
-        ratio, token = float(x_PH[pair].norm() / size[pair]), int(token_P[pair])
+        ratio, token = float(x_PH[pair].norm() / closest_norm[pair]), int(token_P[pair])
         if float(similarity[pair]) > 1 - limit:
             property_name = "scales" if quantized else "activations"
             return f"{property_name}: a received row is token {token} times {ratio:.3g}"

@@ -52,23 +52,23 @@ def check_reducer_results(trial: Trial) -> Iterator[str]:
                 reduce.apply(make_rows(device), out)
             rtol = 1e-6 if is_reference else 0.0
             if not torch.allclose(out.cpu(), expected, rtol=rtol, atol=0.0):
-                how = "with torch operations" if is_reference else "in the order of k"
-                yield f"got {out[..., 0].tolist()}, need {expected[..., 0].tolist()} {how}"
+                condition = "with torch operations" if is_reference else "in the order of k"
+                yield f"got {out[..., 0].tolist()}, need {expected[..., 0].tolist()} {condition}"
 
 
 def _compute_expected(*, weighted: bool, sums: bool) -> torch.Tensor:
     """Compute the expected output in float32: (T, H) if `sums`, otherwise (T, K, H)."""
-    local = torch.tensor([[_get_local_id(expert) for expert in row] for row in _IDS])
+    local_ids_TK = torch.tensor([[_get_local_id(expert) for expert in row] for row in _IDS])
     values = torch.tensor(_VALUES)[..., None] * torch.tensor(_COLUMNS)
     if weighted:
         values = values * torch.tensor(_WEIGHTS)[..., None]
-    values = values.masked_fill((local < 0)[..., None], 0.0)
+    values = values.masked_fill((local_ids_TK < 0)[..., None], 0.0)
     if not sums:
         return values * _SCALE if weighted else values
-    total = torch.zeros_like(values[:, 0])
+    summed_values = torch.zeros_like(values[:, 0])
     for pair_values in values.unbind(1):
-        total += pair_values
-    return total * _SCALE
+        summed_values += pair_values
+    return summed_values * _SCALE
 
 
 def _get_local_id(expert: int) -> int:

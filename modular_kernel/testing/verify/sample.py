@@ -59,11 +59,11 @@ class Sample:
         prepare = load_catalog().prepare_finalize(case.prepare_finalize)
         self.input_weighted = prepare.requires.multiplies_input
         self.seed = 1000 * case.seed + seed_offset
-        self.inputs = self._make()
-        self.original_inputs = self._make()
+        self.inputs = self._make_call_inputs()
+        self.original_inputs = self._make_call_inputs()
         self.invalid_ids = count_invalid_ids(self.original_inputs.routing, self.problem)
 
-    def _make(self, variation: InputVariation | None = None) -> Inputs:
+    def _make_call_inputs(self, variation: InputVariation | None = None) -> Inputs:
         return make_inputs(
             self.problem,
             self.routing,
@@ -130,7 +130,7 @@ class Sample:
         weights = self.original_inputs.weights
         if self.variation.nan:
             variation = replace(self.variation, nan="")
-            weights = self._make(variation).weights
+            weights = self._make_call_inputs(variation).weights
         # Slots that no token of this call uses are filled with NaN, so use only slots of this call.
         adapters_T = self.original_inputs.routing.adapters_T
         if isinstance(adapters_T, torch.Tensor) and len(adapters_T):
@@ -152,10 +152,10 @@ class Sample:
         """Return x for one call; a new copy if the call overwrites x."""
         return fenced(self.original_inputs.x_TH) if self.problem.inplace else self.inputs.x_TH
 
-    def empty_output(self) -> torch.Tensor:
+    def make_empty_output(self) -> torch.Tensor:
         """Return a fenced tensor for `out=`, full of NaN."""
-        middle = () if self.problem.combine is Combine.SUM else (self.problem.top_k,)
-        shape = (self.problem.tokens, *middle, self.problem.hidden)
+        pair_dims = () if self.problem.combine is Combine.SUM else (self.problem.top_k,)
+        shape = (self.problem.tokens, *pair_dims, self.problem.hidden)
         nan = torch.full(shape, torch.nan, dtype=self.problem.dtype, device=self.device)
         return fenced(nan)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 FAULTY_RANK = 1  # the rank at which the fault is injected
 CORRECT = "right"  # outcome of a correct call; errors have other texts
-# Text in errors that differs between runs.
+# Parts of error messages that differ between runs.
 _SECONDS = re.compile(r"\d+\.\d+ s")
 _HOST_NAMES = re.compile(r"(; ranks? [\d, ]+: (all of|on) host [^;,]+)+")
 _DIGESTS = re.compile(r"[0-9a-f]{8,}")
@@ -42,15 +42,15 @@ class ScenarioContext:
         sample: this rank's inputs and expected output of a correct call.
         build: makes the kernel of a (case, machine, poison) in the process group. poison is whether
             buffers are filled with NaN or other values before each call.
-        changed_sample: maps changed fields of Problem to this rank's sample for the changed layer,
-            or to None if the pairing does not support that layer.
+        make_changed_sample: maps changed fields of Problem to this rank's sample for the changed
+            layer, or to None if the pairing does not support that layer.
     """
 
     case: Case
     machine: Machine
     sample: "Sample"
     build: Callable[[Case, Machine, bool], FusedMoEModularKernel]
-    changed_sample: Callable[[Mapping[str, Any]], "Sample | None"]
+    make_changed_sample: Callable[[Mapping[str, Any]], "Sample | None"]
 
     @property
     def rank(self) -> int:
@@ -86,13 +86,13 @@ class ScenarioContext:
         """Make another layer with the manager of `kernel`; `changes` apply on rank 1 only."""
         return self.make_kernel_on(get_manager(kernel.prepare_finalize), **changes)
 
-    def for_changed_problem(self, **changes: Any) -> "ScenarioContext | None":
+    def with_changed_problem(self, **changes: Any) -> "ScenarioContext | None":
         """Return the context of a layer whose problem is changed on all ranks.
 
         Returns None if the pairing refuses that layer. If `parallel` is among the changes, it must
         be the value of rank 0.
         """
-        sample = self.changed_sample(changes)
+        sample = self.make_changed_sample(changes)
         if sample is None:
             return None
         problem = replace(self.case.problem, **changes)
@@ -107,7 +107,7 @@ class ScenarioContext:
         names = self.case.prepare_finalize, self.case.experts
         return make_kernel(*names, problem, group=manager, machine=self.machine)
 
-    def supported_changes(
+    def list_supported_changes(
         self, candidates: Sequence[Mapping[str, Any]]
     ) -> list[tuple[Mapping[str, Any], dict[str, Any]]]:
         """Return (changes, tensors) for each of `candidates` that the pairing supports.
@@ -115,11 +115,11 @@ class ScenarioContext:
         tensors: the arguments of a call of the changed layer. Candidates that do not change the
             problem are left out.
         """
-        supported, problem = [], self.case.problem
+        supported_changes, problem = [], self.case.problem
         for changes in candidates:
             if replace(problem, **changes) == problem:
                 continue
-            sample = self.changed_sample(changes)
+            sample = self.make_changed_sample(changes)
             if sample is not None:
                 inputs = sample.inputs
                 tensors = {
@@ -127,8 +127,8 @@ class ScenarioContext:
                     "weights": inputs.weights,
                     "routing": inputs.routing,
                 }
-                supported.append((changes, tensors))
-        return supported
+                supported_changes.append((changes, tensors))
+        return supported_changes
 
     def call(self, kernel: FusedMoEModularKernel, **changes: Any) -> torch.Tensor:
         """Call the kernel; return a copy of its output. `changes` replace arguments on rank 1."""
@@ -160,7 +160,7 @@ class ScenarioContext:
         """
         return "; ".join(self.sample.compare(out).problems) or CORRECT
 
-    def expected_call_number_error(
+    def format_call_number_error(
         self, got: str, need: str, *, layer: int, call: int, step: int
     ) -> str:
         """Return the text of the error expected in the phase that exchanges call numbers.
@@ -169,11 +169,11 @@ class ScenarioContext:
         other ranks, it is rank 1.
         """
         peers = self.peers if self.is_faulty_rank else (FAULTY_RANK,)
-        return self.expected_error_text(
+        return self.format_expected_error(
             "ranks of one call", got, need, (layer, call, step), peers, "counts"
         )
 
-    def expected_error_text(
+    def format_expected_error(
         self,
         subject: str,
         got: str,
@@ -187,9 +187,9 @@ class ScenarioContext:
         position: layer, call and step numbers. Layer 0 means that the error names no layer.
         """
         layer, call, step = position
-        text = f"{subject}, call {call} of layer {layer}" if layer else subject
+        full_subject = f"{subject}, call {call} of layer {layer}" if layer else subject
         error = CommunicationError(
-            text, got=got, need=need, rank=self.rank, phase=phase, step=step, peers=peers
+            full_subject, got=got, need=need, rank=self.rank, phase=phase, step=step, peers=peers
         )
         error.layer, error.call = layer, call
         return format_error(error)

@@ -75,51 +75,55 @@ def run_inconsistent_calls(context: ScenarioContext) -> Outcomes:
 
     After each fault, all ranks must make correct calls again.
     """
-    first = context.make_kernel()
+    first_kernel = context.make_kernel()
     if not exchanges_call_numbers(context.part):
-        yield from _inconsistent_problems(context, first)
+        yield from _check_inconsistent_problems(context, first_kernel)
         return
-    second = context.make_kernel_on_manager_of(first)
-    yield context.make_correct_call(first)
-    yield _claim_rank_0(context, first)
-    yield _pass_meta_tensors(context, first)
-    yield _raise_in_prepare(context, first)
+    second_kernel = context.make_kernel_on_manager_of(first_kernel)
+    yield context.make_correct_call(first_kernel)
+    yield _claim_rank_0(context, first_kernel)
+    yield _pass_meta_tensors(context, first_kernel)
+    yield _raise_in_prepare(context, first_kernel)
     wrong_dtype = {"x_TH": context.sample.inputs.x_TH.double()}
     yield (
-        capture_outcome(lambda: context.compare(context.call(first, **wrong_dtype))),
-        "DtypeError" if context.is_faulty_rank else context.expected_call_number_error(
+        capture_outcome(lambda: context.compare(context.call(first_kernel, **wrong_dtype))),
+        "DtypeError" if context.is_faulty_rank else context.format_call_number_error(
             "rank 1 refused its call 2 of layer 1 with DtypeError",
             "calls that every rank accepts", layer=1, call=2, step=4,
         ),
     )  # fmt: skip
-    yield context.make_correct_call(first)
-    kernel, position = (second, (2, 1)) if context.is_faulty_rank else (first, (1, 3))
+    yield context.make_correct_call(first_kernel)
+    kernel, position = (second_kernel, (2, 1)) if context.is_faulty_rank else (first_kernel, (1, 3))
     got = f"{context.format_by_rank('layer', 1, 2)}; {context.format_by_rank('call', 3, 1)}"
     yield (
         capture_outcome(lambda: context.compare(context.call(kernel))),
-        context.expected_call_number_error(
+        context.format_call_number_error(
             got, NEED_SAME_CALL, layer=position[0], call=position[1], step=6
         ),
     )
-    yield context.make_correct_call(second)
+    yield context.make_correct_call(second_kernel)
     yield from (
         check_problem_mismatch_at_construction
         if shares_memory(context.part)
         else check_problem_mismatch
-    )(context, first)
+    )(context, first_kernel)
     # Ranks that share memory report a mismatched problem when the part is constructed, not in a
     # call, so the mismatches take no steps.
-    step = 8 if shares_memory(context.part) else 9 + len(context.supported_changes(PROBLEM_CHANGES))
+    step = (
+        8
+        if shares_memory(context.part)
+        else 9 + len(context.list_supported_changes(PROBLEM_CHANGES))
+    )
     if context.part.requires.replicated_input:
-        yield _pass_fewer_tokens(context, first, step)
+        yield _pass_fewer_tokens(context, first_kernel, step)
         step += 1
-    yield context.make_correct_call(first)
+    yield context.make_correct_call(first_kernel)
     refused_steps = {2: "DeviceError", 3: "RuntimeError", 4: "DtypeError"}
-    yield check_records(context, first, refused_steps=refused_steps, last=step), CORRECT
-    yield from check_host_records(context, first)
-    yield from _use_explicit_manager(context, first)
-    first.prepare_finalize.destroy()
-    yield capture_outcome(lambda: context.compare(context.call(second))), "UnsupportedError"
+    yield check_records(context, first_kernel, refused_steps=refused_steps, last=step), CORRECT
+    yield from check_host_records(context, first_kernel)
+    yield from _use_explicit_manager(context, first_kernel)
+    first_kernel.prepare_finalize.destroy()
+    yield capture_outcome(lambda: context.compare(context.call(second_kernel))), "UnsupportedError"
 
 
 def _claim_rank_0(context: ScenarioContext, kernel: FusedMoEModularKernel) -> tuple[str, str]:
@@ -137,7 +141,7 @@ def _pass_meta_tensors(context: ScenarioContext, kernel: FusedMoEModularKernel) 
     meta, inputs = torch.device("meta"), context.sample.inputs
     weights = {f.name: getattr(inputs.weights, f.name) for f in fields(inputs.weights)}
     meta_weights: dict[str, Any] = {
-        n: None if t is None else t.to(meta) for n, t in weights.items()
+        name: None if tensor is None else tensor.to(meta) for name, tensor in weights.items()
     }
     meta_inputs = {"x_TH": inputs.x_TH.to(meta), "routing": move_routing(meta, inputs.routing)}
     outcome = capture_outcome(
@@ -147,7 +151,7 @@ def _pass_meta_tensors(context: ScenarioContext, kernel: FusedMoEModularKernel) 
     )
     got = "rank 1 refused its call 2 of layer 1 with DeviceError"
     need = "calls that every rank accepts"
-    return outcome, "DeviceError" if context.is_faulty_rank else context.expected_call_number_error(
+    return outcome, "DeviceError" if context.is_faulty_rank else context.format_call_number_error(
         got, need, layer=1, call=2, step=2
     )
 
@@ -166,7 +170,7 @@ def _raise_in_prepare(context: ScenarioContext, kernel: FusedMoEModularKernel) -
         outcome,
         "RuntimeError"
         if context.is_faulty_rank
-        else context.expected_call_number_error(got, need, layer=1, call=2, step=3),
+        else context.format_call_number_error(got, need, layer=1, call=2, step=3),
     )
 
 
@@ -175,18 +179,18 @@ def _pass_fewer_tokens(
 ) -> tuple[str, str]:
     """On rank 1, pass fewer tokens to a part that needs the same number on all ranks."""
     inputs, tokens = context.sample.inputs, len(context.sample.inputs.x_TH)
-    fewer = replace(
+    shorter_routing = replace(
         inputs.routing,
         topk_weights_TK=inputs.routing.topk_weights_TK[1:],
         topk_ids_TK=inputs.routing.topk_ids_TK[1:],
     )
     counts = (tokens - 1 if rank == FAULTY_RANK else tokens for rank in range(context.world_size))
     got = f"T = {', '.join(map(str, counts))} by rank"
-    expected = context.expected_call_number_error(
+    expected = context.format_call_number_error(
         got, "the same tokens on all", layer=1, call=3, step=step
     )
     return capture_outcome(
-        lambda: context.compare(context.call(kernel, x_TH=inputs.x_TH[1:], routing=fewer))
+        lambda: context.compare(context.call(kernel, x_TH=inputs.x_TH[1:], routing=shorter_routing))
     ), expected
 
 
@@ -242,18 +246,20 @@ def _check_gpu_machine(kernel: FusedMoEModularKernel, machine: Machine) -> str:
     return "not refused"
 
 
-def _inconsistent_problems(context: ScenarioContext, first: FusedMoEModularKernel) -> Outcomes:
+def _check_inconsistent_problems(
+    context: ScenarioContext, first_kernel: FusedMoEModularKernel
+) -> Outcomes:
     """Check inconsistent problems, for parts whose ranks do not exchange call numbers.
 
     The ranks of these parts share memory, and compare their problems when the part is constructed.
     """
-    yield context.make_correct_call(first)
-    yield check_records(context, first, refused_steps={}, last=1), CORRECT
-    yield from check_problem_mismatch_at_construction(context, first)
-    second = context.make_kernel_on_manager_of(first)
-    yield context.make_correct_call(second)
-    yield context.make_correct_call(first)
-    yield from _use_explicit_manager(context, first)
+    yield context.make_correct_call(first_kernel)
+    yield check_records(context, first_kernel, refused_steps={}, last=1), CORRECT
+    yield from check_problem_mismatch_at_construction(context, first_kernel)
+    second_kernel = context.make_kernel_on_manager_of(first_kernel)
+    yield context.make_correct_call(second_kernel)
+    yield context.make_correct_call(first_kernel)
+    yield from _use_explicit_manager(context, first_kernel)
 
 
 def run_failing_experts(context: ScenarioContext) -> Outcomes:
@@ -272,7 +278,7 @@ def run_failing_experts(context: ScenarioContext) -> Outcomes:
     failed_rank = "this rank " if context.is_faulty_rank else ""
     got = f"a manager that failed before: {failed_rank}{_FAILED_CALL}"
     peers = () if context.is_faulty_rank else (FAULTY_RANK,)
-    expected = context.expected_error_text(
+    expected = context.format_expected_error(
         "exchange between ranks", got, "a new one", (1, 2, 4), peers, "combine"
     )
     manager = get_manager(other_layer.prepare_finalize)
@@ -316,13 +322,15 @@ def _fail_in_library(context: ScenarioContext, message: str) -> tuple[str, str]:
     got = f"failed too; after N s: {quoted}"
     need = f"every rank within {manager.timeout_s:g} s"
     outcome = capture_outcome(lambda: context.compare(exchange()))
-    expected = context.expected_error_text(
+    expected = context.format_expected_error(
         "exchange between ranks", got, need, (0, 0, 1), context.peers, "combine"
     )
     return _SECONDS.sub("N s", outcome), _SECONDS.sub("N s", expected)
 
 
 class _FailingCommunicator:
+    """A communicator whose exchanges raise a RuntimeError."""
+
     def __init__(self, message: str) -> None:
         self._error = RuntimeError(message) if message else RuntimeError()
 
@@ -347,7 +355,7 @@ def _call_failing_experts(
     outcome = capture_outcome(lambda: context.compare(call()))
     if time.monotonic() - start > 0.9 * timeout_s:
         return "the error came late", "the error came at once"
-    expected = context.expected_error_text(
+    expected = context.format_expected_error(
         "exchange between ranks", _FAILED_CALL, "", position, (FAULTY_RANK,), "combine"
     )
     if context.is_faulty_rank:
@@ -391,9 +399,11 @@ def check_records(
     max_chunks = getattr(context.part, "max_chunks", 1)  # exchanges per call and phase
     if positions != sorted(positions) or max_records > max_chunks or positions[0] != (0, 0):
         return f"the recorded exchanges are repeated or out of order: {positions}"
-    missing = _expected_records(context, kernel, last) - {(r["step"], r["phase"]) for r in records}
-    if missing or positions[-1][0] != last:
-        return f"the last recorded exchange is {positions[-1]}; missing {sorted(missing)}"
+    missing_records = _list_required_records(context, kernel, last) - {
+        (r["step"], r["phase"]) for r in records
+    }
+    if missing_records or positions[-1][0] != last:
+        return f"the last recorded exchange is {positions[-1]}; missing {sorted(missing_records)}"
     for record in records:
         is_refused = context.is_faulty_rank and record["step"] in refused_steps
         done_state = (
@@ -434,7 +444,7 @@ def _check_record_bytes(context: ScenarioContext, records: list[dict[str, Any]])
     return CORRECT if is_right else f"implausible numbers of bytes: {sizes}"
 
 
-def _expected_records(
+def _list_required_records(
     context: ScenarioContext, kernel: FusedMoEModularKernel, last: int
 ) -> set[tuple[int, str]]:
     """Return the (step, phase) of every required record.
@@ -453,7 +463,7 @@ def _expected_records(
 
 
 def run_finished_out_of_order(context: ScenarioContext) -> Outcomes:
-    """On rank 1, make exchanges in another order. The next call must report this.
+    """On rank 1, make exchanges in another order. The next call must report the difference.
 
     First, rank 1 finishes two calls in reverse order. Then it reverses two exchanges that belong to
     no layer.
@@ -464,14 +474,14 @@ def run_finished_out_of_order(context: ScenarioContext) -> Outcomes:
         call.finish()
     outcome = capture_outcome(lambda: context.compare(context.call(kernel)))
     got = "a different order of earlier exchanges"
-    yield outcome, context.expected_call_number_error(got, NEED_SAME_CALL, layer=1, call=3, step=3)
+    yield outcome, context.format_call_number_error(got, NEED_SAME_CALL, layer=1, call=3, step=3)
     kernel = context.make_kernel()
     manager, phases = get_manager(kernel.prepare_finalize), ["dispatch", "combine"]
     step = manager.next_step()
     for phase in reversed(phases) if context.is_faulty_rank else phases:
         manager.all_reduce(torch.ones(1), step=step, phase=phase).wait()
     outcome = capture_outcome(lambda: context.compare(context.call(kernel)))
-    yield outcome, context.expected_call_number_error(got, NEED_SAME_CALL, layer=1, call=1, step=2)
+    yield outcome, context.format_call_number_error(got, NEED_SAME_CALL, layer=1, call=1, step=2)
 
 
 _SCENARIOS: dict[str, Callable[[ScenarioContext], Outcomes]] = {

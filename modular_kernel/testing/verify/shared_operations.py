@@ -42,9 +42,9 @@ from modular_kernel.workspace import Workspace
 
 _CPU = torch.device("cpu")
 _FILL = 0x5A  # byte of memory that has not been written
-_EXPERTS, _LOCAL = 6, 3
-# Local experts of the experts, some of which are on other ranks.
-_EXPERT_MAP = (2, -1, 0, _LOCAL, 1, -(2**31))
+_EXPERTS, _LOCAL_EXPERTS = 6, 3
+# Maps experts to local experts. Values outside [0, _LOCAL_EXPERTS) mark experts on other ranks.
+_EXPERT_MAP = (2, -1, 0, _LOCAL_EXPERTS, 1, -(2**31))
 _SEGMENTS, _CAPACITY = 3, 5
 _COUNTS = (2, 0, _CAPACITY)  # rows in use of each segment
 # Schemes, and numbers of columns. The last group of most rows has fewer columns than the others.
@@ -75,22 +75,30 @@ def find_wrong_operations() -> tuple[str, ...]:
 def list_cases() -> Mapping[str, Callable[[], Tensors]]:
     """Return the cases by name. Each returns the outputs of an operation."""
     cases: dict[str, Callable[[], Tensors]] = {}
-    for text, columns in _SCHEMES:
+    for scheme_text, columns in _SCHEMES:
         for source in ("all", "pairs", "batched"):
-            name = f"quantize_rows {text}, {source} rows"
-            cases[name] = partial(_quantize, text, columns, source)
-        if text != "fp8_w8a8_tensor":
-            cases[f"permute_and_quantize {text}"] = partial(_permute_and_quantize, text, columns)
-            cases[f"number_and_quantize {text}"] = partial(_number_and_quantize, text, columns)
+            name = f"quantize_rows {scheme_text}, {source} rows"
+            cases[name] = partial(_quantize_rows, scheme_text, columns, source)
+        if scheme_text != "fp8_w8a8_tensor":
+            cases[f"permute_and_quantize {scheme_text}"] = partial(
+                _permute_and_quantize, scheme_text, columns
+            )
+            cases[f"number_and_quantize {scheme_text}"] = partial(
+                _number_and_quantize, scheme_text, columns
+            )
     for space in IdSpace:
         for has_map in (False, True):
             name = f"{space.name} ids, expert map {has_map}"
             cases[f"pairs, {name}"] = partial(_place_pairs, space, has_map=has_map)
-    cases |= {"number_pairs": _number, "permute_tokens": _permute, "reduce": _reduce}
-    return cases | {"zero_rows": _zero, "wrong shapes": _reject}
+    cases |= {
+        "number_pairs": _number_pairs,
+        "permute_tokens": _permute_tokens,
+        "reduce": _reduce_rows,
+    }
+    return cases | {"zero_rows": _zero_rows, "wrong shapes": _check_rejections}
 
 
-def _random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+def _draw_random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     values = torch.rand(shape, generator=generator, dtype=torch.float32, device=_CPU) - 0.5
     # The maximum of every set of rows and columns is near the end of the set.
@@ -100,14 +108,14 @@ def _random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> 
     return (values * _FACTOR).to(dtype)
 
 
-def _filled(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor whose bytes show what has not been written."""
+def _make_unwritten(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor filled with _FILL, which marks elements that have not been written."""
     out = torch.empty(shape, dtype=dtype, device=_CPU)
     out.view(torch.uint8).fill_(_FILL)
     return out
 
 
-def _route(
+def _make_routing(
     tokens: int, top_k: int, space: IdSpace = IdSpace.GLOBAL, *, has_map: bool = True
 ) -> DispatchedRouting:
     """Return a routing with skipped pairs, repeated experts, and ids that are out of range."""
@@ -120,7 +128,7 @@ def _route(
     return DispatchedRouting(None, ids_TK, space, _EXPERTS, expert_map, count)
 
 
-def _take(
+def _make_quantized_rows(
     scheme: QuantScheme, rows: int, columns: int, *, segments: int = 1, along_rows: bool
 ) -> QuantizedRows:
     """Return buffers for quantized rows, with a static scale if the scheme has one."""
@@ -141,23 +149,25 @@ def _take(
     return out
 
 
-def _quantize(scheme_text: str, columns: int, source: str) -> Tensors:
+def _quantize_rows(scheme_text: str, columns: int, source: str) -> Tensors:
     """Quantize rows with both layouts of the scales, and with weights of the rows."""
     scheme, written = QuantScheme.parse(scheme_text), dict[str, torch.Tensor]()
     rows, segments = 7, 1
     valid_rows: ValidRows = None
     if source == "pairs":
-        routing = _route(7, 2)
-        rows, valid_rows = 14, PairRows(routing, _LOCAL)
+        routing = _make_routing(7, 2)
+        rows, valid_rows = 14, PairRows(routing, _LOCAL_EXPERTS)
     elif source == "batched":
         rows, segments = _SEGMENTS * _CAPACITY, _SEGMENTS
         counts_e = torch.tensor(_COUNTS, dtype=torch.int32, device=_CPU)
         valid_rows = BatchedRows(counts_e)
-    x_RK = _random(rows, columns + 8)[:, :columns]
-    weights_R = _random(rows, dtype=torch.float32, seed=1) * 3
+    x_RK = _draw_random(rows, columns + 8)[:, :columns]
+    weights_R = _draw_random(rows, dtype=torch.float32, seed=1) * 3
     for along_rows in (False, True):
         for row_weights_R in (None, weights_R):
-            out = _take(scheme, rows, columns, segments=segments, along_rows=along_rows)
+            out = _make_quantized_rows(
+                scheme, rows, columns, segments=segments, along_rows=along_rows
+            )
             quantize_rows(x_RK, scheme, out=out, valid_rows=valid_rows, row_weights_R=row_weights_R)
             name = f"along rows {along_rows}, weights {row_weights_R is not None}"
             written[f"values, {name}"] = out.q_RK
@@ -165,7 +175,7 @@ def _quantize(scheme_text: str, columns: int, source: str) -> Tensors:
     return written
 
 
-def _row_of_pair(tokens: int, top_k: int) -> torch.Tensor:
+def _make_row_of_pair(tokens: int, top_k: int) -> torch.Tensor:
     """Return the row of each pair, in reverse order. Some pairs have none."""
     rows = torch.arange(tokens * top_k - 1, -1, -1, dtype=torch.int32, device=_CPU)
     rows[::4] = -1
@@ -175,11 +185,11 @@ def _row_of_pair(tokens: int, top_k: int) -> torch.Tensor:
 def _permute_and_quantize(scheme_text: str, columns: int) -> Tensors:
     scheme, written = QuantScheme.parse(scheme_text), dict[str, torch.Tensor]()
     tokens, top_k = 4, 3
-    x_TH, row_of_pair_TK = _random(tokens, columns), _row_of_pair(tokens, top_k)
-    weights_TK = _random(tokens, top_k, dtype=torch.float32, seed=1) * 3
+    x_TH, row_of_pair_TK = _draw_random(tokens, columns), _make_row_of_pair(tokens, top_k)
+    weights_TK = _draw_random(tokens, top_k, dtype=torch.float32, seed=1) * 3
     for along_rows in (False, True):
         for weights in (None, weights_TK):
-            out = _take(scheme, tokens * top_k, columns, along_rows=along_rows)
+            out = _make_quantized_rows(scheme, tokens * top_k, columns, along_rows=along_rows)
             permute_and_quantize(x_TH, row_of_pair_TK, weights, scheme, out=out)
             name = f"along rows {along_rows}, weights {weights is not None}"
             written |= {f"values, {name}": out.q_RK, f"scales, {name}": out.scale}
@@ -199,21 +209,21 @@ def _list_numberings() -> tuple[Numbering, ...]:
 
 def _make_pairs(numbering: Numbering, tokens: int, top_k: int) -> Pairs:
     """Return pairs with exact weights, whose rows have gaps, and outputs to write."""
-    ids_TK = _route(tokens, top_k + 1).topk_ids_TK[:, :top_k]
+    ids_TK = _make_routing(tokens, top_k + 1).topk_ids_TK[:, :top_k]
     generator = torch.Generator().manual_seed(1)
     weights_TK = torch.randint(1, 9, (tokens, top_k + 2), generator=generator, device=_CPU)
     return Pairs(
         Routing(weights_TK.float()[:, :top_k] / 8, ids_TK),
         numbering,
-        _filled(tokens, top_k, dtype=torch.int32),
-        _filled(tokens, top_k, dtype=torch.float32),
+        _make_unwritten(tokens, top_k, dtype=torch.int32),
+        _make_unwritten(tokens, top_k, dtype=torch.float32),
         torch.zeros(1, dtype=torch.int32, device=_CPU),
         join=numbering.num_sinks > 0,
         factor=0.5,
     )
 
 
-def _number() -> Tensors:
+def _number_pairs() -> Tensors:
     """Assign numbers to the pairs of few and of many tokens."""
     written = dict[str, torch.Tensor]()
     for index, numbering in enumerate(_list_numberings()):
@@ -229,8 +239,8 @@ def _number() -> Tensors:
 def _number_and_quantize(scheme_text: str, columns: int) -> Tensors:
     scheme, tokens = QuantScheme.parse(scheme_text), 5
     pairs = _make_pairs(_list_numberings()[1], tokens, 3)
-    out = _take(scheme, tokens, columns, along_rows=False)
-    number_and_quantize(_random(tokens, columns), scheme, pairs, out=out)
+    out = _make_quantized_rows(scheme, tokens, columns, along_rows=False)
+    number_and_quantize(_draw_random(tokens, columns), scheme, pairs, out=out)
     return {
         "values": out.q_RK,
         "scales": out.scale,
@@ -246,19 +256,19 @@ def _place_pairs(space: IdSpace, *, has_map: bool) -> Tensors:
     has_map: whether the routing has an expert map, which is not used for local ids.
     """
     written = dict[str, torch.Tensor]()
-    num_local = _LOCAL if has_map and space is IdSpace.GLOBAL else _EXPERTS - 1
+    num_local = _LOCAL_EXPERTS if has_map and space is IdSpace.GLOBAL else _EXPERTS - 1
     for tokens, top_k in ((1, 1), (5, 3), (90, 3)):
-        routing, name = _route(tokens, top_k, space, has_map=has_map), f"{tokens} tokens"
+        routing, name = _make_routing(tokens, top_k, space, has_map=has_map), f"{tokens} tokens"
         capacity = tokens + 1
-        rows_TK = _filled(tokens, top_k, dtype=torch.int32)
-        counts_e = _filled(num_local, dtype=torch.int32)
+        rows_TK = _make_unwritten(tokens, top_k, dtype=torch.int32)
+        counts_e = _make_unwritten(num_local, dtype=torch.int32)
         spec = assign_rows_scratch(tokens, top_k, num_local)
         assign_rows(
             routing,
             capacity=capacity,
             row_of_pair_TK=rows_TK,
             counts_e=counts_e,
-            scratch=_filled(*spec.shape, dtype=torch.int32),
+            scratch=_make_unwritten(*spec.shape, dtype=torch.int32),
         )
         workspace = Workspace(sort_specs(tokens, top_k, 2, num_local), _CPU)
         result = sort_pairs(routing, block_m=2, num_local=num_local, workspace=workspace)
@@ -274,19 +284,20 @@ def _place_pairs(space: IdSpace, *, has_map: bool) -> Tensors:
             f"invalid ids of {name}": routing.invalid_ids,
         }
         if use_triton(rows_TK):  # the kernels have no torch reference
-            _check_totals(_route(tokens, top_k, space, has_map=has_map), num_local)
+            _check_totals(_make_routing(tokens, top_k, space, has_map=has_map), num_local)
     return written
 
 
 def _check_totals(routing: DispatchedRouting, num_local: int) -> None:
     """Check the number of pairs of each local expert, and the number of skipped pairs.
 
-    Pairs of a token with one expert are counted each, and then once.
+    The check runs without and with `dedupe`, which counts repeated pairs of a token and an expert
+    once.
     """
     buckets_TK = uncounted_local_ids(routing, num_local) + 1
     for dedupe in (False, True):
         spec = counts_spec(buckets_TK.numel(), num_local)
-        scratch = _filled(*spec.shape, dtype=torch.int32)
+        scratch = _make_unwritten(*spec.shape, dtype=torch.int32)
         counts = count_pairs(routing, num_local, scratch=scratch, dedupe=dedupe)
         expected = [0] * (num_local + 1)
         for row in buckets_TK.tolist():
@@ -295,18 +306,18 @@ def _check_totals(routing: DispatchedRouting, num_local: int) -> None:
         assert counts.totals.tolist() == expected, counts.totals
 
 
-def _permute() -> Tensors:
+def _permute_tokens() -> Tensors:
     """Copy tokens, their scales, and tokens times weights to the rows of pairs."""
     tokens, top_k, groups = 4, 3, 5
-    row_of_pair_TK = _row_of_pair(tokens, top_k)
-    weights_TK = _random(tokens, top_k, dtype=torch.float32, seed=1)
-    scale_TG = _random(tokens, groups, dtype=torch.float32, seed=2)
+    row_of_pair_TK = _make_row_of_pair(tokens, top_k)
+    weights_TK = _draw_random(tokens, top_k, dtype=torch.float32, seed=1)
+    scale_TG = _draw_random(tokens, groups, dtype=torch.float32, seed=2)
     written = dict[str, torch.Tensor]()
     for hidden in (1, 33, 70):
-        x_TH = _random(tokens, hidden + 3)[:, :hidden]
+        x_TH = _draw_random(tokens, hidden + 3)[:, :hidden]
         for weights in (None, weights_TK):
-            rows_RH = _filled(tokens * top_k, hidden, dtype=x_TH.dtype)
-            scale_RG = _filled(tokens * top_k, groups + 1, dtype=torch.float32)
+            rows_RH = _make_unwritten(tokens * top_k, hidden, dtype=x_TH.dtype)
+            scale_RG = _make_unwritten(tokens * top_k, groups + 1, dtype=torch.float32)
             permute_tokens(
                 x_TH,
                 row_of_pair_TK,
@@ -320,27 +331,32 @@ def _permute() -> Tensors:
     return written
 
 
-def _reduce() -> Tensors:
+def _reduce_rows() -> Tensors:
     """Weight and sum rows whose terms are exact, with and without a routing."""
     tokens, top_k = 5, 3
-    routing, row_of_pair_TK = _route(tokens, top_k), _row_of_pair(tokens, top_k)
+    routing, row_of_pair_TK = _make_routing(tokens, top_k), _make_row_of_pair(tokens, top_k)
     generator = torch.Generator().manual_seed(1)
     written = dict[str, torch.Tensor]()
     for hidden in (1, 33, 70):
         rows_TKH = torch.randint(-8, 9, (tokens, top_k, hidden), generator=generator, device=_CPU)
         rows_TKH = rows_TKH.to(torch.bfloat16)
-        rows_RH, weights_TK = rows_TKH.flatten(0, 1), _route(tokens, top_k).topk_ids_TK / 4
+        rows_RH, weights_TK = rows_TKH.flatten(0, 1), _make_routing(tokens, top_k).topk_ids_TK / 4
         for weights in (None, weights_TK):
-            outs = [_filled(tokens, hidden, dtype=rows_TKH.dtype) for _ in range(3)]
+            outs = [_make_unwritten(tokens, hidden, dtype=rows_TKH.dtype) for _ in range(3)]
             weight_and_sum(rows_TKH, weights, scale=0.5, out=outs[0])
             weight_and_sum(
-                rows_TKH, weights, scale=1.0, out=outs[1], routing=routing, num_local=_LOCAL
+                rows_TKH, weights, scale=1.0, out=outs[1], routing=routing, num_local=_LOCAL_EXPERTS
             )
             gather_weight_and_sum(rows_RH, row_of_pair_TK, weights, scale=2.0, out=outs[2])
-            pairs = [_filled(tokens, top_k, hidden, dtype=rows_TKH.dtype) for _ in range(3)]
+            pairs = [_make_unwritten(tokens, top_k, hidden, dtype=rows_TKH.dtype) for _ in range(3)]
             scale_rows(rows_TKH, weights, scale=0.5, out=pairs[0])
             scale_rows(
-                rows_TKH, weights, scale=1.0, out=pairs[1], routing=routing, num_local=_LOCAL
+                rows_TKH,
+                weights,
+                scale=1.0,
+                out=pairs[1],
+                routing=routing,
+                num_local=_LOCAL_EXPERTS,
             )
             gather_rows(rows_RH, row_of_pair_TK, weights, scale=2.0, out=pairs[2])
             name = f"{hidden} columns, weights {weights is not None}"
@@ -348,21 +364,24 @@ def _reduce() -> Tensors:
     return written
 
 
-def _zero() -> Tensors:
+def _zero_rows() -> Tensors:
     """Clear the first rows of segments."""
     written = dict[str, torch.Tensor]()
     for hidden in (1, 33, 70):
-        x_SCH = _filled(_SEGMENTS, _CAPACITY, hidden, dtype=torch.bfloat16)
+        x_SCH = _make_unwritten(_SEGMENTS, _CAPACITY, hidden, dtype=torch.bfloat16)
         zero_rows(x_SCH, torch.tensor(_COUNTS, dtype=torch.int32, device=_CPU))
         written[f"{hidden} columns"] = x_SCH
     return written
 
 
-def _reject() -> Tensors:
+def _check_rejections() -> Tensors:
     """Check that operations raise InputError for outputs of another shape or dtype."""
     scheme, tokens, columns = QuantScheme.parse("fp8_w8a8_block:block=48x48"), 4, 96
-    x_TH, pairs = _random(tokens, columns), _make_pairs(_list_numberings()[0], tokens, 3)
-    out, rows_TK = _take(scheme, tokens, columns, along_rows=False), _row_of_pair(tokens, 1)
+    x_TH, pairs = _draw_random(tokens, columns), _make_pairs(_list_numberings()[0], tokens, 3)
+    out, rows_TK = (
+        _make_quantized_rows(scheme, tokens, columns, along_rows=False),
+        _make_row_of_pair(tokens, 1),
+    )
     wrong_outputs = (
         replace(out, q_RK=out.q_RK[:, :-1]),
         replace(out, q_RK=out.q_RK[:-1]),
@@ -370,21 +389,23 @@ def _reject() -> Tensors:
         replace(out, scale=out.scale[:-1]),
         replace(out, scale=out.scale[:, :-1]),
     )
-    for wrong in wrong_outputs:
-        _must_raise(partial(quantize_rows, x_TH, scheme, out=wrong))
-        _must_raise(partial(number_and_quantize, x_TH, scheme, pairs, out=wrong))
-        if len(wrong.q_RK) == len(wrong.scale):  # its output has any number of rows
-            _must_raise(partial(permute_and_quantize, x_TH, rows_TK, None, scheme, out=wrong))
-    _must_raise(partial(number_and_quantize, x_TH[:-1], scheme, pairs, out=out))
+    for wrong_output in wrong_outputs:
+        _check_raises(partial(quantize_rows, x_TH, scheme, out=wrong_output))
+        _check_raises(partial(number_and_quantize, x_TH, scheme, pairs, out=wrong_output))
+        if len(wrong_output.q_RK) == len(wrong_output.scale):  # its output has any number of rows
+            _check_raises(
+                partial(permute_and_quantize, x_TH, rows_TK, None, scheme, out=wrong_output)
+            )
+    _check_raises(partial(number_and_quantize, x_TH[:-1], scheme, pairs, out=out))
     for name in ("numbers_TK", "weights_TK"):
-        _must_raise(partial(number_pairs, replace(pairs, **{name: getattr(pairs, name)[:-1]})))
+        _check_raises(partial(number_pairs, replace(pairs, **{name: getattr(pairs, name)[:-1]})))
     counts = torch.zeros(tokens, dtype=torch.int32, device=_CPU)
-    _must_raise(partial(zero_rows, x_TH[:, None], counts[:-1]))
-    _must_raise(partial(zero_rows, x_TH[:, None, ::2], counts))
+    _check_raises(partial(zero_rows, x_TH[:, None], counts[:-1]))
+    _check_raises(partial(zero_rows, x_TH[:, None, ::2], counts))
     return {}
 
 
-def _must_raise(call: Callable[[], object]) -> None:
+def _check_raises(call: Callable[[], object]) -> None:
     with suppress(InputError):
         call()
         raise AssertionError(f"{call} is accepted")

@@ -52,27 +52,37 @@ _STALE_AGE_S, _YOUNG_AGE_S = 75.0, 45.0  # files of ended processes are removed 
 
 # Each row has the host of each rank, the requirements of the part, the problem's ranks per host,
 # and the end of the error, or "" if the part supports these hosts.
-_ANY = {"one_host": False, "ranks_per_host": None, "full_hosts": False}
+_ANY_HOSTS = {"one_host": False, "ranks_per_host": None, "full_hosts": False}
 _SUPPORT: tuple[tuple[tuple[int, ...], dict[str, Any], int | None, str], ...] = (
-    ((0, 0, 0, 1), _ANY, None, ""),
-    ((0, 0, 1, 1), _ANY, 2, ""),
-    ((0, 0, 0, 1), _ANY, 2, "2 consecutive ranks on each (Parallel.ranks_per_host)"),
-    ((0, 1, 0, 1), _ANY, 2, "2 consecutive ranks on each (Parallel.ranks_per_host)"),
-    ((0, 0, 1, 1, 2), _ANY, 2, "2 consecutive ranks on each (Parallel.ranks_per_host)"),
-    ((0, 0, 1, 1), {**_ANY, "ranks_per_host": 2}, None, ""),
-    ((0, 0, 1, 1), {**_ANY, "ranks_per_host": 1}, None, "at most 1 consecutive ranks on each host"),
-    ((0, 0, 0, 1), {**_ANY, "ranks_per_host": 4}, None, "at most 4 consecutive ranks on each host"),
-    ((0, 0, 1, 1), {**_ANY, "ranks_per_host": 3}, None, ""),
-    ((0, 0, 1, 1), {**_ANY, "ranks_per_host": 2, "full_hosts": True}, None, ""),
+    ((0, 0, 0, 1), _ANY_HOSTS, None, ""),
+    ((0, 0, 1, 1), _ANY_HOSTS, 2, ""),
+    ((0, 0, 0, 1), _ANY_HOSTS, 2, "2 consecutive ranks on each (Parallel.ranks_per_host)"),
+    ((0, 1, 0, 1), _ANY_HOSTS, 2, "2 consecutive ranks on each (Parallel.ranks_per_host)"),
+    ((0, 0, 1, 1, 2), _ANY_HOSTS, 2, "2 consecutive ranks on each (Parallel.ranks_per_host)"),
+    ((0, 0, 1, 1), {**_ANY_HOSTS, "ranks_per_host": 2}, None, ""),
     (
         (0, 0, 1, 1),
-        {**_ANY, "ranks_per_host": 3, "full_hosts": True},
+        {**_ANY_HOSTS, "ranks_per_host": 1},
+        None,
+        "at most 1 consecutive ranks on each host",
+    ),
+    (
+        (0, 0, 0, 1),
+        {**_ANY_HOSTS, "ranks_per_host": 4},
+        None,
+        "at most 4 consecutive ranks on each host",
+    ),
+    ((0, 0, 1, 1), {**_ANY_HOSTS, "ranks_per_host": 3}, None, ""),
+    ((0, 0, 1, 1), {**_ANY_HOSTS, "ranks_per_host": 2, "full_hosts": True}, None, ""),
+    (
+        (0, 0, 1, 1),
+        {**_ANY_HOSTS, "ranks_per_host": 3, "full_hosts": True},
         None,
         "got hosts, need 3 consecutive ranks on",
     ),
-    ((0, 0, 0, 0), {**_ANY, "ranks_per_host": 8, "full_hosts": True}, None, ""),
-    ((0, 0, 1, 1), {**_ANY, "one_host": True}, None, "one host, whose memory"),
-    ((0, 0, 0, 0), {**_ANY, "one_host": True}, None, ""),
+    ((0, 0, 0, 0), {**_ANY_HOSTS, "ranks_per_host": 8, "full_hosts": True}, None, ""),
+    ((0, 0, 1, 1), {**_ANY_HOSTS, "one_host": True}, None, "one host, whose memory"),
+    ((0, 0, 0, 0), {**_ANY_HOSTS, "one_host": True}, None, ""),
 )
 
 
@@ -133,7 +143,7 @@ def _find_hosts(manager: Any) -> str:
         stack.enter_context(use_host_id("one"))
         for rank, (name, host_id, is_readable, is_right, readable) in _ANSWERS.items():
             token = secrets.token_hex(16)
-            file = stack.enter_context(_host_file(token if is_right else token[::-1]))
+            file = stack.enter_context(_write_host_file(token if is_right else token[::-1]))
             answer = {"name": name, "id": host_id, "token": token}
             answer["file"] = file if is_readable else f"{file}-of-another-host"
             store.set(f"hosts/gather/1/{rank}", json.dumps(answer))
@@ -147,8 +157,8 @@ def _find_hosts(manager: Any) -> str:
             collectives._world_size, collectives._num_gathers = _WORLD_SIZE, 0
             simulated._open_store_collectives = lambda: collectives
             hosts = simulated._find_hosts()
-    own = json.loads(store.get(f"hosts/gather/2/{_RANK}"))
-    return f"{hosts}; readable {own['readable']}"
+    own_answer = json.loads(store.get(f"hosts/gather/2/{_RANK}"))
+    return f"{hosts}; readable {own_answer['readable']}"
 
 
 def _compare_properties(
@@ -172,9 +182,9 @@ def _compare_properties(
         actual = f"{error.peers} {error.got}"
     has_waited = time.monotonic() - start > _COLLECTIVES_TIMEOUT_S - 0.1
     num_checks, num_reads = store.num_checks, max(store.num_reads.values())
-    own, failed = store.get(f"gather/1/{_RANK}").decode(), store.check([f"failed/{_RANK}"])
+    own_entry, failed = store.get(f"gather/1/{_RANK}").decode(), store.check([f"failed/{_RANK}"])
     is_absent, has_slept = "" in entries.values(), num_checks < _MAX_CHECKS
-    actual += f"; waited: {has_waited}, recorded: {failed}, sent {own}"
+    actual += f"; waited: {has_waited}, recorded: {failed}, sent {own_entry}"
     expected = f"{peers} {reason}; waited: {is_absent}, recorded: {is_absent}, sent {_SAME_ENTRY}"
     actual += f", slept: {has_slept}, reads of an entry: {num_reads}"
     return actual, f"{expected}, slept: True, reads of an entry: 1"
@@ -223,10 +233,10 @@ def _agree_on_prefix(
 
 
 @contextmanager
-def _host_file(text: str) -> Iterator[str]:
+def _write_host_file(token: str) -> Iterator[str]:
     folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     with tempfile.NamedTemporaryFile("w", dir=folder, encoding="ascii") as file:
-        file.write(text)
+        file.write(token)
         file.flush()
         yield file.name
 
@@ -239,13 +249,13 @@ def _check_support(
     error: str,
 ) -> str:
     """Check on a copy of `part` whether it supports the hosts; return the row, or what differs."""
-    copied = object.__new__(type(part))  # parts over ranks cannot be copied
+    part_copy = object.__new__(type(part))  # parts over ranks cannot be copied
     names = tuple(f"host{index}" for index in range(max(index_W) + 1))
-    copied.manager = SimpleNamespace(hosts=type(part.manager.hosts)(index_W, names))
-    copied.requires, copied._owns_manager = replace(part.requires, **requires), False
-    copied.problem = SimpleNamespace(parallel=SimpleNamespace(ranks_per_host=ranks_per_host))
+    part_copy.manager = SimpleNamespace(hosts=type(part.manager.hosts)(index_W, names))
+    part_copy.requires, part_copy._owns_manager = replace(part.requires, **requires), False
+    part_copy.problem = SimpleNamespace(parallel=SimpleNamespace(ranks_per_host=ranks_per_host))
     try:
-        copied._check_hosts()
+        part_copy._check_hosts()
         message = ""
     except Exception as raised:  # noqa: BLE001  a wrong part may raise anything
         message = str(raised)
@@ -263,8 +273,10 @@ def _check_ranks_per_node(context: ScenarioContext) -> Outcomes:
             hosts * ranks, Placement.linear(2 * hosts * ranks, hosts * ranks), ranks_per_host=ranks
         )
         names = context.case.prepare_finalize, context.case.experts
-        larger = replace(problem, experts=2 * hosts * ranks, local_experts=None, parallel=parallel)
-        verdict = check(*names, larger, context.machine)
+        larger_problem = replace(
+            problem, experts=2 * hosts * ranks, local_experts=None, parallel=parallel
+        )
+        verdict = check(*names, larger_problem, context.machine)
         yield f"{ranks} ranks per host: {verdict.ok}", f"{ranks} ranks per host: {is_supported}"
 
 

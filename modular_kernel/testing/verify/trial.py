@@ -114,10 +114,10 @@ class Trial:
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         tokens = case.problem.tokens
-        half = (tokens + 1) // 2
+        half_tokens = (tokens + 1) // 2
         self.first = Sample(case, device, tokens=tokens, seed_offset=0)
         self.second = Sample(case, device, tokens=tokens, seed_offset=1)
-        self.other = Sample(case, device, tokens=half, seed_offset=2, strided=True)
+        self.other = Sample(case, device, tokens=half_tokens, seed_offset=2, strided=True)
 
     @property
     def samples(self) -> tuple[Sample, ...]:
@@ -131,7 +131,7 @@ class Trial:
         return pf.requires.deterministic and ex.requires.deterministic
 
     @cached_property
-    def capturable(self) -> bool:
+    def is_capturable(self) -> bool:
         """Whether a call of the case can be captured in a CUDA graph on this machine."""
         case = self.case
         if self.machine.device != "cuda" or not case.problem.tokens:
@@ -139,8 +139,8 @@ class Trial:
         part = load_catalog().prepare_finalize(case.prepare_finalize)
         if not part.requires.captures(case.problem):
             return False
-        graph = replace(case.problem, graph=True)
-        return check(case.prepare_finalize, case.experts, graph, self.machine).ok
+        graph_problem = replace(case.problem, graph=True)
+        return check(case.prepare_finalize, case.experts, graph_problem, self.machine).ok
 
     def copy_first_sample(self) -> Sample:
         """Return a copy of the `first` sample, whose inputs the caller may overwrite."""
@@ -160,14 +160,16 @@ class Trial:
     @cached_property
     def first_call(self) -> FirstCallResult:
         """The result of the first call, which runs with race detection."""
-        before = self.kernel.count_invalid_ids()
-        names = set[str]()
-        watch_stages = stages.watch_stages(partial(_enter_stage, names))
+        num_before = self.kernel.count_invalid_ids()
+        stage_names = set[str]()
+        watch_stages = stages.watch_stages(partial(_enter_stage, stage_names))
         with record_races() as races, _record_rows() as rows, watch_stages:
             output = call(self.kernel, self.first)
-        invalid_ids = self.kernel.count_invalid_ids() - before
-        unchecked_rows = sum(not each.checked for each in rows)
-        return FirstCallResult(output, invalid_ids, tuple(races), unchecked_rows, frozenset(names))
+        invalid_ids = self.kernel.count_invalid_ids() - num_before
+        unchecked_rows = sum(not row.checked for row in rows)
+        return FirstCallResult(
+            output, invalid_ids, tuple(races), unchecked_rows, frozenset(stage_names)
+        )
 
     @property
     def eager_output(self) -> torch.Tensor:
@@ -190,7 +192,7 @@ class Trial:
         _ = self.planned_second
         sample = self.first
         x_TH, inplace = sample.x_TH(), sample.problem.inplace
-        target = x_TH if inplace else sample.empty_output()
+        target = x_TH if inplace else sample.make_empty_output()
         inputs = sample.inputs
         output = self.plan(x_TH, inputs.weights, inputs.routing, out=None if inplace else target)
         return OutCallResult(output.clone(), output is target, fences_intact(target))
@@ -213,16 +215,19 @@ class Trial:
         wider = replace(problem, tokens=tokens, intermediate=2 * problem.intermediate)
         if not check(case.prepare_finalize, case.experts, wider, self.machine).ok:
             wider = replace(problem, tokens=tokens)
-        other = replace(case, problem=wider, variation=ORDINARY)
-        sample = Sample(other, self.first.device, tokens=tokens, seed_offset=3)
-        return self.build(other, self.machine, True), sample
+        other_case = replace(case, problem=wider, variation=ORDINARY)
+        sample = Sample(other_case, self.first.device, tokens=tokens, seed_offset=3)
+        return self.build(other_case, self.machine, True), sample
 
     @cached_property
     def interleaved(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The outputs of `first` and `other`; `first` starts earlier and finishes later."""
-        first, other = start(self.kernel, self.first), start(self.kernel, self.other)
-        other_output = other.finish().clone()
-        return first.finish().clone(), other_output
+        """The outputs of `first` and `other`. `first` starts earlier and finishes later."""
+        first_pending, other_pending = (
+            start(self.kernel, self.first),
+            start(self.kernel, self.other),
+        )
+        other_output = other_pending.finish().clone()
+        return first_pending.finish().clone(), other_output
 
 
 def call(kernel: FusedMoEModularKernel | Plan, sample: Sample) -> torch.Tensor:

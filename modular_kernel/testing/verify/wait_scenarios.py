@@ -67,7 +67,7 @@ def run_late_rank(context: ScenarioContext) -> Outcomes:
         layer_call_step, phase = (0, 0, 3), "dispatch"
     peers = context.peers if context.is_faulty_rank else (FAULTY_RANK,)
     if exchanges_numbers or not context.is_faulty_rank:
-        expected = context.expected_error_text(
+        expected = context.format_expected_error(
             "exchange between ranks", reason, "", layer_call_step, peers, phase
         )
         yield cut_before(outcome, "; after", ", need"), cut_before(expected, ", need")
@@ -78,7 +78,7 @@ def run_late_rank(context: ScenarioContext) -> Outcomes:
         yield ("in time" if is_in_time else f"{seconds:.1f} s"), "in time"
         second_outcome = capture_outcome(lambda: context.compare(context.call(kernel)))
         prefix = "a manager that failed before: " if exchanges_numbers else ""
-        expected = context.expected_error_text(
+        expected = context.format_expected_error(
             "exchange between ranks", prefix + reason, "", layer_call_step, peers, phase
         )
         yield cut_before(second_outcome, "; after", ", need"), cut_before(expected, ", need")
@@ -108,7 +108,7 @@ def _start_alone(context: ScenarioContext) -> Callable[[], tuple[str, str]]:
     def wait() -> tuple[str, str]:
         outcome, layer_call_step = capture_outcome(lambda: str(exchange.wait())), (0, 0, 1)
         reason = "no sign of life"
-        expected = context.expected_error_text(
+        expected = context.format_expected_error(
             "exchange between ranks", reason, "", layer_call_step, context.peers, "combine"
         )
         return cut_before(outcome, "; after", ", need"), cut_before(expected, ", need")
@@ -136,7 +136,7 @@ def run_absent_rank(context: ScenarioContext) -> Outcomes:
         manager = find_manager_class(context.part)(None, timeout_s=_SHORT_TIMEOUT_S)
         if not context.is_faulty_rank:
             outcome = capture_outcome(lambda: str(context.make_kernel_on(manager)))
-            expected = context.expected_error_text(
+            expected = context.format_expected_error(
                 "ranks that share buffers",
                 "no sign of life",
                 "",
@@ -151,7 +151,7 @@ def run_absent_rank(context: ScenarioContext) -> Outcomes:
         outcome = capture_outcome(lambda: str(context.make_kernel_with_timeout(_SHORT_TIMEOUT_S)))
         exchanges_numbers = exchanges_call_numbers(context.part)
         subject = "exchange between ranks" if exchanges_numbers else "ranks that share buffers"
-        expected = context.expected_error_text(
+        expected = context.format_expected_error(
             subject, "no sign of life", "", (0, 0, 0), (FAULTY_RANK,), "construct"
         )
         yield cut_before(outcome, "; after", ", need"), cut_before(expected, ", need")
@@ -177,7 +177,7 @@ def _fail_before_sending_host(context: ScenarioContext) -> tuple[str, str]:
     outcome = capture_outcome(lambda: str(failing_manager_class(None, timeout_s=TIMEOUT_S)))
     dist.barrier()
     subject, reason, need = "ranks that share buffers", "no sign of life", "every rank within 1.5 s"
-    expected = context.expected_error_text(
+    expected = context.format_expected_error(
         subject, reason, need, (0, 0, 0), (FAULTY_RANK,), "construct"
     )
     return outcome, "RuntimeError" if context.is_faulty_rank else expected
@@ -189,7 +189,7 @@ def check_absent_rank_0(context: ScenarioContext, timeout_s: float) -> Outcomes:
     yield context.make_correct_call(kernel)
     dist.barrier()
     if context.rank:
-        expected = context.expected_error_text(
+        expected = context.format_expected_error(
             "exchange between ranks", "no flag of call 2 from rank 0", "", (0, 0, 2), (0,),
             "dispatch",
         )  # fmt: skip

@@ -21,7 +21,8 @@ def check_without_adapters(trial: Trial) -> Iterator[str]:
 
     Outputs of these tokens must be bitwise independent of other tokens' adapters and of the
     matrices in unused slots. A call without any adapter must be bitwise equal to
-    `_output_without_adapters`. A layer without adapters must not allocate workspace for adapters.
+    `_compute_output_without_adapters`. A layer without adapters must not allocate workspace for
+    adapters.
     """
     case, inputs = trial.case, trial.first.inputs
     if case.problem.adapters is None:
@@ -35,7 +36,7 @@ def check_without_adapters(trial: Trial) -> Iterator[str]:
     if case.problem.adapters is None or not trial.is_deterministic or not case.problem.tokens:
         return
     if slots_T is None:
-        output = _output_without_adapters(trial)
+        output = _compute_output_without_adapters(trial)
         if count := count_differing_rows(output, trial.eager_output):
             yield f"{count} rows of a call without adapters differ from the layer without adapters"
         return
@@ -48,15 +49,15 @@ def check_without_adapters(trial: Trial) -> Iterator[str]:
     )
     is_base_T = slots_T < 0
     if count := count_differing_rows(output[is_base_T], trial.eager_output[is_base_T]):
-        base = int(is_base_T.sum())
-        yield f"{count} of {base} rows without an adapter depend on other tokens' adapters"
+        num_base_rows = int(is_base_T.sum())
+        yield f"{count} of {num_base_rows} rows without an adapter depend on other tokens' adapters"
 
 
 def check_alternating_adapters(trial: Trial) -> Iterator[str]:
     """Check that planned calls with and without adapters leave nothing in each other's buffers.
 
-    A call without adapters must be bitwise equal to `_output_without_adapters`, and a subsequent
-    call with adapters must be bitwise equal to the first call.
+    A call without adapters must be bitwise equal to `_compute_output_without_adapters`, and a
+    subsequent call with adapters must be bitwise equal to the first call.
     """
     case, inputs = trial.case, trial.first.inputs
     slots_T = inputs.routing.slots_T
@@ -64,7 +65,7 @@ def check_alternating_adapters(trial: Trial) -> Iterator[str]:
         return
     if slots_T is None:
         return  # `check_without_adapters` compares calls without adapters
-    expected = _output_without_adapters(trial)
+    expected = _compute_output_without_adapters(trial)
     plan = trial.plan
     plan(trial.first.x_TH(), inputs.weights, inputs.routing)
     output = plan(trial.first.x_TH(), inputs.weights, replace(inputs.routing, adapters_T="none"))
@@ -80,12 +81,12 @@ def check_alternating_adapters(trial: Trial) -> Iterator[str]:
         )
 
 
-def _output_without_adapters(trial: Trial) -> torch.Tensor:
+def _compute_output_without_adapters(trial: Trial) -> torch.Tensor:
     """Return the output that the first call has if no token has an adapter.
 
     Without communication, this is the output of a layer built without LoRA. If ranks exchange rows,
     every row carries an adapter slot (-1 for none), which may select another code path in the
-    experts. Therefore, an eager call of the LoRA layer is the reference then.
+    experts. In that case, the reference is an eager call of the LoRA layer without adapters.
     """
     case, inputs = trial.case, trial.first.inputs
     part = load_catalog().prepare_finalize(case.prepare_finalize)
@@ -93,9 +94,9 @@ def _output_without_adapters(trial: Trial) -> torch.Tensor:
         routing = replace(inputs.routing, adapters_T="none")
         return trial.kernel(trial.first.x_TH(), inputs.weights, routing).clone()
     no_adapters: dict[str, Any] = dict.fromkeys(ADAPTER_TENSORS)
-    plain_case = replace(case, problem=replace(case.problem, lora="none"))
+    case_without_lora = replace(case, problem=replace(case.problem, lora="none"))
     kernel, weights = (
-        trial.build(plain_case, trial.machine, True),
+        trial.build(case_without_lora, trial.machine, True),
         replace(inputs.weights, **no_adapters),
     )
     return kernel(trial.first.x_TH(), weights, replace(inputs.routing, adapters_T=None)).clone()

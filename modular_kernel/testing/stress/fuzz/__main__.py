@@ -33,11 +33,11 @@ def main(argv: list[str] | None = None) -> int:
             run(args.seed, range(-1, args.count - num_interpreted)),
             run(args.seed, range(-1, num_interpreted), interpreted=True),
         ]
-    sys.stdout.write("\n".join(summary(reports)) + "\n")
+    sys.stdout.write("\n".join(format_summary(reports)) + "\n")
     return int(any(report.findings for report in reports))
 
 
-def summary(reports: list[FuzzReport]) -> list[str]:
+def format_summary(reports: list[FuzzReport]) -> list[str]:
     """Return lines with every finding, the totals, and the counts by target and kind of outcome."""
     lines = [line for report in reports for line in report.lines()]
     total: Counter[tuple[str, str]] = sum((r.by_target for r in reports), Counter())

@@ -69,9 +69,9 @@ def _negate(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _free_memory(tensor: torch.Tensor) -> torch.Tensor:
-    new = tensor.clone()
-    new.untyped_storage().resize_(0)
-    return new
+    copy = tensor.clone()
+    copy.untyped_storage().resize_(0)
+    return copy
 
 
 def _add_gaps(tensor: torch.Tensor) -> torch.Tensor:
@@ -87,8 +87,8 @@ def _change_dtype(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _append_row(tensor: torch.Tensor) -> torch.Tensor:
-    more = tensor[-1:] if len(tensor) else tensor.new_zeros(1, *tensor.shape[1:])
-    return torch.cat([tensor, more])
+    new_row = tensor[-1:] if len(tensor) else tensor.new_zeros(1, *tensor.shape[1:])
+    return torch.cat([tensor, new_row])
 
 
 def _append_column(tensor: torch.Tensor) -> torch.Tensor:
@@ -97,10 +97,10 @@ def _append_column(tensor: torch.Tensor) -> torch.Tensor:
 
 def _add_tensor(inputs: CallInputs, problem: Problem, tensor_index: int) -> CallInputs | None:
     """Add a tensor that the problem does not have."""
-    absent = [name for name, tensor in vars(inputs.weights).items() if tensor is None]
-    if not absent:
+    absent_names = [name for name, tensor in vars(inputs.weights).items() if tensor is None]
+    if not absent_names:
         return None
-    added = {absent[tensor_index % len(absent)]: torch.ones(problem.e)}
+    added = {absent_names[tensor_index % len(absent_names)]: torch.ones(problem.e)}
     return replace(inputs, weights=replace(inputs.weights, **added))
 
 
@@ -119,20 +119,21 @@ def _use_x_as_out(inputs: CallInputs, problem: Problem, tensor_index: int) -> Ca
 
 def _use_w2_as_out(inputs: CallInputs, problem: Problem, tensor_index: int) -> CallInputs | None:
     shape = (inputs.x_TH.shape[0], *problem.output_shape[1:])
-    flat, count = inputs.weights.w2, 1
+    w2, count = inputs.weights.w2, 1
     for size in shape:
         count *= size
-    if flat.dtype is not problem.dtype or not flat.is_contiguous() or not 0 < count <= flat.numel():
+    fits = 0 < count <= w2.numel()
+    if w2.dtype is not problem.dtype or not w2.is_contiguous() or not fits:
         return None
-    return replace(inputs, out=flat.view(-1)[:count].view(shape))
+    return replace(inputs, out=w2.view(-1)[:count].view(shape))
 
 
-def _as_list(tensor: torch.Tensor) -> object:
+def _to_list(tensor: torch.Tensor) -> object:
     return tensor.tolist()
 
 
-_INVALID: tuple[tuple[str, TensorChange], ...] = (
-    ("a list", _as_list),
+_INVALID_CHANGES: tuple[tuple[str, TensorChange], ...] = (
+    ("a list", _to_list),
     ("None", lambda tensor: None),
     ("a number", lambda tensor: 3),
     ("meta", lambda tensor: tensor.to("meta")),
@@ -145,10 +146,11 @@ _INVALID: tuple[tuple[str, TensorChange], ...] = (
 _IDS, _WEIGHTS = "topk_ids_TK", "topk_weights_TK"
 
 MUST_BE_REFUSED: tuple[tuple[str, Change], ...] = (
-    *((f"x is {name}", _change_x(change)) for name, change in _INVALID),
-    *((f"topk_weights: {name}", _change_routing(_WEIGHTS, change)) for name, change in _INVALID),
-    *((f"topk_ids: {name}", _change_routing(_IDS, change)) for name, change in _INVALID),
-    *((f"a weight: {name}", _change_weight(change)) for name, change in _INVALID),
+    *((f"x is {name}", _change_x(change)) for name, change in _INVALID_CHANGES),
+    *((f"topk_weights: {name}", _change_routing(_WEIGHTS, change))
+      for name, change in _INVALID_CHANGES),
+    *((f"topk_ids: {name}", _change_routing(_IDS, change)) for name, change in _INVALID_CHANGES),
+    *((f"a weight: {name}", _change_weight(change)) for name, change in _INVALID_CHANGES),
     ("x wider", _change_x(_append_column)),
     ("topk_weights wider", _change_routing(_WEIGHTS, _append_column)),
     ("topk_ids wider", _change_routing(_IDS, _append_column)),
@@ -165,12 +167,12 @@ MUST_BE_REFUSED: tuple[tuple[str, Change], ...] = (
     ("out of another dtype", _change_out(_change_dtype)),
     ("out wider", _change_out(_append_column)),
     ("out longer", _change_out(_append_row)),
-    ("out as a list", _change_out(_as_list)),
+    ("out as a list", _change_out(_to_list)),
     ("out is x", _use_x_as_out),
     ("out in w2", _use_w2_as_out),
 )  # fmt: skip
 
-# Some of these changes must be refused unless the tensor is empty.
+# Some of these changes are accepted only if the tensor is empty.
 MAY_BE_REFUSED: tuple[tuple[str, Change], ...] = (
     ("x negated", _change_x(_negate)),
     ("a weight negated", _change_weight(_negate)),

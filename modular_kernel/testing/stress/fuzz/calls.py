@@ -28,7 +28,7 @@ from modular_kernel.testing.stress.fuzz.outcome import (
 from modular_kernel.testing.stress.fuzz.random_problems import (
     CallInputs,
     InputChoices,
-    describe,
+    format_problem,
     input_choices,
     make_inputs,
     pairings,
@@ -76,11 +76,11 @@ def call_cases(
 
 
 def build_call(case: CallCase) -> tuple[FusedMoEModularKernel, str, CallInputs] | FuzzOutcome:
-    """Make (kernel, description, inputs). Return an outcome if the problem or kernel is refused."""
+    """Return (kernel, description, inputs), or an outcome if the problem or kernel is refused."""
     problem = run_or_classify("a problem", lambda: Problem(**case.fields))
     if isinstance(problem, FuzzOutcome):
         return problem
-    description = f"{' x '.join(case.parts)}, {describe(problem)}"
+    description = f"{' x '.join(case.parts)}, {format_problem(problem)}"
     kernel = run_or_classify(description, lambda: make_kernel(*case.parts, problem))
     if isinstance(kernel, FuzzOutcome):
         return kernel
@@ -89,10 +89,10 @@ def build_call(case: CallCase) -> tuple[FusedMoEModularKernel, str, CallInputs] 
 
 def check_valid_call(case: CallCase) -> FuzzOutcome:
     """Call a kernel with valid inputs. The output must be correct."""
-    built = build_call(case)
-    if isinstance(built, FuzzOutcome):
-        return built
-    kernel, description, inputs = built
+    call_or_outcome = build_call(case)
+    if isinstance(call_or_outcome, FuzzOutcome):
+        return call_or_outcome
+    kernel, description, inputs = call_or_outcome
     description = f"{case.mode} of {description} with T={len(inputs.x_TH)}"
     return check_call(kernel, inputs, case.mode, description, refusable=False)
 
@@ -102,10 +102,10 @@ def check_changed_call(case: CallCase) -> FuzzOutcome:
 
     Depending on the change, the call must be refused, or may be refused or computed correctly.
     """
-    built = build_call(case)
-    if isinstance(built, FuzzOutcome):
-        return built
-    kernel, description, inputs = built
+    call_or_outcome = build_call(case)
+    if isinstance(call_or_outcome, FuzzOutcome):
+        return call_or_outcome
+    kernel, description, inputs = call_or_outcome
     change, must_refuse = CHANGES[case.change]
     description = f"{case.mode} of {description} with T={len(inputs.x_TH)}, {case.change}"
     try:
@@ -114,8 +114,8 @@ def check_changed_call(case: CallCase) -> FuzzOutcome:
         return FuzzOutcome(CORRECT, f"{description}: no such tensor can be made")
     if changed is None:
         return check_call(kernel, inputs, case.mode, description, refusable=False)
-    grad = torch.enable_grad() if case.change == "requires grad" else torch.no_grad()
-    with grad:
+    grad_mode = torch.enable_grad() if case.change == "requires grad" else torch.no_grad()
+    with grad_mode:
         if not must_refuse:
             return check_call(kernel, changed, case.mode, description, refusable=True)
         started = _record_starts(kernel)
@@ -133,33 +133,33 @@ def check_nan_call(case: tuple[CallCase, bool]) -> FuzzOutcome:
     """Put NaN into the first token, or into the router weights of skipped pairs.
 
     Rows that do not depend on the NaN must be correct. A skipped pair is a (token, expert) pair
-    whose expert is not on this rank.
+    whose id is invalid, or whose expert is not on this rank.
 
-    case: (call, whether the first token is NaN).
+    case: (call, whether the first token is NaN; otherwise, the router weights are).
     """
-    call, first_token = case
-    built = build_call(call)
-    if isinstance(built, FuzzOutcome):
-        return built
-    kernel, description, inputs = built
+    call, is_first_token_nan = case
+    call_or_outcome = build_call(call)
+    if isinstance(call_or_outcome, FuzzOutcome):
+        return call_or_outcome
+    kernel, description, inputs = call_or_outcome
     if len(inputs.x_TH) == 0:
         return FuzzOutcome(CORRECT, description)
     reference = IndependentReference(
         kernel.problem, inputs.x_TH.clone(), inputs.weights, inputs.routing
     )
     rows = slice(None)
-    if first_token and kernel.problem.scheme.activation_granularity != "tensor":
+    if is_first_token_nan and kernel.problem.scheme.activation_granularity != "tensor":
         inputs.x_TH[0] = torch.nan
         rows, description = slice(1, None), f"{description}, the first token is NaN"
     else:
-        ids = inputs.routing.topk_ids_TK
-        skipped = (ids < 0) | (ids >= kernel.problem.experts)
+        ids_TK = inputs.routing.topk_ids_TK
+        is_skipped_TK = (ids_TK < 0) | (ids_TK >= kernel.problem.experts)
         if inputs.weights.expert_map is not None:
-            skipped |= (
-                inputs.weights.expert_map[ids.clamp(0, kernel.problem.experts - 1).long()] < 0
+            is_skipped_TK |= (
+                inputs.weights.expert_map[ids_TK.clamp(0, kernel.problem.experts - 1).long()] < 0
             )
-        router = inputs.routing.topk_weights_TK.masked_fill(skipped, torch.nan)
-        inputs = replace(inputs, routing=replace(inputs.routing, topk_weights_TK=router))
+        router_weights_TK = inputs.routing.topk_weights_TK.masked_fill(is_skipped_TK, torch.nan)
+        inputs = replace(inputs, routing=replace(inputs.routing, topk_weights_TK=router_weights_TK))
         description = f"{description}, router weights of skipped pairs are NaN"
     result = run_or_classify(
         description, lambda: kernel(inputs.x_TH, inputs.weights, inputs.routing)
@@ -241,22 +241,24 @@ def _run_call(
     if mode == "twice":
         plan, problem = kernel.plan(), kernel.problem
         if problem.tokens:  # make a different call first
-            other = make_inputs(problem, InputChoices())
-            plan(other.x_TH, other.weights, other.routing)
+            other_inputs = make_inputs(problem, InputChoices())
+            plan(other_inputs.x_TH, other_inputs.weights, other_inputs.routing)
             started.clear()
         return plan(*arguments, out=inputs.out)
     if mode == "start":
         return kernel.start(*arguments, out=inputs.out).finish()
-    with contextlib.ExitStack() as modes:
+    with contextlib.ExitStack() as stack:
         if mode == "inference":
-            modes.enter_context(torch.inference_mode())
+            stack.enter_context(torch.inference_mode())
         if mode == "default64":
-            modes.callback(torch.set_default_dtype, torch.get_default_dtype())
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(torch.float64)
         return kernel(*arguments, out=inputs.out)
 
 
-_CHANGED = call_cases(("call", "plan", "twice", "start"), changes=tuple(name for name, *_ in ALL))
+_CHANGED_CALLS = call_cases(
+    ("call", "plan", "twice", "start"), changes=tuple(name for name, *_ in ALL)
+)
 # A lazily negated expert_map has values that are not row indices of the weights.
 _NEGATED_MAP = CallCase(
     ("MoEPrepareAndFinalizeNoEP", "TorchExperts"),
@@ -269,7 +271,12 @@ _NEGATED_MAP = CallCase(
 TARGETS: tuple[Target[Any], ...] = (
     Target("right_call", 18, call_cases(), check_valid_call, launches=True),
     Target(
-        "changed_call", 23, _CHANGED, check_changed_call, launches=True, examples=(_NEGATED_MAP,)
+        "changed_call",
+        23,
+        _CHANGED_CALLS,
+        check_changed_call,
+        launches=True,
+        examples=(_NEGATED_MAP,),
     ),
     Target(
         "nan_call",

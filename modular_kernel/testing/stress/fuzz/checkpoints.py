@@ -70,8 +70,14 @@ def _make_compressed_config(packing: str, weights: dict[str, Any], inputs: Any) 
     return config | {"config_groups": {"group_0": group}}
 
 
-_INT = {"type": "int", "symmetric": True}
-_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+_INT_WEIGHTS = {"type": "int", "symmetric": True}
+_TOKEN_INPUTS = {
+    "num_bits": 8,
+    "type": "int",
+    "strategy": "token",
+    "dynamic": True,
+    "symmetric": True,
+}
 _FORMATS: tuple[tuple[str, dict[str, Any] | None, Callable[..., Tensors]], ...] = (
     ("none", None, lambda w, _: {"weight": w}),
     (
@@ -82,14 +88,16 @@ _FORMATS: tuple[tuple[str, dict[str, Any] | None, Callable[..., Tensors]], ...] 
     (
         "int8_w8a8_channel",
         _make_compressed_config(
-            "int-quantized", _INT | {"num_bits": 8, "strategy": "channel"}, _TOKEN
+            "int-quantized", _INT_WEIGHTS | {"num_bits": 8, "strategy": "channel"}, _TOKEN_INPUTS
         ),
         _store_scaled,
     ),
     (
         "int4_w4a16_group:group=32",
         _make_compressed_config(
-            "pack-quantized", _INT | {"num_bits": 4, "strategy": "group", "group_size": 32}, None
+            "pack-quantized",
+            _INT_WEIGHTS | {"num_bits": 4, "strategy": "group", "group_size": 32},
+            None,
         ),
         _store_packed,
     ),
@@ -123,15 +131,15 @@ class CheckpointCase:
 @st.composite
 def _checkpoints(draw: st.DrawFn) -> CheckpointCase:
     experts, intermediate = draw(st.sampled_from((2, 3, 4))), draw(st.sampled_from((64, 128)))
-    world = draw(st.sampled_from([n for n in (1, 2, 3) if n <= experts]))
-    tp = draw(st.sampled_from([n for n in (1, 2) if intermediate // n % 32 == 0]))
+    ep_size = draw(st.sampled_from([n for n in (1, 2, 3) if n <= experts]))
+    tp_size = draw(st.sampled_from([n for n in (1, 2) if intermediate // n % 32 == 0]))
     return CheckpointCase(
         format=draw(st.integers(0, len(_FORMATS) - 1)),
         experts=experts,
         intermediate=intermediate,
         seed=draw(seeds),
-        ep=(draw(st.integers(0, world - 1)), world),
-        tp=(draw(st.integers(0, tp - 1)), tp),
+        ep=(draw(st.integers(0, ep_size - 1)), ep_size),
+        tp=(draw(st.integers(0, tp_size - 1)), tp_size),
         change=draw(st.sampled_from(("", "", "tensor", "bytes", "header", "index", "config"))),
         data=draw(st.data()),
     )
@@ -151,35 +159,43 @@ def check_checkpoint(case: CheckpointCase) -> FuzzOutcome:
     )
     description = f"a checkpoint of {problem} on {case.ep} x {case.tp}"
     with tempfile.TemporaryDirectory() as folder:
-        change_text = _write_files(case, Path(folder), tensors, config)
+        change_description = _write_files(case, Path(folder), tensors, config)
         result = run_or_classify(
-            f"{description}{change_text}",
+            f"{description}{change_description}",
             lambda: import_object("modular_kernel.checkpoints.loading:load_experts")(
                 folder, 1, ep=case.ep, tp=case.tp
             ),
         )
         if isinstance(result, FuzzOutcome):
-            return result if change_text else FuzzOutcome(WRONG_RESULT, f"{description}: refused")
-        if change_text.startswith(_MUST_FAIL):
-            return FuzzOutcome(INVALID_ACCEPTED, f"{description}{change_text}")
+            return (
+                result
+                if change_description
+                else FuzzOutcome(WRONG_RESULT, f"{description}: refused")
+            )
+        if change_description.startswith(_MUST_FAIL):
+            return FuzzOutcome(INVALID_ACCEPTED, f"{description}{change_description}")
         mismatch = run_or_classify(
             description,
-            lambda: _find_weights_mismatch(result, None if change_text else weights, problem),
+            lambda: _find_weights_mismatch(
+                result, None if change_description else weights, problem
+            ),
         )
     if isinstance(mismatch, FuzzOutcome):
-        text = f"the loaded weights are inconsistent: {mismatch.description}"
-        return FuzzOutcome(WRONG_RESULT, f"{description}{change_text}: {text}")
+        mismatch_description = f"the loaded weights are inconsistent: {mismatch.description}"
+        return FuzzOutcome(
+            WRONG_RESULT, f"{description}{change_description}: {mismatch_description}"
+        )
     if mismatch:
-        return FuzzOutcome(WRONG_RESULT, f"{description}{change_text}: {mismatch}")
+        return FuzzOutcome(WRONG_RESULT, f"{description}{change_description}: {mismatch}")
     return FuzzOutcome(CORRECT, description)
 
 
 def _make_weights(problem: Problem, seed: int) -> ExpertWeights:
-    g = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     e, hidden, intermediate = problem.experts, problem.hidden, problem.intermediate
     w1, w2 = (
-        torch.randn(e, *s, generator=g)
-        for s in ((2 * intermediate, hidden), (hidden, intermediate))
+        torch.randn(e, *shape, generator=generator)
+        for shape in ((2 * intermediate, hidden), (hidden, intermediate))
     )
     unquantized = ExpertWeights(w1, w2)
     return quantize_weights(unquantized, problem) if problem.scheme.quantized else unquantized
@@ -190,14 +206,14 @@ def _name_tensors(
 ) -> Tensors:
     """Return tensors by their names in a Mixtral checkpoint: gate is w1, up is w3, down is w2."""
     tensors: Tensors = {}
-    none = [None] * problem.experts
+    no_scales = [None] * problem.experts
     for e in range(problem.experts):
-        halves = weights.w1[e].chunk(2)
-        scales = (weights.w1_scale if weights.w1_scale is not None else none)[e]
-        pair = (None, None) if scales is None else scales.chunk(2)
-        down = (weights.w2_scale if weights.w2_scale is not None else none)[e]
-        parts = {"w1": (halves[0], pair[0]), "w3": (halves[1], pair[1])}
-        for name, (w, scale) in (parts | {"w2": (weights.w2[e], down)}).items():
+        w1_halves = weights.w1[e].chunk(2)
+        w1_scale = (weights.w1_scale if weights.w1_scale is not None else no_scales)[e]
+        scale_halves = (None, None) if w1_scale is None else w1_scale.chunk(2)
+        w2_scale = (weights.w2_scale if weights.w2_scale is not None else no_scales)[e]
+        parts = {"w1": (w1_halves[0], scale_halves[0]), "w3": (w1_halves[1], scale_halves[1])}
+        for name, (w, scale) in (parts | {"w2": (weights.w2[e], w2_scale)}).items():
             for kind, tensor in to_tensors(w, scale).items():
                 tensors[f"{_EXPERTS_PREFIX}.{e}.{name}.{kind}"] = tensor.contiguous()
     return tensors
@@ -220,10 +236,10 @@ def _write_files(case: CheckpointCase, folder: Path, tensors: Tensors, config: A
     """Write the files; return a description of the change, or ""."""
     kind, draw = case.change, case.data.draw
     description = f", {kind} changed" if kind else ""
-    text = json.dumps(config)
+    json_text = json.dumps(config)
     if kind == "config":
-        text = draw(_changed_text(config))
-    (folder / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+        json_text = draw(_changed_text(config))
+    (folder / "config.json").write_bytes(json_text.encode("utf-8", "surrogatepass"))
     if kind == "tensor":
         description += draw(_changed_tensors(tensors))
     content = save(tensors)
@@ -235,15 +251,15 @@ def _write_files(case: CheckpointCase, folder: Path, tensors: Tensors, config: A
     (folder / "model.safetensors").write_bytes(content)
     if kind == "index" or (not kind and draw(biased_bool(percent_true=30))):
         index: Any = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
-        text = draw(_changed_text(index)) if kind else json.dumps(index)
-        (folder / _INDEX).write_bytes(text.encode("utf-8", "surrogatepass"))
+        json_text = draw(_changed_text(index)) if kind else json.dumps(index)
+        (folder / _INDEX).write_bytes(json_text.encode("utf-8", "surrogatepass"))
     return description
 
 
 @st.composite
 def _changed_text(draw: st.DrawFn, value: Any) -> str:
-    text = json.dumps(draw(changed_json(value)))
-    return draw(damaged_text(text)) if draw(biased_bool(percent_true=20)) else text
+    json_text = json.dumps(draw(changed_json(value)))
+    return draw(damaged_text(json_text)) if draw(biased_bool(percent_true=20)) else json_text
 
 
 @st.composite
@@ -254,8 +270,10 @@ def _changed_tensors(draw: st.DrawFn, tensors: Tensors) -> str:
         del tensors[name]
         return f": no {name}"
     if kind == 1:
-        other = name.replace("experts.0", "experts.9") + draw(st.sampled_from(("", "x", "_scale")))
-        tensors[other if other not in tensors else f"{name}.x"] = torch.zeros(2)
+        new_name = name.replace("experts.0", "experts.9") + draw(
+            st.sampled_from(("", "x", "_scale"))
+        )
+        tensors[new_name if new_name not in tensors else f"{name}.x"] = torch.zeros(2)
         return f": one more beside {name}"
     if kind == 2:
         tensors[name] = draw(st.sampled_from(_INVALID_TENSORS)).clone()
@@ -273,33 +291,35 @@ def _changed_tensors(draw: st.DrawFn, tensors: Tensors) -> str:
 def _changed_bytes(draw: st.DrawFn, content: bytes) -> tuple[bytes, str]:
     """Draw the contents truncated, extended, or with changed bytes in the length or header."""
     kind = draw(st.integers(0, 3))
-    header = int.from_bytes(content[:8], "little") + 8
+    header_end = int.from_bytes(content[:8], "little") + 8
     if kind == 0:
-        places = st.one_of(st.sampled_from((0, 1, 8, header)), st.integers(0, len(content) - 1))
-        at = draw(places)
-        return content[:at], f": cut at {at}"
+        positions = st.one_of(
+            st.sampled_from((0, 1, 8, header_end)), st.integers(0, len(content) - 1)
+        )
+        position = draw(positions)
+        return content[:position], f": cut at {position}"
     if kind == 1:
         return content + bytes(draw(st.integers(1, 63))), ": longer"
     if kind == 2:
-        size = draw(st.sampled_from((0, 1, header, 2**31, 2**62, 2**64 - 1)))
+        size = draw(st.sampled_from((0, 1, header_end, 2**31, 2**62, 2**64 - 1)))
         return size.to_bytes(8, "little") + content[8:], f": a header of {size}"
-    at = draw(st.integers(0, header - 1))
+    position = draw(st.integers(0, header_end - 1))
     byte = bytes([draw(st.integers(0, 255))])
-    return content[:at] + byte + content[at + 1 :], f": byte {at} is {byte!r}"
+    return content[:position] + byte + content[position + 1 :], f": byte {position} is {byte!r}"
 
 
 @st.composite
 def _changed_header(draw: st.DrawFn, content: bytes) -> bytes:
     size = int.from_bytes(content[:8], "little")
-    text = draw(_changed_text(json.loads(content[8 : 8 + size])))
-    header = text.encode("utf-8", "surrogatepass")
+    json_text = draw(_changed_text(json.loads(content[8 : 8 + size])))
+    header = json_text.encode("utf-8", "surrogatepass")
     return len(header).to_bytes(8, "little") + header + content[8 + size :]
 
 
 def _find_weights_mismatch(loaded: Any, expected: ExpertWeights | None, problem: Problem) -> str:
     """Describe how the loaded weights differ from the expected weights; "" if they do not.
 
-    expected: all weights; None if the checkpoint was changed, because values are not compared then.
+    expected: all weights; None for a changed checkpoint, whose values are not compared.
     """
     partial_problem, weights = loaded.partial(1)
     if partial_problem.scheme.quantized:

@@ -1,7 +1,4 @@
-"""Fuzz targets: the command line with random options, and with invalid file names.
-
-A fuzz target (`target.Target`) is a kind of call with random input and a check of its outcome.
-"""
+"""Fuzz targets: the command line with random options, and with invalid file names."""
 
 import contextlib
 import io
@@ -36,25 +33,25 @@ _VALUES = (
 )  # fmt: skip
 
 
-def check_command_line(words: list[str]) -> FuzzOutcome:
+def check_command_line(arguments: list[str]) -> FuzzOutcome:
     """Run `mk list`, `check`, `plan` or `compose` with random options.
 
     The command must exit with status 0, 1 or 2, without a traceback. No kernel is launched, because
     `compose` gets a time budget of 0.
     """
-    description = f"mk {' '.join(map(repr, words))}"
-    status, printed = run_command(words, description)
+    description = f"mk {' '.join(map(repr, arguments))}"
+    status, output = run_command(arguments, description)
     if isinstance(status, FuzzOutcome):
         return status
-    if "\x1b[2J" in printed:
+    if "\x1b[2J" in output:
         return FuzzOutcome(WRONG_RESULT, f"{description}: a control sequence is printed unescaped")
     return FuzzOutcome(TYPED_ERROR if status else CORRECT, description)
 
 
-def check_file_name(words: list[str]) -> FuzzOutcome:
+def check_file_name(arguments: list[str]) -> FuzzOutcome:
     """Run a command with a file that cannot be read or written. It must exit with status 2."""
-    description = f"mk {' '.join(map(repr, words))}"
-    status, _ = run_command(words, description)
+    description = f"mk {' '.join(map(repr, arguments))}"
+    status, _ = run_command(arguments, description)
     if isinstance(status, FuzzOutcome):
         return status
     # Status 1 would mean that the problem was refused.
@@ -63,37 +60,37 @@ def check_file_name(words: list[str]) -> FuzzOutcome:
     )
 
 
-def run_command(words: list[str], description: str) -> tuple[int | FuzzOutcome, str]:
+def run_command(arguments: list[str], description: str) -> tuple[int | FuzzOutcome, str]:
     """Run `mk`; return (exit status, or the outcome if it raises an error; its output)."""
-    printed = io.StringIO()
+    output = io.StringIO()
 
     def call() -> int:
-        out, err = contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed)
+        out, err = contextlib.redirect_stdout(output), contextlib.redirect_stderr(output)
         # Files that `--json FILE` writes are removed with the folder.
         folder = tempfile.TemporaryDirectory()
         with out, err, preserve_environment(), folder as folder_path, contextlib.chdir(folder_path):
             try:
-                import_object("modular_kernel.cli.main:run")(words)
-            except SystemExit as ended:
-                return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+                import_object("modular_kernel.cli.main:run")(arguments)
+            except SystemExit as error:
+                return error.code if isinstance(error.code, int) else int(error.code is not None)
         return 0
 
     status = run_or_classify(description, call)
     if isinstance(status, FuzzOutcome):  # an uncaught error of any type
-        return FuzzOutcome(UNTYPED_ERROR, status.description), printed.getvalue()
-    if "Traceback" in printed.getvalue() or status not in (0, 1, 2):
-        return FuzzOutcome(UNTYPED_ERROR, f"{description}: exit {status}"), printed.getvalue()
-    return status, printed.getvalue()
+        return FuzzOutcome(UNTYPED_ERROR, status.description), output.getvalue()
+    if "Traceback" in output.getvalue() or status not in (0, 1, 2):
+        return FuzzOutcome(UNTYPED_ERROR, f"{description}: exit {status}"), output.getvalue()
+    return status, output.getvalue()
 
 
 @st.composite
 def _commands(draw: st.DrawFn) -> list[str]:
-    words = [draw(st.sampled_from(("list", "check", "check", "plan", "compose", "nothing")))]
+    arguments = [draw(st.sampled_from(("list", "check", "check", "plan", "compose", "nothing")))]
     for _ in range(draw(st.integers(0, 5))):
-        words.append(draw(st.sampled_from(_FLAGS)))
+        arguments.append(draw(st.sampled_from(_FLAGS)))
         if draw(st.integers(0, 4)):
-            words.append(draw(st.sampled_from(_VALUES)))
-    return [*words, "--budget", "0"] if words[0] == "compose" else words
+            arguments.append(draw(st.sampled_from(_VALUES)))
+    return [*arguments, "--budget", "0"] if arguments[0] == "compose" else arguments
 
 
 _SIZES = "--tokens 1 --hidden 8 --intermediate 8 --experts 2 --top-k 1"
@@ -106,7 +103,7 @@ _FILE_COMMANDS = (
     ("plan", "--compare"),
     ("report", "--html"),
 )
-_component = st.one_of(
+_path_component = st.one_of(
     st.integers(256, 5000).map(lambda length: "x" * length),
     st.integers(128, 300).map(lambda length: "é" * length),
     st.sampled_from(("\0", "/proc/x", "/dev/null/x", "/dev/null/no/such")),
@@ -115,8 +112,8 @@ _component = st.one_of(
 
 @st.composite
 def _file_commands(draw: st.DrawFn) -> list[str]:
-    after = draw(st.lists(st.sampled_from(("a", ".", "é")), max_size=2))
-    return [*draw(st.sampled_from(_FILE_COMMANDS)), "/".join([draw(_component), *after])]
+    subfolders = draw(st.lists(st.sampled_from(("a", ".", "é")), max_size=2))
+    return [*draw(st.sampled_from(_FILE_COMMANDS)), "/".join([draw(_path_component), *subfolders])]
 
 
 TARGETS: tuple[Target[Any], ...] = (

@@ -25,7 +25,7 @@ from modular_kernel.testing.stress.fuzz.outcome import (
 )
 from modular_kernel.testing.stress.fuzz.random_problems import (
     InputChoices,
-    describe,
+    format_problem,
     input_choices,
     make_inputs,
     problem_fields,
@@ -45,8 +45,7 @@ class ComposeCase:
         fields: fields of the problem.
         inputs: parameters from which the inputs are made.
         budget: seconds for measurements.
-        tokens: the numbers of tokens to measure are made from these numbers, modulo the problem's
-            tokens.
+        tokens: random numbers, from which the numbers of tokens to measure are computed.
         junk: (name of an argument, value), or None.
         plans: whether to call a plan of the layer.
     """
@@ -67,7 +66,7 @@ def check_composed_call(case: ComposeCase) -> FuzzOutcome:
     options: dict[str, Any] = {"budget": case.budget}
     if problem.tokens and case.tokens:
         options["tokens"] = tuple(1 + n % problem.tokens for n in case.tokens)
-    description = f"compose of {describe(problem)}, {options}"
+    description = f"compose of {format_problem(problem)}, {options}"
     arguments: dict[str, Any] = {"problem": problem}
     if case.junk:
         name, value = case.junk
@@ -77,10 +76,10 @@ def check_composed_call(case: ComposeCase) -> FuzzOutcome:
     def call() -> torch.Tensor:
         inputs = make_inputs(problem, case.inputs)
         with tempfile.TemporaryDirectory() as folder:
-            home = "modular_kernel.select.autotune"
-            options_class = import_object(f"{home}:MeasurementOptions")
+            module = "modular_kernel.select.autotune"
+            options_class = import_object(f"{module}:MeasurementOptions")
             measurement_options = options_class(folder=Path(folder), **options)
-            compose = import_object(f"{home}:compose")
+            compose = import_object(f"{module}:compose")
             kernel = compose(**({"options": measurement_options} | arguments))
             layer = kernel.plan() if case.plans else kernel
             original = replace(inputs, x_TH=inputs.x_TH.clone())
@@ -109,7 +108,7 @@ def check_composed_call(case: ComposeCase) -> FuzzOutcome:
     )
 
 
-_junk = st.tuples(
+_junk_arguments = st.tuples(
     st.sampled_from((*_OPTIONS, "problem", "machine", "options")),
     st.sampled_from([v for v in JUNK if isinstance(v, _INVALID_TYPES)]),
 )
@@ -120,7 +119,7 @@ _CASES = st.builds(
     # These budgets suffice to measure no pairing, or one or two.
     budget=st.sampled_from((0.0, 0.0, 0.0, 0.0, 0.02)),
     tokens=st.one_of(st.just(()), st.lists(st.integers(0, 8), min_size=1, max_size=3).map(tuple)),
-    junk=st.one_of(st.none(), _junk),
+    junk=st.one_of(st.none(), _junk_arguments),
     plans=st.booleans(),
 )
 TARGETS: tuple[Target[Any], ...] = (Target("composed_call", 3, _CASES, check_composed_call),)

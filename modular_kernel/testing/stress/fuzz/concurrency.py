@@ -63,13 +63,13 @@ def _is_close(output: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def _frequent_thread_switches() -> Iterator[None]:
-    before = sys.getswitchinterval()
+def _switch_threads_frequently() -> Iterator[None]:
+    old_interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
         yield
     finally:
-        sys.setswitchinterval(before)
+        sys.setswitchinterval(old_interval)
 
 
 # --------------------------------------------------------------------------------- adapter pools
@@ -115,7 +115,7 @@ def check_adapter_threads(case: PoolCase) -> FuzzOutcome:
             with contextlib.suppress(ModularKernelError):
                 (load if operation == "load" else evict)(number)
 
-    with _frequent_thread_switches():
+    with _switch_threads_frequently():
         errors = _run_threads([lambda p=program: run(p) for program in case.programs])  # type: ignore[misc]
     if errors is None:
         return FuzzOutcome(HANG, description)
@@ -167,15 +167,15 @@ class ThreadCase:
 def check_interleaved_steps(case: ThreadCase) -> FuzzOutcome:  # noqa: C901 (one case for each step)
     """Make calls, plans and reservations in several threads. Every output must be correct."""
     kernel = samples.make_torch_kernel(PROBLEM, case.parts)
-    shared = kernel.plan()
+    shared_plan = kernel.plan()
     inputs = [samples.make_call_inputs(seed) for seed in range(4)]
     expected = [kernel(sample.x_TH, sample.weights, sample.routing).clone() for sample in inputs]
     layer = samples.make_loaded_layer(inputs[0].weights)
-    wrong: list[str] = []
+    mismatches: list[str] = []
 
     def compare(step: str, output: torch.Tensor, number: int, rows: int | None = None) -> None:
         if not _is_close(output, expected[number][:rows]):
-            wrong.append(f"{step} {number}")
+            mismatches.append(f"{step} {number}")
 
     def run_step(step: str, number: int) -> None:
         sample = inputs[number]
@@ -190,7 +190,7 @@ def check_interleaved_steps(case: ThreadCase) -> FuzzOutcome:  # noqa: C901 (one
             compare(step, kernel.plan()(*arguments), number)
         elif step == "shared plan":
             out = torch.empty_like(sample.x_TH)
-            compare(step, shared(*arguments, out=out), number)
+            compare(step, shared_plan(*arguments, out=out), number)
         elif step == "start":
             pending = kernel.start(*arguments)
             time.sleep(0)
@@ -214,15 +214,15 @@ def check_interleaved_steps(case: ThreadCase) -> FuzzOutcome:  # noqa: C901 (one
             run_step(step, number)
 
     description = f"{' x '.join(case.parts)}: {case.programs}"
-    with _frequent_thread_switches():
+    with _switch_threads_frequently():
         errors = _run_threads([lambda p=program: run(p) for program in case.programs])  # type: ignore[misc]
     if errors is None:
         return FuzzOutcome(HANG, description)
     if errors:
         return FuzzOutcome(UNTYPED_ERROR, f"{description}: {format_error(errors[0])}")
     return (
-        FuzzOutcome(WRONG_RESULT, f"{description}: {wrong}")
-        if wrong
+        FuzzOutcome(WRONG_RESULT, f"{description}: {mismatches}")
+        if mismatches
         else FuzzOutcome(CORRECT, description)
     )
 
@@ -289,7 +289,7 @@ def check_forks(case: ForkCase) -> FuzzOutcome:  # noqa: C901 (one action for ea
     def make_and_call() -> torch.Tensor:
         return samples.make_torch_kernel(PROBLEM, case.parts)(*arguments)
 
-    def load() -> torch.Tensor:
+    def load_and_evict() -> torch.Tensor:
         pool.load("mine", samples.make_adapter(2, 1))
         pool.evict("mine")
         return expected
@@ -299,7 +299,7 @@ def check_forks(case: ForkCase) -> FuzzOutcome:  # noqa: C901 (one action for ea
         "plan": lambda: plan(*arguments),
         "layer": lambda: layer(inputs.x_TH, inputs.routing),
         "make": make_and_call,
-        "pool": load,
+        "pool": load_and_evict,
         "start": lambda: kernel.start(*arguments).finish(),
     }
 
@@ -309,7 +309,7 @@ def check_forks(case: ForkCase) -> FuzzOutcome:  # noqa: C901 (one action for ea
             with contextlib.suppress(ModularKernelError):
                 actions[step]()
 
-    def child() -> bytes:
+    def run_child_action() -> bytes:
         if case.child_action == "pool":
             for name in list(pool.slots):
                 pool.evict(name)
@@ -325,7 +325,7 @@ def check_forks(case: ForkCase) -> FuzzOutcome:  # noqa: C901 (one action for ea
     try:
         for pause in case.pauses_us:
             time.sleep(pause / 1e6)
-            answer = _run_in_child(child, 15.0)
+            answer = _run_in_child(run_child_action, 15.0)
             if answer is None:
                 return FuzzOutcome(HANG, description)
             if answer != b"right":
@@ -371,7 +371,7 @@ def check_interrupts(case: InterruptCase) -> FuzzOutcome:
     pool = import_object("modular_kernel.layers.adapter_pool:AdapterPool")(lora_problem)
     arguments = (inputs.x_TH, inputs.weights, inputs.routing)
     expected = kernel(*arguments).clone()
-    other = samples.make_call_inputs(1)
+    new_inputs = samples.make_call_inputs(1)
     actions: dict[str, Callable[[], object]] = {
         "kernel": lambda: kernel(*arguments),
         "plan": lambda: plan(*arguments),
@@ -379,7 +379,7 @@ def check_interrupts(case: InterruptCase) -> FuzzOutcome:
         "start": lambda: kernel.start(*arguments).finish(),
         "load": lambda: pool.load("mine", samples.make_adapter(2, 1)),
         "evict": lambda: pool.evict("mine"),
-        "set_weights": lambda: layer.set_weights(other.weights),
+        "set_weights": lambda: layer.set_weights(new_inputs.weights),
         "reserve": lambda: kernel.reserve_workspace(4),
         "make": lambda: samples.make_torch_kernel(PROBLEM, case.parts),
         "warm_up": lambda: layer.warm_up(3),
@@ -424,8 +424,10 @@ def _check_after_interrupt(  # noqa: PLR0913 (all that the interrupted action ma
             return FuzzOutcome(WRONG_RESULT, message)
     if case.action == "set_weights":  # the weights must be either all old or all new
         output = layer(inputs.x_TH, inputs.routing)
-        others = kernel(inputs.x_TH, samples.make_call_inputs(1).weights, inputs.routing)
-        if not (_is_close(output, expected) or _is_close(output, others)):
+        output_with_new_weights = kernel(
+            inputs.x_TH, samples.make_call_inputs(1).weights, inputs.routing
+        )
+        if not (_is_close(output, expected) or _is_close(output, output_with_new_weights)):
             message = f"{description}: afterwards, the layer has a mix of old and new weights"
             return FuzzOutcome(WRONG_RESULT, message)
         layer.set_weights(inputs.weights)
@@ -468,12 +470,12 @@ def _run_interrupted(
             if count == position:
                 raise error
 
-    before = sys.getprofile()
+    old_profiler = sys.getprofile()
     sys.setprofile(profile)
     try:
         action()
     finally:
-        sys.setprofile(before)
+        sys.setprofile(old_profiler)
 
 
 # Only code of this package is interrupted, because torch and the standard library do not tolerate

@@ -1,4 +1,4 @@
-"""Fuzz target: entry points of other packages that raise, return junk, or provide invalid parts.
+"""Fuzz target: entry points of packages that raise, return junk, or provide invalid parts.
 
 A part is an exchange or experts class, which packages provide through the entry-point group of
 `modular_kernel.catalog`. A broken package must not make the parts of other packages unusable.
@@ -34,7 +34,7 @@ _ERROR_FACTORIES: tuple[Callable[[], BaseException], ...] = (
     lambda: ValueError("\x1b[2J"),
     lambda: GeneratorExit(),
 )
-_GOOD_PARTS = ("MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize", "TorchExperts")
+_VALID_PARTS = ("MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize", "TorchExperts")
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class BrokenPackage:
 @st.composite
 def _broken_packages(draw: st.DrawFn) -> BrokenPackage:
     kind = draw(st.sampled_from(("raises", "offers", "requires", "field", "extra_rejections")))
-    role = draw(st.sampled_from(sorted(_BASES)))
+    role = draw(st.sampled_from(sorted(_BASE_PARTS)))
     names = sorted(field.name for field in fields(_load_base_part(role).requires))
     value = st.integers(0, len(_ERROR_FACTORIES) - 1) if kind == "raises" else junk
     if kind == "offers":
@@ -68,7 +68,7 @@ def _broken_packages(draw: st.DrawFn) -> BrokenPackage:
 
 @dataclass(frozen=True)
 class PackagesCase:
-    """Broken packages, the position of a good package among them, and a problem to check."""
+    """Broken packages, the position of a valid package among them, and a problem to check."""
 
     broken: list[BrokenPackage]
     index: int
@@ -76,23 +76,23 @@ class PackagesCase:
 
 
 def check_entry_points(case: PackagesCase) -> FuzzOutcome:
-    """Load up to four broken packages together with a good one.
+    """Load up to four broken packages together with a valid one.
 
-    The parts of the good package must be in the catalog. Each broken package must either be listed
-    as broken, or it must be possible to check its parts without an error.
+    The parts of the valid package must be in the catalog. Each broken package must either be listed
+    as broken, or checks of its parts must not raise an error.
     """
-    good = load_catalog()
+    catalog_of_valid_parts = load_catalog()
     broken_sources = [_make_source(package, index) for index, package in enumerate(case.broken)]
     sources = [source for source, _, _ in broken_sources]
     descriptions = ", ".join(description for _, description, _ in broken_sources)
-    parts = tuple(part.cls for part in good.parts if part.name in _GOOD_PARTS)
+    parts = tuple(part.cls for part in catalog_of_valid_parts.parts if part.name in _VALID_PARTS)
     index = case.index % (len(sources) + 1)
     sources.insert(index, PartSource("good", "good (good:PARTS)", lambda: parts))
 
     def call() -> str:
         catalog = build_catalog(sources)
         names = [part.name for part in catalog.parts]
-        if not set(_GOOD_PARTS) <= set(names):
+        if not set(_VALID_PARTS) <= set(names):
             return f"only {names}"
         unusable = {name for _, _, broken in broken_sources for name in broken}
         if unusable & set(names):
@@ -127,12 +127,12 @@ def _find_verdict_defect(catalog: Any, problem_fields: dict[str, Any]) -> str:
     return ""
 
 
-_BASES = {"experts": "TorchExperts", "prepare_finalize": "MoEPrepareAndFinalizeNoEP"}
+_BASE_PARTS = {"experts": "TorchExperts", "prepare_finalize": "MoEPrepareAndFinalizeNoEP"}
 
 
 def _load_base_part(role: str) -> Any:
     catalog = load_catalog()
-    return getattr(catalog, role)(_BASES[role])
+    return getattr(catalog, role)(_BASE_PARTS[role])
 
 
 def _make_source(package: BrokenPackage, index: int) -> tuple[PartSource, str, tuple[str, ...]]:
@@ -149,16 +149,22 @@ def _make_source(package: BrokenPackage, index: int) -> tuple[PartSource, str, t
         return PartSource(name, origin, load), f"raises {shorten(make_error())}", ()
     if kind == "offers":
         return PartSource(name, origin, lambda: value), f"offers {shorten(value)}", ()
-    base, label = _load_base_part(package.role), f"Theirs{index}"
+    base_part, class_name = _load_base_part(package.role), f"Theirs{index}"
     if kind == "requires":  # all requirements are replaced by junk
-        part = type(label, (base,), {"requires": value})
-        return PartSource(name, origin, lambda: (part,)), f"requires={shorten(value)}", (label,)
+        part = type(class_name, (base_part,), {"requires": value})
+        return (
+            PartSource(name, origin, lambda: (part,)),
+            f"requires={shorten(value)}",
+            (class_name,),
+        )
     if kind == "field":
-        requires = run_or_classify("", lambda: replace(base.requires, **{package.field: value}))
-        part = type(label, (base,), {"requires": requires})
+        requires = run_or_classify(
+            "", lambda: replace(base_part.requires, **{package.field: value})
+        )
+        part = type(class_name, (base_part,), {"requires": requires})
         description = f"requires.{package.field}={shorten(value)}"
         return PartSource(name, origin, lambda: (part,)), description, ()
-    part = type(label, (base,), {"extra_rejections": classmethod(lambda *_: value)})
+    part = type(class_name, (base_part,), {"extra_rejections": classmethod(lambda *_: value)})
     return PartSource(name, origin, lambda: (part,)), f"extra_rejections gives {shorten(value)}", ()
 
 

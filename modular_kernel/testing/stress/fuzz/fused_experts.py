@@ -21,7 +21,7 @@ from modular_kernel.testing.stress.fuzz.outcome import (
 )
 from modular_kernel.testing.stress.fuzz.random_problems import (
     InputChoices,
-    describe,
+    format_problem,
     input_choices,
     make_inputs,
     problem_fields,
@@ -30,7 +30,7 @@ from modular_kernel.testing.stress.fuzz.target import Target, import_object
 
 _MODULE = "modular_kernel.integrations.fused_moe"
 _UNKNOWN_OPTIONS = ("use_fp8", "w2_bias", "b3", "global_num_experts", "use_int4_w4a8", "W1_scale")
-_CONFIG = (
+_CONFIG_FIELDS = (
     "activation",
     "apply_router_weight_on_input",
     "inplace",
@@ -69,19 +69,20 @@ def _junk_arguments(draw: st.DrawFn) -> tuple[str, Any, Any]:
     if kind == "unknown":
         return kind, draw(st.sampled_from(_UNKNOWN_OPTIONS)), True
     if kind == "config":
-        name = draw(st.sampled_from(_CONFIG))
+        name = draw(st.sampled_from(_CONFIG_FIELDS))
         # Flags accept only bools, the activation also accepts text, and the factor accepts any
         # finite number.
-        kinds = (int, float, *((ActivationSpec,) if name == "activation" else ()))
-        invalid = [v for v in values if not isinstance(v, kinds) and v != "silu"]
+        valid_types = (int, float, *((ActivationSpec,) if name == "activation" else ()))
+        invalid = [v for v in values if not isinstance(v, valid_types) and v != "silu"]
         return kind, name, draw(st.sampled_from(invalid))
     if kind == "argument":
         position = draw(st.integers(0, 3))
-        valid = (torch.Tensor,) if position == 0 else ()  # a tensor in JUNK may be a valid x
+        # A tensor in JUNK may be a valid x, which is at position 0.
+        valid_types_of_x = (torch.Tensor,) if position == 0 else ()
         return (
             kind,
             position,
-            draw(st.sampled_from([v for v in values if not isinstance(v, valid)])),
+            draw(st.sampled_from([v for v in values if not isinstance(v, valid_types_of_x)])),
         )
     # (1, 2) may be a valid block shape for a matrix with one row.
     invalid = [v for v in values if not isinstance(v, torch.Tensor) and v != (1, 2)]
@@ -90,7 +91,7 @@ def _junk_arguments(draw: st.DrawFn) -> tuple[str, Any, Any]:
 
 def check_fused_experts(case: FusedCase) -> FuzzOutcome:
     """Call `fused_experts` on a random problem, with or without a junk argument."""
-    problem = run_or_classify("a problem", lambda: _fused_problem(case.fields))
+    problem = run_or_classify("a problem", lambda: _make_problem(case.fields))
     if isinstance(problem, FuzzOutcome):
         return problem
     inputs = make_inputs(problem, case.inputs)
@@ -102,20 +103,20 @@ def check_fused_experts(case: FusedCase) -> FuzzOutcome:
         "no_combine_keep_router_weight": problem.combine is Combine.TOPK_WEIGHTED,
         "routed_scaling_factor": problem.routed_scaling_factor,
     }
-    options: dict[str, Any] = _options(problem)
-    names = {"w1_zero_point": "w1_zp", "w2_zero_point": "w2_zp"}
+    options: dict[str, Any] = _make_quant_options(problem)
+    option_names = {"w1_zero_point": "w1_zp", "w2_zero_point": "w2_zp"}
     options |= {
-        names.get(name, name): tensor
+        option_names.get(name, name): tensor
         for name, tensor in vars(inputs.weights).items()
         if name not in ("w1", "w2") and tensor is not None
     }
     routing = (inputs.routing.topk_weights_TK, inputs.routing.topk_ids_TK, None)
     arguments: list[Any] = [inputs.x_TH, inputs.weights.w1, inputs.weights.w2, routing]
-    description = f"fused_experts of {describe(problem)}"
+    description = f"fused_experts of {format_problem(problem)}"
     if case.junk:
         kind, position, value = case.junk
-        target: Any = {"config": config, "argument": arguments}.get(kind, options)
-        target[position] = value
+        changed_arguments: Any = {"config": config, "argument": arguments}.get(kind, options)
+        changed_arguments[position] = value
         description += f" with {shorten(value)} as {kind} {position}"
     reference = IndependentReference(problem, inputs.x_TH.clone(), inputs.weights, inputs.routing)
 
@@ -139,8 +140,8 @@ def check_fused_experts(case: FusedCase) -> FuzzOutcome:
     )
 
 
-def _fused_problem(fields: dict[str, Any]) -> Problem:
-    """Make a problem that arguments of fused_experts can express."""
+def _make_problem(fields: dict[str, Any]) -> Problem:
+    """Make a problem that the arguments of fused_experts can express."""
     problem = Problem(**fields)
     if problem.scheme.name in _SCHEMES_WITHOUT_FLAG:
         problem = replace(problem, quant="none")
@@ -149,7 +150,7 @@ def _fused_problem(fields: dict[str, Any]) -> Problem:
     return replace(problem, chunk_tokens=None, local_experts=None, expert_map=False)
 
 
-def _options(problem: Problem) -> dict[str, Any]:
+def _make_quant_options(problem: Problem) -> dict[str, Any]:
     scheme = problem.scheme
     if not scheme.quantized:
         return {}

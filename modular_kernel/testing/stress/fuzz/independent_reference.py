@@ -1,7 +1,7 @@
-"""Independent float64 reference of a layer, which computes each (token, expert) pair separately.
+"""Float64 reference of a layer for fuzzing, which computes each (token, expert) pair separately.
 
-It is written from the documentation alone and shares no code with `modular_kernel.reference`, so
-that a mistake there is not repeated here. The tolerance depends only on the number formats. It is
+It follows the documentation alone and shares no code with `modular_kernel.reference`, so that a
+mistake in one is not repeated in the other. The tolerance depends only on the number formats. It is
 much larger than rounding errors, and much smaller than the effect of a wrong expert, weight, scale,
 row or sign. `mk test` detects smaller errors.
 """
@@ -21,12 +21,12 @@ _QUANTIZED_TOLERANCES = {"float8_e4m3fn": 0.25, "int8": 0.12}
 _LARGEST_ERRORS = {"float8_e4m3fn": 2**-10 / 448, "int8": 0.5 / 127}
 
 
-def row_tolerance(problem: Problem) -> float:
+def get_row_tolerance(problem: Problem) -> float:
     """Return the tolerance for the error of a row, relative to the norm from `_compute_output`."""
-    rounded = 2e-2 if problem.fp32_precision == "tf32" else 0.0
+    tf32_tolerance = 2e-2 if problem.fp32_precision == "tf32" else 0.0
     return max(
         _DTYPE_TOLERANCES[problem.dtype],
-        rounded,
+        tf32_tolerance,
         _QUANTIZED_TOLERANCES.get(problem.scheme.activation, 0.0),
     )
 
@@ -76,8 +76,8 @@ def dequantize_matrix(
         if zero is None:
             codes = codes - default_zero
         else:
-            points = (_unpack_nibbles(zero, 1) if scheme.weight == "uint4" else zero).double()
-            codes = codes - points[:, n][:, :, k]
+            zero_points = (_unpack_nibbles(zero, 1) if scheme.weight == "uint4" else zero).double()
+            codes = codes - zero_points[:, n][:, :, k]
     values = codes * block_scales[:, n][:, :, k]
     if matrix_scale is None:
         return values
@@ -87,7 +87,7 @@ def dequantize_matrix(
     return values * row_scales[:, :, None]
 
 
-def _scalar_activation(v: torch.Tensor, kind: str) -> torch.Tensor:
+def _apply_scalar_activation(v: torch.Tensor, kind: str) -> torch.Tensor:
     if kind == "silu":
         return v * v.sigmoid()
     if kind == "gelu":
@@ -100,7 +100,7 @@ def _apply_activation(v: torch.Tensor, spec: ActivationSpec) -> torch.Tensor:
     if kind == "relu2":
         return v.relu() ** 2
     if kind.endswith("_no_mul"):
-        return _scalar_activation(v, kind.removesuffix("_no_mul"))
+        return _apply_scalar_activation(v, kind.removesuffix("_no_mul"))
     half = len(v) // 2
     gate, up = (v[::2], v[1::2]) if spec.interleaved else (v[:half], v[half:])
     if kind == "situ":
@@ -108,7 +108,7 @@ def _apply_activation(v: torch.Tensor, spec: ActivationSpec) -> torch.Tensor:
         return alpha * (gate / alpha).tanh() * gate.sigmoid() * linear
     clipped_up = up.clip(-limit, limit)
     if kind in ("silu", "gelu", "gelu_tanh"):
-        return _scalar_activation(gate.minimum(torch.tensor(limit)), kind) * clipped_up
+        return _apply_scalar_activation(gate.minimum(torch.tensor(limit)), kind) * clipped_up
     if kind == "swiglu_oai":
         gate = gate.minimum(torch.tensor(limit))
         return gate * (alpha * gate).sigmoid() * (clipped_up + 1)
@@ -141,7 +141,7 @@ class IndependentReference:
         x_TKH = x_TH.double()[:, None].expand(tokens, slots, -1)
         if problem.apply_router_weight_on_input:
             x_TKH = x_TKH * routing.topk_weights_TK.double()[:, :, None]
-        x_error = self._shared_scale_error(x_TKH)
+        x_error = self._compute_shared_scale_error(x_TKH)
         for t in range(tokens):
             for k in range(slots):
                 expert = int(routing.topk_ids_TK[t, k])
@@ -157,17 +157,19 @@ class IndependentReference:
                 )
         h_error = 0.0
         if h_by_pair:
-            h_error = self._shared_scale_error(torch.stack([h for _, h, _ in h_by_pair.values()]))
-        for (t, k), (expert, h, typical) in h_by_pair.items():
+            h_error = self._compute_shared_scale_error(
+                torch.stack([h for _, h, _ in h_by_pair.values()])
+            )
+        for (t, k), (expert, h, typical_h) in h_by_pair.items():
             weight = float(routing.topk_weights_TK[t, k])
             rows[t, k], norms[t, k] = self._compute_output(
-                h, typical + h_error, w2[expert], expert, weight, weights
+                h, typical_h + h_error, w2[expert], expert, weight, weights
             )
         is_summed = problem.combine is Combine.SUM
         self.expected = rows.sum(1) if is_summed else rows
         self.norms = norms.sum(1) if is_summed else norms
 
-    def _shared_scale_error(self, activations: torch.Tensor) -> float:
+    def _compute_shared_scale_error(self, activations: torch.Tensor) -> float:
         """Return the largest error from a scale that all rows share, in units of the tolerance.
 
         This error does not depend on the value: if another row has large values, all values of a
@@ -196,17 +198,17 @@ class IndependentReference:
         problem = self.problem
         value = w1 @ x
         x_norm = float(x.norm()) + x_error * math.sqrt(len(x))
-        typical = x_norm * float(w1.norm()) / math.sqrt(w1.numel())
+        typical_h = x_norm * float(w1.norm()) / math.sqrt(w1.numel())
         if weights.b1 is not None:
             value = value + weights.b1[expert].double()
         if problem.act.kind != "swiglu_oai":
-            typical *= max(1.0, typical)
-        return _apply_activation(value, problem.act), typical
+            typical_h *= max(1.0, typical_h)
+        return _apply_activation(value, problem.act), typical_h
 
     def _compute_output(
         self,
         h: torch.Tensor,
-        typical: float,
+        typical_h: float,
         w2: torch.Tensor,
         expert: int,
         weight: float,
@@ -214,12 +216,12 @@ class IndependentReference:
     ) -> tuple[torch.Tensor, float]:
         """Return the output row of one pair, and a norm of the terms that are summed in it.
 
-        typical: the typical size of a value of h.
+        typical_h: the typical size of a value of h.
         """
         problem = self.problem
-        size = max(float(h.norm()), math.sqrt(len(h)) * typical)
+        h_norm = max(float(h.norm()), math.sqrt(len(h)) * typical_h)
         y = w2 @ h
-        norm = max(float(y.norm()), size * float(w2.norm()) / math.sqrt(len(h)))
+        norm = max(float(y.norm()), h_norm * float(w2.norm()) / math.sqrt(len(h)))
         if weights.b2 is not None:
             y = y + weights.b2[expert].double()
             norm += float(weights.b2[expert].double().norm())
@@ -241,10 +243,10 @@ class IndependentReference:
         if output.dtype is not self.problem.dtype:
             return f"dtype {output.dtype}"
         error = (output.detach().double() - self.expected)[rows].norm(dim=-1)
-        allowed = row_tolerance(self.problem) * self.norms[rows] + 1e-7
-        is_wrong = ~(error <= allowed)
+        tolerance = get_row_tolerance(self.problem) * self.norms[rows] + 1e-7
+        is_wrong = ~(error <= tolerance)
         if not bool(is_wrong.any()):
             return ""
-        worst = float((error / allowed).max())
+        worst = float((error / tolerance).max())
         count = int(is_wrong.sum())
         return f"{count} of {is_wrong.numel()} rows differ, by up to {worst:.3g} tolerances"

@@ -60,10 +60,10 @@ class FuzzReport:
 
     def reproducer(self, finding: FuzzFinding) -> str:
         """Return the command that runs the configuration of a finding alone."""
-        words = "python -m modular_kernel.testing.stress.fuzz"
-        words += f" --seed {self.seed} --only {finding.number}"
-        words += f" --target {self.only}" if self.only else ""
-        return words + (" --interpreted" if self.interpreted else "")
+        command = "python -m modular_kernel.testing.stress.fuzz"
+        command += f" --seed {self.seed} --only {finding.number}"
+        command += f" --target {self.only}" if self.only else ""
+        return command + (" --interpreted" if self.interpreted else "")
 
     def lines(self) -> Iterator[str]:
         """Yield lines about each finding, then a line of counts by kind of outcome."""
@@ -87,7 +87,7 @@ def run(
     only: str = "",
     timeout_s: float = 60.0,
 ) -> FuzzReport:
-    """Run the configurations `numbers` of a seed.
+    """Run configurations of a seed in worker processes, and return their outcomes.
 
     numbers: numbers of configurations. -1 stands for the explicit examples and saved failures.
     interpreted: whether kernels are interpreted.
@@ -95,24 +95,24 @@ def run(
     timeout_s: timeout for each configuration in seconds.
     """
     report = FuzzReport(seed, interpreted, only)
-    first = numbers.start
-    while first < numbers.stop:
-        first = _run_process(report, range(first, numbers.stop), timeout_s)
+    next_number = numbers.start
+    while next_number < numbers.stop:
+        next_number = _run_process(report, range(next_number, numbers.stop), timeout_s)
     return report
 
 
 def _run_process(report: FuzzReport, numbers: range, timeout_s: float) -> int:
     """Run configurations in one process until it ends; return the number to continue with."""
-    words = [sys.executable, "-m", _WORKER, report.seed, str(numbers.start), str(numbers.stop)]
-    words += ["calls" if report.interpreted else "", report.only]
+    command = [sys.executable, "-m", _WORKER, report.seed, str(numbers.start), str(numbers.stop)]
+    command += ["calls" if report.interpreted else "", report.only]
     # All tensors are on the CPU, so hide GPUs.
     environment = make_child_environment(interpreted=report.interpreted)
     environment["CUDA_VISIBLE_DEVICES"] = ""
     process = subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
     )
     lines: queue.Queue[str | None] = queue.Queue()
-    threading.Thread(target=_read, args=(process, lines), daemon=True).start()
+    threading.Thread(target=_read_lines, args=(process, lines), daemon=True).start()
     current, timeout = numbers.start, _START_TIMEOUT_S
     try:
         while (line := lines.get(timeout=timeout)) is not None:
@@ -135,7 +135,7 @@ def _run_process(report: FuzzReport, numbers: range, timeout_s: float) -> int:
     return current + 1
 
 
-def _read(process: subprocess.Popen[str], lines: "queue.Queue[str | None]") -> None:
+def _read_lines(process: subprocess.Popen[str], lines: "queue.Queue[str | None]") -> None:
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("["):

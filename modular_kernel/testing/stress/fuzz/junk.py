@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from modular_kernel.spec.problem import ActivationSpec, Combine, Parallel
 
 
-class Other(Enum):
+class LookalikeCombine(Enum):
     """An enum whose member looks like Combine.SUM."""
 
     SUM = "sum"
@@ -25,10 +25,10 @@ JUNK: tuple[Any, ...] = (
     "ieee", "bf16", "fp8_w8a8_block:block=1x1", "fp8_w8a8_block:block=0x0",
     "int4_w4a16_group:group=3",
     "\x1b[31m", "x" * 5000, "é\u0000", b"none", [], [1], (), (1, 2), {}, {"a": 1}, set(), object(),
-    int, Combine.SUM, Other.SUM, torch.float32, torch.int64, torch.bfloat16, torch.float64,
-    torch.complex64, torch.strided, torch.tensor(3), torch.tensor([1, 2]), torch.device("cpu"),
-    torch.ones(2, 2), torch.zeros(0, 8, dtype=torch.int32), lambda: 1, Parallel(),
-    ActivationSpec(), range(3),
+    int, Combine.SUM, LookalikeCombine.SUM, torch.float32, torch.int64, torch.bfloat16,
+    torch.float64, torch.complex64, torch.strided, torch.tensor(3), torch.tensor([1, 2]),
+    torch.device("cpu"), torch.ones(2, 2), torch.zeros(0, 8, dtype=torch.int32), lambda: 1,
+    Parallel(), ActivationSpec(), range(3),
 )  # fmt: skip
 
 junk = st.sampled_from(JUNK)

@@ -61,7 +61,7 @@ class CopyCase:
     """An object and how it is copied.
 
     Attributes:
-        name: kind of object.
+        name: kind of object: "kernel", "plan", "layer", "weights" or "problem".
         parts: names of an exchange class and an experts class.
         before: what is done with the object before it is copied.
         copies: names in _COPY_FUNCTIONS, which are applied one after the other.
@@ -80,14 +80,14 @@ def check_copies(case: CopyCase) -> FuzzOutcome:
     kernel = samples.make_torch_kernel(PROBLEM, case.parts)
     arguments = (inputs.x_TH, inputs.weights, inputs.routing)
     expected = kernel(*arguments).clone()
-    makers: dict[str, Callable[[], Any]] = {
+    factories: dict[str, Callable[[], Any]] = {
         "kernel": lambda: samples.make_torch_kernel(PROBLEM, case.parts),
         "plan": lambda: samples.make_torch_kernel(PROBLEM, case.parts).plan(),
         "layer": lambda: samples.make_loaded_layer(inputs.weights),
         "weights": lambda: inputs.weights,
         "problem": lambda: PROBLEM,
     }
-    original = makers[case.name]()
+    original = factories[case.name]()
 
     def call(value: Any) -> torch.Tensor:
         if case.name == "layer":
@@ -190,9 +190,9 @@ def check_state_dict(case: StateCase) -> FuzzOutcome:
             return FuzzOutcome(TYPED_ERROR, description)
         return None
 
-    refused = run_or_classify(description, load)
-    if refused is not None:
-        return refused
+    refusal = run_or_classify(description, load)
+    if refusal is not None:
+        return refusal
 
     def call() -> str:
         output = layer(inputs.x_TH, inputs.routing)
@@ -233,7 +233,7 @@ def _edit_state(state: dict[str, Any], edit: str, name: str, index: int) -> None
 
 # ------------------------------------------------------------------------------- the environment
 
-_TEXTS = st.one_of(
+_VARIABLE_VALUES = st.one_of(
     st.sampled_from((
         "", " ", "0", "1", "-1", "nan", "inf", "1e309", "1e-400", "0x10", "١٢", "true", "10s", "/",
         "/dev/null", "/proc/x", ".", "~", "~nobody/x", "x" * 5000, "\x1b[2J", "é" * 300, "a\nb",
@@ -241,7 +241,7 @@ _TEXTS = st.one_of(
     st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=9),
 )  # fmt: skip
 # MK_CACHEDIR is unknown, as if MK_CACHE_DIR were misspelled.
-_NAMES = (
+_VARIABLE_NAMES = (
     *VARIABLES, "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "HOME", "RANK", "WORLD_SIZE", "MASTER_ADDR",
     "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CC", "MK_CACHEDIR", "TRITON_INTERPRET",
     "NVSHMEM_IB_ENABLE_IBGDA", "EP_DISABLE_GIN",
@@ -368,7 +368,7 @@ _STATE_CASES = st.builds(
     bias=st.booleans(),
 )
 _ENVIRONMENTS = st.tuples(
-    st.dictionaries(st.sampled_from(_NAMES), _TEXTS, min_size=1, max_size=4),
+    st.dictionaries(st.sampled_from(_VARIABLE_NAMES), _VARIABLE_VALUES, min_size=1, max_size=4),
     st.sampled_from(sorted(_USES)),
 )
 _CACHES = st.builds(

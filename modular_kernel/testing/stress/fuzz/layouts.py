@@ -62,9 +62,9 @@ def _misalign(tensor: torch.Tensor, amount: int) -> torch.Tensor:
 
 
 def _surround(flat: torch.Tensor, offset: int) -> torch.Tensor:
-    around = flat.new_zeros(offset)
-    around = around.fill_(torch.nan) if around.is_floating_point() else around.fill_(7)
-    return torch.cat([around, flat, around])
+    padding = flat.new_zeros(offset)
+    padding = padding.fill_(torch.nan) if padding.is_floating_point() else padding.fill_(7)
+    return torch.cat([padding, flat, padding])
 
 
 def _transpose(tensor: torch.Tensor, _: int) -> torch.Tensor:
@@ -91,7 +91,7 @@ def _expand(tensor: torch.Tensor, _: int) -> torch.Tensor:
     return tensor[:1].expand(tensor.shape) if len(tensor) else tensor
 
 
-def _space(tensor: torch.Tensor, amount: int) -> torch.Tensor:
+def _space_elements(tensor: torch.Tensor, amount: int) -> torch.Tensor:
     step = 2 + amount % 3
     return torch.stack([tensor] * step, -1)[..., amount % step]
 
@@ -109,17 +109,17 @@ def _use_arbitrary_strides(tensor: torch.Tensor, amount: int) -> torch.Tensor:
     return tensor.as_strided(tensor.shape, strides, tensor.storage_offset())
 
 
-_INVALID: dict[str, Layout] = {
+_INVALID_LAYOUTS: dict[str, Layout] = {
     "freed": _free_memory,
     "storage too small": _shrink_storage,
     "storage ends before it": _end_storage_before_view,
 }  # fmt: skip
-_VALID: dict[str, Layout] = {
+_VALID_LAYOUTS: dict[str, Layout] = {
     "misaligned": _misalign, "transposed": _transpose, "permuted": _permute,
-    "in wide rows": _embed_in_wide_rows, "expanded": _expand, "spaced": _space, "flipped": _flip,
-    "odd strides": _use_arbitrary_strides,
+    "in wide rows": _embed_in_wide_rows, "expanded": _expand, "spaced": _space_elements,
+    "flipped": _flip, "odd strides": _use_arbitrary_strides,
 }  # fmt: skip
-_ALL = _INVALID | _VALID
+_ALL_LAYOUTS = _INVALID_LAYOUTS | _VALID_LAYOUTS
 
 
 @dataclass(frozen=True)
@@ -135,21 +135,21 @@ class LayoutCase:
 
 def check_layouts(case: LayoutCase) -> FuzzOutcome:
     """Call with tensors in unusual memory. The output must be correct, or the error typed."""
-    built = build_call(case.call)
-    if isinstance(built, FuzzOutcome):
-        return built
-    kernel, description, inputs = built
+    call_or_outcome = build_call(case.call)
+    if isinstance(call_or_outcome, FuzzOutcome):
+        return call_or_outcome
+    kernel, description, inputs = call_or_outcome
     tensors, must_refuse = _list_tensors(inputs), False
     for index, layout, amount in case.changes:
         name = sorted(tensors)[index % len(tensors)]
-        if layout in _INVALID and not tensors[name].numel():
+        if layout in _INVALID_LAYOUTS and not tensors[name].numel():
             continue
-        tensors[name] = _ALL[layout](tensors[name], amount)
-        must_refuse |= layout in _INVALID
+        tensors[name] = _ALL_LAYOUTS[layout](tensors[name], amount)
+        must_refuse |= layout in _INVALID_LAYOUTS
         description += f", {name} {layout} ({amount})"
-        if layout in _INVALID:
+        if layout in _INVALID_LAYOUTS:
             break
-    changed = _with_tensors(inputs, tensors)
+    changed = _replace_tensors(inputs, tensors)
     if not must_refuse:
         return check_call(kernel, changed, case.call.mode, description, refusable=True)
     run = kernel.plan() if case.call.mode == "plan" else kernel
@@ -170,7 +170,7 @@ def _list_tensors(inputs: CallInputs) -> dict[str, torch.Tensor]:
     return tensors | call_tensors
 
 
-def _with_tensors(inputs: CallInputs, tensors: dict[str, torch.Tensor]) -> CallInputs:
+def _replace_tensors(inputs: CallInputs, tensors: dict[str, torch.Tensor]) -> CallInputs:
     names = vars(inputs.weights).keys() & tensors.keys()
     return replace(
         inputs,
@@ -197,10 +197,10 @@ class OverlapCase:
 
 def check_overlapping_output(case: OverlapCase) -> FuzzOutcome:
     """Pass an output that shares memory with itself or with an argument. It must be refused."""
-    built = build_call(case.call)
-    if isinstance(built, FuzzOutcome):
-        return built
-    kernel, description, inputs = built
+    call_or_outcome = build_call(case.call)
+    if isinstance(call_or_outcome, FuzzOutcome):
+        return call_or_outcome
+    kernel, description, inputs = call_or_outcome
     problem = kernel.problem
     shape = (len(inputs.x_TH), *problem.output_shape[1:])
     out = torch.empty(shape, dtype=problem.dtype)
@@ -223,12 +223,14 @@ def check_overlapping_output(case: OverlapCase) -> FuzzOutcome:
         size = tensor.numel() * tensor.itemsize
         is_at_end = case.amount % 2 and size > 64
         start = (size - 1) // 64 * 64 if is_at_end else 0
-        memory = torch.zeros(start + size + out.numel() * out.itemsize + 64, dtype=torch.uint8)
-        view = memory[:size].view(tensor.dtype).view(tensor.shape)
+        shared_memory = torch.zeros(
+            start + size + out.numel() * out.itemsize + 64, dtype=torch.uint8
+        )
+        view = shared_memory[:size].view(tensor.dtype).view(tensor.shape)
         view.copy_(tensor)
         tensors[name] = view
-        out = memory[start : start + out.numel() * out.itemsize].view(out.dtype).view(shape)
-        inputs = _with_tensors(inputs, tensors)
+        out = shared_memory[start : start + out.numel() * out.itemsize].view(out.dtype).view(shape)
+        inputs = _replace_tensors(inputs, tensors)
         description = f"{description}: {name}, from byte {start}"
     run = kernel.plan() if case.call.mode == "plan" else kernel
     result = run_or_classify(
@@ -244,7 +246,9 @@ _LAYOUTS = st.builds(
     changes=st.lists(
         st.tuples(
             st.integers(0, 59),
-            st.one_of(st.sampled_from(sorted(_VALID)), st.sampled_from(sorted(_ALL))),
+            st.one_of(
+                st.sampled_from(sorted(_VALID_LAYOUTS)), st.sampled_from(sorted(_ALL_LAYOUTS))
+            ),
             st.integers(0, 10**6),
         ),
         min_size=1,

@@ -38,17 +38,17 @@ class NanCase:
 
 def check_nan_values(case: NanCase) -> FuzzOutcome:
     """Put NaN into up to two arguments, and check which output values are NaN."""
-    built = build_call(case.call)
-    if isinstance(built, FuzzOutcome):
-        return built
-    kernel, description, inputs = built
+    call_or_outcome = build_call(case.call)
+    if isinstance(call_or_outcome, FuzzOutcome):
+        return call_or_outcome
+    kernel, description, inputs = call_or_outcome
     names = list_nan_arguments(kernel.problem)
     if kernel.experts.requires.nan_clamping_activations or not inputs.x_TH.numel():
         return FuzzOutcome(CORRECT, description)
     nan_names = []
     for argument, element_index in case.nan_positions:
         name = names[argument % len(names)]
-        inputs = _with_nan(inputs, name, element_index)
+        inputs = _insert_nan(inputs, name, element_index)
         nan_names.append(name)
     description = (
         f"{case.call.mode} of {description}, NaN in {', '.join(nan_names)} at {case.nan_positions}"
@@ -56,8 +56,8 @@ def check_nan_values(case: NanCase) -> FuzzOutcome:
     reference = IndependentReference(
         kernel.problem, inputs.x_TH.clone(), inputs.weights, inputs.routing
     )
-    plan = kernel.plan() if case.call.mode == "plan" else kernel
-    result = run_or_classify(description, lambda: plan(inputs.x_TH, inputs.weights, inputs.routing))
+    run = kernel.plan() if case.call.mode == "plan" else kernel
+    result = run_or_classify(description, lambda: run(inputs.x_TH, inputs.weights, inputs.routing))
     if isinstance(result, FuzzOutcome):
         return (
             result
@@ -72,7 +72,7 @@ def check_nan_values(case: NanCase) -> FuzzOutcome:
     )
 
 
-def _with_nan(inputs: CallInputs, name: str, element_index: int) -> CallInputs:
+def _insert_nan(inputs: CallInputs, name: str, element_index: int) -> CallInputs:
     if name == "x":
         return replace(inputs, x_TH=_set_nan(inputs.x_TH, element_index))
     if name == "topk_weights":

@@ -1,4 +1,4 @@
-"""Fuzz targets: unusual counts and floating-point values, placements with copies, torch.compile.
+"""Fuzz targets: unusual counts, special float values, placements with copies, and torch.compile.
 
 A placement maps experts to slots of ranks, possibly with several copies of an expert.
 """
@@ -34,7 +34,7 @@ from modular_kernel.testing.stress.fuzz.target import Target, import_object, see
 # ------------------------------------------------------------------------------------------ counts
 
 
-class _Index:
+class _IndexOnly:
     """An object that defines only `__index__`."""
 
     def __index__(self) -> int:
@@ -48,13 +48,15 @@ _counts = st.one_of(
     st.sampled_from((
         np.int8(2), np.int64(2), np.uint64(2**63), np.float32(2), np.bool_(True), np.array(2),
         np.array([2]), torch.tensor(2), torch.tensor([2]), torch.tensor(2.0), torch.tensor(True),
-        "2", b"2", None, _Index(), (2,), [2], range(2),
+        "2", b"2", None, _IndexOnly(), (2,), [2], range(2),
     )),
 )  # fmt: skip
 
 
-def _describe_call(index: str, names: tuple[str, ...], **fixed: Any) -> tuple[Any, tuple[str, ...]]:
-    return (lambda **arguments: import_object(index)(**(fixed | arguments))), names
+def _make_count_function(
+    path: str, names: tuple[str, ...], **fixed: Any
+) -> tuple[Any, tuple[str, ...]]:
+    return (lambda **arguments: import_object(path)(**(fixed | arguments))), names
 
 
 _SIZES = {"num_experts": E, "hidden_size": H, "intermediate_size": I, "top_k": K}
@@ -78,21 +80,21 @@ _COUNT_FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "expert_map": (Placement.linear(4, 2).expert_map, ("rank",)),
     "workspace_specs": (samples.make_torch_kernel().workspace_specs, ("tokens",)),
     "reserve_workspace": (samples.make_torch_kernel().reserve_workspace, ("tokens",)),
-    "FusedMoE": _describe_call("modular_kernel.layers.fused_moe:FusedMoE",
+    "FusedMoE": _make_count_function("modular_kernel.layers.fused_moe:FusedMoE",
                              (*_SIZES, "layer_id", "max_tokens", "chunk_tokens"), **_SIZES),
     "warm_up": (lambda tokens: samples.make_loaded_layer().warm_up(tokens), ("tokens",)),
     "local_expert": (lambda expert_id: samples.make_fused_moe().local_expert(expert_id),
                      ("expert_id",)),
-    "RouterSpec": _describe_call("modular_kernel.spec.router:RouterSpec",
+    "RouterSpec": _make_count_function("modular_kernel.spec.router:RouterSpec",
                                ("top_k", "groups", "topk_groups", "zero_experts"), top_k=2),
     "columns": (lambda experts: samples.make_router_spec().columns(experts), ("experts",)),
-    "Router": _describe_call("modular_kernel.layers.router:Router",
+    "Router": _make_count_function("modular_kernel.layers.router:Router",
                            ("hidden_size", "num_experts", "vocabulary"),
                            spec=samples.make_router_spec(), hidden_size=H, num_experts=E),
-    "Share": _describe_call("modular_kernel.layers.rank_share:Share",
+    "Share": _make_count_function("modular_kernel.layers.rank_share:Share",
                           ("experts", "hidden", "intermediate"), experts=E, hidden=H,
                           intermediate=I),
-    "moe_align_block_size": _describe_call(
+    "moe_align_block_size": _make_count_function(
         "modular_kernel.ops.align:moe_align_block_size", ("block_size", "num_experts"),
         topk_ids_TK=torch.zeros(3, 2, dtype=torch.int32), block_size=16, num_experts=E),
 }  # fmt: skip
@@ -141,10 +143,10 @@ class SpecialCase:
 
 def check_special_values(case: SpecialCase) -> FuzzOutcome:
     """Call with denormal, tiny, huge and signed zero values. The output must match float64."""
-    built = build_call(case.call)
-    if isinstance(built, FuzzOutcome):
-        return built
-    kernel, description, inputs = built
+    call_or_outcome = build_call(case.call)
+    if isinstance(call_or_outcome, FuzzOutcome):
+        return call_or_outcome
+    kernel, description, inputs = call_or_outcome
     problem: Problem = kernel.problem
     # Values beyond the range of a static scale saturate. In float16, the product of gate and up may
     # overflow even if the output does not.
@@ -155,8 +157,8 @@ def check_special_values(case: SpecialCase) -> FuzzOutcome:
         if x_TH.numel() and abs(value) <= limit:
             x_TH[torch.unravel_index(torch.tensor(index % x_TH.numel()), x_TH.shape)] = value
     saturates = is_static and problem.apply_router_weight_on_input
-    scores = inputs.routing.topk_weights_TK * (1.0 if saturates else case.weights_scale)
-    inputs = replace(inputs, x_TH=x_TH, routing=replace(inputs.routing, topk_weights_TK=scores))
+    weights_TK = inputs.routing.topk_weights_TK * (1.0 if saturates else case.weights_scale)
+    inputs = replace(inputs, x_TH=x_TH, routing=replace(inputs.routing, topk_weights_TK=weights_TK))
     description = (
         f"{case.call.mode} of {description}, x {case.values} * {case.scale}, * {case.weights_scale}"
     )
@@ -169,9 +171,9 @@ def check_special_values(case: SpecialCase) -> FuzzOutcome:
             if result.kind != TYPED_ERROR
             else FuzzOutcome(WRONG_RESULT, f"{description}: refused")
         )
-    largest = torch.finfo(problem.dtype).max
+    max_value = torch.finfo(problem.dtype).max
     # If the output is very large or small, intermediate values may overflow or underflow.
-    rows = (reference.norms < largest**0.5) & (reference.norms > 1e-3)
+    rows = (reference.norms < max_value**0.5) & (reference.norms > 1e-3)
     rows &= reference.expected.isfinite().all(-1)
     mismatch = reference.find_mismatch(result, rows=rows) if bool(rows.any()) else ""
     return (
@@ -218,12 +220,12 @@ def check_placement_map(case: PlacementCase) -> FuzzOutcome:
     description = f"{slots} with copies {copies}"
 
     def run() -> str:
-        base = Placement(slots)
-        placement = base.with_copies(copies) if copies else base
+        base_placement = Placement(slots)
+        placement = base_placement.with_copies(copies) if copies else base_placement
         if Placement.from_eplb(*_to_eplb(placement), join=True) != placement:
             return "from_eplb gives another placement"
         return _find_slot_mismatch(placement, experts, case.seed) or _find_sum_mismatch(
-            base, experts, case
+            base_placement, experts, case
         )
 
     mismatch = run_or_classify(description, run)
@@ -264,21 +266,23 @@ def _find_slot_mismatch(placement: Placement, experts: int, seed: int) -> str:
     return ""
 
 
-def _find_sum_mismatch(base: Placement, experts: int, case: PlacementCase) -> str:
+def _find_sum_mismatch(base_placement: Placement, experts: int, case: PlacementCase) -> str:
     """Compute each rank's experts with an expert_map; compare the sum with the reference."""
     problem = replace(PROBLEM, experts=experts, top_k=min(K, experts))
-    arguments = samples.make_call_inputs(case.seed, problem)
-    total = torch.zeros(PROBLEM.tokens, H)
-    for rank, experts_of_rank in enumerate(base.slots):
-        local = replace(problem, local_experts=len(experts_of_rank), expert_map=True)
+    inputs = samples.make_call_inputs(case.seed, problem)
+    summed_output = torch.zeros(PROBLEM.tokens, H)
+    for rank, experts_of_rank in enumerate(base_placement.slots):
+        local_problem = replace(problem, local_experts=len(experts_of_rank), expert_map=True)
         weights = replace(
-            arguments.weights,
-            w1=arguments.weights.w1[list(experts_of_rank)],
-            w2=arguments.weights.w2[list(experts_of_rank)],
-            expert_map=base.expert_map(rank),
+            inputs.weights,
+            w1=inputs.weights.w1[list(experts_of_rank)],
+            w2=inputs.weights.w2[list(experts_of_rank)],
+            expert_map=base_placement.expert_map(rank),
         )
-        total += samples.make_torch_kernel(local)(arguments.x_TH, weights, arguments.routing)
-    return samples.find_output_mismatch(total, arguments, problem)
+        summed_output += samples.make_torch_kernel(local_problem)(
+            inputs.x_TH, weights, inputs.routing
+        )
+    return samples.find_output_mismatch(summed_output, inputs, problem)
 
 
 # ---------------------------------------------------------------------------------- compiled layers
@@ -289,15 +293,17 @@ def check_compiled_layer(case: tuple[str, list[int], int]) -> FuzzOutcome:
     backend, sizes, seed = case
     description = f"torch.compile by {backend} of a layer for {sizes} tokens"
     torch._dynamo.reset()
-    arguments = samples.make_call_inputs(seed)
-    layer = samples.make_loaded_layer(arguments.weights)
-    compiled: Any = torch.compile(layer, backend=backend, dynamic=True)
+    layer_inputs = samples.make_call_inputs(seed)
+    layer = samples.make_loaded_layer(layer_inputs.weights)
+    compiled_layer: Any = torch.compile(layer, backend=backend, dynamic=True)
 
     def run() -> str:
         for tokens in sizes:
             inputs = samples.make_call_inputs(seed, PROBLEM.with_tokens(tokens))
-            inputs = replace(inputs, weights=arguments.weights)
-            mismatch = samples.find_output_mismatch(compiled(inputs.x_TH, inputs.routing), inputs)
+            inputs = replace(inputs, weights=layer_inputs.weights)
+            mismatch = samples.find_output_mismatch(
+                compiled_layer(inputs.x_TH, inputs.routing), inputs
+            )
             if mismatch:
                 return f"{tokens} tokens: {mismatch}"
         return ""

@@ -1,7 +1,7 @@
 """Classify the outcomes of calls with random input.
 
 A typed error is an instance of one of this package's error classes. Invalid input must cause a
-typed error. Any other exception is a failure. The texts below appear in reports.
+typed error. Any other exception is a failure. The kinds of outcomes below appear in reports.
 """
 
 import traceback
@@ -46,8 +46,8 @@ def format_error(error: Exception) -> str:
     """Format an exception in one line, with the file and line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     location = f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}" if frames else "?"
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__} at {location}: {text[:160]}"
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__} at {location}: {message[:160]}"
 
 
 def run_or_classify(description: str, call: Callable[[], T]) -> T | FuzzOutcome:

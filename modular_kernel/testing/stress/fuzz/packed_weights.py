@@ -109,8 +109,8 @@ def check_importer(case: PackedCase) -> FuzzOutcome:
     expected = (codes - zeros.repeat_interleave(case.group, 0)) * scales.repeat_interleave(
         case.group, 0
     )
-    close = torch.allclose(values.T, expected.double(), rtol=1e-6)
-    return FuzzOutcome(CORRECT, description) if close else FuzzOutcome(WRONG_RESULT, description)
+    is_close = torch.allclose(values.T, expected.double(), rtol=1e-6)
+    return FuzzOutcome(CORRECT, description) if is_close else FuzzOutcome(WRONG_RESULT, description)
 
 
 def _pack(case: PackedCase) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
@@ -141,16 +141,16 @@ def _pack(case: PackedCase) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
 def _pack_awq(values: torch.Tensor) -> torch.Tensor:
     """Pack int32 words along the columns like AWQ, with the even columns in the low half."""
     eights = values.reshape(len(values), -1, 8)
-    order = torch.cat([eights[..., 0::2], eights[..., 1::2]], dim=-1)
-    return _pack_words(order.reshape(len(values), -1), 1, 4)
+    reordered = torch.cat([eights[..., 0::2], eights[..., 1::2]], dim=-1)
+    return _pack_words(reordered.reshape(len(values), -1), 1, 4)
 
 
 def _pack_words(values: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
     """Pack 32 / bits values into each int32 word along `dim`, the first one in the lowest bits."""
-    parts = 32 // bits
-    moved = values.movedim(dim, -1)
-    groups = moved.reshape(*moved.shape[:-1], -1, parts).long()
-    words = (groups << (torch.arange(parts) * bits)).sum(-1)
+    values_per_word = 32 // bits
+    packed_last = values.movedim(dim, -1)
+    groups = packed_last.reshape(*packed_last.shape[:-1], -1, values_per_word).long()
+    words = (groups << (torch.arange(values_per_word) * bits)).sum(-1)
     words = torch.where(words >= 2**31, words - 2**32, words)
     return words.to(torch.int32).movedim(-1, dim)
 

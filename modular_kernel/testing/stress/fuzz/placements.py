@@ -20,16 +20,16 @@ from modular_kernel.testing.stress.fuzz.outcome import (
 )
 from modular_kernel.testing.stress.fuzz.target import Target, import_object
 
-_BASE = Placement.linear(6, 3).with_copies({0: (1,), 1: (2,)})
-_TABLES = _BASE.tables()
+_PLACEMENT = Placement.linear(6, 3).with_copies({0: (1,), 1: (2,)})
+_TABLES = _PLACEMENT.tables()
 _IDS = torch.tensor([[0, 1], [5, -1]])
 
 
-def _call_balance(name: str, *value: Any, **options: Any) -> Any:
-    return import_object(f"modular_kernel.layers.balance:{name}")(*value, **options)
+def _call_balance(name: str, *arguments: Any, **options: Any) -> Any:
+    return import_object(f"modular_kernel.layers.balance:{name}")(*arguments, **options)
 
 
-def _by_hosts(hosts: Any, groups: Any) -> Any:
+def _rebalance_by_hosts(hosts: Any, groups: Any) -> Any:
     return _call_balance("rebalance", [1] * 6, [3] * 3, hosts=hosts, groups=groups)
 
 
@@ -39,19 +39,19 @@ _CALLS: tuple[tuple[str, Callable[..., Any], int], ...] = (
     ("round_robin", Placement.round_robin, 2),
     ("of_table", Placement.of_table, 2),
     ("from_eplb", Placement.from_eplb, 2),
-    ("without", _BASE.without, 1),
-    ("with_copies", _BASE.with_copies, 1),
-    ("expert_map", _BASE.expert_map, 1),
-    ("tables", lambda tiers: _BASE.tables(tiers=tiers), 1),
+    ("without", _PLACEMENT.without, 1),
+    ("with_copies", _PLACEMENT.with_copies, 1),
+    ("expert_map", _PLACEMENT.expert_map, 1),
+    ("tables", lambda tiers: _PLACEMENT.tables(tiers=tiers), 1),
     ("near_ranks", rank_tiers, 2),
     (
         "rank_loads",
-        lambda load, hosts: _call_balance("rank_loads", load, _BASE, ranks_per_host=hosts),
+        lambda load, hosts: _call_balance("rank_loads", load, _PLACEMENT, ranks_per_host=hosts),
         2,
     ),
     ("rank_loads of", lambda placement: _call_balance("rank_loads", [1.0] * 6, placement), 1),
     ("rebalance", partial(_call_balance, "rebalance"), 2),
-    ("rebalance by hosts", _by_hosts, 2),
+    ("rebalance by hosts", _rebalance_by_hosts, 2),
     ("moves", partial(_call_balance, "moves"), 2),
     ("pairs_to_slots", lambda ids: pairs_to_slots(ids, _TABLES), 1),
     ("pairs_to_slots by", lambda tables: pairs_to_slots(_IDS, tables), 1),
@@ -60,16 +60,16 @@ _CALLS: tuple[tuple[str, Callable[..., Any], int], ...] = (
 
 
 _CALLS_BY_NAME = {name: (call, count) for name, call, count in _CALLS}
-_SKIP_LOADS = ("rank_loads", "rebalance")  # the loads (first argument) may be floats
+_LOAD_FUNCTIONS = ("rank_loads", "rebalance")  # their first argument, the loads, may be floats
 
 
 @st.composite
 def _arguments(draw: st.DrawFn) -> Any:
-    """Draw junk, a plausible number, or a list, tuple, dict or list of lists of such values."""
+    """Draw junk, a plausible number, or a list, tuple, nested list or dict with such values."""
     value = draw(st.one_of(st.integers(-1, 6), junk))
-    several = draw(st.lists(st.one_of(st.integers(0, 2), st.just(value)), max_size=3))
-    kinds = (value, value, several, tuple(several), [several], (tuple(several),))
-    return draw(st.sampled_from((*kinds, {draw(st.integers(0, 5)): several})))
+    values = draw(st.lists(st.one_of(st.integers(0, 2), st.just(value)), max_size=3))
+    kinds = (value, value, values, tuple(values), [values], (tuple(values),))
+    return draw(st.sampled_from((*kinds, {draw(st.integers(0, 5)): values})))
 
 
 @st.composite
@@ -86,7 +86,7 @@ def check_placement_call(case: tuple[str, list[Any]]) -> FuzzOutcome:
     result = run_or_classify(description, lambda: call(*arguments))
     if isinstance(result, FuzzOutcome):
         return result
-    if any(_contains_invalid_id(value) for value in arguments[name in _SKIP_LOADS :]):
+    if any(_contains_invalid_id(value) for value in arguments[name in _LOAD_FUNCTIONS :]):
         return FuzzOutcome(INVALID_ACCEPTED, description)
     return FuzzOutcome(CORRECT, description)
 

@@ -24,7 +24,7 @@ from modular_kernel.testing.stress.fuzz.target import Target
 
 # One exception type for each kind of failure, because Hypothesis does not shrink an input to one
 # whose exception has another type.
-_FAILURES: dict[str, type[AssertionError]] = {
+_FAILURE_TYPES: dict[str, type[AssertionError]] = {
     kind: type(kind.title().replace(" ", ""), (AssertionError,), {}) for kind in FAILURE_KINDS
 }
 _BUFFER_BYTES = 8192  # far more than are needed to make one input
@@ -49,7 +49,7 @@ class TargetProperty:
         def holds(case: Any) -> None:
             self.last = run_or_classify(self.target.name, lambda: self.target.check(case))
             if self.last.kind in FAILURE_KINDS:
-                raise _FAILURES[self.last.kind](self.last.description)
+                raise _FAILURE_TYPES[self.last.kind](self.last.description)
 
         # Hypothesis derives the key of the database from the name and the source of the function.
         holds.__name__ = holds.__qualname__ = self.target.name
@@ -69,12 +69,12 @@ class TargetProperty:
 
         Bytes from which no input can be made are skipped. Failing inputs are saved in the database.
         """
-        failures = tuple(_FAILURES.values())
+        failure_types = tuple(_FAILURE_TYPES.values())
         while True:
             try:
                 if self._fuzz(rng.randbytes(_BUFFER_BYTES)) is not None:
                     return self.last
-            except failures:
+            except failure_types:
                 return self.last
 
     def failures(self) -> Iterator[FuzzOutcome]:
@@ -85,10 +85,10 @@ class TargetProperty:
         except SkipTest:  # there are no explicit examples or saved failures
             return
         except Exception as error:  # noqa: BLE001 (Hypothesis reports a failure in several ways)
-            unstable = FuzzOutcome(
+            unstable_failure = FuzzOutcome(
                 UNTYPED_ERROR, f"{self.target.name}: not reproducible: {error!r}"
             )
-            yield self.last if self.last.kind in FAILURE_KINDS else unstable
+            yield self.last if self.last.kind in FAILURE_KINDS else unstable_failure
 
 
 def open_directory_database() -> ExampleDatabase:

@@ -89,14 +89,14 @@ def problem_fields(draw: st.DrawFn) -> dict[str, Any]:
     """Draw the fields of a small problem. For some draws, Problem raises InputError."""
     fields = dict(draw(_fields))
     experts, combine = draw(st.sampled_from((1, 2, 3, 4, 5, 8, 9))), draw(_combines)
-    is_mapped = draw(biased_bool(percent_true=15))
+    has_map = draw(biased_bool(percent_true=15))
     return fields | {
         "experts": experts,
         "combine": combine,
         "apply_router_weight_on_input": draw(biased_bool(percent_true=15))
         and combine is Combine.SUM,
-        "expert_map": is_mapped,
-        "local_experts": draw(st.integers(1, experts)) if is_mapped else None,
+        "expert_map": has_map,
+        "local_experts": draw(st.integers(1, experts)) if has_map else None,
     }
 
 
@@ -108,8 +108,8 @@ class InputChoices:
         seed: seed of the values.
         tokens: number of tokens, modulo `problem.tokens` + 1; None means `problem.tokens`.
         column_major: whether unquantized weights are column-major.
-        invalid_id: index in a list of ids that must be skipped. That id replaces 40 % of the ids.
-            None means that all ids are valid.
+        invalid_id: index in a list of ids that must be skipped. 40 % of all ids are replaced by
+            that id. None means that all ids are valid.
         int32_ids: whether ids are int32, if the problem does not set their dtype and they fit.
         signed_weights: whether router weights have both signs.
         nan_padding: whether NaN follows each row of x in memory.
@@ -145,7 +145,9 @@ def make_inputs(problem: Problem, choices: InputChoices) -> CallInputs:
     """Make valid inputs for at most `problem.tokens` tokens."""
     generator = torch.Generator().manual_seed(choices.seed)
 
-    def normal(*shape: int, std: float = 1.0, dtype: torch.dtype = problem.dtype) -> torch.Tensor:
+    def draw_normal(
+        *shape: int, std: float = 1.0, dtype: torch.dtype = problem.dtype
+    ) -> torch.Tensor:
         return (torch.randn(shape, generator=generator) * std).to(dtype)
 
     tokens = problem.tokens if choices.tokens is None else choices.tokens % (problem.tokens + 1)
@@ -153,37 +155,37 @@ def make_inputs(problem: Problem, choices: InputChoices) -> CallInputs:
     shape = (tokens, problem.top_k)
     ids = torch.randint(0, problem.experts, shape, generator=generator)
     if choices.invalid_id is not None:
-        wide = problem.ids_dtype is not torch.int32
-        outside = (-1, -1, -2, problem.experts, problem.experts + 9)
-        values = (-1, *outside, *((2**31, -(2**40)) if wide else ()))
-        value = values[choices.invalid_id % len(values)]
-        ids[torch.rand(shape, generator=generator) < 0.4] = value
-    ids = ids.to(problem.ids_dtype or _ids_dtype(ids, choices))
-    router = torch.rand(shape, generator=generator) + 0.1
+        allows_int64 = problem.ids_dtype is not torch.int32
+        out_of_range = (-1, -1, -2, problem.experts, problem.experts + 9)
+        invalid_ids = (-1, *out_of_range, *((2**31, -(2**40)) if allows_int64 else ()))
+        invalid_id = invalid_ids[choices.invalid_id % len(invalid_ids)]
+        ids[torch.rand(shape, generator=generator) < 0.4] = invalid_id
+    ids = ids.to(problem.ids_dtype or _choose_ids_dtype(ids, choices))
+    weights_TK = torch.rand(shape, generator=generator) + 0.1
     if choices.signed_weights:
-        router = router * torch.randn(shape, generator=generator)
-    x_TH = normal(tokens, problem.hidden)
+        weights_TK = weights_TK * torch.randn(shape, generator=generator)
+    x_TH = draw_normal(tokens, problem.hidden)
     if choices.nan_padding and not problem.inplace:
         x_TH = torch.cat([x_TH, torch.full_like(x_TH, torch.nan)], 1)[:, : problem.hidden]
     if choices.zero_row and tokens:
         x_TH[0] = 0
-    return CallInputs(x_TH, weights, Routing(router, ids))
+    return CallInputs(x_TH, weights, Routing(weights_TK, ids))
 
 
 def _make_weights(
     problem: Problem, choices: InputChoices, generator: torch.Generator
 ) -> ExpertWeights:
-    def normal(*shape: int, std: float = 1.0, dtype: torch.dtype) -> torch.Tensor:
+    def draw_normal(*shape: int, std: float = 1.0, dtype: torch.dtype) -> torch.Tensor:
         return (torch.randn(shape, generator=generator) * std).to(dtype)
 
     e, h, i = problem.e, problem.hidden, problem.intermediate
     is_quantized, has_bias = problem.scheme.quantized, problem.bias
     stored_dtype = torch.float32 if is_quantized else problem.dtype
     weights = ExpertWeights(
-        w1=normal(e, problem.w1_rows, h, std=h**-0.5, dtype=stored_dtype),
-        w2=normal(e, h, i, std=i**-0.5, dtype=stored_dtype),
-        b1=normal(e, problem.w1_rows, dtype=torch.float32) if has_bias else None,
-        b2=normal(e, h, dtype=problem.dtype) if has_bias else None,
+        w1=draw_normal(e, problem.w1_rows, h, std=h**-0.5, dtype=stored_dtype),
+        w2=draw_normal(e, h, i, std=i**-0.5, dtype=stored_dtype),
+        b1=draw_normal(e, problem.w1_rows, dtype=torch.float32) if has_bias else None,
+        b2=draw_normal(e, h, dtype=problem.dtype) if has_bias else None,
         expert_map=_make_expert_map(problem, generator) if problem.expert_map else None,
     )
     if problem.scheme.static:
@@ -199,7 +201,7 @@ def _make_weights(
     return weights
 
 
-def _ids_dtype(ids: torch.Tensor, choices: InputChoices) -> torch.dtype:
+def _choose_ids_dtype(ids: torch.Tensor, choices: InputChoices) -> torch.dtype:
     fits = not ids.numel() or int(ids.abs().max()) < 2**31
     return torch.int32 if fits and choices.int32_ids else torch.int64
 
@@ -215,7 +217,7 @@ def _make_expert_map(problem: Problem, generator: torch.Generator) -> torch.Tens
     return expert_map
 
 
-def describe(problem: Problem) -> str:
+def format_problem(problem: Problem) -> str:
     """Format the fields of a problem that differ from their defaults."""
     defaults = Problem(1, 1, 1, 1, 1)
     changed = {k: v for k, v in vars(problem).items() if v != getattr(defaults, k)}

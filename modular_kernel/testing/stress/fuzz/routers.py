@@ -94,8 +94,8 @@ def _router_cases(draw: st.DrawFn) -> RouterCase:
 def check_router(case: RouterCase) -> FuzzOutcome:
     """Route random logits; compare ids and weights with float64 results."""
     description = f"route of {case}"
-    make = import_object("modular_kernel.spec.router:RouterSpec")
-    spec = run_or_classify(description, lambda: make(**case.fields))
+    spec_class = import_object("modular_kernel.spec.router:RouterSpec")
+    spec = run_or_classify(description, lambda: spec_class(**case.fields))
     if isinstance(spec, FuzzOutcome):
         return spec
     logits, bias, table, token_ids = _make_tensors(case)
@@ -169,12 +169,12 @@ class _Row:
         # compared.
         grouped = spec.topk_groups < spec.groups and spec.group_score == "top2"
         by_score = spec.order == "score_first" and (bias is not None or grouped)
-        base = self.scores if by_score else self.logits
-        added = [0.0] * len(base) if bias is None else bias.double().tolist()
+        compared_values = self.scores if by_score else self.logits
+        biases = [0.0] * len(compared_values) if bias is None else bias.double().tolist()
         # A biased score that is NaN or -inf is never selected.
         self.choice = [
             b + a if k and not math.isnan(b + a) else -math.inf
-            for b, a, k in zip(base, added, self.is_number, strict=True)
+            for b, a, k in zip(compared_values, biases, self.is_number, strict=True)
         ]
         self.scale = max([abs(c) for c in self.choice if math.isfinite(c)], default=0.0)
 
@@ -193,7 +193,7 @@ class _Row:
     def find_mismatch(self, ids: list[int], weights: list[float], identity: float) -> str:
         """Describe how the routing of a token differs from the expected routing, or return ""."""
         experts = len(self.logits) - self.spec.zero_experts
-        expected = self._select_experts() if self.table_ids is None else self._valid_table_ids()
+        expected = self._select_experts() if self.table_ids is None else self._get_valid_table_ids()
         selected: list[int] = []
         for k, (expected_id, actual_id) in enumerate(zip(expected, ids, strict=True)):
             shown_id = expected_id if expected_id < experts else -1
@@ -205,25 +205,31 @@ class _Row:
         total = sum(self.scores[i] for i in selected if i >= 0)
         if self.spec.renormalize and self.spec.order == "score_first" and total < _ABS_TOLERANCE:
             return ""  # the scores underflow in float32, in which `route` computes
-        exact = self._compute_weights(selected)
-        identity_weight = sum(w for w, i in zip(exact, selected, strict=True) if i >= experts)
-        pairs = [0.0 if i >= experts else w for w, i in zip(exact, selected, strict=True)]
+        expected_weights = self._compute_weights(selected)
+        identity_weight = sum(
+            w for w, i in zip(expected_weights, selected, strict=True) if i >= experts
+        )
+        pair_weights = [
+            0.0 if i >= experts else w for w, i in zip(expected_weights, selected, strict=True)
+        ]
         for actual_weight, expected_weight in [
-            *zip(weights, pairs, strict=True),
+            *zip(weights, pair_weights, strict=True),
             (identity, identity_weight),
         ]:
             if (
                 not abs(actual_weight - expected_weight)
-                <= _TOLERANCE * abs(expected_weight) * self._error_growth() + _ABS_TOLERANCE
+                <= _TOLERANCE * abs(expected_weight) * self._compute_error_growth() + _ABS_TOLERANCE
             ):
-                return f"weights {weights}, identity {identity}; not {pairs}, {identity_weight}"
+                return (
+                    f"weights {weights}, identity {identity}; not {pair_weights}, {identity_weight}"
+                )
         return ""
 
-    def _error_growth(self) -> float:
+    def _compute_error_growth(self) -> float:
         """Return the factor by which an exponential amplifies the rounding of its argument."""
         return 1.0 + min(max((abs(v) for v in self.logits), default=0.0), 100.0) / 4
 
-    def _valid_table_ids(self) -> list[int]:
+    def _get_valid_table_ids(self) -> list[int]:
         assert self.table_ids is not None
         valid = [i if -1 <= i < len(self.logits) else -2 for i in self.table_ids]
         return [-1 if i >= 0 and not self.is_number[i] else i for i in valid]
@@ -232,13 +238,15 @@ class _Row:
         choice, spec = list(self.choice), self.spec
         if spec.topk_groups < spec.groups:
             size = len(choice) // spec.groups
-            values = []
+            group_scores = []
             for g in range(spec.groups):
-                best = sorted(choice[g * size : (g + 1) * size], reverse=True)
-                second = best[1] if spec.group_score == "top2" and best[1] > -math.inf else 0.0
-                values.append(best[0] + second)
-            kept = _find_largest(values, spec.topk_groups)
-            choice = [c if n // size in kept else -math.inf for n, c in enumerate(choice)]
+                sorted_scores = sorted(choice[g * size : (g + 1) * size], reverse=True)
+                adds_second = spec.group_score == "top2" and sorted_scores[1] > -math.inf
+                group_scores.append(sorted_scores[0] + (sorted_scores[1] if adds_second else 0.0))
+            selected_groups = _find_largest(group_scores, spec.topk_groups)
+            choice = [
+                c if n // size in selected_groups else -math.inf for n, c in enumerate(choice)
+            ]
         return _find_largest(choice, spec.top_k)
 
     def _is_tie(self, expected_id: int, actual_id: int, selected: list[int]) -> bool:
@@ -254,16 +262,17 @@ class _Row:
                 actual_id == -1
                 and expected_id >= 0
                 and spec.zero_experts > 0
-                and self._is_near_any(expected_id)
+                and self._is_near_any_other(expected_id)
             )
         if actual_id in selected or expected_id < 0:
             return False
         return self._is_near(self.choice[expected_id], self.choice[actual_id])
 
     def _is_near(self, a: float, b: float) -> bool:
-        return abs(a - b) <= _TOLERANCE * max(abs(a), abs(b), 1e-30) * self._error_growth() + 1e-37
+        size = max(abs(a), abs(b), 1e-30)
+        return abs(a - b) <= _TOLERANCE * size * self._compute_error_growth() + 1e-37
 
-    def _is_near_any(self, expected_id: int) -> bool:
+    def _is_near_any_other(self, expected_id: int) -> bool:
         return any(
             self._is_near(self.choice[expected_id], value)
             for n, value in enumerate(self.choice)
@@ -285,8 +294,10 @@ class _Row:
         spec = self.spec
         valid = [i >= 0 and self.is_number[i] for i in selected]
         if spec.order == "topk_first":
-            some = [self.logits[i] if v else 0.0 for i, v in zip(selected, valid, strict=True)]
-            weights = self._compute_scores(some, valid)
+            selected_logits = [
+                self.logits[i] if v else 0.0 for i, v in zip(selected, valid, strict=True)
+            ]
+            weights = self._compute_scores(selected_logits, valid)
         else:
             weights = [self.scores[i] if v else 0.0 for i, v in zip(selected, valid, strict=True)]
         weights = [w if v else 0.0 for w, v in zip(weights, valid, strict=True)]
@@ -298,8 +309,8 @@ class _Row:
 
 def _find_largest(values: list[float], count: int) -> list[int]:
     order = sorted(range(len(values)), key=lambda n: (-values[n], n))
-    best = [n if values[n] > -math.inf else -1 for n in order[:count]]
-    return best + [-1] * (count - len(best))
+    largest = [n if values[n] > -math.inf else -1 for n in order[:count]]
+    return largest + [-1] * (count - len(largest))
 
 
 TARGETS: tuple[Target[Any], ...] = (

@@ -1,7 +1,6 @@
 """Fuzz targets: problems and other specs with junk fields, and checks of pairings.
 
-A `Target` is a Hypothesis strategy for random input, and a function that checks one input. Specs
-are the dataclasses of `modular_kernel.spec`. Junk is a value that probably has a wrong type
+Specs are the dataclasses of `modular_kernel.spec`. Junk is a value that probably has a wrong type
 (`junk`).
 """
 
@@ -32,7 +31,11 @@ from modular_kernel.testing.stress.fuzz.outcome import (
     FuzzOutcome,
     run_or_classify,
 )
-from modular_kernel.testing.stress.fuzz.random_problems import describe, pairings, problem_fields
+from modular_kernel.testing.stress.fuzz.random_problems import (
+    format_problem,
+    pairings,
+    problem_fields,
+)
 from modular_kernel.testing.stress.fuzz.target import Target, biased_bool
 
 
@@ -67,12 +70,12 @@ def _is_lora(value: Any) -> bool:
     """Return whether the sizes in `value` are in range. Other errors are not detected."""
     if isinstance(value, AdapterSpec) or value == "none":
         return True
-    words = value.split(",") if isinstance(value, str) else []
-    sizes = {key: text for key, _, text in (word.partition("=") for word in words)}
+    options = value.split(",") if isinstance(value, str) else []
+    sizes = {key: text for key, _, text in (option.partition("=") for option in options)}
     limits = {"adapters": 65536, "rank": 256}
     return all(
-        key in sizes and sizes[key].isdigit() and 0 < int(sizes[key]) <= top
-        for key, top in limits.items()
+        key in sizes and sizes[key].isdigit() and 0 < int(sizes[key]) <= limit
+        for key, limit in limits.items()
     )
 
 
@@ -102,7 +105,13 @@ FIELDS: dict[str, Callable[[Any], bool]] = {
 
 @dataclass(frozen=True)
 class ProblemCase:
-    """A problem with some fields replaced, and the pairing with which it is checked."""
+    """A problem with some fields replaced, and the pairing with which it is checked.
+
+    fields: fields of a valid problem.
+    replaced: maps names of fields to junk or allowed values.
+    parts: names of an exchange class and an experts class.
+    all_pairings: whether to check every pairing instead of making a kernel.
+    """
 
     fields: dict[str, Any]
     replaced: dict[str, Any]
@@ -135,12 +144,12 @@ _PROBLEMS = st.builds(
 
 def check_problem(case: ProblemCase) -> FuzzOutcome:
     """Replace one to three fields of a valid problem, and check the result."""
-    base = run_or_classify("a problem", lambda: Problem(**case.fields))
-    if isinstance(base, FuzzOutcome):
-        return base
-    words = ", ".join(f"{name}={shorten(value)}" for name, value in case.replaced.items())
-    description = f"{describe(base)} with {words}"
-    problem = run_or_classify(description, lambda: replace(base, **case.replaced))
+    base_problem = run_or_classify("a problem", lambda: Problem(**case.fields))
+    if isinstance(base_problem, FuzzOutcome):
+        return base_problem
+    changes = ", ".join(f"{name}={shorten(value)}" for name, value in case.replaced.items())
+    description = f"{format_problem(base_problem)} with {changes}"
+    problem = run_or_classify(description, lambda: replace(base_problem, **case.replaced))
     if isinstance(problem, FuzzOutcome):
         return problem
     if not all(FIELDS[name](value) for name, value in case.replaced.items()):
@@ -160,8 +169,10 @@ def _use_problem(problem: Problem, description: str, case: ProblemCase) -> FuzzO
         if case.all_pairings:
             return check_all(problem)
         # Make only small kernels, because a valid problem may need all memory.
-        small = problem.tokens * problem.top_k * max(problem.hidden, problem.intermediate) < 2**20
-        return make_kernel(prepare, experts, problem) if small else verdict
+        is_small = (
+            problem.tokens * problem.top_k * max(problem.hidden, problem.intermediate) < 2**20
+        )
+        return make_kernel(prepare, experts, problem) if is_small else verdict
 
     result = run_or_classify(f"{description}, {prepare} x {experts}", use_all)
     return result if isinstance(result, FuzzOutcome) else FuzzOutcome(CORRECT, description)

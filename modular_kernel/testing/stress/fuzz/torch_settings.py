@@ -1,4 +1,4 @@
-"""Fuzz targets: calls under torch settings, memory changes of started calls, module patterns.
+"""Fuzz targets: torch settings, started calls whose memory changes, and module patterns.
 
 Module patterns are the regular expressions and globs by which the quantization_config of a
 checkpoint includes or excludes modules.
@@ -47,39 +47,43 @@ class _DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def _temporarily(change: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
+def _change_temporarily(change: Callable[[Any], Any], value: Any, old_value: Any) -> Iterator[None]:
     change(value)
     try:
         yield
     finally:
-        change(before)
+        change(old_value)
 
 
 _SETTINGS: dict[str, Callable[[], Any]] = {
-    "default dtype float64": lambda: _temporarily(
+    "default dtype float64": lambda: _change_temporarily(
         torch.set_default_dtype, torch.float64, torch.float32
     ),
-    "default dtype float16": lambda: _temporarily(
+    "default dtype float16": lambda: _change_temporarily(
         torch.set_default_dtype, torch.float16, torch.float32
     ),
     "default device meta": lambda: torch.device("meta"),
-    "flush denormals": lambda: _temporarily(torch.set_flush_denormal, True, False),
-    "deterministic": lambda: _temporarily(torch.use_deterministic_algorithms, True, False),
+    "flush denormals": lambda: _change_temporarily(torch.set_flush_denormal, True, False),
+    "deterministic": lambda: _change_temporarily(torch.use_deterministic_algorithms, True, False),
     "function mode": _FunctionMode,
     "dispatch mode": _DispatchMode,
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "inference": torch.inference_mode,
     "anomaly": lambda: torch.autograd.detect_anomaly(check_nan=True),
     "no mkldnn": lambda: torch.backends.mkldnn.flags(enabled=False),
-    "precision": lambda: _temporarily(torch.set_float32_matmul_precision, "medium", "highest"),
-    "swapped parameters": lambda: _temporarily(
+    "precision": lambda: _change_temporarily(
+        torch.set_float32_matmul_precision, "medium", "highest"
+    ),
+    "swapped parameters": lambda: _change_temporarily(
         torch.__future__.set_swap_module_params_on_conversion, True, False
     ),
-    "short slices": lambda: _temporarily(sys.setswitchinterval, 1e-6, sys.getswitchinterval()),
+    "short slices": lambda: _change_temporarily(
+        sys.setswitchinterval, 1e-6, sys.getswitchinterval()
+    ),
 }
 
 
-def _run_quantized() -> list[torch.Tensor]:
+def _quantize_and_dequantize() -> list[torch.Tensor]:
     problem = replace(PROBLEM, hidden=32, intermediate=32, quant="nvfp4_w4a16")
     call_inputs = _with_default_settings(
         lambda: samples.make_call_inputs(0, replace(problem, quant="none"))
@@ -98,19 +102,22 @@ def _run_with_adapter(seed: int) -> list[torch.Tensor]:
     layer = samples.make_loaded_layer(call_inputs.weights, device="cpu")
     module = "modular_kernel.layers.lora"
     manager = import_object(f"{module}:LoRAManager")(PROBLEM, samples.LORA_OPTIONS, [3])
-    factors = _with_default_settings(lambda: samples.make_adapter(2, seed % 9))
-    manager.load("mine", {3: import_object(f"{module}:MoELoRALayer")(factors, 0.5)})
+    adapter = _with_default_settings(lambda: samples.make_adapter(2, seed % 9))
+    manager.load("mine", {3: import_object(f"{module}:MoELoRALayer")(adapter, 0.5)})
     starts = torch.tensor([0, 3, PROBLEM.tokens], device="cpu")
     batch = import_object(f"{module}:ForwardBatch")(("mine", None), starts)
-    info = manager.prepare_moe_lora_batch(batch, 3)
+    lora_info = manager.prepare_moe_lora_batch(batch, 3)
     adapted = import_object(f"{module}:FusedMoEWithLoRA")(layer, manager)
-    return [adapted(call_inputs.x_TH, call_inputs.routing, moe_lora_info=info)]
+    return [adapted(call_inputs.x_TH, call_inputs.routing, moe_lora_info=lora_info)]
 
 
 def _with_default_settings(make: Callable[[], Any]) -> Any:
     """Return `make()`, called with torch's initial default dtype and device."""
-    before = torch.get_default_dtype()
-    with _temporarily(torch.set_default_dtype, torch.float32, before), torch.device("cpu"):
+    old_dtype = torch.get_default_dtype()
+    with (
+        _change_temporarily(torch.set_default_dtype, torch.float32, old_dtype),
+        torch.device("cpu"),
+    ):
         return make()
 
 
@@ -133,7 +140,7 @@ def _run_call(name: str, seed: int) -> list[torch.Tensor]:
 
 
 _USES: dict[str, Callable[[int], list[torch.Tensor]]] = {
-    "quantized": lambda _: _run_quantized(),
+    "quantized": lambda _: _quantize_and_dequantize(),
     "tables": lambda _: _make_tables(),
     "adapted": _run_with_adapter,
     **{name: partial(_run_call, name) for name in ("kernel", "batched", "plan", "start", "layer")},
@@ -162,13 +169,13 @@ def check_torch_settings(case: tuple[str, list[str], int]) -> FuzzOutcome:
             if result_or_outcome.kind == TYPED_ERROR
             else result_or_outcome
         )
-    same = all(
-        mine.dtype is other.dtype
-        and mine.device == other.device
-        and torch.allclose(mine.float(), other.float(), rtol=1e-4, atol=1e-5)
-        for mine, other in zip(result_or_outcome, expected, strict=True)
+    is_same = all(
+        actual_tensor.dtype is expected_tensor.dtype
+        and actual_tensor.device == expected_tensor.device
+        and torch.allclose(actual_tensor.float(), expected_tensor.float(), rtol=1e-4, atol=1e-5)
+        for actual_tensor, expected_tensor in zip(result_or_outcome, expected, strict=True)
     )
-    return FuzzOutcome(CORRECT if same else WRONG_RESULT, description)
+    return FuzzOutcome(CORRECT if is_same else WRONG_RESULT, description)
 
 
 # ----------------------------------------------------------------------------------- started calls
@@ -242,31 +249,29 @@ _names = st.text(st.sampled_from("ab.1_"), max_size=18)
 def check_module_pattern(case: tuple[str, str, str]) -> FuzzOutcome:
     """Match a module name with an entry of a module list; compare with `re` or `fnmatch`.
 
-    case: (kind of entry, text of the entry, name of a module).
+    case: (kind of entry, pattern of the entry, name of a module).
     """
-    kind, text, name = case
-    description = f"{kind} {text!r} and {name!r}"
+    kind, pattern, name = case
+    description = f"{kind} {pattern!r} and {name!r}"
     module = "modular_kernel.models.module_matcher"
-    entry = import_object(f"{module}:Entry")(text, kind)
+    entry = import_object(f"{module}:Entry")(pattern, kind)
     try:
-        result_or_outcome = (
-            import_object(f"{module}:ModuleMatcher")([entry]).first_match([name]) is not None
-        )
+        is_match = import_object(f"{module}:ModuleMatcher")([entry]).first_match([name]) is not None
     except import_object(f"{module}:PatternError"):
         return FuzzOutcome(TYPED_ERROR, description)
-    inner = [name[:end] for end, character in enumerate(name) if character == "."]
+    parent_modules = [name[:end] for end, character in enumerate(name) if character == "."]
     if kind == "modules":
         parts = name.split(".")
         spans = [(i, j) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1)]
-        stripped = text.strip(".").removesuffix(".*")  # an entry also matches submodules
-        allowed = [any(fnmatchcase(".".join(parts[i:j]), stripped) for i, j in spans)]
+        stripped = pattern.strip(".").removesuffix(".*")  # an entry also matches submodules
+        allowed_results = [any(fnmatchcase(".".join(parts[i:j]), stripped) for i, j in spans)]
     else:
-        matches = re.compile(text, re.ASCII)
-        test = matches.match if kind == "regex" else matches.search
+        matches = re.compile(pattern, re.ASCII)
+        matches_name = matches.match if kind == "regex" else matches.search
         # An entry with an end anchor also matches submodules of the modules that it matches.
-        covered = "$" in text and any(map(test, inner))
-        allowed = [True, True] if (matched := bool(test(name))) else [matched, bool(covered)]
-    return FuzzOutcome(CORRECT if result_or_outcome in allowed else WRONG_RESULT, description)
+        matches_parent = "$" in pattern and any(map(matches_name, parent_modules))
+        allowed_results = [True] if matches_name(name) else [False, matches_parent]
+    return FuzzOutcome(CORRECT if is_match in allowed_results else WRONG_RESULT, description)
 
 
 _PARTS = st.sampled_from((samples.STANDARD_PAIR, samples.BATCHED_PAIR))

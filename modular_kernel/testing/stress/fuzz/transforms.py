@@ -1,7 +1,7 @@
 """Fuzz targets: calls inside function transforms, and with tensor subclasses.
 
-The transforms are provided by torch.func and torch.autograd. Kernels compute no gradients. A call
-that needs a gradient must raise an error, and must never return an output without it.
+The transforms are those of torch.func and torch.autograd. Kernels compute no gradients. A call
+whose output needs a gradient must raise an error instead of returning an output without a gradient.
 """
 
 from collections.abc import Callable
@@ -57,8 +57,10 @@ def _make_function(name: str, inputs: CallInputs) -> Function:
         layer = samples.make_loaded_layer(weights)
         return lambda x, _w1, scores: layer(x, replace(routing, topk_weights_TK=scores))
     if name == "fused_experts":
-        fused = import_object("modular_kernel.integrations.fused_moe:fused_experts")
-        return lambda x, w1, scores: fused(x, w1, weights.w2, (scores, routing.topk_ids_TK, None))
+        fused_experts = import_object("modular_kernel.integrations.fused_moe:fused_experts")
+        return lambda x, w1, scores: fused_experts(
+            x, w1, weights.w2, (scores, routing.topk_ids_TK, None)
+        )
     kernel = samples.make_torch_kernel(
         PROBLEM, samples.BATCHED_PAIR if name == "batched" else samples.STANDARD_PAIR
     )
@@ -143,15 +145,15 @@ def _apply_transform(  # noqa: C901 (one case for each transform)
         checkpoint(function, leaf, use_reentrant=False).sum().backward()
         return None if leaf.grad is not None and leaf.grad.any() else "lost"
 
-    def scalar(value: torch.Tensor) -> torch.Tensor:
+    def compute_scalar(value: torch.Tensor) -> torch.Tensor:
         return function(value).float().square().sum()
 
     derivative = {"grad": func.grad, "jacrev": func.jacrev, "hessian": func.hessian}
     if transform == "vjp":
-        _, pull = func.vjp(scalar, tensor)
-        gradient = pull(torch.ones(()))[0]
+        _, compute_vjp = func.vjp(compute_scalar, tensor)
+        gradient = compute_vjp(torch.ones(()))[0]
     else:
-        gradient = derivative[transform](scalar)(tensor)
+        gradient = derivative[transform](compute_scalar)(tensor)
     return None if gradient.any() else "lost"
 
 
@@ -188,10 +190,10 @@ class _WrapperSubclass(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        def plain(value: Any) -> Any:
+        def unwrap(value: Any) -> Any:
             return value.wrapped if isinstance(value, _WrapperSubclass) else value
 
-        args, kwargs = torch.utils._pytree.tree_map(plain, (args, kwargs or {}))
+        args, kwargs = torch.utils._pytree.tree_map(unwrap, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
@@ -291,8 +293,8 @@ def check_tensor_subclasses(case: SubclassCase) -> FuzzOutcome:
     if isinstance(result, FuzzOutcome):
         return result
     if case.function == "route":
-        same = torch.equal(torch.as_tensor(result), scores)
-        return FuzzOutcome(CORRECT if same else WRONG_RESULT, description)
+        is_equal = torch.equal(torch.as_tensor(result), scores)
+        return FuzzOutcome(CORRECT if is_equal else WRONG_RESULT, description)
     mismatch = reference.find_mismatch(result.as_subclass(torch.Tensor))
     return (
         FuzzOutcome(WRONG_RESULT, f"{description}: {mismatch}")

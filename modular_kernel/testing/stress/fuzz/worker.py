@@ -34,18 +34,18 @@ def main(seed: str, first: str, stop: str, calls_mode: str = "", only: str = "")
     redirected to stderr. The arguments are those of the command line.
     """
     warnings.simplefilter("ignore")
-    seen = set[tuple[str, str]]()
+    shrunk = set[tuple[str, str]]()
     with os.fdopen(os.dup(1), "w") as results:
         os.dup2(2, 1)
         for number in range(int(first), int(stop)):
             for target, kind, description in _run_number(
-                seed, number, bool(calls_mode), only, seen
+                seed, number, bool(calls_mode), only, shrunk
             ):
                 print(json.dumps([number, target, kind, description]), file=results, flush=True)
 
 
 def _run_number(
-    seed: str, number: int, calls_only: bool, only: str, seen: set[tuple[str, str]]
+    seed: str, number: int, calls_only: bool, only: str, shrunk: set[tuple[str, str]]
 ) -> Iterator[tuple[str, str, str]]:
     if number == _SAVED:
         yield "saved", "saved", ""
@@ -55,8 +55,8 @@ def _run_number(
     target, outcome = run_configuration(seed, number, calls_only=calls_only, only=only)
     yield target, outcome.kind, outcome.description
     # Shrink one failure of each target and kind. Others probably have the same cause.
-    if outcome.kind in FAILURE_KINDS and (target, outcome.kind) not in seen:
-        seen.add((target, outcome.kind))
+    if outcome.kind in FAILURE_KINDS and (target, outcome.kind) not in shrunk:
+        shrunk.add((target, outcome.kind))
         for smallest in get_property(target).failures():
             yield target, "smaller", _format(smallest)
 
