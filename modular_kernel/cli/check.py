@@ -52,10 +52,9 @@ def check(
 ) -> None:
     """Check pairings of parts for a problem, on this machine or on a described one.
 
-    With --pf-type and --experts-type, checks one pairing and lists every reason against it. With
-    only one of them, checks every pairing with that part; with neither, checks all pairings. Both
-    print a matrix. A pairing is also refused if its weights and buffers for one layer exceed the
-    memory of the GPU.
+    With --pf-type and --experts-type, checks one pairing and lists every reason against it.
+    Otherwise, checks all pairings, or all pairings with the given part, and prints a matrix. A
+    pairing is also refused if its weights and buffers for one layer exceed the memory of the GPU.
 
     --model FOLDER also checks the headers of the tensor files in the folder of a checkpoint. If the
     layers of a model are quantized differently, there is a verdict for each scheme.

@@ -126,12 +126,12 @@ def _resolve_device_type(
     return device
 
 
-def parse_arch(text: str) -> tuple[int, int]:
+def parse_arch(arch: str) -> tuple[int, int]:
     """Parse a compute capability: "9.0", "90" and "sm_90" give (9, 0).
 
     Raises ConfigurationError for any other text.
     """
-    match = _ARCH.fullmatch(text)
+    match = _ARCH.fullmatch(arch)
     if match is None:
-        raise ConfigurationError("--arch", got=repr(text), need="a capability such as 9.0")
+        raise ConfigurationError("--arch", got=repr(arch), need="a capability such as 9.0")
     return int(match[1]), int(match[2] or match[3])

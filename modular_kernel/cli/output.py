@@ -73,20 +73,20 @@ def print_json(value: object, json_path: str = STDOUT) -> None:
 
     Raises SystemExit with EXIT_OUTPUT_LOST if the file cannot be written.
     """
-    text = json.dumps(to_json_types(value), indent=2)
+    document = json.dumps(to_json_types(value), indent=2)
     if json_path == STDOUT:
-        print_document(text)
+        print_document(document)
         return
-    write_file(json_path, f"{text}\n")
+    write_file(json_path, f"{document}\n")
 
 
-def print_document(text: str) -> None:
+def print_document(document: str) -> None:
     """Print a JSON document to stdout, even inside `reserve_stdout_for_json`."""
     documents = _json_documents.get()
     if documents is None:
-        print(text)
+        print(document)
     else:
-        documents.append(text)
+        documents.append(document)
 
 
 def write_file(path: Path | str, text: str) -> None:

@@ -94,8 +94,8 @@ def reserve_stdout() -> Iterator[list[str]]:
         if saved_fd is not None:
             os.dup2(saved_fd, 1)
             os.close(saved_fd)
-        for text in documents:
-            print(text)
+        for document in documents:
+            print(document)
 
 
 def redirect_stdout_to_stderr() -> None:

@@ -174,9 +174,9 @@ def plan(
     each scheme.
 
     --machine takes several machines, separated by commas. The default is 8xh200, or as many H200
-    GPUs as --world-size, 8 per host. --tokens is the number of tokens per rank, and has no default.
-    --prepared adds the memory of prepared weights. "Plan for a machine" in the documentation gives
-    the formulas, the records and the errors of the estimates.
+    GPUs as --world-size, 8 per host. --tokens is the number of tokens per rank; its default does
+    not apply. --prepared adds the memory of prepared weights. "Plan for a machine" in the
+    documentation gives the formulas, the records and the errors of the estimates.
 
     --compare FILE prints the errors of the estimates for a record of `mk bench` or `mk exchange`.
     It can be combined with --json only.

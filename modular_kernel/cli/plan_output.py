@@ -115,7 +115,7 @@ def print_cases(cases: "Sequence[PlanCase]", routing: str, max_rows: int) -> Non
     for case in cases:
         _print_table(case, max_rows)
     output.print_line()
-    assumptions = (text for case in cases for text in _list_assumptions(case, routing))
+    assumptions = (line for case in cases for line in _list_assumptions(case, routing))
     for assumption in dict.fromkeys(assumptions):
         output.print_line(f"- {assumption}")
 
@@ -166,21 +166,23 @@ def _print_nearest_refusal(case: "PlanCase") -> None:
 
 def _print_table(case: "PlanCase", max_rows: int) -> None:
     result = case.result
-    shown = result.estimates[: max_rows or None]
+    shown_estimates = result.estimates[: max_rows or None]
     output.print_table(
         (*_REQUIRED_COLUMNS, *_OPTIONAL_COLUMNS),
-        map(_format_cells, shown),
+        map(_format_cells, shown_estimates),
         title=_format_title(case),
         optional=_OPTIONAL_COLUMNS,
     )
-    hidden = len(result.estimates) - len(shown)
-    if hidden:
+    num_hidden = len(result.estimates) - len(shown_estimates)
+    if num_hidden:
         output.print_line(
-            f"{format_count(hidden, 'slower pairing')}: --rows 0 or --json shows them"
+            f"{format_count(num_hidden, 'slower pairing')}: --rows 0 or --json shows them"
         )
     _print_by_reason("does not fit", result.too_large)
     _print_by_reason("no estimate", result.unestimated)
-    for caveat in dict.fromkeys(f"{e.prepare_finalize}: {e.caveat}" for e in shown if e.caveat):
+    for caveat in dict.fromkeys(
+        f"{e.prepare_finalize}: {e.caveat}" for e in shown_estimates if e.caveat
+    ):
         output.print_line(f"caveat of {caveat}")
 
 

@@ -208,8 +208,8 @@ class _OutputFiles:
         """Write the report as JSON and as HTML."""
         from modular_kernel.profiling.html import render_page
 
-        text = json.dumps(output.to_json_types(record), indent=1)
-        for kind, content in (("json", text), ("html", render_page(result))):
+        json_text = json.dumps(output.to_json_types(record), indent=1)
+        for kind, content in (("json", json_text), ("html", render_page(result))):
             path = self.get_report_path(kind)
             output.write_file(path, content)
 

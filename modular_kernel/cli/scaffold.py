@@ -210,10 +210,10 @@ def write(files: dict[Path, str], folder: Path) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
             package_folder = Path(temporary, folder.name)
-            for path, text in files.items():
+            for path, content in files.items():
                 target = package_folder / path
                 target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_text(text, encoding="utf-8")
+                target.write_text(content, encoding="utf-8")
             package_folder.rename(folder)
     except OSError as error:
         need = "a place where files can be written"

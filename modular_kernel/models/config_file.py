@@ -354,27 +354,27 @@ def _get_intermediate_key(config: Config, family: Family) -> str:
     return "intermediate_size" if has_dense_key else family.intermediate
 
 
-def _read_size(path: Path, config: Config, names: str) -> int:
+def _read_size(path: Path, config: Config, keys: str) -> int:
     """Return a size. All values must be equal.
 
-    names: alternative keys, separated by spaces. A value may be a list with a number for each
+    keys: alternative keys, separated by spaces. A value may be a list with a number for each
         layer.
     """
-    present = [name for name in names.split() if config.get(name) is not None]
-    if not present:
+    present_keys = [key for key in keys.split() if config.get(key) is not None]
+    if not present_keys:
         raise _make_error(
-            path, f"no {names.replace(' ', ' or ')}", f"an integer from 1 to {_MAX_SIZE}"
+            path, f"no {keys.replace(' ', ' or ')}", f"an integer from 1 to {_MAX_SIZE}"
         )
     values = set[int]()
-    for name in present:
-        value = config[name]
+    for key in present_keys:
+        value = config[key]
         for item in value if isinstance(value, list) and value else [value]:
             if type(item) is not int or not 1 <= item <= _MAX_SIZE:
                 need = f"an integer from 1 to {_MAX_SIZE}"
-                raise _make_error(path, f"{name} = {str(value)[:80]}", need)
+                raise _make_error(path, f"{key} = {str(value)[:80]}", need)
             values.add(item)
     if len(values) > 1:
-        got = ", ".join(f"{name} = {str(config[name])[:60]}" for name in present)
+        got = ", ".join(f"{key} = {str(config[key])[:60]}" for key in present_keys)
         raise _make_error(path, got, "one size for every layer")
     return values.pop()
 

@@ -68,8 +68,8 @@ def config_of_params(path: Path, params: object) -> dict[str, Any]:
         **{key: _get_required(path, moe, name, "moe.") for key, name in _MOE_KEYS.items()},
     }
     _check_values(path, moe, _ALLOWED_MOE_VALUES, "moe.")
-    known = {*_ALLOWED_MOE_VALUES, *_MOE_KEYS.values(), *_IGNORED_MOE_KEYS}
-    _check_names(path, moe, known | {name for name, _ in _MOE_DEFAULTS.values()}, "moe.")
+    known_keys = {*_ALLOWED_MOE_VALUES, *_MOE_KEYS.values(), *_IGNORED_MOE_KEYS}
+    _check_names(path, moe, known_keys | {name for name, _ in _MOE_DEFAULTS.values()}, "moe.")
     defaults = {key: moe.get(name, default) for key, (name, default) in _MOE_DEFAULTS.items()}
     config = {"model_type": _MODEL_TYPE, **sizes, **defaults, "norm_topk_prob": True}
     config["hidden_act"] = params.get("activation", "silu")
@@ -123,10 +123,10 @@ def _check_values(
 
 
 def _check_names(
-    path: Path, entries: Mapping[str, Any], known: Collection[str], prefix: str
+    path: Path, entries: Mapping[str, Any], known_names: Collection[str], prefix: str
 ) -> None:
     for name, value in entries.items():
-        if name not in known and not is_empty(value):
+        if name not in known_names and not is_empty(value):
             need = "no such entry: it may change values, and it is not implemented"
             raise _make_error(path, f"{prefix}{name} = {str(value)[:80]}", need)
 

@@ -98,5 +98,5 @@ def _convert_awq_options(options: Any) -> Any:
     """Replace auto-round's `sym` with AWQ's `zero_point`, which means the opposite."""
     if not isinstance(options, Mapping) or not isinstance(options.get("sym"), bool):
         return options
-    others = {key: value for key, value in options.items() if key != "sym"}
-    return others | {"zero_point": not options["sym"]}
+    remaining_options = {key: value for key, value in options.items() if key != "sym"}
+    return remaining_options | {"zero_point": not options["sym"]}

@@ -138,10 +138,10 @@ def canonicalize_config(path: str, quantization: object) -> Config:
     if method not in (*_METHODS, "modelopt_fp4"):
         need = f"one of {', '.join(_METHODS)}; for other methods pass the sizes and --quant"
         raise config_error(path, f"quant_method = {shorten(method)}", need)
-    known = dict(quantization)
-    if str(known.get("quant_algo")).upper() == MIXED:
-        known.pop("quantized_layers", None)
-    _raise_first(path, unknown_keys(method.removesuffix("_fp4"), known))
+    checked_config = dict(quantization)
+    if str(checked_config.get("quant_algo")).upper() == MIXED:
+        checked_config.pop("quantized_layers", None)
+    _raise_first(path, unknown_keys(method.removesuffix("_fp4"), checked_config))
     return quantization
 
 

@@ -200,20 +200,20 @@ def _find_unknown_quantization_args(
 
 def _find_unknown(
     config: Mapping[str, Any],
-    known: Collection[str],
-    harmless: Collection[str],
+    read_keys: Collection[str],
+    harmless_keys: Collection[str],
     allowed_values: Mapping[str, tuple[object, ...]],
     path: str = "",
 ) -> Iterator[Mismatch]:
     for key, value in config.items():
-        if key in known or is_empty(value):
+        if key in read_keys or is_empty(value):
             continue
         if key in allowed_values:
             allowed = allowed_values[key]
             if not any(value == item and type(value) is type(item) for item in allowed):
                 need = " or ".join(map(repr, allowed[:4]))
                 yield f"{path}{key} = {value!r}", f"{need}, or no such key"
-        elif key not in harmless:
+        elif key not in harmless_keys:
             need = "no such key: it may change values, and it is not implemented"
             yield f"{path}{key} = {value!r}", need
 

@@ -138,8 +138,8 @@ def expand_options_by_name(config: Mapping[str, Any]) -> dict[str, Any]:
     default = exact.pop("_default", None)
     regexes = {name: entry for name, entry in entry_by_name.items() if name.startswith("re:")}
     ordered = exact | regexes | {"_default": default}
-    others = {key: value for key, value in config.items() if key != "quant_type"}
-    return others | {
+    other_entries = {key: value for key, value in config.items() if key != "quant_type"}
+    return other_entries | {
         OPTIONS_BY_NAME: {
             name: None if entry is None else {"quant_type": {"default": dict(entry)}}
             for name, entry in ordered.items()

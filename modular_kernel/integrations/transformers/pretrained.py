@@ -149,11 +149,11 @@ def from_pretrained(
         _check_dtype(config if dtype in ("auto", None) else dtype)
         _check_files(folder, kwargs)
         returns_info = kwargs.pop("output_loading_info", False)
-        model, info = _load_checked(
+        model, loading_info = _load_checked(
             auto_class, folder, folder, config=config, dtype=dtype, **kwargs
         )
         model = model if target_device is None else model.to(target_device)
-        return (model, info) if returns_info else model
+        return (model, loading_info) if returns_info else model
     for option in ("quantization_config", "output_loading_info"):
         if kwargs.pop(option, None):
             need = f"no {option}: the files or `quantize` define the format"
@@ -315,7 +315,7 @@ def _load_checked(cls: Any, folder: Path, name: Path | None, **kwargs: Any) -> t
     """
     options = {**kwargs, "ignore_mismatched_sizes": True}  # mismatches are raised below
     try:
-        model, info = cls.from_pretrained(name, output_loading_info=True, **options)
+        model, loading_info = cls.from_pretrained(name, output_loading_info=True, **options)
     except InputError:
         raise
     except (RuntimeError, SafetensorError, *_TRANSFORMERS_ERRORS) as error:
@@ -323,16 +323,16 @@ def _load_checked(cls: Any, folder: Path, name: Path | None, **kwargs: Any) -> t
         with _convert_transformers_errors(str(folder)):
             raise
     if not kwargs.get("ignore_mismatched_sizes"):
-        for key, got, need in sorted(info["mismatched_keys"]):
+        for key, got, need in sorted(loading_info["mismatched_keys"]):
             raise ShapeError(f"{folder}: {key}", got=tuple(got), need=tuple(need))
     base_prefix: str = model.base_model_prefix
     prefixes = ("lm_head", base_prefix) if hasattr(model, base_prefix) else ("",)
-    missing = sorted(key for key in info["missing_keys"] if key.startswith(prefixes))
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    missing_keys = sorted(key for key in loading_info["missing_keys"] if key.startswith(prefixes))
+    if missing_keys:
+        suffix = f" and {len(missing_keys) - 1} more" if len(missing_keys) > 1 else ""
         need = "all tensors of the model, except for a new head"
-        raise WeightsError(str(folder), got=f"no {missing[0]}{more}", need=need)
-    return model, info
+        raise WeightsError(str(folder), got=f"no {missing_keys[0]}{suffix}", need=need)
+    return model, loading_info
 
 
 def _find_folder(name: str | Path, kwargs: dict[str, Any]) -> Path:
@@ -446,14 +446,14 @@ def _find_quantized_weights(
         if weight_name == "weight" and files.shape_and_dtype(name)[1] in FLOATS and not is_packed:
             continue
         format = info.formats.format_of(module_name) or UNQUANTIZED
-        weight, *others = format.stored_tensors
+        weight, *other_tensors = format.stored_tensors
         keys = {weight.name: name}
-        for stored in others:
+        for stored in other_tensors:
             candidates = [f"{module_name}.{alias}" for alias in (stored.name, *stored.aliases)]
-            present = [key for key in candidates if key in names]
-            if present:
-                keys[stored.name] = present[0]
-        scales = [stored.name for stored in others if stored.role == "scale"]
+            stored_keys = [key for key in candidates if key in names]
+            if stored_keys:
+                keys[stored.name] = stored_keys[0]
+        scales = [stored.name for stored in other_tensors if stored.role == "scale"]
         has_scale = any(scale in keys for scale in scales)
         if weight_name not in (weight.name, *weight.aliases) or not has_scale:
             got = f"{weight_name} of {dtype_name(files.shape_and_dtype(name)[1])}"

@@ -209,15 +209,17 @@ def _configure_int8(problem: Problem, source: Source) -> str:
 def _convert_groups(problem: Problem, source: Source) -> tuple[str, str, str]:
     group, bits = problem.scheme.group[0], 4 if problem.scheme.packed else 8
     arguments = f'num_bits={bits}, type="int", strategy="group", group_size={group}'
-    words, empty = "w1.view(torch.int32), w2.view(torch.int32), s1, s2", "None, None"
+    tensors, optional_tensors = "w1.view(torch.int32), w2.view(torch.int32), s1, s2", "None, None"
     if source.is_gptq:
-        words = ", ".join(f"w{n}.view(torch.int32).mT.contiguous()" for n in (1, 2))
-        words += ", s1.mT.contiguous(), s2.mT.contiguous()"
-        empty = f"*2 * [ids.new_empty({problem.e}, 0)], None, None"
+        tensors = ", ".join(f"w{n}.view(torch.int32).mT.contiguous()" for n in (1, 2))
+        tensors += ", s1.mT.contiguous(), s2.mT.contiguous()"
+        optional_tensors = f"*2 * [ids.new_empty({problem.e}, 0)], None, None"
     targets = "w1, w2, s1, s2, *_"
     if _converts_biases(problem, source):
-        targets, empty = f"{targets}, p1, p2", f"{empty}, b1, b2"
-    arguments = f"QuantizationArgs({arguments}, symmetric=True), None, {words}, {empty}"
+        targets, optional_tensors = f"{targets}, p1, p2", f"{optional_tensors}, b1, b2"
+    arguments = (
+        f"QuantizationArgs({arguments}, symmetric=True), None, {tensors}, {optional_tensors}"
+    )
     return targets, "convert_to_wna16_moe_kernel_format", arguments
 
 

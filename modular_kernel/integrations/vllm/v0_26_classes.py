@@ -42,7 +42,7 @@ class VllmEngine(v0_33_classes.VllmEngine):
             weight.view(torch.int32).mT.contiguous() for weight in (weights.w1, weights.w2)
         ]
         order = torch.empty(problem.e, 0, dtype=torch.int32, device=weights.w1.device)
-        w13, w2, w13_scale, w2_scale, *others = oracle.convert_to_wna16_moe_kernel_format(
+        w13, w2, w13_scale, w2_scale, *other_tensors = oracle.convert_to_wna16_moe_kernel_format(
             backend,
             v0_33_classes.make_module(source),
             v0_33_classes.make_group_arguments(problem),
@@ -57,7 +57,7 @@ class VllmEngine(v0_33_classes.VllmEngine):
             weights.b2,
         )
         converted = (w13, w2), (w13_scale, w2_scale)
-        return v0_33_classes.make_group_layer(problem, *converted, others[-2:])
+        return v0_33_classes.make_group_layer(problem, *converted, other_tensors[-2:])
 
 
 def _reads_bytes(cls: type) -> bool:

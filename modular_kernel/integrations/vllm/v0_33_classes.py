@@ -471,7 +471,7 @@ class VllmEngine:
         packed_weights = weights.w1.view(torch.int32), weights.w2.view(torch.int32)
         scales, biases = (weights.w1_scale, weights.w2_scale), (weights.b1, weights.b2)
         arguments = make_group_arguments(source.problem)
-        w13, w2, w13_scale, w2_scale, *others = oracle.convert_to_wna16_moe_kernel_format(
+        w13, w2, w13_scale, w2_scale, *other_tensors = oracle.convert_to_wna16_moe_kernel_format(
             backend,
             make_module(source),
             arguments,
@@ -482,7 +482,9 @@ class VllmEngine:
             None,
             *biases,
         )
-        return make_group_layer(source.problem, (w13, w2), (w13_scale, w2_scale), others[-2:])
+        return make_group_layer(
+            source.problem, (w13, w2), (w13_scale, w2_scale), other_tensors[-2:]
+        )
 
     def explain_unavailable(self, error: BaseException) -> str | None:
         """Return the missing requirement that caused the error, or None if it has another cause."""
