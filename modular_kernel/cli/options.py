@@ -54,8 +54,10 @@ def _size_option(help: str, name: str, defaults: Mapping[str, object] = DEFAULTS
 
 @dataclass(frozen=True, kw_only=True)
 class ProblemOptions:
-    """Options of a `Problem`. None stands for the value that --model gives, or else for
-    the value in `defaults`."""
+    """Options of a `Problem`.
+
+    None stands for the value that --model gives, or else for the value in `defaults`.
+    """
 
     defaults = MappingProxyType(DEFAULTS)  # not annotated, so not an option
 
