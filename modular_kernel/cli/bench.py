@@ -1,6 +1,6 @@
-"""`mk bench`: benchmark this project's layers and others, and compare them with the roofline.
+"""`mk bench`: times this project's layers and others, and compares them with the roofline.
 
-`modular_kernel.bench` does the measurements. This module converts the options to candidates (layers
+`modular_kernel.bench` measures. This module converts the options to candidates (layers
 to time) and benchmark cases, and prints the report. A case is a layer shape, a routing pattern and
 a number of tokens.
 """
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 BenchEngine = Annotated[
     Literal["vllm"] | None, option("Also time the experts classes of this engine.")
 ]
-BASELINE = "baseline"  # --model baseline stands for all of BASELINE_SHAPES
+BASELINE = "baseline"  # --model baseline selects all of BASELINE_SHAPES
 _DEFAULT_TOKENS = (1, 16, 128)
 _SHAPE_TOKENS = (1, 16, 128, 1024, 4096, 16384)
 _LARGE_SHAPE_TOKENS = {"dsv3_256": (16, 128, 1024, 4096)}
@@ -63,7 +63,7 @@ _LARGE_SHAPE_TOKENS = {"dsv3_256": (16, 128, 1024, 4096)}
 
 @dataclass(frozen=True, kw_only=True)
 class BenchMethod:
-    """Options of the measurement, and of the layers to compare with."""
+    """Options of the measurement and of the layers to compare with."""
 
     tokens_list: Annotated[
         tuple[int, ...] | None,
@@ -97,7 +97,7 @@ class BenchMethod:
     ] = 20
     deadline: Annotated[
         float | None,
-        option("End the run after this many seconds, even during a row.", type=POSITIVE),
+        option("End the run after this many seconds, even in the middle of a row.", type=POSITIVE),
     ] = None
 
 
@@ -122,7 +122,7 @@ class BenchFiles(ReportFiles):
 
 @dataclass(frozen=True)
 class _PairOptions:
-    """An option group with the names of a pairing, for `refuse_combination`."""
+    """The names of a pairing, as an option group that `refuse_combination` accepts."""
 
     pf_type: str | None = None
     experts_type: str | None = None
@@ -167,8 +167,8 @@ def bench(
     from that of the eager one for the same routing. --hf can be combined with --dtype, --pf-type,
     --experts-type and --json.
 
-    --engine vllm compares our pairings with the experts classes of the installed vLLM. Their timed
-    replays are interleaved. A GPU is required. --experts-type then names one of vLLM's classes.
+    --engine vllm compares our pairings with the experts classes of the installed vLLM. The
+    replays of both are interleaved. A GPU is required. --experts-type then names a class of vLLM.
     --model, --quant, --tokens-list, --routing, --bandwidth and --deadline can be combined with it.
 
     Exits with 1 if a row is wrong or failed, or if the pairing is refused, and with 2 on bad usage.
@@ -279,7 +279,7 @@ class _BenchmarkCases:
         if self.method.eager and self.options.graph:
             raise ConfigurationError("--graph", got="--eager too", need="only one of them")
         self.parse_models()
-        self.token_counts("")
+        self.get_token_counts("")  # checks --tokens and --tokens-list
 
     def parse_models(self) -> list[str]:
         """Return the names in --model, or [""] for a layer described by its sizes."""
@@ -292,7 +292,8 @@ class _BenchmarkCases:
             names += BASELINE_SHAPES if name == BASELINE else [name]
         return list(dict.fromkeys(names))
 
-    def token_counts(self, name: str) -> tuple[int, ...]:
+    def get_token_counts(self, name: str) -> tuple[int, ...]:
+        """Return the token counts to time for a model, or for the sizes in the options for ""."""
         tokens_list = self.method.tokens_list
         if tokens_list is None:
             if self.options.tokens is not None:
@@ -308,21 +309,22 @@ class _BenchmarkCases:
         """Return the schemes in --quant. Without --quant, return the models' schemes."""
         if self.options.quant is not None:
             return parse_schemes(self.options.quant)
-        names = [
+        schemes = [
             load_problem_fields(name).get("quant", "none") if name else "none"
             for name in self.parse_models()
         ]
-        return list(dict.fromkeys(str(quant) for quant in names))
+        return list(dict.fromkeys(map(str, schemes)))
 
     def make_problem(self, name: str) -> "Problem":
         """Return the unquantized problem of a model, or of the sizes in the options for ""."""
         return replace(self.options, quant="none", model=name or None).problem()
 
     def make_cases(self) -> "Iterator[LayerCase]":
+        """Yield a case for each model, routing pattern and token count."""
         from modular_kernel.measure.cases import LayerCase
         from modular_kernel.measure.routing_patterns import RoutingKind, check_top_k
 
-        kinds = [RoutingKind.parse(text) for text in self.method.routing.split(",")]
+        kinds = [RoutingKind.parse(name) for name in self.method.routing.split(",")]
         for name in self.parse_models():
             problem = self.make_problem(name)
             check_top_k(problem)
@@ -331,7 +333,7 @@ class _BenchmarkCases:
             if problem.adapters is not None:
                 shape += f" lora:{problem.lora}"
             for kind in dict.fromkeys(kinds):
-                for tokens in self.token_counts(name):
+                for tokens in self.get_token_counts(name):
                     yield LayerCase(shape, problem.with_tokens(tokens), kind)
 
 
@@ -355,44 +357,49 @@ def _make_candidates(
     from modular_kernel.measure.records import PEER
     from modular_kernel.spec.quantization import QuantScheme
 
-    quants = benchmark_cases.parse_schemes()
+    schemes = benchmark_cases.parse_schemes()
     # If no part is named, require graph capture, which excludes parts that loop over experts.
-    graph = (
+    require_graph = (
         machine.device == "cuda"
         and not benchmark_cases.method.eager
         and pf_type is None
         and experts_type is None
     )
     problems = [
-        replace(case.problem, quant=quant, graph=case.problem.graph or graph)
-        for quant in quants
+        replace(case.problem, quant=quant, graph=case.problem.graph or require_graph)
+        for quant in schemes
         for case in cases
     ]
     other_layers = baseline_candidates()
     for path in benchmark_cases.method.peer:
         other_layers += peer_candidates(path)
 
-    def format_operands(quant: str) -> str:
+    def format_operand_types(quant: str) -> str:
         return operand_types(cases[0].problem, QuantScheme.parse(quant))
 
-    our_operands = {format_operands(quant) for quant in quants}
+    our_operand_types = {format_operand_types(quant) for quant in schemes}
     for candidate in other_layers:
-        if candidate.origin == PEER and format_operands(candidate.quant) not in our_operands:
-            need = f"--quant {candidate.quant} or a scheme with the same operands"
+        if (
+            candidate.origin == PEER
+            and format_operand_types(candidate.quant) not in our_operand_types
+        ):
+            need = f"--quant {candidate.quant} or a scheme with the same operand dtypes"
             output.print_note(
-                f"skipped {candidate.name}: no --quant scheme has its operands, need {need}"
+                f"skipped {candidate.name}: no --quant scheme has its operand dtypes, need {need}"
             )
-    pairs = pairing_candidates(
+    our_candidates = pairing_candidates(
         pf_type, experts_type, problems, machine, prepared=benchmark_cases.method.prepared
     )
     if benchmark_cases.method.prepared:
-        _print_unprepared(pairs, quants)
-    return pairs + [
-        candidate for candidate in other_layers if format_operands(candidate.quant) in our_operands
+        _print_unprepared_pairings(our_candidates, schemes)
+    return our_candidates + [
+        candidate
+        for candidate in other_layers
+        if format_operand_types(candidate.quant) in our_operand_types
     ]
 
 
-def _print_unprepared(pairs: "list[Candidate]", quants: list[str]) -> None:
+def _print_unprepared_pairings(candidates: "list[Candidate]", schemes: list[str]) -> None:
     """Print the pairings that are not timed with prepared weights.
 
     Raises ConfigurationError if no pairing is timed with prepared weights.
@@ -400,18 +407,18 @@ def _print_unprepared(pairs: "list[Candidate]", quants: list[str]) -> None:
     from modular_kernel.bench.candidates import make_prepared_name
 
     prepared_names = {
-        (candidate.name, candidate.quant) for candidate in pairs if candidate.prepared
+        (candidate.name, candidate.quant) for candidate in candidates if candidate.prepared
     }
     if not prepared_names:
-        raise make_not_prepared_error(", ".join(quants), "any pairing here")
-    without = [
+        raise make_not_prepared_error(", ".join(schemes), "any pairing here")
+    unprepared = [
         f"{candidate.name} {candidate.quant}"
-        for candidate in pairs
+        for candidate in candidates
         if not candidate.prepared
         and (make_prepared_name(candidate.name), candidate.quant) not in prepared_names
     ]
-    if without:
-        output.print_note(f"not timed with prepared weights: {', '.join(without)}")
+    if unprepared:
+        output.print_note(f"not timed with prepared weights: {', '.join(unprepared)}")
 
 
 def _check_plot(files: BenchFiles) -> None:
@@ -452,9 +459,9 @@ def _output_report(report: "Report", files: BenchFiles) -> None:
 
         with (
             output.report_write_errors(files.plot),
-            json_files.atomic_write(files.plot) as unfinished,
+            json_files.atomic_write(files.plot) as temporary_path,
         ):
-            plot(report, unfinished)
+            plot(report, temporary_path)
     for path in (files.record, files.markdown, files.plot):
         if path is not None:
             output.print_note(f"written: {path}")
@@ -465,13 +472,14 @@ def _print_text(report: "Report") -> None:
     from modular_kernel.measure.records import INTERPRETER
 
     columns, cells = tables.make_terminal_table(report.rows)
-    routings = {row.routing for row in report.rows}  # if there are several, show the column
+    # The column is optional unless there are several.
+    routings = {row.routing for row in report.rows}
     required = {"routing"} if len(routings) > 1 else set[str]()
     output.print_table(
         columns, cells, optional=[c for c in tables.OPTIONAL_COLUMNS if c not in required]
     )
     output.print_interpreted_layers(row.layer for row in report.rows if row.mode == INTERPRETER)
-    for text in tables.summary(report):
-        output.print_line(text)
+    for line in tables.summary(report):
+        output.print_line(line)
     if report.stopped:
         output.print_line(f"the run ended early: {report.stopped}")

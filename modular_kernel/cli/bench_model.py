@@ -23,7 +23,7 @@ from modular_kernel.text import format_count
 if TYPE_CHECKING:
     from modular_kernel.bench.model_speed import Implementation, ModelSpeed, Workload
 
-_NO_EP = "MoEPrepareAndFinalizeNoEP"
+_DEFAULT_PREPARE_FINALIZE = "MoEPrepareAndFinalizeNoEP"
 _IMPLEMENTATION_NAME = "mk bench"  # name of our experts implementation in transformers
 _DEFAULT_EXPERTS = {"cpu": "TorchExperts", "cuda": "TritonExperts"}
 _TORCH_PARTS = ("TorchExperts", "NaiveBatchedExperts")
@@ -58,7 +58,7 @@ class ModelOptions:
         option("With --hf: tokens decoded after the prefill.  [default: 16]", type=IntegerRange(1)),
     ] = None
 
-    def workload(self) -> "Workload":
+    def make_workload(self) -> "Workload":
         """Return the workload, with defaults for unset options."""
         from modular_kernel.bench.model_speed import Workload
 
@@ -87,7 +87,7 @@ def bench_model(
     assert model_options.hf is not None
     if not is_model_path(model_options.hf) and not is_known_model(model_options.hf):
         raise make_unknown_model_error(model_options.hf)
-    workload = model_options.workload()
+    workload = model_options.make_workload()
     prepare_host()
     import torch
 
@@ -97,25 +97,31 @@ def bench_model(
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     import_transformers().logging.set_verbosity_error()
-    pair = pf_type or _NO_EP, experts_type or _DEFAULT_EXPERTS[device.type]
+    pair = pf_type or _DEFAULT_PREPARE_FINALIZE, experts_type or _DEFAULT_EXPERTS[device.type]
     implementations = _make_implementations(device.type, *pair)
-    built = build_random_model(model_options.hf, device, dtype=dtype, layers=model_options.layers)
-    rows = measure(built.model, workload, implementations)
+    random_model = build_random_model(
+        model_options.hf, device, dtype=dtype, layers=model_options.layers
+    )
+    rows = measure(random_model.model, workload, implementations)
     record = {
         "model": model_options.hf,
-        "model_type": built.model_type,
-        "layers": built.layers[0],
-        "layers_of_config": built.layers[1],
-        "parameters": built.parameters,
-        "bytes": built.bytes,
-        "dtype": built.model.dtype,
-        "notes": built.notes,
+        "model_type": random_model.model_type,
+        "layers": random_model.layers[0],
+        "layers_of_config": random_model.layers[1],
+        "parameters": random_model.parameters,
+        "bytes": random_model.bytes,
+        "dtype": random_model.model.dtype,
+        "notes": random_model.notes,
         "workload": workload,
         "pairing": " x ".join(pair),
         "rows": rows,
         "environment": collect_environment(device, shlex.join(["mk", *sys.argv[1:]])),
     }
-    notes = [*built.notes, f"ours: {record['pairing']}", *([_CPU_NOTE] * (device.type == "cpu"))]
+    notes = [
+        *random_model.notes,
+        f"ours: {record['pairing']}",
+        *([_CPU_NOTE] * (device.type == "cpu")),
+    ]
     output.print_result(record, as_json, lambda: _print_text(record, notes, rows))
     if any(row.status != OK for row in rows):
         raise Exit(1)
@@ -125,12 +131,10 @@ def _make_implementations(device: str, pf_type: str, experts_type: str) -> "list
     from modular_kernel.bench.model_speed import EAGER, Implementation
     from modular_kernel.integrations.transformers import register
 
-    name = register(pf_type, experts_type, name=_IMPLEMENTATION_NAME)
+    registered_name = register(pf_type, experts_type, name=_IMPLEMENTATION_NAME)
     use_torch = device == "cpu" and experts_type in _TORCH_PARTS
-    others = [
-        Implementation(implementation, implementation) for implementation in (EAGER, "grouped_mm")
-    ]
-    return [*others, Implementation("ours", name, use_torch)]
+    transformers_implementations = [Implementation(name, name) for name in (EAGER, "grouped_mm")]
+    return [*transformers_implementations, Implementation("ours", registered_name, use_torch)]
 
 
 def _print_text(
@@ -141,10 +145,10 @@ def _print_text(
     output.print_line(f"{record['model']}: {record['model_type']}, {size}")
     for note in notes:
         output.print_line(f"  {note}")
-    work = record["workload"]
-    prompt = format_count(work.prompt, "token")
+    workload = record["workload"]
+    prompt = format_count(workload.prompt, "token")
     output.print_line(
-        f"workload: prefill of {work.batch} x {prompt}, then {work.new} decoding steps"
+        f"workload: prefill of {workload.batch} x {prompt}, then {workload.new} decoding steps"
     )
     eager = rows[0]
     cells = [

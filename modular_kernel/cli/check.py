@@ -1,4 +1,4 @@
-"""`mk check`: checks whether pairings are valid for a problem and a machine, and lists the reasons.
+"""`mk check`: checks whether pairings are valid for a problem and a machine, and if not, why.
 
 The rules in `modular_kernel.compatibility` determine the verdicts. For one pairing, `mk check`
 prints the whole verdict. For several pairings, it prints a matrix.
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from modular_kernel.compatibility.support import ExpertsRequirements, Rejection, Verdict
     from modular_kernel.spec.problem import Machine, Problem
 
-_SUFFIX = "PrepareAndFinalize"  # ends most part names; the matrix shows it only in its header
+_SUFFIX = "PrepareAndFinalize"  # most names end with it, so the matrix shows it only in its header
 
 
 def check(
@@ -52,20 +52,20 @@ def check(
 ) -> None:
     """Check pairings of parts for a problem, on this machine or on a described one.
 
-    With --pf-type and --experts-type, checks one pairing and lists every reason of a refusal. With
-    one of them or neither, checks every pairing with that part, or all, and prints a matrix. A
+    With --pf-type and --experts-type, checks one pairing and lists every reason against it.
+    Otherwise, checks all pairings, or all pairings with the given part, and prints a matrix. A
     pairing is also refused if its weights and buffers for one layer exceed the memory of the GPU.
 
     --model FOLDER also checks the headers of the tensor files in the folder of a checkpoint. If the
     layers of a model are quantized differently, there is a verdict for each scheme.
 
-    Exits with 0 if the pairing is valid, or if any pairing in the matrix is; with several schemes,
-    this must hold for each. Exits with 1 otherwise, and with 2 on bad usage.
+    Exits with 0 if the pairing, or any pairing in the matrix, is valid. With several schemes, this
+    must hold for each scheme. Exits with 1 otherwise, and with 2 on bad usage.
     """
     cluster = machine_options.parse_cluster()
-    layer = apply_cluster(apply_launcher(options), cluster)
-    checkpoint = _inspect_checkpoint(layer)
-    problems = _make_problems(layer, checkpoint)
+    layer_options = apply_cluster(apply_launcher(options), cluster)
+    checkpoint = _inspect_checkpoint(layer_options)
+    problems = _make_problems(layer_options, checkpoint)
     _warn_about_sizes(problems[0][1])
     machine = machine_options.resolve_machine(cluster, arch, device)
     from modular_kernel.catalog import load_catalog
@@ -111,8 +111,8 @@ def check(
 
 def _note_broken_parts(catalog: "Catalog") -> None:
     """Print the parts that could not be loaded and are therefore missing from the matrix."""
-    for broken in catalog.broken:
-        output.print_note(f"not checked: {broken.name} from {broken.origin}: {broken.error}")
+    for entry in catalog.broken:
+        output.print_note(f"not checked: {entry.name} from {entry.origin}: {entry.error}")
     for name, origins in catalog.duplicates().items():
         output.print_note(f"not checked: {name} is registered by {' and '.join(origins)}")
 
@@ -122,15 +122,20 @@ def _make_problems(
 ) -> "list[tuple[tuple[int, ...] | None, Problem]]":
     if checkpoint is None:
         problems = split_by_scheme(options)
-        first = problems[0][1].problem()
+        first_problem = problems[0][1].problem()
         return [
-            (layers, first if layers is None else replace(first, quant=str(scheme_options.quant)))
+            (
+                layers,
+                first_problem
+                if layers is None
+                else replace(first_problem, quant=str(scheme_options.quant)),
+            )
             for layers, scheme_options in problems
         ]
     groups = checkpoint.groups if options.quant is None else checkpoint.groups[:1]
-    first_fields = groups[0].problem_fields
-    quant = options.quant or str(first_fields["quant"])
-    activation = options.activation or str(first_fields["activation"])
+    first_group_fields = groups[0].problem_fields
+    quant = options.quant or str(first_group_fields["quant"])
+    activation = options.activation or str(first_group_fields["activation"])
     problem = replace(options, quant=quant, activation=activation).problem()
     return [
         (
@@ -172,12 +177,12 @@ def _describe_source(checkpoint: "InspectionReport") -> str:
 
 
 def _with_checkpoint_fields(
-    problem: "Problem", options: ProblemOptions, from_files: "dict[str, Any]"
+    problem: "Problem", options: ProblemOptions, file_fields: "dict[str, Any]"
 ) -> "Problem":
     """Return the problem with the quant and activation of the files, unless options set them."""
-    fields = {name: from_files[name] for name in ("quant", "activation")}
-    set_by_user = {name for name in fields if getattr(options, name) is not None}
-    return replace(problem, **{n: value for n, value in fields.items() if n not in set_by_user})
+    fields = {name: file_fields[name] for name in ("quant", "activation")}
+    user_fields = {name for name in fields if getattr(options, name) is not None}
+    return replace(problem, **{n: value for n, value in fields.items() if n not in user_fields})
 
 
 def _make_checkpoint_record(checkpoint: "InspectionReport") -> dict[str, object]:
@@ -190,12 +195,12 @@ def _make_checkpoint_record(checkpoint: "InspectionReport") -> dict[str, object]
         }
         for group in checkpoint.groups
     ]
-    only = groups[0] if len(groups) == 1 else {"format": None, "quant": None}
+    common_fields = groups[0] if len(groups) == 1 else {"format": None, "quant": None}
     return {
         "layers": checkpoint.layers,
-        "format": only["format"],
+        "format": common_fields["format"],
         "bytes": checkpoint.nbytes,
-        "quant": only["quant"],
+        "quant": common_fields["quant"],
         "groups": groups,
         "mtp_layers": dict(checkpoint.mtp_layers),
         "dtype_of_files": checkpoint.is_dtype_from_files,
@@ -204,7 +209,7 @@ def _make_checkpoint_record(checkpoint: "InspectionReport") -> dict[str, object]
 
 
 def _warn_about_sizes(problem: "Problem") -> None:
-    """Print a warning about sizes that are valid but probably a mistake."""
+    """Print a warning about sizes that are valid but probably mistakes."""
     if problem.top_k > problem.experts:
         output.print_note(
             f"warning: top_k={problem.top_k} of {problem.experts} experts: ids will repeat"
@@ -247,6 +252,7 @@ def _make_pairing_record(verdict: "Verdict") -> dict[str, object]:
 def make_matrix_record(
     verdicts: "list[Verdict]", problem: "Problem", machine: "Machine"
 ) -> dict[str, object]:
+    """Return the JSON record of a matrix of pairings."""
     pairs = []
     for verdict in verdicts:
         record = _make_pairing_record(verdict)
@@ -258,8 +264,8 @@ def _print_verdict(verdict: "Verdict") -> None:
     subject = f"{verdict.problem} on {verdict.machine}"
     if verdict.ok:
         output.print_line(f"{verdict.pairing}: valid for {subject}")
-        for line in explain_pairing(verdict):
-            output.print_line(f"  {line}")
+        for note in explain_pairing(verdict):
+            output.print_line(f"  {note}")
         return
     count = format_count(len(verdict.rejections), "reason")
     output.print_line(f"{verdict.pairing}: refused for {subject}, {count}")
@@ -267,7 +273,7 @@ def _print_verdict(verdict: "Verdict") -> None:
 
 
 def print_matrix(verdicts: "list[Verdict]", problem: "Problem", machine: "Machine") -> None:
-    """Print the valid pairings, the matrix of all, and the first rejection by each violated rule.
+    """Print the valid pairings, the matrix, and the first rejection by each violated rule.
 
     In the matrix, a letter stands for each violated rule.
     """
@@ -311,22 +317,23 @@ def _print_valid_pairings(verdicts: "list[Verdict]") -> None:
 def _print_grid(rows: list[tuple[str, ...]], names: tuple[str, ...]) -> None:
     """Print the matrix with one column per experts part.
 
-    names: the experts parts, which head the columns. If they are too wide for the terminal, columns
-        are numbered instead. If numbered columns are too wide, the matrix is split into several
-        tables.
+    names: experts parts, the headings of the columns. If they are too wide for the terminal, the
+        columns are numbered instead. If numbered columns are still too wide, the matrix is split
+        into several tables.
     """
     first_column = f"..{_SUFFIX}"
     if fit_table((first_column, *names), rows, output.get_line_width()) is not None:
         output.print_table((first_column, *names), rows)
         return
-    numbers, start = tuple(f"[{number}]" for number, _ in enumerate(names, 1)), 0
+    numbers = tuple(f"[{number}]" for number, _ in enumerate(names, 1))
+    start = 0
     while start < len(names):
         for end in range(len(names), start, -1):
-            slice_of_rows = [(row[0], *row[1 + start : 1 + end]) for row in rows]
+            table_rows = [(row[0], *row[1 + start : 1 + end]) for row in rows]
             columns = (first_column, *numbers[start:end])
-            fits = fit_table(columns, slice_of_rows, output.get_line_width()) is not None
+            fits = fit_table(columns, table_rows, output.get_line_width()) is not None
             if end == start + 1 or fits:
-                output.print_table(columns, slice_of_rows)
+                output.print_table(columns, table_rows)
                 break
         start = end
     output.print_line(
@@ -339,7 +346,7 @@ def _format_cell(verdict: "Verdict", letters: dict[str, str]) -> str:
     return "ok" if verdict.ok else "".join(sorted({letters[r.rule] for r in verdict.rejections}))
 
 
-def make_rule_letters(number: int) -> list[str]:
-    """Return labels for `number` rules: a to z, then A to Z, then numbers in parentheses."""
+def make_rule_letters(count: int) -> list[str]:
+    """Return labels for `count` rules: a to z, then A to Z, then numbers in parentheses."""
     letters = [*ascii_lowercase, *ascii_uppercase]
-    return letters[:number] + [f"({index})" for index in range(len(letters), number)]
+    return letters[:count] + [f"({index})" for index in range(len(letters), count)]

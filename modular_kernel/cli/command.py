@@ -27,7 +27,7 @@ _MAX_QUOTED_CHARS = 100  # characters of an invalid value that a message quotes
 JSON_PARAMETER = "as_json"  # name of the parameter of --json, which every verb has
 
 
-class _ConfigurationErrors(click.ParamType[Any]):
+class _ConfigurationErrorMixin(click.ParamType[Any]):
     """Mixin of option types that raises ConfigurationError where click raises BadParameter.
 
     need: description of valid values.
@@ -43,13 +43,13 @@ class _ConfigurationErrors(click.ParamType[Any]):
             raise error from None
 
 
-class Integer(_ConfigurationErrors, click.types.IntParamType):
+class Integer(_ConfigurationErrorMixin, click.types.IntParamType):
     """An integer."""
 
     need = "an integer"
 
 
-class IntegerRange(_ConfigurationErrors, click.IntRange):
+class IntegerRange(_ConfigurationErrorMixin, click.IntRange):
     """An integer from `min` to `max`, or at least `min` if `max` is None."""
 
     def __init__(self, min: int, max: int | None = None) -> None:
@@ -57,13 +57,13 @@ class IntegerRange(_ConfigurationErrors, click.IntRange):
         self.need = f"an integer >= {min}" if max is None else f"an integer from {min} to {max}"
 
 
-class Number(_ConfigurationErrors, click.types.FloatParamType):
+class Number(_ConfigurationErrorMixin, click.types.FloatParamType):
     """A number."""
 
     need = "a number"
 
 
-class NumberRange(_ConfigurationErrors, click.FloatRange):
+class NumberRange(_ConfigurationErrorMixin, click.FloatRange):
     """A number that is at least `min`. With `min_open`, it must be greater than `min`."""
 
     def __init__(self, min: float, *, min_open: bool = False) -> None:
@@ -80,13 +80,13 @@ class NumberRange(_ConfigurationErrors, click.FloatRange):
 POSITIVE = NumberRange(0, min_open=True)
 
 
-class Choice(_ConfigurationErrors, click.Choice[str]):
+class Choice(_ConfigurationErrorMixin, click.Choice[str]):
     """One of the given strings."""
 
     def __init__(self, *choices: str) -> None:
         super().__init__(choices)
-        *others, last = choices
-        self.need = f"{', '.join(others)} or {last}"
+        *first_choices, last_choice = choices
+        self.need = f"{', '.join(first_choices)} or {last_choice}"
 
 
 class IntegerList(click.ParamType[Any]):
@@ -101,12 +101,12 @@ class IntegerList(click.ParamType[Any]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return self.parse(value, option_name(param))
 
-    def parse(self, text: str, option_name: str) -> tuple[int, ...]:
-        """Parse the value of an option. Raises ConfigurationError that names the option."""
-        words = text.split(",")
-        if not all(w.isdecimal() and w.isascii() and 0 < int(w) <= self.max for w in words):
-            raise ConfigurationError(option_name, got=_quote(text), need=self.need)
-        return tuple(dict.fromkeys(map(int, words)))
+    def parse(self, value: str, option_name: str) -> tuple[int, ...]:
+        """Parse the value of an option. Raises a ConfigurationError that names the option."""
+        numbers = value.split(",")
+        if not all(n.isdecimal() and n.isascii() and 0 < int(n) <= self.max for n in numbers):
+            raise ConfigurationError(option_name, got=_quote(value), need=self.need)
+        return tuple(dict.fromkeys(map(int, numbers)))
 
 
 def _quote(value: object) -> str:
@@ -158,7 +158,8 @@ class Argument:
 def argument(help: str) -> Any:
     """Return an `Argument` with this description.
 
-    click does not show it in the help, so the docstring of the verb must describe the argument too.
+    The docstring of the verb must also describe the argument, because click shows no description
+    of arguments in the help.
     """
     return Argument(help)
 
@@ -166,8 +167,8 @@ def argument(help: str) -> Any:
 class Verb(click.Command):
     """A click command that turns a ModularKernelError into a message and an exit status.
 
-    If `--json` prints to stdout, nothing else is printed there, and an InputError is printed as
-    JSON.
+    If `--json` prints to stdout, nothing else is printed there, and an InputError is also printed
+    as JSON.
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -175,14 +176,14 @@ class Verb(click.Command):
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        to_stdout = ctx.params.get(JSON_PARAMETER) == STDOUT
-        with reserve_stdout_for_json() if to_stdout else nullcontext(), _report_errors(ctx):
+        prints_json = ctx.params.get(JSON_PARAMETER) == STDOUT
+        with reserve_stdout_for_json() if prints_json else nullcontext(), _report_errors(ctx):
             return super().invoke(ctx)
 
 
 @contextmanager
 def _report_errors(ctx: click.Context) -> Iterator[None]:
-    """Print a ModularKernelError that the context raises, and exit with its status."""
+    """Print a ModularKernelError that the body of the context raises, and exit with its status."""
     try:
         yield
     except ModularKernelError as error:

@@ -55,20 +55,24 @@ def compile_kernels(
         from modular_kernel.testing.compile.cases import compile_all
 
     output.print_note(_describe_job(kernels, target, only))
-    progress = partial(output.show_progress, from_thread=True)  # one kernel may take many seconds
-    compiled = compile_all(target, progress, workers=workers, name_filter=only)
+    report_progress = partial(
+        output.show_progress, from_thread=True
+    )  # one kernel may take many seconds
+    compiled = compile_all(target, report_progress, workers=workers, name_filter=only)
     if not compiled.rows and not compiled.left_out:
         need = "part of the name of a kernel or a case, such as route_kernel or TritonExperts"
         raise ConfigurationError("--only", got=repr(only[:80]), need=need)
     rows = [_make_record(row) for row in compiled.rows]
     record = {"kernels": rows, "left_out": compiled.left_out, "only": only}
     output.print_result(record, as_json, lambda: _print_text(compiled, check=check, only=only))
-    missing = any(not kernel.reason for kernel in compiled.left_out)
+    has_unexplained = any(not kernel.reason for kernel in compiled.left_out)
     if check and not compiled.rows:
         output.print_note(
             f"nothing was checked: no case compiles a kernel named {only!r} for {target}"
         )
-    if check and (missing or not compiled.rows or any(row.violations for row in compiled.rows)):
+    if check and (
+        has_unexplained or not compiled.rows or any(row.violations for row in compiled.rows)
+    ):
         raise Exit(1)
 
 
@@ -86,16 +90,16 @@ def _list_kernels() -> list[str]:
 def _describe_job(kernels: list[str], target: str, only: str) -> str:
     matching = [name for name in kernels if only in name]
     if not only:
-        text = (
+        job = (
             f"{format_count(len(kernels), 'kernel')} for {target}, in every form that parts launch"
         )
-        return f"{text}; takes minutes (faster: --only KERNEL, --workers N)"
+        return f"{job}; takes minutes (faster: --only KERNEL, --workers N)"
     if matching:
-        text = (
+        job = (
             f"{len(matching)} of "
             f"{format_count(len(kernels), 'kernel')} for {target} (named {only!r})"
         )
-        return f"{text}, and all kernels of matching cases"
+        return f"{job}, and all kernels of matching cases"
     return f"kernels of cases named {only!r} for {target}: may take minutes"
 
 
@@ -111,14 +115,14 @@ def _print_text(result: "CompileResult", *, check: bool, only: str) -> None:
     output.print_table(
         columns, cells, optional=("kernel", "spills", "shared", "config", "instructions")
     )
-    broken = [row for row in rows if row.violations]
-    for row in broken:
+    violating_rows = [row for row in rows if row.violations]
+    for row in violating_rows:
         output.print_line("\n".join(row.violations))
     left_out = [(k.kernel, k.module, k.reason or "no case launches it") for k in result.left_out]
     output.print_table(("left out", "module", "reason"), left_out)
-    kernels = len({row.record.kernel for row in rows})
+    num_kernels = len({row.record.kernel for row in rows})
     compiled_forms = (
-        f"{format_count(kernels, 'kernel')} compiled in {format_count(len(rows), 'form')}"
+        f"{format_count(num_kernels, 'kernel')} compiled in {format_count(len(rows), 'form')}"
     )
     omitted = (
         f"only cases and kernels matching {only!r} were compiled"
@@ -126,7 +130,8 @@ def _print_text(result: "CompileResult", *, check: bool, only: str) -> None:
         else f"{len(left_out)} left out"
     )
     output.print_line(
-        f"triton {version('triton')}: {compiled_forms}, {len(broken)} exceed a limit; {omitted}"
+        f"triton {version('triton')}: {compiled_forms}, {len(violating_rows)} exceed "
+        f"a limit; {omitted}"
     )
 
 

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 _MAX_TOKENS_ON_GPU = 8192
 # Must match modular_kernel.select.autotune.BUDGET_S, whose import would load torch.
 _BUDGET_S = 20.0
-# Added to the budget as timeout of the ranks, for starting, creating weights and the last timing.
+# Ranks time out this long after the budget, which leaves them time to start, to create weights and
+# to finish the last timing.
 _TIMEOUT_MARGIN_S = 300
 
 
@@ -51,17 +52,16 @@ class ComposeOptions:
     replicated: Annotated[bool, option("All ranks have the same tokens.")] = False
     ignore_saved: Annotated[bool, option("Ignore cached timings and measure again.")] = False
 
-    def max_tokens(self, options: ProblemOptions, *, gpu: bool) -> int | None:
+    def resolve_max_tokens(self, options: ProblemOptions, *, has_gpu: bool) -> int | None:
         """Return the maximum number of tokens per call, or None for the default of a problem.
 
-        The first of these that is given determines the result: --tokens, the maximum of
-        --tokens-list, and 8192 on a GPU.
+        In this order, the result is --tokens, the maximum of --tokens-list, or 8192 on a GPU.
         """
         if options.tokens is not None:
             return options.tokens
         if self.tokens_list is not None:
             return max(self.tokens_list)
-        return _MAX_TOKENS_ON_GPU if gpu else None
+        return _MAX_TOKENS_ON_GPU if has_gpu else None
 
     def to_measurement_options(self) -> "MeasurementOptions":
         from modular_kernel.select.autotune import MeasurementOptions
@@ -94,14 +94,14 @@ def compose(
     and it is clearly faster in the record.
 
     Times are cached in MK_CACHE_DIR by device, package versions and problem. Later runs of the same
-    command, and mk.compose() in code, read them from there. If the budget did not suffice, the next
-    run continues where the last one stopped. --tokens is the maximum number of tokens per call
-    (default: 8192 on a GPU, else 16).
+    command, and mk.compose() in code, reuse them. If the budget runs out, the next run
+    continues where the last one stopped. On a GPU, the
+    default of --tokens is 8192.
 
-    With --world-size N all ranks measure together. The time of the slowest rank counts, and all
+    With --world-size N, all ranks measure together. The time of the slowest rank counts, and all
     ranks choose the same pairing.
 
-    Without a GPU only parts in plain torch are timed, because times in Triton's interpreter are
+    Without a GPU, only parts in plain torch are timed, because times in Triton's interpreter are
     meaningless.
 
     Exits with 1 if every pairing is refused, and with 2 on bad usage.
@@ -113,8 +113,8 @@ def compose(
         )
     measurement_options = measurement.to_measurement_options()
     with open_executor(options.world_size, backend) as executor:
-        gpu = executor.machine.device == "cuda"
-        options = replace(options, tokens=measurement.max_tokens(options, gpu=gpu))
+        has_gpu = executor.machine.device == "cuda"
+        options = replace(options, tokens=measurement.resolve_max_tokens(options, has_gpu=has_gpu))
         problem = options.problem()
         if executor.pool is None:
             if as_json != output.STDOUT:
@@ -125,9 +125,9 @@ def compose(
 
             choice = choose(problem, executor.machine, options=measurement_options)
         else:
-            limit = measurement_options.budget + _TIMEOUT_MARGIN_S
+            timeout_s = measurement_options.budget + _TIMEOUT_MARGIN_S
             choices = executor.pool.run(
-                _choose_on_rank, problem, executor.machine, measurement_options, timeout=limit
+                _choose_on_rank, problem, executor.machine, measurement_options, timeout=timeout_s
             )
             choice = choices[0]
     if not choice.segments:

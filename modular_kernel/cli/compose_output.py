@@ -22,9 +22,9 @@ def make_progress_callback(problem: "Problem") -> "Callable[[Bucket], None]":
 
     def print_times(bucket: "Bucket") -> None:
         times = sorted(bucket.us_by_pair.items(), key=lambda item: item[1])
-        texts = ", ".join(f"{us:.1f} us {pair[1]}" for pair, us in times[:3])
+        fastest = ", ".join(f"{us:.1f} us {pair[1]}" for pair, us in times[:3])
         output.print_note(
-            f"{format_count(bucket.tokens, 'token')}: {texts or 'no pairing could be timed'}"
+            f"{format_count(bucket.tokens, 'token')}: {fastest or 'no pairing could be timed'}"
         )
 
     return print_times
@@ -34,9 +34,9 @@ def print_text(choice: "PairingChoice") -> None:
     """Print the chosen pairings, a summary, and the pairings that could not be measured."""
     candidates = choice.candidates
     valid = len(candidates.order)
-    count = valid + len(candidates.refused)
-    text = f"{choice.problem} on {choice.machine}: {valid} of {count} pairings are valid"
-    output.print_line(f"{text}{_describe_interpreter(choice)}")
+    total = valid + len(candidates.refused)
+    heading = f"{choice.problem} on {choice.machine}: {valid} of {total} pairings are valid"
+    output.print_line(f"{heading}{_describe_interpreter(choice)}")
     output.print_table(
         ("tokens", "pairing", "us (first .. last)", "x default", "source"),
         [_format_segment(choice, segment) for segment in choice.segments],
@@ -74,8 +74,10 @@ def _describe_interpreter(choice: "PairingChoice") -> str:
     ):
         return ""
     tokens, machine = (choice.problem.tokens,), replace(current, interpreter=True)
-    more = find_candidates(choice.problem, machine, tokens, replicated=choice.replicated)
-    return f" without Triton's interpreter ({len(more.order)} with it, untimed)"
+    with_interpreter = find_candidates(
+        choice.problem, machine, tokens, replicated=choice.replicated
+    )
+    return f" without Triton's interpreter ({len(with_interpreter.order)} with it, untimed)"
 
 
 def _describe_missing_requirement(verdict: "Verdict", machine: "Machine") -> str:
@@ -98,9 +100,9 @@ def _format_segment(choice: "PairingChoice", segment: "Segment") -> tuple[object
     return tokens, pairing_name(segment.pair), times or "not measured", ratios or "-", source
 
 
-def _format_range(texts: Sequence[str]) -> str:
-    """Return "first .. last", or a single text if both are equal."""
-    return " .. ".join(dict.fromkeys((*texts[:1], *texts[-1:])))
+def _format_range(values: Sequence[str]) -> str:
+    """Return "first .. last", or a single value if both are equal."""
+    return " .. ".join(dict.fromkeys((*values[:1], *values[-1:])))
 
 
 def print_explanation(choice: "PairingChoice") -> None:
@@ -135,17 +137,17 @@ def print_explanation(choice: "PairingChoice") -> None:
 
 def _print_untimed(choice: "PairingChoice") -> None:
     """Print the first reason of each pairing that was not timed at some token count."""
-    reasons: dict[Pair, list[str]] = {}
+    reasons_by_pair: dict[Pair, list[str]] = {}
     for tokens in choice.selected_by_tokens:
         for outcome in choice.outcomes(tokens):
             if outcome.why.startswith("not timed: "):
-                reasons.setdefault(outcome.pair, []).append(outcome.why)
-    for pair, texts in reasons.items():
-        others = len(set(texts)) - 1
-        more = (
-            f" (and {format_count(others, 'other reason')} at other token counts)" if others else ""
-        )
-        output.print_line(f"{pairing_name(pair)}: {texts[0]}{more}")
+                reasons_by_pair.setdefault(outcome.pair, []).append(outcome.why)
+    for pair, pair_reasons in reasons_by_pair.items():
+        num_others = len(set(pair_reasons)) - 1
+        suffix = ""
+        if num_others:
+            suffix = f" (and {format_count(num_others, 'other reason')} at other token counts)"
+        output.print_line(f"{pairing_name(pair)}: {pair_reasons[0]}{suffix}")
 
 
 def _format_time(outcome: "TimedOutcome") -> str:
@@ -163,8 +165,8 @@ def make_record(choice: "PairingChoice") -> dict[str, object]:
         "summary": choice.summary,
         "segments": choice.segments,
         "picks": {
-            str(tokens): {"pair": pick.pair, "by": pick.reason}
-            for tokens, pick in choice.selected_by_tokens.items()
+            str(tokens): {"pair": selection.pair, "by": selection.reason}
+            for tokens, selection in choice.selected_by_tokens.items()
         },
         "buckets": [
             {"tokens": tokens, "outcomes": choice.outcomes(tokens)}

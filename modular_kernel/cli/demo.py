@@ -1,6 +1,6 @@
 """`mk demo`: runs four small models with the experts of transformers and with ours.
 
-Then quantized checkpoints of the same model families run (see `demo_checkpoints`).
+It then runs quantized checkpoints of the same model families (see `demo_checkpoints`).
 
 Accuracy criterion: the logits are compared with a float64 copy of the model with the same weights
 and the same routing. With our experts, the error may be at most twice the error with the experts of
@@ -97,7 +97,7 @@ class RoutingRecorder:
     def replay(self, model: Model) -> AbstractContextManager[None]:
         """Return a context that replaces the routing of a model with the recorded routing.
 
-        Without this, rounding would change the routing of tokens whose scores are nearly equal.
+        Otherwise, rounding would change the routing of tokens whose scores are nearly equal.
         """
 
         def replace_routing(name: str, module: object, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -112,7 +112,9 @@ def demo(
     device: Annotated[
         Literal["cuda", "cpu"] | None, option("Run on this device.  [default: the GPU, if any]")
     ] = None,
-    dtype: Annotated[str | None, option("Only this dtype: float32, float16 or bfloat16.")] = None,
+    dtype: Annotated[
+        str | None, option("Compare only in this dtype: float32, float16 or bfloat16.")
+    ] = None,
     as_json: AsJson = None,
 ) -> None:
     """Run four small models with transformers' experts and with ours, and compare the results.
@@ -133,16 +135,16 @@ def demo(
     dtypes = [dtype_name(parse_dtype(dtype))] if dtype else ["float32", "bfloat16"]
     start = time.perf_counter()
     pairings = [pair for pair in PAIRINGS if _is_available(*pair, machine)]
-    runs = len(pairings) * len(SMALL_MODELS) * len(dtypes) + len(
+    num_runs = len(pairings) * len(SMALL_MODELS) * len(dtypes) + len(
         _select_standard_format(pairings)
     ) * len(CHECKPOINTS)
     rows, checkpoints = list[DemoRow](), list[CheckpointRow]()
-    status = output.show_activity(lambda: f"run {len(rows) + len(checkpoints) + 1} of {runs}")
+    status = output.show_activity(lambda: f"run {len(rows) + len(checkpoints) + 1} of {num_runs}")
     with (
         nullcontext() if sys.stderr.isatty() else status,
         nullcontext(_ignore_step)
         if as_json == output.STDOUT
-        else output.show_steps(runs, "runs") as report,
+        else output.show_steps(num_runs, "runs") as report,
     ):
         for row in _run_models(machine, pairings, dtypes, report):
             rows.append(row)
@@ -159,9 +161,11 @@ def demo(
         "tokens_per_second": rates,
         "matrix": make_matrix_record(verdicts, problem, machine),
     }
-    slow = _list_interpreted_parts(pairings, machine)
+    interpreted_parts = _list_interpreted_parts(pairings, machine)
     output.print_result(
-        record, as_json, lambda: print_demo(rows, checkpoints, seconds, rates, verdicts, slow)
+        record,
+        as_json,
+        lambda: print_demo(rows, checkpoints, seconds, rates, verdicts, interpreted_parts),
     )
     passed = [row.ok for row in rows] + [row.ok for row in checkpoints]
     if not rows or not checkpoints or not all(passed):
@@ -204,10 +208,10 @@ def _run_models(
         register(*pair, name=" x ".join(pair))
     for dtype in dtypes:
         for name in SMALL_MODELS:
-            base = run_baseline(build_small_model(name, dtype, machine.device))
-            baseline_tokens = decode_greedily(base) if dtype == "float32" else None
+            baseline = run_baseline(build_small_model(name, dtype, machine.device))
+            baseline_tokens = decode_greedily(baseline) if dtype == "float32" else None
             for pair in pairings:
-                row = compare_with_baseline(base, " x ".join(pair), name, baseline_tokens)
+                row = compare_with_baseline(baseline, " x ".join(pair), name, baseline_tokens)
                 report_step(f"{name} {dtype} on {row.pairing}: {row.seconds:.1f} s")
                 yield row
 
@@ -238,16 +242,18 @@ def _measure_rates(dtype: str, machine: "Machine") -> dict[str, float]:
     model = build_small_model("mixtral", dtype, machine.device)
     ids = torch.randint(model.config.vocab_size, (8, 64), device=model.device)
     ours = register()
-    theirs = {name: f"transformers' {name}" for name in (EAGER, "grouped_mm", "batched_mm")}
-    times: dict[str, list[float]] = {name: [] for name in (*theirs, ours)}
+    label_by_name = {name: f"transformers' {name}" for name in (EAGER, "grouped_mm", "batched_mm")}
+    times_by_name: dict[str, list[float]] = {name: [] for name in (*label_by_name, ours)}
     with torch.inference_mode():
         for _ in range(6):
-            for name, seconds in times.items():
+            for name, seconds in times_by_name.items():
                 model.set_experts_implementation(name)
                 seconds.append(_time_forward(model, ids))
-    speeds = {name: ids.numel() / median(seconds[1:]) for name, seconds in times.items()}
-    fastest = max(theirs, key=speeds.__getitem__)
-    return {theirs[fastest]: speeds[fastest], ours: speeds[ours]}
+    rate_by_name = {
+        name: ids.numel() / median(seconds[1:]) for name, seconds in times_by_name.items()
+    }
+    fastest = max(label_by_name, key=rate_by_name.__getitem__)
+    return {label_by_name[fastest]: rate_by_name[fastest], ours: rate_by_name[ours]}
 
 
 def _time_forward(model: Model, ids: "torch.Tensor") -> float:
@@ -264,7 +270,7 @@ def _time_forward(model: Model, ids: "torch.Tensor") -> float:
 def _is_available(prepare_finalize: str, experts: str, machine: "Machine") -> bool:
     """Return whether both parts can run on this machine, and print the reasons if they cannot.
 
-    No other reason for a refusal is expected. It would make the demo fail later.
+    A refusal for any other reason is not expected, and makes the demo fail later.
     """
     from modular_kernel.catalog import load_catalog
     from modular_kernel.compatibility.rules import judge_part
@@ -303,9 +309,9 @@ def run_baseline(model: Model) -> Baseline:
 
 
 def compare_with_baseline(
-    base: Baseline, implementation: str, name: str, baseline_tokens: Tokens | None
+    baseline: Baseline, implementation: str, name: str, baseline_tokens: Tokens | None
 ) -> DemoRow:
-    """Run the model of `base` with another experts implementation, and compare the results.
+    """Run the model of `baseline` with another experts implementation, and compare the results.
 
     Afterwards, the model uses the eager experts of transformers again.
 
@@ -320,24 +326,26 @@ def compare_with_baseline(
     start = time.perf_counter()
     kernels = registration(implementation).kernels
     kernels.clear()
-    base.model.set_experts_implementation(implementation)
-    with base.routing.replay(base.model):
-        difference = (compute_logits(base.model, base.ids) - base.exact).abs().max().item()
+    baseline.model.set_experts_implementation(implementation)
+    with baseline.routing.replay(baseline.model):
+        difference = (
+            (compute_logits(baseline.model, baseline.ids) - baseline.exact).abs().max().item()
+        )
     equal = None
     if baseline_tokens is not None:
-        tokens = decode_greedily(base, len(baseline_tokens))
+        tokens = decode_greedily(baseline, len(baseline_tokens))
         equal = sum(
             token == expected for token, expected in zip(tokens, baseline_tokens, strict=True)
         )
-    base.model.set_experts_implementation(EAGER)
-    dtype = base.model.dtype
-    rounding = torch.finfo(dtype).eps / 2 * base.exact.abs().max().item()
+    baseline.model.set_experts_implementation(EAGER)
+    dtype = baseline.model.dtype
+    rounding = torch.finfo(dtype).eps / 2 * baseline.exact.abs().max().item()
     return DemoRow(
         model=name,
         dtype=str(dtype).removeprefix("torch."),
         pairing=" and ".join(sorted({kernel.pairing for kernel in kernels.values()})),
         difference=difference,
-        bound=_MAX_ERROR_RATIO * base.baseline_error + rounding,
+        bound=_MAX_ERROR_RATIO * baseline.baseline_error + rounding,
         equal_tokens=equal,
         decoded_tokens=len(baseline_tokens or ()),
         seconds=time.perf_counter() - start,
@@ -353,10 +361,10 @@ def compute_logits(model: Model, ids: "torch.Tensor") -> "torch.Tensor":
     return result
 
 
-def decode_greedily(base: Baseline, count: int = NEW_TOKENS) -> Tokens:
+def decode_greedily(baseline: Baseline, count: int = NEW_TOKENS) -> Tokens:
     """Return `count` greedily decoded tokens after a fixed prompt."""
-    prompt = base.ids[:1, :PROMPT_TOKENS]
-    output_ids = base.model.generate(prompt, max_new_tokens=count, do_sample=False)
+    prompt = baseline.ids[:1, :PROMPT_TOKENS]
+    output_ids = baseline.model.generate(prompt, max_new_tokens=count, do_sample=False)
     return tuple(output_ids[0, PROMPT_TOKENS:].tolist())
 
 
@@ -383,7 +391,7 @@ def _compute_in_float64() -> AbstractContextManager[object]:
     import torch
     from torch.overrides import TorchFunctionMode
 
-    def widen(value: object) -> object:
+    def to_float64(value: object) -> object:
         return torch.float64 if value is torch.float32 else value
 
     class Float64(TorchFunctionMode):
@@ -396,7 +404,7 @@ def _compute_in_float64() -> AbstractContextManager[object]:
         ) -> object:
             if func is torch.Tensor.float:
                 func = torch.Tensor.double
-            converted = {name: widen(value) for name, value in (kwargs or {}).items()}
-            return func(*map(widen, args), **converted)
+            converted_kwargs = {name: to_float64(value) for name, value in (kwargs or {}).items()}
+            return func(*map(to_float64, args), **converted_kwargs)
 
     return Float64()

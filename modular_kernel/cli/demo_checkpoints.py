@@ -44,7 +44,9 @@ def check_layer(
 ) -> CheckpointRow:
     """Load and run the experts of layer 0 of a checkpoint, and compare them with float64.
 
-    kind: name of the checkpoint's format. Raises the errors of `load_experts` and `make_kernel`.
+    kind: name of the checkpoint's format.
+
+    Raises the errors of `load_experts` and `make_kernel`.
     """
     import torch
 
@@ -53,22 +55,22 @@ def check_layer(
     from modular_kernel.tensors import Routing
 
     start = time.perf_counter()
-    loaded = load_experts(sample.folder, 0, device=device)
-    problem = loaded.problem(_TOKENS)
+    layer = load_experts(sample.folder, 0, device=device)
+    problem = layer.problem(_TOKENS)
     kernel = make_kernel(*pair, problem)
     x_TH, weights_TK, ids_TK = sample.inputs(_TOKENS)
     x_TH = x_TH.to(problem.dtype)
     routing = Routing(weights_TK.to(device), ids_TK.to(device))
     with torch.inference_mode():
-        result = kernel(x_TH.to(device), loaded.weights, routing).double().cpu()
-    exact = sample.expected_output(x_TH.double(), weights_TK, ids_TK)
+        result = kernel(x_TH.to(device), layer.weights, routing).double().cpu()
+    expected = sample.expected_output(x_TH.double(), weights_TK, ids_TK)
     return CheckpointRow(
         model=family,
         quant=str(problem.scheme),
         stored=kind,
         pairing=" x ".join(pair),
-        error=((result - exact).norm() / exact.norm()).item(),
+        error=((result - expected).norm() / expected.norm()).item(),
         bound=sample.kind.bound,
-        bytes_read=loaded.bytes_read,
+        bytes_read=layer.bytes_read,
         seconds=time.perf_counter() - start,
     )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from modular_kernel.compatibility.support import Verdict
 
 _NEXT_COMMANDS = (
-    ("mk check --model mixtral-8x7b", "which pairings serve a model, and why not"),
+    ("mk check --model mixtral-8x7b", "which pairings support a model, and why others do not"),
     ("mk test --experts-type TorchExperts", "verify pairings against float64"),
     ("mk compose", "choose the fastest pairings"),
 )
@@ -93,8 +93,8 @@ def print_demo(
     models = tuple(dict.fromkeys(row.model for row in rows))
     pairings = dict.fromkeys(row.pairing or "no kernel ran" for row in rows)
     cells = [
-        (pairing, *(_format_cell([r for r in rows if (r.pairing or "no kernel ran", r.model) == at])
-                    for at in ((pairing, model) for model in models)))
+        (pairing, *(_format_cell([r for r in rows if (r.pairing or "no kernel ran", r.model) == k])
+                    for k in ((pairing, model) for model in models)))
         for pairing in pairings
     ]  # fmt: skip
     output.print_table(("logit error / bound", *models), cells)
@@ -109,20 +109,21 @@ def print_demo(
     passed = sum(row.ok for row in rows)
     equal = sum(row.equal_tokens or 0 for row in rows)
     decoded = sum(row.decoded_tokens for row in rows)
-    text = f"; {equal} of {decoded} greedily decoded tokens are equal" if decoded else ""
+    decoding = f"; {equal} of {decoded} greedily decoded tokens are equal" if decoded else ""
     output.print_line(
         f"{passed} of {len(rows)} runs agree with transformers' own experts, "
-        f"in {seconds:.0f} s{text}"
+        f"in {seconds:.0f} s{decoding}"
     )
-    exact = sum(row.ok for row in checkpoints)
-    output.print_line(f"{exact} of {len(checkpoints)} quantized layers agree with float64")
+    correct = sum(row.ok for row in checkpoints)
+    output.print_line(f"{correct} of {len(checkpoints)} quantized layers agree with float64")
     if rates:
         speeds = ", ".join(f"{name} {rate:,.0f}" for name, rate in rates.items())
         output.print_line(f"tokens per second of a small mixtral: {speeds}")
     output.print_interpreted_layers(interpreted_parts)
     valid = sum(verdict.ok for verdict in verdicts)
     output.print_line(
-        f"{valid} of {format_count(len(verdicts), 'pairing')} are valid here for a small layer"
+        f"{valid} of {format_count(len(verdicts), 'pairing')} are valid on this machine for "
+        "a small layer"
     )
     output.print_line(f"\nnext{_describe_script()}:")
     for command, description in _NEXT_COMMANDS:
@@ -137,15 +138,16 @@ def _describe_script() -> str:
 
 def _print_checkpoints(rows: Sequence[CheckpointRow]) -> None:
     """Print the table of checkpoints, with one column per experts part."""
-    by_key = {(row.model, row.stored, row.pairing): row for row in rows}
+    row_by_key = {(row.model, row.stored, row.pairing): row for row in rows}
     pairings = dict.fromkeys(row.pairing for row in rows)
     cells = []
     for model, stored in dict.fromkeys((row.model, row.stored) for row in rows):
-        group = [by_key.get((model, stored, pairing)) for pairing in pairings]
-        shown = [
-            "-" if row is None else _format_ratio(row.ok, row.error, row.bound) for row in group
+        model_rows = [row_by_key.get((model, stored, pairing)) for pairing in pairings]
+        ratios = [
+            "-" if row is None else _format_ratio(row.ok, row.error, row.bound)
+            for row in model_rows
         ]
-        cells.append((f"{model} {stored.removeprefix(f'{model[:5]} ')}", *shown))
+        cells.append((f"{model} {stored.removeprefix(f'{model[:5]} ')}", *ratios))
     experts = (pairing.rpartition(" x ")[2] for pairing in pairings)
     output.print_table(("quantized checkpoint", *experts), cells)
     for row in rows:

@@ -25,8 +25,8 @@ _EXTRA_PACKAGES = {
     "transformers": "mk demo and the integration with transformers",
     "matplotlib": "plots of benchmarks",
 }
-# (name, value) of a process setting -> explanation of a normal value. Other values are explained by
-# the ProcessState.
+# (name, value) of a process setting -> explanation of a normal value. ProcessState.why explains the
+# other values.
 _EXPLANATIONS = {
     ("replay", "on"): "plans replay their launches without running host code",
     ("interpreter", "on"): "Triton kernels run on the CPU",
@@ -43,7 +43,7 @@ class DeviceReport:
     """A CUDA device.
 
     arch: compute capability, such as "9.0".
-    sms: number of multiprocessors.
+    sms: number of streaming multiprocessors.
     """
 
     index: int
@@ -179,24 +179,26 @@ def _collect_packages() -> list[PackageReport]:
 
     catalog = load_catalog()
     names = sorted({*_EXTRA_PACKAGES, *collect_packages(catalog)})
-    present = find_importable(names)
-    probed = {provider.name: find_package(provider) for provider in collect_probes(catalog)}
+    importable = find_importable(names)
+    probe_by_name = {provider.name: find_package(provider) for provider in collect_probes(catalog)}
     packages = []
     for name in names:
         dependents = [p for p in catalog.parts if name in _list_required_packages(p.cls)]
         enables = ", ".join(p.name for p in dependents) or _EXTRA_PACKAGES[name]
-        install = (
+        install_command = (
             _get_requirements(dependents[0].cls).install_hint(name)
             if dependents
             else f"pip install {name}"
         )
-        if name in probed:
-            probe = probed[name]
+        if name in probe_by_name:
+            probe = probe_by_name[name]
             is_present, version, reason = probe.folder is not None, probe.version, probe.reason
         else:
-            is_present, version, reason = name in present, installed_version(name) or "", ""
+            is_present, version, reason = name in importable, installed_version(name) or "", ""
         packages.append(
-            PackageReport(name, is_present, enables, version if is_present else "", reason, install)
+            PackageReport(
+                name, is_present, enables, version if is_present else "", reason, install_command
+            )
         )
     return packages
 

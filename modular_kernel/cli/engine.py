@@ -1,6 +1,6 @@
-"""`mk list --engine` and `mk test --engine`: the experts classes of a serving engine.
+"""`mk list --engine` and `mk test --engine`: lists and tests the experts classes of an engine.
 
-Worker processes load the engine (`modular_kernel.testing.engines`). This process does not.
+Both load the engine only in worker processes (`modular_kernel.testing.engines`).
 """
 
 import os
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 EngineName = Annotated[
     Literal["vllm", "sglang"] | None,
-    option("Engine whose experts classes to use instead of our parts."),
+    option("Use the experts classes of this engine instead of our parts."),
 ]
 # Engine -> the module with `load_engine` and `make_environment`.
 _MODULES = {
     "vllm": "modular_kernel.integrations.vllm.classes",
     "sglang": "modular_kernel.integrations.sglang.classes",
 }
-# More processes need more memory of a GPU than their kernels gain time.
+# More processes would use more GPU memory, but would hardly save time.
 _MAX_GPU_WORKERS = 8
 
 
@@ -43,23 +43,25 @@ class EngineOptions:
     first_call_limit: Annotated[
         float,
         option(
-            "With --engine: seconds for the first call of a case, with compilation.", type=POSITIVE
+            "With --engine: time limit of the first call of a case, including compilation, in "
+            "seconds.",
+            type=POSITIVE,
         ),
     ] = 180.0
     call_limit: Annotated[
-        float, option("With --engine: seconds for a call without compilation.", type=POSITIVE)
+        float, option("With --engine: time limit of other calls, in seconds.", type=POSITIVE)
     ] = 20.0
     time_limit: Annotated[
         float | None,
         option(
-            "With --engine: seconds after which no case begins.  [default: none]", type=POSITIVE
+            "With --engine: start no case after this many seconds.  [default: none]", type=POSITIVE
         ),
     ] = None
 
 
 def list_engine(engine: str, as_json: AsJson) -> None:
     """Print the experts classes of an engine."""
-    description = _describe(_make_program(engine))
+    description = _load_description(_make_program(engine))
     output.print_result(description, as_json, lambda: _print_classes(description))
 
 
@@ -76,18 +78,18 @@ def _make_program(engine: str) -> "EngineProgram":
 
 
 def load_engine(engine: str) -> "Engine":
-    """Load an engine in this process, whose environment is changed as its worker processes'."""
+    """Load an engine in this process, with the environment that its worker processes use."""
     from importlib import import_module
 
     import torch
 
     module = import_module(_MODULES[engine])
     update_environment(module.make_environment(has_gpu=torch.cuda.is_available()))
-    loaded: Engine = module.load_engine()
-    return loaded
+    serving_engine: Engine = module.load_engine()
+    return serving_engine
 
 
-def _describe(program: "EngineProgram") -> "Description":
+def _load_description(program: "EngineProgram") -> "Description":
     from modular_kernel.testing.engines.processes import TimeLimits, describe_engine
 
     with output.show_activity(lambda: "loading the engine"):
@@ -115,7 +117,7 @@ def _print_heading(description: "Description") -> None:
 
 
 def _print_unavailable(description: "Description") -> None:
-    """Print the classes that cannot run here, by reason."""
+    """Print the classes that cannot run on this machine, by reason."""
     by_reason: dict[str, list[str]] = {}
     for experts in description.classes:
         if experts.unavailable:
@@ -132,10 +134,10 @@ def judge_engine(
     workers: int | None,
     as_json: AsJson,
 ) -> bool:
-    """Judge the experts classes of an engine, print the results, and return whether all are right.
+    """Judge the experts classes of an engine, print the results, and return whether all pass.
 
-    Refused combinations, and classes that cannot run here, are not counted. The result is False if
-    no call is judged, or if some are not run.
+    Refused combinations and classes that cannot run on this machine are not counted. The result is
+    False if no call is judged, or if some calls are not run.
     """
     from modular_kernel.testing.engines.cases import Selection, select_cases
     from modular_kernel.testing.engines.processes import TimeLimits
@@ -143,21 +145,21 @@ def judge_engine(
     assert options.engine is not None
     model = None if problem_options.model is None else problem_options.problem()
     program = _make_program(options.engine)
-    description = _describe(program)
+    description = _load_description(program)
     selection = Selection(level, experts, problem_options.quant, model)
     cases = select_cases(description, selection)
     limits = TimeLimits(
         first_call=options.first_call_limit, call=options.call_limit, total=options.time_limit
     )
     workers = limit_workers(workers) if workers is not None else _count_workers(description)
-    results = _run(cases, program, limits, workers)
+    results = _run_cases(cases, program, limits, workers)
     rows = _make_rows(results, program, limits, workers)
-    bad = {"wrong", "crashed", "timeout"}
+    failures = {"wrong", "crashed", "timeout"}
     incomplete = _explain_incomplete(results)
-    ok = not incomplete and not any(row.kind in bad for row in rows)
+    ok = not incomplete and not any(row.kind in failures for row in rows)
     if experts is not None:
-        chosen = tuple(c for c in description.classes if c.name == experts)
-        description = replace(description, classes=chosen)
+        selected_classes = tuple(c for c in description.classes if c.name == experts)
+        description = replace(description, classes=selected_classes)
     record = {
         "ok": ok,
         "incomplete": incomplete,
@@ -171,7 +173,7 @@ def judge_engine(
 
 
 def _explain_incomplete(results: "Iterable[Result]") -> str:
-    """Return why the results do not show that the classes are right; empty if they may."""
+    """Return why the results do not suffice for a verdict, or "" if they do."""
     from modular_kernel.integrations.engine import Kind
 
     outcomes = [outcome for _, outcome in results]
@@ -188,19 +190,19 @@ def _count_workers(description: "Description") -> int:
     return min(cpus, _MAX_GPU_WORKERS) if description.device == "cuda" else cpus
 
 
-def _run(
+def _run_cases(
     cases: "Sequence[object]", program: "EngineProgram", limits: "TimeLimits", workers: int
 ) -> "list[Result]":
     """Return the results in the order of the cases."""
     from modular_kernel.testing.engines.processes import run_cases
 
-    order = {case: number for number, case in enumerate(cases)}
+    index_by_case = {case: index for index, case in enumerate(cases)}
     results = []
     with output.show_progress(len(cases), "cases") as advance:
-        for result in run_cases(list(order), program, limits, workers):  # type: ignore[arg-type]
+        for result in run_cases(list(index_by_case), program, limits, workers):  # type: ignore[arg-type]
             results.append(result)
             advance()
-    return sorted(results, key=lambda result: order[result[0]])
+    return sorted(results, key=lambda result: index_by_case[result[0]])
 
 
 def _make_rows(
@@ -212,23 +214,23 @@ def _make_rows(
     from modular_kernel.testing.engines.processes import run_reproducer
     from modular_kernel.testing.engines.rows import make_rows
 
-    rows, limit = make_rows(results), limits.first_call + limits.setup
-    numbers: dict[tuple[str, str], int] = {}
-    for number in sorted(range(len(rows)), key=lambda n: -(rows[n].worst_ratio or 0.0)):
-        row = rows[number]
+    rows, timeout = make_rows(results), limits.first_call + limits.setup
+    index_by_scheme: dict[tuple[str, str], int] = {}
+    for index in sorted(range(len(rows)), key=lambda n: -(rows[n].worst_ratio or 0.0)):
+        row = rows[index]
         if row.reproducer:
-            numbers.setdefault((row.case.experts, row.case.problem.quant), number)
+            index_by_scheme.setdefault((row.case.experts, row.case.problem.quant), index)
 
-    def reproduce(number: int) -> None:
-        status, line = run_reproducer(program, rows[number].reproducer, limit)
-        is_shown = status == 1 and line.startswith("relative RMS error")
-        text = line if is_shown else f"not shown, exit status {status}: {line}"
+    def reproduce(index: int) -> None:
+        status, last_line = run_reproducer(program, rows[index].reproducer, timeout)
+        is_reproduced = status == 1 and last_line.startswith("relative RMS error")
+        result = last_line if is_reproduced else f"not shown, exit status {status}: {last_line}"
         if status == 0:
-            text = "not shown, its error is within the bound"
-        rows[number] = replace(rows[number], reproduced=text)
+            result = "not shown, its error is within the bound"
+        rows[index] = replace(rows[index], reproduced=result)
 
     with output.show_activity(lambda: "running reproducers"), ThreadPoolExecutor(workers) as pool:
-        list(pool.map(reproduce, numbers.values()))
+        list(pool.map(reproduce, index_by_scheme.values()))
     return rows
 
 
@@ -238,28 +240,28 @@ def _print_rows(description: "Description", rows: "Sequence[Row]", incomplete: s
     _print_heading(description)
     judged = [row for row in rows if row.kind not in (Kind.REFUSED, Kind.UNAVAILABLE)]
     columns = ("class", "scheme", "dtype", "activations", "outcome", "calls", "error", "promises")
-    merged = _merge(judged)
-    output.print_table(columns, [_format_rows(group) for group in merged], optional=("dtype",))
+    groups = _merge_activations(judged)
+    output.print_table(columns, [_format_rows(group) for group in groups], optional=("dtype",))
     if judged:
         output.print_line(
-            "error: largest ratio of the error to its bound; promises: those of our parts that the "
-            "class breaks, which does not make it wrong"
+            "error: largest ratio of the error to its bound; promises: the promises of our parts "
+            "that the class breaks, although its results may be right"
         )
     for row in judged:
         if row.kind is not Kind.RIGHT:
-            _print_problem(row)
+            _print_failure(row)
     _print_reasons(rows, Kind.REFUSED)
     _print_reasons(rows, Kind.UNAVAILABLE)
     _print_unavailable(description)
     _print_reproducers(judged)
     counts = Counter(row.kind for row in rows)
-    text = ", ".join(f"{counts[kind]} {kind}" for kind in Kind if counts[kind])
-    output.print_line(f"{len(rows)} combinations: {text or 'none'}")
+    summary = ", ".join(f"{counts[kind]} {kind}" for kind in Kind if counts[kind])
+    output.print_line(f"{len(rows)} combinations: {summary or 'none'}")
     if incomplete:
         output.print_line(f"incomplete: {incomplete}")
 
 
-def _merge(rows: "Iterable[Row]") -> "list[list[Row]]":
+def _merge_activations(rows: "Iterable[Row]") -> "list[list[Row]]":
     """Group rows that differ only in the activation."""
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
@@ -289,19 +291,19 @@ def _format_rows(rows: "Sequence[Row]") -> tuple[object, ...]:
     )
 
 
-def _print_problem(row: "Row") -> None:
-    problem, bad = row.case.problem, row.select(row.kind)
+def _print_failure(row: "Row") -> None:
+    problem, failures = row.case.problem, row.select(row.kind)
     biases = " with biases" if problem.bias else ""
     name = f"{row.case.experts}, {problem.quant}, {row.case.activation}{biases}, {row.dtype}"
-    output.print_line(f"{row.kind}: {name}, in {len(bad)} of {len(row.numbers)} calls")
-    for case, outcome in bad[:3]:
+    output.print_line(f"{row.kind}: {name}, in {len(failures)} of {len(row.numbers)} calls")
+    for case, outcome in failures[:3]:
         output.print_line(f"    {case.shape}: {outcome.detail}")
     if row.reproduced:
         output.print_line(f"    reproducer: {row.reproduced}")
 
 
 def _print_reasons(rows: "Iterable[Row]", kind: object) -> None:
-    """Print the reasons of refused combinations, or of those that cannot run here."""
+    """Print the reasons of refused combinations, or of those that cannot run on this machine."""
     by_reason: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row.kind is kind:
@@ -313,7 +315,7 @@ def _print_reasons(rows: "Iterable[Row]", kind: object) -> None:
 
 
 def _print_reproducers(rows: "Iterable[Row]") -> None:
-    """Print the reproducers that were run. The JSON has all of them."""
+    """Print the reproducers that were run. The JSON record has all of them."""
     for row in rows:
         if row.reproduced:
             print(f"\n{row.reproducer}")  # not wrapped: it is a program

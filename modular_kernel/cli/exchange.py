@@ -1,8 +1,8 @@
 """`mk exchange`: times the communication of a layer between ranks.
 
 Dispatch sends tokens to the ranks of their experts, and combine returns the results. Together they
-are called the exchange. A transport performs an exchange. It is a part, or a peer: a library that
-is called without a part. `modular_kernel.bench.all2all` measures.
+are called the exchange. A transport performs an exchange. It is either a part or a peer, which is a
+library that is called directly. `modular_kernel.bench.all2all` takes the measurements.
 """
 
 import shlex
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from modular_kernel.spec.problem import Machine
 
 _DEFAULT_LINK_GBS = 393
-# Cases share buffers: one set up to this number of tokens, and another for larger numbers.
+# Cases share two sets of buffers: one for at most this many tokens, and one for more.
 _SMALL_BATCH = 128
 _LIBRARIES = ("torch", "triton", "nvidia-nccl-cu13", "deep_ep", "pplx_kernels")
 _METHOD_TEXT = (
@@ -46,8 +46,8 @@ _METHOD_TEXT = (
 )
 
 
-# Defaults on GPUs are a layer of DeepSeek-V3. Those on a CPU are a small layer, which takes less
-# than a minute for all parts.
+# The defaults on a GPU describe a layer of DeepSeek-V3. Those on a CPU describe a small layer,
+# for which the measurement of all parts takes less than a minute.
 _GPU_DEFAULTS: dict[str, Any] = {
     "tokens_list": (1, 8, 32, 128, 1024, 4096),
     "hidden": 7168,
@@ -66,13 +66,13 @@ _CPU_DEFAULTS: dict[str, Any] = {
 }
 
 
-def _device_option(text: str, name: str, *, type: click.ParamType[Any] | None = None) -> Any:
+def _device_option(help: str, name: str, *, type: click.ParamType[Any] | None = None) -> Any:
     """Return an option whose help ends with the default values on a GPU and on a CPU."""
-    on_gpu, on_cpu = (
+    gpu_default, cpu_default = (
         _format_default(defaults[name]) for defaults in (_GPU_DEFAULTS, _CPU_DEFAULTS)
     )
-    default = f"[default: {on_gpu}; on a CPU {on_cpu}]"
-    return option(f"{text}  {default}", type=type)
+    default = f"[default: {gpu_default}; on a CPU {cpu_default}]"
+    return option(f"{help}  {default}", type=type)
 
 
 def _format_default(default: int | tuple[int, ...]) -> str:
@@ -165,13 +165,13 @@ class ExchangeOptions:
     )
 
     def is_selected(self, name: str) -> bool:
-        words = (self.only or "").lower().split(",")
-        return any(word in name.lower() for word in words)
+        substrings = (self.only or "").lower().split(",")
+        return any(substring in name.lower() for substring in substrings)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeFiles(ReportFiles):
-    """Options of the output files, and the records to merge instead of measuring."""
+    """Options of the output files, and the records to show instead of measuring."""
 
     load: Annotated[
         tuple[Path, ...],
@@ -190,8 +190,9 @@ def exchange(*, sizes: ExchangeSizes, method: ExchangeOptions, files: ExchangeFi
 
     A peer is a library that is called directly. A --peer file defines transports(), which returns a
     list of modular_kernel.bench.all2all.cases.Transport. tools/exchange_peers.py in the repository
-    (it is not installed with the package) defines those of NCCL and of other libraries. Libraries
-    that cannot be installed together are measured in separate runs, whose records --load joins.
+    (it is not installed with the package) defines transports for NCCL and other libraries.
+    Libraries that cannot be installed together are measured in separate runs, whose records --load
+    joins.
 
     Exits with 1 if a row is wrong or failed, and with 2 on bad usage.
     """
@@ -290,12 +291,12 @@ def _make_cases(sizes: ExchangeSizes) -> "Iterator[ExchangeCase]":
     """Yield the cases. Cases that share buffers (equal quant and capacity) are adjacent."""
     from modular_kernel.bench.all2all.cases import ExchangeCase
 
-    numbers = sorted(sizes.tokens_list or ())
-    small = [tokens for tokens in numbers if tokens <= _SMALL_BATCH]
+    token_counts = sorted(sizes.tokens_list or ())
+    small_counts = [tokens for tokens in token_counts if tokens <= _SMALL_BATCH]
     shape: dict[str, Any] = {name: getattr(sizes, name) for name in ("hidden", "experts", "top_k")}
     for quant in parse_schemes(sizes.quant):
-        for tokens in numbers:
-            capacity = max(small) if tokens <= _SMALL_BATCH else max(numbers)
+        for tokens in token_counts:
+            capacity = max(small_counts) if tokens <= _SMALL_BATCH else max(token_counts)
             yield ExchangeCase(sizes.ranks, tokens, capacity, quant=quant, **shape)
 
 

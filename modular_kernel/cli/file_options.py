@@ -145,7 +145,7 @@ def _check_writable(path: Path, *, folder: bool) -> None:
 def _check_can_create_file(folder: Path, path: Path | None = None) -> None:
     """Raise _UnusablePathError if no file can be created in a folder, which may not exist yet.
 
-    path: the file, for the message. None stands for the folder.
+    path: the file that the error message names. None stands for the folder.
     """
     for ancestor in (folder, *folder.parents):
         if exists(ancestor) and not ancestor.is_dir():
@@ -158,7 +158,7 @@ def _check_can_create_file(folder: Path, path: Path | None = None) -> None:
     subject = _shorten(path or folder)
     if not os.access(existing, os.W_OK | os.X_OK):
         raise _UnusablePathError(f"{subject}: {existing} is read-only")
-    # Permissions do not suffice. For example, /proc has write permission but accepts no files.
+    # Checking permissions is not enough: /proc, for example, is writable but accepts no files.
     try:
         with tempfile.TemporaryFile(dir=existing):
             pass

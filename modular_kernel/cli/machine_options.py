@@ -20,7 +20,8 @@ class MachineOptions:
     machine: Annotated[
         str | None,
         option(
-            "Another machine than this one: [HOSTSx][GPUSx]GPU, such as 8xh200 or 2x8xb200, "
+            "Use a described machine instead of this one: [HOSTSx][GPUSx]GPU, such as 8xh200 or "
+            "2x8xb200, "
             "where GPU is a100, h100, h200 or b200; or a JSON file.",
             metavar="NAME",
         ),
@@ -79,12 +80,12 @@ class MachineOptions:
         from modular_kernel.catalog import collect_packages, load_catalog
         from modular_kernel.perf_model.machines import BASE_PACKAGES, parse_packages
 
-        known = collect_packages(load_catalog())
+        known_packages = collect_packages(load_catalog())
         if self.packages is not None:
-            return parse_packages(self.packages, known)
+            return parse_packages(self.packages, known_packages)
         if cluster is not None and cluster.packages is not None:
             names = ",".join(sorted(cluster.packages))
-            return parse_packages(names, known, "packages of --machine")
+            return parse_packages(names, known_packages, "packages of --machine")
         return BASE_PACKAGES if is_described else None
 
 
@@ -97,16 +98,16 @@ def apply_cluster(options: ProblemOptions, cluster: "Cluster | None") -> Problem
     """
     if cluster is None:
         return options
-    world = cluster.gpus if options.world_size is None else options.world_size
-    per_host = cluster.per_host
-    if world > cluster.gpus:
+    world_size = cluster.gpus if options.world_size is None else options.world_size
+    gpus_per_host = cluster.per_host
+    if world_size > cluster.gpus:
         need = f"at most {cluster.gpus}, the GPUs of --machine"
-        raise ConfigurationError("--world-size", got=world, need=need)
-    if world > per_host and world % per_host:
-        need = f"a multiple of {per_host}, the GPUs of a host"
-        raise ConfigurationError("--world-size", got=world, need=need)
-    if options.ranks_per_host not in (None, min(world, per_host)):
-        need = f"{min(world, per_host)} as in --machine, or no --ranks-per-host"
+        raise ConfigurationError("--world-size", got=world_size, need=need)
+    if world_size > gpus_per_host and world_size % gpus_per_host:
+        need = f"a multiple of {gpus_per_host}, the GPUs of a host"
+        raise ConfigurationError("--world-size", got=world_size, need=need)
+    if options.ranks_per_host not in (None, min(world_size, gpus_per_host)):
+        need = f"{min(world_size, gpus_per_host)} as in --machine, or no --ranks-per-host"
         raise ConfigurationError("--ranks-per-host", got=options.ranks_per_host, need=need)
-    hosts = per_host if world > per_host else None
-    return replace(options, world_size=world, ranks_per_host=hosts)
+    ranks_per_host = gpus_per_host if world_size > gpus_per_host else None
+    return replace(options, world_size=world_size, ranks_per_host=ranks_per_host)

@@ -30,10 +30,10 @@ def prepare_host(*, quiet: bool = False) -> None:
         return
     enable_interpreter()
     if not quiet:
-        print_note(_describe_triton())
+        print_note(_describe_triton_support())
 
 
-def _describe_triton() -> str:
+def _describe_triton_support() -> str:
     """Describe how Triton kernels run on a machine without a GPU."""
     from modular_kernel.machine import find_importable
 
@@ -41,10 +41,10 @@ def _describe_triton() -> str:
     missing = [name for name in packages if name not in find_importable(packages)]
     if not missing:
         return "no CUDA device here: Triton kernels run in Triton's CPU interpreter"
-    need = "pip install 'modular-kernel[interpreter]'"
+    install_command = "pip install 'modular-kernel[interpreter]'"
     return (
         f"no CUDA device, and {missing[0]} is not installed: parts that use Triton are unavailable "
-        f"({need})"
+        f"({install_command})"
     )
 
 
@@ -110,7 +110,7 @@ def select_machine(
             raise ConfigurationError("--arch", got="nothing", need=need)
         capability = current.arch
     available = current.packages if packages is None else packages
-    # The condition under which `prepare_host` enables the interpreter.
+    # Must match the condition under which `prepare_host` enables the interpreter.
     interpreter = device_type == "cpu" and {"triton", "ml_dtypes"} <= available
     memory = current.memory if arch is None and device_type == current.device else None
     return Machine(device_type, capability, available, interpreter, name="described", memory=memory)
@@ -126,12 +126,12 @@ def _resolve_device_type(
     return device
 
 
-def parse_arch(text: str) -> tuple[int, int]:
+def parse_arch(arch: str) -> tuple[int, int]:
     """Parse a compute capability: "9.0", "90" and "sm_90" give (9, 0).
 
-    Raises ConfigurationError for other texts.
+    Raises ConfigurationError for any other text.
     """
-    match = _ARCH.fullmatch(text)
+    match = _ARCH.fullmatch(arch)
     if match is None:
-        raise ConfigurationError("--arch", got=repr(text), need="a capability such as 9.0")
+        raise ConfigurationError("--arch", got=repr(arch), need="a capability such as 9.0")
     return int(match[1]), int(match[2] or match[3])

@@ -24,11 +24,11 @@ _EXIT_DELAY_S = 5.0
 _DESCRIPTION = "Compose fused MoE layers from interchangeable parts, and verify the pairings."
 _CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"]}
 _EXIT_INTERRUPTED = 130  # exit status after Ctrl-C
-# These verbs take less time than a garbage collection, which is therefore paused.
+# A garbage collection would take longer than these verbs, so it is paused while they run.
 _SHORT_VERBS = frozenset({"list", "models", "check", "plan"})
 
-# Verb -> (module:function, description in `mk --help`), in the order of the help. The descriptions
-# are explicit because click would truncate the first line of the docstring.
+# Verb -> (module:function, description in `mk --help`), in the order in which the help lists them.
+# The descriptions are explicit because click would truncate the first line of the docstring.
 VERBS = {
     "list": (
         "parts:list_parts",
@@ -57,7 +57,7 @@ VERBS = {
         "compile:compile_kernels",
         "Compile the kernels for a GPU; show registers and spills.",
     ),
-    "new": ("new:new", "Write a package with a new part, path or scheme, to start from."),
+    "new": ("new:new", "Write a starter package with a new part, path or scheme."),
     "doctor": ("doctor:doctor", "Show versions, devices, and missing packages."),
     "demo": ("demo:demo", "Run four small models with transformers' experts and ours."),
 }
@@ -86,8 +86,8 @@ def make_application(verbs: Iterable[str] = VERBS) -> click.Group:
         context_settings=_CONTEXT_SETTINGS,
     )
     for verb in verbs:
-        path, short_help = VERBS[verb]
-        module, attribute = path.split(":")
+        import_path, short_help = VERBS[verb]
+        module, attribute = import_path.split(":")
         function = getattr(import_module(f"modular_kernel.cli.{module}"), attribute)
         group.add_command(make_verb(verb, function, short_help))
     return group
@@ -108,7 +108,7 @@ def _make_command(verb: str | None) -> click.Group:
 def run(argv: list[str] | None = None) -> None:
     """Run `mk` with `argv`, or with `sys.argv[1:]` if it is None, and exit the process.
 
-    The exit status is 74 if the output could not be written. This replaces the verb's own status.
+    If the output cannot be written, the exit status is 74 instead of the verb's own status.
     """
     with guard_streams():
         try:
@@ -131,7 +131,7 @@ def _pause_gc(*, exits_after: bool) -> Iterator[None]:
     """Pause cyclic garbage collection, which takes longer than a short verb once torch is loaded.
 
     exits_after: whether the process exits after the context. All objects are then frozen, so that
-        the collection at exit skips them, too.
+        the garbage collection at exit skips them, too.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -14,7 +14,7 @@ _LEGEND = """E: number of experts. K: experts per token (top-k). H: hidden size.
 I: intermediate size. quant: scheme of the published weights, unless --quant
 names another one. Abbreviations:
 """
-_LAYERS = """
+_LAYERS_HEADING = """
 Layers for benchmarks and tuning: plain SwiGLU, no bias, no scaling factor,
 router weight on the output. A layer has the sizes of a whole model, or of the
 shard of one rank (TP N: I / N, EP N: E / N)."""
@@ -44,7 +44,7 @@ def list_models(
 def _print_models() -> None:
     schemes = dict.fromkeys(m.quant for m in MODELS.values() if m.quant != "none")
     output.print_line(
-        _LEGEND + ", ".join(f"{_weight_dtype(scheme)} is {scheme}" for scheme in schemes) + "."
+        _LEGEND + ", ".join(f"{_get_weight_dtype(scheme)} is {scheme}" for scheme in schemes) + "."
     )
     output.print_table(
         ("model", "E", "K", "H", "I", "quant", "unlike plain SwiGLU"),
@@ -52,14 +52,14 @@ def _print_models() -> None:
             (
                 name,
                 *(getattr(m, field) for field in _SIZE_FIELDS),
-                _weight_dtype(m.quant),
+                _get_weight_dtype(m.quant),
                 _describe_differences(m),
             )
             for name, m in MODELS.items()
         ],
     )
     output.print_table(("alias", "model"), ALIASES.items())
-    output.print_line(_LAYERS)
+    output.print_line(_LAYERS_HEADING)
     output.print_table(
         ("layer", "E", "K", "H", "I", "sizes of"),
         [
@@ -69,7 +69,7 @@ def _print_models() -> None:
     )
 
 
-def _weight_dtype(quant: str) -> str:
+def _get_weight_dtype(quant: str) -> str:
     """Return the weight dtype in the name of a scheme, such as "int4" for "int4_w4a16_group"."""
     return quant.partition("_")[0]
 

@@ -37,7 +37,7 @@ class MutationOptions:
         str | None,
         option(
             "Inject defects into the calls and the source of this part, and check that each makes "
-            "a case fail. PART,PART: several parts, which share results for common code.",
+            "a case fail. Several parts (PART,PART) share results for common code.",
             metavar="PART",
         ),
     ] = None
@@ -149,34 +149,34 @@ def run_mutation(
         raise ConfigurationError("--mutate", got="ranks over nccl", need="--backend gloo")
     if count:
         require_no_gpu()
-    print_position = output.PositionLines("cases")
-    execution: MutationBackend = OneProcess(print_position)
+    print_position = output.PositionPrinter("cases")
+    backend: MutationBackend = OneProcess(print_position)
     if executor.pool is not None:
         pool = executor.pool
-        execution = OverRanks(pool.world_size, pool.ranks_per_host, print_position)
-    pairs_by_part = (pairs_of(part, level, backend=execution) for part in parts)
+        backend = OverRanks(pool.world_size, pool.ranks_per_host, print_position)
+    pairs_by_part = (pairs_of(part, level, backend=backend) for part in parts)
     pairs = pairs or tuple(
         dict.fromkeys(pair for part_pairs in pairs_by_part for pair in part_pairs)
     )
     results = [] if options.only else run_call_mutations(pairs, executor)
     all_killed = all(result.ok for result in results)
-    calls = {
+    call_record = {
         "ok": all_killed,
         **executor.record_fields,
         "calls": [make_result_record(result) for result in results],
     }
     if count == 0:
-        output.print_result(calls, as_json, lambda: print_call_results(results))
+        output.print_result(call_record, as_json, lambda: print_call_results(results))
         return all_killed
     if as_json != output.STDOUT and results:
         print_call_results(results)
     output.print_note("finding the cases that execute each line of the source")
-    surveys_of_parts = surveys(parts, pairs, level, backend=execution)
+    part_surveys = surveys(parts, pairs, level, backend=backend)
     if options.bits is not None:
-        return _compare_bits(mutants, surveys_of_parts[0], options.bits, as_json=as_json)
-    scores, records = _compute_scores(surveys_of_parts, options)
+        return _compare_bits(mutants, part_surveys[0], options.bits, as_json=as_json)
+    scores, records = _compute_scores(part_surveys, options)
     ok = all_killed and not any(score.survivors for score in scores)
-    record = records[0] if options.only else {**calls, "ok": ok, **_combine_records(records)}
+    record = records[0] if options.only else {**call_record, "ok": ok, **_combine_records(records)}
 
     def print_text() -> None:
         for score in scores:
@@ -194,15 +194,15 @@ def run_call_mutations(pairs: Sequence[Pair], executor: Executor) -> "list[CallM
     results: list[CallMutantResult] = []
     pairings = format_count(len(pairs), "pairing")
     output.print_note(f"mutating inputs and outputs of {pairings}")
-    print_position = output.PositionLines("mutations")
+    print_position = output.PositionPrinter("mutations")
     with output.show_steps(len(pairs), "pairings") as report:
         for number, pair in enumerate(pairs, 1):
             start = time.monotonic()
             name = f"pairing {number} of {len(pairs)}, {' x '.join(pair)}"
-            of_pair = executor.run_input_mutations(*pair, partial(print_position, name))
-            results += of_pair
-            killed = sum(result.killed_by is not None for result in of_pair)
-            count = format_count(len(of_pair), "input mutation")
+            pair_results = executor.run_input_mutations(*pair, partial(print_position, name))
+            results += pair_results
+            killed = sum(result.killed_by is not None for result in pair_results)
+            count = format_count(len(pair_results), "input mutation")
             report(f"{name}: {count}, {killed} killed, {time.monotonic() - start:.0f} s")
     return results
 
@@ -233,7 +233,7 @@ def print_call_results(results: Sequence["CallMutantResult"]) -> None:
     ]
     columns = ("input mutation", "pairing", "cases", "killed by", "verdict")
     pairings = {pairing for _, pairing in groups}
-    if len(pairings) == 1:  # without a column for its long name, rows fit on a line
+    if len(pairings) == 1:  # rows fit on a line without a column for its long name
         output.print_line(f"{pairings.pop()}:")
         output.print_table((columns[0], *columns[2:]), [(name, *cells) for name, _, *cells in rows])
     else:
@@ -241,12 +241,14 @@ def print_call_results(results: Sequence["CallMutantResult"]) -> None:
     for result in results:
         if not result.ok or result.no_effect_reason:
             output.print_line(str(result))
-    missed = sum(not result.ok for result in results)
-    unused = sum(result.ok and result.no_effect_reason is not None for result in results)
-    killed = len(results) - missed - unused
-    not_applicable = f", {unused} not applicable" if unused else ""
+    num_missed = sum(not result.ok for result in results)
+    num_not_applicable = sum(
+        result.ok and result.no_effect_reason is not None for result in results
+    )
+    num_killed = len(results) - num_missed - num_not_applicable
+    not_applicable = f", {num_not_applicable} not applicable" if num_not_applicable else ""
     output.print_line(
-        f"{format_count(len(results), 'input mutation')}: {killed} killed, {missed} missed"
+        f"{format_count(len(results), 'input mutation')}: {num_killed} killed, {num_missed} missed"
         f"{not_applicable}"
     )
 
@@ -276,22 +278,22 @@ def _select_mutants(options: MutationOptions) -> "list[Mutant]":
 
     if options.mutate is None or options.only is None:
         return []
-    known = list_mutants(options.mutate, load_catalog())
-    several = options.code or options.bits is not None
-    ids = options.only.split(",") if several else [options.only]
-    return [find_mutant(known, options.mutate, ident) for ident in ids]
+    part_mutants = list_mutants(options.mutate, load_catalog())
+    accepts_several = options.code or options.bits is not None
+    ids = options.only.split(",") if accepts_several else [options.only]
+    return [find_mutant(part_mutants, options.mutate, ident) for ident in ids]
 
 
 def _compute_scores(
-    surveys_of_parts: "Sequence[Survey]", options: MutationOptions
+    part_surveys: "Sequence[Survey]", options: MutationOptions
 ) -> "tuple[list[Score], list[dict[str, object]]]":
     """Compute the mutation score of each part, and save its record after each mutant."""
     from modular_kernel.testing.mutation import MutantOutcome, mutation_score
     from modular_kernel.testing.mutation.record import record_of, recorded_kills
 
-    count, known = options.count(), dict[str, MutantOutcome]()
+    count, outcome_by_mutant = options.count(), dict[str, MutantOutcome]()
     scores = list["Score"]()
-    for survey in surveys_of_parts:
+    for survey in part_surveys:
         total = 1 if options.only else min(count or len(survey.mutants), len(survey.executed()))
         previous = _load_record(options, survey.part)
         saved_kills = {} if previous is None else recorded_kills(previous, survey)
@@ -299,10 +301,10 @@ def _compute_scores(
         with output.show_steps(total, "mutants") as report:
 
             def report_progress(
-                so_far: "Score", report: Callable[[str], None] = report, total: int = total
+                score: "Score", report: Callable[[str], None] = report, total: int = total
             ) -> None:
-                report(_describe_outcome(so_far, total))
-                _save(so_far, options.save)
+                report(_describe_outcome(score, total))
+                _save_record(score, options.save)
 
             scores.append(
                 mutation_score(
@@ -310,7 +312,7 @@ def _compute_scores(
                     count=count,
                     seed=options.sample_seed,
                     ident=options.only,
-                    known_outcomes=known,
+                    known_outcomes=outcome_by_mutant,
                     recorded=saved_kills,
                     on_progress=report_progress,
                 )
@@ -326,14 +328,14 @@ def _describe_outcome(score: "Score", total: int) -> str:
     return f"{number}: {outcome.status}{check}, {outcome.seconds:.0f} s"
 
 
-def _save(score: "Score", folder: Path | None) -> None:
+def _save_record(score: "Score", folder: Path | None) -> None:
     """Write the record of a part atomically, so that --resume can continue an interrupted run."""
     from modular_kernel.testing.mutation.record import record_of
 
     if folder is None:
         return
-    text = json.dumps(record_of(score), indent=1) + "\n"
-    output.write_file(folder / f"{score.survey.part}.json", text)
+    record = json.dumps(record_of(score), indent=1) + "\n"
+    output.write_file(folder / f"{score.survey.part}.json", record)
 
 
 def _load_record(options: MutationOptions, part: str) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""`mk new`: writes an installable package with a new part, path or scheme, to start from."""
+"""`mk new`: writes an installable starter package with a new part, path or scheme."""
 
 from pathlib import Path
 from typing import Annotated
@@ -22,7 +22,7 @@ def new(
     ] = None,
     as_json: AsJson = None,
 ) -> None:
-    """Write a package with a new part, path or scheme: pyproject.toml, code, tests and a README.
+    """Write a package with a new part, path or scheme: pyproject.toml, code, tests and README.
 
     KIND is one of these:
 
@@ -37,7 +37,7 @@ def new(
     my_experts contains MyExperts. Entry points of the package register the part, path or scheme.
     The package passes `mk test --level full` and its own tests.
 
-    Nothing is written if the name is not valid or the folder exists.
+    Nothing is written if the name is not valid or if the folder already exists.
     """
     from modular_kernel.cli.scaffold import check_kind, check_name, check_unused, render, write
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from modular_kernel.spec.placement import Placement
     from modular_kernel.spec.problem import Problem
 
-# Fields of a Problem that no option and no model sets. The layer runs quickly on any machine.
+# Values of the fields of a Problem that neither an option nor a model sets. They describe a layer
+# that runs quickly on any machine.
 DEFAULTS: dict[str, object] = {
     "tokens": 16,
     "hidden": 64,
@@ -25,8 +26,8 @@ DEFAULTS: dict[str, object] = {
     "dtype": "bfloat16",
 }
 
-# Sizes of a layer that is described but not run. No kernel refuses them: many support only
-# multiples of 128, and some exchanges only the hidden sizes of published models.
+# Sizes of a layer that is described but not run. Every kernel accepts them: many kernels support
+# only multiples of 128, and some exchanges support only the hidden sizes of published models.
 DESCRIBED_DEFAULTS = DEFAULTS | {"hidden": 2048, "intermediate": 1024}
 
 _MAX_TOKENS = (1 << 20) - 1
@@ -46,14 +47,17 @@ AsJson = Annotated[
 ]
 
 
-def _size_option(text: str, name: str, defaults: Mapping[str, object] = DEFAULTS) -> Any:
+def _size_option(help: str, name: str, defaults: Mapping[str, object] = DEFAULTS) -> Any:
     """Return an option whose help ends with the default value."""
-    return option(f"{text}  [default: {defaults[name]}, or the model's]")
+    return option(f"{help}  [default: {defaults[name]}, or the model's]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProblemOptions:
-    """Options of a `Problem`. None stands for the value of --model, or else of `defaults`."""
+    """Options of a `Problem`.
+
+    None stands for the value that --model gives, or else for the value in `defaults`.
+    """
 
     defaults = MappingProxyType(DEFAULTS)  # not annotated, so not an option
 
@@ -94,7 +98,9 @@ class ProblemOptions:
     ] = None
     model: Annotated[
         str | None,
-        option("Sizes and properties of this model: a name of `mk models` or a config.json."),
+        option(
+            "Use the sizes and properties of this model: a name of `mk models` or a config.json."
+        ),
     ] = None
     local_experts: Annotated[int | None, option("Number of experts on this rank.")] = None
     ids_dtype: Annotated[
@@ -122,7 +128,7 @@ class ProblemOptions:
             "top-k, hidden), weighted or not.  [default: sum]"
         ),
     ] = None
-    inplace: Annotated[bool, option("Write the output over the input.")] = False
+    inplace: Annotated[bool, option("Overwrite the input with the output.")] = False
     fp32_precision: Annotated[
         Literal["ieee", "tf32"] | None,
         option("Precision of GEMMs in float32.  [default: ieee]"),
@@ -142,7 +148,7 @@ class ProblemOptions:
     lora: Annotated[
         str | None,
         option(
-            "L LoRA adapters of rank R: adapters=L,rank=R[,a13=shared][,outer=shared].  "
+            "Use L LoRA adapters of rank R: adapters=L,rank=R[,a13=shared][,outer=shared].  "
             "[default: none]"
         ),
     ] = None
@@ -213,12 +219,14 @@ def split_by_scheme(
     return [(group.layers, replace(options, quant=group.scheme)) for group in groups]
 
 
-def _parse_placement(text: str, experts: int, world_size: int) -> "Placement | Literal['linear']":
-    if text == "linear":
+def _parse_placement(
+    placement: str, experts: int, world_size: int
+) -> "Placement | Literal['linear']":
+    if placement == "linear":
         return "linear"
     from modular_kernel.testing.cases.ranks import parse_placement
 
-    return parse_placement(text, experts, world_size)
+    return parse_placement(placement, experts, world_size)
 
 
 def parse_schemes(text: str) -> list[str]:
@@ -229,9 +237,9 @@ def parse_schemes(text: str) -> list[str]:
     from modular_kernel.spec.quantization import QuantScheme
 
     schemes: list[str] = []
-    for word in text.split(","):
-        is_option_of_last = "=" in word and ":" not in word and schemes
-        schemes[-1:] = [f"{schemes[-1]},{word}"] if is_option_of_last else [*schemes[-1:], word]
+    for item in text.split(","):
+        is_option_of_last = "=" in item and ":" not in item and schemes
+        schemes[-1:] = [f"{schemes[-1]},{item}"] if is_option_of_last else [*schemes[-1:], item]
     return list(dict.fromkeys(str(QuantScheme.parse(scheme)) for scheme in schemes))
 
 
@@ -249,8 +257,8 @@ def refuse_combination(
 ) -> None:
     """Raise ConfigurationError if an option is set that cannot be combined with `option`.
 
-    groups: option dataclasses, whose fields must have their defaults.
-    allowed: names of fields that may have other values.
+    groups: option dataclasses, whose fields must have their default values.
+    allowed: names of the fields that may have any value.
     """
     for group in groups:
         for field in fields(group):  # type: ignore[arg-type]

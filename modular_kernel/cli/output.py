@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 _DEFAULT_WIDTH = 80  # characters, for a pipe, a file, and a terminal of unknown width
 EXIT_SOFTWARE = 70  # EX_SOFTWARE of sysexits.h
-# Seconds before the first progress line, between later lines, and between lines of a thread.
+# Seconds before the first progress line, between later lines, and between the lines that a
+# background thread prints.
 _FIRST_LINE_S, _LINE_INTERVAL_S, _THREAD_INTERVAL_S = 5.0, 20.0, 4.0
 
 _json_documents: ContextVar[list[str] | None] = ContextVar("json_output", default=None)
@@ -72,20 +73,20 @@ def print_json(value: object, json_path: str = STDOUT) -> None:
 
     Raises SystemExit with EXIT_OUTPUT_LOST if the file cannot be written.
     """
-    text = json.dumps(to_json_types(value), indent=2)
+    document = json.dumps(to_json_types(value), indent=2)
     if json_path == STDOUT:
-        print_document(text)
+        print_document(document)
         return
-    write_file(json_path, f"{text}\n")
+    write_file(json_path, f"{document}\n")
 
 
-def print_document(text: str) -> None:
+def print_document(document: str) -> None:
     """Print a JSON document to stdout, even inside `reserve_stdout_for_json`."""
     documents = _json_documents.get()
     if documents is None:
-        print(text)
+        print(document)
     else:
-        documents.append(text)
+        documents.append(document)
 
 
 def write_file(path: Path | str, text: str) -> None:
@@ -113,10 +114,10 @@ def report_write_errors(path: Path | str) -> Iterator[None]:
 
 def is_reporting_rank() -> bool:
     """Return whether this process prints results: rank 0 of a launcher, or the only process."""
-    return _launcher_rank() == 0
+    return _get_launcher_rank() == 0
 
 
-def _launcher_rank() -> int:
+def _get_launcher_rank() -> int:
     try:
         launcher = read_launcher()
     except ConfigurationError:  # reported by the code that needs the launcher
@@ -151,8 +152,8 @@ def print_line(text: str = "") -> None:
 
     Non-printable characters are escaped.
     """
-    for part in escape_nonprintable(text, keep_lines=True).splitlines() or [""]:
-        print("\n".join(wrap_line(part, get_line_width())))
+    for line in escape_nonprintable(text, keep_lines=True).splitlines() or [""]:
+        print("\n".join(wrap_line(line, get_line_width())))
 
 
 def print_note(text: str) -> None:
@@ -163,13 +164,13 @@ def print_note(text: str) -> None:
 
 def print_error(text: str) -> None:
     """Print an error to stderr. Every rank prints, because an error may occur on only one."""
-    rank = _launcher_rank()
+    rank = _get_launcher_rank()
     _print_to_stderr(f"rank {rank}: error: {text}" if rank else f"error: {text}")
 
 
 def _print_to_stderr(text: str) -> None:
-    for part in escape_nonprintable(text, keep_lines=True).splitlines():
-        print("\n".join(wrap_line(part, get_line_width())), file=sys.stderr)
+    for line in escape_nonprintable(text, keep_lines=True).splitlines():
+        print("\n".join(wrap_line(line, get_line_width())), file=sys.stderr)
 
 
 def print_table(
@@ -196,18 +197,18 @@ def print_table(
         return
     line_width = get_line_width()
     optional = sorted(optional, key=lambda name: _is_empty(columns, cells, name))
-    fitting = fit_table(columns, cells, line_width, optional)
-    if fitting is None:
+    table = fit_table(columns, cells, line_width, optional)
+    if table is None:
         lines = format_records(columns, cells, line_width)
         print("\n".join([title, *lines] if title else lines))
         return
-    fitting.title = title or None
+    table.title = title or None
     # Cells may contain brackets, which are not markup. Without an explicit height, rich would
     # assume 80 columns on a dumb terminal and truncate names.
     from rich.console import Console
 
-    Console(width=line_width, height=25, markup=False, emoji=False, highlight=False).print(fitting)
-    printed = {column.header for column in fitting.columns}
+    Console(width=line_width, height=25, markup=False, emoji=False, highlight=False).print(table)
+    printed = {column.header for column in table.columns}
     dropped = [name for name in columns if name not in printed]
     if dropped:
         print_line(f"not shown in {line_width} columns: {', '.join(dropped)}")
@@ -241,7 +242,7 @@ def show_progress(
             yield lambda _="": bar.advance(task)
         return
     lines = _ProgressLines(total, noun, print_on_advance=not from_thread)
-    with _repeat(lines.print, _THREAD_INTERVAL_S) if from_thread else nullcontext():
+    with _call_periodically(lines.print, _THREAD_INTERVAL_S) if from_thread else nullcontext():
         yield lines.advance
 
 
@@ -258,8 +259,8 @@ class _ProgressLines:
 
     def print(self, description: str = "") -> None:
         elapsed = time.monotonic() - self.start
-        text = f"{self.completed} of {self.total} {self.noun} in {elapsed:.0f} s"
-        print_note(f"{text}: {description}" if description else text)
+        message = f"{self.completed} of {self.total} {self.noun} in {elapsed:.0f} s"
+        print_note(f"{message}: {description}" if description else message)
 
     def advance(self, description: str = "") -> None:
         self.completed += 1
@@ -286,7 +287,7 @@ def show_steps(total: int, noun: str) -> Iterator[Callable[[str], None]]:
         yield lambda _: advance()
 
 
-class PositionLines:
+class PositionPrinter:
     """Prints the position in long steps to stderr.
 
     A line is printed once a step has taken 5 seconds, then every 20 seconds. Nothing is printed by
@@ -300,7 +301,7 @@ class PositionLines:
         self._start = self._next_print_s = 0.0
 
     def __call__(self, step: str, completed: int, total: int) -> None:
-        """Report the position in a step: the number of completed items, and of all items."""
+        """Report the position in a step: the numbers of completed items and of all items."""
         if step != self._step:
             self._step, self._start = step, time.monotonic()
             self._next_print_s = _FIRST_LINE_S
@@ -330,12 +331,12 @@ def show_activity(get_activity: Callable[[], str]) -> Iterator[None]:
     if not is_reporting_rank():
         yield
         return
-    with _repeat(print_long_activity, min(_FIRST_LINE_S, 1.0)):
+    with _call_periodically(print_long_activity, min(_FIRST_LINE_S, 1.0)):
         yield
 
 
 @contextmanager
-def _repeat(action: Callable[[], None], interval_s: float) -> Iterator[None]:
+def _call_periodically(action: Callable[[], None], interval_s: float) -> Iterator[None]:
     """Call `action` every `interval_s` seconds from a background thread until the context ends."""
     stop = threading.Event()
 
@@ -354,9 +355,9 @@ def _repeat(action: Callable[[], None], interval_s: float) -> Iterator[None]:
 
 def print_interpreted_layers(names: Iterable[str]) -> None:
     """Print a warning with the names of layers that ran in Triton's interpreter, if any did."""
-    text = ", ".join(dict.fromkeys(names))
-    if text:
-        print_line(f"ran in Triton's interpreter, times are meaningless: {text}")
+    layers = ", ".join(dict.fromkeys(names))
+    if layers:
+        print_line(f"ran in Triton's interpreter, times are meaningless: {layers}")
 
 
 def print_rejections(rejections: Sequence["Rejection"]) -> None:

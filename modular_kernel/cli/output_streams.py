@@ -53,7 +53,7 @@ class _Stream:
         return self._stream is not None and not self._stream.closed and self._stream.isatty()
 
     def _handle_write_error(self, error: Exception) -> None:
-        """Ignore the error. Subclasses override this."""
+        """Ignore a write error. Subclasses may override this."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -66,10 +66,10 @@ class _Stdout(_Stream):
         if self._stream is not None:
             _redirect_to_devnull(self._stream)
             self._stream = None
-            why = getattr(error, "strerror", None) or error
+            reason = getattr(error, "strerror", None) or error
             if not isinstance(error, BrokenPipeError):
                 with suppress(Exception):
-                    sys.stderr.write(f"error: output was lost: stdout: {why}\n")
+                    sys.stderr.write(f"error: output was lost: stdout: {reason}\n")
         raise SystemExit(EXIT_OUTPUT_LOST)
 
 
@@ -94,8 +94,8 @@ def reserve_stdout() -> Iterator[list[str]]:
         if saved_fd is not None:
             os.dup2(saved_fd, 1)
             os.close(saved_fd)
-        for text in documents:
-            print(text)
+        for document in documents:
+            print(document)
 
 
 def redirect_stdout_to_stderr() -> None:

@@ -86,7 +86,7 @@ def _get_requirements(part: "Part") -> "Requirements | None":
     return requires
 
 
-def _unavailable_reasons(part: "Part", machine: "Machine") -> "tuple[Rejection, ...]":
+def _find_unavailable_reasons(part: "Part", machine: "Machine") -> "tuple[Rejection, ...]":
     from modular_kernel.compatibility.rules import judge_part
 
     requires = _get_requirements(part)
@@ -94,7 +94,7 @@ def _unavailable_reasons(part: "Part", machine: "Machine") -> "tuple[Rejection, 
 
 
 def _make_record(part: "Part", machine: "Machine") -> dict[str, object]:
-    reasons = _unavailable_reasons(part, machine)
+    reasons = _find_unavailable_reasons(part, machine)
     return {
         "name": part.name,
         "kind": part.kind,
@@ -122,7 +122,7 @@ def _print_text(
     for kind in _KINDS:
         output.print_line(f"\n{kind}")
         for part in (part for part in catalog.parts if part.kind == kind):
-            output.print_line("\n      ".join(["  " + part.name, *_describe(part, machine)]))
+            output.print_line("\n      ".join(["  " + part.name, *_describe_part(part, machine)]))
     rows = [
         (s.name, f"{s.scheme.bits}-bit codes, {_describe_scale_group(s.scheme)}", s.origin)
         for s in schemes.usable
@@ -130,8 +130,8 @@ def _print_text(
     output.print_table(("scheme of another package", "weights", "from"), rows)
     planned = [(part.name, part.kind, part.blocked_on) for part in catalog.planned]
     output.print_table(("planned, not yet implemented", "kind", "why"), planned)
-    rows = [(broken.name, broken.origin, broken.error) for broken in catalog.broken]
-    rows += [(broken.name, broken.origin, broken.error) for broken in schemes.broken]
+    rows = [(entry.name, entry.origin, entry.error) for entry in catalog.broken]
+    rows += [(entry.name, entry.origin, entry.error) for entry in schemes.broken]
     paths = dict.fromkeys(path for part in catalog.parts for path in _list_paths(part))
     rows += [(path.name, path.origin, path.error) for path in paths if path.error]
     output.print_table(("broken entry point", "from", "error"), rows)
@@ -145,18 +145,21 @@ def _describe_scale_group(scheme: "TableScheme") -> str:
     return f"one scale for each {scheme.granularity}{f' of {sizes}' if sizes else ''}"
 
 
-def _describe(part: "Part", machine: "Machine") -> list[str]:
+def _describe_part(part: "Part", machine: "Machine") -> list[str]:
     """Return the lines that describe a part.
 
-    They are its activation format and devices, its dtypes and schemes, capabilities, code paths and
-    origin, and the reasons why it is not available on the machine.
+    They show its activation format and devices, its dtypes and schemes, its capabilities, code
+    paths and origin, and the reasons why it is not available on the machine.
     """
     requires = _get_requirements(part)
     if requires is None:
-        reduce = getattr(part.cls, "kind", None)
-        return [reduce.value if reduce is not None else "keeps top-k", f"from {part.origin}"]
+        reduce_kind = getattr(part.cls, "kind", None)
+        return [
+            reduce_kind.value if reduce_kind is not None else "keeps top-k",
+            f"from {part.origin}",
+        ]
     capabilities = [name for name in _CAPABILITIES if getattr(requires, name, False)]
-    reasons = [f"unavailable: {reason}" for reason in _unavailable_reasons(part, machine)]
+    reasons = [f"unavailable: {reason}" for reason in _find_unavailable_reasons(part, machine)]
     return [
         f"{requires.activation_format.value}, on {_format_devices(requires)}",
         _format_accepted_types(requires),

@@ -69,13 +69,14 @@ class WorkloadOptions:
         int, option("Number of MoE layers whose weights must fit together.", type=IntegerRange(1))
     ] = 1
     link: Annotated[
-        float | None, option("Bandwidth of one GPU to others of its host, in GB/s.", type=POSITIVE)
+        float | None,
+        option("Bandwidth from one GPU to others of its host, in GB/s.", type=POSITIVE),
     ] = None
     link_latency: Annotated[
         float | None, option("Latency of an exchange within a host, in us.", type=NumberRange(0))
     ] = None
     net: Annotated[
-        float | None, option("Bandwidth of one GPU to other hosts, in GB/s.", type=POSITIVE)
+        float | None, option("Bandwidth from one GPU to other hosts, in GB/s.", type=POSITIVE)
     ] = None
     net_latency: Annotated[
         float | None, option("Latency of an exchange between hosts, in us.", type=NumberRange(0))
@@ -85,7 +86,9 @@ class WorkloadOptions:
     ] = None
     peak: Annotated[
         float | None,
-        option("Peak of 16-bit GEMMs in TFLOP/s; 8-bit: twice that.", type=POSITIVE),
+        option(
+            "Peak rate of 16-bit GEMMs in TFLOP/s. 8-bit GEMMs have twice this rate.", type=POSITIVE
+        ),
     ] = None
     groups: Annotated[
         int, option("Group-limited routing: number of groups into which the experts are divided.")
@@ -118,15 +121,15 @@ class WorkloadOptions:
             between = replace(between, latency=self.net_latency * _MICRO)
         return replace(cluster, gpu=gpu, inside=inside, between=between)
 
-    def phases(self, options: ProblemOptions) -> list[tuple[str, int]]:
+    def list_phases(self, options: ProblemOptions) -> list[tuple[str, int]]:
         """Return (phase, tokens per rank) for each table."""
         from modular_kernel.perf_model.recommend import PHASE_TOKENS, phase_of
 
-        counts = self.tokens_list
-        if counts is None and options.tokens is not None:
-            counts = (options.tokens,)
-        if counts is not None:
-            return [(self.phase or phase_of(tokens), tokens) for tokens in counts]
+        token_counts = self.tokens_list
+        if token_counts is None and options.tokens is not None:
+            token_counts = (options.tokens,)
+        if token_counts is not None:
+            return [(self.phase or phase_of(tokens), tokens) for tokens in token_counts]
         return [(p, tokens) for p, tokens in PHASE_TOKENS.items() if self.phase in (None, p)]
 
 
@@ -170,21 +173,21 @@ def plan(
     tokens per rank. If the layers of a config.json are quantized differently, there is a table for
     each scheme.
 
-    --machine takes several machines, separated by commas. The default is 8xh200, or as many H200 as
-    --world-size, 8 per host. --tokens is the number of tokens per rank. --prepared adds the memory
-    of prepared weights. "Plan for a machine" in the documentation has the formulas, the records and
-    the errors of the estimates.
+    --machine takes several machines, separated by commas. The default is 8xh200, or as many H200
+    GPUs as --world-size, 8 per host. --tokens is the number of tokens per rank; its default does
+    not apply. --prepared adds the memory of prepared weights. "Plan for a machine" in the
+    documentation gives the formulas, the records and the errors of the estimates.
 
     --compare FILE prints the errors of the estimates for a record of `mk bench` or `mk exchange`.
     It can be combined with --json only.
 
-    Exits with 1 if no pairing has an estimate. With --compare, exits with 1 if an estimate is more
-    than 25 % off; rows that were used to fit the estimates or were timed eagerly do not count.
+    Exits with 1 if no pairing has an estimate. With --compare, exits with 1 if an estimate is off
+    by more than 25 %; rows that were used to fit the estimates or were timed eagerly are ignored.
     Exits with 2 on bad usage.
     """
     if compare:
         refuse_combination("--compare", (options, machine_options, workload))
-        _compare(compare, as_json=as_json)
+        _print_comparison(compare, as_json=as_json)
         return
     prepare_host(quiet=True)
     _check_options(options)
@@ -226,9 +229,9 @@ def _parse_machines(
         hosts = -(-(options.world_size or per_host) // per_host)
         name = f"{hosts}x{per_host}x{_DEFAULT_GPU}" if hosts > 1 else f"{per_host}x{_DEFAULT_GPU}"
         return [(name, parse_machine(name))]
-    words = list(dict.fromkeys(machine_options.machine.split(",")))
-    clusters = [(word, replace(machine_options, machine=word).parse_cluster()) for word in words]
-    return [(word, cluster) for word, cluster in clusters if cluster is not None]
+    names = list(dict.fromkeys(machine_options.machine.split(",")))
+    clusters = [(name, replace(machine_options, machine=name).parse_cluster()) for name in names]
+    return [(name, cluster) for name, cluster in clusters if cluster is not None]
 
 
 def _make_cases(
@@ -253,15 +256,16 @@ def _make_cases(
         layers=workload.layers,
     )
     cases = []
-    for phase, tokens in workload.phases(options):
+    for phase, tokens in workload.list_phases(options):
         phase_problem = problem.with_tokens(tokens)
         result = estimate(phase_problem, machine=machine)
-        with_all_packages = [
-            estimate(phase_problem, machine=other) for other in machines_with_all_packages(cluster)
+        results_with_all_packages = [
+            estimate(phase_problem, machine=variant)
+            for variant in machines_with_all_packages(cluster)
         ]
         estimate_at = lambda count: estimate(problem.with_tokens(count), machine=machine)  # noqa: E731
-        recommended = recommend(phase, result, estimate_at, with_all_packages)
-        cases.append(PlanCase(name, cluster, machine, phase, phase_problem, result, recommended))
+        recommendation = recommend(phase, result, estimate_at, results_with_all_packages)
+        cases.append(PlanCase(name, cluster, machine, phase, phase_problem, result, recommendation))
     return cases
 
 
@@ -275,7 +279,7 @@ def _check_prepared(cases: list[PlanCase]) -> None:
         raise make_not_prepared_error(cases[0].problem.quant, parts)
 
 
-def _compare(paths: tuple[Path, ...], *, as_json: str | None) -> None:
+def _print_comparison(paths: tuple[Path, ...], *, as_json: str | None) -> None:
     from modular_kernel.perf_model.compare import (
         MAX_ACCURATE_ERROR,
         compare,

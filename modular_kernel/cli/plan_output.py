@@ -31,12 +31,12 @@ def make_record(cases: "Sequence[PlanCase]", routing: str) -> dict[str, Any]:
         "routing": routing,
         "machines": {case.name: case.cluster for case in cases},
         "recommendations": [
-            _label_fields(case) | _make_recommendation_record(case.recommendation)
+            _make_label_fields(case) | _make_recommendation_record(case.recommendation)
             for case in cases
             if case.recommendation is not None
         ],
         "estimates": [
-            _label_fields(case) | _make_estimate_record(estimate)
+            _make_label_fields(case) | _make_estimate_record(estimate)
             for case in cases
             for estimate in case.result.estimates
         ],
@@ -45,7 +45,7 @@ def make_record(cases: "Sequence[PlanCase]", routing: str) -> dict[str, Any]:
     }
 
 
-def _label_fields(case: "PlanCase") -> dict[str, Any]:
+def _make_label_fields(case: "PlanCase") -> dict[str, Any]:
     return {
         "machine": case.name,
         "packages": case.machine.packages,
@@ -59,23 +59,23 @@ def _label_fields(case: "PlanCase") -> dict[str, Any]:
 
 def _make_reason_records(cases: "Sequence[PlanCase]", field: str) -> list[dict[str, Any]]:
     return [
-        _label_fields(case) | {"pairing": pairing, "reason": reason}
+        _make_label_fields(case) | {"pairing": pairing, "reason": reason}
         for case in cases
         for pairing, reason in getattr(case.result, field)
     ]
 
 
 def _make_estimate_record(estimate: "Estimate") -> dict[str, Any]:
-    us, memory = 1e6, estimate.memory
+    us_per_s, memory = 1e6, estimate.memory
     return {
         "prepare_finalize": estimate.prepare_finalize,
         "experts": estimate.experts_part,
         "pairing": estimate.pairing,
         "world_tokens": estimate.world_tokens,
-        "dispatch_us": estimate.exchange.dispatch * us,
-        "experts_us": estimate.experts.seconds * us,
-        "combine_us": estimate.exchange.combine * us,
-        "layer_us": estimate.seconds * us,
+        "dispatch_us": estimate.exchange.dispatch * us_per_s,
+        "experts_us": estimate.experts.seconds * us_per_s,
+        "combine_us": estimate.exchange.combine * us_per_s,
+        "layer_us": estimate.seconds * us_per_s,
         "tokens_per_second": estimate.tokens_per_second,
         "bound": estimate.experts.bound,
         "weights_bytes": memory.weights,
@@ -87,7 +87,7 @@ def _make_estimate_record(estimate: "Estimate") -> dict[str, Any]:
         "caveat": estimate.caveat,
         "exchange_source": estimate.source,
         "experts_source": f"{estimate.experts.source}; x {estimate.correction.factor:.2f} "
-        f"+ {estimate.correction.start_seconds * us:.1f} us: {estimate.correction.source}",
+        f"+ {estimate.correction.start_seconds * us_per_s:.1f} us: {estimate.correction.source}",
     }
 
 
@@ -115,8 +115,9 @@ def print_cases(cases: "Sequence[PlanCase]", routing: str, max_rows: int) -> Non
     for case in cases:
         _print_table(case, max_rows)
     output.print_line()
-    for text in dict.fromkeys(text for case in cases for text in _list_assumptions(case, routing)):
-        output.print_line(f"- {text}")
+    assumptions = (line for case in cases for line in _list_assumptions(case, routing))
+    for assumption in dict.fromkeys(assumptions):
+        output.print_line(f"- {assumption}")
 
 
 def _format_title(case: "PlanCase") -> str:
@@ -133,7 +134,7 @@ def _print_recommendation(case: "PlanCase") -> None:
     if recommendation is None:
         reason = "every pairing is refused"
         if case.result.too_large:
-            reason = "what is valid does not fit in memory"
+            reason = "no valid pairing fits in memory"
         elif case.result.unestimated:
             reason = "no valid pairing has an estimate"
         output.print_line(f"{_format_title(case)}: no recommendation, {reason}")
@@ -146,12 +147,12 @@ def _print_recommendation(case: "PlanCase") -> None:
         f"{limit / _GIGA:.0f} GB"
     )
     if recommendation.runner_up is not None:
-        other = recommendation.runner_up
-        ratio = other.seconds / best.seconds
+        runner_up = recommendation.runner_up
+        ratio = runner_up.seconds / best.seconds
         close = ", within the error of the estimates: time both" if recommendation.is_close else ""
-        output.print_line(f"  runner-up: {other.pairing}, {ratio:.2f} x the time{close}")
-    for text in recommendation.changes:
-        output.print_line(f"  would change it: {text}")
+        output.print_line(f"  runner-up: {runner_up.pairing}, {ratio:.2f} x the time{close}")
+    for change in recommendation.changes:
+        output.print_line(f"  would change it: {change}")
 
 
 def _print_nearest_refusal(case: "PlanCase") -> None:
@@ -165,22 +166,24 @@ def _print_nearest_refusal(case: "PlanCase") -> None:
 
 def _print_table(case: "PlanCase", max_rows: int) -> None:
     result = case.result
-    shown = result.estimates[: max_rows or None]
+    shown_estimates = result.estimates[: max_rows or None]
     output.print_table(
         (*_REQUIRED_COLUMNS, *_OPTIONAL_COLUMNS),
-        map(_format_cells, shown),
+        map(_format_cells, shown_estimates),
         title=_format_title(case),
         optional=_OPTIONAL_COLUMNS,
     )
-    hidden = len(result.estimates) - len(shown)
-    if hidden:
+    num_hidden = len(result.estimates) - len(shown_estimates)
+    if num_hidden:
         output.print_line(
-            f"{format_count(hidden, 'slower pairing')}: --rows 0 or --json shows them"
+            f"{format_count(num_hidden, 'slower pairing')}: --rows 0 or --json shows them"
         )
-    _print_grouped("does not fit", result.too_large)
-    _print_grouped("no estimate", result.unestimated)
-    for text in dict.fromkeys(f"{e.prepare_finalize}: {e.caveat}" for e in shown if e.caveat):
-        output.print_line(f"caveat of {text}")
+    _print_by_reason("does not fit", result.too_large)
+    _print_by_reason("no estimate", result.unestimated)
+    for caveat in dict.fromkeys(
+        f"{e.prepare_finalize}: {e.caveat}" for e in shown_estimates if e.caveat
+    ):
+        output.print_line(f"caveat of {caveat}")
 
 
 def _format_cells(estimate: "Estimate") -> tuple[str, ...]:
@@ -200,12 +203,12 @@ def _format_cells(estimate: "Estimate") -> tuple[str, ...]:
     )
 
 
-def _print_grouped(heading: str, reasons: Iterable[tuple[str, str]]) -> None:
+def _print_by_reason(heading: str, reasons: Iterable[tuple[str, str]]) -> None:
     """Print one line for each reason, with the pairings that have it."""
-    by_reason: dict[str, list[str]] = {}
+    pairings_by_reason: dict[str, list[str]] = {}
     for pairing, reason in reasons:
-        by_reason.setdefault(reason, []).append(pairing)
-    for reason, pairings in by_reason.items():
+        pairings_by_reason.setdefault(reason, []).append(pairing)
+    for reason, pairings in pairings_by_reason.items():
         experts = ", ".join(pairing.partition(" x ")[2] for pairing in pairings)
         exchanges = {pairing.partition(" x ")[0] for pairing in pairings}
         names = f"{exchanges.pop()} x {experts}" if len(exchanges) == 1 else ", ".join(pairings)
@@ -238,12 +241,15 @@ def _list_assumptions(case: "PlanCase", routing: str) -> list[str]:
     ]
 
 
-def _list_sources(named: Iterable[tuple[str, str]]) -> list[str]:
-    """Return a line for each source in `named`, which yields (part, source), with its parts."""
-    names: dict[str, dict[str, None]] = {}
-    for name, source in named:
-        names.setdefault(source, {})[name.removesuffix(_SUFFIX)] = None
-    return [f"{', '.join(parts)}: {source}" for source, parts in names.items()]
+def _list_sources(parts_and_sources: Iterable[tuple[str, str]]) -> list[str]:
+    """Return a line for each source, with the parts that have it.
+
+    parts_and_sources: (part, source) of each estimate.
+    """
+    parts_by_source: dict[str, dict[str, None]] = {}
+    for part, source in parts_and_sources:
+        parts_by_source.setdefault(source, {})[part.removesuffix(_SUFFIX)] = None
+    return [f"{', '.join(parts)}: {source}" for source, parts in parts_by_source.items()]
 
 
 def _format_link(link: "Link") -> str:
@@ -288,5 +294,5 @@ def print_compared(rows: Sequence[dict[str, Any]], summaries: "Iterable[Summary]
 def _format_error_cells(row: dict[str, Any]) -> tuple[object, ...]:
     labels = row["cell"], row["ranks"], row["quant"], row["tokens"]
     times = f"{row['measured_us']:.1f}", f"{row['predicted_us']:.1f}"
-    kind = ", ".join(name for name in ("fitted", "eager") if row[name])
-    return *labels, *times, f"{row['error']:+.1%}", kind
+    flags = ", ".join(name for name in ("fitted", "eager") if row[name])
+    return *labels, *times, f"{row['error']:+.1%}", flags

@@ -42,13 +42,15 @@ def load_problem_fields(
 
     model: a name, or the path of a config.json or of its folder.
     quant, activation: the scheme and the activation to use if the layers of a config.json differ in
-        them. Raises ConfigurationError if they differ and the argument is None, and for an unknown
-        name.
+        them.
+
+    Raises ConfigurationError for an unknown name, and if the layers differ in a property whose
+    argument is None.
     """
     if is_path(model):
         fields = problem_fields_of_file(model, quant=quant, activation=activation)
-        return fields if "dtype" in fields else fields | _stored_dtype(model)
-    model = _canonical_name(model)
+        return fields if "dtype" in fields else fields | _read_stored_dtype(model)
+    model = _canonicalize_name(model)
     if model in SHAPES:
         return {**SHAPES[model], "activation": "silu", "bias": False}
     published = find_model(model)
@@ -67,7 +69,7 @@ def is_path(model: str) -> bool:
     return is_model_path(model) and (exists(model) or not _is_hub_id(model))
 
 
-def _stored_dtype(model: str) -> dict[str, object]:
+def _read_stored_dtype(model: str) -> dict[str, object]:
     """Return {"dtype": dtype of the tensor files in a folder}, or {} if it is unknown."""
     from modular_kernel.checkpoints.inspection import read_expert_dtype
 
@@ -77,12 +79,12 @@ def _stored_dtype(model: str) -> dict[str, object]:
 
 def is_known_model(model: str) -> bool:
     """Return whether `model` is the name of a published model or a shape."""
-    model = _canonical_name(model)
+    model = _canonicalize_name(model)
     return model in SHAPES or find_model(model) is not None
 
 
-def _canonical_name(model: str) -> str:
-    """Return the known name that equals `model` up to case, "-", "_" and "."; otherwise `model`."""
+def _canonicalize_name(model: str) -> str:
+    """Return the known name that equals `model` apart from case, "-", "_" and "."; else `model`."""
     if model in SHAPES or find_model(model) is not None:
         return model
     names = {_normalize(name): name for name in (*SHAPES, *ALIASES, *MODELS)}
@@ -101,9 +103,9 @@ def make_unknown_model_error(model: str, *extra_names: str) -> ConfigurationErro
     names = [*extra_names, *MODELS, *ALIASES, *SHAPES]
     lowered = model.lower()
     with_prefix = [name for name in names if lowered and name.startswith(lowered)]
-    close = [*with_prefix[:3], *difflib.get_close_matches(lowered, names, n=3)]
-    close = list(dict.fromkeys(close))[:3]
-    need = " or ".join([*close, "another name"] if close else ["a name"]) + " of `mk models`"
+    similar = [*with_prefix[:3], *difflib.get_close_matches(lowered, names, n=3)]
+    similar = list(dict.fromkeys(similar))[:3]
+    need = " or ".join([*similar, "another name"] if similar else ["a name"]) + " of `mk models`"
     if _is_hub_id(model):
         need = f"its config.json (hf download {model[:200]} config.json)"
     if model and is_directory(model):

@@ -38,7 +38,9 @@ class ProfileOptions:
 
     against: Annotated[
         tuple[str, str] | None,
-        option("A second pairing to compare with, as two names."),
+        option(
+            "Second pairing to compare with: the names of a PrepareAndFinalize and an experts part."
+        ),
     ] = None
     routing: Annotated[
         str,
@@ -80,8 +82,8 @@ def profile(
 ) -> None:
     """Profile a pairing: trace every rank, and compare the time of each stage with its roofline.
 
-    Writes a Chrome trace (for Perfetto) of each rank, one merged over all ranks, a JSON file, and
-    an HTML report.
+    Writes a Chrome trace (for Perfetto) of each rank, a trace that is merged over all ranks, a JSON
+    file, and an HTML report.
 
     The end-to-end time is measured with a plan, a compiled sequence of the layer's launches. On a
     GPU, a CUDA graph replays it if possible. The times of stages are measured in separate, eager
@@ -102,7 +104,7 @@ def profile(
     pairs = ((pf_type, experts_type), *([against] if against else []))
     if len(set(pairs)) < len(pairs):
         raise ConfigurationError("--against", got=" x ".join(pairs[1]), need="a second pairing")
-    kind = RoutingKind.parse(profiling.routing)
+    routing = RoutingKind.parse(profiling.routing)
     with open_executor(options.world_size, backend) as executor:
         for pair in pairs:
             _check_valid(*pair, problem, executor.machine)
@@ -115,15 +117,15 @@ def profile(
             pairs=pairs,
             problem=problem,
             machine=executor.machine,
-            routing=kind,
+            routing=routing,
             calls=calls or (_DEFAULT_CALLS if on_gpu else _DEFAULT_CALLS_ON_CPU),
             traces=tuple(files.out / files.get_stem(pair) for pair in pairs),
             command=shlex.join(["mk", *sys.argv[1:]]),
             prepared=profiling.prepared,
         )
         with output.show_activity(lambda: "profiling"):
-            recorded = _record_ranks(job, executor)
-        result = _build_profile(job, recorded, files, executor)
+            rank_records = _record_ranks(job, executor)
+        result = _build_profile(job, rank_records, files, executor)
         record = (
             to_record(result)
             | executor.record_fields
@@ -143,7 +145,7 @@ def _get_default_experts() -> str:
 def _check_valid(pf: str, experts: str, problem: "Problem", machine: "Machine") -> None:
     """Raise IncompatibleError if the pairing is refused.
 
-    If the reasons differ between ranks, it has the reasons of the first rank that refuses.
+    If the reasons differ between ranks, the error has those of the first rank that refuses.
     """
     from modular_kernel.catalog import load_catalog
     from modular_kernel.perf_model.verdicts import judge_pairs
@@ -160,10 +162,10 @@ def _check_prepared(experts: list[str], problem: "Problem") -> None:
     """
     from modular_kernel.measure.prepared_weights import prepared_specs_of
 
-    without = [name for name in experts if not prepared_specs_of(name, problem)]
-    if len(without) == len(experts):
+    unprepared = [name for name in experts if not prepared_specs_of(name, problem)]
+    if len(unprepared) == len(experts):
         raise make_not_prepared_error(problem.quant, " and ".join(experts))
-    for name in without:
+    for name in unprepared:
         output.print_note(f"profiled without prepared weights: {name} {problem.quant}")
 
 
@@ -180,6 +182,8 @@ def make_file_stem(subject: str, problem: "Problem") -> str:
 
 @dataclass(frozen=True)
 class _OutputFiles:
+    """Paths of the traces and reports of one profile, below the folder `out`."""
+
     pairs: tuple[tuple[str, str], ...]
     problem: "Problem"
     out: Path
@@ -204,8 +208,8 @@ class _OutputFiles:
         """Write the report as JSON and as HTML."""
         from modular_kernel.profiling.html import render_page
 
-        text = json.dumps(output.to_json_types(record), indent=1)
-        for kind, content in (("json", text), ("html", render_page(result))):
+        json_text = json.dumps(output.to_json_types(record), indent=1)
+        for kind, content in (("json", json_text), ("html", render_page(result))):
             path = self.get_report_path(kind)
             output.write_file(path, content)
 
@@ -250,10 +254,10 @@ def _print_text(result: "Profile", files: _OutputFiles) -> None:
     """Print the tables, a summary, and the paths of the output files."""
     from modular_kernel.profiling import summary
 
-    for name, text in summary.describe_profile(result):
-        output.print_line(f"{name + ':':15} {text}")
-    for line in result.missing:
-        output.print_line(f"caveat: {line}")
+    for name, value in summary.describe_profile(result):
+        output.print_line(f"{name + ':':15} {value}")
+    for caveat in result.missing:
+        output.print_line(f"caveat: {caveat}")
     for pair in result.pairs:
         output.print_line(f"\n{pair.pairing}")
         for rank in pair.ranks:

@@ -1,7 +1,7 @@
 """Runs verification and measurements in this process or on a pool of ranks.
 
-A pool has one process per rank. This process starts the others, or a launcher such as torchrun has
-started all of them.
+A pool has one process per rank. Either this process starts the others, or a launcher such as
+torchrun has started all of them.
 """
 
 import shlex
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 Backend = Annotated[
     Literal["nccl", "gloo"] | None,
     option(
-        "With --world-size: nccl, one GPU per rank, or gloo, processes on the CPU.  [default: nccl "
-        "if there are enough GPUs]"
+        "With --world-size: nccl (one GPU per rank) or gloo (processes on the CPU).  [default: "
+        "nccl if there are enough GPUs]"
     ),
 ]
 
@@ -67,8 +67,8 @@ class Executor:
 
         pair = prepare_finalize, experts
         ranks = self.pool.world_size
-        per_host = self.pool.ranks_per_host
-        return rank_cases_for(*pair, self.machine, ranks, level, ranks_per_host=per_host)
+        ranks_per_host = self.pool.ranks_per_host
+        return rank_cases_for(*pair, self.machine, ranks, level, ranks_per_host=ranks_per_host)
 
     def verify_cases(self, cases: "Sequence[Case]", workers: int) -> "Generator[Proof, None, None]":
         """Verify the cases, and yield their results in order.
@@ -98,7 +98,7 @@ class Executor:
 
         A mutation corrupts a tensor that a part receives or returns. It is killed if a check fails.
 
-        on_mutant: called after each mutation, with the number of completed mutations and of all.
+        on_mutant: called after each mutation, with the numbers of completed and of all mutations.
         """
         if self.pool is None:
             from modular_kernel.testing.input_mutations import run
@@ -160,12 +160,12 @@ def apply_launcher(options: "ProblemOptions") -> "ProblemOptions":
     launcher = read_launcher()
     if launcher is None:
         return options
-    per_host = launcher.ranks_per_host
-    if options.ranks_per_host not in (None, per_host):
-        need = f"{per_host or 'all'} as in the launcher, or no --ranks-per-host"
+    ranks_per_host = launcher.ranks_per_host
+    if options.ranks_per_host not in (None, ranks_per_host):
+        need = f"{ranks_per_host or 'all'} as in the launcher, or no --ranks-per-host"
         raise ConfigurationError("--ranks-per-host", got=options.ranks_per_host, need=need)
     world_size = resolve_world_size(options.world_size)
-    return replace(options, world_size=world_size, ranks_per_host=per_host)
+    return replace(options, world_size=world_size, ranks_per_host=ranks_per_host)
 
 
 def make_pool(
@@ -193,22 +193,26 @@ def make_pool(
                 f"{format_count(gpus, 'GPU')}"
             )
         return RankPool(world_size, ranks_per_host=ranks_per_host)
-    selected: Literal["gloo", "nccl"] = "nccl" if backend == "nccl" else "gloo"
+    selected_backend: Literal["gloo", "nccl"] = "nccl" if backend == "nccl" else "gloo"
     # Do not compare the number of GPUs, which may differ between hosts. All ranks must select the
     # same backend.
     if backend is None and gpus:
-        selected = "nccl"
-    ranks = LaunchedRanks(launcher, selected, command=shlex.join([selected, *sys.argv[1:]]))
+        selected_backend = "nccl"
+    ranks = LaunchedRanks(
+        launcher, selected_backend, command=shlex.join([selected_backend, *sys.argv[1:]])
+    )
     hosts = format_count(ranks.hosts, "host")
-    print_note(f"{world_size} ranks of {launcher.address} on {hosts}, over {selected}")
+    print_note(f"{world_size} ranks of {launcher.address} on {hosts}, over {selected_backend}")
     return ranks
 
 
-def to_rank_case(case: "Case", rank_tokens: str | None, fault: str) -> "RankCase":
+def make_rank_case(case: "Case", rank_tokens: str | None, fault: str) -> "RankCase":
     """Convert a case to a RankCase with a number of tokens for each rank and a fault scenario.
 
     rank_tokens: comma-separated numbers. None stands for the problem's tokens on each rank.
-    fault: name of the scenario, or "". Raises ConfigurationError if rank_tokens is invalid.
+    fault: name of the scenario, or "" for none.
+
+    Raises ConfigurationError if rank_tokens is invalid.
     """
     from modular_kernel.testing.cases.ranks import RankCase
 
@@ -216,7 +220,7 @@ def to_rank_case(case: "Case", rank_tokens: str | None, fault: str) -> "RankCase
     tokens = (problem.tokens,) * problem.parallel.world_size
     if rank_tokens is not None:
         numbers = rank_tokens.split(",")
-        if not all(word.isdecimal() for word in numbers):
+        if not all(number.isdecimal() for number in numbers):
             need = "a number for each rank, such as 7,0"
             raise ConfigurationError("--rank-tokens", got=repr(rank_tokens), need=need)
         tokens = tuple(map(int, numbers))

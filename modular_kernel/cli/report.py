@@ -1,6 +1,6 @@
 """`mk report`: writes the support matrix and the benchmarks as an HTML page, or updates the docs.
 
-The support matrix has the verdict on every pairing, scheme and number of ranks.
+The support matrix contains the verdict on every pairing, scheme and number of ranks.
 `modular_kernel.report` renders the content.
 """
 

@@ -12,7 +12,7 @@ from modular_kernel.cli.options import AsJson
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.utils import json_files
 
-_MAX_BYTES = 1 << 26
+_MAX_RECORD_BYTES = 1 << 26
 
 Record = TypeVar("Record")
 
@@ -65,7 +65,7 @@ def load_record(option: str, path: Path, parse: Callable[[str], Record]) -> Reco
     Raises ConfigurationError, with `option` and the path, if the file cannot be read or parsed.
     """
     try:
-        return parse(json_files.read_file(path, _MAX_BYTES).decode())
+        return parse(json_files.read_file(path, _MAX_RECORD_BYTES).decode())
     except ConfigurationError as error:
         got, need = f"schema {error.got!r}", f"{error.need}, as written by --json"
     except OSError as error:

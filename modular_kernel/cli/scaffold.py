@@ -1,7 +1,7 @@
 """Renders the packages that `mk new` writes from the templates in `cli/templates`.
 
-Three pages show these files, and a test compares them: docs/add-a-part.md, and add-a-path.md and
-add-a-quantization-scheme.md in docs/contributing.
+Three pages show these files, and a test checks that they match: docs/add-a-part.md, and
+add-a-path.md and add-a-quantization-scheme.md in docs/contributing.
 """
 
 import keyword
@@ -17,7 +17,7 @@ from modular_kernel.utils.optional_imports import DISTRIBUTION_PACKAGES
 
 _TEMPLATE_FOLDER = Path(__file__).parent / "templates"
 _NAME_PATTERN = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
-_MAX_CHARS = 60
+_MAX_NAME_CHARS = 60
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,9 @@ def to_class_name(name: str) -> str:
 
 def check_name(name: str) -> None:
     """Raise ConfigurationError unless `name` can be the name of a new package and its class."""
-    if not _NAME_PATTERN.fullmatch(name) or len(name) > _MAX_CHARS or keyword.iskeyword(name):
-        need = f"a package name such as my_experts: a-z, 0-9 and _, at most {_MAX_CHARS} characters"
+    if not _NAME_PATTERN.fullmatch(name) or len(name) > _MAX_NAME_CHARS or keyword.iskeyword(name):
+        form = f"a-z, 0-9 and _, at most {_MAX_NAME_CHARS} characters"
+        need = f"a package name such as my_experts: {form}"
         raise ConfigurationError("name", got=repr(name[:100]), need=need)
     is_taken = (
         name in (*DISTRIBUTION_PACKAGES, "modular_kernel", "tests")
@@ -146,14 +147,14 @@ def check_unused(kind: str, name: str) -> None:
     if kind == "path":
         experts = (part.cls for part in parts if part.kind == "experts")
         path_names = {path.name for cls in experts for path in getattr(cls, "paths", tuple)()}
-        used = name if name in path_names else None
+        existing_name = name if name in path_names else None
     else:
         class_name = _TEMPLATES_BY_KIND[kind].class_name.format(to_class_name(name))
-        used = class_name if any(part.name == class_name for part in parts) else None
+        existing_name = class_name if any(part.name == class_name for part in parts) else None
     if kind == "scheme" and name in (*QUANT_SCHEMES, *list_external_schemes()):
-        used = name
-    if used is not None:
-        need = f"another name: {used} is installed already"
+        existing_name = name
+    if existing_name is not None:
+        need = f"another name: {existing_name} is installed already"
         raise ConfigurationError("name", got=repr(name), need=need)
 
 
@@ -161,38 +162,38 @@ def render(kind: str, name: str) -> dict[Path, str]:
     """Return the contents of the files of a package, by path relative to the package's folder."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    package, base_name = _TEMPLATES_BY_KIND[kind], to_class_name(name)
-    class_name = package.class_name.format(base_name)
-    pair = tuple(part.format(base_name) for part in package.pair)
-    types = f"--pf-type {pair[0]} --experts-type {pair[1]}{package.options}"
-    entry_points = {group: value.format(name) for group, value in package.entry_points.items()}
+    template, base_name = _TEMPLATES_BY_KIND[kind], to_class_name(name)
+    class_name = template.class_name.format(base_name)
+    pair = tuple(part.format(base_name) for part in template.pair)
+    pair_options = f"--pf-type {pair[0]} --experts-type {pair[1]}{template.options}"
+    entry_points = {group: value.format(name) for group, value in template.entry_points.items()}
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATE_FOLDER),
         undefined=StrictUndefined,
         keep_trailing_newline=True,
         autoescape=False,  # Python and TOML, not HTML
     )
-    values = {
+    context = {
         "kind": kind,
         "name": name,
         "class_name": class_name,
         "distribution": name.replace("_", "-"),
-        "description": package.description,
+        "description": template.description,
         "entry_points": entry_points,
-        "shown": package.listed_as.format(name=name, class_name=class_name),
+        "shown": template.listed_as.format(name=name, class_name=class_name),
         "pair": ", ".join(f'"{part}"' for part in pair),
-        "verify": f"mk test --level full {types}{package.cases.format(name)}",
-        "profile": f"mk profile {types}{package.layer.format(name)}",
+        "verify": f"mk test --level full {pair_options}{template.cases.format(name)}",
+        "profile": f"mk profile {pair_options}{template.layer.format(name)}",
     }
-    templates = {
+    path_by_template = {
         "common/pyproject.toml": Path("pyproject.toml"),
         "common/README.md": Path("README.md"),
-        **{template: Path(name, file) for template, file in package.modules.items()},
-        package.test: Path("tests", f"test_{name}.py"),
+        **{source: Path(name, file) for source, file in template.modules.items()},
+        template.test: Path("tests", f"test_{name}.py"),
     }
     return {
-        path: environment.get_template(f"{template}.j2").render(values)
-        for template, path in templates.items()
+        path: environment.get_template(f"{source}.j2").render(context)
+        for source, path in path_by_template.items()
     }
 
 
@@ -208,12 +209,12 @@ def write(files: dict[Path, str], folder: Path) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
-            complete = Path(temporary, folder.name)
-            for path, text in files.items():
-                target = complete / path
+            package_folder = Path(temporary, folder.name)
+            for path, content in files.items():
+                target = package_folder / path
                 target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_text(text, encoding="utf-8")
-            complete.rename(folder)
+                target.write_text(content, encoding="utf-8")
+            package_folder.rename(folder)
     except OSError as error:
         need = "a place where files can be written"
         raise ConfigurationError("folder of the package", got=str(error), need=need) from error

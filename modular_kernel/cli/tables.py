@@ -51,11 +51,11 @@ def _build_table(
 
     table = Table(title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for index in indices:
-        texts = [row[index] for row in cells]
-        prose_width = _prose_width(columns[index], texts)
+        column_cells = [row[index] for row in cells]
+        prose_width = _compute_prose_width(columns[index], column_cells)
         table.add_column(
             columns[index],
-            justify="right" if all(map(_NUMBER_PATTERN.fullmatch, texts)) else "left",
+            justify="right" if all(map(_NUMBER_PATTERN.fullmatch, column_cells)) else "left",
             overflow="fold",
             no_wrap=prose_width is None,
             max_width=prose_width,
@@ -65,11 +65,11 @@ def _build_table(
     return table
 
 
-def _prose_width(column: str, texts: Sequence[str]) -> int | None:
+def _compute_prose_width(column: str, cells: Sequence[str]) -> int | None:
     """Return the minimum width of a column with prose; None for a column with names or numbers."""
     from rich.cells import cell_len
 
-    lines = [line for text in texts for line in text.splitlines()]
+    lines = [line for cell in cells for line in cell.splitlines()]
     if not any(" " in line for line in lines) or max(map(cell_len, lines)) <= _MIN_PROSE_WIDTH:
         return None
     words = [column, *(word for line in lines for word in line.split())]

@@ -2,7 +2,8 @@
 
 A launch configuration has the tile sizes, warps and pipeline stages of a kernel. The search space
 of an experts part (its `Tunable`) lists the configurations for a number of tokens.
-`modular_kernel.tuning` searches. This module selects the layers, and divides the time among them.
+`modular_kernel.tuning` performs the search. This module selects the layers, and divides the time
+among them.
 """
 
 import os
@@ -83,7 +84,7 @@ class TuneOptions:
     workers: Annotated[
         int | None,
         option(
-            "Number of processes that compile.  [default: one less than the CPUs]",
+            "Number of processes that compile.  [default: the number of CPUs minus 1]",
             type=IntegerRange(1),
         ),
     ] = None
@@ -96,7 +97,7 @@ class TuneOptions:
     ] = None
     prepared: Prepared = False
 
-    def tokens(self, options: ProblemOptions) -> tuple[int, ...]:
+    def resolve_token_counts(self, options: ProblemOptions) -> tuple[int, ...]:
         """Return the token counts of --tokens-list or --tokens, or else the default list."""
         if self.tokens_list is not None:
             return self.tokens_list
@@ -144,7 +145,7 @@ def tune(
     problems = _make_problems(options)
     if explain:
         options = replace(options, tokens=options.tokens or problems[0][1].tokens)
-    tokens = search.tokens(options)
+    token_counts = search.resolve_token_counts(options)
     prepare_host(quiet=True)
     from modular_kernel.catalog import this_machine
 
@@ -152,9 +153,13 @@ def tune(
         if search.prepared:
             problems = _select_preparable(problems, experts_type, device_name)
         layers = [problem for _, problem in problems]
-        texts = _explain_launches(layers, tokens, experts_type, device_name, search.prepared)
+        explanations = _explain_launches(
+            layers, token_counts, experts_type, device_name, search.prepared
+        )
         output.print_result(
-            {"explanations": texts}, as_json, lambda: output.print_line("\n\n".join(texts))
+            {"explanations": explanations},
+            as_json,
+            lambda: output.print_line("\n\n".join(explanations)),
         )
         return
     machine = this_machine()
@@ -165,9 +170,13 @@ def tune(
         raise Exit(1)
     if search.prepared:
         problems = _select_preparable(problems, experts_type)
-    largest = [(name, problem.with_tokens(max(tokens))) for name, problem in problems]
-    valid = _select_valid(largest, machine, pf_type, experts_type, search.prepared)
-    _tune_layers(valid, tokens, search, as_json)
+    largest_problems = [
+        (name, problem.with_tokens(max(token_counts))) for name, problem in problems
+    ]
+    valid_problems = _select_valid(
+        largest_problems, machine, pf_type, experts_type, search.prepared
+    )
+    _tune_layers(valid_problems, token_counts, search, as_json)
 
 
 def _make_problems(options: ProblemOptions) -> "list[tuple[str, Problem]]":
@@ -175,10 +184,10 @@ def _make_problems(options: ProblemOptions) -> "list[tuple[str, Problem]]":
 
     Without --model, there is one layer, with the sizes in the options and the name "".
     """
-    names: list[str | None] = [None]
+    names: list[str | None] = [None] if options.model is None else []
     if options.model is not None:
-        words = options.model.split(",")
-        names = [n for word in words for n in (SHAPES if word == ALL_SHAPES else (word,))]
+        for model_name in options.model.split(","):
+            names += SHAPES if model_name == ALL_SHAPES else [model_name]
     problems = []
     # Without --quant, each layer uses the scheme of its config file, or none.
     for quant in [None] if options.quant is None else parse_schemes(options.quant):
@@ -298,19 +307,19 @@ def _find_valid_pair(
     from modular_kernel.tuning.compilation import TunedPair
 
     pfs = load_catalog().names("prepare_finalize") if pf_type is None else (pf_type,)
-    names = [(p, e) for e in _find_search_spaces(problem, experts, prepared=prepared) for p in pfs]
-    verdicts = [check(*pair, problem, machine) for pair in names]
-    for pair, verdict in zip(names, verdicts, strict=True):
+    pairs = [(p, e) for e in _find_search_spaces(problem, experts, prepared=prepared) for p in pfs]
+    verdicts = [check(*pair, problem, machine) for pair in pairs]
+    for pair, verdict in zip(pairs, verdicts, strict=True):
         if verdict.ok:
             return TunedPair(*pair, machine, prepared)
     reasons = [r for verdict in verdicts for r in verdict.rejections]
-    title = verdicts[0].pairing if len(verdicts) == 1 else f"every pairing for {problem}"
-    raise IncompatibleError(title, reasons)
+    subject = verdicts[0].pairing if len(verdicts) == 1 else f"every pairing for {problem}"
+    raise IncompatibleError(subject, reasons)
 
 
 def _explain_launches(
     problems: "Sequence[Problem]",
-    tokens: Sequence[int],
+    token_counts: Sequence[int],
     experts: str | None,
     device_name: str | None,
     prepared: bool,
@@ -319,7 +328,7 @@ def _explain_launches(
 
     prepared: whether to add an explanation of calls with prepared weights.
     """
-    texts = []
+    explanations = []
     for problem in problems:
         unprepared_spaces = _find_search_spaces(problem, experts)
         spaces = [next(iter(unprepared_spaces.values()))]
@@ -329,8 +338,12 @@ def _explain_launches(
             )
             name = next(iter(prepared_spaces))
             spaces = [unprepared_spaces[name], prepared_spaces[name]]
-        texts += [space.explain(number, device_name) for number in tokens for space in spaces]
-    return texts
+        explanations += [
+            space.explain(num_tokens, device_name)
+            for num_tokens in token_counts
+            for space in spaces
+        ]
+    return explanations
 
 
 def _tune_layers(
@@ -348,7 +361,7 @@ def _tune_layers(
     if folder is None:
         need = "a folder, or MK_CONFIG_DIR set"
         raise ConfigurationError("--out", got="nothing, and there is no home directory", need=need)
-    end, records, ok = time.monotonic() + search.budget, list[dict[str, object]](), True
+    deadline_s, records, ok = time.monotonic() + search.budget, list[dict[str, object]](), True
     with Compiler(search.workers or max(1, (os.cpu_count() or 2) - 1)) as compiler:
         layers = []
         for name, problem, pair in layers_to_tune:
@@ -365,7 +378,7 @@ def _tune_layers(
         total = sum(len(layer.space.candidates(t)) for layer in layers for t in layer.tokens)
         with TuneProgress(total) as progress:
             for index, layer in enumerate(layers):
-                share = _TimeShare(end, _SHARE_FACTOR / (len(layers) - index))
+                share = _TimeShare(deadline_s, _SHARE_FACTOR / (len(layers) - index))
                 results = _tune_layer(layer, search, share, compiler, progress)
                 remaining_tokens = layer.tokens[len(results) :]
                 records.append(make_record(layer, results, remaining_tokens))
@@ -381,17 +394,18 @@ def _tune_layers(
 
 @dataclass(frozen=True)
 class _TimeShare:
-    """A fraction of the time until `end`, for tuning one layer.
+    """A fraction of the time until `deadline_s`, for tuning one layer.
 
-    end: seconds, as returned by time.monotonic().
+    deadline_s: seconds, as returned by time.monotonic().
     fraction: share of the remaining time, where more than 1 counts as 1.
     """
 
-    end: float
+    deadline_s: float
     fraction: float
 
-    def seconds(self) -> float:
-        return (self.end - time.monotonic()) * min(self.fraction, 1.0)
+    def compute_seconds(self) -> float:
+        """Return the time that is left for the layer, in seconds."""
+        return (self.deadline_s - time.monotonic()) * min(self.fraction, 1.0)
 
 
 def _tune_layer(
@@ -405,7 +419,7 @@ def _tune_layer(
     from modular_kernel.tuning.measurement import DeviceBenchmarker
     from modular_kernel.tuning.search import TuneJob, tune
 
-    if not layer.tokens or share.seconds() <= 0:
+    if not layer.tokens or share.compute_seconds() <= 0:
         return []
     benchmarker = DeviceBenchmarker(
         layer.pair,
@@ -420,7 +434,7 @@ def _tune_layer(
         benchmarker=benchmarker,
         tokens=layer.tokens,
         folder=layer.folder,
-        budget=share.seconds(),  # computed after the setup, whose time does not count
+        budget=share.compute_seconds(),  # computed after the setup, whose time does not count
         ignore_saved=search.ignore_saved,
         on_measurement=progress.advance,
     )

@@ -1,6 +1,6 @@
 """Output of `mk tune`: a progress bar, a line for each number of tokens, tables, and JSON.
 
-A choice is the launch configurations of all kernels of one call.
+A choice consists of the launch configurations of all kernels of one call.
 """
 
 import json
@@ -44,7 +44,7 @@ class TunedLayer:
 
 
 class TuneProgress:
-    """Context manager of a progress bar on stderr, with a line above it for each number of tokens.
+    """Context manager that shows a progress bar on stderr, and above it a line per token count.
 
     total: expected number of measurements.
     """
@@ -112,7 +112,7 @@ class TuneRecorder:
         def choice_fields(choice: "Choice") -> dict[str, object]:
             return dict(self._layer.space.as_json(choice))
 
-        line = {
+        record = {
             "layer": self._layer.name,
             "experts": problem.experts,
             "top_k": problem.top_k,
@@ -140,7 +140,7 @@ class TuneRecorder:
             output.report_write_errors(self._path),
             self._path.open("a", encoding="utf-8") as stream,
         ):
-            stream.write(json.dumps(line) + "\n")
+            stream.write(json.dumps(record) + "\n")
 
 
 def _to_us(seconds: float) -> float:
@@ -163,6 +163,7 @@ def _format_summary(tuned: "TuneResult") -> str:
 def make_record(
     layer: TunedLayer, results: "Sequence[TuneResult]", remaining: Sequence[int]
 ) -> dict[str, object]:
+    """Return the JSON record of a layer. `remaining` has the token counts that were not tuned."""
     return {
         "layer": layer.name,
         "problem": layer.problem,
@@ -191,6 +192,7 @@ def make_record(
 def print_text(
     layer: TunedLayer, results: "Sequence[TuneResult]", remaining: Sequence[int]
 ) -> None:
+    """Print the results of a layer. `remaining` has the token counts that were not tuned."""
     columns = ("tokens", "untuned us", "us", "faster by", "timed", "refused", "choice")
     output.print_table(
         columns,
@@ -218,11 +220,11 @@ def _format_row(tuned: "TuneResult") -> tuple[object, ...]:
     best, counts = tuned.best, (len(tuned.times), len(tuned.refused))
     if best is None:
         return (tuned.tokens, "-", "-", "-", *counts, "nothing ran")
-    base = best.untuned_seconds
-    gain = f"{base / best.seconds - 1:.1%}" if base else "-"
+    untuned_seconds = best.untuned_seconds
+    gain = f"{untuned_seconds / best.seconds - 1:.1%}" if untuned_seconds else "-"
     return (
         tuned.tokens,
-        f"{base * 1e6:.1f}" if base else "-",
+        f"{untuned_seconds * 1e6:.1f}" if untuned_seconds else "-",
         f"{best.seconds * 1e6:.1f}",
         gain,
         *counts,

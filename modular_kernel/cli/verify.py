@@ -27,7 +27,13 @@ from modular_kernel.cli.options import (
     ProblemOptions,
     refuse_combination,
 )
-from modular_kernel.cli.ranks import Backend, Executor, apply_launcher, open_executor, to_rank_case
+from modular_kernel.cli.ranks import (
+    Backend,
+    Executor,
+    apply_launcher,
+    make_rank_case,
+    open_executor,
+)
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 from modular_kernel.text import format_count
 
@@ -110,7 +116,7 @@ class VerifyOptions(EngineOptions):
 class VerifyJob:
     """The cases of one pairing.
 
-    refused: number of further cases, which the compatibility rules refuse.
+    refused: number of other cases that the compatibility rules refuse.
     omitted: description of what the cases do not cover; unused if `covered_pairs` is positive.
     covered_pairs: number of pairs of axis values that occur together in some case, if the cases are
         a pairwise selection.
@@ -180,22 +186,22 @@ class JobResult:
         missed_schemes = sorted(
             schemes - {combination.scheme for combination in combinations - missed}
         )
-        text = (
+        summary = (
             f"{path}: {len(schemes) - len(missed_schemes)} of "
             f"{format_count(len(schemes), 'scheme')}"
         )
         num_entered = len(combinations) - len(missed)
-        text += f", {num_entered} of {format_count(len(combinations), 'combination')}"
+        summary += f", {num_entered} of {format_count(len(combinations), 'combination')}"
         return (
-            f"{text}, never {', '.join(missed_schemes)}"
+            f"{summary}, never {', '.join(missed_schemes)}"
             if missed_schemes and self.job.requires_all_combinations
-            else text
+            else summary
         )
 
     @property
     def worst(self) -> "Proof | None":
         """The result with the largest ratio of error to bound."""
-        return max(self.proofs, key=_error_ratio, default=None)
+        return max(self.proofs, key=_compute_error_ratio, default=None)
 
 
 def verify(
@@ -223,8 +229,9 @@ def verify(
     only the cases of this pairing run. For a part over ranks, add --world-size 2.
 
     --engine vllm or sglang judges the experts classes of the installed vLLM or SGLang instead of
-    our parts, each by the quantization scheme that it computes. --experts-type names one of them
-    (see mk list --engine), --model gives the sizes of a model, and --quant selects one scheme.
+    our parts, each against the reference of the quantization scheme that it computes.
+    --experts-type names one of them (see mk list --engine), --model gives the sizes of a model, and
+    --quant selects one scheme.
 
     Exits with 1 if a check fails, a mutant survives, or the pairing is refused.
     """
@@ -238,10 +245,10 @@ def verify(
         raise ConfigurationError("options of a problem or a case", got="no --one", need=need)
     options = apply_launcher(options)
     mutation.check(single_case=single_case.one)
-    single_process = (
+    has_no_case_list = (
         single_case.one or mutation.mutate is not None or options.world_size is not None
     )
-    _check_selection(execution, experts_type, single_process=single_process)
+    _check_selection(execution, experts_type, has_no_case_list=has_no_case_list)
     level = execution.level or ("full" if mutation.mutate else "smoke")
     if execution.torch_only:
         if options.world_size is not None:
@@ -265,13 +272,13 @@ def verify(
 
 
 def _check_selection(
-    execution: VerifyOptions, experts_type: str | None, *, single_process: bool
+    execution: VerifyOptions, experts_type: str | None, *, has_no_case_list: bool
 ) -> None:
-    """Raise ConfigurationError for --workers and --path without a list of cases of one rank.
+    """Raise ConfigurationError if --workers or --path is set but does not apply.
 
-    single_process: whether there is one case, or mutants, or several ranks.
+    has_no_case_list: whether there is a single case, a mutation run, or several ranks.
     """
-    if single_process and (execution.workers, execution.path) != (None, None):
+    if has_no_case_list and (execution.workers, execution.path) != (None, None):
         name = "path" if execution.workers is None else "workers"
         need = "no --one, --mutate or --world-size"
         raise ConfigurationError(f"--{name}", got=getattr(execution, name), need=need)
@@ -308,7 +315,7 @@ def _make_single_case_job(
     if single_case.routing not in ROUTING_KINDS:
         need = f"one of {', '.join(ROUTING_KINDS)}"
         raise ConfigurationError("--routing", got=repr(single_case.routing), need=need)
-    execution = InputVariation(
+    variation = InputVariation(
         single_case.layout,
         single_case.values,
         single_case.own_scales,
@@ -316,16 +323,16 @@ def _make_single_case_job(
         single_case.nan,
     )
     problem, interleaved = options.problem(), single_case.by_turns
-    case = Case(pf, experts, problem, single_case.routing, single_case.seed, execution, interleaved)
+    case = Case(pf, experts, problem, single_case.routing, single_case.seed, variation, interleaved)
     if (options.world_size or 1) > 1:
         if (
-            replace(execution, values=ORDINARY.values, slot_pattern=ORDINARY.slot_pattern, nan="")
+            replace(variation, values=ORDINARY.values, slot_pattern=ORDINARY.slot_pattern, nan="")
             != ORDINARY
             or interleaved
         ):
             need = "ordinary inputs with --world-size"
-            raise ConfigurationError("--one", got=str(execution), need=need)
-        rank_case = to_rank_case(case, single_case.rank_tokens, single_case.fault)
+            raise ConfigurationError("--one", got=str(variation), need=need)
+        rank_case = make_rank_case(case, single_case.rank_tokens, single_case.fault)
         case = replace(rank_case, checked=not single_case.unchecked)
     elif single_case.rank_tokens is not None or single_case.fault or single_case.unchecked:
         names, need = "--rank-tokens, --fault, --unchecked", "--world-size N in addition"
@@ -361,7 +368,7 @@ def _make_jobs(
                 raise IncompatibleError(verdict.pairing, verdict.rejections)
             if selection.cases:
                 refused = len(selection.refused)
-                # A RankSelection has neither field, because cases over ranks are not pairwise.
+                # A RankSelection has neither field, because its cases are not selected pairwise.
                 covered_pairs = getattr(selection, "num_covered", 0)
                 impossible_pairs = len(getattr(selection, "impossible", ()))
                 pair, omitted = (pf_name, experts_name), _describe_omitted(executor, level)
@@ -390,19 +397,21 @@ def _select_path(jobs: Sequence[VerifyJob], path: str) -> list[VerifyJob]:
     if path not in paths:
         need = f"one of {', '.join(paths)}" if paths else "a part with several code paths"
         raise ConfigurationError("--path", got=path, need=need)
-    selected = []
+    selected_jobs = []
     for job in jobs:
         cases = tuple(
             case
             for case in job.cases
             if any(combination.path == path for combination in predict_combinations(case))
         )
-        reachable = frozenset(each for each in job.reachable if each.path == path)
+        reachable = frozenset(
+            combination for combination in job.reachable if combination.path == path
+        )
         omitted = f"only cases that enter {path}"
         job = replace(job, cases=cases, reachable=reachable, omitted=omitted, covered_pairs=0)
         if cases or (reachable and job.requires_all_combinations):
-            selected.append(job)
-    return selected
+            selected_jobs.append(job)
+    return selected_jobs
 
 
 def _find_reachable_combinations(
@@ -421,8 +430,8 @@ def _find_reachable_combinations(
 def _describe_omitted(executor: Executor, level: str) -> str:
     if executor.pool is None:
         return "no pairwise coverage (see --level full)"
-    text = "hand-picked cases without pairwise coverage"
-    return text if level == "full" else f"{text}; --level full has more"
+    description = "hand-picked cases without pairwise coverage"
+    return description if level == "full" else f"{description}; --level full has more"
 
 
 def _select_pairings(
@@ -450,14 +459,14 @@ def _verify(
     jobs: Sequence[VerifyJob], executor: Executor, workers: int, *, as_json: str | None
 ) -> bool:
     """Verify all cases, print the results, and return whether all passed."""
-    results, number = list[JobResult](), [1]  # number: of the running case
+    results, case_number = list[JobResult](), [1]
     cases = [case for job in jobs for case in job.cases]
-    all_proofs = closing(executor.verify_cases(cases, min(workers, max(1, len(cases)))))
+    closing_proofs = closing(executor.verify_cases(cases, min(workers, max(1, len(cases)))))
     # Without a progress bar, print which case runs, because a case with a large problem may take
     # minutes.
-    status = output.show_activity(lambda: f"case {number[0]} of {len(cases)}")
+    status = output.show_activity(lambda: f"case {case_number[0]} of {len(cases)}")
     with (
-        all_proofs as proof_iterator,
+        closing_proofs as proof_iterator,
         nullcontext() if sys.stderr.isatty() else status,
         output.show_progress(len(cases), "cases") as advance,
     ):
@@ -467,7 +476,7 @@ def _verify(
                 proofs.append(proof := next(proof_iterator))
                 if not proof.passed:  # printed at once, in case the run is interrupted
                     output.print_note(f"failed: {case}")
-                number[0] += 1
+                case_number[0] += 1
                 advance()
             results.append(JobResult(job, tuple(proofs)))
     ok = bool(results) and all(result.ok for result in results)
@@ -480,7 +489,7 @@ def _verify(
     return ok
 
 
-def _error_ratio(proof: "Proof") -> float:
+def _compute_error_ratio(proof: "Proof") -> float:
     """Return error / bound, which is at most 1 for a case that passed."""
     if proof.error == 0:
         return 0.0

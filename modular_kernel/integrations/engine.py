@@ -30,9 +30,9 @@ class Kind(StrEnum):
 
 
 class Promise(StrEnum):
-    """A property that our parts guarantee and that an engine does not.
+    """A property that our parts guarantee and that an engine may not guarantee.
 
-    A class that lacks one is not wrong.
+    An experts class without the property is not wrong.
 
     NAN: a NaN in a token makes the output of this token NaN, and of no other token.
     UNUSED_WEIGHTS: weights of experts without tokens are not read.
@@ -54,10 +54,10 @@ class EngineCase:
 
     experts: name of the class.
     activation: the engine's name of the activation, a key of `Description.activations`.
-    problem: the problem of the call. If `expert_map` is set, this rank has the second of the equal
-        shares of consecutive experts.
+    problem: the problem of the call. If `expert_map` is set, this rank has the second block of
+        `problem.e` consecutive experts.
     routing: a kind of routing of `cases.inputs.ROUTING_KINDS`.
-    promise: the property that the case checks; None if it checks the numbers.
+    promise: the property that the case checks; None if it checks the accuracy of the output.
     """
 
     experts: str
@@ -70,15 +70,15 @@ class EngineCase:
     def shape(self) -> str:
         """The sizes and the kind of call, such as "T17 H128 I64 E8 K2"."""
         problem = self.problem
-        words = [f"T{problem.tokens}", f"H{problem.hidden}", f"I{problem.intermediate}"]
-        words += [f"E{problem.experts}", f"K{problem.top_k}"]
+        labels = [f"T{problem.tokens}", f"H{problem.hidden}", f"I{problem.intermediate}"]
+        labels += [f"E{problem.experts}", f"K{problem.top_k}"]
         if self.routing != "uniform":
-            words.append(self.routing)
+            labels.append(self.routing)
         if problem.expert_map:
-            words.append(f"{problem.e} of them here")
+            labels.append(f"{problem.e} of them here")
         if problem.apply_router_weight_on_input:
-            words.append("router weights on the input")
-        return " ".join(words)
+            labels.append("router weights on the input")
+        return " ".join(labels)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class ExpertsClass:
 
     module: full name of its module.
     format: layout of the rows that it receives, in the engine's words.
-    unavailable: why no case of the class can run here; empty if cases can.
+    unavailable: why no case of the class can run on this machine; empty if some can.
     schemes: names of the quantization schemes to try.
     refused: schemes that the class refuses, and the engine's reasons.
     skips_ids: whether to check ids of -1; False if the code of the engine that skips them cannot
@@ -128,7 +128,7 @@ class ExpertsClass:
 
 @dataclass(frozen=True)
 class Description:
-    """An engine that is installed here.
+    """An installed engine.
 
     device: "cpu" or "cuda".
     device_name: name of the device for the report.
@@ -163,7 +163,7 @@ EngineCall = Callable[[torch.Tensor, Routing, bool], torch.Tensor]
 
 
 class Engine(Protocol):
-    """An engine in this process."""
+    """An engine that is loaded in this process."""
 
     def describe(self) -> Description:
         """Return the engine, its classes and the activations to try."""

@@ -1,6 +1,6 @@
-"""Load an engine into the current process. Shared by the modules of all engines.
+"""Loads an engine into the current process. The modules of all engines share this module.
 
-This module itself does not import an engine.
+The module itself does not import an engine.
 """
 
 import sys
@@ -40,14 +40,14 @@ class EnginePackage:
         """
         need = f"{self.title} {' or '.join(self.modules)}"
         try:
-            installed = version(self.name)
+            installed_version = version(self.name)
         except PackageNotFoundError:
             raise UnsupportedError(self.title, got="not installed", need=need) from None
-        numbers = installed.split("+")[0].split(".")
+        version_parts = installed_version.split("+")[0].split(".")
         for supported, module in self.modules.items():
-            if numbers[: len(supported.split("."))] == supported.split("."):
+            if version_parts[: len(supported.split("."))] == supported.split("."):
                 return module
-        raise UnsupportedError(self.title, got=installed, need=need)
+        raise UnsupportedError(self.title, got=installed_version, need=need)
 
     def load(self) -> Engine:
         """Load the engine.
@@ -110,13 +110,13 @@ def find_missing_requirement(error: BaseException, device: str) -> str | None:
     error: exception that the engine's code raised.
     device: "cpu" or "cuda".
     """
-    text = str(error)
+    message = str(error)
     if isinstance(error, ImportError):
-        return text
-    if isinstance(error, AttributeError) and "_OpNamespace" in text:
-        return f"no compiled operator {text.rpartition('attribute ')[2]}"
-    if device == "cpu" and "`_semantic` argument must be provided" in text:
+        return message
+    if isinstance(error, AttributeError) and "_OpNamespace" in message:
+        return f"no compiled operator {message.rpartition('attribute ')[2]}"
+    if device == "cpu" and "`_semantic` argument must be provided" in message:
         return "Triton's interpreter cannot run a function of its kernel"
-    if device == "cpu" and ("Torch not compiled with CUDA" in text or "NVIDIA" in text):
+    if device == "cpu" and ("Torch not compiled with CUDA" in message or "NVIDIA" in message):
         return "it needs CUDA"
     return None

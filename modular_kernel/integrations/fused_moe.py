@@ -78,8 +78,8 @@ def fused_experts(
     topk_output: (weights, ids, ...). The router weights are (..., K), float32 or a 16-bit dtype,
         which is converted to float32. The expert ids are (..., K); -1 skips a pair. Further values
         are ignored.
-    moe_runner_config: settings of the layer. The default of MoeRunnerConfig.inplace is True.
-        Without a config, the call is not in place.
+    moe_runner_config: settings of the layer. Without a config, the call is out of place,
+        although the default of MoeRunnerConfig.inplace is True.
     options: keywords that `Options` lists.
 
     Raises ConfigurationError for an unknown keyword, the InputErrors of `FusedMoEModularKernel`,
@@ -101,20 +101,24 @@ def _fused_experts(
     extras: list[torch.Tensor | None] = [options.get(field) for field in FIELDS.values()]  # type: ignore[misc]
     weights = (w1, w2, *extras)
     tensors = [hidden_states, w1, w2, *[tensor for tensor in extras if tensor is not None]]
-    eager = _may_skip_dispatcher(tensors)
-    if eager:  # the kernel checks memory and weights
+    can_skip_dispatcher = _may_skip_dispatcher(tensors)
+    if can_skip_dispatcher:  # the kernel checks memory and weights
         check_strided("x", hidden_states)
     else:
         device = check_tensor("x", hidden_states, meta=True).device
-        named = dict(zip(("w1", "w2", *FIELDS), weights, strict=True))
-        check_tensors(named, optional=FIELDS, device=device, meta=True)
+        tensors_by_name = dict(zip(("w1", "w2", *FIELDS), weights, strict=True))
+        check_tensors(tensors_by_name, optional=FIELDS, device=device, meta=True)
     if needs_gradient(tensors):
         names = ("x", "w1", "w2", *FIELDS)
         check_no_gradients(dict(zip(names, (hidden_states, *weights), strict=True)))
-    x_TH = _flatten(hidden_states, inplace=config.inplace)
+    x_TH = _flatten_tokens(hidden_states, inplace=config.inplace)
     leading_dims = tuple(hidden_states.shape[:-1])
     weights_TK, ids_TK = flatten_topk_output(
-        topk_output, config, leading_dims, hidden_states.device, check_memory=not eager
+        topk_output,
+        config,
+        leading_dims,
+        hidden_states.device,
+        check_memory=not can_skip_dispatcher,
     )
     if config.inplace and config.no_combine:
         need = "inplace=False, because a (T, K, H) output does not fit into x"
@@ -129,13 +133,13 @@ def _fused_experts(
         config.scale,
     )
     arguments = (x_TH, w1, w2, weights_TK, ids_TK, extras, *settings)
-    skips_dispatcher = eager and _may_skip_dispatcher((weights_TK, ids_TK))
+    skips_dispatcher = can_skip_dispatcher and _may_skip_dispatcher((weights_TK, ids_TK))
     if config.inplace:
         run = _run_in_place if skips_dispatcher else inplace_fused_experts
         run(*arguments, config.chunk_tokens)
         return hidden_states
-    run_new = _run if skips_dispatcher else outplace_fused_experts
-    output: torch.Tensor = run_new(*arguments, config.combine.value, config.chunk_tokens)
+    run_out_of_place = _run if skips_dispatcher else outplace_fused_experts
+    output: torch.Tensor = run_out_of_place(*arguments, config.combine.value, config.chunk_tokens)
     if hidden_states.dim() == 2:
         return output
     return output.view(*hidden_states.shape[:-1], *output.shape[1:])
@@ -179,8 +183,8 @@ def fused_moe(
         raise ConfigurationError("top_k", got=top_k, need=need)
     if config.num_fused_shared_experts:
         need = "0, or weights and ids as gating_output: a softmax cannot select shared experts"
-        number = config.num_fused_shared_experts
-        raise ConfigurationError("num_fused_shared_experts", got=number, need=need)
+        num_shared = config.num_fused_shared_experts
+        raise ConfigurationError("num_fused_shared_experts", got=num_shared, need=need)
     if config.routing_method_type is not None:
         need = "None, or weights and ids as gating_output: logits are routed by softmax and top_k"
         got = config.routing_method_type
@@ -207,7 +211,7 @@ def _format_activation(config: MoeRunnerConfig) -> str:
 _format_activation_cached = lru_cache(maxsize=256)(_format_activation)
 
 
-def _flatten(hidden_states: torch.Tensor, *, inplace: bool) -> torch.Tensor:
+def _flatten_tokens(hidden_states: torch.Tensor, *, inplace: bool) -> torch.Tensor:
     """Return x as (T, H).
 
     inplace: require that the result shares the memory of x.
@@ -240,8 +244,8 @@ def flatten_topk_output(
         got = [type(value).__name__ for value in values] or type(topk_output).__name__
         raise ConfigurationError("topk_output", got=got, need="(weights, ids), both (T, K)")
     if check_memory or not (_has_memory(weights_TK) and _has_memory(ids_TK)):
-        named = {"topk_weights": weights_TK, "topk_ids": ids_TK}
-        check_tensors(named, device=device, meta=True)
+        tensors_by_name = {"topk_weights": weights_TK, "topk_ids": ids_TK}
+        check_tensors(tensors_by_name, device=device, meta=True)
     if needs_gradient((weights_TK,)):
         check_no_gradients({"topk_weights": weights_TK})
     if weights_TK.dtype in (torch.bfloat16, torch.float16):
@@ -261,7 +265,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     return is_dense(tensor) and not tensor.is_meta
 
 
-_functorch_interpreter: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
+_peek_functorch_interpreter: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
 
 
 def _may_skip_dispatcher(tensors: Iterable[torch.Tensor]) -> bool:
@@ -273,7 +277,7 @@ def _may_skip_dispatcher(tensors: Iterable[torch.Tensor]) -> bool:
     if (
         is_compiling()
         or torch._C._len_torch_dispatch_stack()
-        or _functorch_interpreter() is not None
+        or _peek_functorch_interpreter() is not None
     ):
         return False
     for tensor in tensors:  # noqa: SIM110  runs in every call; a generator is slower
@@ -289,8 +293,8 @@ def _may_skip_dispatcher(tensors: Iterable[torch.Tensor]) -> bool:
 def _fake_output(hidden_states, w1, w2, topk_weights, topk_ids, extras, *settings):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN002, ANN202
     """Return an empty output. settings[4] is the operator's argument `combine`."""
     tokens, hidden = hidden_states.shape
-    middle = () if settings[4] == "sum" else (topk_ids.shape[1],)
-    return hidden_states.new_empty((tokens, *middle, hidden))
+    topk_dims = () if settings[4] == "sum" else (topk_ids.shape[1],)
+    return hidden_states.new_empty((tokens, *topk_dims, hidden))
 
 
 @register_operator("outplace_fused_experts", _fake_output)

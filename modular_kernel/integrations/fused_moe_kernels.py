@@ -130,7 +130,7 @@ def get_kernel(
     kernel_options: KernelOptions,
     parts: tuple[Experts, ...] = DEFAULT_PARTS,
 ) -> FusedMoEModularKernel:
-    """Return the kernel for a call. Its number of tokens is the next power of two.
+    """Return the kernel for a call. Its maximum number of tokens is a power of two.
 
     parts: experts parts. The first part that supports the problem is used.
     """
@@ -147,8 +147,8 @@ def get_kernel(
         None if expert_map is None else e,
     )
     bias = weights.b1 is not None or weights.b2 is not None
-    chunk = kernel_options[-1]
-    if chunk is not None and sizes[0] <= chunk:
+    chunk_tokens = kernel_options[-1]
+    if chunk_tokens is not None and sizes[0] <= chunk_tokens:
         kernel_options = (*kernel_options[:-1], None)  # calls of this kernel are never split
     return _make_kernel(sizes, x_TH.dtype, bias, kernel_options, x_TH.device, parts)
 
@@ -198,7 +198,7 @@ def _make_kernel(
     device: torch.device,
     parts: tuple[Experts, ...],
 ) -> FusedMoEModularKernel:
-    """Create a kernel. Devices do not share kernels, because a kernel counts invalid ids."""
+    """Create a kernel. Each device has its own kernel, which counts invalid ids on that device."""
     tokens, hidden, intermediate, experts, top_k, local_experts = sizes
     quant, activation, on_input, scale, combine, inplace, chunk_tokens = kernel_options
     problem = Problem(
@@ -220,5 +220,5 @@ def _make_kernel(
         chunk_tokens=chunk_tokens,
     )
     machine = this_machine(device="cpu" if device.type == "cpu" else None)
-    valid = [part for part in parts if check(NO_EP, part, problem, machine).ok]
-    return make_kernel(NO_EP, (*valid, parts[-1])[0], problem, machine=machine)
+    supported_parts = [part for part in parts if check(NO_EP, part, problem, machine).ok]
+    return make_kernel(NO_EP, (*supported_parts, parts[-1])[0], problem, machine=machine)

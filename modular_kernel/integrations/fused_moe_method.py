@@ -41,8 +41,8 @@ def maybe_make_prepare_finalize(
     Raises ConfigurationError for an unknown backend, or for several ranks without a backend, and
     UnknownPartError if the part is not installed.
     """
-    part = _select_prepare_finalize(problem, all2all_backend)
-    return None if part == NO_EP else load_catalog().prepare_finalize(part)(problem, group)
+    name = _select_prepare_finalize(problem, all2all_backend)
+    return None if name == NO_EP else load_catalog().prepare_finalize(name)(problem, group)
 
 
 def select_gemm_impl(
@@ -64,8 +64,8 @@ def select_gemm_impl(
     expect("prepare_finalize", prepare_finalize, PrepareAndFinalize | None)
     expect("machine", machine, Machine | None)
     catalog = load_catalog()
-    kind = type(prepare_finalize) if prepare_finalize else catalog.prepare_finalize(NO_EP)
-    return catalog.experts(_select_experts(problem, kind, catalog, machine))(problem)
+    part_class = type(prepare_finalize) if prepare_finalize else catalog.prepare_finalize(NO_EP)
+    return catalog.experts(_select_experts(problem, part_class, catalog, machine))(problem)
 
 
 def init_prepare_finalize(
@@ -79,9 +79,9 @@ def init_prepare_finalize(
     The arguments are those of `maybe_make_prepare_finalize` and `select_gemm_impl`.
     """
     catalog = load_catalog()
-    kind = catalog.prepare_finalize(_select_prepare_finalize(problem, all2all_backend))
-    experts = _select_experts(problem, kind, catalog, machine)
-    return make_kernel(kind, experts, problem, group=group, machine=machine)
+    part_class = catalog.prepare_finalize(_select_prepare_finalize(problem, all2all_backend))
+    experts = _select_experts(problem, part_class, catalog, machine)
+    return make_kernel(part_class, experts, problem, group=group, machine=machine)
 
 
 def _select_prepare_finalize(problem: Problem, all2all_backend: str | None) -> str:

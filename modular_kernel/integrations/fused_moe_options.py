@@ -213,7 +213,7 @@ class Options(Quantization, total=False):
 
 
 _OUT_OF_PLACE = MoeRunnerConfig(inplace=False)
-_OPTIONS = get_type_hints(Options)
+_OPTION_TYPES = get_type_hints(Options)
 _CONFIG_FIELDS = tuple(field.name for field in fields(MoeRunnerConfig))
 _ALIASES = {"w1_bias": "b1", "w2_bias": "b2"}
 
@@ -230,18 +230,18 @@ def split_options(
     config = _OUT_OF_PLACE if config is None else config
     remaining: dict[str, Any] = dict(options)
     for name, value in remaining.items():
-        if name not in _OPTIONS:
-            similar = difflib.get_close_matches(name, _OPTIONS, n=1)
-            names = ", ".join(sorted(_OPTIONS))
+        if name not in _OPTION_TYPES:
+            similar = difflib.get_close_matches(name, _OPTION_TYPES, n=1)
+            names = ", ".join(sorted(_OPTION_TYPES))
             need = f"{similar[0]}, or another of {names}" if similar else f"one of {names}"
             raise ConfigurationError("keyword", got=repr(name), need=need)
-        expect(name, value, _OPTIONS[name])
-    for name, other in _ALIASES.items():
+        expect(name, value, _OPTION_TYPES[name])
+    for name, canonical_name in _ALIASES.items():
         if remaining.get(name) is not None:
-            if remaining.get(other) is not None:
-                got = f"both {name} and {other}"
-                raise ConfigurationError(name, got=got, need=f"either {name} or {other}")
-            remaining[other] = remaining[name]
+            if remaining.get(canonical_name) is not None:
+                got = f"both {name} and {canonical_name}"
+                raise ConfigurationError(name, got=got, need=f"either {name} or {canonical_name}")
+            remaining[canonical_name] = remaining[name]
         remaining.pop(name, None)
     changes = {name: remaining.pop(name) for name in _CONFIG_FIELDS if name in remaining}
     quantization: Quantization = remaining  # type: ignore[assignment]
@@ -263,27 +263,29 @@ def quant_of(options: Quantization) -> str:
     Raises ConfigurationError if the flags contradict each other or are incomplete.
     """
     flags = ("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16")
-    used = [flag.removeprefix("use_") for flag in flags if options.get(flag)]
-    block, channels = options.get("block_shape"), bool(options.get("per_channel_quant"))
-    if len(used) > 1:
-        raise ConfigurationError("quantization", got=" and ".join(used), need="one use_* flag")
-    if block is not None and len(block) != 2:
-        raise ConfigurationError("block_shape", got=list(block), need="[bn, bk], or [0, group]")
-    if not used:
-        if block or channels:
-            got = "block_shape" if block else "per_channel_quant"
+    selected = [flag.removeprefix("use_") for flag in flags if options.get(flag)]
+    block_shape, per_channel = options.get("block_shape"), bool(options.get("per_channel_quant"))
+    if len(selected) > 1:
+        raise ConfigurationError("quantization", got=" and ".join(selected), need="one use_* flag")
+    if block_shape is not None and len(block_shape) != 2:
+        raise ConfigurationError(
+            "block_shape", got=list(block_shape), need="[bn, bk], or [0, group]"
+        )
+    if not selected:
+        if block_shape or per_channel:
+            got = "block_shape" if block_shape else "per_channel_quant"
             need = "a use_* flag in addition"
             raise ConfigurationError("quantization", got=got, need=need)
         return "none"
-    if block and channels:
+    if block_shape and per_channel:
         got, need = "per_channel_quant and block_shape", "only one of them"
         raise ConfigurationError("quantization", got=got, need=need)
-    weight_only = used[0].endswith("a16")
-    if block and (block[0] == 0) != weight_only:
+    weight_only = selected[0].endswith("a16")
+    if block_shape and (block_shape[0] == 0) != weight_only:
         need = "[0, group]" if weight_only else "[bn, bk], both > 0"
-        raise ConfigurationError(f"block_shape of {used[0]}", got=list(block), need=need)
+        raise ConfigurationError(f"block_shape of {selected[0]}", got=list(block_shape), need=need)
     select = _select_weight_only if weight_only else _select_w8a8
-    return select(used[0], block, options)
+    return select(selected[0], block_shape, options)
 
 
 def _select_w8a8(name: str, block: Sequence[int] | None, options: Quantization) -> str:

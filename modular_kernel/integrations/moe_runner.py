@@ -141,7 +141,7 @@ class MoeQuantInfo:
         """Return the fields as keywords of `fused_experts`."""
         flags = ("fp8_w8a8", "int8_w8a8", "int8_w8a16", "int4_w4a16")
         options: dict[str, Any] = {f"use_{flag}": getattr(self, f"use_{flag}") for flag in flags}
-        unchanged = (
+        same_names = (
             "per_channel_quant",
             "block_shape",
             "b2",
@@ -150,9 +150,14 @@ class MoeQuantInfo:
             "w2_zp",
             "a2_scale",
         )
-        options |= {name: getattr(self, name) for name in unchanged}
-        renamed = {"b1": "b13", "w1_scale": "w13_scale", "w1_zp": "w13_zp", "a1_scale": "a13_scale"}
-        options |= {name: getattr(self, field) for name, field in renamed.items()}
+        options |= {name: getattr(self, name) for name in same_names}
+        field_by_keyword = {
+            "b1": "b13",
+            "w1_scale": "w13_scale",
+            "w1_zp": "w13_zp",
+            "a1_scale": "a13_scale",
+        }
+        options |= {name: getattr(self, field) for name, field in field_by_keyword.items()}
         return options  # type: ignore[return-value]
 
     def scheme(self) -> str:
@@ -160,12 +165,12 @@ class MoeQuantInfo:
 
         Raises ConfigurationError if both `quant` and a flag are given.
         """
-        from_flags = quant_of(self.options())
+        flags_scheme = quant_of(self.options())
         if self.quant is None:
-            return from_flags
-        if from_flags != "none":
+            return flags_scheme
+        if flags_scheme != "none":
             raise ConfigurationError(
-                "quant", got=f"{self.quant} and {from_flags}", need="either quant or a use_* flag"
+                "quant", got=f"{self.quant} and {flags_scheme}", need="either quant or a use_* flag"
             )
         scheme: str = self._parsed_quant  # type: ignore[attr-defined]
         return scheme
@@ -192,7 +197,7 @@ class MoeRunner:
     fast_act, aiter: must be False.
     """
 
-    def __init__(  # noqa: PLR0913  (one keyword for each switch of the field)
+    def __init__(  # noqa: PLR0913  (one keyword for each switch of SGLang)
         self,
         runner_backend: str,
         config: MoeRunnerConfig,
@@ -228,7 +233,7 @@ class MoeRunner:
 
     def _check_quant(self, quant: str) -> None:
         """Raise an error if no part supports the scheme, or the layer if the sizes are known."""
-        if None not in self._sizes():
+        if None not in self._get_sizes():
             verdicts = self.verdicts(quant).values()
             refused = [verdict for verdict in verdicts if not verdict.ok]
             if len(refused) == len(self._parts):
@@ -250,8 +255,8 @@ class MoeRunner:
         check_dispatched(dispatch_output)
         expect("quant_info", quant_info, MoeQuantInfo)
         # torch 2.11 does not trace `vars` of a frozen dataclass.
-        values = {name: getattr(quant_info, name) for name in _INFO_FIELDS}
-        tensors = {n: v for n, v in values.items() if isinstance(v, torch.Tensor)}
+        info_fields = {name: getattr(quant_info, name) for name in _INFO_FIELDS}
+        tensors = {n: v for n, v in info_fields.items() if isinstance(v, torch.Tensor)}
         check_tensors(tensors)
         check_no_gradients(tensors | {"hidden_states": dispatch_output.hidden_states})
         quant = quant_info.scheme()
@@ -294,7 +299,7 @@ class MoeRunner:
 
         Raises ConfigurationError unless the config has all sizes.
         """
-        experts, hidden, intermediate, top_k = self._sizes()
+        experts, hidden, intermediate, top_k = self._get_sizes()
         if None in (experts, hidden, intermediate, top_k):
             need = "num_experts, hidden_size, intermediate_size_per_partition and top_k"
             raise ConfigurationError("config", got=self.config, need=need)
@@ -305,14 +310,17 @@ class MoeRunner:
             apply_router_weight_on_input=self.config.apply_router_weight_on_input,
             routed_scaling_factor=self.config.scale,
         )  # fmt: skip
-        prepare = {
+        prepare_finalize_by_format = {
             ActivationFormat.STANDARD: NO_EP,
-            ActivationFormat.BATCHED_EXPERTS: "BatchedPrepareAndFinalize",
+            ActivationFormat.BATCHED_EXPERTS: _BATCHED,
         }
-        return {f: check(prepare[FORMATS[f]], part, problem) for f, part in self._parts.items()}
+        return {
+            f: check(prepare_finalize_by_format[FORMATS[f]], part, problem)
+            for f, part in self._parts.items()
+        }
 
     def explain(self, quant: str = "none", tokens: int = 1) -> str:
-        """Return text about the part of each dispatch format, and why it can or cannot run."""
+        """Describe the part of each dispatch format, and why it can or cannot run."""
         lines = [f"backend {self.runner_backend}, quant {quant}"]
         for format, verdict in self.verdicts(quant, tokens).items():
             op = FUSED.find_fused_op(A2A_BACKENDS[format], self.runner_backend)
@@ -326,7 +334,7 @@ class MoeRunner:
         lines += [f"{format}: no part" for format in A2A_BACKENDS if format not in self._parts]
         return "\n".join(lines)
 
-    def _sizes(self) -> tuple[Any, ...]:
+    def _get_sizes(self) -> tuple[Any, ...]:
         config = self.config
         return (
             config.num_experts,
@@ -470,8 +478,8 @@ class MoeRunner:
             )
         x, scale, ids = received.hidden_states, received.hidden_states_scale, received.topk_ids
         weights = self._make_checked_weights(info, quant, x)
-        batched = isinstance(received, DeepEPLLDispatchOutput)
-        if batched and len(x) != len(weights.w1):
+        is_batched = isinstance(received, DeepEPLLDispatchOutput)
+        if is_batched and len(x) != len(weights.w1):
             need = f"{len(weights.w1)} experts, as in w13_weight"
             raise ShapeError("hidden_states", got=f"{len(x)} experts", need=need)
         config = self.config
@@ -486,7 +494,7 @@ class MoeRunner:
             activation=config.activation_spec(),
             bias=weights.b1 is not None or weights.b2 is not None,
             apply_router_weight_on_input=config.apply_router_weight_on_input,
-            routed_scaling_factor=1.0 if batched else config.scale,
+            routed_scaling_factor=1.0 if is_batched else config.scale,
         )
         if isinstance(received, DeepEPLLDispatchOutput):
             return run_received(part, problem, BatchedTokens(x, received.masked_m, scale), weights)

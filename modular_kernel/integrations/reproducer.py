@@ -1,4 +1,4 @@
-"""Write standalone programs that reproduce a wrong result of an engine's experts class.
+"""Writes standalone programs that reproduce a wrong result of an engine's experts class.
 
 A program imports only the engine and torch. It draws inputs and weights from a fixed seed, calls
 the class through the engine's API, and compares the output with a float64 reference in torch. Apart
@@ -69,11 +69,11 @@ def write_expert_map(problem: Problem, device: str) -> str:
     if not problem.expert_map:
         return "None"
     values = f"[*{problem.e} * [-1], *range({problem.e})]"
-    return f"torch.tensor({values}, dtype=torch.int32{write_device(device)})"
+    return f"torch.tensor({values}, dtype=torch.int32{write_device_argument(device)})"
 
 
-def write_device(device: str) -> str:
-    """Return a further argument of a function that makes a tensor."""
+def write_device_argument(device: str) -> str:
+    """Return the source of the argument `device` of a function that makes a tensor; "" on a CPU."""
     return "" if device == "cpu" else f', device="{device}"'
 
 
@@ -81,18 +81,19 @@ def _write_ids(case: EngineCase, device: str) -> str:
     problem = case.problem
     if case.routing == "all_to_one":
         first = get_first_expert(problem)
-        experts = f"torch.arange({first}, {first + problem.top_k}{write_device(device)})"
+        experts = f"torch.arange({first}, {first + problem.top_k}{write_device_argument(device)})"
         return f"{experts}.repeat({problem.tokens}, 1).int()"
     scores = f"rand({problem.tokens}, {problem.experts})"
     if case.routing == "empty_experts":
-        offsets = f"torch.arange({problem.experts}{write_device(device)})"
+        offsets = f"torch.arange({problem.experts}{write_device_argument(device)})"
         scores = f"({scores} - 99 * ({offsets} % 2))"
     return f"{scores}.topk({problem.top_k}).indices.int()"
 
 
 def _write_reference(problem: Problem) -> list[str]:
     """Return lines that run every expert on every token, and compute the weighted sum."""
-    act, on_input = problem.act, problem.apply_router_weight_on_input  # with top-k 1
+    act = problem.act
+    on_input = problem.apply_router_weight_on_input  # only with top_k = 1
     values = ("w1", "w2") if problem.quant == "none" else ("d1", "d2")
     x = "(router * x)" if on_input else "x"
     scores = f"F.one_hot(ids.long(), {problem.experts})"
@@ -163,15 +164,15 @@ def _write_weights(problem: Problem) -> list[str]:
     if problem.bias:
         expressions["b"] = f"rand({e}, n).to({dtype}) / 2"
     names = list(expressions)
-    inner = ", ".join(names) + ("," if len(names) == 1 else "")
-    results = f"({', '.join([*names, values])})" if values else f"({inner})"
+    tensors = ", ".join(names) + ("," if len(names) == 1 else "")
+    results = f"({', '.join([*names, values])})" if values else f"({tensors})"
     targets = [name + "{0}" for name in [*names, *(["d"] if values else [])]]
     if targets == ["w{0}"]:
         sizes = f"(({rows}, {hidden}), ({hidden}, {problem.intermediate}))"
         return [f"w1, w2 = ({expressions['w']} for n, k in {sizes})"]
-    left = ", ".join(f"({', '.join(targets)})".format(n) for n in (1, 2))
+    variables = ", ".join(f"({', '.join(targets)})".format(n) for n in (1, 2))
     lines = [
-        f"{left} = (",
+        f"{variables} = (",
         f"    {results}",
         f"    for n, k in (({rows}, {hidden}), ({hidden}, {problem.intermediate}))",
     ]
@@ -179,8 +180,8 @@ def _write_weights(problem: Problem) -> list[str]:
     return [*lines, ")"]
 
 
-# The expressions of the tensors of one GEMM, by name: weights w of shape (e, n, k), scales s and
-# global scales g. And the expression of the weights' values.
+# (expressions of the tensors of one GEMM by name, expression of the values of the weights). The
+# tensors are the weights w of shape (e, n, k), the scales s and the global scales g.
 _Format = tuple[dict[str, str], str]
 
 
@@ -227,7 +228,7 @@ def _write_bytes(shape: str) -> str:
     return f"(rand({shape}) * 1e4).int().to(torch.uint8)"
 
 
-_CODES = "torch.stack((w & 15, w >> 4), -1).flatten(2)"  # of two 4-bit values in a byte
+_CODES = "torch.stack((w & 15, w >> 4), -1).flatten(2)"  # the two 4-bit codes of each byte
 
 
 def _make_groups(problem: Problem) -> _Format:

@@ -54,7 +54,7 @@ def find_parts(backend: str, *, fused: bool) -> dict[str, type[PermuteExpertsUnp
     if parts:
         return parts
     stages = sorted({key[0] for key in PERMUTES.parts})
-    if not fused and not staged and _is_known(backend):
+    if not fused and not staged and _is_known_backend(backend):
         need = f"True, or a backend with stages: {', '.join(stages)}"
         raise UnsupportedError(f"fused of backend {backend!r}", got=False, need=need)
     names = ", ".join(sorted({*BACKENDS, *stages}))
@@ -70,7 +70,7 @@ def has_stages(backend: str) -> bool:
         return False
 
 
-def _is_known(backend: str) -> bool:
+def _is_known_backend(backend: str) -> bool:
     return backend in BACKENDS or backend in load_catalog().names("experts")
 
 
@@ -97,9 +97,9 @@ def switches(environment: Mapping[str, str]) -> dict[str, bool]:
     expect("environment", environment, Mapping)
     options: dict[str, bool] = {}
     for name, (option, value_if_set) in SWITCHES.items():
-        text = environment.get(name, "0")
-        expect(name, text, str)
-        value = text.strip().lower()
+        setting = environment.get(name, "0")
+        expect(name, setting, str)
+        value = setting.strip().lower()
         if value not in ("0", "1", "true", "false", ""):
             raise ConfigurationError(name, got=repr(value)[:80], need="0 or 1")
         if name in environment:

@@ -33,11 +33,11 @@ def check_dispatched(dispatched: DispatchOutput) -> None:
         _check_dims("hidden_states", x, "(T, H)")
         _check_sorted(dispatched.topk_output)
         return
-    batched = isinstance(dispatched, DeepEPLLDispatchOutput)
-    _check_dims("hidden_states", x, "(e, C, H)" if batched else "(R, H)")
+    is_batched = isinstance(dispatched, DeepEPLLDispatchOutput)
+    _check_dims("hidden_states", x, "(e, C, H)" if is_batched else "(R, H)")
     if dispatched.hidden_states_scale is not None:
         _expect_on_device_of_x("hidden_states_scale", dispatched.hidden_states_scale, x)
-    num_rows = None if batched else len(x)
+    num_rows = None if is_batched else len(x)
     _check_pairs(dispatched.topk_ids, dispatched.topk_weights, x, num_rows)
     if isinstance(dispatched, DeepEPLLDispatchOutput):
         _check_counts(dispatched.masked_m, x)

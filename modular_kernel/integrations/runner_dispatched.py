@@ -72,9 +72,9 @@ def _make_experts(
     part: type[PermuteExpertsUnpermute], problem: Problem, device: str
 ) -> PermuteExpertsUnpermute:
     """Create an experts part for a problem. Raises IncompatibleError if it is not supported."""
-    dispatch = _DISPATCHERS[part.requires.activation_format]
+    dispatcher = _DISPATCHERS[part.requires.activation_format]
     machine = this_machine(device="cpu" if device == "cpu" else None)
-    verdict = judge(dispatch, part, problem, machine)  # type: ignore[type-abstract]
+    verdict = judge(dispatcher, part, problem, machine)  # type: ignore[type-abstract]
     if not verdict.ok:
         raise IncompatibleError(verdict.pairing, verdict.rejections)
     return part(problem)
@@ -94,7 +94,7 @@ def run_received(
     BatchedTokens. Raises an InputError for a tensor that does not match the problem, and
     IncompatibleError if the part does not support the problem.
     """
-    batched = isinstance(tokens, BatchedTokens)
+    is_batched = isinstance(tokens, BatchedTokens)
     x = tokens.x_eCH if isinstance(tokens, BatchedTokens) else tokens.x_TH
     check_rows(x, tokens.scale, problem)
     validate.check_weights(weights, x, problem)
@@ -108,7 +108,7 @@ def run_received(
     output = torch.empty(shapes.output.shape, dtype=problem.dtype, device=x.device)
     if output.numel():
         experts.apply(tokens, weights=weights, workspace=workspace, output=output)
-    if batched:
+    if is_batched:
         return output
     assert isinstance(tokens, StandardTokens)
     return _weight_and_reduce(output, tokens, experts)
@@ -157,13 +157,13 @@ def check_rows(x: torch.Tensor, scale: torch.Tensor | None, problem: Problem) ->
     if scale is None:
         need = f"the scales of the {problem.quant} rows"
         raise ShapeError("hidden_states_scale", got=None, need=need)
-    allowed: tuple[tuple[int, ...], ...]
+    allowed_shapes: tuple[tuple[int, ...], ...]
     if scheme.activation_granularity == "tensor":
         # Batched parts also read a scale for each row.
-        allowed = ((1,),) if x.dim() == 2 else ((1,), (*x.shape[:-1], 1))
+        allowed_shapes = ((1,),) if x.dim() == 2 else ((1,), (*x.shape[:-1], 1))
     else:
-        allowed = ((*x.shape[:-1], scale_shape(scheme, 1, problem.hidden)[1]),)
-    if tuple(scale.shape) not in allowed or scale.dtype is not torch.float32:
+        allowed_shapes = ((*x.shape[:-1], scale_shape(scheme, 1, problem.hidden)[1]),)
+    if tuple(scale.shape) not in allowed_shapes or scale.dtype is not torch.float32:
         got = f"{scale.dtype} {tuple(scale.shape)}"
-        need = f"torch.float32 {' or '.join(map(str, allowed))}"
+        need = f"torch.float32 {' or '.join(map(str, allowed_shapes))}"
         raise ShapeError("hidden_states_scale", got=got, need=need)

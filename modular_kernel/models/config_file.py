@@ -1,4 +1,4 @@
-"""Reading of the MoE layer that a Hugging Face config.json describes.
+"""Reads the MoE layer that a Hugging Face config.json describes.
 
 `families` lists the keys of each model_type. No code of the model is executed, and no value is
 guessed. An unknown model_type, quantization method, key or value, or a missing size, raises
@@ -121,12 +121,12 @@ def config_of_file(model: str) -> tuple[Path, Config]:
                 return config_of_gguf(gguf)
             path = config_path(path)
     except OSError as error:  # for example, the name is too long
-        raise _unreadable_error(path, error) from None
+        raise _make_unreadable_error(path, error) from None
     if path.name == PARAMS_FILE:
-        return path, config_of_params(path, _read(path, "a params.json"))
-    config = _with_mlx_method(_find_model_config(path, _read(path, "a config.json")))
+        return path, config_of_params(path, _read_json(path, "a params.json"))
+    config = _add_mlx_method(_find_model_config(path, _read_json(path, "a config.json")))
     if path.name == "config.json":
-        config = _with_quantization_file(path, config)
+        config = _add_quantization_file(path, config)
     return path, config
 
 
@@ -136,12 +136,12 @@ def config_path(folder: Path) -> Path:
     return folder / PARAMS_FILE if not path.exists() and (folder / PARAMS_FILE).exists() else path
 
 
-def _unreadable_error(path: Path, error: OSError) -> ConfigurationError:
+def _make_unreadable_error(path: Path, error: OSError) -> ConfigurationError:
     got = f"{str(path)[:200]!r}: {error.strerror}"
     return ConfigurationError("model", got=got, need="a file")
 
 
-def _read(path: Path, kind: str) -> Any:
+def _read_json(path: Path, kind: str) -> Any:
     """Read a JSON file. Raises ConfigurationError if it is missing or invalid.
 
     kind: description of the file, for messages.
@@ -149,14 +149,14 @@ def _read(path: Path, kind: str) -> Any:
     try:
         content = json_files.read_file(path, _MAX_BYTES)
     except OSError as error:
-        raise _unreadable_error(path, error) from None
+        raise _make_unreadable_error(path, error) from None
     except ValueError as error:
-        raise _error(path, str(error), kind) from None
+        raise _make_error(path, str(error), kind) from None
     try:
         # Infinity is allowed, because Mamba configs have infinite limits.
         return json_files.parse(content, allow_constants=True)
     except ValueError as error:
-        raise _error(path, f"invalid JSON: {str(error)[:100]}", kind) from None
+        raise _make_error(path, f"invalid JSON: {str(error)[:100]}", kind) from None
 
 
 def read_hf_quant_config(folder: Path) -> Config | None:
@@ -169,7 +169,7 @@ def read_hf_quant_config(folder: Path) -> Config | None:
     path = folder / _HF_QUANT_CONFIG
     if not path.exists():
         return None
-    content = _read(path, "modelopt's description of the quantization")
+    content = _read_json(path, "modelopt's description of the quantization")
     quantization = content.get("quantization") if isinstance(content, dict) else None
     if not isinstance(quantization, dict):
         raise config_error(str(path), f"quantization = {shorten(quantization)}", "an object")
@@ -192,7 +192,7 @@ def read_quantization_file(folder: Path) -> Config | None:
     for name, method, names in readers:
         path = folder / name
         if path.exists():
-            content = _read(path, f"the quantization_config of {method}")
+            content = _read_json(path, f"the quantization_config of {method}")
             if not isinstance(content, dict):
                 raise config_error(str(path), shorten(content), "an object")
             renamed = {str(names.get(key, key)): value for key, value in content.items()}
@@ -204,8 +204,8 @@ def read_quantization_file(folder: Path) -> Config | None:
     return None
 
 
-def _with_mlx_method(config: Config) -> Config:
-    """Name the quant_method of MLX's configs, which have the entry "quantization" without one."""
+def _add_mlx_method(config: Config) -> Config:
+    """Add the quant_method to a config of MLX, whose entry "quantization" does not have one."""
     quantization = quantization_of(config) or config.get("quantization")
     if not isinstance(quantization, dict) or "quant_method" in quantization:
         return config
@@ -214,7 +214,7 @@ def _with_mlx_method(config: Config) -> Config:
     return config | {"quantization_config": quantization | {"quant_method": "mlx"}}
 
 
-def _with_quantization_file(path: Path, config: Config) -> Config:
+def _add_quantization_file(path: Path, config: Config) -> Config:
     """Add entries of other files that are missing in config.json."""
     quantization = quantization_of(config)
     if quantization is None:
@@ -236,17 +236,19 @@ def _find_model_config(path: Path, config: Any) -> Config:
     path_prefix, merged = "", Config()
     for _ in range(_MAX_NESTING):
         if not isinstance(config, dict):
-            raise _error(path, f"{path_prefix or 'the file'} = {str(config)[:80]}", "an object")
+            raise _make_error(
+                path, f"{path_prefix or 'the file'} = {str(config)[:80]}", "an object"
+            )
         merged = _inherit(path, config, merged)
         model_type = merged.get("model_type")
         if isinstance(model_type, str) and model_type in FAMILIES:
             return merged
         nested = [name for name in _NESTED_KEYS if name in merged]
         if len(nested) != 1:
-            raise _unknown_type_error(path, path_prefix, model_type, nested)
+            raise _make_unknown_type_error(path, path_prefix, model_type, nested)
         path_prefix, config = f"{path_prefix}{nested[0]}.", merged[nested[0]]
     need = f"a model_type at most {_MAX_NESTING} levels deep"
-    raise _error(path, f"{path_prefix}: nested too deeply", need)
+    raise _make_error(path, f"{path_prefix}: nested too deeply", need)
 
 
 def _inherit(path: Path, config: Config, parent: Config) -> Config:
@@ -256,15 +258,15 @@ def _inherit(path: Path, config: Config, parent: Config) -> Config:
         inherited = {k: v for k, v in inherited.items() if k not in ("dtype", "torch_dtype")}
     for name in ("quantization_config", "compression_config"):
         if name in inherited and name in present and inherited[name] != present[name]:
-            raise _error(path, f"two {name} that differ", "one of them, or equal values")
+            raise _make_error(path, f"two {name} that differ", "one of them, or equal values")
     return inherited | present
 
 
-def _unknown_type_error(
+def _make_unknown_type_error(
     path: Path, path_prefix: str, model_type: Any, nested: list[str]
 ) -> ConfigurationError:
     if len(nested) > 1:
-        return _error(path, f"{path_prefix}{' and '.join(nested)}", "one of them")
+        return _make_error(path, f"{path_prefix}{' and '.join(nested)}", "one of them")
     got = (
         f"{path_prefix}model_type = {str(model_type)[:80]!r}"
         if model_type is not None
@@ -274,7 +276,9 @@ def _unknown_type_error(
         difflib.get_close_matches(model_type, FAMILIES, n=3) if isinstance(model_type, str) else []
     )
     suggestion = f"such as {' or '.join(similar)}" if similar else f"one of {len(FAMILIES)}"
-    return _error(path, got, f"a supported MoE model_type, {suggestion} (see mk models --types)")
+    return _make_error(
+        path, got, f"a supported MoE model_type, {suggestion} (see mk models --types)"
+    )
 
 
 def layer_fields_of_config(path: Path, config: Config, layer: int | None = None) -> dict[str, Any]:
@@ -290,28 +294,31 @@ def layer_fields_of_config(path: Path, config: Config, layer: int | None = None)
     family = FAMILIES[model_type]
     if family.unsupported_reason:
         got = f"model_type = {model_type!r}: {family.unsupported_reason}"
-        raise _error(path, got, "a layer of gated or ReLU^2 MLPs")
+        raise _make_error(path, got, "a layer of gated or ReLU^2 MLPs")
     if family.required is not None:
         _check_allowed(path, config, *family.required)
     moe_config = config
     if family.nested_in:
         moe_config = config.get(family.nested_in)  # type: ignore[assignment]
         if not isinstance(moe_config, dict):
-            raise _error(path, f"{family.nested_in} = {str(moe_config)[:80]}", "an object")
+            raise _make_error(path, f"{family.nested_in} = {str(moe_config)[:80]}", "an object")
     _check_has_experts(path, moe_config, family.experts)
     sizes = {
-        "experts": _size(path, moe_config, family.experts),
-        "top_k": _size(path, moe_config, family.top_k),
-        "hidden": _size(path, config, _hidden_key(config, family)),
-        "intermediate": _size(path, moe_config, _intermediate_key(config, family)),
+        "experts": _read_size(path, moe_config, family.experts),
+        "top_k": _read_size(path, moe_config, family.top_k),
+        "hidden": _read_size(path, config, _get_hidden_key(config, family)),
+        "intermediate": _read_size(path, moe_config, _get_intermediate_key(config, family)),
     }
     if sizes["top_k"] > sizes["experts"]:
-        raise _error(path, f"top_k {sizes['top_k']}", f"<= experts = {sizes['experts']}")
-    fields: dict[str, Any] = {**sizes, "activation": _activation(path, moe_config, family, layer)}
+        raise _make_error(path, f"top_k {sizes['top_k']}", f"<= experts = {sizes['experts']}")
+    fields: dict[str, Any] = {
+        **sizes,
+        "activation": _read_activation(path, moe_config, family, layer),
+    }
     fields |= {"bias": family.bias, "apply_router_weight_on_input": family.router_weight_on_input}
     if family.scaling:
-        fields["routed_scaling_factor"] = _scaling(path, config, family.scaling)
-    return fields | _dtype(path, config)
+        fields["routed_scaling_factor"] = _read_scaling(path, config, family.scaling)
+    return fields | _read_dtype(path, config)
 
 
 def _check_has_experts(path: Path, config: Config, names: str) -> None:
@@ -322,90 +329,94 @@ def _check_has_experts(path: Path, config: Config, names: str) -> None:
     counts = {name: config[name] for name in names.split() if config.get(name) is not None}
     if counts and all(type(count) is int and count in (0, 1) for count in counts.values()):
         got = f"{', '.join(f'{name} = {count}' for name, count in counts.items())}: a dense model"
-        raise _error(path, got, "a model with 2 or more experts")
+        raise _make_error(path, got, "a model with 2 or more experts")
     if not counts:
         got = f"no {names.replace(' ', ' or ')}: a dense model"
-        raise _error(path, got, f"a model with 2 to {_MAX_SIZE} experts")
+        raise _make_error(path, got, f"a model with 2 to {_MAX_SIZE} experts")
 
 
 def _check_allowed(path: Path, config: Config, key: str, allowed: tuple[object, ...]) -> None:
     value = config.get(key)
     if not any(value is item or (value == item and type(value) is type(item)) for item in allowed):
         need = " or ".join("none" if item is None else str(item).lower() for item in allowed)
-        raise _error(path, f"{key} = {str(value)[:80]}", f"{need}: other values are not supported")
+        raise _make_error(
+            path, f"{key} = {str(value)[:80]}", f"{need}: other values are not supported"
+        )
 
 
-def _hidden_key(config: Config, family: Family) -> str:
+def _get_hidden_key(config: Config, family: Family) -> str:
     """Return the key of the experts' input size, which is the latent size if there is one."""
     return family.latent if config.get(family.latent) is not None else family.hidden
 
 
-def _intermediate_key(config: Config, family: Family) -> str:
+def _get_intermediate_key(config: Config, family: Family) -> str:
     has_dense_key = family.dense_key and config.get(family.dense_key) is not None
     return "intermediate_size" if has_dense_key else family.intermediate
 
 
-def _size(path: Path, config: Config, names: str) -> int:
+def _read_size(path: Path, config: Config, keys: str) -> int:
     """Return a size. All values must be equal.
 
-    names: alternative keys, separated by spaces. A value may be a list with a number for each
+    keys: alternative keys, separated by spaces. A value may be a list with a number for each
         layer.
     """
-    present = [name for name in names.split() if config.get(name) is not None]
-    if not present:
-        raise _error(path, f"no {names.replace(' ', ' or ')}", f"an integer from 1 to {_MAX_SIZE}")
+    present_keys = [key for key in keys.split() if config.get(key) is not None]
+    if not present_keys:
+        raise _make_error(
+            path, f"no {keys.replace(' ', ' or ')}", f"an integer from 1 to {_MAX_SIZE}"
+        )
     values = set[int]()
-    for name in present:
-        value = config[name]
+    for key in present_keys:
+        value = config[key]
         for item in value if isinstance(value, list) and value else [value]:
             if type(item) is not int or not 1 <= item <= _MAX_SIZE:
                 need = f"an integer from 1 to {_MAX_SIZE}"
-                raise _error(path, f"{name} = {str(value)[:80]}", need)
+                raise _make_error(path, f"{key} = {str(value)[:80]}", need)
             values.add(item)
     if len(values) > 1:
-        got = ", ".join(f"{name} = {str(config[name])[:60]}" for name in present)
-        raise _error(path, got, "one size for every layer")
+        got = ", ".join(f"{key} = {str(config[key])[:60]}" for key in present_keys)
+        raise _make_error(path, got, "one size for every layer")
     return values.pop()
 
 
-def _number(path: Path, name: str, value: Any) -> float:
+def _check_number(path: Path, name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
-        raise _error(path, f"{name} = {str(value)[:80]}", "a number > 0")
+        raise _make_error(path, f"{name} = {str(value)[:80]}", "a number > 0")
     return float(value)
 
 
-def _scaling(path: Path, config: Config, key: str) -> float:
+def _read_scaling(path: Path, config: Config, key: str) -> float:
     name = key.removesuffix("?")
     if name != key and config.get(name) is None:
         return 1.0
-    return _number(path, name, config.get(name))
+    return _check_number(path, name, config.get(name))
 
 
-def _activation(path: Path, config: Config, family: Family, layer: int | None) -> str:
+def _read_activation(path: Path, config: Config, family: Family, layer: int | None) -> str:
     """Return the activation in the syntax of `ActivationSpec.parse`."""
     if family.gate == "oai":
-        alpha = _number(path, "swiglu_alpha", config.get("swiglu_alpha", _DEFAULT_ALPHA))
-        limit = _number(path, "swiglu_limit", config.get("swiglu_limit"))
+        alpha = _check_number(path, "swiglu_alpha", config.get("swiglu_alpha", _DEFAULT_ALPHA))
+        limit = _check_number(path, "swiglu_limit", config.get("swiglu_limit"))
         rows = str(family.interleaved).lower()
         return f"swiglu_oai:alpha={alpha},limit={limit},interleaved={rows}"
     if family.gate == "plain" and config.get(family.activation) == "situ":  # Kimi-K3
         beta, linear_beta = "activation_situ_beta", "activation_situ_linear_beta"
-        parts = [f"alpha={_number(path, beta, config.get(beta))}"]
+        parts = [f"alpha={_check_number(path, beta, config.get(beta))}"]
         if config.get(linear_beta) is not None:
-            parts.append(f"limit={_number(path, linear_beta, config[linear_beta])}")
+            parts.append(f"limit={_check_number(path, linear_beta, config[linear_beta])}")
         return f"situ:{','.join(parts)}"
-    kind = _activation_name(path, config, family)
+    kind = _read_activation_name(path, config, family)
     if family.gate in ("plain", "ungated"):
         return kind
-    clamp_limit = _limit(path, config, family.gate, layer)
+    clamp_limit = _read_limit(path, config, family.gate, layer)
     if clamp_limit is None:
         return kind
     if kind != "silu":
-        raise _error(path, f"{family.activation} = {kind!r} and a limit", "silu")
+        raise _make_error(path, f"{family.activation} = {kind!r} and a limit", "silu")
     return f"swiglu_{family.gate}:limit={clamp_limit}"
 
 
-def _activation_name(path: Path, config: Config, family: Family) -> str:
+def _read_activation_name(path: Path, config: Config, family: Family) -> str:
     key = family.activation
     names = _UNGATED_ACTIVATIONS if family.gate == "ungated" else _ACTIVATIONS
     if key.startswith("="):
@@ -416,11 +427,11 @@ def _activation_name(path: Path, config: Config, family: Family) -> str:
     name = value.get("name") if isinstance(value, dict) else value
     if not isinstance(name, str) or name not in names:
         got = f"{key} = {str(value)[:80]!r}" if key in config else f"no {key}"
-        raise _error(path, got, f"one of {', '.join(names)}")
+        raise _make_error(path, got, f"one of {', '.join(names)}")
     return names[name]
 
 
-def _limit(path: Path, config: Config, gate: str, layer: int | None) -> float | None:
+def _read_limit(path: Path, config: Config, gate: str, layer: int | None) -> float | None:
     """Return the limit to which gate and up values are clamped; None if there is none.
 
     Layers beyond the end of a list of limits have no limit.
@@ -428,32 +439,32 @@ def _limit(path: Path, config: Config, gate: str, layer: int | None) -> float | 
     layer: number of the layer; None for all layers, which must have the same limit.
     """
     if gate == "clamp_before":
-        return _number(path, "swiglu_limit", config.get("swiglu_limit"))
+        return _check_number(path, "swiglu_limit", config.get("swiglu_limit"))
     limits = config.get("swiglu_limits") or [None]
     if not isinstance(limits, list):
-        raise _error(path, f"swiglu_limits = {str(limits)[:80]}", "a list")
-    by_layer = [limit or None for limit in limits]  # 0 and null mean no limit
-    for limit in by_layer:
+        raise _make_error(path, f"swiglu_limits = {str(limits)[:80]}", "a list")
+    limit_by_layer = [limit or None for limit in limits]  # 0 and null mean no limit
+    for limit in limit_by_layer:
         if limit is not None:
-            _number(path, "swiglu_limits", limit)
+            _check_number(path, "swiglu_limits", limit)
     if layer is not None:
-        return by_layer[layer] if layer < len(by_layer) else None
-    if any(limit != by_layer[0] for limit in by_layer):
+        return limit_by_layer[layer] if layer < len(limit_by_layer) else None
+    if any(limit != limit_by_layer[0] for limit in limit_by_layer):
         need = "one limit for every layer; otherwise select a layer, or pass --activation"
-        raise _error(path, f"swiglu_limits = {str(limits)[:80]}", need)
-    return by_layer[0]
+        raise _make_error(path, f"swiglu_limits = {str(limits)[:80]}", need)
+    return limit_by_layer[0]
 
 
-def _dtype(path: Path, config: Config) -> dict[str, object]:
+def _read_dtype(path: Path, config: Config) -> dict[str, object]:
     """Return {"dtype": dtype of unquantized tensors}, or {} if the file does not state it."""
     dtypes = [config[name] for name in ("dtype", "torch_dtype") if config.get(name) is not None]
     if not dtypes:
         return {}
     if dtypes[0] not in _DTYPES or dtypes[0] != dtypes[-1]:
         got = " and ".join(f"{str(dtype)[:60]!r}" for dtype in dtypes)
-        raise _error(path, f"dtype {got}", f"one of {', '.join(_DTYPES)}")
+        raise _make_error(path, f"dtype {got}", f"one of {', '.join(_DTYPES)}")
     return {"dtype": dtypes[0]}
 
 
-def _error(path: Path, got: str, need: str) -> ConfigurationError:
+def _make_error(path: Path, got: str, need: str) -> ConfigurationError:
     return ConfigurationError(f"model {str(path)[:200]}", got=got, need=need)

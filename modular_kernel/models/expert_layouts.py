@@ -2,7 +2,7 @@
 
 `LAYOUTS` lists the module of the experts, relative to the layer, and how its projections are
 stored: as modules of each expert, or as stacks of all experts. A model_type has several layouts if
-quantizers save a model in another way than its publisher. The names and shapes in a checkpoint then
+quantizers save a model in a different way from its publisher. The names and shapes in a checkpoint then
 select the layout.
 """
 

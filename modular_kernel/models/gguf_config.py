@@ -1,4 +1,4 @@
-"""Conversion of the metadata and tensor types of a GGUF file to the equivalent config.json.
+"""Converts the metadata and tensor types of a GGUF file to the equivalent config.json.
 
     path, config = config_of_gguf(Path("model-Q4_0.gguf"))
 
@@ -60,19 +60,27 @@ class _Architecture:
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
 
-_ROUTED = {"experts_key": "n_routed_experts"}
-_LOCAL = {"experts_key": "num_local_experts", "intermediate_key": "intermediate_size"}
+_N_ROUTED_EXPERTS_KEY = {"experts_key": "n_routed_experts"}
+_NUM_LOCAL_EXPERTS_KEYS = {
+    "experts_key": "num_local_experts",
+    "intermediate_key": "intermediate_size",
+}
 _SILU = {"hidden_act": "silu"}
 _ARCHITECTURES: dict[str, _Architecture] = {
     "qwen2moe": _Architecture(model_type="qwen2_moe", fixed=_SILU | {"norm_topk_prob": False}),
     "qwen3moe": _Architecture(model_type="qwen3_moe", fixed=_SILU | {"norm_topk_prob": True}),
     "llama": _Architecture(
-        model_type="mixtral", intermediate="feed_forward_length", **_LOCAL, fixed=_SILU
+        model_type="mixtral",
+        intermediate="feed_forward_length",
+        **_NUM_LOCAL_EXPERTS_KEYS,
+        fixed=_SILU,
     ),
-    "deepseek2": _Architecture(model_type="deepseek_v3", **_ROUTED, fixed=_SILU),
-    "glm4moe": _Architecture(model_type="glm4_moe", **_ROUTED, fixed=_SILU),
+    "deepseek2": _Architecture(model_type="deepseek_v3", **_N_ROUTED_EXPERTS_KEY, fixed=_SILU),
+    "glm4moe": _Architecture(model_type="glm4_moe", **_N_ROUTED_EXPERTS_KEY, fixed=_SILU),
     "gpt-oss": _Architecture(
-        model_type="gpt_oss", **_LOCAL, fixed={"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+        model_type="gpt_oss",
+        **_NUM_LOCAL_EXPERTS_KEYS,
+        fixed={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     ),
 }
 
@@ -88,44 +96,46 @@ def config_of_gguf(path: Path) -> tuple[Path, dict[str, Any]]:
     architecture = _ARCHITECTURES.get(name) if isinstance(name, str) else None
     if architecture is None:
         need = f"one of {', '.join(_ARCHITECTURES)}"
-        raise _error(path, f"general.architecture = {str(name)[:80]!r}", need)
+        raise _make_error(path, f"general.architecture = {str(name)[:80]!r}", need)
     metadata = _Metadata(path, header, str(name))
     config: dict[str, Any] = {
         "model_type": architecture.model_type,
-        "hidden_size": metadata.integer("embedding_length"),
-        architecture.experts_key: metadata.integer("expert_count"),
-        "num_experts_per_tok": metadata.integer("expert_used_count"),
-        architecture.intermediate_key: metadata.integer(architecture.intermediate),
-        "num_hidden_layers": metadata.num_layers(),
-        "dtype": _dtype(header),
+        "hidden_size": metadata.get_integer("embedding_length"),
+        architecture.experts_key: metadata.get_integer("expert_count"),
+        "num_experts_per_tok": metadata.get_integer("expert_used_count"),
+        architecture.intermediate_key: metadata.get_integer(architecture.intermediate),
+        "num_hidden_layers": metadata.get_num_layers(),
+        "dtype": _read_dtype(header),
         **architecture.fixed,
     }
     if architecture.experts_key == "n_routed_experts":
-        config |= _router_entries(metadata)
-    quantization = _quantization_config(header, range(metadata.num_layers(with_mtp=True)))
+        config |= _make_router_entries(metadata)
+    quantization = _make_quantization_config(header, range(metadata.get_num_layers(with_mtp=True)))
     return path, config | ({} if quantization is None else {"quantization_config": quantization})
 
 
-def _dtype(header: GgufHeader) -> str:
+def _read_dtype(header: GgufHeader) -> str:
     """Return the dtype of floating-point experts, or "bfloat16" for other or several types."""
     layers = range(_MAX_LAYERS)
     types = {name for layer in layers for name in expert_tensor_types(header, layer)}
     return _DTYPES.get(next(iter(types)), "bfloat16") if len(types) == 1 else "bfloat16"
 
 
-def _router_entries(metadata: "_Metadata") -> dict[str, Any]:
+def _make_router_entries(metadata: "_Metadata") -> dict[str, Any]:
     """Return the entries of a config.json for the routers of DeepSeek and GLM."""
-    gating = metadata.optional("expert_gating_func", int, _SOFTMAX)
+    gating = metadata.get_optional("expert_gating_func", int, _SOFTMAX)
     entries = {
-        "n_group": metadata.optional("expert_group_count", int, 1),
-        "topk_group": metadata.optional("expert_group_used_count", int, 1),
-        "norm_topk_prob": metadata.optional("expert_weights_norm", bool, False),
-        "routed_scaling_factor": metadata.optional("expert_weights_scale", float, 1.0) or 1.0,
+        "n_group": metadata.get_optional("expert_group_count", int, 1),
+        "topk_group": metadata.get_optional("expert_group_used_count", int, 1),
+        "norm_topk_prob": metadata.get_optional("expert_weights_norm", bool, False),
+        "routed_scaling_factor": metadata.get_optional("expert_weights_scale", float, 1.0) or 1.0,
     }
     if gating == _SIGMOID:
         return entries | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     if gating != _SOFTMAX:
-        raise _error(metadata.path, f"expert_gating_func = {gating}", "1 (softmax) or 2 (sigmoid)")
+        raise _make_error(
+            metadata.path, f"expert_gating_func = {gating}", "1 (softmax) or 2 (sigmoid)"
+        )
     method = "greedy" if entries["n_group"] == 1 else "group_limited_greedy"
     return entries | {"model_type": "deepseek_v2", "scoring_func": "softmax", "topk_method": method}
 
@@ -138,35 +148,35 @@ class _Metadata:
     header: GgufHeader
     name: str
 
-    def optional(self, key: str, kind: type, default: Any) -> Any:
+    def get_optional(self, key: str, kind: type, default: Any) -> Any:
         """Return the value of an entry of type `kind`, or the default."""
         value = self.header.metadata.get(f"{self.name}.{key}", default)
         if type(value) is not kind:
-            raise _error(self.path, f"{self.name}.{key} = {str(value)[:80]}", kind.__name__)
+            raise _make_error(self.path, f"{self.name}.{key} = {str(value)[:80]}", kind.__name__)
         return value
 
-    def integer(self, key: str) -> Any:
+    def get_integer(self, key: str) -> Any:
         """Return the value of a required entry: an integer, or a list of integers by layer."""
         value = self.header.metadata.get(f"{self.name}.{key}")
         if value is None:
             need = "this entry, as in a model with experts"
-            raise _error(self.path, f"no {self.name}.{key}", need)
+            raise _make_error(self.path, f"no {self.name}.{key}", need)
         values = value if isinstance(value, list | tuple) else [value]
         if not all(type(number) is int for number in values):
-            raise _error(self.path, f"{self.name}.{key} = {str(value)[:80]}", "integers")
+            raise _make_error(self.path, f"{self.name}.{key} = {str(value)[:80]}", "integers")
         return value
 
-    def num_layers(self, *, with_mtp: bool = False) -> int:
+    def get_num_layers(self, *, with_mtp: bool = False) -> int:
         """Return the number of layers, with or without layers for multi-token prediction (MTP)."""
-        count: int = self.optional("block_count", int, 0)
-        nextn: int = 0 if with_mtp else self.optional("nextn_predict_layers", int, 0)
-        if not 0 <= nextn < count <= _MAX_LAYERS:
-            got = f"{self.name}.block_count = {count}, nextn_predict_layers = {nextn}"
-            raise _error(self.path, got, f"1 to {_MAX_LAYERS} layers")
-        return count - nextn
+        count: int = self.get_optional("block_count", int, 0)
+        num_mtp_layers: int = 0 if with_mtp else self.get_optional("nextn_predict_layers", int, 0)
+        if not 0 <= num_mtp_layers < count <= _MAX_LAYERS:
+            got = f"{self.name}.block_count = {count}, nextn_predict_layers = {num_mtp_layers}"
+            raise _make_error(self.path, got, f"1 to {_MAX_LAYERS} layers")
+        return count - num_mtp_layers
 
 
-def _quantization_config(header: GgufHeader, layers: range) -> dict[str, Any] | None:
+def _make_quantization_config(header: GgufHeader, layers: range) -> dict[str, Any] | None:
     """Return a quantization_config with the types of the experts; None if all are floating-point.
 
     `types` lists the types of most layers. Layers with other types are listed under `dynamic`, as
@@ -184,10 +194,10 @@ def _quantization_config(header: GgufHeader, layers: range) -> dict[str, Any] | 
     if not quantized:
         return None
     dynamic = {
-        r"(?:.*\.)?(?:layers|blk)\.(?:" + "|".join(map(str, numbers)) + r")\..*": (
+        r"(?:.*\.)?(?:layers|blk)\.(?:" + "|".join(map(str, layer_numbers)) + r")\..*": (
             {"types": list(types)} if types else False
         )
-        for types, numbers in layers_by_types.items()
+        for types, layer_numbers in layers_by_types.items()
         if types != quantized[0]
     }
     return {"quant_method": METHOD, "types": list(quantized[0]), "dynamic": dynamic}
@@ -203,13 +213,15 @@ def scheme_of_types(path: str, types: object) -> str:
     Raises ConfigurationError for an unsupported type.
     """
     if not isinstance(types, list) or not types or not all(isinstance(t, str) for t in types):
-        raise _error(Path(path), f"types = {str(types)[:80]}", "names of types")
+        raise _make_error(Path(path), f"types = {str(types)[:80]}", "names of types")
     for name in types:
         if name in _REFUSED:
             meaning, need = _REFUSED[name]
-            raise _error(Path(path), f"experts of type {name}, {meaning}", need)
+            raise _make_error(Path(path), f"experts of type {name}, {meaning}", need)
         if name not in SUPPORTED_TYPES:
-            raise _error(Path(path), f"experts of type {name[:80]}", " or ".join(SUPPORTED_TYPES))
+            raise _make_error(
+                Path(path), f"experts of type {name[:80]}", " or ".join(SUPPORTED_TYPES)
+            )
     if set(types) == {"Q4_0"}:
         return "int4_w4a16_group:group=32"
     if set(types) <= set(_INT8_TYPES):
@@ -222,5 +234,5 @@ def scale_dtype(types: Collection[str]) -> str:
     return "float32" if {*types} & {*_FLOAT32_SCALES} else "float16"
 
 
-def _error(path: Path, got: str, need: str) -> ConfigurationError:
+def _make_error(path: Path, got: str, need: str) -> ConfigurationError:
     return ConfigurationError(f"model {str(path)[:200]}", got=got, need=need)

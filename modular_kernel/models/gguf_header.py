@@ -1,4 +1,4 @@
-"""Parsing of the header of GGUF files (llama.cpp): metadata, and type and offset of each tensor.
+"""Parses the header of GGUF files (llama.cpp): metadata, and type and offset of each tensor.
 
     header = read_header(Path("model-Q4_0.gguf"))     # of all files, if the model is split
     header.metadata["general.architecture"]           # "qwen3moe"
@@ -34,7 +34,7 @@ _MAX_FILES = 1000
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.ASCII)
 _STRING, _ARRAY = 8, 9  # types of metadata values
 # Format characters of `struct` for the scalar types of metadata values.
-_SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
+_SCALAR_FORMATS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _MIN_ENTRY_BYTES = 13  # of an entry of the metadata: key, type, and a value of one byte
 _MIN_TENSOR_BYTES = 32  # of the description of a tensor
 
@@ -157,7 +157,7 @@ def read_header(path: Path) -> GgufHeader:
     """
     metadata, tensors = dict[str, Any](), dict[str, TensorInfo]()
     for number, file in enumerate(shard_paths(path)):
-        header = _read_file(file, *_size_and_mtime(file))
+        header = _read_file(file, *_get_size_and_mtime(file))
         metadata = header.metadata if number == 0 else metadata
         for name, info in header.tensors.items():
             if name in tensors:
@@ -167,7 +167,7 @@ def read_header(path: Path) -> GgufHeader:
     return GgufHeader(metadata, tensors)
 
 
-def _size_and_mtime(path: Path) -> tuple[int, int]:
+def _get_size_and_mtime(path: Path) -> tuple[int, int]:
     """Return the size in bytes and the modification time in ns, which are keys of a cache."""
     try:
         status = path.stat()
@@ -199,77 +199,77 @@ class _Parser:
 
     def parse_header(self) -> GgufHeader:
         if self.data[:4] != _MAGIC:
-            raise self.error(f"the first bytes {self.data[:4]!r}", repr(_MAGIC))
+            raise self.make_error(f"the first bytes {self.data[:4]!r}", repr(_MAGIC))
         self.position = 4
-        version = self.scalar("I")
+        version = self.parse_scalar("I")
         if version not in _VERSIONS:
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
             got = f"version {version}" if swapped not in _VERSIONS else "a big-endian file"
-            raise self.error(got, "version 2 or 3, little-endian")
-        tensor_count, entry_count = self.scalar("Q"), self.scalar("Q")
+            raise self.make_error(got, "version 2 or 3, little-endian")
+        tensor_count, entry_count = self.parse_scalar("Q"), self.parse_scalar("Q")
         self.check_count(entry_count, _MIN_ENTRY_BYTES, "entries of metadata")
         metadata = dict[str, Any]()
         for _ in range(entry_count):
-            key = self.text()
+            key = self.parse_text()
             if key in metadata:
-                raise self.error(f"{key[:200]} twice", "each key of the metadata once")
-            metadata[key] = self.value(self.scalar("I"), key)
+                raise self.make_error(f"{key[:200]} twice", "each key of the metadata once")
+            metadata[key] = self.parse_value(self.parse_scalar("I"), key)
         self.check_count(tensor_count, _MIN_TENSOR_BYTES, "tensors")
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-            raise self.error(f"general.alignment = {str(alignment)[:80]}", "a power of two")
-        descriptions = [self.tensor() for _ in range(tensor_count)]
+            raise self.make_error(f"general.alignment = {str(alignment)[:80]}", "a power of two")
+        descriptions = [self.parse_tensor() for _ in range(tensor_count)]
         data_start = -(-self.position // alignment) * alignment
         tensors = dict[str, TensorInfo]()
         for name, info in descriptions:
             if name in tensors:
-                raise self.error(f"{name[:200]} twice", "each tensor once")
+                raise self.make_error(f"{name[:200]} twice", "each tensor once")
             if info.offset % alignment:
                 need = f"a multiple of the alignment {alignment}"
-                raise self.error(f"{name[:200]} at {info.offset}", need)
+                raise self.make_error(f"{name[:200]} at {info.offset}", need)
             tensor = replace(info, offset=data_start + info.offset)
             if tensor.offset + tensor.nbytes > len(self.data):
                 got = f"{name[:200]} up to byte {tensor.offset + tensor.nbytes}"
-                raise self.error(got, f"a complete file: it has {len(self.data)} bytes")
+                raise self.make_error(got, f"a complete file: it has {len(self.data)} bytes")
             tensors[name] = tensor
-        not_skipped = {key: value for key, value in metadata.items() if value is not None}
-        return GgufHeader(not_skipped, tensors)
+        parsed_entries = {key: value for key, value in metadata.items() if value is not None}
+        return GgufHeader(parsed_entries, tensors)
 
-    def tensor(self) -> tuple[str, TensorInfo]:
+    def parse_tensor(self) -> tuple[str, TensorInfo]:
         """Parse the description of a tensor. Its offset is relative to the first tensor's data."""
-        name, dims = self.text(), self.scalar("I")
+        name, dims = self.parse_text(), self.parse_scalar("I")
         if not 1 <= dims <= _MAX_DIMS:
-            raise self.error(f"{name[:200]} of {dims} dimensions", f"1 to {_MAX_DIMS}")
-        shape = tuple(self.scalar("Q") for _ in range(dims))[::-1]
-        number, offset = self.scalar("I"), self.scalar("Q")
+            raise self.make_error(f"{name[:200]} of {dims} dimensions", f"1 to {_MAX_DIMS}")
+        shape = tuple(self.parse_scalar("Q") for _ in range(dims))[::-1]
+        number, offset = self.parse_scalar("I"), self.parse_scalar("Q")
         block = TYPES.get(number)
         if block is None:
-            raise self.error(f"{name[:200]} of type {number}", "a supported type of ggml")
+            raise self.make_error(f"{name[:200]} of type {number}", "a supported type of ggml")
         size = prod(shape)
         if min(shape) < 1 or size >= 1 << 62 or shape[-1] % block.values:
             need = f"rows of whole blocks of {block.values} values of {block.name}"
-            raise self.error(f"{name[:200]} of shape {shape}", need)
+            raise self.make_error(f"{name[:200]} of shape {shape}", need)
         return name, TensorInfo(self.path, shape, block, offset)
 
-    def value(self, kind: int, key: str, depth: int = 0) -> Any:
+    def parse_value(self, kind: int, key: str, depth: int = 0) -> Any:
         """Parse a value of the metadata. Returns None for a skipped value.
 
         kind: number of the type.
         depth: nesting depth of arrays.
         """
-        if kind in _SCALARS:
-            return self.scalar(_SCALARS[kind])
+        if kind in _SCALAR_FORMATS:
+            return self.parse_scalar(_SCALAR_FORMATS[kind])
         if kind == _STRING:
-            return self.text(limit=len(self.data))
+            return self.parse_text(limit=len(self.data))
         if kind != _ARRAY or depth == _MAX_DEPTH:
-            raise self.error(f"{key[:200]} of type {kind}", "a type of GGUF's metadata")
-        return self.array(key, depth)
+            raise self.make_error(f"{key[:200]} of type {kind}", "a type of GGUF's metadata")
+        return self.parse_array(key, depth)
 
-    def array(self, key: str, depth: int) -> list[Any] | None:
+    def parse_array(self, key: str, depth: int) -> list[Any] | None:
         """Parse an array. Returns None if it is longer than _MAX_ARRAY."""
-        item_type, count = self.scalar("I"), self.scalar("Q")
-        if item_type in _SCALARS:
-            size = struct.calcsize(f"<{_SCALARS[item_type]}")
+        item_type, count = self.parse_scalar("I"), self.parse_scalar("Q")
+        if item_type in _SCALAR_FORMATS:
+            size = struct.calcsize(f"<{_SCALAR_FORMATS[item_type]}")
             self.check_count(count, size, f"items of {key[:200]}")
             if count > _MAX_ARRAY:
                 self.position += count * size
@@ -280,10 +280,10 @@ class _Parser:
             for _ in range(count):
                 self.skip_text()
             return None
-        items = [self.value(item_type, key, depth + 1) for _ in range(count)]
+        items = [self.parse_value(item_type, key, depth + 1) for _ in range(count)]
         return items if count <= _MAX_ARRAY else None
 
-    def scalar(self, code: str) -> Any:
+    def parse_scalar(self, code: str) -> Any:
         """Parse a number with a format character of `struct`."""
         try:
             (value,) = struct.unpack_from(f"<{code}", self.data, self.position)
@@ -293,27 +293,29 @@ class _Parser:
         return value
 
     def skip_text(self) -> None:
-        size = self.scalar("Q")
+        size = self.parse_scalar("Q")
         self.position += size
         if self.position > len(self.data):
             raise self.make_truncated_error()
 
-    def text(self, limit: int = _MAX_NAME_BYTES) -> str:
-        size, start = self.scalar("Q"), self.position
+    def parse_text(self, limit: int = _MAX_NAME_BYTES) -> str:
+        size, start = self.parse_scalar("Q"), self.position
         if size > limit or start + size > len(self.data):
-            raise self.error(f"a name of {size} bytes at byte {start}", "a complete file")
+            raise self.make_error(f"a name of {size} bytes at byte {start}", "a complete file")
         self.position += size
         return self.data[start : start + size].decode("utf-8", "replace")
 
     def check_count(self, count: int, size: int, what: str) -> None:
         """Raise WeightsError if the rest of the file is too short for `count` items."""
         if count > (len(self.data) - self.position) // size:
-            raise self.error(f"{count} {what}", "a complete file")
+            raise self.make_error(f"{count} {what}", "a complete file")
 
     def make_truncated_error(self) -> WeightsError:
-        return self.error(f"{len(self.data)} bytes, which end in the header", "a complete file")
+        return self.make_error(
+            f"{len(self.data)} bytes, which end in the header", "a complete file"
+        )
 
-    def error(self, got: str, need: str) -> WeightsError:
+    def make_error(self, got: str, need: str) -> WeightsError:
         return WeightsError(str(self.path), got=got, need=need)
 
 

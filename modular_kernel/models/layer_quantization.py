@@ -1,4 +1,4 @@
-"""The quantization scheme of each layer with experts, from a config.json alone.
+"""Reads the quantization scheme of each layer with experts from a config.json.
 
     fields = layer_fields_of_config(path, config)     # the sizes
     schemes = layer_schemes(path, config, fields)
@@ -99,19 +99,21 @@ def layer_schemes(path: Path, config: Config, fields: Mapping[str, Any]) -> tupl
     if len(numbers) * len(experts) > _MAX_MODULES:
         got = f"entries for {len(numbers)} layers of {fields['experts']} experts by number"
         raise config_error(str(path), got, "fewer")
-    by_scheme: dict[str, list[int]] = {}
+    layers_by_scheme: dict[str, list[int]] = {}
     for number in numbers:
         modules = layout.modules(f"model.layers.{number}.", experts)
         what = f"experts of layer {number}"
         scheme = find_common_value(quantization, modules, read_scheme, what)
-        by_scheme.setdefault(scheme, []).append(number)
+        layers_by_scheme.setdefault(scheme, []).append(number)
     quantization.check_groups_used()
-    if len(by_scheme) == 1:
-        return (LayerScheme(layers, next(iter(by_scheme))),)
+    if len(layers_by_scheme) == 1:
+        return (LayerScheme(layers, next(iter(layers_by_scheme))),)
     if layers is None:
-        got = f"layers that differ ({' and '.join(by_scheme)}), and no {_NUM_LAYERS[0]}"
+        got = f"layers that differ ({' and '.join(layers_by_scheme)}), and no {_NUM_LAYERS[0]}"
         raise config_error(str(path), got, "the number of layers")
-    return tuple(LayerScheme(tuple(numbers), scheme) for scheme, numbers in by_scheme.items())
+    return tuple(
+        LayerScheme(tuple(numbers), scheme) for scheme, numbers in layers_by_scheme.items()
+    )
 
 
 def quantizer_layout(config: Config) -> ExpertLayout:
@@ -135,7 +137,7 @@ def layers_with_experts(path: Path, config: Config) -> tuple[int, ...] | None:
     count = num_layers(path, config)
     if count is None:
         return None
-    dense = set(_dense_layers(config, count))
+    dense = set(_find_dense_layers(config, count))
     return tuple(layer for layer in range(count) if layer not in dense) or None
 
 
@@ -154,10 +156,11 @@ def num_layers(path: Path, config: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _dense_layers(config: Config, count: int) -> Iterator[int]:
+def _find_dense_layers(config: Config, count: int) -> Iterator[int]:
     """Yield the layers that have a dense MLP or no MLP, according to the keys of transformers.
 
-    Some keys have another meaning in other models. Such values have another type, and are ignored.
+    In some models, a key has a different meaning. Its value then has a different type, and is
+    ignored.
     """
     for key in _NUM_DENSE:
         value = config.get(key)
@@ -166,12 +169,12 @@ def _dense_layers(config: Config, count: int) -> Iterator[int]:
     last = config.get("moe_layer_end_index")
     if type(last) is int and last >= 0:
         yield from range(last + 1, count)
-    for period, remainder in _periods(config):
+    for period, remainder in _find_periods(config):
         yield from (layer for layer in range(count) if layer % period != remainder)
-    yield from _listed_dense_layers(config, count)
+    yield from _find_listed_dense_layers(config, count)
 
 
-def _listed_dense_layers(config: Config, count: int) -> Iterator[int]:
+def _find_listed_dense_layers(config: Config, count: int) -> Iterator[int]:
     """Yield the layers without experts, according to keys that list layers."""
     for key, sparse in (("mlp_layer_types", "sparse"), ("layers_block_type", "moe")):
         types = config.get(key)
@@ -183,15 +186,15 @@ def _listed_dense_layers(config: Config, count: int) -> Iterator[int]:
     mlp_only_layers = config.get("mlp_only_layers")
     if isinstance(mlp_only_layers, list):
         yield from (layer for layer in mlp_only_layers if type(layer) is int)
-    with_experts = config.get("moe_layers")
-    if isinstance(with_experts, list) and with_experts:
-        yield from (layer for layer in range(count) if layer not in with_experts)
+    moe_layers = config.get("moe_layers")
+    if isinstance(moe_layers, list) and moe_layers:
+        yield from (layer for layer in range(count) if layer not in moe_layers)
     frequency = config.get("moe_layer_freq")
     if isinstance(frequency, list) and len(frequency) == count:
         yield from (layer for layer, has_experts in enumerate(frequency) if not has_experts)
 
 
-def _periods(config: Config) -> Iterator[tuple[int, int]]:
+def _find_periods(config: Config) -> Iterator[tuple[int, int]]:
     """Yield (period, remainder), according to keys with a period.
 
     A layer has experts if layer % period == remainder.

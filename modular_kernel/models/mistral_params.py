@@ -1,4 +1,4 @@
-"""Conversion of Mistral's params.json to the equivalent config.json.
+"""Converts Mistral's params.json to the equivalent config.json.
 
     config = config_of_params(path, params)  # {"model_type": "mistral4", ...} for Mistral-Large-3
 
@@ -35,15 +35,15 @@ _MOE_DEFAULTS: dict[str, tuple[str, Any]] = {
 }
 # Keys that select the router, with the supported values. The supported router computes a softmax
 # over all experts, and divides the weights of the top-k experts by their sum.
-_ALLOWED_MOE: dict[str, tuple[object, ...]] = {
+_ALLOWED_MOE_VALUES: dict[str, tuple[object, ...]] = {
     "route_every_n": (1,),
     "num_expert_groups": (1,),
     "num_expert_groups_per_tok": (1,),
     "renorm_strategy": ("WEIGHTS",),
     "use_load_balancing_bias": (False,),
 }
-_HARMLESS_MOE = ("num_shared_experts", "expert_parallel", "expert_model_parallel")
-_ALLOWED_FP8: dict[str, tuple[object, ...]] = {
+_IGNORED_MOE_KEYS = ("num_shared_experts", "expert_parallel", "expert_model_parallel")
+_ALLOWED_FP8_VALUES: dict[str, tuple[object, ...]] = {
     "qformat_weight": ("fp8_e4m3",),
     "qscheme_act": ("TENSOR", "NO_SCALES"),
 }
@@ -58,28 +58,28 @@ def config_of_params(path: Path, params: object) -> dict[str, Any]:
     could change the experts or their router.
     """
     if not isinstance(params, Mapping):
-        raise _error(path, f"the file = {str(params)[:80]}", "an object")
+        raise _make_error(path, f"the file = {str(params)[:80]}", "an object")
     moe = params.get("moe")
     if not isinstance(moe, Mapping):
         got = "no moe: a dense model" if moe is None else f"moe = {str(moe)[:80]}"
-        raise _error(path, got, "an object moe, as in a model with experts")
+        raise _make_error(path, got, "an object moe, as in a model with experts")
     sizes = {
         **{key: _get_required(path, params, name, "") for key, name in _KEYS.items()},
         **{key: _get_required(path, moe, name, "moe.") for key, name in _MOE_KEYS.items()},
     }
-    _check_values(path, moe, _ALLOWED_MOE, "moe.")
-    known = {*_ALLOWED_MOE, *_MOE_KEYS.values(), *_HARMLESS_MOE}
-    _check_names(path, moe, known | {name for name, _ in _MOE_DEFAULTS.values()}, "moe.")
+    _check_values(path, moe, _ALLOWED_MOE_VALUES, "moe.")
+    known_keys = {*_ALLOWED_MOE_VALUES, *_MOE_KEYS.values(), *_IGNORED_MOE_KEYS}
+    _check_names(path, moe, known_keys | {name for name, _ in _MOE_DEFAULTS.values()}, "moe.")
     defaults = {key: moe.get(name, default) for key, (name, default) in _MOE_DEFAULTS.items()}
     config = {"model_type": _MODEL_TYPE, **sizes, **defaults, "norm_topk_prob": True}
     config["hidden_act"] = params.get("activation", "silu")
     if params.get("dtype") is not None:
         config["dtype"] = params["dtype"]
-    quantization = _quantization(path, params)
+    quantization = _convert_quantization(path, params)
     return config if quantization is None else config | {"quantization_config": quantization}
 
 
-def _quantization(path: Path, params: Mapping[str, Any]) -> Any:
+def _convert_quantization(path: Path, params: Mapping[str, Any]) -> Any:
     """Return the equivalent quantization_config, or None for an unquantized model."""
     keys = ("quantization", "quantization_config")
     candidates = [params[key] for key in keys if params.get(key)]
@@ -87,10 +87,10 @@ def _quantization(path: Path, params: Mapping[str, Any]) -> Any:
         return None
     if candidates[0] != candidates[-1]:
         got = "quantization and quantization_config that differ"
-        raise _error(path, got, "one of them, or equal values")
+        raise _make_error(path, got, "one of them, or equal values")
     quantization = candidates[0]
     if not isinstance(quantization, Mapping):
-        raise _error(path, f"quantization = {str(quantization)[:80]}", "an object")
+        raise _make_error(path, f"quantization = {str(quantization)[:80]}", "an object")
     method = str(quantization.get("quant_method", "")).lower().replace("_", "-")
     if method == "compressed-tensors":
         return {**quantization, "quant_method": method}
@@ -98,16 +98,16 @@ def _quantization(path: Path, params: Mapping[str, Any]) -> Any:
         return dict(quantization)
     if quantization.get("qformat_weight") is None:
         got = f"quantization with {', '.join(sorted(map(str, quantization)))[:80]}"
-        raise _error(path, got, "qformat_weight or quant_method")
-    _check_values(path, quantization, _ALLOWED_FP8, "quantization.")
-    _check_names(path, quantization, _ALLOWED_FP8, "quantization.")
+        raise _make_error(path, got, "qformat_weight or quant_method")
+    _check_values(path, quantization, _ALLOWED_FP8_VALUES, "quantization.")
+    _check_names(path, quantization, _ALLOWED_FP8_VALUES, "quantization.")
     is_static = quantization.get("qscheme_act") != "NO_SCALES"
     return {"quant_method": "fp8", "activation_scheme": "static" if is_static else "dynamic"}
 
 
 def _get_required(path: Path, entries: Mapping[str, Any], name: str, prefix: str) -> Any:
     if entries.get(name) is None:
-        raise _error(path, f"no {prefix}{name}", "this entry, as in Mistral-Large-3")
+        raise _make_error(path, f"no {prefix}{name}", "this entry, as in Mistral-Large-3")
     return entries[name]
 
 
@@ -119,17 +119,17 @@ def _check_values(
         if value is None or any(value == item and type(value) is type(item) for item in values):
             continue
         need = f"{' or '.join(map(str, values))}: other values are not supported"
-        raise _error(path, f"{prefix}{name} = {str(value)[:80]}", need)
+        raise _make_error(path, f"{prefix}{name} = {str(value)[:80]}", need)
 
 
 def _check_names(
-    path: Path, entries: Mapping[str, Any], known: Collection[str], prefix: str
+    path: Path, entries: Mapping[str, Any], known_names: Collection[str], prefix: str
 ) -> None:
     for name, value in entries.items():
-        if name not in known and not is_empty(value):
+        if name not in known_names and not is_empty(value):
             need = "no such entry: it may change values, and it is not implemented"
-            raise _error(path, f"{prefix}{name} = {str(value)[:80]}", need)
+            raise _make_error(path, f"{prefix}{name} = {str(value)[:80]}", need)
 
 
-def _error(path: Path, got: str, need: str) -> ConfigurationError:
+def _make_error(path: Path, got: str, need: str) -> ConfigurationError:
     return ConfigurationError(f"model {str(path)[:200]}", got=got, need=need)

@@ -1,4 +1,4 @@
-"""Matching of module names with the patterns in a quantization_config, in linear time.
+"""Matches module names with the patterns in a quantization_config, in linear time.
 
 A config.json is untrusted, and a regular expression from it may take exponential time in `re`.
 Therefore, all entries of a list are compiled to one nondeterministic finite automaton (NFA), which
@@ -149,7 +149,7 @@ class ModuleMatcher:
             self._limit = min(len(self._states) + _MAX_STATES_PER_ENTRY, _MAX_STATES)
             source = {"modules": after_dot, "search": anywhere}.get(entry.kind, start)
             self._add_entry(number, entry, source)
-        self._start_states = self._closure([start], start=True)
+        self._start_states = self._compute_closure([start], start=True)
 
     def first_match(self, names: Iterable[str]) -> int | None:
         """Return the index of the first entry that matches any of the names, or None."""
@@ -166,7 +166,7 @@ class ModuleMatcher:
         prefix = name[:split]
         after_prefix = self._prefixes.get(prefix)
         if after_prefix is None:
-            after_prefix = self._read(self._dfa_state(self._start_states), None, prefix)
+            after_prefix = self._read(self._get_dfa_state(self._start_states), None, prefix)
             self._prefixes[prefix] = after_prefix
         state, first = self._read(*after_prefix, name[split:])
         return _min_entry(_min_entry(first, state.entry), state.end_entry)
@@ -183,7 +183,7 @@ class ModuleMatcher:
                 first = _min_entry(first, state.end_entry)
             target = state.targets.get(character)
             if target is None:
-                target = self._dfa_state(self._step(state.states, character))
+                target = self._get_dfa_state(self._step(state.states, character))
                 state.targets[character] = target
             state = target
         return state, first
@@ -215,9 +215,9 @@ class ModuleMatcher:
             for characters, target in self._states[state].edges
             if character in characters
         ]
-        return self._closure(targets)
+        return self._compute_closure(targets)
 
-    def _closure(
+    def _compute_closure(
         self, states: Iterable[int], *, start: bool = False, end: bool = False
     ) -> frozenset[int]:
         """Return the NFA states that are reachable without reading a character.
@@ -237,15 +237,17 @@ class ModuleMatcher:
                     pending.append(target)
         return frozenset(reached)
 
-    def _dfa_state(self, states: frozenset[int]) -> _DfaState:
+    def _get_dfa_state(self, states: frozenset[int]) -> _DfaState:
         state = self._dfa_states.get(states)
         if state is None:
-            at_end = self._closure(states, end=True)
-            state = _DfaState(states, self._first_entry(states), self._first_entry(at_end))
+            at_end = self._compute_closure(states, end=True)
+            state = _DfaState(
+                states, self._find_first_entry(states), self._find_first_entry(at_end)
+            )
             self._dfa_states[states] = state
         return state
 
-    def _first_entry(self, states: Iterable[int]) -> int | None:
+    def _find_first_entry(self, states: Iterable[int]) -> int | None:
         entries = (self._states[state].entry for state in states)
         return min((entry for entry in entries if entry is not None), default=None)
 
@@ -277,7 +279,7 @@ class _Builder:
         """Add a transition that reads no character."""
         self.matcher._states[source].epsilon.append(target)
 
-    def character_class(self, negation: str, *, escapes: bool) -> _Characters:
+    def parse_character_class(self, negation: str, *, escapes: bool) -> _Characters:
         """Parse a character class after its "[". A "]" at the start is a member of the class.
 
         negation: the character that negates the class.
@@ -287,12 +289,12 @@ class _Builder:
         self.position += negated
         begin, members = self.position, []
         while self.position == begin or self._peek() != "]":
-            first = self._class_member(escapes=escapes)
+            first = self._parse_class_member(escapes=escapes)
             if self._peek() != "-" or self.text[self.position + 1 : self.position + 2] in ("", "]"):
                 members.append(first)
                 continue
             self.position += 1
-            last = self._class_member(escapes=escapes)
+            last = self._parse_class_member(escapes=escapes)
             if not first.text or not last.text or first.text > last.text:
                 raise PatternError("ranges of characters in order")
             members.append(_Characters(ranges=((first.text, last.text),)))
@@ -308,7 +310,7 @@ class _Builder:
     def _peek(self) -> str:
         return self.text[self.position : self.position + 1]
 
-    def _class_member(self, *, escapes: bool) -> _Characters:
+    def _parse_class_member(self, *, escapes: bool) -> _Characters:
         """Parse a character or an escape in a class."""
         character = self._peek()
         self.position += 1
@@ -334,14 +336,14 @@ class _Glob(_Builder):
             character = text[self.position]
             self.position += 1
             if character == "*":
-                source = self._any_text(source)
+                source = self._add_any_text(source)
             elif character == "[":
-                source = self.add_edge(source, self.character_class("!", escapes=False))
+                source = self.add_edge(source, self.parse_character_class("!", escapes=False))
             else:
                 source = self.add_edge(source, _ANY if character == "?" else _Characters(character))
         return source
 
-    def _any_text(self, source: int) -> int:
+    def _add_any_text(self, source: int) -> int:
         """Add a state that reads any number of characters."""
         state = self.matcher._new_state()
         self.add_epsilon(source, state)
@@ -353,22 +355,22 @@ class _Regex(_Builder):
     """A parser of regular expressions by recursive descent."""
 
     def build(self, source: int) -> int:
-        end = self._alternatives(source, 0)
+        end = self._parse_alternatives(source, 0)
         if self.position < len(self.text):
             raise PatternError("balanced parentheses")
         return end
 
-    def _alternatives(self, source: int, nesting: int) -> int:
+    def _parse_alternatives(self, source: int, nesting: int) -> int:
         if nesting > _MAX_NESTING:
             raise PatternError(f"at most {_MAX_NESTING} nested groups")
         end = self.matcher._new_state()
         while True:
-            self.add_epsilon(self._sequence(source, nesting), end)
+            self.add_epsilon(self._parse_sequence(source, nesting), end)
             if self._peek() != "|":
                 return end
             self.position += 1
 
-    def _sequence(self, source: int, nesting: int) -> int:
+    def _parse_sequence(self, source: int, nesting: int) -> int:
         while self.position < len(self.text) and self.text[self.position] not in "|)":
             source = self._parse_repetition(source, nesting)
         return source
@@ -380,9 +382,9 @@ class _Regex(_Builder):
         """
         atom_position, atom_start = self.position, self.matcher._new_state()
         self.add_epsilon(source, atom_start)
-        end = self._atom(atom_start, nesting)
+        end = self._parse_atom(atom_start, nesting)
         after_atom = self.position
-        low, high = self._quantifier()
+        low, high = self._parse_quantifier()
         if self.text[atom_position] in "^$" and self.position != after_atom:
             raise PatternError("no quantifier after ^ or $")
         after_quantifier, ends = self.position, [end]
@@ -392,7 +394,7 @@ class _Regex(_Builder):
             self.position = atom_position
             atom_start = self.matcher._new_state()
             self.add_epsilon(end, atom_start)
-            end = self._atom(atom_start, nesting)
+            end = self._parse_atom(atom_start, nesting)
             if self.position != after_atom:
                 raise PatternError("quantifiers that follow an atom")
             ends = [end] if count <= low else [*ends, end]
@@ -404,7 +406,7 @@ class _Regex(_Builder):
             self.add_epsilon(end, target)
         return target
 
-    def _quantifier(self) -> tuple[int, int | None]:
+    def _parse_quantifier(self) -> tuple[int, int | None]:
         """Parse a quantifier, if there is one. Returns (minimum, maximum); None means unlimited."""
         character = self._peek()
         bounds_by_character = {"*": (0, None), "+": (1, None), "?": (0, 1)}
@@ -427,13 +429,13 @@ class _Regex(_Builder):
             raise PatternError("one quantifier after an atom")
         return bounds
 
-    def _atom(self, source: int, nesting: int) -> int:
+    def _parse_atom(self, source: int, nesting: int) -> int:
         character = self.text[self.position]
         self.position += 1
         if character == "(":
-            return self._group(source, nesting)
+            return self._parse_group(source, nesting)
         if character == "[":
-            return self.add_edge(source, self.character_class("^", escapes=True))
+            return self.add_edge(source, self.parse_character_class("^", escapes=True))
         if character in "^$":
             target = self.matcher._new_state()
             state = self.matcher._states[source]
@@ -450,12 +452,12 @@ class _Regex(_Builder):
             source, _ANY_EXCEPT_NEWLINE if character == "." else _Characters(character)
         )
 
-    def _group(self, source: int, nesting: int) -> int:
+    def _parse_group(self, source: int, nesting: int) -> int:
         if self._peek() == "?":
             if self.text[self.position : self.position + 2] != "?:":
                 raise PatternError("groups without lookaround, names or flags")
             self.position += 2
-        end = self._alternatives(source, nesting + 1)
+        end = self._parse_alternatives(source, nesting + 1)
         if self._peek() != ")":
             raise PatternError("balanced parentheses")
         self.position += 1

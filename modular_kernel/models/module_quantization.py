@@ -1,4 +1,4 @@
-"""Resolution of a quantization_config for single modules.
+"""Resolves a quantization_config for single modules.
 
 A quantization_config may exclude modules (`modules_to_not_convert`, `ignored_layers`, `ignore`,
 `exclude_modules`), override the options of some modules (`dynamic`, `extra_config`), or describe
@@ -111,20 +111,20 @@ class ModuleQuantization:
         self._numbers: dict[str, int] = {}
         self._configs_by_entry: dict[object, ModuleConfig] = {}
         self._used_groups = set[int]()
-        self._excluded = _EntryList(path, [*_excluded_entries(path, config)])
+        self._excluded = _EntryList(path, [*_parse_excluded_entries(path, config)])
         self._excludes_linear = any(
             name in _LINEAR_CLASSES for key in UNQUANTIZED_KEYS for name in config.get(key) or ()
         )
-        self._included = _EntryList(path, [*_included_entries(path, config)])
-        self._overrides = [*_overrides(path, config)]
+        self._included = _EntryList(path, [*_parse_included_entries(path, config)])
+        self._overrides = [*_parse_overrides(path, config)]
         self._override_names = _EntryList(
             path, [(label, entry) for label, entry, _ in self._overrides]
         )
-        self._layers = _quantized_layers(path, config)
-        self._groups = _groups(path, config)
-        self._group_entries = [*_group_entries(path, self._groups)]
+        self._layers = _read_quantized_layers(path, config)
+        self._groups = _read_groups(path, config)
+        self._group_entries = [*_list_group_entries(path, self._groups)]
         self._target_names = [
-            self._named_targets(regex) for regex in (False, True) if self._group_entries
+            self._list_targets(regex) for regex in (False, True) if self._group_entries
         ]
         texts = [self._excluded.text, self._included.text, self._override_names.text]
         texts += [*self._layers, *(text for _, text in self._group_entries)]
@@ -169,7 +169,7 @@ class ModuleQuantization:
         if torchao_config.OPTIONS_BY_NAME in self.config:
             names += [f"{name}.weight" for name in names]
         number = self._override_names.first_match(names)
-        return self._get_or_make_config(number, lambda: self._with_overrides(number))
+        return self._get_or_make_config(number, lambda: self._apply_override(number))
 
     def representative_layers(self, layers: Sequence[int] | None) -> Sequence[int]:
         """Return the layers to look up in order to find all configs of the model.
@@ -216,11 +216,11 @@ class ModuleQuantization:
         for name in names:
             while name:
                 if name in self._layers:
-                    return self._quantized_layer_config(name)
+                    return self._make_quantized_layer_config(name)
                 name = name.rpartition(".")[0]
         return ModuleConfig(None, -1, "quantized_layers has no entry for it")
 
-    def _quantized_layer_config(self, name: str) -> ModuleConfig:
+    def _make_quantized_layer_config(self, name: str) -> ModuleConfig:
         options = self._layers[name]
         skipped = ("config_groups", "weights", "input_activations")
         base = {key: value for key, value in self._base.items() if key not in skipped}
@@ -242,17 +242,19 @@ class ModuleQuantization:
             first, last = forward.first_match(names), backward.first_match(names)
             if first is not None and last is not None:
                 last_group = numbers[len(numbers) - 1 - last]
-                return self._group_config(module, numbers[first], last_group)
+                return self._make_group_config(module, numbers[first], last_group)
         classes = [number for number, text in self._group_entries if text in _LINEAR_CLASSES]
         if not classes:
             return ModuleConfig(None, -1, "no config_groups entry targets it")
-        different = [number for number in classes if self._differ(number, classes[0])]
-        return self._group_config(module, classes[0], different[0] if different else classes[0])
+        different = [number for number in classes if self._options_differ(number, classes[0])]
+        return self._make_group_config(
+            module, classes[0], different[0] if different else classes[0]
+        )
 
-    def _group_config(self, module: str, first: int, last: int) -> ModuleConfig:
+    def _make_group_config(self, module: str, first: int, last: int) -> ModuleConfig:
         """Return the config of two groups that target a module, whose options must be equal."""
         names = list(self._groups)
-        if self._differ(first, last):
+        if self._options_differ(first, last):
             got = f"config_groups {names[first]!r} and {names[last]!r} that target {module}"
             raise config_error(self.path, got, "one group for each module")
         self._used_groups |= {first, last}
@@ -262,7 +264,7 @@ class ModuleQuantization:
         }
         return self._get_or_make_config(("group", first), lambda: (config, f"config_groups.{name}"))
 
-    def _differ(self, first: int, second: int) -> bool:
+    def _options_differ(self, first: int, second: int) -> bool:
         groups = list(self._groups.values())
         first_options, second_options = (
             {key: value for key, value in groups[number].items() if key != "targets"}
@@ -270,7 +272,7 @@ class ModuleQuantization:
         )
         return first_options != second_options
 
-    def _named_targets(self, regex: bool) -> tuple[_EntryList, _EntryList, list[int]]:
+    def _list_targets(self, regex: bool) -> tuple[_EntryList, _EntryList, list[int]]:
         """Return the targets of config_groups that are regexes, or that are names.
 
         Returns (targets in order, targets in reverse order, number of each target's group). The
@@ -287,7 +289,7 @@ class ModuleQuantization:
         forward, backward = _EntryList(self.path, entries), _EntryList(self.path, entries[::-1])
         return forward, backward, [number for number, _ in targets]
 
-    def _with_overrides(self, number: int | None) -> tuple[Config | None, str]:
+    def _apply_override(self, number: int | None) -> tuple[Config | None, str]:
         """Return the config with the override at index `number`, and the override's label."""
         if number is None:
             return self._base, ""
@@ -311,7 +313,7 @@ class ModuleQuantization:
         return module_config
 
 
-def _excluded_entries(path: str, config: Config) -> Iterator[tuple[str, Entry]]:
+def _parse_excluded_entries(path: str, config: Config) -> Iterator[tuple[str, Entry]]:
     for key in UNQUANTIZED_KEYS:
         names = config.get(key)
         if not isinstance(names, list | None):
@@ -323,7 +325,7 @@ def _excluded_entries(path: str, config: Config) -> Iterator[tuple[str, Entry]]:
                 yield f"{key} has {shorten(name)}", parse_entry(name)
 
 
-def _included_entries(path: str, config: Config) -> Iterator[tuple[str, Entry]]:
+def _parse_included_entries(path: str, config: Config) -> Iterator[tuple[str, Entry]]:
     key = "modules_in_block_to_quantize"
     pending = [config.get(key) or []]
     while pending:
@@ -336,31 +338,37 @@ def _included_entries(path: str, config: Config) -> Iterator[tuple[str, Entry]]:
             raise config_error(path, f"{key} has {shorten(item)}", "names of modules")
 
 
-def _overrides(path: str, config: Config) -> Iterator[tuple[str, Entry, Mapping[str, Any] | None]]:
+def _parse_overrides(
+    path: str, config: Config
+) -> Iterator[tuple[str, Entry, Mapping[str, Any] | None]]:
     """Yield (label, entry, options) for options by module. None means unquantized."""
-    for pattern, options in _objects(path, config, "dynamic"):
+    for pattern, options in _iterate_objects(path, config, "dynamic"):
         text = pattern[2:] if pattern[:2] in ("-:", "+:") else pattern
         is_skipped = pattern.startswith("-:") or options is False
         label = f"dynamic has {shorten(pattern)}"
-        yield label, Entry(text, "regex"), _options(path, label, None if is_skipped else options)
-    for name, options in _objects(path, config, torchao_config.OPTIONS_BY_NAME):
+        yield (
+            label,
+            Entry(text, "regex"),
+            _check_options(path, label, None if is_skipped else options),
+        )
+    for name, options in _iterate_objects(path, config, torchao_config.OPTIONS_BY_NAME):
         label = f"{torchao_config.OPTIONS_BY_NAME} has {shorten(name)}"
-        yield label, _torchao_entry(name), options or None
-    for name, options in _objects(path, config, "layer_quant_config"):
+        yield label, _make_torchao_entry(name), options or None
+    for name, options in _iterate_objects(path, config, "layer_quant_config"):
         label = f"layer_quant_config has {shorten(name)}"
         yield label, parse_entry(name), {"global_quant_config": options}
     exact, patterns = list[tuple[str, Any]](), list[tuple[str, Any]]()
-    for name, options in _objects(path, config, "extra_config"):
+    for name, options in _iterate_objects(path, config, "extra_config"):
         is_pattern = not re.fullmatch(r"[\w.\-]+", name, re.ASCII)
         (patterns if is_pattern else exact).append((name, options))
-    for kind, named in (("modules", exact), ("search", patterns)):
-        for name, options in named:
+    for kind, options_by_name in (("modules", exact), ("search", patterns)):
+        for name, options in options_by_name:
             label = f"extra_config has {shorten(name)}"
             # auto-round also lists modules without options.
-            yield label, Entry(name, kind), _options(path, label, options or {})  # type: ignore[arg-type]
+            yield label, Entry(name, kind), _check_options(path, label, options or {})  # type: ignore[arg-type]
 
 
-def _torchao_entry(name: str) -> Entry:
+def _make_torchao_entry(name: str) -> Entry:
     """Return the entry for a key of torchao's FqnToConfig.
 
     A key is the name of a module or of its weight, "re:" and a regex for whole names, or "_default"
@@ -372,13 +380,13 @@ def _torchao_entry(name: str) -> Entry:
     return Entry(pattern, "module regex")
 
 
-def _options(path: str, label: str, options: Any) -> Mapping[str, Any] | None:
+def _check_options(path: str, label: str, options: Any) -> Mapping[str, Any] | None:
     if options is not None and not isinstance(options, Mapping):
         raise config_error(path, f"{label} = {shorten(options)}", "an object of options")
     return options
 
 
-def _objects(path: str, config: Config, key: str) -> Iterator[tuple[str, Any]]:
+def _iterate_objects(path: str, config: Config, key: str) -> Iterator[tuple[str, Any]]:
     entries = config.get(key)
     if not isinstance(entries, dict | None):
         raise config_error(path, f"{key} = {shorten(entries)}", "an object")
@@ -388,10 +396,10 @@ def _objects(path: str, config: Config, key: str) -> Iterator[tuple[str, Any]]:
         yield name, value if value is not None else {}
 
 
-def _quantized_layers(path: str, config: Config) -> dict[str, Mapping[str, Any]]:
+def _read_quantized_layers(path: str, config: Config) -> dict[str, Mapping[str, Any]]:
     if str(config.get("quant_algo")).upper() != MIXED or "quant_method" not in config:
         return {}
-    layers = dict(_objects(path, config, "quantized_layers"))
+    layers = dict(_iterate_objects(path, config, "quantized_layers"))
     if not layers:
         raise config_error(path, f"quant_algo = {MIXED}", "quantized_layers that are not empty")
     for name, options in layers.items():
@@ -401,7 +409,7 @@ def _quantized_layers(path: str, config: Config) -> dict[str, Mapping[str, Any]]
     return layers
 
 
-def _groups(path: str, config: Config) -> dict[str, Config]:
+def _read_groups(path: str, config: Config) -> dict[str, Config]:
     if config.get("quant_method") != "compressed-tensors":
         return {}
     groups = config.get("config_groups")
@@ -412,7 +420,7 @@ def _groups(path: str, config: Config) -> dict[str, Config]:
     return groups
 
 
-def _group_entries(path: str, groups: Mapping[str, Config]) -> Iterator[tuple[int, str]]:
+def _list_group_entries(path: str, groups: Mapping[str, Config]) -> Iterator[tuple[int, str]]:
     for number, (name, group) in enumerate(groups.items()):
         targets = group.get("targets")
         if not isinstance(targets, list) or not targets:

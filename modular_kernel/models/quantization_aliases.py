@@ -83,9 +83,9 @@ def to_canonical(config: Mapping[str, Any]) -> dict[str, Any]:
     if packing in _AWQ_PACKINGS:
         extra = config.get("extra_config")
         if isinstance(extra, Mapping):
-            extra = {name: _awq_options(options) for name, options in extra.items()}
+            extra = {name: _convert_awq_options(options) for name, options in extra.items()}
             config["extra_config"] = extra
-        options: dict[str, Any] = _awq_options({"sym": True} | config)
+        options: dict[str, Any] = _convert_awq_options({"sym": True} | config)
         return options | {"quant_method": "awq"}
     if packing not in _GPTQ_VERSIONS:
         need = f"one of {', '.join((*_GPTQ_VERSIONS, *_AWQ_PACKINGS))}"
@@ -94,9 +94,9 @@ def to_canonical(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"sym": True} | config | {"quant_method": "gptq", "checkpoint_format": version}
 
 
-def _awq_options(options: Any) -> Any:
+def _convert_awq_options(options: Any) -> Any:
     """Replace auto-round's `sym` with AWQ's `zero_point`, which means the opposite."""
     if not isinstance(options, Mapping) or not isinstance(options.get("sym"), bool):
         return options
-    others = {key: value for key, value in options.items() if key != "sym"}
-    return others | {"zero_point": not options["sym"]}
+    remaining_options = {key: value for key, value in options.items() if key != "sym"}
+    return remaining_options | {"zero_point": not options["sym"]}

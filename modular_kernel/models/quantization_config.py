@@ -1,4 +1,4 @@
-"""Reading of a quantization_config: the quantization scheme of the experts.
+"""Reads the quantization scheme of the experts from a quantization_config.
 
 `scheme_of` has a function for each quant_method. Every value that determines the scheme must be
 present and known. A method, algorithm or layout without a scheme raises ConfigurationError. An
@@ -100,19 +100,19 @@ def scheme_of(path: str, config: Config, *, depth: int | None = None) -> str | N
     _check_unquantized(path, quantization)
     _check_overrides(path, quantization)
     parse = {
-        "fp8": _fp8,
-        "mxfp8": _mxfp8,
-        "fbgemm_fp8": _fbgemm_fp8,
+        "fp8": _parse_fp8,
+        "mxfp8": _parse_mxfp8,
+        "fbgemm_fp8": _parse_fbgemm_fp8,
         "mxfp4": lambda *_: "mxfp4_w4a16",
-        "gptq": _gptq,
-        "awq": _awq,
-        "compressed-tensors": _compressed_tensors,
-        "modelopt": _modelopt,
-        "quark": _quark,
-        "bitsandbytes": _bitsandbytes,
+        "gptq": _parse_gptq,
+        "awq": _parse_awq,
+        "compressed-tensors": _parse_compressed_tensors,
+        "modelopt": _parse_modelopt,
+        "quark": _parse_quark,
+        "bitsandbytes": _parse_bitsandbytes,
         "torchao": lambda path, config: torchao_format_of(path, config).scheme,
         "gguf": lambda path, config: scheme_of_types(path, config.get("types")),
-        "modelopt_fp4": _modelopt,
+        "modelopt_fp4": _parse_modelopt,
     }[method]
     quantization = {"expert_dtype": config.get("expert_dtype")} | quantization
     if depth is not None:
@@ -138,10 +138,10 @@ def canonicalize_config(path: str, quantization: object) -> Config:
     if method not in (*_METHODS, "modelopt_fp4"):
         need = f"one of {', '.join(_METHODS)}; for other methods pass the sizes and --quant"
         raise config_error(path, f"quant_method = {shorten(method)}", need)
-    known = dict(quantization)
-    if str(known.get("quant_algo")).upper() == MIXED:
-        known.pop("quantized_layers", None)
-    _raise_first(path, unknown_keys(method.removesuffix("_fp4"), known))
+    checked_config = dict(quantization)
+    if str(checked_config.get("quant_algo")).upper() == MIXED:
+        checked_config.pop("quantized_layers", None)
+    _raise_first(path, unknown_keys(method.removesuffix("_fp4"), checked_config))
     return quantization
 
 
@@ -192,7 +192,7 @@ def quantizes_inputs(config: Mapping[str, Any]) -> bool:
     return any(group.get("input_activations") for group in expert_groups)
 
 
-def _fp8(path: str, config: Config) -> str:
+def _parse_fp8(path: str, config: Config) -> str:
     """Return the scheme of fp8, with scales per block or matrix."""
     _require_one_of(path, config, "fmt", ("e4m3", "float8_e4m3fn", None))
     expert_dtype = _require_one_of(path, config, "expert_dtype", ("fp8", "fp4", None))
@@ -211,11 +211,11 @@ def _fp8(path: str, config: Config) -> str:
         return "fp8_w8a8_tensor:static=true" if activation_scheme == "static" else "fp8_w8a8_tensor"
     if activation_scheme == "static":
         raise config_error(path, "activation_scheme = 'static' and blocks", "dynamic, or no blocks")
-    return _block_scheme(path, "weight_block_size", block)
+    return _make_block_scheme(path, "weight_block_size", block)
 
 
-def _mxfp8(path: str, config: Config) -> str:
-    """Return the scheme of mxfp8 weights. In contrast to mxfp8, activations are not quantized."""
+def _parse_mxfp8(path: str, config: Config) -> str:
+    """Return the scheme of mxfp8 weights. Unlike in mxfp8, activations are not quantized."""
     _require_one_of(path, config, "fmt", ("e4m3", "float8_e4m3fn", None))
     _require_one_of(path, config, "activation_scheme", ("dynamic", None))
     _require_one_of(path, config, "scale_fmt", ("ue8m0", None))
@@ -223,7 +223,7 @@ def _mxfp8(path: str, config: Config) -> str:
     return _MXFP8
 
 
-def _quark(path: str, config: Config) -> str:
+def _parse_quark(path: str, config: Config) -> str:
     _raise_first(path, unknown_quark_keys(config))
     options = config.get("global_quant_config")
     if not isinstance(options, dict):
@@ -248,10 +248,10 @@ def torchao_format_of(path: str, config: Mapping[str, Any]) -> TorchaoFormat:
         raise config_error(path, *error.args) from None
 
 
-def _bitsandbytes(path: str, config: Config) -> str:
+def _parse_bitsandbytes(path: str, config: Config) -> str:
     """Return the scheme of bitsandbytes. 4-bit weights are dequantized, which is "none".
 
-    In contrast to LLM.int8(), activations are not quantized.
+    Unlike in LLM.int8(), activations are not quantized.
     """
     return "none" if bitsandbytes_kind(path, config) else "int8_w8a16_channel"
 
@@ -273,7 +273,7 @@ def bitsandbytes_kind(path: str, config: Mapping[str, Any]) -> str:
     return str(kind or "fp4")
 
 
-def _fbgemm_fp8(path: str, config: Config) -> str:
+def _parse_fbgemm_fp8(path: str, config: Config) -> str:
     """Return the scheme of FBGEMM's float8, with one scale per row of weights and per token."""
     bound = config.get("activation_scale_ub")
     if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | float)):
@@ -287,21 +287,21 @@ def _fbgemm_fp8(path: str, config: Config) -> str:
     return "fp8_w8a8_channel"
 
 
-def _block_scheme(path: str, name: str, block: Any, scheme: str = "fp8_w8a8_block") -> str:
+def _make_block_scheme(path: str, name: str, block: Any, scheme: str = "fp8_w8a8_block") -> str:
     is_pair = isinstance(block, list) and len(block) == 2
     if not is_pair or not all(type(n) is int and 1 <= n <= _MAX_SIZE for n in block):
         raise config_error(path, f"{name} = {shorten(block)}", "two integers")
     return f"{scheme}:block={block[0]}x{block[1]}"
 
 
-def _gptq(path: str, config: Config) -> str:
+def _parse_gptq(path: str, config: Config) -> str:
     gptq_version(path, config)
     symmetric = _require_one_of(path, config, "sym", (True, False))
-    scheme = _integer_scheme(
+    scheme = _make_integer_scheme(
         path, config, ("bits",), ("group_size",), zero_points=symmetric is False
     )
     act_order = _require_one_of(path, config, "desc_act", (False, True, None))
-    return _with_act_order(scheme) if act_order else scheme
+    return _add_act_order(scheme) if act_order else scheme
 
 
 def gptq_version(path: str, config: Mapping[str, Any]) -> int:
@@ -320,30 +320,30 @@ def gptq_version(path: str, config: Mapping[str, Any]) -> int:
     return 2 if "gptq_v2" in versions else 1
 
 
-def _with_act_order(scheme: str) -> str:
+def _add_act_order(scheme: str) -> str:
     return scheme.replace("_group:", "_act_order:")
 
 
-def _awq(path: str, config: Config) -> str:
+def _parse_awq(path: str, config: Config) -> str:
     # "gemv" packs along another axis.
     _require_one_of(path, config, "version", ("gemm", "GEMM", None))
     _require_one_of(path, config, "format", ("gemm", "GEMM", None))
     zero_points = _require_one_of(path, config, "zero_point", (True, False))
     bits, group = ("bits", "w_bit"), ("group_size", "q_group_size")
-    return _integer_scheme(path, config, bits, group, zero_points=zero_points is True)
+    return _make_integer_scheme(path, config, bits, group, zero_points=zero_points is True)
 
 
-def _integer_scheme(
+def _make_integer_scheme(
     path: str, config: Config, bits: Sequence[str], group: Sequence[str], *, zero_points: bool
 ) -> str:
     num_bits = next((config[name] for name in bits if name in config), None)
     group_size = next((config[name] for name in group if name in config), None)
     if type(num_bits) is not int or num_bits not in (4, 8):
         raise config_error(path, f"{bits[0]} = {shorten(num_bits)}", "4 or 8")
-    return _group_scheme(path, num_bits, group_size, zero_points=zero_points)
+    return _make_group_scheme(path, num_bits, group_size, zero_points=zero_points)
 
 
-def _group_scheme(path: str, bits: int, group: Any, *, zero_points: bool) -> str:
+def _make_group_scheme(path: str, bits: int, group: Any, *, zero_points: bool) -> str:
     if type(group) is not int or not 1 <= group <= _MAX_SIZE or group % 2:
         need = "an even number of columns, or -1 if the layer's sizes are known"
         raise config_error(path, f"group_size = {shorten(group)}", need)
@@ -351,7 +351,7 @@ def _group_scheme(path: str, bits: int, group: Any, *, zero_points: bool) -> str
     return f"int{bits}_w{bits}a16_group:group={group}{zero_points_option}"
 
 
-def _modelopt(path: str, config: Config) -> str:
+def _parse_modelopt(path: str, config: Config) -> str:
     schemes = {
         "FP8": "fp8_w8a8_tensor:static=true",
         "FP8_PER_CHANNEL_PER_TOKEN": "fp8_w8a8_channel",
@@ -379,7 +379,7 @@ def _modelopt(path: str, config: Config) -> str:
     return schemes[algorithm]
 
 
-def _compressed_tensors(path: str, config: Config) -> str:
+def _parse_compressed_tensors(path: str, config: Config) -> str:
     """Return the scheme of the only entry of config_groups that targets the experts."""
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not all(
@@ -400,7 +400,7 @@ def _compressed_tensors(path: str, config: Config) -> str:
             path, f"config_groups: {shorten(group)}", "weights and input_activations"
         )
     _raise_first(path, unknown_group_keys(names[0], group))
-    parse = _float_scheme if weights.get("type") == "float" else _int_scheme
+    parse = _select_float_scheme if weights.get("type") == "float" else _select_int_scheme
     scheme = parse(path, weights, inputs)
     if scheme is None:
         need = "fp8 per tensor, channel or block; int8; int4 per group; mxfp4; nvfp4"
@@ -408,7 +408,7 @@ def _compressed_tensors(path: str, config: Config) -> str:
             path, f"weights {shorten(weights)}, input_activations {shorten(inputs)}", need
         )
     _check_packing(path, config, group, scheme)
-    return _with_act_order(scheme) if weights.get("actorder") == "group" else scheme
+    return _add_act_order(scheme) if weights.get("actorder") == "group" else scheme
 
 
 def _check_other_groups(path: str, groups: Mapping[str, Config], names: Sequence[str]) -> None:
@@ -419,7 +419,7 @@ def _check_other_groups(path: str, groups: Mapping[str, Config], names: Sequence
     for name, group in groups.items():
         if name not in names:
             for target in group["targets"]:
-                if _matches_experts(path, _with_any_number(target)):
+                if _matches_experts(path, _replace_numbers(target)):
                     need = "one group for all experts"
                     raise config_error(path, f"config_groups.{name} has {shorten(target)}", need)
 
@@ -449,15 +449,15 @@ def _has_values(config: Config | None, **expected: object) -> bool:
     )
 
 
-def _float_scheme(path: str, weights: Config, inputs: Config | None) -> str | None:
+def _select_float_scheme(path: str, weights: Config, inputs: Config | None) -> str | None:
     if _has_values(weights, num_bits=4) and weights.get("strategy") in ("group", "tensor_group"):
         inputs_are_mx = inputs is None or _has_values(inputs, type="float", group_size=_MX_GROUP)
         if _has_values(weights, group_size=_MX_GROUP) and inputs_are_mx:
             return "mxfp4_w4a16"
-        inputs_known = inputs is None or _has_values(
+        inputs_are_nvfp4 = inputs is None or _has_values(
             inputs, num_bits=4, type="float", group_size=16
         )
-        return "nvfp4_w4a16" if _has_values(weights, group_size=16) and inputs_known else None
+        return "nvfp4_w4a16" if _has_values(weights, group_size=16) and inputs_are_nvfp4 else None
     if not _has_values(weights, num_bits=8):
         return None
     inputs_are_fp8 = inputs is None or _has_values(inputs, num_bits=8, type="float")
@@ -466,7 +466,7 @@ def _float_scheme(path: str, weights: Config, inputs: Config | None) -> str | No
         is_mxfp8 = _has_values(weights, group_size=_MX_GROUP) and inputs_are_fp8 and inputs_are_mx
         return _MXFP8 if is_mxfp8 else None
     if inputs is None:
-        return _weight_only_fp8(path, weights)
+        return _select_weight_only_fp8(path, weights)
     if not inputs_are_fp8:
         return None
     strategy = (weights.get("strategy"), inputs.get("strategy"))
@@ -477,27 +477,27 @@ def _float_scheme(path: str, weights: Config, inputs: Config | None) -> str | No
         return "fp8_w8a8_channel"
     if strategy == ("block", "group") and dynamic is True:
         block = weights.get("block_structure")
-        scheme = _block_scheme(path, "block_structure", block)
+        scheme = _make_block_scheme(path, "block_structure", block)
         return scheme if _has_values(inputs, group_size=block[1]) else None  # type: ignore[index]
     return None
 
 
-def _weight_only_fp8(path: str, weights: Config) -> str | None:
+def _select_weight_only_fp8(path: str, weights: Config) -> str | None:
     """Return the scheme of weight-only float8."""
     strategy = weights.get("strategy")
     if strategy == "block":
         block = weights.get("block_structure")
-        return _block_scheme(path, "block_structure", block, "fp8_w8a16_block")
+        return _make_block_scheme(path, "block_structure", block, "fp8_w8a16_block")
     return f"fp8_w8a16_{strategy}" if strategy in ("tensor", "channel") else None
 
 
-def _int_scheme(path: str, weights: Config, inputs: Config | None) -> str | None:
+def _select_int_scheme(path: str, weights: Config, inputs: Config | None) -> str | None:
     bits, strategy = weights.get("num_bits"), weights.get("strategy")
     symmetric = weights.get("symmetric")
     if weights.get("type") != "int" or type(bits) is not int or not isinstance(symmetric, bool):
         return None
     if strategy == "group" and bits in (4, 8) and (inputs is None or _are_8_bit_tokens(inputs)):
-        return _group_scheme(path, bits, weights.get("group_size"), zero_points=not symmetric)
+        return _make_group_scheme(path, bits, weights.get("group_size"), zero_points=not symmetric)
     if bits != 8 or strategy != "channel" or not symmetric:
         return None
     if inputs is None:
@@ -565,12 +565,12 @@ def _check_overrides(path: str, config: Config) -> None:
             is_regex = key == "extra_config" and (".*" in name or "\\" in name)
             is_pattern = key == "dynamic" or is_regex
             text = f"re:{pattern}" if is_pattern else pattern
-            if _matches_experts(path, text if is_excluded else _with_any_number(text)):
+            if _matches_experts(path, text if is_excluded else _replace_numbers(text)):
                 need = "the same options for all experts; otherwise pass the sizes and --quant"
                 raise config_error(path, f"{key} has {shorten(name)}", need)
 
 
-def _with_any_number(name: str) -> str:
+def _replace_numbers(name: str) -> str:
     """Replace everything in a name or pattern that can match a digit with a wildcard.
 
     If the pattern matches experts in any layer, the result matches experts in layer 77777.
@@ -586,14 +586,14 @@ _DIGITS_OF_REGEX = re.compile(
 )
 
 
-def _expert_modules() -> Iterator[str]:
+def _list_expert_modules() -> Iterator[str]:
     for prefix, block in product(_PREFIXES, _MOE_MODULE_NAMES):
         yield f"{prefix}.{block}.experts"
         yield from (f"{prefix}.{block}.experts.{projection}" for projection in _STACKED_PROJECTIONS)
         yield from (f"{prefix}.{block}.experts.77777.{projection}" for projection in _PROJECTIONS)
 
 
-_EXPERT_MODULES = tuple(_expert_modules())
+_EXPERT_MODULES = tuple(_list_expert_modules())
 
 
 def _matches_experts(path: str, name: Any) -> bool:

@@ -22,8 +22,17 @@ _READ_FOR_ALL = (
     "exclude_modules",
     "modules_in_block_to_quantize",
 )
-_GPTQ = ("bits", "group_size", "sym", "desc_act", "checkpoint_format", "format", "dynamic")
-_AWQ = ("bits", "w_bit", "group_size", "q_group_size", "zero_point", "version", "format", "dynamic")
+_GPTQ_KEYS = ("bits", "group_size", "sym", "desc_act", "checkpoint_format", "format", "dynamic")
+_AWQ_KEYS = (
+    "bits",
+    "w_bit",
+    "group_size",
+    "q_group_size",
+    "zero_point",
+    "version",
+    "format",
+    "dynamic",
+)
 _READ_KEYS: dict[str, tuple[str, ...]] = {
     "fp8": (
         "activation_scheme",
@@ -47,8 +56,8 @@ _READ_KEYS: dict[str, tuple[str, ...]] = {
     ),
     "torchao": ("quant_type", "fqn_to_config"),
     "gguf": ("types", "dynamic"),  # written by `gguf_config`
-    "gptq": (*_GPTQ, "extra_config"),
-    "awq": (*_AWQ, "extra_config"),
+    "gptq": (*_GPTQ_KEYS, "extra_config"),
+    "awq": (*_AWQ_KEYS, "extra_config"),
     "compressed-tensors": ("config_groups", "format", "sparsity_config"),
     "modelopt": ("quant_algo", "group_size", "config_groups", "weights", "input_activations"),
 }
@@ -168,17 +177,19 @@ def unknown_keys(method: str, config: Mapping[str, Any]) -> Iterator[Mismatch]:
         config, (*_READ_FOR_ALL, *_READ_KEYS[method]), _HARMLESS_KEYS, allowed_values
     )
     if method == "modelopt":
-        yield from _unknown_quantization_args(config)
+        yield from _find_unknown_quantization_args(config)
 
 
 def unknown_group_keys(name: str, group: Mapping[str, Any]) -> Iterator[Mismatch]:
     """Yield (got, need) for unknown keys in the entry `name` of config_groups."""
     path = f"config_groups.{name}."
     yield from _find_unknown(group, _READ_IN_GROUPS, (), {}, path)
-    yield from _unknown_quantization_args(group, path)
+    yield from _find_unknown_quantization_args(group, path)
 
 
-def _unknown_quantization_args(config: Mapping[str, Any], path: str = "") -> Iterator[Mismatch]:
+def _find_unknown_quantization_args(
+    config: Mapping[str, Any], path: str = ""
+) -> Iterator[Mismatch]:
     for key in ("weights", "input_activations"):
         args = config.get(key)
         if isinstance(args, Mapping):
@@ -189,20 +200,20 @@ def _unknown_quantization_args(config: Mapping[str, Any], path: str = "") -> Ite
 
 def _find_unknown(
     config: Mapping[str, Any],
-    known: Collection[str],
-    harmless: Collection[str],
+    read_keys: Collection[str],
+    harmless_keys: Collection[str],
     allowed_values: Mapping[str, tuple[object, ...]],
     path: str = "",
 ) -> Iterator[Mismatch]:
     for key, value in config.items():
-        if key in known or is_empty(value):
+        if key in read_keys or is_empty(value):
             continue
         if key in allowed_values:
             allowed = allowed_values[key]
             if not any(value == item and type(value) is type(item) for item in allowed):
                 need = " or ".join(map(repr, allowed[:4]))
                 yield f"{path}{key} = {value!r}", f"{need}, or no such key"
-        elif key not in harmless:
+        elif key not in harmless_keys:
             need = "no such key: it may change values, and it is not implemented"
             yield f"{path}{key} = {value!r}", need
 

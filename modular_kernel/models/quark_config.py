@@ -1,4 +1,4 @@
-"""Reading of AMD Quark's options in a quantization_config: the scheme of a module.
+"""Reads the scheme of a module from AMD Quark's options in a quantization_config.
 
 The weight and the input of a module each have a specification with the dtype, the granularity of
 scales (`qscheme`), and whether scales are computed in each call (`is_dynamic`).
@@ -10,13 +10,21 @@ from typing import Any
 from modular_kernel.models.quantization_keys import Mismatch, is_empty
 
 _MX_GROUP = 32
-_READ = ("dtype", "qscheme", "group_size", "block_size", "is_dynamic", "scale_format", "scale_type")
+_READ_KEYS = (
+    "dtype",
+    "qscheme",
+    "group_size",
+    "block_size",
+    "is_dynamic",
+    "scale_format",
+    "scale_type",
+)
 # Options of the quantizer's search for scales. The files contain the result.
-_HARMLESS = (
+_HARMLESS_KEYS = (
     *("observer_cls", "round_method", "scale_calculation_mode", "zero_point_type"),
     *("enable_buffer_reuse", "max_input_numel"),
 )
-_ALLOWED: dict[str, tuple[object, ...]] = {
+_ALLOWED_VALUES: dict[str, tuple[object, ...]] = {
     "symmetric": (True,),
     "is_scale_quant": (False,),
 }
@@ -43,20 +51,23 @@ def quark_scheme(options: Mapping[str, Any]) -> str | None:
     """
     if set(unknown_quark_options(options)):
         return None
-    weight, inputs = (_single(options.get(name)) for name in _SPECIFICATIONS)
+    weight, inputs = (_unwrap_single(options.get(name)) for name in _SPECIFICATIONS)
     if not isinstance(weight, Mapping) or weight.get("is_dynamic"):
         return None
-    kind, granularity = weight.get("dtype"), weight.get("qscheme")
+    dtype, granularity = weight.get("dtype"), weight.get("qscheme")
     is_mx = weight.get("group_size") == _MX_GROUP and weight.get("scale_format") == "e8m0"
-    if kind == "fp4" and granularity == "per_group" and is_mx:
+    if dtype == "fp4" and granularity == "per_group" and is_mx:
         return "mxfp4_w4a16"
-    if kind != "fp8_e4m3":
+    if dtype != "fp8_e4m3":
         return None
     if granularity == "per_group":
         return f"fp8_w8a16_block:block=1x{_MX_GROUP}" if is_mx else None
     if inputs is None:
-        names = {"per_tensor": "fp8_w8a16_tensor", "per_channel": "fp8_w8a16_channel"}
-        return names.get(str(granularity))
+        scheme_by_granularity = {
+            "per_tensor": "fp8_w8a16_tensor",
+            "per_channel": "fp8_w8a16_channel",
+        }
+        return scheme_by_granularity.get(str(granularity))
     if not isinstance(inputs, Mapping) or inputs.get("dtype") != "fp8_e4m3":
         return None
     granularities = (str(granularity), str(inputs.get("qscheme")), bool(inputs.get("is_dynamic")))
@@ -78,11 +89,11 @@ def unknown_quark_options(options: Mapping[str, Any]) -> Iterator[Mismatch]:
             if not is_empty(value) and name != "target_device":
                 yield f"global_quant_config.{name} = {value!r}", "weight and input_tensors only"
             continue
-        specification = _single(value)
+        specification = _unwrap_single(value)
         for key, option in specification.items() if isinstance(specification, Mapping) else ():
-            if is_empty(option) or key in (*_READ, *_HARMLESS):
+            if is_empty(option) or key in (*_READ_KEYS, *_HARMLESS_KEYS):
                 continue
-            allowed: tuple[object, ...] = _ALLOWED.get(key, ())
+            allowed: tuple[object, ...] = _ALLOWED_VALUES.get(key, ())
             if key == "ch_axis":
                 allowed = _AXES.get((name, str(specification.get("qscheme"))), _ANY_AXIS)
             if not any(option == item and type(option) is type(item) for item in allowed):
@@ -105,7 +116,7 @@ def unknown_quark_keys(config: Mapping[str, Any]) -> Iterator[Mismatch]:
         yield f"export.weight_format = {packing!r}", "'real_quantized'"
 
 
-def _single(specification: Any) -> Any:
+def _unwrap_single(specification: Any) -> Any:
     """Return the element of a list with a single element. Other values are returned unchanged."""
     is_single = isinstance(specification, list) and len(specification) == 1
     return specification[0] if is_single else specification

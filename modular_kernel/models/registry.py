@@ -47,7 +47,7 @@ class Model:
         return fields | ({"apply_router_weight_on_input": True} if self.on_input else {})
 
 
-def _gpt_oss(source: str, experts: int) -> Model:
+def _make_gpt_oss(source: str, experts: int) -> Model:
     sizes = experts, 4, 2880, 2880
     options = {"bias": True, "model_type": "gpt_oss", "quant": "mxfp4_w4a16"}
     return Model(source, *sizes, "swiglu_oai", **options)  # type: ignore[arg-type]
@@ -73,8 +73,8 @@ MODELS: dict[str, Model] = {
     "deepseek-r1": Model("deepseek-ai/DeepSeek-R1", 256, 8, 7168, 2048, scaling=2.5, model_type="deepseek_v3", quant=_FP8),
     "deepseek-v3.1": Model("deepseek-ai/DeepSeek-V3.1", 256, 8, 7168, 2048, scaling=2.5, model_type="deepseek_v3", quant=_FP8),
     "deepseek-v3.2": Model("deepseek-ai/DeepSeek-V3.2", 256, 8, 7168, 2048, scaling=2.5, quant=_FP8),
-    "gpt-oss-120b": _gpt_oss("openai/gpt-oss-120b", 128),
-    "gpt-oss-20b": _gpt_oss("openai/gpt-oss-20b", 32),
+    "gpt-oss-120b": _make_gpt_oss("openai/gpt-oss-120b", 128),
+    "gpt-oss-20b": _make_gpt_oss("openai/gpt-oss-20b", 32),
     "kimi-k2": Model("moonshotai/Kimi-K2-Instruct", 384, 8, 7168, 2048, scaling=2.827, model_type="deepseek_v3", quant=_FP8),
     "kimi-k2.5": Model("moonshotai/Kimi-K2.5", 384, 8, 7168, 2048, scaling=2.827, quant=_INT4),
     "kimi-k2.6": Model("moonshotai/Kimi-K2.6", 384, 8, 7168, 2048, scaling=2.827, quant=_INT4),
@@ -111,5 +111,5 @@ ALIASES = {
 def find_model(name: str) -> Model | None:
     """Return the model with this name, alias or `source`, ignoring case; None if there is none."""
     key = name.lower()
-    by_source = {model.source.lower(): model for model in MODELS.values()}
-    return MODELS.get(ALIASES.get(key, key)) or by_source.get(key)
+    model_by_source = {model.source.lower(): model for model in MODELS.values()}
+    return MODELS.get(ALIASES.get(key, key)) or model_by_source.get(key)

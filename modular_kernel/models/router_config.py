@@ -1,4 +1,4 @@
-"""Reading of the router that a Hugging Face config.json describes, as a RouterSpec.
+"""Reads the router that a Hugging Face config.json describes, as a RouterSpec.
 
 A config.json has only some properties of a router. Other properties, such as the score function,
 are in the code of the model. `RULES` lists them for each supported model_type.
@@ -54,11 +54,11 @@ _REQUIRES_SOFTMAX = (("scoring_func", "softmax"),)
 _REQUIRES_SIGMOID = (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"))
 
 
-def _renormalized_by_key(*, renormalize_default: bool) -> RoutingRule:
+def _make_norm_topk_prob_rule(*, renormalize_default: bool) -> RoutingRule:
     return RoutingRule(renormalize_default=renormalize_default)
 
 
-def _deepseek_v3(
+def _make_deepseek_v3_rule(
     groups: tuple[int, int] = (1, 1), *, renormalize_default: bool = True
 ) -> RoutingRule:
     return RoutingRule(
@@ -85,24 +85,24 @@ _DEEPSEEK_V2 = RoutingRule(
 RULES: dict[str, RoutingRule] = {
     "afmoe": replace(_BIASED_SIGMOID, eps=1e-20),
     "aria_text": _TOPK_FIRST,
-    "axk1": _deepseek_v3((8, 4)),
+    "axk1": _make_deepseek_v3_rule((8, 4)),
     "cohere2_moe": RoutingRule(order="topk_first", score_key="expert_selection_fn"),
     "deepseek": RoutingRule(
         eps=1e-20, renormalize_default=False, required_values=_REQUIRES_SOFTMAX
     ),
     "deepseek_ocr2_text": _DEEPSEEK_V2,
     "deepseek_v2": _DEEPSEEK_V2,
-    "deepseek_v3": _deepseek_v3((8, 4)),
-    "deepseek_v32": _deepseek_v3((8, 4)),
-    "dots1": _deepseek_v3(renormalize_default=False),
+    "deepseek_v3": _make_deepseek_v3_rule((8, 4)),
+    "deepseek_v32": _make_deepseek_v3_rule((8, 4)),
+    "dots1": _make_deepseek_v3_rule(renormalize_default=False),
     "ernie4_5_moe": RoutingRule(bias=True, renormalize=True, floor_key="moe_norm_min"),
-    "exaone_moe": _deepseek_v3(),
-    "flex_olmo": _renormalized_by_key(renormalize_default=False),
+    "exaone_moe": _make_deepseek_v3_rule(),
+    "flex_olmo": _make_norm_topk_prob_rule(renormalize_default=False),
     "flint": RoutingRule(score="sigmoid"),
-    "glm4_moe": _deepseek_v3(),
-    "glm4_moe_lite": _deepseek_v3(),
-    "glm4v_moe_text": _deepseek_v3(),
-    "glm_moe_dsa": _deepseek_v3(),
+    "glm4_moe": _make_deepseek_v3_rule(),
+    "glm4_moe_lite": _make_deepseek_v3_rule(),
+    "glm4v_moe_text": _make_deepseek_v3_rule(),
+    "glm_moe_dsa": _make_deepseek_v3_rule(),
     "gpt_oss": _TOPK_FIRST,
     "granitemoe": _TOPK_FIRST,
     "granitemoe_swa": _TOPK_FIRST,
@@ -110,7 +110,7 @@ RULES: dict[str, RoutingRule] = {
     "granitemoeshared": _TOPK_FIRST,
     "hunyuan_v1_moe": _RENORMALIZED,
     "jamba": _NOT_RENORMALIZED,
-    "kimi_k2": _deepseek_v3((8, 4)),
+    "kimi_k2": _make_deepseek_v3_rule((8, 4)),
     "kolibri1": RoutingRule(
         score="sigmoid", order="topk_first", bias=True, renormalize_default=False
     ),
@@ -118,25 +118,25 @@ RULES: dict[str, RoutingRule] = {
     "lfm2_moe": RoutingRule(score="sigmoid", bias=True, bias_key="use_expert_bias", eps=1e-6),
     "llama4_text": RoutingRule(score="sigmoid", order="topk_first", renormalize=False),
     "longcat_flash": RoutingRule(bias=True, renormalize=False, zero_key="zero_expert_num"),
-    "mellum": _renormalized_by_key(renormalize_default=True),
-    "mimo_v2_flash": _deepseek_v3(),
+    "mellum": _make_norm_topk_prob_rule(renormalize_default=True),
+    "mimo_v2_flash": _make_deepseek_v3_rule(),
     "minimax": _RENORMALIZED,
     "minimax_m2": _BIASED_SIGMOID,
     "mistral4": RoutingRule(eps=1e-20, groups=(1, 1)),
     "mixtral": _RENORMALIZED,
-    "nemotron_h": _deepseek_v3(),
-    "olmoe": _renormalized_by_key(renormalize_default=False),
-    "qwen2_moe": _renormalized_by_key(renormalize_default=False),
+    "nemotron_h": _make_deepseek_v3_rule(),
+    "olmoe": _make_norm_topk_prob_rule(renormalize_default=False),
+    "qwen2_moe": _make_norm_topk_prob_rule(renormalize_default=False),
     "qwen3_5_moe_text": _RENORMALIZED,
-    "qwen3_moe": _renormalized_by_key(renormalize_default=False),
-    "qwen3_next": _renormalized_by_key(renormalize_default=True),
-    "qwen3_omni_moe_talker_text": _renormalized_by_key(renormalize_default=False),
-    "qwen3_omni_moe_text": _renormalized_by_key(renormalize_default=True),
+    "qwen3_moe": _make_norm_topk_prob_rule(renormalize_default=False),
+    "qwen3_next": _make_norm_topk_prob_rule(renormalize_default=True),
+    "qwen3_omni_moe_talker_text": _make_norm_topk_prob_rule(renormalize_default=False),
+    "qwen3_omni_moe_text": _make_norm_topk_prob_rule(renormalize_default=True),
     "qwen3_vl_moe_text": _RENORMALIZED,
-    "qwen4_exp_text": _renormalized_by_key(renormalize_default=True),
-    "sarvam_mla": _deepseek_v3((8, 4)),
-    "sarvam_moe": _deepseek_v3(),
-    "solar_open": _deepseek_v3(),
+    "qwen4_exp_text": _make_norm_topk_prob_rule(renormalize_default=True),
+    "sarvam_mla": _make_deepseek_v3_rule((8, 4)),
+    "sarvam_moe": _make_deepseek_v3_rule(),
+    "solar_open": _make_deepseek_v3_rule(),
     "unlimited_ocr_text": _DEEPSEEK_V2,
 }
 
@@ -155,17 +155,17 @@ def router_of_config(path: Path, config: Config, top_k: int) -> RouterSpec | Non
     for key, value in rule.required_values:
         actual = config.get(key)
         if actual is not None and actual != value:
-            raise _config_error(path, key, actual, f"{value}: other routers are not supported")
+            raise _make_config_error(path, key, actual, f"{value}: other routers are not supported")
     bias = rule.bias
     if rule.bias_key:
-        bias = _flag(path, config, rule.bias_key, default=rule.bias)
-    score = _score(path, config, rule)
+        bias = _read_flag(path, config, rule.bias_key, default=rule.bias)
+    score = _read_score(path, config, rule)
     renormalize = rule.renormalize
     if renormalize is None:
-        renormalize = _flag(path, config, "norm_topk_prob", default=rule.renormalize_default)
+        renormalize = _read_flag(path, config, "norm_topk_prob", default=rule.renormalize_default)
     if score == "softmax" and rule.order == "topk_first":
         renormalize = False  # a softmax over the top-k already sums to 1
-    groups, topk_groups = _groups(path, config, rule)
+    groups, topk_groups = _read_groups(path, config, rule)
     return RouterSpec(
         top_k,
         score=score,  # type: ignore[arg-type]
@@ -176,39 +176,39 @@ def router_of_config(path: Path, config: Config, top_k: int) -> RouterSpec | Non
         selection_bias=bias,
         renormalize=renormalize,
         eps=rule.eps if renormalize else 0.0,
-        floor=_floor(path, config, rule),
-        zero_experts=_zero_experts(path, config, rule),
+        floor=_read_floor(path, config, rule),
+        zero_experts=_read_zero_experts(path, config, rule),
     )
 
 
-def _score(path: Path, config: Config, rule: RoutingRule) -> str:
+def _read_score(path: Path, config: Config, rule: RoutingRule) -> str:
     score = config.get(rule.score_key) if rule.score_key else None
     if score is None:
         return rule.score
     if score not in ("softmax", "sigmoid"):
-        raise _config_error(path, rule.score_key, score, "softmax or sigmoid")
+        raise _make_config_error(path, rule.score_key, score, "softmax or sigmoid")
     return str(score)
 
 
-def _floor(path: Path, config: Config, rule: RoutingRule) -> float:
+def _read_floor(path: Path, config: Config, rule: RoutingRule) -> float:
     if not rule.floor_key:
         return 0.0
     floor = config.get(rule.floor_key, _DEFAULT_FLOOR)
     if type(floor) not in (int, float) or not 0 <= floor <= 1:
-        raise _config_error(path, rule.floor_key, floor, "a number from 0 to 1")
+        raise _make_config_error(path, rule.floor_key, floor, "a number from 0 to 1")
     return float(floor)
 
 
-def _zero_experts(path: Path, config: Config, rule: RoutingRule) -> int:
+def _read_zero_experts(path: Path, config: Config, rule: RoutingRule) -> int:
     count = config.get(rule.zero_key) if rule.zero_key else None
     if count is None:
         return 0
     if type(count) is not int or count < 0:
-        raise _config_error(path, rule.zero_key, count, "an integer >= 0")
+        raise _make_config_error(path, rule.zero_key, count, "an integer >= 0")
     return count
 
 
-def _groups(path: Path, config: Config, rule: RoutingRule) -> tuple[int, int]:
+def _read_groups(path: Path, config: Config, rule: RoutingRule) -> tuple[int, int]:
     if rule.groups is None:
         return 1, 1
     if rule.method_key:
@@ -216,23 +216,25 @@ def _groups(path: Path, config: Config, rule: RoutingRule) -> tuple[int, int]:
         if method in (None, "greedy"):
             return 1, 1
         if method != "group_limited_greedy":
-            raise _config_error(path, rule.method_key, method, "greedy or group_limited_greedy")
+            raise _make_config_error(
+                path, rule.method_key, method, "greedy or group_limited_greedy"
+            )
     sizes = []
     for key, default in zip(("n_group", "topk_group"), rule.groups, strict=True):
         value = config.get(key)
         value = default if value is None else value
         if type(value) is not int or value < 1:
-            raise _config_error(path, key, value, "an integer >= 1")
+            raise _make_config_error(path, key, value, "an integer >= 1")
         sizes.append(value)
     return sizes[0], sizes[1]
 
 
-def _flag(path: Path, config: Config, key: str, *, default: bool) -> bool:
+def _read_flag(path: Path, config: Config, key: str, *, default: bool) -> bool:
     value = config.get(key)
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise _config_error(path, key, value, "true or false")
+        raise _make_config_error(path, key, value, "true or false")
     return value
 
 
@@ -257,5 +259,5 @@ def _is_same(a: object, b: object) -> bool:
     return a == b
 
 
-def _config_error(path: Path, key: str, got: object, need: str) -> ConfigurationError:
+def _make_config_error(path: Path, key: str, got: object, need: str) -> ConfigurationError:
     return ConfigurationError(f"model {str(path)[:200]}", got=f"{key} = {str(got)[:80]}", need=need)

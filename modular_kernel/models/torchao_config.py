@@ -1,7 +1,7 @@
-"""Reading of torchao's options in a quantization_config: the scheme and storage format of a module.
+"""Reads the scheme and the storage format of a module from torchao's options.
 
-transformers stores the options of `torchao.quantization.quantize_` as an object with the name of
-their class and its fields:
+In a quantization_config, transformers stores the options of `torchao.quantization.quantize_` as an
+object with the name of their class and its fields:
 
     "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {...}}}
 
@@ -51,7 +51,7 @@ _HARMLESS_INT4 = (
     *("int4_choose_qparams_algorithm", "int4_tile_packed_ntile", "layout"),
     *("use_hqq", "zero_point_domain", "preserve_zero"),
 )
-# Allowed values of optional entries by class, in the form that `_plain_value` returns.
+# Allowed values of optional entries by class, in the form that `_normalize_value` returns.
 _ALLOWED: dict[str, dict[str, tuple[object, ...]]] = {
     "Int4WeightOnlyConfig": {"int4_packing_format": ("PLAIN",)},
     "Int8WeightOnlyConfig": {"group_size": (None,)},
@@ -115,7 +115,7 @@ def expand_options_by_name(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises ValueError(got, need) unless `quant_type` has the form that transformers 4.53 and newer
     write.
     """
-    options = _default_options(config)
+    options = _get_default_options(config)
     if options.get("_type") not in _FQN_CLASSES:
         return dict(config)
     data = options.get("_data")
@@ -128,18 +128,18 @@ def expand_options_by_name(config: Mapping[str, Any]) -> dict[str, Any]:
     if tables[0] != tables[-1]:
         got = f"quant_type: {OPTIONS_BY_NAME} and module_fqn_to_config that differ"
         raise ValueError(got, "one of them, or equal objects")
-    by_name = {str(name): entry for name, entry in tables[0].items()}
-    for name, entry in by_name.items():
+    entry_by_name = {str(name): entry for name, entry in tables[0].items()}
+    for name, entry in entry_by_name.items():
         if not isinstance(entry, Mapping | None):
             need = "an object with _type and _data, or null"
             raise ValueError(f"quant_type: {name[:80]} = {entry!r}"[:200], need)
     # As in torchao, exact names take precedence over regexes.
-    exact = {name: entry for name, entry in by_name.items() if not name.startswith("re:")}
+    exact = {name: entry for name, entry in entry_by_name.items() if not name.startswith("re:")}
     default = exact.pop("_default", None)
-    regexes = {name: entry for name, entry in by_name.items() if name.startswith("re:")}
+    regexes = {name: entry for name, entry in entry_by_name.items() if name.startswith("re:")}
     ordered = exact | regexes | {"_default": default}
-    others = {key: value for key, value in config.items() if key != "quant_type"}
-    return others | {
+    other_entries = {key: value for key, value in config.items() if key != "quant_type"}
+    return other_entries | {
         OPTIONS_BY_NAME: {
             name: None if entry is None else {"quant_type": {"default": dict(entry)}}
             for name, entry in ordered.items()
@@ -147,7 +147,7 @@ def expand_options_by_name(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _default_options(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _get_default_options(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the object with _type, _version and _data in the quant_type of a config."""
     quant_type = config.get("quant_type")
     if isinstance(quant_type, str):
@@ -172,7 +172,7 @@ def torchao_format(config: Mapping[str, Any]) -> TorchaoFormat:
 
     Raises ValueError(got, need) for unsupported options.
     """
-    options = _default_options(config)
+    options = _get_default_options(config)
     name, data = options.get("_type"), options.get("_data")
     if name in _REFUSED:
         meaning, nearest = _REFUSED[str(name)]
@@ -187,20 +187,20 @@ def torchao_format(config: Mapping[str, Any]) -> TorchaoFormat:
         if version == 2:
             need += ": tensors of version 1 are pickled, and pickles are not read"
         raise ValueError(f"quant_type {name} of version {options.get('_version', 1)}"[:200], need)
-    for got, need in _unknown_options(str(name), data):
+    for got, need in _find_unknown_options(str(name), data):
         raise ValueError(f"quant_type {name}: {got}"[:200], need)
     return _FORMATS[str(name)](str(name), data)
 
 
-def _unknown_options(name: str, data: Mapping[str, Any]) -> Iterator[Mismatch]:
+def _find_unknown_options(name: str, data: Mapping[str, Any]) -> Iterator[Mismatch]:
     """Yield (got, need) for unsupported options that could change values."""
     harmless = (*_HARMLESS, *_HARMLESS_BY_CLASS.get(name, ()))
     for key, value in data.items():
         if key in _ALLOWED[name]:
             allowed = _ALLOWED[name][key]
-            plain = _plain_value(value)
-            if not any(plain == item and type(plain) is type(item) for item in allowed):
-                yield f"{key} = {plain!r}", " or ".join(map(str, allowed))
+            normalized = _normalize_value(value)
+            if not any(normalized == item and type(normalized) is type(item) for item in allowed):
+                yield f"{key} = {normalized!r}", " or ".join(map(str, allowed))
         elif key not in (*_READ, *harmless) and not is_empty(value):
             yield (
                 f"{key} = {value!r}",
@@ -208,7 +208,7 @@ def _unknown_options(name: str, data: Mapping[str, Any]) -> Iterator[Mismatch]:
             )
 
 
-def _plain_value(value: object) -> object:
+def _normalize_value(value: object) -> object:
     """Return the name of an enum member or dtype that is stored as an object, or another value.
 
     Names are in capital letters, except for float8_e4m3fn.
@@ -219,7 +219,7 @@ def _plain_value(value: object) -> object:
     return value.upper() if isinstance(value, str) and value != _E4M3 else value
 
 
-def _granularities(name: str, data: Mapping[str, Any], default: str) -> list[tuple[str, int]]:
+def _read_granularities(name: str, data: Mapping[str, Any], default: str) -> list[tuple[str, int]]:
     """Return [(class, group size or 0)] of the granularity, or of the granularities of operands."""
     granularity = data.get("granularity")
     if granularity is None:
@@ -240,7 +240,7 @@ def _granularities(name: str, data: Mapping[str, Any], default: str) -> list[tup
     return granularities
 
 
-def _int4(name: str, data: Mapping[str, Any]) -> TorchaoFormat:
+def _make_int4_format(name: str, data: Mapping[str, Any]) -> TorchaoFormat:
     group = data.get("group_size", 128)
     if type(group) is not int or group not in _INT4_GROUPS:
         need = f"one of {', '.join(map(str, _INT4_GROUPS))}"
@@ -248,39 +248,39 @@ def _int4(name: str, data: Mapping[str, Any]) -> TorchaoFormat:
     return TorchaoFormat("Int4Tensor", "none", group)
 
 
-def _int8(name: str, data: Mapping[str, Any]) -> TorchaoFormat:
-    kind, group = _single_granularity(name, data, "PerRow")
+def _make_int8_format(name: str, data: Mapping[str, Any]) -> TorchaoFormat:
+    kind, group = _read_single_granularity(name, data, "PerRow")
     if kind == "PerRow":
         return TorchaoFormat("Int8Tensor", "int8_w8a16_channel")
     if kind == "PerGroup" and 2 <= group <= _MAX_GROUP and group % 2 == 0:
         return TorchaoFormat("Int8Tensor", f"int8_w8a16_group:group={group}", group)
-    raise _granularity_error(name, kind, "PerRow, or PerGroup of an even number of columns")
+    raise _make_granularity_error(name, kind, "PerRow, or PerGroup of an even number of columns")
 
 
-def _int8_dynamic(name: str, data: Mapping[str, Any]) -> TorchaoFormat:
-    kinds = {kind for kind, _ in _granularities(name, data, "PerRow")}
+def _make_int8_dynamic_format(name: str, data: Mapping[str, Any]) -> TorchaoFormat:
+    kinds = {kind for kind, _ in _read_granularities(name, data, "PerRow")}
     if kinds != {"PerRow"}:
-        raise _granularity_error(name, " and ".join(sorted(kinds)), "PerRow")
+        raise _make_granularity_error(name, " and ".join(sorted(kinds)), "PerRow")
     return TorchaoFormat("Int8Tensor", "int8_w8a8_channel")
 
 
-def _float8(name: str, data: Mapping[str, Any]) -> TorchaoFormat:
-    kind, _ = _single_granularity(name, data, "PerRow")
+def _make_float8_format(name: str, data: Mapping[str, Any]) -> TorchaoFormat:
+    kind, _ = _read_single_granularity(name, data, "PerRow")
     schemes = {"PerRow": "fp8_w8a16_channel", "PerTensor": "fp8_w8a16_tensor"}
     if kind not in schemes:
-        raise _granularity_error(name, kind, "PerRow or PerTensor")
+        raise _make_granularity_error(name, kind, "PerRow or PerTensor")
     return TorchaoFormat("Float8Tensor", schemes[kind])
 
 
-def _float8_dynamic(name: str, data: Mapping[str, Any]) -> TorchaoFormat:
-    kinds = {kind for kind, _ in _granularities(name, data, "PerTensor")}
+def _make_float8_dynamic_format(name: str, data: Mapping[str, Any]) -> TorchaoFormat:
+    kinds = {kind for kind, _ in _read_granularities(name, data, "PerTensor")}
     schemes = {"PerRow": "fp8_w8a8_channel", "PerTensor": "fp8_w8a8_tensor"}
     if len(kinds) != 1 or not kinds <= set(schemes):
-        raise _granularity_error(name, " and ".join(sorted(kinds)), "PerRow or PerTensor")
+        raise _make_granularity_error(name, " and ".join(sorted(kinds)), "PerRow or PerTensor")
     return TorchaoFormat("Float8Tensor", schemes[kinds.pop()])
 
 
-def _nvfp4(name: str, data: Mapping[str, Any]) -> TorchaoFormat:
+def _make_nvfp4_format(name: str, data: Mapping[str, Any]) -> TorchaoFormat:
     """Return the format of nvfp4 weights. Activations are not quantized.
 
     Calibrated weights (`step`) always have a matrix scale.
@@ -289,31 +289,31 @@ def _nvfp4(name: str, data: Mapping[str, Any]) -> TorchaoFormat:
     return TorchaoFormat("NVFP4Tensor", "nvfp4_w4a16", 16, matrix_scale=bool(has_scale))
 
 
-def _mx(name: str, data: Mapping[str, Any]) -> TorchaoFormat:
+def _make_mx_format(name: str, data: Mapping[str, Any]) -> TorchaoFormat:
     """Return the format of mxfp8 or mxfp4 weights. Activations are not quantized."""
-    is_fp8 = _plain_value(data.get("weight_dtype", _E4M3)) == _E4M3
+    is_fp8 = _normalize_value(data.get("weight_dtype", _E4M3)) == _E4M3
     return TorchaoFormat("MXTensor", "fp8_w8a16_block:block=1x32" if is_fp8 else "mxfp4_w4a16", 32)
 
 
-def _single_granularity(name: str, data: Mapping[str, Any], default: str) -> tuple[str, int]:
-    granularities = _granularities(name, data, default)
+def _read_single_granularity(name: str, data: Mapping[str, Any], default: str) -> tuple[str, int]:
+    granularities = _read_granularities(name, data, default)
     if len(granularities) != 1:
         got = " and ".join(kind for kind, _ in granularities)
-        raise _granularity_error(name, got, "one granularity")
+        raise _make_granularity_error(name, got, "one granularity")
     return granularities[0]
 
 
-def _granularity_error(name: str, got: str, need: str) -> ValueError:
+def _make_granularity_error(name: str, got: str, need: str) -> ValueError:
     return ValueError(f"quant_type {name}: granularity {got}"[:200], need)
 
 
 _FORMATS: dict[str, Callable[[str, Mapping[str, Any]], TorchaoFormat]] = {
-    "Int4WeightOnlyConfig": _int4,
-    "Int8WeightOnlyConfig": _int8,
-    "Int8DynamicActivationInt8WeightConfig": _int8_dynamic,
-    "Float8WeightOnlyConfig": _float8,
-    "Float8DynamicActivationFloat8WeightConfig": _float8_dynamic,
-    _NVFP4: _nvfp4,
-    _DYNAMIC_NVFP4: _nvfp4,
-    _MX: _mx,
+    "Int4WeightOnlyConfig": _make_int4_format,
+    "Int8WeightOnlyConfig": _make_int8_format,
+    "Int8DynamicActivationInt8WeightConfig": _make_int8_dynamic_format,
+    "Float8WeightOnlyConfig": _make_float8_format,
+    "Float8DynamicActivationFloat8WeightConfig": _make_float8_dynamic_format,
+    _NVFP4: _make_nvfp4_format,
+    _DYNAMIC_NVFP4: _make_nvfp4_format,
+    _MX: _make_mx_format,
 }

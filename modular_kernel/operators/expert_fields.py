@@ -1,6 +1,6 @@
-"""Mapping of tensors to the fields of ExpertWeights, as text.
+"""Maps tensors to the fields of ExpertWeights, as a string describes.
 
-Operators take this text because their arguments can only be tensors and strings. For example,
+Operators take this string because their arguments can only be tensors and strings. For example,
 `w1:t,w2:t,b1,b2` maps four tensors to these fields, and transposes the first two. The name of a
 field may be followed by steps, each after a colon:
 

@@ -37,7 +37,8 @@ from modular_kernel.utils import operator_library
 _weights_cache = WeightsCache()
 
 # Prepared weights, by the address of w1, the layer and the pairing. The caller that prepared them
-# keeps them alive. A WeakValueDictionary would be slower, because each call reads the length.
+# keeps them alive. A WeakValueDictionary would be slower, because each call checks whether
+# the dict is empty.
 _prepared: dict[tuple[int, str, str], "weakref.ref[ExpertWeights]"] = {}
 
 
@@ -107,15 +108,15 @@ def experts_backward(  # noqa: PLR0913 (as the operator above)
     needs_weights = any(
         need and name in ("w1", "w2") for name, need in zip(names, needed, strict=True)
     )
-    by_field = compute_gradients(
+    gradients_by_field = compute_gradients(
         grad_TH, x_TH, weights, routing, problem, needs_weights=needs_weights
     )
     gradients = [
-        map_gradient(param, entry, getattr(by_field, name))
+        map_gradient(param, entry, getattr(gradients_by_field, name))
         for param, need, entry, name in zip(params, needed, fields.split(","), names, strict=True)
         if need
     ]
-    return [by_field.x_TH, by_field.topk_weights_TK, *gradients]
+    return [gradients_by_field.x_TH, gradients_by_field.topk_weights_TK, *gradients]
 
 
 @experts_backward.register_fake
@@ -181,8 +182,8 @@ def _find_prepared(
     prepared = None if reference is None else reference()
     if prepared is None:
         return None
-    for text, param in zip(fields.split(","), params, strict=True):
-        field = getattr(prepared, text.removesuffix(":loaded"), None)
+    for entry, param in zip(fields.split(","), params, strict=True):
+        field = getattr(prepared, entry.removesuffix(":loaded"), None)
         if field is None or field.data_ptr() != param.data_ptr() or field.shape != param.shape:
             return None
     return prepared

@@ -66,8 +66,8 @@ def compute_gradients(
         if weights.b2 is not None:
             y_RH = y_RH + weights.b2[expert].float()
         dweights[token, slot] = (y_RH * grad_RH).sum(1) * problem.routed_scaling_factor
-        scaled = routing.topk_weights_TK[token, slot, None] * problem.routed_scaling_factor
-        dy_RH = grad_RH * scaled
+        scale_R1 = routing.topk_weights_TK[token, slot, None] * problem.routed_scaling_factor
+        dy_RH = grad_RH * scale_R1
         dgate_up_RN = activation_backward(matmul(dy_RH, w2))
         dx.index_add_(0, token, matmul(dgate_up_RN, w1))
         if dw1 is not None and dw2 is not None:

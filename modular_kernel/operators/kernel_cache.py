@@ -36,7 +36,7 @@ _Key = tuple[Pairing, Problem, torch.device]
 
 
 @lru_cache(maxsize=1 << 12)
-def _with_tokens(problem: Problem, tokens: int) -> Problem:
+def _replace_tokens(problem: Problem, tokens: int) -> Problem:
     """Return `problem` with another number of tokens.
 
     The result is cached, so that dict lookups with it compare identities instead of fields.
@@ -66,17 +66,16 @@ def describe_pairing(
     """Return the names of both parts. If the experts are None, these are the default experts."""
     prepare, experts = pairing
     if experts is not None:
-        experts_text = _name(experts)
+        experts_text = _get_name(experts)
     elif device.type == "meta":
         experts_text = "experts not chosen yet (parameters are on the meta device)"
     else:
-        experts_text = (
-            f"{_name(select_default_experts(prepare, problem, device))} (default on {device.type})"
-        )
-    return f"{_name(prepare)}, {experts_text}"
+        default = select_default_experts(prepare, problem, device)
+        experts_text = f"{_get_name(default)} (default on {device.type})"
+    return f"{_get_name(prepare)}, {experts_text}"
 
 
-def _name(part: PrepareFinalize | Experts) -> str:
+def _get_name(part: PrepareFinalize | Experts) -> str:
     return part if isinstance(part, str) else part.__name__
 
 
@@ -127,7 +126,7 @@ class KernelsBySize:
         entry = self._kernels.get((tokens - 1).bit_length())
         kernel = None if entry is None else entry[0]()
         if entry is None or kernel is None:
-            problem = _with_tokens(self.problem, plan_capacity(tokens))
+            problem = _replace_tokens(self.problem, plan_capacity(tokens))
             kernel = self._cache.kernel(self._pairing, problem, self._device)
             dtype = kernel.prepare_finalize.topk_indices_dtype() or kernel.problem.ids_dtype
             self._kernels[(tokens - 1).bit_length()] = weakref.ref(kernel), dtype
@@ -135,7 +134,7 @@ class KernelsBySize:
             dtype, cache = entry[1], self._cache
             cache._last_use[id(kernel)] = cache._next_use()  # `record_use`, inlined for speed
         if dtype is not None and routing.topk_ids_TK.dtype is not dtype:
-            routing = _with_ids_of(dtype, routing)
+            routing = _convert_ids_to(dtype, routing)
         return kernel(x_TH, weights, routing)
 
 
@@ -213,7 +212,7 @@ class KernelCache:
         Later calls allocate only their outputs. Calls of more than 2,048 tokens also allocate their
         workspace (`modular_kernel.plan`).
         """
-        problem = _with_tokens(problem, plan_capacity(problem.tokens))
+        problem = _replace_tokens(problem, plan_capacity(problem.tokens))
         with current_device(device):
             self.kernel(pairing, problem, device).reserve_workspace(problem.tokens, device)
 
@@ -221,10 +220,10 @@ class KernelCache:
 def convert_ids(kernel: FusedMoEModularKernel, routing: Routing) -> Routing:
     """Return the routing with ids of the dtype that the kernel requires."""
     dtype = kernel.prepare_finalize.topk_indices_dtype() or kernel.problem.ids_dtype
-    return _with_ids_of(dtype, routing)
+    return _convert_ids_to(dtype, routing)
 
 
-def _with_ids_of(dtype: torch.dtype | None, routing: Routing) -> Routing:
+def _convert_ids_to(dtype: torch.dtype | None, routing: Routing) -> Routing:
     ids_TK = routing.topk_ids_TK
     if dtype in (None, ids_TK.dtype) or ids_TK.dtype not in (torch.int32, torch.int64):
         return routing

@@ -60,7 +60,7 @@ def serialize_layer(problem: Problem) -> str:
     """
     values: dict[str, object] = {name: getattr(problem, name) for name in _REQUIRED_FIELDS}
     values |= {"dtype": dtype_name(problem.dtype), "activation": str(problem.act)}
-    for field, default in _DEFAULTS.items():
+    for field, default in _FIELD_DEFAULTS.items():
         value = getattr(problem, field)
         if value == default:
             continue
@@ -166,8 +166,8 @@ class Pairing:
 
     def __str__(self) -> str:
         default = _SUPPORTED_EXPERTS if self.fall_back_to_torch else _DEFAULT_EXPERTS
-        experts = default if self.experts is None else _part_text(self.experts)
-        return f"{_part_text(self.prepare_finalize)} x {experts}"
+        experts = default if self.experts is None else _format_part(self.experts)
+        return f"{_format_part(self.prepare_finalize)} x {experts}"
 
     def run(
         self, layer: str, x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing
@@ -185,7 +185,7 @@ class Pairing:
         if kernels is None:
             problem = parse_layer(layer, plan_capacity(tokens))
             kernels = self._kernel_cache.kernels_by_size(
-                self._parts(device, problem), problem, device
+                self._select_parts(device, problem), problem, device
             )
             if len(self._kernels) >= _MAX_LOOKUPS:
                 self._kernels.clear()
@@ -195,7 +195,7 @@ class Pairing:
     def check(self, layer: str, device: torch.device) -> None:
         """Raise IncompatibleError if the pairing cannot run a serialized layer on a device."""
         problem = parse_layer(layer, MIN_CAPACITY)
-        self._kernel_cache.kernel(self._parts(device, problem), problem, device)
+        self._kernel_cache.kernel(self._select_parts(device, problem), problem, device)
 
     def can_run(self, layer: str, device: torch.device) -> bool:
         """Return whether the pairing can run a serialized layer on a device."""
@@ -206,7 +206,7 @@ class Pairing:
                 self._refused_layers.add((layer, device))
         return (layer, device) not in self._refused_layers
 
-    def _parts(self, device: torch.device, problem: Problem) -> Parts:
+    def _select_parts(self, device: torch.device, problem: Problem) -> Parts:
         experts = self.experts
         if experts is None:
             experts = "TritonExperts" if device.type == "cuda" else "TorchExperts"
@@ -236,14 +236,14 @@ def find_pairing(text: str) -> Pairing:
     return pairing
 
 
-_DEFAULTS = {
+_FIELD_DEFAULTS = {
     field.name: getattr(Problem(1, 1, 1, 1, 1), field.name)
     for field in fields(Problem)
     if field.name not in _REQUIRED_FIELDS | _CALL_FIELDS
 }
 
 
-def _part_text(part: Part) -> str:
+def _format_part(part: Part) -> str:
     """Return the name of a part of the catalog, or "module:qualname" for any other class."""
     if isinstance(part, str):
         return part

@@ -50,11 +50,11 @@ class WeightsCache:
             or len(tensors) != len(entry.states)
         ):
             return None
-        for tensor, (number, pointer, shape, stride, dtype, version) in zip(
+        for tensor, (tensor_id, pointer, shape, stride, dtype, version) in zip(
             tensors, entry.states, strict=True
         ):
             if (
-                id(tensor) != number
+                id(tensor) != tensor_id
                 or tensor.data_ptr() != pointer
                 or tensor.shape != shape
                 or tensor.stride() != stride
@@ -74,10 +74,10 @@ class WeightsCache:
         """
         weights = FixedWeights(**vars(weights))
         first, entries = tensors[0], self._entries
-        number = id(first)
+        tensor_id = id(first)
         states = tuple(map(_get_state, tensors))
-        first_ref = weakref.ref(first, lambda _: entries.pop(number, None))
-        entries[number] = _Entry(first_ref, key, states, weights)
+        first_ref = weakref.ref(first, lambda _: entries.pop(tensor_id, None))
+        entries[tensor_id] = _Entry(first_ref, key, states, weights)
         return weights
 
 

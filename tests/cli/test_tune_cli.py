@@ -170,9 +170,11 @@ def test_models_and_sizes_together() -> None:
     assert (mixtral.hidden, mixtral.intermediate, mixtral.experts) == (1024, 14336, 8)
     assert (oss.hidden, oss.intermediate, oss.act.kind) == (1024, 2880, "swiglu_oai")
     assert mixtral.quant == oss.quant == "mxfp4_w4a16"
-    assert TuneOptions().tokens(ProblemOptions()) == tuple(2**power for power in range(14))
-    assert TuneOptions().tokens(ProblemOptions(tokens=7)) == (7,)
-    assert TuneOptions(tokens_list=(8, 1)).tokens(ProblemOptions(tokens=7)) == (8, 1)
+    assert TuneOptions().resolve_token_counts(ProblemOptions()) == tuple(
+        2**power for power in range(14)
+    )
+    assert TuneOptions().resolve_token_counts(ProblemOptions(tokens=7)) == (7,)
+    assert TuneOptions(tokens_list=(8, 1)).resolve_token_counts(ProblemOptions(tokens=7)) == (8, 1)
 
 
 def test_model_all_selects_every_shape_in_each_scheme() -> None:

@@ -146,7 +146,7 @@ def test_layers_share_buffers_but_not_weights(mk: Mk) -> None:
     assert last["workspace_bytes"] == first["workspace_bytes"]
     refused = mk(*words, "--machine", "4xh200", "--layers", "58")
     assert refused.code == 1
-    assert "no recommendation, what is valid does not fit in memory" in refused.out
+    assert "no recommendation, no valid pairing fits in memory" in refused.out
     assert " for 58 layers, of 141.0 GB" in refused.out
 
 

@@ -331,7 +331,7 @@ def test_a_check_that_judges_nothing_fails(
 def test_a_check_that_ends_at_its_time_limit_fails(capsys: pytest.CaptureFixture[str]) -> None:
     results = [(case("Right"), Outcome(Kind.RIGHT)), (case("Right", 2), NOT_RUN)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_cli, "_run", lambda *_: results)
+        patch.setattr(engine_cli, "_run_cases", lambda *_: results)
         ok, text = judge("Right", capsys)
     assert not ok
     assert text.endswith("incomplete: 1 call was not run")

@@ -12,16 +12,16 @@ from importlib.metadata import version
 from modular_kernel.settings import is_sglang_plugin_disabled
 
 _LOG = logging.getLogger(__name__)
-# Version of SGLang, without a local part -> module that registers the backend.
+# Version of SGLang without its local version label -> module that registers the backend.
 MODULE_BY_VERSION: Mapping[str, str] = {"0.5.23": "modular_kernel.integrations.sglang.v0_5_23"}
 
 
 def register() -> None:
     """Register the backend "modular_kernel" in SGLang.
 
-    It can be called more than once and never raises. With MK_SGLANG=0 in the environment, it does
-    nothing. If SGLang's version is not supported, or its internals are not as expected, it logs one
-    warning, and SGLang runs as if this package were not installed.
+    This function can be called more than once and never raises. With MK_SGLANG=0 in the
+    environment, it does nothing. If SGLang's version is not supported, or its internals are
+    not as expected, it logs one warning, and SGLang runs as if this package were not installed.
     """
     if is_sglang_plugin_disabled():
         return
@@ -33,13 +33,13 @@ def register() -> None:
 
 
 def _register() -> None:
-    installed = version("sglang").split("+")[0]
-    if installed in MODULE_BY_VERSION:
-        import_module(MODULE_BY_VERSION[installed]).install()
+    installed_version = version("sglang").split("+")[0]
+    if installed_version in MODULE_BY_VERSION:
+        import_module(MODULE_BY_VERSION[installed_version]).install()
         return
     supported = ", ".join(MODULE_BY_VERSION)
     _LOG.warning(
         "SGLang runs without the MoE backend modular_kernel: got SGLang %s, need %s",
-        installed,
+        installed_version,
         supported,
     )

@@ -1,4 +1,4 @@
-"""Mock packages that SGLang imports and that are not installed on a machine without a GPU."""
+"""Mocks packages that SGLang imports but that are not installed on a machine without a GPU."""
 
 import sys
 from collections.abc import Sequence

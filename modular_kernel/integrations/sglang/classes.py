@@ -15,14 +15,14 @@ from modular_kernel.integrations.engine_process import (
 )
 from modular_kernel.spec.problem import ActivationSpec
 
-_OAI = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 1.0}
+_SWIGLU_OAI_OPTIONS = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 1.0}
 # Name of an activation in the report -> options of SGLang's layer, and what they specify. Limits
 # are near 1 to affect many values.
 ACTIVATIONS: Mapping[str, tuple[Mapping[str, Any], ActivationSpec]] = {
     "silu": ({}, ActivationSpec("silu")),
-    "silu with alpha and limit": (_OAI, ActivationSpec("swiglu_oai", 1.702, 1.0)),
+    "silu with alpha and limit": (_SWIGLU_OAI_OPTIONS, ActivationSpec("swiglu_oai", 1.702, 1.0)),
     "silu with alpha and limit, not interleaved": (
-        {**_OAI, "gate_up_interleaved": False},
+        {**_SWIGLU_OAI_OPTIONS, "gate_up_interleaved": False},
         ActivationSpec("swiglu_oai", 1.702, 1.0, interleaved=False),
     ),
     "silu with limit": (
@@ -47,7 +47,7 @@ ACTIVATIONS: Mapping[str, tuple[Mapping[str, Any], ActivationSpec]] = {
 
 def make_environment(*, has_gpu: bool) -> dict[str, str]:
     """Return the environment variables of a process that loads SGLang."""
-    # The runners are SGLang's own.
+    # MK_SGLANG=0 disables our plugin, so that SGLang's own runners are checked.
     return make_engine_environment(has_gpu=has_gpu) | {"MK_SGLANG": "0"}
 
 
@@ -60,7 +60,7 @@ def load_engine() -> Engine:
 
 
 def prepare_cpu() -> None:
-    """Run SGLang's Triton kernels in the interpreter, for a process without a GPU.
+    """Prepare a process without a GPU to run SGLang's Triton kernels in the interpreter.
 
     Raises UnsupportedError if Triton's interpreter is not enabled.
     """

@@ -40,9 +40,11 @@ def install_operators() -> None:
         f"{_MOE}.moe_runner.triton_utils.fused_moe": {
             "_is_cuda": True,
             "is_arch_support_pdl": lambda: True,
-            "silu_and_mul": _make_gated(F.silu),
-            "gelu_and_mul": _make_gated(F.gelu),
-            "gelu_tanh_and_mul": _make_gated(lambda gate: F.gelu(gate, approximate="tanh")),
+            "silu_and_mul": _make_gated_activation(F.silu),
+            "gelu_and_mul": _make_gated_activation(F.gelu),
+            "gelu_tanh_and_mul": _make_gated_activation(
+                lambda gate: F.gelu(gate, approximate="tanh")
+            ),
             "moe_sum_reduce": _moe_sum_reduce,
         },
     }
@@ -79,7 +81,9 @@ def _per_token_quant_int8(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return rounded.to(torch.int8), scale
 
 
-def _make_gated(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., None]:
+def _make_gated_activation(
+    activation: Callable[[torch.Tensor], torch.Tensor],
+) -> Callable[..., None]:
     def write(
         input: torch.Tensor,
         output: torch.Tensor,
@@ -88,7 +92,7 @@ def _make_gated(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..
     ) -> None:
         """Write the activations. Rows whose expert is -1 are not written."""
         gate, up = input.float().chunk(2, dim=-1)
-        values = (function(gate) * up).to(output.dtype)
+        values = (activation(gate) * up).to(output.dtype)
         if expert_ids is not None:
             experts = expert_ids.repeat_interleave(expert_step)[: len(output), None]
             values = torch.where(experts < 0, output, values)

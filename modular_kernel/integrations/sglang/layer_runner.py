@@ -141,7 +141,7 @@ def log_refusal(layer: object, reason: str) -> None:
 
 
 def find_unsupported_reason(dispatch_output: Any) -> str | None:
-    """Return why modular_kernel cannot run a call with any weights, or None if it can.
+    """Return why modular_kernel cannot run a call, whatever its weights, or None if it may.
 
     If `dispatch_output` has a quantized copy of the tokens, the copy is ignored, because the part
     quantizes the tokens itself.

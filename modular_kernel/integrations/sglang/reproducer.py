@@ -1,4 +1,4 @@
-"""Write the lines of a reproducer that call SGLang. This module does not import SGLang."""
+"""Writes the lines of a reproducer that call SGLang. This module does not import SGLang."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,11 +20,11 @@ def write_call(
     is_core: whether the class is the core of the Triton runner.
     """
     problem = case.problem
-    fields = dict(options)
+    config_fields = dict(options)
     if problem.apply_router_weight_on_input:
-        fields["apply_router_weight_on_input"] = True
+        config_fields["apply_router_weight_on_input"] = True
     config = f"MoeRunnerConfig({problem.experts}, {problem.e}"
-    config += "".join(f", {name}={value!r}" for name, value in fields.items()) + ")"
+    config += "".join(f", {name}={value!r}" for name, value in config_fields.items()) + ")"
     ids = f"{write_expert_map(problem, device)}[ids.long()]" if problem.expert_map else "ids"
     topk = f"StandardTopKOutput(router, {ids}, None)"
     if is_native:
@@ -37,10 +37,10 @@ def write_call(
         "from sglang.srt.runtime_context import SpawnRanks, publish",
         "from sglang.srt.server_args import ServerArgs",
     ]
-    server = f'ServerArgs("dummy", device="{device}")'
+    server_args = f'ServerArgs("dummy", device="{device}")'
     dispatch = f"StandardDispatchOutput(x.clone(), None, {topk})"
     return imports, [
-        f'publish({server}, role="scheduler", ranks=SpawnRanks(0, 0, 0))',
+        f'publish({server_args}, role="scheduler", ranks=SpawnRanks(0, 0, 0))',
         f"runner = MoeRunner(MoeRunnerBackend.TRITON, {config})",
         *(["runner.fused_func = None  # call the core"] if is_core else []),
         "out = runner.run(",
@@ -51,7 +51,7 @@ def write_call(
 
 
 def _write_scales(problem: Problem) -> str:
-    """Return further arguments of TritonMoeQuantInfo."""
+    """Return the arguments of TritonMoeQuantInfo that follow the weights."""
     scheme, fields = problem.scheme, dict[str, str]()
     if problem.bias:
         fields |= {"b13": "b1.float()", "b2": "b2.float()"}

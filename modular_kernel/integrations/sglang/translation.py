@@ -25,8 +25,8 @@ def convert_runner_config(config: Any, *, interleaved: bool = False) -> MoeRunne
 
     Raises ConfigurationError or UnsupportedError for values that no part supports.
     """
-    known = {field.name for field in fields(MoeRunnerConfig)}
-    values = _read_fields(config, known, "MoeRunnerConfig")
+    known_fields = {field.name for field in fields(MoeRunnerConfig)}
+    values = _read_fields(config, known_fields, "MoeRunnerConfig")
     options = {name: value for name, value in values.items() if name not in _IGNORED_FIELDS}
     if interleaved:
         kind = options.get("activation", "silu")
@@ -47,8 +47,8 @@ def convert_quant_info(info: Any) -> tuple[MoeQuantInfo, bool]:
     if name != "TritonMoeQuantInfo":
         need = "TritonMoeQuantInfo, because other layouts of weights are not supported"
         raise UnsupportedError("quant_info", got=name, need=need)
-    known = {field.name for field in fields(MoeQuantInfo)} | {_MXFP8, _INTERLEAVED}
-    values = _read_fields(info, known, name)
+    known_fields = {field.name for field in fields(MoeQuantInfo)} | {_MXFP8, _INTERLEAVED}
+    values = _read_fields(info, known_fields, name)
     if values.pop(_MXFP8, False):
         raise UnsupportedError(_MXFP8, got=True, need="False")
     interleaved = bool(values.pop(_INTERLEAVED, False))
@@ -66,7 +66,7 @@ def check_biases(config: MoeRunnerConfig, info: MoeQuantInfo) -> None:
         raise UnsupportedError("b13", got="a tensor", need=need)
 
 
-def _read_fields(record: Any, known: set[str], what: str) -> dict[str, Any]:
+def _read_fields(record: Any, known_fields: set[str], what: str) -> dict[str, Any]:
     """Return the values of the known fields of a dataclass instance.
 
     Raises ConfigurationError if an unknown field does not have its default value.
@@ -74,7 +74,7 @@ def _read_fields(record: Any, known: set[str], what: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for field in fields(record):
         value = getattr(record, field.name)
-        if field.name in known:
+        if field.name in known_fields:
             values[field.name] = value
         elif not _is_default(field, value):
             got = format_value(value)

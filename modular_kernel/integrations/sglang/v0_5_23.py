@@ -124,8 +124,8 @@ def init_runner(
         resolve_moe_runner_backend,
     )
 
-    names = runner_backend.value, get_moe_runner_backend().value
-    if runner_backend.is_triton() and BACKEND_NAME in names:
+    backend_names = runner_backend.value, get_moe_runner_backend().value
+    if runner_backend.is_triton() and BACKEND_NAME in backend_names:
         reason = _find_unsupported_reason(config, lora_enabled=lora_enabled)
         if reason is None:
             runner_backend = resolve_moe_runner_backend(BACKEND_NAME)
@@ -216,7 +216,7 @@ def run_triton(dispatch_output: Any, quant_info: Any, config: Any) -> Any:
     from sglang.srt.layers.moe.utils import get_moe_a2a_backend
 
     all2all = get_moe_a2a_backend().value
-    fused = FusedOpPool.get_fused_func(all2all, "triton")
-    if fused is None:
+    fused_func = FusedOpPool.get_fused_func(all2all, "triton")
+    if fused_func is None:
         raise NotImplementedError(f"backend triton: got --moe-a2a-backend {all2all}, need none")
-    return fused(dispatch_output, quant_info, config)
+    return fused_func(dispatch_output, quant_info, config)

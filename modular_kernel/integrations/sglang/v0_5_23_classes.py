@@ -1,4 +1,4 @@
-"""The MoE runners of SGLang 0.5.23, called in its FusedMoE layer.
+"""The MoE runners of SGLang 0.5.23, which are called through its FusedMoE layer.
 
 SGLang selects a runner by `--moe-runner-backend` and by the quantization method of a layer. A class
 of the report is a runner core, or a function that computes a whole layer.
@@ -65,8 +65,8 @@ class Runner:
     module: its module in `sglang.srt.layers.moe`.
     backend: the value of `--moe-runner-backend`.
     packages: packages that its kernels need, in addition to SGLang.
-    find_forward: returns the function that an unquantized layer calls for it, given the layer's
-        UnquantizedFusedMoEMethod; None if every quantization method calls it.
+    find_forward: maps the UnquantizedFusedMoEMethod of a layer to the function that the layer must
+        call; None if every quantization method calls the class.
     is_core: whether it is called between the functions that permute rows. SGLang then prefers
         another function for the whole layer, unless SGLANG_CI_DISABLE_MOE_FUSED_FUNC is set.
     needs_gpu: whether it has no implementation in Triton or torch.
@@ -93,16 +93,19 @@ def _make_native_runner(find_forward: Callable[[Any], Callable[..., Any]]) -> Ru
     return Runner("fused_moe_native", "triton", find_forward=find_forward, needs_gpu=False)
 
 
-_ON_AMD, _ON_ASCEND = "it needs an AMD GPU", "it needs an Ascend NPU"
-_ROUTING = "it receives the routing in a format of triton_kernels, which the check does not make"
-_EXCHANGE = "it includes an exchange between ranks"
+_NEEDS_AMD_GPU, _NEEDS_ASCEND_NPU = "it needs an AMD GPU", "it needs an Ascend NPU"
+_UNSUPPORTED_ROUTING = (
+    "it receives the routing in a format of triton_kernels, which the check does not make"
+)
+_INCLUDES_EXCHANGE = "it includes an exchange between ranks"
 RUNNERS: Mapping[str, Runner] = {
     "fused_experts_none_to_triton": Runner("moe_runner.triton", "triton", needs_gpu=False),
     "TritonRunnerCore": Runner("moe_runner.triton", "triton", is_core=True, needs_gpu=False),
     "moe_forward_native": _make_native_runner(lambda method: method.forward_cpu),
     "fused_moe_forward_native": _make_native_runner(_find_gathering_forward),
     "TritonKernelsRunnerCore": Runner(
-        "moe_runner.triton_kernels", "triton_kernel", ("triton_kernels",), not_called=_ROUTING
+        "moe_runner.triton_kernels", "triton_kernel", ("triton_kernels",),
+        not_called=_UNSUPPORTED_ROUTING,
     ),
     "DeepGemmRunnerCore": Runner("moe_runner.deep_gemm", "deep_gemm", ("deep_gemm",)),
     "fused_experts_none_to_marlin": Runner("moe_runner.marlin", "marlin", ("sgl_kernel",)),
@@ -124,10 +127,10 @@ RUNNERS: Mapping[str, Runner] = {
     ),
     "fused_experts_none_to_humming": Runner("moe_runner.humming", "humming", ("humming",)),
     "fused_experts_none_to_hpc_ops": Runner("moe_runner.hpc_ops", "hpc_ops", ("hpc",)),
-    "AiterRunnerCore": Runner("moe_runner.aiter", "aiter", not_called=_ON_AMD),
-    "AscendRunnerCore": Runner("moe_runner.ascend", "ascend", not_called=_ON_ASCEND),
+    "AiterRunnerCore": Runner("moe_runner.aiter", "aiter", not_called=_NEEDS_AMD_GPU),
+    "AscendRunnerCore": Runner("moe_runner.ascend", "ascend", not_called=_NEEDS_ASCEND_NPU),
     "flashinfer_megamoe": Runner(
-        "flashinfer_megamoe", "flashinfer_megamoe", not_called=_EXCHANGE
+        "flashinfer_megamoe", "flashinfer_megamoe", not_called=_INCLUDES_EXCHANGE
     ),
 }  # fmt: skip
 
@@ -141,8 +144,8 @@ def _make_fp8(**options: Any) -> Any:
 
 def _make_groups(bits: int, group: int) -> Any:
     """Return the config of symmetric GPTQ weights, which SGLang runs with moe_wna16."""
-    full = {"bits": bits, "group_size": group, "desc_act": False, "sym": True}
-    return MoeWNA16Config("gptq", bits, group, False, False, None, full)
+    full_config = {"bits": bits, "group_size": group, "desc_act": False, "sym": True}
+    return MoeWNA16Config("gptq", bits, group, False, False, None, full_config)
 
 
 # Quantization scheme -> its config.
@@ -176,9 +179,9 @@ def start(device: str) -> None:
     arguments = ServerArgs(model_path="dummy", device=device, moe_runner_backend="triton")
     publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=0, gpu_id=0))
     initialize_moe_config()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
     backend = "gloo" if device == "cpu" else "nccl"
     init_distributed_environment(1, 0, address, 0, backend=backend)
     initialize_model_parallel(backend=backend)
@@ -203,11 +206,14 @@ class SglangEngine:
         """Return SGLang, its MoE runners and the activations to try."""
         runners = sorted(self._runners.items())
         classes = [self._describe_class(name, runner) for name, runner in runners]
-        known, module = {runner.backend for _, runner in runners} | {"auto"}, FusedMoE.__module__
+        known_backends, module = (
+            {runner.backend for _, runner in runners} | {"auto"},
+            FusedMoE.__module__,
+        )
         classes += [
             ExpertsClass(backend.value, module, "", "the check does not know it")
             for backend in MoeRunnerBackend
-            if backend.value not in known
+            if backend.value not in known_backends
         ]
         return Description(
             "sglang",
@@ -221,10 +227,10 @@ class SglangEngine:
 
     def _describe_class(self, name: str, runner: Runner) -> ExpertsClass:
         schemes, refused = list[str](), dict[str, str]()
-        unavailable = self._explain_class(runner)
+        unavailable = self._explain_unavailable_class(runner)
         if not unavailable:
             for scheme in QUANT_CONFIGS:
-                reason = self._refuse_scheme(name, scheme)
+                reason = self._explain_refused_scheme(name, scheme)
                 if reason:
                     refused[scheme] = reason
                 else:
@@ -232,8 +238,8 @@ class SglangEngine:
         module = f"sglang.srt.layers.moe.{runner.module}"
         return ExpertsClass(name, module, "standard", unavailable, tuple(schemes), refused)
 
-    def _explain_class(self, runner: Runner) -> str:
-        """Return why no case of a class can run here; "" if cases can."""
+    def _explain_unavailable_class(self, runner: Runner) -> str:
+        """Return why no case of a class can run on this machine; "" if some can."""
         if runner.not_called:
             return runner.not_called
         if runner.needs_gpu and self._device == "cpu":
@@ -241,8 +247,8 @@ class SglangEngine:
         missing = [package for package in runner.packages if find_spec(package) is None]
         return f"no package {' or '.join(missing)}" if missing else ""
 
-    def _refuse_scheme(self, name: str, scheme: str) -> str:
-        """Return why a class refuses a scheme with every activation; "" if it supports it."""
+    def _explain_refused_scheme(self, name: str, scheme: str) -> str:
+        """Return why a class refuses a scheme with every activation; "" if it supports one."""
         reasons = []
         for activation, (_, spec) in ACTIVATIONS.items():
             problem = Problem(16, 512, 256, 8, 2, quant=scheme, activation=spec)
@@ -322,7 +328,7 @@ class SglangEngine:
 
     @contextmanager
     def _convert_errors(self) -> Iterator[None]:
-        """Raise RefusedError for errors of SGLang's checks, and UnavailableError if needed."""
+        """Convert errors of SGLang's checks, and errors caused by missing requirements."""
         try:
             yield
         except (NotJudgedError, RefusedError, UnavailableError):
@@ -332,10 +338,10 @@ class SglangEngine:
             if missing is not None:
                 raise UnavailableError(missing) from error
             frame = traceback.extract_tb(error.__traceback__)[-1]
-            is_own = Path(frame.filename).is_relative_to(_PACKAGE_DIRECTORY)
-            if is_own and isinstance(error, _REFUSALS):
-                text = str(error) or frame.line or type(error).__name__
-                raise RefusedError(" ".join(text.split())) from error
+            is_raised_by_sglang = Path(frame.filename).is_relative_to(_PACKAGE_DIRECTORY)
+            if is_raised_by_sglang and isinstance(error, _REFUSALS):
+                message = str(error) or frame.line or type(error).__name__
+                raise RefusedError(" ".join(message.split())) from error
             raise
 
     def explain_unavailable(self, error: BaseException) -> str | None:
@@ -361,13 +367,13 @@ def _use_ranks(problem: Problem) -> Iterator[None]:
     `ParallelContext.override` would require process groups of that size.
     """
     parallel = get_parallel()
-    saved = dict(parallel._overrides)
+    saved_overrides = dict(parallel._overrides)
     if problem.expert_map:
         parallel._overrides.update(moe_ep_size=problem.experts // problem.e, moe_ep_rank=1)
     try:
         yield
     finally:
-        parallel._overrides = saved
+        parallel._overrides = saved_overrides
 
 
 @contextmanager
@@ -395,7 +401,7 @@ def poison_new_tensors() -> Iterator[None]:
 # ------------------------------------------------------------------------------------ weights
 
 # Field of ExpertWeights -> its names in SGLang's quantization methods.
-_NAMES = {
+_PARAMETER_NAMES = {
     "w1": ("w13_weight", "w13_qweight"),
     "w2": ("w2_weight", "w2_qweight"),
     "b1": ("w13_weight_bias",),
@@ -408,23 +414,23 @@ _NAMES = {
 
 
 def load_weights(layer: Any, weights: ExpertWeights) -> None:
-    """Write weights into the parameters of a layer, as a checkpoint has them.
+    """Write weights into the parameters of a layer, in the layout of a checkpoint.
 
     Raises RefusedError if the layer has no parameter for a tensor, and NotJudgedError if it has
     another layout.
     """
     parameters = dict(layer.named_parameters())
-    for field, names in _NAMES.items():
+    for field, names in _PARAMETER_NAMES.items():
         tensor = getattr(weights, field)
         if tensor is None:
             continue
         name = next((name for name in names if name in parameters), None)
         if name is None:
-            kind = type(layer.quant_method).__name__
-            raise RefusedError(f"the layer of {kind} has no parameter {names[0]}")
+            method_name = type(layer.quant_method).__name__
+            raise RefusedError(f"the layer of {method_name} has no parameter {names[0]}")
         parameter = parameters[name]
         if tensor.numel() == 1:
-            tensor = tensor.expand(parameter.shape)  # a static scale of all experts
+            tensor = tensor.expand(parameter.shape)  # one static scale for all experts
         elif parameter.dim() == 2 and tensor.dim() == 1:
             tensor = tensor[:, None].expand_as(parameter)  # a scale of gate and a scale of up
         elif parameter.dim() == 3 and tensor.dim() == 2:

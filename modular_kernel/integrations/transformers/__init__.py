@@ -55,7 +55,7 @@ __all__ = [
     "weights_of",
 ]
 
-# `modular_kernel` does not register the default if transformers was being imported at that time.
+# `import modular_kernel` skips this call if transformers is still being imported at that time.
 register_default()
 
 

@@ -44,15 +44,22 @@ def _identify_activation(module: torch.nn.Module) -> ActivationSpec:
         with torch.no_grad():
             values = function(probe.to(device, torch.float32))
             values = values.detach().to("cpu", torch.float64)
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
-        got = f"{get_activation_attribute(module)} that raised {type(e).__name__}: {e}"
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        got = f"{get_activation_attribute(module)} that raised {type(error).__name__}: {error}"
         raise unsupported_error(
             module, got, "a function that accepts (rows, columns) values"
-        ) from e
+        ) from error
     for spec in _list_candidate_specs(gated, candidates):
         if _matches(values, probe, spec):
-            # The rows of packed weights may have another order than the module's code expects.
-            # `_mk_interleaved` stores the order.
+            # The rows of packed weights may be in a different order from the one that the module's
+            # code expects. `_mk_interleaved` stores the order.
             interleaved: bool = getattr(module, "_mk_interleaved", spec.interleaved)
             return replace(spec, interleaved=interleaved)
     need = f"one of {', '.join(GATED if gated else UNGATED)}"
@@ -168,12 +175,12 @@ def _matches(values: torch.Tensor, probe: torch.Tensor, spec: ActivationSpec) ->
         return False
     magnitude = probe.abs() + 1
     if spec.gated:
-        split = (
+        magnitudes = (
             (magnitude[:, 0::2], magnitude[:, 1::2])
             if spec.interleaved
             else magnitude.chunk(2, dim=1)
         )
-        magnitude = split[0] * split[1]
+        magnitude = magnitudes[0] * magnitudes[1]
     # The absolute tolerance covers the cancellation of 1 + tanh(-x) in float32.
     return bool(((values - expected).abs() <= 1e-5 * expected.abs() + 1e-6 * magnitude).all())
 

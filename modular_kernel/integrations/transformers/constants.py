@@ -14,7 +14,7 @@ from torch._dynamo.comptime import ComptimeContext, comptime
 T = TypeVar("T")
 
 _ACCEPTS_OBJECTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
-_objects = WeakValueDictionary[int, Any]()  # by id
+_object_by_id = WeakValueDictionary[int, Any]()
 
 
 def make_constant_argument(value: T) -> T | int:
@@ -25,20 +25,20 @@ def make_constant_argument(value: T) -> T | int:
     if _ACCEPTS_OBJECTS:
         return value
     if torch.compiler.is_dynamo_compiling():
-        comptime(_keep_value)
+        comptime(_store_value)
     else:
-        _objects[id(value)] = value
+        _object_by_id[id(value)] = value
     return id(value)
 
 
 def resolve_object(argument: T | int) -> T:
     """Return the object that was passed to `make_constant_argument`."""
-    value: T = _objects[argument] if isinstance(argument, int) else argument
+    value: T = _object_by_id[argument] if isinstance(argument, int) else argument
     return value
 
 
-def _keep_value(context: ComptimeContext) -> None:
+def _store_value(context: ComptimeContext) -> None:
     """Store the object that the traced local variable `value` represents, for `resolve_object`."""
     variable: Any = context.get_local("value")._i_will_not_complain_if_bc_breaks_VariableTracker()
     value = variable.realize().value
-    _objects[id(value)] = value
+    _object_by_id[id(value)] = value

@@ -56,12 +56,12 @@ def list_tensor_names(module: torch.nn.Module) -> Names:
     packed_fields: dict[str, str] | None = getattr(module, FIELDS_ATTRIBUTE, None)
     if packed_fields is not None:
         return tuple(packed_fields)
-    first = get_first_projection(module)
-    names: Names = (first, "down_proj")
-    if hasattr(module, f"{first}_scale_inv"):
-        names += (f"{first}_scale_inv", "down_proj_scale_inv")
+    first_projection = get_first_projection(module)
+    names: Names = (first_projection, "down_proj")
+    if hasattr(module, f"{first_projection}_scale_inv"):
+        names += (f"{first_projection}_scale_inv", "down_proj_scale_inv")
     if getattr(module, "has_bias", False):
-        names += (f"{first}_bias", "down_proj_bias")
+        names += (f"{first_projection}_bias", "down_proj_bias")
     return names
 
 
@@ -105,8 +105,8 @@ def parse_layer_number(name: str) -> int | None:
 
 def is_quantized(module: torch.nn.Module) -> bool:
     """Return whether the module's weights are quantized."""
-    scaled = hasattr(module, f"{get_first_projection(module)}_scale_inv")
-    return scaled or getattr(module, QUANT_ATTRIBUTE, "none") != "none"
+    has_scale = hasattr(module, f"{get_first_projection(module)}_scale_inv")
+    return has_scale or getattr(module, QUANT_ATTRIBUTE, "none") != "none"
 
 
 def read_tensors(module: torch.nn.Module) -> tuple[torch.Tensor, ...]:
@@ -144,11 +144,11 @@ def make_problem_factory(
     `tokens` of the problem is 1. Raises UnsupportedError if the projections do not match each other
     or the module.
     """
-    meta = [torch.empty_like(tensor, device="meta") for tensor in tensors]
-    weights = make_expert_weights(meta, layout.fields)
+    meta_tensors = [torch.empty_like(tensor, device="meta") for tensor in tensors]
+    weights = make_expert_weights(meta_tensors, layout.fields)
     w1, w2, gated = weights.w1, weights.w2, getattr(module, "has_gate", True)
-    per_byte = 2 if QuantScheme.parse(layout.quant).packed else 1
-    if w1.dim() != 3 or w2.dim() != 3 or w1.shape[1] != w2.shape[2] * per_byte * (1 + gated):
+    values_per_byte = 2 if QuantScheme.parse(layout.quant).packed else 1
+    if w1.dim() != 3 or w2.dim() != 3 or w1.shape[1] != w2.shape[2] * values_per_byte * (1 + gated):
         got = f"{get_first_projection(module)} {tuple(w1.shape)} and down_proj {tuple(w2.shape)}"
         raise unsupported_error(module, got, f"(e, {'2I' if gated else 'I'}, H) and (e, H, I)")
     if getattr(module, "num_experts", w1.shape[0]) != w1.shape[0]:
@@ -158,7 +158,7 @@ def make_problem_factory(
         Problem,
         tokens=1,
         hidden=w2.shape[1],
-        intermediate=w2.shape[2] * per_byte,
+        intermediate=w2.shape[2] * values_per_byte,
         experts=w1.shape[0],
         quant=layout.quant,
         bias=weights.b1 is not None,

@@ -102,8 +102,8 @@ def replace_wrappers(model: torch.nn.Module) -> tuple[str, ...]:
         wrapper: Any = module
         if is_dispatched(wrapper.get_base_layer()):
             cls: Any = type(wrapper)
-            body = {"forward": _forward, "__module__": __name__, "_mk_original": cls}
-            wrapper.__class__ = type(cls.__name__, (cls,), body)  # PEFT checks the name
+            namespace = {"forward": _forward, "__module__": __name__, "_mk_original": cls}
+            wrapper.__class__ = type(cls.__name__, (cls,), namespace)  # PEFT checks the name
             names.append(name)
     return tuple(names)
 
@@ -116,14 +116,14 @@ def _is_wrapper(module: Any) -> bool:
 def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     result = None
     if not torch.compiler.is_compiling() and len(args) == 2 and not kwargs:
-        result = _run(self, (x, *args))
+        result = _run_with_factors(self, (x, *args))
     output: torch.Tensor = (
         self._mk_original.forward(self, x, *args, **kwargs) if result is None else result
     )
     return output
 
 
-def _run(wrapper: Any, call: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Any:
+def _run_with_factors(wrapper: Any, call: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Any:
     """Run a call with the factors. Returns None if PEFT's forward must run instead.
 
     PEFT's forward must run if another experts implementation is selected, if not exactly one
@@ -164,12 +164,19 @@ def read_adapted_experts(wrapper: Any) -> AdaptedExperts | None:
     module, factors = wrapper.get_base_layer(), dict[str, Factors]()
     if is_quantized(module):
         return None
-    for layer in _iterate_wrappers(wrapper):
-        active = [name for name in layer.active_adapters if name in layer.lora_A]
-        name = layer.parameter_name
-        if layer.disable_adapters or layer.merged or len(active) != 1 or name in factors:
+    for nested_wrapper in _iterate_wrappers(wrapper):
+        active_adapters = [
+            name for name in nested_wrapper.active_adapters if name in nested_wrapper.lora_A
+        ]
+        name = nested_wrapper.parameter_name
+        if (
+            nested_wrapper.disable_adapters
+            or nested_wrapper.merged
+            or len(active_adapters) != 1
+            or name in factors
+        ):
             return None
-        lhs, rhs, scaling = layer.get_delta_factors(active[0])
+        lhs, rhs, scaling = nested_wrapper.get_delta_factors(active_adapters[0])
         if name not in (get_first_projection(module), "down_proj") or rhs.shape[1] > MAX_RANK:
             return None
         factors[name] = Factors(lhs, rhs, float(scaling))

@@ -148,12 +148,12 @@ def from_pretrained(
     if quantization is None and scheme is None:
         _check_dtype(config if dtype in ("auto", None) else dtype)
         _check_files(folder, kwargs)
-        with_info = kwargs.pop("output_loading_info", False)
-        model, info = _load_checked(
+        returns_info = kwargs.pop("output_loading_info", False)
+        model, loading_info = _load_checked(
             auto_class, folder, folder, config=config, dtype=dtype, **kwargs
         )
         model = model if target_device is None else model.to(target_device)
-        return (model, info) if with_info else model
+        return (model, loading_info) if returns_info else model
     for option in ("quantization_config", "output_loading_info"):
         if kwargs.pop(option, None):
             need = f"no {option}: the files or `quantize` define the format"
@@ -169,14 +169,22 @@ def from_pretrained(
         raise UnsupportedError("quantized experts", got=", ".join(distributed), need=need)
     requested_dtype = getattr(config, "dtype", None) if dtype in ("auto", None) else dtype
     layer_dtype = parse_dtype(torch.bfloat16 if requested_dtype is None else requested_dtype)
-    original = quantization or {}
-    original = original if isinstance(original, dict) else original.to_dict()
-    our_config = {"quant_method": METHOD, "original": original, "checkpoint": str(folder)}
+    original_quantization = quantization or {}
+    original_quantization = (
+        original_quantization
+        if isinstance(original_quantization, dict)
+        else original_quantization.to_dict()
+    )
+    our_config = {
+        "quant_method": METHOD,
+        "original": original_quantization,
+        "checkpoint": str(folder),
+    }
     our_config |= {} if target_device is None else {"device": str(target_device)}
     our_config |= {} if scheme is None else {"quantize": str(scheme)}
-    for owner in (config, config.get_text_config()):
-        if hasattr(owner, "quantization_config"):
-            del owner.quantization_config
+    for partial_config in (config, config.get_text_config()):
+        if hasattr(partial_config, "quantization_config"):
+            del partial_config.quantization_config
     config.quantization_config = our_config
     generation_config = _load_generation_config(folder)
     with open_tensors(Path(folder)) as files:
@@ -231,7 +239,7 @@ def _load_config(folder: Path, config: Any) -> Any:
         raise ConfigurationError(
             f"model {folder}/config.json: quantization_config", got="{}", need=need
         )
-    with _transformers_errors(f"model {folder}/config.json"):
+    with _convert_transformers_errors(f"model {folder}/config.json"):
         return AutoConfig.from_pretrained(folder)
 
 
@@ -239,12 +247,12 @@ def _load_generation_config(folder: Path) -> GenerationConfig | None:
     """Return the folder's generation config, or None if it has none."""
     if not (folder / "generation_config.json").exists():
         return None
-    with _transformers_errors(f"model {folder}/generation_config.json"):
+    with _convert_transformers_errors(f"model {folder}/generation_config.json"):
         return GenerationConfig.from_pretrained(folder)
 
 
 @contextmanager
-def _transformers_errors(what: str) -> Iterator[None]:
+def _convert_transformers_errors(what: str) -> Iterator[None]:
     """Convert the errors that transformers raises for a file or option to ConfigurationError."""
     try:
         yield
@@ -307,24 +315,24 @@ def _load_checked(cls: Any, folder: Path, name: Path | None, **kwargs: Any) -> t
     """
     options = {**kwargs, "ignore_mismatched_sizes": True}  # mismatches are raised below
     try:
-        model, info = cls.from_pretrained(name, output_loading_info=True, **options)
+        model, loading_info = cls.from_pretrained(name, output_loading_info=True, **options)
     except InputError:
         raise
     except (RuntimeError, SafetensorError, *_TRANSFORMERS_ERRORS) as error:
         raise_header_error(folder, error)
-        with _transformers_errors(str(folder)):
+        with _convert_transformers_errors(str(folder)):
             raise
     if not kwargs.get("ignore_mismatched_sizes"):
-        for key, got, need in sorted(info["mismatched_keys"]):
+        for key, got, need in sorted(loading_info["mismatched_keys"]):
             raise ShapeError(f"{folder}: {key}", got=tuple(got), need=tuple(need))
-    base: str = model.base_model_prefix
-    prefixes = ("lm_head", base) if hasattr(model, base) else ("",)
-    missing = sorted(key for key in info["missing_keys"] if key.startswith(prefixes))
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    base_prefix: str = model.base_model_prefix
+    prefixes = ("lm_head", base_prefix) if hasattr(model, base_prefix) else ("",)
+    missing_keys = sorted(key for key in loading_info["missing_keys"] if key.startswith(prefixes))
+    if missing_keys:
+        suffix = f" and {len(missing_keys) - 1} more" if len(missing_keys) > 1 else ""
         need = "all tensors of the model, except for a new head"
-        raise WeightsError(str(folder), got=f"no {missing[0]}{more}", need=need)
-    return model, info
+        raise WeightsError(str(folder), got=f"no {missing_keys[0]}{suffix}", need=need)
+    return model, loading_info
 
 
 def _find_folder(name: str | Path, kwargs: dict[str, Any]) -> Path:
@@ -362,8 +370,10 @@ def _select_model_class(auto_class: Any, config: Any) -> Any:
         raise UnsupportedError("config", got=got, need=need)
     cls = mapping[type(config)]
     if isinstance(cls, tuple):
-        by_name = {candidate.__name__: candidate for candidate in cls}
-        matching = [by_name[name] for name in config.architectures or () if name in by_name]
+        class_by_name = {candidate.__name__: candidate for candidate in cls}
+        matching = [
+            class_by_name[name] for name in config.architectures or () if name in class_by_name
+        ]
         cls = matching[0] if matching else cls[0]
     return cls
 
@@ -393,23 +403,25 @@ def _read_other_tensors(
     num_layers: number of layers of the model. Tensors of later layers that have experts are
         omitted.
     """
-    extra = [layer for layer in info.layers if num_layers is not None and layer >= num_layers]
-    names = files.names - set(_list_expert_keys(info, extra))
-    for layer in extra:
+    extra_layers = [
+        layer for layer in info.layers if num_layers is not None and layer >= num_layers
+    ]
+    names = files.names - set(_list_expert_keys(info, extra_layers))
+    for layer in extra_layers:
         layout, prefix = info.layers[layer][0]
         prefix = prefix.removesuffix(layout.path)
         names = frozenset(name for name in names if not name.startswith(prefix))
-    consumed, dequantized = set[str](), dict[str, torch.Tensor]()
+    read_keys, dequantized = set[str](), dict[str, torch.Tensor]()
     for base, format, keys in _find_quantized_weights(files, info, names):
         dequantized[f"{base}.weight"] = _read_dequantized(files, format, keys, dtype)
-        consumed |= set(keys.values())
-    return dequantized | {name: files.read(name, ()) for name in names - consumed}
+        read_keys |= set(keys.values())
+    return dequantized | {name: files.read(name, ()) for name in names - read_keys}
 
 
-def _list_expert_keys(info: CheckpointInfo, extra: Collection[int]) -> Iterator[str]:
-    """Yield the names of the experts' tensors in all layers except `extra`."""
+def _list_expert_keys(info: CheckpointInfo, extra_layers: Collection[int]) -> Iterator[str]:
+    """Yield the names of the experts' tensors in all layers except `extra_layers`."""
     for layer in info.layers:
-        if layer in extra:
+        if layer in extra_layers:
             continue
         source = info.layer_source(layer)
         source.check()
@@ -421,30 +433,30 @@ def _list_expert_keys(info: CheckpointInfo, extra: Collection[int]) -> Iterator[
 def _find_quantized_weights(
     files: TensorFiles, info: CheckpointInfo, names: frozenset[str]
 ) -> Iterator[tuple[str, Format, dict[str, str]]]:
-    """Yield (module, format, names of tensors by stored name) of modules with quantized weights.
+    """Yield (module name, format, tensor name by stored name) of modules with quantized weights.
 
     Raises WeightsError for a quantized weight that the quantization_config excludes, or to which it
     assigns another format.
     """
     for name in sorted(names):
-        base, _, last = name.rpartition(".")
-        if last not in _WEIGHT_NAMES or not base:
+        module_name, _, weight_name = name.rpartition(".")
+        if weight_name not in _WEIGHT_NAMES or not module_name:
             continue
         is_packed = f"{name}.absmax" in names  # bitsandbytes may pack 4 bits into floats
-        if last == "weight" and files.shape_and_dtype(name)[1] in FLOATS and not is_packed:
+        if weight_name == "weight" and files.shape_and_dtype(name)[1] in FLOATS and not is_packed:
             continue
-        format = info.formats.format_of(base) or UNQUANTIZED
-        weight, *others = format.stored_tensors
+        format = info.formats.format_of(module_name) or UNQUANTIZED
+        weight, *other_tensors = format.stored_tensors
         keys = {weight.name: name}
-        for stored in others:
-            candidates = [f"{base}.{alias}" for alias in (stored.name, *stored.aliases)]
-            present = [key for key in candidates if key in names]
-            if present:
-                keys[stored.name] = present[0]
-        scales = [stored.name for stored in others if stored.role == "scale"]
+        for stored in other_tensors:
+            candidates = [f"{module_name}.{alias}" for alias in (stored.name, *stored.aliases)]
+            stored_keys = [key for key in candidates if key in names]
+            if stored_keys:
+                keys[stored.name] = stored_keys[0]
+        scales = [stored.name for stored in other_tensors if stored.role == "scale"]
         has_scale = any(scale in keys for scale in scales)
-        if last not in (weight.name, *weight.aliases) or not has_scale:
-            got = f"{last} of {dtype_name(files.shape_and_dtype(name)[1])}"
+        if weight_name not in (weight.name, *weight.aliases) or not has_scale:
+            got = f"{weight_name} of {dtype_name(files.shape_and_dtype(name)[1])}"
             got += f" without {' or '.join(scales)}" if scales and not has_scale else ""
             need = "an unquantized weight" if format == UNQUANTIZED else f"a weight of {format}"
             need += ", as the quantization_config says"
@@ -452,7 +464,7 @@ def _find_quantized_weights(
         if format.torchao is not None:
             shape, file = files.shape_and_dtype(name)[0], files.files[name].name
             check_metadata(file, files.metadata(name), name, shape, format.torchao)
-        yield base, format, keys
+        yield module_name, format, keys
 
 
 def _read_dequantized(
@@ -500,7 +512,7 @@ class Config(QuantizationConfigMixin):
 
 
 class Quantizer(HfQuantizer):
-    """A quantizer that loads the experts instead of transformers, and keeps them packed."""
+    """A quantizer that loads the experts in place of transformers, and keeps them packed."""
 
     quantization_config: Config
     requires_calibration = False
@@ -634,8 +646,8 @@ def _make_packed_class(cls: Any) -> Any:
     def reduce_ex(self: Any, _protocol: Any) -> tuple[Any, ...]:
         return _make_empty_instance, (cls,), self.__getstate__()
 
-    body = {"forward": forward, "__reduce_ex__": reduce_ex, "__module__": __name__}
-    return type(f"Packed{cls.__name__}", (cls,), body)
+    namespace = {"forward": forward, "__reduce_ex__": reduce_ex, "__module__": __name__}
+    return type(f"Packed{cls.__name__}", (cls,), namespace)
 
 
 def _make_empty_instance(cls: Any) -> Any:

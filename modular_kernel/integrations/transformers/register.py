@@ -184,17 +184,17 @@ class Registration:
             reason = "an attribute that is not a tensor"
         if reason:
             return self._run_eagerly(reason, module, call)
-        needed = needs_gradients((hidden_states, top_k_weights, *tensors))
-        if needed and self.gradients == "refuse":
+        needs_backward = needs_gradients((hidden_states, top_k_weights, *tensors))
+        if needs_backward and self.gradients == "refuse":
             raise unsupported_error(module, "a call that needs gradients", "torch.no_grad()")
-        # `needed` is not sufficient, because activation checkpointing first runs the forward
+        # `needs_backward` is not enough, because activation checkpointing first runs the forward
         # without gradients.
-        trains = module.training and self.gradients == "fallback"
-        if (trains or self.is_slower_on(hidden_states.device)) and _supports_grouped_mm(
+        prefers_grouped_mm = module.training and self.gradients == "fallback"
+        if (prefers_grouped_mm or self.is_slower_on(hidden_states.device)) and _supports_grouped_mm(
             make_constant_argument(module)
         ):
             return run_grouped_mm(module, call)
-        return self.forward(module, call, names, tensors, as_operator=needed)
+        return self.forward(module, call, names, tensors, as_operator=needs_backward)
 
     def is_slower_on(self, device: torch.device) -> bool:
         """Return whether transformers' grouped_mm is faster on a device than the default parts."""
@@ -234,8 +234,10 @@ class Registration:
             return self._trace(module, (x_TH, ids_TK, weights_TK), tensors)
         bound = self._bind_weights(module, names, x_TH.dtype, ids_TK.shape[1])
         if as_operator:
-            texts = bound.fields, bound.layer, self.pairing_text
-            result: torch.Tensor = EXPERTS(x_TH, ids_TK, weights_TK, list(tensors), *texts)
+            layer_arguments = bound.fields, bound.layer, self.pairing_text
+            result: torch.Tensor = EXPERTS(
+                x_TH, ids_TK, weights_TK, list(tensors), *layer_arguments
+            )
             return result
         return self.pairing.run(bound.layer, x_TH, bound.weights, Routing(weights_TK, ids_TK))
 
@@ -272,30 +274,30 @@ class Registration:
             if _get_attribute(module, path) != value:
                 need = f"the {path[-1]} of the traced call"
                 raise StateError("experts module", got=f"another {path[-1]}", need=need)
-        texts = fields, layer, _get_pairing_text(owner)
-        return call_experts_operator(x_TH, ids_TK, weights_TK, list(tensors), *texts)
+        layer_arguments = fields, layer, _get_pairing_text(owner)
+        return call_experts_operator(x_TH, ids_TK, weights_TK, list(tensors), *layer_arguments)
 
     def _bind_weights(
         self, module: torch.nn.Module, names: tuple[str, ...], dtype: torch.dtype, top_k: int
     ) -> BoundWeights:
         tensors = tuple([read_tensor(module, name) for name in names])
-        layer = self._get_module_state(module)
+        state = self._get_module_state(module)
         key = (
             dtype,
             top_k,
-            layer.activation,
+            state.activation,
             read_flags(module),
             tuple(map(make_tensor_key, tensors)),
         )
-        bound = layer.bound
+        bound = state.bound
         if bound is None or bound.key != key or any(map(is_not, bound.tensors, tensors)):
             check_tensors(dict(zip(names, tensors, strict=True)))
             layout = read_layout(module, tensors)
             problem = make_problem_factory(module, tensors, layout)(
-                dtype=dtype, top_k=top_k, activation=layer.activation
+                dtype=dtype, top_k=top_k, activation=state.activation
             )
             weights = make_expert_weights(tensors, layout.fields)
-            bound = layer.bound = BoundWeights(
+            bound = state.bound = BoundWeights(
                 key, tensors, weights, layout.fields, serialize_layer(problem)
             )
         return bound
@@ -306,10 +308,10 @@ class Registration:
 
     def _get_module_state(self, module: torch.nn.Module) -> ModuleState:
         activation_key = read_activation_key(module)
-        layer = self.layers.get(module)
-        if layer is None or layer.activation_key != activation_key:
-            layer = self.layers[module] = ModuleState(activation_key, activation_of(module))
-        return layer
+        state = self.layers.get(module)
+        if state is None or state.activation_key != activation_key:
+            state = self.layers[module] = ModuleState(activation_key, activation_of(module))
+        return state
 
     def compute_constants(
         self,
@@ -397,12 +399,12 @@ def _compute_constants(
                     module, f"{name} on {tensor_device}", f"{name} on {device}, as x"
                 )
         activation_key: ActivationKey = read_activation_key(module)
-        texts = registration.compute_constants(module, tensors, dtype, top_k)
+        layer_arguments = registration.compute_constants(module, tensors, dtype, top_k)
     except InputError as error:
         return str(error)
     paths = [path for path in ("_apply_gate", "act_fn") if hasattr(module, path)]
     functions = tuple([(path, _get_traceable_id(_get_function(module, path))) for path in paths])
-    return (*texts, activation_key[2], functions)
+    return (*layer_arguments, activation_key[2], functions)
 
 
 def _make_meta_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

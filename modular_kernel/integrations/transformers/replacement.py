@@ -1,7 +1,8 @@
 """Makes the experts of three model families run on our kernels.
 
 transformers runs most experts modules with the experts implementation that the config of the model
-selects. The modules of the classes in REPLACED ignore this setting, until `serve` changes them.
+selects. The modules of the classes in REPLACED ignore this setting, until `serve` replaces their
+classes.
 """
 
 from collections.abc import Callable
@@ -43,9 +44,9 @@ def serve(model: torch.nn.Module) -> tuple[str, ...]:
     expect("model", model, torch.nn.Module)
     names = []
     for name, module in list(model.named_modules()):
-        replace = REPLACED.get(type(module).__name__)
-        if replace is not None:
-            replace(module, _find_config(model, name))
+        replace_module = REPLACED.get(type(module).__name__)
+        if replace_module is not None:
+            replace_module(module, _find_config(model, name))
             names.append(name)
     return (*names, *replace_wrappers(model))
 
@@ -73,8 +74,13 @@ def _set_forward(module: Any, forward: Callable[..., Any]) -> None:
 @lru_cache
 def _make_subclass(cls: Any, forward: Callable[..., Any]) -> Any:
     gate = getattr(cls, "_apply_gate", _default_apply_gate)
-    body = {"forward": forward, "_apply_gate": gate, "__module__": __name__, "_original_class": cls}
-    return type(f"Served{cls.__name__}", (cls,), body)
+    namespace = {
+        "forward": forward,
+        "_apply_gate": gate,
+        "__module__": __name__,
+        "_original_class": cls,
+    }
+    return type(f"Served{cls.__name__}", (cls,), namespace)
 
 
 def _get_registration(module: Any) -> Registration | None:

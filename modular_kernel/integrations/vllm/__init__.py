@@ -20,21 +20,21 @@ MODULE_BY_VERSION = {(0, 26): "v0_26", (0, 33): "v0_33"}
 def register() -> None:
     """Install the plugin into the vLLM of this process, unless MK_VLLM is 0.
 
-    It can be called more than once and never raises. If the version of vLLM is not supported, or if
-    anything fails, it logs one line, and vLLM runs as if this package were not installed. Triton
-    and parts are not imported until vLLM builds a MoE layer.
+    This function can be called more than once and never raises. If the version of vLLM is not
+    supported, or if anything fails, it logs one line, and vLLM runs as if this package were not
+    installed. Triton and parts are not imported until vLLM builds a MoE layer.
     """
     try:
         if read_vllm_setting() == "0":
             return
         version: str = import_module("vllm").__version__
-        name = MODULE_BY_VERSION.get(_parse_minor_version(version))
-        if name is None:
+        module_name = MODULE_BY_VERSION.get(_parse_minor_version(version))
+        if module_name is None:
             supported = ", ".join(f"{major}.{minor}" for major, minor in MODULE_BY_VERSION)
             _LOG.warning("modular_kernel is off: vLLM is %s, supported: %s", version, supported)
             return
         hooks = import_module("modular_kernel.integrations.vllm.hooks")
-        hooks.install(f"modular_kernel.integrations.vllm.{name}")
+        hooks.install(f"modular_kernel.integrations.vllm.{module_name}")
     except Exception as error:  # noqa: BLE001 (vLLM does not catch what a plugin raises)
         _LOG.warning("modular_kernel is off: %r", error)
 

@@ -35,7 +35,7 @@ class StandardCalls:
         self.problem, self.part, self.machine = problem, part, machine
         self._kernels: dict[tuple[int, int], FusedMoEModularKernel] = {}
 
-    def kernel(self, tokens: int, top_k: int) -> FusedMoEModularKernel:
+    def get_kernel(self, tokens: int, top_k: int) -> FusedMoEModularKernel:
         """Return the kernel for calls with this number of tokens and this K."""
         key = plan_capacity(tokens), top_k
         kernel = self._kernels.get(key)
@@ -47,7 +47,7 @@ class StandardCalls:
 
     def workspace_bytes(self, tokens: int, top_k: int) -> int:
         """Return the size of the workspace that a call needs, in bytes."""
-        return workspace_bytes(self.kernel(tokens, top_k).workspace_specs(tokens))
+        return workspace_bytes(self.get_kernel(tokens, top_k).workspace_specs(tokens))
 
     def prepare(self, weights: ExpertWeights, copy: PreparedCopy) -> None:
         """Write a prepared copy of the weights, if the experts part reads one.
@@ -55,7 +55,7 @@ class StandardCalls:
         Raises an InputError if a weight does not match.
         """
         problem = self.problem
-        kernel = self.kernel(problem.tokens, problem.top_k)
+        kernel = self.get_kernel(problem.tokens, problem.top_k)
         device = weights.w1.device
         no_tokens = torch.empty(0, problem.hidden, dtype=problem.dtype, device=device)
         validate.check_weights(weights, no_tokens, kernel.problem)
@@ -78,7 +78,7 @@ class StandardCalls:
         Raises an InputError before anything is launched if a tensor does not match.
         """
         tokens, top_k = routing.topk_ids_TK.shape
-        kernel = self.kernel(tokens, top_k)
+        kernel = self.get_kernel(tokens, top_k)
         weights = kernel.check(x_TH, weights, routing, out)
         workspace = Workspace(kernel.workspace_specs(tokens), x_TH.device, memory=memory)
         kernel.start_checked(x_TH, weights, routing, out, workspace, at_once=True).finish()
@@ -90,9 +90,9 @@ class BatchedCalls:
     def __init__(self, problem: Problem, part: str) -> None:
         self.problem, self.part = problem, part
         self._experts = _make_batched_experts(problem, part)
-        self._checked: ExpertWeights | None = None
+        self._checked_weights: ExpertWeights | None = None
 
-    def _specs(self, experts: int, capacity: int) -> dict[str, BufferSpec]:
+    def _get_buffer_specs(self, experts: int, capacity: int) -> dict[str, BufferSpec]:
         return self._experts.workspace_shapes(BatchedShape(experts, capacity)).buffers()
 
     def prepare(self, weights: ExpertWeights, copy: PreparedCopy) -> None:
@@ -100,7 +100,7 @@ class BatchedCalls:
 
     def workspace_bytes(self, experts: int, capacity: int) -> int:
         """Return the size of the workspace of a call with `capacity` rows per expert, in bytes."""
-        return workspace_bytes(self._specs(experts, capacity))
+        return workspace_bytes(self._get_buffer_specs(experts, capacity))
 
     @modes.disable_tracing
     @modes.disable_autocast
@@ -120,10 +120,10 @@ class BatchedCalls:
         """
         x_eCH = tokens.x_eCH
         check_rows(x_eCH, tokens.scale, self.problem)
-        if weights is not self._checked:
+        if weights is not self._checked_weights:
             validate.check_weights(weights, x_eCH, self.problem)
-            self._checked = weights
-        workspace = Workspace(self._specs(*x_eCH.shape[:2]), x_eCH.device, memory=memory)
+            self._checked_weights = weights
+        workspace = Workspace(self._get_buffer_specs(*x_eCH.shape[:2]), x_eCH.device, memory=memory)
         self._experts.apply(tokens, weights=weights, workspace=workspace, output=out)
 
 

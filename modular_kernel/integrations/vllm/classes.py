@@ -50,7 +50,7 @@ def make_activation_spec(name: str) -> ActivationSpec:
 def make_environment(*, has_gpu: bool) -> dict[str, str]:
     """Return the environment variables of a process that loads vLLM."""
     environment = make_engine_environment(has_gpu=has_gpu)
-    environment["MK_VLLM"] = "0"  # the classes are vLLM's own
+    environment["MK_VLLM"] = "0"  # disables our plugin, so that vLLM's own classes are checked
     environment.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     return environment if has_gpu else environment | {"VLLM_TARGET_DEVICE": "cpu"}
 
@@ -64,7 +64,7 @@ def load_engine() -> Engine:
 
 
 def prepare_cpu() -> None:
-    """Run vLLM's Triton kernels in the interpreter, for a process without a GPU.
+    """Prepare a process without a GPU to run vLLM's Triton kernels in the interpreter.
 
     Raises UnsupportedError if Triton's interpreter is not enabled.
     """
@@ -96,11 +96,11 @@ def run_program() -> None:
     _PACKAGE.run_program()
 
 
-_VERSIONS = "modular_kernel.integrations.vllm"
+_MODULE_PREFIX = "modular_kernel.integrations.vllm"
 _PACKAGE = EnginePackage(
     "vllm",
     "vLLM",
-    {"0.26": f"{_VERSIONS}.v0_26_classes", "0.33": f"{_VERSIONS}.v0_33_classes"},
+    {"0.26": f"{_MODULE_PREFIX}.v0_26_classes", "0.33": f"{_MODULE_PREFIX}.v0_33_classes"},
     prepare_cpu,
 )
 

@@ -1,7 +1,8 @@
 """Computes vLLM's compiled operators in torch, on a machine without vLLM's compiled extension.
 
 vLLM's Python and Triton code of a MoE layer can then run on a CPU, with Triton's interpreter. The
-module has only the operators that vLLM's Triton experts and the quantization of activations call.
+module implements only the operators that vLLM's Triton experts and the quantization of activations
+call.
 """
 
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-Gate = Callable[[torch.Tensor], torch.Tensor]
+Activation = Callable[[torch.Tensor], torch.Tensor]
 
 _FP8_MAX, _INT8_MAX = 448.0, 127.0
 _MIN_FP8_SCALE = 1 / (_FP8_MAX * 512)  # as in vLLM's kernels for scales per token
@@ -19,9 +20,11 @@ def install_operators() -> list[str]:
     """Install the operators in `torch.ops` and return their names."""
     operators = {
         torch.ops._C: {
-            "silu_and_mul": _make_gated(F.silu),
-            "gelu_and_mul": _make_gated(F.gelu),
-            "gelu_tanh_and_mul": _make_gated(lambda gate: F.gelu(gate, approximate="tanh")),
+            "silu_and_mul": _make_gated_activation(F.silu),
+            "gelu_and_mul": _make_gated_activation(F.gelu),
+            "gelu_tanh_and_mul": _make_gated_activation(
+                lambda gate: F.gelu(gate, approximate="tanh")
+            ),
             "swigluoai_and_mul": _swigluoai_and_mul,
             "silu_and_mul_with_clamp": _silu_and_mul_with_clamp,
             "situ_and_mul": _situ_and_mul,
@@ -43,10 +46,10 @@ def install_operators() -> list[str]:
 # ------------------------------------------------------------------------------- activations
 
 
-def _make_gated(function: Gate) -> Callable[[torch.Tensor, torch.Tensor], None]:
+def _make_gated_activation(activation: Activation) -> Callable[[torch.Tensor, torch.Tensor], None]:
     def write(output: torch.Tensor, input: torch.Tensor) -> None:
         gate, up = input.float().chunk(2, dim=-1)
-        output.copy_(function(gate) * up)
+        output.copy_(activation(gate) * up)
 
     return write
 
@@ -94,14 +97,14 @@ def _masked_moe_activation(  # noqa: PLR0913 (vLLM's)
 ) -> None:
     """Apply the activation to the first rows of each expert. Other rows are not written."""
     functions: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
-        "silu": _make_gated(F.silu),
+        "silu": _make_gated_activation(F.silu),
         "silu_with_clamp": lambda o, x: _silu_and_mul_with_clamp(o, x, limit, 1.0, 0.0),
-        "gelu": _make_gated(F.gelu),
-        "gelu_tanh": _make_gated(lambda gate: F.gelu(gate, approximate="tanh")),
+        "gelu": _make_gated_activation(F.gelu),
+        "gelu_tanh": _make_gated_activation(lambda gate: F.gelu(gate, approximate="tanh")),
         "situ": lambda o, x: _situ_and_mul(o, x, situ_beta, situ_linear_beta),
         "swigluoai": lambda o, x: _swigluoai_and_mul(o, x, alpha, limit),
         "swigluoai_uninterleave": lambda o, x: _silu_and_mul_with_clamp(o, x, limit, alpha, beta),
-        "swiglustep": _make_gated_step(limit),
+        "swiglustep": _make_swiglustep(limit),
         "silu_no_mul": lambda o, x: o.copy_(F.silu(x.float())),
         "gelu_no_mul": lambda o, x: o.copy_(F.gelu(x.float())),
         "gelu_tanh_no_mul": lambda o, x: o.copy_(F.gelu(x.float(), approximate="tanh")),
@@ -112,7 +115,7 @@ def _masked_moe_activation(  # noqa: PLR0913 (vLLM's)
         functions[name](rows_out[expert, :count], rows_in[expert, :count])
 
 
-def _make_gated_step(limit: float) -> Callable[[torch.Tensor, torch.Tensor], None]:
+def _make_swiglustep(limit: float) -> Callable[[torch.Tensor, torch.Tensor], None]:
     def write(output: torch.Tensor, input: torch.Tensor) -> None:
         gate, up = input.float().chunk(2, dim=-1)
         output.copy_(F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit))

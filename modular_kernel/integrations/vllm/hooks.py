@@ -80,11 +80,11 @@ def _replace_functions(name: str, version_module: str) -> None:
         functions = oracle.select_functions + oracle.later_functions
         if any(hasattr(getattr(module, f, None), ORIGINAL_ATTRIBUTE) for f in functions):
             return  # the functions have been replaced before
-        missing = [f for f in functions if not callable(getattr(module, f, None))]
-        missing += oracle.find_missing(module)
-        if missing:
+        missing_names = [f for f in functions if not callable(getattr(module, f, None))]
+        missing_names += oracle.find_missing(module)
+        if missing_names:
             need = "a version of vLLM that has these names"
-            raise UnsupportedError("vLLM", got=f"no {', '.join(missing)}", need=need)
+            raise UnsupportedError("vLLM", got=f"no {', '.join(missing_names)}", need=need)
         replacements = {f: _make_replacement(oracle, f, getattr(module, f)) for f in functions}
     except Exception as error:  # noqa: BLE001 (an exception would abort vLLM's import)
         LOG.warning("modular_kernel leaves layers of %s to vLLM: %s", name, _format_one_line(error))
@@ -102,7 +102,7 @@ _constructor_arguments: ContextVar[Mapping[str, Any]] = ContextVar(
 
 
 def _record_arguments(module: str, name: str) -> None:
-    """Replace the constructor of a class by one that keeps its arguments while it runs."""
+    """Replace the constructor of a class with one that records its arguments while it runs."""
     cls = getattr(import_module(module), name, None)
     if cls is None:
         LOG.warning("modular_kernel does not find %s in %s", name, module)
@@ -128,10 +128,10 @@ def _record_arguments(module: str, name: str) -> None:
 def replace_everywhere(module: ModuleType, name: str, function: Callable[..., Any]) -> None:
     """Replace a function in its module and in all modules of vLLM that have imported it by name."""
     original = getattr(module, name)
-    for other in list(sys.modules.values()):
-        is_vllm = getattr(other, "__name__", "").startswith("vllm.")
-        if is_vllm and vars(other).get(name) is original:
-            setattr(other, name, function)
+    for importer in list(sys.modules.values()):
+        is_vllm = getattr(importer, "__name__", "").startswith("vllm.")
+        if is_vllm and vars(importer).get(name) is original:
+            setattr(importer, name, function)
 
 
 def _make_replacement(
@@ -159,8 +159,8 @@ def _make_replacement(
         result = handle(*args, **kwargs)
         return function(*args, **kwargs) if result is None else result
 
-    is_select = name in oracle.select_functions
-    replacement = wraps(function)(run_select_function if is_select else run_later_function)
+    is_select_function = name in oracle.select_functions
+    replacement = wraps(function)(run_select_function if is_select_function else run_later_function)
     setattr(replacement, ORIGINAL_ATTRIBUTE, function)
     return replacement
 

@@ -80,8 +80,8 @@ def select_scheme(weight: Operand | None, activation: Operand | None) -> str:
         if weight.element == "fp8":
             scheme = _select_fp8_scheme(weight.group, activation)
         elif weight == Operand("int8", _CHANNEL, static=True):
-            tokens = Operand("int8", _TOKEN, static=False)
-            scheme = {tokens: "int8_w8a8_channel", None: "int8_w8a16_channel"}.get(activation)
+            per_token = Operand("int8", _TOKEN, static=False)
+            scheme = {per_token: "int8_w8a8_channel", None: "int8_w8a16_channel"}.get(activation)
         elif weight.element in ("mxfp4", "nvfp4") and activation is None:
             scheme = f"{weight.element}_w4a16"
         if scheme is not None:
@@ -109,8 +109,11 @@ def _select_fp8_scheme(group: tuple[int, int], activation: Operand | None) -> st
     if activation is None:
         return f"fp8_w8a16_block{option}"
     # vLLM's key has 128 columns even if groups of activations are as wide as a weight block.
-    allowed = Operand("fp8", (1, 128), static=False), Operand("fp8", (1, group[1]), static=False)
-    return f"fp8_w8a8_block{option}" if activation in allowed else None
+    allowed_activations = (
+        Operand("fp8", (1, 128), static=False),
+        Operand("fp8", (1, group[1]), static=False),
+    )
+    return f"fp8_w8a8_block{option}" if activation in allowed_activations else None
 
 
 def set_block_shape(scheme: str, block: Sequence[int] | None) -> str:
@@ -120,11 +123,11 @@ def set_block_shape(scheme: str, block: Sequence[int] | None) -> str:
 
     block: rows and columns that share a weight scale; None if there are no blocks.
     """
-    parsed = QuantScheme.parse(scheme)
-    if block is None or parsed.granularity != "block":
+    quant_scheme = QuantScheme.parse(scheme)
+    if block is None or quant_scheme.granularity != "block":
         return scheme
     rows, columns = block
-    return str(replace(parsed, group=(rows, columns)))
+    return str(replace(quant_scheme, group=(rows, columns)))
 
 
 def select_weight_only_scheme(
@@ -185,10 +188,10 @@ def make_activation(
         need = f"limit {_SWIGLU_LIMIT}, alpha {_OAI_ALPHA} and beta 1, vLLM's constants"
         raise UnsupportedError("activation", got=got, need=need)
     if name == "swigluoai_uninterleave" and limit is not None:
-        factor, added = 1.0 if alpha is None else alpha, 0.0 if beta is None else beta
-        if added == 1:
-            return ActivationSpec("swiglu_oai", factor, limit, interleaved=False)
-        if (factor, added) == (1, 0):
+        sigmoid_factor, up_offset = 1.0 if alpha is None else alpha, 0.0 if beta is None else beta
+        if up_offset == 1:
+            return ActivationSpec("swiglu_oai", sigmoid_factor, limit, interleaved=False)
+        if (sigmoid_factor, up_offset) == (1, 0):
             return _make_clamped_silu(limit)
     need = "an activation that modular_kernel supports"
     raise UnsupportedError("activation", got=got, need=need)

@@ -1,4 +1,4 @@
-"""Write the lines of a reproducer that convert the weights and call an experts class of vLLM."""
+"""Writes the lines of a reproducer that convert the weights and call an experts class of vLLM."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ def _write_imports(problem: Problem, source: Source) -> list[str]:
     if problem.quant != "none":
         scheme = _SCHEMES[problem.scheme.name]
         lines.append(f"from {_FUSED_MOE}.oracle import {scheme.oracle} as oracle")
-        if not _is_plain(problem, source):
+        if not _keeps_checkpoint_layout(problem, source):
             lines.insert(0, "from types import SimpleNamespace")
             lines += scheme.imports
     if source.device == "cuda":
@@ -69,7 +69,7 @@ def _write_imports(problem: Problem, source: Source) -> list[str]:
 
 def _write_call(problem: Problem, source: Source) -> list[str]:
     rows, rank = source.max_rows, 1 if problem.expert_map else 0
-    grouped = "" if rows is None else f", max_num_tokens={rows}, num_dispatchers=1"
+    batched_arguments = "" if rows is None else f", max_num_tokens={rows}, num_dispatchers=1"
     # vLLM's dispatch of grouped rows would otherwise count the tokens of remote experts, too.
     experts = problem.experts if rows is None else problem.e
     prepare = "" if rows is None else f"{rows}, {problem.e}, 1, {rank}"
@@ -87,7 +87,7 @@ def _write_call(problem: Problem, source: Source) -> list[str]:
         *configs,
         f"out = mk.FusedMoEKernel(Prepare({prepare}), Experts(",
         f"    {config},",
-        f"    {_write_quant_config(problem, source)}{grouped},",
+        f"    {_write_quant_config(problem, source)}{batched_arguments},",
         ")).apply(",
         f'    x.clone(), w1, w2, router, ids, MoEActivation("{source.activation}"), {experts},',
         f"    {write_expert_map(problem, source.device)}, {problem.apply_router_weight_on_input},",
@@ -103,9 +103,11 @@ def _write_config(problem: Problem, source: Source) -> str:
         parallel = f"replace({parallel}, use_ep=True, ep_size={ranks}, ep_rank=1)"
     sizes = f"{problem.experts}, {problem.top_k}, {problem.hidden}, {problem.intermediate}"
     sizes += f", {problem.e}, {problem.experts}"
-    names = {name: f"swiglu_{name}" for name in ("limit", "alpha", "beta")}
-    names |= {f"situ_{x}beta": f"activation_situ_{x}beta" for x in ("", "linear_")}
-    options = "".join(f", {names[name]}={value}" for name, value in source.options.items())
+    field_by_option = {name: f"swiglu_{name}" for name in ("limit", "alpha", "beta")}
+    field_by_option |= {f"situ_{x}beta": f"activation_situ_{x}beta" for x in ("", "linear_")}
+    options = "".join(
+        f", {field_by_option[name]}={value}" for name, value in source.options.items()
+    )
     options += ", has_bias=True" if problem.bias else ""
     activation = f'MoEActivation("{source.activation}"), "{source.device}"'
     method = "c.RoutingMethodType.TopK"
@@ -115,7 +117,7 @@ def _write_config(problem: Problem, source: Source) -> str:
 def _write_quant_config(problem: Problem, source: Source) -> str:
     """Return an expression for the FusedMoEQuantConfig, with biases and the activation's options.
 
-    vLLM's functions take the options by different names, and that for int8 takes none.
+    The parameters of vLLM's functions have different names, and the function for int8 has none.
     """
     biases = "w1_bias={0}1, w2_bias={0}2" if problem.bias else ""
     biases = biases.format("p" if _converts_biases(problem, source) else "b")
@@ -124,8 +126,10 @@ def _write_quant_config(problem: Problem, source: Source) -> str:
     else:
         arguments = _SCHEMES[problem.scheme.name].write_arguments(problem, source)
         config = f"oracle.{arguments}{', ' * bool(biases)}{biases})"
-    names = {"limit": "clamp_limit", "alpha": "alpha", "beta": "beta"}
-    options = {names[n]: value for n, value in source.options.items() if n in names}
+    field_by_option = {"limit": "clamp_limit", "alpha": "alpha", "beta": "beta"}
+    options = {
+        field_by_option[n]: value for n, value in source.options.items() if n in field_by_option
+    }
     if not options:
         return config
     fields = ", ".join(f"gemm1_{name}={value}" for name, value in options.items())
@@ -135,13 +139,15 @@ def _write_quant_config(problem: Problem, source: Source) -> str:
 # -------------------------------------------------------------------------------- conversions
 
 # Backends that read weights in the layout of the checkpoint.
-_PLAIN = ("TRITON", "BATCHED_TRITON", "VLLM_CUTLASS", "BATCHED_VLLM_CUTLASS")
+_CHECKPOINT_LAYOUT_BACKENDS = ("TRITON", "BATCHED_TRITON", "VLLM_CUTLASS", "BATCHED_VLLM_CUTLASS")
 
 
-def _is_plain(problem: Problem, source: Source) -> bool:
-    """Return whether vLLM's conversion returns the weights as they are."""
+def _keeps_checkpoint_layout(problem: Problem, source: Source) -> bool:
+    """Return whether vLLM's conversion returns the weights unchanged."""
     is_8_bit = problem.scheme.name.startswith(("fp8_w8a8", "int8_w8a8"))
-    return not source.backend or (is_8_bit and source.backend.rpartition(".")[2] in _PLAIN)
+    return not source.backend or (
+        is_8_bit and source.backend.rpartition(".")[2] in _CHECKPOINT_LAYOUT_BACKENDS
+    )
 
 
 def _converts_biases(problem: Problem, source: Source) -> bool:
@@ -152,7 +158,7 @@ def _converts_biases(problem: Problem, source: Source) -> bool:
 
 def _write_conversion(problem: Problem, source: Source) -> list[str]:
     """Return the lines of a statement that converts the weights, or nothing."""
-    if _is_plain(problem, source):
+    if _keeps_checkpoint_layout(problem, source):
         return []
     sizes = f"num_experts={problem.e}, hidden_size={problem.hidden}"
     sizes += f", intermediate_size_per_partition={problem.intermediate}"
@@ -168,7 +174,7 @@ def _write_conversion(problem: Problem, source: Source) -> list[str]:
     ]
 
 
-def _write_static(problem: Problem, source: Source) -> tuple[str, str]:
+def _write_static_scales(problem: Problem, source: Source) -> tuple[str, str]:
     """Return the static scales of the activations of both GEMMs."""
     if not problem.scheme.static:
         return "None", "None"
@@ -178,13 +184,13 @@ def _write_static(problem: Problem, source: Source) -> tuple[str, str]:
 
 
 def _convert_fp8(problem: Problem, source: Source) -> tuple[str, str, str]:
-    static = ", ".join(_write_static(problem, source))
+    static = ", ".join(_write_static_scales(problem, source))
     weights = "w1, w2, s1, s2"
     return weights, "convert_to_fp8_moe_kernel_format", f"{weights}, {static}"
 
 
 def _configure_fp8(problem: Problem, source: Source) -> str:
-    static = ", ".join(_write_static(problem, source))
+    static = ", ".join(_write_static_scales(problem, source))
     block = ", block_shape=[128, 128]" if problem.scheme.granularity == "block" else ""
     if problem.scheme.granularity == "channel":
         block = ", per_act_token_quant=True, per_out_ch_quant=True"
@@ -203,15 +209,17 @@ def _configure_int8(problem: Problem, source: Source) -> str:
 def _convert_groups(problem: Problem, source: Source) -> tuple[str, str, str]:
     group, bits = problem.scheme.group[0], 4 if problem.scheme.packed else 8
     arguments = f'num_bits={bits}, type="int", strategy="group", group_size={group}'
-    words, empty = "w1.view(torch.int32), w2.view(torch.int32), s1, s2", "None, None"
+    tensors, optional_tensors = "w1.view(torch.int32), w2.view(torch.int32), s1, s2", "None, None"
     if source.is_gptq:
-        words = ", ".join(f"w{n}.view(torch.int32).mT.contiguous()" for n in (1, 2))
-        words += ", s1.mT.contiguous(), s2.mT.contiguous()"
-        empty = f"*2 * [ids.new_empty({problem.e}, 0)], None, None"
+        tensors = ", ".join(f"w{n}.view(torch.int32).mT.contiguous()" for n in (1, 2))
+        tensors += ", s1.mT.contiguous(), s2.mT.contiguous()"
+        optional_tensors = f"*2 * [ids.new_empty({problem.e}, 0)], None, None"
     targets = "w1, w2, s1, s2, *_"
     if _converts_biases(problem, source):
-        targets, empty = f"{targets}, p1, p2", f"{empty}, b1, b2"
-    arguments = f"QuantizationArgs({arguments}, symmetric=True), None, {words}, {empty}"
+        targets, optional_tensors = f"{targets}, p1, p2", f"{optional_tensors}, b1, b2"
+    arguments = (
+        f"QuantizationArgs({arguments}, symmetric=True), None, {tensors}, {optional_tensors}"
+    )
     return targets, "convert_to_wna16_moe_kernel_format", arguments
 
 
@@ -233,7 +241,7 @@ def _configure_mxfp4(problem: Problem, source: Source) -> str:
 
 
 def _convert_nvfp4(problem: Problem, source: Source) -> tuple[str, str, str]:
-    a1, a2 = _write_static(problem, source)
+    a1, a2 = _write_static_scales(problem, source)
     targets = "w1, s1, g1, a1, w2, s2, g2, a2"
     arguments = f"w1, s1, g1, {a1}, w2, s2, g2, {a2}, {problem.act.gated}"
     return targets, "convert_to_nvfp4_moe_kernel_format", arguments

@@ -1,7 +1,8 @@
 """Support for vLLM 0.26, based on the module for 0.33.
 
 The function of 0.26 that selects experts for int4 or int8 weights with group scales does not
-receive the group size. It is taken from the constructor that calls this function.
+receive the group size. The size is taken from the arguments of the constructor that calls this
+function.
 """
 
 from dataclasses import replace
@@ -57,11 +58,13 @@ def _select_group_scheme(arguments: Arguments) -> str:
 
     Raises UnsupportedError if the quantization config is not known.
     """
-    quant = arguments.get("quant_config", arguments.get("weight_quant"))
-    symmetric = getattr(quant, "symmetric", True)  # of compressed-tensors
-    zero_points = getattr(quant, "zero_point", not symmetric)  # of AWQ; GPTQ's layers have none
+    quant_config = arguments.get("quant_config", arguments.get("weight_quant"))
+    symmetric = getattr(quant_config, "symmetric", True)  # of compressed-tensors
+    zero_points = getattr(
+        quant_config, "zero_point", not symmetric
+    )  # of AWQ; GPTQ's layers have none
     return v0_33.select_group_scheme(
-        arguments | {"quant_config": quant, "may_have_zp": zero_points}
+        arguments | {"quant_config": quant_config, "may_have_zp": zero_points}
     )
 
 
@@ -73,9 +76,11 @@ def _convert_group_weights(arguments: Arguments) -> tuple[Any, ...] | None:
     experts_cls = getattr(arguments["layer"].quant_method, "experts_cls", None)
     if experts_cls is None or not issubclass(experts_cls, v0_33.StandardExperts):
         return None
-    quant = arguments["quant_config"]
-    is_awq = hasattr(quant, "zero_point")
-    has_zero_points = quant.zero_point if is_awq else not getattr(quant, "symmetric", True)
+    quant_config = arguments["quant_config"]
+    is_awq = hasattr(quant_config, "zero_point")
+    has_zero_points = (
+        quant_config.zero_point if is_awq else not getattr(quant_config, "symmetric", True)
+    )
     converted = []
     for name in ("w13", "w2"):
         zeros = arguments.get(f"{name}_qzeros") if has_zero_points else None
@@ -85,10 +90,10 @@ def _convert_group_weights(arguments: Arguments) -> tuple[Any, ...] | None:
             None if zeros is None else zeros.data,
         )
         if is_awq:
-            converted.append(from_awq(*tensors, group=quant.group_size))
+            converted.append(from_awq(*tensors, group=quant_config.group_size))
         else:
-            bits = getattr(quant, "num_bits", None) or quant.weight_bits
-            weights = from_gptq(*tensors, group=quant.group_size, minus_one=False, bits=bits)
+            bits = getattr(quant_config, "num_bits", None) or quant_config.weight_bits
+            weights = from_gptq(*tensors, group=quant_config.group_size, minus_one=False, bits=bits)
             converted.append(weights)
     w13, w2 = converted
     orders = (None,) * 4  # no column order, neither of w13 nor of w2

@@ -28,8 +28,8 @@ class VllmEngine(v0_33_classes.VllmEngine):
     def convert_groups(self, source: v0_33_classes.CheckpointLayer) -> v0_33_classes.Layer:
         """Convert integers with a scale per group of a row.
 
-        vLLM expects them in GPTQ's layout, (e, K / 8, N), and empty tensors for the order of the
-        columns. No oracle returns TritonWNA16Experts, which reads the bytes of rows.
+        vLLM expects the integers in GPTQ's layout, (e, K / 8, N), and empty tensors for the order
+        of the columns. No oracle returns TritonWNA16Experts, which reads the bytes of rows.
         """
         weights, problem = source.weights, source.problem
         scales: Any = (weights.w1_scale, weights.w2_scale)
@@ -38,14 +38,16 @@ class VllmEngine(v0_33_classes.VllmEngine):
             return v0_33_classes.make_group_layer(problem, (weights.w1, weights.w2), scales, biases)
         oracle = v0_33_classes.get_oracle("int_wna16")
         backend = v0_33_classes.find_backend(oracle, source.cls, "EMULATION")
-        words = [w.view(torch.int32).mT.contiguous() for w in (weights.w1, weights.w2)]
+        packed_weights = [
+            weight.view(torch.int32).mT.contiguous() for weight in (weights.w1, weights.w2)
+        ]
         order = torch.empty(problem.e, 0, dtype=torch.int32, device=weights.w1.device)
-        w13, w2, w13_scale, w2_scale, *others = oracle.convert_to_wna16_moe_kernel_format(
+        w13, w2, w13_scale, w2_scale, *other_tensors = oracle.convert_to_wna16_moe_kernel_format(
             backend,
             v0_33_classes.make_module(source),
             v0_33_classes.make_group_arguments(problem),
             None,
-            *words,
+            *packed_weights,
             *(scale.mT.contiguous() for scale in scales),
             order,
             order,
@@ -55,7 +57,7 @@ class VllmEngine(v0_33_classes.VllmEngine):
             weights.b2,
         )
         converted = (w13, w2), (w13_scale, w2_scale)
-        return v0_33_classes.make_group_layer(problem, *converted, others[-2:])
+        return v0_33_classes.make_group_layer(problem, *converted, other_tensors[-2:])
 
 
 def _reads_bytes(cls: type) -> bool:

@@ -40,7 +40,7 @@ from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import BatchedTokens, ExpertWeights, Routing
 
 Arguments = dict[str, Any]
-_PROCESS = "process_weights_after_loading"
+_PROCESS_WEIGHTS_METHOD = "process_weights_after_loading"
 _ORACLE_PACKAGE = "vllm.model_executor.layers.fused_moe.oracle"
 
 # Attributes that vLLM's classes must have: CONFIG_FIELDS of FusedMoEConfig, PARALLEL_FIELDS of its
@@ -119,9 +119,13 @@ def make_layer_problem(config: Any, scheme: str, quant_config: Any = None) -> Pr
 
     Raises ConfigurationError or UnsupportedError for a layer that a Problem cannot describe.
     """
-    sources = {"limit": "gemm1_clamp_limit", "alpha": "gemm1_alpha", "beta": "gemm1_beta"}
+    quant_field_by_option = {
+        "limit": "gemm1_clamp_limit",
+        "alpha": "gemm1_alpha",
+        "beta": "gemm1_beta",
+    }
     options = {}
-    for option, name in sources.items():
+    for option, name in quant_field_by_option.items():
         value = getattr(quant_config, name, None)
         options[option] = getattr(config, f"swiglu_{option}") if value is None else value
     activation = layers.make_activation(
@@ -156,9 +160,9 @@ def make_layer_problem(config: Any, scheme: str, quant_config: Any = None) -> Pr
 def make_experts_class(base: type, scheme: str, part: str) -> Any:
     """Return a subclass of StandardExperts or BatchedExperts for one layer."""
     _prepare_after_loading()
-    members: dict[str, Any] = {"scheme": scheme, "part": part, "__module__": base.__module__}
-    members |= {"copies": {}, "prepared_copy": PreparedCopy()}
-    return type(f"ModularKernel{part}", (base,), members)
+    attributes: dict[str, Any] = {"scheme": scheme, "part": part, "__module__": base.__module__}
+    attributes |= {"copies": {}, "prepared_copy": PreparedCopy()}
+    return type(f"ModularKernel{part}", (base,), attributes)
 
 
 def _find_weight(layer: Any, name: str) -> torch.Tensor | None:
@@ -179,9 +183,9 @@ def _prepare_after_loading() -> None:
     classes = [FusedMoEMethodBase]
     for cls in classes:
         classes += cls.__subclasses__()
-        function = vars(cls).get(_PROCESS)
+        function = vars(cls).get(_PROCESS_WEIGHTS_METHOD)
         if function is not None and not hasattr(function, ORIGINAL_ATTRIBUTE):
-            setattr(cls, _PROCESS, _add_preparation(function))
+            setattr(cls, _PROCESS_WEIGHTS_METHOD, _add_preparation(function))
 
 
 def _add_preparation(function: Callable[..., None]) -> Callable[..., None]:
@@ -305,8 +309,8 @@ class StandardExperts(FusedMoEExpertsModular):  # type: ignore[misc]
             assert self._weights is not None
             return self._weights
         weights = self._make_weights(*sources)
-        # Before the first call after a load, vLLM may have written to the weights. Later, unknown
-        # tensors have the same values at another address.
+        # Update the copy if vLLM has written to known weights, or if this is the first call after a
+        # load, which may have written to them. Other tensors only have another address.
         if copy.tensors and (is_known or self._weights is None) and can_keep_buffers(w1.device):
             self._calls.prepare(weights, copy)
         self._weights, self._sources = copy.attach(weights), sources
@@ -458,20 +462,26 @@ def _select_scheme_by_keys(arguments: Arguments) -> str:
 
 def select_group_scheme(arguments: Arguments) -> str:
     """Return the scheme of int4 or int8 weights with group scales, from a quantization config."""
-    quant, zero_points = arguments["quant_config"], arguments["may_have_zp"]
+    quant_config, zero_points = arguments["quant_config"], arguments["may_have_zp"]
     act_order = False
-    if _is_instance_of(quant, "QuantizationArgs"):  # compressed-tensors
-        bits, group, act_order = quant.num_bits, quant.group_size, quant.actorder == "group"
-    elif _is_instance_of(quant, "AutoGPTQConfig") or _is_instance_of(quant, "AutoAWQConfig"):
-        bits, group = quant.weight_bits, quant.group_size
-        act_order = getattr(quant, "desc_act", False)
-    elif _is_instance_of(quant, "MoeWNA16Config"):
-        config, bits, group = arguments["config"], quant.weight_bits, quant.group_size
+    if _is_instance_of(quant_config, "QuantizationArgs"):  # compressed-tensors
+        bits, group, act_order = (
+            quant_config.num_bits,
+            quant_config.group_size,
+            quant_config.actorder == "group",
+        )
+    elif _is_instance_of(quant_config, "AutoGPTQConfig") or _is_instance_of(
+        quant_config, "AutoAWQConfig"
+    ):
+        bits, group = quant_config.weight_bits, quant_config.group_size
+        act_order = getattr(quant_config, "desc_act", False)
+    elif _is_instance_of(quant_config, "MoeWNA16Config"):
+        config, bits, group = arguments["config"], quant_config.weight_bits, quant_config.group_size
         sizes = config.hidden_dim, config.intermediate_size_per_partition
         while group > 1 and any(size % group for size in sizes):
             group //= 2  # as in vLLM's method, which then repeats the scales
     else:
-        got, need = type(quant).__name__, "GPTQ, AWQ or compressed-tensors"
+        got, need = type(quant_config).__name__, "GPTQ, AWQ or compressed-tensors"
         raise UnsupportedError("quant_config", got=got, need=need)
     group = -1 if group is None else group
     return layers.select_weight_only_scheme(
@@ -510,8 +520,8 @@ def _select_nvfp4_scheme(arguments: Arguments) -> str:
     machine = _describe_machine()
     if machine is not None and machine.arch is not None and machine.arch >= (10, 0):
         return layers.select_scheme(weight, activation)
-    four_bits = layers.Operand("nvfp4", (1, 16), static=False)
-    return layers.select_scheme(weight, None if activation == four_bits else activation)
+    nvfp4_rows = layers.Operand("nvfp4", (1, 16), static=False)
+    return layers.select_scheme(weight, None if activation == nvfp4_rows else activation)
 
 
 def make_group_kernel(arguments: Arguments) -> Any | None:
@@ -542,20 +552,23 @@ def _convert_awq(arguments: Arguments) -> tuple[Any, ...] | None:
 
     Returns None for other formats and other backends, because vLLM converts their tensors.
     """
-    quant, plain = arguments["quant_config"], arguments["backend"].name == "TRITON"
-    if not plain or not _is_instance_of(quant, "AutoAWQConfig"):
+    quant_config, is_plain_backend = (
+        arguments["quant_config"],
+        arguments["backend"].name == "TRITON",
+    )
+    if not is_plain_backend or not _is_instance_of(quant_config, "AutoAWQConfig"):
         return None
     converted = [
         from_awq(
             arguments[name].data,
             arguments[f"{name}_scale"].data,
-            arguments[f"{name}_qzeros"].data if quant.zero_point else None,
-            group=quant.group_size,
+            arguments[f"{name}_qzeros"].data if quant_config.zero_point else None,
+            group=quant_config.group_size,
         )
         for name in ("w13", "w2")
     ]
-    by_field = zip(*((w.w, w.scale, w.zero_point) for w in converted), strict=True)
-    tensors = [tensor for pair in by_field for tensor in pair]
+    pairs_by_field = zip(*((w.w, w.scale, w.zero_point) for w in converted), strict=True)
+    tensors = [tensor for pair in pairs_by_field for tensor in pair]
     return (*tensors, None, None, arguments.get("w13_bias"), arguments.get("w2_bias"))
 
 

@@ -1,4 +1,4 @@
-"""The experts classes of vLLM 0.33, called in its FusedMoEKernel."""
+"""The experts classes of vLLM 0.33, which are called through its FusedMoEKernel."""
 
 import inspect
 import pkgutil
@@ -47,8 +47,8 @@ from modular_kernel.tensors import ExpertWeights, Routing
 
 _FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 _STANDARD = vllm_modular_kernel.FusedMoEActivationFormat.Standard
-# Largest number of rows of an expert in calls with rows grouped by expert. Smaller on a CPU, where
-# the interpreter visits every block of rows.
+# Largest number of rows of an expert in calls with rows grouped by expert. It is smaller on a CPU,
+# where the interpreter visits every block of rows.
 _MAX_ROWS = {"cpu": 32, "cuda": 256}
 
 # Quantization scheme -> names of vLLM's keys of weights and of activations.
@@ -78,7 +78,7 @@ WITHOUT_PREDICATES: Mapping[str, tuple[str, ...]] = {
     ),
 }
 # These classes, and those derived from them, read weights in the layout of the checkpoint.
-_PLAIN_CLASSES = ("TritonExperts", "BatchedTritonExperts", "NaiveBatchedExperts")
+_CHECKPOINT_LAYOUT_CLASSES = ("TritonExperts", "BatchedTritonExperts", "NaiveBatchedExperts")
 _FP8_DEVICE = DeviceCapability(9, 0)
 _CPU_NOTE = (
     "vLLM's Triton kernels are interpreted, and its compiled operators are computed in torch; its "
@@ -98,7 +98,7 @@ def claim_gpu() -> Iterator[None]:
     capability = tuple(_FP8_DEVICE)
 
     def has_capability(needed: Any, *_: object, **__: object) -> bool:
-        return capability >= _as_pair(needed)
+        return capability >= _to_major_minor(needed)
 
     replacements: dict[str, Callable[..., object]] = {
         "is_cuda": lambda: True,
@@ -107,7 +107,7 @@ def claim_gpu() -> Iterator[None]:
         "supports_fp8": lambda: True,
         "get_device_capability": lambda *_, **__: _FP8_DEVICE,
         "has_device_capability": has_capability,
-        "is_device_capability": lambda needed, *_, **__: capability == _as_pair(needed),
+        "is_device_capability": lambda needed, *_, **__: capability == _to_major_minor(needed),
         "is_device_capability_family": lambda family, *_, **__: capability[0] == family // 10,
     }
     for name, replacement in replacements.items():
@@ -119,7 +119,7 @@ def claim_gpu() -> Iterator[None]:
             delattr(current_platform, name)
 
 
-def _as_pair(capability: Any) -> tuple[int, int]:
+def _to_major_minor(capability: Any) -> tuple[int, int]:
     if isinstance(capability, int):
         return divmod(capability, 10)
     major, minor = capability
@@ -135,7 +135,7 @@ class CpuWorkspaces:
 
 
 def prepare_program() -> None:
-    """Replace vLLM's workspace manager by one that allocates CPU tensors."""
+    """Replace vLLM's workspace manager with one that allocates CPU tensors."""
     vllm_modular_kernel.current_workspace_manager = CpuWorkspaces
 
 
@@ -181,25 +181,27 @@ def find_backend(oracle: ModuleType, cls: type, plain: str) -> Any:
         and name.lower().endswith("moebackend")
         and value.__module__ == oracle.__name__
     }
-    indirect = []
+    fallback_backends = []
     for backend in backends:
         try:
             classes = oracle.backend_to_kernel_cls(backend)
         except Exception:  # noqa: BLE001 (a backend whose library is missing)
             continue
-        for other in classes if isinstance(classes, list) else [classes]:
-            if other is cls:
+        for candidate in classes if isinstance(classes, list) else [classes]:
+            if candidate is cls:
                 return backend
-            if cls in getattr(other, "get_clses", tuple)():
-                indirect.append(backend)
+            if cls in getattr(candidate, "get_clses", tuple)():
+                fallback_backends.append(backend)
     # Classes that emulate a scheme are derived from TritonExperts, but have a layout of their own.
-    is_plain = any(base.__name__ in _PLAIN_CLASSES for base in cls.__mro__)
-    if is_plain and "Emulation" not in cls.__name__:
+    reads_checkpoint_layout = any(
+        base.__name__ in _CHECKPOINT_LAYOUT_CLASSES for base in cls.__mro__
+    )
+    if reads_checkpoint_layout and "Emulation" not in cls.__name__:
         return backends[plain]
-    if not indirect:
+    if not fallback_backends:
         name = oracle.__name__.rpartition(".")[2]
         raise NotJudgedError(f"vLLM's oracle for {name} never returns it")
-    return indirect[0]
+    return fallback_backends[0]
 
 
 @dataclass(frozen=True)
@@ -274,13 +276,13 @@ class VllmEngine:
         )
 
     def _describe_class(self, name: str, cls: Any) -> ExpertsClass:
-        unavailable = self._explain_class(cls)
+        unavailable = self._explain_unavailable_class(cls)
         schemes, refused = list[str](), dict[str, str]()
         format = ""
         if not unavailable:
             format = cls.activation_format().value[0]
             for scheme in self.keys:
-                reason = self._refuse_scheme(cls, scheme)
+                reason = self._explain_refused_scheme(cls, scheme)
                 if reason:
                     refused[scheme] = reason
                 else:
@@ -290,8 +292,8 @@ class VllmEngine:
         names = tuple(schemes)
         return ExpertsClass(name, cls.__module__, format, unavailable, names, refused, skips_ids)
 
-    def _explain_class(self, cls: Any) -> str:
-        """Return why no case of a class can run here; "" if cases can."""
+    def _explain_unavailable_class(self, cls: Any) -> str:
+        """Return why no case of a class can run on this machine; "" if some can."""
         if not issubclass(cls, vllm_modular_kernel.FusedMoEExpertsModular):
             return "routes tokens itself, which the check does not support"
         if inspect.isabstract(cls):
@@ -306,8 +308,8 @@ class VllmEngine:
             return self.explain_unavailable(error) or f"{type(error).__name__}: {error}"
         return "it does not support this device"
 
-    def _refuse_scheme(self, cls: Any, scheme: str) -> str:
-        """Return why a class refuses a scheme with every activation; "" if it supports it."""
+    def _explain_refused_scheme(self, cls: Any, scheme: str) -> str:
+        """Return why a class refuses a scheme with every activation; "" if it supports one."""
         known = self.without_predicates.get(cls.__name__)
         if known is not None:
             return "" if scheme in known else "its code does not compute it"
@@ -352,9 +354,9 @@ class VllmEngine:
                     cls, config, *self._get_keys(case.problem.quant), cls.activation_format()
                 )
         except Exception as error:
-            text = self.explain_unavailable(error)
-            if text is not None:
-                raise UnavailableError(text) from error
+            missing = self.explain_unavailable(error)
+            if missing is not None:
+                raise UnavailableError(missing) from error
             raise
         if not supported:
             raise RefusedError(str(reason))
@@ -367,10 +369,14 @@ class VllmEngine:
         if problem.expert_map:
             parallel.use_ep, parallel.ep_size = True, problem.experts // problem.e
             parallel.ep_rank = 1
-        names = {"limit": "swiglu_limit", "alpha": "swiglu_alpha", "beta": "swiglu_beta"}
-        names |= {f"situ_{x}beta": f"activation_situ_{x}beta" for x in ("", "linear_")}
-        known = inspect.signature(FusedMoEConfig).parameters
-        options = {names[k]: v for k, v in options.items() if names[k] in known}
+        field_by_option = {"limit": "swiglu_limit", "alpha": "swiglu_alpha", "beta": "swiglu_beta"}
+        field_by_option |= {f"situ_{x}beta": f"activation_situ_{x}beta" for x in ("", "linear_")}
+        config_parameters = inspect.signature(FusedMoEConfig).parameters
+        options = {
+            field_by_option[k]: v
+            for k, v in options.items()
+            if field_by_option[k] in config_parameters
+        }
         with claim_gpu():
             return FusedMoEConfig(
                 num_experts=problem.experts,
@@ -438,9 +444,9 @@ class VllmEngine:
         except (ModularKernelError, NotJudgedError, UnavailableError):
             raise
         except Exception as error:
-            text = self.explain_unavailable(error)
-            if text is not None:
-                raise UnavailableError(text) from error
+            missing = self.explain_unavailable(error)
+            if missing is not None:
+                raise UnavailableError(missing) from error
             raise NotJudgedError(
                 f"conversion of the weights: {type(error).__name__}: {error}"
             ) from error
@@ -462,13 +468,23 @@ class VllmEngine:
         """Convert integers with a scale per group of a row."""
         oracle, weights = get_oracle("int_wna16"), source.weights
         backend = find_backend(oracle, source.cls, "TRITON")
-        words = weights.w1.view(torch.int32), weights.w2.view(torch.int32)
+        packed_weights = weights.w1.view(torch.int32), weights.w2.view(torch.int32)
         scales, biases = (weights.w1_scale, weights.w2_scale), (weights.b1, weights.b2)
         arguments = make_group_arguments(source.problem)
-        w13, w2, w13_scale, w2_scale, *others = oracle.convert_to_wna16_moe_kernel_format(
-            backend, make_module(source), arguments, None, *words, *scales, None, None, *biases
+        w13, w2, w13_scale, w2_scale, *other_tensors = oracle.convert_to_wna16_moe_kernel_format(
+            backend,
+            make_module(source),
+            arguments,
+            None,
+            *packed_weights,
+            *scales,
+            None,
+            None,
+            *biases,
         )
-        return make_group_layer(source.problem, (w13, w2), (w13_scale, w2_scale), others[-2:])
+        return make_group_layer(
+            source.problem, (w13, w2), (w13_scale, w2_scale), other_tensors[-2:]
+        )
 
     def explain_unavailable(self, error: BaseException) -> str | None:
         """Return the missing requirement that caused the error, or None if it has another cause."""
@@ -538,9 +554,7 @@ class GroupedRows(BatchedPrepareAndFinalize):  # type: ignore[misc]
 def _add_poison(experts: Any) -> SimpleNamespace:
     """Patch `experts` to fill its workspaces with NaN before each call.
 
-    Returns an object whose attribute `enabled` switches this on.
-
-    The output is part of a workspace.
+    The output is part of a workspace. Returns an object whose attribute `enabled` switches this on.
     """
     apply, state = experts.apply, SimpleNamespace(enabled=False)
     parameters = inspect.signature(apply)
@@ -598,9 +612,9 @@ def make_module(source: CheckpointLayer, **attributes: Any) -> Any:
     module.intermediate_size_per_partition = problem.intermediate
     module.activation, module.moe_config = config.activation, config
     for name in ("w1", "w2"):
-        theirs = "w13" if name == "w1" else name
+        vllm_name = "w13" if name == "w1" else name
         weight = torch.nn.Parameter(getattr(source.weights, name), requires_grad=False)
-        setattr(module, f"{theirs}_weight", weight)
+        setattr(module, f"{vllm_name}_weight", weight)
     for name, value in attributes.items():
         setattr(module, name, value)
     return module
@@ -626,14 +640,14 @@ def _convert_fp8(engine: VllmEngine, source: CheckpointLayer) -> Layer:
     scales = [weights.w1_scale, weights.w2_scale]
     if is_channel:
         scales = [scale[..., None] for scale in scales if scale is not None]
-    static = weights.a1_scale, weights.a2_scale
+    static_scales = weights.a1_scale, weights.a2_scale
     w13, w2, *scales = oracle.convert_to_fp8_moe_kernel_format(
-        backend, module, weights.w1, weights.w2, *scales, *static
+        backend, module, weights.w1, weights.w2, *scales, *static_scales
     )
     config = oracle.make_fp8_moe_quant_config(
         backend,
         *scales,
-        *static,
+        *static_scales,
         block_shape=module.weight_block_size if is_block else None,
         per_act_token_quant=is_channel,
         per_out_ch_quant=is_channel,

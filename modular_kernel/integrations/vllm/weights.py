@@ -55,9 +55,9 @@ def convert_biases(
     biases = {name: bias.detach() for name, bias in (("b1", b1), ("b2", b2)) if bias is not None}
     if len(biases) == 1:
         (bias,) = biases.values()
-        columns = {"b1": problem.w1_rows, "b2": problem.hidden}
-        (missing,) = columns.keys() - biases.keys()
-        zeros = bias.new_zeros(problem.e, columns[missing])
+        columns_by_name = {"b1": problem.w1_rows, "b2": problem.hidden}
+        (missing,) = columns_by_name.keys() - biases.keys()
+        zeros = bias.new_zeros(problem.e, columns_by_name[missing])
         biases[missing] = _keep_copy(missing, zeros, copies)
     return biases
 
