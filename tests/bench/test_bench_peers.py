@@ -111,7 +111,7 @@ def test_vllm_experts_accept_the_maximum_tokens(
     monkeypatch.setattr(peers, "import_module", lambda name: module)
     peer = peers.VllmExperts("vllm_cutlass", "fp8_w8a8_channel", "cutlass_moe", "CutlassExpertsFp8")
     peer.silu = None
-    moe_config = peer._moe_config(PROBLEM.with_tokens(4096))
+    moe_config = peer._make_moe_config(PROBLEM.with_tokens(4096))
     assert moe_config.options["max_num_tokens"] == 4096  # vLLM 0.26 refuses calls with more
     assert moe_config.options[fields(config)[0].name] == PROBLEM.intermediate
 
