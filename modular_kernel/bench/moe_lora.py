@@ -73,7 +73,7 @@ def benchmark_moe_lora(
     for sizes in branch_sizes:
         inputs = [_make_inputs(sizes, device, dtype, seed) for seed in range(_CALLS)]
         shapes = (sizes.tokens, sizes.hidden), (sizes.tokens, sizes.top_k)
-        fused = should_use_fused_kernel(*shapes, sizes.rank)
+        fused = should_use_fused_kernel(*shapes, sizes.rank, sizes.intermediate)
         for strategy in ("staged", "fused"):
             calls = [partial(run_moe_lora, *args, strategy=strategy) for args in inputs]  # type: ignore[arg-type]
             timing = time_calls(calls, device, target_ms=target_ms)

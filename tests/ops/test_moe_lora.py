@@ -138,14 +138,43 @@ def test_moe_lora_differs_from_merged_weights() -> None:
 
 
 def test_auto_uses_the_implementation_that_it_reports() -> None:
-    few, many = ((1, 2048), (1, 8)), ((256, 2048), (256, 8))
+    few, many = ((1, 2048), (1, 8), 16, 1024), ((256, 2048), (256, 8), 16, 1024)
     assert should_use_fused_kernel(*few)
     assert not should_use_fused_kernel(*many)
-    assert explain_strategy(*few) == "fused: 8 pairs x 8 blocks of H, fused up to 512"
+    formula = "8 pairs x 8 blocks of H x (1 + 3 I / H) = 160, fused up to 10500"
+    assert explain_strategy(*few) == f"fused: {formula}"
     assert explain_strategy(*many).startswith("staged: 2048 pairs x 8 blocks")
-    # At larger ranks, a program has fewer columns.
-    assert should_use_fused_kernel((8, 2048), (8, 8), 16)
-    assert not should_use_fused_kernel((8, 2048), (8, 8), 64)
+    large_rank = (*few[:2], 17, 1024)
+    assert not should_use_fused_kernel(*large_rank)
+    assert explain_strategy(*large_rank) == "staged: rank 17, fused up to 16"
+
+
+# (tokens, K, H, I, whether the fused kernel is faster). Measured on an H200 with ranks 8 and 16.
+MEASURED_CHOICES = (
+    (64, 8, 2048, 768, True),
+    (128, 8, 2048, 768, False),
+    (32, 6, 2048, 1408, True),
+    (128, 6, 2048, 1408, False),
+    (16, 2, 4096, 14336, True),
+    (32, 2, 4096, 14336, False),
+    (16, 8, 7168, 2048, True),
+    (64, 8, 7168, 2048, False),
+)
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "hidden", "intermediate", "fused"), MEASURED_CHOICES)
+@pytest.mark.parametrize("rank", [8, 16])
+def test_auto_chooses_the_faster_kernel(
+    tokens: int, top_k: int, hidden: int, intermediate: int, fused: bool, rank: int
+) -> None:
+    shapes = (tokens, hidden), (tokens, top_k)
+    assert should_use_fused_kernel(*shapes, rank, intermediate) is fused
+
+
+def test_without_an_intermediate_size_it_is_assumed_to_be_the_hidden_size() -> None:
+    shapes = (40, 2048), (40, 8)
+    assert should_use_fused_kernel(*shapes) is should_use_fused_kernel(*shapes, 16, 2048) is True
+    assert not should_use_fused_kernel(*shapes, 16, 6144)
 
 
 def test_auto_launches_one_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
