@@ -29,7 +29,7 @@ FLASHINFER = PackageProbe(
         ("fused_moe/core.py", "use_fused_finalize"),
     ),
     need="FlashInfer 0.6.16 or newer, with cutlass_fused_moe_workspace_size",
-    source="pip install flashinfer-python (tested with 0.7.2), and build its kernels before use",
+    source="pip install flashinfer-python==0.7.2, and build its kernels before use",
     version_file="_build_meta.py",
 )
 

@@ -16,8 +16,8 @@ FLASHINFER_ALL2ALL = PackageProbe(
         # Since 0.6.16, memory can be shared by file descriptors, without a fabric.
         ("comm/mnnvl.py", "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR"),
     ),
-    need="FlashInfer 0.6.16 or newer, with comm.MoeAlltoAll",
-    source="pip install flashinfer-python (written for 0.7.2)",
+    need="FlashInfer with comm.MoeAlltoAll: 0.6.16 to 0.7.2",
+    source="pip install flashinfer-python==0.7.2",
     version_file="_build_meta.py",
 )
 
