@@ -370,7 +370,7 @@ def test_wrong_choice_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     for corrupt in (torch.zeros_like, lambda out: out * float("nan"), lambda out: out.flip(0)):
         monkeypatch.setattr(
             benchmarker,
-            "_kernel",
+            "_build_kernel",
             lambda *_, corrupt=corrupt, **__: (
                 lambda x, w, r: corrupt(compute_reference(benchmarker, x, r))
             ),
@@ -393,7 +393,7 @@ def test_unchecked_rows_are_compared_with_another_choice(
         return out
 
     monkeypatch.setattr(
-        benchmarker, "_kernel", lambda *_, **__: lambda x, w, r: compute_wrong_row(x, r)
+        benchmarker, "_build_kernel", lambda *_, **__: lambda x, w, r: compute_wrong_row(x, r)
     )
     outcome = benchmarker.screen(17, LARGE_TILES)
     assert isinstance(outcome, Refusal)

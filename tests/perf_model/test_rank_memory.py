@@ -16,7 +16,7 @@ from modular_kernel.perf_model.memory import (
 from modular_kernel.spec.problem import Machine, Parallel, Problem
 from modular_kernel.tensors import BatchedShape, StandardShape
 from modular_kernel.workspace import workspace_bytes
-from prepare_finalize.pplx.part import _shape
+from prepare_finalize.pplx.part import _make_shape
 from prepare_finalize.symm_mem.group import align_up
 from prepare_finalize.symm_mem.launch import buffer_sections
 
@@ -32,7 +32,7 @@ def test_exchange_buffers_are_those_that_the_parts_allocate(quant: str, tokens: 
     problem = replace(DEEPSEEK, quant=quant, tokens=tokens)
     heap = 2 * sum(align_up(section.nbytes) for section in buffer_sections(problem).values())
     assert exchange_bytes("SymmMemPrepareAndFinalize", problem) == pytest.approx(heap, rel=0.03)
-    library = _shape(problem).device_bytes(8)
+    library = _make_shape(problem).device_bytes(8)
     whole = exchange_bytes("PplxPrepareAndFinalize", problem)
     batched = exchange_bytes("BatchedPrepareAndFinalize", problem)
     assert whole - batched == pytest.approx(library, rel=0.05)
