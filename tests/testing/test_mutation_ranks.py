@@ -147,8 +147,8 @@ def test_bitwise_comparison_finds_a_change_on_one_rank(coverage: Coverage, tmp_p
         (BY_HOSTS, "rendezvous/store_collectives",
          "received and self._store.check([self._make_key(rank)]):", "received:",
          "Timed out waiting"),
-        (BY_HOSTS, "host_then_rank/buffers", "flag_nbytes + index * call_nbytes",
-         "flag_nbytes", "expected right"),
+        (BY_HOSTS, "host_then_rank/buffers", "heap.view_sections(sections, index * nbytes)",
+         "heap.view_sections(sections, 0)", "expected right"),
         (BY_HOSTS, "host_then_rank/group", "            self.host_memory.destroy()",
          "            pass", "expected UnsupportedError"),
         (GATHERED, "common/torch_group", "max(time.monotonic() + _MIN_GRACE_S, started_s",
@@ -195,8 +195,8 @@ def test_drawn_problems_keep_ranks_without_tokens(coverage: Coverage) -> None:
 
 
 def test_refusing_a_valid_case_kills_the_mutant(coverage: Coverage, tmp_path: Path) -> None:
-    arguments = "CONTIGUOUS, padding="
-    changed = "CONTIGUOUS, world_sizes=(3, None), padding="
+    arguments = "STANDARD_REQUIREMENTS,\n        padding="
+    changed = "STANDARD_REQUIREMENTS,\n        world_sizes=(3, None),\n        padding="
     outcome = run_mutant_on_cases(arguments, changed, coverage, tmp_path)
     assert outcome.status == "refused"
     assert outcome.finding.startswith("3 valid cases, first AllGatherReduceScatter")
