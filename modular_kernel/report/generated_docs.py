@@ -27,6 +27,7 @@ from modular_kernel.report.mutation_page import (
     mutation_document,
     read_scores,
     read_second_sample,
+    survivors_document,
 )
 from modular_kernel.report.pages.document import (
     Block,
@@ -135,6 +136,9 @@ def render_files(catalog: Catalog, docs: Path) -> dict[Path, str]:
     Parts of other packages are omitted. Raises ConfigurationError if `docs` is not a folder.
     """
     _check_folder(docs)
+    scores, first_scores, studied_scores = (
+        read_scores(docs / folder) for folder in (_SCORES, _FIRST_SCORES, _STUDIED_SCORES)
+    )
     documents: dict[str, Document] = {
         "support-matrix.md": build_matrix_document(judge_all(select_built_in_parts(catalog))),
         "errors.md": build_errors_document(),
@@ -142,13 +146,16 @@ def render_files(catalog: Catalog, docs: Path) -> dict[Path, str]:
             read_records(docs / _BENCHMARK_RECORDS), cells=False
         ),
         "mutation-scores.md": mutation_document(
-            read_scores(docs / _SCORES),
+            scores,
             docs / _SOURCE_DEFECTS,
             docs / _MUTATION_NOTES,
             sorted(part.name for part in select_built_in_parts(catalog).parts),
-            read_scores(docs / _FIRST_SCORES),
-            read_scores(docs / _STUDIED_SCORES),
+            first_scores,
+            studied_scores,
             read_second_sample(docs / _SECOND_SAMPLE),
+        ),
+        "mutation-survivors.md": survivors_document(
+            scores, docs / _MUTATION_NOTES, first_scores, studied_scores
         ),
     }
     text_by_path = {

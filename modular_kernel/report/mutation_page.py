@@ -1,8 +1,9 @@
-"""The page of mutation scores (docs/mutation-scores.md), from records of `mk test --mutate`.
+"""The pages of mutation scores and of surviving mutants, from records of `mk test --mutate`.
 
-A mutant is a copy of the source with one small defect. The score of a part is the fraction of its
-mutants that the cases of `mk test` detect ("kill"). A fresh sample is a random selection of mutants
-with another seed. It is tested before cases are added for its mutants.
+The pages are docs/mutation-scores.md and docs/mutation-survivors.md. A mutant is a copy of the
+source with one small defect. The score of a part is the fraction of its mutants that the cases of
+`mk test` detect ("kill"). A fresh sample is a random selection of mutants with another seed. It is
+tested before cases are added for its mutants.
 """
 
 import json
@@ -119,7 +120,7 @@ def mutation_document(
     studied_scores: tuple[Record, ...] = (),
     second_scores: tuple[Record, ...] = (),
 ) -> Document:
-    """Build the document: tables of scores, method, surviving mutants, and handwritten defects.
+    """Build the page of scores: tables of scores, method, and handwritten defects.
 
     scores: records of `mk test --mutate PART --save`.
     defects: output file of tools/source_defects.py; may be missing.
@@ -144,7 +145,8 @@ def mutation_document(
         Text(
             "A mutant is a copy of the source with one small defect. The mutation score of a part "
             "is the fraction of its mutants that `mk test --level full` detects (kills). Unit "
-            "tests are not used, except for the scopes of `tools/mutation_scopes.json`."
+            "tests are not used, except for the scopes of `tools/mutation_scopes.json`. "
+            "[Surviving mutants](mutation-survivors.md) lists those that are not killed."
         ),
         Heading(2, "Results"),
         Table(_COLUMNS, [_make_score_row(score) for score in scores], numeric=_NUMERIC),
@@ -159,8 +161,31 @@ def mutation_document(
         ),
         Heading(2, "Method"),
         BulletList(_METHOD),
-        *_build_survivors_table(scores, note_texts),
         *_build_defects_section(defects, note_texts),
+    )
+
+
+def survivors_document(
+    scores: tuple[Record, ...],
+    notes: Path,
+    first_scores: tuple[Record, ...] = (),
+    studied_scores: tuple[Record, ...] = (),
+) -> Document:
+    """Build the page of mutants that are not killed: surviving ones and equivalent ones.
+
+    The arguments are those of `mutation_document`.
+    """
+    note_texts = json.loads(notes.read_text(encoding="utf-8")) if notes.is_file() else {}
+    studied_by_part = {record["part"]: record for record in studied_scores}
+    return (
+        Heading(1, "Surviving mutants"),
+        Text(
+            "The mutants that count as survivors in [Mutation scores](mutation-scores.md), and why "
+            "no case kills them."
+        ),
+        *_build_survivors_table(scores, note_texts),
+        *_build_first_survivors_table(first_scores, studied_by_part, note_texts),
+        *_build_exclusions_table(first_scores),
     )
 
 
@@ -229,8 +254,6 @@ def _build_fresh_samples_section(
         *_list_parts_without_fresh_sample(scores, (*first_scores, *second_scores)),
         *_make_note(note_texts, "fresh"),
         *_build_second_sample_section(first_scores, second_scores, note_texts),
-        *_build_first_survivors_table(first_scores, studied_by_part, note_texts),
-        *_build_exclusions_table(first_scores),
     )
 
 
@@ -351,7 +374,7 @@ def _build_first_survivors_table(
     if not rows:
         return ()
     columns = ("id", "place", "change", "part", "after study", "reason")
-    return (Heading(3, "Survivors of first runs"), Table(columns, rows))
+    return (Heading(2, "Fresh samples"), Table(columns, rows))
 
 
 def _build_exclusions_table(first_scores: tuple[Record, ...]) -> tuple[Block, ...]:
@@ -370,7 +393,7 @@ def _build_exclusions_table(first_scores: tuple[Record, ...]) -> tuple[Block, ..
     if not rows:
         return ()
     return (
-        Heading(3, "Equivalent mutants of fresh samples"),
+        Heading(2, "Equivalent mutants of fresh samples"),
         Text(
             "Proof: the number of random problems in which no bit differs, or of compiled forms of "
             "kernels with the same code."
@@ -425,7 +448,7 @@ def _build_survivors_table(
     if not rows:
         return ()
     return (
-        Heading(2, "Surviving mutants"),
+        Heading(2, "Scores"),
         Text(
             "A mutant in code that several parts share survives in each of them. `mk test "
             "--mutate PART --only ID` shows the change and runs it again. A mutant that looks "

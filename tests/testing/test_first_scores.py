@@ -14,6 +14,7 @@ from modular_kernel.report.mutation_page import (
     mutation_document,
     read_scores,
     read_second_sample,
+    survivors_document,
 )
 
 MISSING_PATH = Path("nothing")
@@ -60,9 +61,10 @@ def render_page(
     notes: Path = MISSING_PATH,
     second: tuple[dict[str, Any], ...] = (),
 ) -> str:
-    return render_markdown(
-        mutation_document(STUDIED, MISSING_PATH, notes, (), first, after, second), figures=""
-    )
+    """Return the page of scores, followed by the page of survivors."""
+    scores = mutation_document(STUDIED, MISSING_PATH, notes, (), first, after, second)
+    survivors = survivors_document(STUDIED, notes, first, after)
+    return render_markdown((*scores, *survivors), figures="")
 
 
 def table_rows(text: str, start: str) -> list[list[str]]:

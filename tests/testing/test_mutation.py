@@ -121,14 +121,18 @@ def mutant_ids(record: dict[str, Any]) -> set[str]:
     return {*record["died"], *(survivor["id"] for survivor in record["survivors"])}
 
 
-def test_the_page_shows_every_survivor_and_refuses_an_invalid_file(tmp_path: Path) -> None:
+def test_the_pages_show_every_survivor_and_refuse_an_invalid_file(tmp_path: Path) -> None:
     scores = ROOT / "docs/mutation"
     page = (ROOT / "docs/mutation-scores.md").read_text(encoding="utf-8")
-    before, _, after = page.partition("## Fresh samples")
-    fresh, _, rest = after.partition("## Method")
-    for folder, text in ((scores, before + rest), (scores / "first", fresh)):
+    survivors = (ROOT / "docs/mutation-survivors.md").read_text(encoding="utf-8")
+    before, _, fresh = page.partition("## Fresh samples")
+    of_scores, _, of_fresh_samples = survivors.partition("## Fresh samples")
+    for folder, table, text in (
+        (scores, before, of_scores),
+        (scores / "first", fresh, of_fresh_samples),
+    ):
         for record in read_scores(folder):
-            assert f"| `{record['part']}` |" in text
+            assert f"| `{record['part']}` |" in table
             for survivor in record["survivors"]:
                 # A mutant of a fresh sample may be equivalent for another part.
                 row, *others = (
