@@ -51,6 +51,7 @@ _SCHEMES = (
 # Tokens, columns, stride of the rows, dtype, and segments.
 _ROWS: tuple[tuple[Any, ...], ...] = (
     (1, 7168, 7168, torch.bfloat16),
+    (64, 32768, 32768, torch.bfloat16),  # more columns than a tile has
     (64, 2880, 2880, torch.bfloat16),
     (4096, 7168, 7168, torch.bfloat16),
     (4096, 7168, 7175, torch.bfloat16),  # rows that are not aligned to 16 bytes
@@ -70,7 +71,7 @@ def list_calls() -> Mapping[str, Callable[[], object]]:
         for rows in _ROWS
     }
     for scheme in ("fp8_w8a8_block", "fp8_w8a8_tensor"):
-        for rows in (_ROWS[2], _ROWS[-1]):
+        for rows in (_ROWS[3], _ROWS[-1]):
             name = f"quantize {scheme} {' '.join(map(str, rows))}, scales along rows"
             calls[name] = partial(_quantize, scheme, *rows, along_rows=True)
     for operation in (_number, _permute, _sort, _reduce, _activate):

@@ -285,7 +285,21 @@ def _place_pairs(space: IdSpace, *, has_map: bool) -> Tensors:
         }
         if use_triton(rows_TK):  # the kernels have no torch reference
             _check_totals(_make_routing(tokens, top_k, space, has_map=has_map), num_local)
+    _check_counts_without_tokens(_make_routing(0, 3, space, has_map=has_map), num_local)
     return written
+
+
+def _check_counts_without_tokens(routing: DispatchedRouting, num_local: int) -> None:
+    """Check that `assign_rows` writes counts of 0 if there are no tokens."""
+    counts_e = _make_unwritten(num_local, dtype=torch.int32)
+    assign_rows(
+        routing,
+        capacity=1,
+        row_of_pair_TK=torch.empty(routing.topk_ids_TK.shape, dtype=torch.int32, device=_CPU),
+        counts_e=counts_e,
+        scratch=_make_unwritten(*assign_rows_scratch(0, 3, num_local).shape, dtype=torch.int32),
+    )
+    assert not counts_e.any(), f"counts without tokens: {counts_e.tolist()}"
 
 
 def _check_totals(routing: DispatchedRouting, num_local: int) -> None:
