@@ -1,6 +1,6 @@
 """Makes plans record and replay interpreted launches, as they do with launches on a GPU.
 
-Rank processes import this file.
+Rank processes import this module.
 """
 
 import ctypes

@@ -1,6 +1,7 @@
 """Program of tests/core/test_replayed_launch.py, run with a stand-in for libcuda.so.1.
 
-It launches kernels compiled for sm_90 with Triton's launcher, and then replays a recording.
+The program launches kernels compiled for sm_90 with Triton's launcher, and then replays a recording
+of these launches.
 """
 
 import ctypes
@@ -62,9 +63,9 @@ class Device(NoDevice):
 
 @triton.jit
 def plain_kernel(x_ptr, out_ptr, rows, factor, wide, flag, none_ptr, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + at, mask=(at < rows) & flag, other=0.0)
-    tl.store(out_ptr + at + wide, x * factor, mask=at < rows)
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offsets, mask=(offsets < rows) & flag, other=0.0)
+    tl.store(out_ptr + offsets + wide, x * factor, mask=offsets < rows)
 
 
 @gluon.jit
@@ -82,7 +83,7 @@ def boxes_kernel(x_desc, out_ptr, rows, SIZE: gl.constexpr, num_warps: gl.conste
 
 
 def set_parameter_sizes(sizes: tuple[int, ...]) -> None:
-    """Set the parameter sizes of the next kernels, in bytes; two scratch pointers follow."""
+    """Set the parameter sizes of later kernels, in bytes, without the two scratch pointers."""
     sizes += (8, 8)
     (ctypes.c_int * 64).in_dll(stand_in, "parameter_bytes")[: len(sizes)] = sizes
     ctypes.c_int.in_dll(stand_in, "parameter_count").value = len(sizes)
@@ -108,7 +109,7 @@ def launch_both(first: list[torch.Tensor], second: list[torch.Tensor], call: Any
     """
     with recording.record_launches(first) as recorder:
         call(*first)
-    before = last_launch()["number"] - 1
+    num_earlier_launches = last_launch()["number"] - 1
     triton_first = last_launch()
     call(*second)
     triton_second = last_launch()
@@ -120,7 +121,7 @@ def launch_both(first: list[torch.Tensor], second: list[torch.Tensor], call: Any
         recorded.replay(5, [tensor.data_ptr() for tensor in tensors])
         replayed.append(last_launch())
     for launched in (triton_first, triton_second, *replayed):
-        launched["number"] -= before
+        launched["number"] -= num_earlier_launches
     return {"triton": [triton_first, triton_second], "replayed": replayed}
 
 
@@ -144,7 +145,7 @@ def launch_boxes(x: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def main() -> dict[str, Any]:
-    # The stand-in only has the functions that are called, so symbols must be resolved lazily.
+    # The stand-in lacks functions that are not called, so symbols must be resolved lazily.
     sys.setdlopenflags(os.RTLD_LAZY)
     triton.runtime.driver.set_active(Device())
     torch.cuda.current_device = lambda: 0
@@ -161,11 +162,11 @@ def main() -> dict[str, Any]:
     )
     set_parameter_sizes((*MAP, 8, 4))
     results["boxes"] = launch_both(first, second, launch_boxes)
-    return {**results, **refusals()}
+    return {**results, **list_refusals()}
 
 
-def refusals() -> dict[str, str]:
-    """Return the reasons why launches are not replayed. Each changes one field of the kernel."""
+def list_refusals() -> dict[str, str]:
+    """Return the reasons why launches are not replayed, with one field of the kernel changed."""
     replayable = SimpleNamespace(
         target=SimpleNamespace(backend="cuda"),
         num_ctas=1,

@@ -14,11 +14,11 @@ ROWS = {
 }  # fmt: skip
 # Numbers of hosts for which internode kernels are compiled. They differ from those in ROWS.
 HOSTS = 2, 4, 8, 16, 18, 20
-METADATA_BYTES = 8 + 128 * 4 + 128 * 8 + 128 * 4  # bytes: source, ids, weights and scales of a row
+METADATA_BYTES = 8 + 128 * 4 + 128 * 8 + 128 * 4  # source, ids, weights and scales of a row
 
 
 class Config:
-    """A configuration of dispatch, or of combine, which needs larger buffers."""
+    """A configuration of dispatch or combine. Combine needs larger buffers."""
 
     def __init__(self, num_sms, ranks, combine):
         assert ranks in ROWS, f"Unsupported number of EP ranks: {ranks}"
@@ -38,7 +38,7 @@ class Config:
 
 
 class Buffer:
-    """A buffer.
+    """A communication buffer.
 
     peers: number of ranks per host. made: number of ranks and arguments of each buffer that this
     process created.
@@ -135,11 +135,11 @@ class Buffer:
             assert tensor.is_contiguous()
         assert topk_weights.dtype == torch.float32
         rows, ids, weights, places = rows_by_rank(x, topk_idx, topk_weights, self.experts, 0.0)
-        number = num_worst_tokens or len(ids)
-        padded = [pad_rows(part, number) for part in (rows if isinstance(x, tuple) else (rows,))]
+        num_rows = num_worst_tokens or len(ids)
+        padded = [pad_rows(part, num_rows) for part in (rows if isinstance(x, tuple) else (rows,))]
         received = tuple(padded) if isinstance(x, tuple) else padded[0]
-        ids, weights = pad_rows(ids, number, -1), pad_rows(weights, number)
-        handle = places, len(topk_idx), number
+        ids, weights = pad_rows(ids, num_rows, -1), pad_rows(weights, num_rows)
+        handle = places, len(topk_idx), num_rows
         return received, ids, weights, [], handle, Event(async_finish)
 
     def combine(self, x, handle, config=None):

@@ -43,11 +43,11 @@ class AllToAll:
         for scale in (out_expert_x_scale, dp_x_scale):
             assert (0 if scale is None else scale.shape[-1]) == self.scales, "read or written past"
         out = [t for t in (out_expert_x, out_expert_x_scale) if t is not None]
-        parts = [t for t in (dp_x, dp_x_scale) if t is not None]
-        for into in out:
-            into.copy_(torch.full(into.shape, torch.nan).to(into.dtype))
+        payloads = [t for t in (dp_x, dp_x_scale) if t is not None]
+        for rows in out:
+            rows.copy_(torch.full(rows.shape, torch.nan).to(rows.dtype))
         self.places = rows_by_expert(
-            tuple(parts), indices.to(torch.int64), self.experts, out, out_expert_num_tokens
+            tuple(payloads), indices.to(torch.int64), self.experts, out, out_expert_num_tokens
         )
 
     def combine(self, out_tokens, indices, weights, expert_y, bound_m, do_send=True, do_recv=True):
