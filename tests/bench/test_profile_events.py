@@ -1,4 +1,4 @@
-"""Stage times from traces. Device time counts once, for the innermost range of its launch."""
+"""Stage times from traces. Device time counts once, in the innermost range around its launch."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def test_device_time_of_a_stage_is_that_of_its_launches() -> None:
     assert {time.stage: time for time in call.times} == {
         stages.CALL: StageTime(stages.CALL, 1, 25.0, 0.0, 0),
         stages.PREPARE: StageTime(stages.PREPARE, 1, 5.0, 0.0, 0),
-        # 5 us are of work from before the call
+        # 5 us of the kernel overlap with work that was launched before the call.
         stages.SORT: StageTime(stages.SORT, 1, 10.0, 5.0, 1),
         stages.EXPERTS: StageTime(stages.EXPERTS, 1, 30.0, 30.0, 1),
         stages.GATHER_GEMM1: StageTime(stages.GATHER_GEMM1, 1, 20.0, 1100.0, 2),
@@ -83,7 +83,7 @@ def test_launches_of_other_threads_belong_to_the_open_stage() -> None:
     assert UNATTRIBUTED not in times
 
 
-def test_median_call_of_several() -> None:
+def test_median_call_is_selected() -> None:
     events = []
     for number, dur in enumerate((50, 10, 30)):
         start = number * 1000
@@ -100,7 +100,7 @@ def test_median_call_of_several() -> None:
 
 
 def test_parts_without_stages_have_default_stages() -> None:
-    """Prepare launches nothing, and finalize has a stage. They therefore do not become stages."""
+    """Only experts become a stage: prepare launches nothing, and finalize has a stage already."""
     ranges = [
         range_event(stages.CALL, 0, 100),
         range_event(stages.PREPARE, 0, 10),

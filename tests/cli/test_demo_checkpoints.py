@@ -1,4 +1,4 @@
-"""Quantized checkpoints of `mk demo`. Only correct layers have errors within the bound."""
+"""Quantized checkpoints of `mk demo`: only correct layers have errors within the bound."""
 
 import pytest
 import torch
