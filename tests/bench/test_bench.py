@@ -54,8 +54,8 @@ class Reference(Layer):
     def call(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
         self.calls += 1
         out = rounded_reference(x_TH, self.weights, routing, self.problem).to(x_TH.dtype)
-        changed = self.defect(out, x_TH) if self.defect else None
-        return out if changed is None else changed
+        defective_out = self.defect(out, x_TH) if self.defect else None
+        return out if defective_out is None else defective_out
 
 
 def make_candidate(layer: Layer, origin: str = "peer") -> Candidate:
@@ -382,7 +382,7 @@ def test_best_peer_has_the_same_case_and_operands() -> None:
     assert ratios == [2.0, pytest.approx(20 / 15), 1.0, None, 1.0, 1.0, 1.0, None]
 
 
-def test_json_round_trip(tmp_path: Path) -> None:
+def test_reports_survive_a_json_round_trip(tmp_path: Path) -> None:
     report = Report(
         ENVIRONMENT,
         PEAKS,
@@ -398,9 +398,9 @@ def test_json_round_trip(tmp_path: Path) -> None:
     assert Report.from_json(report_of_run.to_json()) == report_of_run
     assert json.loads(report_of_run.to_json())["rows"][1]["error"] is None
     assert {f.name for f in fields(Row)} == set(json.loads(report_of_run.to_json())["rows"][0])
-    for other in ('{"schema": "mk-bench/0"}', "[]", "{}"):
+    for invalid_text in ('{"schema": "mk-bench/0"}', "[]", "{}"):
         with pytest.raises(ConfigurationError, match="mk-bench/1"):
-            Report.from_json(other)
+            Report.from_json(invalid_text)
 
 
 def test_markdown_has_a_line_per_case_and_a_column_per_layer() -> None:
@@ -425,7 +425,7 @@ def test_markdown_has_a_line_per_case_and_a_column_per_layer() -> None:
     assert any("4.8," in line for line in lines)
 
 
-def test_text_table_and_summary() -> None:
+def test_text_table_and_summary_have_the_ratios() -> None:
     ours = make_row("A", 30.0, "ours"), make_row("A", 40.0, "ours", tokens=16)
     peers = make_row("p", 20.0), make_row("p", 20.0, tokens=16), make_row("bad", None)
     rows = add_peer_ratios([*ours, *peers])

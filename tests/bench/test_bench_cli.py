@@ -119,24 +119,24 @@ def test_loaded_record_is_shown_and_plotted(mk: Mk, load: Mk, tmp_path: Path) ->
     assert loaded.out.splitlines()[:-1] == first.out.splitlines()[:-1]
     assert path.read_bytes()[:4] == b"\x89PNG"
     for text in ("{}", "broken", None):
-        other = tmp_path / "other.json"
+        record_path = tmp_path / "other.json"
         if text is not None:
-            other.write_text(text, encoding="utf-8")
-        result = load(str(other if text is not None else tmp_path / "absent.json"))
+            record_path.write_text(text, encoding="utf-8")
+        result = load(str(record_path if text is not None else tmp_path / "absent.json"))
         assert result.code == 2
         assert result.out == ""
 
 
 @pytest.mark.parametrize(
-    "other", [("--prepared",), ("--tokens", "3"), ("--experts-type", "TorchExperts")], ids=str
+    "option", [("--prepared",), ("--tokens", "3"), ("--experts-type", "TorchExperts")], ids=str
 )
 def test_options_that_load_would_ignore_are_refused(
-    load: Mk, tmp_path: Path, other: tuple[str, ...]
+    load: Mk, tmp_path: Path, option: tuple[str, ...]
 ) -> None:
     (tmp_path / "empty.json").touch()
-    result = load(str(tmp_path / "empty.json"), *other)
+    result = load(str(tmp_path / "empty.json"), *option)
     assert result.code == 2
-    assert f"{other[0]}: got {other[0]} together with --load, need only one" in result.err
+    assert f"{option[0]}: got {option[0]} together with --load, need only one" in result.err
 
 
 def test_plot_without_matplotlib_is_refused_first(
@@ -149,7 +149,7 @@ def test_plot_without_matplotlib_is_refused_first(
     assert result.out == ""
 
 
-def test_exit_codes(mk: Mk, tmp_path: Path) -> None:
+def test_wrong_or_refused_layers_exit_with_1(mk: Mk, tmp_path: Path) -> None:
     inaccurate = mk(*TINY, "--tokens", "3", "--peer", str(write_peer_file(tmp_path, factor=1.1)))
     assert inaccurate.code == 1
     assert "WRONG" in inaccurate.out

@@ -118,8 +118,8 @@ def test_class_name_selects_its_candidates() -> None:
 
 def test_schemes_whose_scales_engines_change_are_not_timed() -> None:
     assert all(can_time(q) for q in ("none", "fp8_w8a8_block", "int8_w8a8_channel", "mxfp4_w4a16"))
-    changed = "fp8_w8a8_tensor:static=true", "int4_w4a16_group", "int8_w8a16_group", "nvfp4_w4a16"
-    assert not any(map(can_time, changed))
+    quants = "fp8_w8a8_tensor:static=true", "int4_w4a16_group", "int8_w8a16_group", "nvfp4_w4a16"
+    assert not any(map(can_time, quants))
 
 
 def test_missing_activation_is_refused() -> None:

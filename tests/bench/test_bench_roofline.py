@@ -170,7 +170,7 @@ def expert_shares(kind: str, seed: int = 0) -> list[float]:
     return sorted((counts / 4000).tolist(), reverse=True)
 
 
-def test_load_of_each_kind_of_routing() -> None:
+def test_load_depends_on_the_kind_of_routing() -> None:
     assert max(expert_shares("uniform")) < 2 / 16 * 1.3
     shares = expert_shares("hot1")
     assert shares[0] == 1.0

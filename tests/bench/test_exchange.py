@@ -223,7 +223,7 @@ def test_max_row_error_is_the_error_of_the_worst_row() -> None:
     assert max_row_error(out, x) == max_row_error(x[:2], x) == float("inf")
 
 
-def test_dequantize_with_scales_of_groups_rows_and_tensors() -> None:
+def test_dequantize_applies_scales_of_groups_rows_and_tensors() -> None:
     rows = torch.ones(2, 6)
     by_group = dequantize(rows, torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 4)
     assert by_group.tolist() == [[1, 1, 1, 1, 2, 2], [3, 3, 3, 3, 4, 4]]
@@ -258,9 +258,7 @@ SIZES = ("--hidden", "128", "--experts", "8", "--top-k", "2", "--tokens-list", "
 FEW_REPEATS = ("--replays", "2", "--rounds", "2", "--backend", "gloo")
 
 
-def test_parts_and_peers_on_the_command_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_times_parts_and_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record, merged_record, page = tmp_path / "one.json", tmp_path / "both.json", tmp_path / "doc.md"
     peer = ("--peer", str(ROOT / "tools" / "exchange_peers.py"))
     assert mk(*SIZES, *FEW_REPEATS, *peer, "--json", str(record)) == 0
@@ -325,7 +323,7 @@ SINGLE_RANK = RankContext(0, 1, None, torch.device("cpu"))
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block", "fp8_w8a8_channel"])
 @pytest.mark.parametrize("name", ["BatchedPrepareAndFinalize", "MoEPrepareAndFinalizeNoEP"])
-def test_identity_experts_of_both_formats(name: str, quant: str) -> None:
+def test_identity_experts_return_the_inputs(name: str, quant: str) -> None:
     cell = ExchangeCase(1, 7, 9, hidden=256, experts=6, top_k=3, quant=quant)
     transport = PartTransport(name, this_machine())
     assert transport.refusal(cell) == ""

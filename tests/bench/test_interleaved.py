@@ -216,7 +216,7 @@ def test_our_layers_pass_the_check(quant: str) -> None:
         ("GroupedGemmExperts", "torch"),
     ],
 )
-def test_gemm_library_of_each_part(experts: str, library: str) -> None:
+def test_parts_name_the_library_of_their_gemms(experts: str, library: str) -> None:
     assert get_gemm_library(experts) == library
 
 

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from trace_events import call_events, device_event
+from trace_events import make_call_events, make_device_event
 
 from modular_kernel.cli.output import to_json_types
 from modular_kernel.measure.records import INTERPRETER
@@ -28,7 +28,7 @@ VOID_TAGS = {"meta", "br"}
 def make_sample_profile(
     *pairs: str, ranks: int = 1, trace: Trace | None = None, machine: Machine = GPU
 ) -> Profile:
-    """Return a profile with the sample call of `call_events` for each pair.
+    """Return a profile with the sample call of `make_call_events` for each pair.
 
     In the sample call, the times of the stages add up to 1505 us. The GPU is used for 1550 us, from
     the start of the first kernel to the end of the last. The end-to-end time is 1500 us.
@@ -58,7 +58,7 @@ def make_sample_profile(
         for rank in range(ranks)
     ]  # fmt: skip
     job = ProfileJob((("A", "B"),) * len(pairs), PROBLEM, machine, RoutingKind("uniform"), 1, ())
-    sample_trace = trace or {"traceEvents": call_events()}
+    sample_trace = trace or {"traceEvents": make_call_events()}
     merged = [Path("all.trace.json") if ranks > 1 else None for _ in pairs]
     return make_profile(job, records, [[sample_trace] * ranks for _ in pairs], merged)
 
@@ -130,7 +130,7 @@ def test_missing_measurements_are_noted() -> None:
     missing = " ".join(make_sample_profile("A x B", machine=cpu).missing)
     assert "No GPU was traced" in missing
     assert "ran in the interpreter" in missing
-    without_launch = {"traceEvents": [*call_events(), device_event("whose", 1710, 5, 77)]}
+    without_launch = {"traceEvents": [*make_call_events(), make_device_event("whose", 1710, 5, 77)]}
     assert "5.0 us of device work has no launch" in " ".join(
         make_sample_profile("A x B", trace=without_launch).missing
     )
@@ -172,7 +172,7 @@ class _PageChecker(HTMLParser):
 @pytest.mark.parametrize("pairs", [("A x <B>",), ("A x <B>", "C x D")])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_page_is_well_formed_and_self_contained(pairs: tuple[str, ...], ranks: int) -> None:
-    late_events = [event | {"ts": event.get("ts", 0) + 1e9} for event in call_events()]
+    late_events = [event | {"ts": event.get("ts", 0) + 1e9} for event in make_call_events()]
     page = html.render_page(
         make_sample_profile(*pairs, ranks=ranks, trace={"traceEvents": late_events})
     )

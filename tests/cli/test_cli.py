@@ -226,7 +226,7 @@ def test_check_exits_with_1_if_no_pair_is_valid(mk: Mk) -> None:
         ("--device cpu --packages triton,ml_dtypes", []),
     ],
 )
-def test_check_for_another_machine(mk: Mk, args: str, rules: list[str]) -> None:
+def test_check_judges_pairs_for_another_machine(mk: Mk, args: str, rules: list[str]) -> None:
     pair = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TritonExperts")
     result = mk("check", *pair, *args.split(), "--json")
     assert [rejection["rule"] for rejection in result.json["rejections"]] == rules

@@ -189,10 +189,10 @@ def test_model_sets_the_problem_and_options_override_it(
     problem = parse_problem("--model", model, monkeypatch=monkeypatch)
     assert str(problem) == MODEL_PROBLEMS[model]
     options = ("--model", model, "--hidden", "96", "--no-bias")
-    changed = parse_problem(*options, monkeypatch=monkeypatch)
-    assert changed == replace(problem, hidden=96, bias=False)
-    changed = parse_problem("--model", model, "--quant", "none", monkeypatch=monkeypatch)
-    assert changed == replace(problem, quant="none")
+    overridden = parse_problem(*options, monkeypatch=monkeypatch)
+    assert overridden == replace(problem, hidden=96, bias=False)
+    overridden = parse_problem("--model", model, "--quant", "none", monkeypatch=monkeypatch)
+    assert overridden == replace(problem, quant="none")
 
 
 def test_command_of_a_case_reproduces_it(monkeypatch: pytest.MonkeyPatch) -> None:

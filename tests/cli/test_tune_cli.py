@@ -62,7 +62,6 @@ HAS_GPU = torch.cuda.is_available()
 def mk(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Mk:
     """Run `mk tune` in this process; return the exit code, stdout and stderr."""
     monkeypatch.setenv("MK_CONFIG_DIR", str(tmp_path / "config"))
-
     return partial(run_mk, capsys, "tune")
 
 
@@ -273,7 +272,7 @@ def test_progress_prints_a_line_per_token_count(capsys: pytest.CaptureFixture[st
     assert "256 tokens: nothing ran: error 1 > 2" in err
 
 
-def test_text_and_record_of_a_tuned_layer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tuned_layer_is_printed_and_recorded(capsys: pytest.CaptureFixture[str]) -> None:
     layer = make_small_layer()
     print_text(layer, TUNED, [512])
     text = capsys.readouterr().out
@@ -283,9 +282,9 @@ def test_text_and_record_of_a_tuned_layer(capsys: pytest.CaptureFixture[str]) ->
     assert "not tuned: 512 tokens" in text
     record = make_record(layer, TUNED, [512])
     tuned: Any = record["tuned"]
-    assert [entry["us"] for entry in tuned] == [pytest.approx(80.0)] * 2 + [None]
+    assert [row["us"] for row in tuned] == [pytest.approx(80.0)] * 2 + [None]
     assert tuned[2]["wrong"] == [str(LARGE_TILES)]
-    assert [entry["tried"] for entry in tuned] == [2, 1, 0]
+    assert [row["tried"] for row in tuned] == [2, 1, 0]
     assert record["left"] == [512]
     json.dumps({**record, "problem": str(layer.problem)}, allow_nan=False)
     print_text(layer, [], [])

@@ -65,26 +65,28 @@ class Layout:
     def fused(self) -> bool:
         return self.gated and len(self.gate_up) == 1
 
-    def name_tensors(self, stored: dict[str, list[StoredMatrix]]) -> dict[str, torch.Tensor]:
+    def name_tensors(
+        self, matrices_by_name: dict[str, list[StoredMatrix]]
+    ) -> dict[str, torch.Tensor]:
         """Return the tensors of a layer by name, given the matrices of each expert."""
         tensors = {}
-        for name, experts in stored.items():
-            for kind in experts[0].tensors:
-                values = [matrix.tensors[kind].clone() for matrix in experts]
+        for name, experts in matrices_by_name.items():
+            for suffix in experts[0].tensors:
+                values = [matrix.tensors[suffix].clone() for matrix in experts]
                 if self.style == "modules":
-                    tensors |= {f"{e}.{name}.{kind}": value for e, value in enumerate(values)}
+                    tensors |= {f"{e}.{name}.{suffix}": value for e, value in enumerate(values)}
                     continue
                 stack = torch.stack(values)
                 if name in self.transposed and stack.dim() > 2:
                     stack = stack.transpose(1, 2).contiguous()
                 stack = stack.flatten(0, 1) if self.flat and stack.dim() > 1 else stack
-                tensors[self._stacked_name(name, kind)] = stack
+                tensors[self._stacked_name(name, suffix)] = stack
         return {f"{self.block}.{name}": tensor for name, tensor in tensors.items()}
 
-    def _stacked_name(self, name: str, kind: str) -> str:
+    def _stacked_name(self, name: str, suffix: str) -> str:
         if self.style == "stacked modules":
-            return f"{name}.{kind}"
-        return name if kind == "weight" else f"{name}_{kind}"
+            return f"{name}.{suffix}"
+        return name if suffix == "weight" else f"{name}_{suffix}"
 
 
 _GATE_UP, _DOWN, _STACK = ("gate_up_proj",), "down_proj", "stacked parameters"
@@ -330,9 +332,9 @@ def write_row(folder: Path, row: Values) -> Written:
     tensors: dict[str, torch.Tensor] = {}
     g = torch.Generator().manual_seed(3)
     for layer in range(row["layers"]):
-        stored = _make_matrices(row, g)
-        named = layout.name_tensors(stored)
-        tensors |= {f"{family.layer_prefix}{layer}.{name}": t for name, t in named.items()}
+        matrices_by_name = _make_matrices(row, g)
+        layer_tensors = layout.name_tensors(matrices_by_name)
+        tensors |= {f"{family.layer_prefix}{layer}.{name}": t for name, t in layer_tensors.items()}
     sizes = EXPERTS, TOP_K, row["intermediate"], HIDDEN
     config = family.config(row["family"], sizes) | {"torch_dtype": "bfloat16"}
     if row["method"] != "none":
@@ -341,18 +343,23 @@ def write_row(folder: Path, row: Values) -> Written:
     (folder / "config.json").write_text(json.dumps(config))
     save(folder, tensors, row["files"])
     w1 = torch.stack(
-        [_put_gate_first(layout, *m) for m in _values_by_expert(stored, layout.gate_up)]
+        [
+            _put_gate_first(layout, *projections)
+            for projections in _values_by_expert(matrices_by_name, layout.gate_up)
+        ]
     )
-    w2 = torch.stack([matrix.values for matrix in stored[layout.down]])
+    w2 = torch.stack([matrix.values for matrix in matrices_by_name[layout.down]])
     b1 = b2 = None
     if row["bias"]:
-        by_expert = zip(*(_biases_of(stored, name) for name in layout.gate_up), strict=True)
-        b1 = torch.stack([_put_gate_first(layout, *biases) for biases in by_expert])
-        b2 = torch.stack(_biases_of(stored, layout.down))
+        biases_by_expert = zip(
+            *(_biases_of(matrices_by_name, name) for name in layout.gate_up), strict=True
+        )
+        b1 = torch.stack([_put_gate_first(layout, *biases) for biases in biases_by_expert])
+        b2 = torch.stack(_biases_of(matrices_by_name, layout.down))
     scaling = next((value for key, value in family.extra_config.items() if "scal" in key), 1.0)
     format_ = CHECKPOINT_FORMATS[METHODS[row["method"]].format_name]
     sample = Sample(folder, config, format_, family, w1, w2, b1, b2, TOP_K, scaling)
-    return Written(sample, _stack_input_scales(stored, layout))
+    return Written(sample, _stack_input_scales(matrices_by_name, layout))
 
 
 # Name of a tensor with the scale of inputs -> whether the tensor holds the reciprocal.
@@ -365,31 +372,31 @@ def _make_matrices(row: Values, g: torch.Generator) -> dict[str, list[StoredMatr
     rows = row["intermediate"] * (2 if layout.fused else 1)
     sizes = {name: (rows, HIDDEN, 1.0 + 0.7 * i) for i, name in enumerate(layout.gate_up)}
     sizes[layout.down] = (HIDDEN, row["intermediate"], 1.0)
-    stored = {}
+    matrices_by_name = {}
     for name, (n, k, gain) in sizes.items():
-        stored[name] = [make(n, k, g, gain) for _ in range(EXPERTS)]
-        for e, matrix in enumerate(stored[name]):
+        matrices_by_name[name] = [make(n, k, g, gain) for _ in range(EXPERTS)]
+        for e, matrix in enumerate(matrices_by_name[name]):
             if row["bias"]:
                 matrix.tensors["bias"] = torch.randn(n, generator=g).bfloat16()
             for scale, divides in _INPUT_SCALES.items():
                 if scale in matrix.tensors:
-                    factor = 1 + (7 * e + 3 * len(stored)) % 5 / 8
+                    factor = 1 + (7 * e + 3 * len(matrices_by_name)) % 5 / 8
                     # relu2 squares the input of w2, which therefore needs a larger scale.
                     factor *= 8 if name == layout.down and not layout.gated else 1
                     matrix.tensors[scale] = matrix.tensors[scale] * (
                         1 / factor if divides else factor
                     )
-    return stored
+    return matrices_by_name
 
 
 def _values_by_expert(
-    stored: dict[str, list[StoredMatrix]], names: tuple[str, ...]
+    matrices_by_name: dict[str, list[StoredMatrix]], names: tuple[str, ...]
 ) -> list[list[torch.Tensor]]:
-    return [[stored[name][e].values for name in names] for e in range(EXPERTS)]
+    return [[matrices_by_name[name][e].values for name in names] for e in range(EXPERTS)]
 
 
-def _biases_of(stored: dict[str, list[StoredMatrix]], name: str) -> list[torch.Tensor]:
-    return [matrix.tensors["bias"].double() for matrix in stored[name]]
+def _biases_of(matrices_by_name: dict[str, list[StoredMatrix]], name: str) -> list[torch.Tensor]:
+    return [matrix.tensors["bias"].double() for matrix in matrices_by_name[name]]
 
 
 def _put_gate_first(layout: Layout, *projections: torch.Tensor) -> torch.Tensor:
@@ -398,14 +405,14 @@ def _put_gate_first(layout: Layout, *projections: torch.Tensor) -> torch.Tensor:
 
 
 def _stack_input_scales(
-    stored: dict[str, list[StoredMatrix]], layout: Layout
+    matrices_by_name: dict[str, list[StoredMatrix]], layout: Layout
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     by_projection = []
     for names in (layout.gate_up, (layout.down,)):
         scales = [
-            [matrix.tensors[kind].double().reshape(()) ** (-1 if divides else 1)
-             for name in names for matrix in (stored[name][e],)
-             for kind, divides in _INPUT_SCALES.items() if kind in matrix.tensors]
+            [matrix.tensors[scale_name].double().reshape(()) ** (-1 if divides else 1)
+             for name in names for matrix in (matrices_by_name[name][e],)
+             for scale_name, divides in _INPUT_SCALES.items() if scale_name in matrix.tensors]
             for e in range(EXPERTS)
         ]  # fmt: skip
         if not scales[0]:

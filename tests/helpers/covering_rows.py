@@ -97,9 +97,9 @@ def _neighbors(
     for values in accepted:
         for axis in axes:
             for value in axis.values:
-                changed = values | {axis.name: value}
-                if value != values[axis.name] and not list_conflicts(changed):
-                    yield changed
+                neighbor = values | {axis.name: value}
+                if value != values[axis.name] and not list_conflicts(neighbor):
+                    yield neighbor
 
 
 def _rows_of_rule(
@@ -110,7 +110,7 @@ def _rows_of_rule(
         values
         for values in candidates
         if rule.applies(values)
-        and not any(other.applies(values) for other in refusals if other is not rule)
+        and not any(other_rule.applies(values) for other_rule in refusals if other_rule is not rule)
     ]
     uncovered = {item for values in only_this_rule for item in values.items()}
     while uncovered:

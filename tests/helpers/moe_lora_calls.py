@@ -162,12 +162,12 @@ def replace_ids(call: Call, ids: torch.Tensor) -> Call:
     return replace(call, ids=ids)
 
 
-def replace_info(call: Call, **changed: Any) -> Call:
+def replace_info(call: Call, **fields: Any) -> Call:
     """Replace fields of the batch info. Lists are converted to int32 tensors on the device."""
     tensors = {
         name: torch.tensor(value, dtype=torch.int32, device=DEVICE)
         if isinstance(value, list)
         else value
-        for name, value in changed.items()
+        for name, value in fields.items()
     }
     return replace(call, info=replace(call.info, **tensors))

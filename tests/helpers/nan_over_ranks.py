@@ -62,7 +62,7 @@ def cases(exchange: str, quant: str) -> Iterator[tuple[Problem, tuple[str, ...]]
     yield on_input, ("x", "topk_weights")
 
 
-def calls_on_rank(
+def make_calls_on_rank(
     rank: int, _world: int, group: object, exchange: str, quant: str, in_torch: bool
 ) -> Counts:
     """Make all calls of an exchange and a scheme on one rank of a RankPool."""
@@ -122,7 +122,7 @@ def run(pool: RankPool, exchange: str, quant: str, *, in_torch: bool) -> Counts:
     in_torch: operations run in plain torch, even where Triton's interpreter is on.
     """
     total = Counts()
-    for counts in pool.run(calls_on_rank, exchange, quant, in_torch, timeout=300):
+    for counts in pool.run(make_calls_on_rank, exchange, quant, in_torch, timeout=300):
         total.kernels += counts.kernels
         total.calls += counts.calls
         total.schemes |= counts.schemes

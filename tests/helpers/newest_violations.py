@@ -15,9 +15,9 @@ from typing import Any
 KNOWN = ({"kernel": "gemv_gate_up_kernel", "INPUT_QUANT": "group", "num_warps": 2},)
 
 
-def is_known(record: dict[str, Any], known: dict[str, Any]) -> bool:
+def is_known(record: dict[str, Any], regression: dict[str, Any]) -> bool:
     values = {**record, **record["config"]}
-    return all(values.get(name) == value for name, value in known.items())
+    return all(values.get(name) == value for name, value in regression.items())
 
 
 def errors(compiled: dict[str, Any]) -> list[str]:
@@ -27,7 +27,7 @@ def errors(compiled: dict[str, Any]) -> list[str]:
         violation
         for kernel in violating
         for violation in kernel["violations"]
-        if not any(is_known(kernel["record"], known) for known in KNOWN)
+        if not any(is_known(kernel["record"], regression) for regression in KNOWN)
     ]
     messages += [
         f"no case launches {skipped['kernel']}"
@@ -36,9 +36,11 @@ def errors(compiled: dict[str, Any]) -> list[str]:
     ]
     if not compiled["kernels"]:
         messages.append("no kernel was compiled")
-    for known in KNOWN:
-        if not any(is_known(kernel["record"], known) for kernel in violating):
-            messages.append(f"no longer violated, remove it here and in docs/versions.md: {known}")
+    for regression in KNOWN:
+        if not any(is_known(kernel["record"], regression) for kernel in violating):
+            messages.append(
+                f"no longer violated, remove it here and in docs/versions.md: {regression}"
+            )
     return messages
 
 

@@ -67,8 +67,8 @@ class Call:
 
     def __call__(self, path: str = "", value: object = None) -> object:
         """Make the call, with the argument at `path` replaced by `value`."""
-        changed = replaced(self.arguments, steps_of(path), value) if path else self.arguments
-        return self.function(**changed)
+        arguments = replaced(self.arguments, steps_of(path), value) if path else self.arguments
+        return self.function(**arguments)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return every tensor of the arguments by its path."""
@@ -115,21 +115,21 @@ def steps_of(path: str) -> list[str]:
     return re.findall(r"^\w+|\.\w+|\[\w+\]", path)
 
 
-def replaced(value: Any, steps: list[str], new: object) -> Any:
-    """Return a copy of a dataclass, sequence or mapping with `new` at the path `steps`."""
+def replaced(value: Any, steps: list[str], new_value: object) -> Any:
+    """Return a copy of a dataclass, sequence or mapping with `new_value` at the path `steps`."""
     if not steps:
-        return new
+        return new_value
     step, name = steps[0], steps[0].strip(".[]")
     if isinstance(value, dict):
         key = next(key for key in value if str(key) == name)
-        return value | {key: replaced(value[key], steps[1:], new)}
+        return value | {key: replaced(value[key], steps[1:], new_value)}
     if step.startswith("."):
-        changed = replaced(getattr(value, name), steps[1:], new)
+        field_value = replaced(getattr(value, name), steps[1:], new_value)
         if hasattr(value, "_replace"):
-            return value._replace(**{name: changed})
-        return dataclasses.replace(value, **{name: changed})
+            return value._replace(**{name: field_value})
+        return dataclasses.replace(value, **{name: field_value})
     items = list(value)
-    items[int(name)] = replaced(items[int(name)], steps[1:], new)
+    items[int(name)] = replaced(items[int(name)], steps[1:], new_value)
     return type(value)(items)
 
 

@@ -27,8 +27,7 @@ from modular_kernel.replay.launch.triton_versions import tma_async_load
 from modular_kernel.testing.compile.report import NoDevice
 
 stand_in = ctypes.CDLL("libcuda.so.1")
-BYTES = {"i1": 1, "u1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "fp32": 4, "fp64": 8}
-MAP = (128, 4, 4, 8, 8)  # parameter bytes of a 2D TMA descriptor: map, two sizes, two strides
+MAP_PARAMETER_BYTES = (128, 4, 4, 8, 8)  # of a 2D TMA descriptor: map, two sizes, two strides
 MAX_BYTES = 1024
 
 
@@ -89,7 +88,7 @@ def set_parameter_sizes(sizes: tuple[int, ...]) -> None:
     ctypes.c_int.in_dll(stand_in, "parameter_count").value = len(sizes)
 
 
-def last_launch() -> dict[str, Any]:
+def get_last_launch() -> dict[str, Any]:
     """Return the last launch that the stand-in recorded."""
     count = ctypes.c_int.in_dll(stand_in, "recorded_count").value
     recorded = (RecordedLaunch * 8).in_dll(stand_in, "recorded")[(count - 1) % 8]
@@ -109,17 +108,17 @@ def launch_both(first: list[torch.Tensor], second: list[torch.Tensor], call: Any
     """
     with recording.record_launches(first) as recorder:
         call(*first)
-    num_earlier_launches = last_launch()["number"] - 1
-    triton_first = last_launch()
+    num_earlier_launches = get_last_launch()["number"] - 1
+    triton_first = get_last_launch()
     call(*second)
-    triton_second = last_launch()
+    triton_second = get_last_launch()
     recorded = recorder.make_recorded_call()
     if recorded is None:
         return {"refused": recorder.refusal_reason}
     replayed = []
     for tensors in (first, second):
         recorded.replay(5, [tensor.data_ptr() for tensor in tensors])
-        replayed.append(last_launch())
+        replayed.append(get_last_launch())
     for launched in (triton_first, triton_second, *replayed):
         launched["number"] -= num_earlier_launches
     return {"triton": [triton_first, triton_second], "replayed": replayed}
@@ -160,7 +159,7 @@ def main() -> dict[str, Any]:
     first, second = (
         [torch.zeros(256, 64, dtype=torch.float16) for _ in range(2)] for _ in range(2)
     )
-    set_parameter_sizes((*MAP, 8, 4))
+    set_parameter_sizes((*MAP_PARAMETER_BYTES, 8, 4))
     results["boxes"] = launch_both(first, second, launch_boxes)
     return {**results, **list_refusals()}
 

@@ -82,7 +82,7 @@ def _make_row(values: Sequence[float], bias: Sequence[float], spec: RouterSpec) 
         spec.topk_groups < spec.groups and spec.group_score == "top2"
     )
     sorts_by_score = spec.order == "score_first" and adds_to_scores
-    keys = _scores(logits, spec.score) if sorts_by_score else list(logits)
+    keys = _compute_scores(logits, spec.score) if sorts_by_score else list(logits)
     choices = [-math.inf if v is None or math.isnan(v + b) else v + b
                for v, b in zip(keys, bias, strict=True)]  # fmt: skip
     choices = _exclude_other_groups(choices, spec)
@@ -90,15 +90,15 @@ def _make_row(values: Sequence[float], bias: Sequence[float], spec: RouterSpec) 
     return Row(tuple(logits), tuple(choices), (_STEPS + 2 * max_argument) * _ROUNDING)
 
 
-def _scores(logits: Sequence[float | None], score: str) -> list[float | None]:
+def _compute_scores(logits: Sequence[float | None], score: str) -> list[float | None]:
     if score == "softmax":
         valid_logits = [logit for logit in logits if logit is not None]
         total = sum(math.exp(logit - max(valid_logits)) for logit in valid_logits)
         return [None if v is None else math.exp(v - max(valid_logits)) / total for v in logits]
-    return [None if v is None else _score(v, score) for v in logits]
+    return [None if v is None else _compute_score(v, score) for v in logits]
 
 
-def _score(logit: float, score: str) -> float:
+def _compute_score(logit: float, score: str) -> float:
     exp = math.exp(-abs(logit))  # the negative argument avoids an overflow
     if score == "sigmoid":
         return 1 / (1 + exp) if logit >= 0 else exp / (1 + exp)
@@ -129,12 +129,12 @@ def _look_up_table(token_id: int, tensors: RouterTensors, row: Row) -> list[int]
     return [-1 if i >= 0 and row.logits[i] is None else i for i in ids]
 
 
-def _weights(row: Row, ids: Sequence[int], spec: RouterSpec) -> list[float]:
+def _compute_weights(row: Row, ids: Sequence[int], spec: RouterSpec) -> list[float]:
     chosen = [row.logits[i] if i >= 0 else None for i in ids]
     if spec.score == "softmax" and spec.order == "topk_first":
-        scores = _scores(chosen, "softmax")
+        scores = _compute_scores(chosen, "softmax")
     else:
-        all_scores = _scores(row.logits, spec.score)
+        all_scores = _compute_scores(row.logits, spec.score)
         scores = [all_scores[i] if i >= 0 else None for i in ids]
     weights = [0.0 if score is None else score for score in scores]
     if spec.renormalize:
@@ -161,7 +161,7 @@ def _find_differences(
         chosen.append(expected_id if actual_id == visible_id else actual_id)
     if not spec.table and len({i for i in chosen if i >= 0}) < sum(i >= 0 for i in chosen):
         return [f"got {chosen}: an expert twice"]
-    exact = _weights(row, chosen, spec)
+    exact = _compute_weights(row, chosen, spec)
     zero_expert_weight = sum(w for w, i in zip(exact, chosen, strict=True) if i >= experts)
     pair_weights = [0.0 if i >= experts else w for w, i in zip(exact, chosen, strict=True)]
     compared = [*zip(weights, pair_weights, strict=True), (identity, zero_expert_weight)]

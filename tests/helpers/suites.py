@@ -35,9 +35,9 @@ def is_selected(suite: str, name: str, tree: str, **options: float) -> bool:
     """
     if options.pop("module", False):
         name = name.partition("::")[0]
-        seconds = sum(t for test, t in durations().items() if test.partition("::")[0] == name)
+        seconds = sum(t for test, t in read_durations().items() if test.partition("::")[0] == name)
     else:
-        seconds = durations().get(name.partition("[")[0], 0.0)
+        seconds = read_durations().get(name.partition("[")[0], 0.0)
     budget = BUDGETS_S | options
     end_of_quick = min(1.0, budget["quick"] / seconds) if seconds else 1.0
     end_of_rest = min(1.0, end_of_quick + (budget["rest"] / seconds if seconds else 0.0))
@@ -49,13 +49,13 @@ def is_selected(suite: str, name: str, tree: str, **options: float) -> bool:
 
 
 @cache
-def durations() -> dict[str, float]:
+def read_durations() -> dict[str, float]:
     """Return the recorded seconds by test function."""
     record: dict[str, float] = json.loads(RECORD.read_text(encoding="utf-8"))
     return record
 
 
-def durations_of(files: Iterable[Path]) -> dict[str, float]:
+def sum_durations(files: Iterable[Path]) -> dict[str, float]:
     """Sum the seconds of each test function in JUnit XML files."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for file in files:
@@ -69,6 +69,6 @@ def durations_of(files: Iterable[Path]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    measured = durations_of(map(Path, sys.argv[1:]))
+    measured = sum_durations(map(Path, sys.argv[1:]))
     RECORD.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
     sys.stdout.write(f"{RECORD}: {len(measured)} functions, {sum(measured.values()):.0f} s\n")

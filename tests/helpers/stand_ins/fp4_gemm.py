@@ -33,8 +33,8 @@ def fp4_gemm(a, b, tiles, out):
             row_b = expert * rows_b + n * TILE_N
             sums = torch.zeros(TILE_M, TILE_N)
             for k in range(steps):
-                x = _values(a.q_RK, row, k) * _scales(a.scale[m], k)
-                w = _values(w_rows, row_b, k) * _scales(b.scale[row_b // TILE_N], k)
+                x = _load_values(a.q_RK, row, k) * _load_scales(a.scale[m], k)
+                w = _load_values(w_rows, row_b, k) * _load_scales(b.scale[row_b // TILE_N], k)
                 sums += x @ w.T
             factor = b.global_scales[expert, n * TILE_N // matrix_rows]
             rows, columns = slice(row, min(row + TILE_M, end)), slice(n * TILE_N, (n + 1) * TILE_N)
@@ -58,7 +58,7 @@ def tile_at(index, num_m, num_n):
     return first + index_in_group % size, index_in_group // size
 
 
-def _values(q, row, step):
+def _load_values(q, row, step):
     """Return the values (128, 256) that a TMA load at this row and step returns."""
     box = torch.zeros(TILE_M, DEPTH // 2, dtype=torch.uint8)
     valid = q[row : row + TILE_M, step * DEPTH // 2 : (step + 1) * DEPTH // 2]
@@ -66,7 +66,7 @@ def _values(q, row, step):
     return VALUES[torch.stack([box & 15, box >> 4], 2).flatten(1).long()]
 
 
-def _scales(scale_bytes, step):
+def _load_scales(scale_bytes, step):
     """Return the scale of each value, (128, 256).
 
     scale_bytes: scales of 128 rows. A step has four blocks of 512 bytes.

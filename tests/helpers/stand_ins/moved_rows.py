@@ -44,14 +44,14 @@ def _clone(values):
     return tuple(map(_clone, values)) if isinstance(values, tuple) else values
 
 
-def local_ids(ids_TK, experts):
+def localize_ids(ids_TK, experts):
     """Return int64 ids relative to the first expert of this rank, or -1 for experts elsewhere."""
     experts_per_rank = experts // dist.get_world_size()
     ids = ids_TK.long() - experts_per_rank * dist.get_rank()
     return torch.where((ids >= 0) & (ids < experts_per_rank), ids, -1)
 
 
-def rows_by_rank(x, ids, weights, experts, remote_weight=99.0):
+def send_rows_to_ranks(x, ids, weights, experts, remote_weight=99.0):
     """Send each token once to every rank that has one of its experts.
 
     Returns the rows that this rank receives, their local ids, their weights, and the (source rank,
@@ -60,7 +60,7 @@ def rows_by_rank(x, ids, weights, experts, remote_weight=99.0):
     """
     received, places = [], []
     for source, (rows, ids_of_source, router) in enumerate(all_gather(x, ids, weights)):
-        local = local_ids(ids_of_source, experts)
+        local = localize_ids(ids_of_source, experts)
         tokens = (local >= 0).any(1).nonzero().flatten()
         router = router[tokens].masked_fill(local[tokens] < 0, remote_weight)
         parts = rows if isinstance(rows, tuple) else (rows,)
@@ -71,7 +71,7 @@ def rows_by_rank(x, ids, weights, experts, remote_weight=99.0):
     return rows, torch.cat([r[1] for r in received]), torch.cat([r[2] for r in received]), places
 
 
-def sums_by_rank(y, places, tokens):
+def sum_rows_by_rank(y, places, tokens):
     """Return the sum over ranks of the rows of each token of this rank, (tokens, H) bfloat16."""
     total = torch.zeros(tokens, y.shape[1])
     for rows, places_of_rank in all_gather(y, places):
@@ -81,7 +81,7 @@ def sums_by_rank(y, places, tokens):
     return total.bfloat16()
 
 
-def rows_by_expert(x, ids, experts, out, counts):
+def send_rows_to_experts(x, ids, experts, out, counts):
     """Write the received rows to out[0], (e, C, H), their scales to out[1] if any, and `counts`.
 
     Returns {(source rank, token, local expert): row}.
@@ -89,7 +89,7 @@ def rows_by_expert(x, ids, experts, out, counts):
     counts.zero_()
     places = {}
     for source, (rows, ids_of_source) in enumerate(all_gather(x, ids)):
-        for token, local in enumerate(local_ids(ids_of_source, experts).tolist()):
+        for token, local in enumerate(localize_ids(ids_of_source, experts).tolist()):
             for expert in local:
                 if expert < 0:
                     continue
@@ -101,7 +101,7 @@ def rows_by_expert(x, ids, experts, out, counts):
     return places
 
 
-def sums_by_expert(y_eCH, places, ids, weights, experts):
+def sum_rows_by_expert(y_eCH, places, ids, weights, experts):
     """Return the weighted sum of the rows of each token of this rank, (T, H) bfloat16."""
     experts_per_rank = experts // dist.get_world_size()
     outputs_by_rank = all_gather(y_eCH, places)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from moved_rows import Event, pad_rows, rows_by_rank, sums_by_rank
+from moved_rows import Event, pad_rows, send_rows_to_ranks, sum_rows_by_rank
 
 topk_idx_t = torch.int64
 
@@ -46,7 +46,7 @@ class ElasticBuffer:
         is_repeated = (sorted_ids[:, 1:] == sorted_ids[:, :-1]) & (sorted_ids[:, 1:] < num_experts)
         assert not is_repeated.any(), "the kernel would trap: a token has the same expert twice"
         quantized, num_rows = isinstance(x, tuple), self.max_tokens * dist.get_world_size()
-        rows, ids, weights, places = rows_by_rank(x, topk_idx, topk_weights, num_experts)
+        rows, ids, weights, places = send_rows_to_ranks(x, topk_idx, topk_weights, num_experts)
         padded = [pad_rows(part, num_rows) for part in (rows if quantized else (rows,))]
         counts = [sum(source <= rank for source, _ in places) for rank in self._ranks()]
         handle = SimpleNamespace(
@@ -70,4 +70,4 @@ class ElasticBuffer:
         assert torch.equal(handle.topk_idx, handle.original_topk_idx), (
             "ids were overwritten between dispatch and combine"
         )
-        return sums_by_rank(x, handle.places, len(handle.original_topk_idx)), None, Event(False)
+        return sum_rows_by_rank(x, handle.places, len(handle.original_topk_idx)), None, Event(False)
