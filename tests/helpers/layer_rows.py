@@ -463,7 +463,7 @@ def call_layer(row: Values, e: int, t: int, **groups: Any) -> torch.Tensor:
 def create_groups(rank: int, row: Values, world_group: Any) -> Iterator[dict[str, Any]]:
     """Create the process groups of a rank. All ranks must call this function.
 
-    rank: EP rank * number of TP ranks + TP rank. both: the group of all ranks.
+    rank: EP rank * number of TP ranks + TP rank. world_group: the group of all ranks.
     """
     ep, tp = row["place"].split
     groups_by_name: dict[str, Any] = {}
