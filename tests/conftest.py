@@ -1,8 +1,8 @@
-"""Configuration of all tests: one thread per process, and Triton's interpreter without a GPU.
+"""Pytest configuration: one thread per process, Triton's interpreter, and selection of tests.
 
-A process either interprets Triton kernels or compiles them. `tests/compile` compiles, so it needs a
-process of its own: if all paths on the command line are in it, the interpreter stays off.
-Otherwise, on a machine without a GPU, `tests/compile` is not collected.
+A process either interprets Triton kernels or compiles them. On a machine without a GPU, it
+interprets them, and `tests/compile` is not collected. If all paths on the command line are in
+`tests/compile`, the interpreter stays off.
 """
 
 import os
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
-# Interpreted ranks on a busy processor do not reach this timeout. A longer one would slow down
-# tests in which a rank waits until it expires.
+# Interpreted ranks do not reach this timeout even on a busy processor. A longer timeout would slow
+# down the tests in which a rank waits until it expires.
 os.environ.setdefault("MK_TIMEOUT_S", "20")
 
 import hypothesis
@@ -40,38 +40,38 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("shared")
 
-LEFT_OUT = pytest.StashKey[int]()
-INTERPRETED = pytest.StashKey[bool]()
-COMPILE = Path(__file__).parent / "compile"
-GPU = Path(__file__).parent / "gpu"
-INTERPRETER = Path(__file__).parent / "interpreter"
-IN_VLLM = Path(__file__).parent / "integrations" / "in_vllm"
+NUM_DESELECTED = pytest.StashKey[int]()
+INTERPRETER_IS_ON = pytest.StashKey[bool]()
+COMPILE_FOLDER = Path(__file__).parent / "compile"
+GPU_FOLDER = Path(__file__).parent / "gpu"
+INTERPRETER_FOLDER = Path(__file__).parent / "interpreter"
+VLLM_FOLDER = Path(__file__).parent / "integrations" / "in_vllm"
 
 
 def _compiles_only(config: pytest.Config) -> bool:
     """Return whether every path on the command line is in tests/compile."""
     base = config.invocation_params.dir
     paths = [(base / argument.split("::")[0]).resolve() for argument in config.args]
-    return bool(paths) and all(path.is_relative_to(COMPILE) for path in paths)
+    return bool(paths) and all(path.is_relative_to(COMPILE_FOLDER) for path in paths)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if not torch.cuda.is_available() and not _compiles_only(config):
         enable_interpreter()
-    config.stash[INTERPRETED] = read_settings().triton_interpret
+    config.stash[INTERPRETER_IS_ON] = read_settings().triton_interpret
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Ignore the tests that this process cannot run.
 
-    They are tests/compile or tests/interpreter, depending on whether the interpreter is on,
-    tests/gpu without a GPU, and tests/integrations/in_vllm without vLLM (`make test-vllm`).
+    tests/compile needs the interpreter to be off and tests/interpreter needs it to be on, tests/gpu
+    needs a GPU, and tests/integrations/in_vllm needs vLLM (`make test-vllm`).
     """
-    if collection_path.is_relative_to(IN_VLLM) and find_spec("vllm") is None:
+    if collection_path.is_relative_to(VLLM_FOLDER) and find_spec("vllm") is None:
         return True
-    if collection_path.is_relative_to(GPU) and not torch.cuda.is_available():
+    if collection_path.is_relative_to(GPU_FOLDER) and not torch.cuda.is_available():
         return True
-    excluded = COMPILE if read_settings().triton_interpret else INTERPRETER
+    excluded = COMPILE_FOLDER if read_settings().triton_interpret else INTERPRETER_FOLDER
     return True if collection_path.is_relative_to(excluded) else None
 
 
@@ -91,11 +91,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def _in_suite(item: pytest.Item, suite: str) -> bool:
     from shares import tree_hash
-    from suites import selected
+    from suites import is_selected
 
     marker = item.get_closest_marker("budget")
     name = f"{item.path.stem}::{item.name}"
-    return selected(suite, name, tree_hash(), **(marker.kwargs if marker else {}))
+    return is_selected(suite, name, tree_hash(), **(marker.kwargs if marker else {}))
 
 
 def _in_share(item: pytest.Item) -> bool:
@@ -117,7 +117,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         suite = config.option.suite
         if suite != "all":
             deselected |= {item for item in items if not _in_suite(item, suite)}
-        config.stash[LEFT_OUT] = len(deselected)
+        config.stash[NUM_DESELECTED] = len(deselected)
         config.hook.pytest_deselected(items=[item for item in items if item in deselected])
         items[:] = [item for item in items if item not in deselected]
     if not torch.cuda.is_available():
@@ -134,32 +134,32 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     With a changed value, some modules would define interpreted kernels and others compiled ones.
     """
     yield
-    before, after = item.config.stash[INTERPRETED], read_settings().triton_interpret
+    before, after = item.config.stash[INTERPRETER_IS_ON], read_settings().triton_interpret
     if after != before:
         os.environ["TRITON_INTERPRET"] = str(int(before))
         pytest.fail(f"TRITON_INTERPRET after the test: got {int(after)}, need {int(before)}")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    output = getattr(session.config, "workeroutput", None)  # sent to the controller of xdist
-    if output is not None:
-        output["left_out"] = session.config.stash.get(LEFT_OUT, 0)
+    worker_output = getattr(session.config, "workeroutput", None)  # sent to xdist's controller
+    if worker_output is not None:
+        worker_output["num_deselected"] = session.config.stash.get(NUM_DESELECTED, 0)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: "WorkerController") -> None:
-    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+    node.config.stash[NUM_DESELECTED] = getattr(node, "workeroutput", {}).get("num_deselected", 0)
 
 
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    left_out = config.stash.get(LEFT_OUT, 0)
-    if left_out and config.option.suite != "all":
-        other = "make test-rest" if config.option.suite == "quick" else "make test"
+    num_deselected = config.stash.get(NUM_DESELECTED, 0)
+    if num_deselected and config.option.suite != "all":
+        complement = "make test-rest" if config.option.suite == "quick" else "make test"
         terminalreporter.write_line(
-            f"suite {config.option.suite!r}: {left_out} tests were left out. `{other}` runs most "
-            "of them, `make test-all` every one."
+            f"suite {config.option.suite!r}: {num_deselected} tests were left out. "
+            f"`{complement}` runs most of them, `make test-all` every one."
         )
 
 
@@ -191,9 +191,9 @@ def rank_pool() -> "Iterator[Callable[[int], RankPool]]":
     pools: dict[int, RankPool] = {}
     with ExitStack() as stack:
 
-        def pool(world_size: int) -> RankPool:
+        def get_pool(world_size: int) -> RankPool:
             if world_size not in pools:
                 pools[world_size] = stack.enter_context(RankPool(world_size))
             return pools[world_size]
 
-        yield pool
+        yield get_pool

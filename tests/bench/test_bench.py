@@ -1,6 +1,4 @@
-"""`mk bench` verifies layers before it times them. Also tested: pairs, baselines, peers, and the
-record.
-"""
+"""`mk bench` verifies layers before it times them, and compares them with peers and baselines."""
 
 import json
 import math
@@ -56,8 +54,8 @@ class Reference(Layer):
     def call(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
         self.calls += 1
         out = rounded_reference(x_TH, self.weights, routing, self.problem).to(x_TH.dtype)
-        changed = self.defect(out, x_TH) if self.defect else None
-        return out if changed is None else changed
+        defective_out = self.defect(out, x_TH) if self.defect else None
+        return out if defective_out is None else defective_out
 
 
 def make_candidate(layer: Layer, origin: str = "peer") -> Candidate:
@@ -73,9 +71,9 @@ def run_bench(
 @pytest.fixture(autouse=True)
 def _small_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure peaks with small sizes. The full measurement takes a second and has its own test."""
-    real = run_module.measure_peaks
+    measure_peaks = run_module.measure_peaks
     monkeypatch.setattr(
-        run_module, "measure_peaks", lambda *a, **k: real(*a, **k, size=64, nbytes=1 << 16)
+        run_module, "measure_peaks", lambda *a, **k: measure_peaks(*a, **k, size=64, nbytes=1 << 16)
     )
 
 
@@ -85,10 +83,10 @@ def _small_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_correct_layers_are_timed_and_compared() -> None:
     (ours,) = pairing_candidates(*PAIR, [SMALL], CPU)
     report = run_bench(ours, *baseline_candidates(), make_candidate(Reference()))
-    mine, baseline, peer = report.rows
+    our_row, baseline_row, peer_row = report.rows
     assert [row.layer for row in report.rows] == ["TorchExperts", "torch_grouped_mm", "peer"]
     assert [row.origin for row in report.rows] == ["ours", "baseline", "peer"]
-    least = min(baseline.us or math.inf, peer.us or math.inf)
+    best_peer_us = min(baseline_row.us or math.inf, peer_row.us or math.inf)
     for row in report.rows:
         assert (row.status, row.mode, row.note) == ("ok", "cpu", "")
         assert row.us is not None
@@ -96,13 +94,13 @@ def test_correct_layers_are_timed_and_compared() -> None:
         assert row.floor_us is not None
         assert 0 < row.us_min <= row.us
         assert row.over_floor == pytest.approx(row.us / row.floor_us)
-        assert row.over_best_peer == pytest.approx(row.us / least)
+        assert row.over_best_peer == pytest.approx(row.us / best_peer_us)
         assert (row.launches, row.host_us, row.allocations) == (None, None, None)
         assert row.error is not None
         assert row.error_bound is not None
         assert 0 < row.error < row.error_bound < 0.02
-    assert mine.floor_us == baseline.floor_us == peer.floor_us
-    assert mine.flops == 2 * 24 * 3 * 32 * 48
+    assert our_row.floor_us == baseline_row.floor_us == peer_row.floor_us
+    assert our_row.flops == 2 * 24 * 3 * 32 * 48
     assert report.environment["torch"] == torch.__version__
     assert set(report.peaks["flops"]) == {"bfloat16"}
 
@@ -122,9 +120,11 @@ def test_wrong_layers_are_reported_and_not_timed(
     defect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed: list[object] = []
-    real = run_module.time_calls
+    time_calls = run_module.time_calls
     monkeypatch.setattr(
-        run_module, "time_calls", lambda calls, *a, **k: timed.append(calls) or real(calls, *a, **k)
+        run_module,
+        "time_calls",
+        lambda calls, *a, **k: timed.append(calls) or time_calls(calls, *a, **k),
     )
     wrong = Reference("wrong", DEFECTS[defect])
     good = Reference("good")
@@ -140,19 +140,19 @@ def test_wrong_layers_are_reported_and_not_timed(
 
 @pytest.mark.parametrize("tokens", [1, 3, 12])
 def test_small_layers_are_checked_in_several_calls(tokens: int) -> None:
-    """Errors of small layers vary. A layer that rounds twice as often still passes."""
-    small = replace(CASE, problem=SMALL.with_tokens(tokens))
+    """The errors of small layers vary, so that a single call does not suffice."""
+    case = replace(CASE, problem=SMALL.with_tokens(tokens))
     for kind in ("uniform", "hot1"):
-        rows = run_bench(
-            *baseline_candidates(), cases=(replace(small, routing=RoutingKind.parse(kind)),)
+        report = run_bench(
+            *baseline_candidates(), cases=(replace(case, routing=RoutingKind.parse(kind)),)
         )
-        (row,) = rows.rows
+        (row,) = report.rows
         assert (row.status, row.note) == ("ok", "")
         assert row.error is not None
         assert row.error_bound is not None
         assert row.error < 0.8 * row.error_bound, "the error is close to the bound"
-    inaccurate = Reference("slightly", lambda out, _x: out * 1.01)
-    (row,) = run_bench(make_candidate(inaccurate), cases=(small,)).rows
+    inaccurate_layer = Reference("slightly", lambda out, _x: out * 1.01)
+    (row,) = run_bench(make_candidate(inaccurate_layer), cases=(case,)).rows
     assert row.status == "wrong"
 
 
@@ -286,22 +286,22 @@ def test_weights_of_a_shape_are_shared_and_then_freed(
 ) -> None:
     references: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
-    real = run_module.make_weights
+    make_weights = run_module.make_weights
 
-    def count(_report: object = None) -> None:
+    def count_weights(_report: object = None) -> None:
         alive.append(sum(weights() is not None for weights in references))
 
     def make_and_count(problem: Problem, device: torch.device, index: int) -> ExpertWeights:
-        count()
-        weights = real(problem, device, index)
+        count_weights()
+        weights = make_weights(problem, device, index)
         references.append(weakref.ref(weights.w1))
         return weights
 
     monkeypatch.setattr(run_module, "make_weights", make_and_count)
-    other = LayerCase("wide", replace(SMALL, hidden=64), RoutingKind("hot", 1))
-    cases = (CASE, replace(CASE, routing=RoutingKind("zipf", 1.2)), other)
+    wide_case = LayerCase("wide", replace(SMALL, hidden=64), RoutingKind("hot", 1))
+    cases = (CASE, replace(CASE, routing=RoutingKind("zipf", 1.2)), wide_case)
     candidates = [Candidate(name, "none", "peer", partial(Reference, name)) for name in ("a", "b")]
-    rows = run(BenchJob(cases, tuple(candidates), CPU, target_ms=0.01), count).rows
+    rows = run(BenchJob(cases, tuple(candidates), CPU, target_ms=0.01), count_weights).rows
     assert [(row.shape, row.routing) for row in rows] == [
         *[("small", "uniform"), ("small", "zipf1.2")] * 2,
         *[("wide", "hot1")] * 2,
@@ -316,36 +316,36 @@ def test_candidates_are_the_valid_pairs() -> None:
     names = [candidate.name for candidate in pairing_candidates(None, None, [SMALL], CPU)]
     assert "TorchExperts" in names
     assert "NaiveBatchedExperts" in names
-    both = [replace(SMALL, quant=quant) for quant in ("none", "fp8_w8a8_channel")]
-    candidates = pairing_candidates(*PAIR, both, CPU)
+    problems = [replace(SMALL, quant=quant) for quant in ("none", "fp8_w8a8_channel")]
+    candidates = pairing_candidates(*PAIR, problems, CPU)
     assert [(candidate.name, candidate.quant) for candidate in candidates][:1] == [
         ("TorchExperts", "none")
     ]
-    with pytest.raises(IncompatibleError) as refused:
+    with pytest.raises(IncompatibleError) as exception_info:
         pairing_candidates("BatchedPrepareAndFinalize", "TorchExperts", [SMALL], CPU)
-    assert len(refused.value.rejections) > 1
+    assert len(exception_info.value.rejections) > 1
     assert pairing_candidates("BatchedPrepareAndFinalize", None, [SMALL], CPU)
 
 
 @pytest.mark.parametrize("quant", ["fp8_w8a8_channel", "int4_w4a16_group:group=16"])
 def test_quantized_pairs_are_compared_with_equal_operands(quant: str) -> None:
     candidates = pairing_candidates(*PAIR, [replace(SMALL, quant=quant)], CPU)
-    row, plain = run_bench(*candidates, *baseline_candidates()).rows
-    assert (row.status, row.quant, row.over_best_peer) == (
+    quantized_row, baseline_row = run_bench(*candidates, *baseline_candidates()).rows
+    assert (quantized_row.status, quantized_row.quant, quantized_row.over_best_peer) == (
         "ok",
         str(QuantScheme.parse(quant)),
         None,
     )
-    assert row.operands in ("fp8/fp8", "int4/bfloat16")
-    assert row.error is not None
-    assert row.error > 0.01
-    assert plain.over_best_peer == 1.0
+    assert quantized_row.operands in ("fp8/fp8", "int4/bfloat16")
+    assert quantized_row.error is not None
+    assert quantized_row.error > 0.01
+    assert baseline_row.over_best_peer == 1.0
 
 
 # ------------------------------------------------------------------------- records and documents
 
 
-def row(layer: str, us: float | None, origin: str = "peer", **changes: Any) -> Row:
+def make_row(layer: str, us: float | None, origin: str = "peer", **changes: Any) -> Row:
     sizes = {"experts": 4, "top_k": 2, "hidden": 32, "intermediate": 48, "tokens": 12}
     names = {"shape": "small", "dtype": "bfloat16", "problem": "p", "routing": "uniform"}
     status = "wrong" if us is None else "ok"
@@ -356,7 +356,7 @@ def row(layer: str, us: float | None, origin: str = "peer", **changes: Any) -> R
 
 PEAKS = {"flops": {"bfloat16": 8e14}, "copy": 4e12, "read": 4.4e12, "bandwidth": 4.8e12,
          "source": "given"}  # fmt: skip
-WHERE = {
+ENVIRONMENT = {
     "date": "2026-01-01",
     "device": "a GPU",
     "torch": "2",
@@ -368,50 +368,52 @@ WHERE = {
 def test_best_peer_has_the_same_case_and_operands() -> None:
     rows = add_peer_ratios(
         [
-            row("A", 30.0, "ours"),
-            row("p", 20.0),
-            row("q", 15.0, "baseline"),
-            row("wrong", None),
-            row("zipf", 1.0, routing="zipf1.2"),
-            row("fp8", 1.0, operands="fp8/fp8"),
-            row("other", 1.0, tokens=13),
-            row("B", 40.0, "ours", tokens=14),
+            make_row("A", 30.0, "ours"),
+            make_row("p", 20.0),
+            make_row("q", 15.0, "baseline"),
+            make_row("wrong", None),
+            make_row("zipf", 1.0, routing="zipf1.2"),
+            make_row("fp8", 1.0, operands="fp8/fp8"),
+            make_row("other", 1.0, tokens=13),
+            make_row("B", 40.0, "ours", tokens=14),
         ]
     )
     ratios = [r.over_best_peer for r in rows]
     assert ratios == [2.0, pytest.approx(20 / 15), 1.0, None, 1.0, 1.0, 1.0, None]
 
 
-def test_json_round_trip(tmp_path: Path) -> None:
+def test_reports_survive_a_json_round_trip(tmp_path: Path) -> None:
     report = Report(
-        WHERE, PEAKS, add_peer_ratios([row("A", 30.0, "ours"), row("bad", None, error=0.5)])
+        ENVIRONMENT,
+        PEAKS,
+        add_peer_ratios([make_row("A", 30.0, "ours"), make_row("bad", None, error=0.5)]),
     )
     path = tmp_path / "report.json"
     report.write(path)
     assert Report.from_json(path.read_text(encoding="utf-8")) == report
     assert list(tmp_path.iterdir()) == [path]
-    real = run_bench(
+    report_of_run = run_bench(
         make_candidate(Reference()), make_candidate(Reference("nan", lambda out, _x: out / 0))
     )
-    assert Report.from_json(real.to_json()) == real
-    assert json.loads(real.to_json())["rows"][1]["error"] is None
-    assert {f.name for f in fields(Row)} == set(json.loads(real.to_json())["rows"][0])
-    for other in ('{"schema": "mk-bench/0"}', "[]", "{}"):
+    assert Report.from_json(report_of_run.to_json()) == report_of_run
+    assert json.loads(report_of_run.to_json())["rows"][1]["error"] is None
+    assert {f.name for f in fields(Row)} == set(json.loads(report_of_run.to_json())["rows"][0])
+    for invalid_text in ('{"schema": "mk-bench/0"}', "[]", "{}"):
         with pytest.raises(ConfigurationError, match="mk-bench/1"):
-            Report.from_json(other)
+            Report.from_json(invalid_text)
 
 
 def test_markdown_has_a_line_per_case_and_a_column_per_layer() -> None:
     rows = [
-        row("A", 30.0, "ours"),
-        row("p", 20.0),
-        row("bad", None, note="relative error 2"),
-        row("r", None, status="refused"),
-        row("A", 24.0, "ours", tokens=16),
-        row("p", 48.0, tokens=16),
-        row("F", 9.0, "ours", quant="fp8_w8a8_block", operands="fp8/fp8"),
+        make_row("A", 30.0, "ours"),
+        make_row("p", 20.0),
+        make_row("bad", None, note="relative error 2"),
+        make_row("r", None, status="refused"),
+        make_row("A", 24.0, "ours", tokens=16),
+        make_row("p", 48.0, tokens=16),
+        make_row("F", 9.0, "ours", quant="fp8_w8a8_block", operands="fp8/fp8"),
     ]
-    lines = table.markdown(Report(WHERE, PEAKS, add_peer_ratios(rows))).splitlines()
+    lines = table.markdown(Report(ENVIRONMENT, PEAKS, add_peer_ratios(rows))).splitlines()
     assert lines[0] == "# Layers on a GPU"
     header = "| shape | T | floor | A | p | bad | best of ours / floor | best of ours / best peer |"
     header_line = lines.index(header)
@@ -423,15 +425,15 @@ def test_markdown_has_a_line_per_case_and_a_column_per_layer() -> None:
     assert any("4.8," in line for line in lines)
 
 
-def test_text_table_and_summary() -> None:
-    ours = row("A", 30.0, "ours"), row("A", 40.0, "ours", tokens=16)
-    peers = row("p", 20.0), row("p", 20.0, tokens=16), row("bad", None)
+def test_text_table_and_summary_have_the_ratios() -> None:
+    ours = make_row("A", 30.0, "ours"), make_row("A", 40.0, "ours", tokens=16)
+    peers = make_row("p", 20.0), make_row("p", 20.0, tokens=16), make_row("bad", None)
     rows = add_peer_ratios([*ours, *peers])
     columns, cells = table.make_terminal_table(rows)
     assert columns == ["shape", "T", "routing", "layer", "us", "floor us", "/ floor", "/ best peer"]
     assert [line[1] for line in cells] == ["12", "12", "12", "16", "16"]
     assert ["small", "12", "uniform", "A", "30.0", "10.0", "3.00", "1.50"] in cells
     assert [line[4] for line in cells if line[3] == "bad"] == ["WRONG"]
-    (line,) = table.summary(Report(WHERE, PEAKS, rows))
+    (line,) = table.summary(Report(ENVIRONMENT, PEAKS, rows))
     assert "3.46 x the floor in geometric mean over 2 cases (3.00 to 4.00)" in line
     assert "1.73 x the best peer's time" in line

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 from run_mk import Mk, make_mk_fixture
-from test_bench import PEAKS, WHERE, _small_peaks, row  # noqa: F401  the fixture: before each test here
+from test_bench import ENVIRONMENT, PEAKS, _small_peaks, make_row  # noqa: F401  autouse fixture
 
 from modular_kernel.bench import run as run_module
 from modular_kernel.bench.candidates import peer_candidates
 from modular_kernel.bench.run import BenchJob
-from modular_kernel.cli import bench as verb
+from modular_kernel.cli import bench as bench_cli
 from modular_kernel.errors import BrokenPartError, ConfigurationError
 from modular_kernel.measure.records import Report, add_peer_ratios
 
@@ -119,37 +119,37 @@ def test_loaded_record_is_shown_and_plotted(mk: Mk, load: Mk, tmp_path: Path) ->
     assert loaded.out.splitlines()[:-1] == first.out.splitlines()[:-1]
     assert path.read_bytes()[:4] == b"\x89PNG"
     for text in ("{}", "broken", None):
-        other = tmp_path / "other.json"
+        record_path = tmp_path / "other.json"
         if text is not None:
-            other.write_text(text, encoding="utf-8")
-        result = load(str(other if text is not None else tmp_path / "absent.json"))
+            record_path.write_text(text, encoding="utf-8")
+        result = load(str(record_path if text is not None else tmp_path / "absent.json"))
         assert result.code == 2
         assert result.out == ""
 
 
 @pytest.mark.parametrize(
-    "other", [("--prepared",), ("--tokens", "3"), ("--experts-type", "TorchExperts")], ids=str
+    "option", [("--prepared",), ("--tokens", "3"), ("--experts-type", "TorchExperts")], ids=str
 )
 def test_options_that_load_would_ignore_are_refused(
-    load: Mk, tmp_path: Path, other: tuple[str, ...]
+    load: Mk, tmp_path: Path, option: tuple[str, ...]
 ) -> None:
     (tmp_path / "empty.json").touch()
-    result = load(str(tmp_path / "empty.json"), *other)
+    result = load(str(tmp_path / "empty.json"), *option)
     assert result.code == 2
-    assert f"{other[0]}: got {other[0]} together with --load, need only one" in result.err
+    assert f"{option[0]}: got {option[0]} together with --load, need only one" in result.err
 
 
 def test_plot_without_matplotlib_is_refused_first(
     mk: Mk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verb, "find_spec", lambda _: None)
+    monkeypatch.setattr(bench_cli, "find_spec", lambda _: None)
     result = mk(*TINY, "--plot", str(tmp_path / "r.png"))
     assert result.code == 2
     assert "modular-kernel[bench]" in result.err
     assert result.out == ""
 
 
-def test_exit_codes(mk: Mk, tmp_path: Path) -> None:
+def test_wrong_or_refused_layers_exit_with_1(mk: Mk, tmp_path: Path) -> None:
     inaccurate = mk(*TINY, "--tokens", "3", "--peer", str(write_peer_file(tmp_path, factor=1.1)))
     assert inaccurate.code == 1
     assert "WRONG" in inaccurate.out
@@ -164,14 +164,14 @@ def test_exit_codes(mk: Mk, tmp_path: Path) -> None:
 
 def test_peer_with_other_operands_is_skipped(mk: Mk, tmp_path: Path) -> None:
     path = write_peer_file(tmp_path, quant="fp8_w8a8_block")
-    plain = mk(*TINY, "--tokens", "3", "--peer", str(path))
-    assert "skipped mine" in plain.err
-    assert "mine" not in plain.out
-    several_schemes = mk(
+    result = mk(*TINY, "--tokens", "3", "--peer", str(path))
+    assert "skipped mine" in result.err
+    assert "mine" not in result.out
+    result_of_two_schemes = mk(
         *TINY, "--tokens", "3", "--peer", str(path), "--quant", "none,fp8_w8a8_channel"
     )
-    assert "mine fp8_w8a8_block" in several_schemes.out
-    assert "skipped" not in several_schemes.err
+    assert "mine fp8_w8a8_block" in result_of_two_schemes.out
+    assert "skipped" not in result_of_two_schemes.err
 
 
 @pytest.mark.parametrize(
@@ -203,16 +203,16 @@ def record_job(monkeypatch: pytest.MonkeyPatch, mk: Mk, *arguments: str) -> Benc
     """Return the job that `mk bench` would run."""
     jobs: list[BenchJob] = []
 
-    def append_job(job: BenchJob, *_told: object) -> Report:
+    def append_job(job: BenchJob, *_: object) -> Report:
         jobs.append(job)
-        return Report(WHERE, PEAKS)
+        return Report(ENVIRONMENT, PEAKS)
 
     monkeypatch.setattr(run_module, "run", append_job)
     assert mk(*arguments).code == 0
     return jobs[0]
 
 
-def test_named_shapes(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_selects_named_shapes(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = record_job(monkeypatch, mk, "--model", "baseline", *PAIR_OPTIONS).cases
     assert len(cases) == 28
     sizes = {
@@ -246,8 +246,8 @@ def test_schemes_with_options_are_distinguished(mk: Mk, monkeypatch: pytest.Monk
     assert "none" in quants
     assert "fp8_w8a8_block:block=32x32" in quants
     assert (job.graph, job.deadline, job.target_ms) == (False, 9.0, 0.01)
-    only = record_job(monkeypatch, mk, *TINY, "--quant", "fp8_w8a8_channel").candidates
-    assert [candidate.name for candidate in only] == ["TorchExperts"]
+    candidates = record_job(monkeypatch, mk, *TINY, "--quant", "fp8_w8a8_channel").candidates
+    assert [candidate.name for candidate in candidates] == ["TorchExperts"]
 
 
 def test_interpreted_rows_are_noted_without_the_mode_column(
@@ -256,9 +256,9 @@ def test_interpreted_rows_are_noted_without_the_mode_column(
     monkeypatch.setattr("modular_kernel.cli.output.get_line_width", lambda _=None: 80)
     modes = {"BatchedTorchExperts": "cpu", "BatchedTritonExperts": "interpreter"}
     rows = [
-        replace(row(name, 1234567.8, "ours"), shape="E8-K2-H64-I128", mode=mode, floor_us=3.0)
+        replace(make_row(name, 1234567.8, "ours"), shape="E8-K2-H64-I128", mode=mode, floor_us=3.0)
         for name, mode in modes.items()
     ]
-    verb._print_text(Report(WHERE, PEAKS, add_peer_ratios(rows)))
+    bench_cli._print_text(Report(ENVIRONMENT, PEAKS, add_peer_ratios(rows)))
     shown = capsys.readouterr().out
     assert "ran in Triton's interpreter, times are meaningless: BatchedTritonExperts\n" in shown

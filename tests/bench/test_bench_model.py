@@ -63,7 +63,6 @@ def test_fewer_layers_are_noted_and_names_are_accepted(monkeypatch) -> None:
     build_model = random_model._build_model
 
     def build_on_meta_device(library, source, config, dtype, device):
-        """Build the model on the meta device."""
         return build_model(library, source, config, dtype, torch.device("meta"))
 
     monkeypatch.setattr(random_model, "_build_model", build_on_meta_device)
@@ -131,18 +130,18 @@ def test_conflicting_options_and_invalid_numbers_are_bad_usage(capsys, tmp_path)
 def test_wrong_and_failing_implementations_have_no_speed(capsys) -> None:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
-    def doubled(module, x, ids, weights):
+    def double_output(module, x, ids, weights):
         return 2 * ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, x, ids, weights)
 
-    def failing(module, x, ids, weights):
+    def raise_error(module, x, ids, weights):
         raise RuntimeError("an error of the implementation")
 
-    for name, function in (("doubled", doubled), ("broken", failing)):
+    for name, function in (("doubled", double_output), ("broken", raise_error)):
         ExpertsInterface.register(name, function)
     refused_pair = register("BatchedPrepareAndFinalize", "TorchExperts", name="refused")
     model = build_small_model("mixtral", "float32", str(DEVICE))
     names = ("doubled", "broken", refused_pair, "eager")
-    rows = measure(model, Workload(1, 5, 2), [Implementation(each, each) for each in names])
+    rows = measure(model, Workload(1, 5, 2), [Implementation(name, name) for name in names])
     assert [row.status for row in rows] == [WRONG, FAILED, FAILED, OK]
     assert rows[0].prefill is None
     assert rows[0].error == pytest.approx(1.0, rel=1e-3)

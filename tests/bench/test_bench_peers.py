@@ -58,14 +58,14 @@ def test_peers_have_a_scheme_and_refuse_unsupported_layers(
         assert layer.refusal(supported) is None
         for change in ({"activation": "gelu"}, {"bias": True}, {"dtype": torch.float16}):
             assert layer.refusal(replace(supported, **change))
-    blocks = [layer for layer in layers if getattr(layer, "blocks", None) is True]
-    assert {layer.quant for layer in blocks} == {"fp8_w8a8_block", "int4_w4a16_group"}
-    assert all(layer.refusal(replace(PROBLEM, tokens=256, hidden=192)) for layer in blocks)
-    (deep,) = (layer for layer in layers if layer.name == "vllm_deepgemm")
-    assert "tokens" in deep.refusal(PROBLEM)
+    block_layers = [layer for layer in layers if getattr(layer, "blocks", None) is True]
+    assert {layer.quant for layer in block_layers} == {"fp8_w8a8_block", "int4_w4a16_group"}
+    assert all(layer.refusal(replace(PROBLEM, tokens=256, hidden=192)) for layer in block_layers)
+    (deepgemm_layer,) = (layer for layer in layers if layer.name == "vllm_deepgemm")
+    assert "tokens" in deepgemm_layer.refusal(PROBLEM)
     large = PROBLEM.with_tokens(256)
-    assert "hidden" in deep.refusal(replace(large, hidden=2560))
-    assert deep.refusal(replace(large, hidden=4096)) is None
+    assert "hidden" in deepgemm_layer.refusal(replace(large, hidden=2560))
+    assert deepgemm_layer.refusal(replace(large, hidden=4096)) is None
 
 
 def test_channel_scales_follow_their_rows(peers: ModuleType) -> None:
@@ -83,7 +83,7 @@ def test_gate_and_up_rows_are_interleaved(peers: ModuleType) -> None:
 
 
 class FusedMoEConfig:
-    """A stand-in that stores its arguments. Its fields depend on the version of vLLM."""
+    """A stand-in that stores its arguments. Subclasses have the fields of two versions of vLLM."""
 
     def __init__(self, **options: object) -> None:
         self.options = options
@@ -118,8 +118,14 @@ def test_vllm_experts_accept_the_maximum_tokens(
 
 def test_file_is_a_valid_peer_file() -> None:
     names = {candidate.name for candidate in peer_candidates(FILE)}
-    vllm = {"vllm_triton", "vllm_deepgemm", "vllm_cutlass", "vllm_marlin", "vllm_marlin_mxfp4"}
-    assert names <= vllm | {"triton_kernels", "flashinfer"}
+    vllm_names = {
+        "vllm_triton",
+        "vllm_deepgemm",
+        "vllm_cutlass",
+        "vllm_marlin",
+        "vllm_marlin_mxfp4",
+    }
+    assert names <= vllm_names | {"triton_kernels", "flashinfer"}
 
 
 def test_flashinfer_layers_refuse_partial_blocks(
@@ -156,17 +162,17 @@ def test_padding_does_not_change_the_output(peers: ModuleType) -> None:
     x_TH, weights, routing = random_inputs(problem, torch.device("cpu"))
     layer.setup(problem, weights)
     assert tuple(layer.layer.weights.w1.shape) == (4, 256, 128)
-    got = layer.call(x_TH, routing)
+    out = layer.call(x_TH, routing)
     torch.testing.assert_close(
-        got, float64_reference(x_TH, weights, routing, problem).to(got.dtype)
+        out, float64_reference(x_TH, weights, routing, problem).to(out.dtype)
     )
 
 
 def test_flashinfer_up_rows_come_first(peers: ModuleType) -> None:
     rows = torch.arange(12, dtype=torch.bfloat16).reshape(1, 6, 2)
-    got = peers.put_up_first(rows)
-    assert got.dtype == torch.bfloat16
-    assert got[0, :, 0].tolist() == [6, 8, 10, 0, 2, 4]
+    out = peers.put_up_first(rows)
+    assert out.dtype == torch.bfloat16
+    assert out[0, :, 0].tolist() == [6, 8, 10, 0, 2, 4]
 
 
 def test_flashinfer_block_scales_follow_their_rows(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.measure import roofline as floor
+from modular_kernel.measure import roofline
 from modular_kernel.measure.cases import operand_types
 from modular_kernel.measure.roofline import (
     Peaks,
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 NONE = QuantScheme.parse("none")
 SMALL = Problem(tokens=24, hidden=64, intermediate=96, experts=6, top_k=2)
 MIXTRAL = Problem(tokens=16, hidden=4096, intermediate=14336, experts=8, top_k=2)
-ELEMENTS_PER_EXPERT = 3 * 4096 * 14336  # elements
+ELEMENTS_PER_EXPERT = 3 * 4096 * 14336
 PEAKS = Peaks(
     flops={"bfloat16": 800e12, "float8_e4m3fn": 1500e12},
     copy=4e12,
@@ -50,35 +50,37 @@ PEAKS = Peaks(
         ("mxfp4_w4a16", {}, ELEMENTS_PER_EXPERT * (0.5 + 1 / 32)),
     ],
 )
-def test_bytes_of_an_expert(quant: str, changes: dict[str, Any], nbytes: float) -> None:
+def test_expert_bytes_include_scales_and_biases(
+    quant: str, changes: dict[str, Any], nbytes: float
+) -> None:
     assert expert_bytes(replace(MIXTRAL, **changes), QuantScheme.parse(quant)) == nbytes
 
 
-def test_floor_by_hand() -> None:
+def test_floor_equals_the_value_computed_by_hand() -> None:
     loads = [Load(pairs=32, touched=8, skew=1.0), Load(pairs=32, touched=6, skew=2.0)]
     work = compute_work(MIXTRAL, NONE, loads)
     assert work == Work(
         2 * 32 * ELEMENTS_PER_EXPERT, 7 * ELEMENTS_PER_EXPERT * 2 + 2 * 16 * 4096 * 2, 7
     )
-    least = compute_roofline(work, MIXTRAL, NONE, PEAKS)
-    assert least.bound == "memory"
-    assert least.us == pytest.approx(
+    limit = compute_roofline(work, MIXTRAL, NONE, PEAKS)
+    assert limit.bound == "memory"
+    assert limit.us == pytest.approx(
         (7 * ELEMENTS_PER_EXPERT * 2 + 2 * 16 * 4096 * 2) / 4.8e12 * 1e6
     )
-    many = MIXTRAL.with_tokens(16384)
-    least = compute_roofline(compute_work(many, NONE, [Load(32768, 8, 1.0)]), many, NONE, PEAKS)
-    assert least.bound == "compute"
-    assert least.us == pytest.approx(2 * 32768 * ELEMENTS_PER_EXPERT / 800e12 * 1e6)
-    assert least.us == pytest.approx(14431.1, abs=0.1)
+    large = MIXTRAL.with_tokens(16384)
+    limit = compute_roofline(compute_work(large, NONE, [Load(32768, 8, 1.0)]), large, NONE, PEAKS)
+    assert limit.bound == "compute"
+    assert limit.us == pytest.approx(2 * 32768 * ELEMENTS_PER_EXPERT / 800e12 * 1e6)
+    assert limit.us == pytest.approx(14431.1, abs=0.1)
 
 
 def test_floor_with_kept_top_k_counts_a_larger_output() -> None:
-    kept_top_k = replace(MIXTRAL, combine=Combine.TOPK_WEIGHTED)
+    problem_with_top_k = replace(MIXTRAL, combine=Combine.TOPK_WEIGHTED)
     load = [Load(32, 8, 1.0)]
-    additional_bytes = (
-        compute_work(kept_top_k, NONE, load).bytes - compute_work(MIXTRAL, NONE, load).bytes
+    extra_bytes = (
+        compute_work(problem_with_top_k, NONE, load).bytes - compute_work(MIXTRAL, NONE, load).bytes
     )
-    assert additional_bytes == 16 * 4096 * 2  # K = 2 rows for each token instead of one
+    assert extra_bytes == 16 * 4096 * 2  # K = 2 rows for each token instead of one
 
 
 def test_operands_determine_the_peak() -> None:
@@ -123,19 +125,17 @@ def test_peaks_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def raise_not_implemented(_name: str, _device: torch.device) -> None:
         raise NotImplementedError("no such product on this device")
 
-    monkeypatch.setattr(floor, "_make_gemm", raise_not_implemented)
+    monkeypatch.setattr(roofline, "_make_gemm", raise_not_implemented)
     assert measure_peaks(CPU, ["float32"], size=64, nbytes=1 << 12).flops == {}
 
 
 def test_peaks_count_both_directions_and_multiply_adds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call takes 1 us. A copy of 4096 bytes moves 8192 bytes, and a GEMM of 64x64x64 has 2 *
-    64^3 flops.
-    """
+    """With 1 us per call, a copy of 4096 bytes moves 8192 bytes and a GEMM has 2 * 64^3 flops."""
 
     class Timing:
         us = us_min = 1.0
 
-    monkeypatch.setattr(floor, "time_calls", lambda *_args, **_options: Timing)
+    monkeypatch.setattr(roofline, "time_calls", lambda *_args, **_options: Timing)
     peaks = measure_peaks(CPU, ["float32"], size=64, nbytes=1 << 12)
     assert (peaks.copy, peaks.read) == pytest.approx((8192e6, 4096e6))
     assert peaks.flops["float32"] == pytest.approx(2 * 64**3 * 1e6)
@@ -170,15 +170,15 @@ def expert_shares(kind: str, seed: int = 0) -> list[float]:
     return sorted((counts / 4000).tolist(), reverse=True)
 
 
-def test_load_of_each_kind_of_routing() -> None:
+def test_load_depends_on_the_kind_of_routing() -> None:
     assert max(expert_shares("uniform")) < 2 / 16 * 1.3
-    hot = expert_shares("hot1")
-    assert hot[0] == 1.0
-    assert hot[1] < 1 / 15 * 1.3
+    shares = expert_shares("hot1")
+    assert shares[0] == 1.0
+    assert shares[1] < 1 / 15 * 1.3
     assert expert_shares("hot3")[:2] == [1.0, 1.0]  # hot3 is limited to top_k = 2 experts
-    # With K = 1, the share of the first expert is 1 / sum(1 / place ** A).
+    # With K = 1, the share of the expert with Zipf rank 1 is 1 / sum(rank ** -1.2).
     counts = torch.bincount(make_routing("zipf", top_k=1).topk_ids_TK.flatten(), minlength=16)
-    share = 1 / sum(place**-1.2 for place in range(1, 17))
+    share = 1 / sum(rank**-1.2 for rank in range(1, 17))
     assert float(counts.max()) / 4000 == pytest.approx(share, rel=0.1)
     first_experts = {
         int(make_routing("hot1", seed, top_k=1).topk_ids_TK[0, 0]) for seed in range(8)
@@ -196,7 +196,7 @@ def test_kinds_are_parsed_and_printed() -> None:
         make_routing("uniform", top_k=17)
 
 
-def test_load_by_hand() -> None:
+def test_load_equals_the_value_counted_by_hand() -> None:
     ids = torch.tensor([[0, 3], [3, -1], [3, 9]], dtype=torch.int32)
     routing = Routing(torch.ones(3, 2), ids)
     assert count_load(routing, SMALL) == Load(pairs=4, touched=2, skew=3 * 6 / 4)

@@ -1,4 +1,4 @@
-"""How `mk bench` times calls, and how it detects a wrong output."""
+"""How `mk bench` times calls and detects wrong outputs."""
 
 import gc
 import math
@@ -14,7 +14,7 @@ import torch
 from modular_kernel.bench.candidates import TorchGroupedMm
 from modular_kernel.bench.launch_count import count_device_events, count_launches
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.measure import timing as method
+from modular_kernel.measure import timing as timing_module
 from modular_kernel.measure.cases import Input, LayerCase, make_input, make_weights, quantize
 from modular_kernel.measure.check import (
     CheckedCalls,
@@ -58,17 +58,17 @@ def test_rotation_keeps_the_cache_cold(
     assert choose_rotation(call_bytes, weight_bytes, tokens, l2=0, memory=0) == Rotation(1)
 
 
-def test_timing_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_calls_are_timed_with_the_host_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks, calls, out = iter(range(1000)), [], torch.zeros(3)
-    monkeypatch.setattr(method.time, "perf_counter", lambda: next(ticks) * 2e-3)
+    monkeypatch.setattr(timing_module.time, "perf_counter", lambda: next(ticks) * 2e-3)
 
     def call() -> torch.Tensor:
         calls.append(1)
         return out.fill_(len(calls))
 
     timing = time_calls([call, call], CPU, target_ms=20)
-    # There are two calls between ticks of 2 ms, so each takes 1000 us. The calls are warm-up, one
-    # sample, ten replays, and the last output.
+    # Two calls run between ticks of 2 ms, so each takes 1000 us. The pair runs once to warm up,
+    # once as a sample, ten times as replays, and once for the last output.
     assert (timing.us, timing.us_min, timing.spread) == pytest.approx((1000, 1000, 0))
     assert (timing.mode, timing.replays) == ("cpu", 10)
     assert len(calls) == 2 + 2 + 2 * 10 + 2
@@ -78,9 +78,7 @@ def test_timing_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FakeGpu:
-    """A stand-in for torch.cuda. It has a clock in microseconds, and graphs that repeat their
-    calls.
-    """
+    """A stand-in for torch.cuda with a clock in microseconds and graphs that repeat their calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -121,8 +119,10 @@ class FakeGpu:
         generator = SimpleNamespace(
             clone_state=lambda: "state", graphsafe_set_state=self.log.append
         )
-        monkeypatch.setattr(method, "_get_default_generator", lambda: generator)
-        monkeypatch.setattr(method, "make_l2_flush", lambda _: lambda: self.log.append("wipe"))
+        monkeypatch.setattr(timing_module, "_get_default_generator", lambda: generator)
+        monkeypatch.setattr(
+            timing_module, "make_l2_flush", lambda _: lambda: self.log.append("wipe")
+        )
 
     def call(self, name: str, us: float) -> Callable[[], torch.Tensor]:
         """Return a call that advances the clock by `us` and fills its output with `us`."""
@@ -179,7 +179,7 @@ def test_graph_keeps_references_to_its_calls(monkeypatch: pytest.MonkeyPatch) ->
 
     work, plan = gpu.call("a", 300.0), Plan()
     alive = weakref.ref(plan)
-    runs = method.capture_graphs([[plan]])
+    runs = timing_module.capture_graphs([[plan]])
     del plan
     gc.collect()
     assert alive() is not None, "the graph uses buffers of the plan"
@@ -241,8 +241,8 @@ def make_case(routing: str = "uniform", **changes: Any) -> LayerCase:
     return LayerCase("small", replace(SMALL, **changes), RoutingKind.parse(routing))
 
 
-def judge_output(out: torch.Tensor, answer: ExpectedOutput, problem: Problem) -> CheckResult:
-    return check_calls([(out.clone, answer)], problem).result
+def judge_output(out: torch.Tensor, expected: ExpectedOutput, problem: Problem) -> CheckResult:
+    return check_calls([(out.clone, expected)], problem).result
 
 
 def make_inputs(
@@ -270,25 +270,25 @@ def make_inputs(
 )
 def test_plain_torch_passes_and_defects_fail(routing: str, changes: dict[str, Any]) -> None:
     layer_case = make_case(routing, **changes)
-    inputs, weights, answer = make_inputs(layer_case)
+    inputs, weights, expected = make_inputs(layer_case)
     correct = rounded_reference(inputs.x_TH, weights, inputs.routing, layer_case.problem).to(
         layer_case.problem.dtype
     )
-    result = judge_output(correct, answer, layer_case.problem)
+    result = judge_output(correct, expected, layer_case.problem)
     assert not result.failure
     assert result.error is not None
     assert result.error < result.bound < 0.02
     for wrong in (correct * 1.02, correct.roll(1, -1), torch.zeros_like(correct)):
-        assert "relative error" in judge_output(wrong, answer, layer_case.problem).failure
+        assert "relative error" in judge_output(wrong, expected, layer_case.problem).failure
     with_nan = correct.clone()
     with_nan[-1 if layer_case.problem.tokens < 4 else 3, ..., 5] = math.nan
-    assert "not finite" in judge_output(with_nan, answer, layer_case.problem).failure
-    assert "should be" in judge_output(correct.double(), answer, layer_case.problem).failure
-    assert "should be" in judge_output(correct[:, ..., 1:], answer, layer_case.problem).failure
+    assert "not finite" in judge_output(with_nan, expected, layer_case.problem).failure
+    assert "should be" in judge_output(correct.double(), expected, layer_case.problem).failure
+    assert "should be" in judge_output(correct[:, ..., 1:], expected, layer_case.problem).failure
 
 
 @pytest.mark.parametrize(
-    ("quant", "least", "most"),
+    ("quant", "min_error", "max_error"),
     [
         ("fp8_w8a8_tensor", 0.03, 0.10),
         ("fp8_w8a8_tensor:static=true", 0.03, 0.10),
@@ -300,47 +300,48 @@ def test_plain_torch_passes_and_defects_fail(routing: str, changes: dict[str, An
         ("mxfp4_w4a16", 0.08, 0.4),
     ],
 )
-def test_bound_depends_on_the_scheme(quant: str, least: float, most: float) -> None:
+def test_bound_depends_on_the_scheme(quant: str, min_error: float, max_error: float) -> None:
     """The reference is the unquantized layer. The bound is twice the error of the scheme itself."""
     layer_case = make_case(tokens=40)
-    inputs, weights, answer = make_inputs(layer_case, quant)
+    inputs, weights, expected = make_inputs(layer_case, quant)
     problem = replace(layer_case.problem, quant=quant)
     stored = quantize(weights, problem)
     out = rounded_reference(inputs.x_TH, stored, inputs.routing, problem).to(problem.dtype)
-    result = judge_output(out, answer, problem)
-    assert least < result.bound / 2 < most
+    result = judge_output(out, expected, problem)
+    assert min_error < result.bound / 2 < max_error
     assert not result.failure
     swapped = replace(weights, w1=weights.w1.roll(problem.intermediate, 1))
     out = float64_reference(inputs.x_TH, swapped, inputs.routing, layer_case.problem).to(
         problem.dtype
     )
-    assert judge_output(out, answer, problem).failure
+    assert judge_output(out, expected, problem).failure
 
 
 def test_calls_are_checked_together() -> None:
     layer_case = make_case(tokens=40)
-    inputs, weights, answer = make_inputs(layer_case)
+    inputs, weights, expected = make_inputs(layer_case)
     correct = rounded_reference(inputs.x_TH, weights, inputs.routing, layer_case.problem).to(
         torch.bfloat16
     )
-    scattered = correct + answer.exact.norm() / answer.exact.numel() ** 0.5 * 0.007
+    with_offset = correct + expected.exact.norm() / expected.exact.numel() ** 0.5 * 0.007
 
     def check_together(*outs: torch.Tensor) -> CheckedCalls:
-        return check_calls([(out.clone, answer) for out in outs], layer_case.problem)
+        return check_calls([(out.clone, expected) for out in outs], layer_case.problem)
 
-    assert check_together(scattered).result.failure
-    checked_calls = check_together(scattered, correct)
+    assert check_together(with_offset).result.failure
+    checked_calls = check_together(with_offset, correct)
     assert not checked_calls.result.failure, "the mean over both calls is within the bound"
-    assert torch.equal(checked_calls.last_rows, correct[answer.rows].double())
+    assert torch.equal(checked_calls.last_rows, correct[expected.rows].double())
     with_nan = correct.index_fill(0, torch.tensor([3]), math.nan)
     assert "not finite" in check_together(correct, with_nan).result.failure
-    assert not check_unchanged(correct, answer, checked_calls, layer_case.problem).failure
+    assert not check_unchanged(correct, expected, checked_calls, layer_case.problem).failure
     assert (
         "differs from the earlier output"
-        in check_unchanged(correct * 1.02, answer, checked_calls, layer_case.problem).failure
+        in check_unchanged(correct * 1.02, expected, checked_calls, layer_case.problem).failure
     )
     assert (
-        "not finite" in check_unchanged(with_nan, answer, checked_calls, layer_case.problem).failure
+        "not finite"
+        in check_unchanged(with_nan, expected, checked_calls, layer_case.problem).failure
     )
 
 
@@ -368,10 +369,10 @@ def test_invalid_cases_are_refused(changes: dict[str, Any]) -> None:
 def test_grouped_mm_baseline_is_correct(changes: dict[str, Any]) -> None:
     layer_case, layer = make_case(**changes), TorchGroupedMm()
     assert layer.refusal(layer_case.problem) is None
-    inputs, weights, answer = make_inputs(layer_case)
+    inputs, weights, expected = make_inputs(layer_case)
     layer.setup(layer_case.problem, weights)
     assert not judge_output(
-        layer.call(inputs.x_TH, inputs.routing), answer, layer_case.problem
+        layer.call(inputs.x_TH, inputs.routing), expected, layer_case.problem
     ).failure
 
 

@@ -1,6 +1,4 @@
-"""`mk exchange`. Wrong transports are not timed, a failure does not stop other transports, and
-floors are computed.
-"""
+"""`mk exchange` times correct transports, continues after failures, and computes floors."""
 
 import json
 from dataclasses import replace
@@ -40,7 +38,7 @@ import torch.distributed as dist
 from modular_kernel.bench.all2all.cases import Transport
 
 class Whole(Transport):
-    '''All rows to everybody; every rank has the sum of its own anyway.'''
+    '''Sends all rows to every rank. Each rank already has the sums for its own rows.'''
     name = "whole"
 
     def open(self, cell, context):
@@ -104,7 +102,7 @@ def transports():
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ExchangeRow, ...]]:
-    """Run every transport of the file with one pool, and the correct transport again at the end."""
+    """Run every transport of PEERS, and then the correct transport again."""
     path = tmp_path_factory.mktemp("peers") / "peers.py"
     path.write_text(PEERS, encoding="utf-8")
     names = [peer.name for peer in load_transports(path)]
@@ -117,8 +115,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ExchangeRo
         for name in [*names, "whole"]
     ]
     results = run(jobs, lambda: RankPool(2, grace=0.5), link=TransportLink(), repeats=REPEATS)
-    *first, again = results
-    return {**dict(zip(names, first, strict=True)), "again": again}
+    *first_results, repeated = results
+    return {**dict(zip(names, first_results, strict=True)), "again": repeated}
 
 
 @pytest.mark.parametrize("name", ["whole", "again"])
@@ -152,8 +150,8 @@ def test_results_before_a_failure_are_kept(
     rows: dict[str, tuple[ExchangeRow, ...]], name: str, statuses: list[str], reason: str
 ) -> None:
     assert [row.status for row in rows[name]] == statuses
-    first_failure = next(row for row in rows[name] if row.status in ("failed", "refused"))
-    assert reason in first_failure.note
+    failed_row = next(row for row in rows[name] if row.status in ("failed", "refused"))
+    assert reason in failed_row.note
 
 
 def test_nothing_starts_after_the_deadline() -> None:
@@ -173,21 +171,21 @@ def test_nothing_starts_after_the_deadline() -> None:
 
 def test_remote_rows_are_counted_once_per_token_and_rank() -> None:
     cell = ExchangeCase(3, 40, 40, hidden=256, experts=6, top_k=3)
-    want = [[0] * 3 for _ in range(3)]
+    expected = [[0] * 3 for _ in range(3)]
     for source in range(3):
         for ids in cell.routing(source).topk_ids_TK.tolist():
             for target in {expert // 2 for expert in ids}:
-                want[source][target] += 1
-    assert cell.rows_WW == tuple(map(tuple, want))
+                expected[source][target] += 1
+    assert cell.rows_WW == tuple(map(tuple, expected))
     received, sent = cell.remote_rows
-    assert sent == max(sum(row) - row[rank] for rank, row in enumerate(want))
-    assert received == max(sum(row[r] for row in want) - want[r][r] for r in range(3))
+    assert sent == max(sum(row) - row[rank] for rank, row in enumerate(expected))
+    assert received == max(sum(row[r] for row in expected) - expected[r][r] for r in range(3))
     assert torch.allclose(cell.routing(1).topk_weights_TK.sum(1), torch.ones(40))
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_earliest_reason_is_reported(first: int) -> None:
-    """A broken connection is also an error on the other rank."""
+    """If one rank fails, the broken connection is also reported as an error by the other rank."""
     notes = ["RuntimeError: connection closed", "RuntimeError: connection closed"]
     notes[first] = "ValueError: broken here"
     outcomes = [
@@ -195,13 +193,14 @@ def test_earliest_reason_is_reported(first: int) -> None:
         for rank, note in enumerate(notes)
     ]
     assert make_row("x", "peer", CELL, outcomes, TransportLink()).note == "ValueError: broken here"
-    late = {"status": "failed", "note": "died: exit code 7", "error": None}
+    process_exit = {"status": "failed", "note": "died: exit code 7", "error": None}
     assert (
-        make_row("x", "peer", CELL, [*outcomes, late], TransportLink()).note == "died: exit code 7"
+        make_row("x", "peer", CELL, [*outcomes, process_exit], TransportLink()).note
+        == "died: exit code 7"
     )
 
 
-def test_bytes_and_floors_by_hand() -> None:
+def test_bytes_and_floors_equal_values_computed_by_hand() -> None:
     fp8 = ExchangeCase(2, 4096, 4096, quant="fp8_w8a8_block")
     assert fp8.row_bytes == 7168 + 4 * 56
     assert ExchangeCase(2, 1, 1).row_bytes == 14336
@@ -224,7 +223,7 @@ def test_max_row_error_is_the_error_of_the_worst_row() -> None:
     assert max_row_error(out, x) == max_row_error(x[:2], x) == float("inf")
 
 
-def test_dequantize_with_scales_of_groups_rows_and_tensors() -> None:
+def test_dequantize_applies_scales_of_groups_rows_and_tensors() -> None:
     rows = torch.ones(2, 6)
     by_group = dequantize(rows, torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 4)
     assert by_group.tolist() == [[1, 1, 1, 1, 2, 2], [3, 3, 3, 3, 4, 4]]
@@ -259,54 +258,61 @@ SIZES = ("--hidden", "128", "--experts", "8", "--top-k", "2", "--tokens-list", "
 FEW_REPEATS = ("--replays", "2", "--rounds", "2", "--backend", "gloo")
 
 
-def test_parts_and_peers_on_the_command_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    one, both, doc = tmp_path / "one.json", tmp_path / "both.json", tmp_path / "doc.md"
+def test_command_times_parts_and_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record, merged_record, page = tmp_path / "one.json", tmp_path / "both.json", tmp_path / "doc.md"
     peer = ("--peer", str(ROOT / "tools" / "exchange_peers.py"))
-    assert mk(*SIZES, *FEW_REPEATS, *peer, "--json", str(one)) == 0
+    assert mk(*SIZES, *FEW_REPEATS, *peer, "--json", str(record)) == 0
     captured = capsys.readouterr()
-    report = ExchangeReport.from_json(one.read_text())
+    report = ExchangeReport.from_json(record.read_text())
     by_name: dict[str, list[ExchangeRow]] = {}
     for row in report.rows:
         by_name.setdefault(row.transport, []).append(row)
     assert len(by_name) >= 5
-    ours = [n for n, results in by_name.items() if results[0].origin == "ours"]
+    ours = [name for name, results in by_name.items() if results[0].origin == "ours"]
     running = [name for name in ours if all(row.status == "ok" for row in by_name[name])]
     assert "TorchAll2AllPrepareAndFinalize" in running
     assert {row.status for row in report.rows} <= {"ok", "refused"}
     assert [(r.tokens, r.capacity, r.quant) for r in by_name[running[0]]] == [
         (1, 6, "none"), (6, 6, "none"), (1, 6, "fp8_w8a8_block"), (6, 6, "fp8_w8a8_block"),
     ]  # fmt: skip
-    loads = ("--load", str(one), "--load", str(one), "--json", str(both), "--markdown", str(doc))
+    loads = (
+        "--load",
+        str(record),
+        "--load",
+        str(record),
+        "--json",
+        str(merged_record),
+        "--markdown",
+        str(page),
+    )
     assert mk(*loads) == 0
-    assert len(json.loads(both.read_text())["rows"]) == 2 * len(report.rows)
-    assert doc.read_text() == markdown(ExchangeReport.from_json(both.read_text()))
-    assert "| 6 | all_to_all_single, one row per rank |" in doc.read_text()
-    assert "| all_to_all_single, one row per rank | " in doc.read_text()
+    assert len(json.loads(merged_record.read_text())["rows"]) == 2 * len(report.rows)
+    assert page.read_text() == markdown(ExchangeReport.from_json(merged_record.read_text()))
+    assert "| 6 | all_to_all_single, one row per rank |" in page.read_text()
+    assert "| all_to_all_single, one row per rank | " in page.read_text()
     capsys.readouterr()
-    assert mk("--load", str(one)) == 0
-    text = capsys.readouterr().out
-    slow = dict.fromkeys(row.transport for row in report.rows if row.mode == "interpreter")
+    assert mk("--load", str(record)) == 0
+    table = capsys.readouterr().out
+    interpreted = dict.fromkeys(row.transport for row in report.rows if row.mode == "interpreter")
     assert (
-        f"ran in Triton's interpreter, times are meaningless: {', '.join(slow)}\n" in text
-    ) is bool(slow)
+        f"ran in Triton's interpreter, times are meaningless: {', '.join(interpreted)}\n" in table
+    ) is bool(interpreted)
     if torch.cuda.is_available():
         return
-    assert text == captured.out
-    assert "floor" not in text  # a floor needs the link of a GPU
-    rows = [line.split()[:2] for line in text.splitlines()]
+    assert table == captured.out
+    assert "floor" not in table  # a floor needs the link of a GPU
+    rows = [line.split()[:2] for line in table.splitlines()]
     for row in report.rows:  # each scheme has a table
         if row.origin == "ours" and row.status == "ok":
             assert rows.count([str(row.tokens), row.transport]) == 2
             assert f"{row.pair_us:.1f}" not in captured.err
     with_link = replace(report, environment={**report.environment, "link_gbs": 10.0})
-    one.write_text(with_link.to_json())
-    assert mk("--load", str(one)) == 0
+    record.write_text(with_link.to_json())
+    assert mk("--load", str(record)) == 0
     assert "floor" in capsys.readouterr().out
 
 
-def test_bad_usage() -> None:
+def test_invalid_options_are_bad_usage() -> None:
     assert mk("--world-size", "1") == 2
     assert mk("--only", "nobody", *FEW_REPEATS) == 2
     assert mk("--load", "/nowhere.json") == 2
@@ -317,18 +323,18 @@ SINGLE_RANK = RankContext(0, 1, None, torch.device("cpu"))
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block", "fp8_w8a8_channel"])
 @pytest.mark.parametrize("name", ["BatchedPrepareAndFinalize", "MoEPrepareAndFinalizeNoEP"])
-def test_identity_experts_of_both_formats(name: str, quant: str) -> None:
+def test_identity_experts_return_the_inputs(name: str, quant: str) -> None:
     cell = ExchangeCase(1, 7, 9, hidden=256, experts=6, top_k=3, quant=quant)
     transport = PartTransport(name, this_machine())
     assert transport.refusal(cell) == ""
     transport.open(cell, SINGLE_RANK)
-    given = ExchangeInputs.from_case(cell, 0, SINGLE_RANK.device)
-    transport.load(given)
+    inputs = ExchangeInputs.from_case(cell, 0, SINGLE_RANK.device)
+    transport.load(inputs)
     transport.dispatch()
     transport.identity()
-    assert max_row_error(transport.combine(), given.x_TH) <= cell.bound
+    assert max_row_error(transport.combine(), inputs.x_TH) <= cell.bound
     transport._output[..., 5] *= 2  # column 5 of every row
-    assert max_row_error(transport.combine(), given.x_TH) > BF16_BOUND
+    assert max_row_error(transport.combine(), inputs.x_TH) > BF16_BOUND
     transport.close()
 
 
@@ -349,15 +355,15 @@ def test_rows_without_a_local_expert_are_not_read() -> None:
         0,
         0.75,
     ]
-    kept = exchange_parts._compute_identity_output(tokens, 1, Reduce.CONTIGUOUS)
-    assert kept[..., 0].tolist() == [[1, 1], [0, 0], [1, 0]]
+    output = exchange_parts._compute_identity_output(tokens, 1, Reduce.CONTIGUOUS)
+    assert output[..., 0].tolist() == [[1, 1], [0, 0], [1, 0]]
     mapped = replace(
         routing, space=IdSpace.GLOBAL, expert_map=torch.tensor([-1, 0, 1, 2], dtype=torch.int32)
     )
-    kept = exchange_parts._compute_identity_output(
+    output = exchange_parts._compute_identity_output(
         replace(tokens, routing=mapped), 1, Reduce.CONTIGUOUS
     )
-    assert kept[..., 0].tolist() == [[0, 1], [0, 0], [1, 0]]
+    assert output[..., 0].tolist() == [[0, 1], [0, 0], [1, 0]]
 
 
 def test_batched_parts_refuse_large_capacities() -> None:

@@ -1,4 +1,4 @@
-"""tools/exchange_peers.py. Stand-ins have the signatures and shapes of the libraries."""
+"""tools/exchange_peers.py, with stand-ins that have the signatures and shapes of the libraries."""
 
 from pathlib import Path
 
@@ -34,14 +34,17 @@ CASES = tuple(
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], ExchangeRow]:
-    """Return the rows by (folder of the library, transport)."""
+    """Return the rows by (folder of the stand-in, name of the transport)."""
     results = {}
     folder = tmp_path_factory.mktemp("peers")
     jobs = []
     for library, names in (
         (
             "v1",
-            [f"DeepEP V1 high throughput, {n}" for n in ("20 SMs", "20 SMs, quantizing", "96 SMs")],
+            [
+                f"DeepEP V1 high throughput, {variant}"
+                for variant in ("20 SMs", "20 SMs, quantizing", "96 SMs")
+            ],
         ),
         ("v1", ["DeepEP V1 low latency", "DeepEP V2, 64 SMs"]),
         (
@@ -68,8 +71,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Exch
         link=TransportLink(),
         repeats=Repeats(1, 1),
     )
-    for (library, job), found_rows in zip(jobs, outcomes, strict=True):
-        results[library, job.name] = found_rows
+    for (library, job), transport_rows in zip(jobs, outcomes, strict=True):
+        results[library, job.name] = transport_rows
     return results
 
 

@@ -1,4 +1,4 @@
-"""Timing of dispatch and combine. Only the transport advances the clock."""
+"""Timing of dispatch and combine, with a clock that only the transport advances."""
 
 from functools import partial
 
@@ -32,15 +32,13 @@ def advance_clock(seconds: float) -> None:
 
 
 class SlowTransport(Transport):
-    """A transport that takes known times. From dispatch number `wrong_from` on, its output is
-    wrong.
-    """
+    """A transport with known times, whose output is wrong from dispatch `wrong_from` on."""
 
     name = "slow"
     wrong_from = 10**9
     calls = 0
 
-    def open(self, cell, place): ...
+    def open(self, cell, context): ...
 
     def load(self, inputs):
         self.x, self.out = inputs.x_TH, torch.empty_like(inputs.x_TH)
@@ -59,7 +57,7 @@ class SlowTransport(Transport):
 
 
 def fake_capture(groups: list) -> list:
-    """Run every call once, as a capture does. The returned functions run the calls again."""
+    """Run every call once, as a capture does, and return functions that repeat the calls."""
 
     def replay(group: list) -> torch.Tensor:
         return [call() for call in group][-1]
@@ -105,8 +103,8 @@ def test_dispatch_combine_and_pairs_are_timed_separately(
 
 
 def test_wrong_replay_is_detected(gpu_context: RankContext) -> None:
-    # One call is eager, one captures the dispatch, and four capture the pairs. The seventh is the
-    # replay.
+    # The first dispatch is eager, the second is captured alone, and the next four are captured with
+    # a combine. The seventh is a replay.
     transport, inputs = make_slow_transport(wrong_from=7)
     transport.identity = lambda: setattr(transport, "y", transport.x * (transport.calls < 7))
     times = time_transport(transport, inputs, gpu_context, Repeats(1, 1), lambda ok: ok)

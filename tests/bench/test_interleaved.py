@@ -80,7 +80,7 @@ def test_fewer_than_two_layers_cannot_be_sampled() -> None:
         sample_layers(count=1)
 
 
-class Scaled(Layer):
+class ScaledLayer(Layer):
     """A layer in plain torch whose output is multiplied by `factor`."""
 
     quant = "none"
@@ -106,7 +106,7 @@ class Scaled(Layer):
 
 
 def make_candidate(name: str, origin: str = PEER, **options: Any) -> Candidate:
-    return Candidate(name, "none", origin, partial(Scaled, name, **options))
+    return Candidate(name, "none", origin, partial(ScaledLayer, name, **options))
 
 
 def make_cases(*tokens: int) -> tuple[LayerCase, ...]:
@@ -216,11 +216,11 @@ def test_our_layers_pass_the_check(quant: str) -> None:
         ("GroupedGemmExperts", "torch"),
     ],
 )
-def test_gemm_library_of_each_part(experts: str, library: str) -> None:
+def test_parts_name_the_library_of_their_gemms(experts: str, library: str) -> None:
     assert get_gemm_library(experts) == library
 
 
-BLANK = Row(
+BASE_ROW = Row(
     shape="s",
     experts=4,
     top_k=2,
@@ -240,7 +240,7 @@ BLANK = Row(
 
 
 def make_row(layer: str, us: float, origin: str = OURS, **changes: Any) -> Row:
-    return replace(BLANK, layer=layer, us=us, origin=origin, **changes)
+    return replace(BASE_ROW, layer=layer, us=us, origin=origin, **changes)
 
 
 ROWS = (
@@ -271,10 +271,10 @@ def test_parts_that_run_other_libraries_have_their_own_column() -> None:
         None,
         None,
     ]
-    one, sixteen = collect_case_times(ROWS)
-    assert one.ours == {DEFAULT: 10.0, COMPOSED: 8.0, OWN_KERNELS: 11.0, OTHER_LIBRARY: 5.0}
-    assert (one.peer, one.peer_name) == (9.0, "vllm_triton")
-    assert sixteen.ours == {DEFAULT: 10.0}
+    first_case, second_case = collect_case_times(ROWS)
+    assert first_case.ours == {DEFAULT: 10.0, COMPOSED: 8.0, OWN_KERNELS: 11.0, OTHER_LIBRARY: 5.0}
+    assert (first_case.peer, first_case.peer_name) == (9.0, "vllm_triton")
+    assert second_case.ours == {DEFAULT: 10.0}
 
 
 def test_speedups_are_geometric_means_with_the_worst_case() -> None:
@@ -298,7 +298,7 @@ def test_cases_within_the_margin_are_not_slower() -> None:
 
 
 def test_tables_name_each_layer_and_what_is_missing() -> None:
-    failed = replace(BLANK, layer="flashinfer", origin=PEER, status="failed", note="no module")
+    failed = replace(BASE_ROW, layer="flashinfer", origin=PEER, status="failed", note="no module")
     report = make_report(*ROWS, failed, missing=("vllm_marlin (needs vllm)",))
     lines = layers_table(report)
     assert "| bf16 | DeepGemmExperts `none` | ours, GEMMs of deep_gemm | 1 | 0.56 |  |" in lines
@@ -323,10 +323,8 @@ def test_records_round_trip_and_are_merged(tmp_path: Path) -> None:
 
 
 def test_merged_reports_have_one_row_per_layer_and_case() -> None:
-    """A run that is restarted after a failure repeats cases. The first time of each case is
-    kept.
-    """
-    failed = replace(BLANK, layer="FusedMoE", origin=OURS, status="failed", note="broke")
+    """A restarted run repeats cases. Of these, the first measured time is kept."""
+    failed = replace(BASE_ROW, layer="FusedMoE", origin=OURS, status="failed", note="broke")
     reports = [
         make_report(failed, make_row("vllm_triton", 8.0, PEER), stopped="broke"),
         make_report(make_row("FusedMoE", 5.0), make_row("vllm_triton", 9.0, PEER), stopped="broke"),
@@ -367,13 +365,13 @@ def test_plot_is_written(tmp_path: Path) -> None:
 
 def test_sections_are_replaced_between_their_markers() -> None:
     text = "a\n<!-- bench:begin -->\nold\n<!-- bench:end -->\nb\n"
-    got = replace_section(text, "bench", ["new"], filename="README.md")
-    assert got == "a\n<!-- bench:begin -->\nnew\n<!-- bench:end -->\nb\n"
+    section = replace_section(text, "bench", ["new"], filename="README.md")
+    assert section == "a\n<!-- bench:begin -->\nnew\n<!-- bench:end -->\nb\n"
     with pytest.raises(ValueError, match=r"README\.md: got no section"):
         replace_section("a", "bench", [], filename="README.md")
 
 
-def test_readme_has_the_section() -> None:
+def test_readme_has_a_section_for_the_results() -> None:
     text = (TOOLS.parent / "README.md").read_text(encoding="utf-8")
     assert "new" in replace_section(text, "bench", ["new"], filename="README.md")
 

@@ -10,7 +10,7 @@ import torch
 from grouped_gemm_stand_in import MXFP4
 from prepared_weights_samples import NO_GPU, PAIR, make_launched_fixture
 from run_mk import Mk, make_mk_fixture
-from test_bench import _small_peaks  # noqa: F401  the fixture: before each test here
+from test_bench import _small_peaks  # noqa: F401  autouse fixture
 
 from experts.triton.standard import TritonExperts
 from modular_kernel.bench import run as run_module
@@ -48,30 +48,30 @@ def interpreted_machine() -> Machine:
 
 def test_prepared_row_follows_the_row_of_its_pair(machine: Machine, launched: list[int]) -> None:
     candidates = pairing_candidates(*PAIR, [LAYER], machine, prepared=True)
-    assert [(o.name, o.prepared) for o in candidates] == [
+    assert [(candidate.name, candidate.prepared) for candidate in candidates] == [
         ("TritonExperts", False),
         ("TritonExperts prepared", True),
     ]
     launch_counts: list[int] = []
     report = run(
         BenchJob((CASE,), tuple(candidates), machine, target_ms=0.01),
-        lambda found: launch_counts.append(len(launched)),
+        lambda _report: launch_counts.append(len(launched)),
     )
     assert launch_counts[0] == 0 < launch_counts[1]
     assert set(launched) == {32}
-    only_plain = replace(report, rows=report.rows[:1])
-    plain, prepared = report.rows
-    assert (plain.status, prepared.status) == ("ok", "ok")
-    assert prepared.group == plain.group
-    assert (plain.prepared, prepared.prepared) == (False, True)
-    assert prepared.floor_us == plain.floor_us
+    unprepared_report = replace(report, rows=report.rows[:1])
+    unprepared, prepared = report.rows
+    assert (unprepared.status, prepared.status) == ("ok", "ok")
+    assert prepared.group == unprepared.group
+    assert (unprepared.prepared, prepared.prepared) == (False, True)
+    assert prepared.floor_us == unprepared.floor_us
     assert tables.layer_label(prepared) == "TritonExperts prepared mxfp4_w4a16"
     assert "TritonExperts prepared mxfp4_w4a16:" in tables.format_row(prepared)
     assert Report.from_json(report.to_json()) == report
     for text in ("\n".join(tables.summary(report)), tables.markdown(report)):
         assert tables.PREPARED_NOTE in text
-    assert tables.PREPARED_NOTE not in tables.summary(only_plain)
-    assert tables.PREPARED_NOTE not in tables.markdown(only_plain)
+    assert tables.PREPARED_NOTE not in tables.summary(unprepared_report)
+    assert tables.PREPARED_NOTE not in tables.markdown(unprepared_report)
 
 
 def test_incorrectly_prepared_weights_are_reported_as_wrong(
@@ -98,18 +98,20 @@ def test_layers_without_prepared_weights_are_refused(machine: Machine) -> None:
 def test_weight_sets_count_prepared_bytes(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The number of weight sets that rotate depends on free memory."""
+    """Free memory limits the number of weight sets, so their size must include prepared weights."""
     sizes: list[float] = []
 
-    def choose_rotation(call_bytes: float, weight_bytes: float, *others: Any, **more: Any) -> Any:
+    def choose_rotation(
+        call_bytes: float, weight_bytes: float, *_others: Any, **_options: Any
+    ) -> Any:
         sizes.append(weight_bytes)
         raise RuntimeError("enough")
 
     monkeypatch.setattr(run_module, "choose_rotation", choose_rotation)
-    candidates = pairing_candidates(*PAIR, [LAYER], machine, prepared=True)
+    candidates = pairing_candidates(*PAIR, [LAYER], machine, prepared_bytes=True)
     run(BenchJob((CASE,), tuple(candidates), machine, target_ms=0.01))
-    plain, prepared = sizes
-    assert prepared - plain == prepared_tensor_bytes(PAIR[1], LAYER) > 0
+    unprepared_bytes, prepared_bytes = sizes
+    assert prepared_bytes - unprepared_bytes == prepared_tensor_bytes(PAIR[1], LAYER) > 0
 
 
 def test_only_parts_that_may_prepare_weights_are_created(
@@ -146,6 +148,6 @@ def test_command_refuses_schemes_without_prepared_weights(mk: Mk, machine: Machi
     result = mk(*OPTIONS, "--quant", "none,fp8_w8a8_block")
     assert (result.code, result.out) == (2, "")
     assert "--prepared: got none, fp8_w8a8_block, not prepared by any" in result.err
-    other = mk("--prepared", "--hf", "x.json")
-    assert other.code == 2
-    assert "prepared" in other.err
+    result = mk("--prepared", "--hf", "x.json")
+    assert result.code == 2
+    assert "prepared" in result.err

@@ -1,4 +1,4 @@
-"""`mk profile --prepared`: calls with prepared weights."""
+"""`mk profile --prepared` profiles calls with prepared weights."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -52,9 +52,11 @@ def test_report_has_the_bytes_of_prepared_weights(
 
 
 def test_files_without_prepared_weights_are_not_overwritten(mk: Mk, tmp_path: Path) -> None:
-    plain, prepared = (_OutputFiles((PAIR,), MXFP4, tmp_path, each) for each in (False, True))
-    assert plain.get_stem(PAIR) != prepared.get_stem(PAIR)
-    assert plain.get_report_path("json") != prepared.get_report_path("json")
+    unprepared, prepared = (
+        _OutputFiles((PAIR,), MXFP4, tmp_path, is_prepared) for is_prepared in (False, True)
+    )
+    assert unprepared.get_stem(PAIR) != prepared.get_stem(PAIR)
+    assert unprepared.get_report_path("json") != prepared.get_report_path("json")
 
 
 @pytest.mark.parametrize("quant", ["none", "mxfp4_w4a16"])

@@ -1,4 +1,4 @@
-"""The report of a profile. It consists of a summary, a JSON record, and an HTML page."""
+"""The report of a profile: a summary, a JSON record and an HTML page."""
 
 import re
 from dataclasses import replace
@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from trace_events import call_events, device_event
+from trace_events import make_call_events, make_device_event
 
 from modular_kernel.cli.output import to_json_types
 from modular_kernel.measure.records import INTERPRETER
@@ -28,7 +28,7 @@ VOID_TAGS = {"meta", "br"}
 def make_sample_profile(
     *pairs: str, ranks: int = 1, trace: Trace | None = None, machine: Machine = GPU
 ) -> Profile:
-    """Return a profile with the sample call of `call_events` for each pair.
+    """Return a profile with the sample call of `make_call_events` for each pair.
 
     In the sample call, the times of the stages add up to 1505 us. The GPU is used for 1550 us, from
     the start of the first kernel to the end of the last. The end-to-end time is 1500 us.
@@ -58,12 +58,12 @@ def make_sample_profile(
         for rank in range(ranks)
     ]  # fmt: skip
     job = ProfileJob((("A", "B"),) * len(pairs), PROBLEM, machine, RoutingKind("uniform"), 1, ())
-    sample_trace = trace or {"traceEvents": call_events()}
+    sample_trace = trace or {"traceEvents": make_call_events()}
     merged = [Path("all.trace.json") if ranks > 1 else None for _ in pairs]
     return make_profile(job, records, [[sample_trace] * ranks for _ in pairs], merged)
 
 
-def test_stage_and_its_floor() -> None:
+def test_stage_has_its_work_and_floor() -> None:
     (rank,) = make_sample_profile("A x B").pairs[0].ranks
     rows = {row.stage: row for row in rank.rows}
     gemm2 = rows[stages.GEMM2]
@@ -76,9 +76,7 @@ def test_stage_and_its_floor() -> None:
 
 
 def test_largest_gap_is_the_most_time_above_a_roofline() -> None:
-    """GEMM 1 takes 1100 us and the sort takes 5 us. The sort has the lower percentage of its
-    roofline.
-    """
+    """GEMM 1 (1100 us) has the largest gap, and the sort (5 us) the lowest percentage."""
     profile = make_sample_profile("A x B")
     rank = profile.pairs[0].slowest
     rows = tuple(
@@ -132,7 +130,7 @@ def test_missing_measurements_are_noted() -> None:
     missing = " ".join(make_sample_profile("A x B", machine=cpu).missing)
     assert "No GPU was traced" in missing
     assert "ran in the interpreter" in missing
-    without_launch = {"traceEvents": [*call_events(), device_event("whose", 1710, 5, 77)]}
+    without_launch = {"traceEvents": [*make_call_events(), make_device_event("whose", 1710, 5, 77)]}
     assert "5.0 us of device work has no launch" in " ".join(
         make_sample_profile("A x B", trace=without_launch).missing
     )
@@ -174,8 +172,10 @@ class _PageChecker(HTMLParser):
 @pytest.mark.parametrize("pairs", [("A x <B>",), ("A x <B>", "C x D")])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_page_is_well_formed_and_self_contained(pairs: tuple[str, ...], ranks: int) -> None:
-    later = [event | {"ts": event.get("ts", 0) + 1e9} for event in call_events()]
-    page = html.render_page(make_sample_profile(*pairs, ranks=ranks, trace={"traceEvents": later}))
+    late_events = [event | {"ts": event.get("ts", 0) + 1e9} for event in make_call_events()]
+    page = html.render_page(
+        make_sample_profile(*pairs, ranks=ranks, trace={"traceEvents": late_events})
+    )
     checker = _PageChecker()
     checker.feed(page)
     checker.close()
@@ -192,6 +192,6 @@ def test_page_is_well_formed_and_self_contained(pairs: tuple[str, ...], ranks: i
     assert len(shares) >= 5 * ranks * len(pairs)
     assert all(0 <= float(share) <= 100 for share in shares)
     # The times come first, before the tables and the description of the measurement.
-    first = page.index('class="tiles"')
-    assert first < page.index("<table>")
-    assert first < page.index("<dl>")
+    times_position = page.index('class="tiles"')
+    assert times_position < page.index("<table>")
+    assert times_position < page.index("<dl>")

@@ -30,7 +30,7 @@ def compute_works(*names: str, quant: str = "none") -> dict[str, StageWork]:
     return compute_stage_works(names, problem, problem.scheme, LOAD)
 
 
-def test_every_stage_by_hand() -> None:
+def test_work_of_every_stage_equals_the_value_computed_by_hand() -> None:
     results = compute_works(*stages.STAGES)
     w1, w2 = 3 * 128 * 32 * 2, 3 * 32 * 64 * 2
     assert results == {
@@ -50,13 +50,13 @@ def test_every_stage_by_hand() -> None:
 
 def test_gemms_read_the_output_of_the_previous_stage() -> None:
     """Permuted rows are read once per pair. Unquantized rows have the size of the dtype."""
-    plain = compute_works(stages.GEMM1, stages.GEMM2)
-    assert (plain[stages.GEMM1].read, plain[stages.GEMM2].read) == (9 * 64, 18 * 128)
-    permuted = compute_works(stages.PERMUTE, stages.GEMM1)
-    assert permuted[stages.GEMM1].read == 18 * 64
-    by_token = compute_works(stages.QUANTIZE_INPUT, stages.GEMM1, quant="fp8_w8a8_channel")
-    assert by_token[stages.GEMM1].read == pytest.approx(9 * (32 + 4))
-    assert by_token[stages.GEMM1].weights == 3 * 128 * 32
+    works = compute_works(stages.GEMM1, stages.GEMM2)
+    assert (works[stages.GEMM1].read, works[stages.GEMM2].read) == (9 * 64, 18 * 128)
+    works_with_permute = compute_works(stages.PERMUTE, stages.GEMM1)
+    assert works_with_permute[stages.GEMM1].read == 18 * 64
+    quantized = compute_works(stages.QUANTIZE_INPUT, stages.GEMM1, quant="fp8_w8a8_channel")
+    assert quantized[stages.GEMM1].read == pytest.approx(9 * (32 + 4))
+    assert quantized[stages.GEMM1].weights == 3 * 128 * 32
 
 
 def test_fused_stage_has_no_intermediate_traffic() -> None:
@@ -109,12 +109,10 @@ def test_stage_work_sums_to_the_work_of_the_layer(quant: str) -> None:
     assert compute_roofline(layer_work, problem, scheme, PEAKS).us > 0
 
 
-def test_rows_that_a_rank_receives_and_sends() -> None:
-    """Experts 0 and 1 are on rank 0, and experts 2 and 3 on rank 1. The rows are counted by
-    hand.
-    """
-    ids = ([[0, 1], [0, 2], [2, 3], [-1, 3]], [[0, 2], [2, 3], [1, 0]])
-    routings = [Routing(torch.ones(len(each), 2), torch.tensor(each)) for each in ids]
+def test_received_and_sent_rows_equal_those_counted_by_hand() -> None:
+    """Experts 0 and 1 are on rank 0, and experts 2 and 3 on rank 1."""
+    ids_by_rank = ([[0, 1], [0, 2], [2, 3], [-1, 3]], [[0, 2], [2, 3], [1, 0]])
+    routings = [Routing(torch.ones(len(ids), 2), torch.tensor(ids)) for ids in ids_by_rank]
     problem = replace(PROBLEM, tokens=4, parallel=Parallel(2))
     loads = [
         load_of_rank(routings, replace(problem, parallel=Parallel(2, rank=rank)), replicated=False)

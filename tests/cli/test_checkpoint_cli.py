@@ -64,7 +64,7 @@ def test_tensors_that_contradict_the_config_are_refused(
     result = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path))
     assert result.code == 2
     assert f"got no {missing}" in result.err
-    # Without the tensors, the config.json is valid.
+    # The config.json alone is valid.
     assert run_mk(capsys, "check", *PAIR, "--model", str(tmp_path / "config.json")).code == 0
 
 
@@ -109,25 +109,25 @@ def test_dtype_of_the_files_is_used_if_the_config_has_none(
 def test_files_of_several_dtypes_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], in_one_layer: bool
 ) -> None:
-    """Conversion to one of these dtypes could round values, or overflow."""
+    """Conversion of the files to one dtype could round values or overflow."""
     write(tmp_path, "mixtral", "fp32", layers=(0, 1))
     path = tmp_path / "model.safetensors"
-    other = "layers.0.block_sparse_moe.experts.2.w3" if in_one_layer else "layers.1."
+    changed_name = "layers.0.block_sparse_moe.experts.2.w3" if in_one_layer else "layers.1."
     dtypes = {True: torch.float16, False: torch.bfloat16}
-    changed = {name: t.to(dtypes[other in name]) for name, t in load_file(path).items()}
-    save_file(changed, path)
+    tensors = {name: t.to(dtypes[changed_name in name]) for name, t in load_file(path).items()}
+    save_file(tensors, path)
     dtype_by_config = load_experts(tmp_path, 0).weights.w1.dtype
     args = ("check", *PAIR, "--model", str(tmp_path))
     assert run_mk(capsys, *args).code == 0
     remove_dtype(tmp_path)
     result = run_mk(capsys, *args)
     assert (result.code, result.out) == (2, "")
-    need = "need one dtype, or an explicit one in config.json or by dtype= or --dtype\n"
-    assert result.err.endswith(need)
+    message_end = "need one dtype, or an explicit one in config.json or by dtype= or --dtype\n"
+    assert result.err.endswith(message_end)
     for text in ("bfloat16 in ", " and float16 in "):
         assert text in result.err
     if in_one_layer:
-        assert f"model.{other}.weight" in result.err
+        assert f"model.{changed_name}.weight" in result.err
         with pytest.raises(DtypeError, match=r"got bfloat16 in .* and float16 in .*w3\.weight"):
             load_experts(tmp_path, 0)
     else:  # each layer has a single dtype
@@ -139,7 +139,7 @@ def test_files_of_several_dtypes_are_refused(
     w1 = load_experts(tmp_path, 0, dtype="float32").weights.w1
     assert w1.dtype == torch.float32
     assert dtype_by_config == torch.float32
-    up = changed["model.layers.0.block_sparse_moe.experts.2.w3.weight"]
+    up = tensors["model.layers.0.block_sparse_moe.experts.2.w3.weight"]
     assert torch.equal(w1[2].chunk(2)[1], up.float())
 
 
@@ -175,9 +175,7 @@ def test_assumed_dtype_is_noted(
 def test_dtype_of_the_files_is_read_from_an_unquantized_layer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first layer is quantized. Its files therefore do not have the dtype of the
-    activations.
-    """
+    """The files of the first layer, which is quantized, do not have the activations' dtype."""
     write_mixed(tmp_path, *MIXED["fp8, excluded layers"])
     config = json.loads((tmp_path / "config.json").read_text())
     del config["torch_dtype"]

@@ -17,7 +17,7 @@ from modular_kernel.catalog import this_machine
 from modular_kernel.cli import output
 from modular_kernel.cli.ranks import Executor
 from modular_kernel.testing.cases.lists import BASE, Case
-from modular_kernel.testing.input_mutations import run as mutants
+from modular_kernel.testing.input_mutations import run as input_mutations
 from modular_kernel.testing.verify.one_process import Proof
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +30,7 @@ HAS_TRITON = this_machine().device == "cuda" or this_machine().interpreter
 mk = make_mk_fixture()
 
 
-def python(*args: str) -> CommandResult:
+def run_python(*args: str) -> CommandResult:
     """Run a new Python process in the checkout."""
     process = subprocess.run(
         [sys.executable, *args], cwd=ROOT, capture_output=True, text=True, check=False
@@ -38,9 +38,9 @@ def python(*args: str) -> CommandResult:
     return CommandResult(process.returncode, process.stdout, process.stderr)
 
 
-def test_module_and_version() -> None:
-    assert python("-m", "modular_kernel", "--version").out.count(".") >= 2
-    refused = python("-m", "modular_kernel", "check", *REFUSED_PAIR)
+def test_module_runs_like_the_command() -> None:
+    assert run_python("-m", "modular_kernel", "--version").out.count(".") >= 2
+    refused = run_python("-m", "modular_kernel", "check", *REFUSED_PAIR)
     assert refused.code == 1
     assert "format" in refused.out
 
@@ -55,13 +55,13 @@ def test_module_and_version() -> None:
     ],
 )
 def test_scripts_run_in_a_checkout(script: str, args: tuple[str, ...], expected: str) -> None:
-    result = python(f"tools/{script}", *args)
+    result = run_python(f"tools/{script}", *args)
     assert result.code == (0 if args == ("--help",) else 1), result.err
     assert expected in result.out
 
 
 def test_json_contains_no_infinity_or_nan() -> None:
-    """JSON does not have infinity and NaN. They become strings."""
+    """JSON has no infinity and NaN, so they become strings."""
     values = {"errors": (float("inf"), float("nan"), 0.5)}
     assert output.to_json_types(values) == {"errors": ["inf", "nan", 0.5]}
 
@@ -69,7 +69,7 @@ def test_json_contains_no_infinity_or_nan() -> None:
 # ------------------------------------------------------------------------------------------ list
 
 
-def test_list(mk: Mk) -> None:
+def test_list_shows_every_part(mk: Mk) -> None:
     result, record = mk("list"), mk("list", "--json").json
     assert result.code == 0
     parts = {part["name"]: part for part in record["parts"]}
@@ -87,15 +87,17 @@ def test_list(mk: Mk) -> None:
 
 
 def test_list_explains_capabilities_and_formats(mk: Mk) -> None:
-    """The legend and the glossary contain every capability and activation format of the parts."""
+    """The legend and the glossary explain every capability and activation format of the parts."""
     text, record = mk("list").out, mk("list", "--json").json
     parts, legend = text.split("meaning")
     assert "terms are explained at the end" in parts
     requirements = [part["requires"] for part in record["parts"] if part["requires"]]
     printed = {word for line in parts.splitlines() for word in line.replace(",", "").split()}
-    capabilities = {name for r in requirements for name, value in r.items() if value is True}
-    capabilities -= {package for r in requirements for package in r["packages"]}
-    formats = {r["activation_format"] for r in requirements}
+    capabilities = {
+        name for required in requirements for name, value in required.items() if value is True
+    }
+    capabilities -= {package for required in requirements for package in required["packages"]}
+    formats = {required["activation_format"] for required in requirements}
     glossary = (ROOT / "docs" / "glossary.md").read_text()
     assert capabilities & printed
     for term in (capabilities & printed) | formats:
@@ -115,12 +117,20 @@ def test_interpreter_is_noted_once_on_stderr(mk: Mk) -> None:
 def test_check_shows_each_rejection(mk: Mk) -> None:
     result = mk("check", *REFUSED_PAIR)
     assert result.code == 1
-    rows = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in _lines(result)]
-    both = "BatchedPrepareAndFinalize / TritonExperts"
+    rows = [
+        [cell.strip() for cell in line.split("  ") if cell.strip()]
+        for line in result.out.splitlines()
+    ]
+    parties = "BatchedPrepareAndFinalize / TritonExperts"
     got = "batched_experts from BatchedPrepareAndFinalize"
     hint = "choose a batched_experts experts part"
-    assert ["format", both, got, "standard for TritonExperts", hint] in rows
-    assert ["reduce", both, "noop left by TritonExperts", "one of delegate, naive_batched"] in rows
+    assert ["format", parties, got, "standard for TritonExperts", hint] in rows
+    assert [
+        "reduce",
+        parties,
+        "noop left by TritonExperts",
+        "one of delegate, naive_batched",
+    ] in rows
     record = mk("check", *REFUSED_PAIR, "--json").json
     assert not record["ok"]
     assert [rejection["rule"] for rejection in record["rejections"]] == ["format", "reduce"]
@@ -136,11 +146,7 @@ def test_check_shows_each_rejection(mk: Mk) -> None:
     assert set(record["machine"]) == names
 
 
-def _lines(result: CommandResult) -> Iterator[str]:
-    yield from result.out.splitlines()
-
-
-def test_check_accepts(mk: Mk) -> None:
+def test_check_accepts_a_valid_pair(mk: Mk) -> None:
     result = mk("check", *TORCH_PAIR)
     assert result.code == 0
     assert "MoEPrepareAndFinalizeNoEP x TorchExperts: valid" in result.out
@@ -156,7 +162,7 @@ def test_check_shows_every_reason(mk: Mk) -> None:
     assert [rule for rule in rules if f"\n {rule} " not in text] == []
 
 
-def test_check_all_pairs(mk: Mk) -> None:
+def test_check_without_a_pair_judges_all_pairs(mk: Mk) -> None:
     record = mk("check", "--json").json
     pairs = {(pair["prepare_finalize"], pair["experts"]): pair for pair in record["pairs"]}
     assert pairs["MoEPrepareAndFinalizeNoEP", "TorchExperts"]["ok"]
@@ -198,8 +204,8 @@ def test_no_pair_is_refused_for_the_default_sizes(mk: Mk, machine: tuple[str, ..
 
 @pytest.mark.parametrize("verb", ["check", "test", "profile"])
 def test_ranks_per_host_needs_ranks(mk: Mk, verb: str) -> None:
-    one = ("--one",) if verb == "test" else ()
-    result = mk(verb, *TORCH_PAIR, *one, "--ranks-per-host", "4")
+    one_option = ("--one",) if verb == "test" else ()
+    result = mk(verb, *TORCH_PAIR, *one_option, "--ranks-per-host", "4")
     assert result.code == 2
     assert "error: --ranks-per-host: got 4, need --world-size N in addition" in result.err
 
@@ -220,7 +226,7 @@ def test_check_exits_with_1_if_no_pair_is_valid(mk: Mk) -> None:
         ("--device cpu --packages triton,ml_dtypes", []),
     ],
 )
-def test_check_for_another_machine(mk: Mk, args: str, rules: list[str]) -> None:
+def test_check_judges_pairs_for_another_machine(mk: Mk, args: str, rules: list[str]) -> None:
     pair = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TritonExperts")
     result = mk("check", *pair, *args.split(), "--json")
     assert [rejection["rule"] for rejection in result.json["rejections"]] == rules
@@ -231,7 +237,7 @@ def test_check_for_another_machine(mk: Mk, args: str, rules: list[str]) -> None:
 # ------------------------------------------------------------------------------------------ test
 
 
-def test_verify_a_pair(mk: Mk) -> None:
+def test_all_cases_of_a_pair_are_verified(mk: Mk) -> None:
     result = mk("test", *TORCH_PAIR, "--json")
     assert result.code == 0
     (pair,) = result.json["pairs"]
@@ -240,7 +246,7 @@ def test_verify_a_pair(mk: Mk) -> None:
     assert 0 < pair["worst"]["error"] <= pair["worst"]["bound"]
 
 
-def test_verify_one_case(mk: Mk) -> None:
+def test_one_case_is_verified(mk: Mk) -> None:
     args = ("--one", "--routing", "zipf", "--seed", "3", "--tokens", "5")
     result = mk("test", *TORCH_PAIR, *args)
     assert result.code == 0
@@ -302,9 +308,9 @@ def test_failures_have_a_command_that_reproduces_them(
 
 
 def test_every_input_mutation_is_printed(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
-    first_mutants = mutants.MUTANTS[:2]
-    run_first_mutants = partial(mutants.sensitivity, mutants=first_mutants, cases_each=1)
-    monkeypatch.setattr(mutants, "sensitivity", run_first_mutants)
+    first_mutants = input_mutations.MUTANTS[:2]
+    run_first_mutants = partial(input_mutations.sensitivity, mutants=first_mutants, cases_each=1)
+    monkeypatch.setattr(input_mutations, "sensitivity", run_first_mutants)
     result, record = mk(*INPUT_MUTATIONS), mk(*INPUT_MUTATIONS, "--json")
     assert (result.code, record.code) == (0, 0)
     assert [kill["mutant"] for kill in record.json["calls"]] == [
@@ -317,8 +323,10 @@ def test_every_input_mutation_is_printed(mk: Mk, monkeypatch: pytest.MonkeyPatch
 
 def test_missed_input_mutation_exits_with_1(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("MoEPrepareAndFinalizeNoEP", "TorchExperts", BASE)
-    kill = mutants.CallMutantResult("harmless", case, failure_without_mutant=None, killed_by=None)
-    monkeypatch.setattr(mutants, "sensitivity", lambda *_, on_mutant: (kill,))
+    kill = input_mutations.CallMutantResult(
+        "harmless", case, failure_without_mutant=None, killed_by=None
+    )
+    monkeypatch.setattr(input_mutations, "sensitivity", lambda *_, on_mutant: (kill,))
     result = mk(*INPUT_MUTATIONS)
     assert result.code == 1
     assert "MISSED" in result.out
@@ -329,14 +337,14 @@ def test_input_mutation_without_effect_is_not_applicable(
     mk: Mk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case("MoEPrepareAndFinalizeNoEP", "TorchExperts", BASE)
-    kill = mutants.CallMutantResult(
+    kill = input_mutations.CallMutantResult(
         "idle",
         case,
         failure_without_mutant=None,
         killed_by=None,
         no_effect_reason="no part reads it",
     )
-    monkeypatch.setattr(mutants, "sensitivity", lambda *_, on_mutant: (kill,))
+    monkeypatch.setattr(input_mutations, "sensitivity", lambda *_, on_mutant: (kill,))
     result = mk(*INPUT_MUTATIONS)
     assert result.code == 0
     assert "1 input mutation: 0 killed, 0 missed, 1 not applicable" in result.out
@@ -348,13 +356,13 @@ def test_pair_that_fails_without_mutation_is_reported(
     mk: Mk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case("MoEPrepareAndFinalizeNoEP", "TorchExperts", BASE)
-    kill = mutants.CallMutantResult(
+    kill = input_mutations.CallMutantResult(
         "zeros",
         case,
         failure_without_mutant="numeric: far off",
         killed_by="numeric: all zeros",
     )
-    monkeypatch.setattr(mutants, "sensitivity", lambda *_, on_mutant: (kill,))
+    monkeypatch.setattr(input_mutations, "sensitivity", lambda *_, on_mutant: (kill,))
     result = mk(*INPUT_MUTATIONS)
     assert result.code == 1
     assert f"zeros in {case}: fails without the mutant: numeric: far off" in result.out
@@ -367,7 +375,7 @@ def test_pair_that_fails_without_mutation_is_reported(
 # -------------------------------------------------------------------------------- doctor, compile
 
 
-def test_doctor(mk: Mk) -> None:
+def test_doctor_shows_versions_and_packages(mk: Mk) -> None:
     result, record = mk("doctor"), mk("doctor", "--json").json
     assert result.code == 0
     assert record["versions"]["torch"] == torch.__version__
@@ -383,12 +391,10 @@ def test_doctor(mk: Mk) -> None:
 
 @pytest.mark.parametrize("reason", [None, "for sm_80 alone", ""])
 @pytest.mark.parametrize("violations", [(), ("spills",)], ids=["clean", "violated"])
-def test_compile(
+def test_compile_shows_kernels_and_checks_limits(
     mk: Mk, violations: tuple[str, ...], reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With --check, the command fails if a kernel exceeds a limit, or is left out without a
-    reason.
-    """
+    """With --check, kernels that exceed a limit or are skipped without a reason are failures."""
     record = SimpleNamespace(
         kernel="gemm_kernel",
         config={"BLOCK_M": 64},
@@ -401,10 +407,10 @@ def test_compile(
         instructions={"HGMMA": 12, "HMMA": 0},
     )
     row = SimpleNamespace(case="bf16", record=record, violations=violations)
-    left_out = SimpleNamespace(kernel="other_kernel", module="parts.kernels", reason=reason)
+    skipped_kernel = SimpleNamespace(kernel="other_kernel", module="parts.kernels", reason=reason)
     calls: list[tuple[str, int, str]] = []
     module = ModuleType("modular_kernel.testing.compile.cases")
-    compiled = SimpleNamespace(rows=[row], left_out=[left_out] if reason is not None else [])
+    compiled = SimpleNamespace(rows=[row], left_out=[skipped_kernel] if reason is not None else [])
     module.compile_all = lambda target, progress, workers, name_filter: (
         calls.append((target, workers, name_filter)) or compiled
     )  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Options that name files. An unusable path is bad usage, and files are written atomically."""
+"""Options that name files: unusable paths are bad usage, and files are written atomically."""
 
 import json
 import os
@@ -17,6 +17,7 @@ from modular_kernel.utils import json_files
 mk = make_mk_fixture()
 
 FILE_OUTPUTS = (FileUse.WRITE, FileUse.WRITE_OR_STDOUT)
+PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
 MODEL_VERBS = ("check", "test", "profile", "bench", "tune", "compose", "plan")
 
 
@@ -27,7 +28,11 @@ PATHS = [
     for parameter in command.params
     if isinstance(parameter.type, click.Path)
 ]
-FILES = [(verb, name, kind.use) for verb, name, kind in PATHS if isinstance(kind, FilePath)]
+FILES = [
+    (verb, name, path_type.use)
+    for verb, name, path_type in PATHS
+    if isinstance(path_type, FilePath)
+]
 
 
 def test_every_path_option_has_a_use() -> None:
@@ -122,9 +127,6 @@ def test_model_with_an_invalid_path_is_bad_usage(mk: Mk, tmp_path: Path, verb: s
         assert result.err.splitlines()[-1].startswith("error: model")
     result = mk("bench", "--hf", paths["a name of 256 bytes"])
     assert result.code == 2
-
-
-PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
 
 
 def write_to_full_disk(path: Path, text: str, **_: Any) -> None:

@@ -45,7 +45,7 @@ HELP_SECONDS = 0.3
 TORCH_PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
 
 
-def python(*args: str) -> subprocess.CompletedProcess[str]:
+def run_python(*args: str) -> subprocess.CompletedProcess[str]:
     """Run a new Python process in the checkout."""
     command = [sys.executable, *args]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -53,7 +53,7 @@ def python(*args: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("args", [[], *([verb] for verb in VERBS)], ids=" ".join)
 def test_help_does_not_import_torch(args: list[str]) -> None:
-    process = python("-X", "importtime", "-m", "modular_kernel", *args, "--help")
+    process = run_python("-X", "importtime", "-m", "modular_kernel", *args, "--help")
     assert process.returncode == 0
     assert process.stdout.startswith("Usage: mk")
     lines = process.stderr.splitlines()
@@ -64,8 +64,9 @@ def test_help_does_not_import_torch(args: list[str]) -> None:
 
 @pytest.mark.parametrize("args", [[], *([verb] for verb in VERBS)], ids=" ".join)
 def test_help_is_fast(args: list[str]) -> None:
-    """The limit is relative to an import of click, so that the test passes on slow machines. An
-    import of torch would take about ten times the limit.
+    """An import of torch would take about ten times the limit.
+
+    The limit is relative to the time of an import of click, so that slow machines do not exceed it.
     """
     for _ in range(8):
         limit = max(HELP_SECONDS, 8 * _measure_cpu_seconds("-c", "import click"))
@@ -78,7 +79,7 @@ def test_help_is_fast(args: list[str]) -> None:
 def _measure_cpu_seconds(*args: str) -> float:
     """Return the processor time of a new Python process."""
     before = os.times()
-    python(*args)
+    run_python(*args)
     after = os.times()
     user = after.children_user - before.children_user
     return user + after.children_system - before.children_system
@@ -182,14 +183,16 @@ def test_models_of_this_file_exist() -> None:
 
 
 @pytest.mark.parametrize("model", MODEL_PROBLEMS)
-def test_models(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_sets_the_problem_and_options_override_it(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     problem = parse_problem("--model", model, monkeypatch=monkeypatch)
     assert str(problem) == MODEL_PROBLEMS[model]
     options = ("--model", model, "--hidden", "96", "--no-bias")
-    changed = parse_problem(*options, monkeypatch=monkeypatch)
-    assert changed == replace(problem, hidden=96, bias=False)
-    changed = parse_problem("--model", model, "--quant", "none", monkeypatch=monkeypatch)
-    assert changed == replace(problem, quant="none")
+    overridden = parse_problem(*options, monkeypatch=monkeypatch)
+    assert overridden == replace(problem, hidden=96, bias=False)
+    overridden = parse_problem("--model", model, "--quant", "none", monkeypatch=monkeypatch)
+    assert overridden == replace(problem, quant="none")
 
 
 def test_command_of_a_case_reproduces_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +308,7 @@ def test_errors_of_number_options_have_name_and_need(
         assert need.startswith(("an integer", "a number"))
 
 
-def test_invalid_number_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_number_is_reported_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run_mk(capsys, "check", "--json", "--tokens", "9" * 5000)
     assert code == 2
     error = json.loads(out)["error"]
@@ -360,7 +363,7 @@ def test_numbers_out_of_range_are_bad_usage(
 def test_choices_equal_those_of_a_problem() -> None:
     hints = get_type_hints(ProblemOptions)
     (combine, _), (precision, _) = map(get_args, (hints["combine"], hints["fp32_precision"]))
-    assert get_args(combine) == tuple(each.value for each in Combine)
+    assert get_args(combine) == tuple(member.value for member in Combine)
     assert precision == get_type_hints(Problem)["fp32_precision"]
 
 
@@ -370,7 +373,7 @@ def test_no_arguments_print_the_help(capsys: pytest.CaptureFixture[str]) -> None
     assert "Usage: mk" in out + err
 
 
-def test_bad_usage_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_usage_is_reported_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run_mk(capsys, "check", "--json", "--dtype", "int8")
     assert code == 2
     need = "one of bfloat16, float16, float32"
@@ -383,7 +386,7 @@ def test_another_gpu_needs_an_arch(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == (0 if torch.cuda.is_available() else 2)
 
 
-def test_arch() -> None:
+def test_arch_is_parsed() -> None:
     assert [parse_arch(text) for text in ("9.0", "90", "sm_90", "12.1", "sm_120")] == [
         *((9, 0),) * 3,
         (12, 1),

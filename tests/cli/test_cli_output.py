@@ -25,26 +25,13 @@ TORCH_PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "Torch
 REFUSED_PAIR = ("--pf-type", "BatchedPrepareAndFinalize", "--experts-type", "TritonExperts")
 TINY = ("--tokens", "2", "--hidden", "32", "--intermediate", "32", "--experts", "4")
 EXCHANGE = (
-    *(
-        "--hidden",
-        "128",
-        "--experts",
-        "4",
-        "--top-k",
-        "2",
-        "--tokens-list",
-        "1",
-        "--replays",
-        "1",
-        "--rounds",
-        "1",
-    ),
-    *("--backend", "gloo", "--only", "Replicated"),
+    *("--hidden", "128", "--experts", "4", "--top-k", "2", "--tokens-list", "1"),
+    *("--replays", "1", "--rounds", "1", "--backend", "gloo", "--only", "Replicated"),
 )
 LAYERS = Path(perf_model.__file__).with_name("data") / "h200-layers.json"
-LEFT_OUT = SimpleNamespace(kernel="rows_kernel", module="parts", reason="for sm_100 alone")
+SKIPPED_KERNEL = SimpleNamespace(kernel="rows_kernel", module="parts", reason="for sm_100 alone")
 # Name -> arguments of a command that prints its tables within a few seconds.
-PRINTED: dict[str, tuple[str, ...]] = {
+TABLE_COMMANDS: dict[str, tuple[str, ...]] = {
     "list": ("list",),
     "models": ("models",),
     "types of models": ("models", "--types"),
@@ -68,7 +55,9 @@ PRINTED: dict[str, tuple[str, ...]] = {
 mk = make_mk_fixture()
 
 
-def test_matrix_of_pairs_and_its_rules(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matrix_shows_the_rules_that_refuse_each_pair(
+    mk: Mk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pairs = mk("check", "--json").json["pairs"]
     for width in (80, 10_000):
         monkeypatch.setattr(output, "get_line_width", lambda _=None, width=width: width)
@@ -88,10 +77,10 @@ def test_matrix_of_pairs_and_its_rules(mk: Mk, monkeypatch: pytest.MonkeyPatch) 
     assert len(set(make_rule_letters(60))) == 60
 
 
-def test_matrix_without_parts(
+def test_matrix_without_parts_is_empty(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For example, a file of the user may shadow a package of parts."""
+    """There are no parts if, for example, a file of the user shadows their package."""
     monkeypatch.setattr(output, "get_line_width", lambda _=None: 80)
     print_matrix([], ProblemOptions().problem(), Machine("cpu"))
     assert "0 of 0 pairings are valid" in capsys.readouterr().out
@@ -108,13 +97,13 @@ def test_unusual_sizes_are_noted(mk: Mk) -> None:
 
 @pytest.mark.parametrize("verb", ["list", "models", "check", "doctor", "plan"])
 def test_json_goes_to_stdout_or_to_a_file(mk: Mk, tmp_path: Path, verb: str) -> None:
-    args = PRINTED["plan"] if verb == "plan" else (verb,)
+    args = TABLE_COMMANDS["plan"] if verb == "plan" else (verb,)
     without_value, with_dash = mk(*args, "--json"), mk(*args, "--json", "-")
     assert without_value.out == with_dash.out
     file = tmp_path / "new" / "record.json"
-    text = mk(*args, "--json", str(file))
+    result = mk(*args, "--json", str(file))
     assert json.loads(file.read_text(encoding="utf-8")) == without_value.json
-    assert text.out == mk(*args).out
+    assert result.out == mk(*args).out
     assert mk("check", "--json", "--top-k", "2").json["pairs"]
 
 
@@ -128,20 +117,23 @@ def test_refusal_is_written_to_the_file(mk: Mk, tmp_path: Path) -> None:
 
 def test_unwritable_file_is_reported_first(mk: Mk, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for path, why in ((tmp_path, "the folder"), (tmp_path / "file" / "below", "file is a file,")):
+    for path, reason in (
+        (tmp_path, "the folder"),
+        (tmp_path / "file" / "below", "file is a file,"),
+    ):
         result = mk("test", *TORCH_PAIR, "--json", str(path))
         assert result.code == 2
         assert result.out == ""
-        assert f"error: --json: got {why}" in result.err or why in result.err
+        assert f"error: --json: got {reason}" in result.err or reason in result.err
 
 
 def test_read_only_file_is_reported_first(
     mk: Mk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    existing = tmp_path / "kept.json"
-    existing.write_text("[]", encoding="utf-8")
-    monkeypatch.setattr(os, "access", lambda path, _mode: Path(path).name != existing.name)
-    result = mk("test", *TORCH_PAIR, "--json", str(existing))
+    read_only_file = tmp_path / "kept.json"
+    read_only_file.write_text("[]", encoding="utf-8")
+    monkeypatch.setattr(os, "access", lambda path, _mode: Path(path).name != read_only_file.name)
+    result = mk("test", *TORCH_PAIR, "--json", str(read_only_file))
     assert (result.code, result.out) == (2, "")
     assert "read-only" in result.err
     assert mk("list", "--json", str(tmp_path / "other.json")).code == 0
@@ -189,7 +181,7 @@ def test_option_is_not_taken_as_a_file(
 @pytest.mark.parametrize("verb", ["bench", "exchange"])
 def test_measurements_are_printed_as_json(mk: Mk, tmp_path: Path, verb: str) -> None:
     file = tmp_path / "measured.json"
-    assert mk(*PRINTED[verb], "--json", str(file)).code == 0
+    assert mk(*TABLE_COMMANDS[verb], "--json", str(file)).code == 0
     loaded = mk(verb, "--load", str(file), "--json")
     assert loaded.json["rows"]
     assert loaded.json["rows"] == json.loads(file.read_text(encoding="utf-8"))["rows"]
@@ -207,7 +199,7 @@ def test_optional_columns_are_dropped_to_fit() -> None:
         return None if table is None else [column.header for column in table.columns]
 
     assert fit_columns(100) == ["name", "us", "note"]
-    assert fit_columns(66) == ["name", "us", "note"]  # 30 + 4 + 24, and padding
+    assert fit_columns(66) == ["name", "us", "note"]  # widths 30, 4 and 24, and the padding
     assert fit_columns(63) is None
     assert fit_columns(63, "us", "note") == ["name", "us"]
     assert fit_columns(33, "us", "note") == ["name"]
@@ -227,7 +219,7 @@ def test_dropped_columns_are_listed_or_rows_become_records(
     assert format_records(COLUMNS, ROWS, 20)[-3:] == ["name  b", "us    12.5", ""]
 
 
-def test_width_of_a_dumb_terminal(
+def test_columns_sets_the_width_of_a_dumb_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "dumb")
@@ -255,9 +247,7 @@ def _raise_os_error(fd: int) -> os.terminal_size:
 def test_no_cell_is_truncated(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    """The widths include those at which the table fits, and smaller ones at which rows become
-    records.
-    """
+    """At large widths, the table fits. At small widths, rows become records."""
     monkeypatch.setattr(output, "get_line_width", lambda _=None: width)
     names = ["AllGatherReduceScatter", "189374.1", "219051.9"]
     output.print_table(("transport", "dispatch", "pair"), [names])
@@ -287,7 +277,7 @@ def test_numbers_agree_with_their_nouns() -> None:
     assert [format_count(n, "case") for n in (0, 1, 2)] == ["0 cases", "1 case", "2 cases"]
 
 
-def test_progress_lines_without_a_terminal(
+def test_progress_lines_are_printed_without_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
@@ -304,7 +294,7 @@ def test_progress_lines_without_a_terminal(
 @pytest.mark.parametrize(
     "args",
     [
-        (*PRINTED["bench"], "--markdown", "/dev/full"),
+        (*TABLE_COMMANDS["bench"], "--markdown", "/dev/full"),
         ("report", "--html", "/dev/full"),
     ],
     ids=["bench", "report"],
@@ -317,7 +307,7 @@ def test_lost_documents_have_their_own_exit_code(mk: Mk, args: tuple[str, ...]) 
 
 
 def test_lost_profiles_have_their_own_exit_code(mk: Mk, tmp_path: Path) -> None:
-    args = (*PRINTED["profile"], "--out", str(tmp_path))
+    args = (*TABLE_COMMANDS["profile"], "--out", str(tmp_path))
     assert mk(*args).code == 0
     (report,) = tmp_path.glob("*.profile.json")
     report.unlink()
@@ -351,7 +341,7 @@ def test_long_activities_are_noted(
 def test_terminals_show_a_progress_bar(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a line for each of the 40 runs of the demo, the result would not fit on the screen."""
+    """Terminals show a bar, because 40 lines of the demo would scroll its result off the screen."""
     for is_terminal in (False, True):
         monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal)
         with output.show_steps(2, "runs") as report_step:
@@ -387,11 +377,11 @@ def test_long_compilations_are_noted(mk: Mk, monkeypatch: pytest.MonkeyPatch) ->
         with progress(2) as advance:
             time.sleep(0.3)
             advance("router: 2 kernels")
-        return SimpleNamespace(rows=[], left_out=[LEFT_OUT])
+        return SimpleNamespace(rows=[], left_out=[SKIPPED_KERNEL])
 
     def find_slowly() -> dict[str, object]:
         time.sleep(0.3)
-        return {LEFT_OUT.kernel: LEFT_OUT}
+        return {SKIPPED_KERNEL.kernel: SKIPPED_KERNEL}
 
     monkeypatch.setattr(output, "_THREAD_INTERVAL_S", 0.05)
     monkeypatch.setattr(output, "_FIRST_LINE_S", 0.05)
@@ -405,12 +395,15 @@ def test_long_compilations_are_noted(mk: Mk, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_compile_check_without_kernels_fails(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = SimpleNamespace(rows=[], left_out=[LEFT_OUT])
-    _replace_compile_all(monkeypatch, lambda target, progress, workers, name_filter: nothing)
-    args = ("compile", "--only", LEFT_OUT.kernel)
+    compiled_nothing = SimpleNamespace(rows=[], left_out=[SKIPPED_KERNEL])
+    _replace_compile_all(
+        monkeypatch, lambda target, progress, workers, name_filter: compiled_nothing
+    )
+    args = ("compile", "--only", SKIPPED_KERNEL.kernel)
     assert mk(*args).code == 0
     result = mk(*args, "--check")
     assert result.code == 1
     assert "for sm_100 alone" in result.out
-    note = f"nothing was checked: no case compiles a kernel named {LEFT_OUT.kernel!r} for sm_90\n"
+    kernel = SKIPPED_KERNEL.kernel
+    note = f"nothing was checked: no case compiles a kernel named {kernel!r} for sm_90\n"
     assert result.err.endswith(note)

@@ -20,15 +20,24 @@ NAIVE_PAIR = ("BatchedPrepareAndFinalize", "NaiveBatchedExperts")
 REFUSED_PAIR = ("--pf-type", "BatchedPrepareAndFinalize", "--experts-type", "TritonExperts")
 HAS_TRITON = this_machine().device == "cuda" or this_machine().interpreter
 Capsys = pytest.CaptureFixture[str]
+FLAGS = (
+    "bias",
+    "expert_map",
+    "inplace",
+    "graph",
+    "deterministic",
+    "batch_invariant",
+    "asynchronous",
+)
 
 
 def run_profile(capsys: Capsys, *args: str) -> tuple[int, str]:
-    """Run `mk` in this process. Return the exit code and stdout."""
+    """Run `mk` in this process; return the exit code and stdout."""
     return run_mk(capsys, *args)[:2]
 
 
 def read_stage_events(path: Path) -> dict[str, dict[str, Any]]:
-    """Return a map from stage to its host range in a Chrome trace."""
+    """Return the host range of each stage in a Chrome trace."""
     trace = json.loads(path.read_text(encoding="utf-8"))
     assert find_violations(trace) == []
     return {
@@ -60,7 +69,8 @@ def test_traces_have_the_stages_and_reports_have_their_times(
         assert outer["ts"] <= events[name]["ts"]
         assert _get_end(events[name]) <= _get_end(outer)
     rows = {row["stage"]: row for row in record["stages"]}
-    # On a CPU, a scope without stages is renamed if it takes a large part of the call.
+    # On a CPU, a scope without stages gets the name of a default stage if it is a large part of the
+    # call.
     scopes = {default: scope for scope, default in stages.DEFAULT_STAGES.items()}
     assert {scopes.get(name, name) for name in rows} == set(events) - {"mk::barrier"}
     assert all(row["host_us"] > 0 for row in rows.values())
@@ -79,7 +89,7 @@ def _get_end(event: dict[str, Any]) -> float:
     return end
 
 
-def test_comparison_of_two_pairings(capsys: Capsys, tmp_path: Path) -> None:
+def test_two_pairings_are_compared(capsys: Capsys, tmp_path: Path) -> None:
     against = ("--against", *NAIVE_PAIR, "--routing", "zipf", "--calls", "2")
     code, out = run_profile(capsys, "profile", *TORCH_PAIR, *against, "--out", str(tmp_path))
     assert code == 0
@@ -106,7 +116,7 @@ def test_comparison_of_two_pairings(capsys: Capsys, tmp_path: Path) -> None:
 
 def test_file_names_are_unique() -> None:
     problems = [problem for problem, _ in list_axis_variants(BASE)]
-    flags = dict.fromkeys(_FLAGS, True)
+    flags = dict.fromkeys(FLAGS, True)
     longest = replace(
         BASE,
         activation="swiglu_oai",
@@ -120,12 +130,6 @@ def test_file_names_are_unique() -> None:
     names = [profile.make_file_stem(pair, BASE) for pair in ("A+ x B", "A: x B", "A_ x B")]
     names.append(profile.make_file_stem("A_ x B against C x D", BASE))
     assert len(set(names)) == len(names)
-
-
-_FLAGS = (
-    *("bias", "expert_map", "inplace", "graph", "deterministic", "batch_invariant"),
-    "asynchronous",
-)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +155,9 @@ def test_profile_refuses_with_every_reason(
         (("--tokens", "0"), "tokens to profile"),
     ],
 )
-def test_bad_usage(capsys: Capsys, tmp_path: Path, args: tuple[str, ...], what: str) -> None:
+def test_invalid_options_are_bad_usage(
+    capsys: Capsys, tmp_path: Path, args: tuple[str, ...], what: str
+) -> None:
     code, out = run_profile(capsys, "profile", *TORCH_PAIR, *args, "--out", str(tmp_path), "--json")
     assert code == 2
     assert json.loads(out)["error"]["what"] == what

@@ -49,7 +49,7 @@ def test_all_valid_pairings_pass_over_two_ranks(capsys: Capture) -> None:
 def test_omitted_cases_are_described_by_level(
     monkeypatch: pytest.MonkeyPatch, ranks: int, level: str
 ) -> None:
-    """At every level, cases with several ranks are hand-picked and not pairwise."""
+    """Cases over several ranks are hand-picked at both levels, without pairwise coverage."""
     recorded: list[verify.VerifyJob] = []
     monkeypatch.setattr(verify, "_verify", lambda jobs, *_, **__: recorded.extend(jobs) or True)
     pair = PAIR if ranks == 2 else SINGLE_RANK_PAIR
@@ -102,7 +102,7 @@ def test_pairs_for_one_rank_are_refused(capsys: Capture, verb: str, tmp_path: Pa
     assert re.search(r"world_size +MoEPrepareAndFinalizeNoEP / problem +2 +1 to 1", out + err)
 
 
-def test_check_over_ranks(capsys: Capture) -> None:
+def test_check_judges_pairs_over_ranks(capsys: Capture) -> None:
     assert run_mk(capsys, "check", *PAIR, "--world-size", "2")[0] == 0
     code, out, _ = run_mk(capsys, "check", *PAIR)
     assert code == 1
@@ -121,7 +121,7 @@ def test_check_judges_every_rank(capsys: Capture) -> None:
     assert re.search(r"placement +TorchAll2AllPrepareAndFinalize / problem +local_experts=2", out)
 
 
-def test_placement_as_an_option(capsys: Capture) -> None:
+def test_placement_option_is_parsed(capsys: Capture) -> None:
     args = ("check", *PAIR, "--world-size", "2", "--experts", "4", "--json", "--placement")
     for text, expected in (
         ("round_robin", Placement.round_robin(4, 2)),
@@ -153,7 +153,7 @@ def test_placement_as_an_option(capsys: Capture) -> None:
         ("check --world-size 3 --experts 2", "placement: experts: got 2"),
     ],
 )
-def test_bad_options(capsys: Capture, args: str, message: str) -> None:
+def test_invalid_options_are_bad_usage(capsys: Capture, args: str, message: str) -> None:
     arguments = args.split()
     if "--one" in arguments:
         arguments += [*PAIR, *(() if "--world-size" not in arguments else ON_CPU)]
@@ -162,7 +162,7 @@ def test_bad_options(capsys: Capture, args: str, message: str) -> None:
     assert message in err
 
 
-def test_input_mutations_over_ranks(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_input_mutations_run_over_ranks(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     from modular_kernel.testing.input_mutations import over_ranks
 
     mutants = [m for m in over_ranks.RANK_MUTANTS if m.name == "last_expert_lost"]

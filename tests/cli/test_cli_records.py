@@ -1,4 +1,4 @@
-"""Options that read records. Errors are one line, and no folder is created before a result."""
+"""Options that read records: errors have one line, and no folder is created before a result."""
 
 from pathlib import Path
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 from run_mk import Mk, run_mk
-from test_cli_output import EXCHANGE, PRINTED, TINY, TORCH_PAIR
-from test_tune_cli import TUNED, small_layer
+from test_cli_output import EXCHANGE, TABLE_COMMANDS, TINY, TORCH_PAIR
+from test_tune_cli import TUNED, make_small_layer
 
 from modular_kernel.cli import demo, main, mutate, output, tune_output
 from modular_kernel.cli.demo_output import CheckpointRow, DemoRow
@@ -22,7 +22,7 @@ WIDTHS = (80, 200)
 PARTS = ("AllGatherReduceScatterPrepareAndFinalize", "BatchedTritonExperts")
 PAIR = " x ".join(PARTS)
 COMMANDS = {
-    **PRINTED,
+    **TABLE_COMMANDS,
     "models with types": ("models", "--types"),
     "check, several ranks": ("check", "--world-size", "4", "--quant", "fp8_w8a8_block"),
     "profile, two pairs": (
@@ -35,13 +35,8 @@ COMMANDS = {
     "exchange, two schemes": ("exchange", *EXCHANGE, "--quant", "none,fp8_w8a8_block"),
     "compose, explained": ("compose", *TINY, "--explain"),
     "plan, large": (
-        "plan",
-        "--model",
-        "deepseek-v3",
-        "--machine",
-        "8xh200,2x8xb200",
-        "--packages",
-        "all",
+        *("plan", "--model", "deepseek-v3"),
+        *("--machine", "8xh200,2x8xb200", "--packages", "all"),
     ),
     "report, checked": ("report", "--check", "--docs", "docs"),
     "defects in calls": ("test", "--mutate", "TorchExperts", "--mutants", "0", *TORCH_PAIR),
@@ -54,11 +49,11 @@ COMMANDS = {
 
 @pytest.fixture
 def mk(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Mk:
-    """Run `mk` in this process in an empty folder. Results that take minutes are replaced."""
+    """Run `mk` in an empty folder. Results whose computation takes minutes are replaced."""
     (tmp_path / "docs").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path / "cache"))
-    # Other tests in this process may compile kernels, so the interpreter must stay off.
+    # The interpreter must not be enabled, because other tests in this process may compile kernels.
     monkeypatch.setattr(demo, "enable_interpreter", lambda: None)
     monkeypatch.setattr(demo, "_run_models", lambda *_, **__: make_demo_rows())
     monkeypatch.setattr(demo, "_run_checkpoints", lambda *_, **__: make_checkpoint_rows())
@@ -151,7 +146,7 @@ def test_output_of_every_verb_fits_the_terminal(
         monkeypatch.setattr(output, "get_line_width", lambda _=None, width=width: width)
         shutil.rmtree("their_path", ignore_errors=True)  # the package of `mk new`
         result = mk(*args)
-        assert result.code in ((2,) if args == PRINTED["bad usage"] else (0, 1)), result.err
+        assert result.code in ((2,) if args == TABLE_COMMANDS["bad usage"] else (0, 1)), result.err
         assert (result.out or result.err).strip()
         check_width(result.out + result.err, width)
         names_by_width.append(find_part_names(result.out))
@@ -167,9 +162,9 @@ def test_every_verb_is_tested_here() -> None:
 def test_results_of_tune_fit_the_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    """The final output of `mk tune`. The results are not measured, because that needs a GPU."""
+    """The results of `mk tune` are not measured, because a measurement needs a GPU."""
     monkeypatch.setattr(output, "get_line_width", lambda _=None: width)
-    tune_output.print_text(small_layer(), TUNED, [512])
+    tune_output.print_text(make_small_layer(), TUNED, [512])
     text = capsys.readouterr().out
     check_width(text, width)
     assert all(f"block_m={tuned.best.choice.gemm1.block_m}" in text for tuned in TUNED[:1])
@@ -179,9 +174,7 @@ def test_results_of_tune_fit_the_terminal(
 def test_distinguishing_columns_are_shown(
     mk: Mk, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
-    """Rows of different measurements have at least one column that distinguishes them, also in a
-    narrow terminal.
-    """
+    """Even in a narrow terminal, a column distinguishes the rows of different measurements."""
     monkeypatch.setattr(output, "get_line_width", lambda _=None: 80)
     text = mk(*COMMANDS[verb]).out
     for label in ("bfloat16", "fp8_w8a8_block") if verb.startswith("exchange") else ("hot1",):
@@ -210,7 +203,7 @@ def test_demo_fits_a_screen(mk: Mk, monkeypatch: pytest.MonkeyPatch, gpu: bool) 
     result = mk("demo")
     assert result.code == 0
     assert len((result.out + result.err).splitlines()) <= 34
-    assert [n for pair in demo.PAIRINGS for n in pair if f" {n}" not in result.out] == []
+    assert [part for pair in demo.PAIRINGS for part in pair if f" {part}" not in result.out] == []
     assert [name for name in formats if result.out.count(f"{name} ") != 1] == []
     assert "need a GPU" not in result.out
     note = f"ran in Triton's interpreter, times are meaningless: {experts[1]}, {experts[3]} "

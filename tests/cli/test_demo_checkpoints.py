@@ -1,4 +1,4 @@
-"""Quantized checkpoints of `mk demo`. Only correct layers have errors within the bound."""
+"""Quantized checkpoints of `mk demo`: only correct layers have errors within the bound."""
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ def exchange_gate_and_up(tensors: Tensors) -> None:
     for name in list(tensors):
         for gate, up in ((".w1.", ".w3."), (".gate_proj.", ".up_proj.")):
             if gate in name:
-                other = name.replace(gate, up)
-                tensors[name], tensors[other] = tensors[other], tensors[name]
+                up_name = name.replace(gate, up)
+                tensors[name], tensors[up_name] = tensors[up_name], tensors[name]
         if "gate_up_proj_" in name and "bias" not in name:
             pairs = tensors[name].unflatten(1, (-1, 2))
             tensors[name] = pairs.flip(2).flatten(1, 2).contiguous()

@@ -8,18 +8,21 @@ from run_mk import Mk, make_mk_fixture
 mk = make_mk_fixture()
 
 
-NEEDS = {"vllm": "vLLM: got not installed, need vLLM 0.26 or 0.33"}
-NEEDS["sglang"] = "SGLang: got not installed, need SGLang 0.5.23"
+# Engine -> error if the engine is not installed.
+MESSAGES = {
+    "vllm": "vLLM: got not installed, need vLLM 0.26 or 0.33",
+    "sglang": "SGLang: got not installed, need SGLang 0.5.23",
+}
 
 
-@pytest.mark.parametrize("engine", NEEDS)
+@pytest.mark.parametrize("engine", MESSAGES)
 @pytest.mark.parametrize("verb", ["list", "test"])
-def test_without_the_engine(mk: Mk, verb: str, engine: str) -> None:
+def test_engine_that_is_not_installed_is_refused(mk: Mk, verb: str, engine: str) -> None:
     if find_spec(engine) is not None:
         pytest.skip(f"{engine} is installed")
     result = mk(verb, "--engine", engine)
     assert result.code == 2
-    assert result.err.splitlines()[-1] == f"error: {NEEDS[engine]}"
+    assert result.err.splitlines()[-1] == f"error: {MESSAGES[engine]}"
 
 
 @pytest.mark.parametrize(
@@ -51,7 +54,7 @@ def test_unknown_engines_and_limits_are_refused(mk: Mk) -> None:
     assert mk("test", "--engine", "vllm", "--call-limit", "0").code == 2
 
 
-def test_an_unknown_model_is_refused(mk: Mk) -> None:
+def test_unknown_model_is_refused(mk: Mk) -> None:
     result = mk("test", "--engine", "vllm", "--model", "no-such-model")
     assert result.code == 2
     assert "model: got 'no-such-model'" in result.err

@@ -1,6 +1,4 @@
-"""Models whose layers have several quantization schemes. `mk` prints a verdict and an estimate for
-each.
-"""
+"""`mk` judges each quantization scheme of a model whose layers have several schemes."""
 
 import json
 from pathlib import Path
@@ -12,13 +10,13 @@ from run_mk import run_mk
 from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
 
 PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
-NAME = "compressed-tensors, two groups"
+MIXED_FORMAT = "compressed-tensors, two groups"
 INT4, CHANNEL = "int4_w4a16_group:group=32", "fp8_w8a8_channel"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    write_mixed(tmp_path, *MIXED[NAME])
+    write_mixed(tmp_path, *MIXED[MIXED_FORMAT])
     return tmp_path
 
 
@@ -29,11 +27,11 @@ def test_check_has_a_verdict_for_each_scheme(
         result = run_mk(capsys, "check", *PAIR, "--model", str(model))
         assert result.code == 0
         lines = [line for line in result.out.splitlines() if "layer" in line or "valid" in line]
-        verdicts = lines[-4:]
-        assert verdicts[0] == f"layers 0, 2: {INT4}"
-        assert verdicts[2] == f"layer 1: {CHANNEL}"
-        assert f"quant={INT4}" in verdicts[1]
-        assert f"quant={CHANNEL}" in verdicts[3]
+        verdict_lines = lines[-4:]
+        assert verdict_lines[0] == f"layers 0, 2: {INT4}"
+        assert verdict_lines[2] == f"layer 1: {CHANNEL}"
+        assert f"quant={INT4}" in verdict_lines[1]
+        assert f"quant={CHANNEL}" in verdict_lines[3]
         record = run_mk(capsys, "check", *PAIR, "--model", str(model), "--json").json
         groups = [(group["layers"], group["problem"]["quant"]) for group in record["groups"]]
         assert groups == [([0, 2], INT4), ([1], CHANNEL)]
@@ -82,9 +80,9 @@ def test_plan_estimates_each_scheme(folder: Path, capsys: pytest.CaptureFixture[
     assert "layers 0, 2 (int4_w4a16_group:group=32): decode on h200" in result.out
     assert "layer 1 (fp8_w8a8_channel): decode on h200" in result.out
     rows = run_mk(capsys, *args, "--json").json["estimates"]
-    by_layers = {tuple(row["layers"]): row["weights_bytes"] for row in rows}
-    assert set(by_layers) == {(0, 2), (1,)}
-    assert by_layers[0, 2] < by_layers[1,]
+    bytes_by_layers = {tuple(row["layers"]): row["weights_bytes"] for row in rows}
+    assert set(bytes_by_layers) == {(0, 2), (1,)}
+    assert bytes_by_layers[0, 2] < bytes_by_layers[1,]
     rows = run_mk(capsys, *args, "--quant", "none", "--json").json["estimates"]
     assert all(row["layers"] is None for row in rows)
 

@@ -1,4 +1,4 @@
-"""`mk new`. The package equals the one in the docs, can be installed, and passes its tests."""
+"""`mk new` writes a package that equals the docs, can be installed, and passes its own tests."""
 
 import subprocess
 import sys
@@ -46,10 +46,10 @@ def read_listing(page: Path, title: str) -> str:
 
     A line with the reason why the block is not run may precede the title.
     """
-    texts = (block.text for block in blocks_of(page))
-    blocks = (t.split("\n", 1)[1] if t.startswith("# not run:") else t for t in texts)
-    (block,) = [block for block in blocks if block.startswith(f"# {title}\n")]
-    return block.split("\n", 1)[1]
+    sources = (block.text for block in blocks_of(page))
+    listings = (s.split("\n", 1)[1] if s.startswith("# not run:") else s for s in sources)
+    (listing,) = [listing for listing in listings if listing.startswith(f"# {title}\n")]
+    return listing.split("\n", 1)[1]
 
 
 @pytest.mark.parametrize(("page", "kind", "file"), LISTINGS, ids=lambda value: str(value))
@@ -195,9 +195,7 @@ def test_readme_has_a_profile_of_the_new_code(kind: str) -> None:
 def test_tests_of_the_written_package_pass(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tests run the cases of `mk test --level full`. For a path, they run the cases that use
-    the path.
-    """
+    """The tests run the cases of `mk test --level full`, or, for a path, the cases that use it."""
     name, site = NAMES[kind], tmp_path / "site"
     site.mkdir()
     install_new(site, kind, name)

@@ -1,6 +1,4 @@
-"""`mk` with an output that cannot be written. It prints one line without a traceback, and has its
-own exit code.
-"""
+"""`mk` reports output that it cannot write in one line, and with an exit code for this error."""
 
 import subprocess
 import sys
@@ -12,9 +10,9 @@ from modular_kernel.cli.output_streams import EXIT_OUTPUT_LOST
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-# The output is long enough that `mk` notices a pipe without a reader.
-LONG = "list --json"
-SHORT = "--version"
+# Arguments with an output that is long enough for `mk` to notice a pipe without a reader.
+LONG_OUTPUT = "list --json"
+SHORT_OUTPUT = "--version"
 HELP = "--help"
 REFUSED = "check --pf-type BatchedPrepareAndFinalize --experts-type TritonExperts"
 
@@ -38,22 +36,22 @@ def check_output_lost(result: "subprocess.CompletedProcess[str]") -> None:
 
 
 @needs_dev_full
-@pytest.mark.parametrize("arguments", [LONG, SHORT, HELP, REFUSED])
-def test_full_disk(arguments: str) -> None:
+@pytest.mark.parametrize("arguments", [LONG_OUTPUT, SHORT_OUTPUT, HELP, REFUSED])
+def test_full_disk_is_lost_output(arguments: str) -> None:
     result = run_in_shell(arguments, "> /dev/full")
     check_output_lost(result)
     assert "error: output was lost: stdout: No space left on device" in result.stderr
 
 
-@pytest.mark.parametrize("arguments", [LONG, SHORT])
-def test_closed_pipe(arguments: str) -> None:
+@pytest.mark.parametrize("arguments", [LONG_OUTPUT, SHORT_OUTPUT])
+def test_closed_pipe_is_lost_output(arguments: str) -> None:
     result = run_in_shell(arguments, "| true")
     check_output_lost(result)
-    assert "error" not in result.stderr  # the reader closed the pipe, and needs no message
+    assert "error" not in result.stderr  # the reader that closed the pipe needs no message
 
 
-@pytest.mark.parametrize("arguments", [SHORT, REFUSED])
-def test_closed_stdout(arguments: str) -> None:
+@pytest.mark.parametrize("arguments", [SHORT_OUTPUT, REFUSED])
+def test_closed_stdout_is_lost_output(arguments: str) -> None:
     check_output_lost(run_in_shell(arguments, ">&-"))
 
 

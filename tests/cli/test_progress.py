@@ -1,4 +1,4 @@
-"""Progress of long steps. A subcommand reports its steps on stderr, and shows a bar on a terminal.
+"""Progress of long steps: lines on stderr, or a bar on a terminal.
 
 `mk demo` also prints the path of the `mk` command that it mentions at the end.
 """
@@ -46,7 +46,7 @@ def test_long_profiles_report_progress(mk: Mk, tmp_path, monkeypatch) -> None:
 
 @pytest.mark.cpu  # mutants run in forked processes
 def test_mutation_testing_reports_each_step(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For most parts, the input mutations, finding cases, and a mutant each take minutes."""
+    """For most parts, input mutations, the search for cases, and each mutant take minutes."""
     monkeypatch.setattr(output, "_FIRST_LINE_S", 0.0)
     two_mutations = partial(input_mutations.sensitivity, mutants=input_mutations.MUTANTS[:2])
     monkeypatch.setattr(input_mutations, "sensitivity", two_mutations)

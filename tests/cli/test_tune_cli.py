@@ -55,18 +55,17 @@ from modular_kernel.tuning.workload import make_tuning_weights
 
 SMALL = Problem(tokens=40, hidden=64, intermediate=64, experts=4, top_k=2)
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
-HAS_NO_GPU = not torch.cuda.is_available()
+HAS_GPU = torch.cuda.is_available()
 
 
 @pytest.fixture
 def mk(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Mk:
-    """Run `mk tune` in this process. Return exit code, stdout and stderr."""
+    """Run `mk tune` in this process; return the exit code, stdout and stderr."""
     monkeypatch.setenv("MK_CONFIG_DIR", str(tmp_path / "config"))
-
     return partial(run_mk, capsys, "tune")
 
 
-@pytest.mark.skipif(not HAS_NO_GPU, reason="this machine has a GPU")
+@pytest.mark.skipif(HAS_GPU, reason="this machine has a GPU")
 @pytest.mark.parametrize("args", [(), ("--model", "mixtral", "--out", "made")])
 def test_nothing_is_written_without_a_gpu(
     mk: Mk, args: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -155,21 +154,21 @@ def test_explained_launches_fit_shared_memory(
         (("--explain", "--experts-type", "TritonExpert"), "did you mean TritonExperts"),
     ],
 )
-def test_bad_usage(mk: Mk, args: tuple[str, ...], expected: str) -> None:
+def test_invalid_options_are_bad_usage(mk: Mk, args: tuple[str, ...], expected: str) -> None:
     code, _, err = mk(*args)
     assert code == 2
     assert expected in err
 
 
-def test_models_and_sizes_together() -> None:
+def test_models_are_combined_with_sizes() -> None:
     layers = _make_problems(
         ProblemOptions(model="mixtral,gpt-oss-20b", hidden=1024, quant="mxfp4_w4a16")
     )
-    (first, mixtral), (second, oss) = layers
-    assert (first, second) == ("mixtral", "gpt-oss-20b")
+    (first_name, mixtral), (second_name, gpt_oss) = layers
+    assert (first_name, second_name) == ("mixtral", "gpt-oss-20b")
     assert (mixtral.hidden, mixtral.intermediate, mixtral.experts) == (1024, 14336, 8)
-    assert (oss.hidden, oss.intermediate, oss.act.kind) == (1024, 2880, "swiglu_oai")
-    assert mixtral.quant == oss.quant == "mxfp4_w4a16"
+    assert (gpt_oss.hidden, gpt_oss.intermediate, gpt_oss.act.kind) == (1024, 2880, "swiglu_oai")
+    assert mixtral.quant == gpt_oss.quant == "mxfp4_w4a16"
     assert TuneOptions().resolve_token_counts(ProblemOptions()) == tuple(
         2**power for power in range(14)
     )
@@ -238,14 +237,14 @@ TUNED = [
 ]
 
 
-def small_layer() -> TunedLayer:
+def make_small_layer() -> TunedLayer:
     problem = Problem(tokens=256, hidden=64, intermediate=64, experts=4, top_k=2)
     space, pair = ConfigSpace(problem, "E"), TunedPair("P", "E", MACHINE)
     return TunedLayer("mine", problem, pair, space, (1, 64, 256, 512), Path("folder"))
 
 
 def test_all_times_are_recorded(tmp_path: Path) -> None:
-    layer, path = small_layer(), tmp_path / "new" / "times.jsonl"
+    layer, path = make_small_layer(), tmp_path / "new" / "times.jsonl"
     for _ in range(2):  # a second run appends
         recorder = TuneRecorder(layer, path)
         for tuned in TUNED:
@@ -262,7 +261,7 @@ def test_all_times_are_recorded(tmp_path: Path) -> None:
 
 
 def test_progress_prints_a_line_per_token_count(capsys: pytest.CaptureFixture[str]) -> None:
-    layer = small_layer()
+    layer = make_small_layer()
     with TuneProgress(3) as progress:
         progress.advance()
         for tuned in TUNED:
@@ -273,8 +272,8 @@ def test_progress_prints_a_line_per_token_count(capsys: pytest.CaptureFixture[st
     assert "256 tokens: nothing ran: error 1 > 2" in err
 
 
-def test_text_and_record_of_a_tuned_layer(capsys: pytest.CaptureFixture[str]) -> None:
-    layer = small_layer()
+def test_tuned_layer_is_printed_and_recorded(capsys: pytest.CaptureFixture[str]) -> None:
+    layer = make_small_layer()
     print_text(layer, TUNED, [512])
     text = capsys.readouterr().out
     assert "25.0%" in text
@@ -283,16 +282,16 @@ def test_text_and_record_of_a_tuned_layer(capsys: pytest.CaptureFixture[str]) ->
     assert "not tuned: 512 tokens" in text
     record = make_record(layer, TUNED, [512])
     tuned: Any = record["tuned"]
-    assert [entry["us"] for entry in tuned] == [pytest.approx(80.0)] * 2 + [None]
+    assert [row["us"] for row in tuned] == [pytest.approx(80.0)] * 2 + [None]
     assert tuned[2]["wrong"] == [str(LARGE_TILES)]
-    assert [entry["tried"] for entry in tuned] == [2, 1, 0]
+    assert [row["tried"] for row in tuned] == [2, 1, 0]
     assert record["left"] == [512]
     json.dumps({**record, "problem": str(layer.problem)}, allow_nan=False)
     print_text(layer, [], [])
     assert "nothing left to do" in capsys.readouterr().out
 
 
-def test_tuning_end_to_end(
+def test_tuning_writes_configs_and_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Tune as on a GPU, but without compiler processes and with the clock of this machine."""
@@ -340,13 +339,13 @@ def test_tuning_end_to_end(
 # -------------------------------------------------------------------------------------- measurement
 
 
-def make_benchmarker(problem: Problem = SMALL, **more: Any) -> DeviceBenchmarker:
+def make_benchmarker(problem: Problem = SMALL, **options: Any) -> DeviceBenchmarker:
     machine = this_machine()
     if machine.device == "cpu" and not machine.interpreter:
         pytest.skip("no Triton here")
     compiler: Any = SimpleNamespace()
-    more = {"tokens": (1, 5, 17, 40), "target_ms": 1.0, **more}
-    return DeviceBenchmarker(TunedPair(*PAIR, machine), problem, compiler, **more)
+    options = {"tokens": (1, 5, 17, 40), "target_ms": 1.0, **options}
+    return DeviceBenchmarker(TunedPair(*PAIR, machine), problem, compiler, **options)
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block", "int4_w4a16_group"])
@@ -405,12 +404,13 @@ def test_unchecked_rows_are_compared_with_another_choice(
 def test_tuning_weights_differ_by_expert(quant: str) -> None:
     problem = replace(SMALL, experts=9, quant=quant, bias=True)
     weights = make_tuning_weights(problem, torch.device("cpu"))
-    check_weights_quantized(weights, problem, torch.device("cpu")) if quant != "none" else None
+    if quant != "none":
+        check_weights_quantized(weights, problem, torch.device("cpu"))
     assert weights.b1 is not None
     assert tuple(weights.b1.shape) == (9, 128)
     w1 = [dequantize_matrix(weights, "w1", e, problem, torch.float32) for e in range(9)]
     equal = [(a, b) for a in range(9) for b in range(a) if torch.equal(w1[a], w1[b])]
-    # In mxfp4, scales are powers of two. Experts may therefore have equal weights.
+    # The scales of mxfp4 are powers of two, so that some experts may have equal weights.
     assert len(equal) <= (9 if quant == "mxfp4_w4a16" else 0)
 
 

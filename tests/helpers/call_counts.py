@@ -1,4 +1,4 @@
-"""Counts which Python functions of the project a call enters. Ranks import this file."""
+"""Counts the Python functions of the project that a call enters. Ranks import this module."""
 
 import sys
 from collections import Counter
@@ -16,12 +16,13 @@ from prepare_finalize.common import device_handshake
 
 ROOT = str(Path(mk.__file__).parents[1])
 SOURCE_FOLDERS = tuple(
-    f"{ROOT}/{p}/" for p in ("modular_kernel", "prepare_finalize", "experts", "topk_reduce")
+    f"{ROOT}/{folder}/"
+    for folder in ("modular_kernel", "prepare_finalize", "experts", "topk_reduce")
 )
 
 
 def count_functions(call: Callable[[], object]) -> Counter[str]:
-    """Count the functions, except kernels, that the third of three equal calls enters."""
+    """Count the entries into each function, except kernels, in the third of three equal calls."""
     counts: Counter[str] = Counter()
 
     def count_call(frame: FrameType, event: str, _: object) -> None:
@@ -43,7 +44,7 @@ def count_functions(call: Callable[[], object]) -> Counter[str]:
 
 
 def count_calls(call: Callable[[], object]) -> tuple[int, int]:
-    """Count the Python functions of the project that the third of three calls enters.
+    """Count the calls of the project's Python functions in the third of three equal calls.
 
     Returns their number, and the number of C functions that they call.
     """
@@ -64,7 +65,7 @@ def count_calls(call: Callable[[], object]) -> tuple[int, int]:
 
 
 def count_functions_on_rank(rank: int, world: int, group: object, layer: Layer) -> Counter[str]:
-    """Count the functions that the third call of a layer enters on one rank, without poisoning."""
+    """Return `count_functions` for calls of a layer on one rank, without poisoned buffers."""
     kernel = mk.make_kernel(layer.part, layer.experts_part, layer.problem(rank), group=group)
     inputs = layer.inputs_of(rank)
     counts = count_functions(lambda: kernel(inputs.x_TH, inputs.weights, inputs.routing))
@@ -73,9 +74,9 @@ def count_functions_on_rank(rank: int, world: int, group: object, layer: Layer) 
 
 
 def count_functions_of_replay(rank: int, world: int, group: object, layer: Layer) -> Counter[str]:
-    """Count the functions that a replayed call of a plan enters on one rank.
+    """Return `count_functions` for replayed calls of a plan on one rank.
 
-    The comparison of sizes between ranks is disabled, because calls on GPUs do not make it.
+    The comparison of sizes between ranks is disabled, because GPUs do not run it.
     """
     with interpreted_replays():
         problem = replace(layer.problem(rank), graph=True)

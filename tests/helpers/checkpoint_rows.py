@@ -1,8 +1,8 @@
-"""Checkpoints with combinations of features, and which of them `load_experts` refuses.
+"""Checkpoints with combinations of features, and rules that state which `load_experts` refuses.
 
-A row has a value for each of `AXES`. `write_row` writes its checkpoint and returns the exact
-weights of its last layer. `REFUSALS` states which rows are refused. Fused gate and up are quantized
-as one matrix of 2I rows.
+A row has a value for each of `AXES`. `write_row` writes the checkpoint of a row and returns the
+exact weights of its last layer. `REFUSALS` has the rules for refused rows. If gate and up are
+fused, they are quantized as one matrix of 2I rows.
 """
 
 import json
@@ -65,26 +65,28 @@ class Layout:
     def fused(self) -> bool:
         return self.gated and len(self.gate_up) == 1
 
-    def names(self, stored: dict[str, list[StoredMatrix]]) -> dict[str, torch.Tensor]:
+    def name_tensors(
+        self, matrices_by_name: dict[str, list[StoredMatrix]]
+    ) -> dict[str, torch.Tensor]:
         """Return the tensors of a layer by name, given the matrices of each expert."""
         tensors = {}
-        for name, experts in stored.items():
-            for kind in experts[0].tensors:
-                values = [matrix.tensors[kind].clone() for matrix in experts]
+        for name, experts in matrices_by_name.items():
+            for suffix in experts[0].tensors:
+                values = [matrix.tensors[suffix].clone() for matrix in experts]
                 if self.style == "modules":
-                    tensors |= {f"{e}.{name}.{kind}": value for e, value in enumerate(values)}
+                    tensors |= {f"{e}.{name}.{suffix}": value for e, value in enumerate(values)}
                     continue
                 stack = torch.stack(values)
                 if name in self.transposed and stack.dim() > 2:
                     stack = stack.transpose(1, 2).contiguous()
                 stack = stack.flatten(0, 1) if self.flat and stack.dim() > 1 else stack
-                tensors[self._stacked_name(name, kind)] = stack
+                tensors[self._stacked_name(name, suffix)] = stack
         return {f"{self.block}.{name}": tensor for name, tensor in tensors.items()}
 
-    def _stacked_name(self, name: str, kind: str) -> str:
+    def _stacked_name(self, name: str, suffix: str) -> str:
         if self.style == "stacked modules":
-            return f"{name}.{kind}"
-        return name if kind == "weight" else f"{name}_{kind}"
+            return f"{name}.{suffix}"
+        return name if suffix == "weight" else f"{name}_{suffix}"
 
 
 _GATE_UP, _DOWN, _STACK = ("gate_up_proj",), "down_proj", "stacked parameters"
@@ -115,19 +117,19 @@ LAYOUTS = {
 class Method:
     """A quantization method.
 
-    like: the key in CHECKPOINT_FORMATS of the published format with the same config. tile: what
-    shares a scale, "groups" of columns or square "blocks" whose size is the axis `group`, or "" if
-    the size is fixed. options: axes for which the config has a key. scales: granularity of the
-    scales, if a refusal depends on it, otherwise "other". weight_only: whether activations stay
-    unquantized. inputs_too: whether `quantize_inputs` is allowed.
+    format_name: key in CHECKPOINT_FORMATS of the published format with the same config. tile: the
+    elements that share a scale, "groups" of columns or square "blocks" whose size is the axis
+    `group`, or "" if their size is fixed. options: axes for which the config has a key. scales:
+    granularity of the scales, if a refusal depends on it, otherwise "other". weight_only: whether
+    activations stay unquantized. allows_input_quantization: whether `quantize_inputs` is allowed.
     """
 
-    like: str
+    format_name: str
     tile: str = ""
     options: tuple[str, ...] = ()
     scales: str = "other"
     weight_only: bool = True
-    inputs_too: bool = False
+    allows_input_quantization: bool = False
 
 
 METHODS = {
@@ -144,8 +146,8 @@ METHODS = {
     "ct int8": Method("compressed int8", weight_only=False),
     "ct int": Method("compressed int4", "groups", ("bits", "zero points", "act-order")),
     "ct mxfp4": Method("compressed mxfp4", scales="groups of 32"),
-    "ct nvfp4": Method("compressed nvfp4", scales="nvfp4", inputs_too=True),
-    "modelopt nvfp4": Method("modelopt nvfp4", scales="nvfp4", inputs_too=True),
+    "ct nvfp4": Method("compressed nvfp4", scales="nvfp4", allows_input_quantization=True),
+    "modelopt nvfp4": Method("modelopt nvfp4", scales="nvfp4", allows_input_quantization=True),
     "awq": Method("awq", "groups", ("bits", "zero points")),
     "gptq": Method("gptq", "groups", ("bits", "zero points", "act-order")),
     "gptq v2": Method("gptq v2", "groups", ("bits", "zero points", "act-order")),
@@ -172,7 +174,7 @@ AXES = (
 )
 
 
-def absent(row: Values) -> list[str]:
+def list_conflicts(row: Values) -> list[str]:
     """Return the reasons why no checkpoint has this combination."""
     method, reasons = METHODS[row["method"]], []
     for option, default in (("bits", 4), ("zero points", False), ("act-order", False)):
@@ -189,7 +191,7 @@ def absent(row: Values) -> list[str]:
             reasons.append("int8 channels are symmetric")
     if method.scales == "groups of 32" and row["intermediate"] % 32:
         reasons.append("mxfp4 has groups of exactly 32 columns")
-    if method.like == "mxfp4" and _is_transposed(row):
+    if method.format_name == "mxfp4" and _is_transposed(row):
         reasons.append("blocks of mxfp4 have three dimensions")
     return reasons
 
@@ -199,19 +201,15 @@ def _is_transposed(row: Values) -> bool:
     return bool(layout.transposed) and not layout.flat
 
 
-def _over_tp(row: Values) -> bool:
+def _has_tp_ranks(row: Values) -> bool:
     return bool(row["tp"] > 1)
-
-
-def _of_scales(*scales: str) -> Any:
-    return lambda row: METHODS[row["method"]].scales in scales
 
 
 def _is_quantized(row: Values) -> bool:
     return bool(row["method"] != "none")
 
 
-def _no_transposed_form(row: Values) -> bool:
+def _lacks_transposed_form(row: Values) -> bool:
     return METHODS[row["method"]].scales not in ("none", "tensor", "block", "nvfp4")
 
 
@@ -220,7 +218,7 @@ REFUSALS = (
         "act-order over TP ranks",
         ConfigurationError,
         r"tp: ranks: got \d, need 1: act-order scatters",
-        (one_of("act-order", True), _over_tp),
+        (one_of("act-order", True), _has_tp_ranks),
     ),
     Refusal(
         "awq of 8 bits",
@@ -238,41 +236,41 @@ REFUSALS = (
         "a transposed stack of another format",
         ConfigurationError,
         "layout of whole matrices",
-        (one_of("family", "aria_text"), _is_quantized, _no_transposed_form),
+        (one_of("family", "aria_text"), _is_quantized, _lacks_transposed_form),
     ),
     # These families also have a layout that is not transposed. The error states its shapes.
     Refusal(
         "a transposed stack where another layout is known",
         ShapeError,
         r"got \(4, .*need \(4, ",
-        (one_of("family", "qwen3_vl_moe_text", "gpt_oss"), _is_quantized, _no_transposed_form),
+        (one_of("family", "qwen3_vl_moe_text", "gpt_oss"), _is_quantized, _lacks_transposed_form),
     ),
     Refusal(
         "quantize_inputs without a recipe that rounds inputs",
         ConfigurationError,
         "quantize_inputs",
-        (one_of("inputs", True), lambda row: not METHODS[row["method"]].inputs_too),
+        (one_of("inputs", True), lambda row: not METHODS[row["method"]].allows_input_quantization),
     ),
 )
-DRAWN = draw(AXES, REFUSALS, absent)
+DRAWN = draw(AXES, REFUSALS, list_conflicts)
 
 
-def make_of(row: Values) -> Make:
-    """Return the function that makes the matrices of a row."""
+def choose_make(row: Values) -> Make:
+    """Return the function that makes the quantized matrices of a row."""
     width, group = max(HIDDEN, row["intermediate"]), row["group"]
-    symmetric, order = not row["zero points"], row["act-order"]
+    symmetric, act_order = not row["zero points"], row["act-order"]
     columns = width if group == ALL_COLUMNS else group
     if row["method"] in ("gptq", "gptq v2"):
         offset = int(row["method"] == "gptq")
         make = gptq(row["bits"], columns, symmetric=symmetric, zero_point_offset=offset)
-        return with_act_order(make, "g_idx", columns, "qweight") if order else make
+        return with_act_order(make, "g_idx", columns, "qweight") if act_order else make
     if row["method"] == "ct int":
         make = compressed_tensors(row["bits"], columns, symmetric=symmetric)
-        return with_act_order(make, "weight_g_idx", columns, "weight_packed") if order else make
+        return with_act_order(make, "weight_g_idx", columns, "weight_packed") if act_order else make
     if row["method"] == "awq":
         return awq(columns, zero_point=row["zero points"])
     block = (group, group)
-    makes: dict[str, Make] = {
+    make_by_method: dict[str, Make] = {
         "none": plain(torch.bfloat16),
         "fp8 block": fp8_block(torch.float32, block=block),
         "fp8 tensor": fp8_tensor(static=False),
@@ -291,13 +289,13 @@ def make_of(row: Values) -> Make:
         ),
         "modelopt nvfp4": nvfp4("weight", "weight_scale_2", "input_scale", divides=False),
     }  # fmt: skip
-    return makes[row["method"]]
+    return make_by_method[row["method"]]
 
 
-def config_of(row: Values) -> dict[str, Any] | None:
+def make_quantization_config(row: Values) -> dict[str, Any] | None:
     """Return the quantization_config of a row."""
-    like = CHECKPOINT_FORMATS[METHODS[row["method"]].like].config
-    config: dict[str, Any] = json.loads(json.dumps(like))
+    published_config = CHECKPOINT_FORMATS[METHODS[row["method"]].format_name].config
+    config: dict[str, Any] = json.loads(json.dumps(published_config))
     if row["method"] in ("gptq", "gptq v2"):
         options = {"sym": not row["zero points"], "desc_act": row["act-order"]}
         return config | options | {"bits": row["bits"], "group_size": row["group"]}
@@ -307,10 +305,10 @@ def config_of(row: Values) -> dict[str, Any] | None:
     if METHODS[row["method"]].tile == "blocks" and config["quant_method"] == "fp8":
         return config | {"weight_block_size": [row["group"]] * 2}
     if METHODS[row["method"]].tile == "blocks":
-        args = config["config_groups"]["group_0"]
-        args["weights"]["block_structure"] = [row["group"]] * 2
-        if args["input_activations"]:
-            args["input_activations"]["group_size"] = row["group"]
+        group_config = config["config_groups"]["group_0"]
+        group_config["weights"]["block_structure"] = [row["group"]] * 2
+        if group_config["input_activations"]:
+            group_config["input_activations"]["group_size"] = row["group"]
     if row["method"] == "ct int":
         weights = config["config_groups"]["group_0"]["weights"]
         weights |= {"num_bits": row["bits"], "symmetric": not row["zero points"]}
@@ -334,79 +332,87 @@ def write_row(folder: Path, row: Values) -> Written:
     tensors: dict[str, torch.Tensor] = {}
     g = torch.Generator().manual_seed(3)
     for layer in range(row["layers"]):
-        stored = _matrices(row, g)
-        named = layout.names(stored)
-        tensors |= {f"{family.layer_prefix}{layer}.{name}": t for name, t in named.items()}
+        matrices_by_name = _make_matrices(row, g)
+        layer_tensors = layout.name_tensors(matrices_by_name)
+        tensors |= {f"{family.layer_prefix}{layer}.{name}": t for name, t in layer_tensors.items()}
     sizes = EXPERTS, TOP_K, row["intermediate"], HIDDEN
     config = family.config(row["family"], sizes) | {"torch_dtype": "bfloat16"}
     if row["method"] != "none":
-        config["quantization_config"] = config_of(row)
+        config["quantization_config"] = make_quantization_config(row)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save(folder, tensors, row["files"])
-    w1 = torch.stack([_gate_first(layout, *m) for m in _by_expert(stored, layout.gate_up)])
-    w2 = torch.stack([matrix.values for matrix in stored[layout.down]])
+    w1 = torch.stack(
+        [
+            _put_gate_first(layout, *projections)
+            for projections in _values_by_expert(matrices_by_name, layout.gate_up)
+        ]
+    )
+    w2 = torch.stack([matrix.values for matrix in matrices_by_name[layout.down]])
     b1 = b2 = None
     if row["bias"]:
-        by_expert = zip(*(_biases(stored, name) for name in layout.gate_up), strict=True)
-        b1 = torch.stack([_gate_first(layout, *biases) for biases in by_expert])
-        b2 = torch.stack(_biases(stored, layout.down))
-    scaling = next((v for k, v in family.extra_config.items() if "scal" in k), 1.0)
-    kind = CHECKPOINT_FORMATS[METHODS[row["method"]].like]
-    sample = Sample(folder, config, kind, family, w1, w2, b1, b2, TOP_K, scaling)
-    return Written(sample, _input_scales(stored, layout))
+        biases_by_expert = zip(
+            *(_biases_of(matrices_by_name, name) for name in layout.gate_up), strict=True
+        )
+        b1 = torch.stack([_put_gate_first(layout, *biases) for biases in biases_by_expert])
+        b2 = torch.stack(_biases_of(matrices_by_name, layout.down))
+    scaling = next((value for key, value in family.extra_config.items() if "scal" in key), 1.0)
+    format_ = CHECKPOINT_FORMATS[METHODS[row["method"]].format_name]
+    sample = Sample(folder, config, format_, family, w1, w2, b1, b2, TOP_K, scaling)
+    return Written(sample, _stack_input_scales(matrices_by_name, layout))
 
 
-# Tensor -> whether it holds 1 / scale.
+# Name of a tensor with the scale of inputs -> whether the tensor holds the reciprocal.
 _INPUT_SCALES = {"input_scale": False, "input_global_scale": True}
 
 
-def _matrices(row: Values, g: torch.Generator) -> dict[str, list[StoredMatrix]]:
+def _make_matrices(row: Values, g: torch.Generator) -> dict[str, list[StoredMatrix]]:
     """Make the matrices of each expert, with biases and input scales that all differ."""
-    layout, make = LAYOUTS[row["family"]], make_of(row)
+    layout, make = LAYOUTS[row["family"]], choose_make(row)
     rows = row["intermediate"] * (2 if layout.fused else 1)
     sizes = {name: (rows, HIDDEN, 1.0 + 0.7 * i) for i, name in enumerate(layout.gate_up)}
     sizes[layout.down] = (HIDDEN, row["intermediate"], 1.0)
-    stored = {}
+    matrices_by_name = {}
     for name, (n, k, gain) in sizes.items():
-        stored[name] = [make(n, k, g, gain) for _ in range(EXPERTS)]
-        for e, matrix in enumerate(stored[name]):
+        matrices_by_name[name] = [make(n, k, g, gain) for _ in range(EXPERTS)]
+        for e, matrix in enumerate(matrices_by_name[name]):
             if row["bias"]:
                 matrix.tensors["bias"] = torch.randn(n, generator=g).bfloat16()
             for scale, divides in _INPUT_SCALES.items():
                 if scale in matrix.tensors:
-                    factor = 1 + (7 * e + 3 * len(stored)) % 5 / 8
+                    factor = 1 + (7 * e + 3 * len(matrices_by_name)) % 5 / 8
                     # relu2 squares the input of w2, which therefore needs a larger scale.
                     factor *= 8 if name == layout.down and not layout.gated else 1
-                    changed = matrix.tensors[scale] * (1 / factor if divides else factor)
-                    matrix.tensors[scale] = changed
-    return stored
+                    matrix.tensors[scale] = matrix.tensors[scale] * (
+                        1 / factor if divides else factor
+                    )
+    return matrices_by_name
 
 
-def _by_expert(
-    stored: dict[str, list[StoredMatrix]], names: tuple[str, ...]
+def _values_by_expert(
+    matrices_by_name: dict[str, list[StoredMatrix]], names: tuple[str, ...]
 ) -> list[list[torch.Tensor]]:
-    return [[stored[name][e].values for name in names] for e in range(EXPERTS)]
+    return [[matrices_by_name[name][e].values for name in names] for e in range(EXPERTS)]
 
 
-def _biases(stored: dict[str, list[StoredMatrix]], name: str) -> list[torch.Tensor]:
-    return [matrix.tensors["bias"].double() for matrix in stored[name]]
+def _biases_of(matrices_by_name: dict[str, list[StoredMatrix]], name: str) -> list[torch.Tensor]:
+    return [matrix.tensors["bias"].double() for matrix in matrices_by_name[name]]
 
 
-def _gate_first(layout: Layout, *projections: torch.Tensor) -> torch.Tensor:
-    both = torch.cat(projections)
-    return torch.cat([both[0::2], both[1::2]]) if layout.interleaved else both
+def _put_gate_first(layout: Layout, *projections: torch.Tensor) -> torch.Tensor:
+    rows = torch.cat(projections)
+    return torch.cat([rows[0::2], rows[1::2]]) if layout.interleaved else rows
 
 
-def _input_scales(
-    stored: dict[str, list[StoredMatrix]], layout: Layout
+def _stack_input_scales(
+    matrices_by_name: dict[str, list[StoredMatrix]], layout: Layout
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     by_projection = []
     for names in (layout.gate_up, (layout.down,)):
         scales = [
-            [matrix.tensors[kind].double().reshape(()) ** (-1 if divides else 1)
-             for name in names for matrix in (stored[name][e],)
-             for kind, divides in _INPUT_SCALES.items() if kind in matrix.tensors]
+            [matrix.tensors[scale_name].double().reshape(()) ** (-1 if divides else 1)
+             for name in names for matrix in (matrices_by_name[name][e],)
+             for scale_name, divides in _INPUT_SCALES.items() if scale_name in matrix.tensors]
             for e in range(EXPERTS)
         ]  # fmt: skip
         if not scales[0]:

@@ -1,9 +1,9 @@
-"""Covering arrays over features whose combinations are accepted or refused.
+"""Covering arrays over features, with rules that state which combinations are refused.
 
-A `Refusal` is a rule that states when which error is raised. `draw` returns accepted rows with
-every possible pair of values, and for each rule refused rows with every value that the rule can
-apply to. A refused row differs from an accepted one in one value, and only one rule applies to it,
-so its error is known.
+A `Refusal` is a rule that states under which conditions an error is raised. `draw` returns accepted
+rows with every possible pair of values, and, for each rule, refused rows with every value to which
+the rule can apply. A refused row differs from an accepted row in one value, and only one rule
+applies to it, so the expected error is known.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,26 +52,28 @@ class CoveringRows:
     def impossible(self) -> dict[tuple[str, str], str]:
         """Return the pairs of values that no accepted row can have, each with its reason."""
         describe = self.array.space.describe
-        return {(describe(a), describe(b)): why for (a, b), why in self.array.impossible.items()}
+        return {
+            (describe(a), describe(b)): reason for (a, b), reason in self.array.impossible.items()
+        }
 
 
 def draw(
     axes: Sequence[Axis],
     refusals: Sequence[Refusal] = (),
-    absent: Callable[[Values], Sequence[str]] = lambda _values: (),
+    list_conflicts: Callable[[Values], Sequence[str]] = lambda _values: (),
     cost: Callable[[Values], float] = lambda _values: 1.0,
 ) -> CoveringRows:
     """Draw accepted and refused rows.
 
-    absent: returns the reasons why values cannot be combined, such as a missing field of a format.
-    Such rows are neither accepted nor refused. cost: returns the cost of a row, in any unit. Axes
-    that it depends on must set `varies_cost`.
+    list_conflicts: returns the reasons why values cannot be combined, such as an option that a
+    format does not have. Rows with conflicts are neither accepted nor refused. cost: returns the
+    cost of a row, in any unit. Axes on which the cost depends must set `varies_cost`.
     """
 
     def list_rejections(row: Row) -> Sequence[str]:
         values = _values_of(axes, row)
         applying = [f"refused: {rule.name}" for rule in refusals if rule.applies(values)]
-        return [*absent(values), *applying]
+        return [*list_conflicts(values), *applying]
 
     def cost_of(row: Sequence[int]) -> float:
         return cost(_values_of(axes, row))
@@ -79,7 +81,7 @@ def draw(
     space = Space(tuple(axes), list_rejections, lambda _row: True, cost_of)
     array = covering_array(space)
     accepted = tuple(_values_of(axes, row) for row in array.rows)
-    candidates = list(_neighbors(axes, accepted, absent)) if refusals else []
+    candidates = list(_neighbors(axes, accepted, list_conflicts)) if refusals else []
     refused = tuple(
         (rule, values) for rule in refusals for values in _rows_of_rule(rule, refusals, candidates)
     )
@@ -89,15 +91,15 @@ def draw(
 def _neighbors(
     axes: Sequence[Axis],
     accepted: Sequence[dict[str, Any]],
-    absent: Callable[[Values], Sequence[str]],
+    list_conflicts: Callable[[Values], Sequence[str]],
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows that differ from an accepted one in one value."""
+    """Yield the rows that differ from an accepted row in one value."""
     for values in accepted:
         for axis in axes:
             for value in axis.values:
-                changed = values | {axis.name: value}
-                if value != values[axis.name] and not absent(changed):
-                    yield changed
+                neighbor = values | {axis.name: value}
+                if value != values[axis.name] and not list_conflicts(neighbor):
+                    yield neighbor
 
 
 def _rows_of_rule(
@@ -108,7 +110,7 @@ def _rows_of_rule(
         values
         for values in candidates
         if rule.applies(values)
-        and not any(other.applies(values) for other in refusals if other is not rule)
+        and not any(other_rule.applies(values) for other_rule in refusals if other_rule is not rule)
     ]
     uncovered = {item for values in only_this_rule for item in values.items()}
     while uncovered:

@@ -37,7 +37,7 @@ DEEP_EP_V1, DEEP_EP_V2 = load_stand_in("v1"), load_stand_in("v2")
 
 
 class GlooGroup:
-    """The methods of DeepEPGroup that parts call."""
+    """A stand-in for DeepEPGroup over gloo, with the methods that parts call."""
 
     device, num_sms, is_capturing = "cpu", None, False
 
@@ -53,9 +53,13 @@ class GlooGroup:
         pass
 
     def high_throughput(self, hidden):
-        result = high_throughput_arguments(DEEP_EP_V1.Buffer, hidden, self.world_size, self.num_sms)
+        arguments = high_throughput_arguments(
+            DEEP_EP_V1.Buffer, hidden, self.world_size, self.num_sms
+        )
         return HighThroughputBuffer(
-            result.buffer.make_buffer(DEEP_EP_V1.Buffer, None), result.dispatch, result.combine
+            arguments.buffer.make_buffer(DEEP_EP_V1.Buffer, None),
+            arguments.dispatch,
+            arguments.combine,
         )
 
     def low_latency(self, tokens, hidden, experts):
@@ -74,14 +78,14 @@ class GlooGroup:
         pass
 
 
-class OneRankOfAHost(DEEP_EP_V1.Buffer):
-    """A buffer for hosts with one GPU each, to run the internode kernels on few ranks."""
+class OneRankPerHostBuffer(DEEP_EP_V1.Buffer):
+    """A buffer for hosts with one GPU each, so that few ranks use the internode kernels."""
 
     peers = 1
 
 
 class HostsOverGloo(GlooGroup):
-    """Each rank is on a separate host."""
+    """A GlooGroup in which each rank is on a separate host."""
 
     def __init__(self, group=None):
         super().__init__(group)
@@ -90,12 +94,12 @@ class HostsOverGloo(GlooGroup):
 
     def high_throughput(self, hidden):
         config = DEEP_EP_V1.Buffer.get_dispatch_config(self.world_size)
-        buffer = BufferArguments(128, 128, False, 10).make_buffer(OneRankOfAHost, None)
+        buffer = BufferArguments(128, 128, False, 10).make_buffer(OneRankPerHostBuffer, None)
         return HighThroughputBuffer(buffer, config, config)
 
 
 class OverGloo:
-    """Mixin that uses a stand-in in place of the library."""
+    """A mixin for parts that imports a stand-in in place of the library."""
 
     manager_class = GlooGroup
 
@@ -110,23 +114,23 @@ class OverGloo:
                 sys.modules["deep_ep"] = original
 
 
-def on_cpu(requires, **changes):
+def adapt_to_cpu(requires, **changes):
     """Return the declared requirements, adapted to a CPU."""
     return replace(requires, devices=frozenset({"cpu"}), min_arch=None, packages=(), **changes)
 
 
 class HTOverGloo(OverGloo, DeepEPHTPrepareAndFinalize):
-    requires = on_cpu(DeepEPHTPrepareAndFinalize.requires)
+    requires = adapt_to_cpu(DeepEPHTPrepareAndFinalize.requires)
 
 
 class HTBetweenHosts(HTOverGloo):
     manager_class = HostsOverGloo
-    requires = on_cpu(DeepEPHTPrepareAndFinalize.requires, ranks_per_host=1)
+    requires = adapt_to_cpu(DeepEPHTPrepareAndFinalize.requires, ranks_per_host=1)
 
 
 class LLOverGloo(OverGloo, DeepEPLLPrepareAndFinalize):
-    requires = on_cpu(DeepEPLLPrepareAndFinalize.requires, hidden_sizes=frozenset({512}))
+    requires = adapt_to_cpu(DeepEPLLPrepareAndFinalize.requires, hidden_sizes=frozenset({512}))
 
 
 class V2OverGloo(OverGloo, DeepEPV2PrepareAndFinalize):
-    requires = on_cpu(DeepEPV2PrepareAndFinalize.requires)
+    requires = adapt_to_cpu(DeepEPV2PrepareAndFinalize.requires)

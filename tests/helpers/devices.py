@@ -1,4 +1,4 @@
-"""Where tests compute: DEVICE is this machine's GPU if it has one, else its CPU."""
+"""The device on which tests run: the GPU of this machine if it has one, otherwise its CPU."""
 
 import torch
 

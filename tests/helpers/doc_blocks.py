@@ -1,9 +1,9 @@
 """Code blocks of Markdown pages, extracted and run as a reader would run them.
 
-The `python` blocks of a page run in order in one namespace. `console` blocks hold commands after
-`$ `, each followed by its output: the lines shown must be printed in this order, apart from
-whitespace, and `...` stands for any lines. A command must exit with 0 unless `$ echo $?` follows. A
-block whose first line is `# not run: REASON` is not run.
+The `python` blocks of a page run in order in one namespace. `console` blocks have commands after a
+dollar prompt, each followed by its output. A command must print the shown lines in this order;
+whitespace may differ, and `...` stands for any lines. A command must exit with 0 unless `$ echo $?`
+follows. A block whose first line is `# not run: REASON` is not run.
 """
 
 import re
@@ -26,7 +26,7 @@ Mk = Callable[..., tuple[int, str]]
 
 @dataclass(frozen=True)
 class Block:
-    """A code block. line: number of its first line in the page. language: "" if not given."""
+    """A code block. line: line number of its first line. language: "" if the fence names none."""
 
     page: Path
     line: int
@@ -35,9 +35,11 @@ class Block:
 
     @property
     def reason(self) -> str | None:
-        """Why the block is not run, or None."""
-        first = self.text.partition("\n")[0]
-        return first.removeprefix(_NOT_RUN).strip() if first.startswith(_NOT_RUN) else None
+        """The reason why the block is not run, or None if it runs."""
+        first_line = self.text.partition("\n")[0]
+        if not first_line.startswith(_NOT_RUN):
+            return None
+        return first_line.removeprefix(_NOT_RUN).strip()
 
     def __str__(self) -> str:
         return f"{self.page.name}:{self.line}"
@@ -46,37 +48,37 @@ class Block:
 def blocks_of(page: Path) -> list[Block]:
     """Return the fenced blocks of a page."""
     text = page.read_text(encoding="utf-8")
-    return [_block(page, text, found) for found in _FENCE.finditer(text)]
+    return [_make_block(page, text, match) for match in _FENCE.finditer(text)]
 
 
-def _block(page: Path, text: str, match: re.Match[str]) -> Block:
-    line = text.count("\n", 0, match.start("text")) + 1
-    lines = match["text"].splitlines()
+def _make_block(page: Path, text: str, match: re.Match[str]) -> Block:
+    line_number = text.count("\n", 0, match.start("text")) + 1
     indent = len(match["indent"])
-    return Block(page, line, match["language"], "\n".join(line_[indent:] for line_ in lines) + "\n")
+    lines = [line[indent:] for line in match["text"].splitlines()]
+    return Block(page, line_number, match["language"], "\n".join(lines) + "\n")
 
 
 def module_source(page: Path, name: str) -> str:
     """Join the blocks whose first line is `# NAME` or `# NAME, continued` into one module."""
-    pieces = [b.text for b in blocks_of(page) if b.text.startswith((f"# {name}\n", f"# {name}, "))]
-    assert pieces, f"{page}: no block of {name}"
-    return "\n\n".join(pieces)
+    sources = [b.text for b in blocks_of(page) if b.text.startswith((f"# {name}\n", f"# {name}, "))]
+    assert sources, f"{page}: no block of {name}"
+    return "\n\n".join(sources)
 
 
 def run_page(page: Path, mk: Mk) -> dict[str, object]:
     """Run the blocks of a page; return the namespace of its Python blocks."""
-    names: dict[str, object] = {"__name__": f"page_{page.stem}"}
+    namespace: dict[str, object] = {"__name__": f"page_{page.stem}"}
     try:
         for block in blocks_of(page):
             if block.reason is None and block.language == "python":
-                # Padded, so that tracebacks show the page's line numbers.
+                # Leading newlines let tracebacks show the line numbers of the page.
                 source = "\n" * (block.line - 1) + block.text
-                exec(compile(source, str(page), "exec"), names)
+                exec(compile(source, str(page), "exec"), namespace)
             elif block.reason is None and block.language == "console":
                 _run_console(block, mk)
     finally:
-        torch.set_default_device(None)  # examples set one
-    return names
+        torch.set_default_device(None)  # a page may set a default device
+    return namespace
 
 
 def _run_console(block: Block, mk: Mk) -> None:
@@ -91,24 +93,24 @@ def _run_console(block: Block, mk: Mk) -> None:
         assert program == "mk", f"{block}: only mk is run, not {program}"
         with torch.device("cpu"):  # a separate program, not affected by the Python blocks
             code, printed = mk(*arguments)
-        _check_shown(expected_lines, printed, f"{block}: {command}")
+        _check_output(expected_lines, printed, f"{block}: {command}")
     assert code == 0, f"{block}: the last command exited with {code}"
 
 
 def _commands(block: Block) -> Iterator[tuple[str, list[str]]]:
     """Yield each command with the lines shown below it."""
-    first, *texts = re.split(r"^\$ ", block.text, flags=re.M)
-    assert not first.strip(), f"{block}: must begin with a command"
-    for text in texts:
-        command, *expected_lines = text.strip().splitlines()
+    preamble, *sections = re.split(r"^\$ ", block.text, flags=re.M)
+    assert not preamble.strip(), f"{block}: must begin with a command"
+    for section in sections:
+        command, *expected_lines = section.strip().splitlines()
         yield command, expected_lines
 
 
-def _check_shown(expected_lines: list[str], printed: str, location: str) -> None:
-    lines = iter([" ".join(line.split()) for line in printed.splitlines()])
-    for line in expected_lines:
-        expected = " ".join(line.split())
+def _check_output(expected_lines: list[str], printed: str, location: str) -> None:
+    printed_lines = iter([" ".join(line.split()) for line in printed.splitlines()])
+    for expected_line in expected_lines:
+        expected = " ".join(expected_line.split())
         if expected != "...":
-            assert any(line_.startswith(expected) for line_ in lines), (
-                f"{location}: not printed: {line}"
+            assert any(line.startswith(expected) for line in printed_lines), (
+                f"{location}: not printed: {expected_line}"
             )

@@ -1,4 +1,4 @@
-"""Programs of engines with faulty classes, and the reproducers that the checks of engines write."""
+"""Checks of engines with faulty classes, and of the reproducers that engine checks write."""
 
 import ast
 import json
@@ -22,14 +22,14 @@ from engine_programs import count_statements
 from {module} import load_engine
 engine, results = load_engine(), []
 for case, allowed in pickle.loads(bytes.fromhex({cases!r})):
-    text, message = engine.make_reproducer(case, allowed), ""
-    # vLLM has a module of the same name.
-    assert "modular_kernel" not in text.replace("config as c, modular_kernel as mk", "")
+    source, message = engine.make_reproducer(case, allowed), ""
+    # Reproducers must not import this package. vLLM has a module of the same name.
+    assert "modular_kernel" not in source.replace("config as c, modular_kernel as mk", "")
     try:
-        exec(text, {{"__name__": "__main__"}})
+        exec(source, {{"__name__": "__main__"}})
     except AssertionError as error:
         message = str(error)
-    results.append([message, count_statements(text)])
+    results.append([message, count_statements(source)])
 print(json.dumps(results))
 """
 
@@ -43,31 +43,32 @@ def count_statements(program: str) -> int:
 def make_program(module: str, environment: Mapping[str, str]) -> EngineProgram:
     """Return the program of a helper module with faulty classes.
 
-    Its process finds helper modules as pytest does.
+    PYTHONPATH is set, so that the program can import the helper modules that pytest imports.
     """
     path = os.pathsep.join(filter(None, sys.path))
     return EngineProgram(module, {**environment, "PYTHONPATH": path})
 
 
 def check_reproducers(
-    program: EngineProgram, right: Sequence[EngineCase], wrong: Sequence[EngineCase]
+    program: EngineProgram, correct_cases: Sequence[EngineCase], wrong_cases: Sequence[EngineCase]
 ) -> None:
     """Run the reproducers of all cases in one process, and assert that only wrong cases fail.
 
-    Those of right cases find a small error, so their own references are right.
+    The reproducers of correct cases measure a small error, so the references that they contain are
+    correct.
     """
     cases = [
         (case, 0.2 if case.problem.scheme.quantizes_activations else 0.01)
-        for case in (*right, *wrong)
+        for case in (*correct_cases, *wrong_cases)
     ]
-    text = _RUN_ALL.format(module=program.module, cases=pickle.dumps(cases).hex())
-    status, line = run_reproducer(program, text, 580)
-    assert status == 0, line
-    results = json.loads(line)
-    expected = [False] * len(right) + [True] * len(wrong)
+    source = _RUN_ALL.format(module=program.module, cases=pickle.dumps(cases).hex())
+    status, output = run_reproducer(program, source, 580)
+    assert status == 0, output
+    results = json.loads(output)
+    expected = [False] * len(correct_cases) + [True] * len(wrong_cases)
     assert [bool(message) for message, _ in results] == expected, results
     assert max(statements for _, statements in results) <= MAX_STATEMENTS
-    for message, _ in results[len(right) :]:
+    for message, _ in results[len(correct_cases) :]:
         assert message.startswith("relative RMS error ")
 
 

@@ -1,4 +1,4 @@
-"""Three gloo ranks with one faulty rank, and a check of the reports of the others."""
+"""Three gloo ranks of which one is faulty, and a check of the reports of the other ranks."""
 
 import json
 from dataclasses import dataclass, field
@@ -37,6 +37,6 @@ def assert_reports_faulty_rank(report: RankReport, phases: set[str]) -> None:
     assert report.peers == (FAULTY_RANK,), report.message
     assert report.phase in phases, report.message
     assert report.seconds <= report.timeout_s + SLACK_S, report
-    last = json.loads(report.last_record)
-    assert last["phase"] == report.phase
-    assert last["state"].startswith("failed: "), last
+    last_record = json.loads(report.last_record)
+    assert last_record["phase"] == report.phase
+    assert last_record["state"].startswith("failed: "), last_record

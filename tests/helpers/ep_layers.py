@@ -105,7 +105,7 @@ class Layer:
 
 
 def weights_of(weights: ExpertWeights, slots: tuple[int, ...], experts: int) -> ExpertWeights:
-    """Select the rows `slots` of every per-expert tensor."""
+    """Select the rows `slots` of every per-expert tensor. experts: number of all experts."""
     index = torch.tensor(slots)
     selected: dict[str, torch.Tensor | None] = {}
     for field_ in fields(weights):
@@ -123,12 +123,12 @@ def call_layer(rank: int, world: int, group: object, layer: Layer) -> tuple[torc
     """Make one call on one rank; return its output and the number of invalid ids."""
     kernel = layer.kernel(rank, group)
     inputs = layer.inputs_of(rank)
-    before = {name: tensor.clone() for name, tensor in inputs.tensors().items()}
+    original = {name: tensor.clone() for name, tensor in inputs.tensors().items()}
     out = kernel(inputs.x_TH, inputs.weights, inputs.routing)
     if layer.global_problem.inplace:
         assert out is inputs.x_TH
-        before.pop("x")
-    for name, tensor in before.items():
+        original.pop("x")
+    for name, tensor in original.items():
         current = inputs.tensors()[name].contiguous().view(torch.uint8)
         assert torch.equal(current, tensor.contiguous().view(torch.uint8)), f"{name} was written"
     result = out.clone(), kernel.invalid_ids

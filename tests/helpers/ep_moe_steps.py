@@ -1,4 +1,4 @@
-"""Tensors for the steps of EPMoE, and a run of all steps."""
+"""Inputs for the steps of EPMoE, and a function that runs all steps."""
 
 import torch
 
@@ -35,14 +35,14 @@ def run_steps(
     w2: torch.Tensor,
     ids_TK: torch.Tensor,
     weights_TK: torch.Tensor,
-    local: tuple[int, int],
+    local_range: tuple[int, int],
 ) -> torch.Tensor:
     """Run the steps on one rank.
 
-    w13, w2: weights of all experts. local: ids of the first and the last local expert.
+    w13, w2: weights of all experts. local_range: ids of the first and the last local expert.
     """
     (tokens, hidden), (experts, width, _) = x_TH.shape, w13.shape
-    start, end = local
+    start, end = local_range
     reorder_ids, src2dst, seg_indptr = run_moe_ep_preproess(ids_TK, experts)
     segments = (end - start + 1, True, seg_indptr[start : end + 2])
     rows, dtype = ids_TK.numel(), x_TH.dtype

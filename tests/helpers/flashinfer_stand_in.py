@@ -14,7 +14,7 @@ import flashinfer_comm as library  # noqa: E402
 
 
 class GlooGroup(FlashInferGroup):
-    """The manager with the stand-in as its library."""
+    """A FlashInferGroup on a CPU that uses the stand-in."""
 
     device = "cpu"
 
@@ -23,7 +23,7 @@ class GlooGroup(FlashInferGroup):
 
 
 class FlashInferOverGloo(FlashInferCutlassMoEPrepareAndFinalize):
-    """The part with the stand-in as its library."""
+    """The part, on a CPU and with the stand-in."""
 
     requires = replace(
         FlashInferCutlassMoEPrepareAndFinalize.requires,

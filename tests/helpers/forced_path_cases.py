@@ -1,4 +1,4 @@
-"""Cases forced onto a path of TritonExperts: one of its implementations of the grouped GEMMs."""
+"""Cases that run on a chosen path of TritonExperts. A path implements the grouped GEMMs."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -57,17 +57,17 @@ def prove_with_config(
 def quantized_variants(
     quants: Sequence[str],
     changes: Sequence[dict[str, object]],
-    changed: Sequence[tuple[Problem, str]],
+    bases_to_change: Sequence[tuple[Problem, str]],
 ) -> list[tuple[Problem, str]]:
     """Return pairs of a problem and a routing for each scheme in `quants`.
 
     SMALL and LARGE are combined with every routing, and each of `changes` is applied to each
-    problem of `changed`.
+    problem of `bases_to_change`.
     """
     variants: list[tuple[Problem, str]] = []
     for quant in quants:
         small, large = (replace(base, quant=quant) for base in (SMALL, LARGE))
         variants += [(base, routing) for routing in ROUTINGS for base in (small, large)]
-        for base, routing in changed:
+        for base, routing in bases_to_change:
             variants += [(replace(base, quant=quant, **change), routing) for change in changes]  # type: ignore[arg-type]
     return variants

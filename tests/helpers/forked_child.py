@@ -25,15 +25,15 @@ def run_in_child(function: Callable[[], Any], *, timeout_s: float = TIMEOUT_S) -
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
-        _run(function, writer)
+        _run_and_exit(function, writer)
     os.close(writer)
     data, deadline = b"", time.monotonic() + timeout_s
     with os.fdopen(reader, "rb", buffering=0) as pipe:
         while select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            part = pipe.read(1 << 16)
-            if not part:
+            chunk = pipe.read(1 << 16)
+            if not chunk:
                 break
-            data += part
+            data += chunk
         else:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -42,7 +42,7 @@ def run_in_child(function: Callable[[], Any], *, timeout_s: float = TIMEOUT_S) -
     return pickle.loads(data)
 
 
-def _run(function: Callable[[], Any], writer: int) -> None:
+def _run_and_exit(function: Callable[[], Any], writer: int) -> None:
     code = 1
     try:
         try:

@@ -16,7 +16,7 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 def move_tensors(tensors: Any, device: str | torch.device) -> Any:
-    """Return a record with all its tensors moved to `device`."""
+    """Return a copy of a dataclass with all its tensors on `device`."""
     values = {f.name: getattr(tensors, f.name) for f in fields(tensors)}
     return replace(
         tensors,
@@ -56,12 +56,12 @@ def call_fused_experts(
 ) -> torch.Tensor:
     """Call `fused_experts` with a layer's tensors as its keyword arguments."""
     topk = (routing.topk_weights_TK, routing.topk_ids_TK, None)
-    options_ = {"b1": weights.b1, "b2": weights.b2, "expert_map": weights.expert_map,
+    tensors = {"b1": weights.b1, "b2": weights.b2, "expert_map": weights.expert_map,
              "w1_scale": weights.w1_scale, "w2_scale": weights.w2_scale,
              "w1_zp": weights.w1_zero_point, "w2_zp": weights.w2_zero_point,
              "a1_scale": weights.a1_scale, "a2_scale": weights.a2_scale}  # fmt: skip
-    options_ = {name: tensor for name, tensor in options_.items() if tensor is not None}
-    return fused_experts(x_TH, weights.w1, weights.w2, topk, config, **options_ | options)
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    return fused_experts(x_TH, weights.w1, weights.w2, topk, config, **tensors | options)
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, rms: float) -> None:

@@ -1,4 +1,4 @@
-"""A torch stand-in for grouped GEMM kernels, which multiplies tile by tile."""
+"""A torch stand-in for grouped GEMM kernels that multiplies tile by tile."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -47,7 +47,10 @@ def multiply_tiles(
     order: SortedPairs,
     out: torch.Tensor,
 ) -> None:
-    """Multiply rows by weight_of(expert), (N, K), in float32; add the bias and apply `spec`."""
+    """Multiply rows by weight_of(expert), (N, K), in float32; add the bias; apply the activation.
+
+    spec: the activation, or None.
+    """
     max_tiles = order.max_tiles
     for i in range(int(order.tiles[-1])):
         expert, first, end = (int(order.tiles[j * max_tiles + i]) for j in range(3))
@@ -95,12 +98,12 @@ def multiply_w4(
             0, valid_rows, :depth
         ]
         if product.global_scale is not None:
-            up = (
+            matrix = (
                 torch.arange(len(w))
                 // max(1, product.up_row_offset)
                 % product.global_scale.shape[1]
             )
-            w *= product.global_scale[expert, up][:, None]
+            w *= product.global_scale[expert, matrix][:, None]
         return w
 
     multiply_tiles(rows, weight_of, product.bias, spec, tile, order, out)

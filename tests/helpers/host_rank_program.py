@@ -1,6 +1,5 @@
 """Program of one rank, which reads a command from each line of stdin and writes a line of JSON.
 
-
     make TIMEOUT_S [copies]   make a manager and a layer that uses it
     call                     call the layer once
     until                    call the layer repeatedly until a call fails
@@ -30,7 +29,7 @@ TOKENS = (4, 3, 0, 5)
 
 
 class RankCommands:
-    """The commands, and the layer and manager of this rank."""
+    """The commands of a rank, and the layer and manager on which they operate."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.group = rank, dist.group.WORLD
@@ -53,11 +52,14 @@ class RankCommands:
         return {"hosts": str(self.manager.hosts)}
 
     def call(self) -> dict[str, Any]:
-        local = self.layer.inputs_of(self.rank)
-        out = self.kernel(local.x_TH, local.weights, local.routing)
-        inputs = self.layer.inputs()
+        inputs = self.layer.inputs_of(self.rank)
+        out = self.kernel(inputs.x_TH, inputs.weights, inputs.routing)
+        global_inputs = self.layer.inputs()
         exact = float64_reference(
-            inputs.x_TH, inputs.weights, inputs.routing, self.layer.global_problem
+            global_inputs.x_TH,
+            global_inputs.weights,
+            global_inputs.routing,
+            self.layer.global_problem,
         )
         error = (out.double() - exact[self.layer.rows(self.rank)]).abs()
         return {"right": bool((error < 1e-4).all())}
@@ -84,13 +86,13 @@ class RankCommands:
 
 def run_command(commands: RankCommands, line: str) -> dict[str, Any]:
     """Run one line; return its answer, or the error as `error`, `text` and `peers`."""
-    words, started = line.split(), time.monotonic()
+    (command, *arguments), start = line.split(), time.monotonic()
     try:
-        result = getattr(commands, words[0])(*words[1:])
+        result = getattr(commands, command)(*arguments)
     except ModularKernelError as error:
         peers = list(getattr(error, "peers", ()))
         result = {"error": type(error).__name__, "text": str(error), "peers": peers}
-    return {**result, "seconds": time.monotonic() - started}
+    return {**result, "seconds": time.monotonic() - start}
 
 
 def write_answer(answer: dict[str, Any]) -> None:

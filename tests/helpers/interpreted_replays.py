@@ -1,6 +1,6 @@
-"""Makes plans record and replay interpreted launches like launches on a GPU.
+"""Makes plans record and replay interpreted launches, as they do with launches on a GPU.
 
-Ranks import this file.
+Rank processes import this module.
 """
 
 import ctypes
@@ -22,8 +22,8 @@ from modular_kernel.replay.recording import (
 
 def _tensor_at(address: int, like: torch.Tensor) -> torch.Tensor:
     """Return the memory at `address` as a tensor with the layout of `like`."""
-    last = sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
-    nbytes = (last + 1) * like.itemsize
+    last_offset = sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
+    nbytes = (last_offset + 1) * like.itemsize
     memory = torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
     return memory.view(like.dtype).as_strided(like.shape, like.stride())
 
@@ -40,16 +40,16 @@ def _record_interpreted(
                 places[name] = place
 
     def relaunch(pointers: Sequence[int]) -> None:
-        located = {
+        tensors = {
             name: _tensor_at(pointers[index] + offset, arguments[name])
             for name, (index, offset) in places.items()
         }
-        kernel[grid](**(arguments | located))
+        kernel[grid](**(arguments | tensors))
 
-    recording.add_launch(relaunch, _relaunch_all, _no_hooks)
+    recording.add_launch(relaunch, _make_replay, _has_hooks)
 
 
-def _relaunch_all(launches: Sequence[Any], inputs: int) -> Replay:
+def _make_replay(launches: Sequence[Any], inputs: int) -> Replay:
     def replay(stream: int, pointers: Sequence[int]) -> None:
         for relaunch in launches:
             relaunch(pointers)
@@ -57,22 +57,22 @@ def _relaunch_all(launches: Sequence[Any], inputs: int) -> Replay:
     return replay
 
 
-def _no_hooks() -> bool:
+def _has_hooks() -> bool:
     return False
 
 
 @contextmanager
 def interpreted_replays() -> Iterator[None]:
-    """Inside the block, plans record and replay interpreted launches."""
+    """Let plans record and replay interpreted launches while the context is active."""
     record_launch, run = record.record_launch, InterpretedFunction.run
 
-    def run_paused(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def run_without_recording_torch(self: Any, *args: Any, **kwargs: Any) -> Any:
         if get_active_recorder() is None:
             return run(self, *args, **kwargs)
         with ignore_torch_operations():  # the interpreter uses torch operations itself
             return run(self, *args, **kwargs)
 
-    record.record_launch, InterpretedFunction.run = _record_interpreted, run_paused
+    record.record_launch, InterpretedFunction.run = _record_interpreted, run_without_recording_torch
     try:
         yield
     finally:

@@ -1,6 +1,7 @@
 """Invalid calls of a kernel: a change to a valid call, and the error that it must raise.
 
-The kernel's parts fail the test if they are called, because a call is checked before.
+An invalid call must be refused before the kernel calls its parts, so the parts here fail the test
+when they are called.
 """
 
 from collections.abc import Callable
@@ -56,25 +57,31 @@ Change = Callable[[Args], Args]
 
 
 def x(change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    """Change the tokens."""
     return lambda args: replace(args, x=change(args.x))
 
 
 def weight(name: str, change: Callable[[Any], Any]) -> Change:
-    def changed(args: Args) -> Args:
+    """Replace a field of the weights. change: computes the field from all weights."""
+
+    def change_weight(args: Args) -> Args:
         return replace(args, weights=replace(args.weights, **{name: change(args.weights)}))
 
-    return changed
+    return change_weight
 
 
 def route(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
-    def changed(args: Args) -> Args:
-        new = change(getattr(args.routing, name))
-        return replace(args, routing=replace(args.routing, **{name: new}))
+    """Change a field of the routing."""
 
-    return changed
+    def change_routing(args: Args) -> Args:
+        tensor = change(getattr(args.routing, name))
+        return replace(args, routing=replace(args.routing, **{name: tensor}))
+
+    return change_routing
 
 
 def out(change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    """Pass an output tensor, which `change` makes from x."""
     return lambda args: replace(args, out=change(args.x))
 
 
@@ -83,7 +90,7 @@ def to_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def with_gaps(tensor: torch.Tensor) -> torch.Tensor:
-    """Return equal values with gaps between rows."""
+    """Return a copy whose rows have gaps between them."""
     return torch.cat([tensor, tensor], dim=1)[:, : tensor.shape[1]]
 
 
@@ -93,7 +100,7 @@ def column_major(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Bad:
-    """A change and the error that it must raise.
+    """An invalid change of a valid call, and the error that it must raise.
 
     what, got, need: substrings of the error's attributes of these names.
     """
@@ -115,7 +122,7 @@ BIAS, MAP, INPLACE = {"bias": True}, {"expert_map": True}, {"inplace": True}
 KEEP_TOPK = {"combine": Combine.TOPK_WEIGHTED}  # the output is (T, K, H)
 SCALES = ("w1_scale", "w2_scale", "w1_zero_point", "w2_zero_point", "a1_scale", "a2_scale")
 
-# A table: a line or two per case.
+# A table with one or two lines per case.
 # fmt: off
 CASES = (
     Bad("x_rank", x(lambda t: t[..., None]), ShapeError, "x", "(16, 64, 1)", "(T, H) with H = 64"),

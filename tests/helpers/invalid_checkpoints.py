@@ -1,4 +1,4 @@
-"""Functions that write invalid checkpoints, each with the error that loading it must raise."""
+"""Functions that write invalid checkpoints, with the errors that loading the checkpoints raises."""
 
 import json
 from collections.abc import Callable
@@ -34,9 +34,9 @@ def set_tensor(name: str, tensor: torch.Tensor) -> Callable[[Tensors], None]:
     return lambda tensors: tensors.update({f"{EXPERTS}.{name}": tensor})
 
 
-def cast_tensors(ending: str, dtype: torch.dtype) -> Callable[[Tensors], None]:
+def cast_tensors(suffix: str, dtype: torch.dtype) -> Callable[[Tensors], None]:
     def change(tensors: Tensors) -> None:
-        for name in [n for n in tensors if n.endswith(ending)]:
+        for name in [n for n in tensors if n.endswith(suffix)]:
             tensors[name] = tensors[name].to(dtype)
 
     return change
@@ -69,43 +69,43 @@ def reverse_order(name: str) -> Callable[[Tensors], None]:
 
 
 def change_config(**changes: Any) -> Callable[[Path], None]:
-    def make(folder: Path) -> None:
+    def write_checkpoint(folder: Path) -> None:
         contents = write(folder).config | changes
         (folder / "config.json").write_text(json.dumps(contents))
 
-    return make
+    return write_checkpoint
 
 
 def rewrite_file(rewrite: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    def make(folder: Path) -> None:
+    def write_checkpoint(folder: Path) -> None:
         write(folder)
         path = folder / FILE
         path.write_bytes(rewrite(path.read_bytes()))
 
-    return make
+    return write_checkpoint
 
 
 def change_header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """Rewrite the JSON header, keeping the data."""
+    """Rewrite the JSON header and keep the data. `change` returns new entries or edits them."""
 
     def rewrite(content: bytes) -> bytes:
         size = int.from_bytes(content[:8], "little")
         entries = json.loads(content[8 : 8 + size])
-        text = json.dumps(change(entries) or entries).encode()
-        return len(text).to_bytes(8, "little") + text + content[8 + size :]
+        header = json.dumps(change(entries) or entries).encode()
+        return len(header).to_bytes(8, "little") + header + content[8 + size :]
 
     return rewrite_file(rewrite)
 
 
 def change_index(change: Callable[[dict[str, str]], Any]) -> Callable[[Path], None]:
-    def make(folder: Path) -> None:
+    def write_checkpoint(folder: Path) -> None:
         write(folder, shards=3)
         path = folder / "model.safetensors.index.json"
         content = json.loads(path.read_text())
         result = change(content["weight_map"])
         path.write_text(result if isinstance(result, str) else json.dumps(content))
 
-    return make
+    return write_checkpoint
 
 
 def set_shape(name: str, shape: list[int]) -> Callable[[dict[str, Any]], None]:

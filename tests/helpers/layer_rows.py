@@ -1,8 +1,8 @@
-"""Layers with combinations of features, their outputs, and which of them are refused.
+"""Layers with combinations of features, their outputs, and rules that state which are refused.
 
-A row has a value for each of `AXES`. `outputs_of` runs its layer on every rank, and
-`expected_output` computes the exact output from the dequantized weights of all ranks. `REFUSALS`
-states which rows are refused.
+A row has a value for each of `AXES`. `outputs_of` runs the layer of a row on every rank, and
+`expected_output` computes its exact output from the dequantized weights of all ranks. `REFUSALS`
+has the rules for refused rows.
 """
 
 from collections.abc import Iterator
@@ -43,10 +43,10 @@ W8A8 = ("fp8_w8a8_channel", "fp8_w8a8_tensor", STATIC)
 class Place:
     """How a layer is distributed over ranks.
 
-    This is one axis, so that every value of another axis is combined with every `Place`. exchange:
-    "none" (each rank has all tokens), "replicated" or "rows". split: numbers of EP and TP ranks.
-    groups: the process groups of LayerParallel, "none", "each" (EP and TP), or "each and both" (EP,
-    TP and the group of all ranks). reduce: whether the layer sums over ranks.
+    All fields form one axis, so that every `Place` is combined with every value of the other axes.
+    exchange: "none" (each rank has all tokens), "replicated" or "rows". split: numbers of EP and TP
+    ranks. groups: the process groups of LayerParallel, "none", "each" (EP and TP), or "each and
+    both" (EP, TP and the group of all ranks). reduce: whether the layer sums over ranks.
     """
 
     exchange: str
@@ -59,7 +59,7 @@ class Place:
         return f"{self.exchange} ep{ep} tp{tp} {self.groups}{' reduce' * self.reduce}"
 
 
-def _places() -> Iterator[Place]:
+def _list_places() -> Iterator[Place]:
     """Yield every valid place. An exchange needs several EP ranks and process groups."""
     for exchange, reduce in product(("none", "replicated", "rows"), (False, True)):
         for split in ((1, 1), (2, 1), (1, 2), (2, 2)):
@@ -68,12 +68,12 @@ def _places() -> Iterator[Place]:
             groups = ["none"] if exchange == "none" else []
             groups += ["each"] if split != (1, 1) else []
             groups += ["each and both"] if split == (2, 2) else []
-            yield from (Place(exchange, split, each, reduce) for each in groups)
+            yield from (Place(exchange, split, group_kinds, reduce) for group_kinds in groups)
 
 
 AXES = (
     Axis("layer", ("FusedMoE", "EPMoE")),
-    Axis("place", tuple(_places())),
+    Axis("place", tuple(_list_places())),
     Axis("batched", (False, True)),
     Axis("gathered", (False, True)),
     Axis("router", ("routing", "spec", "biased", "zero experts", "module", "table")),
@@ -103,7 +103,7 @@ def part_of(row: Values) -> str | None:
     return ALL2ALL_BATCHED if row["batched"] else GATHERED if row["gathered"] else ALL2ALL
 
 
-def absent(row: Values) -> list[str]:
+def list_conflicts(row: Values) -> list[str]:
     """Return the reasons why no layer has this combination."""
     reasons, place = [], row["place"]
     if row["gathered"] and (place.exchange != "rows" or row["batched"]):
@@ -114,16 +114,28 @@ def absent(row: Values) -> list[str]:
         reasons.append("one rank has all experts")
     if row["layer"] == "EPMoE":
         # EPMoE has no arguments for other values of these axes.
-        fixed: dict[str, tuple[Any, ...]] = {"router": ("spec", "biased"), "shared": ("none",)}
-        fixed |= {"scaling": (1.0,), "bias": (False,), "on input": (False,), "chunk": (None,)}
-        fixed |= {"placement": ("linear",), "batched": (False,)}
-        reasons += [f"EPMoE has no {name}" for name in fixed if row[name] not in fixed[name]]
+        supported_values: dict[str, tuple[Any, ...]] = {
+            "router": ("spec", "biased"),
+            "shared": ("none",),
+        }
+        supported_values |= {
+            "scaling": (1.0,),
+            "bias": (False,),
+            "on input": (False,),
+            "chunk": (None,),
+        }
+        supported_values |= {"placement": ("linear",), "batched": (False,)}
+        reasons += [
+            f"EPMoE has no {name}"
+            for name in supported_values
+            if row[name] not in supported_values[name]
+        ]
         if place.exchange != "none" or place.reduce or place.split[1] > 1:
             reasons.append("EPMoE has no exchange, sum or TP")
     return reasons
 
 
-def _splits(*splits: tuple[int, int]) -> Any:
+def _has_split(*splits: tuple[int, int]) -> Any:
     return lambda row: row["place"].split in splits
 
 
@@ -136,7 +148,7 @@ REFUSALS = (
         (
             lambda row: row["place"].reduce,
             lambda row: row["place"].groups == "none",
-            _splits((2, 1), (1, 2), (2, 2)),
+            _has_split((2, 1), (1, 2), (2, 2)),
         ),
     ),
     Refusal(
@@ -176,7 +188,7 @@ REFUSALS = (
     ),
 )  # fmt: skip
 # Rows with interpreted kernels take longer.
-DRAWN = draw(AXES, REFUSALS, absent, lambda row: 4.0 if row["experts"] == "triton" else 1.0)
+DRAWN = draw(AXES, REFUSALS, list_conflicts, lambda row: 4.0 if row["experts"] == "triton" else 1.0)
 
 
 # ------------------------------------------------------------------------------------- inputs
@@ -200,7 +212,7 @@ def problem_of(row: Values) -> Problem:
 
 
 def spec_of(row: Values) -> RouterSpec:
-    """Return the router's spec."""
+    """Return the spec of the router of a row."""
     # With top-k 1, renormalized weights would all be 1.
     top_k, renormalize = row["top-k"], row["top-k"] > 1
     if row["layer"] == "EPMoE":
@@ -215,11 +227,11 @@ def spec_of(row: Values) -> RouterSpec:
     return RouterSpec(top_k, renormalize=renormalize, **options.get(row["router"], {}))
 
 
-def _x(row: Values) -> torch.Tensor:
+def _make_x(row: Values) -> torch.Tensor:
     return _draw(T, H, seed=1).to(problem_of(row).dtype)
 
 
-def _router_of(row: Values) -> Router | None:
+def _make_router(row: Values) -> Router | None:
     """Return the Router module of a row, if it has one."""
     if row["router"] not in ("module", "table"):
         return None
@@ -227,34 +239,34 @@ def _router_of(row: Values) -> Router | None:
     router = Router(spec_of(row), H, E, vocabulary=vocabulary)
     router.weight.data.copy_(_draw(E, H, seed=8) / 6)
     if router.tid2eid is not None:
-        picks = torch.stack([torch.randperm(E, generator=torch.Generator().manual_seed(n))
+        expert_ids = torch.stack([torch.randperm(E, generator=torch.Generator().manual_seed(n))
                              for n in range(VOCABULARY)])  # fmt: skip
-        router.tid2eid.copy_(picks[:, : row["top-k"]])
+        router.tid2eid.copy_(expert_ids[:, : row["top-k"]])
     return router
 
 
-def _selection_bias(row: Values) -> torch.Tensor | None:
+def _make_selection_bias(row: Values) -> torch.Tensor | None:
     return _draw(E, seed=3) / 4 if row["router"] == "biased" else None
 
 
-def _logits(row: Values) -> torch.Tensor:
+def _make_logits(row: Values) -> torch.Tensor:
     return _draw(T, spec_of(row).columns(E), seed=2)
 
 
-def _token_ids() -> torch.Tensor:
+def _make_token_ids() -> torch.Tensor:
     return torch.arange(T) * 3 % VOCABULARY
 
 
-def routed_of(row: Values) -> Routed:
+def route_tokens(row: Values) -> Routed:
     """Return the routing of all tokens."""
-    router = _router_of(row)
+    router = _make_router(row)
     if router is not None:
-        token_ids = _token_ids() if row["router"] == "table" else None
-        return router.route(_x(row), token_ids)
-    return route(_logits(row), spec_of(row), RouterTensors(_selection_bias(row)))
+        token_ids = _make_token_ids() if row["router"] == "table" else None
+        return router.route(_make_x(row), token_ids)
+    return route(_make_logits(row), spec_of(row), RouterTensors(_make_selection_bias(row)))
 
 
-def shared_of(x_TH: torch.Tensor) -> torch.Tensor:
+def compute_shared_output(x_TH: torch.Tensor) -> torch.Tensor:
     """Return the output of the shared expert."""
     return torch.tanh(x_TH) * 0.5
 
@@ -262,7 +274,7 @@ def shared_of(x_TH: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------------------------------------ weights
 
 
-def _global_weights(row: Values) -> ExpertWeights:
+def _make_global_weights(row: Values) -> ExpertWeights:
     """Return the unquantized weights of all experts."""
     rows = problem_of(row).w1_rows
     weights = ExpertWeights(_draw(E, rows, H, seed=4) / 8, _draw(E, H, I, seed=5) / 8)
@@ -292,9 +304,15 @@ def _w1_rows_of_tp_rank(row: Values, t: int) -> torch.Tensor:
     return torch.cat([columns, columns + I]) if act.gated else columns
 
 
-def _rank_weights(row: Values, slots: tuple[int, ...], t: int) -> tuple[ExpertWeights, Problem]:
+def _make_rank_weights(
+    row: Values, slots: tuple[int, ...], t: int
+) -> tuple[ExpertWeights, Problem]:
     """Return the weights of some experts on one TP rank, and the problem that describes them."""
-    global_weights, width, experts = _global_weights(row), I // row["place"].split[1], list(slots)
+    global_weights, width, experts = (
+        _make_global_weights(row),
+        I // row["place"].split[1],
+        list(slots),
+    )
     rows = _w1_rows_of_tp_rank(row, t)
     problem = replace(problem_of(row), intermediate=width, experts=len(slots), top_k=1)
     weights = replace(
@@ -312,13 +330,13 @@ def _rank_weights(row: Values, slots: tuple[int, ...], t: int) -> tuple[ExpertWe
     return replace(weights, w1=weights.w1.to(dtype), w2=weights.w2.to(dtype)), problem
 
 
-def _exact_weights(row: Values) -> ExpertWeights:
+def _dequantize_all_weights(row: Values) -> ExpertWeights:
     """Return the dequantized weights of all ranks as weights of one rank."""
     w1, w2 = torch.empty(E, problem_of(row).w1_rows, H), torch.empty(E, H, I)
     width = I // row["place"].split[1]
     for t in range(row["place"].split[1]):
         for slots in placement_of(row).slots:
-            weights, problem = _rank_weights(row, slots, t)
+            weights, problem = _make_rank_weights(row, slots, t)
             for name, target, index in (
                 ("w1", w1, (_w1_rows_of_tp_rank(row, t), slice(None))),
                 ("w2", w2, (slice(None), torch.arange(t * width, (t + 1) * width))),
@@ -328,18 +346,18 @@ def _exact_weights(row: Values) -> ExpertWeights:
                     values = dequantize_weights(weights, name, problem)
                 for slot, e in enumerate(slots):
                     target[e][index] = values[slot].float()
-    global_weights = _global_weights(row)
+    global_weights = _make_global_weights(row)
     return ExpertWeights(w1, w2, b1=global_weights.b1, b2=global_weights.b2)
 
 
 def expected_output(row: Values) -> torch.Tensor:
     """Return the exact output for all tokens, (T, H) float64."""
     problem = replace(problem_of(row), quant="none", dtype=torch.float32)
-    x_TH, routed = _x(row).float(), routed_of(row)
-    total = float64_reference(x_TH, _exact_weights(row), routed.routing, problem)
+    x_TH, routed = _make_x(row).float(), route_tokens(row)
+    total = float64_reference(x_TH, _dequantize_all_weights(row), routed.routing, problem)
     if routed.identity_T is not None:
         total += routed.identity_T[:, None].double() * x_TH.double() * row["scaling"]
-    return total if row["shared"] == "none" else total + shared_of(x_TH).double()
+    return total if row["shared"] == "none" else total + compute_shared_output(x_TH).double()
 
 
 # ---------------------------------------------------------------------------------- the layers
@@ -358,7 +376,7 @@ def tokens_of(row: Values, e: int) -> slice:
     return slice(0, 4) if e == 0 else slice(4, T)
 
 
-def layer_of(row: Values, e: int, t: int, **groups: Any) -> FusedMoE:
+def make_layer(row: Values, e: int, t: int, **groups: Any) -> FusedMoE:
     """Return the layer on EP rank e and TP rank t."""
     problem, (ep, tp) = problem_of(row), row["place"].split
     quant = None if row["quant"] == "none" else row["quant"]
@@ -371,7 +389,7 @@ def layer_of(row: Values, e: int, t: int, **groups: Any) -> FusedMoE:
         place = {"tp_size": ep, "tp_rank": e} if group is None else {"tp_group": group}
         layer: FusedMoE = EPMoE(
             E, row["top-k"], H, I, quant_config=quant, experts=experts,
-            correction_bias=_selection_bias(row), **place, **options,
+            correction_bias=_make_selection_bias(row), **place, **options,
         )  # fmt: skip
     else:
         layer = FusedMoE(
@@ -379,55 +397,59 @@ def layer_of(row: Values, e: int, t: int, **groups: Any) -> FusedMoE:
             bias=row["bias"],
             apply_router_weight_on_input=row["on input"],
             routed_scaling_factor=row["scaling"],
-            router=None if row["router"] == "routing" else _router_of(row) or spec_of(row),
-            selection_bias=_selection_bias(row),
-            shared_experts=_shared_experts(row),
+            router=None if row["router"] == "routing" else _make_router(row) or spec_of(row),
+            selection_bias=_make_selection_bias(row),
+            shared_experts=_make_shared_experts(row),
             shared_partial=row["shared"] == "partial",
             parallel=LayerParallel((e, ep), (t, tp), **groups),
             reduce_results=row["place"].reduce,
             prepare_finalize=part_of(row),
-            experts=_experts_part(row),
+            experts=_experts_part_of(row),
             placement=None if row["placement"] == "linear" else placement_of(row),
             max_tokens=T,
             chunk_tokens=row["chunk"],
             **options,
         )  # fmt: skip
-    layer.set_weights(_rank_weights(row, placement_of(row).slots[e], t)[0])
+    layer.set_weights(_make_rank_weights(row, placement_of(row).slots[e], t)[0])
     if row["prepared"]:
         layer.prepare_weights()
     return layer
 
 
-def _experts_part(row: Values) -> str:
+def _experts_part_of(row: Values) -> str:
     torch_part, triton_part = ("NaiveBatchedExperts", "BatchedTritonExperts")
     if part_of(row) not in BATCHED:
         torch_part, triton_part = ("TorchExperts", "TritonExperts")
     return triton_part if row["experts"] == "triton" else torch_part
 
 
-def _shared_experts(row: Values) -> Any:
+def _make_shared_experts(row: Values) -> Any:
     if row["shared"] == "none":
         return None
-    return lambda x: shared_of(x) / (summed_ranks(row) if row["shared"] == "partial" else 1)
+    return lambda x: (
+        compute_shared_output(x) / (summed_ranks(row) if row["shared"] == "partial" else 1)
+    )
 
 
 def call_layer(row: Values, e: int, t: int, **groups: Any) -> torch.Tensor:
     """Call the layer twice on one rank, and return its last output, (tokens, H)."""
-    layer, tokens = layer_of(row, e, t, **groups), tokens_of(row, e)
+    layer, tokens = make_layer(row, e, t, **groups), tokens_of(row, e)
 
-    def shaped(tensor: torch.Tensor) -> torch.Tensor:
-        part = tensor[tokens]
-        return part[None] if row["shape"] == "(1, T, H)" else part
+    def shape_tokens(tensor: torch.Tensor) -> torch.Tensor:
+        rank_tokens = tensor[tokens]
+        return rank_tokens[None] if row["shape"] == "(1, T, H)" else rank_tokens
 
     arguments: dict[str, Any] = {}
     if row["router"] == "routing":
-        routing = routed_of(row).routing
-        arguments["routing"] = Routing(shaped(routing.topk_weights_TK), shaped(routing.topk_ids_TK))
+        routing = route_tokens(row).routing
+        arguments["routing"] = Routing(
+            shape_tokens(routing.topk_weights_TK), shape_tokens(routing.topk_ids_TK)
+        )
     elif row["router"] == "table":
-        arguments["token_ids"] = shaped(_token_ids())
+        arguments["token_ids"] = shape_tokens(_make_token_ids())
     elif row["router"] != "module":
-        arguments["routing"] = shaped(_logits(row))
-    x = shaped(_x(row))
+        arguments["routing"] = shape_tokens(_make_logits(row))
+    x = shape_tokens(_make_x(row))
     first = layer(x, **arguments)
     out = layer(x, **arguments)
     assert out.shape == x.shape
@@ -438,32 +460,34 @@ def call_layer(row: Values, e: int, t: int, **groups: Any) -> torch.Tensor:
 
 
 @contextmanager
-def groups_of(rank: int, row: Values, both: Any) -> Iterator[dict[str, Any]]:
+def create_groups(rank: int, row: Values, world_group: Any) -> Iterator[dict[str, Any]]:
     """Create the process groups of a rank. All ranks must call this function.
 
-    rank: EP rank * number of TP ranks + TP rank. both: the group of all ranks.
+    rank: EP rank * number of TP ranks + TP rank. world_group: the group of all ranks.
     """
     ep, tp = row["place"].split
     groups_by_name: dict[str, Any] = {}
-    by_name = {
+    ranks_by_group = {
         "ep_group": [[e * tp + t for e in range(ep)] for t in range(tp)],
         "tp_group": [[e * tp + t for t in range(tp)] for e in range(ep)],
     }
-    for name, groups in by_name.items():
+    for name, groups in ranks_by_group.items():
         for ranks in groups:
             group = dist.new_group(ranks)
             if rank in ranks:
                 groups_by_name[name] = group
     # A refused rank destroys its groups at once, so all ranks must have created theirs.
     dist.barrier()
-    yield groups_by_name | ({"group": both} if row["place"].groups == "each and both" else {})
+    yield groups_by_name | (
+        {"group": world_group} if row["place"].groups == "each and both" else {}
+    )
     for group in groups_by_name.values():
         dist.destroy_process_group(group)
 
 
 def call_on_rank(rank: int, world: int, group: Any, row: Values) -> torch.Tensor | str:
     """Return the output of one rank of a process group, or the refusal as "type: text"."""
-    with groups_of(rank, row, group) as groups:
+    with create_groups(rank, row, group) as groups:
         try:
             return call_layer(row, *divmod(rank, row["place"].split[1]), **groups)
         except (ConfigurationError, IncompatibleError) as error:

@@ -1,4 +1,4 @@
-"""A small base layer, two adapters for it and a batch."""
+"""A small base layer, two adapters for the layer, and a batch of sequences."""
 
 from typing import Any
 

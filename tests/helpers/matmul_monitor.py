@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-TILE = 32  # columns of 16 bits
+TILE = 32  # 16-bit elements in a row of an AMX tile
 
 # Operator -> number of arguments before the operands. Composite operators such as linear are
 # decomposed before dispatch, except in inference mode.

@@ -1,4 +1,4 @@
-"""Minimal parts over ranks, one correct and some defective, which test the harness over ranks."""
+"""Minimal parts over ranks, one correct and others defective, for tests of the rank harness."""
 
 from dataclasses import dataclass, replace
 
@@ -25,7 +25,7 @@ class SumHandle(Handle):
 
 
 class SumOverRanks(PrepareAndFinalize):
-    """Every rank has the same tokens, computes the pairs of its experts, and adds the outputs."""
+    """Expects equal tokens on all ranks. Each rank runs its experts, and the outputs are summed."""
 
     requires = PrepareFinalizeRequirements(
         activation_format=ActivationFormat.STANDARD,
@@ -50,7 +50,7 @@ class SumOverRanks(PrepareAndFinalize):
         is_local = rank_TK == self.problem.parallel.rank
         ids_TK = torch.where(is_local, slot_TK, -1).to(routing.topk_ids_TK.dtype)
         weights_TK = torch.where(ids_TK < 0, 0.0, routing.topk_weights_TK)
-        local = DispatchedRouting(
+        local_routing = DispatchedRouting(
             topk_weights_TK=weights_TK,
             topk_ids_TK=ids_TK,
             space=IdSpace.LOCAL,
@@ -60,7 +60,7 @@ class SumOverRanks(PrepareAndFinalize):
         )
         on_input = self.problem.apply_router_weight_on_input
         handle = SumHandle(None if on_input else weights_TK)
-        return StandardTokens(x_TH, local), handle
+        return StandardTokens(x_TH, local_routing), handle
 
     def finalize(self, expert_output, *, handle, reduce, out):
         if reduce.kind is Reduce.DELEGATE:

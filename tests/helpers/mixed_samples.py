@@ -1,4 +1,4 @@
-"""Tiny checkpoints whose layers are quantized differently, with exact results for each layer."""
+"""Tiny checkpoints whose layers have different formats, with the exact weights of each layer."""
 
 import json
 import re
@@ -12,14 +12,16 @@ from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORM
 from modular_kernel.testing.checkpoints.samples import Sample, Tensors, save, write
 
 Config = dict[str, Any]
-_AWQ, _GPTQ, _FP8 = (CHECKPOINT_FORMATS[kind].config for kind in ("awq", "gptq", "deepseek fp8"))
+_AWQ, _GPTQ, _FP8 = (
+    CHECKPOINT_FORMATS[format_name].config for format_name in ("awq", "gptq", "deepseek fp8")
+)
 assert _AWQ is not None
 assert _GPTQ is not None
 assert _FP8 is not None
 
 
-def _group(kind: str, *targets: str) -> Config:
-    config = CHECKPOINT_FORMATS[kind].config
+def _make_config_group(format_name: str, *targets: str) -> Config:
+    config = CHECKPOINT_FORMATS[format_name].config
     assert config is not None
     group: Config = config["config_groups"]["group_0"]
     return group | {"targets": list(targets), "format": config["format"]}
@@ -38,8 +40,12 @@ MIXED: dict[str, tuple[dict[int, str], Config]] = {
             "quant_method": "compressed-tensors",
             "format": "mixed-precision",
             "config_groups": {
-                "group_0": _group("compressed int4", r"re:.*layers\.(0|2)\.mlp\.experts\..*"),
-                "group_1": _group("compressed fp8 channel", r"re:.*layers\.1\.mlp\.experts\..*"),
+                "group_0": _make_config_group(
+                    "compressed int4", r"re:.*layers\.(0|2)\.mlp\.experts\..*"
+                ),
+                "group_1": _make_config_group(
+                    "compressed fp8 channel", r"re:.*layers\.1\.mlp\.experts\..*"
+                ),
             },
             "ignore": ["lm_head", "re:.*mlp.gate$"],
         },
@@ -80,7 +86,7 @@ MIXED: dict[str, tuple[dict[int, str], Config]] = {
 
 def write_mixed(
     folder: Path,
-    kinds: dict[int, str],
+    format_by_layer: dict[int, str],
     quantization: Config | None,
     *,
     num_layers: int | None = None,
@@ -88,16 +94,20 @@ def write_mixed(
 ) -> dict[int, Sample]:
     """Write a Qwen3 checkpoint; return the samples of its layers.
 
-    kinds: the format of each layer. num_layers: num_hidden_layers in config.json. Layers beyond it
-    are additional layers, such as MTP layers. sizes: as for `samples.write`.
+    format_by_layer: name of the format of each layer. num_layers: num_hidden_layers in config.json.
+    Layers beyond it are additional layers, such as MTP layers. sizes: as for `samples.write`.
     """
     tensors: Tensors = {}
     samples = dict[int, Sample]()
-    for layer, kind in kinds.items():
-        part = folder / f"part{layer}"
-        samples[layer] = write(part, "qwen3_moe", kind, layers=(layer,), seed=layer, **sizes)
-        tensors |= load_file(part / "model.safetensors")
-    config = next(iter(samples.values())).config | {"num_hidden_layers": num_layers or len(kinds)}
+    for layer, format_name in format_by_layer.items():
+        layer_folder = folder / f"part{layer}"
+        samples[layer] = write(
+            layer_folder, "qwen3_moe", format_name, layers=(layer,), seed=layer, **sizes
+        )
+        tensors |= load_file(layer_folder / "model.safetensors")
+    config = next(iter(samples.values())).config | {
+        "num_hidden_layers": num_layers or len(format_by_layer)
+    }
     config["torch_dtype"] = "bfloat16"
     config.pop("quantization_config", None)
     config |= {} if quantization is None else {"quantization_config": quantization}
@@ -110,13 +120,17 @@ def fuse_experts(folder: Path, layer: int) -> None:
     """Store the unquantized experts of a layer as gate_up_proj and down_proj, like transformers."""
     path, block = folder / "model.safetensors", EXPERTS.format(layer)
     tensors = load_file(path)
-    parts: dict[str, list[torch.Tensor]] = {}
-    for part in ("gate", "up", "down"):
+    weights_by_projection: dict[str, list[torch.Tensor]] = {}
+    for projection in ("gate", "up", "down"):
         names = [
-            name for name in tensors if re.fullmatch(rf"{block}\.\d+\.{part}_proj\.weight", name)
+            name
+            for name in tensors
+            if re.fullmatch(rf"{block}\.\d+\.{projection}_proj\.weight", name)
         ]
         names.sort(key=lambda name: int(name.split(".")[-3]))
-        parts[part] = [tensors.pop(name) for name in names]
-    gate, up, down = (torch.stack(parts[part]) for part in ("gate", "up", "down"))
+        weights_by_projection[projection] = [tensors.pop(name) for name in names]
+    gate, up, down = (
+        torch.stack(weights_by_projection[projection]) for projection in ("gate", "up", "down")
+    )
     tensors |= {f"{block}.gate_up_proj": torch.cat([gate, up], 1), f"{block}.down_proj": down}
     save_file(tensors, path, {"format": "pt"})

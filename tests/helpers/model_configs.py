@@ -46,6 +46,7 @@ GPT_OSS = {
 
 
 def write_config(folder: Path, config: Any) -> str:
+    """Write config.json and return its path. A string is written unchanged, others as JSON."""
     path = folder / "config.json"
     path.write_text(config if isinstance(config, str) else json.dumps(config))
     return str(path)

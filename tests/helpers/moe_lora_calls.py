@@ -29,6 +29,8 @@ class Sizes:
 
 @dataclass
 class Call:
+    """The arguments of one call of `run_moe_lora`."""
+
     x: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
@@ -46,94 +48,99 @@ class Call:
 
 
 def make_call(sizes: Sizes = Sizes(), dtype: torch.dtype = torch.float32, seed: int = 0) -> Call:
-    """Draw a call with adapters of ranks 3, 7, R and 0. Slot 0 has another rank for each expert.
+    """Draw a call with adapters of ranks 3, 7, R and 0. In slot 0, the rank differs by expert.
 
     Some pairs are skipped, and some tokens have no adapter. Values that must not be read are NaN:
     elements beyond an adapter's rank, and router weights of skipped pairs.
     """
     g = torch.Generator().manual_seed(seed)
-    s = sizes
-    x = torch.randn(s.tokens, s.hidden, generator=g)
-    ids = torch.randint(-1, s.experts, (s.tokens, s.top_k), generator=g, dtype=torch.int32)
-    weights = torch.rand(s.tokens, s.top_k, generator=g)
-    slots = torch.randint(-1, s.slots, (s.tokens,), generator=g, dtype=torch.int32)
-    ranks = torch.tensor([3, 7, s.rank, 0])[torch.arange(s.slots) % 4].clamp(max=s.rank)
-    ranks_LE = ranks[:, None].repeat(1, s.experts)
-    ranks_LE[0] = (torch.arange(s.experts) + 1).clamp(max=s.rank)
-    scalings = torch.rand(s.slots, generator=g) + 0.5
+    x = torch.randn(sizes.tokens, sizes.hidden, generator=g)
+    ids = torch.randint(
+        -1, sizes.experts, (sizes.tokens, sizes.top_k), generator=g, dtype=torch.int32
+    )
+    weights = torch.rand(sizes.tokens, sizes.top_k, generator=g)
+    slots = torch.randint(-1, sizes.slots, (sizes.tokens,), generator=g, dtype=torch.int32)
+    ranks = torch.tensor([3, 7, sizes.rank, 0])[torch.arange(sizes.slots) % 4].clamp(max=sizes.rank)
+    ranks_LE = ranks[:, None].repeat(1, sizes.experts)
+    ranks_LE[0] = (torch.arange(sizes.experts) + 1).clamp(max=sizes.rank)
+    scalings = torch.rand(sizes.slots, generator=g) + 0.5
     shapes = (
-        (s.rank, s.hidden), (2 * s.intermediate, s.rank), (s.rank, s.intermediate),
-        (s.hidden, s.rank),
-    )  # fmt: skip
+        (sizes.rank, sizes.hidden),
+        (2 * sizes.intermediate, sizes.rank),
+        (sizes.rank, sizes.intermediate),
+        (sizes.hidden, sizes.rank),
+    )
     buffers = []
     for name, (rows, columns) in zip(BUFFERS, shapes, strict=True):
-        depth = s.hidden if name == "gate_up_a" else s.intermediate if name == "down_a" else 4
-        matrices = torch.randn(s.slots, s.experts, rows, columns, generator=g) / depth**0.5
-        is_beyond_rank = torch.arange(s.rank) >= ranks_LE[..., None]
+        depth = (
+            sizes.hidden if name == "gate_up_a" else sizes.intermediate if name == "down_a" else 4
+        )
+        matrices = torch.randn(sizes.slots, sizes.experts, rows, columns, generator=g) / depth**0.5
+        is_beyond_rank = torch.arange(sizes.rank) >= ranks_LE[..., None]
         is_beyond_rank = (
             is_beyond_rank[..., None] if name.endswith("_a") else is_beyond_rank[:, :, None]
         )
         buffers.append(matrices.masked_fill(is_beyond_rank, torch.nan).to(dtype))
     weights = weights.masked_fill(ids < 0, torch.nan)
     info = MoELoRABatchInfo(slots, ranks_LE, scalings)
-    output = torch.randn(s.tokens, s.hidden, generator=g)
-    call_ = Call(x.to(dtype), ids, weights, info, buffers, output.to(dtype))
-    return move_to_device(call_)
+    output = torch.randn(sizes.tokens, sizes.hidden, generator=g)
+    call = Call(x.to(dtype), ids, weights, info, buffers, output.to(dtype))
+    return move_to_device(call)
 
 
-def move_to_device(c: Call) -> Call:
+def move_to_device(call: Call) -> Call:
     info = MoELoRABatchInfo(*(
-        None if tensor is None else tensor.to(DEVICE) for tensor in vars(c.info).values()
+        None if tensor is None else tensor.to(DEVICE) for tensor in vars(call.info).values()
     ))  # fmt: skip
     return Call(
-        c.x.to(DEVICE), c.ids.to(DEVICE), c.weights.to(DEVICE), info,
-        [tensor.to(DEVICE) for tensor in c.buffers], c.output.to(DEVICE),
+        call.x.to(DEVICE), call.ids.to(DEVICE), call.weights.to(DEVICE), info,
+        [tensor.to(DEVICE) for tensor in call.buffers], call.output.to(DEVICE),
     )  # fmt: skip
 
 
-def expected_outputs(c: Call, *, rounded: bool = True) -> dict[str, torch.Tensor]:
+def expected_outputs(call: Call, *, rounded: bool = True) -> dict[str, torch.Tensor]:
     """Compute u, h, v and the output pair by pair in float64, each rounded to the call's dtype."""
-    dtype = c.x.dtype if rounded else torch.float64
-    tokens, top_k = c.ids.shape
-    a13, b13, a2, b2 = (buffer.double() for buffer in c.buffers)
+    dtype = call.x.dtype if rounded else torch.float64
+    tokens, top_k = call.ids.shape
+    a13, b13, a2, b2 = (buffer.double() for buffer in call.buffers)
     rank, intermediate = a13.shape[2], a2.shape[3]
-    out = c.output.double().clone()
+    out = call.output.double().clone()
     sizes = {"u": rank, "h": intermediate, "v": rank}
     results = {name: torch.zeros(tokens, top_k, n).double().to(DEVICE) for name, n in sizes.items()}
-    slots = c.info.slots_of(tokens)
+    slots = call.info.slots_of(tokens)
     for t in range(tokens):
         slot = int(slots[t])
         for k in range(top_k):
-            e = int(c.ids[t, k])
+            e = int(call.ids[t, k])
             if not (0 <= slot < len(a13) and 0 <= e < a13.shape[1]):
                 continue
-            ranks = c.info.lora_ranks
+            ranks = call.info.lora_ranks
             r = max(int(ranks[slot] if ranks.dim() == 1 else ranks[slot, e]), 0)
-            u = (a13[slot, e, :r] @ c.x[t].double()).to(dtype).double()
+            u = (a13[slot, e, :r] @ call.x[t].double()).to(dtype).double()
             gate_up = b13[slot, e, :, :r] @ u
             gate, up = gate_up[:intermediate], gate_up[intermediate:]
             h = (torch.nn.functional.silu(gate) * up).to(dtype).double()
             v = (a2[slot, e, :r] @ h).to(dtype).double()
             results["u"][t, k, : len(u)], results["h"][t, k], results["v"][t, k, : len(v)] = u, h, v
             if r:
-                factor = float(c.weights[t, k]) * float(c.info.scalings[slot])
+                factor = float(call.weights[t, k]) * float(call.info.scalings[slot])
                 out[t] += factor * (b2[slot, e, :, :r] @ v)
     return results | {"out": out}
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, depth: int = 0) -> None:
-    """Compare in norm.
+    """Assert that the relative error in norm is within a bound for the dtype of `actual`.
 
     depth: length of the longest sum. The float32 error is about `eps * sqrt(depth)`.
     """
-    exact = max(2e-6, 6e-8 * depth**0.5)
-    relative = {torch.float32: exact, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}[actual.dtype]
+    float32_bound = max(2e-6, 6e-8 * depth**0.5)
+    bounds = {torch.float32: float32_bound, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
     error = (actual.double() - expected).norm() / expected.norm().clamp(min=1e-30)
-    assert float(error) <= relative
+    assert float(error) <= bounds[actual.dtype]
 
 
-def make_pair_batch(c: Call, *, grouped: bool) -> PairBatch:
-    batch = PairBatch(c.ids, c.info.slots_of(len(c.x)), c.info.lora_ranks)
+def make_pair_batch(call: Call, *, grouped: bool) -> PairBatch:
+    batch = PairBatch(call.ids, call.info.slots_of(len(call.x)), call.info.lora_ranks)
     return batch.group_by_key() if grouped else batch
 
 
@@ -151,16 +158,16 @@ def make_implementation_fixture() -> Any:
 WITH_KERNELS_AND_TORCH = pytest.mark.usefixtures("_implementation")
 
 
-def replace_ids(c: Call, ids: torch.Tensor) -> Call:
-    return replace(c, ids=ids)
+def replace_ids(call: Call, ids: torch.Tensor) -> Call:
+    return replace(call, ids=ids)
 
 
-def replace_info(c: Call, **changed: Any) -> Call:
-    """Replace fields of the batch info; lists become int32 tensors on the device."""
+def replace_info(call: Call, **fields: Any) -> Call:
+    """Replace fields of the batch info. Lists are converted to int32 tensors on the device."""
     tensors = {
         name: torch.tensor(value, dtype=torch.int32, device=DEVICE)
         if isinstance(value, list)
         else value
-        for name, value in changed.items()
+        for name, value in fields.items()
     }
-    return replace(c, info=replace(c.info, **tensors))
+    return replace(call, info=replace(call.info, **tensors))

@@ -1,4 +1,4 @@
-"""A kernel to mutate, and the mutants of a source text."""
+"""A Triton kernel for mutation tests, and a function that lists the mutants of a source."""
 
 from pathlib import Path
 

@@ -60,7 +60,7 @@ def local_pairs(machine: Machine) -> tuple[tuple[str, str], ...]:
     return tuple(
         pair
         for pair in candidates
-        if any(supported_problems(pair, q, machine, 64) for q in SCHEME_NAMES)
+        if any(supported_problems(pair, quant, machine, 64) for quant in SCHEME_NAMES)
     )
 
 
@@ -113,20 +113,20 @@ def fill_unused(
     used = {int(e) for e in routing.topk_ids_TK.flatten().tolist() if 0 <= e < experts}
     unused = [slot for slot, e in enumerate(slots) if e not in used]
     adapters = set() if routing.slots_T is None else set(routing.slots_T.tolist())
-    for name in (each.name for each in fields(weights)):
+    for name in (field_.name for field_ in fields(weights)):
         tensor = getattr(weights, name)
         if tensor is None or name == "expert_map":
             continue
         if name in ADAPTER_TENSORS:
             for adapter in set(range(len(tensor))) - adapters:
-                _fill(name, tensor[adapter])
+                _fill_with_nan(name, tensor[adapter])
         elif len(tensor) == len(slots):
             for slot in unused:
-                _fill(name, tensor[slot : slot + 1])
+                _fill_with_nan(name, tensor[slot : slot + 1])
     return len(unused)
 
 
-def _fill(name: str, values: torch.Tensor) -> None:
+def _fill_with_nan(name: str, values: torch.Tensor) -> None:
     """Set values to NaN. E8M0 scales are uint8 and have a NaN code; other integers have none."""
     if values.dtype is torch.uint8 and name in SCALE_FIELDS and name.endswith("_scale"):
         values.fill_(255)

@@ -26,7 +26,7 @@ from modular_kernel.validate import ADAPTER_TENSORS
 
 CPU, RANKS = torch.device("cpu"), 2
 LOCAL_PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
-# Exchanges without Triton kernels -> number of tokens by rank.
+# Exchanges without Triton kernels -> number of tokens of each rank.
 EXCHANGES = {
     "ReplicatedEPPrepareAndFinalize": (6, 6),
     "AllGatherReduceScatterPrepareAndFinalize": (4, 3),
@@ -49,9 +49,9 @@ def experts_of(exchange: str) -> str:
 def cases(exchange: str, quant: str) -> Iterator[tuple[Problem, tuple[str, ...]]]:
     """Yield problems, each with the arguments that get a NaN in turn."""
     tokens = EXCHANGES[exchange]
-    # Schemes alternate between placements.
-    make = (Placement.linear, Placement.round_robin)[SCHEME_NAMES.index(quant) % 2]
-    parallel = Parallel(RANKS, make(16, RANKS), 0)
+    # Successive schemes alternate between the two placements.
+    make_placement = (Placement.linear, Placement.round_robin)[SCHEME_NAMES.index(quant) % 2]
+    parallel = Parallel(RANKS, make_placement(16, RANKS), 0)
     problem = Problem(
         max(tokens), 64, 64, 16, 2, torch.bfloat16, quant=quant, bias=True, parallel=parallel
     )
@@ -62,7 +62,7 @@ def cases(exchange: str, quant: str) -> Iterator[tuple[Problem, tuple[str, ...]]
     yield on_input, ("x", "topk_weights")
 
 
-def calls_on_rank(
+def make_calls_on_rank(
     rank: int, _world: int, group: object, exchange: str, quant: str, in_torch: bool
 ) -> Counts:
     """Make all calls of an exchange and a scheme on one rank of a RankPool."""
@@ -72,11 +72,11 @@ def calls_on_rank(
         is_always_supported = problem.adapters is None and not problem.apply_router_weight_on_input
         if is_always_supported or case.verdict(this_machine(device="cpu")).ok:
             with prefer_torch_reference(enabled=in_torch):
-                _call_each(rank, group, case, names, counts)
+                _call_with_each_nan(rank, group, case, names, counts)
     return counts
 
 
-def _call_each(
+def _call_with_each_nan(
     rank: int, group: object, case: RankCase, names: tuple[str, ...], counts: Counts
 ) -> None:
     pair, problem = (case.prepare_finalize, case.experts), case.of_rank(rank).problem
@@ -91,14 +91,14 @@ def _call_each(
         sample = RankSample(with_nan, rank, CPU, counts=case.tokens, seed_offset=0)
         routing = sample.global_inputs.routing
         fill_unused(sample.inputs.weights, routing, slots, problem.experts)
-        failures = _failures(sample, call(kernel, sample), with_nan)
+        failures = _find_failures(sample, call(kernel, sample), with_nan)
         counts.calls += 1
         if failures:
             counts.wrong.append(f"rank {rank}: {'; '.join(failures)}: {command(with_nan)}")
     kernel.prepare_finalize.destroy()
 
 
-def _failures(sample: RankSample, out: torch.Tensor, case: RankCase) -> tuple[str, ...]:
+def _find_failures(sample: RankSample, out: torch.Tensor, case: RankCase) -> tuple[str, ...]:
     """Compare the output of a rank; return the failures.
 
     The tokens of one rank may be too few to estimate the tolerance. If the comparison fails, it is
@@ -122,7 +122,7 @@ def run(pool: RankPool, exchange: str, quant: str, *, in_torch: bool) -> Counts:
     in_torch: operations run in plain torch, even where Triton's interpreter is on.
     """
     total = Counts()
-    for counts in pool.run(calls_on_rank, exchange, quant, in_torch, timeout=300):
+    for counts in pool.run(make_calls_on_rank, exchange, quant, in_torch, timeout=300):
         total.kernels += counts.kernels
         total.calls += counts.calls
         total.schemes |= counts.schemes

@@ -2,7 +2,8 @@
 
     python tests/helpers/newest_violations.py out/compile-newest.json
 
-docs/versions.md lists these regressions. It is also an error if a listed one no longer occurs.
+docs/versions.md lists these regressions. A listed regression that no longer occurs is also an
+error.
 """
 
 import json
@@ -14,28 +15,32 @@ from typing import Any
 KNOWN = ({"kernel": "gemv_gate_up_kernel", "INPUT_QUANT": "group", "num_warps": 2},)
 
 
-def is_known(record: dict[str, Any], known: dict[str, Any]) -> bool:
+def is_known(record: dict[str, Any], regression: dict[str, Any]) -> bool:
     values = {**record, **record["config"]}
-    return all(values.get(name) == value for name, value in known.items())
+    return all(values.get(name) == value for name, value in regression.items())
 
 
 def errors(compiled: dict[str, Any]) -> list[str]:
-    """Return the violations that are not known, and the known ones that did not occur."""
-    violating = [entry for entry in compiled["kernels"] if entry["violations"]]
+    """Describe the violations that are not known, and the known violations that did not occur."""
+    violating = [kernel for kernel in compiled["kernels"] if kernel["violations"]]
     messages = [
-        text
-        for entry in violating
-        for text in entry["violations"]
-        if not any(is_known(entry["record"], known) for known in KNOWN)
+        violation
+        for kernel in violating
+        for violation in kernel["violations"]
+        if not any(is_known(kernel["record"], regression) for regression in KNOWN)
     ]
     messages += [
-        f"no case launches {each['kernel']}" for each in compiled["left_out"] if not each["reason"]
+        f"no case launches {skipped['kernel']}"
+        for skipped in compiled["left_out"]
+        if not skipped["reason"]
     ]
     if not compiled["kernels"]:
         messages.append("no kernel was compiled")
-    for known in KNOWN:
-        if not any(is_known(entry["record"], known) for entry in violating):
-            messages.append(f"no longer violated, remove it here and in docs/versions.md: {known}")
+    for regression in KNOWN:
+        if not any(is_known(kernel["record"], regression) for kernel in violating):
+            messages.append(
+                f"no longer violated, remove it here and in docs/versions.md: {regression}"
+            )
     return messages
 
 

@@ -18,8 +18,8 @@ def make_path_fixture(module: ModuleType, *others: ModuleType) -> Any:
     @pytest.fixture(name="path", params=["kernel", "torch"])
     def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
         if request.param == "torch":
-            for each in (module, *others):
-                monkeypatch.setattr(each, "use_triton", lambda tensor: False)
+            for patched_module in (module, *others):
+                monkeypatch.setattr(patched_module, "use_triton", lambda tensor: False)
         else:
             assert module.use_triton(torch.empty(0, device=DEVICE)), "no GPU and no interpreter"
         return request.param
@@ -34,7 +34,7 @@ def random_normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0
 
 
 def odd_address(tensor: torch.Tensor) -> torch.Tensor:
-    """Return equal values, offset by one element from the start of an allocation."""
+    """Return a copy that starts one element after the start of its allocation."""
     memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
     memory[1:].view(tensor.shape).copy_(tensor)
     return memory[1:].view(tensor.shape)

@@ -16,14 +16,14 @@ META = torch.device("meta")
 
 
 class RecordingWorkspace(Workspace):
-    """A workspace that records the names of the buffers that a call takes."""
+    """A workspace that records the names of the buffers that `take` returns."""
 
     def __init__(self, specs: dict[str, BufferSpec], device: torch.device) -> None:
         super().__init__(specs, device)
-        self.taken = set[str]()
+        self.taken_names = set[str]()
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        self.taken.add(name)
+        self.taken_names.add(name)
         return super().take(name, shape)
 
 
@@ -49,7 +49,9 @@ def launches_of(
     """
     unquantized_TH, weights, routing = make_meta_inputs(problem)
     if n_major:
-        weights = replace(weights, **{n: n_major_like(getattr(weights, n)) for n in ("w1", "w2")})
+        weights = replace(
+            weights, **{name: n_major_like(getattr(weights, name)) for name in ("w1", "w2")}
+        )
     dispatched = DispatchedRouting(
         routing.topk_weights_TK,
         routing.topk_ids_TK,
@@ -64,5 +66,5 @@ def launches_of(
     output = torch.empty(problem.output_shape, dtype=problem.dtype, device=META)
     with record_compiles(target) as records:
         path.run(PathCall(tokens, weights, workspace, output, tiles))
-    assert workspace.taken == set(specs)  # a call uses every buffer that it declares
+    assert workspace.taken_names == set(specs)  # the path uses every buffer that it declares
     return records

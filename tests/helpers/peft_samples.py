@@ -1,4 +1,4 @@
-"""Adapters written by PEFT (tests/helpers/golden/peft), copies to change, and their products."""
+"""Adapters written by PEFT (tests/helpers/golden/peft), editable copies, and their products B A."""
 
 import json
 import shutil
@@ -29,8 +29,8 @@ def products(adapter: Adapter, problem: mk.Problem) -> tuple[torch.Tensor, torch
     rank = b13.shape[2]
     rows = torch.arange(2 * I)
     up = rows % 2 if problem.act.interleaved else rows // I
-    halves = a13.unflatten(1, (-1, rank)).expand(b13.shape[0], 2, rank, H)
-    return torch.einsum("enr,enrh->enh", b13, halves[:, up]), b2 @ a2
+    a_of_gate_and_up = a13.unflatten(1, (-1, rank)).expand(b13.shape[0], 2, rank, H)
+    return torch.einsum("enr,enrh->enh", b13, a_of_gate_and_up[:, up]), b2 @ a2
 
 
 class AdapterFolder:

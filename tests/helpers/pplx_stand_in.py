@@ -1,7 +1,7 @@
 """A stand-in for pplx-kernels over gloo, in plain torch.
 
-Raises wherever the library would write past its buffers, hang or return wrong results. Rows of an
-expert arrive in random order.
+The stand-in raises where the library would write past its buffers, hang or return wrong results.
+The rows of an expert arrive in random order.
 """
 
 import pickle
@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from prepare_finalize.pplx.group import PplxGroup
 from prepare_finalize.pplx.part import PplxPrepareAndFinalize
 
-UNIT = 16
+ALIGNMENT_BYTES = 16
 
 
 def gather(group, value):
@@ -25,13 +25,15 @@ def gather(group, value):
     max_size = int(max(sizes))
     padded = torch.zeros(max_size, dtype=torch.uint8)
     padded[: len(data)] = data
-    parts = [torch.zeros(max_size, dtype=torch.uint8) for _ in sizes]
-    group.allgather([parts], [padded]).wait()
-    pairs = zip(parts, sizes, strict=True)
-    return [pickle.loads(bytes(part[: int(n)].numpy())) for part, n in pairs]
+    gathered = [torch.zeros(max_size, dtype=torch.uint8) for _ in sizes]
+    group.allgather([gathered], [padded]).wait()
+    return [
+        pickle.loads(bytes(rank_data[: int(size)].numpy()))
+        for rank_data, size in zip(gathered, sizes, strict=True)
+    ]
 
 
-def raw(tensor):
+def view_bytes(tensor):
     return tensor.contiguous().view(torch.uint8)
 
 
@@ -49,13 +51,16 @@ class AllToAll:
         assert self.num_experts % self.world_size == 0
         assert self.world_size // self.dp_size > 1
         assert self.max_num_tokens > 0
-        assert self.hidden_dim_bytes % UNIT == 0
-        assert self.hidden_dim_scale_bytes % UNIT == 0
+        assert self.hidden_dim_bytes % ALIGNMENT_BYTES == 0
+        assert self.hidden_dim_scale_bytes % ALIGNMENT_BYTES == 0
         assert self.hidden_dim_scale_bytes <= self.hidden_dim_bytes
-        assert self.hidden_dim_bytes + self.hidden_dim_scale_bytes + UNIT <= 48 << 10
+        assert self.hidden_dim_bytes + self.hidden_dim_scale_bytes + ALIGNMENT_BYTES <= 48 << 10
         sizes_by_rank = gather(self.group, sorted(sizes.items(), key=str))
-        others = [[(k, v) for k, v in s if k not in ("rank", "group_name")] for s in sizes_by_rank]
-        assert all(each == others[0] for each in others)
+        shared_sizes = [
+            [(name, value) for name, value in rank_sizes if name not in ("rank", "group_name")]
+            for rank_sizes in sizes_by_rank
+        ]
+        assert all(rank_sizes == shared_sizes[0] for rank_sizes in shared_sizes)
         AllToAll.made += 1
 
     @classmethod
@@ -88,7 +93,7 @@ class AllToAll:
         assert x.is_contiguous()
         assert tuple(x.shape) == (slots, capacity, self.hidden_dim)
         assert tokens.is_contiguous()
-        assert tokens.data_ptr() % UNIT == 0
+        assert tokens.data_ptr() % ALIGNMENT_BYTES == 0
         assert tokens.shape[1] * tokens.element_size() == self.hidden_dim_bytes
         for scale, rows in ((x_scale, (slots, capacity)), (token_scale, (len(tokens),))):
             assert (scale is None) == (self.hidden_dim_scale_bytes == 0)
@@ -98,17 +103,17 @@ class AllToAll:
         if split["do_send"]:
             counts.zero_()
             scales = None if token_scale is None else token_scale.clone()
-            places = indices.view(torch.int32).tolist()
-            self.received = gather(self.group, (places, raw(tokens).clone(), scales))
+            expert_ids = indices.view(torch.int32).tolist()
+            self.received = gather(self.group, (expert_ids, view_bytes(tokens).clone(), scales))
         if not split["do_recv"]:
             return
-        self.local_rows = self._rows()
+        self.local_rows = self._shuffle_local_rows()
         for slot, rows in enumerate(self.local_rows):
             counts[slot] = len(rows)
-            for place, (source, token) in enumerate(rows):
-                raw(x[slot, place]).copy_(self.received[source][1][token])
+            for row, (source, token) in enumerate(rows):
+                view_bytes(x[slot, row]).copy_(self.received[source][1][token])
                 if x_scale is not None:
-                    x_scale[slot, place] = self.received[source][2][token]
+                    x_scale[slot, row] = self.received[source][2][token]
 
     def combine(self, out, indices, weights, y, bound_m, do_send=True, do_recv=True):
         self._enter("received", "idle")
@@ -126,19 +131,24 @@ class AllToAll:
         )
         local_outputs = {}
         for slot, rows in enumerate(self.local_rows):
-            for place, (source, token) in enumerate(rows):
-                local_outputs[source, token, self.rank * self.local + slot] = y[slot, place].clone()
-        rows_of_tokens = {}
-        for returned in gather(self.group, local_outputs):
-            rows_of_tokens |= {key[1:]: row for key, row in returned.items() if key[0] == self.rank}
-        for token, places in enumerate(indices.view(torch.int32).tolist()):
+            for row, (source, token) in enumerate(rows):
+                expert = self.rank * self.local + slot
+                local_outputs[source, token, expert] = y[slot, row].clone()
+        outputs = {}
+        for rank_outputs in gather(self.group, local_outputs):
+            outputs |= {
+                (token, expert): output
+                for (source, token, expert), output in rank_outputs.items()
+                if source == self.rank
+            }
+        for token, expert_ids in enumerate(indices.view(torch.int32).tolist()):
             total = torch.zeros(self.hidden_dim)
-            for place, weight in zip(places, weights[token], strict=True):
-                total += weight * rows_of_tokens[token, place].float()
+            for expert, weight in zip(expert_ids, weights[token], strict=True):
+                total += weight * outputs[token, expert].float()
             out[token] = total.to(out.dtype)
 
     def _enter_dispatch(self, *, do_send, do_recv):
-        """Check that send and receive are one launch, or receive follows send."""
+        """Check that send and receive are one launch, or that a receive follows its send."""
         assert do_send or do_recv
         AllToAll.halves.append((do_send, do_recv))
         self._enter("idle" if do_send else "sent", "received" if do_recv else "sent")
@@ -156,18 +166,18 @@ class AllToAll:
         values = indices.view(torch.int32)
         assert bool(((values >= 0) & (values < self.num_experts)).all())
 
-    def _rows(self):
-        """Return the (source, token) of the rows of each local slot, shuffled."""
+    def _shuffle_local_rows(self):
+        """Return (source rank, token) of the rows of each local slot in random order."""
         rows_of_slots = [[] for _ in range(self.local)]
         first = self.rank * self.local
         for source, (indices, _, _) in enumerate(self.received):
             counts = [0] * self.num_experts
-            for token, places in enumerate(indices):
-                assert len(set(places)) == len(places), "rows of one token share a place"
-                for place in places:
-                    counts[place] += 1
-                    if first <= place < first + self.local:
-                        rows_of_slots[place - first].append((source, token))
+            for token, expert_ids in enumerate(indices):
+                assert len(set(expert_ids)) == len(expert_ids), "a token has an expert twice"
+                for expert in expert_ids:
+                    counts[expert] += 1
+                    if first <= expert < first + self.local:
+                        rows_of_slots[expert - first].append((source, token))
             assert max(counts) <= self.max_num_tokens, "a slot's buffer overruns"
         order = torch.Generator().manual_seed(self.rank)
         return [
@@ -177,20 +187,20 @@ class AllToAll:
 
 
 class Library:
-    """The stand-in for the module."""
+    """The stand-in for the library's module."""
 
     AllToAll = AllToAll
 
 
 class GlooGroup(PplxGroup):
-    """The manager with the stand-in as its library."""
+    """A PplxGroup that uses the stand-in."""
 
     def __init__(self, group=None, **options):
         super().__init__(group, library=Library, **options)
 
 
 class PplxOverGloo(PplxPrepareAndFinalize):
-    """The part with the stand-in as its library."""
+    """The part, on a CPU and with the stand-in."""
 
     requires = replace(
         PplxPrepareAndFinalize.requires,

@@ -22,17 +22,17 @@ CPU = torch.device("cpu")
 
 
 def make_launched_fixture() -> Any:
-    """Return the fixture `launched`, a list of block_m of every GEMM that the path launched."""
+    """Return the fixture `launched`, a list with block_m of each GEMM that the path launches."""
 
     @pytest.fixture(name="launched", autouse=True)
     def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         block_ms: list[int] = []
 
         def multiply(
-            self: GroupedW4Path, rows: Any, product: Any, tile: LaunchConfig, *others: Any
+            self: GroupedW4Path, rows: Any, product: Any, tile: LaunchConfig, *arguments: Any
         ) -> None:
             block_ms.append(tile.block_m)
-            multiply_w4(self, rows, product, tile, *others)
+            multiply_w4(self, rows, product, tile, *arguments)
 
         monkeypatch.setattr(GroupedW4Path, "multiply", multiply)
         with on_device(H200):

@@ -2,8 +2,8 @@
 
     PYTHONPATH=tests/helpers TRITON_INTERPRET=1 python tests/helpers/prove_vendor_parts.py [PART...]
 
-Prints a line for each part. The exit code is 1 if a case fails. FlashInferOverGloo runs over two
-ranks. `make verify` runs this program.
+The program prints a line for each part and exits with 1 if a case fails. FlashInferOverGloo runs
+over two ranks. `make verify` runs this program.
 """
 
 import sys
@@ -21,12 +21,12 @@ from modular_kernel.testing.verify.over_ranks import prove_ranks
 OVER_RANKS = "FlashInferOverGloo"
 
 
-def cases_of(part):
+def list_cases(part):
     """Return all cases of a part with the local PrepareAndFinalize of its activation format."""
     return cases_for(parts.local_prepare_finalize(part), part, parts.CPU).cases
 
 
-def proofs_of(name):
+def prove_all_cases(name):
     """Prove every case of a part."""
     if name == OVER_RANKS:
         machine = this_machine(device="cpu")
@@ -36,21 +36,23 @@ def proofs_of(name):
             return [prove_ranks(case, pool, machine) for case in cases if not case.fault]
     part = getattr(parts, name)
     with parts.stand_in_libraries():
-        return [prove(case, parts.CPU) for case in cases_of(part)]
+        return [prove(case, parts.CPU) for case in list_cases(part)]
 
 
 def main(names):
-    failed = 0
+    num_failed = 0
     for name in names or (*parts.PARTS, OVER_RANKS):
         start = time.perf_counter()
-        proofs = proofs_of(name)
-        wrong = [proof for proof in proofs if not proof.passed]
+        proofs = prove_all_cases(name)
+        failed_proofs = [proof for proof in proofs if not proof.passed]
         seconds = time.perf_counter() - start
-        sys.stdout.write(f"{name}: {len(proofs)} cases, {len(wrong)} failed, {seconds:.0f} s\n")
-        sys.stdout.writelines(f"{proof}\n" for proof in wrong)
+        sys.stdout.write(
+            f"{name}: {len(proofs)} cases, {len(failed_proofs)} failed, {seconds:.0f} s\n"
+        )
+        sys.stdout.writelines(f"{proof}\n" for proof in failed_proofs)
         sys.stdout.flush()
-        failed += len(wrong)
-    return int(failed > 0)
+        num_failed += len(failed_proofs)
+    return int(num_failed > 0)
 
 
 if __name__ == "__main__":

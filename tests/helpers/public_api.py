@@ -1,6 +1,6 @@
 """The public API as text, one line per name.
 
-`python tests/helpers/public_api.py` updates the recorded text in public_api.txt.
+`python tests/helpers/public_api.py` writes this text to public_api.txt.
 """
 
 import dataclasses
@@ -20,7 +20,10 @@ def surface() -> list[str]:
     for name in sorted(modular_kernel.__all__):
         value = getattr(modular_kernel, name)
         if inspect.isclass(value):
-            lines += [f"class {name}{_bases(value)}", *(f"  {line}" for line in _members(value))]
+            lines += [
+                f"class {name}{_format_bases(value)}",
+                *(f"  {line}" for line in _list_members(value)),
+            ]
         elif callable(value):
             lines.append(f"{name}{inspect.signature(value)}")
         else:
@@ -28,16 +31,16 @@ def surface() -> list[str]:
     return lines
 
 
-def _bases(cls: type) -> str:
+def _format_bases(cls: type) -> str:
     return f"({', '.join(base.__name__ for base in cls.__bases__ if base is not object)})"
 
 
-def _members(cls: type) -> list[str]:
+def _list_members(cls: type) -> list[str]:
     if issubclass(cls, enum.Enum):
         return [member.name for member in cls]
     lines = list[str]()
     if dataclasses.is_dataclass(cls):
-        lines += [_field(field) for field in dataclasses.fields(cls)]
+        lines += [_format_field(field) for field in dataclasses.fields(cls)]
     elif "__init__" in vars(cls):
         lines.append(f"__init__{inspect.signature(cls)}")
     members = dict[str, Any]()
@@ -54,7 +57,7 @@ def _members(cls: type) -> list[str]:
     return lines
 
 
-def _field(field: "dataclasses.Field[Any]") -> str:
+def _format_field(field: "dataclasses.Field[Any]") -> str:
     optional = field.default is not dataclasses.MISSING
     optional |= field.default_factory is not dataclasses.MISSING
     return f"{field.name}: {'may be left out' if optional else 'needed'}"

@@ -54,8 +54,8 @@ class Call:
 
     A path names a tensor inside the arguments, such as `weights.w1` or `topk_output[0]`. written:
     paths of the tensors that the call writes. shared: paths of tensors that may share memory with
-    them. accepts: defect -> the reason why the call accepts it. receiver: name of the argument that
-    is the `self` of a method.
+    written tensors. accepts: defect of an argument -> the reason why the call accepts the defect.
+    receiver: name of the argument that is the `self` of a method.
     """
 
     function: Callable[..., object]
@@ -67,8 +67,8 @@ class Call:
 
     def __call__(self, path: str = "", value: object = None) -> object:
         """Make the call, with the argument at `path` replaced by `value`."""
-        changed = replaced(self.arguments, steps_of(path), value) if path else self.arguments
-        return self.function(**changed)
+        arguments = replaced(self.arguments, steps_of(path), value) if path else self.arguments
+        return self.function(**arguments)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return every tensor of the arguments by its path."""
@@ -80,29 +80,29 @@ class Call:
 def public_callables() -> dict[str, Callable[..., object]]:
     """Return every public function, class and method by name: `module.Class.method`."""
     callables: dict[str, Callable[..., object]] = {}
-    for value in _exported():
+    for value in _iterate_exported():
         if inspect.isfunction(value):
-            callables[_name(value)] = value
+            callables[_qualified_name(value)] = value
         elif inspect.isclass(value) and value.__module__.startswith(_OURS):
             callables[f"{value.__module__}.{value.__qualname__}"] = value
-            callables |= {_name(method): method for method in _methods(value)}
+            callables |= {_qualified_name(method): method for method in _iterate_methods(value)}
     return dict(sorted(callables.items()))
 
 
 def takes_tensors(function: Callable[..., object]) -> bool:
-    """Return whether a parameter, or a field of a method's dataclass, contains tensors."""
+    """Return whether a parameter contains tensors, or, for a method, a field of its dataclass."""
     if inspect.isclass(function):
         init = vars(function).get("__init__")
         if dataclasses.is_dataclass(function) or init is None or _is_named_tuple(function):
-            return _reads(function) and _holds_tensors(function)
-        return any(map(_holds_tensors, _hints(init)))
-    hints = _hints(function)
+            return _checks_arguments(function) and _holds_tensors(function)
+        return any(map(_holds_tensors, _list_argument_hints(init)))
+    hints = _list_argument_hints(function)
     return any(map(_holds_tensors, hints)) or _is_method_of_record(function)
 
 
 def leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
     """Yield every value inside dataclasses, sequences and mappings, with its path."""
-    children = _inside(value) if path else {str(k): v for k, v in dict(value).items()}  # type: ignore[call-overload]
+    children = _list_children(value) if path else {str(k): v for k, v in dict(value).items()}  # type: ignore[call-overload]
     if children is None:
         yield path, value
         return
@@ -115,25 +115,25 @@ def steps_of(path: str) -> list[str]:
     return re.findall(r"^\w+|\.\w+|\[\w+\]", path)
 
 
-def replaced(value: Any, steps: list[str], new: object) -> Any:
-    """Copy a dataclass, sequence or mapping with another value at a path."""
+def replaced(value: Any, steps: list[str], new_value: object) -> Any:
+    """Return a copy of a dataclass, sequence or mapping with `new_value` at the path `steps`."""
     if not steps:
-        return new
+        return new_value
     step, name = steps[0], steps[0].strip(".[]")
     if isinstance(value, dict):
         key = next(key for key in value if str(key) == name)
-        return value | {key: replaced(value[key], steps[1:], new)}
+        return value | {key: replaced(value[key], steps[1:], new_value)}
     if step.startswith("."):
-        changed = replaced(getattr(value, name), steps[1:], new)
+        field_value = replaced(getattr(value, name), steps[1:], new_value)
         if hasattr(value, "_replace"):
-            return value._replace(**{name: changed})
-        return dataclasses.replace(value, **{name: changed})
+            return value._replace(**{name: field_value})
+        return dataclasses.replace(value, **{name: field_value})
     items = list(value)
-    items[int(name)] = replaced(items[int(name)], steps[1:], new)
+    items[int(name)] = replaced(items[int(name)], steps[1:], new_value)
     return type(value)(items)
 
 
-def _inside(value: object) -> dict[str, object] | None:
+def _list_children(value: object) -> dict[str, object] | None:
     if hasattr(value, "_fields"):
         return {f".{name}": getattr(value, name) for name in value._fields}
     if dataclasses.is_dataclass(value) and not inspect.isclass(value):
@@ -147,7 +147,7 @@ def _inside(value: object) -> dict[str, object] | None:
     return None
 
 
-def _exported() -> Iterator[object]:
+def _iterate_exported() -> Iterator[object]:
     text = "".join(page.read_text(encoding="utf-8") for page in sorted(API.glob("*.md")))
     blocks = re.findall(r"```\{api\}\n(.*?)```", text, re.DOTALL)
     for line in (*"".join(blocks).splitlines(), *NAMES):
@@ -168,11 +168,11 @@ def _exported() -> Iterator[object]:
                 yield value
 
 
-def _name(function: Callable[..., object]) -> str:
+def _qualified_name(function: Callable[..., object]) -> str:
     return f"{function.__module__}.{function.__qualname__}"
 
 
-def _methods(cls: type) -> Iterator[Callable[..., object]]:
+def _iterate_methods(cls: type) -> Iterator[Callable[..., object]]:
     for owner in cls.__mro__:
         if not owner.__module__.startswith(_OURS):
             continue
@@ -181,12 +181,12 @@ def _methods(cls: type) -> Iterator[Callable[..., object]]:
                 value = value.__func__
             elif isinstance(value, property):
                 continue
-            public = name == "__call__" or not name.startswith("_")
-            if public and inspect.isfunction(value):
+            is_public = name == "__call__" or not name.startswith("_")
+            if is_public and inspect.isfunction(value):
                 yield value
 
 
-def _hints(function: Any) -> list[object]:
+def _list_argument_hints(function: Any) -> list[object]:
     function = inspect.unwrap(function)
     try:
         hints = typing.get_type_hints(function)
@@ -215,8 +215,8 @@ def _holds_tensors(hint: Any, seen: frozenset[object] = frozenset()) -> bool:
         return any(_holds_tensors(inner_hint, seen) for inner_hint in typing.get_args(hint))
     if isinstance(hint, typing.types.UnionType):  # type: ignore[attr-defined]
         return any(_holds_tensors(inner_hint, seen) for inner_hint in typing.get_args(hint))
-    record = inspect.isclass(hint) and hint.__module__.startswith(_OURS)
-    if record and (dataclasses.is_dataclass(hint) or _is_named_tuple(hint)):
+    is_record = inspect.isclass(hint) and hint.__module__.startswith(_OURS)
+    if is_record and (dataclasses.is_dataclass(hint) or _is_named_tuple(hint)):
         return any(
             _holds_tensors(inner_hint, seen) for inner_hint in typing.get_type_hints(hint).values()
         )
@@ -227,8 +227,8 @@ def _is_named_tuple(cls: type) -> bool:
     return issubclass(cls, tuple) and hasattr(cls, "_fields")
 
 
-def _reads(cls: type) -> bool:
-    """Return whether the constructor of a record checks its arguments, rather than a later call."""
+def _checks_arguments(cls: type) -> bool:
+    """Return whether the constructor of a dataclass checks its arguments itself."""
     return "__post_init__" in vars(cls)
 
 

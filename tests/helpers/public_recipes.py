@@ -44,7 +44,7 @@ QUANTIZED = replace(PROBLEM, quant="int8_w8a16_group:group=32,zero_points=true")
 ADAPTED = replace(PROBLEM, lora="adapters=2,rank=4")
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 GROUP = 32
-_COPIED = "copies weights into another record, which the call checks"
+_COPIES = "copies weights into another record, which the call checks"
 _STEP = "a step of a call, after `check` or `forward` has checked the tensors"
 _PART = "a method of a part, which the kernel calls with tensors that it has checked"
 _UNREAD = "reads no tensor"
@@ -82,8 +82,8 @@ _EXCHANGE_STEPS = (
 
 EXEMPT: Mapping[str, str] = {
     **{f"prepare_finalize.common.{name}": _PART for name in _EXCHANGE_STEPS},
-    "modular_kernel.layers.adapter_pool.AdapterPool.weights": _COPIED,
-    "modular_kernel.layers.lora.LoRAManager.weights": _COPIED,
+    "modular_kernel.layers.adapter_pool.AdapterPool.weights": _COPIES,
+    "modular_kernel.layers.lora.LoRAManager.weights": _COPIES,
     "modular_kernel.layers.module_state.move_without_cast": "nn.Module._apply calls it",
     "modular_kernel.contracts.CallState": "a part's record of one call, which the kernel makes",
     "modular_kernel.contracts.PermuteExpertsUnpermute.apply": _PART,
@@ -134,34 +134,43 @@ def integers(
     return torch.randint(low, high, shape, generator=g, dtype=dtype)
 
 
-def plain(problem: Problem = PROBLEM) -> ExpertWeights:
+def make_weights() -> ExpertWeights:
+    """Return unquantized weights of all experts."""
     return ExpertWeights(floats(E, 2 * I, H), floats(E, H, I))
 
 
-def routing(tokens: int = T) -> Routing:
+def make_routing(tokens: int = T) -> Routing:
     return Routing(floats(tokens, K).abs(), integers(tokens, K, high=E))
 
 
-def adapter(rank: int = 3) -> Adapter:
+def make_adapter(rank: int = 3) -> Adapter:
     shapes = (E, 2 * rank, H), (E, 2 * I, rank), (E, rank, I), (E, H, rank)
     return Adapter(*(floats(*shape) for shape in shapes))
 
 
-def kernel(problem: Problem = PROBLEM) -> Any:
+def make_kernel(problem: Problem = PROBLEM) -> Any:
     return mk.make_kernel(*PAIR, problem, machine=Machine("cpu"))
 
 
 def _kernel_arguments() -> dict[str, Any]:
-    return {"x_TH": floats(T, H), "weights": plain(), "routing": routing(), "out": floats(T, H)}
+    return {
+        "x_TH": floats(T, H),
+        "weights": make_weights(),
+        "routing": make_routing(),
+        "out": floats(T, H),
+    }
 
 
-def _groups() -> checkpoints.GroupWeights:
+def _make_group_weights() -> checkpoints.GroupWeights:
     return checkpoints.from_gptq(
-        _gptq()["qweight"], _gptq()["scales"], _gptq()["qzeros"], group=GROUP
+        _gptq_arguments()["qweight"],
+        _gptq_arguments()["scales"],
+        _gptq_arguments()["qzeros"],
+        group=GROUP,
     )
 
 
-def _gptq() -> dict[str, Any]:
+def _gptq_arguments() -> dict[str, Any]:
     return {
         "qweight": integers(2 * GROUP // 8, 16, high=2**31 - 1),
         "scales": floats(2, 16),
@@ -171,7 +180,7 @@ def _gptq() -> dict[str, Any]:
     }
 
 
-def _awq() -> dict[str, Any]:
+def _awq_arguments() -> dict[str, Any]:
     return {
         "qweight": integers(2 * GROUP, 2, high=2**31 - 1),
         "scales": floats(2, 16),
@@ -180,7 +189,7 @@ def _awq() -> dict[str, Any]:
     }
 
 
-def _compressed() -> dict[str, Any]:
+def _compressed_tensors_arguments() -> dict[str, Any]:
     return {
         "weight_packed": integers(16, 2 * GROUP // 8, high=2**31 - 1),
         "weight_scale": floats(16, 2),
@@ -190,22 +199,22 @@ def _compressed() -> dict[str, Any]:
     }
 
 
-def _symmetric() -> checkpoints.GroupWeights:
-    weights = _groups()
+def _make_symmetric_weights() -> checkpoints.GroupWeights:
+    weights = _make_group_weights()
     assert weights.zero_point is not None
     return replace(weights, zero_point=torch.full_like(weights.zero_point, 0x88))
 
 
 def _fused_arguments() -> dict[str, Any]:
-    weights = plain()
+    weights = make_weights()
     topk = (floats(T, K).abs(), integers(T, K, high=E), None)
     biases = {"b1": floats(E, 2 * I), "b2": floats(E, H)}
     return {"hidden_states": floats(T, H), "w1": weights.w1, "w2": weights.w2,
             "topk_output": topk, **biases}  # fmt: skip
 
 
-def _runner() -> Call:
-    weights = plain()
+def _runner_call() -> Call:
+    weights = make_weights()
     runner = MoeRunner("torch", MoeRunnerConfig(inplace=False), dtype=torch.float32)
     topk = floats(T, K).abs(), integers(T, K, high=E)
     info = MoeQuantInfo(weights.w1, weights.w2, floats(E, 2 * I), floats(E, H))
@@ -213,24 +222,24 @@ def _runner() -> Call:
     return Call(runner.run, arguments)
 
 
-def _layer(**options: Any) -> layer.FusedMoE:
+def _make_layer(**options: Any) -> layer.FusedMoE:
     layer_ = layer.FusedMoE(E, H, I, 3, **{"params_dtype": torch.float32} | options)
-    layer_.set_weights(plain())
+    layer_.set_weights(make_weights())
     return layer_
 
 
-def _adapted_layer() -> tuple[lora.FusedMoEWithLoRA, lora.LoRAManager]:
-    base = _layer(router=RouterSpec(K, renormalize=True))
+def _make_adapted_layer() -> tuple[lora.FusedMoEWithLoRA, lora.LoRAManager]:
+    base = _make_layer(router=RouterSpec(K, renormalize=True))
     manager = lora.LoRAManager(base.problem, "adapters=2,rank=4", [3])
-    manager.load("mine", {3: lora.MoELoRALayer(adapter())})
+    manager.load("mine", {3: lora.MoELoRALayer(make_adapter())})
     return lora.FusedMoEWithLoRA(base, manager), manager
 
 
-def _lora_batch_info() -> moe_lora.MoELoRABatchInfo:
-    return moe_lora.MoELoRABatchInfo(**_lora_batch())
+def _make_lora_batch_info() -> moe_lora.MoELoRABatchInfo:
+    return moe_lora.MoELoRABatchInfo(**_lora_batch_arguments())
 
 
-def _lora_batch() -> dict[str, Any]:
+def _lora_batch_arguments() -> dict[str, Any]:
     return {
         "weight_indices": torch.tensor([0, -1], dtype=torch.int32),
         "lora_ranks": torch.tensor([3, 2], dtype=torch.int32),
@@ -244,7 +253,7 @@ def _lora_arguments() -> dict[str, Any]:
         "hidden_states": floats(T, H),
         "topk_ids": integers(T, K, high=E),
         "topk_weights": floats(T, K).abs(),
-        "moe_lora_info": _lora_batch_info(),
+        "moe_lora_info": _make_lora_batch_info(),
         "output": floats(T, H),
     }
 
@@ -265,47 +274,47 @@ def _lora_call_of_pool() -> Call:
 
 
 def _forward_with_adapters() -> Call:
-    layer_, _ = _adapted_layer()
+    layer_, _ = _make_adapted_layer()
     arguments = {
         "hidden_states": floats(T, H),
         "routing": floats(T, E),
-        "moe_lora_info": _lora_batch_info(),
+        "moe_lora_info": _make_lora_batch_info(),
     }
     return Call(layer_.forward, arguments)
 
 
-def _manager_load() -> Call:
+def _manager_load_call() -> Call:
     manager = lora.LoRAManager(PROBLEM, "adapters=2,rank=4", [3])
 
     def load(layers: Any) -> None:
         manager.load("mine", layers)
         manager.evict("mine")
 
-    return Call(load, {"layers": {3: lora.MoELoRALayer(adapter(), 0.5)}})
+    return Call(load, {"layers": {3: lora.MoELoRALayer(make_adapter(), 0.5)}})
 
 
-def _pool_load() -> Call:
+def _pool_load_call() -> Call:
     pool = AdapterPool(ADAPTED)
 
     def load(adapter: Any) -> None:
         pool.load("mine", adapter)
         pool.evict("mine")
 
-    return Call(load, {"adapter": adapter()})
+    return Call(load, {"adapter": make_adapter()})
 
 
-def _shared_adapter(adapter: Any) -> Adapter:
+def _share_adapter(adapter: Any) -> Adapter:
     return Adapter.share(adapter, 0, 2)
 
 
-def _selection(function: Callable[..., object]) -> Call:
+def _select_experts_call(function: Callable[..., object]) -> Call:
     biased = RouterSpec(K, "sigmoid", selection_bias=True)
     tensors = RouterTensors(floats(E))
     logits = {"logits_TE" if function is route else "router_logits": floats(T, E)}
     return Call(function, logits | {"spec": biased, "tensors": tensors})
 
 
-def _table() -> Call:
+def _table_routing_call() -> Call:
     spec = RouterSpec(K, table=True)
     token_ids, table = integers(T, high=9), integers(9, K, high=E)
     tensors = RouterTensors(None, table)
@@ -315,13 +324,13 @@ def _table() -> Call:
     )
 
 
-def _router(name: str) -> Call:
+def _router_call(name: str) -> Call:
     router_ = router.Router(RouterSpec(K, renormalize=True), H, E)
     router_.weight.data.copy_(floats(E, H))
     return Call(getattr(router_, name), {"x_TH": floats(T, H)})
 
 
-def _routed_by_table(name: str) -> Call:
+def _table_router_call(name: str) -> Call:
     router_ = router.Router(RouterSpec(K, table=True), H, E, vocabulary=9)
     router_.weight.data.copy_(floats(E, H))
     assert router_.tid2eid is not None
@@ -332,7 +341,7 @@ def _routed_by_table(name: str) -> Call:
 _META = {"meta": "parameters may be made on the meta device, and loaded later"}
 
 
-def _loader() -> Call:
+def _expert_loader_call() -> Call:
     loader, module = ExpertLoader(Share(E, H, I)), torch.nn.Module()
     loader.create_weights(module, torch.float32)
     arguments = {
@@ -345,7 +354,7 @@ def _loader() -> Call:
     return Call(loader.weight_loader, arguments, written=("param",), accepts=_META)
 
 
-def _layer_loader() -> Call:
+def _layer_loader_call() -> Call:
     layer_ = layer.FusedMoE(E, H, I, 3, top_k=K, quant_config=None, params_dtype=torch.float32)
     arguments = {
         "param": layer_.w13_weight,
@@ -357,79 +366,81 @@ def _layer_loader() -> Call:
     return Call(layer_.weight_loader, arguments, written=("param",), accepts=_META)
 
 
-def _selection_bias(**_: Any) -> dict[str, Any]:
+def _layer_arguments(**_: Any) -> dict[str, Any]:
     sizes = {"num_experts": E, "hidden_size": H, "intermediate_size": I}
     return sizes | {"params_dtype": torch.float32}
 
 
-def _rows(*shape: int, pairs: torch.Tensor | None = None, weights: bool = True) -> ExpertRows:
+def _make_expert_rows(
+    *shape: int, pairs: torch.Tensor | None = None, weights: bool = True
+) -> ExpertRows:
     router_weights = floats(T, K).abs() if weights else None
     return ExpertRows(floats(*shape), pairs, router_weights, 1.0)
 
 
-def _dispatched() -> ExpertRows:
+def _make_dispatched_rows() -> ExpertRows:
     ids, invalid = integers(T, K, high=E), torch.zeros(1, dtype=torch.int32)
     routed = DispatchedRouting(
         None, ids, IdSpace.GLOBAL, E, torch.arange(E, dtype=torch.int32), invalid
     )
-    return replace(_rows(T, K, H), routing=routed, num_local=E)
+    return replace(_make_expert_rows(T, K, H), routing=routed, num_local=E)
 
 
-def _reduced(part: Any, rows: ExpertRows, *out: int) -> Call:
+def _reduce_call(part: Any, rows: ExpertRows, *out: int) -> Call:
     return Call(part.apply, {"rows": rows, "out": floats(*out)}, written=("out",))
 
 
-def _pairs() -> torch.Tensor:
+def _make_pairs() -> torch.Tensor:
     return integers(T, K, high=E * C)
 
 
-def _scaled() -> Call:
+def _merge_scales_call() -> Call:
     scale = floats(E, 2).abs() + 0.1
     w = floats(E, 8, 16).to(torch.float8_e4m3fn)
     return Call(checkpoints.merge_scales, {"w_eNK": w, "scale_eS": scale})
 
 
-def _repacked(function: Callable[..., object]) -> Call:
+def _repack_call(function: Callable[..., object]) -> Call:
     w = integers(2, 4, 16, high=256, dtype=torch.uint8)
     arguments = {"w_eNK": w, "out": torch.empty_like(w)}
     return Call(function, arguments, written=("out",), shared=("w_eNK",))
 
 
-def _merge() -> Call:
+def _merge_call() -> Call:
     parts = [{"weight": floats(E, I, H)}, {"weight": floats(E, I, H)}]
     return Call(merge, {"format": format_of(None), "projections": parts, "dtype": torch.float32})
 
 
-def _composed(name: str) -> Call:
-    kernel_: Any = mk.compose(replace(PROBLEM, tokens=1), Machine("cpu"))
-    kernel_ = kernel_.plan() if name == "plan" else kernel_
+def _composed_call(name: str) -> Call:
+    kernel: Any = mk.compose(replace(PROBLEM, tokens=1), Machine("cpu"))
+    kernel = kernel.plan() if name == "plan" else kernel
     arguments = {
         "x_TH": floats(1, H),
-        "weights": plain(),
-        "routing": routing(1),
+        "weights": make_weights(),
+        "routing": make_routing(1),
         "out": floats(1, H),
     }
     if name == "prepare_weights":
-        return Call(kernel_.prepare_weights, {"weights": plain()})
+        return Call(kernel.prepare_weights, {"weights": make_weights()})
     if name == "warm_up":
-        return Call(kernel_.plan().warm_up, {"weights": plain(), "tokens": (1,)})
-    return Call(kernel_, arguments, written=("out",))
+        return Call(kernel.plan().warm_up, {"weights": make_weights(), "tokens": (1,)})
+    return Call(kernel, arguments, written=("out",))
 
 
-def _ep_moe() -> dict[str, Any]:
+def _reorder_arguments() -> dict[str, Any]:
     ids = integers(T, K, high=E)
     _, source, _ = ep_moe.run_moe_ep_preproess(ids, E)
     return {"src2dst": source, "topk_ids": ids, "start_expert_id": 0, "end_expert_id": E - 1}
 
 
-def _aligned_gemm() -> dict[str, Any]:
+def _aligned_gemm_arguments() -> dict[str, Any]:
     ids = integers(T, K, high=E)
     sorted_ids, expert_ids, padded = align.moe_align_block_size(ids, 16, E)
     return {
         "A": floats(T, H),
-        "B": plain().w1,
+        "B": make_weights().w1,
         "bias": None,
-        "C": floats(T, K, plain().w1.shape[1]),
+        "C": floats(T, K, make_weights().w1.shape[1]),
         "A_scale": None,
         "B_scale": None,
         "B_zp": None,
@@ -488,51 +499,56 @@ def _silu_arguments() -> dict[str, Any]:
 _LAYERS = "modular_kernel.layers."
 RECIPES: Mapping[str, Callable[[], Call]] = {
     "modular_kernel.kernel.FusedMoEModularKernel.__call__": lambda: Call(
-        kernel(), _kernel_arguments(), written=("out",)
+        make_kernel(), _kernel_arguments(), written=("out",)
     ),
     "modular_kernel.kernel.FusedMoEModularKernel.start": lambda: Call(
-        lambda **given: kernel().start(**given).finish(), _kernel_arguments(), written=("out",)
+        lambda **arguments: make_kernel().start(**arguments).finish(),
+        _kernel_arguments(),
+        written=("out",),
     ),
     "modular_kernel.execution.Execution.check": lambda: Call(
-        kernel().check, _kernel_arguments(), written=("out",)
+        make_kernel().check, _kernel_arguments(), written=("out",)
     ),
     "modular_kernel.plan.Plan.__call__": lambda: Call(
-        kernel().plan(), _kernel_arguments(), written=("out",)
+        make_kernel().plan(), _kernel_arguments(), written=("out",)
     ),
     "modular_kernel.kernel.FusedMoEModularKernel.prepare_weights": lambda: Call(
-        kernel(QUANTIZED).prepare_weights, {"weights": quantize_weights(plain(), QUANTIZED)}
+        make_kernel(QUANTIZED).prepare_weights,
+        {"weights": quantize_weights(make_weights(), QUANTIZED)},
     ),
     "modular_kernel.tensors.Routing.of": lambda: Call(
         lambda routing, tokens: Routing.of(routing, tokens),
-        {"routing": routing(), "tokens": torch.tensor([1, 0])},
+        {"routing": make_routing(), "tokens": torch.tensor([1, 0])},
         receiver="routing",
     ),
-    "modular_kernel.select.composed_kernel.ComposedKernel.__call__": lambda: _composed("call"),
-    "modular_kernel.select.composed_kernel.ComposedKernel.prepare_weights": lambda: _composed(
+    "modular_kernel.select.composed_kernel.ComposedKernel.__call__": lambda: _composed_call("call"),
+    "modular_kernel.select.composed_kernel.ComposedKernel.prepare_weights": lambda: _composed_call(
         "prepare_weights"
     ),
-    "modular_kernel.select.composed_kernel.ComposedPlan.__call__": lambda: _composed("plan"),
-    "modular_kernel.select.composed_kernel.ComposedPlan.warm_up": lambda: _composed("warm_up"),
+    "modular_kernel.select.composed_kernel.ComposedPlan.__call__": lambda: _composed_call("plan"),
+    "modular_kernel.select.composed_kernel.ComposedPlan.warm_up": lambda: _composed_call("warm_up"),
     "modular_kernel.quant.quantized_weights.quantize_weights": lambda: Call(
-        quantize_weights, {"weights": plain(), "problem": QUANTIZED}
+        quantize_weights, {"weights": make_weights(), "problem": QUANTIZED}
     ),
     "modular_kernel.quant.scale_tiles.e8m0_to_float": lambda: Call(
         scale_tiles.e8m0_to_float, {"scale": integers(3, 4, high=256, dtype=torch.uint8)}
     ),
-    "modular_kernel.quant.repacking.repack": lambda: _repacked(repacking.repack),
-    "modular_kernel.quant.repacking.unrepack": lambda: _repacked(repacking.unrepack),
+    "modular_kernel.quant.repacking.repack": lambda: _repack_call(repacking.repack),
+    "modular_kernel.quant.repacking.unrepack": lambda: _repack_call(repacking.unrepack),
     # ------------------------------------------------------------------------------ adapters
     "modular_kernel.spec.lora.Adapter.share": lambda: Call(
-        _shared_adapter, {"adapter": adapter()}, receiver="adapter"
+        _share_adapter, {"adapter": make_adapter()}, receiver="adapter"
     ),
     "modular_kernel.spec.lora.slots_from_sequences": lambda: Call(
         slots_from_sequences,
         {"starts_S1": torch.tensor([0, 3, T]), "slots_S": torch.tensor([1, -1]), "tokens": T},
     ),
-    "modular_kernel.layers.adapter_pool.AdapterPool.load": _pool_load,
-    f"{_LAYERS}lora.LoRAManager.load": _manager_load,
+    "modular_kernel.layers.adapter_pool.AdapterPool.load": _pool_load_call,
+    f"{_LAYERS}lora.LoRAManager.load": _manager_load_call,
     f"{_LAYERS}lora.MoELoRALayer.fold_scaling": lambda: Call(
-        lora.MoELoRALayer.fold_scaling, {"self": lora.MoELoRALayer(adapter(), 0.5)}, receiver="self"
+        lora.MoELoRALayer.fold_scaling,
+        {"self": lora.MoELoRALayer(make_adapter(), 0.5)},
+        receiver="self",
     ),
     f"{_LAYERS}lora.ForwardBatch": lambda: Call(
         lora.ForwardBatch, {"lora_ids": ("mine", None), "seg_indptr": torch.tensor([0, 3, T])}
@@ -541,69 +557,73 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
     f"{_LAYERS}lora.LoRABackend.run_moe_lora": _lora_call_of_pool,
     "modular_kernel.ops.moe_lora.run_moe_lora": _lora_call_of_buffers,
     "modular_kernel.ops.moe_lora.MoELoRABatchInfo": lambda: Call(
-        moe_lora.MoELoRABatchInfo, _lora_batch()
+        moe_lora.MoELoRABatchInfo, _lora_batch_arguments()
     ),
     "modular_kernel.ops.moe_lora.MoELoRABatchInfo.slots_of": lambda: Call(
         moe_lora.MoELoRABatchInfo.slots_of,
-        {"self": _lora_batch_info(), "tokens": T},
+        {"self": _make_lora_batch_info(), "tokens": T},
         receiver="self",
     ),
     # -------------------------------------------------------------------------------- routers
-    "modular_kernel.ops.route.route": lambda: _selection(route),
-    "modular_kernel.ops.route.route (table)": _table,
-    f"{_LAYERS}router.select_experts": lambda: _selection(router.select_experts),
-    f"{_LAYERS}router.Router.logits": lambda: _router("logits"),
-    f"{_LAYERS}router.Router.route": lambda: _routed_by_table("route"),
-    f"{_LAYERS}router.Router.forward": lambda: _routed_by_table("forward"),
+    "modular_kernel.ops.route.route": lambda: _select_experts_call(route),
+    "modular_kernel.ops.route.route (table)": _table_routing_call,
+    f"{_LAYERS}router.select_experts": lambda: _select_experts_call(router.select_experts),
+    f"{_LAYERS}router.Router.logits": lambda: _router_call("logits"),
+    f"{_LAYERS}router.Router.route": lambda: _table_router_call("route"),
+    f"{_LAYERS}router.Router.forward": lambda: _table_router_call("forward"),
     # --------------------------------------------------------------------------------- layers
     f"{_LAYERS}fused_moe.FusedMoE": lambda: Call(
         layer.FusedMoE,
-        _selection_bias()
+        _layer_arguments()
         | {"router": RouterSpec(K, "sigmoid", selection_bias=True), "selection_bias": floats(E)},
         accepts=_META,
     ),
     f"{_LAYERS}ep_moe.EPMoE": lambda: Call(
         EPMoE,
-        _selection_bias()
+        _layer_arguments()
         | {"top_k": K, "use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2}
         | {"correction_bias": floats(E), "experts": "TorchExperts"},
         accepts=_META,
     ),
     f"{_LAYERS}fused_moe.FusedMoE.forward": lambda: Call(
-        _layer(top_k=K).forward, {"hidden_states": floats(T, H), "routing": routing()}
+        _make_layer(top_k=K).forward, {"hidden_states": floats(T, H), "routing": make_routing()}
     ),
     f"{_LAYERS}fused_moe.FusedMoE.forward (logits)": lambda: Call(
-        _layer(router=RouterSpec(K)).forward,
+        _make_layer(router=RouterSpec(K)).forward,
         {"hidden_states": floats(1, T, H), "routing": floats(1, T, E)},
     ),
     f"{_LAYERS}parameters.ExpertParameters.set_weights": lambda: Call(
-        _layer(top_k=K).set_weights, {"weights": plain()}, accepts=_META
+        _make_layer(top_k=K).set_weights, {"weights": make_weights()}, accepts=_META
     ),
-    f"{_LAYERS}parameters.ExpertParameters.weight_loader": _layer_loader,
-    f"{_LAYERS}weight_loading.ExpertLoader.weight_loader": _loader,
+    f"{_LAYERS}parameters.ExpertParameters.weight_loader": _layer_loader_call,
+    f"{_LAYERS}weight_loading.ExpertLoader.weight_loader": _expert_loader_call,
     f"{_LAYERS}balance.count": lambda: Call(
         balance.count, {"topk_ids": integers(T, K, high=E), "experts": E}
     ),
     # ---------------------------------------------------------------------------- checkpoints
-    "modular_kernel.checkpoints.gptq_awq.from_gptq": lambda: Call(checkpoints.from_gptq, _gptq()),
-    "modular_kernel.checkpoints.gptq_awq.from_awq": lambda: Call(checkpoints.from_awq, _awq()),
+    "modular_kernel.checkpoints.gptq_awq.from_gptq": lambda: Call(
+        checkpoints.from_gptq, _gptq_arguments()
+    ),
+    "modular_kernel.checkpoints.gptq_awq.from_awq": lambda: Call(
+        checkpoints.from_awq, _awq_arguments()
+    ),
     "modular_kernel.checkpoints.compressed_tensors.from_compressed_tensors": lambda: Call(
-        checkpoints.from_compressed_tensors, _compressed()
+        checkpoints.from_compressed_tensors, _compressed_tensors_arguments()
     ),
     "modular_kernel.checkpoints.gptq_awq.drop_zero_points": lambda: Call(
-        checkpoints.drop_zero_points, {"weights": _symmetric()}
+        checkpoints.drop_zero_points, {"weights": _make_symmetric_weights()}
     ),
     "modular_kernel.checkpoints.gptq_awq.regroup": lambda: Call(
-        checkpoints.regroup, {"weights": _groups(), "group": 16}
+        checkpoints.regroup, {"weights": _make_group_weights(), "group": 16}
     ),
     "modular_kernel.checkpoints.gptq_awq.shard_columns": lambda: Call(
-        checkpoints.shard_columns, {"weights": _groups(), "rank": 0, "world": 2}
+        checkpoints.shard_columns, {"weights": _make_group_weights(), "rank": 0, "world": 2}
     ),
     "modular_kernel.checkpoints.gptq_awq.shard_rows": lambda: Call(
-        checkpoints.shard_rows, {"weights": _groups(), "rank": 0, "world": 2}
+        checkpoints.shard_rows, {"weights": _make_group_weights(), "rank": 0, "world": 2}
     ),
-    "modular_kernel.checkpoints.fusing.merge": _merge,
-    "modular_kernel.checkpoints.fp8_mxfp4.merge_scales": _scaled,
+    "modular_kernel.checkpoints.fusing.merge": _merge_call,
+    "modular_kernel.checkpoints.fp8_mxfp4.merge_scales": _merge_scales_call,
     "modular_kernel.checkpoints.fp8_mxfp4.channel_scale": lambda: Call(
         checkpoints.channel_scale, {"scale": floats(E, 8, 1).abs() + 0.1}
     ),
@@ -625,10 +645,10 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
     ),
     "modular_kernel.integrations.fused_moe.fused_moe": lambda: Call(
         fused_moe,
-        {"hidden_states": floats(T, H), "w1": plain().w1, "w2": plain().w2}
+        {"hidden_states": floats(T, H), "w1": make_weights().w1, "w2": make_weights().w2}
         | {"gating_output": floats(T, E), "top_k": K},
     ),
-    "modular_kernel.integrations.moe_runner.MoeRunner.run": _runner,
+    "modular_kernel.integrations.moe_runner.MoeRunner.run": _runner_call,
     "experts.compat.batched_gemm.batched_gemm": lambda: Call(
         batched_gemm.batched_gemm,
         {
@@ -645,7 +665,7 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
     "experts.compat.ep_moe.pre_reorder": lambda: Call(
         ep_moe.pre_reorder,
         {"hidden_states": floats(T, H), "gateup_input": floats(T * K, H)}
-        | _ep_moe()
+        | _reorder_arguments()
         | {"a1_scales": floats(E).abs() + 0.1},
         written=("gateup_input",),
     ),
@@ -655,7 +675,7 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
     "experts.compat.ep_moe.post_reorder": lambda: Call(
         ep_moe.post_reorder,
         {"down_output": floats(T * K, H), "output": floats(T, H), "topk_weights": floats(T, K)}
-        | _ep_moe(),
+        | _reorder_arguments(),
         written=("output",),
     ),
     "experts.compat.ep_moe.grouped_gemm_triton": lambda: Call(
@@ -667,7 +687,7 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
         written=("output",),
     ),
     "experts.compat.fused_moe.invoke_fused_moe_kernel": lambda: Call(
-        compat_fused_moe.invoke_fused_moe_kernel, _aligned_gemm(), written=("C",)
+        compat_fused_moe.invoke_fused_moe_kernel, _aligned_gemm_arguments(), written=("C",)
     ),
     "experts.compat.ep_scatter.ep_scatter": lambda: Call(
         ep_scatter.ep_scatter,
@@ -686,20 +706,20 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
         written=("output_tensor",),
     ),
     # ------------------------------------------------------------------------------- reducers
-    "topk_reduce.contiguous.TopKWeightAndReduceContiguous.apply": lambda: _reduced(
-        TopKWeightAndReduceContiguous(), _dispatched(), T, H
+    "topk_reduce.contiguous.TopKWeightAndReduceContiguous.apply": lambda: _reduce_call(
+        TopKWeightAndReduceContiguous(), _make_dispatched_rows(), T, H
     ),
-    "topk_reduce.naive_batched.TopKWeightAndReduceNaiveBatched.apply": lambda: _reduced(
-        TopKWeightAndReduceNaiveBatched(), _rows(E, C, H, pairs=_pairs()), T, H
+    "topk_reduce.naive_batched.TopKWeightAndReduceNaiveBatched.apply": lambda: _reduce_call(
+        TopKWeightAndReduceNaiveBatched(), _make_expert_rows(E, C, H, pairs=_make_pairs()), T, H
     ),
-    "topk_reduce.noop.TopKWeightAndReduceNoOp.apply": lambda: _reduced(
-        TopKWeightAndReduceNoOp(), _rows(T, H, weights=False), T, H
+    "topk_reduce.noop.TopKWeightAndReduceNoOp.apply": lambda: _reduce_call(
+        TopKWeightAndReduceNoOp(), _make_expert_rows(T, H, weights=False), T, H
     ),
-    "topk_reduce.keep_topk.KeepTopK.apply": lambda: _reduced(
-        KeepTopK(weighted=True), _rows(T, K, H), T, K, H
+    "topk_reduce.keep_topk.KeepTopK.apply": lambda: _reduce_call(
+        KeepTopK(weighted=True), _make_expert_rows(T, K, H), T, K, H
     ),
-    "topk_reduce.keep_topk.KeepTopK.apply (batched)": lambda: _reduced(
-        KeepTopK(weighted=True), _rows(E, C, H, pairs=_pairs()), T, K, H
+    "topk_reduce.keep_topk.KeepTopK.apply (batched)": lambda: _reduce_call(
+        KeepTopK(weighted=True), _make_expert_rows(E, C, H, pairs=_make_pairs()), T, K, H
     ),
     "modular_kernel.ops.reduce.moe_sum_reduce": lambda: Call(
         reduce.moe_sum_reduce,

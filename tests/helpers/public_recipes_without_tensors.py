@@ -1,11 +1,11 @@
-"""Valid calls of public callables without tensor arguments. Tests replace one argument by junk."""
+"""Valid calls of public callables without tensor arguments. Tests make one argument invalid."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from public_calls import Call
-from public_recipes import ADAPTED, GROUP, PROBLEM, kernel
+from public_recipes import ADAPTED, GROUP, PROBLEM, make_kernel
 from small_layers import E, H, I, K
 
 import modular_kernel as mk
@@ -36,37 +36,80 @@ from modular_kernel.spec.problem import ActivationSpec, Machine, Parallel, Probl
 from modular_kernel.spec.router import RouterSpec
 
 CPU = Machine("cpu")
-PARTS = {"prepare_finalize": "MoEPrepareAndFinalizeNoEP", "experts": "TorchExperts"}
+PART_NAMES = {"prepare_finalize": "MoEPrepareAndFinalizeNoEP", "experts": "TorchExperts"}
 SIZES: dict[str, Any] = {"num_experts": E, "hidden_size": H, "intermediate_size": I}
-LAYER: dict[str, Any] = SIZES | {"layer_id": 3, "top_k": K, "quant_config": None,
-                 "params_dtype": torch.float32,
-                 "activation": "silu", "bias": False, "apply_router_weight_on_input": False,
-                 "routed_scaling_factor": 1.0, "router": None, "selection_bias": None,
-                 "shared_experts": None, "shared_partial": False, "parallel": LayerParallel(),
-                 "reduce_results": False, "prepare_finalize": None, "experts": None,
-                 "placement": Placement.linear(E, 1), "max_tokens": 4, "chunk_tokens": None,
-                 "device": "cpu", "prefix": ""}  # fmt: skip
-EP: dict[str, Any] = SIZES | {"top_k": K, "params_dtype": torch.float32, "renormalize": True,
-              "use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2,
-              "quant_config": None, "tp_size": 1, "tp_rank": 0, "prefix": "",
-              "activation": "silu", "experts": "TorchExperts", "device": "cpu"}  # fmt: skip
-SPEC = {"top_k": 2, "score": "sigmoid", "order": "score_first", "groups": 4, "topk_groups": 2,
-        "group_score": "top2", "selection_bias": False, "renormalize": True, "eps": 1e-20,
-        "floor": 0.0, "table": False, "zero_experts": 0}  # fmt: skip
-CONFIG = {name: getattr(MoeRunnerConfig(), name) for name in MoeRunnerConfig.__dataclass_fields__}
-FIELDS = {name: getattr(PROBLEM, name) for name in Problem.__dataclass_fields__}
-OLD = Placement.linear(4, 2)
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-INT4 = format_of(
+LAYER_ARGUMENTS: dict[str, Any] = SIZES | {
+    "layer_id": 3,
+    "top_k": K,
+    "quant_config": None,
+    "params_dtype": torch.float32,
+    "activation": "silu",
+    "bias": False,
+    "apply_router_weight_on_input": False,
+    "routed_scaling_factor": 1.0,
+    "router": None,
+    "selection_bias": None,
+    "shared_experts": None,
+    "shared_partial": False,
+    "parallel": LayerParallel(),
+    "reduce_results": False,
+    "prepare_finalize": None,
+    "experts": None,
+    "placement": Placement.linear(E, 1),
+    "max_tokens": 4,
+    "chunk_tokens": None,
+    "device": "cpu",
+    "prefix": "",
+}
+EP_MOE_ARGUMENTS: dict[str, Any] = SIZES | {
+    "top_k": K,
+    "params_dtype": torch.float32,
+    "renormalize": True,
+    "use_grouped_topk": True,
+    "num_expert_group": 4,
+    "topk_group": 2,
+    "quant_config": None,
+    "tp_size": 1,
+    "tp_rank": 0,
+    "prefix": "",
+    "activation": "silu",
+    "experts": "TorchExperts",
+    "device": "cpu",
+}
+ROUTER_SPEC_FIELDS = {
+    "top_k": 2,
+    "score": "sigmoid",
+    "order": "score_first",
+    "groups": 4,
+    "topk_groups": 2,
+    "group_score": "top2",
+    "selection_bias": False,
+    "renormalize": True,
+    "eps": 1e-20,
+    "floor": 0.0,
+    "table": False,
+    "zero_experts": 0,
+}
+RUNNER_CONFIG_FIELDS = {
+    name: getattr(MoeRunnerConfig(), name) for name in MoeRunnerConfig.__dataclass_fields__
+}
+PROBLEM_FIELDS = {name: getattr(PROBLEM, name) for name in Problem.__dataclass_fields__}
+PLACEMENT = Placement.linear(4, 2)
+FP8_CONFIG = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+INT4_FORMAT = format_of(
     {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False}
 )
 
 JUNK_RECIPES: Mapping[str, Callable[[], Call]] = {
-    "check": lambda: Call(mk.check, PARTS | {"problem": PROBLEM, "machine": CPU}),
+    "check": lambda: Call(mk.check, PART_NAMES | {"problem": PROBLEM, "machine": CPU}),
     "check_all": lambda: Call(mk.check_all, {"problem": PROBLEM, "machine": CPU}),
     "make_kernel": lambda: Call(
         mk.make_kernel,
-        PARTS
+        PART_NAMES
         | {"problem": PROBLEM, "group": None, "machine": CPU, "checked": False, "poison": False},
     ),
     "compose": lambda: Call(mk.compose, {"problem": PROBLEM, "machine": CPU, "options": None}),
@@ -87,7 +130,7 @@ JUNK_RECIPES: Mapping[str, Callable[[], Call]] = {
         },
     ),
     "inspect": lambda: Call(import_inspect(), {"checkpoint": "nothing/here"}),
-    "Problem": lambda: Call(Problem, FIELDS),
+    "Problem": lambda: Call(Problem, PROBLEM_FIELDS),
     "Problem.with_tokens": lambda: Call(PROBLEM.with_tokens, {"tokens": 4}),
     "Machine": lambda: Call(
         Machine, {"device": "cuda", "arch": (9, 0), "packages": frozenset({"a"}), "name": "b"}
@@ -99,8 +142,8 @@ JUNK_RECIPES: Mapping[str, Callable[[], Call]] = {
         ActivationSpec, {"kind": "silu", "alpha": None, "limit": None, "interleaved": False}
     ),
     "ActivationSpec.parse": lambda: Call(ActivationSpec.parse, {"text": "silu"}),
-    "kernel.plan": lambda: Call(kernel().plan, {"problem": PROBLEM}),
-    "kernel.workspace_specs": lambda: Call(kernel().workspace_specs, {"tokens": 3}),
+    "kernel.plan": lambda: Call(make_kernel().plan, {"problem": PROBLEM}),
+    "kernel.workspace_specs": lambda: Call(make_kernel().workspace_specs, {"tokens": 3}),
     "weight_specs": lambda: Call(weight_specs, {"problem": PROBLEM}),
     "AdapterPool": lambda: Call(AdapterPool, {"problem": ADAPTED, "device": "cpu"}),
     "AdapterPool.evict": lambda: Call(_evict, {"name": "mine"}),
@@ -113,20 +156,22 @@ JUNK_RECIPES: Mapping[str, Callable[[], Call]] = {
         {"problem": PROBLEM, "lora": "adapters=2,rank=4", "layers": (3,), "device": "cpu"}
         | {"mode": "merged"},
     ),
-    "RouterSpec": lambda: Call(RouterSpec, SPEC),
+    "RouterSpec": lambda: Call(RouterSpec, ROUTER_SPEC_FIELDS),
     "RouterSpec.columns": lambda: Call(RouterSpec(2).columns, {"experts": 8}),
     "Router": lambda: Call(
         Router,
         {"spec": RouterSpec(2), "hidden_size": H, "num_experts": E, "bias": True}
         | {"vocabulary": None, "dtype": torch.float32, "device": "cpu"},
     ),
-    "FusedMoE": lambda: Call(FusedMoE, LAYER),
+    "FusedMoE": lambda: Call(FusedMoE, LAYER_ARGUMENTS),
     "FusedMoE.load": lambda: Call(
-        FusedMoE(**LAYER).load, {"checkpoint": "nothing/here", "layer": 3}
+        FusedMoE(**LAYER_ARGUMENTS).load, {"checkpoint": "nothing/here", "layer": 3}
     ),
-    "FusedMoE.local_expert": lambda: Call(FusedMoE(**LAYER).local_expert, {"expert_id": 1}),
+    "FusedMoE.local_expert": lambda: Call(
+        FusedMoE(**LAYER_ARGUMENTS).local_expert, {"expert_id": 1}
+    ),
     "FusedMoE.warm_up": lambda: Call(_warm_up, {"tokens": 1}),
-    "EPMoE": lambda: Call(EPMoE, EP),
+    "EPMoE": lambda: Call(EPMoE, EP_MOE_ARGUMENTS),
     "LayerParallel": lambda: Call(
         LayerParallel, {"ep": (0, 2), "tp": (0, 1), "ep_group": None, "tp_group": None}
     ),
@@ -136,27 +181,33 @@ JUNK_RECIPES: Mapping[str, Callable[[], Call]] = {
     "Placement.of_table": lambda: Call(
         Placement.of_table, {"table": [(0, 0), (1, 0)], "world_size": 2}
     ),
-    "Placement.with_copies": lambda: Call(OLD.with_copies, {"copies": {0: (1,)}}),
-    "Placement.without": lambda: Call(OLD.with_copies({0: (1,), 1: (1,)}).without, {"ranks": [0]}),
+    "Placement.with_copies": lambda: Call(PLACEMENT.with_copies, {"copies": {0: (1,)}}),
+    "Placement.without": lambda: Call(
+        PLACEMENT.with_copies({0: (1,), 1: (1,)}).without, {"ranks": [0]}
+    ),
     "Placement.from_eplb": lambda: Call(
         Placement.from_eplb, {"physical_to_logical": [0, 1, 2, 3], "ranks": 2, "join": False}
     ),
-    "Placement.expert_map": lambda: Call(OLD.expert_map, {"rank": 0, "device": "cpu"}),
-    "Placement.tables": lambda: Call(OLD.tables, {"device": "cpu", "tiers": ()}),
+    "Placement.expert_map": lambda: Call(PLACEMENT.expert_map, {"rank": 0, "device": "cpu"}),
+    "Placement.tables": lambda: Call(PLACEMENT.tables, {"device": "cpu", "tiers": ()}),
     "rebalance": lambda: Call(
         rebalance,
-        {"load": [3.0, 2.0, 1.0, 1.0], "slots": [2, 2], "old": OLD, "hosts": 1, "groups": 1},
+        {"load": [3.0, 2.0, 1.0, 1.0], "slots": [2, 2], "old": PLACEMENT, "hosts": 1, "groups": 1},
     ),
-    "moves": lambda: Call(moves, {"old": OLD, "new": Placement.round_robin(4, 2)}),
+    "moves": lambda: Call(moves, {"old": PLACEMENT, "new": Placement.round_robin(4, 2)}),
     "rank_loads": lambda: Call(
-        rank_loads, {"load": [1.0] * 4, "placement": OLD, "ranks_per_host": 2}
+        rank_loads, {"load": [1.0] * 4, "placement": PLACEMENT, "ranks_per_host": 2}
     ),
-    "format_of": lambda: Call(format_of, {"config": FP8, "path": "config.json", "depth": 256}),
+    "format_of": lambda: Call(
+        format_of, {"config": FP8_CONFIG, "path": "config.json", "depth": 256}
+    ),
     "fit_scheme": lambda: Call(
-        fit_scheme, {"format": INT4, "intermediate": 64, "world": 2, "gated": True}
+        fit_scheme, {"format": INT4_FORMAT, "intermediate": 64, "world": 2, "gated": True}
     ),
-    "Format.with_scheme": lambda: Call(INT4.with_scheme, {"scheme": INT4.scheme}),
-    "Format": lambda: Call(Format, {"method": "none", "scheme": INT4.scheme, "minus_one": True}),
+    "Format.with_scheme": lambda: Call(INT4_FORMAT.with_scheme, {"scheme": INT4_FORMAT.scheme}),
+    "Format": lambda: Call(
+        Format, {"method": "none", "scheme": INT4_FORMAT.scheme, "minus_one": True}
+    ),
     "fit_group": lambda: Call(checkpoints.fit_group, {"group": 128, "columns": 64}),
     "Share": lambda: Call(
         Share,
@@ -181,7 +232,7 @@ JUNK_RECIPES: Mapping[str, Callable[[], Call]] = {
         {"ckpt_gate_proj_name": "w1", "ckpt_down_proj_name": "w2", "ckpt_up_proj_name": "w3"}
         | {"num_experts": 2},
     ),
-    "MoeRunnerConfig": lambda: Call(MoeRunnerConfig, CONFIG),
+    "MoeRunnerConfig": lambda: Call(MoeRunnerConfig, RUNNER_CONFIG_FIELDS),
     "MoeRunner": lambda: Call(
         MoeRunner,
         {"runner_backend": "torch", "config": MoeRunnerConfig(), "fused": True, "padding": False}
@@ -218,4 +269,4 @@ def _evict(name: str) -> None:
 
 
 def _warm_up(tokens: int) -> None:
-    FusedMoE(**LAYER).warm_up(tokens)
+    FusedMoE(**LAYER_ARGUMENTS).warm_up(tokens)

@@ -11,14 +11,14 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
 
 CPU = torch.device("cpu")
-# Hidden and intermediate size are no multiples of any group or block below, except of group=40.
+# The hidden and intermediate sizes are not multiples of the group and block sizes below, except 40.
 BASE = Problem(tokens=2, hidden=40, intermediate=24, experts=3, top_k=1)
 FP8, HALF = torch.float8_e4m3fn, (torch.float32, torch.bfloat16)
 FLOAT32, BYTE = (torch.float32,), (torch.uint8,)
 ANY = (torch.float32, torch.float16, torch.bfloat16)
 
-# Scheme -> (shapes of the stored tensor, scale and zero point of w1 (3, 48, 40), then of w2
-# (3, 40, 24)), (possible dtypes of the stored tensors, possible dtypes of the scales).
+# Scheme -> (shapes, dtypes). shapes: the stored weight, scale and zero point of w1, then of w2. The
+# weights are (3, 48, 40) and (3, 40, 24). dtypes: possible dtypes of the weights and of the scales.
 # fmt: off
 SPECS: dict[str, tuple[tuple[tuple[int, ...] | None, ...], tuple[Any, ...]]] = {
     "fp8_w8a8_tensor": (((3, 48, 40), (3,), None, (3, 40, 24), (3,), None), ((FP8,), FLOAT32)),
@@ -65,8 +65,8 @@ def plain_weights(problem: Problem, seed: int = 0, std: float = 1.0) -> ExpertWe
     generator = torch.Generator().manual_seed(seed)
     w1 = std * torch.randn(problem.e, problem.w1_rows, problem.hidden, generator=generator)
     w2 = std * torch.randn(problem.e, problem.hidden, problem.intermediate, generator=generator)
-    static = torch.tensor([0.01]) if problem.scheme.static else None
-    return ExpertWeights(w1, w2, a1_scale=static, a2_scale=static)
+    static_scale = torch.tensor([0.01]) if problem.scheme.static else None
+    return ExpertWeights(w1, w2, a1_scale=static_scale, a2_scale=static_scale)
 
 
 def make_quantized(text: str, **changes: Any) -> tuple[Problem, ExpertWeights]:
@@ -77,4 +77,4 @@ def make_quantized(text: str, **changes: Any) -> tuple[Problem, ExpertWeights]:
 
 def tensors_of(weights: ExpertWeights, name: str) -> tuple[Any, Any, Any]:
     """Return a weight, its scale and its zero point."""
-    return tuple(getattr(weights, f"{name}{end}") for end in ("", "_scale", "_zero_point"))
+    return tuple(getattr(weights, f"{name}{suffix}") for suffix in ("", "_scale", "_zero_point"))

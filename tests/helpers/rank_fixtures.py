@@ -1,4 +1,4 @@
-"""Ranks that all tests of a module share."""
+"""A fixture with ranks that all tests of a module share."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Functions that tests of RankPool run on ranks. Ranks import this file."""
+"""Functions that tests of RankPool run on ranks. Rank processes import this module."""
 
 import os
 import signal
@@ -93,10 +93,10 @@ def pair_up(rank, world, group):
     """Run an all-to-all in which some ranks send nothing; return the received values."""
     sends = [peer * (rank % 2) for peer in range(world)]
     receives = [rank * (peer % 2) for peer in range(world)]
-    inbox = torch.empty(sum(receives))
-    outbox = torch.full((sum(sends),), float(rank))
-    dist.all_to_all_single(inbox, outbox, receives, sends, group=group)
-    return inbox.tolist()
+    received = torch.empty(sum(receives))
+    sent = torch.full((sum(sends),), float(rank))
+    dist.all_to_all_single(received, sent, receives, sends, group=group)
+    return received.tolist()
 
 
 class SlowError(Exception):
@@ -108,7 +108,7 @@ class SlowError(Exception):
 
 
 def fail_one_after_the_other(rank: int, world_size: int, group: object) -> None:
-    """Raise on rank 1 first. The error of rank 1 is reported last."""
+    """Raise on rank 1 first, although the error of rank 1 is reported last."""
     if rank == 1:
         raise SlowError
     time.sleep(0.2)

@@ -1,6 +1,6 @@
 """Functions that ranks run to replay calls of exchanges with a fixed capacity.
 
-Ranks import this file.
+Rank processes import this module.
 """
 
 from ep_layers import Layer
@@ -15,7 +15,7 @@ TWO_LEVEL = "HostThenRankPrepareAndFinalize"
 
 
 def make_manager(part: str, group: object, **options) -> TorchGroup | SymmetricGroup:
-    """Return the manager with which calls of a part have a fixed capacity."""
+    """Return a manager with which the calls of a part have a fixed capacity."""
     if part == SYMMETRIC:
         return SymmetricGroup(group, **options)
     manager_class = HostThenRankGroup if part == TWO_LEVEL else TorchGroup
@@ -31,8 +31,8 @@ def replay_calls(rank: int, world: int, group: object, layers: list[Layer]):
         plan = layers[0].kernel(rank, make_manager(layers[0].part, group)).plan()
         outputs = []
         for layer in layers:
-            given = layer.inputs_of(rank)
-            outputs.append(plan(given.x_TH, given.weights, given.routing).clone())
+            inputs = layer.inputs_of(rank)
+            outputs.append(plan(inputs.x_TH, inputs.weights, inputs.routing).clone())
         plan.kernel.prepare_finalize.check()
         return outputs, plan.kernel.counters(), plan.kernel.invalid_ids
 
@@ -43,8 +43,8 @@ def make_replayed_plan(rank: int, group: object, layer: Layer, **options) -> tup
     options: arguments of the manager.
     """
     plan = layer.kernel(rank, make_manager(layer.part, group, **options)).plan()
-    given = layer.inputs_of(rank)
-    arguments = given.x_TH, given.weights, given.routing
+    inputs = layer.inputs_of(rank)
+    arguments = inputs.x_TH, inputs.weights, inputs.routing
     for _ in range(4):
         plan(*arguments)
     assert plan.kernel.counters()["replayed_calls"] >= 2
@@ -54,13 +54,13 @@ def make_replayed_plan(rank: int, group: object, layer: Layer, **options) -> tup
 def refuse_in_replay(
     rank: int, world: int, group: object, layer: Layer, timeout_s: float
 ) -> list[str]:
-    """Refuse a call on rank 1 that other ranks replay. Return the results of three calls."""
+    """Make three calls, the first of which only rank 1 refuses. Return a result for each call."""
     with interpreted_replays():
-        plan, (x_TH, *rest) = make_replayed_plan(rank, group, layer, timeout_s=timeout_s)
+        plan, (x_TH, *other_arguments) = make_replayed_plan(rank, group, layer, timeout_s=timeout_s)
         results = []
         for x in (x_TH.double() if rank == 1 else x_TH, x_TH, x_TH):
             try:
-                results.append("NaN" if plan(x, *rest).isnan().all() else "")
+                results.append("NaN" if plan(x, *other_arguments).isnan().all() else "")
             except ModularKernelError as error:
                 results.append(f"{type(error).__name__}: {error}")
         return results

@@ -1,6 +1,7 @@
 """Program of tests/core/test_replayed_launch.py, run with a stand-in for libcuda.so.1.
 
-It launches kernels compiled for sm_90 with Triton's launcher, and then replays a recording.
+The program launches kernels compiled for sm_90 with Triton's launcher, and then replays a recording
+of these launches.
 """
 
 import ctypes
@@ -26,8 +27,7 @@ from modular_kernel.replay.launch.triton_versions import tma_async_load
 from modular_kernel.testing.compile.report import NoDevice
 
 stand_in = ctypes.CDLL("libcuda.so.1")
-BYTES = {"i1": 1, "u1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "fp32": 4, "fp64": 8}
-MAP = (128, 4, 4, 8, 8)  # parameter bytes of a 2D TMA descriptor: map, two sizes, two strides
+MAP_PARAMETER_BYTES = (128, 4, 4, 8, 8)  # of a 2D TMA descriptor: map, two sizes, two strides
 MAX_BYTES = 1024
 
 
@@ -62,9 +62,9 @@ class Device(NoDevice):
 
 @triton.jit
 def plain_kernel(x_ptr, out_ptr, rows, factor, wide, flag, none_ptr, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + at, mask=(at < rows) & flag, other=0.0)
-    tl.store(out_ptr + at + wide, x * factor, mask=at < rows)
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offsets, mask=(offsets < rows) & flag, other=0.0)
+    tl.store(out_ptr + offsets + wide, x * factor, mask=offsets < rows)
 
 
 @gluon.jit
@@ -82,13 +82,13 @@ def boxes_kernel(x_desc, out_ptr, rows, SIZE: gl.constexpr, num_warps: gl.conste
 
 
 def set_parameter_sizes(sizes: tuple[int, ...]) -> None:
-    """Set the parameter sizes of the next kernels, in bytes; two scratch pointers follow."""
+    """Set the parameter sizes of later kernels, in bytes, without the two scratch pointers."""
     sizes += (8, 8)
     (ctypes.c_int * 64).in_dll(stand_in, "parameter_bytes")[: len(sizes)] = sizes
     ctypes.c_int.in_dll(stand_in, "parameter_count").value = len(sizes)
 
 
-def last_launch() -> dict[str, Any]:
+def get_last_launch() -> dict[str, Any]:
     """Return the last launch that the stand-in recorded."""
     count = ctypes.c_int.in_dll(stand_in, "recorded_count").value
     recorded = (RecordedLaunch * 8).in_dll(stand_in, "recorded")[(count - 1) % 8]
@@ -108,19 +108,19 @@ def launch_both(first: list[torch.Tensor], second: list[torch.Tensor], call: Any
     """
     with recording.record_launches(first) as recorder:
         call(*first)
-    before = last_launch()["number"] - 1
-    triton_first = last_launch()
+    num_earlier_launches = get_last_launch()["number"] - 1
+    triton_first = get_last_launch()
     call(*second)
-    triton_second = last_launch()
+    triton_second = get_last_launch()
     recorded = recorder.make_recorded_call()
     if recorded is None:
         return {"refused": recorder.refusal_reason}
     replayed = []
     for tensors in (first, second):
         recorded.replay(5, [tensor.data_ptr() for tensor in tensors])
-        replayed.append(last_launch())
+        replayed.append(get_last_launch())
     for launched in (triton_first, triton_second, *replayed):
-        launched["number"] -= before
+        launched["number"] -= num_earlier_launches
     return {"triton": [triton_first, triton_second], "replayed": replayed}
 
 
@@ -144,7 +144,7 @@ def launch_boxes(x: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def main() -> dict[str, Any]:
-    # The stand-in only has the functions that are called, so symbols must be resolved lazily.
+    # The stand-in lacks functions that are not called, so symbols must be resolved lazily.
     sys.setdlopenflags(os.RTLD_LAZY)
     triton.runtime.driver.set_active(Device())
     torch.cuda.current_device = lambda: 0
@@ -159,13 +159,13 @@ def main() -> dict[str, Any]:
     first, second = (
         [torch.zeros(256, 64, dtype=torch.float16) for _ in range(2)] for _ in range(2)
     )
-    set_parameter_sizes((*MAP, 8, 4))
+    set_parameter_sizes((*MAP_PARAMETER_BYTES, 8, 4))
     results["boxes"] = launch_both(first, second, launch_boxes)
-    return {**results, **refusals()}
+    return {**results, **list_refusals()}
 
 
-def refusals() -> dict[str, str]:
-    """Return the reasons why launches are not replayed. Each changes one field of the kernel."""
+def list_refusals() -> dict[str, str]:
+    """Return the reasons why launches are not replayed, with one field of the kernel changed."""
     replayable = SimpleNamespace(
         target=SimpleNamespace(backend="cuda"),
         num_ctas=1,

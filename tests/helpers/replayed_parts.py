@@ -47,12 +47,12 @@ def launch_add(tensors: Sequence[torch.Tensor], count: int) -> None:
     if recorder is None:
         return
     places = [recorder.locate(tensor) for tensor in tensors]
-    fixed = [tensor.data_ptr() for tensor in tensors]
+    recorded_addresses = [tensor.data_ptr() for tensor in tensors]
 
     def relaunch(pointers: Sequence[int]) -> None:
         addresses = [
-            recorded if place is None else pointers[place[0]] + place[1]
-            for recorded, place in zip(fixed, places, strict=True)
+            recorded_address if place is None else pointers[place[0]] + place[1]
+            for recorded_address, place in zip(recorded_addresses, places, strict=True)
         ]
         add_kernel(*addresses, count)
 
@@ -93,23 +93,23 @@ class AddExperts(TorchExperts):
 
     def workspace_shapes(self, shape: Any) -> WorkspaceShapes:
         rows = BufferSpec((shape.tokens, self.problem.hidden), torch.float32)
-        kept = () if self.problem.combine is Combine.SUM else (shape.top_k,)
-        output = BufferSpec((shape.tokens, *kept, self.problem.hidden), self.problem.dtype)
+        topk_dims = () if self.problem.combine is Combine.SUM else (shape.top_k,)
+        output = BufferSpec((shape.tokens, *topk_dims, self.problem.hidden), self.problem.dtype)
         return WorkspaceShapes(rows, BufferSpec((0,), torch.float32), output)
 
     def finalize_weight_and_reduce_impl(self) -> Any:
-        summed = self.problem.combine is Combine.SUM
-        return TopKWeightAndReduceNoOp() if summed else KeepTopK(weighted=False)
+        is_summed = self.problem.combine is Combine.SUM
+        return TopKWeightAndReduceNoOp() if is_summed else KeepTopK(weighted=False)
 
     def apply(self, tokens: Any, *, weights: Any, workspace: Any, output: torch.Tensor) -> None:
         assert isinstance(tokens, StandardTokens)
         self.host_calls += 1
-        between = workspace.take("workspace13", tuple(tokens.x_TH.shape))
-        router = tokens.routing.topk_weights_TK
+        intermediate = workspace.take("workspace13", tuple(tokens.x_TH.shape))
+        topk_weights_TK = tokens.routing.topk_weights_TK
         if self.problem.dtype is not torch.float32:
             return  # tests of invalid inputs do not check values
-        self.launch((between, tokens.x_TH, weights.w1, router), tokens.x_TH.numel())
-        self.launch((output, between, weights.w1, router), tokens.x_TH.numel())
+        self.launch((intermediate, tokens.x_TH, weights.w1, topk_weights_TK), tokens.x_TH.numel())
+        self.launch((output, intermediate, weights.w1, topk_weights_TK), tokens.x_TH.numel())
 
     def launch(self, tensors: Sequence[torch.Tensor], count: int) -> None:
         launch_add(tensors, count)
@@ -133,8 +133,8 @@ def make_inputs(tokens: int = 4, seed: int = 0) -> tuple[torch.Tensor, ExpertWei
 
 
 def expected_output(x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing) -> torch.Tensor:
-    step_w, step_r = weights.w1.flatten()[0], routing.topk_weights_TK.flatten()[0]
-    return x_TH + step_w + step_r + step_w + step_r
+    w1_0, topk_weight_0 = weights.w1.flatten()[0], routing.topk_weights_TK.flatten()[0]
+    return x_TH + w1_0 + topk_weight_0 + w1_0 + topk_weight_0
 
 
 def assert_output(out: torch.Tensor, args: tuple[torch.Tensor, ExpertWeights, Routing]) -> None:

@@ -1,7 +1,8 @@
-"""Program for torchrun on two hosts: rank 1 exits in the first attempt, and the second succeeds.
+"""Program for torchrun on two hosts: rank 1 exits in the first attempt, the second one succeeds.
 
-The argument is a file that rank 1 creates before it exits. TORCHELASTIC_RESTART_COUNT does not tell
-attempts apart, because an agent that restarts its rank for the other host does not increase it.
+The argument is a file that rank 1 creates before it exits, by which the second attempt is
+recognized. TORCHELASTIC_RESTART_COUNT does not distinguish the attempts, because an agent that
+restarts its rank after a failure on the other host does not increase the count.
 """
 
 import os
@@ -21,7 +22,7 @@ marker = Path(sys.argv[1])
 if rank == 1 and not marker.exists():
     marker.touch()
     os._exit(9)
-dist.barrier()  # rank 1 does not reach it in the first attempt
+dist.barrier()  # rank 1 does not reach this barrier in the first attempt
 exact = layer.exact()[layer.rows(rank)]
 assert (out.double() - exact).abs().max() < 1e-4
 sys.stdout.write(f"rank {rank} is right\n")

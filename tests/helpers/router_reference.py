@@ -24,10 +24,10 @@ _ABSOLUTE_TOLERANCE = {"softmax": 2.0**-120, "sigmoid": 2.0**-120, "sqrtsoftplus
 
 @dataclass(frozen=True)
 class Row:
-    """One token.
+    """The logits of one token, and the values by which its experts are selected.
 
     logits: clamped to finite values, None for NaN. choices: values that rank the experts, -inf for
-    an excluded expert. tolerance: relative tolerance of its weights.
+    an excluded expert. tolerance: relative tolerance of the router weights.
     """
 
     logits: tuple[float | None, ...]
@@ -53,72 +53,72 @@ def disagreements(
         identity_T = routed.identity_T.tolist()
     messages = []
     for token, values in enumerate(logits_TE.double().tolist()):
-        row = _row(values, bias, spec)
+        row = _make_row(values, bias, spec)
         if token_ids_T is None:
-            expected = best(row.choices, spec.top_k)
+            expected = select_largest(row.choices, spec.top_k)
         else:
-            expected = _ids_of_table(int(token_ids_T[token]), tensors, row)
+            expected = _look_up_table(int(token_ids_T[token]), tensors, row)
         actual = ids_TK[token], weights_TK[token], identity_T[token]
-        differences = _differences(row, spec, expected, *actual)
+        differences = _find_differences(row, spec, expected, *actual)
         messages += [f"token {token}: {text}" for text in differences]
     return messages
 
 
-def best(values: Sequence[float], count: int) -> list[int]:
+def select_largest(values: Sequence[float], count: int) -> list[int]:
     """Return the indices of the `count` largest values, in order; -1 for -inf."""
     order = sorted(range(len(values)), key=lambda index: (-values[index], index))
     return [index if values[index] > -math.inf else -1 for index in order[:count]]
 
 
-def _row(values: Sequence[float], bias: Sequence[float], spec: RouterSpec) -> Row:
+def _make_row(values: Sequence[float], bias: Sequence[float], spec: RouterSpec) -> Row:
     logits = [None if math.isnan(v) else min(max(v, -_LARGEST), _LARGEST) for v in values]
-    known = [logit for logit in logits if logit is not None]
-    # Bounds the arguments of exponentials: softmax subtracts a logit, other scores do not.
-    lowest = min(known, default=0.0) if spec.score == "softmax" else 0.0
-    max_argument = min(max((abs(logit - lowest) for logit in known), default=0.0), 100.0)
-    # Scores increase with logits, but may round to the same value, such as 1. Sort by scores only
-    # if a bias or another score is added to them.
+    valid_logits = [logit for logit in logits if logit is not None]
+    # Bound of the arguments of exponentials. Only softmax subtracts a logit.
+    offset = min(valid_logits, default=0.0) if spec.score == "softmax" else 0.0
+    max_argument = min(max((abs(logit - offset) for logit in valid_logits), default=0.0), 100.0)
+    # Different logits may have scores that round to the same value, such as 1. Experts are
+    # therefore sorted by their logits, unless a bias or another score is added to the scores.
     adds_to_scores = spec.selection_bias or (
         spec.topk_groups < spec.groups and spec.group_score == "top2"
     )
     sorts_by_score = spec.order == "score_first" and adds_to_scores
-    keys = _scores(logits, spec.score) if sorts_by_score else list(logits)
+    keys = _compute_scores(logits, spec.score) if sorts_by_score else list(logits)
     choices = [-math.inf if v is None or math.isnan(v + b) else v + b
                for v, b in zip(keys, bias, strict=True)]  # fmt: skip
-    kept = _in_groups(choices, spec)
+    choices = _exclude_other_groups(choices, spec)
     # The relative error of an exponential grows with its argument.
-    return Row(tuple(logits), tuple(kept), (_STEPS + 2 * max_argument) * _ROUNDING)
+    return Row(tuple(logits), tuple(choices), (_STEPS + 2 * max_argument) * _ROUNDING)
 
 
-def _scores(logits: Sequence[float | None], score: str) -> list[float | None]:
+def _compute_scores(logits: Sequence[float | None], score: str) -> list[float | None]:
     if score == "softmax":
-        known = [logit for logit in logits if logit is not None]
-        total = sum(math.exp(logit - max(known)) for logit in known)
-        return [None if v is None else math.exp(v - max(known)) / total for v in logits]
-    return [None if v is None else _score(v, score) for v in logits]
+        valid_logits = [logit for logit in logits if logit is not None]
+        total = sum(math.exp(logit - max(valid_logits)) for logit in valid_logits)
+        return [None if v is None else math.exp(v - max(valid_logits)) / total for v in logits]
+    return [None if v is None else _compute_score(v, score) for v in logits]
 
 
-def _score(logit: float, score: str) -> float:
-    small = math.exp(-abs(logit))
+def _compute_score(logit: float, score: str) -> float:
+    exp = math.exp(-abs(logit))  # the negative argument avoids an overflow
     if score == "sigmoid":
-        return 1 / (1 + small) if logit >= 0 else small / (1 + small)
-    return math.sqrt(max(logit, 0.0) + math.log1p(small))
+        return 1 / (1 + exp) if logit >= 0 else exp / (1 + exp)
+    return math.sqrt(max(logit, 0.0) + math.log1p(exp))
 
 
-def _in_groups(choices: list[float], spec: RouterSpec) -> list[float]:
+def _exclude_other_groups(choices: list[float], spec: RouterSpec) -> list[float]:
     if spec.topk_groups == spec.groups:
         return choices
     size = len(choices) // spec.groups
     group_scores = []
     for start in range(0, len(choices), size):
-        first, *rest = sorted(choices[start : start + size], reverse=True)
-        second = rest[0] if rest and spec.group_score == "top2" and rest[0] > -math.inf else 0.0
-        group_scores.append(first + second)
-    kept = best(group_scores, spec.topk_groups)
-    return [v if index // size in kept else -math.inf for index, v in enumerate(choices)]
+        best, *others = sorted(choices[start : start + size], reverse=True)
+        second = max(others, default=-math.inf) if spec.group_score == "top2" else -math.inf
+        group_scores.append(best + (second if second > -math.inf else 0.0))
+    groups = select_largest(group_scores, spec.topk_groups)
+    return [v if index // size in groups else -math.inf for index, v in enumerate(choices)]
 
 
-def _ids_of_table(token_id: int, tensors: RouterTensors, row: Row) -> list[int]:
+def _look_up_table(token_id: int, tensors: RouterTensors, row: Row) -> list[int]:
     """Return the experts that the table has for a token id."""
     assert tensors.table_VK is not None
     rows, top_k = tensors.table_VK.shape
@@ -129,13 +129,13 @@ def _ids_of_table(token_id: int, tensors: RouterTensors, row: Row) -> list[int]:
     return [-1 if i >= 0 and row.logits[i] is None else i for i in ids]
 
 
-def _weights(row: Row, ids: Sequence[int], spec: RouterSpec) -> list[float]:
+def _compute_weights(row: Row, ids: Sequence[int], spec: RouterSpec) -> list[float]:
     chosen = [row.logits[i] if i >= 0 else None for i in ids]
     if spec.score == "softmax" and spec.order == "topk_first":
-        scores = _scores(chosen, "softmax")
+        scores = _compute_scores(chosen, "softmax")
     else:
-        every = _scores(row.logits, spec.score)
-        scores = [every[i] if i >= 0 else None for i in ids]
+        all_scores = _compute_scores(row.logits, spec.score)
+        scores = [all_scores[i] if i >= 0 else None for i in ids]
     weights = [0.0 if score is None else score for score in scores]
     if spec.renormalize:
         divisor = max(sum(weights) + spec.eps, spec.floor)
@@ -143,7 +143,7 @@ def _weights(row: Row, ids: Sequence[int], spec: RouterSpec) -> list[float]:
     return weights
 
 
-def _differences(
+def _find_differences(
     row: Row,
     spec: RouterSpec,
     expected: Sequence[int],
@@ -153,21 +153,22 @@ def _differences(
 ) -> list[str]:
     experts = len(row.logits) - spec.zero_experts
     chosen = list[int]()
-    for k, (w, g) in enumerate(zip(expected, ids, strict=True)):
-        visible = w if w < experts else -1
-        if g != visible and not _is_tie(row, w, g, chosen):
-            return [f"pair {k}: got expert {g}, need {visible}"]
-        chosen.append(w if g == visible else g)
+    for k, (expected_id, actual_id) in enumerate(zip(expected, ids, strict=True)):
+        # The ids of zero experts are returned as -1.
+        visible_id = expected_id if expected_id < experts else -1
+        if actual_id != visible_id and not _is_tie(row, expected_id, actual_id, chosen):
+            return [f"pair {k}: got expert {actual_id}, need {visible_id}"]
+        chosen.append(expected_id if actual_id == visible_id else actual_id)
     if not spec.table and len({i for i in chosen if i >= 0}) < sum(i >= 0 for i in chosen):
         return [f"got {chosen}: an expert twice"]
-    exact = _weights(row, chosen, spec)
+    exact = _compute_weights(row, chosen, spec)
     zero_expert_weight = sum(w for w, i in zip(exact, chosen, strict=True) if i >= experts)
-    pairs = [0.0 if i >= experts else w for w, i in zip(exact, chosen, strict=True)]
-    compared = [*zip(weights, pairs, strict=True), (identity, zero_expert_weight)]
+    pair_weights = [0.0 if i >= experts else w for w, i in zip(exact, chosen, strict=True)]
+    compared = [*zip(weights, pair_weights, strict=True), (identity, zero_expert_weight)]
     return [
-        f"weight {k}: got {g!r}, need {w!r}"
-        for k, (g, w) in enumerate(compared)
-        if not abs(g - w) <= row.tolerance * w + _ABSOLUTE_TOLERANCE[spec.score]
+        f"weight {k}: got {actual!r}, need {need!r}"
+        for k, (actual, need) in enumerate(compared)
+        if not abs(actual - need) <= row.tolerance * need + _ABSOLUTE_TOLERANCE[spec.score]
     ]
 
 
@@ -179,5 +180,5 @@ def _is_tie(row: Row, expected: int, actual: int, chosen: Sequence[int]) -> bool
     if min(expected, actual) < 0 or max(expected, actual) >= len(row.choices):
         return False
     a, b = row.choices[expected], row.choices[actual]
-    lower = [e for e in range(actual) if row.choices[e] == b and e not in chosen]
-    return not lower and abs(a - b) <= row.tolerance * max(abs(a), abs(b), 1.0)
+    unchosen_equals = [e for e in range(actual) if row.choices[e] == b and e not in chosen]
+    return not unchosen_equals and abs(a - b) <= row.tolerance * max(abs(a), abs(b), 1.0)

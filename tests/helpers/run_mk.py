@@ -37,11 +37,11 @@ def run_mk(capsys: pytest.CaptureFixture[str], *args: str) -> CommandResult:
 Mk = Callable[..., CommandResult]
 
 
-def make_mk_fixture(*first: str) -> Any:
-    """Return the fixture `mk`, which runs `mk` with the arguments `first` and those of the call."""
+def make_mk_fixture(*leading_arguments: str) -> Any:
+    """Return the fixture `mk`, which runs `mk` with `leading_arguments` and those of the call."""
 
     @pytest.fixture
     def mk(capsys: pytest.CaptureFixture[str]) -> Mk:
-        return partial(run_mk, capsys, *first)
+        return partial(run_mk, capsys, *leading_arguments)
 
     return mk

@@ -1,4 +1,4 @@
-"""Arguments of MoeRunner, and its calls, for the small layer of `fused_experts_calls`."""
+"""Arguments for calls of MoeRunner, and a call on the small layer of `fused_experts_calls`."""
 
 from typing import Any
 

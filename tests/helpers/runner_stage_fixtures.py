@@ -27,8 +27,8 @@ def make_pools_fixture() -> Any:
 def make_stages_fixture(stages_by_kind: dict[str, Any]) -> Any:
     """Return the fixture `stages`, which registers stages in empty pools for a test.
 
-    stages_by_kind: maps "pre-permute", "post-permute" and "core" to (decorator that registers a
-        stage, function of the stage, any).
+    stages_by_kind: maps "pre-permute", "post-permute" and "core" to tuples of three items: the
+        decorator that registers a stage, the function of the stage, and an item that is not used.
     """
 
     @pytest.fixture(name="stages")

@@ -1,7 +1,7 @@
-"""SGLang's MoE runners, and functions in their place that each have one fault.
+"""An engine with SGLang's MoE runners and with functions that replace them and have one fault each.
 
-Worker processes of `modular_kernel.testing.engines` load it. It imports SGLang in `load_engine`,
-when SGLang is prepared for a CPU.
+Worker processes of `modular_kernel.testing.engines` load this module. SGLang is imported in
+functions, because `load_engine` must prepare it for a CPU before.
 """
 
 import os
@@ -14,7 +14,7 @@ import torch
 from modular_kernel.integrations.sglang import classes
 
 
-def wrong_activation(layer: Any, dispatch_output: Any) -> Any:
+def use_wrong_activation(layer: Any, dispatch_output: Any) -> Any:
     """Compute silu of up instead of gate."""
     from sglang.srt.layers.moe.fused_moe_native import fused_moe_forward_native
 
@@ -26,24 +26,24 @@ def wrong_activation(layer: Any, dispatch_output: Any) -> Any:
         layer.w13_weight.data = original
 
 
-def raising(layer: Any, dispatch_output: Any) -> Any:
+def raise_error(layer: Any, dispatch_output: Any) -> Any:
     raise RuntimeError("invalid tile")
 
 
-def aborting(layer: Any, dispatch_output: Any) -> Any:
+def abort_process(layer: Any, dispatch_output: Any) -> Any:
     os.abort()
 
 
-def hanging(layer: Any, dispatch_output: Any) -> Any:
+def hang(layer: Any, dispatch_output: Any) -> Any:
     time.sleep(600)
 
 
-def missing_operator(layer: Any, dispatch_output: Any) -> Any:
+def call_missing_operator(layer: Any, dispatch_output: Any) -> Any:
     return torch.ops.sglang.no_such_operator()
 
 
-def reading_memory(layer: Any, dispatch_output: Any) -> Any:
-    """Add memory that was not written."""
+def read_unwritten_memory(layer: Any, dispatch_output: Any) -> Any:
+    """Replace the output by unwritten memory where that memory is NaN."""
     from sglang.srt.layers.moe.fused_moe_native import fused_moe_forward_native
 
     output = fused_moe_forward_native(layer, dispatch_output)
@@ -52,12 +52,12 @@ def reading_memory(layer: Any, dispatch_output: Any) -> Any:
 
 
 FAULTY: dict[str, Callable[[Any, Any], Any]] = {
-    "WrongActivation": wrong_activation,
-    "Raising": raising,
-    "Aborting": aborting,
-    "Hanging": hanging,
-    "MissingOperator": missing_operator,
-    "ReadingMemory": reading_memory,
+    "WrongActivation": use_wrong_activation,
+    "Raising": raise_error,
+    "Aborting": abort_process,
+    "Hanging": hang,
+    "MissingOperator": call_missing_operator,
+    "ReadingMemory": read_unwritten_memory,
 }
 
 
@@ -65,8 +65,8 @@ def load_engine() -> Any:
     engine: Any = classes.load_engine()
     for name, function in FAULTY.items():
         engine.add_function(name, function)
-    # SGLang keeps the Triton runner for unquantized layers.
-    engine.add_function("OtherBackend", wrong_activation, "marlin")
+    # For unquantized layers, SGLang selects its Triton runner instead of this backend.
+    engine.add_function("OtherBackend", use_wrong_activation, "marlin")
     return engine
 
 

@@ -1,7 +1,7 @@
 """Prints as JSON which runner SGLang selects for its layers: `python sglang_program.py BACKEND`.
 
-It also prints whether the plugin has loaded HEAVY when SGLang starts, and how many seconds the
-registration took.
+The program also prints whether the plugin has imported HEAVY_MODULE when SGLang starts, and how
+many seconds the registration took.
 """
 
 import json
@@ -31,7 +31,7 @@ CONFIGS = {
     "int8 by block": int8_block_config,
     "int4 in groups": lambda: group_config(4, zero_points=True),
 }
-HEAVY = "modular_kernel.integrations.moe_runner"
+HEAVY_MODULE = "modular_kernel.integrations.moe_runner"
 
 
 def main(backend: str) -> None:
@@ -41,21 +41,21 @@ def main(backend: str) -> None:
     logging.getLogger("modular_kernel").addHandler(handler)
     from sglang.srt.arg_groups.choices import MOE_RUNNER_BACKEND_CHOICES
 
-    begin = time.perf_counter()
+    start = time.perf_counter()
     from modular_kernel.integrations.sglang import register
 
     register()
-    seconds = time.perf_counter() - begin
+    seconds = time.perf_counter() - start
     sglang_runtime.start(backend)
-    loaded = HEAVY in sys.modules
+    is_loaded = HEAVY_MODULE in sys.modules
     selected = {}
     for name, config in CONFIGS.items():
         runner = fused_moe(PROBLEM, config()).runner
         fused = getattr(runner.fused_func, "__qualname__", None)
         selected[name] = runner.runner_backend.value, type(runner.runner_core).__name__, fused
     choices = list(MOE_RUNNER_BACKEND_CHOICES)
-    facts = {"selected": selected, "choices": choices, "loaded": loaded, "seconds": seconds}
-    sys.stdout.write(json.dumps(facts | {"logs": logs}) + "\n")
+    results = {"selected": selected, "choices": choices, "loaded": is_loaded, "seconds": seconds}
+    sys.stdout.write(json.dumps(results | {"logs": logs}) + "\n")
 
 
 if __name__ == "__main__":

@@ -34,9 +34,9 @@ def start(backend: str) -> None:
     from sglang.srt.layers.moe.utils import initialize_moe_config
 
     initialize_moe_config()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
     init_distributed_environment(1, 0, address, 0, backend="gloo")
     initialize_model_parallel(backend="gloo")
     from sglang.kernels.ops.quantization import fp8_kernel
@@ -91,15 +91,15 @@ def group_config(bits: int, *, zero_points: bool) -> Any:
     """Return the config of GPTQ weights in groups of 32, which SGLang runs with moe_wna16."""
     from sglang.srt.layers.quantization.moe_wna16 import MoeWNA16Config
 
-    full = {"bits": bits, "group_size": 32, "desc_act": False, "sym": not zero_points}
-    return MoeWNA16Config("gptq", bits, 32, zero_points, False, None, full)
+    config = {"bits": bits, "group_size": 32, "desc_act": False, "sym": not zero_points}
+    return MoeWNA16Config("gptq", bits, 32, zero_points, False, None, config)
 
 
 # ------------------------------------------------------------------------------------- layers
 
 
 def layer_inputs(problem: Problem) -> Inputs:
-    """Return random inputs. Scales of weight groups have the dtype in which layers store them."""
+    """Return random inputs. Group scales of weights have the dtype in which SGLang stores them."""
     inputs = make_inputs(problem, "uniform", torch.device("cpu"))
     if problem.scheme.granularity != "group":
         return inputs
@@ -147,7 +147,7 @@ _NAMES = {
 
 
 def fill(layer: Any, weights: ExpertWeights) -> None:
-    """Write weights into the parameters of a layer, and let SGLang process them."""
+    """Copy weights into the parameters of a layer, and run SGLang's processing after loading."""
     parameters = dict(layer.named_parameters())
     for name, names in _NAMES.items():
         tensor = getattr(weights, name)
@@ -217,7 +217,7 @@ def interpret_triton_backend(monkeypatch: Any) -> None:
         return module.fused_experts_impl(*arguments[:7], False, *arguments[7:], **options)
 
     replacements: dict[str, Any] = {
-        "moe_align_block_size": _align_blocks,
+        "moe_align_block_size": _align_pairs_to_blocks,
         "try_get_optimal_moe_config": lambda *_, **__: (_TILES, (None, None)),
         "moe_sum_reduce_triton": lambda rows, out, scale: out.copy_(rows.float().sum(1) * scale),
         "outplace_fused_experts": fused_experts_impl,
@@ -234,7 +234,7 @@ def interpret_triton_backend(monkeypatch: Any) -> None:
     monkeypatch.setattr(kernels, "scaled_fp8_quant", _scaled_fp8_quant)
 
 
-def _align_blocks(
+def _align_pairs_to_blocks(
     ids_TK: torch.Tensor, block: int, experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return pairs sorted by expert, each block's expert, and the padded number of pairs.

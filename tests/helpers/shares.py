@@ -42,7 +42,7 @@ def share(cases: Sequence[C], of: int, tree: str) -> tuple[C, ...]:
 
 
 def in_share(name: str, of: int, tree: str) -> bool:
-    """Return whether a name is selected. About one in `of` names is.
+    """Return whether a name is among the about one in `of` names that are selected.
 
     name: name of a case, or id of a test marked `share(of)`.
     """
@@ -68,24 +68,24 @@ def selected_cases(
 
 
 def computed_once(name: str, draw: Callable[[], T]) -> T:
-    """Return `draw()`, which only one pytest-xdist worker of a test run computes.
+    """Return `draw()`, which only one pytest-xdist worker of a test run calls.
 
     The other workers read the result from a file, because drawing takes half of the collection
-    time. Another run does not reuse the file. Without workers, `draw` is called.
+    time. Later runs do not reuse the file. Without workers, `draw` is called directly.
     """
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID")  # noqa: TID251  set by pytest-xdist
     if run is None:
         return draw()
     folder = _ROOT / "out"
     folder.mkdir(exist_ok=True)
-    for old in folder.glob(f"drawn-{name}-*.pickle"):
-        if old.stem != f"drawn-{name}-{run}":
-            old.unlink(missing_ok=True)
+    for stale_file in folder.glob(f"drawn-{name}-*.pickle"):
+        if stale_file.stem != f"drawn-{name}-{run}":
+            stale_file.unlink(missing_ok=True)
     with (folder / f"drawn-{name}-{run}.pickle").open("a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
-        if text := file.read():
-            stored: T = pickle.loads(text)
+        if content := file.read():
+            stored: T = pickle.loads(content)
             return stored
         result = draw()
         file.write(pickle.dumps(result))

@@ -33,17 +33,17 @@ _ENTER_HOST = 'hostname "$0" && mount --bind "$1" /dev/shm && shift && exec "$@"
 Answer = dict[str, Any]
 
 
-def _run(*words: str) -> None:
-    subprocess.run(words, check=True, capture_output=True, timeout=20)
+def _run_command(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=20)
 
 
 @cache
 def namespaces_are_permitted() -> bool:
     """Return whether this process may create network namespaces."""
-    make = "ip tuntap add t0 mode tap && mount --bind /tmp /dev/shm && hostname x"
+    script = "ip tuntap add t0 mode tap && mount --bind /tmp /dev/shm && hostname x"
     try:
-        _run("unshare", "-n", "-u", "-m", "sh", "-c", make)
-        _run("ip", "netns", "list")
+        _run_command("unshare", "-n", "-u", "-m", "sh", "-c", script)
+        _run_command("ip", "netns", "list")
     except (OSError, subprocess.SubprocessError):
         return False
     return os.access("/dev/net/tun", os.R_OK | os.W_OK)
@@ -53,7 +53,7 @@ class Cable(threading.Thread):
     """Forwards frames between eth0 of two namespaces.
 
     delay_s: delay of each frame. loss: fraction of frames that are dropped. cut: whether all frames
-    are dropped.
+    are dropped. names: names of the two namespaces.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -70,7 +70,7 @@ class Cable(threading.Thread):
         self.join(5)
 
     def run(self) -> None:
-        # setns changes the namespace of this thread only. TAP devices are created in it.
+        # setns changes the namespace of this thread only, and TAP devices are created in it.
         libc = ctypes.CDLL(None, use_errno=True)
         for name in self._names:
             namespace = os.open(f"/run/netns/{name}", os.O_RDONLY)
@@ -85,36 +85,36 @@ class Cable(threading.Thread):
             os.close(tap)
 
     def _forward_frames(self) -> None:
-        generator, number = random.Random(0), 0
-        waiting: list[tuple[float, int, int, bytes]] = []
+        generator, num_frames = random.Random(0), 0
+        delayed_frames: list[tuple[float, int, int, bytes]] = []
         selector = selectors.DefaultSelector()
         for index, tap in enumerate(self._taps):
             selector.register(tap, selectors.EVENT_READ, index)
         while not self._done.is_set():
-            wait_s = waiting[0][0] - time.monotonic() if waiting else 0.1
+            wait_s = delayed_frames[0][0] - time.monotonic() if delayed_frames else 0.1
             for key, _ in selector.select(max(0.0, min(wait_s, 0.1))):
                 with suppress(OSError):
                     frame = os.read(key.fd, 65536)
-                    number += 1
+                    num_frames += 1
                     if not (self.cut or generator.random() < self.loss):
-                        due = time.monotonic() + self.delay_s
-                        heapq.heappush(waiting, (due, number, 1 - key.data, frame))
-            while waiting and waiting[0][0] <= time.monotonic():
-                _, _, receiver, frame = heapq.heappop(waiting)
+                        due_time = time.monotonic() + self.delay_s
+                        heapq.heappush(delayed_frames, (due_time, num_frames, 1 - key.data, frame))
+            while delayed_frames and delayed_frames[0][0] <= time.monotonic():
+                _, _, receiver, frame = heapq.heappop(delayed_frames)
                 with suppress(OSError):
                     os.write(self._taps[receiver], frame)
 
 
 class Rank:
-    """The process of one rank, which receives commands and returns answers."""
+    """The process of one rank, which receives commands on stdin and prints answers."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(command, env=environment, **pipes)
 
-    def send(self, *words: object) -> None:
+    def send(self, *command: object) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(" ".join(map(str, words)) + "\n")
+        self.process.stdin.write(" ".join(map(str, command)) + "\n")
         self.process.stdin.flush()
 
     def answer(self) -> Answer:
@@ -134,10 +134,10 @@ class World:
     def __init__(self, ranks: list[Rank], cable: Cable | None, names: Sequence[str]) -> None:
         self.ranks, self.cable, self.names = ranks, cable, names
 
-    def run_on_ranks(self, *words: object, ranks: Sequence[int] = (0, 1, 2, 3)) -> list[Answer]:
+    def run_on_ranks(self, *command: object, ranks: Sequence[int] = (0, 1, 2, 3)) -> list[Answer]:
         """Send a command to several ranks and return their answers."""
         for rank in ranks:
-            self.ranks[rank].send(*words)
+            self.ranks[rank].send(*command)
         return [self.ranks[rank].answer() for rank in ranks]
 
 
@@ -147,9 +147,8 @@ def world_of_hosts(
 ) -> Iterator[World]:
     """Yield four ranks of a gloo group on two hosts. The first answer of each is {"joined": rank}.
 
-    separate_networks: whether each host has its own network. join_s: timeout for joining the group.
-    variables:
-    environment variables of the ranks.
+    separate_networks: whether each host has its own network. join_s: timeout for joining the group,
+    in seconds. variables: environment variables of the ranks.
     """
     names = [f"mk{os.getpid()}{host}" for host in "ab"]
     cable, ranks = None, list[Rank]()
@@ -157,7 +156,7 @@ def world_of_hosts(
     folders = [tempfile.mkdtemp(prefix=name) for name in names]
     try:
         if separate_networks:
-            _two_namespaces(names)
+            _create_namespaces(names)
             cable = Cable(names)
             cable.plug_in()
         port = 29500 if separate_networks else free_port()
@@ -167,7 +166,7 @@ def world_of_hosts(
                 {"GLOO_SOCKET_IFNAME": "eth0"} if separate_networks else {"MK_HOST_ID": name}
             )
             inherited = dict(os.environ)  # noqa: TID251  a launcher passes its environment on
-            words = [
+            command = [
                 sys.executable,
                 str(PROGRAM),
                 str(rank),
@@ -175,20 +174,10 @@ def world_of_hosts(
                 f"{join_s}",
             ]
             if separate_networks:
-                inside = [
-                    "ip",
-                    "netns",
-                    "exec",
-                    name,
-                    "unshare",
-                    "-u",
-                    "-m",
-                    "sh",
-                    "-c",
-                    _ENTER_HOST,
-                ]
-                words = [*inside, name, folders[rank // 2], *words]
-            ranks.append(Rank(words, inherited | host_variables | variables))
+                enter_host = ["ip", "netns", "exec", name]
+                enter_host += ["unshare", "-u", "-m", "sh", "-c", _ENTER_HOST]
+                command = [*enter_host, name, folders[rank // 2], *command]
+            ranks.append(Rank(command, inherited | host_variables | variables))
         yield World(ranks, cable, names)
     finally:
         for started_rank in ranks:
@@ -199,17 +188,17 @@ def world_of_hosts(
             shutil.rmtree(folder, ignore_errors=True)
         for name in names if separate_networks else ():
             with suppress(subprocess.SubprocessError):
-                _run("ip", "netns", "del", name)
+                _run_command("ip", "netns", "del", name)
 
 
-def _two_namespaces(names: Sequence[str]) -> None:
+def _create_namespaces(names: Sequence[str]) -> None:
     for number, name in enumerate(names, 1):
-        _run("ip", "netns", "add", name)
-        inside = "ip", "-n", name
-        _run("ip", "netns", "exec", name, "ip", "tuntap", "add", "eth0", "mode", "tap")
-        _run(*inside, "addr", "add", f"10.77.0.{number}/24", "dev", "eth0")
+        _run_command("ip", "netns", "add", name)
+        ip_command = "ip", "-n", name
+        _run_command("ip", "netns", "exec", name, "ip", "tuntap", "add", "eth0", "mode", "tap")
+        _run_command(*ip_command, "addr", "add", f"10.77.0.{number}/24", "dev", "eth0")
         for link in ("lo", "eth0"):
-            _run(*inside, "link", "set", link, "up")
+            _run_command(*ip_command, "link", "set", link, "up")
 
 
 def free_port() -> int:

@@ -16,8 +16,8 @@ FOLDER = Path("nowhere")
 class Space(Tunable):
     """A search space whose choices are numbers. 0 is the untuned choice.
 
-    saves: token counts that each call of `save` got. screened: times that each call of `finalists`
-    got.
+    saves: token counts that were passed to each call of `save`. screened: times that were passed to
+    each call of `finalists`.
     """
 
     def __init__(self, choices: Sequence[int] = (1, 2, 3), finalists: int = 2) -> None:
@@ -60,11 +60,11 @@ Times = Mapping[Choice, float | Refusal] | Callable[[int, Choice], float | Refus
 
 @dataclass
 class FakeBenchmark(Benchmarker):
-    """A benchmark that returns given times.
+    """A benchmark that returns predefined times.
 
-    times: choice -> time or refusal, or a function of (tokens, choice), for `screen`. final: the
-    same for `compare`; the default is `times`. cost: seconds by which a measurement advances the
-    clock `now`.
+    times: choice -> time or refusal, or a function of (tokens, choice), for `screen`. final: times
+    for `compare`; the default is `times`. cost: seconds by which a measurement advances the clock
+    `now`.
     """
 
     times: Times
@@ -95,14 +95,15 @@ class FakeBenchmark(Benchmarker):
 
     def compare(self, tokens: int, choices: Sequence[Choice]) -> Mapping[Choice, float | Refusal]:
         self.compared += choices
-        return {c: self.time_of(self.final or self.times, tokens, c) for c in choices}
+        times = self.final or self.times
+        return {choice: self.time_of(times, tokens, choice) for choice in choices}
 
     def time_of(self, times: Times, tokens: int, choice: Choice) -> float | Refusal:
         return times(tokens, choice) if callable(times) else times[choice]
 
 
 def stage_times(seconds: float, choice: Choice) -> dict[str, float]:
-    """Return the seconds of each stage of a pair of tiles, by `tile_cost`."""
+    """Return the seconds of each stage for a pair of tiles, as computed by `tile_cost`."""
     if not isinstance(choice, MoEConfig):
         return {}
     costs = [
@@ -112,22 +113,22 @@ def stage_times(seconds: float, choice: Choice) -> dict[str, float]:
     return dict(zip(ConfigSpace.stages, costs, strict=True))
 
 
-def make_job(space: Tunable, bench: FakeBenchmark, *tokens: int, **more: object) -> TuneJob:
-    budget = more.pop("budget", 1e9)
+def make_job(space: Tunable, bench: FakeBenchmark, *tokens: int, **changes: object) -> TuneJob:
+    budget = changes.pop("budget", 1e9)
     tune_job = TuneJob(space, bench, tokens or (64,), FOLDER, budget, clock=lambda: bench.now)  # type: ignore[arg-type]
-    return replace(tune_job, **more)  # type: ignore[arg-type]
+    return replace(tune_job, **changes)  # type: ignore[arg-type]
 
 
-def tune_one(space: Tunable, bench: FakeBenchmark, **more: object) -> TuneResult:
+def tune_one(space: Tunable, bench: FakeBenchmark, **changes: object) -> TuneResult:
     """Tune for one number of tokens and return the result."""
-    (tuned,) = tune(make_job(space, bench, **more))
+    (tuned,) = tune(make_job(space, bench, **changes))
     return tuned
 
 
 TIMES = {0: 10.0, 1: 8.0, 2: 5.0, 3: 9.0}
 
 
-# The best tile of each GEMM. No candidate combines the two.
+# The best tile of each GEMM. No candidate has both of these tiles.
 BEST_TILES = (LaunchConfig(64, 64, 128, 16, 4, 3), LaunchConfig(64, 128, 64, 16, 8, 4))
 
 

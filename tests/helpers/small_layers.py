@@ -26,7 +26,7 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class Sample:
-    """A layer. fields: fields of the Problem that differ from the defaults in `problem`."""
+    """A layer and its inputs. fields: fields of the Problem that differ from those in `problem`."""
 
     router: RouterSpec = FAMILIES["plain"]
     tokens: int = T
@@ -87,18 +87,20 @@ def rank_weights(sample: Sample, ep: tuple[int, int], tp: tuple[int, int]) -> Ex
     """Return a rank's weights: its experts, its rows of gate and up, and its columns of down."""
     weights, gated = sample.plain, sample.problem.act.gated
     experts = list(Placement.linear(E, ep[1]).slots[ep[0]])
-    inner = I // tp[1]
-    columns = torch.arange(tp[0] * inner, (tp[0] + 1) * inner)
+    local_intermediate = I // tp[1]
+    columns = torch.arange(tp[0] * local_intermediate, (tp[0] + 1) * local_intermediate)
     rows = torch.cat([columns, columns + I]) if gated else columns
-    share_ = ExpertWeights(
+    local_weights = ExpertWeights(
         weights.w1[experts][:, rows], weights.w2[experts][:, :, columns].contiguous()
     )
     if weights.b1 is not None and weights.b2 is not None:
-        share_ = replace(share_, b1=weights.b1[experts][:, rows], b2=weights.b2[experts])
+        local_weights = replace(
+            local_weights, b1=weights.b1[experts][:, rows], b2=weights.b2[experts]
+        )
     if sample.problem.scheme.quantized:
-        problem = replace(sample.problem, intermediate=inner, experts=len(experts))
-        share_ = quantize_weights(share_, problem)
-    return share_
+        problem = replace(sample.problem, intermediate=local_intermediate, experts=len(experts))
+        local_weights = quantize_weights(local_weights, problem)
+    return local_weights
 
 
 def make_layer(

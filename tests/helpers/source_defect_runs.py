@@ -1,4 +1,4 @@
-"""Applies a defect to the source in a forked process and runs cases with it."""
+"""Applies a defect to a source file in a forked process and runs cases there."""
 
 import importlib
 import json
@@ -31,7 +31,7 @@ class SourceDefect:
         return self.description.replace(" ", "_")
 
 
-def findings(defect_spec: SourceDefect, cases: Sequence[Case], folder: Path) -> list[str]:
+def findings(source_defect: SourceDefect, cases: Sequence[Case], folder: Path) -> list[str]:
     """Run `cases` with the defect until one fails, and return ["check: finding"] for this case.
 
     The list is empty if every case passes. folder: where a file that describes the defect is
@@ -39,15 +39,15 @@ def findings(defect_spec: SourceDefect, cases: Sequence[Case], folder: Path) -> 
     """
     defect_file = folder / "defect.json"
     record = {
-        "what": defect_spec.description,
-        "file": defect_spec.file,
-        "old": defect_spec.old,
-        "new": defect_spec.new,
+        "what": source_defect.description,
+        "file": source_defect.file,
+        "old": source_defect.old,
+        "new": source_defect.new,
     }
     defect_file.write_text(json.dumps([record]), encoding="utf-8")
     (defect,) = read_defects(defect_file, ROOT)
 
-    def work(send: Send) -> None:
+    def run_cases(send: Send) -> None:
         patch_modules(defect.mutant)
         runner = importlib.import_module("modular_kernel.testing.mutation.case_runs")
         restore_submodule_attributes()
@@ -58,7 +58,7 @@ def findings(defect_spec: SourceDefect, cases: Sequence[Case], folder: Path) -> 
             if failure is not None:
                 return
 
-    child = ChildProcess(work, _CASE_TIMEOUT_S)
+    child = ChildProcess(run_cases, _CASE_TIMEOUT_S)
     failures = [message["failure"] for message in child]
     assert child.exit.status == "done", child.exit
     return [failure for failure in failures if failure is not None]

@@ -20,7 +20,7 @@ def install(
     group: str = "modular_kernel.parts",
     attribute: str = "PARTS",
 ) -> None:
-    """Write a package, its metadata and its entry point, as a wheel does into site-packages."""
+    """Write a package, its metadata and its entry point, as installing a wheel does."""
     (folder / package).mkdir(exist_ok=True)
     (folder / package / "__init__.py").write_text(source, encoding="utf-8")
     write_metadata(
@@ -58,9 +58,9 @@ def tutorial_parts() -> str:
     return f"{prepare}\n\n{experts}\n\nPARTS = (MyPrepare, MyExperts)\n"
 
 
-def mk(*words: str) -> tuple[int, Any]:
+def mk(*arguments: str) -> tuple[int, Any]:
     """Run `mk --json` in a new process; return its exit code and JSON output."""
-    command = [sys.executable, "-m", "modular_kernel", *words, "--json"]
+    command = [sys.executable, "-m", "modular_kernel", *arguments, "--json"]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert process.stdout, process.stderr
     return process.returncode, json.loads(process.stdout)

@@ -16,9 +16,9 @@ from modular_kernel.testing.cases.inputs import LAYOUTS, InputVariation
 TORCH = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 BATCHED = ("BatchedPrepareAndFinalize", "NaiveBatchedExperts")
 
-# Two cases that have failed on a CPU with AMX: the infinity of a token reached another token, and
-# the NaN of an unused row reached the previous row.
-NAMED = (
+# Two cases that have failed on a CPU with AMX. In the first, the infinity of a token changed
+# another token. In the second, the NaN of an unused row changed the previous row.
+REGRESSION_CASES = (
     Case(
         *TORCH,
         Problem(
@@ -48,7 +48,7 @@ _LORAS = ("none", "adapters=3,rank=7,a13=shared", "adapters=2,rank=33")
 _VALUES = ("ordinary", "nan_token", "inf_token")
 
 
-def _spread() -> tuple[Case, ...]:
+def _make_varied_cases() -> tuple[Case, ...]:
     """Return a case for each pairing, layout and dtype, with alternating schemes and values."""
     quants, loras, values = cycle(_QUANTS), cycle(_LORAS), cycle(_VALUES)
     cases = []
@@ -62,4 +62,4 @@ def _spread() -> tuple[Case, ...]:
     return tuple(cases)
 
 
-CASES = (*NAMED, *_spread())
+CASES = (*REGRESSION_CASES, *_make_varied_cases())

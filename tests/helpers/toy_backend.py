@@ -57,7 +57,7 @@ class ToyCore(MoeRunnerCore[ToyState]):
         out = torch.empty_like(runner_input.rows)
         for expert in range(call.weights.w1.shape[0]):
             selected = runner_input.experts == expert
-            out[selected] = mlp(runner_input.rows[selected], expert, call)
+            out[selected] = run_expert(runner_input.rows[selected], expert, call)
         return ToyOutput(out)
 
 
@@ -80,7 +80,8 @@ def toy_to_standard(result: ToyOutput, call: RunnerCall[ToyState]) -> None:
     call.output.copy_(total * call.problem.routed_scaling_factor)
 
 
-def mlp(rows: torch.Tensor, expert: int, call: RunnerCall[ToyState]) -> torch.Tensor:
+def run_expert(rows: torch.Tensor, expert: int, call: RunnerCall[ToyState]) -> torch.Tensor:
+    """Return the output of an expert for rows (R, H) float32."""
     weights, problem = call.weights, call.problem
     h = rows @ weights.w1[expert].float().T
     return gated_activation_ref(h, problem.act) @ weights.w2[expert].float().T
@@ -106,7 +107,7 @@ def fused_toy(call: RunnerCall[ToyState]) -> None:
         for expert in range(call.weights.w1.shape[0]):
             selected = ids[:, k] == expert
             weight = routing.topk_weights_TK[selected, k, None]
-            total[selected] += mlp(x[selected], expert, call) * weight
+            total[selected] += run_expert(x[selected], expert, call) * weight
     call.output.copy_(total * call.problem.routed_scaling_factor)
 
 

@@ -1,6 +1,6 @@
-"""An engine of one process whose classes are right, wrong, refuse, crash or hang.
+"""A toy engine with a correct experts class, and classes that are wrong, refuse, crash or hang.
 
-It is loaded by worker processes of `modular_kernel.testing.engines`, and by no other package.
+Worker processes of `modular_kernel.testing.engines` load this module.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Program of one of two ranks: runs small models that transformers splits over the ranks.
 
 The models use the experts of this package. The argument is a folder of models. Rank 0 prints a line
-with the results of `run` on each rank as JSON.
+of JSON with the results of `run` on each rank.
 """
 
 import json
@@ -30,7 +30,7 @@ def load_model(folder: Path, name: str, **options: object) -> torch.nn.Module:
 
 
 def run(folder: Path, kind: str, ids: torch.Tensor) -> dict[str, object]:
-    """Run a model split over the ranks and in one process; return how the results differ.
+    """Run a model over the ranks and in one process; return the differences of the results.
 
     kind: key of DISTRIBUTED. The entry `kernels` of the result has the experts, top-k and
     intermediate size of each kernel.

@@ -1,4 +1,4 @@
-"""Pairings of parts for tests with models of transformers."""
+"""Pairings for tests with models of transformers, and a skip of pairings that cannot run."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ import modular_kernel as mk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NO_EP = "MoEPrepareAndFinalizeNoEP"
-# The parts that `register()` selects on a GPU, and on a CPU if transformers' grouped_mm cannot run.
+# The parts that `register()` selects on a GPU, or on a CPU if transformers' grouped_mm cannot run.
 OURS = (NO_EP, "TritonExperts" if DEVICE == "cuda" else "TorchExperts")
 CONTIGUOUS = ((NO_EP, "TorchExperts"), (NO_EP, "TritonExperts"))
 

@@ -29,10 +29,10 @@ LARGE_TILES = MoEConfig(
 )
 
 
-def vllm_launch(m: int = 16, n: int = 64, k: int = 128, **more: Any) -> dict[str, Any]:
+def vllm_launch(m: int = 16, n: int = 64, k: int = 128, **fields: Any) -> dict[str, Any]:
     """Return a launch in the file format of vLLM and SGLang."""
     sizes = {"BLOCK_SIZE_M": m, "BLOCK_SIZE_N": n, "BLOCK_SIZE_K": k}
-    return {**sizes, "GROUP_SIZE_M": 1, "num_warps": 4, "num_stages": 3, **more}
+    return {**sizes, "GROUP_SIZE_M": 1, "num_warps": 4, "num_stages": 3, **fields}
 
 
 def file_contents(**entries: Any) -> dict[str, Any]:
@@ -41,7 +41,8 @@ def file_contents(**entries: Any) -> dict[str, Any]:
     entries: launches of both GEMMs, such as `tokens_64=(gemm1, gemm2)`.
     """
     by_tokens = {
-        t.removeprefix("tokens_"): {"gemm1": a, "gemm2": b} for t, (a, b) in entries.items()
+        name.removeprefix("tokens_"): {"gemm1": gemm1, "gemm2": gemm2}
+        for name, (gemm1, gemm2) in entries.items()
     }
     return {"format": FORMAT, "triton_version": TRITON, **by_tokens}
 
@@ -54,13 +55,13 @@ def write_config_file(path: Path, contents: object) -> Path:
     return path
 
 
-def make_lookup(folder: Path, *more: Path, triton: str | None = TRITON) -> ConfigLookup:
-    """Return a lookup on an H200 in the user's folder and then in packaged folders.
+def make_lookup(folder: Path, *packaged_folders: Path, triton: str | None = TRITON) -> ConfigLookup:
+    """Return a lookup on an H200, first in the user's folder and then in the packaged folder.
 
-    folder: the user's folder. more: the packaged folder, if any.
+    folder: the user's folder. packaged_folders: the packaged folder, if there is one.
     """
     titles = ("user", "packaged")
-    return ConfigLookup(tuple(zip(titles, (folder, *more), strict=False)), H200, triton)
+    return ConfigLookup(tuple(zip(titles, (folder, *packaged_folders), strict=False)), H200, triton)
 
 
 @contextmanager
@@ -81,8 +82,8 @@ def make_h200_fixture() -> Any:
     """Return a fixture that applies `simulated_h200` and returns the user's folder."""
 
     @pytest.fixture
-    def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         with simulated_h200(tmp_path, monkeypatch) as folder:
             yield folder
 
-    return here
+    return user_folder

@@ -1,4 +1,4 @@
-"""The parts that use vendor libraries, on a CPU with stand-ins for the libraries."""
+"""The parts that use vendor libraries, on a CPU and with stand-ins for the libraries."""
 
 import sys
 from collections.abc import Iterator

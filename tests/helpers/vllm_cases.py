@@ -44,12 +44,12 @@ CASES: tuple[tuple[Problem, str], ...] = (
 
 def name_case(problem: Problem, form: str) -> str:
     """Return the unique name of a case. It has no spaces."""
-    facts = (problem.quant, form, problem.act.kind, str(problem.dtype).removeprefix("torch."))
-    return "-".join(fact for fact in facts if fact)
+    fields = (problem.quant, form, problem.act.kind, str(problem.dtype).removeprefix("torch."))
+    return "-".join(field for field in fields if field)
 
 
 def write_outputs(file: Path, *, plugin: bool) -> None:
-    """Run each case; write the classes and outputs."""
+    """Run each case, and write its experts class and outputs."""
     from vllm_layers import call_runner, experts_class, load, tensors, vllm_process
 
     from modular_kernel.integrations.vllm import register
@@ -66,7 +66,7 @@ def write_outputs(file: Path, *, plugin: bool) -> None:
                 for _ in range(REPEATS):
                     output = call_runner(runner, x_TH.to(DEVICE), logits_TE.to(DEVICE))
                     outputs.append(output.cpu())
-            except Exception as error:  # noqa: BLE001 (a case must also fail with the plugin)
+            except Exception as error:  # noqa: BLE001  compared with the result with the plugin
                 name, outputs = f"{type(error).__name__}: {error}", []
             results[name_case(problem, form)] = name, outputs
     torch.save(results, file)

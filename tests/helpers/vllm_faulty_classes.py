@@ -27,7 +27,7 @@ class Raising(NaiveBatchedExperts):
 
 
 class Aborting(NaiveBatchedExperts):
-    """Ends the process in every call."""
+    """Aborts the process in every call."""
 
     def apply(self, *args: Any, **kwargs: Any) -> None:
         os.abort()
@@ -49,7 +49,7 @@ class Refusing(BatchedTritonExperts):
 
 
 class MissingOperator(NaiveBatchedExperts):
-    """Calls a compiled operator that is not here."""
+    """Calls a compiled operator that does not exist."""
 
     def apply(self, *args: Any, **kwargs: Any) -> None:
         torch.ops._C.no_such_operator()

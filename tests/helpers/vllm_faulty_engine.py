@@ -1,4 +1,4 @@
-"""vLLM's experts classes, and those of `vllm_faulty_classes`."""
+"""An engine with vLLM's experts classes and those of `vllm_faulty_classes`."""
 
 from typing import Any
 

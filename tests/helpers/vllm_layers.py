@@ -1,7 +1,7 @@
-"""MoE layers of vLLM itself, filled with the tensors of a checkpoint.
+"""MoE layers of vLLM, filled with tensors as if a checkpoint were loaded.
 
 On a CPU, vLLM is used without its compiled extension. Loading a layer and quantizing rows to fp8
-call only the operator `scaled_fp8_quant`, which `stand_in_operators` replaces by torch.
+need only one of its operators, `scaled_fp8_quant`, which `stand_in_operators` replaces by torch.
 """
 
 import socket
@@ -47,7 +47,7 @@ from modular_kernel.quant.quantized_weights import quantize_weights
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 
-_layers = count()
+_layer_ids = count()
 # The function that creates a layer. vLLM 0.26 names it FusedMoE.
 make_layer = getattr(layer_module, "FusedMoEFactory", None) or layer_module.FusedMoE
 # Our activation -> value of vLLM's MoEActivation.
@@ -123,10 +123,11 @@ def stand_in_operators(monkeypatch: Any) -> None:
     def make_workspace(device: torch.device, max_blocks_per_sm: int = 1) -> torch.Tensor:
         return torch.zeros(max_blocks_per_sm, dtype=torch.int32, device=device)
 
-    for module in (auto_awq, auto_gptq):  # Marlin's workspace has a size by the GPU's processors
+    for module in (auto_awq, auto_gptq):  # the size of Marlin's workspace depends on the GPU
         if hasattr(module, "marlin_make_workspace_new"):
             monkeypatch.setattr(module, "marlin_make_workspace_new", make_workspace)
-    # 0.26 has a method for layers that Marlin supports, and another one, without an oracle.
+    # vLLM 0.26 has a method for layers that Marlin supports, and, for other layers, a method
+    # without an oracle. Select the first.
     if hasattr(compressed_tensors_moe, "check_moe_marlin_supports_layer"):
         name = "check_moe_marlin_supports_layer"
         monkeypatch.setattr(compressed_tensors_moe, name, lambda *args, **kwargs: True)
@@ -245,7 +246,7 @@ def vllm_runner(problem: Problem, form: str = "", **options: Any) -> Any:
                 quant_config=quant_config(problem, form),
                 activation=ACTIVATIONS[problem.act.kind],
                 has_bias=problem.bias,
-                prefix=f"model.layers.{next(_layers)}.mlp.experts",  # names are unique
+                prefix=f"model.layers.{next(_layer_ids)}.mlp.experts",  # a unique name
                 **options,
             )
     finally:
@@ -265,8 +266,8 @@ def load(problem: Problem, weights: ExpertWeights, form: str = "", **options: An
 def reload(layer: Any, problem: Problem, weights: ExpertWeights, form: str = "") -> None:
     """Load new weights into a layer as vLLM does, into the memory of the original parameters.
 
-    vLLM creates, loads and processes new parameters, copies them to the original ones, and then
-    restores these in the layer.
+    vLLM creates, loads and processes new parameters, copies them to the original parameters, and
+    then restores the original parameters in the layer.
     """
     original = _parameters(layer)
     _replace_parameters(layer, _parameters(vllm_layer(problem, form)))
@@ -327,9 +328,9 @@ def tensors(
 def fill(layer: Any, problem: Problem, weights: ExpertWeights, form: str = "") -> None:
     """Write weights into the parameters of a layer, as if a checkpoint were loaded."""
     scheme = problem.scheme
-    for ours, theirs in (("1", "w13"), ("2", "w2")):
+    for number, prefix in (("1", "w13"), ("2", "w2")):
         fields = {
-            name: getattr(weights, f"{kind}{ours}{suffix}")
+            name: getattr(weights, f"{kind}{number}{suffix}")
             for name, kind, suffix in (
                 ("weight", "w", ""),
                 ("scale", "w", "_scale"),
@@ -339,83 +340,84 @@ def fill(layer: Any, problem: Problem, weights: ExpertWeights, form: str = "") -
                 ("bias", "b", ""),
             )
         }
-        copy(layer, f"{theirs}_bias", fields["bias"])
+        copy(layer, f"{prefix}_bias", fields["bias"])
         if form == "awq":
-            _fill_awq(layer, theirs, fields)
+            _fill_awq(layer, prefix, fields)
         elif form == "moe_wna16":
-            copy(layer, f"{theirs}_qweight", fields["weight"])
-            copy(layer, f"{theirs}_scales", fields["scale"])
-            copy(layer, f"{theirs}_qzeros", fields["zeros"])
+            copy(layer, f"{prefix}_qweight", fields["weight"])
+            copy(layer, f"{prefix}_scales", fields["scale"])
+            copy(layer, f"{prefix}_qzeros", fields["zeros"])
         elif form == "gptq":
-            _fill_gptq(layer, theirs, fields)
+            _fill_gptq(layer, prefix, fields)
         elif scheme.granularity == "group" and scheme.name.startswith("int"):
-            _fill_compressed_tensors(layer, theirs, fields)
+            _fill_compressed_tensors(layer, prefix, fields)
         elif scheme.name == "nvfp4_w4a16" and form == "modelopt":
-            copy(layer, f"{theirs}_weight", fields["weight"])
-            copy(layer, f"{theirs}_weight_scale", fields["scale"])
-            copy(layer, f"{theirs}_weight_scale_2", fields["global"])
-            getattr(layer, f"{theirs}_input_scale").data.fill_(0.25)
+            copy(layer, f"{prefix}_weight", fields["weight"])
+            copy(layer, f"{prefix}_weight_scale", fields["scale"])
+            copy(layer, f"{prefix}_weight_scale_2", fields["global"])
+            getattr(layer, f"{prefix}_input_scale").data.fill_(0.25)
         elif scheme.name == "nvfp4_w4a16":
-            copy(layer, f"{theirs}_weight_packed", fields["weight"])
-            copy(layer, f"{theirs}_weight_scale", fields["scale"])
-            copy(layer, f"{theirs}_weight_global_scale", 1 / fields["global"])
-            getattr(layer, f"{theirs}_input_global_scale").data.fill_(4)
+            copy(layer, f"{prefix}_weight_packed", fields["weight"])
+            copy(layer, f"{prefix}_weight_scale", fields["scale"])
+            copy(layer, f"{prefix}_weight_global_scale", 1 / fields["global"])
+            getattr(layer, f"{prefix}_input_global_scale").data.fill_(4)
         else:
-            suffix = "_scale_inv" if hasattr(layer, f"{theirs}_weight_scale_inv") else "_scale"
+            suffix = "_scale_inv" if hasattr(layer, f"{prefix}_weight_scale_inv") else "_scale"
             scale = fields["scale"]
-            if scheme.granularity == "tensor" and ours == "1":
+            if scheme.granularity == "tensor" and number == "1":
                 scale = scale[:, None].expand(-1, 2)  # a scale of gate and a scale of up
-            copy(layer, f"{theirs}_weight", fields["weight"])
-            copy(layer, f"{theirs}_weight{suffix}", scale)
-            copy(layer, f"{theirs}_input_scale", fields["input"])
+            copy(layer, f"{prefix}_weight", fields["weight"])
+            copy(layer, f"{prefix}_weight{suffix}", scale)
+            copy(layer, f"{prefix}_input_scale", fields["input"])
 
 
-def _words(nibbles: torch.Tensor) -> torch.Tensor:
-    """View the bytes of rows as int32, after a copy to contiguous memory."""
+def _pack_words(nibbles: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy of the bytes of rows as int32."""
     return nibbles.clone(memory_format=torch.contiguous_format).view(torch.int32)
 
 
-def _fill_compressed_tensors(layer: Any, theirs: str, fields: dict[str, Any]) -> None:
+def _fill_compressed_tensors(layer: Any, prefix: str, fields: dict[str, Any]) -> None:
     """Write weights, packed along K, and zero points, packed along N, in the layout (N, K).
 
-    In 0.26, the parameters have the layout (K, N), and the loader transposes the checkpoint's.
+    In vLLM 0.26, the parameters have the layout (K, N), and the loader transposes the tensors of a
+    checkpoint.
     """
-    rows = {"packed": fields["weight"].view(torch.int32), "scale": fields["scale"]}
+    tensors = {"packed": fields["weight"].view(torch.int32), "scale": fields["scale"]}
     if fields["zeros"] is not None:
-        rows["zero_point"] = _words(fields["zeros"].mT).mT
-    transposed = getattr(getattr(layer, f"{theirs}_weight_packed"), "is_transposed", False)
-    for suffix, tensor in rows.items():
-        copy(layer, f"{theirs}_weight_{suffix}", tensor.mT if transposed else tensor)
+        tensors["zero_point"] = _pack_words(fields["zeros"].mT).mT
+    transposed = getattr(getattr(layer, f"{prefix}_weight_packed"), "is_transposed", False)
+    for suffix, tensor in tensors.items():
+        copy(layer, f"{prefix}_weight_{suffix}", tensor.mT if transposed else tensor)
 
 
-def _fill_gptq(layer: Any, theirs: str, fields: dict[str, Any]) -> None:
+def _fill_gptq(layer: Any, prefix: str, fields: dict[str, Any]) -> None:
     """Write symmetric weights, packed along K, in GPTQ's layout (K, N)."""
-    copy(layer, f"{theirs}_qweight", fields["weight"].view(torch.int32).mT)
-    copy(layer, f"{theirs}_scales", fields["scale"].mT)
+    copy(layer, f"{prefix}_qweight", fields["weight"].view(torch.int32).mT)
+    copy(layer, f"{prefix}_scales", fields["scale"].mT)
 
 
-def _fill_awq(layer: Any, theirs: str, fields: dict[str, Any]) -> None:
+def _fill_awq(layer: Any, prefix: str, fields: dict[str, Any]) -> None:
     """Write weights and zero points, packed along N, in AWQ's layout (K, N)."""
     low, high = fields["weight"] & 15, fields["weight"] >> 4
-    copy(layer, f"{theirs}_qweight", _awq_words(torch.stack((low, high), -1).flatten(2).mT))
-    copy(layer, f"{theirs}_scales", fields["scale"].mT)
+    copy(layer, f"{prefix}_qweight", _pack_awq_words(torch.stack((low, high), -1).flatten(2).mT))
+    copy(layer, f"{prefix}_scales", fields["scale"].mT)
     zeros = fields["zeros"]
     if zeros is not None:  # two rows in a byte
         rows = torch.stack((zeros & 15, zeros >> 4), 2).flatten(1, 2)
-        copy(layer, f"{theirs}_qzeros", _awq_words(rows.mT))
+        copy(layer, f"{prefix}_qzeros", _pack_awq_words(rows.mT))
 
 
-def _awq_words(values: torch.Tensor) -> torch.Tensor:
+def _pack_awq_words(values: torch.Tensor) -> torch.Tensor:
     """Pack (..., N) 4-bit values into words of eight, in AWQ's order."""
-    eights = values.unflatten(-1, (-1, 8)).to(torch.int64)
+    groups_of_eight = values.unflatten(-1, (-1, 8)).to(torch.int64)
     order = (0, 2, 4, 6, 1, 3, 5, 7)
-    words = sum(eights[..., column] << 4 * place for place, column in enumerate(order))
+    words = sum(groups_of_eight[..., column] << 4 * place for place, column in enumerate(order))
     assert isinstance(words, torch.Tensor)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
 def copy(layer: Any, name: str, tensor: torch.Tensor | None) -> None:
-    """Write a tensor into a parameter of the layer. Dimensions of size 1 may be missing."""
+    """Copy a tensor into a parameter of the layer, which may lack dimensions of size 1."""
     if tensor is None:
         return
     parameter = getattr(layer, name)

@@ -50,12 +50,12 @@ def share(weights: ExpertWeights, rank: int, ep: bool) -> ExpertWeights:
     if ep:
         return replace(weights, **{name: t.chunk(WORLD_SIZE)[rank] for name, t in fields.items()})
 
-    def part(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def take_shard(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if name.startswith("w2"):
             return tensor.chunk(WORLD_SIZE, -1)[rank]
         return torch.cat([half.chunk(WORLD_SIZE, 1)[rank] for half in tensor.chunk(2, 1)], 1)
 
-    return replace(weights, **{name: part(name, t) for name, t in fields.items()})
+    return replace(weights, **{name: take_shard(name, t) for name, t in fields.items()})
 
 
 def main(rank: int, store: str, folder: Path) -> None:

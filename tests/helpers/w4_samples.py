@@ -66,24 +66,24 @@ def random_weights(
     low, high: range of the exponents of mxfp4 scales. scales: dtype of the scales of integer
     weights. nvfp4 scales have both signs and include zero, but not NaN.
     """
-    scheme, draw = QuantScheme.parse(quant), torch.Generator().manual_seed(0)
-    w = torch.randint(256, (experts, rows, depth // 2), generator=draw, dtype=torch.uint8)
+    scheme, g = QuantScheme.parse(quant), torch.Generator().manual_seed(0)
+    w = torch.randint(256, (experts, rows, depth // 2), generator=g, dtype=torch.uint8)
     shape = (experts, rows, -(-depth // scheme.group[0]))
     zero = None
     if scheme.matrix_scales:
-        codes = torch.randint(256, shape, generator=draw, dtype=torch.uint8)
+        codes = torch.randint(256, shape, generator=g, dtype=torch.uint8)
         codes = torch.where(codes & 127 == 127, 0, codes)
         scale = codes.to(torch.uint8).view(torch.float8_e4m3fn)
     elif scheme.weight == "float4_e2m1":
-        scale = torch.randint(low, high, shape, generator=draw, dtype=torch.uint8)
+        scale = torch.randint(low, high, shape, generator=g, dtype=torch.uint8)
     else:
-        scale = (torch.rand(shape, generator=draw) * 0.02 + 1e-4).to(scales)
+        scale = (torch.rand(shape, generator=g) * 0.02 + 1e-4).to(scales)
         if scheme.zero_points:
             zero = torch.randint(
-                256, (experts, rows // 2, shape[2]), generator=draw, dtype=torch.uint8
+                256, (experts, rows // 2, shape[2]), generator=g, dtype=torch.uint8
             )
-    stored = QuantScheme.parse(scheme.name) if scheme.repacked else scheme
-    values = dequantize(w, scale, zero, stored)
+    stored_scheme = QuantScheme.parse(scheme.name) if scheme.repacked else scheme
+    values = dequantize(w, scale, zero, stored_scheme)
     if scheme.weight == "uint4":
         values = values.bfloat16().float()
     return Sample(scheme, w, scale, zero, values)

@@ -180,7 +180,7 @@ def make_manager_on_simulated_hosts(rank: int, group: dist.ProcessGroup, nic: bo
     group_module._resolve_nccl_group = lambda given: given
     group_module.has_rdma_nic = lambda: nic
     library = ModuleType("deep_ep")
-    vars(library)["Buffer"] = stand_in.OneRankOfAHost
+    vars(library)["Buffer"] = stand_in.OneRankPerHostBuffer
     group_module.load_deepep = lambda generation: library
     stand_in.DEEP_EP_V1.Buffer.made.clear()
     return DeepEPGroup(group, timeout_s=5)

@@ -1,9 +1,9 @@
 """A stand-in for the grouped GEMMs of DeepGEMM on sm_90, computed in float32 on a CPU.
 
-It raises where the library asserts on the host, and it has the side effects of the kernels. All
-rows of a tile use the weights of one expert. Tiles are stored from the last to the first. All rows
-of a tile are stored, including rows that belong to another expert. Rows outside of all tiles are
-NaN.
+The stand-in raises where the library asserts on the host. Like the kernels, it computes whole
+tiles: all rows of a tile use the weights of one expert, and all of them are stored, including rows
+that belong to another expert. Tiles are stored from the last to the first. Rows outside of all
+tiles are NaN.
 """
 
 import torch
@@ -32,7 +32,7 @@ def m_grouped_bf16_gemm_nt_contiguous(
     _check_and_record_contiguous(
         a, b, d, grouped_layout, use_psum_layout, expected_m_for_psum_layout
     )
-    _by_ends(a.float(), b.float(), d, grouped_layout)
+    _multiply_by_ends(a.float(), b.float(), d, grouped_layout)
 
 
 def m_grouped_fp8_gemm_nt_contiguous(
@@ -46,14 +46,14 @@ def m_grouped_fp8_gemm_nt_contiguous(
         x, w, d, grouped_layout, use_psum_layout, expected_m_for_psum_layout
     )
     _check_scales(x, sfa, w, sfb)
-    _by_ends(_dequantize(x, sfa, 1), _dequantize(w, sfb, BLOCK), d, grouped_layout)
+    _multiply_by_ends(_dequantize(x, sfa, 1), _dequantize(w, sfb, BLOCK), d, grouped_layout)
 
 
 def m_grouped_bf16_gemm_nt_masked(a, b, d, masked_m, expected_m, compiled_dims="nk"):
     require(a.dtype is BF16 and b.dtype is BF16, "a and b of bfloat16")
     require(a.shape[-1] % 64 == 0, "K a multiple of 64")
     _check_and_record_masked(a, b, d, masked_m, expected_m)
-    _by_counts(a.float(), b.float(), d, masked_m, expected_m)
+    _multiply_by_counts(a.float(), b.float(), d, masked_m, expected_m)
 
 
 def m_grouped_fp8_gemm_nt_masked(
@@ -65,7 +65,7 @@ def m_grouped_fp8_gemm_nt_masked(
     require(disable_ue8m0_cast, "float32 scales")
     _check_and_record_masked(x, w, d, masked_m, expected_m)
     _check_scales(x, sfa, w, sfb)
-    _by_counts(_dequantize(x, sfa, 1), _dequantize(w, sfb, BLOCK), d, masked_m, expected_m)
+    _multiply_by_counts(_dequantize(x, sfa, 1), _dequantize(w, sfb, BLOCK), d, masked_m, expected_m)
 
 
 # -------------------------------------------------------------------------------- assertions
@@ -80,7 +80,7 @@ def _check_row_major(t):
     require(t.data_ptr() % 16 == 0, "16-byte addresses for TMA")
 
 
-def _sizes(a, b, d):
+def _check_sizes(a, b, d):
     for t in (a, b, d):
         _check_row_major(t)
     require(b.dim() == 3, "weights of each group")
@@ -93,11 +93,11 @@ def _sizes(a, b, d):
     return groups, m
 
 
-def _check_and_record_contiguous(a, b, d, layout, by_ends, expected):
+def _check_and_record_contiguous(a, b, d, layout, use_psum_layout, expected):
     require(a.dim() == 2, "rows of all groups")
-    groups, m = _sizes(a, b, d)
+    groups, m = _check_sizes(a, b, d)
     require(layout.is_contiguous() and layout.dtype is torch.int32, "an int32 layout")
-    require(by_ends, "use_psum_layout: this stand-in has no other layout")
+    require(use_psum_layout, "use_psum_layout: this stand-in has no other layout")
     require(tuple(layout.shape) == (groups,), "an end for each group")
     require(expected is None or (isinstance(expected, int) and expected > 0), "expected_m > 0")
     # The library does not assert this, but its kernels would compute wrong results.
@@ -114,7 +114,7 @@ def _check_and_record_contiguous(a, b, d, layout, by_ends, expected):
 
 def _check_and_record_masked(a, b, d, counts, expected):
     require(a.dim() == 3, "rows of each group")
-    groups, capacity = _sizes(a, b, d)
+    groups, capacity = _check_sizes(a, b, d)
     require(len(a) == groups, "rows for each group")
     require(counts.is_contiguous() and counts.dtype is torch.int32, "int32 counts")
     require(counts.numel() == groups, "a count for each group")
@@ -151,7 +151,7 @@ def _dequantize(q, scale, rows):
     return q.float() * expanded
 
 
-def _by_ends(a, b, d, ends):
+def _multiply_by_ends(a, b, d, ends):
     """Compute whole tiles of 128 rows. The second half of a tile is zero if it has no used row."""
     tiles, start = [], 0
     for group, end in enumerate(ends.tolist()):
@@ -165,7 +165,7 @@ def _by_ends(a, b, d, ends):
     d.copy_(result)
 
 
-def _by_counts(a, b, d, counts, expected):
+def _multiply_by_counts(a, b, d, counts, expected):
     """Compute whole tiles of 64 or 128 rows, which may store into rows of the next group."""
     _groups, capacity, depth = a.shape
     tile = 64 if expected <= 64 else 128

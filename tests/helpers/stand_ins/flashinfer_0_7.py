@@ -1,8 +1,8 @@
 """A stand-in for FlashInfer's cutlass_fused_moe on sm_90 (0.7.2), computed in float32 on a CPU.
 
-It raises where the library asserts, and where the library would silently compute wrong results: for
-strided tensors, invalid expert ids, and a token that selects the same expert twice. The rows of up
-are the first half of w1. The caller's workspace is overwritten.
+The stand-in raises where the library asserts, and where the library would silently compute wrong
+results: for strided tensors, invalid expert ids, and a token that selects the same expert twice.
+The rows of up are the first half of w1. The caller's workspace is overwritten.
 """
 
 from enum import IntEnum
@@ -42,8 +42,8 @@ def cutlass_fused_moe_workspace_size(
         if not size > 0:
             raise ValueError(f"must be positive, got {size}")
     rows = max_num_tokens * top_k
-    wide = hidden_size + intermediate_size * (2 if activation_type in GATED else 1)
-    return rows * (4 * wide + 16) + 256 * num_experts_total
+    width = hidden_size + intermediate_size * (2 if activation_type in GATED else 1)
+    return rows * (4 * width + 16) + 256 * num_experts_total
 
 
 def cutlass_fused_moe(
@@ -68,25 +68,27 @@ def cutlass_fused_moe(
     _check_tensors(x, ids, router, w1, w2)
     _check_sizes(x, w1, w2, act)
     _check_biases(fc1_expert_biases, fc2_expert_biases, w1, w2, output_dtype)
-    numbers = _numbers(len(w1), swiglu_alpha, swiglu_beta, swiglu_limit)
-    situ = _numbers(len(w1), situ_beta, situ_linear_beta, None)
+    swiglu = _check_activation_parameters(len(w1), swiglu_alpha, swiglu_beta, swiglu_limit)
+    situ = _check_activation_parameters(len(w1), situ_beta, situ_linear_beta, None)
     _check_output(output, x, w2, output_dtype)
-    need = cutlass_fused_moe_workspace_size(
+    min_workspace_bytes = cutlass_fused_moe_workspace_size(
         len(x), w2.shape[1], w2.shape[2], len(w1), ids.shape[1], x_dtype=x.dtype,
         weight_dtype=w1.dtype, activation_type=act,
     )  # fmt: skip
-    _check_workspace(workspace_buffer, need)
-    products = _Scales(quant_scales, x, w1, w2, by_blocks=use_deepseek_fp8_block_scale)
-    launched.append((str(act.name), products.kind, use_fused_finalize))
+    _check_workspace(workspace_buffer, min_workspace_bytes)
+    gemms = _ScaledGemms(quant_scales, x, w1, w2, by_blocks=use_deepseek_fp8_block_scale)
+    launched.append((str(act.name), gemms.kind, use_fused_finalize))
     total = torch.zeros(len(x), w2.shape[1])
     for expert in range(len(w1)):
         token, slot = (ids == expert).nonzero(as_tuple=True)
-        gate_up = products.first(x[token], expert).to(output_dtype).float()
+        gate_up = gemms.multiply_w1(x[token], expert).to(output_dtype).float()
         if fc1_expert_biases is not None:
             gate_up = gate_up + fc1_expert_biases[expert].float()
-        per_expert = tuple(None if n is None else n[expert] for n in (*numbers, *situ[:2]))
-        h = _activate(gate_up, act, per_expert)
-        rows = products.second(h, expert, output_dtype).to(output_dtype).float()
+        parameters = tuple(
+            None if values is None else values[expert] for values in (*swiglu, *situ[:2])
+        )
+        h = _activate(gate_up, act, parameters)
+        rows = gemms.multiply_w2(h, expert, output_dtype).to(output_dtype).float()
         if fc2_expert_biases is not None:
             rows = rows + fc2_expert_biases[expert].float()
         total.index_add_(0, token, rows * router[token, slot, None])
@@ -140,7 +142,7 @@ def _check_biases(b1, b2, w1, w2, dtype):
             _check_contiguous(bias, "biases")
 
 
-def _numbers(experts, *vectors):
+def _check_activation_parameters(experts, *vectors):
     for vector in vectors:
         if vector is not None:
             require(vector.dtype is FP32, "float32 numbers of activations")
@@ -156,19 +158,22 @@ def _check_output(output, x, w2, dtype):
     _check_contiguous(output, "output")
 
 
-def _check_workspace(workspace, need):
+def _check_workspace(workspace, min_workspace_bytes):
     require(workspace is not None, "a workspace, which the part must pass")
     require(workspace.dtype in (torch.uint8, torch.int8), "workspace of bytes")
     require(workspace.dim() == 1 and workspace.is_contiguous(), "workspace 1-D")
-    require(workspace.numel() >= need, f"workspace_buffer too small: need {need}")
+    require(
+        workspace.numel() >= min_workspace_bytes,
+        f"workspace_buffer too small: need {min_workspace_bytes}",
+    )
     require(workspace.data_ptr() % 128 == 0, "workspace aligned to 128 bytes")
 
 
 # ------------------------------------------------------------------------------- computation
 
 
-class _Scales:
-    """Computes the two products with the scales of a quantization mode."""
+class _ScaledGemms:
+    """Computes the two GEMMs with the scales of a quantization mode."""
 
     def __init__(self, scales, x, w1, w2, *, by_blocks):
         self.scales, self.w1, self.w2 = scales, w1, w2
@@ -182,43 +187,46 @@ class _Scales:
                 require(tuple(scale.shape) == blocks, "a scale for each block")
                 require(scale.is_contiguous(), "contiguous scales")
         elif self.kind == "tensor":
-            self._check_tensor(len(w1))
+            self._check_tensor_scales(len(w1))
         else:
             require(w1.dtype is x.dtype and not scales, "no scales in 16 bits")
 
-    def _check_tensor(self, experts):
+    def _check_tensor_scales(self, experts):
         require(len(self.scales) == 4, "Expecting 4 quant scales for fp8 quantization")
-        first, quant, second, of_input = self.scales
+        w1_scale, h_scale, w2_scale, x_scale = self.scales
         for scale in self.scales:
             require(scale.dtype is FP32, "float32 scales")
-        require(tuple(first.shape) == (experts,), "fc1 dequant size must be (experts,)")
-        require(quant.dim() == 0 or quant.shape == (experts,), "fc2 quant a scalar")
-        require(tuple(second.shape) == (experts,), "fc2 dequant size must be (experts,)")
-        require(of_input.dim() == 0, "fc1 input dequant a scalar")
-        require(first.is_contiguous() and second.is_contiguous(), "contiguous scales")
+        require(tuple(w1_scale.shape) == (experts,), "fc1 dequant size must be (experts,)")
+        require(h_scale.dim() == 0 or h_scale.shape == (experts,), "fc2 quant a scalar")
+        require(tuple(w2_scale.shape) == (experts,), "fc2 dequant size must be (experts,)")
+        require(x_scale.dim() == 0, "fc1 input dequant a scalar")
+        require(w1_scale.is_contiguous() and w2_scale.is_contiguous(), "contiguous scales")
 
-    def first(self, x, expert):
+    def multiply_w1(self, x, expert):
         if self.kind == "blocks":
-            return _by_groups(x.float()) @ _of_blocks(self.w1[expert], self.scales[0][expert]).T
+            return (
+                _round_by_groups(x.float())
+                @ _dequantize_blocks(self.w1[expert], self.scales[0][expert]).T
+            )
         product = x.float() @ self.w1[expert].float().T
         return product * self.scales[0][expert] if self.kind == "tensor" else product
 
-    def second(self, h, expert, dtype):
+    def multiply_w2(self, h, expert, dtype):
         if self.kind == "blocks":
-            values = _by_groups(h.to(dtype).float())
-            return values @ _of_blocks(self.w2[expert], self.scales[1][expert]).T
+            values = _round_by_groups(h.to(dtype).float())
+            return values @ _dequantize_blocks(self.w2[expert], self.scales[1][expert]).T
         if self.kind == "none":
             return h.to(dtype).float() @ self.w2[expert].float().T
         q = (h.to(dtype).float() * self.scales[1]).clamp(-FP8_MAX, FP8_MAX).to(E4M3)
         return q.float() @ self.w2[expert].float().T * self.scales[2][expert]
 
 
-def _of_blocks(w, scale):
-    wide = scale.repeat_interleave(BLOCK, 0)[: len(w)].repeat_interleave(BLOCK, 1)
-    return w.float() * wide[:, : w.shape[1]]
+def _dequantize_blocks(w, scale):
+    width = scale.repeat_interleave(BLOCK, 0)[: len(w)].repeat_interleave(BLOCK, 1)
+    return w.float() * width[:, : w.shape[1]]
 
 
-def _by_groups(values):
+def _round_by_groups(values):
     """Quantize each 128 values of a row to e4m3 and return the dequantized values."""
     groups = values.view(len(values), values.shape[1] // BLOCK, BLOCK)
     scale = (groups.abs().amax(2, keepdim=True) / FP8_MAX).clamp(min=2.0**-33)
@@ -226,14 +234,14 @@ def _by_groups(values):
     return (q.float() * scale).view_as(values)
 
 
-def _clamped(value, minimum, maximum):
-    """Clamp like CUTLASS, which replaces NaN by the bound."""
+def _clamp(value, minimum, maximum):
+    """Clamp like CUTLASS, which replaces NaN by a bound."""
     value = torch.fmin(value, torch.as_tensor(maximum))
     return value if minimum is None else torch.fmax(value, torch.as_tensor(minimum))
 
 
-def _activate(value, act, numbers):
-    alpha, beta, limit, situ_beta, situ_linear = numbers
+def _activate(value, act, parameters):
+    alpha, beta, limit, situ_beta, situ_linear = parameters
     if act not in GATED:
         return {
             ActivationType.Relu2: lambda v: torch.relu(v) ** 2,
@@ -242,17 +250,17 @@ def _activate(value, act, numbers):
         }[act](value)
     up, gate = value.chunk(2, dim=1)
     if act is ActivationType.Situ:
-        first, second = (4.0 if situ_beta is None else situ_beta, 25.0 if situ_linear is None
-                         else situ_linear)  # fmt: skip
-        capped = torch.tanh(gate / first) * torch.sigmoid(gate) * first
-        return capped * torch.tanh(up / second) * second
+        gate_limit = 4.0 if situ_beta is None else situ_beta
+        up_limit = 25.0 if situ_linear is None else situ_linear
+        capped = torch.tanh(gate / gate_limit) * torch.sigmoid(gate) * gate_limit
+        return capped * torch.tanh(up / up_limit) * up_limit
     if act is ActivationType.SwigluStep:
         bound = 7.0 if limit is None else limit
         gate = torch.nn.functional.silu(gate)
-        return _clamped(gate, None, bound) * _clamped(up, -bound, bound)
+        return _clamp(gate, None, bound) * _clamp(up, -bound, bound)
     if act is ActivationType.SwigluBias or alpha is not None or limit is not None:
         bound = torch.inf if limit is None else limit
-        gate, up = _clamped(gate, None, bound), _clamped(up, -bound, bound)
+        gate, up = _clamp(gate, None, bound), _clamp(up, -bound, bound)
         alpha, beta = 1.0 if alpha is None else alpha, 0.0 if beta is None else beta
         return gate * torch.sigmoid(alpha * gate) * (up + beta)
     name = {ActivationType.Geglu: "none", ActivationType.GegluTanh: "tanh"}.get(act)

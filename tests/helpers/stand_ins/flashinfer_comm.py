@@ -1,8 +1,8 @@
 """A stand-in for FlashInfer's one-sided all-to-all (0.7.2), in plain torch on any process group.
 
-It raises where the library would access memory outside of its workspaces, hang or ignore an error.
-The rows from a rank arrive in random order, and rows that no rank sent are NaN. Two instances with
-the same sizes share a workspace, as in the library.
+The stand-in raises where the library would access memory outside of its workspaces, hang or ignore
+an error. The rows from a rank arrive in random order, and rows that no rank sent are NaN. Two
+instances with the same sizes share a workspace, as in the library.
 """
 
 import io
@@ -24,12 +24,12 @@ def moe_a2a_get_workspace_size_per_rank(
     ep_size, max_num_tokens, total_dispatch_payload_size_per_token,
     combine_payload_size_per_token, eplb_stats_num_experts=0, *, backend="trtllm",
 ):  # fmt: skip
-    def aligned(n):
+    def align(n):
         return -(-n // 128) * 128
 
     rows = ep_size * max_num_tokens
-    dispatch_nbytes = aligned(rows * total_dispatch_payload_size_per_token)
-    return 1024 + dispatch_nbytes + aligned(rows * combine_payload_size_per_token)
+    dispatch_nbytes = align(rows * total_dispatch_payload_size_per_token)
+    return 1024 + dispatch_nbytes + align(rows * combine_payload_size_per_token)
 
 
 @dataclass
@@ -125,22 +125,22 @@ class MoeAlltoAll:
         require(
             0 < max_tokens <= self.max_tokens, "runtime_max_tokens_per_rank exceeds max_num_tokens"
         )
-        self._check(ids, payloads, max_tokens)
+        self._check_dispatch(ids, payloads, max_tokens)
         sent_by_rank = _all_gather(self.comm, (max_tokens, ids, *payloads))
         require(
             len({sent[0] for sent in sent_by_rank}) == 1,
             "the same runtime_max_tokens_per_rank on every rank",
         )
-        rank_of = [sent[1].long() // (self.experts // self.ranks) for sent in sent_by_rank]
+        ranks_by_source = [sent[1].long() // (self.experts // self.ranks) for sent in sent_by_rank]
         self.tokens, self.runtime, self.received = len(ids), max_tokens, []
-        out = [_unwritten_rows(self.ranks, max_tokens, part) for part in payloads]
-        for source, (_, _, *parts) in enumerate(sent_by_rank):
-            tokens = (rank_of[source] == self.rank).any(1).nonzero().flatten()
+        out = [_unwritten_rows(self.ranks, max_tokens, payload) for payload in payloads]
+        for source, (_, _, *sent_payloads) in enumerate(sent_by_rank):
+            tokens = (ranks_by_source[source] == self.rank).any(1).nonzero().flatten()
             order = torch.Generator().manual_seed(source + 7 * self.rank)
             tokens = tokens[torch.randperm(len(tokens), generator=order)]
             self.received.append(tokens.tolist())
-            for into, part in zip(out, parts, strict=True):
-                into[source, : len(tokens)] = part[tokens]
+            for out_rows, payload in zip(out, sent_payloads, strict=True):
+                out_rows[source, : len(tokens)] = payload[tokens]
             if invalid_token_expert_id is not None:
                 require(out[expert_id_payload_index].dtype is torch.int32, "ids to sanitize")
                 out[expert_id_payload_index][source, len(tokens) :] = invalid_token_expert_id
@@ -171,7 +171,7 @@ class MoeAlltoAll:
         self.state["phase"] = "idle"
         return output
 
-    def _check(self, ids, payloads, max_tokens):
+    def _check_dispatch(self, ids, payloads, max_tokens):
         require(ids.dtype is torch.int32 and ids.is_contiguous(), "contiguous int32 ids")
         require(ids.dim() == 2 and ids.shape[1] == self.top_k, "token_selected_experts shape")
         require(len(ids) <= max_tokens, "tokens within the workspace")
@@ -180,21 +180,21 @@ class MoeAlltoAll:
         require(bool(((ids >= 0) & (ids < self.experts)).all()), "valid expert ids")
         require(0 < len(payloads) <= MAX_PAYLOADS, "Too many payloads")
         total = 0
-        for part in payloads:
-            require(part.dim() == 2, "payload must be 2D")
-            require(part.is_contiguous(), "contiguous payload")
-            require(len(part) == len(ids), "payload first dimension must match")
-            total += self.ranks * max_tokens * part.shape[1] * part.element_size()
-            require(total % part.element_size() == 0, "Misaligned payload buffer")
+        for payload in payloads:
+            require(payload.dim() == 2, "payload must be 2D")
+            require(payload.is_contiguous(), "contiguous payload")
+            require(len(payload) == len(ids), "payload first dimension must match")
+            total += self.ranks * max_tokens * payload.shape[1] * payload.element_size()
+            require(total % payload.element_size() == 0, "Misaligned payload buffer")
         require(1024 + total <= self.nbytes, "workspace size per rank insufficient")
 
 
-def _unwritten_rows(ranks, max_tokens, part):
+def _unwritten_rows(ranks, max_tokens, payload):
     """Return rows (ranks, max_tokens, columns) of bytes 255, which are NaN in floating point."""
     memory = torch.full(
-        (ranks, max_tokens, part.shape[1] * part.element_size()), 255, dtype=torch.uint8
+        (ranks, max_tokens, payload.shape[1] * payload.element_size()), 255, dtype=torch.uint8
     )
-    return memory.view(part.dtype)
+    return memory.view(payload.dtype)
 
 
 def _all_gather(comm, values):
@@ -202,4 +202,4 @@ def _all_gather(comm, values):
     file = io.BytesIO()
     torch.save(tuple(v.clone() if isinstance(v, torch.Tensor) else v for v in values), file)
     gathered = comm.allgather(file.getvalue())
-    return [torch.load(io.BytesIO(each), weights_only=False) for each in gathered]
+    return [torch.load(io.BytesIO(data), weights_only=False) for data in gathered]

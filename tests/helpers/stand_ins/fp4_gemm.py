@@ -1,4 +1,4 @@
-"""A stand-in for the nvfp4 GEMM kernel, which computes the same tiles from the same addresses.
+"""A stand-in for the nvfp4 GEMM kernel that computes the same tiles from the same addresses.
 
 As in TMA loads, rows and columns outside of a matrix are zero. Scales are read at the addresses
 that the MMA instruction reads. The stand-in raises if an element of the output is written twice or
@@ -22,7 +22,7 @@ def fp4_gemm(a, b, tiles, out):
     """Compute the same as `experts.cutlass.fp4_gemm.fp4_gemm`."""
     tile_rows = _check_arguments(a, b, tiles, out)
     experts, rows_b, half = b.w.shape
-    flat, steps = b.w.view(experts * rows_b, half), -(-2 * half // DEPTH)
+    w_rows, steps = b.w.view(experts * rows_b, half), -(-2 * half // DEPTH)
     matrix_rows = rows_b // b.global_scales.shape[1]
     writes = torch.zeros(out.shape, dtype=torch.int8)
     num_m, num_n = len(tile_rows), -(-rows_b // TILE_N)
@@ -33,8 +33,8 @@ def fp4_gemm(a, b, tiles, out):
             row_b = expert * rows_b + n * TILE_N
             sums = torch.zeros(TILE_M, TILE_N)
             for k in range(steps):
-                x = _values(a.q_RK, row, k) * _scales(a.scale[m], k)
-                w = _values(flat, row_b, k) * _scales(b.scale[row_b // TILE_N], k)
+                x = _load_values(a.q_RK, row, k) * _load_scales(a.scale[m], k)
+                w = _load_values(w_rows, row_b, k) * _load_scales(b.scale[row_b // TILE_N], k)
                 sums += x @ w.T
             factor = b.global_scales[expert, n * TILE_N // matrix_rows]
             rows, columns = slice(row, min(row + TILE_M, end)), slice(n * TILE_N, (n + 1) * TILE_N)
@@ -54,27 +54,27 @@ def tile_at(index, num_m, num_n):
     per_group = GROUP_M * num_n
     first = index // per_group * GROUP_M
     size = min(num_m - first, GROUP_M)
-    within = index % per_group
-    return first + within % size, within // size
+    index_in_group = index % per_group
+    return first + index_in_group % size, index_in_group // size
 
 
-def _values(q, row, step):
+def _load_values(q, row, step):
     """Return the values (128, 256) that a TMA load at this row and step returns."""
     box = torch.zeros(TILE_M, DEPTH // 2, dtype=torch.uint8)
-    part = q[row : row + TILE_M, step * DEPTH // 2 : (step + 1) * DEPTH // 2]
-    box[: part.shape[0], : part.shape[1]] = part
+    valid = q[row : row + TILE_M, step * DEPTH // 2 : (step + 1) * DEPTH // 2]
+    box[: valid.shape[0], : valid.shape[1]] = valid
     return VALUES[torch.stack([box & 15, box >> 4], 2).flatten(1).long()]
 
 
-def _scales(line, step):
+def _load_scales(scale_bytes, step):
     """Return the scale of each value, (128, 256).
 
-    line: bytes of the scales of 128 rows. A step has four blocks of 512 bytes.
+    scale_bytes: scales of 128 rows. A step has four blocks of 512 bytes.
     """
     row, group = torch.arange(128)[:, None], torch.arange(DEPTH // 16)[None, :]
-    at = group // 4 * 512 + row % 32 * 16 + row // 32 * 4 + group % 4
-    part = line[step * STEP_BYTES : (step + 1) * STEP_BYTES]
-    return part[at].view(torch.float8_e4m3fn).float().repeat_interleave(16, 1)
+    offsets = group // 4 * 512 + row % 32 * 16 + row // 32 * 4 + group % 4
+    step_scales = scale_bytes[step * STEP_BYTES : (step + 1) * STEP_BYTES]
+    return step_scales[offsets].view(torch.float8_e4m3fn).float().repeat_interleave(16, 1)
 
 
 def _check_arguments(a, b, tiles, out):
@@ -119,10 +119,10 @@ def _check_arguments(a, b, tiles, out):
     return tile_rows
 
 
-def _check_scales(line, rows, groups):
+def _check_scales(scale_bytes, rows, groups):
     """Check that scales of padding are 0. Uninitialized scales could be NaN."""
-    row, group = torch.arange(128)[:, None], torch.arange(len(line) // 128)[None, :]
-    at = group // 16 * STEP_BYTES + group % 16 // 4 * 512
-    at = at + row % 32 * 16 + row // 32 * 4 + group % 4
-    padding = (group >= groups).expand_as(at) | (row >= rows)
-    require(not line[at[padding]].any(), "scales of padding are 0")
+    row, group = torch.arange(128)[:, None], torch.arange(len(scale_bytes) // 128)[None, :]
+    offsets = group // 16 * STEP_BYTES + group % 16 // 4 * 512
+    offsets = offsets + row % 32 * 16 + row // 32 * 4 + group % 4
+    padding = (group >= groups).expand_as(offsets) | (row >= rows)
+    require(not scale_bytes[offsets[padding]].any(), "scales of padding are 0")

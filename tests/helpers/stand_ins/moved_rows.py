@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 class Event:
-    """An event of a call. It exists, and can be waited for, only if the call is asynchronous."""
+    """An event of a call, which exists and can be waited for only if the call is asynchronous."""
 
     def __init__(self, exists):
         self.exists = exists
@@ -32,37 +32,37 @@ def pad_rows(rows, number, fill=torch.nan):
 def all_gather(*values):
     """Return the tuple of values of each rank."""
     file, gathered = io.BytesIO(), [None] * dist.get_world_size()
-    torch.save(_cloned(values), file)  # plain pickle does not know float8
+    torch.save(_clone(values), file)  # pickle alone does not support float8
     dist.all_gather_object(gathered, file.getvalue())
-    return [torch.load(io.BytesIO(each), weights_only=False) for each in gathered]
+    return [torch.load(io.BytesIO(data), weights_only=False) for data in gathered]
 
 
-def _cloned(values):
+def _clone(values):
     """Copy tensors, because torch.save would write the whole workspace of which they are views."""
     if isinstance(values, torch.Tensor):
         return values.clone()
-    return tuple(map(_cloned, values)) if isinstance(values, tuple) else values
+    return tuple(map(_clone, values)) if isinstance(values, tuple) else values
 
 
-def local_ids(ids_TK, experts):
-    """Return int64 ids relative to the first expert of this rank; -1 for other ranks."""
-    each = experts // dist.get_world_size()
-    ids = ids_TK.long() - each * dist.get_rank()
-    return torch.where((ids >= 0) & (ids < each), ids, -1)
+def localize_ids(ids_TK, experts):
+    """Return int64 ids relative to the first expert of this rank, or -1 for experts elsewhere."""
+    experts_per_rank = experts // dist.get_world_size()
+    ids = ids_TK.long() - experts_per_rank * dist.get_rank()
+    return torch.where((ids >= 0) & (ids < experts_per_rank), ids, -1)
 
 
-def rows_by_rank(x, ids, weights, experts, elsewhere=99.0):
+def send_rows_to_ranks(x, ids, weights, experts, remote_weight=99.0):
     """Send each token once to every rank that has one of its experts.
 
     Returns the rows that this rank receives, their local ids, their weights, and the (source rank,
-    token) of each row. elsewhere: weight of a pair whose expert is on another rank. It must not be
-    read.
+    token) of each row. remote_weight: weight of a pair whose expert is on another rank, which must
+    not be read.
     """
     received, places = [], []
     for source, (rows, ids_of_source, router) in enumerate(all_gather(x, ids, weights)):
-        local = local_ids(ids_of_source, experts)
+        local = localize_ids(ids_of_source, experts)
         tokens = (local >= 0).any(1).nonzero().flatten()
-        router = router[tokens].masked_fill(local[tokens] < 0, elsewhere)
+        router = router[tokens].masked_fill(local[tokens] < 0, remote_weight)
         parts = rows if isinstance(rows, tuple) else (rows,)
         received.append(([part[tokens] for part in parts], local[tokens], router))
         places += [(source, int(token)) for token in tokens]
@@ -71,7 +71,7 @@ def rows_by_rank(x, ids, weights, experts, elsewhere=99.0):
     return rows, torch.cat([r[1] for r in received]), torch.cat([r[2] for r in received]), places
 
 
-def sums_by_rank(y, places, tokens):
+def sum_rows_by_rank(y, places, tokens):
     """Return the sum over ranks of the rows of each token of this rank, (tokens, H) bfloat16."""
     total = torch.zeros(tokens, y.shape[1])
     for rows, places_of_rank in all_gather(y, places):
@@ -81,7 +81,7 @@ def sums_by_rank(y, places, tokens):
     return total.bfloat16()
 
 
-def rows_by_expert(x, ids, experts, out, counts):
+def send_rows_to_experts(x, ids, experts, out, counts):
     """Write the received rows to out[0], (e, C, H), their scales to out[1] if any, and `counts`.
 
     Returns {(source rank, token, local expert): row}.
@@ -89,28 +89,28 @@ def rows_by_expert(x, ids, experts, out, counts):
     counts.zero_()
     places = {}
     for source, (rows, ids_of_source) in enumerate(all_gather(x, ids)):
-        for token, local in enumerate(local_ids(ids_of_source, experts).tolist()):
+        for token, local in enumerate(localize_ids(ids_of_source, experts).tolist()):
             for expert in local:
                 if expert < 0:
                     continue
                 row = int(counts[expert])
                 counts[expert] += 1
-                for into, part in zip(out, rows, strict=True):
-                    into[expert, row] = part[token]
+                for out_rows, payload in zip(out, rows, strict=True):
+                    out_rows[expert, row] = payload[token]
                 places[source, token, expert] = row
     return places
 
 
-def sums_by_expert(y_eCH, places, ids, weights, experts):
+def sum_rows_by_expert(y_eCH, places, ids, weights, experts):
     """Return the weighted sum of the rows of each token of this rank, (T, H) bfloat16."""
-    each = experts // dist.get_world_size()
+    experts_per_rank = experts // dist.get_world_size()
     outputs_by_rank = all_gather(y_eCH, places)
     total = torch.zeros(len(ids), y_eCH.shape[2])
     for token, chosen in enumerate(ids.long().tolist()):
         for k, expert in enumerate(chosen):
             if expert < 0:
                 continue
-            rows, places_of_rank = outputs_by_rank[expert // each]
-            row = places_of_rank[dist.get_rank(), token, expert % each]
-            total[token] += weights[token, k] * rows[expert % each, row].float()
+            rows, places_of_rank = outputs_by_rank[expert // experts_per_rank]
+            row = places_of_rank[dist.get_rank(), token, expert % experts_per_rank]
+            total[token] += weights[token, k] * rows[expert % experts_per_rank, row].float()
     return total.bfloat16()

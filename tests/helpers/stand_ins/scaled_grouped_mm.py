@@ -1,12 +1,12 @@
 """A stand-in for torch._scaled_grouped_mm on sm_90, computed in float32 on a CPU.
 
-It raises for arguments that torch's meta function rejects, that the CUDA code rejects, or for which
-the CUDA code silently computes wrong results.
+The stand-in raises for arguments that torch's meta function or the CUDA code rejects, and for
+arguments with which the CUDA code silently computes wrong results.
 """
 
 import torch
 
-REAL = torch._scaled_grouped_mm
+ORIGINAL = torch._scaled_grouped_mm
 MULTIPLE, MAX_GROUPS = 16, 1023
 
 
@@ -46,7 +46,7 @@ def scaled_grouped_mm(
     if mat_a.dim() == 3:
         require(offs is None, "no offs for rows of every group")
         require(tuple(scale_a.shape) == tuple(mat_a.shape[:2]), "a scale for each row")
-        return _product(mat_a, mat_b, scale_a, scale_b)
+        return _multiply(mat_a, mat_b, scale_a, scale_b)
     require(offs is not None, "offs for rows of all groups")
     require(offs.dtype is torch.int32, "offs of int32")
     require(tuple(offs.shape) == (groups,), "an end for each group")
@@ -58,14 +58,14 @@ def scaled_grouped_mm(
     out = torch.full((len(mat_a), columns), torch.nan, dtype=out_dtype)
     for group, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
         rows = slice(start, end)
-        out[rows] = _product(mat_a[rows], mat_b[group], scale_a[rows], scale_b[group])
+        out[rows] = _multiply(mat_a[rows], mat_b[group], scale_a[rows], scale_b[group])
     return out
 
 
 def _check_on_meta(mat_a, mat_b, scale_a, scale_b, offs, out_dtype):
     """Check the arguments with torch's meta function."""
     a, b, sa, sb, ends = map(_to_meta, (mat_a, mat_b, scale_a, scale_b, offs))
-    REAL(a, b, sa, sb, offs=ends, out_dtype=out_dtype)
+    ORIGINAL(a, b, sa, sb, offs=ends, out_dtype=out_dtype)
 
 
 def _to_meta(tensor):
@@ -74,6 +74,6 @@ def _to_meta(tensor):
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _product(a, b, scale_a, scale_b):
+def _multiply(a, b, scale_a, scale_b):
     values = a.float() @ b.float()
     return (values * scale_a[..., :, None] * scale_b[..., None, :]).bfloat16()

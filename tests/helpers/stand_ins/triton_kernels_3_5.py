@@ -30,8 +30,8 @@ class ExptData:
     block_pid_map: dict
 
     def __post_init__(self):
-        tables = (*self.token_offs_pad.values(), *self.block_pid_map.values())
-        for table in (self.hist, self.token_offs_raw, *tables):
+        all_tables = (*self.token_offs_pad.values(), *self.block_pid_map.values())
+        for table in (self.hist, self.token_offs_raw, *all_tables):
             require(table.dtype is INT32, "int32 tables")
 
 
@@ -73,29 +73,30 @@ def matmul_ogs(
     require(1 in w.stride()[1:], "weights side by side along K or along N")
     require(y is not None and tuple(y.shape) == (1, rows, columns), "y of (1, M, N)")
     require(y.dtype is BF16 and y.stride(-1) == 1, "y of x's dtype")
-    data = routing_data.expt_data
+    tables = routing_data.expt_data
     require(routing_data.n_expts_tot == experts, "as many experts as weights")
     require(routing_data.n_expts_act == 1, "a row for each pair")
-    require(tuple(data.hist.shape) == (experts,), "a count for each expert")
+    require(tuple(tables.hist.shape) == (experts,), "a count for each expert")
     require(
-        tuple(data.token_offs_raw.shape) == (experts + 1,),
+        tuple(tables.token_offs_raw.shape) == (experts + 1,),
         "a first row for each expert, and the end of the rows",
     )
     # The library selects one tile size. Here, successive calls use different sizes.
     block = BLOCK_SIZES[len(launched_block_sizes) % len(BLOCK_SIZES)]
     launched_block_sizes.append(block)
     require(
-        set(data.block_pid_map) == set(BLOCK_SIZES) == set(data.token_offs_pad), "every tile size"
+        set(tables.block_pid_map) == set(BLOCK_SIZES) == set(tables.token_offs_pad),
+        "every tile size",
     )
-    tiles, programs = data.token_offs_pad[block], data.block_pid_map[block]
+    tiles, programs = tables.token_offs_pad[block], tables.block_pid_map[block]
     require(
         tuple(tiles.shape) == (experts + 1,),
         "a first tile for each expert, and the number of tiles",
     )
     grid = routing_data.n_blocks(rows, block)
     require(programs.numel() >= grid, "a packed tile for each program of the grid")
-    _check_tables(data, tiles, programs[:grid], rows, block)
-    starts, counts = data.token_offs_raw.tolist(), data.hist.tolist()
+    _check_tables(tables, tiles, programs[:grid], rows, block)
+    starts, counts = tables.token_offs_raw.tolist(), tables.hist.tolist()
     for packed_tile in programs[:grid].tolist():
         if packed_tile == -1:
             continue
@@ -127,9 +128,9 @@ def _dequantize_mxfp4(w, scale):
     return (torch.full_like(dequantized, torch.nan) if depth % 128 else dequantized).bfloat16()
 
 
-def _check_tables(data, tiles, programs, rows, block):
+def _check_tables(tables, tiles, programs, rows, block):
     """Check the tables, which kernels read without checks."""
-    counts, starts = data.hist.long(), data.token_offs_raw.long()
+    counts, starts = tables.hist.long(), tables.token_offs_raw.long()
     require(bool((counts >= 0).all()) and int(counts.sum()) <= rows, "counts within the rows")
     require(torch.equal(starts.diff(), counts) and starts[0] == 0, "starts from counts")
     expected_tiles = torch.nn.functional.pad((-(-counts // block)).cumsum(0), (1, 0))

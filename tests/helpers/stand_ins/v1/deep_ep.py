@@ -4,7 +4,14 @@ from typing import ClassVar
 
 import torch
 import torch.distributed as dist
-from moved_rows import Event, pad_rows, rows_by_expert, rows_by_rank, sums_by_expert, sums_by_rank
+from moved_rows import (
+    Event,
+    pad_rows,
+    send_rows_to_experts,
+    send_rows_to_ranks,
+    sum_rows_by_expert,
+    sum_rows_by_rank,
+)
 
 PEERS = 8
 # Number of ranks -> rows per channel and peer in the receive buffers of NVLink and RDMA.
@@ -14,11 +21,11 @@ ROWS = {
 }  # fmt: skip
 # Numbers of hosts for which internode kernels are compiled. They differ from those in ROWS.
 HOSTS = 2, 4, 8, 16, 18, 20
-METADATA_BYTES = 8 + 128 * 4 + 128 * 8 + 128 * 4  # bytes: source, ids, weights and scales of a row
+METADATA_BYTES = 8 + 128 * 4 + 128 * 8 + 128 * 4  # source, ids, weights and scales of a row
 
 
 class Config:
-    """A configuration of dispatch, or of combine, which needs larger buffers."""
+    """A configuration of dispatch or combine. Combine needs larger buffers."""
 
     def __init__(self, num_sms, ranks, combine):
         assert ranks in ROWS, f"Unsupported number of EP ranks: {ranks}"
@@ -38,7 +45,7 @@ class Config:
 
 
 class Buffer:
-    """A buffer.
+    """A communication buffer.
 
     peers: number of ranks per host. made: number of ranks and arguments of each buffer that this
     process created.
@@ -134,12 +141,14 @@ class Buffer:
         for tensor in (topk_idx, topk_weights, *(x if isinstance(x, tuple) else (x,))):
             assert tensor.is_contiguous()
         assert topk_weights.dtype == torch.float32
-        rows, ids, weights, places = rows_by_rank(x, topk_idx, topk_weights, self.experts, 0.0)
-        number = num_worst_tokens or len(ids)
-        padded = [pad_rows(part, number) for part in (rows if isinstance(x, tuple) else (rows,))]
+        rows, ids, weights, places = send_rows_to_ranks(
+            x, topk_idx, topk_weights, self.experts, 0.0
+        )
+        num_rows = num_worst_tokens or len(ids)
+        padded = [pad_rows(part, num_rows) for part in (rows if isinstance(x, tuple) else (rows,))]
         received = tuple(padded) if isinstance(x, tuple) else padded[0]
-        ids, weights = pad_rows(ids, number, -1), pad_rows(weights, number)
-        handle = places, len(topk_idx), number
+        ids, weights = pad_rows(ids, num_rows, -1), pad_rows(weights, num_rows)
+        handle = places, len(topk_idx), num_rows
         return received, ids, weights, [], handle, Event(async_finish)
 
     def combine(self, x, handle, config=None):
@@ -147,7 +156,7 @@ class Buffer:
         assert x.is_contiguous()
         assert x.dtype == torch.bfloat16
         assert len(x) == rows, "as many rows as were received, used or not"
-        return sums_by_rank(x, places, tokens), None, Event(False)
+        return sum_rows_by_rank(x, places, tokens), None, Event(False)
 
     @staticmethod
     def get_low_latency_rdma_size_hint(num_max_dispatch_tokens_per_rank, hidden, ranks, experts):
@@ -169,7 +178,7 @@ class Buffer:
             scale = groups.abs().amax(2).clamp(min=1e-4) / 448
             parts = ((groups / scale[..., None]).flatten(1).to(torch.float8_e4m3fn), scale)
             out = [out[0].to(torch.float8_e4m3fn), torch.full((local, rows, scale.shape[1]), 1e9)]
-        places = rows_by_expert(parts, topk_idx, num_experts, out, counts)
+        places = send_rows_to_experts(parts, topk_idx, num_experts, out, counts)
         received = tuple(out) if use_fp8 else out[0]
         # In the library, the hook receives the rows. Here, they have already been received.
         hook = (lambda: None) if return_recv_hook else None
@@ -179,7 +188,7 @@ class Buffer:
         assert x.dtype == torch.bfloat16
         assert x.is_contiguous()
         places, experts = handle
-        combined = sums_by_expert(x, places, topk_idx, topk_weights, experts)
+        combined = sum_rows_by_expert(x, places, topk_idx, topk_weights, experts)
         if out is not None:
             assert out.is_contiguous()
             combined = out.copy_(combined)

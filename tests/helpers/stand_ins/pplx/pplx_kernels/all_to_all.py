@@ -1,7 +1,7 @@
 """A stand-in for pplx-kernels over any process group."""
 
 import torch
-from moved_rows import rows_by_expert, sums_by_expert
+from moved_rows import send_rows_to_experts, sum_rows_by_expert
 
 
 class AllToAll:
@@ -43,16 +43,16 @@ class AllToAll:
         for scale in (out_expert_x_scale, dp_x_scale):
             assert (0 if scale is None else scale.shape[-1]) == self.scales, "read or written past"
         out = [t for t in (out_expert_x, out_expert_x_scale) if t is not None]
-        parts = [t for t in (dp_x, dp_x_scale) if t is not None]
-        for into in out:
-            into.copy_(torch.full(into.shape, torch.nan).to(into.dtype))
-        self.places = rows_by_expert(
-            tuple(parts), indices.to(torch.int64), self.experts, out, out_expert_num_tokens
+        payloads = [t for t in (dp_x, dp_x_scale) if t is not None]
+        for rows in out:
+            rows.copy_(torch.full(rows.shape, torch.nan).to(rows.dtype))
+        self.places = send_rows_to_experts(
+            tuple(payloads), indices.to(torch.int64), self.experts, out, out_expert_num_tokens
         )
 
     def combine(self, out_tokens, indices, weights, expert_y, bound_m, do_send=True, do_recv=True):
         ids = indices.to(torch.int64)
-        out_tokens.copy_(sums_by_expert(expert_y, self.places, ids, weights, self.experts))
+        out_tokens.copy_(sum_rows_by_expert(expert_y, self.places, ids, weights, self.experts))
 
     def destroy(self):
         pass
