@@ -125,11 +125,11 @@ def test_a_replayed_call_stays_within_its_budget() -> None:
     pairing = Pairing(Prepare, AddExperts)
     x_TH, weights, routing = make_inputs(tokens=1)
     ids_TK, weights_TK = routing.topk_ids_TK, routing.topk_weights_TK
-    layer_json = serialize_layer(SMALL)
+    layer_json, pairing_name = serialize_layer(SMALL), str(pairing)
 
     def call_operator() -> torch.Tensor:
         output: torch.Tensor = EXPERTS_FORWARD(
-            x_TH, ids_TK, weights_TK, [weights.w1, weights.w2], "w1,w2", layer_json, str(pairing)
+            x_TH, ids_TK, weights_TK, [weights.w1, weights.w2], "w1,w2", layer_json, pairing_name
         )
         return output
 

@@ -16,9 +16,9 @@ def program_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_with_stand_in("replayed_launch_program", tmp_path_factory.mktemp("driver"))
 
 
-# The size of a kernel's parameters. 49 bytes are two pointers, int32, float32, int64, a flag and two
-# scratch pointers. 180 bytes are a tensor map with two sizes and two strides, a pointer, int32 and
-# two scratch pointers.
+# The size of each kernel's parameters. 49 bytes are two pointers, int32, float32, int64, a flag and
+# two scratch pointers. 180 bytes are a tensor map with two sizes and two strides, a pointer, int32
+# and two scratch pointers.
 @pytest.mark.parametrize(("kernel", "nbytes"), [("plain", 49), ("dependent", 49), ("boxes", 180)])
 def test_a_replayed_launch_equals_that_of_triton(
     program_results: dict[str, Any], kernel: str, nbytes: int

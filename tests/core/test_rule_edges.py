@@ -47,8 +47,8 @@ RANK_PAIRS = (
     ("SymmMemPrepareAndFinalize", "TorchExperts"),
     ("HostThenRankPrepareAndFinalize", "TorchExperts"),
 )
-# For these pairings, the search goes two steps from the start, because some rules only apply after a
-# first step, such as another scheme or placement.
+# For these pairings, the search goes two steps from the start, because some rules only apply after
+# a first step, such as another scheme or placement.
 TWO_STEP_PAIRS = (
     (BATCHED, "NaiveBatchedExperts", None),
     ("AllGatherReduceScatterPrepareAndFinalize", "TorchExperts", None),
@@ -92,7 +92,7 @@ def find_edges(
 
 
 def find_all_edges() -> Iterator[Edges]:
-    """Yield the edges of every pairing, with more steps or other start problems for some of them."""
+    """Yield the edges of every pairing, for some also with two steps or other start problems."""
     catalog = load_catalog()
     for pf in catalog.names("prepare_finalize"):
         for experts in catalog.names("experts"):
@@ -106,9 +106,9 @@ def find_all_edges() -> Iterator[Edges]:
 
 def describe_edge_error(edge: Edge) -> str:
     """Return why an edge is wrong, or ""."""
-    list_passing_cases, failing = edge.passing.verdict, edge.failing.verdict
-    if list_passing_cases.rejections:
-        return f"{edge}: the passing side is refused, {list_passing_cases}"
+    passing, failing = edge.passing.verdict, edge.failing.verdict
+    if passing.rejections:
+        return f"{edge}: the passing side is refused, {passing}"
     if {r.rule for r in failing.rejections} != {edge.reason.rule}:
         return f"{edge}: refused for more, {failing}"
     return f"{edge}: {edge.contradiction}" if edge.contradiction else ""

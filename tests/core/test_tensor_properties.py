@@ -291,7 +291,7 @@ PAIRS = [(verdict.prepare_finalize, verdict.experts) for verdict in CPU_VERDICTS
 
 @pytest.mark.parametrize(("pf", "experts"), PAIRS)
 def test_writing_an_output_increments_its_version(pf: str, experts: str) -> None:
-    """By the version, autograd detects that a tensor was overwritten after an operation saved it."""
+    """Autograd compares versions to detect that a saved tensor was overwritten."""
     args = make_arguments(PROBLEM)
     with torch.no_grad():
         machine = this_machine(device="cpu")
