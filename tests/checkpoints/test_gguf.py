@@ -398,10 +398,13 @@ INVALID_HEADERS: dict[str, tuple[bytes, str]] = {
     "dimensions": (ONE_TENSOR + struct.pack("<I", 9) + bytes(40), "k of 9 dimensions"),
     "no rows": (ONE_TENSOR + struct.pack("<IQIQ", 1, 0, 0, 0) + bytes(9), r"k of shape \(0,\)"),
     "overflow": (ONE_TENSOR + struct.pack("<IQQQQIQ", 4, *[1 << 20] * 4, 0, 0), "k of shape"),
-    "partial block": (ONE_TENSOR + struct.pack("<IQIQ", 1, 33, 2, 0) + bytes(9), "whole blocks of 32"),
+    "partial block": (
+        ONE_TENSOR + struct.pack("<IQIQ", 1, 33, 2, 0) + bytes(9), "whole blocks of 32"),
     "unknown type": (ONE_TENSOR + struct.pack("<IQIQ", 1, 32, 99, 0) + bytes(9), "k of type 99"),
-    "offset": (ONE_TENSOR + struct.pack("<IQIQ", 1, 32, 0, 3) + bytes(999), "k at 3, need a multiple"),
-    "past the end": (ONE_TENSOR + struct.pack("<IQIQ", 1, 32, 0, 1 << 40) + bytes(999), "k up to byte"),
+    "offset": (
+        ONE_TENSOR + struct.pack("<IQIQ", 1, 32, 0, 3) + bytes(999), "k at 3, need a multiple"),
+    "past the end": (
+        ONE_TENSOR + struct.pack("<IQIQ", 1, 32, 0, 1 << 40) + bytes(999), "k up to byte"),
     "tensor twice": (
         b"GGUF" + struct.pack("<IQQ", 3, 2, 0)
         + (KEY + struct.pack("<IQIQ", 1, 1, 0, 0)) * 2 + bytes(99), "k twice"),

@@ -80,8 +80,8 @@ def test_launches_compile_without_violations(change: dict[str, object]) -> None:
     tma_loads = [r.instructions["UTMALDG"] for r in gemm_records]
     assert tma_loads == [2 if gathers else 3, 3]  # two loads of weights, and one of rows
     cp_asyncs = [r.instructions["LDGSTS"] for r in gemm_records]
-    # A step copies 64 rows for each of two warpgroups, which takes 4 copies. The code has
-    # STAGES - 1 steps before the first tile, and one step in each of two loops.
+    # Each of two warpgroups copies its 64 rows of a step by 4 instructions. The code has STAGES - 1
+    # steps before the first tile, and one step in each of two loops.
     assert cp_asyncs == [2 * 4 * (gemm_records[0].config["STAGES"] - 1 + 2) if gathers else 0, 0]
 
 

@@ -268,7 +268,7 @@ def test_starting_a_synchronous_part_is_refused() -> None:
             inputs.x_TH,
             inputs.routing,
             weights=inputs.weights,
-            run_kernel=None,  # type: ignore[arg-type]
+            call=None,  # type: ignore[arg-type]
         )
 
 

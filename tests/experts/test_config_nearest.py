@@ -150,8 +150,8 @@ def test_a_path_for_few_tokens_is_not_reused_for_more(monkeypatch: pytest.Monkey
 def test_packed_weights_reuse_the_path_but_not_its_launches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The path's launches depend on the number of programs, which is 360 for the tuned layer and 512
-    for the problem.
+    """The path's launches depend on the number of programs, which is 360 for the tuned layer and
+    512 for the problem.
     """
     monkeypatch.setattr(nearest, "MAX_DISTANCE", 99.0)
     tuned_problem = replace(QWEN, quant="mxfp4_w4a16", hidden=2880, intermediate=2880, top_k=4)

@@ -49,8 +49,8 @@ def test_a_file_is_found_and_fits(path: Path) -> None:
     assert source.searched_locations == ()
     assert tuned_configs.triton == "3.6.0"
     assert fit_to_problem(tuned_configs, problem, DEVICE).steps == source.steps
-    # Prefill uses the tiles of the largest number of tokens. Tiles that were tuned for a few hundred
-    # tokens would be slow.
+    # Prefill uses the tiles of the largest number of tokens. Tiles that were tuned for a few
+    # hundred tokens would be slow.
     assert min(tuned_configs.configs()) == 1
     assert max(tuned_configs.configs()) >= 4096
     assert set(tuned_configs.times) <= set(tuned_configs.configs())

@@ -94,7 +94,7 @@ def test_other_parts_refuse_nvfp4_w4a4() -> None:
     assert (rejection.rule, rejection.got) == ("quant", "nvfp4_w4a4")
 
 
-# ----------------------------------------------------------------------- operands of the GEMM kernel
+# ---------------------------------------------------------------------- operands of the GEMM kernel
 
 ROWS, K, N, EXPERTS, TILES = 200, 384, 256, 3, [(0, 0, 130), (0, 128, 130), (2, 130, 190)]
 
@@ -109,8 +109,8 @@ def make_operands() -> dict[str, torch.Tensor]:
     def make_codes(*shape: int) -> torch.Tensor:
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
-    # Scales of existing rows and groups are 0.5 to 2. The scales of the padding, which exists because
-    # K is 1.5 steps, are 0.
+    # Scales of existing rows and groups are 0.5 to 2. The padding, which exists because K is 1.5
+    # steps, has scales of 0.
     blocks = EXPERTS * N // 128
     a_scale, b_scale = (torch.zeros(n, 2 * 2048, dtype=torch.uint8) for n in (4, blocks))
     group, row = torch.arange(K // 16)[None, :], torch.arange(128)[:, None]
