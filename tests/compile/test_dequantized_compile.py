@@ -19,7 +19,7 @@ BASE = Problem(
 DEVICE = Device("sm_90", tma=True)
 
 
-@pytest.mark.parametrize("at_once", [4, 3])
+@pytest.mark.parametrize("experts_per_chunk", [4, 3])
 @pytest.mark.parametrize(
     "change",
     [

@@ -35,7 +35,7 @@ _LABEL = re.compile(r"^(\.L_x_\d+):")
 
 
 @pytest.mark.parametrize("rows", [32, 64, 128])
-@pytest.mark.parametrize("at_once", [4, 3])
+@pytest.mark.parametrize("experts_per_chunk", [4, 3])
 @pytest.mark.parametrize(
     "change",
     [
