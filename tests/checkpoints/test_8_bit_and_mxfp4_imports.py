@@ -1,12 +1,10 @@
-"""Imports of 8-bit GPTQ weights, fp8 weights with per-tensor scales, and mxfp4 weights of
-gpt-oss.
-"""
+"""Imports of 8-bit GPTQ weights, per-tensor fp8 weights, and the mxfp4 weights of gpt-oss."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from test_gptq_awq import dequantized
+from test_gptq_awq import dequantize_imported
 
 from modular_kernel.checkpoints import (
     channel_scale,
@@ -32,14 +30,14 @@ CPU, FP8 = torch.device("cpu"), torch.float8_e4m3fn
 
 def pack_bytes(values: list[int]) -> int:
     """Return four bytes as a signed int32, with the first byte in the lowest bits."""
-    value = sum(byte << (8 * place) for place, byte in enumerate(values))
-    return value - (1 << 32) if value >= 1 << 31 else value
+    word = sum(byte << (8 * index) for index, byte in enumerate(values))
+    return word - (1 << 32) if word >= 1 << 31 else word
 
 
 def pack_gptq(values: torch.Tensor, offset: int = 0) -> torch.Tensor:
-    """Pack (M, C) values from 0 to 255 into int32 (C / 4, M), four values of a row per word.
+    """Subtract `offset` from values (M, C), and pack four values of a row into each int32 word.
 
-    offset: subtracted from each value.
+    The differences must be from 0 to 255. Returns (C / 4, M).
     """
     shifted = (values - offset).tolist()
     words = [
@@ -49,7 +47,7 @@ def pack_gptq(values: torch.Tensor, offset: int = 0) -> torch.Tensor:
     return torch.tensor(words, dtype=torch.int32)
 
 
-def random_groups(rows: int = 8, depth: int = 32, group: int = 8) -> tuple[torch.Tensor, ...]:
+def make_random_groups(rows: int = 8, depth: int = 32, group: int = 8) -> tuple[torch.Tensor, ...]:
     """Return values (N, K) and zero points (N, G), both from 0 to 255, and scales (N, G)."""
     generator = torch.Generator().manual_seed(1)
     groups = -(-depth // group)
@@ -61,7 +59,7 @@ def random_groups(rows: int = 8, depth: int = 32, group: int = 8) -> tuple[torch
 @pytest.mark.parametrize(("group", "offset"), [(8, 1), (8, 0), (32, 1), (-1, 1)])
 def test_imported_int8_values_equal_the_packed_values(group: int, offset: int) -> None:
     group_size = 32 if group == -1 else group
-    values, zeros, scales = random_groups(group=group_size)
+    values, zeros, scales = make_random_groups(group=group_size)
     # qzeros (G, N / 4): each word has the zero points of four rows.
     qzeros = pack_gptq(zeros.T.contiguous(), offset).T
     imported = from_gptq(
@@ -76,7 +74,7 @@ def test_imported_int8_values_equal_the_packed_values(group: int, offset: int) -
     want = (values - zeros.repeat_interleave(group_size, 1)) * scales.repeat_interleave(
         group_size, 1
     )
-    torch.testing.assert_close(dequantized(imported), want)
+    torch.testing.assert_close(dequantize_imported(imported), want)
 
 
 def test_from_gptq_decodes_known_8_bit_words() -> None:
@@ -89,17 +87,17 @@ def test_from_gptq_decodes_known_8_bit_words() -> None:
     assert imported.w.tolist() == [[1, 2, 3, 4], [255] * 4, [0] * 4, [0] * 4]
     assert imported.zero_point is not None
     assert imported.zero_point[:, 0].tolist() == [128, 1, 2, 255]
-    assert dequantized(imported)[1].tolist() == [508.0] * 4
+    assert dequantize_imported(imported)[1].tolist() == [508.0] * 4
 
 
 def test_int8_without_zero_points_is_offset_by_128() -> None:
-    values, zeros, scales = random_groups()
+    values, zeros, scales = make_random_groups()
     qzeros = pack_gptq(torch.full_like(zeros, 128).T.contiguous(), 1).T
     imported = from_gptq(pack_gptq(values), scales.T, qzeros, group=8, bits=8)
     without_zero_points = drop_zero_points(imported)
     assert without_zero_points.zero_point is None
     assert without_zero_points.quant == "int8_w8a16_group:group=8"
-    assert torch.equal(dequantized(without_zero_points), dequantized(imported))
+    assert torch.equal(dequantize_imported(without_zero_points), dequantize_imported(imported))
     other_zero_points = from_gptq(
         pack_gptq(values), scales.T, pack_gptq(zeros.T.contiguous(), 1).T, group=8, bits=8
     )
@@ -108,23 +106,26 @@ def test_int8_without_zero_points_is_offset_by_128() -> None:
 
 
 def test_int8_groups_and_shards_keep_values() -> None:
-    values, zeros, scales = random_groups(rows=8, depth=64, group=64)
+    values, zeros, scales = make_random_groups(rows=8, depth=64, group=64)
     imported = from_gptq(
         pack_gptq(values), scales.T, pack_gptq(zeros.T.contiguous(), 1).T, group=64, bits=8
     )
-    values_before = dequantized(imported)
-    assert torch.equal(dequantized(regroup(imported, 32)), values_before)
+    values_before = dequantize_imported(imported)
+    assert torch.equal(dequantize_imported(regroup(imported, 32)), values_before)
     for rank in range(2):
         columns = slice(rank * 32, (rank + 1) * 32)
-        assert torch.equal(dequantized(shard_columns(imported, rank, 2)), values_before[:, columns])
         assert torch.equal(
-            dequantized(shard_rows(imported, rank, 2)), values_before[rank * 4 : rank * 4 + 4]
+            dequantize_imported(shard_columns(imported, rank, 2)), values_before[:, columns]
+        )
+        assert torch.equal(
+            dequantize_imported(shard_rows(imported, rank, 2)),
+            values_before[rank * 4 : rank * 4 + 4],
         )
         assert shard_rows(imported, rank, 2).bits == 8
 
 
 def test_invalid_8_bit_tensors_are_refused() -> None:
-    values, zeros, scales = random_groups()
+    values, zeros, scales = make_random_groups()
     qzeros = pack_gptq(zeros.T.contiguous(), 1).T
     with pytest.raises(ConfigurationError, match=r"group: got 2147483648, need an int >= -1 and"):
         from_gptq(pack_gptq(values), scales.T, qzeros, group=2**31, bits=8)
@@ -157,11 +158,12 @@ def test_merge_scales_uses_the_larger_scale() -> None:
     # Rows with the larger scale keep their bits.
     assert torch.equal(merged.view(torch.uint8)[0, :4], w.view(torch.uint8)[0, :4])
     assert torch.equal(merged.view(torch.uint8)[1, 4:], w.view(torch.uint8)[1, 4:])
-    # Multiplying by 1/4 is exact except for subnormals; multiplying by 1/3 rounds.
+    # Multiplication by 1/4 (expert 0) is exact except for subnormals, and multiplication by 1/3
+    # (expert 1) rounds.
     got = merged.float() * scale[:, None, None]
     want = w.float() * scales.repeat_interleave(4, 1)[:, :, None]
     error = (got - want).abs()
-    step = 2.0**-9 * scale[:, None, None]  # between subnormals; the error is at most half
+    step = 2.0**-9 * scale[:, None, None]  # the distance of neighboring subnormals
     assert bool((error <= torch.maximum(want.abs() / 15.9, step)).all())
     assert float(error[0, 4:].max()) <= float(step[0])
     assert float(error[1, :4].max()) > 0

@@ -2,7 +2,7 @@
 match the columns of w2.
 
 Sorted weights must represent the same values as unsorted weights. Parts that cannot gather columns
-of x refuse them.
+of x refuse act-order weights.
 """
 
 from dataclasses import replace
@@ -13,7 +13,7 @@ import pytest
 import torch
 from devices import CPU, DEVICE
 from fused_experts_calls import move_tensors
-from test_checkpoint_values import dequantized_weights, output_error
+from test_checkpoint_values import compute_output_error, dequantize_w1_w2
 
 import modular_kernel as mk
 from experts.triton.standard import supported_paths
@@ -67,11 +67,11 @@ def test_quantizer_sorts_columns_by_magnitude() -> None:
 def test_argsort_by_group_refuses_unequal_groups() -> None:
     order = argsort_by_group(torch.tensor([1, 0, 1, 0, 2]), 5, 2, "g_idx")
     assert order.tolist() == [1, 3, 0, 2, 4]
-    for wrong in ([1, 0, 1, 1, 2], [0, 0, 1, 1, 3], [0, 0, 1, 1]):
+    for g_idx in ([1, 0, 1, 1, 2], [0, 0, 1, 1, 3], [0, 0, 1, 1]):
         with pytest.raises(
             WeightsError, match="g_idx: got groups of different sizes, need 2 columns"
         ):
-            argsort_by_group(torch.tensor(wrong), 5, 2, "g_idx")
+            argsort_by_group(torch.tensor(g_idx), 5, 2, "g_idx")
 
 
 @pytest.mark.parametrize(
@@ -89,35 +89,39 @@ def test_invalid_w1_order_is_refused(
     check_weights_quantized(weights, problem, CPU)
     with pytest.raises(error, match=need):
         check_weights_quantized(replace(weights, w1_order=value), problem, CPU)
-    without_order = replace(problem, quant=INT4.replace("act_order", "group"))
+    unordered_problem = replace(problem, quant=INT4.replace("act_order", "group"))
     with pytest.raises(WeightsError, match="w1_order: got a tensor, need None"):
-        check_weights_quantized(weights, without_order, CPU)
+        check_weights_quantized(weights, unordered_problem, CPU)
 
 
 def test_out_of_range_column_reads_zero_or_is_refused_if_checked() -> None:
-    """A kernel without checks must not read outside x, and a checked kernel names the entry."""
+    """A kernel without checks must not read outside x, and the error of a checked kernel names the
+    first invalid entry.
+    """
     _, weights, problem = make_act_order_weights()
     weights = move_tensors(weights, DEVICE)
     assert weights.w1_order is not None
     order, want = weights.w1_order.clone(), dequantize_weights(weights, "w1", problem)
     order[0, 5], order[1, 7] = 96, -1
     want[0, :, weights.w1_order[0, 5]] = want[1, :, weights.w1_order[1, 7]] = 0
-    wrong = replace(weights, w1_order=order)
-    assert torch.equal(dequantize_weights(wrong, "w1", problem), want)
+    invalid_weights = replace(weights, w1_order=order)
+    assert torch.equal(dequantize_weights(invalid_weights, "w1", problem), want)
     random_x = torch.randn(5, 96, generator=torch.Generator().manual_seed(3)).to(
         DEVICE, problem.dtype
     )
     routing = move_tensors(mk.Routing(torch.ones(5, 2), torch.tensor([[0, 1]] * 5)), DEVICE)
     unchecked_kernel = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem)
-    expected = float64_reference(random_x, wrong, routing, problem)
+    expected = float64_reference(random_x, invalid_weights, routing, problem)
     assert expected.norm() > 0
-    difference = unchecked_kernel(random_x, wrong, routing).double() - expected
+    difference = unchecked_kernel(random_x, invalid_weights, routing).double() - expected
     assert difference.norm() < 0.02 * expected.norm()
-    kernel = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem, checked=True)
+    checked_kernel = mk.make_kernel(
+        "MoEPrepareAndFinalizeNoEP", "TorchExperts", problem, checked=True
+    )
     x_TH = torch.zeros_like(random_x)
-    kernel(x_TH, weights, routing)
+    checked_kernel(x_TH, weights, routing)
     with pytest.raises(WeightsError, match=r"w1_order: got 2 values, the first 96 at \(0, 5\)"):
-        kernel(x_TH, wrong, routing)
+        checked_kernel(x_TH, invalid_weights, routing)
 
 
 @pytest.mark.parametrize("scheme_name", ["int4_w4a16_act_order", "int8_w8a16_act_order"])
@@ -130,7 +134,7 @@ def test_only_the_aligned_path_supports_act_order(scheme_name: str) -> None:
 
 
 def test_adapters_with_act_order_are_refused() -> None:
-    """Adapters were trained with the original order of the rows of w1."""
+    """Act-order sorts the rows of w1, but adapters were trained with their original order."""
     pair = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
     assert mk.check(*pair, BASE).ok
     verdict = mk.check(*pair, replace(BASE, lora="adapters=2,rank=8"))
@@ -147,7 +151,7 @@ def test_loaded_values_equal_the_checkpoint(kind: str, family: str, tmp_path: Pa
     loaded = mk.load_experts(tmp_path, 0)
     assert str(loaded.problem_fields["quant"]) == ACT_ORDER_FORMATS[kind].scheme
     assert not torch.equal(loaded.weights.w1_order[0], loaded.weights.w1_order[1])
-    w1, w2 = dequantized_weights(loaded)
+    w1, w2 = dequantize_w1_w2(loaded)
     # The rows of gate, the rows of up and the columns of w2 have the same permutation, because
     # column i of w2 is multiplied by the value of h that row i of gate and row i of up produce.
     for expert in range(len(w1)):
@@ -160,19 +164,17 @@ def test_loaded_values_equal_the_checkpoint(kind: str, family: str, tmp_path: Pa
         torch.testing.assert_close(
             w2[expert], sample.w2[expert][:, row_order], rtol=1e-6, atol=1e-12
         )
-    assert output_error(sample, loaded) <= ACT_ORDER_FORMATS[kind].bound
+    assert compute_output_error(sample, loaded) <= ACT_ORDER_FORMATS[kind].bound
 
 
 def test_ep_rank_has_the_orders_of_its_experts(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "mixtral", "gptq, act-order")
     all_experts = mk.load_experts(tmp_path, 0).weights
     for rank in (0, 1):
-        rank_weights, local = (
-            mk.load_experts(tmp_path, 0, ep=(rank, 2)).weights,
-            slice(2 * rank, 2 * rank + 2),
-        )
-        assert torch.equal(rank_weights.w1_order, all_experts.w1_order[local])
-        assert torch.equal(rank_weights.w1, all_experts.w1[local])
+        rank_weights = mk.load_experts(tmp_path, 0, ep=(rank, 2)).weights
+        local_experts = slice(2 * rank, 2 * rank + 2)
+        assert torch.equal(rank_weights.w1_order, all_experts.w1_order[local_experts])
+        assert torch.equal(rank_weights.w1, all_experts.w1[local_experts])
 
 
 def test_tensor_parallelism_with_act_order_is_refused(tmp_path: Path) -> None:
@@ -195,4 +197,4 @@ def test_layers_accept_loaded_act_order_weights(tmp_path: Path) -> None:
     layer = FusedMoE(4, 128, 256, top_k=2, quant_config=scheme, params_dtype=torch.bfloat16)
     layer.set_weights(loaded.weights)
     assert torch.equal(layer.w13_weight_order, loaded.weights.w1_order)
-    assert output_error(sample, loaded) <= 1e-2
+    assert compute_output_error(sample, loaded) <= 1e-2

@@ -1,5 +1,5 @@
-"""bitsandbytes: nf4 and fp4 weights are dequantized bit for bit as by its kernels, and int8 codes
-are kept.
+"""bitsandbytes checkpoints: nf4 and fp4 weights are dequantized while loading, and int8 codes are
+kept.
 """
 
 import json
@@ -10,7 +10,7 @@ import pytest
 import torch
 from run_mk import run_mk
 from safetensors.torch import load_file, save_file
-from test_checkpoint_values import output_error
+from test_checkpoint_values import compute_output_error
 
 import modular_kernel as mk
 from modular_kernel.checkpoints import format_of, loading, merge
@@ -33,13 +33,13 @@ EXPERTS = "model.layers.0.block_sparse_moe.experts"
 QUANT_STATE = "weight.quant_state.bitsandbytes__nf4"
 # nf4 codes whose absmax values are quantized, too
 DOUBLE_QUANTIZED = BLOCK_FORMATS["nf4, double"].config
-# (hidden, intermediate). A block has 64 values and a byte has two. With the first sizes, each row
-# consists of whole blocks. With the second and third sizes, a block can contain the end of one row
-# and the beginning of the next. With the odd sizes, a byte can, too.
+# Pairs (hidden, intermediate). A block has 64 values, and a byte has two. With the first pair, each
+# row consists of whole blocks. With the second and third pairs, a block can contain the end of a
+# row and the beginning of the next row. With the last pair, a byte can, too.
 SIZES = ((128, 256), (96, 160), (80, 24), (81, 27))
 
 
-def assert_float32(sample: Sample, loaded: Any, experts: slice = slice(None)) -> None:
+def assert_float32_weights(sample: Sample, loaded: Any, experts: slice = slice(None)) -> None:
     """Assert that float32 weights are exact up to the rounding of two multiplications."""
     for name, exact in (("w1", sample.w1), ("w2", sample.w2)):
         got = getattr(loaded.weights, name).double()
@@ -55,12 +55,12 @@ def test_loaded_values_equal_the_dequantized_codes(
     sample = write(tmp_path, "mixtral", format_name, hidden=hidden, intermediate=intermediate)
     loaded = mk.load_experts(tmp_path, 0, dtype="float32")
     assert str(loaded.problem_fields["quant"]) == "none"
-    assert_float32(sample, loaded)
+    assert_float32_weights(sample, loaded)
     rounded = mk.load_experts(tmp_path, 0)
     assert rounded.weights.w1.dtype is torch.bfloat16
     assert torch.equal(rounded.weights.w1, loaded.weights.w1.bfloat16())  # rounded once
     assert torch.equal(rounded.weights.w2, loaded.weights.w2.bfloat16())
-    assert output_error(sample, rounded) <= BLOCK_FORMATS[format_name].bound
+    assert compute_output_error(sample, rounded) <= BLOCK_FORMATS[format_name].bound
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -68,7 +68,7 @@ def test_loaded_values_equal_the_dequantized_codes(
 def test_rank_shares_equal_slices_of_all_weights(
     format_name: str, sizes: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The limit of values per read is lowered, so reads begin and end within blocks and bytes."""
+    """With a lower limit of values per read, reads begin and end within blocks and bytes."""
     hidden, intermediate = sizes
     write(tmp_path, "mixtral", format_name, hidden=hidden, intermediate=intermediate)
     all_weights = mk.load_experts(tmp_path, 0).weights
@@ -113,8 +113,8 @@ def test_int8_codes_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format_name", ["nf4, double", "bitsandbytes int8"])
 def test_experts_without_quant_states_are_unquantized(format_name: str, tmp_path: Path) -> None:
-    """transformers 5 does not quantize experts that are stored in a single parameter. Its
-    config.json does not list them among the modules that are not quantized.
+    """transformers 5 does not quantize experts that it stores in a single parameter, although the
+    config.json that it writes does not list these experts as skipped.
     """
     sample = write(tmp_path, "qwen3_moe", "bf16")
     config = (BLOCK_FORMATS | CHECKPOINT_FORMATS)[format_name].config
@@ -127,7 +127,7 @@ def test_experts_without_quant_states_are_unquantized(format_name: str, tmp_path
 
 
 def test_skipped_modules_are_unquantized(tmp_path: Path) -> None:
-    skipped = {"llm_int8_skip_modules": ["lm_head", "model.layers.0.mlp"]}
+    skip_option = {"llm_int8_skip_modules": ["lm_head", "model.layers.0.mlp"]}
     formats = {layer: format_of(None if layer == 0 else DOUBLE_QUANTIZED) for layer in (0, 1)}
     for layer, format_name in ((0, "bf16"), (1, "nf4, double")):
         write(tmp_path / str(layer), "qwen3_moe", format_name, layers=(layer,))
@@ -136,16 +136,15 @@ def test_skipped_modules_are_unquantized(tmp_path: Path) -> None:
         tensors |= load_file(tmp_path / str(layer) / "model.safetensors")
     save_file(tensors, tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "1" / "config.json").read_text())
-    config["quantization_config"] |= skipped
+    config["quantization_config"] |= skip_option
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
     report = inspect(tmp_path)
     assert {group.layers: group.format for group in report.groups} == {
         (0,): formats[0],
         (1,): formats[1],
     }
-    text = str(report)
-    assert "layer 0 unquantized" in text
-    assert "layer 1 in nf4 (bitsandbytes; dequantized)" in text
+    assert "layer 0 unquantized" in str(report)
+    assert "layer 1 in nf4 (bitsandbytes; dequantized)" in str(report)
 
 
 def test_check_and_layer_accept_an_nf4_checkpoint(
@@ -179,11 +178,11 @@ def test_quantize_uses_the_float32_values(tmp_path: Path) -> None:
 
 
 def change_quant_state(tensors: Tensors, **change: Any) -> None:
-    """Change fields in the JSON of an expert's quant_state."""
+    """Change fields in the quant_state of an expert, a tensor with the bytes of a JSON object."""
     name = f"{EXPERTS}.1.w2.{QUANT_STATE}"
     fields: dict[str, Any] = json.loads(bytes(tensors[name].tolist()))
-    text = json.dumps(fields | change).encode()
-    tensors[name] = torch.tensor(list(text), dtype=torch.uint8)
+    json_bytes = json.dumps(fields | change).encode()
+    tensors[name] = torch.tensor(list(json_bytes), dtype=torch.uint8)
 
 
 def replace_tensor(name: str, tensor: torch.Tensor) -> Any:
@@ -345,7 +344,7 @@ INVALID_TENSORS: dict[str, tuple[Any, type[InputError], str]] = {
 
 @pytest.mark.parametrize("case", INVALID_TENSORS)
 def test_invalid_tensors_are_refused(case: str, tmp_path: Path) -> None:
-    """The error names the file, the tensor, the value found and the value needed."""
+    """The error names the file, the tensor, its value and what is needed instead."""
     change, error_type, message = INVALID_TENSORS[case]
     write(tmp_path, "mixtral", "nf4, double", change=change)
     with pytest.raises(error_type, match=message) as caught:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_checkpoint_values import dequantized_weights
+from test_checkpoint_values import dequantize_w1_w2
 
 import modular_kernel as mk
 from modular_kernel.checkpoints.loading import LoadedExperts
@@ -27,7 +27,7 @@ from modular_kernel.testing.checkpoints.samples import Tensors, write
 
 EXPERTS, HIDDEN, INTERMEDIATE = 4, 128, 256
 FORMAT_SAMPLES = CHECKPOINT_FORMATS | ACT_ORDER_FORMATS
-GROUP_ORDER_FORMATS = (
+UNSORTED_FORMATS = (
     "bf16",
     "gptq",
     "gptq, zero points",
@@ -35,7 +35,7 @@ GROUP_ORDER_FORMATS = (
     "compressed int4",
     "deepseek fp8",
 )
-FORMATS = (*GROUP_ORDER_FORMATS, *ACT_ORDER_FORMATS)
+FORMATS = (*UNSORTED_FORMATS, *ACT_ORDER_FORMATS)
 PROJECTION = re.compile(r"(.*experts\.(\d+)\.(\w+))\.(weight|qweight|weight_packed)$")
 AXES = (
     Axis("kind", FORMATS),
@@ -48,18 +48,18 @@ AXES = (
 )
 
 
-def values_of_row(row: Row) -> dict[str, Any]:
+def name_values(row: Row) -> dict[str, Any]:
     return {axis.name: axis.values[i] for axis, i in zip(AXES, row, strict=True)}
 
 
-def reasons_to_refuse(row: Row) -> tuple[str, ...]:
-    values = values_of_row(row)
+def list_refusals(row: Row) -> tuple[str, ...]:
+    values = name_values(row)
     splits_sorted_columns = values["kind"] in ACT_ORDER_FORMATS and values["tp"] > 1
     return ("a share of sorted columns",) if splits_sorted_columns else ()
 
 
-ARRAY = covering_array(Space(AXES, reasons_to_refuse, lambda _row: True, lambda _row: 1.0))
-ROWS = [values_of_row(row) for row in ARRAY.rows]
+ARRAY = covering_array(Space(AXES, list_refusals, lambda _row: True, lambda _row: 1.0))
+ROWS = [name_values(row) for row in ARRAY.rows]
 BIASES: dict[tuple[int, str], torch.Tensor] = {}
 
 
@@ -74,15 +74,15 @@ def add_biases(tensors: Tensors) -> None:
             bias = torch.randn(HIDDEN if is_down else INTERMEDIATE, generator=generator).to(
                 torch.bfloat16
             )
-            tensors[f"{base}.bias"] = BIASES[expert, projection_of(projection)] = bias
+            tensors[f"{base}.bias"] = BIASES[expert, normalize_projection(projection)] = bias
 
 
-def projection_of(projection: str) -> str:
+def normalize_projection(projection: str) -> str:
     """Return "gate", "up" or "down" for a projection's name in any family."""
     return {"w1": "gate", "w3": "up", "w2": "down"}.get(projection, projection.split("_")[0])
 
 
-def expert_output(
+def compute_expert_output(
     x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, b1: Any, b2: Any
 ) -> torch.Tensor:
     """Return the float64 output of one expert."""
@@ -91,11 +91,11 @@ def expert_output(
     return torch.nn.functional.silu(gate) * up @ w2.T + (0 if b2 is None else b2.double())
 
 
-def expert_outputs(loaded: LoadedExperts, x: torch.Tensor) -> list[torch.Tensor]:
+def compute_expert_outputs(loaded: LoadedExperts, x: torch.Tensor) -> list[torch.Tensor]:
     """Return the output of each expert of a rank's share."""
-    (w1, w2), weights = dequantized_weights(loaded), loaded.weights
+    (w1, w2), weights = dequantize_w1_w2(loaded), loaded.weights
     return [
-        expert_output(
+        compute_expert_output(
             x,
             w1[expert],
             w2[expert],
@@ -119,8 +119,8 @@ def test_rows_cover_every_pair_of_values() -> None:
 def test_expert_outputs_equal_the_checkpoint(
     row: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Published families have biases only if they fuse gate and up. Here every family can have
-    # biases.
+    # Among published families, only those that fuse gate and up have biases. The patched family
+    # has biases if the row does.
     family = replace(FAMILIES[row["family"]], bias=row["bias"])
     monkeypatch.setitem(FAMILIES, row["family"], family)
     sample = write(
@@ -138,7 +138,7 @@ def test_expert_outputs_equal_the_checkpoint(
         for tp_rank in range(row["tp"]):
             loaded = mk.load_experts(tmp_path, 0, ep=(rank, row["ep"]), tp=(tp_rank, row["tp"]))
             assert loaded.problem_fields["bias"] == row["bias"]
-            total = [a + b for a, b in zip(total, expert_outputs(loaded, x), strict=True)]
+            total = [a + b for a, b in zip(total, compute_expert_outputs(loaded, x), strict=True)]
         for local, got in enumerate(total):
             expert = rank * per_rank + local
             b1 = b2 = None
@@ -147,21 +147,21 @@ def test_expert_outputs_equal_the_checkpoint(
                     torch.cat([BIASES[expert, "gate"], BIASES[expert, "up"]]),
                     BIASES[expert, "down"],
                 )
-            want = expert_output(x, sample.w1[expert], sample.w2[expert], b1, b2)
+            want = compute_expert_output(x, sample.w1[expert], sample.w2[expert], b1, b2)
             assert float((got - want).norm() / want.norm()) <= max(
                 1e-5, FORMAT_SAMPLES[row["kind"]].bound
             )
 
 
 def test_unsorted_bias_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If w1 is sorted but b1 is not, tests of the single features pass."""
+    """Tests of either feature alone would pass if w1 were sorted but b1 were not."""
     from modular_kernel.checkpoints import loading
-    from modular_kernel.checkpoints.fusing import sort_w1_rows as sort
+    from modular_kernel.checkpoints.fusing import sort_w1_rows
 
-    def without_biases(weights: Any, *args: Any, **rest: Any) -> None:
-        sort({name: t for name, t in weights.items() if name != "b1"}, *args, **rest)
+    def sort_without_bias(weights: Any, *args: Any, **kwargs: Any) -> None:
+        sort_w1_rows({name: t for name, t in weights.items() if name != "b1"}, *args, **kwargs)
 
-    monkeypatch.setattr(loading, "sort_w1_rows", without_biases)
+    monkeypatch.setattr(loading, "sort_w1_rows", sort_without_bias)
     row = next(row for row in ROWS if row["kind"] in ACT_ORDER_FORMATS and row["bias"])
     with pytest.raises(AssertionError):
         test_expert_outputs_equal_the_checkpoint(row, tmp_path, monkeypatch)

@@ -1,5 +1,5 @@
-"""The files of a checkpoint folder that are read or refused, and names of models on the Hugging
-Face Hub.
+"""Selection of the files to read from a checkpoint folder, and names of models on the Hugging Face
+Hub.
 """
 
 import json
@@ -22,19 +22,19 @@ INDEX = "model.safetensors.index.json"
 NAME = "some-group/A.model-1B"
 
 
-def scaled_tensors(path: Path, factor: float) -> dict[str, torch.Tensor]:
+def load_scaled_tensors(path: Path, factor: float) -> dict[str, torch.Tensor]:
     """Return the tensors of a file multiplied by a factor."""
     return {name: tensor * factor for name, tensor in load_file(path).items()}
 
 
 def test_model_safetensors_takes_precedence(tmp_path: Path) -> None:
-    """It takes precedence over indices and over other files."""
+    """model.safetensors takes precedence over indices and over other files."""
     write(tmp_path, seed=1)
     want = mk.load_experts(tmp_path, 0).weights
-    other = scaled_tensors(tmp_path / FILE, 2.0)
-    save_file(other, tmp_path / "another.safetensors")
-    save_file(other, tmp_path / "consolidated.safetensors")
-    weight_map = dict.fromkeys(other, "another.safetensors")
+    doubled = load_scaled_tensors(tmp_path / FILE, 2.0)
+    save_file(doubled, tmp_path / "another.safetensors")
+    save_file(doubled, tmp_path / "consolidated.safetensors")
+    weight_map = dict.fromkeys(doubled, "another.safetensors")
     for index in (INDEX, "other.safetensors.index.json"):
         (tmp_path / index).write_text(json.dumps({"weight_map": weight_map}))
     assert torch.equal(mk.load_experts(tmp_path, 0).weights.w1, want.w1)
@@ -101,16 +101,16 @@ def test_missing_files_of_other_layers_are_ignored(tmp_path: Path) -> None:
     (tmp_path / FILE).unlink()
     weight_map = {n: f"part-{'layers.1.' in n:d}.safetensors" for n in tensors}
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    first = {n: t for n, t in tensors.items() if weight_map[n] == "part-0.safetensors"}
-    save_file(first, tmp_path / "part-0.safetensors")
+    layer_0 = {n: t for n, t in tensors.items() if weight_map[n] == "part-0.safetensors"}
+    save_file(layer_0, tmp_path / "part-0.safetensors")
     assert mk.load_experts(tmp_path, 0).weights.w1.shape == (4, 512, 128)
     with pytest.raises(WeightsError, match=r"got no part-1\.safetensors, of 2 files"):
         mk.load_experts(tmp_path, 1)
 
 
 def test_safetensors_take_precedence_over_gguf(tmp_path: Path) -> None:
-    """A folder with only a GGUF file is read by the file's metadata, even if there is a
-    config.json.
+    """If a folder has a GGUF file and no safetensors file, the GGUF file is read and config.json is
+    ignored.
     """
     write(tmp_path)
     (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF" + bytes(60))
@@ -122,8 +122,9 @@ def test_safetensors_take_precedence_over_gguf(tmp_path: Path) -> None:
 
 
 def make_hub_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the snapshot folder of a model in a local cache like that of huggingface_hub, so that
-    the test needs no network.
+    """Create a local cache of huggingface_hub, and return the snapshot folder of a model in it.
+
+    With the local cache, tests need no network.
     """
     constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))

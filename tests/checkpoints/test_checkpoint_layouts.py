@@ -1,4 +1,4 @@
-"""Layouts: names, shapes and order of the expert weights that each model family stores."""
+"""Checkpoint layouts: the names, shapes and order of the expert weights of each model family."""
 
 import json
 from pathlib import Path
@@ -16,8 +16,8 @@ from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORM
 from modular_kernel.testing.checkpoints.samples import FAMILIES as SAMPLES
 from modular_kernel.testing.checkpoints.samples import write
 
-# These families cover every kind of experts class in transformers. For other families in FAMILIES,
-# `save_pretrained` of transformers renames the tensors.
+# These families cover every kind of experts class in transformers. Other families are left out,
+# because `save_pretrained` of transformers renames their tensors.
 SAVED_FAMILIES = (
     "aria_text",
     "deepseek_v3",
@@ -69,9 +69,8 @@ def test_every_supported_family_has_a_layout() -> None:
 def test_experts_are_found_in_every_layout(family: str, tmp_path: Path) -> None:
     sample = write(tmp_path, family, "bf16", layers=(3, 5), hidden=64, intermediate=96)
     loaded = mk.load_experts(tmp_path, 5)
-    act, w1 = loaded.problem_fields["activation"], loaded.weights.w1
-    b1 = loaded.weights.b1
-    if act.interleaved:
+    w1, b1 = loaded.weights.w1, loaded.weights.b1
+    if loaded.problem_fields["activation"].interleaved:
         w1 = torch.cat([w1[:, 0::2], w1[:, 1::2]], 1)
         b1 = None if b1 is None else torch.cat([b1[:, 0::2], b1[:, 1::2]], 1)
     assert torch.equal(w1.double(), sample.w1)
@@ -96,8 +95,8 @@ STACKED_FORMATS = ("deepseek fp8", "fp8 tensor, dynamic", "fp8 tensor, static", 
 @pytest.mark.parametrize("kind", STACKED_FORMATS)
 def test_stacked_modules_load_like_separate_modules(kind: str, tmp_path: Path) -> None:
     write(tmp_path / "stacked", "step3p5", kind)
-    write(tmp_path / "each", "mixtral", kind)
-    stacked, separate = (mk.load_experts(tmp_path / name, 0) for name in ("stacked", "each"))
+    write(tmp_path / "separate", "mixtral", kind)
+    stacked, separate = (mk.load_experts(tmp_path / name, 0) for name in ("stacked", "separate"))
     assert stacked.bytes_read == separate.bytes_read
     for name, tensor in vars(separate.weights).items():
         stacked_tensor = getattr(stacked.weights, name)
@@ -132,24 +131,29 @@ def test_fused_families_may_be_stored_per_expert(family: str, block: str, tmp_pa
     save_file(tensors, tmp_path / "model.safetensors")
     loaded = mk.load_experts(tmp_path, 0)
     assert not loaded.problem_fields["activation"].interleaved
-    packed = torch.cat([packed_gate_up(tensors, prefix, index) for index in range(4)])
+    packed = torch.cat([concat_packed_gate_up(tensors, prefix, index) for index in range(4)])
     assert torch.equal(loaded.weights.w1.flatten(0, 1), packed)
     if family == "gpt_oss":
         assert loaded.weights.b1[0].tolist() == [1.0] * 256 + [2.0] * 256
     assert sample.w1.shape == (4, 512, 128)
 
 
-def packed_gate_up(tensors: dict[str, torch.Tensor], prefix: str, expert: int) -> torch.Tensor:
-    """Return the packed words of gate and up of one expert."""
-    pair = [tensors[f"{prefix}.{expert}.{name}.weight_packed"] for name in ("gate_proj", "up_proj")]
-    return torch.cat(pair).view(torch.uint8)
+def concat_packed_gate_up(
+    tensors: dict[str, torch.Tensor], prefix: str, expert: int
+) -> torch.Tensor:
+    """Return the packed rows of gate, then of up, of one expert as bytes."""
+    names = ("gate_proj", "up_proj")
+    return torch.cat([tensors[f"{prefix}.{expert}.{n}.weight_packed"] for n in names]).view(
+        torch.uint8
+    )
 
 
 def make_small_model(transformers: Any, name: str) -> Any:
     """Return a tiny model of the family in which every layer has experts."""
     family, config = FAMILIES[name], transformers.CONFIG_MAPPING[name]()
     sizes = {family.experts: 4, family.top_k: 2, family.intermediate: 48, family.hidden: 64}
-    sizes_by_key = {key: n for keys, n in sizes.items() for key in keys.split()}
+    # A family can have several keys for a size, separated by spaces.
+    sizes_by_key = {key: size for keys, size in sizes.items() for key in keys.split()}
     for key, value in {**SMALL_CONFIG, "intermediate_size": 48, **sizes_by_key}.items():
         if hasattr(config, key):
             setattr(config, key, value)
@@ -178,13 +182,13 @@ def test_models_saved_by_transformers_load_with_equal_weights(family: str, tmp_p
     )
     experts = modules[name]
     if family == "jetmoe":
-        first, second = experts.input_linear.weight, experts.output_linear.weight
+        gate_up, down = experts.input_linear.weight, experts.output_linear.weight
     else:
-        first, second = experts.gate_up_proj, experts.down_proj
+        gate_up, down = experts.gate_up_proj, experts.down_proj
     w1, w2 = loaded.weights.w1, loaded.weights.w2
-    if w1.shape != first.shape:
-        first, second = first.mT, second.mT
-    assert torch.equal(w1, first.detach())
-    assert torch.equal(w2, second.detach())
+    if w1.shape != gate_up.shape:
+        gate_up, down = gate_up.mT, down.mT
+    assert torch.equal(w1, gate_up.detach())
+    assert torch.equal(w2, down.detach())
     if hasattr(experts, "gate_up_proj_bias"):
         assert torch.equal(loaded.weights.b1, experts.gate_up_proj_bias.detach())

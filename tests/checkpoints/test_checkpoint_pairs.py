@@ -14,7 +14,7 @@ import pytest
 import torch
 from checkpoint_rows import DRAWN, EXPERTS, LAYOUTS, METHODS, Written, write_row
 from covering_rows import Refusal, name_of
-from test_checkpoint_values import REFERENCE_PARTS, dequantized_weights
+from test_checkpoint_values import REFERENCE_PARTS, dequantize_w1_w2
 
 import modular_kernel as mk
 from modular_kernel.catalog import this_machine
@@ -25,7 +25,8 @@ from modular_kernel.models.families import FAMILIES
 from modular_kernel.spec.placement import Placement
 
 TOKENS = 9
-# Maximum relative error of the summed output, by dtype of the layer and for 8-bit activations.
+# Maximum relative error of the summed output for each dtype of the layer, and with 8-bit
+# activations.
 MAX_ERRORS, MAX_W8A8_ERROR = {None: 1e-2, "float32": 1e-5}, 8e-2
 
 
@@ -63,7 +64,9 @@ def load_all_ranks(folder: Path, row: dict[str, Any]) -> list[LoadedExperts]:
     return [load_rank(folder, row, e, t) for e, t in product(range(row["ep"]), range(row["tp"]))]
 
 
-def summed_output_error(loaded: list[LoadedExperts], written: Written, **fields: Any) -> float:
+def compute_summed_output_error(
+    loaded: list[LoadedExperts], written: Written, **fields: Any
+) -> float:
     """Return the relative error of the sum of all ranks' outputs. Every rank gets all tokens."""
     x, weights, ids = written.sample.inputs(TOKENS)
     total = torch.zeros_like(x)
@@ -78,19 +81,21 @@ def summed_output_error(loaded: list[LoadedExperts], written: Written, **fields:
 
 
 def check_values(loaded: list[LoadedExperts], written: Written, row: dict[str, Any]) -> None:
-    """Compare the dequantized weights of each expert. Act-order may have moved their rows."""
+    """Compare the dequantized weights of each expert with the sample. Act-order may reorder rows of
+    w1 and columns of w2.
+    """
     method, layout = METHODS[row["method"]], LAYOUTS[row["family"]]
     w1, w2 = written.sample.w1, written.sample.w2
     for rank in loaded:
         projections = 2 if layout.gated else 1
         rows = torch.arange(*rank.columns)
-        got_w1, got_w2 = without_padding(rank, projections)
+        got_w1, got_w2 = remove_padding(rank, projections)
         # The scales of gate and up are merged into the larger one, so the half with the smaller
         # scale is rounded again.
         rounded = method.scales == "tensor" and not method.weight_only
         rtol = 2.0**-4 if rounded and layout.gated and not layout.fused else 1e-6
         for slot, e in enumerate(rank.placement.slots[rank.ep[0]]):
-            order = column_order(got_w2[slot], w2[e][:, rows]) if row["act-order"] else None
+            order = match_columns(got_w2[slot], w2[e][:, rows]) if row["act-order"] else None
             source_rows = rows if order is None else rows[order]
             gate_up_rows = torch.cat(
                 [source_rows + i * row["intermediate"] for i in range(projections)]
@@ -100,26 +105,29 @@ def check_values(loaded: list[LoadedExperts], written: Written, row: dict[str, A
             torch.testing.assert_close(got_w2[slot], w2[e][:, source_rows], rtol=1e-6, atol=1e-12)
 
 
-def without_padding(rank: LoadedExperts, projections: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return w1 and w2 without the padding of this rank's share. All padding must be 0."""
-    count = rank.columns[1] - rank.columns[0]
-    w1, w2 = dequantized_weights(rank)
-    parts = w1.unflatten(1, (projections, -1))
-    for padding in (parts[:, :, count:], w2[..., count:]):
+def remove_padding(rank: LoadedExperts, projections: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return w1 and w2 without the padding of the rank's share, after a check that it is 0."""
+    width = rank.columns[1] - rank.columns[0]
+    w1, w2 = dequantize_w1_w2(rank)
+    gate_up = w1.unflatten(1, (projections, -1))
+    for padding in (gate_up[:, :, width:], w2[..., width:]):
         assert not padding.any()
-    return parts[:, :, :count].flatten(1, 2), w2[..., :count]
+    return gate_up[:, :, :width].flatten(1, 2), w2[..., :width]
 
 
-def column_order(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """Return the column of `want` that each column of `got` equals. The result is a permutation."""
+def match_columns(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """For each column of `got`, return the index of the equal column of `want`.
+
+    Every column of `want` must occur once.
+    """
     order = torch.cdist(got.T.contiguous(), want.T.contiguous()).argmin(1)
     assert sorted(order.tolist()) == list(range(len(order)))
     return order
 
 
 def check_input_scales(loaded: list[LoadedExperts], written: Written) -> None:
-    """Compare static activation scales. nvfp4 has one per expert, other schemes one for all
-    experts.
+    """Compare static activation scales, of which nvfp4 has one per expert and other schemes have
+    one for all experts.
     """
     for rank in loaded:
         weights = rank.weights
@@ -163,12 +171,12 @@ def test_accepted_combination_has_the_values_of_its_files(
     assert {rank.problem_fields["bias"] for rank in loaded} == {row["bias"]}
     if not row["inputs"]:  # other tests cover 4-bit activations
         bound = MAX_ERRORS[row["dtype"]] if METHODS[row["method"]].weight_only else MAX_W8A8_ERROR
-        assert summed_output_error(loaded, written) <= bound
+        assert compute_summed_output_error(loaded, written) <= bound
 
 
 @pytest.mark.share(4)
 @pytest.mark.parametrize(
-    ("rule", "row"), [pytest.param(*each, id=name_of(each)) for each in DRAWN.refused]
+    ("rule", "row"), [pytest.param(*pair, id=name_of(pair)) for pair in DRAWN.refused]
 )
 def test_refused_combination_has_the_error_of_its_rule(
     rule: Refusal, row: dict[str, Any], written: Written

@@ -1,5 +1,5 @@
-"""Rank shares of a checkpoint: rank outputs sum to the output of the layer, and bytes read and
-memory are bounded.
+"""Rank shares of a checkpoint: the outputs of all ranks sum to the output of the layer, and the
+bytes and the peak memory of a rank are bounded.
 """
 
 import json
@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from test_checkpoint_values import FAMILY_BY_FORMAT, REFERENCE_PARTS, dequantized_weights
+from test_checkpoint_values import FAMILY_BY_FORMAT, REFERENCE_PARTS, dequantize_w1_w2
 
 import modular_kernel as mk
 from modular_kernel.catalog import this_machine
@@ -26,26 +26,24 @@ from modular_kernel.testing.checkpoints.samples import Sample, write
 
 EP_TP_SIZES = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1))  # numbers of (EP ranks, TP ranks)
 # In these schemes, a rank computes activation scales only from its share, so the sum of outputs
-# differs from the output of a single rank by quantization errors. In per-channel schemes, a scale
-# covers a row, but each TP rank has only a part of the row in GEMM 2. In the per-tensor scheme, a
-# scale covers all rows of a rank.
-PER_CHANNEL_SCHEMES, PER_TENSOR_SCHEME = (
-    ("fp8_w8a8_channel", "int8_w8a8_channel"),
-    "fp8_w8a8_tensor",
-)
+# differs from the output of a single rank by quantization errors. In per-channel schemes, an
+# activation scale covers a row, but each TP rank has only a part of the row in GEMM 2. In the
+# per-tensor scheme, an activation scale covers all rows of a rank.
+PER_CHANNEL_SCHEMES = ("fp8_w8a8_channel", "int8_w8a8_channel")
+PER_TENSOR_SCHEME = "fp8_w8a8_tensor"
 
 
 def load_all_ranks(
-    sample: Sample, grid: tuple[int, int], dtype: str | None = None
+    sample: Sample, ep_tp_sizes: tuple[int, int], dtype: str | None = None
 ) -> list[LoadedExperts]:
-    ep, tp = grid
+    ep, tp = ep_tp_sizes
     return [
         mk.load_experts(sample.folder, 0, ep=(e, ep), tp=(t, tp), dtype=dtype)
         for e, t in product(range(ep), range(tp))
     ]
 
 
-def summed_outputs(sample: Sample, loaded: list[LoadedExperts], tokens: int = 16) -> torch.Tensor:
+def sum_rank_outputs(sample: Sample, loaded: list[LoadedExperts], tokens: int = 16) -> torch.Tensor:
     """Return the sum of the ranks' outputs. Every rank gets all tokens and skips remote experts."""
     x, weights, ids = sample.inputs(tokens)
     total = torch.zeros(tokens, sample.w2.shape[1], dtype=torch.float64)
@@ -56,7 +54,7 @@ def summed_outputs(sample: Sample, loaded: list[LoadedExperts], tokens: int = 16
     return total
 
 
-def expert_bytes(sample: Sample) -> int:
+def count_expert_bytes(sample: Sample) -> int:
     """Return the bytes of the layer's experts in the files, without the redundant weight_shape."""
     total = 0
     for path in sample.folder.glob("*.safetensors"):
@@ -73,29 +71,31 @@ def test_rank_outputs_sum_to_the_layer_and_shares_concatenate(kind: str, tmp_pat
     sample = write(
         tmp_path, FAMILY_BY_FORMAT.get(kind, "mixtral"), kind, intermediate=512, shards=2
     )
-    one_rank_output = summed_outputs(sample, load_all_ranks(sample, (1, 1), "float32"))
+    one_rank_output = sum_rank_outputs(sample, load_all_ranks(sample, (1, 1), "float32"))
     expected, scheme = sample.expected_output(*sample.inputs(16)), CHECKPOINT_FORMATS[kind].scheme
-    w1, w2 = dequantized_weights(mk.load_experts(tmp_path, 0))
-    size = expert_bytes(sample)
+    w1, w2 = dequantize_w1_w2(mk.load_experts(tmp_path, 0))
+    total_bytes = count_expert_bytes(sample)
     for ep, tp in EP_TP_SIZES:
         loaded = load_all_ranks(sample, (ep, tp), "float32")
-        y = summed_outputs(sample, loaded)
+        y = sum_rank_outputs(sample, loaded)
         if scheme == PER_TENSOR_SCHEME or (tp > 1 and scheme in PER_CHANNEL_SCHEMES):
             assert float((y - expected).norm() / expected.norm()) <= CHECKPOINT_FORMATS[kind].bound
         else:
             assert float((y - one_rank_output).norm() / one_rank_output.norm()) <= 1e-5
         assert len({str(vars(rank.weights)["a2_scale"]) for rank in loaded}) == 1
         for rank in loaded:
-            assert rank.bytes_read <= 1.05 * size / (ep * tp)
+            assert rank.bytes_read <= 1.05 * total_bytes / (ep * tp)
             assert (rank.ep[1], rank.tp[1]) == (ep, tp)
         # The concatenated shares equal all weights bit for bit.
-        parts = [dequantized_weights(rank) for rank in loaded]
-        rows = [
-            [p[0].unflatten(1, (2, -1)) for p in parts[i : i + tp]] for i in range(0, ep * tp, tp)
+        shares = [dequantize_w1_w2(rank) for rank in loaded]
+        first_ranks = range(0, ep * tp, tp)  # of each EP rank
+        gate_up = [
+            torch.cat([w1.unflatten(1, (2, -1)) for w1, _ in shares[rank : rank + tp]], 2)
+            for rank in first_ranks
         ]
-        columns = [[p[1] for p in parts[i : i + tp]] for i in range(0, ep * tp, tp)]
-        assert torch.equal(torch.cat([torch.cat(r, 2) for r in rows]).flatten(1, 2), w1)
-        assert torch.equal(torch.cat([torch.cat(c, 2) for c in columns]), w2)
+        down = [torch.cat([w2 for _, w2 in shares[rank : rank + tp]], 2) for rank in first_ranks]
+        assert torch.equal(torch.cat(gate_up).flatten(1, 2), w1)
+        assert torch.equal(torch.cat(down), w2)
 
 
 def test_bytes_read_counts_actual_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_bytes_read_counts_actual_reads(tmp_path: Path, monkeypatch: pytest.Monk
     assert {name.split(".")[5] for name, _ in reads} == {"1"}
     summary = f"1 of 4 experts in none, ep=(1, 4), tp=(0, 1), bytes_read={loaded.bytes_read}"
     assert repr(loaded) == f"LoadedExperts({summary})"
-    assert loaded.bytes_read == sum(n for _, n in reads) == expert_bytes(sample) // 4
+    assert loaded.bytes_read == sum(n for _, n in reads) == count_expert_bytes(sample) // 4
 
 
 @pytest.mark.parametrize("kind", CHECKPOINT_FORMATS)
@@ -125,10 +125,10 @@ def test_reading_in_pieces_gives_equal_weights(
     monkeypatch.setattr(loading, "_VALUES_PER_STEP", 1 << 12)
     in_pieces = mk.load_experts(tmp_path, 0, tp=(1, 2))
     for name, tensor in vars(in_one_read.weights).items():
-        other_tensor = getattr(in_pieces.weights, name)
-        assert (other_tensor is None) == (tensor is None)
-        assert tensor is None or torch.equal(other_tensor.float(), tensor.float())
-    assert in_pieces.bytes_read <= 1.05 * expert_bytes(sample) / 2
+        tensor_in_pieces = getattr(in_pieces.weights, name)
+        assert (tensor_in_pieces is None) == (tensor is None)
+        assert tensor is None or torch.equal(tensor_in_pieces.float(), tensor.float())
+    assert in_pieces.bytes_read <= 1.05 * count_expert_bytes(sample) / 2
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "openai_privacy_filter"])
@@ -138,7 +138,7 @@ def test_b2_is_nonzero_on_one_tp_rank_only(family: str, tmp_path: Path) -> None:
     assert [bool(rank.weights.b2.any()) for rank in loaded] == [True, False, False, False]
     x, weights, ids = sample.inputs(16)
     torch.testing.assert_close(
-        summed_outputs(sample, loaded),
+        sum_rank_outputs(sample, loaded),
         sample.expected_output(x, weights, ids),
         rtol=1e-4,
         atol=1e-4,
@@ -166,10 +166,10 @@ def test_scale_tiles_are_split_to_fit_a_share(
     sample = write(tmp_path, FAMILY_BY_FORMAT.get(kind, "mixtral"), kind, intermediate=intermediate)
     loaded = load_all_ranks(sample, (1, tp))
     assert {rank.problem_fields["quant"] for rank in loaded} == {scheme}
-    parts = [dequantized_weights(rank) for rank in loaded]
-    w1 = torch.cat([w1.unflatten(1, (2, -1)) for w1, _ in parts], 2).flatten(1, 2)
+    shares = [dequantize_w1_w2(rank) for rank in loaded]
+    w1 = torch.cat([w1.unflatten(1, (2, -1)) for w1, _ in shares], 2).flatten(1, 2)
     torch.testing.assert_close(w1, sample.w1, rtol=1e-6, atol=1e-12)
-    w2 = torch.cat([w2 for _, w2 in parts], 2)
+    w2 = torch.cat([w2 for _, w2 in shares], 2)
     torch.testing.assert_close(w2, sample.w2, rtol=1e-6, atol=1e-12)
 
 
@@ -179,9 +179,9 @@ def test_scale_tile_across_gate_and_up_is_split(tmp_path: Path) -> None:
     """
     generator = torch.Generator().manual_seed(0)
     sample = write(tmp_path, "mistral4", "bf16", intermediate=192)
-    prefix, make = "model.layers.0.mlp.experts", fp8_block(torch.float32)
-    gate_up = [make(384, 128, generator, 1.0) for _ in range(4)]
-    down = [make(128, 192, generator, 1.0) for _ in range(4)]
+    prefix, quantize_random = "model.layers.0.mlp.experts", fp8_block(torch.float32)
+    gate_up = [quantize_random(384, 128, generator, 1.0) for _ in range(4)]
+    down = [quantize_random(128, 192, generator, 1.0) for _ in range(4)]
     tensors = {}
     for name, matrices in (("gate_up_proj", gate_up), ("down_proj", down)):
         tensors[f"{prefix}.{name}"] = torch.stack([m.tensors["weight"] for m in matrices])
@@ -191,8 +191,8 @@ def test_scale_tile_across_gate_and_up_is_split(tmp_path: Path) -> None:
     config = sample.config | {"quantization_config": CHECKPOINT_FORMATS["deepseek fp8"].config}
     (tmp_path / "config.json").write_text(json.dumps(config))
     for tp in (1, 2, 3):
-        parts = [dequantized_weights(rank) for rank in load_all_ranks(sample, (1, tp))]
-        w1 = torch.cat([w1.unflatten(1, (2, -1)) for w1, _ in parts], 2).flatten(1, 2)
+        shares = [dequantize_w1_w2(rank) for rank in load_all_ranks(sample, (1, tp))]
+        w1 = torch.cat([w1.unflatten(1, (2, -1)) for w1, _ in shares], 2).flatten(1, 2)
         torch.testing.assert_close(w1, torch.stack([m.values for m in gate_up]), rtol=1e-6, atol=0)
 
 
@@ -202,7 +202,7 @@ def test_placements_select_the_experts_of_a_rank(tmp_path: Path) -> None:
     loaded = [mk.load_experts(tmp_path, 0, ep=(r, 2), placement=placement) for r in range(2)]
     assert [len(rank.weights.w1) for rank in loaded] == [3, 2]
     torch.testing.assert_close(
-        dequantized_weights(loaded[0])[1], sample.w2[[0, 2, 3]], rtol=1e-6, atol=1e-12
+        dequantize_w1_w2(loaded[0])[1], sample.w2[[0, 2, 3]], rtol=1e-6, atol=1e-12
     )
     assert loaded[1].problem(8).parallel.placement == placement
     assert loaded[1].partial(8)[1].expert_map.tolist() == [-1, 0, -1, 1]

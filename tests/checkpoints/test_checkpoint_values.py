@@ -1,7 +1,7 @@
 """Tiny checkpoints of every format load with the values that their files encode, and stay packed.
 
-The libraries that write these formats must not be imported. For each format, a test injects a
-defect to prove that the error bound of the format detects it.
+Loading must not import the libraries that write these formats. For each format, tests inject
+defects to prove that the error bound of the format detects them.
 """
 
 import sys
@@ -29,7 +29,7 @@ PACKER_LIBRARIES = (
     "modelopt",
 )
 REFERENCE_PARTS = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
-# The model family that has published checkpoints in a format. For other formats, tests use Mixtral.
+# A model family with published checkpoints in each format. For other formats, tests use Mixtral.
 FAMILY_BY_FORMAT = {
     "deepseek fp8": "deepseek_v3",
     "deepseek fp8, UE8M0": "deepseek_v3",
@@ -54,7 +54,7 @@ def write_checkpoint(
     return write(folder, FAMILY_BY_FORMAT.get(kind, "mixtral"), kind, change=change)
 
 
-def output_error(sample: Sample, loaded: LoadedExperts) -> float:
+def compute_output_error(sample: Sample, loaded: LoadedExperts) -> float:
     """Return the relative error of the layer's output compared with float64."""
     x, weights, ids = sample.inputs(24)
     problem = loaded.problem(24)
@@ -64,13 +64,10 @@ def output_error(sample: Sample, loaded: LoadedExperts) -> float:
     return float((y.double() - expected).norm() / expected.norm())
 
 
-def dequantized_weights(loaded: LoadedExperts) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return w1, with gate rows first, and w2 in float64."""
-    scheme, weights, matrices = (
-        QuantScheme.parse(loaded.problem_fields["quant"]),
-        loaded.weights,
-        [],
-    )
+def dequantize_w1_w2(loaded: LoadedExperts) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return w1 and w2 in float64. All gate rows of w1 precede the up rows."""
+    scheme, weights = QuantScheme.parse(loaded.problem_fields["quant"]), loaded.weights
+    matrices = []
     for name in ("w1", "w2"):
         stored = getattr(weights, name)
         if scheme.quantized:
@@ -86,13 +83,13 @@ def test_output_error_is_within_the_bound(kind: str, tmp_path: Path) -> None:
     sample = write_checkpoint(tmp_path, kind)
     loaded = mk.load_experts(tmp_path, 0)
     assert str(QuantScheme.parse(loaded.problem_fields["quant"])) == CHECKPOINT_FORMATS[kind].scheme
-    assert output_error(sample, loaded) <= CHECKPOINT_FORMATS[kind].bound
+    assert compute_output_error(sample, loaded) <= CHECKPOINT_FORMATS[kind].bound
 
 
 @pytest.mark.parametrize("kind", CHECKPOINT_FORMATS)
 def test_dequantized_weights_equal_the_checkpoint(kind: str, tmp_path: Path) -> None:
     sample = write_checkpoint(tmp_path, kind)
-    w1, w2 = dequantized_weights(mk.load_experts(tmp_path, 0))
+    w1, w2 = dequantize_w1_w2(mk.load_experts(tmp_path, 0))
     # The scales of gate and up are merged into the larger one, so the half with the smaller scale
     # is rounded again.
     rtol = 2.0**-4 if CHECKPOINT_FORMATS[kind].scheme.startswith("fp8_w8a8_tensor") else 1e-6
@@ -131,18 +128,19 @@ def test_integer_scales_keep_their_16_bit_dtype(
         name = next(name for name in tensors if name.endswith(".scales"))
         tensors[name] = tensors[name].bfloat16()
 
-    kind_and_change = ("gptq", mix_scale_dtypes) if kind == "mixed" else (kind, None)
-    write_checkpoint(tmp_path, *kind_and_change)
+    format_kind, change = ("gptq", mix_scale_dtypes) if kind == "mixed" else (kind, None)
+    write_checkpoint(tmp_path, format_kind, change)
     loaded = mk.load_experts(tmp_path, 0, dtype=dtype)
     assert loaded.weights.w1_scale is not None
     assert loaded.weights.w2_scale is not None
     assert {loaded.weights.w1_scale.dtype, loaded.weights.w2_scale.dtype} == {scale_dtype}
-    in_float32 = dequantized_weights(mk.load_experts(tmp_path, 0, dtype=torch.float32))
-    for got, want in zip(dequantized_weights(loaded), in_float32, strict=True):
+    in_float32 = dequantize_w1_w2(mk.load_experts(tmp_path, 0, dtype=torch.float32))
+    for got, want in zip(dequantize_w1_w2(loaded), in_float32, strict=True):
         assert torch.equal(got, want)
 
 
-# All experts of a projection stacked as (e, K, N), with one scale for all experts or one per row.
+# All experts of a projection are stacked as (e, K, N), with one scale for all experts or one per
+# row.
 TRANSPOSED_FORMATS = [
     (family, kind)
     for family in ("llama4_text", "gpt_oss")
@@ -153,25 +151,26 @@ TRANSPOSED_FORMATS = [
 
 @pytest.mark.parametrize(("family", "kind"), TRANSPOSED_FORMATS)
 def test_transposed_stacks_are_loaded(family: str, kind: str, tmp_path: Path) -> None:
-    """They are loaded as a whole and in shares of ranks, which are columns in the files. If rows
-    are shifted, the error exceeds the bound.
+    """Both the stack of all experts and the shares of ranks have the values of the file. If the
+    rows of a matrix are shifted, the error exceeds the bound.
     """
     sample, bound = write(tmp_path, family, kind), FUSED_FORMATS[kind].bound
     loaded = mk.load_experts(tmp_path, 0)
     assert str(QuantScheme.parse(loaded.problem_fields["quant"])) == FUSED_FORMATS[kind].scheme
-    assert output_error(sample, loaded) <= bound
-    w1, w2 = dequantized_weights(loaded)
+    assert compute_output_error(sample, loaded) <= bound
+    w1, w2 = dequantize_w1_w2(loaded)
     torch.testing.assert_close(w1, sample.w1, rtol=1e-6, atol=1e-12)
     torch.testing.assert_close(w2, sample.w2, rtol=1e-6, atol=1e-12)
     for ep, tp in ((2, 1), (1, 2), (2, 2)):
         max_bytes = loaded.bytes_read / (ep * tp)
-        grid = [[mk.load_experts(tmp_path, 0, ep=(e, ep), tp=(t, tp)) for t in range(tp)]
-                for e in range(ep)]  # fmt: skip
-        parts = [[dequantized_weights(each) for each in row] for row in grid]
-        rows = [torch.cat([w.unflatten(1, (2, -1)) for w, _ in row], 2) for row in parts]
-        assert torch.equal(torch.cat(rows).flatten(1, 2), w1)
-        assert torch.equal(torch.cat([torch.cat([w for _, w in row], 2) for row in parts]), w2)
-        assert all(each.bytes_read <= 1.05 * max_bytes for row in grid for each in row)
+        ranks = [[mk.load_experts(tmp_path, 0, ep=(e, ep), tp=(t, tp)) for t in range(tp)]
+                 for e in range(ep)]  # fmt: skip
+        weights = [[dequantize_w1_w2(rank) for rank in tp_ranks] for tp_ranks in ranks]
+        gate_up = [torch.cat([w1.unflatten(1, (2, -1)) for w1, _ in pairs], 2) for pairs in weights]
+        assert torch.equal(torch.cat(gate_up).flatten(1, 2), w1)
+        down = [torch.cat([w2 for _, w2 in pairs], 2) for pairs in weights]
+        assert torch.equal(torch.cat(down), w2)
+        assert all(rank.bytes_read <= 1.05 * max_bytes for tp_ranks in ranks for rank in tp_ranks)
 
     def shift_rows(tensors: Tensors) -> None:
         endings = ("gate_up_proj_weight_scale", "gate_up_proj")
@@ -179,7 +178,7 @@ def test_transposed_stacks_are_loaded(family: str, kind: str, tmp_path: Path) ->
             tensors[name] = tensors[name].roll(8, 2)
 
     shifted = write(tmp_path / "other", family, kind, change=shift_rows)
-    assert output_error(shifted, mk.load_experts(shifted.folder, 0)) > 1.5 * bound
+    assert compute_output_error(shifted, mk.load_experts(shifted.folder, 0)) > 1.5 * bound
 
 
 # Defects whose error exceeds the bound
@@ -190,8 +189,8 @@ SCALE_NAMES = ("weight_scale_inv", "weight_scale", "scales", ".scale", ".SCB")
 def exchange_gate_and_up_scales(tensors: Tensors) -> None:
     for gate, up in (("w1", "w3"), ("gate_proj", "up_proj")):
         for name in [n for n in tensors if f".{gate}." in n and n.endswith(SCALE_NAMES)]:
-            other = name.replace(f".{gate}.", f".{up}.")
-            tensors[name], tensors[other] = tensors[other], tensors[name]
+            up_name = name.replace(f".{gate}.", f".{up}.")
+            tensors[name], tensors[up_name] = tensors[up_name], tensors[name]
     for name in [n for n in tensors if n.endswith("gate_up_proj_scales")]:
         pairs = tensors[name].unflatten(1, (-1, 2))
         tensors[name] = pairs.flip(2).flatten(1, 2).contiguous()
@@ -215,7 +214,10 @@ def drop_tile(loaded: LoadedExperts) -> LoadedExperts:
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_exchanged_scales_exceed_the_bound(kind: str, tmp_path: Path) -> None:
     sample = write_checkpoint(tmp_path, kind, exchange_gate_and_up_scales)
-    assert output_error(sample, mk.load_experts(tmp_path, 0)) > 1.5 * CHECKPOINT_FORMATS[kind].bound
+    assert (
+        compute_output_error(sample, mk.load_experts(tmp_path, 0))
+        > 1.5 * CHECKPOINT_FORMATS[kind].bound
+    )
 
 
 @pytest.mark.parametrize(
@@ -223,14 +225,17 @@ def test_exchanged_scales_exceed_the_bound(kind: str, tmp_path: Path) -> None:
 )
 def test_shifted_zero_points_exceed_the_bound(kind: str, tmp_path: Path) -> None:
     sample = write_checkpoint(tmp_path, kind, shift_zero_points)
-    assert output_error(sample, mk.load_experts(tmp_path, 0)) > 1.5 * CHECKPOINT_FORMATS[kind].bound
+    assert (
+        compute_output_error(sample, mk.load_experts(tmp_path, 0))
+        > 1.5 * CHECKPOINT_FORMATS[kind].bound
+    )
 
 
 @pytest.mark.parametrize("kind", CHECKPOINT_FORMATS)
 def test_dropped_tile_exceeds_the_bound(kind: str, tmp_path: Path) -> None:
     sample = write_checkpoint(tmp_path, kind)
     assert (
-        output_error(sample, drop_tile(mk.load_experts(tmp_path, 0)))
+        compute_output_error(sample, drop_tile(mk.load_experts(tmp_path, 0)))
         > 1.5 * CHECKPOINT_FORMATS[kind].bound
     )
 

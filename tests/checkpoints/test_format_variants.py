@@ -1,9 +1,10 @@
-"""Variants of checkpoint formats: mxfp8, fp8 of FBGEMM, ModelOpt and Quark, packings of AutoRound,
-and E8M0 scales.
+"""Variants of checkpoint formats: mxfp8, the fp8 formats of FBGEMM, ModelOpt and Quark, AutoRound's
+packings, and E8M0 scales.
 """
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,18 +33,16 @@ from modular_kernel.testing.checkpoints.samples import (
 AUTO_ROUND = CHECKPOINT_FORMATS["auto-round"].config
 
 
-def rewrite_tensors(folder: Path, change: Any) -> None:
+def edit_checkpoint_tensors(folder: Path, change: Callable[[Tensors], None]) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
 
 
 def test_fbgemm_scales_of_llama4_load_in_transformers_shapes(tmp_path: Path) -> None:
-    """transformers stores scales (e, 1, 2I) for gate_up (e, K, N), and scales (e, H, 1) for
-    down.
-    """
+    """transformers stores the scales of gate_up as (e, 1, 2I) and those of down as (e, H, 1)."""
 
-    def reshape(tensors: Tensors) -> None:
+    def transpose_down_scales(tensors: Tensors) -> None:
         for name in [name for name in tensors if name.endswith("down_proj_weight_scale")]:
             scale = tensors.pop(name)
             tensors[name.replace("_weight_scale", "_scale")] = scale.mT.contiguous()
@@ -52,31 +51,31 @@ def test_fbgemm_scales_of_llama4_load_in_transformers_shapes(tmp_path: Path) -> 
             torch.Size([4, 128, 1]),
         }
 
-    sample = write(tmp_path, "llama4_text", "fbgemm fp8, fused", change=reshape)
+    sample = write(tmp_path, "llama4_text", "fbgemm fp8, fused", change=transpose_down_scales)
     loaded = mk.load_experts(tmp_path, 0)
     for name, exact in (("w1", sample.w1), ("w2", sample.w2)):
         values = dequantize_weights(loaded.weights, name, loaded.problem(1)).double()
         torch.testing.assert_close(values, exact, rtol=1e-6, atol=1e-12)
-    share = mk.load_experts(tmp_path, 0, tp=(1, 2))
-    w1 = dequantize_weights(share.weights, "w1", share.problem(1)).double()
+    second_tp_rank = mk.load_experts(tmp_path, 0, tp=(1, 2))
+    w1 = dequantize_weights(second_tp_rank.weights, "w1", second_tp_rank.problem(1)).double()
     exact = torch.cat([sample.w1[:, 128:256], sample.w1[:, 384:512]], 1)
     torch.testing.assert_close(w1, exact, rtol=1e-6, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["mxfp8", "modelopt mxfp8", "mxfp4, E8M0 dtype"])
 def test_nan_e8m0_scale_is_refused(kind: str, tmp_path: Path) -> None:
-    def set_nan(tensors: Tensors) -> None:
-        name = next(name for name in tensors if ".2." in name and "scale" in name and "up" in name)
-        tensors[name].view(torch.uint8)[0, 0] = 255
+    family = "gpt_oss" if kind == "mxfp4, E8M0 dtype" else "qwen3_moe"
 
-    family_by_kind = {"mxfp4, E8M0 dtype": "gpt_oss"}
-    if kind in family_by_kind:
-
-        def set_nan(tensors: Tensors) -> None:
+    def set_scale_to_nan(tensors: Tensors) -> None:
+        """Set a scale of expert 2 to 255, the code of NaN."""
+        if family == "gpt_oss":  # one tensor has the scales of all experts
             name = next(name for name in tensors if name.endswith("gate_up_proj_scales"))
             tensors[name].view(torch.uint8)[2, 0, 0] = 255
+        else:
+            name = next(n for n in tensors if ".2." in n and "scale" in n and "up" in n)
+            tensors[name].view(torch.uint8)[0, 0] = 255
 
-    write(tmp_path, family_by_kind.get(kind, "qwen3_moe"), kind, change=set_nan)
+    write(tmp_path, family, kind, change=set_scale_to_nan)
     with pytest.raises(WeightsError, match=r"scale: got (nan|255)"):
         mk.load_experts(tmp_path, 0)
 
@@ -84,12 +83,12 @@ def test_nan_e8m0_scale_is_refused(kind: str, tmp_path: Path) -> None:
 def test_dimensions_of_size_1_are_squeezed_only_in_scales(tmp_path: Path) -> None:
     write(tmp_path, "qwen3_moe", "modelopt fp8 block, weights")
     name = "model.layers.0.mlp.experts.1.up_proj.weight"
-    rewrite_tensors(tmp_path, lambda t: t.update({name: t[name][:, None]}))
+    edit_checkpoint_tensors(tmp_path, lambda t: t.update({name: t[name][:, None]}))
     with pytest.raises(ShapeError, match=rf"{name}: got \(256, 1, 128\)"):
         mk.load_experts(tmp_path, 0)
     write(tmp_path, "qwen3_moe", "modelopt fp8 block, weights")
     scale = f"{name}_scale"
-    rewrite_tensors(tmp_path, lambda t: t.update({scale: t[scale].reshape(1, 2)}))
+    edit_checkpoint_tensors(tmp_path, lambda t: t.update({scale: t[scale].reshape(1, 2)}))
     with pytest.raises(ShapeError, match=rf"{scale}: got \(1, 2\), need \(2, 1\)"):
         mk.load_experts(tmp_path, 0)
 
@@ -139,7 +138,7 @@ def test_unsupported_auto_round_variants_are_refused(config: dict[str, Any], mes
 
 
 def test_auto_round_extra_config_sets_symmetry_in_awq_packing(tmp_path: Path) -> None:
-    """AutoRound's extra_config has the key `sym`. AWQ calls this option `zero_point`."""
+    """AutoRound's extra_config names this option `sym`, and AWQ's config names it `zero_point`."""
     expert_options = {"model.layers.0.mlp.experts": {"sym": False}}
     config = AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "extra_config": expert_options}
     sample = write(tmp_path, "qwen3_moe", "auto-round, AWQ")
@@ -151,7 +150,7 @@ def test_auto_round_extra_config_sets_symmetry_in_awq_packing(tmp_path: Path) ->
 
 
 def quark_mxfp4_config(**changes: Any) -> dict[str, Any]:
-    """Return Quark's config of mxfp4 with changed options of weights."""
+    """Return Quark's config of mxfp4, with `changes` applied to the options of the weights."""
     config = json.loads(json.dumps(CHECKPOINT_FORMATS["quark mxfp4"].config))
     config["global_quant_config"]["weight"] |= changes
     return config
@@ -203,7 +202,7 @@ QUARK_PTPC = CHECKPOINT_FORMATS["quark fp8, channels"].config
 
 
 def quark_ptpc_config(weight_axis: int | None, input_axis: int | None) -> dict[str, Any]:
-    """Return Quark's config of fp8 per channel and token (PTPC) with these axes of its scales."""
+    """Return Quark's config of fp8 per token and channel (PTPC) with the given scale axes."""
     config = json.loads(json.dumps(QUARK_PTPC))
     for name, axis in (("weight", weight_axis), ("input_tensors", input_axis)):
         config["global_quant_config"][name]["ch_axis"] = axis
@@ -226,7 +225,7 @@ def test_quark_scale_axes_are_accepted(axes: tuple[int | None, int | None]) -> N
     ],
 )
 def test_quark_scales_along_another_axis_are_refused(config: Any, message: str) -> None:
-    """The shape of the scales would not reveal the wrong axis of a square matrix."""
+    """If a matrix is square, the shape of its scales is the same for both axes."""
     with pytest.raises(ConfigurationError, match=message):
         format_of(config)
 
@@ -244,8 +243,8 @@ def test_quark_scales_along_another_axis_are_refused(config: Any, message: str) 
     ],
 )
 def test_quark_options_that_differ_between_experts_need_module_names(name: str) -> None:
-    """`format_of` returns one format for all experts. `QuantizationMap` has the format of each
-    module.
+    """`format_of` returns one format for all experts, so it cannot represent options that differ
+    between experts. `QuantizationMap` returns the format of each module.
     """
     options = QUARK_PTPC["global_quant_config"]  # type: ignore[index]
     config = quark_mxfp4_config() | {"layer_quant_config": {name: options}}
@@ -277,7 +276,7 @@ def test_quark_options_that_differ_between_experts_need_module_names(name: str) 
 
 
 def test_quark_layers_may_have_different_formats(tmp_path: Path) -> None:
-    """One layer is excluded, one has fp8, and one has the global options."""
+    """One layer is excluded from quantization, one is in fp8, and one has the global options."""
     fp8 = CHECKPOINT_FORMATS["quark fp8, channels"].config["global_quant_config"]  # type: ignore[index]
     config = quark_mxfp4_config() | {
         "exclude": ["lm_head", "*.1.mlp.*"],
@@ -295,8 +294,8 @@ def test_quark_layers_may_have_different_formats(tmp_path: Path) -> None:
 
 
 def test_expert_dtype_applies_only_to_experts(tmp_path: Path) -> None:
-    """`expert_dtype` is a key of config.json or of its quantization_config. Other modules have fp8
-    blocks.
+    """`expert_dtype` is a key of config.json or of its quantization_config. Modules that are not
+    experts are in block-scaled fp8.
     """
     quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     for in_quantization_config, in_config in ((None, "fp4"), ("fp4", None)):
@@ -326,8 +325,8 @@ def test_expert_dtype_applies_only_to_experts(tmp_path: Path) -> None:
 def test_stacked_families_may_be_stored_per_expert(
     family: str, block: str, kind: str, tmp_path: Path
 ) -> None:
-    """llm-compressor writes one module per expert. Values, scheme and rank shares must be
-    correct.
+    """llm-compressor stores one module per expert, although transformers stacks the experts of
+    these families.
     """
     names = replace(FAMILIES[family], names=per_expert_modules(block))
     with pytest.MonkeyPatch.context() as patch:
@@ -337,14 +336,14 @@ def test_stacked_families_may_be_stored_per_expert(
         load_file(tmp_path / "model.safetensors")
     )
     second_ep_rank = mk.load_experts(tmp_path, 0, ep=(1, 2))
-    for loaded, first in ((mk.load_experts(tmp_path, 0), 0), (second_ep_rank, 2)):
+    for loaded, first_expert in ((mk.load_experts(tmp_path, 0), 0), (second_ep_rank, 2)):
         quant = str(loaded.problem_fields["quant"])
         assert str(QuantScheme.parse(quant)) == CHECKPOINT_FORMATS[kind].scheme
         for name, exact in (("w1", sample.w1), ("w2", sample.w2)):
             stored = getattr(loaded.weights, name)
             if quant != "none":
                 stored = dequantize_weights(loaded.weights, name, loaded.problem(1))
-            torch.testing.assert_close(stored.double(), exact[first:], rtol=1e-6, atol=1e-12)
+            torch.testing.assert_close(stored.double(), exact[first_expert:], rtol=1e-6, atol=1e-12)
     assert inspect(tmp_path).layers == (0,)
 
 
@@ -367,23 +366,23 @@ def test_unsupported_variants_are_refused(config: dict[str, Any], message: str) 
 
 
 REFUSED_CASES = [
-    *(({"quant_method": name}, *texts) for name, texts in REFUSED_METHODS.items()),
+    *(({"quant_method": name}, *explanation) for name, explanation in REFUSED_METHODS.items()),
     *(
-        ({"quant_method": "modelopt", "quant_algo": name}, *texts)
-        for name, texts in REFUSED_ALGORITHMS.items()
+        ({"quant_method": "modelopt", "quant_algo": name}, *explanation)
+        for name, explanation in REFUSED_ALGORITHMS.items()
     ),
 ]
 
 
-@pytest.mark.parametrize(("config", "meaning", "nearest"), REFUSED_CASES)
+@pytest.mark.parametrize(("config", "meaning", "alternative"), REFUSED_CASES)
 def test_errors_of_refused_methods_explain_them_and_name_an_alternative(
-    config: dict[str, str], meaning: str, nearest: str
+    config: dict[str, str], meaning: str, alternative: str
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:
         format_of(config)
     assert list(config.values())[-1] in str(caught.value.got)
     assert meaning in str(caught.value.got)
-    assert str(caught.value.need) == nearest
+    assert str(caught.value.need) == alternative
 
 
 @pytest.mark.parametrize("inputs", ["int", "float"])

@@ -23,9 +23,10 @@ EXPERTS_PREFIX = "model.layers.0.block_sparse_moe.experts"
 Projection = dict[str, torch.Tensor]
 
 
-def stacked_projections(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, Projection]:
-    """Return the stacked tensors (E, ...) of w1 (gate), w3 (up) and w2, by name of the projection
-    and of the tensor.
+def stack_projections(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, Projection]:
+    """Stack the tensors of all experts for each of w1 (gate), w3 (up) and w2.
+
+    Returns tensors (E, ...) by the name of the projection, then by the name of the tensor.
     """
     projections = {}
     for name in ("w1", "w3", "w2"):
@@ -48,10 +49,8 @@ def test_merge_of_stacks_and_single_matrices_equals_load_experts(kind: str, tmp_
     write(tmp_path, "mixtral", kind, intermediate=192)
     loaded = mk.load_experts(tmp_path, 0)
     tensors = load_file(tmp_path / "model.safetensors")
-    format, projections = (
-        format_of(CHECKPOINT_FORMATS[kind].config, depth=192),
-        stacked_projections(tensors, kind),
-    )
+    format = format_of(CHECKPOINT_FORMATS[kind].config, depth=192)
+    projections = stack_projections(tensors, kind)
     scheme = fit_scheme(format, 192)
     assert str(scheme) == loaded.problem_fields["quant"]
     dtype = loaded.problem_fields["dtype"]
@@ -70,8 +69,8 @@ def test_merge_of_stacks_and_single_matrices_equals_load_experts(kind: str, tmp_
                 getattr(loaded.weights, f"a{name[1]}_scale")
             )
     for expert in range(4):  # a single expert per call
-        single = [{n: t[expert] for n, t in projections[name].items()} for name in ("w1", "w3")]
-        merged = merge(format, single, dtype, scheme=scheme)
+        gate_up = [{n: t[expert] for n, t in projections[name].items()} for name in ("w1", "w3")]
+        merged = merge(format, gate_up, dtype, scheme=scheme)
         assert torch.equal(merged.w.float(), w1.w[expert].float())
         assert w1.scale is None or torch.equal(merged.scale.float(), w1.scale[expert].float())
 
@@ -79,22 +78,22 @@ def test_merge_of_stacks_and_single_matrices_equals_load_experts(kind: str, tmp_
 def test_merge_returns_views_if_nothing_is_rearranged(tmp_path: Path) -> None:
     for kind in ("mxfp4", "deepseek fp8", "compressed int4"):
         write(tmp_path, "mixtral", kind)
-        down = stacked_projections(load_file(tmp_path / "model.safetensors"), kind)["w2"]
-        first = next(iter(down.values()))
+        down = stack_projections(load_file(tmp_path / "model.safetensors"), kind)["w2"]
+        stored_weight = next(iter(down.values()))
         merged = merge(format_of(CHECKPOINT_FORMATS[kind].config), [down], torch.bfloat16)
-        assert merged.w.data_ptr() == first.data_ptr()
+        assert merged.w.data_ptr() == stored_weight.data_ptr()
 
 
 def test_str_of_a_format_has_scheme_and_method() -> None:
     assert str(format_of(None)) == "none"
-    texts = {str(format_of(kind.config, depth=256)) for kind in CHECKPOINT_FORMATS.values()}
+    names = {str(format_of(kind.config, depth=256)) for kind in CHECKPOINT_FORMATS.values()}
     assert {
         "fp8_w8a8_block (fp8)",
         "int4_w4a16_group:group=64 (gptq)",
         "mxfp4_w4a16 (mxfp4)",
         "nvfp4_w4a16 (modelopt; activations stay in 16 bits)",
         "nvfp4_w4a16 (compressed-tensors; activations stay in 16 bits)",
-    } <= texts
+    } <= names
     with pytest.raises(ConfigurationError, match=r"config\.json: quantization_config"):
         format_of([])
 
@@ -114,16 +113,15 @@ def test_str_of_a_format_has_scheme_and_method() -> None:
 def test_fit_scheme_divides_tiles_to_fit_shares(
     kind: str, intermediate: int, world: int, gated: bool, scheme: str
 ) -> None:
-    fitted = fit_scheme(
-        format_of(CHECKPOINT_FORMATS[kind].config), intermediate, world=world, gated=gated
-    )
-    assert str(fitted) == scheme
+    format = format_of(CHECKPOINT_FORMATS[kind].config)
+    assert str(fit_scheme(format, intermediate, world=world, gated=gated)) == scheme
 
 
-def packed_tensors(rows: int = 8, depth: int = 64, groups: int = 2) -> dict[str, Any]:
-    message = torch.randint(-(2**31), 2**31, (rows, depth // 8), dtype=torch.int64)
+def make_packed_tensors(rows: int = 8, depth: int = 64, groups: int = 2) -> dict[str, Any]:
+    """Return the arguments of `from_compressed_tensors` for a random int4 matrix."""
+    words = torch.randint(-(2**31), 2**31, (rows, depth // 8), dtype=torch.int64)
     return {
-        "weight_packed": message.to(torch.int32),
+        "weight_packed": words.to(torch.int32),
         "weight_scale": torch.rand(rows, groups),
         "weight_zero_point": torch.zeros(rows // 8, groups, dtype=torch.int32),
         "group": depth // groups,
@@ -132,16 +130,16 @@ def packed_tensors(rows: int = 8, depth: int = 64, groups: int = 2) -> dict[str,
 
 def test_from_compressed_tensors_decodes_a_known_word() -> None:
     """Value k of a word is in bits 4k to 4k + 3, with an offset of 8. Zero points are packed along
-    rows.
+    rows, so each word has the zero points of eight rows.
     """
-    arguments = packed_tensors()
+    arguments = make_packed_tensors()
     arguments["weight_packed"][0, 0] = 0x76543210
     arguments["weight_zero_point"][0] = 0x76543210
     imported = from_compressed_tensors(**arguments)
     assert imported.w[0, :4].tolist() == [0x10, 0x32, 0x54, 0x76]
     assert imported.zero_point.tolist() == [[0x10, 0x10], [0x32, 0x32], [0x54, 0x54], [0x76, 0x76]]
     assert imported.quant == "int4_w4a16_group:group=32,zero_points=true"
-    one_group = from_compressed_tensors(**packed_tensors(groups=1) | {"group": -1})
+    one_group = from_compressed_tensors(**make_packed_tensors(groups=1) | {"group": -1})
     assert one_group.group == 64
 
 
@@ -165,8 +163,8 @@ INVALID_TENSORS: dict[str, tuple[dict[str, Any], type[InputError], str]] = {
 
 
 def test_groups_of_a_whole_row_fit_any_share() -> None:
-    """No divisor of 50 columns is a supported group size, but a group of a whole row can be cut
-    anywhere.
+    """No divisor of a share's 50 columns is a supported group size, but a group of a whole row can
+    be cut anywhere.
     """
     format = format_of(CHECKPOINT_FORMATS["awq, one group"].config, depth=100)
     assert fit_scheme(format, 100, world=2).group == (100,)
@@ -176,7 +174,7 @@ def test_groups_of_a_whole_row_fit_any_share() -> None:
 def test_from_compressed_tensors_refuses_invalid_tensors(case: str) -> None:
     change, error, message = INVALID_TENSORS[case]
     with pytest.raises(error, match=message):
-        from_compressed_tensors(**packed_tensors() | change)
+        from_compressed_tensors(**make_packed_tensors() | change)
 
 
 def test_merge_refuses_missing_extra_and_misshapen_tensors() -> None:

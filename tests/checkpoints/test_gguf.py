@@ -26,7 +26,7 @@ from modular_kernel.text import format_layers
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 INT4, INT8 = "int4_w4a16_group:group=32", "int8_w8a16_group:group=32"
-# GGUF types of (gate, up, down) -> the scheme in which they are loaded.
+# The scheme in which experts with these GGUF types of (gate, up, down) are loaded.
 SCHEME_BY_TYPES: dict[tuple[str, str, str], str] = {
     ("Q4_0", "Q4_0", "Q4_0"): INT4,
     ("Q8_0", "Q8_0", "Q8_0"): INT8,
@@ -66,13 +66,13 @@ SCHEME_BY_TYPES: dict[tuple[str, str, str], str] = {
 TYPES_WITH_OFFSETS = {"Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K"}
 
 
-def dequantized(loaded: LoadedExperts, name: str) -> torch.Tensor:
+def dequantize_matrix(loaded: LoadedExperts, name: str) -> torch.Tensor:
     if not loaded.problem(1).scheme.quantized:
         return getattr(loaded.weights, name).double()
     return dequantize_weights(loaded.weights, name, loaded.problem(1)).double()
 
 
-def output_error(sample: Sample, loaded: LoadedExperts, experts: str = PAIR[1]) -> float:
+def compute_output_error(sample: Sample, loaded: LoadedExperts, experts: str = PAIR[1]) -> float:
     x, weights, ids = sample.inputs(24)
     machine = this_machine(device="cpu")
     kernel = mk.make_kernel(PAIR[0], experts, loaded.problem(24), machine=machine)
@@ -90,20 +90,20 @@ def test_loaded_values_equal_the_blocks(types: tuple[str, str, str], tmp_path: P
         # The product of code and scale is exact in float32. Types that add an offset round the sum.
         rtol = 2.0**-23 if {*types} & TYPES_WITH_OFFSETS else 0
         torch.testing.assert_close(
-            dequantized(loaded, name), exact, rtol=rtol, atol=2e-8 * (rtol > 0)
+            dequantize_matrix(loaded, name), exact, rtol=rtol, atol=2e-8 * (rtol > 0)
         )
     rounded = mk.load_experts(tmp_path / "m.gguf", 0, dtype="bfloat16")
     if SCHEME_BY_TYPES[types] == "none":
         assert torch.equal(rounded.weights.w1, loaded.weights.w1.bfloat16())  # rounded once
     else:
         assert torch.equal(rounded.weights.w1, loaded.weights.w1)
-        assert torch.equal(dequantized(rounded, "w1"), dequantized(loaded, "w1"))
+        assert torch.equal(dequantize_matrix(rounded, "w1"), dequantize_matrix(loaded, "w1"))
     if "int" in SCHEME_BY_TYPES[types]:
         has_product_scales = any(name.startswith("IQ") and name != "IQ4_NL" for name in types)
         scale_dtype = torch.float32 if has_product_scales else torch.float16
         assert rounded.weights.w1_scale.dtype is scale_dtype
-    assert output_error(sample, rounded) <= 1e-2
-    assert output_error(sample, loaded) <= 1e-5
+    assert compute_output_error(sample, rounded) <= 1e-2
+    assert compute_output_error(sample, loaded) <= 1e-5
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -126,7 +126,7 @@ def test_metadata_determines_sizes_and_router(architecture: str, tmp_path: Path)
     assert router.score == ("sigmoid" if architecture in ("deepseek2", "glm4moe") else "softmax")
     assert router.renormalize == (architecture != "gpt-oss")
     assert router.groups == (2 if architecture == "deepseek2" else 1)
-    assert output_error(sample, loaded) <= 1e-2
+    assert compute_output_error(sample, loaded) <= 1e-2
     assert inspect(tmp_path / "m.gguf").layers == (0,)
 
 
@@ -142,7 +142,7 @@ def test_kernels_accept_negative_scales(types: tuple[str, str, str], tmp_path: P
     scale = loaded.weights.w1_scale
     assert scale is not None
     assert types[0] == "MXFP4" or bool((scale < 0).any())
-    assert output_error(sample, loaded, "TritonExperts") <= 1e-2
+    assert compute_output_error(sample, loaded, "TritonExperts") <= 1e-2
 
 
 def test_multi_token_prediction_layers_are_reported_separately(tmp_path: Path) -> None:
@@ -167,19 +167,19 @@ def test_softmax_routers_of_deepseek2_equal_deepseek_v2(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "types",
-    [tp_rank for tp_rank in SCHEME_BY_TYPES if len(set(tp_rank)) > 1 or tp_rank[0] != "F32"],
+    [types for types in SCHEME_BY_TYPES if set(types) != {"F32"}],
     ids=" ".join,
 )
 def test_rank_shares_equal_slices_of_all_weights(
     types: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The limit of values per read is lowered, so few rows are read at a time. Shares of I cut
-    blocks of 256 values.
+    """With a lower limit of values per read, few rows are read at a time. The shares of TP ranks
+    cut blocks of 256 values.
     """
     write_gguf(tmp_path / "m.gguf", types=types)
     all_experts = mk.load_experts(tmp_path / "m.gguf", 0, dtype="float32")
     monkeypatch.setattr(loading, "_VALUES_PER_STEP", 1 << 12)
-    all_values = {name: dequantized(all_experts, name) for name in ("w1", "w2")}
+    all_values = {name: dequantize_matrix(all_experts, name) for name in ("w1", "w2")}
     down = read_header(tmp_path / "m.gguf").tensors["blk.0.ffn_down_exps.weight"]
     for ep_rank in range(2):
         for tp_rank in range(3):
@@ -188,11 +188,11 @@ def test_rank_shares_equal_slices_of_all_weights(
             )
             (first, last), width = share.columns, share.problem_fields["intermediate"]
             experts = slice(2 * ep_rank, 2 * ep_rank + 2)
-            w1 = dequantized(share, "w1").unflatten(1, (2, width))[:, :, : last - first]
+            w1 = dequantize_matrix(share, "w1").unflatten(1, (2, width))[:, :, : last - first]
             assert torch.equal(
                 w1, all_values["w1"][experts].unflatten(1, (2, 256))[:, :, first:last]
             )
-            w2 = dequantized(share, "w2")
+            w2 = dequantize_matrix(share, "w2")
             assert torch.equal(w2[..., : last - first], all_values["w2"][experts, :, first:last])
             assert not w2[..., last - first :].any()
             cuts_blocks = down.type.values == 256  # each rank must then read all blocks of w2
@@ -206,8 +206,8 @@ def test_fused_tensors_and_split_files_are_read(files: int, fused: bool, tmp_pat
     sample = write_gguf(tmp_path / "m.gguf", types=("Q8_0",) * 3, fused=fused, files=files)
     for path in (tmp_path, *tmp_path.iterdir()):
         loaded = mk.load_experts(path, 0)
-        assert torch.equal(dequantized(loaded, "w1"), sample.w1)
-        assert torch.equal(dequantized(loaded, "w2"), sample.w2)
+        assert torch.equal(dequantize_matrix(loaded, "w1"), sample.w1)
+        assert torch.equal(dequantize_matrix(loaded, "w2"), sample.w2)
     if files > 1:
         (tmp_path / "m-00002-of-00003.gguf").unlink()
         with pytest.raises(WeightsError, match=r"m-00002-of-00003\.gguf: got No such file"):
@@ -220,7 +220,7 @@ MIXED_TYPES = {1: ("Q4_K", "Q4_K", "Q6_K"), 2: ("Q4_0",) * 3, 3: ("Q4_0",) * 3, 
 def test_layers_may_have_different_types(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """llama-quantize writes such files, because it gives some layers more bits."""
+    """llama-quantize writes such files, because it quantizes some layers to more bits."""
     path = tmp_path / "m.gguf"
     write_gguf(path, types=MIXED_TYPES)
     report = inspect(path)
@@ -256,9 +256,9 @@ def test_dequantized_types_can_be_quantized_while_loading(tmp_path: Path) -> Non
     write_gguf(tmp_path / "m.gguf", types=("Q4_K", "Q4_K", "Q6_K"))
     loaded = mk.load_experts(tmp_path / "m.gguf", 0, quantize=INT8)
     exact = mk.load_experts(tmp_path / "m.gguf", 0, dtype="float32").weights.w2.double()
-    step = exact.unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True) / 127
-    error = (dequantized(loaded, "w2") - exact).unflatten(-1, (-1, 32)).abs()
-    assert bool((error <= 0.52 * step).all())
+    quantization_step = exact.unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True) / 127
+    error = (dequantize_matrix(loaded, "w2") - exact).unflatten(-1, (-1, 32)).abs()
+    assert bool((error <= 0.52 * quantization_step).all())
     write_gguf(tmp_path / "m.gguf", types=("Q8_0",) * 3)
     with pytest.raises(ConfigurationError, match="need unquantized files"):
         mk.load_experts(tmp_path / "m.gguf", 0, quantize=INT4)
@@ -274,7 +274,7 @@ def test_loading_tensor_by_tensor_refuses_blocks(tmp_path: Path) -> None:
 
 
 def test_config_argument_overrides_sizes_and_dtype(tmp_path: Path) -> None:
-    """The types of tensors are still read from the file."""
+    """The quantization types of tensors are still read from the GGUF file."""
     write_gguf(tmp_path / "m.gguf", types=("Q8_0",) * 3)
     config = (
         '{"model_type": "qwen3_moe", "hidden_size": 256, "moe_intermediate_size": 256,'
@@ -328,9 +328,9 @@ INVALID_FILES: dict[str, tuple[dict[str, Any], type[InputError], str]] = {
 
 @pytest.mark.parametrize("case", INVALID_FILES)
 def test_invalid_metadata_and_tensors_are_refused(case: str, tmp_path: Path) -> None:
-    options, kind, message = INVALID_FILES[case]
+    options, error_type, message = INVALID_FILES[case]
     write_gguf(tmp_path / "m.gguf", **options)
-    with pytest.raises(kind, match=message) as caught:
+    with pytest.raises(error_type, match=message) as caught:
         mk.load_experts(tmp_path / "m.gguf", 0)
     assert "m.gguf" in str(caught.value)
 
@@ -351,7 +351,7 @@ def test_invalid_metadata_and_tensors_are_refused(case: str, tmp_path: Path) -> 
     ],
 )
 def test_nan_scale_of_a_block_is_refused(kind: str, byte_offset: int, tmp_path: Path) -> None:
-    """byte_offset: position of a float16 scale in a block."""
+    """`byte_offset` is the position of a float16 scale in the first block."""
     write_gguf(tmp_path / "m.gguf", types=(kind,) * 3)
     info = read_header(tmp_path / "m.gguf").tensors["blk.0.ffn_up_exps.weight"]
     data = bytearray((tmp_path / "m.gguf").read_bytes())
@@ -371,8 +371,10 @@ def make_header(*changes: tuple[int, bytes]) -> bytes:
 
 HUGE = struct.pack("<Q", 1 << 60)
 KEY = struct.pack("<Q", 1) + b"k"
-HEAD_KV = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + KEY
-HEAD_T = b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + KEY  # without a tensor description
+# The first bytes of a header with one metadata entry, and of a header with one tensor description,
+# up to and including the name.
+ONE_KEY = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + KEY
+ONE_TENSOR = b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + KEY
 INVALID_HEADERS: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "got 0 bytes"),
     "magic": (make_header((0, b"GGML")), "the first bytes b'GGML'"),
@@ -381,25 +383,28 @@ INVALID_HEADERS: dict[str, tuple[bytes, str]] = {
     "tensors": (make_header((8, HUGE)), f"{1 << 60} tensors, need a complete file"),
     "entries": (make_header((16, HUGE)), f"{1 << 60} entries of metadata"),
     "key": (make_header((24, HUGE)), f"a name of {1 << 60} bytes"),
-    "type of value": (HEAD_KV + struct.pack("<IQ", 77, 0), "k of type 77"),
-    "text": (HEAD_KV + struct.pack("<I", 8) + HUGE, f"a name of {1 << 60} bytes"),
-    "array": (HEAD_KV + struct.pack("<II", 9, 0) + HUGE, f"{1 << 60} items of k"),
-    "array of strings": (HEAD_KV + struct.pack("<II", 9, 8) + HUGE, f"{1 << 60} items of k"),
+    "type of value": (ONE_KEY + struct.pack("<IQ", 77, 0), "k of type 77"),
+    "text": (ONE_KEY + struct.pack("<I", 8) + HUGE, f"a name of {1 << 60} bytes"),
+    "array": (ONE_KEY + struct.pack("<II", 9, 0) + HUGE, f"{1 << 60} items of k"),
+    "array of strings": (ONE_KEY + struct.pack("<II", 9, 8) + HUGE, f"{1 << 60} items of k"),
     "long string of many": (
-        HEAD_KV + struct.pack("<IIQ", 9, 8, 5000) + HUGE + bytes(8 * 5000), "end in the header"),
+        ONE_KEY + struct.pack("<IIQ", 9, 8, 5000) + HUGE + bytes(8 * 5000), "end in the header"),
     "nested arrays": (
-        HEAD_KV + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 40, "k of type 9"),
+        ONE_KEY + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 40, "k of type 9"),
     "truncated": (make_header()[:40], "complete file"),
     "twice": (
         b"GGUF" + struct.pack("<IQQ", 3, 0, 2)
         + (KEY + struct.pack("<IB", 0, 1)) * 2 + bytes(9), "k twice"),
-    "dimensions": (HEAD_T + struct.pack("<I", 9) + bytes(40), "k of 9 dimensions"),
-    "no rows": (HEAD_T + struct.pack("<IQIQ", 1, 0, 0, 0) + bytes(9), r"k of shape \(0,\)"),
-    "overflow": (HEAD_T + struct.pack("<IQQQQIQ", 4, *[1 << 20] * 4, 0, 0), "k of shape"),
-    "partial block": (HEAD_T + struct.pack("<IQIQ", 1, 33, 2, 0) + bytes(9), "whole blocks of 32"),
-    "unknown type": (HEAD_T + struct.pack("<IQIQ", 1, 32, 99, 0) + bytes(9), "k of type 99"),
-    "offset": (HEAD_T + struct.pack("<IQIQ", 1, 32, 0, 3) + bytes(999), "k at 3, need a multiple"),
-    "past the end": (HEAD_T + struct.pack("<IQIQ", 1, 32, 0, 1 << 40) + bytes(999), "k up to byte"),
+    "dimensions": (ONE_TENSOR + struct.pack("<I", 9) + bytes(40), "k of 9 dimensions"),
+    "no rows": (ONE_TENSOR + struct.pack("<IQIQ", 1, 0, 0, 0) + bytes(9), r"k of shape \(0,\)"),
+    "overflow": (ONE_TENSOR + struct.pack("<IQQQQIQ", 4, *[1 << 20] * 4, 0, 0), "k of shape"),
+    "partial block": (
+        ONE_TENSOR + struct.pack("<IQIQ", 1, 33, 2, 0) + bytes(9), "whole blocks of 32"),
+    "unknown type": (ONE_TENSOR + struct.pack("<IQIQ", 1, 32, 99, 0) + bytes(9), "k of type 99"),
+    "offset": (
+        ONE_TENSOR + struct.pack("<IQIQ", 1, 32, 0, 3) + bytes(999), "k at 3, need a multiple"),
+    "past the end": (
+        ONE_TENSOR + struct.pack("<IQIQ", 1, 32, 0, 1 << 40) + bytes(999), "k up to byte"),
     "tensor twice": (
         b"GGUF" + struct.pack("<IQQ", 3, 2, 0)
         + (KEY + struct.pack("<IQIQ", 1, 1, 0, 0)) * 2 + bytes(99), "k twice"),
@@ -420,15 +425,15 @@ def test_truncated_files_are_refused(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", hidden=32, intermediate=32)
     data = (tmp_path / "m.gguf").read_bytes()
     tensors_start = min(info.offset for info in read_header(tmp_path / "m.gguf").tensors.values())
-    cuts = [
+    truncated_sizes = [
         *range(0, 400, 7),
         *range(400, tensors_start, 997),
         tensors_start,
         len(data) - 32,
         len(data) - 1,
     ]
-    for cut in cuts:
-        (tmp_path / "cut.gguf").write_bytes(data[:cut])
+    for size in truncated_sizes:
+        (tmp_path / "cut.gguf").write_bytes(data[:size])
         with pytest.raises(WeightsError, match=r"cut\.gguf"):
             mk.load_experts(tmp_path / "cut.gguf", 0)
 

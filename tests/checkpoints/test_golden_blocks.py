@@ -18,10 +18,10 @@ from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.testing.checkpoints.torchao import TORCHAO_FORMATS
 
 FOLDER = Path(__file__).parents[1] / "helpers" / "golden"
-BITSANDBYTES = load_file(FOLDER / "bitsandbytes.safetensors")
-GGUF = load_file(FOLDER / "gguf.safetensors")
-# Prefix of tensors in torchao.safetensors -> the format with the same options.
-TORCHAO = {
+BITSANDBYTES_TENSORS = load_file(FOLDER / "bitsandbytes.safetensors")
+GGUF_TENSORS = load_file(FOLDER / "gguf.safetensors")
+# The kind in TORCHAO_FORMATS for each prefix of tensors in torchao.safetensors.
+TORCHAO_KINDS = {
     "int4": "torchao int4",
     "int8": "torchao int8",
     "int8_groups": "torchao int8, groups",
@@ -38,12 +38,12 @@ TORCHAO = {
 
 @pytest.mark.parametrize("kind", ["nf4", "nf4_double", "fp4", "fp4_double"])
 def test_bitsandbytes_values_equal_the_library(kind: str) -> None:
-    """The file has rows of 72 values in blocks of 64. With double quantization, codes are stored as
-    bf16.
+    """The golden matrices have rows of 72 values, in blocks of 64. Those with double quantization
+    store codes in bf16.
     """
     tensors = {
         name.partition("/")[2]: tensor
-        for name, tensor in BITSANDBYTES.items()
+        for name, tensor in BITSANDBYTES_TENSORS.items()
         if name.partition("/")[0] == kind
     }
     want = tensors.pop("unpacked")
@@ -54,22 +54,25 @@ def test_bitsandbytes_values_equal_the_library(kind: str) -> None:
 
 
 def test_golden_file_has_every_quantized_gguf_type() -> None:
-    assert {name.partition("/")[0] for name in GGUF} == {*SUPPORTED_TYPES} - {*FLOAT_TYPES}
+    assert {name.partition("/")[0] for name in GGUF_TENSORS} == {*SUPPORTED_TYPES} - {*FLOAT_TYPES}
 
 
 @pytest.mark.parametrize("kind", sorted({*SUPPORTED_TYPES} - {*FLOAT_TYPES}))
 def test_gguf_values_equal_the_library(kind: str) -> None:
-    blocks, want = GGUF[f"{kind}/blocks"], GGUF[f"{kind}/unpacked"]
+    blocks, want = GGUF_TENSORS[f"{kind}/blocks"], GGUF_TENSORS[f"{kind}/unpacked"]
     assert torch.equal(dequantize_blocks(kind, blocks), want)
 
 
-@pytest.mark.parametrize("kind", TORCHAO)
+@pytest.mark.parametrize("kind", TORCHAO_KINDS)
 def test_torchao_values_equal_the_library(kind: str) -> None:
     with safe_open(FOLDER / "torchao.safetensors", "pt") as file:
         names = [name for name in file.keys() if name.startswith(f"{kind}.")]  # noqa: SIM118
         tensors = {name.partition(".")[2]: file.get_tensor(name) for name in names}
         metadata = file.metadata()
-    want, format = tensors.pop("unpacked"), format_of(TORCHAO_FORMATS[TORCHAO[kind]].config)
+    want, format = (
+        tensors.pop("unpacked"),
+        format_of(TORCHAO_FORMATS[TORCHAO_KINDS[kind]].config),
+    )
     assert format.torchao is not None
     check_metadata("file", metadata, f"{kind}._weight_qdata", (24, 128), format.torchao)
     merged = merge(format, [tensors], torch.float32)
@@ -78,7 +81,7 @@ def test_torchao_values_equal_the_library(kind: str) -> None:
         return
     assert merged.scale is not None
     got = dequantize(merged.w[None], merged.scale[None], None, format.scheme)[0]
-    # the library multiplies three factors in another order, so rounding differs
+    # The library multiplies three factors in another order, so rounding differs.
     if merged.global_scale is not None:
         torch.testing.assert_close(got * merged.global_scale, want, rtol=2.0**-22, atol=0)
         return
@@ -102,6 +105,6 @@ def test_torchao_values_equal_the_library(kind: str) -> None:
 ])  # fmt: skip
 def test_repacked_gguf_blocks_keep_their_values(kind: str, quant: str) -> None:
     scheme = QuantScheme.parse(quant)
-    w, scale = repack_blocks(kind, scheme, GGUF[f"{kind}/blocks"])
+    w, scale = repack_blocks(kind, scheme, GGUF_TENSORS[f"{kind}/blocks"])
     got = dequantize(w[None], scale[None], None, scheme)[0]
-    assert torch.equal(got, GGUF[f"{kind}/unpacked"])
+    assert torch.equal(got, GGUF_TENSORS[f"{kind}/unpacked"])

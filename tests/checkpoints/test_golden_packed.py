@@ -33,10 +33,10 @@ CONFIGS: dict[str, Any] = {
 NVFP4_KINDS = ("compressed_nvfp4", "modelopt_nvfp4")
 
 
-def tensors_of_kind(kind: str) -> dict[str, torch.Tensor]:
-    """Return the tensors of a kind by their names in the format."""
-    named = (name.split(".") for name in GOLDEN)
-    return {tensor: GOLDEN[f"{prefix}.{tensor}"] for prefix, tensor in named if prefix == kind}
+def select_tensors(kind: str) -> dict[str, torch.Tensor]:
+    """Return the golden tensors of a kind by their names in the format."""
+    prefix = f"{kind}."
+    return {n.removeprefix(prefix): t for n, t in GOLDEN.items() if n.startswith(prefix)}
 
 
 def test_every_golden_tensor_is_tested() -> None:
@@ -45,10 +45,10 @@ def test_every_golden_tensor_is_tested() -> None:
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_packed_weights_equal_the_library(kind: str) -> None:
-    """They are equal bit for bit in the dtype that the library returns. The matrix is w2 of one
-    expert.
+    """The values are equal bit for bit in the dtype that the library returns. The golden matrix is
+    loaded as w2 of one expert.
     """
-    tensors = tensors_of_kind(kind)
+    tensors = select_tensors(kind)
     want = tensors.pop("unpacked")
     tensors.pop("original", None)
     format = format_of(CONFIGS[kind])
@@ -74,7 +74,7 @@ def test_packed_weights_equal_the_library(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", NVFP4_KINDS)
 def test_nvfp4_quantizer_equals_the_library(kind: str) -> None:
-    tensors = tensors_of_kind(kind)
+    tensors = select_tensors(kind)
     global_scale = tensors.get("weight_scale_2")
     inverse = tensors["weight_global_scale"] if global_scale is None else 1 / global_scale
     codes, scale = nvfp4.quantize(tensors["original"], inverse)

@@ -1,5 +1,5 @@
-"""Imports of 4-bit GPTQ and AWQ tensors, which these tests pack value by value, and changes of
-groups and shards.
+"""Imports of 4-bit GPTQ and AWQ tensors, which these tests pack value by value, and changes of the
+group size and slices of imported weights.
 """
 
 from typing import Any
@@ -35,27 +35,24 @@ AWQ_NIBBLE_OF_COLUMN = (0, 4, 1, 5, 2, 6, 3, 7)
 
 def pack_nibbles(nibbles: list[int]) -> int:
     """Return eight nibbles as a signed int32, with the first nibble in the lowest bits."""
-    value = sum(nibble << (4 * place) for place, nibble in enumerate(nibbles))
-    return value - (1 << 32) if value >= 1 << 31 else value
+    word = sum(nibble << (4 * index) for index, nibble in enumerate(nibbles))
+    return word - (1 << 32) if word >= 1 << 31 else word
 
 
 def pack_gptq(values: torch.Tensor, zeros: torch.Tensor, offset: int = 1) -> tuple[Any, Any]:
-    """Pack values (N, K) and zeros (N, G) from 0 to 15 into qweight (K / 8, N) and qzeros (G, N /
-    8).
+    """Pack values (N, K) and zeros (N, G), both from 0 to 15.
 
     offset: subtracted from each zero point.
+
+    Returns qweight (K / 8, N) and qzeros (G, N / 8).
     """
     (rows, depth), groups = values.shape, zeros.shape[1]
-    v, z = values.tolist(), zeros.tolist()
+    values_NK, zeros_NG = values.tolist(), zeros.tolist()
     qweight = [
-        [pack_nibbles([v[n][8 * block + i] for i in range(8)]) for n in range(rows)]
-        for block in range(depth // 8)
+        [pack_nibbles(values_NK[n][k : k + 8]) for n in range(rows)] for k in range(0, depth, 8)
     ]
     qzeros = [
-        [
-            pack_nibbles([z[8 * block + i][g] - offset for i in range(8)])
-            for block in range(rows // 8)
-        ]
+        [pack_nibbles([zeros_NG[n + i][g] - offset for i in range(8)]) for n in range(0, rows, 8)]
         for g in range(groups)
     ]
     return torch.tensor(qweight, dtype=torch.int32), torch.tensor(qzeros, dtype=torch.int32)
@@ -64,29 +61,26 @@ def pack_gptq(values: torch.Tensor, zeros: torch.Tensor, offset: int = 1) -> tup
 def pack_awq(values: torch.Tensor, zeros: torch.Tensor) -> tuple[Any, Any]:
     """Pack values (N, K) and zeros (N, G) into qweight (K, N / 8) and qzeros (G, N / 8)."""
 
-    def pack_columns(columns: list[int]) -> int:
+    def pack_word(values: list[int]) -> int:
         nibbles = [0] * 8
-        for n, value in enumerate(columns):
-            nibbles[AWQ_NIBBLE_OF_COLUMN[n]] = value
+        for column, value in enumerate(values):
+            nibbles[AWQ_NIBBLE_OF_COLUMN[column]] = value
         return pack_nibbles(nibbles)
 
-    def pack_table(source: torch.Tensor) -> torch.Tensor:
-        rows = source.tolist()
+    def pack_matrix(matrix: torch.Tensor) -> torch.Tensor:
+        columns = matrix.T.tolist()
         return torch.tensor(
             [
-                [
-                    pack_columns([rows[8 * b + n][k] for n in range(8)])
-                    for b in range(source.shape[0] // 8)
-                ]
-                for k in range(source.shape[1])
+                [pack_word(column[n : n + 8]) for n in range(0, len(column), 8)]
+                for column in columns
             ],
             dtype=torch.int32,
         )
 
-    return pack_table(values), pack_table(zeros)
+    return pack_matrix(values), pack_matrix(zeros)
 
 
-def random_groups(
+def make_random_groups(
     rows: int = 16, depth: int = 64, group: int = 16, seed: int = 0, min_zero: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return values (N, K) and zero points (N, G), both from 0 to 15, and scales (N, G)."""
@@ -114,7 +108,7 @@ def dequantize_by_hand(
     )
 
 
-def dequantized(weights: GroupWeights) -> torch.Tensor:
+def dequantize_imported(weights: GroupWeights) -> torch.Tensor:
     """Return the values (N, K) of the stored tensors."""
     zeros = None if weights.zero_point is None else weights.zero_point[None]
     scheme = QuantScheme.parse(weights.quant)
@@ -125,7 +119,7 @@ def dequantized(weights: GroupWeights) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["gptq", "gptq_v2", "awq"])
 def test_imported_values_equal_the_packed_values(kind: str, group: int) -> None:
     group_size = 64 if group == -1 else group
-    values, zeros, scales = random_groups(group=group_size, min_zero=int(kind == "gptq"))
+    values, zeros, scales = make_random_groups(group=group_size, min_zero=int(kind == "gptq"))
     if kind == "awq":
         qweight, qzeros = pack_awq(values, zeros)
         imported = from_awq(qweight, scales.T, qzeros, group=group)
@@ -142,13 +136,13 @@ def test_imported_values_equal_the_packed_values(kind: str, group: int) -> None:
     assert imported.depth == 64
     assert imported.quant == str(QuantScheme.parse(imported.quant))
     torch.testing.assert_close(
-        dequantized(imported), dequantize_by_hand(values, zeros, scales, group_size)
+        dequantize_imported(imported), dequantize_by_hand(values, zeros, scales, group_size)
     )
 
 
 def test_from_gptq_decodes_known_words() -> None:
-    """An int32 word has k = 0 to 7 of a row, with the lowest nibble first. Stored zero points are
-    decreased by one.
+    """An int32 word has eight values of a row, the first in the lowest nibble. Stored zero points
+    are decreased by one.
     """
     qweight = torch.tensor([[0x76543210] + [0] * 7, [0x0FEDCBA9] + [0] * 7], dtype=torch.int32)
     scales = torch.full((1, 8), 2.0)
@@ -157,11 +151,11 @@ def test_from_gptq_decodes_known_words() -> None:
     assert imported.w[0].tolist() == [0x10, 0x32, 0x54, 0x76, 0xA9, 0xCB, 0xED, 0x0F]
     assert imported.zero_point is not None
     assert imported.zero_point[:, 0].tolist() == [0x25, 0x43, 0x65, 0x87]
-    assert dequantized(imported)[0, :4].tolist() == [-10.0, -8.0, -6.0, -4.0]
+    assert dequantize_imported(imported)[0, :4].tolist() == [-10.0, -8.0, -6.0, -4.0]
 
 
 def test_from_awq_decodes_known_words() -> None:
-    """Columns 0 to 7 are in nibbles 0, 4, 1, 5, 2, 6, 3, 7."""
+    """Columns 0 to 7 of a word are in nibbles 0, 4, 1, 5, 2, 6, 3, 7."""
     qweight = torch.tensor([[0x75316420], [0]], dtype=torch.int32)
     imported = from_awq(qweight, torch.ones(1, 8), torch.tensor([[0x75316420]]).int(), group=2)
     assert imported.w[:, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
@@ -170,47 +164,47 @@ def test_from_awq_decodes_known_words() -> None:
 
 
 def test_stacked_experts_are_imported() -> None:
-    each = [random_groups(seed=seed) for seed in range(3)]
-    packed = [pack_gptq(v, z) for v, z, _ in each]
+    experts = [make_random_groups(seed=seed) for seed in range(3)]
+    packed = [pack_gptq(values, zeros) for values, zeros, _ in experts]
     imported = from_gptq(
-        torch.stack([q for q, _ in packed]),
-        torch.stack([scales.T for *_, scales in each]),
-        torch.stack([z for _, z in packed]),
+        torch.stack([qweight for qweight, _ in packed]),
+        torch.stack([scales.T for *_, scales in experts]),
+        torch.stack([qzeros for _, qzeros in packed]),
         group=16,
     )
     assert imported.w.shape == (3, 16, 32)
     assert imported.zero_point is not None
     assert imported.zero_point.shape == (3, 8, 4)
-    for e, (v, z, scales) in enumerate(each):
+    for e, (values, zeros, scales) in enumerate(experts):
         expert_weights = GroupWeights(imported.w[e], imported.scale[e], imported.zero_point[e], 16)
         torch.testing.assert_close(
-            dequantized(expert_weights), dequantize_by_hand(v, z, scales, 16)
+            dequantize_imported(expert_weights), dequantize_by_hand(values, zeros, scales, 16)
         )
 
 
 def test_drop_zero_points_requires_symmetric_weights() -> None:
-    values, zeros, scales = random_groups()
-    for read, pack in ((from_gptq, pack_gptq), (from_awq, pack_awq)):
+    values, zeros, scales = make_random_groups()
+    for import_weights, pack in ((from_gptq, pack_gptq), (from_awq, pack_awq)):
         qweight, qzeros = pack(values, torch.full_like(zeros, 8))
-        imported = drop_zero_points(read(qweight, scales.T, qzeros, group=16))
+        imported = drop_zero_points(import_weights(qweight, scales.T, qzeros, group=16))
         assert imported.zero_point is None
         assert imported.quant == "int4_w4a16_group:group=16"
         torch.testing.assert_close(
-            dequantized(imported), dequantize_by_hand(values, None, scales, 16)
+            dequantize_imported(imported), dequantize_by_hand(values, None, scales, 16)
         )
-        without_zero_points = read(qweight, scales.T, None, group=16)
-        assert torch.equal(dequantized(without_zero_points), dequantized(imported))
+        without_zero_points = import_weights(qweight, scales.T, None, group=16)
+        assert torch.equal(dequantize_imported(without_zero_points), dequantize_imported(imported))
         assert drop_zero_points(without_zero_points) is without_zero_points
         for low, high in ((7, 8), (8, 9)):  # two zero points that share a byte
             mixed_zeros = torch.full_like(zeros, 8)
             mixed_zeros[14, 0], mixed_zeros[15, 0] = low, high
-            not_symmetric = read(qweight, scales.T, pack(values, mixed_zeros)[1], group=16)
+            asymmetric = import_weights(qweight, scales.T, pack(values, mixed_zeros)[1], group=16)
             with pytest.raises(WeightsError, match=r"zero_point: got a zero point of [79], need 8"):
-                drop_zero_points(not_symmetric)
+                drop_zero_points(asymmetric)
 
 
 def test_from_gptq_accepts_only_g_idx_in_order() -> None:
-    values, zeros, scales = random_groups()
+    values, zeros, scales = make_random_groups()
     qweight, qzeros = pack_gptq(values, zeros)
     in_order = torch.arange(64) // 16
     from_gptq(qweight, scales.T, qzeros, group=16, g_idx=in_order.int())
@@ -224,7 +218,7 @@ def test_from_gptq_accepts_only_g_idx_in_order() -> None:
 
 
 def test_invalid_tensors_are_refused() -> None:
-    values, zeros, scales = random_groups()
+    values, zeros, scales = make_random_groups()
     qweight, qzeros = pack_gptq(values, zeros)
     with pytest.raises(DtypeError, match="qweight: got int64, need int32"):
         from_gptq(qweight.long(), scales.T, qzeros, group=16)
@@ -246,9 +240,9 @@ def test_invalid_tensors_are_refused() -> None:
     all_fifteen = torch.full_like(qzeros, -1)
     with pytest.raises(WeightsError, match="a stored 15"):
         from_gptq(qweight, scales.T, all_fifteen, group=16)
-    kept = from_gptq(qweight, scales.T, all_fifteen, group=16, minus_one=False)
-    assert kept.zero_point is not None
-    assert kept.zero_point.unique().tolist() == [0xFF]
+    imported = from_gptq(qweight, scales.T, all_fifteen, group=16, minus_one=False)
+    assert imported.zero_point is not None
+    assert imported.zero_point.unique().tolist() == [0xFF]
 
 
 # Groups and shards
@@ -258,7 +252,7 @@ def import_random_weights(
     depth: int = 256, group: int = 128, rows: int = 16
 ) -> tuple[GroupWeights, Any]:
     """Return imported random GPTQ weights and their values."""
-    values, zeros, scales = random_groups(rows, depth, group)
+    values, zeros, scales = make_random_groups(rows, depth, group)
     qweight, qzeros = pack_gptq(values, zeros)
     imported = from_gptq(qweight, scales.T, qzeros, group=group)
     return imported, dequantize_by_hand(values, zeros, scales, group)
@@ -269,22 +263,22 @@ def test_regroup_to_smaller_groups_keeps_values(group: int) -> None:
     imported, values = import_random_weights()
     smaller = regroup(imported, group)
     assert smaller.scale.shape == (16, 256 // group)
-    assert torch.equal(dequantized(smaller), dequantized(imported))
-    torch.testing.assert_close(dequantized(smaller), values)
+    assert torch.equal(dequantize_imported(smaller), dequantize_imported(imported))
+    torch.testing.assert_close(dequantize_imported(smaller), values)
 
 
 @pytest.mark.parametrize("group", [256, 128, 96, 300, 10])
 def test_regroup_of_a_whole_row_group_accepts_any_size(group: int) -> None:
     imported, values = import_random_weights(group=256)
-    assert torch.equal(dequantized(regroup(imported, group)), dequantized(imported))
-    torch.testing.assert_close(dequantized(regroup(imported, group)), values)
+    assert torch.equal(dequantize_imported(regroup(imported, group)), dequantize_imported(imported))
+    torch.testing.assert_close(dequantize_imported(regroup(imported, group)), values)
 
 
 def test_partial_last_group_keeps_values() -> None:
     imported, values = import_random_weights(depth=80, group=64)
     assert imported.scale.shape == (16, 2)
-    assert torch.equal(dequantized(regroup(imported, 32)), dequantized(imported))
-    torch.testing.assert_close(dequantized(imported), values)
+    assert torch.equal(dequantize_imported(regroup(imported, 32)), dequantize_imported(imported))
+    torch.testing.assert_close(dequantize_imported(imported), values)
 
 
 @pytest.mark.parametrize("group", [0, 3, 96, 256])
@@ -303,19 +297,19 @@ def test_fit_group_returns_the_largest_divisor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("depth", "group", "world", "group_left"),
+    ("depth", "group", "world", "shard_group"),
     [(256, 128, 2, 128), (256, 128, 4, 64), (256, 128, 8, 32), (384, 128, 2, 64), (96, 96, 2, 48)],
 )
-def test_shard_columns_returns_slices(depth: int, group: int, world: int, group_left: int) -> None:
+def test_shard_columns_returns_slices(depth: int, group: int, world: int, shard_group: int) -> None:
     imported, values = import_random_weights(depth, group)
     for rank in range(world):
         shard = shard_columns(imported, rank, world)
-        share = depth // world
-        assert shard.group == group_left
+        width = depth // world
+        assert shard.group == shard_group
         assert shard.w.is_contiguous()
-        assert shard.scale.shape == (16, -(-share // group_left))
-        part = values[:, rank * share : (rank + 1) * share]
-        torch.testing.assert_close(dequantized(shard), part)
+        assert shard.scale.shape == (16, -(-width // shard_group))
+        expected = values[:, rank * width : (rank + 1) * width]
+        torch.testing.assert_close(dequantize_imported(shard), expected)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -324,7 +318,9 @@ def test_shard_rows_returns_slices(world: int) -> None:
     for rank in range(world):
         shard = shard_rows(imported, rank, world)
         share = 16 // world
-        torch.testing.assert_close(dequantized(shard), values[rank * share : (rank + 1) * share])
+        torch.testing.assert_close(
+            dequantize_imported(shard), values[rank * share : (rank + 1) * share]
+        )
 
 
 def test_invalid_shards_are_refused() -> None:
@@ -343,10 +339,10 @@ def test_imported_weights_are_valid_layer_weights() -> None:
     """TP shards of w2 need groups of 32, so w1 is regrouped, too. The second case has groups of
     whole rows.
     """
-    for group, group_left in ((64, 32), (-1, 128)):
+    for group, shard_group in ((64, 32), (-1, 128)):
         group_size = 64 if group == 64 else None
-        w1 = random_groups(32, 128, group_size or 128)
-        w2 = random_groups(128, 64, group_size or 64)
+        w1 = make_random_groups(32, 128, group_size or 128)
+        w2 = make_random_groups(128, 64, group_size or 64)
         up, down = (
             from_gptq(pack_gptq(v, z)[0][None], s.T[None], pack_gptq(v, z)[1][None], group=group)
             for v, z, s in (w1, w2)
@@ -354,7 +350,7 @@ def test_imported_weights_are_valid_layer_weights() -> None:
         down = shard_columns(down, 1, 2)
         group_size = down.group if group == 64 else 128
         up, down = regroup(up, group_size), regroup(down, group_size)
-        assert up.quant == down.quant == f"int4_w4a16_group:group={group_left},zero_points=true"
+        assert up.quant == down.quant == f"int4_w4a16_group:group={shard_group},zero_points=true"
         weights = ExpertWeights(
             up.w,
             down.w,

@@ -1,5 +1,5 @@
-"""Invalid checkpoints raise typed errors that name the file and the key, the value found and the
-value needed.
+"""Invalid checkpoints raise typed errors that name the file, the key, its value and what is needed
+instead.
 """
 
 import os
@@ -17,7 +17,7 @@ from modular_kernel.checkpoints import safetensors_files as files_module
 from modular_kernel.errors import ConfigurationError, DeviceError, InputError
 from modular_kernel.testing.checkpoints.samples import write
 
-# The headers of files do not show these errors, so they are raised after reading a tensor.
+# The headers of files do not reveal these errors, so they are raised after a tensor is read.
 DETECTED_IN_VALUES = (
     "a scale of NaN",
     "a group scale of infinity",
@@ -36,12 +36,12 @@ DETECTED_IN_VALUES = (
 def test_invalid_checkpoint_is_refused(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Errors that file headers show must be raised before any tensor is read."""
-    make, error_type, message = INVALID_CHECKPOINTS[case]
-    make(tmp_path)
+    """Errors that file headers reveal must be raised before any tensor is read."""
+    write_checkpoint, error_type, message = INVALID_CHECKPOINTS[case]
+    write_checkpoint(tmp_path)
     names_read = list[str]()
     monkeypatch.setattr(
-        files_module.TensorFiles, "read", record_reads(names_read, files_module.TensorFiles.read)
+        files_module.TensorFiles, "read", wrap_read(names_read, files_module.TensorFiles.read)
     )
     with pytest.raises(error_type, match=message) as raised:
         mk.load_experts(tmp_path, 0)
@@ -51,8 +51,8 @@ def test_invalid_checkpoint_is_refused(
     assert bool(names_read) == (case in DETECTED_IN_VALUES)
 
 
-def record_reads(names: list[str], original_read: Any) -> Any:
-    """Wrap `TensorFiles.read` so that it appends the names of tensors to `names`."""
+def wrap_read(names: list[str], original_read: Any) -> Any:
+    """Return a replacement of `TensorFiles.read` that also appends tensor names to `names`."""
 
     def read_and_record(self: Any, name: str, box: Any) -> torch.Tensor:
         names.append(name)
@@ -78,7 +78,7 @@ def test_non_regular_file_is_refused(file_kind: str, tmp_path: Path) -> None:
 
 
 def test_symbolic_link_is_followed(tmp_path: Path) -> None:
-    """The cache of the Hugging Face Hub contains links to other files."""
+    """Snapshots in the cache of the Hugging Face Hub consist of links to files elsewhere."""
     write(tmp_path / "blobs")
     (tmp_path / "snapshot").mkdir()
     for name in (FILE, "config.json"):
@@ -100,12 +100,11 @@ def test_error_lists_layers_and_prefixes_with_experts(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="layer: got 0, need one with experts: 3 to 5, 9"):
         mk.load_experts(tmp_path, 0)
     tensors = load_file(tmp_path / FILE)
-    other = {n.replace("model.", "mtp."): t.clone() for n, t in tensors.items()}
-    save_file(tensors | other, tmp_path / FILE)
+    mtp_tensors = {n.replace("model.", "mtp."): t.clone() for n, t in tensors.items()}
+    save_file(tensors | mtp_tensors, tmp_path / FILE)
     mk.load_experts(tmp_path, 3)  # "model." takes precedence over "mtp."
-    save_file(
-        {n.replace("model.", "other."): t for n, t in tensors.items()} | other, tmp_path / FILE
-    )
+    other_tensors = {n.replace("model.", "other."): t for n, t in tensors.items()}
+    save_file(other_tensors | mtp_tensors, tmp_path / FILE)
     with pytest.raises(ConfigurationError, match=r"got 'mtp\.' and 'other\.', need prefix="):
         mk.load_experts(tmp_path, 3)
     assert mk.load_experts(tmp_path, 3, prefix="mtp.").weights.w1.shape == (4, 512, 128)

@@ -1,4 +1,6 @@
-"""The format of Mistral: names in consolidated files, and layers described by params.json."""
+"""Mistral's checkpoint format: tensor names in consolidated files, and layers described by
+params.json.
+"""
 
 import json
 import re
@@ -9,7 +11,7 @@ import pytest
 import torch
 from run_mk import run_mk
 from safetensors.torch import load_file, save_file
-from test_checkpoint_values import dequantized_weights, output_error
+from test_checkpoint_values import compute_output_error, dequantize_w1_w2
 
 import modular_kernel as mk
 from modular_kernel.checkpoints.inspection import inspect
@@ -32,7 +34,7 @@ MOE_ENTRIES = {
     "num_shared_experts": 1,
 }
 FP8 = {"qformat_weight": "fp8_e4m3", "qscheme_act": "TENSOR"}
-# Format -> the quantization entry of params.json.
+# The quantization entry of params.json for each format.
 QUANTIZATION_BY_FORMAT: dict[str, Any] = {
     "bf16": None,
     "fp8 tensor, static": FP8,
@@ -44,7 +46,10 @@ MISTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 def write_consolidated(folder: Path, kind: str, **entries: Any) -> Sample:
-    """Write a checkpoint of DeepSeek-V3, which has the same layers, with Mistral's names."""
+    """Write a checkpoint with Mistral's tensor names, and `entries` merged into params.json.
+
+    The tensors are those of a sample of DeepSeek-V3, which has the same layers.
+    """
     sample = write(folder, "deepseek_v3", kind, layers=(1,))
     renamed = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
@@ -63,11 +68,8 @@ def write_consolidated(folder: Path, kind: str, **entries: Any) -> Sample:
     (folder / "model.safetensors").unlink()
     (folder / "config.json").unlink()
     params = {"dim": 128, "n_layers": 2, "hidden_dim": 512, "moe": MOE_ENTRIES, "vocab_size": 8}
-    params |= (
-        {}
-        if QUANTIZATION_BY_FORMAT[kind] is None
-        else {"quantization": QUANTIZATION_BY_FORMAT[kind]}
-    )
+    if QUANTIZATION_BY_FORMAT[kind] is not None:
+        params["quantization"] = QUANTIZATION_BY_FORMAT[kind]
     (folder / "params.json").write_text(json.dumps(params | entries))
     return sample
 
@@ -77,11 +79,11 @@ def test_loaded_values_equal_the_files(kind: str, tmp_path: Path) -> None:
     sample = write_consolidated(tmp_path, kind)
     loaded = mk.load_experts(tmp_path, 1, dtype="bfloat16")
     assert str(loaded.problem_fields["quant"]) == CHECKPOINT_FORMATS[kind].scheme
-    w1, w2 = dequantized_weights(loaded)
+    w1, w2 = dequantize_w1_w2(loaded)
     rtol = 2.0**-4 if "tensor" in kind else 1e-6  # gate and up get one merged scale, which rounds
     torch.testing.assert_close(w1, sample.w1, rtol=rtol, atol=1e-3 if rtol > 1e-3 else 1e-12)
     torch.testing.assert_close(w2, sample.w2, rtol=1e-6, atol=1e-12)
-    assert output_error(sample, loaded) <= CHECKPOINT_FORMATS[kind].bound
+    assert compute_output_error(sample, loaded) <= CHECKPOINT_FORMATS[kind].bound
     assert inspect(tmp_path).layers == (1,)
 
 

@@ -23,14 +23,15 @@ AWQ = CHECKPOINT_FORMATS["awq"].config
 LAYERS = [(name, layer) for name, (kinds, _) in MIXED.items() for layer in kinds]
 
 
-def relative_error(sample: Sample, call: Any) -> float:
+def compute_relative_error(sample: Sample, layer_function: Any) -> float:
+    """Return the relative error of `layer_function(x, routing)` compared with float64."""
     x, weights, ids = sample.inputs(24)
-    y = call(x.bfloat16(), mk.Routing(weights, ids))
+    y = layer_function(x.bfloat16(), mk.Routing(weights, ids))
     expected_output = sample.expected_output(x.bfloat16().double(), weights, ids)
     return float((y.double() - expected_output).norm() / expected_output.norm())
 
 
-def make_call(loaded: Any) -> Any:
+def bind_kernel(loaded: Any) -> Any:
     kernel = mk.make_kernel(*PAIR, loaded.problem(24), machine=this_machine(device="cpu"))
     return lambda x, routing: kernel(x, loaded.weights, routing)
 
@@ -39,14 +40,14 @@ def make_call(loaded: Any) -> Any:
 def test_each_layer_is_within_the_bound_of_its_format(
     name: str, layer: int, tmp_path: Path
 ) -> None:
-    """Each layer is loaded as a whole and in rank shares by `load_experts`, and by `FusedMoE`."""
+    """`load_experts` loads all experts and the shares of ranks, and `FusedMoE` loads the layer."""
     kinds, quantization = MIXED[name]
-    sample, expected = write_mixed(tmp_path, kinds, quantization)[layer], kinds[layer]
+    sample, kind = write_mixed(tmp_path, kinds, quantization)[layer], kinds[layer]
     loaded = mk.load_experts(tmp_path, layer)
-    bound = CHECKPOINT_FORMATS[expected].bound
+    bound = CHECKPOINT_FORMATS[kind].bound
     scheme = str(QuantScheme.parse(loaded.problem_fields["quant"]))
-    assert scheme == CHECKPOINT_FORMATS[expected].scheme
-    assert relative_error(sample, make_call(loaded)) <= bound
+    assert scheme == CHECKPOINT_FORMATS[kind].scheme
+    assert compute_relative_error(sample, bind_kernel(loaded)) <= bound
 
     total = torch.zeros(24, 128, dtype=torch.float64)
     x, weights, ids = sample.inputs(24)
@@ -62,7 +63,8 @@ def test_each_layer_is_within_the_bound_of_its_format(
     module.load(tmp_path)
     assert str(QuantScheme.parse(module.problem.quant)) == scheme
     assert (
-        relative_error(sample, lambda x, r: module(x, (r.topk_weights_TK, r.topk_ids_TK))) <= bound
+        compute_relative_error(sample, lambda x, r: module(x, (r.topk_weights_TK, r.topk_ids_TK)))
+        <= bound
     )
 
 
@@ -121,10 +123,10 @@ def test_layers_may_have_different_layouts(name: str, fused_layer: int, tmp_path
     for layer, kind in kinds.items():
         bound = CHECKPOINT_FORMATS[kind].bound
         loaded = mk.load_experts(tmp_path, layer)
-        assert relative_error(samples[layer], make_call(loaded)) <= bound
+        assert compute_relative_error(samples[layer], bind_kernel(loaded)) <= bound
         module = FusedMoE.from_config(tmp_path, layer, top_k=2, experts="TorchExperts")
         module.load(tmp_path)
-        error = relative_error(
+        error = compute_relative_error(
             samples[layer],
             lambda x, r, module=module: module(x, (r.topk_weights_TK, r.topk_ids_TK)),
         )
@@ -132,7 +134,9 @@ def test_layers_may_have_different_layouts(name: str, fused_layer: int, tmp_path
 
 
 def test_config_without_entries_of_some_layers_is_refused(tmp_path: Path) -> None:
-    """Without the entries of layers 1 to 3, their tensors are not the expected ones."""
+    """Without their entries, layers 1 to 3 are loaded in the format of layer 0, which their tensors
+    contradict.
+    """
     kinds, quantization = MIXED["GPTQ, dynamic"]
     write_mixed(tmp_path, kinds, quantization)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -145,7 +149,7 @@ def test_config_without_entries_of_some_layers_is_refused(tmp_path: Path) -> Non
 
 
 def test_config_argument_replaces_config_json(tmp_path: Path) -> None:
-    """`config=` allows loading a layer that config.json describes wrongly."""
+    """`config=` makes it possible to load a layer that config.json describes wrongly."""
     sample = write_mixed(tmp_path, {0: "awq", 1: "bf16"}, AWQ)[1]
     with pytest.raises(WeightsError, match=r"no .*1.mlp.experts.0.gate_proj.qweight"):
         mk.load_experts(tmp_path, 1)
@@ -153,7 +157,7 @@ def test_config_argument_replaces_config_json(tmp_path: Path) -> None:
     del config["quantization_config"]
     (tmp_path / "plain.json").write_text(json.dumps(config))
     loaded = mk.load_experts(tmp_path, 1, config=tmp_path / "plain.json")
-    assert relative_error(sample, make_call(loaded)) <= CHECKPOINT_FORMATS["bf16"].bound
+    assert compute_relative_error(sample, bind_kernel(loaded)) <= CHECKPOINT_FORMATS["bf16"].bound
 
 
 def test_partly_quantized_experts_are_refused(tmp_path: Path) -> None:
@@ -195,11 +199,11 @@ def test_hf_quant_config_json_of_modelopt_is_read(tmp_path: Path) -> None:
     content = {"producer": {"name": "modelopt"}, "quantization": quantization}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(content))
     bound = CHECKPOINT_FORMATS["modelopt nvfp4"].bound
-    assert relative_error(sample, make_call(mk.load_experts(tmp_path, 0))) <= bound
+    assert compute_relative_error(sample, bind_kernel(mk.load_experts(tmp_path, 0))) <= bound
     assert mk.load_experts(tmp_path, 1).problem_fields["quant"] == "none"
 
 
-# Multi-token prediction (MTP) layers, which follow the layers of the model
+# Multi-token prediction (MTP) layers, whose numbers follow those of the layers of the model
 
 
 @pytest.mark.parametrize("listed", [True, False], ids=["listed", "not listed"])
@@ -213,7 +217,10 @@ def test_unquantized_mtp_layer_is_loaded(listed: bool, tmp_path: Path) -> None:
     assert str(report).endswith("bytes; MTP layer 2 unquantized")
     for layer, kind in ((1, "awq"), (2, "bf16")):
         loaded = mk.load_experts(tmp_path, layer)
-        assert relative_error(samples[layer], make_call(loaded)) <= CHECKPOINT_FORMATS[kind].bound
+        assert (
+            compute_relative_error(samples[layer], bind_kernel(loaded))
+            <= CHECKPOINT_FORMATS[kind].bound
+        )
     # An unquantized layer of the model itself must be listed.
     config = json.loads((tmp_path / "config.json").read_text()) | {"num_hidden_layers": 3}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -228,17 +235,17 @@ def test_quantized_mtp_layer_is_loaded(tmp_path: Path) -> None:
     samples = write_mixed(tmp_path, {0: "awq", 1: "awq"}, AWQ, num_layers=1)
     assert inspect(tmp_path).mtp_layers == ((1, f"in {mk.load_experts(tmp_path, 0).format}"),)
     bound = CHECKPOINT_FORMATS["awq"].bound
-    assert relative_error(samples[1], make_call(mk.load_experts(tmp_path, 1))) <= bound
+    assert compute_relative_error(samples[1], bind_kernel(mk.load_experts(tmp_path, 1))) <= bound
 
 
 def test_invalid_mtp_layer_is_reported(tmp_path: Path) -> None:
     write_mixed(tmp_path, {0: "awq", 1: "deepseek fp8"}, AWQ, num_layers=1)
     report = inspect(tmp_path)
     assert report.layers == (0,)
-    ((layer, text),) = report.mtp_layers
+    ((layer, state),) = report.mtp_layers
     assert layer == 1
-    assert text.startswith("cannot be loaded (")
-    assert "1.mlp.experts.0.gate_proj.qweight" in text
+    assert state.startswith("cannot be loaded (")
+    assert "1.mlp.experts.0.gate_proj.qweight" in state
     with pytest.raises(WeightsError, match=r"1.mlp.experts.0.gate_proj.qweight"):
         mk.load_experts(tmp_path, 1)
 

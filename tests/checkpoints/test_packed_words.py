@@ -1,5 +1,5 @@
-"""Operations on words that pack 4- and 8-bit values (transposition, permutation), and progress logs
-of long loads.
+"""Transposition and permutation of words that pack 4- and 8-bit values, and progress logs of long
+loads.
 """
 
 import logging
@@ -27,7 +27,7 @@ BATCHES = ((), (3,), (2, 2))
 def implementation(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:
-    """Run a test with operations of torch, and with packed_words.c, which must be called."""
+    """Run a test with torch operations only, and then with packed_words.c, which must be called."""
     if request.param == "torch":
         monkeypatch.setattr(packed_words, "_load_compiled", lambda: None)
         yield request.param
@@ -48,19 +48,19 @@ def implementation(
     assert calls
 
 
-def random_codes(*shape: int, max_code: int = 16) -> torch.Tensor:
+def make_random_codes(*shape: int, max_code: int = 16) -> torch.Tensor:
     return torch.randint(0, max_code, shape, generator=torch.Generator().manual_seed(0))
 
 
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack (..., K) into bytes. If a byte has two nibbles, the even column is in the low bits."""
+    """Pack codes (..., K) into bytes. Of two 4-bit codes, the even column is in the low nibble."""
     return (codes if bits == 8 else codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
 
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.float16])
 def test_transpose_words_equals_torch_transpose(batch: tuple[int, ...], dtype: torch.dtype) -> None:
-    words = random_codes(*batch, 70, 90, max_code=100).to(dtype)
+    words = make_random_codes(*batch, 70, 90, max_code=100).to(dtype)
     for source in (words, words[..., 1:, 3:]):
         got = packed_words.transpose_words(source)
         assert got.is_contiguous()
@@ -70,7 +70,7 @@ def test_transpose_words_equals_torch_transpose(batch: tuple[int, ...], dtype: t
 @pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("batch", BATCHES)
 def test_pack_columns_equals_packed_codes(batch: tuple[int, ...]) -> None:
-    codes = random_codes(*batch, 96, 40)
+    codes = make_random_codes(*batch, 96, 40)
     words = pack_words(codes, -1, 4, AWQ_ORDER)
     assert torch.equal(packed_words.pack_columns(words), pack_codes(codes.mT, 4))
     slice_of_words = torch.cat([words, words], -1)[..., 2:7]
@@ -82,7 +82,10 @@ def test_pack_columns_equals_packed_codes(batch: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_permute_columns_equals_gather(batch: tuple[int, ...], bits: int) -> None:
-    codes, count = random_codes(*batch, 24, 64, max_code=1 << bits), int(torch.Size(batch).numel())
+    codes, count = (
+        make_random_codes(*batch, 24, 64, max_code=1 << bits),
+        int(torch.Size(batch).numel()),
+    )
     order = torch.stack([torch.randperm(64) for _ in range(count)]).view(*batch, 64)
     want = codes.gather(-1, order[..., None, :].expand_as(codes))
     got = packed_words.permute_columns(pack_codes(codes, bits), order.int(), bits)
@@ -94,9 +97,9 @@ def test_permute_columns_equals_gather(batch: tuple[int, ...], bits: int) -> Non
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("rows", [1, 24, 27])
 def test_permute_rows_equals_gather(batch: tuple[int, ...], bits: int, rows: int) -> None:
-    """The input must not change. The number of rows may be odd."""
+    """The number of rows may be odd, and the input must not change."""
     codes, count = (
-        random_codes(*batch, 64, rows, max_code=1 << bits),
+        make_random_codes(*batch, 64, rows, max_code=1 << bits),
         int(torch.Size(batch).numel()),
     )
     order = torch.stack([torch.randperm(64) for _ in range(count)]).view(*batch, 64)
@@ -111,7 +114,7 @@ def test_permute_rows_equals_gather(batch: tuple[int, ...], bits: int, rows: int
 @pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("batch", BATCHES)
 def test_out_argument_is_written(batch: tuple[int, ...]) -> None:
-    codes = random_codes(*batch, 96, 40)
+    codes = make_random_codes(*batch, 96, 40)
     words = pack_words(codes, -1, 4, AWQ_ORDER)
     out = torch.zeros(*batch, 40, 48, dtype=torch.uint8)
     assert packed_words.pack_columns(words, out) is out
@@ -125,8 +128,8 @@ def test_out_argument_is_written(batch: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("depth", "columns"), [(8, 8), (136, 64), (264, 200), (512, 136)])
 def test_matrices_of_several_tiles_equal_their_codes(depth: int, columns: int, bits: int) -> None:
-    """packed_words.c has tiles of 64 columns and 64 bytes, of which the last may be partial."""
-    codes = random_codes(depth, columns, max_code=1 << bits)
+    """packed_words.c has tiles of 64 columns by 64 bytes, and the last tile can be partial."""
+    codes = make_random_codes(depth, columns, max_code=1 << bits)
     words, order = pack_words(codes, -2, bits), torch.randperm(depth).int()
     expected = pack_codes(codes.mT, bits)
     assert torch.equal(packed_words.transpose_words(words).view(torch.uint8), expected)
@@ -148,7 +151,7 @@ def test_matrices_of_several_tiles_equal_their_codes(depth: int, columns: int, b
 @pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("value", [-1, 64])
 def test_order_out_of_range_is_refused(value: int) -> None:
-    words, order = pack_words(random_codes(64, 40), -2, 4), torch.arange(64).int()
+    words, order = pack_words(make_random_codes(64, 40), -2, 4), torch.arange(64).int()
     order[5] = value
     with pytest.raises(IndexError):
         packed_words.permute_rows(words, order, 4)
@@ -161,16 +164,19 @@ def test_order_out_of_range_is_refused(value: int) -> None:
 def test_order_and_out_of_other_sizes_are_refused(
     monkeypatch: pytest.MonkeyPatch, depth: int, out_shape: tuple[int, int]
 ) -> None:
-    """packed_words.c, which checks no sizes, would read and write beyond the tensors."""
+    """packed_words.c does not check sizes, so it would read and write beyond the tensors."""
     monkeypatch.setattr(packed_words, "_MIN_COMPILED_BYTES", 0)
-    words, order = pack_words(random_codes(64, 40), -2, 4), torch.zeros(depth, dtype=torch.int32)
+    words, order = (
+        pack_words(make_random_codes(64, 40), -2, 4),
+        torch.zeros(depth, dtype=torch.int32),
+    )
     with pytest.raises(RuntimeError, match="size of tensor"):
         packed_words.permute_rows(words, order, 4, torch.zeros(out_shape, dtype=torch.uint8))
 
 
 def test_order_beyond_int32_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_words, "_MIN_COMPILED_BYTES", 0)
-    words = pack_words(random_codes(64, 40), -2, 4)
+    words = pack_words(make_random_codes(64, 40), -2, 4)
     with pytest.raises(IndexError):
         packed_words.permute_rows(words, torch.arange(64) + 2**32, 4)
 
@@ -180,7 +186,7 @@ def test_words_are_converted_to_the_dtype_of_out(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     monkeypatch.setattr(packed_words, "_MIN_COMPILED_BYTES", 0)
-    words = random_codes(8, 40).int()
+    words = make_random_codes(8, 40).int()
     out = packed_words.transpose_words(words, torch.zeros(40, 8, dtype=dtype))
     assert torch.equal(out, words.mT.to(dtype))
 
@@ -194,7 +200,7 @@ def test_awq_words_of_an_odd_number_of_rows_are_refused(monkeypatch: pytest.Monk
 @pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("bits", [4, 8])
 def test_words_can_start_at_any_byte_of_a_file(bits: int) -> None:
-    codes, order = random_codes(64, 80, max_code=1 << bits), torch.randperm(64).int()
+    codes, order = make_random_codes(64, 80, max_code=1 << bits), torch.randperm(64).int()
     words, unaligned_order = (
         torch.frombuffer(
             bytearray(b"\0" + tensor.numpy().tobytes()), dtype=torch.int32, offset=1
@@ -216,7 +222,7 @@ def test_words_are_transposed_by_torch_without_a_compiler(
     monkeypatch.setattr(packed_words, "_MIN_COMPILED_BYTES", 0)
     monkeypatch.setattr(packed_words, "load_module", fail)
     caplog.set_level(logging.INFO, logger="modular_kernel.loading")
-    words = pack_words(random_codes(64, 40), -2, 4)
+    words = pack_words(make_random_codes(64, 40), -2, 4)
     assert torch.equal(packed_words.transpose_words(words), words.mT)
     (message,) = caplog.messages
     assert message.endswith("transposed by torch: no C compiler found (CC, gcc or clang)")
@@ -224,13 +230,15 @@ def test_words_are_transposed_by_torch_without_a_compiler(
 
 @pytest.mark.parametrize("batch", BATCHES)
 def test_interleave_nibbles_sorts_awq_columns(batch: tuple[int, ...]) -> None:
-    codes = random_codes(*batch, 6, 40)
+    codes = make_random_codes(*batch, 6, 40)
     got = packed_words.interleave_nibbles(pack_words(codes, -1, 4, AWQ_ORDER))
     assert torch.equal(got, pack_words(codes, -1, 4))
 
 
 def test_merge_scales_rounds_every_code_like_its_product() -> None:
-    """Looking up 256 products must give the same bits as multiplying and converting each weight."""
+    """A lookup table of 256 products must give the same bits as multiplication and conversion of
+    each weight.
+    """
     codes = torch.arange(256, dtype=torch.uint8).repeat(2).view(1, 4, 128)
     w, scale = codes.view(torch.float8_e4m3fn), torch.tensor([[0.3, 0.7]])
     got, merged_scale = merge_scales(w, scale)

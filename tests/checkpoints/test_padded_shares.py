@@ -1,8 +1,8 @@
-"""Padded shares of tensor-parallel ranks: sums, codes and scales, zeros in the padding, and bytes
-read.
+"""Padded shares of tensor-parallel ranks: sums of outputs, codes and scales, zeros in the padding,
+and bytes read.
 
-The layers are small versions of gpt-oss with biases and swiglu_oai, with interleaved rows or split
-projections. I is not a multiple of the number of ranks times the group size.
+Most layers are small versions of gpt-oss with biases and swiglu_oai. Their gate and up rows are
+interleaved or separate. I is not a multiple of the number of ranks times the group size.
 """
 
 from dataclasses import replace
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_checkpoint_shares import expert_bytes, load_all_ranks, summed_outputs
-from test_checkpoint_values import dequantized_weights
+from test_checkpoint_shares import count_expert_bytes, load_all_ranks, sum_rank_outputs
+from test_checkpoint_values import dequantize_w1_w2
 
 import modular_kernel as mk
 from modular_kernel.checkpoints.formats import fit_scheme, format_of
@@ -24,8 +24,8 @@ from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS, FUSED_FORMATS
 from modular_kernel.testing.checkpoints.samples import Sample, write
 
-# Format -> intermediate size. Groups have 32, 64 or 128 columns, and the last group can be partial.
-# Packed words have 4 or 8 values.
+# The intermediate size of each format. Groups have 32, 64 or 128 columns, and the last group can be
+# partial. Packed words have 4 or 8 values.
 INTERMEDIATE_BY_FORMAT = {
     "mxfp4": 288,
     "compressed mxfp4": 288,
@@ -46,9 +46,9 @@ RANKS = (2, 4, 8)
 FORMATS = CHECKPOINT_FORMATS | FUSED_FORMATS
 
 
-def padded_sample(sample: Sample, rank: LoadedExperts) -> Sample:
-    """Return the sample with one rank's weights, including their padding, in float64."""
-    w1, w2 = dequantized_weights(rank)
+def make_padded_sample(sample: Sample, rank: LoadedExperts) -> Sample:
+    """Return the sample with the float64 weights of one rank, including their padding."""
+    w1, w2 = dequantize_w1_w2(rank)
     b1, b2 = rank.weights.b1.double(), rank.weights.b2.double()
     if rank.problem_fields["activation"].interleaved:
         b1 = torch.cat([b1[:, 0::2], b1[:, 1::2]], 1)
@@ -56,15 +56,16 @@ def padded_sample(sample: Sample, rank: LoadedExperts) -> Sample:
 
 
 def split_gate_up(rank: LoadedExperts, rows: torch.Tensor) -> torch.Tensor:
-    """Return the rows of w1 as (E, 2, I, ...)."""
+    """Split rows (E, 2I, ...) of w1 or b1 into gate and up: (E, 2, I, ...)."""
     if rank.problem_fields["activation"].interleaved:
         return rows.unflatten(1, (-1, 2)).transpose(1, 2)
     return rows.unflatten(1, (2, -1))
 
 
-def codes_and_scales(rank: LoadedExperts) -> dict[str, torch.Tensor]:
-    """Return codes, scales and zero points of each weight: (E, 2, I, H) for w1, (E, H, I) for
-    w2.
+def unpack_codes_and_scales(rank: LoadedExperts) -> dict[str, torch.Tensor]:
+    """Return the code, the scale and the zero point of each weight by name.
+
+    Tensors of w1 have the shape (E, 2, I, H), and tensors of w2 have the shape (E, H, I).
     """
     scheme, tensors = QuantScheme.parse(rank.problem_fields["quant"]), {}
     for name in ("w1", "w2"):
@@ -88,10 +89,8 @@ def codes_and_scales(rank: LoadedExperts) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", INTERMEDIATE_BY_FORMAT)
 def test_outputs_of_padded_shares_sum_to_the_layer(kind: str, tp: int, tmp_path: Path) -> None:
     sample = write(tmp_path, "gpt_oss", kind, intermediate=INTERMEDIATE_BY_FORMAT[kind])
-    (whole,), loaded = (
-        load_all_ranks(sample, (1, 1), "float32"),
-        load_all_ranks(sample, (1, tp), "float32"),
-    )
+    (layer,) = load_all_ranks(sample, (1, 1), "float32")
+    loaded = load_all_ranks(sample, (1, tp), "float32")
     (width,) = {rank.problem_fields["intermediate"] for rank in loaded}
     assert width * tp > INTERMEDIATE_BY_FORMAT[kind]
 
@@ -100,40 +99,40 @@ def test_outputs_of_padded_shares_sum_to_the_layer(kind: str, tp: int, tmp_path:
     assert columns == list(range(INTERMEDIATE_BY_FORMAT[kind]))
     assert len({str(rank.problem(8)) for rank in loaded}) == 1
 
-    # In float64, outputs of padded shares sum to the output of the whole layer.
+    # In float64, outputs of padded shares sum to the output of the layer.
     inputs = sample.inputs(8)
-    want = padded_sample(sample, whole).expected_output(*inputs)
-    terms = [padded_sample(sample, rank).expected_output(*inputs) for rank in loaded]
-    got = torch.stack(terms).sum(0)
+    want = make_padded_sample(sample, layer).expected_output(*inputs)
+    rank_outputs = [make_padded_sample(sample, rank).expected_output(*inputs) for rank in loaded]
+    got = torch.stack(rank_outputs).sum(0)
     assert float((got - want).norm() / want.norm()) <= 1e-14
 
     # Check the same with kernels. With fp8, the activations of a share can have other scales.
-    y, y_whole = summed_outputs(sample, loaded), summed_outputs(sample, [whole])
+    y, y_layer = sum_rank_outputs(sample, loaded), sum_rank_outputs(sample, [layer])
     if QuantScheme.parse(loaded[0].problem_fields["quant"]).quantizes_activations:
         expected = sample.expected_output(*sample.inputs(16))
         assert float((y - expected).norm() / expected.norm()) <= FORMATS[kind].bound
     else:
-        assert float((y - y_whole).norm() / y_whole.norm()) <= 1e-5
+        assert float((y - y_layer).norm() / y_layer.norm()) <= 1e-5
 
 
 @pytest.mark.parametrize("tp", RANKS)
 @pytest.mark.parametrize("kind", INTERMEDIATE_BY_FORMAT)
 def test_codes_and_scales_equal_the_files(kind: str, tp: int, tmp_path: Path) -> None:
     sample = write(tmp_path, "gpt_oss", kind, intermediate=INTERMEDIATE_BY_FORMAT[kind])
-    whole = codes_and_scales(mk.load_experts(tmp_path, 0))
+    layer_tensors = unpack_codes_and_scales(mk.load_experts(tmp_path, 0))
     for rank in load_all_ranks(sample, (1, tp)):
-        rank_tensors, (first, end) = codes_and_scales(rank), rank.columns
-        assert rank_tensors.keys() == whole.keys()
+        rank_tensors, (first, end) = unpack_codes_and_scales(rank), rank.columns
+        assert rank_tensors.keys() == layer_tensors.keys()
         for name, tensor in rank_tensors.items():
             axis = 2  # the axis of I in both w1 and w2
-            without_padding = tensor.narrow(axis, 0, end - first)
-            stored = whole[name].narrow(axis, first, end - first)
-            assert torch.equal(without_padding.contiguous().view(torch.uint8), _bytes(stored)), name
+            got = tensor.narrow(axis, 0, end - first)
+            want = layer_tensors[name].narrow(axis, first, end - first)
+            assert torch.equal(view_bytes(got), view_bytes(want)), name
             if name.endswith("_scale"):
                 assert tensor.isfinite().all()
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def view_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
@@ -143,22 +142,19 @@ def test_padding_is_zero(kind: str, tp: int, tmp_path: Path) -> None:
     sample = write(tmp_path, "gpt_oss", kind, intermediate=INTERMEDIATE_BY_FORMAT[kind])
     num_padded = 0
     for rank in load_all_ranks(sample, (1, tp)):
-        count = rank.columns[1] - rank.columns[0]
-        scheme, tensors, (w1, w2) = (
-            rank.problem(1).scheme,
-            codes_and_scales(rank),
-            dequantized_weights(rank),
-        )
-        padding = w1.unflatten(1, (2, -1))[:, :, count:], w2[..., count:]
+        width = rank.columns[1] - rank.columns[0]  # without padding
+        scheme, tensors = rank.problem(1).scheme, unpack_codes_and_scales(rank)
+        w1, w2 = dequantize_w1_w2(rank)
+        padding = w1.unflatten(1, (2, -1))[:, :, width:], w2[..., width:]
         assert all(not values.any() for values in padding)
-        assert not split_gate_up(rank, rank.weights.b1)[:, :, count:].any()
-        # the codes equal the zero point, so the padding is 0 for any scale
+        assert not split_gate_up(rank, rank.weights.b1)[:, :, width:].any()
+        # The codes equal the zero point, so the padding is 0 for any scale.
         for name in ("w1", "w2"):
             codes = tensors[name].float()
             implicit_zero_point = torch.tensor(float(IMPLICIT_ZERO_POINT.get(scheme.weight, 0)))
             zero_point = tensors.get(f"{name}_zero_point", implicit_zero_point).expand_as(codes)
-            assert torch.equal(codes[:, :, count:], zero_point[:, :, count:]) or name == "w1"
-            assert torch.equal(codes[..., count:, :], zero_point[..., count:, :]) or name == "w2"
+            assert name == "w1" or torch.equal(codes[..., width:], zero_point[..., width:])
+            assert name == "w2" or torch.equal(codes[:, :, width:], zero_point[:, :, width:])
         num_padded += padding[0].numel()
     assert num_padded
 
@@ -167,39 +163,38 @@ def test_padding_is_zero(kind: str, tp: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", INTERMEDIATE_BY_FORMAT)
 def test_rank_reads_only_its_share(kind: str, tp: int, tmp_path: Path) -> None:
     sample = write(tmp_path, "gpt_oss", kind, intermediate=INTERMEDIATE_BY_FORMAT[kind])
-    size, loaded = expert_bytes(sample), load_all_ranks(sample, (1, tp))
+    size, loaded = count_expert_bytes(sample), load_all_ranks(sample, (1, tp))
     for rank in loaded:
         fraction = (rank.columns[1] - rank.columns[0]) / INTERMEDIATE_BY_FORMAT[kind]
-        # g_idx of w1 has all columns
-        order_bytes = 4 * 2 * 128 * 4 if kind.startswith("gptq") else 0
-        # a margin for shared scales and b2 of the first rank
-        assert rank.bytes_read <= 1.08 * size * fraction + order_bytes
-    # formats in which no tensor element is read by two ranks
+        # Every rank reads all of w1's g_idx, which has an int32 for each of the 128 columns of gate
+        # and up of 4 experts.
+        g_idx_bytes = 4 * 2 * 128 * 4 if kind.startswith("gptq") else 0
+        # The margin covers scales that several ranks read, and b2, which the first rank reads.
+        assert rank.bytes_read <= 1.08 * size * fraction + g_idx_bytes
+    # In these formats, no two ranks read the same tensor element.
     if kind in ("mxfp4", "compressed mxfp4", "bf16"):
         assert sum(rank.bytes_read for rank in loaded) == size
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 4), (2, 8), (4, 4)])
 def test_ep_and_tp_ranks_combine(sizes: tuple[int, int], tmp_path: Path) -> None:
-    """sizes: numbers of EP ranks and TP ranks."""
+    """`sizes` are the numbers of EP ranks and TP ranks."""
     sample = write(tmp_path, "gpt_oss", "mxfp4", intermediate=288)
-    whole, loaded = (
-        load_all_ranks(sample, (1, 1), "float32"),
-        load_all_ranks(sample, sizes, "float32"),
-    )
+    layer = load_all_ranks(sample, (1, 1), "float32")
+    loaded = load_all_ranks(sample, sizes, "float32")
     assert len(loaded) == sizes[0] * sizes[1]
-    y, y_whole = summed_outputs(sample, loaded), summed_outputs(sample, whole)
-    assert float((y - y_whole).norm() / y_whole.norm()) <= 1e-5
-    assert sum(rank.bytes_read for rank in loaded) == expert_bytes(sample)
+    y, y_layer = sum_rank_outputs(sample, loaded), sum_rank_outputs(sample, layer)
+    assert float((y - y_layer).norm() / y_layer.norm()) <= 1e-5
+    assert sum(rank.bytes_read for rank in loaded) == count_expert_bytes(sample)
 
 
 def test_reading_a_padded_matrix_in_pieces_gives_equal_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sample = write(tmp_path, "mixtral", "awq", intermediate=288)
-    whole = load_all_ranks(sample, (1, 4))
+    in_one_read = load_all_ranks(sample, (1, 4))
     monkeypatch.setattr("modular_kernel.checkpoints.loading._VALUES_PER_STEP", 1 << 11)
-    for rank, in_pieces in zip(whole, load_all_ranks(sample, (1, 4)), strict=True):
+    for rank, in_pieces in zip(in_one_read, load_all_ranks(sample, (1, 4)), strict=True):
         for name, tensor in vars(rank.weights).items():
             assert tensor is None or torch.equal(getattr(in_pieces.weights, name), tensor), name
 
@@ -210,30 +205,27 @@ def test_reading_a_padded_matrix_in_pieces_gives_equal_weights(
 def test_shares_quantized_while_loading_have_the_scales_of_the_layer(
     family: str, scheme: str, tmp_path: Path
 ) -> None:
-    """Each rank has the tiles of the whole layer's scales, so all ranks together have the layer's
-    codes.
-    """
+    """A share has the same scale tiles as the layer, so it also has the same codes."""
     sample = write(tmp_path, family, "bf16", intermediate=290)
     exact = mk.load_experts(tmp_path, 0)
     problem = replace(exact.problem(1), quant=scheme)
-    values = replace(exact, weights=quantize_weights(exact.weights, problem))
-    values.problem_fields["quant"] = scheme
-    w1, w2 = dequantized_weights(values)
-    parts = 1 if family == "nemotron_h" else 2
-    w1 = w1.unflatten(1, (parts, -1))
+    quantized = replace(exact, weights=quantize_weights(exact.weights, problem))
+    quantized.problem_fields["quant"] = scheme
+    w1, w2 = dequantize_w1_w2(quantized)
+    num_projections = 1 if family == "nemotron_h" else 2  # without or with a gate
+    w1 = w1.unflatten(1, (num_projections, -1))
     for t in range(2):
         rank = mk.load_experts(tmp_path, 0, tp=(t, 2), quantize=scheme)
         first, end = rank.columns
-        got_w1, got_w2 = dequantized_weights(rank)
-        got_w1, count = got_w1.unflatten(1, (parts, -1)), end - first
+        got_w1, got_w2 = dequantize_w1_w2(rank)
+        got_w1, width = got_w1.unflatten(1, (num_projections, -1)), end - first
         if not problem.scheme.matrix_scales:  # in nvfp4, each share has its own matrix scale
-            # In the whole layer, blocks can have rows of both gate and up. In a rank, blocks end
-            # with the gate rows.
+            # In the layer, a block can have rows of both gate and up. In a share, it cannot.
             has_mixed_blocks = family == "mixtral" and problem.scheme.granularity == "block"
-            assert has_mixed_blocks or torch.equal(got_w1[:, :, :count], w1[:, :, first:end])
-            assert torch.equal(got_w2[..., :count], w2[..., first:end])
-        assert not got_w1[:, :, count:].any()
-        assert not got_w2[..., count:].any()
+            assert has_mixed_blocks or torch.equal(got_w1[:, :, :width], w1[:, :, first:end])
+            assert torch.equal(got_w2[..., :width], w2[..., first:end])
+        assert not got_w1[:, :, width:].any()
+        assert not got_w2[..., width:].any()
     assert sample.w2.shape[2] == end
 
 
@@ -272,7 +264,8 @@ def test_more_ranks_than_groups_are_refused(
         (200, 4, "int8_w8a8_channel", IntermediateSplit(200, 4, 50, 50)),
         (20, 3, "none", IntermediateSplit(20, 3, 8, 8)),
         (3, 3, "none", IntermediateSplit(3, 3, 1, 1)),
-        # for a scheme without stored weights of this size
+        # 48 columns are less than one group for each rank, so columns are split regardless of
+        # groups.
         (48, 4, "mxfp4_w4a16", IntermediateSplit(48, 4, 12, 12)),
     ],
 )
@@ -283,7 +276,7 @@ def test_split_intermediate_of_published_models(
 
 
 def test_every_split_covers_the_intermediate_dimension() -> None:
-    """Shares consist of whole groups. No share is empty or exceeds the width of a share."""
+    """Shares consist of whole groups. No share is empty or wider than `split.width`."""
     num_splits = 0
     for kind in INTERMEDIATE_BY_FORMAT:
         for intermediate in range(64, 520, 24):
@@ -308,12 +301,14 @@ def test_every_split_covers_the_intermediate_dimension() -> None:
 
 
 def test_padding_of_a_partial_group_uses_its_zero_point(tmp_path: Path) -> None:
-    """The last group of w2 has its own zero point, so padding with this code represents 0."""
+    """The padding of the last group of w2 has the code of that group's zero point, which represents
+    0.
+    """
     write(tmp_path, "mixtral", "compressed int4, zero points", intermediate=160)
     last_rank = mk.load_experts(tmp_path, 0, tp=(1, 2))
     assert last_rank.columns == (128, 160)
-    codes = codes_and_scales(last_rank)
+    codes = unpack_codes_and_scales(last_rank)
     zero = codes["w2_zero_point"][..., :64]
     assert (zero != 8).any()
     assert torch.equal(codes["w2"][..., 32:64].float(), zero[..., 32:])
-    assert not dequantized_weights(last_rank)[1][..., 32:].any()
+    assert not dequantize_w1_w2(last_rank)[1][..., 32:].any()

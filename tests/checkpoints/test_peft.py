@@ -1,4 +1,4 @@
-"""LoRA adapters written by PEFT are loaded with the same products B A that PEFT computes."""
+"""LoRA adapters written by PEFT are loaded with the weight deltas (B @ A) that PEFT computes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +18,14 @@ PROBLEMS = {"transposed": GPT_OSS}
 RANK_BY_KIND = {"fused": 5, "transposed": 3, "converted": 4, "down": 4, "modules": 5}
 
 
-def peft_deltas(kind: str, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def load_peft_deltas(kind: str, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the float64 deltas of w1 and w2 that PEFT computed, with rows in the order of the
     problem.
     """
     deltas = {
-        name.partition(".")[2]: DELTAS[name].double() for name in DELTAS if name.startswith(kind)
+        name.partition(".")[2]: delta.double()
+        for name, delta in DELTAS.items()
+        if name.startswith(kind)
     }
     if "w1" in deltas:
         return torch.cat([deltas["w1"], deltas["w3"]], 1), deltas["w2"]
@@ -39,7 +41,7 @@ def test_products_equal_peft(kind: str, shared: str) -> None:
     adapter = load_adapter(GOLDEN / kind, 1, problem)
     # A shared A is the concatenation of gate (rank 5) and up (rank 3).
     assert adapter.lora_a2.shape[1] == (8 if shared and kind == "modules" else RANK_BY_KIND[kind])
-    got, want = products(adapter, problem), peft_deltas(kind, problem.act.interleaved)
+    got, want = products(adapter, problem), load_peft_deltas(kind, problem.act.interleaved)
     for got_delta, want_delta in zip(got, want, strict=True):
         torch.testing.assert_close(got_delta, want_delta, rtol=1e-5, atol=1e-7)
 
@@ -48,7 +50,7 @@ def test_products_equal_peft(kind: str, shared: str) -> None:
 def test_separate_gate_and_up_are_interleaved_like_w1(shared: str) -> None:
     problem = replace(GPT_OSS, lora=f"adapters=2,rank=8{shared}")
     got, _ = products(load_adapter(GOLDEN / "modules", 1, problem), problem)
-    want, _ = peft_deltas("modules", interleaved=False)
+    want, _ = load_peft_deltas("modules", interleaved=False)
     torch.testing.assert_close(got[:, 0::2], want[:, :I], rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(got[:, 1::2], want[:, I:], rtol=1e-5, atol=1e-7)
 
@@ -75,18 +77,18 @@ def test_untargeted_projections_are_zero() -> None:
 @pytest.mark.parametrize("kind", ["fused", "modules"])
 def test_ep_ranks_load_their_experts(kind: str) -> None:
     all_experts = load_adapter(GOLDEN / kind, 1, PROBLEM)
-    share = replace(PROBLEM, parallel=mk.Parallel(2, "linear", 1))
-    partial = replace(PROBLEM, local_experts=2, expert_map=True)
-    for got in (
-        load_adapter(GOLDEN / kind, 1, share),
-        load_adapter(GOLDEN / kind, 1, partial, ep=(1, 2)),
+    rank_problem = replace(PROBLEM, parallel=mk.Parallel(2, "linear", 1))
+    partial_problem = replace(PROBLEM, local_experts=2, expert_map=True)
+    for adapter in (
+        load_adapter(GOLDEN / kind, 1, rank_problem),
+        load_adapter(GOLDEN / kind, 1, partial_problem, ep=(1, 2)),
     ):
         for got_product, want_product in zip(
-            products(got, share), products(all_experts, PROBLEM), strict=True
+            products(adapter, rank_problem), products(all_experts, PROBLEM), strict=True
         ):
             assert torch.equal(got_product, want_product[2:])
     with pytest.raises(ConfigurationError, match="ep: got 4 experts on rank 0 of 1, need 2"):
-        load_adapter(GOLDEN / kind, 1, partial)
+        load_adapter(GOLDEN / kind, 1, partial_problem)
 
 
 def test_equal_factors_are_shared_if_the_problem_shares_them(tmp_path: Path) -> None:
@@ -94,16 +96,13 @@ def test_equal_factors_are_shared_if_the_problem_shares_them(tmp_path: Path) -> 
     folder = AdapterFolder(tmp_path, "modules")
     folder.config.update(r=3, rank_pattern={}, alpha_pattern={})
     torch.manual_seed(0)
-    for name in ("w1.lora_A", "w3.lora_A", "w2.lora_B", "w1.lora_B", "w3.lora_B", "w2.lora_A"):
+    shared_names = ("w1.lora_A", "w3.lora_A", "w2.lora_B")
+    for name in (*shared_names, "w1.lora_B", "w3.lora_B", "w2.lora_A"):
         shape = {"w1.lora_A": (3, H), "w3.lora_A": (3, H), "w2.lora_B": (H, 3), "w2.lora_A": (3, I)}
         for layer in (0, 1):
             factor = torch.randn(shape.get(name, (I, 3)))
             for expert in range(E):
-                expert_factor = (
-                    factor
-                    if name in ("w1.lora_A", "w3.lora_A", "w2.lora_B")
-                    else factor * (expert + 1)
-                )
+                expert_factor = factor if name in shared_names else factor * (expert + 1)
                 block = EXPERT.replace("layers.1", f"layers.{layer}")
                 folder.tensors[f"{block}.{expert}.{name}.weight"] = expert_factor.clone()
     shared, separate = folder.load(problem), folder.load()

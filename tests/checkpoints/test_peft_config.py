@@ -1,4 +1,4 @@
-"""adapter_config.json of PEFT: options beyond plain LoRA are refused by field name."""
+"""Options of PEFT's adapter_config.json beyond plain LoRA are refused, and the error names them."""
 
 from pathlib import Path
 
@@ -56,7 +56,7 @@ def test_fields_without_effect_are_accepted(tmp_path: Path) -> None:
 
 
 def test_layers_to_transform_with_a_module_pattern_is_refused(tmp_path: Path) -> None:
-    """PEFT does not write such adapters."""
+    """PEFT does not write adapters with both options."""
     folder = AdapterFolder(tmp_path, "modules")
     folder.config["target_modules"] = "w[123]"
     assert folder.load().lora_a2.any()
@@ -81,21 +81,21 @@ def test_empty_layers_to_transform_means_all_layers(
         folder.load()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"r": 1, "r": 2}', None])
-def test_invalid_config_is_refused(tmp_path: Path, text: str | None) -> None:
+@pytest.mark.parametrize("config_json", ["", "[]", "{", '{"r": 1, "r": 2}', None])
+def test_invalid_config_is_refused(tmp_path: Path, config_json: str | None) -> None:
     folder = AdapterFolder(tmp_path, "down")
     path = folder.path / "adapter_config.json"
-    path.unlink() if text is None else path.write_text(text)
+    path.unlink() if config_json is None else path.write_text(config_json)
     with pytest.raises(ConfigurationError, match=r"adapter_config.json: got"):
         load_adapter(folder.path, 1, PROBLEM)
 
 
 def test_config_larger_than_1_mib_is_refused(tmp_path: Path) -> None:
     path = AdapterFolder(tmp_path, "down").path / "adapter_config.json"
-    text = path.read_text()
-    path.write_text(text + " " * ((1 << 20) - len(text)))
+    config_json = path.read_text()
+    path.write_text(config_json.ljust(1 << 20))
     assert load_adapter(path.parent, 1, PROBLEM).lora_a2.any()
-    path.write_text(text + " " * ((1 << 20) + 1 - len(text)))
+    path.write_text(config_json.ljust((1 << 20) + 1))
     with pytest.raises(ConfigurationError, match=r"adapter_config.json: got"):
         load_adapter(path.parent, 1, PROBLEM)
 

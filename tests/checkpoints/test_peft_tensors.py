@@ -104,21 +104,21 @@ def test_ignored_modules_must_be_names(ignored_modules: Any) -> None:
 def test_two_blocks_of_experts_in_a_layer_are_refused(tmp_path: Path) -> None:
     folder = AdapterFolder(tmp_path, "down")
     for side, shape in (("A", (4 * E, H)), ("B", (2 * I, 4 * E))):
-        other = BLOCK.replace("model.layers", "other.layers")
-        folder.tensors[f"{other}.lora_{side}.weight"] = torch.zeros(shape)
+        second_block = BLOCK.replace("model.layers", "other.layers")
+        folder.tensors[f"{second_block}.lora_{side}.weight"] = torch.zeros(shape)
     with pytest.raises(WeightsError, match=r"model.layers.1.mlp.experts and .*other.layers"):
         folder.load()
 
 
 def test_missing_experts_and_projections_are_refused(tmp_path: Path) -> None:
     folder = AdapterFolder(tmp_path, "modules")
-    pairs = {key: folder.tensors[key] for key in folder.tensors if f"{EXPERT}.3.w3" in key}
-    for key, value in pairs.items():
+    factors = {key: folder.tensors[key] for key in folder.tensors if f"{EXPERT}.3.w3" in key}
+    for key, value in factors.items():
         del folder.tensors[key]
         folder.tensors[key.replace(".3.w3", ".4.w3")] = value
     with pytest.raises(WeightsError, match=r"got .*\.4\.w3\..*, need experts 0 to 3"):
         folder.load()
-    for key in pairs:
+    for key in factors:
         del folder.tensors[key.replace(".3.w3", ".4.w3")]
     with pytest.raises(WeightsError, match=r"layer 1: got up without experts \[3\]"):
         folder.load()
@@ -154,8 +154,8 @@ def test_sizes_of_another_base_model_are_refused(kind: str, sizes: dict[str, int
 
 
 def test_ambiguous_fused_factors_need_the_peft_version(tmp_path: Path) -> None:
-    """Up to PEFT 0.18, A of a fused weight had the rows of the weight. If H = I, the shapes do not
-    reveal the layout.
+    """Up to PEFT 0.18, lora_A of a fused weight had the rows of the weight. If H = I, the shapes of
+    the factors are the same in the older and the newer layout.
     """
     problem = replace(PROBLEM, intermediate=H)
     folder = AdapterFolder(tmp_path, "down")

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_checkpoint_shares import load_all_ranks, summed_outputs
-from test_checkpoint_values import REFERENCE_PARTS, dequantized_weights, output_error
+from test_checkpoint_shares import load_all_ranks, sum_rank_outputs
+from test_checkpoint_values import REFERENCE_PARTS, compute_output_error, dequantize_w1_w2
 from torch.profiler import ProfilerActivity, profile
 
 import modular_kernel as mk
@@ -44,21 +44,24 @@ SCHEMES = (
     "mxfp4_w4a16:repacked=true",
     "nvfp4_w4a16",
 )
-# Layouts in this order: one module per expert; stacks (E, K, N), interleaved, with biases; (E K,
-# N); without a gate.
-FAMILIES = ("mixtral", "gpt_oss", "dbrx", "nemotron_h")
+FAMILIES = (
+    "mixtral",  # one module per expert
+    "gpt_oss",  # stacks (E, K, N), with interleaved rows and biases
+    "dbrx",  # matrices (E K, N)
+    "nemotron_h",  # no gate
+)
 
 
 def assert_equal_weights(got: ExpertWeights, want: ExpertWeights) -> None:
     for name, tensor in vars(want).items():
-        other = getattr(got, name)
-        assert (other is None) == (tensor is None), name
+        got_tensor = getattr(got, name)
+        assert (got_tensor is None) == (tensor is None), name
         if tensor is not None:
-            assert other.dtype is tensor.dtype
-            assert torch.equal(as_bytes(other), as_bytes(tensor)), name
+            assert got_tensor.dtype is tensor.dtype
+            assert torch.equal(view_as_uint8(got_tensor), view_as_uint8(tensor)), name
 
 
-def tp_share(layer: LoadedExperts, rank: LoadedExperts) -> ExpertWeights:
+def slice_tp_share(layer: LoadedExperts, rank: LoadedExperts) -> ExpertWeights:
     """Return a TP rank's share of a layer's weights, padded with zeros."""
     (first, last), width = rank.columns, rank.problem_fields["intermediate"]
     weights, act = layer.weights, rank.problem(1).act
@@ -81,7 +84,10 @@ def tp_share(layer: LoadedExperts, rank: LoadedExperts) -> ExpertWeights:
     return ExpertWeights(slice_rows(weights.w1).contiguous(), w2.contiguous(), b1=b1, b2=b2)
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def view_as_uint8(tensor: torch.Tensor) -> torch.Tensor:
+    """View a tensor as uint8 if it has a 1-byte dtype, because `torch.equal` does not support
+    float8.
+    """
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
@@ -96,7 +102,7 @@ def test_loaded_weights_equal_quantize_weights(
     family: str, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, family, "bf16", intermediate=192)
-    # so that several pieces are read
+    # With this limit, a matrix is read in several pieces.
     monkeypatch.setattr(expert_pieces, "_VALUES_PER_PIECE", 1 << 13)
     unquantized = mk.load_experts(tmp_path, 0)
     for tp in ((0, 1), (1, 2)):
@@ -104,7 +110,7 @@ def test_loaded_weights_equal_quantize_weights(
         problem = loaded.problem(1)
         assert problem.quant == str(problem.scheme)
         assert_equal_weights(
-            loaded.weights, quantize_weights(tp_share(unquantized, loaded), problem)
+            loaded.weights, quantize_weights(slice_tp_share(unquantized, loaded), problem)
         )
         bias_bytes = (
             0 if unquantized.weights.b2 is None or tp[0] == 0 else unquantized.weights.b2.nbytes
@@ -114,7 +120,7 @@ def test_loaded_weights_equal_quantize_weights(
 
 
 def test_values_of_the_files_are_rounded_once(tmp_path: Path) -> None:
-    """They must not be rounded to the dtype of the layer first."""
+    """Values must not be rounded to the dtype of the layer before they are quantized."""
     write(tmp_path, "mixtral", "fp32")
     loaded = mk.load_experts(tmp_path, 0, dtype="bfloat16", quantize="int8_w8a16_group:group=32")
     assert loaded.problem(1).dtype is torch.bfloat16
@@ -127,16 +133,16 @@ def test_values_of_the_files_are_rounded_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("scheme", ["fp8_w8a8_block:block=128x128", "int4_w4a16_group:group=64"])
 def test_shares_of_whole_tiles_have_the_scales_of_the_layer(scheme: str, tmp_path: Path) -> None:
     sample = write(tmp_path, "mixtral", "bf16", intermediate=256)
-    whole = mk.load_experts(tmp_path, 0, dtype="float32", quantize=scheme)
-    parts = [
+    layer = mk.load_experts(tmp_path, 0, dtype="float32", quantize=scheme)
+    ranks = [
         mk.load_experts(tmp_path, 0, tp=(t, 2), dtype="float32", quantize=scheme) for t in (0, 1)
     ]
-    scales = [vars(part.weights)["w2_scale"] for part in parts]
-    assert torch.equal(torch.cat(scales, 2), vars(whole.weights)["w2_scale"])
-    w1_scales = [vars(part.weights)["w1_scale"].unflatten(1, (2, -1)) for part in parts]
-    assert torch.equal(torch.cat(w1_scales, 2).flatten(1, 2), vars(whole.weights)["w1_scale"])
-    y = summed_outputs(sample, [whole])
-    assert float((summed_outputs(sample, parts) - y).norm() / y.norm()) <= 1e-5
+    w2_scales = [vars(rank.weights)["w2_scale"] for rank in ranks]
+    assert torch.equal(torch.cat(w2_scales, 2), vars(layer.weights)["w2_scale"])
+    w1_scales = [vars(rank.weights)["w1_scale"].unflatten(1, (2, -1)) for rank in ranks]
+    assert torch.equal(torch.cat(w1_scales, 2).flatten(1, 2), vars(layer.weights)["w1_scale"])
+    y = sum_rank_outputs(sample, [layer])
+    assert float((sum_rank_outputs(sample, ranks) - y).norm() / y.norm()) <= 1e-5
 
 
 @pytest.mark.parametrize("scheme", ["fp8_w8a8_tensor", "fp8_w8a16_channel"])
@@ -145,14 +151,14 @@ def test_ranks_compute_their_own_scales_if_a_scale_covers_several_ranks(
 ) -> None:
     sample = write(tmp_path, "mixtral", "bf16", intermediate=256)
     bound = CHECKPOINT_FORMATS["fp8 tensor, dynamic"].bound
-    assert output_error(sample, mk.load_experts(tmp_path, 0, quantize=scheme)) <= bound
+    assert compute_output_error(sample, mk.load_experts(tmp_path, 0, quantize=scheme)) <= bound
     loaded = [
         mk.load_experts(tmp_path, 0, ep=(e, 2), tp=(t, 2), dtype="float32", quantize=scheme)
         for e in (0, 1)
         for t in (0, 1)
     ]
     expected = sample.expected_output(*sample.inputs(16))
-    assert float((summed_outputs(sample, loaded) - expected).norm() / expected.norm()) <= bound
+    assert float((sum_rank_outputs(sample, loaded) - expected).norm() / expected.norm()) <= bound
     unquantized = load_all_ranks(sample, (2, 2))
     assert [rank.bytes_read for rank in loaded] == [rank.bytes_read for rank in unquantized]
 
@@ -186,25 +192,22 @@ def test_unsupported_schemes_and_quantized_files_are_refused(case: str, tmp_path
     "kind", ["fp8 tensor, static", "fp8 tensor, dynamic", "modelopt fp8", "compressed fp8 tensor"]
 )
 def test_per_tensor_fp8_loads_per_channel_without_rounding(kind: str, tmp_path: Path) -> None:
-    """Gate and up have separate scales. The per-tensor scheme would merge the scales and round
-    values again.
+    """The scales of gate and up differ. The per-tensor scheme would merge them and round values
+    again.
     """
     sample = write(tmp_path, "mixtral", kind)
     loaded = mk.load_experts(tmp_path, 0, quantize="fp8_w8a8_channel")
     assert loaded.weights.a1_scale is None
-    w1, w2 = dequantized_weights(loaded)
+    w1, w2 = dequantize_w1_w2(loaded)
     torch.testing.assert_close(w1, sample.w1, rtol=1e-6, atol=1e-12)
     torch.testing.assert_close(w2, sample.w2, rtol=1e-6, atol=1e-12)
     rounded_again = mk.load_experts(tmp_path, 0)
     assert rounded_again.problem(1).scheme.name == "fp8_w8a8_tensor"
-    assert (
-        float((dequantized_weights(rounded_again)[0] - sample.w1).norm() / sample.w1.norm()) > 1e-2
-    )
-    assert output_error(sample, loaded) < output_error(sample, rounded_again)
+    assert float((dequantize_w1_w2(rounded_again)[0] - sample.w1).norm() / sample.w1.norm()) > 1e-2
+    assert compute_output_error(sample, loaded) < compute_output_error(sample, rounded_again)
     for tp in (1, 2):
-        parts = load_tp_ranks(tmp_path, tp)
         expected = sample.expected_output(*sample.inputs(16))
-        y = summed_outputs(sample, parts)
+        y = sum_rank_outputs(sample, load_tp_ranks(tmp_path, tp))
         assert float((y - expected).norm() / expected.norm()) <= CHECKPOINT_FORMATS[kind].bound
     with pytest.raises(ConfigurationError, match="need unquantized files"):
         mk.load_experts(tmp_path, 0, quantize="fp8_w8a8_block")
@@ -250,45 +253,44 @@ def test_repr_states_the_quantization(tmp_path: Path) -> None:
 
 
 EXPERTS, HIDDEN, INTERMEDIATE = 4, 1024, 2048
-BITS_OF_SCHEME = {"fp8_w8a8_tensor": 8, "int4_w4a16_act_order": 4, "mxfp4_w4a16:repacked=true": 4}
+BITS_BY_SCHEME = {"fp8_w8a8_tensor": 8, "int4_w4a16_act_order": 4, "mxfp4_w4a16:repacked=true": 4}
 
 
-@pytest.mark.parametrize("scheme", BITS_OF_SCHEME)
+@pytest.mark.parametrize("scheme", BITS_BY_SCHEME)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_peak_memory_is_at_most_the_weights_plus_one_matrix(
     scheme: str, tp: int, tmp_path: Path
 ) -> None:
-    """Counts only allocations by torch. The files are memory-mapped."""
+    """Only allocations by torch count, not the memory-mapped files."""
     write(tmp_path, "mixtral", "bf16", experts=EXPERTS, hidden=HIDDEN, intermediate=INTERMEDIATE)
-    peak, loaded = measure_peak_bytes(tmp_path, scheme, tp)
+    peak_bytes, loaded = measure_peak_bytes(tmp_path, scheme, tp)
     weight_bytes = sum(
         tensor.nbytes for tensor in vars(loaded.weights).values() if tensor is not None
     )
     num_values = EXPERTS * 3 * HIDDEN * INTERMEDIATE // tp
-    assert (
-        num_values * BITS_OF_SCHEME[scheme] // 8
-        <= weight_bytes
-        <= 1.2 * num_values * BITS_OF_SCHEME[scheme] // 8
-    )
-    matrix = 2 * HIDDEN * INTERMEDIATE * torch.bfloat16.itemsize  # w1 of an expert in the file
-    assert weight_bytes <= peak <= weight_bytes + matrix
+    value_bytes = num_values * BITS_BY_SCHEME[scheme] // 8
+    assert value_bytes <= weight_bytes <= 1.2 * value_bytes
+    matrix_bytes = 2 * HIDDEN * INTERMEDIATE * torch.bfloat16.itemsize  # w1 of an expert
+    assert weight_bytes <= peak_bytes <= weight_bytes + matrix_bytes
 
 
 def measure_peak_bytes(folder: Path, scheme: str, tp: int) -> tuple[int, LoadedExperts]:
-    """Return the maximum number of bytes that torch's CPU allocator held during a load."""
+    """Return the maximum number of bytes that torch's CPU allocator held during a load, and the
+    loaded experts.
+    """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         loaded = mk.load_experts(folder, 0, tp=(0, tp), quantize=scheme)
     assert profiler.profiler is not None
     # Each event is an allocation or a release. Mapping the file counts as an allocation of its
     # size.
-    mapped = (folder / "model.safetensors").stat().st_size
+    mapped_bytes = (folder / "model.safetensors").stat().st_size
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    assert any(event.nbytes() == mapped for event in events)
-    current = peak = 0
+    assert any(event.nbytes() == mapped_bytes for event in events)
+    current_bytes = peak_bytes = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
-        current += 0 if abs(event.nbytes()) == mapped else event.nbytes()
-        peak = max(peak, current)
-    return peak, loaded
+        current_bytes += 0 if abs(event.nbytes()) == mapped_bytes else event.nbytes()
+        peak_bytes = max(peak_bytes, current_bytes)
+    return peak_bytes, loaded
 
 
 def test_missing_tensor_is_reported_before_reading(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Model families with remote code (trust_remote_code), and LongCat.
+"""Model families with remote code (trust_remote_code), LongCat, and Step-3.5.
 
-LongCat has routed experts that return their input, which are called zero experts.
+The router of LongCat can select zero experts, which return their input.
 """
 
 import json
@@ -56,13 +56,13 @@ def write_checkpoint(folder: Path, family: str, kind: str) -> Sample:
 @pytest.mark.parametrize("kind", ["bf16", "compressed fp8 channel", "compressed int4"])
 @pytest.mark.parametrize("family", REMOTE_CODE_FAMILIES)
 def test_loaded_values_equal_the_files(family: str, kind: str, tmp_path: Path) -> None:
-    """The layer is loaded as a whole and as the share of an EP and TP rank."""
+    """The values are those of all experts, or of the share of an EP and TP rank."""
     sample = write_checkpoint(tmp_path, family, kind)
     assert inspect(tmp_path).layers == (0,)
     for ep, tp in (((0, 1), (0, 1)), ((1, 2), (1, 2))):
         loaded = mk.load_experts(tmp_path, 0, ep=ep, tp=tp)
-        expected = 1.0 if family != "longcat_flash" else 6.0
-        assert loaded.problem_fields.get("routed_scaling_factor", 1.0) == expected
+        scaling = 1.0 if family != "longcat_flash" else 6.0
+        assert loaded.problem_fields.get("routed_scaling_factor", 1.0) == scaling
         experts = slice(4 * ep[0] // ep[1], 4)
         gate, up = sample.w1[experts].chunk(2, 1)
         rows = slice(256 * tp[0] // tp[1], 256)
@@ -92,10 +92,10 @@ def test_layer_output_equals_float64(family: str, tmp_path: Path) -> None:
         layer.selection_bias.copy_(bias)
     ids = (scores + bias.double()).topk(2).indices
     weights = scores.gather(1, ids)
-    weights_of_experts = weights.masked_fill(ids >= 4, 0)
-    expected_output = sample.expected_output(x, weights_of_experts, ids.clamp(max=3))
+    expert_weights = weights.masked_fill(ids >= 4, 0)  # without those of zero experts
+    expected_output = sample.expected_output(x, expert_weights, ids.clamp(max=3))
     # A zero expert returns its input, and the routed scaling factor applies to it, too.
-    expected_output += (weights - weights_of_experts).sum(1, keepdim=True) * sample.scaling * x
+    expected_output += (weights - expert_weights).sum(1, keepdim=True) * sample.scaling * x
     if num_zero_experts:
         assert bool((ids >= 4).any())
     y = layer(x.float(), logits)
@@ -104,7 +104,9 @@ def test_layer_output_equals_float64(family: str, tmp_path: Path) -> None:
 
 
 def test_longcat_output_equals_transformers(tmp_path: Path) -> None:
-    """Uses the router and the zero experts of transformers with the same weights."""
+    """The reference is the layer of transformers, with its router and zero experts, with the same
+    weights.
+    """
     modeling = pytest.importorskip("transformers.models.longcat_flash.modeling_longcat_flash")
     sample = write_checkpoint(tmp_path, "longcat_flash", "fp32")
     config = SimpleNamespace(
@@ -136,9 +138,12 @@ def test_unsupported_zero_experts_are_refused(tmp_path: Path) -> None:
         mk.load_experts(sample.folder, 0)
 
 
-def clamped_output(sample: Sample, limit: float | None, x: torch.Tensor, *routing: Any) -> Any:
-    """Return the float64 output of a layer that computes min(silu(gate), limit) * clamp(up, -limit,
-    limit) for each expert.
+def compute_clamped_output(
+    sample: Sample, limit: float | None, x: torch.Tensor, *routing: Any
+) -> Any:
+    """Return the float64 output of a layer with a limit of its activation.
+
+    The activation of an expert is min(silu(gate), limit) * clamp(up, -limit, limit).
     """
     weights, ids = routing
     y = torch.zeros_like(x)
@@ -152,15 +157,17 @@ def clamped_output(sample: Sample, limit: float | None, x: torch.Tensor, *routin
 
 
 def test_step3p5_layers_have_their_own_activation_limits(tmp_path: Path) -> None:
-    """Checks `load_experts`, `FusedMoE` and the report. The published config has no hidden_act."""
+    """`load_experts`, `FusedMoE` and `inspect` read the limits. As in the published config,
+    hidden_act is missing.
+    """
     samples = {}
     for layer in (0, 1, 2):
-        part_folder = tmp_path / f"part{layer}"
-        samples[layer] = write(part_folder, "step3p5", "fp32", layers=(layer,), seed=layer)
+        layer_folder = tmp_path / f"layer{layer}"
+        samples[layer] = write(layer_folder, "step3p5", "fp32", layers=(layer,), seed=layer)
     tensors = {
         name: tensor
         for layer in samples
-        for name, tensor in load_file(tmp_path / f"part{layer}/model.safetensors").items()
+        for name, tensor in load_file(tmp_path / f"layer{layer}/model.safetensors").items()
     }
     config = samples[0].config | {"num_hidden_layers": 3, "swiglu_limits": [0.0, 0.7]}
     del config["hidden_act"]
@@ -170,7 +177,7 @@ def test_step3p5_layers_have_their_own_activation_limits(tmp_path: Path) -> None
     expected_outputs = {}
     for layer, sample in samples.items():
         x, weights, ids = sample.inputs(8)
-        expected_outputs[layer] = clamped_output(sample, limits[layer], x, weights, ids)
+        expected_outputs[layer] = compute_clamped_output(sample, limits[layer], x, weights, ids)
         loaded = mk.load_experts(tmp_path, layer)
         problem = loaded.problem(8)
         kernel = mk.make_kernel(*PAIR, problem, machine=this_machine(device="cpu"))
@@ -183,7 +190,7 @@ def test_step3p5_layers_have_their_own_activation_limits(tmp_path: Path) -> None
         got = module(x.float(), (weights, ids)).double()
         torch.testing.assert_close(got, expected_outputs[layer], rtol=1e-4, atol=1e-4)
     x, weights, ids = samples[1].inputs(8)
-    unlimited = clamped_output(samples[1], None, x, weights, ids)
+    unlimited = compute_clamped_output(samples[1], None, x, weights, ids)
     assert float((unlimited - expected_outputs[1]).norm() / expected_outputs[1].norm()) > 0.01
     report = inspect(tmp_path)
     activations = {group.layers: str(group.problem_fields["activation"]) for group in report.groups}

@@ -1,5 +1,5 @@
-"""torchao: tensors of its subclasses are loaded with their values, and invalid files are
-refused.
+"""torchao checkpoints: quantized tensor subclasses are loaded with their values, and invalid files
+are refused.
 """
 
 import json
@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_checkpoint_values import dequantized_weights, output_error
+from test_checkpoint_values import compute_output_error, dequantize_w1_w2
 
 import modular_kernel as mk
 from modular_kernel.checkpoints import format_of, loading, merge
@@ -59,7 +59,10 @@ LAYOUTS = {
 
 
 def change_metadata(folder: Path, **entries: str | None) -> None:
-    """Replace entries of a file's metadata. The value None removes an entry."""
+    """Replace entries of the file's metadata, or remove those whose value is None.
+
+    Keys are written with "__" instead of ".".
+    """
     path = folder / "model.safetensors"
     with safe_open(path, "pt") as file:
         metadata = file.metadata() or {}
@@ -74,12 +77,13 @@ def test_loaded_values_equal_the_files(kind: str, layout: str, tmp_path: Path) -
     sample = write(tmp_path, "qwen3_moe", kind, change=LAYOUTS[layout])
     loaded = mk.load_experts(tmp_path, 0, dtype="float32")
     assert str(loaded.problem_fields["quant"]) == TORCHAO_FORMATS[kind].scheme
-    w1, w2 = dequantized_weights(loaded)
-    # Products are exact in float64. int4 adds a zero point in float32.
+    w1, w2 = dequantize_w1_w2(loaded)
+    # The tolerances allow for the float32 rounding of products and, for int4, of sums with a zero
+    # point.
     tolerances = {"rtol": 2.0**-22, "atol": 2.0**-26 if "int4" in kind else 0}
     torch.testing.assert_close(w1, sample.w1, **tolerances)
     torch.testing.assert_close(w2, sample.w2, **tolerances)
-    assert output_error(sample, mk.load_experts(tmp_path, 0)) <= TORCHAO_FORMATS[kind].bound
+    assert compute_output_error(sample, mk.load_experts(tmp_path, 0)) <= TORCHAO_FORMATS[kind].bound
 
 
 @pytest.mark.parametrize("layout", ["modules", "parameters"])
@@ -93,17 +97,17 @@ def test_loaded_values_equal_the_files(kind: str, layout: str, tmp_path: Path) -
 def test_rank_shares_equal_slices_of_all_weights(
     kind: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The limit of values per read is lowered, so few rows are read at a time. Shares cut groups of
-    64 columns.
+    """With a lower limit of values per read, few rows are read at a time. Shares cut groups of 64
+    columns.
     """
     write(tmp_path, "qwen3_moe", kind, intermediate=192, change=LAYOUTS[layout])
-    all_weights = dequantized_weights(mk.load_experts(tmp_path, 0, dtype="float32"))
+    all_weights = dequantize_w1_w2(mk.load_experts(tmp_path, 0, dtype="float32"))
     monkeypatch.setattr(loading, "_VALUES_PER_STEP", 1 << 10)
     for ep_rank in range(2):
         for tp_rank in range(2):
             share = mk.load_experts(tmp_path, 0, ep=(ep_rank, 2), tp=(tp_rank, 2), dtype="float32")
             (first, last), width = share.columns, share.problem_fields["intermediate"]
-            w1, w2 = dequantized_weights(share)
+            w1, w2 = dequantize_w1_w2(share)
             experts = slice(2 * ep_rank, 2 * ep_rank + 2)
             rows = w1.unflatten(1, (2, width))[:, :, : last - first]
             assert torch.equal(
@@ -114,8 +118,9 @@ def test_rank_shares_equal_slices_of_all_weights(
 
 @pytest.mark.parametrize("columns", [(0, 128), (64, 192), (32, 96), (32, 160), (0, 30), (70, 90)])
 def test_dequantize_int4_accepts_partial_groups(columns: tuple[int, int]) -> None:
-    make, (first, last) = TORCHAO_FORMATS["torchao int4"].make, columns
-    stored = make(8, 192, torch.Generator().manual_seed(0), 1.0)
+    first, last = columns
+    generator = torch.Generator().manual_seed(0)
+    stored = TORCHAO_FORMATS["torchao int4"].make(8, 192, generator, 1.0)
     groups = slice(first // 64, -(-last // 64))
     tensors = {
         "_weight_qdata": stored.tensors["_weight_qdata"][:, first // 2 : last // 2],
@@ -163,14 +168,14 @@ def test_layer_output_is_within_the_bound(tmp_path: Path) -> None:
 def test_sharded_files_have_metadata(tmp_path: Path) -> None:
     sample = write(tmp_path, "qwen3_moe", "torchao int8", shards=3)
     torch.testing.assert_close(
-        dequantized_weights(mk.load_experts(tmp_path, 0))[0], sample.w1, rtol=2.0**-22, atol=0
+        dequantize_w1_w2(mk.load_experts(tmp_path, 0))[0], sample.w1, rtol=2.0**-22, atol=0
     )
 
 
 @pytest.mark.parametrize("kind", ["torchao int4", "torchao int8", "torchao fp8"])
 def test_experts_without_scales_are_unquantized(kind: str, tmp_path: Path) -> None:
-    """transformers 5 quantizes parameters only if they are named, and writes no metadata for other
-    parameters.
+    """transformers 5 quantizes parameters only if the config names them, and writes no metadata for
+    other parameters.
     """
     sample = write(tmp_path, "qwen3_moe", "bf16")
     quantization = {"quantization_config": TORCHAO_FORMATS[kind].config}
@@ -184,8 +189,8 @@ EXPERTS = r"re:.*\.experts\.(gate_up|down)_proj"
 
 
 def test_module_names_select_the_options() -> None:
-    """Exact names take precedence over regular expressions, and these over the default, regardless
-    of their order.
+    """Exact names take precedence over regular expressions, which take precedence over the default.
+    The order of the entries does not matter.
     """
     fp8 = options("Float8WeightOnlyConfig")
     names = {
@@ -198,36 +203,36 @@ def test_module_names_select_the_options() -> None:
     }
     formats = QuantizationMap(config(by_name(names)))
 
-    def scheme(module: str) -> str:
+    def format_name(module: str) -> str:
         return str(formats.format_of(f"model.layers.{module}"))
 
-    assert scheme("0.mlp.experts.gate_up_proj") == "fp8_w8a16_channel (torchao)"
-    assert scheme("1.mlp.experts.gate_up_proj") == "int4 (torchao; dequantized)"
-    assert scheme("2.self_attn.q_proj") == scheme("2.self_attn.k_proj")
-    assert scheme("2.self_attn.q_proj") == "int4 (torchao; dequantized)"
-    assert scheme("2.self_attn.v_proj") == "None"
+    assert format_name("0.mlp.experts.gate_up_proj") == "fp8_w8a16_channel (torchao)"
+    assert format_name("1.mlp.experts.gate_up_proj") == "int4 (torchao; dequantized)"
+    assert format_name("2.self_attn.q_proj") == format_name("2.self_attn.k_proj")
+    assert format_name("2.self_attn.q_proj") == "int4 (torchao; dequantized)"
+    assert format_name("2.self_attn.v_proj") == "None"
     del names["re:.*"]
     formats = QuantizationMap(config(by_name(names)))
-    assert scheme("2.self_attn.v_proj") == "int8_w8a16_channel (torchao)"
+    assert format_name("2.self_attn.v_proj") == "int8_w8a16_channel (torchao)"
     del names["_default"]
     formats = QuantizationMap(config(by_name(names)))
-    assert scheme("2.self_attn.v_proj") == "None"
+    assert format_name("2.self_attn.v_proj") == "None"
     skipped = config(INT8) | {"modules_to_not_convert": ["model.layers.2.self_attn"]}
     formats = QuantizationMap(skipped)
-    assert scheme("2.self_attn.v_proj") == "None"
+    assert format_name("2.self_attn.v_proj") == "None"
 
 
 def test_parameters_are_quantized_by_name(tmp_path: Path) -> None:
     sample = write(tmp_path, "qwen3_moe", "torchao int8", change=stack_experts)
     quantization = config(by_name({EXPERTS: INT8}))
-    text = json.dumps(sample.config | {"quantization_config": quantization})
-    (tmp_path / "config.json").write_text(text)
+    config_json = json.dumps(sample.config | {"quantization_config": quantization})
+    (tmp_path / "config.json").write_text(config_json)
     loaded = mk.load_experts(tmp_path, 0)
     assert str(loaded.problem_fields["quant"]) == "int8_w8a16_channel"
-    problem_only = tmp_path / "alone"
-    problem_only.mkdir()
-    (problem_only / "config.json").write_text(text)
-    layer = FusedMoE.from_config(problem_only, 0, top_k=2, experts="TorchExperts")
+    config_folder = tmp_path / "config_only"
+    config_folder.mkdir()
+    (config_folder / "config.json").write_text(config_json)
+    layer = FusedMoE.from_config(config_folder, 0, top_k=2, experts="TorchExperts")
     assert str(layer.problem.scheme) == "int8_w8a16_channel"
 
 
@@ -306,27 +311,31 @@ INVALID_METADATA: dict[str, tuple[str, str | None, str]] = {
 
 @pytest.mark.parametrize("case", INVALID_METADATA)
 def test_metadata_that_contradicts_the_config_is_refused(case: str, tmp_path: Path) -> None:
-    kind, text, message = INVALID_METADATA[case]
+    kind, value, message = INVALID_METADATA[case]
     write(tmp_path, "qwen3_moe", kind)
-    change_metadata(tmp_path, **{LAYER_KEY + WEIGHT_KEY: text})
+    change_metadata(tmp_path, **{LAYER_KEY + WEIGHT_KEY: value})
     with pytest.raises(WeightsError, match=message) as caught:
         mk.load_experts(tmp_path, 0)
     assert "model.safetensors" in str(caught.value)
 
 
 def set_weight_tensor(name: str, tensor: torch.Tensor) -> Any:
-    def replace_by_nvfp4(tensors: Tensors) -> None:
+    """Return a function that sets a tensor of expert 1's down projection."""
+
+    def change(tensors: Tensors) -> None:
         tensors[f"{EXPERTS_PREFIX}.1.down_proj._weight_{name}"] = tensor
 
-    return replace_by_nvfp4
+    return change
 
 
 def set_stacked_tensor(name: str, tensor: torch.Tensor) -> Any:
-    def replace_by_nvfp4(tensors: Tensors) -> None:
+    """Return a function that stacks the experts and sets a tensor of their down projections."""
+
+    def change(tensors: Tensors) -> None:
         stack_experts(tensors)
         tensors[f"{EXPERTS_PREFIX}._down_proj_{name}"] = tensor
 
-    return replace_by_nvfp4
+    return change
 
 
 INVALID_TENSORS: dict[str, tuple[str, Any, type[InputError], str]] = {
@@ -433,9 +442,9 @@ INVALID_TENSORS: dict[str, tuple[str, Any, type[InputError], str]] = {
 
 @pytest.mark.parametrize("case", INVALID_TENSORS)
 def test_invalid_tensors_are_refused(case: str, tmp_path: Path) -> None:
-    """The error names the file, the tensor, the value found and the value needed."""
-    kind, replace_by_nvfp4, error_type, message = INVALID_TENSORS[case]
-    write(tmp_path, "qwen3_moe", kind, change=replace_by_nvfp4)
+    """The error names the tensor, its value and what is needed instead."""
+    kind, change, error_type, message = INVALID_TENSORS[case]
+    write(tmp_path, "qwen3_moe", kind, change=change)
     with pytest.raises(error_type, match=message) as caught:
         mk.load_experts(tmp_path, 0)
     assert "down_proj" in str(caught.value)
@@ -456,74 +465,82 @@ def test_pickled_tensors_are_refused(tmp_path: Path) -> None:
         mk.load_experts(tmp_path, 0)
 
 
-def torchao_config(name: str, *, version: int = 2, **data: Any) -> dict[str, Any]:
+def make_torchao_config(name: str, *, version: int = 2, **data: Any) -> dict[str, Any]:
     return config(options(name, **data) | {"_version": version})
 
 
-_DYNAMIC = "Float8DynamicActivationFloat8WeightConfig"
-_ROW, _TENSOR = ({"_type": name, "_data": {}} for name in ("PerRow", "PerTensor"))
+_FP8_W8A8 = "Float8DynamicActivationFloat8WeightConfig"
+_PER_ROW, _PER_TENSOR = ({"_type": name, "_data": {}} for name in ("PerRow", "PerTensor"))
 REFUSED_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "name": (config(INT8) | {"quant_type": "int8_weight_only"}, "pickled tensors"),
     "no default": (config(INT8) | {"quant_type": {"other": INT8}}, "the key default"),
     "no class": (config({"_data": {}, "_version": 2}), "quant_type None"),
     "class": (
-        torchao_config("UIntXWeightOnlyConfig"),
+        make_torchao_config("UIntXWeightOnlyConfig"),
         "'UIntXWeightOnlyConfig', need one of Int4WeightOnly",
     ),
     "int4 and float8": (
-        torchao_config("Float8DynamicActivationInt4WeightConfig"),
+        make_torchao_config("Float8DynamicActivationInt4WeightConfig"),
         "float8 activations, which no kernel here supports, need Int4WeightOnlyConfig",
     ),
-    "intx": (torchao_config("IntxWeightOnlyConfig"), "codes of 1 to 8 bits"),
+    "intx": (make_torchao_config("IntxWeightOnlyConfig"), "codes of 1 to 8 bits"),
     "version": (
-        torchao_config("Int8WeightOnlyConfig", version=1),
+        make_torchao_config("Int8WeightOnlyConfig", version=1),
         "version 1, need version 2: .* pickled",
     ),
     "packing": (
-        torchao_config("Int4WeightOnlyConfig", int4_packing_format={"_data": "TILE_PACKED_TO_4D"}),
+        make_torchao_config(
+            "Int4WeightOnlyConfig", int4_packing_format={"_data": "TILE_PACKED_TO_4D"}
+        ),
         "int4_packing_format = 'TILE_PACKED_TO_4D', need PLAIN",
     ),
     "group": (
-        torchao_config("Int4WeightOnlyConfig", group_size=48),
+        make_torchao_config("Int4WeightOnlyConfig", group_size=48),
         "group_size = 48, need one of 32",
     ),
-    "group type": (torchao_config("Int4WeightOnlyConfig", group_size="64"), "group_size = '64'"),
+    "group type": (
+        make_torchao_config("Int4WeightOnlyConfig", group_size="64"),
+        "group_size = '64'",
+    ),
     "int8 tensor": (
-        torchao_config("Int8WeightOnlyConfig", granularity=_TENSOR),
+        make_torchao_config("Int8WeightOnlyConfig", granularity=_PER_TENSOR),
         "granularity PerTensor",
     ),
     "int8 group": (
-        torchao_config(
+        make_torchao_config(
             "Int8WeightOnlyConfig", granularity={"_type": "PerGroup", "_data": {"group_size": 3}}
         ),
         "granularity PerGroup",
     ),
     "axis": (
-        torchao_config(
+        make_torchao_config(
             "Int8WeightOnlyConfig", granularity={"_type": "PerRow", "_data": {"dim": 0}}
         ),
         "PerRow along the last dimension",
     ),
     "asymmetric": (
-        torchao_config(
+        make_torchao_config(
             "Int8DynamicActivationInt8WeightConfig", act_mapping_type={"_data": "ASYMMETRIC"}
         ),
         "act_mapping_type = 'ASYMMETRIC', need SYMMETRIC",
     ),
     "reduced range": (
-        torchao_config("Int8DynamicActivationInt8WeightConfig", reduce_range=True),
+        make_torchao_config("Int8DynamicActivationInt8WeightConfig", reduce_range=True),
         "reduce_range = True",
     ),
-    "mixed": (torchao_config(_DYNAMIC, granularity=[_ROW, _TENSOR]), "PerRow and PerTensor"),
-    "bound": (torchao_config(_DYNAMIC, activation_value_ub=1.0), "activation_value_ub = 1.0"),
+    "mixed": (
+        make_torchao_config(_FP8_W8A8, granularity=[_PER_ROW, _PER_TENSOR]),
+        "PerRow and PerTensor",
+    ),
+    "bound": (make_torchao_config(_FP8_W8A8, activation_value_ub=1.0), "activation_value_ub = 1.0"),
     "dtype": (
-        torchao_config(
+        make_torchao_config(
             "Float8WeightOnlyConfig", weight_dtype={"_type": "torch.dtype", "_data": "float8_e5m2"}
         ),
         "weight_dtype = 'FLOAT8_E5M2'",
     ),
     "mx dtype": (
-        torchao_config(
+        make_torchao_config(
             "MXDynamicActivationMXWeightConfig",
             version=1,
             weight_dtype={"_type": "torch.dtype", "_data": "float8_e5m2"},
@@ -531,18 +548,18 @@ REFUSED_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         "weight_dtype = 'FLOAT8_E5M2', need float8_e4m3fn or FLOAT4_E2M1FN_X2",
     ),
     "mx block": (
-        torchao_config("MXDynamicActivationMXWeightConfig", version=1, block_size=16),
+        make_torchao_config("MXDynamicActivationMXWeightConfig", version=1, block_size=16),
         "block_size = 16",
     ),
-    "nvfp4 version": (torchao_config("NVFP4WeightOnlyConfig"), "of version 2, need version 1"),
+    "nvfp4 version": (make_torchao_config("NVFP4WeightOnlyConfig"), "of version 2, need version 1"),
     "nvfp4 step": (
-        torchao_config(
+        make_torchao_config(
             "NVFP4DynamicActivationNVFP4WeightConfig", version=1, step={"_data": "prepare"}
         ),
         "step = 'PREPARE', need None or CONVERT",
     ),
     "unknown": (
-        torchao_config("Float8WeightOnlyConfig", rotation="hadamard"),
+        make_torchao_config("Float8WeightOnlyConfig", rotation="hadamard"),
         "rotation = 'hadamard'",
     ),
     "key": (config(INT8) | {"rotation": "hadamard"}, "rotation = 'hadamard'"),
@@ -567,8 +584,8 @@ def test_unsupported_options_are_refused(case: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=message):
         format_of(quantization)
     sample: Sample = write(tmp_path, "qwen3_moe", "torchao int8")
-    text = json.dumps(sample.config | {"quantization_config": quantization})
-    (tmp_path / "config.json").write_text(text)
+    config_json = json.dumps(sample.config | {"quantization_config": quantization})
+    (tmp_path / "config.json").write_text(config_json)
     with pytest.raises(ConfigurationError, match=message) as caught:
         mk.load_experts(tmp_path, 0)
     assert "config.json: quantization_config" in str(caught.value)
@@ -599,8 +616,8 @@ def test_blocked_scales_are_unblocked(rows: int, columns: int) -> None:
     ],
 )
 def test_blocks_along_the_rows_are_refused(family: str, message: str, tmp_path: Path) -> None:
-    """Parameters of these families are (K, N), and torchao's blocks are along the last
-    dimension.
+    """The parameters of these families have the shape (K, N), and torchao's blocks are along the
+    last dimension.
     """
 
     def replace_by_nvfp4(tensors: Tensors) -> None:
@@ -613,8 +630,8 @@ def test_blocks_along_the_rows_are_refused(family: str, message: str, tmp_path: 
 
     sample = write(tmp_path, family, "bf16", change=replace_by_nvfp4)
     quantization = TORCHAO_FORMATS["torchao nvfp4"].config
-    text = json.dumps(sample.config | {"quantization_config": quantization})
-    (tmp_path / "config.json").write_text(text)
+    config_json = json.dumps(sample.config | {"quantization_config": quantization})
+    (tmp_path / "config.json").write_text(config_json)
     with pytest.raises((ConfigurationError, ShapeError), match=message):
         mk.load_experts(tmp_path, 0)
 
@@ -625,8 +642,8 @@ def test_unsupported_name_patterns_are_refused() -> None:
 
 
 def test_metadata_of_samples_equals_torchao() -> None:
-    """The expected metadata is that of a parameter in torchao 0.18, without keys that are not
-    read.
+    """The expected metadata is what torchao 0.18 writes for a parameter, without keys that loading
+    does not read.
     """
     tensors = {"model.layers.0.mlp.experts._down_proj_qdata": torch.ones(4, 64, 96)}
     metadata = metadata_of(config(by_name({EXPERTS: INT8})), tensors)

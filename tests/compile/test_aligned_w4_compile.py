@@ -1,4 +1,4 @@
-"""Launches of the aligned_w4 path (4-bit weights) compile for sm_90: wide copies, no spills."""
+"""GEMMs of the aligned_w4 path (4-bit weights) compile for sm_90 without spills."""
 
 from collections import Counter
 from dataclasses import replace
@@ -30,8 +30,8 @@ REPACKED = "mxfp4_w4a16:repacked=true"
 
 
 def compile_gemms(problem: Problem) -> list[CompileRecord]:
-    """Return the records of both GEMMs of a call on meta tensors."""
-    pairs = problem.tokens * problem.top_k
+    """Compile both GEMMs of a call on meta tensors, and return their records."""
+    num_pairs = problem.tokens * problem.top_k
     tensors = {
         name: torch.empty(spec.shape, dtype=spec.dtypes[-1], device=META)
         for name, spec in weight_specs(problem).items()
@@ -41,18 +41,18 @@ def compile_gemms(problem: Problem) -> list[CompileRecord]:
         tensors["b2"] = torch.empty(problem.e, problem.hidden, dtype=problem.dtype, device=META)
     weights = ExpertWeights(**tensors)
     path, config = AlignedW4Path(problem), aligned_w4_config.default_config(problem, problem.tokens)
-    specs = align_specs(pairs, config.gemm1.block_m, problem.e)
+    specs = align_specs(num_pairs, config.gemm1.block_m, problem.e)
     buffers = (torch.empty(spec.shape, dtype=spec.dtype, device=META) for spec in specs.values())
     aligned = AlignedPairs(*list(buffers)[:3])
 
     def multiply(rows: int, product: GemmOperands, launch: Launch) -> None:
         a = torch.empty(rows, product.size_k, dtype=problem.dtype, device=META)
-        out = torch.empty(pairs, product.size_n, dtype=problem.dtype, device=META)
+        out = torch.empty(num_pairs, product.size_n, dtype=problem.dtype, device=META)
         path.multiply((a, None), product, launch, aligned, out, None, None)
 
     with record_compiles("sm_90") as records:
         multiply(problem.tokens, gemm1_operands(weights, problem), config.gemm1)
-        multiply(pairs, gemm2_operands(weights, problem), config.gemm2)
+        multiply(num_pairs, gemm2_operands(weights, problem), config.gemm2)
     return records
 
 
@@ -70,8 +70,8 @@ def test_small_tiles_compile_without_moves_between_registers(
         assert record.config["BLOCK_M"] == 8
         assert check(record, expect="HMMA") == ()
         assert Counter(record.instructions)["LDGSTS"] > 0
-        # Unpacked values must not be moved between registers. Scales of nvfp4 are moved: Triton 3.6
-        # needs 22 to 61 moves for 16 to 32 products.
+        # PRMT moves bytes between registers, which unpacked values must not need. The scales of
+        # nvfp4 need it: Triton 3.6 emits 22 to 61 PRMTs for 16 to 32 MMAs.
         max_moves = 3 if quant == "nvfp4_w4a16" else 2
         assert record.instructions["PRMT"] <= max_moves * record.instructions["HMMA"]
 

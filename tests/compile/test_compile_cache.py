@@ -1,4 +1,4 @@
-"""Compiled kernels are cached per target and per version of Triton."""
+"""Compiled kernels are cached for each target and each version of Triton."""
 
 import triton
 import triton.language as tl
@@ -9,12 +9,12 @@ from modular_kernel.testing.compile.report import record_compiles
 
 @triton.jit
 def twice_kernel(x_ptr, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    tl.store(x_ptr + at, tl.load(x_ptr + at) * 2)
+    offsets = tl.arange(0, BLOCK)
+    tl.store(x_ptr + offsets, tl.load(x_ptr + offsets) * 2)
 
 
 def test_compiled_kernels_are_cached_per_target() -> None:
-    """The second compilation for sm_80 uses the kernel of the first one."""
+    """The second launch for sm_80 uses the kernel that the first launch compiled."""
     import torch
 
     caches = []
@@ -25,7 +25,7 @@ def test_compiled_kernels_are_cached_per_target() -> None:
         assert record.target == target
         caches.append(twice_kernel.device_caches[f"compile-only {target}"][0])
     assert caches[0] is caches[2]
-    kernels = [next(iter(kept.values())) for kept in caches[:2]]
+    kernels = [next(iter(cached_kernels.values())) for cached_kernels in caches[:2]]
     assert [kernel.metadata.target.arch for kernel in kernels] == [80, 90]
     assert kernels[0].hash != kernels[1].hash
 

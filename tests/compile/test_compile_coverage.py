@@ -1,4 +1,5 @@
 """`mk compile` launches every kernel, or gives a reason for skipping it.
+
 These tests compile nothing.
 """
 
@@ -21,44 +22,44 @@ GLUON = {"grouped_gemm_tma_kernel", "gemv_tma_down_kernel", "gemv_tma_gate_up_ke
 
 
 @pytest.fixture(autouse=True)
-def _record_names_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def record_names_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Record the names of launched kernels instead of compiling them."""
 
-    def recording(launch: Any, driver: Any, records: list[CompileRecord]) -> Any:
+    def make_recording_run(launch: Any, driver: Any, records: list[CompileRecord]) -> Any:
         def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
             name, target = self.fn.__name__, driver.name
             records.append(CompileRecord(name, target, {}, {}, 4, 1, 0, 0, 0, 0, {}, 0.0))
 
         return run
 
-    monkeypatch.setattr(compile_report, "_make_recording_run", recording)
+    monkeypatch.setattr(compile_report, "_make_recording_run", make_recording_run)
 
 
-def jitted_functions() -> dict[str, str]:
-    """Map each jitted function to the text of all kernel files, without its own definition line."""
+def read_jitted_functions() -> dict[str, str]:
+    """Return the source of all kernel files for each jitted function, without its definition."""
     paths = (p for package in PACKAGES for p in (ROOT / package).rglob("kernels/**/*.py"))
-    texts = {p: p.read_text() for p in paths}
+    sources = [path.read_text() for path in paths]
+    all_sources = "\n".join(sources)
     functions = {}
-    for text in texts.values():
-        for node in ast.parse(text).body:
+    for source in sources:
+        for node in ast.parse(source).body:
             decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
             if any(".jit" in ast.unparse(decorator) for decorator in decorators):
                 assert isinstance(node, ast.FunctionDef)
-                all_text = "\n".join(texts.values())
-                functions[node.name] = all_text.replace(f"def {node.name}(", "")
+                functions[node.name] = all_sources.replace(f"def {node.name}(", "")
     return functions
 
 
 def test_kernels_are_listed_and_other_jitted_functions_are_used() -> None:
-    kernels = {name for name in jitted_functions() if name.endswith("_kernel")}
+    kernels = {name for name in read_jitted_functions() if name.endswith("_kernel")}
     assert kernels == set(defined_kernels())
     assert len(kernels) >= 33
     assert kernels >= GLUON
-    for name, other_text in jitted_functions().items():
-        if name not in kernels:  # It is called, or passed to warp_specialize or to a reduction.
-            assert (
-                f"{name}(" in other_text or f"({name}," in other_text or f"{name})" in other_text
-            ), name
+    for name, source in read_jitted_functions().items():
+        if name not in kernels:
+            # The function is called, or passed to warp_specialize or to a reduction.
+            uses = (f"{name}(", f"({name},", f"{name})")
+            assert any(use in source for use in uses), name
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
@@ -67,14 +68,15 @@ def test_every_kernel_is_launched_or_skipped_with_a_reason(target: str) -> None:
     launched_kernels = {row.record.kernel for row in result.rows}
     skipped = {kernel.kernel: kernel.reason for kernel in result.left_out}
     assert launched_kernels | set(skipped) == set(defined_kernels())
-    other_hopper_kernels = {
+    hopper_kernels = {
+        *GLUON,
         "dequantize_kernel",
         "shrink_tiles_kernel",
         "select_expert_tiles_kernel",
+        "grouped_gemm_w4_tma_kernel",
+        "tile_weights_kernel",
     }
-    other_hopper_kernels |= {"grouped_gemm_w4_tma_kernel", "tile_weights_kernel"}
-    reason, hopper = "sm_90 only", {*GLUON, *other_hopper_kernels}
-    expected = {} if target == "sm_90" else dict.fromkeys(hopper, reason)
+    expected = {} if target == "sm_90" else dict.fromkeys(hopper_kernels, "sm_90 only")
     if target == "sm_90":  # tests/compile/test_dequantized_compile.py compiles this kernel.
         expected["select_expert_tiles_kernel"] = "launched only for weights of more than 1 GiB"
     if target == "sm_80":
@@ -101,7 +103,7 @@ def test_name_filter_selects_cases(only: str) -> None:
 
 @pytest.mark.parametrize("only", ["combine_kernel", "gemv_w4"])
 def test_name_filter_selects_kernels(only: str) -> None:
-    """All kernels with this name are compiled, and not only those of some cases."""
+    """All kernels whose names match are compiled, regardless of the case."""
     result = compile_all("sm_90", name_filter=only)
     assert {row.record.kernel for row in result.rows} == set(defined_kernels(only))
     assert not any(only in row.case for row in result.rows)
@@ -113,7 +115,7 @@ def test_skipped_kernel_selected_by_name_has_its_reason() -> None:
     assert skipped.reason == "sm_90 only"
 
 
-# Test files that check the instructions of kernels, if `mk compile` does not check them.
+# For kernels whose instructions `mk compile` does not check, the test file that checks them.
 CHECKED_IN_TESTS = {
     "gemv_tma_down_kernel": "test_kernels_compile.py",
     "gemv_tma_gate_up_kernel": "test_kernels_compile.py",
@@ -128,37 +130,37 @@ CHECKED_IN_TESTS = {
 MATRIX_PRODUCT_FUNCTIONS = {"dot", "dot_scaled", "warpgroup_mma"}
 
 
-def names_used_by_jit_functions() -> dict[str, set[str]]:
-    """Return the names that each jit function uses, by name of the function."""
-    used: dict[str, set[str]] = {}
+def list_names_used() -> dict[str, set[str]]:
+    """Return the names that each jitted function uses, by the name of the function."""
+    names_by_function: dict[str, set[str]] = {}
     paths = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
     for path in paths:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef) and "jit" in ast.unparse(node.decorator_list):  # type: ignore[arg-type]
                 attributes = {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
                 names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-                used.setdefault(node.name, set()).update(attributes, names)
-    return used
+                names_by_function.setdefault(node.name, set()).update(attributes, names)
+    return names_by_function
 
 
 def test_instructions_of_every_matrix_product_are_checked() -> None:
     """New kernels, and kernels with a renamed operand, must be added to CHECKED_IN_TESTS."""
-    used = names_used_by_jit_functions()
+    names_by_function = list_names_used()
 
     def multiplies(name: str, callers: tuple[str, ...] = ()) -> bool:
-        callees = used.get(name, set()) - {name, *callers}
+        callees = names_by_function.get(name, set()) - {name, *callers}
         return bool(callees & MATRIX_PRODUCT_FUNCTIONS) or any(
             multiplies(c, (*callers, name)) for c in callees
         )
 
     kernels = {name: kernel for name, kernel in defined_kernels().items() if multiplies(name)}
-    checked = set()
+    checked_by_mk_compile = set()
     for name, kernel in kernels.items():
         arguments = set(getattr(import_module(kernel.module), name).arg_names)
         if {"BLOCK_M", find_gemm_operand(name)} <= arguments:
-            checked.add(name)
-    assert len(checked) >= 8
-    assert kernels.keys() == checked | CHECKED_IN_TESTS.keys()
-    assert not checked & CHECKED_IN_TESTS.keys()
+            checked_by_mk_compile.add(name)
+    assert len(checked_by_mk_compile) >= 8
+    assert kernels.keys() == checked_by_mk_compile | CHECKED_IN_TESTS.keys()
+    assert not checked_by_mk_compile & CHECKED_IN_TESTS.keys()
     for file in set(CHECKED_IN_TESTS.values()):
         assert "MMA" in (Path(__file__).parent / file).read_text()

@@ -1,4 +1,4 @@
-"""`record_compiles` and `check`: records of kernels compiled without a GPU, and violations."""
+"""`record_compiles` records kernels compiled without a GPU, and `check` lists their violations."""
 
 import pickle
 
@@ -60,7 +60,10 @@ def tile_matmul_kernel(
 
 
 def launch_matmul(block_m, block_n, block_k=64, dtype=torch.bfloat16, device="meta", **options):
-    """Launch the product of a (1024, 512) and the transpose of b (2048, 512)."""
+    """Launch the product of a (S, 512) and b (512, 2S), and return c (S, 2S).
+
+    S is 64 on the CPU, and otherwise 1024. b is the transpose of a contiguous matrix.
+    """
     size = 64 if device == "cpu" else 1024
     a = torch.empty(size, 512, dtype=dtype, device=device)
     b = torch.empty(2 * size, 512, dtype=dtype, device=device).t()
@@ -109,7 +112,7 @@ def test_record_of_a_suitable_tile_passes():
     assert record.shared >= 3 * (64 + 128) * 64 * 2  # bytes of the tiles of three stages
     assert 64 < record.registers <= 255
     assert record.stack == record.spill == record.instructions["LDL"] == 0
-    assert record.instructions["LDGSTS"] > 0  # These copies of 16 bytes need aligned operands.
+    assert record.instructions["LDGSTS"] > 0  # asynchronous copies, which need aligned operands
     assert record.seconds > 0
     assert "BLOCK_N=128" in str(record)
 
@@ -133,7 +136,7 @@ def test_small_tile_lacks_the_warpgroup_instruction():
 
 
 def test_spilled_registers_are_reported():
-    # With 4 warps, 128 x 256 accumulators are 256 registers per thread. A thread has only 255.
+    # With 4 warps, 128 x 256 accumulators need 256 registers per thread, but a thread has only 255.
     record = compile_matmul(128, 256, num_warps=4, num_stages=3)
     assert record.stack > 0
     assert record.instructions["STL"] > 0
@@ -163,20 +166,20 @@ def test_kernels_are_not_run_and_cpu_tensors_are_accepted():
 
 
 def test_instructions_are_counted_lazily():
-    """They can be counted after pickling, too. `repr` and `check` do not count them."""
+    """`repr` and `check` do not count instructions, which can also be counted after pickling."""
     with record_compiles() as records:
         launch_matmul(64, 128, device="meta", num_warps=4)
         launch_matmul(64, 64, device="meta", num_warps=4)
     record, other = records
     assert check(record) == ()
-    originals = repr(record)
-    assert originals != repr(other).replace("'BLOCK_N': 64", "'BLOCK_N': 128")
+    original_repr = repr(record)
+    assert original_repr != repr(other).replace("'BLOCK_N': 64", "'BLOCK_N': 128")
     unpickled = pickle.loads(pickle.dumps(record))
     assert not record.instructions.is_counted
     assert not unpickled.instructions.is_counted
     assert check(record, expect="HGMMA") == ()
     assert record.instructions.is_counted
-    assert repr(record) == repr(unpickled) == originals
+    assert repr(record) == repr(unpickled) == original_repr
     assert unpickled.instructions["HGMMA"] == record.instructions["HGMMA"] > 0
 
 
@@ -193,11 +196,11 @@ def test_arguments_are_specialized_as_on_a_gpu():
     signature = kernel.src.signature
     assert signature["one"] == "constexpr"
     assert (signature["sixteen"], signature["scale"]) == ("i32", "fp32")
-    aligned = {
+    aligned_indices = {
         path[0] for path, attrs in kernel.src.attrs.items() if ["tt.divisibility", 16] in attrs
     }
-    names = [name for i, name in enumerate(signature) if i in aligned]
-    assert names == ["x_ptr", "sixteen"]  # The address of y is not a multiple of 16.
+    aligned_names = [name for i, name in enumerate(signature) if i in aligned_indices]
+    assert aligned_names == ["x_ptr", "sixteen"]  # The address of y is not a multiple of 16.
 
 
 def test_fake_tensors_are_treated_as_aligned():

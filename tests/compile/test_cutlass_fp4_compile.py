@@ -1,5 +1,6 @@
-"""The kernel of CutlassExpertsFP4, compiled for sm_100a without a GPU, has the expected
-instructions and layouts.
+"""The kernel of CutlassExpertsFP4 compiles for sm_100a without a GPU to the expected instructions
+and layouts.
+
 The kernel was never run, because no such GPU was available. These tests need nvidia-cutlass-dsl,
 which the extra `cutlass` installs (330 MB, NVIDIA's license).
 """
@@ -18,7 +19,7 @@ from modular_kernel.quant.scale_layout import scale_offset
 
 pytestmark = pytest.mark.skipif(DSL_MISSING, reason="pip install '.[cutlass]'")
 
-COMPILE = "from experts.cutlass.fp4_gemm import load_kernel; load_kernel()"
+COMPILE_PROGRAM = "from experts.cutlass.fp4_gemm import load_kernel; load_kernel()"
 STAGES, ACCUMULATORS = 6, 2
 TILE, STEP = 128, 256
 MAX_SHARED_BYTES = 227 * 1024
@@ -34,7 +35,7 @@ class CompiledCode:
 @pytest.fixture(scope="module")
 def code(tmp_path_factory: pytest.TempPathFactory) -> CompiledCode:
     folder = tmp_path_factory.mktemp("fp4")
-    compile_to_folder(folder, "sm_100a", COMPILE)
+    compile_to_folder(folder, "sm_100a", COMPILE_PROGRAM)
     (ptx,) = folder.glob("*.ptx")
     return CompiledCode(
         ptx.read_text(), run_cuobjdump(folder, "-sass"), run_cuobjdump(folder, "-res-usage")
@@ -42,10 +43,10 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> CompiledCode:
 
 
 def test_kernel_does_not_spill(code: CompiledCode) -> None:
-    registers, stack, local = map(
+    registers, stack, local_memory = map(
         int, re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", code.resources).groups()
     )
-    assert (stack, local) == (0, 0)
+    assert (stack, local_memory) == (0, 0)
     assert registers <= 65536 // 192
     assert not re.search(r"\b(STL|LDL)\b", code.sass)
 
@@ -83,16 +84,16 @@ def test_each_step_has_the_expected_instructions(code: CompiledCode) -> None:
 
 
 def test_barrier_expects_the_bytes_of_a_step(code: CompiledCode) -> None:
-    values, scales = 2 * TILE * STEP // 2, 2 * TILE * STEP // 16
-    assert constant_argument(code, r"mbarrier\.arrive\.expect_tx\S* \S+, \[%r\d+\], (%r\d+);") == (
-        values + scales
-    )
-    assert constant_argument(
+    value_bytes, scale_bytes = 2 * TILE * STEP // 2, 2 * TILE * STEP // 16
+    assert find_constant_argument(
+        code, r"mbarrier\.arrive\.expect_tx\S* \S+, \[%r\d+\], (%r\d+);"
+    ) == (value_bytes + scale_bytes)
+    assert find_constant_argument(
         code, r"cp\.async\.bulk\.shared::cluster\S* \[%r\d+\], \[%rd\d+\], (%r\d+)"
-    ) == (scales // 2)
+    ) == (scale_bytes // 2)
 
 
-def constant_argument(code: CompiledCode, pattern: str) -> int:
+def find_constant_argument(code: CompiledCode, pattern: str) -> int:
     """Return the constant in the register that the first match of `pattern` captures."""
     register = re.search(pattern, code.ptx)[1]
     return int(re.search(rf"mov\.b32 \t{re.escape(register)}, (\d+);", code.ptx)[1])
@@ -110,29 +111,31 @@ def test_instruction_descriptor_has_the_tile_and_dtypes(code: CompiledCode) -> N
 
 def test_tensor_memory_contains_accumulators_and_scales(code: CompiledCode) -> None:
     """Two accumulator tiles are followed by the scales of rows and those of weights."""
-    product = r"tcgen05\.mma\S+ \[%r\d+\], \S+ \S+ \S+ \[(%r\d+)\], \[(%r\d+)\]"
+    mma = r"tcgen05\.mma\S+ \[%r\d+\], \S+ \S+ \S+ \[(%r\d+)\], \[(%r\d+)\]"
     offsets = dict(re.findall(r"add\.s32 \t(%r\d+), %r\d+, (\d+);", code.ptx))
-    pairs = [(int(offsets[a]), int(offsets[b])) for a, b in re.findall(product, code.ptx)]
+    scale_columns = [(int(offsets[a]), int(offsets[b])) for a, b in re.findall(mma, code.ptx)]
     first_scale_column = ACCUMULATORS * TILE
-    assert pairs == [
+    assert scale_columns == [
         (first_scale_column + 4 * k, first_scale_column + 16 + 4 * k) for k in range(4)
     ]
     allocated = re.search(r"tcgen05\.alloc\S*\s+\S+ (%r\d+);", code.ptx)[1]
     columns = int(re.search(rf"mov\.b32 \t{allocated}, (\d+);", code.ptx)[1])
-    assert pairs[-1][1] + 4 <= columns == 512
+    assert scale_columns[-1][1] + 4 <= columns == 512
 
 
 def test_rings_in_shared_memory_are_aligned_and_fit(code: CompiledCode) -> None:
-    """The rings of values and scales fit, and are aligned to a swizzle period."""
-    first = [int(n) for n in re.findall(r"\[%r\d+\+(\d+)\], \[%rd\d+, \{", code.ptx)]
-    assert len(first) == 2
-    assert all(offset % 1024 == 0 for offset in first)
-    ring = STAGES * TILE * STEP // 2
-    assert first[1] - first[0] >= ring
-    assert first[1] + ring + 2 * STAGES * 2048 <= MAX_SHARED_BYTES
+    """The ring buffers of values are aligned to a swizzle period of 1024 bytes, and fit together
+    with those of scales.
+    """
+    offsets = [int(n) for n in re.findall(r"\[%r\d+\+(\d+)\], \[%rd\d+, \{", code.ptx)]
+    assert len(offsets) == 2
+    assert all(offset % 1024 == 0 for offset in offsets)
+    ring_bytes = STAGES * TILE * STEP // 2
+    assert offsets[1] - offsets[0] >= ring_bytes
+    assert offsets[1] + ring_bytes + 2 * STAGES * 2048 <= MAX_SHARED_BYTES
 
 
-LAYOUT = """
+LAYOUT_PROGRAM = """
 import cutlass
 from cutlass import cute
 from cutlass.utils.blockscaled_layout import tile_atom_to_shape_SF
@@ -149,7 +152,7 @@ cute.compile(print_layout)
 
 
 def test_scale_offset_equals_the_layout_of_the_dsl(tmp_path: Path) -> None:
-    (tmp_path / "layout.py").write_text(LAYOUT)  # The DSL reads the source from this file.
+    (tmp_path / "layout.py").write_text(LAYOUT_PROGRAM)  # The DSL reads the source from this file.
     command = [sys.executable, str(tmp_path / "layout.py")]
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     layout = [tuple(map(int, line.split())) for line in result.stdout.splitlines() if line]

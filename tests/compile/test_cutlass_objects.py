@@ -1,4 +1,5 @@
 """CuTe DSL kernels that are compiled ahead of time are loaded by another process.
+
 The results of loaded kernels are tested on a GPU. These tests need nvidia-cutlass-dsl.
 """
 
@@ -12,56 +13,59 @@ from cutlass_code import DSL_MISSING
 
 pytestmark = pytest.mark.skipif(DSL_MISSING, reason="pip install '.[cutlass]'")
 
-# A call without arguments raises a TypeError that names all arguments of a loaded kernel. Kernels
-# that are compiled in the same process need a GPU for this.
-COUNT_COMPILATIONS = """
+# Prints the number of compilations and, if the kernel was loaded, its arguments. A call of a loaded
+# kernel without arguments raises a TypeError that names them. A kernel that was compiled in the
+# same process is not called, because the call would need a GPU.
+COUNT_COMPILATIONS_PROGRAM = """
 import sys
 from cutlass import cute
 from experts.cutlass import block_gemm, fp4_gemm
 
-compiled, real = [], cute.compile
+num_compilations, cute_compile = 0, cute.compile
 
-def counted(*given, **options):
-    compiled.append(given)
-    return real(*given, **options)
+def compile_and_count(*args, **kwargs):
+    global num_compilations
+    num_compilations += 1
+    return cute_compile(*args, **kwargs)
 
-cute.compile = counted
-which = sys.argv[1]
-kernel = fp4_gemm.load_kernel() if which == "fp4" else block_gemm.load_kernel(which == "gated")
-print(len(compiled))
+cute.compile = compile_and_count
+name = sys.argv[1]
+kernel = fp4_gemm.load_kernel() if name == "fp4" else block_gemm.load_kernel(name == "gated")
+print(num_compilations)
 try:
-    compiled or kernel()
+    num_compilations or kernel()
 except TypeError as error:
     print(error)
 """
 
-TENSORS = {
+ARGUMENTS_BY_KERNEL = {
     "gated": ["a", "b", "a_scale", "b_scale", "out", "out_scale", "tiles"],
     "fp4": ["a", "b", "a_scale", "b_scale", "factors", "out", "tiles"],
 }
 
 
 def count_compilations(kernel_name: str, cache: Path) -> str:
-    """Load a kernel in another process with this cache. Return the number of compilations, and the
-    arguments of a loaded kernel.
+    """Load a kernel in another process with this cache.
+
+    Returns the number of compilations and, if the kernel was not compiled, its arguments.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MK_CACHE_DIR", str(cache))
         # Without a GPU, the DSL does not know the architecture.
         patch.setenv("CUTE_DSL_ARCH", "sm_100a" if kernel_name == "fp4" else "sm_90a")
-        return run_python("-c", COUNT_COMPILATIONS, kernel_name)
+        return run_python("-c", COUNT_COMPILATIONS_PROGRAM, kernel_name)
 
 
-def run_python(*words: str) -> str:
+def run_python(*args: str) -> str:
     result = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, check=True, timeout=300
+        [sys.executable, *args], capture_output=True, text=True, check=True, timeout=300
     )
     return result.stdout.strip()
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a cache folder with the objects of all kernels."""
+    """Compile all kernels to a new cache folder, and return the folder."""
     folder = tmp_path_factory.mktemp("objects")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MK_CACHE_DIR", str(folder))
@@ -80,12 +84,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_compiled_objects_are_loaded_by_another_process(
     cache: Path, kernel_name: str, tmp_path: Path
 ) -> None:
-    loaded, compiled = (
-        count_compilations(kernel_name, cache),
-        count_compilations(kernel_name, tmp_path),
-    )
-    assert (loaded[0], compiled) == ("0", "1")
-    assert re.findall(r"(\w+): Tensor\(", loaded) == TENSORS[kernel_name]
+    with_cache = count_compilations(kernel_name, cache)
+    without_cache = count_compilations(kernel_name, tmp_path)
+    assert (with_cache[0], without_cache) == ("0", "1")
+    assert re.findall(r"(\w+): Tensor\(", with_cache) == ARGUMENTS_BY_KERNEL[kernel_name]
     assert list(tmp_path.rglob("*.o")) == []  # Kernels compiled at run time are not cached.
 
 

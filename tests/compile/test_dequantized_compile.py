@@ -1,4 +1,4 @@
-"""Launches of the dequantized path compile for sm_90: wide loads and stores, no spills."""
+"""Launches of the dequantized path compile for sm_90 without violations, and GEMMs use HGMMA."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ BASE = Problem(
 DEVICE = Device("sm_90", tma=True)
 
 
-@pytest.mark.parametrize("at_once", [4, 3])
+@pytest.mark.parametrize("experts_per_chunk", [4, 3])
 @pytest.mark.parametrize(
     "change",
     [
@@ -36,14 +36,14 @@ DEVICE = Device("sm_90", tma=True)
     ids=str,
 )
 def test_launches_compile_without_violations(
-    change: dict[str, object], at_once: int, monkeypatch: pytest.MonkeyPatch
+    change: dict[str, object], experts_per_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = replace(BASE, **change)
     assert dequantized_config.supports(problem, DEVICE)
-    monkeypatch.setattr(dequantized_config, "experts_per_chunk", lambda p: at_once)
+    monkeypatch.setattr(dequantized_config, "experts_per_chunk", lambda p: experts_per_chunk)
     path, tiles = DequantizedPath(problem), dequantized_config.default_config(problem)
     records = launches_of(path, problem, tiles)
-    num_chunks = -(-4 // at_once)
+    num_chunks = -(-4 // experts_per_chunk)
     names = [record.kernel for record in records]
     assert names.count("dequantize_kernel") == 2 * num_chunks
     assert ("select_expert_tiles_kernel" in names) == (num_chunks > 1)

@@ -1,4 +1,4 @@
-"""Kernels of exchanges with fixed capacity have a barrier between loads and stores of counters."""
+"""Kernels of exchanges with fixed capacity update the digest of the call order behind a barrier."""
 
 import re
 from typing import Any
@@ -22,22 +22,22 @@ _DIGEST_LOAD_AND_STORE = re.compile(
 def test_barrier_separates_loads_and_stores_of_the_call_order(
     has_single_block: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All warps must load the old digest of the call order before one stores the new digest."""
-    ptx: list[str] = []
+    """All warps must load the old digest of the call order before any warp stores the new one."""
+    ptx_sources: list[str] = []
     run = JITFunction.run
 
     def run_and_record(self: Any, *args: Any, **kwargs: Any) -> Any:
         compiled = run(self, *args, **kwargs)
         if self.fn.__name__ == "fill_blocks_kernel":
-            ptx.append(compiled.asm["ptx"])
+            ptx_sources.append(compiled.asm["ptx"])
         return compiled
 
     monkeypatch.setattr(JITFunction, "run", run_and_record)
     problem = Problem(64, 256, 128, experts=16, top_k=2, parallel=Parallel(16))
     with record_compiles("sm_90"):
         launch_all(problem, has_single_block=has_single_block)
-    assert len(ptx) == 3
-    for code in ptx:
-        match = _DIGEST_LOAD_AND_STORE.search(code)
+    assert len(ptx_sources) == 3
+    for ptx in ptx_sources:
+        match = _DIGEST_LOAD_AND_STORE.search(ptx)
         assert match is not None
         assert "bar.sync" in match["between"] + match["before_store"]

@@ -1,4 +1,4 @@
-"""Launches of the gemv path compile for sm_90: wide loads, no tensor cores, no spills."""
+"""Launches of the gemv path compile for sm_90 without spills, and do not use tensor cores."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ BASE = Problem(tokens=2, hidden=256, intermediate=512, experts=9, top_k=8)
 
 
 def compile_gemms(problem: Problem, target: str = "sm_90") -> list[CompileRecord]:
-    """Return the records of both launches of a call."""
+    """Compile both launches of a call, and return their records."""
     return launches_of(
         GemvPath(problem), problem, gemv_config.default_config(problem), target=target
     )

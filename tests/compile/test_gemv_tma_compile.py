@@ -20,7 +20,10 @@ BASE = Problem(
 
 
 def compile_call(problem: Problem, *, quantized_input: bool = False) -> list[CompileRecord]:
-    """Return the records of all launches of a call. given: whether x is already quantized."""
+    """Compile all launches of a call, and return their records.
+
+    quantized_input: whether x is already quantized.
+    """
     assert gemv_tma_config.supports(problem, DEVICE)
     path, tiles = GemvTmaPath(problem), gemv_tma_config.default_config(problem, DEVICE)
     if not quantized_input:
@@ -54,4 +57,4 @@ def test_launches_compile_without_violations(quant: str, change: dict[str, objec
     for record in records:
         assert check(record, "QGMMA") == ()
         assert record.instructions["UTMALDG"] > 0
-        assert record.instructions["FFMA"] < 200  # Weights are multiplied only by MMAs.
+        assert record.instructions["FFMA"] < 200  # Only MMAs multiply weights.

@@ -1,4 +1,4 @@
-"""Launches of the gemv_w4 path compile for sm_90: operands stay in registers, no spills."""
+"""Launches of the gemv_w4 path compile for sm_90 without spills, and keep operands in registers."""
 
 from dataclasses import replace
 
@@ -23,13 +23,16 @@ GPT_OSS = Problem(
 )  # fmt: skip
 MODELS = {"mixtral": MIXTRAL, "deepseek": DEEPSEEK, "qwen3": QWEN3, "gpt-oss": GPT_OSS}
 REPACKED = "mxfp4_w4a16:repacked=true"
-# The bytes for the sums of the warps. More shared memory means that operands are exchanged, too.
+# The bytes for the partial sums of warps. With more shared memory, warps would exchange operands,
+# too.
 MAX_SHARED_BYTES = 4096
 
 
-def compile_gemms(problem: Problem, pair: MoEConfig, target: str = "sm_90") -> list[CompileRecord]:
-    """Return the records of both launches of a call."""
-    return launches_of(GemvW4Path(problem), problem, pair, target=target)
+def compile_gemms(
+    problem: Problem, config: MoEConfig, target: str = "sm_90"
+) -> list[CompileRecord]:
+    """Compile both launches of a call, and return their records."""
+    return launches_of(GemvW4Path(problem), problem, config, target=target)
 
 
 @pytest.mark.share(6)
@@ -54,7 +57,7 @@ def test_default_launches_compile_without_violations(quant: str, model: Problem)
     ["int4_w4a16_group", "int4_w4a16_group:zero_points=true", "mxfp4_w4a16", REPACKED],
 )
 def test_warps_exchange_only_partial_sums(quant: str) -> None:
-    """An earlier version also exchanged ids, which took five barriers."""
+    """STS instructions store to shared memory. If warps exchanged ids, too, there would be more."""
     problem = replace(QWEN3, quant=quant, tokens=1)
     _, down = compile_gemms(problem, gemv_w4_config.default_config(problem))
     assert 0 < down.instructions["STS"] <= 3
@@ -65,7 +68,7 @@ def test_warps_exchange_only_partial_sums(quant: str) -> None:
     ["int4_w4a16_group", "int4_w4a16_group:zero_points=true", "mxfp4_w4a16", REPACKED],
 )
 def test_unpacked_weights_are_not_moved_between_registers(quant: str) -> None:
-    """An earlier version had six moves for each MMA. Moves of ids and sums remain."""
+    """Only ids and sums are moved. If weights were, there would be about six moves for each MMA."""
     for model in (QWEN3, GPT_OSS):
         problem = replace(model, quant=quant, tokens=1)
         up, down = compile_gemms(problem, gemv_w4_config.default_config(problem))
@@ -76,13 +79,13 @@ def test_unpacked_weights_are_not_moved_between_registers(quant: str) -> None:
 @pytest.mark.parametrize("quant", ["int4_w4a16_group:zero_points=true", "mxfp4_w4a16", REPACKED])
 def test_launches_for_more_tokens_compile_without_violations(quant: str) -> None:
     problem = replace(QWEN3, quant=quant)
-    numbers = range(1, gemv_w4_config.max_tokens(problem) + 1)
     tokens_by_config = {
-        gemv_w4_config.default_config(problem, tokens): tokens for tokens in numbers
+        gemv_w4_config.default_config(problem, tokens): tokens
+        for tokens in range(1, gemv_w4_config.max_tokens(problem) + 1)
     }
     assert len(tokens_by_config) > 1
-    for pair, tokens in tokens_by_config.items():
-        for record in compile_gemms(replace(QWEN3, quant=quant, tokens=tokens), pair):
+    for config, tokens in tokens_by_config.items():
+        for record in compile_gemms(replace(QWEN3, quant=quant, tokens=tokens), config):
             assert check(record, expect="HMMA", max_shared=MAX_SHARED_BYTES) == ()
 
 

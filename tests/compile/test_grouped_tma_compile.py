@@ -1,6 +1,6 @@
-"""Launches of the grouped_tma path compile for sm_90: TMA, warpgroup MMAs, no spills.
+"""Launches of the grouped_tma path compile for sm_90 without spills, with TMA and warpgroup MMAs.
 
-If GEMM 1 gathers rows, no launch moves tokens, and rows are copied by cp.async.
+If GEMM 1 gathers rows of tokens, it copies them by cp.async, and no launch permutes tokens.
 """
 
 from dataclasses import replace
@@ -23,7 +23,7 @@ DEVICE = Device("sm_90", tma=True)
 
 
 def compile_call(problem: Problem, tiles: MoEConfig) -> list[CompileRecord]:
-    """Return the records of all launches of a call, including the quantization of tokens."""
+    """Compile all launches of a call, including the quantization of x, and return their records."""
     assert grouped_tma_config.supports(problem, DEVICE)
     path, scheme = GroupedTmaPath(problem), problem.scheme
     if not scheme.quantized:
@@ -68,21 +68,21 @@ def test_launches_compile_without_violations(change: dict[str, object]) -> None:
     problem = replace(BASE, **change)
     quantized = problem.scheme.quantized
     records = compile_call(problem, grouped_tma_config.default_config(problem))
-    products = [r for r in records if r.kernel == "grouped_gemm_tma_kernel"]
-    assert len(products) == 2
+    gemm_records = [r for r in records if r.kernel == "grouped_gemm_tma_kernel"]
+    assert len(gemm_records) == 2
     for record in records:
         assert check(record) == ()
-    for record in products:
+    for record in gemm_records:
         assert check(record, "QGMMA" if quantized else "HGMMA") == ()
     gathers = grouped_tma_config.gathers_tokens(problem)
     permutes = [r for r in records if r.kernel == "permute_tokens_kernel"]
     assert len(permutes) == (not gathers)
-    boxes = [r.instructions["UTMALDG"] for r in products]
-    assert boxes == [2 if gathers else 3, 3]  # two loads of weights, and one of rows
-    copies = [r.instructions["LDGSTS"] for r in products]
-    # Each warpgroup has 4 copies for a step of 64 rows. There are STAGES - 1 steps before the first
-    # tile, and two loops.
-    assert copies == [2 * 4 * (products[0].config["STAGES"] - 1 + 2) if gathers else 0, 0]
+    tma_loads = [r.instructions["UTMALDG"] for r in gemm_records]
+    assert tma_loads == [2 if gathers else 3, 3]  # two loads of weights, and one of rows
+    cp_asyncs = [r.instructions["LDGSTS"] for r in gemm_records]
+    # Each of two warpgroups copies its 64 rows of a step by 4 instructions. The code has STAGES - 1
+    # steps before the first tile, and one step in each of two loops.
+    assert cp_asyncs == [2 * 4 * (gemm_records[0].config["STAGES"] - 1 + 2) if gathers else 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -102,9 +102,9 @@ def test_outputs_are_stored_by_stmatrix_and_tma(change: dict[str, object]) -> No
     records = compile_call(problem, grouped_tma_config.default_config(problem))
     for record in (r for r in records if r.kernel == "grouped_gemm_tma_kernel"):
         # If gate and up rows alternate, a warpgroup has one store, and otherwise two.
-        alternates = record.config["GATED"] and record.config["GATE_STRIDE"] == 1
-        boxes = 1 if alternates else 2
-        assert record.instructions["UTMASTG"] >= 2 * boxes
+        is_interleaved = record.config["GATED"] and record.config["GATE_STRIDE"] == 1
+        num_stores = 1 if is_interleaved else 2
+        assert record.instructions["UTMASTG"] >= 2 * num_stores
         assert record.instructions["STS"] <= 4
 
 
@@ -113,17 +113,17 @@ def test_mmas_of_two_steps_overlap(hidden: int) -> None:
     """Each warpgroup has a loop over two steps, and code for a remaining single step."""
     problem = replace(BASE, hidden=hidden, quant="fp8_w8a8_block")
     records = compile_call(problem, grouped_tma_config.default_config(problem))
-    products = [r for r in records if r.kernel == "grouped_gemm_tma_kernel"]
-    assert [r.instructions["QGMMA"] for r in products] == [2 * 3 * 4, 2 * 3 * 4]
+    gemm_records = [r for r in records if r.kernel == "grouped_gemm_tma_kernel"]
+    assert [r.instructions["QGMMA"] for r in gemm_records] == [2 * 3 * 4, 2 * 3 * 4]
 
 
 def test_wide_tiles_with_block_scales_spill() -> None:
-    """This is why such tiles are refused."""
+    """Such tiles are refused because they spill."""
     problem = replace(BASE, quant="fp8_w8a8_block")
     wide_tiles = MoEConfig(
         LaunchConfig(128, 128, 128, 8, 4, 4), LaunchConfig(128, 256, 128, 8, 4, 4), "permuted"
     )
-    products = [
+    gemm_records = [
         r for r in compile_call(problem, wide_tiles) if r.kernel == "grouped_gemm_tma_kernel"
     ]
-    assert all(record.stack > 0 for record in products)
+    assert all(record.stack > 0 for record in gemm_records)

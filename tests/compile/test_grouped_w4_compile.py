@@ -1,4 +1,5 @@
 """Launches of the grouped_w4 path compile for sm_90, and its MMAs read weights from registers.
+
 In the loop with the MMAs, packed weights and scales are loaded as vectors, nothing is stored to
 shared memory, and the assembler does not serialize the MMAs.
 """
@@ -27,12 +28,14 @@ BASE = Problem(
     quant="mxfp4_w4a16",
 )  # fmt: skip
 DEVICE = Device("sm_90", tma=True)
-_LINE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[0-9T]+\s+)?([A-Z][A-Z0-9.]*)([^;]*);")
+_INSTRUCTION = re.compile(
+    r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[0-9T]+\s+)?([A-Z][A-Z0-9.]*)([^;]*);"
+)
 _LABEL = re.compile(r"^(\.L_x_\d+):")
 
 
 @pytest.mark.parametrize("rows", [32, 64, 128])
-@pytest.mark.parametrize("at_once", [4, 3])
+@pytest.mark.parametrize("experts_per_chunk", [4, 3])
 @pytest.mark.parametrize(
     "change",
     [
@@ -46,14 +49,14 @@ _LABEL = re.compile(r"^(\.L_x_\d+):")
     ids=str,
 )
 def test_launches_compile_without_violations(
-    change: dict[str, object], at_once: int, rows: int, monkeypatch: pytest.MonkeyPatch
+    change: dict[str, object], experts_per_chunk: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = replace(BASE, **change)  # type: ignore[arg-type]
     assert grouped_w4_config.supports(problem, DEVICE)
-    monkeypatch.setattr(grouped_w4_config, "experts_per_chunk", lambda p: at_once)
+    monkeypatch.setattr(grouped_w4_config, "experts_per_chunk", lambda p: experts_per_chunk)
     tiles = grouped_w4_config.default_config(problem, rows)
     records = launches_of(GroupedW4Path(problem), problem, tiles)
-    num_chunks = -(-4 // at_once)
+    num_chunks = -(-4 // experts_per_chunk)
     names = Counter(record.kernel for record in records)
     assert names["tile_weights_kernel"] == names["grouped_gemm_w4_tma_kernel"] == 2 * num_chunks
     assert names["select_expert_tiles_kernel"] == (2 * num_chunks if num_chunks > 1 else 0)
@@ -72,12 +75,12 @@ def test_launches_compile_without_violations(
             )
 
 
-def mma_loops(cubin: bytes) -> list[list[tuple[str, str]]]:
+def find_mma_loops(cubin: bytes) -> list[list[tuple[str, str]]]:
     """Return the instructions and operands of the innermost loops with MMAs."""
-    all_loops, labels, code = [], {}, []
+    mma_loops, labels, code = [], {}, []
     disassembly = report._run_tool(triton.knobs.nvidia.nvdisasm.path, "-ndf", "-c", cubin=cubin)
     for line in disassembly.splitlines():
-        label, instruction = _LABEL.match(line.strip()), _LINE.match(line)
+        label, instruction = _LABEL.match(line.strip()), _INSTRUCTION.match(line)
         if label:
             labels[label[1]] = len(code)
         elif instruction:
@@ -86,11 +89,11 @@ def mma_loops(cubin: bytes) -> list[list[tuple[str, str]]]:
         target = re.search(r"\.L_x_\d+", operands)
         if name == "BRA" and target and labels.get(target[0], index) < index:
             body = code[labels[target[0]] : index]
-            steps = sum(name.startswith("HGMMA") for name, _ in body)
-            if steps == 8 and not any(n == "EXIT" for n, _ in body):
-                all_loops.append(body)
-    shortest = min(map(len, all_loops), default=0)
-    return [body for body in all_loops if len(body) < 1.5 * shortest]
+            num_mmas = sum(name.startswith("HGMMA") for name, _ in body)
+            if num_mmas == 8 and not any(n == "EXIT" for n, _ in body):
+                mma_loops.append(body)
+    min_length = min(map(len, mma_loops), default=0)
+    return [body for body in mma_loops if len(body) < 1.5 * min_length]
 
 
 @pytest.mark.parametrize("rows", [32, 64, 128])
@@ -135,14 +138,14 @@ def test_mmas_read_weights_from_registers(
         stored._make_weight_specs.cache_clear()
     assert len(cubins) == 2
     for cubin in cubins:
-        loops = mma_loops(cubin)
-        assert len(loops) == 4  # for whole and half tiles, and for both warpgroups
+        loops = find_mma_loops(cubin)
+        assert len(loops) == 4  # for full and half tiles of each of two warpgroups
         for body in loops:
             counts = Counter(name.split(".")[0] for name, _ in body)
             assert not {"STS", "STSM", "STL", "LDL", "SHFL", "STG", "LDG"} & set(counts)
             assert counts["LDS"] == num_loads
             assert len(body) <= max_instructions
-            # The left operand is in registers, and only the right one is a descriptor.
+            # The left operand is in registers, and only the right operand is a descriptor.
             assert all(
                 re.search(r" R\d+, R\d+, gdesc", operands)
                 for name, operands in body

@@ -37,19 +37,20 @@ def test_no_kernel_is_skipped_without_a_reason(compiled: CompileResult) -> None:
 
 
 def test_gemms_use_the_expected_instructions(rows: tuple[CompiledRow, ...]) -> None:
-    # Disassembling a kernel takes 0.25 s, so only one launch is checked for each key of this table.
+    # Disassembly of a kernel takes 0.25 s, so only one launch is checked for each key.
     launches = {
         (r.kernel, r.dtypes[operand], r.config["INPUT_PRECISION"], r.config["BLOCK_M"]): r
         for r in (row.record for row in rows)
         if (operand := find_gemm_operand(r.kernel)) is not None
         and {"BLOCK_M", "INPUT_PRECISION"} <= r.config.keys()
     }
-    used = {key[1:] for key, record in launches.items() if record.instructions["HGMMA"]}
-    assert {("bf16", "ieee", 64), ("bf16", "ieee", 128), ("fp16", "ieee", 128)} <= used
-    assert ("fp32", "tf32", 64) in used
-    assert not any(precision == "ieee" for dtype, precision, _ in used if dtype == "fp32")
-    gluon = {name: [r.record for r in rows if r.record.kernel == name] for name in GLUON}
-    assert all(r.instructions["UTMALDG"] for records in gluon.values() for r in records)
-    assert any(r.instructions["HGMMA"] for r in gluon["grouped_gemm_tma_kernel"])
-    assert any(r.instructions["QGMMA"] for r in gluon["grouped_gemm_tma_kernel"])
-    assert all(r.instructions["QGMMA"] for name in GLUON[1:] for r in gluon[name])
+    with_hgmma = {key[1:] for key, record in launches.items() if record.instructions["HGMMA"]}
+    assert {("bf16", "ieee", 64), ("bf16", "ieee", 128), ("fp16", "ieee", 128)} <= with_hgmma
+    assert ("fp32", "tf32", 64) in with_hgmma
+    assert not any(precision == "ieee" for dtype, precision, _ in with_hgmma if dtype == "fp32")
+    gluon_records = {name: [r.record for r in rows if r.record.kernel == name] for name in GLUON}
+    assert all(r.instructions["UTMALDG"] for records in gluon_records.values() for r in records)
+    grouped_gemm_records = gluon_records["grouped_gemm_tma_kernel"]
+    assert any(r.instructions["HGMMA"] for r in grouped_gemm_records)
+    assert any(r.instructions["QGMMA"] for r in grouped_gemm_records)
+    assert all(r.instructions["QGMMA"] for name in GLUON[1:] for r in gluon_records[name])

@@ -1,4 +1,4 @@
-"""Kernels of run_moe_lora compile for sm_90: no spills, and MMAs."""
+"""Kernels of run_moe_lora compile for sm_90 without spills, and use MMAs for 16-bit dtypes."""
 
 import pytest
 import torch
@@ -23,6 +23,6 @@ def test_kernels_compile_without_violations(dtype: torch.dtype, max_rank: int, t
         launch_all(dtype, max_rank, top_k=top_k)
     assert [record.kernel for record in records] == KERNELS
     for record in records:
-        products = dtype is torch.bfloat16 and record.kernel != "moe_lora_fused_kernel"
-        assert check(record, "HMMA" if products else None) == ()
+        uses_mmas = dtype is torch.bfloat16 and record.kernel != "moe_lora_fused_kernel"
+        assert check(record, "HMMA" if uses_mmas else None) == ()
         assert record.shared <= 64 << 10

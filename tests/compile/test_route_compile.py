@@ -21,7 +21,7 @@ VARIANTS = (
 )
 
 
-def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def make_meta_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -31,13 +31,14 @@ def test_route_compiles_without_spills(
     spec: RouterSpec, experts: int, tokens: int, dtype: torch.dtype
 ) -> None:
     columns = spec.columns(experts)
-    bias = empty(columns) if spec.selection_bias else None
-    ids = torch.int32 if dtype == torch.float32 else torch.int64
-    table = empty(100, spec.top_k, dtype=ids) if spec.table else None
-    token_ids = empty(tokens, dtype=ids) if spec.table else None
-    logits = empty(tokens, columns, dtype=dtype)
+    bias = make_meta_tensor(columns) if spec.selection_bias else None
+    ids_dtype = torch.int32 if dtype == torch.float32 else torch.int64
+    table = make_meta_tensor(100, spec.top_k, dtype=ids_dtype) if spec.table else None
+    token_ids = make_meta_tensor(tokens, dtype=ids_dtype) if spec.table else None
+    logits = make_meta_tensor(tokens, columns, dtype=dtype)
     with record_compiles("sm_90") as records:
-        route(logits, spec, RouterTensors(bias, table), token_ids_T=token_ids, ids_dtype=ids)
+        tensors = RouterTensors(bias, table)
+        route(logits, spec, tensors, token_ids_T=token_ids, ids_dtype=ids_dtype)
     (record,) = records
     assert (record.kernel, check(record)) == ("route_kernel", ())
     assert record.registers <= 128

@@ -6,7 +6,7 @@ import pytest
 import triton
 
 from modular_kernel import Problem
-from modular_kernel.replay.launch import triton_versions as compat
+from modular_kernel.replay.launch import triton_versions
 from modular_kernel.testing.compile.report import check, record_compiles
 from prepare_finalize.symm_mem import launch as symm_launch
 from prepare_finalize.symm_mem.compile_cases import launch_all, problems
@@ -32,11 +32,11 @@ def test_dispatch_and_combine_compile_without_spills(problem: Problem) -> None:
 def test_dispatch_sets_the_occupancy_from_triton_3_9_on(
     release: str, sets_occupancy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without this option, Triton 3.9 spills registers. Older releases compile without it."""
+    """Without the option, Triton 3.9 spills registers. Older releases do not need it."""
     launches: list[dict[str, Any]] = []
     monkeypatch.setattr(symm_launch, "launch", lambda *_, **kwargs: launches.append(kwargs))
-    monkeypatch.setattr(compat, "RELEASE", release)
-    with record_compiles():  # This replaces the CUDA driver.
+    monkeypatch.setattr(triton_versions, "RELEASE", release)
+    with record_compiles():  # replaces the CUDA driver
         launch_all(problems()[0])
     expected = "--minnctapersm=4" if sets_occupancy else None
     options = [launch.get("ptx_options") for launch in launches]
@@ -44,6 +44,8 @@ def test_dispatch_sets_the_occupancy_from_triton_3_9_on(
 
 
 def test_ptx_options_of_the_environment_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "RELEASE", "3.9")
+    monkeypatch.setattr(triton_versions, "RELEASE", "3.9")
     monkeypatch.setattr(triton.knobs.nvidia, "ptxas_options", "--verbose")
-    assert compat.make_occupancy_options(2) == {"ptx_options": "--verbose --minnctapersm=2"}
+    assert triton_versions.make_occupancy_options(2) == {
+        "ptx_options": "--verbose --minnctapersm=2"
+    }

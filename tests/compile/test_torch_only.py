@@ -1,4 +1,4 @@
-"""Without a GPU and without Triton's interpreter, parts run their references in plain torch."""
+"""Without a GPU and Triton's interpreter, parts run their references in torch operations."""
 
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ from modular_kernel.testing.random_inputs import random_inputs
 from modular_kernel.testing.verify.one_process import prove
 
 
-def _pairing_and_scheme(case: Case) -> tuple[str, str, str]:
+def get_pairing_and_scheme(case: Case) -> tuple[str, str, str]:
     return case.prepare_finalize, case.experts, case.problem.scheme.name
 
 
@@ -31,7 +31,7 @@ FULL = [case for pair in PAIRS for case in cases_for(*pair, MACHINE, "full").cas
 QUANTIZED = [
     case
     for (*_, quant), cases in groupby(
-        sorted(FULL, key=_pairing_and_scheme), key=_pairing_and_scheme
+        sorted(FULL, key=get_pairing_and_scheme), key=get_pairing_and_scheme
     )
     if quant != "none"
     for case in islice(cases, 2)
@@ -87,9 +87,9 @@ def test_torch_only_option_proves_the_same_cases(capsys: pytest.CaptureFixture[s
     assert record["ok"]
     assert record["machine"]["interpreter"] is False
     assert record["pairs"][0]["cases"] == 1
-    refused = mk("test", "--torch-only", *torch_pair[:3], "BatchedTritonExperts")
-    assert refused.code == 1
-    assert "Triton's CPU interpreter" in refused.out + refused.err
+    result = mk("test", "--torch-only", *torch_pair[:3], "BatchedTritonExperts")
+    assert result.code == 1
+    assert "Triton's CPU interpreter" in result.out + result.err
     assert mk("test", "--torch-only", "--world-size", "2").code == 2
 
 

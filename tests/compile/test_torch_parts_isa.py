@@ -1,4 +1,5 @@
-"""Parts in plain torch with the current CPU instruction set, which affects products of oneDNN.
+"""Torch parts are correct with the CPU's instruction set, which affects oneDNN's products.
+
 `make test-isa` runs this file for every instruction set of the machine that oneDNN can use.
 """
 
@@ -23,12 +24,12 @@ def test_case_is_proven(case: Case) -> None:
 @pytest.mark.parametrize("nonfinite", [float("nan"), float("inf")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_nonfinite_row_does_not_affect_other_rows(dtype: torch.dtype, nonfinite: float) -> None:
-    """With plain `@`, NaN or infinity in one row changes other rows on a CPU with AMX."""
+    """With torch's `@` on a CPU with AMX, NaN or infinity in one row would change other rows."""
     for rows in (2, 7, 17, 33, 65):
         for depth in (7, 16, 33, 40, 80, 136):
             a, b = torch.ones(rows, depth, dtype=dtype), torch.ones(depth, 80, dtype=dtype)
             for row in {0, rows // 2, rows - 1}:
-                changed = a.clone()
-                changed[row] = nonfinite
-                finite = torch.isfinite(matmul(changed, b)).all(1)
-                assert (~finite).nonzero().flatten().tolist() == [row]
+                a_with_nonfinite_row = a.clone()
+                a_with_nonfinite_row[row] = nonfinite
+                is_finite = torch.isfinite(matmul(a_with_nonfinite_row, b)).all(1)
+                assert (~is_finite).nonzero().flatten().tolist() == [row]

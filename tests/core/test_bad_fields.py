@@ -1,4 +1,4 @@
-"""Wrong values in every public field of every record raise typed errors."""
+"""Wrong values in any public field of a spec dataclass raise typed errors."""
 
 import itertools
 import re
@@ -29,8 +29,8 @@ JUNK: tuple[Any, ...] = (
     *(Combine.TOPK_WEIGHTED, PROBLEM, Machine(), Parallel(), ActivationSpec()),
     *(Placement.linear(8, 1), QUANT_SCHEMES["int8_w8a8_channel"]),
 )
-# Values of JUNK that are valid, by record and field.
-VALID: dict[type, dict[str, tuple[Any, ...]]] = {
+# The values of JUNK that are valid for a field of a dataclass.
+VALID_VALUES: dict[type, dict[str, tuple[Any, ...]]] = {
     Problem: {
         "tokens": (0,),
         "dtype": (torch.float32,),
@@ -76,15 +76,14 @@ def is_same_value(a: object, b: object) -> bool:
 
 
 def is_valid_value(record: object, name: str, value: object) -> bool:
-    valid_values = VALID[type(record)].get(name, ())
+    valid_values = VALID_VALUES[type(record)].get(name, ())
     if isinstance(getattr(record, name), bool):
         valid_values += (True, False)
     return any(is_same_value(value, valid) for valid in valid_values if type(value) is type(valid))
 
 
 RECORD_FIELDS = [(record, field.name) for record in RECORDS for field in fields(record)]
-
-
+# Decimal numbers, and numbers near powers of 2, which messages can state as a power.
 BOUNDS = [1, 9999, 10000, *(2**n + d for n in (14, 16, 17, 20, 31, 62) for d in (-2, -1, 0, 1))]
 
 
@@ -128,24 +127,26 @@ def test_wrong_values_in_two_fields_of_a_problem_raise_typed_errors() -> None:
 @pytest.mark.parametrize("experts", [2**31, 2**20, 2**63])
 def test_a_placement_of_too_many_experts_is_refused_before_allocation(experts: int) -> None:
     """A placement of 2^31 experts would exhaust the memory of the machine."""
-    for make in (
+    for make_placement in (
         lambda: Problem(tokens=1, hidden=8, intermediate=8, experts=experts, top_k=1),
         lambda: Placement.linear(experts, 1),
         lambda: Placement.round_robin(experts, 1),
         lambda: Placement.of_table([(0, 0)], experts),
     ):
         with pytest.raises(ConfigurationError, match=r"need an int >= 1 and < 2\^20"):
-            make()
+            make_placement()
 
 
 def test_the_largest_allowed_problem_is_accepted() -> None:
-    most = 2**31 - 1
-    problem = Problem(most, most, most, 2**20 - 1, most, local_experts=1, chunk_tokens=most)
+    max_size = 2**31 - 1
+    problem = Problem(
+        max_size, max_size, max_size, 2**20 - 1, max_size, local_experts=1, chunk_tokens=max_size
+    )
     assert problem.placement.experts == 2**20 - 1
 
 
 def test_wrong_placement_arguments_raise_typed_errors() -> None:
-    makers: tuple[Callable[[Any], object], ...] = (
+    functions: tuple[Callable[[Any], object], ...] = (
         lambda v: Placement.linear(v, 1),
         lambda v: Placement.linear(8, v),
         lambda v: Placement.round_robin(8, v),
@@ -153,31 +154,32 @@ def test_wrong_placement_arguments_raise_typed_errors() -> None:
         lambda v: Placement.of_table(((0, v),), 1),
         lambda v: Placement.linear(8, 1).expert_map(v),
     )
-    for make, value in itertools.product(makers, (None, "x", 2.5, -1, True, 2**40, object())):
-        if make is makers[-1] and value is True:
+    values = (None, "x", 2.5, -1, True, 2**40, object())
+    for function, value in itertools.product(functions, values):
+        if function is functions[-1] and value is True:
             continue
         with pytest.raises(ConfigurationError):
-            make(value)
+            function(value)
 
 
 @pytest.mark.parametrize("value", [None, "x", 5, 2.5, [], {}, object(), torch.ones(2), Problem])
 def test_wrong_problem_or_part_raises_a_typed_error(value: Any) -> None:
-    good = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+    pair = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
     for call in (
-        lambda: mk.check(*good, value),
+        lambda: mk.check(*pair, value),
         lambda: mk.check_all(value),
-        lambda: mk.make_kernel(*good, value),
+        lambda: mk.make_kernel(*pair, value),
         lambda: mk.compose(value),
-        lambda: mk.check(value, good[1], PROBLEM),
-        lambda: mk.make_kernel(good[0], value, PROBLEM),
-        lambda: mk.make_kernel(*good, PROBLEM, checked=value),
-        lambda: mk.make_kernel(*good, PROBLEM, poison=value),
+        lambda: mk.check(value, pair[1], PROBLEM),
+        lambda: mk.make_kernel(pair[0], value, PROBLEM),
+        lambda: mk.make_kernel(*pair, PROBLEM, checked=value),
+        lambda: mk.make_kernel(*pair, PROBLEM, poison=value),
         lambda: FusedMoEModularKernel(value, value),
         *(
             (
-                lambda: mk.check(*good, PROBLEM, value),
+                lambda: mk.check(*pair, PROBLEM, value),
                 lambda: mk.check_all(PROBLEM, value),
-                lambda: mk.make_kernel(*good, PROBLEM, machine=value),
+                lambda: mk.make_kernel(*pair, PROBLEM, machine=value),
                 lambda: mk.compose(PROBLEM, value),
                 lambda: mk.compose(PROBLEM, options=value),
                 lambda: kernel_with_spies(PROBLEM).plan(value),
@@ -196,17 +198,16 @@ def test_wrong_call_arguments_raise_typed_errors(value: Any, planned: bool) -> N
     """The parts of the kernel fail the test if they are called."""
     args, kernel = make_arguments(PROBLEM), kernel_with_spies(PROBLEM)
     call = kernel.plan() if planned else kernel
-    given = {"x": args.x, "weights": args.weights, "routing": args.routing, "out": None}
-    for name in given if value is not None else ("x", "weights", "routing"):
-        changed = given | {name: value}
+    arguments = {"x": args.x, "weights": args.weights, "routing": args.routing, "out": None}
+    for name in arguments if value is not None else ("x", "weights", "routing"):
+        changed = arguments | {name: value}
+        inputs = changed["x"], changed["weights"], changed["routing"]
         with pytest.raises(InputError) as caught:
-            call(changed["x"], changed["weights"], changed["routing"], out=changed["out"])
+            call(*inputs, out=changed["out"])
         assert caught.value.what == name
         if not planned:
             with pytest.raises(InputError):
-                kernel.start(
-                    changed["x"], changed["weights"], changed["routing"], out=changed["out"]
-                )
+                kernel.start(*inputs, out=changed["out"])
 
 
 def test_wrong_values_in_the_routing_raise_typed_errors() -> None:
@@ -217,19 +218,19 @@ def test_wrong_values_in_the_routing_raise_typed_errors() -> None:
 
 
 @dataclass(frozen=True)
-class Declared:
+class AnnotatedFields:
     size: Size = 0
-    few: "Between | tuple[int, int]" = (1, 2)
+    bounds: "Between | tuple[int, int]" = (1, 2)
 
 
 def test_fields_are_checked_by_their_annotations() -> None:
-    check_fields(Declared(few=Between(1, 2)))
-    for bad, need in (
+    check_fields(AnnotatedFields(bounds=Between(1, 2)))
+    for invalid_field, need in (
         ({"size": -1}, "an int >= 0 and < 2^31"),
-        ({"few": (1, 2, 3)}, "a Between or a tuple of an int and an int"),
-        ({"few": (1, True)}, "a Between or a tuple of an int and an int"),
+        ({"bounds": (1, 2, 3)}, "a Between or a tuple of an int and an int"),
+        ({"bounds": (1, True)}, "a Between or a tuple of an int and an int"),
     ):
         with pytest.raises(ConfigurationError) as caught:
-            check_fields(Declared(**bad), "of ")  # type: ignore[arg-type]
-        assert caught.value.what == f"of {next(iter(bad))}"
+            check_fields(AnnotatedFields(**invalid_field), "of ")  # type: ignore[arg-type]
+        assert caught.value.what == f"of {next(iter(invalid_field))}"
         assert caught.value.need == need

@@ -58,7 +58,7 @@ def test_invalid_call_raises_a_typed_error(bad: Bad, planned: bool) -> None:
 
 
 def test_valid_call_reaches_the_parts() -> None:
-    """Without their changes, the calls of CASES are valid."""
+    """The calls of CASES are valid without the change that makes them invalid."""
     for problem in (replace(PROBLEM, **changes) for changes in (BIAS, MAP, INPLACE, KEEP_TOPK, {})):
         args = make_arguments(problem)
         with pytest.raises(pytest.fail.Exception, match="prepare was launched"):
@@ -75,10 +75,10 @@ def test_inputs_that_require_grad_are_accepted_under_no_grad() -> None:
 
 def test_out_may_share_the_storage_of_x_without_overlap() -> None:
     args = make_arguments(PROBLEM)
-    both = torch.cat([args.x, torch.zeros_like(args.x)])
+    buffer = torch.cat([args.x, torch.zeros_like(args.x)])
     kernel = make_kernel(MoEPrepareAndFinalizeNoEP, TorchExperts, PROBLEM, machine=Machine("cpu"))
-    result = kernel(both[:16], args.weights, args.routing, out=both[16:])
-    assert result.data_ptr() == both[16:].data_ptr()
+    result = kernel(buffer[:16], args.weights, args.routing, out=buffer[16:])
+    assert result.data_ptr() == buffer[16:].data_ptr()
     assert torch.equal(result, kernel(args.x, args.weights, args.routing))
 
 
@@ -119,16 +119,16 @@ PAIRS = [(v.prepare_finalize, v.experts) for v in check_all(PROBLEM, this_machin
 def test_unchecked_mode_skips_and_counts_an_invalid_id(pf: str, experts: str) -> None:
     machine = this_machine()
     tokens_TH, weights, routing = random_inputs(PROBLEM, torch.device(machine.device))
-    wrong, skipped = routing.topk_ids_TK.clone(), routing.topk_ids_TK.clone()
-    for value, place in ((-2, (0, 0)), (8, (3, 1)), (2**31 - 1, (15, 0))):
-        wrong[place], skipped[place] = value, -1
+    invalid_ids_TK, skipped_ids_TK = routing.topk_ids_TK.clone(), routing.topk_ids_TK.clone()
+    for invalid_id, index in ((-2, (0, 0)), (8, (3, 1)), (2**31 - 1, (15, 0))):
+        invalid_ids_TK[index], skipped_ids_TK[index] = invalid_id, -1
     kernel = make_kernel(pf, experts, PROBLEM, machine=machine)
     weights_TK = routing.topk_weights_TK
-    expected = kernel(tokens_TH, weights, Routing(weights_TK, skipped)).clone()
-    assert kernel.invalid_ids == 0  # -1 skips a pair and is not invalid
-    assert torch.equal(kernel(tokens_TH, weights, Routing(weights_TK, wrong)), expected)
+    expected = kernel(tokens_TH, weights, Routing(weights_TK, skipped_ids_TK)).clone()
+    assert kernel.invalid_ids == 0  # -1 is valid and skips a pair
+    assert torch.equal(kernel(tokens_TH, weights, Routing(weights_TK, invalid_ids_TK)), expected)
     assert kernel.invalid_ids == 3
-    kernel(tokens_TH, weights, Routing(weights_TK, wrong))
+    kernel(tokens_TH, weights, Routing(weights_TK, invalid_ids_TK))
     assert kernel.invalid_ids == 6
 
 
@@ -137,18 +137,19 @@ def test_invalid_ids_are_logged_once_by_each_kernel(caplog: pytest.LogCaptureFix
     synchronize with the GPU.
     """
     x_TH, weights, routing = random_inputs(PROBLEM, torch.device("cpu"))
-    wrong = Routing(routing.topk_weights_TK, torch.full_like(routing.topk_ids_TK, 99))
+    invalid_routing = Routing(routing.topk_weights_TK, torch.full_like(routing.topk_ids_TK, 99))
+    num_invalid = routing.topk_ids_TK.numel()
     for _ in range(2):
         kernel = make_kernel(
             "MoEPrepareAndFinalizeNoEP", "TorchExperts", PROBLEM, machine=this_machine(device="cpu")
         )
         kernel(x_TH, weights, routing)
         assert kernel.invalid_ids == 0
-        kernel(x_TH, weights, wrong)
-        assert kernel.count_invalid_ids() == wrong.topk_ids_TK.numel()
+        kernel(x_TH, weights, invalid_routing)
+        assert kernel.count_invalid_ids() == num_invalid
         assert not caplog.records
         for _ in range(2):
-            assert kernel.invalid_ids == wrong.topk_ids_TK.numel()
+            assert kernel.invalid_ids == num_invalid
         (record,) = caplog.records
         assert record.name == "modular_kernel.routing"
         assert "skipped 32 ids outside [-1, 8)" in record.message
@@ -156,7 +157,9 @@ def test_invalid_ids_are_logged_once_by_each_kernel(caplog: pytest.LogCaptureFix
 
 
 def test_tested_pairings_include_the_torch_pairings() -> None:
-    """PAIRS has only valid pairings, so it would be empty if all were refused by mistake."""
+    """If all pairings were refused by mistake, PAIRS would be empty, and no pairing would be
+    tested.
+    """
     torch_pairs = {
         ("MoEPrepareAndFinalizeNoEP", "TorchExperts"),
         ("BatchedPrepareAndFinalize", "NaiveBatchedExperts"),
@@ -164,9 +167,9 @@ def test_tested_pairings_include_the_torch_pairings() -> None:
     assert torch_pairs <= set(PAIRS)
 
 
-# A table: a line or two per case.
 # fmt: off
-# Case name, function that raises, and substrings of the error's `what`, `got` and `need`.
+# Each row has the name of the case, a function that raises an error, the error's `what`, and
+# substrings of its `got` and `need`.
 INVALID_SPECS: tuple[tuple[str, Callable[[], object], str, str, str], ...] = (
     ("inplace_keep_topk", lambda: replace(PROBLEM, **INPLACE, **KEEP_TOPK), "inplace",
      "combine=TOPK_WEIGHTED", "combine=SUM"),
@@ -211,9 +214,9 @@ INVALID_SPECS: tuple[tuple[str, Callable[[], object], str, str, str], ...] = (
 def test_invalid_specs_and_pairings_are_refused(
     case: tuple[str, Callable[[], object], str, str, str],
 ) -> None:
-    _, make, what, got, need = case
+    _, raise_error, what, got, need = case
     with pytest.raises(ConfigurationError) as caught:
-        make()
+        raise_error()
     assert caught.value.what == what
     assert got in str(caught.value.got)
     assert need in str(caught.value.need)

@@ -24,8 +24,8 @@ static PyMethodDef methods[] = {{"answer", answer, METH_NOARGS, NULL}, {NULL, NU
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "mk_answer", NULL, -1, methods};
 PyMODINIT_FUNC PyInit_mk_answer(void) { return PyModule_Create(&definition); }
 """
-# The extension is loaded in a separate process, because a damaged one can crash the process.
-LOAD = """
+# A separate process loads the extension, because a damaged extension can crash its process.
+LOAD_PROGRAM = """
 import sys
 from pathlib import Path
 from modular_kernel.replay.launch.build import load_module
@@ -35,7 +35,7 @@ print(load_module(Path(sys.argv[1]), "mk_answer", ()).answer())
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a C file; set an empty cache folder and a compiler that records its runs."""
+    """Return a C file after setting an empty cache folder and a compiler that records its runs."""
     path = tmp_path / "answer.c"
     path.write_text(SOURCE_TEMPLATE.replace("ANSWER", "42"), encoding="utf-8")
     compiler = tmp_path / "counting-cc"
@@ -48,7 +48,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def load_answer(source: Path) -> str:
     process = subprocess.run(
-        [sys.executable, "-c", LOAD, str(source)],
+        [sys.executable, "-c", LOAD_PROGRAM, str(source)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -58,27 +58,29 @@ def load_answer(source: Path) -> str:
     return process.stdout.strip()
 
 
-def compiler_runs(source: Path) -> int:
+def count_compiler_runs(source: Path) -> int:
     path = source.parent / "runs"
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def cached_file(source: Path) -> Path:
+def find_cached_file(source: Path) -> Path:
     (path,) = (source.parent / "cache").rglob("mk_answer-*")
     return path
 
 
 def test_extension_is_compiled_once_and_cached_for_this_user_only(source: Path) -> None:
-    before = os.umask(0)
+    previous_mask = os.umask(0)
     try:
         assert load_answer(source) == "42"
     finally:
-        os.umask(before)
+        os.umask(previous_mask)
     assert load_answer(source) == "42"
-    assert compiler_runs(source) == 1
-    assert cached_file(source).stat().st_mode & 0o777 == 0o600
-    assert cached_file(source).parent.stat().st_mode & 0o777 == 0o700
-    assert [p.name for p in cached_file(source).parent.iterdir()] == [cached_file(source).name]
+    assert count_compiler_runs(source) == 1
+    assert find_cached_file(source).stat().st_mode & 0o777 == 0o600
+    assert find_cached_file(source).parent.stat().st_mode & 0o777 == 0o700
+    assert [p.name for p in find_cached_file(source).parent.iterdir()] == [
+        find_cached_file(source).name
+    ]
 
 
 def test_changed_source_is_compiled_again(source: Path) -> None:
@@ -90,7 +92,7 @@ def test_changed_source_is_compiled_again(source: Path) -> None:
 @pytest.mark.parametrize("damage", ["truncated", "empty", "forged", "a link", "by others"])
 def test_damaged_or_untrusted_files_are_not_loaded(source: Path, damage: str) -> None:
     assert load_answer(source) == "42"
-    path = cached_file(source)
+    path = find_cached_file(source)
     content = path.read_bytes()
     if damage == "truncated":
         path.write_bytes(content[: len(content) * 3 // 4])
@@ -99,15 +101,15 @@ def test_damaged_or_untrusted_files_are_not_loaded(source: Path, damage: str) ->
     elif damage == "forged":
         path.write_bytes(content[:-1] + b"!")
     elif damage == "a link":
-        elsewhere = source.parent / "elsewhere.so"
-        path.rename(elsewhere)
-        path.symlink_to(elsewhere)
+        link_target = source.parent / "elsewhere.so"
+        path.rename(link_target)
+        path.symlink_to(link_target)
     else:
         path.chmod(0o666)
     assert load_answer(source) == "42"
-    assert compiler_runs(source) == 2
-    assert not cached_file(source).is_symlink()
-    assert cached_file(source).stat().st_mode & 0o777 == 0o600
+    assert count_compiler_runs(source) == 2
+    assert not find_cached_file(source).is_symlink()
+    assert find_cached_file(source).stat().st_mode & 0o777 == 0o600
 
 
 def test_a_folder_that_others_can_write_is_not_used(source: Path) -> None:
@@ -135,7 +137,7 @@ def test_an_extension_is_compiled_without_a_cache_folder(
     assert load_answer(source) == "42"
 
 
-def failing_compiler(folder: Path) -> Path:
+def write_failing_compiler(folder: Path) -> Path:
     path = folder / "failing-cc"
     path.write_text(
         f"#!/bin/sh\necho run >> {folder}/runs\nprintf 'no \\033[31msuch flag' >&2\nexit 3\n"
@@ -147,7 +149,7 @@ def failing_compiler(folder: Path) -> Path:
 def test_the_error_of_a_failing_compiler_is_reported(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CC", str(failing_compiler(source.parent)))
+    monkeypatch.setenv("CC", str(write_failing_compiler(source.parent)))
     with pytest.raises(BuildError, match=r"failed with 3: no \\x1b\[31msuch flag"):
         load_module(source, "mk_answer", ())
 
@@ -173,10 +175,10 @@ def test_missing_compiler_is_reported(source: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_full_disk_is_reported(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> Path:
+    def raise_no_space(*_: object) -> Path:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(build, "build_cached", full)
+    monkeypatch.setattr(build, "build_cached", raise_no_space)
     with pytest.raises(BuildError, match=r"mk_answer could not be written: .*No space left"):
         load_module(source, "mk_answer", ())
 
@@ -195,7 +197,7 @@ def test_a_failed_build_of_the_replayer_is_logged_once_and_not_retried(
     source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setenv("CC", str(failing_compiler(source.parent)))
+    monkeypatch.setenv("CC", str(write_failing_compiler(source.parent)))
     cuda_replay._build_module.cache_clear()
     try:
         with caplog.at_level(logging.WARNING, "modular_kernel"):
@@ -204,16 +206,16 @@ def test_a_failed_build_of_the_replayer_is_logged_once_and_not_retried(
         assert [record.getMessage() for record in caplog.records] == [
             f"launches are not replayed: {cuda_replay.why_no_module()}"
         ]
-        assert compiler_runs(source) == 1
+        assert count_compiler_runs(source) == 1
     finally:
         cuda_replay._build_module.cache_clear()
 
 
 def test_concurrent_builds_all_load_a_complete_file(source: Path) -> None:
-    command = [sys.executable, "-c", LOAD, str(source)]
-    programs: list[Any] = [
+    command = [sys.executable, "-c", LOAD_PROGRAM, str(source)]
+    processes: list[Any] = [
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)
     ]
-    answers = [program.communicate()[0].strip() for program in programs]
+    answers = [process.communicate()[0].strip() for process in processes]
     assert answers == ["42"] * 3
-    assert cached_file(source).exists()
+    assert find_cached_file(source).exists()

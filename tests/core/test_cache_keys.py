@@ -53,7 +53,7 @@ PROBLEM_CHANGES: dict[str, Any] = {
 }
 
 
-def identity(
+def make_identity(
     problem: Problem = BASE,
     machine: Machine = H200,
     routing: str = "uniform",
@@ -65,45 +65,47 @@ def identity(
 def test_every_problem_field_except_tokens_has_a_change() -> None:
     """The number of tokens and the rank are not part of a key."""
     assert {field.name for field in fields(Problem)} - {"tokens"} == set(PROBLEM_CHANGES)
-    assert identity(replace(BASE, tokens=9)) == identity()
-    here, there = (replace(BASE, parallel=Parallel(2, rank=rank)) for rank in (0, 1))
-    assert identity(here) == identity(there)
+    assert make_identity(replace(BASE, tokens=9)) == make_identity()
+    rank_0, rank_1 = (replace(BASE, parallel=Parallel(2, rank=rank)) for rank in (0, 1))
+    assert make_identity(rank_0) == make_identity(rank_1)
 
 
 @pytest.mark.parametrize("name", PROBLEM_CHANGES)
 def test_cached_choices_depend_on_every_problem_field(name: str) -> None:
     changed = replace(BASE, **{name: PROBLEM_CHANGES[name]})
-    assert cache_keys.file_stem(identity(changed)) != cache_keys.file_stem(identity())
+    assert cache_keys.file_stem(make_identity(changed)) != cache_keys.file_stem(make_identity())
 
 
 def test_cached_choices_depend_on_gpu_routing_and_placement() -> None:
-    ranks, other = Parallel(2), Parallel(2, Placement.linear(8, 2).with_copies({0: (1,)}))
+    with_copies = Parallel(2, Placement.linear(8, 2).with_copies({0: (1,)}))
     identities = [
-        identity(),
-        identity(machine=replace(H200, name="NVIDIA H100")),
-        identity(machine=replace(H200, arch=(10, 0))),
-        identity(routing="zipf"),
-        identity(replicated=True),
-        identity(replace(BASE, parallel=ranks)),
-        identity(replace(BASE, parallel=other)),
+        make_identity(),
+        make_identity(machine=replace(H200, name="NVIDIA H100")),
+        make_identity(machine=replace(H200, arch=(10, 0))),
+        make_identity(routing="zipf"),
+        make_identity(replicated=True),
+        make_identity(replace(BASE, parallel=Parallel(2))),
+        make_identity(replace(BASE, parallel=with_copies)),
     ]
     assert len({cache_keys.file_stem(key) for key in identities}) == len(identities)
 
 
 def set_version(name: str) -> Callable[[pytest.MonkeyPatch, Path], None]:
     def change(patch: pytest.MonkeyPatch, _: Path) -> None:
-        before = cache_keys._version
-        patch.setattr(cache_keys, "_version", lambda n: "9.9" if n == name else before(n))
+        get_version = cache_keys._version
+        patch.setattr(cache_keys, "_version", lambda n: "9.9" if n == name else get_version(n))
 
     return change
 
 
 def set_folder(patch: pytest.MonkeyPatch, folder: Path) -> None:
     (folder / "tuned.json").write_text("{}")
-    patch.setattr(cache_keys, "read_settings", lambda: replace(keys_settings(), config_dir=folder))
+    patch.setattr(
+        cache_keys, "read_settings", lambda: replace(read_unpatched_settings(), config_dir=folder)
+    )
 
 
-def keys_settings() -> Any:
+def read_unpatched_settings() -> Any:
     from modular_kernel.settings import read_settings
 
     return read_settings()
@@ -131,28 +133,30 @@ def test_every_software_version_is_part_of_the_key(
     VERSION_CHANGES[name](monkeypatch, tmp_path)
     after = cache_keys.version_fields(H200)
     assert after[name] != before[name]
-    others = {"packages"} if name == "triton" else {"triton"} if name == "packages" else set()
-    assert {n for n in before if before[n] != after[n]} - others == {name}
+    # Both of these fields contain the version of Triton, so they change together.
+    with_triton = {"triton", "packages"}
+    also_changed = with_triton - {name} if name in with_triton else set()
+    assert {n for n in before if before[n] != after[n]} - also_changed == {name}
 
 
 def test_packages_and_thread_counts_are_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
-    more = replace(H200, packages=H200.packages | {"flashinfer"})
-    assert cache_keys.version_fields(more) != cache_keys.version_fields(H200)
+    with_flashinfer = replace(H200, packages=H200.packages | {"flashinfer"})
+    assert cache_keys.version_fields(with_flashinfer) != cache_keys.version_fields(H200)
     before = cache_keys.version_fields(Machine())
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     assert cache_keys.version_fields(Machine())["threads"] == "77" != before["threads"]
 
 
 def test_the_cache_file_name_depends_on_every_identity_field(tmp_path: Path) -> None:
-    """Versions are not part of the name. The file's records contain them (test_choice_cache)."""
-    key = identity()
+    """Versions are not part of the name, because the records in the file contain them."""
+    key = make_identity()
     paths = {Cache(tmp_path, {**key, name: "other"}, {}).path for name in key}
     assert len(paths | {Cache(tmp_path, key, {}).path}) == len(key) + 1
 
 
 # --------------------------------------------------------------------------------- config files
 
-TILE_CHANGES: dict[str, Any] = {
+CONFIG_KEY_CHANGES: dict[str, Any] = {
     "experts": 9,
     "intermediate": 33,
     "device": "NVIDIA_H100",
@@ -165,38 +169,38 @@ TILE_CHANGES: dict[str, Any] = {
 
 
 def test_tile_file_paths_depend_on_every_field_and_the_triton_version() -> None:
-    """The device's name implies the architecture, which is no field of the key."""
-    assert {field.name for field in fields(ConfigKey)} == set(TILE_CHANGES)
+    """The architecture is not a field of the key, because the name of the device implies it."""
+    assert {field.name for field in fields(ConfigKey)} == set(CONFIG_KEY_CHANGES)
     base = ConfigKey(8, 32, "NVIDIA_H200", "fp8_w8a8", (128, 128))
-    names = {replace(base, **{name: value}).file_name for name, value in TILE_CHANGES.items()}
-    assert len(names | {base.file_name}) == len(TILE_CHANGES) + 1
+    names = {replace(base, **{name: value}).file_name for name, value in CONFIG_KEY_CHANGES.items()}
+    assert len(names | {base.file_name}) == len(CONFIG_KEY_CHANGES) + 1
     versions = ("3.6.0", "3.6.1", "3.7.0", "4.6.0")
     assert len({triton_subfolder(version) for version in versions}) == len(versions)
 
 
 def test_cached_tiles_depend_on_every_input_of_the_choice() -> None:
-    """The key has the problem, the number of tokens, the device, the override, the paths that the
-    caller supports, and whether weights are prepared.
+    """The inputs are the problem, the number of tokens, the device, the override, the paths that
+    the caller supports, and whether weights are prepared.
     """
     large = replace(BASE, hidden=512, intermediate=512)
     hopper, ampere = Device("one", tma=True), Device("two", shared=101_376, warpgroups=False)
-    both = ("aligned", "grouped_tma")
+    all_paths = ("aligned", "grouped_tma")
 
-    def chosen(problem: Problem, tokens: int, paths: tuple[str, ...] = both) -> tiles.MoEConfig:
+    def choose(problem: Problem, tokens: int, paths: tuple[str, ...] = all_paths) -> Any:
         return tiles.choose_config(problem, tokens, paths)
 
     with tiles.on_device(hopper):
-        many, few = chosen(large, 4096), chosen(large, 4)
-        assert many.path == "grouped_tma"
-        assert few.path == "aligned"
-        assert chosen(large, 4096, ("aligned",)).path == "aligned"
-        assert chosen(replace(large, dtype=torch.float32), 4096) != many
-        with tiles.override_config(few):
-            assert chosen(large, 4096) == few
-        assert chosen(large, 4096) == many
+        config_4096, config_4 = choose(large, 4096), choose(large, 4)
+        assert config_4096.path == "grouped_tma"
+        assert config_4.path == "aligned"
+        assert choose(large, 4096, ("aligned",)).path == "aligned"
+        assert choose(replace(large, dtype=torch.float32), 4096) != config_4096
+        with tiles.override_config(config_4):
+            assert choose(large, 4096) == config_4
+        assert choose(large, 4096) == config_4096
         with tiles.on_device(ampere):
-            assert chosen(large, 4096).path == "aligned"
-        assert chosen(large, 4096) == many
+            assert choose(large, 4096).path == "aligned"
+        assert choose(large, 4096) == config_4096
         packed = replace(large, dtype=torch.bfloat16, quant="mxfp4_w4a16")
         tokens, paths = 20 * packed.experts // packed.top_k, ("aligned", "grouped_w4")
         chosen_paths = [
@@ -209,25 +213,25 @@ def test_cached_tiles_depend_on_every_input_of_the_choice() -> None:
 # ------------------------------------------------------------------------------------- replay
 
 
-def signature_of(
+def get_signature(
     x: torch.Tensor, weights: ExpertWeights, cache: recording.CheckedWeightsCache
 ) -> Any:
     return recording.get_signature_and_pointers((x,), cache.add(weights))[0]
 
 
 def test_signatures_differ_in_every_property_of_tensors() -> None:
-    """A signature has shape, strides, dtype, device and alignment of each argument and weight."""
-    memory = torch.zeros(4096, dtype=torch.bfloat16)
-    x, w1, w2 = memory[:64].view(4, 16), torch.zeros(2, 8, 16), torch.zeros(2, 16, 4)
+    """A signature has the shape, strides, dtype, device and alignment of every tensor."""
+    buffer = torch.zeros(4096, dtype=torch.bfloat16)
+    x, w1, w2 = buffer[:64].view(4, 16), torch.zeros(2, 8, 16), torch.zeros(2, 16, 4)
     weights = ExpertWeights(w1=w1, w2=w2)
     tensors = {
-        "shape": memory[:48].view(3, 16),
-        "strides": memory[:64].view(16, 4).t(),
+        "shape": buffer[:48].view(3, 16),
+        "strides": buffer[:64].view(16, 4).t(),
         "dtype": x.view(torch.float16),
         "device": x.to("meta"),
-        "alignment": memory[1:65].view(4, 16),
+        "alignment": buffer[1:65].view(4, 16),
     }
-    other_weights = {
+    changed_weights = {
         "shape of weights": ExpertWeights(w1=torch.zeros(3, 8, 16), w2=w2),
         "strides of weights": ExpertWeights(w1=torch.zeros(2, 16, 8).mT, w2=w2),
         "dtype of weights": ExpertWeights(w1=w1.to(torch.bfloat16), w2=w2),
@@ -237,19 +241,19 @@ def test_signatures_differ_in_every_property_of_tensors() -> None:
     }
     cache = recording.CheckedWeightsCache()
     copied_weights = ExpertWeights(w1=w1.clone(), w2=w2.clone())
-    copied_x = memory[64:128].view(4, 16)
-    assert signature_of(x, weights, cache) == signature_of(copied_x, copied_weights, cache)
-    signatures = {name: signature_of(tensor, weights, cache) for name, tensor in tensors.items()}
-    signatures |= {name: signature_of(x, w, cache) for name, w in other_weights.items()}
-    signatures["unchanged"] = signature_of(x, weights, cache)
+    copied_x = buffer[64:128].view(4, 16)
+    assert get_signature(x, weights, cache) == get_signature(copied_x, copied_weights, cache)
+    signatures = {name: get_signature(tensor, weights, cache) for name, tensor in tensors.items()}
+    signatures |= {name: get_signature(x, w, cache) for name, w in changed_weights.items()}
+    signatures["unchanged"] = get_signature(x, weights, cache)
     assert len(set(signatures.values())) == len(signatures)
 
 
-def known_and_weights() -> tuple[recording.CheckedWeightsCache, ExpertWeights]:
-    known = recording.CheckedWeightsCache()
+def make_cache_with_weights() -> tuple[recording.CheckedWeightsCache, ExpertWeights]:
+    cache = recording.CheckedWeightsCache()
     weights = ExpertWeights(w1=torch.zeros(2, 8, 16), w2=torch.zeros(2, 16, 4))
-    known.add(weights)
-    return known, weights
+    cache.add(weights)
+    return cache, weights
 
 
 @pytest.mark.parametrize(
@@ -263,22 +267,22 @@ def known_and_weights() -> tuple[recording.CheckedWeightsCache, ExpertWeights]:
     ids=["memory", "shape", "strides", "dtype"],
 )
 def test_weights_are_recognized_while_their_memory_is_the_same(data: torch.Tensor) -> None:
-    known, weights = known_and_weights()
-    assert known.lookup(weights, torch.device("cpu")) is not None
+    cache, weights = make_cache_with_weights()
+    assert cache.lookup(weights, torch.device("cpu")) is not None
     weights.w1.data = data
-    assert known.lookup(weights, torch.device("cpu")) is None
+    assert cache.lookup(weights, torch.device("cpu")) is None
 
 
 def test_weights_are_recognized_by_memory_and_device() -> None:
-    known, weights = known_and_weights()
-    assert known.lookup(weights, torch.device("meta")) is None
-    assert known.lookup(replace(weights), torch.device("meta")) is None
-    assert known.lookup(replace(weights), torch.device("cpu")) is not None
-    assert known.lookup(replace(weights, w1=weights.w1.clone()), torch.device("cpu")) is None
-    assert deepcopy(known).lookup(weights, torch.device("cpu")) is None
+    cache, weights = make_cache_with_weights()
+    assert cache.lookup(weights, torch.device("meta")) is None
+    assert cache.lookup(replace(weights), torch.device("meta")) is None
+    assert cache.lookup(replace(weights), torch.device("cpu")) is not None
+    assert cache.lookup(replace(weights, w1=weights.w1.clone()), torch.device("cpu")) is None
+    assert deepcopy(cache).lookup(weights, torch.device("cpu")) is None
     weights.w2.untyped_storage().resize_(0)
-    assert known.lookup(weights, torch.device("cpu")) is None
-    assert known.lookup(replace(weights), torch.device("cpu")) is None
+    assert cache.lookup(weights, torch.device("cpu")) is None
+    assert cache.lookup(replace(weights), torch.device("cpu")) is None
 
 
 def test_the_replayer_is_rebuilt_for_another_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +291,7 @@ def test_the_replayer_is_rebuilt_for_another_triton(monkeypatch: pytest.MonkeyPa
     from modular_kernel.replay.launch import build, cuda_replay
 
     names: list[str] = []
-    monkeypatch.setattr(build, "find_cached", lambda name, _: names.append(name) or Path("kept"))
+    monkeypatch.setattr(build, "find_cached", lambda name, _: names.append(name) or Path("cached"))
     monkeypatch.setattr(build, "_import_extension", lambda name, path: name)
     monkeypatch.setattr(cuda_replay, "_build_module", cuda_replay._build_module.__wrapped__)
     for version in ("3.6.0", "3.9.0", "3.6.0"):

@@ -41,13 +41,13 @@ FP32 = Problem(tokens=64, hidden=64, intermediate=32, experts=4, top_k=2, dtype=
 
 
 @pytest.fixture(autouse=True)
-def own_memories(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def use_new_stream_memories(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(plan, "_memories", StreamMemories())
         yield
 
 
-def recorded_kernel(
+def make_recorded_kernel(
     problem: Problem = SMALL, **options: Any
 ) -> tuple[FusedMoEModularKernel, AddExperts]:
     part = AddExperts(problem)
@@ -55,68 +55,68 @@ def recorded_kernel(
 
 
 def test_calls_replay_and_return_new_tensors() -> None:
-    kernel, part = recorded_kernel()
+    kernel, part = make_recorded_kernel()
     args = make_inputs()
     outputs = [kernel(*args) for _ in range(4)]
     assert part.host_calls == 1
     assert len({out.data_ptr() for out in outputs}) == 4
     for out in outputs:
         assert_output(out, args)
-    other = make_inputs(seed=3)
-    assert_output(kernel(*other), other)
+    other_args = make_inputs(seed=3)
+    assert_output(kernel(*other_args), other_args)
     assert_output(outputs[0], args)
     assert part.host_calls == 1
 
 
 def test_calls_with_out_and_inplace_calls_are_replayed() -> None:
-    kernel, part = recorded_kernel()
+    kernel, part = make_recorded_kernel()
     args = make_inputs()
     for _ in range(3):
         out = torch.full_like(args[0], torch.nan)
         assert kernel(*args, out=out) is out
         assert_output(out, args)
     assert part.host_calls == 1
-    kernel, part = recorded_kernel(replace(SMALL, inplace=True))
+    kernel, part = make_recorded_kernel(replace(SMALL, inplace=True))
     for seed in range(3):
         args = make_inputs(seed=seed)
-        before = args[0].clone()
+        x_before = args[0].clone()
         assert kernel(*args) is args[0]
-        assert_output(args[0], (before, *args[1:]))
+        assert_output(args[0], (x_before, *args[1:]))
     assert part.host_calls == 1
 
 
 def test_outputs_of_replays_have_the_shape_and_layout_of_the_first() -> None:
-    """Rows of x may have gaps, and outputs may keep the top-k dimension."""
-    kernel, part = recorded_kernel()
-    x_TH, *rest = make_inputs()
+    """There can be gaps between rows of x, and outputs can keep the top-k dimension."""
+    kernel, part = make_recorded_kernel()
+    x_TH, weights, routing = make_inputs()
     x_TH = torch.cat([x_TH, x_TH], dim=1)[:, : x_TH.shape[1]]
     for _ in range(3):
-        out = kernel(x_TH, *rest)
+        out = kernel(x_TH, weights, routing)
         assert out.is_contiguous()
         assert out.shape == x_TH.shape
     assert part.host_calls == 1
     problem = replace(SMALL, combine=Combine.TOPK_UNWEIGHTED)
-    kernel, part = recorded_kernel(problem)
+    kernel, part = make_recorded_kernel(problem)
     for _ in range(3):
         assert kernel(*make_inputs()).shape == (4, 2, 16)
     assert part.host_calls == 1
 
 
 def test_replays_increment_the_version_of_tensors_that_the_caller_holds() -> None:
-    kernel, _ = recorded_kernel()
+    kernel, _ = make_recorded_kernel()
     args = make_inputs()
     out = torch.empty_like(args[0])
     versions = [kernel(*args, out=out)._version for _ in range(3)]
     assert versions == [1, 2, 3]
-    kernel, _ = recorded_kernel(replace(SMALL, inplace=True))
-    before = args[0]._version
+    kernel, _ = make_recorded_kernel(replace(SMALL, inplace=True))
+    version_before = args[0]._version
     for _ in range(3):
         kernel(*args)
-    assert args[0]._version == before + 3
+    assert args[0]._version == version_before + 3
 
 
 def test_memory_that_was_freed_after_a_replay_is_refused() -> None:
-    kernel, _ = recorded_kernel()
+    kernel, _ = make_recorded_kernel()
     args = make_inputs()
     for _ in range(2):
         kernel(*args)
@@ -126,7 +126,7 @@ def test_memory_that_was_freed_after_a_replay_is_refused() -> None:
 
 
 def test_an_output_that_overlaps_an_input_is_refused_after_a_replay_too() -> None:
-    kernel, _ = recorded_kernel()
+    kernel, _ = make_recorded_kernel()
     args = make_inputs()
     for _ in range(2):
         kernel(*args)
@@ -136,7 +136,7 @@ def test_an_output_that_overlaps_an_input_is_refused_after_a_replay_too() -> Non
 
 @pytest.mark.parametrize("option", ["poison", "checked"])
 def test_checked_and_poisoned_calls_have_their_own_workspace(option: str) -> None:
-    kernel, part = recorded_kernel(**{option: True})
+    kernel, part = make_recorded_kernel(**{option: True})
     args = make_inputs()
     for _ in range(3):
         assert_output(kernel(*args), args)
@@ -145,7 +145,7 @@ def test_checked_and_poisoned_calls_have_their_own_workspace(option: str) -> Non
 
 
 def test_subclasses_run_their_own_code() -> None:
-    class Counting(FusedMoEModularKernel):
+    class CountingKernel(FusedMoEModularKernel):
         calls = 0
 
         def start_checked(self, *args: Any, **kwargs: Any) -> Any:
@@ -153,7 +153,7 @@ def test_subclasses_run_their_own_code() -> None:
             return super().start_checked(*args, **kwargs)
 
     part = AddExperts(SMALL)
-    kernel, args = Counting(Prepare(SMALL), part, machine=Machine("cpu")), make_inputs()
+    kernel, args = CountingKernel(Prepare(SMALL), part, machine=Machine("cpu")), make_inputs()
     for _ in range(3):
         assert_output(kernel(*args), args)
     assert (kernel.calls, part.host_calls) == (3, 3)
@@ -162,30 +162,30 @@ def test_subclasses_run_their_own_code() -> None:
 def test_all_kernels_share_the_memory_of_a_stream() -> None:
     small = make_kernel(*TORCH_PAIR, FP32, machine=Machine("cpu"))
     large = make_kernel(*TORCH_PAIR, replace(FP32, hidden=2048), machine=Machine("cpu"))
-    first, second = (random_inputs(kernel.problem, CPU) for kernel in (small, large))
-    expected = small(*first)
-    before = held_bytes()
-    assert torch.equal(small(*first), expected)
-    assert held_bytes() == before
-    large(*second)
+    small_args, large_args = (random_inputs(kernel.problem, CPU) for kernel in (small, large))
+    expected = small(*small_args)
+    bytes_before = held_bytes()
+    assert torch.equal(small(*small_args), expected)
+    assert held_bytes() == bytes_before
+    large(*large_args)
     assert list(held_bytes()) == [(-1, 0)]
-    assert held_bytes()[-1, 0] >= before[-1, 0]
-    assert torch.equal(small(*first), expected)
+    assert held_bytes()[-1, 0] >= bytes_before[-1, 0]
+    assert torch.equal(small(*small_args), expected)
 
 
 def test_growing_a_workspace_drops_the_recordings_of_the_smaller_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(plan, "_GRANULARITY", 1)
-    kernel, part = recorded_kernel(SMALL.with_tokens(64))
-    few, many = make_inputs(tokens=4), make_inputs(tokens=64)
+    kernel, part = make_recorded_kernel(SMALL.with_tokens(64))
+    args_4, args_64 = make_inputs(tokens=4), make_inputs(tokens=64)
     for _ in range(2):
-        assert_output(kernel(*few), few)
+        assert_output(kernel(*args_4), args_4)
     assert part.host_calls == 1
-    assert_output(kernel(*many), many)
-    assert_output(kernel(*few), few)
+    assert_output(kernel(*args_64), args_64)
+    assert_output(kernel(*args_4), args_4)
     assert part.host_calls == 3
-    for args in (few, many, few):
+    for args in (args_4, args_64, args_4):
         assert_output(kernel(*args), args)
     assert part.host_calls == 3
 
@@ -201,26 +201,26 @@ def test_plan_capacities_are_powers_of_two() -> None:
 
 
 def test_nested_and_concurrent_calls_have_their_own_workspace() -> None:
-    """Two kernels share a buffer. The inner one is called between two launches of the outer one, in
-    the same thread and in another thread.
+    """Two kernels share the memory of a stream. Between two launches of the outer kernel, the inner
+    kernel is called in the same thread and in another thread.
     """
-    inner, _ = recorded_kernel()
-    args, others = make_inputs(), make_inputs(seed=5)
-    expected = inner(*others)
+    inner, _ = make_recorded_kernel()
+    args, inner_args = make_inputs(), make_inputs(seed=5)
+    expected = inner(*inner_args)
 
-    class Nested(AddExperts):
+    class NestedExperts(AddExperts):
         replayable = False
 
         def launch(self, tensors: Sequence[torch.Tensor], count: int) -> None:
             super().launch(tensors, count)
-            results.append(inner(*others))
-            thread = threading.Thread(target=lambda: results.append(inner(*others)))
+            results.append(inner(*inner_args))
+            thread = threading.Thread(target=lambda: results.append(inner(*inner_args)))
             thread.start()
             thread.join(30)
             assert not thread.is_alive()
 
     results: list[torch.Tensor] = []
-    kernel = FusedMoEModularKernel(Prepare(SMALL), Nested(SMALL), machine=Machine("cpu"))
+    kernel = FusedMoEModularKernel(Prepare(SMALL), NestedExperts(SMALL), machine=Machine("cpu"))
     assert_output(kernel(*args), args)
     assert len(results) == 4
     assert all(torch.equal(result, expected) for result in results)
@@ -234,9 +234,9 @@ def test_threads_call_one_kernel() -> None:
 
     def run(seed: int) -> None:
         for step in range(60):
-            place = (seed + step) % len(calls)
-            if not torch.equal(kernel(*calls[place]), expected_outputs[place]):
-                mismatches.append(place)
+            index = (seed + step) % len(calls)
+            if not torch.equal(kernel(*calls[index]), expected_outputs[index]):
+                mismatches.append(index)
 
     threads = [threading.Thread(target=run, args=(seed,)) for seed in range(8)]
     for thread in threads:
@@ -249,11 +249,11 @@ def test_threads_call_one_kernel() -> None:
 def test_a_call_out_of_memory_allocates_only_its_own_workspace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(*_: object) -> torch.Tensor:
+    def raise_out_of_memory(*_: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(StreamMemory, "reserve", refuse)
-    kernel, part = recorded_kernel()
+    monkeypatch.setattr(StreamMemory, "reserve", raise_out_of_memory)
+    kernel, part = make_recorded_kernel()
     args = make_inputs()
     for _ in range(2):
         assert_output(kernel(*args), args)
@@ -261,12 +261,12 @@ def test_a_call_out_of_memory_allocates_only_its_own_workspace(
 
 
 def test_an_error_leaves_the_memory_usable() -> None:
-    kernel, _ = recorded_kernel()
+    kernel, _ = make_recorded_kernel()
     args = make_inputs()
-    broken = replace(args[1], w1=torch.ones(4, 16, 15))
+    invalid_weights = replace(args[1], w1=torch.ones(4, 16, 15))
     for _ in range(2):
         with pytest.raises(ShapeError, match="w1"):
-            kernel(args[0], broken, args[2])
+            kernel(args[0], invalid_weights, args[2])
         assert_output(kernel(*args), args)
     assert not plan._memories.of(CPU, 0).busy
 
@@ -275,7 +275,7 @@ def test_workspaces_of_a_bounded_number_of_streams_are_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(plan, "_MAX_STREAMS", 2)
-    kernel, _ = recorded_kernel()
+    kernel, _ = make_recorded_kernel()
     for stream in range(1, 6):
         stream_plan = kernel._call_plans._find_or_make_plan(kernel, CPU, stream, 4)
         assert stream_plan is not None
@@ -290,12 +290,12 @@ def test_workspaces_of_a_bounded_number_of_streams_are_kept(
 
 
 def test_reserve_workspace_makes_the_plan() -> None:
-    kernel, _ = recorded_kernel()
+    kernel, _ = make_recorded_kernel()
     kernel.reserve_workspace(3)
     assert kernel._call_plans.capacities == (8,)  # the kernel's own tokens
-    before = held_bytes()
+    bytes_before = held_bytes()
     kernel(*make_inputs())
-    assert held_bytes() == before
+    assert held_bytes() == bytes_before
     with pytest.raises(InputError, match="tokens"):
         kernel.reserve_workspace(-3)
     with pytest.raises(ConfigurationError, match=r"device: got .?nowhere.?, need a torch device"):
@@ -303,7 +303,7 @@ def test_reserve_workspace_makes_the_plan() -> None:
 
 
 def test_an_interrupt_after_the_acquisition_releases_the_lock() -> None:
-    kernel, _ = recorded_kernel()
+    kernel, _ = make_recorded_kernel()
     args = make_inputs()
     kernel(*args)
 
@@ -326,7 +326,7 @@ def test_an_interrupt_after_the_acquisition_releases_the_lock() -> None:
 
 
 def test_a_copy_has_plans_of_its_own() -> None:
-    kernel, _ = recorded_kernel()
+    kernel, _ = make_recorded_kernel()
     args = make_inputs()
     kernel(*args)
     copy = deepcopy(kernel)
@@ -334,7 +334,9 @@ def test_a_copy_has_plans_of_its_own() -> None:
     assert_output(copy(*args), args)
 
 
-class Counting(TorchFunctionMode):
+class CountingMode(TorchFunctionMode):
+    """Counts the torch functions that are called."""
+
     def __init__(self) -> None:
         super().__init__()
         self.calls = 0
@@ -345,11 +347,11 @@ class Counting(TorchFunctionMode):
 
 
 def test_function_modes_see_no_operation_of_a_call() -> None:
-    """A mode, such as the one of torch.set_default_device, would slow down each operation."""
+    """A mode, such as that of `torch.set_default_device`, would slow down each operation."""
     kernel = make_kernel(*TORCH_PAIR, FP32, machine=Machine("cpu"))
     args = random_inputs(FP32, CPU)
     expected, plan = kernel(*args), kernel.plan()
-    with Counting() as mode:
+    with CountingMode() as mode:
         torch.ones(1).sum()
         assert mode.calls == 2
         outputs = [call(*args) for call in (kernel, plan, kernel)]
@@ -360,40 +362,40 @@ def test_function_modes_see_no_operation_of_a_call() -> None:
         assert torch.equal(kernel(*args), expected)
 
 
-# ------------------------------------------------------------------------------ weights made anew
+# ------------------------------------------------------------------------------------- new weights
 
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[ExpertWeights]:
-    """Return the weights that were checked, one entry per check."""
-    checked: list[ExpertWeights] = []
-    check = validate.check_weights
+    """Return a list to which each check of weights appends them."""
+    checked_weights: list[ExpertWeights] = []
+    check_weights = validate.check_weights
 
-    def recording_check(weights: ExpertWeights, *args: Any) -> None:
-        checked.append(weights)
-        check(weights, *args)
+    def check_and_record(weights: ExpertWeights, *args: Any) -> None:
+        checked_weights.append(weights)
+        check_weights(weights, *args)
 
-    monkeypatch.setattr(validate, "check_weights", recording_check)
-    return checked
+    monkeypatch.setattr(validate, "check_weights", check_and_record)
+    return checked_weights
 
 
 def test_new_records_of_the_same_weights_are_checked_once(
     checks: list[ExpertWeights],
 ) -> None:
-    kernel, part = recorded_kernel()
+    kernel, part = make_recorded_kernel()
     x_TH, weights, routing = args = make_inputs()
     for _ in range(3):
-        again = ExpertWeights(w1=weights.w1.view_as(weights.w1), w2=weights.w2)
-        assert_output(kernel(x_TH, again, routing), args)
+        same_weights = ExpertWeights(w1=weights.w1.view_as(weights.w1), w2=weights.w2)
+        assert_output(kernel(x_TH, same_weights, routing), args)
     assert len(checks) == 1
     assert part.host_calls == 1
-    other = replace(weights, w1=weights.w1.clone())
-    assert_output(kernel(x_TH, other, routing), args)
+    copied_weights = replace(weights, w1=weights.w1.clone())
+    assert_output(kernel(x_TH, copied_weights, routing), args)
     assert len(checks) == 2
 
 
 def test_weights_with_other_strides_in_the_same_memory_are_checked() -> None:
-    kernel, _ = recorded_kernel()
+    kernel, _ = make_recorded_kernel()
     x_TH, weights, routing = make_inputs()
     kernel(x_TH, weights, routing)
     shrunk = weights.w1.view_as(weights.w1)
@@ -412,13 +414,13 @@ def test_weights_with_other_strides_in_the_same_memory_are_checked() -> None:
         kernel(x_TH, replace(weights, expert_map=ids), routing)
 
 
-# ------------------------------------------------------------------------------ overridden launches
+# ------------------------------------------------- CUDA graphs and overridden launch configurations
 
 
 def test_only_the_warm_up_stream_of_graph_trees_is_recognized(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Inductor warms up on its own stream. Calls on other streams keep their plans."""
+    """Inductor warms up CUDA graphs on its own stream. Calls on other streams keep their plans."""
     managers = {0: SimpleNamespace(stream=SimpleNamespace(cuda_stream=7))}
     trees = SimpleNamespace(get_manager=lambda index, create_if_none_exists: managers.get(index))
     monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)
@@ -430,8 +432,8 @@ def test_only_the_warm_up_stream_of_graph_trees_is_recognized(
     assert not is_graph_trees_stream(0)
 
 
-class Tokens:
-    """Stands in for x on a GPU."""
+class StandInX:
+    """Stands in for an x on a GPU."""
 
     shape, is_cuda, device = torch.Size([1, 16]), True, torch.device("cuda", 0)
 
@@ -448,26 +450,26 @@ def test_calls_during_capture_or_warm_up_use_no_plan(
     monkeypatch: pytest.MonkeyPatch, stream: int, state: str
 ) -> None:
     """The default stream is neither captured nor used for warm-up, so its state is not queried."""
-    queried: list[str] = []
+    queried_states: list[str] = []
 
     def is_in(queried_state: str) -> bool:
-        queried.append(queried_state)
+        queried_states.append(queried_state)
         return state == queried_state
 
-    monkeypatch.setattr(plan, "_TENSOR_TYPES", (Tokens,))
+    monkeypatch.setattr(plan, "_TENSOR_TYPES", (StandInX,))
     monkeypatch.setattr(plan, "is_graph_trees_stream", lambda index: is_in("warm-up"))
-    for name, result in {
+    for name, function in {
         "_cuda_getDevice": lambda: 0,
         "_cuda_getCurrentRawStream": lambda index: stream,
         "_cuda_isCurrentStreamCapturing": lambda: is_in("captured"),
     }.items():
-        monkeypatch.setattr(torch._C, name, result, raising=False)
+        monkeypatch.setattr(torch._C, name, function, raising=False)
     plans, experts = plan.CallPlans(16), SimpleNamespace(is_overridden=lambda: False)
     monkeypatch.setitem(plans._plans, (0, stream, 0), SimpleNamespace(run=lambda *_: "planned"))  # type: ignore[misc]
     kernel: Any = SimpleNamespace(experts=experts)
-    result: Any = plans.run(kernel, Tokens(), None, None, None)  # type: ignore[arg-type]
+    result: Any = plans.run(kernel, StandInX(), None, None, None)  # type: ignore[arg-type]
     assert result == ("planned" if stream == 0 or state == "none" else None)
-    assert bool(queried) == (stream != 0)
+    assert bool(queried_states) == (stream != 0)
 
 
 def test_graph_tree_managers_create_their_own_stream() -> None:
@@ -477,14 +479,14 @@ def test_graph_tree_managers_create_their_own_stream() -> None:
 
 
 def test_calls_under_an_override_allocate_their_own_workspace() -> None:
-    """Other block sizes than in the plan may need more padding than its workspace has."""
+    """With other block sizes than the plan's, more padding can be needed than its workspace has."""
     problem = Problem(tokens=64, hidden=64, intermediate=64, experts=8, top_k=2)
     kernel = make_kernel("MoEPrepareAndFinalizeNoEP", "TritonExperts", problem)
     args = random_inputs(problem, torch.device(kernel.machine.device))
-    expected, before = kernel(*args), held_bytes()
+    expected, bytes_before = kernel(*args), held_bytes()
     for block_m in (16, 128):
         tile = LaunchConfig(block_m, 32, 32, 1, 4, 2)
         with override_config(MoEConfig(tile, tile, "aligned")):
             torch.testing.assert_close(kernel(*args), expected, rtol=2e-2, atol=2e-2)
-    assert held_bytes() == before
+    assert held_bytes() == bytes_before
     assert torch.equal(kernel(*args), expected)

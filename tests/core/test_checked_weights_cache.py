@@ -1,6 +1,6 @@
-"""Plans cache which weights were checked.
+"""The cache of checked weights does not mistake new weights for freed weights.
 
-New weights with the id or address of freed ones must not be found in the cache.
+New weights can have the id or the address of freed weights.
 """
 
 import gc
@@ -20,40 +20,39 @@ CPU = torch.device("cpu")
 
 
 def test_freed_weights_are_removed_from_the_cache() -> None:
-    known, weights = (
-        recording.CheckedWeightsCache(),
-        replace(make_inputs(BASE, "uniform", CPU).weights),
-    )
-    known.add(weights)
-    assert known.lookup(weights, CPU) is not None
+    cache = recording.CheckedWeightsCache()
+    weights = replace(make_inputs(BASE, "uniform", CPU).weights)
+    cache.add(weights)
+    assert cache.lookup(weights, CPU) is not None
     del weights
     gc.collect()
-    assert not known._entries
+    assert not cache._entries
 
 
 def test_weights_with_the_id_of_freed_weights_are_not_found() -> None:
-    """The cache compares the objects, because an entry may outlive its weights."""
-    known, first = recording.CheckedWeightsCache(), make_inputs(BASE, "uniform", CPU).weights
-    second = replace(make_inputs(BASE, "uniform", CPU, seed=1).weights)
-    known._entries[id(second)] = known.add(first)
-    assert known.lookup(first, CPU) is not None
-    assert known.lookup(second, CPU) is None
-    del first
+    """The cache compares objects, because an entry can outlive its weights."""
+    cache, old_weights = recording.CheckedWeightsCache(), make_inputs(BASE, "uniform", CPU).weights
+    new_weights = replace(make_inputs(BASE, "uniform", CPU, seed=1).weights)
+    cache._entries[id(new_weights)] = cache.add(old_weights)
+    assert cache.lookup(old_weights, CPU) is not None
+    assert cache.lookup(new_weights, CPU) is None
+    del old_weights
     gc.collect()
-    assert known.lookup(second, CPU) is None
+    assert cache.lookup(new_weights, CPU) is None
 
 
 def test_smaller_storage_at_the_same_address_is_not_found() -> None:
-    """Two tensors have the same address, but half of the second one's memory was freed."""
-    known, weights = recording.CheckedWeightsCache(), make_inputs(BASE, "uniform", CPU).weights
-    short, nbytes = weights.w1.clone(), weights.w1.nbytes
-    short.untyped_storage().resize_(nbytes // 2)
-    storage = torch._C._construct_storage_from_data_pointer(short.data_ptr(), CPU, nbytes)
-    whole = torch.empty(0, dtype=short.dtype).set_(storage, 0, short.shape, short.stride())
-    first, second = replace(weights, w1=whole), replace(weights, w1=short)
-    known.add(first)
-    assert known.lookup(replace(first), CPU) is not None
-    assert known.lookup(second, CPU) is None
+    """Two tensors have the same address, but half of the memory of the second tensor was freed."""
+    cache, weights = recording.CheckedWeightsCache(), make_inputs(BASE, "uniform", CPU).weights
+    shrunk_w1, nbytes = weights.w1.clone(), weights.w1.nbytes
+    shrunk_w1.untyped_storage().resize_(nbytes // 2)
+    storage = torch._C._construct_storage_from_data_pointer(shrunk_w1.data_ptr(), CPU, nbytes)
+    full_w1 = torch.empty(0, dtype=shrunk_w1.dtype)
+    full_w1.set_(storage, 0, shrunk_w1.shape, shrunk_w1.stride())
+    full_weights = replace(weights, w1=full_w1)
+    cache.add(full_weights)
+    assert cache.lookup(replace(full_weights), CPU) is not None
+    assert cache.lookup(replace(weights, w1=shrunk_w1), CPU) is None
 
 
 def test_plan_uses_the_weights_of_each_call() -> None:

@@ -1,4 +1,4 @@
-"""The cache of compiled objects loads or compiles the right object whatever its folder contains."""
+"""The cache of compiled objects returns the right object, whatever its folder contains."""
 
 import os
 import sys
@@ -68,7 +68,7 @@ def test_objects_of_a_read_only_folder_are_loaded(
     monkeypatch.setattr(
         os,
         "access",
-        lambda at, mode: access(at, mode) and not (Path(at) == folder and mode & os.W_OK),
+        lambda path, mode: access(path, mode) and not (Path(path) == folder and mode & os.W_OK),
     )
     assert find_cached(STEM, SUFFIX) == path
     assert find_cached("kernel-1", SUFFIX) is None
@@ -113,7 +113,7 @@ def test_keys_distinguish_sources_and_options(tmp_path: Path) -> None:
 
 @pytest.fixture
 def loader(folder: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Return the state of a stand-in for the DSL's loader. `loads` lists the loaded files."""
+    """Replace the DSL's loader by a stand-in, and return its state. `loads` lists loaded files."""
     stand_in: Any = ModuleType("cutlass")
     state = SimpleNamespace(loads=[], read=lambda path: {"kernel": path.read_bytes()})
 
@@ -129,35 +129,35 @@ def loader(folder: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return state
 
 
-class Compiled:
+class FakeCompiledKernel:
     def export_to_c(self, path: str, name: str) -> None:
         Path(path).write_bytes(name.encode())
 
 
-def kernel(arch: str = "sm_90a") -> compiled_kernels.CompiledKernel:
-    return compiled_kernels.CompiledKernel("kernel", arch, lambda options: Compiled())
+def make_kernel(arch: str = "sm_90a") -> compiled_kernels.CompiledKernel:
+    return compiled_kernels.CompiledKernel("kernel", arch, lambda options: FakeCompiledKernel())
 
 
 def test_a_cached_object_is_loaded(loader: SimpleNamespace) -> None:
-    assert isinstance(kernel().load_or_compile(), Compiled)
-    path = kernel().compile_to_cache()
-    assert kernel().compile_to_cache() == path
-    assert kernel().load_or_compile() == b"kernel"
+    assert isinstance(make_kernel().load_or_compile(), FakeCompiledKernel)
+    path = make_kernel().compile_to_cache()
+    assert make_kernel().compile_to_cache() == path
+    assert make_kernel().load_or_compile() == b"kernel"
     assert loader.loads == [str(path)]
 
 
 def test_an_object_of_another_gpu_or_release_is_not_loaded(loader: SimpleNamespace) -> None:
-    kernel().compile_to_cache()
-    assert isinstance(kernel("sm_100a").load_or_compile(), Compiled)
+    make_kernel().compile_to_cache()
+    assert isinstance(make_kernel("sm_100a").load_or_compile(), FakeCompiledKernel)
     loader.version = "4.3.0"
-    assert isinstance(kernel().load_or_compile(), Compiled)
+    assert isinstance(make_kernel().load_or_compile(), FakeCompiledKernel)
     assert loader.loads == []
 
 
 def test_a_damaged_object_is_not_loaded(loader: SimpleNamespace) -> None:
-    path = kernel().compile_to_cache()
+    path = make_kernel().compile_to_cache()
     path.write_bytes(path.read_bytes()[:3])
-    assert isinstance(kernel().load_or_compile(), Compiled)
+    assert isinstance(make_kernel().load_or_compile(), FakeCompiledKernel)
     assert loader.loads == []
     assert not path.exists()
 
@@ -169,7 +169,7 @@ def test_an_object_that_fails_to_load_is_recompiled(
     def fail(path: Path) -> object:
         raise error("undefined symbol")
 
-    kernel().compile_to_cache()
+    make_kernel().compile_to_cache()
     loader.read = fail
-    assert isinstance(kernel().load_or_compile(), Compiled)
+    assert isinstance(make_kernel().load_or_compile(), FakeCompiledKernel)
     assert "recompiling kernel: " in caplog.text

@@ -21,7 +21,7 @@ PROBLEM = mk.Problem(8, 32, 16, 4, 2, dtype=torch.float32)
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 
 
-def inputs(tokens: int) -> Any:
+def make_inputs(tokens: int) -> Any:
     return random_inputs(PROBLEM.with_tokens(tokens), DEVICE)
 
 
@@ -38,13 +38,13 @@ def test_kernels_count_calls_tokens_and_fallbacks() -> None:
         "workspace_bytes": kernel.counters()["workspace_bytes"],
     }
     for tokens in (8, 3):
-        kernel(*inputs(tokens))
-    kernel.start(*inputs(5)).finish()
+        kernel(*make_inputs(tokens))
+    kernel.start(*make_inputs(5)).finish()
     plan = kernel.plan()
-    plan(*inputs(4))
-    found = kernel.counters()
-    assert (found["calls"], found["tokens"], found["plans"]) == (4, 20, 2)
-    assert found["fallback_calls"] == {
+    plan(*make_inputs(4))
+    counters = kernel.counters()
+    assert (counters["calls"], counters["tokens"], counters["plans"]) == (4, 20, 2)
+    assert counters["fallback_calls"] == {
         call_counters.NOT_REPLAYABLE: 3,
         call_counters.OWN_WORKSPACE: 1,
     }
@@ -55,38 +55,38 @@ def test_a_replayed_call_is_counted_with_its_tokens(monkeypatch: pytest.MonkeyPa
     """A recording without launches stands in for a recording on a GPU."""
     kernel = mk.make_kernel(*PAIR, PROBLEM)
     plan = kernel.plan()
-    call = inputs(5)
-    plan(*call)
+    args = make_inputs(5)
+    plan(*args)
     replays: list[int] = []
-    recorded = RecordedCall(
+    recorded_call = RecordedCall(
         (lambda stream, pointers: replays.append(stream),), (), (), plan._replay_counts.counter(5)
     )
     plan._recorded.replayable = True
-    monkeypatch.setattr(plan._recorded, "find", lambda signature: recorded)
+    monkeypatch.setattr(plan._recorded, "find", lambda signature: recorded_call)
     for _ in range(3):
-        plan(*call)
-    found = kernel.counters()
-    assert len(replays) == found["replayed_calls"] == 3
-    assert (found["calls"], found["tokens"]) == (4, 20)
+        plan(*args)
+    counters = kernel.counters()
+    assert len(replays) == counters["replayed_calls"] == 3
+    assert (counters["calls"], counters["tokens"]) == (4, 20)
 
 
 def test_a_failed_recording_is_counted_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = mk.make_kernel(*PAIR, PROBLEM)
-    monkeypatch.setattr(type(kernel), "replayable", True)  # plain torch cannot be replayed
+    monkeypatch.setattr(type(kernel), "replayable", True)  # although it calls torch functions
     plan = kernel.plan()
     for _ in range(3):
-        plan(*inputs(6))
-    found = kernel.counters()
-    assert found["recorded_calls"] == 1
-    ((reason, number),) = found["fallback_calls"].items()  # type: ignore[attr-defined]
+        plan(*make_inputs(6))
+    counters = kernel.counters()
+    assert counters["recorded_calls"] == 1
+    ((reason, count),) = counters["fallback_calls"].items()  # type: ignore[attr-defined]
     assert "is not a launch of modular_kernel" in reason
-    assert number == 2
+    assert count == 2
 
 
 def test_invalid_ids_are_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     kernel = mk.make_kernel(*PAIR, PROBLEM)
     kernel.label = "layer 7"
-    x_TH, weights, routing = inputs(4)
+    x_TH, weights, routing = make_inputs(4)
     ids_TK = routing.topk_ids_TK.clone()
     ids_TK[0, 0] = 99
     kernel(x_TH, weights, replace(routing, topk_ids_TK=ids_TK))
@@ -97,15 +97,15 @@ def test_invalid_ids_are_counted_and_logged_once(caplog: pytest.LogCaptureFixtur
     assert record.getMessage().startswith("layer 7: MoEPrepareAndFinalizeNoEP x TorchExperts ")
 
 
-def layer_of(number: int) -> mk.FusedMoE:
-    layer = mk.FusedMoE(4, 32, 16, layer_id=number, top_k=2, params_dtype=torch.float32)
-    layer.set_weights(inputs(1)[1])
+def make_layer(layer_id: int) -> mk.FusedMoE:
+    layer = mk.FusedMoE(4, 32, 16, layer_id=layer_id, top_k=2, params_dtype=torch.float32)
+    layer.set_weights(make_inputs(1)[1])
     return layer.to(DEVICE)
 
 
 def test_layers_count_their_own_calls_and_share_kernels() -> None:
-    first, second = layer_of(0), layer_of(1)
-    x_TH, _, routing = inputs(5)
+    first, second = make_layer(0), make_layer(1)
+    x_TH, _, routing = make_inputs(5)
     for layer in (first, second, second):
         layer(x_TH, routing)
     assert first.counters() == {"calls": 1, "tokens": 5}
@@ -119,9 +119,9 @@ LABEL = re.compile(r'([a-z]+)="((?:[^"\\]|\\.)*)"')
 
 
 def parse_metrics(text: str) -> dict[str, dict[tuple[tuple[str, str], ...], int]]:
-    """Return {metric: {labels: value}}.
+    """Return the value of each metric and labels, as {metric: {labels: value}}.
 
-    Asserts that each metric has HELP, TYPE and samples once and in this order.
+    Asserts that each metric has HELP, TYPE and its samples, once and in this order.
     """
     metrics: dict[str, dict[tuple[tuple[str, str], ...], int]] = {}
     lines = text.splitlines()
@@ -159,20 +159,20 @@ def test_prometheus_text_refuses_values_without_counters() -> None:
 
 
 def test_prometheus_text_is_in_the_exposition_format() -> None:
-    first, second = layer_of(0), layer_of(1)
+    first, second = make_layer(0), make_layer(1)
     kernel = mk.make_kernel(*PAIR, PROBLEM)
-    x_TH, weights, routing = inputs(5)
+    x_TH, weights, routing = make_inputs(5)
     first(x_TH, routing)
     second(x_TH, routing)
     kernel(x_TH, weights, routing)
-    odd = 'a "quoted"\\name\n'
-    metrics = parse_metrics(prometheus_text({"0": first, odd: second, "draft": kernel}))
-    escaped = 'a \\"quoted\\"\\\\name\\n'
-    calls = metrics["modular_kernel_layer_calls_total"]
-    assert calls == {(("layer", "0"),): 1, (("layer", escaped),): 1}
-    of_kernels = metrics["modular_kernel_calls_total"]
+    name = 'a "quoted"\\name\n'
+    metrics = parse_metrics(prometheus_text({"0": first, name: second, "draft": kernel}))
+    escaped_name = 'a \\"quoted\\"\\\\name\\n'
+    layer_calls = metrics["modular_kernel_layer_calls_total"]
+    assert layer_calls == {(("layer", "0"),): 1, (("layer", escaped_name),): 1}
+    kernel_calls = metrics["modular_kernel_calls_total"]
     # The layers share a kernel, which is exported once.
-    assert set(of_kernels) == {(("kernel", "0"),), (("kernel", "draft"),)}
+    assert set(kernel_calls) == {(("kernel", "0"),), (("kernel", "draft"),)}
     reasons = metrics["modular_kernel_fallback_calls_total"]
     assert reasons[("kernel", "draft"), ("reason", call_counters.NOT_REPLAYABLE)] == 1
     assert list(metrics["modular_kernel_workspace_bytes"]) == [()]

@@ -1,4 +1,4 @@
-"""cuda_replay.c without a GPU, with a compiled stand-in for libcuda.so.1."""
+"""Replays by cuda_replay.c without a GPU, with a compiled stand-in for libcuda.so.1."""
 
 from typing import Any
 
@@ -7,31 +7,32 @@ from driver_stand_in import run_with_stand_in
 
 from modular_kernel.replay.launch.cuda_replay import pack_tensor_map, pack_value
 
-ONE, TWO = [1.5, 0.5, -0.5, -1.5], [10.5, 2.5, -5.5, -13.5]  # 2.5 - x for both inputs
+# The output 2.5 - x for each of two inputs x.
+OUT_OF_X, OUT_OF_OTHER_X = [1.5, 0.5, -0.5, -1.5], [10.5, 2.5, -5.5, -13.5]
 
 
 @pytest.fixture(scope="module")
 def program_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the results of cuda_replay_program.py."""
+    """Run cuda_replay_program.py, and return its results by name."""
     return run_with_stand_in("cuda_replay_program", tmp_path_factory.mktemp("driver"))
 
 
 @pytest.mark.parametrize(
     ("when", "values", "driver_calls"),
     [
-        ("first", ONE, {"instantiations": 1, "graph_launches": 1}),
-        ("same again", ONE, {"graph_launches": 1}),
-        ("other x", TWO, {"sets": 1, "graph_launches": 1}),
-        ("other out", TWO, {"sets": 1, "graph_launches": 1}),
-        ("both back", ONE, {"sets": 2, "graph_launches": 1}),
-        ("captured", TWO, {"launches": 2}),
-        ("after it", ONE, {"graph_launches": 1}),
+        ("first", OUT_OF_X, {"instantiations": 1, "graph_launches": 1}),
+        ("same again", OUT_OF_X, {"graph_launches": 1}),
+        ("other x", OUT_OF_OTHER_X, {"sets": 1, "graph_launches": 1}),
+        ("other out", OUT_OF_OTHER_X, {"sets": 1, "graph_launches": 1}),
+        ("both back", OUT_OF_X, {"sets": 2, "graph_launches": 1}),
+        ("captured", OUT_OF_OTHER_X, {"launches": 2}),
+        ("after it", OUT_OF_X, {"graph_launches": 1}),
     ],
 )
 def test_replays_are_correct_and_use_one_graph(
     program_results: dict[str, Any], when: str, values: list[float], driver_calls: dict[str, int]
 ) -> None:
-    """A replay updates only the parameters that changed ("sets")."""
+    """A replay updates only the graph nodes whose parameters changed ("sets")."""
     assert program_results[when] == [values, driver_calls]
 
 
@@ -40,9 +41,11 @@ def test_replay_uses_the_given_stream(program_results: dict[str, Any]) -> None:
 
 
 def test_dependent_launches_stay_dependent(program_results: dict[str, Any]) -> None:
-    """The first replay uses a graph. The second one, in a capture, makes separate launches."""
+    """The first replay launches a graph. The second replay, during a capture, makes separate
+    launches.
+    """
     assert program_results["dependent"] == [
-        [ONE, ONE],
+        [OUT_OF_X, OUT_OF_X],
         {"instantiations": 1, "graph_launches": 1, "launches": 2, "dependent_launches": 2},
     ]
 
@@ -50,7 +53,7 @@ def test_dependent_launches_stay_dependent(program_results: dict[str, Any]) -> N
 def test_a_tensor_map_gets_the_address_of_each_call(program_results: dict[str, Any]) -> None:
     """Each replay updates the tensor map, but only in the launch that uses it."""
     driver_calls = {"maps": 2, "instantiations": 1, "graph_launches": 2, "sets": 1}
-    assert program_results["map"] == [[ONE, TWO], driver_calls]
+    assert program_results["map"] == [[OUT_OF_X, OUT_OF_OTHER_X], driver_calls]
 
 
 @pytest.mark.parametrize(("what", "maps"), [("moved workspace", {}), ("moved map", {"maps": 2})])
@@ -59,7 +62,7 @@ def test_each_replay_may_use_another_workspace(
 ) -> None:
     """Both launches access the workspace, so the second replay updates both nodes of the graph."""
     driver_calls = {**maps, "graph_launches": 2, "sets": 2, "instantiations": 1}
-    assert program_results[what] == [[ONE, TWO], [True, True], True, driver_calls]
+    assert program_results[what] == [[OUT_OF_X, OUT_OF_OTHER_X], [True, True], True, driver_calls]
 
 
 def test_a_single_launch_makes_no_graph(program_results: dict[str, Any]) -> None:
@@ -67,11 +70,11 @@ def test_a_single_launch_makes_no_graph(program_results: dict[str, Any]) -> None
 
 
 def test_replay_falls_back_to_launches_if_graphs_fail(program_results: dict[str, Any]) -> None:
-    assert program_results["no graphs"] == [[ONE] * 3, {"launches": 6}]
+    assert program_results["no graphs"] == [[OUT_OF_X] * 3, {"launches": 6}]
 
 
 @pytest.mark.parametrize(
-    ("what", "text"),
+    ("what", "message"),
     [
         ("failed", "RuntimeError: CUDA error in a replayed launch: launch failed"),
         ("pointers", "ValueError: 1 pointers for 2 inputs"),
@@ -83,13 +86,13 @@ def test_replay_falls_back_to_launches_if_graphs_fail(program_results: dict[str,
     ],
 )
 def test_errors_of_the_driver_are_raised(
-    program_results: dict[str, Any], what: str, text: str
+    program_results: dict[str, Any], what: str, message: str
 ) -> None:
-    assert program_results[what].startswith(text)
+    assert program_results[what].startswith(message)
 
 
 class EncodedMap:
-    """An object with the size of Triton's tensor map object. The map is in its second half.
+    """An object with the size of Triton's tensor map object, whose second half is the tensor map.
 
     Python stores slots in the order of their names.
     """
@@ -106,18 +109,18 @@ def test_a_tensor_map_is_recorded_with_its_sizes_and_strides(
     address = id(encoded).to_bytes(8, "little")
     monkeypatch.setattr(driver, "make_tensordesc_arg", lambda *_: [encoded, 64, 2880, 2880, 1])
     packed_map = pack_tensor_map("descriptor", {"swizzle": 3})
-    assert packed_map == [address + bytes(112) + address, *map(word, (64, 2880, 2880, 1))]
+    assert packed_map == [address + bytes(112) + address, *map(pack_word, (64, 2880, 2880, 1))]
 
 
 def test_tensor_maps_in_another_layout_are_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A map of unknown layout, or a map that the kernel creates itself, cannot be packed."""
+    """A map in an unknown layout, or a map that the kernel itself creates, cannot be packed."""
     driver = pytest.importorskip("triton.backends.nvidia.driver")
     monkeypatch.setattr(driver, "make_tensordesc_arg", lambda *_: [object(), 64, 1])
     assert pack_tensor_map("descriptor", {"swizzle": 3}) is None
     assert pack_tensor_map("descriptor", None) is None
 
 
-def word(number: int) -> bytes:
+def pack_word(number: int) -> bytes:
     return number.to_bytes(8, "little")
 
 

@@ -16,36 +16,36 @@ from prepare_finalize import MoEPrepareAndFinalizeNoEP
 PROBLEM = Problem(tokens=6, hidden=32, intermediate=16, experts=4, top_k=2, dtype=torch.float32)
 
 
-class WideIds(MoEPrepareAndFinalizeNoEP):
+class Int64IdsPrepare(MoEPrepareAndFinalizeNoEP):
     """Accepts int64 ids only."""
 
     requires = replace(MoEPrepareAndFinalizeNoEP.requires, topk_indices_dtype=torch.int64)
 
 
-@pytest.mark.parametrize("by", ["kernel", "plan"])
-def test_a_part_gets_ids_in_the_dtype_that_it_declares(by: str) -> None:
-    parts = WideIds(PROBLEM), TorchExperts(PROBLEM)
+@pytest.mark.parametrize("caller", ["kernel", "plan"])
+def test_a_part_gets_ids_in_the_dtype_that_it_declares(caller: str) -> None:
+    parts = Int64IdsPrepare(PROBLEM), TorchExperts(PROBLEM)
     kernel = FusedMoEModularKernel(*parts, machine=this_machine(device="cpu"))
-    call = kernel.plan() if by == "plan" else kernel
-    given = make_inputs(PROBLEM, "uniform", torch.device("cpu"))
-    ids_TK = given.routing.topk_ids_TK
+    call = kernel.plan() if caller == "plan" else kernel
+    inputs = make_inputs(PROBLEM, "uniform", torch.device("cpu"))
+    ids_TK = inputs.routing.topk_ids_TK
     with pytest.raises(DtypeError, match="topk_ids: got int32, need int64"):
-        call(given.x_TH, given.weights, replace(given.routing, topk_ids_TK=ids_TK.int()))
-    wide = call(given.x_TH, given.weights, replace(given.routing, topk_ids_TK=ids_TK.long()))
-    assert wide.isfinite().all()
+        call(inputs.x_TH, inputs.weights, replace(inputs.routing, topk_ids_TK=ids_TK.int()))
+    out = call(inputs.x_TH, inputs.weights, replace(inputs.routing, topk_ids_TK=ids_TK.long()))
+    assert out.isfinite().all()
 
 
-def parts_over_ranks() -> list[str]:
+def list_parts_over_ranks() -> list[str]:
     catalog = load_catalog()
-    kinds = {name: catalog.prepare_finalize(name) for name in catalog.names("prepare_finalize")}
-    return [name for name, part_class in kinds.items() if part_class.requires.world_sizes[0] > 1]
+    classes = {name: catalog.prepare_finalize(name) for name in catalog.names("prepare_finalize")}
+    return [name for name, part_class in classes.items() if part_class.requires.world_sizes[0] > 1]
 
 
 def test_parts_over_ranks_are_known() -> None:
-    assert {"PplxPrepareAndFinalize", "DeepEPLLPrepareAndFinalize"} <= set(parts_over_ranks())
+    assert {"PplxPrepareAndFinalize", "DeepEPLLPrepareAndFinalize"} <= set(list_parts_over_ranks())
 
 
-@pytest.mark.parametrize("name", parts_over_ranks())
+@pytest.mark.parametrize("name", list_parts_over_ranks())
 def test_a_part_over_ranks_is_bounded_by_its_buffers(name: str) -> None:
     part_class = load_catalog().prepare_finalize(name)
     part = object.__new__(part_class)  # the constructor would load the part's library

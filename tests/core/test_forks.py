@@ -1,4 +1,4 @@
-"""A child forked at any moment works or raises a typed error; it never deadlocks."""
+"""A forked child works or raises a typed error, and never deadlocks, whenever it is forked."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from forked_child import TIMEOUT_S, Gate, run_in_child
-from lora_layers import make_adapter as layer_adapter
+from lora_layers import make_adapter as make_layer_adapter
 from lora_layers import make_base_layer
 
 import modular_kernel as mk
@@ -36,7 +36,9 @@ PROBLEM = mk.Problem(
 )  # fmt: skip
 
 
-def arguments(problem: mk.Problem = PROBLEM) -> tuple[torch.Tensor, mk.ExpertWeights, mk.Routing]:
+def make_arguments(
+    problem: mk.Problem = PROBLEM,
+) -> tuple[torch.Tensor, mk.ExpertWeights, mk.Routing]:
     g = torch.Generator().manual_seed(0)
     e, h, i = problem.experts, problem.hidden, problem.intermediate
     weights = mk.ExpertWeights(
@@ -53,16 +55,16 @@ def make_blocking_kernel(gate: Gate) -> FusedMoEModularKernel:
     kernel = mk.make_kernel(NO_EP, "TorchExperts", PROBLEM, machine=Machine("cpu"))
     apply = kernel.experts.apply
 
-    def slow(*args: Any, **options: Any) -> None:
+    def wait_and_apply(*args: Any, **options: Any) -> None:
         gate.pass_through()
         apply(*args, **options)
 
-    kernel.experts.apply = slow  # type: ignore[method-assign]
+    kernel.experts.apply = wait_and_apply  # type: ignore[method-assign]
     return kernel
 
 
 def test_a_plan_in_use_by_another_thread_works_in_the_child() -> None:
-    gate, inputs = Gate(), arguments()
+    gate, inputs = Gate(), make_arguments()
     plan = make_blocking_kernel(gate).plan()
     expected = plan(*inputs).clone()
     with gate.holding(lambda: plan(*inputs)):
@@ -73,7 +75,7 @@ def test_a_plan_in_use_by_another_thread_works_in_the_child() -> None:
 
 
 def test_a_thread_that_forks_during_its_call_finishes_it_in_the_child() -> None:
-    inputs, errors = arguments(), list[Any]()
+    inputs, errors = make_arguments(), list[Any]()
     kernel = mk.make_kernel(NO_EP, "TorchExperts", PROBLEM, machine=Machine("cpu"))
     plan, apply = kernel.plan(), kernel.experts.apply
     expected = plan(*inputs).clone()
@@ -85,12 +87,12 @@ def test_a_thread_that_forks_during_its_call_finishes_it_in_the_child() -> None:
             return str(error)
         return "called"
 
-    def forking(*args: Any, **options: Any) -> None:
+    def apply_and_fork(*args: Any, **options: Any) -> None:
         kernel.experts.apply = apply  # type: ignore[method-assign]
         apply(*args, **options)
         errors.append(run_in_child(call_again))
 
-    kernel.experts.apply = forking  # type: ignore[method-assign]
+    kernel.experts.apply = apply_and_fork  # type: ignore[method-assign]
     assert torch.equal(plan(*inputs), expected)
     assert "a call within its own call" in errors[0]
 
@@ -100,16 +102,16 @@ def test_layers_work_in_a_child_forked_while_a_thread_makes_their_kernels(
 ) -> None:
     from modular_kernel.operators import kernel_cache
 
-    gate, inputs = Gate(), arguments()
+    gate, inputs = Gate(), make_arguments()
     layer = FusedMoE(4, 32, 16, top_k=2, params_dtype=torch.float32)
     layer.set_weights(inputs[1])
     make_kernel = kernel_cache.make_kernel
 
-    def slow(*args: Any, **options: Any) -> FusedMoEModularKernel:
+    def wait_and_make_kernel(*args: Any, **options: Any) -> FusedMoEModularKernel:
         gate.pass_through()
         return make_kernel(*args, **options)
 
-    monkeypatch.setattr(kernel_cache, "make_kernel", slow)
+    monkeypatch.setattr(kernel_cache, "make_kernel", wait_and_make_kernel)
     monkeypatch.setattr("modular_kernel.layers.fused_moe._plan_cache", kernel_cache.KernelCache())
     with gate.holding(lambda: layer(inputs[0], inputs[2])):
         result = run_in_child(lambda: layer(inputs[0], inputs[2]))
@@ -123,39 +125,39 @@ def test_the_interpreter_works_in_a_child_forked_during_a_launch(
     patch = pytest.importorskip("modular_kernel.interpreter.patch")
     if not patch.is_active():
         pytest.skip("kernels are compiled here")
-    gate, inputs = Gate(), arguments()
-    kernel = mk.make_kernel(NO_EP, "TritonExperts", PROBLEM, machine=cpu_machine())
+    gate, inputs = Gate(), make_arguments()
+    kernel = mk.make_kernel(NO_EP, "TritonExperts", PROBLEM, machine=detect_cpu_machine())
     expected = kernel(*inputs)
     builder = interpreter.interpreter_builder
     set_grid_idx = builder.set_grid_idx
 
-    def slow(*args: int) -> None:
+    def wait_and_set_grid_idx(*args: int) -> None:
         gate.pass_through()
         set_grid_idx(*args)
 
-    monkeypatch.setattr(builder, "set_grid_idx", slow)
+    monkeypatch.setattr(builder, "set_grid_idx", wait_and_set_grid_idx)
 
-    def child() -> tuple[torch.Tensor, int, Any]:
+    def launch_in_child() -> tuple[torch.Tensor, int, Any]:
         result = kernel(*inputs)
         return result, len(patch._scopes), patch.tl.zeros_like.__name__
 
     with gate.holding(lambda: kernel(*inputs)):
         assert patch._scopes
-        result, scopes, name = run_in_child(child)
+        result, num_scopes, name = run_in_child(launch_in_child)
     torch.testing.assert_close(result, expected)
-    assert not scopes
-    # No launch is under way, so the interpreter's replacements in `tl` are not active.
+    assert not num_scopes
+    # No launch is in progress, so the interpreter's replacements in `tl` are not active.
     assert name == patch.tl.zeros_like.__name__
     assert not patch._scopes
 
 
-def cpu_machine() -> Machine:
+def detect_cpu_machine() -> Machine:
     from modular_kernel.catalog import this_machine
 
     return this_machine(device="cpu")
 
 
-LORA = mk.Problem(
+LORA_PROBLEM = mk.Problem(
     tokens=8, hidden=32, intermediate=24, experts=6, top_k=2, dtype=torch.float32,
     lora="adapters=2,rank=5",
 )  # fmt: skip
@@ -164,27 +166,27 @@ LORA = mk.Problem(
 def test_a_child_forked_during_a_load_has_no_partial_adapter_in_its_pool(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gate, pool = Gate(), AdapterPool(LORA)
+    gate, pool = Gate(), AdapterPool(LORA_PROBLEM)
     split_gate_up, tensors = pool._split_gate_up, pool._tensors
 
-    def slow(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def wait_and_split(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if name == "lora_a2":  # the other tensors are already in the slot
             gate.pass_through()
         return split_gate_up(name, tensor)
 
-    monkeypatch.setattr(pool, "_split_gate_up", slow)
-    small = layer_adapter(1, 2, num_a13=2)
+    monkeypatch.setattr(pool, "_split_gate_up", wait_and_split)
+    small = make_layer_adapter(1, 2, num_a13=2)
 
-    def child() -> tuple[int, dict[str, torch.Tensor]]:
+    def load_in_child() -> tuple[int, dict[str, torch.Tensor]]:
         slot = pool.load("small", small)
         return slot, {name: tensor[slot].clone() for name, tensor in tensors.items()}
 
-    with gate.holding(lambda: pool.load("large", layer_adapter(5, 1, num_a13=2))):
-        slot, result = run_in_child(child)
+    with gate.holding(lambda: pool.load("large", make_layer_adapter(5, 1, num_a13=2))):
+        slot, result = run_in_child(load_in_child)
     assert (slot, dict(pool.slots)) == (0, {"large": 0})
-    alone = AdapterPool(LORA)
-    alone.load("small", small)
-    assert all(torch.equal(result[name], t[0]) for name, t in alone._tensors.items())
+    expected_pool = AdapterPool(LORA_PROBLEM)
+    expected_pool.load("small", small)
+    assert all(torch.equal(result[name], t[0]) for name, t in expected_pool._tensors.items())
 
 
 def test_a_child_forked_during_a_load_loses_no_slot_of_its_manager(
@@ -192,23 +194,23 @@ def test_a_child_forked_during_a_load_loses_no_slot_of_its_manager(
 ) -> None:
     gate = Gate()
     manager = LoRAManager(make_base_layer().problem, "adapters=1,rank=5", [3, 4])
-    load, own = manager.pools[4].load, MoELoRALayer(layer_adapter(4, 1, num_a13=2))
+    load, lora_layer = manager.pools[4].load, MoELoRALayer(make_layer_adapter(4, 1, num_a13=2))
 
-    def slow(*args: Any) -> int:
+    def wait_and_load(*args: Any) -> int:
         gate.pass_through()
         return load(*args)
 
-    monkeypatch.setattr(manager.pools[4], "load", slow)
+    monkeypatch.setattr(manager.pools[4], "load", wait_and_load)
 
-    def child() -> tuple[int, list[dict[str, int]]]:
+    def load_in_child() -> tuple[int, list[dict[str, int]]]:
         batch = ForwardBatch((None,), torch.tensor([0, 4]))
         assert manager.prepare_moe_lora_batch(batch, 3) is None
-        slot = manager.load("mine", {3: own})
+        slot = manager.load("child", {3: lora_layer})
         return slot, [dict(pool.slots) for pool in manager.pools.values()]
 
-    with gate.holding(lambda: manager.load("theirs", {3: own})):
-        assert run_in_child(child) == (0, [{"mine": 0}, {"mine": 0}])
-    assert [dict(pool.slots) for pool in manager.pools.values()] == [{"theirs": 0}] * 2
+    with gate.holding(lambda: manager.load("parent", {3: lora_layer})):
+        assert run_in_child(load_in_child) == (0, [{"child": 0}, {"child": 0}])
+    assert [dict(pool.slots) for pool in manager.pools.values()] == [{"parent": 0}] * 2
 
 
 def test_properties_being_computed_by_a_thread_are_computed_in_the_child(
@@ -217,7 +219,7 @@ def test_properties_being_computed_by_a_thread_are_computed_in_the_child(
     gate = Gate()
 
     @dataclass
-    class Slow:
+    class SlowNumber:
         number: int
 
         @cached_property
@@ -225,9 +227,10 @@ def test_properties_being_computed_by_a_thread_are_computed_in_the_child(
             gate.pass_through()
             return 2 * self.number
 
-    monkeypatch.setattr(mk, "Slow", Slow, raising=False)  # as if it were a class of the package
-    with gate.holding(lambda: Slow(1).double):
-        assert run_in_child(lambda: Slow(4).double) == 8
+    # Make it a class of the package, whose cached properties a fork resets.
+    monkeypatch.setattr(mk, "SlowNumber", SlowNumber, raising=False)
+    with gate.holding(lambda: SlowNumber(1).double):
+        assert run_in_child(lambda: SlowNumber(4).double) == 8
 
 
 _PRELUDE = f"""
@@ -237,7 +240,7 @@ import torch
 torch.set_num_threads(2)
 from forked_child import run_in_child
 """
-_COMPUTES = """
+_COMPUTE_PROGRAM = """
 import modular_kernel as mk
 problem = mk.Problem(tokens=256, hidden=512, intermediate=512, experts=2, top_k=2,
                      dtype=torch.float32)
@@ -249,28 +252,30 @@ want = kernel(x, weights, routing)
 for call in (kernel, kernel.plan()):
     torch.testing.assert_close(run_in_child(lambda: call(x, weights, routing).clone()), want)
 """
-_COMPUTES_NOTHING = """
+_NO_COMPUTE_PROGRAM = """
 import modular_kernel.utils.forks
 assert run_in_child(torch.get_num_threads) == 2
 """
 
 
-@pytest.mark.parametrize("text", [_COMPUTES, _COMPUTES_NOTHING], ids=["computes", "nothing"])
-def test_a_child_of_a_process_with_several_compute_threads_works(text: str) -> None:
-    done = run_python(_PRELUDE + text)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize(
+    "program", [_COMPUTE_PROGRAM, _NO_COMPUTE_PROGRAM], ids=["computes", "nothing"]
+)
+def test_a_child_of_a_process_with_several_compute_threads_works(program: str) -> None:
+    process = run_python(_PRELUDE + program)
+    assert process.returncode == 0, process.stderr
 
 
-def run_python(text: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-c", text]
+def run_python(program: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-c", program]
     return subprocess.run(command, capture_output=True, text=True, timeout=4 * TIMEOUT_S)
 
 
 def test_the_lock_of_the_choice_cache_is_released_while_a_child_runs(tmp_path: Path) -> None:
     cache = Cache(tmp_path, {"who": "a test"}, {})
     reader, writer = os.pipe()
-    with cache.lock(wait_s=0) as mine:
-        assert mine
+    with cache.lock(wait_s=0) as is_locked:
+        assert is_locked
         pid = os.fork()
         if pid == 0:
             os.close(writer)
@@ -278,15 +283,15 @@ def test_the_lock_of_the_choice_cache_is_released_while_a_child_runs(tmp_path: P
             os._exit(0)
     os.close(reader)
     try:
-        with cache.lock(wait_s=0) as again:
-            assert again
+        with cache.lock(wait_s=0) as is_locked:
+            assert is_locked
     finally:
         os.close(writer)
         os.waitpid(pid, 0)
 
 
 def test_a_temporary_build_folder_is_removed_by_the_process_that_made_it(tmp_path: Path) -> None:
-    done = run_python("""
+    process = run_python("""
 import os, sys
 from modular_kernel.replay.launch import compiled_files
 folder = compiled_files._get_process_folder()
@@ -298,8 +303,8 @@ os.waitpid(pid, 0)
 assert folder.is_dir()
 print(folder)
 """)
-    assert done.returncode == 0, done.stderr
-    assert not Path(done.stdout.strip()).exists()
+    assert process.returncode == 0, process.stderr
+    assert not Path(process.stdout.strip()).exists()
 
 
 def test_deleted_objects_are_not_notified_of_a_fork() -> None:
@@ -308,10 +313,10 @@ def test_deleted_objects_are_not_notified_of_a_fork() -> None:
             notified.append(None)
 
     notified: list[None] = []
-    kept, deleted = Listener(), Listener()
-    forks.on_fork(kept)
-    forks.on_fork(deleted)
-    del deleted
+    live_listener, deleted_listener = Listener(), Listener()
+    forks.on_fork(live_listener)
+    forks.on_fork(deleted_listener)
+    del deleted_listener
     assert run_in_child(lambda: len(notified)) == 1
     assert not notified
 
@@ -320,7 +325,7 @@ def test_deleted_objects_are_not_notified_of_a_fork() -> None:
 def test_a_lock_held_by_the_forking_thread_stays_locked_in_the_child(owned: bool) -> None:
     lock = threading.RLock()
 
-    def child() -> tuple[bool, bool]:
+    def reset_in_child() -> tuple[bool, bool]:
         return forks.reset_lock(lock), lock._is_owned()  # type: ignore[attr-defined]
 
     def run(function: Callable[[], Any]) -> Any:
@@ -329,21 +334,22 @@ def test_a_lock_held_by_the_forking_thread_stays_locked_in_the_child(owned: bool
         with lock:
             return function()
 
-    assert run(lambda: run_in_child(child)) == (owned, owned)
+    assert run(lambda: run_in_child(reset_in_child)) == (owned, owned)
 
 
 def test_a_plan_on_a_gpu_or_over_ranks_refuses_to_run_in_the_child() -> None:
-    inputs = arguments()
+    inputs = make_arguments()
     kernel = mk.make_kernel(NO_EP, "TorchExperts", PROBLEM, machine=Machine("cpu"))
     plan = kernel.plan()
-    plan._device = torch.device("cuda", 0)  # the child only checks this attribute
+    plan._device = torch.device("cuda", 0)  # the only attribute that the child checks
 
-    def child() -> str:
+    def call_in_child() -> str:
         with pytest.raises(StateError) as caught:
             plan(*inputs)
         return str(caught.value)
 
-    for message in (run_in_child(child), run_in_child(lambda: run_in_child(child))):
+    from_grandchild = run_in_child(lambda: run_in_child(call_in_child))
+    for message in (run_in_child(call_in_child), from_grandchild):
         assert message.startswith(
             "a plan: got a call in a forked child process, need a spawned process"
         )

@@ -1,6 +1,6 @@
-"""The number of Python function calls on the host in a call of a kernel, without and with replay.
+"""The number of Python functions that a call of a kernel runs on the host, without and with replay.
 
-Calls of Triton kernels are not counted.
+Launches of Triton kernels are not counted.
 """
 
 from collections import Counter
@@ -36,7 +36,8 @@ from modular_kernel.testing.verify.sample import Sample
 pytestmark = pytest.mark.cpu  # calls are counted with the interpreter on
 
 NO_EP, BATCHED = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"
-# (parts, scheme, tokens) -> number of function calls in version 0.1.0, with the interpreter on.
+# The number of function calls in version 0.1.0, with the interpreter on, by (prepare/finalize part,
+# experts part, scheme, number of tokens).
 CALLS_OF_0_1_0 = {
     (NO_EP, "TritonExperts", "none", 1): 252,
     (NO_EP, "TritonExperts", "none", 8): 326,
@@ -50,7 +51,7 @@ CALLS_OF_0_1_0 = {
 }
 
 
-def host_calls(pf: str, experts: str, problem: mk.Problem) -> Counter[str]:
+def count_host_calls(pf: str, experts: str, problem: mk.Problem) -> Counter[str]:
     kernel = mk.make_kernel(pf, experts, problem)
     case = Case(prepare_finalize=pf, experts=experts, problem=problem)
     inputs = Sample(case, torch.device("cpu"), tokens=problem.tokens, seed_offset=0).inputs
@@ -60,7 +61,7 @@ def host_calls(pf: str, experts: str, problem: mk.Problem) -> Counter[str]:
 ranks = make_ranks_fixture(2)
 
 
-def problem_of(quant: str, tokens: int) -> mk.Problem:
+def make_problem(quant: str, tokens: int) -> mk.Problem:
     sizes = {"hidden": 128, "intermediate": 256, "experts": 8, "top_k": 2}
     return mk.Problem(tokens=tokens, quant=quant, **sizes)
 
@@ -71,18 +72,18 @@ def test_an_eager_call_stays_within_its_budget_of_python_calls(
     call: tuple[str, str, str, int],
 ) -> None:
     pf, experts, quant, tokens = call
-    counts = host_calls(pf, experts, problem_of(quant, tokens))
+    counts = count_host_calls(pf, experts, make_problem(quant, tokens))
     assert counts["/modular_kernel/kernel.py:__call__"] == 1
     assert sum(counts.values()) <= 0.57 * CALLS_OF_0_1_0[call], counts.most_common(20)
 
 
-# Calls without a count of version 0.1.0 are limited to slightly more than their current count. An
-# additional function call for each matrix or each part exceeds the limit.
+# Where version 0.1.0 has no count, the limit is slightly more than the current count. The slack is
+# so small that an additional function call for each matrix or each part exceeds the limit.
 MAX_CALLS = 370
 SLACK = 8
 
 
-def limit_for(current_calls: int) -> int:
+def compute_limit(current_calls: int) -> int:
     assert current_calls <= MAX_CALLS
     return min(current_calls + SLACK, MAX_CALLS)
 
@@ -108,8 +109,10 @@ def test_an_eager_call_with_4_bit_weights_stays_within_its_budget(
     call: tuple[str, str, str, int],
 ) -> None:
     pf, experts, quant, tokens = call
-    counts = host_calls(pf, experts, problem_of(quant, tokens))
-    assert sum(counts.values()) <= limit_for(CALLS_WITH_4_BIT_WEIGHTS[call]), counts.most_common(20)
+    counts = count_host_calls(pf, experts, make_problem(quant, tokens))
+    assert sum(counts.values()) <= compute_limit(CALLS_WITH_4_BIT_WEIGHTS[call]), (
+        counts.most_common(20)
+    )
 
 
 def assert_within(counts: tuple[int, int], limits: tuple[int, int]) -> None:
@@ -118,20 +121,20 @@ def assert_within(counts: tuple[int, int], limits: tuple[int, int]) -> None:
 
 
 def test_a_replayed_call_stays_within_its_budget() -> None:
-    """Both a call of a kernel and a call of the operator for compiled models are counted."""
+    """The calls are those of a kernel, and of the operator that compiled models call."""
     pairing = Pairing(Prepare, AddExperts)
     x_TH, weights, routing = make_inputs(tokens=1)
     ids_TK, weights_TK = routing.topk_ids_TK, routing.topk_weights_TK
-    texts = "w1,w2", serialize_layer(SMALL), str(pairing)
+    layer_json, pairing_name = serialize_layer(SMALL), str(pairing)
 
-    def operator() -> torch.Tensor:
+    def call_operator() -> torch.Tensor:
         output: torch.Tensor = EXPERTS_FORWARD(
-            x_TH, ids_TK, weights_TK, [weights.w1, weights.w2], *texts
+            x_TH, ids_TK, weights_TK, [weights.w1, weights.w2], "w1,w2", layer_json, pairing_name
         )
         return output
 
     with torch.no_grad():
-        counts = count_calls(operator)
+        counts = count_calls(call_operator)
         (kernel,) = pairing.kernels.values()
         assert kernel.counters()["replayed_calls"] == 2
         assert_within(counts, (16, 42))
@@ -146,14 +149,14 @@ def test_a_replayed_call_in_its_own_workspace_stays_within_its_budget(
     part = AddExperts(SMALL)
     kernel = mk.FusedMoEModularKernel(Prepare(SMALL), part, machine=mk.Machine("cpu"))
     args = make_inputs(tokens=8)
-    kernel(*args)  # not recorded
+    kernel(*args)  # the first call is not recorded
     with torch.no_grad():
         assert_within(count_calls(lambda: kernel(*args)), (12, 33))
     assert part.host_calls == 2
     assert kernel.counters()["replayed_calls"] == 2
 
 
-# Paths that use TMA on an H200: (path, scheme, tokens) -> number of function calls.
+# The number of function calls on paths that use TMA on an H200, by (path, scheme, tokens).
 CALLS_WITH_TMA = {
     ("dequantized", INT4, 8): 225,
     ("dequantized", MXFP4, 128): 231,
@@ -168,7 +171,7 @@ def test_an_eager_call_of_grouped_gemms_stays_within_its_budget(
 ) -> None:
     """The two GEMMs are replaced, because the interpreter cannot run them."""
     path, quant, tokens = call
-    problem, products = problem_of(quant, tokens), []
+    problem, products = make_problem(quant, tokens), []
     for cls in (DequantizedPath, GroupedW4Path):
         monkeypatch.setattr(cls, "multiply", lambda *_: products.append(path))
     launches = {
@@ -176,13 +179,13 @@ def test_an_eager_call_of_grouped_gemms_stays_within_its_budget(
         "grouped_w4": grouped_w4.default_config(problem, 64),
     }
     with on_device(H200), override_config(launches[path]):
-        counts = host_calls(NO_EP, "TritonExperts", problem)
+        counts = count_host_calls(NO_EP, "TritonExperts", problem)
     assert len(products) == 3 * 2
     assert any(f"/experts/triton/{path}/" in name for name in counts)
-    assert sum(counts.values()) <= limit_for(CALLS_WITH_TMA[call]), counts.most_common(20)
+    assert sum(counts.values()) <= compute_limit(CALLS_WITH_TMA[call]), counts.most_common(20)
 
 
-# Parts -> number of function calls on each of two gloo ranks.
+# The number of function calls on each of two gloo ranks, by the two parts.
 CALLS_OVER_RANKS = {
     (ALL2ALL, "TorchExperts"): 319,
     (ALL2ALL, "TritonExperts"): 301,
@@ -200,11 +203,11 @@ def test_an_eager_call_over_two_ranks_stays_within_its_budget(
     part, experts = call
     layer = Layer(part, (7, 7) if part == REPLICATED else (7, 5), experts_part=experts)
     for counts in ranks.run(count_functions_on_rank, layer):
-        assert sum(counts.values()) <= limit_for(CALLS_OVER_RANKS[call]), counts.most_common(20)
+        assert sum(counts.values()) <= compute_limit(CALLS_OVER_RANKS[call]), counts.most_common(20)
 
 
-# Part -> number of function calls in a replay on each of two gloo ranks. Up to six of them are for
-# tensors that are not aligned.
+# The number of function calls in a replay on each of two gloo ranks, by prepare/finalize part. Up
+# to six of them are for tensors that are not aligned.
 REPLAY_CALLS_OVER_RANKS = {
     GATHERED: 73,
     ALL2ALL: 73,

@@ -1,7 +1,7 @@
 """Calls with more than MAX_SHARED_TOKENS tokens allocate their own workspace.
 
-Their launches are replayed in the workspace of each call. Here, MAX_SHARED_TOKENS is four and
-launches are simulated (replayed_parts.py).
+Their launches are replayed in the workspace of each call. In these tests, MAX_SHARED_TOKENS is 4,
+and replayed_parts.py simulates launches.
 """
 
 import threading
@@ -27,7 +27,7 @@ LARGE = SMALL.with_tokens(64)
 
 
 @pytest.fixture(autouse=True)
-def few_shared_tokens(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def limit_shared_tokens(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(plan, "_memories", StreamMemories())
         for module in ("plan", "kernel"):
@@ -35,7 +35,7 @@ def few_shared_tokens(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-class Watched(AddExperts):
+class WatchedExperts(AddExperts):
     """Keeps weak references to the workspaces of its calls."""
 
     replayable = True
@@ -49,7 +49,7 @@ class Watched(AddExperts):
         super().apply(tokens, weights=weights, workspace=workspace, output=output)
 
 
-def kernel_of(
+def make_kernel_and_experts(
     problem: Problem = LARGE, experts: type[AddExperts] = AddExperts, **options: Any
 ) -> tuple[FusedMoEModularKernel, Any]:
     part = experts(problem)
@@ -57,13 +57,13 @@ def kernel_of(
     return kernel, part
 
 
-def plan_of(kernel: FusedMoEModularKernel) -> Any:
-    (call_plan,) = {id(made): made for made in kernel._call_plans._plans.values()}.values()
+def get_plan(kernel: FusedMoEModularKernel) -> Any:
+    (call_plan,) = {id(plan): plan for plan in kernel._call_plans._plans.values()}.values()
     return call_plan
 
 
 def test_the_second_call_is_recorded_and_later_calls_are_replayed() -> None:
-    kernel, part = kernel_of()
+    kernel, part = make_kernel_and_experts()
     outputs = []
     for seed in range(5):  # each call has new tensors
         args = make_inputs(tokens=8, seed=seed)
@@ -78,30 +78,30 @@ def test_the_second_call_is_recorded_and_later_calls_are_replayed() -> None:
 
 
 def test_a_replay_writes_to_no_workspace_of_another_call() -> None:
-    """Earlier workspaces are kept alive, so replays allocate theirs at other addresses."""
+    """The workspaces of earlier calls are kept alive, so replays get other addresses."""
 
-    class Kept(AddExperts):
+    class KeepsWorkspaces(AddExperts):
         replayable = True
 
         def apply(self, tokens: Any, *, weights: Any, workspace: Any, output: torch.Tensor) -> None:
             super().apply(tokens, weights=weights, workspace=workspace, output=output)
-            kept.append(workspace.memory)
+            workspaces.append(workspace.memory)
 
-    kept: list[torch.Tensor] = []
-    kernel, part = kernel_of(experts=Kept)
+    workspaces: list[torch.Tensor] = []
+    kernel, part = make_kernel_and_experts(experts=KeepsWorkspaces)
     for _ in range(2):
         kernel(*make_inputs(tokens=8))
-    for memory in kept:
-        memory.fill_(0xA5)
+    for workspace_memory in workspaces:
+        workspace_memory.fill_(0xA5)
     for seed in range(3):
         args = make_inputs(tokens=8, seed=seed)
         assert_output(kernel(*args), args)
-    assert part.host_calls == len(kept) == 2
-    assert all(bool((memory == 0xA5).all()) for memory in kept)
+    assert part.host_calls == len(workspaces) == 2
+    assert all(bool((memory == 0xA5).all()) for memory in workspaces)
 
 
 def test_no_workspace_is_held() -> None:
-    kernel, part = kernel_of(experts=Watched)
+    kernel, part = make_kernel_and_experts(experts=WatchedExperts)
     for _ in range(4):
         kernel(*make_inputs(tokens=8))
     assert len(part.workspaces) == part.host_calls == 2
@@ -114,7 +114,7 @@ def test_no_workspace_is_held() -> None:
 
 
 def test_calls_with_out_inplace_or_offset_inputs_are_replayed() -> None:
-    kernel, part = kernel_of()
+    kernel, part = make_kernel_and_experts()
     args = make_inputs(tokens=8)
     for _ in range(4):
         out = torch.full_like(args[0], torch.nan)
@@ -127,17 +127,17 @@ def test_calls_with_out_inplace_or_offset_inputs_are_replayed() -> None:
         x_TH = torch.zeros(8 * 16 + 1)[1:].view(8, 16).copy_(args[0])
         assert_output(kernel(x_TH, *args[1:]), args)
     assert part.host_calls == 4
-    kernel, part = kernel_of(replace(LARGE, inplace=True))
+    kernel, part = make_kernel_and_experts(replace(LARGE, inplace=True))
     for seed in range(4):
         args = make_inputs(tokens=8, seed=seed)
-        before = args[0].clone()
+        x_before = args[0].clone()
         assert kernel(*args) is args[0]
-        assert_output(args[0], (before, *args[1:]))
+        assert_output(args[0], (x_before, *args[1:]))
     assert part.host_calls == 2
 
 
 def test_each_call_reads_its_own_weights() -> None:
-    kernel, part = kernel_of()
+    kernel, part = make_kernel_and_experts()
     x_TH, weights, routing = args = make_inputs(tokens=8)
     for _ in range(3):
         assert_output(kernel(*args), args)
@@ -145,13 +145,13 @@ def test_each_call_reads_its_own_weights() -> None:
     assert_output(kernel(*args), args)
     weights.w1.data = weights.w1 + 1  # other memory
     assert_output(kernel(*args), args)
-    other = replace(weights, w1=weights.w1.clone() * 2)
-    assert_output(kernel(x_TH, other, routing), (x_TH, other, routing))
+    doubled_weights = replace(weights, w1=weights.w1.clone() * 2)
+    assert_output(kernel(x_TH, doubled_weights, routing), (x_TH, doubled_weights, routing))
     assert part.host_calls == 2
 
 
 def test_each_number_of_tokens_has_a_recording_in_one_plan() -> None:
-    kernel, part = kernel_of()
+    kernel, part = make_kernel_and_experts()
     for _ in range(3):
         for tokens in (5, 8, 9, 40, 64):
             args = make_inputs(tokens=tokens)
@@ -165,19 +165,19 @@ def test_each_number_of_tokens_has_a_recording_in_one_plan() -> None:
 def test_the_number_of_recordings_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "_MAX_RECORDED", 2)
     monkeypatch.setattr(plan, "_MAX_SEEN", 3)
-    kernel, part = kernel_of()
+    kernel, part = make_kernel_and_experts()
     for tokens in range(5, 20):  # each number of tokens occurs once, so no call is recorded
         kernel(*make_inputs(tokens=tokens))
-    large = plan_of(kernel)
-    assert len(large._seen) == 3
-    assert not large._recorded._recorded
+    call_plan = get_plan(kernel)
+    assert len(call_plan._seen) == 3
+    assert not call_plan._recorded._recorded
     assert part.host_calls == 15
     for tokens in range(5, 10):
         for _ in range(3):
             args = make_inputs(tokens=tokens)
             assert_output(kernel(*args), args)
-    assert len(large._recorded._recorded) == 2
-    assert len(large._seen) <= 3
+    assert len(call_plan._recorded._recorded) == 2
+    assert len(call_plan._seen) <= 3
     assert part.host_calls == 15 + 2 * 5
     for recorded_calls in (5, 6):  # the recording of this number of tokens was dropped
         kernel(*make_inputs(tokens=5))
@@ -185,10 +185,10 @@ def test_the_number_of_recordings_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_parts_that_are_not_replayable_have_no_plan_for_large_calls() -> None:
-    class Unrecorded(AddExperts):
+    class UnrecordedExperts(AddExperts):
         replayable = False
 
-    kernel, part = kernel_of(experts=Unrecorded)
+    kernel, part = make_kernel_and_experts(experts=UnrecordedExperts)
     for tokens in (8, 8, 8, 4):
         args = make_inputs(tokens=tokens)
         assert_output(kernel(*args), args)
@@ -200,7 +200,7 @@ def test_parts_that_are_not_replayable_have_no_plan_for_large_calls() -> None:
 
 @pytest.mark.parametrize("option", ["poison", "checked"])
 def test_checked_and_poisoned_calls_are_not_replayed(option: str) -> None:
-    kernel, part = kernel_of(**{option: True})
+    kernel, part = make_kernel_and_experts(**{option: True})
     args = make_inputs(tokens=8)
     for _ in range(4):
         assert_output(kernel(*args), args)
@@ -209,7 +209,7 @@ def test_checked_and_poisoned_calls_are_not_replayed(option: str) -> None:
 
 
 def test_checks_are_made_in_every_call() -> None:
-    kernel, _ = kernel_of()
+    kernel, _ = make_kernel_and_experts()
     x_TH, weights, routing = args = make_inputs(tokens=8)
     for _ in range(3):
         assert_output(kernel(*args), args)
@@ -223,7 +223,7 @@ def test_checks_are_made_in_every_call() -> None:
 
 
 def test_launch_hooks_run_the_host_code() -> None:
-    kernel, part = kernel_of()
+    kernel, part = make_kernel_and_experts()
     args = make_inputs(tokens=8)
     for _ in range(3):
         kernel(*args)
@@ -238,30 +238,30 @@ def test_launch_hooks_run_the_host_code() -> None:
 
 
 def test_nested_and_concurrent_calls_are_correct() -> None:
-    inner, _ = kernel_of()
-    args, others = make_inputs(tokens=8), make_inputs(tokens=9, seed=5)
-    expected = [inner(*others) for _ in range(3)][-1]
+    inner, _ = make_kernel_and_experts()
+    args, inner_args = make_inputs(tokens=8), make_inputs(tokens=9, seed=5)
+    expected = [inner(*inner_args) for _ in range(3)][-1]
 
-    class Nested(AddExperts):
+    class NestedExperts(AddExperts):
         replayable = False
 
         def launch(self, tensors: Sequence[torch.Tensor], count: int) -> None:
             super().launch(tensors, count)
-            results.append(inner(*others))
-            thread = threading.Thread(target=lambda: results.append(inner(*others)))
+            results.append(inner(*inner_args))
+            thread = threading.Thread(target=lambda: results.append(inner(*inner_args)))
             thread.start()
             thread.join(30)
             assert not thread.is_alive()
 
     results: list[torch.Tensor] = []
-    kernel, _ = kernel_of(experts=Nested)
+    kernel, _ = make_kernel_and_experts(experts=NestedExperts)
     assert_output(kernel(*args), args)
     assert len(results) == 4
     assert all(torch.equal(result, expected) for result in results)
 
 
 def test_threads_call_one_kernel() -> None:
-    kernel, _ = kernel_of()
+    kernel, _ = make_kernel_and_experts()
     calls = [make_inputs(tokens=tokens, seed=tokens) for tokens in (3, 5, 9, 12)]
     mismatches: list[int] = []
 
@@ -283,30 +283,30 @@ def test_threads_call_one_kernel() -> None:
 
 
 def test_several_calls_in_flight() -> None:
-    kernel, part = kernel_of()
+    kernel, part = make_kernel_and_experts()
     first, second = make_inputs(tokens=8), make_inputs(tokens=8, seed=3)
     for _ in range(3):
         kernel(*first)
-    pending = [kernel.start(*first), kernel.start(*second)]
+    pending_calls = [kernel.start(*first), kernel.start(*second)]
     assert_output(kernel(*second), second)
-    for started, args in zip(reversed(pending), (second, first), strict=True):
-        assert_output(started.finish(), args)
+    for pending, args in zip(reversed(pending_calls), (second, first), strict=True):
+        assert_output(pending.finish(), args)
     assert part.host_calls == 4
 
 
 def test_out_of_memory_propagates_and_leaves_the_plan_usable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kernel, part = kernel_of()
+    kernel, part = make_kernel_and_experts()
     args = make_inputs(tokens=8)
     for _ in range(3):
         kernel(*args)
 
-    def refuse(*_: object, **__: object) -> torch.Tensor:
+    def raise_out_of_memory(*_: object, **__: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", refuse)
+        patch.setattr(torch, "empty", raise_out_of_memory)
         with pytest.raises(torch.OutOfMemoryError):
             kernel(*args)
     assert not plan._memories.of(CPU, 0).busy
@@ -315,7 +315,7 @@ def test_out_of_memory_propagates_and_leaves_the_plan_usable(
 
 
 def test_streams_have_recordings_of_their_own() -> None:
-    kernel, part = kernel_of()
+    kernel, part = make_kernel_and_experts()
     args = make_inputs(tokens=8)
     for stream in (1, 2):
         stream_plan = kernel._call_plans._find_or_make_plan(kernel, CPU, stream, 8)
@@ -333,6 +333,6 @@ def test_an_empty_buffer_does_not_keep_its_workspace_alive() -> None:
     with recording.record_launches((memory,)) as recorder:
         assert recorder.locate(memory[16:]) == (0, 16)
         assert recorder.locate(memory[64:]) is None
-        other = torch.empty(4)
-        assert recorder.locate(other) is None
-    assert recorder._kept_tensors == [other]
+        outside = torch.empty(4)
+        assert recorder.locate(outside) is None
+    assert recorder._kept_tensors == [outside]

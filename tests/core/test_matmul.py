@@ -1,6 +1,7 @@
-"""Matrix products on a CPU read nothing outside their operands.
+"""Matrix products on a CPU do not read memory outside their operands.
 
-oneDNN would, for some shapes and strides on CPUs with AMX (modular_kernel.utils.matmul).
+For some shapes and strides, oneDNN would read outside them on CPUs with AMX
+(modular_kernel.utils.matmul).
 """
 
 import ast
@@ -33,14 +34,14 @@ SIZES = [(0, 7, 5), (1, 7, 1), (1, 40, 16), (2, 1, 31), (17, 33, 80), (33, 7, 80
 pytestmark = pytest.mark.cpu
 
 
-def with_layout(values: torch.Tensor, layout: str) -> torch.Tensor:
-    """Return the values in another layout. The memory around and between rows is NaN."""
+def copy_to_layout(values: torch.Tensor, layout: str) -> torch.Tensor:
+    """Copy a matrix to another layout, with NaN in the memory around and between its rows."""
     rows, columns = values.shape
     if layout.startswith("columns"):
-        return with_layout(values.T, layout.replace("columns", "rows")).T
+        return copy_to_layout(values.T, layout.replace("columns", "rows")).T
     gap = 0 if layout == "rows" else 9
-    memory = values.new_full((rows + 2, columns + gap), NAN)
-    view = memory[1 : rows + 1, :columns]
+    buffer = values.new_full((rows + 2, columns + gap), NAN)
+    view = buffer[1 : rows + 1, :columns]
     view.copy_(values)
     return view
 
@@ -58,10 +59,9 @@ def test_products_equal_float64(dtype: torch.dtype, layout_a: str, layout_b: str
         b = torch.randn(depth, columns, generator=generator).to(dtype)
         bias = torch.randn(columns, generator=generator).to(dtype)
         exact = a.double() @ b.double()
-        a, b = with_layout(a, layout_a), with_layout(b, layout_b)
-        tolerance = (
-            3 * torch.finfo(dtype).eps * max(1.0, float(exact.abs().amax()) if rows else 1.0)
-        )
+        a, b = copy_to_layout(a, layout_a), copy_to_layout(b, layout_b)
+        magnitude = max(1.0, float(exact.abs().amax())) if rows else 1.0
+        tolerance = 3 * torch.finfo(dtype).eps * magnitude
         with MatmulMonitor() as monitor:
             actual, with_bias = matmul(a, b), linear(a, b.T, bias)
         assert monitor.faults == []
@@ -148,7 +148,7 @@ def test_products_in_gradients_are_safe() -> None:
     problem = Problem(tokens=9, hidden=40, intermediate=24, experts=3, top_k=2, dtype=torch.float32)
     x_TH, weights, routing = random_inputs(problem, CPU)
     padded = [torch.cat([w, torch.full_like(w, NAN)], 2) for w in (weights.w1, weights.w2)]
-    views = [both[..., : both.shape[2] // 2] for both in padded]
+    views = [w[..., : w.shape[2] // 2] for w in padded]
     with MatmulMonitor() as monitor:
         actual = compute_gradients(
             torch.ones_like(x_TH), x_TH, ExpertWeights(*views), routing, problem, needs_weights=True
@@ -164,7 +164,7 @@ def test_products_in_gradients_are_safe() -> None:
 
 
 def test_products_of_the_reference_are_checked() -> None:
-    """The reference has its own float32 product."""
+    """The reference computes float32 products with its own function."""
     a, b = torch.full((33, 47), NAN)[:, :7], torch.ones(5, 7)
     with MatmulMonitor() as monitor:
         reference._matmul(a, b)
@@ -174,14 +174,15 @@ def test_products_of_the_reference_are_checked() -> None:
 
 # --------------------------------------------------------------------- unchecked products
 
-NAMES = {
+PRODUCT_NAMES = {
     *("mm", "bmm", "mv", "dot", "vdot", "matmul", "linear", "einsum", "inner", "tensordot"),
     *("addmm", "addmm_", "addbmm", "baddbmm", "baddbmm_", "addmv", "addmv_", "multi_dot"),
     *("_grouped_mm", "_scaled_mm", "_scaled_grouped_mm", "_int_mm", "bilinear", "Linear"),
     *("grouped_mm", "scaled_mm", "scaled_grouped_mm", "scaled_dot_product_attention"),
 }
-# File that computes products itself -> why they are not 16-bit products on a CPU.
-OWN_PRODUCTS = {
+# Files that compute products without the checked functions, and why their products are not 16-bit
+# products on a CPU.
+UNCHECKED_FILES = {
     "modular_kernel/utils/matmul.py": "the checked functions",
     "modular_kernel/reference/__init__.py": "shares no code with parts; float32 and float64",
     "modular_kernel/interpreter/builder.py": "numpy, float64",
@@ -194,12 +195,12 @@ OWN_PRODUCTS = {
 }
 
 
-def products(path: Path) -> Iterator[int]:
-    """Yield the lines with `a @ b` or an attribute in NAMES."""
+def find_products(path: Path) -> Iterator[int]:
+    """Yield the numbers of lines with `a @ b` or an attribute in PRODUCT_NAMES."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, (ast.BinOp, ast.AugAssign)) and isinstance(node.op, ast.MatMult):
             yield node.lineno
-        if isinstance(node, ast.Attribute) and node.attr in NAMES:
+        if isinstance(node, ast.Attribute) and node.attr in PRODUCT_NAMES:
             owner = node.value.id if isinstance(node.value, ast.Name) else ""
             if owner != "Placement":  # whose `linear` is a layout of experts
                 yield node.lineno
@@ -209,7 +210,7 @@ def test_every_product_uses_the_checked_functions() -> None:
     lines_by_file = {}
     for package in ("modular_kernel", "experts", "prepare_finalize", "topk_reduce"):
         for path in (ROOT / package).rglob("*.py"):
-            lines = [] if "kernels" in path.parts else list(products(path))
+            lines = [] if "kernels" in path.parts else list(find_products(path))
             if lines:
                 lines_by_file[str(path.relative_to(ROOT))] = lines
-    assert lines_by_file.keys() == OWN_PRODUCTS.keys()
+    assert lines_by_file.keys() == UNCHECKED_FILES.keys()

@@ -27,35 +27,40 @@ PROBLEM = Problem(tokens=12, hidden=64, intermediate=32, experts=3, top_k=2)
 
 
 @pytest.fixture(autouse=True)
-def _launches_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not count allocations of the interpreter."""
-    interpreted = GridExecutor.__call__
+def hide_interpreter_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disable dispatch modes during launches, so that AllocationRecorder does not record the
+    interpreter's allocations.
+    """
+    interpret = GridExecutor.__call__
 
-    def call(self: GridExecutor, *args: Any, **kwargs: Any) -> Any:
+    def interpret_without_modes(self: GridExecutor, *args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
-            return interpreted(self, *args, **kwargs)
+            return interpret(self, *args, **kwargs)
 
-    monkeypatch.setattr(GridExecutor, "__call__", call)
+    monkeypatch.setattr(GridExecutor, "__call__", interpret_without_modes)
 
 
-class Allocations(TorchDispatchMode):
-    """Records the bytes of all allocations by operations. `alive` counts those not freed yet."""
+class AllocationRecorder(TorchDispatchMode):
+    """Records the sizes of all allocations by operations, in bytes.
+
+    `alive` is the number of tensors that still exist.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: list[int] = []
+        self.sizes: list[int] = []
         self._tensors: list[weakref.ref[torch.Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inputs = {_memory(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        inputs = {_data_ptr(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if (
                 isinstance(tensor, torch.Tensor)
                 and tensor.numel()
-                and _memory(tensor) not in inputs
+                and _data_ptr(tensor) not in inputs
             ):
-                self.made.append(tensor.untyped_storage().nbytes())
+                self.sizes.append(tensor.untyped_storage().nbytes())
                 self._tensors.append(weakref.ref(tensor))
         return result
 
@@ -65,7 +70,7 @@ class Allocations(TorchDispatchMode):
         return sum(ref() is not None for ref in self._tensors)
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def _data_ptr(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
@@ -94,25 +99,25 @@ def test_a_call_allocates_its_declared_workspace_and_output(
     problem = replace(PROBLEM, **change)
     kernel = make_kernel(pf, experts, problem)
     x_TH, weights, routing = random_inputs(problem, CPU)
-    output = x_TH.new_empty(problem.output_shape).nbytes * (not problem.inplace)
+    output_bytes = 0 if problem.inplace else x_TH.new_empty(problem.output_shape).nbytes
     kernel(x_TH.clone(), weights, routing)  # reserves the workspace that calls share
-    declared = workspace_bytes(kernel.workspace_specs(problem.tokens))
+    declared_bytes = workspace_bytes(kernel.workspace_specs(problem.tokens))
     for _ in range(2):
-        with Allocations() as found:
+        with AllocationRecorder() as recorder:
             kernel(x_TH, weights, routing)
-        assert found.made == [n for n in (output,) if n]
-        assert sum(held_bytes().values()) >= declared
-        assert found.alive == 0  # the output was not kept
+        assert recorder.sizes == ([output_bytes] if output_bytes else [])
+        assert sum(held_bytes().values()) >= declared_bytes
+        assert recorder.alive == 0  # the output was not kept
     plan = kernel.plan()
-    assert plan.nbytes == declared
+    assert plan.nbytes == declared_bytes
     plan(x_TH, weights, routing)
-    with Allocations() as found:
+    with AllocationRecorder() as recorder:
         plan(x_TH, weights, routing)
-        plan(x_TH[:5], weights, first_five(routing))
-    assert found.made == []
+        plan(x_TH[:5], weights, slice_5_tokens(routing))
+    assert recorder.sizes == []
 
 
-def first_five(routing: Any) -> Any:
+def slice_5_tokens(routing: Any) -> Any:
     return type(routing)(routing.topk_weights_TK[:5], routing.topk_ids_TK[:5])
 
 
@@ -123,16 +128,16 @@ def test_undeclared_memory_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel(*inputs)
     finish = FusedMoEModularKernel.finish
 
-    def with_more(self: FusedMoEModularKernel, pending: Any) -> torch.Tensor:
+    def allocate_and_finish(self: FusedMoEModularKernel, pending: Any) -> torch.Tensor:
         return finish(self, pending) + torch.empty(1000).sum().to(torch.bfloat16) * 0
 
-    monkeypatch.setattr(FusedMoEModularKernel, "finish", with_more)
-    with Allocations() as found:
+    monkeypatch.setattr(FusedMoEModularKernel, "finish", allocate_and_finish)
+    with AllocationRecorder() as recorder:
         kernel(*inputs)
-    assert 4000 in found.made
+    assert 4000 in recorder.sizes
 
 
-# Name, then H, I, E and K.
+# The name, hidden size, intermediate size, number of experts and top-k of each layer.
 LAYERS = (
     ("DeepSeek-V3", 7168, 2048, 256, 8),
     ("Qwen3-30B", 2048, 768, 128, 8),
@@ -148,16 +153,20 @@ GPU = Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H100")
 def test_workspaces_stay_below_two_shared_caches(
     part: type[TritonExperts], layer: tuple[str, int, int, int, int], quant: str
 ) -> None:
-    """One cache has max(2I, H) values per pair for both GEMMs, the other I for the activation."""
+    """One cache has max(2I, H) values per pair for the outputs of both GEMMs, and the other has I
+    values per pair for the output of the activation.
+    """
     _, hidden, intermediate, experts, top_k = layer
     problem = Problem(4096, hidden, intermediate, experts, top_k, quant=quant)
     if part.extra_rejections(problem, GPU):
         return
     with part.described(GPU):
         shapes = part(problem).workspace_shapes(StandardShape(4096, top_k)).buffers()
-    pairs = 4096 * top_k
-    integers = sum(spec.nbytes for spec in shapes.values() if spec.dtype is torch.int32)
-    scales = sum(spec.nbytes for spec in shapes.values() if spec.dtype is torch.float32)
-    bound = pairs * (max(2 * intermediate, hidden) + intermediate) * 2
-    assert workspace_bytes(shapes) <= bound + integers + scales + 256 * len(shapes)
+    num_pairs = 4096 * top_k
+    int32_bytes = sum(spec.nbytes for spec in shapes.values() if spec.dtype is torch.int32)
+    scale_bytes = sum(spec.nbytes for spec in shapes.values() if spec.dtype is torch.float32)
+    cache_bytes = num_pairs * (max(2 * intermediate, hidden) + intermediate) * 2
+    alignment_bytes = 256 * len(shapes)
+    max_bytes = cache_bytes + int32_bytes + scale_bytes + alignment_bytes
+    assert workspace_bytes(shapes) <= max_bytes
     assert workspace_bytes(token_specs(problem, 4096)) <= 4096 * (hidden + 4 * hidden // 128 + 512)

@@ -11,8 +11,8 @@ from modular_kernel.select.cache import NO_CACHE_FOLDER
 
 ROOT = Path(__file__).resolve().parents[2]
 PREPARE = "MoEPrepareAndFinalizeNoEP"
-# Program text that makes pwd.getpwuid raise KeyError, as it does for a user without a passwd entry.
-# Path.home() calls it if HOME is not set.
+# A program that makes pwd.getpwuid raise KeyError, as it does for a user without a passwd entry. If
+# HOME is not set, Path.home() calls pwd.getpwuid.
 REMOVE_PASSWD_ENTRY = """
 import pwd, sys
 def unknown(uid):
@@ -34,13 +34,13 @@ print(json.dumps(codes))
 
 
 @pytest.fixture(autouse=True)
-def _no_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+def unset_folder_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HOME", "MK_CACHE_DIR", "MK_CONFIG_DIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
         monkeypatch.delenv(name, raising=False)
 
 
 def run_without_home(program: str, *args: str) -> str:
-    """Run a program in a new interpreter without a home folder; return its output."""
+    """Return the output of a program that runs in a new process without a home folder."""
     command = [sys.executable, "-c", program, *args]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
@@ -87,7 +87,7 @@ weights = mk.ExpertWeights(w1=torch.ones(2, 64, 32), w2=torch.ones(2, 32, 32))
 ids = torch.zeros(4, 1, dtype=torch.int64)
 print(kernel(torch.ones(4, 32), weights, mk.Routing(torch.ones(4, 1), ids))[0, 0].item())
 """
-    # silu(32) * 32, summed over 32
+    # Each of 32 products is silu(32) * 32, and silu(32) is about 32.
     assert float(run_without_home(program, "TorchExperts")) == pytest.approx(32.0**3, rel=1e-5)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert float(run_without_home(program, "TritonExperts")) == pytest.approx(32.0**3, rel=1e-5)

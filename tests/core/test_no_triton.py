@@ -11,8 +11,8 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-# Program text that makes packages impossible to find and import, as if they were not installed.
-BLOCK = "import sys\nsys.modules.update(dict.fromkeys({blocked}, None))\n"
+# A program that makes imports of packages fail, as if the packages were not installed.
+BLOCK_PACKAGES_TEMPLATE = "import sys\nsys.modules.update(dict.fromkeys({blocked}, None))\n"
 TRITON_PARTS = {
     "TritonExperts",
     "GroupedGemmExperts",
@@ -32,7 +32,7 @@ TRITON_PARTS = {
     "HostThenRankPrepareAndFinalize",
 }
 
-# Packages that are identified by their contents -> what a part needs of them.
+# What a part needs of packages that are identified by their contents.
 PROBED_PACKAGES = {
     "deep_gemm": "DeepGEMM 2.4.2 or newer",
     "triton_kernels": "triton_kernels 3.5, with matmul_ogs and RoutingData",
@@ -40,10 +40,10 @@ PROBED_PACKAGES = {
 }
 
 
-def python(program: str, *, blocked: tuple[str, ...] = ("triton",)) -> str:
-    """Return the output of a program in a new interpreter that cannot import `blocked`."""
+def run_python(program: str, *, blocked: tuple[str, ...] = ("triton",)) -> str:
+    """Return the output of a program in a new process that cannot import the packages `blocked`."""
     process = subprocess.run(
-        [sys.executable, "-c", BLOCK.format(blocked=blocked) + program],
+        [sys.executable, "-c", BLOCK_PACKAGES_TEMPLATE.format(blocked=blocked) + program],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -53,17 +53,17 @@ def python(program: str, *, blocked: tuple[str, ...] = ("triton",)) -> str:
     return process.stdout
 
 
-def mk(*words: str) -> Any:
-    """Return the JSON output of `mk` without triton, with the exit code as "code"."""
+def run_mk_json(*args: str) -> Any:
+    """Run `mk` without triton, and return its JSON output with the exit code as "code"."""
     program = f"""
 from modular_kernel.cli.main import run
 try:
-    run({[*words, "--json"]})
+    run({[*args, "--json"]})
 except SystemExit as ended:
     print(ended.code or 0)
 """
-    text, _, code = python(program).rstrip().rpartition("\n")
-    return {**json.loads(text), "code": int(code)}
+    output, _, code = run_python(program).rstrip().rpartition("\n")
+    return {**json.loads(output), "code": int(code)}
 
 
 def test_all_modules_without_triton_kernels_are_importable() -> None:
@@ -72,7 +72,7 @@ def test_all_modules_without_triton_kernels_are_importable() -> None:
     kernel_modules = [
         path
         for path in paths
-        if _imports_kernel_language(path) or path.match("testing/compile/cases.py")
+        if _imports_triton_or_cutlass(path) or path.match("testing/compile/cases.py")
     ]
     modules = [
         _module_name(path)
@@ -99,16 +99,16 @@ def test_all_modules_without_triton_kernels_are_importable() -> None:
     }
     assert len(modules) > 50
     program = "\n".join(f"import {module}" for module in modules)
-    loaded = python(f"{program}\nprint(*[m for m in sys.modules if m.startswith('triton.')])")
-    assert loaded.split() == []
-
-
-def _imports_kernel_language(path: Path) -> bool:
-    """Return whether the module imports triton or the CuTe DSL without a guard."""
-    return (
-        re.search(r"^(import|from) (triton|cutlass)\b", path.read_text(encoding="utf-8"), re.M)
-        is not None
+    triton_modules = run_python(
+        f"{program}\nprint(*[m for m in sys.modules if m.startswith('triton.')])"
     )
+    assert triton_modules.split() == []
+
+
+def _imports_triton_or_cutlass(path: Path) -> bool:
+    """Return whether a module imports triton or the CuTe DSL at its top level."""
+    source = path.read_text(encoding="utf-8")
+    return re.search(r"^(import|from) (triton|cutlass)\b", source, re.M) is not None
 
 
 def _module_name(path: Path) -> str:
@@ -143,22 +143,22 @@ exact = float64_reference(*inputs, problem)
 out = make_kernel(*{pair}, problem, machine=machine, poison=True)(*inputs)
 print(float((out - exact).norm() / exact.norm()), float(exact.std()))
 """
-    error, std = map(float, python(program, blocked=blocked).split())
+    error, std = map(float, run_python(program, blocked=blocked).split())
     assert error < 1e-6
     assert std > 0.05
 
 
 def test_triton_parts_are_listed_as_unavailable_with_the_reason() -> None:
-    listed = mk("list")
-    assert listed["code"] == 0
-    assert listed["broken"] == []
-    parts = {part["name"]: part for part in listed["parts"]}
+    listing = run_mk_json("list")
+    assert listing["code"] == 0
+    assert listing["broken"] == []
+    parts = {part["name"]: part for part in listing["parts"]}
     assert set(parts) >= TRITON_PARTS
     for name, part in parts.items():
         needs_triton = part["requires"] is not None and part["requires"]["triton"]
         assert needs_triton is (name in TRITON_PARTS)
-        others = part["requires"] and set(part["requires"]["packages"]) - {"triton"}
-        assert part["available"] is not (needs_triton or bool(others))
+        other_packages = part["requires"] and set(part["requires"]["packages"]) - {"triton"}
+        assert part["available"] is not (needs_triton or bool(other_packages))
     for name in TRITON_PARTS:
         missing = [r for r in parts[name]["unavailable"] if r["rule"] == "package"]
         packages = sorted(set(parts[name]["requires"]["packages"]) - {"triton"})
@@ -170,17 +170,17 @@ def test_triton_parts_are_listed_as_unavailable_with_the_reason() -> None:
 
 def test_a_triton_pair_is_refused_with_the_reason() -> None:
     pair = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TritonExperts")
-    verdict = mk("check", *pair)
+    verdict = run_mk_json("check", *pair)
     assert verdict["code"] == 1
     assert "package" in [rejection["rule"] for rejection in verdict["rejections"]]
-    assert mk("check", *pair, "--arch", "9.0", "--packages", "triton")["ok"]
+    assert run_mk_json("check", *pair, "--arch", "9.0", "--packages", "triton")["ok"]
 
 
 def test_the_harness_verifies_the_torch_pairings() -> None:
     pair = ("--pf-type", "BatchedPrepareAndFinalize", "--experts-type", "NaiveBatchedExperts")
-    proven = mk("test", *pair, "--one", "--dtype", "float32")
-    assert proven["ok"]
-    assert not proven["machine"]["interpreter"]
+    result = run_mk_json("test", *pair, "--one", "--dtype", "float32")
+    assert result["ok"]
+    assert not result["machine"]["interpreter"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
@@ -207,4 +207,4 @@ with contextlib.redirect_stderr(io.StringIO()) as notes:
     prepare_host()
 print(notes.getvalue())
 """
-    assert python(program, blocked=blocked).startswith(note)
+    assert run_python(program, blocked=blocked).startswith(note)

@@ -19,16 +19,17 @@ from modular_kernel.operators.pairing import Pairing, serialize_layer
 problem = mk.Problem(4, 16, 8, 4, 2, dtype=torch.float32)
 w1, w2 = torch.randn(4, 16, 16, requires_grad=True), torch.randn(4, 16, 8)
 x, ids, scores = torch.randn(4, 16), torch.arange(8).view(4, 2) % 4, torch.rand(4, 2)
-texts = "w1,w2", serialize_layer(problem), str(Pairing("MoEPrepareAndFinalizeNoEP", "TorchExperts"))
-y = experts.EXPERTS(x, ids, scores, [w1, w2], *texts)
+pairing = Pairing("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+strings = "w1,w2", serialize_layer(problem), str(pairing)
+y = experts.EXPERTS(x, ids, scores, [w1, w2], *strings)
 y.sum().backward()
 assert w1.grad is not None and w1.grad.abs().sum() > 0
 with torch.no_grad():
-    assert torch.equal(experts.EXPERTS_FORWARD(x, ids, scores, [w1, w2], *texts), y)
-    none = [None] * 9
-    settings = "none", "silu", False, 1.0, "sum"
-    again = fused_moe.outplace_fused_experts(x, w1.detach(), w2, scores, ids, none, *settings)
-torch.testing.assert_close(again, y.detach())
+    assert torch.equal(experts.EXPERTS_FORWARD(x, ids, scores, [w1, w2], *strings), y)
+    no_tensors = [None] * 9
+    options = "none", "silu", False, 1.0, "sum"
+    got = fused_moe.outplace_fused_experts(x, w1.detach(), w2, scores, ids, no_tensors, *options)
+torch.testing.assert_close(got, y.detach())
 print("registered again")
 """
 

@@ -32,12 +32,12 @@ def test_the_next_call_uses_a_changed_weight(
 ) -> None:
     pairing = Pairing(Prepare, AddExperts)
     x_TH, weights, routing = make_inputs(tokens=4)
-    texts = "w1,w2", serialize_layer(SMALL), str(pairing)
+    strings = "w1,w2", serialize_layer(SMALL), str(pairing)
 
     def call(routing: Routing) -> torch.Tensor:
         ids_TK, weights_TK = routing.topk_ids_TK, routing.topk_weights_TK
         params = [weights.w1, weights.w2]
-        output: torch.Tensor = EXPERTS_FORWARD(x_TH, ids_TK, weights_TK, params, *texts)
+        output: torch.Tensor = EXPERTS_FORWARD(x_TH, ids_TK, weights_TK, params, *strings)
         return output
 
     for _ in range(3):
@@ -49,7 +49,7 @@ def test_the_next_call_uses_a_changed_weight(
     assert kernel.counters()["recorded_calls"] == 1
     assert kernel.counters()["replayed_calls"] == 5
     weights.w2.transpose_(1, 2)
-    with pytest.raises(InputError, match="w2"):  # same memory, another shape
+    with pytest.raises(InputError, match="w2"):  # the same memory with another shape
         call(routing)
 
 

@@ -36,15 +36,16 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write_package(site: Path, name: str, *, version: str = "2.0", **files: str) -> Path:
+    """Write a package whose import raises an error. `files` has the source of each module."""
     folder = site / name
     folder.mkdir(parents=True)
-    top = site / name.split("/")[0] / "__init__.py"
-    top.write_text("raise SystemExit('imported')\n")
+    top_level_module = site / name.split("/")[0] / "__init__.py"
+    top_level_module.write_text("raise SystemExit('imported')\n")
     (folder / "__init__.py").write_text(
         f"raise SystemExit('imported')\n__version__ = '{version}'\n"
     )
-    for file, text in files.items():
-        (folder / f"{file}.py").write_text(text)
+    for module, source in files.items():
+        (folder / f"{module}.py").write_text(source)
     return folder
 
 
@@ -86,13 +87,13 @@ def test_a_single_file_of_the_same_name_is_not_accepted(site: Path) -> None:
 
 
 def test_the_machine_states_which_package_it_found(site: Path) -> None:
-    other = replace(PROBE, name="calm", locations=("calm",))
+    calm_probe = replace(PROBE, name="calm", locations=("calm",))
     write_package(site, "calm", api=MATCHING_API)
     write_package(site, "swift_gemm", version="0.1")
-    found, reasons = find_packages((PROBE, other))
-    assert found == {"calm"}
+    packages, reasons = find_packages((PROBE, calm_probe))
+    assert packages == {"calm"}
     assert reasons == {"swift_gemm": "unsupported swift_gemm 0.1: no api.py"}
-    machine = current_machine(("swift_gemm", "calm"), probes=(PROBE, other), device="cpu")
+    machine = current_machine(("swift_gemm", "calm"), probes=(PROBE, calm_probe), device="cpu")
     assert "calm" in machine.packages
     assert "swift_gemm" not in machine.packages  # it can be imported, but does not match the probe
     requires = ExpertsRequirements(

@@ -1,4 +1,4 @@
-"""A placement states which rank has which experts, and to which copy a pair is sent.
+"""A placement states which experts a rank has, and to which copy of its expert a pair is sent.
 
 A pair is a token with one of its experts.
 """
@@ -42,7 +42,9 @@ def test_copies_follow_the_existing_experts() -> None:
     assert placement.experts == 4
 
 
-def place_with(tables: object = Placement.linear(4, 2).tables(), **options: object) -> object:
+def map_pairs_to_slots(
+    tables: object = Placement.linear(4, 2).tables(), **options: object
+) -> object:
     return pairs_to_slots(torch.zeros(1, 1, dtype=torch.int64), tables, **options)  # type: ignore[arg-type]
 
 
@@ -77,10 +79,13 @@ def place_with(tables: object = Placement.linear(4, 2).tables(), **options: obje
         (lambda: Placement.linear(4, 2).tables([0]), "device: got list, need a torch device"),
         (lambda: Placement.linear(4, 2).tables(10**30), "device: got 1000.*, need a torch device"),
         (lambda: Placement.linear(4, 2).tables(True), "device: got True, need a torch device"),
-        (lambda: place_with(tables=None), "placement tables: got None, need a PlacementTables"),
-        (lambda: place_with(first_token=0.5), "first token: got 0.5, need an int >= 0"),
-        (lambda: place_with(first_token=-1), "first token: got -1"),
-        (lambda: place_with(together=1), "together: got 1, need True or False"),
+        (
+            lambda: map_pairs_to_slots(tables=None),
+            "placement tables: got None, need a PlacementTables",
+        ),
+        (lambda: map_pairs_to_slots(first_token=0.5), "first token: got 0.5, need an int >= 0"),
+        (lambda: map_pairs_to_slots(first_token=-1), "first token: got -1"),
+        (lambda: map_pairs_to_slots(together=1), "together: got 1, need True or False"),
         (lambda: Placement.linear(4, 2).tables(tiers=[1]), "tiers: got 1 among them"),
         (lambda: Placement.of_table(5, 2), "slot of each expert: got 5, need a sequence"),
         (lambda: Placement.of_table([(0, 0.5)], 1), "slot of each expert: got tuple, need a tuple"),
@@ -120,9 +125,9 @@ def test_ids_of_another_dtype_are_refused() -> None:
 def test_a_problem_has_the_experts_of_its_rank() -> None:
     problem = Problem(1, 8, 8, 10, 2, parallel=Parallel(4))
     assert [replace(problem, parallel=Parallel(4, rank=r)).e for r in range(4)] == [3, 3, 2, 2]
-    dealt = Parallel(3, Placement.round_robin(10, 3), rank=0)
-    assert replace(problem, parallel=dealt).e == 4
-    assert replace(problem, parallel=dealt, local_experts=7).e == 7
+    round_robin = Parallel(3, Placement.round_robin(10, 3), rank=0)
+    assert replace(problem, parallel=round_robin).e == 4
+    assert replace(problem, parallel=round_robin, local_experts=7).e == 7
 
 
 @given(st.data())
@@ -132,19 +137,19 @@ def test_every_pair_goes_to_one_copy_of_its_expert(data: st.DataObject) -> None:
         experts = world
     placement = Placement.round_robin(experts, world)
     for expert in range(0, experts, 2):
-        others = [r for r in range(world) if r != expert % world]
-        placement = placement.with_copies({expert: others[: data.draw(st.integers(0, 3))]})
+        other_ranks = [rank for rank in range(world) if rank != expert % world]
+        placement = placement.with_copies({expert: other_ranks[: data.draw(st.integers(0, 3))]})
     ids = torch.tensor(data.draw(st.lists(st.integers(-2, experts), min_size=1, max_size=12)))
     rank, slot, invalid = pairs_to_slots(ids[:, None], placement.tables(), first_token=5)
     assert invalid.tolist() == [sum(i < -1 or i >= experts for i in ids.tolist())]
     for token, expert in enumerate(ids.tolist()):
-        place = int(rank[token]), int(slot[token])
+        location = int(rank[token]), int(slot[token])
         if not 0 <= expert < experts:
-            assert place == (-1, -1)
+            assert location == (-1, -1)
             continue
-        homes = placement.locations[expert]
-        assert place == homes[(token + 5) % len(homes)]
-        assert placement.slots[place[0]][place[1]] == expert
+        copies = placement.locations[expert]
+        assert location == copies[(token + 5) % len(copies)]
+        assert placement.slots[location[0]][location[1]] == expert
 
 
 def test_pairs_are_distributed_over_copies_in_turn() -> None:
@@ -159,24 +164,24 @@ def test_ids_have_two_dimensions() -> None:
 
 
 def test_the_nearest_copies_are_preferred() -> None:
-    """Pairs go to a copy on this rank. Without one, they go to copies on this host in turn, and
-    otherwise to all copies in turn.
+    """Pairs go to a copy on their own rank. If there is none, they go to the copies on their host
+    in turn, and otherwise to all copies in turn.
     """
     placement = Placement.linear(4, 4).with_copies({0: (1, 2), 1: (0, 3), 2: (3,)})
     ids = torch.arange(4).repeat_interleave(4)[:, None]  # each expert four times
 
-    def ranks_of(rank: int, per_host: int | None) -> list[set[int]]:
-        tables = placement.tables(tiers=rank_tiers(rank, per_host))
+    def find_ranks(rank: int, ranks_per_host: int | None) -> list[set[int]]:
+        """Return the ranks to which `rank` sends the pairs of each expert."""
+        tables = placement.tables(tiers=rank_tiers(rank, ranks_per_host))
         assert tables.homes_ER2.shape == placement.tables().homes_ER2.shape
-        chosen, _, _ = pairs_to_slots(ids, tables, first_token=rank, together=True)
-        by_expert = chosen.view(4, 4).tolist()
-        return [set(row) for row in by_expert]
+        ranks, _, _ = pairs_to_slots(ids, tables, first_token=rank, together=True)
+        return [set(ranks_of_expert) for ranks_of_expert in ranks.view(4, 4).tolist()]
 
-    assert ranks_of(0, 2) == [{0}, {0}, {2, 3}, {3}]
-    assert ranks_of(2, 2) == [{2}, {3}, {2}, {3}]
-    assert ranks_of(3, 2) == [{2}, {3}, {3}, {3}]
-    assert ranks_of(3, None) == [{0, 2, 1}, {3}, {3}, {3}]
-    assert ranks_of(1, 1) == [{1}, {1}, {2, 3}, {3}]
+    assert find_ranks(0, 2) == [{0}, {0}, {2, 3}, {3}]
+    assert find_ranks(2, 2) == [{2}, {3}, {2}, {3}]
+    assert find_ranks(3, 2) == [{2}, {3}, {3}, {3}]
+    assert find_ranks(3, None) == [{0, 2, 1}, {3}, {3}, {3}]
+    assert find_ranks(1, 1) == [{1}, {1}, {2, 3}, {3}]
 
 
 def test_pairs_are_distributed_over_the_copies_of_a_host_in_turn() -> None:
@@ -200,11 +205,11 @@ def test_removing_a_rank_keeps_the_slots_of_the_others() -> None:
 
 def test_maps_of_eplb_round_trip() -> None:
     """The second layer of the example in EPLB's README: 12 experts, 16 physical experts, 8 GPUs."""
-    physical = [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1]
-    placement = Placement.from_eplb(physical, 8)
+    physical_to_logical = [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1]
+    placement = Placement.from_eplb(physical_to_logical, 8)
     assert placement.slots[:3] == ((7, 10), (6, 8), (6, 11))
     maps = placement.to_eplb()
-    assert maps.physical_to_logical.tolist() == physical
+    assert maps.physical_to_logical.tolist() == physical_to_logical
     assert maps.logical_count.tolist() == [1, 2, 1, 1, 1, 2, 2, 1, 2, 1, 1, 1]
     assert maps.logical_to_physical[:3].tolist() == [[13, -1], [11, 15], [8, -1]]
     assert {tensor.dtype for tensor in vars(maps).values()} == {torch.int64}

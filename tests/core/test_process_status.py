@@ -1,4 +1,5 @@
-"""`mk doctor` and `mk profile` report process states that change what runs; logs have them once.
+"""Process states that change what runs are reported by `mk doctor` and `mk profile`, and logged
+once.
 
 Such a state is, for example, a missing C compiler or an active interpreter.
 """
@@ -19,7 +20,7 @@ from modular_kernel.process_status import ProcessState
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ["replay", "interpreter", "packages", "C compiler", "caches", "variables"]
-# Program that prints the states, and the log after two kernels of TorchExperts were made.
+# A program that makes two kernels of TorchExperts, and prints the states and the log.
 PRINT_STATUS = """
 import json, logging, sys
 lines = []
@@ -41,7 +42,7 @@ print(json.dumps([{s.name: str(s) for s in get_all_states()}, lines]))
 """
 
 
-def _recording() -> Any:
+def import_record_module() -> Any:
     """Import the module that records launches before a test changes the environment."""
     try:
         from modular_kernel.replay.launch import record
@@ -50,58 +51,58 @@ def _recording() -> Any:
     return record
 
 
-RECORD = _recording()
+RECORD_MODULE = import_record_module()
 
 
 @pytest.fixture(autouse=True)
-def _plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def use_cpu_and_empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # programs run on a CPU
     monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path / "cache"))
 
 
-def program(text: str, *words: str) -> str:
+def run_program(source: str) -> str:
     process = subprocess.run(
-        [sys.executable, *words, "-c", text], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert process.returncode == 0, process.stderr
     return process.stdout
 
 
-def run_and_print_status(before: str = "") -> tuple[dict[str, str], list[str]]:
-    """Return the states and log lines of a new interpreter that runs `before` first."""
-    states, lines = json.loads(program(before + PRINT_STATUS))
+def run_and_read_status(setup: str = "") -> tuple[dict[str, str], list[str]]:
+    """Return the states and the log lines of a new process that runs the code `setup` first."""
+    states, lines = json.loads(run_program(setup + PRINT_STATUS))
     return states, lines
 
 
 def test_normal_process_has_no_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("CC", sys.executable)
-    found, lines = run_and_print_status()
-    assert list(found) == NAMES
-    assert found["interpreter"] == "on"
-    assert found["packages"] == "ours"
-    assert found["C compiler"] == "found"
-    assert found["caches"] == "kept"
-    assert found["variables"] == "known"
+    states, lines = run_and_read_status()
+    assert list(states) == NAMES
+    assert states["interpreter"] == "on"
+    assert states["packages"] == "ours"
+    assert states["C compiler"] == "found"
+    assert states["caches"] == "kept"
+    assert states["variables"] == "known"
     assert lines == []
 
 
 def test_the_interpreter_is_reported_if_it_is_active_unexpectedly() -> None:
     pytest.importorskip("triton")
-    found, lines = run_and_print_status()
-    assert found["interpreter"].startswith("off: TRITON_INTERPRET is not set")
-    assert lines == [f"INFO interpreter {found['interpreter']}"]
+    states, lines = run_and_read_status()
+    assert states["interpreter"].startswith("off: TRITON_INTERPRET is not set")
+    assert lines == [f"INFO interpreter {states['interpreter']}"]
 
 
 def test_the_interpreter_is_refused_if_it_is_requested_too_late() -> None:
     """The interpreter is off. Torch parts work, and Triton parts are refused."""
     pytest.importorskip("triton")
-    late = "import os, triton; os.environ['TRITON_INTERPRET'] = '1'\n"
-    found, lines = run_and_print_status(late)
-    assert found["interpreter"].startswith("off: TRITON_INTERPRET was set after triton")
-    assert lines == [f"WARNING interpreter {found['interpreter']}"]
-    calls = """
+    set_variable_late = "import os, triton; os.environ['TRITON_INTERPRET'] = '1'\n"
+    states, lines = run_and_read_status(set_variable_late)
+    assert states["interpreter"].startswith("off: TRITON_INTERPRET was set after triton")
+    assert lines == [f"WARNING interpreter {states['interpreter']}"]
+    call_kernels = """
 import torch
 import modular_kernel as mk
 problem = mk.Problem(tokens=2, hidden=32, intermediate=32, experts=2, top_k=2, dtype=torch.float32)
@@ -112,7 +113,7 @@ for pf, experts in (("MoEPrepareAndFinalizeNoEP", "TorchExperts"),
     print(mk.make_kernel(pf, experts, problem)(torch.ones(2, 32), weights, routing)[0, 0].item())
 print(mk.check("MoEPrepareAndFinalizeNoEP", "TritonExperts", problem).ok)
 """
-    torch_output, batched_output, triton_ok = program(late + calls).split()
+    torch_output, batched_output, triton_ok = run_program(set_variable_late + call_kernels).split()
     assert float(torch_output) == pytest.approx(2 * 32.0**3, rel=1e-5)
     assert float(batched_output) == pytest.approx(2 * 32.0**3, rel=1e-5)
     assert triton_ok == "False"
@@ -121,12 +122,12 @@ print(mk.check("MoEPrepareAndFinalizeNoEP", "TritonExperts", problem).ok)
 def test_a_module_that_shadows_a_package_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The shadowing module is reported and not imported. Parts of other packages work."""
+    """The shadowing module is reported and not imported."""
     (tmp_path / "experts.py").write_text("raise SystemExit('the user s own script ran')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    found, lines = run_and_print_status("import sys; sys.path.remove('')\n")
-    assert found["packages"] == f"shadowed: experts by {tmp_path}/experts.py"
-    assert lines.count(f"WARNING packages {found['packages']}") == 1
+    states, lines = run_and_read_status("import sys; sys.path.remove('')\n")
+    assert states["packages"] == f"shadowed: experts by {tmp_path}/experts.py"
+    assert lines.count(f"WARNING packages {states['packages']}") == 1
     assert "the user s own script ran" not in str(lines)
     refusals = [line for line in lines if line.startswith("refused")]
     assert len(refusals) == 2
@@ -139,21 +140,21 @@ def test_a_missing_compiler_and_an_unknown_variable_are_reported(
     monkeypatch.setenv("CC", "/nowhere/cc")
     monkeypatch.setenv("MK_CACHE_DRI", "/x")
     monkeypatch.setenv("MK_\x1b[31m", "/x")
-    found, lines = run_and_print_status()
-    assert found["C compiler"].startswith("missing: no CC, gcc or clang")
+    states, lines = run_and_read_status()
+    assert states["C compiler"].startswith("missing: no CC, gcc or clang")
     assert sum("C compiler missing" in line for line in lines) == 1
-    assert "MK_CACHE_DRI (did you mean MK_CACHE_DIR?)" in found["variables"]
-    assert found["variables"].isprintable()
-    assert lines.count(f"WARNING variables {found['variables']}") == 1
+    assert "MK_CACHE_DRI (did you mean MK_CACHE_DIR?)" in states["variables"]
+    assert states["variables"].isprintable()
+    assert lines.count(f"WARNING variables {states['variables']}") == 1
 
 
 def test_unwritable_cache_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none() -> Path:
+    def raise_error() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("MK_CACHE_DIR")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", none)
+    monkeypatch.setattr(Path, "home", raise_error)
     assert process_status.get_caches_state() == ProcessState(
         "caches", "off", "no home directory; set MK_CACHE_DIR"
     )
@@ -162,10 +163,10 @@ def test_unwritable_cache_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_replay_off_is_a_warning_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = pytest.importorskip("modular_kernel.replay.launch.launch")
     monkeypatch.setattr(launch, "why_not_replayed", lambda: "launchers of triton 9.9 are unknown")
-    for gpu in (True, False):
-        monkeypatch.setattr(process_status, "_has_gpu", lambda gpu=gpu: gpu)
+    for has_gpu in (True, False):
+        monkeypatch.setattr(process_status, "_has_gpu", lambda has_gpu=has_gpu: has_gpu)
         assert process_status.get_replay_state() == ProcessState(
-            "replay", "off", "launchers of triton 9.9 are unknown", loud=gpu
+            "replay", "off", "launchers of triton 9.9 are unknown", loud=has_gpu
         )
     monkeypatch.setattr(launch, "why_not_replayed", lambda: "")
     assert str(process_status.get_replay_state()) == "on"
@@ -174,30 +175,30 @@ def test_replay_off_is_a_warning_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) 
 def test_a_triton_without_replay_is_logged_once_when_a_launch_is_recorded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    launch = RECORD
-    if launch is None:
+    record = RECORD_MODULE
+    if record is None:
         pytest.skip("triton is not installed")
-    monkeypatch.setattr(launch.triton_versions, "RELEASE", "3.5")
-    monkeypatch.setattr(launch, "JITFunction", Kernel)
-    monkeypatch.setattr(launch, "CompiledKernel", Compiled)
-    launch._warn_once.cache_clear()
+    monkeypatch.setattr(record.triton_versions, "RELEASE", "3.5")
+    monkeypatch.setattr(record, "JITFunction", StandInFunction)
+    monkeypatch.setattr(record, "CompiledKernel", StandInKernel)
+    record._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "modular_kernel"):
-        kernel, compiled = Kernel(), Compiled()
-        reasons = {launch._find_refusal_reason(kernel, compiled) for _ in range(3)}
-    launch._warn_once.cache_clear()
+        function, kernel = StandInFunction(), StandInKernel()
+        reasons = {record._find_refusal_reason(function, kernel) for _ in range(3)}
+    record._warn_once.cache_clear()
     (reason,) = reasons
-    (record,) = caplog.records
-    assert "are unknown" in record.getMessage()
+    (log_record,) = caplog.records
+    assert "are unknown" in log_record.getMessage()
     assert "are unknown" in reason
 
 
-class Kernel:
+class StandInFunction:
     """A stand-in for a JIT function."""
 
     pre_run_hooks = ()
 
 
-class Compiled:
+class StandInKernel:
     """A stand-in for a compiled kernel."""
 
     metadata = None
@@ -230,7 +231,7 @@ def test_doctor_explains_a_normal_state(
 ) -> None:
     monkeypatch.setenv("CC", sys.executable)
     states: list[dict[str, Any]] = run_mk(capsys, "doctor", "--json").json["states"]
-    good = [(state["name"], state["word"]) for state in states if not state["why"]]
-    assert {"packages", "C compiler", "caches", "variables"} <= {name for name, _ in good}
-    shown = run_mk(capsys, "doctor").out
-    assert [state for state in good if doctor._EXPLANATIONS[state] not in shown] == []
+    normal_states = [(state["name"], state["word"]) for state in states if not state["why"]]
+    assert {"packages", "C compiler", "caches", "variables"} <= {name for name, _ in normal_states}
+    output = run_mk(capsys, "doctor").out
+    assert [state for state in normal_states if doctor._EXPLANATIONS[state] not in output] == []

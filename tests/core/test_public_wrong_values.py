@@ -14,7 +14,7 @@ from public_recipes_without_tensors import JUNK_RECIPES
 
 from modular_kernel.errors import ModularKernelError
 
-ALL: dict[str, Callable[[], Call]] = {**JUNK_RECIPES, **RECIPES}
+ALL_RECIPES: dict[str, Callable[[], Call]] = {**JUNK_RECIPES, **RECIPES}
 JUNK: dict[str, Callable[[], object]] = {
     "None": lambda: None,
     "True": lambda: True,
@@ -54,21 +54,20 @@ JUNK: dict[str, Callable[[], object]] = {
 
 
 @cache
-def paths_of(name: str) -> tuple[str, ...]:
-    """Return the paths of all arguments, and of all values in records and sequences."""
-    call = ALL[name]()
-    inside = [path for path, _ in leaves(call.arguments)]
-    return tuple(
-        path for path in dict.fromkeys([*call.arguments, *inside]) if path != call.receiver
-    )
+def list_paths(name: str) -> tuple[str, ...]:
+    """Return the paths of a call's arguments, and of the values that its arguments contain."""
+    call = ALL_RECIPES[name]()
+    leaf_paths = [path for path, _ in leaves(call.arguments)]
+    paths = dict.fromkeys([*call.arguments, *leaf_paths])
+    return tuple(path for path in paths if path != call.receiver)
 
 
 def call_with_junk(name: str, place: int | str, junk: str) -> None:
-    """Call with a wrong value at one path. Typed errors are ignored.
+    """Make a call with a wrong value of one argument, and ignore typed errors.
 
-    place: the path, or its index.
+    place: the path of the argument, or the index of the path.
     """
-    call, paths = ALL[name](), paths_of(name)
+    call, paths = ALL_RECIPES[name](), list_paths(name)
     path = paths[place % len(paths)] if isinstance(place, int) else place
     try:
         with torch.no_grad():
@@ -78,7 +77,7 @@ def call_with_junk(name: str, place: int | str, junk: str) -> None:
 
 
 # Recipes whose valid calls raise a typed error, because their files or adapters do not exist.
-ENDS_IN_AN_ERROR = {
+RECIPES_THAT_RAISE = {
     "load_experts",
     "load_adapter",
     "inspect",
@@ -90,12 +89,12 @@ ENDS_IN_AN_ERROR = {
 
 @pytest.mark.parametrize("name", JUNK_RECIPES)
 def test_the_unchanged_call_succeeds(name: str) -> None:
-    expected = pytest.raises(ModularKernelError) if name in ENDS_IN_AN_ERROR else nullcontext()
+    expected = pytest.raises(ModularKernelError) if name in RECIPES_THAT_RAISE else nullcontext()
     with expected:
         JUNK_RECIPES[name]()()
 
 
-# (callable, path of an argument, wrong value) of calls that once raised an error without a type.
+# Calls that once raised an untyped error: (callable, path of the argument, wrong value).
 SEEDS = (
     ("FusedMoE", "placement", "text"),
     ("FusedMoE", "prepare_finalize", "bools"),
@@ -143,7 +142,7 @@ SEEDS = (
 )  # fmt: skip
 
 
-def _seeds(test: Callable[..., None]) -> Callable[..., None]:
+def add_seed_examples(test: Callable[..., None]) -> Callable[..., None]:
     for name, path, junk in SEEDS:
         test = example(name=name, place=path, junk=junk)(test)
     return test
@@ -156,9 +155,9 @@ def _seeds(test: Callable[..., None]) -> Callable[..., None]:
     suppress_health_check=list(HealthCheck),
     database=None,
 )
-@_seeds
+@add_seed_examples
 @given(
-    name=st.sampled_from(sorted(ALL)),
+    name=st.sampled_from(sorted(ALL_RECIPES)),
     place=st.integers(0, 40),
     junk=st.sampled_from(sorted(JUNK)),
 )

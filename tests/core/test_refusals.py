@@ -1,8 +1,9 @@
 """Every compatibility rule refuses the values that it must, and no others.
 
-`TABLE` has at least one case for each rule. A case names one field and two values. With the value
-`refused`, the rule refuses, and no other rule does. With the value `accepted`, the pairing is
-valid. The tests fail for a rule that never refuses, that always refuses, or that has no case.
+`CASES` has at least one case for each rule. A case names one field and two values. With the value
+`refused`, the rule refuses the pairing, and no other rule does. With the value `accepted`, the
+pairing is valid. The tests fail for a rule that never refuses, that always refuses, or that has no
+case.
 """
 
 import ast
@@ -40,7 +41,7 @@ from modular_kernel.utils.package_probes import PackageProbe
 BATCHED, STANDARD = ActivationFormat.BATCHED_EXPERTS, ActivationFormat.STANDARD
 PF, EX = "FakePrepare", "FakeExperts"
 
-# Declarations, a problem and a machine with which no rule refuses. Cases change single fields.
+# Requirements of two parts, a problem and a machine that no rule refuses. Cases change fields.
 OPEN: dict[str, Any] = {
     "pf": PrepareFinalizeRequirements(
         activation_format=STANDARD,
@@ -94,23 +95,20 @@ class Case:
         return f"{self.rule}-{self.path}={self.refused}"
 
     def verdict(self, value: object) -> Verdict:
-        """Return the verdict on OPEN with `given` and with `value` at `path`."""
+        """Return the verdict on OPEN with the changes `given`, and with `value` at `path`."""
         changes: dict[str, dict[str, object]] = {key: {} for key in OPEN}
-        for path, new in {**self.given, self.path: value}.items():
+        for path, new_value in {**self.given, self.path: value}.items():
             key, _, name = path.partition(".")
-            changes[key][name] = new
-        fields_of_case = {key: replace(base, **changes[key]) for key, base in OPEN.items()}
-        return judge(
-            *declared_classes(fields_of_case["pf"], fields_of_case["ex"]),
-            fields_of_case["problem"],
-            fields_of_case["machine"],
-        )
+            changes[key][name] = new_value
+        inputs = {key: replace(base, **changes[key]) for key, base in OPEN.items()}
+        part_classes = make_part_classes(inputs["pf"], inputs["ex"])
+        return judge(*part_classes, inputs["problem"], inputs["machine"])
 
 
-def declared_classes(
+def make_part_classes(
     pf: PrepareFinalizeRequirements, ex: ExpertsRequirements
 ) -> tuple[type[PrepareAndFinalize], type[PermuteExpertsUnpermute]]:
-    """Return two part classes that only have declarations."""
+    """Return two part classes that have no code, only these requirements."""
     return (
         type(PF, (PrepareAndFinalize,), {"requires": pf}),
         type(EX, (PermuteExpertsUnpermute,), {"requires": ex}),
@@ -147,7 +145,6 @@ PROVIDED = {"ex.packages": ("theirs",), "ex.providers": (PROBE,), "machine.other
 ROOM = {"ex.capacity_multiple": 128, "problem.expert_map": True}
 LIMIT = 8192  # elements: 16 tokens x top-2 x max(2 x 128, 64)
 
-# A table: a line or two per case.
 # fmt: off
 CASES = (
     Case("format", "ex.activation_format", BATCHED, STANDARD, PAIR, "standard", "batched_experts"),
@@ -285,20 +282,18 @@ CASES = (
          {"problem.lora": LORA, "ex.schemes": {"int4_w4a16_act_order", "int4_w4a16_group"}}),
 )
 # fmt: on
-TABLE = {rule: [case for case in CASES if case.rule == rule] for rule in {c.rule for c in CASES}}
+CASES_BY_RULE = {
+    rule: [case for case in CASES if case.rule == rule] for rule in {c.rule for c in CASES}
+}
 
 
 def test_every_rule_has_a_case() -> None:
-    assert set(TABLE) == set(RULES)
+    assert set(CASES_BY_RULE) == set(RULES)
 
 
 def test_the_open_pair_is_valid() -> None:
-    fields_of_case = OPEN
-    assert judge(
-        *declared_classes(fields_of_case["pf"], fields_of_case["ex"]),
-        fields_of_case["problem"],
-        fields_of_case["machine"],
-    ).ok
+    part_classes = make_part_classes(OPEN["pf"], OPEN["ex"])
+    assert judge(*part_classes, OPEN["problem"], OPEN["machine"]).ok
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -310,8 +305,8 @@ def test_rule_refuses_the_value(case: Case) -> None:
     for rejection in verdict.rejections:
         assert case.got in rejection.got
         assert case.need in rejection.need
-        for text in (case.rule, *rejection.parties, rejection.got, rejection.need):
-            assert text in str(verdict)
+        for string in (case.rule, *rejection.parties, rejection.got, rejection.need):
+            assert string in str(verdict)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -320,7 +315,7 @@ def test_rule_accepts_the_value(case: Case) -> None:
 
 
 def test_several_rules_are_all_reported() -> None:
-    pf, ex = declared_classes(
+    pf, ex = make_part_classes(
         replace(OPEN["pf"], max_tokens=8),
         replace(OPEN["ex"], bias=False, min_arch=(10, 0), hidden_multiple=128),
     )
@@ -331,28 +326,28 @@ def test_several_rules_are_all_reported() -> None:
 
 
 def test_a_part_can_add_a_rule() -> None:
-    pf, ex = declared_classes(OPEN["pf"], OPEN["ex"])
-    own = Rejection("FakeExperts.moon", (EX, "machine"), "full moon", "new moon")
+    pf, ex = make_part_classes(OPEN["pf"], OPEN["ex"])
+    rejection = Rejection("FakeExperts.moon", (EX, "machine"), "full moon", "new moon")
 
-    def extra(cls: type, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        return (own,) if problem.tokens else ()
+    def reject_tokens(cls: type, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+        return (rejection,) if problem.tokens else ()
 
-    ex.extra_rejections = classmethod(extra)  # type: ignore[assignment]
+    ex.extra_rejections = classmethod(reject_tokens)  # type: ignore[assignment]
     problem, machine = OPEN["problem"], OPEN["machine"]
-    assert judge(pf, ex, problem, machine).rejections == (own,)
+    assert judge(pf, ex, problem, machine).rejections == (rejection,)
     assert judge(pf, ex, problem.with_tokens(0), machine).ok
 
 
 def test_a_pairing_is_refused_before_construction() -> None:
-    """A constructor could already use a vendor library."""
+    """A constructor of a part could already use a vendor library."""
 
-    def touched(self: object, *_: object) -> None:
+    def fail_construction(self: object, *_: object) -> None:
         raise AssertionError("constructed")
 
-    pf, ex = declared_classes(replace(OPEN["pf"], max_tokens=8), replace(OPEN["ex"], bias=False))
-    for cls in (pf, ex):
-        cls.__init__ = touched  # type: ignore[misc]
-        cls.__abstractmethods__ = frozenset()
+    pf, ex = make_part_classes(replace(OPEN["pf"], max_tokens=8), replace(OPEN["ex"], bias=False))
+    for part_class in (pf, ex):
+        part_class.__init__ = fail_construction  # type: ignore[misc]
+        part_class.__abstractmethods__ = frozenset()
     problem = replace(OPEN["problem"], bias=True)
     with pytest.raises(IncompatibleError) as caught:
         make_kernel(pf, ex, problem, machine=OPEN["machine"])
@@ -376,14 +371,12 @@ def test_an_unavailable_part_states_every_reason() -> None:
 
 
 def test_the_hint_for_a_package_that_is_not_on_an_index_names_its_sources() -> None:
-    problem, bare = (
-        Problem(8, 256, 128, 8, 2, parallel=Parallel(2)),
-        Machine("cuda", (9, 0), frozenset()),
-    )
+    problem = Problem(8, 256, 128, 8, 2, parallel=Parallel(2))
+    machine = Machine("cuda", (9, 0), frozenset())  # without packages
     hints = {
         rejection.need: rejection.hint
         for part in ("DeepEPHTPrepareAndFinalize", "PplxPrepareAndFinalize")
-        for rejection in check(part, "TritonExperts", problem, bare).rejections
+        for rejection in check(part, "TritonExperts", problem, machine).rejections
         if rejection.rule == "package"
     }
     assert hints["triton"] == "pip install triton"
@@ -394,13 +387,14 @@ def test_the_hint_for_a_package_that_is_not_on_an_index_names_its_sources() -> N
 def test_every_declared_requirement_is_read() -> None:
     root = Path(__file__).parents[2]
     support = root / "modular_kernel" / "compatibility" / "support.py"
-    read = set[str]()
+    names_read = set[str]()
     for package in ("modular_kernel", "prepare_finalize", "experts"):
         for path in root.joinpath(package).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Attribute):
-                    read.add(node.attr)
+                    names_read.add(node.attr)
                 elif isinstance(node, ast.Constant) and path != support:
-                    read.add(str(node.value))  # names that `make_property_rule` passes to getattr
-    for declared in (PrepareFinalizeRequirements, ExpertsRequirements):
-        assert {field.name for field in fields(declared)} <= read
+                    # `make_property_rule` passes names to getattr.
+                    names_read.add(str(node.value))
+    for requirements in (PrepareFinalizeRequirements, ExpertsRequirements):
+        assert {field.name for field in fields(requirements)} <= names_read

@@ -42,12 +42,12 @@ def test_later_calls_run_no_host_code_of_the_parts() -> None:
 
 
 def test_a_replay_uses_the_tensors_of_its_call() -> None:
-    """Each call replaces one of the recorded arguments."""
+    """Each call has a new tensor for one of the recorded arguments."""
     plan, part = make_plan()
     first, second = make_inputs(seed=1), make_inputs(seed=2)
     plan(*first)
-    for place in range(3):
-        args = (*first[:place], second[place], *first[place + 1 :])
+    for index in range(3):
+        args = (*first[:index], second[index], *first[index + 1 :])
         assert_output(plan(*args), args)  # type: ignore[arg-type]
     out = torch.full_like(first[0], torch.nan)
     assert plan(*first, out=out) is out
@@ -65,44 +65,46 @@ def test_inplace_calls_are_replayed_too() -> None:
     assert part.host_calls == 1
 
 
-def unaligned(tensor: torch.Tensor) -> torch.Tensor:
+def copy_unaligned(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy that starts four bytes after a multiple of 16."""
-    memory = torch.empty(tensor.numel() + 8, dtype=tensor.dtype)
-    skip = (-memory.data_ptr() // 4) % 4 + 1
-    return memory[skip : skip + tensor.numel()].view(tensor.shape).copy_(tensor)
+    buffer = torch.empty(tensor.numel() + 8, dtype=tensor.dtype)
+    start = (-buffer.data_ptr() // 4) % 4 + 1
+    return buffer[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
 def test_a_call_with_another_signature_gets_its_own_recording() -> None:
     plan, part = make_plan()
     x_TH, weights, routing = make_inputs()
     long_ids = Routing(routing.topk_weights_TK, routing.topk_ids_TK.long())
-    gaps = torch.cat([x_TH, x_TH], 1)[:, : x_TH.shape[1]]
-    strided = replace(weights, w1=weights.w1.mT.contiguous().mT)
-    signatures = [
+    x_with_gaps = torch.cat([x_TH, x_TH], 1)[:, : x_TH.shape[1]]
+    transposed = replace(weights, w1=weights.w1.mT.contiguous().mT)
+    calls = [
         (x_TH, weights, routing),
         make_inputs(tokens=3),
-        (gaps, weights, routing),
-        (unaligned(x_TH), weights, routing),
+        (x_with_gaps, weights, routing),
+        (copy_unaligned(x_TH), weights, routing),
         (x_TH, weights, long_ids),
-        (x_TH, strided, routing),
+        (x_TH, transposed, routing),
     ]
-    for count, args in enumerate(signatures, start=1):
+    for num_signatures, args in enumerate(calls, start=1):
         plan(*args)
         plan(*args)
-        assert part.host_calls == count
-    assert_output(plan(*signatures[0]), signatures[0])
-    assert part.host_calls == len(signatures)
+        assert part.host_calls == num_signatures
+    assert_output(plan(*calls[0]), calls[0])
+    assert part.host_calls == len(calls)
 
 
 def test_an_out_of_another_layout_gets_its_own_recording() -> None:
-    """An `out` with the layout of the plan's own output uses the recording of calls without it."""
+    """Calls with an `out` in the layout of the plan's output share the recording of calls without
+    `out`.
+    """
     plan, part = make_plan()
     args = make_inputs()
     plan(*args)
     plan(*args, out=torch.empty_like(args[0]))
     assert part.host_calls == 1
     for _ in range(2):
-        out = unaligned(torch.full_like(args[0], torch.nan))
+        out = copy_unaligned(torch.full_like(args[0], torch.nan))
         assert plan(*args, out=out) is out
         assert_output(out, args)
     assert part.host_calls == 2
@@ -129,17 +131,17 @@ def test_another_dtype_in_the_same_memory_is_checked_again() -> None:
 
 
 def test_another_layout_in_the_same_memory_is_checked_again() -> None:
-    """w1, (4, 16, 16), gets fewer experts, which is invalid, or other strides, which is valid."""
+    """w1 (4, 16, 16) gets fewer experts, which is invalid, then other strides, which is valid."""
     plan, part = make_plan()
     args = make_inputs()
     weights = args[1]
     for _ in range(2):
         assert_output(plan(*args), args)
-    whole = weights.w1.data
-    weights.w1.data = whole[:3]
+    w1_data = weights.w1.data
+    weights.w1.data = w1_data[:3]
     with pytest.raises(ShapeError, match="w1"):
         plan(*args)
-    weights.w1.data = whole.transpose(1, 2)  # needs another recording
+    weights.w1.data = w1_data.transpose(1, 2)  # needs another recording
     for _ in range(2):
         assert_output(plan(*args), args)
     assert part.host_calls == 2
@@ -149,25 +151,25 @@ def test_weights_are_checked_once_and_not_kept_alive() -> None:
     plan, _ = make_plan()
     x_TH, weights, routing = make_inputs()
     plan(x_TH, weights, routing)
-    memory = weakref.ref(weights.w1)
+    w1_reference = weakref.ref(weights.w1)
     del weights
     gc.collect()
-    assert memory() is None
-    wrong = replace(make_inputs()[1], w1=torch.ones(4, 16, 15))
+    assert w1_reference() is None
+    invalid_weights = replace(make_inputs()[1], w1=torch.ones(4, 16, 15))
     with pytest.raises(ShapeError, match="w1"):
-        plan(x_TH, wrong, routing)
+        plan(x_TH, invalid_weights, routing)
 
 
 @pytest.mark.parametrize("bad", CASES, ids=str)
 def test_invalid_tensors_after_a_valid_call_are_refused(bad: Bad) -> None:
-    """An invalid tensor raises the same error in a replayed call as without replay."""
+    """An invalid tensor raises the same error with and without replay."""
     problem = replace(PROBLEM, **bad.problem)
     plan, part = make_plan(problem)
-    good = make_arguments(problem)
+    valid_args = make_arguments(problem)
     for _ in range(2):
-        plan(good.x, good.weights, good.routing)
+        plan(valid_args.x, valid_args.weights, valid_args.routing)
     assert part.host_calls == 1
-    args = bad.change(good)
+    args = bad.change(valid_args)
     with pytest.raises(bad.error) as caught:
         plan(args.x, args.weights, args.routing, out=args.out)
     assert caught.value.what == bad.what
@@ -192,29 +194,30 @@ def test_gradients_are_refused_in_a_replay_as_well() -> None:
 def test_out_over_x_is_refused_in_a_replay_as_well() -> None:
     plan, _ = make_plan()
     args = make_inputs()
-    both = torch.cat([args[0], args[0]])
-    plan(both[:4], *args[1:], out=both[4:])
+    buffer = torch.cat([args[0], args[0]])
+    plan(buffer[:4], *args[1:], out=buffer[4:])
     with pytest.raises(ValueError, match="memory of x"):
-        plan(both[:4], *args[1:], out=both[1:5])
+        plan(buffer[:4], *args[1:], out=buffer[1:5])
 
 
 def test_overlapping_inputs_are_not_replayed() -> None:
-    """If two inputs overlap, an address does not determine which of them it belongs to."""
+    """If two inputs overlap, an address does not determine to which input it belongs."""
     plan, part = make_plan()
     x_TH, weights, routing = make_inputs()
-    shared = replace(weights, w2=weights.w1.flatten()[: weights.w2.numel()].view_as(weights.w2))
+    w2_in_w1 = weights.w1.flatten()[: weights.w2.numel()].view_as(weights.w2)
+    overlapping = replace(weights, w2=w2_in_w1)
     for _ in range(3):
-        assert_output(plan(x_TH, shared, routing), (x_TH, shared, routing))
+        assert_output(plan(x_TH, overlapping, routing), (x_TH, overlapping, routing))
     assert part.host_calls == 3
 
 
 class Copying(AddExperts):
-    """Computes with a torch operation, which a recording does not contain."""
+    """Uses a torch operation, which a recording cannot contain."""
 
     replayable = True
 
-    def apply(self, tokens: Any, *, output: torch.Tensor, **rest: Any) -> None:
-        super().apply(tokens, output=output, **rest)
+    def apply(self, tokens: Any, *, output: torch.Tensor, **kwargs: Any) -> None:
+        super().apply(tokens, output=output, **kwargs)
         output.mul_(2)
 
 
@@ -222,7 +225,7 @@ class Inheriting(AddExperts):
     """Does not declare whether it can be replayed."""
 
 
-class Half(Prepare):
+class UndeclaredPrepare(Prepare):
     """Does not declare whether it can be replayed."""
 
 
@@ -237,7 +240,9 @@ def test_parts_that_cannot_be_replayed_run_in_every_call(experts: type[AddExpert
 
 
 def test_both_parts_must_be_replayable() -> None:
-    kernel = FusedMoEModularKernel(Half(SMALL), AddExperts(SMALL), machine=Machine("cpu"))
+    kernel = FusedMoEModularKernel(
+        UndeclaredPrepare(SMALL), AddExperts(SMALL), machine=Machine("cpu")
+    )
     assert not kernel.replayable
     assert make_plan()[0].kernel.replayable
 
@@ -287,14 +292,15 @@ def test_red_zones_are_checked_in_a_replay() -> None:
     args = make_inputs()
     plan(*args)
     buffer = plan._workspace.take("workspace13", (SMALL.tokens, SMALL.hidden))
-    past = buffer.as_strided((1,), (1,), buffer.storage_offset() + buffer.numel())
+    element_past_end = buffer.as_strided((1,), (1,), buffer.storage_offset() + buffer.numel())
 
     def overrun(stream: int, pointers: Sequence[int]) -> None:
-        past.fill_(0.0)
+        element_past_end.fill_(0.0)
 
-    (signature, recorded) = next(iter(plan._recorded._recorded.items()))
-    assert recorded is not None
-    plan._recorded.store(signature, replace(recorded, replays=(*recorded.replays, overrun)))
+    (signature, recorded_call) = next(iter(plan._recorded._recorded.items()))
+    assert recorded_call is not None
+    replays = (*recorded_call.replays, overrun)
+    plan._recorded.store(signature, replace(recorded_call, replays=replays))
     with pytest.raises(CorruptionError, match="workspace13"):
         plan(*args)
 
@@ -320,10 +326,10 @@ def test_an_error_during_recording_leaves_no_recording() -> None:
     plan, part = make_plan()
     args = make_inputs()
 
-    def fail(tensors: Sequence[torch.Tensor], count: int) -> None:
+    def fail_to_launch(tensors: Sequence[torch.Tensor], count: int) -> None:
         raise RuntimeError("no such device")
 
-    part.launch = fail  # type: ignore[method-assign]
+    part.launch = fail_to_launch  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="no such device"):
         plan(*args)
     assert recording.get_active_recorder() is None
@@ -376,15 +382,15 @@ def test_a_replay_runs_host_code_between_launches() -> None:
     plan, part = make_plan(experts=StepExperts)
     first = make_inputs(seed=1)
     assert_output(plan(*first), first)
-    recorded = list(part.steps)
-    assert recorded[0] == "before"
-    assert recorded[-1] == "after"
-    assert len(recorded) == 4
+    recorded_steps = list(part.steps)
+    assert recorded_steps[0] == "before"
+    assert recorded_steps[-1] == "after"
+    assert len(recorded_steps) == 4
     for seed in (2, 3):
         args = make_inputs(seed=seed)
         assert_output(plan(*args), args)
     assert part.host_calls == 1
-    assert part.steps == 3 * recorded
+    assert part.steps == 3 * recorded_steps
 
 
 def test_a_bypassed_replay_runs_host_code() -> None:
@@ -399,13 +405,13 @@ def test_a_bypassed_replay_runs_host_code() -> None:
 
 def test_an_error_in_a_replay_is_reported_to_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, part = make_plan(experts=StepExperts)
-    args, reported = make_inputs(), []
-    monkeypatch.setattr(plan.kernel.prepare_finalize, "abandon", reported.append)
+    args, reported_errors = make_inputs(), []
+    monkeypatch.setattr(plan.kernel.prepare_finalize, "abandon", reported_errors.append)
     plan(*args)
-    monkeypatch.setattr(part, "steps", None)  # host code of the replay fails
+    monkeypatch.setattr(part, "steps", None)  # so that host code of the replay fails
     with pytest.raises(AttributeError):
         plan(*args)
-    assert [type(error) for error in reported] == [AttributeError]
+    assert [type(error) for error in reported_errors] == [AttributeError]
 
 
 def test_the_first_calls_of_a_part_need_not_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Replayed launches equal launches by the installed triton byte for byte.
 
-This needs no GPU, because Triton's launcher and cuda_replay.c use a stand-in for libcuda.so.1.
+These tests need no GPU, because Triton's launcher and cuda_replay.c use a stand-in for
+libcuda.so.1.
 """
 
 from typing import Any
@@ -10,19 +11,20 @@ from driver_stand_in import run_with_stand_in
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the results of replayed_launch_program.py."""
+def program_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Run replayed_launch_program.py, and return its results by name."""
     return run_with_stand_in("replayed_launch_program", tmp_path_factory.mktemp("driver"))
 
 
-# 49 bytes are two pointers, int32, float32, int64, a flag and two scratch pointers. 180 bytes are a
-# tensor map with two sizes and two strides, a pointer, int32 and two scratch pointers.
+# The size of each kernel's parameters. 49 bytes are two pointers, int32, float32, int64, a flag and
+# two scratch pointers. 180 bytes are a tensor map with two sizes and two strides, a pointer, int32
+# and two scratch pointers.
 @pytest.mark.parametrize(("kernel", "nbytes"), [("plain", 49), ("dependent", 49), ("boxes", 180)])
 def test_a_replayed_launch_equals_that_of_triton(
-    found: dict[str, Any], kernel: str, nbytes: int
+    program_results: dict[str, Any], kernel: str, nbytes: int
 ) -> None:
     """Grid, threads, shared memory, attributes, stream and all parameters are compared."""
-    calls = found[kernel]
+    calls = program_results[kernel]
     assert "refused" not in calls
     assert [launch.pop("number") for launch in calls["triton"] + calls["replayed"]] == [1, 2, 3, 4]
     assert calls["replayed"] == calls["triton"]
@@ -33,7 +35,7 @@ def test_a_replayed_launch_equals_that_of_triton(
 
 
 @pytest.mark.parametrize(
-    ("what", "reason"),
+    ("case", "reason"),
     [
         ("another release", "launchers of triton"),
         ("instrumented", "kernels are instrumented (consan)"),
@@ -43,10 +45,10 @@ def test_a_replayed_launch_equals_that_of_triton(
     ],
 )
 def test_launches_with_unknown_parameters_are_not_replayed(
-    found: dict[str, Any], what: str, reason: str
+    program_results: dict[str, Any], case: str, reason: str
 ) -> None:
-    assert found["as it is"] == ""
-    assert reason in found[what]
+    assert program_results["as it is"] == ""
+    assert reason in program_results[case]
 
 
 def test_the_reason_for_disabled_replay_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +58,7 @@ def test_the_reason_for_disabled_replay_is_reported(monkeypatch: pytest.MonkeyPa
     from modular_kernel.replay.launch import launch
 
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
-    # Without a GPU, `mk` may have set TRITON_INTERPRET, so this is not reported as the reason.
+    # Without a GPU, `mk` can set TRITON_INTERPRET, so the variable is not reported as the reason.
     monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: False)
     assert str(get_replay_state()) == "off: no NVIDIA GPU"
     monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: True)
@@ -84,7 +86,7 @@ def test_the_interpreter_refuses_numbers_of_warps_that_the_compiler_refuses(num_
     pytest.importorskip("triton")
     from modular_kernel.replay.launch.launch import _check_num_warps
 
-    for valid in (1, 2, 4, 8, 16):
-        _check_num_warps(valid)
+    for valid_num_warps in (1, 2, 4, 8, 16):
+        _check_num_warps(valid_num_warps)
     with pytest.raises(ValueError, match=f"num_warps: got {num_warps}, need a power of 2"):
         _check_num_warps(num_warps)

@@ -15,8 +15,11 @@ from modular_kernel.replay.recording import RecordedCall
 STREAM = 7
 
 
-class Recording:
-    """A stand-in for a GPU. replayable: whether its recordings can be replayed."""
+class StandInGPU:
+    """A stand-in for a GPU.
+
+    replayable: whether its recordings can be replayed.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, replayable: bool = True) -> None:
         self.launches, self.replays = 0, list[tuple[int, list[int]]]()
@@ -31,8 +34,8 @@ class Recording:
     @contextmanager
     def record(self, _tensors: Any) -> Iterator[Any]:
         self.recorded_calls += 1
-        call = RecordedCall((self.replay,), (lambda: self.watched,), ())
-        yield SimpleNamespace(make_recorded_call=lambda: call if self.replayable else None)
+        recorded_call = RecordedCall((self.replay,), (lambda: self.watched,), ())
+        yield SimpleNamespace(make_recorded_call=lambda: recorded_call if self.replayable else None)
 
     def replay(self, stream: int, pointers: Any) -> None:
         self.replays.append((stream, [*pointers]))
@@ -44,12 +47,12 @@ class Recording:
 def test_third_calls_are_replayed_with_their_own_addresses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gpu, replayed = Recording(monkeypatch), ReplayedOperation()
+    gpu, replayed_operation = StandInGPU(monkeypatch), ReplayedOperation()
     for _ in range(2):
-        replayed.run("key", [torch.zeros(4)], gpu.launch)
+        replayed_operation.run("key", [torch.zeros(4)], gpu.launch)
     assert (gpu.launches, gpu.recorded_calls, gpu.replays) == (2, 1, [])
     tensor = torch.zeros(4)
-    replayed.run("key", [tensor], gpu.launch)
+    replayed_operation.run("key", [tensor], gpu.launch)
     assert (gpu.launches, gpu.replays) == (2, [(STREAM, [tensor.data_ptr()])])
 
 
@@ -67,42 +70,42 @@ def test_third_calls_are_replayed_with_their_own_addresses(
 def test_a_call_with_another_signature_is_launched(
     monkeypatch: pytest.MonkeyPatch, key: str, tensor: torch.Tensor
 ) -> None:
-    gpu, replayed = Recording(monkeypatch), ReplayedOperation()
+    gpu, replayed_operation = StandInGPU(monkeypatch), ReplayedOperation()
     for _ in range(3):
-        replayed.run("key", [torch.zeros(4)], gpu.launch)
-    replayed.run(key, [tensor], gpu.launch)
+        replayed_operation.run("key", [torch.zeros(4)], gpu.launch)
+    replayed_operation.run(key, [tensor], gpu.launch)
     assert (gpu.launches, len(gpu.replays)) == (3, 1)
 
 
 def test_a_call_that_cannot_be_replayed_is_recorded_only_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gpu, replayed = Recording(monkeypatch, replayable=False), ReplayedOperation()
+    gpu, replayed_operation = StandInGPU(monkeypatch, replayable=False), ReplayedOperation()
     for _ in range(5):
-        replayed.run("key", [torch.zeros(4)], gpu.launch)
+        replayed_operation.run("key", [torch.zeros(4)], gpu.launch)
     assert (gpu.launches, gpu.recorded_calls) == (5, 1)
 
 
 def test_watched_launches_are_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, replayed = Recording(monkeypatch), ReplayedOperation()
+    gpu, replayed_operation = StandInGPU(monkeypatch), ReplayedOperation()
     for _ in range(2):
-        replayed.run("key", [torch.zeros(4)], gpu.launch)
+        replayed_operation.run("key", [torch.zeros(4)], gpu.launch)
     gpu.watched = True
-    replayed.run("key", [torch.zeros(4)], gpu.launch)
+    replayed_operation.run("key", [torch.zeros(4)], gpu.launch)
     assert (gpu.launches, gpu.replays) == (3, [])
 
 
 def test_the_number_of_signatures_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, replayed = Recording(monkeypatch), ReplayedOperation()
+    gpu, replayed_operation = StandInGPU(monkeypatch), ReplayedOperation()
     for number in range(600):
-        replayed.run(number, [torch.zeros(4)], gpu.launch)
-    assert len(replayed._calls) == 256
+        replayed_operation.run(number, [torch.zeros(4)], gpu.launch)
+    assert len(replayed_operation._calls) == 256
     assert gpu.launches == 600
 
 
 def test_a_cpu_launches_directly() -> None:
-    launches, replayed = list[int](), ReplayedOperation()
+    launches, replayed_operation = list[int](), ReplayedOperation()
     for _ in range(3):
-        replayed.run("key", [torch.zeros(4)], lambda: launches.append(1))
+        replayed_operation.run("key", [torch.zeros(4)], lambda: launches.append(1))
     assert launches == [1, 1, 1]
-    assert not replayed._calls
+    assert not replayed_operation._calls

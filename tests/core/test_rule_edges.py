@@ -1,8 +1,8 @@
 """Every compatibility rule is tested at its boundary.
 
-An edge is a pair of problems that differ in one step: a rule accepts one and refuses the other. The
-accepted problem must be computed correctly, the other must be refused by this rule only, and a rule
-that is off by one must be detected.
+An edge is a pair of problems that differ in one step, of which a rule accepts one and refuses the
+other. The accepted problem must be computed correctly, only this rule must refuse the other
+problem, and a rule that is off by one must be detected.
 """
 
 import ast
@@ -32,14 +32,14 @@ from modular_kernel.testing.verify.trial import Trial
 
 GPU = Machine("cuda", (9, 0), frozenset({"triton"}))
 NO_EP, BATCHED = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"
-HERE = (
+ONE_RANK_PAIRS = (
     (NO_EP, "TorchExperts"),
     (NO_EP, "TritonExperts"),
     (NO_EP, "GroupedGemmExperts"),
     (BATCHED, "NaiveBatchedExperts"),
     (BATCHED, "BatchedTritonExperts"),
 )
-OVER_RANKS = (
+RANK_PAIRS = (
     ("ReplicatedEPPrepareAndFinalize", "TorchExperts"),
     ("AllGatherReduceScatterPrepareAndFinalize", "TorchExperts"),
     ("TorchAll2AllPrepareAndFinalize", "TorchExperts"),
@@ -47,9 +47,9 @@ OVER_RANKS = (
     ("SymmMemPrepareAndFinalize", "TorchExperts"),
     ("HostThenRankPrepareAndFinalize", "TorchExperts"),
 )
-# Pairings that are searched up to two steps away, because some rules only apply after a first step,
-# such as another scheme or placement.
-TWO_STEPS = (
+# For these pairings, the search goes two steps from the start, because some rules only apply after
+# a first step, such as another scheme or placement.
+TWO_STEP_PAIRS = (
     (BATCHED, "NaiveBatchedExperts", None),
     ("AllGatherReduceScatterPrepareAndFinalize", "TorchExperts", None),
     (NO_EP, "TorchExperts", GPU),
@@ -58,28 +58,28 @@ TWO_STEPS = (
 
 
 # Problems at which the search starts, for rules of a part that apply to one scheme or activation.
-BLOCKS = Problem(
+BLOCKS_PROBLEM = Problem(
     7, 256, 128, 8, 2, quant="fp8_w8a8_block", activation=ActivationSpec(up_first=True)
 )
-STARTS = (
-    ("FlashInferExperts", BLOCKS),
-    ("FlashInferExperts", replace(BLOCKS, quant="fp8_w8a8_tensor:static=true")),
+START_PROBLEMS = (
+    ("FlashInferExperts", BLOCKS_PROBLEM),
+    ("FlashInferExperts", replace(BLOCKS_PROBLEM, quant="fp8_w8a8_tensor:static=true")),
     (
         "FlashInferExperts",
-        replace(BLOCKS, quant="none", activation=ActivationSpec("gelu", up_first=True)),
+        replace(BLOCKS_PROBLEM, quant="none", activation=ActivationSpec("gelu", up_first=True)),
     ),
     ("TritonKernelsExperts", Problem(7, 256, 128, 8, 2, quant="mxfp4_w4a16")),
 )
 # Problems over several hosts, for rules of parts that apply to them.
-HOSTS = Problem(7, 2048, 128, 64, 2, parallel=Parallel(16, ranks_per_host=8))
-ON_HOSTS = (
-    ("DeepEPHTPrepareAndFinalize", HOSTS),
-    ("DeepEPV2PrepareAndFinalize", replace(HOSTS, parallel=Parallel(32, ranks_per_host=1))),
+HOSTS_PROBLEM = Problem(7, 2048, 128, 64, 2, parallel=Parallel(16, ranks_per_host=8))
+START_PROBLEMS_ON_HOSTS = (
+    ("DeepEPHTPrepareAndFinalize", HOSTS_PROBLEM),
+    ("DeepEPV2PrepareAndFinalize", replace(HOSTS_PROBLEM, parallel=Parallel(32, ranks_per_host=1))),
 )
 
 
 @cache
-def boundaries_of(
+def find_edges(
     pf: str,
     experts: str,
     machine: Machine | None = None,
@@ -91,18 +91,20 @@ def boundaries_of(
     return edges_of(*parts, machine or this_machine(), depth=depth, start=start)
 
 
-def all_boundaries() -> Iterator[Edges]:
-    """Yield the boundaries of every pairing, with more steps or other starts for some pairings."""
+def find_all_edges() -> Iterator[Edges]:
+    """Yield the edges of every pairing, for some also with two steps or other start problems."""
     catalog = load_catalog()
     for pf in catalog.names("prepare_finalize"):
         for experts in catalog.names("experts"):
-            yield boundaries_of(pf, experts)
-    yield from (boundaries_of(pf, experts, machine, 2) for pf, experts, machine in TWO_STEPS)
-    yield from (boundaries_of(NO_EP, experts, start=start) for experts, start in STARTS)
-    yield from (boundaries_of(pf, "TritonExperts", start=start) for pf, start in ON_HOSTS)
+            yield find_edges(pf, experts)
+    yield from (find_edges(pf, experts, machine, 2) for pf, experts, machine in TWO_STEP_PAIRS)
+    yield from (find_edges(NO_EP, experts, start=start) for experts, start in START_PROBLEMS)
+    yield from (
+        find_edges(pf, "TritonExperts", start=start) for pf, start in START_PROBLEMS_ON_HOSTS
+    )
 
 
-def boundary_error(edge: Edge) -> str:
+def describe_edge_error(edge: Edge) -> str:
     """Return why an edge is wrong, or ""."""
     passing, failing = edge.passing.verdict, edge.failing.verdict
     if passing.rejections:
@@ -115,24 +117,24 @@ def boundary_error(edge: Edge) -> str:
 @pytest.mark.share(2)
 def test_every_rule_has_edges() -> None:
     """Every condition that can refuse does so alone, one step from a problem that passes."""
-    catalog, with_edge = load_catalog(), set()
-    for boundaries in all_boundaries():
-        assert [error for edge in boundaries.edges if (error := boundary_error(edge))] == []
-        with_edge |= {edge.reason for edge in boundaries.edges}
-    wanted = set(find_rule_sites())
+    catalog, reasons_with_edges = load_catalog(), set()
+    for found in find_all_edges():
+        assert [error for edge in found.edges if (error := describe_edge_error(edge))] == []
+        reasons_with_edges |= {edge.reason for edge in found.edges}
+    all_sites = set(find_rule_sites())
     for pf in catalog.names("prepare_finalize"):
-        wanted |= find_part_sites(catalog.prepare_finalize(pf))
+        all_sites |= find_part_sites(catalog.prepare_finalize(pf))
     for experts in catalog.names("experts"):
-        wanted |= find_part_sites(catalog.experts(experts))
-    assert sorted(wanted - {reason.site for reason in with_edge}) == []
-    assert {reason.rule for reason in with_edge} >= set(RULES)
+        all_sites |= find_part_sites(catalog.experts(experts))
+    assert sorted(all_sites - {reason.site for reason in reasons_with_edges}) == []
+    assert {reason.rule for reason in reasons_with_edges} >= set(RULES)
 
 
-@pytest.mark.parametrize(("pf", "experts"), HERE)
+@pytest.mark.parametrize(("pf", "experts"), ONE_RANK_PAIRS)
 def test_problems_that_pass_are_computed_correctly(pf: str, experts: str) -> None:
     """Problems that fail are refused for the same reason when a kernel is made."""
-    machine, cases = this_machine(), passing(boundaries_of(pf, experts))
-    for edge in boundaries_of(pf, experts).edges:
+    machine, cases = this_machine(), list_passing_cases(find_edges(pf, experts))
+    for edge in find_edges(pf, experts).edges:
         failing = edge.failing
         if failing.as_declared:
             with pytest.raises(IncompatibleError) as caught:
@@ -145,18 +147,20 @@ def test_problems_that_pass_are_computed_correctly(pf: str, experts: str) -> Non
         assert comparison.ok, f"{case}: {comparison}"
 
 
-def passing(boundaries: Edges) -> list[Case]:
+def list_passing_cases(found: Edges) -> list[Case]:
     """Return the cases of passing problems that this machine can run."""
-    here = [edge for edge in boundaries.edges if edge.passing.machine == this_machine()]
-    return list(dict.fromkeys(case for edge in here if (case := make_case(edge)) is not None))
+    edges = [edge for edge in found.edges if edge.passing.machine == this_machine()]
+    return list(dict.fromkeys(case for edge in edges if (case := make_case(edge)) is not None))
 
 
 @pytest.mark.skipif(not this_machine(device="cpu").interpreter, reason="interpreted ranks on a CPU")
-@pytest.mark.parametrize(("pf", "experts"), OVER_RANKS)
+@pytest.mark.parametrize(("pf", "experts"), RANK_PAIRS)
 def test_problems_that_pass_are_computed_correctly_over_ranks(
     rank_pool: Callable[[int], RankPool], pf: str, experts: str
 ) -> None:
-    cases = [c for c in passing(boundaries_of(pf, experts)) if c.problem.parallel.world_size == 2]
+    cases = [
+        c for c in list_passing_cases(find_edges(pf, experts)) if c.problem.parallel.world_size == 2
+    ]
     assert len(cases) >= 2
     for case in cases:
         assert isinstance(case, RankCase)
@@ -167,51 +171,59 @@ def test_problems_that_pass_are_computed_correctly_over_ranks(
 Change = Callable[[ast.Compare, int], None]
 
 
-def swap(node: ast.Compare, at: int) -> None:
+def swap_strictness(node: ast.Compare, index: int) -> None:
     """Replace `<` by `<=`, `<=` by `<`, and `>` and `>=` likewise."""
-    other = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
-    node.ops[at] = other[type(node.ops[at])]()
+    replacements = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
+    node.ops[index] = replacements[type(node.ops[index])]()
 
 
-def shift(node: ast.Compare, at: int, *, by: int) -> None:
+def shift_bound(node: ast.Compare, index: int, *, by: int) -> None:
     """Add `by` to the right operand of a comparison."""
-    node.comparators[at] = ast.BinOp(node.comparators[at], ast.Add(), ast.Constant(by))
+    node.comparators[index] = ast.BinOp(node.comparators[index], ast.Add(), ast.Constant(by))
 
 
-CHANGES: tuple[Change, ...] = (swap, partial(shift, by=1), partial(shift, by=-1))
+CHANGES: tuple[Change, ...] = (
+    swap_strictness,
+    partial(shift_bound, by=1),
+    partial(shift_bound, by=-1),
+)
 
 
-def mutants() -> Iterator[Any]:
+def make_mutants() -> Iterator[Any]:
     """Yield each rule with one comparison of numbers off by one, in both directions."""
     for rule, function in RULES.items():
         source = dedent(inspect.getsource(function))
-        for place, (node, at) in enumerate(compared(ast.parse(source))):
+        for position, (node, _) in enumerate(find_comparisons(ast.parse(source))):
             is_numeric = "arch" not in ast.unparse(node)  # an architecture is a tuple
             for change in CHANGES if is_numeric else CHANGES[:1]:
                 tree = ast.parse(source)
-                mutated, at = compared(tree)[place]
-                change(mutated, at)
+                mutated_node, index = find_comparisons(tree)[position]
+                change(mutated_node, index)
                 module = sys.modules[function.__module__]
-                space = dict(vars(module))
+                namespace = dict(vars(module))
                 code = compile(ast.fix_missing_locations(tree), str(module.__file__), "exec")
-                exec(code, space)
-                yield pytest.param(
-                    rule, space[function.__name__], id=f"{rule}: {ast.unparse(mutated)}"
-                )
+                exec(code, namespace)
+                mutant = namespace[function.__name__]
+                yield pytest.param(rule, mutant, id=f"{rule}: {ast.unparse(mutated_node)}")
 
 
-def compared(tree: ast.AST) -> list[tuple[ast.Compare, int]]:
+def find_comparisons(tree: ast.AST) -> list[tuple[ast.Compare, int]]:
     """Return the comparisons by `<`, `<=`, `>` or `>=`, each with the index of the operator."""
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Compare)]
-    by_size = ast.Lt | ast.LtE | ast.Gt | ast.GtE
-    return [(n, at) for n in nodes for at, op in enumerate(n.ops) if isinstance(op, by_size)]
+    order_operators = ast.Lt | ast.LtE | ast.Gt | ast.GtE
+    return [
+        (node, index)
+        for node in nodes
+        for index, operator in enumerate(node.ops)
+        if isinstance(operator, order_operators)
+    ]
 
 
-MUTANTS = list(mutants())
+MUTANTS = list(make_mutants())
 
 
 def test_mutants_are_made() -> None:
-    by_size = {
+    rules_with_bounds = {
         "arch",
         "top_k",
         "min_tokens",
@@ -221,30 +233,32 @@ def test_mutants_are_made() -> None:
         "hosts",
         "capacity",
     }
-    assert {mutant.values[0] for mutant in MUTANTS} == by_size
+    assert {mutant.values[0] for mutant in MUTANTS} == rules_with_bounds
 
 
 @pytest.mark.parametrize(("rule", "mutant"), MUTANTS)
 def test_a_rule_that_is_off_by_one_is_detected(
     rule: str, mutant: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    catalog, pairs = load_catalog(), (NO_EP, "SymmMemPrepareAndFinalize")
+    catalog, pf_names = load_catalog(), (NO_EP, "SymmMemPrepareAndFinalize")
 
-    def faults(searches: Iterable[Edges]) -> list[str]:
+    def list_errors(searches: Iterable[Edges]) -> list[str]:
         edges = [edge for found in searches for edge in found.edges if edge.reason.rule == rule]
-        errors = [error for edge in edges if (error := boundary_error(edge))]
+        errors = [error for edge in edges if (error := describe_edge_error(edge))]
         return errors if edges else ["no edge"]
 
-    assert faults(boundaries_of(pf, "TorchExperts", GPU) for pf in pairs) == []
+    assert list_errors(find_edges(pf, "TorchExperts", GPU) for pf in pf_names) == []
     monkeypatch.setitem(RULES, rule, mutant)
     experts = catalog.experts("TorchExperts")
-    assert faults(edges_of(catalog.prepare_finalize(pf), experts, GPU) for pf in pairs) != []
+    assert (
+        list_errors(edges_of(catalog.prepare_finalize(pf), experts, GPU) for pf in pf_names) != []
+    )
 
 
 def test_a_rule_of_a_third_party_has_edges() -> None:
-    """The bound is a constant in the rule's code."""
+    """The bound of this rule is a constant in its code."""
 
-    def extra(cls: type, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+    def reject_wide(cls: type, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
         if problem.intermediate > 5000:
             got = str(problem.intermediate)
             return (Rejection("Theirs.width", (cls.__name__, "problem"), got, "<= 5000"),)
@@ -252,10 +266,10 @@ def test_a_rule_of_a_third_party_has_edges() -> None:
 
     catalog = load_catalog()
     base: type[PermuteExpertsUnpermute] = catalog.experts("TorchExperts")
-    theirs = type("Theirs", (base,), {"extra_rejections": classmethod(extra)})
+    theirs = type("Theirs", (base,), {"extra_rejections": classmethod(reject_wide)})
     found = edges_of(catalog.prepare_finalize(NO_EP), theirs, this_machine())
     (edge,) = (edge for edge in found.edges if edge.reason.rule == "Theirs.width")
-    assert (edge.field, edge.values, boundary_error(edge)) == (
+    assert (edge.field, edge.values, describe_edge_error(edge)) == (
         "problem.intermediate",
         (5000, 5001),
         "",

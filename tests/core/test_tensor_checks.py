@@ -1,4 +1,4 @@
-"""The checks of tensors, for cases that test_public_tensors does not cover."""
+"""Checks of tensors in cases that test_public_tensors does not cover."""
 
 import pytest
 import torch
@@ -43,25 +43,25 @@ def test_none_is_accepted_for_optional_tensors() -> None:
 
 def test_views_that_exceed_their_storage_are_refused() -> None:
     """A view also needs the memory before its storage offset."""
-    whole = torch.zeros(8)
-    part = whole[4:]
-    whole.untyped_storage().resize_(24)
+    buffer = torch.zeros(8)
+    second_half = buffer[4:]
+    buffer.untyped_storage().resize_(24)
     with pytest.raises(LayoutError, match=r"x: got 24 bytes of memory .*, need the 32"):
-        check_tensor("x", part)
-    check_tensor("x", whole[:6])
+        check_tensor("x", second_half)
+    check_tensor("x", buffer[:6])
 
 
 def test_an_output_with_overlapping_elements_is_refused() -> None:
-    room = torch.zeros(10)
-    check_output("out", room[:5], {"x": room[5:], "b": None})
+    buffer = torch.zeros(10)
+    check_output("out", buffer[:5], {"x": buffer[5:], "b": None})
     with pytest.raises(ConfigurationError, match="out: got memory of x, need separate memory"):
-        check_output("out", room[:6], {"x": room[5:]})
+        check_output("out", buffer[:6], {"x": buffer[5:]})
     with pytest.raises(LayoutError, match=r"out: got strides \(0, 1\)"):
         check_output("out", torch.zeros(4).expand(3, 4), {})
 
 
 def test_repacking_into_memory_that_overlaps_the_input_is_refused() -> None:
-    room = torch.zeros(3, 4, 16, dtype=torch.uint8)
-    repack(room[:2], out=room[:2])
+    buffer = torch.zeros(3, 4, 16, dtype=torch.uint8)
+    repack(buffer[:2], out=buffer[:2])
     with pytest.raises(ConfigurationError, match="out: got memory of w"):
-        repack(room[:2], out=room[1:])
+        repack(buffer[:2], out=buffer[1:])

@@ -27,9 +27,9 @@ def test_printable_text_is_unchanged(text: str) -> None:
 
 
 def test_nonprintable_characters_are_escaped() -> None:
-    shown = escape_nonprintable(HOSTILE)
-    assert shown.isprintable()
-    assert shown.startswith(
+    escaped = escape_nonprintable(HOSTILE)
+    assert escaped.isprintable()
+    assert escaped.startswith(
         r"a\x1b[31m\x1b[2J\x1b]0;t\x07\x9b1m\u202eb\u2066c\u2069\nerror: d\r\u2028"
     )
     assert escape_nonprintable("a\n\tb\x1b", keep_lines=True) == "a\n\tb\\x1b"
@@ -75,8 +75,8 @@ def test_a_downloaded_config_cannot_write_to_the_terminal(
 ) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG | entry), encoding="utf-8")
-    for verb in ("check", "compose"):
-        result = run_mk(capsys, verb, "--model", str(path))
+    for command in ("check", "compose"):
+        result = run_mk(capsys, command, "--model", str(path))
         assert result.code == 2
         error_line = result.err.removesuffix("\n").split("\n")[-1]
         assert error_line.startswith("error: model ")
@@ -106,33 +106,32 @@ def test_the_log_of_a_forged_cache_shows_escapes(
     assert record.getMessage().isprintable()
 
 
-def _string_constants(path: Path) -> Iterator[str]:
-    """Yield the string constants in a module's code, including the parts of f-strings."""
+def list_string_constants(path: Path) -> Iterator[str]:
+    """Yield the string constants in a module except docstrings, with the parts of f-strings."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    docstrings = (n.value for n in ast.walk(tree) if isinstance(n, ast.Expr))
-    skipped = {id(value) for value in docstrings}
+    docstring_ids = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and id(node) not in skipped:
+        if isinstance(node, ast.Constant) and id(node) not in docstring_ids:
             yield str(node.value)
 
 
 def _has_fixed_plural(path: Path) -> bool:
-    """Return whether an f-string has " tokens" after a number of tokens, which may be 1."""
-    source = path.read_text(encoding="utf-8")
-    texts = (n.values for n in ast.walk(ast.parse(source)) if isinstance(n, ast.JoinedStr))
+    """Return whether an f-string has " tokens" after a number of tokens, which can be 1."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    f_strings = (node.values for node in ast.walk(tree) if isinstance(node, ast.JoinedStr))
     return any(
         isinstance(number, ast.FormattedValue)
         and isinstance(number.value, ast.Attribute)
         and number.value.attr == "tokens"
         and isinstance(text, ast.Constant)
         and str(text.value).startswith(" tokens")
-        for values in texts
+        for values in f_strings
         for number, text in pairwise(values)
     )
 
 
 def test_no_text_has_an_optional_plural() -> None:
-    """Texts use `format_counts` and `pluralize` instead of "case(s)"."""
+    """Code must use `format_counts` or `pluralize` instead of strings such as "case(s)"."""
     root = Path(__file__).resolve().parents[2]
     folders = ("modular_kernel", "prepare_finalize", "experts", "topk_reduce", "tools", "examples")
     paths = [path for folder in folders for path in (root / folder).rglob("*.py")]
@@ -140,7 +139,7 @@ def test_no_text_has_an_optional_plural() -> None:
     optional_plurals = [
         (path.name, text)
         for path in paths
-        for text in _string_constants(path)
+        for text in list_string_constants(path)
         if re.search(r"\w\((s|es)\)(?!\w)", text)
     ]
     assert optional_plurals == []

@@ -23,7 +23,7 @@ from modular_kernel.spec.problem import Machine, Problem
 from prepare_finalize import MoEPrepareAndFinalizeNoEP
 from topk_reduce import TopKWeightAndReduceNoOp
 
-# Source of a package with one part of each kind, from the tutorial.
+# The source of the tutorial's package, which has one part of each kind.
 THEIR_PARTS = tutorial_parts()
 
 
@@ -58,22 +58,22 @@ def test_list_shows_working_and_broken_parts() -> None:
 
 @pytest.mark.usefixtures("site")
 def test_check_judges_third_party_parts_like_ours() -> None:
-    code, judged = mk("check")
+    code, output = mk("check")
     assert code == 0
-    pairs = {(pair["prepare_finalize"], pair["experts"]): pair for pair in judged["pairs"]}
+    pairs = {(pair["prepare_finalize"], pair["experts"]): pair for pair in output["pairs"]}
     assert pairs["MyPrepare", "MyExperts"]["ok"]
     assert pairs["MyPrepare", "TorchExperts"]["ok"]
     assert pairs["MoEPrepareAndFinalizeNoEP", "MyExperts"]["ok"]
-    refused = {
+    rules_by_pair = {
         ("MyPrepare", "NaiveBatchedExperts"): ["format", "reduce"],
         ("BatchedPrepareAndFinalize", "MyExperts"): ["format", "reduce"],
     }
-    for pair, rules in refused.items():
+    for pair, rules in rules_by_pair.items():
         assert [rejection["rule"] for rejection in pairs[pair]["rejections"]] == rules
-    theirs = ("--pf-type", "MyPrepare", "--experts-type", "MyExperts")
-    code, judged = mk("check", *theirs, "--activation", "gelu", "--combine", "topk_weighted")
+    pair_options = ("--pf-type", "MyPrepare", "--experts-type", "MyExperts")
+    code, output = mk("check", *pair_options, "--activation", "gelu", "--combine", "topk_weighted")
     assert code == 1
-    assert [(r["rule"], r["parties"]) for r in judged["rejections"]] == [
+    assert [(r["rule"], r["parties"]) for r in output["rejections"]] == [
         ("keep_topk", ["MyPrepare", "problem"]),
         ("keep_topk", ["MyExperts", "problem"]),
         ("activation", ["MyExperts", "problem"]),
@@ -83,9 +83,9 @@ def test_check_judges_third_party_parts_like_ours() -> None:
 @pytest.mark.share(2)
 @pytest.mark.usefixtures("site")
 def test_the_harness_verifies_third_party_parts() -> None:
-    theirs = ("--pf-type", "MyPrepare", "--experts-type", "MyExperts")
-    code, proven = mk("test", *theirs, "--level", "full")
-    (pair,) = proven["pairs"]
+    pair_options = ("--pf-type", "MyPrepare", "--experts-type", "MyExperts")
+    code, output = mk("test", *pair_options, "--level", "full")
+    (pair,) = output["pairs"]
     assert pair["failures"] == []
     assert code == 0
     assert pair["cases"] >= 60
@@ -95,16 +95,16 @@ def test_the_harness_verifies_third_party_parts() -> None:
 def test_the_harness_rejects_a_wrong_third_party_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrong = THEIR_PARTS.replace("gate, up = h.chunk", "up, gate = h.chunk")
-    assert wrong != THEIR_PARTS
-    install(tmp_path, "my_moe", wrong)
+    wrong_parts = THEIR_PARTS.replace("gate, up = h.chunk", "up, gate = h.chunk")
+    assert wrong_parts != THEIR_PARTS
+    install(tmp_path, "my_moe", wrong_parts)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    theirs = ("--pf-type", "MyPrepare", "--experts-type", "MyExperts")
-    code, proven = mk("test", *theirs, "--one")
+    pair_options = ("--pf-type", "MyPrepare", "--experts-type", "MyExperts")
+    code, output = mk("test", *pair_options, "--one")
     assert code == 1
-    (failure,) = proven["pairs"][0]["failures"]
+    (failure,) = output["pairs"][0]["failures"]
     assert failure["failures"][0].startswith("numeric: ")
-    assert not any("raised" in text for text in failure["failures"])
+    assert not any("raised" in message for message in failure["failures"])
 
 
 def test_a_name_of_ours_in_another_package_is_refused(
@@ -117,17 +117,18 @@ def test_a_name_of_ours_in_another_package_is_refused(
     ours, theirs = "modular-kernel (experts:COMPONENTS)", "twin-moe (twin_moe:PARTS)"
     assert catalog_record["duplicates"] == {"TorchExperts": [ours, theirs]}
     pair = ("--pf-type", "MyPrepare", "--experts-type", "TorchExperts")
-    code, refused = mk("check", *pair)
+    code, output = mk("check", *pair)
     assert code == 2
-    assert refused["error"]["type"] == "DuplicatePartError"
-    assert refused["error"]["got"] == f"{ours} and {theirs}"
+    assert output["error"]["type"] == "DuplicatePartError"
+    assert output["error"]["got"] == f"{ours} and {theirs}"
 
 
-# ----------------------------------------------------------------- the same, without entry points
+# ------------------------------------------------------- catalogs that are not built from packages
 
 
-def catalog_of(*offers: tuple[str, str, Callable[[], object]]) -> Catalog:
-    return build_catalog(PartSource(*offer) for offer in offers)
+def make_catalog(*sources: tuple[str, str, Callable[[], object]]) -> Catalog:
+    """Build a catalog from the name, the origin and the loader of each source of parts."""
+    return build_catalog(PartSource(*source) for source in sources)
 
 
 def make_failing_loader(error: BaseException) -> Callable[[], object]:
@@ -139,7 +140,7 @@ def make_failing_loader(error: BaseException) -> Callable[[], object]:
 
 def test_a_name_registered_twice_is_refused_with_both_origins() -> None:
     twin = type("TorchExperts", (TorchExperts,), {})
-    catalog = catalog_of(
+    catalog = make_catalog(
         ("a", "first (a:PARTS)", lambda: (TorchExperts, NaiveBatchedExperts)),
         ("b", "second (b:PARTS)", lambda: (twin,)),
     )
@@ -153,7 +154,7 @@ def test_a_name_registered_twice_is_refused_with_both_origins() -> None:
 
 
 def test_a_broken_entry_point_is_listed_and_does_not_affect_others() -> None:
-    catalog = catalog_of(
+    catalog = make_catalog(
         (
             "missing",
             "one (one:PARTS)",
@@ -183,7 +184,7 @@ def test_a_broken_entry_point_is_listed_and_does_not_affect_others() -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), GeneratorExit("x")])
 def test_an_import_that_calls_exit_does_not_end_the_program(error: BaseException) -> None:
-    catalog = catalog_of(
+    catalog = make_catalog(
         ("ends", "one (one:PARTS)", make_failing_loader(error)),
         ("good", "six (six:PARTS)", lambda: (TorchExperts,)),
     )
@@ -204,7 +205,7 @@ def test_an_import_that_hangs_is_reported_with_its_line(monkeypatch: pytest.Monk
     monkeypatch.setenv("MK_IMPORT_TIMEOUT_S", "0.2")
     release = threading.Event()
     try:
-        catalog = catalog_of(
+        catalog = make_catalog(
             ("hangs", "one (one:PARTS)", lambda: release.wait()),
             ("good", "six (six:PARTS)", lambda: (TorchExperts,)),
         )
@@ -225,12 +226,12 @@ class RaisingMeta(ABCMeta):
         return super().__getattribute__(name)
 
 
-def make_part_with(value: object) -> type:
+def make_part_class(value: object) -> type:
     return type("Theirs", (TorchExperts,), {"requires": value})
 
 
 @pytest.mark.parametrize(
-    ("requires", "words"),
+    ("requires", "message"),
     [
         (7, "Theirs.requires: got 7, need an ExpertsRequirements"),
         (None, "Theirs.requires: got None"),
@@ -245,22 +246,23 @@ def make_part_with(value: object) -> type:
     ],
 )
 def test_a_part_with_invalid_declarations_is_unavailable_and_does_not_affect_others(
-    requires: object, words: str
+    requires: object, message: str
 ) -> None:
-    catalog = catalog_of(
-        ("both", "one (one:PARTS)", lambda: (make_part_with(requires), TorchExperts))
+    catalog = make_catalog(
+        ("both", "one (one:PARTS)", lambda: (make_part_class(requires), TorchExperts))
     )
     assert catalog.names("experts") == ("TorchExperts",)
     (broken,) = catalog.broken
     assert broken.name == "Theirs"
-    assert words in broken.error
+    assert message in broken.error
 
 
 def test_a_part_whose_declarations_raise_is_unavailable() -> None:
-    raising = RaisingMeta("Raising", (NaiveBatchedExperts,), {})
-    named = type("\x1b[31mred", (TorchExperts,), {})
-    kind = type("Kind", (TopKWeightAndReduceNoOp,), {"kind": "noop"})
-    catalog = catalog_of(("all", "one (one:PARTS)", lambda: (raising, named, kind, TorchExperts)))
+    raising_part = RaisingMeta("Raising", (NaiveBatchedExperts,), {})
+    misnamed_part = type("\x1b[31mred", (TorchExperts,), {})
+    misdeclared_part = type("Kind", (TopKWeightAndReduceNoOp,), {"kind": "noop"})
+    parts = (raising_part, misnamed_part, misdeclared_part, TorchExperts)
+    catalog = make_catalog(("all", "one (one:PARTS)", lambda: parts))
     assert [part.name for part in catalog.parts] == ["TorchExperts"]
     assert [b.name for b in catalog.broken] == ["Raising", "all", "Kind"]
     assert "\x1b" not in "".join(b.error for b in catalog.broken)
@@ -269,18 +271,19 @@ def test_a_part_whose_declarations_raise_is_unavailable() -> None:
 
 @pytest.mark.parametrize("found", [ValueError("no"), 7, ("words",)])
 def test_rejections_that_raise_refuse_only_that_part(found: object) -> None:
-    def rejections(cls: type, problem: Problem, machine: Machine) -> object:
+    def reject(cls: type, problem: Problem, machine: Machine) -> object:
         if isinstance(found, Exception):
             raise found
         return found
 
-    theirs = type("Theirs", (TorchExperts,), {"extra_rejections": classmethod(rejections)})
+    theirs = type("Theirs", (TorchExperts,), {"extra_rejections": classmethod(reject)})
     problem = Problem(tokens=1, hidden=32, intermediate=32, experts=2, top_k=1)
     (rejection,) = judge(MoEPrepareAndFinalizeNoEP, theirs, problem, current_machine()).rejections
     assert rejection.rule == "extra_rejections"
     assert rejection.parties == ("Theirs",)
 
 
+# Packages whose import hangs, exits or fails, or whose part is invalid.
 HOSTILE = {
     "hanging_moe": "import time\ntime.sleep(3600)\n",
     "interrupting_moe": "raise KeyboardInterrupt\n",
@@ -319,9 +322,9 @@ def test_every_verb_states_why_no_part_is_found(
     """A source checkout that is not installed has no entry points."""
     monkeypatch.setattr(catalogs, "load_catalog", lambda: build_catalog([]))
     pair = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
-    for words in (["list"], ["check"], ["check", *pair], ["test", *pair]):
-        result = run_mk(capsys, *words)
-        assert result[0] == 2, words
-        message = " ".join((result[1] + result[2]).split())
+    for args in (["list"], ["check"], ["check", *pair], ["test", *pair]):
+        code, stdout, stderr = run_mk(capsys, *args)[:3]
+        assert code == 2, args
+        message = " ".join((stdout + stderr).split())
         assert "got no entry point of modular_kernel.parts" in message
         assert "pip install -e ." in message

@@ -1,4 +1,4 @@
-"""torch's modes around a call: autocast, inference_mode, no_grad and torch.compile."""
+"""Calls under torch's modes (autocast, inference_mode, no_grad) and in torch.compile."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ CASES = [
 Call = Callable[..., torch.Tensor]
 
 
-def call_of(pf: str, experts: str, problem: Problem, planned: bool) -> Call:
+def make_call(pf: str, experts: str, problem: Problem, planned: bool) -> Call:
     kernel = make_kernel(pf, experts, problem, machine=MACHINE)
     return kernel.plan() if planned else kernel
 
@@ -38,7 +38,7 @@ def call_of(pf: str, experts: str, problem: Problem, planned: bool) -> Call:
 @pytest.mark.parametrize("planned", [False, True], ids=["call", "plan"])
 @pytest.mark.parametrize(("pf", "experts", "problem"), CASES, ids=str)
 def test_autocast_changes_no_bit(pf: str, experts: str, problem: Problem, planned: bool) -> None:
-    call, args = call_of(pf, experts, problem, planned), random_inputs(problem, DEVICE)
+    call, args = make_call(pf, experts, problem, planned), random_inputs(problem, DEVICE)
     expected = call(*args).clone()
     with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         assert torch.equal(call(*args), expected)
@@ -68,12 +68,12 @@ def test_calls_alternate_between_modes(
 ) -> None:
     """Buffers that a first call creates in inference mode can be written in every other mode."""
     args = random_inputs(problem, DEVICE)
-    expected = call_of(pf, experts, problem, planned)(*args).clone()
+    expected = make_call(pf, experts, problem, planned)(*args).clone()
     with torch.inference_mode():
-        call = call_of(pf, experts, problem, planned)
+        call = make_call(pf, experts, problem, planned)
         assert torch.equal(call(*args), expected)
-    for later in MODES:
-        with later():
+    for mode in MODES:
+        with mode():
             assert torch.equal(call(*args, out=torch.empty_like(expected)), expected)
 
 
@@ -88,7 +88,7 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def surround_with_operations(call: Call) -> Call:
+def add_operations_around(call: Call) -> Call:
     def layer(
         x_TH: torch.Tensor, weights: ExpertWeights, ids: torch.Tensor, router: torch.Tensor
     ) -> torch.Tensor:
@@ -102,7 +102,7 @@ def surround_with_operations(call: Call) -> Call:
 def test_the_graph_breaks_at_a_call(pf: str, experts: str, planned: bool) -> None:
     x_TH, weights, routing = random_inputs(FP32, DEVICE)
     args = (x_TH, weights, routing.topk_ids_TK, routing.topk_weights_TK)
-    layer = surround_with_operations(call_of(pf, experts, FP32, planned))
+    layer = add_operations_around(make_call(pf, experts, FP32, planned))
     with torch.no_grad():
         expected = layer(*args)
         assert torch.equal(torch.compile(layer, backend="aot_eager")(*args), expected)
@@ -115,14 +115,14 @@ def test_fused_experts_does_not_break_the_graph() -> None:
     x_TH, weights, routing = random_inputs(FP32, DEVICE)
 
     def layer(x_TH: torch.Tensor) -> torch.Tensor:
-        chosen = (routing.topk_weights_TK, routing.topk_ids_TK)
-        return fused_experts(x_TH * 2, weights.w1, weights.w2, chosen, activation="gelu") + 1
+        topk = (routing.topk_weights_TK, routing.topk_ids_TK)
+        return fused_experts(x_TH * 2, weights.w1, weights.w2, topk, activation="gelu") + 1
 
     expected = layer(x_TH)
     assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(x_TH), expected)
 
 
-_AT_EXIT = """
+_AT_EXIT_PROGRAM = """
 import atexit
 import torch
 import modular_kernel as mk
@@ -142,10 +142,10 @@ last = Last()
 
 @pytest.mark.parametrize("call", ["kernel(*arguments)", "plan(*arguments)"])
 def test_a_call_while_the_interpreter_deletes_objects_is_refused(call: str) -> None:
-    """Torch would abort the process. Functions of atexit run before, and can call kernels."""
-    code = _AT_EXIT.replace("CALL", call)
+    """Torch would abort the process. Functions of atexit run earlier, and can call kernels."""
+    program = _AT_EXIT_PROGRAM.replace("CALL", call)
     process = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     assert process.returncode == 0, process.stderr
     assert process.stdout.startswith("at exit ")

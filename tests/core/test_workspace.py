@@ -30,10 +30,10 @@ def test_fewer_tokens_never_need_a_larger_buffer(experts: int, dtype: torch.dtyp
         if not verdict.ok:
             continue
         kernel = make_kernel(verdict.prepare_finalize, verdict.experts, problem, machine=machine)
-        largest = kernel.workspace_specs(problem.tokens)
+        max_specs = kernel.workspace_specs(problem.tokens)
         for tokens in (1, 2, 7, 40, 100, 319, 320, 321, 750, 1500, 1999):
             for name, spec in kernel.workspace_specs(tokens).items():
-                assert spec.numel <= largest[name].numel, (verdict.pairing, name, tokens)
+                assert spec.numel <= max_specs[name].numel, (verdict.pairing, name, tokens)
 
 
 def test_buffers_share_one_allocation_and_do_not_overlap() -> None:
@@ -52,15 +52,15 @@ def test_poison_values_change_between_calls() -> None:
     dtypes = (torch.float16, torch.float8_e4m3fn, torch.int32, torch.uint8, torch.int8)
     specs = {str(dtype): BufferSpec((8,), dtype) for dtype in dtypes}
     workspace = Workspace(specs, CPU, poison=True)
-    found = []
+    values_by_call = []
     for _ in range(4):
-        filled = [workspace.take(name, (8,)) for name in specs]
-        found.append([float(tensor[3]) for tensor in filled])
-        assert all(len(tensor.float().nan_to_num(7.0).unique()) == 1 for tensor in filled)
+        buffers = [workspace.take(name, (8,)) for name in specs]
+        values = [float(buffer[3]) for buffer in buffers]
+        assert all(len(buffer.float().nan_to_num(7.0).unique()) == 1 for buffer in buffers)
         ids = workspace.take(str(torch.uint8), (8,)).view(torch.int32)
-        found[-1].append(int(ids[0]))
+        values_by_call.append([*values, int(ids[0])])
         workspace.poison()
-    assert repr(found) == repr(
+    assert repr(values_by_call) == repr(
         [
             [math.nan, math.nan, 0x3F3F3F3F, 255.0, 127.0, -1],
             [300.0, 288.0, 0.0, 0.0, -127.0, 0],
@@ -96,47 +96,48 @@ def test_an_empty_workspace_is_allowed() -> None:
 
 # ------------------------------------------------------------------------- buffers in shared memory
 
-OVERLAPPING = {
+OVERLAPPING_SPECS = {
     "rows": BufferSpec((64,), torch.bfloat16),
     "sums": BufferSpec((256,), torch.bfloat16, over=("rows", "scale", "not_declared")),
-    "kept": BufferSpec((8,), torch.float32),
+    "bias": BufferSpec((8,), torch.float32),
     "scale": BufferSpec((16,), torch.float32),
 }
 
 
 def test_a_buffer_reuses_the_memory_of_dead_ones() -> None:
-    workspace = Workspace(OVERLAPPING, CPU)
+    workspace = Workspace(OVERLAPPING_SPECS, CPU)
     starts = {
-        name: workspace.take(name, spec.shape).data_ptr() for name, spec in OVERLAPPING.items()
+        name: workspace.take(name, spec.shape).data_ptr()
+        for name, spec in OVERLAPPING_SPECS.items()
     }
     assert starts["rows"] == starts["sums"]
     assert starts["scale"] == starts["rows"] + 256
-    assert starts["kept"] >= starts["sums"] + 512
-    assert workspace.nbytes == workspace_bytes(OVERLAPPING) == 512 + 256
-    separate = {name: replace(spec, over=()) for name, spec in OVERLAPPING.items()}
+    assert starts["bias"] >= starts["sums"] + 512
+    assert workspace.nbytes == workspace_bytes(OVERLAPPING_SPECS) == 512 + 256
+    separate = {name: replace(spec, over=()) for name, spec in OVERLAPPING_SPECS.items()}
     assert workspace_bytes(separate) == 256 + 512 + 256 + 256
 
 
 def test_buffers_over_a_larger_one_do_not_overlap() -> None:
-    specs = {**OVERLAPPING, "rows": BufferSpec((4096,), torch.bfloat16)}
+    specs = {**OVERLAPPING_SPECS, "rows": BufferSpec((4096,), torch.bfloat16)}
     workspace = Workspace(specs, CPU)
-    sums, scale, kept = (workspace.take(n, specs[n].shape) for n in ("sums", "scale", "kept"))
+    sums, scale, bias = (workspace.take(n, specs[n].shape) for n in ("sums", "scale", "bias"))
     assert scale.data_ptr() == sums.data_ptr() + 8192
-    assert kept.data_ptr() == scale.data_ptr() + 256
+    assert bias.data_ptr() == scale.data_ptr() + 256
 
 
 def test_a_buffer_is_poisoned_when_it_reuses_the_memory_of_another() -> None:
-    """The other buffer is poisoned when it is acquired again."""
-    workspace = Workspace(OVERLAPPING, CPU, poison=True)
+    """When the other buffer is acquired again, it is poisoned, too."""
+    workspace = Workspace(OVERLAPPING_SPECS, CPU, poison=True)
     rows, scale = workspace.take("rows", (64,)), workspace.take("scale", (16,))
-    kept = workspace.take("kept", (8,))
-    for tensor in (rows, scale, kept):
+    bias = workspace.take("bias", (8,))
+    for tensor in (rows, scale, bias):
         tensor.fill_(1)
     assert workspace.take("rows", (64,)).eq(1).all()  # a buffer in use is not poisoned
     sums = workspace.take("sums", (256,))
     assert sums.isnan().all()
     assert rows.isnan().all()
-    assert kept.eq(1).all()
+    assert bias.eq(1).all()
     sums.fill_(2)
     workspace.check_red_zones()
     assert workspace.take("scale", (16,)).isnan().all()  # acquired again for the next chunk
@@ -147,8 +148,8 @@ def test_a_buffer_is_poisoned_when_it_reuses_the_memory_of_another() -> None:
 
 @pytest.mark.parametrize("name", ["rows", "scale"])
 def test_a_write_past_the_end_of_a_dead_buffer_is_reported(name: str) -> None:
-    workspace = Workspace(OVERLAPPING, CPU, poison=True)
-    numel = OVERLAPPING[name].numel
+    workspace = Workspace(OVERLAPPING_SPECS, CPU, poison=True)
+    numel = OVERLAPPING_SPECS[name].numel
     workspace.take(name, (numel,)).as_strided((numel + 1,), (1,))[numel] = 0.0
     workspace.take("sums", (256,)).fill_(2)
     with pytest.raises(CorruptionError, match=name):
@@ -158,44 +159,47 @@ def test_a_write_past_the_end_of_a_dead_buffer_is_reported(name: str) -> None:
 
 
 def test_a_write_past_the_end_of_a_buffer_over_others_is_reported() -> None:
-    workspace = Workspace(OVERLAPPING, CPU, poison=True)
+    workspace = Workspace(OVERLAPPING_SPECS, CPU, poison=True)
     workspace.take("sums", (256,)).as_strided((257,), (1,))[256] = 0.0
     with pytest.raises(CorruptionError, match="sums"):
         workspace.check_red_zones()
 
 
 def test_a_replayed_call_acquires_no_buffer_and_still_detects_overruns() -> None:
-    workspace = Workspace(OVERLAPPING, CPU, poison=True)
-    sums, kept = workspace.take("sums", (256,)), workspace.take("kept", (8,))
+    workspace = Workspace(OVERLAPPING_SPECS, CPU, poison=True)
+    sums, bias = workspace.take("sums", (256,)), workspace.take("bias", (8,))
     workspace.poison()
     sums.fill_(2)  # over the red zones of `rows` and `scale`
     workspace.check_red_zones(replayed=True)
-    kept.as_strided((9,), (1,))[8] = 0.0
-    with pytest.raises(CorruptionError, match="kept"):
+    bias.as_strided((9,), (1,))[8] = 0.0
+    with pytest.raises(CorruptionError, match="bias"):
         workspace.check_red_zones(replayed=True)
 
 
 def test_poisoning_is_not_part_of_a_recorded_call() -> None:
-    """Calls of a poisoned plan are replayed too, which detects launches that were not recorded."""
-    workspace = Workspace(OVERLAPPING, CPU, poison=True)
+    """Calls of a poisoned plan must be replayed, too, so that poison reveals launches that were not
+    recorded.
+    """
+    workspace = Workspace(OVERLAPPING_SPECS, CPU, poison=True)
     with recording.record_launches(()) as recorder:
         workspace.take("rows", (1,))
-        later = workspace.take("sums", (256,))
-    assert bool(later.isnan().all())
+        sums = workspace.take("sums", (256,))
+    assert bool(sums.isnan().all())
     assert recorder.refusal_reason == ""
     with recording.record_launches(()) as recorder:
-        later.fill_(0)
+        sums.fill_(0)
     assert recorder.refusal_reason != ""
 
 
 @pytest.mark.parametrize(
     "over",
-    [{"rows": ("rows",)}, {"rows": ("sums",), "sums": ("rows",)}, {"kept": ("sums",)}],
+    [{"rows": ("rows",)}, {"rows": ("sums",), "sums": ("rows",)}, {"bias": ("sums",)}],
     ids=["itself", "each other", "a chain"],
 )
 def test_a_buffer_over_one_that_is_over_others_is_refused(over: dict[str, tuple[str, ...]]) -> None:
     specs = {
-        name: replace(spec, over=over.get(name, spec.over)) for name, spec in OVERLAPPING.items()
+        name: replace(spec, over=over.get(name, spec.over))
+        for name, spec in OVERLAPPING_SPECS.items()
     }
     with pytest.raises(ConfigurationError, match="a buffer over buffers that are not over others"):
         Workspace(specs, CPU)

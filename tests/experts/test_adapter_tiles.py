@@ -21,12 +21,12 @@ from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import Workspace
 
 BASE = Problem(12, 32, 48, 3, 1, lora="adapters=5,rank=20")
-ENDS = (7, 7, 12)  # row after the last row of each expert; the second expert has no rows
+ENDS = (7, 7, 12)  # the row after the last row of each expert, of which the second has no rows
 TILE = 16
 
 
 def launch_shrink(slots: torch.Tensor, a: torch.Tensor, x_TH: torch.Tensor) -> TileShrinkOutput:
-    """Launch `TileShrink` into poisoned memory; assert that each element is written once."""
+    """Launch `TileShrink` into poisoned memory, and assert that no element is written twice."""
     rank = a.shape[2] // 2
     problem = replace(BASE, lora=f"adapters=5,rank={rank}")
     specs = shrink_buffer_specs(problem, 12, max_tile_count(12, TILE, 3))
@@ -49,7 +49,9 @@ def launch_shrink(slots: torch.Tensor, a: torch.Tensor, x_TH: torch.Tensor) -> T
 @pytest.mark.parametrize("rank", [20, 40])
 @pytest.mark.parametrize("named", ["some", "nobody"])
 def test_outputs_of_the_slots_of_a_tile_are_adjacent(named: str, rank: int) -> None:
-    """With rank 20, u has one box of 64 columns. With rank 40, it has two in separate programs."""
+    """With rank 20, u has one box of 64 columns. With rank 40, u has two boxes, which separate
+    programs compute.
+    """
     generator = torch.Generator().manual_seed(1)
     x_TH = torch.randn(12, 32, generator=generator).bfloat16()
     a = torch.randn(5, 3, 2 * rank, 32, generator=generator).bfloat16()
@@ -66,8 +68,8 @@ def test_outputs_of_the_slots_of_a_tile_are_adjacent(named: str, rank: int) -> N
         expected_slots = [len(used_slots), *used_slots]
         assert output.tile_slots[tile, : len(expected_slots)].tolist() == expected_slots
         for row, token in zip(range(first, end), tokens, strict=True):
-            for place, slot in enumerate(used_slots):
-                u = output.u[row, place * width : (place + 1) * width].float()
+            for index, slot in enumerate(used_slots):
+                u = output.u[row, index * width : (index + 1) * width].float()
                 expected = torch.zeros(width)
                 if int(slots[token]) == slot:
                     expected[: 2 * rank] = a[slot, expert].float() @ x_TH[token].float()
@@ -75,7 +77,7 @@ def test_outputs_of_the_slots_of_a_tile_are_adjacent(named: str, rank: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("change", "taken"),
+    ("change", "is_supported"),
     [
         ({}, True),
         ({"dtype": torch.float16}, True),
@@ -90,8 +92,8 @@ def test_outputs_of_the_slots_of_a_tile_are_adjacent(named: str, rank: int) -> N
     ids=str,
 )
 def test_supported_layers_append_adapters_to_the_gemm_depth(
-    change: dict[str, Any], taken: bool
+    change: dict[str, Any], is_supported: bool
 ) -> None:
     problem = replace(BASE, **{"lora": "adapters=4,rank=16", **change})
     with on_device(Device.from_name("NVIDIA H200")):
-        assert ("grouped_tma" in supported_paths(problem)) is taken
+        assert ("grouped_tma" in supported_paths(problem)) is is_supported

@@ -95,11 +95,11 @@ def test_tiles_are_the_same_for_every_number_of_tokens(
 def test_an_override_must_be_one_tile() -> None:
     with override_config(SMALL_TILES):
         assert choose_config(LAYER, 1) == SMALL_TILES
-    two = file_contents(
+    two_tiles = file_contents(
         tokens_1=(vllm_launch(), vllm_launch()), tokens_64=(vllm_launch(m=32), vllm_launch(m=32))
     )
     need = "the same configuration of aligned for every number of tokens"
-    with override_config(two), pytest.raises(ConfigurationError, match=need):
+    with override_config(two_tiles), pytest.raises(ConfigurationError, match=need):
         choose_config(LAYER, 1)
 
 
@@ -110,9 +110,9 @@ def test_tuning_is_refused(part: str) -> None:
 
 def test_split_doubling_returns_every_token_once() -> None:
     for tokens, max_tokens in ((0, 5), (1, 1), (34, 34), (3, 34)):
-        parts = split_doubling(tokens, max_tokens)
-        assert torch.cat(parts).tolist() == list(range(tokens))
-        assert len(parts) == max_tokens.bit_length()
+        chunks = split_doubling(tokens, max_tokens)
+        assert torch.cat(chunks).tolist() == list(range(tokens))
+        assert len(chunks) == max_tokens.bit_length()
 
 
 def test_differing_rows_are_counted_by_their_bits() -> None:
@@ -123,14 +123,14 @@ def test_differing_rows_are_counted_by_their_bits() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_nans_that_differ_in_sign_are_equal(dtype: torch.dtype) -> None:
-    nan = torch.tensor([torch.nan, 1.0], dtype=dtype)
-    assert not torch.equal(nan.view(torch.uint8), (-nan).view(torch.uint8))
-    expected, actual = torch.stack([nan, nan]), torch.stack([-nan, nan.flip(0)])
+    row = torch.tensor([torch.nan, 1.0], dtype=dtype)
+    assert not torch.equal(row.view(torch.uint8), (-row).view(torch.uint8))
+    expected, actual = torch.stack([row, row]), torch.stack([-row, row.flip(0)])
     actual[0, 1] = 1.0
     assert count_differing_rows(actual, expected) == 1
 
 
-def _violations(pair: tuple[str, str], problem: Problem, machine: Machine) -> list[str]:
+def list_violations(pair: tuple[str, str], problem: Problem, machine: Machine) -> list[str]:
     return list(check_batch_invariant(Trial(Case(*pair, problem), machine)))
 
 
@@ -141,19 +141,22 @@ def _violations(pair: tuple[str, str], problem: Problem, machine: Machine) -> li
 def test_tiles_that_depend_on_the_number_of_tokens_are_detected(
     pair: tuple[str, str], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The check must fail if the launch depends on the number of tokens, as for other problems."""
+    """The check must fail if the launch depends on the number of tokens, as it does for problems
+    without batch invariance.
+    """
     if not check(*pair, LAYER, machine).ok:
         pytest.skip(str(check(*pair, LAYER, machine)))
     layer = replace(LAYER, hidden=640, intermediate=320, dtype=torch.float16)
 
-    def by_tokens(problem: Problem, device: Device, _paths: object = None) -> ConfigSteps:
+    def make_variant_steps(problem: Problem, device: Device, _paths: object = None) -> ConfigSteps:
         return make_heuristic_steps(replace(problem, batch_invariant=False), device, ("aligned",))
 
-    assert _violations(pair, layer, machine) == []
-    monkeypatch.setattr(lookup, "make_heuristic_steps", by_tokens)
+    assert list_violations(pair, layer, machine) == []
+    monkeypatch.setattr(lookup, "make_heuristic_steps", make_variant_steps)
     clear_caches()
     try:
-        assert any("the bits of" in line for line in _violations(pair, layer, machine))
+        violations = list_violations(pair, layer, machine)
+        assert any("the bits of" in violation for violation in violations)
     finally:
         monkeypatch.undo()
         clear_caches()
@@ -164,25 +167,26 @@ def test_a_path_that_depends_on_the_number_of_tokens_is_detected(
 ) -> None:
     if not check(*PAIRS[0], LAYER, machine).ok:
         pytest.skip(str(check(*PAIRS[0], LAYER, machine)))
-    plain = triton_experts.supported_paths
+    supported_paths = triton_experts.supported_paths
     monkeypatch.setattr(
         triton_experts,
         "supported_paths",
-        lambda problem: plain(replace(problem, batch_invariant=False)),
+        lambda problem: supported_paths(replace(problem, batch_invariant=False)),
     )
 
-    def by_tokens(
+    def make_variant_steps(
         problem: Problem, device: Device, _paths: object = None, *, prepared: bool = False
     ) -> ConfigSteps:
         return make_heuristic_steps(
             replace(problem, batch_invariant=False), device, prepared=prepared
         )
 
-    monkeypatch.setattr(lookup, "make_heuristic_steps", by_tokens)
+    monkeypatch.setattr(lookup, "make_heuristic_steps", make_variant_steps)
     clear_caches()
     try:
-        found = _violations(PAIRS[0], LAYER, machine)
-        assert any(line.startswith("in calls of 1, 2, 4, ... tokens") for line in found)
+        violations = list_violations(PAIRS[0], LAYER, machine)
+        expected = "in calls of 1, 2, 4, ... tokens"
+        assert any(violation.startswith(expected) for violation in violations)
     finally:
         monkeypatch.undo()
         clear_caches()
@@ -191,11 +195,11 @@ def test_a_path_that_depends_on_the_number_of_tokens_is_detected(
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 def test_split_calls_are_compared_with_whole_ones(pair: tuple[str, str], machine: Machine) -> None:
     trial = Trial(Case(*pair, replace(LAYER, chunk_tokens=8)), machine)
-    chunks = load_catalog().experts(pair[1]).requires.chunking
-    if chunks and check(*pair, LAYER, machine).ok:
-        split = make_rechunked_kernel(trial)
-        assert split is not None
-        assert split.problem.chunk_tokens is None
+    supports_chunks = load_catalog().experts(pair[1]).requires.chunking
+    if supports_chunks and check(*pair, LAYER, machine).ok:
+        unsplit_kernel = make_rechunked_kernel(trial)
+        assert unsplit_kernel is not None
+        assert unsplit_kernel.problem.chunk_tokens is None
         assert prove(trial.case, machine).passed
 
 
@@ -203,9 +207,9 @@ def test_split_calls_are_compared_with_whole_ones(pair: tuple[str, str], machine
 def test_full_case_lists_include_batch_invariance(pair: tuple[str, str]) -> None:
     interpreted = Machine("cpu", packages=frozenset({"triton", "ml_dtypes"}), interpreter=True)
     problems = [case.problem for case in cases_for(*pair, interpreted).cases]
-    found = {problem.scheme.name for problem in problems if problem.batch_invariant}
-    declared = load_catalog().experts(pair[1]).requires.schemes
-    assert found >= {quant for quant in SCHEMES if quant in declared}
+    invariant_schemes = {problem.scheme.name for problem in problems if problem.batch_invariant}
+    supported_schemes = load_catalog().experts(pair[1]).requires.schemes
+    assert invariant_schemes >= {quant for quant in SCHEMES if quant in supported_schemes}
 
 
 RANK_PAIRS = (

@@ -1,6 +1,6 @@
-"""Batched operations without a layer: the batched GEMM, and the alignment of rows into blocks.
+"""Batched operations without a layer: the batched GEMM, and the alignment of rows to blocks.
 
-Batched rows are a tensor (E, C, K) in which expert e uses the first counts[e] of C rows.
+Batched rows are a tensor (E, C, K), of which expert e uses the first counts[e] of C rows.
 """
 
 from typing import Any
@@ -41,15 +41,15 @@ SCHEMES = (
 )
 
 
-def operands(quant: str, device: torch.device = DEVICE) -> tuple[dict[str, Any], torch.Tensor]:
+def make_operands(quant: str, device: torch.device = DEVICE) -> tuple[dict[str, Any], torch.Tensor]:
     """Return arguments with NaN in unused rows, and the float64 product of their values."""
     g = torch.Generator().manual_seed(1)
     problem = Problem(C, N, K, E, 1, dtype=torch.float32, quant=quant)
     w2 = torch.randn(E, N, K, generator=g).to(device)
-    plain = ExpertWeights(torch.zeros(E, 2 * K, N, device=device), w2)
-    weights = quantize_weights(plain, problem) if quant != "none" else plain
+    unquantized = ExpertWeights(torch.zeros(E, 2 * K, N, device=device), w2)
+    weights = quantize_weights(unquantized, problem) if quant != "none" else unquantized
     a, counts = torch.randn(E, C, K, generator=g).to(device), COUNTS.to(device)
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "a_eCK": a, "b_eNK": weights.w2, "counts_e": counts, "quant": quant,
         "b_scale": weights.w2_scale, "b_zero_point": weights.w2_zero_point,
         "b_global_scale": weights.w2_global_scale,
@@ -63,20 +63,20 @@ def operands(quant: str, device: torch.device = DEVICE) -> tuple[dict[str, Any],
     if scheme.quantizes_activations:
         q, scale = quantize_values(a.flatten(0, 1), scheme)
         a = dequantize_rows(q, scale, scheme).view(E, C, K)
-        given["a_eCK"] = q.view(E, C, K)
-        given["a_scale"] = scale if scale.dim() == 1 else scale.view(E, C, -1)
+        arguments["a_eCK"] = q.view(E, C, K)
+        arguments["a_scale"] = scale if scale.dim() == 1 else scale.view(E, C, -1)
     expected = torch.einsum("eck,enk->ecn", a.double(), b.double())
     is_used = torch.arange(C, device=device) < counts[:, None]
     if not scheme.quantizes_activations:
-        given["a_eCK"][~is_used] = torch.nan
-    return given, expected.masked_fill(~is_used[..., None], torch.nan)
+        arguments["a_eCK"][~is_used] = torch.nan
+    return arguments, expected.masked_fill(~is_used[..., None], torch.nan)
 
 
 @pytest.mark.parametrize("quant", SCHEMES)
 def test_batched_gemm_equals_float64(quant: str) -> None:
-    given, expected = operands(quant)
+    arguments, expected = make_operands(quant)
     out = torch.full((E, C, N), torch.nan, device=DEVICE)
-    actual = batched_gemm(**given, out=out)
+    actual = batched_gemm(**arguments, out=out)
     assert actual is out
     assert torch.equal(actual.isnan(), expected.isnan())
     error = (actual.double() - expected).nan_to_num().norm() / expected.nan_to_num().norm()
@@ -85,26 +85,26 @@ def test_batched_gemm_equals_float64(quant: str) -> None:
 
 def test_counts_are_clamped_to_the_capacity() -> None:
     """A count above the capacity C would reach into the rows of the next expert."""
-    given, _ = operands("none")
+    arguments, _ = make_operands("none")
     counts = torch.full((E,), C, dtype=torch.int32, device=DEVICE)
-    full = given | {"a_eCK": given["a_eCK"].nan_to_num(), "counts_e": counts}
-    clamped = batched_gemm(**full | {"counts_e": counts + 99})
-    assert torch.equal(clamped, batched_gemm(**full))
+    all_rows = arguments | {"a_eCK": arguments["a_eCK"].nan_to_num(), "counts_e": counts}
+    clamped = batched_gemm(**all_rows | {"counts_e": counts + 99})
+    assert torch.equal(clamped, batched_gemm(**all_rows))
 
 
 def test_batched_gemm_allocates_output_and_reads_strided_weights() -> None:
-    given, expected = operands("none")
-    strided = given["b_eNK"].transpose(1, 2).contiguous().transpose(1, 2)
-    actual = batched_gemm(**given | {"b_eNK": strided})
+    arguments, expected = make_operands("none")
+    strided = arguments["b_eNK"].transpose(1, 2).contiguous().transpose(1, 2)
+    actual = batched_gemm(**arguments | {"b_eNK": strided})
     assert torch.allclose(actual[0].double(), expected[0], atol=1e-4)
-    given, _ = operands("fp8_w8a8_channel")
-    assert batched_gemm(**given).dtype is torch.bfloat16
-    assert batched_gemm(**given, dtype=torch.float16).dtype is torch.float16
-    no_rows = {"a_eCK": given["a_eCK"][:, :0], "a_scale": given["a_scale"][:, :0]}
-    assert batched_gemm(**given | no_rows).shape == (E, 0, N)
+    arguments, _ = make_operands("fp8_w8a8_channel")
+    assert batched_gemm(**arguments).dtype is torch.bfloat16
+    assert batched_gemm(**arguments, dtype=torch.float16).dtype is torch.float16
+    no_rows = {"a_eCK": arguments["a_eCK"][:, :0], "a_scale": arguments["a_scale"][:, :0]}
+    assert batched_gemm(**arguments | no_rows).shape == (E, 0, N)
 
 
-BAD: tuple[tuple[dict[str, Any], type[InputError], str], ...] = (
+INVALID_ARGUMENTS: tuple[tuple[dict[str, Any], type[InputError], str], ...] = (
     ({"a_eCK": torch.zeros(C, K)}, ShapeError, "a and b"),
     ({"a_eCK": torch.zeros(E, C, 2 * K)[:, :, ::2]}, LayoutError, "a"),
     ({"b_eNK": torch.zeros(E, N, K + 1)}, ShapeError, "b"),
@@ -122,13 +122,13 @@ BAD: tuple[tuple[dict[str, Any], type[InputError], str], ...] = (
 )
 
 
-@pytest.mark.parametrize(("change", "error", "what"), BAD)
+@pytest.mark.parametrize(("change", "error", "what"), INVALID_ARGUMENTS)
 def test_errors_name_the_invalid_argument(
     change: dict[str, Any], error: type[InputError], what: str
 ) -> None:
-    given, _ = operands("none", CPU)
+    arguments, _ = make_operands("none", CPU)
     with pytest.raises(error) as caught:
-        batched_gemm(**given | change)
+        batched_gemm(**arguments | change)
     assert caught.value.what == what
 
 
@@ -145,11 +145,11 @@ def test_freed_and_overlapping_tensors_are_refused() -> None:
 
 
 def test_groups_that_fit_no_step_are_refused() -> None:
-    given, _ = operands("fp8_w8a8_block:block=32x32", CPU)
+    arguments, _ = make_operands("fp8_w8a8_block:block=32x32", CPU)
     with pytest.raises(IncompatibleError, match="a group of 24"):
-        batched_gemm(**given | {"quant": "fp8_w8a8_block:block=24x24"})
+        batched_gemm(**arguments | {"quant": "fp8_w8a8_block:block=24x24"})
     with pytest.raises(ShapeError, match="a_scale"):
-        batched_gemm(**given | {"a_scale": None})
+        batched_gemm(**arguments | {"a_scale": None})
 
 
 @pytest.mark.parametrize("block", [2, 16])
@@ -179,7 +179,7 @@ def test_alignment_refuses_invalid_counts() -> None:
         (torch.zeros(2).int(), 1 << 30, CapacityError),
         ([1], 4, DtypeError),
     ):
-        with pytest.raises(error):  # before memory for the ids is allocated
+        with pytest.raises(error):  # before the tensors of the result are allocated
             batched_moe_align_block_size(counts, capacity, 16)  # type: ignore[arg-type]
     rows, _, padded = batched_moe_align_block_size(COUNTS, 0, 16)
     assert (rows.numel(), int(padded)) == (0, 0)

@@ -1,4 +1,4 @@
-"""Batched experts accept scales with any strides, such as column-major scales of libraries."""
+"""Batched experts accept scales with any strides, such as the column-major scales of libraries."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from prepare_finalize import BatchedPrepareAndFinalize
 BASE = Problem(7, hidden=96, intermediate=64, experts=3, top_k=2, dtype=torch.bfloat16)
 
 
-class ColumnByColumn(BatchedPrepareAndFinalize):
+class ColumnMajorScalesPrepare(BatchedPrepareAndFinalize):
     """Stores scales (e, C, G) as (e, G, C) with gaps of NaN."""
 
     def prepare(
@@ -27,8 +27,8 @@ class ColumnByColumn(BatchedPrepareAndFinalize):
         assert isinstance(tokens, BatchedTokens)
         assert tokens.scale is not None
         e, capacity, groups = tokens.scale.shape
-        wide = tokens.scale.new_full((e, groups + 1, capacity + 3), torch.nan)
-        scale = wide[:, :groups, :capacity].mT
+        buffer = tokens.scale.new_full((e, groups + 1, capacity + 3), torch.nan)
+        scale = buffer[:, :groups, :capacity].mT
         scale.copy_(tokens.scale)
         return replace(tokens, scale=scale), handle
 
@@ -43,9 +43,9 @@ def test_scales_may_have_any_strides(
 ) -> None:
     problem = replace(BASE, quant=quant)
     inputs = random_inputs(problem, torch.device(this_machine().device))
-    rows, columns = (
+    row_major_output, column_major_output = (
         FusedMoEModularKernel(part(problem), experts(problem))(*inputs)
-        for part in (BatchedPrepareAndFinalize, ColumnByColumn)
+        for part in (BatchedPrepareAndFinalize, ColumnMajorScalesPrepare)
     )
-    assert torch.equal(rows, columns)
-    assert bool(rows.isfinite().all())
+    assert torch.equal(row_major_output, column_major_output)
+    assert bool(row_major_output.isfinite().all())

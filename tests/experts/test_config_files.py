@@ -1,4 +1,4 @@
-"""Tuned config files in our format and that of vLLM and SGLang, and malformed files."""
+"""Tuned config files in our format and in the format of vLLM and SGLang, and malformed files."""
 
 import json
 import logging
@@ -40,25 +40,23 @@ def test_vllm_counts_fused_columns(tmp_path: Path) -> None:
         tmp_path / "x.json",
         {"triton_version": "3.4.0", "64": vllm_launch(32, 128, 64, USE_TMA=True)},
     )
-    read = read_config_file(path)
-    gated = fit_to_problem(read, MIXTRAL, H200).steps.choose(64)
+    config_file = read_config_file(path)
+    gated = fit_to_problem(config_file, MIXTRAL, H200).steps.choose(64)
     assert gated == MoEConfig(
         LaunchConfig(32, 64, 64, 1, 4, 3), LaunchConfig(32, 128, 64, 1, 4, 3), "aligned"
     )
-    plain = fit_to_problem(read, replace(MIXTRAL, activation="relu2"), H200).steps.choose(64)
-    assert plain.gemm1 == plain.gemm2 == LaunchConfig(32, 128, 64, 1, 4, 3)
-    narrow = parse_config_file(json.dumps({"64": vllm_launch(n=16)}), "x")
-    assert fit_to_problem(narrow, MIXTRAL, H200).steps.choose(64).gemm1.block_n == 16
+    ungated_problem = replace(MIXTRAL, activation="relu2")
+    ungated = fit_to_problem(config_file, ungated_problem, H200).steps.choose(64)
+    assert ungated.gemm1 == ungated.gemm2 == LaunchConfig(32, 128, 64, 1, 4, 3)
+    narrow_file = parse_config_file(json.dumps({"64": vllm_launch(n=16)}), "x")
+    assert fit_to_problem(narrow_file, MIXTRAL, H200).steps.choose(64).gemm1.block_n == 16
 
 
 def test_vllm_files_may_omit_triton_defaults() -> None:
-    entry = vllm_launch()
-    del entry["num_warps"], entry["num_stages"]
-    tile = (
-        fit_to_problem(parse_config_file(json.dumps({"1": entry}), "x"), MIXTRAL, H200)
-        .steps.choose(1)
-        .gemm2
-    )
+    launch = vllm_launch()
+    del launch["num_warps"], launch["num_stages"]
+    config_file = parse_config_file(json.dumps({"1": launch}), "x")
+    tile = fit_to_problem(config_file, MIXTRAL, H200).steps.choose(1).gemm2
     assert (tile.num_warps, tile.num_stages) == (4, 3)
 
 
@@ -70,8 +68,8 @@ def test_the_second_file_of_sglang_is_for_gemm_2(tmp_path: Path) -> None:
         tmp_path / NAME.replace(".json", "_down.json"),
         {"1": vllm_launch(16, 32), "50": vllm_launch(16, 128, 64)},
     )
-    by_token_count = make_lookup(folder).find_source(MIXTRAL).steps
-    configs = [by_token_count.choose(tokens) for tokens in (1, 25, 26, 50, 51, 1000)]
+    steps = make_lookup(folder).find_source(MIXTRAL).steps
+    configs = [steps.choose(tokens) for tokens in (1, 25, 26, 50, 51, 1000)]
     assert [config.gemm1.block_m for config in configs] == [16, 16, 16, 16, 64, 64]
     assert [config.gemm2.block_n for config in configs] == [32, 32, 128, 128, 128, 128]
     assert [config.gemm2.block_m for config in configs] == [16, 16, 16, 16, 64, 64]
@@ -89,7 +87,7 @@ def test_a_second_file_of_ours_is_refused(tmp_path: Path) -> None:
 
 
 def test_our_files_round_trip() -> None:
-    text = json.dumps(
+    file_json = json.dumps(
         {
             **file_contents(
                 tokens_8=(vllm_launch(16, 64), vllm_launch(16, 128, 64)),
@@ -98,20 +96,20 @@ def test_our_files_round_trip() -> None:
             "tuned_for": {"experts_part": "TritonExperts", "hidden": 4096, "top_k": 2},
         }
     )
-    read = parse_config_file(text, "x")
-    pair = fit_to_problem(read, MIXTRAL, H200).steps.choose(8)
-    assert pair == MoEConfig(
+    config_file = parse_config_file(file_json, "x")
+    config = fit_to_problem(config_file, MIXTRAL, H200).steps.choose(8)
+    assert config == MoEConfig(
         LaunchConfig(16, 64, 128, 1, 4, 3), LaunchConfig(16, 128, 64, 1, 4, 3), "aligned"
     )
-    assert parse_config_file(dump_config_file(read), "x") == read
-    assert [tokens for tokens, _ in read.gemm1] == [1, 8]
+    assert parse_config_file(dump_config_file(config_file), "x") == config_file
+    assert [tokens for tokens, _ in config_file.gemm1] == [1, 8]
 
 
 def test_times_are_stored_with_the_tiles() -> None:
-    entry = {"gemm1": vllm_launch(), "gemm2": vllm_launch(), "us": 12.5, "untuned_us": 13}
-    read = parse_config_file(json.dumps({"format": FORMAT, "64": entry}), "x")
-    assert read.times[64].us == 12.5
-    assert parse_config_file(dump_config_file(read), "x").times == read.times
+    launches = {"gemm1": vllm_launch(), "gemm2": vllm_launch(), "us": 12.5, "untuned_us": 13}
+    config_file = parse_config_file(json.dumps({"format": FORMAT, "64": launches}), "x")
+    assert config_file.times[64].us == 12.5
+    assert parse_config_file(dump_config_file(config_file), "x").times == config_file.times
 
 
 @pytest.mark.parametrize(
@@ -120,7 +118,7 @@ def test_times_are_stored_with_the_tiles() -> None:
         ((1, 16, 64), 1, 1),
         ((1, 16, 64), 8, 1),
         ((1, 16, 64), 9, 16),
-        ((1, 16, 64), 40, 16),  # 16 and 64 are equally near, so the smaller is used
+        ((1, 16, 64), 40, 16),  # 16 and 64 are equally near, so the smaller number is used
         ((64, 16, 1), 40, 16),  # the order of entries does not matter
         ((1, 16, 64), 41, 64),
         ((1, 16, 64), 10**6, 64),
@@ -131,21 +129,19 @@ def test_the_nearest_number_of_tokens_is_used(
     keys: tuple[int, ...], tokens: int, expected: int
 ) -> None:
     assert nearest_count(keys, tokens) == expected
-    file = {str(key): vllm_launch(k=64, GROUP_SIZE_M=key) for key in keys}
-    fitted = fit_to_problem(parse_config_file(json.dumps(file), "x"), MIXTRAL, H200).steps.choose(
-        tokens
-    )
-    assert fitted.gemm1.group_m == expected
+    file_json = json.dumps({str(key): vllm_launch(k=64, GROUP_SIZE_M=key) for key in keys})
+    fitted = fit_to_problem(parse_config_file(file_json, "x"), MIXTRAL, H200)
+    assert fitted.steps.choose(tokens).gemm1.group_m == expected
 
 
 @given(st.sets(st.integers(1, 2000), min_size=1, max_size=8), st.integers(0, 2500))
 def test_steps_agree_with_the_nearest_number_of_tokens(keys: set[int], tokens: int) -> None:
-    file = {str(key): vllm_launch(GROUP_SIZE_M=key) for key in keys}
-    fitted = fit_to_problem(parse_config_file(json.dumps(file), "x"), MIXTRAL, H200)
+    file_json = json.dumps({str(key): vllm_launch(GROUP_SIZE_M=key) for key in keys})
+    fitted = fit_to_problem(parse_config_file(file_json, "x"), MIXTRAL, H200)
     assert fitted.steps.choose(tokens).gemm2.group_m == nearest_count(fitted.token_counts, tokens)
 
 
-# ---------------------------------------------------------------------------------------- malformed
+# ---------------------------------------------------------------------------------- malformed files
 MALFORMED: dict[str, str] = {
     "empty": "",
     "not JSON": "{",
@@ -195,19 +191,19 @@ MALFORMED: dict[str, str] = {
 }
 
 
-@pytest.mark.parametrize("text", MALFORMED.values(), ids=MALFORMED.keys())
-def test_error_names_the_malformed_file(tmp_path: Path, text: str) -> None:
-    path = write_config_file(tmp_path / NAME, text)
-    with pytest.raises(ConfigurationError) as refused:
+@pytest.mark.parametrize("contents", MALFORMED.values(), ids=MALFORMED.keys())
+def test_error_names_the_malformed_file(tmp_path: Path, contents: str) -> None:
+    path = write_config_file(tmp_path / NAME, contents)
+    with pytest.raises(ConfigurationError) as caught:
         make_lookup(path.parent).find_source(MIXTRAL)
-    assert str(path) in str(refused.value)
-    assert len(str(refused.value)) < 600 + len(str(path))
+    assert str(path) in str(caught.value)
+    assert len(str(caught.value)) < 600 + len(str(path))
 
 
 def test_non_json_and_oversized_files_are_refused(tmp_path: Path) -> None:
     path = write_config_file(tmp_path / NAME, "")
-    good = json.dumps({"64": vllm_launch(note="x")}).encode()
-    for data in (good.replace(b"x", b"\xff"), good.ljust(MAX_FILE_BYTES + 1)):
+    valid_data = json.dumps({"64": vllm_launch(note="x")}).encode()
+    for data in (valid_data.replace(b"x", b"\xff"), valid_data.ljust(MAX_FILE_BYTES + 1)):
         path.write_bytes(data)
         with pytest.raises(ConfigurationError, match="device_name=NVIDIA_H200"):
             make_lookup(path.parent).find_source(MIXTRAL)
@@ -221,17 +217,17 @@ def test_unreadable_file_is_refused(tmp_path: Path) -> None:
         os.mkfifo,
         lambda path: path.symlink_to(tmp_path / "nowhere"),
     )
-    for number, make in enumerate(makers):
+    for number, make_path in enumerate(makers):
         folder = tmp_path / str(number)
         folder.mkdir()
-        make(folder / NAME)
+        make_path(folder / NAME)
         with pytest.raises(ConfigurationError, match="not a regular file"):
             make_lookup(folder).find_source(MIXTRAL)
 
 
 # --------------------------------------------------------------------------------------- validation
 
-UNUSABLE = (
+INVALID_CHANGES = (
     ({"BLOCK_SIZE_M": 48}, "block_m", "a power of two"),
     ({"BLOCK_SIZE_M": 8}, "block_m", "a power of two from 16"),
     ({"BLOCK_SIZE_N": 2048}, "block_n", "to 1024"),
@@ -241,53 +237,53 @@ UNUSABLE = (
     ({"num_warps": 64}, "num_warps", "one of"),
     ({"num_stages": 99}, "num_stages", "1 to 16"),
 )
-TOO_LARGE = ({"BLOCK_SIZE_N": 512, "num_stages": 9}, "bytes of shared memory", "<= 232448")
+OVERSIZED_CHANGE = ({"BLOCK_SIZE_N": 512, "num_stages": 9}, "bytes of shared memory", "<= 232448")
 
 
-@pytest.mark.parametrize(("changes", "what", "need"), [*UNUSABLE, TOO_LARGE])
+@pytest.mark.parametrize(("changes", "what", "need"), [*INVALID_CHANGES, OVERSIZED_CHANGE])
 def test_our_files_and_overrides_must_fit(
     tmp_path: Path, changes: dict[str, int], what: str, need: str
 ) -> None:
-    first = vllm_launch(32) | changes
-    bad = {"gemm1": first, "gemm2": vllm_launch(first["BLOCK_SIZE_M"])}
-    path = write_config_file(tmp_path / NAME, {"format": FORMAT, "64": bad})
-    with pytest.raises(ConfigurationError) as refused:
+    gemm1 = vllm_launch(32) | changes
+    invalid_launches = {"gemm1": gemm1, "gemm2": vllm_launch(gemm1["BLOCK_SIZE_M"])}
+    path = write_config_file(tmp_path / NAME, {"format": FORMAT, "64": invalid_launches})
+    with pytest.raises(ConfigurationError) as caught:
         make_lookup(path.parent).find_source(MIXTRAL)
-    assert str(path) in str(refused.value)
-    assert f"tokens 64: GEMM 1 {what}: got" in str(refused.value)
-    assert need in str(refused.value)
+    assert str(path) in str(caught.value)
+    assert f"tokens 64: GEMM 1 {what}: got" in str(caught.value)
+    assert need in str(caught.value)
     with (
-        override_config(bad),
+        override_config(invalid_launches),
         pytest.raises(ConfigurationError, match=rf"override_config.* GEMM 1 {what}: got"),
     ):
         choose_config(MIXTRAL, 64)
 
 
-@pytest.mark.parametrize(("changes", "what", "need"), UNUSABLE)
+@pytest.mark.parametrize(("changes", "what", "need"), INVALID_CHANGES)
 def test_vllm_and_sglang_files_must_have_valid_tiles(
     tmp_path: Path, changes: dict[str, int], what: str, need: str
 ) -> None:
     path = write_config_file(tmp_path / NAME, {"64": vllm_launch(32) | changes})
-    with pytest.raises(ConfigurationError, match=f"{what}: got .*{need}") as refused:
+    with pytest.raises(ConfigurationError, match=f"{what}: got .*{need}") as caught:
         make_lookup(path.parent).find_source(replace(MIXTRAL, activation="relu2"))
-    assert str(path) in str(refused.value)
+    assert str(path) in str(caught.value)
 
 
 def test_block_k_is_at_most_the_scale_block(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A K step that spans several blocks of scales would be multiplied by a single scale."""
-    wide = vllm_launch(64, 128, 256, num_stages=2)
-    with override_config({"gemm1": wide, "gemm2": wide}):
+    """A step along K is multiplied by a single scale, so it must not span several scale blocks."""
+    launch = vllm_launch(64, 128, 256, num_stages=2)
+    with override_config({"gemm1": launch, "gemm2": launch}):
         with pytest.raises(ConfigurationError, match="got 256, need a divisor of 128"):
             choose_config(BLOCK_FP8, 64)
         assert choose_config(replace(MIXTRAL, quant="fp8_w8a8_channel"), 64).gemm1.block_k == 256
     name = NAME.replace(".json", ",dtype=fp8_w8a8,block_shape=[128, 128].json")
-    path = write_config_file(tmp_path / name, {"64": wide, "512": wide})
+    path = write_config_file(tmp_path / name, {"64": launch, "512": launch})
     for _ in range(3):
         with caplog.at_level(logging.WARNING):
             source = make_lookup(path.parent).find_source(BLOCK_FP8)
-    assert {pair.gemm1.block_k for pair in source.steps.configs} == {128}
+    assert {config.gemm1.block_k for config in source.steps.configs} == {128}
     (record,) = caplog.records
     assert str(path) in record.message
     assert "clamped" in record.message
@@ -296,8 +292,8 @@ def test_block_k_is_at_most_the_scale_block(
 
 
 def test_one_scale_for_the_whole_depth_does_not_bound_block_k() -> None:
-    shallow = replace(MIXTRAL, quant="int4_w4a16_group:group=96", intermediate=96)
-    first, second = gemms(shallow)
+    problem = replace(MIXTRAL, quant="int4_w4a16_group:group=96", intermediate=96)
+    first, second = gemms(problem)
     assert (first.group_k, second.group_k) == (96, 0)
     tile = LaunchConfig(16, 64, 64, 1, 4, 2)
     assert [v.what for v in violations(tile, first, H200)] == ["block_k within a group"]
@@ -305,21 +301,21 @@ def test_one_scale_for_the_whole_depth_does_not_bound_block_k() -> None:
 
 
 def test_vllm_and_sglang_tiles_are_reduced_to_fit_shared_memory(tmp_path: Path) -> None:
-    """Stages are reduced first. The tile is for an H200, and the GPU has 99 KiB."""
-    large = parse_config_file(
+    """The tile fits an H200, but not a GPU with 99 KiB of shared memory. The number of stages is
+    reduced first.
+    """
+    config_file = parse_config_file(
         json.dumps({"1": vllm_launch(128, 256, 64, num_warps=8, num_stages=4)}), "x"
     )
-    small = Device("NVIDIA L40S", 101_376, warpgroups=False)
-    assert fit_to_problem(large, MIXTRAL, H200).notes == ()
-    fitted = fit_to_problem(large, MIXTRAL, small)
-    assert (fitted.steps.choose(1).gemm2.num_stages, fitted.steps.choose(1).gemm2.block_n) == (
-        3,
-        256,
-    )
+    l40s = Device("NVIDIA L40S", 101_376, warpgroups=False)
+    assert fit_to_problem(config_file, MIXTRAL, H200).notes == ()
+    fitted = fit_to_problem(config_file, MIXTRAL, l40s)
+    gemm2 = fitted.steps.choose(1).gemm2
+    assert (gemm2.num_stages, gemm2.block_n) == (3, 256)
     assert "clamped" in fitted.notes[0]
-    for pair in fitted.steps.configs:
-        for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(MIXTRAL), strict=True):
-            assert not list(violations(tile, gemm, small))
+    for config in fitted.steps.configs:
+        for tile, gemm in zip((config.gemm1, config.gemm2), gemms(MIXTRAL), strict=True):
+            assert not list(violations(tile, gemm, l40s))
 
 
 def test_groups_that_allow_no_tile_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Which launch configuration a call gets: the precedence of tuned files, heuristics, `explain`."""
+"""The launch configuration of a call: precedence of tuned files and heuristics, and `explain`."""
 
 import logging
 import re
@@ -53,15 +53,15 @@ def test_precedence_is_user_file_then_packaged_file_then_heuristics(tmp_path: Pa
     packaged = write_config_file(
         tmp_path / f"packaged/{NAME}", file_contents(tokens_1=(vllm_launch(32), vllm_launch(32)))
     )
-    both = make_lookup(user.parent, packaged.parent)
-    assert both.find_source(MIXTRAL).origin == str(user)
+    lookup = make_lookup(user.parent, packaged.parent)
+    assert lookup.find_source(MIXTRAL).origin == str(user)
     user.unlink()
-    source = both.find_source(MIXTRAL)
+    source = lookup.find_source(MIXTRAL)
     assert source.origin == str(packaged)
     assert source.searched_locations == (f"user {user.parent}: no file",)
     packaged.unlink()
     packaged.parent.rmdir()
-    source = both.find_source(MIXTRAL)
+    source = lookup.find_source(MIXTRAL)
     assert source.origin == "heuristics"
     assert source.searched_locations[1] == f"packaged {packaged.parent}: no such folder"
 
@@ -69,18 +69,18 @@ def test_precedence_is_user_file_then_packaged_file_then_heuristics(tmp_path: Pa
 def test_precedence_is_this_triton_then_no_version_then_the_newest_other(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    entry = file_contents(tokens_1=(vllm_launch(), vllm_launch()))
-    del entry["triton_version"]
-    order = ["triton_3_6_0/", "", "triton_3_10_0/", "triton_3_9_1/", "triton_2_0_0/"]
-    paths = [write_config_file(tmp_path / f"{folder_name}{NAME}", entry) for folder_name in order]
-    write_config_file(tmp_path / f"triton_best/{NAME}", entry)
+    contents = file_contents(tokens_1=(vllm_launch(), vllm_launch()))
+    del contents["triton_version"]
+    folders = ["triton_3_6_0/", "", "triton_3_10_0/", "triton_3_9_1/", "triton_2_0_0/"]
+    paths = [write_config_file(tmp_path / f"{folder}{NAME}", contents) for folder in folders]
+    write_config_file(tmp_path / f"triton_best/{NAME}", contents)
     for path in paths:
         with caplog.at_level(logging.WARNING):
             assert make_lookup(paths[1].parent).find_source(MIXTRAL).origin == str(path)
         path.unlink()
-    warned = [record.message for record in caplog.records]
-    assert [str(path) in text for path, text in zip(paths[2:], warned, strict=True)] == [True] * 3
-    assert "tuned with Triton 3.10.0, but the installed version is 3.6.0" in warned[0]
+    warnings = [record.message for record in caplog.records]
+    assert all(str(path) in warning for path, warning in zip(paths[2:], warnings, strict=True))
+    assert "tuned with Triton 3.10.0, but the installed version is 3.6.0" in warnings[0]
 
 
 def test_a_file_of_another_triton_is_logged_once(
@@ -123,17 +123,17 @@ def test_vllm_names_are_found_after_ours(tmp_path: Path) -> None:
 
 def test_rows_that_load_slowly_do_not_get_large_tiles(tmp_path: Path) -> None:
     """Tiles that were tuned for other layers spill if rows are not multiples of 16 elements."""
-    odd = replace(MIXTRAL, hidden=4100)
-    foreign = write_config_file(tmp_path / NAME, {"1": vllm_launch(64, 256)})
-    source = make_lookup(foreign.parent).find_source(odd)
+    problem = replace(MIXTRAL, hidden=4100)
+    path = write_config_file(tmp_path / NAME, {"1": vllm_launch(64, 256)})
+    source = make_lookup(path.parent).find_source(problem)
     assert source.origin == "heuristics"
     assert "16 elements" in source.searched_locations[0]
-    facts = {"experts_part": "TritonExperts", "hidden": 4100, "top_k": 2}
+    tuned_for = {"experts_part": "TritonExperts", "hidden": 4100, "top_k": 2}
     write_config_file(
         tmp_path / NAME,
-        {**file_contents(tokens_1=(vllm_launch(), vllm_launch())), "tuned_for": facts},
+        {**file_contents(tokens_1=(vllm_launch(), vllm_launch())), "tuned_for": tuned_for},
     )
-    assert make_lookup(foreign.parent).find_source(odd).origin == str(foreign)
+    assert make_lookup(path.parent).find_source(problem).origin == str(path)
 
 
 def test_without_a_gpu_no_file_is_used(tmp_path: Path) -> None:
@@ -145,20 +145,22 @@ def test_without_a_gpu_no_file_is_used(tmp_path: Path) -> None:
 def test_packaged_files_are_valid() -> None:
     folder = Path(tiles.__file__).parent / "data"
     for path in folder.rglob("*.json"):
-        key, read = ConfigKey.parse(path.name), read_config_file(path)
-        assert not read.is_foreign, f"{path} is not in our format"
-        assert read.tuned_for is not None
-        assert path.parent.name.replace("triton_", "").replace("_", ".") == read.triton
-        hidden, top_k = read.tuned_for.hidden, read.tuned_for.top_k
+        key, tuned_configs = ConfigKey.parse(path.name), read_config_file(path)
+        assert not tuned_configs.is_foreign, f"{path} is not in our format"
+        assert tuned_configs.tuned_for is not None
+        assert path.parent.name.replace("triton_", "").replace("_", ".") == tuned_configs.triton
+        hidden, top_k = tuned_configs.tuned_for.hidden, tuned_configs.tuned_for.top_k
         problem = Problem(1, hidden, key.intermediate, key.experts, top_k)
         if not key.dtype:
-            fit_to_problem(read, problem, H200)
+            fit_to_problem(tuned_configs, problem, H200)
 
 
 @pytest.mark.parametrize("top_k", [17, 22, 32])
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_channel", "fp8_w8a8_block", "mxfp4_w4a16"])
 def test_packaged_files_of_another_top_k_give_launches_that_fit(quant: str, top_k: int) -> None:
-    """The files were tuned with a small top-k. Some of their paths do not support a larger one."""
+    """The files were tuned with a small top-k, and some of their paths do not support a larger
+    top-k.
+    """
     folder = Path(tiles.__file__).parent / "data"
     keys = {ConfigKey.parse(path.name) for path in folder.rglob("*.json")}
     sizes = {(key.experts, key.intermediate) for key in keys if key.experts >= top_k}
@@ -176,8 +178,8 @@ def test_packaged_files_of_another_top_k_give_launches_that_fit(quant: str, top_
 
 # -------------------------------------------------------------------------- fallback and heuristics
 
-# Launches without files: up to this number of rows per expert, block_m, (block_n, block_k,
-# num_warps, num_stages) of GEMM 1 and of GEMM 2, and group_m.
+# The launches of calls without files. Each row has the maximum number of rows per expert, block_m,
+# (block_n, block_k, num_warps, num_stages) of GEMM 1 and of GEMM 2, and group_m.
 HEURISTICS: dict[str, list[tuple[int | None, int, tuple[int, ...], tuple[int, ...], int]]] = {
     "half": [
         (10, 16, (64, 128, 4, 3), (64, 128, 4, 4), 8),
@@ -196,21 +198,25 @@ HEURISTICS: dict[str, list[tuple[int | None, int, tuple[int, ...], tuple[int, ..
 }
 
 
-def heuristic_tiles(problem: Problem, tokens: int) -> MoEConfig:
-    unaligned = problem.hidden % 16 or problem.intermediate % 16
-    name = "unaligned" if unaligned else "half"
+def compute_heuristic_config(problem: Problem, tokens: int) -> MoEConfig:
+    """Return the expected configuration of a call without a tuned file."""
+    is_unaligned = problem.hidden % 16 or problem.intermediate % 16
+    name = "unaligned" if is_unaligned else "half"
     table = HEURISTICS["float32" if problem.dtype is torch.float32 else name]
-    rows = tokens * problem.top_k / problem.experts
-    _, m, gemm1, gemm2, group = next(r for r in table if r[0] is None or rows <= r[0])
-    tiles = []
-    for depth, (n, k, warps, stages) in ((problem.hidden, gemm1), (problem.intermediate, gemm2)):
-        if depth % k and k == 256 and depth % 128 == 0:  # only a step of 256 is halved
-            k = 128
-        steps = -(-depth // k)
-        if 2 * steps < 3 * stages:  # at most two thirds of the depth are in flight
-            stages = min(stages, max(3, 2 * steps // 3))
-        tiles.append(LaunchConfig(m, n, k, group, warps, stages))
-    return MoEConfig(*tiles, "aligned")
+    rows_per_expert = tokens * problem.top_k / problem.experts
+    _, block_m, gemm1, gemm2, group_m = next(
+        row for row in table if row[0] is None or rows_per_expert <= row[0]
+    )
+    launches = []
+    for depth, launch in ((problem.hidden, gemm1), (problem.intermediate, gemm2)):
+        block_n, block_k, num_warps, num_stages = launch
+        if depth % block_k and block_k == 256 and depth % 128 == 0:  # only 256 is halved
+            block_k = 128
+        steps = -(-depth // block_k)
+        if 2 * steps < 3 * num_stages:  # at most two thirds of the depth are in flight
+            num_stages = min(num_stages, max(3, 2 * steps // 3))
+        launches.append(LaunchConfig(block_m, block_n, block_k, group_m, num_warps, num_stages))
+    return MoEConfig(*launches, "aligned")
 
 
 SHAPES = ((4096, 14336), (2880, 2880), (48, 80), (100, 72), (7168, 2048), (96, 4096))
@@ -219,13 +225,14 @@ SHAPES = ((4096, 14336), (2880, 2880), (48, 80), (100, 72), (7168, 2048), (96, 4
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (256, 8), (1, 16), (128, 1)])
 def test_heuristics_are_used_without_a_file(dtype: str, experts: int, top_k: int) -> None:
-    numbers = [0, *range(1, 40), 79, 80, 81, 96, 192, 193, 320, 384, 768, 769, 1536, 1537, 65536]
+    token_counts = [0, *range(1, 40), 79, 80, 81, 96, 192, 193, 320, 384, 768, 769, 1536, 1537]
+    token_counts.append(65536)
     for hidden, intermediate in SHAPES:
         for activation in ("silu", "relu2"):
             problem = Problem(1, hidden, intermediate, experts, top_k, dtype, activation=activation)
             with on_device(Device()):  # there are no files for this device
-                configs = {tokens: choose_config(problem, tokens) for tokens in numbers}
-            assert configs == {tokens: heuristic_tiles(problem, tokens) for tokens in numbers}
+                configs = {tokens: choose_config(problem, tokens) for tokens in token_counts}
+            assert configs == {t: compute_heuristic_config(problem, t) for t in token_counts}
 
 
 @pytest.mark.parametrize("quant", sorted(set(QUANT_SCHEMES) - {"nvfp4_w4a4"}))
@@ -233,8 +240,8 @@ def test_heuristics_are_used_without_a_file(dtype: str, experts: int, top_k: int
 def test_heuristics_fit_every_scheme_and_device(quant: str, arch: tuple[int, int]) -> None:
     device = Device.from_machine(Machine("cuda", arch, name="X"))
     problem = replace(MIXTRAL, quant=quant)
-    for pair in ConfigLookup((), device, TRITON).find_source(problem).steps.configs:
-        assert not list(config_violations(pair, problem, device))
+    for config in ConfigLookup((), device, TRITON).find_source(problem).steps.configs:
+        assert not list(config_violations(config, problem, device))
 
 
 def test_every_block_m_is_listed_with_its_largest_number_of_tokens() -> None:
@@ -247,13 +254,13 @@ def test_every_block_m_is_listed_with_its_largest_number_of_tokens() -> None:
         ]
         assert buffer_kinds_up_to(MIXTRAL, 60) == [(40, "aligned", 16), (60, "aligned", 32)]
         assert buffer_kinds_up_to(MIXTRAL, 0) == [(0, "aligned", 16)]
-    file = {
+    launches = {
         "1": vllm_launch(64),
         "9": vllm_launch(16),
         "21": vllm_launch(64),
         "61": vllm_launch(128, 64, 64),
     }
-    with override_config(file):
+    with override_config(launches):
         assert {m: t for t, _, m in buffer_kinds_up_to(MIXTRAL, 100)} == {64: 41, 16: 15, 128: 100}
         assert {m: t for t, _, m in buffer_kinds_up_to(MIXTRAL, 10)} == {64: 5, 16: 10}
 
@@ -261,57 +268,58 @@ def test_every_block_m_is_listed_with_its_largest_number_of_tokens() -> None:
 @given(
     st.dictionaries(st.integers(1, 700), st.sampled_from([16, 32, 64, 128]), min_size=1, max_size=9)
 )
-def test_workspaces_of_a_tuned_file_grow_with_tokens(blocks: dict[int, int]) -> None:
-    """The workspace for the most tokens is large enough for all smaller calls."""
+def test_workspaces_of_a_tuned_file_grow_with_tokens(block_m_by_tokens: dict[int, int]) -> None:
+    """The workspace for the maximum number of tokens is large enough for all smaller calls."""
     problem = Problem(tokens=600, hidden=64, intermediate=64, experts=16, top_k=4)
-    file = {str(tokens): vllm_launch(m, 32, 64) for tokens, m in blocks.items()}
-    with override_config(file):
+    launches = {str(tokens): vllm_launch(m, 32, 64) for tokens, m in block_m_by_tokens.items()}
+    with override_config(launches):
         part = TritonExperts(problem)
-        largest = part.workspace_shapes(StandardShape(600, 4)).buffers()
+        max_specs = part.workspace_shapes(StandardShape(600, 4)).buffers()
         for tokens in (1, 2, 5, 17, 100, 255, 256, 301, 599, 600):
             block_m = choose_config(problem, tokens).gemm1.block_m
             assert block_m in [m for _, _, m in buffer_kinds_up_to(problem, tokens)]
             for name, spec in part.workspace_shapes(StandardShape(tokens, 4)).buffers().items():
-                assert spec.numel <= largest[name].numel, (name, tokens)
+                assert spec.numel <= max_specs[name].numel, (name, tokens)
 
 
 # ------------------------------------------------------------------------------------------ explain
 
 
 def test_explain_names_the_file_and_the_reason(user_folder: Path) -> None:
-    facts = {"experts_part": "TritonExperts", "hidden": 2048, "top_k": 2}
-    entries = file_contents(
+    tuned_for = {"experts_part": "TritonExperts", "hidden": 2048, "top_k": 2}
+    contents = file_contents(
         tokens_16=(vllm_launch(16), vllm_launch(16)),
         tokens_64=(vllm_launch(64), vllm_launch(64, 32)),
     )
     path = write_config_file(
-        user_folder.parent / f"user/triton_3_1_0/{NAME}", {**entries, "tuned_for": facts}
+        user_folder.parent / f"user/triton_3_1_0/{NAME}", {**contents, "tuned_for": tuned_for}
     )
-    text = explain(MIXTRAL, 40)
-    assert f"{path}: tokens 16 is the nearest of 16, 64" in text
-    assert "on NVIDIA H200" in text
-    assert "GEMM 1: block_m=16 block_n=64 block_k=128 group_m=1 warps=4 stages=3 (gate" in text
-    assert "triton_version" not in text
-    assert "note: tuned for hidden=2048, but this problem has hidden=4096" in text
+    explanation = explain(MIXTRAL, 40)
+    assert f"{path}: tokens 16 is the nearest of 16, 64" in explanation
+    assert "on NVIDIA H200" in explanation
+    gemm1 = "GEMM 1: block_m=16 block_n=64 block_k=128 group_m=1 warps=4 stages=3 (gate"
+    assert gemm1 in explanation
+    assert "triton_version" not in explanation
+    assert "note: tuned for hidden=2048, but this problem has hidden=4096" in explanation
     assert "GEMM 2: block_m=64 block_n=32" in explain(MIXTRAL, 41)
     with override_config(SMALL_TILES):
         assert "from override_config: tokens 1 is the nearest of 1" in explain(MIXTRAL, 41)
 
 
 def test_explain_states_why_there_is_no_file(user_folder: Path) -> None:
-    text = explain(MIXTRAL, 100)
-    assert re.search(r"heuristic \d of \d: 25 rows per expert", text)
-    assert f"looked in user {user_folder}: no such folder" in text
-    assert f"`mk tune` writes one: {NAME}" in text
+    explanation = explain(MIXTRAL, 100)
+    assert re.search(r"heuristic \d of \d: 25 rows per expert", explanation)
+    assert f"looked in user {user_folder}: no such folder" in explanation
+    assert f"`mk tune` writes one: {NAME}" in explanation
     assert "device_name=NVIDIA_B200" in explain(MIXTRAL, 1, "NVIDIA B200")
 
 
 def test_explain_states_that_there_is_no_gpu() -> None:
     if this_machine().device == "cpu":
-        text = explain(MIXTRAL, 1)
-        assert "tuned files are for a GPU" in text
-        assert text.startswith("T1-")
-        assert ", 1 token, on no GPU" in text
+        explanation = explain(MIXTRAL, 1)
+        assert "tuned files are for a GPU" in explanation
+        assert explanation.startswith("T1-")
+        assert ", 1 token, on no GPU" in explanation
         assert ", 100 tokens, on" in explain(MIXTRAL, 100)
 
 
@@ -344,7 +352,7 @@ def test_the_folder_of_the_user_is_searched_first(user_folder: Path) -> None:
 
 def test_a_bad_file_of_another_layer_has_no_effect(user_folder: Path) -> None:
     write_config_file(user_folder.parent / f"user/{NAME.replace('E=8', 'E=9')}", "broken")
-    assert choose_config(MIXTRAL, 3) == heuristic_tiles(MIXTRAL, 3)
+    assert choose_config(MIXTRAL, 3) == compute_heuristic_config(MIXTRAL, 3)
 
 
 def test_the_environment_sets_the_folder_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:

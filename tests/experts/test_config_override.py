@@ -1,4 +1,4 @@
-"""`override_config` sets the tiles of calls in a scope, and precedes files and heuristics."""
+"""`override_config` sets the tiles of the calls in a scope, regardless of files and heuristics."""
 
 import threading
 from dataclasses import replace
@@ -78,10 +78,11 @@ def test_an_override_with_an_unsupported_path_is_replaced_by_heuristics(
     path: str, quant: str, user_folder: Path
 ) -> None:
     device = current_lookup().device
-    four_bit, problem = (
+    int4_problem, problem = (
         replace(MIXTRAL, quant=name, dtype=torch.bfloat16) for name in ("int4_w4a16_group", quant)
     )
-    config, paths = BY_NAME[path].default_config(four_bit, 64, device), supported_paths(problem)
+    config = BY_NAME[path].default_config(int4_problem, 64, device)
+    paths = supported_paths(problem)
     assert path not in paths
     for tokens in (1, 64, 4096):
         expected = choose_config(problem, tokens, paths)
@@ -91,26 +92,23 @@ def test_an_override_with_an_unsupported_path_is_replaced_by_heuristics(
 
 
 def test_an_override_does_not_affect_other_threads() -> None:
-    before, thread_configs, inside, done = (
-        choose_config(MIXTRAL, 64),
-        [],
-        threading.Event(),
-        threading.Event(),
-    )
+    before = choose_config(MIXTRAL, 64)
+    thread_configs: list[MoEConfig] = []
+    entered, may_exit = threading.Event(), threading.Event()
 
-    def other() -> None:
+    def override_in_thread() -> None:
         thread_configs.append(choose_config(MIXTRAL, 64))
         with override_config(LARGE_TILES):
-            inside.set()
-            done.wait(10)
+            entered.set()
+            may_exit.wait(10)
             thread_configs.append(choose_config(MIXTRAL, 64))
 
     with override_config(SMALL_TILES):
-        thread = threading.Thread(target=other)
+        thread = threading.Thread(target=override_in_thread)
         thread.start()
-        assert inside.wait(10)
+        assert entered.wait(10)
         assert choose_config(MIXTRAL, 64) == SMALL_TILES
-        done.set()
+        may_exit.set()
         thread.join()
     assert thread_configs == [before, LARGE_TILES]
 
@@ -126,7 +124,8 @@ def test_an_override_precedes_every_file(user_folder: Path) -> None:
 
 
 def test_an_override_accepts_the_format_of_files() -> None:
-    with override_config(vllm_launch(32, 128, 64)):  # BLOCK_SIZE_N of vLLM has gate and up columns
+    # vLLM's BLOCK_SIZE_N counts the columns of both gate and up.
+    with override_config(vllm_launch(32, 128, 64)):
         assert choose_config(MIXTRAL, 64).gemm1.block_n == 64
     with override_config({"gemm1": vllm_launch(32, 128, 64), "gemm2": vllm_launch(32, 32)}):
         assert choose_config(MIXTRAL, 64).gemm1.block_n == 128
@@ -166,9 +165,9 @@ def test_outputs_do_not_depend_on_an_override(pair: MoEConfig) -> None:
 
 
 def test_a_plan_is_not_called_under_another_override(machine: Machine) -> None:
-    """The plan's buffers are for smaller blocks, so it raises before anything is launched.
+    """The plan's buffers are for smaller blocks, so its call raises before a kernel is launched.
 
-    On a GPU, the plan replays the launches of its first call.
+    On a GPU, the plan replays the launches of its first call instead.
     """
     problem = Problem(4, 64, 48, experts=3, top_k=2)
     inputs = random_inputs(problem, torch.device(machine.device))

@@ -94,74 +94,77 @@ def test_other_parts_refuse_nvfp4_w4a4() -> None:
     assert (rejection.rule, rejection.got) == ("quant", "nvfp4_w4a4")
 
 
-# -------------------------------------------------------------------------------------- contract
+# ---------------------------------------------------------------------- operands of the GEMM kernel
 
 ROWS, K, N, EXPERTS, TILES = 200, 384, 256, 3, [(0, 0, 130), (0, 128, 130), (2, 130, 190)]
 
 
-def operands() -> dict[str, torch.Tensor]:
-    """Return the kernel's arguments, with rows of experts 0 and 2, and an unused tile entry."""
-    named = torch.full((3 * 4 + 1,), 0x3F3F3F3F, dtype=torch.int32)
-    named[:12].view(3, -1)[:, :3] = torch.tensor(TILES, dtype=torch.int32).T
-    named[-1] = 3
+def make_operands() -> dict[str, torch.Tensor]:
+    """Return the kernel's arguments, with rows of experts 0 and 2, and an unused tile."""
+    tiles = torch.full((3 * 4 + 1,), 0x3F3F3F3F, dtype=torch.int32)
+    tiles[:12].view(3, -1)[:, :3] = torch.tensor(TILES, dtype=torch.int32).T
+    tiles[-1] = 3
     generator = torch.Generator().manual_seed(1)
 
-    def codes(*shape: int) -> torch.Tensor:
+    def make_codes(*shape: int) -> torch.Tensor:
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
-    # Scales are 0.5 to 2 for existing rows and groups, and 0 for the padding: K is 1.5 steps.
+    # Scales of existing rows and groups are 0.5 to 2. The padding, which exists because K is 1.5
+    # steps, has scales of 0.
     blocks = EXPERTS * N // 128
     a_scale, b_scale = (torch.zeros(n, 2 * 2048, dtype=torch.uint8) for n in (4, blocks))
     group, row = torch.arange(K // 16)[None, :], torch.arange(128)[:, None]
-    at = group // 16 * 2048 + group % 16 // 4 * 512 + row % 32 * 16 + row // 32 * 4 + group % 4
-    for line in b_scale:
-        line[at] = 48 + codes(128, K // 16) % 17
+    offsets = group // 16 * 2048 + group % 16 // 4 * 512 + row % 32 * 16 + row // 32 * 4 + group % 4
+    for block_scales in b_scale:
+        block_scales[offsets] = 48 + make_codes(128, K // 16) % 17
     for tile, (_, first, end) in enumerate(TILES):
         rows = min(128, end - first)
-        a_scale[tile][at[:rows]] = 48 + codes(rows, K // 16) % 17
+        a_scale[tile][offsets[:rows]] = 48 + make_codes(rows, K // 16) % 17
     return {
-        "q": codes(ROWS, K // 2),
+        "q": make_codes(ROWS, K // 2),
         "a_scale": a_scale,
-        "w": codes(EXPERTS, N, K // 2),
+        "w": make_codes(EXPERTS, N, K // 2),
         "b_scale": b_scale,
         "global_scales": torch.tensor([[0.5, 2.0], [1.0, 1.0], [-0.25, 0.125]]),
-        "tiles": named,
+        "tiles": tiles,
         "out": torch.full((ROWS, N), torch.nan, dtype=torch.bfloat16),
     }
 
 
-def call(gemm: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
-    a = Fp4Rows(given["q"], given["a_scale"])
-    b = Fp4Weights(given["w"], given["b_scale"], given["global_scales"])
-    gemm(a, b, given["tiles"], given["out"])
-    return given["out"]
+def call_gemm(gemm: Any, operands: dict[str, torch.Tensor]) -> torch.Tensor:
+    a = Fp4Rows(operands["q"], operands["a_scale"])
+    b = Fp4Weights(operands["w"], operands["b_scale"], operands["global_scales"])
+    gemm(a, b, operands["tiles"], operands["out"])
+    return operands["out"]
 
 
 def test_reference_and_stand_in_agree() -> None:
-    """The reference decodes the layout; the stand-in reads at the addresses of the kernel."""
-    reference, other = call(fp4_gemm, operands()), call(stand_in.fp4_gemm, operands())
-    written = reference.isfinite().all(1)
-    assert written.nonzero().flatten().tolist() == list(range(190))
-    assert other[190:].isnan().all()
-    error = (reference[:190].float() - other[:190].float()).norm() / reference[:190].float().norm()
-    assert error < 1e-4
+    """The reference decodes the whole layout, and the stand-in reads at the kernel's addresses."""
+    expected = call_gemm(fp4_gemm, make_operands())
+    actual = call_gemm(stand_in.fp4_gemm, make_operands())
+    is_written = expected.isfinite().all(1)
+    assert is_written.nonzero().flatten().tolist() == list(range(190))
+    assert actual[190:].isnan().all()
+    expected, actual = expected[:190].float(), actual[:190].float()
+    assert (expected - actual).norm() / expected.norm() < 1e-4
 
 
 def test_an_output_equals_a_sum_computed_by_hand() -> None:
-    given = operands()
-    row, column = 131, 200  # in the first tile of expert 2, and in its second matrix
-    actual = float(call(fp4_gemm, given)[row, column])
+    operands = make_operands()
+    row, column = 131, 200  # in the tile of expert 2, and in the second block of its columns
+    actual = float(call_gemm(fp4_gemm, operands)[row, column])
     total = 0.0
     for k in range(K):
-        group, place = k // 16, row - 130
-        at = group // 16 * 2048 + group % 16 // 4 * 512 + group % 4
-        at_a = at + place % 32 * 16 + place // 32 * 4
-        at_b = at + (column - 128) % 32 * 16 + (column - 128) // 32 * 4
-        scales = [given["a_scale"][2, at_a], given["b_scale"][5, at_b]]
-        lines = given["q"][row], given["w"][2, column]
-        x, w = (int(line[k // 2]) >> 4 * (k % 2) & 15 for line in lines)
-        s = [float(scale.view(torch.float8_e4m3fn)) for scale in scales]
-        total += float(stand_in.VALUES[x] * stand_in.VALUES[w]) * s[0] * s[1]
+        group, row_in_tile, column_in_block = k // 16, row - 130, column - 128
+        offset = group // 16 * 2048 + group % 16 // 4 * 512 + group % 4
+        a_offset = offset + row_in_tile % 32 * 16 + row_in_tile // 32 * 4
+        b_offset = offset + column_in_block % 32 * 16 + column_in_block // 32 * 4
+        scales = [operands["a_scale"][2, a_offset], operands["b_scale"][5, b_offset]]
+        a_scale, b_scale = (float(scale.view(torch.float8_e4m3fn)) for scale in scales)
+        rows = operands["q"][row], operands["w"][2, column]
+        a_code, b_code = (int(codes[k // 2]) >> 4 * (k % 2) & 15 for codes in rows)
+        product = float(stand_in.VALUES[a_code] * stand_in.VALUES[b_code])
+        total += product * a_scale * b_scale
     assert actual == pytest.approx(total * 0.125, rel=2.0**-8)
 
 
@@ -209,15 +212,15 @@ def test_defects_are_detected(name: str) -> None:
         (fp4_gemm, InputError, "need"),
         (stand_in.fp4_gemm, RuntimeError, "fp4_gemm"),
     ):
-        given = operands()
-        given |= {field: change(given[field]) for field, change in DEFECTS[name].items()}
+        operands = make_operands()
+        operands |= {field: change(operands[field]) for field, change in DEFECTS[name].items()}
         with pytest.raises(error, match=match):
-            call(gemm, given)
+            call_gemm(gemm, operands)
 
 
 @pytest.mark.parametrize("name", VALUE_DEFECTS)
 def test_defects_in_values_are_detected(name: str) -> None:
-    given = operands()
-    given |= {field: change(given[field]) for field, change in VALUE_DEFECTS[name].items()}
+    operands = make_operands()
+    operands |= {field: change(operands[field]) for field, change in VALUE_DEFECTS[name].items()}
     with pytest.raises(RuntimeError, match="fp4_gemm"):
-        call(stand_in.fp4_gemm, given)
+        call_gemm(stand_in.fp4_gemm, operands)

@@ -85,10 +85,10 @@ def test_another_package_of_the_name_is_refused() -> None:
 # ------------------------------------------------------------------------------------ host code
 
 
-def outputs_of_path(
+def run_path_and_reference(
     problem: Problem, ids_TK: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """Return the outputs of the path and of TorchExperts for the same layer on the CPU."""
+    """Run the path and TorchExperts for the same layer on the CPU, and return both outputs."""
     x_TH, weights, routing = random_inputs(problem, CPU)
     if ids_TK is not None:
         routing = Routing(routing.topk_weights_TK, ids_TK)
@@ -134,16 +134,16 @@ def skips(problem: Problem) -> torch.Tensor:
 def test_output_equals_torch_experts(change: dict[str, object], route: object) -> None:
     torch.manual_seed(3)
     problem = replace(PROBLEM, **change)
-    output, expected = outputs_of_path(problem, route(problem) if callable(route) else None)
+    output, expected = run_path_and_reference(problem, route(problem) if callable(route) else None)
     error = (output.float() - expected.float()).norm() / expected.float().norm()
     assert error < 4e-3
 
 
 def test_activations_between_gemms_are_stored_in_8_bits() -> None:
-    """The buffer for the 16-bit output of GEMM 1 is not needed."""
-    own, other = (path(PROBLEM).specs(150, 128) for path in (CutlassPath, GroupedTmaPath))
-    assert set(other) - set(own) == {"workspace13"}
-    assert sum(s.nbytes for s in own.values()) < sum(s.nbytes for s in other.values())
+    """The CUTLASS path needs no buffer for a 16-bit output of GEMM 1."""
+    specs, tma_specs = (path(PROBLEM).specs(150, 128) for path in (CutlassPath, GroupedTmaPath))
+    assert set(tma_specs) - set(specs) == {"workspace13"}
+    assert sum(s.nbytes for s in specs.values()) < sum(s.nbytes for s in tma_specs.values())
 
 
 def test_the_part_uses_the_cutlass_path() -> None:
@@ -155,10 +155,11 @@ def test_the_part_uses_the_cutlass_path() -> None:
     assert len(paths) > 1  # calls with few tokens take other paths
 
 
-# ------------------------------------------------------------------------------------- contract
+# ------------------------------------------------------------------- operands of the GEMM kernel
 
 
-def sorted_rows(counts: tuple[int, ...]) -> SortedPairs:
+def make_sorted_rows(counts: tuple[int, ...]) -> SortedPairs:
+    """Return tiles of 128 rows for the given number of rows of each expert."""
     tiles, start = [], 0
     for expert, count in enumerate(counts):
         tiles += [(expert, row, start + count) for row in range(start, start + count, 128)]
@@ -166,11 +167,11 @@ def sorted_rows(counts: tuple[int, ...]) -> SortedPairs:
     tiles_tensor = torch.full((3 * len(tiles) + 4,), 0x3F3F3F3F, dtype=torch.int32)
     tiles_tensor[:-1].view(3, -1)[:, : len(tiles)] = torch.tensor(tiles, dtype=torch.int32).T
     tiles_tensor[-1] = len(tiles)
-    nothing = torch.empty(0, 1, dtype=torch.int32)
-    return SortedPairs(nothing, nothing, tiles_tensor, nothing)
+    unused = torch.empty(0, 1, dtype=torch.int32)
+    return SortedPairs(unused, unused, tiles_tensor, unused)
 
 
-def operands(rows: int, depth: int) -> tuple[QuantizedRows, ExpertWeights]:
+def make_operands(rows: int, depth: int) -> tuple[QuantizedRows, ExpertWeights]:
     problem = replace(PROBLEM, tokens=rows, hidden=depth)
     x, weights, _ = random_inputs(problem, CPU)
     a = QuantizedRows(
@@ -182,9 +183,9 @@ def operands(rows: int, depth: int) -> tuple[QuantizedRows, ExpertWeights]:
 
 
 def test_rows_after_the_last_one_are_unchanged() -> None:
-    a, weights = operands(330, 256)
+    a, weights = make_operands(330, 256)
     h = QuantizedRows(torch.zeros(330, 128).to(torch.float8_e4m3fn), torch.full((330, 1), -7.0))
-    block_gemm(a, gemm1_operands(weights, PROBLEM), PROBLEM, sorted_rows((129, 0, 65)), h)
+    block_gemm(a, gemm1_operands(weights, PROBLEM), PROBLEM, make_sorted_rows((129, 0, 65)), h)
     assert (h.scale[194:] == -7).all()
     assert (h.scale[:194] > 0).all()
     assert not h.q_RK[194:].float().any()
@@ -211,9 +212,9 @@ DEFECTS = {
 def test_defects_are_detected(name: str) -> None:
     error, field, change = DEFECTS[name]
     problem = replace(PROBLEM, hidden=256, intermediate=256)
-    a, _ = operands(70, 256)
+    a, _ = make_operands(70, 256)
     weights = random_inputs(problem, CPU)[1]
-    order, out = sorted_rows((70,)), torch.zeros(70, 256, dtype=torch.bfloat16)
+    order, out = make_sorted_rows((70,)), torch.zeros(70, 256, dtype=torch.bfloat16)
     block_gemm(a, gemm2_operands(weights, problem), problem, order, out)
     assert out.any(1).all()
     if hasattr(a, field):

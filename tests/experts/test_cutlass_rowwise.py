@@ -50,7 +50,7 @@ def test_strided_weights_are_accepted(part: Any, layout: str) -> None:
     assert proof.passed, str(proof)
 
 
-def operands() -> dict[str, Any]:
+def make_operands() -> dict[str, Any]:
     e4m3 = torch.float8_e4m3fn
     return {
         "mat_a": torch.randn(40, 32).to(e4m3),
@@ -63,7 +63,7 @@ def operands() -> dict[str, Any]:
 
 
 def test_stand_in_equals_float64() -> None:
-    arguments = operands()
+    arguments = make_operands()
     out = scaled_grouped_mm(**arguments)
     a, w = arguments["mat_a"].float(), arguments["mat_b"].float()
     expected = (a[7:33] @ w[2]) * arguments["scale_a"][7:33, None] * arguments["scale_b"][2]
@@ -101,4 +101,4 @@ DEFECTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", DEFECTS)
 def test_defects_are_detected(name: str) -> None:
     with pytest.raises((RuntimeError, ValueError, TypeError)):
-        scaled_grouped_mm(**operands() | DEFECTS[name])
+        scaled_grouped_mm(**make_operands() | DEFECTS[name])

@@ -36,7 +36,7 @@ from modular_kernel.tensors import DispatchedRouting
 from modular_kernel.testing.cases.inputs import InputVariation, make_inputs
 from modular_kernel.workspace import Workspace
 
-# Our own kernels around the stand-in are interpreted.
+# The interpreter runs our own kernels around the stand-in.
 pytestmark = pytest.mark.cpu
 
 BLOCK = "fp8_w8a8_block"
@@ -58,7 +58,7 @@ COMMON: tuple[tuple[dict[str, Any], str], ...] = (
 
 
 @pytest.fixture(autouse=True)
-def _reset_stand_in() -> Iterator[None]:
+def reset_stand_in() -> Iterator[None]:
     deep_gemm_2.launched.clear()
     deep_gemm_2.alignment[0] = 128
     yield
@@ -87,22 +87,23 @@ def test_strided_weights_are_accepted(part: Any, quant: str, layout: str) -> Non
     assert proof.passed, str(proof)
 
 
-# --------------------------------------------------------------------- parts that select DeepGEMM
-FEW = replace(BASE, experts=2, tokens=127)  # with two experts and top-2, each has all tokens
+# --------------------------------------------------- parts that select between Triton and DeepGEMM
+# With two experts and top-2, each expert has all tokens.
+FEW_ROWS = replace(BASE, experts=2, tokens=127)
 
 
 @pytest.mark.parametrize("quant", ["none", BLOCK])
 @pytest.mark.parametrize(("tokens", "uses_deepgemm"), [(127, False), (129, True)])
 def test_selecting_part_is_proven(quant: str, tokens: int, uses_deepgemm: bool) -> None:
-    assert min_tokens(FEW, MIN_ROWS) == 128
-    proof = prove_part(TritonOrDeepGemm, replace(FEW, tokens=tokens, quant=quant))
+    assert min_tokens(FEW_ROWS, MIN_ROWS) == 128
+    proof = prove_part(TritonOrDeepGemm, replace(FEW_ROWS, tokens=tokens, quant=quant))
     assert proof.passed, str(proof)
     assert bool(deep_gemm_2.launched) is uses_deepgemm
 
 
 @pytest.mark.parametrize("layout", ["plain", "shifted"])
 def test_selecting_part_quantizes_activations_for_triton(layout: str) -> None:
-    problem = replace(FEW, tokens=129, quant=BLOCK, hidden=256)
+    problem = replace(FEW_ROWS, tokens=129, quant=BLOCK, hidden=256)
     proof = prove_part(TritonOrDeepGemm, problem, variation=InputVariation(layout=layout))
     assert proof.passed, str(proof)
     assert bool(deep_gemm_2.launched) is (layout == "plain")
@@ -110,7 +111,7 @@ def test_selecting_part_quantizes_activations_for_triton(layout: str) -> None:
 
 @pytest.mark.parametrize(("experts", "uses_deepgemm"), [(2, True), (5, False)])
 def test_selecting_batched_part_is_proven(experts: int, uses_deepgemm: bool) -> None:
-    proof = prove_part(BatchedTritonOrDeepGemm, replace(FEW, experts=experts, tokens=40))
+    proof = prove_part(BatchedTritonOrDeepGemm, replace(FEW_ROWS, experts=experts, tokens=40))
     assert proof.passed, str(proof)
     assert bool(deep_gemm_2.launched) is uses_deepgemm
 
@@ -118,39 +119,39 @@ def test_selecting_batched_part_is_proven(experts: int, uses_deepgemm: bool) -> 
 @pytest.mark.parametrize("part", [TritonOrDeepGemm, BatchedTritonOrDeepGemm])
 @pytest.mark.parametrize("change", [{"hidden": 48}, {"bias": True}, {"intermediate": 80}])
 def test_sizes_that_the_library_does_not_support_run_on_triton(part: Any, change: Any) -> None:
-    problem = replace(FEW, tokens=130, **change)
+    problem = replace(FEW_ROWS, tokens=130, **change)
     assert "all calls" in part.explained(problem)[0]
     assert part(problem)._deepgemm is None
 
 
 def test_the_selection_is_reported() -> None:
     problem = replace(BASE, experts=64, top_k=8)
-    few, uses_deepgemm = TritonOrDeepGemmExperts.explained(problem)
-    assert few == "calls of fewer than 1024 tokens: TritonExperts"
-    assert (
-        uses_deepgemm == "calls of 1024 tokens or more: DeepGemmExperts, if weights are row-major"
+    assert TritonOrDeepGemmExperts.explained(problem) == (
+        "calls of fewer than 1024 tokens: TritonExperts",
+        "calls of 1024 tokens or more: DeepGemmExperts, if weights are row-major",
     )
-    few, uses_deepgemm = BatchedTritonOrDeepGemmExperts.explained(problem)
-    assert few == "experts with room for fewer than 512 rows: BatchedTritonExperts"
-    assert uses_deepgemm == "experts with room for 512 rows or more: BatchedDeepGemmExperts"
+    assert BatchedTritonOrDeepGemmExperts.explained(problem) == (
+        "experts with room for fewer than 512 rows: BatchedTritonExperts",
+        "experts with room for 512 rows or more: BatchedDeepGemmExperts",
+    )
     for part in (TritonOrDeepGemmExperts, BatchedTritonOrDeepGemmExperts):
-        (every,) = part.explained(replace(problem, bias=True))
-        assert every.endswith(
+        (explanation,) = part.explained(replace(problem, bias=True))
+        assert explanation.endswith(
             "TritonExperts, because DeepGEMM does not support these sizes or options"
         )
 
 
 def test_workspaces_are_sized_for_both_parts() -> None:
     """In a plan for many tokens, calls with few tokens run on Triton."""
-    problem = replace(FEW, tokens=200)
+    problem = replace(FEW_ROWS, tokens=200)
     with stand_in_libraries():
         part = TritonOrDeepGemm(problem)
         kernel = make_kernel("MoEPrepareAndFinalizeNoEP", TritonOrDeepGemm, problem, machine=CPU)
         plan = kernel.plan()
-        for tokens, launches in ((200, 2), (50, 2), (128, 4)):
-            given = make_inputs(problem.with_tokens(tokens), "uniform", torch.device("cpu"))
-            plan(given.x_TH, given.weights, given.routing)
-            assert len(deep_gemm_2.launched) == launches
+        for tokens, num_launches in ((200, 2), (50, 2), (128, 4)):
+            inputs = make_inputs(problem.with_tokens(tokens), "uniform", torch.device("cpu"))
+            plan(inputs.x_TH, inputs.weights, inputs.routing)
+            assert len(deep_gemm_2.launched) == num_launches
     assert part is not None
 
 
@@ -164,25 +165,25 @@ LAUNCHES_AROUND_GEMMS = [
 def test_interpreted_launches_around_the_gemms_equal_the_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One interpreted kernel permutes and quantizes x, with scales in the library's layout."""
+    """A single kernel permutes and quantizes x, and writes scales in the library's layout."""
     names: list[str] = []
     original_launch = launch.launch
 
-    def recording_launch(kernel: Any, grid: Any, **arguments: Any) -> None:
+    def record_and_launch(kernel: Any, grid: Any, **kwargs: Any) -> None:
         names.append(kernel.fn.__name__)
-        original_launch(kernel, grid, **arguments)
+        original_launch(kernel, grid, **kwargs)
 
     for name, module in list(sys.modules.items()):
         if name.startswith(("modular_kernel.ops.", "experts.")) and hasattr(module, "launch"):
-            monkeypatch.setattr(module, "launch", recording_launch)
+            monkeypatch.setattr(module, "launch", record_and_launch)
     problem = replace(BASE, quant=BLOCK, hidden=256, intermediate=384)
-    given = make_inputs(problem, "skips", torch.device("cpu"))
+    inputs = make_inputs(problem, "skips", torch.device("cpu"))
     kernel = make_kernel("MoEPrepareAndFinalizeNoEP", DeepGemm, problem, machine=CPU)
     plan = kernel.plan()
-    actual = plan(given.x_TH, given.weights, given.routing)
+    actual = plan(inputs.x_TH, inputs.weights, inputs.routing)
     assert names == LAUNCHES_AROUND_GEMMS
     with prefer_torch_reference():
-        expected = kernel(given.x_TH, given.weights, given.routing)
+        expected = kernel(inputs.x_TH, inputs.weights, inputs.routing)
     assert torch.allclose(actual.float(), expected.float(), rtol=2**-6, atol=2**-10)
 
 
@@ -190,14 +191,19 @@ def test_interpreted_launches_around_the_gemms_equal_the_reference(
 IMPORTS = "from ._C import m_grouped_fp8_gemm_nt_masked, m_grouped_bf16_gemm_nt_contiguous"
 
 
-def write_package(site: Path, name: str, text: str = "", *, psum: bool = True) -> None:
+def write_package(site: Path, name: str, source: str = "", *, psum: bool = True) -> None:
+    """Write a package like DeepGEMM.
+
+    source: appended to its __init__.py.
+    psum: whether its headers have the layout that marks a supported version.
+    """
     folder = site / name
     headers = folder / "include/deep_gemm/scheduler"
     headers.mkdir(parents=True)
     (headers / "gemm.cuh").write_text("MGroupedContiguousWithPsumLayout" if psum else "nothing")
     (folder / "_C.py").write_text("m_grouped_fp8_gemm_nt_masked = 1\n"
                                   "m_grouped_bf16_gemm_nt_contiguous = 2\n")  # fmt: skip
-    (folder / "__init__.py").write_text(f"{IMPORTS}\n__version__ = '2.5.0'\n{text}\n")
+    (folder / "__init__.py").write_text(f"{IMPORTS}\n__version__ = '2.5.0'\n{source}\n")
 
 
 @pytest.fixture
@@ -255,14 +261,14 @@ def test_aligned_rows_equal_the_reference(space: IdSpace) -> None:
         expert_map = torch.tensor([5, 4, 3, 2, 1, 0, -1], dtype=torch.int32)
         routed_ids = torch.where((ids >= 0) & (ids < 6), 5 - ids, ids)
     results = []
-    for aligned in (align_rows, aligned_in_torch):
+    for align in (align_rows, align_rows_in_torch):
         invalid = torch.zeros(1, dtype=torch.int32)
         routing = DispatchedRouting(None, routed_ids, space, 7, expert_map, invalid)
         workspace = Workspace(aligned_specs(130, 2, 6), torch.device("cpu"), poison=True)
-        results.append((*aligned(routing, 128, num_local=6, workspace=workspace), invalid))
+        results.append((*align(routing, 128, num_local=6, workspace=workspace), invalid))
         workspace.check_red_zones()
-    for by_kernels, by_reference in zip(*results, strict=True):
-        assert torch.equal(by_kernels, by_reference)
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
     rows_TK, ends, invalid = results[0]
     assert int(invalid) == 1  # expert id 7
     assert ends.tolist() == [0, 129, 256, 257, 512, 512]
@@ -274,9 +280,9 @@ def test_aligned_rows_equal_the_reference(space: IdSpace) -> None:
     assert max_aligned_rows(3, 6, 128) == 3 * 128
 
 
-def aligned_in_torch(*given: Any, **named: Any) -> Any:
+def align_rows_in_torch(*args: Any, **kwargs: Any) -> Any:
     with prefer_torch_reference():
-        return align_rows(*given, **named)
+        return align_rows(*args, **kwargs)
 
 
 # ---------------------------------------------------------------------------------------- defects
@@ -285,7 +291,7 @@ def aligned_in_torch(*given: Any, **named: Any) -> Any:
 FP8 = torch.float8_e4m3fn
 
 
-def by_ends(fp8: bool = True) -> dict[str, Any]:
+def make_contiguous_arguments(fp8: bool = True) -> dict[str, Any]:
     a, w = torch.randn(384, 256), torch.randn(3, 128, 256)
     ends = torch.tensor([7, 128, 130], dtype=torch.int32)
     shared = {"d": torch.zeros(384, 128).bfloat16(), "grouped_layout": ends,
@@ -296,7 +302,7 @@ def by_ends(fp8: bool = True) -> dict[str, Any]:
     return {"a": (a.to(FP8), sfa), "b": (w.to(FP8), sfb), "disable_ue8m0_cast": True, **shared}
 
 
-def by_counts() -> dict[str, Any]:
+def make_masked_arguments() -> dict[str, Any]:
     a, w = torch.randn(3, 128, 256).to(FP8), torch.randn(3, 128, 256).to(FP8)
     sfa, sfb = torch.rand(3, 2, 128).transpose(1, 2), torch.rand(3, 1, 2)
     counts = torch.tensor([5, 0, 128], dtype=torch.int32)
@@ -306,20 +312,20 @@ def by_counts() -> dict[str, Any]:
 
 
 def test_the_stand_in_computes_and_overwrites_like_the_library() -> None:
-    given = by_ends()
-    deep_gemm_2.m_grouped_fp8_gemm_nt_contiguous(**given)
-    (a, sfa), (w, sfb), d = given["a"], given["b"], given["d"]
+    arguments = make_contiguous_arguments()
+    deep_gemm_2.m_grouped_fp8_gemm_nt_contiguous(**arguments)
+    (a, sfa), (w, sfb), d = arguments["a"], arguments["b"], arguments["d"]
     x = a[:7].float() * sfa[:7].repeat_interleave(128, 1)
     expected = x @ (w[0].float() * sfb[0].repeat_interleave(128, 1)).T
-    # bf16 rounds by at most 2^-9. The order of the float32 sums may differ.
+    # bf16 rounds by at most 2^-9, and the order of the float32 sums can differ.
     torch.testing.assert_close(d[:7].float(), expected, rtol=2**-8, atol=1e-6)
-    assert not d[64:128].any()  # half of a tile without used rows
-    assert d[7:64].any()  # unused rows of a half with used rows are also multiplied
-    given = by_counts()
-    deep_gemm_2.m_grouped_fp8_gemm_nt_masked(**given)
-    assert given["d"][1].isnan().all()
-    assert given["d"][0, 64:].isnan().all()
-    assert not given["d"][0, :64].isnan().any()
+    assert not d[64:128].any()  # a half of a tile without used rows is skipped
+    assert d[7:64].any()  # unused rows of a half with used rows are multiplied
+    arguments = make_masked_arguments()
+    deep_gemm_2.m_grouped_fp8_gemm_nt_masked(**arguments)
+    assert arguments["d"][1].isnan().all()
+    assert arguments["d"][0, 64:].isnan().all()
+    assert not arguments["d"][0, :64].isnan().any()
 
 
 def test_a_tile_that_reaches_into_the_next_expert_overwrites_it() -> None:
@@ -371,25 +377,25 @@ MASKED_DEFECTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", CONTIGUOUS_DEFECTS)
 def test_defects_in_contiguous_rows_are_detected(name: str) -> None:
-    given, change = by_ends(), CONTIGUOUS_DEFECTS[name]
+    arguments, change = make_contiguous_arguments(), CONTIGUOUS_DEFECTS[name]
     with pytest.raises(RuntimeError, match="Assertion error"):
         deep_gemm_2.m_grouped_fp8_gemm_nt_contiguous(
-            **given | (change(given) if callable(change) else change)
+            **arguments | (change(arguments) if callable(change) else change)
         )
 
 
 @pytest.mark.parametrize("name", MASKED_DEFECTS)
 def test_defects_in_masked_rows_are_detected(name: str) -> None:
-    given, change = by_counts(), MASKED_DEFECTS[name]
+    arguments, change = make_masked_arguments(), MASKED_DEFECTS[name]
     with pytest.raises(RuntimeError, match="Assertion error"):
         deep_gemm_2.m_grouped_fp8_gemm_nt_masked(
-            **given | (change(given) if callable(change) else change)
+            **arguments | (change(arguments) if callable(change) else change)
         )
 
 
 def test_defects_in_16_bits_are_detected() -> None:
-    given = by_ends(fp8=False)
-    deep_gemm_2.m_grouped_bf16_gemm_nt_contiguous(**given)
-    for change in ({"a": given["a"].half()}, UNALIGNED_ENDS, {"d": given["d"][:, :64]}):
+    arguments = make_contiguous_arguments(fp8=False)
+    deep_gemm_2.m_grouped_bf16_gemm_nt_contiguous(**arguments)
+    for change in ({"a": arguments["a"].half()}, UNALIGNED_ENDS, {"d": arguments["d"][:, :64]}):
         with pytest.raises(RuntimeError, match="Assertion error"):
-            deep_gemm_2.m_grouped_bf16_gemm_nt_contiguous(**given | change)
+            deep_gemm_2.m_grouped_bf16_gemm_nt_contiguous(**arguments | change)

@@ -1,4 +1,4 @@
-"""The `dequantized` path without a GPU: interpreted kernels, and a torch stand-in for its GEMMs.
+"""The `dequantized` path without a GPU: kernels are interpreted, and torch stands in for its GEMMs.
 
 tests/gpu/test_dequantized_on_gpu.py verifies the GEMMs.
 """
@@ -88,7 +88,7 @@ def test_cases_are_proven(
     machine: Machine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Experts are dequantized in groups of three with a smaller last group, or all at once."""
+    """Experts are dequantized in groups of three, of which the last can be smaller, or at once."""
     problem = replace(_BASE, **changes)
     monkeypatch.setattr(
         dequantized_config, "experts_per_chunk", lambda problem: min(group_size, problem.e)
@@ -100,17 +100,17 @@ def test_cases_are_proven(
 
 
 def test_experts_are_split_into_equal_groups_that_fit_a_bounded_buffer() -> None:
-    layer = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=_INT4)
-    assert dequantized_config.experts_per_chunk(layer) == 4
-    assert dequantized_config.values_per_chunk(layer) == 4 * 28672 * 4096
-    small = replace(layer, hidden=2048, intermediate=768, experts=128, top_k=8)
-    assert dequantized_config.experts_per_chunk(small) == 128
-    huge = replace(layer, intermediate=1 << 17)
-    assert dequantized_config.experts_per_chunk(huge) == 1
-    specs = DequantizedPath(layer).specs(4096, 128)
+    mixtral = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=_INT4)
+    assert dequantized_config.experts_per_chunk(mixtral) == 4
+    assert dequantized_config.values_per_chunk(mixtral) == 4 * 28672 * 4096
+    qwen3 = replace(mixtral, hidden=2048, intermediate=768, experts=128, top_k=8)
+    assert dequantized_config.experts_per_chunk(qwen3) == 128
+    wide = replace(mixtral, intermediate=1 << 17)
+    assert dequantized_config.experts_per_chunk(wide) == 1
+    specs = DequantizedPath(mixtral).specs(4096, 128)
     assert specs["dequantized"].nbytes <= 1 << 30
     assert "dequantized_tiles" in specs
-    assert "dequantized_tiles" not in DequantizedPath(small).specs(4096, 128)
+    assert "dequantized_tiles" not in DequantizedPath(qwen3).specs(4096, 128)
 
 
 @pytest.mark.parametrize(
@@ -141,8 +141,8 @@ def test_weights_in_other_layouts_take_another_path() -> None:
     assert path.supports_tensors(weights, x_TH)
     for name in ("w1", "w2", "w1_scale", "w2_zero_point"):
         tensor = getattr(weights, name)
-        wide = torch.empty(2 * tensor.shape[0], *tensor.shape[1:], dtype=tensor.dtype)[::2]
-        assert not path.supports_tensors(replace(weights, **{name: wide}), x_TH), name
+        strided = torch.empty(2 * tensor.shape[0], *tensor.shape[1:], dtype=tensor.dtype)[::2]
+        assert not path.supports_tensors(replace(weights, **{name: strided}), x_TH), name
 
 
 @pytest.mark.parametrize("quant", [_INT4, _MXFP4, f"{_MXFP4}:repacked=true", "int8_w8a16_channel"])
@@ -151,10 +151,10 @@ def test_heuristics_use_the_path_for_many_rows_per_expert(quant: str) -> None:
     min_tokens = dequantized_config.min_rows(layer) * 8 // 2
     steps = make_heuristic_steps(layer, H200, ("aligned", "dequantized"))
     assert steps.choose(min_tokens - 1).path != "dequantized"
-    pair = steps.choose(min_tokens)
-    assert pair == dequantized_config.default_config(layer)
-    for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(layer), strict=True):
+    config = steps.choose(min_tokens)
+    assert config == dequantized_config.default_config(layer)
+    for tile, gemm in zip((config.gemm1, config.gemm2), gemms(layer), strict=True):
         assert not list(dequantized_config.violations(tile, gemm, layer, H200))
-        wrong = replace(tile, block_k=32)
-        (violation,) = dequantized_config.violations(wrong, gemm, layer, H200)
+        invalid_tile = replace(tile, block_k=32)
+        (violation,) = dequantized_config.violations(invalid_tile, gemm, layer, H200)
         assert "dequantized" in violation.need

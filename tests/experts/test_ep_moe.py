@@ -1,4 +1,4 @@
-"""Expert parallelism without an exchange: every rank has all tokens, and outputs are summed."""
+"""Expert parallelism without an exchange: each rank has all tokens, and rank outputs are summed."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from modular_kernel.workspace import Workspace
 
 NO_EP = "MoEPrepareAndFinalizeNoEP"
 
-# The usual example of EPMoE: ten tokens, four experts, top-1.
+# An example with ten tokens, four experts and top-1.
 IDS = [1, 3, 2, 1, 0, 2, 3, 1, 2, 0]
 WEIGHTS = [0.6, 0.8, 0.7, 0.5, 0.9, 0.6, 0.7, 0.4, 0.8, 0.5]
 SRC2DST = [2, 8, 5, 3, 0, 6, 9, 4, 7, 1]
@@ -47,7 +47,7 @@ def test_post_reorder_of_the_example() -> None:
 
 
 def test_the_example_on_two_ranks_sums_up_to_the_output() -> None:
-    """Each rank writes the tokens of its experts, and exact zeros for other tokens."""
+    """Each rank writes the rows of the tokens of its experts, and exact zeros for other tokens."""
     ids = torch.tensor(IDS, device=DEVICE)[:, None]
     weights = torch.tensor(WEIGHTS, device=DEVICE)[:, None]
     inputs = (
@@ -55,15 +55,15 @@ def test_the_example_on_two_ranks_sums_up_to_the_output() -> None:
         random_normal(4, 64, 48, seed=1) / 7,
         random_normal(4, 48, 32, seed=2) / 6,
     )
-    whole = run_steps(*inputs, ids, weights, (0, 3))
-    ranks = [run_steps(*inputs, ids, weights, local_range) for local_range in ((0, 1), (2, 3))]
-    written = [[t for t in range(10) if bool((rank_output[t] != 0).any())] for rank_output in ranks]
-    assert written == [[0, 3, 4, 7, 9], [1, 2, 5, 6, 8]]
-    assert torch.equal(ranks[0] + ranks[1], whole)
+    output = run_steps(*inputs, ids, weights, (0, 3))
+    rank_outputs = [run_steps(*inputs, ids, weights, local) for local in ((0, 1), (2, 3))]
+    nonzero_rows = [[t for t in range(10) if bool((out[t] != 0).any())] for out in rank_outputs]
+    assert nonzero_rows == [[0, 3, 4, 7, 9], [1, 2, 5, 6, 8]]
+    assert torch.equal(rank_outputs[0] + rank_outputs[1], output)
     problem = Problem(10, 48, 32, 4, 1, torch.float32)
     routing = Routing(weights, ids)
     exact = float64_reference(inputs[0], ExpertWeights(*inputs[1:]), routing, problem)
-    assert torch.allclose(whole.double(), exact, atol=1e-6)
+    assert torch.allclose(output.double(), exact, atol=1e-6)
 
 
 def test_steps_without_tokens_return_an_empty_output() -> None:
@@ -82,7 +82,9 @@ def test_steps_without_tokens_return_an_empty_output() -> None:
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_expert_parallel_ranks_equal_tensor_parallel_ranks(world: int, dtype: torch.dtype) -> None:
-    """Ranks with some whole experts, or with a shard of all experts, sum up to the same output."""
+    """The outputs of ranks with some of the experts, and of ranks with a shard of every expert,
+    have the same sum.
+    """
     problem = Problem(23, 64, 128, 8, 3, dtype, expert_map=True)
     x_TH, weights, routing = random_inputs(replace(problem, expert_map=False), DEVICE)
     ids_TK = routing.topk_ids_TK.clone()
@@ -90,31 +92,32 @@ def test_expert_parallel_ranks_equal_tensor_parallel_ranks(world: int, dtype: to
     routing = Routing(routing.topk_weights_TK, ids_TK)
     full_problem = replace(problem, expert_map=False)
     exact = float64_reference(x_TH, weights, routing, full_problem)
-    single = make_kernel(NO_EP, "TritonExperts", full_problem)(x_TH, weights, routing)
-    by_experts, by_columns = torch.zeros_like(exact), torch.zeros_like(exact)
+    one_rank_output = make_kernel(NO_EP, "TritonExperts", full_problem)(x_TH, weights, routing)
+    ep_sum, tp_sum = torch.zeros_like(exact), torch.zeros_like(exact)
     for rank in range(world):
         num_local = 8 // world
         expert_map = torch.full((8,), -1, dtype=torch.int32, device=DEVICE)
-        held = slice(rank * num_local, (rank + 1) * num_local)
-        expert_map[held] = torch.arange(num_local, dtype=torch.int32, device=DEVICE)
-        local_weights = ExpertWeights(weights.w1[held], weights.w2[held], expert_map=expert_map)
+        local = slice(rank * num_local, (rank + 1) * num_local)
+        expert_map[local] = torch.arange(num_local, dtype=torch.int32, device=DEVICE)
+        local_weights = ExpertWeights(weights.w1[local], weights.w2[local], expert_map=expert_map)
         local_problem = replace(problem, local_experts=num_local)
         kernel = make_kernel(NO_EP, "GroupedGemmExperts", local_problem, poison=True)
-        by_experts += kernel(x_TH, local_weights, routing)
+        ep_sum += kernel(x_TH, local_weights, routing)
         gate, up = weights.w1.chunk(2, 1)
         shard = slice(rank * 128 // world, (rank + 1) * 128 // world)
         w1 = torch.cat([gate[:, shard], up[:, shard]], 1)
-        column_problem = replace(full_problem, intermediate=128 // world)
-        kernel = make_kernel(NO_EP, "TritonExperts", column_problem)
-        by_columns += kernel(x_TH, ExpertWeights(w1, weights.w2[..., shard]), routing)
+        shard_problem = replace(full_problem, intermediate=128 // world)
+        kernel = make_kernel(NO_EP, "TritonExperts", shard_problem)
+        tp_sum += kernel(x_TH, ExpertWeights(w1, weights.w2[..., shard]), routing)
     # Each further rank rounds its output once more.
-    bound = 1.25 * error(single, exact) + (world - 1) * torch.finfo(dtype).eps / 4
-    assert error(by_experts, exact) <= bound
-    assert error(by_experts, by_columns) <= 2 * bound
-    assert bool((by_experts[5] == 0).all())
+    bound = 1.25 * compute_relative_error(one_rank_output, exact)
+    bound += (world - 1) * torch.finfo(dtype).eps / 4
+    assert compute_relative_error(ep_sum, exact) <= bound
+    assert compute_relative_error(ep_sum, tp_sum) <= 2 * bound
+    assert bool((ep_sum[5] == 0).all())
 
 
-def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+def compute_relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
@@ -126,16 +129,16 @@ def test_steps_equal_grouped_gemm_experts(world: int) -> None:
         start, end = rank * problem.e, (rank + 1) * problem.e - 1
         expert_map = torch.full((4,), -1, dtype=torch.int32, device=DEVICE)
         expert_map[start : end + 1] = torch.arange(problem.e, dtype=torch.int32, device=DEVICE)
-        held = slice(start, end + 1)
-        local_weights = ExpertWeights(weights.w1[held], weights.w2[held], expert_map=expert_map)
+        local = slice(start, end + 1)
+        local_weights = ExpertWeights(weights.w1[local], weights.w2[local], expert_map=expert_map)
         expected = make_kernel(NO_EP, "GroupedGemmExperts", problem)(x_TH, local_weights, routing)
         ids_TK, weights_TK = routing.topk_ids_TK, routing.topk_weights_TK
-        steps = run_steps(x_TH, weights.w1, weights.w2, ids_TK, weights_TK, (start, end))
-        assert torch.allclose(steps, expected, rtol=1e-5, atol=1e-5)
+        output = run_steps(x_TH, weights.w1, weights.w2, ids_TK, weights_TK, (start, end))
+        assert torch.allclose(output, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_local_ids_need_no_expert_map() -> None:
-    """A dispatcher with local ids passes the ids of this rank's experts, and -1 for others."""
+    """A dispatcher that localizes ids passes local ids of this rank's experts, and otherwise -1."""
     problem = Problem(19, 48, 80, 3, 2, torch.bfloat16)
     x_TH, weights, routing = random_inputs(problem, DEVICE)
     local_ids = routing.topk_ids_TK.clone()
@@ -155,4 +158,4 @@ def test_local_ids_need_no_expert_map() -> None:
     experts.apply(
         StandardTokens(x_TH, dispatched), weights=weights, workspace=workspace, output=out
     )
-    assert error(out, expected) < 2.0**-8
+    assert compute_relative_error(out, expected) < 2.0**-8

@@ -18,14 +18,15 @@ from modular_kernel.workspace import Workspace
 def test_preprocess_sorts_pairs_by_expert(
     tokens: int, top_k: int, experts: int, dtype: torch.dtype
 ) -> None:
-    """src2dst inverts the stable sort by expert. Skipped pairs come first."""
+    """`src2dst` is the inverse of a stable sort by expert, in which skipped pairs come first."""
     ids = random_ids(tokens, top_k, experts).to(dtype)
     reorder_topk_ids, src2dst, seg_indptr = run_moe_ep_preproess(ids, experts)
-    flat = ids.flatten().tolist()
-    order = sorted(range(len(flat)), key=flat.__getitem__)
-    assert [order[row] for row in src2dst.tolist()] == list(range(len(flat)))
-    assert reorder_topk_ids.tolist() == sorted(flat)
-    assert seg_indptr.tolist() == [sum(i < expert for i in flat) for expert in range(experts + 1)]
+    flat_ids = ids.flatten().tolist()
+    order = sorted(range(len(flat_ids)), key=flat_ids.__getitem__)
+    assert [order[row] for row in src2dst.tolist()] == list(range(len(flat_ids)))
+    assert reorder_topk_ids.tolist() == sorted(flat_ids)
+    expected_indptr = [sum(i < expert for i in flat_ids) for expert in range(experts + 1)]
+    assert seg_indptr.tolist() == expected_indptr
 
 
 def test_preprocess_agrees_with_sort_pairs() -> None:
@@ -46,8 +47,8 @@ def test_pre_reorder_copies_and_scales_rows_of_local_pairs(
 ) -> None:
     ids = random_ids(13, top_k, 6)
     _, src2dst, _ = run_moe_ep_preproess(ids, 6)
-    # The number of columns, 1100, is not a multiple of a block size. With scales, some values
-    # exceed 448.
+    # 1100 columns are not a multiple of any block size. Some scaled values exceed 448, the maximum
+    # of FP8.
     x = random_normal(13, 1100, dtype=torch.bfloat16) * 40
     scales = torch.tensor([0.11, 1.0, 3.0], device=DEVICE) if out_dtype is FP8 else None
     rows = torch.full((13 * top_k, 1100), 2.0, device=DEVICE).to(out_dtype)

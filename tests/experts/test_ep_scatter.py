@@ -1,4 +1,4 @@
-"""ep_scatter sorts rows by expert into whole blocks; ep_gather computes the weighted sums."""
+"""`ep_scatter` sorts rows by expert into blocks, and `ep_gather` computes weighted sums of rows."""
 
 from typing import Any
 
@@ -16,13 +16,15 @@ from modular_kernel.errors import (
 )
 
 R, H, E, G = 9, 32, 4, 2
-NAMES = (
+ARGUMENT_NAMES = (
     "recv_x", "recv_x_scale", "recv_topk", "num_recv_tokens_per_expert", "expert_start_loc",
     "output_tensor", "output_tensor_scale", "m_indices", "output_index",
 )  # fmt: skip
 
 
-def scatter_arguments(top_k: int = 2, *, scales: bool = True, ids: Any = None) -> dict[str, Any]:
+def make_scatter_arguments(
+    top_k: int = 2, *, scales: bool = True, ids: Any = None
+) -> dict[str, Any]:
     g = torch.Generator().manual_seed(top_k)
     if ids is None:
         ids = torch.randint(-1, E - 1, (R, top_k), generator=g)  # the last expert has no rows
@@ -34,14 +36,14 @@ def scatter_arguments(top_k: int = 2, *, scales: bool = True, ids: Any = None) -
         torch.full((rows, G), torch.nan), torch.full((rows,), -7, dtype=torch.int32),
         torch.full(tuple(ids.shape), -7, dtype=torch.int32),
     )  # fmt: skip
-    arguments = dict(zip(NAMES, values, strict=True))
+    arguments = dict(zip(ARGUMENT_NAMES, values, strict=True))
     return arguments if scales else arguments | {"recv_x_scale": None, "output_tensor_scale": None}
 
 
 @pytest.mark.parametrize("scales", [True, False])
 @pytest.mark.parametrize("top_k", [1, 2, 5])
 def test_ep_scatter_sorts_rows_by_expert(top_k: int, scales: bool) -> None:
-    arguments = scatter_arguments(top_k, scales=scales)
+    arguments = make_scatter_arguments(top_k, scales=scales)
     ep_scatter(*arguments.values())
     ids, counts = arguments["recv_topk"], arguments["num_recv_tokens_per_expert"]
     starts = [sum(padded_counts(counts[:expert])) for expert in range(E)]
@@ -49,7 +51,7 @@ def test_ep_scatter_sorts_rows_by_expert(top_k: int, scales: bool) -> None:
     expected_experts = [-1] * len(arguments["m_indices"])
     for expert, (start, count) in enumerate(zip(starts, counts, strict=True)):
         expected_experts[start : start + count] = [expert] * count
-        pairs = (ids == expert).nonzero().tolist()  # in order
+        pairs = (ids == expert).nonzero().tolist()  # in the order of rows
         assert [int(arguments["output_index"][r, k]) for r, k in pairs] == list(
             range(start, start + count)
         )
@@ -68,7 +70,7 @@ def test_ep_scatter_sorts_rows_by_expert(top_k: int, scales: bool) -> None:
 
 @pytest.mark.parametrize("top_k", [1, 2, 5])
 def test_gathering_scattered_rows_applies_router_weights(top_k: int) -> None:
-    arguments = scatter_arguments(top_k)
+    arguments = make_scatter_arguments(top_k)
     ep_scatter(*arguments.values())
     weights = torch.rand(R, top_k)
     out = torch.full((R, H), torch.nan)
@@ -84,7 +86,7 @@ def test_counts_are_padded_to_blocks_of_deep_gemm() -> None:
 
 
 def test_empty_input_is_accepted() -> None:
-    arguments = scatter_arguments(ids=torch.empty(0, 2, dtype=torch.int64))
+    arguments = make_scatter_arguments(ids=torch.empty(0, 2, dtype=torch.int64))
     ep_scatter(**arguments)
     assert arguments["m_indices"].tolist() == [-1] * 3
     out = torch.empty(0, H)
@@ -92,7 +94,7 @@ def test_empty_input_is_accepted() -> None:
               arguments["output_index"], out)  # fmt: skip
 
 
-BAD: tuple[tuple[dict[str, Any], type[InputError], str], ...] = (
+INVALID_ARGUMENTS: tuple[tuple[dict[str, Any], type[InputError], str], ...] = (
     ({"num_recv_tokens_per_expert": [1, 1, 1, 0]}, RoutingError, "num_recv_tokens_per_expert"),
     ({"num_recv_tokens_per_expert": [-1, 1, 1, 1]}, RoutingError, "got -1, need >= 0"),
     ({"recv_topk": torch.full((R, 2), E)}, RoutingError, "num_recv_tokens_per_expert"),
@@ -107,19 +109,19 @@ BAD: tuple[tuple[dict[str, Any], type[InputError], str], ...] = (
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "words"),
-    BAD,
-    ids=[f"{'-'.join(changes)}-{error.__name__}" for changes, error, _ in BAD],
+    ("changes", "error", "message"),
+    INVALID_ARGUMENTS,
+    ids=[f"{'-'.join(changes)}-{error.__name__}" for changes, error, _ in INVALID_ARGUMENTS],
 )
 def test_invalid_arguments_are_refused(
-    changes: dict[str, Any], error: type[InputError], words: str
+    changes: dict[str, Any], error: type[InputError], message: str
 ) -> None:
-    with pytest.raises(error, match=words):
-        ep_scatter(**scatter_arguments() | changes)
+    with pytest.raises(error, match=message):
+        ep_scatter(**make_scatter_arguments() | changes)
 
 
 def test_the_capacity_is_checked_before_writing() -> None:
-    arguments = scatter_arguments()
+    arguments = make_scatter_arguments()
     too_few_rows = sum(padded_counts(arguments["num_recv_tokens_per_expert"])) - 1
     for name in ("output_tensor", "output_tensor_scale", "m_indices"):
         arguments[name] = arguments[name][:too_few_rows]

@@ -21,8 +21,8 @@ from experts.triton.paths import ALL_PATHS, BASE_PATH, BUILT_IN_PATHS, BY_NAME, 
 from modular_kernel.cli.scaffold import render
 
 ORIGIN = "my-path (my_path:PATHS)"
-USE = """
-import my_path  # first, as its own tests do: it imports experts, which looks for paths
+USE_PROGRAM = """
+import my_path  # the first import, as in its own tests: it imports experts, which looks for paths
 from experts.triton.configs.select import choose_config, explain
 from experts.triton.standard import TritonExperts, supported_paths
 from experts.triton.paths import BASE_PATH, NAMES, ALL_PATHS
@@ -43,23 +43,23 @@ assert "path: my_path" in text, text
 assert "my_path from my-path (my_path:PATHS), untuned for 0 to 4 tokens" in text, text
 text = explain(gelu, 1, paths=supported_paths(gelu))
 assert "my_path from my-path (my_path:PATHS), not for this problem" in text, text
-assert "another package" not in explain(layer, 1)  # of a part with the base path alone
+assert "another package" not in explain(layer, 1)  # for a part that has only the base path
 from experts.triton.configs.select import on_device
 from experts.triton.launch_config import Device
 
-# Where launches are borrowed from tuned layers, too.
+# The path also precedes launches that are borrowed from tuned layers.
 wide = Problem(tokens=9, hidden=1536, intermediate=768, experts=64, top_k=4)
 with on_device(Device.from_name("NVIDIA H200")):
     assert "from the nearest layer" in explain(wide, 5, paths=supported_paths(wide))
-    found = [path_of(wide, tokens) for tokens in (1, 4, 5, 6, 7)]
-    assert found[:2] == ["my_path"] * 2 and "my_path" not in found[2:], found
+    paths = [path_of(wide, tokens) for tokens in (1, 4, 5, 6, 7)]
+    assert paths[:2] == ["my_path"] * 2 and "my_path" not in paths[2:], paths
 print("it is used")
 """
 
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder of packages for new interpreters, with the path that `mk new` writes."""
+    """Return a folder on PYTHONPATH with a package that `mk new` writes for a path."""
     install_new(tmp_path, "path", "my_path")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
     return tmp_path
@@ -69,9 +69,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_external_path_precedes_built_in_paths(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Which built-in path runs the first, small layers depends on the machine.
+    # The path that the program expects for small layers is that of a machine without a GPU.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    command = [sys.executable, "-c", USE]
+    command = [sys.executable, "-c", USE_PROGRAM]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert "it is used" in process.stdout, process.stderr[-3000:]
 
@@ -79,11 +79,11 @@ def test_external_path_precedes_built_in_paths(
 def test_external_paths_are_listed_and_a_broken_one_is_isolated(site: Path) -> None:
     group = {"group": GROUP, "attribute": "PATHS"}
     install(site, "broken_path", "import no_such_vendor_library\n", **group)
-    same = render("path", "my_path")[Path("my_path/path.py")].replace('"my_path"', '"gemv"')
-    install(site, "twin_path", f"{same}\n\nPATHS = (MyPath,)\n", **group)
-    code, listed = mk("list")
+    source = render("path", "my_path")[Path("my_path/path.py")].replace('"my_path"', '"gemv"')
+    install(site, "twin_path", f"{source}\n\nPATHS = (MyPath,)\n", **group)
+    code, listing = mk("list")
     assert code == 0
-    (part,) = [part for part in listed["parts"] if part["name"] == "TritonExperts"]
+    (part,) = [part for part in listing["parts"] if part["name"] == "TritonExperts"]
     origins = {path["name"]: path["origin"] for path in part["paths"] if not path["error"]}
     assert list(origins) == [*(path.name for path in BUILT_IN_PATHS), "my_path"]
     assert origins["my_path"] == ORIGIN
@@ -97,8 +97,8 @@ def test_external_paths_are_listed_and_a_broken_one_is_isolated(site: Path) -> N
             "built-in path with this name"
         ),
     }
-    other = next(part for part in listed["parts"] if part["name"] == "TorchExperts")
-    assert other["paths"] == []
+    torch_part = next(part for part in listing["parts"] if part["name"] == "TorchExperts")
+    assert torch_part["paths"] == []
 
 
 @pytest.mark.usefixtures("site")
@@ -128,10 +128,10 @@ print(mine - frozenset().union(*(entered[c] for c in several)))
     assert process.stdout.split() == ["set()"] * 2, process.stdout + process.stderr[-3000:]
 
 
-# ------------------------------------------------------------------ the same, without packages
+# ------------------------------------------------------------- entry points without packages
 
 
-class Other(AlignedPath):
+class OtherPath(AlignedPath):
     name = "other"
 
 
@@ -143,28 +143,30 @@ class Unlaunched(AlignedPath):
     name, launch = "unlaunched", int
 
 
-class Partial(LaunchPath):
+class PartialPath(LaunchPath):
     name = "partial"
 
 
-class Alike(GemvPath):
+class GemvPathWithTheSameName(GemvPath):
     name = "other"
 
 
 OFFERED_PATHS = {
-    "first": (Other,),
-    "second": (Alike,),
-    "list": [Other],
+    "first": (OtherPath,),
+    "second": (GemvPathWithTheSameName,),
+    "list": [OtherPath],
     "strings": ("other",),
     "unnamed": (Unnamed,),
     "unlaunched": (Unlaunched,),
-    "partial": (Partial,),
+    "partial": (PartialPath,),
     "foreign": (dict,),
     "base": (AlignedPath,),
 }
 
 
-def load_offered(monkeypatch: pytest.MonkeyPatch, *names: str) -> external_paths.ExternalPaths:
+def load_offered_paths(
+    monkeypatch: pytest.MonkeyPatch, *names: str
+) -> external_paths.ExternalPaths:
     entries = [EntryPoint(name, f"{__name__}:OFFERED_PATHS.{name}", GROUP) for name in names]
     monkeypatch.setattr(external_paths, "entry_points", lambda *, group: entries)
     monkeypatch.setattr(EntryPoint, "load", lambda self: OFFERED_PATHS[self.name])
@@ -190,15 +192,15 @@ def test_an_invalid_entry_point_is_refused_and_logged(
     name: str, error: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="modular_kernel.parts"):
-        loaded = load_offered(monkeypatch, "first", name)
-    assert [offered.path for offered in loaded.usable] == [Other]
+        loaded = load_offered_paths(monkeypatch, "first", name)
+    assert [offered.path for offered in loaded.usable] == [OtherPath]
     (broken,) = loaded.broken
     assert error in broken.error
     assert error in caplog.text
 
 
 def test_a_path_name_of_two_packages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = load_offered(monkeypatch, "second", "first")
+    loaded = load_offered_paths(monkeypatch, "second", "first")
     assert loaded.usable == ()
     assert len(loaded.broken) == 2
     assert all("first" in b.error and "second" in b.error for b in loaded.broken)

@@ -43,7 +43,7 @@ E4M3, FP32, BF16 = torch.float8_e4m3fn, torch.float32, torch.bfloat16
 
 OAI, BEFORE = "swiglu_oai:limit=1.0", "swiglu_clamp_before:limit=0.5"
 AFTER, SITU = "swiglu_clamp_after:limit=0.5", "situ:alpha=1.5,limit=0.7"
-HERE = {"expert_map": True, "local_experts": 3}
+LOCAL_EXPERTS = {"expert_map": True, "local_experts": 3}
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ HERE = {"expert_map": True, "local_experts": 3}
         ({}, BEFORE, "uniform", "SwigluBias none"),
         ({}, AFTER, "uniform", "SwigluStep none"),
         ({}, SITU, "uniform", "Situ none"),
-        ({"quant": BLOCK, **HERE}, "silu", "out_of_range", "Swiglu blocks"),
+        ({"quant": BLOCK, **LOCAL_EXPERTS}, "silu", "out_of_range", "Swiglu blocks"),
         ({"routed_scaling_factor": 2.5, "inplace": True}, "silu", "all_to_one", "Swiglu none"),
     ],
 )
@@ -75,10 +75,10 @@ def test_cases_are_proven(change: dict[str, Any], act: str, routing: str, mode: 
 
 @pytest.mark.parametrize("act", [OAI, BEFORE, AFTER, SITU, "relu2"])
 def test_a_nan_token_has_a_nan_output(act: str) -> None:
-    """The library replaces NaN by the limit when it clamps."""
+    """The library's clamp replaces NaN by the limit, so the part must restore NaN."""
     if act != "relu2":
         act += ",up_first=true"
-    problem = replace(BASE, activation=act, dtype=BF16, **HERE)
+    problem = replace(BASE, activation=act, dtype=BF16, **LOCAL_EXPERTS)
     proof = prove_part(
         FlashInfer, problem, "uniform", variation=InputVariation("transposed", "nan_token")
     )
@@ -94,11 +94,11 @@ def test_reordered_weights_are_the_same_layer(quant: str, order: str) -> None:
     problem = replace(BASE, activation=order, quant="none", hidden=256, intermediate=256)
     inputs = make_inputs(problem, "uniform", torch.device("cpu"))
     b1 = torch.randn(5, problem.w1_rows)
-    problem, plain = replace(problem, quant=quant, bias=True), replace(inputs.weights, b1=b1)
-    weights = replace(plain, b2=torch.randn(5, 256))
+    problem = replace(problem, quant=quant, bias=True)
+    weights = replace(inputs.weights, b1=b1, b2=torch.randn(5, 256))
     if quant != "none":
         weights = quantize_weights(weights, problem)
-    call = inputs.x_TH, inputs.routing
+    x_TH, routing = inputs.x_TH, inputs.routing
     if order.endswith("true") and quant == BLOCK:
         with pytest.raises(ConfigurationError, match="interleaved rows, need gate and up rows in"):
             up_rows_first(weights, problem)
@@ -106,9 +106,9 @@ def test_reordered_weights_are_the_same_layer(quant: str, order: str) -> None:
     reordered, up_first = up_rows_first(weights, problem)
     assert str(up_first.act) == "silu:up_first=true"
     assert up_rows_first(reordered, up_first) == (reordered, up_first)
-    expected = float64_reference(call[0], weights, call[1], problem)
-    assert torch.equal(float64_reference(call[0], reordered, call[1], up_first), expected)
-    assert not torch.equal(float64_reference(call[0], weights, call[1], up_first), expected)
+    expected = float64_reference(x_TH, weights, routing, problem)
+    assert torch.equal(float64_reference(x_TH, reordered, routing, up_first), expected)
+    assert not torch.equal(float64_reference(x_TH, weights, routing, up_first), expected)
 
 
 @pytest.mark.parametrize(
@@ -155,15 +155,15 @@ def test_merge_repeated_experts_equals_the_reference(mapped: bool, weighted: boo
     else:
         expected = [[3, 1, -1, -1, -1], [-1] * 5, [-1, 2, -1, -1, 0], [0, 1, 2, 3, -1]]
     assert ids.tolist() == expected
-    triple = router_TK[0, [0, 2, 4]].sum() if weighted else torch.tensor(3.0)
-    torch.testing.assert_close(weights[0, 0], 2 * triple)
+    weight_of_expert_3 = router_TK[0, [0, 2, 4]].sum() if weighted else torch.tensor(3.0)
+    torch.testing.assert_close(weights[0, 0], 2 * weight_of_expert_3)
     assert not weights[1].any()
 
 
 @pytest.mark.parametrize("hidden", [1, 40, 1025])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_mark_nan_rows_equals_the_reference(hidden: int, transposed: bool) -> None:
-    """Rows have a NaN in the first or last column. Infinities and skipped pairs are unchanged."""
+    """Weights become NaN for rows with a NaN in any column, except those of skipped pairs."""
     x_TH = torch.randn(5, hidden).bfloat16()
     x_TH[1, 0] = x_TH[3, -1] = x_TH[4, -1] = torch.nan
     x_TH[2] = torch.inf
@@ -171,11 +171,12 @@ def test_mark_nan_rows_equals_the_reference(hidden: int, transposed: bool) -> No
     ids_TK = torch.tensor([[0, 1, 2], [0, -1, 2], [0, 1, 2], [0, 1, -1], [-1, -1, -1]]).int()
     for operation in (mark_nan_rows, mark_nan_rows_ref):
         weights_TK = torch.rand(5, 3).masked_fill(ids_TK < 0, 0)
-        before = weights_TK.clone()
+        original_TK = weights_TK.clone()
         operation(x_TH, ids_TK=ids_TK, weights_TK=weights_TK)
         expected = [[False] * 3, [True, False, True], [False] * 3, [True, True, False], [False] * 3]
         assert weights_TK.isnan().tolist() == expected
-        assert torch.equal(weights_TK.nan_to_num(0), before.masked_fill(torch.tensor(expected), 0))
+        other_weights_TK = original_TK.masked_fill(torch.tensor(expected), 0)
+        assert torch.equal(weights_TK.nan_to_num(0), other_weights_TK)
 
 
 # ----------------------------------------------------------------------------- the stand-in itself
@@ -184,7 +185,10 @@ def test_mark_nan_rows_equals_the_reference(hidden: int, transposed: bool) -> No
 def make_arguments(
     kind: str = "none", experts: int = 3, hidden: int = 128, inter: int = 128
 ) -> MoeArguments:
-    """Return the arguments of a call of the library, by mode."""
+    """Return valid arguments of a call of the library.
+
+    kind: the quantization, which is "none", "tensor" or "blocks".
+    """
     x = torch.randn(4, hidden).bfloat16()
     sizes = (2 * inter, hidden), (hidden, inter)
     w1, w2 = ((torch.randn(experts, *size) / 11).bfloat16() for size in sizes)
@@ -202,16 +206,16 @@ def make_arguments(
     return MoeArguments(x, ids, torch.rand(4, 2), w1, w2, scales, None, workspace, out)
 
 
-def problem_of(kind: str) -> Problem:
+def make_problem(kind: str) -> Problem:
     return replace(BASE, quant={"none": "none", "tensor": STATIC, "blocks": BLOCK}[kind])
 
 
 def test_stand_in_equals_float64() -> None:
     args = make_arguments()
-    run(flashinfer_0_7, problem_of("none"), args)
+    run(flashinfer_0_7, make_problem("none"), args)
     x, expected = args.x_TH.float(), torch.zeros(4, 128)
-    for token, chosen in enumerate(args.ids_TK.tolist()):
-        for k, expert in enumerate(chosen):
+    for token, ids in enumerate(args.ids_TK.tolist()):
+        for k, expert in enumerate(ids):
             if expert >= 0:
                 up, gate = (args.w1[expert].float() @ x[token]).bfloat16().float().chunk(2)
                 h = (torch.nn.functional.silu(gate) * up).bfloat16().float()
@@ -221,37 +225,39 @@ def test_stand_in_equals_float64() -> None:
     assert bool((args.workspace == 255).all())
 
 
-def shifted(t: torch.Tensor) -> torch.Tensor:
-    memory = torch.zeros(t.numel() + 1, dtype=t.dtype)
-    memory[1:] = t.flatten()
-    return memory[1:].view(t.shape)
+def shift_by_one_element(t: torch.Tensor) -> torch.Tensor:
+    buffer = torch.zeros(t.numel() + 1, dtype=t.dtype)
+    buffer[1:] = t.flatten()
+    return buffer[1:].view(t.shape)
 
 
-def with_ids(rows: list[list[int]]) -> Callable[[MoeArguments], MoeArguments]:
+def set_ids(rows: list[list[int]]) -> Callable[[MoeArguments], MoeArguments]:
     return lambda args: replace(args, ids_TK=torch.tensor(rows, dtype=torch.int32))
 
 
-def scale(
+def change_scale(
     index: int, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> Callable[[MoeArguments], MoeArguments]:
-    def changed(args: MoeArguments) -> MoeArguments:
+    """Return a function that applies `change` to one of the scales."""
+
+    def change_arguments(args: MoeArguments) -> MoeArguments:
         scales = list(args.scales)
         scales[index] = change(scales[index])
         return replace(args, scales=tuple(scales))
 
-    return changed
+    return change_arguments
 
 
 DEFECTS: dict[str, tuple[str, Callable[[MoeArguments], MoeArguments]]] = {
     "ids of 64 bits": ("none", lambda o: replace(o, ids_TK=o.ids_TK.long())),
-    "an expert twice in a token": ("none", with_ids([[0, 0], [1, 2], [0, 1], [2, 1]])),
-    "an expert of another rank": ("none", with_ids([[0, 3], [1, 2], [0, 1], [2, 1]])),
-    "another sentinel": ("none", with_ids([[0, -2], [1, 2], [0, 1], [2, 1]])),
+    "an expert twice in a token": ("none", set_ids([[0, 0], [1, 2], [0, 1], [2, 1]])),
+    "an expert of another rank": ("none", set_ids([[0, 3], [1, 2], [0, 1], [2, 1]])),
+    "another sentinel": ("none", set_ids([[0, -2], [1, 2], [0, 1], [2, 1]])),
     "router weights of 16 bits": ("none", lambda o: replace(o, weights_TK=o.weights_TK.bfloat16())),
     "x in column-major order": ("none", lambda o: replace(o, x_TH=o.x_TH.T.contiguous().T)),
-    "x off 16 bytes": ("none", lambda o: replace(o, x_TH=shifted(o.x_TH))),
+    "x off 16 bytes": ("none", lambda o: replace(o, x_TH=shift_by_one_element(o.x_TH))),
     "x of another dtype": ("none", lambda o: replace(o, x_TH=o.x_TH.half())),
-    "w1 off 16 bytes": ("none", lambda o: replace(o, w1=shifted(o.w1))),
+    "w1 off 16 bytes": ("none", lambda o: replace(o, w1=shift_by_one_element(o.w1))),
     "w2 in column-major order": ("none", lambda o: replace(o, w2=o.w2.transpose(1, 2))),
     "w1 with too few rows": ("none", lambda o: replace(o, w1=o.w1[:, :-1].contiguous())),
     "w2 of another H": ("none", lambda o: replace(o, w2=o.w2[:, :-8].contiguous())),
@@ -263,39 +269,40 @@ DEFECTS: dict[str, tuple[str, Callable[[MoeArguments], MoeArguments]]] = {
     "a workspace off 128 bytes": ("none", lambda o: replace(o, workspace=o.workspace[1:])),
     "a workspace of words": ("none", lambda o: replace(o, workspace=o.workspace.float())),
     "three scales of a tensor": ("tensor", lambda o: replace(o, scales=o.scales[:3])),
-    "one scale for all experts": ("tensor", scale(0, lambda s: s[:1])),
-    "a1 of one dimension": ("tensor", scale(3, lambda s: s.view(1))),
-    "scales of double": ("tensor", scale(2, torch.Tensor.double)),
+    "one scale for all experts": ("tensor", change_scale(0, lambda s: s[:1])),
+    "a1 of one dimension": ("tensor", change_scale(3, lambda s: s.view(1))),
+    "scales of double": ("tensor", change_scale(2, torch.Tensor.double)),
     "unquantized x with fp8 weights": ("tensor", lambda o: replace(o, x_TH=o.x_TH.bfloat16())),
     "x quantized by blocks": ("blocks", lambda o: replace(o, x_TH=o.x_TH.to(E4M3))),
-    "too few block scales": ("blocks", scale(0, lambda s: s[:, :1])),
-    "block scales with gaps": ("blocks", scale(0, lambda s: s.repeat(1, 1, 2)[..., ::2])),
+    "too few block scales": ("blocks", change_scale(0, lambda s: s[:, :1])),
+    "block scales with gaps": ("blocks", change_scale(0, lambda s: s.repeat(1, 1, 2)[..., ::2])),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DEFECTS)
 def test_defects_are_detected(name: str) -> None:
     kind, change = DEFECTS[name]
-    run(flashinfer_0_7, problem_of(kind), make_arguments(kind))
+    run(flashinfer_0_7, make_problem(kind), make_arguments(kind))
     with pytest.raises(RuntimeError, match="Check failed"):
-        run(flashinfer_0_7, problem_of(kind), change(make_arguments(kind)))
+        run(flashinfer_0_7, make_problem(kind), change(make_arguments(kind)))
 
 
 def test_sizes_unsupported_by_tma_are_refused() -> None:
     with pytest.raises(RuntimeError, match="divisible by 8"):
-        run(flashinfer_0_7, problem_of("none"), make_arguments(hidden=132))
+        run(flashinfer_0_7, make_problem("none"), make_arguments(hidden=132))
 
 
 # ------------------------------------------------------------------------------------ the library
 
 
-def write_package(site: Path, core: str, fused: str = "") -> None:
+def write_package(site: Path, core_source: str, init_source: str = "") -> None:
+    """Write a package like FlashInfer, with the source of fused_moe/core.py and __init__.py."""
     folder = site / "flashinfer"
     (folder / "fused_moe").mkdir(parents=True)
     (folder / "__init__.py").write_text("")
     (folder / "_build_meta.py").write_text('__version__ = "0.7.2.post1"\n')
-    (folder / "fused_moe/core.py").write_text(core)
-    (folder / "fused_moe/__init__.py").write_text(fused)
+    (folder / "fused_moe/core.py").write_text(core_source)
+    (folder / "fused_moe/__init__.py").write_text(init_source)
 
 
 @pytest.fixture
@@ -308,8 +315,8 @@ SUPPORTED_API = "def cutlass_fused_moe_workspace_size(use_fused_finalize): ...\n
 
 
 def test_library_is_loaded(site: Path) -> None:
-    names = "cutlass_fused_moe = cutlass_fused_moe_workspace_size = ActivationType = 1\n"
-    write_package(site, SUPPORTED_API, names)
+    init_source = "cutlass_fused_moe = cutlass_fused_moe_workspace_size = ActivationType = 1\n"
+    write_package(site, SUPPORTED_API, init_source)
     assert find_package(library.FLASHINFER).version == "0.7.2.post1"
     assert library.load().cutlass_fused_moe == 1
 
@@ -329,15 +336,15 @@ def test_missing_old_and_broken_libraries_are_refused(site: Path) -> None:
 
 
 def test_an_activation_of_a_newer_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    older = IntEnum("ActivationType", ["Swiglu", "Relu2"])
-    monkeypatch.setattr(flashinfer_0_7, "ActivationType", older)
+    older_activations = IntEnum("ActivationType", ["Swiglu", "Relu2"])
+    monkeypatch.setattr(flashinfer_0_7, "ActivationType", older_activations)
     FlashInfer(BASE)
     with pytest.raises(UnsupportedError, match=r"got situ, need .* ActivationType\.Situ"):
         FlashInfer(replace(BASE, activation="situ:alpha=1.5,limit=0.7,up_first=true"))
 
 
 def test_a_plan_declares_the_workspace_of_the_library() -> None:
-    """A call with fewer tokens uses a part of the plan's workspace."""
+    """A call with fewer tokens uses only some of the plan's workspace."""
     problem = replace(BASE, quant=STATIC)
     with stand_in_libraries():
         kernel = make_kernel("MoEPrepareAndFinalizeNoEP", FlashInfer, problem, machine=CPU)

@@ -1,4 +1,4 @@
-"""The cases of tests/gpu that force a path of TritonExperts are valid for this path."""
+"""The cases of tests/gpu that force a path of TritonExperts are valid for that path."""
 
 import importlib.util
 from pathlib import Path
@@ -15,7 +15,7 @@ from experts.triton.launch_config import Device
 from experts.triton.standard import supported_paths
 from modular_kernel.spec.problem import Machine
 
-DEFAULTS = {
+MAKE_DEFAULT_CONFIG = {
     "gemv_tma": lambda problem: gemv_tma_config.default_config(problem, H100),
     "grouped_tma": grouped_tma_config.default_config,
     "dequantized": dequantized_config.default_config,
@@ -49,10 +49,10 @@ def test_every_sampled_case_supports_the_path(name: str, path: str) -> None:
         module = load_gpu_test(name)
         assert len(module.CASES) > 60
         for case in (*module.CASES, *getattr(module, "OTHER_CASES", ())):
-            default = DEFAULTS[path](case.problem)
-            assert default.path == path
-            with override_config(default):
+            default_config = MAKE_DEFAULT_CONFIG[path](case.problem)
+            assert default_config.path == path
+            with override_config(default_config):
                 config = choose_config(
                     case.problem, case.problem.tokens, supported_paths(case.problem)
                 )
-            assert config == default, str(case)
+            assert config == default_config, str(case)

@@ -1,4 +1,4 @@
-"""Quantization of rows to nvfp4, tile by tile: kernels equal quant.nvfp4 bit for bit."""
+"""Kernels that quantize rows to nvfp4, tile by tile, equal quant.nvfp4 bit for bit."""
 
 import pytest
 import torch
@@ -25,14 +25,15 @@ from modular_kernel.workspace import Workspace
 
 path = make_path_fixture(fp4_rows)
 
-# Three experts have 130, 0 and 5 rows. The tests allocate space for four tiles, one more than used.
+# Three experts have 130, 0 and 5 rows, in three tiles. The tests allocate memory for four tiles.
 ROWS, TILES = 135, [(0, 0, 130), (0, 128, 130), (2, 130, 135)]
 SCALES = (0.011, 1.0, 0.37)
 
 
-def tiles_tensor(tiles: list[tuple[int, int, int]], room: int) -> torch.Tensor:
-    out = torch.full((3 * room + 1,), 0x3F3F3F3F, dtype=torch.int32)
-    out[: 3 * room].view(3, -1)[:, : len(tiles)] = torch.tensor(tiles, dtype=torch.int32).T
+def make_tiles_tensor(tiles: list[tuple[int, int, int]], capacity: int) -> torch.Tensor:
+    """Return the tensor that kernels read, with (expert, first row, end) of each tile."""
+    out = torch.full((3 * capacity + 1,), 0x3F3F3F3F, dtype=torch.int32)
+    out[: 3 * capacity].view(3, -1)[:, : len(tiles)] = torch.tensor(tiles, dtype=torch.int32).T
     out[-1] = len(tiles)
     return out.to(DEVICE)
 
@@ -61,10 +62,10 @@ def test_representable_values_are_preserved(path: str) -> None:
     x = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6], device=DEVICE).repeat(ROWS, 4)
     x[:, 16:] *= -8
     out = allocate_rows(ROWS, 32, 4)
-    quantize_tiles(x.bfloat16(), tiles_tensor(TILES, 4), scale_e, out=out)
+    quantize_tiles(x.bfloat16(), make_tiles_tensor(TILES, 4), scale_e, out=out)
     scale = from_tiles(out.scale[:1], 128, 2).view(torch.float8_e4m3fn)
-    back = nvfp4.dequantize(unpack_pairs(out.q_RK[:128], 1), scale, torch.ones(1, device=DEVICE))
-    assert torch.equal(back, x[:128])
+    codes, global_scale = unpack_pairs(out.q_RK[:128], 1), torch.ones(1, device=DEVICE)
+    assert torch.equal(nvfp4.dequantize(codes, scale, global_scale), x[:128])
 
 
 @pytest.mark.usefixtures("path")
@@ -75,9 +76,9 @@ def test_rows_equal_the_reference(columns: int, dtype: torch.dtype) -> None:
     x = random_normal(ROWS + 3, columns, dtype=dtype)
     x[3, :16] = 0
     x[4, :16] = 3e4  # exceeds the largest scale
-    x[5, :16] *= 1e-4  # the scale is zero or the smallest subnormal
+    x[5, :16] *= 1e-4  # so that the scale is zero or the smallest subnormal
     out = allocate_rows(ROWS + 3, columns, 4)
-    quantize_tiles(x, tiles_tensor(TILES, 4), scale_e, out=out)
+    quantize_tiles(x, make_tiles_tensor(TILES, 4), scale_e, out=out)
     assert_rows(out, x, scale_e)
 
 
@@ -86,7 +87,7 @@ def test_ties_round_to_even() -> None:
     scale_e = torch.ones(3, device=DEVICE)
     x = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0], device=DEVICE).repeat(ROWS, 2)
     out = allocate_rows(ROWS, 16, 4)
-    quantize_tiles(x, tiles_tensor(TILES, 4), scale_e, out=out)
+    quantize_tiles(x, make_tiles_tensor(TILES, 4), scale_e, out=out)
     codes = unpack_pairs(out.q_RK[:1], 1)[0, :8]
     assert codes.tolist() == [0, 2, 2, 4, 4, 6, 6, 7]
 
@@ -95,10 +96,10 @@ def test_ties_round_to_even() -> None:
 def test_scales_between_two_codes_round_to_even() -> None:
     """17/16 and 19/16 are ties, and so are 0.5, 1.5 and 2.5 times the smallest scale, 2**-9."""
     scale_e = torch.ones(3, device=DEVICE)
-    wanted = torch.tensor([17 / 16, 19 / 16, 0.5 / 512, 1.5 / 512, 2.5 / 512], device=DEVICE)
-    x = (wanted * 6).repeat_interleave(16).repeat(ROWS, 1)
+    exact_scales = torch.tensor([17 / 16, 19 / 16, 0.5 / 512, 1.5 / 512, 2.5 / 512], device=DEVICE)
+    x = (exact_scales * 6).repeat_interleave(16).repeat(ROWS, 1)
     out = allocate_rows(ROWS, 80, 4)
-    quantize_tiles(x, tiles_tensor(TILES, 4), scale_e, out=out)
+    quantize_tiles(x, make_tiles_tensor(TILES, 4), scale_e, out=out)
     assert from_tiles(out.scale[:1], 128, 5)[0].tolist() == [0x38, 0x3A, 0, 2, 2]
 
 
@@ -108,7 +109,7 @@ def test_nonfinite_values_affect_only_their_group() -> None:
     x = random_normal(ROWS, 64, dtype=torch.float32)
     x[0, 3], x[1, 17], x[2, 40] = torch.nan, torch.inf, -torch.inf
     out = allocate_rows(ROWS, 64, 4)
-    quantize_tiles(x, tiles_tensor(TILES, 4), scale_e, out=out)
+    quantize_tiles(x, make_tiles_tensor(TILES, 4), scale_e, out=out)
     assert_rows(out, x, scale_e)
     scale = from_tiles(out.scale[:1], 128, 4).view(torch.float8_e4m3fn).float()
     assert scale.isnan().nonzero().tolist() == [[0, 0]]
@@ -121,7 +122,7 @@ def test_scales_of_every_magnitude_round_correctly() -> None:
     sizes = torch.logspace(-12, 3.5, ROWS * 8, base=10.0, device=DEVICE).view(ROWS, 8, 1)
     x = (sizes * torch.linspace(-1, 1, 16, device=DEVICE)).flatten(1)
     out = allocate_rows(ROWS, 128, 4)
-    quantize_tiles(x, tiles_tensor(TILES, 4), scale_e, out=out)
+    quantize_tiles(x, make_tiles_tensor(TILES, 4), scale_e, out=out)
     assert_rows(out, x, scale_e)
 
 
@@ -133,12 +134,12 @@ def test_activated_rows_equal_the_reference(kind: str) -> None:
     act, scale_e = ActivationSpec.parse(kind), torch.tensor(SCALES, device=DEVICE)
     x = random_normal(ROWS, 320 * (2 if act.gated else 1), dtype=torch.bfloat16)
     out = allocate_rows(ROWS, 320, 4)
-    quantize_tiles(x, tiles_tensor(TILES, 4), scale_e, out=out, act=act)
+    quantize_tiles(x, make_tiles_tensor(TILES, 4), scale_e, out=out, act=act)
     h = gated_activation_ref(x, act).to(x.dtype)
     codes, scale = nvfp4.quantize(h[:128], 1 / scale_e[0])
-    # The exponentials differ in the last bit, which may change a few codes.
-    same = unpack_pairs(out.q_RK[:128], 1) == codes
-    assert same.float().mean() > 0.995
+    # Exponentials can differ in the last bit, which changes a few codes.
+    is_equal = unpack_pairs(out.q_RK[:128], 1) == codes
+    assert is_equal.float().mean() > 0.995
     actual_scale = from_tiles(out.scale[:1], 128, 20)
     assert (actual_scale == scale.view(torch.uint8)).float().mean() > 0.99
 
@@ -149,7 +150,7 @@ def test_gathered_rows_equal_the_reference() -> None:
     x = random_normal(40, 256, dtype=torch.bfloat16)
     source = (torch.arange(ROWS, device=DEVICE) * 7 % 40).int()
     out = allocate_rows(ROWS, 256, 4)
-    quantize_tiles(x, tiles_tensor(TILES, 4), scale_e, out=out, source_R=source)
+    quantize_tiles(x, make_tiles_tensor(TILES, 4), scale_e, out=out, source_R=source)
     assert_rows(out, x[source.long()], scale_e)
 
 
@@ -172,17 +173,16 @@ def test_tiles_cover_all_batched_rows(counts: list[int], capacity: int) -> None:
     workspace = Workspace(batched_tile_specs(len(counts), capacity), counts_e.device)
     tiles = list_tiles(make_batched_tiles(counts_e, capacity, workspace))
     rows = [
-        e * capacity + place for e, first, end in tiles
-        for place in range(first - e * capacity, min(first + 128, end) - e * capacity)
+        row for _, first, end in tiles for row in range(first, min(first + 128, end))
     ]  # fmt: skip
-    assert rows == [e * capacity + p for e, count in enumerate(counts) for p in range(count)]
+    assert rows == [e * capacity + row for e, count in enumerate(counts) for row in range(count)]
     assert all(first % capacity % 128 == 0 for _, first, _ in tiles)
 
 
 def assert_refused(error: type[Exception], match: str, **changes: object) -> None:
     arguments: dict[str, object] = {
         "x": torch.zeros(135, 64, device=DEVICE),
-        "tiles": tiles_tensor(TILES, 4),
+        "tiles": make_tiles_tensor(TILES, 4),
         "scale_e": torch.ones(3, device=DEVICE),
         "out": allocate_rows(135, 64, 4),
     }
@@ -197,9 +197,9 @@ def test_invalid_arguments_are_refused() -> None:
     assert_refused(LayoutError, "contiguous rows", x=zeros(64, 135).T)
     assert_refused(ShapeError, "scales of tiles", out=allocate_rows(135, 64, 3))
     assert_refused(ShapeError, "a multiple of 16", x=zeros(135, 40), out=allocate_rows(135, 40, 4))
-    assert_refused(DtypeError, "tiles", tiles=tiles_tensor(TILES, 4).long())
+    assert_refused(DtypeError, "tiles", tiles=make_tiles_tensor(TILES, 4).long())
     assert_refused(DtypeError, "scales of experts", scale_e=torch.ones(3).double())
-    assert_refused(ShapeError, "max_tiles . 1 values", tiles=tiles_tensor(TILES, 4)[:-1])
+    assert_refused(ShapeError, "max_tiles . 1 values", tiles=make_tiles_tensor(TILES, 4)[:-1])
     assert_refused(LayoutError, "scales of experts", scale_e=torch.ones(6)[::2])
     assert_refused(LayoutError, "scales of experts", scale_e=torch.ones(3, 1))
     assert_refused(ShapeError, "at least 135", x=zeros(134, 64))

@@ -1,4 +1,4 @@
-"""Steps of fused_moe with their names in vLLM and SGLang: config, grouped GEMM, sum over top-k."""
+"""Steps of fused_moe that vLLM and SGLang export: tile config, grouped GEMM, and sum over top-k."""
 
 from dataclasses import replace
 from typing import Any
@@ -40,7 +40,7 @@ SCHEMES = (
 )
 
 
-def operands(
+def make_operands(
     quant: str = "none",
     *,
     rows: int = T,
@@ -48,18 +48,21 @@ def operands(
     has_bias: bool = True,
     device: torch.device = DEVICE,
 ) -> tuple[dict[str, Any], torch.Tensor]:
-    """Return arguments and the float64 product of their values. Pairs of expert 2 are skipped."""
+    """Return arguments of the grouped GEMM, with skipped pairs, and its float64 result.
+
+    has_bias: whether the result includes the bias.
+    """
     g = torch.Generator().manual_seed(4)
     problem = Problem(T, N, K, E, 1, dtype=torch.float32, quant=quant)
     w2 = torch.randn(E, N, K, generator=g).to(device)
-    plain = ExpertWeights(torch.zeros(E, 2 * K, N, device=device), w2)
+    unquantized = ExpertWeights(torch.zeros(E, 2 * K, N, device=device), w2)
     if problem.scheme.static:
-        plain = replace(
-            plain,
+        unquantized = replace(
+            unquantized,
             a1_scale=torch.tensor([0.1], device=device),
             a2_scale=torch.tensor([0.01], device=device),
         )
-    weights = quantize_weights(plain, problem) if quant != "none" else plain
+    weights = quantize_weights(unquantized, problem) if quant != "none" else unquantized
     a = torch.randn(rows, K, generator=g).to(device)
     ids = torch.randint(E, (T, TOP_K), generator=g).to(device)
     ids = torch.where(ids == 2, -1, ids).to(torch.int32)
@@ -70,60 +73,67 @@ def operands(
     if scheme.quantizes_activations:
         exact_a = dequantize_rows(*quantize_values(a, scheme, weights.a2_scale), scheme)
     bias = torch.randn(E, N, generator=g).to(device)
-    gates = torch.rand(T, TOP_K, generator=g).to(device)
+    topk_weights = torch.rand(T, TOP_K, generator=g).to(device)
     aligned = moe_align_block_size(ids, CONFIG["BLOCK_SIZE_M"], E)
     names = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "A": a, "B": weights.w2, "bias": bias,
         "C": torch.full((T, TOP_K, N), torch.nan, device=device),
         "A_scale": weights.a2_scale, "B_scale": weights.w2_scale, "B_zp": weights.w2_zero_point,
-        "topk_weights": gates, "topk_ids": ids, **dict(zip(names, aligned, strict=True)),
+        "topk_weights": topk_weights, "topk_ids": ids, **dict(zip(names, aligned, strict=True)),
         "mul_routed_weight": True, "top_k": top_k, "config": CONFIG, "quant": quant,
     }  # fmt: skip
     experts = ids.flatten().long()
-    pairs = exact_a.double().repeat_interleave(top_k, 0)
-    product = torch.einsum("pk,pnk->pn", pairs, b.double()[experts])
+    rows_of_pairs = exact_a.double().repeat_interleave(top_k, 0)
+    product = torch.einsum("pk,pnk->pn", rows_of_pairs, b.double()[experts])
     if has_bias:
         product = product + bias.double()[experts]
-    product = product * gates.double().view(-1, 1)
+    product = product * topk_weights.double().view(-1, 1)
     product[experts < 0] = 0
-    return given, product.view(T, TOP_K, N)
+    return arguments, product.view(T, TOP_K, N)
 
 
 @pytest.mark.parametrize("quant", SCHEMES)
 def test_a_gemm_of_tokens_equals_float64(quant: str) -> None:
-    given, expected = operands(quant)
-    invoke_fused_moe_kernel(**given)
-    assert torch.allclose(given["C"].double(), expected, rtol=1e-4, atol=1e-4)
-    skipped = given["C"][given["topk_ids"] < 0]
+    arguments, expected = make_operands(quant)
+    invoke_fused_moe_kernel(**arguments)
+    assert torch.allclose(arguments["C"].double(), expected, rtol=1e-4, atol=1e-4)
+    skipped = arguments["C"][arguments["topk_ids"] < 0]
     assert torch.equal(skipped, torch.zeros_like(skipped))
-    given |= {"bias": None, "C": torch.full_like(given["C"], torch.nan)}
-    invoke_fused_moe_kernel(**given)
-    _, expected = operands(quant, has_bias=False)
-    assert torch.allclose(given["C"].double(), expected, rtol=1e-4, atol=1e-4)
+    arguments |= {"bias": None, "C": torch.full_like(arguments["C"], torch.nan)}
+    invoke_fused_moe_kernel(**arguments)
+    _, expected = make_operands(quant, has_bias=False)
+    assert torch.allclose(arguments["C"].double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_gemm_of_pairs_without_weights_equals_float64() -> None:
-    given, expected = operands(rows=T * TOP_K, top_k=1)
-    given |= {"mul_routed_weight": False, "topk_weights": None, "C": given["C"].flatten(0, 1)}
-    given.pop("quant")
-    invoke_fused_moe_kernel(*given.values())  # callers of vLLM pass positional arguments
-    gates_TK = operands(rows=T * TOP_K, top_k=1)[0]["topk_weights"]
-    actual = given["C"].view(T, TOP_K, N).double() * gates_TK[..., None]
+    arguments, expected = make_operands(rows=T * TOP_K, top_k=1)
+    arguments |= {
+        "mul_routed_weight": False,
+        "topk_weights": None,
+        "C": arguments["C"].flatten(0, 1),
+    }
+    arguments.pop("quant")
+    invoke_fused_moe_kernel(*arguments.values())  # callers of vLLM pass positional arguments
+    weights_TK = make_operands(rows=T * TOP_K, top_k=1)[0]["topk_weights"]
+    actual = arguments["C"].view(T, TOP_K, N).double() * weights_TK[..., None]
     assert torch.allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_empty_input_is_accepted() -> None:
-    given, _ = operands()
+    arguments, _ = make_operands()
     empty = torch.empty(0, TOP_K, dtype=torch.int32, device=DEVICE)
     aligned = moe_align_block_size(empty, 16, E)
     names = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
-    given |= dict(zip(names, aligned, strict=True)) | {"topk_ids": empty, "A": given["A"][:0]}
-    given |= {"C": given["C"][:0], "topk_weights": given["topk_weights"][:0]}
-    invoke_fused_moe_kernel(**given)
+    arguments |= dict(zip(names, aligned, strict=True)) | {
+        "topk_ids": empty,
+        "A": arguments["A"][:0],
+    }
+    arguments |= {"C": arguments["C"][:0], "topk_weights": arguments["topk_weights"][:0]}
+    invoke_fused_moe_kernel(**arguments)
 
 
-BAD: tuple[tuple[dict[str, Any], type[InputError], str], ...] = (
+INVALID_CHANGES: tuple[tuple[dict[str, Any], type[InputError], str], ...] = (
     ({"top_k": 3}, ShapeError, "A: got .* need P / top_k = 14 / 3 rows"),
     ({"C": torch.zeros(T, TOP_K, N + 1)}, ShapeError, "C: got"),
     ({"C": torch.zeros(T, TOP_K, N, dtype=torch.bfloat16)}, DtypeError, "C: got torch.bfloat16"),
@@ -144,13 +154,15 @@ BAD: tuple[tuple[dict[str, Any], type[InputError], str], ...] = (
 )
 
 
-@pytest.mark.parametrize(("given", "error", "words"), BAD, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("changes", "error", "message"), INVALID_CHANGES, ids=lambda value: str(value)[:40]
+)
 def test_invalid_arguments_are_refused(
-    given: dict[str, Any], error: type[InputError], words: str
+    changes: dict[str, Any], error: type[InputError], message: str
 ) -> None:
-    valid, _ = operands(device=CPU)
-    with pytest.raises(error, match=words):
-        invoke_fused_moe_kernel(**valid | given)
+    arguments, _ = make_operands(device=CPU)
+    with pytest.raises(error, match=message):
+        invoke_fused_moe_kernel(**arguments | changes)
 
 
 def test_moe_sum_reduce_sums_over_top_k() -> None:
@@ -165,14 +177,16 @@ def test_the_optimal_config_can_be_launched() -> None:
     shapes = (E, 2 * K, N), (E, N, K)
     config = try_get_optimal_moe_config(*shapes, TOP_K, torch.bfloat16, 7)
     assert set(config) == {*CONFIG, "num_warps", "num_stages"}
-    given, expected = operands()
+    arguments, expected = make_operands()
     names = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
-    aligned = moe_align_block_size(given["topk_ids"], config["BLOCK_SIZE_M"], E)
-    invoke_fused_moe_kernel(**given | dict(zip(names, aligned, strict=True)) | {"config": config})
-    assert torch.allclose(given["C"].double(), expected, rtol=1e-4, atol=1e-4)
+    aligned = moe_align_block_size(arguments["topk_ids"], config["BLOCK_SIZE_M"], E)
+    invoke_fused_moe_kernel(
+        **arguments | dict(zip(names, aligned, strict=True)) | {"config": config}
+    )
+    assert torch.allclose(arguments["C"].double(), expected, rtol=1e-4, atol=1e-4)
     with override_config(CONFIG):
-        chosen = try_get_optimal_moe_config(*shapes, TOP_K, torch.bfloat16, 7)
-    assert {key: chosen[key] for key in CONFIG} == CONFIG
+        overridden = try_get_optimal_moe_config(*shapes, TOP_K, torch.bfloat16, 7)
+    assert {key: overridden[key] for key in CONFIG} == CONFIG
     with pytest.raises(ConfigurationError, match="w1_shape and w2_shape"):
         try_get_optimal_moe_config((E, 2 * K, N), (E, K, N), TOP_K, torch.bfloat16, 7)
 
@@ -181,7 +195,7 @@ def test_the_optimal_config_can_be_launched() -> None:
 def test_shapes_and_flags_of_another_type_are_refused(shape: Any) -> None:
     with pytest.raises(ConfigurationError, match="w1_shape"):
         try_get_optimal_moe_config(shape, (E, N, K), TOP_K, torch.bfloat16, 7)
-    given, _ = operands()
+    arguments, _ = make_operands()
     for flag in (torch.zeros(2), None, 1):
         with pytest.raises(ConfigurationError, match="mul_routed_weight"):
-            invoke_fused_moe_kernel(**given | {"mul_routed_weight": flag})
+            invoke_fused_moe_kernel(**arguments | {"mul_routed_weight": flag})

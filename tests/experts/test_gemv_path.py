@@ -22,43 +22,43 @@ from modular_kernel.testing.random_inputs import random_inputs
 
 _NO_EP = "MoEPrepareAndFinalizeNoEP"
 _PATHS = ("aligned", "gemv")
-# Several steps along K and several blocks along N in both GEMMs. Pairs are processed singly or in
-# twos.
-_ONE = MoEConfig(LaunchConfig(16, 16, 32, 1, 4, 1), LaunchConfig(16, 16, 64, 1, 4, 1), "gemv")
-_TWO = MoEConfig(LaunchConfig(16, 32, 64, 1, 4, 3), LaunchConfig(16, 16, 32, 2, 2, 3), "gemv")
+# Both configs have several steps along K and several blocks along N in both GEMMs. A program
+# processes one or two pairs.
+_ONE_PAIR = MoEConfig(LaunchConfig(16, 16, 32, 1, 4, 1), LaunchConfig(16, 16, 64, 1, 4, 1), "gemv")
+_TWO_PAIRS = MoEConfig(LaunchConfig(16, 32, 64, 1, 4, 3), LaunchConfig(16, 16, 32, 2, 2, 3), "gemv")
 _BF16 = torch.bfloat16
 _OAI = "swiglu_oai:alpha=1.702,limit=1.0,interleaved=true"
 _WIDE = {"hidden": 160, "intermediate": 96, "dtype": _BF16}
 
 _CASES: tuple[tuple[dict[str, Any], str, MoEConfig], ...] = (
-    ({"tokens": 1}, "uniform", _ONE),
-    ({"tokens": 4, "top_k": 3, "dtype": _BF16}, "duplicates", _TWO),
-    ({"tokens": 3, "hidden": 47, "intermediate": 33, "activation": _OAI}, "uniform", _TWO),
-    ({"tokens": 2, "bias": True, "activation": "relu2"}, "skips", _TWO),
-    ({"tokens": 4, "top_k": 3, "ids_dtype": torch.int64}, "out_of_range", _ONE),
-    ({"tokens": 3, "expert_map": True, "local_experts": 3, "bias": True}, "uniform", _TWO),
-    ({"tokens": 2, "apply_router_weight_on_input": True, "bias": True}, "uniform", _ONE),
-    ({"tokens": 3, "inplace": True, "routed_scaling_factor": 2.5}, "skips", _TWO),
-    ({"tokens": 9, "chunk_tokens": 4, "dtype": _BF16}, "zipf", _TWO),
-    ({"tokens": 3, "combine": Combine.TOPK_WEIGHTED, "dtype": torch.float16}, "skips", _TWO),
-    ({"tokens": 2, "combine": Combine.TOPK_UNWEIGHTED, "top_k": 3}, "all_skipped", _ONE),
-    ({"tokens": 2, "quant": "fp8_w8a8_channel", **_WIDE}, "skips", _TWO),
-    ({"tokens": 3, "quant": "fp8_w8a8_tensor", **_WIDE}, "skips", _ONE),
-    ({"tokens": 3, "quant": "fp8_w8a8_tensor:static=true", **_WIDE}, "uniform", _TWO),
-    ({"tokens": 4, "quant": "fp8_w8a8_block:block=48x64", **_WIDE}, "duplicates", _TWO),
+    ({"tokens": 1}, "uniform", _ONE_PAIR),
+    ({"tokens": 4, "top_k": 3, "dtype": _BF16}, "duplicates", _TWO_PAIRS),
+    ({"tokens": 3, "hidden": 47, "intermediate": 33, "activation": _OAI}, "uniform", _TWO_PAIRS),
+    ({"tokens": 2, "bias": True, "activation": "relu2"}, "skips", _TWO_PAIRS),
+    ({"tokens": 4, "top_k": 3, "ids_dtype": torch.int64}, "out_of_range", _ONE_PAIR),
+    ({"tokens": 3, "expert_map": True, "local_experts": 3, "bias": True}, "uniform", _TWO_PAIRS),
+    ({"tokens": 2, "apply_router_weight_on_input": True, "bias": True}, "uniform", _ONE_PAIR),
+    ({"tokens": 3, "inplace": True, "routed_scaling_factor": 2.5}, "skips", _TWO_PAIRS),
+    ({"tokens": 9, "chunk_tokens": 4, "dtype": _BF16}, "zipf", _TWO_PAIRS),
+    ({"tokens": 3, "combine": Combine.TOPK_WEIGHTED, "dtype": torch.float16}, "skips", _TWO_PAIRS),
+    ({"tokens": 2, "combine": Combine.TOPK_UNWEIGHTED, "top_k": 3}, "all_skipped", _ONE_PAIR),
+    ({"tokens": 2, "quant": "fp8_w8a8_channel", **_WIDE}, "skips", _TWO_PAIRS),
+    ({"tokens": 3, "quant": "fp8_w8a8_tensor", **_WIDE}, "skips", _ONE_PAIR),
+    ({"tokens": 3, "quant": "fp8_w8a8_tensor:static=true", **_WIDE}, "uniform", _TWO_PAIRS),
+    ({"tokens": 4, "quant": "fp8_w8a8_block:block=48x64", **_WIDE}, "duplicates", _TWO_PAIRS),
     ({"tokens": 1, "quant": "fp8_w8a8_block:block=32x32", "activation": _OAI, **_WIDE}, "uniform",
-     _ONE),
+     _ONE_PAIR),
     ({"tokens": 5, "chunk_tokens": 2, "quant": "fp8_w8a8_block:block=32x32", **_WIDE}, "uniform",
-     _TWO),
-    ({"tokens": 2, "quant": "int8_w8a8_channel", "bias": True, **_WIDE}, "uniform", _TWO),
-    ({"tokens": 1, "quant": "int8_w8a16_channel", **_WIDE}, "uniform", _ONE),
+     _TWO_PAIRS),
+    ({"tokens": 2, "quant": "int8_w8a8_channel", "bias": True, **_WIDE}, "uniform", _TWO_PAIRS),
+    ({"tokens": 1, "quant": "int8_w8a16_channel", **_WIDE}, "uniform", _ONE_PAIR),
     ({"tokens": 2, "quant": "int8_w8a16_group:group=32,zero_points=true", **_WIDE}, "uniform",
-     _TWO),
-    ({"tokens": 2, "quant": "int8_w8a16_group:group=64", **_WIDE}, "all_to_one", _ONE),
+     _TWO_PAIRS),
+    ({"tokens": 2, "quant": "int8_w8a16_group:group=64", **_WIDE}, "all_to_one", _ONE_PAIR),
     # One group covers the whole depth of GEMM 2, then of GEMM 1.
-    ({"tokens": 2, "quant": "int8_w8a16_group:zero_points=true", **_WIDE}, "uniform", _ONE),
+    ({"tokens": 2, "quant": "int8_w8a16_group:zero_points=true", **_WIDE}, "uniform", _ONE_PAIR),
     ({"tokens": 1, "quant": "int8_w8a16_group:zero_points=true", **_WIDE, "hidden": 96}, "uniform",
-     _TWO),
+     _TWO_PAIRS),
 )  # fmt: skip
 
 
@@ -71,8 +71,8 @@ def test_cases_are_proven(
     assert proof.passed, str(proof)
 
 
-_GROUPS = "int8_w8a16_group:group=32"
-_POINTS = f"{_GROUPS},zero_points=true"
+_INT8_GROUPS = "int8_w8a16_group:group=32"
+_INT8_ZERO_POINTS = f"{_INT8_GROUPS},zero_points=true"
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,12 @@ _POINTS = f"{_GROUPS},zero_points=true"
     [
         (32, 64, "fp8_w8a8_block:block=32x32"),
         (32, 64, "int8_w8a8_block:block=32x32"),
-        *((h, i, quant) for quant in (_GROUPS, _POINTS) for h, i in ((64, 33), (40, 40), (33, 64))),
-        (32, 40, _POINTS),
+        *(
+            (h, i, quant)
+            for quant in (_INT8_GROUPS, _INT8_ZERO_POINTS)
+            for h, i in ((64, 33), (40, 40), (33, 64))
+        ),
+        (32, 40, _INT8_ZERO_POINTS),
     ],
 )
 def test_scales_end_with_the_last_row(
@@ -89,7 +93,7 @@ def test_scales_end_with_the_last_row(
 ) -> None:
     """The last block of rows is partial, and no memory follows its scales and zero points.
 
-    The interpreter raises an error for a read outside of a tensor.
+    The interpreter raises an error if a kernel reads outside of a tensor.
     """
     problem = Problem(1, hidden, intermediate, experts=2, top_k=1, dtype=_BF16, quant=quant)
     proof = prove(Case(_NO_EP, "TritonExperts", problem, "all_to_one"), machine)  # to expert 1
@@ -97,12 +101,12 @@ def test_scales_end_with_the_last_row(
 
 
 def test_many_pairs_count_invalid_ids_once() -> None:
-    """The ids need more than one block, and expert ids more than eight bits."""
+    """The ids do not fit in one block, and expert ids do not fit in eight bits."""
     problem = Problem(tokens=140, hidden=16, intermediate=16, experts=300, top_k=8, dtype=_BF16)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     x_TH, weights, routing = random_inputs(problem, device)
     routing.topk_ids_TK[::7, 3] = 300
-    with override_config(_ONE):
+    with override_config(_ONE_PAIR):
         kernel = make_kernel(_NO_EP, "TritonExperts", problem)
         kernel(x_TH, weights, routing)
     assert kernel.invalid_ids == 20
@@ -120,10 +124,8 @@ def test_few_tokens_use_the_gemv_path() -> None:
         steps = make_heuristic_steps(problem, Device(), _PATHS)
         assert steps.choose(max_tokens) == gemv_config.default_config(problem)
         assert steps.choose(max_tokens + 1).path == "aligned"
-        assert (
-            make_heuristic_steps(problem, Device(), ("aligned",)).choose(max_tokens).path
-            == "aligned"
-        )
+        aligned_steps = make_heuristic_steps(problem, Device(), ("aligned",))
+        assert aligned_steps.choose(max_tokens).path == "aligned"
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,7 @@ def test_partial_steps_of_large_fp8_layers_use_the_aligned_path(
     steps = make_heuristic_steps(problem, Device(), _PATHS)
     paths = [steps.choose(tokens).path for tokens in range(1, 6)]
     assert paths == ["gemv"] * max_tokens + ["aligned"] * (5 - max_tokens)
-    # One row of output per pair has no partial steps.
+    # If each pair has its own output row, there are no partial steps.
     assert gemv_config.max_tokens(replace(problem, combine=Combine.TOPK_WEIGHTED)) > 0
 
 
@@ -164,8 +166,8 @@ def test_every_default_can_be_launched() -> None:
             problem = Problem(
                 tokens=1, hidden=depth, intermediate=depth, experts=8, top_k=2, quant=quant
             )
-            pair = gemv_config.default_config(problem)
-            for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(problem), strict=True):
+            config = gemv_config.default_config(problem)
+            for tile, gemm in zip((config.gemm1, config.gemm2), gemms(problem), strict=True):
                 assert not list(violations(tile, replace(gemm, group_k=0), Device()))
 
 
@@ -186,5 +188,5 @@ def test_activations_are_dispatched_unquantized_if_all_calls_take_this_path() ->
     experts = TritonExperts(problem)
     assert experts.takes_unquantized(StandardShape(4, 8))
     assert not experts.takes_unquantized(StandardShape(5, 8))
-    plain = TritonExperts(replace(problem, quant="none"))
-    assert not plain.takes_unquantized(StandardShape(1, 8))
+    unquantized_experts = TritonExperts(replace(problem, quant="none"))
+    assert not unquantized_experts.takes_unquantized(StandardShape(1, 8))

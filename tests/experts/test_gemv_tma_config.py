@@ -33,15 +33,14 @@ CONFIG = gemv_tma_config.default_config(QWEN, H200)
 )
 def test_few_tokens_use_the_path_with_launchable_tiles(problem: Problem, max_tokens: int) -> None:
     assert gemv_tma_config.max_tokens(problem) == max_tokens
-    configs_by_tokens = make_heuristic_steps(problem, H200)
-    pair = configs_by_tokens.choose(1)
-    assert pair.path == "gemv_tma"
-    assert configs_by_tokens.choose(max_tokens) == pair
-    assert configs_by_tokens.choose(max_tokens + 1).path != "gemv_tma"
-    require_config(pair, problem, H200, "heuristics")
-    assert "gemv_tma" not in {
-        p.path for p in make_heuristic_steps(problem, H200, ("aligned", "gemv")).configs
-    }
+    steps = make_heuristic_steps(problem, H200)
+    config = steps.choose(1)
+    assert config.path == "gemv_tma"
+    assert steps.choose(max_tokens) == config
+    assert steps.choose(max_tokens + 1).path != "gemv_tma"
+    require_config(config, problem, H200, "heuristics")
+    other_steps = make_heuristic_steps(problem, H200, ("aligned", "gemv"))
+    assert "gemv_tma" not in {config.path for config in other_steps.configs}
 
 
 @pytest.mark.parametrize(
@@ -51,12 +50,14 @@ def test_few_tokens_use_the_path_with_launchable_tiles(problem: Problem, max_tok
 def test_the_ring_fills_the_memory_left_by_the_vectors(
     depth: int, block_k: int, stages: int
 ) -> None:
-    """block_k is the largest for which four stages fit into shared memory, if there is one."""
+    """block_k is the largest with which four stages fit in shared memory, if there is such a
+    block_k.
+    """
     problem = replace(QWEN, intermediate=depth)
     tile = gemv_tma_config.default_config(problem, H200).gemm2
     assert (tile.block_k, tile.num_stages) == (block_k, stages)
-    longer = replace(tile, num_stages=stages + 1)
-    violations = list(gemv_tma_config.violations(longer, gemms(problem)[1], H200))
+    oversized_tile = replace(tile, num_stages=stages + 1)
+    violations = list(gemv_tma_config.violations(oversized_tile, gemms(problem)[1], H200))
     assert [violation.what for violation in violations] == ["num_stages"]
 
 
@@ -64,9 +65,8 @@ def test_short_vectors_with_block_scales_take_the_gemv_path() -> None:
     problem = replace(BLOCKS, intermediate=768)
     assert gemv_tma_config.supports(problem, H200)
     assert make_heuristic_steps(problem, H200).choose(1).path == "gemv"
-    assert (
-        make_heuristic_steps(replace(problem, quant=QWEN.quant), H200).choose(1).path == "gemv_tma"
-    )
+    channel_problem = replace(problem, quant=QWEN.quant)
+    assert make_heuristic_steps(channel_problem, H200).choose(1).path == "gemv_tma"
 
 
 @pytest.mark.parametrize(
@@ -114,44 +114,42 @@ def test_a_tile_that_its_kernel_cannot_launch_is_refused(
     change: dict[str, int], field: str
 ) -> None:
     assert fit_to_problem(configs_from_override(CONFIG), QWEN, H200).steps.choose(1) == CONFIG
-    broken = MoEConfig(replace(CONFIG.gemm1, **change), replace(CONFIG.gemm2, **change), "gemv_tma")
+    gemm1, gemm2 = replace(CONFIG.gemm1, **change), replace(CONFIG.gemm2, **change)
+    invalid_config = MoEConfig(gemm1, gemm2, "gemv_tma")
     with pytest.raises(ConfigurationError, match=field):
-        fit_to_problem(configs_from_override(broken), QWEN, H200)
+        fit_to_problem(configs_from_override(invalid_config), QWEN, H200)
 
 
 def test_a_path_of_a_file_is_limited_to_its_number_of_tokens() -> None:
     """5 tokens are nearer to 1 than to 64, but the path supports only 4."""
-    other = LaunchConfig(16, 64, 128, 1, 4, 3)
-    launches = (((1, CONFIG.gemm1), (64, other)), ((1, CONFIG.gemm2), (64, other)))
+    aligned = LaunchConfig(16, 64, 128, 1, 4, 3)
+    launches = (((1, CONFIG.gemm1), (64, aligned)), ((1, CONFIG.gemm2), (64, aligned)))
     tuned_configs = TunedConfigs(
         "x", *launches, False, False, paths=((1, "gemv_tma"), (64, "aligned"))
     )
-    configs_by_tokens = fit_to_problem(tuned_configs, BLOCKS, H200).steps
-    assert [configs_by_tokens.choose(tokens).path for tokens in (1, 4, 5)] == [
-        "gemv_tma",
-        "gemv_tma",
-        "aligned",
-    ]
+    steps = fit_to_problem(tuned_configs, BLOCKS, H200).steps
+    paths = [steps.choose(tokens).path for tokens in (1, 4, 5)]
+    assert paths == ["gemv_tma", "gemv_tma", "aligned"]
 
 
 def test_the_path_of_a_neighbor_is_reused_but_not_its_stages() -> None:
-    """The number of stages depends on the depths of the layer that uses them."""
+    """The number of stages depends on the depths of the layer's GEMMs."""
     launches = (((1, CONFIG.gemm1),), ((1, CONFIG.gemm2),))
     tuned_configs = TunedConfigs("x", *launches, False, False, paths=((1, "gemv_tma"),))
-    deep = replace(QWEN, hidden=3584)
+    problem = replace(QWEN, hidden=3584)
     neighbor = TunedLayer(QWEN.e, QWEN.top_k, QWEN.hidden, QWEN.intermediate, tuned_configs)
-    heuristics = make_heuristic_steps(deep, H200, ("aligned",))
-    (borrowed,) = borrow_configs([neighbor], deep, H200, heuristics, token_counts=(1,))
+    heuristics = make_heuristic_steps(problem, H200, ("aligned",))
+    (borrowed,) = borrow_configs([neighbor], problem, H200, heuristics, token_counts=(1,))
     assert borrowed.origin.startswith(neighbor.name)
-    assert borrowed.config == gemv_tma_config.default_config(deep, H200) != CONFIG
+    assert borrowed.config == gemv_tma_config.default_config(problem, H200) != CONFIG
 
 
 def test_tuning_candidates_include_all_valid_block_ks() -> None:
     with on_device(H200):
         space = ConfigSpace(QWEN, "X", ALL_PATHS)
-        tried = [pair for pair in space.candidates(1) if pair.path == "gemv_tma"]
-        assert not [pair for pair in space.candidates(64) if pair.path == "gemv_tma"]
-    assert CONFIG in tried
-    assert {pair.gemm1.block_k for pair in tried} == {128, 256, 512}
-    for pair in tried:
-        require_config(pair, QWEN, H200, "tried")
+        candidates = [config for config in space.candidates(1) if config.path == "gemv_tma"]
+        assert not [config for config in space.candidates(64) if config.path == "gemv_tma"]
+    assert CONFIG in candidates
+    assert {config.gemm1.block_k for config in candidates} == {128, 256, 512}
+    for config in candidates:
+        require_config(config, QWEN, H200, "tried")

@@ -1,6 +1,6 @@
 """The host code of the `gemv_tma` path without a GPU: accepted weights, and workspaces.
 
-tests/gpu/test_streamed_path.py tests its outputs.
+tests/gpu/test_streamed_path.py tests the path's outputs.
 """
 
 from dataclasses import replace
@@ -23,48 +23,46 @@ LAYER = Problem(
 X_TH = torch.empty(LAYER.tokens, LAYER.hidden)  # any alignment is supported
 
 
-def weights() -> ExpertWeights:
+def make_weights() -> ExpertWeights:
     return random_inputs(LAYER, torch.device("cpu"))[1]
 
 
-def shape(tokens: int) -> StandardShape:
+def make_shape(tokens: int) -> StandardShape:
     return StandardShape(tokens=tokens, top_k=LAYER.top_k)
 
 
 def test_weights_that_tma_can_load_are_accepted() -> None:
-    assert GemvTmaPath(LAYER).supports_tensors(weights(), X_TH)
+    assert GemvTmaPath(LAYER).supports_tensors(make_weights(), X_TH)
 
 
 @pytest.mark.parametrize("name", ["w1", "w2", "w1_scale", "w2_scale"])
 def test_tensors_with_gaps_are_refused(name: str) -> None:
-    original = weights()
+    original = make_weights()
     tensor = getattr(original, name)
-    wide = torch.empty(2 * tensor.shape[0], *tensor.shape[1:], dtype=tensor.dtype)[::2]
-    assert not GemvTmaPath(LAYER).supports_tensors(replace(original, **{name: wide}), X_TH)
+    strided = torch.empty(2 * tensor.shape[0], *tensor.shape[1:], dtype=tensor.dtype)[::2]
+    assert not GemvTmaPath(LAYER).supports_tensors(replace(original, **{name: strided}), X_TH)
 
 
 @pytest.mark.parametrize("name", ["w1", "w2"])
 def test_misaligned_weights_are_refused(name: str) -> None:
-    original = weights()
+    original = make_weights()
     tensor = getattr(original, name)
-    memory = torch.empty(tensor.numel() + 32, dtype=tensor.dtype)
-    first = -memory.data_ptr() % 16
-    for offset, is_accepted in ((first, True), (first + 8, False)):
-        moved = memory[offset : offset + tensor.numel()].view(tensor.shape)
-        assert (
-            GemvTmaPath(LAYER).supports_tensors(replace(original, **{name: moved}), X_TH)
-            is is_accepted
-        )
+    path = GemvTmaPath(LAYER)
+    buffer = torch.empty(tensor.numel() + 32, dtype=tensor.dtype)
+    aligned_offset = -buffer.data_ptr() % 16
+    for offset, is_accepted in ((aligned_offset, True), (aligned_offset + 8, False)):
+        view = buffer[offset : offset + tensor.numel()].view(tensor.shape)
+        assert path.supports_tensors(replace(original, **{name: view}), X_TH) is is_accepted
 
 
 def test_x_is_unquantized_only_if_every_call_can_quantize_it() -> None:
-    """A call may have weights that TMA cannot load. With up to 4 tokens, it then takes the `gemv`
-    path, which quantizes x itself. With 5 to 8 tokens, it takes the `aligned` path, which requires
-    quantized x.
+    """If TMA cannot load the weights of a call, the call takes another path. With up to 4 tokens,
+    this is the `gemv` path, which quantizes x itself. With 5 to 8 tokens, it is the `aligned` path,
+    which requires a quantized x.
     """
     with on_device(H200):
         part = TritonExperts(LAYER)
-        assert [part.takes_unquantized(shape(tokens)) for tokens in (1, 4, 5, 8, 9)] == [
+        assert [part.takes_unquantized(make_shape(tokens)) for tokens in (1, 4, 5, 8, 9)] == [
             *(True, True),
             *(False, False, False),
         ]
@@ -72,9 +70,9 @@ def test_x_is_unquantized_only_if_every_call_can_quantize_it() -> None:
 
 def test_workspaces_are_sized_for_both_paths() -> None:
     with on_device(H200):
-        extra = TritonExperts(LAYER).workspace_shapes(shape(1)).extra
+        extra = TritonExperts(LAYER).workspace_shapes(make_shape(1)).extra
     assert {"gemv_tma_amax", "gemv_amax"} <= set(extra)
     assert extra["gemv_tma_amax"].shape == (8 * 2,)
     with on_device(replace(H200, tma=False)):
-        extra = TritonExperts(LAYER).workspace_shapes(shape(1)).extra
+        extra = TritonExperts(LAYER).workspace_shapes(make_shape(1)).extra
     assert "gemv_tma_amax" not in extra

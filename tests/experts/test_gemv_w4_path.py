@@ -27,25 +27,25 @@ _MXFP4 = "mxfp4_w4a16"
 _REPACKED = "mxfp4_w4a16:repacked=true"
 
 
-def _pair(first: tuple[int, int, int, int], second: tuple[int, int, int, int]) -> MoEConfig:
+def _make_config(first: tuple[int, int, int, int], second: tuple[int, int, int, int]) -> MoEConfig:
     """Return launches from (block_n, block_k, warps, stages) for each GEMM."""
     return MoEConfig(GemvW4Config(*first), GemvW4Config(*second), GemvW4Path.name)
 
 
 # _LONG and _DEEP take several steps along K, _ONCE takes one, and _MANY has more warps than blocks.
-_LONG = _pair((32, 128, 1, 1), (64, 128, 2, 2))
-_DEEP = _pair((64, 128, 1, 2), (128, 256, 1, 3))
-_ONCE = _pair((64, 512, 4, 1), (128, 256, 4, 1))
-_MANY = _pair((64, 1024, 8, 2), (128, 1024, 8, 2))
-_NARROW = _pair((8, 256, 8, 1), (32, 256, 8, 4))  # 8 columns of gate and 8 of up in one MMA
-# GEMM 2 has 8 columns, with two halves of K in one MMA. It covers K at once, or in steps with one
-# or three stages.
-_AT_ONCE = _pair((32, 256, 4, 1), (8, 1024, 8, 1))
-_IN_STEPS = _pair((32, 256, 4, 1), (8, 512, 2, 1))
-_STAGED = _pair((32, 256, 4, 1), (8, 256, 1, 3))
-# Two warps process one pair.
-_TWO_WARPS_PER_PAIR = _pair((32, 256, 4, 1), (8, 256, 8, 2))
-# N is no multiple of a block, and K is no multiple of a chunk.
+_LONG = _make_config((32, 128, 1, 1), (64, 128, 2, 2))
+_DEEP = _make_config((64, 128, 1, 2), (128, 256, 1, 3))
+_ONCE = _make_config((64, 512, 4, 1), (128, 256, 4, 1))
+_MANY = _make_config((64, 1024, 8, 2), (128, 1024, 8, 2))
+_NARROW = _make_config((8, 256, 8, 1), (32, 256, 8, 4))  # 8 columns of gate and 8 of up in one MMA
+# GEMM 2 has 8 columns, with two halves of K in one MMA. A program covers K at once, or in steps
+# with one or three stages.
+_AT_ONCE = _make_config((32, 256, 4, 1), (8, 1024, 8, 1))
+_IN_STEPS = _make_config((32, 256, 4, 1), (8, 512, 2, 1))
+_STAGED = _make_config((32, 256, 4, 1), (8, 256, 1, 3))
+# In GEMM 2, two warps process one pair.
+_TWO_WARPS_PER_PAIR = _make_config((32, 256, 4, 1), (8, 256, 8, 2))
+# N is not a multiple of a block, and K is not a multiple of a chunk.
 _BASE = replace(BASE, hidden=160, intermediate=96, dtype=torch.bfloat16, quant=_INT4)
 
 _CASES: tuple[tuple[dict[str, Any], str, MoEConfig], ...] = (
@@ -130,7 +130,7 @@ def test_cases_are_proven(
     "pair", [_TWO_WARPS_PER_PAIR, _LONG], ids=["two warps per pair", "roaming"]
 )
 def test_the_weight_of_a_skipped_pair_is_not_used(pair: MoEConfig) -> None:
-    """Warps either process one pair or go from one pair to the next ("roaming")."""
+    """A warp either processes a single pair, or several pairs one after another ("roaming")."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     problem = replace(_BASE, tokens=2, quant=_REPACKED, top_k=2, bias=True)
     x_TH, weights, routing = random_inputs(problem, device)
@@ -145,29 +145,28 @@ def test_the_weight_of_a_skipped_pair_is_not_used(pair: MoEConfig) -> None:
 
 @pytest.mark.parametrize("path", ["gemv_w4", "aligned_w4"])
 def test_smallest_and_largest_e8m0_scales(path: str) -> None:
-    """E8M0 codes 0 and 1 (2^-127 and 2^-126) are negligible. Scales of 2^50 and more must give NaN
-    or infinity instead of wrapping around.
+    """Values with the E8M0 codes 0 and 1 (scales of 2^-127 and 2^-126) are negligible. Scales of
+    2^50 and more must give NaN or infinity instead of wrapping around.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     problem = replace(_BASE, tokens=2, quant=_MXFP4)
-    x_TH, plain, routing = random_inputs(replace(problem, quant="none"), device)
-    weights = quantize_weights(plain, problem)
-    pair = make_heuristic_steps(problem, Device(), _PATHS if path == "gemv_w4" else (path,)).choose(
-        1
-    )
-    assert pair.path == path
+    x_TH, unquantized, routing = random_inputs(replace(problem, quant="none"), device)
+    weights = quantize_weights(unquantized, problem)
+    paths = _PATHS if path == "gemv_w4" else (path,)
+    config = make_heuristic_steps(problem, Device(), paths).choose(1)
+    assert config.path == path
 
-    def output(experts: str, scale: torch.Tensor) -> torch.Tensor:
-        given = replace(weights, w1_scale=scale)
-        with override_config(pair):
-            return make_kernel(_NO_EP, experts, problem)(x_TH, given, routing)
+    def compute_output(experts: str, scale: torch.Tensor) -> torch.Tensor:
+        with override_config(config):
+            kernel = make_kernel(_NO_EP, experts, problem)
+            return kernel(x_TH, replace(weights, w1_scale=scale), routing)
 
     assert weights.w1_scale is not None
     tiny, huge = weights.w1_scale.clone(), weights.w1_scale.clone()
     tiny[:, 0::4, :2], tiny[:, 1::4, 0], huge[:, 5] = 0, 1, 250
-    actual, expected = output("TritonExperts", tiny), output("TorchExperts", tiny)
+    actual, expected = (compute_output(part, tiny) for part in ("TritonExperts", "TorchExperts"))
     torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
-    assert not output("TritonExperts", huge).isfinite().any()
+    assert not compute_output("TritonExperts", huge).isfinite().any()
 
 
 def test_only_4_bit_problems_of_whole_chunks_are_supported() -> None:
@@ -175,7 +174,7 @@ def test_only_4_bit_problems_of_whole_chunks_are_supported() -> None:
     assert gemv_w4_config.supports(replace(_BASE, quant=_MXFP4, dtype=torch.float16))
     for changes in (
         {"dtype": torch.float32},
-        {"hidden": 176},  # no multiple of 32
+        {"hidden": 176},  # not a multiple of 32
         {"quant": f"{_INT4}:group=48", "hidden": 192},
         {"top_k": 65, "experts": 80},
     ):
@@ -190,22 +189,22 @@ def test_few_tokens_use_the_gemv_w4_path() -> None:
             steps = make_heuristic_steps(problem, Device(), _PATHS)
             assert steps.choose(max_tokens + 1).path == "aligned"
             for tokens in range(1, max_tokens + 1):
-                pair = steps.choose(tokens)
-                assert pair == gemv_w4_config.default_config(problem, tokens)
-                assert is_launchable(pair, problem, Device())
+                config = steps.choose(tokens)
+                assert config == gemv_w4_config.default_config(problem, tokens)
+                assert is_launchable(config, problem, Device())
 
 
 def test_only_gated_first_gemms_can_use_8_columns() -> None:
     assert is_launchable(_NARROW, _BASE, Device())
-    found = list(config_violations(_NARROW, replace(_BASE, activation="relu2"), Device()))
-    assert [(gemm, violation.what) for gemm, violation in found] == [("GEMM 1", "block_n")]
+    violations = config_violations(_NARROW, replace(_BASE, activation="relu2"), Device())
+    assert [(gemm, violation.what) for gemm, violation in violations] == [("GEMM 1", "block_n")]
 
 
 @pytest.mark.parametrize("quant", [_INT4, _MXFP4])
 def test_second_gemms_use_at_least_8_columns(quant: str) -> None:
     for columns in (4, 8, 16):
-        pair = _pair((32, 256, 4, 1), (columns, 256, 4, 1))
-        assert is_launchable(pair, replace(_BASE, quant=quant), Device()) is (columns >= 8)
+        config = _make_config((32, 256, 4, 1), (columns, 256, 4, 1))
+        assert is_launchable(config, replace(_BASE, quant=quant), Device()) is (columns >= 8)
 
 
 @pytest.mark.parametrize(
@@ -230,21 +229,19 @@ def test_default_tiles_of_the_second_gemm(
     problem = replace(
         _BASE, quant=quant, hidden=hidden, intermediate=intermediate, top_k=top_k, experts=128
     )
-    found = gemv_w4_config.default_config(problem, tokens).gemm2
-    assert (found.block_n, found.block_k, found.num_warps) == tile
+    gemm2 = gemv_w4_config.default_config(problem, tokens).gemm2
+    assert (gemm2.block_n, gemm2.block_k, gemm2.num_warps) == tile
 
 
 def test_narrow_tiles_use_fewer_registers() -> None:
-    """As many programs are resident on an SM as `gemv_w4_config` assumes."""
+    """With these registers, as many programs are resident on an SM as `gemv_w4_config` assumes."""
     narrow, wide = GemvW4Config(8, 512, 8, 1), GemvW4Config(16, 512, 8, 1)
     for gemm in (1, 2):
         assert gemv_w4_config.max_registers(wide, gemm, words_stay_in_lanes=True) == 128
     assert gemv_w4_config.max_registers(narrow, 1, words_stay_in_lanes=True) * 32 * 32 <= 1 << 16
     assert gemv_w4_config.max_registers(narrow, 2, words_stay_in_lanes=True) * 32 * 24 <= 1 << 16
-    assert (
-        gemv_w4_config.max_registers(replace(narrow, block_k=1024), 2, words_stay_in_lanes=True)
-        == 128
-    )
+    deep = replace(narrow, block_k=1024)
+    assert gemv_w4_config.max_registers(deep, 2, words_stay_in_lanes=True) == 128
     assert [gemv_w4_config.num_halves(tile) for tile in (narrow, wide)] == [2, 1]
 
 
@@ -252,7 +249,7 @@ def test_narrow_tiles_use_fewer_registers() -> None:
 def test_words_exchanged_between_lanes_may_use_all_registers(
     warps: int, max_registers: int
 ) -> None:
-    """The limit is the number of registers with which one program fits on an SM."""
+    """With this number of registers, one program fits on an SM."""
     for block_n in (8, 16):
         for gemm in (1, 2):
             tile = GemvW4Config(block_n, 512, warps, 1)
@@ -273,11 +270,6 @@ def test_max_tokens_of_the_path(experts: int, top_k: int, max_tokens: int) -> No
 
 def test_chunks_per_block_are_limited_by_the_group_size() -> None:
     deep = GemvW4Config(16, 1024, 8, 1)
-    assert [gemv_w4_config.chunks_per_block(deep, group) for group in (256, 128, 96, 64, 32)] == [
-        8,
-        8,
-        2,
-        4,
-        2,
-    ]
+    chunks = [gemv_w4_config.chunks_per_block(deep, group) for group in (256, 128, 96, 64, 32)]
+    assert chunks == [8, 8, 2, 4, 2]
     assert gemv_w4_config.chunks_per_block(replace(deep, block_k=32), 128) == 1

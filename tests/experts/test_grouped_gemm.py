@@ -1,4 +1,4 @@
-"""The grouped GEMM of EPMoE over segments of rows, also with transposed and fp8 weights."""
+"""EPMoE's grouped GEMM over segments of rows, also with transposed and fp8 weights."""
 
 import pytest
 import torch
@@ -15,16 +15,15 @@ def test_grouped_gemm_equals_float64(dtype: torch.dtype) -> None:
     c = nan_tensor(211, 40, dtype=dtype)
     seg_indptr = torch.tensor([3, 3, 4, 4, 150, 190], device=DEVICE)
     weight_indices = torch.tensor([1, 4, 0, 2, 2], device=DEVICE)
-    returned = grouped_gemm_triton(a, b, c, 5, True, seg_indptr, weight_indices)
-    assert returned is c
+    assert grouped_gemm_triton(a, b, c, 5, True, seg_indptr, weight_indices) is c
     expected = nan_tensor(211, 40).double()
     for i, expert in enumerate(weight_indices.tolist()):
         rows = slice(int(seg_indptr[i]), int(seg_indptr[i + 1]))
         expected[rows] = a[rows].double() @ b[expert].double().T
     assert torch.equal(c.isnan(), expected.isnan())
-    inside = c[3:190].double() - expected[3:190]
-    step = 2.0**-8 if dtype is torch.bfloat16 else 2.0**-20
-    assert bool((inside.abs() <= step * expected[3:190].abs() + 1e-5).all())
+    error = (c[3:190].double() - expected[3:190]).abs()
+    rtol = 2.0**-8 if dtype is torch.bfloat16 else 2.0**-20
+    assert bool((error <= rtol * expected[3:190].abs() + 1e-5).all())
 
 
 def test_grouped_gemm_supports_transposed_weights() -> None:
@@ -37,7 +36,7 @@ def test_grouped_gemm_supports_transposed_weights() -> None:
 
 @pytest.mark.parametrize("block_shape", [None, [32, 64]])
 def test_grouped_gemm_of_fp8_equals_float64(block_shape: list[int] | None) -> None:
-    """There is a scale per segment and expert, or per block. The last blocks are partial."""
+    """Scales are per segment of a and expert of b, or per block, of which the last are partial."""
     a, b = random_normal(33, 96).to(FP8), random_normal(4, 40, 96, seed=1).to(FP8)
     seg_indptr = torch.tensor([0, 5, 5, 33], device=DEVICE)
     weight_indices = torch.tensor([3, 0, 1], device=DEVICE)
@@ -49,17 +48,17 @@ def test_grouped_gemm_of_fp8_equals_float64(block_shape: list[int] | None) -> No
         a, b, c, 3, True, seg_indptr, weight_indices, True, scale_a, scale_b, block_shape
     )
     if block_shape is None:
-        rows = scale_a.repeat_interleave(seg_indptr.diff())[:, None]
-        weights = scale_b[:, None, None]
+        a_scales = scale_a.repeat_interleave(seg_indptr.diff())[:, None]
+        b_scales = scale_b[:, None, None]
     else:
-        rows = scale_a.repeat_interleave(64, 1)[:, :96]
-        weights = scale_b.repeat_interleave(32, 1)[:, :40].repeat_interleave(64, 2)[..., :96]
-    left, right = a.double() * rows, b.double() * weights
-    expected = torch.cat([left[:5] @ right[3].T, left[5:] @ right[1].T])
-    size = torch.cat([left[:5].abs() @ right[3].T.abs(), left[5:].abs() @ right[1].T.abs()])
-    # Tensor cores truncate fp8 products about 13 bits below the largest one before the sum.
-    cut = 2.0**-13 if DEVICE.type == "cuda" else 0.0
-    bound = 2.0**-8 * expected.abs() + cut * size + 1e-4
+        a_scales = scale_a.repeat_interleave(64, 1)[:, :96]
+        b_scales = scale_b.repeat_interleave(32, 1)[:, :40].repeat_interleave(64, 2)[..., :96]
+    a, b = a.double() * a_scales, b.double() * b_scales
+    expected = torch.cat([a[:5] @ b[3].T, a[5:] @ b[1].T])
+    sum_of_magnitudes = torch.cat([a[:5].abs() @ b[3].T.abs(), a[5:].abs() @ b[1].T.abs()])
+    # Before the sum, tensor cores truncate fp8 products about 13 bits below the largest product.
+    truncation = 2.0**-13 if DEVICE.type == "cuda" else 0.0
+    bound = 2.0**-8 * expected.abs() + truncation * sum_of_magnitudes + 1e-4
     assert bool(((c.double() - expected).abs() <= bound).all())
 
 

@@ -29,23 +29,22 @@ def test_many_rows_use_the_path_with_launchable_tiles(quant: str) -> None:
     max_narrow = grouped_tma_config.max_narrow_tokens(problem)
     assert 0 < min_tokens < max_narrow
     assert steps.choose(min_tokens - 1).path != "grouped_tma"
-    few, many = steps.choose(min_tokens), steps.choose(max_narrow + 1)
-    assert few == steps.choose(max_narrow)
-    assert many == steps.choose(1 << 40)
-    assert (few.gemm1.block_n < many.gemm1.block_n) == (quant == "none")
-    for pair in (few, many):
-        assert pair.path == "grouped_tma"
-        require_config(pair, problem, H200, "heuristics")
-        for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(problem), strict=True):
+    narrow, wide = steps.choose(min_tokens), steps.choose(max_narrow + 1)
+    assert narrow == steps.choose(max_narrow)
+    assert wide == steps.choose(1 << 40)
+    assert (narrow.gemm1.block_n < wide.gemm1.block_n) == (quant == "none")
+    for config in (narrow, wide):
+        assert config.path == "grouped_tma"
+        require_config(config, problem, H200, "heuristics")
+        for tile, gemm in zip((config.gemm1, config.gemm2), gemms(problem), strict=True):
             mode = grouped_tma_config.MODE_BY_SCHEME[quant]
             assert not list(grouped_tma_config.violations(tile, gemm, mode, H200))
-    assert {p.path for p in make_heuristic_steps(problem, H200, ("aligned",)).configs} == {
-        "aligned"
-    }
+    aligned_steps = make_heuristic_steps(problem, H200, ("aligned",))
+    assert {config.path for config in aligned_steps.configs} == {"aligned"}
 
 
 def test_only_long_rows_are_gathered() -> None:
-    """Rows must have at least as many steps as the longest ring of stages of any tile."""
+    """Gathered rows must have at least as many steps as the largest number of stages of a tile."""
     assert grouped_tma_config.gathers_tokens(MIXTRAL)
     assert grouped_tma_config.gathers_tokens(replace(MIXTRAL, quant="fp8_w8a8_channel"))
     assert not grouped_tma_config.gathers_tokens(replace(MIXTRAL, quant="fp8_w8a8_block"))
@@ -54,10 +53,9 @@ def test_only_long_rows_are_gathered() -> None:
         assert not grouped_tma_config.gathers_tokens(replace(problem, hidden=max_short))
         assert grouped_tma_config.gathers_tokens(replace(problem, hidden=max_short + 16))
         gemm = gemms(problem)[0]
-        ring = (max_short + 16) * gemm.a_bits // 8 // grouped_tma_config.BOX_BYTES + 1
-        tile = replace(
-            grouped_tma_config.default_config(problem).gemm1, block_n=64, num_stages=ring + 2
-        )
+        num_steps = (max_short + 16) * gemm.a_bits // 8 // grouped_tma_config.BOX_BYTES + 1
+        gemm1 = grouped_tma_config.default_config(problem).gemm1
+        tile = replace(gemm1, block_n=64, num_stages=num_steps + 2)
         mode = grouped_tma_config.MODE_BY_SCHEME[quant]
         assert list(grouped_tma_config.violations(tile, gemm, mode, H200))
 
@@ -71,15 +69,16 @@ def test_only_aligned_tokens_are_gathered() -> None:
         path = GroupedTmaPath(problem)
         assert path.permutes_tokens == (hidden == 128)
         assert ("permuted_x" in path.specs(4, 128)) == path.permutes_tokens
-        wide = torch.zeros(4, hidden + 12, dtype=torch.bfloat16)
-        assert path.supports_tensors(weights, wide[:, :hidden].contiguous())
-        # The stride of rows is no multiple of 16 bytes.
-        assert path.supports_tensors(weights, wide[:, 8:-4]) == path.permutes_tokens
+        buffer = torch.zeros(4, hidden + 12, dtype=torch.bfloat16)
+        x_TH = buffer[:, :hidden].contiguous()
+        assert path.supports_tensors(weights, x_TH)
+        # The stride of rows is not a multiple of 16 bytes.
+        assert path.supports_tensors(weights, buffer[:, 8:-4]) == path.permutes_tokens
         assert path.supports_tensors(weights, torch.zeros(4, hidden + 16).bfloat16()[:, 8:-8])
-        shifted = wide.view(-1)[4 : 4 + 2 * hidden].view(2, hidden)
-        assert path.supports_tensors(weights, shifted) == path.permutes_tokens
-        odd = ExpertWeights(wide.new_zeros(2 * 128 * hidden + 4)[4:].view(shapes[0]), weights.w2)
-        assert not path.supports_tensors(odd, wide[:, :hidden].contiguous())
+        shifted_x = buffer.view(-1)[4 : 4 + 2 * hidden].view(2, hidden)
+        assert path.supports_tensors(weights, shifted_x) == path.permutes_tokens
+        shifted_w1 = buffer.new_zeros(2 * 128 * hidden + 4)[4:].view(shapes[0])
+        assert not path.supports_tensors(ExpertWeights(shifted_w1, weights.w2), x_TH)
 
 
 @pytest.mark.parametrize(
@@ -89,13 +88,13 @@ def test_only_aligned_tokens_are_gathered() -> None:
 def test_outputs_are_staged_in_the_memory_left_by_the_ring(
     stages: int, half: int, columns: int, slots: int
 ) -> None:
-    """Every valid tile leaves space for a box of each warpgroup in 227 KiB of shared memory."""
+    """Every valid tile leaves memory for a box of each warpgroup in 227 KiB of shared memory."""
     tile = LaunchConfig(grouped_tma_config.BLOCK_M, 2 * half, 64, 8, 4, stages)
     assert grouped_tma_config.num_staging_buffers(tile, half, columns) == slots
-    ring = stages * (grouped_tma_config.BLOCK_M + 2 * half) * grouped_tma_config.BOX_BYTES
-    boxes = slots * 2 * 64 * columns * 2
-    assert ring + boxes <= H200.shared
-    assert slots == 2 or ring + 2 * boxes > H200.shared
+    ring_bytes = stages * (grouped_tma_config.BLOCK_M + 2 * half) * grouped_tma_config.BOX_BYTES
+    staging_bytes = slots * 2 * 64 * columns * 2
+    assert ring_bytes + staging_bytes <= H200.shared
+    assert slots == 2 or ring_bytes + 2 * staging_bytes > H200.shared
     (_, gemm2) = gemms(MIXTRAL)
     assert not list(grouped_tma_config.violations(tile, gemm2, "plain", H200))
 
@@ -117,7 +116,8 @@ def test_outputs_are_staged_in_the_memory_left_by_the_ring(
 def test_unsupported_problems_take_the_aligned_path(other: dict[str, object]) -> None:
     problem = replace(MIXTRAL, **other)
     assert not grouped_tma_config.supports(problem, H200)
-    assert "grouped_tma" not in {pair.path for pair in make_heuristic_steps(problem, H200).configs}
+    steps = make_heuristic_steps(problem, H200)
+    assert "grouped_tma" not in {config.path for config in steps.configs}
 
 
 def test_path_requires_sm_90() -> None:
@@ -144,9 +144,9 @@ def test_a_tile_that_its_kernel_cannot_launch_is_refused(
     assert fit_to_problem(
         configs_from_override(MoEConfig(tile, wide, "grouped_tma")), MIXTRAL, H200
     )
-    broken = MoEConfig(replace(tile, **change), replace(wide, **change), "grouped_tma")
+    invalid_config = MoEConfig(replace(tile, **change), replace(wide, **change), "grouped_tma")
     with pytest.raises(ConfigurationError, match=message):
-        fit_to_problem(configs_from_override(broken), MIXTRAL, H200)
+        fit_to_problem(configs_from_override(invalid_config), MIXTRAL, H200)
 
 
 def test_invalid_pairs_of_launches_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""4-bit weights in the tiled layout of the `grouped_w4` kernel round-trip bit by bit."""
+"""4-bit weights round-trip through the tiled layout of the `grouped_w4` kernel bit for bit."""
 
 import pytest
 import torch
@@ -15,19 +15,18 @@ MXFP4 = PackedFormat("e2m1")
 
 def _assert_round_trip(quant: str, depth: int, gated: bool, step: int, **kinds: object) -> None:
     up_row = 1 if step == 2 else COLUMNS
-    s = random_weights(quant, 2, 2 * COLUMNS if gated else COLUMNS, depth, **kinds)  # type: ignore[arg-type]
+    sample = random_weights(quant, 2, 2 * COLUMNS if gated else COLUMNS, depth, **kinds)  # type: ignore[arg-type]
     rows = list_tile_rows(COLUMNS, step, up_row, gated=gated)
-    untiled = untile_weights(s.tiled(rows), s.packed_format)
+    untiled = untile_weights(sample.tiled(rows), sample.packed_format)
     source_rows = rows.flatten()
     is_used = source_rows >= 0
-    differs = untiled[:, is_used, :depth] != s.values[:, source_rows[is_used]]
+    differs = untiled[:, is_used, :depth] != sample.values[:, source_rows[is_used]]
     # A float32 scale that is stored with a zero point is rounded to 20 bits.
-    assert differs.float().mean() < (
-        5e-4 if s.packed_format.zero and s.packed_format.scale == "float32" else 1e-9
-    )
+    is_rounded = sample.packed_format.zero and sample.packed_format.scale == "float32"
+    assert differs.float().mean() < (5e-4 if is_rounded else 1e-9)
     assert not untiled[:, ~is_used].any()
-    assert s.packed_format.kind == "integer" or not untiled[..., depth:].any()
-    assert sorted(source_rows[is_used].tolist()) == list(range(s.w.shape[1]))
+    assert sample.packed_format.kind == "integer" or not untiled[..., depth:].any()
+    assert sorted(source_rows[is_used].tolist()) == list(range(sample.w.shape[1]))
 
 
 @pytest.mark.parametrize(("low", "high"), [(46, 127), (100, 129), (129, 179)])
@@ -65,24 +64,24 @@ def test_packed_formats_of_schemes() -> None:
 def test_nan_scales_stay_nan() -> None:
     rows = list_tile_rows(64, 1, 0, gated=False)
     for quant, group in (("mxfp4_w4a16", 32), ("nvfp4_w4a16", 16), (INTEGERS[1], 32)):
-        s = random_weights(quant, 1, 64, 64)
+        sample = random_weights(quant, 1, 64, 64)
         nan_code = {"mxfp4_w4a16": 255, "nvfp4_w4a16": 127}.get(quant)
         if nan_code is None:
-            s.scale[0, 3, 1] = torch.nan
+            sample.scale[0, 3, 1] = torch.nan
         else:
-            s.scale.view(torch.uint8)[0, 3, 1] = nan_code
-        untiled = untile_weights(s.tiled(rows), s.packed_format)
+            sample.scale.view(torch.uint8)[0, 3, 1] = nan_code
+        untiled = untile_weights(sample.tiled(rows), sample.packed_format)
         assert not untiled[0, 3, group : 2 * group].isfinite().any()
         assert untiled[0, 3, :group].isfinite().all()
         assert untiled[0, :3].isfinite().all()
 
 
 def test_unsupported_tensors_are_refused() -> None:
-    s = random_weights("mxfp4_w4a16", 1, 64, 64)
+    sample = random_weights("mxfp4_w4a16", 1, 64, 64)
     rows = list_tile_rows(64, 1, 0, gated=False)
     with pytest.raises(DtypeError):
-        tile_weights(s.w.int(), s.scale, rows, MXFP4)
+        tile_weights(sample.w.int(), sample.scale, rows, MXFP4)
     with pytest.raises(DtypeError):
-        tile_weights(s.w, s.scale.float(), rows, MXFP4)
+        tile_weights(sample.w, sample.scale.float(), rows, MXFP4)
     with pytest.raises(ShapeError):
-        tile_weights(s.w, s.scale[:, :, :1], rows, MXFP4)
+        tile_weights(sample.w, sample.scale[:, :, :1], rows, MXFP4)

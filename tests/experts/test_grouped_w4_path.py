@@ -1,4 +1,4 @@
-"""The `grouped_w4` path without a GPU: interpreted kernels, and a torch stand-in for its GEMMs.
+"""The `grouped_w4` path without a GPU: kernels are interpreted, and torch stands in for its GEMMs.
 
 The stand-in multiplies by the tiled weights. tests/gpu/test_grouped_w4_on_gpu.py verifies the GEMM
 kernel, and tests/experts/test_grouped_w4_unpack.py verifies how it unpacks weights.
@@ -115,8 +115,8 @@ def test_minimum_and_maximum_tokens_of_the_path(experts: int) -> None:
     problem = replace(MXFP4, experts=experts, top_k=3)
     steps = make_heuristic_steps(problem, H200)
     tokens = [t for t in range(700 * experts // 3) if steps.choose(t).path == "grouped_w4"]
-    bounds = (40 * experts / 3, 640 * experts / 3)
-    assert tokens == list(range(math.ceil(bounds[0]), math.floor(bounds[1]) + 1))
+    min_tokens, max_tokens = math.ceil(40 * experts / 3), math.floor(640 * experts / 3)
+    assert tokens == list(range(min_tokens, max_tokens + 1))
     assert {t: steps.choose(t) for t in tokens} == {
         t: GroupedW4Path.default_config(problem, t, H200) for t in tokens
     }
@@ -176,18 +176,18 @@ def test_tiled_weights_fit_a_bounded_buffer() -> None:
     ],
 )
 def test_invalid_launches_are_refused(change: dict[str, int], field: str) -> None:
-    pair = grouped_w4_config.default_config(MXFP4)
-    for gemm, tile in zip(gemms(MXFP4), (pair.gemm1, pair.gemm2), strict=True):
+    config = grouped_w4_config.default_config(MXFP4)
+    for gemm, tile in zip(gemms(MXFP4), (config.gemm1, config.gemm2), strict=True):
         assert not list(grouped_w4_config.violations(tile, gemm, MXFP4, H200))
-        other = replace(tile, **change)
-        violations = list(grouped_w4_config.violations(other, gemm, MXFP4, H200))
+        invalid_tile = replace(tile, **change)
+        violations = list(grouped_w4_config.violations(invalid_tile, gemm, MXFP4, H200))
         assert [violation.what for violation in violations] == [field]
 
 
 def test_tuning_candidates_can_be_launched() -> None:
     problem = replace(MXFP4, tokens=256)
-    for block_m, pair in grouped_w4_config.candidates(problem, 256).items():
-        for gemm, tiles in zip(gemms(problem), pair, strict=True):
+    for block_m, tiles_by_gemm in grouped_w4_config.candidates(problem, 256).items():
+        for gemm, tiles in zip(gemms(problem), tiles_by_gemm, strict=True):
             assert tiles
             for tile in tiles:
                 assert tile.block_m == block_m

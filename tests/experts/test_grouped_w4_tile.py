@@ -1,4 +1,4 @@
-"""The kernel that tiles 4-bit weights equals its torch reference for experts with rows."""
+"""The kernel that tiles 4-bit weights equals its reference, and skips experts without rows."""
 
 import pytest
 import torch
@@ -22,17 +22,17 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted")
 def test_tile_experts_equals_the_reference(
     columns: int, depth: int, gated: bool, step: int, quant: str, scales: torch.dtype
 ) -> None:
-    s = random_weights(
+    sample = random_weights(
         quant, 3, 2 * columns if gated else columns, depth, low=0, high=256, scales=scales
     )
-    if s.scheme.matrix_scales:
-        s.scale.view(torch.uint8)[0, 5, 1] = 127
+    if sample.scheme.matrix_scales:
+        sample.scale.view(torch.uint8)[0, 5, 1] = 127
     up_row = 1 if step == 2 else columns
     starts = torch.tensor([0, 5, 5, 6], dtype=torch.int32)
-    expected = s.tiled(list_tile_rows(columns, step, up_row, gated=gated))
-    product = s.product(columns, step, up_row, gated=gated)
+    expected = sample.tiled(list_tile_rows(columns, step, up_row, gated=gated))
+    product = sample.product(columns, step, up_row, gated=gated)
     for first, count in ((0, 3), (1, 2)):
-        shapes = tiled_shapes(count, columns, depth, s.packed_format, gated=gated)
+        shapes = tiled_shapes(count, columns, depth, sample.packed_format, gated=gated)
         actual_tiles = TiledWeights(*(torch.full(shape, 7, dtype=torch.int32) for shape in shapes))
         tile_experts(product, starts, actual_tiles, first)
         for expert in range(first, first + count):
@@ -45,13 +45,13 @@ def test_tile_experts_equals_the_reference(
 @pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7FC00000, -1])
 @pytest.mark.parametrize("quant", [INTEGERS[0], INTEGERS[2]])
 def test_a_nan_scale_gives_nan_weights(quant: str, bits: int) -> None:
-    s = random_weights(quant, 1, 64, 64, scales=torch.float32)
-    s.scale.view(torch.int32)[0, 3, 0] = bits
-    shapes = tiled_shapes(1, 64, 64, s.packed_format, gated=False)
+    sample = random_weights(quant, 1, 64, 64, scales=torch.float32)
+    sample.scale.view(torch.int32)[0, 3, 0] = bits
+    shapes = tiled_shapes(1, 64, 64, sample.packed_format, gated=False)
     actual_tiles = TiledWeights(*(torch.zeros(shape, dtype=torch.int32) for shape in shapes))
     starts = torch.tensor([0, 1], dtype=torch.int32)
-    tile_experts(s.product(64, 1, 0, gated=False), starts, actual_tiles, 0)
-    for tiled in (actual_tiles, s.tiled(list_tile_rows(64, 1, 0, gated=False))):
-        values = untile_weights(tiled, s.packed_format)[0, :64]
+    tile_experts(sample.product(64, 1, 0, gated=False), starts, actual_tiles, 0)
+    for tiled in (actual_tiles, sample.tiled(list_tile_rows(64, 1, 0, gated=False))):
+        values = untile_weights(tiled, sample.packed_format)[0, :64]
         assert values[3].isnan().all()
         assert torch.cat([values[:3], values[4:]]).isfinite().all()

@@ -23,45 +23,50 @@ from modular_kernel.tuning.compilation import make_meta_inputs
 Launch = tuple[int, int, int, int]
 _N_MAJOR = InputVariation(layout="transposed")
 _PROBLEM = replace(BASE, hidden=160, intermediate=96, dtype=torch.bfloat16)
-_HALVES, _UP_PAIRS = "silu", "silu:interleaved=true"
+_GATE_FIRST, _INTERLEAVED = "silu", "silu:interleaved=true"
 
 
-def _aligned(block_m: int, first: tuple[int, int], second: tuple[int, int]) -> MoEConfig:
+def _make_aligned_config(
+    block_m: int, first: tuple[int, int], second: tuple[int, int]
+) -> MoEConfig:
     """Return launches from block_m and (block_n, block_k) for each GEMM."""
     launches = (LaunchConfig(block_m, n, k, 1, 4, 2) for n, k in (first, second))
     return MoEConfig(*launches, "aligned")
 
 
-def _gemv(first: Launch, second: Launch) -> MoEConfig:
-    """Return launches from (block_n, block_k, warps, pairs at once) for each GEMM."""
+def _make_gemv_config(first: Launch, second: Launch) -> MoEConfig:
+    """Return launches from (block_n, block_k, warps, pairs per program) for each GEMM."""
     launches = (LaunchConfig(16, n, k, pairs, w, 1) for n, k, w, pairs in (first, second))
     return MoEConfig(*launches, "gemv")
 
 
-_TILES = (
-    _aligned(16, (16, 32), (32, 64)),  # rows are the left operand of the MMA
-    _aligned(16, (32, 32), (64, 32)),  # weights are the left operand
-    _aligned(64, (64, 64), (128, 32)),
-    _aligned(128, (32, 32), (64, 32)),
+_ALIGNED_CONFIGS = (
+    _make_aligned_config(16, (16, 32), (32, 64)),  # rows are the left operand of the MMA
+    _make_aligned_config(16, (32, 32), (64, 32)),  # weights are the left operand
+    _make_aligned_config(64, (64, 64), (128, 32)),
+    _make_aligned_config(128, (32, 32), (64, 32)),
 )
 _CHANGES: tuple[dict[str, Any], ...] = (
     {"activation": OAI, "bias": True},
-    {"activation": _HALVES, "bias": True},
+    {"activation": _GATE_FIRST, "bias": True},
     {"activation": "relu2"},
-    # N and K are no multiples of a block, and then also no multiples of 16 bytes.
-    {"activation": _UP_PAIRS, "hidden": 72, "intermediate": 40},
-    {"activation": _UP_PAIRS, "hidden": 75, "intermediate": 37, "bias": True},
-    {"activation": _HALVES, "hidden": 75, "intermediate": 37, "dtype": torch.float16},
-    {"activation": _UP_PAIRS, "dtype": torch.float32},
+    # N and K are not multiples of a block. In the next two problems, they are not multiples of 16
+    # bytes either.
+    {"activation": _INTERLEAVED, "hidden": 72, "intermediate": 40},
+    {"activation": _INTERLEAVED, "hidden": 75, "intermediate": 37, "bias": True},
+    {"activation": _GATE_FIRST, "hidden": 75, "intermediate": 37, "dtype": torch.float16},
+    {"activation": _INTERLEAVED, "dtype": torch.float32},
     {"activation": OAI, "combine": Combine.TOPK_WEIGHTED},
     {"activation": OAI, "expert_map": True, "local_experts": 3},
-    {"activation": _UP_PAIRS, "lora": "adapters=3,rank=16"},
+    {"activation": _INTERLEAVED, "lora": "adapters=3,rank=16"},
 )
 
 
 @pytest.mark.share(6)
 @pytest.mark.parametrize("changes", _CHANGES, ids=str)
-@pytest.mark.parametrize("config", _TILES, ids=lambda c: f"{c.gemm1.block_m}-{c.gemm1.block_n}")
+@pytest.mark.parametrize(
+    "config", _ALIGNED_CONFIGS, ids=lambda c: f"{c.gemm1.block_m}-{c.gemm1.block_n}"
+)
 def test_tiled_products_equal_float64(
     changes: dict[str, Any], config: MoEConfig, machine: Machine
 ) -> None:
@@ -70,16 +75,18 @@ def test_tiled_products_equal_float64(
     assert proof.passed, str(proof)
 
 
-_VECTORS = (
-    _gemv((16, 64, 4, 1), (64, 32, 4, 4)),
-    _gemv((32, 32, 1, 1), (32, 128, 8, 2)),
-    _gemv((64, 256, 8, 1), (16, 64, 2, 1)),  # all of K at once
+_GEMV_CONFIGS = (
+    _make_gemv_config((16, 64, 4, 1), (64, 32, 4, 4)),
+    _make_gemv_config((32, 32, 1, 1), (32, 128, 8, 2)),
+    _make_gemv_config((64, 256, 8, 1), (16, 64, 2, 1)),  # all of K at once
 )
 
 
 @pytest.mark.share(6)
 @pytest.mark.parametrize("changes", _CHANGES, ids=str)
-@pytest.mark.parametrize("config", _VECTORS, ids=lambda c: f"{c.gemm1.block_n}-{c.gemm1.block_k}")
+@pytest.mark.parametrize(
+    "config", _GEMV_CONFIGS, ids=lambda c: f"{c.gemm1.block_n}-{c.gemm1.block_k}"
+)
 def test_gemv_products_equal_float64(
     changes: dict[str, Any], config: MoEConfig, machine: Machine
 ) -> None:
@@ -101,13 +108,13 @@ def test_launches_depend_on_the_strides_of_each_gemm(name: str, transposed: tupl
     assert (actual.path, actual.gemm1.block_m) == (name, config.gemm1.block_m)
     assert (actual.gemm1 != config.gemm1) is ("w1" in transposed)
     assert (actual.gemm2 != config.gemm2) is ("w2" in transposed)
-    with override_config(config):  # an override is not changed
+    with override_config(config):  # strides do not change an override
         assert config_for_strides(path, config, weights) == config
 
 
 @pytest.mark.cpu
 def test_calls_with_n_major_weights_take_the_aligned_path_from_two_tokens() -> None:
-    """Only one token takes the gemv path, unless an override selects it for more."""
+    """Only a call with one token takes the gemv path, unless an override selects this path."""
     problem = replace(_PROBLEM, tokens=8, experts=64, top_k=4)
     x_TH, weights, _ = make_meta_inputs(problem)
     transposed = replace(weights, **{n: n_major_like(getattr(weights, n)) for n in ("w1", "w2")})
@@ -115,7 +122,7 @@ def test_calls_with_n_major_weights_take_the_aligned_path_from_two_tokens() -> N
     expected = {1: "gemv", 2: "aligned", 8: "aligned"}
     assert {t: part.path_name(x_TH[:t], transposed) for t in expected} == expected
     assert {part.path_name(x_TH[:t], weights) for t in expected} == {"gemv"}
-    with override_config(_VECTORS[0]):
+    with override_config(_GEMV_CONFIGS[0]):
         assert part.path_name(x_TH, transposed) == "gemv"
     shape = StandardShape(8, problem.top_k)
     specs = BY_NAME["aligned"](problem).specs(8, 16)
@@ -139,16 +146,16 @@ def test_quantized_and_float32_weights_keep_their_tiles() -> None:
 @pytest.mark.cpu
 def test_tiles_for_n_major_weights_can_be_launched() -> None:
     problem = replace(_PROBLEM, hidden=2880, intermediate=2880)
-    both = (True, True)
+    both_n_major = (True, True)
     for tokens in (1, 64, 256, 4096):
         for path, config in (
             ("aligned", aligned_config.default_config(problem, tokens, Device())),
             ("gemv", gemv_config.default_config(problem)),
         ):
             tiles = (
-                aligned_config.n_major_config(problem, config, both, Device())
+                aligned_config.n_major_config(problem, config, both_n_major, Device())
                 if path == "aligned"
-                else gemv_config.n_major_config(config, both)
+                else gemv_config.n_major_config(config, both_n_major)
             )
             with override_config(tiles):  # choose_config raises if the tiles cannot be launched
                 assert choose_config(problem, tokens, (path,)) == tiles

@@ -1,4 +1,4 @@
-"""The full list of cases covers every reachable combination of a path, a scheme and a value."""
+"""The full list of cases covers every reachable combination of a path, a scheme and a feature."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from modular_kernel.testing.cases.path_coverage import (
 )
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
-WORDS = replace(BASE, tokens=1, hidden=128, intermediate=64, dtype=torch.bfloat16)
+BASE_W4 = replace(BASE, tokens=1, hidden=128, intermediate=64, dtype=torch.bfloat16)
 
 needs_paths = pytest.mark.skipif(
     "triton" not in this_machine().packages or not this_machine().interpreter,
@@ -47,7 +47,7 @@ def test_the_full_list_enters_every_reachable_combination(machine: Machine) -> N
 @needs_paths
 @pytest.mark.parametrize("quant", ["int4_w4a16_group:group=32", "nvfp4_w4a16", "fp8_w8a8_channel"])
 def test_a_report_states_the_entered_combinations(quant: str, machine: Machine) -> None:
-    case = Case(*PAIR, replace(WORDS, quant=quant))
+    case = Case(*PAIR, replace(BASE_W4, quant=quant))
     proof = prove(case, machine)
     assert proof.passed, str(proof)
     assert proof.path_combinations == predict_combinations(case)
@@ -62,7 +62,7 @@ def test_a_part_with_one_path_has_no_combinations(machine: Machine) -> None:
 
 @needs_paths
 def test_cases_of_one_path_are_selected(machine: Machine) -> None:
-    few, many = Case(*PAIR, WORDS), Case(*PAIR, WORDS.with_tokens(97))
+    few, many = Case(*PAIR, BASE_W4), Case(*PAIR, BASE_W4.with_tokens(97))
     combinations = predict_combinations(few) | predict_combinations(many)
     assert {combination.path for combination in combinations} == {"gemv", "aligned"}
     job = VerifyJob(*PAIR, (few, many), 0, "", 7, reachable=combinations)
@@ -89,11 +89,11 @@ def test_a_combination_that_no_case_enters_fails_the_full_list(machine: Machine)
     combinations = frozenset({PathCombination("fast", "nvfp4_w4a16", "bias=True")})
     job = VerifyJob(case.prepare_finalize, case.experts, (case,), 0, "", reachable=combinations)
     smoke, full = (
-        JobResult(replace(job, requires_all_combinations=whole), (proof,))
-        for whole in (False, True)
+        JobResult(replace(job, requires_all_combinations=required), (proof,))
+        for required in (False, True)
     )
     assert smoke.ok
     assert not full.ok
     assert "fast: 0 of 1 scheme, 0 of 1 combination, never nvfp4_w4a16" in full.paths
-    entered = replace(proof, path_combinations=combinations)
-    assert JobResult(full.job, (entered,)).ok
+    covering_proof = replace(proof, path_combinations=combinations)
+    assert JobResult(full.job, (covering_proof,)).ok

@@ -1,4 +1,6 @@
-"""All code of a path is in its own package. A new path needs a folder and a line in `paths.py`."""
+"""The code of a path is in a package of its own, and a new path needs only such a package and an
+entry in `paths.py`.
+"""
 
 import ast
 import shutil
@@ -17,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TRITON = ROOT / "experts" / "triton"
 PACKAGES = ("modular_kernel", "prepare_finalize", "experts", "topk_reduce")
 
-TOY = '''
+TOY_SOURCE = '''
 """A path that a test adds: plain torch, for a few tokens of unquantized layers."""
 
 from collections.abc import Iterator
@@ -55,8 +57,9 @@ class ToyPath(Path):
 
     @classmethod
     def supports(cls, problem: Problem, device: Device) -> bool:
-        plain = problem.combine is Combine.SUM and not problem.apply_router_weight_on_input
-        return plain and not problem.scheme.quantized and not problem.batch_invariant
+        weights_output = not problem.apply_router_weight_on_input
+        sums_output = problem.combine is Combine.SUM and weights_output
+        return sums_output and not problem.scheme.quantized and not problem.batch_invariant
 
     @classmethod
     def max_tokens(cls, problem: Problem) -> int | None:
@@ -104,7 +107,7 @@ class ToyPath(Path):
 SEEN: list[MoEConfig] = []
 '''
 
-USE = """
+USE_PROGRAM = """
 from dataclasses import replace
 from pathlib import Path
 import torch
@@ -119,7 +122,7 @@ from modular_kernel.reference import float64_reference
 from modular_kernel.contracts import TunedChoice
 from modular_kernel.spec.problem import Problem
 
-def called(problem):
+def call_and_get_config(problem):
     inputs = random_inputs(problem, torch.device("cpu"))
     out = make_kernel("MoEPrepareAndFinalizeNoEP", "TritonExperts", problem)(*inputs)
     exact = float64_reference(*inputs, problem)
@@ -127,16 +130,16 @@ def called(problem):
     return SEEN.pop() if SEEN else None
 
 layer = Problem(tokens=3, hidden=48, intermediate=32, experts=5, top_k=2, dtype=torch.float32)
-assert called(layer) == ToyPath.default_config(layer, 3, Device())
-assert called(layer.with_tokens(4)) is None  # beyond its most tokens
-mine = MoEConfig(ToyConfig(7), ToyConfig(8), "toy")
-with override_config(mine):
-    assert called(layer.with_tokens(6)) == mine
+assert call_and_get_config(layer) == ToyPath.default_config(layer, 3, Device())
+assert call_and_get_config(layer.with_tokens(4)) is None  # more than max_tokens
+config = MoEConfig(ToyConfig(7), ToyConfig(8), "toy")
+with override_config(config):
+    assert call_and_get_config(layer.with_tokens(6)) == config
 with override_config({"gemm1": {"rows": 3}, "gemm2": {"rows": 4}, "path": "toy"}):
-    assert called(layer) == MoEConfig(ToyConfig(3), ToyConfig(4), "toy")
+    assert call_and_get_config(layer) == MoEConfig(ToyConfig(3), ToyConfig(4), "toy")
 try:
     with override_config(MoEConfig(ToyConfig(9), ToyConfig(8), "toy")):
-        called(layer)
+        call_and_get_config(layer)
 except ConfigurationError as error:
     assert "GEMM 1 rows: got 9, need <= 8" in str(error), error
 else:
@@ -146,34 +149,35 @@ with on_device(Device("A GPU")):
     space = TritonExperts.tunable(layer)
     assert MoEConfig(ToyConfig(4), ToyConfig(5), "toy") in space.candidates(3)
     folder = Path("tuned")
-    best = {3: TunedChoice(mine, 1e-5, 2e-5)}
-    space.save(best, folder)
-    assert space.saved(folder) == best
-    text = space.explain(3)
-    assert "path: toy" in text and "GEMM 1: rows=1" in text, text
+    choices = {3: TunedChoice(config, 1e-5, 2e-5)}
+    space.save(choices, folder)
+    assert space.saved(folder) == choices
+    explanation = space.explain(3)
+    assert "path: toy" in explanation and "GEMM 1: rows=1" in explanation, explanation
 print("the toy path is one of them")
 """
 
 
 def test_a_new_path_needs_a_folder_and_an_entry(tmp_path: Path) -> None:
-    """Selection, overrides, limits, files, tuning, `explain` and calls then know the path."""
-    for source in (*(ROOT / package for package in PACKAGES), *ROOT.glob("*.egg-info")):
+    """Selection, overrides, limits, files, tuning, `explain` and calls then support the path."""
+    for package in (*(ROOT / name for name in PACKAGES), *ROOT.glob("*.egg-info")):
         ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(source, tmp_path / source.name, ignore=ignored)
+        shutil.copytree(package, tmp_path / package.name, ignore=ignored)
     folder = tmp_path / "experts" / "triton" / "toy"
     folder.mkdir()
     (folder / "__init__.py").write_text('"""A path that a test adds."""\n', encoding="utf-8")
-    (folder / "path.py").write_text(TOY.lstrip(), encoding="utf-8")
+    (folder / "path.py").write_text(TOY_SOURCE.lstrip(), encoding="utf-8")
     paths_file = tmp_path / "experts" / "triton" / "paths.py"
-    text = paths_file.read_text(encoding="utf-8")
-    import_line = "from experts.triton.path import Path\n"
-    assert text.count(import_line) == 1
-    text = text.replace(import_line, f"{import_line}from experts.triton.toy.path import ToyPath\n")
-    assert text.count("\n)\n") == 1
-    paths_file.write_text(text.replace("\n)\n", "\n    ToyPath,\n)\n"), encoding="utf-8")
+    source = paths_file.read_text(encoding="utf-8")
+    old_import = "from experts.triton.path import Path\n"
+    assert source.count(old_import) == 1
+    new_import = "from experts.triton.toy.path import ToyPath\n"
+    source = source.replace(old_import, old_import + new_import)
+    assert source.count("\n)\n") == 1
+    paths_file.write_text(source.replace("\n)\n", "\n    ToyPath,\n)\n"), encoding="utf-8")
 
     process = subprocess.run(
-        [sys.executable, "-c", USE],
+        [sys.executable, "-c", USE_PROGRAM],
         cwd=tmp_path,
         env={
             "PYTHONPATH": str(tmp_path),
@@ -189,7 +193,7 @@ def test_a_new_path_needs_a_folder_and_an_entry(tmp_path: Path) -> None:
     assert "the toy path is one of them" in process.stdout, process.stderr[-3000:]
 
 
-def _names(tree: ast.AST) -> Iterator[str]:
+def list_names(tree: ast.AST) -> Iterator[str]:
     """Yield the imports, string constants except docstrings, and capitalized names of a module."""
     statements = (node.value for node in ast.walk(tree) if isinstance(node, ast.Expr))
     docstrings = {id(value) for value in statements if isinstance(value, ast.Constant)}
@@ -206,36 +210,36 @@ def _names(tree: ast.AST) -> Iterator[str]:
 
 
 @cache
-def names_by_file() -> dict[Path, set[str]]:
+def list_names_by_file() -> dict[Path, set[str]]:
     """Return the names that each file of experts/ uses."""
     files = (f for f in (ROOT / "experts").rglob("*.py") if f != TRITON / "paths.py")
-    return {file: set(_names(ast.parse(file.read_text(encoding="utf-8")))) for file in files}
+    return {file: set(list_names(ast.parse(file.read_text(encoding="utf-8")))) for file in files}
 
 
 @pytest.mark.parametrize("path", ALL_PATHS, ids=NAMES)
 def test_no_other_module_names_a_path(path: type[LaunchPath]) -> None:
-    """Exceptions are paths derived from it, the list of parts, and SGLang's names of kernels."""
-    folder = _folder(path)
+    """Exceptions are subclasses of the path, the list of parts, and SGLang's names of kernels."""
+    folder = get_folder(path)
     assert folder.parent == TRITON
-    own_folders = {_folder(cls) for cls in _with_subclasses(path)}
+    allowed_folders = {get_folder(path_class) for path_class in iterate_subclasses(path)}
     package = f"experts.triton.{folder.name}"
     references = []
-    for file, names in names_by_file().items():
-        if not own_folders & set(file.parents) and file.parent.name != "compat":
-            used = names & {path.name, path.__name__}
-            used |= {name for name in names if f"{name}.".startswith(f"{package}.")}
+    for file, names in list_names_by_file().items():
+        if not allowed_folders & set(file.parents) and file.parent.name != "compat":
+            path_names = names & {path.name, path.__name__}
+            path_names |= {name for name in names if f"{name}.".startswith(f"{package}.")}
             if file == TRITON.parent / "__init__.py":
-                used = {name for name in used if not name.endswith("Experts")}
-            references += [(str(file.relative_to(ROOT)), name) for name in used]
+                path_names = {name for name in path_names if not name.endswith("Experts")}
+            references += [(str(file.relative_to(ROOT)), name) for name in path_names]
     assert references == []
 
 
-def _with_subclasses(path: type[LaunchPath]) -> Iterator[type[LaunchPath]]:
-    """Yield the path and all paths derived from it."""
+def iterate_subclasses(path: type[LaunchPath]) -> Iterator[type[LaunchPath]]:
+    """Yield the path and all its subclasses, direct and indirect."""
     yield path
     for subclass in path.__subclasses__():
-        yield from _with_subclasses(subclass)
+        yield from iterate_subclasses(subclass)
 
 
-def _folder(path: type[LaunchPath]) -> Path:
+def get_folder(path: type[LaunchPath]) -> Path:
     return Path(sys.modules[path.__module__].__file__ or "").parent

@@ -1,7 +1,7 @@
 """Kernels do not read past the last row of the last expert, for K loops of any length.
 
-Kernels prefetch blocks, which could lie beyond the end. The interpreter raises an error for a read
-outside a tensor. On a GPU, such a read only fails if no mapped memory follows the tensor.
+A prefetched block could be beyond the end of a tensor. The interpreter raises an error for a read
+outside of a tensor. On a GPU, such a read fails only if no mapped memory follows the tensor.
 """
 
 from collections.abc import Iterator
@@ -28,33 +28,33 @@ pytestmark = pytest.mark.cpu
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 
 
-def deep_layers(quant: str, gemm: int) -> Iterator[Problem]:
+def make_deep_layers(quant: str, gemm: int) -> Iterator[Problem]:
     """Yield layers in which `gemm` has few columns and a deep K, with several values of top-k."""
     for top_k, depth in ((8, 2048), (8, 2304), (4, 1024), (1, 2304), (6, 768)):
         hidden, intermediate = (depth, 32) if gemm == 1 else (32, depth)
         yield Problem(1, hidden, intermediate, top_k + 1, top_k, quant=quant, dtype=torch.bfloat16)
 
 
-def config_of(problem: Problem, gemm: int, launch: Launch) -> MoEConfig | None:
-    """Return the default configuration with another launch of one GEMM; None if it is refused."""
+def make_config(problem: Problem, gemm: int, launch: Launch) -> MoEConfig | None:
+    """Return the default config with another launch of one GEMM, or None if it is invalid."""
     default = GemvW4Path.default_config(problem, 1, H200)
-    both = (launch, default.gemm2) if gemm == 1 else (default.gemm1, launch)
-    pairs = zip(both, gemms(problem), strict=True)
+    launches = (launch, default.gemm2) if gemm == 1 else (default.gemm1, launch)
+    pairs = zip(launches, gemms(problem), strict=True)
     violations = (GemvW4Path.violations(tile, shape, problem, H200) for tile, shape in pairs)
-    return None if any(map(list, violations)) else MoEConfig(*both, default.path)
+    return None if any(map(list, violations)) else MoEConfig(*launches, default.path)
 
 
-def cases() -> list[tuple[str, int, Launch]]:
-    """Return every launch worth timing for some layer, with its scheme and GEMM."""
+def list_cases() -> list[tuple[str, int, Launch]]:
+    """Return every launch that `mk tune` would time for a layer, with the scheme and the GEMM."""
     return list(
         dict.fromkeys(
             (quant, gemm, launch)
             for quant in ("int4_w4a16_group", "mxfp4_w4a16")
             for gemm in (1, 2)
-            for problem in deep_layers(quant, gemm)
+            for problem in make_deep_layers(quant, gemm)
             for group in GemvW4Path.candidates(problem, 1).values()
             for launch in group[gemm - 1]
-            if config_of(problem, gemm, launch)
+            if make_config(problem, gemm, launch)
         )
     )
 
@@ -72,23 +72,23 @@ def run_last_expert(problem: Problem, config: MoEConfig, pair: tuple[str, str] =
         kernel(x_TH, weights, routing)
 
 
-@pytest.mark.parametrize(("quant", "gemm", "launch"), cases(), ids=str)
+@pytest.mark.parametrize(("quant", "gemm", "launch"), list_cases(), ids=str)
 def test_gemv_w4_reads_stay_inside(quant: str, gemm: int, launch: Launch) -> None:
-    for problem in deep_layers(quant, gemm):
-        config = config_of(problem, gemm, launch)
+    for problem in make_deep_layers(quant, gemm):
+        config = make_config(problem, gemm, launch)
         if config is not None:
             run_last_expert(problem, config)
 
 
 # Paths without TMA, and the parts that launch the kernel of the `aligned` path.
-TILED = {
+TILED_GEMMS = {
     "aligned": (PAIR, AlignedPath),
     "aligned_w4": (PAIR, AlignedW4Path),
     "gemv": (PAIR, GemvPath),
     "batched": (("BatchedPrepareAndFinalize", "BatchedTritonExperts"), AlignedPath),
     "grouped": (("MoEPrepareAndFinalizeNoEP", "GroupedGemmExperts"), AlignedPath),
 }
-# Scheme -> H and I, which are no multiples of most blocks.
+# H and I for each scheme, which are not multiples of most blocks.
 SIZES = {
     "none": (712, 344),
     "fp8_w8a8_channel": (720, 336),
@@ -107,23 +107,25 @@ SCHEMES = {
 }
 
 
-def tile_sizes(launch: Launch) -> object:
+def get_tile_sizes(launch: Launch) -> object:
     """Return the fields that determine which addresses a program of a tiled GEMM reads."""
     if isinstance(launch, LaunchConfig):
         return launch.block_m, launch.block_n, launch.block_k
     return launch
 
 
-def configs_worth_timing(name: str, problem: Problem) -> list[MoEConfig]:
+def list_configs(name: str, problem: Problem) -> list[MoEConfig]:
     """Return tuning candidates for several numbers of tokens, one for each pair of tile sizes."""
-    (_, part), path = TILED[name]
+    (_, part), path = TILED_GEMMS[name]
     with on_device(H200):
         space = ConfigSpace(problem, part, (path,))
         choices = [
             choice for tokens in (1, 8, 64, 512, 4096) for choice in space.candidates(tokens)
         ]
     configs = [choice for choice in choices if isinstance(choice, MoEConfig)]
-    by_sizes = {(tile_sizes(config.gemm1), tile_sizes(config.gemm2)): config for config in configs}
+    by_sizes = {
+        (get_tile_sizes(config.gemm1), get_tile_sizes(config.gemm2)): config for config in configs
+    }
     return list(by_sizes.values())
 
 
@@ -133,7 +135,7 @@ def configs_worth_timing(name: str, problem: Problem) -> list[MoEConfig]:
 def test_tiled_gemm_reads_stay_inside(name: str, quant: str) -> None:
     hidden, intermediate = SIZES[quant]
     problem = Problem(1, hidden, intermediate, 3, 2, quant=quant, dtype=torch.bfloat16)
-    configs = configs_worth_timing(name, problem)
-    assert {config.path for config in configs} == {TILED[name][1].name}
+    configs = list_configs(name, problem)
+    assert {config.path for config in configs} == {TILED_GEMMS[name][1].name}
     for config in configs:
-        run_last_expert(problem, config, TILED[name][0])
+        run_last_expert(problem, config, TILED_GEMMS[name][0])

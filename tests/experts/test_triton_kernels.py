@@ -64,12 +64,12 @@ def test_tile_maps_equal_the_reference(counts: list[int]) -> None:
     _, reference = allocate_tile_maps(counts, sum(counts) + 2)
     write_tile_maps(starts, actual)
     tile_maps_ref(starts, reference)
-    for by_kernel, by_torch in zip(vars(actual).values(), vars(reference).values(), strict=True):
-        assert torch.equal(by_kernel, by_torch)
-    for place, size in enumerate(TILE_ROWS):
+    for got, want in zip(vars(actual).values(), vars(reference).values(), strict=True):
+        assert torch.equal(got, want)
+    for index, size in enumerate(TILE_ROWS):
         tiles = [(b << 16) | e for e, n in enumerate(counts) for b in range(-(-n // size))]
         num_unused = max_num_tiles(sum(counts) + 2, len(counts)) - len(tiles)
-        assert actual.maps[place].tolist() == tiles + [-1] * num_unused
+        assert actual.maps[index].tolist() == tiles + [-1] * num_unused
 
 
 # ---------------------------------------------------------------------------------------- defects
@@ -87,48 +87,57 @@ def make_arguments() -> dict[str, Any]:
     }
 
 
-def changed(tensor: torch.Tensor, value: int, *place: int) -> torch.Tensor:
-    other = tensor.clone()
-    other[place] = value
-    return other
+def set_value(tensor: torch.Tensor, value: int, *index: int) -> torch.Tensor:
+    """Return a copy with one element changed."""
+    copied = tensor.clone()
+    copied[index] = value
+    return copied
 
 
 def test_stand_in_equals_float64() -> None:
-    one = make_arguments()
-    library.ragged_matmul(triton_kernels_3_5, **one)
-    expected = one["rows"][7:40].float() @ one["weights"][0][2].float().T
-    assert torch.equal(one["out"][7:40], expected.bfloat16())
-    assert one["out"][40:].isnan().all()
+    arguments = make_arguments()
+    library.ragged_matmul(triton_kernels_3_5, **arguments)
+    expected = arguments["rows"][7:40].float() @ arguments["weights"][0][2].float().T
+    assert torch.equal(arguments["out"][7:40], expected.bfloat16())
+    assert arguments["out"][40:].isnan().all()
 
 
-def maps(g: dict[str, Any], of: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-    return {"tiles": replace(g["tiles"], maps=of(g["tiles"].maps))}
+def change_maps(
+    arguments: dict[str, Any], of: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, Any]:
+    return {"tiles": replace(arguments["tiles"], maps=of(arguments["tiles"].maps))}
 
 
-def counted(g: dict[str, Any], of: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-    return {"tiles": replace(g["tiles"], counts=of(g["tiles"].counts))}
+def change_counts(
+    arguments: dict[str, Any], of: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, Any]:
+    return {"tiles": replace(arguments["tiles"], counts=of(arguments["tiles"].counts))}
 
 
 DEFECTS: dict[str, Any] = {
-    "too few starts": lambda g: {"starts": g["starts"][:-1]},
-    "starts of int64": lambda g: {"starts": g["starts"].long()},
-    "starts that are ends": lambda g: {"starts": changed(g["starts"], 7, 0)},
-    "a count that is too large": lambda g: counted(g, lambda counts: changed(counts, 8, 0)),
-    "a tile twice": lambda g: maps(g, lambda m: m[:, :1].expand(4, 5)),
-    "expert and tile exchanged": lambda g: maps(g, lambda m: m * 65536),
-    "zero for no work": lambda g: maps(g, lambda m: m.clamp(min=0)),
-    "too few programs": lambda g: maps(g, lambda m: m[:, :2]),
-    "tiles of another size": lambda g: {"tiles": replace(g["tiles"], ends=g["tiles"].ends.flip(0))},
-    "rows of float16": lambda g: {"rows": g["rows"].half()},
-    "rows along M": lambda g: {"rows": g["rows"].T.contiguous().T},
-    "another K": lambda g: {"rows": g["rows"][:, :16]},
-    "results of fewer rows": lambda g: {"out": g["out"][:40]},
-    "results of float32": lambda g: {"out": g["out"].float()},
+    "too few starts": lambda arguments: {"starts": arguments["starts"][:-1]},
+    "starts of int64": lambda arguments: {"starts": arguments["starts"].long()},
+    "starts that are ends": lambda arguments: {"starts": set_value(arguments["starts"], 7, 0)},
+    "a count that is too large": lambda arguments: change_counts(
+        arguments, lambda counts: set_value(counts, 8, 0)
+    ),
+    "a tile twice": lambda arguments: change_maps(arguments, lambda m: m[:, :1].expand(4, 5)),
+    "expert and tile exchanged": lambda arguments: change_maps(arguments, lambda m: m * 65536),
+    "zero for no work": lambda arguments: change_maps(arguments, lambda m: m.clamp(min=0)),
+    "too few programs": lambda arguments: change_maps(arguments, lambda m: m[:, :2]),
+    "tiles of another size": lambda arguments: {
+        "tiles": replace(arguments["tiles"], ends=arguments["tiles"].ends.flip(0))
+    },
+    "rows of float16": lambda arguments: {"rows": arguments["rows"].half()},
+    "rows along M": lambda arguments: {"rows": arguments["rows"].T.contiguous().T},
+    "another K": lambda arguments: {"rows": arguments["rows"][:, :16]},
+    "results of fewer rows": lambda arguments: {"out": arguments["out"][:40]},
+    "results of float32": lambda arguments: {"out": arguments["out"].float()},
 }
 
 
-def in_mxfp4() -> dict[str, Any]:
-    """Return the same arguments with mxfp4 weights."""
+def make_mxfp4_arguments() -> dict[str, Any]:
+    """Return arguments with mxfp4 weights."""
     codes = torch.randint(0, 256, (3, 24, 64), dtype=torch.uint8)
     exponents = torch.randint(124, 128, (3, 24, 4), dtype=torch.uint8)
     rows = torch.randn(44, 128).bfloat16()
@@ -136,16 +145,16 @@ def in_mxfp4() -> dict[str, Any]:
 
 
 def test_stand_in_equals_float64_with_mxfp4() -> None:
-    one, problem = in_mxfp4(), Problem(1, 128, 128, 3, 1, quant="mxfp4_w4a16")
-    library.ragged_matmul(triton_kernels_3_5, **one)
-    values = dequantize(*one["weights"], None, problem.scheme)
-    expected = one["rows"][7:40].float() @ values[2].T
-    torch.testing.assert_close(one["out"][7:40], expected.bfloat16(), rtol=1e-2, atol=1e-2)
-    # Kernels read 128 values at a time, which is past the end of rows of 96 values.
-    codes, exponents = one["weights"]
-    short = {"rows": one["rows"][:, :96], "weights": (codes[..., :48], exponents[..., :3])}
-    library.ragged_matmul(triton_kernels_3_5, **one | short)
-    assert one["out"][7:40].isnan().all()
+    arguments, problem = make_mxfp4_arguments(), Problem(1, 128, 128, 3, 1, quant="mxfp4_w4a16")
+    library.ragged_matmul(triton_kernels_3_5, **arguments)
+    values = dequantize(*arguments["weights"], None, problem.scheme)
+    expected = arguments["rows"][7:40].float() @ values[2].T
+    torch.testing.assert_close(arguments["out"][7:40], expected.bfloat16(), rtol=1e-2, atol=1e-2)
+    # Kernels read 128 values at a time, and so past the end of rows of 96 values.
+    codes, exponents = arguments["weights"]
+    short = {"rows": arguments["rows"][:, :96], "weights": (codes[..., :48], exponents[..., :3])}
+    library.ragged_matmul(triton_kernels_3_5, **arguments | short)
+    assert arguments["out"][7:40].isnan().all()
 
 
 MXFP4_DEFECTS: dict[str, Any] = {
@@ -159,30 +168,32 @@ MXFP4_DEFECTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", MXFP4_DEFECTS)
 def test_defects_in_mxfp4_are_detected(name: str) -> None:
-    one = in_mxfp4()
+    arguments = make_mxfp4_arguments()
     with pytest.raises(AssertionError):
-        with_each_size(**one | {"weights": MXFP4_DEFECTS[name](*one["weights"])})
+        call_with_each_tile_size(
+            **arguments | {"weights": MXFP4_DEFECTS[name](*arguments["weights"])}
+        )
 
 
 @pytest.mark.parametrize("routing", ["skips", "duplicates"])
 def test_mxfp4_cases_are_proven(routing: str) -> None:
     problem = Problem(9, 128, 256, 5, 2, quant="mxfp4_w4a16", activation="swiglu_oai")
-    for other in (problem, replace(problem, combine=Combine.TOPK_WEIGHTED)):
-        proof = prove_part(TritonKernels, other, routing)
+    for combine in (Combine.SUM, Combine.TOPK_WEIGHTED):
+        proof = prove_part(TritonKernels, replace(problem, combine=combine), routing)
         assert proof.passed, str(proof)
 
 
-def with_each_size(**arguments: Any) -> None:
-    """Make a call for each tile size, which the stand-in uses in turn."""
+def call_with_each_tile_size(**arguments: Any) -> None:
+    """Make as many calls as there are tile sizes, which the stand-in uses in turn."""
     for _ in TILE_ROWS:
         library.ragged_matmul(triton_kernels_3_5, **arguments)
 
 
 @pytest.mark.parametrize("name", DEFECTS)
 def test_defects_are_detected(name: str) -> None:
-    one = make_arguments()
+    arguments = make_arguments()
     with pytest.raises(AssertionError):
-        with_each_size(**one | DEFECTS[name](one))
+        call_with_each_tile_size(**arguments | DEFECTS[name](arguments))
 
 
 # ------------------------------------------------------------------------------------ the library
@@ -193,12 +204,12 @@ def write_package(site: Path, name: str, *, old: bool = True) -> None:
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("")
     (folder / "target_info.py").write_text("here = 1\n")
-    product = "from triton_kernels import target_info\ndef matmul_ogs(): ...\n"
-    product += "class PrecisionConfig: ...\n"
-    (folder / "matmul_ogs.py").write_text(product)
-    kind = "block_pid_map: dict[int, torch.Tensor]" if old else "block_pid_map_data"
-    text = f"class ExptData:\n    '''{kind}'''\nclass RoutingData: ...\n"
-    (folder / "routing.py").write_text(text)
+    matmul_source = "from triton_kernels import target_info\ndef matmul_ogs(): ...\n"
+    matmul_source += "class PrecisionConfig: ...\n"
+    (folder / "matmul_ogs.py").write_text(matmul_source)
+    field = "block_pid_map: dict[int, torch.Tensor]" if old else "block_pid_map_data"
+    routing_source = f"class ExptData:\n    '''{field}'''\nclass RoutingData: ...\n"
+    (folder / "routing.py").write_text(routing_source)
 
 
 @pytest.fixture
@@ -231,10 +242,10 @@ def test_a_failed_import_leaves_no_modules(site: Path) -> None:
 
 def test_a_package_imported_from_elsewhere_is_kept(site: Path) -> None:
     write_package(site, "triton_kernels", old=False)
-    other = import_module("triton_kernels")
+    imported = import_module("triton_kernels")
     (site / "vllm").mkdir()
     (site / "vllm/__init__.py").write_text("")
     write_package(site, "vllm/third_party/triton_kernels")
     with pytest.raises(ConfigurationError, match="was already imported from"):
         library.load()
-    assert sys.modules["triton_kernels"] is other
+    assert sys.modules["triton_kernels"] is imported

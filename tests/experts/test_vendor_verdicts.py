@@ -41,13 +41,13 @@ DG, BATCHED_DG = "DeepGemmExperts", "BatchedDeepGemmExperts"
 TK = "TritonKernelsExperts"
 FI, FI_ALL2ALL = "FlashInferExperts", "FlashInferCutlassMoEPrepareAndFinalize"
 UP = {"activation": "silu:up_first=true"}
-TWO = {"parallel": Parallel(2)}
+TWO_RANKS = {"parallel": Parallel(2)}
 EITHER, BATCHED_EITHER = "TritonOrDeepGemmExperts", "BatchedTritonOrDeepGemmExperts"
 SWIGLU = "swiglu_oai:alpha=1.702,limit=7.0,interleaved=true"
 
 Row = tuple[str, str, dict[str, Any], Machine, str]
 
-# (PrepareAndFinalize, experts, fields of the problem, machine, rules that refuse it)
+# Each row has the two parts, fields of the problem, the machine, and the rules that refuse it.
 # fmt: off
 TABLE: tuple[Row, ...] = (
     (NO_EP, ROWS, {"quant": CHANNEL}, H200, ""),
@@ -98,8 +98,8 @@ TABLE: tuple[Row, ...] = (
     (LOCAL, BATCHED_FP4, W4A4, B200, ""),
     (LOCAL, BATCHED_FP4, {**W4A4, "tokens": 7}, B200, ""),
     (LOCAL, BATCHED_FP4, W4A4, H200, "archs"),
-    (LL, BATCHED_FP4, {**W4A4, **TWO, "hidden": 2048, "tokens": 65}, H200, "archs"),
-    (HT, FP4, {**W4A4, **TWO}, B200, ""),
+    (LL, BATCHED_FP4, {**W4A4, **TWO_RANKS, "hidden": 2048, "tokens": 65}, H200, "archs"),
+    (HT, FP4, {**W4A4, **TWO_RANKS}, B200, ""),
     (NO_EP, "TritonExperts", W4A4, B200, "quant"),
     (NO_EP, "TorchExperts", W4A4, B200, ""),
     (NO_EP, DG, {}, H200, ""),
@@ -194,25 +194,25 @@ TABLE: tuple[Row, ...] = (
     (NO_EP, FI, {**UP, "graph": True, "deterministic": True}, H200, ""),
     (NO_EP, FI, {**UP, "expert_map": True, "local_experts": 4}, H200, ""),
     (LOCAL, FI, UP, H200, "format reduce"),
-    (HT, FI, {**UP, **TWO}, H200, ""),
-    (FI_ALL2ALL, FI, {**UP, **TWO}, H200, ""),
-    (FI_ALL2ALL, FI, {**UP, **TWO, "quant": BLOCK}, H200, ""),
-    (FI_ALL2ALL, "TritonExperts", TWO, H200, ""),
-    (FI_ALL2ALL, "TritonExperts", TWO, B200, ""),
-    (FI_ALL2ALL, "TritonExperts", TWO, A100, "arch"),
-    (FI_ALL2ALL, "TritonExperts", TWO, BARE, "package"),
+    (HT, FI, {**UP, **TWO_RANKS}, H200, ""),
+    (FI_ALL2ALL, FI, {**UP, **TWO_RANKS}, H200, ""),
+    (FI_ALL2ALL, FI, {**UP, **TWO_RANKS, "quant": BLOCK}, H200, ""),
+    (FI_ALL2ALL, "TritonExperts", TWO_RANKS, H200, ""),
+    (FI_ALL2ALL, "TritonExperts", TWO_RANKS, B200, ""),
+    (FI_ALL2ALL, "TritonExperts", TWO_RANKS, A100, "arch"),
+    (FI_ALL2ALL, "TritonExperts", TWO_RANKS, BARE, "package"),
     (FI_ALL2ALL, "TritonExperts", {}, H200, "world_size"),
     (FI_ALL2ALL, "TritonExperts", {"parallel": Parallel(16, ranks_per_host=8), "experts": 16},
      H200, "world_size hosts"),
-    (FI_ALL2ALL, "TritonExperts", {**TWO, "top_k": 3}, H200, "top_k"),
-    (FI_ALL2ALL, "TritonExperts", {**TWO, "top_k": 6}, H200, ""),
-    (FI_ALL2ALL, "TritonExperts", {**TWO, "hidden": 1032}, H200, "hidden"),
-    (FI_ALL2ALL, "TritonExperts", {**TWO, "quant": CHANNEL}, H200, ""),
-    (FI_ALL2ALL, "TritonExperts", {**TWO, "quant": TENSOR}, H200, "dispatch_quant"),
-    (FI_ALL2ALL, "TritonExperts", {**TWO, "asynchronous": True}, H200, "asynchronous"),
-    (FI_ALL2ALL, "TritonExperts", {**TWO, "deterministic": True}, H200, "deterministic"),
-    (FI_ALL2ALL, "TritonExperts", {**TWO, "graph": True}, H200, ""),
-    (FI_ALL2ALL, "BatchedTritonExperts", TWO, H200, "format"),
+    (FI_ALL2ALL, "TritonExperts", {**TWO_RANKS, "top_k": 3}, H200, "top_k"),
+    (FI_ALL2ALL, "TritonExperts", {**TWO_RANKS, "top_k": 6}, H200, ""),
+    (FI_ALL2ALL, "TritonExperts", {**TWO_RANKS, "hidden": 1032}, H200, "hidden"),
+    (FI_ALL2ALL, "TritonExperts", {**TWO_RANKS, "quant": CHANNEL}, H200, ""),
+    (FI_ALL2ALL, "TritonExperts", {**TWO_RANKS, "quant": TENSOR}, H200, "dispatch_quant"),
+    (FI_ALL2ALL, "TritonExperts", {**TWO_RANKS, "asynchronous": True}, H200, "asynchronous"),
+    (FI_ALL2ALL, "TritonExperts", {**TWO_RANKS, "deterministic": True}, H200, "deterministic"),
+    (FI_ALL2ALL, "TritonExperts", {**TWO_RANKS, "graph": True}, H200, ""),
+    (FI_ALL2ALL, "BatchedTritonExperts", TWO_RANKS, H200, "format"),
 )
 # fmt: on
 
@@ -226,19 +226,19 @@ def test_the_table_has_enough_cases() -> None:
 def test_verdict_equals_the_table(
     prepare: str, experts: str, fields: dict[str, Any], machine: Machine, rules: str
 ) -> None:
-    plain = {"tokens": 128, "hidden": 1024, "intermediate": 512, "experts": 8, "top_k": 2}
-    verdict = check(prepare, experts, Problem(**{**plain, **fields}), machine)
+    defaults = {"tokens": 128, "hidden": 1024, "intermediate": 512, "experts": 8, "top_k": 2}
+    verdict = check(prepare, experts, Problem(**{**defaults, **fields}), machine)
     assert " ".join(r.rule for r in verdict.rejections) == rules, str(verdict)
 
 
 def test_command_line_options_describe_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
     """The command line also explains which of two libraries runs a call."""
-    words = ["check", "--pf-type", NO_EP, "--experts-type", EITHER, "--hidden", "1024", "--json"]
+    args = ["check", "--pf-type", NO_EP, "--experts-type", EITHER, "--hidden", "1024", "--json"]
     packages = ["--packages", "triton,deep_gemm"]
-    accepted = run_mk(capsys, *words, "--arch", "9.0", *packages).json
+    accepted = run_mk(capsys, *args, "--arch", "9.0", *packages).json
     assert accepted["ok"]
     assert accepted["explained"][0] == "calls of fewer than 512 tokens: TritonExperts"
-    result = run_mk(capsys, *words, "--arch", "10.0", "--packages", "triton")
+    result = run_mk(capsys, *args, "--arch", "10.0", "--packages", "triton")
     assert result.code == 1
     refused = result.json
     assert [r["rule"] for r in refused["rejections"]] == ["archs", "package"]
@@ -263,12 +263,11 @@ def test_every_listed_part_exists_or_is_planned(
     planned = {part.name: part.blocked_on for part in catalog.planned}
     assert set(PART_NAMES.split()) <= existing | set(planned)
     assert not existing & set(planned)
-    text = run_mk(capsys, "list").out
-    assert all(name in text for name in PART_NAMES.split())
-    # No part is planned now. The error for a planned part would state what it is blocked on.
+    output = run_mk(capsys, "list").out
+    assert all(name in output for name in PART_NAMES.split())
+    # No part is planned at present. The error for a planned part states what blocks the part.
     assert not planned
-    later = replace(
-        catalog, planned=(PlannedPart("LaterExperts", "experts", "its GPU is not there"),)
-    )
+    planned_part = PlannedPart("LaterExperts", "experts", "its GPU is not there")
+    catalog = replace(catalog, planned=(planned_part,))
     with pytest.raises(UnknownPartError, match="planned: its GPU is not there"):
-        later.experts("LaterExperts")
+        catalog.experts("LaterExperts")
