@@ -37,7 +37,7 @@ def test_layers_without_an_adapter_add_nothing_and_have_the_same_slots() -> None
     torch.testing.assert_close(got, layer(x[:4], logits[:4]))
     ranks = batch_4.lora_ranks
     manager.evict("one")
-    assert ranks.tolist() == [0, 4]  # written in place, because captured graphs read this tensor
+    assert ranks.tolist() == [0, 4]  # `evict` writes in place, because captured graphs read it
     assert manager.load("three", {3: adapter}) == 0
     with pytest.raises(CapacityError, match="'four'"):
         manager.load("four", {3: adapter})

@@ -1,7 +1,6 @@
 """Configs of further published models: the scheme of each layer, or a refusal by name.
 
-As in test_published_configs.py, the entries are those of the repositories as far as they are
-remembered.
+As in test_published_configs.py, the entries were written from memory of the repositories' files.
 """
 
 import json
@@ -78,9 +77,9 @@ def awq(**more: Any) -> Config:
 
 
 def compressed(format: str, *groups: Config, ignore: tuple[str, ...] = ("lm_head",)) -> Config:
-    named = {f"group_{number}": group for number, group in enumerate(groups)}
+    group_by_name = {f"group_{number}": group for number, group in enumerate(groups)}
     more = {"kv_cache_scheme": None, "global_compression_ratio": None, "version": "0.12.2"}
-    return {"quant_method": "compressed-tensors", "format": format, "config_groups": named,
+    return {"quant_method": "compressed-tensors", "format": format, "config_groups": group_by_name,
             "ignore": list(ignore), "quantization_status": "compressed", **more,
             "transform_config": {}, "sparsity_config": {}}  # fmt: skip
 
@@ -92,7 +91,7 @@ def group(targets: str, inputs: Config | None, **weights: Any) -> Config:
 
 
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
-FP8_ROWS = {"num_bits": 8, "type": "float", "strategy": "channel", "group_size": None}
+FP8_WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel", "group_size": None}
 FP8_INPUTS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 FP8_INPUTS |= {"symmetric": True, "group_size": None}
 FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
@@ -114,9 +113,9 @@ def mxfp4_of_quark(inputs: Config, *exclude: str) -> Config:
 
 def nvfp4_of_modelopt(*ignore: str) -> Config:
     options = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
-    first = {"weights": options, "input_activations": options, "targets": ["Linear"]}
+    group_0 = {"weights": options, "input_activations": options, "targets": ["Linear"]}
     return {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": list(ignore),
-            "config_groups": {"group_0": first},
+            "config_groups": {"group_0": group_0},
             "producer": {"name": "modelopt", "version": "0.39.0"}}  # fmt: skip
 
 
@@ -168,12 +167,12 @@ ERNIE = {
     "moe_layer_end_index": 27, "moe_layer_interval": 1,
 }  # fmt: skip
 INT8_LAYERS = group(r"re:.*layers\.[0-9]\..*", None, **{**INT4, "num_bits": 8})
-ATTENTION = group("re:.*self_attn.*", FP8_INPUTS, **FP8_ROWS)
+ATTENTION = group("re:.*self_attn.*", FP8_INPUTS, **FP8_WEIGHTS)
 EXPERTS = group("re:.*mlp.experts.*", FP4_INPUTS, **FP4)
 BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
 ROUTERS = tuple(f"model.layers.{n}.mlp.gate" for n in range(3, 92))
 
-TABLE: dict[str, tuple[Config, Config | None, str]] = {
+SCHEMES_BY_MODEL: dict[str, tuple[Config, Config | None, str]] = {
     "casperhansen/mixtral-instruct-awq": (
         mixtral(), awq(modules_to_not_convert=["gate"]),
         "layers 0 to 31: int4_w4a16_group:group=128,zero_points=true"),
@@ -181,15 +180,15 @@ TABLE: dict[str, tuple[Config, Config | None, str]] = {
         HUNYUAN, gptq(dynamic={"-:.*mlp.gate.wg": {}}), f"layers 0 to 31: {G128}"),
     "meituan-longcat/LongCat-Flash-Chat-FP8": (LONGCAT, fp8(), f"layers 0 to 27: {FP8_BLOCK}"),
     "zai-org/GLM-4.7-FP8": (
-        glm(), compressed("float-quantized", group("Linear", FP8_INPUTS, **FP8_ROWS),
+        glm(), compressed("float-quantized", group("Linear", FP8_INPUTS, **FP8_WEIGHTS),
                           ignore=("lm_head", *ROUTERS, "model.layers.92.eh_proj")),
         f"layers 3 to 91: {FP8_CHANNEL}"),
     "PrimeIntellect/INTELLECT-3-FP8": (
-        glm(46, 1), compressed("float-quantized", group("Linear", FP8_INPUTS, **FP8_ROWS)),
+        glm(46, 1), compressed("float-quantized", group("Linear", FP8_INPUTS, **FP8_WEIGHTS)),
         f"layers 1 to 45: {FP8_CHANNEL}"),
     "zai-org/GLM-4.5V-FP8": (
         {"model_type": "glm4v_moe", "text_config": glm(46, 1) | {"model_type": "glm4v_moe_text"}},
-        compressed("float-quantized", group("Linear", FP8_INPUTS, **FP8_ROWS),
+        compressed("float-quantized", group("Linear", FP8_INPUTS, **FP8_WEIGHTS),
                    ignore=("lm_head", "re:model.visual.*")), f"layers 1 to 45: {FP8_CHANNEL}"),
     "OPEA/DeepSeek-R1-int4-sym-awq": (
         deepseek(), awq(zero_point=False, modules_to_not_convert=["lm_head"]),
@@ -226,7 +225,7 @@ TABLE: dict[str, tuple[Config, Config | None, str]] = {
         mixtral() | {"model_type": "phimoe", "intermediate_size": 6400, "num_local_experts": 16},
         None, "every layer: none"),
     "ibm-granite/granite-4.0-h-small-FP8": (
-        GRANITE, compressed("float-quantized", group("Linear", FP8_INPUTS, **FP8_ROWS),
+        GRANITE, compressed("float-quantized", group("Linear", FP8_INPUTS, **FP8_WEIGHTS),
                             ignore=("lm_head", "re:.*block_sparse_moe.router")),
         f"layers 0 to 39: {FP8_CHANNEL}"),
     "LiquidAI/LFM2-8B-A1B": (LFM2, None, "every layer: none"),
@@ -295,9 +294,9 @@ REFUSED: dict[str, tuple[Config, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", SCHEMES_BY_MODEL)
 def test_layers_have_the_schemes_of_their_configs(tmp_path: Path, name: str) -> None:
-    config, quantization, expected = TABLE[name]
+    config, quantization, expected = SCHEMES_BY_MODEL[name]
     if quantization is not None:
         config = config | {"quantization_config": quantization}
     _, schemes = layers_of_file(write_config(tmp_path, config))
@@ -326,9 +325,9 @@ def test_files_of_older_quantizers_describe_a_plain_config(
     path = write_config(tmp_path, qwen())
     (tmp_path / file).write_text(json.dumps(content))
     _, schemes = layers_of_file(path)
-    assert [each.scheme for each in schemes] == [scheme]
-    write_config(tmp_path, qwen(quantization_config=fp8()))  # has precedence
-    assert [each.scheme for each in layers_of_file(path)[1]] == [FP8_BLOCK]
+    assert [layers.scheme for layers in schemes] == [scheme]
+    write_config(tmp_path, qwen(quantization_config=fp8()))  # takes precedence over the file
+    assert [layers.scheme for layers in layers_of_file(path)[1]] == [FP8_BLOCK]
     write_config(tmp_path, qwen())
     (tmp_path / file).write_text("[]")
     with pytest.raises(ConfigurationError, match="need an object"):
