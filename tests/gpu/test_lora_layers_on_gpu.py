@@ -119,11 +119,11 @@ def test_wrapped_model_runs_with_its_adapter(kind: str, monkeypatch: pytest.Monk
     from modular_kernel.integrations.transformers import register, report, serve
 
     monkeypatch.setattr(peft_tests, "TOKENS", peft_tests.TOKENS.cuda())
-    model = peft_tests.adapted_model(kind).cuda()
+    model = peft_tests.make_adapted_model(kind).cuda()
     model.base_model.model.set_experts_implementation(register())
     assert len(serve(model)) == 2
     with monkeypatch.context() as patch:
         patch.setattr(peft_tests.WRAPPER, "_activate_lora", lambda *_: pytest.fail("PEFT ran"))
-        served = peft_tests.logits_of(model)
+        got = peft_tests.compute_logits(model)
     assert all(row.served for row in report(model))
-    peft_tests.assert_same(served, peft_tests.merged_logits(model))
+    peft_tests.assert_same(got, peft_tests.compute_merged_logits(model))

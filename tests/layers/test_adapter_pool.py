@@ -193,7 +193,8 @@ def load_and_check_unchanged_on_error(pool: AdapterPool, name: Any, adapter: Any
         pool.load(name, adapter)
     except ModularKernelError:
         assert dict(pool.slots) == slots_before
-        assert all(map(torch.equal, tensors_before, list_pool_tensors(pool)))
+        tensors = list_pool_tensors(pool)
+        assert all(torch.equal(a, b) for a, b in zip(tensors_before, tensors, strict=True))
         raise
 
 
