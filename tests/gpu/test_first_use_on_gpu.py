@@ -45,9 +45,8 @@ def test_capture_before_the_first_call_with_the_weights_uses_unprepared_weights(
     unprepared_kernel = make_kernel(*PAIR, problem, auto_prepare=False)
     unprepared_output = unprepared_kernel(inputs.x_TH, inputs.weights, inputs.routing)
     kernel = make_kernel(*PAIR, problem)
-    kernel(
-        warmup_inputs.x_TH, warmup_inputs.weights, warmup_inputs.routing
-    )  # compiles the kernels, with other weights
+    # This call compiles the kernels, with other weights.
+    kernel(warmup_inputs.x_TH, warmup_inputs.weights, warmup_inputs.routing)
     unprepared_kernel(inputs.x_TH, inputs.weights, inputs.routing)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

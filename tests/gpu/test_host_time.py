@@ -184,11 +184,9 @@ def test_replays_write_all_of_a_poisoned_workspace() -> None:
 def test_replays_use_the_current_stream_and_can_be_captured() -> None:
     problem = SHAPES["qwen3_30b"]
     inputs = random_inputs(problem, DEVICE)
-    plan, static_inputs, other_inputs = (
-        make_plan(problem),
-        copy_tokens(inputs, 0, 1),
-        copy_tokens(inputs, 5, 1),
-    )
+    plan = make_plan(problem)
+    static_inputs = copy_tokens(inputs, 0, 1)
+    other_inputs = copy_tokens(inputs, 5, 1)
     expected_static, expected_other = plan(*static_inputs).clone(), plan(*other_inputs).clone()
     side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(side_stream):

@@ -88,10 +88,10 @@ def test_workspace_is_freed_when_the_call_returns(
     call = copy_tokens(inputs, 0)
     out = torch.empty_like(call[0])
     torch.cuda.synchronize()
-    replayed_before = torch.cuda.memory_allocated()
+    bytes_before = torch.cuda.memory_allocated()
     for _ in range(3):
         kernel(*call, out=out)
-        assert torch.cuda.memory_allocated() == replayed_before
+        assert torch.cuda.memory_allocated() == bytes_before
 
 
 def test_replays_on_streams_and_in_a_graph_are_correct(

@@ -144,17 +144,17 @@ def test_a_disabled_plugin_changes_neither_classes_nor_bits(
     )
     assert outputs_without_plugin.keys() == outputs_when_disabled.keys()
     for case, (name, outputs) in outputs_without_plugin.items():
-        other_name, new_weights = outputs_when_disabled[case]
+        other_name, other_outputs = outputs_when_disabled[case]
         record_property(case, name)
         assert other_name == name, case
         assert OURS not in name
-        assert len(new_weights) == len(outputs), case
+        assert len(other_outputs) == len(outputs), case
         assert len(outputs) == REPEATS, f"{case}: {name}"
         assert all(output.isfinite().all() for output in outputs), case
         if all(torch.equal(output, outputs[0]) for output in outputs):
-            assert all(torch.equal(output, outputs[0]) for output in new_weights), case
+            assert all(torch.equal(output, outputs[0]) for output in other_outputs), case
         else:  # vLLM adds the experts' outputs in an order that changes between calls.
-            for output in new_weights:
+            for output in other_outputs:
                 torch.testing.assert_close(output, outputs[0], rtol=0.03, atol=0.03, msg=case)
 
 

@@ -69,12 +69,12 @@ def test_flags_select_a_scheme(flags: dict[str, Any], quant: str, device: str) -
     """The call runs on the device of the tensors, also on the CPU of a machine with a GPU."""
     problem = replace(BASE, quant=quant)
     x_TH, weights, routing = make_layer(problem, device)
-    output_before = x_TH.clone()
+    x_before = x_TH.clone()
     got = call_fused_experts(x_TH, weights, routing, **flags)
     assert_close(
         got, float64_reference(x_TH, weights, routing, problem), 0.1 if "w8a8" in quant else 1e-5
     )
-    assert torch.equal(x_TH, output_before)
+    assert torch.equal(x_TH, x_before)
 
 
 def test_scales_may_have_the_shapes_of_other_libraries() -> None:

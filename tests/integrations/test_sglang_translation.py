@@ -190,10 +190,8 @@ def test_unsupported_calls_have_a_reason() -> None:
 
 def test_first_call_determines_the_runner_of_the_layer(caplog: pytest.LogCaptureFixture) -> None:
     x_TH, weights, routing = make_layer(BASE)
-    dispatch_output, quant_info = (
-        make_sglang_dispatch(x_TH, routing),
-        make_sglang_quant_info(weights),
-    )
+    dispatch_output = make_sglang_dispatch(x_TH, routing)
+    quant_info = make_sglang_quant_info(weights)
     config = SGLangConfig(layer_id=9, hidden_size=x_TH.shape[1] + 1)
     runner = LayerRunner(config, lambda *arguments: arguments)
     for _ in range(2):

@@ -19,7 +19,7 @@ from transformers_samples import OURS
 from modular_kernel.cli.demo_models import SMALL_MODELS, build_small_model
 from modular_kernel.integrations.transformers import register, registration
 from modular_kernel.machine import prefer_torch_reference
-from modular_kernel.operators import make_experts as experts_op
+from modular_kernel.operators import experts as experts_op
 from modular_kernel.operators.pairing import serialize_layer
 from modular_kernel.plan import held_bytes
 

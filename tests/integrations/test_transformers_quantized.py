@@ -334,10 +334,8 @@ def test_gradients_pass_through_packed_experts(tmp_path) -> None:
     model = from_pretrained(
         tmp_path, experts_implementation=register(*OURS), dtype=torch.float32, device=DEVICE
     )
-    experts, exact_experts = (
-        list_experts_modules(model)[0],
-        list_experts_modules(checkpoint.exact)[0],
-    )
+    experts = list_experts_modules(model)[0]
+    exact_experts = list_experts_modules(checkpoint.exact)[0]
     for module in (experts, exact_experts):
         module.gate_up_proj_bias.requires_grad_()
         module.down_proj_bias.requires_grad_()

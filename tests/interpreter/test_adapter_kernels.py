@@ -48,10 +48,8 @@ def test_rows_without_adapter_equal_a_call_without_adapters(
         replace(inputs.routing, adapters_T=None),
     )
     with override_config(choose_config(problem_without_adapters, 9, (AlignedPath.name,))):
-        actual, expected = (
-            run(pair, problem, inputs),
-            run(pair, problem_without_adapters, inputs_without_adapters),
-        )
+        actual = run(pair, problem, inputs)
+        expected = run(pair, problem_without_adapters, inputs_without_adapters)
     without_adapter = slots_T < 0
     assert 0 < int(without_adapter.sum()) < 9
     assert torch.equal(actual[without_adapter], expected[without_adapter])

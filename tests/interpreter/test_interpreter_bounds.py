@@ -34,8 +34,8 @@ def add_kernel(y_ptr, first, last, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def swap_kernel(y_ptr, offs):
-    tl.atomic_cas(y_ptr + offs, 0, 1)
+def swap_kernel(y_ptr, index):
+    tl.atomic_cas(y_ptr + index, 0, 1)
 
 
 def make_tensor(count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:

@@ -51,8 +51,8 @@ def test_two_writes_to_one_element_race():
 
 @triton.jit
 def neighbor_kernel(y_ptr, step):
-    offs = tl.program_id(0) + 1
-    tl.store(y_ptr + offs, tl.load(y_ptr + offs + step))
+    index = tl.program_id(0) + 1
+    tl.store(y_ptr + index, tl.load(y_ptr + index + step))
 
 
 def test_read_and_write_of_one_element_race():
@@ -151,9 +151,9 @@ def test_atomics_and_volatile_loads_do_not_race():
 
 @triton.jit
 def grid_kernel(y_ptr):
-    offs = (tl.program_id(0) * 2 + tl.program_id(1)) * 2 + tl.program_id(2)
-    tl.store(y_ptr + offs, 1)
-    if offs == 7:
+    index = (tl.program_id(0) * 2 + tl.program_id(1)) * 2 + tl.program_id(2)
+    tl.store(y_ptr + index, 1)
+    if index == 7:
         tl.store(y_ptr, 1)
 
 

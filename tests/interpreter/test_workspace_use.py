@@ -118,10 +118,8 @@ def record_call(kind: Any, problem: Problem, monkeypatch: pytest.MonkeyPatch) ->
     return call
 
 
-UNREDUCED, WEIGHT_ON_INPUT = (
-    {"combine": Combine.TOPK_WEIGHTED},
-    {"apply_router_weight_on_input": True},
-)
+UNREDUCED = {"combine": Combine.TOPK_WEIGHTED}
+WEIGHT_ON_INPUT = {"apply_router_weight_on_input": True}
 SCHEMES: tuple[dict[str, Any], ...] = (
     {},
     {"quant": "fp8_w8a8_tensor"},

@@ -71,10 +71,8 @@ def compare_with_merged(experts: str, problem: mk.Problem) -> tuple[float, tuple
     """Return the relative error of a call and the failures that `compare` reports."""
     inputs = make_inputs(problem, "skips", DEVICE)
     base_weights = replace(inputs.weights, **dict.fromkeys(FACTOR_NAMES))
-    pool, adapters = (
-        AdapterPool(problem, DEVICE),
-        [make_random_adapter(problem, rank) for rank in RANKS],
-    )
+    pool = AdapterPool(problem, DEVICE)
+    adapters = [make_random_adapter(problem, rank) for rank in RANKS]
     for rank, adapter in zip(RANKS, adapters, strict=True):
         pool.load(f"of rank {rank}", adapter)
     slots_T = (torch.arange(13, device=DEVICE) % 4 - 1).int()

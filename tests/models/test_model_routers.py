@@ -111,10 +111,8 @@ def test_deepseek_routes_like_its_own_code(normalized: bool | None) -> None:
     routing = route(logits, spec, RouterTensors(None)).routing
     values, ids = logits.double().softmax(-1).topk(K)
     values = values / (values.sum(-1, keepdim=True) + 1e-20) if normalized else values
-    got, expected = (
-        scatter_weights(routing.topk_weights_TK, routing.topk_ids_TK),
-        scatter_weights(values.float(), ids),
-    )
+    got = scatter_weights(routing.topk_weights_TK, routing.topk_ids_TK)
+    expected = scatter_weights(values.float(), ids)
     torch.testing.assert_close(got, expected, rtol=2e-6, atol=1e-7)
     with pytest.raises(ConfigurationError, match="scoring_func = sigmoid"):
         router_of_config(CONFIG_PATH, config | {"scoring_func": "sigmoid"}, K)

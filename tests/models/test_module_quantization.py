@@ -33,11 +33,9 @@ FP8_GROUP = {"weights": CHANNEL, "input_activations": TOKEN, "format": "float-qu
 NVFP4_GROUP = {"weights": NVFP4, "input_activations": NVFP4, "format": "nvfp4-pack-quantized"}
 G128, G64 = "int4_w4a16_group:group=128", "int4_w4a16_group:group=64"
 G32, G128_ZERO_POINTS = "int4_w4a16_group:group=32", "int4_w4a16_group:group=128,zero_points=true"
-FP8_BLOCK, FP8_CHANNEL, FP8_STATIC = (
-    "fp8_w8a8_block:block=128x128",
-    "fp8_w8a8_channel",
-    "fp8_w8a8_tensor:static=true",
-)
+FP8_BLOCK = "fp8_w8a8_block:block=128x128"
+FP8_CHANNEL = "fp8_w8a8_channel"
+FP8_STATIC = "fp8_w8a8_tensor:static=true"
 
 
 def make_compressed_config(*entries: tuple[list[str], Config], **more: Any) -> Config:

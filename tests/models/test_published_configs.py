@@ -25,10 +25,10 @@ G128 = "int4_w4a16_group:group=128"
 G32, G128_ZERO_POINTS = "int4_w4a16_group:group=32", f"{G128},zero_points=true"
 
 
-def make_config(model_type: str, layer_range: int, dense: int = 0, **more: Any) -> Config:
-    """Return the config.json of a model with `layers` layers. `more` has the sizes."""
+def make_config(model_type: str, num_layers: int, dense: int = 0, **more: Any) -> Config:
+    """Return the config.json of a model with this number of layers. `more` has the sizes."""
     config = {"model_type": model_type, "hidden_act": "silu", "torch_dtype": "bfloat16"}
-    config |= {"num_hidden_layers": layer_range}
+    config |= {"num_hidden_layers": num_layers}
     return config | ({"first_k_dense_replace": dense} if dense else {}) | more
 
 
@@ -43,10 +43,10 @@ def kimi() -> Config:
     return deepseek(**more, routed_scaling_factor=2.827, num_nextn_predict_layers=0)
 
 
-def qwen(layer_range: int = 48, experts: int = 128, **more: Any) -> Config:
+def qwen(num_layers: int = 48, experts: int = 128, **more: Any) -> Config:
     sizes = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": experts}
     sizes |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "num_experts_per_tok": 8}
-    return make_config("qwen3_moe", layer_range, **{**sizes, **more})
+    return make_config("qwen3_moe", num_layers, **{**sizes, **more})
 
 
 def qwen_235b() -> Config:
@@ -57,36 +57,36 @@ def qwen_480b() -> Config:
     return qwen(62, 160, hidden_size=6144, moe_intermediate_size=2560)
 
 
-def qwen2(layer_range: int, experts: int, top_k: int, hidden: int, width: int) -> Config:
+def qwen2(num_layers: int, experts: int, top_k: int, hidden: int, width: int) -> Config:
     sizes = {"hidden_size": hidden, "moe_intermediate_size": width, "num_experts": experts}
     return make_config(
-        "qwen2_moe", layer_range, num_experts_per_tok=top_k, decoder_sparse_step=1, **sizes
+        "qwen2_moe", num_layers, num_experts_per_tok=top_k, decoder_sparse_step=1, **sizes
     )
 
 
-def qwen_vl(layer_range: int, **sizes: int) -> Config:
-    text = qwen(layer_range, **sizes) | {"model_type": "qwen3_vl_moe_text"}
+def qwen_vl(num_layers: int, **sizes: int) -> Config:
+    text = qwen(num_layers, **sizes) | {"model_type": "qwen3_vl_moe_text"}
     return {"model_type": "qwen3_vl_moe", "text_config": text, "vision_config": {"depth": 27}}
 
 
-def glm(layer_range: int, dense: int, **sizes: Any) -> Config:
+def glm(num_layers: int, dense: int, **sizes: Any) -> Config:
     more = {"hidden_size": 5120, "moe_intermediate_size": 1536, "n_routed_experts": 160}
     more |= {"num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1}
-    return make_config("glm4_moe", layer_range, dense, **{**more, **sizes})
+    return make_config("glm4_moe", num_layers, dense, **{**more, **sizes})
 
 
 def glm_air() -> Config:
     return glm(46, 1, hidden_size=4096, moe_intermediate_size=1408, n_routed_experts=128)
 
 
-def mixtral(layer_range: int = 32, **sizes: int) -> Config:
+def mixtral(num_layers: int = 32, **sizes: int) -> Config:
     more = {"hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8}
-    return make_config("mixtral", layer_range, **{**more, "num_experts_per_tok": 2, **sizes})
+    return make_config("mixtral", num_layers, **{**more, "num_experts_per_tok": 2, **sizes})
 
 
-def gpt_oss(layer_range: int, experts: int) -> Config:
+def gpt_oss(num_layers: int, experts: int) -> Config:
     sizes = {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": experts}
-    return make_config("gpt_oss", layer_range, num_experts_per_tok=4, swiglu_limit=7.0, **sizes)
+    return make_config("gpt_oss", num_layers, num_experts_per_tok=4, swiglu_limit=7.0, **sizes)
 
 
 def llama4(experts: int, step: int) -> Config:
@@ -121,8 +121,8 @@ def gemma4() -> Config:
     return {"model_type": "gemma4", "text_config": text, "vision_config": {"num_layers": 27}}
 
 
-def qwen_3_5(layer_range: int, experts: int, top_k: int, **sizes: int) -> Config:
-    text = qwen(layer_range, experts, **sizes, num_experts_per_tok=top_k)
+def qwen_3_5(num_layers: int, experts: int, top_k: int, **sizes: int) -> Config:
+    text = qwen(num_layers, experts, **sizes, num_experts_per_tok=top_k)
     text |= {"model_type": "qwen3_5_moe_text", "mtp_num_hidden_layers": 1}
     return {"model_type": "qwen3_5_moe", "text_config": text, "vision_config": {"depth": 27}}
 
@@ -136,10 +136,8 @@ def nemotron_ultra() -> Config:
     return config | sizes | {"layers_block_type": [kinds[letter] for letter in NEMOTRON_ULTRA]}
 
 
-def list_layer_modules(
-    layer_range: range, *modules: str, prefix: str = "model.layers"
-) -> list[str]:
-    return [f"{prefix}.{layer}.{module}" for layer in layer_range for module in modules]
+def list_layer_modules(layers: range, *modules: str, prefix: str = "model.layers") -> list[str]:
+    return [f"{prefix}.{layer}.{module}" for layer in layers for module in modules]
 
 
 # ------------------------------------------------------------------- quantization_config
@@ -150,10 +148,10 @@ def fp8(**more: Any) -> Config:
     return config | {"weight_block_size": [128, 128], **more}
 
 
-def qwen_fp8(layer_range: int, prefix: str = "model.layers", *others: str) -> Config:
+def qwen_fp8(num_layers: int, prefix: str = "model.layers", *others: str) -> Config:
     norms = ("input_layernorm", "mlp.gate", "post_attention_layernorm")
     attention = ("self_attn.k_norm", "self_attn.q_norm")
-    skipped = list_layer_modules(range(layer_range), *norms, *attention, prefix=prefix)
+    skipped = list_layer_modules(range(num_layers), *norms, *attention, prefix=prefix)
     return fp8(modules_to_not_convert=["lm_head", *others, *skipped])
 
 
@@ -236,7 +234,7 @@ def mxfp4(*modules: str) -> Config:
     return {"quant_method": "mxfp4", "modules_to_not_convert": list(modules)}
 
 
-def layer_range(*ranges: tuple[int, int]) -> tuple[int, ...]:
+def list_layers(*ranges: tuple[int, int]) -> tuple[int, ...]:
     return tuple(layer for first, last in ranges for layer in range(first, last))
 
 
@@ -257,7 +255,7 @@ NEMOTRON_ULTRA = (
     "MEM*EMEMEM*EMEMEMEM*EMEMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 )
 NEMOTRON_ULTRA_LAYERS = tuple(i for i, kind in enumerate(NEMOTRON_ULTRA) if kind == "E")
-DEEPSEEK_LAYERS, KIMI_LAYERS = layer_range((3, 61)), layer_range((1, 61))
+DEEPSEEK_LAYERS, KIMI_LAYERS = list_layers((3, 61)), list_layers((1, 61))
 MODELS: dict[str, tuple[Config, Config | None, SchemeByLayers]] = {
     # fp8 by block
     "deepseek-ai/DeepSeek-R1": (deepseek(), fp8(), {DEEPSEEK_LAYERS: FP8_BLOCK}),
@@ -275,26 +273,26 @@ MODELS: dict[str, tuple[Config, Config | None, SchemeByLayers]] = {
     ),
     "moonshotai/Kimi-K2-Instruct": (kimi(), fp8(), {KIMI_LAYERS: FP8_BLOCK}),
     "moonshotai/Kimi-K2-Instruct-0905": (kimi(), fp8(), {KIMI_LAYERS: FP8_BLOCK}),
-    "Qwen/Qwen3-235B-A22B-FP8": (qwen_235b(), qwen_fp8(94), {layer_range((0, 94)): FP8_BLOCK}),
+    "Qwen/Qwen3-235B-A22B-FP8": (qwen_235b(), qwen_fp8(94), {list_layers((0, 94)): FP8_BLOCK}),
     "Qwen/Qwen3-235B-A22B-Instruct-2507-FP8": (
         qwen_235b(),
         qwen_fp8(94),
-        {layer_range((0, 94)): FP8_BLOCK},
+        {list_layers((0, 94)): FP8_BLOCK},
     ),
     "Qwen/Qwen3-30B-A3B-Instruct-2507-FP8": (
         qwen(),
         qwen_fp8(48),
-        {layer_range((0, 48)): FP8_BLOCK},
+        {list_layers((0, 48)): FP8_BLOCK},
     ),
     "Qwen/Qwen3-Coder-30B-A3B-Instruct-FP8": (
         qwen(),
         qwen_fp8(48),
-        {layer_range((0, 48)): FP8_BLOCK},
+        {list_layers((0, 48)): FP8_BLOCK},
     ),
     "Qwen/Qwen3-Coder-480B-A35B-Instruct-FP8": (
         qwen_480b(),
         qwen_fp8(62),
-        {layer_range((0, 62)): FP8_BLOCK},
+        {list_layers((0, 62)): FP8_BLOCK},
     ),
     "Qwen/Qwen3-Next-80B-A3B-Instruct-FP8": (
         qwen(48, 512) | {"model_type": "qwen3_next", "num_experts_per_tok": 10},
@@ -307,17 +305,17 @@ MODELS: dict[str, tuple[Config, Config | None, SchemeByLayers]] = {
                 *list_layer_modules(range(48), "linear_attn.in_proj_ba"),
             ]
         ),
-        {layer_range((0, 48)): FP8_BLOCK},
+        {list_layers((0, 48)): FP8_BLOCK},
     ),
     "Qwen/Qwen3-VL-30B-A3B-Instruct-FP8": (
         qwen_vl(48),
         qwen_fp8(48, "model.language_model.layers", "model.visual.merger.linear_fc1"),
-        {layer_range((0, 48)): FP8_BLOCK},
+        {list_layers((0, 48)): FP8_BLOCK},
     ),
     "Qwen/Qwen3-VL-235B-A22B-Instruct-FP8": (
         qwen_vl(94, hidden_size=4096, moe_intermediate_size=1536),
         qwen_fp8(94, "model.language_model.layers", "model.visual.merger.linear_fc1"),
-        {layer_range((0, 94)): FP8_BLOCK},
+        {list_layers((0, 94)): FP8_BLOCK},
     ),
     "MiniMaxAI/MiniMax-M2.1": (
         make_config(
@@ -328,7 +326,7 @@ MODELS: dict[str, tuple[Config, Config | None, SchemeByLayers]] = {
             fmt="float8_e4m3fn",
             modules_to_not_convert=["gate", "e_score_correction_bias", "lm_head"],
         ),
-        {layer_range((0, 62)): FP8_BLOCK},
+        {list_layers((0, 62)): FP8_BLOCK},
     ),
     "tencent/Hunyuan-A13B-Instruct-FP8": (
         make_config("hunyuan_v1_moe", 32, hidden_size=4096, intermediate_size=3072, num_experts=64)
@@ -342,28 +340,28 @@ MODELS: dict[str, tuple[Config, Config | None, SchemeByLayers]] = {
                 *list_layer_modules(range(32), "mlp.gate"),
             ],
         },
-        {layer_range((0, 32)): STATIC},
+        {list_layers((0, 32)): STATIC},
     ),
     # fp8 by channel and by tensor
     "zai-org/GLM-4.5-FP8": (
         glm(92, 3),
         compressed_fp8(*GLM_EXCLUDED),
-        {layer_range((3, 92)): FP8_CHANNEL},
+        {list_layers((3, 92)): FP8_CHANNEL},
     ),
     "zai-org/GLM-4.5-Air-FP8": (
         glm_air(),
         compressed_fp8(*GLM_EXCLUDED),
-        {layer_range((1, 46)): FP8_CHANNEL},
+        {list_layers((1, 46)): FP8_CHANNEL},
     ),
     "zai-org/GLM-4.6-FP8": (
         glm(92, 3),
         compressed_fp8(*GLM_EXCLUDED),
-        {layer_range((3, 92)): FP8_CHANNEL},
+        {list_layers((3, 92)): FP8_CHANNEL},
     ),
     "RedHatAI/Qwen3-235B-A22B-FP8-dynamic": (
         qwen_235b(),
         compressed_fp8("lm_head", *list_layer_modules(range(94), "mlp.gate")),
-        {layer_range((0, 94)): FP8_CHANNEL},
+        {list_layers((0, 94)): FP8_CHANNEL},
     ),
     "RedHatAI/Mixtral-8x22B-Instruct-v0.1-FP8": (
         mixtral(56, hidden_size=6144, intermediate_size=16384),
@@ -372,12 +370,12 @@ MODELS: dict[str, tuple[Config, Config | None, SchemeByLayers]] = {
             "activation_scheme": "static",
             "ignored_layers": [*list_layer_modules(range(56), "block_sparse_moe.gate"), "lm_head"],
         },
-        {layer_range((0, 56)): STATIC},
+        {list_layers((0, 56)): STATIC},
     ),
     "amd/Mixtral-8x7B-Instruct-v0.1-FP8-KV": (
         mixtral(),
         quark_fp8("lm_head", *list_layer_modules(range(32), "block_sparse_moe.gate")),
-        {layer_range((0, 32)): STATIC},
+        {list_layers((0, 32)): STATIC},
     ),
     "meta-llama/Llama-4-Maverick-17B-128E-Instruct-FP8": (
         llama4(128, 2),
@@ -397,25 +395,25 @@ MODELS: dict[str, tuple[Config, Config | None, SchemeByLayers]] = {
     "nvidia/Llama-4-Scout-17B-16E-Instruct-FP8": (
         llama4(16, 1),
         modelopt("FP8", *LLAMA4_EXCLUDED),
-        {layer_range((0, 48)): STATIC},
+        {list_layers((0, 48)): STATIC},
     ),
     "nvidia/Qwen3-235B-A22B-FP8": (
         qwen_235b(),
         modelopt("FP8", "lm_head", *list_layer_modules(range(94), "mlp.gate")),
-        {layer_range((0, 94)): STATIC},
+        {list_layers((0, 94)): STATIC},
     ),
     # Four-bit floats
     "openai/gpt-oss-120b": (
         gpt_oss(36, 128),
         mxfp4(*GPT_OSS_EXCLUDED),
-        {layer_range((0, 36)): MXFP4},
+        {list_layers((0, 36)): MXFP4},
     ),
     "nvidia/DeepSeek-V3-0324-FP4": (deepseek(), DEEPSEEK_NVFP4, {DEEPSEEK_LAYERS: NVFP4}),
     "nvidia/DeepSeek-R1-0528-FP4": (deepseek(), DEEPSEEK_NVFP4, {DEEPSEEK_LAYERS: NVFP4}),
     "nvidia/Qwen3-235B-A22B-NVFP4": (
         qwen_235b(),
         modelopt("NVFP4", "lm_head", *list_layer_modules(range(94), "mlp.gate")),
-        {layer_range((0, 94)): NVFP4},
+        {list_layers((0, 94)): NVFP4},
     ),
     "nvidia/Kimi-K2-Thinking-NVFP4": (
         kimi(),
@@ -427,12 +425,12 @@ MODELS: dict[str, tuple[Config, Config | None, SchemeByLayers]] = {
     "nvidia/Llama-4-Scout-17B-16E-Instruct-FP4": (
         llama4(16, 1),
         modelopt("NVFP4", *LLAMA4_EXCLUDED),
-        {layer_range((0, 48)): NVFP4},
+        {list_layers((0, 48)): NVFP4},
     ),
     "RedHatAI/Qwen3-30B-A3B-NVFP4": (
         qwen(),
         compressed_nvfp4("lm_head", *list_layer_modules(range(48), "mlp.gate")),
-        {layer_range((0, 48)): NVFP4},
+        {list_layers((0, 48)): NVFP4},
     ),
     "amd/DeepSeek-R1-0528-MXFP4": (
         deepseek(),
@@ -441,21 +439,21 @@ MODELS: dict[str, tuple[Config, Config | None, SchemeByLayers]] = {
     ),
     # Integers
     "moonshotai/Kimi-K2-Thinking": (kimi(), KIMI_INT4, {KIMI_LAYERS: G32}),
-    "Qwen/Qwen3-235B-A22B-GPTQ-Int4": (qwen_235b(), gptq(), {layer_range((0, 94)): G128}),
+    "Qwen/Qwen3-235B-A22B-GPTQ-Int4": (qwen_235b(), gptq(), {list_layers((0, 94)): G128}),
     "Qwen/Qwen1.5-MoE-A2.7B-Chat-GPTQ-Int4": (
         qwen2(24, 60, 4, 2048, 1408),
         gptq(model_name_or_path=None, model_file_base_name="model"),
-        {layer_range((0, 24)): G128},
+        {list_layers((0, 24)): G128},
     ),
     "Qwen/Qwen2-57B-A14B-Instruct-GPTQ-Int4": (
         qwen2(28, 64, 8, 3584, 2560),
         gptq(model_name_or_path=None, model_file_base_name="model"),
-        {layer_range((0, 28)): G128},
+        {list_layers((0, 28)): G128},
     ),
     "TheBloke/Mixtral-8x7B-Instruct-v0.1-AWQ": (
         mixtral(),
         awq(modules_to_not_convert=["gate"]),
-        {layer_range((0, 32)): G128_ZERO_POINTS},
+        {list_layers((0, 32)): G128_ZERO_POINTS},
     ),
     "cognitivecomputations/DeepSeek-R1-AWQ": (
         deepseek(),
@@ -465,12 +463,12 @@ MODELS: dict[str, tuple[Config, Config | None, SchemeByLayers]] = {
     "QuantTrio/GLM-4.5-Air-AWQ-FP16Mix": (
         glm_air(),
         awq(modules_to_not_convert=["model.layers.0.", "shared_experts", "mlp.gate"]),
-        {layer_range((1, 46)): G128_ZERO_POINTS},
+        {list_layers((1, 46)): G128_ZERO_POINTS},
     ),
     "cyankiwi/Qwen3-Coder-30B-A3B-Instruct-AWQ-4bit": (
         qwen(),
         compressed_int4(32, *list_layer_modules(range(48), "mlp.gate"), "lm_head"),
-        {layer_range((0, 48)): G32},
+        {list_layers((0, 48)): G32},
     ),
     "Intel/Qwen3-30B-A3B-Instruct-2507-int4-AutoRound": (
         qwen(),
@@ -488,7 +486,7 @@ MODELS: dict[str, tuple[Config, Config | None, SchemeByLayers]] = {
                 for name in list_layer_modules(range(48), "mlp.gate")
             },
         },
-        {layer_range((0, 48)): G128},
+        {list_layers((0, 48)): G128},
     ),
     "unsloth/Qwen3-30B-A3B-bnb-4bit": (
         qwen(),
@@ -507,7 +505,7 @@ MODELS: dict[str, tuple[Config, Config | None, SchemeByLayers]] = {
             "llm_int8_skip_modules": None,
             "llm_int8_threshold": 6.0,
         },
-        {layer_range((0, 48)): "none"},
+        {list_layers((0, 48)): "none"},
     ),
     # Read from copies of the files (ai-dynamo/aiconfigurator), with their entries about experts
     "XiaomiMiMo/MiMo-V2-Flash": (
@@ -521,7 +519,7 @@ MODELS: dict[str, tuple[Config, Config | None, SchemeByLayers]] = {
             moe_layer_freq=[0] + [1] * 47,
         ),
         fp8(),
-        {layer_range((1, 48)): FP8_BLOCK},
+        {list_layers((1, 48)): FP8_BLOCK},
     ),
     "zai-org/GLM-5-FP8": (
         glm_dsa(),
@@ -533,7 +531,7 @@ MODELS: dict[str, tuple[Config, Config | None, SchemeByLayers]] = {
                 *list_layer_modules(range(3, 79), "mlp.gate", "mlp.gate.e_score_correction_bias"),
             ]
         ),
-        {layer_range((3, 78)): FP8_BLOCK},
+        {list_layers((3, 78)): FP8_BLOCK},
     ),
     "nvidia/GLM-5.1-NVFP4": (
         glm_dsa(),
@@ -542,7 +540,7 @@ MODELS: dict[str, tuple[Config, Config | None, SchemeByLayers]] = {
             *list_layer_modules(range(3, 78), "mlp.shared_experts*", "self_attn*"),
             "model.layers.78*",
         ),
-        {layer_range((3, 78)): NVFP4},
+        {list_layers((3, 78)): NVFP4},
     ),
     "nvidia/Kimi-K2.6-NVFP4": (
         kimi_vl(),
@@ -568,7 +566,7 @@ MODELS: dict[str, tuple[Config, Config | None, SchemeByLayers]] = {
                 *("re:.*mlp\\.(gate|up|gate_up|down)_proj.*", "re:.*vision_tower.*"),
             ],
         ),
-        {layer_range((1, 93)): MXFP4},
+        {list_layers((1, 93)): MXFP4},
     ),
     "nvidia/Gemma-4-26B-A4B-NVFP4": (
         gemma4(),
@@ -578,7 +576,7 @@ MODELS: dict[str, tuple[Config, Config | None, SchemeByLayers]] = {
                 *(range(30), "mlp*", "router*", "self_attn*"), prefix="model.language_model.layers"
             ),
         ),
-        {layer_range((0, 30)): NVFP4},
+        {list_layers((0, 30)): NVFP4},
     ),
     "nvidia/MiniMax-M2.7-NVFP4": (
         make_config(
@@ -592,7 +590,7 @@ MODELS: dict[str, tuple[Config, Config | None, SchemeByLayers]] = {
         modelopt_groups(
             "lm_head", *list_layer_modules(range(62), "block_sparse_moe.gate", "self_attn*")
         ),
-        {layer_range((0, 62)): NVFP4},
+        {list_layers((0, 62)): NVFP4},
     ),
     "nvidia/Qwen3.5-397B-A17B-NVFP4": (
         qwen_3_5(60, 512, 10, hidden_size=4096, moe_intermediate_size=1024),
@@ -603,7 +601,7 @@ MODELS: dict[str, tuple[Config, Config | None, SchemeByLayers]] = {
                 prefix="model.language_model.layers",
             ),
         ),
-        {layer_range((0, 60)): NVFP4},
+        {list_layers((0, 60)): NVFP4},
     ),
     "nvidia/Qwen3.6-35B-A3B-NVFP4": (
         qwen_3_5(40, 256, 8, hidden_size=2048, moe_intermediate_size=512),
@@ -621,7 +619,7 @@ MODELS: dict[str, tuple[Config, Config | None, SchemeByLayers]] = {
             },
             "exclude_modules": ["mtp.layers.0*", "mtp*"],
         },
-        {layer_range((0, 40)): NVFP4},
+        {list_layers((0, 40)): NVFP4},
     ),
     "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-NVFP4": (
         nemotron_ultra(),
@@ -648,23 +646,23 @@ MODELS: dict[str, tuple[Config, Config | None, SchemeByLayers]] = {
             swiglu_limit=10.0,
         ),
         fp8(scale_fmt="ue8m0"),
-        {layer_range((0, 43)): MXFP4},
+        {list_layers((0, 43)): MXFP4},
     ),
     # Not taken from the file of a repository
     "RedHatAI/Llama-4-Scout-17B-16E-Instruct-FP8-dynamic": (
         llama4(16, 1),
         compressed_fp8(*REDHAT_LLAMA4),
-        {layer_range((0, 48)): FP8_CHANNEL},
+        {list_layers((0, 48)): FP8_CHANNEL},
     ),
     "RedHatAI/Llama-4-Scout-17B-16E-Instruct-quantized.w4a16": (
         llama4(16, 1),
         compressed_int4(128, *REDHAT_LLAMA4),
-        {layer_range((0, 48)): G128},
+        {list_layers((0, 48)): G128},
     ),
     "RedHatAI/Llama-4-Scout-17B-16E-Instruct-NVFP4": (
         llama4(16, 1),
         compressed_nvfp4(*REDHAT_LLAMA4),
-        {layer_range((0, 48)): NVFP4},
+        {list_layers((0, 48)): NVFP4},
     ),
 }
 RECONSTRUCTED = {
