@@ -1,4 +1,4 @@
-"""The path `dequantized` on a GPU, forced also where the heuristics select another path.
+"""The path `dequantized` on a GPU, forced even where the heuristics select another path.
 
 The cases cover the weight-only schemes, partial groups and tiles, and experts with no, few and many
 tiles. The weights of experts are dequantized all at once or a few experts at a time.

@@ -96,15 +96,19 @@ def test_reloaded_adapter_replaces_an_evicted_one() -> None:
     _, adapted, manager = make_layers("merged", 2)
     x, logits = (tensor.cuda() for tensor in layers.make_call())
     batch = ForwardBatch(("a", "a", "a"), BATCH.seg_indptr.cuda())
-    before = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(batch, 3)).clone()
+    first_output = adapted(
+        x, logits, moe_lora_info=manager.prepare_moe_lora_batch(batch, 3)
+    ).clone()
     manager.evict("a")
     manager.load("a", {3: MoELoRALayer(layers.make_adapter(4, 17, num_a13=2))})
-    after = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(batch, 3)).clone()
-    assert not torch.equal(before, after)
+    output_of_replacement = adapted(
+        x, logits, moe_lora_info=manager.prepare_moe_lora_batch(batch, 3)
+    ).clone()
+    assert not torch.equal(first_output, output_of_replacement)
     manager.evict("a")
     manager.load("a", {3: MoELoRALayer(layers.make_adapter(3, 3, num_a13=2), 2.0)})
-    again = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(batch, 3))
-    assert torch.equal(before, again)
+    output_after_reload = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(batch, 3))
+    assert torch.equal(first_output, output_after_reload)
 
 
 @pytest.mark.skipif(

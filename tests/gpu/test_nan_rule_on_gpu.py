@@ -1,4 +1,4 @@
-"""The rule for NaN in compiled kernels, on every path of TritonExperts.
+"""Compiled kernels follow the rule for NaN, on every path of TritonExperts.
 
 Each call has a NaN in one argument. The many calls of one scheme share a few compiled kernels.
 """

@@ -1,4 +1,4 @@
-"""The path `grouped_tma`, forced also where the heuristics select another path.
+"""The path `grouped_tma`, forced even where the heuristics select another path.
 
 The cases cover every axis of the harness, partial groups and tiles, and experts with no, few and
 many tiles. The harness adds poisoned workspaces, plans and graphs, and strided weights, for which

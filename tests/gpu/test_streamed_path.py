@@ -1,4 +1,4 @@
-"""The path `gemv_tma`, a GEMV pipelined with TMA, forced also where heuristics select another.
+"""The path `gemv_tma`, a GEMV pipelined with TMA, forced even where heuristics select another.
 
 The cases cover every axis of the harness, partial groups and tiles, one token more than a tile
 holds, and experts on other ranks. The harness adds poisoned workspaces, plans and graphs, and

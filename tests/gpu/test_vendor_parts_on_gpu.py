@@ -57,7 +57,7 @@ def skip_unless_available(name: str) -> None:
 @pytest.mark.parametrize(("change", "routing"), CASES, ids=str)
 @pytest.mark.parametrize(("name", "quant"), PARTS_AND_SCHEMES)
 def test_cases_are_correct(name: str, quant: str, change: dict[str, Any], routing: str) -> None:
-    """The checks of the harness are of values, plans and graphs."""
+    """The harness checks values, plans and graphs."""
     skip_unless_available(name)
     problem = apply_part_row_order(replace(BASE, quant=quant, **change), name)
     verdict = check(PARTS[name][0], name, problem)

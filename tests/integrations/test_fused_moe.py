@@ -284,8 +284,8 @@ def test_flags_are_read_without_tensors() -> None:
 
 @pytest.mark.parametrize("argument", ["x", "w1", "w2", "topk_weights", "b1"])
 def test_gradients_are_refused_before_a_call(argument: str) -> None:
-    """The operator has no backward, and in the backward pass, a caller could no longer use another
-    implementation.
+    """The operator has no backward. An error in the backward pass would be too late for a caller to
+    use another implementation.
     """
     x_TH, weights, routing = make_layer(replace(BASE, bias=True))
     topk = (routing.topk_weights_TK, routing.topk_ids_TK, None)
@@ -392,9 +392,9 @@ def test_parameters_of_a_call_can_be_swapped() -> None:
 
 
 def copy_and_free(tensor: torch.Tensor) -> torch.Tensor:
-    copied = tensor.clone()
-    copied.untyped_storage().resize_(0)
-    return copied
+    freed = tensor.clone()
+    freed.untyped_storage().resize_(0)
+    return freed
 
 
 BAD_TENSORS = {

@@ -1,4 +1,4 @@
-"""The formats of dispatch outputs, which MoeRunner accepts, and of its combine inputs."""
+"""MoeRunner accepts dispatch outputs and returns combine inputs in three formats."""
 
 from dataclasses import replace
 

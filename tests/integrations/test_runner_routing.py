@@ -1,4 +1,4 @@
-"""Routing formats of MoeRunner's backends, and vendor backends on stand-ins of the libraries."""
+"""Routing formats of MoeRunner's backends, and vendor backends with stand-in libraries."""
 
 from dataclasses import replace
 
@@ -74,7 +74,7 @@ def test_each_backend_accepts_one_routing_format(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block"])
 @pytest.mark.parametrize("format", ["standard", "deepep_normal", "deepep_ll"])
 def test_deep_gemm_backend_with_a_stand_in(format: str, quant: str) -> None:
-    """The rows of DeepEP's formats have scales per 128 values, as those of a dispatcher."""
+    """Rows in DeepEP's formats have one scale per 128 values, as a dispatcher sends them."""
     problem = Problem(T, 128, 128, E, K, dtype=torch.bfloat16, quant=quant)
     x_TH, weights, routing = random_inputs(problem, torch.device("cpu"))
     runner = MoeRunner("deep_gemm", replace(NOT_INPLACE, activation="silu"))

@@ -1,4 +1,4 @@
-"""The weights of MoeRunner: specification of their scheme, and padded and transposed storage."""
+"""The weights of MoeRunner: flags or a name for the scheme, and padded and transposed storage."""
 
 from dataclasses import replace
 from typing import Any

@@ -90,7 +90,7 @@ def test_replayed_routing_equals_that_of_the_float32_model(name, get_baseline) -
 
 
 class GateUpSwapped(TorchExperts):
-    """A defective part that uses the gate rows of w1 as up rows, and the reverse."""
+    """A defective part that uses the gate rows of w1 as up rows, and vice versa."""
 
     def apply(self, tokens, *, weights, workspace, output) -> None:
         interleaved = self.problem.act.interleaved

@@ -72,7 +72,7 @@ def compute_exact_gradients(name: str) -> "dict[str, torch.Tensor]":
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_kernels_run_in_eval_mode_and_have_gradients(name, compiled) -> None:
-    """Grad mode is on, as in `model.eval(); model(ids)`, which a backward pass need not follow."""
+    """Grad mode is on, as in `model.eval(); model(ids)`. A backward pass may or may not follow."""
     torch.compiler.reset()
     implementation = register(*OURS, name="ours")
     kernels = registration(implementation).kernels

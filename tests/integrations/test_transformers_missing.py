@@ -69,7 +69,7 @@ CHANGES_AND_MESSAGES = {
 
 @pytest.mark.parametrize("case", CHANGES_AND_MESSAGES)
 def test_missing_tensors_are_refused(case, tmp_path) -> None:
-    """transformers alone only warns, and continues with random values."""
+    """transformers by itself only warns, and continues with random values."""
     kind, change, match = CHANGES_AND_MESSAGES[case]
     write(tmp_path, "mixtral", kind, change)
     with pytest.raises(InputError, match=match):

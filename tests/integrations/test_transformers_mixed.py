@@ -232,7 +232,7 @@ def test_layers_for_multi_token_prediction_are_ignored(kind: str, tmp_path: Path
 def test_layers_that_the_model_class_ignores_are_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`_keys_to_ignore_on_load_unexpected` excludes layers that their numbers do not exclude."""
+    """If the number of layers is unknown, `_keys_to_ignore_on_load_unexpected` excludes layers."""
     from modular_kernel.integrations.transformers import pretrained
 
     monkeypatch.setattr(pretrained, "_get_num_layers", lambda config: None)

@@ -113,10 +113,10 @@ def compute_merged_logits(model: Any) -> tuple[torch.Tensor, list[torch.Tensor]]
     return compute_logits(model.merge_and_unload().eval())
 
 
-def assert_same(got: tuple[Any, Any], want: tuple[Any, Any]) -> None:
-    assert len(got[1]) == len(want[1])
-    assert all(map(torch.equal, got[1], want[1]))
-    error = (got[0] - want[0]).abs().max() / want[0].abs().max()
+def assert_same(got: tuple[Any, Any], merged_output: tuple[Any, Any]) -> None:
+    assert len(got[1]) == len(merged_output[1])
+    assert all(map(torch.equal, got[1], merged_output[1]))
+    error = (got[0] - merged_output[0]).abs().max() / merged_output[0].abs().max()
     assert float(error) <= 2e-6
 
 
@@ -135,9 +135,9 @@ def test_wrapped_models_run_with_their_adapters(kind: str, monkeypatch: pytest.M
         patch.setattr(WRAPPER, "_activate_lora", lambda *_: pytest.fail("PEFT ran"))
         got = compute_logits(model)
     assert all(row.served for row in report(model))
-    want = compute_merged_logits(model)
-    assert_same(got, want)
-    assert_same(peft_output, want)
+    merged_output = compute_merged_logits(model)
+    assert_same(got, merged_output)
+    assert_same(peft_output, merged_output)
     assert float((got[0] - base_logits).abs().max()) > 1e-3
 
 
@@ -171,8 +171,8 @@ def test_adapters_in_a_pool_equal_the_merged_model(kind: str, tmp_path: Path) ->
     with model.disable_adapter():
         base.set_experts_implementation("pooled")
         got = compute_logits(model)
-    want = compute_merged_logits(model)
-    for sequence, expected in ((0, want), (1, base_output)):
+    merged_output = compute_merged_logits(model)
+    for sequence, expected in ((0, merged_output), (1, base_output)):
         assert_same(*((logits[sequence], [ids.view(2, 9, K)[sequence] for ids in selected_ids])
                for logits, selected_ids in (got, expected)))  # fmt: skip
 

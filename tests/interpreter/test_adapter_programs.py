@@ -120,7 +120,7 @@ def test_block_sizes_of_moe_lora(
     rank: int,
     rows: int,
 ) -> None:
-    """17 pairs need two blocks. A step reads 128 bytes of a row, and a program writes 256 bytes."""
+    """17 pairs need two blocks. A step reads 128 bytes of a row, and a program writes 256."""
     columns = 32 if dtype is torch.float32 else 64
     launches = record_launches(monkeypatch, moe_lora_stages, run=False)
     ids, ranks = torch.zeros(17, 1, dtype=torch.int32), torch.full((2, 3), rank)
@@ -132,13 +132,13 @@ def test_block_sizes_of_moe_lora(
         moe_lora_stages.moe_lora_a(x, a, batch)
         moe_lora_stages.moe_lora_gate_up_b(u, b, batch)
         moe_lora_stages.moe_lora_down_combine(u, b, batch, ids.float(), torch.ones(2), output)
-    first, second, last = launches
-    assert first[0] == (2, -(-rank // rows))
-    assert (first[1]["BLOCK_RANK"], first[1]["BLOCK_K"]) == (rows, depth)
-    assert second[0] == (2, -(-65 // columns))
-    assert (second[1]["BLOCK_RANK"], second[1]["BLOCK_INTERMEDIATE"]) == (rows, columns)
-    assert last[0] == (2, -(-130 // output_block))
-    assert (last[1]["BLOCK_RANK"], last[1]["BLOCK_HIDDEN"]) == (rows, output_block)
+    (a_grid, a_arguments), (b_grid, b_arguments), (down_grid, down_arguments) = launches
+    assert a_grid == (2, -(-rank // rows))
+    assert (a_arguments["BLOCK_RANK"], a_arguments["BLOCK_K"]) == (rows, depth)
+    assert b_grid == (2, -(-65 // columns))
+    assert (b_arguments["BLOCK_RANK"], b_arguments["BLOCK_INTERMEDIATE"]) == (rows, columns)
+    assert down_grid == (2, -(-130 // output_block))
+    assert (down_arguments["BLOCK_RANK"], down_arguments["BLOCK_HIDDEN"]) == (rows, output_block)
 
 
 def test_lora_branch_sorts_pairs_by_adapter_and_expert(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,7 @@ def counted_twice_kernel(found_ptr, count_ptr, y_ptr, ZEROED: tl.constexpr):
 
 
 def test_program_with_two_atomics_is_not_ordered_before_itself():
-    """The program is ordered after all others. Races of other programs are still found."""
+    """The program is ordered after all other programs, and races between these are still found."""
     assert find_races(counted_twice_kernel, zeros(1), zeros(1), zeros(), ZEROED=False) == []
     messages = find_races(counted_twice_kernel, zeros(1), zeros(1), zeros(), ZEROED=True)
     assert messages == ["counted_twice_kernel: a program writes what another one writes, in y_ptr"]

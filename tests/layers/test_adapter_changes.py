@@ -1,4 +1,4 @@
-"""LoRA adapters are loaded and evicted in several threads, with interrupts, in inference mode."""
+"""Loading and evicting LoRA adapters in several threads, with interrupts, and in inference mode."""
 
 import sys
 import threading
@@ -132,7 +132,7 @@ class Interrupt(BaseException):
 
 @contextmanager
 def interrupt_at_lines(*lines: int) -> Any:
-    """Raise Interrupt at the given lines, and yield the line count in a list.
+    """Raise Interrupt at the given lines, and yield a list that holds the number of executed lines.
 
     Lines are numbered from 1 in the order in which this thread executes them in the modules
     `adapter_pool` and `lora`.

@@ -83,22 +83,22 @@ def test_stage_works_equal_values_computed_by_hand() -> None:
     """Each of 3 experts gets one pair. The shrink stage multiplies by A."""
     names = (stages.SHRINK, stages.GEMM1, stages.GEMM2)
     load = RankLoad(10, 9, 3, 3)
-    plain, adapted = (
+    base, adapted = (
         compute_stage_works(names, p, UNQUANTIZED, load) for p in (BASE_PROBLEM, PROBLEM)
     )
-    assert plain[stages.SHRINK] == StageWork()
-    shrink, first, second = (adapted[name] for name in names)
+    assert base[stages.SHRINK] == StageWork()
+    shrink, gemm1, gemm2 = (adapted[name] for name in names)
     assert shrink.flops == 2 * 3 * (2 * R * H + R * I)
     assert shrink.read == 9 * H * 2 + 3 * I * 2
     assert shrink.weights == pytest.approx(3 * (2 * R * H + R * I) * 2)
     assert shrink.written == 3 * 3 * R * 2
-    assert first.flops - plain[stages.GEMM1].flops == 2 * 3 * N * R
-    assert first.read - plain[stages.GEMM1].read == 3 * 2 * R * 2
-    assert first.weights - plain[stages.GEMM1].weights == pytest.approx(3 * N * R * 2)
-    assert first.written == plain[stages.GEMM1].written
-    assert second.flops - plain[stages.GEMM2].flops == 2 * 3 * H * R
-    assert second.read - plain[stages.GEMM2].read == 3 * R * 2
-    assert second.weights - plain[stages.GEMM2].weights == pytest.approx(3 * H * R * 2)
+    assert gemm1.flops - base[stages.GEMM1].flops == 2 * 3 * N * R
+    assert gemm1.read - base[stages.GEMM1].read == 3 * 2 * R * 2
+    assert gemm1.weights - base[stages.GEMM1].weights == pytest.approx(3 * N * R * 2)
+    assert gemm1.written == base[stages.GEMM1].written
+    assert gemm2.flops - base[stages.GEMM2].flops == 2 * 3 * H * R
+    assert gemm2.read - base[stages.GEMM2].read == 3 * R * 2
+    assert gemm2.weights - base[stages.GEMM2].weights == pytest.approx(3 * H * R * 2)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -108,9 +108,9 @@ def test_estimates_include_bytes_and_time_of_adapters(world: int) -> None:
         triton_estimate = next(e for e in estimates if e.experts_part == "TritonExperts")
         return triton_estimate.memory.weights, triton_estimate.experts.seconds
 
-    plain = replace(BASE_PROBLEM, hidden=1024, intermediate=512, tokens=64)
-    adapted = replace(plain, lora="adapters=3,rank=16")
-    (base_bytes, base_s), (adapted_bytes, adapted_s) = estimate(plain), estimate(adapted)
+    base_problem = replace(BASE_PROBLEM, hidden=1024, intermediate=512, tokens=64)
+    adapted = replace(base_problem, lora="adapters=3,rank=16")
+    (base_bytes, base_s), (adapted_bytes, adapted_s) = map(estimate, (base_problem, adapted))
     assert adapted_bytes - base_bytes == 3 * adapter_bytes(distribute_over_ranks(adapted, world))
     assert adapter_bytes(distribute_over_ranks(adapted, world)) * world == adapter_bytes(adapted)
     assert adapted_s > base_s

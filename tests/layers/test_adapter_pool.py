@@ -104,8 +104,8 @@ def run(pair: tuple[str, str], problem: mk.Problem, inputs: Any, pool: AdapterPo
 def make_loaded_pool() -> tuple[AdapterPool, dict[int, str]]:
     """Return a pool with three adapters, and their kinds by slot.
 
-    The kinds are ranks 3 and 5 by rank_pattern, rank 4 on the down projection only, and separate
-    experts.
+    The adapters have ranks 3 and 5 by rank_pattern, rank 4 on the down projection only, and one
+    module per expert.
     """
     pool = AdapterPool(PROBLEM, DEVICE)
     kinds = ("fused", "down", "modules")
@@ -301,7 +301,7 @@ def test_the_meta_device_is_refused() -> None:
 
 @pytest.mark.parametrize("experts", [1 << 10, 1 << 19])
 def test_a_pool_that_exceeds_memory_states_its_bytes(experts: int) -> None:
-    """The two sizes exceed the address space and a 64-bit integer."""
+    """One size exceeds the address space, and the other size exceeds 64 bits."""
     sizes = {"hidden": 1 << 16, "intermediate": 1 << 16, "experts": experts}
     problem = replace(PROBLEM, lora="adapters=65536,rank=256", **sizes)  # type: ignore[arg-type]
     slot_bytes = 4 * experts * 256 * (2 * (1 << 16) + 2 * (1 << 16) + 2 * (1 << 16))

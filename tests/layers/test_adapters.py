@@ -61,14 +61,14 @@ def test_the_text_form_round_trips(shared: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
+    "spec",
     ["", "adapters=4", "rank=4", "adapters=4,rank=4,rank=4", "adapters=4,rank=4,a13=own",
      "adapters=-1,rank=4", "adapters=4,rank=0", "adapters=4,rank=257", "adapters=0,rank=4",
      "adapters=4;rank=4", True, None, 7],
 )  # fmt: skip
-def test_invalid_texts_are_refused(text: Any) -> None:
+def test_invalid_texts_are_refused(spec: Any) -> None:
     with pytest.raises(ConfigurationError, match="lora"):
-        Problem(1, 8, 8, 2, 1, lora=text)
+        Problem(1, 8, 8, 2, 1, lora=spec)
 
 
 def test_maximum_ranks_and_adapters() -> None:
@@ -84,7 +84,7 @@ def test_sharing_a_between_gate_and_up_requires_a_gated_activation() -> None:
 
 
 def merge_slot(problem: Problem, weights: ExpertWeights, slot: int) -> ExpertWeights:
-    """Return float64 weights to which the product B A of a slot is added, and no adapters.
+    """Return float64 weights without adapters, with the product B A of one slot added.
 
     The float64 reference does not share this code.
     """
@@ -255,10 +255,10 @@ BAD_TENSORS: list[tuple[str, dict[str, Any], dict[str, Any], type[InputError], s
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("routing", "weights", "error", "words"), [b[1:] for b in BAD_TENSORS],
+@pytest.mark.parametrize(("routing", "weights", "error", "message"), [b[1:] for b in BAD_TENSORS],
                          ids=[b[0] for b in BAD_TENSORS])  # fmt: skip
 def test_bad_tensors_are_refused_by_name_before_anything_runs(
-    routing: dict[str, Any], weights: dict[str, Any], error: type[InputError], words: str
+    routing: dict[str, Any], weights: dict[str, Any], error: type[InputError], message: str
 ) -> None:
     inputs = make_inputs(PROBLEM, "uniform", CPU)
     kernel = mk.make_kernel(*PAIR, PROBLEM, machine=Machine())
@@ -271,7 +271,7 @@ def test_bad_tensors_are_refused_by_name_before_anything_runs(
                 replace(inputs.routing, **routing),
                 out=out,
             )
-        assert words in str(caught.value)
+        assert message in str(caught.value)
     assert bool((out == 7).all())
 
 
@@ -292,12 +292,12 @@ def test_a_layer_without_adapters_refuses_their_tensors() -> None:
         )
 
 
-@pytest.mark.parametrize("bad", [3, -2])
-def test_checked_mode_names_a_slot_out_of_range(bad: int) -> None:
+@pytest.mark.parametrize("slot", [3, -2])
+def test_checked_mode_names_a_slot_out_of_range(slot: int) -> None:
     inputs = make_inputs(PROBLEM, "uniform", CPU)
     assert inputs.routing.slots_T is not None
-    inputs.routing.slots_T[4] = bad
-    with pytest.raises(RoutingError, match=f"1 slot, the first {bad} of token 4"):
+    inputs.routing.slots_T[4] = slot
+    with pytest.raises(RoutingError, match=f"1 slot, the first {slot} of token 4"):
         run(PAIR, PROBLEM, inputs, checked=True)
     changed_slots_T = inputs.routing.slots_T.clone().clamp(min=-1)
     changed_slots_T[4] = -1

@@ -73,7 +73,10 @@ def test_random_loads_and_slots_give_valid_placements(data: st.DataObject) -> No
     load = data.draw(st.lists(st.integers(0, 50), min_size=experts, max_size=experts))
     placement = rebalance(load, slots)
     assert placement.experts == experts
-    assert all(1 <= len(held) <= size for held, size in zip(placement.slots, slots, strict=True))
+    assert all(
+        1 <= len(rank_experts) <= size
+        for rank_experts, size in zip(placement.slots, slots, strict=True)
+    )
     if len(set(slots)) == 1:
         assert sum(map(len, placement.slots)) == min(sum(slots), experts * world)
     # Applying all moves to the old placement must give the new one.
@@ -88,7 +91,9 @@ def test_random_loads_and_slots_give_valid_placements(data: st.DataObject) -> No
     assert all(received[move.target] == move.expert for move in needed_moves)
     expert_by_slot |= received
     assert all(
-        expert_by_slot[r, s] == e for r, held in enumerate(new.slots) for s, e in enumerate(held)
+        expert_by_slot[r, s] == e
+        for r, rank_experts in enumerate(new.slots)
+        for s, e in enumerate(rank_experts)
     )
 
 
@@ -201,8 +206,10 @@ def test_rank_loads_equal_loads_counted_with_nearest_copies(per_host: int | None
         load = [a + b for a, b in zip(load, count(ids, 6).tolist(), strict=True)]
         near = rank_tiers(rank, per_host)
         for first in range(6):  # Over six values of first_token, all copies get equal shares.
-            chosen, _, _ = pairs_to_slots(ids, placement.tables(tiers=near), first_token=first)
-            pair_counts = [n + int((chosen == r).sum()) for r, n in enumerate(pair_counts)]
+            selected_ranks, _, _ = pairs_to_slots(
+                ids, placement.tables(tiers=near), first_token=first
+            )
+            pair_counts = [n + int((selected_ranks == r).sum()) for r, n in enumerate(pair_counts)]
     expected = rank_loads(load, placement, ranks_per_host=per_host)
     assert [n / 6 for n in pair_counts] == pytest.approx(expected)
 
@@ -219,7 +226,10 @@ def test_remaining_ranks_are_rebalanced_after_a_rank_is_lost() -> None:
 
 def test_every_host_gets_equally_many_groups() -> None:
     placement = rebalance([90.0, 90, 1, 1, 1, 1, 1, 1], [2] * 4, hosts=2, groups=4)
-    assert [sorted(e for held in placement.slots[at : at + 2] for e in held) for at in (0, 2)] == [
+    assert [
+        sorted(e for rank_experts in placement.slots[r : r + 2] for e in rank_experts)
+        for r in (0, 2)
+    ] == [
         [0, 1, 6, 7],
         [2, 3, 4, 5],
     ]

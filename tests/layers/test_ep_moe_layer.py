@@ -64,7 +64,9 @@ def test_rank_outputs_sum_to_the_reference(name: str, world: int) -> None:
         k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in options.items()
     }
     sample = Sample(spec)
-    total = sum(part.double() for part in compute_rank_outputs(sample, world, options_on_device))
+    total = sum(
+        output.double() for output in compute_rank_outputs(sample, world, options_on_device)
+    )
     bias = options.get("correction_bias")
     routing = route(sample.logits, spec, RouterTensors(bias)).routing
     expected = float64_reference(sample.x_TH, sample.plain, routing, sample.problem)
@@ -82,7 +84,7 @@ def test_tokens_without_local_experts_get_zeros() -> None:
 
 def test_outputs_equal_tensor_parallel_fused_moe() -> None:
     sample = Sample(fields={"dtype": torch.bfloat16})
-    expert_parallel = sum(part.double() for part in compute_rank_outputs(sample, 2, {}))
+    expert_parallel = sum(output.double() for output in compute_rank_outputs(sample, 2, {}))
     tensor_parallel = sum(
         make_layer(sample, tp=(rank, 2))(sample.x_TH, sample.logits).double() for rank in range(2)
     )
@@ -92,7 +94,7 @@ def test_outputs_equal_tensor_parallel_fused_moe() -> None:
 
 def test_float8_with_one_scale_per_expert() -> None:
     sample = Sample(fields={"quant": "fp8_w8a8_tensor"})
-    total = sum(part.double() for part in compute_rank_outputs(sample, 2, {}))
+    total = sum(output.double() for output in compute_rank_outputs(sample, 2, {}))
     assert relative_error(total, sample.expected_output()) < 8e-2
 
 

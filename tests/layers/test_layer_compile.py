@@ -214,11 +214,11 @@ def test_a_compiled_layer_raises_until_it_is_loaded() -> None:
     call_inputs = draw_inputs(sample, 6)
     with pytest.raises(StateError, match="nothing loaded into w1, w2"):
         call(*call_inputs)
-    plain = sample.plain
-    layer.w13_weight.data.copy_(plain.w1)
+    weights = sample.plain
+    layer.w13_weight.data.copy_(weights.w1)
     with pytest.raises(StateError, match="nothing loaded into w2"):
         call(*call_inputs)
-    layer.w2_weight.data.copy_(plain.w2)
+    layer.w2_weight.data.copy_(weights.w2)
     got = call(*call_inputs)
     assert torch.equal(got, make_layer(sample)(*call_inputs))
 
@@ -278,8 +278,8 @@ def test_ep_moe_of_one_rank_is_traced() -> None:
         E, K, H, I, torch.float32, use_grouped_topk=True, num_expert_group=4, topk_group=2,
         correction_bias=bias, tp_size=2, tp_rank=1, experts="TorchExperts",
     )  # fmt: skip
-    plain = Sample().plain
-    layer.set_weights(mk.ExpertWeights(plain.w1[E // 2 :], plain.w2[E // 2 :]))
+    weights = Sample().plain
+    layer.set_weights(mk.ExpertWeights(weights.w1[E // 2 :], weights.w2[E // 2 :]))
     call, graphs = compile_with_graphs(layer)
     for tokens in (9, 6, 4):
         call_inputs = draw_inputs(Sample(), tokens)
@@ -379,8 +379,8 @@ def make_module_to_export(
         sample = SAMPLES["scaled"]
         return make_layer(sample, (1, 2)), lambda tokens: draw_inputs(sample, tokens)
     layer = EPMoE(E, K, H, I, torch.float32, tp_size=2, tp_rank=0, experts="TorchExperts")
-    plain = Sample().plain
-    layer.set_weights(mk.ExpertWeights(plain.w1[: E // 2], plain.w2[: E // 2]))
+    weights = Sample().plain
+    layer.set_weights(mk.ExpertWeights(weights.w1[: E // 2], weights.w2[: E // 2]))
     return layer, lambda tokens: draw_inputs(Sample(), tokens)
 
 
@@ -437,9 +437,9 @@ def test_opcheck_of_route_passes(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", '{"top_k": 2, "more": 1}', '{"top_k": 0}', '{"score": "softmax"}']
+    "spec_json", ["", "[]", '{"top_k": 2, "more": 1}', '{"top_k": 0}', '{"score": "softmax"}']
 )
-def test_invalid_router_texts_are_refused(text: str) -> None:
-    arguments = (torch.zeros(3, E), None, None, None, [], text, False)
+def test_invalid_router_texts_are_refused(spec_json: str) -> None:
+    arguments = (torch.zeros(3, E), None, None, None, [], spec_json, False)
     with pytest.raises(mk.errors.ConfigurationError, match="router"):
         torch.ops.modular_kernel.route(*arguments)

@@ -202,10 +202,10 @@ def test_a_layer_raises_until_it_is_loaded(quant: str, load_method: str) -> None
 
 def test_missing_tensors_are_named() -> None:
     sample = Sample(fields={"bias": True})
-    layer, plain = make_unloaded_layer(sample), sample.plain
-    layer.w13_weight.data.copy_(plain.w1)
-    layer.w2_weight.data[1:].copy_(plain.w2[1:])
-    layer.w13_bias.data.copy_(plain.b1)
+    layer, weights = make_unloaded_layer(sample), sample.plain
+    layer.w13_weight.data.copy_(weights.w1)
+    layer.w2_weight.data[1:].copy_(weights.w2[1:])
+    layer.w13_bias.data.copy_(weights.b1)
     got = r"nothing loaded into w2_weight, w2_bias \(rows 0 of w2_weight\)"
     with pytest.raises(StateError, match=got):
         layer(sample.x_TH, sample.logits)
@@ -223,9 +223,9 @@ def test_loading_the_state_of_an_unloaded_layer_leaves_it_unloaded() -> None:
 
 def test_weights_with_nan_can_be_marked_as_loaded() -> None:
     sample = Sample()
-    layer, plain = make_unloaded_layer(sample), sample.plain
-    layer.w13_weight.data.copy_(plain.w1)
-    layer.w2_weight.data.copy_(plain.w2)
+    layer, weights = make_unloaded_layer(sample), sample.plain
+    layer.w13_weight.data.copy_(weights.w1)
+    layer.w2_weight.data.copy_(weights.w2)
     layer.w2_weight.data[:, 0, 0] = torch.nan
     with pytest.raises(StateError, match="w2_weight"):
         layer(sample.x_TH, sample.logits)
@@ -233,12 +233,12 @@ def test_weights_with_nan_can_be_marked_as_loaded() -> None:
     assert bool(layer(sample.x_TH, sample.logits).isnan().any())
     # `set_weights` marks the layer as loaded, so it accepts NaN.
     layer = make_unloaded_layer(sample)
-    layer.set_weights(ExpertWeights(plain.w1, plain.w2 * torch.nan))
+    layer.set_weights(ExpertWeights(weights.w1, weights.w2 * torch.nan))
     assert bool(layer(sample.x_TH, sample.logits).isnan().all())
 
 
 def test_a_layer_moved_from_meta_raises_until_it_is_loaded() -> None:
-    """`to_empty` leaves all memory uninitialized, and that of the expert map, too."""
+    """`to_empty` leaves all memory uninitialized, including that of the expert map."""
     sample = Sample(FAMILIES["biased"], fields={"bias": True})
     loaded = make_layer(sample, (1, 2), (1, 2))
     options = {"router": sample.router, "bias": True, "params_dtype": torch.float32}

@@ -42,7 +42,7 @@ def make_layer(kind: str, parallel: LayerParallel, **options: Any) -> FusedMoE:
 
 
 def load_as_engine(layer: FusedMoE, tensors: dict[str, torch.Tensor]) -> None:
-    """Call the `weight_loader` of the parameter of each tensor's name, as models of engines do."""
+    """Load each tensor with the `weight_loader` of its parameter, as models of engines do."""
     parameters = {f"experts.{name}": p for name, p in layer.named_parameters()}
     for name, tensor in tensors.items():
         if ".experts." not in name:
@@ -167,9 +167,9 @@ def test_a_partly_loaded_layer_raises(tmp_path: Path) -> None:
     x_TH, ids = torch.zeros(1, H, dtype=torch.bfloat16), torch.zeros(1, K, dtype=torch.int64)
     with pytest.raises(StateError, match="weights: got parameters in the checkpoint's layout"):
         layer(x_TH, (torch.ones(1, K), ids))
-    plain = make_layer("fp32", LayerParallel())
+    unquantized_layer = make_layer("fp32", LayerParallel())
     with pytest.raises(StateError, match="nothing loaded into w13_weight, w2_weight"):
-        plain(x_TH.float(), (torch.ones(1, K), ids))
+        unquantized_layer(x_TH.float(), (torch.ones(1, K), ids))
 
 
 def test_errors_name_experts_that_were_not_loaded(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Every pair of values of a layer's features is correct on every rank, or a documented rule refuses
-it.
+"""Every pair of feature values of a layer is correct on every rank, or refused by a documented
+rule.
 
 Features are exchanges, EP and TP sizes and their groups, the sum over ranks, routers, shared
 experts, factors, biases, activations and schemes. Features that work alone can fail in combination:
@@ -25,7 +25,7 @@ MAX_ERRORS, MAX_W8A8_ERROR = {"float32": 1e-5, "bfloat16": 1e-2}, 8e-2
 
 
 def compute_relative_errors(row: dict[str, Any], outputs: list[torch.Tensor]) -> list[float]:
-    """Return the relative errors of the ranks' outputs, or of sums if the layer does not sum."""
+    """Return the errors of the ranks' outputs, or of their sums if the layer does not sum."""
     expected, (ep, tp) = expected_output(row), row["place"].split
     assert not [out for out in outputs if isinstance(out, str)], outputs
     by_ep_rank = [outputs[e * tp : (e + 1) * tp] for e in range(ep)]

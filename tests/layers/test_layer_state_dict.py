@@ -86,11 +86,11 @@ def test_scales_of_a_new_layer_get_the_dtype_of_the_state(dtype: torch.dtype) ->
     source, new_layer, loaded = layers
     for layer, scale_dtype in ((source, dtype), (loaded, torch.float32)):
         problem, generator = layer.problem, torch.Generator().manual_seed(0)
-        plain = ExpertWeights(
+        unquantized_weights = ExpertWeights(
             torch.randn(E, problem.w1_rows, H, generator=generator),
             torch.randn(E, H, I, generator=generator),
         )
-        layer.set_weights(quantize_weights(plain, problem, scale_dtype=scale_dtype))
+        layer.set_weights(quantize_weights(unquantized_weights, problem, scale_dtype=scale_dtype))
     pointers = [getattr(loaded, name).data_ptr() for name in names]
     for layer in (new_layer, loaded):
         layer.load_state_dict(source.state_dict())

@@ -281,7 +281,7 @@ def read_resident_bytes() -> int:
 
 @pytest.mark.usefixtures("without_interpreted_router")
 def test_a_thousand_calls_leak_no_memory_and_keep_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four layers, two of them with the same shape, share a kernel cache. Outputs do not change."""
+    """Four layers, two with the same shape, share a kernel cache. Earlier outputs do not change."""
     cache = KernelCache()
     monkeypatch.setattr(fused_moe_module, "_plan_cache", cache)
     sample = Sample(tokens=600)

@@ -1,4 +1,4 @@
-"""Layers whose tensor-parallel shards of the intermediate size are padded, loaded in all ways."""
+"""Every way to load layers whose tensor-parallel shards of the intermediate size are padded."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`route` by its kernel and in torch equals float64, for ordinary and extreme values."""
+"""The kernel and the torch code of `route` equal float64 for ordinary and extreme values."""
 
 from dataclasses import replace
 from typing import Any

@@ -31,7 +31,7 @@ def load_by_name(
     experts: int = 4,
     fused_prefixes: "dict[str, str] | None" = None,
 ) -> torch.nn.Module:
-    """Call the `weight_loader` of the parameter of each tensor's name, as models of engines do."""
+    """Load each tensor with the `weight_loader` of its parameter, as models of engines do."""
     layer = torch.nn.Module()
     layer.experts = torch.nn.Module()
     loader.create_weights(layer.experts, dtype)

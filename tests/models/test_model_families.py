@@ -112,7 +112,7 @@ def mentions_experts(value: Any) -> bool:
 
 @cache
 def find_classes_with_experts() -> dict[str, type]:
-    """Return the classes with fields about experts, which a nested config may have, by name."""
+    """Return the classes, by name, whose config or nested config has fields about experts."""
     classes = {}
     for name, cls in find_config_classes().items():
         try:

@@ -101,8 +101,8 @@ def test_configs_route_like_their_models(kind: str, normalized: bool) -> None:
 
 @pytest.mark.parametrize("normalized", [True, False, None])
 def test_deepseek_routes_like_its_own_code(normalized: bool | None) -> None:
-    """The code is a softmax over all experts, and the top K. norm_topk_prob divides the weights by
-    their sum. There is no scaling factor.
+    """The model's code selects the top K of a softmax over all experts. norm_topk_prob divides the
+    weights by their sum. There is no scaling factor.
     """
     config = {"model_type": "deepseek", "scoring_func": "softmax", "norm_topk_prob": normalized}
     spec = router_of_config(CONFIG_PATH, config, K)

@@ -65,8 +65,12 @@ def qwen2(num_layers: int, experts: int, top_k: int, hidden: int, width: int) ->
 
 
 def qwen_vl(num_layers: int, **sizes: int) -> Config:
-    text = qwen(num_layers, **sizes) | {"model_type": "qwen3_vl_moe_text"}
-    return {"model_type": "qwen3_vl_moe", "text_config": text, "vision_config": {"depth": 27}}
+    text_config = qwen(num_layers, **sizes) | {"model_type": "qwen3_vl_moe_text"}
+    return {
+        "model_type": "qwen3_vl_moe",
+        "text_config": text_config,
+        "vision_config": {"depth": 27},
+    }
 
 
 def glm(num_layers: int, dense: int, **sizes: Any) -> Config:
@@ -90,10 +94,13 @@ def gpt_oss(num_layers: int, experts: int) -> Config:
 
 
 def llama4(experts: int, step: int) -> Config:
-    text = {"hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384}
-    text |= {"num_local_experts": experts, "num_experts_per_tok": 1, "hidden_act": "silu"}
-    text |= {"model_type": "llama4_text", "num_hidden_layers": 48, "torch_dtype": "bfloat16"}
-    return {"model_type": "llama4", "text_config": text | {"interleave_moe_layer_step": step}}
+    text_config = {"hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384}
+    text_config |= {"num_local_experts": experts, "num_experts_per_tok": 1, "hidden_act": "silu"}
+    text_config |= {"model_type": "llama4_text", "num_hidden_layers": 48, "torch_dtype": "bfloat16"}
+    return {
+        "model_type": "llama4",
+        "text_config": text_config | {"interleave_moe_layer_step": step},
+    }
 
 
 def glm_dsa() -> Config:
@@ -106,25 +113,39 @@ def kimi_vl() -> Config:
 
 
 def kimi_k3() -> Config:
-    text = {"hidden_size": 7168, "moe_intermediate_size": 3072, "num_experts": 896}
-    text |= {"num_experts_per_token": 16, "routed_expert_hidden_size": 3584, "hidden_act": "situ"}
-    text |= {"activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0}
-    text |= {"routed_scaling_factor": 1.0, "moe_layer_freq": 1, "num_nextn_predict_layers": 0}
-    text = make_config("kimi_linear", 93, 1) | text
-    return {"model_type": "kimi_k3", "text_config": text, "vision_config": {"patch_size": 14}}
+    text_config = {"hidden_size": 7168, "moe_intermediate_size": 3072, "num_experts": 896}
+    text_config |= {
+        "num_experts_per_token": 16,
+        "routed_expert_hidden_size": 3584,
+        "hidden_act": "situ",
+    }
+    text_config |= {"activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0}
+    text_config |= {
+        "routed_scaling_factor": 1.0,
+        "moe_layer_freq": 1,
+        "num_nextn_predict_layers": 0,
+    }
+    text_config = make_config("kimi_linear", 93, 1) | text_config
+    return {
+        "model_type": "kimi_k3",
+        "text_config": text_config,
+        "vision_config": {"patch_size": 14},
+    }
 
 
 def gemma4() -> Config:
-    text = {"hidden_size": 2816, "moe_intermediate_size": 704, "num_experts": 128}
-    text |= {"top_k_experts": 8, "enable_moe_block": True}
-    text = make_config("gemma4_text", 30) | text | {"hidden_activation": "gelu_pytorch_tanh"}
-    return {"model_type": "gemma4", "text_config": text, "vision_config": {"num_layers": 27}}
+    text_config = {"hidden_size": 2816, "moe_intermediate_size": 704, "num_experts": 128}
+    text_config |= {"top_k_experts": 8, "enable_moe_block": True}
+    text_config = (
+        make_config("gemma4_text", 30) | text_config | {"hidden_activation": "gelu_pytorch_tanh"}
+    )
+    return {"model_type": "gemma4", "text_config": text_config, "vision_config": {"num_layers": 27}}
 
 
 def qwen_3_5(num_layers: int, experts: int, top_k: int, **sizes: int) -> Config:
-    text = qwen(num_layers, experts, **sizes, num_experts_per_tok=top_k)
-    text |= {"model_type": "qwen3_5_moe_text", "mtp_num_hidden_layers": 1}
-    return {"model_type": "qwen3_5_moe", "text_config": text, "vision_config": {"depth": 27}}
+    text_config = qwen(num_layers, experts, **sizes, num_experts_per_tok=top_k)
+    text_config |= {"model_type": "qwen3_5_moe_text", "mtp_num_hidden_layers": 1}
+    return {"model_type": "qwen3_5_moe", "text_config": text_config, "vision_config": {"depth": 27}}
 
 
 def nemotron_ultra() -> Config:

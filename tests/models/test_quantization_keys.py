@@ -69,7 +69,7 @@ def make_compressed_config(group: dict[str, Any] | None = None, **more: Any) -> 
 
 
 def change_weights(**more: Any) -> dict[str, Any]:
-    """Return changes of the group of `compressed_config` that change keys of its weights."""
+    """Return a group for `make_compressed_config` whose weights have these keys."""
     weights: dict[str, Any] = make_compressed_config()["config_groups"]["group_0"]["weights"]
     return {"weights": weights | more}
 

@@ -48,7 +48,7 @@ class Family:
     Attributes:
         name: folder of the model in transformers.
         router: class of the router module.
-        scaled: whether its weights include the routed scaling factor, which the Problem has here.
+        scaled: whether its weights include the routed scaling factor, a field of Problem here.
         bias: whether the selection bias is an argument of its forward.
         config: entries of the config that differ from BASE.
     """

@@ -152,16 +152,16 @@ def test_int8_is_truncated_in_blocks(process: EngineProcess) -> None:
 
 @pytest.mark.timeout(600)
 def test_reproducers(program: EngineProgram) -> None:
-    right = [EngineCase(experts, "silu", problem) for experts, problem in RIGHT]
-    right.append(
+    right_cases = [EngineCase(experts, "silu", problem) for experts, problem in RIGHT]
+    right_cases.append(
         EngineCase(FUSED, "silu", replace(BASE, experts=16, local_experts=8, expert_map=True))
     )
-    right.append(
+    right_cases.append(
         EngineCase(FUSED, "silu", replace(BASE, top_k=1, apply_router_weight_on_input=True))
     )
-    right += [make_case(FUSED, activation) for activation in ACTIVATIONS]
-    wrong = [make_case(e, activation, replace(BASE, bias=b)) for e, activation, b in WRONG]
-    check_reproducers(program, right, wrong)
+    right_cases += [make_case(FUSED, activation) for activation in ACTIVATIONS]
+    wrong_cases = [make_case(e, activation, replace(BASE, bias=b)) for e, activation, b in WRONG]
+    check_reproducers(program, right_cases, wrong_cases)
 
 
 def test_a_reproducer_as_users_run_it(process: EngineProcess) -> None:

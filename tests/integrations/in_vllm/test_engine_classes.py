@@ -155,10 +155,10 @@ def test_classes_that_ignore_biases_are_wrong(
 
 @pytest.mark.timeout(600)
 def test_reproducers(program: EngineProgram) -> None:
-    right = [EngineCase(experts, "silu", problem) for experts, problem in RIGHT]
-    wrong = [EngineCase(experts, "silu", problem) for experts, problem in WITH_BIASES]
-    wrong.append(EngineCase("WrongActivation", "silu", BASE))
-    check_reproducers(program, right, wrong)
+    right_cases = [EngineCase(experts, "silu", problem) for experts, problem in RIGHT]
+    wrong_cases = [EngineCase(experts, "silu", problem) for experts, problem in WITH_BIASES]
+    wrong_cases.append(EngineCase("WrongActivation", "silu", BASE))
+    check_reproducers(program, right_cases, wrong_cases)
 
 
 @pytest.mark.parametrize(
