@@ -60,12 +60,12 @@ def measure_host_us(call: Callable[[], object]) -> float:
     call()
     samples_us = []
     for _ in range(ROUNDS):
-        samples_us.append(_median_us(call))
+        samples_us.append(_measure_median_us(call))
         time.sleep(PAUSE_S)
     return min(samples_us)
 
 
-def _median_us(call: Callable[[], object]) -> float:
+def _measure_median_us(call: Callable[[], object]) -> float:
     samples_us = []
     for _ in range(REPEATS):
         torch.cuda.synchronize()
@@ -211,19 +211,19 @@ def test_launch_hooks_of_triton_are_called_for_replays() -> None:
 
     kernel_names: list[str] = []
 
-    def enter(metadata: Any) -> None:
+    def record_kernel_name(metadata: Any) -> None:
         kernel_names.append(metadata.get()["name"])
 
     problem = SHAPES["qwen3_30b"]
     plan, call_inputs = make_plan(problem), copy_tokens(random_inputs(problem, DEVICE), 0, 1)
     hooks = triton.knobs.runtime.launch_enter_hook
-    hooks.add(enter)
+    hooks.add(record_kernel_name)
     try:
         plan(*call_inputs)
         recorded = list(kernel_names)
         plan(*call_inputs)
     finally:
-        hooks.remove(enter)
+        hooks.remove(record_kernel_name)
     assert recorded
     assert kernel_names == 2 * recorded
     plan(*call_inputs)

@@ -10,7 +10,7 @@ import torch
 import toy_backend
 from devices import DEVICE
 from runner_stage_fixtures import NO_EP, PROBLEM, make_pools_fixture, make_stages_fixture
-from test_runner_stages import REGISTER, Core, fused, post, pre
+from test_runner_stages import REGISTER, Core, fused, post_permute, pre_permute
 from toy_backend import FusedToyExperts, ToyExperts, ToyInput, ToyOutput
 
 from experts import StagedTritonExperts, TritonExperts
@@ -61,9 +61,9 @@ def test_every_call_has_its_own_state() -> None:
 
     def record_state(result: ToyOutput, call: RunnerCall[Any]) -> None:
         states.append(call.state)
-        post(result, call)
+        post_permute(result, call)
 
-    register_pre_permute("deepep_normal", "x")(pre)
+    register_pre_permute("deepep_normal", "x")(pre_permute)
     register_post_permute("x", "deepep_normal")(record_state)
     part = make_experts("X", "x", "deepep_normal")
     kernel = make_kernel(NO_EP, part, PROBLEM)
@@ -86,12 +86,12 @@ class InputOfAnotherBackend(ToyInput):
 @pytest.mark.usefixtures("pools")
 @pytest.mark.parametrize("result_kind", ["toys", "none"])
 def test_results_of_another_backend_are_refused_with_both_names(result_kind: str) -> None:
-    def pre_with_wrong_result(call: RunnerCall[Any]) -> Any:
-        valid = pre(call)
+    def pre_permute_with_wrong_result(call: RunnerCall[Any]) -> Any:
+        valid = pre_permute(call)
         return InputOfAnotherBackend(**vars(valid)) if result_kind == "toys" else valid.rows
 
-    register_pre_permute("standard", "x")(pre_with_wrong_result)
-    register_post_permute("x", "standard")(post)
+    register_pre_permute("standard", "x")(pre_permute_with_wrong_result)
+    register_post_permute("x", "standard")(post_permute)
     register_core("x")(Core)
     kernel = make_kernel(NO_EP, make_experts("X", "x", "standard"), PROBLEM)
     message = {

@@ -53,11 +53,11 @@ class XOutput(XBackend, ToyOutput):
     pass
 
 
-def pre(call: RunnerCall[Any]) -> ToyInput:
+def pre_permute(call: RunnerCall[Any]) -> ToyInput:
     return XInput(**vars(toy_backend.standard_to_toy(call)))
 
 
-def post(result: ToyOutput, call: RunnerCall[Any]) -> None:
+def post_permute(result: ToyOutput, call: RunnerCall[Any]) -> None:
     toy_backend.toy_to_standard(result, call)
 
 
@@ -72,12 +72,12 @@ def fused(call: RunnerCall[Any]) -> None:
     toy_backend.fused_toy(call)
 
 
-def other_pre(call: RunnerCall[Any]) -> ToyInput:
-    return pre(call)
+def other_pre_permute(call: RunnerCall[Any]) -> ToyInput:
+    return pre_permute(call)
 
 
-def other_post(result: ToyOutput, call: RunnerCall[Any]) -> None:
-    post(result, call)
+def other_post_permute(result: ToyOutput, call: RunnerCall[Any]) -> None:
+    post_permute(result, call)
 
 
 class OtherCore(Core):
@@ -90,8 +90,8 @@ def other_fused(call: RunnerCall[Any]) -> None:
 
 
 REGISTER = {
-    "pre-permute": (register_pre_permute("standard", "x"), pre, other_pre),
-    "post-permute": (register_post_permute("x", "standard"), post, other_post),
+    "pre-permute": (register_pre_permute("standard", "x"), pre_permute, other_pre_permute),
+    "post-permute": (register_post_permute("x", "standard"), post_permute, other_post_permute),
     "core": (register_core("x"), Core, OtherCore),
     "fused operation": (register_fused_func("none", "x", unfused=ToyExperts), fused, other_fused),
 }
@@ -153,8 +153,8 @@ def test_errors_about_unregistered_keys_list_the_registered_keys() -> None:
     assert str(caught.value) == (
         "pre-permute: got ('standard', 'x'), need a registered pre-permute"
     )
-    register_pre_permute("standard", "x")(pre)
-    register_pre_permute("deepep_ll", "y")(pre)
+    register_pre_permute("standard", "x")(pre_permute)
+    register_pre_permute("deepep_ll", "y")(pre_permute)
     with pytest.raises(UnknownPartError, match=r"core: got \('x', 'core'\)"):
         runner.get_stages("x", "standard")
     with pytest.raises(UnknownPartError) as caught:
@@ -178,7 +178,7 @@ def test_invalid_values_are_refused_at_registration() -> None:
     with pytest.raises(ConfigurationError, match="unfused: got the class Core"):
         register_fused_func("none", "x", unfused=Core)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="pre-permute name: got ''"):
-        register_pre_permute("standard", "")(pre)
+        register_pre_permute("standard", "")(pre_permute)
     with pytest.raises(ConfigurationError) as caught:
         register_fused_func("none", "x", unfused=ToyExperts)(TorchExperts)
     assert caught.value.what == "TorchExperts.requires"

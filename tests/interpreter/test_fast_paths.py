@@ -80,9 +80,9 @@ class ComparedFunctions:
     def __init__(self, make_fast, upstream_function):
         self.slow = _bind_semantic(upstream_function, SEMANTIC)
         self.num_calls = self.num_slow = 0
-        self.fast = make_fast(self._counted)
+        self.fast = make_fast(self._call_slow)
 
-    def _counted(self, *args, **options):
+    def _call_slow(self, *args, **options):
         self.num_slow += 1
         return self.slow(*args, **options)
 
@@ -250,7 +250,7 @@ def test_stores_equal_triton(dtype):
     memory, calls = torch.zeros(16).to(dtype), 0
     _begin_launch(memory)
 
-    def bytes_after_store(function, shape, *args, **options):
+    def store_and_read_bytes(function, shape, *args, **options):
         memory.view(torch.uint8).fill_(7)
         try:
             result = function(make_pointers(memory, shape), *args, **options)
@@ -267,19 +267,19 @@ def test_stores_equal_triton(dtype):
         masks = [None, *(make_operand(tl.int1, other_shape, seed=3) for other_shape in SHAPES)]
         for mask in masks:
             calls += 1
-            assert bytes_after_store(fast, shape, value, mask) == bytes_after_store(
+            assert store_and_read_bytes(fast, shape, value, mask) == store_and_read_bytes(
                 slow, shape, value, mask
             ), (
                 value.type,
                 mask,
             )
         calls += 1
-        assert bytes_after_store(fast, shape, value, eviction_policy="no") == bytes_after_store(
-            slow, shape, value, eviction_policy="no"
-        )
+        assert store_and_read_bytes(
+            fast, shape, value, eviction_policy="no"
+        ) == store_and_read_bytes(slow, shape, value, eviction_policy="no")
     assert 0 < len(slow_calls) < calls or dtype is torch.bool
     value = make_operand(tl.float32, (4,)).to(get_element_dtype(memory))
     for args in ([None, (), ".cg"], [None, (), "no"]):
-        assert bytes_after_store(fast, (4,), value, *args) == bytes_after_store(
+        assert store_and_read_bytes(fast, (4,), value, *args) == store_and_read_bytes(
             slow, (4,), value, *args
         )

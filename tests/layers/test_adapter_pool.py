@@ -198,7 +198,7 @@ def load_and_check_unchanged_on_error(pool: AdapterPool, name: Any, adapter: Any
         raise
 
 
-def b2_with(value: float) -> torch.Tensor:
+def make_b2(value: float) -> torch.Tensor:
     tensor = make_random_adapter().lora_b2
     tensor[1, 2, 3] = value
     return tensor
@@ -216,8 +216,8 @@ def b2_with(value: float) -> torch.Tensor:
         ("lora_b13", torch.zeros(E, 24, 4, device="meta"), DeviceError, "lora_b13: got meta"),
         ("lora_b13", None, DtypeError, "lora_b13: got NoneType"),
         ("lora_b13", torch.zeros(E, 24, 4).to_sparse(), LayoutError, "lora_b13: got"),
-        ("lora_b2", b2_with(torch.nan), WeightsError, "lora_b2: got values that are not finite"),
-        ("lora_b2", b2_with(-torch.inf), WeightsError, "lora_b2: got values that are not finite"),
+        ("lora_b2", make_b2(torch.nan), WeightsError, "lora_b2: got values that are not finite"),
+        ("lora_b2", make_b2(-torch.inf), WeightsError, "lora_b2: got values that are not finite"),
     ],
 )  # fmt: skip
 def test_tensors_that_do_not_fit_leave_the_pool_unchanged(

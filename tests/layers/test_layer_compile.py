@@ -341,10 +341,10 @@ def test_a_compiled_inplace_runner_overwrites_x() -> None:
     x_TH, weights, ids = draw_routed_inputs(9)
     expected = runner.run(StandardDispatchOutput(x_TH.clone(), (weights, ids)), info).hidden_states
 
-    def overwrite(x_TH: torch.Tensor) -> torch.Tensor:
+    def run_inplace(x_TH: torch.Tensor) -> torch.Tensor:
         return runner.run(StandardDispatchOutput(x_TH, (weights, ids)), info).hidden_states
 
-    got = compile_with_graphs(overwrite)[0](x_TH)
+    got = compile_with_graphs(run_inplace)[0](x_TH)
     assert torch.equal(got, expected)
     assert torch.equal(x_TH, expected)
 
