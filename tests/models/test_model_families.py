@@ -191,7 +191,7 @@ def apply_activation(config: Any, module: Any, values: torch.Tensor) -> torch.Te
     return getattr(module, attribute)(gate) * up
 
 
-# Types without a class in transformers: a class of another type reads them, or their code is
+# Types without a class in transformers: a wrapper's config renames them, or their code is
 # published with the model.
 WITHOUT_CLASS = {"kimi_k2", "bailing_moe", "bailing_moe_v2", "deepseek", "step3_text"}
 
