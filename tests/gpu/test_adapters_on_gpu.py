@@ -1,4 +1,4 @@
-"""LoRA adapters on paths that need a compiled kernel: GEMMs with TMA, and few tokens."""
+"""LoRA adapters on the paths that run only as compiled kernels: `grouped_tma` and `gemv`."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,15 +15,23 @@ from modular_kernel.testing.cases.inputs import InputVariation
 pytestmark = pytest.mark.gpu
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
-OAI = "swiglu_oai:alpha=1.702,limit=1.0,interleaved="
+SWIGLU_OAI = "swiglu_oai:alpha=1.702,limit=1.0,interleaved="
 BASE = Problem(300, 128, 192, 4, 2, lora="adapters=3,rank=16")
 TMA_CASES: tuple[tuple[dict[str, Any], str, dict[str, str]], ...] = (
     ({}, "uniform", {}),
     ({"hidden": 48, "intermediate": 80}, "skips", {}),
     ({"lora": "adapters=1,rank=8"}, "zipf", {}),
     ({"lora": "adapters=8,rank=64"}, "uniform", {}),
-    ({"lora": "adapters=5,rank=40", "bias": True, "activation": OAI + "false"}, "uniform", {}),
-    ({"lora": "adapters=4,rank=24,a13=shared", "activation": OAI + "true"}, "duplicates", {}),
+    (
+        {"lora": "adapters=5,rank=40", "bias": True, "activation": SWIGLU_OAI + "false"},
+        "uniform",
+        {},
+    ),
+    (
+        {"lora": "adapters=4,rank=24,a13=shared", "activation": SWIGLU_OAI + "true"},
+        "duplicates",
+        {},
+    ),
     ({"lora": "adapters=2,rank=128,outer=shared"}, "uniform", {}),
     ({"lora": "adapters=3,rank=32", "activation": "relu2"}, "empty_experts", {}),
     ({"combine": Combine.TOPK_WEIGHTED, "tokens": 513}, "all_to_one", {}),
@@ -36,17 +44,17 @@ TMA_CASES: tuple[tuple[dict[str, Any], str, dict[str, str]], ...] = (
     ({}, "uniform", {"layout": "shifted"}),
     ({}, "uniform", {"values": "nan_token"}),
 )
-FEW_TOKENS_CHANGES: tuple[dict[str, Any], ...] = (
+GEMV_CHANGES: tuple[dict[str, Any], ...] = (
     {"tokens": 1},
     {"tokens": 4, "lora": "adapters=8,rank=64", "bias": True},
-    {"tokens": 2, "lora": "adapters=1,rank=5", "activation": OAI + "true"},
+    {"tokens": 2, "lora": "adapters=1,rank=5", "activation": SWIGLU_OAI + "true"},
     {"tokens": 2, "lora": "adapters=4,rank=256", "quant": "fp8_w8a8_channel"},
     {"tokens": 2, "quant": "fp8_w8a16_tensor", "activation": "silu:interleaved=true"},
     {"tokens": 1, "quant": "int8_w8a16_channel"},
 )
 
 
-def selected_path(problem: Problem) -> str:
+def select_path(problem: Problem) -> str:
     paths = supported_paths(problem)
     return choose_config(problem.with_tokens(0), problem.tokens, paths).path
 
@@ -56,16 +64,16 @@ def test_adapters_on_the_tma_path_are_correct(
     change: dict[str, Any], routing: str, variation: dict[str, str]
 ) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("of sm_90")
+        pytest.skip("needs sm_90")
     problem = replace(BASE, **change)
-    assert selected_path(problem) == "grouped_tma"
+    assert select_path(problem) == "grouped_tma"
     proof = prove(Case(*PAIR, problem, routing, variation=InputVariation(**variation)))
     assert proof.passed, str(proof)
 
 
-@pytest.mark.parametrize("change", FEW_TOKENS_CHANGES, ids=str)
+@pytest.mark.parametrize("change", GEMV_CHANGES, ids=str)
 def test_adapters_on_the_gemv_path_are_correct(change: dict[str, Any]) -> None:
     problem = replace(BASE, experts=16, **change)
-    assert selected_path(problem) == "gemv"
+    assert select_path(problem) == "gemv"
     proof = prove(Case(*PAIR, problem))
     assert proof.passed, str(proof)

@@ -29,7 +29,7 @@ def test_pairs_and_baseline_are_replayed() -> None:
     pairs = pairing_candidates(None, None, [replace(PROBLEM, graph=True)], machine)
     assert {"TritonExperts", "BatchedTritonExperts"} <= {pair.name for pair in pairs}
     parts = map(load_catalog().experts, load_catalog().names("experts"))
-    allocating = [part.__name__ for part in parts if part.requires.library_allocates]
+    allocating_parts = [part.__name__ for part in parts if part.requires.library_allocates]
     report = run(BenchJob((CASE,), (*pairs, *baseline_candidates()), machine, target_ms=5.0))
     for row in report.rows:
         assert row.status == "ok", row.note
@@ -47,7 +47,7 @@ def test_pairs_and_baseline_are_replayed() -> None:
         # The 25 MB of weights would stay in a large L2 cache. For a cold cache, the benchmark
         # either uses several copies of the weights (weight_sets > 1), or flushes the cache.
         assert row.weight_sets > 1 or row.mode == "graph+flush"
-        if row.origin == "ours" and not any(name in row.layer for name in allocating):
+        if row.origin == "ours" and not any(name in row.layer for name in allocating_parts):
             assert row.allocations == 0
 
 
@@ -80,11 +80,11 @@ def test_a_failed_capture_does_not_change_the_random_state() -> None:
     expected = torch.rand(8, device=device)
     torch.manual_seed(3)
 
-    def cannot_be_captured() -> torch.Tensor:
+    def copy_to_host() -> torch.Tensor:
         count = int(torch.zeros(1, device=device).item())
         return torch.zeros(8, device=device) + count
 
-    timing = time_calls([cannot_be_captured], device, target_ms=0.1)
+    timing = time_calls([copy_to_host], device, target_ms=0.1)
     assert timing.mode == "eager"
     assert torch.equal(torch.rand(8, device=device), expected)
 

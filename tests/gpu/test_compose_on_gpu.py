@@ -16,7 +16,7 @@ from modular_kernel.spec.problem import Problem
 PROBLEM = Problem(tokens=256, hidden=1024, intermediate=512, experts=16, top_k=4)
 
 
-# The shipped record has another routing, so every pairing is timed.
+# The shipped record was measured with uniform routing. With zipf, every pairing is timed.
 OPTIONS = MeasurementOptions(tokens=(1, 16, 256), budget=120, routing="zipf")
 
 
@@ -32,8 +32,8 @@ def test_pairings_are_timed_as_graphs_and_reused(tmp_path: Path) -> None:
         default = bucket.find_outcome(bucket.default)
         assert default is not None
         assert default.ratio == 1
-    again = choose(PROBLEM, options=options)
-    assert (again.num_timed, again.segments) == (0, first.segments)
+    second = choose(PROBLEM, options=options)
+    assert (second.num_timed, second.segments) == (0, first.segments)
 
 
 def test_a_warm_plan_compiles_and_allocates_nothing(
@@ -45,11 +45,11 @@ def test_a_warm_plan_compiles_and_allocates_nothing(
     weights = make_weights(PROBLEM, device)
     plan.warm_up(weights)
 
-    def compiles(*_: object, **__: object) -> None:
+    def fail_on_compilation(*_: object, **__: object) -> None:
         raise AssertionError("a kernel was compiled")
 
     generator = torch.Generator(device).manual_seed(3)
-    monkeypatch.setattr(triton.runtime.jit.JITFunction, "_do_compile", compiles)
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "_do_compile", fail_on_compilation)
     for tokens in (1, 2, 7, 16, 33, 100, 177, 255, 256):
         x_TH = torch.randn(tokens, 1024, device=device, generator=generator).bfloat16()
         routing = draw_routing(PROBLEM.with_tokens(tokens), RoutingKind("uniform"), generator)
@@ -68,9 +68,9 @@ def test_a_cold_layer_takes_no_longer_than_its_budget(tmp_path: Path) -> None:
 
 
 def test_the_shipped_record_answers_without_timing(tmp_path: Path) -> None:
-    """On the architecture of the record, a plain bfloat16 layer runs on the default immediately."""
+    """On the architecture of the record, an unquantized bfloat16 layer needs no measurement."""
     if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the record is of compute capability 9.0")
+        pytest.skip("the record was measured on compute capability 9.0")
     choice = choose(
         PROBLEM, options=MeasurementOptions(folder=tmp_path, budget=0, tokens=(1, 16, 256))
     )

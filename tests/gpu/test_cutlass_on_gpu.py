@@ -1,6 +1,6 @@
-"""CutlassExpertsFP8 returns the same bits as TritonExperts on the path grouped_tma.
+"""CutlassExpertsFP8 returns the same bits as the path `grouped_tma` of TritonExperts.
 
-The GEMMs of CutlassExpertsFP8 are written in CuTe DSL, and those of the path in Gluon.
+The GEMMs of CutlassExpertsFP8 are written in CuTe DSL, and those of `grouped_tma` in Gluon.
 """
 
 from dataclasses import replace
@@ -15,18 +15,18 @@ from modular_kernel.machine import current_machine
 from modular_kernel.spec.problem import Combine
 from modular_kernel.testing.random_inputs import random_inputs
 
-PF = "MoEPrepareAndFinalizeNoEP"
+PREPARE_FINALIZE = "MoEPrepareAndFinalizeNoEP"
 BASE = Problem(300, 512, 256, 4, 2, "bfloat16", "fp8_w8a8_block")
 
 
-def machine_with_cutlass_packages() -> Machine:
+def describe_machine_with_cutlass() -> Machine:
     return current_machine(("nvidia_cutlass_dsl", "tvm_ffi"))
 
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not check(PF, "CutlassExpertsFP8", BASE, machine_with_cutlass_packages()).ok,
+        not check(PREPARE_FINALIZE, "CutlassExpertsFP8", BASE, describe_machine_with_cutlass()).ok,
         reason="needs sm_90 and cutlass",
     ),
 ]
@@ -55,21 +55,21 @@ def test_outputs_are_bitwise_equal(change: dict[str, object], skewed: bool) -> N
         ids_TK[::7] = -1
         ids_TK[::11] = problem.experts - 1
         routing = replace(routing, topk_ids_TK=ids_TK)
-    results = []
+    outputs = []
     with override_config(default_config(problem)):
         for name in ("TritonExperts", "CutlassExpertsFP8"):
-            plan = make_kernel(PF, name, problem).plan()
-            first = plan(x_TH, weights, routing).clone()
-            again = plan(x_TH, weights, routing).clone()
-            assert torch.equal(first, again)
-            results.append(first)
-    assert torch.equal(*results)
+            plan = make_kernel(PREPARE_FINALIZE, name, problem).plan()
+            output = plan(x_TH, weights, routing).clone()
+            repeated = plan(x_TH, weights, routing).clone()
+            assert torch.equal(output, repeated)
+            outputs.append(output)
+    assert torch.equal(*outputs)
 
 
 def test_graph_replays_are_bitwise_equal() -> None:
     x_TH, weights, routing = random_inputs(BASE, torch.device("cuda"))
     with override_config(default_config(BASE)):
-        plan = make_kernel(PF, "CutlassExpertsFP8", BASE).plan()
+        plan = make_kernel(PREPARE_FINALIZE, "CutlassExpertsFP8", BASE).plan()
         expected = plan(x_TH, weights, routing).clone()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -1,7 +1,7 @@
-"""The dequantized path on a GPU, with launches that ignore the heuristics.
+"""The path `dequantized` on a GPU, forced even where the heuristics select another path.
 
-The cases have every weight-only scheme, partial groups and tiles, and experts with no, few and many
-tiles. Experts are dequantized all at once or a few at a time.
+The cases cover the weight-only schemes, partial groups and tiles, and experts with no, few and many
+tiles. The weights of experts are dequantized all at once or a few experts at a time.
 """
 
 import pytest

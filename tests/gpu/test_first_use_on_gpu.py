@@ -1,4 +1,4 @@
-"""Automatic preparation of weights, and repeated calls of the router, on a GPU."""
+"""Automatic preparation of weights, and repeated calls of `route`, on a GPU."""
 
 from dataclasses import replace
 
@@ -24,8 +24,10 @@ SCHEMES = ("mxfp4_w4a16", "int4_w4a16_group", "int4_w4a16_group:zero_points=true
 def test_automatic_preparation_is_bitwise_equal_to_manual(quant: str, tokens: int) -> None:
     problem = replace(MXFP4_PROBLEM, quant=quant, tokens=tokens, hidden=512, intermediate=768)
     inputs = make_inputs(problem, "uniform", CUDA)
-    manual = make_kernel(*PAIR, problem, auto_prepare=False)
-    expected = manual(inputs.x_TH, manual.prepare_weights(inputs.weights), inputs.routing)
+    unprepared_kernel = make_kernel(*PAIR, problem, auto_prepare=False)
+    expected = unprepared_kernel(
+        inputs.x_TH, unprepared_kernel.prepare_weights(inputs.weights), inputs.routing
+    )
     layer = FusedMoE(
         problem.experts, problem.hidden, problem.intermediate, top_k=problem.top_k,
         params_dtype=problem.dtype, quant_config=quant, device="cuda",
@@ -39,18 +41,21 @@ def test_automatic_preparation_is_bitwise_equal_to_manual(quant: str, tokens: in
 def test_capture_before_the_first_call_with_the_weights_uses_unprepared_weights() -> None:
     problem = replace(MXFP4_PROBLEM, hidden=512, intermediate=768)
     inputs = make_inputs(problem, "uniform", CUDA)
-    warm = make_inputs(replace(problem), "uniform", CUDA)
-    manual = make_kernel(*PAIR, problem, auto_prepare=False)
-    as_loaded = manual(inputs.x_TH, inputs.weights, inputs.routing)
+    warmup_inputs = make_inputs(replace(problem), "uniform", CUDA)
+    unprepared_kernel = make_kernel(*PAIR, problem, auto_prepare=False)
+    unprepared_output = unprepared_kernel(inputs.x_TH, inputs.weights, inputs.routing)
     kernel = make_kernel(*PAIR, problem)
-    kernel(warm.x_TH, warm.weights, warm.routing)  # compiles the kernels, with other weights
-    manual(inputs.x_TH, inputs.weights, inputs.routing)
+    # This call compiles the kernels, with other weights.
+    kernel(warmup_inputs.x_TH, warmup_inputs.weights, warmup_inputs.routing)
+    unprepared_kernel(inputs.x_TH, inputs.weights, inputs.routing)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = kernel(inputs.x_TH, inputs.weights, inputs.routing)
     graph.replay()
-    assert torch.equal(output, as_loaded)
-    expected = manual(inputs.x_TH, manual.prepare_weights(inputs.weights), inputs.routing)
+    assert torch.equal(output, unprepared_output)
+    expected = unprepared_kernel(
+        inputs.x_TH, unprepared_kernel.prepare_weights(inputs.weights), inputs.routing
+    )
     with torch.cuda.stream(torch.cuda.Stream()):
         assert torch.equal(kernel(inputs.x_TH, inputs.weights, inputs.routing), expected)
         torch.cuda.current_stream().synchronize()
@@ -87,7 +92,7 @@ def test_repeated_routing_equals_the_torch_reference(spec: RouterSpec) -> None:
             )
             route_ref(logits, spec, tensors, None, expected)
             outputs.append((got, expected.routing))
-        # after all calls, because a call must not overwrite the results of another one
-        for got, reference in outputs:
-            assert torch.equal(got.topk_ids_TK, reference.topk_ids_TK)
-            torch.testing.assert_close(got.topk_weights_TK, reference.topk_weights_TK)
+        # Compare after all calls, because a call must not overwrite the results of earlier calls.
+        for got, expected_routing in outputs:
+            assert torch.equal(got.topk_ids_TK, expected_routing.topk_ids_TK)
+            torch.testing.assert_close(got.topk_weights_TK, expected_routing.topk_weights_TK)

@@ -1,4 +1,4 @@
-"""A forked child cannot use the CUDA context of its parent. Its calls raise instead of hanging."""
+"""Calls in a forked child, which cannot use its parent's CUDA context, raise instead of hanging."""
 
 import gc
 
@@ -20,7 +20,7 @@ def test_plan_created_before_a_fork_is_refused_and_freed_in_the_child() -> None:
     # After three calls, the plan has captured its CUDA graph.
     expected = [plans[0](*inputs).clone() for _ in range(3)][-1]
 
-    def child() -> str:
+    def call_in_child() -> str:
         try:
             plans[0](*inputs)
         except StateError as error:
@@ -31,6 +31,6 @@ def test_plan_created_before_a_fork_is_refused_and_freed_in_the_child() -> None:
         gc.collect()
         return message
 
-    message = run_in_child(child)
+    message = run_in_child(call_in_child)
     assert "a plan: got a call in a forked child process" in message
     assert torch.equal(plans[0](*inputs), expected)

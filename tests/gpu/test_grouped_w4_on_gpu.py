@@ -1,7 +1,7 @@
-"""The path that unpacks 4-bit weights in registers, on a GPU.
+"""The path `grouped_w4`, which unpacks 4-bit weights in registers, on a GPU.
 
 The tests force this path for every case. The cases have both tile heights, partial tiles, and
-experts with no, few and many tiles. Experts are computed all at once or a few at a time.
+experts with no, few and many tiles. Experts run all at once or a few at a time.
 """
 
 from dataclasses import replace
@@ -19,8 +19,8 @@ from modular_kernel.spec.problem import Machine
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.inputs import make_inputs
 
-QUANTS = ("mxfp4_w4a16", "mxfp4_w4a16:repacked=true")
-OTHERS = (
+MXFP4_SCHEMES = ("mxfp4_w4a16", "mxfp4_w4a16:repacked=true")
+OTHER_SCHEMES = (
     "int4_w4a16_group",
     "int4_w4a16_group:group=32",
     "int4_w4a16_group:group=64,zero_points=true",
@@ -35,24 +35,26 @@ ALL_CHANGES: tuple[dict[str, object], ...] = (
     {"chunk_tokens": 100},
     {"tokens": 2048},
 )
-CHANGED = ((LARGE, "zipf"), (LARGE, "uniform"), (SMALL, "skips"))
-CASES = cases_on("grouped_w4", quantized_variants(QUANTS, ALL_CHANGES, CHANGED))
-OTHER_CASES = cases_on("grouped_w4", quantized_variants(OTHERS, ALL_CHANGES, CHANGED[1:2]))
-# Cases with bfloat16 scales, and cases with float16 scales and a bias.
-INTEGERS = [case for case in OTHER_CASES if case.problem.scheme.weight == "uint4"]
-SHORT_SCALES = [
+CHANGED_PROBLEMS = ((LARGE, "zipf"), (LARGE, "uniform"), (SMALL, "skips"))
+CASES = cases_on("grouped_w4", quantized_variants(MXFP4_SCHEMES, ALL_CHANGES, CHANGED_PROBLEMS))
+OTHER_CASES = cases_on(
+    "grouped_w4", quantized_variants(OTHER_SCHEMES, ALL_CHANGES, CHANGED_PROBLEMS[1:2])
+)
+# Cases whose scales have 16 bits, as they are and with top-3 and a bias.
+INT4_CASES = [case for case in OTHER_CASES if case.problem.scheme.weight == "uint4"]
+SHORT_SCALE_CASES = [
     replace(case, variation=replace(case.variation, has_short_scales=True), problem=problem)
-    for case in INTEGERS[::3]
+    for case in INT4_CASES[::3]
     for problem in (case.problem, replace(case.problem, top_k=3, bias=True))
 ]
-OTHER_CASES += SHORT_SCALES
+OTHER_CASES += SHORT_SCALE_CASES
 
 
 def test_there_are_cases_where_the_path_runs() -> None:
     assert (len(CASES) > 60 and len(OTHER_CASES) > 90) == current_lookup().device.tma
 
 
-def _check(
+def _assert_case_is_correct(
     case: Case, rows: int, at_once: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grouped_w4_config, "experts_per_chunk", lambda p: min(at_once, p.e))
@@ -66,7 +68,7 @@ def _check(
 def test_mxfp4_cases_are_correct(
     case: Case, rows: int, at_once: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _check(case, rows, at_once, machine, monkeypatch)
+    _assert_case_is_correct(case, rows, at_once, machine, monkeypatch)
 
 
 @pytest.mark.parametrize(("rows", "at_once"), [(128, 64), (64, 3)])
@@ -74,7 +76,7 @@ def test_mxfp4_cases_are_correct(
 def test_integer_and_nvfp4_cases_are_correct(
     case: Case, rows: int, at_once: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _check(case, rows, at_once, machine, monkeypatch)
+    _assert_case_is_correct(case, rows, at_once, machine, monkeypatch)
 
 
 def test_prepared_weights_are_replayed_until_the_weights_are_written() -> None:
@@ -83,8 +85,8 @@ def test_prepared_weights_are_replayed_until_the_weights_are_written() -> None:
     kernel = make_kernel(*PAIR, problem)
     weights, plan = kernel.prepare_weights(inputs.weights), kernel.plan()
     with override_config(grouped_w4_config.default_config(problem, 128)):
-        forced = make_kernel(*PAIR, problem)
-        expected = forced(inputs.x_TH, inputs.weights, inputs.routing)
+        forced_kernel = make_kernel(*PAIR, problem)
+        expected = forced_kernel(inputs.x_TH, inputs.weights, inputs.routing)
     for _ in range(3):
         assert torch.equal(plan(inputs.x_TH, weights, inputs.routing), expected)
     graph = torch.cuda.CUDAGraph()
@@ -94,9 +96,9 @@ def test_prepared_weights_are_replayed_until_the_weights_are_written() -> None:
     graph.replay()
     assert torch.equal(output, expected)
     inputs.weights.w2.view(-1)[0] ^= 1
-    for run in (plan, kernel):
+    for replay in (plan, kernel):
         with pytest.raises(WeightsError, match="w2_tiles"):
-            run(inputs.x_TH, weights, inputs.routing)
+            replay(inputs.x_TH, weights, inputs.routing)
 
 
 def test_layer_with_prepared_weights_is_bitwise_equal_to_the_kernel() -> None:

@@ -1,7 +1,7 @@
-"""Host time of eager calls of a plan, and equality of replays and the parts' host code.
+"""Host time of eager calls of a plan, and bitwise equality of replays to the parts' host code.
 
-Calls are issued without waiting for the device. 30 calls are far fewer than a stream accepts before
-launches block the host.
+The measured calls do not wait for the device. A sample has 30 calls, which is far fewer than a
+stream accepts before launches block the host.
 """
 
 import itertools
@@ -60,12 +60,12 @@ def measure_host_us(call: Callable[[], object]) -> float:
     call()
     samples_us = []
     for _ in range(ROUNDS):
-        samples_us.append(_median_us(call))
+        samples_us.append(_measure_median_us(call))
         time.sleep(PAUSE_S)
     return min(samples_us)
 
 
-def _median_us(call: Callable[[], object]) -> float:
+def _measure_median_us(call: Callable[[], object]) -> float:
     samples_us = []
     for _ in range(REPEATS):
         torch.cuda.synchronize()
@@ -77,7 +77,7 @@ def _median_us(call: Callable[[], object]) -> float:
     return statistics.median(samples_us)
 
 
-def count_allocations() -> int:
+def read_allocation_count() -> int:
     return int(torch.cuda.memory_stats()["allocation.all.allocated"])
 
 
@@ -88,20 +88,18 @@ def make_plan(problem: Problem, pair: tuple[str, str] = PAIR) -> Plan:
 @pytest.mark.parametrize("quant", QUANTS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_planned_calls_take_little_host_time(shape: str, quant: str) -> None:
-    """All calls use the same addresses, or the addresses of tokens and routing change."""
+    """The limit holds for repeated and for changing addresses of tokens and routing."""
     problem = replace(SHAPES[shape], quant=quant)
     inputs = random_inputs(problem, DEVICE)
-    plan, calls_with_new_addresses = (
-        make_plan(problem),
-        [copy_tokens(inputs, start, 1) for start in range(5)],
-    )
+    plan = make_plan(problem)
+    calls_with_new_addresses = [copy_tokens(inputs, start, 1) for start in range(5)]
     call_inputs = calls_with_new_addresses[0]
     for _ in range(3):
         plan(*call_inputs)
-    before = count_allocations()
+    allocations_before = read_allocation_count()
     for call in calls_with_new_addresses:
         plan(*call)
-    assert count_allocations() == before
+    assert read_allocation_count() == allocations_before
     assert measure_host_us(lambda: plan(*call_inputs)) <= MAX_HOST_US
     calls = itertools.cycle(calls_with_new_addresses)
     assert measure_host_us(lambda: plan(*next(calls))) <= MAX_HOST_US
@@ -124,7 +122,7 @@ class UnreplayableExperts(TritonExperts):
 
 
 def test_measurement_includes_host_code() -> None:
-    """Host code and pauses increase the measured time, so the limit above is meaningful."""
+    """Host code and pauses increase the measured time, so the limit on it is meaningful."""
     problem = SHAPES["qwen3_30b"]
     kernel = FusedMoEModularKernel(MoEPrepareAndFinalizeNoEP(problem), UnreplayableExperts(problem))
     plan, call_inputs = kernel.plan(), copy_tokens(random_inputs(problem, DEVICE), 0, 1)
@@ -132,12 +130,12 @@ def test_measurement_includes_host_code() -> None:
     assert host_code_us > MAX_HOST_US
     plan = make_plan(problem)
     replay_us = measure_host_us(lambda: plan(*call_inputs))
-    with_pause = measure_host_us(lambda: (plan(*call_inputs), _pause(20e-6)))
-    assert with_pause > replay_us + 15
+    paused_us = measure_host_us(lambda: (plan(*call_inputs), _busy_wait(20e-6)))
+    assert paused_us > replay_us + 15
     assert host_code_us > 2 * replay_us
 
 
-def _pause(seconds: float) -> None:
+def _busy_wait(seconds: float) -> None:
     stop = time.perf_counter() + seconds
     while time.perf_counter() < stop:
         pass
@@ -186,22 +184,24 @@ def test_replays_write_all_of_a_poisoned_workspace() -> None:
 def test_replays_use_the_current_stream_and_can_be_captured() -> None:
     problem = SHAPES["qwen3_30b"]
     inputs = random_inputs(problem, DEVICE)
-    plan, static, other = make_plan(problem), copy_tokens(inputs, 0, 1), copy_tokens(inputs, 5, 1)
-    expected_static, expected_other = plan(*static).clone(), plan(*other).clone()
+    plan = make_plan(problem)
+    static_inputs = copy_tokens(inputs, 0, 1)
+    other_inputs = copy_tokens(inputs, 5, 1)
+    expected_static, expected_other = plan(*static_inputs).clone(), plan(*other_inputs).clone()
     side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(side_stream):
         torch.cuda._sleep(20_000_000)
-        side_output = plan(*static)
+        side_output = plan(*static_inputs)
         assert not side_stream.query()
     side_stream.synchronize()
     assert torch.equal(side_output, expected_static)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = plan(*static)
-    x_TH, _, routing = static
-    x_TH.copy_(other[0])
-    routing.topk_ids_TK.copy_(other[2].topk_ids_TK)
-    routing.topk_weights_TK.copy_(other[2].topk_weights_TK)
+        captured = plan(*static_inputs)
+    x_TH, _, routing = static_inputs
+    x_TH.copy_(other_inputs[0])
+    routing.topk_ids_TK.copy_(other_inputs[2].topk_ids_TK)
+    routing.topk_weights_TK.copy_(other_inputs[2].topk_weights_TK)
     graph.replay()
     assert torch.equal(captured, expected_other)
 
@@ -211,19 +211,19 @@ def test_launch_hooks_of_triton_are_called_for_replays() -> None:
 
     kernel_names: list[str] = []
 
-    def enter(metadata: Any) -> None:
+    def record_kernel_name(metadata: Any) -> None:
         kernel_names.append(metadata.get()["name"])
 
     problem = SHAPES["qwen3_30b"]
     plan, call_inputs = make_plan(problem), copy_tokens(random_inputs(problem, DEVICE), 0, 1)
     hooks = triton.knobs.runtime.launch_enter_hook
-    hooks.add(enter)
+    hooks.add(record_kernel_name)
     try:
         plan(*call_inputs)
         recorded = list(kernel_names)
         plan(*call_inputs)
     finally:
-        hooks.remove(enter)
+        hooks.remove(record_kernel_name)
     assert recorded
     assert kernel_names == 2 * recorded
     plan(*call_inputs)

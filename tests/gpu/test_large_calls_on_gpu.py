@@ -1,4 +1,4 @@
-"""Calls with more than 2,048 tokens are replayed, each in a new workspace, on a GPU."""
+"""Replayed calls with more than 2,048 tokens, each of which allocates a new workspace."""
 
 from dataclasses import replace
 
@@ -61,9 +61,9 @@ def recorded(request: pytest.FixtureRequest) -> tuple[FusedMoEModularKernel, Inp
 def test_replays_equal_calls_without_plan_at_any_workspace_address(
     recorded: tuple[FusedMoEModularKernel, Inputs],
 ) -> None:
-    """Calls have different tokens, weights and `out`, and allocated memory forces new addresses."""
+    """Calls differ in tokens, weights and `out`, and live allocations force new addresses."""
     kernel, inputs = recorded
-    before, bytes_before = count_replayed_calls(kernel), held_bytes()
+    replayed_before, bytes_before = count_replayed_calls(kernel), held_bytes()
     allocated: list[torch.Tensor] = []
     for step in range(6):
         x_TH, weights, routing = copy_tokens(inputs, 200 * step)
@@ -76,8 +76,8 @@ def test_replays_equal_calls_without_plan_at_any_workspace_address(
         assert torch.equal(kernel(*call), expected)
         out = torch.full_like(expected, torch.nan)
         assert torch.equal(kernel(*call, out=out), expected)
-    assert count_replayed_calls(kernel) == before + 12
-    assert held_bytes() == bytes_before  # memory of all plans of the process
+    assert count_replayed_calls(kernel) == replayed_before + 12
+    assert held_bytes() == bytes_before  # the memory that all plans of the process hold
     assert all(bool((memory == 0xA5).all()) for memory in allocated)
 
 
@@ -88,10 +88,10 @@ def test_workspace_is_freed_when_the_call_returns(
     call = copy_tokens(inputs, 0)
     out = torch.empty_like(call[0])
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    bytes_before = torch.cuda.memory_allocated()
     for _ in range(3):
         kernel(*call, out=out)
-        assert torch.cuda.memory_allocated() == before
+        assert torch.cuda.memory_allocated() == bytes_before
 
 
 def test_replays_on_streams_and_in_a_graph_are_correct(
@@ -111,10 +111,10 @@ def test_replays_on_streams_and_in_a_graph_are_correct(
         torch.cuda.synchronize()
         assert all(map(torch.equal, main_outputs, expected_outputs))
         assert all(map(torch.equal, side_outputs, reversed(expected_outputs)))
-    before, graph = count_replayed_calls(kernel), torch.cuda.CUDAGraph()
+    replayed_before, graph = count_replayed_calls(kernel), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = kernel(*first)
-    assert count_replayed_calls(kernel) == before
+    assert count_replayed_calls(kernel) == replayed_before
     first[0].copy_(second[0])
     first[2].topk_ids_TK.copy_(second[2].topk_ids_TK)
     first[2].topk_weights_TK.copy_(second[2].topk_weights_TK)

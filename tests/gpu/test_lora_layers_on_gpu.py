@@ -1,4 +1,4 @@
-"""FusedMoEWithLoRA, its manager and PEFT models, compared with float64 and PEFT on a GPU."""
+"""FusedMoEWithLoRA and LoRAManager compared with float64, and PEFT models with PEFT, on a GPU."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,9 +21,10 @@ from modular_kernel.tensors import Routing
 pytestmark = pytest.mark.gpu
 
 BATCH = ForwardBatch(("b", None, "a"), torch.tensor([0, 4, 9, 12]))
-# rows, rank and scaling of adapters b and a
+# The rows, rank and scaling of adapters b and a.
 ADAPTER_ROWS = ((slice(0, 4), 5, 0.5), (slice(9, 12), 3, 2.0))
-ACCURACY = 2e-6  # relative to the largest value, for sums of at most 32 values in float32
+# Relative to the largest value, for sums of at most 32 values in float32.
+TOLERANCE = 2e-6
 
 
 def make_layers(mode: Any, num_a13: int) -> tuple[FusedMoE, FusedMoEWithLoRA, LoRAManager]:
@@ -36,7 +37,7 @@ def make_layers(mode: Any, num_a13: int) -> tuple[FusedMoE, FusedMoEWithLoRA, Lo
     return layer, FusedMoEWithLoRA(layer, manager), manager
 
 
-def weights_and_routing_on_cpu(
+def copy_weights_and_routing_to_cpu(
     layer: FusedMoE, x: torch.Tensor, logits: torch.Tensor
 ) -> tuple[ExpertWeights, Routing]:
     routed, w = layer._route(x, logits, None, (12,)).routing, layer.weights()
@@ -45,7 +46,7 @@ def weights_and_routing_on_cpu(
 
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
-    assert float((got.cpu().double() - expected).abs().max()) <= ACCURACY * float(
+    assert float((got.cpu().double() - expected).abs().max()) <= TOLERANCE * float(
         expected.abs().max()
     )
 
@@ -56,7 +57,7 @@ def test_merged_mode_equals_merged_weights(num_a13: int) -> None:
     x, logits = (tensor.cuda() for tensor in layers.make_call())
     batch = ForwardBatch(BATCH.lora_ids, BATCH.seg_indptr.cuda())
     got = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(batch, 3))
-    weights, routing = weights_and_routing_on_cpu(layer, x, logits)
+    weights, routing = copy_weights_and_routing_to_cpu(layer, x, logits)
     expected = reference.float64_reference(x.cpu(), weights, routing, layer.problem)
     for rows, rank, scaling in ADAPTER_ROWS:
         adapter = layers.make_adapter(rank, rank, num_a13=num_a13)
@@ -75,7 +76,7 @@ def test_parallel_mode_adds_only_the_branch() -> None:
     x, logits = (tensor.cuda() for tensor in layers.make_call())
     batch = ForwardBatch(BATCH.lora_ids, BATCH.seg_indptr.cuda())
     got = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(batch, 3))
-    weights, routing = weights_and_routing_on_cpu(layer, x, logits)
+    weights, routing = copy_weights_and_routing_to_cpu(layer, x, logits)
     expected = reference.float64_reference(x.cpu(), weights, routing, layer.problem)
     for rows, rank, scaling in ADAPTER_ROWS:
         adapter = layers.make_adapter(rank, rank)
@@ -95,33 +96,38 @@ def test_reloaded_adapter_replaces_an_evicted_one() -> None:
     _, adapted, manager = make_layers("merged", 2)
     x, logits = (tensor.cuda() for tensor in layers.make_call())
     batch = ForwardBatch(("a", "a", "a"), BATCH.seg_indptr.cuda())
-    before = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(batch, 3)).clone()
+    first_output = adapted(
+        x, logits, moe_lora_info=manager.prepare_moe_lora_batch(batch, 3)
+    ).clone()
     manager.evict("a")
     manager.load("a", {3: MoELoRALayer(layers.make_adapter(4, 17, num_a13=2))})
-    after = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(batch, 3)).clone()
-    assert not torch.equal(before, after)
+    output_of_replacement = adapted(
+        x, logits, moe_lora_info=manager.prepare_moe_lora_batch(batch, 3)
+    ).clone()
+    assert not torch.equal(first_output, output_of_replacement)
     manager.evict("a")
     manager.load("a", {3: MoELoRALayer(layers.make_adapter(3, 3, num_a13=2), 2.0)})
-    again = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(batch, 3))
-    assert torch.equal(before, again)
+    output_after_reload = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(batch, 3))
+    assert torch.equal(first_output, output_after_reload)
 
 
 @pytest.mark.skipif(
-    find_spec("transformers") is None or find_spec("peft") is None, reason="transformers and peft"
+    find_spec("transformers") is None or find_spec("peft") is None,
+    reason="needs transformers and peft",
 )
 @pytest.mark.parametrize("kind", ["qwen3", "mixtral", "gpt_oss", "down", "ranks", "modules"])
 def test_wrapped_model_runs_with_its_adapter(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "integrations")
-    import test_transformers_peft as wrapped
+    import test_transformers_peft as peft_tests
 
     from modular_kernel.integrations.transformers import register, report, serve
 
-    monkeypatch.setattr(wrapped, "TOKENS", wrapped.TOKENS.cuda())
-    model = wrapped.adapted_model(kind).cuda()
+    monkeypatch.setattr(peft_tests, "TOKENS", peft_tests.TOKENS.cuda())
+    model = peft_tests.make_adapted_model(kind).cuda()
     model.base_model.model.set_experts_implementation(register())
     assert len(serve(model)) == 2
     with monkeypatch.context() as patch:
-        patch.setattr(wrapped.WRAPPER, "_activate_lora", lambda *_: pytest.fail("the product"))
-        served = wrapped.logits_of(model)
+        patch.setattr(peft_tests.WRAPPER, "_activate_lora", lambda *_: pytest.fail("PEFT ran"))
+        got = peft_tests.compute_logits(model)
     assert all(row.served for row in report(model))
-    wrapped.assert_same(served, wrapped.merged_logits(model))
+    peft_tests.assert_same(got, peft_tests.compute_merged_logits(model))

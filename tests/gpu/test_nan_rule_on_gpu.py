@@ -1,7 +1,6 @@
-"""The rule for NaN in compiled kernels, on every path of TritonExperts.
+"""Compiled kernels follow the rule for NaN, on every path of TritonExperts.
 
-Each test puts a NaN into one argument at a time. A scheme compiles a few kernels and makes many
-calls of them.
+Each call has a NaN in one argument. The many calls of one scheme share a few compiled kernels.
 """
 
 import sys
@@ -33,12 +32,12 @@ QUANTS = (
     "mxfp4_w4a16",
     "nvfp4_w4a16",
 )
-CLAMPED = ("swiglu_oai:alpha=1.702,limit=1.0", "relu2")
+CLAMPING_ACTIVATIONS = ("swiglu_oai:alpha=1.702,limit=1.0", "relu2")
 SIZE = 256  # hidden and intermediate size, which every path supports
 
 
 def check_all_paths(problem: Problem, machine: Machine, counts: Counts) -> set[str]:
-    """Check the calls of `problem` on every supported path. Returns the paths that were used."""
+    """Check the calls of `problem` on every supported path, and return the paths that ran."""
     used_paths = set()
     for path in supported_paths(problem):
         config = BY_NAME[path].default_config(problem, problem.tokens, current_lookup().device)
@@ -62,7 +61,7 @@ def test_paths_follow_the_nan_rule(
     assert counts.wrong == []
 
 
-@pytest.mark.parametrize("activation", CLAMPED)
+@pytest.mark.parametrize("activation", CLAMPING_ACTIVATIONS)
 def test_clamping_activations_follow_the_nan_rule(activation: str, machine: Machine) -> None:
     counts = Counts()
     for quant in ("none", "fp8_w8a8_channel"):
@@ -92,7 +91,7 @@ def test_unreduced_rows_and_weighted_input_follow_the_nan_rule(machine: Machine)
 def test_other_parts_follow_the_nan_rule(
     machine: Machine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Other parts run in plain torch, or use an installed vendor library."""
+    """The other parts run in torch, or use an installed vendor library."""
     for pair in local_pairs(machine):
         if pair in (TRITON, BATCHED):
             continue

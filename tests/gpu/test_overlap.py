@@ -16,7 +16,7 @@ from modular_kernel.testing.random_inputs import random_inputs
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 BASE = Problem(tokens=64, hidden=512, intermediate=384, experts=8, top_k=2)
-LATE_NS = 100_000
+DELAY_NS = 100_000
 CALLS = 6
 
 
@@ -24,7 +24,7 @@ CALLS = 6
 def late_copy_kernel(
     from_ptr, to_ptr, numel, NS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr = False
 ):
-    """Copy `from` to `to`, starting NS nanoseconds after the next launch may begin."""
+    """Copy `from` to `to`, but only NS nanoseconds after the next launch was allowed to begin."""
     if USE_PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -37,10 +37,10 @@ def late_copy_kernel(
     tl.store(to_ptr + offsets, tl.load(from_ptr + offsets, mask=mask), mask=mask)
 
 
-def late_copy(source: torch.Tensor, target: torch.Tensor) -> None:
+def launch_late_copy(source: torch.Tensor, target: torch.Tensor) -> None:
     grid = (triton.cdiv(source.numel(), 1024),)
     late_copy_kernel[grid](
-        source, target, source.numel(), NS=LATE_NS, BLOCK=1024, **pdl_arguments()
+        source, target, source.numel(), NS=DELAY_NS, BLOCK=1024, **pdl_arguments()
     )
 
 
@@ -59,23 +59,23 @@ def test_inputs_written_by_a_late_kernel_are_read(quant: str, tokens: int) -> No
         )
     )
     plan = make_kernel(*PAIR, problem).plan()
-    expected = [plan(x_TH, weights, Routing(w, ids)).clone() for x_TH, w, ids in inputs]
+    expected_outputs = [plan(x_TH, weights, Routing(w, ids)).clone() for x_TH, w, ids in inputs]
     x_TH, ids_TK = inputs[0][0].clone(), inputs[0][2].clone()
-    outputs = [torch.empty_like(y_TH) for y_TH in expected]
+    outputs = [torch.empty_like(y_TH) for y_TH in expected_outputs]
 
-    def run() -> None:
-        for (late_TH, weights_TK, late_TK), out_TH in zip(inputs, outputs, strict=True):
-            late_copy(late_TK, ids_TK)
-            late_copy(late_TH, x_TH)
+    def run_all_calls() -> None:
+        for (late_TH, weights_TK, late_ids_TK), out_TH in zip(inputs, outputs, strict=True):
+            launch_late_copy(late_ids_TK, ids_TK)
+            launch_late_copy(late_TH, x_TH)
             plan(x_TH, weights, Routing(weights_TK, ids_TK), out=out_TH)
 
-    run()
-    assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+    run_all_calls()
+    assert all(torch.equal(a, b) for a, b in zip(outputs, expected_outputs, strict=True))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        run()
+        run_all_calls()
     for _ in range(3):
         for out_TH in outputs:
             out_TH.fill_(torch.nan)
         graph.replay()
-        assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(outputs, expected_outputs, strict=True))

@@ -1,7 +1,8 @@
-"""Persistent grouped GEMMs with launches that ignore the heuristics, on every axis of the harness.
+"""The path `grouped_tma`, forced even where the heuristics select another path.
 
-The cases have partial groups and tiles, and experts with no, few and many tiles. The harness adds
-poisoned workspaces, plans and graphs, and strided weights, which another path must handle.
+The cases cover every axis of the harness, partial groups and tiles, and experts with no, few and
+many tiles. The harness adds poisoned workspaces, plans and graphs, and strided weights, for which
+the part must select another path.
 """
 
 from dataclasses import replace
@@ -28,7 +29,7 @@ def list_variants() -> list[tuple[Problem, str]]:
     Axes and schemes are not combined. With few values, a single rounding step would exceed the
     harness's bounds for any implementation.
     """
-    blocks = replace(LARGE, intermediate=448)
+    block_scaled = replace(LARGE, intermediate=448)
     variants = [
         *list_axis_variants(SMALL),
         *list_axis_variants(LARGE),
@@ -36,7 +37,7 @@ def list_variants() -> list[tuple[Problem, str]]:
     ]
     for routing in ("uniform", "zipf", "skips", "out_of_range", "empty_experts"):
         variants += [
-            (replace(blocks, quant="fp8_w8a8_block"), routing),
+            (replace(block_scaled, quant="fp8_w8a8_block"), routing),
             (replace(LARGE, quant="fp8_w8a8_channel"), routing),
         ]
     return variants

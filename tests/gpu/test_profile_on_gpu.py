@@ -1,4 +1,4 @@
-"""`mk profile` on a GPU: stages cover the call, add up to its time, and have launch counts."""
+"""`mk profile` on a GPU: the stages of a call add up to its time, and have launch counts."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 CONTIGUOUS = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 BATCHED = ("BatchedPrepareAndFinalize", "BatchedTritonExperts")
-# The layer takes milliseconds, so that microseconds between kernels are negligible.
+# The layer takes milliseconds, so the microseconds between kernels are negligible.
 LAYER = ("--experts", "8", "--hidden", "4096", "--intermediate", "7168", "--tokens", "1024")
 
 
@@ -19,9 +19,9 @@ def test_stages_cover_the_call_and_add_up_to_it(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     parts = ("--pf-type", CONTIGUOUS[0], "--experts-type", CONTIGUOUS[1])
-    words = ("profile", *parts, "--against", *BATCHED, *LAYER, "--out", str(tmp_path), "--json")
+    command = ("profile", *parts, "--against", *BATCHED, *LAYER, "--out", str(tmp_path), "--json")
     with pytest.raises(SystemExit) as exit_info:
-        main.run(list(words))
+        main.run(list(command))
     assert not exit_info.value.code
     record = json.loads(capsys.readouterr().out)
     assert record["output_difference"] < 0.02
@@ -38,5 +38,5 @@ def test_stages_cover_the_call_and_add_up_to_it(
             if row["is_stage"]:
                 assert row["launches"] >= 1
             if "gemm" in row["stage"]:
-                # The weights are not in a cache, so a time far below the roofline would be wrong.
+                # The weights exceed the L2 cache, so a time far below the roofline is impossible.
                 assert 10 < row["percent_of_floor"] < 110

@@ -1,7 +1,7 @@
-"""Replayed calls over ranks on GPUs: bitwise equality with the parts' host code, and host time.
+"""Replayed calls over ranks on GPUs: bitwise equality to the parts' host code, and host time.
 
-Calls are issued without waiting for the device. The host time of the same collectives alone is
-subtracted.
+The measured calls do not wait for the device. The host time of their collectives is measured
+separately, and subtracted.
 """
 
 import time
@@ -19,8 +19,8 @@ from modular_kernel.tensors import Routing
 from modular_kernel.testing.random_inputs import Inputs, random_inputs
 from modular_kernel.testing.ranks.pool import RankPool
 
-GPUS = torch.cuda.device_count()
-pytestmark = [pytest.mark.skipif(GPUS < 2, reason="needs two GPUs"), pytest.mark.alone]
+NUM_GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs"), pytest.mark.alone]
 
 SYMMETRIC = ("SymmMemPrepareAndFinalize", "TritonExperts")
 PAIRS = [
@@ -31,7 +31,7 @@ PAIRS = [
     SYMMETRIC,
 ]
 # Without replay, dispatch and combine alone take 1 ms or more. The goal for MAX_HOST_US is 40.
-# SymmMem has no collectives, so its limit is for the whole host time
+# SymmMem has no collectives, so its limit applies to the whole host time.
 MAX_HOST_US, MAX_SYMMETRIC_HOST_US = 300.0, 60.0
 CALLS, ROUNDS = 20, 60
 
@@ -66,10 +66,10 @@ def copy_tokens(inputs: Inputs, start: int, count: int) -> Inputs:
     return x_TH[token_slice].clone(), weights, few_routing
 
 
-def compare_replays(
+def count_unequal_replays(
     rank: int, world_size: int, group: dist.ProcessGroup, pair: tuple[str, str], quant: str
 ) -> tuple[int, int, dict[str, Any]]:
-    """Return the numbers of unequal outputs and of all outputs for several calls, and counters."""
+    """Replay several calls. Return the numbers of unequal and of all outputs, and the counters."""
     kernel, inputs = make_rank_kernel(rank, world_size, group, pair, quant)
     plan = kernel.plan()
     calls = [copy_tokens(inputs, start, count) for count in (1, 5, 16) for start in (0, 7)]
@@ -89,7 +89,7 @@ def compare_replays(
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_channel", "fp8_w8a8_block"])
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[0])
 def test_replays_equal_host_code(pool: RankPool, pair: tuple[str, str], quant: str) -> None:
-    for num_different, num_calls, counters in pool.run(compare_replays, pair, quant):
+    for num_different, num_calls, counters in pool.run(count_unequal_replays, pair, quant):
         assert num_different == 0
         # The first call of each number of tokens is recorded, for the kernel and for the plan.
         assert counters["recorded_calls"] <= 2 * 4, counters
@@ -99,7 +99,7 @@ def test_replays_equal_host_code(pool: RankPool, pair: tuple[str, str], quant: s
 def capture_replays(
     rank: int, world_size: int, group: dist.ProcessGroup, pair: tuple[str, str]
 ) -> bool:
-    """Capture a replayed plan in a CUDA graph, and replay the graph with other inputs."""
+    """Capture a replayed plan, and return whether the graph gives the output for new inputs."""
     kernel, inputs = make_rank_kernel(rank, world_size, group, pair, "none")
     plan, other_inputs = kernel.plan(), copy_tokens(inputs, 8, 4)
     x_TH, weights, routing = copy_tokens(inputs, 0, 4)
@@ -128,7 +128,7 @@ def test_replays_can_be_captured(pool: RankPool, pair: tuple[str, str]) -> None:
 
 
 class RecordingGroup:
-    """A communicator that records the collectives that are called."""
+    """A process group that records the collectives that are called."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -144,23 +144,23 @@ class RecordingGroup:
         return call
 
 
-def median_us(call: Callable[[], object]) -> float:
+def measure_median_us(call: Callable[[], object]) -> float:
     """Return the host time of a call in microseconds: the median of ROUNDS means of CALLS."""
-    means = []
+    means_us = []
     for _ in range(ROUNDS):
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(CALLS):
             call()
-        means.append((time.perf_counter() - start) / CALLS * 1e6)
+        means_us.append((time.perf_counter() - start) / CALLS * 1e6)
     torch.cuda.synchronize()
-    return sorted(means)[ROUNDS // 2]
+    return sorted(means_us)[ROUNDS // 2]
 
 
-def host_times(
+def measure_host_times(
     rank: int, world_size: int, group: dist.ProcessGroup, pair: tuple[str, str], quant: str
 ) -> tuple[float, float]:
-    """Return the host time of a kernel's call with one token, and of its collectives alone."""
+    """Return the host time of a call with one token, and of its collectives, in microseconds."""
     kernel, inputs = make_rank_kernel(rank, world_size, group, pair, quant)
     call = copy_tokens(inputs, 0, 1)
     for _ in range(4):
@@ -168,17 +168,20 @@ def host_times(
     manager = kernel.prepare_finalize.manager  # type: ignore[attr-defined]
     collectives = []
     if pair != SYMMETRIC:
-        original = manager._communicator.group
-        recording = manager._communicator.group = RecordingGroup(original)
+        process_group = manager._communicator.group
+        recording = manager._communicator.group = RecordingGroup(process_group)
         kernel(*call)
-        manager._communicator.group = original
+        manager._communicator.group = process_group
         collectives = recording.calls
 
     def run_collectives() -> None:
         for method, arguments in collectives:
             method(*arguments).wait()
 
-    times = median_us(lambda: kernel(*call)), median_us(run_collectives) if collectives else 0.0
+    times = (
+        measure_median_us(lambda: kernel(*call)),
+        measure_median_us(run_collectives) if collectives else 0.0,
+    )
     kernel.prepare_finalize.check()
     kernel.prepare_finalize.destroy()
     return times
@@ -190,6 +193,6 @@ def test_eager_calls_take_little_host_time(
     pool: RankPool, pair: tuple[str, str], quant: str, record_property: Callable[..., None]
 ) -> None:
     max_us = MAX_SYMMETRIC_HOST_US if pair == SYMMETRIC else MAX_HOST_US
-    for rank, (call_us, bare_us) in enumerate(pool.run(host_times, pair, quant)):
-        record_property(f"rank {rank}: us of a call, of its collectives", (call_us, bare_us))
-        assert call_us - bare_us <= max_us, (call_us, bare_us)
+    for rank, (call_us, collectives_us) in enumerate(pool.run(measure_host_times, pair, quant)):
+        record_property(f"rank {rank}: us of a call, of its collectives", (call_us, collectives_us))
+        assert call_us - collectives_us <= max_us, (call_us, collectives_us)

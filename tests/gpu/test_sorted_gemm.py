@@ -1,6 +1,6 @@
-"""The GEMM over sorted rows, compared with float64 for every scheme, activation and kind of tail.
+"""The GEMM over sorted rows, compared with float64 for schemes, activations and partial tiles.
 
-Rows that are gathered by token give bitwise the same result as rows in order.
+Rows that are gathered by token give the same bits as rows in order.
 """
 
 from dataclasses import replace
@@ -22,13 +22,13 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.testing.random_inputs import random_inputs
 
 # Rows per expert: none, one, half a tile and its neighbors, whole tiles, and more.
-ROWS = (0, 1, 63, 64, 65, 128, 0, 129, 300)
-HERE = Device("sm_90", tma=True)
+ROWS_PER_EXPERT = (0, 1, 63, 64, 65, 128, 0, 129, 300)
+SM_90 = Device("sm_90", tma=True)
 
 pytestmark = pytest.mark.skipif(not current_lookup().device.tma, reason="needs sm_90")
 
 
-def sorted_rows(counts: tuple[int, ...]) -> SortedPairs:
+def make_sorted_pairs(counts: tuple[int, ...]) -> SortedPairs:
     tiles, start = [], 0
     for expert, count in enumerate(counts):
         tiles += [(expert, row, start + count) for row in range(start, start + count, 128)]
@@ -43,12 +43,14 @@ def sorted_rows(counts: tuple[int, ...]) -> SortedPairs:
     return SortedPairs(empty, empty, tile_table.cuda(), empty)
 
 
-def problem_of(quant: str, activation: str, hidden: int, intermediate: int, bias: bool) -> Problem:
+def make_problem(
+    quant: str, activation: str, hidden: int, intermediate: int, bias: bool
+) -> Problem:
     problem = Problem(
-        sum(ROWS), hidden, intermediate, len(ROWS), 1, "bfloat16", quant,
+        sum(ROWS_PER_EXPERT), hidden, intermediate, len(ROWS_PER_EXPERT), 1, "bfloat16", quant,
         activation=activation, bias=bias,
     )  # fmt: skip
-    assert grouped_tma_config.supports(problem, HERE)
+    assert grouped_tma_config.supports(problem, SM_90)
     return problem
 
 
@@ -78,7 +80,7 @@ CASES = [
         {},
         {"hidden": 1040},
         {"quant": "fp8_w8a8_channel"},
-        # there are more tiles than programs, so the rows of the next tile are prefetched
+        # There are more tiles than programs, so the rows of the next tile are prefetched.
         {"intermediate": 4096},
         {"intermediate": 4096, "hidden": 1040},
         {"intermediate": 4096, "quant": "fp8_w8a8_channel"},
@@ -86,12 +88,12 @@ CASES = [
     ids=str,
 )
 def test_gathered_rows_give_bitwise_equal_results(change: dict[str, object], stages: int) -> None:
-    """Few tokens have many rows each. They are a slice of a wider tensor that is NaN elsewhere."""
-    base = problem_of("none", "silu", 1024, 264, True)
+    """Each token has many rows. The tokens are a slice of a wider tensor that is NaN elsewhere."""
+    base = make_problem("none", "silu", 1024, 264, True)
     problem = replace(base, **change)
     assert grouped_tma_config.gathers_tokens(problem)
     _, weights, _ = random_inputs(problem, torch.device("cuda"))
-    product = gemm1_operands(weights, problem)
+    operands = gemm1_operands(weights, problem)
     generator = torch.Generator("cuda").manual_seed(stages)
     wide = torch.full((40, problem.hidden + 64), float("nan"), device="cuda").bfloat16()
     values = wide[:, 32 : 32 + problem.hidden]
@@ -99,47 +101,53 @@ def test_gathered_rows_give_bitwise_equal_results(change: dict[str, object], sta
     x, scale = values, None
     if problem.scheme.quantized:
         x, scale = quantize_values(values.float(), problem.scheme)
-    tokens = torch.randint(0, 40, (sum(ROWS),), device="cuda", generator=generator)
+    tokens = torch.randint(0, 40, (sum(ROWS_PER_EXPERT),), device="cuda", generator=generator)
     in_order = GemmRows(
         x[tokens].contiguous(), None if scale is None else scale[tokens].contiguous()
     )
     # Token indices after the last row are undefined.
-    beyond = torch.full((9,), 0x3F3F3F3F, device="cuda")
-    gathered = GemmRows(x, scale, tokens=torch.cat([tokens, beyond]).int())
+    undefined_ids = torch.full((9,), 0x3F3F3F3F, device="cuda")
+    gathered = GemmRows(x, scale, tokens=torch.cat([tokens, undefined_ids]).int())
     tile = replace(grouped_tma_config.default_config(problem).gemm1, num_stages=stages)
     outputs = []
     for rows in (in_order, gathered):
-        out = torch.full((sum(ROWS) + 2, product.size_n), float("nan"), device="cuda").bfloat16()
-        GroupedTmaPath(problem).multiply(rows, product, tile, sorted_rows(ROWS), out)
+        out = torch.full(
+            (sum(ROWS_PER_EXPERT) + 2, operands.size_n), float("nan"), device="cuda"
+        ).bfloat16()
+        GroupedTmaPath(problem).multiply(
+            rows, operands, tile, make_sorted_pairs(ROWS_PER_EXPERT), out
+        )
         outputs.append(out)
-    assert bool(outputs[0][: sum(ROWS)].isfinite().all())
+    assert bool(outputs[0][: sum(ROWS_PER_EXPERT)].isfinite().all())
     assert torch.equal(outputs[0].view(torch.int16), outputs[1].view(torch.int16))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("gemm", [1, 2])
 def test_rows_are_close_to_float64(case: tuple[str, str, int, int, bool], gemm: int) -> None:
-    problem = problem_of(*case)
+    problem = make_problem(*case)
     _, weights, _ = random_inputs(problem, torch.device("cuda"))
-    product = (gemm1_operands if gemm == 1 else gemm2_operands)(weights, problem)
-    depth = product.size_k
+    operands = (gemm1_operands if gemm == 1 else gemm2_operands)(weights, problem)
+    depth = operands.size_k
     generator = torch.Generator("cuda").manual_seed(gemm)
-    # Two rows after the last expert's rows stand for skipped pairs. Their results must stay NaN.
-    values = torch.randn(sum(ROWS) + 2, depth, device="cuda", generator=generator)
+    # Two rows after those of the last expert stand for skipped pairs. Their outputs must stay NaN.
+    values = torch.randn(sum(ROWS_PER_EXPERT) + 2, depth, device="cuda", generator=generator)
     values = values.to(torch.bfloat16)
     a, scale, exact = values, None, values.double()
     if problem.scheme.quantized:
         a, scale = quantize_values(values.float(), problem.scheme)
         exact = dequantize_rows(a, scale, problem.scheme).double()
-    out = torch.full((len(values), product.size_n), float("nan"), device="cuda").bfloat16()
-    pair = grouped_tma_config.default_config(problem)
-    tile: LaunchConfig = pair.gemm1 if gemm == 1 else pair.gemm2
-    GroupedTmaPath(problem).multiply(GemmRows(a, scale), product, tile, sorted_rows(ROWS), out)
-    w, b = product.w, product.bias
-    if product.scale is not None:
-        w = dequantize(w, product.scale, None, problem.scheme)
+    out = torch.full((len(values), operands.size_n), float("nan"), device="cuda").bfloat16()
+    config = grouped_tma_config.default_config(problem)
+    tile: LaunchConfig = config.gemm1 if gemm == 1 else config.gemm2
+    GroupedTmaPath(problem).multiply(
+        GemmRows(a, scale), operands, tile, make_sorted_pairs(ROWS_PER_EXPERT), out
+    )
+    w, b = operands.w, operands.bias
+    if operands.scale is not None:
+        w = dequantize(w, operands.scale, None, problem.scheme)
     start = 0
-    for expert, count in enumerate(ROWS):
+    for expert, count in enumerate(ROWS_PER_EXPERT):
         if not count:
             continue
         rows = slice(start, start + count)
@@ -150,7 +158,8 @@ def test_rows_are_close_to_float64(case: tuple[str, str, int, int, bool], gemm: 
         if gemm == 1:
             expected = gated_activation_ref(expected, problem.act).double()
             magnitude = magnitude.max() * expected.abs().clamp(min=1.0)
-        # One rounding to bfloat16, and sums whose additions may lose 2^-13 (fp8) or 2^-22 each.
+        # The bound allows for one rounding to bfloat16, and for additions with a relative error of
+        # 2^-13 (fp8) or 2^-22 each.
         sum_error = 2.0**-11 if problem.scheme.quantized else 2.0**-18
         bound = expected.abs() * 2.0**-8 + magnitude * sum_error + 1e-6
         assert bool(((out[rows].double() - expected).abs() <= bound).all()), expert

@@ -1,8 +1,8 @@
-"""The TMA-pipelined GEMV with launches that ignore the heuristics, on every axis of the harness.
+"""The path `gemv_tma`, a GEMV pipelined with TMA, forced even where heuristics select another.
 
-The cases have partial groups and tiles, one token more than a tile holds, and experts on other
-ranks. The harness adds poisoned workspaces, plans and graphs, and strided weights, which another
-path must handle.
+The cases cover every axis of the harness, partial groups and tiles, one token more than a tile
+holds, and experts on other ranks. The harness adds poisoned workspaces, plans and graphs, and
+strided weights, for which the part must select another path.
 """
 
 from dataclasses import replace
@@ -29,7 +29,7 @@ ROUTINGS = ("uniform", "zipf", "skips", "out_of_range", "empty_experts")
 
 
 def list_variants() -> list[tuple[Problem, str]]:
-    """List every axis and each quantized case of the harness, and few tokens with many experts."""
+    """List each axis variant and quantized case of the harness, and few tokens for many experts."""
     variants = [*list_quantized_variants(BASE)]
     for quant in QUANTS:
         variants += [(replace(p, quant=quant), routing) for p, routing in list_axis_variants(LARGE)]
@@ -61,11 +61,11 @@ def test_cases_are_correct(case: Case, machine: Machine) -> None:
 def test_all_pipeline_depths_are_correct(
     quant: str, block_k: int, stages: int, machine: Machine
 ) -> None:
-    """Stages of any depth work, even if there are only a few of them."""
+    """Any number of pipeline stages and any depth of a stage is correct."""
     problem = replace(LARGE, quant=quant, tokens=3)
     if "gemv_tma" not in supported_paths(problem):
-        pytest.skip("no sm_90")
-    pair = MoEConfig(*(LaunchConfig(16, n, block_k, 1, 4, stages) for n in (32, 64)), "gemv_tma")
-    with override_config(pair):
+        pytest.skip("needs sm_90")
+    config = MoEConfig(*(LaunchConfig(16, n, block_k, 1, 4, stages) for n in (32, 64)), "gemv_tma")
+    with override_config(config):
         proof = prove(Case(*PAIR, problem, "uniform"), machine)
     assert proof.passed, str(proof)

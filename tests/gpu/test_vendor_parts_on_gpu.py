@@ -44,7 +44,7 @@ CASES: tuple[tuple[dict[str, Any], str], ...] = (
     ({"activation": "swiglu_oai:alpha=1.702,limit=1.0,interleaved=true"}, "duplicates"),
     ({"top_k": 3}, "all_skipped"),
 )
-ALL = [(name, quant) for name, (_, quants) in PARTS.items() for quant in quants]
+PARTS_AND_SCHEMES = [(name, quant) for name, (_, quants) in PARTS.items() for quant in quants]
 
 
 def skip_unless_available(name: str) -> None:
@@ -55,9 +55,9 @@ def skip_unless_available(name: str) -> None:
 
 
 @pytest.mark.parametrize(("change", "routing"), CASES, ids=str)
-@pytest.mark.parametrize(("name", "quant"), ALL)
+@pytest.mark.parametrize(("name", "quant"), PARTS_AND_SCHEMES)
 def test_cases_are_correct(name: str, quant: str, change: dict[str, Any], routing: str) -> None:
-    """Run all checks of the harness: values, plans and graphs."""
+    """The harness checks values, plans and graphs."""
     skip_unless_available(name)
     problem = apply_part_row_order(replace(BASE, quant=quant, **change), name)
     verdict = check(PARTS[name][0], name, problem)
@@ -68,7 +68,7 @@ def test_cases_are_correct(name: str, quant: str, change: dict[str, Any], routin
 
 
 @pytest.mark.parametrize("tokens", [64, 2048])
-@pytest.mark.parametrize(("name", "quant"), ALL)
+@pytest.mark.parametrize(("name", "quant"), PARTS_AND_SCHEMES)
 def test_large_layers_agree_with_triton_experts(name: str, quant: str, tokens: int) -> None:
     """The layer has the sizes of Qwen3-30B: 128 experts with I = 768, and top-8."""
     skip_unless_available(name)
@@ -79,12 +79,12 @@ def test_large_layers_agree_with_triton_experts(name: str, quant: str, tokens: i
     weights, part_problem = inputs.weights, problem
     if load_catalog().experts(name).requires.up_first:
         weights, part_problem = up_rows_first(weights, problem)
-    ours, theirs = (
+    got, expected = (
         make_kernel(prepare, part, layer)(inputs.x_TH, layer_weights, inputs.routing).float()
         for part, layer, layer_weights in (
             (name, part_problem, weights),
             (reference, problem, inputs.weights),
         )
     )
-    assert ours.isfinite().all()
-    assert ((ours - theirs).norm() / theirs.norm()).item() < 0.02
+    assert got.isfinite().all()
+    assert ((got - expected).norm() / expected.norm()).item() < 0.02

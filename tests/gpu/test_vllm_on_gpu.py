@@ -1,4 +1,4 @@
-"""vLLM's layers on a GPU, with and without the plugin.
+"""vLLM's MoE layers on a GPU, with and without the plugin.
 
 pytest tests/gpu/test_vllm_on_gpu.py -rs  # lists the reasons for skips
 """
@@ -51,7 +51,7 @@ TOKENS = (1, 17, 256)
 OURS = "ModularKernelTritonExperts"
 _INDUCTOR_PATCH = "_apply_constrain_to_fx_strides_patch"
 NAMES = [name_case(*case) for case in CASES]
-FOUR_BITS = [case for case in CASES if case[0].scheme.packed]
+FOUR_BIT_CASES = [case for case in CASES if case[0].scheme.packed]
 each_case = pytest.mark.parametrize(("problem", "form"), CASES, ids=NAMES)
 
 
@@ -63,12 +63,12 @@ def engine() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+def _enable_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MK_VLLM", "TritonExperts" if DEVICE == "cpu" else "1")
 
 
 class Sample:
-    """A layer of vLLM with its weights, and inputs for it."""
+    """A layer of vLLM, with its weights and inputs."""
 
     def __init__(self, problem: Problem, form: str) -> None:
         x_TH, self.cpu_weights, logits_TE, routing = tensors(problem)
@@ -98,19 +98,21 @@ class Sample:
         return call(self.runner.routed_experts, x_TH, routing)
 
 
-def check(got: torch.Tensor, sample: Sample, x_TH: torch.Tensor, routing: Routing) -> None:
+def assert_close_to_reference(
+    got: torch.Tensor, sample: Sample, x_TH: torch.Tensor, routing: Routing
+) -> None:
     """Compare an output of the layer with the float64 reference."""
     tokens = len(x_TH)
     all_rows = sample.x_TH, sample.weights, sample.routing, sample.problem
     exact, rounded = float64_reference(*all_rows), rounded_reference(*all_rows)
-    # the rounding error of calls with this number of tokens
-    floor = RoundingErrors.measure(exact, rounded, tokens)
+    # The errors are those of calls with this number of tokens.
+    rounding = RoundingErrors.measure(exact, rounded, tokens)
     inputs = x_TH, sample.weights, routing, sample.problem.with_tokens(tokens)
     comparison = compare(
         got, float64_reference(*inputs), rounded_reference(*inputs), inputs[3],
-        rounding_error=floor.rounding_error,
-        rounding_row_error=floor.rounding_row_error,
-        rounding_value_error=floor.rounding_value_error,
+        rounding_error=rounding.rounding_error,
+        rounding_row_error=rounding.rounding_row_error,
+        rounding_value_error=rounding.rounding_value_error,
     )  # fmt: skip
     assert comparison.ok, comparison.problems
 
@@ -120,12 +122,14 @@ def test_a_disabled_plugin_changes_neither_classes_nor_bits(
 ) -> None:
     """A process with MK_VLLM=0 has the same results as a process that never imported the plugin."""
     program = str(Path(__file__).parents[1] / "helpers" / "vllm_cases.py")
-    base = make_child_environment(interpreted=False) | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = make_child_environment(interpreted=False) | {
+        "PYTHONPATH": os.pathsep.join(sys.path)
+    }
     files = {option: tmp_path / f"{option or 'without'}.pt" for option in ("", "plugin")}
     processes = {
         option: subprocess.Popen(
             [sys.executable, program, str(file), *([option] if option else [])],
-            env=base | ({"MK_VLLM": "0"} if option else {}),
+            env=environment | ({"MK_VLLM": "0"} if option else {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -133,22 +137,24 @@ def test_a_disabled_plugin_changes_neither_classes_nor_bits(
         for option, file in files.items()
     }
     for process in processes.values():
-        text, _ = process.communicate()
-        assert process.returncode == 0, text[-2000:]
-    without, disabled = (torch.load(files[option]) for option in ("", "plugin"))
-    assert without.keys() == disabled.keys()
-    for case, (name, outputs) in without.items():
-        other_name, others = disabled[case]
+        output, _ = process.communicate()
+        assert process.returncode == 0, output[-2000:]
+    outputs_without_plugin, outputs_when_disabled = (
+        torch.load(files[option]) for option in ("", "plugin")
+    )
+    assert outputs_without_plugin.keys() == outputs_when_disabled.keys()
+    for case, (name, outputs) in outputs_without_plugin.items():
+        other_name, other_outputs = outputs_when_disabled[case]
         record_property(case, name)
         assert other_name == name, case
         assert OURS not in name
-        assert len(others) == len(outputs), case
+        assert len(other_outputs) == len(outputs), case
         assert len(outputs) == REPEATS, f"{case}: {name}"
         assert all(output.isfinite().all() for output in outputs), case
         if all(torch.equal(output, outputs[0]) for output in outputs):
-            assert all(torch.equal(output, outputs[0]) for output in others), case
-        else:  # vLLM sums in an order that changes between calls
-            for output in others:
+            assert all(torch.equal(output, outputs[0]) for output in other_outputs), case
+        else:  # vLLM adds the experts' outputs in an order that changes between calls.
+            for output in other_outputs:
                 torch.testing.assert_close(output, outputs[0], rtol=0.03, atol=0.03, msg=case)
 
 
@@ -158,7 +164,7 @@ def test_a_layer_runs_on_our_part(problem: Problem, form: str) -> None:
     assert experts_class(sample.runner) == OURS
     for tokens in TOKENS:
         x_TH, routing = sample.inputs(tokens)
-        check(sample.run(x_TH.clone(), routing), sample, x_TH, routing)
+        assert_close_to_reference(sample.run(x_TH.clone(), routing), sample, x_TH, routing)
 
 
 @each_case
@@ -191,12 +197,14 @@ def test_replays_of_a_captured_layer_give_the_bits_of_eager_calls(
     DEVICE == "cuda" and torch.cuda.get_device_capability() != (9, 0),
     reason="4-bit weights are prepared on sm_90",
 )
-@pytest.mark.parametrize(("problem", "form"), FOUR_BITS, ids=[name_case(*c) for c in FOUR_BITS])
+@pytest.mark.parametrize(
+    ("problem", "form"), FOUR_BIT_CASES, ids=[name_case(*c) for c in FOUR_BIT_CASES]
+)
 def test_replays_after_a_reload_read_the_new_weights(problem: Problem, form: str) -> None:
     sample = Sample(problem, form)
     layer = sample.runner.routed_experts
-    copy = prepared_tensors(layer)
-    assert copy
+    tensors_before = prepared_tensors(layer)
+    assert tensors_before
     x_TH, routing = sample.inputs(problem.tokens)
     x_TH = x_TH.clone()
     sample.run(x_TH, routing)  # allocates the buffers that the graph reads
@@ -204,11 +212,11 @@ def test_replays_after_a_reload_read_the_new_weights(problem: Problem, form: str
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = sample.run(x_TH, routing)
-    _, others, _, _ = tensors(problem, seed=4)
-    fresh = load(problem, others, form).routed_experts
+    _, new_weights, _, _ = tensors(problem, seed=4)
+    fresh = load(problem, new_weights, form).routed_experts
     expected = call(fresh, x_TH.clone(), routing).clone()
-    reload(layer, problem, others, form)
-    assert prepared_tensors(layer) is copy
+    reload(layer, problem, new_weights, form)
+    assert prepared_tensors(layer) is tensors_before
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(output, expected)
@@ -237,7 +245,7 @@ def check_compiled(runner: Any, x_TH: torch.Tensor, logits_TE: torch.Tensor) -> 
         return output
 
     patch_inductor()
-    torch.compiler.reset()  # so that `step` is compiled again in each case
+    torch.compiler.reset()  # compiles `step` again in each case
     compiled = torch.compile(step, fullgraph=True, dynamic=False)
     config = get_current_vllm_config()
     with torch.inference_mode(), set_forward_context(None, config, num_tokens=len(x_TH)):
@@ -257,7 +265,7 @@ def test_a_layer_in_torch_compile_gives_the_bits_of_eager_calls(
 def test_a_layer_on_the_kernels_of_vllm_compiles_in_the_same_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If this test fails, failures of the test above are caused by vLLM."""
+    """If this test fails too, vLLM causes the failures of the test with our part."""
     monkeypatch.setenv("MK_VLLM", "0")
     sample = Sample(*CASES[0])
     assert experts_class(sample.runner) != OURS

@@ -1,6 +1,4 @@
-"""fused_experts and fused_moe translate the flags and tensors of vLLM and SGLang to the expected
-problems.
-"""
+"""fused_experts and fused_moe, called with the flags and tensors of vLLM and SGLang."""
 
 import gc
 import weakref
@@ -68,15 +66,15 @@ FLAGS_AND_SCHEMES: tuple[tuple[dict[str, Any], str], ...] = (
     ("flags", "quant"), FLAGS_AND_SCHEMES, ids=[quant for _, quant in FLAGS_AND_SCHEMES]
 )
 def test_flags_select_a_scheme(flags: dict[str, Any], quant: str, device: str) -> None:
-    """The output is computed on the device of the tensors, also if the machine has a GPU."""
+    """The call runs on the device of the tensors, also on the CPU of a machine with a GPU."""
     problem = replace(BASE, quant=quant)
     x_TH, weights, routing = make_layer(problem, device)
-    before = x_TH.clone()
+    x_before = x_TH.clone()
     got = call_fused_experts(x_TH, weights, routing, **flags)
     assert_close(
         got, float64_reference(x_TH, weights, routing, problem), 0.1 if "w8a8" in quant else 1e-5
     )
-    assert torch.equal(x_TH, before)
+    assert torch.equal(x_TH, x_before)
 
 
 def test_scales_may_have_the_shapes_of_other_libraries() -> None:
@@ -140,11 +138,11 @@ def test_outputs_are_right_for_any_number_of_tokens(tokens: int, device: str) ->
 
 def test_inplace_returns_the_input_tensor() -> None:
     x_TH, weights, routing = make_layer(BASE)
-    want, address = call_fused_experts(x_TH, weights, routing), x_TH.data_ptr()
+    expected, address = call_fused_experts(x_TH, weights, routing), x_TH.data_ptr()
     got = call_fused_experts(x_TH, weights, routing, MoeRunnerConfig(inplace=True))
     assert got is x_TH
     assert got.data_ptr() == address
-    assert torch.equal(got, want)
+    assert torch.equal(got, expected)
 
 
 def test_experts_of_other_ranks_are_skipped() -> None:
@@ -177,7 +175,7 @@ def test_fused_moe_routes_by_softmax(renormalize: bool) -> None:
 
 def test_torch_compile_does_not_break_the_graph() -> None:
     x_TH, weights, routing = make_layer(BASE)
-    want = call_fused_experts(x_TH, weights, routing) * 2
+    expected = call_fused_experts(x_TH, weights, routing) * 2
 
     def double(x_TH: torch.Tensor, inplace: bool, no_combine: bool) -> torch.Tensor:
         config = MoeRunnerConfig(inplace=inplace, no_combine=no_combine)
@@ -185,11 +183,11 @@ def test_torch_compile_does_not_break_the_graph() -> None:
         return fused_experts(x_TH, weights.w1, weights.w2, topk, config) * 2
 
     compiled = torch.compile(double, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(x_TH, False, False), want)
+    assert torch.equal(compiled(x_TH, False, False), expected)
     assert compiled(x_TH, False, True).shape == (T, K, H)
     overwritten = x_TH.clone()
-    assert torch.equal(compiled(overwritten, True, False), want)
-    assert torch.equal(overwritten, want / 2)
+    assert torch.equal(compiled(overwritten, True, False), expected)
+    assert torch.equal(overwritten, expected / 2)
 
 
 @pytest.mark.parametrize("combine", [combine.value for combine in Combine])
@@ -273,9 +271,9 @@ def test_invalid_tensors_are_refused() -> None:
         with pytest.raises(error, match=message):
             call_fused_experts(*arguments)
     ids_TK = routing.topk_ids_TK
-    for junk in (None, 5, (), (None, ids_TK), (ids_TK,), (1, 2), "ab", ids_TK):
+    for invalid_topk in (None, 5, (), (None, ids_TK), (ids_TK,), (1, 2), "ab", ids_TK):
         with pytest.raises(ConfigurationError, match=r"topk_output: got .*need \(weights"):
-            fused_experts(x_TH, weights.w1, weights.w2, junk)  # type: ignore[arg-type]
+            fused_experts(x_TH, weights.w1, weights.w2, invalid_topk)  # type: ignore[arg-type]
     with pytest.raises(DtypeError, match="w2: got NoneType, need a tensor"):
         fused_experts(x_TH, weights.w1, None, (ids_TK.float(), ids_TK))  # type: ignore[arg-type]
 
@@ -286,8 +284,8 @@ def test_flags_are_read_without_tensors() -> None:
 
 @pytest.mark.parametrize("argument", ["x", "w1", "w2", "topk_weights", "b1"])
 def test_gradients_are_refused_before_a_call(argument: str) -> None:
-    """The operator has no backward. An error in the backward pass would be too late to use another
-    implementation.
+    """The operator has no backward. An error in the backward pass would be too late for a caller to
+    use another implementation.
     """
     x_TH, weights, routing = make_layer(replace(BASE, bias=True))
     topk = (routing.topk_weights_TK, routing.topk_ids_TK, None)
@@ -315,20 +313,20 @@ def test_meta_tensors_return_a_meta_output(options: dict[str, Any]) -> None:
     assert output.shape == ((4, 2, 64) if "no_combine" in options else (4, 64))
 
 
-# Flags for which scales are absent, copied, and read in place.
+# Flags of calls without scales, with copied scales, and with scales that are read in place.
 FLAGS_BY_SCALE_USE = [FLAGS_AND_SCHEMES[0], FLAGS_AND_SCHEMES[3], FLAGS_AND_SCHEMES[10]]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("inference", [False, True], ids=["tracked", "inference tensors"])
+@pytest.mark.parametrize("is_inference", [False, True], ids=["tracked", "inference tensors"])
 @pytest.mark.parametrize(
     ("flags", "quant"), FLAGS_BY_SCALE_USE, ids=[quant for _, quant in FLAGS_BY_SCALE_USE]
 )
 def test_calls_use_written_and_replaced_weights(
-    flags: dict[str, Any], quant: str, inference: bool, device: str
+    flags: dict[str, Any], quant: str, is_inference: bool, device: str
 ) -> None:
-    """Checks of weights are cached between calls, and copies of scales must be updated."""
-    with torch.inference_mode(inference):
+    """A call must not use cached checks of old weights, nor old copies of scales."""
+    with torch.inference_mode(is_inference):
         x_TH, weights, routing = make_layer(replace(BASE, quant=quant), device)
         if weights.w1_scale is not None and quant.endswith("_channel"):
             weights = replace(weights, w1_scale=weights.w1_scale[..., None])
@@ -336,30 +334,30 @@ def test_calls_use_written_and_replaced_weights(
 
         def equals_call_with_copies() -> bool:
             copies = {name: getattr(weights, name).clone() for name in names}
-            want = call_fused_experts(x_TH, replace(weights, **copies), routing, **flags)
-            return torch.equal(call_fused_experts(x_TH, weights, routing, **flags), want)
+            expected = call_fused_experts(x_TH, replace(weights, **copies), routing, **flags)
+            return torch.equal(call_fused_experts(x_TH, weights, routing, **flags), expected)
 
-        before = call_fused_experts(x_TH, weights, routing, **flags)
+        output_before = call_fused_experts(x_TH, weights, routing, **flags)
         for name in names:
             tensor = getattr(weights, name)
             tensor.copy_(tensor.flip(0).clone())
             assert equals_call_with_copies(), f"{name} written"
             weights = replace(weights, **{name: tensor.roll(1, 0)})
             assert equals_call_with_copies(), f"{name} replaced"
-        assert not torch.equal(call_fused_experts(x_TH, weights, routing, **flags), before)
+        assert not torch.equal(call_fused_experts(x_TH, weights, routing, **flags), output_before)
 
 
 def test_calls_use_writes_that_torch_does_not_track() -> None:
-    """The scale is expanded, so kernels get a copy of it."""
+    """Writes through `.data` are not tracked. The scale is expanded, so kernels get a copy."""
     problem = replace(BASE, quant="fp8_w8a8_channel")
     x_TH, weights, routing = make_layer(problem)
     scale = torch.full((E, 1), 0.01)
     weights = replace(weights, w1_scale=scale.expand(weights.w1_scale.shape))
     flags = {"use_fp8_w8a8": True, "per_channel_quant": True}
-    before = call_fused_experts(x_TH, weights, routing, **flags)
+    output_before = call_fused_experts(x_TH, weights, routing, **flags)
     scale.data.mul_(2)
     after = call_fused_experts(x_TH, weights, routing, **flags)
-    assert not torch.equal(after, before)
+    assert not torch.equal(after, output_before)
     assert_close(after, float64_reference(x_TH, weights, routing, problem), 0.1)
 
 
@@ -387,14 +385,16 @@ def test_parameters_of_a_call_can_be_swapped() -> None:
         module.load_state_dict(doubled)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
-    want = call_fused_experts(x_TH, ExpertWeights(doubled["w1"], doubled["w2"]), routing)
-    assert torch.equal(call_fused_experts(x_TH, ExpertWeights(module.w1, module.w2), routing), want)
+    expected = call_fused_experts(x_TH, ExpertWeights(doubled["w1"], doubled["w2"]), routing)
+    assert torch.equal(
+        call_fused_experts(x_TH, ExpertWeights(module.w1, module.w2), routing), expected
+    )
 
 
-def free_memory(tensor: torch.Tensor) -> torch.Tensor:
-    copy = tensor.clone()
-    copy.untyped_storage().resize_(0)
-    return copy
+def copy_and_free(tensor: torch.Tensor) -> torch.Tensor:
+    freed = tensor.clone()
+    freed.untyped_storage().resize_(0)
+    return freed
 
 
 BAD_TENSORS = {
@@ -403,24 +403,22 @@ BAD_TENSORS = {
     "csr": lambda t: torch.ones(t.shape).to_sparse_csr(),
     "mkldnn": lambda t: t.float().to_mkldnn(),
     "negated": lambda t: torch.complex(torch.zeros(t.shape), t.float()).conj().imag,
-    "freed": free_memory,
+    "freed": copy_and_free,
 }
 
 
 @pytest.mark.parametrize("field", ["w1", "w2", "w1_scale", "w2_scale"])
 @pytest.mark.parametrize("kind", BAD_TENSORS)
 def test_weights_that_are_not_dense_are_refused(kind: str, field: str) -> None:
-    """They are refused also after a call with dense weights. Scales of shape (E, N, 1) are passed
-    to kernels as views.
-    """
+    """They are refused also after a call with dense weights, whose checks are cached."""
     x_TH, weights, routing = make_layer(replace(BASE, quant="int8_w8a8_channel"))
     scales_with_extra_dim = {n: getattr(weights, n)[..., None] for n in ("w1_scale", "w2_scale")}
     weights = replace(weights, **scales_with_extra_dim)
     flags = {"use_int8_w8a8": True, "per_channel_quant": True}
     call_fused_experts(x_TH, weights, routing, **flags)
-    bad = replace(weights, **{field: BAD_TENSORS[kind](getattr(weights, field))})
+    invalid = replace(weights, **{field: BAD_TENSORS[kind](getattr(weights, field))})
     with pytest.raises(LayoutError, match=field):
-        call_fused_experts(x_TH, bad, routing, **flags)
+        call_fused_experts(x_TH, invalid, routing, **flags)
 
 
 @pytest.mark.parametrize("field", ["topk_weights_TK", "topk_ids_TK"])
@@ -431,21 +429,21 @@ def test_routing_on_the_meta_device_is_refused(field: str) -> None:
         call_fused_experts(x_TH, weights, routing)
 
 
-class Tagged(torch.Tensor):
+class TensorSubclass(torch.Tensor):
     """A tensor subclass whose operations return the subclass."""
 
 
 def test_function_modes_do_not_change_the_class_of_the_output() -> None:
     x_TH, weights, routing = make_layer(BASE)
-    want = call_fused_experts(x_TH.as_subclass(Tagged), weights, routing)
+    expected = call_fused_experts(x_TH.as_subclass(TensorSubclass), weights, routing)
     with torch.device("cpu"):
-        got = call_fused_experts(x_TH.as_subclass(Tagged), weights, routing)
-    assert type(got) is type(want) is Tagged
-    assert torch.equal(got, want)
+        got = call_fused_experts(x_TH.as_subclass(TensorSubclass), weights, routing)
+    assert type(got) is type(expected) is TensorSubclass
+    assert torch.equal(got, expected)
 
 
 def test_function_transforms_of_the_operator_do_not_return_zero_gradients() -> None:
-    """The operator refuses tensors wrapped by vmap, grad or jvp, and accepts other tensors."""
+    """Inside vmap, grad and jvp, the operator refuses only the tensors that they wrap."""
     x_TH, weights, routing = make_layer(BASE)
     tensors = (weights.w1, weights.w2, routing.topk_weights_TK, routing.topk_ids_TK)
 
@@ -460,7 +458,7 @@ def test_function_transforms_of_the_operator_do_not_return_zero_gradients() -> N
     ):
         with pytest.raises(LayoutError, match="outplace_fused_experts"):
             call()
-    want = operator(x_TH)
-    assert torch.equal(torch.vmap(lambda y: y * operator(x_TH))(torch.ones(1))[0], want)
-    assert torch.equal(torch.func.grad(lambda y: (y * operator(x_TH)).sum())(x_TH), want)
-    assert torch.equal(torch.func.functionalize(operator)(x_TH), want)
+    expected = operator(x_TH)
+    assert torch.equal(torch.vmap(lambda y: y * operator(x_TH))(torch.ones(1))[0], expected)
+    assert torch.equal(torch.func.grad(lambda y: (y * operator(x_TH)).sum())(x_TH), expected)
+    assert torch.equal(torch.func.functionalize(operator)(x_TH), expected)

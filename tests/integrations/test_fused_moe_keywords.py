@@ -1,5 +1,5 @@
-"""Keywords of fused_experts and fused_moe: each has an effect or is refused, and tensors in the
-formats of other libraries are accepted.
+"""Each keyword of fused_experts and fused_moe has an effect or is refused, and both functions
+accept tensors in the formats of other libraries.
 """
 
 from dataclasses import replace
@@ -42,30 +42,30 @@ def test_fields_of_the_config_may_be_keywords(
 ) -> None:
     problem = replace(BASE, **fields)
     x_TH, weights, routing = make_layer(problem)
-    want = float64_reference(x_TH, weights, routing, problem)
-    assert_close(call_fused_experts(x_TH, weights, routing, **options), want, 1e-5)
+    expected = float64_reference(x_TH, weights, routing, problem)
+    assert_close(call_fused_experts(x_TH, weights, routing, **options), expected, 1e-5)
     # A keyword takes precedence over the config.
     activation = "relu2" if "activation" in options else "silu"
-    other = MoeRunnerConfig(activation=activation, top_k=K, inplace=False)
-    assert_close(call_fused_experts(x_TH, weights, routing, other, **options), want, 1e-5)
+    config = MoeRunnerConfig(activation=activation, top_k=K, inplace=False)
+    assert_close(call_fused_experts(x_TH, weights, routing, config, **options), expected, 1e-5)
 
 
 def test_inplace_is_a_keyword_and_biases_have_two_names() -> None:
     problem = replace(BASE, bias=True)
     x_TH, weights, routing = make_layer(problem)
-    want = float64_reference(x_TH, weights, routing, problem)
+    expected = float64_reference(x_TH, weights, routing, problem)
     without_biases = replace(weights, b1=None, b2=None)
     got = call_fused_experts(
         x_TH, without_biases, routing, w1_bias=weights.b1, w2_bias=weights.b2, inplace=True
     )
     assert got is x_TH
-    assert_close(got, want, 1e-5)
+    assert_close(got, expected, 1e-5)
     with pytest.raises(ConfigurationError, match="w1_bias: got both w1_bias and b1, need either"):
         call_fused_experts(x_TH, weights, routing, w1_bias=weights.b1)
 
 
 def test_calls_are_split_into_chunks() -> None:
-    """TorchExperts and TritonExperts get at most the requested number of tokens per call."""
+    """The operator and the kernel pass at most the requested number of tokens to the experts."""
     x_TH, weights, routing = make_layer(BASE)
     arguments = (x_TH, weights.w1, weights.w2, routing.topk_weights_TK, routing.topk_ids_TK)
     in_one_call = outplace_fused_experts(*arguments, [None] * 9, "none", "silu", False, 1.0, "sum")
@@ -125,21 +125,21 @@ def test_inplace_defaults_to_true_only_with_a_config() -> None:
     """As in SGLang, x is overwritten if a config is passed that does not set `inplace`."""
     x_TH, weights, routing = make_layer(BASE)
     before = x_TH.clone()
-    want = call_fused_experts(x_TH, weights, routing)
+    expected = call_fused_experts(x_TH, weights, routing)
     assert torch.equal(x_TH, before)
     got = call_fused_experts(x_TH, weights, routing, MoeRunnerConfig())
     assert got is x_TH
-    assert torch.equal(x_TH, want)
+    assert torch.equal(x_TH, expected)
     with pytest.raises(ConfigurationError, match="inplace: got True with no_combine=True, need"):
         call_fused_experts(x_TH, weights, routing, MoeRunnerConfig(no_combine=True))
 
 
 def test_correct_sizes_in_the_config_have_no_effect() -> None:
     x_TH, weights, routing = make_layer(BASE)
-    want = call_fused_experts(x_TH, weights, routing)
+    expected = call_fused_experts(x_TH, weights, routing)
     sizes = {"num_experts": E, "num_local_experts": E, "hidden_size": H, "layer_id": 3,
              "intermediate_size_per_partition": I, "num_fused_shared_experts": 1}  # fmt: skip
-    assert torch.equal(call_fused_experts(x_TH, weights, routing, **sizes), want)
+    assert torch.equal(call_fused_experts(x_TH, weights, routing, **sizes), expected)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_chunked_calls_equal_unchunked_calls(chunk: int) -> None:
 
 def test_batches_of_sequences_are_accepted() -> None:
     x_TH, weights, routing = make_layer(BASE.with_tokens(6))
-    want = call_fused_experts(x_TH, weights, routing)
+    expected = call_fused_experts(x_TH, weights, routing)
     x_BSH = x_TH.view(2, 3, H).clone()
     batched_topk = [t.view(2, 3, K) for t in (routing.topk_weights_TK, routing.topk_ids_TK)]
     for topk_output in (
@@ -207,7 +207,7 @@ def test_batches_of_sequences_are_accepted() -> None:
         (routing.topk_weights_TK, routing.topk_ids_TK, None),
     ):
         got = fused_moe(x_BSH, weights.w1, weights.w2, topk_output)
-        assert torch.equal(got, want.view(2, 3, H))
+        assert torch.equal(got, expected.view(2, 3, H))
         uncombined = fused_moe(x_BSH, weights.w1, weights.w2, topk_output, no_combine=True)
         assert uncombined.shape == (2, 3, K, H)
     logits = torch.randn(2, 3, E)
@@ -217,7 +217,7 @@ def test_batches_of_sequences_are_accepted() -> None:
     )
     got = fused_moe(x_BSH, weights.w1, weights.w2, batched_topk, MoeRunnerConfig())
     assert got is x_BSH
-    assert torch.equal(got, want.view(2, 3, H))
+    assert torch.equal(got, expected.view(2, 3, H))
     wrong_batch_shape = [t.view(3, 2, K) for t in batched_topk]
     with pytest.raises(ShapeError, match=r"topk_ids: got \(3, 2, \d\), need \(2, 3, K\)"):
         fused_moe(x_BSH, weights.w1, weights.w2, wrong_batch_shape)
@@ -252,9 +252,9 @@ def test_torch_compile_includes_the_router() -> None:
     assert torch.allclose(compiled(x_TH, logits), call(x_TH, logits), atol=1e-5)
 
 
-# The examples in the documentation of fused_experts in SGLang, corrected: w1 is (E, 2I, H), and
-# there is one scale per block. The sizes are divided by 64. Router weights can be negative and
-# experts can repeat, because the examples use randn and randint.
+# The sizes of the examples in SGLang's documentation of fused_experts, divided by 64. The examples
+# are corrected: w1 is (E, 2I, H), and there is one scale per block. They use randn and randint, so
+# router weights can be negative and experts can repeat.
 EXAMPLE_T, EXAMPLE_H, EXAMPLE_I, EXAMPLE_E = 32, 128, 256, 8
 
 
@@ -299,13 +299,13 @@ def test_examples_of_other_libraries(quantization: str) -> None:
         EXAMPLE_T, EXAMPLE_H, EXAMPLE_I, EXAMPLE_E, 2, dtype=torch.bfloat16, quant=quant
     )
     weights = ExpertWeights(w1, w2, **{name: scale.contiguous() for name, scale in scales.items()})
-    want = float64_reference(x_TH, weights, Routing(*topk_output[:2]), problem)
-    assert_close(got, want, 1e-2 if quantization == "bf16" else 0.1)
+    expected = float64_reference(x_TH, weights, Routing(*topk_output[:2]), problem)
+    assert_close(got, expected, 1e-2 if quantization == "bf16" else 0.1)
     tiles = {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 128, "GROUP_SIZE_M": 16,
              "num_warps": 4, "num_stages": 3}  # fmt: skip
     with override_config(tiles):
-        with_override = fused_experts(x_TH, w1, w2, topk_output, config, **options, **scales)
-    assert_close(with_override, want, 1e-2 if quantization == "bf16" else 0.1)
+        output_with_override = fused_experts(x_TH, w1, w2, topk_output, config, **options, **scales)
+    assert_close(output_with_override, expected, 1e-2 if quantization == "bf16" else 0.1)
 
 
 def test_one_scale_expanded_over_the_experts() -> None:
@@ -339,6 +339,6 @@ def test_fused_moe_accepts_the_output_of_a_router() -> None:
     )
     with pytest.raises(ConfigurationError, match="renormalize: got True with weights and ids"):
         fused_moe(x_TH, weights.w1, weights.w2, topk_output, renormalize=True)
-    for junk in (None, 5, torch.ones(E)):
+    for invalid_logits in (None, 5, torch.ones(E)):
         with pytest.raises(ShapeError, match="gating_output"):
-            fused_moe(x_TH, weights.w1, weights.w2, junk, top_k=K)
+            fused_moe(x_TH, weights.w1, weights.w2, invalid_logits, top_k=K)

@@ -1,4 +1,4 @@
-"""Selection of the pairing by the name of an all2all backend and the quantization scheme."""
+"""The name of an all2all backend and the quantization scheme select the pairing."""
 
 from dataclasses import replace
 
@@ -29,8 +29,8 @@ def test_one_rank_needs_no_exchange() -> None:
     x_TH, weights, routing = random_inputs(PROBLEM, torch.device("cpu"))
     kernel = init_prepare_finalize(PROBLEM, machine=CPU_ONLY)
     assert kernel.pairing == "MoEPrepareAndFinalizeNoEP x TorchExperts"
-    want = float64_reference(x_TH, weights, routing, PROBLEM)
-    assert torch.allclose(kernel(x_TH, weights, routing).double(), want, atol=1e-5)
+    expected = float64_reference(x_TH, weights, routing, PROBLEM)
+    assert torch.allclose(kernel(x_TH, weights, routing).double(), expected, atol=1e-5)
 
 
 AVAILABLE_BACKENDS = [
@@ -42,26 +42,24 @@ AVAILABLE_BACKENDS = [
 def test_backend_and_quantization_select_the_pairing(backend: str) -> None:
     catalog = load_catalog()
     part = catalog.prepare_finalize(ALL2ALL[backend])
-    bf16 = replace(
+    bf16_problem = replace(
         PROBLEM_OVER_RANKS, dtype=torch.bfloat16, hidden=2048, intermediate=128, experts=64
     )
     machine = Machine("cuda", (9, 0), frozenset({"triton", *part.requires.packages}))
     for quant in ("none", "fp8_w8a8_block"):
-        problem = replace(bf16, quant=quant)
-        valid = [
+        problem = replace(bf16_problem, quant=quant)
+        supported = [
             name for name in catalog.names("experts") if check(part, name, problem, machine).ok
         ]
-        if not valid:
+        if not supported:
             continue
-        chosen = select_experts(problem, part, machine)
-        assert chosen in valid
-        assert chosen in ("TritonExperts", "BatchedTritonExperts")
+        selected = select_experts(problem, part, machine)
+        assert selected in supported
+        assert selected in ("TritonExperts", "BatchedTritonExperts")
 
 
 def select_experts(problem: Problem, part: type, machine: Machine) -> str:
-    """Return the experts that `select_gemm_impl` selects for an exchange that cannot be constructed
-    here.
-    """
+    """Select as `select_gemm_impl` does, without creating the part that exchanges tokens."""
     from modular_kernel.integrations import fused_moe_method
 
     return fused_moe_method._select_experts(problem, part, load_catalog(), machine)
@@ -84,8 +82,8 @@ def test_at_least_nine_backends_are_available() -> None:
 def test_invalid_backends_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="all2all_backend: got 'carrier_pigeon'"):
         maybe_make_prepare_finalize(PROBLEM, "carrier_pigeon")
-    for make in (maybe_make_prepare_finalize, init_prepare_finalize):
+    for function in (maybe_make_prepare_finalize, init_prepare_finalize):
         with pytest.raises(ConfigurationError, match="all2all_backend: got None, need one of"):
-            make(PROBLEM_OVER_RANKS)
+            function(PROBLEM_OVER_RANKS)
     with pytest.raises(ConfigurationError, match="problem: got 7"):
         maybe_make_prepare_finalize(7)  # type: ignore[arg-type]

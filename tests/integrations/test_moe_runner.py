@@ -32,11 +32,11 @@ def test_fused_and_staged_parts_compute_the_same(backend: str, fused: bool) -> N
     x_TH, weights, routing = make_layer(BASE, DEVICE)
     got = run_layer(MoeRunner(backend, NOT_INPLACE, fused=fused), BASE)
     assert_close(got, float64_reference(x_TH, weights, routing, BASE), 1e-6)
-    names = {
+    parts_by_backend = {
         "triton": (StagedTritonExperts, TritonExperts),
         "toy": (ToyExperts, FusedToyExperts),
     }
-    assert find_parts(backend, fused=fused)["standard"] is names[backend][fused]
+    assert find_parts(backend, fused=fused)["standard"] is parts_by_backend[backend][fused]
 
 
 def test_backends_are_sglang_names_registered_names_and_parts() -> None:
@@ -122,7 +122,7 @@ def test_contradicting_fields_are_refused(
 
 def test_inplace_is_the_default_and_overwrites_x() -> None:
     x_TH, weights, routing = make_layer(BASE, DEVICE)
-    want, before = float64_reference(x_TH, weights, routing, BASE), x_TH.clone()
+    expected, before = float64_reference(x_TH, weights, routing, BASE), x_TH.clone()
     for fused in (True, False):
         MoeRunner("triton", NOT_INPLACE, fused=fused).run(
             make_dispatch_output(x_TH, routing), make_quant_info(weights)
@@ -132,7 +132,7 @@ def test_inplace_is_the_default_and_overwrites_x() -> None:
         make_dispatch_output(x_TH, routing), make_quant_info(weights)
     )
     assert got.hidden_states is x_TH
-    assert_close(x_TH, want, 1e-6)
+    assert_close(x_TH, expected, 1e-6)
 
 
 def test_environment_variables_of_sglang_are_switches() -> None:
@@ -157,7 +157,7 @@ def test_an_environment_variable_disables_fused_operations(monkeypatch: pytest.M
     assert "standard: StagedTritonExperts, staged" in runner.explain()
     x_TH, weights, routing = make_layer(BASE, DEVICE)
     assert_close(run_layer(runner, BASE), float64_reference(x_TH, weights, routing, BASE), 1e-6)
-    # An argument takes precedence, and a backend without stages keeps its part.
+    # An argument takes precedence. The variable has no effect on a backend without stages.
     assert "standard: TritonExperts" in MoeRunner("triton", SIZES, fused=True).explain()
     assert "standard: TorchExperts" in MoeRunner("torch", SIZES).explain()
     monkeypatch.setenv("SGLANG_CI_DISABLE_MOE_FUSED_FUNC", "0")

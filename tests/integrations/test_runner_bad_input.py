@@ -36,10 +36,10 @@ def make_info() -> MoeQuantInfo:
 
 
 def make_fp8_info() -> MoeQuantInfo:
-    plain = make_info()
+    info = make_info()
     return MoeQuantInfo(
-        plain.w13_weight.to(E4M3),
-        plain.w2_weight.to(E4M3),
+        info.w13_weight.to(E4M3),
+        info.w2_weight.to(E4M3),
         quant="fp8_w8a8_channel",
         w13_scale=torch.rand(E, 2 * INTERMEDIATE),
         w2_scale=torch.rand(E, H),
@@ -138,12 +138,12 @@ INVALID_OUTPUTS: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", INVALID_OUTPUTS)
 def test_invalid_dispatch_outputs_are_refused(name: str) -> None:
-    make, change, match = INVALID_OUTPUTS[name]
-    weights = make_info() if make is make_low_latency_output else make_fp8_info()
+    make_output, change, match = INVALID_OUTPUTS[name]
+    info = make_info() if make_output is make_low_latency_output else make_fp8_info()
     runner = MoeRunner("torch", CONFIG)
-    runner.run(make(), weights)
+    runner.run(make_output(), info)
     with pytest.raises(InputError, match=match):
-        runner.run(make(**change), weights)
+        runner.run(make_output(**change), info)
 
 
 def test_missing_hidden_states_are_refused() -> None:

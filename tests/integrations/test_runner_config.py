@@ -1,6 +1,4 @@
-"""MoeRunnerConfig has the fields of SGLang's MoeRunnerConfig, and each has an effect or is refused
-by name.
-"""
+"""MoeRunnerConfig has the fields of SGLang's MoeRunnerConfig, and refuses unsupported values."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -53,12 +51,12 @@ SGLANG_FIELDS: dict[str, Any] = {
 
 
 class Backend:
-    """Wraps the name of a backend as SGLang does."""
+    """A wrapper of the name of a backend, like SGLang's MoeRunnerBackend."""
 
     def __init__(self, value: str) -> None:
         self.value = value
 
-    def __repr__(self) -> str:  # part of the ids of tests
+    def __repr__(self) -> str:  # appears in the ids of tests
         return f"Backend({self.value!r})"
 
 
@@ -99,7 +97,7 @@ def test_fields_determine_the_activation(
     assert MoeRunnerConfig(**config_fields).activation_spec() == spec
 
 
-REFUSED: tuple[tuple[dict[str, Any], type[ModularKernelError], str], ...] = (
+REFUSED_FIELDS: tuple[tuple[dict[str, Any], type[ModularKernelError], str], ...] = (
     ({"use_tp_all_gather_activation": True}, UnsupportedError, "use_tp_all_gather_activation"),
     ({"silu_mul_keep_fp32": True}, UnsupportedError, "silu_mul_keep_fp32"),
     ({"gemm1_beta": 1.0}, ConfigurationError, "gemm1_beta"),
@@ -124,7 +122,7 @@ REFUSED: tuple[tuple[dict[str, Any], type[ModularKernelError], str], ...] = (
 )
 
 
-@pytest.mark.parametrize(("config_fields", "error", "message"), REFUSED, ids=str)
+@pytest.mark.parametrize(("config_fields", "error", "message"), REFUSED_FIELDS, ids=str)
 def test_unsupported_values_are_refused_by_name(
     config_fields: dict[str, Any], error: type[ModularKernelError], message: str
 ) -> None:
@@ -134,15 +132,15 @@ def test_unsupported_values_are_refused_by_name(
 
 def test_fields_without_an_effect_are_ignored() -> None:
     x_TH, weights, routing = make_layer(BASE)
-    want = call_fused_experts(x_TH, weights, routing)
+    expected = call_fused_experts(x_TH, weights, routing)
     config_fields: dict[str, Any] = {"layer": torch.nn.Identity(), "routing_method_type": 1}
     config_fields |= {"num_fused_shared_experts": None, "gate_up_interleaved": False}
-    assert torch.equal(call_fused_experts(x_TH, weights, routing, **config_fields), want)
+    assert torch.equal(call_fused_experts(x_TH, weights, routing, **config_fields), expected)
     for backend in ("torch", Backend("torch")):
         got = run_layer(
             MoeRunner("torch", replace(NOT_INPLACE, runner_backend=backend, **config_fields)), BASE
         )
-        assert_close(got, want.double(), 1e-6)
+        assert_close(got, expected.double(), 1e-6)
     assert call_fused_experts(x_TH, weights, routing, runner_backend="triton") is not None
     with pytest.raises(ConfigurationError, match="runner_backend of the config: got 'torch'"):
         call_fused_experts(x_TH, weights, routing, runner_backend="torch")
@@ -157,9 +155,9 @@ def test_routing_method_is_refused_with_logits() -> None:
 def test_uncombined_rows_are_not_scaled() -> None:
     x_TH, weights, routing = make_layer(BASE)
     config = replace(NOT_INPLACE, no_combine=True, routed_scaling_factor=2.5)
-    want = float64_reference(x_TH, weights, routing, BASE)
+    expected = float64_reference(x_TH, weights, routing, BASE)
     rows_TKH = run_layer(MoeRunner("torch", config), BASE)
     config = replace(config, no_combine_keep_router_weight=True)
     weighted_TKH = run_layer(MoeRunner("torch", config), BASE)
-    assert_close(weighted_TKH.sum(1), want, 1e-6)
-    assert_close((rows_TKH * routing.topk_weights_TK[..., None]).sum(1), want, 1e-6)
+    assert_close(weighted_TKH.sum(1), expected, 1e-6)
+    assert_close((rows_TKH * routing.topk_weights_TK[..., None]).sum(1), expected, 1e-6)

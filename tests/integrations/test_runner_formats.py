@@ -1,4 +1,4 @@
-"""The formats that dispatchers pass to MoeRunner, and the formats that it returns."""
+"""MoeRunner accepts dispatch outputs and returns combine inputs in three formats."""
 
 from dataclasses import replace
 
@@ -46,9 +46,9 @@ def test_formats_are_distinguished() -> None:
 
 def test_wrong_formats_are_refused_with_both_names() -> None:
     x_TH, weights, routing = make_layer(BASE)
-    given = DeepEPLLDispatchOutput(x_TH, None, *vars(routing).values(), torch.zeros(E))
+    dispatch_output = DeepEPLLDispatchOutput(x_TH, None, *vars(routing).values(), torch.zeros(E))
     with pytest.raises(ConfigurationError) as caught:
-        MoeRunner("triton", NOT_INPLACE, fused=False).run(given, make_quant_info(weights))
+        MoeRunner("triton", NOT_INPLACE, fused=False).run(dispatch_output, make_quant_info(weights))
     assert (caught.value.got, caught.value.need) == ("deepep_ll", "standard")
     with pytest.raises(
         ConfigurationError, match="got tuple, which is not a dispatch output, need standard"
@@ -59,13 +59,11 @@ def test_wrong_formats_are_refused_with_both_names() -> None:
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_channel", "fp8_w8a8_block:block=32x32"])
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_received_rows_are_weighted_and_summed(backend: str, quant: str) -> None:
-    """The ids are local, and -1 for experts of other ranks, so the result is a rank's share of the
-    layer.
-    """
+    """Ids are local, or -1 for experts of other ranks. The output is a rank's part of the sum."""
     problem = replace(BASE, quant=quant)
     x_TH, weights, routing = make_layer(problem, DEVICE)
     ids = torch.where(routing.topk_ids_TK == 1, -1, routing.topk_ids_TK).to(torch.int32)
-    local = Routing(routing.topk_weights_TK, ids)
+    local_routing = Routing(routing.topk_weights_TK, ids)
     rows, scale = x_TH, None
     if problem.scheme.quantized:
         rows, scale = quantize_values(x_TH, problem.scheme)
@@ -74,13 +72,16 @@ def test_received_rows_are_weighted_and_summed(backend: str, quant: str) -> None
     )
     runner = MoeRunner(backend, config, dtype=torch.float32)
     got = runner.run(
-        DeepEPNormalDispatchOutput(rows, scale, local.topk_ids_TK, local.topk_weights_TK),
+        DeepEPNormalDispatchOutput(
+            rows, scale, local_routing.topk_ids_TK, local_routing.topk_weights_TK
+        ),
         make_quant_info(weights, quant=quant),
     )
     assert isinstance(got, DeepEPNormalCombineInput)
-    assert got.topk_ids is local.topk_ids_TK
-    want = float64_reference(x_TH, weights, local, replace(problem, routed_scaling_factor=2.0))
-    assert_close(got.hidden_states, want, 0.1 if scale is not None else 1e-6)
+    assert got.topk_ids is local_routing.topk_ids_TK
+    scaled_problem = replace(problem, routed_scaling_factor=2.0)
+    expected = float64_reference(x_TH, weights, local_routing, scaled_problem)
+    assert_close(got.hidden_states, expected, 0.1 if scale is not None else 1e-6)
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_channel"])
@@ -97,10 +98,10 @@ def test_batches_are_returned_unweighted_with_ids_and_weights(backend: str, quan
         rows, scale = quantize_values(x_eCH.nan_to_num().flatten(0, 1), problem.scheme)
         rows, scale = rows.view(E, 4, H), scale.view(E, 4, 1)
     runner = MoeRunner(backend, MoeRunnerConfig(routed_scaling_factor=2.5), dtype=torch.float32)
-    given = DeepEPLLDispatchOutput(
+    dispatch_output = DeepEPLLDispatchOutput(
         rows, scale, routing.topk_ids_TK, routing.topk_weights_TK, counts, 2
     )
-    got = runner.run(given, make_quant_info(weights, quant=quant))
+    got = runner.run(dispatch_output, make_quant_info(weights, quant=quant))
     assert isinstance(got, DeepEPLLCombineInput)
     assert got.topk_ids is routing.topk_ids_TK
     assert torch.equal(got.topk_weights, routing.topk_weights_TK * 2.5)
@@ -109,9 +110,11 @@ def test_batches_are_returned_unweighted_with_ids_and_weights(backend: str, quan
             ids = torch.full((count, 1), expert, device=DEVICE)
             single_expert = Routing(torch.ones(count, 1, device=DEVICE), ids)
             single_expert_problem = replace(problem, tokens=count, top_k=1)
-            want = float64_reference(x_TH[:count], weights, single_expert, single_expert_problem)
+            expected = float64_reference(
+                x_TH[:count], weights, single_expert, single_expert_problem
+            )
             assert_close(
-                got.hidden_states[expert, :count], want, 0.1 if scale is not None else 1e-6
+                got.hidden_states[expert, :count], expected, 0.1 if scale is not None else 1e-6
             )
 
 

@@ -1,5 +1,5 @@
-"""Parts composed of registered stages (pre-permute, core, post-permute), and fused parts compared
-with their staged equivalents.
+"""Parts composed of registered stages (pre-permute, core, post-permute), and comparison of fused
+parts with their staged parts.
 """
 
 from dataclasses import replace
@@ -10,7 +10,7 @@ import torch
 import toy_backend
 from devices import DEVICE
 from runner_stage_fixtures import NO_EP, PROBLEM, make_pools_fixture, make_stages_fixture
-from test_runner_stages import REGISTER, Core, fused, post, pre
+from test_runner_stages import REGISTER, Core, fused, post_permute, pre_permute
 from toy_backend import FusedToyExperts, ToyExperts, ToyInput, ToyOutput
 
 from experts import StagedTritonExperts, TritonExperts
@@ -61,13 +61,13 @@ def test_every_call_has_its_own_state() -> None:
 
     def record_state(result: ToyOutput, call: RunnerCall[Any]) -> None:
         states.append(call.state)
-        post(result, call)
+        post_permute(result, call)
 
-    register_pre_permute("deepep_normal", "x")(pre)
+    register_pre_permute("deepep_normal", "x")(pre_permute)
     register_post_permute("x", "deepep_normal")(record_state)
     part = make_experts("X", "x", "deepep_normal")
     kernel = make_kernel(NO_EP, part, PROBLEM)
-    (x, weights, routing), expected = random_inputs(PROBLEM, DEVICE), []
+    x, weights, routing = random_inputs(PROBLEM, DEVICE)
     calls = (x, x.flip(0))
     expected = [kernel(call_x, weights, routing) for call_x in calls]
     first_call, second_call = (kernel.start(call_x, weights, routing) for call_x in calls)
@@ -77,7 +77,7 @@ def test_every_call_has_its_own_state() -> None:
     assert all(isinstance(state, toy_backend.ToyState) for state in states)
 
 
-class TritonObject(ToyInput):
+class InputOfAnotherBackend(ToyInput):
     @property
     def runner_backend(self) -> str:
         return "toys"
@@ -86,12 +86,12 @@ class TritonObject(ToyInput):
 @pytest.mark.usefixtures("pools")
 @pytest.mark.parametrize("result_kind", ["toys", "none"])
 def test_results_of_another_backend_are_refused_with_both_names(result_kind: str) -> None:
-    def pre_with_wrong_result(call: RunnerCall[Any]) -> Any:
-        valid = pre(call)
-        return TritonObject(**vars(valid)) if result_kind == "toys" else valid.rows
+    def pre_permute_with_wrong_result(call: RunnerCall[Any]) -> Any:
+        valid = pre_permute(call)
+        return InputOfAnotherBackend(**vars(valid)) if result_kind == "toys" else valid.rows
 
-    register_pre_permute("standard", "x")(pre_with_wrong_result)
-    register_post_permute("x", "standard")(post)
+    register_pre_permute("standard", "x")(pre_permute_with_wrong_result)
+    register_post_permute("x", "standard")(post_permute)
     register_core("x")(Core)
     kernel = make_kernel(NO_EP, make_experts("X", "x", "standard"), PROBLEM)
     message = {
@@ -105,9 +105,9 @@ def test_results_of_another_backend_are_refused_with_both_names(result_kind: str
 def test_a_fused_part_inherits_the_declarations_of_its_staged_part() -> None:
     assert FusedToyExperts.unfused is ToyExperts
     assert FusedToyExperts.requires == ToyExperts.requires
-    gelu = replace(PROBLEM, bias=True)
+    problem_with_bias = replace(PROBLEM, bias=True)
     rules = [
-        [rejection.rule for rejection in check(NO_EP, part, gelu).rejections]
+        [rejection.rule for rejection in check(NO_EP, part, problem_with_bias).rejections]
         for part in (ToyExperts, FusedToyExperts)
     ]
     assert rules == [["bias"], ["bias"]]
@@ -138,25 +138,27 @@ def test_the_harness_compares_a_fused_part_with_its_staged_part(dtype: torch.dty
     register_fused_func("right", "x", unfused=staged)(fused)
     register_fused_func("scaled", "x", unfused=staged)(fused_and_scaled)
     register_fused_func("uncounted", "x", unfused=staged)(fused_without_count)
-    right, pre_with_wrong_result, without_count = (
+    correct, scaled, uncounted = (
         make_fused_experts("F", name, "x") for name in ("right", "scaled", "uncounted")
     )
-    # a staged part has no other staged part
+    # A staged part has no staged part to compare it with.
     assert list(check_staged_reference(make_trial(staged, dtype=dtype))) == []
-    assert list(check_staged_reference(make_trial(right, dtype=dtype))) == []
+    assert list(check_staged_reference(make_trial(correct, dtype=dtype))) == []
     assert [
         "relative difference" in failure
-        for failure in check_staged_reference(make_trial(pre_with_wrong_result, dtype=dtype))
+        for failure in check_staged_reference(make_trial(scaled, dtype=dtype))
     ] == [True]
     trial = Trial(
-        Case(NO_EP, without_count, replace(PROBLEM, dtype=dtype), "out_of_range"), this_machine()
+        Case(NO_EP, uncounted, replace(PROBLEM, dtype=dtype), "out_of_range"), this_machine()
     )  # type: ignore[arg-type]
     assert ["counted 0 invalid ids" in failure for failure in check_staged_reference(trial)] == [
         True
     ]
 
 
-class Fused(TritonExperts):
+class ComparedTritonExperts(TritonExperts):
+    """TritonExperts that the harness compares with StagedTritonExperts."""
+
     staged = StagedTritonExperts
 
 
@@ -185,10 +187,14 @@ CHANGES: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize("change", CHANGES, ids=str)
 def test_staged_triton_experts_equal_triton_experts(change: dict[str, Any]) -> None:
-    """Runs every check of the harness on the staged part, and compares it with the fused part."""
+    """The staged part passes the checks of the harness, and equals the fused part."""
     problem = replace(PROBLEM, **change)
     assert prove(Case(NO_EP, StagedTritonExperts, problem, "skips")).failures == ()  # type: ignore[arg-type]
     assert (
-        list(check_staged_reference(Trial(Case(NO_EP, Fused, problem, "skips"), this_machine())))
+        list(
+            check_staged_reference(
+                Trial(Case(NO_EP, ComparedTritonExperts, problem, "skips"), this_machine())
+            )
+        )
         == []
     )  # type: ignore[arg-type]

@@ -1,6 +1,4 @@
-"""Routing formats of MoeRunner's backends, and vendor backends whose libraries are replaced by
-stand-ins.
-"""
+"""Routing formats of MoeRunner's backends, and vendor backends with stand-in libraries."""
 
 from dataclasses import replace
 
@@ -58,17 +56,17 @@ def test_metadata_types_are_constructed_from_tuples() -> None:
 
 def test_each_backend_accepts_one_routing_format(monkeypatch: pytest.MonkeyPatch) -> None:
     x_TH, weights, routing = make_layer(BASE)
-    plain = make_dispatch_output(x_TH, routing)
-    expert_major = StandardDispatchOutput(x_TH, to_expert_major(plain.topk_output, E))  # type: ignore[arg-type]
+    token_major = make_dispatch_output(x_TH, routing)
+    expert_major = StandardDispatchOutput(x_TH, to_expert_major(token_major.topk_output, E))  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError) as caught:
         MoeRunner("torch", NOT_INPLACE).run(expert_major, make_quant_info(weights))
     assert (caught.value.got, caught.value.need) == (
         "TritonKernelTopKOutput", "StandardTopKOutput",
     )  # fmt: skip
     runner = MoeRunner("torch", NOT_INPLACE)
-    runner.runner_backend = "triton_kernel"  # the part of this backend may not be installed
+    runner.runner_backend = "triton_kernel"  # The library of this backend may not be installed.
     with pytest.raises(ConfigurationError, match="need TritonKernelTopKOutput"):
-        runner.run(plain, make_quant_info(weights))
+        runner.run(token_major, make_quant_info(weights))
     got = runner.run(expert_major, make_quant_info(weights))
     assert_close(got.hidden_states, float64_reference(x_TH, weights, routing, BASE), 1e-6)
 
@@ -76,7 +74,7 @@ def test_each_backend_accepts_one_routing_format(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block"])
 @pytest.mark.parametrize("format", ["standard", "deepep_normal", "deepep_ll"])
 def test_deep_gemm_backend_with_a_stand_in(format: str, quant: str) -> None:
-    """Rows are batched or contiguous and have scales per 128 values, as from a dispatcher."""
+    """Rows in DeepEP's formats have one scale per 128 values, as a dispatcher sends them."""
     problem = Problem(T, 128, 128, E, K, dtype=torch.bfloat16, quant=quant)
     x_TH, weights, routing = random_inputs(problem, torch.device("cpu"))
     runner = MoeRunner("deep_gemm", replace(NOT_INPLACE, activation="silu"))
@@ -85,17 +83,17 @@ def test_deep_gemm_backend_with_a_stand_in(format: str, quant: str) -> None:
     }  # fmt: skip
     info = make_quant_info(weights, quant=quant)
     ids, gates = routing.topk_ids_TK, routing.topk_weights_TK
-    want = float64_reference(x_TH, weights, routing, problem)
+    expected = float64_reference(x_TH, weights, routing, problem)
     if format == "standard":
         got = runner.run(make_dispatch_output(x_TH, routing), info)
-        assert_close(got.hidden_states, want, 0.1)
+        assert_close(got.hidden_states, expected, 0.1)
         return
     rows, scale = x_TH, None
     if quant != "none":
         rows, scale = quantize_values(x_TH.float(), problem.scheme)
     if format == "deepep_normal":
         got = runner.run(DeepEPNormalDispatchOutput(rows, scale, ids, gates), info)
-        assert_close(got.hidden_states, want, 0.1)
+        assert_close(got.hidden_states, expected, 0.1)
         return
     counts = torch.full((E,), T, dtype=torch.int32)
     small_batches = DeepEPLLDispatchOutput(
@@ -108,7 +106,7 @@ def test_deep_gemm_backend_with_a_stand_in(format: str, quant: str) -> None:
     combine_input = runner.run(batches, info)
     token = torch.arange(T)[:, None].expand(T, K)
     got_TH = (combine_input.hidden_states[ids.long(), token].float() * gates[..., None]).sum(1)
-    assert_close(got_TH, want, 0.1)
+    assert_close(got_TH, expected, 0.1)
 
 
 def _batch_by_expert(rows: torch.Tensor | None, capacity: int) -> torch.Tensor | None:
@@ -128,8 +126,11 @@ def test_triton_kernels_backend_with_a_stand_in() -> None:
     topk = to_expert_major(
         StandardTopKOutput(routing.topk_weights_TK, routing.topk_ids_TK, None), E
     )
-    stored = replace(weights, w1=weights.w1.mT.contiguous(), w2=weights.w2.mT.contiguous())
+    transposed_weights = replace(
+        weights, w1=weights.w1.mT.contiguous(), w2=weights.w2.mT.contiguous()
+    )
     got = runner.run(
-        StandardDispatchOutput(x_TH, topk), make_quant_info(stored, use_triton_kernels=True)
+        StandardDispatchOutput(x_TH, topk),
+        make_quant_info(transposed_weights, use_triton_kernels=True),
     )
     assert_close(got.hidden_states, float64_reference(x_TH, weights, routing, problem), 0.02)

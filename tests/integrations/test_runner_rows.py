@@ -1,4 +1,4 @@
-"""The feature checklist of the runner, memory and metadata names existing tests.
+"""The feature checklist of the runner, memory and metadata names tests that exist.
 
 Rows R1 to R26 are features of the runner, A45 to A65 are features of its layer, and M10 is about
 workspaces. A row names tests as `file::function`, followed by further coverage or by the reason why

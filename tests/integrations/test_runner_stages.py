@@ -1,5 +1,6 @@
-"""The registration of stages. Keys are unique, stages form complete pairs, and their values are
-valid. Other packages register stages by entry point.
+"""Registration of stages: keys are unique, pairs of permutes are complete, and values are valid.
+
+Other packages register stages by entry point.
 """
 
 import importlib.util
@@ -52,11 +53,11 @@ class XOutput(XBackend, ToyOutput):
     pass
 
 
-def pre(call: RunnerCall[Any]) -> ToyInput:
+def pre_permute(call: RunnerCall[Any]) -> ToyInput:
     return XInput(**vars(toy_backend.standard_to_toy(call)))
 
 
-def post(result: ToyOutput, call: RunnerCall[Any]) -> None:
+def post_permute(result: ToyOutput, call: RunnerCall[Any]) -> None:
     toy_backend.toy_to_standard(result, call)
 
 
@@ -71,12 +72,12 @@ def fused(call: RunnerCall[Any]) -> None:
     toy_backend.fused_toy(call)
 
 
-def other_pre(call: RunnerCall[Any]) -> ToyInput:
-    return pre(call)
+def other_pre_permute(call: RunnerCall[Any]) -> ToyInput:
+    return pre_permute(call)
 
 
-def other_post(result: ToyOutput, call: RunnerCall[Any]) -> None:
-    post(result, call)
+def other_post_permute(result: ToyOutput, call: RunnerCall[Any]) -> None:
+    post_permute(result, call)
 
 
 class OtherCore(Core):
@@ -89,8 +90,8 @@ def other_fused(call: RunnerCall[Any]) -> None:
 
 
 REGISTER = {
-    "pre-permute": (register_pre_permute("standard", "x"), pre, other_pre),
-    "post-permute": (register_post_permute("x", "standard"), post, other_post),
+    "pre-permute": (register_pre_permute("standard", "x"), pre_permute, other_pre_permute),
+    "post-permute": (register_post_permute("x", "standard"), post_permute, other_post_permute),
     "core": (register_core("x"), Core, OtherCore),
     "fused operation": (register_fused_func("none", "x", unfused=ToyExperts), fused, other_fused),
 }
@@ -126,7 +127,7 @@ def import_source(name: str, source: str, folder: Path) -> ModuleType:
 def test_registrations_of_a_reimported_module_replace_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "again_toy", sys)  # restored after the test
+    monkeypatch.setitem(sys.modules, "again_toy", sys)  # is removed after the test
     first = import_source("again_toy", SOURCE, tmp_path)
     second = import_source("again_toy", "# another line\n" + SOURCE, tmp_path)
     assert runner.get_stages("toy", "standard").core is second.ToyCore is not first.ToyCore
@@ -136,12 +137,12 @@ def test_registrations_of_a_reimported_module_replace_the_first(
 
 @pytest.mark.usefixtures("pools")
 def test_functions_of_the_same_name_in_a_module_are_distinguished(tmp_path: Path) -> None:
-    duplicated = SOURCE + (
+    source_with_duplicate = SOURCE + (
         '\n\n@register_pre_permute("standard", "toy")\n'
         "def standard_to_toy(call):\n    return None\n"
     )
     with pytest.raises(DuplicatePartError, match=r"standard_to_toy:.* and .*standard_to_toy:"):
-        import_source("twice_toy", duplicated, tmp_path)
+        import_source("twice_toy", source_with_duplicate, tmp_path)
     del sys.modules["twice_toy"]
 
 
@@ -152,8 +153,8 @@ def test_errors_about_unregistered_keys_list_the_registered_keys() -> None:
     assert str(caught.value) == (
         "pre-permute: got ('standard', 'x'), need a registered pre-permute"
     )
-    register_pre_permute("standard", "x")(pre)
-    register_pre_permute("deepep_ll", "y")(pre)
+    register_pre_permute("standard", "x")(pre_permute)
+    register_pre_permute("deepep_ll", "y")(pre_permute)
     with pytest.raises(UnknownPartError, match=r"core: got \('x', 'core'\)"):
         runner.get_stages("x", "standard")
     with pytest.raises(UnknownPartError) as caught:
@@ -177,7 +178,7 @@ def test_invalid_values_are_refused_at_registration() -> None:
     with pytest.raises(ConfigurationError, match="unfused: got the class Core"):
         register_fused_func("none", "x", unfused=Core)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="pre-permute name: got ''"):
-        register_pre_permute("standard", "")(pre)
+        register_pre_permute("standard", "")(pre_permute)
     with pytest.raises(ConfigurationError) as caught:
         register_fused_func("none", "x", unfused=ToyExperts)(TorchExperts)
     assert caught.value.what == "TorchExperts.requires"
@@ -195,11 +196,11 @@ INCOMPLETE = {
 @pytest.mark.usefixtures("pools")
 @pytest.mark.parametrize("missing", INCOMPLETE)
 def test_incomplete_pairs_are_reported(missing: str) -> None:
-    kinds, lacks = INCOMPLETE[missing]
+    kinds, message = INCOMPLETE[missing]
     for kind in kinds:
         register, source, _ = REGISTER[kind]
         register(source)  # type: ignore[arg-type]
-    broken_stages = [broken for broken in list_broken_stages() if lacks in broken.error]
+    broken_stages = [broken for broken in list_broken_stages() if message in broken.error]
     assert len(broken_stages) == 1
     assert broken_stages[0].name.startswith("x")
     assert broken_stages[0].origin.startswith("test_runner_stages:")
@@ -225,7 +226,7 @@ def test_stages_make_a_part() -> None:
     assert prove(Case(NO_EP, part, PROBLEM)).failures == ()  # type: ignore[arg-type]
     verdict = check(NO_EP, part, replace(PROBLEM, bias=True))
     assert [rejection.rule for rejection in verdict.rejections] == ["bias"]
-    rows = make_experts(
+    part_without_reduce = make_experts(
         "Rows",
         "x",
         "standard",
@@ -234,7 +235,7 @@ def test_stages_make_a_part() -> None:
         invalid_rows=RowContents.ZERO,
     )
     for combine in (Combine.SUM, Combine.TOPK_UNWEIGHTED):
-        kernel = make_kernel(NO_EP, rows, replace(PROBLEM, combine=combine))
+        kernel = make_kernel(NO_EP, part_without_reduce, replace(PROBLEM, combine=combine))
         shape = kernel.experts.workspace_shapes(kernel.prepare_finalize.dispatch_shape(9))
         assert shape.output.shape == (9, 2, 64)
 
@@ -248,16 +249,16 @@ def test_a_backend_of_another_package_is_verified_by_its_entry_point(
     incomplete += '@register_pre_permute("standard", "half")\ndef pre(call):\n    return None\n'
     install(tmp_path, "half_moe", incomplete)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    _, listed = mk("list")
-    assert {"ToyExperts", "FusedToyExperts"} <= {part["name"] for part in listed["parts"]}
-    assert [broken["error"] for broken in listed["broken"]] == [
+    _, listing = mk("list")
+    assert {"ToyExperts", "FusedToyExperts"} <= {part["name"] for part in listing["parts"]}
+    assert [broken["error"] for broken in listing["broken"]] == [
         "a pre-permute without post-permute ('half', 'standard')",
         "a permute without core 'half'",
     ]
     pair = ("--pf-type", NO_EP, "--experts-type", "FusedToyExperts")
-    code, proven = mk("test", *pair, "--level", "full")
-    assert (code, proven["pairs"][0]["failures"]) == (0, [])
-    assert proven["pairs"][0]["cases"] >= 60
+    code, proof_report = mk("test", *pair, "--level", "full")
+    assert (code, proof_report["pairs"][0]["failures"]) == (0, [])
+    assert proof_report["pairs"][0]["cases"] >= 60
     code, report = mk("test", "--mutate", "FusedToyExperts", "--mutants", "0", *pair)
     assert (code, report["ok"]) == (0, True)
     assert len(report["calls"]) >= 60

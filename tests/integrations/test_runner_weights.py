@@ -1,4 +1,4 @@
-"""The weights of MoeRunner: how their scheme is specified, and padded and transposed storage."""
+"""The weights of MoeRunner: flags or a name for the scheme, and padded and transposed storage."""
 
 from dataclasses import replace
 from typing import Any
@@ -33,10 +33,10 @@ def test_flags_or_a_name_determine_the_scheme(
 ) -> None:
     problem = replace(BASE, quant=quant)
     x_TH, weights, routing = make_layer(problem, DEVICE)
-    want = float64_reference(x_TH, weights, routing, problem)
+    expected = float64_reference(x_TH, weights, routing, problem)
     for fused in {True, backend == "torch"}:
         got = run_layer(MoeRunner(backend, NOT_INPLACE, fused=fused), problem, **flags)
-        assert_close(got, want, 0.1 if "w8a8" in quant else 1e-5)
+        assert_close(got, expected, 0.1 if "w8a8" in quant else 1e-5)
 
 
 def test_contradicting_schemes_are_refused() -> None:
@@ -58,45 +58,46 @@ def test_padded_weights_give_the_same_result(backend: str, quant: str) -> None:
     problem = replace(BASE, quant=quant)
     x_TH, weights, routing = make_layer(problem, DEVICE)
     flags = {"use_fp8_w8a8": True} if quant != "none" else {}
-    padded = replace(weights, w1=_padded(weights.w1), w2=_padded(weights.w2))
-    plain = MoeRunner(backend, NOT_INPLACE).run(
+    padded_weights = replace(weights, w1=_pad_columns(weights.w1), w2=_pad_columns(weights.w2))
+    unpadded_output = MoeRunner(backend, NOT_INPLACE).run(
         make_dispatch_output(x_TH, routing), make_quant_info(weights, **flags)
     )
     runner = MoeRunner(backend, NOT_INPLACE, padding=True)
-    got = runner.run(make_dispatch_output(x_TH, routing), make_quant_info(padded, **flags))
-    assert torch.equal(got.hidden_states, plain.hidden_states)
+    got = runner.run(make_dispatch_output(x_TH, routing), make_quant_info(padded_weights, **flags))
+    assert torch.equal(got.hidden_states, unpadded_output.hidden_states)
     if quant != "none":
         with pytest.raises(UnsupportedError, match="padding: got int4"):
             runner.run(
                 make_dispatch_output(x_TH, routing),
-                make_quant_info(padded, quant="int4_w4a16_group:group=32"),
+                make_quant_info(padded_weights, quant="int4_w4a16_group:group=32"),
             )
         return
     with pytest.raises(ShapeError, match="padded weights"):
         runner.run(
             make_dispatch_output(x_TH, routing),
-            make_quant_info(replace(padded, w1=weights.w1[:, :, 1:])),
+            make_quant_info(replace(padded_weights, w1=weights.w1[:, :, 1:])),
         )
     with pytest.raises(ShapeError):
         MoeRunner(backend, NOT_INPLACE).run(
-            make_dispatch_output(x_TH, routing), make_quant_info(padded, **flags)
+            make_dispatch_output(x_TH, routing), make_quant_info(padded_weights, **flags)
         )
 
 
-def _padded(weight: torch.Tensor) -> torch.Tensor:
-    filler = torch.full((*weight.shape[:2], 128), torch.nan, device=weight.device)
-    return torch.cat([weight.float(), filler], 2).to(weight.dtype)
+def _pad_columns(weight: torch.Tensor) -> torch.Tensor:
+    padding = torch.full((*weight.shape[:2], 128), torch.nan, device=weight.device)
+    return torch.cat([weight.float(), padding], 2).to(weight.dtype)
 
 
 def test_transposed_weights_give_the_same_result() -> None:
     x_TH, weights, routing = make_layer(BASE, DEVICE)
-    stored = replace(
+    transposed_weights = replace(
         weights,
         w1=weights.w1.transpose(1, 2).contiguous(),
         w2=weights.w2.transpose(1, 2).contiguous(),
     )
-    assert stored.w1.shape == (E, H, 2 * I)
+    assert transposed_weights.w1.shape == (E, H, 2 * I)
     got = MoeRunner("torch", NOT_INPLACE).run(
-        make_dispatch_output(x_TH, routing), make_quant_info(stored, use_triton_kernels=True)
+        make_dispatch_output(x_TH, routing),
+        make_quant_info(transposed_weights, use_triton_kernels=True),
     )
     assert_close(got.hidden_states, float64_reference(x_TH, weights, routing, BASE), 1e-6)

@@ -1,7 +1,6 @@
-"""The plugin for SGLang, tested without SGLang.
+"""The plugin for SGLang, without SGLang: conversion of SGLang's objects, `LayerRunner`, `register`.
 
-The tests cover the conversion of SGLang's objects, `LayerRunner`, and `register`.
-`LayerRunner` runs the calls of one MoE layer, on this package or on SGLang's own runner.
+`LayerRunner` runs the calls of one MoE layer on this package or on SGLang's own runner.
 """
 
 from dataclasses import dataclass, field, make_dataclass, replace
@@ -58,10 +57,11 @@ class TritonMoeQuantInfo:
     use_new_layout: bool = False
 
 
-def sglang_quant_info(weights: ExpertWeights, **flags: Any) -> TritonMoeQuantInfo:
+def make_sglang_quant_info(weights: ExpertWeights, **flags: Any) -> TritonMoeQuantInfo:
     tensors = vars(make_quant_info(weights))
-    known = {n: v for n, v in tensors.items() if n in TritonMoeQuantInfo.__dataclass_fields__}
-    return TritonMoeQuantInfo(**known | flags)
+    field_names = TritonMoeQuantInfo.__dataclass_fields__
+    shared_tensors = {name: value for name, value in tensors.items() if name in field_names}
+    return TritonMoeQuantInfo(**shared_tensors | flags)
 
 
 def test_fields_of_the_config_are_read_by_name() -> None:
@@ -71,16 +71,16 @@ def test_fields_of_the_config_are_read_by_name() -> None:
         runner_backend=backend, params_dtype=torch.bfloat16, gemm1_alpha=1.7, gemm1_clamp_limit=7.0,
         no_combine=True, inplace=False, routed_scaling_factor=2.5, num_fused_shared_experts=0,
     )  # fmt: skip
-    ours = translation.convert_runner_config(sglang_config)
+    converted = translation.convert_runner_config(sglang_config)
     for name in SGLANG_FIELDS.keys() - {"layer", "runner_backend"}:
-        assert getattr(ours, name) == getattr(sglang_config, name), name
-    assert (ours.layer, ours.runner_backend) == (None, None)
+        assert getattr(converted, name) == getattr(sglang_config, name), name
+    assert (converted.layer, converted.runner_backend) == (None, None)
     assert translation.convert_runner_config(SGLangConfig()) == MoeRunnerConfig()
 
 
 def test_interleaved_gate_and_up_rows() -> None:
-    ours = translation.convert_runner_config(SGLangConfig(), interleaved=True)
-    assert ours.activation_spec() == ActivationSpec(interleaved=True)
+    converted = translation.convert_runner_config(SGLangConfig(), interleaved=True)
+    assert converted.activation_spec() == ActivationSpec(interleaved=True)
 
 
 @pytest.mark.parametrize(
@@ -101,20 +101,22 @@ def test_unsupported_values_of_the_config_are_refused(
 
 def test_unknown_fields_must_have_their_defaults() -> None:
     fields = [*SGLANG_FIELDS.items(), ("moe_topology", None), ("clip_rows", 0)]
-    newer = make_dataclass(
+    NewerSGLangConfig = make_dataclass(
         "MoeRunnerConfig", [(name, Any, field(default=value)) for name, value in fields]
     )
-    assert translation.convert_runner_config(newer()) == MoeRunnerConfig()
-    assert translation.convert_runner_config(newer(clip_rows=0)) == MoeRunnerConfig()
+    assert translation.convert_runner_config(NewerSGLangConfig()) == MoeRunnerConfig()
+    assert translation.convert_runner_config(NewerSGLangConfig(clip_rows=0)) == MoeRunnerConfig()
     for changes in ({"moe_topology": "ring"}, {"clip_rows": 1}):
         (name,) = changes
         with pytest.raises(ConfigurationError, match=f"MoeRunnerConfig.{name}: got .*the default"):
-            translation.convert_runner_config(newer(**changes))
+            translation.convert_runner_config(NewerSGLangConfig(**changes))
     with pytest.raises(ConfigurationError, match=r"TritonMoeQuantInfo.use_new_layout: got True"):
-        translation.convert_quant_info(sglang_quant_info(make_layer(BASE)[1], use_new_layout=True))
+        translation.convert_quant_info(
+            make_sglang_quant_info(make_layer(BASE)[1], use_new_layout=True)
+        )
 
 
-FLAGS: dict[str, dict[str, Any]] = {
+FLAGS_BY_SCHEME: dict[str, dict[str, Any]] = {
     "none": {},
     "fp8_w8a8_tensor": {"use_fp8_w8a8": True},
     "fp8_w8a8_tensor:static=true": {"use_fp8_w8a8": True},
@@ -146,16 +148,16 @@ def make_sglang_dispatch(x_TH: torch.Tensor, routing: Routing) -> DispatchOutput
     return DispatchOutput(x_TH, topk)
 
 
-@pytest.mark.parametrize("quant", FLAGS)
+@pytest.mark.parametrize("quant", FLAGS_BY_SCHEME)
 def test_flags_of_the_quant_info_determine_the_scheme(quant: str) -> None:
     problem = replace(BASE, quant=quant, routed_scaling_factor=2.0)
     x_TH, weights, routing = make_layer(problem)
-    sglang_config = sglang_quant_info(weights, **FLAGS[quant])
-    info, interleaved = translation.convert_quant_info(sglang_config)
+    quant_info = make_sglang_quant_info(weights, **FLAGS_BY_SCHEME[quant])
+    info, interleaved = translation.convert_quant_info(quant_info)
     assert (info.scheme(), interleaved) == (quant, False)
     config = SGLangConfig(routed_scaling_factor=2.0, inplace=False, num_experts=E)
     runner = LayerRunner(config, pytest.fail)
-    got = runner.run(make_sglang_dispatch(x_TH, routing), sglang_config, config)
+    got = runner.run(make_sglang_dispatch(x_TH, routing), quant_info, config)
     assert_close(
         got, float64_reference(x_TH, weights, routing, problem), 0.1 if "w8a8" in quant else 1e-5
     )
@@ -164,7 +166,7 @@ def test_flags_of_the_quant_info_determine_the_scheme(quant: str) -> None:
 def test_unsupported_quant_info_is_refused() -> None:
     _, weights, _ = make_layer(BASE)
     with pytest.raises(UnsupportedError, match="use_mxfp8: got True, need False"):
-        translation.convert_quant_info(sglang_quant_info(weights, use_mxfp8=True))
+        translation.convert_quant_info(make_sglang_quant_info(weights, use_mxfp8=True))
     with pytest.raises(UnsupportedError, match="quant_info: got MarlinMoeQuantInfo, need Triton"):
         translation.convert_quant_info(make_dataclass("MarlinMoeQuantInfo", [])())
 
@@ -173,28 +175,29 @@ def test_unsupported_calls_have_a_reason() -> None:
     x_TH, _, routing = make_layer(BASE)
     dispatch_output = make_sglang_dispatch(x_TH, routing)
     assert find_unsupported_reason(dispatch_output) is None
-    other = SimpleNamespace(value="deepep_ll")
-    assert find_unsupported_reason(replace(dispatch_output, format=other)) == (
+    other_format = SimpleNamespace(value="deepep_ll")
+    assert find_unsupported_reason(replace(dispatch_output, format=other_format)) == (
         "dispatch format: got deepep_ll, need standard"
     )
     assert "hidden_states_scale" in str(
         find_unsupported_reason(replace(dispatch_output, hidden_states_scale=x_TH))
     )
-    bypassed = find_unsupported_reason(
+    reason = find_unsupported_reason(
         replace(dispatch_output, topk_output=SimpleNamespace(router_logits=x_TH))
     )
-    assert bypassed == "topk_output: got SimpleNamespace, need topk_weights and topk_ids"
+    assert reason == "topk_output: got SimpleNamespace, need topk_weights and topk_ids"
 
 
 def test_first_call_determines_the_runner_of_the_layer(caplog: pytest.LogCaptureFixture) -> None:
     x_TH, weights, routing = make_layer(BASE)
-    dispatch_output, sglang_config = make_sglang_dispatch(x_TH, routing), sglang_quant_info(weights)
+    dispatch_output = make_sglang_dispatch(x_TH, routing)
+    quant_info = make_sglang_quant_info(weights)
     config = SGLangConfig(layer_id=9, hidden_size=x_TH.shape[1] + 1)
     runner = LayerRunner(config, lambda *arguments: arguments)
     for _ in range(2):
-        assert runner.run(dispatch_output, sglang_config, config) == (
+        assert runner.run(dispatch_output, quant_info, config) == (
             dispatch_output,
-            sglang_config,
+            quant_info,
             config,
         )
     (record,) = caplog.records
@@ -203,11 +206,11 @@ def test_first_call_determines_the_runner_of_the_layer(caplog: pytest.LogCapture
     # If the first call ran on modular_kernel, a later unsupported call raises an error.
     config = SGLangConfig(inplace=False)
     runner = LayerRunner(config, pytest.fail)
-    runner.run(dispatch_output, sglang_config, config)
+    runner.run(dispatch_output, quant_info, config)
     with pytest.raises(UnsupportedError, match="use_mxfp8"):
-        runner.run(dispatch_output, replace(sglang_config, use_mxfp8=True), config)
+        runner.run(dispatch_output, replace(quant_info, use_mxfp8=True), config)
     with pytest.raises(UnsupportedError, match="fuse_swiglu_interleaved: got True, need False"):
-        runner.run(dispatch_output, replace(sglang_config, fuse_swiglu_interleaved=True), config)
+        runner.run(dispatch_output, replace(quant_info, fuse_swiglu_interleaved=True), config)
 
 
 def test_torch_runs_on_a_cpu_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

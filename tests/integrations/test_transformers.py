@@ -1,6 +1,4 @@
-"""Models of transformers run on our pairings as accurately as on their own experts, or are
-refused.
-"""
+"""Models of transformers run on our pairings as accurately as on transformers' own experts."""
 
 import subprocess
 import sys
@@ -32,7 +30,7 @@ def baselines() -> "dict[tuple[str, str], demo.Baseline]":
 
 @pytest.fixture
 def get_baseline(baselines):
-    """Return the baseline of a small model, made once for all tests."""
+    """Return a function that returns the baseline of a small model, and computes it only once."""
 
     def get(name: str, dtype: str = "float32") -> demo.Baseline:
         if (name, dtype) not in baselines:
@@ -58,41 +56,41 @@ def test_logits_are_within_the_bound(name, dtype, pair, get_baseline) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_generation_decodes_the_same_tokens(name, get_baseline) -> None:
-    """Decode 17 prompt tokens, then 31 generated tokens, one per step."""
-    base = get_baseline(name)
-    expected = demo.decode_greedily(base)
+    """17 prompt tokens are decoded in one call, and then 31 generated tokens one at a time."""
+    baseline = get_baseline(name)
+    expected = demo.decode_greedily(baseline)
     assert len(set(expected)) > demo.NEW_TOKENS / 2  # the model does not repeat one token
-    row = demo.compare_with_baseline(base, register(NO_EP, "TorchExperts"), name, expected)
+    row = demo.compare_with_baseline(baseline, register(NO_EP, "TorchExperts"), name, expected)
     assert row.ok, row
     assert row.equal_tokens == row.decoded_tokens == demo.NEW_TOKENS
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_triton_decodes_the_same_tokens(name, get_baseline) -> None:
-    """This test decodes fewer tokens because the interpreter is slow. `mk demo` decodes more."""
+    """Few tokens are decoded, because the interpreter is slow. `mk demo` decodes more."""
     pair = (NO_EP, "TritonExperts")
     skip_if_refused(pair)
-    base = get_baseline(name)
-    row = demo.compare_with_baseline(base, register(*pair), name, demo.decode_greedily(base, 6))
+    baseline = get_baseline(name)
+    row = demo.compare_with_baseline(
+        baseline, register(*pair), name, demo.decode_greedily(baseline, 6)
+    )
     assert row.ok, row
     assert row.equal_tokens == row.decoded_tokens == 6
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_replayed_routing_equals_that_of_the_float32_model(name, get_baseline) -> None:
-    """The routers select the same experts in float32 as in float64. Replaying the routing therefore
-    hides no error.
-    """
-    base, recorder = get_baseline(name), demo.RoutingRecorder()
-    with recorder.record(base.model):
-        demo.compute_logits(base.model, base.ids)
-    assert recorder.by_module.keys() == base.routing.by_module.keys() != set()
+    """Routers select the same experts in float32 and in float64, so a replay hides no error."""
+    baseline, recorder = get_baseline(name), demo.RoutingRecorder()
+    with recorder.record(baseline.model):
+        demo.compute_logits(baseline.model, baseline.ids)
+    assert recorder.by_module.keys() == baseline.routing.by_module.keys() != set()
     for module, (ids, _) in recorder.by_module.items():
-        assert torch.equal(ids, base.routing.by_module[module][0])
+        assert torch.equal(ids, baseline.routing.by_module[module][0])
 
 
 class GateUpSwapped(TorchExperts):
-    """A defective part that uses the gate rows of w1 as up rows, and the reverse."""
+    """A defective part that uses the gate rows of w1 as up rows, and vice versa."""
 
     def apply(self, tokens, *, weights, workspace, output) -> None:
         interleaved = self.problem.act.interleaved
@@ -125,17 +123,19 @@ class SlotsSwapped(TorchExperts):
         output.copy_(output.roll(1, dims=1))
 
 
-MUTANTS = (GateUpSwapped, LastTokenDropped, ExpertDropped, SlotsSwapped)
+DEFECTIVE_PARTS = (GateUpSwapped, LastTokenDropped, ExpertDropped, SlotsSwapped)
 
 
 @pytest.mark.share(4)
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("mutant", DEFECTIVE_PARTS, ids=lambda cls: cls.__name__)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_bound_detects_a_defective_kernel(name, dtype, mutant, get_baseline) -> None:
-    base = get_baseline(name, dtype)
-    expected = demo.decode_greedily(base)
-    row = demo.compare_with_baseline(base, register(NO_EP, mutant, name="mutant"), name, expected)
+    baseline = get_baseline(name, dtype)
+    expected = demo.decode_greedily(baseline)
+    row = demo.compare_with_baseline(
+        baseline, register(NO_EP, mutant, name="mutant"), name, expected
+    )
     assert row.difference > 2 * row.bound
     assert row.equal_tokens < row.decoded_tokens
     assert not row.ok
@@ -158,11 +158,11 @@ def test_from_config_and_from_pretrained_accept_the_name(tmp_path) -> None:
 
 
 def test_each_name_runs_its_own_pairing(get_baseline) -> None:
-    base = get_baseline("mixtral")
+    baseline = get_baseline("mixtral")
     contiguous = register(NO_EP, "TorchExperts", name="one")
     batched = register("BatchedPrepareAndFinalize", "NaiveBatchedExperts", name="two")
     for name in (contiguous, batched):
-        demo.compare_with_baseline(base, name, "mixtral", None)
+        demo.compare_with_baseline(baseline, name, "mixtral", None)
     assert {kernel.pairing for kernel in registration("one").kernels.values()} == {
         f"{NO_EP} x TorchExperts"
     }
@@ -171,11 +171,11 @@ def test_each_name_runs_its_own_pairing(get_baseline) -> None:
 
 
 def test_switching_back_to_eager_restores_the_model(get_baseline) -> None:
-    base = get_baseline("gpt_oss")
-    before = demo.compute_logits(base.model, base.ids)
-    demo.compare_with_baseline(base, register(NO_EP, "TorchExperts"), "gpt_oss", None)
-    assert base.model.config._experts_implementation == "eager"
-    assert torch.equal(demo.compute_logits(base.model, base.ids), before)
+    baseline = get_baseline("gpt_oss")
+    before = demo.compute_logits(baseline.model, baseline.ids)
+    demo.compare_with_baseline(baseline, register(NO_EP, "TorchExperts"), "gpt_oss", None)
+    assert baseline.model.config._experts_implementation == "eager"
+    assert torch.equal(demo.compute_logits(baseline.model, baseline.ids), before)
 
 
 # --------------------------------------------------------------------------------- the command
@@ -188,49 +188,53 @@ def test_demo_fails_if_a_row_fails(monkeypatch, capsys) -> None:
     rates = {"transformers' eager": 2000.0}
     monkeypatch.setattr(demo, "_measure_rates", lambda *_: rates)
 
-    good = demo.DemoRow("m", "float32", "a x b", 1.0, 1.0, 64, 64, 0.0)
-    layer = demo.CheckpointRow("m", "awq", "int4_w4a16_group", "a x b", 1e-2, 1e-2, 64, 0.0)
-    bad = (
-        ([replace(good, difference=1.1)], [layer]),
-        ([good, replace(good, equal_tokens=63)], [layer]),
-        ([replace(good, difference=float("nan"))], [layer]),
-        ([replace(good, pairing="")], [layer]),
-        ([good], [layer, replace(layer, pairing="a x c", error=1.1e-2)]),
-        ([good], [replace(layer, error=float("nan"))]),
-        ([good], []),
-        ([], [layer]),
+    row = demo.DemoRow("m", "float32", "a x b", 1.0, 1.0, 64, 64, 0.0)
+    checkpoint_row = demo.CheckpointRow(
+        "m", "awq", "int4_w4a16_group", "a x b", 1e-2, 1e-2, 64, 0.0
     )
-    for rows, packed in bad:
+    failing_reports = (
+        ([replace(row, difference=1.1)], [checkpoint_row]),
+        ([row, replace(row, equal_tokens=63)], [checkpoint_row]),
+        ([replace(row, difference=float("nan"))], [checkpoint_row]),
+        ([replace(row, pairing="")], [checkpoint_row]),
+        ([row], [checkpoint_row, replace(checkpoint_row, pairing="a x c", error=1.1e-2)]),
+        ([row], [replace(checkpoint_row, error=float("nan"))]),
+        ([row], []),
+        ([], [checkpoint_row]),
+    )
+    for rows, checkpoint_rows in failing_reports:
         monkeypatch.setattr(demo, "_run_models", lambda *a, rows=rows, **k: iter(rows))
-        monkeypatch.setattr(demo, "_run_checkpoints", lambda *a, packed=packed, **k: iter(packed))
+        monkeypatch.setattr(
+            demo, "_run_checkpoints", lambda *a, rows=checkpoint_rows, **k: iter(rows)
+        )
         with pytest.raises(Exit) as caught:
             demo.demo()
         assert caught.value.exit_code == 1
-        assert ("FAILED" in capsys.readouterr().out) is bool(rows and packed)
+        assert ("FAILED" in capsys.readouterr().out) is bool(rows and checkpoint_rows)
     pairings = [" x ".join(pair) for pair in demo.PAIRINGS]
-    shown_rows = [replace(good, pairing=pairing) for pairing in pairings]
-    packed = [replace(layer, pairing=pairing) for pairing in pairings[:2]]
-    monkeypatch.setattr(demo, "_run_models", lambda *a, **k: iter(shown_rows))
-    monkeypatch.setattr(demo, "_run_checkpoints", lambda *a, **k: iter(packed))
+    rows = [replace(row, pairing=pairing) for pairing in pairings]
+    checkpoint_rows = [replace(checkpoint_row, pairing=pairing) for pairing in pairings[:2]]
+    monkeypatch.setattr(demo, "_run_models", lambda *a, **k: iter(rows))
+    monkeypatch.setattr(demo, "_run_checkpoints", lambda *a, **k: iter(checkpoint_rows))
     capsys.readouterr()
     demo.demo()
-    shown = capsys.readouterr().out
-    assert "4 of 4 runs agree with transformers' own experts" in shown
-    assert "2 of 2 quantized layers agree with float64" in shown
-    assert "256 of 256 greedily decoded tokens are equal" in shown
-    assert f"transformers' eager {2000:,}" in shown
-    assert [line.split()[:2] for line in shown.splitlines()[-3:]] == [
+    output = capsys.readouterr().out
+    assert "4 of 4 runs agree with transformers' own experts" in output
+    assert "2 of 2 quantized layers agree with float64" in output
+    assert "256 of 256 greedily decoded tokens are equal" in output
+    assert f"transformers' eager {2000:,}" in output
+    assert [line.split()[:2] for line in output.splitlines()[-3:]] == [
         ["mk", "check"],
         ["mk", "test"],
         ["mk", "compose"],
     ]
-    assert len(shown.splitlines()) <= 24
+    assert len(output.splitlines()) <= 24
 
 
 @pytest.mark.share(2)
 @pytest.mark.slow
 def test_demo_runs_in_one_dtype() -> None:
-    """Run the whole command in a new process."""
+    """The command runs in a new process."""
     import json
 
     command = [sys.executable, "-m", "modular_kernel", "demo", "--dtype", "bfloat16", "--json"]

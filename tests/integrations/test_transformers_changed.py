@@ -1,8 +1,7 @@
-"""An experts module may change between calls. The next call, eager or compiled, uses the changed
-module.
+"""The call after a change of an experts module, eager or compiled, uses the changed module.
 
-Each change is made after a first call. Afterwards the module computes the same as a new module in
-the changed state, or raises a typed error.
+Each change is made after a first call. The next call returns the output of transformers' own
+experts in the changed state, or raises a typed error.
 """
 
 import copy
@@ -28,7 +27,7 @@ E, H, I, K = 5, 32, 24, 2  # noqa: E741
 
 @use_experts_implementation
 class Experts(torch.nn.Module):
-    """An experts module like that of most model families."""
+    """An experts module with the parameters and activation of most model families."""
 
     def __init__(self, config) -> None:
         super().__init__()
@@ -43,28 +42,30 @@ class Experts(torch.nn.Module):
         raise AssertionError("not dispatched")
 
 
-def experts() -> torch.nn.Module:
+def make_experts() -> torch.nn.Module:
     return Experts(SimpleNamespace(_experts_implementation=register(*OURS))).eval()
 
 
-def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def make_inputs(
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(7, H, generator=generator)
     values, ids = torch.randn(7, E, generator=generator).topk(K)
     return x.to(DEVICE, dtype), ids.to(DEVICE), values.softmax(-1).to(DEVICE)
 
 
-def gelu_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+def apply_gelu_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.gelu(gate) * up
 
 
-def interleaved_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+def apply_interleaved_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate_up[..., ::2]) * gate_up[..., 1::2]
 
 
-def unbound_gate(gate_up: torch.Tensor) -> torch.Tensor:
-    return gelu_gate(None, gate_up)
+def apply_unbound_gelu_gate(gate_up: torch.Tensor) -> torch.Tensor:
+    return apply_gelu_gate(None, gate_up)
 
 
 def replace_parameter(module: torch.nn.Module, name: str, change: Callable) -> None:
@@ -77,7 +78,7 @@ def replace_data(module: torch.nn.Module, name: str, change: Callable) -> None:
 
 
 def transpose_weights(module: torch.nn.Module) -> None:
-    """Store the same values transposed."""
+    """Store the same values with the last two dimensions exchanged."""
     for name in ("gate_up_proj", "down_proj"):
         replace_parameter(module, name, lambda tensor: tensor.transpose(1, 2).contiguous())
     module.is_transposed = True
@@ -95,12 +96,12 @@ def halve_intermediate_size(module: torch.nn.Module) -> None:
 
 
 def exchange_class(module: torch.nn.Module) -> None:
-    module.__class__ = type("Other", (Experts,), {"_apply_gate": interleaved_gate})
+    module.__class__ = type("Other", (Experts,), {"_apply_gate": apply_interleaved_gate})
 
 
 CHANGES = {
-    "gate: a method": lambda m: setattr(m, "_apply_gate", types.MethodType(gelu_gate, m)),
-    "gate: a function": lambda m: setattr(m, "_apply_gate", unbound_gate),
+    "gate: a method": lambda m: setattr(m, "_apply_gate", types.MethodType(apply_gelu_gate, m)),
+    "gate: a function": lambda m: setattr(m, "_apply_gate", apply_unbound_gelu_gate),
     "class": exchange_class,
     "act_fn: a module": lambda m: setattr(m, "act_fn", torch.nn.GELU()),
     "act_fn: a function": lambda m: (
@@ -120,40 +121,42 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_next_call_uses_the_changed_module(change, compiled) -> None:
     torch.compiler.reset()
-    module, arguments = experts(), inputs()
+    module, arguments = make_experts(), make_inputs()
     run = torch.compile(module, backend="eager", fullgraph=True) if compiled else module
     with torch.no_grad():
         before = run(*arguments)
         CHANGES[change](module)
-        after, want = run(*arguments), reference(module, arguments)
+        after, expected = run(*arguments), compute_reference(module, arguments)
     assert after.shape == before.shape
     assert change == "transposed" or not torch.allclose(after, before, atol=1e-3)
-    assert torch.allclose(after, want, atol=2e-6)
+    assert torch.allclose(after, expected, atol=2e-6)
 
 
-def reference(module, arguments) -> torch.Tensor:
-    """Return what transformers' own implementation computes for the module in its current state."""
-    copied = copy.copy(module)
-    copied.config = SimpleNamespace(_experts_implementation="batched_mm")
+def compute_reference(module, arguments) -> torch.Tensor:
+    """Return the output of transformers' own implementation for the current state of the module."""
+    reference_module = copy.copy(module)
+    reference_module.config = SimpleNamespace(_experts_implementation="batched_mm")
     if "_apply_gate" in vars(module) and isinstance(module._apply_gate, types.MethodType):
-        copied._apply_gate = types.MethodType(module._apply_gate.__func__, copied)
-    return copied(*arguments)
+        reference_module._apply_gate = types.MethodType(
+            module._apply_gate.__func__, reference_module
+        )
+    return reference_module(*arguments)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_module_can_change_its_dtype(compiled) -> None:
     torch.compiler.reset()
-    module = experts()
+    module = make_experts()
     run = torch.compile(module, backend="eager", fullgraph=True) if compiled else module
     with torch.no_grad():
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float32):
             module.to(dtype)
-            x, ids, scores = inputs(dtype)
+            x, ids, scores = make_inputs(dtype)
             after = run(x, ids, scores)
             assert after.dtype is dtype
-            exact = copy.deepcopy(module).double()
-            want = reference(exact, (x.double(), ids, scores.double()))
-            assert (after.double() - want).norm() / want.norm() <= 1e-2
+            float64_module = copy.deepcopy(module).double()
+            expected = compute_reference(float64_module, (x.double(), ids, scores.double()))
+            assert (after.double() - expected).norm() / expected.norm() <= 1e-2
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -163,24 +166,24 @@ def test_gradients_can_be_enabled_and_disabled(compiled) -> None:
             "torch 2.11 keeps a graph, of a Linear too, if requires_grad of a weight changes"
         )
     torch.compiler.reset()
-    module, (x, ids, scores) = experts().requires_grad_(False), inputs()
+    module, (x, ids, scores) = make_experts().requires_grad_(False), make_inputs()
     run = torch.compile(module, backend="aot_eager", fullgraph=True) if compiled else module
-    for required in (False, True, False):
-        module.down_proj.requires_grad_(required)
+    for requires_grad in (False, True, False):
+        module.down_proj.requires_grad_(requires_grad)
         module.down_proj.grad = None
         out = run(x, ids, scores)
-        assert out.requires_grad is required
-        if required:
+        assert out.requires_grad is requires_grad
+        if requires_grad:
             out.sum().backward()
-            want = copy.deepcopy(module)
-            reference(want, (x, ids, scores)).sum().backward()
-            assert torch.allclose(module.down_proj.grad, want.down_proj.grad, atol=1e-5)
+            reference_module = copy.deepcopy(module)
+            compute_reference(reference_module, (x, ids, scores)).sum().backward()
+            assert torch.allclose(module.down_proj.grad, reference_module.down_proj.grad, atol=1e-5)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_changed_implementation_or_pairing_takes_effect(compiled) -> None:
     torch.compiler.reset()
-    module, arguments = experts(), inputs()
+    module, arguments = make_experts(), make_inputs()
     name = register("MoEPrepareAndFinalizeNoEP", "TorchExperts", name="changed")
     module.config._experts_implementation = name
     run = torch.compile(module, backend="eager") if compiled else module
@@ -200,7 +203,7 @@ def set_attribute(name: str, value: object) -> Callable:
     return lambda module: setattr(module, name, value)
 
 
-# Change -> the error message.
+# The change and the error message, by name.
 CONTRADICTIONS = {
     "is_transposed without transposed weights": (
         set_attribute("is_transposed", True),
@@ -227,7 +230,7 @@ CONTRADICTIONS = {
 @pytest.mark.parametrize("change", CONTRADICTIONS)
 def test_inconsistent_changes_are_refused(change, compiled) -> None:
     torch.compiler.reset()
-    module, arguments = experts(), inputs()
+    module, arguments = make_experts(), make_inputs()
     run = torch.compile(module, backend="eager") if compiled else module
     apply_change, match = CONTRADICTIONS[change]
     with torch.no_grad():

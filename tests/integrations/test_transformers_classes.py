@@ -1,6 +1,4 @@
-"""Every experts class of the installed transformers computes the correct result, or is refused by
-name.
-"""
+"""Every experts class of the installed transformers is computed correctly, or refused by name."""
 
 import copy
 import sys
@@ -37,18 +35,19 @@ def test_classes_equal_transformers_or_are_refused(name) -> None:
     experts, generator = make_experts(cls), torch.Generator().manual_seed(1)
     x = torch.randn(11, H, generator=generator)
     values, ids = torch.randn(11, E, generator=generator).topk(K)
-    scores, ours = values.softmax(-1), register("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+    scores = values.softmax(-1)
+    implementation = register("MoEPrepareAndFinalizeNoEP", "TorchExperts")
     with torch.no_grad():
-        exact = copy.deepcopy(experts).double()
-        exact.config = Config()
-        exact.config._experts_implementation = "batched_mm"
-        want = exact(x.double(), ids, scores.double())
-        experts.config._experts_implementation = ours
+        float64_experts = copy.deepcopy(experts).double()
+        float64_experts.config = Config()
+        float64_experts.config._experts_implementation = "batched_mm"
+        expected = float64_experts(x.double(), ids, scores.double())
+        experts.config._experts_implementation = implementation
         if name in REFUSED:
             with pytest.raises(UnsupportedError, match=REFUSED[name]):
                 experts(x, ids, scores)
             return
         got = experts(x, ids, scores)
-    error = (got.double() - want).norm() / want.norm()
-    assert registration(ours).kernels
+    error = (got.double() - expected).norm() / expected.norm()
+    assert registration(implementation).kernels
     assert error <= 2e-6

@@ -1,6 +1,4 @@
-"""FP8Experts of transformers are used in place. The cases have block scales, partial blocks,
-power-of-two scales, or one scale.
-"""
+"""FP8Experts of transformers run without copies of their weights, for every kind of scales."""
 
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -26,7 +24,7 @@ E, H, I, K, B = 4, 64, 64, 2, 32  # noqa: E741
 FP8 = torch.float8_e4m3fn
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
-# Case -> intermediate size, and the options of the module.
+# The intermediate size and the options of the module, by case.
 CASES: "dict[str, tuple[int, dict[str, object]]]" = {
     "blocks": (I, {}),
     "ragged": (48, {}),
@@ -39,55 +37,59 @@ CASES: "dict[str, tuple[int, dict[str, object]]]" = {
     "softcapped": (I, {"mlp_gate_softcap": 2.0, "mlp_up_softcap": 1.0}),
     "float4": (I, {"expert_dtype": "fp4", "scale_fmt": "ue8m0"}),
 }
-CONFIG = ("hidden_act", "swiglu_limit", "mlp_gate_softcap", "mlp_up_softcap")
+CONFIG_KEYS = ("hidden_act", "swiglu_limit", "mlp_gate_softcap", "mlp_up_softcap")
 
 
 def make_module(case: str) -> torch.nn.Module:
-    """Return a module as it is after loading. Each projection has separate scales from a
-    checkpoint.
-    """
+    """Return a module as after loading, with separate scales for the gate and the up projection."""
     intermediate, options = CASES[case]
     config = SimpleNamespace(
         hidden_size=H, num_local_experts=E, intermediate_size=intermediate, hidden_act="silu",
-        _experts_implementation="eager", **{k: v for k, v in options.items() if k in CONFIG and
+        _experts_implementation="eager", **{k: v for k, v in options.items() if k in CONFIG_KEYS and
         k != "hidden_act"},
     )  # fmt: skip
     config.hidden_act = options.get("hidden_act", "silu")
-    module_options = {"block_size": (B, B), **{k: v for k, v in options.items() if k not in CONFIG}}
-    gate = module_options.get("has_gate", True)
-    decorated = use_experts_implementation(
+    module_options = {
+        "block_size": (B, B),
+        **{k: v for k, v in options.items() if k not in CONFIG_KEYS},
+    }
+    has_gate = module_options.get("has_gate", True)
+    experts_class = use_experts_implementation(
         type("FP8Experts", (FP8Experts,), {}),
         experts_interface=ALL_FP8_EXPERTS_FUNCTIONS,
-        has_gate=gate,
+        has_gate=has_gate,
     )
-    module = decorated(config, **module_options).requires_grad_(False).eval()
+    module = experts_class(config, **module_options).requires_grad_(False).eval()
     generator = torch.Generator().manual_seed(0)
-    for name, projections in (("gate_up_proj" if gate else "up_proj", 1 + gate), ("down_proj", 1)):
+    for name, projections in (
+        ("gate_up_proj" if has_gate else "up_proj", 1 + has_gate),
+        ("down_proj", 1),
+    ):
         weight = getattr(module, name)
         scale_name = f"{name}_scale_inv"
         scale = getattr(module, scale_name)
         if weight.dtype is torch.int8:
             codes = torch.randint(-128, 128, weight.shape, generator=generator).to(torch.int8)
-            setattr(module, name, parameter(codes))
+            setattr(module, name, make_parameter(codes))
             scale = torch.randn(scale.shape, generator=generator).exp2() / 20
         else:
             values = torch.randn(weight.shape, generator=generator) * 100
-            setattr(module, name, parameter(values.to(FP8)))
+            setattr(module, name, make_parameter(values.to(FP8)))
             rows = weight.shape[1] // projections
             tiles = -(-rows // B) if module_options["block_size"] else 1
             shape = (E, projections * tiles, scale.shape[2])
             scale = torch.randn(shape, generator=generator).exp2() / 500
         dtype = getattr(module, scale_name).dtype
-        setattr(module, scale_name, parameter(scale.to(dtype)))
+        setattr(module, scale_name, make_parameter(scale.to(dtype)))
     return module.to(DEVICE)
 
 
-def parameter(value: torch.Tensor) -> torch.nn.Parameter:
+def make_parameter(value: torch.Tensor) -> torch.nn.Parameter:
     return torch.nn.Parameter(value, requires_grad=False)
 
 
-def dequantized(module: torch.nn.Module, name: str, projections: int) -> torch.Tensor:
-    """Return (e, N, K) in float64, by definition."""
+def dequantize(module: torch.nn.Module, name: str, projections: int) -> torch.Tensor:
+    """Return dequantized weights (e, N, K) in float64, by the definition of the format."""
     weight = getattr(module, name)
     scale = getattr(module, f"{name}_scale_inv").float().double()
     if weight.dtype is torch.int8:
@@ -95,38 +97,39 @@ def dequantized(module: torch.nn.Module, name: str, projections: int) -> torch.T
         values = torch.stack([byte & 15, byte >> 4], -1).flatten(2)
         return E2M1.double().to(weight.device)[values] * scale.repeat_interleave(32, 2)
     e, rows, depth = weight.shape
-    high, wide = (B, B) if module.block_size else (rows, depth)
-    each = rows // projections
-    parts = []
-    for part in scale.chunk(projections, 1):
-        spread = part.repeat_interleave(high, 1)[:, :each].repeat_interleave(wide, 2)[:, :, :depth]
-        parts.append(spread.expand(e, each, depth))
-    return weight.double() * torch.cat(parts, 1)
+    block_n, block_k = (B, B) if module.block_size else (rows, depth)
+    n = rows // projections
+    expanded_scales = []
+    for projection_scale in scale.chunk(projections, 1):
+        scale_of_row = projection_scale.repeat_interleave(block_n, 1)[:, :n]
+        scale_of_value = scale_of_row.repeat_interleave(block_k, 2)[:, :, :depth]
+        expanded_scales.append(scale_of_value.expand(e, n, depth))
+    return weight.double() * torch.cat(expanded_scales, 1)
 
 
-def inputs(tokens: int, dtype=torch.bfloat16):
+def make_inputs(tokens: int, dtype=torch.bfloat16):
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, H, generator=generator).to(DEVICE, dtype)
     values, ids = torch.randn(tokens, E, generator=generator).topk(K)
     return x, ids.to(DEVICE), values.softmax(-1).to(DEVICE)
 
 
-def exact(module, x, ids, scores) -> torch.Tensor:
-    """Return the output of the layer in float64, differentiable."""
-    gate = module.has_gate
-    w1 = dequantized(module, "gate_up_proj" if gate else "up_proj", 1 + gate)
-    w2 = dequantized(module, "down_proj", 1)
+def compute_exact(module, x, ids, scores) -> torch.Tensor:
+    """Return the differentiable output of the layer in float64."""
+    has_gate = module.has_gate
+    w1 = dequantize(module, "gate_up_proj" if has_gate else "up_proj", 1 + has_gate)
+    w2 = dequantize(module, "down_proj", 1)
     rows = torch.einsum("th,tkhn->tkn", x, w1[ids].transpose(2, 3)).flatten(0, 1)
-    rows = module._apply_gate(rows) if gate else module.act_fn(rows)
+    rows = module._apply_gate(rows) if has_gate else module.act_fn(rows)
     rows = torch.einsum("tki,tkhi->tkh", rows.view(*ids.shape, -1).double(), w2[ids])
     return (rows * scores[..., None]).sum(1)
 
 
-def relative(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm())
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got.double() - expected).norm() / expected.norm())
 
 
-def bound_of(module: torch.nn.Module) -> float:
+def get_bound(module: torch.nn.Module) -> float:
     return 1e-2 if module.down_proj.dtype is torch.int8 else 8e-2
 
 
@@ -136,33 +139,33 @@ def test_modules_are_used_in_place(case, pair) -> None:
     problem = mk.Problem(tokens=16, hidden=H, intermediate=I, experts=E, top_k=K)
     if not mk.check(*pair, problem).ok:
         pytest.skip("the part does not run here")
-    module, (x, ids, scores) = make_module(case), inputs(13)
+    module, (x, ids, scores) = make_module(case), make_inputs(13)
     module.config._experts_implementation = register(*pair)
     with torch.no_grad():
         got = module(x, ids, scores)
-        want = exact(module, x.double(), ids, scores.double())
-        assert relative(got, want) <= bound_of(module)
-        # What a loader could get wrong is seen.
+        expected = compute_exact(module, x.double(), ids, scores.double())
+        assert relative_error(got, expected) <= get_bound(module)
+        # The bound detects scales of another expert.
         scale = module.down_proj_scale_inv
         scale.copy_(scale.float().flip(0).to(scale.dtype))
-        assert relative(module(x, ids, scores), want) > 2 * bound_of(module)
+        assert relative_error(module(x, ids, scores), expected) > 2 * get_bound(module)
 
 
 def test_replaced_gate_and_up_scales_are_used() -> None:
-    module, (x, ids, scores) = make_module("ragged"), inputs(13)
+    module, (x, ids, scores) = make_module("ragged"), make_inputs(13)
     module.config._experts_implementation = register(*OURS)
     with torch.no_grad():
-        want = exact(module, x.double(), ids, scores.double())
+        expected = compute_exact(module, x.double(), ids, scores.double())
         scale = module.gate_up_proj_scale_inv
         scale.copy_(torch.cat(scale.chunk(2, 1)[::-1], 1))
-        assert relative(module(x, ids, scores), want) > 8e-2
+        assert relative_error(module(x, ids, scores), expected) > 8e-2
 
 
 def test_weights_are_not_copied() -> None:
     module = make_module("blocks")
     name = register(*OURS)
     module.config._experts_implementation = name
-    module(*inputs(4))
+    module(*make_inputs(4))
     weights = registration(name).layers[module].bound.weights
     assert weights.w1.data_ptr() == module.gate_up_proj.data_ptr()
     assert weights.w2_scale.data_ptr() == module.down_proj_scale_inv.data_ptr()
@@ -171,7 +174,7 @@ def test_weights_are_not_copied() -> None:
 @pytest.mark.parametrize("case", ["blocks", "ragged_power_of_two", "float4"])
 def test_a_module_is_one_operator_of_a_graph(case) -> None:
     torch.compiler.reset()
-    module, arguments = make_module(case), inputs(9)
+    module, arguments = make_module(case), make_inputs(9)
     module.config._experts_implementation = register(*OURS)
     with torch.no_grad():
         compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
@@ -181,20 +184,19 @@ def test_a_module_is_one_operator_of_a_graph(case) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("case", ["blocks", "ragged_power_of_two"])
 def test_scales_changed_between_calls_are_used(case, compiled) -> None:
-    """Scales that are replaced, written, or have another block size, which contradicts the
-    weights."""
+    """Replaced and written scales are used. A block size that contradicts the scales is refused."""
     torch.compiler.reset()
-    module, arguments = make_module(case), inputs(9)
+    module, arguments = make_module(case), make_inputs(9)
     module.config._experts_implementation = register(*OURS)
     run = torch.compile(module, backend="eager") if compiled else module
     x, ids, scores = arguments[0].double(), arguments[1], arguments[2].double()
     with torch.no_grad():
         before = run(*arguments)
         scale = module.down_proj_scale_inv
-        module.down_proj_scale_inv = parameter(scale.float().flip(0).to(scale.dtype))
+        module.down_proj_scale_inv = make_parameter(scale.float().flip(0).to(scale.dtype))
         after = run(*arguments)
-        assert relative(after, before) > 0.1
-        assert relative(after, exact(module, x, ids, scores)) <= bound_of(module)
+        assert relative_error(after, before) > 0.1
+        assert relative_error(after, compute_exact(module, x, ids, scores)) <= get_bound(module)
         module.down_proj_scale_inv.copy_(scale)
         assert torch.equal(run(*arguments), before)
         module.block_size = (2 * B, 2 * B)
@@ -205,7 +207,7 @@ def test_scales_changed_between_calls_are_used(case, compiled) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_of_inputs_and_router_weights(case, compiled) -> None:
-    module, (x, ids, scores) = make_module(case), inputs(13, torch.float32)
+    module, (x, ids, scores) = make_module(case), make_inputs(13, torch.float32)
     module.config._experts_implementation = register(*OURS)
     run = module
     if compiled:
@@ -214,22 +216,22 @@ def test_gradients_of_inputs_and_router_weights(case, compiled) -> None:
     arguments = x.requires_grad_(), scores.requires_grad_()
     weight = torch.randn(13, H, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     (run(x, ids, scores) * weight).sum().backward()
-    doubled = [tensor.detach().double().requires_grad_() for tensor in arguments]
-    (exact(module, doubled[0], ids, doubled[1]) * weight).sum().backward()
-    assert relative(arguments[0].grad, doubled[0].grad) <= bound_of(module)
-    assert relative(arguments[1].grad, doubled[1].grad) <= bound_of(module)
+    x64, scores64 = (tensor.detach().double().requires_grad_() for tensor in arguments)
+    (compute_exact(module, x64, ids, scores64) * weight).sum().backward()
+    assert relative_error(arguments[0].grad, x64.grad) <= get_bound(module)
+    assert relative_error(arguments[1].grad, scores64.grad) <= get_bound(module)
 
 
 def test_unsupported_modules_are_refused_by_name() -> None:
     module = make_module("float4")
-    module.down_proj_scale_inv = parameter(module.down_proj_scale_inv.float())
-    module.gate_up_proj_scale_inv = parameter(module.gate_up_proj_scale_inv.float())
+    module.down_proj_scale_inv = make_parameter(module.down_proj_scale_inv.float())
+    module.gate_up_proj_scale_inv = make_parameter(module.gate_up_proj_scale_inv.float())
     module.config._experts_implementation = register(*OURS)
     with pytest.raises(UnsupportedError, match="float8_e8m0fnu"):
-        module(*inputs(4))
-    refusing = register(*OURS, name="forward_only", gradients="refuse")
+        module(*make_inputs(4))
+    forward_only = register(*OURS, name="forward_only", gradients="refuse")
     module = make_module("blocks")
-    module.config._experts_implementation = refusing
-    x, ids, scores = inputs(4)
+    module.config._experts_implementation = forward_only
+    x, ids, scores = make_inputs(4)
     with pytest.raises(UnsupportedError, match="gradients"):
         module(x.requires_grad_(), ids, scores)

@@ -1,6 +1,4 @@
-"""Calls that need gradients return the same gradients as transformers' grouped_mm, or are
-refused.
-"""
+"""Calls that need gradients have the gradients of transformers' grouped_mm, or are refused."""
 
 import copy
 from importlib.util import find_spec
@@ -26,53 +24,55 @@ def make_model(name: str, implementation: str) -> torch.nn.Module:
     return model
 
 
-def gradients(model: torch.nn.Module) -> "dict[str, torch.Tensor]":
+def compute_gradients(model: torch.nn.Module) -> "dict[str, torch.Tensor]":
     ids = torch.arange(24, device=DEVICE).reshape(2, 12)
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_equal_gradients(got: "dict[str, torch.Tensor]", want: "dict[str, torch.Tensor]") -> None:
-    assert got.keys() == want.keys() != set()
+def assert_equal_gradients(
+    got: "dict[str, torch.Tensor]", expected: "dict[str, torch.Tensor]"
+) -> None:
+    assert got.keys() == expected.keys() != set()
     for name, gradient in got.items():
-        assert (gradient - want[name]).abs().max() <= 1e-7, name
+        assert (gradient - expected[name]).abs().max() <= 1e-7, name
 
 
 @pytest.mark.parametrize("checkpointing", [None, True, False])
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_gradients_equal_those_of_grouped_mm(name, checkpointing) -> None:
-    results = []
+    gradients_by_implementation = []
     for implementation in (register(*OURS), "grouped_mm"):
         model = make_model(name, implementation).train()
         if checkpointing is not None:
             model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
             model.enable_input_require_grads()
-        results.append(gradients(model))
-    assert_equal_gradients(*results)
-    assert len(results[0]) == len(list(model.parameters()))
+        gradients_by_implementation.append(compute_gradients(model))
+    assert_equal_gradients(*gradients_by_implementation)
+    assert len(gradients_by_implementation[0]) == len(list(model.parameters()))
 
 
 @pytest.mark.parametrize("trained", ["self_attn.q_proj", "mlp.gate", "down_proj"])
 def test_trained_parameters_get_gradients(trained) -> None:
     """The model is in eval mode, and the experts may be frozen."""
-    results = []
+    gradients_by_implementation = []
     for implementation in (register(*OURS), "grouped_mm"):
         model = make_model("mixtral", implementation)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(trained in name)
-        results.append(gradients(model))
-    assert_equal_gradients(*results)
+        gradients_by_implementation.append(compute_gradients(model))
+    assert_equal_gradients(*gradients_by_implementation)
 
 
-def exact_gradients(name: str) -> "dict[str, torch.Tensor]":
+def compute_exact_gradients(name: str) -> "dict[str, torch.Tensor]":
     """Return the gradients of transformers' eager experts in float64."""
-    return gradients(make_model(name, "eager").double())
+    return compute_gradients(make_model(name, "eager").double())
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_kernels_run_in_eval_mode_and_have_gradients(name, compiled) -> None:
-    """Grad mode is on, as in `model.eval(); model(ids)`. A backward pass may follow or not."""
+    """Grad mode is on, as in `model.eval(); model(ids)`. A backward pass may or may not follow."""
     torch.compiler.reset()
     implementation = register(*OURS, name="ours")
     kernels = registration(implementation).kernels
@@ -80,35 +80,36 @@ def test_kernels_run_in_eval_mode_and_have_gradients(name, compiled) -> None:
     model = make_model(name, implementation)
     if compiled:
         model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
-    got = gradients(model)
+    got = compute_gradients(model)
     assert kernels
-    want, own_gradients = exact_gradients(name), gradients(make_model(name, "eager"))
-    assert got.keys() == want.keys() == own_gradients.keys()
-    for parameter, exact in want.items():
+    expected = compute_exact_gradients(name)
+    eager_gradients = compute_gradients(make_model(name, "eager"))
+    assert got.keys() == expected.keys() == eager_gradients.keys()
+    for parameter, exact in expected.items():
         error = (got[parameter].double() - exact).norm()
-        # The rule of `mk demo`: twice the error of transformers' own experts and one rounding.
-        bound = 2 * (own_gradients[parameter].double() - exact).norm()
+        # As in `mk demo`, the bound is twice the error of transformers' experts plus one rounding.
+        bound = 2 * (eager_gradients[parameter].double() - exact).norm()
         assert error <= bound + torch.finfo(torch.float32).eps * exact.norm(), parameter
 
 
 def test_frozen_parameters_get_no_gradients() -> None:
     """The other parameters get the same gradients as in a model without frozen parameters."""
     implementation = register(*OURS, name="ours")
-    all_gradients = gradients(make_model("gpt_oss", implementation))
+    all_gradients = compute_gradients(make_model("gpt_oss", implementation))
     model = make_model("gpt_oss", implementation)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.endswith(("gate_up_proj", "down_proj_bias")))
-    some = gradients(model)
-    assert some.keys() == {
+    trained_gradients = compute_gradients(model)
+    assert trained_gradients.keys() == {
         n for n in all_gradients if n.endswith(("gate_up_proj", "down_proj_bias"))
     }
-    assert all(torch.equal(each, all_gradients[name]) for name, each in some.items())
+    assert all(
+        torch.equal(gradient, all_gradients[name]) for name, gradient in trained_gradients.items()
+    )
 
 
 def test_kernels_run_if_no_gradients_are_needed() -> None:
-    """The kernels run if grad mode is on. They do not run in a forward pass that a checkpoint will
-    recompute.
-    """
+    """Kernels run also in grad mode, but not in a forward pass that a checkpoint will recompute."""
     name = register(*OURS, name="ours")
     model = make_model("mixtral", name).requires_grad_(False)
     ids = torch.arange(8, device=DEVICE)[None]
@@ -123,7 +124,7 @@ def test_kernels_run_if_no_gradients_are_needed() -> None:
 
 def test_weights_computed_from_leaves_get_gradients() -> None:
     """An adapter computes weights from leaves that are not in `parameters()`."""
-    results = []
+    gradients_by_implementation = []
     for implementation in (register(*OURS), "grouped_mm"):
         model = copy.deepcopy(make_model("mixtral", implementation)).requires_grad_(False)
         experts = model.model.layers[1].mlp.experts
@@ -132,8 +133,8 @@ def test_weights_computed_from_leaves_get_gradients() -> None:
         experts.__dict__["down_proj"] = weight * scale
         ids = torch.arange(8, device=DEVICE)[None]
         model(input_ids=ids).logits.square().mean().backward()
-        results.append({"scale": scale.grad})
-    assert_equal_gradients(*results)
+        gradients_by_implementation.append({"scale": scale.grad})
+    assert_equal_gradients(*gradients_by_implementation)
 
 
 def test_compiled_training_steps_are_one_graph() -> None:

@@ -30,7 +30,7 @@ assert registration().pairing_text == "MoEPrepareAndFinalizeNoEP x {}"
 """
 
 
-def run(*lines: str) -> "subprocess.CompletedProcess[str]":
+def run_python(*lines: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-c", "\n".join(lines)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -47,12 +47,12 @@ def run(*lines: str) -> "subprocess.CompletedProcess[str]":
     ids=["before", "after", "after its models", "the integration", "by a model"],
 )
 def test_importing_the_package_is_sufficient(lines) -> None:
-    result = run(*lines, MODEL, CHECK_PAIRING.format("default"))
+    result = run_python(*lines, MODEL, CHECK_PAIRING.format("default"))
     assert result.returncode == 0, result.stderr
 
 
 def test_a_previously_registered_pairing_is_kept() -> None:
-    result = run(
+    result = run_python(
         "import modular_kernel",
         REGISTER_TORCH,
         TRANSFORMERS,
@@ -63,6 +63,6 @@ def test_a_previously_registered_pairing_is_kept() -> None:
 
 
 def test_without_the_import_transformers_reports_an_unknown_implementation() -> None:
-    result = run(TRANSFORMERS, MODEL)
+    result = run_python(TRANSFORMERS, MODEL)
     assert result.returncode == 1
     assert 'experts_implementation="modular_kernel"` is not supported' in result.stderr

@@ -1,5 +1,5 @@
-"""Models of transformers whose layers have different formats, and files that contain layers the
-model does not have.
+"""Models of transformers whose layers have different formats, and files with layers that the model
+does not have.
 """
 
 import json
@@ -34,8 +34,8 @@ assert AWQ is not None
 
 
 @dataclass(frozen=True)
-class Written:
-    """A checkpoint, and a float64 model of the values that it represents."""
+class WrittenCheckpoint:
+    """The folder of a checkpoint, and a float64 model with the checkpoint's dequantized values."""
 
     folder: Path
     exact: Any
@@ -50,11 +50,14 @@ def write(
     attention: dict[int, str] | None = None,
     extra: dict[int, str] | None = None,
     **options: Any,
-) -> Written:
+) -> WrittenCheckpoint:
     """Write a small model.
 
-    The experts of each layer have a format of `kinds`, and o_proj has one of `attention`. `extra`
-    contains the formats of experts in layers that the model does not have.
+    Args:
+        kinds: format of the experts, by layer.
+        quantization: quantization_config of the checkpoint.
+        attention: format of o_proj, by layer. The others are unquantized.
+        extra: format of the experts, by layer, in layers that the model does not have.
     """
     sizes = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
     sizes["moe_intermediate_size"] = INTERMEDIATE
@@ -72,9 +75,9 @@ def write(
         prefix = f"model.layers.{layer}."
         stored_tensors |= published.names(prefix, stored)
         if layer in kinds:
-            parts = {part: [as_float(matrix) for matrix in getattr(stored, part)]
-                     for part in ("gate", "up", "down")}  # fmt: skip
-            exact |= published.names(prefix, samples.LayerMatrices(**parts))
+            matrices = {name: [dequantize(matrix) for matrix in getattr(stored, name)]
+                        for name in ("gate", "up", "down")}  # fmt: skip
+            exact |= published.names(prefix, samples.LayerMatrices(**matrices))
         else:
             stored_tensors[f"{prefix}enorm.weight"] = torch.ones(HIDDEN)
     for layer, kind in (attention or {}).items():
@@ -93,50 +96,52 @@ def write(
         (path / "config.json").write_text(json.dumps(layer_config))
         content = {name: tensor.contiguous() for name, tensor in content.items()}
         save_file(content, path / "model.safetensors", {"format": "pt"})
-    loaded = AutoModelForCausalLM.from_pretrained(exact_folder, dtype=torch.float32).double().eval()
-    loaded.set_experts_implementation("batched_mm")
-    return Written(folder, loaded.to(DEVICE))
+    model = AutoModelForCausalLM.from_pretrained(exact_folder, dtype=torch.float32).double().eval()
+    model.set_experts_implementation("batched_mm")
+    return WrittenCheckpoint(folder, model.to(DEVICE))
 
 
-def as_float(stored: StoredMatrix) -> StoredMatrix:
+def dequantize(stored: StoredMatrix) -> StoredMatrix:
     return StoredMatrix({"weight": stored.values.float()}, stored.values)
 
 
-def modules(model: torch.nn.Module) -> list[Any]:
+def list_experts_modules(model: torch.nn.Module) -> list[Any]:
     return [module for module in model.modules() if is_dispatched(module)]
 
 
-def errors(model: torch.nn.Module, exact: torch.nn.Module) -> list[float]:
-    """Return the relative error of each experts module, with the same routing."""
+def measure_errors(model: torch.nn.Module, exact: torch.nn.Module) -> list[float]:
+    """Return the relative error of each experts module, for the same input and routing."""
     results = []
-    for ours, theirs in zip(modules(model), modules(exact), strict=True):
+    for experts, exact_experts in zip(
+        list_experts_modules(model), list_experts_modules(exact), strict=True
+    ):
         generator = torch.Generator().manual_seed(3)
         x = torch.randn(13, HIDDEN, generator=generator).to(DEVICE, torch.bfloat16)
-        logits = torch.randn(13, theirs.num_experts, generator=generator).to(DEVICE)
+        logits = torch.randn(13, exact_experts.num_experts, generator=generator).to(DEVICE)
         values, ids = logits.topk(3)
         with torch.no_grad():
-            got = ours(x, ids, values.softmax(-1))
-            want = theirs(x.double(), ids, values.softmax(-1).double())
-        results.append(float((got.double() - want).norm() / want.norm()))
+            got = experts(x, ids, values.softmax(-1))
+            expected = exact_experts(x.double(), ids, values.softmax(-1).double())
+        results.append(float((got.double() - expected).norm() / expected.norm()))
     return results
 
 
-def loaded(folder: Path, **options: Any) -> Any:
+def load_model(folder: Path, **options: Any) -> Any:
     return from_pretrained(folder, experts_implementation=register(*OURS), device=DEVICE, **options)
 
 
-def check(written: Written, kinds: dict[int, str], model: Any = None) -> Any:
-    """Check the error of each layer, and that the whole model runs."""
-    model = model or loaded(written.folder)
-    results = errors(model, written.exact)
+def check_model(checkpoint: WrittenCheckpoint, kinds: dict[int, str], model: Any = None) -> Any:
+    """Check the error and the scheme of each layer, and the logits of the model."""
+    model = model or load_model(checkpoint.folder)
+    results = measure_errors(model, checkpoint.exact)
     for error, kind in zip(results, [kinds[layer] for layer in sorted(kinds)], strict=True):
         assert error <= CHECKPOINT_FORMATS[kind].bound, kind
-    quants = [module._mk_quant.partition(":")[0] for module in modules(model)]
+    quants = [module._mk_quant.partition(":")[0] for module in list_experts_modules(model)]
     assert quants == [CHECKPOINT_FORMATS[kinds[n]].scheme.partition(":")[0] for n in sorted(kinds)]
     ids = torch.arange(9, device=DEVICE)[None]
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits
-        exact = written.exact(input_ids=ids, use_cache=False).logits
+        exact = checkpoint.exact(input_ids=ids, use_cache=False).logits
     assert (logits.double() - exact).norm() / exact.norm() <= 0.1
     return model
 
@@ -144,15 +149,15 @@ def check(written: Written, kinds: dict[int, str], model: Any = None) -> Any:
 @pytest.mark.parametrize("name", MIXED)
 def test_each_layer_runs_in_its_own_format(name: str, tmp_path: Path) -> None:
     kinds, quantization = MIXED[name]
-    check(write(tmp_path, kinds, quantization), kinds)
+    check_model(write(tmp_path, kinds, quantization), kinds)
 
 
 @pytest.mark.parametrize(("name", "fused"), [("AWQ and bf16", 0), ("fp8, excluded layers", 1)])
 def test_unquantized_experts_may_be_in_one_tensor(name: str, fused: int, tmp_path: Path) -> None:
     kinds, quantization = MIXED[name]
-    written = write(tmp_path, kinds, quantization)
+    checkpoint = write(tmp_path, kinds, quantization)
     fuse_experts(tmp_path, fused)
-    check(written, kinds)
+    check_model(checkpoint, kinds)
 
 
 def test_other_weights_are_dequantized_by_their_own_format(tmp_path: Path) -> None:
@@ -164,9 +169,9 @@ def test_other_weights_are_dequantized_by_their_own_format(tmp_path: Path) -> No
         "targets": [*groups["group_1"]["targets"], "re:.*layers.0.self_attn.o_proj"]
     }
     config = quantization | {"config_groups": groups | {"group_2": attention_group}}
-    written = write(tmp_path, kinds, config, attention=attention)
-    model = check(written, kinds)
-    exact = dict(written.exact.named_parameters())
+    checkpoint = write(tmp_path, kinds, config, attention=attention)
+    model = check_model(checkpoint, kinds)
+    exact = dict(checkpoint.exact.named_parameters())
     for layer in kinds:
         name = f"model.layers.{layer}.self_attn.o_proj.weight"
         parameter = dict(model.named_parameters())[name]
@@ -181,7 +186,7 @@ def test_quantized_weights_that_the_config_excludes_are_refused(tmp_path: Path) 
         "need an unquantized weight, as the quantization_config"
     )
     with pytest.raises(WeightsError, match=message):
-        loaded(tmp_path)
+        load_model(tmp_path)
 
 
 def test_quantized_weights_without_scales_are_refused(tmp_path: Path) -> None:
@@ -195,19 +200,19 @@ def test_quantized_weights_without_scales_are_refused(tmp_path: Path) -> None:
         r"need a weight of int4\S+ \(awq\), as the quantization_config"
     )
     with pytest.raises(WeightsError, match=message):
-        loaded(tmp_path)
+        load_model(tmp_path)
 
 
 def test_the_config_file_of_modelopt_is_read(tmp_path: Path) -> None:
     kinds = {0: "modelopt nvfp4", 1: "bf16"}
     quantization = {"quant_algo": "NVFP4", "exclude_modules": ["model.layers.1*"]}
-    written = write(tmp_path, kinds, {})
+    checkpoint = write(tmp_path, kinds, {})
     config = json.loads((tmp_path / "config.json").read_text())
     del config["quantization_config"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     content = {"producer": {"name": "modelopt"}, "quantization": quantization}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(content))
-    check(written, kinds)
+    check_model(checkpoint, kinds)
 
 
 # ------------------------------------------------------------- layers that the model does not have
@@ -215,41 +220,39 @@ def test_the_config_file_of_modelopt_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["bf16", "awq", "deepseek fp8"])
 def test_layers_for_multi_token_prediction_are_ignored(kind: str, tmp_path: Path) -> None:
-    """The layers are ignored because of their number. Their own format would be refused."""
+    """The layers have numbers above those of the model, and a format that would be refused."""
     kinds = {1: "awq"}
-    written = write(
+    checkpoint = write(
         tmp_path, kinds, AWQ, family="deepseek_v3", extra={2: kind}, num_nextn_predict_layers=1
     )
-    model = check(written, kinds)
+    model = check_model(checkpoint, kinds)
     assert not [name for name in model.state_dict() if ".layers.2." in name]
 
 
 def test_layers_that_the_model_class_ignores_are_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The layers are ignored because of `_keys_to_ignore_on_load_unexpected`, if their number does
-    not exclude them.
-    """
+    """If the number of layers is unknown, `_keys_to_ignore_on_load_unexpected` excludes layers."""
     from modular_kernel.integrations.transformers import pretrained
 
     monkeypatch.setattr(pretrained, "_get_num_layers", lambda config: None)
     kinds = {1: "awq"}
-    written = write(tmp_path, kinds, AWQ, family="deepseek_v3", extra={61: "awq"})
-    check(written, kinds)
+    checkpoint = write(tmp_path, kinds, AWQ, family="deepseek_v3", extra={61: "awq"})
+    check_model(checkpoint, kinds)
     write(tmp_path / "other", kinds, AWQ, family="deepseek_v3", extra={60: "awq"})
     with pytest.raises(UnsupportedError, match=r"layers \[1, 60\], of which \[1\] are"):
-        loaded(tmp_path / "other")
+        load_model(tmp_path / "other")
 
 
 def test_files_may_have_more_layers_than_the_model(tmp_path: Path) -> None:
     kinds = {0: "awq", 1: "awq", 2: "awq"}
-    written = write(tmp_path, kinds, AWQ)
+    checkpoint = write(tmp_path, kinds, AWQ)
     config = AutoConfig.from_pretrained(tmp_path)
     config.num_hidden_layers, config.layer_types = 2, None
-    model = loaded(tmp_path, config=config)
-    assert len(modules(model)) == 2
-    written.exact.model.layers = written.exact.model.layers[:2]
-    assert max(errors(model, written.exact)) <= CHECKPOINT_FORMATS["awq"].bound
+    model = load_model(tmp_path, config=config)
+    assert len(list_experts_modules(model)) == 2
+    checkpoint.exact.model.layers = checkpoint.exact.model.layers[:2]
+    assert max(measure_errors(model, checkpoint.exact)) <= CHECKPOINT_FORMATS["awq"].bound
 
 
 def test_missing_layers_are_refused(tmp_path: Path) -> None:
@@ -258,11 +261,11 @@ def test_missing_layers_are_refused(tmp_path: Path) -> None:
     tensors = {name: t for name, t in load_file(path).items() if "layers.1.mlp.experts" not in name}
     save_file(tensors, path, {"format": "pt"})
     with pytest.raises(UnsupportedError, match=r"layers \[0\], of which \[0, 1\] are dispatched"):
-        loaded(tmp_path)
+        load_model(tmp_path)
 
 
 def test_partly_quantized_experts_are_refused(tmp_path: Path) -> None:
     excluded = {"modules_to_not_convert": ["model.layers.1.mlp.experts.2"]}
     write(tmp_path, {0: "awq", 1: "awq"}, AWQ | excluded)
     with pytest.raises(ConfigurationError, match=r"experts of layer 1: got int4\S+ .* and none of"):
-        loaded(tmp_path)
+        load_model(tmp_path)

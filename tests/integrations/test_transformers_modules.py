@@ -1,4 +1,4 @@
-"""Each experts module computes the same as in transformers, or is refused by name."""
+"""Each kind of experts module has the same output as in transformers, or is refused by name."""
 
 import copy
 import gc
@@ -93,10 +93,10 @@ def crashing_gate(self, gate_up):
 def make_module(
     act="silu", gate=default_gate, *, gated=True, bias=False, transposed=False, **attributes
 ) -> torch.nn.Module:
-    """Return an experts module with random weights, as a model of transformers would define it."""
+    """Return an experts module with random weights, defined as in a model of transformers."""
     generator = torch.Generator().manual_seed(0)
 
-    def weight(*shape: int) -> torch.nn.Parameter:
+    def make_weight(*shape: int) -> torch.nn.Parameter:
         fan_in = shape[-1]
         if transposed and len(shape) == 3:
             shape = (shape[0], shape[2], shape[1])
@@ -107,12 +107,13 @@ def make_module(
         def __init__(self, config) -> None:
             super().__init__()
             self.num_experts = EXPERTS
-            first, rows = ("gate_up_proj", 2) if gated else ("up_proj", 1)
-            setattr(self, first, weight(EXPERTS, rows * INTERMEDIATE, HIDDEN))
-            self.down_proj = weight(EXPERTS, HIDDEN, INTERMEDIATE)
+            w1_name, projections = ("gate_up_proj", 2) if gated else ("up_proj", 1)
+            w1_rows = projections * INTERMEDIATE
+            setattr(self, w1_name, make_weight(EXPERTS, w1_rows, HIDDEN))
+            self.down_proj = make_weight(EXPERTS, HIDDEN, INTERMEDIATE)
             if bias:
-                setattr(self, f"{first}_bias", weight(EXPERTS, rows * INTERMEDIATE))
-                self.down_proj_bias = weight(EXPERTS, HIDDEN)
+                setattr(self, f"{w1_name}_bias", make_weight(EXPERTS, w1_rows))
+                self.down_proj_bias = make_weight(EXPERTS, HIDDEN)
             self.act_fn = ACT2FN[act]
             for name, value in attributes.items():
                 setattr(self, name, value)
@@ -123,11 +124,11 @@ def make_module(
             raise AssertionError("not dispatched")
 
     flags = {"has_gate": gated, "has_bias": bias, "is_transposed": transposed}
-    decorated = use_experts_implementation(**flags)(SmallExperts)
-    return decorated(SimpleNamespace(_experts_implementation="batched_mm")).eval()
+    experts_class = use_experts_implementation(**flags)(SmallExperts)
+    return experts_class(SimpleNamespace(_experts_implementation="batched_mm")).eval()
 
 
-def inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def make_inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, HIDDEN, generator=generator)
     scores, ids = torch.randn(tokens, EXPERTS, generator=generator).topk(TOP_K)
@@ -140,19 +141,19 @@ def call(module, name, x, ids, scores) -> torch.Tensor:
         return module(x, ids, scores)
 
 
-def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
-    error = (got.double() - want).square().mean().sqrt()
-    assert error <= 1e-6 * want.square().mean().sqrt()
+def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    error = (got.double() - expected).square().mean().sqrt()
+    assert error <= 1e-6 * expected.square().mean().sqrt()
 
 
-def exact(module, x, ids, scores) -> torch.Tensor:
-    """Return what transformers' own batched implementation computes in float64."""
+def compute_exact(module, x, ids, scores) -> torch.Tensor:
+    """Return the output of transformers' own batched implementation in float64."""
     return call(copy.deepcopy(module).double(), "batched_mm", x.double(), ids, scores.double())
 
 
-OAI = {"alpha": 1.702, "limit": 0.7}
-# Case -> the expected activation, and the options of the module.
-SUPPORTED: "dict[str, tuple[str, dict[str, object]]]" = {
+OAI_OPTIONS = {"alpha": 1.702, "limit": 0.7}
+# The expected activation and the options of the module, by case.
+SUPPORTED_MODULES: "dict[str, tuple[str, dict[str, object]]]" = {
     "silu": ("silu", {}),
     "swish": ("silu", {"act": "swish"}),
     "gelu": ("gelu", {"act": "gelu"}),
@@ -162,8 +163,8 @@ SUPPORTED: "dict[str, tuple[str, dict[str, object]]]" = {
     "float32_gate": ("silu", {"gate": float32_gate}),
     "transposed": ("silu", {"transposed": True}),
     "bias": ("silu", {"bias": True}),
-    "oai": ("swiglu_oai", {"gate": oai_gate, "transposed": True, "bias": True, **OAI}),
-    "oai_in_halves": ("swiglu_oai", {"gate": oai_gate_in_halves, "bias": True, **OAI}),
+    "oai": ("swiglu_oai", {"gate": oai_gate, "transposed": True, "bias": True, **OAI_OPTIONS}),
+    "oai_in_halves": ("swiglu_oai", {"gate": oai_gate_in_halves, "bias": True, **OAI_OPTIONS}),
     "clamp_before": ("swiglu_clamp_before", {"gate": clamp_before_gate, "swiglu_limit": 0.5}),
     "clamp_after": ("swiglu_clamp_after", {"gate": clamp_after_gate, "limit": 0.5}),
     "gelu_clamped": ("gelu", {"gate": clamp_before_gate, "act": "gelu", "swiglu_limit": 0.5}),
@@ -182,14 +183,14 @@ SUPPORTED: "dict[str, tuple[str, dict[str, object]]]" = {
 
 
 @pytest.mark.parametrize("pair", CONTIGUOUS, ids=" x ".join)
-@pytest.mark.parametrize("case", SUPPORTED)
+@pytest.mark.parametrize("case", SUPPORTED_MODULES)
 def test_modules_equal_transformers(case, pair) -> None:
     skip_if_refused(pair)
-    kind, options = SUPPORTED[case]
-    module, arguments = make_module(**options), inputs(19)
+    kind, options = SUPPORTED_MODULES[case]
+    module, arguments = make_module(**options), make_inputs(19)
     spec = activation_of(module)
     assert (spec.kind, spec.interleaved) == (kind, case == "oai")
-    assert_close(call(module, register(*pair), *arguments), exact(module, *arguments))
+    assert_close(call(module, register(*pair), *arguments), compute_exact(module, *arguments))
 
 
 def test_weights_are_views() -> None:
@@ -203,21 +204,22 @@ def test_weights_are_views() -> None:
 def test_ids_of_other_ranks_are_skipped() -> None:
     module, name = make_module(), register(NO_EP, "TorchExperts", name="sharded")
     module._is_expert_parallel = True
-    x, ids, scores = inputs(9)
+    x, ids, scores = make_inputs(9)
     global_ids = torch.where(ids < 2, EXPERTS, ids)
     masked_scores = torch.where(ids < 2, 0, scores)
     assert_close(
-        call(module, name, x, global_ids, masked_scores), exact(module, x, ids, masked_scores)
+        call(module, name, x, global_ids, masked_scores),
+        compute_exact(module, x, ids, masked_scores),
     )
-    assert [kernel.invalid_ids for kernel in kernels_of(name)] == [0]
+    assert [kernel.invalid_ids for kernel in list_kernels(name)] == [0]
     # The router weights of skipped pairs have no effect.
-    repeated = call(module, name, x, global_ids, scores)
-    assert_close(repeated, exact(module, x, ids, masked_scores))
+    output = call(module, name, x, global_ids, scores)
+    assert_close(output, compute_exact(module, x, ids, masked_scores))
 
 
 def test_inputs_may_be_strided_and_scores_of_another_dtype() -> None:
     module, name = make_module().to(torch.bfloat16), register(*OURS)
-    x, ids, scores = inputs(12)
+    x, ids, scores = make_inputs(12)
     x, scores = x.to(torch.bfloat16), scores.to(torch.bfloat16)
     strided = torch.stack([x, x], dim=1)[:, 0], ids.T.contiguous().T, scores.T.contiguous().T
     got = call(module, name, *strided)
@@ -227,22 +229,22 @@ def test_inputs_may_be_strided_and_scores_of_another_dtype() -> None:
 
 def test_changed_limits_are_used() -> None:
     module = make_module(gate=clamp_before_gate, swiglu_limit=0.5)
-    name, arguments = register(*OURS), inputs(8)
+    name, arguments = register(*OURS), make_inputs(8)
     call(module, name, *arguments)
     module.swiglu_limit = 0.1
-    assert_close(call(module, name, *arguments), exact(module, *arguments))
+    assert_close(call(module, name, *arguments), compute_exact(module, *arguments))
 
 
 def test_changed_weights_are_used() -> None:
-    module, name, arguments = make_module(transposed=True), register(*OURS), inputs(8)
+    module, name, arguments = make_module(transposed=True), register(*OURS), make_inputs(8)
     call(module, name, *arguments)
     with torch.no_grad():
         module.gate_up_proj.mul_(2)
     module.down_proj.data = module.down_proj.data.clone() * 3
-    assert_close(call(module, name, *arguments), exact(module, *arguments))
+    assert_close(call(module, name, *arguments), compute_exact(module, *arguments))
 
 
-REFUSED: "dict[str, dict[str, object]]" = {
+REFUSED_OPTIONS: "dict[str, dict[str, object]]" = {
     "quick_gelu": {"act": "quick_gelu"},
     "gelu_10": {"act": "gelu_10"},
     "relu": {"act": "relu"},
@@ -255,39 +257,41 @@ REFUSED: "dict[str, dict[str, object]]" = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", REFUSED_OPTIONS)
 def test_modules_with_another_computation_are_refused(case) -> None:
     with pytest.raises(UnsupportedError, match="SmallExperts"):
-        call(make_module(**REFUSED[case]), register(*OURS), *inputs(4))
+        call(make_module(**REFUSED_OPTIONS[case]), register(*OURS), *make_inputs(4))
 
 
 def test_norms_and_quantized_weights_are_refused() -> None:
-    class Quantized(torch.Tensor):
+    class QuantizedTensor(torch.Tensor):
         pass
 
     normed, packed, mixed = make_module(), make_module(), make_module()
     normed.has_post_expert_norm = True
-    packed.gate_up_proj = torch.nn.Parameter(packed.gate_up_proj.detach().as_subclass(Quantized))
+    packed.gate_up_proj = torch.nn.Parameter(
+        packed.gate_up_proj.detach().as_subclass(QuantizedTensor)
+    )
     for module in (normed, packed):
         with pytest.raises(UnsupportedError, match="SmallExperts"):
-            call(module, register(*OURS), *inputs(4))
+            call(module, register(*OURS), *make_inputs(4))
     with pytest.raises(DtypeError):
-        call(mixed.to(torch.bfloat16), register(*OURS), *inputs(4))
+        call(mixed.to(torch.bfloat16), register(*OURS), *make_inputs(4))
 
 
 # ------------------------------------------------------------------------------- registration
 
 
-def kernels_of(name: str) -> list[mk.FusedMoEModularKernel]:
+def list_kernels(name: str) -> list[mk.FusedMoEModularKernel]:
     return list(registration(name).kernels.values())
 
 
 def test_the_device_determines_the_default_pairing() -> None:
     name = register(*OURS)
     assert name == "modular_kernel"
-    call(make_module(), name, *inputs(4))
+    call(make_module(), name, *make_inputs(4))
     experts = "TritonExperts" if DEVICE == "cuda" else "TorchExperts"
-    assert [kernel.pairing for kernel in kernels_of(name)] == [f"{NO_EP} x {experts}"]
+    assert [kernel.pairing for kernel in list_kernels(name)] == [f"{NO_EP} x {experts}"]
 
 
 def test_capacity_grows_by_powers_of_two_and_layers_share_kernels() -> None:
@@ -295,15 +299,15 @@ def test_capacity_grows_by_powers_of_two_and_layers_share_kernels() -> None:
     modules = make_module(), make_module()
     for tokens in (1, 16, 17, 100, 3, 0):
         for module in modules:
-            assert call(module, name, *inputs(tokens)).shape == (tokens, HIDDEN)
-    assert sorted(kernel.problem.tokens for kernel in kernels_of(name)) == [16, 32, 128]
+            assert call(module, name, *make_inputs(tokens)).shape == (tokens, HIDDEN)
+    assert sorted(kernel.problem.tokens for kernel in list_kernels(name)) == [16, 32, 128]
 
 
 def test_cached_data_of_a_module_is_freed_with_it() -> None:
     name = register(NO_EP, "TorchExperts", name="kept")
     module = make_module()
-    call(copy.deepcopy(module), name, *inputs(2))
-    call(module, name, *inputs(2))
+    call(copy.deepcopy(module), name, *make_inputs(2))
+    call(module, name, *make_inputs(2))
     del module
     gc.collect()
     assert len(registration(name).layers) == 0
@@ -323,9 +327,9 @@ def test_unknown_parts_are_refused_at_once() -> None:
 
 def test_incompatible_pairings_are_refused_with_every_reason() -> None:
     name = register("BatchedPrepareAndFinalize", "TorchExperts", name="mismatch")
-    with pytest.raises(mk.IncompatibleError) as refusal:
-        call(make_module(), name, *inputs(2))
-    assert {"format", "reduce"} <= {rejection.rule for rejection in refusal.value.rejections}
+    with pytest.raises(mk.IncompatibleError) as caught:
+        call(make_module(), name, *make_inputs(2))
+    assert {"format", "reduce"} <= {rejection.rule for rejection in caught.value.rejections}
 
 
 def test_error_without_transformers_names_the_extra() -> None:

@@ -1,4 +1,4 @@
-"""A small Nemotron-3 of transformers. It has 22 ungated experts per token in a latent space."""
+"""A small Nemotron-3 of transformers, with 22 ungated experts per token in a latent space."""
 
 from importlib.util import find_spec
 from typing import Any
@@ -14,7 +14,7 @@ from transformers import NemotronHConfig, NemotronHForCausalLM
 
 from modular_kernel.integrations.transformers import register
 
-# Tolerance for float32 sums over 22 experts. transformers adds them in another order.
+# Float32 sums over 22 experts differ from those of transformers, which adds in another order.
 _TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 
 
@@ -29,17 +29,17 @@ def model() -> Any:
         moe_shared_expert_intermediate_size=32, mlp_hidden_act="relu2",
     )  # fmt: skip
     torch.manual_seed(0)
-    result = NemotronHForCausalLM(config).to(DEVICE).eval()
-    for name, parameter in result.named_parameters():
+    model_with_random_weights = NemotronHForCausalLM(config).to(DEVICE).eval()
+    for name, parameter in model_with_random_weights.named_parameters():
         if "experts" in name or "gate.weight" in name:
             torch.nn.init.normal_(parameter, std=0.3)
-    for name, buffer in result.named_buffers():
+    for name, buffer in model_with_random_weights.named_buffers():
         if "e_score_correction_bias" in name:
             torch.nn.init.normal_(buffer, std=0.1)
-    return result
+    return model_with_random_weights
 
 
-def _logits(model: Any, implementation: str, tokens: int) -> torch.Tensor:
+def _compute_logits(model: Any, implementation: str, tokens: int) -> torch.Tensor:
     model.set_experts_implementation(implementation)
     ids = torch.arange(2 * tokens, device=DEVICE).view(2, tokens) * 7 % 64
     with torch.no_grad():
@@ -52,10 +52,10 @@ def _logits(model: Any, implementation: str, tokens: int) -> torch.Tensor:
 def test_logits_equal_those_of_its_own_experts(model: Any, experts: str, tokens: int) -> None:
     skip_if_refused((NO_EP, experts))
     name = register(NO_EP, experts, name=f"nemotron_{experts}")
-    logits = _logits(model, name, tokens)
-    torch.testing.assert_close(logits, _logits(model, "eager", tokens), **_TOLERANCE)
+    logits = _compute_logits(model, name, tokens)
+    torch.testing.assert_close(logits, _compute_logits(model, "eager", tokens), **_TOLERANCE)
 
 
 def test_logits_with_the_default_pairing(model: Any) -> None:
-    logits = _logits(model, "modular_kernel", 5)
-    torch.testing.assert_close(logits, _logits(model, "eager", 5), **_TOLERANCE)
+    logits = _compute_logits(model, "modular_kernel", 5)
+    torch.testing.assert_close(logits, _compute_logits(model, "eager", 5), **_TOLERANCE)

@@ -33,143 +33,153 @@ SIZES = {
     "num_key_value_heads": 2, "head_dim": 8, "num_experts_per_tok": K,
 }  # fmt: skip
 FUSED = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
-OSS = "swiglu_oai:alpha=1.702,limit=7.0,interleaved=true"
+GPT_OSS_ACTIVATION = "swiglu_oai:alpha=1.702,limit=7.0,interleaved=true"
 BLOCK, WRAPPER = "base_model.model.model.layers", peft.tuners.lora.layer.ParamWrapper
 TOKENS = torch.arange(2 * 9).view(2, 9) % VOCABULARY
 
 
-def qwen3() -> Any:
+def make_qwen3() -> Any:
     config = transformers.Qwen3MoeConfig(
         **SIZES, intermediate_size=40, moe_intermediate_size=I, num_experts=E
     )
     return transformers.Qwen3MoeForCausalLM(config)
 
 
-def mixtral() -> Any:
+def make_mixtral() -> Any:
     config = transformers.MixtralConfig(**SIZES, intermediate_size=I, num_local_experts=E)
     return transformers.MixtralForCausalLM(config)
 
 
-def gpt_oss() -> Any:
+def make_gpt_oss() -> Any:
     config = transformers.GptOssConfig(**SIZES, intermediate_size=I, num_local_experts=E)
     return transformers.GptOssForCausalLM(config)
 
 
 KINDS: dict[str, tuple[Callable[[], Any], str, dict[str, Any]]] = {
-    "qwen3": (qwen3, "silu", {**FUSED, "r": 3, "lora_alpha": 6}),
-    "mixtral": (mixtral, "silu", {**FUSED, "r": 5, "lora_alpha": 5}),
-    "gpt_oss": (gpt_oss, OSS, {**FUSED, "r": 3, "lora_alpha": 6, "use_rslora": True}),
-    "down": (qwen3, "silu", {"target_parameters": ["experts.down_proj"], "r": 4}),
-    "ranks": (qwen3, "silu", {**FUSED, "r": 2, "rank_pattern": {"experts.down_proj": 7}}),
-    "modules": (mixtral, "silu", {"target_modules": ["w1", "w2", "w3"], "r": 2, "lora_alpha": 6}),
+    "qwen3": (make_qwen3, "silu", {**FUSED, "r": 3, "lora_alpha": 6}),
+    "mixtral": (make_mixtral, "silu", {**FUSED, "r": 5, "lora_alpha": 5}),
+    "gpt_oss": (
+        make_gpt_oss,
+        GPT_OSS_ACTIVATION,
+        {**FUSED, "r": 3, "lora_alpha": 6, "use_rslora": True},
+    ),
+    "down": (make_qwen3, "silu", {"target_parameters": ["experts.down_proj"], "r": 4}),
+    "ranks": (make_qwen3, "silu", {**FUSED, "r": 2, "rank_pattern": {"experts.down_proj": 7}}),
+    "modules": (
+        make_mixtral,
+        "silu",
+        {"target_modules": ["w1", "w2", "w3"], "r": 2, "lora_alpha": 6},
+    ),
 }
 
 
-def adapted_model(kind: str) -> Any:
+def make_adapted_model(kind: str) -> Any:
     """Return a small float32 model with random weights, in a PEFT wrapper with random factors."""
     torch.manual_seed(sum(map(ord, kind)))
-    make, _, options = KINDS[kind]
-    model = make().eval()
-    for parameter in model.parameters():  # biases of gpt-oss start as zeros
+    make_model, _, options = KINDS[kind]
+    model = make_model().eval()
+    for parameter in model.parameters():  # Biases of gpt-oss are initialized to zero.
         parameter.data.add_(0.05 * torch.randn_like(parameter))
     config = peft.LoraConfig(**options, init_lora_weights=False)
     return peft.get_peft_model(model, config).eval().to(DEVICE)
 
 
-def experts_of(model: Any) -> list[Any]:
-    return [each for each in model.modules() if hasattr(each, "has_gate")]
+def list_experts(model: Any) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "has_gate")]
 
 
 @torch.no_grad()
-def logits_of(model: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def compute_logits(model: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return the logits, and the experts that each layer selected."""
-    chosen = list[torch.Tensor]()
+    selected_ids = list[torch.Tensor]()
     hooks = [
-        each.register_forward_pre_hook(
-            lambda _, given, named: chosen.append((*given, *named.values())[1].clone()),
+        block.experts.register_forward_pre_hook(
+            lambda _, args, kwargs: selected_ids.append((*args, *kwargs.values())[1].clone()),
             with_kwargs=True,
         )
-        for each in (block.experts for block in model.modules() if hasattr(block, "experts"))
+        for block in model.modules()
+        if hasattr(block, "experts")
     ]
     logits = model(input_ids=TOKENS.to(DEVICE)).logits
     for hook in hooks:
         hook.remove()
-    assert len(chosen) == 2
-    return logits, chosen
+    assert len(selected_ids) == 2
+    return logits, selected_ids
 
 
-def merged_logits(model: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def compute_merged_logits(model: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return the logits of the merged model of PEFT, computed by transformers' own experts."""
     model.base_model.model.set_experts_implementation("eager")
-    return logits_of(model.merge_and_unload().eval())
+    return compute_logits(model.merge_and_unload().eval())
 
 
-def assert_same(got: tuple[Any, Any], want: tuple[Any, Any]) -> None:
-    assert all(torch.equal(*each) for each in zip(got[1], want[1], strict=True))
-    error = (got[0] - want[0]).abs().max() / want[0].abs().max()
+def assert_same(got: tuple[Any, Any], merged_output: tuple[Any, Any]) -> None:
+    assert len(got[1]) == len(merged_output[1])
+    assert all(map(torch.equal, got[1], merged_output[1]))
+    error = (got[0] - merged_output[0]).abs().max() / merged_output[0].abs().max()
     assert float(error) <= 2e-6
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_wrapped_models_run_with_their_adapters(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parts use the factors, and no weight contains their product."""
-    model = adapted_model(kind)
+    """The parts use the factors, without computing their product."""
+    model = make_adapted_model(kind)
     name = register(*OURS)
     model.base_model.model.set_experts_implementation(name)
-    product = logits_of(model)  # Without serve, PEFT multiplies the factors.
+    peft_output = compute_logits(model)  # Before `serve`, PEFT multiplies the factors.
     assert serve(model) == tuple(f"{BLOCK}.{n}.mlp.experts" for n in (0, 1))
     assert serve(model) == ()
     with model.disable_adapter():
-        plain, _ = logits_of(model)
+        base_logits, _ = compute_logits(model)
     with monkeypatch.context() as patch:
-        patch.setattr(WRAPPER, "_activate_lora", lambda *_: pytest.fail("the product was made"))
-        got = logits_of(model)
+        patch.setattr(WRAPPER, "_activate_lora", lambda *_: pytest.fail("PEFT ran"))
+        got = compute_logits(model)
     assert all(row.served for row in report(model))
-    want = merged_logits(model)
-    assert_same(got, want)
-    assert_same(product, want)
-    assert float((got[0] - plain).abs().max()) > 1e-3
+    merged_output = compute_merged_logits(model)
+    assert_same(got, merged_output)
+    assert_same(peft_output, merged_output)
+    assert float((got[0] - base_logits).abs().max()) > 1e-3
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mixtral", "gpt_oss", "modules"])
 def test_adapters_in_a_pool_equal_the_merged_model(kind: str, tmp_path: Path) -> None:
-    """One sequence uses the adapter. The other uses none, and has the logits of the base model."""
-    model = adapted_model(kind)
+    """One sequence uses the adapter. The other sequence has the logits of the base model."""
+    model = make_adapted_model(kind)
     model.save_pretrained(tmp_path)
     base = model.base_model.model
     with model.disable_adapter():
-        plain = logits_of(model)
+        base_output = compute_logits(model)
     problem = mk.Problem(
         TOKENS.numel(), H, I, E, K, torch.float32, activation=KINDS[kind][1],
         bias=kind == "gpt_oss", lora="adapters=3,rank=8",
     )  # fmt: skip
     slots_T = slots_from_sequences(torch.tensor([0, 9, 18]), torch.tensor([1, -1]), 18).to(DEVICE)
     pools = [AdapterPool(problem, DEVICE), AdapterPool(problem, DEVICE)]
-    planned = KernelCache()
-    served = dict[int, Any]()
-    for layer, (module, pool) in enumerate(zip(experts_of(model), pools, strict=True)):
+    kernels = KernelCache()
+    weights_by_module = dict[int, Any]()
+    for layer, (module, pool) in enumerate(zip(list_experts(model), pools, strict=True)):
         pool.load("other", load_adapter(tmp_path, 1 - layer, problem))
         pool.load("mine", load_adapter(tmp_path, layer, problem))
-        served[id(module)] = pool.weights(weights_of(module))
+        weights_by_module[id(module)] = pool.weights(weights_of(module))
 
     def run(module: Any, x: Any, ids: Any, weights: Any) -> torch.Tensor:
         routing = mk.Routing(weights.float(), ids.contiguous(), slots_T)
         pair = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
-        return planned.run(pair, problem, x.contiguous(), served[id(module)], routing)
+        return kernels.run(pair, problem, x.contiguous(), weights_by_module[id(module)], routing)
 
     transformers.integrations.moe.ExpertsInterface.register("pooled", run)
     with model.disable_adapter():
         base.set_experts_implementation("pooled")
-        got = logits_of(model)
-    want = merged_logits(model)
-    for sequence, expected in ((0, want), (1, plain)):
-        assert_same(*((logits[sequence], [e.view(2, 9, K)[sequence] for e in chosen])
-               for logits, chosen in (got, expected)))  # fmt: skip
+        got = compute_logits(model)
+    merged_output = compute_merged_logits(model)
+    for sequence, expected in ((0, merged_output), (1, base_output)):
+        assert_same(*((logits[sequence], [ids.view(2, 9, K)[sequence] for ids in selected_ids])
+               for logits, selected_ids in (got, expected)))  # fmt: skip
 
 
 def test_gradients_reach_the_factors() -> None:
-    """In this case PEFT's own forward runs."""
-    model = adapted_model("qwen3")
+    """PEFT's own forward runs, because the factors need gradients."""
+    model = make_adapted_model("qwen3")
     model.base_model.model.set_experts_implementation(register(*OURS))
     serve(model)
     logits = model(input_ids=TOKENS.to(DEVICE)).logits
@@ -177,12 +187,12 @@ def test_gradients_reach_the_factors() -> None:
     factors = [p for n, p in model.named_parameters() if "lora_" in n and "experts" in n]
     assert factors
     assert all(p.grad is not None and bool(p.grad.any()) for p in factors)
-    assert_same((logits.detach(), []), (merged_logits(model)[0], []))
+    assert_same((logits.detach(), []), (compute_merged_logits(model)[0], []))
 
 
 def test_gradients_of_router_weights_alone_equal_peft() -> None:
-    """Factors and tokens need no gradients."""
-    model = served_model().requires_grad_(False)
+    """Only the router weights need gradients, so our parts run."""
+    model = make_served_model().requires_grad_(False)
     wrapper = model.get_submodule(f"{BLOCK}.0.mlp.experts")
     torch.manual_seed(5)
     x, ids = torch.randn(7, H).to(DEVICE), torch.randint(0, E, (7, K)).to(DEVICE)
@@ -196,19 +206,23 @@ def test_gradients_of_router_weights_alone_equal_peft() -> None:
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
 
 
-def products_of(model: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[str]]:
-    """Return the logits, and the parameters whose factors PEFT multiplied."""
-    multiplied, original = list[str](), WRAPPER._activate_lora
+def compute_logits_and_products(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Any, list[str]]:
+    """Return the logits, the selected experts, and the parameters whose factors PEFT multiplied."""
+    multiplied, activate_lora = list[str](), WRAPPER._activate_lora
     with monkeypatch.context() as patch:
         patch.setattr(
             WRAPPER, "_activate_lora",
-            lambda self, names: multiplied.append(self.parameter_name) or original(self, names),
+            lambda self, names: (
+                multiplied.append(self.parameter_name) or activate_lora(self, names)
+            ),
         )  # fmt: skip
-        return logits_of(model), multiplied
+        return compute_logits(model), multiplied
 
 
-def served_model(**options: Any) -> Any:
-    model = adapted_model("qwen3")
+def make_served_model(**options: Any) -> Any:
+    model = make_adapted_model("qwen3")
     model.base_model.model.set_experts_implementation(register(**options))
     serve(model)
     return model
@@ -217,14 +231,16 @@ def served_model(**options: Any) -> Any:
 def test_parts_without_adapters_use_the_product_of_the_factors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = served_model()
-    got, multiplied = products_of(model, monkeypatch)
+    model = make_served_model()
+    got, multiplied = compute_logits_and_products(model, monkeypatch)
     assert multiplied == []
     requires = TorchExperts.requires
-    without_lora = type("Bare", (TorchExperts,), {"requires": replace(requires, lora=False)})
+    without_lora = type(
+        "ExpertsWithoutLoRA", (TorchExperts,), {"requires": replace(requires, lora=False)}
+    )
     name = register("MoEPrepareAndFinalizeNoEP", without_lora, name="without")
     model.base_model.model.set_experts_implementation(name)
-    product, multiplied = products_of(model, monkeypatch)
+    product, multiplied = compute_logits_and_products(model, monkeypatch)
     assert sorted(multiplied) == ["down_proj"] * 2 + ["gate_up_proj"] * 2
     assert_same(product, got)
 
@@ -233,8 +249,8 @@ def test_parts_without_adapters_use_the_product_of_the_factors(
 def test_unsupported_states_of_a_wrapper_run_in_peft(
     change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PEFT runs several adapters at once, merged weights, and other implementations."""
-    model = served_model()
+    """PEFT runs several adapters at once, merged weights, other implementations and high ranks."""
+    model = make_served_model()
     config = {**KINDS["qwen3"][2], **({"r": 257} if change == "rank" else {})}
     model.add_adapter("second", peft.LoraConfig(**config, init_lora_weights=False))
     if change == "merged":
@@ -243,33 +259,31 @@ def test_unsupported_states_of_a_wrapper_run_in_peft(
         model.base_model.model.set_experts_implementation("eager")
     else:
         model.base_model.set_adapter(["default", "second"] if change == "two" else "second")
-    got, multiplied = products_of(model, monkeypatch)
+    got, multiplied = compute_logits_and_products(model, monkeypatch)
     assert len(multiplied) == (0 if change == "merged" else 4)
     model.base_model.model.set_experts_implementation("eager")
-    assert_same(got, logits_of(model))
+    assert_same(got, compute_logits(model))
 
 
 @pytest.mark.parametrize(("gradients", "products"), [("fallback", 4), ("refuse", 0)])
 def test_training_mode_runs_in_peft_unless_gradients_are_refused(
     gradients: str, products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This applies to calls without gradients too, because checkpointing runs the first forward
-    pass without them.
-    """
-    model = served_model(gradients=gradients, name=gradients).train()
-    got, multiplied = products_of(model, monkeypatch)
+    """PEFT also runs calls without gradients, as checkpointing disables them in its first pass."""
+    model = make_served_model(gradients=gradients, name=gradients).train()
+    got, multiplied = compute_logits_and_products(model, monkeypatch)
     assert len(multiplied) == products
-    assert_same(got, logits_of(model.eval()))
+    assert_same(got, compute_logits(model.eval()))
 
 
 def test_a_second_adapter_replaces_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = served_model()
-    first, _ = logits_of(model)
+    model = make_served_model()
+    first, _ = compute_logits(model)
     model.add_adapter("second", peft.LoraConfig(**KINDS["qwen3"][2], init_lora_weights=False))
     model.set_adapter("second")
     model.eval()
-    got, multiplied = products_of(model, monkeypatch)
+    got, multiplied = compute_logits_and_products(model, monkeypatch)
     assert multiplied == []
     assert not torch.allclose(got[0], first)
     model.base_model.model.set_experts_implementation("eager")
-    assert_same(got, logits_of(model))
+    assert_same(got, compute_logits(model))

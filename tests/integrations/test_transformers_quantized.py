@@ -1,4 +1,4 @@
-"""Quantized models from files run with packed experts, and with the values of the checkpoint."""
+"""Models loaded from quantized files run on packed experts with the values of the checkpoint."""
 
 import copy
 import json
@@ -37,7 +37,7 @@ from modular_kernel.testing.checkpoints.torchao import TORCHAO_FORMATS, metadata
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HIDDEN, INTERMEDIATE = 128, 256
-# Model -> the number of experts, and the layers that have experts.
+# The number of experts, and the layers that have experts, by model.
 MODELS = {
     "mixtral": (8, (0, 1)),
     "qwen3_moe": (12, (0, 1)),
@@ -77,17 +77,22 @@ def block_packers(monkeypatch) -> None:
 
 
 @dataclass(frozen=True)
-class Written:
-    """A checkpoint, and a float64 model of the values that it represents."""
+class WrittenCheckpoint:
+    """A checkpoint, a float64 model with its dequantized values, and a bound of the error."""
 
     folder: Path
     exact: torch.nn.Module
     bound: float
 
 
-def write(folder: Path, name: str, kind: str, change=None) -> Written:
-    """Write a small model with quantized experts and attention. `change` is applied to the tensors
-    of the file.
+def write(folder: Path, name: str, kind: str, change=None) -> WrittenCheckpoint:
+    """Write a small model with quantized experts and attention.
+
+    Args:
+        folder: where to write the checkpoint.
+        name: a key of MODELS.
+        kind: a key of ALL_KINDS.
+        change: changes the tensors of the file in place.
     """
     experts, layers = MODELS[name]
     sizes = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
@@ -104,18 +109,18 @@ def write(folder: Path, name: str, kind: str, change=None) -> Written:
         shape = (experts, HIDDEN, INTERMEDIATE)
         stored = checkpoint_samples.matrices(checkpoint_format, family, shape, generator)
         tensors |= family.names(f"model.layers.{layer}.", stored)
-        plain = {part: [as_float(each) for each in getattr(stored, part)]
-                 for part in ("gate", "up", "down")}  # fmt: skip
-        plain |= {"b1": stored.b1, "b2": stored.b2}
-        exact |= family.names(f"model.layers.{layer}.", checkpoint_samples.LayerMatrices(**plain))
+        matrices = {name: [dequantize(matrix) for matrix in getattr(stored, name)]
+                    for name in ("gate", "up", "down")}  # fmt: skip
+        matrices |= {"b1": stored.b1, "b2": stored.b2}
+        exact |= family.names(
+            f"model.layers.{layer}.", checkpoint_samples.LayerMatrices(**matrices)
+        )
     if name in _DENSE:
         for key in [key for key in tensors if key.endswith("o_proj.weight")]:
             rows, depth = tensors.pop(key).shape
-            matrix, base = (
-                checkpoint_format.make(rows, depth, generator, 1.0),
-                key.removesuffix("weight"),
-            )
-            tensors |= {base + part: tensor for part, tensor in matrix.tensors.items()}
+            matrix = checkpoint_format.make(rows, depth, generator, 1.0)
+            prefix = key.removesuffix("weight")
+            tensors |= {prefix + suffix: tensor for suffix, tensor in matrix.tensors.items()}
             exact[key] = matrix.values.float()
     if change is not None:
         change(tensors)
@@ -132,120 +137,125 @@ def write(folder: Path, name: str, kind: str, change=None) -> Written:
               exact_folder / "model.safetensors", {"format": "pt"})  # fmt: skip
     config["quantization_config"] = checkpoint_format.config
     if checkpoint_format.config is not None and "ignore" in checkpoint_format.config:
-        config["quantization_config"] = checkpoint_format.config | {
-            "ignore": ["lm_head"]
-        }  # o_proj is quantized
+        # o_proj is quantized, so it must not be ignored.
+        config["quantization_config"] = checkpoint_format.config | {"ignore": ["lm_head"]}
     (folder / "config.json").write_text(json.dumps(config))
-    loaded = AutoModelForCausalLM.from_pretrained(exact_folder, dtype=torch.float32).double().eval()
-    loaded.set_experts_implementation("batched_mm")
-    return Written(folder, loaded.to(DEVICE), checkpoint_format.bound)
+    model = AutoModelForCausalLM.from_pretrained(exact_folder, dtype=torch.float32).double().eval()
+    model.set_experts_implementation("batched_mm")
+    return WrittenCheckpoint(folder, model.to(DEVICE), checkpoint_format.bound)
 
 
-def as_float(stored: StoredMatrix) -> StoredMatrix:
+def dequantize(stored: StoredMatrix) -> StoredMatrix:
     return StoredMatrix({"weight": stored.values.float()}, stored.values)
 
 
-def modules(model: torch.nn.Module) -> "list[torch.nn.Module]":
+def list_experts_modules(model: torch.nn.Module) -> "list[torch.nn.Module]":
     return [module for module in model.modules() if is_dispatched(module)]
 
 
-def largest_error(model: torch.nn.Module, exact: torch.nn.Module) -> float:
-    """Return the largest relative error of an experts module, with the same routing."""
+def measure_largest_error(model: torch.nn.Module, exact: torch.nn.Module) -> float:
+    """Return the largest relative error of the experts modules, for the same input and routing."""
     errors = []
-    for ours, theirs in zip(modules(model), modules(exact), strict=True):
+    for experts, exact_experts in zip(
+        list_experts_modules(model), list_experts_modules(exact), strict=True
+    ):
         generator = torch.Generator().manual_seed(3)
         x = torch.randn(13, HIDDEN, generator=generator).to(DEVICE, torch.bfloat16)
-        values, ids = torch.randn(13, theirs.num_experts, generator=generator).topk(3)
+        values, ids = torch.randn(13, exact_experts.num_experts, generator=generator).topk(3)
         scores, ids = values.softmax(-1).to(DEVICE), ids.to(DEVICE)
         with torch.no_grad():
-            got = ours(x, ids, scores)
-            want = theirs(x.double(), ids, scores.double())
-        errors.append(float((got.double() - want).norm() / want.norm()))
+            got = experts(x, ids, scores)
+            expected = exact_experts(x.double(), ids, scores.double())
+        errors.append(float((got.double() - expected).norm() / expected.norm()))
     return max(errors)
 
 
 @pytest.mark.share(6)
 @pytest.mark.parametrize(("name", "kind"), CASES, ids=lambda word: word)
 def test_experts_equal_the_checkpoint(name, kind, tmp_path) -> None:
-    written = write(tmp_path, name, kind)
+    checkpoint = write(tmp_path, name, kind)
     model = from_pretrained(tmp_path, experts_implementation=register(*OURS), device=DEVICE)
-    assert largest_error(model, written.exact) <= written.bound
-    quant = modules(model)[0]._mk_quant
+    assert measure_largest_error(model, checkpoint.exact) <= checkpoint.bound
+    quant = list_experts_modules(model)[0]._mk_quant
     assert quant.partition(":")[0] == ALL_KINDS[kind].scheme.partition(":")[0]
-    packed = sum(p.nbytes for m in modules(model) for p in m.parameters())
-    plain = sum(2 * p.numel() for m in modules(written.exact) for p in m.parameters())
+    packed_bytes = sum(p.nbytes for m in list_experts_modules(model) for p in m.parameters())
+    bf16_bytes = sum(
+        2 * p.numel() for m in list_experts_modules(checkpoint.exact) for p in m.parameters()
+    )
     limit = 1.01 if quant == "none" else 0.35 if "w4a16" in quant else 0.6
-    assert packed < limit * plain
-    others = [(n, p) for n, p in model.named_parameters() if n.endswith("o_proj.weight")]
-    exact = dict(written.exact.named_parameters())
-    for parameter_name, parameter in others:
+    assert packed_bytes < limit * bf16_bytes
+    o_projs = [(n, p) for n, p in model.named_parameters() if n.endswith("o_proj.weight")]
+    exact = dict(checkpoint.exact.named_parameters())
+    for parameter_name, parameter in o_projs:
         error = (parameter.double() - exact[parameter_name]).norm() / exact[parameter_name].norm()
         assert error <= 3e-3
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "fp32"])
 def test_unquantized_experts_equal_the_checkpoint(kind, tmp_path) -> None:
-    written = write(tmp_path, "mixtral", kind)
+    checkpoint = write(tmp_path, "mixtral", kind)
     model = from_pretrained(tmp_path, experts_implementation=register(*OURS), device=DEVICE)
-    assert largest_error(model, written.exact) <= written.bound
+    assert measure_largest_error(model, checkpoint.exact) <= checkpoint.bound
 
 
-# Family -> its checkpoint formats in bf16, fp8, int4 and mxfp4.
-FORMATS_OF = {
+# The checkpoint formats of a family in bf16, fp8, int4 and mxfp4.
+FORMATS_BY_FAMILY = {
     "mixtral": ("bf16", "qwen3 fp8", "awq", "compressed mxfp4"),
     "qwen3_moe": ("bf16", "qwen3 fp8", "gptq", "compressed mxfp4"),
     "deepseek_v3": ("bf16", "deepseek fp8, UE8M0", "compressed int4", "compressed mxfp4"),
     "gpt_oss": ("bf16", "compressed fp8 channel", "compressed int4", "mxfp4"),
 }
-WHOLE_MODELS = [(name, kind) for name, kinds in FORMATS_OF.items() for kind in kinds]
+WHOLE_MODELS = [(name, kind) for name, kinds in FORMATS_BY_FAMILY.items() for kind in kinds]
 
 
-def loaded(folder: Path, name: str, kind: str) -> "tuple[torch.nn.Module, Written | None]":
+def load_model(
+    folder: Path, name: str, kind: str
+) -> "tuple[torch.nn.Module, WrittenCheckpoint | None]":
     """Return a model on our experts, and the float64 model of its checkpoint."""
     if kind == "bf16":
         model = build_small_model(name, "bfloat16", DEVICE)
         model.set_experts_implementation(register(*OURS))
         return model, None
-    written = write(folder, name, kind)
-    return from_pretrained(folder, experts_implementation=register(*OURS), device=DEVICE), written
+    checkpoint = write(folder, name, kind)
+    return from_pretrained(
+        folder, experts_implementation=register(*OURS), device=DEVICE
+    ), checkpoint
 
 
 @pytest.mark.share(3)
 @pytest.mark.parametrize(("name", "kind"), WHOLE_MODELS)
 def test_whole_models_are_one_graph_and_pass_opcheck(name, kind, tmp_path) -> None:
-    """The models are compiled from scratch without a graph break. They have the same logits as
-    eager calls.
-    """
+    """Compiled models have no graph break, and the same logits as eager calls."""
     torch.compiler.reset()
-    model, written = loaded(tmp_path, name, kind)
+    model, checkpoint = load_model(tmp_path, name, kind)
     graphs = []
 
-    def keep_graph(graph, inputs):
+    def record_graph(graph, inputs):
         graphs.append(graph)
         return graph
 
     ids = torch.arange(9, device=DEVICE)[None]
     with torch.no_grad():
         eager = model(input_ids=ids, use_cache=False).logits
-        compiled = torch.compile(model, fullgraph=True, backend=keep_graph)
+        compiled = torch.compile(model, fullgraph=True, backend=record_graph)
         assert torch.equal(compiled(input_ids=ids, use_cache=False).logits, eager)
     operators = [n for g in graphs for n in g.graph.nodes if "modular_kernel" in str(n.target)]
-    assert (len(graphs), len(operators)) == (1, len(modules(model)))
-    if written is not None:
+    assert (len(graphs), len(operators)) == (1, len(list_experts_modules(model)))
+    if checkpoint is not None:
         with torch.no_grad():
-            exact = written.exact(input_ids=ids, use_cache=False).logits
+            exact = checkpoint.exact(input_ids=ids, use_cache=False).logits
         assert (eager.double() - exact).norm() / exact.norm() <= 0.1
-    module = modules(model)[0]
+    module = list_experts_modules(model)[0]
     tensors = tuple(tensor.detach() for tensor in read_tensors(module))
     x = torch.randn(5, model.config.hidden_size, device=DEVICE, dtype=torch.bfloat16)
-    values, chosen = torch.randn(5, 8, device=DEVICE).topk(3)
-    ours = registration()
-    fields, layer = ours.compute_constants(module, tensors, x.dtype, 3)
-    arguments = (x, chosen, values.softmax(-1), list(tensors), fields, layer, str(ours.pairing))
+    values, expert_ids = torch.randn(5, 8, device=DEVICE).topk(3)
+    run = registration()
+    fields, layer = run.compute_constants(module, tensors, x.dtype, 3)
+    arguments = (x, expert_ids, values.softmax(-1), list(tensors), fields, layer, str(run.pairing))
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
     checks.append("test_aot_dispatch_dynamic")
     if any(tensor.dtype.itemsize == 1 and tensor.is_floating_point() for tensor in tensors):
-        checks.remove("test_schema")  # it needs torch.allclose, which does not support float8
+        checks.remove("test_schema")  # uses torch.allclose, which does not support float8
         before = [tensor.view(torch.uint8).clone() for tensor in tensors]
         EXPERTS(*arguments)
         for tensor, original in zip(tensors, before, strict=True):
@@ -265,7 +275,7 @@ def test_fused_rows_of_gpt_oss_in_other_formats_are_refused_by_name(kind, tmp_pa
 
 @pytest.mark.parametrize(("name", "kind"), [("mixtral", "awq"), ("gpt_oss", "mxfp4")])
 def test_whole_models_generate(name, kind, tmp_path) -> None:
-    model, _ = loaded(tmp_path, name, kind)
+    model, _ = load_model(tmp_path, name, kind)
     ids = torch.arange(9, device=DEVICE)[None]
     assert model.generate(ids, max_new_tokens=4, do_sample=False).shape == (1, 13)
 
@@ -281,7 +291,7 @@ def shift_zero_points(tensors) -> None:
         tensors[key] = tensors[key] ^ 0x11111111
 
 
-def clear_a_tile(tensors) -> None:
+def clear_scales_of_a_tile(tensors) -> None:
     for key in [key for key in tensors if key.endswith("w2.weight_scale_inv")]:
         tensors[key] = tensors[key].clone()
         tensors[key][:, -1] = 0
@@ -292,17 +302,17 @@ def clear_a_tile(tensors) -> None:
     [
         ("deepseek fp8", exchange_scales),
         ("awq", shift_zero_points),
-        ("deepseek fp8", clear_a_tile),
+        ("deepseek fp8", clear_scales_of_a_tile),
     ],
 )
 def test_the_bound_detects_errors_of_a_loader(kind, change, tmp_path) -> None:
-    written = write(tmp_path, "mixtral", kind, change)
+    checkpoint = write(tmp_path, "mixtral", kind, change)
     model = from_pretrained(tmp_path, experts_implementation=register(*OURS), device=DEVICE)
-    assert largest_error(model, written.exact) > written.bound
+    assert measure_largest_error(model, checkpoint.exact) > checkpoint.bound
 
 
 def test_no_quantization_package_is_needed(tmp_path) -> None:
-    """Load a model in a process that cannot import such a package."""
+    """The process that loads the model cannot import such packages."""
     write(tmp_path, "mixtral", "awq")
     program = (
         "import sys",
@@ -320,25 +330,26 @@ def test_no_quantization_package_is_needed(tmp_path) -> None:
 
 def test_gradients_pass_through_packed_experts(tmp_path) -> None:
     """Inputs, router weights and biases get the same gradients as in the float64 model."""
-    written = write(tmp_path, "gpt_oss", "mxfp4")
+    checkpoint = write(tmp_path, "gpt_oss", "mxfp4")
     model = from_pretrained(
         tmp_path, experts_implementation=register(*OURS), dtype=torch.float32, device=DEVICE
     )
-    ours, theirs = modules(model)[0], modules(written.exact)[0]
-    for module in (ours, theirs):
+    experts = list_experts_modules(model)[0]
+    exact_experts = list_experts_modules(checkpoint.exact)[0]
+    for module in (experts, exact_experts):
         module.gate_up_proj_bias.requires_grad_()
         module.down_proj_bias.requires_grad_()
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(13, HIDDEN, generator=generator).to(DEVICE)
     values, ids = torch.randn(13, 8, generator=generator).topk(3)
     scores, ids, gradients = values.softmax(-1).to(DEVICE), ids.to(DEVICE), []
-    for module, dtype in ((ours, torch.float32), (theirs, torch.float64)):
+    for module, dtype in ((experts, torch.float32), (exact_experts, torch.float64)):
         arguments = [tensor.detach().to(dtype).requires_grad_() for tensor in (x, scores)]
         module(arguments[0], ids, arguments[1]).square().sum().backward()
         biases = [module.gate_up_proj_bias.grad, module.down_proj_bias.grad]
         gradients.append([*(tensor.grad for tensor in arguments), *biases])
-    for got, want in zip(*gradients, strict=True):
-        assert (got.double() - want).norm() / want.norm() <= 1e-4
+    for got, expected in zip(*gradients, strict=True):
+        assert (got.double() - expected).norm() / expected.norm() <= 1e-4
 
 
 def test_other_implementations_and_saving_are_refused(tmp_path) -> None:
@@ -350,10 +361,10 @@ def test_other_implementations_and_saving_are_refused(tmp_path) -> None:
         model(input_ids=ids)
     with pytest.raises(ValueError, match="not serializable"):
         model.save_pretrained(tmp_path / "again")
-    copied = copy.deepcopy(model)
-    copied.set_experts_implementation(register(*OURS))
+    model_copy = copy.deepcopy(model)
+    model_copy.set_experts_implementation(register(*OURS))
     with torch.no_grad():
-        copied(input_ids=ids)
+        model_copy(input_ids=ids)
 
 
 def test_incomplete_checkpoints_are_refused(tmp_path) -> None:
@@ -398,7 +409,7 @@ def test_arguments_of_the_caller_are_used_and_not_changed(tmp_path) -> None:
     with pytest.raises(ConfigurationError, match=missing):
         from_pretrained("no-such-name", local_files_only=True)
     unpickled = pickle.loads(pickle.dumps(model))
-    assert type(modules(unpickled)[0]) is type(modules(model)[0])
+    assert type(list_experts_modules(unpickled)[0]) is type(list_experts_modules(model)[0])
     ids = torch.arange(5)[None]
     with torch.no_grad():
         assert torch.equal(unpickled(ids).logits, model(ids).logits)
@@ -414,31 +425,31 @@ def test_unquantized_models_use_the_config_argument(tmp_path) -> None:
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_experts_of_unquantized_files_are_quantized(name: str, tmp_path: Path) -> None:
-    """The packed experts equal those of `load_experts`. The other weights of the model are
-    unchanged.
-    """
+    """The packed experts equal those of `load_experts`, and the other weights do not change."""
     register()
     build_small_model(
         name, "bfloat16", "cpu", hidden_size=HIDDEN, intermediate_size=INTERMEDIATE
     ).save_pretrained(tmp_path)
-    plain = from_pretrained(tmp_path, dtype=torch.float32)
+    unquantized_model = from_pretrained(tmp_path, dtype=torch.float32)
     scheme = "int8_w8a16_group:group=32"
     model = from_pretrained(tmp_path, dtype=torch.float32, quantize=scheme)
     for number, module in enumerate(m for m in model.modules() if is_dispatched(m)):
-        want = load_experts(tmp_path, number, quantize=scheme).weights
-        assert torch.equal(module.down_proj, want.w2)
+        expected = load_experts(tmp_path, number, quantize=scheme).weights
+        assert torch.equal(module.down_proj, expected.w2)
         assert module.down_proj.dtype is torch.uint8
     other_tensors = {
-        key: tensor for key, tensor in plain.state_dict().items() if ".experts." not in key
+        key: tensor
+        for key, tensor in unquantized_model.state_dict().items()
+        if ".experts." not in key
     }
     assert all(
         torch.equal(model.state_dict()[key], tensor) for key, tensor in other_tensors.items()
     )
     ids = torch.arange(8)[None]
     with torch.no_grad():
-        got, want = (each(input_ids=ids).logits.double() for each in (model, plain))
-    assert not torch.equal(got, want)
-    assert float((got - want).norm() / want.norm()) <= CHECKPOINT_FORMATS["gptq int8"].bound
+        got, expected = (m(input_ids=ids).logits.double() for m in (model, unquantized_model))
+    assert not torch.equal(got, expected)
+    assert float((got - expected).norm() / expected.norm()) <= CHECKPOINT_FORMATS["gptq int8"].bound
 
 
 def test_quantized_files_are_not_quantized_again(tmp_path: Path) -> None:

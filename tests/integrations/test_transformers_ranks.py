@@ -1,4 +1,4 @@
-"""transformers splits models over ranks: tensor parallel, and both kinds of expert parallel."""
+"""Models that transformers splits over ranks, by tensor and by both kinds of expert parallelism."""
 
 import json
 import subprocess
@@ -14,8 +14,8 @@ if find_spec("transformers") is None:
 from modular_kernel.cli.demo_models import build_small_model
 
 PROGRAM = Path(__file__).parents[1] / "helpers" / "transformers_rank_program.py"
-# (Model, kind of parallelism) -> experts, top-k and I of the kernels on a rank. All-to-all has one
-# row for each (token, expert) pair. The plan of gpt-oss does not split I.
+# The experts, top-k and I of the kernels on a rank, by model and kind of parallelism. All-to-all
+# has one row for each (token, expert) pair. The tensor-parallel plan of gpt-oss does not split I.
 KERNELS = {
     ("mixtral", "tp"): (8, 2, 48),
     ("mixtral", "ep all_reduce"): (4, 2, 96),

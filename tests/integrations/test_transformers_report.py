@@ -1,4 +1,4 @@
-"""`report` lists the modules that run on our parts. `serve` enables additional modules."""
+"""`report` lists which modules run on our parts, and `serve` enables additional modules."""
 
 import copy
 from importlib import import_module
@@ -22,7 +22,7 @@ H, I, E, K = 32, 24, 4, 2  # noqa: E741
 
 
 class ModelWithOneModule(torch.nn.Module):
-    """A model with one module."""
+    """A model whose only module is an experts module."""
 
     def __init__(self, module: torch.nn.Module, name: str) -> None:
         super().__init__()
@@ -32,14 +32,14 @@ class ModelWithOneModule(torch.nn.Module):
 
 def make_module(folder: str, name: str, *args: object, **config: object) -> torch.nn.Module:
     module = import_module(f"transformers.models.{folder}.modeling_{folder}")
-    result = getattr(module, name)(
+    experts = getattr(module, name)(
         SimpleNamespace(hidden_act="silu", hidden_size=H, **config), *args
     )
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in result.parameters():
+        for parameter in experts.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
-    return result.eval().to(DEVICE)
+    return experts.eval().to(DEVICE)
 
 
 def make_longcat() -> torch.nn.Module:
@@ -76,7 +76,7 @@ def make_arguments(module: torch.nn.Module) -> "tuple[torch.Tensor, ...]":
     return x, ids.to(DEVICE), values.softmax(-1).to(DEVICE)
 
 
-def first_output(value: object) -> torch.Tensor:
+def get_first_output(value: object) -> torch.Tensor:
     return value[0] if isinstance(value, tuple) else value
 
 
@@ -93,17 +93,19 @@ def test_serve_enables_modules_that_transformers_does_not_dispatch(case) -> None
     assert serve(model) == ()
     registration(name).kernels.clear()
     with torch.no_grad():
-        exact = copy.deepcopy(original).double()
-        wide = [each.double() if each.is_floating_point() else each for each in arguments]
-        want = first_output(exact(*wide))
-        got = first_output(module(*arguments))
+        float64_module = copy.deepcopy(original).double()
+        float64_arguments = [t.double() if t.is_floating_point() else t for t in arguments]
+        expected_output = get_first_output(float64_module(*float64_arguments))
+        got = get_first_output(module(*arguments))
         assert registration(name).kernels
-        assert (got.double() - want).norm() <= 2e-6 * want.norm()
+        assert (got.double() - expected_output).norm() <= 2e-6 * expected_output.norm()
         compiled = torch.compile(module, fullgraph=True, backend="eager")
         torch.compiler.reset()
-        assert torch.equal(first_output(compiled(*arguments)), got)
+        assert torch.equal(get_first_output(compiled(*arguments)), got)
         model.config._experts_implementation = "eager"
-        assert torch.equal(first_output(module(*arguments)), first_output(original(*arguments)))
+        assert torch.equal(
+            get_first_output(module(*arguments)), get_first_output(original(*arguments))
+        )
     assert module.state_dict().keys() == original.state_dict().keys()
 
 
@@ -111,12 +113,13 @@ def test_serve_enables_modules_that_transformers_does_not_dispatch(case) -> None
 def test_gradients_of_enabled_modules_equal_their_own(case) -> None:
     original, module = MODULES[case](), MODULES[case]()
     serve(ModelWithOneModule(module, register(*OURS)))
-    for each in (original, module):
-        first_output(each(*make_arguments(each))).square().sum().backward()
-    for (name, parameter), other in zip(
+    for experts in (original, module):
+        get_first_output(experts(*make_arguments(experts))).square().sum().backward()
+    for (name, expected), parameter in zip(
         original.named_parameters(), module.parameters(), strict=True
     ):
-        assert (parameter.grad - other.grad).abs().max() <= 1e-4 * parameter.grad.abs().max(), name
+        error = (expected.grad - parameter.grad).abs().max()
+        assert error <= 1e-4 * expected.grad.abs().max(), name
 
 
 def test_every_module_of_a_model_has_a_row() -> None:
@@ -135,13 +138,11 @@ def test_every_module_of_a_model_has_a_row() -> None:
 
 
 def test_rows_predict_the_next_call() -> None:
-    """The rows depend on the grad mode and on training mode."""
-    refusing = register(*OURS, name="refusing", gradients="refuse")
-    model, ids = (
-        build_small_model("mixtral", "float32", DEVICE),
-        torch.arange(8, device=DEVICE)[None],
-    )
-    model.set_experts_implementation(refusing)
+    """Rows depend on grad mode and on training mode."""
+    forward_only = register(*OURS, name="refusing", gradients="refuse")
+    model = build_small_model("mixtral", "float32", DEVICE)
+    ids = torch.arange(8, device=DEVICE)[None]
+    model.set_experts_implementation(forward_only)
     assert all("gradients are refused" in row.why for row in report(model))
     with pytest.raises(UnsupportedError, match="gradients"):
         model(input_ids=ids)
@@ -173,16 +174,16 @@ def test_longcat_in_training_runs_its_own_forward() -> None:
 @pytest.mark.skipif(DEVICE == "cuda", reason="the default parts on a GPU are the kernels")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_default_on_a_cpu_is_grouped_mm(compiled) -> None:
-    """On a CPU grouped_mm is faster than the torch parts."""
+    """On a CPU, grouped_mm is faster than the parts in torch."""
     model, ids = build_small_model("qwen3_moe", "float32", DEVICE), torch.arange(8)[None]
     model.set_experts_implementation("grouped_mm")
     torch.compiler.reset()
     run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
     with torch.no_grad():
-        want = run(input_ids=ids).logits
+        expected_output = run(input_ids=ids).logits
         name = register()
         model.set_experts_implementation(name)
-        assert torch.equal(run(input_ids=ids).logits, want)
+        assert torch.equal(run(input_ids=ids).logits, expected_output)
     assert not registration(name).kernels
     assert all("grouped_mm runs, because it is faster" in row.why for row in report(model))
 

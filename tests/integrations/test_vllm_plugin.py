@@ -1,6 +1,4 @@
-"""The plugin for vLLM, tested without vLLM: registration, hooks, and the conversion of layers and
-weights.
-"""
+"""The plugin for vLLM, without vLLM: registration, hooks, and conversion of layers and weights."""
 
 import logging
 import subprocess
@@ -169,9 +167,9 @@ def test_environment_variable_selects_parts(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_compatibility_check_selects_parts() -> None:
-    both = "TorchExperts", "NaiveBatchedExperts"
-    assert layers.select_part(BASE, both, CPU, batched=False) == "TorchExperts"
-    assert layers.select_part(BASE, both, CPU, batched=True) == "NaiveBatchedExperts"
+    parts = "TorchExperts", "NaiveBatchedExperts"
+    assert layers.select_part(BASE, parts, CPU, batched=False) == "TorchExperts"
+    assert layers.select_part(BASE, parts, CPU, batched=True) == "NaiveBatchedExperts"
     with pytest.raises(UnsupportedError, match="batched_experts format"):
         layers.select_part(BASE, ("TorchExperts",), CPU, batched=True)
     with pytest.raises(IncompatibleError, match="TritonExperts"):
@@ -202,8 +200,8 @@ def test_converted_scales_keep_their_memory() -> None:
     assert copies.keys() == {"w1_scale"}
     assert second["w1_scale"] is first["w1_scale"]
     assert torch.equal(first["w1_scale"], (torch.arange(4.0) + 1)[:, None].expand(4, 64))
-    other = replace(problem, intermediate=64)
-    third = convert_scales(other, sources, copies)
+    larger_problem = replace(problem, intermediate=64)
+    third = convert_scales(larger_problem, sources, copies)
     assert third["w1_scale"].shape == (4, 128)
 
 
@@ -222,14 +220,14 @@ def test_recomputed_global_scales_keep_their_memory() -> None:
         assert torch.equal(second[name].flatten(), source.flatten())
 
 
-@pytest.mark.parametrize("given", [("b1", "b2"), ("b1",), ("b2",), ()])
-def test_a_missing_bias_is_zero(given: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("present", [("b1", "b2"), ("b1",), ("b2",), ()])
+def test_a_missing_bias_is_zero(present: tuple[str, ...]) -> None:
     biases = {"b1": torch.ones(4, 64), "b2": torch.ones(4, 64)}
-    sources = [biases[name] if name in given else None for name in ("b1", "b2")]
+    sources = [biases[name] if name in present else None for name in ("b1", "b2")]
     converted = convert_biases(BASE, *sources, {})
-    assert converted.keys() == (biases.keys() if given else set())
+    assert converted.keys() == (biases.keys() if present else set())
     for name, bias in converted.items():
-        assert torch.equal(bias, biases[name] if name in given else torch.zeros(4, 64))
+        assert torch.equal(bias, biases[name] if name in present else torch.zeros(4, 64))
 
 
 def test_schemes_take_the_block_shape_of_loaded_weights() -> None:
@@ -241,38 +239,38 @@ def test_schemes_take_the_block_shape_of_loaded_weights() -> None:
 
 
 def make_layer(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing]:
-    g = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(5)
     e, h, i = problem.experts, problem.hidden, problem.intermediate
-    x_TH = torch.randn(problem.tokens, h, generator=g).to(DEVICE, problem.dtype)
-    w1 = torch.randn(e, problem.w1_rows, h, generator=g).to(DEVICE, problem.dtype) / 8
-    w2 = torch.randn(e, h, i, generator=g).to(DEVICE, problem.dtype) / 5
+    x_TH = torch.randn(problem.tokens, h, generator=generator).to(DEVICE, problem.dtype)
+    w1 = torch.randn(e, problem.w1_rows, h, generator=generator).to(DEVICE, problem.dtype) / 8
+    w2 = torch.randn(e, h, i, generator=generator).to(DEVICE, problem.dtype) / 5
     weights = ExpertWeights(w1, w2)
     if problem.scheme.quantized:
         weights = quantize_weights(weights, problem)
-    values, ids = torch.randn(problem.tokens, e, generator=g).to(DEVICE).topk(problem.top_k)
+    values, ids = torch.randn(problem.tokens, e, generator=generator).to(DEVICE).topk(problem.top_k)
     return x_TH, weights, Routing(values.softmax(-1), ids)
 
 
 @pytest.mark.parametrize("part", ["TritonExperts", "TorchExperts"])
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_channel"])
 def test_standard_calls_use_only_their_workspace(part: str, quant: str, machine: Machine) -> None:
-    """A call declares the size of its workspace and writes nothing beyond it."""
+    """A call writes nothing beyond the declared bytes of its workspace."""
     problem = Problem(9, 64, 32, 4, 2, quant=quant)
     calls = StandardCalls(problem.with_tokens(2048), part, machine)
     x_TH, weights, routing = make_layer(problem)
-    needed = calls.workspace_bytes(9, 2)
-    memory = torch.full((needed + 256,), 255, dtype=torch.uint8, device=DEVICE)
+    nbytes = calls.workspace_bytes(9, 2)
+    memory = torch.full((nbytes + 256,), 255, dtype=torch.uint8, device=DEVICE)
     out = torch.full((9, 64), torch.nan, dtype=problem.dtype, device=DEVICE)
-    calls(x_TH, weights, routing, memory=memory[:needed], out=out)
+    calls(x_TH, weights, routing, memory=memory[:nbytes], out=out)
     result = compare(out, float64_reference(x_TH, weights, routing, problem),
                      rounded_reference(x_TH, weights, routing, problem), problem)  # fmt: skip
     assert result.ok, result.problems
-    assert bool((memory[needed:] == 255).all())
+    assert bool((memory[nbytes:] == 255).all())
 
 
 @pytest.mark.parametrize("part", ["BatchedTritonExperts", "NaiveBatchedExperts"])
 def test_batched_calls_equal_the_layer(part: str) -> None:
-    """The rows of an expert equal those of a layer that routes all tokens to this expert."""
+    """The outputs of an expert equal those of a layer that routes the same tokens to it alone."""
     x_TH, weights, _ = make_layer(BASE)
     counts_e = torch.tensor([3, 0, 9, 1], dtype=torch.int32, device=DEVICE)
     x_eCH = torch.full((4, 9, 64), torch.nan, dtype=torch.bfloat16, device=DEVICE)
@@ -297,10 +295,8 @@ def test_batched_calls_equal_the_layer(part: str) -> None:
 # ------------------------------------------------------------------------------- registration
 
 
-def run(code: str, **variables: str) -> str:
-    """Run a program in a new process, with the environment of the standard library and this
-    checkout.
-    """
+def run_python(code: str, **variables: str) -> str:
+    """Run a program in a new process, and return its output. It can import this checkout."""
     root = str(Path(__file__).parents[2])
     from modular_kernel.settings import make_child_environment
 
@@ -323,7 +319,7 @@ register()
 register()
 print(sorted({"torch", "triton", "experts"} & set(sys.modules)))
 """
-    assert run(code).strip() == "[]"
+    assert run_python(code).strip() == "[]"
 
 
 @pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "1.0", "dev", ""])
@@ -336,8 +332,8 @@ def test_unknown_versions_are_not_changed(
     monkeypatch.setattr(hooks, "install", pytest.fail)
     with caplog.at_level(logging.WARNING, "vllm.modular_kernel"):
         plugin.register()
-    (line,) = caplog.messages
-    assert line.startswith(f"modular_kernel is off: vLLM is {version}, supported: 0.26, 0.33")
+    (message,) = caplog.messages
+    assert message.startswith(f"modular_kernel is off: vLLM is {version}, supported: 0.26, 0.33")
 
 
 def test_register_without_vllm_does_not_raise(
@@ -345,8 +341,8 @@ def test_register_without_vllm_does_not_raise(
 ) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     plugin.register()
-    (line,) = caplog.messages
-    assert "modular_kernel is off: ModuleNotFoundError" in line
+    (message,) = caplog.messages
+    assert "modular_kernel is off: ModuleNotFoundError" in message
 
 
 def test_variable_disables_the_plugin(
@@ -362,7 +358,7 @@ def test_variable_disables_the_plugin(
 
 
 class FakeOracle:
-    """A stand-in for an oracle module: `first` selects, and `second` is called afterwards."""
+    """A stand-in for an oracle, whose module has a select function `first` and a later `second`."""
 
     select_functions: tuple[str, ...] = ("first",)
     later_functions: tuple[str, ...] = ("second",)
@@ -384,7 +380,7 @@ class FakeOracle:
 
 @pytest.fixture
 def vllm_modules(monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, ModuleType]:
-    """Return a module with two functions, and a module that imported the first of them by name."""
+    """Return a module with two functions, and a module that imported the first by name."""
     owner, user = ModuleType("vllm.fake_oracle"), ModuleType("vllm.fake_method")
 
     def first(config: str, other: int = 0) -> str:
@@ -428,14 +424,14 @@ def test_functions_are_replaced_once_in_all_modules(
             "vllm: first broken 0",
         ]
     with pytest.raises(RuntimeError, match="a defect of ours"):
-        owner.second("broken")  # vLLM can no longer run the layer
+        owner.second("broken")  # After the selection, vLLM can no longer run the layer.
     refused, broken = caplog.messages
     assert refused == "modular_kernel leaves a layer to vLLM (first): layer: got 1, need 2"
     assert "a defect of ours" in broken
 
 
 class CallerOracle(FakeOracle):
-    """An oracle that needs an argument of the constructor which calls the select function."""
+    """An oracle that needs an argument of the constructor that calls the select function."""
 
     callers = (("vllm.fake_method", "Method"),)
 
@@ -461,9 +457,9 @@ def test_arguments_of_the_constructor_that_selects(
     with pytest.raises(ValueError, match="broken"):
         Method(16, config="broken")
     assert owner.first("theirs") == "vllm: first theirs 0"  # outside of a constructor
-    construct = Method.__init__
+    wrapped_init = Method.__init__
     hooks._record_arguments(*CallerOracle.callers[0])
-    assert Method.__init__ is construct
+    assert Method.__init__ is wrapped_init
 
 
 def test_a_missing_caller_leaves_the_layers_to_vllm(
@@ -495,7 +491,7 @@ def test_nothing_is_replaced_if_a_dependency_is_missing(
     else:
         install(oracle, monkeypatch)
     assert (vars(owner), vars(user)) == before
-    (line,) = caplog.messages
-    assert line.startswith("modular_kernel leaves layers of fp8 to vLLM: ")
+    (message,) = caplog.messages
+    assert message.startswith("modular_kernel leaves layers of fp8 to vLLM: ")
     names = {"a function": "third", "an internal": "Some.Enum"}
-    assert names.get(missing_item, "fake_version") in line
+    assert names.get(missing_item, "fake_version") in message

@@ -1,4 +1,4 @@
-"""Grids and block sizes of adapter launches."""
+"""Grids and block sizes of the kernels that apply LoRA adapters."""
 
 from dataclasses import replace
 from typing import Any
@@ -46,10 +46,12 @@ def record_launches(monkeypatch: pytest.MonkeyPatch, module: Any, *, run: bool) 
 def test_rows_of_a_are_divided_among_programs(
     monkeypatch: pytest.MonkeyPatch, pair: tuple[str, str], axis: int
 ) -> None:
-    """A of gate and up has 160 rows, and that of down has 80. A program has up to 64 rows."""
+    """A program has up to 64 rows of A. A has 160 rows for gate and up, and 80 for down."""
     launches = record_launches(monkeypatch, adapters, run=True)
-    i = make_inputs(PROBLEM, "uniform", CPU)
-    mk.make_kernel(*pair, PROBLEM, machine=this_machine(device="cpu"))(i.x_TH, i.weights, i.routing)
+    inputs = make_inputs(PROBLEM, "uniform", CPU)
+    mk.make_kernel(*pair, PROBLEM, machine=this_machine(device="cpu"))(
+        inputs.x_TH, inputs.weights, inputs.routing
+    )
     assert [(grid[1], a["lora_a_rows"], a["BLOCK_RANK"]) for grid, a in launches] == [
         (3, 160, 64), (2, 80, 64),
     ]  # fmt: skip
@@ -75,17 +77,17 @@ def test_rows_of_a_are_divided_among_programs(
 def test_steps_have_more_columns_with_few_rows(
     block_m: int, rows: int, depth: int, dtype: torch.dtype, blocks: tuple[int, int]
 ) -> None:
-    """A step has at most 24 KiB of x and A, at least 32 columns, and at most a whole row."""
+    """A step loads at most 24 KiB of x and A, and from 32 columns to the whole row."""
     problem = replace(PROBLEM, dtype=dtype)
     for slots in (1, 9):
         a = torch.empty(slots, 3, rows, depth, device="meta", dtype=dtype)
         block_sizes = adapters.make_shrink_arguments(a, depth, problem, block_m)
         assert (block_sizes["BLOCK_RANK"], block_sizes["BLOCK_K"]) == blocks
         assert block_sizes["SLOT_PROGRAMS"] == min(slots, 8)
-        on_cpu = adapters.make_shrink_arguments(
+        cpu_block_sizes = adapters.make_shrink_arguments(
             a.new_empty(slots, 3, 1, 1, device=CPU), 1, problem, 16
         )
-        assert on_cpu["SLOT_PROGRAMS"] == min(slots, 2)
+        assert cpu_block_sizes["SLOT_PROGRAMS"] == min(slots, 2)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +120,7 @@ def test_block_sizes_of_moe_lora(
     rank: int,
     rows: int,
 ) -> None:
-    """17 pairs need two blocks. A step reads 128 bytes of a row, and a program writes 256 bytes."""
+    """17 pairs need two blocks. A step reads 128 bytes of a row, and a program writes 256."""
     columns = 32 if dtype is torch.float32 else 64
     launches = record_launches(monkeypatch, moe_lora_stages, run=False)
     ids, ranks = torch.zeros(17, 1, dtype=torch.int32), torch.full((2, 3), rank)
@@ -130,13 +132,13 @@ def test_block_sizes_of_moe_lora(
         moe_lora_stages.moe_lora_a(x, a, batch)
         moe_lora_stages.moe_lora_gate_up_b(u, b, batch)
         moe_lora_stages.moe_lora_down_combine(u, b, batch, ids.float(), torch.ones(2), output)
-    first, second, last = launches
-    assert first[0] == (2, -(-rank // rows))
-    assert (first[1]["BLOCK_RANK"], first[1]["BLOCK_K"]) == (rows, depth)
-    assert second[0] == (2, -(-65 // columns))
-    assert (second[1]["BLOCK_RANK"], second[1]["BLOCK_INTERMEDIATE"]) == (rows, columns)
-    assert last[0] == (2, -(-130 // output_block))
-    assert (last[1]["BLOCK_RANK"], last[1]["BLOCK_HIDDEN"]) == (rows, output_block)
+    (a_grid, a_arguments), (b_grid, b_arguments), (down_grid, down_arguments) = launches
+    assert a_grid == (2, -(-rank // rows))
+    assert (a_arguments["BLOCK_RANK"], a_arguments["BLOCK_K"]) == (rows, depth)
+    assert b_grid == (2, -(-65 // columns))
+    assert (b_arguments["BLOCK_RANK"], b_arguments["BLOCK_INTERMEDIATE"]) == (rows, columns)
+    assert down_grid == (2, -(-130 // output_block))
+    assert (down_arguments["BLOCK_RANK"], down_arguments["BLOCK_HIDDEN"]) == (rows, output_block)
 
 
 def test_lora_branch_sorts_pairs_by_adapter_and_expert(monkeypatch: pytest.MonkeyPatch) -> None:

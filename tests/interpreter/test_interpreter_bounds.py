@@ -1,4 +1,4 @@
-"""In the interpreter, an access outside the arguments of a launch raises with its location."""
+"""An access outside the arguments of an interpreted launch raises an error with its location."""
 
 import gc
 
@@ -16,26 +16,26 @@ from modular_kernel.interpreter.bounds import Bounds, allow_access
 
 @triton.jit
 def load_kernel(x_ptr, y_ptr, first, last, BLOCK: tl.constexpr):
-    at = first + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + at, mask=at <= last, other=0.0)
+    offs = first + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs, mask=offs <= last, other=0.0)
     tl.store(y_ptr + tl.arange(0, BLOCK), x)
 
 
 @triton.jit
 def store_kernel(y_ptr, first, last, BLOCK: tl.constexpr):
-    at = first + tl.arange(0, BLOCK)
-    tl.store(y_ptr + at, at, mask=at <= last)
+    offs = first + tl.arange(0, BLOCK)
+    tl.store(y_ptr + offs, offs, mask=offs <= last)
 
 
 @triton.jit
 def add_kernel(y_ptr, first, last, BLOCK: tl.constexpr):
-    at = first + tl.arange(0, BLOCK)
-    tl.atomic_add(y_ptr + at, 1, mask=at <= last)
+    offs = first + tl.arange(0, BLOCK)
+    tl.atomic_add(y_ptr + offs, 1, mask=offs <= last)
 
 
 @triton.jit
-def swap_kernel(y_ptr, at):
-    tl.atomic_cas(y_ptr + at, 0, 1)
+def swap_kernel(y_ptr, index):
+    tl.atomic_cas(y_ptr + index, 0, 1)
 
 
 def make_tensor(count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -130,15 +130,15 @@ def test_shared_memory_is_accessible_until_it_is_freed():
 def test_memory_between_arguments_is_out_of_bounds():
     memory = torch.zeros(64, dtype=torch.int32)
     bounds = Bounds({"a": memory[:16], "b": memory[32:48], "empty": memory[:0], "number": 3})
-    number = np.arange(64)
-    pointers = memory.data_ptr() + 4 * number.astype(np.uint64)
-    ours = (number < 16) | (number >= 32) & (number < 48)
-    bounds.check(pointers, ours, 4)
+    index = np.arange(64)
+    pointers = memory.data_ptr() + 4 * index.astype(np.uint64)
+    in_bounds = (index < 16) | (index >= 32) & (index < 48)
+    bounds.check(pointers, in_bounds, 4)
     with pytest.raises(CorruptionError, match="bytes 64 to 67 of a, need 0 to 63"):
-        bounds.check(pointers, ours | (number == 16), 4)
+        bounds.check(pointers, in_bounds | (index == 16), 4)
     with pytest.raises(CorruptionError, match="bytes -4 to -1 of b, need 0 to 63"):
-        bounds.check(pointers, ours | (number == 31), 4)
+        bounds.check(pointers, in_bounds | (index == 31), 4)
     with pytest.raises(CorruptionError, match="bytes 60 to 67 of b, need 0 to 63"):
-        bounds.check(pointers, number == 47, 8)
+        bounds.check(pointers, index == 47, 8)
     with pytest.raises(CorruptionError, match="no argument has memory"):
-        Bounds({"number": 3}).check(pointers, ours, 4)
+        Bounds({"number": 3}).check(pointers, in_bounds, 4)

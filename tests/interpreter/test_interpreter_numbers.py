@@ -1,6 +1,7 @@
-"""The interpreter computes the results of a GPU.
-Most of these tests fail without `install()`. The others test operations that are correct in Triton,
-too.
+"""The interpreter computes the numbers that a GPU computes.
+
+Most of these tests fail without `install()`. The others cover operations that Triton's own
+interpreter computes correctly.
 """
 
 import operator
@@ -35,30 +36,30 @@ def cast(x: torch.Tensor, dtype: torch.dtype, kernel: object = cast_kernel) -> t
     return y
 
 
-def saturate(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def convert_with_saturation(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Convert with saturation, as a GPU does. torch converts large values to infinity or NaN."""
     largest = torch.finfo(dtype).max
     return x.float().clamp(-largest, largest).to(dtype)
 
 
-def edge_values(dtype: torch.dtype) -> torch.Tensor:
+def make_edge_values(dtype: torch.dtype) -> torch.Tensor:
     """Return 8192 float32 values, which include ties of `dtype`, overflow, infinity and NaN."""
     exact = random_bits(1024, dtype, seed=1).float()
     step = (exact.abs() * torch.finfo(dtype).eps / 2).nan_to_num(0, 0, 0)
     ties = torch.cat([exact + step, exact - step])
-    nearby = torch.cat([torch.nextafter(ties, ties + 1), torch.nextafter(ties, ties - 1)])
-    bits = random_bits(1000, F32)
+    near_ties = torch.cat([torch.nextafter(ties, ties + 1), torch.nextafter(ties, ties - 1)])
+    random_floats = random_bits(1000, F32)
     largest = torch.finfo(dtype).max
     edges = [0.0, -0.0, 1e-45, float("inf"), float("nan"), largest, largest * 1.03, largest * 1.07]
     special = torch.tensor(edges + [-edge for edge in edges] + [3.3e38, -3.3e38] * 4)
-    values = torch.cat([exact, ties, nearby, bits, special, randn(24, seed=2)])
+    values = torch.cat([exact, ties, near_ties, random_floats, special, randn(24, seed=2)])
     return values[:8192].contiguous() if len(values) >= 8192 else values.repeat(2)[:8192]
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, E4M3, E5M2], ids=str)
 def test_float32_rounds_to_nearest_even(dtype):
-    x = edge_values(dtype)
-    expected = x.to(dtype) if dtype in (BF16, F16) else saturate(x, dtype)
+    x = make_edge_values(dtype)
+    expected = x.to(dtype) if dtype in (BF16, F16) else convert_with_saturation(x, dtype)
     assert equal_bits(cast(x, dtype), expected)
 
 
@@ -66,7 +67,7 @@ def test_float32_rounds_to_nearest_even(dtype):
 @pytest.mark.parametrize("source", [BF16, F16], ids=str)
 def test_sixteen_bit_floats_round_to_fp8(source, dtype):
     x = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(source)
-    assert equal_bits(cast(x, dtype), saturate(x, dtype))
+    assert equal_bits(cast(x, dtype), convert_with_saturation(x, dtype))
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
@@ -112,8 +113,8 @@ def test_floats_beyond_an_integer_type_saturate():
     high, low = 2**31 - 1, -(2**31)
     assert cast(x, torch.int32).tolist() == [high, low, high, 0, high, low, 0, 3]
     assert cast(x, torch.uint8).tolist() == [255, 0, 255, 0, 255, 0, 0, 3]
-    as_float64 = torch.tensor([1e20, -1e20, 2.0**63, -(2.0**63)])
-    assert cast(as_float64, torch.int64).tolist() == [2**63 - 1, -(2**63)] * 2
+    beyond_int64 = torch.tensor([1e20, -1e20, 2.0**63, -(2.0**63)])
+    assert cast(beyond_int64, torch.int64).tolist() == [2**63 - 1, -(2**63)] * 2
 
 
 # ------------------------------------------------------------------- elementwise arithmetic
@@ -217,10 +218,10 @@ def test_fma_rounds_once():
     z = -(x * y) + torch.tensor([0.0, 2.0**-70, -(2.0**-40), 1e-30]).repeat(256)
     out = torch.empty_like(x)
     fma_kernel[(1,)](x, y, z, out, BLOCK=1024)
-    as_float64 = [v.numpy().astype(np.longdouble) for v in (x, y, z)]
-    expected = torch.from_numpy((as_float64[0] * as_float64[1] + as_float64[2]).astype(np.float32))
+    exact_x, exact_y, exact_z = (v.numpy().astype(np.longdouble) for v in (x, y, z))
+    expected = torch.from_numpy((exact_x * exact_y + exact_z).astype(np.float32))
     assert equal_bits(out, expected)
-    # The sum is slightly above a tie of float32, and float64 cannot represent the difference.
+    # The sum is above a tie of float32, by less than float64 can represent.
     x, y, z = (torch.tensor([v]) for v in (1 + 2.0**-12, 1 + 2.0**-12, 2.0**-60))
     out = torch.empty(1)
     fma_kernel[(1,)](x, y, z, out, BLOCK=1)

@@ -1,4 +1,4 @@
-"""Memory, matrix products, loops and launches in the interpreter equal those of a GPU."""
+"""Memory accesses, matrix products, loops and launches have the results of a GPU."""
 
 import threading
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from interpreter_values import BF16, E4M3, E5M2, F16, F32, equal_bits, generator, randn
+from interpreter_values import BF16, E4M3, E5M2, F16, F32, equal_bits, make_generator, randn
 from triton.runtime.errors import InterpreterError
 
 from modular_kernel.catalog import load_catalog
@@ -55,16 +55,16 @@ def test_descriptors_load_and_store_bf16():
 def accumulate_kernel(x_ptr, y_ptr, index_ptr, old_ptr, n, BLOCK: tl.constexpr):
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < n
-    where = tl.load(index_ptr + offs, mask=mask, other=0)
+    index = tl.load(index_ptr + offs, mask=mask, other=0)
     x = tl.load(x_ptr + offs, mask=mask, other=0)
-    old = tl.atomic_add(y_ptr + where, x, mask=mask)
+    old = tl.atomic_add(y_ptr + index, x, mask=mask)
     tl.store(old_ptr + offs, old, mask=mask)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32, F16, torch.int32], ids=str)
 def test_atomic_add_adds_to_duplicate_addresses(dtype):
     x = (randn(100, seed=16) * 10).to(dtype)
-    index = torch.randint(0, 7, (100,), generator=generator(1), dtype=torch.int32)
+    index = torch.randint(0, 7, (100,), generator=make_generator(1), dtype=torch.int32)
     y, old = torch.zeros(7, dtype=dtype), torch.zeros(100, dtype=dtype)
     expected_y, expected_old = y.clone(), old.clone()
     for i, j in enumerate(index.tolist()):
@@ -115,10 +115,10 @@ def matmul_kernel(
     k = tl.arange(0, BK)
     acc = tl.zeros((BM, BN), dtype=ACC_OF(c_ptr.dtype.element_ty))
     for start in range(0, K, BK):
-        rest = start + k < K
-        a = tl.load(a_ptr + m[:, None] * K + (start + k), mask=(m < M)[:, None] & rest, other=0.0)
+        k_mask = start + k < K
+        a = tl.load(a_ptr + m[:, None] * K + (start + k), mask=(m < M)[:, None] & k_mask, other=0.0)
         b = tl.load(
-            b_ptr + (start + k)[:, None] * N + n, mask=rest[:, None] & (n < N)[None], other=0.0
+            b_ptr + (start + k)[:, None] * N + n, mask=k_mask[:, None] & (n < N)[None], other=0.0
         )
         acc = tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=acc.dtype)
     c = c_ptr + m[:, None] * N + n
@@ -140,7 +140,7 @@ def matmul(
     return c
 
 
-def relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
+def compute_relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
@@ -148,13 +148,13 @@ def relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def test_dot_accumulates_in_float32(dtype):
     a, b = randn(33, 100, seed=17).to(dtype), randn(100, 40, seed=18).to(dtype)
     expected = a.double() @ b.double()
-    assert relative_rms(matmul(a, b, F32), expected) < 3e-7
+    assert compute_relative_rms(matmul(a, b, F32), expected) < 3e-7
     assert equal_bits(matmul(a, b, BF16), matmul(a, b, F32).to(BF16))
 
 
 def test_dot_of_int8_is_exact():
     a, b = (
-        torch.randint(-128, 128, shape, generator=generator(3), dtype=torch.int8)
+        torch.randint(-128, 128, shape, generator=make_generator(3), dtype=torch.int8)
         for shape in ((17, 96), (96, 33))
     )
     assert torch.equal(matmul(a, b, torch.int32), a.int() @ b.int())
@@ -163,8 +163,8 @@ def test_dot_of_int8_is_exact():
 def test_float32_dot_uses_tf32_by_default():
     a, b = randn(16, 64, seed=19), randn(64, 32, seed=20)
     expected = a.double() @ b.double()
-    assert relative_rms(matmul(a, b, F32, "ieee"), expected) < 3e-7
-    assert 1e-4 < relative_rms(matmul(a, b, F32, "tf32"), expected) < 2e-3
+    assert compute_relative_rms(matmul(a, b, F32, "ieee"), expected) < 3e-7
+    assert 1e-4 < compute_relative_rms(matmul(a, b, F32, "tf32"), expected) < 2e-3
     # The mantissas of bf16 values fit into the ten bits of tf32.
     bf16_a, bf16_b = a.to(BF16).float(), b.to(BF16).float()
     assert torch.equal(matmul(bf16_a, bf16_b, F32, "tf32"), matmul(bf16_a, bf16_b, F32))
@@ -217,22 +217,24 @@ def test_device_assert_raises():
 
 
 @triton.jit
-def helper_adds(x, y):
+def sum_of_both(x, y):
     return tl.sum(x + y, axis=0)
 
 
 @triton.jit
 def helper_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
     x = tl.load(x_ptr + tl.arange(0, BLOCK))
-    tl.store(y_ptr, helper_adds(x, x))
+    tl.store(y_ptr, sum_of_both(x, x))
 
 
 def test_the_language_is_restored_after_a_launch():
-    before = {(m, n): getattr(m, n) for m in (tl, tl.core) for n in ("load", "range", "reduce")}
+    functions_before = {
+        (m, n): getattr(m, n) for m in (tl, tl.core) for n in ("load", "range", "reduce")
+    }
     y = torch.zeros(1)
     helper_kernel[(1,)](torch.ones(16), y, BLOCK=16)
     assert y.item() == 32.0
-    assert all(getattr(module, name) is value for (module, name), value in before.items())
+    assert all(getattr(module, name) is value for (module, name), value in functions_before.items())
 
 
 @triton.jit
@@ -264,25 +266,25 @@ def test_invalid_block_shapes_raise():
     assert tl.block_type(tl.float32, [16, 2]).name == "<['16', '2'], fp32>"
 
 
-def first_launch(rank: int, world_size: int, group: object) -> float:
-    """Return the error of the first launch of a process."""
+def measure_error_of_first_launch(rank: int, world_size: int, group: object) -> float:
+    """Return the relative error of BatchedTritonExperts in the first launch of this process."""
     problem = Problem(4, 64, 32, 2, 1, dtype="bf16")
-    given = make_inputs(problem, "uniform", torch.device("cpu"), seed=0, strided=False)
-    tokens = BatchedTokens(given.x_TH.expand(2, 4, 64).contiguous(), torch.tensor([4, 4]).int())
+    inputs = make_inputs(problem, "uniform", torch.device("cpu"), seed=0, strided=False)
+    tokens = BatchedTokens(inputs.x_TH.expand(2, 4, 64).contiguous(), torch.tensor([4, 4]).int())
     outputs = []
     for name in ("NaiveBatchedExperts", "BatchedTritonExperts"):
         part = load_catalog().experts(name)(problem)
         shapes = part.workspace_shapes(BatchedShape(2, 4))
         output = torch.zeros(2, 4, 64, dtype=torch.bfloat16)
         workspace = Workspace(shapes.buffers(), output.device)
-        part.apply(tokens, weights=given.weights, workspace=workspace, output=output)
+        part.apply(tokens, weights=inputs.weights, workspace=workspace, output=output)
         outputs.append(output.float())
     return float((outputs[1] - outputs[0]).norm() / outputs[0].norm())
 
 
 def test_first_launch_of_a_process_has_gpu_numerics() -> None:
     with RankPool(1) as pool:
-        (error,) = pool.run(first_launch)
+        (error,) = pool.run(measure_error_of_first_launch)
     assert error < 0.01
 
 

@@ -1,4 +1,4 @@
-"""The interpreter reports races, which are unordered accesses of programs to the same memory."""
+"""The interpreter reports races: unordered accesses of programs to one element."""
 
 import pytest
 import torch
@@ -25,21 +25,21 @@ def zeros(count=8, dtype=torch.int32):
 
 
 @triton.jit
-def own_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+def separate_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     for _ in range(2):
-        tl.store(y_ptr + at, tl.load(y_ptr + at) + tl.load(x_ptr))
+        tl.store(y_ptr + offs, tl.load(y_ptr + offs) + tl.load(x_ptr))
 
 
 def test_programs_with_separate_elements_do_not_race():
-    assert find_races(own_kernel, zeros(), zeros(24), BLOCK=8) == []
-    assert find_races(own_kernel, zeros(), zeros(24, torch.int8), BLOCK=8) == []
+    assert find_races(separate_kernel, zeros(), zeros(24), BLOCK=8) == []
+    assert find_races(separate_kernel, zeros(), zeros(24, torch.int8), BLOCK=8) == []
 
 
 @triton.jit
 def same_place_kernel(y_ptr, first, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    tl.store(y_ptr + at, at, mask=at >= tl.program_id(0) * first)
+    offs = tl.arange(0, BLOCK)
+    tl.store(y_ptr + offs, offs, mask=offs >= tl.program_id(0) * first)
 
 
 def test_two_writes_to_one_element_race():
@@ -51,16 +51,16 @@ def test_two_writes_to_one_element_race():
 
 @triton.jit
 def neighbor_kernel(y_ptr, step):
-    at = tl.program_id(0) + 1
-    tl.store(y_ptr + at, tl.load(y_ptr + at + step))
+    index = tl.program_id(0) + 1
+    tl.store(y_ptr + index, tl.load(y_ptr + index + step))
 
 
 def test_read_and_write_of_one_element_race():
     y = zeros()
-    before = "neighbor_kernel: a program reads what another one writes, in y_ptr"
-    after = "neighbor_kernel: a program writes what another one reads, in y_ptr"
-    assert find_races(neighbor_kernel, y, -1) == [before]
-    assert find_races(neighbor_kernel, y, 1) == [after]
+    read_after_write = "neighbor_kernel: a program reads what another one writes, in y_ptr"
+    write_after_read = "neighbor_kernel: a program writes what another one reads, in y_ptr"
+    assert find_races(neighbor_kernel, y, -1) == [read_after_write]
+    assert find_races(neighbor_kernel, y, 1) == [write_after_read]
     assert find_races(neighbor_kernel, y, 0) == []
     assert find_races(neighbor_kernel, y, 4) == []
 
@@ -114,7 +114,7 @@ def counted_twice_kernel(found_ptr, count_ptr, y_ptr, ZEROED: tl.constexpr):
 
 
 def test_program_with_two_atomics_is_not_ordered_before_itself():
-    """The program is ordered after all others. Races of other programs are still found."""
+    """The program is ordered after all other programs, and races between these are still found."""
     assert find_races(counted_twice_kernel, zeros(1), zeros(1), zeros(), ZEROED=False) == []
     messages = find_races(counted_twice_kernel, zeros(1), zeros(1), zeros(), ZEROED=True)
     assert messages == ["counted_twice_kernel: a program writes what another one writes, in y_ptr"]
@@ -122,7 +122,7 @@ def test_program_with_two_atomics_is_not_ordered_before_itself():
 
 @triton.jit
 def early_reader_kernel(count_ptr, y_ptr):
-    """Program 2 reads before all programs have released."""
+    """Program 2 reads what program 1 writes, without an atomic of program 1 between them."""
     tl.store(y_ptr + tl.program_id(0), 1)
     if tl.program_id(0) != 1:
         tl.atomic_add(count_ptr, 1)
@@ -151,9 +151,9 @@ def test_atomics_and_volatile_loads_do_not_race():
 
 @triton.jit
 def grid_kernel(y_ptr):
-    at = (tl.program_id(0) * 2 + tl.program_id(1)) * 2 + tl.program_id(2)
-    tl.store(y_ptr + at, 1)
-    if at == 7:
+    index = (tl.program_id(0) * 2 + tl.program_id(1)) * 2 + tl.program_id(2)
+    tl.store(y_ptr + index, 1)
+    if index == 7:
         tl.store(y_ptr, 1)
 
 
@@ -167,7 +167,7 @@ def test_races_are_recorded_only_on_request():
     with ACCESS_LOG.races() as outer:
         with ACCESS_LOG.races() as inner:
             same_place_kernel[(3,)](zeros(), 7, BLOCK=8)
-        own_kernel[(3,)](zeros(), zeros(24), BLOCK=8)
+        separate_kernel[(3,)](zeros(), zeros(24), BLOCK=8)
     assert len(inner) == 1
     assert outer == []
     same_place_kernel[(3,)](zeros(), 7, BLOCK=8)

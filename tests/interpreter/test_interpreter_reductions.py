@@ -1,10 +1,10 @@
-"""Reductions, scans and rearrangements in the interpreter equal those of a GPU."""
+"""Interpreted reductions, scans and rearrangements have the results of a GPU."""
 
 import pytest
 import torch
 import triton
 import triton.language as tl
-from interpreter_values import BF16, E4M3, F16, F32, equal_bits, generator, randn
+from interpreter_values import BF16, E4M3, F16, F32, equal_bits, make_generator, randn
 
 
 @triton.jit
@@ -41,10 +41,12 @@ def test_sums_of_float32_and_integers_equal_torch():
     x = randn(8, 64, seed=21)
     torch.testing.assert_close(reduce(x, "sum", F32), x.sum(1), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(reduce(x, "all", F32), x.sum().expand(8), rtol=1e-5, atol=1e-5)
-    i = torch.randint(-100, 100, (8, 64), generator=generator(4), dtype=torch.int8)
-    assert torch.equal(reduce(i, "sum", torch.int32), i.sum(1, dtype=torch.int32))
-    big = torch.full((2, 4), 2**30, dtype=torch.int32)
-    assert reduce(big, "all", torch.int32).tolist() == [0, 0]  # 2**33 wraps
+    int8_values = torch.randint(-100, 100, (8, 64), generator=make_generator(4), dtype=torch.int8)
+    assert torch.equal(
+        reduce(int8_values, "sum", torch.int32), int8_values.sum(1, dtype=torch.int32)
+    )
+    large = torch.full((2, 4), 2**30, dtype=torch.int32)
+    assert reduce(large, "all", torch.int32).tolist() == [0, 0]  # 2**33 wraps
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
@@ -88,7 +90,7 @@ def scan_kernel(x_ptr, y_ptr, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, torch.int32], ids=str)
 def test_cumsum_equals_torch(dtype, reverse):
-    x = torch.randint(-9, 9, (128,), generator=generator(5)).to(dtype)
+    x = torch.randint(-9, 9, (128,), generator=make_generator(5)).to(dtype)
     y = torch.empty(128, dtype=F32 if dtype == BF16 else dtype)
     scan_kernel[(1,)](x, y, REVERSE=reverse, BLOCK=128)
     converted = x.to(y.dtype)
@@ -104,7 +106,7 @@ def histogram_kernel(x_ptr, y_ptr, n, BINS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def test_histogram_ignores_values_out_of_range():
-    x = torch.randint(0, 8, (1024,), generator=generator(6)).to(torch.int32)
+    x = torch.randint(0, 8, (1024,), generator=make_generator(6)).to(torch.int32)
     x[300:310], x[310:320] = 8, -1
     y = torch.empty(8, dtype=torch.int32)
     histogram_kernel[(1,)](x, y, 1000, BINS=8, BLOCK=1024)
@@ -124,7 +126,7 @@ def rearrange_kernel(x_ptr, index_ptr, y_ptr, BLOCK: tl.constexpr):
 @pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
 def test_gather_split_join_and_transpose_rearrange(dtype):
     x = randn(64, seed=25).to(dtype)
-    index = torch.randperm(64, generator=generator(7)).to(torch.int32)
+    index = torch.randperm(64, generator=make_generator(7)).to(torch.int32)
     y = torch.empty_like(x)
     rearrange_kernel[(1,)](x, index, y, BLOCK=64)
     expected = x.view(torch.uint8).reshape(64, -1)[index.long()].reshape(32, 2, -1).flip(1)

@@ -1,4 +1,4 @@
-"""The launch cache replays the writes of a launch, if the values that it read have not changed."""
+"""The launch cache replays the writes of a launch if the values that the launch read are equal."""
 
 import gc
 import math
@@ -23,19 +23,19 @@ def gather_kernel(x_ptr, at_ptr, y_ptr, count, scale, BLOCK: tl.constexpr):
     """Store scale * x[at[i]] at y[i] for even i."""
     lane = tl.arange(0, BLOCK)
     inside = lane < count
-    at = tl.load(at_ptr + lane, mask=inside, other=0)
-    x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    index = tl.load(at_ptr + lane, mask=inside, other=0)
+    x = tl.load(x_ptr + index, mask=inside, other=0.0)
     tl.store(y_ptr + lane, x * scale, mask=inside & (lane % 2 == 0))
 
 
 def make_arguments(dtype=torch.float32):
     x = torch.arange(20, dtype=torch.float32).to(dtype)
-    at = torch.tensor([3, 5, 7, 0, 1, 9, 9, 9], dtype=torch.int32)
-    return x, at, torch.full((8,), -1.0).to(dtype)
+    index = torch.tensor([3, 5, 7, 0, 1, 9, 9, 9], dtype=torch.int32)
+    return x, index, torch.full((8,), -1.0).to(dtype)
 
 
-def gather(x, at, y, count=6, scale=2.0):
-    gather_kernel[(1,)](x, at, y, count, scale, BLOCK=8)
+def gather(x, index, y, count=6, scale=2.0):
+    gather_kernel[(1,)](x, index, y, count, scale, BLOCK=8)
     return y
 
 
@@ -44,10 +44,10 @@ def test_equal_launch_at_other_addresses_is_replayed(dtype):
     expected = gather(*make_arguments(dtype))
     with cache_launches() as launch_cache:
         assert torch.equal(gather(*make_arguments(dtype)).float(), expected.float())
-        x, at, y = make_arguments(dtype)
+        x, index, y = make_arguments(dtype)
         memory = torch.full((64,), 9.0).to(dtype)
         y = memory[16:24]
-        assert torch.equal(gather(x, at, y)[0::2][:3].float(), expected[0::2][:3].float())
+        assert torch.equal(gather(x, index, y)[0::2][:3].float(), expected[0::2][:3].float())
     assert (launch_cache.computed, launch_cache.hits) == (1, 1)
     untouched = torch.ones(64, dtype=torch.bool)
     untouched[16:22:2] = False
@@ -57,33 +57,33 @@ def test_equal_launch_at_other_addresses_is_replayed(dtype):
 def test_changed_input_is_computed_again_if_it_was_read():
     with cache_launches() as launch_cache:
         gather(*make_arguments())
-        x, at, y = make_arguments()
-        x[2], at[6] = 77.0, 1  # No lane reads these elements.
-        gather(x, at, y)
+        x, index, y = make_arguments()
+        x[2], index[6] = 77.0, 1  # No lane reads these elements.
+        gather(x, index, y)
         assert (launch_cache.computed, launch_cache.hits) == (1, 1)
         x[9] = 77.0  # Lane 5 reads this element, but writes nothing.
-        gather(x, at, y)
+        gather(x, index, y)
         assert (launch_cache.computed, launch_cache.hits) == (2, 1)
         x[7] = 8.0
-        assert gather(x, at, y)[2] == 16.0
+        assert gather(x, index, y)[2] == 16.0
         assert (launch_cache.computed, launch_cache.hits) == (3, 1)
 
 
 def test_launch_with_other_arguments_is_computed():
-    x, at, y = make_arguments()
+    x, index, y = make_arguments()
     with cache_launches() as launch_cache:
-        gather(x, at, y)
-        assert gather(x, at, y, scale=3.0)[0] == 9.0
-        gather(x, at, y, count=7)
-        assert gather(x, at, y.clone())[0] == 6.0
+        gather(x, index, y)
+        assert gather(x, index, y, scale=3.0)[0] == 9.0
+        gather(x, index, y, count=7)
+        assert gather(x, index, y.clone())[0] == 6.0
         assert launch_cache.hits == 1
-        gather(x.double(), at, y)
-        gather(x[:19], at, y)
+        gather(x.double(), index, y)
+        gather(x[:19], index, y)
         memory = torch.zeros(40)
-        gather(memory[:20], at, memory[24:32])
-        gather(memory[:20], at, memory[20:28])
-        gather_kernel[(1,)](x, at, y, 6, 2.0, BLOCK=16)
-        gather_kernel[(2,)](x, at, y, 6, 2.0, BLOCK=8)
+        gather(memory[:20], index, memory[24:32])
+        gather(memory[:20], index, memory[20:28])
+        gather_kernel[(1,)](x, index, y, 6, 2.0, BLOCK=16)
+        gather_kernel[(2,)](x, index, y, 6, 2.0, BLOCK=8)
     assert (launch_cache.computed, launch_cache.hits) == (9, 1)
 
 
@@ -114,7 +114,7 @@ def test_modified_input_is_compared_with_its_initial_value():
 
 @triton.jit
 def scattered_kernel(a_ptr, b_ptr, y_ptr):
-    """Load lanes from two tensors, and store elements of different sizes at one address."""
+    """Load lanes from two tensors, and store elements of 8 bytes and of 1 byte at one address."""
     lane = tl.arange(0, 8)
     pointers = tl.where(lane < 4, a_ptr + lane, b_ptr + lane)
     tl.store(y_ptr + lane, tl.load(pointers))
@@ -171,7 +171,7 @@ def address_kernel(x_ptr, y_ptr):
 
 
 def test_kernels_that_cast_addresses_replay_only_at_equal_addresses():
-    """At other addresses, stored addresses of an earlier call would be out of bounds."""
+    """At other addresses, the cached addresses of an earlier call would be out of bounds."""
     x, y = torch.ones(64), torch.zeros(1)
     addresses = torch.tensor([x.data_ptr()])
     with cache_launches() as launch_cache:
@@ -180,10 +180,10 @@ def test_kernels_that_cast_addresses_replay_only_at_equal_addresses():
         assert (launch_cache.computed, launch_cache.hits) == (1, 1)
         with pytest.raises(Exception, match="got bytes -192 to -189 of x_ptr"):
             table_kernel[(1,)](addresses, x[48:52], y)
-        told = torch.zeros(1, dtype=torch.int64)
+        stored_address = torch.zeros(1, dtype=torch.int64)
         for start in (0, 48):
-            address_kernel[(1,)](x[start : start + 4], told)
-            assert int(told) == x.data_ptr() + 4 * start
+            address_kernel[(1,)](x[start : start + 4], stored_address)
+            assert int(stored_address) == x.data_ptr() + 4 * start
 
 
 @triton.jit
@@ -248,11 +248,11 @@ def test_global_constants_and_helpers_are_compared(monkeypatch):
 
 
 @triton.jit
-def sized_kernel(y_ptr, like: tl.constexpr):
-    if isinstance(like, list):
-        tl.store(y_ptr, like[0].shape[0])
+def sized_kernel(y_ptr, SHAPED: tl.constexpr):
+    if isinstance(SHAPED, list):
+        tl.store(y_ptr, SHAPED[0].shape[0])
     else:
-        tl.store(y_ptr, like.shape[0])
+        tl.store(y_ptr, SHAPED.shape[0])
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [x]], ids=["tensor", "list"])
@@ -266,12 +266,12 @@ def test_constexpr_tensors_are_compared_by_shape(wrap):
 
 
 def test_failed_launch_is_not_cached():
-    x, at, y = make_arguments()
-    at[5] = 20
+    x, index, y = make_arguments()
+    index[5] = 20
     with cache_launches() as launch_cache:
         for _ in range(2):
             with pytest.raises(Exception, match="got bytes 80 to 83 of x_ptr"):
-                gather(x, at, y)
+                gather(x, index, y)
     assert (launch_cache.computed, launch_cache.hits) == (2, 0)
 
 
@@ -291,22 +291,25 @@ def test_launches_with_race_checks_or_shared_memory_are_computed():
 
 
 def test_launches_outside_the_context_are_computed():
-    x, at, y = make_arguments()
+    x, index, y = make_arguments()
     with cache_interpreted_launches():
-        gather(x, at, y)
+        gather(x, index, y)
     y.fill_(0)
     x[3] = 4
-    assert gather(x, at, y)[0] == 8
+    assert gather(x, index, y)[0] == 8
 
 
 def test_verification_computes_each_launch_once(machine, monkeypatch):
     """Calls with the same inputs use the results of earlier launches.
-    Strided calls and calls of reducers have other launches.
+
+    Strided calls and calls of reducers have different launches.
     """
     caches, case = [], Case("MoEPrepareAndFinalizeNoEP", "TritonExperts", BASE)
-    assert prove(case, machine).passed  # with the checks that run once in a process
-    begin = LaunchCache.__init__
-    monkeypatch.setattr(LaunchCache, "__init__", lambda self: caches.append(self) or begin(self))
+    assert prove(case, machine).passed  # also runs the checks that run once per process
+    upstream_init = LaunchCache.__init__
+    monkeypatch.setattr(
+        LaunchCache, "__init__", lambda self: caches.append(self) or upstream_init(self)
+    )
     assert prove(case, machine).passed
     (launch_cache,) = caches
     assert launch_cache.computed > 0

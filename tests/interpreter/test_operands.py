@@ -1,4 +1,4 @@
-"""Fast promotion and broadcasting of operands have the same results as Triton's functions."""
+"""Fast promotion and broadcasting of operands give the results of Triton's functions."""
 
 import itertools
 from typing import Any
@@ -27,7 +27,7 @@ NUMBERS = (
 FLAGS = tuple(itertools.product((False, True), repeat=4))
 
 
-def tensor(dtype: Any, shape: tuple[int, ...]) -> Any:
+def make_operand(dtype: Any, shape: tuple[int, ...]) -> Any:
     values = np.arange(1, 1 + int(np.prod(shape)), dtype=np.int64).reshape(shape or (1,))
     handle = upstream.TensorHandle(values.astype(get_storage_dtype(dtype)), dtype)
     return tl.tensor(handle, tl.block_type(dtype, list(shape)) if shape else dtype)
@@ -42,7 +42,7 @@ def describe(tensors: Any) -> list[object]:
     ]  # fmt: skip
 
 
-def result_or_error(function: Any, *args: Any) -> object:
+def describe_result_or_error(function: Any, *args: Any) -> object:
     try:
         return describe(function(*args))
     except Exception as error:  # noqa: BLE001
@@ -56,7 +56,7 @@ def exp_kernel(y_ptr):
 
 @pytest.fixture
 def semantic(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a semantic object with the functions of Triton."""
+    """Return a semantic object that has Triton's functions, not the fast ones."""
     monkeypatch.setattr(
         TritonSemantic, "binary_op_type_checking_impl", operands._upstream_promote_operands
     )
@@ -68,9 +68,9 @@ def semantic(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_promotion_of_two_tensors_equals_triton(semantic: Any, left: Any) -> None:
     shapes = (((), ()), ((4,), (4,)), ((4,), ()), ((2, 4), (4, 1)))
     for right, flags, (a, b) in itertools.product((*DTYPES, *POINTERS), FLAGS, shapes):
-        args = tensor(left, a), tensor(right, b), *flags
-        expected = result_or_error(operands._upstream_promote_operands, semantic, *args)
-        assert result_or_error(operands.promote_operands, semantic, *args) == expected, (
+        args = make_operand(left, a), make_operand(right, b), *flags
+        expected = describe_result_or_error(operands._upstream_promote_operands, semantic, *args)
+        assert describe_result_or_error(operands.promote_operands, semantic, *args) == expected, (
             left,
             right,
             flags,
@@ -82,21 +82,26 @@ def test_promotion_of_two_tensors_equals_triton(semantic: Any, left: Any) -> Non
 @pytest.mark.parametrize("dtype", [*DTYPES, *POINTERS], ids=str)
 def test_promotion_of_a_tensor_and_a_number_equals_triton(semantic: Any, dtype: Any) -> None:
     for number, flags, shape in itertools.product(NUMBERS, FLAGS, ((), (4,), (2, 4))):
-        for operand_pair in ((tensor(dtype, shape), number), (number, tensor(dtype, shape))):
-            expected = result_or_error(
+        for operand_pair in (
+            (make_operand(dtype, shape), number),
+            (number, make_operand(dtype, shape)),
+        ):
+            expected = describe_result_or_error(
                 operands._upstream_promote_operands, semantic, *operand_pair, *flags
             )
             operands._make_constant.cache_clear()  # -0.0 and 0 have the same key.
-            actual = result_or_error(operands.promote_operands, semantic, *operand_pair, *flags)
+            actual = describe_result_or_error(
+                operands.promote_operands, semantic, *operand_pair, *flags
+            )
             assert actual == expected, (dtype, number, flags, shape)
 
 
 @pytest.mark.parametrize("left", SHAPES, ids=str)
 def test_broadcasting_of_two_shapes_equals_triton(semantic: Any, left: tuple[int, ...]) -> None:
     for right, dtype in itertools.product(SHAPES, (tl.float32, tl.bfloat16, POINTERS[0])):
-        operand_pair = tensor(tl.int32, left), tensor(dtype, right)
-        expected = result_or_error(operands._upstream_broadcast, semantic, *operand_pair)
-        assert result_or_error(operands.broadcast, semantic, *operand_pair) == expected, (
+        operand_pair = make_operand(tl.int32, left), make_operand(dtype, right)
+        expected = describe_result_or_error(operands._upstream_broadcast, semantic, *operand_pair)
+        assert describe_result_or_error(operands.broadcast, semantic, *operand_pair) == expected, (
             left,
             right,
             dtype,
@@ -105,17 +110,17 @@ def test_broadcasting_of_two_shapes_equals_triton(semantic: Any, left: tuple[int
 
 @pytest.mark.parametrize("dtype", [*DTYPES, *POINTERS], ids=str)
 def test_promotion_of_zero_dimensional_arrays_equals_triton(semantic: Any, dtype: Any) -> None:
-    scalar = tensor(dtype, ())
+    scalar = make_operand(dtype, ())
     scalar.handle.data = scalar.handle.data.reshape(())
     for other, flags in itertools.product(
-        (*NUMBERS, tensor(dtype, ()), tensor(dtype, (4,))), FLAGS
+        (*NUMBERS, make_operand(dtype, ()), make_operand(dtype, (4,))), FLAGS
     ):
         for operand_pair in ((scalar, other), (other, scalar)):
-            expected = result_or_error(
+            expected = describe_result_or_error(
                 operands._upstream_promote_operands, semantic, *operand_pair, *flags
             )
             assert (
-                result_or_error(operands.promote_operands, semantic, *operand_pair, *flags)
+                describe_result_or_error(operands.promote_operands, semantic, *operand_pair, *flags)
                 == expected
             ), (
                 other,
@@ -123,7 +128,7 @@ def test_promotion_of_zero_dimensional_arrays_equals_triton(semantic: Any, dtype
             )
 
 
-SPECIAL = (0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40, 1e30, 1.0, -7.25)
+SPECIAL_FLOATS = (0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40, 1e30, 1.0, -7.25)
 OPERATIONS: dict[str, tuple[object, ...]] = {
     "add": (False,), "sub": (False,), "mul": (False,), "truediv": (), "floordiv": (), "mod": (),
     "fdiv": (True,), "minimum": (upstream._ir.PROPAGATE_NAN.NONE,),
@@ -133,7 +138,7 @@ OPERATIONS: dict[str, tuple[object, ...]] = {
 }  # fmt: skip
 
 
-ORIGINALS = {
+UPSTREAM_FUNCTIONS = {
     "binary_op_type_checking_impl": operands._upstream_promote_operands,
     "broadcast_impl_value": operands._upstream_broadcast,
     "__post_init__": operands._upstream_check_handle,
@@ -141,14 +146,14 @@ ORIGINALS = {
 }
 
 
-def random_operand(rng: np.random.Generator, like: Any = None) -> Any:
+def draw_operand(rng: np.random.Generator, like: Any = None) -> Any:
     """Return a random number or tensor, often of the same type as `like`."""
     if rng.random() < 0.25:
         return NUMBERS[rng.integers(len(NUMBERS))]
     dtype = (*DTYPES, *POINTERS)[rng.integers(len(DTYPES) + len(POINTERS))]
     if isinstance(like, tl.tensor) and rng.random() < 0.5:
         dtype = like.dtype
-    operand = tensor(dtype, SHAPES[rng.integers(len(SHAPES))])
+    operand = make_operand(dtype, SHAPES[rng.integers(len(SHAPES))])
     storage, data = get_storage_dtype(dtype), operand.handle.data
     if storage.kind in "iu":
         limits = np.iinfo(storage)
@@ -156,7 +161,7 @@ def random_operand(rng: np.random.Generator, like: Any = None) -> Any:
         operand.handle.data = rng.choice(extremes, data.shape) if rng.random() < 0.5 else data
     else:
         with np.errstate(all="ignore"):
-            operand.handle.data = rng.choice(SPECIAL, data.shape).astype(storage)
+            operand.handle.data = rng.choice(SPECIAL_FLOATS, data.shape).astype(storage)
     return operand
 
 
@@ -168,20 +173,23 @@ def test_operations_on_random_operands_equal_triton(
     scope = patch.patch_language()
     semantic = TritonSemantic(upstream.interpreter_builder)
 
-    def result(*operand_pair: object) -> list[object]:
+    def apply_operation(*operand_pair: object) -> list[object]:
         with np.errstate(all="ignore"):
             return [getattr(semantic, name)(*operand_pair, *OPERATIONS[name])]
 
     try:
         for _ in range(400):
-            lhs = random_operand(rng)
-            operand_pair = lhs, random_operand(rng, lhs)
-            actual = result_or_error(result, *operand_pair)
+            lhs = draw_operand(rng)
+            operand_pair = lhs, draw_operand(rng, lhs)
+            actual = describe_result_or_error(apply_operation, *operand_pair)
             with monkeypatch.context() as context:
                 for owner, attribute, _ in operands.REPLACEMENTS:
-                    if attribute in ORIGINALS:
-                        context.setattr(owner, attribute, ORIGINALS[attribute])
-                assert actual == result_or_error(result, *operand_pair), (name, operand_pair)
+                    if attribute in UPSTREAM_FUNCTIONS:
+                        context.setattr(owner, attribute, UPSTREAM_FUNCTIONS[attribute])
+                assert actual == describe_result_or_error(apply_operation, *operand_pair), (
+                    name,
+                    operand_pair,
+                )
     finally:
         scope.restore()
 
@@ -201,7 +209,7 @@ def test_replaced_builtin_is_called(
 
 
 def test_broadcasting_of_non_tensors_raises(semantic: Any) -> None:
-    values = (np.float32(1), np.int64(2), 1.0, tl.constexpr(1), None, tensor(tl.int32, (4,)))
+    values = (np.float32(1), np.int64(2), 1.0, tl.constexpr(1), None, make_operand(tl.int32, (4,)))
     for operand_pair in itertools.product(values, values[:-1]):
         for broadcast in (operands._upstream_broadcast, operands.broadcast):
             with pytest.raises(AttributeError):
@@ -209,8 +217,8 @@ def test_broadcasting_of_non_tensors_raises(semantic: Any) -> None:
 
 
 def test_cached_numbers_are_read_only(semantic: Any) -> None:
-    _, first = operands.promote_operands(semantic, tensor(tl.float32, (4,)), 1.0)
-    _, second = operands.promote_operands(semantic, tensor(tl.float32, (4,)), 1.0)
+    _, first = operands.promote_operands(semantic, make_operand(tl.float32, (4,)), 1.0)
+    _, second = operands.promote_operands(semantic, make_operand(tl.float32, (4,)), 1.0)
     assert first.handle.data is second.handle.data
     assert first.handle is not second.handle
     with pytest.raises(ValueError, match="read-only"):

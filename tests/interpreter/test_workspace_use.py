@@ -1,7 +1,8 @@
-"""Every workspace buffer of a path is written and then read, and buffers that are not used at the
-same time share memory.
-In these tests, buffers do not share memory, so that an address identifies the buffer. The launches
-that use each buffer are recorded, and then compared with the layout.
+"""Every workspace buffer of a path is written and then read, and buffers with disjoint lifetimes
+share memory.
+
+In the recorded calls, buffers do not share memory, so that an address identifies the buffer. The
+launches that use a buffer are then compared with the declared layout.
 """
 
 from dataclasses import dataclass, field, replace
@@ -35,7 +36,7 @@ DECODE = replace(PREFILL, tokens=1, experts=16)
 
 
 @dataclass
-class Use:
+class BufferUse:
     """The launches that read and write a buffer, and the end of the accessed bytes."""
 
     reads: set[int] = field(default_factory=set)
@@ -52,11 +53,11 @@ class RecordedCall:
     """The declared buffers of a call, and the use of each buffer."""
 
     specs: dict[str, BufferSpec]
-    uses: dict[str, Use]
+    uses: dict[str, BufferUse]
     launches: int
 
     def lifetime(self, name: str) -> range:
-        """Return the launches from the first to the last that access a buffer."""
+        """Return the range of launches from the first to the last that accesses a buffer."""
         launches = self.uses[name].launches or {0}
         return range(min(launches), max(launches) + 1)
 
@@ -69,24 +70,24 @@ class RecordedCall:
 
 
 def record_call(kind: Any, problem: Problem, monkeypatch: pytest.MonkeyPatch) -> RecordedCall:
-    """Run one call of a path, and record the use of its buffers."""
+    """Run one call of a path on the CPU, and record the use of its buffers."""
     path: Path = kind(problem)
     name = getattr(kind, "name", "aligned")  # MGroupedGemms has no name.
-    tiles: MoEConfig = choose_config(problem, problem.tokens, ("aligned", name))
-    assert tiles.path == name
+    config: MoEConfig = choose_config(problem, problem.tokens, ("aligned", name))
+    assert config.path == name
     x_TH, weights, routing = random_inputs(problem, CPU)
     scale = None
     if problem.scheme.quantizes_activations:
-        workspace_of_x = Workspace(quantize_specs("x", problem.scheme, *x_TH.shape), CPU)
+        x_workspace = Workspace(quantize_specs("x", problem.scheme, *x_TH.shape), CPU)
         quantized = take_quantized(
-            workspace_of_x, "x", problem.scheme, tuple(x_TH.shape), static_scale=weights.a1_scale
+            x_workspace, "x", problem.scheme, tuple(x_TH.shape), static_scale=weights.a1_scale
         )
         quantize_rows(x_TH, problem.scheme, out=quantized)
         x_TH, scale = quantized.q_RK, quantized.scale
-    specs = path.specs(problem.tokens, tiles.gemm1.block_m)
+    specs = path.specs(problem.tokens, config.gemm1.block_m)
     workspace = Workspace({n: replace(s, over=()) for n, s in specs.items()}, CPU)
-    spans = {n: workspace.take(n, s.shape).data_ptr() for n, s in specs.items()}
-    call = RecordedCall(specs, {name: Use() for name in specs}, 0)
+    address_by_buffer = {n: workspace.take(n, s.shape).data_ptr() for n, s in specs.items()}
+    call = RecordedCall(specs, {name: BufferUse() for name in specs}, 0)
     begin = ACCESS_LOG.begin
 
     def count_launch(*arguments: Any) -> None:
@@ -95,7 +96,7 @@ def record_call(kind: Any, problem: Problem, monkeypatch: pytest.MonkeyPatch) ->
 
     def log_access(access: Access, pointers: Any, lanes: Any, nbytes: int, program: int) -> None:
         accessed = np.asarray(pointers)[lanes]
-        for name, start in spans.items():
+        for name, start in address_by_buffer.items():
             addresses = accessed[(accessed >= start) & (accessed < start + specs[name].nbytes)]
             if addresses.size:
                 use = call.uses[name]
@@ -112,12 +113,13 @@ def record_call(kind: Any, problem: Problem, monkeypatch: pytest.MonkeyPatch) ->
     )
     output = torch.empty(problem.output_shape, dtype=problem.dtype)
     tokens = StandardTokens(x_TH, dispatched, scale)
-    path.run(PathCall(tokens, weights, workspace, output, tiles))
+    path.run(PathCall(tokens, weights, workspace, output, config))
     monkeypatch.undo()
     return call
 
 
-KEPT, ON_INPUT = {"combine": Combine.TOPK_WEIGHTED}, {"apply_router_weight_on_input": True}
+UNREDUCED = {"combine": Combine.TOPK_WEIGHTED}
+WEIGHT_ON_INPUT = {"apply_router_weight_on_input": True}
 SCHEMES: tuple[dict[str, Any], ...] = (
     {},
     {"quant": "fp8_w8a8_tensor"},
@@ -129,20 +131,20 @@ SCHEMES: tuple[dict[str, Any], ...] = (
 )
 CALLS = (
     *((kind, PREFILL, change) for kind in (AlignedPath, MGroupedGemms) for change in SCHEMES),
-    (AlignedPath, PREFILL, KEPT | {"quant": "fp8_w8a8_channel"}),
+    (AlignedPath, PREFILL, UNREDUCED | {"quant": "fp8_w8a8_channel"}),
     (AlignedW4Path, PREFILL, {"quant": "int4_w4a16_group:group=32"}),
-    (MGroupedGemms, PREFILL, KEPT),
-    (MGroupedGemms, PREFILL, ON_INPUT),
+    (MGroupedGemms, PREFILL, UNREDUCED),
+    (MGroupedGemms, PREFILL, WEIGHT_ON_INPUT),
     *((GemvPath, DECODE, change) for change in SCHEMES),
     (GemvW4Path, DECODE, {"quant": "mxfp4_w4a16", "intermediate": 256}),
 )
 
 
-def class_name(value: Any) -> str | None:
+def get_class_name(value: Any) -> str | None:
     return value.__name__ if isinstance(value, type) else None
 
 
-@pytest.mark.parametrize(("kind", "problem", "change"), CALLS, ids=class_name)
+@pytest.mark.parametrize(("kind", "problem", "change"), CALLS, ids=get_class_name)
 def test_declared_buffers_are_used_and_share_memory(
     kind: Any, problem: Problem, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,10 +154,10 @@ def test_declared_buffers_are_used_and_share_memory(
 
 
 def assert_buffers_are_used(call: RecordedCall) -> None:
-    """Check that every byte of a buffer is written, and that it is read later."""
+    """Check that every buffer is accessed up to its end, and is written before it is read."""
     for name, spec in call.specs.items():
         use = call.uses[name]
-        if spec.dtype is torch.int32:  # A path may not use all tables of pairs.
+        if spec.dtype is torch.int32:  # A path need not use every index table.
             assert spec.nbytes < 1000
             continue
         assert use.writes, name
@@ -166,20 +168,22 @@ def assert_buffers_are_used(call: RecordedCall) -> None:
 
 
 def assert_memory_is_shared(call: RecordedCall) -> None:
-    """Check that buffers that share memory are not live together, and that little is unshared."""
+    """Check that sharing buffers have disjoint lifetimes, and that the workspace is no larger than
+    the live buffers require.
+    """
     for name, spec in call.specs.items():
         for other in spec.over:
             if other in call.specs:
                 assert call.lifetime(other).stop <= call.lifetime(name).start, (name, other)
-    unused = sum(s.nbytes for s in call.specs.values() if s.dtype is torch.int32)
+    index_table_bytes = sum(s.nbytes for s in call.specs.values() if s.dtype is torch.int32)
     padding = 256 * len(call.specs)
     partials = call.specs.get("h_partials", BufferSpec((0,), torch.float32)).nbytes
-    assert workspace_bytes(call.specs) <= call.peak() + unused + partials + padding
+    assert workspace_bytes(call.specs) <= call.peak() + index_table_bytes + partials + padding
 
 
 def test_buffers_of_a_deepseek_prefill_share_memory() -> None:
-    """The layer is that of DeepSeek-V3. Permuted rows and the results of GEMM 1 share memory with
-    the results of GEMM 2.
+    """In the layer of DeepSeek-V3, the results of GEMM 2 share memory with permuted rows and the
+    results of GEMM 1.
     """
     problem = Problem(4096, 7168, 2048, 256, 8, quant="fp8_w8a8_block")
     machine = Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H100")

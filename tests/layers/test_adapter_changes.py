@@ -1,6 +1,4 @@
-"""Loading and evicting LoRA adapters from several threads, with interrupts at any line, and in
-inference mode.
-"""
+"""Loading and evicting LoRA adapters in several threads, with interrupts, and in inference mode."""
 
 import sys
 import threading
@@ -29,14 +27,14 @@ THREADS = 8
 
 def run_concurrently(*functions: Callable[[], Any]) -> None:
     """Run each function in its own thread, all starting together, and raise the first error."""
-    barrier, failed = threading.Barrier(len(functions)), list[BaseException]()
+    barrier, errors = threading.Barrier(len(functions)), list[BaseException]()
 
     def run(function: Callable[[], Any]) -> None:
         try:
             barrier.wait(TIMEOUT_S)
             function()
-        except BaseException as error:  # noqa: BLE001  raised below
-            failed.append(error)
+        except BaseException as error:  # noqa: BLE001  raised after all threads have ended
+            errors.append(error)
 
     threads = [threading.Thread(target=run, args=(f,), daemon=True) for f in functions]
     for thread in threads:
@@ -44,31 +42,31 @@ def run_concurrently(*functions: Callable[[], Any]) -> None:
     for thread in threads:
         thread.join(TIMEOUT_S)
     assert not any(thread.is_alive() for thread in threads)
-    for error in failed:
+    for error in errors:
         raise error
 
 
-def slot_tensors(pool: AdapterPool, slot: int) -> dict[str, torch.Tensor]:
+def copy_slot(pool: AdapterPool, slot: int) -> dict[str, torch.Tensor]:
     return {name: tensor[slot].clone() for name, tensor in pool._tensors.items()}
 
 
 def load_alone(adapter: Any) -> dict[str, torch.Tensor]:
     """Return the slot's tensors of a pool in which only this adapter is loaded."""
     pool = AdapterPool(PROBLEM)
-    return slot_tensors(pool, pool.load("alone", adapter))
+    return copy_slot(pool, pool.load("alone", adapter))
 
 
 @pytest.fixture
 def threads_meet_at_slot_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Delay all threads between choosing a slot and taking it, so that a race would occur there."""
-    check, barrier = AdapterPool._check_adapter, threading.Barrier(THREADS)
+    check_adapter, barrier = AdapterPool._check_adapter, threading.Barrier(THREADS)
 
-    def slow(self: AdapterPool, *given: Any) -> int:
+    def wait_and_check(self: AdapterPool, *arguments: Any) -> int:
         with suppress(threading.BrokenBarrierError):  # fewer threads than THREADS may arrive
             barrier.wait(0.3)
-        return check(self, *given)
+        return check_adapter(self, *arguments)
 
-    monkeypatch.setattr(AdapterPool, "_check_adapter", slow)
+    monkeypatch.setattr(AdapterPool, "_check_adapter", wait_and_check)
 
 
 @pytest.mark.usefixtures("threads_meet_at_slot_choice")
@@ -78,7 +76,7 @@ def test_concurrent_loads_use_different_slots() -> None:
     run_concurrently(*(lambda n=name: pool.load(n, adapters[n]) for name in adapters))  # type: ignore[misc]
     assert sorted(pool.slots.values()) == list(range(THREADS))
     for name, adapter in adapters.items():
-        loaded, expected = slot_tensors(pool, pool.slots[name]), load_alone(adapter)
+        loaded, expected = copy_slot(pool, pool.slots[name]), load_alone(adapter)
         assert all(
             torch.equal(loaded[tensor_name], expected[tensor_name]) for tensor_name in expected
         ), name
@@ -108,7 +106,7 @@ def test_threads_see_only_their_own_adapters() -> None:
         )
         manager.evict(f"{n}")
 
-    def use(n: int) -> None:
+    def load_and_evict(n: int) -> None:
         for repetition in range(10):
             name = f"{n} {repetition}"
             try:
@@ -120,7 +118,7 @@ def test_threads_see_only_their_own_adapters() -> None:
             torch.testing.assert_close(adapted(x, logits, moe_lora_info=info), expected_outputs[n])
             manager.evict(name)
 
-    run_concurrently(*(lambda n=n: use(n) for n in range(4)))  # type: ignore[misc]
+    run_concurrently(*(lambda n=n: load_and_evict(n) for n in range(4)))  # type: ignore[misc]
     assert not manager.pools[3].slots
     assert not any(tensor.any() for tensor in manager.pools[3]._tensors.values())
 
@@ -129,36 +127,38 @@ def test_threads_see_only_their_own_adapters() -> None:
 
 
 class Interrupt(BaseException):
-    """Derives from BaseException like KeyboardInterrupt, so `except Exception` does not catch
-    it.
-    """
+    """An interrupt like KeyboardInterrupt, which `except Exception` does not catch."""
 
 
 @contextmanager
 def interrupt_at_lines(*lines: int) -> Any:
-    """Raise Interrupt at these indices of the lines that this thread executes in the modules
+    """Raise Interrupt at the given lines, and yield a list that holds the number of executed lines.
+
+    Lines are numbered from 1 in the order in which this thread executes them in the modules
     `adapter_pool` and `lora`.
     """
-    files, line_count, left = {adapter_pool.__file__, lora.__file__}, [0], sorted(lines)
+    files, line_count, remaining = {adapter_pool.__file__, lora.__file__}, [0], sorted(lines)
 
-    def watch(frame: FrameType, event: str, _: object) -> Any:
+    def trace(frame: FrameType, event: str, _: object) -> Any:
         if frame.f_code.co_filename not in files:
             return None
         if event == "line":
             line_count[0] += 1
-            if left and line_count[0] == left[0]:
-                left.pop(0)
+            if remaining and line_count[0] == remaining[0]:
+                remaining.pop(0)
                 raise Interrupt(frame.f_lineno)
-        return watch
+        return trace
 
-    before = sys.gettrace()
-    grad = torch.is_grad_enabled()
-    sys.settrace(watch)
+    trace_before = sys.gettrace()
+    grad_enabled_before = torch.is_grad_enabled()
+    sys.settrace(trace)
     try:
         yield line_count
     finally:
-        sys.settrace(before)
-        torch.set_grad_enabled(grad)  # an interrupt inside no_grad would leave gradients off
+        sys.settrace(trace_before)
+        torch.set_grad_enabled(
+            grad_enabled_before
+        )  # an interrupt inside no_grad would leave gradients off
 
 
 def count_lines(function: Callable[[], Any]) -> int:
@@ -168,9 +168,7 @@ def count_lines(function: Callable[[], Any]) -> int:
 
 
 def check_consistency(manager: LoRAManager) -> None:
-    """Check that all layers hold the same adapters in the same slots, and that free slots hold
-    zeros.
-    """
+    """Check that all layers have the same adapters in the same slots, and zeros in free slots."""
     manager.load("probe", {})
     manager.evict("probe")
     for layer, pool in manager.pools.items():
@@ -205,7 +203,7 @@ def test_interrupts_at_any_line_leave_the_layers_consistent(
     }
     for change, count in lines_per_change.items():
         manager = make_manager()
-        tensors_before = [slot_tensors(pool, 0) for pool in manager.pools.values()]
+        tensors_before = [copy_slot(pool, 0) for pool in manager.pools.values()]
         for line in range(1, count + 1):
             if change == "evict" and "new" not in manager._slots:
                 manager.load("new", {3: adapter})
@@ -220,7 +218,7 @@ def test_interrupts_at_any_line_leave_the_layers_consistent(
                         manager.evict("new")
             except Interrupt:
                 pass
-            # the interrupt came after the load had finished
+            # The interrupt came after the load or before the eviction took effect.
             if change == "load" and "new" in manager._slots:
                 manager.evict("new")
             if change == "evict" and "new" in manager._slots:
@@ -228,7 +226,7 @@ def test_interrupts_at_any_line_leave_the_layers_consistent(
             check_consistency(manager)
             for pool, kept_tensors in zip(manager.pools.values(), tensors_before, strict=True):
                 assert dict(pool.slots) == {"kept": 0}
-                tensors = slot_tensors(pool, 0)
+                tensors = copy_slot(pool, 0)
                 assert all(torch.equal(tensors[name], kept_tensors[name]) for name in kept_tensors)
 
 
@@ -255,7 +253,7 @@ def test_pools_made_in_inference_mode_load_outside_it() -> None:
     pool.load("outside", adapter_of_inference_mode)
     pool.evict("within")
     assert not any(tensor[0].any() for tensor in pool._tensors.values())
-    loaded, expected = slot_tensors(pool, 1), load_alone(adapter_of_inference_mode)
+    loaded, expected = copy_slot(pool, 1), load_alone(adapter_of_inference_mode)
     assert all(torch.equal(loaded[name], expected[name]) for name in expected)
 
 

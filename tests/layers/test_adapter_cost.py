@@ -1,6 +1,4 @@
-"""The cost of LoRA adapters: bytes and flops against values computed by hand, the `mk` commands
-that measure it, and the shrink stage (the product with A).
-"""
+"""The cost of LoRA adapters: bytes and flops, and the `mk` commands that report them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,21 +25,20 @@ from modular_kernel.perf_model.hardware import Cluster
 from modular_kernel.replay import stages
 from modular_kernel.spec.quantization import QuantScheme
 
-CPU, NONE = torch.device("cpu"), QuantScheme.parse("none")
+CPU, UNQUANTIZED = torch.device("cpu"), QuantScheme.parse("none")
 E, H, I, N, R, L = 4, 32, 64, 128, 5, 3  # noqa: E741
-PLAIN = Problem(tokens=10, hidden=H, intermediate=I, experts=E, top_k=2)
-PROBLEM = replace(PLAIN, lora=f"adapters={L},rank={R}")
+BASE_PROBLEM = Problem(tokens=10, hidden=H, intermediate=I, experts=E, top_k=2)
+PROBLEM = replace(BASE_PROBLEM, lora=f"adapters={L},rank={R}")
 # Elements that one pair (a token and one of its experts) reads of each adapter tensor.
 ELEMENTS_PER_PAIR = {"a13": 2 * R * H, "b13": N * R, "a2": R * I, "b2": H * R}
 
 
 def test_one_pair_per_expert_reads_one_adapter() -> None:
-    found = adapter_work(PROBLEM, 3, 3)
-    assert found == {
+    assert adapter_work(PROBLEM, 3, 3) == {
         name: AdapterWork(2 * 3 * n, pytest.approx(3 * n * 2))
         for name, n in ELEMENTS_PER_PAIR.items()
     }
-    assert adapter_work(PLAIN, 3, 3) == dict.fromkeys(ELEMENTS_PER_PAIR, NO_WORK)
+    assert adapter_work(BASE_PROBLEM, 3, 3) == dict.fromkeys(ELEMENTS_PER_PAIR, NO_WORK)
     assert adapter_work(PROBLEM, 0, 0) == dict.fromkeys(ELEMENTS_PER_PAIR, NO_WORK)
 
 
@@ -53,11 +50,11 @@ def test_many_pairs_read_all_adapters_and_few_pairs_some() -> None:
 
 def test_factors_shared_by_experts_are_read_once() -> None:
     shared = replace(PROBLEM, lora=f"adapters={L},rank={R},a13=shared,outer=shared")
-    found = adapter_work(shared, 3000, 3)
-    assert found["a13"].bytes == pytest.approx(L * R * H * 2)
-    assert found["b2"].bytes == pytest.approx(L * H * R * 2)
-    assert found["b13"].bytes == pytest.approx(3 * L * N * R * 2)
-    assert found["a13"].flops == 2 * 3000 * R * H
+    work = adapter_work(shared, 3000, 3)
+    assert work["a13"].bytes == pytest.approx(L * R * H * 2)
+    assert work["b2"].bytes == pytest.approx(L * H * R * 2)
+    assert work["b13"].bytes == pytest.approx(3 * L * N * R * 2)
+    assert work["a13"].flops == 2 * 3000 * R * H
 
 
 ADDED_FLOPS = [("", R * (1 / H + 1 / I)), (",a13=shared", R * (2 / (3 * I) + 1 / H))]
@@ -67,7 +64,9 @@ ADDED_FLOPS = [("", R * (1 / H + 1 / I)), (",a13=shared", R * (2 / (3 * I) + 1 /
 def test_adapters_add_a_fraction_of_the_flops(shared: str, added_fraction: float) -> None:
     problem = replace(PROBLEM, lora=f"adapters={L},rank={R}{shared}")
     load = [Load(20, 4, 1.0)]
-    base, with_adapters = (compute_work(each, NONE, load) for each in (PLAIN, problem))
+    base, with_adapters = (
+        compute_work(layer, UNQUANTIZED, load) for layer in (BASE_PROBLEM, problem)
+    )
     assert with_adapters.flops / base.flops - 1 == pytest.approx(added_fraction)
     added = sum(each.bytes for each in adapter_work(problem, 20, 4).values())
     assert with_adapters.bytes - base.bytes == pytest.approx(added)
@@ -75,50 +74,50 @@ def test_adapters_add_a_fraction_of_the_flops(shared: str, added_fraction: float
 
 def test_adapter_bytes_per_slot() -> None:
     assert adapter_bytes(PROBLEM) == 2 * E * (2 * R * H + N * R + R * I + H * R)
-    assert adapter_bytes(PLAIN) == 0
+    assert adapter_bytes(BASE_PROBLEM) == 0
     half_the_experts = replace(PROBLEM, local_experts=2, expert_map=True)
     assert adapter_bytes(half_the_experts) * 2 == adapter_bytes(PROBLEM)
 
 
 def test_stage_works_equal_values_computed_by_hand() -> None:
-    """Each of 3 experts gets one pair."""
+    """Each of 3 experts gets one pair. The shrink stage multiplies by A."""
     names = (stages.SHRINK, stages.GEMM1, stages.GEMM2)
     load = RankLoad(10, 9, 3, 3)
-    plain, adapted = (compute_stage_works(names, p, NONE, load) for p in (PLAIN, PROBLEM))
-    assert plain[stages.SHRINK] == StageWork()
-    shrink, first, second = (adapted[name] for name in names)
+    base, adapted = (
+        compute_stage_works(names, p, UNQUANTIZED, load) for p in (BASE_PROBLEM, PROBLEM)
+    )
+    assert base[stages.SHRINK] == StageWork()
+    shrink, gemm1, gemm2 = (adapted[name] for name in names)
     assert shrink.flops == 2 * 3 * (2 * R * H + R * I)
     assert shrink.read == 9 * H * 2 + 3 * I * 2
     assert shrink.weights == pytest.approx(3 * (2 * R * H + R * I) * 2)
     assert shrink.written == 3 * 3 * R * 2
-    assert first.flops - plain[stages.GEMM1].flops == 2 * 3 * N * R
-    assert first.read - plain[stages.GEMM1].read == 3 * 2 * R * 2
-    assert first.weights - plain[stages.GEMM1].weights == pytest.approx(3 * N * R * 2)
-    assert first.written == plain[stages.GEMM1].written
-    assert second.flops - plain[stages.GEMM2].flops == 2 * 3 * H * R
-    assert second.read - plain[stages.GEMM2].read == 3 * R * 2
-    assert second.weights - plain[stages.GEMM2].weights == pytest.approx(3 * H * R * 2)
+    assert gemm1.flops - base[stages.GEMM1].flops == 2 * 3 * N * R
+    assert gemm1.read - base[stages.GEMM1].read == 3 * 2 * R * 2
+    assert gemm1.weights - base[stages.GEMM1].weights == pytest.approx(3 * N * R * 2)
+    assert gemm1.written == base[stages.GEMM1].written
+    assert gemm2.flops - base[stages.GEMM2].flops == 2 * 3 * H * R
+    assert gemm2.read - base[stages.GEMM2].read == 3 * R * 2
+    assert gemm2.weights - base[stages.GEMM2].weights == pytest.approx(3 * H * R * 2)
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_estimates_include_bytes_and_time_of_adapters(world: int) -> None:
     def estimate(problem: Problem) -> tuple[float, float]:
         estimates = estimate_pairings(distribute_over_ranks(problem, world), Cluster()).estimates
-        with_triton_experts = next(
-            each for each in estimates if each.experts_part == "TritonExperts"
-        )
-        return with_triton_experts.memory.weights, with_triton_experts.experts.seconds
+        triton_estimate = next(e for e in estimates if e.experts_part == "TritonExperts")
+        return triton_estimate.memory.weights, triton_estimate.experts.seconds
 
-    plain = replace(PLAIN, hidden=1024, intermediate=512, tokens=64)
-    adapted = replace(plain, lora="adapters=3,rank=16")
-    (base_bytes, base_s), (adapted_bytes, adapted_s) = estimate(plain), estimate(adapted)
+    base_problem = replace(BASE_PROBLEM, hidden=1024, intermediate=512, tokens=64)
+    adapted = replace(base_problem, lora="adapters=3,rank=16")
+    (base_bytes, base_s), (adapted_bytes, adapted_s) = map(estimate, (base_problem, adapted))
     assert adapted_bytes - base_bytes == 3 * adapter_bytes(distribute_over_ranks(adapted, world))
     assert adapter_bytes(distribute_over_ranks(adapted, world)) * world == adapter_bytes(adapted)
     assert adapted_s > base_s
 
 
 def test_benchmark_inputs_and_expected_output_include_adapters() -> None:
-    """Routing to 2 of 8 experts is included."""
+    """The routing uses only 2 of 8 experts."""
     problem = replace(PROBLEM, tokens=7, experts=8, dtype=torch.float32)
     for lora in (problem.lora, f"{problem.lora},outer=shared"):
         case = LayerCase("mine", replace(problem, lora=lora), RoutingKind("hot", 2))
@@ -126,19 +125,21 @@ def test_benchmark_inputs_and_expected_output_include_adapters() -> None:
         assert call_input.routing.slots_T is not None
         assert call_input.routing.slots_T.tolist() == [0, 1, 2, 0, 1, 2, 0]
         assert call_input.routing.slots_T.dtype is torch.int32
-        with_adapters = compute_expected_output(case, call_input, weights, NONE).exact
+        with_adapters = compute_expected_output(case, call_input, weights, UNQUANTIZED).exact
         names = ("lora_a13", "lora_b13", "lora_a2", "lora_b2")
-        plain = LayerCase("mine", replace(problem, lora="none"), case.routing)
-        base = replace(weights, **dict.fromkeys(names))
+        case_without_adapters = LayerCase("mine", replace(problem, lora="none"), case.routing)
+        base_weights = replace(weights, **dict.fromkeys(names))
         input_without_adapters = replace(
             call_input, routing=replace(call_input.routing, adapters_T=None)
         )
-        without = compute_expected_output(plain, input_without_adapters, base, NONE).exact
-        assert float((with_adapters - without).norm() / without.norm()) > 0.1
+        without_adapters = compute_expected_output(
+            case_without_adapters, input_without_adapters, base_weights, UNQUANTIZED
+        ).exact
+        assert float((with_adapters - without_adapters).norm() / without_adapters.norm()) > 0.1
 
 
 def test_the_lora_branch_is_benchmarked_with_both_strategies() -> None:
-    """The benchmark has the hidden size of DeepSeek-V3; this test runs smaller sizes."""
+    """The default sizes include the hidden size of DeepSeek-V3; the measured sizes are smaller."""
     assert [(c.tokens, c.hidden, c.rank, c.experts, c.top_k) for c in BRANCH_SIZES] == [
         (256, 2048, 8, 64, 6), (256, 7168, 8, 256, 8),
     ]  # fmt: skip

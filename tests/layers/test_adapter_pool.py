@@ -1,5 +1,5 @@
-"""Tests of AdapterPool, the device memory for LoRA adapters: outputs equal those of merged weights,
-and a refused load changes nothing.
+"""AdapterPool, the device memory for LoRA adapters: outputs equal those of merged weights, and a
+refused load changes nothing.
 """
 
 from dataclasses import fields, replace
@@ -33,14 +33,14 @@ from modular_kernel.testing.cases.inputs import make_inputs
 GOLDEN = Path(__file__).parents[1] / "helpers" / "golden" / "peft"
 DELTAS = load_file(GOLDEN / "deltas.safetensors")
 H, I, E = 16, 12, 4  # noqa: E741
-NAMES = ("lora_a13", "lora_b13", "lora_a2", "lora_b2")
+FACTOR_NAMES = ("lora_a13", "lora_b13", "lora_a2", "lora_b2")
 PROBLEM = mk.Problem(
     tokens=24, hidden=H, intermediate=I, experts=E, top_k=2, dtype=torch.float32,
     lora="adapters=3,rank=6",
 )  # fmt: skip
 
 
-def random_adapter(rank: int = 4, problem: mk.Problem = PROBLEM, seed: int = 0) -> Adapter:
+def make_random_adapter(rank: int = 4, problem: mk.Problem = PROBLEM, seed: int = 0) -> Adapter:
     assert problem.adapters is not None
     spec = replace(problem.adapters, rank=rank)
     shapes = spec.shapes(problem.e, problem.w1_rows, problem.hidden, problem.intermediate)
@@ -51,14 +51,14 @@ def random_adapter(rank: int = 4, problem: mk.Problem = PROBLEM, seed: int = 0) 
     })  # fmt: skip
 
 
-def pool_tensors(pool: AdapterPool) -> tuple[torch.Tensor, ...]:
+def list_pool_tensors(pool: AdapterPool) -> tuple[torch.Tensor, ...]:
     placeholder = torch.zeros(())
     weights = pool.weights(mk.ExpertWeights(placeholder, placeholder))
-    tensors = [getattr(weights, name) for name in NAMES]
+    tensors = [getattr(weights, name) for name in FACTOR_NAMES]
     return tuple(tensor for tensor in tensors if tensor is not None)
 
 
-def peft_delta(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+def load_peft_deltas(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the float64 matrices that PEFT adds to w1 and w2."""
     deltas = {
         name.partition(".")[2]: DELTAS[name].to(DEVICE).double()
@@ -72,34 +72,40 @@ def peft_delta(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     ]
 
 
-def merged_result(problem: mk.Problem, inputs: Any, slots: dict[int, str]) -> torch.Tensor:
-    """Return the float64 output of the layer, with PEFT's deltas of each slot merged into the
-    weights.
-    """
-    plain = replace(problem, lora="none")
+def compute_merged_output(problem: mk.Problem, inputs: Any, slots: dict[int, str]) -> torch.Tensor:
+    """Return the layer's float64 output with PEFT's deltas of each slot merged into the weights."""
+    problem_without_adapters = replace(problem, lora="none")
     routing = replace(inputs.routing, adapters_T=None)
-    base = replace(inputs.weights, **dict.fromkeys(NAMES))
-    want = reference.float64_reference(inputs.x_TH, base, routing, plain)
+    base_weights = replace(inputs.weights, **dict.fromkeys(FACTOR_NAMES))
+    expected = reference.float64_reference(
+        inputs.x_TH, base_weights, routing, problem_without_adapters
+    )
     for slot, kind in slots.items():
-        first, second = peft_delta(kind)
-        merged = replace(base, w1=base.w1.double() + first, w2=base.w2.double() + second)
+        delta_w1, delta_w2 = load_peft_deltas(kind)
+        merged = replace(
+            base_weights,
+            w1=base_weights.w1.double() + delta_w1,
+            w2=base_weights.w2.double() + delta_w2,
+        )
         uses_slot = inputs.routing.adapters_T == slot
         assert uses_slot.any()
-        want[uses_slot] = reference.float64_reference(inputs.x_TH, merged, routing, plain)[
-            uses_slot
-        ]
-    return want
+        expected[uses_slot] = reference.float64_reference(
+            inputs.x_TH, merged, routing, problem_without_adapters
+        )[uses_slot]
+    return expected
 
 
 def run(pair: tuple[str, str], problem: mk.Problem, inputs: Any, pool: AdapterPool) -> torch.Tensor:
     kernel = mk.make_kernel(*pair, problem)
-    base = replace(inputs.weights, **dict.fromkeys(NAMES))
-    return kernel(inputs.x_TH.clone(), pool.weights(base), inputs.routing)
+    base_weights = replace(inputs.weights, **dict.fromkeys(FACTOR_NAMES))
+    return kernel(inputs.x_TH.clone(), pool.weights(base_weights), inputs.routing)
 
 
 def make_loaded_pool() -> tuple[AdapterPool, dict[int, str]]:
-    """Return a pool with three adapters, and their kinds by slot: ranks 3 and 5 by rank_pattern,
-    rank 4 on the down projection only, and one with separate experts.
+    """Return a pool with three adapters, and their kinds by slot.
+
+    The adapters have ranks 3 and 5 by rank_pattern, rank 4 on the down projection only, and one
+    module per expert.
     """
     pool = AdapterPool(PROBLEM, DEVICE)
     kinds = ("fused", "down", "modules")
@@ -122,16 +128,16 @@ def test_output_equals_the_layer_with_weights_merged_by_peft(experts: str) -> No
     pool, slots = make_loaded_pool()
     inputs = make_call(SLOTS_T)
     got = run(("MoEPrepareAndFinalizeNoEP", experts), PROBLEM, inputs, pool).double()
-    want = merged_result(PROBLEM, inputs, slots)
-    assert (got - want).abs().max() <= 1e-6 * want.abs().max()
+    expected = compute_merged_output(PROBLEM, inputs, slots)
+    assert (got - expected).abs().max() <= 1e-6 * expected.abs().max()
 
 
 def test_later_loads_reuse_the_same_memory() -> None:
     pool, _slots = make_loaded_pool()
     inputs = make_call(SLOTS_T)
-    addresses = [each.data_ptr() for each in pool_tensors(pool)]
+    addresses = [tensor.data_ptr() for tensor in list_pool_tensors(pool)]
     kernel = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", PROBLEM)
-    weights = pool.weights(replace(inputs.weights, **dict.fromkeys(NAMES)))
+    weights = pool.weights(replace(inputs.weights, **dict.fromkeys(FACTOR_NAMES)))
     before = kernel(inputs.x_TH.clone(), weights, inputs.routing).clone()
     pool.evict("modules")
     assert pool.slots == {"fused": 0, "down": 1}
@@ -145,10 +151,10 @@ def test_later_loads_reuse_the_same_memory() -> None:
         after_evict[uses_evicted_slot], without_adapters[uses_evicted_slot], rtol=1e-6, atol=1e-7
     )
     assert torch.equal(after_evict[~uses_evicted_slot], before[~uses_evicted_slot])
-    assert not any(each[2].any() for each in pool_tensors(pool))
+    assert not any(tensor[2].any() for tensor in list_pool_tensors(pool))
     assert pool.load("again", load_adapter(GOLDEN / "modules", 1, PROBLEM)) == 2
     assert torch.equal(kernel(inputs.x_TH.clone(), weights, inputs.routing), before)
-    assert [each.data_ptr() for each in pool_tensors(pool)] == addresses
+    assert [tensor.data_ptr() for tensor in list_pool_tensors(pool)] == addresses
 
 
 @pytest.mark.parametrize(
@@ -157,10 +163,10 @@ def test_later_loads_reuse_the_same_memory() -> None:
 )
 def test_adapters_of_smaller_rank_are_padded_with_zeros(shared: str, activation: str) -> None:
     problem = replace(PROBLEM, activation=activation, lora="adapters=3,rank=6" + shared)
-    small, pool = random_adapter(2, problem), AdapterPool(problem)
-    pool.load("whole", random_adapter(6, problem, 1))
+    small, pool = make_random_adapter(2, problem), AdapterPool(problem)
+    pool.load("whole", make_random_adapter(6, problem, 1))
     slot = pool.load("small", small)
-    a13, b13, a2, b2 = (each[slot] for each in pool_tensors(pool))
+    a13, b13, a2, b2 = (tensor[slot] for tensor in list_pool_tensors(pool))
     halves = a13.shape[1] // 6
     for half in range(halves):
         rows = a13[:, half * 6 : half * 6 + 6]
@@ -176,22 +182,24 @@ def test_a_full_pool_states_the_bytes_of_a_slot() -> None:
     pool, _ = make_loaded_pool()
     assert pool.slot_bytes == 4 * E * (2 * 6 * H + 2 * I * 6 + 6 * I + H * 6)
     with pytest.raises(CapacityError, match=f"'more': got 3 slots.*{pool.slot_bytes} bytes"):
-        load_unchanged_on_error(pool, "more", random_adapter())
+        load_and_check_unchanged_on_error(pool, "more", make_random_adapter())
 
 
-def load_unchanged_on_error(pool: AdapterPool, name: Any, given: Any) -> None:
+def load_and_check_unchanged_on_error(pool: AdapterPool, name: Any, adapter: Any) -> None:
     """Load an adapter. If the load raises, check that the pool is bitwise unchanged."""
-    before, slots = [each.clone() for each in pool_tensors(pool)], dict(pool.slots)
+    tensors_before = [tensor.clone() for tensor in list_pool_tensors(pool)]
+    slots_before = dict(pool.slots)
     try:
-        pool.load(name, given)
+        pool.load(name, adapter)
     except ModularKernelError:
-        assert dict(pool.slots) == slots
-        assert all(torch.equal(a, b) for a, b in zip(before, pool_tensors(pool), strict=True))
+        assert dict(pool.slots) == slots_before
+        tensors = list_pool_tensors(pool)
+        assert all(torch.equal(a, b) for a, b in zip(tensors_before, tensors, strict=True))
         raise
 
 
-def b2_with(value: float) -> torch.Tensor:
-    tensor = random_adapter().lora_b2
+def make_b2(value: float) -> torch.Tensor:
+    tensor = make_random_adapter().lora_b2
     tensor[1, 2, 3] = value
     return tensor
 
@@ -208,45 +216,49 @@ def b2_with(value: float) -> torch.Tensor:
         ("lora_b13", torch.zeros(E, 24, 4, device="meta"), DeviceError, "lora_b13: got meta"),
         ("lora_b13", None, DtypeError, "lora_b13: got NoneType"),
         ("lora_b13", torch.zeros(E, 24, 4).to_sparse(), LayoutError, "lora_b13: got"),
-        ("lora_b2", b2_with(torch.nan), WeightsError, "lora_b2: got values that are not finite"),
-        ("lora_b2", b2_with(-torch.inf), WeightsError, "lora_b2: got values that are not finite"),
+        ("lora_b2", make_b2(torch.nan), WeightsError, "lora_b2: got values that are not finite"),
+        ("lora_b2", make_b2(-torch.inf), WeightsError, "lora_b2: got values that are not finite"),
     ],
 )  # fmt: skip
 def test_tensors_that_do_not_fit_leave_the_pool_unchanged(
     name: str, tensor: Any, error: type[Exception], match: str
 ) -> None:
     pool = AdapterPool(PROBLEM)
-    pool.load("first", random_adapter(6, seed=1))
+    pool.load("first", make_random_adapter(6, seed=1))
     with pytest.raises(error, match=f"adapter 'bad': {match}"):
-        load_unchanged_on_error(pool, "bad", replace(random_adapter(), **{name: tensor}))
+        load_and_check_unchanged_on_error(
+            pool, "bad", replace(make_random_adapter(), **{name: tensor})
+        )
 
 
 def test_a_name_can_be_loaded_once() -> None:
     pool = AdapterPool(PROBLEM)
-    pool.load("a", random_adapter())
+    pool.load("a", make_random_adapter())
     with pytest.raises(StateError, match="adapter 'a': got loaded in slot 0"):
-        load_unchanged_on_error(pool, "a", random_adapter(seed=1))
+        load_and_check_unchanged_on_error(pool, "a", make_random_adapter(seed=1))
     with pytest.raises(StateError, match="adapter 'b': got not loaded, need a loaded adapter: a"):
         pool.evict("b")
     for name in ("", "x" * 257, 7, None):
         with pytest.raises(ConfigurationError, match="name of an adapter"):
-            load_unchanged_on_error(pool, name, random_adapter())
+            load_and_check_unchanged_on_error(pool, name, make_random_adapter())
     with pytest.raises(ConfigurationError, match="adapter 'b'"):
-        load_unchanged_on_error(pool, "b", {each.name: None for each in fields(Adapter)})
+        load_and_check_unchanged_on_error(
+            pool, "b", {field.name: None for field in fields(Adapter)}
+        )
     with pytest.raises(TypeError):
         pool.slots["b"] = 1  # type: ignore[index]
 
 
 def test_loads_and_evictions_are_refused_during_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = AdapterPool(PROBLEM)
-    pool.load("a", random_adapter())
+    pool.load("a", make_random_adapter())
     monkeypatch.setattr(adapter_pool, "is_capturing", lambda device: True)
     with pytest.raises(StateError, match="adapter 'b': got a stream that is being captured"):
-        load_unchanged_on_error(pool, "b", random_adapter())
+        load_and_check_unchanged_on_error(pool, "b", make_random_adapter())
     with pytest.raises(StateError, match="adapter 'a': got a stream that is being captured"):
         pool.evict("a")
     assert pool.slots == {"a": 0}
-    assert pool_tensors(pool)[0][0].any()
+    assert list_pool_tensors(pool)[0][0].any()
 
 
 def test_a_failed_copy_leaves_the_slot_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +271,7 @@ def test_a_failed_copy_leaves_the_slot_free(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(pool, "_split_gate_up", fail)
     with pytest.raises(StateError, match="a copy"):
-        load_unchanged_on_error(pool, "a", random_adapter())
+        load_and_check_unchanged_on_error(pool, "a", make_random_adapter())
 
 
 def test_invalid_arguments_of_a_pool() -> None:
@@ -289,7 +301,7 @@ def test_the_meta_device_is_refused() -> None:
 
 @pytest.mark.parametrize("experts", [1 << 10, 1 << 19])
 def test_a_pool_that_exceeds_memory_states_its_bytes(experts: int) -> None:
-    """The sizes exceed the address space and 64 bits."""
+    """One size exceeds the address space, and the other size exceeds 64 bits."""
     sizes = {"hidden": 1 << 16, "intermediate": 1 << 16, "experts": experts}
     problem = replace(PROBLEM, lora="adapters=65536,rank=256", **sizes)  # type: ignore[arg-type]
     slot_bytes = 4 * experts * 256 * (2 * (1 << 16) + 2 * (1 << 16) + 2 * (1 << 16))
@@ -300,18 +312,18 @@ def test_a_pool_that_exceeds_memory_states_its_bytes(experts: int) -> None:
 
 
 def test_out_of_memory_states_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, big = AdapterPool(PROBLEM), random_adapter()
+    pool, adapter = AdapterPool(PROBLEM), make_random_adapter()
 
-    def full(*_: object, **__: object) -> torch.Tensor:
+    def fail(*_: object, **__: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nGPU 0 has ...")
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "to", full)
-        needed = sum(getattr(big, name).nbytes for name in NAMES)
+        patch.setattr(torch.Tensor, "to", fail)
+        needed = sum(getattr(adapter, name).nbytes for name in FACTOR_NAMES)
         with pytest.raises(CapacityError, match=f"'big': got no memory: CUDA.*need {needed} byt"):
-            load_unchanged_on_error(pool, "big", big)
+            load_and_check_unchanged_on_error(pool, "big", adapter)
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "zeros", full)
+        patch.setattr(torch, "zeros", fail)
         with pytest.raises(CapacityError, match=f"need {3 * pool.slot_bytes} bytes on cpu"):
             AdapterPool(PROBLEM)
 
@@ -320,31 +332,31 @@ def test_out_of_memory_states_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_long_error_is_cut_to_160_characters(
     monkeypatch: pytest.MonkeyPatch, function: str, kind: type[ModularKernelError]
 ) -> None:
-    def failed(*_: object, **__: object) -> torch.Tensor:
+    def fail(*_: object, **__: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("x" * 161 + "\nand more")
 
-    monkeypatch.setattr(torch, function, failed)
+    monkeypatch.setattr(torch, function, fail)
     with pytest.raises(kind, match=f": {'x' * 160}, need"):
         AdapterPool(PROBLEM)
 
 
 def test_other_errors_of_torch_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object, **__: object) -> torch.Tensor:
+    def fail(*_: object, **__: object) -> torch.Tensor:
         raise RuntimeError("an illegal memory access")
 
-    monkeypatch.setattr(torch, "zeros", broken)
+    monkeypatch.setattr(torch, "zeros", fail)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         AdapterPool(PROBLEM)
 
 
 def test_freed_weights_are_refused() -> None:
-    given = random_adapter()
-    given.lora_a2.untyped_storage().resize_(0)
+    adapter = make_random_adapter()
+    adapter.lora_a2.untyped_storage().resize_(0)
     with pytest.raises(LayoutError, match="lora_a2: got 0 bytes of memory"):
-        AdapterPool(PROBLEM).load("mine", given)
+        AdapterPool(PROBLEM).load("mine", adapter)
 
 
 def test_base_weights_are_expert_weights() -> None:
-    base: Any = None
+    base_weights: Any = None
     with pytest.raises(ConfigurationError, match="base weights: got None"):
-        AdapterPool(PROBLEM).weights(base)
+        AdapterPool(PROBLEM).weights(base_weights)

@@ -1,5 +1,5 @@
-"""LoRA adapters of a layer: the text form of their specification, tensors that are refused, and
-outputs compared with those of merged weights.
+"""LoRA adapters of a layer: the specification as a string, refused tensors, and outputs compared
+with those of merged weights.
 """
 
 from dataclasses import replace
@@ -34,7 +34,7 @@ PROBLEM = Problem(
 )  # fmt: skip
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 BATCHED_PAIR = ("BatchedPrepareAndFinalize", "NaiveBatchedExperts")
-SHARED = ("", ",a13=shared", ",outer=shared", ",a13=shared,outer=shared")
+SHARED_FACTORS = ("", ",a13=shared", ",outer=shared", ",a13=shared,outer=shared")
 
 
 def run(pair: tuple[str, str], problem: Problem, inputs: Inputs, **options: Any) -> torch.Tensor:
@@ -42,7 +42,7 @@ def run(pair: tuple[str, str], problem: Problem, inputs: Inputs, **options: Any)
     return kernel(inputs.x_TH.clone(), inputs.weights, inputs.routing)
 
 
-def without_adapters(problem: Problem, inputs: Inputs) -> tuple[Problem, Inputs]:
+def remove_adapters(problem: Problem, inputs: Inputs) -> tuple[Problem, Inputs]:
     """Return the same layer and call without adapters."""
     names = ("lora_a13", "lora_b13", "lora_a2", "lora_b2")
     weights = replace(inputs.weights, **dict.fromkeys(names))
@@ -51,7 +51,7 @@ def without_adapters(problem: Problem, inputs: Inputs) -> tuple[Problem, Inputs]
     )
 
 
-@pytest.mark.parametrize("shared", SHARED)
+@pytest.mark.parametrize("shared", SHARED_FACTORS)
 def test_the_text_form_round_trips(shared: str) -> None:
     text = f"adapters=4,rank=32{shared}"
     assert str(AdapterSpec.parse(text)) == text
@@ -61,14 +61,14 @@ def test_the_text_form_round_trips(shared: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
+    "spec",
     ["", "adapters=4", "rank=4", "adapters=4,rank=4,rank=4", "adapters=4,rank=4,a13=own",
      "adapters=-1,rank=4", "adapters=4,rank=0", "adapters=4,rank=257", "adapters=0,rank=4",
      "adapters=4;rank=4", True, None, 7],
 )  # fmt: skip
-def test_invalid_texts_are_refused(text: Any) -> None:
+def test_invalid_texts_are_refused(spec: Any) -> None:
     with pytest.raises(ConfigurationError, match="lora"):
-        Problem(1, 8, 8, 2, 1, lora=text)
+        Problem(1, 8, 8, 2, 1, lora=spec)
 
 
 def test_maximum_ranks_and_adapters() -> None:
@@ -84,8 +84,9 @@ def test_sharing_a_between_gate_and_up_requires_a_gated_activation() -> None:
 
 
 def merge_slot(problem: Problem, weights: ExpertWeights, slot: int) -> ExpertWeights:
-    """Return float64 weights with B A of one slot added. The code is independent of the float64
-    reference.
+    """Return float64 weights without adapters, with the product B A of one slot added.
+
+    The float64 reference does not share this code.
     """
     spec = problem.adapters
     assert spec is not None
@@ -116,10 +117,10 @@ RANKS_TOP_KS_AND_ACTIVATIONS = (
     [
         *(
             (shared, *parameters)
-            for shared in SHARED
+            for shared in SHARED_FACTORS
             for parameters in RANKS_TOP_KS_AND_ACTIVATIONS
         ),
-        *((shared, 5, 2, "relu2") for shared in SHARED if "a13" not in shared),
+        *((shared, 5, 2, "relu2") for shared in SHARED_FACTORS if "a13" not in shared),
     ],
 )
 def test_the_float64_reference_equals_the_reference_with_merged_weights(
@@ -133,16 +134,24 @@ def test_the_float64_reference_equals_the_reference_with_merged_weights(
     exact = reference.float64_reference(inputs.x_TH, inputs.weights, inputs.routing, problem)
     slots_T = inputs.routing.slots_T
     assert slots_T is not None
-    plain, base = without_adapters(problem, inputs)
-    want = reference.float64_reference(base.x_TH, base.weights, base.routing, plain)
-    assert not torch.equal(want, exact)
+    problem_without_adapters, inputs_without_adapters = remove_adapters(problem, inputs)
+    expected = reference.float64_reference(
+        inputs_without_adapters.x_TH,
+        inputs_without_adapters.weights,
+        inputs_without_adapters.routing,
+        problem_without_adapters,
+    )
+    assert not torch.equal(expected, exact)
     for slot in set(slots_T.tolist()) - {-1}:
         merged_weights = merge_slot(problem, inputs.weights, slot)
         uses_slot = slots_T == slot
-        want[uses_slot] = reference.float64_reference(
-            base.x_TH, merged_weights, base.routing, plain
+        expected[uses_slot] = reference.float64_reference(
+            inputs_without_adapters.x_TH,
+            merged_weights,
+            inputs_without_adapters.routing,
+            problem_without_adapters,
         )[uses_slot]
-    torch.testing.assert_close(exact, want, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(exact, expected, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("pair", [PAIR, BATCHED_PAIR])
@@ -154,11 +163,11 @@ def test_rows_without_an_adapter_equal_the_layer_without_adapters(
     inputs = make_inputs(problem, "uniform", CPU)
     slots_T = inputs.routing.slots_T
     assert slots_T is not None
-    got, want = run(pair, problem, inputs), run(pair, *without_adapters(problem, inputs))
+    got, expected = run(pair, problem, inputs), run(pair, *remove_adapters(problem, inputs))
     has_no_adapter = slots_T < 0
     assert 0 < int(has_no_adapter.sum()) < 17
-    assert torch.equal(got[has_no_adapter], want[has_no_adapter])
-    assert bool((got[~has_no_adapter] != want[~has_no_adapter]).any(1).all())
+    assert torch.equal(got[has_no_adapter], expected[has_no_adapter])
+    assert bool((got[~has_no_adapter] != expected[~has_no_adapter]).any(1).all())
 
 
 @pytest.mark.parametrize("slot_pattern", ["nobody", "without"])
@@ -166,12 +175,12 @@ def test_rows_without_an_adapter_equal_the_layer_without_adapters(
 def test_a_call_without_adapters_equals_the_layer_without_adapters(
     pair: tuple[str, str], slot_pattern: str
 ) -> None:
-    """All slots hold NaN."""
+    """All adapters are NaN, so that any use of an adapter changes the output."""
     inputs = make_inputs(
         PROBLEM, "uniform", CPU, variation=InputVariation(slot_pattern=slot_pattern)
     )
     assert bool(inputs.weights.lora_a13.isnan().all())  # type: ignore[union-attr]
-    assert torch.equal(run(pair, PROBLEM, inputs), run(pair, *without_adapters(PROBLEM, inputs)))
+    assert torch.equal(run(pair, PROBLEM, inputs), run(pair, *remove_adapters(PROBLEM, inputs)))
 
 
 def test_a_plan_alternates_between_calls_with_and_without_adapters() -> None:
@@ -201,13 +210,8 @@ def test_a_plan_checks_slots_before_it_replays(monkeypatch: pytest.MonkeyPatch) 
         plan(inputs.x_TH, inputs.weights, replace(inputs.routing, adapters_T=None))
 
 
-ALONE = "lora_a13"
-
-
 def slice_intermediate(weights: ExpertWeights, columns: slice, intermediate: int) -> ExpertWeights:
-    """Return a rank's slice of the intermediate size: rows of w1 and lora_b13, columns of w2 and
-    lora_a2.
-    """
+    """Return a TP rank's slice: rows of w1 and lora_b13, columns of w2 and lora_a2."""
     assert weights.lora_b13 is not None
     assert weights.lora_a2 is not None
     rows = torch.arange(2 * intermediate).view(2, intermediate)[:, columns].flatten()
@@ -222,14 +226,14 @@ def slice_intermediate(weights: ExpertWeights, columns: slice, intermediate: int
 
 def test_outputs_of_tensor_parallel_ranks_sum_to_the_layer() -> None:
     inputs = make_inputs(PROBLEM, "skips", CPU)
-    want = reference.float64_reference(inputs.x_TH, inputs.weights, inputs.routing, PROBLEM)
-    rank_problem, got = replace(PROBLEM, intermediate=12), torch.zeros_like(want)
+    expected = reference.float64_reference(inputs.x_TH, inputs.weights, inputs.routing, PROBLEM)
+    rank_problem, got = replace(PROBLEM, intermediate=12), torch.zeros_like(expected)
     for columns in (slice(0, 12), slice(12, 24)):
         rank_inputs = Inputs(
             inputs.x_TH, slice_intermediate(inputs.weights, columns, 24), inputs.routing
         )
         got += run(PAIR, rank_problem, rank_inputs).double()
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 BAD_TENSORS: list[tuple[str, dict[str, Any], dict[str, Any], type[InputError], str]] = [
@@ -242,7 +246,7 @@ BAD_TENSORS: list[tuple[str, dict[str, Any], dict[str, Any], type[InputError], s
     ("meta", {"adapters_T": torch.zeros(9, device="meta").int()}, {}, DeviceError, "adapters"),
     ("missing", {}, {"lora_b2": None}, WeightsError, "lora_b2: got None"),
     ("rank", {}, {"lora_a2": torch.zeros(3, 4, 5, 24)}, ShapeError, "lora_a2: got"),
-    ("one A", {}, {ALONE: torch.zeros(3, 4, 6, 32)}, ShapeError, "lora_a13: got"),
+    ("one A", {}, {"lora_a13": torch.zeros(3, 4, 6, 32)}, ShapeError, "lora_a13: got"),
     ("experts", {}, {"lora_b13": torch.zeros(3, 1, 48, 6)}, ShapeError, "lora_b13: got"),
     ("slots", {}, {"lora_b2": torch.zeros(2, 4, 32, 6)}, ShapeError, "lora_b2: got"),
     ("half", {}, {"lora_b2": torch.zeros(3, 4, 32, 6).half()}, DtypeError, "lora_b2: got float16"),
@@ -251,10 +255,10 @@ BAD_TENSORS: list[tuple[str, dict[str, Any], dict[str, Any], type[InputError], s
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("routing", "weights", "error", "words"), [b[1:] for b in BAD_TENSORS],
+@pytest.mark.parametrize(("routing", "weights", "error", "message"), [b[1:] for b in BAD_TENSORS],
                          ids=[b[0] for b in BAD_TENSORS])  # fmt: skip
 def test_bad_tensors_are_refused_by_name_before_anything_runs(
-    routing: dict[str, Any], weights: dict[str, Any], error: type[InputError], words: str
+    routing: dict[str, Any], weights: dict[str, Any], error: type[InputError], message: str
 ) -> None:
     inputs = make_inputs(PROBLEM, "uniform", CPU)
     kernel = mk.make_kernel(*PAIR, PROBLEM, machine=Machine())
@@ -267,30 +271,38 @@ def test_bad_tensors_are_refused_by_name_before_anything_runs(
                 replace(inputs.routing, **routing),
                 out=out,
             )
-        assert words in str(caught.value)
+        assert message in str(caught.value)
     assert bool((out == 7).all())
 
 
 def test_a_layer_without_adapters_refuses_their_tensors() -> None:
     inputs = make_inputs(PROBLEM, "uniform", CPU)
-    plain, base = without_adapters(PROBLEM, inputs)
+    problem_without_adapters, inputs_without_adapters = remove_adapters(PROBLEM, inputs)
     with pytest.raises(WeightsError, match="lora_a13, lora_b13"):
-        run(PAIR, plain, Inputs(inputs.x_TH, inputs.weights, base.routing))
+        run(
+            PAIR,
+            problem_without_adapters,
+            Inputs(inputs.x_TH, inputs.weights, inputs_without_adapters.routing),
+        )
     with pytest.raises(RoutingError, match="adapters: got slots"):
-        run(PAIR, plain, Inputs(inputs.x_TH, base.weights, inputs.routing))
+        run(
+            PAIR,
+            problem_without_adapters,
+            Inputs(inputs.x_TH, inputs_without_adapters.weights, inputs.routing),
+        )
 
 
-@pytest.mark.parametrize("bad", [3, -2])
-def test_checked_mode_names_a_slot_out_of_range(bad: int) -> None:
+@pytest.mark.parametrize("slot", [3, -2])
+def test_checked_mode_names_a_slot_out_of_range(slot: int) -> None:
     inputs = make_inputs(PROBLEM, "uniform", CPU)
     assert inputs.routing.slots_T is not None
-    inputs.routing.slots_T[4] = bad
-    with pytest.raises(RoutingError, match=f"1 slot, the first {bad} of token 4"):
+    inputs.routing.slots_T[4] = slot
+    with pytest.raises(RoutingError, match=f"1 slot, the first {slot} of token 4"):
         run(PAIR, PROBLEM, inputs, checked=True)
-    slots_with_none_T = inputs.routing.slots_T.clone().clamp(min=-1)
-    slots_with_none_T[4] = -1
+    changed_slots_T = inputs.routing.slots_T.clone().clamp(min=-1)
+    changed_slots_T[4] = -1
     without_token_4 = Inputs(
-        inputs.x_TH, inputs.weights, replace(inputs.routing, adapters_T=slots_with_none_T)
+        inputs.x_TH, inputs.weights, replace(inputs.routing, adapters_T=changed_slots_T)
     )
     assert torch.equal(run(PAIR, PROBLEM, inputs), run(PAIR, PROBLEM, without_token_4))
 
@@ -321,9 +333,9 @@ def test_tokens_get_the_slots_of_their_sequences() -> None:
 
 def test_slots_from_sequences_in_every_integer_dtype() -> None:
     starts, slots = torch.tensor([0, 3, 100]), torch.tensor([2, 1])
-    want = [2] * 3 + [1] * 97 + [-1] * 200
+    expected = [2] * 3 + [1] * 97 + [-1] * 200
     for dtype in (torch.uint8, torch.int8, torch.int16, torch.int64):
-        assert slots_from_sequences(starts.to(dtype), slots.to(dtype), 300).tolist() == want
+        assert slots_from_sequences(starts.to(dtype), slots.to(dtype), 300).tolist() == expected
     # A slot that exceeds 32 bits must not wrap around to a valid slot.
     assert slots_from_sequences(starts, slots + (1 << 32), 100).tolist() == [(1 << 31) - 1] * 100
 

@@ -1,5 +1,5 @@
-"""Load balancing of experts over ranks: load counts, placements with copies, and the moves between
-two placements.
+"""Load balancing of experts over ranks: load counts, placements with copies of experts, and the
+moves between two placements.
 """
 
 import random
@@ -26,23 +26,23 @@ def test_pairs_are_counted(dtype: torch.dtype) -> None:
         DEVICE,
     )
     assert count(ids[:0], 3).tolist() == [0, 0, 0]
-    for junk in (ids.float(), [[1]], None):
+    for invalid_ids in (ids.float(), [[1]], None):
         with pytest.raises(DtypeError, match="topk_ids: got"):
-            count(junk, 4)  # type: ignore[arg-type]
+            count(invalid_ids, 4)  # type: ignore[arg-type]
 
 
 def test_a_hot_expert_gets_copies() -> None:
     load = [90.0, 10.0, 10.0, 10.0]
     assert rank_loads(load, Placement.linear(4, 2)) == (100, 20)
     placement = rebalance(load, [3, 3])
-    assert [sorted(held) for held in placement.slots] == [[0, 1, 2], [0, 1, 3]]
+    assert [sorted(experts) for experts in placement.slots] == [[0, 1, 2], [0, 1, 3]]
     assert rank_loads(load, placement) == (60, 60)
 
 
-def zipf(experts: int, seed: int) -> list[float]:
-    amounts = [1000 / (place + 1) for place in range(experts)]
-    random.Random(seed).shuffle(amounts)
-    return amounts
+def make_zipf_load(experts: int, seed: int) -> list[float]:
+    load = [1000 / (place + 1) for place in range(experts)]
+    random.Random(seed).shuffle(load)
+    return load
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -52,20 +52,20 @@ def test_ranks_are_balanced(seed: int) -> None:
     Without copies, the rank of the most loaded expert also gets the least loaded experts. With two
     spare slots per rank, all loads are within 10% of the mean.
     """
-    load = zipf(64, seed)
+    load = make_zipf_load(64, seed)
     mean, lower_bound = sum(load) / 8, max(load) + sum(sorted(load)[:7])
-    before = max(rank_loads(load, Placement.linear(64, 8))) / mean
-    without = max(rank_loads(load, rebalance(load, [8] * 8))) / mean
-    copies = max(rank_loads(load, rebalance(load, [10] * 8))) / mean
-    assert copies < 1.1 < without < before
-    assert without == pytest.approx(lower_bound / mean)
+    linear = max(rank_loads(load, Placement.linear(64, 8))) / mean
+    without_copies = max(rank_loads(load, rebalance(load, [8] * 8))) / mean
+    with_copies = max(rank_loads(load, rebalance(load, [10] * 8))) / mean
+    assert with_copies < 1.1 < without_copies < linear
+    assert without_copies == pytest.approx(lower_bound / mean)
 
 
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_random_loads_and_slots_give_valid_placements(data: st.DataObject) -> None:
-    """Every expert is placed, no rank exceeds its slots, and no slot stays empty if all ranks have
-    equally many.
+    """Every expert is placed, no rank exceeds its slots, and ranks with equally many slots fill
+    them.
     """
     world = data.draw(st.integers(1, 6))
     slots = data.draw(st.lists(st.integers(1, 5), min_size=world, max_size=world))
@@ -73,7 +73,10 @@ def test_random_loads_and_slots_give_valid_placements(data: st.DataObject) -> No
     load = data.draw(st.lists(st.integers(0, 50), min_size=experts, max_size=experts))
     placement = rebalance(load, slots)
     assert placement.experts == experts
-    assert all(1 <= len(held) <= size for held, size in zip(placement.slots, slots, strict=True))
+    assert all(
+        1 <= len(rank_experts) <= size
+        for rank_experts, size in zip(placement.slots, slots, strict=True)
+    )
     if len(set(slots)) == 1:
         assert sum(map(len, placement.slots)) == min(sum(slots), experts * world)
     # Applying all moves to the old placement must give the new one.
@@ -81,11 +84,17 @@ def test_random_loads_and_slots_give_valid_placements(data: st.DataObject) -> No
     new = rebalance(load, slots, old)
     assert sorted(map(sorted, new.slots)) == sorted(map(sorted, placement.slots))
     needed_moves = moves(old, new)
-    contents = {(r, s): old.slots[r][s] for r in range(world) for s in range(len(old.slots[r]))}
-    received = {move.target: contents[move.source] for move in needed_moves}
+    expert_by_slot = {
+        (r, s): old.slots[r][s] for r in range(world) for s in range(len(old.slots[r]))
+    }
+    received = {move.target: expert_by_slot[move.source] for move in needed_moves}
     assert all(received[move.target] == move.expert for move in needed_moves)
-    contents |= received
-    assert all(contents[r, s] == e for r, held in enumerate(new.slots) for s, e in enumerate(held))
+    expert_by_slot |= received
+    assert all(
+        expert_by_slot[r, s] == e
+        for r, rank_experts in enumerate(new.slots)
+        for s, e in enumerate(rank_experts)
+    )
 
 
 def test_moves_prefer_local_sources_and_balance_remote_ones() -> None:
@@ -109,9 +118,9 @@ def test_moves_prefer_local_sources_and_balance_remote_ones() -> None:
 def test_experts_that_stay_keep_their_slots() -> None:
     old = Placement(((4, 0, 1), (2, 3, 5)))
     new = rebalance([9.0, 9, 1, 1, 1, 1], [3, 3], old)
-    for held, before in zip(new.slots, old.slots, strict=True):
-        for slot, expert in enumerate(held):
-            assert expert not in before or before[slot] == expert
+    for new_experts, old_experts in zip(new.slots, old.slots, strict=True):
+        for slot, expert in enumerate(new_experts):
+            assert expert not in old_experts or old_experts[slot] == expert
 
 
 @pytest.mark.parametrize("top_k", [2, 4])
@@ -165,22 +174,22 @@ def test_invalid_arguments_are_refused(call: Any, message: str) -> None:
 
 
 def test_groups_are_placed_on_hosts_as_by_eplb() -> None:
-    """The example of EPLB's README: each host gets the same experts and the same maximum load."""
+    """In the example of EPLB's README, ranks have the same experts and the same maximum load."""
     load = [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86]
     placement = rebalance(load, [2] * 8, hosts=2, groups=4)
     eplb_placement = Placement.from_eplb([5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1], 8)
     assert sorted(map(sorted, placement.slots)) == sorted(map(sorted, eplb_placement.slots))
     assert max(rank_loads(load, placement)) == max(rank_loads(load, eplb_placement)) == 156
     for group in range(4):
-        held = {rank // 4 for rank, slots in enumerate(placement.slots)
-                for expert in slots if expert // 3 == group}  # fmt: skip
-        assert len(held) == 1
+        hosts = {rank // 4 for rank, slots in enumerate(placement.slots)
+                 for expert in slots if expert // 3 == group}  # fmt: skip
+        assert len(hosts) == 1
 
 
 def test_pairs_of_a_host_without_a_copy_are_distributed_over_all_copies() -> None:
     placement = Placement.linear(4, 4).with_copies({0: (1,), 1: (2,)})
-    one_host_loads = rank_loads([8, 8, 0, 0], placement)
-    assert one_host_loads == (4, 8, 4, 0)
+    loads = rank_loads([8, 8, 0, 0], placement)
+    assert loads == (4, 8, 4, 0)
     assert rank_loads([8, 8, 0, 0], placement, ranks_per_host=2) == (4, 8, 4, 0)
     assert rank_loads([0, 8, 0, 0], placement, ranks_per_host=1) == (0, 4, 4, 0)
     near = placement.with_copies({1: (3,)})
@@ -191,31 +200,36 @@ def test_pairs_of_a_host_without_a_copy_are_distributed_over_all_copies() -> Non
 @pytest.mark.parametrize("per_host", [None, 2])
 def test_rank_loads_equal_loads_counted_with_nearest_copies(per_host: int | None) -> None:
     placement = Placement.linear(6, 4).with_copies({0: (1, 2, 3), 2: (3,), 5: (0,)})
-    tokens, load, counted = 60, [0.0] * 6, [0] * 4
+    tokens, load, pair_counts = 60, [0.0] * 6, [0] * 4
     for rank in range(4):
         ids = torch.arange(tokens)[:, None] % 6
         load = [a + b for a, b in zip(load, count(ids, 6).tolist(), strict=True)]
         near = rank_tiers(rank, per_host)
-        for first in range(6):  # over six first tokens, all copies get equal shares
-            chosen, _, _ = pairs_to_slots(ids, placement.tables(tiers=near), first_token=first)
-            counted = [n + int((chosen == at).sum()) for at, n in enumerate(counted)]
+        for first in range(6):  # Over six values of first_token, all copies get equal shares.
+            selected_ranks, _, _ = pairs_to_slots(
+                ids, placement.tables(tiers=near), first_token=first
+            )
+            pair_counts = [n + int((selected_ranks == r).sum()) for r, n in enumerate(pair_counts)]
     expected = rank_loads(load, placement, ranks_per_host=per_host)
-    assert [n / 6 for n in counted] == pytest.approx(expected)
+    assert [n / 6 for n in pair_counts] == pytest.approx(expected)
 
 
 def test_remaining_ranks_are_rebalanced_after_a_rank_is_lost() -> None:
-    """All moves have sources on the remaining ranks."""
+    """Every move copies an expert from a remaining rank."""
     old = rebalance([4.0, 3, 2, 1], [2, 2, 2, 2])
-    kept = old.without([3])
-    new = rebalance([4.0, 3, 2, 1], [2, 2, 2], kept)
-    held = {(rank, slot): expert for rank, slots in enumerate(kept.slots)
-            for slot, expert in enumerate(slots)}  # fmt: skip
-    assert all(held[move.source] == move.expert for move in moves(kept, new))
+    remaining = old.without([3])
+    new = rebalance([4.0, 3, 2, 1], [2, 2, 2], remaining)
+    expert_by_slot = {(rank, slot): expert for rank, slots in enumerate(remaining.slots)
+                      for slot, expert in enumerate(slots)}  # fmt: skip
+    assert all(expert_by_slot[move.source] == move.expert for move in moves(remaining, new))
 
 
 def test_every_host_gets_equally_many_groups() -> None:
     placement = rebalance([90.0, 90, 1, 1, 1, 1, 1, 1], [2] * 4, hosts=2, groups=4)
-    assert [sorted(e for held in placement.slots[at : at + 2] for e in held) for at in (0, 2)] == [
+    assert [
+        sorted(e for rank_experts in placement.slots[r : r + 2] for e in rank_experts)
+        for r in (0, 2)
+    ] == [
         [0, 1, 6, 7],
         [2, 3, 4, 5],
     ]

@@ -1,5 +1,5 @@
-"""Tests of the layer EPMoE, which has the interface of SGLang's EPMoE: the experts of a rank,
-routing modes, and rank outputs that sum to the output of the whole layer.
+"""EPMoE, a layer with the interface of SGLang's EPMoE: the experts of a rank, routing modes, and
+rank outputs that sum to the output of the whole layer.
 """
 
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ from modular_kernel.testing.ranks.pool import RankPool
 
 GROUPED = {"use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2}
 BIAS = torch.linspace(-0.5, 0.5, E)
-# Name -> (options of EPMoE, the router that these options select).
+# The options of EPMoE and the router that they select, by name.
 ROUTING_MODES: dict[str, tuple[dict[str, Any], RouterSpec]] = {
     "plain": ({"renormalize": False}, RouterSpec(K)),
     "renormalized": ({}, RouterSpec(K, renormalize=True)),
@@ -42,7 +42,7 @@ ROUTING_MODES: dict[str, tuple[dict[str, Any], RouterSpec]] = {
 }  # fmt: skip
 
 
-def outputs_per_rank(sample: Sample, world: int, options: dict[str, Any]) -> list[torch.Tensor]:
+def compute_rank_outputs(sample: Sample, world: int, options: dict[str, Any]) -> list[torch.Tensor]:
     outputs = []
     for rank in range(world):
         layer = EPMoE(
@@ -64,16 +64,18 @@ def test_rank_outputs_sum_to_the_reference(name: str, world: int) -> None:
         k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in options.items()
     }
     sample = Sample(spec)
-    total = sum(part.double() for part in outputs_per_rank(sample, world, options_on_device))
+    total = sum(
+        output.double() for output in compute_rank_outputs(sample, world, options_on_device)
+    )
     bias = options.get("correction_bias")
     routing = route(sample.logits, spec, RouterTensors(bias)).routing
-    want = float64_reference(sample.x_TH, sample.plain, routing, sample.problem)
-    assert relative_error(total, want) < 1e-5
+    expected = float64_reference(sample.x_TH, sample.plain, routing, sample.problem)
+    assert relative_error(total, expected) < 1e-5
 
 
 def test_tokens_without_local_experts_get_zeros() -> None:
     sample = Sample()
-    first, second = outputs_per_rank(sample, 2, {})
+    first, second = compute_rank_outputs(sample, 2, {})
     ids = route(sample.logits, sample.router).routing.topk_ids_TK
     for token in range(T):
         assert bool((first[token] == 0).all()) == bool((ids[token] >= E // 2).all())
@@ -82,7 +84,7 @@ def test_tokens_without_local_experts_get_zeros() -> None:
 
 def test_outputs_equal_tensor_parallel_fused_moe() -> None:
     sample = Sample(fields={"dtype": torch.bfloat16})
-    expert_parallel = sum(part.double() for part in outputs_per_rank(sample, 2, {}))
+    expert_parallel = sum(output.double() for output in compute_rank_outputs(sample, 2, {}))
     tensor_parallel = sum(
         make_layer(sample, tp=(rank, 2))(sample.x_TH, sample.logits).double() for rank in range(2)
     )
@@ -92,14 +94,14 @@ def test_outputs_equal_tensor_parallel_fused_moe() -> None:
 
 def test_float8_with_one_scale_per_expert() -> None:
     sample = Sample(fields={"quant": "fp8_w8a8_tensor"})
-    total = sum(part.double() for part in outputs_per_rank(sample, 2, {}))
+    total = sum(output.double() for output in compute_rank_outputs(sample, 2, {}))
     assert relative_error(total, sample.expected_output()) < 8e-2
 
 
 def test_attributes_of_a_rank() -> None:
     layer = EPMoE(E, K, H, I, torch.bfloat16, tp_size=4, tp_rank=2, prefix="model.layers.1")
-    held = layer.num_experts_per_partition, layer.start_expert_id, layer.end_expert_id
-    assert held == (2, 4, 5)
+    assert layer.num_experts_per_partition == 2
+    assert (layer.start_expert_id, layer.end_expert_id) == (4, 5)
     assert (layer.tp_size, layer.tp_rank, layer.prefix) == (4, 2, "model.layers.1")
     assert [layer.local_expert(expert) for expert in range(E)] == [-1] * 4 + [0, 1] + [-1] * 2
     assert tuple(layer.w13_weight.shape) == (2, 2 * I, H)
@@ -146,18 +148,14 @@ def test_router_arguments_are_kept() -> None:
     assert layer.use_grouped_topk
     assert (layer.num_expert_group, layer.topk_group) == (4, 2)
     assert torch.equal(layer.correction_bias, BIAS)
-    plain = EPMoE(E, K, H, I, torch.float32)
-    grouping = (
-        plain.use_grouped_topk,
-        plain.num_expert_group,
-        plain.topk_group,
-        plain.correction_bias,
-    )
-    assert grouping == (False, None, None, None)
+    default = EPMoE(E, K, H, I, torch.float32)
+    assert not default.use_grouped_topk
+    assert (default.num_expert_group, default.topk_group) == (None, None)
+    assert default.correction_bias is None
 
 
 def test_quant_method_processes_loaded_weights() -> None:
-    """Load with `weight_loader`, then call `quant_method` of each module, as engines do."""
+    """Engines load with `weight_loader`, then call `quant_method` of each module."""
     sample = Sample(RouterSpec(K, renormalize=True))
     layer = EPMoE(E, K, H, I, torch.float32, device=DEVICE)
     with pytest.raises(WeightsError):
@@ -171,10 +169,10 @@ def test_quant_method_processes_loaded_weights() -> None:
     for module in torch.nn.Sequential(layer).modules():
         if getattr(module, "quant_method", None) is not None:
             module.quant_method.process_weights_after_loading(module)
-    want = EPMoE(E, K, H, I, torch.float32, device=DEVICE)
-    want.set_weights(move_tensors(sample.plain, DEVICE))
+    expected_layer = EPMoE(E, K, H, I, torch.float32, device=DEVICE)
+    expected_layer.set_weights(move_tensors(sample.plain, DEVICE))
     call = sample.x_TH.to(DEVICE), sample.logits.to(DEVICE)
-    assert torch.equal(layer(*call), want(*call))
+    assert torch.equal(layer(*call), expected_layer(*call))
     with pytest.raises(UnsupportedError, match="got Linear, need an EPMoE"):
         layer.quant_method.process_weights_after_loading(torch.nn.Linear(1, 1))
 
@@ -201,7 +199,7 @@ def test_invalid_arguments_are_refused(options: dict[str, Any], message: str) ->
         EPMoE(E, K, H, I, torch.float32, **options)
 
 
-def run_with_group(rank: int, world: int, group: Any) -> tuple[int, int]:
+def find_local_experts(rank: int, world: int, group: Any) -> tuple[int, int]:
     layer = EPMoE(E, K, H, I, tp_group=group)
     with pytest.raises(ConfigurationError, match="tp_size: got 3, need 2, as in tp_group"):
         EPMoE(E, K, H, I, tp_group=group, tp_size=3)
@@ -210,7 +208,7 @@ def run_with_group(rank: int, world: int, group: Any) -> tuple[int, int]:
 
 def test_tp_group_determines_the_local_experts(rank_pool: Any) -> None:
     pool: RankPool = rank_pool(2)
-    assert pool.run(run_with_group) == [(0, 3), (4, 7)]
+    assert pool.run(find_local_experts) == [(0, 3), (4, 7)]
 
 
 def test_grouped_gemm_runner_multiplies_segments() -> None:
@@ -220,7 +218,7 @@ def test_grouped_gemm_runner_multiplies_segments() -> None:
     segment_offsets = torch.tensor([0, 2, 2, 5], device=DEVICE)
     got = runner(a, b, c, 3, True, segment_offsets)
     assert got is c
-    want = torch.cat([a[:2] @ b[0].T, a[2:] @ b[2].T])
-    assert torch.allclose(c, want, atol=1e-4)
+    expected = torch.cat([a[:2] @ b[0].T, a[2:] @ b[2].T])
+    assert torch.allclose(c, expected, atol=1e-4)
     with pytest.raises(UnsupportedError, match="use_flashinfer: got True, need False"):
         GroupedGemmRunner(DEVICE, use_flashinfer=True)

@@ -1,6 +1,4 @@
-"""Long-lived tensors created in inference mode are normal tensors, so they can be written outside
-of it.
-"""
+"""Layers, weights and routers that are created in inference mode can be written outside of it."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
-"""FusedMoE.from_config and FusedMoE.load take sizes, scheme and router from the checkpoint, and
-refuse contradicting options.
+"""FusedMoE.from_config takes sizes, scheme and router from the checkpoint. FusedMoE.load refuses a
+checkpoint that contradicts the layer.
 """
 
 import json
@@ -34,26 +34,26 @@ def add_config_entries(folder: Path, **entries: Any) -> None:
     path.write_text(json.dumps(config))
 
 
-def exact_output(
+def compute_exact_output(
     sample: Sample, x: torch.Tensor, spec: RouterSpec, logits: torch.Tensor, bias
 ) -> Any:
     routing = route(logits, spec, RouterTensors(bias)).routing
     return sample.expected_output(x, routing.topk_weights_TK, routing.topk_ids_TK.long())
 
 
-def is_close(got: torch.Tensor, want: torch.Tensor) -> bool:
-    return float((got.double() - want).norm() / want.norm()) < MAX_RELATIVE_ERROR[got.dtype]
+def is_close(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    return float((got.double() - expected).norm() / expected.norm()) < MAX_RELATIVE_ERROR[got.dtype]
 
 
-@pytest.mark.parametrize("only_config", [False, True])
+@pytest.mark.parametrize("has_only_config", [False, True])
 @pytest.mark.parametrize("family", FAMILIES_WITH_ROUTERS)
 def test_from_config_takes_sizes_and_router_from_the_checkpoint(
-    family: str, only_config: bool, tmp_path
+    family: str, has_only_config: bool, tmp_path
 ) -> None:
     sample = write(tmp_path / "whole", family, "fp32", intermediate=I, layers=(1,))
     add_config_entries(tmp_path / "whole", n_group=2, topk_group=1)
     source = tmp_path / "whole"
-    if only_config:
+    if has_only_config:
         source = tmp_path / "config_only"
         source.mkdir()
         shutil.copy(tmp_path / "whole" / "config.json", source)
@@ -72,7 +72,9 @@ def test_from_config_takes_sizes_and_router_from_the_checkpoint(
         layer.selection_bias.copy_(bias)
     loaded = load_experts(tmp_path / "whole", 1)
     assert layer.router == loaded.router
-    assert is_close(layer(x.float(), logits), exact_output(sample, x, loaded.router, logits, bias))
+    assert is_close(
+        layer(x.float(), logits), compute_exact_output(sample, x, loaded.router, logits, bias)
+    )
 
 
 def test_rank_outputs_of_a_quantized_checkpoint_sum_to_the_layer(tmp_path) -> None:
@@ -86,8 +88,8 @@ def test_rank_outputs_of_a_quantized_checkpoint_sum_to_the_layer(tmp_path) -> No
             layer = FusedMoE.from_config(tmp_path, 0, parallel=parallel)
             layer.load(tmp_path)
             total += layer(x.bfloat16(), logits).double()
-    want = exact_output(sample, x, RouterSpec(K, renormalize=True), logits, None)
-    assert float((total - want).norm() / want.norm()) < 8e-2
+    expected = compute_exact_output(sample, x, RouterSpec(K, renormalize=True), logits, None)
+    assert float((total - expected).norm() / expected.norm()) < 8e-2
 
 
 def test_from_config_accepts_a_router_or_top_k(tmp_path) -> None:
@@ -144,7 +146,7 @@ def test_load_compares_the_options_of_deepseek_routers(tmp_path) -> None:
     add_config_entries(tmp_path, n_group=2, topk_group=1)
     router_options = {"groups": 2, "topk_groups": 1, "selection_bias": True, "renormalize": True}
     options = {"selection_bias": torch.zeros(E), "routed_scaling_factor": sample.scaling}
-    # the checkpoint's eps of 1e-20 is ignored
+    # The checkpoint has eps=1e-20, which `load` does not compare.
     make_layer(RouterSpec(K, "sigmoid", **router_options), **options).load(tmp_path)
     for changed_options, match in (
         ({"group_score": "max"}, "got group_score='top2', need group_score='max'"),

@@ -1,7 +1,4 @@
-"""Moving, casting, copying and saving a layer.
-
-The operation either keeps the results up to rounding or raises an error.
-"""
+"""Moving, casting, copying and saving a layer keeps its results up to rounding, or is refused."""
 
 import pickle
 from collections.abc import Callable
@@ -39,7 +36,7 @@ CASTS: dict[str, tuple[Callable[[torch.nn.Module], object], torch.dtype]] = {
         torch.float16,
     ),
 }
-QUANTIZED = (
+QUANT_SCHEMES = (
     "int4_w4a16_group:group=8,zero_points=true",
     "int8_w8a16_channel",
     "fp8_w8a8_block:block=8x8",
@@ -48,11 +45,11 @@ QUANTIZED = (
     "mxfp4_w4a16",
     "nvfp4_w4a16",
 )
-# Bounds of the relative error of an unquantized layer, due to rounding to the dtype of the cast.
+# Bounds of the relative error of an unquantized layer whose tensors are rounded to the dtype.
 MAX_CAST_ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def copy_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(torch.uint8).clone()
 
 
@@ -82,31 +79,30 @@ def test_an_unquantized_layer_computes_in_the_dtype_that_it_was_cast_to(
 
 
 @pytest.mark.parametrize("cast", ["half", "bfloat16", "float"])
-@pytest.mark.parametrize("quant", QUANTIZED)
+@pytest.mark.parametrize("quant", QUANT_SCHEMES)
 @pytest.mark.parametrize("initial", [torch.bfloat16, torch.float32], ids=str)
 def test_quantized_tensors_are_not_cast(quant: str, cast: str, initial: torch.dtype) -> None:
     sample = Sample(fields={"quant": quant, "dtype": initial, "bias": True})
     layer, (apply, dtype) = make_layer(sample), CASTS[cast]
-    before = {name: (p.dtype, as_bytes(p)) for name, p in layer.named_parameters()}
-    want = layer(sample.x_TH, sample.logits)
+    before = {name: (p.dtype, copy_bytes(p)) for name, p in layer.named_parameters()}
+    expected = layer(sample.x_TH, sample.logits)
     apply(layer)
     for name, parameter in layer.named_parameters():
         if name.endswith("_bias"):
             assert parameter.dtype is dtype
         elif parameter.dtype is before[name][0]:
-            assert torch.equal(as_bytes(parameter), before[name][1])
-        else:  # Some dtypes do not support bf16 scales; these scales are converted to float32.
+            assert torch.equal(copy_bytes(parameter), before[name][1])
+        else:  # Layers of the new dtype do not support the scale's dtype, so scales become float32.
             assert name.endswith("_scale")
             assert parameter.dtype is torch.float32
             old_scale = before[name][1].view(before[name][0]).float()
             assert torch.equal(parameter.flatten(), old_scale.flatten())
     assert layer.problem.dtype is dtype
     got = layer(sample.x_TH.to(dtype), sample.logits)
-    assert relative_error(got, want.double()) < 0.1
+    assert relative_error(got, expected.double()) < 0.1
     cast_sample = replace(sample, fields=sample.fields | {"dtype": dtype})
     new_layer = make_unloaded_layer(cast_sample)
-    # a new layer of this dtype accepts the converted weights
-    new_layer.set_weights(layer.weights())
+    new_layer.set_weights(layer.weights())  # accepts the weights that the cast converted
     x_TH = cast_sample.x_TH
     assert torch.equal(new_layer(x_TH, sample.logits), layer(x_TH, sample.logits))
 
@@ -175,14 +171,14 @@ def make_unloaded_layer(sample: Sample, **options: Any) -> FusedMoE:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("quant", ["none", *QUANTIZED])
+@pytest.mark.parametrize("quant", ["none", *QUANT_SCHEMES])
 @pytest.mark.parametrize(
     "load_method", ["set_weights", "state_dict", "assign", "copy_", "data.copy_", "data"]
 )
 def test_a_layer_raises_until_it_is_loaded(quant: str, load_method: str) -> None:
     sample = Sample(fields={"quant": quant, "bias": True})
     loaded, layer = make_layer(sample), make_unloaded_layer(sample)
-    want = loaded(sample.x_TH, sample.logits)
+    expected = loaded(sample.x_TH, sample.logits)
     for _ in range(2):
         with pytest.raises(
             StateError, match=r"weights: got nothing loaded into w.*or call mark_loaded"
@@ -201,15 +197,15 @@ def test_a_layer_raises_until_it_is_loaded(quant: str, load_method: str) -> None
             parameter.data.copy_(state[name])
         elif load_method == "data":
             parameter.data = state[name].clone()
-    assert torch.equal(layer(sample.x_TH, sample.logits), want)
+    assert torch.equal(layer(sample.x_TH, sample.logits), expected)
 
 
 def test_missing_tensors_are_named() -> None:
     sample = Sample(fields={"bias": True})
-    layer, plain = make_unloaded_layer(sample), sample.plain
-    layer.w13_weight.data.copy_(plain.w1)
-    layer.w2_weight.data[1:].copy_(plain.w2[1:])
-    layer.w13_bias.data.copy_(plain.b1)
+    layer, weights = make_unloaded_layer(sample), sample.plain
+    layer.w13_weight.data.copy_(weights.w1)
+    layer.w2_weight.data[1:].copy_(weights.w2[1:])
+    layer.w13_bias.data.copy_(weights.b1)
     got = r"nothing loaded into w2_weight, w2_bias \(rows 0 of w2_weight\)"
     with pytest.raises(StateError, match=got):
         layer(sample.x_TH, sample.logits)
@@ -227,22 +223,22 @@ def test_loading_the_state_of_an_unloaded_layer_leaves_it_unloaded() -> None:
 
 def test_weights_with_nan_can_be_marked_as_loaded() -> None:
     sample = Sample()
-    layer, plain = make_unloaded_layer(sample), sample.plain
-    layer.w13_weight.data.copy_(plain.w1)
-    layer.w2_weight.data.copy_(plain.w2)
+    layer, weights = make_unloaded_layer(sample), sample.plain
+    layer.w13_weight.data.copy_(weights.w1)
+    layer.w2_weight.data.copy_(weights.w2)
     layer.w2_weight.data[:, 0, 0] = torch.nan
     with pytest.raises(StateError, match="w2_weight"):
         layer(sample.x_TH, sample.logits)
     layer.mark_loaded()
     assert bool(layer(sample.x_TH, sample.logits).isnan().any())
-    # `set_weights` marks the layer as loaded, so NaN is accepted
+    # `set_weights` marks the layer as loaded, so it accepts NaN.
     layer = make_unloaded_layer(sample)
-    layer.set_weights(ExpertWeights(plain.w1, plain.w2 * torch.nan))
+    layer.set_weights(ExpertWeights(weights.w1, weights.w2 * torch.nan))
     assert bool(layer(sample.x_TH, sample.logits).isnan().all())
 
 
 def test_a_layer_moved_from_meta_raises_until_it_is_loaded() -> None:
-    """`to_empty` leaves all memory uninitialized, including the expert map."""
+    """`to_empty` leaves all memory uninitialized, including that of the expert map."""
     sample = Sample(FAMILIES["biased"], fields={"bias": True})
     loaded = make_layer(sample, (1, 2), (1, 2))
     options = {"router": sample.router, "bias": True, "params_dtype": torch.float32}
@@ -278,8 +274,8 @@ def test_a_router_raises_until_it_is_loaded(hash_routing: bool) -> None:
         loaded.e_score_correction_bias.data.zero_()
     router.load_state_dict(loaded.state_dict())
     assert not router._must_check_loaded
-    for got, want in zip(router(x_TH, token_ids), loaded(x_TH, token_ids), strict=True):
-        assert torch.equal(got, want)
+    for got, expected in zip(router(x_TH, token_ids), loaded(x_TH, token_ids), strict=True):
+        assert torch.equal(got, expected)
 
 
 # ------------------------------------------------------------------------------- DTensors, copies
@@ -303,16 +299,16 @@ def test_dtensors_are_refused_by_name(placement, mesh) -> None:
         layer(x, sample.logits)
     with pytest.raises(LayoutError, match=f"^router logits: {need}"):
         layer(sample.x_TH, logits)
-    want = layer(sample.x_TH, sample.logits)
-    plain_weight = layer.w2_weight.data
-    layer.w2_weight = torch.nn.Parameter(distribute_tensor(plain_weight, mesh, [placement]), False)
+    expected = layer(sample.x_TH, sample.logits)
+    local_weight = layer.w2_weight.data
+    layer.w2_weight = torch.nn.Parameter(distribute_tensor(local_weight, mesh, [placement]), False)
     with pytest.raises(LayoutError, match=f"w2_weight: {need}"):
         layer(sample.x_TH, sample.logits)
     torch.compiler.reset()
     with torch.no_grad(), pytest.raises(LayoutError, match=f"w2_weight: {need}"):
         torch.compile(layer, backend="eager")(sample.x_TH, sample.logits)
     layer.w2_weight = torch.nn.Parameter(layer.w2_weight.to_local(), False)
-    assert torch.equal(layer(sample.x_TH, sample.logits), want)
+    assert torch.equal(layer(sample.x_TH, sample.logits), expected)
 
 
 def test_layers_with_process_groups_cannot_be_pickled(mesh) -> None:

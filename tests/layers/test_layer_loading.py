@@ -1,5 +1,5 @@
-"""FusedMoE and EPMoE loaded from a checkpoint, in one call of `load` and tensor by tensor as
-inference engines do.
+"""FusedMoE and EPMoE are loaded from checkpoints in one call of `load`, and tensor by tensor as by
+inference engines.
 """
 
 from itertools import product
@@ -42,9 +42,7 @@ def make_layer(kind: str, parallel: LayerParallel, **options: Any) -> FusedMoE:
 
 
 def load_as_engine(layer: FusedMoE, tensors: dict[str, torch.Tensor]) -> None:
-    """Load each tensor as `load_weights` of an engine's model does: map its name to a parameter and
-    call the parameter's `weight_loader`.
-    """
+    """Load each tensor with the `weight_loader` of its parameter, as models of engines do."""
     parameters = {f"experts.{name}": p for name, p in layer.named_parameters()}
     for name, tensor in tensors.items():
         if ".experts." not in name:
@@ -59,7 +57,9 @@ def load_as_engine(layer: FusedMoE, tensors: dict[str, torch.Tensor]) -> None:
     layer.process_weights_after_loading()
 
 
-def error_of_summed_outputs(kind: str, split: tuple[int, int], sample: Sample, load: Any) -> float:
+def measure_error_of_summed_outputs(
+    kind: str, split: tuple[int, int], sample: Sample, load: Any
+) -> float:
     """Return the relative error of the outputs summed over simulated ranks."""
     x, weights, ids = sample.inputs(T)
     total = torch.zeros(T, H, dtype=torch.float64)
@@ -68,8 +68,8 @@ def error_of_summed_outputs(kind: str, split: tuple[int, int], sample: Sample, l
         load(layer)
         x_TH = x.to(layer.problem.dtype)
         total += layer(x_TH, (weights, ids)).double()
-    want = sample.expected_output(x, weights, ids)
-    return float((total - want).norm() / want.norm())
+    expected = sample.expected_output(x, weights, ids)
+    return float((total - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("split", EP_TP_SIZES, ids=str)
@@ -79,7 +79,7 @@ def test_layers_are_loaded_tensor_by_tensor(
 ) -> None:
     sample = write(tmp_path, "mixtral", kind, intermediate=I)
     tensors = load_file(tmp_path / "model.safetensors")
-    error = error_of_summed_outputs(
+    error = measure_error_of_summed_outputs(
         kind, split, sample, lambda layer: load_as_engine(layer, tensors)
     )
     assert error < MAX_RELATIVE_ERROR[kind]
@@ -89,7 +89,9 @@ def test_layers_are_loaded_tensor_by_tensor(
 def test_layers_are_loaded_in_one_call(kind: str, tmp_path: Path) -> None:
     sample = write(tmp_path, "mixtral", kind, intermediate=I)
     for split in ((1, 1), (2, 2)):
-        error = error_of_summed_outputs(kind, split, sample, lambda layer: layer.load(tmp_path, 0))
+        error = measure_error_of_summed_outputs(
+            kind, split, sample, lambda layer: layer.load(tmp_path, 0)
+        )
         assert error < MAX_RELATIVE_ERROR[kind]
 
 
@@ -99,7 +101,7 @@ def test_interleaved_rows_are_loaded_in_one_call_and_by_expert(kind, split, tmp_
     sample = write(tmp_path, "gpt_oss", kind, intermediate=I)
     tensors = load_file(tmp_path / "model.safetensors")
     x, weights, ids = sample.inputs(T)
-    want = sample.expected_output(x.bfloat16().double(), weights, ids)
+    expected = sample.expected_output(x.bfloat16().double(), weights, ids)
     sums = [torch.zeros(T, H, dtype=torch.float64) for _ in range(2)]
     for ep, tp in product(range(split[0]), range(split[1])):
         parallel = LayerParallel(ep=(ep, split[0]), tp=(tp, split[1]))
@@ -111,7 +113,7 @@ def test_interleaved_rows_are_loaded_in_one_call_and_by_expert(kind, split, tmp_
         for total, layer in zip(sums, layers, strict=True):
             total += layer(x.bfloat16(), (weights, ids)).double()
     for total in sums:
-        assert float((total - want).norm() / want.norm()) < 1e-2
+        assert float((total - expected).norm() / expected.norm()) < 1e-2
     with pytest.raises(ConfigurationError, match="shard_id: got 'w1', need one of w13, w2"):
         layers[1].weight_loader(layers[1].w13_bias, torch.zeros(I), "w13_bias", "w1", 0)
 
@@ -165,16 +167,16 @@ def test_a_partly_loaded_layer_raises(tmp_path: Path) -> None:
     x_TH, ids = torch.zeros(1, H, dtype=torch.bfloat16), torch.zeros(1, K, dtype=torch.int64)
     with pytest.raises(StateError, match="weights: got parameters in the checkpoint's layout"):
         layer(x_TH, (torch.ones(1, K), ids))
-    plain = make_layer("fp32", LayerParallel())
+    unquantized_layer = make_layer("fp32", LayerParallel())
     with pytest.raises(StateError, match="nothing loaded into w13_weight, w2_weight"):
-        plain(x_TH.float(), (torch.ones(1, K), ids))
+        unquantized_layer(x_TH.float(), (torch.ones(1, K), ids))
 
 
 def test_errors_name_experts_that_were_not_loaded(tmp_path: Path) -> None:
     write(tmp_path, "mixtral", "fp32", intermediate=I)
     tensors = load_file(tmp_path / "model.safetensors")
     layer = make_layer("fp32", LayerParallel())
-    for name, tensor in tensors.items():  # without `process_weights_after_loading`
+    for name, tensor in tensors.items():  # `process_weights_after_loading` is not called
         mapping = [
             (w, p, e, s) for p, w, e, s in layer.make_expert_params_mapping("w1", "w2", "w3", E)
         ]
@@ -197,9 +199,7 @@ def test_a_layer_with_a_named_scheme_has_no_loader() -> None:
 
 @pytest.mark.parametrize("scheme", ["dynamic", "static"])
 def test_ep_moe_loads_float8_checkpoints(scheme: str, tmp_path: Path) -> None:
-    """Gate and up get one merged weight scale, and static input scales are reduced to their
-    maximum.
-    """
+    """The scales of gate and up are merged, and static input scales become their maximum."""
     sample = write(tmp_path, "mixtral", f"fp8 tensor, {scheme}", intermediate=I)
     tensors = load_file(tmp_path / "model.safetensors")
     for name in [name for name in tensors if ".w3.input_scale" in name]:
@@ -215,11 +215,11 @@ def test_ep_moe_loads_float8_checkpoints(scheme: str, tmp_path: Path) -> None:
         load_as_engine(layer, tensors)
         assert tuple(layer.w13_weight_scale.shape) == (2,)
         assert hasattr(layer, "w2_input_scale") == (scheme == "static")
-        # EPMoE routes from logits, so use logits whose softmax gives `weights`.
+        # EPMoE routes by logits, so pass logits whose softmax gives `weights`.
         logits = torch.full((T, E), -torch.inf).scatter(1, ids, weights.log())
         total += layer(x.bfloat16(), logits).double()
-    want = sample.expected_output(x, weights, ids)
-    assert float((total - want).norm() / want.norm()) < 0.1
+    expected = sample.expected_output(x, weights, ids)
+    assert float((total - expected).norm() / expected.norm()) < 0.1
 
 
 def test_input_scales_of_gate_and_up_must_be_equal(tmp_path: Path) -> None:

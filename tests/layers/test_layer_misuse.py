@@ -1,4 +1,4 @@
-"""Invalid arguments of layers and loaders, and weights that are loaded twice."""
+"""Layers and loaders refuse invalid arguments, and can be loaded a second time."""
 
 from types import SimpleNamespace
 
@@ -64,9 +64,9 @@ INVALID_ARGUMENTS = {
 
 @pytest.mark.parametrize("case", INVALID_ARGUMENTS)
 def test_a_bad_argument_is_refused(case: str) -> None:
-    make, error, match = INVALID_ARGUMENTS[case]
+    call, error, match = INVALID_ARGUMENTS[case]
     with pytest.raises(error, match=match):
-        make()
+        call()
 
 
 def test_scheme_follows_from_activation_scheme_and_block_size() -> None:
@@ -97,8 +97,8 @@ def test_autocast_does_not_change_the_routing() -> None:
     router.weight.copy_(torch.randn(E, H, generator=generator))
     with torch.autocast("cpu", torch.bfloat16):
         with_autocast = router(x_TH)
-    for got, want in zip(with_autocast, router(x_TH), strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    for got, expected in zip(with_autocast, router(x_TH), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 # ------------------------------------------------------------------------------ loading again
@@ -123,8 +123,10 @@ INT4_WITH_ZERO_POINTS = {
 }
 
 
-def load(loader: ExpertLoader, module: torch.nn.Module, scale: float, up_scale: float) -> None:
-    """Load gate, up and down weights of one expert. `scale` is the scale of gate and down."""
+def load_expert(
+    loader: ExpertLoader, module: torch.nn.Module, scale: float, up_scale: float
+) -> None:
+    """Load expert 0. Gate and down have the scale `scale`, and up has `up_scale`."""
     for shard, value in (("w1", scale), ("w3", up_scale), ("w2", scale)):
         matrix = "w2" if shard == "w2" else "w13"
         shape = (H, I) if shard == "w2" else (I, H)
@@ -139,7 +141,7 @@ def test_scales_can_be_loaded_again() -> None:
     loader, module = ExpertLoader(Share(1, H, I), STATIC_FP8), torch.nn.Module()
     loader.create_weights(module, torch.bfloat16)
     for scale in (0.5, 0.25):
-        load(loader, module, scale, scale)
+        load_expert(loader, module, scale, scale)
         weights = loader.expert_weights(module)
         for loaded in (weights.w1_scale, weights.w2_scale, weights.a1_scale, weights.a2_scale):
             assert loaded is not None
@@ -147,7 +149,7 @@ def test_scales_can_be_loaded_again() -> None:
     with pytest.raises(
         WeightsError, match=r"input_scale: got 0.5, need 0.125, the scale of the other projection"
     ):
-        load(loader, module, 0.125, 0.5)
+        load_expert(loader, module, 0.125, 0.5)
 
 
 def test_gate_and_up_rows_in_one_packed_word_are_refused() -> None:

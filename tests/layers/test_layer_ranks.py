@@ -44,31 +44,32 @@ def make_groups(rank: int, ep: int, tp: int) -> Iterator[tuple[Any, Any]]:
     All ranks must call this function. The groups are destroyed afterwards, because the thread of
     each gloo group polls 100 times per second.
     """
-    own_groups = [None, None]
+    groups = [None, None]
     for tp_rank in range(tp):
         ranks = [ep_rank * tp + tp_rank for ep_rank in range(ep)]
         group = dist.new_group(ranks)
-        own_groups[0] = group if rank in ranks else own_groups[0]
+        groups[0] = group if rank in ranks else groups[0]
     for ep_rank in range(ep):
         ranks = [ep_rank * tp + tp_rank for tp_rank in range(tp)]
         group = dist.new_group(ranks)
-        own_groups[1] = group if rank in ranks else own_groups[1]
-    yield own_groups[0], own_groups[1]
-    for group in own_groups:
+        groups[1] = group if rank in ranks else groups[1]
+    yield groups[0], groups[1]
+    for group in groups:
         dist.destroy_process_group(group)
 
 
-def sum_over_ranks(
-    rank: int, world: int, group: Any, split: tuple[int, int], partial: bool
+def measure_error_of_sums(
+    rank: int, world: int, group: Any, split: tuple[int, int], is_partial: bool
 ) -> float:
-    """Return the largest relative error of two calls of a layer that sums over ranks. A third call
-    has no tokens.
+    """Return the largest relative error of two calls of a layer that sums over ranks.
+
+    A third call without tokens must return no rows.
     """
     ep, tp = split
     with make_groups(rank, ep, tp) as (ep_group, tp_group):
 
         def shared(x_TH: torch.Tensor) -> torch.Tensor:
-            return SAMPLE.shared(x_TH) / (world if partial else 1)
+            return SAMPLE.shared(x_TH) / (world if is_partial else 1)
 
         for world_group in (group, None):
             parallel = LayerParallel(ep_group=ep_group, tp_group=tp_group, group=world_group)
@@ -79,7 +80,7 @@ def sum_over_ranks(
                 parallel=parallel,
                 reduce_results=True,
                 shared_experts=shared,
-                shared_partial=partial,
+                shared_partial=is_partial,
             )
             with prefer_torch_reference():
                 got = [layer(SAMPLE.x_TH, SAMPLE.logits) for _ in range(2)]
@@ -87,18 +88,22 @@ def sum_over_ranks(
         return max(relative_error(output, SAMPLE.expected_output(shared=True)) for output in got)
 
 
-@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("is_partial", [False, True])
 @pytest.mark.parametrize("split", SPLITS[1:], ids=str)
 def test_sums_over_groups_equal_the_reference(
-    rank_pool: Pool, split: tuple[int, int], partial: bool
+    rank_pool: Pool, split: tuple[int, int], is_partial: bool
 ) -> None:
-    errors = rank_pool(split[0] * split[1]).run(sum_over_ranks, split, partial)
+    errors = rank_pool(split[0] * split[1]).run(measure_error_of_sums, split, is_partial)
     assert max(errors) < 1e-5
 
 
-def run_exchange(rank: int, world: int, group: Any, part: str, split: tuple[int, int]) -> float:
-    """Return the relative error of a layer with an exchange. Each EP rank has its own tokens, which
-    all its TP ranks share.
+def measure_error_of_exchange(
+    rank: int, world: int, group: Any, part: str, split: tuple[int, int]
+) -> float:
+    """Return the relative error of a layer with an exchange of tokens.
+
+    The TP ranks of an EP rank have the same tokens. Unless the part takes replicated tokens, EP
+    ranks have different tokens.
     """
     ep, tp = split
     with make_groups(rank, ep, tp) as (ep_group, tp_group):
@@ -129,7 +134,7 @@ def run_exchange(rank: int, world: int, group: Any, part: str, split: tuple[int,
 @pytest.mark.parametrize("split", [(2, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("part", [REPLICATED, ALL2ALL, GATHERED])
 def test_exchanges_equal_the_reference(rank_pool: Pool, part: str, split: tuple[int, int]) -> None:
-    errors = rank_pool(split[0] * split[1]).run(run_exchange, part, split)
+    errors = rank_pool(split[0] * split[1]).run(measure_error_of_exchange, part, split)
     assert max(errors) < 1e-5
 
 
@@ -146,9 +151,9 @@ def run_with_expert_copies(rank: int, world: int, group: Any) -> tuple[float, li
         parallel=LayerParallel(ep_group=group), prepare_finalize=REPLICATED,
         placement=placement, max_tokens=1,
     )  # fmt: skip
-    held = list(placement.slots[rank])
-    all_experts = sample.plain
-    layer.set_weights(ExpertWeights(all_experts.w1[held], all_experts.w2[held]))
+    local_experts = list(placement.slots[rank])
+    weights = sample.plain
+    layer.set_weights(ExpertWeights(weights.w1[local_experts], weights.w2[local_experts]))
     part = layer._exchange_kernel.prepare_finalize
     pair_counts, local_tokens = [], part.local_tokens
 
@@ -164,7 +169,7 @@ def run_with_expert_copies(rank: int, world: int, group: Any) -> tuple[float, li
 
 
 def test_pairs_of_one_token_are_distributed_over_copies(rank_pool: Pool) -> None:
-    """One rank computes two of the three pairs. It is the other rank in the next call."""
+    """The ranks take turns to compute two of the three pairs."""
     results = rank_pool(2).run(run_with_expert_copies)
     assert max(error for error, _ in results) < 1e-5
     first, second = (pair_counts for _, pair_counts in results)
@@ -173,7 +178,7 @@ def test_pairs_of_one_token_are_distributed_over_copies(rank_pool: Pool) -> None
     assert first[:2] == first[2:]
 
 
-def refused_parallel_messages(rank: int, world: int, group: Any) -> list[str]:
+def collect_parallel_errors(rank: int, world: int, group: Any) -> list[str]:
     messages = []
     for fields in (
         {"ep": (1 - rank, 2), "ep_group": group},
@@ -182,13 +187,13 @@ def refused_parallel_messages(rank: int, world: int, group: Any) -> list[str]:
     ):
         try:
             LayerParallel(**fields)
-        except ConfigurationError as raised:
-            messages.append(str(raised))
+        except ConfigurationError as error:
+            messages.append(str(error))
     return messages
 
 
 def test_ranks_that_contradict_their_groups_are_refused(rank_pool: Pool) -> None:
-    first, second = rank_pool(2).run(refused_parallel_messages)
+    first, second = rank_pool(2).run(collect_parallel_errors)
     assert first[0] == "ep: got (1, 2), need (0, 2), this rank's position in ep_group"
     assert second[0] == "ep: got (0, 2), need (1, 2), this rank's position in ep_group"
     assert first[1:] == [
@@ -202,13 +207,13 @@ def test_a_rebalanced_layer_has_the_same_output() -> None:
     routing = route(sample.logits, sample.router).routing
     load = [float(n) for n in count(routing.topk_ids_TK, E)]
     placement = rebalance(load, [4, 4])
-    before = max(rank_loads(load, Placement.linear(E, 2)))
-    assert max(rank_loads(load, placement)) <= before
+    assert max(rank_loads(load, placement)) <= max(rank_loads(load, Placement.linear(E, 2)))
     total = torch.zeros(40, H, dtype=torch.float64)
     for rank in range(2):
         layer = make_layer(sample, (rank, 2), placement=placement)
-        held = list(placement.slots[rank])
-        layer.set_weights(ExpertWeights(sample.plain.w1[held], sample.plain.w2[held]))
+        local_experts = list(placement.slots[rank])
+        weights = sample.plain
+        layer.set_weights(ExpertWeights(weights.w1[local_experts], weights.w2[local_experts]))
         total += layer(sample.x_TH, sample.logits).double()
     assert relative_error(total, sample.expected_output()) < 1e-5
     assert rank_weights(sample, (0, 2), (0, 1)).w1.shape[0] == 4

@@ -1,4 +1,4 @@
-"""The feature checklist of layers, weight loading and TP-sharded experts names existing tests.
+"""The feature checklist of layers, weight loading and TP-sharded experts names tests that exist.
 
 Rows A40 to A66 are features of the layer and of its functional form. Rows E1 to E18 are features of
 experts that are sharded over a tensor-parallel group. A row names tests as `file::function`,

@@ -29,8 +29,8 @@ CHECKPOINT_KINDS = (
     "compressed int8",
     "fp8 tensor, static",
 )
-# In these formats checkpoint tensors equal kernel tensors, so the tensors alone do not show whether
-# a layer is ready.
+# Formats whose checkpoint tensors have the layout of the kernels. The tensors alone do not show
+# whether a layer is ready.
 SAME_LAYOUT_ON_DISK = ("compressed fp8 channel", "compressed int8")
 
 
@@ -41,17 +41,17 @@ def test_loading_the_state_of_a_ready_layer_makes_a_new_layer_ready(kind, tmp_pa
     layer, new_layer = make_layer(kind, LayerParallel()), make_layer(kind, LayerParallel())
     layer.load(tmp_path, 0)
     x_TH = x.to(layer.problem.dtype)
-    want, new_model = layer(x_TH, (weights, ids)), torch.nn.ModuleDict({"moe": new_layer})
+    expected, new_model = layer(x_TH, (weights, ids)), torch.nn.ModuleDict({"moe": new_layer})
     state = torch.nn.ModuleDict({"moe": layer}).state_dict()
     new_model.load_state_dict(state)
-    assert torch.equal(new_layer(x_TH, (weights, ids)), want)
+    assert torch.equal(new_layer(x_TH, (weights, ids)), expected)
     for name, tensor in state.items():
         assert tensor.data_ptr() != new_model.state_dict()[name].data_ptr()
-    # copies of the tensors, without the metadata of the state dict
+    # Copies of the tensors lack the metadata of the state dict.
     if kind not in SAME_LAYOUT_ON_DISK:
         copied_layer = make_layer(kind, LayerParallel())
         copied_layer.load_state_dict({name: t.clone() for name, t in layer.state_dict().items()})
-        assert torch.equal(copied_layer(x_TH, (weights, ids)), want)
+        assert torch.equal(copied_layer(x_TH, (weights, ids)), expected)
 
 
 @pytest.mark.parametrize("source_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -86,18 +86,18 @@ def test_scales_of_a_new_layer_get_the_dtype_of_the_state(dtype: torch.dtype) ->
     source, new_layer, loaded = layers
     for layer, scale_dtype in ((source, dtype), (loaded, torch.float32)):
         problem, generator = layer.problem, torch.Generator().manual_seed(0)
-        plain = ExpertWeights(
+        unquantized_weights = ExpertWeights(
             torch.randn(E, problem.w1_rows, H, generator=generator),
             torch.randn(E, H, I, generator=generator),
         )
-        layer.set_weights(quantize_weights(plain, problem, scale_dtype=scale_dtype))
+        layer.set_weights(quantize_weights(unquantized_weights, problem, scale_dtype=scale_dtype))
     pointers = [getattr(loaded, name).data_ptr() for name in names]
     for layer in (new_layer, loaded):
         layer.load_state_dict(source.state_dict())
         for name in names:
             assert torch.equal(getattr(layer, name).float(), getattr(source, name).float())
     assert [getattr(new_layer, name).dtype for name in names] == [dtype, dtype]
-    # Captured graphs read the parameters of a loaded layer, so these must be written in place.
+    # Captured graphs read the parameters of a loaded layer, so loading must write them in place.
     assert [getattr(loaded, name).data_ptr() for name in names] == pointers
 
 
@@ -125,20 +125,18 @@ def test_routing_must_have_the_batch_shape_of_x() -> None:
         parameter.data.fill_(0.5)
     x, ids = torch.randn(5, 1, H), torch.randint(E, (5, 1, K), dtype=torch.int32)
     weights = torch.rand(5, 1, K)
-    want = layer(x, (weights, ids))
-    assert torch.equal(layer(x, (weights.view(5, K), ids.view(5, K))), want)
+    expected = layer(x, (weights, ids))
+    assert torch.equal(layer(x, (weights.view(5, K), ids.view(5, K))), expected)
     need = r"got \(1, 5, 2\), need \(5, 1, K\) as x, or \(T, K\)"
     with pytest.raises(ShapeError, match=need):
         layer(x, (weights.view(1, 5, K), ids.view(1, 5, K)))
-    routed = make_layer("fp32", LayerParallel(), top_k=None, router=RouterSpec(K))
+    layer_with_router = make_layer("fp32", LayerParallel(), top_k=None, router=RouterSpec(K))
     with pytest.raises(ShapeError, match=r"router logits: got \(1, 5, 4\), need \(5, 1, E\)"):
-        routed(x, torch.randn(1, 5, E))
+        layer_with_router(x, torch.randn(1, 5, E))
 
 
 class Interrupted(BaseException):
-    """Derives from BaseException like KeyboardInterrupt, so `except Exception` does not catch
-    it.
-    """
+    """An interrupt like KeyboardInterrupt, which `except Exception` does not catch."""
 
 
 @pytest.mark.parametrize("kind", ["fp32", "awq"])
@@ -150,17 +148,17 @@ def test_an_interrupted_set_weights_keeps_all_previous_weights(
     for loaded in (layer, source):
         loaded.load(tmp_path, 0)
     previous = dict(layer.named_parameters())
-    original = nn.Parameter.__new__
-    remaining = 0  # parameters to create, up to the interrupted one
+    create_parameter = nn.Parameter.__new__
+    remaining = 0  # parameters to create until the interrupt
 
-    def make(*arguments: object, **options: object) -> nn.Parameter:
+    def interrupt_last(*arguments: object, **options: object) -> nn.Parameter:
         nonlocal remaining
         remaining -= 1
         if remaining == 0:
             raise Interrupted
-        return original(*arguments, **options)  # type: ignore[arg-type]
+        return create_parameter(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(nn.Parameter, "__new__", make)
+    monkeypatch.setattr(nn.Parameter, "__new__", interrupt_last)
     for count in range(1, len(previous) + 1):
         remaining = count
         with pytest.raises(Interrupted):
@@ -183,10 +181,10 @@ def test_parametrized_layers_can_be_called_and_copied(tmp_path: Path) -> None:
     layer.load(tmp_path, 0)
     x, weights, ids = sample.inputs(5)
     x_TH = x.float()
-    want = layer(x_TH, (weights, ids)) * 2  # the call also creates the kernels
+    expected = layer(x_TH, (weights, ids)) * 2  # also creates the kernels
     parametrize.register_parametrization(layer, "w2_weight", DoublingParametrization())
     for module in (layer, copy.deepcopy(layer)):
-        torch.testing.assert_close(module(x_TH, (weights, ids)), want)
+        torch.testing.assert_close(module(x_TH, (weights, ids)), expected)
 
 
 @pytest.mark.parametrize("value", [None, 3, "gone"])

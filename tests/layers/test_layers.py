@@ -1,4 +1,4 @@
-"""FusedMoE in one process: outputs of simulated ranks, every form of routing, plans and memory."""
+"""FusedMoE in one process: outputs of simulated ranks, all forms of routing, plans and memory."""
 
 import gc
 import random
@@ -26,12 +26,12 @@ from modular_kernel.errors import (
     DtypeError,
     StateError,
 )
-from modular_kernel.layers import fused_moe as module
+from modular_kernel.layers import fused_moe as fused_moe_module
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.layers.parallel import LayerParallel
 from modular_kernel.layers.router import Router, RouterSpec, select_experts
 from modular_kernel.machine import prefer_torch_reference
-from modular_kernel.operators import kernel_cache as planning
+from modular_kernel.operators import kernel_cache as kernel_cache_module
 from modular_kernel.operators.kernel_cache import KernelCache
 from modular_kernel.ops.route import RouterTensors, route
 from modular_kernel.plan import plan_capacity
@@ -71,21 +71,25 @@ def test_rank_outputs_sum_to_the_reference(name: str, split: tuple[int, int]) ->
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_shared_experts_are_added_once(partial: bool, split: tuple[int, int]) -> None:
     sample, (ep, tp) = Sample(), split
-    calls = []
+    token_counts = []
 
-    def cache(x_TH: torch.Tensor) -> torch.Tensor:
-        calls.append(len(x_TH))
+    def call_shared_experts(x_TH: torch.Tensor) -> torch.Tensor:
+        token_counts.append(len(x_TH))
         return sample.shared(x_TH) / (ep * tp if partial else 1)
 
     total = torch.zeros(T, H, dtype=torch.float64)
     for ep_rank in range(ep):
         for tp_rank in range(tp):
             layer = make_layer(
-                sample, (ep_rank, ep), (tp_rank, tp), shared_experts=cache, shared_partial=partial
+                sample,
+                (ep_rank, ep),
+                (tp_rank, tp),
+                shared_experts=call_shared_experts,
+                shared_partial=partial,
             )
             total += layer(sample.x_TH, sample.logits).double()
     assert relative_error(total, sample.expected_output(shared=True)) < 1e-5
-    assert calls == [T] * (ep * tp)
+    assert token_counts == [T] * (ep * tp)
 
 
 def test_experts_that_do_not_divide_evenly() -> None:
@@ -106,9 +110,7 @@ def test_experts_that_do_not_divide_evenly() -> None:
 
 @pytest.mark.parametrize("reduce_results", [False, True])
 def test_a_single_rank_can_have_a_permuted_placement(reduce_results: bool) -> None:
-    """The weights are in the order of the placement, so ids must be mapped on a single rank,
-    too.
-    """
+    """Weights are in the order of the placement, so a single rank must map ids, too."""
     sample = SAMPLES["biases"]
     order = (3, 0, 5, 1, 7, 2, 6, 4)
     layer = FusedMoE(
@@ -144,9 +146,9 @@ def test_state_dict_round_trip() -> None:
     sample = SAMPLES["biases"]
     layer, loaded = make_layer(sample), FusedMoE(E, H, I, bias=True, router=sample.router)
     loaded.load_state_dict(layer.state_dict())
-    want = layer(sample.x_TH, sample.logits)
-    assert torch.equal(loaded(sample.x_TH, sample.logits), want)
-    assert torch.equal(deepcopy(layer)(sample.x_TH, sample.logits), want)
+    expected = layer(sample.x_TH, sample.logits)
+    assert torch.equal(loaded(sample.x_TH, sample.logits), expected)
+    assert torch.equal(deepcopy(layer)(sample.x_TH, sample.logits), expected)
 
 
 def test_replaced_weights_are_used() -> None:
@@ -170,20 +172,20 @@ def test_replaced_weights_are_used() -> None:
 
 
 def test_transposed_weights_are_used_without_a_copy() -> None:
-    """Some libraries store weights as (e, H, 2I) and (e, I, H). Views of them are passed."""
+    """Some libraries store weights as (e, H, 2I) and (e, I, H), and pass transposed views."""
     sample = Sample()
     layer, weights = make_layer(sample), rank_weights(sample, (0, 1), (0, 1))
-    want = layer(sample.x_TH, sample.logits)
+    expected = layer(sample.x_TH, sample.logits)
     w13, w2 = weights.w1.mT.contiguous(), weights.w2.mT.contiguous()
     layer.set_weights(ExpertWeights(w13.mT, w2.mT))
     assert layer.w13_weight.data_ptr() == w13.data_ptr()
-    assert torch.allclose(layer(sample.x_TH, sample.logits), want, atol=1e-6)
+    assert torch.allclose(layer(sample.x_TH, sample.logits), expected, atol=1e-6)
 
 
 def test_describe_states_where_experts_are() -> None:
     layer = make_layer(Sample(), (1, 4), layer_id=5)
     text = layer.describe()
-    for expected in (
+    for substring in (
         "layer 5: T1-H32-I48-E8-K3",
         "EP rank 1 of 4: 2 of 8 experts",
         "TP rank 0 of 1: 48 of 48 intermediate columns",
@@ -192,7 +194,7 @@ def test_describe_states_where_experts_are() -> None:
         "parts: MoEPrepareAndFinalizeNoEP, TorchExperts (default on cpu); ",
         "output not summed over ranks",
     ):
-        assert expected in text, text
+        assert substring in text, text
     assert "layer_id=5, ep=(1, 4), tp=(0, 1)" in repr(layer)
     with_experts_part = make_layer(Sample(), experts="NaiveBatchedExperts")
     assert "MoEPrepareAndFinalizeNoEP, NaiveBatchedExperts; output" in with_experts_part.describe()
@@ -207,16 +209,16 @@ def test_every_form_of_routing() -> None:
     sample = Sample()
     layer = make_layer(sample, router=None, top_k=K)
     routing = route(sample.logits, sample.router).routing
-    want = layer(sample.x_TH, routing)
-    assert relative_error(want, sample.expected_output()) < 1e-5
+    expected = layer(sample.x_TH, routing)
+    assert relative_error(expected, sample.expected_output()) < 1e-5
     weights, ids = routing.topk_weights_TK, routing.topk_ids_TK
-    for given_routing in (
+    for routing_argument in (
         select_experts(sample.logits, sample.router),
         (weights, ids),
         [weights, ids.long(), None],
         (weights.mT.contiguous().mT, ids),  # strided
     ):
-        assert torch.equal(layer(sample.x_TH, given_routing), want)
+        assert torch.equal(layer(sample.x_TH, routing_argument), expected)
     with_bf16_weights = layer(sample.x_TH, (weights.bfloat16(), ids))
     with_widened_weights = layer(sample.x_TH, (weights.bfloat16().float(), ids))
     assert torch.equal(with_bf16_weights, with_widened_weights)
@@ -225,14 +227,14 @@ def test_every_form_of_routing() -> None:
 def test_batches_of_sequences_equal_flat_tokens() -> None:
     sample = Sample(tokens=6)
     layer = make_layer(sample)
-    want = layer(sample.x_TH, sample.logits)
+    expected = layer(sample.x_TH, sample.logits)
     got = layer(sample.x_TH.view(2, 3, H), sample.logits.view(2, 3, E))
-    assert torch.equal(got, want.view(2, 3, H))
+    assert torch.equal(got, expected.view(2, 3, H))
     layer_without_router = make_layer(sample, router=None, top_k=K)
     routing = route(sample.logits, sample.router).routing
     batched_routing = tuple(t.view(2, 3, K) for t in (routing.topk_weights_TK, routing.topk_ids_TK))
     assert torch.equal(
-        layer_without_router(sample.x_TH.view(2, 3, H), batched_routing), want.view(2, 3, H)
+        layer_without_router(sample.x_TH.view(2, 3, H), batched_routing), expected.view(2, 3, H)
     )
     assert layer(sample.x_TH[:0], sample.logits[:0]).shape == (0, H)
 
@@ -256,8 +258,8 @@ def test_a_layer_with_a_router_module(table: bool) -> None:
     got = layer(sample.x_TH, token_ids=token_ids)
     weights, ids, logits = router(sample.x_TH, token_ids)
     assert torch.allclose(logits, sample.x_TH @ router.weight.T + router.bias, atol=1e-5)
-    want = make_layer(sample, router=None, top_k=K)(sample.x_TH, (weights, ids))
-    assert torch.equal(got, want)
+    expected = make_layer(sample, router=None, top_k=K)(sample.x_TH, (weights, ids))
+    assert torch.equal(got, expected)
     if token_ids is not None:
         assert torch.equal(ids.long(), router.tid2eid[token_ids])
 
@@ -272,18 +274,16 @@ def without_interpreted_router() -> Iterator[None]:
         yield
 
 
-def resident_bytes() -> int:
+def read_resident_bytes() -> int:
     with open("/proc/self/statm") as file:  # noqa: PTH123
         return int(file.read().split()[1]) * 4096
 
 
 @pytest.mark.usefixtures("without_interpreted_router")
 def test_a_thousand_calls_leak_no_memory_and_keep_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four layers, two of them with the same shape, share one kernel cache. Earlier outputs do not
-    change.
-    """
+    """Four layers, two with the same shape, share a kernel cache. Earlier outputs do not change."""
     cache = KernelCache()
-    monkeypatch.setattr(module, "_plan_cache", cache)
+    monkeypatch.setattr(fused_moe_module, "_plan_cache", cache)
     sample = Sample(tokens=600)
     with_biases = Sample(fields={"bias": True})
     layers = [
@@ -292,7 +292,7 @@ def test_a_thousand_calls_leak_no_memory_and_keep_outputs(monkeypatch: pytest.Mo
         make_layer(with_biases),
         make_layer(sample, (0, 2)),
     ]
-    rng, outputs, warm_bytes = random.Random(1), [], 0
+    rng, outputs, bytes_before = random.Random(1), [], 0
     x_TH, logits = sample.x_TH, sample.logits
     for call in range(1000):
         tokens = rng.choice((0, 1, rng.randint(2, 60), rng.randint(61, 600)))
@@ -304,10 +304,10 @@ def test_a_thousand_calls_leak_no_memory_and_keep_outputs(monkeypatch: pytest.Mo
             outputs.append((layer, rows, got, got.clone()))
         if call == 300:
             gc.collect()
-            warm_bytes = resident_bytes()
+            bytes_before = read_resident_bytes()
     gc.collect()
     assert len(cache.kernels) == 3 * len({plan_capacity(n) for n in range(601)})
-    assert resident_bytes() - warm_bytes < 4 << 20
+    assert read_resident_bytes() - bytes_before < 4 << 20
     for layer, rows, got, copy in outputs:
         assert torch.equal(got, copy)
         assert torch.allclose(layer(x_TH[rows], logits[rows]), copy, atol=1e-6)
@@ -315,7 +315,7 @@ def test_a_thousand_calls_leak_no_memory_and_keep_outputs(monkeypatch: pytest.Mo
 
 def test_layers_of_the_same_shape_share_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = KernelCache()
-    monkeypatch.setattr(module, "_plan_cache", cache)
+    monkeypatch.setattr(fused_moe_module, "_plan_cache", cache)
     sample = Sample()
     first, second = make_layer(sample), make_layer(sample)
     first.warm_up(1, 16, 40)
@@ -331,13 +331,13 @@ def test_layers_of_the_same_shape_share_kernels(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.usefixtures("without_interpreted_router")
 def test_no_kernel_is_made_during_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = KernelCache(max_kernels=2)
-    monkeypatch.setattr(module, "_plan_cache", cache)
+    monkeypatch.setattr(fused_moe_module, "_plan_cache", cache)
     sample = Sample(tokens=2049)
     layer = make_layer(sample)
     assert relative_error(layer(sample.x_TH, sample.logits), sample.expected_output()) < 1e-5
     layer.warm_up(9)
     with monkeypatch.context() as capture:
-        capture.setattr(planning, "is_capturing", lambda device: True)
+        capture.setattr(kernel_cache_module, "is_capturing", lambda device: True)
         layer(sample.x_TH[:9], sample.logits[:9])
         with pytest.raises(
             StateError, match="a kernel of a new size: got a call during CUDA graph"
@@ -349,7 +349,7 @@ def test_no_kernel_is_made_during_capture(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_expected_output_equals_a_loop_over_pairs() -> None:
-    """Checks the expected outputs that the other tests use."""
+    """The other tests rely on these expected outputs."""
     sample = SAMPLES["biases"]
     routing: Routing = route(sample.logits, sample.router, RouterTensors()).routing
     weights: ExpertWeights = sample.plain

@@ -1,4 +1,4 @@
-"""FusedMoE and Router refuse invalid arguments before anything runs."""
+"""FusedMoE, LayerParallel and Router refuse invalid arguments before anything runs."""
 
 from dataclasses import replace
 from typing import Any
@@ -79,7 +79,7 @@ def test_invalid_ranks_are_refused(fields: dict[str, Any], message: str) -> None
 
 def test_invalid_calls_are_refused() -> None:
     sample = Sample()
-    layer, plain = make_layer(sample), make_layer(sample, router=None, top_k=K)
+    layer, bare = make_layer(sample), make_layer(sample, router=None, top_k=K)
     x_TH, logits = sample.x_TH, sample.logits
     weights, ids, _ = select_experts(logits, sample.router)
     cases: tuple[tuple[FusedMoE, tuple[Any, ...], dict[str, Any], type[InputError], str], ...] = (
@@ -90,23 +90,23 @@ def test_invalid_calls_are_refused() -> None:
         (layer, (x_TH,), {}, ConfigurationError, "routing: got NoneType, need the router's logits"),
         (layer, (x_TH, UninitializedParameter()), {}, DtypeError,
          "router logits: got an uninitialized parameter, need a tensor"),
-        (plain, (x_TH, (UninitializedParameter(), ids)), {}, DtypeError,
+        (bare, (x_TH, (UninitializedParameter(), ids)), {}, DtypeError,
          "topk_weights: got an uninitialized parameter, need a tensor"),
         (layer, (x_TH, logits[:, :5]), {}, ShapeError, r"router logits: got \(7, 5\), need .* = 8"),
         (layer, (x_TH, logits[0, 0]), {}, ShapeError, r"router logits: got \(\)"),
         (layer, (x_TH, logits[:5]), {}, ShapeError, r"topk_weights: got \(5, 3\)"),
         (layer, (x_TH, logits), {"token_ids": ids[:, 0]}, ConfigurationError, "token_ids: got a"),
-        (plain, (x_TH, logits), {}, ConfigurationError, "routing: got Tensor, need a Routing, or"),
-        (plain, (x_TH, None), {}, ConfigurationError, "routing: got NoneType"),
-        (plain, (x_TH, (weights,)), {}, ConfigurationError, "routing: got tuple"),
-        (plain, (x_TH, (weights, None)), {}, DtypeError, "topk_ids: got NoneType, need a tensor"),
-        (plain, (x_TH, (weights, ids[:, :2])), {}, ShapeError, r"got \(7, 3\) and \(7, 2\)"),
-        (plain, (x_TH, (weights[:, :2], ids[:, :2])), {}, ShapeError, "topk_weights: got"),
-        (plain, (x_TH, (weights[:, :0], ids[:, :0])), {}, ShapeError, "with K of 1 or more"),
-        (plain, (x_TH, (weights, ids.float())), {}, DtypeError, "topk_ids: got float32"),
-        (plain, (x_TH, (weights, ids)), {"token_ids": ids[:, 0]}, ConfigurationError,
+        (bare, (x_TH, logits), {}, ConfigurationError, "routing: got Tensor, need a Routing, or"),
+        (bare, (x_TH, None), {}, ConfigurationError, "routing: got NoneType"),
+        (bare, (x_TH, (weights,)), {}, ConfigurationError, "routing: got tuple"),
+        (bare, (x_TH, (weights, None)), {}, DtypeError, "topk_ids: got NoneType, need a tensor"),
+        (bare, (x_TH, (weights, ids[:, :2])), {}, ShapeError, r"got \(7, 3\) and \(7, 2\)"),
+        (bare, (x_TH, (weights[:, :2], ids[:, :2])), {}, ShapeError, "topk_weights: got"),
+        (bare, (x_TH, (weights[:, :0], ids[:, :0])), {}, ShapeError, "with K of 1 or more"),
+        (bare, (x_TH, (weights, ids.float())), {}, DtypeError, "topk_ids: got float32"),
+        (bare, (x_TH, (weights, ids)), {"token_ids": ids[:, 0]}, ConfigurationError,
          "token_ids: got a tensor, need None, because the layer has no router"),
-        (plain, (x_TH.clone().requires_grad_(), (weights, ids)), {}, UnsupportedError, "gradients"),
+        (bare, (x_TH.clone().requires_grad_(), (weights, ids)), {}, UnsupportedError, "gradients"),
     )  # fmt: skip
     for called_layer, arguments, options, error, message in cases:
         with pytest.raises(error, match=message):

@@ -38,14 +38,14 @@ def test_layer_without_adapters_equals_the_base_layer(mode: str, num_a13: int) -
     layer = make_base_layer()
     adapted, manager = add_adapters(layer, mode, num_a13)
     x, logits = make_call()
-    want = layer(x, logits)
-    assert torch.equal(adapted(x, logits), want)
+    expected = layer(x, logits)
+    assert torch.equal(adapted(x, logits), expected)
     no_info = manager.prepare_moe_lora_batch(ForwardBatch((None, None, None), STARTS), 3)
     assert no_info is None
     info = manager.prepare_moe_lora_batch(BATCH, 3)
     got = adapted(x, logits, moe_lora_info=info)
-    assert torch.equal(got[4:9], want[4:9])
-    assert bool((got != want).any(1)[[0, 1, 2, 3, 9, 10, 11]].all())
+    assert torch.equal(got[4:9], expected[4:9])
+    assert bool((got != expected).any(1)[[0, 1, 2, 3, 9, 10, 11]].all())
 
 
 @pytest.mark.parametrize("num_a13", [1, 2])
@@ -56,7 +56,7 @@ def test_merged_mode_equals_merged_weights(num_a13: int) -> None:
     got = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(BATCH, 3))
     routing = layer._route(x, logits, None, (12,)).routing
     weights = layer.weights()
-    want = reference.float64_reference(x, weights, routing, layer.problem)
+    expected = reference.float64_reference(x, weights, routing, layer.problem)
     for rows, rank, scaling in ((slice(0, 4), 5, 0.5), (slice(9, 12), 3, 2.0)):
         adapter = make_adapter(rank, rank, num_a13=num_a13)
         a13, b13, a2, b2 = (getattr(adapter, f"lora_{name}").double() for name in NAMES)
@@ -64,8 +64,8 @@ def test_merged_mode_equals_merged_weights(num_a13: int) -> None:
             b13[:, :I] @ a13[:, :rank], b13[:, I:] @ a13[:, -rank:]
         ], 1)  # fmt: skip
         merged = ExpertWeights(weights.w1 + scaling * delta_13, weights.w2 + scaling * (b2 @ a2))
-        want[rows] = reference.float64_reference(x, merged, routing, layer.problem)[rows]
-    assert float((got.double() - want).abs().max()) <= 2e-6 * float(want.abs().max())
+        expected[rows] = reference.float64_reference(x, merged, routing, layer.problem)[rows]
+    assert float((got.double() - expected).abs().max()) <= 2e-6 * float(expected.abs().max())
 
 
 def test_parallel_mode_adds_the_branch_to_the_base_output() -> None:
@@ -76,7 +76,7 @@ def test_parallel_mode_adds_the_branch_to_the_base_output() -> None:
     assert info is not None
     got = adapted(x, logits, moe_lora_info=info)
     routing = layer._route(x, logits, None, (12,)).routing
-    want = layer(x, logits)
+    expected = layer(x, logits)
     for rows, rank, scaling in ((range(4), 5, 0.5), (range(9, 12), 3, 2.0)):
         adapter = make_adapter(rank, rank)
         for token in rows:
@@ -87,13 +87,13 @@ def test_parallel_mode_adds_the_branch_to_the_base_output() -> None:
                     2
                 )
                 h = torch.nn.functional.silu(gate) * up
-                want[token] += (
+                expected[token] += (
                     1.5
                     * weight
                     * scaling
                     * (adapter.lora_b2[expert] @ (adapter.lora_a2[expert] @ h))
                 )
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
     assert info.lora_ranks.tolist() == [3, 5, 0]
     assert info.scalings.tolist() == [2.0, 0.5, 1.0]
 
@@ -107,14 +107,14 @@ def test_the_backend_uses_the_buffers_of_its_pool() -> None:
     ids, weights = torch.arange(12)[:, None] % E, torch.ones(12, 1)
     info = manager.prepare_moe_lora_batch(BATCH, 3)
     assert info is not None
-    out, want = torch.zeros(12, H), torch.zeros(12, H)
+    out, expected = torch.zeros(12, H), torch.zeros(12, H)
     assert backend.run_moe_lora(x, ids, weights, info, out) is out
     buffers = (
         backend.moe_gate_up_a_buffer, backend.moe_gate_up_b_buffer,
         backend.moe_down_a_buffer, backend.moe_down_b_buffer,
     )  # fmt: skip
-    run_moe_lora(x, ids, weights, info, *buffers, want)
-    assert torch.equal(out, want)
+    run_moe_lora(x, ids, weights, info, *buffers, expected)
+    assert torch.equal(out, expected)
     assert out.any()
     _, merged_manager = add_adapters(make_base_layer(), "merged", 2)
     with pytest.raises(
@@ -142,13 +142,13 @@ def test_invalid_arguments_are_refused() -> None:
     layer = make_base_layer()
     problem = layer.problem
     shared = "adapters=2,rank=5,a13=shared"
-    for wrong, lora in (
+    for invalid_problem, lora in (
         (problem, "adapters=2,rank=5"),
         (replace(problem, activation="gelu"), shared),
         (replace(problem, activation="silu:interleaved=true"), shared),
     ):
         with pytest.raises(ConfigurationError, match="parallel_delta: got"):
-            LoRAManager(wrong, lora, [3], mode="parallel_delta")
+            LoRAManager(invalid_problem, lora, [3], mode="parallel_delta")
     for arguments in ((None, shared, [3]), (problem, 7, [3]), (problem, "none", [3])):
         with pytest.raises(ConfigurationError, match="got"):
             LoRAManager(*arguments)  # type: ignore[arg-type]
@@ -171,12 +171,12 @@ def test_invalid_arguments_are_refused() -> None:
         MoELoRALayer(adapter.factors, float("inf"))
     with pytest.raises(ConfigurationError, match="base_layer: got Linear"):
         FusedMoEWithLoRA(torch.nn.Linear(2, 2), manager)  # type: ignore[arg-type]
-    other = FusedMoE(E, H, I, 9, top_k=K, **FLOATS)
+    other_layer = FusedMoE(E, H, I, 9, top_k=K, **FLOATS)
     with pytest.raises(ConfigurationError, match="layer_id: got 9"):
-        FusedMoEWithLoRA(other, manager)
-    other = FusedMoE(E, H, 2 * I, 3, top_k=K, **FLOATS)
+        FusedMoEWithLoRA(other_layer, manager)
+    other_layer = FusedMoE(E, H, 2 * I, 3, top_k=K, **FLOATS)
     with pytest.raises(ConfigurationError, match="problem of the layer: got"):
-        FusedMoEWithLoRA(other, manager)
+        FusedMoEWithLoRA(other_layer, manager)
     with pytest.raises(ConfigurationError, match="moe_lora_info: got"):
         FusedMoEWithLoRA(layer, manager)(*make_call(), moe_lora_info=Routing)  # type: ignore[arg-type]
 

@@ -37,7 +37,7 @@ def test_layers_without_an_adapter_add_nothing_and_have_the_same_slots() -> None
     torch.testing.assert_close(got, layer(x[:4], logits[:4]))
     ranks = batch_4.lora_ranks
     manager.evict("one")
-    assert ranks.tolist() == [0, 4]  # written in place, because captured graphs read this tensor
+    assert ranks.tolist() == [0, 4]  # `evict` writes in place, because captured graphs read it
     assert manager.load("three", {3: adapter}) == 0
     with pytest.raises(CapacityError, match="'four'"):
         manager.load("four", {3: adapter})
@@ -45,12 +45,12 @@ def test_layers_without_an_adapter_add_nothing_and_have_the_same_slots() -> None
 
 def test_an_error_in_one_layer_changes_no_layer() -> None:
     manager = LoRAManager(make_base_layer().problem, "adapters=2,rank=5", [3, 4])
-    good, bad = (MoELoRALayer(make_adapter(r, 1, num_a13=2)) for r in (4, 6))
+    valid, invalid = (MoELoRALayer(make_adapter(r, 1, num_a13=2)) for r in (4, 6))
     with pytest.raises(ModularKernelError, match="rank: got 6"):
-        manager.load("mine", {3: good, 4: bad})
+        manager.load("mine", {3: valid, 4: invalid})
     assert not manager.has_moe_lora
     assert all(not pool.slots for pool in manager.pools.values())
-    assert manager.load("mine", {3: good}) == 0
+    assert manager.load("mine", {3: valid}) == 0
 
 
 @pytest.mark.parametrize("scaling", [2.0, 1.0])

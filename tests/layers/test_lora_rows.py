@@ -1,9 +1,8 @@
-"""The feature checklist of LoRA adapters, L1 to L23, names existing tests and gaps in their
-coverage.
+"""The feature checklist of LoRA adapters names tests that exist, and gaps in their coverage.
 
-A row names tests as `file::function`. "The branch" is run_moe_lora, which adds the contribution of
-adapters to the output of the experts. "Merged" adapters are applied inside the experts, as they are
-trained.
+Rows are L1 to L23. A row names tests as `file::function`. "The branch" is run_moe_lora, which adds
+the contribution of adapters to the output of the experts. "Merged" adapters are applied inside the
+experts, as in training.
 """
 
 import pytest

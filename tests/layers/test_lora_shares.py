@@ -1,5 +1,5 @@
-"""Layers with LoRA adapters on TP and EP ranks: rank outputs sum to the output of the layer, and
-adapters are sharded like the weights.
+"""LoRA adapters on TP and EP ranks are sharded like the weights, and rank outputs sum to the output
+of the layer.
 """
 
 from collections.abc import Callable
@@ -35,9 +35,7 @@ from modular_kernel.spec.quantization import QuantScheme
 def make_tp_rank(
     layer: FusedMoE, rank: int, ranks: int
 ) -> tuple[FusedMoE, slice, Callable[..., Any]]:
-    """Return one TP rank of a layer, its columns of the intermediate size, and a function that
-    shards adapters.
-    """
+    """Return a TP rank's layer, its intermediate columns, and a function that shards adapters."""
     split = split_intermediate(I, ranks, QuantScheme.parse("none"))
     columns = slice(*split.columns(rank))
     rank_layer = make_base_layer(parallel=LayerParallel(tp=(rank, ranks)))
@@ -55,8 +53,8 @@ def test_tp_rank_outputs_sum_to_the_layer(mode: str, num_a13: int, ranks: int) -
     layer = make_base_layer()
     adapted, manager = add_adapters(layer, mode, num_a13)
     x, logits = make_call()
-    want = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(BATCH, 3))
-    got = torch.zeros_like(want)
+    expected = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(BATCH, 3))
+    got = torch.zeros_like(expected)
     for rank in range(ranks):
         rank_layer, _, shard_adapter = make_tp_rank(layer, rank, ranks)
         lora = str(manager.problem.adapters)
@@ -72,22 +70,22 @@ def test_tp_rank_outputs_sum_to_the_layer(mode: str, num_a13: int, ranks: int) -
             )
         info = rank_manager.prepare_moe_lora_batch(BATCH, 3)
         got += FusedMoEWithLoRA(rank_layer, rank_manager)(x, logits, moe_lora_info=info)
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_an_adapter_is_sharded_like_its_weights() -> None:
-    whole = make_adapter(2, 0, num_a13=2)
-    part = whole.share(1, 3)
-    assert torch.equal(part.lora_b13[:, :8], whole.lora_b13[:, 8:16])
-    assert torch.equal(part.lora_b13[:, 8:], whole.lora_b13[:, I + 8 : I + 16])
-    assert torch.equal(part.lora_a2, whole.lora_a2[:, :, 8:16])
-    assert part.lora_a13 is whole.lora_a13
-    assert part.lora_b2 is whole.lora_b2
-    # for activations without a gate or with interleaved rows
-    ungated = whole.share(2, 3, gated=False)
-    assert torch.equal(ungated.lora_b13, whole.lora_b13[:, 32:])
+    adapter = make_adapter(2, 0, num_a13=2)
+    shard = adapter.share(1, 3)
+    assert torch.equal(shard.lora_b13[:, :8], adapter.lora_b13[:, 8:16])
+    assert torch.equal(shard.lora_b13[:, 8:], adapter.lora_b13[:, I + 8 : I + 16])
+    assert torch.equal(shard.lora_a2, adapter.lora_a2[:, :, 8:16])
+    assert shard.lora_a13 is adapter.lora_a13
+    assert shard.lora_b2 is adapter.lora_b2
+    # gated=False is for activations without a gate or with interleaved rows.
+    ungated = adapter.share(2, 3, gated=False)
+    assert torch.equal(ungated.lora_b13, adapter.lora_b13[:, 32:])
     with pytest.raises(ConfigurationError, match="tp: ranks: got 25, need at most 24"):
-        whole.share(0, 25)
+        adapter.share(0, 25)
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -95,61 +93,59 @@ def test_an_adapter_is_sharded_like_its_weights() -> None:
 def test_padded_shards_of_adapters_are_padded_with_zeros(
     gated: bool, ranks: int, quant: str
 ) -> None:
-    """Each rank has the columns of its weights. The last rank has fewer columns than the others."""
-    whole, split = (
-        make_adapter(2, 0, num_a13=2),
-        split_intermediate(I, ranks, QuantScheme.parse(quant)),
-    )
-    b13 = whole.lora_b13.unflatten(1, (2, I) if gated else (I, 2))
+    """The last rank has fewer columns than the other ranks, and zeros in their place."""
+    adapter = make_adapter(2, 0, num_a13=2)
+    split = split_intermediate(I, ranks, QuantScheme.parse(quant))
+    b13 = adapter.lora_b13.unflatten(1, (2, I) if gated else (I, 2))
     b13 = b13 if gated else b13.transpose(1, 2)
     assert split.is_padded
     for rank in range(ranks):
-        (first, last), part = (
-            split.columns(rank),
-            whole.share(rank, ranks, gated=gated, quant=quant),
-        )
-        rows = part.lora_b13.unflatten(1, (2, split.width) if gated else (split.width, 2))
+        (first, last) = split.columns(rank)
+        shard = adapter.share(rank, ranks, gated=gated, quant=quant)
+        rows = shard.lora_b13.unflatten(1, (2, split.width) if gated else (split.width, 2))
         rows = rows if gated else rows.transpose(1, 2)
         assert torch.equal(rows[:, :, : last - first], b13[:, :, first:last])
-        assert torch.equal(part.lora_a2[..., : last - first], whole.lora_a2[..., first:last])
-        assert part.lora_a2.shape[2] == split.width
+        assert torch.equal(shard.lora_a2[..., : last - first], adapter.lora_a2[..., first:last])
+        assert shard.lora_a2.shape[2] == split.width
         assert not rows[:, :, last - first :].any()
-        assert not part.lora_a2[..., last - first :].any()
+        assert not shard.lora_a2[..., last - first :].any()
     for rank, ranks in ((3, 3), (-1, 3), (0, 0), (0.0, 1)):
         with pytest.raises(ConfigurationError, match="rank"):
-            whole.share(rank, ranks)  # type: ignore[arg-type]
+            adapter.share(rank, ranks)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("mode", "num_a13"), [("merged", 2), ("parallel_delta", 1)])
 def test_ep_rank_outputs_sum_to_the_layer(mode: str, num_a13: int) -> None:
-    """Every rank has all tokens, and half of the experts of both the base layer and the
-    adapters.
-    """
+    """Every rank has all tokens, and half of the experts of the base layer and of the adapters."""
     layer = make_base_layer()
     adapted, manager = add_adapters(layer, mode, num_a13)
     x, logits = make_call()
-    want = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(BATCH, 3))
-    got = torch.zeros_like(want)
+    expected = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(BATCH, 3))
+    got = torch.zeros_like(expected)
     for rank in (0, 1):
-        local = slice(rank * 3, rank * 3 + 3)
+        local_experts = slice(rank * 3, rank * 3 + 3)
         rank_layer = make_base_layer(parallel=LayerParallel(ep=(rank, 2)))
         weights = layer.weights()
         rank_layer.set_weights(
-            ExpertWeights(weights.w1[local].contiguous(), weights.w2[local].contiguous())
+            ExpertWeights(
+                weights.w1[local_experts].contiguous(), weights.w2[local_experts].contiguous()
+            )
         )
         lora = str(manager.problem.adapters)
         rank_manager = LoRAManager(rank_layer.problem, lora, [3], mode=mode)  # type: ignore[arg-type]
         for name, lora_rank, scaling in (("a", 3, 2.0), ("b", 5, 0.5)):
             tensors = vars(make_adapter(lora_rank, lora_rank, num_a13=num_a13))
-            local_adapter = Adapter(**{name: tensor[local] for name, tensor in tensors.items()})
+            local_adapter = Adapter(
+                **{name: tensor[local_experts] for name, tensor in tensors.items()}
+            )
             rank_manager.load(name, {3: MoELoRALayer(local_adapter, scaling)})
         info = rank_manager.prepare_moe_lora_batch(BATCH, 3)
         got += FusedMoEWithLoRA(rank_layer, rank_manager)(x, logits, moe_lora_info=info)
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_branch_of_an_ep_rank_skips_invalid_ids() -> None:
-    """The id -1 must not select the last expert. Ids of E and above select no expert."""
+    """The id -1 must not wrap around to the last expert. Ids of E and above select no expert."""
     layer = fill_parameters(FusedMoE(E, H, I, 3, K, parallel=LayerParallel(ep=(1, 2)), **FLOATS))
     manager = LoRAManager(layer.problem, "adapters=1,rank=5,a13=shared", [3], mode="parallel_delta")
     manager.load("a", {3: MoELoRALayer(make_adapter(3, 3, experts=3), 2.0)})
@@ -160,26 +156,27 @@ def test_the_branch_of_an_ep_rank_skips_invalid_ids() -> None:
     batch = ForwardBatch(("a",), torch.tensor([0, 12]))
     info = manager.prepare_moe_lora_batch(batch, 3)
     routing = (torch.ones(12, K), ids)
-    got, want = FusedMoEWithLoRA(layer, manager)(x, routing, moe_lora_info=info), layer(x, routing)
-    assert torch.equal(got[:9], want[:9])
-    assert bool((got[9:] != want[9:]).any(1).all())
+    got = FusedMoEWithLoRA(layer, manager)(x, routing, moe_lora_info=info)
+    expected = layer(x, routing)
+    assert torch.equal(got[:9], expected[:9])
+    assert bool((got[9:] != expected[9:]).any(1).all())
 
 
 @pytest.mark.parametrize(
     ("gated", "rows"), [(True, I), (True, 3 * I), (False, 3 * I), (True, 2 * I + 2)]
 )
 def test_sharding_requires_the_rows_of_w1(gated: bool, rows: int) -> None:
-    whole = make_adapter(4, 0)
-    changed = replace(whole, lora_b13=torch.zeros(E, rows, 4))
+    adapter = make_adapter(4, 0)
+    invalid = replace(adapter, lora_b13=torch.zeros(E, rows, 4))
     with pytest.raises(ShapeError, match=f"got {rows}, need .*gated={gated}"):
-        changed.share(0, 2, gated=gated)
+        invalid.share(0, 2, gated=gated)
 
 
 def test_sharding_requires_tensors() -> None:
-    whole = make_adapter(4, 0)
+    adapter = make_adapter(4, 0)
     with pytest.raises(DtypeError, match="lora_a2: got list, need a tensor"):
-        replace(whole, lora_a2=[1.0]).share(0, 2)  # type: ignore[arg-type]
+        replace(adapter, lora_a2=[1.0]).share(0, 2)  # type: ignore[arg-type]
     with pytest.raises(ShapeError, match=r"lora_b13: got \(3, 4\), need three dimensions"):
-        replace(whole, lora_b13=torch.zeros(3, 4)).share(0, 2)
+        replace(adapter, lora_b13=torch.zeros(3, 4)).share(0, 2)
     with pytest.raises(ConfigurationError, match="gated: got 'no'"):
-        whole.share(0, 2, gated="no")  # type: ignore[arg-type]
+        adapter.share(0, 2, gated="no")  # type: ignore[arg-type]

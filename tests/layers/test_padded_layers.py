@@ -1,6 +1,4 @@
-"""Layers on tensor-parallel ranks whose shards of the intermediate size are padded, loaded in every
-way.
-"""
+"""Every way to load layers whose tensor-parallel shards of the intermediate size are padded."""
 
 from pathlib import Path
 
@@ -19,39 +17,41 @@ from modular_kernel.layers.weight_loading import ExpertLoader
 from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
 from modular_kernel.testing.checkpoints.samples import write
 
-# Intermediate sizes of formats without quantization groups, chosen so that shards of 288 columns
-# would not be padded.
-WORDS = {"compressed int8, weights": 300}
-WORDS |= dict.fromkeys(("gptq, one group", "awq, one group", "compressed int4, channels"), 296)
+# Intermediate sizes of formats that pack values into words but have no groups. With 288 columns,
+# their shards would not be padded.
+PACKED_SIZES = {"compressed int8, weights": 300}
+PACKED_SIZES |= dict.fromkeys(
+    ("gptq, one group", "awq, one group", "compressed int4, channels"), 296
+)
 
 
-def intermediate_of(kind: str) -> int:
+def choose_intermediate(kind: str) -> int:
     without_groups = (
         CHECKPOINT_FORMATS[kind].scheme.split(":")[0].endswith(("none", "tensor", "channel"))
     )
-    return WORDS.get(kind, 290 if without_groups else 288)
+    return PACKED_SIZES.get(kind, 290 if without_groups else 288)
 
 
 @pytest.mark.parametrize("kind", CHECKPOINT_FORMATS)
 def test_padded_shards_loaded_by_tensor_equal_shards_loaded_from_files(
     kind: str, tmp_path: Path
 ) -> None:
-    """The parameters are filled with other values before loading, as after `to_empty`, so the
-    padding is checked, too.
+    """Parameters hold arbitrary values before loading, as after `to_empty`, so that the test checks
+    the padding, too.
     """
-    size = intermediate_of(kind)
+    size = choose_intermediate(kind)
     write(tmp_path, "mixtral", kind, intermediate=size)
     tensors = load_file(tmp_path / "model.safetensors")
-    experts = {name: tp_rank for name, tp_rank in tensors.items() if ".experts." in name}
+    experts = {name: tensor for name, tensor in tensors.items() if ".experts." in name}
     format = format_of(CHECKPOINT_FORMATS[kind].config, depth=size)
-    if format.scheme.static:  # gate and up share an input scale here
+    if format.scheme.static:  # Gate and up must have the same input scale.
         for name in [n for n in experts if ".w3.input_scale" in n]:
             experts[name] = experts[name.replace(".w3.", ".w1.")].clone()
-    create = ExpertLoader.create_weights
+    create_weights = ExpertLoader.create_weights
 
     class LoaderWithFilledParameters(ExpertLoader):
         def create_weights(self, layer: torch.nn.Module, dtype: torch.dtype) -> None:  # type: ignore[override]
-            create(self, layer, dtype)
+            create_weights(self, layer, dtype)
             for parameter in layer.parameters():
                 parameter.data.view(torch.uint8 if parameter.dim() else parameter.dtype).fill_(0x7F)
 
@@ -61,8 +61,8 @@ def test_padded_shards_loaded_by_tensor_equal_shards_loaded_from_files(
         got = loader.expert_weights(load_by_name(loader, experts, dtype))
         loaded = mk.load_experts(tmp_path, 0, tp=(tp_rank, 4))
         assert tp_rank < 3 or loader.share.padding
-        want = loaded.weights
-        for name, tensor in vars(want).items():
+        expected = loaded.weights
+        for name, tensor in vars(expected).items():
             got_tensor = getattr(got, name)
             assert (got_tensor is None) == (tensor is None), name
             if tensor is not None and not name.startswith("a"):
@@ -91,10 +91,12 @@ def test_rank_outputs_sum_to_the_layer(kind: str, tp: int, tmp_path: Path) -> No
             device="cpu",
         )
         layer.load(tmp_path)
-        line = next(text for text in layer.describe().splitlines() if text.startswith("TP rank"))
-        count, width = int(line.split()[5]), layer.problem.intermediate
+        tp_line = next(s for s in layer.describe().splitlines() if s.startswith("TP rank"))
+        count, width = int(tp_line.split()[5]), layer.problem.intermediate
         padded = f", padded to {width}" if count < width else ""
-        assert line == f"TP rank {tp_rank} of {tp}: {count} of {size} intermediate columns{padded}"
+        assert (
+            tp_line == f"TP rank {tp_rank} of {tp}: {count} of {size} intermediate columns{padded}"
+        )
         columns += count
         total += layer(x.float(), (weights, ids)).double()
     assert columns == size
@@ -104,9 +106,7 @@ def test_rank_outputs_sum_to_the_layer(kind: str, tp: int, tmp_path: Path) -> No
 
 
 def test_unquantized_layers_can_be_loaded_again(tmp_path: Path) -> None:
-    """The padding stays zero. Tensors are loaded with `weight_loader` alone, without
-    `process_weights_after_loading`.
-    """
+    """The padding is zero without a call of `process_weights_after_loading`."""
     sample = write(tmp_path, "mixtral", "bf16", intermediate=301)
     experts = {
         name: t
@@ -135,7 +135,7 @@ def test_unquantized_layers_can_be_loaded_again(tmp_path: Path) -> None:
 def test_checkpoints_of_another_size_with_equal_shard_width_are_refused(
     kind: str, tmp_path: Path
 ) -> None:
-    """Every rank refuses, also ranks whose columns are the same in both sizes."""
+    """Every rank refuses the checkpoint, even if its columns are the same in both sizes."""
     sizes = {"bf16": (301, 303), "mxfp4": (288, 320)}[kind]
     for size in sizes:
         write(tmp_path / str(size), "mixtral", kind, intermediate=size)
@@ -144,9 +144,9 @@ def test_checkpoints_of_another_size_with_equal_shard_width_are_refused(
             tmp_path / str(sizes[0]), 0, parallel=LayerParallel(tp=(tp_rank, 4)), device="cpu"
         )
         before = layer.w13_weight
-        other = mk.load_experts(tmp_path / str(sizes[1]), 0, tp=(tp_rank, 4))
-        assert other.problem_fields["intermediate"] == layer.problem.intermediate
-        assert other.intermediate == sizes[1]
+        other_experts = mk.load_experts(tmp_path / str(sizes[1]), 0, tp=(tp_rank, 4))
+        assert other_experts.problem_fields["intermediate"] == layer.problem.intermediate
+        assert other_experts.intermediate == sizes[1]
         message = f"intermediate_size of the checkpoint: got {sizes[1]}, need {sizes[0]}$"
         with pytest.raises(ConfigurationError, match=message):
             layer.load(tmp_path / str(sizes[1]))

@@ -1,5 +1,5 @@
-"""Layers with weights that are prepared (repacked for a kernel): the prepared tensors live as long
-as the parameters and are not copied.
+"""Layers with prepared weights, which are repacked for a kernel: the prepared tensors live as long
+as the parameters, and copies of a layer do not include them.
 """
 
 import copy
@@ -31,11 +31,11 @@ def test_a_layer_keeps_prepared_weights_until_its_parameters_are_replaced(
     assert launched == [64, 64]
     layer.set_weights(inputs.weights)
     assert layer.weights().w1_tiles is None
-    plain = layer(inputs.x_TH, inputs.routing)
+    unprepared_output = layer(inputs.x_TH, inputs.routing)
     assert len(launched) == 2
-    assert float((got - plain).float().norm() / plain.float().norm()) < 0.01
+    assert float((got - unprepared_output).float().norm() / unprepared_output.float().norm()) < 0.01
     layer.prepare_weights()
-    layer.get_parameter("w2_weight").data.view(-1)[0] += 1  # writes through .data are not detected
+    layer.get_parameter("w2_weight").data.view(-1)[0] += 1  # A write through .data is undetected.
     layer.get_parameter("w13_weight").view(-1)[0] += 1
     with pytest.raises(WeightsError, match="w1_tile"):
         layer(inputs.x_TH, inputs.routing)
@@ -48,7 +48,7 @@ def test_a_layer_frees_prepared_weights_with_its_parameters(change: str) -> None
     tiles = layer.weights().w1_tiles
     assert tiles is not None
     layer.to("cpu")
-    assert layer.weights().w1_tiles is tiles  # the layer is on the CPU already
+    assert layer.weights().w1_tiles is tiles  # The layer was on the CPU already.
     tiles_ref, tiles_during_prepare = weakref.ref(tiles), []
     del tiles
     if change == "to":
@@ -60,11 +60,11 @@ def test_a_layer_frees_prepared_weights_with_its_parameters(change: str) -> None
         layer.load_state_dict(state, assign=True)
     else:
         with pytest.MonkeyPatch.context() as patch:
-            original = GroupedW4Path.prepare
+            prepare = GroupedW4Path.prepare
             patch.setattr(
                 GroupedW4Path,
                 "prepare",
-                lambda *a: (tiles_during_prepare.append(tiles_ref()), original(*a))[1],
+                lambda *a: (tiles_during_prepare.append(tiles_ref()), prepare(*a))[1],
             )
             layer.prepare_weights()
         assert tiles_during_prepare == [None]
@@ -82,42 +82,43 @@ def test_a_compiled_layer_uses_prepared_weights(launched: list[int]) -> None:
     compiled = torch.compile(call, fullgraph=True, backend="eager")
     call_inputs = (inputs.x_TH, inputs.routing.topk_weights_TK, inputs.routing.topk_ids_TK)
     with torch.no_grad():
-        plain = compiled(*call_inputs)
+        unprepared_output = compiled(*call_inputs)
         assert not launched
-        assert torch.equal(plain, call(*call_inputs))
+        assert torch.equal(unprepared_output, call(*call_inputs))
         layer.prepare_weights()
         got = compiled(*call_inputs)
         assert launched == [64, 64]
         assert torch.equal(got, call(*call_inputs))
         layer.set_weights(inputs.weights)  # frees the prepared weights
         del launched[:]
-        assert torch.equal(compiled(*call_inputs), plain)
+        assert torch.equal(compiled(*call_inputs), unprepared_output)
         assert not launched
 
 
 def test_copies_of_a_layer_have_no_prepared_weights() -> None:
     layer, _ = make_prepared_layer()
-    size = len(pickle.dumps(layer))
+    unprepared_size = len(pickle.dumps(layer))
     layer.prepare_weights()
     tiles = layer.weights().w1_tiles
     assert tiles is not None
     pickled = pickle.dumps(layer)
-    assert len(pickled) < size + tiles.nbytes // 2  # the size of other data varies slightly
+    # The size of the other data varies slightly.
+    assert len(pickled) < unprepared_size + tiles.nbytes // 2
     for duplicate in (pickle.loads(pickled), copy.deepcopy(layer)):
         assert duplicate.weights().w1_tiles is None
 
 
 def test_a_layer_prepares_on_the_device_of_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels are launched on the GPU of the weights, even if another one is current."""
-    original, current, devices_entered = GroupedW4Path.prepare, MagicMock(), list[int]()
-    manager = current.return_value
+    """Kernels are launched on the GPU of the weights, even if another GPU is current."""
+    upstream_prepare, current_device, depths = GroupedW4Path.prepare, MagicMock(), list[int]()
+    context = current_device.return_value
 
     def prepare(*call_inputs: Any) -> None:
-        devices_entered.append(manager.__enter__.call_count - manager.__exit__.call_count)
-        original(*call_inputs)
+        depths.append(context.__enter__.call_count - context.__exit__.call_count)
+        upstream_prepare(*call_inputs)
 
-    monkeypatch.setattr(fused_moe, "current_device", current)
+    monkeypatch.setattr(fused_moe, "current_device", current_device)
     monkeypatch.setattr(GroupedW4Path, "prepare", prepare)
     make_prepared_layer()[0].prepare_weights()
-    assert devices_entered == [1]
-    current.assert_called_once_with(CPU)
+    assert depths == [1]
+    current_device.assert_called_once_with(CPU)

@@ -1,4 +1,4 @@
-"""The router: kernel and torch reference against float64, with ordinary and extreme values."""
+"""The kernel and the torch code of `route` equal float64 for ordinary and extreme values."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,16 +18,16 @@ from modular_kernel.errors import (
     ShapeError,
     UnsupportedError,
 )
-from modular_kernel.ops import route as module
+from modular_kernel.ops import route as route_module
 from modular_kernel.ops.route import INVALID_ID, Routed, RouterTensors, route
 from modular_kernel.spec.router import RouterSpec
 
-path = make_path_fixture(module)
+path = make_path_fixture(route_module)
 
 DEEPSEEK = RouterSpec(
     4, "sigmoid", groups=4, topk_groups=2, selection_bias=True, renormalize=True, eps=1e-20
 )
-# Name -> (spec, number of experts). Every score, order and selection method occurs.
+# The spec and the number of experts, by name. Every score, order and kind of selection occurs.
 SPECS: dict[str, tuple[RouterSpec, int]] = {
     "softmax": (RouterSpec(2), 8),
     "renormalized": (RouterSpec(8, renormalize=True), 60),
@@ -116,8 +116,8 @@ def test_ties_select_the_lower_id() -> None:
     routed = route(torch.zeros(2, 8, device=DEVICE), RouterSpec(3, renormalize=True))
     assert routed.routing.topk_ids_TK.tolist() == [[0, 1, 2]] * 2
     assert routed.routing.topk_weights_TK.tolist() == [[pytest.approx(1 / 3)] * 3] * 2
-    mixed = torch.tensor([[0.0, -0.0, 1.0, 0.0, 1.0]], device=DEVICE)
-    assert route(mixed, RouterSpec(4)).routing.topk_ids_TK.tolist() == [[2, 4, 0, 1]]
+    signed_zeros = torch.tensor([[0.0, -0.0, 1.0, 0.0, 1.0]], device=DEVICE)
+    assert route(signed_zeros, RouterSpec(4)).routing.topk_ids_TK.tolist() == [[2, 4, 0, 1]]
 
 
 @pytest.mark.usefixtures("path")
@@ -134,7 +134,7 @@ def test_nan_logits_are_never_selected() -> None:
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("order", ["score_first", "topk_first"])
 def test_softmax_ignores_nan_in_its_maximum(order: Any) -> None:
-    """If NaN counted as a logit of 0, the exponentials of the other logits would be 0."""
+    """If NaN counted as a logit of 0, the exponentials of the other logits would underflow to 0."""
     logits = torch.tensor([[torch.nan, -200.0, -201.0]], device=DEVICE)
     routed = route_and_check(RouterSpec(2, order=order), logits, RouterTensors())
     assert routed.routing.topk_ids_TK.tolist() == [[1, 2]]
@@ -156,9 +156,10 @@ def test_experts_of_excluded_groups_are_not_selected_over_negative_scores() -> N
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
 def test_logit_and_id_dtypes(dtype: torch.dtype, ids_dtype: torch.dtype) -> None:
     spec = replace(DEEPSEEK, top_k=3)
-    wide = random_normal(5, 40, seed=2).to(dtype)  # the logits are a slice of this
+    # The logits are a slice, so that they have gaps between rows.
+    wide_logits = random_normal(5, 40, seed=2).to(dtype)
     routed = route_and_check(
-        spec, wide[:, :32], RouterTensors(random_normal(32).to(dtype)), ids_dtype=ids_dtype
+        spec, wide_logits[:, :32], RouterTensors(random_normal(32).to(dtype)), ids_dtype=ids_dtype
     )
     assert routed.routing.topk_ids_TK.dtype == ids_dtype
     assert routed.routing.topk_weights_TK.dtype == torch.float32
@@ -206,8 +207,8 @@ def test_zero_experts_are_summed_and_skipped(top_k: int, experts: int) -> None:
     assert torch.equal(
         routed.routing.topk_ids_TK, without_zero_experts.topk_ids_TK.masked_fill(is_zero_expert, -1)
     )
-    want = (without_zero_experts.topk_weights_TK * is_zero_expert).sum(1)
-    assert torch.allclose(routed.identity_T, want, rtol=1e-6)
+    expected = (without_zero_experts.topk_weights_TK * is_zero_expert).sum(1)
+    assert torch.allclose(routed.identity_T, expected, rtol=1e-6)
 
 
 @pytest.mark.usefixtures("path")
@@ -217,13 +218,13 @@ def test_zero_tokens_and_many_tokens() -> None:
     routed = route(torch.empty(0, experts, device=DEVICE), spec)
     assert routed.routing.topk_ids_TK.shape == routed.routing.topk_weights_TK.shape == (0, 4)
     logits = random_normal(1037, experts, seed=3)
-    many = route(logits, spec).routing
+    all_tokens = route(logits, spec).routing
     for start in (0, 512, 1024):
-        few = route(logits[start : start + 13], spec).routing
-        assert torch.equal(few.topk_ids_TK, many.topk_ids_TK[start : start + 13])
-        # With another number of tokens, a GPU may use tiles with another order of summation.
-        want = many.topk_weights_TK[start : start + 13]
-        assert torch.allclose(few.topk_weights_TK, want, rtol=1e-6, atol=0.0)
+        few_tokens = route(logits[start : start + 13], spec).routing
+        assert torch.equal(few_tokens.topk_ids_TK, all_tokens.topk_ids_TK[start : start + 13])
+        # A GPU may choose tiles by the number of tokens, and so change the order of summation.
+        expected = all_tokens.topk_weights_TK[start : start + 13]
+        assert torch.allclose(few_tokens.topk_weights_TK, expected, rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.usefixtures("path")
@@ -310,7 +311,7 @@ def test_invalid_numbers_of_experts_are_refused(
         route(torch.zeros(2, experts + spec.zero_experts), spec)
 
 
-BIASED, TABLED = RouterSpec(2, selection_bias=True), RouterSpec(2, table=True)
+BIASED_SPEC, TABLED = RouterSpec(2, selection_bias=True), RouterSpec(2, table=True)
 LOGITS, TABLE, IDS = torch.zeros(3, 4), torch.zeros(5, 2, dtype=torch.int64), torch.arange(3)
 
 
@@ -327,14 +328,14 @@ LOGITS, TABLE, IDS = torch.zeros(3, 4), torch.zeros(5, 2, dtype=torch.int64), to
         ((LOGITS.long(), RouterSpec(2)), {}, DtypeError, "router logits: got int64"),
         ((torch.zeros(4, 3).mT, RouterSpec(2)), {}, LayoutError, r"stride\(-1\) == 1"),
         ((LOGITS, RouterSpec(2)), {"ids_dtype": torch.int16}, DtypeError, "ids_dtype: got torch"),
-        ((LOGITS, BIASED), {}, DtypeError, "selection bias: got NoneType, need a tensor"),
-        ((LOGITS, BIASED, RouterTensors(torch.zeros(5))), {}, ShapeError,
+        ((LOGITS, BIASED_SPEC), {}, DtypeError, "selection bias: got NoneType, need a tensor"),
+        ((LOGITS, BIASED_SPEC, RouterTensors(torch.zeros(5))), {}, ShapeError,
          r"selection bias: got \(5,\), need \(4,\)"),
-        ((LOGITS, BIASED, RouterTensors(torch.zeros(4, dtype=torch.int32))), {}, DtypeError,
+        ((LOGITS, BIASED_SPEC, RouterTensors(torch.zeros(4, dtype=torch.int32))), {}, DtypeError,
          "selection bias: got int32"),
-        ((LOGITS, BIASED, RouterTensors(torch.zeros(4, device="meta"))), {}, DeviceError,
+        ((LOGITS, BIASED_SPEC, RouterTensors(torch.zeros(4, device="meta"))), {}, DeviceError,
          "selection bias: got meta"),
-        ((LOGITS, BIASED, RouterTensors(torch.zeros(8)[::2])), {}, LayoutError, "contiguous"),
+        ((LOGITS, BIASED_SPEC, RouterTensors(torch.zeros(8)[::2])), {}, LayoutError, "contiguous"),
         ((LOGITS, RouterSpec(2), RouterTensors(torch.zeros(4))), {}, ConfigurationError,
          "selection bias: got a tensor, need None"),
         ((LOGITS, TABLED, RouterTensors(None, TABLE)), {}, DtypeError, "token_ids: got NoneType"),

@@ -1,4 +1,4 @@
-"""Concurrent use of a kernel, its weights and Triton's interpreter by several threads."""
+"""Several threads use a kernel, its weights and Triton's interpreter at the same time."""
 
 import threading
 from collections.abc import Hashable
@@ -24,19 +24,21 @@ CPU = torch.device("cpu")
 TOKEN_COUNTS = (0, 1, 2, 7, 16, 17, 32, 33)
 
 
-def first_tokens(arguments: Any, tokens: int) -> Any:
+def take_first_tokens(arguments: Any, tokens: int) -> Any:
     x_TH, weights, routing = arguments
     first_routing = mk.Routing(routing.topk_weights_TK[:tokens], routing.topk_ids_TK[:tokens])
     return x_TH[:tokens], weights, first_routing
 
 
-def check_concurrent_calls(call: Any, want: torch.Tensor, arguments: Any, repetitions: int) -> None:
-    """Call repeatedly in eight threads, each with a different number of tokens."""
+def check_concurrent_calls(
+    call: Any, expected: torch.Tensor, arguments: Any, repetitions: int
+) -> None:
+    """Compare repeated calls in eight threads, each of which has a different number of tokens."""
 
     def run(tokens: int) -> None:
-        thread_arguments = first_tokens(arguments, tokens)
+        thread_arguments = take_first_tokens(arguments, tokens)
         for _ in range(repetitions):
-            torch.testing.assert_close(call(*thread_arguments), want[:tokens])
+            torch.testing.assert_close(call(*thread_arguments), expected[:tokens])
 
     run_concurrently(*(lambda n=n: run(n) for n in TOKEN_COUNTS))  # type: ignore[misc]
 
@@ -51,21 +53,21 @@ def test_concurrent_calls_of_several_sizes(
         pytest.skip("needs Triton's interpreter")
     arguments = random_inputs(PROBLEM, CPU)
     kernel = mk.make_kernel("MoEPrepareAndFinalizeNoEP", experts, PROBLEM, machine=machine)
-    want = kernel(*arguments)
+    expected = kernel(*arguments)
     if callable_kind == "layer":
         monkeypatch.setattr(
             "modular_kernel.layers.fused_moe._plan_cache", kernel_cache.KernelCache()
         )
         layer = FusedMoE(4, 64, 32, top_k=2, params_dtype=torch.float32, experts=experts)
         layer.set_weights(arguments[1])
-        check_concurrent_calls(lambda x, _, routing: layer(x, routing), want, arguments, 3)
+        check_concurrent_calls(lambda x, _, routing: layer(x, routing), expected, arguments, 3)
         return
     kernel_under_test = mk.make_kernel(
         "MoEPrepareAndFinalizeNoEP", experts, PROBLEM, machine=machine
     )
     check_concurrent_calls(
         kernel_under_test if callable_kind == "kernel" else kernel_under_test.plan(),
-        want,
+        expected,
         arguments,
         3,
     )
@@ -76,9 +78,9 @@ def test_layers_are_composed_concurrently(tmp_path: Any, monkeypatch: pytest.Mon
     arguments, kernels = random_inputs(PROBLEM, CPU), list[Any]()
     machine, options = Machine("cpu"), MeasurementOptions(budget=5.0)
     run_concurrently(*[lambda: kernels.append(compose(PROBLEM, machine, options=options))] * 4)
-    want = kernels[0](*arguments)
+    expected = kernels[0](*arguments)
     for kernel in kernels[1:]:
-        torch.testing.assert_close(kernel(*arguments), want)
+        torch.testing.assert_close(kernel(*arguments), expected)
 
 
 def test_threads_share_the_counter_of_invalid_ids(
@@ -87,13 +89,13 @@ def test_threads_share_the_counter_of_invalid_ids(
     kernel = mk.make_kernel(
         "MoEPrepareAndFinalizeNoEP", "TorchExperts", PROBLEM, machine=Machine("cpu")
     )
-    zeros, barrier, counters = torch.zeros, threading.Barrier(2), list[torch.Tensor]()
+    allocate_zeros, barrier, counters = torch.zeros, threading.Barrier(2), list[torch.Tensor]()
 
-    def zeros_after_both_arrived(*arguments: Any, **options: Any) -> torch.Tensor:
+    def wait_for_both_and_allocate(*arguments: Any, **options: Any) -> torch.Tensor:
         barrier.wait(60)
-        return zeros(*arguments, **options)
+        return allocate_zeros(*arguments, **options)
 
-    monkeypatch.setattr(torch, "zeros", zeros_after_both_arrived)
+    monkeypatch.setattr(torch, "zeros", wait_for_both_and_allocate)
     run_concurrently(*[lambda: counters.append(kernel.count_invalid_ids_on(CPU))] * 2)
     assert counters[0] is counters[1]
     counters[0].fill_(3)
@@ -102,19 +104,21 @@ def test_threads_share_the_counter_of_invalid_ids(
 
 def test_weights_bound_concurrently_have_different_signatures() -> None:
     cache = CheckedWeightsCache()
-    wide, narrow = (random_inputs(p, CPU)[1] for p in (PROBLEM, replace(PROBLEM, hidden=32)))
-    bound: list[Any] = []
+    wide_weights, narrow_weights = (
+        random_inputs(p, CPU)[1] for p in (PROBLEM, replace(PROBLEM, hidden=32))
+    )
+    bound_weights: list[Any] = []
 
-    class Interleaved(dict[Hashable, int]):
+    class DictInterruptedByAdd(dict[Hashable, int]):
         def setdefault(self, key: Hashable, number: int) -> int:  # type: ignore[override]
-            if not bound:  # simulate another thread
-                bound.append(None)
-                bound.append(cache.add(narrow))
+            if not bound_weights:  # simulates an `add` in another thread
+                bound_weights.append(None)  # prevents recursion
+                bound_weights.append(cache.add(narrow_weights))
             return super().setdefault(key, number)
 
-    cache._signature_numbers = Interleaved()
-    bound.append(cache.add(wide))
-    assert bound[1].signature != bound[2].signature
+    cache._signature_numbers = DictInterruptedByAdd()
+    bound_weights.append(cache.add(wide_weights))
+    assert bound_weights[1].signature != bound_weights[2].signature
 
 
 def test_the_interpreter_is_patched_only_after_its_setup(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,9 +31,7 @@ def load_by_name(
     experts: int = 4,
     fused_prefixes: "dict[str, str] | None" = None,
 ) -> torch.nn.Module:
-    """Load each tensor as `load_weights` of an engine's model does: map its name to a parameter and
-    call the parameter's `weight_loader`.
-    """
+    """Load each tensor with the `weight_loader` of its parameter, as models of engines do."""
     layer = torch.nn.Module()
     layer.experts = torch.nn.Module()
     loader.create_weights(layer.experts, dtype)
@@ -62,15 +60,15 @@ def test_loading_by_tensor_equals_loading_from_files(kind: str, tmp_path: Path) 
     format = format_of(CHECKPOINT_FORMATS[kind].config, depth=256)
     for ep, tp in ((1, 1), (2, 2)):
         for ep_rank, tp_rank in product(range(ep), range(tp)):
-            if format.scheme.static:  # gate and up share an input scale here
+            if format.scheme.static:  # Gate and up must have the same input scale.
                 for name in [n for n in experts if ".w3.input_scale" in n]:
                     experts[name] = experts[name.replace(".w3.", ".w1.")].clone()
             share = Share(4, 128, 256, ep=(ep_rank, ep), tp=(tp_rank, tp))
             loader = ExpertLoader(share, format)
             dtype = {"fp16": torch.float16, "fp32": torch.float32}.get(kind, torch.bfloat16)
             got = loader.expert_weights(load_by_name(loader, experts, dtype))
-            want = mk.load_experts(tmp_path, 0, ep=(ep_rank, ep), tp=(tp_rank, tp)).weights
-            for name, tensor in vars(want).items():
+            expected = mk.load_experts(tmp_path, 0, ep=(ep_rank, ep), tp=(tp_rank, tp)).weights
+            for name, tensor in vars(expected).items():
                 got_tensor = getattr(got, name)
                 assert (got_tensor is None) == (tensor is None), name
                 if tensor is not None and not name.startswith("a"):
@@ -82,12 +80,14 @@ def test_loading_by_tensor_equals_loading_from_files(kind: str, tmp_path: Path) 
 
 
 def fuse_gate_and_up(format: Format, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Concatenate gate and up of every expert into one tensor, named w13 as in engines."""
-    names = {alias: each for each in format.stored_tensors for alias in (each.name, *each.aliases)}
+    """Concatenate gate and up of every expert into one tensor w13, which some engines load."""
+    stored_by_name = {
+        name: stored for stored in format.stored_tensors for name in (stored.name, *stored.aliases)
+    }
     fused = dict(tensors)
     for name in [name for name in tensors if ".w1." in name]:
         up, gate = fused.pop(name.replace(".w1.", ".w3.")), fused.pop(name)
-        axes = [dim.axis for dim in names[name.rpartition(".")[2]].dims]
+        axes = [dim.axis for dim in stored_by_name[name.rpartition(".")[2]].dims]
         gate_up = torch.cat([gate, up], axes.index("N")) if "N" in axes else gate
         fused[name.replace(".w1.", ".w13.")] = gate_up
     return fused
@@ -109,13 +109,14 @@ def test_loading_fused_gate_and_up_equals_loading_both(kind: str, tmp_path: Path
     write(tmp_path, "mixtral", kind)
     tensors = load_file(tmp_path / "model.safetensors")
     experts = {name: t for name, t in tensors.items() if ".experts." in name}
-    format, loaded = format_of(CHECKPOINT_FORMATS[kind].config), []
+    format, loaded_weights = format_of(CHECKPOINT_FORMATS[kind].config), []
     for tensors_to_load in (experts, fuse_gate_and_up(format, experts)):
         loader = ExpertLoader(Share(4, 128, 256, ep=(1, 2), tp=(1, 2)), format)
         layer = load_by_name(loader, tensors_to_load, torch.float32, fused_prefixes={"w13": "w13_"})
-        loaded.append(loader.expert_weights(layer))
-    for name, tensor in vars(loaded[0]).items():
-        other = getattr(loaded[1], name)
+        loaded_weights.append(loader.expert_weights(layer))
+    separate, fused = loaded_weights
+    for name, tensor in vars(separate).items():
+        other = getattr(fused, name)
         assert tensor is other is None or torch.equal(tensor.float(), other.float()), name
 
 
@@ -171,16 +172,18 @@ def test_transposed_storage_has_the_same_values() -> None:
         for i in range(2)
         for name in ("w1", "w2", "w3")
     }
-    plain, transposed = ExpertLoader(share), ExpertLoader(share, transposed=True)
-    layers = [load_by_name(loader, tensors, torch.float32, 2) for loader in (plain, transposed)]
+    loader = ExpertLoader(share)
+    transposed_loader = ExpertLoader(share, transposed=True)
+    layers = [
+        load_by_name(expert_loader, tensors, torch.float32, 2)
+        for expert_loader in (loader, transposed_loader)
+    ]
     assert layers[1].w13_weight.shape == (2, 16, 32)
     assert layers[1].w2_weight.shape == (2, 16, 16)
     for name in ("w1", "w2"):
-        weights, other = (
-            plain.expert_weights(layers[0]),
-            transposed.expert_weights(layers[1]),
-        )
-        assert torch.equal(getattr(weights, name), getattr(other, name))
+        weights = loader.expert_weights(layers[0])
+        transposed_weights = transposed_loader.expert_weights(layers[1])
+        assert torch.equal(getattr(weights, name), getattr(transposed_weights, name))
 
 
 def test_the_mapping_has_three_entries_per_expert() -> None:
@@ -213,8 +216,8 @@ def test_destination_describes_a_slice() -> None:
 def test_quant_methods_create_the_parameters() -> None:
     layer, loader_calls = torch.nn.Module(), []
 
-    def record_call(*given: object) -> None:
-        loader_calls.append(given)
+    def record_call(*arguments: object) -> None:
+        loader_calls.append(arguments)
 
     UnquantizedEPMoEMethod().create_weights(layer, 2, 64, 128, torch.bfloat16, record_call)
     assert {n: (tuple(p.shape), p.dtype) for n, p in layer.named_parameters()} == {
@@ -272,7 +275,7 @@ def test_input_scales_of_an_expert_must_be_equal() -> None:
     with pytest.raises(WeightsError, match=r"input_scale: got 0\.75, need 0\.5"):
         loader.weight_loader(param, torch.tensor(0.75), name, "w3", 0)
     loader.weight_loader(param, torch.tensor([0.500001]), name, "w3", 0)
-    # expert 1 is on another rank
+    # Expert 1 is on another rank, so its scale is skipped.
     loader.weight_loader(param, torch.tensor(0.25), name, "w1", 1)
     assert param.tolist() == [pytest.approx(0.5, abs=1e-5)]
     scale = layer.w13_weight_scale

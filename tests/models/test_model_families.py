@@ -1,8 +1,8 @@
 """Every configuration class with experts in the installed transformers is read or refused.
 
-The tests read the files that these classes write. They compare the result with the model's modules:
-with the shapes of the experts' parameters on the meta device, and with their activation on random
-values.
+The tests read the files that these classes write. They compare the result with transformers' module
+of the experts: with the shapes of its parameters on the meta device, and with its activation of
+random values.
 """
 
 import json
@@ -29,7 +29,7 @@ MODELS = Path(transformers.__file__).parent / "models"
 EXPERT_FIELD = re.compile("expert|moe")
 SCALING_FIELD = re.compile(r"[a-z_]*rout(?:ed|er|e)_scal(?:ing_factor|e)")
 
-# Values for classes whose defaults do not describe a layer.
+# Values of the fields without which classes do not describe a layer.
 MISSING_VALUES: dict[str, dict[str, object]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "deepseek_ocr2_text": {"num_experts_per_tok": 6},
@@ -45,7 +45,7 @@ MISSING_VALUES: dict[str, dict[str, object]] = {
     "hunyuan_v1_moe": {"num_experts": 64, "moe_topk": 8, "intermediate_size": 3072},
     "nemotron_h": {"hidden_size": 2688},
 }
-# Types that apply router weights to the input. The parameters do not show this.
+# Types that apply router weights to the input, which the parameters do not show.
 ON_INPUT = {"llama4_text"}
 REFUSED = {
     "doge",
@@ -70,9 +70,10 @@ RELEASE = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 INSTALLED = {
     kind: family for kind, family in FAMILIES.items() if ADDED_IN.get(kind, RELEASE) <= RELEASE
 }
-# Classes without a model_type. They are parts of the files of DBRX and Qwen3-Omni.
+# Classes without a model_type, whose configs are sections of the files of DBRX and Qwen3-Omni.
 WITHOUT_TYPE = {"DbrxFFNConfig", "Qwen3OmniMoeTalkerConfig"}
-# The published defaults of some classes, from the papers and files that they name.
+# The experts, top_k, hidden size, intermediate size and scaling factor of published models, which
+# are the defaults of their classes.
 PUBLISHED_SIZES = {
     "mixtral": (8, 2, 4096, 14336, 1.0),
     "deepseek_v3": (256, 8, 7168, 2048, 2.5),
@@ -87,12 +88,12 @@ PUBLISHED_SIZES = {
 }
 
 
-# Classes that need arguments.
+# Classes that cannot be created without arguments.
 WITHOUT_DEFAULTS = {"Gemma4AssistantConfig", "NougatConfig"}
 
 
 @cache
-def config_classes() -> dict[str, type]:
+def find_config_classes() -> dict[str, type]:
     classes: dict[str, type] = {}
     for path in sorted(MODELS.glob("*/configuration_*.py")):
         module = import_module(f"transformers.models.{path.parent.name}.{path.stem}")
@@ -106,14 +107,14 @@ def config_classes() -> dict[str, type]:
 def mentions_experts(value: Any) -> bool:
     if not isinstance(value, dict):
         return False
-    return any(EXPERT_FIELD.search(str(key)) or mentions_experts(one) for key, one in value.items())
+    return any(EXPERT_FIELD.search(str(key)) or mentions_experts(v) for key, v in value.items())
 
 
 @cache
-def classes_with_experts() -> dict[str, type]:
-    """Return the classes with fields about experts. The fields may be in a part of the config."""
+def find_classes_with_experts() -> dict[str, type]:
+    """Return the classes, by name, whose config or nested config has fields about experts."""
     classes = {}
-    for name, cls in config_classes().items():
+    for name, cls in find_config_classes().items():
         try:
             has_experts = mentions_experts(cls().to_dict())
         except (ValueError, StrictDataclassError):
@@ -129,8 +130,8 @@ def write_config(config: Any, path: Path) -> str:
     return str(path)
 
 
-def language_config_of(config: Any) -> Any:
-    """Return the part of a configuration that should be read."""
+def find_language_config(config: Any) -> Any:
+    """Return the config or the nested config that describes the layers with experts."""
     for _ in range(3):
         if config.model_type in FAMILIES:
             return config
@@ -139,29 +140,27 @@ def language_config_of(config: Any) -> Any:
 
 
 def make_config(cls: type) -> Any:
-    """Return an instance in which all sizes are set, also in its language model."""
+    """Return an instance with all sizes of a layer, also in its nested language model."""
     config = cls(**MISSING_VALUES.get(cls.model_type, {}))
-    inner_config = getattr(config, "text_config", None)
-    missing_values = MISSING_VALUES.get(getattr(inner_config, "model_type", ""), {})
+    text_config = getattr(config, "text_config", None)
+    missing_values = MISSING_VALUES.get(getattr(text_config, "model_type", ""), {})
     return (
-        cls(text_config={"model_type": inner_config.model_type, **missing_values})
+        cls(text_config={"model_type": text_config.model_type, **missing_values})
         if missing_values
         else config
     )
 
 
-def experts_of(config: Any) -> Any:
-    """Return the experts module, on the meta device."""
+def make_experts(config: Any) -> Any:
+    """Create the module of the experts on the meta device."""
     folder, name, *_ = FAMILIES[config.model_type].source.split()
     module = import_module(f"transformers.models.{folder}.modeling_{folder}")
     with torch.device("meta"):
         return getattr(module, name)(getattr(config, "ffn_config", config))
 
 
-def expert_sizes(config: Any, module: Any) -> tuple[int, int, int, int]:
-    """Return the number of experts, the hidden size, the intermediate size, and the rows of w1.
-    They are taken from the parameters.
-    """
+def read_expert_sizes(config: Any, module: Any) -> tuple[int, int, int, int]:
+    """Return the sizes of the parameters: experts, hidden size, intermediate size, rows of w1."""
     shapes = {name: tuple(value.shape) for name, value in module.named_parameters()}
     if config.model_type == "dbrx":
         width = config.ffn_config.ffn_hidden_size
@@ -171,30 +170,29 @@ def expert_sizes(config: Any, module: Any) -> tuple[int, int, int, int]:
     if config.model_type == "jetmoe":
         experts, hidden, width = shapes["output_linear.weight"]
         return experts, hidden, width, shapes["input_linear.weight"][1]
-    first = shapes.get("gate_up_proj", shapes.get("up_proj"))
+    w1_shape = shapes.get("gate_up_proj", shapes.get("up_proj"))
     transposed = getattr(module, "is_transposed", config.model_type == "llama4_text")
-    experts, *rest = shapes["down_proj"]
-    hidden, width = reversed(rest) if transposed else rest
-    rows, columns = reversed(first[1:]) if transposed else first[1:]
-    assert (first[0], columns) == (experts, hidden)
+    experts, *w2_shape = shapes["down_proj"]
+    hidden, width = reversed(w2_shape) if transposed else w2_shape
+    rows, columns = reversed(w1_shape[1:]) if transposed else w1_shape[1:]
+    assert (w1_shape[0], columns) == (experts, hidden)
     return experts, hidden, width, rows
 
 
 def apply_activation(config: Any, module: Any, values: torch.Tensor) -> torch.Tensor:
-    """Return the activation of the experts module for (rows, 2I), or for (rows, I) if it is
-    ungated.
-    """
+    """Apply the activation of the experts to (rows, 2I), or to (rows, I) if it is ungated."""
     apply = getattr(module, "_apply_gate", None)
     if config.model_type == "nemotron_h":
         return module.act_fn(values)
     if apply is not None:
         return apply(values)
-    act = {"dbrx": "activation_fn", "jetmoe": "activation"}.get(config.model_type, "act_fn")
+    attribute = {"dbrx": "activation_fn", "jetmoe": "activation"}.get(config.model_type, "act_fn")
     gate, up = values.chunk(2, dim=-1)
-    return getattr(module, act)(gate) * up
+    return getattr(module, attribute)(gate) * up
 
 
-# Types that a wrapper renames, or whose code is published with the model.
+# Types without a class in transformers: a wrapper's config renames them, or their code is
+# published with the model.
 WITHOUT_CLASS = {"kimi_k2", "bailing_moe", "bailing_moe_v2", "deepseek", "step3_text"}
 
 
@@ -202,23 +200,25 @@ def list_readable_types() -> list[str]:
     return [name for name in INSTALLED if name not in REFUSED | WITHOUT_CLASS]
 
 
-def class_of(kind: str) -> type:
-    return next(cls for cls in classes_with_experts().values() if cls.model_type == kind)
+def find_class(kind: str) -> type:
+    return next(cls for cls in find_classes_with_experts().values() if cls.model_type == kind)
 
 
 def test_every_class_with_experts_is_known() -> None:
-    """The table has no other entries except WITHOUT_CLASS."""
-    types = {cls.model_type for cls in classes_with_experts().values()}
+    """FAMILIES has an entry for each class with experts, and others only for WITHOUT_CLASS."""
+    types = {cls.model_type for cls in find_classes_with_experts().values()}
     assert {
-        name for name, cls in classes_with_experts().items() if not cls.model_type
+        name for name, cls in find_classes_with_experts().items() if not cls.model_type
     } == WITHOUT_TYPE
-    leaves = {kind for kind in types if kind and mentions_experts(expert_fields(kind))}
-    assert leaves == set(INSTALLED) - WITHOUT_CLASS
+    types_of_layers = {
+        kind for kind in types if kind and mentions_experts(list_expert_fields(kind))
+    }
+    assert types_of_layers == set(INSTALLED) - WITHOUT_CLASS
     assert {kind for kind, family in FAMILIES.items() if family.unsupported_reason} == REFUSED
 
 
-def expert_fields(kind: str) -> dict[str, None]:
-    config = class_of(kind)
+def list_expert_fields(kind: str) -> dict[str, None]:
+    config = find_class(kind)
     inner_fields = {"ffn_config": None} if kind == "dbrx" else {}
     names = [field.name for field in fields(config) if EXPERT_FIELD.search(field.name)]
     return dict.fromkeys(["moe"] if inner_fields else names)
@@ -226,12 +226,12 @@ def expert_fields(kind: str) -> dict[str, None]:
 
 @pytest.mark.parametrize("kind", list_readable_types())
 def test_configs_are_read_as_their_experts_compute(kind: str, tmp_path: Path) -> None:
-    config = make_config(class_of(kind))
-    facts = problem_fields_of_file(write_config(config, tmp_path / "config.json"))
-    problem = Problem(tokens=1, **facts)  # type: ignore[arg-type]
-    module = experts_of(config)
+    config = make_config(find_class(kind))
+    problem_fields = problem_fields_of_file(write_config(config, tmp_path / "config.json"))
+    problem = Problem(tokens=1, **problem_fields)  # type: ignore[arg-type]
+    module = make_experts(config)
     shape = (problem.experts, problem.hidden, problem.intermediate, problem.w1_rows)
-    assert shape == expert_sizes(config, module)
+    assert shape == read_expert_sizes(config, module)
     names = ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k")
     inner = getattr(config, "ffn_config", config)
     top_k = [getattr(inner, n) for n in (*names, "moe_top_k") if hasattr(inner, n)]
@@ -246,18 +246,18 @@ def test_configs_are_read_as_their_experts_compute(kind: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", list_readable_types())
 def test_table_agrees_with_the_sources(kind: str) -> None:
-    """The named classes exist. A scaling factor is read exactly if the source uses one."""
+    """The named classes exist, and an entry has a scaling factor if and only if the code does."""
     family = FAMILIES[kind]
     folder, *names = family.source.split()
     code = (MODELS / folder / f"modeling_{folder}.py").read_text()
     assert [name for name in names if f"class {name}(" not in code] == []
     relevant_code = code
-    if folder == "dots3_note":  # its image experts have a factor with another name
+    if folder == "dots3_note":  # The experts of its image encoder have a factor of another name.
         relevant_code = code.replace("router_scaling_factor", "")
-    used = {
+    used_fields = {
         name for name in SCALING_FIELD.findall(relevant_code) if f"config.{name}" in relevant_code
     }
-    assert used <= {family.scaling.removesuffix("?")}
+    assert used_fields <= {family.scaling.removesuffix("?")}
     assert not family.scaling or f"config.{family.scaling.removesuffix('?')}" in code
 
 
@@ -268,57 +268,57 @@ def test_unsupported_layers_are_refused_by_name(kind: str, tmp_path: Path) -> No
     code = (MODELS / folder / f"modeling_{folder}.py").read_text()
     assert f"class {name}(" in code
     with pytest.raises(ConfigurationError, match=re.escape(kind)) as caught:
-        problem_fields_of_file(write_config(class_of(kind)(), tmp_path / "config.json"))
+        problem_fields_of_file(write_config(find_class(kind)(), tmp_path / "config.json"))
     assert family.unsupported_reason in str(caught.value)
 
 
 def test_multimodal_models_are_read_as_their_language_models(tmp_path: Path) -> None:
-    read = set()
-    for name, cls in classes_with_experts().items():
+    types_read = set()
+    for name, cls in find_classes_with_experts().items():
         if cls.model_type in FAMILIES or name in WITHOUT_TYPE - {"Qwen3OmniMoeTalkerConfig"}:
             continue
         if cls.model_type == "vitpose":
-            continue  # its experts are not in a language model; see the next test
+            continue  # Its experts are in a backbone, which the next test covers.
         config = make_config(cls)
-        inner = language_config_of(config)
+        inner = find_language_config(config)
         if FAMILIES[inner.model_type].unsupported_reason:
             with pytest.raises(ConfigurationError, match=inner.model_type):
                 problem_fields_of_file(write_config(config, tmp_path / "outer.json"))
             continue
         outer = problem_fields_of_file(write_config(config, tmp_path / "outer.json"))
         assert outer == problem_fields_of_file(write_config(inner, tmp_path / "inner.json")), name
-        read.add(cls.model_type)
-    assert {"llama4", "kimi_k25", "qwen3_omni_moe", "qwen3_vl_moe", "gemma4"} <= read
+        types_read.add(cls.model_type)
+    assert {"llama4", "kimi_k25", "qwen3_omni_moe", "qwen3_vl_moe", "gemma4"} <= types_read
 
 
 def test_experts_of_a_backbone_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="vitpose"):
-        problem_fields_of_file(write_config(class_of("vitpose")(), tmp_path / "config.json"))
+        problem_fields_of_file(write_config(find_class("vitpose")(), tmp_path / "config.json"))
 
 
 @pytest.mark.parametrize("kind", PUBLISHED_SIZES)
 def test_published_defaults(kind: str, tmp_path: Path) -> None:
-    facts = problem_fields_of_file(write_config(class_of(kind)(), tmp_path / "config.json"))
-    problem = Problem(tokens=1, **facts)  # type: ignore[arg-type]
+    problem_fields = problem_fields_of_file(
+        write_config(find_class(kind)(), tmp_path / "config.json")
+    )
+    problem = Problem(tokens=1, **problem_fields)  # type: ignore[arg-type]
     sizes = (problem.experts, problem.top_k, problem.hidden, problem.intermediate)
     assert (*sizes, problem.routed_scaling_factor) == PUBLISHED_SIZES[kind]
 
 
 def test_latent_size_is_the_hidden_size_of_the_experts(tmp_path: Path) -> None:
-    config = class_of("nemotron_h")(moe_latent_size=1024, hidden_size=4096)
-    facts = problem_fields_of_file(write_config(config, tmp_path / "config.json"))
-    assert facts["hidden"] == 1024
-    assert ActivationSpec.parse(str(facts["activation"])).gated is False
-    problem = Problem(tokens=1, **facts)  # type: ignore[arg-type]
+    config = find_class("nemotron_h")(moe_latent_size=1024, hidden_size=4096)
+    problem_fields = problem_fields_of_file(write_config(config, tmp_path / "config.json"))
+    assert problem_fields["hidden"] == 1024
+    assert ActivationSpec.parse(str(problem_fields["activation"])).gated is False
+    problem = Problem(tokens=1, **problem_fields)  # type: ignore[arg-type]
     shape = (problem.experts, problem.hidden, problem.intermediate, problem.w1_rows)
-    assert shape == expert_sizes(config, experts_of(config))
+    assert shape == read_expert_sizes(config, make_experts(config))
 
 
 def test_limits_per_layer(tmp_path: Path) -> None:
-    """step3p5 has a limit per layer. The limits may all be absent or all equal. Otherwise the
-    config is refused.
-    """
-    cls = class_of("step3p5")
+    """step3p5 has a limit per layer. The limits must be all absent or all equal."""
+    cls = find_class("step3p5")
     config = json.loads(cls().to_json_string())
     path = tmp_path / "config.json"
     for limits, kind in (([0, None], "silu"), ([7.0, 7.0], "swiglu_clamp_after:limit=7.0")):

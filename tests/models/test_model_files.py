@@ -1,4 +1,4 @@
-"""`--model PATH` reads a config.json as data. Unknown content that changes the layer is refused."""
+"""`--model PATH` reads a config.json, and refuses unknown content that could change the layer."""
 
 import json
 import os
@@ -28,15 +28,15 @@ from modular_kernel.cli.tune import _make_problems
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.config_file import is_model_path, problem_fields_of_file
 
-OAI = "activation=swiglu_oai:alpha=1.702,limit=7.0,interleaved=true-bias"
-SUPPORTED = {
+GPT_OSS_FIELDS = "activation=swiglu_oai:alpha=1.702,limit=7.0,interleaved=true-bias"
+SUPPORTED_CONFIGS = {
     "mixtral": (MIXTRAL, "T16-H4096-I14336-E8-K2-bfloat16"),
     "qwen3": (QWEN3, "T16-H2048-I768-E128-K8-float16"),
     "deepseek": (
         DEEPSEEK,
         "T16-H7168-I2048-E256-K8-bfloat16-quant=fp8_w8a8_block-routed_scaling_factor=2.5",
     ),
-    "gpt-oss": (GPT_OSS, f"T16-H2880-I2880-E128-K4-bfloat16-quant=mxfp4_w4a16-{OAI}"),
+    "gpt-oss": (GPT_OSS, f"T16-H2880-I2880-E128-K4-bfloat16-quant=mxfp4_w4a16-{GPT_OSS_FIELDS}"),
     "in text_config": (
         {"text_config": QWEN3, "vision_config": {}},
         "T16-H2048-I768-E128-K8-float16",
@@ -118,7 +118,9 @@ SUPPORTED = {
 }
 
 
-@pytest.mark.parametrize(("config", "problem"), SUPPORTED.values(), ids=SUPPORTED.keys())
+@pytest.mark.parametrize(
+    ("config", "problem"), SUPPORTED_CONFIGS.values(), ids=SUPPORTED_CONFIGS.keys()
+)
 def test_problem_of_each_config(tmp_path: Path, config: dict, problem: str) -> None:
     path = write_config(tmp_path, config)
     assert str(ProblemOptions(model=path).problem()) == problem
@@ -128,7 +130,7 @@ def test_problem_of_each_config(tmp_path: Path, config: dict, problem: str) -> N
     assert ProblemOptions(model=path, hidden=64, quant="none").problem().hidden == 64
 
 
-INVALID: dict[str, Any] = {
+INVALID_CONFIGS: dict[str, Any] = {
     "not JSON": "{",
     "empty": "",
     "a list": "[]",
@@ -190,7 +192,7 @@ INVALID: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("config", INVALID.values(), ids=INVALID.keys())
+@pytest.mark.parametrize("config", INVALID_CONFIGS.values(), ids=INVALID_CONFIGS.keys())
 def test_unsupported_configs_raise_typed_errors(tmp_path: Path, config: Any) -> None:
     with pytest.raises(ConfigurationError) as caught:
         problem_fields_of_file(write_config(tmp_path, config))
@@ -221,15 +223,15 @@ def test_tune_keeps_the_schemes_of_files(tmp_path: Path) -> None:
         ("mixtral", "none"),
         (tmp_path.name, "fp8_w8a8_block"),
     ]
-    (_, problem), *more = _make_problems(ProblemOptions(model=path, quant="none"))
-    assert (problem.quant, more) == ("none", [])
+    (_, problem), *other_problems = _make_problems(ProblemOptions(model=path, quant="none"))
+    assert (problem.quant, other_problems) == ("none", [])
 
 
 def test_options_override_the_file(tmp_path: Path) -> None:
     path = write_config(tmp_path, {"text_config": LLAMA4})
     assert ProblemOptions(model=path).problem().apply_router_weight_on_input
-    without_option = ProblemOptions(model=path, router_weight_on_input=False)
-    assert not without_option.problem().apply_router_weight_on_input
+    overridden = ProblemOptions(model=path, router_weight_on_input=False)
+    assert not overridden.problem().apply_router_weight_on_input
 
 
 def test_unreadable_files_raise_typed_errors(tmp_path: Path) -> None:
@@ -243,9 +245,9 @@ def test_unreadable_files_raise_typed_errors(tmp_path: Path) -> None:
 
 
 def test_error_names_the_missing_config_of_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError) as refused:
+    with pytest.raises(ConfigurationError) as caught:
         problem_fields_of_file(str(tmp_path))
-    assert f"{str(tmp_path / 'config.json')!r}: No such file" in str(refused.value)
+    assert f"{str(tmp_path / 'config.json')!r}: No such file" in str(caught.value)
 
 
 def test_model_names_are_not_read_as_files() -> None:

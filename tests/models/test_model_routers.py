@@ -1,4 +1,4 @@
-"""Routers as described by a config.json. They equal the router modules of transformers."""
+"""The router that a config.json describes equals the router module of transformers."""
 
 import inspect
 import json
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_router_families import BASE, EPS, FAMILIES, SCALE, Family, dense, make_router
+from test_router_families import BASE, EPS, FAMILIES, SCALE, Family, make_router, scatter_weights
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.machine import prefer_torch_reference
@@ -22,15 +22,19 @@ transformers = pytest.importorskip("transformers")
 
 E, K, H, T = 16, 4, 24, 9
 CONFIG_PATH = Path("config.json")
-# Values of keys that only routers of some types read.
+# Values of keys for the types that read them.
 TYPE_VALUES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"norm_topk_prob": False, "scoring_func": "softmax"},
     "deepseek_ocr2_text": {"norm_topk_prob": False, "scoring_func": "softmax"},
     "unlimited_ocr_text": {"norm_topk_prob": False, "scoring_func": "softmax"},
 }
-CONFIG = {name: value for name, value in BASE.items() if name not in ("scoring_func",)}
-BIAS_ARGUMENT = ("minimax_m2", "afmoe", "lfm2_moe")  # their bias is an argument of forward
-ROUTERS = {  # types whose folder has several routers, or another name
+BASE_CONFIG = {name: value for name, value in BASE.items() if name not in ("scoring_func",)}
+TYPES_WITH_BIAS_ARGUMENT = (
+    "minimax_m2",
+    "afmoe",
+    "lfm2_moe",
+)  # The bias is an argument of forward.
+ROUTER_CLASSES = {  # of types whose folder has several router classes, or an unusual name
     "llama4_text": "Llama4Router",
     "qwen3_omni_moe_text": "Qwen3OmniMoeThinkerTextTopKRouter",
     "qwen3_omni_moe_talker_text": "Qwen3OmniMoeTalkerTextTopKRouter",
@@ -38,7 +42,7 @@ ROUTERS = {  # types whose folder has several routers, or another name
 
 
 def make_config(kind: str, **changes: Any) -> dict[str, Any]:
-    config = CONFIG | {"model_type": kind} | TYPE_VALUES.get(kind, {}) | changes
+    config = BASE_CONFIG | {"model_type": kind} | TYPE_VALUES.get(kind, {}) | changes
     if RULES[kind].score == "sigmoid" and RULES[kind].groups is not None:
         config = {"topk_method": "noaux_tc"} | {
             k: v for k, v in config.items() if k != "topk_method"
@@ -49,8 +53,8 @@ def make_config(kind: str, **changes: Any) -> dict[str, Any]:
 def find_router(kind: str) -> tuple[str, str]:
     """Return the folder of the model in transformers and the name of its router there."""
     folder = families.FAMILIES[kind].source.split()[0]
-    if kind in ROUTERS:
-        return folder, ROUTERS[kind]
+    if kind in ROUTER_CLASSES:
+        return folder, ROUTER_CLASSES[kind]
     module = import_module(f"transformers.models.{folder}.modeling_{folder}")
     (name,) = (n for n in vars(module) if re.search(r"(Top[Kk]Router|V1Gate|ChoiceRouter)$", n))
     return folder, name
@@ -64,11 +68,11 @@ def test_configs_route_like_their_models(kind: str, normalized: bool) -> None:
     config = make_config(kind, norm_topk_prob=normalized and not is_v2)
     if kind == "cohere2_moe":
         config["expert_selection_fn"] = "sigmoid" if normalized else "softmax"
-    if kind == "longcat_flash":  # test_router_families tests routers with zero experts
+    if kind == "longcat_flash":  # test_router_families tests zero experts.
         config["zero_expert_num"] = 0
     spec = router_of_config(CONFIG_PATH, config, K)
     assert spec is not None
-    family = Family(folder, name, spec, bias=kind in BIAS_ARGUMENT, config=config)
+    family = Family(folder, name, spec, bias=kind in TYPES_WITH_BIAS_ARGUMENT, config=config)
     router, arguments = make_router(family)
     tensors: dict[str, torch.Tensor] = dict(router.named_parameters()) | dict(
         router.named_buffers()
@@ -83,18 +87,22 @@ def test_configs_route_like_their_models(kind: str, normalized: bool) -> None:
             bias = next(t for name, t in tensors.items() if "correction_bias" in name).flatten()
         routed = route(logits, spec, RouterTensors(bias)).routing
     if folder == "llama4":
-        want = torch.cat([outputs[0], torch.zeros(T, 1)], 1)
+        expected = torch.cat([outputs[0], torch.zeros(T, 1)], 1)
     else:
-        want = dense(*outputs[1:3])
-    scaled = re.search("routed_scaling_factor|route_scale", inspect.getsource(type(router)))
-    got = dense(routed.topk_weights_TK, routed.topk_ids_TK)
-    torch.testing.assert_close(got, want / (SCALE if scaled else 1), rtol=2e-6, atol=1e-7)
+        expected = scatter_weights(*outputs[1:3])
+    has_scaling_factor = re.search(
+        "routed_scaling_factor|route_scale", inspect.getsource(type(router))
+    )
+    got = scatter_weights(routed.topk_weights_TK, routed.topk_ids_TK)
+    torch.testing.assert_close(
+        got, expected / (SCALE if has_scaling_factor else 1), rtol=2e-6, atol=1e-7
+    )
 
 
 @pytest.mark.parametrize("normalized", [True, False, None])
 def test_deepseek_routes_like_its_own_code(normalized: bool | None) -> None:
-    """Softmax over all experts, then the top K. The weights are divided by their sum if
-    norm_topk_prob is set. There is no scaling factor.
+    """The model's code selects the top K of a softmax over all experts. norm_topk_prob divides the
+    weights by their sum. There is no scaling factor.
     """
     config = {"model_type": "deepseek", "scoring_func": "softmax", "norm_topk_prob": normalized}
     spec = router_of_config(CONFIG_PATH, config, K)
@@ -103,8 +111,9 @@ def test_deepseek_routes_like_its_own_code(normalized: bool | None) -> None:
     routing = route(logits, spec, RouterTensors(None)).routing
     values, ids = logits.double().softmax(-1).topk(K)
     values = values / (values.sum(-1, keepdim=True) + 1e-20) if normalized else values
-    got, want = dense(routing.topk_weights_TK, routing.topk_ids_TK), dense(values.float(), ids)
-    torch.testing.assert_close(got, want, rtol=2e-6, atol=1e-7)
+    got = scatter_weights(routing.topk_weights_TK, routing.topk_ids_TK)
+    expected = scatter_weights(values.float(), ids)
+    torch.testing.assert_close(got, expected, rtol=2e-6, atol=1e-7)
     with pytest.raises(ConfigurationError, match="scoring_func = sigmoid"):
         router_of_config(CONFIG_PATH, config | {"scoring_func": "sigmoid"}, K)
 
@@ -125,7 +134,7 @@ def test_missing_keys_have_the_defaults_of_the_class(kind: str) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if kind not in CONFIG_MAPPING:
-        pytest.skip("no class: the type of another model's code")
+        pytest.skip("transformers has no class of this type")
     config_class = CONFIG_MAPPING[kind]
     keys = ("norm_topk_prob", "n_group", "topk_group", "topk_method", "use_expert_bias",
             "moe_norm_min", "expert_selection_fn", "moe_router_logit_softcapping")  # fmt: skip
@@ -172,12 +181,12 @@ def test_floor_may_be_any_number_from_0_to_1(floor: float) -> None:
 
 
 def test_only_differences_that_change_numbers_are_compared() -> None:
-    plain = RouterSpec(K, renormalize=True)
-    assert router_differences(plain, RouterSpec(K)) == ("renormalize",)
-    assert router_differences(plain, RouterSpec(K, renormalize=True, eps=1e-20)) == ()
-    assert router_differences(plain, RouterSpec(K, renormalize=True, eps=1e-6)) == ("eps",)
-    first = RouterSpec(K, order="topk_first")
-    assert router_differences(first, RouterSpec(K, order="topk_first", **EPS)) == ()
+    renormalized = RouterSpec(K, renormalize=True)
+    assert router_differences(renormalized, RouterSpec(K)) == ("renormalize",)
+    assert router_differences(renormalized, RouterSpec(K, renormalize=True, eps=1e-20)) == ()
+    assert router_differences(renormalized, RouterSpec(K, renormalize=True, eps=1e-6)) == ("eps",)
+    topk_first = RouterSpec(K, order="topk_first")
+    assert router_differences(topk_first, RouterSpec(K, order="topk_first", **EPS)) == ()
     all_groups = RouterSpec(K, groups=4, topk_groups=4, group_score="max")
     assert router_differences(all_groups, RouterSpec(K)) == ()
     assert router_differences(RouterSpec(K, groups=4, topk_groups=2), RouterSpec(K)) == (
@@ -187,8 +196,8 @@ def test_only_differences_that_change_numbers_are_compared() -> None:
 
 
 def test_routers_are_read_from_json() -> None:
-    text = json.dumps(make_config("deepseek_v3"))
-    spec = router_of_config(CONFIG_PATH, json.loads(text), K)
+    json_text = json.dumps(make_config("deepseek_v3"))
+    spec = router_of_config(CONFIG_PATH, json.loads(json_text), K)
     assert spec == RouterSpec(
         K, "sigmoid", groups=4, topk_groups=2, selection_bias=True, renormalize=True, eps=1e-20
     )

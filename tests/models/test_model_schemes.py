@@ -1,4 +1,4 @@
-"""`--model PATH`: a quantization_config determines a scheme, or raises a typed error."""
+"""`--model PATH` derives a scheme from the quantization_config, or raises a typed error."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ I8 = {"num_bits": 8, "type": "int", "symmetric": True}
 I4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 F4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 MX4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
-TOKEN = {"strategy": "token", "dynamic": True}
+BY_TOKEN = {"strategy": "token", "dynamic": True}
 F8_BLOCK = F8 | {"strategy": "block", "block_structure": [128, 128]}
 KIMI_IGNORED = [
     "re:.*self_attn.*",
@@ -31,8 +31,8 @@ KIMI_IGNORED = [
     "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
 ]
 FP8_STATIC = {"quant_method": "fp8", "activation_scheme": "static"}
-MODELOPT = {"quant_method": "modelopt"}
-# In the keys of the dictionaries below, "ct" is compressed-tensors.
+MODELOPT_BASE = {"quant_method": "modelopt"}
+# In the keys below, "ct" stands for compressed-tensors.
 SCHEMES: dict[str, tuple[dict[str, object], str]] = {
     "fp8": (FP8_STATIC, "fp8_w8a8_tensor:static=true"),
     "fp8 dynamic": (FP8_STATIC | {"activation_scheme": "dynamic"}, "fp8_w8a8_tensor"),
@@ -82,7 +82,7 @@ SCHEMES: dict[str, tuple[dict[str, object], str]] = {
         "fp8_w8a8_tensor:static=true",
     ),
     "ct fp8 channel": (
-        make_compressed_config(F8 | {"strategy": "channel"}, F8 | TOKEN),
+        make_compressed_config(F8 | {"strategy": "channel"}, F8 | BY_TOKEN),
         "fp8_w8a8_channel",
     ),
     "ct fp8 block": (
@@ -101,7 +101,7 @@ SCHEMES: dict[str, tuple[dict[str, object], str]] = {
     ),
     "ct fp8 weights by block": (make_compressed_config(F8_BLOCK), "fp8_w8a16_block"),
     "ct int8": (
-        make_compressed_config(I8 | {"strategy": "channel"}, I8 | TOKEN),
+        make_compressed_config(I8 | {"strategy": "channel"}, I8 | BY_TOKEN),
         "int8_w8a8_channel",
     ),
     "ct int4 by channel": (
@@ -120,15 +120,15 @@ SCHEMES: dict[str, tuple[dict[str, object], str]] = {
     "ct nvfp4": (make_compressed_config(F4, F4 | {"dynamic": "local"}), "nvfp4_w4a16"),
     "ct nvfp4 weights only": (make_compressed_config(F4), "nvfp4_w4a16"),
     "ct int4 with int8 inputs": (
-        make_compressed_config(I4 | {"symmetric": True}, I8 | TOKEN),
+        make_compressed_config(I4 | {"symmetric": True}, I8 | BY_TOKEN),
         "int4_w4a16_group:group=32",
     ),
     "ct int4 by channel with int8 inputs": (
-        make_compressed_config(I4 | {"strategy": "channel", "symmetric": True}, I8 | TOKEN),
+        make_compressed_config(I4 | {"strategy": "channel", "symmetric": True}, I8 | BY_TOKEN),
         "int4_w4a16_group:group=14336",
     ),
     "ct int4 with fp8 inputs": (
-        make_compressed_config(I4 | {"symmetric": True}, F8 | TOKEN),
+        make_compressed_config(I4 | {"symmetric": True}, F8 | BY_TOKEN),
         "int4_w4a16_group:group=32",
     ),
     "ct mxfp4": (make_compressed_config(MX4), "mxfp4_w4a16"),
@@ -140,8 +140,8 @@ SCHEMES: dict[str, tuple[dict[str, object], str]] = {
         make_compressed_config(MX4, MX4 | {"num_bits": 8, "dynamic": True}),
         "mxfp4_w4a16",
     ),
-    "modelopt fp8": (MODELOPT | {"quant_algo": "FP8"}, "fp8_w8a8_tensor:static=true"),
-    "modelopt nvfp4": (MODELOPT | {"quant_algo": "NVFP4", "group_size": 16}, "nvfp4_w4a16"),
+    "modelopt fp8": (MODELOPT_BASE | {"quant_algo": "FP8"}, "fp8_w8a8_tensor:static=true"),
+    "modelopt nvfp4": (MODELOPT_BASE | {"quant_algo": "NVFP4", "group_size": 16}, "nvfp4_w4a16"),
 }
 
 
@@ -151,11 +151,11 @@ def test_scheme_of_each_quantization_config(
 ) -> None:
     config_json = MIXTRAL | {"quantization_config": config}
     assert ProblemOptions(model=write_config(tmp_path, config_json)).problem().quant == scheme
-    older = MIXTRAL | {"compression_config": config}
-    assert problem_fields_of_file(write_config(tmp_path, older))["quant"] is not None
+    older_config = MIXTRAL | {"compression_config": config}
+    assert problem_fields_of_file(write_config(tmp_path, older_config))["quant"] is not None
 
 
-UNSUPPORTED: dict[str, dict[str, object]] = {
+UNSUPPORTED_CONFIGS: dict[str, dict[str, object]] = {
     "no method": {"bits": 4},
     "another method": {"quant_method": "torchao", "quant_type": "int8_weight_only"},
     "bitsandbytes without bits": {"quant_method": "bitsandbytes"},
@@ -170,9 +170,9 @@ UNSUPPORTED: dict[str, dict[str, object]] = {
     "gptq without a group": {"quant_method": "gptq", "bits": 4, "sym": True},
     "invalid group size": {"quant_method": "gptq", "bits": 4, "group_size": -2, "sym": True},
     "awq without zero_point": {"quant_method": "awq", "bits": 4, "group_size": 128},
-    "modelopt, mixed": MODELOPT | {"quant_algo": "MIXED_PRECISION"},
-    "modelopt without an algorithm": MODELOPT,
-    "nvfp4 by 32": MODELOPT | {"quant_algo": "NVFP4", "group_size": 32},
+    "modelopt, mixed": MODELOPT_BASE | {"quant_algo": "MIXED_PRECISION"},
+    "modelopt without an algorithm": MODELOPT_BASE,
+    "nvfp4 by 32": MODELOPT_BASE | {"quant_algo": "NVFP4", "group_size": 32},
     "ct without groups": {"quant_method": "compressed-tensors"},
     "ct with two groups": {
         "quant_method": "compressed-tensors",
@@ -189,26 +189,26 @@ UNSUPPORTED: dict[str, dict[str, object]] = {
         F8 | {"strategy": "group", "group_size": 128}
     ),
     "ct fp8 static by token": make_compressed_config(
-        F8 | {"strategy": "channel"}, F8 | TOKEN | {"dynamic": False}
+        F8 | {"strategy": "channel"}, F8 | BY_TOKEN | {"dynamic": False}
     ),
     "ct block with another group": make_compressed_config(
         F8_BLOCK, F8 | {"strategy": "group", "group_size": 64, "dynamic": True}
     ),
     "ct int4 with static int8 inputs": make_compressed_config(
-        I4 | {"symmetric": True}, I8 | TOKEN | {"dynamic": False}
+        I4 | {"symmetric": True}, I8 | BY_TOKEN | {"dynamic": False}
     ),
     "ct int4 with int4 inputs": make_compressed_config(
-        I4 | {"symmetric": True}, I8 | TOKEN | {"num_bits": 4}
+        I4 | {"symmetric": True}, I8 | BY_TOKEN | {"num_bits": 4}
     ),
     "ct mxfp4 with nvfp4 inputs": make_compressed_config(MX4, F4 | {"dynamic": True}),
     "ct int4 without symmetric": make_compressed_config(I4),
     "ct fp8 in act-order": make_compressed_config(F8_BLOCK | {"actorder": "group"}),
-    "ct nvfp4 with fp8 inputs": make_compressed_config(F4, F8 | TOKEN),
+    "ct nvfp4 with fp8 inputs": make_compressed_config(F4, F8 | BY_TOKEN),
     "ignore is not a list": FP8_QUANTIZATION_CONFIG | {"ignore": "lm_head"},
 }
 
 
-@pytest.mark.parametrize("config", UNSUPPORTED.values(), ids=UNSUPPORTED.keys())
+@pytest.mark.parametrize("config", UNSUPPORTED_CONFIGS.values(), ids=UNSUPPORTED_CONFIGS.keys())
 def test_unsupported_schemes_raise_typed_errors(tmp_path: Path, config: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError, match="quantization_config") as caught:
         problem_fields_of_file(write_config(tmp_path, MIXTRAL | {"quantization_config": config}))

@@ -71,12 +71,12 @@ def test_every_model_has_a_compatible_pairing(name: str) -> None:
 
 
 def test_shapes_have_the_sizes_of_their_models() -> None:
-    published = {(m.experts, m.top_k, m.hidden, m.intermediate) for m in MODELS.values()}
-    same = {name for name, sizes in SHAPES.items() if tuple(sizes.values()) in published}
-    assert same <= set(MODEL_OF_SHAPE) <= set(SHAPES)
+    published_sizes = {(m.experts, m.top_k, m.hidden, m.intermediate) for m in MODELS.values()}
+    published = {name for name, sizes in SHAPES.items() if tuple(sizes.values()) in published_sizes}
+    assert published <= set(MODEL_OF_SHAPE) <= set(SHAPES)
     for name, description in MODEL_OF_SHAPE.items():
-        model, _, part = description.partition(", ")
-        published_model, (kind, ranks) = MODELS[model], (part or "TP 1").split()
+        model, _, split = description.partition(", ")
+        published_model, (kind, ranks) = MODELS[model], (split or "TP 1").split()
         experts = published_model.experts // (int(ranks) if kind == "EP" else 1)
         intermediate = published_model.intermediate // (int(ranks) if kind == "TP" else 1)
         assert tuple(SHAPES[name].values()) == (
@@ -88,7 +88,7 @@ def test_shapes_have_the_sizes_of_their_models() -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "name"),
+    ("spelling", "name"),
     [
         ("glm-4.5-air", "glm_4_5_air"),
         ("gptoss-20b", "gpt-oss-20b"),
@@ -96,9 +96,9 @@ def test_shapes_have_the_sizes_of_their_models() -> None:
         ("qwen3_30b", "qwen3_30b"),
     ],
 )
-def test_names_are_found_with_any_separator(typed: str, name: str) -> None:
-    assert load_problem_fields(typed) == load_problem_fields(name)
-    assert is_known_model(typed)
+def test_names_are_found_with_any_separator(spelling: str, name: str) -> None:
+    assert load_problem_fields(spelling) == load_problem_fields(name)
+    assert is_known_model(spelling)
 
 
 @pytest.mark.parametrize(
@@ -136,17 +136,17 @@ def test_models_are_listed_in_80_columns(capsys: pytest.CaptureFixture[str]) -> 
     )
     names = {line.split()[0] for line in result.out.splitlines() if line.strip()}
     assert names >= set(MODELS) | set(ALIASES) | set(SHAPES)
-    for told in (
+    for explanation in (
         "E: number of experts. K: experts per token (top-k). H: hidden size",
         "I: intermediate size",
     ):
-        assert told in result.out
+        assert explanation in result.out
     assert re.search(r"^ mixtral +8 +2 +4096 +14336  mixtral-8x7b *$", result.out, re.M)
     assert re.search(r"^ qwen3-30b +qwen3-30b-a3b *$", result.out, re.M)
-    told = json.loads(run_mk(capsys, "models", "--json").out)
-    assert told["models"]["kimi-k2"]["source"] == "moonshotai/Kimi-K2-Instruct"
-    assert told["models"]["kimi-k2"]["quant"] == "fp8_w8a8_block"
-    assert told["models"]["mixtral-8x7b"]["quant"] == "none"
-    assert set(told["models"]) == set(MODELS)
+    models = json.loads(run_mk(capsys, "models", "--json").out)["models"]
+    assert models["kimi-k2"]["source"] == "moonshotai/Kimi-K2-Instruct"
+    assert models["kimi-k2"]["quant"] == "fp8_w8a8_block"
+    assert models["mixtral-8x7b"]["quant"] == "none"
+    assert set(models) == set(MODELS)
     assert json.loads(run_mk(capsys, "models", "--types", "--json").out).keys() == FAMILIES.keys()
     assert "refused" in run_mk(capsys, "models", "--types").out

@@ -1,4 +1,4 @@
-"""Entries match the same names as in `re`. The time is bounded for every entry."""
+"""Entries match the names that `re` and `fnmatch` match, in a bounded time."""
 
 import re
 import time
@@ -49,50 +49,50 @@ def matches(entry: Entry, name: str) -> bool:
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_regexes_match_as_re_does(pattern: str) -> None:
-    """`$` also matches at the end of a module that contains other modules."""
+    """An entry also applies to modules inside a module, so `$` matches at the end of each part."""
     for name in NAMES:
         parts = name.split(".")
-        containing = [".".join(parts[: n + 1]) for n in range(len(parts))]
-        expected = any(re.match(pattern, module) for module in containing)
+        enclosing_modules = [".".join(parts[: n + 1]) for n in range(len(parts))]
+        expected = any(re.match(pattern, module) for module in enclosing_modules)
         assert matches(Entry(pattern, "regex"), name) == expected, name
-        expected = any(re.search(pattern, module) for module in containing)
+        expected = any(re.search(pattern, module) for module in enclosing_modules)
         assert matches(Entry(pattern, "search"), name) == expected, name
 
 
-CLASSES = (
+CHARACTER_CLASSES = (
     "[]a]", "[^]a]", "[]]", "[^]]", "[]-a]", "[a-]", "[-a]", "[^-a]", "[^^]", "[a^]",
     r"[\]a]", r"[a\]]", r"[^\]]", r"[\\]", r"[\^a]", r"[\-a]", r"[a\-z]", r"[\.-z]", r"[+-\]]",
     r"[\w-]", r"[\w.-]", r"[-\w]", r"[^\w]", r"[\d_]", r"[^\d]", "[^0-9]", "[0-9-]", "[a-c0-2]",
     "[é]", "[à-ü]", "[^à-ü]", r"\w", r"\d", ".", "[.]", "[$]", "[(|)]", "[*+?{}]",
 )  # fmt: skip
-# ASCII and other characters that a class may distinguish. é is a letter, and ٣ is a digit.
+# ASCII, and other characters that a class may distinguish. é is a letter, and ٣ is a digit.
 CHARACTERS = [*map(chr, range(128)), "é", "ü", "٣", "\u2013"]
 
 
-@pytest.mark.parametrize("text", CLASSES)
-def test_character_classes_match_as_in_re(text: str) -> None:
+@pytest.mark.parametrize("pattern", CHARACTER_CLASSES)
+def test_character_classes_match_as_in_re(pattern: str) -> None:
     for character in CHARACTERS:
-        expected = re.fullmatch(text, character) is not None
-        matched = matches(Entry(f"<{text}>", "regex"), f"<{character}>")
+        expected = re.fullmatch(pattern, character) is not None
+        matched = matches(Entry(f"<{pattern}>", "regex"), f"<{character}>")
         assert matched == expected, character
 
 
 @pytest.mark.parametrize(
-    "text",
+    "pattern",
     ["[]", "[^]", "[", "[a", r"[\]", "[b-a]", r"[\w-z]", r"[a-\d]", r"[\d-\w]", "[a[b]", "^*"],
 )
-def test_character_classes_that_re_refuses_are_refused(text: str) -> None:
+def test_character_classes_that_re_refuses_are_refused(pattern: str) -> None:
     with pytest.raises(PatternError):
-        ModuleMatcher([Entry(text, "regex")])
+        ModuleMatcher([Entry(pattern, "regex")])
 
 
 @pytest.mark.parametrize(
-    "text", ["[]a]", "[!]a]", "[!a]", "[a-]", "[!-a]", "[^a]", "[0-9]", "[!0-9]", "[a!]", r"[\]"]
+    "pattern", ["[]a]", "[!]a]", "[!a]", "[a-]", "[!-a]", "[^a]", "[0-9]", "[!0-9]", "[a!]", r"[\]"]
 )
-def test_wildcards_match_as_in_fnmatch(text: str) -> None:
+def test_wildcards_match_as_in_fnmatch(pattern: str) -> None:
     for character in CHARACTERS:
-        expected = fnmatchcase(character, text)
-        assert matches(Entry(f"<{text}>", "modules"), f"<{character}>") == expected, character
+        expected = fnmatchcase(character, pattern)
+        assert matches(Entry(f"<{pattern}>", "modules"), f"<{character}>") == expected, character
 
 
 # Strategies for patterns: the body of a character class, and atoms outside a class.
@@ -108,7 +108,7 @@ _REGEXES = st.one_of(
     st.tuples(_SEQUENCES, _SEQUENCES).map(lambda two: f"({'|'.join(map(''.join, two))})"),
     st.tuples(_SEQUENCES, _SEQUENCES).map(lambda two: f"^(?:{''.join(two[0])})*{''.join(two[1])}$"),
 )
-# Messages about syntax that `re` accepts and the module refuses, as its docstring says.
+# Messages about syntax that `re` accepts and ModuleMatcher refuses.
 _REFUSED = "no escapes|no []{}*+?)] here|one quantifier|classes without \\["
 
 
@@ -116,7 +116,9 @@ _REFUSED = "no escapes|no []{}*+?)] here|one quantifier|classes without \\["
 @given(_REGEXES, st.lists(st.text("abz059_-^]\\wdé$", max_size=6), min_size=4, max_size=12))
 def test_generated_regexes_match_as_in_re(pattern: str, names: list[str]) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # `--` in a class, for example
+        warnings.simplefilter(
+            "ignore", FutureWarning
+        )  # `re` warns about `--` in a class, for example.
         try:
             compiled = re.compile(pattern)
         except re.error:
@@ -137,10 +139,10 @@ EXPERT = "model.layers.3.mlp.experts.17.gate_proj"
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("entry", "expected"),
     [
         ("lm_head", False),
-        ("gate", False),  # matches the router, not gate_proj
+        ("gate", False),  # names the router, not gate_proj
         ("mlp.gate", False),
         ("gate_proj", True),
         ("mlp", True),
@@ -158,14 +160,14 @@ EXPERT = "model.layers.3.mlp.experts.17.gate_proj"
         ("odel.layers.3", False),
         ("experts.1", False),
         (r"model\.layers\.\d+\.mlp\.experts", True),
-        (r"model\.layers\.\d+\.mlp\.exp", False),  # does not match up to the end of a part
+        (r"model\.layers\.\d+\.mlp\.exp", False),  # does not match a part of the name to its end
         ("re:.*experts.*", True),
-        (r"re:experts", False),  # a regex must match from the start of the name
+        (r"re:experts", False),  # does not match the start of the name
         (r"re:.*mlp\.gate$", False),
     ],
 )
-def test_entries_of_lists(text: str, expected: bool) -> None:
-    assert matches(parse_entry(text), EXPERT) == expected
+def test_entries_of_lists(entry: str, expected: bool) -> None:
+    assert matches(parse_entry(entry), EXPERT) == expected
 
 
 def test_first_matching_entry_applies() -> None:
@@ -189,10 +191,10 @@ def test_other_syntax_is_refused(pattern: str) -> None:
         ModuleMatcher([Entry(pattern, "regex")])
 
 
-@pytest.mark.parametrize("text", ["", ".", ".."])
-def test_invalid_entries_are_refused(text: str) -> None:
+@pytest.mark.parametrize("entry", ["", ".", ".."])
+def test_invalid_entries_are_refused(entry: str) -> None:
     with pytest.raises(PatternError):
-        ModuleMatcher([Entry(text, "modules")])
+        ModuleMatcher([Entry(entry, "modules")])
 
 
 def test_matching_time_is_bounded() -> None:

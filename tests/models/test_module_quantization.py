@@ -1,4 +1,4 @@
-"""The format of the experts of each layer according to a quantization_config."""
+"""The formats that a quantization_config gives to the experts of each layer."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -23,28 +23,26 @@ from modular_kernel.models.config_file import layers_of_file, problem_fields_of_
 Config = dict[str, Any]
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
-MODELOPT = {"quant_method": "modelopt"}
+MODELOPT_BASE = {"quant_method": "modelopt"}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
 CHANNEL = {"num_bits": 8, "type": "float", "strategy": "channel"}
 TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
-W4 = {"weights": INT4, "input_activations": None, "format": "pack-quantized"}
-W8 = {"weights": CHANNEL, "input_activations": TOKEN, "format": "float-quantized"}
-W4A4 = {"weights": NVFP4, "input_activations": NVFP4, "format": "nvfp4-pack-quantized"}
+INT4_GROUP = {"weights": INT4, "input_activations": None, "format": "pack-quantized"}
+FP8_GROUP = {"weights": CHANNEL, "input_activations": TOKEN, "format": "float-quantized"}
+NVFP4_GROUP = {"weights": NVFP4, "input_activations": NVFP4, "format": "nvfp4-pack-quantized"}
 G128, G64 = "int4_w4a16_group:group=128", "int4_w4a16_group:group=64"
-G32, ZERO = "int4_w4a16_group:group=32", "int4_w4a16_group:group=128,zero_points=true"
-FP8_BLOCK, FP8_CHANNEL, FP8_STATIC = (
-    "fp8_w8a8_block:block=128x128",
-    "fp8_w8a8_channel",
-    "fp8_w8a8_tensor:static=true",
-)
+G32, G128_ZERO_POINTS = "int4_w4a16_group:group=32", "int4_w4a16_group:group=128,zero_points=true"
+FP8_BLOCK = "fp8_w8a8_block:block=128x128"
+FP8_CHANNEL = "fp8_w8a8_channel"
+FP8_STATIC = "fp8_w8a8_tensor:static=true"
 
 
 def make_compressed_config(*entries: tuple[list[str], Config], **more: Any) -> Config:
-    named = {
+    group_by_name = {
         f"group_{n}": group | {"targets": targets} for n, (targets, group) in enumerate(entries)
     }
-    return {"quant_method": "compressed-tensors", "config_groups": named} | more
+    return {"quant_method": "compressed-tensors", "config_groups": group_by_name} | more
 
 
 def make_qwen(layers: int = 4) -> Config:
@@ -56,24 +54,24 @@ def make_deepseek(layers: int = 6, dense: int = 3) -> Config:
     return config | {"num_hidden_layers": layers, "first_k_dense_replace": dense}
 
 
-def module_names(layers: range, *modules: str) -> list[str]:
+def list_module_names(layers: range, *modules: str) -> list[str]:
     return [f"model.layers.{layer}.{module}" for layer in layers for module in modules]
 
 
-QWEN_FP8 = module_names(
+QWEN_FP8 = list_module_names(
     range(4), "input_layernorm", "mlp.gate", "self_attn.q_norm", "self_attn.k_norm"
 )
-EXPERT_LAYERS = {
+QUANTIZED_EXPERTS = {
     f"backbone.layers.{layer}.mixer.experts.{e}.{name}": {"quant_algo": "NVFP4", "group_size": 16}
     for layer in (1, 3)
     for e in range(128)
     for name in ("up_proj", "down_proj")
 }
-# Name of a repository -> (config, quantization_config, the scheme of each run of layers). The
-# quantization_configs have the entries of the named repositories, as far as they are remembered.
-# Lists of all layers are shortened to the layers of this test. If the name says "reconstructed",
-# the entry is not the file of a repository. It is what a quantization tool writes for this recipe.
-TABLE: dict[str, tuple[Config, Config, dict[tuple[int, ...], str]]] = {
+# The config, the quantization_config, and the layers of each scheme, by the name of a repository.
+# The quantization_configs were written from memory of the repositories' files, with lists of layers
+# shortened to the layers of the test. "reconstructed" marks a quantization_config that a tool
+# writes for such a model, not that of a repository.
+MODELS: dict[str, tuple[Config, Config, dict[tuple[int, ...], str]]] = {
     # Whole models
     "deepseek-ai/DeepSeek-V3": (
         make_deepseek(),
@@ -112,7 +110,7 @@ TABLE: dict[str, tuple[Config, Config, dict[tuple[int, ...], str]]] = {
     "Qwen/Qwen3-235B-A22B-Instruct AWQ by the community": (
         make_qwen(),
         AWQ | {"modules_to_not_convert": ["mlp.gate"]},
-        {(0, 1, 2, 3): ZERO},
+        {(0, 1, 2, 3): G128_ZERO_POINTS},
     ),
     "openai/gpt-oss-20b": (
         without(GPT_OSS, "quantization_config") | {"num_hidden_layers": 4},
@@ -138,7 +136,7 @@ TABLE: dict[str, tuple[Config, Config, dict[tuple[int, ...], str]]] = {
     "moonshotai/Kimi-K2-Thinking": (
         make_deepseek(4, 1),
         make_compressed_config(
-            (["Linear"], W4),
+            (["Linear"], INT4_GROUP),
             format="pack-quantized",
             ignore=[
                 *("lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"),
@@ -149,34 +147,34 @@ TABLE: dict[str, tuple[Config, Config, dict[tuple[int, ...], str]]] = {
     ),
     "nvidia/DeepSeek-R1-FP4": (
         make_deepseek(),
-        MODELOPT
+        MODELOPT_BASE
         | {
             "quant_algo": "NVFP4",
             "group_size": 16,
             "kv_cache_quant_algo": "FP8",
-            "exclude_modules": ["lm_head", *module_names(range(6), "self_attn*")],
+            "exclude_modules": ["lm_head", *list_module_names(range(6), "self_attn*")],
         },
         {(3, 4, 5): "nvfp4_w4a16"},
     ),
     "nvidia/Qwen3-30B-A3B-NVFP4": (
         make_qwen(),
-        MODELOPT
+        MODELOPT_BASE
         | {
             "quant_algo": "NVFP4",
-            "config_groups": {"group_0": W4A4 | {"targets": ["Linear"]}},
-            "ignore": ["lm_head", *module_names(range(4), "mlp.gate")],
+            "config_groups": {"group_0": NVFP4_GROUP | {"targets": ["Linear"]}},
+            "ignore": ["lm_head", *list_module_names(range(4), "mlp.gate")],
         },
         {(0, 1, 2, 3): "nvfp4_w4a16"},
     ),
     "RedHatAI/Qwen3-30B-A3B-FP8-dynamic": (
         make_qwen(),
-        make_compressed_config((["Linear"], W8), ignore=["lm_head", "re:.*mlp.gate$"]),
+        make_compressed_config((["Linear"], FP8_GROUP), ignore=["lm_head", "re:.*mlp.gate$"]),
         {(0, 1, 2, 3): FP8_CHANNEL},
     ),
     "RedHatAI/Qwen3-30B-A3B-quantized.w4a16": (
         make_qwen(),
         make_compressed_config(
-            (["Linear"], W4), ignore=["lm_head", *module_names(range(4), "mlp.gate")]
+            (["Linear"], INT4_GROUP), ignore=["lm_head", *list_module_names(range(4), "mlp.gate")]
         ),
         {(0, 1, 2, 3): G32},
     ),
@@ -185,13 +183,13 @@ TABLE: dict[str, tuple[Config, Config, dict[tuple[int, ...], str]]] = {
         {
             "quant_method": "fp8",
             "activation_scheme": "static",
-            "ignored_layers": [*module_names(range(3), "block_sparse_moe.gate"), "lm_head"],
+            "ignored_layers": [*list_module_names(range(3), "block_sparse_moe.gate"), "lm_head"],
         },
         {(0, 1, 2): FP8_STATIC},
     ),
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-FP8": (
         NEMOTRON | {"num_hidden_layers": 4, "hybrid_override_pattern": "MEME"},
-        MODELOPT
+        MODELOPT_BASE
         | {"quant_algo": "FP8", "exclude_modules": ["lm_head", "backbone.layers.0.mixer.in_proj"]},
         {(1, 3): FP8_STATIC},
     ),
@@ -199,22 +197,22 @@ TABLE: dict[str, tuple[Config, Config, dict[tuple[int, ...], str]]] = {
     "QuantTrio AWQ with first layers in 16 bits": (
         make_qwen(),
         AWQ | {"modules_to_not_convert": ["model.layers.0.", "model.layers.1.", "visual"]},
-        {(0, 1): "none", (2, 3): ZERO},
+        {(0, 1): "none", (2, 3): G128_ZERO_POINTS},
     ),
     "AWQ of a multimodal model, by the other prefix (reconstructed)": (
         make_qwen(),
         AWQ | {"modules_to_not_convert": ["model.language_model.layers.1", "visual"]},
-        {(0, 2, 3): ZERO, (1,): "none"},
+        {(0, 2, 3): G128_ZERO_POINTS, (1,): "none"},
     ),
     "AWQ, one module of a layer by its name (reconstructed)": (
         make_qwen(),
         AWQ | {"modules_to_not_convert": ["model.layers.3.mlp"]},
-        {(0, 1, 2): ZERO, (3,): "none"},
+        {(0, 1, 2): G128_ZERO_POINTS, (3,): "none"},
     ),
     "AWQ of twelve layers, layer 1 excluded (reconstructed)": (
         make_qwen(12),
         AWQ | {"modules_to_not_convert": ["model.layers.1"]},
-        {(0, *range(2, 12)): ZERO, (1,): "none"},
+        {(0, *range(2, 12)): G128_ZERO_POINTS, (1,): "none"},
     ),
     "fp8 with excluded experts (reconstructed)": (
         make_deepseek(),
@@ -249,23 +247,23 @@ TABLE: dict[str, tuple[Config, Config, dict[tuple[int, ...], str]]] = {
     "compressed-tensors, layers in ignore (reconstructed)": (
         make_qwen(),
         make_compressed_config(
-            (["Linear"], W4), ignore=["re:model\\.layers\\.(0|3)\\..*", "lm_head"]
+            (["Linear"], INT4_GROUP), ignore=["re:model\\.layers\\.(0|3)\\..*", "lm_head"]
         ),
         {(0, 3): "none", (1, 2): G32},
     ),
     "compressed-tensors of attention only (reconstructed)": (
         make_qwen(),
-        make_compressed_config((["re:.*self_attn.*"], W8)),
+        make_compressed_config((["re:.*self_attn.*"], FP8_GROUP)),
         {(0, 1, 2, 3): "none"},
     ),
     "compressed-tensors, every Linear ignored (reconstructed)": (
         make_qwen(),
-        make_compressed_config((["Linear"], W8), ignore=["Linear"]),
+        make_compressed_config((["Linear"], FP8_GROUP), ignore=["Linear"]),
         {(0, 1, 2, 3): "none"},
     ),
     "modelopt, layers excluded by a wildcard": (
         make_deepseek(),
-        MODELOPT | {"quant_algo": "NVFP4", "exclude_modules": ["model.layers.5*", "lm_head"]},
+        MODELOPT_BASE | {"quant_algo": "NVFP4", "exclude_modules": ["model.layers.5*", "lm_head"]},
         {(3, 4): "nvfp4_w4a16", (5,): "none"},
     ),
     "mxfp4 with a layer in 16 bits (reconstructed)": (
@@ -277,8 +275,8 @@ TABLE: dict[str, tuple[Config, Config, dict[tuple[int, ...], str]]] = {
     "llm-compressor's mixed precision: experts int4, the rest fp8": (
         make_qwen(),
         make_compressed_config(
-            (["re:.*mlp\\.experts\\..*"], W4),
-            (["re:.*self_attn\\.(q|k|v|o)_proj$"], W8),
+            (["re:.*mlp\\.experts\\..*"], INT4_GROUP),
+            (["re:.*self_attn\\.(q|k|v|o)_proj$"], FP8_GROUP),
             format="mixed-precision",
             ignore=["lm_head", "re:.*mlp.gate$"],
         ),
@@ -287,17 +285,17 @@ TABLE: dict[str, tuple[Config, Config, dict[tuple[int, ...], str]]] = {
     "compressed-tensors by layer (reconstructed)": (
         make_qwen(),
         make_compressed_config(
-            (["re:model\\.layers\\.[01]\\.mlp\\.experts.*"], W4),
-            (["re:model\\.layers\\.[23]\\.mlp\\.experts.*"], W8),
+            (["re:model\\.layers\\.[01]\\.mlp\\.experts.*"], INT4_GROUP),
+            (["re:model\\.layers\\.[23]\\.mlp\\.experts.*"], FP8_GROUP),
         ),
         {(0, 1): G32, (2, 3): FP8_CHANNEL},
     ),
     "compressed-tensors: a name before a regex before a class (reconstructed)": (
         make_qwen(3),
         make_compressed_config(
-            (["Linear"], W8),
-            (["re:.*layers\\.[12]\\.mlp.*"], W4A4),
-            (["model.layers.2.mlp.experts"], W4),
+            (["Linear"], FP8_GROUP),
+            (["re:.*layers\\.[12]\\.mlp.*"], NVFP4_GROUP),
+            (["model.layers.2.mlp.experts"], INT4_GROUP),
         ),
         {(0,): FP8_CHANNEL, (1,): "nvfp4_w4a16", (2,): G32},
     ),
@@ -369,10 +367,10 @@ TABLE: dict[str, tuple[Config, Config, dict[tuple[int, ...], str]]] = {
     ),
     "nvidia mixed precision, every module by name": (
         NEMOTRON | {"num_hidden_layers": 6, "hybrid_override_pattern": "MEMEME"},
-        MODELOPT
+        MODELOPT_BASE
         | {
             "quant_algo": "MIXED_PRECISION",
-            "quantized_layers": EXPERT_LAYERS
+            "quantized_layers": QUANTIZED_EXPERTS
             | {"backbone.layers.0.mixer.in_proj": {"quant_algo": "FP8"}},
             "ignore": ["lm_head"],
         },
@@ -380,7 +378,7 @@ TABLE: dict[str, tuple[Config, Config, dict[tuple[int, ...], str]]] = {
     ),
     "nvidia mixed precision, whole blocks": (
         make_deepseek(),
-        MODELOPT
+        MODELOPT_BASE
         | {
             "quant_algo": "MIXED_PRECISION",
             "quantized_layers": {
@@ -395,12 +393,12 @@ TABLE: dict[str, tuple[Config, Config, dict[tuple[int, ...], str]]] = {
 
 
 def test_table_has_at_least_30_models() -> None:
-    assert len(TABLE) >= 30
+    assert len(MODELS) >= 30
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", MODELS)
 def test_layers_have_their_own_schemes(tmp_path: Path, name: str) -> None:
-    config, quantization, expected = TABLE[name]
+    config, quantization, expected = MODELS[name]
     path = write_config(tmp_path, config | {"quantization_config": quantization})
     fields, schemes = layers_of_file(path)
     assert {scheme.layers: scheme.scheme for scheme in schemes} == expected
@@ -428,7 +426,9 @@ REFUSED: dict[str, tuple[Config, Config, str]] = {
     ),
     "projections of two formats": (
         make_qwen(),
-        make_compressed_config((["re:.*(gate|up)_proj"], W4), (["re:.*down_proj"], W8)),
+        make_compressed_config(
+            (["re:.*(gate|up)_proj"], INT4_GROUP), (["re:.*down_proj"], FP8_GROUP)
+        ),
         r"int4_\S+ of \S+gate_proj \(config_groups.group_0\) and fp8_\S+ of \S+down_proj \(\S+1\)",
     ),
     "GPTQ with other bits for one expert": (
@@ -438,17 +438,19 @@ REFUSED: dict[str, tuple[Config, Config, str]] = {
     ),
     "two groups for one module": (
         make_qwen(),
-        make_compressed_config((["re:.*mlp.*"], W4), (["re:.*experts.*"], W8)),
+        make_compressed_config((["re:.*mlp.*"], INT4_GROUP), (["re:.*experts.*"], FP8_GROUP)),
         r"config_groups 'group_0' and 'group_1' that target model.layers.0.mlp.experts.0.gate_proj",
     ),
     "two groups by class": (
         make_qwen(),
-        make_compressed_config((["Linear"], W4), (["Linear"], W8)),
+        make_compressed_config((["Linear"], INT4_GROUP), (["Linear"], FP8_GROUP)),
         r"'group_0' and 'group_1' that target",
     ),
     "a group that matches no experts": (
         make_qwen(),
-        make_compressed_config((["re:.*mlp.expert\\d.*"], W4), (["re:.*self_attn.*"], W8)),
+        make_compressed_config(
+            (["re:.*mlp.expert\\d.*"], INT4_GROUP), (["re:.*self_attn.*"], FP8_GROUP)
+        ),
         r"config_groups.group_0: targets \['re:.*'\], which match none",
     ),
     "an unknown scheme of one layer": (
@@ -474,12 +476,12 @@ REFUSED: dict[str, tuple[Config, Config, str]] = {
     ),
     "lookaround": (
         make_qwen(),
-        make_compressed_config((["Linear"], W4), ignore=["re:^(?!.*experts)"]),
+        make_compressed_config((["Linear"], INT4_GROUP), ignore=["re:^(?!.*experts)"]),
         r"ignore has .*, need a pattern of names with groups without lookaround",
     ),
     "no targets": (
         make_qwen(),
-        make_compressed_config(([], W4)),
+        make_compressed_config(([], INT4_GROUP)),
         r"group_0: targets \[\], need a list",
     ),
     "no number of layers": (
@@ -494,12 +496,12 @@ REFUSED: dict[str, tuple[Config, Config, str]] = {
     ),
     "mixed precision without layers": (
         make_qwen(),
-        MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": {}},
+        MODELOPT_BASE | {"quant_algo": "MIXED_PRECISION", "quantized_layers": {}},
         "quantized_layers that are not empty",
     ),
     "mixed precision with an unknown format": (
         make_qwen(),
-        MODELOPT
+        MODELOPT_BASE
         | {
             "quant_algo": "MIXED_PRECISION",
             "quantized_layers": {"model.layers.1.mlp.experts": {"quant_algo": "W4A8_AWQ"}},
@@ -508,12 +510,13 @@ REFUSED: dict[str, tuple[Config, Config, str]] = {
     ),
     "mixed precision without a format": (
         make_qwen(),
-        MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"lm_head": {}}},
+        MODELOPT_BASE | {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"lm_head": {}}},
         "quantized_layers.lm_head = {}, need an object with a quant_algo",
     ),
     "one format and layers": (
         make_qwen(),
-        MODELOPT | {"quant_algo": "FP8", "quantized_layers": {"lm_head": {"quant_algo": "FP8"}}},
+        MODELOPT_BASE
+        | {"quant_algo": "FP8", "quantized_layers": {"lm_head": {"quant_algo": "FP8"}}},
         "got quantized_layers = ",
     ),
 }
@@ -558,7 +561,9 @@ def test_dense_layers_are_ignored(tmp_path: Path, keys: Config, layers: Any) -> 
 def test_modules_outside_the_experts_have_their_own_format() -> None:
     formats = QuantizationMap(
         make_compressed_config(
-            (["re:.*mlp\\.experts.*"], W4), (["re:.*self_attn.*_proj"], W8), ignore=["lm_head"]
+            (["re:.*mlp\\.experts.*"], INT4_GROUP),
+            (["re:.*self_attn.*_proj"], FP8_GROUP),
+            ignore=["lm_head"],
         )
     )
     assert str(formats.format_of("model.layers.0.mlp.experts.5.up_proj").scheme) == G32
@@ -569,29 +574,37 @@ def test_modules_outside_the_experts_have_their_own_format() -> None:
 
 
 def test_all_experts_that_entries_distinguish_are_checked() -> None:
-    for text, number in (("experts.97", 128), (r"re:.*layers\.1\d\..*experts\.9.*", 128),
-                         ("model.layers.12.mlp", 3), (r"re:.*w1\..*", 3)):  # fmt: skip
-        formats = QuantizationMap(AWQ | {"modules_to_not_convert": [text]})
+    for entry, number in (("experts.97", 128), (r"re:.*layers\.1\d\..*experts\.9.*", 128),
+                          ("model.layers.12.mlp", 3), (r"re:.*w1\..*", 3)):  # fmt: skip
+        formats = QuantizationMap(AWQ | {"modules_to_not_convert": [entry]})
         representatives = formats.representative_experts(128)
-        assert len(representatives) == number, text
+        assert len(representatives) == number, entry
         assert all(a < b for a, b in pairwise(representatives))
 
 
-# Entries without a layer number that still distinguish layers.
-BY_LENGTH = (r"re:.*layers\.\d\.mlp.*", "model.layers.?.mlp", r"re:.*layers\.[^a-z]\..*")
+# Entries that distinguish layers by the number of digits, not by a layer number.
+ENTRIES_BY_NUMBER_OF_DIGITS = (
+    r"re:.*layers\.\d\.mlp.*",
+    "model.layers.?.mlp",
+    r"re:.*layers\.[^a-z]\..*",
+)
 
 
-@pytest.mark.parametrize("text", BY_LENGTH)
-def test_layers_are_distinguished_by_the_length_of_their_numbers(tmp_path: Path, text: str) -> None:
-    quantization = AWQ | {"modules_to_not_convert": [text]}
+@pytest.mark.parametrize("entry", ENTRIES_BY_NUMBER_OF_DIGITS)
+def test_layers_are_distinguished_by_the_length_of_their_numbers(
+    tmp_path: Path, entry: str
+) -> None:
+    quantization = AWQ | {"modules_to_not_convert": [entry]}
     path = write_config(tmp_path, make_qwen(12) | {"quantization_config": quantization})
     schemes = {scheme.layers: scheme.scheme for scheme in layers_of_file(path)[1]}
-    assert schemes == {tuple(range(10)): "none", (10, 11): ZERO}
+    assert schemes == {tuple(range(10)): "none", (10, 11): G128_ZERO_POINTS}
 
 
-@pytest.mark.parametrize("text", [*BY_LENGTH, r"re:.*layers\.(?:[1-3][0-9])\..*"])
-def test_layers_that_differ_are_detected_without_a_layer_number(tmp_path: Path, text: str) -> None:
-    quantization = AWQ | {"modules_to_not_convert": [text]}
+@pytest.mark.parametrize(
+    "entry", [*ENTRIES_BY_NUMBER_OF_DIGITS, r"re:.*layers\.(?:[1-3][0-9])\..*"]
+)
+def test_layers_that_differ_are_detected_without_a_layer_number(tmp_path: Path, entry: str) -> None:
+    quantization = AWQ | {"modules_to_not_convert": [entry]}
     config = without(make_qwen(), "num_hidden_layers") | {"quantization_config": quantization}
     with pytest.raises(ConfigurationError, match=r"layers that differ .* no num_hidden_layers"):
         layers_of_file(write_config(tmp_path, config))
@@ -601,31 +614,30 @@ def test_modelopt_file_describes_a_plain_config(tmp_path: Path) -> None:
     path = write_config(tmp_path, make_deepseek())
     quantization = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["model.layers.5*"]}
     modelopt_file = tmp_path / "hf_quant_config.json"
-    write = lambda content: write_config(tmp_path / "other", content)  # noqa: E731
     (tmp_path / "other").mkdir()
-    Path(write({"producer": {"name": "modelopt"}, "quantization": quantization})).rename(
-        modelopt_file
-    )
+
+    def write_modelopt_file(content: object) -> None:
+        Path(write_config(tmp_path / "other", content)).rename(modelopt_file)
+
+    write_modelopt_file({"producer": {"name": "modelopt"}, "quantization": quantization})
     _, schemes = layers_of_file(path)
     assert [(s.layers, s.scheme) for s in schemes] == [((3, 4), "nvfp4_w4a16"), ((5,), "none")]
-    # The config.json has precedence. The file does not describe other configs.
+    # A quantization_config of config.json takes precedence, and the file describes no other config.
     write_config(tmp_path, make_deepseek() | {"quantization_config": FP8_QUANTIZATION_CONFIG})
     assert [s.scheme for s in layers_of_file(path)[1]] == [FP8_BLOCK]
-    plain = Path(write_config(tmp_path, make_deepseek())).rename(tmp_path / "plain.json")
-    assert [s.scheme for s in layers_of_file(str(plain))[1]] == ["none"]
+    other_path = Path(write_config(tmp_path, make_deepseek())).rename(tmp_path / "plain.json")
+    assert [s.scheme for s in layers_of_file(str(other_path))[1]] == ["none"]
     write_config(tmp_path, make_deepseek())
-    Path(write({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}})).rename(
-        modelopt_file
-    )
+    write_modelopt_file({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}})
     assert [s.scheme for s in layers_of_file(path)[1]] == ["none"]
     for content in ([], {"quantization": "NVFP4"}, "{"):
-        Path(write(content)).rename(modelopt_file)
+        write_modelopt_file(content)
         with pytest.raises(ConfigurationError, match=r"hf_quant_config\.json"):
             layers_of_file(path)
 
 
 def test_modelopt_file_describes_mixed_precision(tmp_path: Path) -> None:
-    quantization = MODELOPT | {"quant_algo": "MIXED_PRECISION"}
+    quantization = MODELOPT_BASE | {"quant_algo": "MIXED_PRECISION"}
     layers = {f"model.layers.{n}.mlp.experts": {"quant_algo": "FP8"} for n in (3, 4)}
     (tmp_path / "other").mkdir()
     content = {"quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}}

@@ -20,8 +20,8 @@ from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORM
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
-NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
-HADAMARD = {
+MODELOPT_NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+HADAMARD_TRANSFORM = {
     "config_groups": {
         "u": {
             "type": "hadamard",
@@ -31,8 +31,8 @@ HADAMARD = {
 }
 
 
-def compressed_config(group: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
-    """Return a config as compressed-tensors writes it, with all its keys."""
+def make_compressed_config(group: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    """Return a quantization_config with all keys that compressed-tensors writes."""
     weights = {
         "actorder": None,
         "block_structure": None,
@@ -68,34 +68,40 @@ def compressed_config(group: dict[str, Any] | None = None, **more: Any) -> dict[
     } | more
 
 
-def group_with_weights(**more: Any) -> dict[str, Any]:
-    """Return the group of `compressed_config` with other arguments of its weights."""
-    weights: dict[str, Any] = compressed_config()["config_groups"]["group_0"]["weights"]
+def change_weights(**more: Any) -> dict[str, Any]:
+    """Return a group for `make_compressed_config` whose weights have these keys."""
+    weights: dict[str, Any] = make_compressed_config()["config_groups"]["group_0"]["weights"]
     return {"weights": weights | more}
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "a transform": (compressed_config(transform_config=HADAMARD), "transform_config"),
-    "a key of compressed-tensors": (compressed_config(smoothing={"alpha": 0.5}), "smoothing"),
+REFUSED_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "a transform": (
+        make_compressed_config(transform_config=HADAMARD_TRANSFORM),
+        "transform_config",
+    ),
+    "a key of compressed-tensors": (make_compressed_config(smoothing={"alpha": 0.5}), "smoothing"),
     "quantized outputs": (
-        compressed_config({"output_activations": {"num_bits": 8, "type": "float"}}),
+        make_compressed_config({"output_activations": {"num_bits": 8, "type": "float"}}),
         "config_groups.group_0.output_activations",
     ),
-    "a key of a group": (compressed_config({"bias_shift": 3}), "config_groups.group_0.bias_shift"),
+    "a key of a group": (
+        make_compressed_config({"bias_shift": 3}),
+        "config_groups.group_0.bias_shift",
+    ),
     "a key of weights": (
-        compressed_config(group_with_weights(codebook="nf4")),
+        make_compressed_config(change_weights(codebook="nf4")),
         "config_groups.group_0.weights.codebook",
     ),
     "a key of activations": (
-        compressed_config({"input_activations": {"num_bits": 8, "clip": 3.0}}),
+        make_compressed_config({"input_activations": {"num_bits": 8, "clip": 3.0}}),
         "config_groups.group_0.input_activations.clip",
     ),
     "weights quantized at run time": (
-        compressed_config(group_with_weights(dynamic=True)),
+        make_compressed_config(change_weights(dynamic=True)),
         "dynamic",
     ),
     "asymmetric float8": (
-        compressed_config(
+        make_compressed_config(
             {
                 "format": "float-quantized",
                 "weights": {
@@ -108,7 +114,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         ),
         "symmetric",
     ),
-    "compressed-tensors, dequantized": (compressed_config(dequantize=True), "dequantize"),
+    "compressed-tensors, dequantized": (make_compressed_config(dequantize=True), "dequantize"),
     "GPTQ rotated": (GPTQ | {"rotation": "hadamard"}, "rotation"),
     "GPTQ and an adapter": (GPTQ | {"adapter": {"name": "lora", "rank": 64}}, "adapter"),
     "GPTQ in Marlin's order": (GPTQ | {"is_marlin_format": True}, "is_marlin_format"),
@@ -127,20 +133,24 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "weight_per_tensor",
     ),
     "a key of mxfp4": ({"quant_method": "mxfp4", "rotation": "random"}, "rotation"),
-    "modelopt with scaled inputs": (NVFP4 | {"pre_quant_scale": True}, "pre_quant_scale"),
+    "modelopt with scaled inputs": (MODELOPT_NVFP4 | {"pre_quant_scale": True}, "pre_quant_scale"),
     "modelopt in several formats": (
-        NVFP4 | {"quantized_layers": {"a": {"quant_algo": "FP8"}}},
+        MODELOPT_NVFP4 | {"quantized_layers": {"a": {"quant_algo": "FP8"}}},
         "quantized_layers",
     ),
-    "a key of modelopt's weights": (NVFP4 | {"weights": {"rotate": True}}, "weights.rotate"),
+    "a key of modelopt's weights": (
+        MODELOPT_NVFP4 | {"weights": {"rotate": True}},
+        "weights.rotate",
+    ),
     "a key of modelopt's groups": (
-        NVFP4 | {"config_groups": {"g": {"targets": ["Linear"], "weights": {"rotate": 1}}}},
+        MODELOPT_NVFP4
+        | {"config_groups": {"g": {"targets": ["Linear"], "weights": {"rotate": 1}}}},
         "config_groups.g.weights.rotate",
     ),
 }
 
 
-@pytest.mark.parametrize(("config", "key"), REFUSED.values(), ids=REFUSED.keys())
+@pytest.mark.parametrize(("config", "key"), REFUSED_CONFIGS.values(), ids=REFUSED_CONFIGS.keys())
 def test_keys_that_could_change_numbers_are_refused(
     tmp_path: Path, config: dict[str, Any], key: str
 ) -> None:
@@ -157,16 +167,16 @@ def test_keys_that_could_change_numbers_are_refused(
 
 
 # Configs whose format differs between modules.
-BY_MODULE: dict[str, tuple[dict[str, Any], str]] = {
+CONFIGS_BY_MODULE: dict[str, tuple[dict[str, Any], str]] = {
     "GPTQ with other experts": (GPTQ | {"dynamic": {"+:.*experts.*": {"bits": 8}}}, "dynamic"),
     "GPTQ with other experts of a layer": (
         GPTQ | {"dynamic": {r"model\.layers\.3\.mlp\..*": {"sym": False}}},
         "dynamic",
     ),
     "compressed-tensors with a group for some layers": (
-        compressed_config()
+        make_compressed_config()
         | {
-            "config_groups": compressed_config()["config_groups"]
+            "config_groups": make_compressed_config()["config_groups"]
             | {
                 "group_1": {
                     "targets": [r"re:.*layers\.[01]\.mlp\.experts\..*"],
@@ -200,29 +210,33 @@ BY_MODULE: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("config", "key"), BY_MODULE.values(), ids=BY_MODULE.keys())
+@pytest.mark.parametrize(
+    ("config", "key"), CONFIGS_BY_MODULE.values(), ids=CONFIGS_BY_MODULE.keys()
+)
 def test_formats_that_differ_between_modules_need_a_module_name(
     config: dict[str, Any], key: str
 ) -> None:
-    """`format_of` does not take a module name. `QuantizationMap` does."""
+    """`format_of` has no argument for the module. `QuantizationMap.format_of` has one."""
     with pytest.raises(ConfigurationError, match=r"quantization_config: got") as caught:
         format_of(config)
     assert key in str(caught.value.got)
 
 
 # Complete configs of published models and of quantization tools.
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "compressed-tensors": compressed_config(),
-    "compressed-tensors, older": compressed_config(
+PUBLISHED_CONFIGS: dict[str, dict[str, Any]] = {
+    "compressed-tensors": make_compressed_config(),
+    "compressed-tensors, older": make_compressed_config(
         sparsity_config={"format": "dense", "global_sparsity": 0.14, "ignore": ["lm_head"]},
         transform_config=None,
         global_compression_ratio=1.88,
     ),
-    "compressed-tensors, no transforms": compressed_config(transform_config={"config_groups": {}}),
-    "compressed-tensors, kv cache": compressed_config(
+    "compressed-tensors, no transforms": make_compressed_config(
+        transform_config={"config_groups": {}}
+    ),
+    "compressed-tensors, kv cache": make_compressed_config(
         kv_cache_scheme={"num_bits": 8, "type": "float"}
     ),
-    "compressed nvfp4": compressed_config(
+    "compressed nvfp4": make_compressed_config(
         {
             "format": "nvfp4-pack-quantized",
             "weights": {
@@ -324,7 +338,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
     },
     "gpt-oss, dequantized": {"quant_method": "mxfp4", "dequantize": True},
-    "nvidia nvfp4": NVFP4
+    "nvidia nvfp4": MODELOPT_NVFP4
     | {
         "config_groups": {
             "group_0": {
@@ -342,7 +356,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
         "producer": {"name": "modelopt", "version": "0.39.0"},
     },
-    "nvfp4 with its arguments at the top": NVFP4
+    "nvfp4 with its arguments at the top": MODELOPT_NVFP4
     | {
         "weights": {"num_bits": 4, "type": "float", "group_size": 16},
         "input_activations": {"num_bits": 4, "type": "float", "group_size": 16},
@@ -354,12 +368,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("config", PUBLISHED.values(), ids=PUBLISHED.keys())
+@pytest.mark.parametrize("config", PUBLISHED_CONFIGS.values(), ids=PUBLISHED_CONFIGS.keys())
 def test_published_configs_are_read(tmp_path: Path, config: dict[str, Any]) -> None:
-    facts = problem_fields_of_file(
+    problem_fields = problem_fields_of_file(
         write_config(tmp_path, MIXTRAL | {"quantization_config": config})
     )
-    assert QuantScheme.parse(str(facts["quant"])) == format_of(config).scheme
+    assert QuantScheme.parse(str(problem_fields["quant"])) == format_of(config).scheme
 
 
 @pytest.mark.parametrize("kind", [name for name, kind in CHECKPOINT_FORMATS.items() if kind.config])
@@ -368,7 +382,7 @@ def test_formats_of_all_samples_are_read(kind: str) -> None:
 
 
 def test_configs_written_by_transformers_are_read() -> None:
-    """The configs contain every option of a class with its default, under its name in files."""
+    """The configs contain every option of a class with its default value."""
     from transformers import AwqConfig, FineGrainedFP8Config, GPTQConfig, Mxfp4Config
 
     for config in (
@@ -398,7 +412,7 @@ def test_all_readers_refuse_transforms(tmp_path: Path, capsys: pytest.CaptureFix
     folder = tmp_path / "sample"
     write(folder, "mixtral", "compressed int4")
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["transform_config"] = HADAMARD
+    config["quantization_config"]["transform_config"] = HADAMARD_TRANSFORM
     (folder / "config.json").write_text(json.dumps(config))
     layer = FusedMoE(
         num_experts=4,
@@ -415,7 +429,7 @@ def test_all_readers_refuse_transforms(tmp_path: Path, capsys: pytest.CaptureFix
     ):
         with pytest.raises(ConfigurationError, match=r"got transform_config = .*need no such key"):
             read()
-    for verb in ("check", "plan", "compose"):
-        result = run_mk(capsys, verb, "--model", str(folder))
+    for command in ("check", "plan", "compose"):
+        result = run_mk(capsys, command, "--model", str(folder))
         assert result.code == 2
         assert "transform_config" in result.err

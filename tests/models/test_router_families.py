@@ -1,6 +1,4 @@
-"""Each model family of transformers has a RouterSpec. Its routing equals that of the family's own
-router module.
-"""
+"""`route` equals the router module of each model family of transformers."""
 
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -11,13 +9,13 @@ import pytest
 import torch
 from ops_fixtures import make_path_fixture
 
-from modular_kernel.ops import route as module
+from modular_kernel.ops import route as route_module
 from modular_kernel.ops.route import RouterTensors, route
 from modular_kernel.spec.router import RouterSpec
 
 pytest.importorskip("transformers")
 
-path = make_path_fixture(module)
+path = make_path_fixture(route_module)
 
 H, E, K, T, VOCABULARY = 24, 16, 4, 9, 30
 SCALE = 2.5
@@ -45,10 +43,14 @@ GROUPED = {"groups": 4, "topk_groups": 2}
 
 @dataclass(frozen=True)
 class Family:
-    """A router module of transformers.
+    """A router module of transformers, and its RouterSpec.
 
-    If `scaled`, its weights include the routed scaling factor, which is part of the Problem here.
-    If `bias`, the selection bias is an argument of its forward.
+    Attributes:
+        name: folder of the model in transformers.
+        router: class of the router module.
+        scaled: whether its weights include the routed scaling factor, a field of Problem here.
+        bias: whether the selection bias is an argument of its forward.
+        config: entries of the config that differ from BASE.
     """
 
     name: str
@@ -109,22 +111,22 @@ FAMILIES = (
 
 
 def make_router(family: Family) -> tuple[Any, list[torch.Tensor]]:
-    """Return the module with random weights, and the further arguments of its forward."""
+    """Return the module with random weights, and the arguments of its forward after x."""
     family_module = import_module(f"transformers.models.{family.name}.modeling_{family.name}")
     torch.manual_seed(5)
     router = getattr(family_module, family.router)(SimpleNamespace(**BASE | family.config))
     for name, tensor in [*router.named_parameters(), *router.named_buffers()]:
         if tensor.is_floating_point():
             tensor.data.normal_(0, 0.3 if "bias" in name else 0.6)
-        else:  # a table of experts
+        else:  # a table of the experts of each token id
             tensor.copy_(torch.stack([torch.randperm(E)[:K] for _ in range(VOCABULARY)]))
     if family.spec.table:
         return router, [torch.randint(VOCABULARY, (T,))]
     return router, [torch.randn(E) * 0.3] if family.bias else []
 
 
-def dense(weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return (T, E + 1) weights. The last column is the sum of zero experts and skipped pairs."""
+def scatter_weights(weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Scatter weights to (T, E + 1). The last column is for zero experts and skipped pairs."""
     column = torch.where((ids < 0) | (ids >= E), E, ids).long()
     return torch.zeros(len(ids), E + 1).scatter_add(1, column, weights.float())
 
@@ -142,19 +144,21 @@ def test_route_equals_the_router_of_the_family(family: Family) -> None:
         outputs = router(x_TH[None] if family.name == "afmoe" else x_TH, *arguments)
         logits = torch.nn.functional.linear(x_TH, weight, tensors.get("bias"))
     if family.name == "llama4":
-        want = torch.cat([outputs[0], torch.zeros(T, 1)], 1)
+        expected = torch.cat([outputs[0], torch.zeros(T, 1)], 1)
     else:
-        want = dense(*outputs[1:3])
+        expected = scatter_weights(*outputs[1:3])
     bias = arguments[0] if family.bias else None
     if family.spec.selection_bias and bias is None:
         bias = next(t for name, t in tensors.items() if "correction_bias" in name).flatten()
     table, token_ids = (tensors["tid2eid"], arguments[0]) if family.spec.table else (None, None)
     routed = route(logits, family.spec, RouterTensors(bias, table), token_ids_T=token_ids)
-    got = dense(routed.routing.topk_weights_TK, routed.routing.topk_ids_TK)
+    got = scatter_weights(routed.routing.topk_weights_TK, routed.routing.topk_ids_TK)
     if routed.identity_T is not None:
         got[:, E] = routed.identity_T
         assert bool((routed.identity_T > 0).any())
-    torch.testing.assert_close(got, want / (SCALE if family.scaled else 1.0), rtol=2e-6, atol=1e-7)
+    torch.testing.assert_close(
+        got, expected / (SCALE if family.scaled else 1.0), rtol=2e-6, atol=1e-7
+    )
 
 
 def test_table_has_at_least_12_families() -> None:

@@ -1,5 +1,6 @@
-"""Tests that need SGLang. `make test-sglang` runs them, and they are not collected if SGLang is not
-installed.
+"""Fixtures of tests with SGLang, which `make test-sglang` runs.
+
+If SGLang is not installed, pytest does not collect the tests of this folder.
 """
 
 from importlib.util import find_spec
@@ -10,7 +11,7 @@ HAS_SGLANG = find_spec("sglang") is not None
 collect_ignore_glob = [] if HAS_SGLANG else ["test_*.py"]
 
 if HAS_SGLANG:
-    import sglang_runtime  # this import must be first, because it makes SGLang importable on a CPU
+    import sglang_runtime  # must come before imports of SGLang, because it enables them on a CPU
 
     @pytest.fixture(scope="session")
     def runtime() -> None:

@@ -1,6 +1,6 @@
-"""SGLang's own MoE runners, judged on a CPU, and functions with faults that must be found.
+"""Verdicts about SGLang's own MoE runners on a CPU, and about functions with known faults.
 
-They run in processes of their own, as with `mk test --engine sglang`.
+The functions run in child processes, as in `mk test --engine sglang`.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ WIDE = replace(BASE, hidden=256, intermediate=128)
 FUSED, CORE = "fused_experts_none_to_triton", "TritonRunnerCore"
 NATIVE, GATHERED = "moe_forward_native", "fused_moe_forward_native"
 SPLIT, LIMIT = "silu with alpha and limit, not interleaved", "silu with limit"
-# Class, problem: one of each scheme.
+# Classes and problems of each scheme whose verdict is RIGHT.
 RIGHT = (
     (FUSED, BASE),
     (FUSED, replace(BASE, bias=True)),
@@ -43,7 +43,7 @@ RIGHT = (
     (NATIVE, replace(BASE, bias=True)),
     (GATHERED, replace(BASE, tokens=1)),
 )
-# Class, activation, biases: what the class ignores, although SGLang's layer accepts it.
+# Classes, and activations and biases that the class ignores although SGLang's layer accepts them.
 WRONG = (
     (CORE, SPLIT, False),
     (NATIVE, SPLIT, False),
@@ -93,9 +93,9 @@ def test_classes_are_sglang_s() -> None:
 
     for name, runner in RUNNERS.items():
         path = _PACKAGE_DIRECTORY.joinpath("srt/layers/moe", *runner.module.split("."))
-        text = path.with_suffix(".py").read_text()
+        source = path.with_suffix(".py").read_text()
         is_module = name == path.name
-        assert is_module or f"def {name}(" in text or f"class {name}(" in text, name
+        assert is_module or f"def {name}(" in source or f"class {name}(" in source, name
 
 
 @pytest.mark.parametrize(("experts", "problem"), RIGHT, ids=str)
@@ -152,26 +152,26 @@ def test_int8_is_truncated_in_blocks(process: EngineProcess) -> None:
 
 @pytest.mark.timeout(600)
 def test_reproducers(program: EngineProgram) -> None:
-    right = [EngineCase(experts, "silu", problem) for experts, problem in RIGHT]
-    right.append(
+    right_cases = [EngineCase(experts, "silu", problem) for experts, problem in RIGHT]
+    right_cases.append(
         EngineCase(FUSED, "silu", replace(BASE, experts=16, local_experts=8, expert_map=True))
     )
-    right.append(
+    right_cases.append(
         EngineCase(FUSED, "silu", replace(BASE, top_k=1, apply_router_weight_on_input=True))
     )
-    right += [make_case(FUSED, activation) for activation in ACTIVATIONS]
-    wrong = [make_case(e, activation, replace(BASE, bias=b)) for e, activation, b in WRONG]
-    check_reproducers(program, right, wrong)
+    right_cases += [make_case(FUSED, activation) for activation in ACTIVATIONS]
+    wrong_cases = [make_case(e, activation, replace(BASE, bias=b)) for e, activation, b in WRONG]
+    check_reproducers(program, right_cases, wrong_cases)
 
 
 def test_a_reproducer_as_users_run_it(process: EngineProcess) -> None:
-    """It needs SGLang and torch only, and the replacements for a CPU."""
-    text = process.judge(make_case(CORE, SPLIT)).reproducer
+    """A reproducer needs only SGLang, torch, and the plugin's replacements for a CPU."""
+    reproducer = process.judge(make_case(CORE, SPLIT)).reproducer
     program = EngineProgram(
         "modular_kernel.integrations.sglang.classes", make_environment(has_gpu=False)
     )
-    status, line = run_reproducer(program, text, 280)
-    assert (status, line.partition(" error ")[0]) == (1, "relative RMS"), line
+    status, output = run_reproducer(program, reproducer, 280)
+    assert (status, output.partition(" error ")[0]) == (1, "relative RMS"), output
 
 
 @pytest.mark.parametrize("promise", Promise)
@@ -202,13 +202,13 @@ def test_refusals_quote_sglang(process: EngineProcess) -> None:
     assert outcome.detail.startswith("Unsupported activation: ")
     outcome = process.judge(EngineCase("OtherBackend", "silu", BASE))
     assert outcome == Outcome(Kind.REFUSED, "SGLang selects the runner triton for this layer")
-    biased = replace(WIDE, quant="fp8_w8a8_channel", bias=True)
-    outcome = process.judge(EngineCase(FUSED, "silu", biased))
+    problem = replace(WIDE, quant="fp8_w8a8_channel", bias=True)
+    outcome = process.judge(EngineCase(FUSED, "silu", problem))
     reason = "the layer of W8A8FP8MoEMethod has no parameter w13_weight_bias"
     assert outcome == Outcome(Kind.REFUSED, reason)
 
 
-@pytest.mark.timeout(600)  # several processes load SGLang
+@pytest.mark.timeout(600)  # Several processes load SGLang.
 def test_faulty_classes(program: EngineProgram) -> None:
     names = "WrongActivation", "Raising", "Aborting", "Hanging", "MissingOperator", GATHERED
     cases = [EngineCase(name, "silu", replace(BASE, tokens=1)) for name in names]

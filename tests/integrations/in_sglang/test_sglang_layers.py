@@ -1,6 +1,4 @@
-"""SGLang's layers return our outputs. The tests cover every scheme that SGLang's layers pass to a
-runner.
-"""
+"""SGLang's layers run on this package, for every scheme that the layers pass to a runner."""
 
 import logging
 from collections.abc import Callable
@@ -75,7 +73,7 @@ def test_layers_return_our_output(
 
 
 OAI = "swiglu_oai:alpha=1.702,limit=7.0,interleaved="
-# Options of SGLang's layer -> fields of the problem.
+# Options of SGLang's layer, and the fields of the problem that they determine.
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gelu": ({"activation": "gelu"}, {"activation": "gelu"}),
     "gelu_tanh": ({"activation": "gelu_tanh"}, {"activation": "gelu_tanh"}),
@@ -120,7 +118,8 @@ def test_outputs_that_are_not_combined(keep: bool) -> None:
     combine = Combine.TOPK_WEIGHTED if keep else Combine.TOPK_UNWEIGHTED
     problem = replace(BASE, combine=combine, routed_scaling_factor=1.0)
     inputs = layer_inputs(problem)
-    scaled = replace(problem, routed_scaling_factor=2.5)  # in SGLang the caller applies this factor
+    # The caller of an SGLang layer applies this factor, so the layer must not.
+    scaled = replace(problem, routed_scaling_factor=2.5)
     options = {"no_combine": True, "no_combine_keep_router_weight": keep}
     check_output(run_core(scaled, inputs, make_quant_info(inputs), **options), inputs, problem)
 
@@ -133,12 +132,12 @@ def test_interleaved_rows_of_w13() -> None:
 
 
 def test_experts_of_other_ranks_are_skipped() -> None:
-    """SGLang's dispatcher maps their ids to -1."""
+    """SGLang's dispatcher maps the ids of other ranks to -1."""
     inputs = layer_inputs(BASE)
     ids_TK = torch.where(inputs.routing.topk_ids_TK % 3 == 1, -1, inputs.routing.topk_ids_TK)
     inputs = replace(inputs, routing=replace(inputs.routing, topk_ids_TK=ids_TK))
-    wide = replace(BASE, experts=18, local_experts=6, expert_map=True)
-    check_output(run_core(wide, inputs, make_quant_info(inputs)), inputs, BASE)
+    problem = replace(BASE, experts=18, local_experts=6, expert_map=True)
+    check_output(run_core(problem, inputs, make_quant_info(inputs)), inputs, BASE)
 
 
 def test_no_tokens() -> None:
@@ -148,7 +147,7 @@ def test_no_tokens() -> None:
 
 
 def test_layers_overwrite_their_tokens() -> None:
-    """As on the triton backend, a layer is inplace unless its model disables that."""
+    """As on the triton backend, a layer overwrites its input unless its model disables that."""
     inputs = layer_inputs(BASE)
     layer = fused_moe(BASE)
     fill(layer, inputs.weights)
@@ -158,10 +157,10 @@ def test_layers_overwrite_their_tokens() -> None:
     check_output(got, inputs, BASE)
 
 
-def compressed_tensors_info(inputs: Inputs) -> Any:
-    """Return SGLang's record of int4 weights that compressed-tensors packed into int32."""
+def make_compressed_tensors_info(inputs: Inputs) -> Any:
+    """Return SGLang's quant_info of int4 weights that compressed-tensors packs into int32."""
     from sglang.srt.layers.quantization.compressed_tensors.schemes import (
-        compressed_tensors_wNa16_moe as module,
+        compressed_tensors_wNa16_moe as wna16_module,
     )
 
     layer, weights = torch.nn.Module(), inputs.weights
@@ -170,11 +169,11 @@ def compressed_tensors_info(inputs: Inputs) -> Any:
         ("w2", weights.w2, weights.w2_scale),
     ):
         assert scale is not None
-        words = packed.contiguous().view(torch.int32).transpose(1, 2)
-        layer.register_parameter(f"{name}_weight_packed", torch.nn.Parameter(words, False))
-        groups = torch.nn.Parameter(scale.transpose(1, 2), False)
-        layer.register_parameter(f"{name}_weight_scale", groups)
-    scheme = object.__new__(module.CompressedTensorsWNA16TritonMoE)
+        packed_words = packed.contiguous().view(torch.int32).transpose(1, 2)
+        layer.register_parameter(f"{name}_weight_packed", torch.nn.Parameter(packed_words, False))
+        scale_parameter = torch.nn.Parameter(scale.transpose(1, 2), False)
+        layer.register_parameter(f"{name}_weight_scale", scale_parameter)
+    scheme = object.__new__(wna16_module.CompressedTensorsWNA16TritonMoE)
     scheme.group_size = 32
     scheme.process_weights_after_loading(layer)
     return scheme.get_triton_quant_info(layer)
@@ -183,11 +182,11 @@ def compressed_tensors_info(inputs: Inputs) -> Any:
 def test_int4_weights_of_compressed_tensors() -> None:
     problem = replace(BASE, quant="int4_w4a16_group:group=32")
     inputs = layer_inputs(problem)
-    check_output(run_core(problem, inputs, compressed_tensors_info(inputs)), inputs, problem)
+    check_output(run_core(problem, inputs, make_compressed_tensors_info(inputs)), inputs, problem)
 
 
-# Fields of the problem, options of SGLang's runner config, and fields of its quantization record.
-COMPARED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+# Fields of the problem, options of SGLang's MoeRunnerConfig, and fields of its TritonMoeQuantInfo.
+COMPARED_CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}, {}),
     "bias": ({"bias": True}, {}, {}),
     "gelu": ({}, {"activation": "gelu"}, {}),
@@ -223,7 +222,7 @@ COMPARED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", COMPARED)
+@pytest.mark.parametrize("name", COMPARED_CONFIGS)
 def test_runners_equal_the_triton_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ids include -1 for experts of other ranks."""
     from sglang.srt.layers.moe.moe_runner import MoeRunner, MoeRunnerConfig
@@ -234,7 +233,7 @@ def test_runners_equal_the_triton_backend(name: str, monkeypatch: pytest.MonkeyP
     from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
 
     interpret_triton_backend(monkeypatch)
-    problem_fields, options, fields = COMPARED[name]
+    problem_fields, options, quant_info_fields = COMPARED_CONFIGS[name]
     inputs = layer_inputs(replace(BASE, **problem_fields))
     ids_TK = inputs.routing.topk_ids_TK.clone()
     ids_TK[::3, 0] = -1
@@ -243,16 +242,16 @@ def test_runners_equal_the_triton_backend(name: str, monkeypatch: pytest.MonkeyP
     info = TritonMoeQuantInfo(
         weights.w1, weights.w2, weights.b1, weights.b2,
         w13_scale=weights.w1_scale, w2_scale=weights.w2_scale,
-        w13_zp=weights.w1_zero_point, w2_zp=weights.w2_zero_point, **fields,
+        w13_zp=weights.w1_zero_point, w2_zp=weights.w2_zero_point, **quant_info_fields,
     )  # fmt: skip
     config = MoeRunnerConfig(
         num_experts=2 * BASE.experts, num_local_experts=BASE.experts, top_k=BASE.top_k, layer_id=1,
         inplace=False, routed_scaling_factor=1.5, **options,
     )  # fmt: skip
-    ours = MoeRunner(resolve_moe_runner_backend("modular_kernel"), config)
-    got = ours.run(dispatch_output(inputs), info).hidden_states.double()
-    want = fused_experts_none_to_triton(dispatch_output(inputs), info, config).hidden_states
-    assert got.shape == want.shape
+    runner = MoeRunner(resolve_moe_runner_backend("modular_kernel"), config)
+    got = runner.run(dispatch_output(inputs), info).hidden_states.double()
+    expected = fused_experts_none_to_triton(dispatch_output(inputs), info, config).hidden_states
+    assert got.shape == expected.shape
     # The backends round activations to fp8 with scales that differ in their last bits.
-    tolerance = 0.05 if "use_fp8_w8a8" in fields else 0.02
-    assert (got - want.double()).norm() < tolerance * want.double().norm()
+    tolerance = 0.05 if "use_fp8_w8a8" in quant_info_fields else 0.02
+    assert (got - expected.double()).norm() < tolerance * expected.double().norm()

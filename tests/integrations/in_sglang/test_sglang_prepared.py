@@ -1,4 +1,4 @@
-"""Prepared copies of int4 weights. The plugin makes them after SGLang has loaded a layer."""
+"""Prepared copies of int4 weights, which the plugin makes after SGLang has loaded a layer."""
 
 from dataclasses import replace
 from importlib import import_module
@@ -25,16 +25,17 @@ PROBLEM = Problem(
 
 @pytest.fixture(autouse=True)
 def _prepare_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prepare weights as on a GPU. The kernels are made for these tests only."""
+    """Prepare weights as on a GPU, with kernels that other tests do not share."""
     monkeypatch.setattr(WeightPreparer, "is_enabled_on", lambda self, device: True)
     monkeypatch.setattr(layer_runner, "select_backend", lambda device: "triton")
     fused_moe_kernels._make_kernel.cache_clear()
 
 
 def list_copies(others: list[Any]) -> list[torch.Tensor]:
-    """Return the prepared tensors that are not in `others`."""
-    entries = [e for e in AUTO_PREPARED._entries.values() if not any(e is o for o in others)]
-    return [tensor for entry in entries for tensor in entry.tensors.values()]
+    """Return the prepared tensors of the cache entries that are not in `others`."""
+    entries = AUTO_PREPARED._entries.values()
+    new_entries = [entry for entry in entries if not any(entry is other for other in others)]
+    return [tensor for entry in new_entries for tensor in entry.tensors.values()]
 
 
 @pytest.mark.parametrize("zero_points", [False, True])
@@ -42,15 +43,15 @@ def test_layers_use_the_copy_made_during_loading(zero_points: bool, launched: li
     quant = PROBLEM.quant + (",zero_points=true" if zero_points else "")
     problem = replace(PROBLEM, quant=quant)
     layer = fused_moe(problem, group_config(4, zero_points=zero_points))
-    # Layers of other tests are freed at any time, so the copy of this layer is told apart.
+    # Layers of other tests may be freed at any time, so sizes count only new entries.
     others = [*AUTO_PREPARED._entries.values()]
     sizes = []
-    # the second load writes to the same tensors, untracked by torch
+    # The second load writes to the same tensors, which torch does not track.
     for is_reload in (False, True):
         inputs = layer_inputs(problem)
         if is_reload:
-            flipped = inputs.weights.w1.flip(0).contiguous()
-            inputs = replace(inputs, weights=replace(inputs.weights, w1=flipped))
+            flipped_w1 = inputs.weights.w1.flip(0).contiguous()
+            inputs = replace(inputs, weights=replace(inputs.weights, w1=flipped_w1))
         fill(layer, inputs.weights)
         sizes.append(sum(tensor.nbytes for tensor in list_copies(others)))
         launched.clear()

@@ -1,6 +1,4 @@
-"""The plugin as SGLang loads it: what it changes, how it is disabled, and how long its import
-takes.
-"""
+"""The plugin as SGLang loads it: its changes, how to disable it, and the time of its import."""
 
 import dataclasses
 import json
@@ -20,7 +18,7 @@ PROGRAM = Path(sglang_program.__file__)
 
 
 def run_program(backend: str, **variables: str) -> dict[str, Any]:
-    """Run the program in a new process and return its output."""
+    """Run sglang_program.py in a new process, and return the report that it prints."""
     environment = make_child_environment(interpreted=True) | variables
     result = subprocess.run(
         [sys.executable, str(PROGRAM), backend],
@@ -129,20 +127,22 @@ def test_installed_version_is_tested() -> None:
     assert version("sglang") in MODULE_BY_VERSION
 
 
-def field_defaults(record: type) -> dict[str, Any]:
+def get_field_defaults(record: type) -> dict[str, Any]:
     return {field.name: field.default for field in dataclasses.fields(record)}
 
 
 def test_fields_equal_those_of_the_installed_sglang() -> None:
-    """If SGLang adds a field, the plugin must translate it or refuse values besides the default."""
+    """If SGLang adds a field, the plugin must translate it, or refuse values except the default."""
     from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig as SGLangConfig
     from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
 
-    ours = field_defaults(MoeRunnerConfig)
-    assert ours.pop("chunk_tokens") == 64 * 1024
-    assert ours == field_defaults(SGLangConfig)
-    assert list(ours) == list(field_defaults(SGLangConfig))
-    quant, sglang_quant = field_defaults(MoeQuantInfo), field_defaults(TritonMoeQuantInfo)
+    defaults = get_field_defaults(MoeRunnerConfig)
+    assert defaults.pop("chunk_tokens") == 64 * 1024
+    assert defaults == get_field_defaults(SGLangConfig)
+    assert list(defaults) == list(get_field_defaults(SGLangConfig))
+    quant, sglang_quant = get_field_defaults(MoeQuantInfo), get_field_defaults(TritonMoeQuantInfo)
     assert sglang_quant.keys() - quant.keys() == {"use_mxfp8", "fuse_swiglu_interleaved"}
-    shared = sglang_quant.keys() & quant.keys()
-    assert {name: quant[name] for name in shared} == {name: sglang_quant[name] for name in shared}
+    shared_names = sglang_quant.keys() & quant.keys()
+    assert {name: quant[name] for name in shared_names} == {
+        name: sglang_quant[name] for name in shared_names
+    }

@@ -1,6 +1,6 @@
-"""vLLM's own experts classes, judged on a CPU, and classes with faults that must be found.
+"""Verdicts about vLLM's own experts classes on a CPU, and about classes with known faults.
 
-The classes run in processes of their own, as with `mk test --engine vllm`.
+The classes run in child processes, as in `mk test --engine vllm`.
 """
 
 import inspect
@@ -35,14 +35,14 @@ from modular_kernel.testing.engines.processes import EngineProcess, EngineProgra
 
 BASE = Problem(tokens=17, hidden=64, intermediate=32, experts=8, top_k=2)
 WIDE = replace(BASE, hidden=256, intermediate=128)
-NAMES = {
+CPU_CLASSES = {
     "TritonExperts",
     "TritonWNA16Experts",
     "BatchedTritonExperts",
     "NaiveBatchedExperts",
     "Nvfp4QuantizationEmulationTritonExperts",
 }
-# Class, problem: one of each scheme that runs on a CPU.
+# Classes and problems, of each scheme that runs on a CPU, whose verdict is RIGHT.
 RIGHT = (
     ("TritonExperts", BASE),
     ("TritonExperts", replace(BASE, bias=True)),
@@ -78,7 +78,7 @@ def test_description(process: EngineProcess) -> None:
     assert description.engine == "vllm"
     assert len(description.notes) >= 1
     classes = {c.name: c for c in description.classes}
-    assert {name for name in NAMES if not classes[name].unavailable} == NAMES
+    assert {name for name in CPU_CLASSES if not classes[name].unavailable} == CPU_CLASSES
     assert "none" in classes["TritonExperts"].schemes
     assert classes["TritonExperts"].refused["mxfp4_w4a16"].startswith("kernel does not support")
     assert classes["CutlassExpertsFp8"].unavailable
@@ -98,7 +98,7 @@ def test_right_classes(experts: str, problem: Problem, process: EngineProcess) -
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations(name: str, process: EngineProcess) -> None:
     if ACTIVATIONS[name][0] not in {activation.value for activation in MoEActivation}:
-        pytest.skip("this vLLM does not have it")
+        pytest.skip("this vLLM does not have the activation")
     problem = replace(BASE, activation=make_activation_spec(name))
     outcome = process.judge(EngineCase("TritonExperts", name, problem))
     assert outcome.kind is Kind.RIGHT, outcome
@@ -122,7 +122,7 @@ def test_kinds_of_calls(experts: str, changes: dict[str, Any], process: EnginePr
 
 
 def test_conversions_read_the_number_of_local_experts() -> None:
-    """As in a layer of vLLM, whose quantization method sets `num_experts`."""
+    """In a layer of vLLM, the quantization method sets `num_experts` to the local experts."""
     problem = replace(BASE, experts=16, local_experts=8, expert_map=True)
     weights = ExpertWeights(torch.zeros(8, 64, 64), torch.zeros(8, 64, 32))
     config: Any = SimpleNamespace(activation=MoEActivation.SILU)
@@ -145,7 +145,7 @@ WITH_BIASES = (
 def test_classes_that_ignore_biases_are_wrong(
     experts: str, problem: Problem, process: EngineProcess
 ) -> None:
-    """Their predicates accept a layer with biases."""
+    """The predicates of these classes accept a layer with biases."""
     outcome = process.judge(EngineCase(experts, "silu", problem))
     assert outcome.kind is Kind.WRONG, outcome
     assert outcome.error is not None
@@ -155,10 +155,10 @@ def test_classes_that_ignore_biases_are_wrong(
 
 @pytest.mark.timeout(600)
 def test_reproducers(program: EngineProgram) -> None:
-    right = [EngineCase(experts, "silu", problem) for experts, problem in RIGHT]
-    wrong = [EngineCase(experts, "silu", problem) for experts, problem in WITH_BIASES]
-    wrong.append(EngineCase("WrongActivation", "silu", BASE))
-    check_reproducers(program, right, wrong)
+    right_cases = [EngineCase(experts, "silu", problem) for experts, problem in RIGHT]
+    wrong_cases = [EngineCase(experts, "silu", problem) for experts, problem in WITH_BIASES]
+    wrong_cases.append(EngineCase("WrongActivation", "silu", BASE))
+    check_reproducers(program, right_cases, wrong_cases)
 
 
 @pytest.mark.parametrize(
@@ -178,14 +178,14 @@ def test_reproducers(program: EngineProgram) -> None:
     ],
 )
 def test_reproducers_for_a_gpu_are_short(quant: str, backend: str, changes: dict[str, Any]) -> None:
-    act = make_activation_spec("swigluoai_uninterleave")
-    problem = replace(WIDE, quant=quant, activation=act, **changes)
+    activation = make_activation_spec("swigluoai_uninterleave")
+    problem = replace(WIDE, quant=quant, activation=activation, **changes)
     name, options = ACTIVATIONS["swigluoai_uninterleave"]
     source = Source("vllm.a", "Experts", name, options, "cuda", 256, backend, is_gptq=True)
-    text = write_reproducer(EngineCase("Experts", name, problem), source, 0.1)
-    assert 8 <= count_statements(text) <= MAX_STATEMENTS
-    # The reference adds the biases of the checkpoint, the class those that vLLM has converted.
-    assert ("p1, p2 = oracle" in text) == (problem.bias and "a16" in quant)
+    reproducer = write_reproducer(EngineCase("Experts", name, problem), source, 0.1)
+    assert 8 <= count_statements(reproducer) <= MAX_STATEMENTS
+    # The reference adds the biases of the checkpoint, and the class the biases that vLLM converted.
+    assert ("p1, p2 = oracle" in reproducer) == (problem.bias and "a16" in quant)
 
 
 @pytest.mark.parametrize("promise", Promise)
@@ -201,7 +201,7 @@ def test_a_class_that_reads_its_workspace_breaks_a_promise(process: EngineProces
     assert "values are not finite" in outcome.detail
 
 
-@pytest.mark.timeout(600)  # several processes load vLLM
+@pytest.mark.timeout(600)  # Several processes load vLLM.
 def test_faulty_classes(program: EngineProgram) -> None:
     names = "WrongActivation", "Raising", "Aborting", "Hanging", "Refusing", "MissingOperator"
     cases = [EngineCase(name, "silu", BASE) for name in names]
@@ -214,13 +214,13 @@ def test_faulty_classes(program: EngineProgram) -> None:
 
 
 def test_a_class_with_another_layout_is_not_judged(process: EngineProcess) -> None:
-    """vLLM has no conversion of these weights for the class, although its predicates accept it."""
+    """The class accepts the layer, but vLLM does not convert the layer's weights for it."""
     problem = replace(WIDE, quant="fp8_w8a8_tensor")
     outcome = process.judge(EngineCase("BatchedMarlinExperts", "silu", problem))
     assert outcome == Outcome(Kind.NOT_JUDGED, "vLLM's oracle for fp8 never returns it")
 
 
 def test_configuration_fields_that_are_set() -> None:
-    """vLLM ignores an unknown attribute, so that a renamed field would go unnoticed."""
-    known = inspect.signature(FusedMoEConfig).parameters
-    assert {"swiglu_limit", "num_local_experts", "has_bias", "max_num_tokens"} <= set(known)
+    """vLLM ignores unknown attributes, so a renamed field would go unnoticed without this test."""
+    parameters = inspect.signature(FusedMoEConfig).parameters
+    assert {"swiglu_limit", "num_local_experts", "has_bias", "max_num_tokens"} <= set(parameters)

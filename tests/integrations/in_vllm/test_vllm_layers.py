@@ -1,4 +1,4 @@
-"""Layers that vLLM makes and loads. Their outputs are compared with the float64 reference."""
+"""Layers that vLLM creates and loads have outputs close to the float64 reference."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -52,7 +52,7 @@ PROBLEMS = (
     replace(BASE, quant="mxfp4_w4a16", activation="swiglu_oai", bias=True),
     replace(BASE, quant="nvfp4_w4a16"),
 )
-# (problem, format of the checkpoint). The default is compressed-tensors or vLLM's own format.
+# Problems and formats of the checkpoint. "" is compressed-tensors or vLLM's own format.
 ALL_CASES = (
     *((problem, "") for problem in PROBLEMS),
     (replace(BASE, intermediate=64, quant="int4_w4a16_group:group=32"), "gptq"),
@@ -69,7 +69,7 @@ ALL_CASES = (
     (replace(BASE, quant="nvfp4_w4a16"), "modelopt"),
 )
 IS_0_26 = version_module().__name__.endswith("v0_26")
-# The method of 0.26 for "moe_wna16" does not call an oracle.
+# In vLLM 0.26, the method for "moe_wna16" does not call an oracle.
 CASES = [case for case in ALL_CASES if not IS_0_26 or case[1] != "moe_wna16"]
 
 
@@ -81,7 +81,7 @@ def engine() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _replace_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+def _use_cpu_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_operators(monkeypatch)
 
 
@@ -110,9 +110,7 @@ def test_outputs_equal_the_reference(
 
 @pytest.mark.parametrize("part", ["TritonExperts", "TorchExperts"])
 def test_router_weights_on_the_input(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's `prepare` multiplies the tokens by the router weights. The experts must therefore not
-    do this again.
-    """
+    """vLLM's `prepare` multiplies the tokens by the router weights, so the experts must not."""
     monkeypatch.setenv("MK_VLLM", part)
     problem = replace(BASE, top_k=1, apply_router_weight_on_input=True)
     x_TH, weights, routing = tensors(problem)
@@ -133,7 +131,7 @@ def check(got: torch.Tensor, inputs: tuple[Any, ...], problem: Problem) -> None:
     assert comparison.ok, comparison.problems
 
 
-@pytest.mark.skipif(IS_0_26, reason="0.26 does not load biases that the model does not declare")
+@pytest.mark.skipif(IS_0_26, reason="0.26 loads only declared biases")
 @pytest.mark.parametrize("loaded", [("w13_bias", "w2_bias"), ("w13_bias",), ("w2_bias",), ()])
 @pytest.mark.parametrize("declared", [False, True])
 def test_biases_equal_those_of_the_checkpoint(
@@ -148,12 +146,12 @@ def test_biases_equal_those_of_the_checkpoint(
     layer._loaded_expert_biases |= set(loaded)
     layer.quant_method.process_weights_after_loading(layer)
     got = call(layer, x_TH, routing)
-    absent = {
+    zero_biases = {
         name: torch.zeros_like(getattr(weights, name))
         for name, parameter in (("b1", "w13_bias"), ("b2", "w2_bias"))
         if parameter not in loaded
     }
-    check(got, (x_TH, replace(weights, **absent), routing), problem)
+    check(got, (x_TH, replace(weights, **zero_biases), routing), problem)
 
 
 def test_declared_biases_that_are_not_loaded_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,22 +174,18 @@ def test_reloads_keep_the_memory_of_scales(quant: str, monkeypatch: pytest.Monke
     layer = vllm_layer(problem)
     fill(layer, problem, weights)
     layer.quant_method.process_weights_after_loading(layer)
-    config, tensors_of_vllm = (
-        layer.quant_method.moe_quant_config,
-        (layer.w13_weight, layer.w2_weight),
-    )
+    config = layer.quant_method.moe_quant_config
+    vllm_weights = layer.w13_weight, layer.w2_weight
     experts = layer.quant_method.moe_kernel.fused_experts
     name = "w1_global_scale" if quant == "nvfp4_w4a16" else "w1_scale"
-    captured = getattr(experts._get_weights(*tensors_of_vllm, None), name)
-    before = captured.clone()
-    source = config.g1_alphas if quant == "nvfp4_w4a16" else config.w1_scale
-    source.data.mul_(0.5)
+    captured_scale = getattr(experts._get_weights(*vllm_weights, None), name)
+    before = captured_scale.clone()
+    source_scale = config.g1_alphas if quant == "nvfp4_w4a16" else config.w1_scale
+    source_scale.data.mul_(0.5)
     experts = type(experts)(layer.moe_config, config)  # as vLLM does after loading weights
-    assert (
-        getattr(experts._get_weights(*tensors_of_vllm, None), name).data_ptr()
-        == captured.data_ptr()
-    )
-    assert torch.equal(captured, before / 2)
+    reloaded = getattr(experts._get_weights(*vllm_weights, None), name)
+    assert reloaded.data_ptr() == captured_scale.data_ptr()
+    assert torch.equal(captured_scale, before / 2)
 
 
 class SharedExpert(torch.nn.Module):
@@ -219,7 +213,9 @@ ROUTERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(not hasattr(layer_module, "FusedMoEFactory"), reason="0.26 needs its extension")
+@pytest.mark.skipif(
+    not hasattr(layer_module, "FusedMoEFactory"), reason="vLLM 0.26 needs its extension"
+)
 @pytest.mark.parametrize("name", ROUTERS)
 def test_layers_with_a_router_and_a_shared_expert(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -227,39 +223,37 @@ def test_layers_with_a_router_and_a_shared_expert(
     monkeypatch.setenv("MK_VLLM", "TorchExperts")
     x_TH, weights, routing = tensors(BASE)
     options = ROUTERS[name]
-    shared = SharedExpert(torch.eye(BASE.hidden, dtype=BASE.dtype).roll(1, 0))
-    runner = vllm_runner(BASE, shared_experts=shared, **options)
+    shared_expert = SharedExpert(torch.eye(BASE.hidden, dtype=BASE.dtype).roll(1, 0))
+    runner = vllm_runner(BASE, shared_experts=shared_expert, **options)
     layer = runner.routed_experts
     fill(layer, BASE, weights)
     layer.quant_method.process_weights_after_loading(layer)
-    g = torch.Generator().manual_seed(11)
-    logits_TE = torch.randn(BASE.tokens, BASE.experts, generator=g).to(BASE.dtype)
+    generator = torch.Generator().manual_seed(11)
+    logits_TE = torch.randn(BASE.tokens, BASE.experts, generator=generator).to(BASE.dtype)
     config = get_current_vllm_config()
     with torch.inference_mode(), set_forward_context(None, config, num_tokens=BASE.tokens):
         got = runner(x_TH.clone(), logits_TE)
         weights_TK, ids_TK = runner.router.select_experts(x_TH, logits_TE)
     routing = Routing(weights_TK.float(), ids_TK.long())
     scale = 2.5 if "apply_routed_scale_to_output" in options else 1
-    want = float64_reference(x_TH, weights, routing, BASE) * scale + shared(x_TH)
-    torch.testing.assert_close(got.double(), want.double(), rtol=0.02, atol=0.02)
+    expected = float64_reference(x_TH, weights, routing, BASE) * scale + shared_expert(x_TH)
+    torch.testing.assert_close(got.double(), expected.double(), rtol=0.02, atol=0.02)
 
 
-BATCHED = (
+BATCHED_PROBLEMS = (
     BASE,
     replace(LARGE, quant="fp8_w8a8_tensor"),
     replace(LARGE, quant="fp8_w8a8_tensor:static=true"),
     replace(LARGE, quant="fp8_w8a8_channel"),
-    # The dispatch of 0.26 cannot allocate rows for mxfp4.
+    # In vLLM 0.26, the dispatch cannot allocate rows for mxfp4.
     *((replace(BASE, quant="mxfp4_w4a16"),) if not IS_0_26 else ()),
 )
 
 
 @pytest.mark.parametrize("part", ["BatchedTritonExperts", "NaiveBatchedExperts"])
-@pytest.mark.parametrize("problem", BATCHED, ids=str)
+@pytest.mark.parametrize("problem", BATCHED_PROBLEMS, ids=str)
 def test_batched_experts(problem: Problem, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The experts run in vLLM's kernel. vLLM's own dispatch quantizes the tokens into rows by
-    expert.
-    """
+    """The experts run in vLLM's kernel, whose dispatch quantizes and batches the tokens."""
     monkeypatch.setenv("MK_VLLM", "TorchExperts")
     version = version_module()
     x_TH, weights, routing = tensors(problem)
@@ -299,10 +293,10 @@ def test_batched_rows_that_do_not_match_the_scheme_are_refused() -> None:
         config, FusedMoEQuantConfig.make(), max_num_tokens=3, num_dispatchers=1
     )
     x_eCH = torch.zeros(4, 3, 64, dtype=torch.float8_e4m3fn)
-    meta = ExpertTokensMetadata(torch.tensor([3, 0, 1, 2], dtype=torch.int32), None)
-    memory, out = torch.empty(1 << 20, dtype=torch.bfloat16), torch.empty(4, 3, 64)
+    tokens_metadata = ExpertTokensMetadata(torch.tensor([3, 0, 1, 2], dtype=torch.int32), None)
+    workspace, out = torch.empty(1 << 20, dtype=torch.bfloat16), torch.empty(4, 3, 64)
     with pytest.raises(DtypeError, match=r"hidden_states for none: got torch.float8_e4m3fn"):
         experts.apply(
             out, x_eCH, weights.w1, weights.w2, None, None, MoEActivation.SILU, 4, None,
-            torch.ones(4, 1, 1), None, memory[:0], memory, meta, False,
+            torch.ones(4, 1, 1), None, workspace[:0], workspace, tokens_metadata, False,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Prepared copies of 4-bit weights. The plugin makes them after vLLM has loaded a layer."""
+"""Prepared copies of 4-bit weights, which the plugin makes after vLLM has loaded a layer."""
 
 import logging
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ pytestmark = NO_GPU
 launched = make_launched_fixture()
 BASE = Problem(tokens=64, hidden=64, intermediate=32, experts=4, top_k=2, quant="mxfp4_w4a16")
 INT4 = "int4_w4a16_group:group=32"
-# (problem, format of the checkpoint)
+# Problems and formats of the checkpoint.
 CASES = [
     (BASE, ""),
     (replace(BASE, activation="swiglu_oai", bias=True), ""),
@@ -45,7 +45,7 @@ CASES += [
     (replace(BASE, quant=INT4, intermediate=64), "gptq"),
     (replace(BASE, quant=f"{INT4},zero_points=true"), "awq"),
 ]
-if not version_module().__name__.endswith("v0_26"):  # its method does not call an oracle
+if not version_module().__name__.endswith("v0_26"):  # whose method does not call an oracle
     CASES += [(replace(BASE, quant=INT4), "moe_wna16")]
 parametrize_cases = pytest.mark.parametrize(("problem", "checkpoint_format"), CASES, ids=str)
 
@@ -58,11 +58,11 @@ def engine() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _simulate_gpu_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     stand_in_operators(monkeypatch)
     monkeypatch.setenv("MK_VLLM", "TritonExperts")
     monkeypatch.setattr(prepared_copy, "_DEVICES_WARNED_OF", set())
-    calls._make_kernel.cache_clear()  # kernels depend on the simulated GPU
+    calls._make_kernel.cache_clear()  # Cached kernels depend on the simulated GPU.
     yield
     calls._make_kernel.cache_clear()
 
@@ -74,7 +74,7 @@ def make_loaded_layer(problem: Problem, checkpoint_format: str, weights: ExpertW
     return layer
 
 
-def addresses_of(layer: Any) -> dict[str, int]:
+def get_addresses(layer: Any) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in prepared_tensors(layer).items()}
 
 
@@ -94,14 +94,14 @@ def test_layers_use_the_copy_made_during_loading(
     x_TH, weights, _, routing = tensors(problem)
     layer = make_loaded_layer(problem, checkpoint_format, weights)
     assert prepared_tensors(layer).keys() == prepared.SOURCE_FIELDS.keys()
-    addresses = addresses_of(layer)
+    addresses = get_addresses(layer)
     assert not launched
     check(layer, x_TH, weights, routing)
     assert len(launched) == 2
     first = Routing(routing.topk_weights_TK[:1], routing.topk_ids_TK[:1])
     check(layer, x_TH[:1], weights, first)
-    assert len(launched) == 2  # calls with few rows read the loaded weights
-    assert addresses_of(layer) == addresses
+    assert len(launched) == 2  # A call with few rows reads the loaded weights, not the copy.
+    assert get_addresses(layer) == addresses
 
 
 @parametrize_cases
@@ -111,38 +111,40 @@ def test_reloads_write_the_copy_in_place(
     x_TH, weights, _, routing = tensors(problem)
     layer = make_loaded_layer(problem, checkpoint_format, weights)
     check(layer, x_TH, weights, routing)
-    copy = prepared_tensors(layer)
-    addresses = addresses_of(layer)
+    prepared_before = prepared_tensors(layer)
+    addresses = get_addresses(layer)
     _, new_weights, _, _ = tensors(problem, seed=4)
-    reloaded = make_loaded_layer(problem, checkpoint_format, new_weights)
-    want = {name: tensor.clone() for name, tensor in prepared_tensors(reloaded).items()}
-    assert not all(torch.equal(want[name], copy[name]) for name in want)
+    layer_with_new_weights = make_loaded_layer(problem, checkpoint_format, new_weights)
+    expected = {
+        name: tensor.clone() for name, tensor in prepared_tensors(layer_with_new_weights).items()
+    }
+    assert not all(torch.equal(expected[name], prepared_before[name]) for name in expected)
 
     reload(layer, problem, new_weights, checkpoint_format)
     # The copy must be current before any call, because replays of CUDA graphs read it.
     assert {
         name: tensor.data_ptr() for name, tensor in prepared_tensors(layer).items()
     } == addresses
-    for name, tensor in copy.items():
-        assert torch.equal(tensor, want[name]), name
+    for name, tensor in prepared_before.items():
+        assert torch.equal(tensor, expected[name]), name
     launched.clear()
     check(layer, x_TH, new_weights, routing)
     assert len(launched) == 2
 
 
 def test_tracked_writes_update_the_copy_in_the_next_call(launched: list[int]) -> None:
-    """vLLM updates weights in the format of its kernels in this way."""
+    """vLLM writes new weights in place if they are in the format of its kernels."""
     x_TH, weights, _, routing = tensors(BASE)
     layer = make_loaded_layer(BASE, "", weights)
     check(layer, x_TH, weights, routing)
-    addresses = addresses_of(layer)
+    addresses = get_addresses(layer)
     _, new_weights, _, _ = tensors(BASE, seed=4)
     with torch.no_grad():
         layer.w13_weight.copy_(new_weights.w1)
         layer.w13_weight_scale.copy_(new_weights.w1_scale)
     launched.clear()
-    written = replace(weights, w1=new_weights.w1, w1_scale=new_weights.w1_scale)
-    check(layer, x_TH, written, routing)
+    changed_weights = replace(weights, w1=new_weights.w1, w1_scale=new_weights.w1_scale)
+    check(layer, x_TH, changed_weights, routing)
     assert len(launched) == 2
     assert {
         name: tensor.data_ptr() for name, tensor in prepared_tensors(layer).items()
@@ -170,8 +172,8 @@ def test_weights_are_not_prepared_if_memory_is_insufficient(
     x_TH, weights, _, routing = tensors(BASE)
     with caplog.at_level(logging.WARNING, "modular_kernel.weights"):
         layers = [make_loaded_layer(BASE, "", weights) for _ in range(2)]
-    texts = [record.getMessage() for record in caplog.records if record.name.endswith("weights")]
-    assert [text.startswith("4-bit weights stay as loaded") for text in texts] == [True]
+    messages = [record.getMessage() for record in caplog.records if record.name.endswith("weights")]
+    assert [m.startswith("4-bit weights stay as loaded") for m in messages] == [True]
     for layer in layers:
         assert not prepared_tensors(layer)
         check(layer, x_TH, weights, routing)
@@ -225,7 +227,7 @@ def test_reloads_without_preparation_do_not_use_an_old_copy(
 def test_failed_preparation_during_a_reload_raises(
     monkeypatch: pytest.MonkeyPatch, launched: list[int]
 ) -> None:
-    """Otherwise CUDA graphs would read the copy of the old weights."""
+    """Without the error, CUDA graphs would read the copy of the old weights."""
 
     def raise_error(*_: object) -> None:
         raise ShapeError("w1", got=1, need=2)

@@ -1,4 +1,4 @@
-"""Layers on two vLLM ranks over gloo, with tensor or expert parallelism."""
+"""Layers on two ranks of vLLM over gloo, with tensor or expert parallelism."""
 
 import subprocess
 import sys
@@ -18,10 +18,10 @@ PROGRAM = Path(__file__).parents[2] / "helpers" / "vllm_ranks.py"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder with the outputs of all cases."""
+    """Run all cases on both ranks, and return the folder with the summed outputs."""
     folder, store = tmp_path_factory.mktemp("ranks"), free_store()
     environment = make_child_environment(interpreted=True) | {"MK_VLLM": "TritonExperts"}
-    ranks = [
+    processes = [
         subprocess.Popen(
             [sys.executable, str(PROGRAM), str(rank), store, str(folder)],
             env=environment,
@@ -31,9 +31,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         for rank in range(WORLD_SIZE)
     ]
-    for rank in ranks:
-        output, _ = rank.communicate(timeout=280)
-        assert rank.returncode == 0, output[-3000:]
+    for process in processes:
+        output, _ = process.communicate(timeout=280)
+        assert process.returncode == 0, output[-3000:]
     return folder
 
 
@@ -42,6 +42,6 @@ def test_rank_outputs_sum_to_the_output_of_the_layer(name: str, folder: Path) ->
     problem, _ = CASES[name]
     got = torch.load(folder / f"{name}.pt").to(problem.dtype)
     inputs = *tensors(problem), problem
-    # Each rank rounds its output. One process would round the sum once.
+    # Each rank rounds its output, whereas the reference rounds the sum once.
     comparison = compare(got, float64_reference(*inputs), rounded_reference(*inputs), problem)
     assert comparison.ok, comparison.problems

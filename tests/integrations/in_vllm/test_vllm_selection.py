@@ -1,4 +1,4 @@
-"""The interfaces of vLLM that the plugin uses, and the layers that vLLM's own kernels run."""
+"""The interfaces of vLLM that the plugin uses, and layers that stay on vLLM's own kernels."""
 
 import inspect
 import logging
@@ -39,7 +39,7 @@ def engine() -> Iterator[None]:
         yield
 
 
-def names_of(cls: type) -> set[str]:
+def list_names(cls: type) -> set[str]:
     return {*dir(cls), *inspect.signature(cls).parameters}
 
 
@@ -52,7 +52,7 @@ def names_of(cls: type) -> set[str]:
     ],
 )
 def test_configs_have_the_fields_that_the_plugin_reads(cls: type, names: tuple[str, ...]) -> None:
-    assert set(names) - names_of(cls) == set()
+    assert set(names) - list_names(cls) == set()
 
 
 @pytest.mark.parametrize("name", sorted(version.ORACLES))
@@ -74,7 +74,7 @@ def test_methods_accept_the_arguments_of_vllm(experts: type, name: str) -> None:
 
 
 def test_later_functions_have_the_arguments_that_the_plugin_reads() -> None:
-    needed = {
+    required_arguments = {
         "make_wna16_moe_kernel": {"experts_cls", "moe_config", "moe_quant_config"},
         "convert_to_wna16_moe_kernel_format": {
             "backend", "quant_config", "w13", "w13_scale", "w13_qzeros", "w2", "w2_scale",
@@ -87,22 +87,22 @@ def test_later_functions_have_the_arguments_that_the_plugin_reads() -> None:
     }  # fmt: skip
     for oracle in version.ORACLES.values():
         for function in oracle.later_functions:
-            original = getattr(
+            vllm_function = getattr(
                 getattr(import_module(oracle.module), function), hooks.ORIGINAL_ATTRIBUTE
             )
-            assert needed[function] <= set(inspect.signature(original).parameters)
+            assert required_arguments[function] <= set(inspect.signature(vllm_function).parameters)
 
 
 def runs_on_our_parts(problem: Problem, **options: Any) -> bool:
     cls = vllm_layer(problem, **options).quant_method.experts_cls
-    # cls is None in 0.26 on a CPU
+    # In vLLM 0.26 on a CPU, cls is None.
     return cls is not None and issubclass(cls, version.StandardExperts)
 
 
 def test_environment_variable_selects_the_part_of_each_layer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a CPU, parts must be named, because vLLM's own kernels are faster than the torch parts."""
+    """On a CPU, only named parts are used, because vLLM's kernels are faster than those parts."""
     monkeypatch.setenv("MK_VLLM", "TorchExperts")
     assert runs_on_our_parts(BASE)
     for value in ("0", "1"):
@@ -118,15 +118,15 @@ from modular_kernel.spec.problem import Problem
 with vllm_process():
     for _ in range(2):
         method = vllm_layer(Problem(17, 64, 32, 4, 2)).quant_method
-        chosen = method.unquantized_backend, method.experts_cls
-        print(*chosen, hasattr(oracle.select_unquantized_moe_backend, "__wrapped__"))
+        selection = method.unquantized_backend, method.experts_cls
+        print(*selection, hasattr(oracle.select_unquantized_moe_backend, "__wrapped__"))
         register()
 """
 
 
 def test_disabled_plugin_does_not_change_vllm() -> None:
-    """vLLM selects the same class before and after the plugin is called."""
-    # The child process can import the helpers, which pytest added to the path, and this checkout.
+    """vLLM selects the same class before and after a call of `register`."""
+    # The child process must find the helpers, which pytest added to sys.path, and this checkout.
     variables = {"MK_VLLM": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
     environment = make_child_environment(interpreted=False) | variables
     command = [sys.executable, "-c", PROGRAM]
@@ -141,7 +141,7 @@ def test_disabled_plugin_does_not_change_vllm() -> None:
 def test_unsupported_layers_run_on_vllm(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One log line contains every reason for all such layers."""
+    """The reason is logged once for all layers that it applies to."""
     monkeypatch.setenv("MK_VLLM", "TritonExperts")
     hooks.log_once.cache_clear()
     with caplog.at_level(logging.INFO, "vllm.modular_kernel"):
@@ -151,9 +151,9 @@ def test_unsupported_layers_run_on_vllm(
         monkeypatch.setenv("MK_VLLM", "TritonExpert")
         assert not runs_on_our_parts(BASE)
         assert not runs_on_our_parts(BASE)
-    (line,) = {m for m in caplog.messages if "leaves a layer" in m}
-    assert "got 'TritonExpert'" in line
-    assert "TritonExperts" in line
+    (message,) = {m for m in caplog.messages if "leaves a layer" in m}
+    assert "got 'TritonExpert'" in message
+    assert "TritonExperts" in message
 
 
 def test_explicit_backends_of_vllm_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,14 +191,14 @@ def test_vllm_is_not_changed_if_a_name_has_moved(
 ) -> None:
     oracle = version.ORACLES["int8"]
     module = import_module(oracle.module)
-    original = getattr(module.select_int8_moe_backend, hooks.ORIGINAL_ATTRIBUTE)
-    monkeypatch.setattr(module, "select_int8_moe_backend", original)
+    vllm_function = getattr(module.select_int8_moe_backend, hooks.ORIGINAL_ATTRIBUTE)
+    monkeypatch.setattr(module, "select_int8_moe_backend", vllm_function)
     monkeypatch.delattr(module, "Int8MoeBackend")
     logging.getLogger("vllm").propagate = True
     hooks._replace_functions("int8", version.__name__)
-    assert module.select_int8_moe_backend is original
-    (line,) = [m for m in caplog.messages if "layers of int8" in m]
-    assert "Int8MoeBackend.TRITON" in line
+    assert module.select_int8_moe_backend is vllm_function
+    (message,) = [m for m in caplog.messages if "layers of int8" in m]
+    assert "Int8MoeBackend.TRITON" in message
 
 
 def test_workspaces_have_the_dtype_of_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,5 +210,5 @@ def test_workspaces_have_the_dtype_of_the_layer(monkeypatch: pytest.MonkeyPatch)
     assert [first for first, _, _ in sizes] == [(0,)] * 3
     assert [out for _, _, out in sizes] == [(1, 64), (17, 64), (2048, 64)]
     assert sizes[0][1] <= sizes[1][1] <= sizes[2][1]
-    needed = experts._calls.workspace_bytes(17, 2)
-    assert sizes[1][1][0] * torch.bfloat16.itemsize >= needed
+    nbytes = experts._calls.workspace_bytes(17, 2)
+    assert sizes[1][1][0] * torch.bfloat16.itemsize >= nbytes
