@@ -1,4 +1,4 @@
-"""Machines by name and by file, and their packages."""
+"""parse_machine, with names of machines and with files, and parse_packages."""
 
 import json
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_unknown_name_is_refused_with_the_nearest(text: str, need: str) -> None:
     assert need in str(refused.value)
 
 
-def written(folder: Path, content: Any) -> str:
+def write_machine_file(folder: Path, content: Any) -> str:
     path = folder / "machine.json"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     return str(path)
@@ -50,19 +50,19 @@ def written(folder: Path, content: Any) -> str:
 
 def test_file_replaces_values_of_a_named_gpu(tmp_path: Path) -> None:
     content = {"gpu": "h200", "gpus_per_host": 4, "hosts": 2, "net_gbs": 25, "net_latency_us": 7}
-    machine = parse_machine(written(tmp_path, {**content, "packages": ["deep_ep"]}))
+    machine = parse_machine(write_machine_file(tmp_path, {**content, "packages": ["deep_ep"]}))
     assert (machine.gpu, machine.inside) == NAMED_GPUS["h200"]
     assert (machine.hosts, machine.per_host) == (2, 4)
     assert (machine.between.bandwidth, machine.between.latency) == (25e9, pytest.approx(7e-6))
     assert machine.packages == {"deep_ep"}
-    own = parse_machine(written(tmp_path, CUSTOM))
-    assert (own.gpu.name, own.gpu.arch, own.gpu.memory) == ("x1", (12, 0), 32e9)
-    assert own.gpu.flops == {n: 2e14 if "16" in n else 4e14 for n in own.gpu.flops}
-    assert "float8_e4m3fn" in own.gpu.flops
-    assert (own.inside.bandwidth, own.between) == (40e9, Cluster().between)
-    assert own.packages is None
-    old = parse_machine(written(tmp_path, CUSTOM | {"arch": "8.6"}))
-    assert "float8_e4m3fn" not in old.gpu.flops
+    custom = parse_machine(write_machine_file(tmp_path, CUSTOM))
+    assert (custom.gpu.name, custom.gpu.arch, custom.gpu.memory) == ("x1", (12, 0), 32e9)
+    assert custom.gpu.flops == {n: 2e14 if "16" in n else 4e14 for n in custom.gpu.flops}
+    assert "float8_e4m3fn" in custom.gpu.flops
+    assert (custom.inside.bandwidth, custom.between) == (40e9, Cluster().between)
+    assert custom.packages is None
+    without_fp8 = parse_machine(write_machine_file(tmp_path, CUSTOM | {"arch": "8.6"}))
+    assert "float8_e4m3fn" not in without_fp8.gpu.flops
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_file_replaces_values_of_a_named_gpu(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_an_invalid_file_is_refused(tmp_path: Path, content: Any, need: str) -> None:
     with pytest.raises(ConfigurationError) as refused:
-        parse_machine(written(tmp_path, content))
+        parse_machine(write_machine_file(tmp_path, content))
     assert need in str(refused.value)
     with pytest.raises(ConfigurationError, match="a JSON file that can be read"):
         parse_machine(str(tmp_path / "none.json"))
