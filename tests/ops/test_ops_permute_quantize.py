@@ -167,7 +167,7 @@ def test_empty_input_leaves_outputs_unchanged() -> None:
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("columns", [32, 100])
 def test_column_major_scales_equal_row_major_scales(columns: int) -> None:
-    """permute_and_quantize and permute_tokens write scales in the expected_rows layout."""
+    """permute_and_quantize and permute_tokens write scales in the same layout."""
     scheme, row_of_pair = (
         QuantScheme.parse("fp8_w8a8_block:block=8x32"),
         ROW_OF_PAIR.int().to(DEVICE),

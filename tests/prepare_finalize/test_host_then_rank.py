@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from rank_fixtures import make_ranks_fixture
-from test_ranks_on_hosts import make_part, remaining_new_files, set_host_id, shared_memory_files
+from test_ranks_on_hosts import list_shared_memory_files, make_part, set_host_id, wait_for_removal
 
 from modular_kernel.catalog import check, make_kernel, this_machine
 from modular_kernel.errors import CommunicationError, ModularKernelError
@@ -272,9 +272,9 @@ def test_counts_that_exceed_the_tokens_of_a_chunk_are_refused(column: int) -> No
 
 
 def test_shared_memory_files_are_removed(four: RankPool) -> None:
-    files_before = shared_memory_files()
+    files_before = list_shared_memory_files()
     four.run(make_part, "aabb", PART, 2)
-    assert remaining_new_files(files_before) == set()
+    assert wait_for_removal(files_before) == set()
 
 
 def call_other_layer(
@@ -316,7 +316,7 @@ def test_layers_with_another_number_of_counts_raise_on_every_rank(
 def call_after_a_failed_constructor(
     rank: int, world: int, group: object, ids: str
 ) -> tuple[str, bool]:
-    """Make a layer whose sizes differ between ranks, then call a valid layer of the same manager."""
+    """Make a layer whose sizes differ between ranks, then call a valid layer with the manager."""
     set_host_id(rank, ids)
     manager = HostThenRankGroup(group, timeout_s=5.0)
     parallel = Parallel(world, "linear", rank, ranks_per_host=ids.count("a"))

@@ -482,7 +482,8 @@ def call_two_layers_at_random(
 ) -> tuple[list[str], int]:
     """Call two layers of a manager at random, with up to two calls of each layer in flight.
 
-    Numbers of tokens differ between ranks and calls, so some ranks replay a call that others record.
+    Numbers of tokens differ between ranks and calls, so some ranks replay a call that others
+    record.
 
     Return the wrong outputs and the number of replayed calls.
     """
