@@ -172,7 +172,7 @@ def test_the_quantizer_equals_a_search() -> None:
 
 
 def test_codes_on_both_sides_of_every_midpoint() -> None:
-    """The values are the midpoints and their float32 neighbors. NaN gets the code of the maximum."""
+    """Values are midpoints and their float32 neighbors. NaN gets the code of the maximum."""
     midpoints = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(MAGNITUDES)])
     around_midpoints = torch.stack(
         [(midpoints.view(torch.int32) + step).view(torch.float32) for step in (-1, 0, 1)]
