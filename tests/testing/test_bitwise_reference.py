@@ -68,7 +68,7 @@ def test_wrong_declared_roundings_fail(
     machine: Machine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With one changed_output field of the original_roundings roundings, only the check `one_rounding` fails."""
+    """If one field of the declared roundings is changed, only the check `one_rounding` fails."""
     original_roundings = experts.roundings
 
     def return_changed_roundings(
