@@ -98,9 +98,7 @@ def test_pair_that_replicated_tokens_make_invalid_has_no_estimate(
     pair = f"{part.__name__} x TritonExperts"
     assert pair not in {estimate.pairing for estimate in result.estimates}
     reason = dict(result.unestimated)[pair]
-    assert reason.startswith(
-        "with the tokens of all ranks on output_with_all_rows rank: [capacity]"
-    )
+    assert reason.startswith("with the tokens of all ranks on every rank: [capacity]")
     assert "got tokens=1024, need <= 1000 per rank" in reason
 
 
@@ -290,7 +288,7 @@ def test_nearest_refusal_is_shown_without_a_valid_pair(mk: Mk) -> None:
     sizes = ("--tokens", "8", "--top-k", "99", "--experts", "128")
     result = mk("plan", "--machine", "h200", *sizes)
     assert result.code == 1
-    assert "no recommendation, output_with_all_rows pairing is refused" in result.out
+    assert "no recommendation, every pairing is refused" in result.out
     assert "nearest: MoEPrepareAndFinalizeNoEP x" in result.out
     assert "[top_k]" in result.out
 

@@ -96,7 +96,7 @@ def test_calls_of_a_rank_without_tokens_are_replayed(pool: RankPool, part: str) 
 
 @pytest.mark.parametrize("part", FIXED_CAPACITY_PARTS)
 def test_a_refusal_reaches_ranks_that_replay(pool: RankPool, part: str) -> None:
-    message = "rank 1 message its call 5 of layer 1 with DtypeError"
+    message = "rank 1 refused its call 5 of layer 1 with DtypeError"
     for rank, errors in enumerate(pool.run(refuse_in_replay, make_layer(part), 5.0)):
         if rank == 1:
             assert errors[0].startswith("DtypeError")

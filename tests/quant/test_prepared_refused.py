@@ -91,7 +91,7 @@ def test_other_zero_points_and_dtypes_of_scales_are_refused(
     changed = change(weights)
     weights_to_use = changed if isinstance(changed, ExpertWeights) else weights
     for run in (plan, kernel):
-        with pytest.raises(WeightsError, match="derived from other_kernel weights"):
+        with pytest.raises(WeightsError, match="derived from other weights"):
             run(inputs.x_TH, weights_to_use, inputs.routing)
 
 
@@ -100,7 +100,7 @@ def test_prepared_tensors_of_other_weights_are_refused() -> None:
     weights = kernel.prepare_weights(inputs.weights)
     expanded = inputs.weights.w2.as_strided(inputs.weights.w2.shape, (0, 0, 0))
     for w2 in (inputs.weights.w2.clone(), expanded):
-        with pytest.raises(WeightsError, match="derived from other_kernel weights"):
+        with pytest.raises(WeightsError, match="derived from other weights"):
             call_kernel(kernel, inputs, replace(weights, w2=w2))
 
 
@@ -119,7 +119,7 @@ def test_other_memory_at_the_same_address_is_detected() -> None:
     w1.data = torch.from_numpy(memory)
     assert (w1.data_ptr(), w1._version) == address_and_version
     for run, weights_to_use in ((plan, weights), (kernel, weights), (kernel, replace(weights))):
-        with pytest.raises(WeightsError, match="derived from other_kernel weights"):
+        with pytest.raises(WeightsError, match="derived from other weights"):
             run(inputs.x_TH, weights_to_use, inputs.routing)
 
 

@@ -158,7 +158,7 @@ def test_scales_have_the_requested_dtype(scheme_name: str) -> None:
     assert float((actual - plain_weights(problem).w1).abs().max()) <= max_error * float(
         plain_weights(problem).w1.abs().max()
     )
-    with pytest.raises(ConfigurationError, match="scale_dtype: actual float64, need float32 or"):
+    with pytest.raises(ConfigurationError, match="scale_dtype: got float64, need float32 or"):
         quantize_weights(plain_weights(problem), problem, scale_dtype=torch.float64)
 
 

@@ -81,7 +81,7 @@ def test_quantized_weights_are_accepted(scheme_name: str) -> None:
     problem, weights = make_quantized(scheme_name)
     check_weights_quantized(weights, problem, CPU)
     local_problem = replace(problem, local_experts=2, expert_map=True)
-    with pytest.raises(ShapeError, match="w1: actual"):
+    with pytest.raises(ShapeError, match="w1: got"):
         check_weights_quantized(weights, local_problem, CPU)
 
 
@@ -91,7 +91,7 @@ def test_odd_row_lengths_cannot_be_packed(scheme_name: str, name: str) -> None:
     problem = make_problem(scheme_name, **{name: 33})
     assert quantized_weights.list_indivisible_sizes(problem) == (name,)
     with pytest.raises(
-        ConfigurationError, match=f"{name}: actual 33, need a multiple of 2: {scheme_name}"
+        ConfigurationError, match=f"{name}: got 33, need a multiple of 2: {scheme_name}"
     ):
         weight_specs(problem)
 
@@ -121,13 +121,13 @@ def test_quantize_weights_keeps_other_fields() -> None:
 def test_quantize_weights_refuses_wrong_arguments() -> None:
     problem = make_problem("fp8_w8a8_tensor")
     unquantized = plain_weights(problem)
-    with pytest.raises(ConfigurationError, match="quant: actual none"):
+    with pytest.raises(ConfigurationError, match="quant: got none"):
         quantize_weights(unquantized, BASE)
-    with pytest.raises(ShapeError, match="w2: actual"):
+    with pytest.raises(ShapeError, match="w2: got"):
         quantize_weights(replace(unquantized, w2=unquantized.w2.mT), problem)
-    with pytest.raises(DtypeError, match="w1: actual float8_e4m3fn, need unquantized"):
+    with pytest.raises(DtypeError, match="w1: got float8_e4m3fn, need unquantized"):
         quantize_weights(replace(unquantized, w1=unquantized.w1.to(FP8)), problem)
-    with pytest.raises(WeightsError, match="a1_scale: actual None, need"):
+    with pytest.raises(WeightsError, match="a1_scale: got None, need"):
         quantize_weights(unquantized, make_problem("fp8_w8a8_tensor:static=true"))
 
 
@@ -159,7 +159,7 @@ def test_scales_out_of_the_range_of_float16_are_refused() -> None:
     assert quantize_weights(large, problem)
     assert quantize_weights(large, problem, scale_dtype=torch.bfloat16)
     assert quantize_weights(unquantized, problem, scale_dtype=torch.float16)
-    with pytest.raises(ConfigurationError, match=r"scale_dtype: actual float16, need .* w2 exceed"):
+    with pytest.raises(ConfigurationError, match=r"scale_dtype: got float16, need .* w2 exceed"):
         quantize_weights(large, problem, scale_dtype=torch.float16)
 
 

@@ -24,7 +24,7 @@ from modular_kernel.testing.mutation.run_mutant import KillHistory
 def test_lines_executed_by_an_import_are_separate_from_lines_of_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If they were not, a case would be credited with the lines of modules that it imports first."""
+    """If they were not, a case would get credit for the lines of modules that it imports first."""
     path = tmp_path / "imported_late.py"
     path.write_text("def f():\n    return 2\n\n\nTWO = f()\n\n\ndef g():\n    return TWO\n")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -102,7 +102,7 @@ def compute_expected_output(expert_rows: ExpertRows, *, sums: bool, weighted: bo
 
 
 def check_reducer(name: str, weighted: bool, set_nan: Callable[[ExpertRows], None]) -> torch.Tensor:
-    """Compare a reducer with `compute_expected_output` for rows that `set_nan` changes. Return where
+    """Compare a reducer with `compute_expected_output` on rows that `set_nan` changes. Return where
     the output is NaN.
     """
     reducer, make_rows, sums = REDUCERS[name]

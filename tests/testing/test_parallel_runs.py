@@ -134,7 +134,7 @@ def test_a_part_that_cannot_be_constructed_fails_its_case(machine: Machine) -> N
         raise OSError("no such library")
 
     proof = prove(case, machine, build)
-    assert proof.failures == ("build: exc_info OSError: no such library",)
+    assert proof.failures == ("build: raised OSError: no such library",)
     assert "FAILED, error inf" in str(proof)
 
 

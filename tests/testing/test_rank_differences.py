@@ -242,8 +242,8 @@ PAIRS = (
 def test_dispatch_of_correct_parts_equals_the_reference(
     pair: tuple[str, str], rank_pool: Callable[[int], RankPool]
 ) -> None:
-    """Rows are dispatched to all or to some ranks, by token or by pair (token, expert), quantized or
-    unquantized.
+    """Rows are dispatched to all ranks or to some, by token or by pair (token, expert), quantized
+    or unquantized.
     """
     cases = rank_cases_for(*pair, MACHINE, 2).cases
     unquantized = [case for case in cases if not case.problem.scheme.quantized][:4]

@@ -124,7 +124,7 @@ def test_hosts_are_ordered_by_their_first_rank(monkeypatch: pytest.MonkeyPatch) 
 def test_files_are_stale_after_a_minute(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seconds: float
 ) -> None:
-    # Use a separate folder, because external_context processes remove stale files from the shared one.
+    # Use a separate folder, because other processes remove stale files from the shared one.
     for module in (memory_files, hosts):
         monkeypatch.setattr(module, "SHARED_MEMORY_DIR", tmp_path)
     monkeypatch.setattr(simulated_host_scenarios, "_SHARED_MEMORY", tmp_path)

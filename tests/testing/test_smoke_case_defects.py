@@ -66,7 +66,7 @@ DEFECTS = (
     ),
     ListedDefect(
         SourceDefect(
-            "up uses the scale of gate where 32-bit name_parts are read",
+            "up uses the scale of gate where 32-bit words are read",
             "experts/triton/aligned_w4/kernels/grouped_gemm_w4.py",
             "up_tile *= tl.load(zero_point_ptr + 1)",
             "up_tile *= tl.load(zero_point_ptr)",

@@ -92,7 +92,7 @@ def test_tuned_launches_are_used_with_prepared_weights_only(
         tuned.file == here / "triton_3_6_0" / file_names_for(LAYER, "NVIDIA H200", prepared=True)[0]
     )
     launched.clear()
-    kernel, i = make_prepared_kernel(tokens=tokens, **SIZES)
+    kernel, inputs = make_prepared_kernel(tokens=tokens, **SIZES)
     call_kernel(kernel, inputs, kernel.prepare_weights(inputs.weights))
     assert launched == [64, 64]
     call_kernel(kernel, inputs)
@@ -168,7 +168,7 @@ def test_override_takes_precedence_over_the_file(here: Path, launched: list[int]
     )
     prepared_space.save({1: TunedChoice(steps.choose(get_tokens(12)), 1.0, None)}, here)
     with override_config(steps.choose(get_tokens(60))):
-        kernel, i = make_prepared_kernel(tokens=9, **SIZES)
+        kernel, inputs = make_prepared_kernel(tokens=9, **SIZES)
         call_kernel(kernel, inputs, kernel.prepare_weights(inputs.weights))
     call_kernel(kernel, inputs, kernel.prepare_weights(inputs.weights))
     assert launched == [128, 128, 32, 32]
