@@ -52,8 +52,8 @@ def test_every_selection_has_a_pairing_or_a_reason() -> None:
         assert bool(expected) is bool(selection.reason)
 
 
-@pytest.marker.parametrize("cluster", CLUSTERS)
-@pytest.marker.parametrize("model", MOE_LAYERS)
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("model", MOE_LAYERS)
 def test_recommended_pairing_is_valid_and_fits_in_memory(mk: Mk, model: str, cluster: str) -> None:
     for selection in select_all_pairings():
         if (selection.model, selection.cluster) != (model, cluster):
@@ -81,7 +81,7 @@ def _assert_memory(selection: Selection) -> None:
     assert memory.total > memory.weights
 
 
-@pytest.marker.parametrize(
+@pytest.mark.parametrize(
     ("model", "cluster"), [("deepseek-v3", "2x8xh200"), ("qwen3-30b-a3b", "4xh200")]
 )
 def test_selection_equals_the_recommendation_of_mk_plan(mk: Mk, model: str, cluster: str) -> None:

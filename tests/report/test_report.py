@@ -93,7 +93,7 @@ def test_a_new_record_makes_the_docs_stale(docs: Path) -> None:
     assert faults == {"benchmark-results.md": "changed", "plots/new.svg": "missing"}
 
 
-@pytest.marker.parametrize(
+@pytest.mark.parametrize(
     "words", [("--write", "--check"), ("--json", "--write"), ("--html", "x", "--check")]
 )
 def test_contradicting_options_are_bad_usage(mk: Run, words: tuple[str, ...]) -> None:
