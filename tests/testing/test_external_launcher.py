@@ -44,7 +44,7 @@ def launch(
         command = [sys.executable, "-m", "modular_kernel", *arguments]
         if rank == 1:
             command += rank_1_arguments.split()
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "value": True}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         processes.append(subprocess.Popen(command, env=environment, **pipes))
     results = []
     for process in processes:
