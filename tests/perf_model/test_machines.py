@@ -15,14 +15,14 @@ CUSTOM |= {"peak_tflops": 200, "link_gbs": 40}
 
 
 @pytest.mark.parametrize(
-    ("text", "hosts", "per_host", "name"),
+    ("machine_name", "hosts", "per_host", "name"),
     [("h200", 1, 1, "h200"), ("8xH200", 1, 8, "h200"), ("2x8xh200", 2, 8, "h200"),
      ("8xb200", 1, 8, "b200"), ("4xa100", 1, 4, "a100"), ("16x4xh100", 16, 4, "h100")],
 )  # fmt: skip
 def test_name_consists_of_hosts_gpus_and_gpu(
-    text: str, hosts: int, per_host: int, name: str
+    machine_name: str, hosts: int, per_host: int, name: str
 ) -> None:
-    machine = parse_machine(text)
+    machine = parse_machine(machine_name)
     assert (machine.hosts, machine.per_host, machine.gpus) == (hosts, per_host, hosts * per_host)
     assert (machine.gpu, machine.inside) == NAMED_GPUS[name]
     described = machine.machine(frozenset({"triton"}))
@@ -31,15 +31,15 @@ def test_name_consists_of_hosts_gpus_and_gpu(
 
 
 @pytest.mark.parametrize(
-    ("text", "need"),
+    ("machine_name", "need"),
     [("8xh20", "did you mean h200?"), ("b20", "did you mean b200?"), ("8 h200", "such as 8xh200"),
      ("", "such as 8xh200"), ("0xh200", "ranks of a host"), ("0x8xh200", "hosts"),
      ("1x2x3xh200", "such as 8xh200"), ("8xfoo", "one of the GPUs a100, h100, h200, b200")],
 )  # fmt: skip
-def test_unknown_name_is_refused_with_the_nearest(text: str, need: str) -> None:
-    with pytest.raises(ConfigurationError) as refused:
-        parse_machine(text)
-    assert need in str(refused.value)
+def test_unknown_name_is_refused_with_the_nearest(machine_name: str, need: str) -> None:
+    with pytest.raises(ConfigurationError) as exc_info:
+        parse_machine(machine_name)
+    assert need in str(exc_info.value)
 
 
 def write_machine_file(folder: Path, content: Any) -> str:
@@ -79,20 +79,20 @@ def test_file_replaces_values_of_a_named_gpu(tmp_path: Path) -> None:
     ids=str,
 )  # fmt: skip
 def test_an_invalid_file_is_refused(tmp_path: Path, content: Any, need: str) -> None:
-    with pytest.raises(ConfigurationError) as refused:
+    with pytest.raises(ConfigurationError) as exc_info:
         parse_machine(write_machine_file(tmp_path, content))
-    assert need in str(refused.value)
+    assert need in str(exc_info.value)
     with pytest.raises(ConfigurationError, match="a JSON file that can be read"):
         parse_machine(str(tmp_path / "none.json"))
 
 
 def test_packages_are_all_or_known_ones() -> None:
-    known = ("deep_ep", "deep_gemm")
-    assert parse_packages("all", known) == {"deep_ep", "deep_gemm", "triton", "ml_dtypes"}
-    assert parse_packages("triton, deep_ep", known) == {"triton", "deep_ep"}
-    assert parse_packages("", known) == frozenset()
-    for text, got, nearest in (("deep_gem", "deep_gem", "deep_gemm"), ("all,tritn", "all", "")):
-        with pytest.raises(ConfigurationError) as refused:
-            parse_packages(text, known)
-        assert f"got '{got}', need all, or some of deep_ep, deep_gemm" in str(refused.value)
-        assert (f"did you mean {nearest}?" in str(refused.value)) is bool(nearest)
+    known_packages = ("deep_ep", "deep_gemm")
+    assert parse_packages("all", known_packages) == {"deep_ep", "deep_gemm", "triton", "ml_dtypes"}
+    assert parse_packages("triton, deep_ep", known_packages) == {"triton", "deep_ep"}
+    assert parse_packages("", known_packages) == frozenset()
+    for packages, got, nearest in (("deep_gem", "deep_gem", "deep_gemm"), ("all,tritn", "all", "")):
+        with pytest.raises(ConfigurationError) as exc_info:
+            parse_packages(packages, known_packages)
+        assert f"got '{got}', need all, or some of deep_ep, deep_gemm" in str(exc_info.value)
+        assert (f"did you mean {nearest}?" in str(exc_info.value)) is bool(nearest)

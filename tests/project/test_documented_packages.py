@@ -86,11 +86,11 @@ def test_packages_of_extras_are_needed_by_a_part_or_imported(extra: str) -> None
 
 def test_extras_named_in_docs_exist() -> None:
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
-        text = path.read_text(encoding="utf-8")
-        named_extras = set(re.findall(r"the `(\w+)` extra", text))
+        page_text = path.read_text(encoding="utf-8")
+        named_extras = set(re.findall(r"the `(\w+)` extra", page_text))
         named_extras |= {
             extra
-            for words in re.findall(r"modular-kernel\[([\w,]+)\]|'?\.\[([\w,]+)\]", text)
+            for words in re.findall(r"modular-kernel\[([\w,]+)\]|'?\.\[([\w,]+)\]", page_text)
             for names in words
             for extra in names.split(",")
             if extra
@@ -99,8 +99,8 @@ def test_extras_named_in_docs_exist() -> None:
 
 
 def test_table_of_parts_equals_the_catalog() -> None:
-    text = (ROOT / "docs/parts.md").read_text(encoding="utf-8")
-    table = text[text.index("\n| part |") :].split("\n\n")[0].lstrip()
+    page_text = (ROOT / "docs/parts.md").read_text(encoding="utf-8")
+    table = page_text[page_text.index("\n| part |") :].split("\n\n")[0].lstrip()
     rows = [line.split("|")[1] for line in table.splitlines()[2:]]
     named_parts = [
         name

@@ -82,8 +82,8 @@ def test_docker_build_context_builds_the_same_wheel(wheel: zipfile.ZipFile, tmp_
 
 
 def test_docker_targets_install_existing_extras_and_run_the_demo() -> None:
-    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-    _, *targets = re.split(r"^FROM ", text, flags=re.M)
+    dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    _, *targets = re.split(r"^FROM ", dockerfile, flags=re.M)
     names = [re.match(r"\S+ AS (\w+)\n", target) for target in targets]
     assert [name and name[1] for name in names] == ["base", "cpu", "cuda"]
     for target in targets[1:]:
@@ -93,7 +93,7 @@ def test_docker_targets_install_existing_extras_and_run_the_demo() -> None:
         copied = re.findall(r"^COPY (\S+) ", target, re.M)
         assert set(copied) <= {".", *list_build_context_files()}
         assert 'ENTRYPOINT ["mk"]\nCMD ["demo"]\n' in target
-    hosts = set(re.findall(r"https?://([^/\s]+)", text))
+    hosts = set(re.findall(r"https?://([^/\s]+)", dockerfile))
     assert hosts == {"download.pytorch.org"}, (
         "all other images and packages come from the default registries"
     )
@@ -128,9 +128,11 @@ def test_wheel_contains_every_module_and_data_file(wheel: zipfile.ZipFile) -> No
 
 def read_changelog_versions() -> list[str]:
     """Return the released versions, newest first. Each must have a date."""
-    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     headings = [
-        heading for heading in re.findall(r"^## (.*)$", text, re.M) if heading != "[Unreleased]"
+        heading
+        for heading in re.findall(r"^## (.*)$", changelog, re.M)
+        if heading != "[Unreleased]"
     ]
     matches = [
         re.fullmatch(r"\[(\d+\.\d+\.\d+)\] - \d{4}-\d{2}-\d{2}", heading) for heading in headings
@@ -145,8 +147,8 @@ RELEASED = {"[0.2.0] - 2026-11-24": "9d7195d64263175e", "[0.1.0] - 2026-11-20": 
 
 def test_changelog_of_releases_is_unchanged() -> None:
     """Later changes belong in the section Unreleased."""
-    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    _, *sections = re.split(r"^## ", text, flags=re.M)
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    _, *sections = re.split(r"^## ", changelog, flags=re.M)
     headings = [section.partition("\n")[0] for section in sections]
     assert headings == ["[Unreleased]", *RELEASED]
     digests = [hashlib.sha256(f"## {section}".encode()).hexdigest()[:16] for section in sections]

@@ -107,11 +107,11 @@ def iterate_names(path: Path) -> Iterator[str]:
 
 def iterate_prose(path: Path) -> Iterator[str]:
     """Yield the docstrings and comments of a module."""
-    text = path.read_text(encoding="utf-8")
-    for node in ast.walk(ast.parse(text)):
+    source = path.read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef)):
             yield ast.get_docstring(node) or ""
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.string
 

@@ -36,17 +36,17 @@ def find_anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", EXPERIMENTS, ids=lambda page: page.name)
 def test_experiments_have_the_required_sections(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
+    page_text = page.read_text(encoding="utf-8")
     assert re.fullmatch(r"\d{4}-\d{2}-[a-z0-9-]+\.md", page.name)
-    assert re.findall(r"^## (.*)$", text, re.M) == EXPERIMENT_SECTIONS
+    assert re.findall(r"^## (.*)$", page_text, re.M) == EXPERIMENT_SECTIONS
     index_text = (NOTEBOOK / "README.md").read_text(encoding="utf-8")
     assert f"({page.name})" in index_text.partition("## Decisions")[0]
 
 
 @pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.name)
 def test_decisions_have_the_required_sections(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    headings = re.findall(r"^\*\*(\w+)\.\*\*", text, re.M)
+    page_text = page.read_text(encoding="utf-8")
+    headings = re.findall(r"^\*\*(\w+)\.\*\*", page_text, re.M)
     assert headings == ["Status", "Context", "Decision", "Consequences"]
     assert f"(decisions/{page.name})" in (NOTEBOOK / "README.md").read_text(encoding="utf-8")
 
@@ -63,6 +63,6 @@ def test_links_have_targets(page: Path) -> None:
 
 
 def test_the_glossary_has_each_word_of_mk_list() -> None:
-    text = (DOCS / "glossary.md").read_text(encoding="utf-8")
+    page_text = (DOCS / "glossary.md").read_text(encoding="utf-8")
     formats = [member.value for kind in (ActivationFormat, Reduce) for member in kind]
-    assert [word for word in (*_CAPABILITIES, *formats) if f"`{word}`" not in text] == []
+    assert [word for word in (*_CAPABILITIES, *formats) if f"`{word}`" not in page_text] == []
