@@ -53,11 +53,11 @@ SPECS: dict[str, tuple[tuple[tuple[int, ...] | None, ...], tuple[Any, ...]]] = {
     "mxfp4_w4a16": (((3, 48, 20), (3, 48, 2), None, (3, 40, 12), (3, 40, 1), None), (BYTE, BYTE)),
 }
 # fmt: on
-each_scheme = pytest.mark.parametrize("text", SPECS)
+each_scheme = pytest.mark.parametrize("scheme_name", SPECS)
 
 
-def make_problem(text: str, **changes: Any) -> Problem:
-    return replace(BASE, quant=text, **changes)
+def make_problem(scheme_name: str, **changes: Any) -> Problem:
+    return replace(BASE, quant=scheme_name, **changes)
 
 
 def plain_weights(problem: Problem, seed: int = 0, std: float = 1.0) -> ExpertWeights:
@@ -69,9 +69,9 @@ def plain_weights(problem: Problem, seed: int = 0, std: float = 1.0) -> ExpertWe
     return ExpertWeights(w1, w2, a1_scale=static_scale, a2_scale=static_scale)
 
 
-def make_quantized(text: str, **changes: Any) -> tuple[Problem, ExpertWeights]:
+def make_quantized(scheme_name: str, **changes: Any) -> tuple[Problem, ExpertWeights]:
     """Return the problem and quantized weights of a scheme."""
-    problem = make_problem(text, **changes)
+    problem = make_problem(scheme_name, **changes)
     return problem, quantize_weights(plain_weights(problem), problem)
 
 

@@ -67,7 +67,7 @@ def test_moe_lora_without_tokens_is_empty() -> None:
         assert c.run(strategy).shape == (0, 72)
 
 
-def overlapping_matrices(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+def make_overlapping_matrices(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     """Return a matrix for each expert as overlapping views of one buffer, offset by one row."""
     _, experts, rows, columns = shape
     g = torch.Generator().manual_seed(seed)
@@ -75,7 +75,7 @@ def overlapping_matrices(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return storage.as_strided(shape, (0, columns, columns, 1))
 
 
-# T, H, E and K. The last three are those of DeepSeek-V2-Lite and of DeepSeek-V3.
+# (T, H, E, K). H, E and K are those of DeepSeek-V2-Lite and of DeepSeek-V3.
 DEEPSEEK_SIZES = [(3, 2048, 64, 6), (1, 7168, 256, 8)]
 
 
@@ -84,11 +84,11 @@ DEEPSEEK_SIZES = [(3, 2048, 64, 6), (1, 7168, 256, 8)]
 def test_moe_lora_of_deepseek_sizes_equals_the_loop(
     tokens: int, hidden: int, experts: int, top_k: int
 ) -> None:
-    """The result is added to zeros. The tolerance of 1e-3 in float32 excludes TF32."""
+    """The branch is added to zeros. TF32 would exceed the tolerance of 1e-3 in float32."""
     rank = 8
     g = torch.Generator().manual_seed(hidden)
     shapes = (rank, hidden), (2 * 48, rank), (rank, 48), (hidden, rank)
-    buffers = [overlapping_matrices((1, experts, *shape), i) for i, shape in enumerate(shapes)]
+    buffers = [make_overlapping_matrices((1, experts, *shape), i) for i, shape in enumerate(shapes)]
     ids = torch.rand(tokens, experts, generator=g).topk(top_k).indices
     ranks, scalings = torch.full((1,), rank), torch.full((1,), 2.0)
     c = move_to_device(Call(
@@ -119,32 +119,32 @@ def test_moe_lora_differs_from_merged_weights() -> None:
     w1, w2 = torch.randn(4, 48, 32, generator=g) / 6, torch.randn(4, 32, 24, generator=g) / 5
     routing = Routing(c.weights, c.ids, torch.zeros(9).int())
 
-    def change_by_merged_weights(buffers: list[torch.Tensor]) -> torch.Tensor:
-        layers = ExpertWeights(w1, w2, **dict(zip(names, buffers, strict=True)))
-        base = ExpertWeights(w1, w2)
-        plain = replace(problem, lora="none")
+    def compute_change_by_merged_weights(buffers: list[torch.Tensor]) -> torch.Tensor:
+        weights_with_lora = ExpertWeights(w1, w2, **dict(zip(names, buffers, strict=True)))
+        base_weights = ExpertWeights(w1, w2)
+        problem_without_lora = replace(problem, lora="none")
         base_output = reference.float64_reference(
-            c.x, base, replace(routing, adapters_T=None), plain
+            c.x, base_weights, replace(routing, adapters_T=None), problem_without_lora
         )
-        return reference.float64_reference(c.x, layers, routing, problem) - base_output
+        return reference.float64_reference(c.x, weights_with_lora, routing, problem) - base_output
 
     with prefer_torch_reference():
-        branch, merged = c.run().double(), change_by_merged_weights(c.buffers)
+        branch, merged = c.run().double(), compute_change_by_merged_weights(c.buffers)
         cosine = float((branch * merged).sum() / branch.norm() / merged.norm())
         assert abs(cosine) < 0.9
         down_only = [torch.zeros_like(b) if i < 2 else b for i, b in enumerate(c.buffers)]
         assert not replace(c, buffers=down_only).run().any()
-        assert bool(change_by_merged_weights(down_only).any())
+        assert bool(compute_change_by_merged_weights(down_only).any())
 
 
 def test_auto_uses_the_implementation_that_it_reports() -> None:
-    few, many = ((1, 2048), (1, 8), 16, 1024), ((256, 2048), (256, 8), 16, 1024)
-    assert should_use_fused_kernel(*few)
-    assert not should_use_fused_kernel(*many)
+    few_pairs, many_pairs = ((1, 2048), (1, 8), 16, 1024), ((256, 2048), (256, 8), 16, 1024)
+    assert should_use_fused_kernel(*few_pairs)
+    assert not should_use_fused_kernel(*many_pairs)
     formula = "8 pairs x 8 blocks of H x (1 + 3 I / H) = 160, fused up to 10500"
-    assert explain_strategy(*few) == f"fused: {formula}"
-    assert explain_strategy(*many).startswith("staged: 2048 pairs x 8 blocks")
-    large_rank = (*few[:2], 17, 1024)
+    assert explain_strategy(*few_pairs) == f"fused: {formula}"
+    assert explain_strategy(*many_pairs).startswith("staged: 2048 pairs x 8 blocks")
+    large_rank = (*few_pairs[:2], 17, 1024)
     assert not should_use_fused_kernel(*large_rank)
     assert explain_strategy(*large_rank) == "staged: rank 17, fused up to 16"
 
@@ -180,13 +180,13 @@ def test_without_an_intermediate_size_it_is_assumed_to_be_the_hidden_size() -> N
 def test_auto_launches_one_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     from modular_kernel.ops import moe_lora
 
-    c, called = make_call(), list[str]()
+    c, calls = make_call(), list[str]()
     for name in ("fused", "staged"):
-        monkeypatch.setattr(moe_lora, f"moe_lora_{name}", lambda *_, name=name: called.append(name))
+        monkeypatch.setattr(moe_lora, f"moe_lora_{name}", lambda *_, name=name: calls.append(name))
     arguments = (c.x, c.ids, c.weights, c.info, *c.buffers, c.output)
     for fused in (True, False):
         monkeypatch.setattr(moe_lora, "should_use_fused_kernel", lambda *_, fused=fused: fused)
         run_moe_lora(*arguments)
         run_moe_lora(*arguments, strategy="staged")
         run_moe_lora(*arguments, strategy="fused")
-    assert called == ["fused", "staged", "fused", "staged", "staged", "fused"]
+    assert calls == ["fused", "staged", "fused", "staged", "staged", "fused"]

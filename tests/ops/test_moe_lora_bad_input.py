@@ -65,10 +65,10 @@ def test_errors_name_the_invalid_argument(
         c.buffers[BUFFERS.index(name)] = tensor
     else:
         c = replace(c, **{name: tensor})
-    before = c.output.clone()
+    output_before = c.output.clone()
     with pytest.raises(error, match=message):
         run_moe_lora(c.x, c.ids, c.weights, c.info, *c.buffers, c.output)
-    assert torch.equal(c.output, before)
+    assert torch.equal(c.output, output_before)
 
 
 def test_overlapping_outputs_and_invalid_options_are_refused() -> None:

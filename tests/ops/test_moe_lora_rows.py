@@ -1,4 +1,4 @@
-"""Memory that run_moe_lora reads and writes: rows without an adapter, other slots, strides, ids."""
+"""run_moe_lora reads only the factors that it uses, and does not change rows without an adapter."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ _implementation = make_implementation_fixture()
 @WITH_KERNELS_AND_TORCH
 @pytest.mark.parametrize("strategy", ["staged", "fused"])
 def test_rows_without_an_adapter_or_an_expert_keep_their_bits(strategy: str) -> None:
-    """Negative zeros are kept, too, because nothing is added to these rows."""
+    """Rows of -0.0 keep their sign bits, because nothing is added to them."""
     c = make_call()
     c.ids[4] = torch.tensor([-1, 5, 2**31 - 1], dtype=torch.int32)
     c.weights[4] = torch.nan
@@ -42,8 +42,7 @@ def test_rows_without_an_adapter_or_an_expert_keep_their_bits(strategy: str) -> 
 @WITH_KERNELS_AND_TORCH
 @pytest.mark.parametrize("strategy", ["staged", "fused"])
 def test_other_adapters_and_experts_are_not_read(strategy: str) -> None:
-    """Odd tokens use slot 2 and three experts. The factors of other experts and slots are not
-    finite."""
+    """Odd tokens use slot 2 and experts 0 to 2. All other factors are NaN or infinite."""
     c = make_call()
     c.ids.remainder_(3)
     c.weights.nan_to_num_(0.3)
@@ -61,24 +60,24 @@ def test_other_adapters_and_experts_are_not_read(strategy: str) -> None:
 @WITH_KERNELS_AND_TORCH
 @pytest.mark.parametrize("strategy", ["staged", "fused"])
 def test_strided_arguments_give_the_same_result(strategy: str) -> None:
-    """Buffers are parts of larger ones, and rows of x and of the output have gaps."""
+    """The buffers are slices of larger tensors, and rows of x and of the output have gaps."""
     c = make_call()
     expected = c.run(strategy)
 
-    def with_gaps(tensor: torch.Tensor) -> torch.Tensor:
+    def copy_with_gaps(tensor: torch.Tensor) -> torch.Tensor:
         wide = torch.full(
             [2 * n for n in tensor.shape], torch.nan, device=DEVICE, dtype=tensor.dtype
         )
-        part = wide[tuple(slice(n) for n in tensor.shape)]
-        return part.copy_(tensor)
+        slice_of_wide = wide[tuple(slice(n) for n in tensor.shape)]
+        return slice_of_wide.copy_(tensor)
 
     ranks = c.info.lora_ranks.T.contiguous().T
     strided = replace_info(c, lora_ranks=ranks, scalings=c.info.scalings.repeat_interleave(2)[::2])
     strided = replace(
-        strided, x=with_gaps(c.x), buffers=[with_gaps(tensor) for tensor in c.buffers]
+        strided, x=copy_with_gaps(c.x), buffers=[copy_with_gaps(tensor) for tensor in c.buffers]
     )
     strided = replace(strided, ids=c.ids.T.contiguous().T, weights=c.weights.T.contiguous().T)
-    out = with_gaps(c.output)
+    out = copy_with_gaps(c.output)
     run_moe_lora(
         strided.x,
         strided.ids,
@@ -90,7 +89,7 @@ def test_strided_arguments_give_the_same_result(strategy: str) -> None:
     )
     if DEVICE.type == "cpu":
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-    else:  # Kernels for rows aligned to 16 bytes add in another order than those for other rows.
+    else:  # Kernels for rows aligned to 16 bytes sum in a different order.
         assert_close(out, expected.double())
 
 
@@ -111,7 +110,7 @@ def test_adapters_by_sequence_equal_adapters_by_token(dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("strategy", ["staged", "fused"])
 @pytest.mark.parametrize("sizes", [Sizes(), Sizes(experts=9, rank=4)], ids=str)
 def test_invalid_ranks_and_ids_are_ignored(sizes: Sizes, strategy: str) -> None:
-    """The rank of the last slot exceeds that of the buffers, and there is no memory after it.
+    """The rank of the last slot exceeds that of the buffers, and no memory follows this slot.
     Some ids are E, which is out of range.
     """
     c = make_call(sizes)
@@ -125,8 +124,8 @@ def test_invalid_ranks_and_ids_are_ignored(sizes: Sizes, strategy: str) -> None:
 def test_a_last_dimension_of_size_1_may_have_any_stride() -> None:
     c = make_call(Sizes(rank=1))
     expected = c.run()
-    for number in (1, 3):
-        tensor = c.buffers[number]
-        c.buffers[number] = tensor.as_strided(tensor.shape, (*tensor.stride()[:-1], 7))
+    for index in (1, 3):
+        tensor = c.buffers[index]
+        c.buffers[index] = tensor.as_strided(tensor.shape, (*tensor.stride()[:-1], 7))
     assert torch.equal(c.run(), expected)
     assert not torch.equal(expected, c.output)

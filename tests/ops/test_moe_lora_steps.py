@@ -64,11 +64,11 @@ def test_programs_process_pairs_in_the_given_order(
     """All programs get the same pair, so only the row of this pair is written."""
     c = make_call()
     batch = replace(make_pair_batch(c, grouped=True), order_P=torch.full((63,), 7, device=DEVICE))
-    empty = torch.Tensor.new_empty
+    original_new_empty = torch.Tensor.new_empty
 
     def new_empty_with_nan(like: torch.Tensor, *shape: int, **options: Any) -> torch.Tensor:
-        made = empty(like, *shape, **options)
-        return made.fill_(torch.nan) if made.is_floating_point() else made
+        tensor = original_new_empty(like, *shape, **options)
+        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
 
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty_with_nan)
     with prefer_torch_reference(enabled=False):
@@ -108,7 +108,8 @@ def test_products_of_narrow_values_are_not_rounded(strategy: str) -> None:
     assert_close(c.run(strategy), expected_outputs(c)["out"])
 
 
-# By step, the first rows and columns of A13, B13 of gate, B13 of up, A2 and B2. Others are 0.
+# For each step, the top left corners of A13, the gate and the up half of B13, A2 and B2. All other
+# elements are 0. The test replaces LOW by a number slightly above 0.
 LOW = "low"
 CORNERS: dict[str, tuple[list[list[Any]], ...]] = {
     "u": ([[1, LOW], [1, 0]], [[64, -64]], [[1, 0]], [[1, 0]], [[1, 0]]),
@@ -128,9 +129,9 @@ def test_u_h_and_v_are_rounded_to_the_dtype_of_x(step: str, strategy: str) -> No
     c.info.weight_indices[:] = 2  # The adapter in slot 2 has rank 20.
     c.output.zero_()
     c.x.zero_()[:, :2] = 1
-    half = c.buffers[1].shape[2] // 2
+    intermediate = c.buffers[1].shape[2] // 2
     matrices = (
-        c.buffers[0][2], c.buffers[1][2, :, :half], c.buffers[1][2, :, half:],
+        c.buffers[0][2], c.buffers[1][2, :, :intermediate], c.buffers[1][2, :, intermediate:],
         c.buffers[2][2], c.buffers[3][2],
     )  # fmt: skip
     for low, differs in ((2**-9, False), (2**-7, True)):

@@ -7,7 +7,7 @@ import torch
 from ops_fixtures import DEVICE, make_path_fixture
 
 from modular_kernel.errors import ShapeError
-from modular_kernel.ops import expert_slots as numbers
+from modular_kernel.ops import expert_slots
 from modular_kernel.spec.placement import Placement
 from modular_kernel.tensors import Routing
 
@@ -19,15 +19,17 @@ PLACEMENTS = (
 )
 
 
-path = make_path_fixture(numbers)
+path = make_path_fixture(expert_slots)
 
 
-def random_routing(placement: Placement, tokens: int, top_k: int, dtype: torch.dtype) -> Routing:
-    """Return strided ids from -2 to E, and a larger one. Weights of skipped pairs are NaN."""
-    random_numbers = random.Random(tokens + top_k)
+def make_random_routing(
+    placement: Placement, tokens: int, top_k: int, dtype: torch.dtype
+) -> Routing:
+    """Return strided ids from -2 to E, and one far above E. Weights of skipped pairs are NaN."""
+    rng = random.Random(tokens + top_k)
     experts = placement.experts
     ids = torch.tensor(
-        [[random_numbers.randint(-2, experts) for _ in range(top_k + 1)] for _ in range(tokens)],
+        [[rng.randint(-2, experts) for _ in range(top_k + 1)] for _ in range(tokens)],
         dtype=dtype,
     ).view(tokens, top_k + 1)
     if tokens > 3:
@@ -37,17 +39,17 @@ def random_routing(placement: Placement, tokens: int, top_k: int, dtype: torch.d
     return Routing(weights.to(DEVICE)[:, :top_k], ids.to(DEVICE)[:, :top_k])
 
 
-def run(
+def run_number_pairs(
     routing: Routing, placement: Placement, *, join: bool, factor: float = 1.0, first: int = 1
 ) -> tuple[list[list[int]], list[list[float]], int]:
     shape = routing.topk_ids_TK.shape
     out = torch.full(shape, 99, dtype=torch.int64, device=DEVICE)
     weights = torch.full(shape, torch.nan, device=DEVICE)
     invalid = torch.full((1,), 5, dtype=torch.int32, device=DEVICE)
-    numbers.number_pairs(
-        numbers.Pairs(
+    expert_slots.number_pairs(
+        expert_slots.Pairs(
             routing,
-            numbers.Numbering.of(placement, DEVICE, first),
+            expert_slots.Numbering.of(placement, DEVICE, first),
             out,
             weights,
             invalid,
@@ -64,9 +66,9 @@ def run(
 def test_every_pair_goes_to_the_rank_of_its_expert(
     placement: Placement, dtype: torch.dtype
 ) -> None:
-    routing = random_routing(placement, 37, 3, dtype)
-    joined, weights, invalid = run(routing, placement, join=False, factor=2.0)
-    slots, experts = numbers.count_slots_per_rank(placement), placement.experts
+    routing = make_random_routing(placement, 37, 3, dtype)
+    joined, weights, invalid = run_number_pairs(routing, placement, join=False, factor=2.0)
+    slots, experts = expert_slots.count_slots_per_rank(placement), placement.experts
     seen = set()
     ids, router_weights = routing.topk_ids_TK.tolist(), routing.topk_weights_TK.tolist()
     assert invalid == sum(i < -1 or i >= experts for row in ids for i in row)
@@ -77,11 +79,13 @@ def test_every_pair_goes_to_the_rank_of_its_expert(
                 assert (number, weights[token][k]) == (-1, 0.0)
                 continue
             rank, slot = divmod(number, slots)
-            homes = placement.locations[expert]
-            assert (rank, slot) == homes[(token + 1) % len(homes)]
+            locations = placement.locations[expert]
+            assert (rank, slot) == locations[(token + 1) % len(locations)]
             assert weights[token][k] == 2 * router_weights[token][k]
             seen.add((expert, rank))
-    assert seen == {(e, r) for r, held in enumerate(placement.slots) for e in held}
+    assert seen == {
+        (e, r) for r, experts_of_rank in enumerate(placement.slots) for e in experts_of_rank
+    }
 
 
 @pytest.mark.usefixtures("path")
@@ -90,9 +94,9 @@ def test_every_pair_goes_to_the_rank_of_its_expert(
 def test_weights_of_pairs_of_one_expert_are_added(
     placement: Placement, tokens: int, top_k: int
 ) -> None:
-    routing = random_routing(placement, tokens, top_k, torch.int64)
-    separate, _, _ = run(routing, placement, join=False)
-    joined, weights, _ = run(routing, placement, join=True, factor=0.5)
+    routing = make_random_routing(placement, tokens, top_k, torch.int64)
+    separate, _, _ = run_number_pairs(routing, placement, join=False)
+    joined, weights, _ = run_number_pairs(routing, placement, join=True, factor=0.5)
     router_weights = routing.topk_weights_TK.tolist()
     for token in range(tokens):
         assert [n for n in joined[token] if n >= 0] == list(
@@ -107,7 +111,9 @@ def test_weights_of_pairs_of_one_expert_are_added(
 
 @pytest.mark.usefixtures("path")
 def test_no_tokens_give_no_numbers() -> None:
-    assert run(random_routing(PLACEMENTS[0], 0, 4, torch.int32), PLACEMENTS[0], join=True) == (
+    assert run_number_pairs(
+        make_random_routing(PLACEMENTS[0], 0, 4, torch.int32), PLACEMENTS[0], join=True
+    ) == (
         [],
         [],
         0,
@@ -115,11 +121,11 @@ def test_no_tokens_give_no_numbers() -> None:
 
 
 def test_outputs_of_another_shape_are_refused() -> None:
-    routing, placement = random_routing(PLACEMENTS[0], 4, 2, torch.int32), PLACEMENTS[0]
+    routing, placement = make_random_routing(PLACEMENTS[0], 4, 2, torch.int32), PLACEMENTS[0]
     out = torch.empty(4, 3, dtype=torch.int64, device=DEVICE)
-    pairs = numbers.Pairs(
+    pairs = expert_slots.Pairs(
         routing,
-        numbers.Numbering.of(placement, DEVICE),
+        expert_slots.Numbering.of(placement, DEVICE),
         out,
         out.float(),
         torch.zeros(1, dtype=torch.int32, device=DEVICE),
@@ -127,4 +133,4 @@ def test_outputs_of_another_shape_are_refused() -> None:
         factor=1.0,
     )
     with pytest.raises(ShapeError, match=r"numbers of pairs: got \(4, 3\), need \(4, 2\)"):
-        numbers.number_pairs(pairs)
+        expert_slots.number_pairs(pairs)

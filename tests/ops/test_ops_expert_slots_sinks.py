@@ -7,16 +7,16 @@ import torch
 from ops_fixtures import DEVICE, make_path_fixture
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.ops import expert_slots as numbers
+from modular_kernel.ops import expert_slots
 from modular_kernel.ops.expert_slots import Numbering, Pairs, number_pairs
 from modular_kernel.spec.placement import Placement
 from modular_kernel.tensors import Routing
 
 NAN, INF = float("nan"), float("inf")
-WRONG = (8, -2, 2**31 - 1, -(2**31))
+INVALID_IDS = (8, -2, 2**31 - 1, -(2**31))
 
 
-path = make_path_fixture(numbers)
+path = make_path_fixture(expert_slots)
 
 
 def number_with_sinks(ids_TK, weights_TK, placement, num_sinks, *, rank, factor=1.0):
@@ -38,17 +38,19 @@ def number_with_sinks(ids_TK, weights_TK, placement, num_sinks, *, rank, factor=
 def number_by_loop(ids_TK, weights_TK, placement, num_sinks, *, rank, factor):
     world_size, slots = placement.world_size, max(map(len, placement.slots))
     slots_per_rank = slots + num_sinks
-    places_TK, weights, invalid = [], [], 0
-    for token, (ids, router) in enumerate(zip(ids_TK.tolist(), weights_TK.tolist(), strict=True)):
+    slots_TK, weights, invalid = [], [], 0
+    for token, (ids, router_weights) in enumerate(
+        zip(ids_TK.tolist(), weights_TK.tolist(), strict=True)
+    ):
         first, dropped, row, row_weights = {}, 0, [], []
-        for expert, weight in zip(ids, router, strict=True):
+        for expert, weight in zip(ids, router_weights, strict=True):
             valid = 0 <= expert < placement.experts
             invalid += expert < -1 or expert >= placement.experts
             if valid and expert in first:
                 row_weights[first[expert]] += weight * factor
             if valid and expert not in first:
-                homes = placement.locations[expert]
-                target, slot = homes[(token + rank) % len(homes)]
+                locations = placement.locations[expert]
+                target, slot = locations[(token + rank) % len(locations)]
                 first[expert] = len(row)
                 row.append(target * slots_per_rank + slot)
                 row_weights.append(weight * factor)
@@ -57,13 +59,13 @@ def number_by_loop(ids_TK, weights_TK, placement, num_sinks, *, rank, factor):
                 row.append(target * slots_per_rank + slots + slot)
                 row_weights.append(0.0)
                 dropped += 1
-        places_TK.append(row)
+        slots_TK.append(row)
         weights.append(row_weights)
-    return places_TK, weights, invalid
+    return slots_TK, weights, invalid
 
 
 def test_example_with_sinks(path: str) -> None:
-    """Skipped pairs and repeated pairs of an expert go to sinks, in turn from this rank's sink."""
+    """Skipped pairs and repeated pairs go to the sinks of the ranks in turn, from rank 1."""
     ids_TK = torch.tensor([[2, 3, 2], [-1, 4, -1], [-1, -7, 6]])
     weights_TK = torch.tensor([[1.0, 2.0, 4.0], [NAN, 8.0, INF], [NAN, NAN, NAN]])
     actual = number_with_sinks(ids_TK, weights_TK, Placement.linear(6, 2), 2, rank=1)
@@ -83,10 +85,12 @@ def test_slots_equal_those_of_a_loop(
 ) -> None:
     generator = torch.Generator().manual_seed(tokens + top_k)
     num_sinks = -(-top_k // placement.world_size)
-    numbered = placement.world_size * (max(map(len, placement.slots)) + num_sinks)
+    num_slots = placement.world_size * (max(map(len, placement.slots)) + num_sinks)
     ids_TK = torch.randint(-1, 8, (tokens, top_k), generator=generator)
-    wrong = torch.rand(ids_TK.shape, generator=generator) < 0.2
-    ids_TK[wrong] = torch.tensor(WRONG).repeat(int(wrong.sum()))[: int(wrong.sum())]
+    is_invalid = torch.rand(ids_TK.shape, generator=generator) < 0.2
+    ids_TK[is_invalid] = torch.tensor(INVALID_IDS).repeat(int(is_invalid.sum()))[
+        : int(is_invalid.sum())
+    ]
     # Sums of eighths are exact in any order.
     weights_TK = torch.randint(0, 64, (tokens, top_k), generator=generator) / 8
     for rank in range(placement.world_size):
@@ -95,13 +99,13 @@ def test_slots_equal_those_of_a_loop(
         assert actual == number_by_loop(ids_TK, *arguments, rank=rank, factor=2.5)
         for row in actual[0]:
             assert len(set(row)) == top_k
-            assert all(0 <= number < numbered for number in row)
+            assert all(0 <= number < num_slots for number in row)
 
 
 def test_sinks_require_joined_pairs() -> None:
     """Without joining, two pairs of one expert would need its slot twice."""
     ids = torch.zeros(1, 2, dtype=torch.int32)
-    apart = Pairs(
+    separate_pairs = Pairs(
         Routing(torch.ones(1, 2), ids),
         Numbering.of(Placement.linear(8, 2), "cpu", num_sinks=1),
         torch.empty_like(ids),
@@ -111,4 +115,4 @@ def test_sinks_require_joined_pairs() -> None:
         factor=1.0,
     )
     with pytest.raises(ConfigurationError, match="join of pairs: got join=False"):
-        number_pairs(apart)
+        number_pairs(separate_pairs)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from modular_kernel.errors import ShapeError
-from modular_kernel.ops import mask_unwritten as module
+from modular_kernel.ops import mask_unwritten
 from modular_kernel.ops.mask_unwritten import mask_unwritten_pairs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -16,9 +16,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run every test with the Triton kernel, and with the torch reference."""
     if request.param == "reference":
-        monkeypatch.setattr(module, "use_triton", lambda tensor: False)
+        monkeypatch.setattr(mask_unwritten, "use_triton", lambda tensor: False)
     else:
-        assert module.use_triton(torch.empty(0, device=DEVICE)), "no GPU and no interpreter"
+        assert mask_unwritten.use_triton(torch.empty(0, device=DEVICE)), "no GPU and no interpreter"
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -34,12 +34,12 @@ def zero_buffers(
     return out
 
 
-@pytest.mark.parametrize("streamed", [1 << 23, 0])
+@pytest.mark.parametrize("min_streamed_values", [1 << 23, 0])
 @pytest.mark.parametrize("columns", [32, 96, 128, 104])
-@pytest.mark.parametrize("act", ["none", "silu"])
+@pytest.mark.parametrize("activation_kind", ["none", "silu"])
 @pytest.mark.usefixtures("path")
 def test_column_major_scales_of_streamed_tiles_equal_row_major_scales(
-    act: str, columns: int, streamed: int, monkeypatch: pytest.MonkeyPatch
+    activation_kind: str, columns: int, min_streamed_values: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The results equal those with row-major scales and other tiles, bit for bit.
     Rows after a count are NaN. A group has 32 columns; the last group of 104 columns is partial.
@@ -49,21 +49,25 @@ def test_column_major_scales_of_streamed_tiles_equal_row_major_scales(
     monkeypatch.setattr(quantize_tiles, "_VALUES_PER_TILE", 256)
     scheme = QuantScheme.parse("fp8_w8a8_block:block=8x32")
     spec = ActivationSpec("silu")
-    counts = [7, 0, 11] if streamed else [25]
+    counts = [7, 0, 11] if min_streamed_values else [25]
     segments, capacity = len(counts), 33 // len(counts)
     counts_e = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
     valid = [i * capacity + c for i, count in enumerate(counts) for c in range(count)]
-    x = torch.full((33, columns * (1 if act == "none" else 2)), torch.nan, dtype=torch.bfloat16)
+    x = torch.full(
+        (33, columns * (1 if activation_kind == "none" else 2)), torch.nan, dtype=torch.bfloat16
+    )
     x[valid] = random_normal(len(valid), x.shape[1], dtype=torch.bfloat16).cpu()
     x = x.to(DEVICE)
     outputs = []
     for along_rows in (False, True):
         out = zero_buffers(scheme, 33, columns, segments, along_rows)
-        with monkeypatch.context() as within:
-            within.setattr(
-                quantize_tiles, "_MIN_STREAMED_VALUES", streamed if along_rows else 1 << 23
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                quantize_tiles,
+                "_MIN_STREAMED_VALUES",
+                min_streamed_values if along_rows else 1 << 23,
             )
-            if act == "none":
+            if activation_kind == "none":
                 quantize_rows(x, scheme, out=out, valid_rows=BatchedRows(counts_e))
             else:
                 activation_and_quantize(x, spec, scheme, out=out, valid_rows=BatchedRows(counts_e))
@@ -71,7 +75,7 @@ def test_column_major_scales_of_streamed_tiles_equal_row_major_scales(
     row_major, column_major = outputs
     assert torch.equal(column_major.q_RK.view(torch.uint8), row_major.q_RK.view(torch.uint8))
     scales, groups = column_major.scale_of_rows, -(-columns // 32)
-    assert scales.shape == ((3, 11, groups) if streamed else (33, groups))
+    assert scales.shape == ((3, 11, groups) if min_streamed_values else (33, groups))
     assert scales.stride()[-2:] == (1, capacity)
     assert torch.equal(scales.reshape(33, groups), row_major.scale_of_rows)
 
@@ -80,7 +84,7 @@ def test_column_major_scales_of_streamed_tiles_equal_row_major_scales(
 @pytest.mark.parametrize("groups", [1, 6, 2048])
 def test_large_inputs_are_streamed(group: int, groups: int) -> None:
     """Inputs of at least 2^23 values in one segment are streamed, if a row has several groups, and
-    a group has a power of two of columns, at most 1024.
+    the number of columns of a group is a power of two, at most 1024.
     """
     columns = group * groups
     rows = -(-(1 << 23) // columns)
@@ -112,19 +116,19 @@ def test_other_segments_of_scales_than_of_rows_are_refused() -> None:
 
 def test_tiles_of_large_layers_fill_an_h200() -> None:
     """A tile contains whole groups, and an H200 can run all programs at the same time."""
-    for rows, columns, shares in ((9216, 14336, 14), (135168, 2048, 2), (49152, 768, 3)):
-        tiles = large_tiles(rows, columns)
+    for rows, columns, tiles_per_row in ((9216, 14336, 14), (135168, 2048, 2), (49152, 768, 3)):
+        tiles = tile_large_layer(rows, columns)
         assert tiles.block_r * tiles.block_g * tiles.block_c == 2048
-        assert columns == shares * tiles.block_g * tiles.block_c
-        assert 1000 < tiles.programs_per_segment * shares <= 1056
+        assert columns == tiles_per_row * tiles.block_g * tiles.block_c
+        assert 1000 < tiles.programs_per_segment * tiles_per_row <= 1056
         assert tiles.num_warps == 4
-    few = large_tiles(16, 7168)
-    assert (few.block_r, few.block_g, few.stages) == (16, 1, 1)
-    assert large_tiles(49152, 768, segments=2).stages == 1
-    odd = large_tiles(4096, 2880)
-    assert (odd.block_r, odd.block_g, odd.stages) == (16, 1, 3)
+    few_rows = tile_large_layer(16, 7168)
+    assert (few_rows.block_r, few_rows.block_g, few_rows.stages) == (16, 1, 1)
+    assert tile_large_layer(49152, 768, segments=2).stages == 1
+    odd_columns = tile_large_layer(4096, 2880)
+    assert (odd_columns.block_r, odd_columns.block_g, odd_columns.stages) == (16, 1, 3)
 
 
-def large_tiles(rows: int, columns: int, segments: int = 1) -> quantize_tiles.TileConfig:
-    plain = quantize_tiles.tile_rows(segments, rows, 128, 8192)
-    return quantize_tiles.tile_groups(plain, columns, 128)
+def tile_large_layer(rows: int, columns: int, segments: int = 1) -> quantize_tiles.TileConfig:
+    base = quantize_tiles.tile_rows(segments, rows, 128, 8192)
+    return quantize_tiles.tile_groups(base, columns, 128)

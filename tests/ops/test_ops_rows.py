@@ -19,7 +19,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 path = make_path_fixture(reduce, activation, batch, permute)
 
 
-def with_nan_before(rows: torch.Tensor) -> torch.Tensor:
+def place_nan_before(rows: torch.Tensor) -> torch.Tensor:
     """Return a copy of the rows with NaN in memory before them, where row -1 would be."""
     return torch.cat([torch.full_like(rows[:1], NAN), rows])[1:]
 
@@ -34,7 +34,7 @@ def make_routing(
     )
 
 
-def assign(
+def assign_rows(
     dispatched: DispatchedRouting, capacity: int, num_local: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, top_k = dispatched.topk_ids_TK.shape
@@ -56,7 +56,7 @@ def assign(
 @pytest.mark.usefixtures("path")
 def test_rows_are_in_token_order_and_duplicates_share_a_row() -> None:
     ids = [[0, 2], [2, 2], [-1, 0], [1, 99], [2, 0]]
-    rows, counts = assign(make_routing(ids, 3), 5, 3)
+    rows, counts = assign_rows(make_routing(ids, 3), 5, 3)
     assert rows.tolist() == [[0, 10], [11, 11], [-1, 1], [5, -1], [12, 2]]
     assert counts.tolist() == [3, 1, 3]
 
@@ -66,7 +66,7 @@ def test_rows_are_in_token_order_and_duplicates_share_a_row() -> None:
 def test_rows_are_assigned_over_several_chunks(top_k: int) -> None:
     tokens, experts = 130, 5
     ids = torch.randint(-1, experts, (tokens, top_k), generator=torch.Generator().manual_seed(3))
-    rows, counts = assign(make_routing(ids.tolist(), experts), tokens, experts)
+    rows, counts = assign_rows(make_routing(ids.tolist(), experts), tokens, experts)
     used = [0] * experts
     for token, row in enumerate(ids.tolist()):
         for expert in dict.fromkeys(row):
@@ -81,7 +81,7 @@ def test_rows_are_assigned_over_several_chunks(top_k: int) -> None:
 @pytest.mark.usefixtures("path")
 def test_expert_map_skips_pairs_and_invalid_ids_are_counted() -> None:
     dispatched = make_routing([[0, 1], [3, 4], [2, -2]], 4, mapping=[-1, 1, -1, 0])
-    rows, counts = assign(dispatched, 3, 2)
+    rows, counts = assign_rows(dispatched, 3, 2)
     assert rows.tolist() == [[-1, 3], [0, -1], [-1, -1]]
     assert counts.tolist() == [1, 1]
     assert int(dispatched.invalid_ids) == 2
@@ -98,9 +98,11 @@ def test_local_ids_count_invalid_ids() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_permute_writes_only_rows_of_pairs(hidden: int, dtype: torch.dtype) -> None:
     x = random_normal(4, hidden + 3, dtype=dtype)[:, :hidden]  # rows are strided
-    index = torch.tensor([[5, 0], [-1, 2], [3, 3], [-1, -1]], dtype=torch.int32, device=DEVICE)
+    row_of_pair = torch.tensor(
+        [[5, 0], [-1, 2], [3, 3], [-1, -1]], dtype=torch.int32, device=DEVICE
+    )
     rows = torch.full((6, hidden), NAN, dtype=dtype, device=DEVICE)
-    permute.permute_tokens(x, index, None, rows_RH=rows)
+    permute.permute_tokens(x, row_of_pair, None, rows_RH=rows)
     for row, token in ((5, 0), (0, 0), (2, 1), (3, 2)):
         assert torch.equal(rows[row], x[token])
     assert bool(rows[[1, 4]].isnan().all())
@@ -109,9 +111,9 @@ def test_permute_writes_only_rows_of_pairs(hidden: int, dtype: torch.dtype) -> N
 @pytest.mark.usefixtures("path")
 def test_permute_applies_weights_in_float32() -> None:
     x, weights = random_normal(3, 8, dtype=torch.bfloat16), random_normal(3, 1, seed=1)
-    index = torch.tensor([[2], [0], [1]], dtype=torch.int32, device=DEVICE)
+    row_of_pair = torch.tensor([[2], [0], [1]], dtype=torch.int32, device=DEVICE)
     rows = torch.empty(3, 8, dtype=torch.bfloat16, device=DEVICE)
-    permute.permute_tokens(x, index, weights, rows_RH=rows)
+    permute.permute_tokens(x, row_of_pair, weights, rows_RH=rows)
     assert torch.equal(rows[[2, 0, 1]], (x.float() * weights).to(torch.bfloat16))
 
 
@@ -129,7 +131,7 @@ def test_moe_sum_reduce_equals_the_scaled_sum(hidden: int, top_k: int) -> None:
 @pytest.mark.usefixtures("path")
 def test_sum_does_not_read_rows_of_skipped_pairs() -> None:
     dispatched = make_routing([[0, -1], [9, 1], [-1, -1]], 2)
-    rows, weights = with_nan_before(random_normal(3, 2, 5)), random_normal(3, 2, seed=1)
+    rows, weights = place_nan_before(random_normal(3, 2, 5)), random_normal(3, 2, seed=1)
     for token, slot in ((0, 1), (1, 0), (2, 0), (2, 1)):
         rows[token, slot] = weights[token, slot] = NAN
     out = torch.full((3, 5), NAN, device=DEVICE)
@@ -141,12 +143,12 @@ def test_sum_does_not_read_rows_of_skipped_pairs() -> None:
 
 @pytest.mark.usefixtures("path")
 def test_gather_and_sum_reads_only_rows_of_pairs() -> None:
-    rows, weights = with_nan_before(random_normal(6, 4)), random_normal(2, 3, seed=1)
+    rows, weights = place_nan_before(random_normal(6, 4)), random_normal(2, 3, seed=1)
     rows[[1, 4]] = NAN
     weights[1, 2] = NAN  # the weight of a skipped pair
-    index = torch.tensor([[5, 0, 0], [2, 3, -1]], dtype=torch.int32, device=DEVICE)
+    row_of_pair = torch.tensor([[5, 0, 0], [2, 3, -1]], dtype=torch.int32, device=DEVICE)
     out = torch.full((2, 4), NAN, device=DEVICE)
-    reduce.gather_weight_and_sum(rows, index, weights, scale=2.0, out=out)
+    reduce.gather_weight_and_sum(rows, row_of_pair, weights, scale=2.0, out=out)
     first = weights[0, 0] * rows[5] + (weights[0, 1] + weights[0, 2]) * rows[0]
     second = weights[1, 0] * rows[2] + weights[1, 1] * rows[3]
     torch.testing.assert_close(out, 2.0 * torch.stack([first, second]))
@@ -154,14 +156,14 @@ def test_gather_and_sum_reads_only_rows_of_pairs() -> None:
 
 @pytest.mark.usefixtures("path")
 def test_unreduced_rows_are_token_major_and_zero_for_skipped_pairs() -> None:
-    rows, weights = with_nan_before(random_normal(5, 4)), random_normal(2, 2, seed=1)
+    rows, weights = place_nan_before(random_normal(5, 4)), random_normal(2, 2, seed=1)
     rows[0] = NAN
-    index = torch.tensor([[4, -1], [1, 1]], dtype=torch.int32, device=DEVICE)
+    row_of_pair = torch.tensor([[4, -1], [1, 1]], dtype=torch.int32, device=DEVICE)
     out = torch.full((2, 2, 4), NAN, device=DEVICE)
-    reduce.gather_rows(rows, index, weights, scale=3.0, out=out)
+    reduce.gather_rows(rows, row_of_pair, weights, scale=3.0, out=out)
     expected = torch.stack([rows[4], 0 * rows[4], rows[1], rows[1]]).view(2, 2, 4)
     torch.testing.assert_close(out, 3.0 * weights[..., None] * expected)
-    reduce.gather_rows(rows, index, None, scale=1.0, out=out)
+    reduce.gather_rows(rows, row_of_pair, None, scale=1.0, out=out)
     assert torch.equal(out, expected)
 
 
@@ -215,12 +217,15 @@ def test_an_activation_of_the_wrong_width_is_refused() -> None:
 def test_scales_move_with_their_rows(dtype: torch.dtype, groups: int) -> None:
     x = (40 * random_normal(3, 1100)).to(dtype)
     scale = random_normal(3, groups)
-    index = torch.tensor([[4, -1], [0, 6], [-1, -1]], dtype=torch.int32, device=DEVICE)
+    row_of_pair = torch.tensor([[4, -1], [0, 6], [-1, -1]], dtype=torch.int32, device=DEVICE)
     rows = torch.zeros(7, 1100, dtype=torch.uint8, device=DEVICE).view(dtype)
     scales = torch.full((7, groups), -3.0, device=DEVICE)
-    permute.permute_tokens(x, index, None, rows_RH=rows, scale_TG=scale, scale_rows_RG=scales)
-    expected, want_scale = torch.zeros_like(rows.view(torch.uint8)), torch.full_like(scales, -3.0)
+    permute.permute_tokens(x, row_of_pair, None, rows_RH=rows, scale_TG=scale, scale_rows_RG=scales)
+    expected, expected_scale = (
+        torch.zeros_like(rows.view(torch.uint8)),
+        torch.full_like(scales, -3.0),
+    )
     for row, token in ((4, 0), (0, 1), (6, 1)):
-        expected[row], want_scale[row] = x.view(torch.uint8)[token], scale[token]
+        expected[row], expected_scale[row] = x.view(torch.uint8)[token], scale[token]
     assert torch.equal(rows.view(torch.uint8), expected)
-    assert torch.equal(scales, want_scale)
+    assert torch.equal(scales, expected_scale)

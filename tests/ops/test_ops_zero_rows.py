@@ -5,10 +5,10 @@ import torch
 from ops_fixtures import DEVICE, make_path_fixture
 
 from modular_kernel.errors import ShapeError
-from modular_kernel.ops import zero_rows as module
+from modular_kernel.ops import zero_rows as zero_rows_module
 from modular_kernel.ops.zero_rows import zero_rows
 
-path = make_path_fixture(module)
+path = make_path_fixture(zero_rows_module)
 
 
 @pytest.mark.usefixtures("path")

@@ -1,6 +1,6 @@
-"""Every pair of router options equals the reference, or is refused by a rule of REFUSALS.
-AXES lists the options. eps and floor are one axis, because they occur in one formula: max(sum +
-eps, floor).
+"""Routers with every pair of options equal the reference, or are refused by a rule of REFUSALS.
+AXES lists the options. eps and floor share an axis, because one formula uses both:
+max(sum + eps, floor).
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from ops_fixtures import DEVICE, random_normal
 from router_reference import disagreements
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.ops import route as module
+from modular_kernel.ops import route as route_module
 from modular_kernel.ops.route import Routed, RouterTensors, format_spec, route, route_op
 from modular_kernel.spec.router import RouterSpec
 from modular_kernel.tensors import Routing
@@ -45,70 +45,80 @@ AXES = (
 
 
 def find_impossible(row: Values) -> list[str]:
-    """Return why values cannot be combined."""
-    found = []
+    """Return the reasons why values of a row cannot be combined."""
+    reasons = []
     if row["bias"] is None and row["bias values"] != "plain":
-        found.append("no bias has no values")
+        reasons.append("no bias has no values")
     if row["spaced"] and row["tokens"] == 0:
-        found.append("no rows are not spaced")
-    return found
+        reasons.append("no rows are not spaced")
+    return reasons
 
 
-def _grouped(row: Values) -> bool:
+def _has_groups(row: Values) -> bool:
     return bool(row["groups"] != (1, 1))
 
 
-def _columns(row: Values) -> int:
+def _num_columns(row: Values) -> int:
     return int(row["experts"] + row["zero experts"])
 
 
-def _uneven(row: Values) -> bool:
-    size, rest = divmod(row["experts"], row["groups"][0])
-    return bool(rest) or (row["group score"] == "top2" and size < 2)
+def _has_uneven_groups(row: Values) -> bool:
+    size, remainder = divmod(row["experts"], row["groups"][0])
+    return bool(remainder) or (row["group score"] == "top2" and size < 2)
 
 
-def _too_few(row: Values) -> bool:
-    groups, kept = row["groups"]
-    return bool(row["experts"] // groups * kept < row["top-k"])
+def _has_too_few_experts(row: Values) -> bool:
+    groups, topk_groups = row["groups"]
+    return bool(row["experts"] // groups * topk_groups < row["top-k"])
 
 
-def _even(row: Values) -> bool:
-    return not _uneven(row)
+def _has_even_groups(row: Values) -> bool:
+    return not _has_uneven_groups(row)
 
 
-def _option_refusal(name: str, message: str, *when: Callable[[Values], bool]) -> Refusal:
+def _make_refusal(name: str, message: str, *when: Callable[[Values], bool]) -> Refusal:
     return Refusal(name, ConfigurationError, message, when)
 
 
 _TABLE = one_of("table", torch.int32, torch.int64)
 REFUSALS = (
-    _option_refusal("more groups than there are", "router topk_groups", one_of("groups", (2, 3))),
-    _option_refusal("eps beyond 1", "router eps", lambda row: row["eps, floor"][0] > 1),
-    _option_refusal(
+    _make_refusal("more groups than there are", "router topk_groups", one_of("groups", (2, 3))),
+    _make_refusal("eps beyond 1", "router eps", lambda row: row["eps, floor"][0] > 1),
+    _make_refusal(
         "a guard of no division",
         r"router (eps|floor): got .* need renormalize=True",
         one_of("renormalize", False),
         lambda row: row["eps, floor"] not in ((0.0, 0.0), (2.0, 0.0)),
     ),
-    _option_refusal(
+    _make_refusal(
         "a table with a choice",
         "router table",
         _TABLE,
-        lambda row: _grouped(row) or row["bias"] is not None,
+        lambda row: _has_groups(row) or row["bias"] is not None,
     ),
-    _option_refusal("zero experts in groups", "router groups", one_of("zero experts", 4), _grouped),
-    _option_refusal("groups of other sizes", "router experts", _grouped, _uneven),
-    _option_refusal("too few experts in groups", "router groups", _grouped, _even, _too_few),
-    _option_refusal("too few experts", "router experts", lambda row: _columns(row) < row["top-k"]),
+    _make_refusal(
+        "zero experts in groups", "router groups", one_of("zero experts", 4), _has_groups
+    ),
+    _make_refusal("groups of other sizes", "router experts", _has_groups, _has_uneven_groups),
+    _make_refusal(
+        "too few experts in groups",
+        "router groups",
+        _has_groups,
+        _has_even_groups,
+        _has_too_few_experts,
+    ),
+    _make_refusal(
+        "too few experts", "router experts", lambda row: _num_columns(row) < row["top-k"]
+    ),
 )
 
 
 @cache
-def rows() -> CoveringRows:
+def draw_rows() -> CoveringRows:
     return draw(AXES, REFUSALS, find_impossible, lambda row: 20.0 if row["tokens"] > 100 else 1.0)
 
 
-def spec_of(row: Values) -> RouterSpec:
+def make_spec(row: Values) -> RouterSpec:
     (groups, topk_groups), (eps, floor) = row["groups"], row["eps, floor"]
     return RouterSpec(
         row["top-k"], row["score"], row["order"], groups, topk_groups, row["group score"],
@@ -121,9 +131,9 @@ def spec_of(row: Values) -> RouterSpec:
     )  # fmt: skip
 
 
-def logits_of(row: Values) -> torch.Tensor:
+def make_logits(row: Values) -> torch.Tensor:
     """Return logits (T, columns)."""
-    tokens, columns = row["tokens"], _columns(row)
+    tokens, columns = row["tokens"], _num_columns(row)
     values = random_normal(tokens, columns, seed=columns) * 2
     position = torch.arange(columns, device=DEVICE) + torch.arange(tokens, device=DEVICE)[:, None]
     if row["values"] == "ties":
@@ -143,10 +153,10 @@ def logits_of(row: Values) -> torch.Tensor:
     return spaced[:, :columns]
 
 
-def tensors_of(row: Values) -> tuple[RouterTensors, torch.Tensor | None]:
+def make_router_tensors(row: Values) -> tuple[RouterTensors, torch.Tensor | None]:
     """Return the bias and the table, and token ids for the table. Some token ids are invalid."""
     bias = table = token_ids = None
-    columns = _columns(row)
+    columns = _num_columns(row)
     if row["bias"] is not None:
         bias = random_normal(columns, seed=7) * 0.3
         if row["bias values"] == "nan":
@@ -165,61 +175,64 @@ def tensors_of(row: Values) -> tuple[RouterTensors, torch.Tensor | None]:
     return RouterTensors(bias, table), token_ids
 
 
-def call(row: Values, spec: RouterSpec, monkeypatch: pytest.MonkeyPatch) -> tuple[Routed, Any]:
+def call_route(
+    row: Values, spec: RouterSpec, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Routed, Any]:
     """Return the routing, and the other arguments of `disagreements`."""
-    logits, (tensors, token_ids) = logits_of(row), tensors_of(row)
-    given = (logits, spec, tensors, token_ids)
+    logits, (tensors, token_ids) = make_logits(row), make_router_tensors(row)
+    arguments = (logits, spec, tensors, token_ids)
     if row["call"] == "torch":
-        monkeypatch.setattr(module, "use_triton", lambda tensor: False)
+        monkeypatch.setattr(route_module, "use_triton", lambda tensor: False)
     if row["call"] != "operator":
-        return route(logits, spec, tensors, token_ids_T=token_ids, ids_dtype=row["ids"]), given
+        return route(logits, spec, tensors, token_ids_T=token_ids, ids_dtype=row["ids"]), arguments
     wide = row["ids"] is torch.int64
     weights, ids, identity = route_op(
         logits, tensors.bias_E, tensors.table_VK, token_ids, [], format_spec(spec), wide
     )
-    return Routed(Routing(weights, ids), identity if spec.zero_experts else None), given
+    return Routed(Routing(weights, ids), identity if spec.zero_experts else None), arguments
 
 
 def test_all_pairs_of_values_and_all_rules_are_covered() -> None:
-    assert rows().unmet() == []
+    assert draw_rows().unmet() == []
     reasons = ("refused: ", "no bias has", "no rows are")
-    assert all(reason.startswith(reasons) for reason in rows().impossible().values())
+    assert all(reason.startswith(reasons) for reason in draw_rows().impossible().values())
 
 
 @pytest.mark.share(2)
-@pytest.mark.parametrize("row", rows().accepted, ids=name_of)
+@pytest.mark.parametrize("row", draw_rows().accepted, ids=name_of)
 def test_accepted_options_equal_the_reference(
     row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check(row, monkeypatch)
+    check_row(row, monkeypatch)
 
 
-@pytest.mark.parametrize("by", ["kernel", "torch"])
+@pytest.mark.parametrize("implementation", ["kernel", "torch"])
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_eps_is_added_once_if_there_is_a_floor(
-    score: str, by: str, monkeypatch: pytest.MonkeyPatch
+    score: str, implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """eps must be added once. This defect does not fail tests with only one of the options."""
-    plain = {axis.name: axis.values[0] for axis in AXES}
+    """Tests that set only one of the two options would pass if eps were added twice."""
+    defaults = {axis.name: axis.values[0] for axis in AXES}
     changes = {"eps, floor": (0.25, 0.5), "renormalize": True, "top-k": 1, "values": "faint"}
-    check(plain | changes | {"score": score, "call": by}, monkeypatch)
+    check_row(defaults | changes | {"score": score, "call": implementation}, monkeypatch)
 
 
-def check(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = spec_of(row)
-    assert spec.columns(row["experts"]) == _columns(row)
-    routed, given = call(row, spec, monkeypatch)
+def check_row(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = make_spec(row)
+    assert spec.columns(row["experts"]) == _num_columns(row)
+    routed, arguments = call_route(row, spec, monkeypatch)
     routing = routed.routing
     assert routing.topk_ids_TK.dtype is row["ids"]
     assert tuple(routing.topk_ids_TK.shape) == (row["tokens"], row["top-k"])
-    assert disagreements(routed, *given) == []
+    assert disagreements(routed, *arguments) == []
 
 
 @pytest.mark.parametrize(
-    ("rule", "row"), [pytest.param(*refusal, id=name_of(refusal)) for refusal in rows().refused]
+    ("rule", "row"),
+    [pytest.param(*refusal, id=name_of(refusal)) for refusal in draw_rows().refused],
 )
 def test_refused_options_raise_the_error_of_the_rule(
     rule: Refusal, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(rule.error, match=rule.message):
-        call(row, spec_of(row), monkeypatch)
+        call_route(row, make_spec(row), monkeypatch)

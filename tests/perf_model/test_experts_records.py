@@ -24,7 +24,7 @@ def recorded_layer(experts: str, tokens: int, shape: str = "dsv3_256") -> Record
 
 
 def test_the_corrected_time_of_a_recorded_layer_is_its_measured_time() -> None:
-    """dsv3_ep8 has the same size, so the factor would be a mean of the records of both layers."""
+    """dsv3_ep8 has the same size. If it were not ignored, the factor would be a mean over both."""
     measured = recorded_layer("DeepGemmExperts", 4096)
     assert (measured.problem.hidden, measured.problem.experts) == (7168, 256)
     assert measured.rows == 128
@@ -54,7 +54,7 @@ def test_factor_is_interpolated_on_log_axes() -> None:
 
 
 def test_start_is_the_smallest_difference_from_the_prediction() -> None:
-    """Batched parts also sort the tokens, in launches of constant time."""
+    """Batched parts also sort the tokens, in launches that take a constant time."""
     small = Problem(1, 2048, 768, 128, 8)
     batched = [
         r

@@ -1,4 +1,4 @@
-"""`mk plan` recommends pairings that `mk check` accepts, do the same work, and fit in memory."""
+"""`mk plan` recommends pairings that fit in memory and that `mk check` accepts."""
 
 import json
 import re
@@ -29,10 +29,10 @@ MODELS = {
     "mixtral, channel": ("--model", "mixtral-8x7b", "--quant", "fp8_w8a8_channel"),
 }
 MACHINES = ("h200", "8xh200", "2x8xh200", "8xb200", "4xa100")
-FOR_16 = {"mixtral, channel"}  # a rank of 16 would hold no expert
+MODELS_WITH_8_EXPERTS = {"mixtral, channel"}  # Some of 16 ranks would hold no expert.
 
 
-def pairs_of(rows: list[dict[str, Any]]) -> set[str]:
+def get_pairings(rows: list[dict[str, Any]]) -> set[str]:
     return {row["pairing"] for row in rows}
 
 
@@ -43,31 +43,33 @@ def pairs_of(rows: list[dict[str, Any]]) -> set[str]:
 def test_plan_has_exactly_the_pairs_that_check_accepts(
     mk: Mk, model: str, machine: str, packages: tuple[str, ...]
 ) -> None:
-    if machine == "2x8xh200" and model in FOR_16:
+    if machine == "2x8xh200" and model in MODELS_WITH_8_EXPERTS:
         assert mk("plan", *MODELS[model], "--machine", machine).code == 2
         return
-    words = (*MODELS[model], "--machine", machine, *packages)
+    options = (*MODELS[model], "--machine", machine, *packages)
     for tokens in ("128", "4096"):
-        judged = mk("check", *words, "--tokens", tokens, "--json").json["pairs"]
-        planned = mk("plan", *words, "--tokens", tokens, "--json").json
-        names = {f"{p['prepare_finalize']} x {p['experts']}": p for p in judged}
-        valid = {name for name, pair in names.items() if pair["ok"]}
+        verdicts = mk("check", *options, "--tokens", tokens, "--json").json["pairs"]
+        planned = mk("plan", *options, "--tokens", tokens, "--json").json
+        verdict_by_pairing = {f"{p['prepare_finalize']} x {p['experts']}": p for p in verdicts}
+        valid = {name for name, pair in verdict_by_pairing.items() if pair["ok"]}
         estimates, without_estimate = (
-            pairs_of(planned["estimates"]),
-            pairs_of(planned["no_estimate"]),
+            get_pairings(planned["estimates"]),
+            get_pairings(planned["no_estimate"]),
         )
-        assert estimates | without_estimate == valid, "each once, and no other"
+        assert estimates | without_estimate == valid, "each valid pairing once, and no other"
         assert not estimates & without_estimate
-        rules = {n: {r["rule"] for r in pair["rejections"]} for n, pair in names.items()}
-        assert pairs_of(planned["too_large"]) == {n for n in rules if rules[n] == {"memory"}}
-        taken = [row["pairing"] for row in planned["recommendations"]]
-        assert set(taken) <= estimates
-        assert bool(taken) is bool(estimates)
+        rules = {
+            n: {r["rule"] for r in pair["rejections"]} for n, pair in verdict_by_pairing.items()
+        }
+        assert get_pairings(planned["too_large"]) == {n for n in rules if rules[n] == {"memory"}}
+        recommended = [row["pairing"] for row in planned["recommendations"]]
+        assert set(recommended) <= estimates
+        assert bool(recommended) is bool(estimates)
 
 
 @pytest.mark.parametrize("tokens", [1, 128, 4096])
 def test_all_rows_are_for_the_same_work(tokens: int) -> None:
-    """Each of 8 ranks has its own tokens. With replicated input, each has the tokens of all."""
+    """Each of 8 ranks has its own tokens. With replicated input, it has those of all ranks."""
     problem = distribute_over_ranks(DEEPSEEK.with_tokens(tokens), 8)
     estimates = estimate_pairings(problem, Cluster()).estimates
     assert {estimate.world_tokens for estimate in estimates} == {8 * tokens}
@@ -77,12 +79,14 @@ def test_all_rows_are_for_the_same_work(tokens: int) -> None:
     for estimate in estimates:
         assert estimate.tokens_per_second == 8 * tokens / estimate.seconds
     rates = [estimate.tokens_per_second for estimate in estimates]
-    assert rates == sorted(rates, reverse=True), "one order, by time and by throughput"
+    assert rates == sorted(rates, reverse=True), "the fastest pairing has the highest throughput"
     replicated = next(e for e in estimates if e.prepare_finalize.startswith("ReplicatedEP"))
     reduced = 2 * 7 / 8 * 8 * tokens * 7168 * 4
     assert replicated.exchange.combine_bytes == pytest.approx(reduced)
     other = next(e for e in estimates if e.experts_part == replicated.experts_part)
-    assert replicated.experts == other.experts, "as many pairs of a token and an expert"
+    assert replicated.experts == other.experts, (
+        "each rank has as many pairs of a token and an expert"
+    )
 
 
 def test_pair_that_replicated_tokens_make_invalid_has_no_estimate(
@@ -114,45 +118,62 @@ def test_pairs_over_libraries_have_estimates_from_records() -> None:
 
 @pytest.mark.parametrize(("machine", "arch"), [("8xb200", "sm_100"), ("8xh100", "")])
 def test_library_records_apply_to_one_architecture_only(mk: Mk, machine: str, arch: str) -> None:
-    words = ("--model", "qwen3-30b-a3b", "--machine", machine, "--packages", "all", "--tokens", "9")
-    record = mk("plan", *words, "--json").json
+    options = (
+        "--model",
+        "qwen3-30b-a3b",
+        "--machine",
+        machine,
+        "--packages",
+        "all",
+        "--tokens",
+        "9",
+    )
+    record = mk("plan", *options, "--json").json
     pair = "SymmMemPrepareAndFinalize x TritonKernelsExperts"
-    assert (pair in pairs_of(record["estimates"])) is not bool(arch)
+    assert (pair in get_pairings(record["estimates"])) is not bool(arch)
     if arch:
         reasons = {row["pairing"]: row["reason"] for row in record["no_estimate"]}
         assert reasons[pair] == f"no recorded time of TritonKernelsExperts with none on {arch}"
 
 
 def test_plan_and_check_refuse_what_exceeds_memory(mk: Mk) -> None:
-    words = ("--model", "deepseek-v3", "--quant", "fp8_w8a8_block", "--machine", "8xh200")
-    words += ("--packages", "all", "--tokens", "8192")
+    options = ("--model", "deepseek-v3", "--quant", "fp8_w8a8_block", "--machine", "8xh200")
+    options += ("--packages", "all", "--tokens", "8192")
     pair = ("DeepEPLLPrepareAndFinalize", "BatchedDeepGemmExperts")
-    result = mk("check", *words, "--pf-type", pair[0], "--experts-type", pair[1])
+    result = mk("check", *options, "--pf-type", pair[0], "--experts-type", pair[1])
     assert result.code == 1
     assert "workspace" in result.out
-    planned = mk("plan", *words)
+    planned = mk("plan", *options)
     assert "does not fit: DeepEPLLPrepareAndFinalize x" in planned.out
     assert "need <= 141.0 GB of NVIDIA H200 sm_90" in planned.out
     assert planned.out.index("prefill on 8xh200") == 0
 
 
 def test_layers_share_buffers_but_not_weights(mk: Mk) -> None:
-    words = ("plan", "--model", "deepseek-v3", "--quant", "fp8_w8a8_block", "--tokens", "128")
+    options = ("plan", "--model", "deepseek-v3", "--quant", "fp8_w8a8_block", "--tokens", "128")
     one_layer, many_layers = (
-        mk(*words, "--machine", "8xh200", "--layers", n, "--json").json for n in ("1", "58")
+        mk(*options, "--machine", "8xh200", "--layers", n, "--json").json for n in ("1", "58")
     )
     first, last = one_layer["estimates"][0], many_layers["estimates"][0]
     assert last["weights_bytes"] == 58 * first["weights_bytes"]
     assert last["workspace_bytes"] == first["workspace_bytes"]
-    refused = mk(*words, "--machine", "4xh200", "--layers", "58")
+    refused = mk(*options, "--machine", "4xh200", "--layers", "58")
     assert refused.code == 1
     assert "no recommendation, no valid pairing fits in memory" in refused.out
     assert " for 58 layers, of 141.0 GB" in refused.out
 
 
 def test_one_recommendation_for_each_phase(mk: Mk) -> None:
-    words = ("plan", "--model", "deepseek-v3", "--quant", "fp8_w8a8_block", "--machine", "2x8xh200")
-    result = mk(*words)
+    options = (
+        "plan",
+        "--model",
+        "deepseek-v3",
+        "--quant",
+        "fp8_w8a8_block",
+        "--machine",
+        "2x8xh200",
+    )
+    result = mk(*options)
     lines = result.out.splitlines()
     recommended = [line for line in lines if ": take " in line]
     assert [line.split(" on ")[0] for line in recommended] == ["decode", "prefill"]
@@ -163,10 +184,10 @@ def test_one_recommendation_for_each_phase(mk: Mk) -> None:
     assert sum(line.startswith("  runner-up: ") for line in lines) == 2
     changes = [line for line in lines if line.startswith("  would change it: ")]
     assert any("with deep_ep 2: DeepEPV2PrepareAndFinalize x" in line for line in changes)
-    record = mk(*words, "--phase", "decode", "--json").json
+    record = mk(*options, "--phase", "decode", "--json").json
     assert [row["phase"] for row in record["recommendations"]] == ["decode"]
     assert {row["tokens"] for row in record["estimates"]} == {PHASE_TOKENS["decode"]}
-    complete = mk(*words, "--packages", "all").out
+    complete = mk(*options, "--packages", "all").out
     assert "  would change it: with deep_ep 2: DeepEPV2PrepareAndFinalize x" in complete
     assert "with deep_ep 1" not in complete
     assert "would change it: down to 32 tokens on each rank: DeepEPLLPrepareAndFinalize" in complete
@@ -191,7 +212,7 @@ def test_ties_prefer_fewer_packages() -> None:
     vendor = by_name["SymmMemPrepareAndFinalize x CutlassExpertsFP8"]
     grouped = by_name["SymmMemPrepareAndFinalize x GroupedGemmExperts"]
 
-    def taken(*seconds: float) -> str:
+    def select_experts(*seconds: float) -> str:
         pairs = zip((vendor, grouped, ours), seconds, strict=True)
         estimates = [
             replace(
@@ -206,9 +227,9 @@ def test_ties_prefer_fewer_packages() -> None:
         assert best is not None
         return best.experts_part
 
-    assert taken(1.0, 1.01, 1.02) == "TritonExperts"
-    assert taken(1.0, 1.01, 1.04) == "GroupedGemmExperts"
-    assert taken(1.0, 1.04, 1.04) == "CutlassExpertsFP8"
+    assert select_experts(1.0, 1.01, 1.02) == "TritonExperts"
+    assert select_experts(1.0, 1.01, 1.04) == "GroupedGemmExperts"
+    assert select_experts(1.0, 1.04, 1.04) == "CutlassExpertsFP8"
     assert select_best(replace(result, estimates=())) is None
 
 
@@ -218,45 +239,45 @@ def test_other_version_of_deep_ep_is_named() -> None:
     first, second = machines_with_all_packages(cluster)
     results = [estimate_pairings(problem, cluster, machine) for machine in (first, second)]
     slow = estimate_pairings(problem, cluster, cluster.machine(frozenset({"triton", "ml_dtypes"})))
-    texts = [
+    changes_by_packages = [
         recommend._describe_changes_by_packages(select_best(estimates), estimates, results)
         for estimates in (slow, *results)
     ]  # type: ignore[arg-type]
-    assert len(texts[0]) == 1
-    assert re.match(r"with deep_ep [12](, \w+)*: DeepEP", texts[0][0])
+    assert len(changes_by_packages[0]) == 1
+    assert re.match(r"with deep_ep [12](, \w+)*: DeepEP", changes_by_packages[0][0])
     best = min((select_best(estimates) for estimates in results), key=lambda e: e.seconds)  # type: ignore[union-attr]
-    assert best.pairing in texts[0][0]  # type: ignore[union-attr]
-    assert sorted(map(len, texts[1:])) in ([0, 0], [0, 1])
+    assert best.pairing in changes_by_packages[0][0]  # type: ignore[union-attr]
+    assert sorted(map(len, changes_by_packages[1:])) in ([0, 0], [0, 1])
 
 
 def test_required_columns_fit_80_characters(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    words = ("plan", "--model", "deepseek-v3", "--quant", "fp8_w8a8_block", "--packages", "all")
+    options = ("plan", "--model", "deepseek-v3", "--quant", "fp8_w8a8_block", "--packages", "all")
     for machine in ("h200", "2x8xh200"):
-        shown = mk(*words, "--machine", machine).out
-        heads = re.findall(
+        shown = mk(*options, "--machine", machine).out
+        headers = re.findall(
             r"^ \.\.PrepareAndFinalize +\.\.Experts +layer us +Mtok/s +GB\b", shown, re.M
         )
-        assert len(heads) == 2
+        assert len(headers) == 2
         assert max(len(line.rstrip()) for line in shown.splitlines()) <= 80
     assert "slower pairings: --rows 0 or --json shows them" in shown
-    every = mk(*words, "--machine", "2x8xh200", "--rows", "0").out
-    assert "slower pairing" not in every
+    output_with_all_rows = mk(*options, "--machine", "2x8xh200", "--rows", "0").out
+    assert "slower pairing" not in output_with_all_rows
 
 
 def test_several_machines_and_ranks(mk: Mk) -> None:
-    words = ("plan", "--model", "qwen3-30b-a3b", "--tokens", "128", "--json")
-    record = mk(*words, "--machine", "8xh200,4xb200").json
+    options = ("plan", "--model", "qwen3-30b-a3b", "--tokens", "128", "--json")
+    record = mk(*options, "--machine", "8xh200,4xb200").json
     assert {(row["machine"], row["ranks"]) for row in record["recommendations"]} == {
         ("8xh200", 8),
         ("4xb200", 4),
     }
-    assert {row["ranks"] for row in mk(*words, "--world-size", "16").json["estimates"]} == {16}
-    ranks = mk(*words, "--world-size", "4", "--machine", "8xh200").json["estimates"]
+    assert {row["ranks"] for row in mk(*options, "--world-size", "16").json["estimates"]} == {16}
+    ranks = mk(*options, "--world-size", "4", "--machine", "8xh200").json["estimates"]
     assert {row["ranks"] for row in ranks} == {4}
-    slow = mk(*words, "--machine", "8xh200", "--bandwidth", "2.4", "--link", "100").json
+    slow = mk(*options, "--machine", "8xh200", "--bandwidth", "2.4", "--link", "100").json
     for before, after in zip(
-        sorted(mk(*words, "--machine", "8xh200").json["estimates"], key=lambda r: r["pairing"]),
+        sorted(mk(*options, "--machine", "8xh200").json["estimates"], key=lambda r: r["pairing"]),
         sorted(slow["estimates"], key=lambda row: row["pairing"]),
         strict=True,
     ):
@@ -289,5 +310,5 @@ def test_verbs_agree_on_the_described_machine(mk: Mk, tmp_path: Path) -> None:
     record = mk("check", "--machine", "8xb200", "--json").json
     assert record["machine"]["packages"] == ["ml_dtypes", "triton"]
     assert record["problem"]["parallel"]["world_size"] == 8
-    here = mk("list", "--packages", "triton", "--json").json["machine"]
-    assert here["packages"] == ["triton"]
+    machine_of_this_process = mk("list", "--packages", "triton", "--json").json["machine"]
+    assert machine_of_this_process["packages"] == ["triton"]

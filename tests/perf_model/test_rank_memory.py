@@ -1,4 +1,4 @@
-"""Memory of a rank: estimates are compared with what parts declare and allocate."""
+"""Estimates of the memory of a rank agree with what the parts declare and allocate."""
 
 from dataclasses import replace
 
@@ -30,12 +30,14 @@ NO_EP, LOW_LATENCY = "MoEPrepareAndFinalizeNoEP", "DeepEPLLPrepareAndFinalize"
 @pytest.mark.parametrize("tokens", [1, 128, 4096])
 def test_exchange_buffers_are_those_that_the_parts_allocate(quant: str, tokens: int) -> None:
     problem = replace(DEEPSEEK, quant=quant, tokens=tokens)
-    heap = 2 * sum(align_up(section.nbytes) for section in buffer_sections(problem).values())
-    assert exchange_bytes("SymmMemPrepareAndFinalize", problem) == pytest.approx(heap, rel=0.03)
-    library = _make_shape(problem).device_bytes(8)
-    whole = exchange_bytes("PplxPrepareAndFinalize", problem)
-    batched = exchange_bytes("BatchedPrepareAndFinalize", problem)
-    assert whole - batched == pytest.approx(library, rel=0.05)
+    heap_bytes = 2 * sum(align_up(section.nbytes) for section in buffer_sections(problem).values())
+    assert exchange_bytes("SymmMemPrepareAndFinalize", problem) == pytest.approx(
+        heap_bytes, rel=0.03
+    )
+    library_bytes = _make_shape(problem).device_bytes(8)
+    total_bytes = exchange_bytes("PplxPrepareAndFinalize", problem)
+    batched_bytes = exchange_bytes("BatchedPrepareAndFinalize", problem)
+    assert total_bytes - batched_bytes == pytest.approx(library_bytes, rel=0.05)
 
 
 @pytest.mark.parametrize("quant", QUANTS)
@@ -65,7 +67,7 @@ def test_the_low_latency_buffer_has_four_rows_for_each_expert_and_token() -> Non
 )  # fmt: skip
 @pytest.mark.parametrize("tokens", [1024, 65536])
 def test_estimated_workspace_covers_the_declared_one(name: str, quant: str, tokens: int) -> None:
-    """The estimate is one to about two times what a part declares, so it omits nothing."""
+    """The estimate is one to about two times the size that a part declares, so it omits nothing."""
     problem = replace(DEEPSEEK, quant=quant)
     part = load_catalog().experts(name)
     batched = part.requires.activation_format.value == "batched_experts"
@@ -82,13 +84,16 @@ def test_layers_have_own_weights_and_share_other_memory() -> None:
         NO_EP, "TritonExperts", replace(DEEPSEEK, parallel=Parallel()), HOPPER
     )
     assert one_rank.weights == 256 * 3 * 7168 * 2048 * 2
-    eight = estimate_memory(
+    eight_ranks = estimate_memory(
         "SymmMemPrepareAndFinalize", "TritonExperts", DEEPSEEK, HOPPER, layers=58
     )
-    assert eight.weights == 58 * one_rank.weights / 8
-    once = estimate_memory("SymmMemPrepareAndFinalize", "TritonExperts", DEEPSEEK, HOPPER)
-    assert (eight.workspace, eight.exchange) == (once.workspace, once.exchange)
-    assert once.workspace > one_rank.workspace, "tokens of 8 ranks may arrive"
+    assert eight_ranks.weights == 58 * one_rank.weights / 8
+    one_layer = estimate_memory("SymmMemPrepareAndFinalize", "TritonExperts", DEEPSEEK, HOPPER)
+    assert (eight_ranks.workspace, eight_ranks.exchange) == (
+        one_layer.workspace,
+        one_layer.exchange,
+    )
+    assert one_layer.workspace > one_rank.workspace, "tokens of 8 ranks may arrive"
     bounded = replace(DEEPSEEK, max_received=8192)
     part = "TorchAll2AllPrepareAndFinalize"
     bounded_memory, unbounded_memory = (
@@ -109,13 +114,13 @@ def test_pair_that_exceeds_known_memory_is_refused() -> None:
     problem, pair = replace(DEEPSEEK, parallel=Parallel()), (NO_EP, "TritonExperts")
     total = int(estimate_memory(*pair, problem, HOPPER).total)
 
-    def verdict(memory: int | None) -> list[str]:
-        judged = check(*pair, problem, replace(HOPPER, memory=memory))
-        assert judged.ok, "buffers are no rule of make_kernel"
-        return [f"{r.rule}: {r.got}, {r.need}" for r in check_memory(judged).rejections]
+    def find_rejections(memory: int | None) -> list[str]:
+        verdict = check(*pair, problem, replace(HOPPER, memory=memory))
+        assert verdict.ok, "make_kernel has no rule on memory"
+        return [f"{r.rule}: {r.got}, {r.need}" for r in check_memory(verdict).rejections]
 
-    assert verdict(None) == verdict(total + 1) == []
-    (reason,) = verdict(total - 1)
+    assert find_rejections(None) == find_rejections(total + 1) == []
+    (reason,) = find_rejections(total - 1)
     assert reason.startswith(f"memory: {total / 1e9:.1f} GB (22.5 of weights, ")
     assert reason.endswith(f"<= {total / 1e9:.1f} GB of NVIDIA H200 sm_90")
     refused = check("BatchedPrepareAndFinalize", "TritonExperts", problem, HOPPER)

@@ -59,18 +59,18 @@ def test_recommended_pairing_is_valid_and_fits_in_memory(mk: Mk, model: str, clu
         if (selection.model, selection.cluster) != (model, cluster):
             continue
         tokens = str(PHASE_TOKENS[selection.phase])
-        words = ("--model", model, "--machine", cluster, "--packages", "all", "--tokens", tokens)
+        options = ("--model", model, "--machine", cluster, "--packages", "all", "--tokens", tokens)
         if selection.best is None:
-            planned = mk("plan", *words, "--layers", str(MOE_LAYERS[model]), "--json")
-            assert planned.code == (2 if "2x8" in cluster else 1)
+            plan = mk("plan", *options, "--layers", str(MOE_LAYERS[model]), "--json")
+            assert plan.code == (2 if "2x8" in cluster else 1)
             continue
         pair = selection.best.prepare_finalize, selection.best.experts_part
-        checked = mk("check", *words, "--pf-type", pair[0], "--experts-type", pair[1])
-        assert checked.code == 0, checked.out
-        _check_memory(selection)
+        result = mk("check", *options, "--pf-type", pair[0], "--experts-type", pair[1])
+        assert result.code == 0, result.out
+        _assert_memory(selection)
 
 
-def _check_memory(selection: Selection) -> None:
+def _assert_memory(selection: Selection) -> None:
     assert selection.best is not None
     model, cluster = MODELS[selection.model], parse_machine(selection.cluster)
     memory = selection.best.memory
@@ -85,11 +85,11 @@ def _check_memory(selection: Selection) -> None:
     ("model", "cluster"), [("deepseek-v3", "2x8xh200"), ("qwen3-30b-a3b", "4xh200")]
 )
 def test_selection_equals_the_recommendation_of_mk_plan(mk: Mk, model: str, cluster: str) -> None:
-    words = ("--model", model, "--machine", cluster, "--packages", "all")
-    planned = mk("plan", *words, "--layers", str(MOE_LAYERS[model]), "--json").json
-    planned_pairings = {row["phase"]: row["pairing"] for row in planned["recommendations"]}
-    selected = [a for a in select_all_pairings() if (a.model, a.cluster) == (model, cluster)]
-    assert planned_pairings == {a.phase: a.best.pairing for a in selected if a.best is not None}
+    options = ("--model", model, "--machine", cluster, "--packages", "all")
+    plan = mk("plan", *options, "--layers", str(MOE_LAYERS[model]), "--json").json
+    planned_pairings = {row["phase"]: row["pairing"] for row in plan["recommendations"]}
+    selections = [s for s in select_all_pairings() if (s.model, s.cluster) == (model, cluster)]
+    assert planned_pairings == {s.phase: s.best.pairing for s in selections if s.best is not None}
 
 
 def test_alternatives_differ_in_one_part() -> None:
@@ -104,11 +104,11 @@ def test_alternatives_differ_in_one_part() -> None:
 
 def test_memory_counts_the_weights_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(selection_table.MOE_LAYERS, "qwen3-30b-a3b", 2000)
-    refused = select_pairing("qwen3-30b-a3b", "4xh200", "decode")
-    assert refused.best is None
-    least = re.fullmatch(r"no pair fits: ([\d.]+) GB or more, of 141.0 GB", refused.reason)
-    assert least is not None
-    assert float(least[1]) == pytest.approx(2000 * 128 / 4 * 3 * 2048 * 768 * 2 / 1e9, rel=0.01)
+    selection = select_pairing("qwen3-30b-a3b", "4xh200", "decode")
+    assert selection.best is None
+    match = re.fullmatch(r"no pair fits: ([\d.]+) GB or more, of 141.0 GB", selection.reason)
+    assert match is not None
+    assert float(match[1]) == pytest.approx(2000 * 128 / 4 * 3 * 2048 * 768 * 2 / 1e9, rel=0.01)
 
 
 def test_records_are_of_the_recommended_parts() -> None:
@@ -144,11 +144,16 @@ def test_an_error_beyond_the_limit_would_be_listed(monkeypatch: pytest.MonkeyPat
 
 def test_models_without_a_record_are_named() -> None:
     with_records = {error.model for error in record_errors()}
-    without = set(MOE_LAYERS) - with_records
-    assert without == {"glm-4.5", "minimax-m2.5", "qwen3-235b-a22b", "qwen3-coder-480b-a35b"}
+    models_without_records = set(MOE_LAYERS) - with_records
+    assert models_without_records == {
+        "glm-4.5",
+        "minimax-m2.5",
+        "qwen3-235b-a22b",
+        "qwen3-coder-480b-a35b",
+    }
     page = (DOCS / "sizing.md").read_text(encoding="utf-8")
-    text = " ".join(page.split())
-    assert "GLM-4.5, MiniMax-M2.5 and the two larger Qwen3 have none of their sizes" in text
+    page_text = " ".join(page.split())
+    assert "GLM-4.5, MiniMax-M2.5 and the two larger Qwen3 have none of their sizes" in page_text
 
 
 @pytest.fixture
@@ -159,19 +164,19 @@ def tables() -> list[tuple[str, str, Callable[[], str]]]:
 def test_tables_of_pages_are_current(tables: list[tuple[str, str, Callable[[], str]]]) -> None:
     """If this fails, run `python tools/plan_tables.py`."""
     assert len(tables) == 7
-    for page, mark, table in tables:
-        text = (DOCS / page).read_text(encoding="utf-8")
-        section = f"<!-- {mark}:begin -->\n\n{table()}\n\n<!-- {mark}:end -->"
-        assert section in text, f"{page}, {mark}"
+    for page, marker, table in tables:
+        page_text = (DOCS / page).read_text(encoding="utf-8")
+        section = f"<!-- {marker}:begin -->\n\n{table()}\n\n<!-- {marker}:end -->"
+        assert section in page_text, f"{page}, {marker}"
 
 
 def test_each_model_with_recorded_times_shows_them(
     tables: list[tuple[str, str, Callable[[], str]]],
 ) -> None:
     """Pages of other models say that no times were recorded."""
-    shown = {Path(page).stem for page, mark, _ in tables if mark == "times"}
+    pages_with_times = {Path(page).stem for page, marker, _ in tables if marker == "times"}
     for page in (DOCS / "recipes").glob("*.md"):
         if page.stem in MODELS:
             rows = format_layer_times(page.stem).splitlines()[2:]
-            assert bool(rows) is (page.stem in shown)
+            assert bool(rows) is (page.stem in pages_with_times)
             assert all(float(row.split("|")[6]) > 0 for row in rows)

@@ -66,15 +66,17 @@ ROUTING_KINDS = ["uniform", "zipf0.6", "zipf1.2", "hot1", "hot3"]
 @pytest.mark.parametrize("kind", ROUTING_KINDS)
 def test_inclusion_probabilities_match_drawn_routing(kind: str) -> None:
     experts, top_k = 32, 4
-    parsed = RoutingKind.parse(kind)
-    probabilities = compute_inclusion_probabilities(experts, top_k, parsed)
+    routing_kind = RoutingKind.parse(kind)
+    probabilities = compute_inclusion_probabilities(experts, top_k, routing_kind)
     assert math.isclose(sum(probabilities), top_k, rel_tol=1e-6)
     assert list(probabilities) == sorted(probabilities, reverse=True)
     generator = torch.Generator().manual_seed(0)
     problem = Problem(20_000, 1, 1, experts, top_k)
-    ids = draw_routing(problem, parsed, generator).topk_ids_TK.long()
-    drawn = torch.bincount(ids.flatten(), minlength=experts).sort(descending=True).values / 20_000
-    assert (drawn - torch.tensor(probabilities)).abs().max() < 0.04
+    ids = draw_routing(problem, routing_kind, generator).topk_ids_TK.long()
+    frequencies = (
+        torch.bincount(ids.flatten(), minlength=experts).sort(descending=True).values / 20_000
+    )
+    assert (frequencies - torch.tensor(probabilities)).abs().max() < 0.04
 
 
 @pytest.mark.parametrize(("world", "tokens"), [(1, 5), (2, 16), (4, 3), (8, 64)])
@@ -104,8 +106,8 @@ def test_uniform_loads_match_counted_loads(world: int, tokens: int) -> None:
 )
 @settings(deadline=None, max_examples=40)
 def test_loads_are_within_their_bounds(kind: str, world: int, tokens: int, top_k: int) -> None:
-    parsed = RoutingKind.parse(kind)
-    load = rank_load(experts=32, top_k=top_k, world_size=world, tokens=tokens, kind=parsed)
+    routing_kind = RoutingKind.parse(kind)
+    load = rank_load(experts=32, top_k=top_k, world_size=world, tokens=tokens, kind=routing_kind)
     assert 0 < load.touched <= 32 / world + 1e-9
     assert load.touched <= load.pairs + 1e-9
     assert tokens * top_k - 1e-6 <= load.pairs
@@ -114,12 +116,14 @@ def test_loads_are_within_their_bounds(kind: str, world: int, tokens: int, top_k
 
 
 def test_skew_increases_the_maximum_load() -> None:
-    def pairs(kind: str) -> float:
-        parsed = RoutingKind.parse(kind)
-        return rank_load(experts=256, top_k=8, world_size=8, tokens=256, kind=parsed).pairs
+    def compute_pairs(kind: str) -> float:
+        routing_kind = RoutingKind.parse(kind)
+        return rank_load(experts=256, top_k=8, world_size=8, tokens=256, kind=routing_kind).pairs
 
-    assert pairs("uniform") < pairs("zipf0.6") < pairs("zipf1.2")
-    assert pairs("hot1") > 8 * 256 + 7 * 256 * 0.9  # the hot expert of every token is on one rank
+    assert compute_pairs("uniform") < compute_pairs("zipf0.6") < compute_pairs("zipf1.2")
+    assert (
+        compute_pairs("hot1") > 8 * 256 + 7 * 256 * 0.9
+    )  # the hot expert of every token is on one rank
 
 
 def test_the_slowest_link_determines_the_time_of_an_exchange() -> None:
@@ -160,12 +164,12 @@ def test_two_hop_exchange_equals_a_manual_computation() -> None:
     small = exchange_time(problem, part, load, cluster)
     between, inside = 1000 * 0.75 * 1000, 4000 * 0.5 / 2 * 1000
     assert small.dispatch_bytes == small.combine_bytes == between
-    outer = between / (10e9 * 0.5)
-    assert small.dispatch == pytest.approx(10e-6 + 5e-6 + outer + inside / (100e9 * 0.5))
+    network_seconds = between / (10e9 * 0.5)
+    assert small.dispatch == pytest.approx(10e-6 + 5e-6 + network_seconds + inside / (100e9 * 0.5))
     # The tokens are divided into two pieces. While one piece makes its second hop, the other piece
     # makes its first hop. Only half of the shorter hop is not hidden.
     large = exchange_time(problem.with_tokens(2000), part, load, cluster)
-    hops = 2 * outer, 2 * inside / (100e9 * 0.5)
+    hops = 2 * network_seconds, 2 * inside / (100e9 * 0.5)
     assert large.dispatch == pytest.approx(10e-6 + 5e-6 + max(hops) + min(hops) / 2)
     one_host = exchange_time(problem, part, load, replace(cluster, per_host=4))
     assert one_host.dispatch == pytest.approx(
@@ -235,15 +239,17 @@ def test_rows_per_rank_are_fewer_than_per_expert() -> None:
         e.prepare_finalize: e
         for e in estimate_pairings(distribute_over_ranks(DEEPSEEK, 4), Cluster()).estimates
     }
-    once = estimates["SymmMemPrepareAndFinalize"].exchange.dispatch_bytes
-    # 4096 tokens are sent as 11,096 rows to other ranks. 128 tokens are sent as 1/32 of them.
-    assert once == pytest.approx(128 * 11096 / 4096 * 14336, rel=0.001)
-    assert estimates[DEEPEP_LL].exchange.dispatch_bytes > 2 * once
-    assert estimates["AllGatherReduceScatterPrepareAndFinalize"].exchange.dispatch_bytes > once
-    with_own_rows = estimates[
-        DEEPEP_HT
-    ].exchange.dispatch_bytes  # also counts rows for the rank itself
-    assert with_own_rows == pytest.approx(once * 4 / 3)
+    symm_mem_bytes = estimates["SymmMemPrepareAndFinalize"].exchange.dispatch_bytes
+    # 4096 tokens are sent as 11,096 rows to other ranks. 128 tokens are sent as 1/32 of these rows.
+    assert symm_mem_bytes == pytest.approx(128 * 11096 / 4096 * 14336, rel=0.001)
+    assert estimates[DEEPEP_LL].exchange.dispatch_bytes > 2 * symm_mem_bytes
+    assert (
+        estimates["AllGatherReduceScatterPrepareAndFinalize"].exchange.dispatch_bytes
+        > symm_mem_bytes
+    )
+    # DeepEP HT also counts the rows that a rank sends to itself.
+    deepep_ht_bytes = estimates[DEEPEP_HT].exchange.dispatch_bytes
+    assert deepep_ht_bytes == pytest.approx(symm_mem_bytes * 4 / 3)
 
 
 @pytest.mark.parametrize(
@@ -276,8 +282,8 @@ def test_group_limited_probabilities_match_drawn_groups(groups: Groups) -> None:
     generator, trials = torch.Generator().manual_seed(0), 4000
     experts, top_k, world = 64, 4, 16
     score = torch.rand(trials, experts, generator=generator)
-    kept = torch.rand(trials, groups.count, generator=generator).topk(groups.kept).indices
-    is_group_kept = torch.zeros(trials, groups.count).scatter(1, kept, 1)
+    kept_groups = torch.rand(trials, groups.count, generator=generator).topk(groups.kept).indices
+    is_group_kept = torch.zeros(trials, groups.count).scatter(1, kept_groups, 1)
     score *= is_group_kept.repeat_interleave(experts // groups.count, 1)
     ids = score.topk(top_k).indices
     load = rank_load(experts=experts, top_k=top_k, world_size=world, tokens=9,
@@ -313,12 +319,12 @@ def test_second_hop_of_two_hosts_has_half_of_all_rows() -> None:
 def test_caveat_of_a_library() -> None:
     problem = distribute_over_ranks(replace(DEEPSEEK, quant="fp8_w8a8_block"), 64, 8)
 
-    def caveat(tokens: int) -> str:
+    def get_caveat(tokens: int) -> str:
         estimates = estimate_pairings(problem.with_tokens(tokens), Cluster()).estimates
         return next(e.caveat for e in estimates if e.prepare_finalize == DEEPEP_LL)
 
-    assert caveat(256) == ""
-    assert caveat(512) == "made for at most 256 tokens on each rank"
+    assert get_caveat(256) == ""
+    assert get_caveat(512) == "made for at most 256 tokens on each rank"
     refused = estimate_pairings(distribute_over_ranks(problem, 24, 8), Cluster()).refused
     verdict = next(v for v in refused if v.pairing == f"{DEEPEP_HT} x TritonExperts")
     assert any(r.rule == "world_size" and r.got == "24" for r in verdict.rejections)
@@ -331,9 +337,9 @@ def test_caveat_of_a_library() -> None:
     ids=str,
 )  # fmt: skip
 def test_invalid_groups_are_refused(groups: Groups, kind: str) -> None:
-    parsed = RoutingKind.parse(kind)
+    routing_kind = RoutingKind.parse(kind)
     with pytest.raises(ConfigurationError, match="groups"):
-        rank_load(experts=256, top_k=8, world_size=8, tokens=1, kind=parsed, groups=groups)
+        rank_load(experts=256, top_k=8, world_size=8, tokens=1, kind=routing_kind, groups=groups)
 
 
 @pytest.mark.parametrize(
@@ -362,8 +368,8 @@ def test_invalid_world_sizes_are_refused() -> None:
         Traffic("some", DirectionModel(0, 1), DirectionModel(0, 1), "")
 
 
-def run_plan(capsys: pytest.CaptureFixture[str], *words: str) -> CommandResult:
-    return run_mk(capsys, "plan", *words)
+def run_plan(capsys: pytest.CaptureFixture[str], *options: str) -> CommandResult:
+    return run_mk(capsys, "plan", *options)
 
 
 def test_plan_prints_the_errors_of_the_model(
@@ -383,7 +389,7 @@ def test_plan_prints_the_errors_of_the_model(
 
 
 @pytest.mark.parametrize(
-    "words",
+    "options",
     [
         "--groups 3 --machine 8xh200",
         "--machine 0xh200",
@@ -395,22 +401,21 @@ def test_plan_prints_the_errors_of_the_model(
         "--layers 0",
     ],
 )
-def test_invalid_options_exit_with_2(capsys: pytest.CaptureFixture[str], words: str) -> None:
-    code, _, err = run_plan(capsys, "--model", "deepseek-v3", *words.split())
+def test_invalid_options_exit_with_2(capsys: pytest.CaptureFixture[str], options: str) -> None:
+    code, _, err = run_plan(capsys, "--model", "deepseek-v3", *options.split())
     assert code == 2
     assert "error: " in err
 
 
 @pytest.mark.parametrize(
-    "words",
+    "options",
     ["--model mixtral-8x7b", "--tokens 5", "--machine 8xh200", "--prepared", "--peak 100"],
 )
 def test_an_option_that_a_comparison_would_ignore_is_refused(
-    capsys: pytest.CaptureFixture[str], words: str
+    capsys: pytest.CaptureFixture[str], options: str
 ) -> None:
-    file = str(LAYERS_FILE)
-    result = run_mk(capsys, "plan", "--compare", file, *words.split())
-    name = words.split()[0]
+    result = run_mk(capsys, "plan", "--compare", str(LAYERS_FILE), *options.split())
+    name = options.split()[0]
     assert (result.code, result.out) == (2, "")
     assert (
         result.err == f"error: {name}: got {name} together with --compare, need only one of them\n"

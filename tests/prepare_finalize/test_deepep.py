@@ -41,11 +41,11 @@ BASE = Problem(64, 2048, 256, 32, 8, parallel=Parallel(2))
 BLOCK = "fp8_w8a8_block"
 
 
-def verdict_of(part: str, problem: Problem = BASE, machine: Machine | None = None) -> Verdict:
+def check_part(part: str, problem: Problem = BASE, machine: Machine | None = None) -> Verdict:
     return check(part, EXPERTS[part], problem, machine or MACHINES[part])
 
 
-def rules(verdict: Verdict) -> set[str]:
+def get_rules(verdict: Verdict) -> set[str]:
     return {rejection.rule for rejection in verdict.rejections}
 
 
@@ -66,7 +66,7 @@ def rules(verdict: Verdict) -> set[str]:
     ids=str,
 )
 def test_supported_problems_are_accepted(part: str, fields: dict[str, Any]) -> None:
-    verdict = verdict_of(part, replace(BASE, **fields))
+    verdict = check_part(part, replace(BASE, **fields))
     assert verdict.ok, str(verdict)
 
 
@@ -89,40 +89,40 @@ REFUSED: tuple[tuple[str, dict[str, Any], set[str]], ...] = (
 )
 
 
-def sorted_text(value: object) -> str:
+def format_sorted(value: object) -> str:
     """Return the elements of a set in the same order in every process."""
     return str(sorted(value) if isinstance(value, set) else value)
 
 
-@pytest.mark.parametrize(("part", "fields", "expected_rules"), REFUSED, ids=sorted_text)
+@pytest.mark.parametrize(("part", "fields", "expected_rules"), REFUSED, ids=format_sorted)
 def test_refusals_name_every_violated_rule(
     part: str, fields: dict[str, Any], expected_rules: set[str]
 ) -> None:
-    verdict = verdict_of(part, replace(BASE, **fields))
-    by_part = {each.rule for each in verdict.rejections if part in each.parties}
+    verdict = check_part(part, replace(BASE, **fields))
+    by_part = {rejection.rule for rejection in verdict.rejections if part in rejection.parties}
     assert by_part == expected_rules, str(verdict)
 
 
 def test_parts_of_different_formats_are_refused() -> None:
-    assert "format" in rules(check(HT, "BatchedTritonExperts", BASE, FIRST_GENERATION))
-    assert "format" in rules(check(LL, "TritonExperts", BASE, FIRST_GENERATION))
+    assert "format" in get_rules(check(HT, "BatchedTritonExperts", BASE, FIRST_GENERATION))
+    assert "format" in get_rules(check(LL, "TritonExperts", BASE, FIRST_GENERATION))
 
 
 @pytest.mark.parametrize("part", EXPERTS)
 def test_unsupported_machines_are_refused(part: str) -> None:
     without_deepep = replace(MACHINES[part], packages=frozenset({"triton"}))
-    assert rules(verdict_of(part, machine=without_deepep)) == {"package"}
-    older = replace(MACHINES[part], arch=(8, 0))
-    assert rules(verdict_of(part, machine=older)) == {"arch"}
-    assert "device" in rules(verdict_of(part, machine=Machine("cpu")))
+    assert get_rules(check_part(part, machine=without_deepep)) == {"package"}
+    without_fp8 = replace(MACHINES[part], arch=(8, 0))
+    assert get_rules(check_part(part, machine=without_fp8)) == {"arch"}
+    assert "device" in get_rules(check_part(part, machine=Machine("cpu")))
 
 
 def test_each_generation_requires_its_own_library() -> None:
-    (reason,) = verdict_of(V2, machine=FIRST_GENERATION).rejections
+    (reason,) = check_part(V2, machine=FIRST_GENERATION).rejections
     assert (reason.rule, reason.got, reason.need) == ("package", "deep_ep 1", "deep_ep 2")
     assert (
-        rules(verdict_of(HT, machine=SECOND_GENERATION))
-        == rules(verdict_of(LL, machine=SECOND_GENERATION))
+        get_rules(check_part(HT, machine=SECOND_GENERATION))
+        == get_rules(check_part(LL, machine=SECOND_GENERATION))
         == {"package"}
     )
 
@@ -135,10 +135,10 @@ def test_the_harness_runs_the_part_if_the_library_is_installed(part: str) -> Non
 # ------------------------------------------------------------------------------------ the library
 
 
-def install_deepep(monkeypatch: pytest.MonkeyPatch, **names: object) -> None:
-    """Replace the module deep_ep by one with only these names."""
+def install_deepep(monkeypatch: pytest.MonkeyPatch, **attributes: object) -> None:
+    """Replace the module deep_ep by a module that has only these attributes."""
     module = ModuleType("deep_ep")
-    vars(module).update(names)
+    vars(module).update(attributes)
     monkeypatch.setitem(sys.modules, "deep_ep", module)
 
 
@@ -147,9 +147,9 @@ def install_deepep(monkeypatch: pytest.MonkeyPatch, **names: object) -> None:
 )
 def test_a_missing_library_is_reported(monkeypatch: pytest.MonkeyPatch, part: Any) -> None:
     monkeypatch.setitem(sys.modules, "deep_ep", None)
-    with pytest.raises(ConfigurationError, match=r"deep_ep: got .*, need deep_ep") as caught:
+    with pytest.raises(ConfigurationError, match=r"deep_ep: got .*, need deep_ep") as exc_info:
         part(BASE)
-    assert caught.value.what == "deep_ep"
+    assert exc_info.value.what == "deep_ep"
 
 
 def test_error_names_the_installed_generation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +198,7 @@ def test_rdma_nics_are_found_in_the_device_directory(
 
 
 class Buffer:
-    """A stand-in for the Buffer of DeepEP. Its method fails, because no test may reach it."""
+    """A stand-in for the Buffer of DeepEP. The manager must raise before it calls the method."""
 
     @staticmethod
     def get_low_latency_rdma_size_hint(*sizes: int) -> int:
@@ -212,7 +212,7 @@ def collect_errors(rank: int, world_size: int, group: dist.ProcessGroup) -> list
         DeepEPGroup(group)
     except ConfigurationError as error:
         messages.append(str(error))
-    group_module._resolve_nccl_group = lambda given: given
+    group_module._resolve_nccl_group = lambda group: group
     sys.modules["deep_ep"] = ModuleType("deep_ep")
     vars(sys.modules["deep_ep"])["Buffer"] = Buffer
     group_module.has_rdma_nic = lambda: False
@@ -335,29 +335,29 @@ def test_low_latency_kernels_quantize_only_fp8_blocks_of_128_columns(
 ) -> None:
     problem = replace(BASE, quant=quant)
     assert deepep_ll.quantized_by_library(problem) is by_library
-    part = part_without_library(DeepEPLLPrepareAndFinalize, problem)
-    quantizes_here = problem.scheme.quantizes_activations and not by_library
-    assert ("x_q" in part.workspace_shapes(3)) is quantizes_here
+    part = make_part_without_library(DeepEPLLPrepareAndFinalize, problem)
+    quantizes_in_part = problem.scheme.quantizes_activations and not by_library
+    assert ("x_q" in part.workspace_shapes(3)) is quantizes_in_part
 
 
 def test_shapes_do_not_depend_on_the_tokens_of_a_rank() -> None:
     """Another rank may have problem.tokens tokens, even if this rank has fewer."""
     problem = replace(BASE, tokens=50)
-    part = part_without_library(DeepEPHTPrepareAndFinalize, problem)
+    part = make_part_without_library(DeepEPHTPrepareAndFinalize, problem)
     assert part.dispatch_shape(3) == StandardShape(100, 8)
-    no_tokens = part_without_library(DeepEPHTPrepareAndFinalize, replace(problem, tokens=0))
+    no_tokens = make_part_without_library(DeepEPHTPrepareAndFinalize, replace(problem, tokens=0))
     # A capacity of 0 rows would make the CPU wait for the number of rows.
     assert no_tokens.dispatch_shape(0) == StandardShape(2, 8)
-    assert part_without_library(DeepEPLLPrepareAndFinalize, problem).dispatch_shape(
+    assert make_part_without_library(DeepEPLLPrepareAndFinalize, problem).dispatch_shape(
         3
     ) == BatchedShape(16, 104)
-    part = part_without_library(DeepEPV2PrepareAndFinalize, problem)
+    part = make_part_without_library(DeepEPV2PrepareAndFinalize, problem)
     assert part.dispatch_shape(3) == StandardShape(128, 8)
     assert part.workspace_shapes(3)["rows_sum"].shape == (128, 2048)
 
 
-def part_without_library(kind: Any, problem: Problem) -> Any:
+def make_part_without_library(part_class: Any, problem: Problem) -> Any:
     """Return a part without a manager. Only its methods that do not use DeepEP can be called."""
-    part = kind.__new__(kind)
+    part = part_class.__new__(part_class)
     part.problem = problem
     return part

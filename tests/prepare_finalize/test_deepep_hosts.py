@@ -12,7 +12,7 @@ import deepep_stand_in as stand_in
 import pytest
 import torch.distributed as dist
 from run_mk import run_mk
-from test_deepep import BASE, EXPERTS, HT, LL, MACHINES, V2, rules
+from test_deepep import BASE, EXPERTS, HT, LL, MACHINES, V2, get_rules
 
 from modular_kernel.catalog import check
 from modular_kernel.errors import ConfigurationError, ModularKernelError
@@ -20,7 +20,7 @@ from modular_kernel.spec.problem import Parallel
 from modular_kernel.testing.ranks.pool import RankPool
 from prepare_finalize import DeepEPGroup, DeepEPHTPrepareAndFinalize
 from prepare_finalize.deepep import group as group_module
-from prepare_finalize.deepep import part as parts
+from prepare_finalize.deepep import part as part_module
 from prepare_finalize.deepep.arguments import (
     WORLD_SIZES,
     high_throughput_arguments,
@@ -30,7 +30,7 @@ from prepare_finalize.deepep.arguments import (
 Buffer = stand_in.DEEP_EP_V1.Buffer
 
 
-def verdict_on(part: str, ranks: int, per_host: int | None, **fields: Any) -> Any:
+def check_on_cluster(part: str, ranks: int, per_host: int | None, **fields: Any) -> Any:
     parallel = Parallel(ranks, ranks_per_host=per_host)
     problem = replace(BASE, **{"experts": 320, **fields}, parallel=parallel)
     return check(part, EXPERTS[part], problem, MACHINES[part])
@@ -73,8 +73,8 @@ def verdict_on(part: str, ranks: int, per_host: int | None, **fields: Any) -> An
 def test_verdicts_on_described_clusters(
     part: str, ranks: int, per_host: int | None, fields: dict[str, Any], expected_rules: str
 ) -> None:
-    verdict = verdict_on(part, ranks, per_host, **fields)
-    assert rules(verdict) == set(expected_rules.split()), str(verdict)
+    verdict = check_on_cluster(part, ranks, per_host, **fields)
+    assert get_rules(verdict) == set(expected_rules.split()), str(verdict)
 
 
 def test_supported_world_sizes_are_those_of_the_library() -> None:
@@ -97,12 +97,12 @@ def test_check_has_options_for_a_cluster(capsys: pytest.CaptureFixture[str]) -> 
 # ------------------------------------------------------------------------------------ arguments
 
 
-def process_group_of(ranks: int) -> Any:
+def make_process_group(ranks: int) -> Any:
     """Return a stand-in for a ProcessGroup."""
     return SimpleNamespace(size=lambda: ranks)
 
 
-def row_bytes(hidden: int) -> int:
+def compute_row_bytes(hidden: int) -> int:
     return 2 * hidden + stand_in.DEEP_EP_V1.METADATA_BYTES
 
 
@@ -115,18 +115,20 @@ def round_up(nbytes: int) -> int:
 def test_high_throughput_buffer_arguments(ranks: int, num_sms: int | None) -> None:
     """RDMA buffers and queue pairs are needed only above 8 ranks."""
     Buffer.made.clear()
-    chosen = high_throughput_arguments(Buffer, 7168, ranks, num_sms)
+    buffer_arguments = high_throughput_arguments(Buffer, 7168, ranks, num_sms)
     channels = (num_sms or 20) // 2
     nvlink_rows, rdma_rows = stand_in.DEEP_EP_V1.ROWS[ranks]
     # A combine needs one row more than a dispatch.
-    nvlink_bytes = round_up(channels * 8 * (nvlink_rows + 1) * row_bytes(7168) + 1)
-    rdma_bytes = round_up(channels * ranks // 8 * rdma_rows * (row_bytes(7168) + 16) * 2 + 1)
-    before = Buffer.num_sms
+    nvlink_bytes = round_up(channels * 8 * (nvlink_rows + 1) * compute_row_bytes(7168) + 1)
+    rdma_bytes = round_up(
+        channels * ranks // 8 * rdma_rows * (compute_row_bytes(7168) + 16) * 2 + 1
+    )
+    default_num_sms = Buffer.num_sms
     try:
-        Buffer.num_sms = num_sms or before
-        chosen.buffer.make_buffer(Buffer, process_group_of(ranks))
+        Buffer.num_sms = num_sms or default_num_sms
+        buffer_arguments.buffer.make_buffer(Buffer, make_process_group(ranks))
     finally:
-        Buffer.num_sms = before
+        Buffer.num_sms = default_num_sms
     has_several_hosts = ranks > 8
     assert Buffer.made == [
         (
@@ -144,7 +146,7 @@ def test_high_throughput_buffer_arguments(ranks: int, num_sms: int | None) -> No
 def test_low_latency_buffer_arguments(ranks: int) -> None:
     Buffer.made.clear()
     low_latency_arguments(Buffer, 128, 7168, 320, ranks).make_buffer(
-        Buffer, process_group_of(ranks)
+        Buffer, make_process_group(ranks)
     )
     nbytes = Buffer.get_low_latency_rdma_size_hint(128, 7168, ranks, 320)
     assert Buffer.made == [(ranks, 0, nbytes, True, 320 // ranks)]
@@ -154,7 +156,7 @@ def test_low_latency_buffer_arguments(ranks: int) -> None:
 def test_a_size_without_kernels_is_refused_by_the_library_too(ranks: int) -> None:
     with pytest.raises(AssertionError, match="Unsupported"):
         high_throughput_arguments(Buffer, 7168, ranks, None).buffer.make_buffer(
-            Buffer, process_group_of(ranks)
+            Buffer, make_process_group(ranks)
         )
 
 
@@ -177,7 +179,7 @@ def test_too_large_buffers_between_hosts_are_refused() -> None:
 def make_manager_on_simulated_hosts(rank: int, group: dist.ProcessGroup, nic: bool) -> DeepEPGroup:
     """Return a manager over gloo. Each rank is a simulated host."""
     os.environ["MK_HOST_ID"] = f"host{rank}"  # noqa: TID251
-    group_module._resolve_nccl_group = lambda given: given
+    group_module._resolve_nccl_group = lambda group: group
     group_module.has_rdma_nic = lambda: nic
     library = ModuleType("deep_ep")
     vars(library)["Buffer"] = stand_in.OneRankPerHostBuffer
@@ -186,7 +188,7 @@ def make_manager_on_simulated_hosts(rank: int, group: dist.ProcessGroup, nic: bo
     return DeepEPGroup(group, timeout_s=5)
 
 
-def message_of(attempt: Any) -> str:
+def describe_outcome(attempt: Any) -> str:
     try:
         attempt()
     except ModularKernelError as error:
@@ -199,7 +201,7 @@ def make_buffers_without_network(
 ) -> Any:
     manager = make_manager_on_simulated_hosts(rank, group, not without_nic[rank])
     attempts = lambda: manager.high_throughput(2048), lambda: manager.low_latency(8, 2048, 4)
-    messages = [message_of(attempt) for attempt in attempts]
+    messages = [describe_outcome(attempt) for attempt in attempts]
     buffers = list(stand_in.DEEP_EP_V1.Buffer.made)
     manager.destroy()
     return messages, buffers
@@ -213,27 +215,27 @@ def test_hosts_without_a_network_are_refused_on_every_rank(
         reports = pool.run(make_buffers_without_network, without_nic)
     need = "no RDMA NIC, need RDMA NICs" if all(without_nic) else "RDMA NIC True, False by rank"
     for messages, buffers in reports:
-        assert all(need in text for text in messages), messages
+        assert all(need in message for message in messages), messages
         assert buffers == []
 
 
 def make_several_buffers(rank: int, world: int, group: dist.ProcessGroup) -> Any:
-    group_module.high_throughput_arguments = lambda *given: SimpleNamespace(
+    group_module.high_throughput_arguments = lambda *args: SimpleNamespace(
         buffer=stand_in.BufferArguments(128, 128, False, 10), dispatch=None, combine=None
     )
     group_module.torch = SimpleNamespace(cuda=SimpleNamespace(synchronize=lambda: None))
     manager = make_manager_on_simulated_hosts(rank, group, True)
-    other = DeepEPGroup(group, timeout_s=5)
+    other_manager = DeepEPGroup(group, timeout_s=5)
     attempts = (
         lambda: manager.high_throughput(2048),
         lambda: manager.high_throughput(2048),
         lambda: manager.low_latency(8, 2048, 4),
-        lambda: other.high_throughput(2048),
+        lambda: other_manager.high_throughput(2048),
         manager.destroy,
-        lambda: other.high_throughput(2048),
-        other.destroy,
+        lambda: other_manager.high_throughput(2048),
+        other_manager.destroy,
     )
-    return [message_of(attempt) for attempt in attempts], stand_in.DEEP_EP_V1.Buffer.made
+    return [describe_outcome(attempt) for attempt in attempts], stand_in.DEEP_EP_V1.Buffer.made
 
 
 def test_a_process_has_one_buffer_between_hosts() -> None:
@@ -241,12 +243,14 @@ def test_a_process_has_one_buffer_between_hosts() -> None:
         reports = pool.run(make_several_buffers)
     for messages, buffers in reports:
         refused_indices = [
-            index for index, text in enumerate(messages) if "need one buffer of deep_ep 1.2" in text
+            index
+            for index, message in enumerate(messages)
+            if "need one buffer of deep_ep 1.2" in message
         ]
         assert refused_indices == [2, 3], messages
-        assert [text for index, text in enumerate(messages) if index not in refused_indices] == [
-            "made"
-        ] * 5
+        assert [
+            message for index, message in enumerate(messages) if index not in refused_indices
+        ] == ["made"] * 5
         assert buffers == [(2, 128, 128, False, 10), "destroyed"] * 2
 
 
@@ -254,8 +258,8 @@ def make_part_on_two_hosts(rank: int, world: int, group: dist.ProcessGroup) -> A
     """Make a part over two simulated hosts of one rank."""
     manager = make_manager_on_simulated_hosts(rank, group, True)
     problem = replace(BASE, parallel=Parallel(2, rank=rank))
-    parts.load_deepep = group_module.load_deepep
-    messages = message_of(lambda: DeepEPHTPrepareAndFinalize(problem, manager))
+    part_module.load_deepep = group_module.load_deepep
+    messages = describe_outcome(lambda: DeepEPHTPrepareAndFinalize(problem, manager))
     return messages, stand_in.DEEP_EP_V1.Buffer.made
 
 
@@ -276,9 +280,9 @@ def make_buffer_of_second_generation(
     os.environ["EP_DISABLE_GIN"] = disable_gin[rank]  # noqa: TID251
     manager = make_manager_on_simulated_hosts(rank, group, True)
     vars(group_module.load_deepep(2))["ElasticBuffer"] = dict
-    group_module.dist = SimpleNamespace(barrier=lambda *given, **options: None)
+    group_module.dist = SimpleNamespace(barrier=lambda *args, **options: None)
     group_module.torch = SimpleNamespace(cuda=SimpleNamespace(current_device=lambda: 0))
-    return message_of(lambda: manager.elastic(8, 2048, 4))
+    return describe_outcome(lambda: manager.elastic(8, 2048, 4))
 
 
 @pytest.mark.parametrize(
@@ -290,4 +294,4 @@ def test_the_second_generation_needs_gin_between_hosts(
 ) -> None:
     with RankPool(2, grace=10) as pool:
         reports = pool.run(make_buffer_of_second_generation, disable_gin)
-    assert all(message in text for text in reports), reports
+    assert all(message in report for report in reports), reports

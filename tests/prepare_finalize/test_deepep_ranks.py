@@ -25,32 +25,34 @@ PAIRS = (
 Pool = Callable[[int], RankPool]
 
 
-def cases() -> list[RankCase]:
+def collect_cases() -> list[RankCase]:
     cases_on_one_host = [
         case for part, experts in PAIRS for case in rank_cases_for(part, experts, MACHINE, 2).cases
     ]
-    return cases_on_one_host + between_hosts()
+    return cases_on_one_host + make_cases_between_hosts()
 
 
-def between_hosts() -> list[RankCase]:
+def make_cases_between_hosts() -> list[RankCase]:
     """Return cases with one rank on each host. DeepEP then waits for the numbers of rows."""
     cases_between_hosts = []
     for case in rank_cases_for(stand_in.HTOverGloo, "TorchExperts", MACHINE, 2).cases:
         parallel = replace(case.problem.parallel, ranks_per_host=1)
         problem = replace(case.problem, parallel=parallel, graph=False)
-        changed = replace(case, prepare_finalize=stand_in.HTBetweenHosts, problem=problem)
-        if changed.verdict(MACHINE).ok:
-            cases_between_hosts.append(changed)
+        case_between_hosts = replace(
+            case, prepare_finalize=stand_in.HTBetweenHosts, problem=problem
+        )
+        if case_between_hosts.verdict(MACHINE).ok:
+            cases_between_hosts.append(case_between_hosts)
     return cases_between_hosts
 
 
-def case_text(case: RankCase) -> str:
+def format_case_id(case: RankCase) -> str:
     """Return the text of a case with the name of its part instead of the class."""
     return f"{case.prepare_finalize.__name__}+{str(case).partition('+')[2]}"
 
 
 @pytest.mark.share(4)
-@pytest.mark.parametrize("case", cases(), ids=case_text)
+@pytest.mark.parametrize("case", collect_cases(), ids=format_case_id)
 def test_cases_are_proven(case: RankCase, rank_pool: Pool) -> None:
     proof = prove_ranks(case, rank_pool(2), MACHINE)
     assert proof.passed, str(proof)

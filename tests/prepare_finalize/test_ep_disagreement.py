@@ -1,4 +1,4 @@
-"""Ranks with different layers, calls or orders of calls: every rank raises at once, and names the
+"""If ranks disagree on layers, calls or the order of calls, every rank raises at once and names the
 other ranks.
 """
 
@@ -33,26 +33,26 @@ class OtherExperts(TorchExperts):
 
 
 def call_different_layers(rank: int, world: int, group: object, fault: Fault) -> RankReport:
-    """Call another layer on the faulty rank, then the same layer on all ranks."""
+    """Call a different layer on the faulty rank, then the same layer on all ranks."""
     layer = fault.layer
     options = dict(fault.other) if rank == FAULTY_RANK else {}
     experts = options.pop("experts_part", "TorchExperts")
     part = options.pop("part", fault.part)
     tokens_W = options.pop("tokens_W", layer.tokens_W)
-    own_layer = replace(layer, part=part, tokens_W=tokens_W, fields=options)
-    given = own_layer.inputs_of(rank)
+    layer_of_rank = replace(layer, part=part, tokens_W=tokens_W, fields=options)
+    inputs = layer_of_rank.inputs_of(rank)
     dist.barrier(group)  # Ranks that start late must not cause a timeout.
     manager = TorchGroup(group, timeout_s=LONG_S)
-    kernel = make_kernel(part, experts, own_layer.problem(rank), group=manager)
-    report = run_calls(lambda: kernel(given.x_TH, given.weights, given.routing), manager)
-    given = layer.inputs_of(rank)
+    kernel = make_kernel(part, experts, layer_of_rank.problem(rank), group=manager)
+    report = run_calls(lambda: kernel(inputs.x_TH, inputs.weights, inputs.routing), manager)
+    inputs = layer.inputs_of(rank)
     kernel = make_kernel(fault.part, "TorchExperts", layer.problem(rank), group=manager)
-    again = kernel(given.x_TH, given.weights, given.routing)
+    output = kernel(inputs.x_TH, inputs.weights, inputs.routing)
     new_kernel = make_kernel(
         fault.part, "TorchExperts", layer.problem(rank), group=TorchGroup(group)
     )
-    expected = new_kernel(given.x_TH, given.weights, given.routing)
-    return replace(report, usable_again=torch.equal(again, expected))
+    expected = new_kernel(inputs.x_TH, inputs.weights, inputs.routing)
+    return replace(report, usable_again=torch.equal(output, expected))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def call_different_layers(rank: int, world: int, group: object, fault: Fault) ->
 def test_ranks_that_call_different_layers_raise_at_once(
     pool: RankPool, other: dict[str, object], message: str
 ) -> None:
-    """Every rank detects it before communication, and the manager stays usable."""
+    """Every rank detects the difference before communication, and the manager stays usable."""
     reports = pool.run(call_different_layers, Fault(ALL2ALL, other), timeout=30)
     for rank, report in enumerate(reports):
         assert report.error == "CommunicationError", report
@@ -84,20 +84,20 @@ def test_ranks_that_call_different_layers_raise_at_once(
         assert report.usable_again
 
 
-def have_adapters_on_one_rank(rank: int, world: int, group: object, part: str) -> RankReport:
+def call_with_adapters_on_one_rank(rank: int, world: int, group: object, part: str) -> RankReport:
     """Call a layer with adapters on the faulty rank only."""
     problem = Layer(part, (4,) * world).problem(rank)
     if rank == FAULTY_RANK:
         problem = replace(problem, lora="adapters=2,rank=8")
-    given = make_inputs(problem, "uniform", torch.device("cpu"))
+    inputs = make_inputs(problem, "uniform", torch.device("cpu"))
     manager = TorchGroup(group, timeout_s=LONG_S)
     kernel = make_kernel(part, "TorchExperts", problem, group=manager)
-    return run_calls(lambda: kernel(given.x_TH, given.weights, given.routing), manager)
+    return run_calls(lambda: kernel(inputs.x_TH, inputs.weights, inputs.routing), manager)
 
 
 @pytest.mark.parametrize("part", [ALL2ALL, GATHERED, REPLICATED])
 def test_ranks_must_have_the_same_adapters(pool: RankPool, part: str) -> None:
-    for report in pool.run(have_adapters_on_one_rank, part, timeout=30):
+    for report in pool.run(call_with_adapters_on_one_rank, part, timeout=30):
         assert report.error == "CommunicationError", report
         assert report.phase == "counts"
         assert "or adapters" in report.message
@@ -125,14 +125,14 @@ def test_a_second_call_in_flight_raises_at_once(pool: RankPool) -> None:
 def fail_with_two_calls(
     rank: int, world: int, group: object, fault: Fault
 ) -> tuple[RankReport, RankReport] | None:
-    given = fault.layer.inputs_of(rank)
+    inputs = fault.layer.inputs_of(rank)
     dist.barrier(group)
     manager = TorchGroup(group, timeout_s=TIMEOUT_S)
     kernel = make_kernel(fault.part, "TorchExperts", fault.layer.problem(rank), group=manager)
-    pending = [kernel.start(given.x_TH, given.weights, given.routing) for _ in range(2)]
+    pending = [kernel.start(inputs.x_TH, inputs.weights, inputs.routing) for _ in range(2)]
     if rank == FAULTY_RANK:
         return None
-    first, second = (run_calls(each.finish, manager) for each in pending)
+    first, second = (run_calls(call.finish, manager) for call in pending)
     return first, second
 
 
@@ -146,15 +146,14 @@ def test_ranks_that_finish_in_different_orders_raise_in_the_next_call(pool: Rank
 
 def finish_in_another_order(rank: int, world: int, group: object, fault: Fault) -> RankReport:
     layer = replace(fault.layer, tokens_W=(4, 4, 4), routing="all_to_one")
-    given = layer.inputs_of(rank)
+    inputs = layer.inputs_of(rank)
     dist.barrier(group)
     manager = TorchGroup(group, timeout_s=TIMEOUT_S)
     kernel = make_kernel(fault.part, "TorchExperts", layer.problem(rank), group=manager)
-    pending = [kernel.start(given.x_TH, given.weights, given.routing) for _ in range(2)]
-    for each in reversed(pending) if rank == FAULTY_RANK else pending:
-        each.finish()
-    call = lambda: kernel(given.x_TH, given.weights, given.routing)  # noqa: E731
-    return run_calls(call, manager)
+    pending = [kernel.start(inputs.x_TH, inputs.weights, inputs.routing) for _ in range(2)]
+    for call in reversed(pending) if rank == FAULTY_RANK else pending:
+        call.finish()
+    return run_calls(lambda: kernel(inputs.x_TH, inputs.weights, inputs.routing), manager)
 
 
 def test_a_concurrent_call_of_a_failing_manager_raises(pool: RankPool) -> None:

@@ -10,7 +10,7 @@ from modular_kernel.testing.stress.fault_matrix import run_scenario
 from modular_kernel.testing.stress.faults import FAULTY_RANK, Scenario
 
 pool = make_three_ranks_fixture()
-# By the point at which the faulty rank exits: the exchanges in which the others may detect it.
+# The exchanges in which the other ranks may detect a fault, by the point at which it occurs.
 PHASES_BY_POINT = {
     "before dispatch": {"counts"},
     "in dispatch": {"dispatch", "combine"},
@@ -45,7 +45,7 @@ def test_other_ranks_name_a_rank_that_exits_or_is_late(
     if kind == "killed":
         assert set(result.lost) == {FAULTY_RANK}
     else:
-        # The other ranks failed first, or the first of them did.
+        # The faulty rank names both other ranks, or only the one that failed first.
         assert result.reports[FAULTY_RANK].error == "CommunicationError"
         assert result.reports[FAULTY_RANK].peers in ((0, 2), (0,), (2,))
 

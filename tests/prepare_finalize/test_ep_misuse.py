@@ -27,7 +27,7 @@ from prepare_finalize.pplx.group import PplxGroup
 pair = make_ranks_fixture(2)
 
 
-def error_of(function) -> ModularKernelError | None:
+def catch_error(function) -> ModularKernelError | None:
     try:
         function()
     except ModularKernelError as error:
@@ -45,7 +45,7 @@ def call_after_destroy(rank: int, world: int, group: object, layer: Layer) -> st
     kernel(inputs.x_TH, inputs.weights, inputs.routing)
     kernel.prepare_finalize.destroy()
     kernel.prepare_finalize.destroy()
-    error = error_of(lambda: kernel(inputs.x_TH, inputs.weights, inputs.routing))
+    error = catch_error(lambda: kernel(inputs.x_TH, inputs.weights, inputs.routing))
     return type(error).__name__
 
 
@@ -61,35 +61,35 @@ def destroy_one_of_two_kernels(rank: int, world: int, group: object, layer: Laye
     first.prepare_finalize.destroy()
     assert torch.equal(second(inputs.x_TH, inputs.weights, inputs.routing), expected)
     manager.destroy()
-    assert isinstance(error_of(manager.next_step), UnsupportedError)
+    assert isinstance(catch_error(manager.next_step), UnsupportedError)
 
 
 def test_wrong_groups_are_refused_before_connecting(pair: RankPool) -> None:
     for messages in pair.run(refuse_wrong_groups, Layer(ALL2ALL, (3, 3))):
-        size, rank, kind, device, backend = messages
+        size, rank, group_type, device, backend = messages
         assert "process group's size: got 2, need 3" in size
         assert "rank in the process group" in rank
-        assert "process group: got int, need a ProcessGroup" in kind
+        assert "process group: got int, need a ProcessGroup" in group_type
         assert "tensors of an exchange: got cuda, need cpu: the group's backend is gloo" in device
         assert "process group's backend: got cpu:gloo,cuda:gloo, need nccl for cuda" in backend
 
 
 def refuse_wrong_groups(rank: int, world: int, group: object, layer: Layer) -> list[str]:
     problem = layer.problem(rank)
-    three = replace(problem, parallel=Parallel(3, rank=rank))
-    other = replace(problem, parallel=Parallel(2, rank=1 - rank))
+    problem_for_three_ranks = replace(problem, parallel=Parallel(3, rank=rank))
+    problem_of_other_rank = replace(problem, parallel=Parallel(2, rank=1 - rank))
     manager = TorchGroup(group)
     cuda = Machine("cuda", (9, 0))
 
-    def build(inputs: Problem, process_group: object, machine: Machine | None = None):
-        return make_kernel(ALL2ALL, "TorchExperts", inputs, group=process_group, machine=machine)
+    def build(problem: Problem, process_group: object, machine: Machine | None = None):
+        return make_kernel(ALL2ALL, "TorchExperts", problem, group=process_group, machine=machine)
 
     errors = [
-        error_of(lambda: build(three, group)),
-        error_of(lambda: build(other, group)),
-        error_of(lambda: build(problem, 7)),
-        error_of(lambda: build(problem, manager, cuda)),
-        error_of(lambda: TorchGroup(group, device="cuda")),
+        catch_error(lambda: build(problem_for_three_ranks, group)),
+        catch_error(lambda: build(problem_of_other_rank, group)),
+        catch_error(lambda: build(problem, 7)),
+        catch_error(lambda: build(problem, manager, cuda)),
+        catch_error(lambda: TorchGroup(group, device="cuda")),
     ]
     error_types = [ConfigurationError, ConfigurationError, ConfigurationError, DeviceError]
     assert [type(error) for error in errors] == [*error_types, ConfigurationError]
@@ -109,9 +109,9 @@ def test_a_missing_process_group_is_refused() -> None:
     "timeout_s", [0.0, -1, float("inf"), float("nan"), True, "2", [2.0]], ids=repr
 )
 def test_timeouts_must_be_positive_numbers(manager: Any, timeout_s: object) -> None:
-    with pytest.raises(ConfigurationError) as caught:
+    with pytest.raises(ConfigurationError) as exc_info:
         manager(None, timeout_s=timeout_s)
-    assert str(caught.value) == f"timeout_s: got {timeout_s!r}, need seconds > 0"
+    assert str(exc_info.value) == f"timeout_s: got {timeout_s!r}, need seconds > 0"
     with pytest.raises(ConfigurationError, match="init_process_group first"):
         manager(None, timeout_s=2)
 
@@ -127,7 +127,7 @@ def pass_handle_of_another_kernel(rank: int, world: int, group: object, layer: L
     first, second = layer.kernel(rank, manager), layer.kernel(rank, manager)
     _, handle = first.start(inputs.x_TH, inputs.weights, inputs.routing).receive()
     out = torch.empty(3, 48)
-    error = error_of(
+    error = catch_error(
         lambda: second.prepare_finalize.finalize(out, handle=handle, reduce=second.reduce, out=out)
     )
     return type(error).__name__
@@ -141,16 +141,16 @@ def test_a_rank_that_misses_the_construction_is_named(pair: RankPool) -> None:
 
 
 def construct_late(rank: int, world: int, group: object, layer: Layer) -> tuple[str, float]:
-    start, text = time.monotonic(), ""
+    start, message = time.monotonic(), ""
     if rank == 0:
-        error = error_of(lambda: TorchGroup(group, timeout_s=1.0))
+        error = catch_error(lambda: TorchGroup(group, timeout_s=1.0))
         assert isinstance(error, CommunicationError)
-        text = str(error)
+        message = str(error)
     seconds = time.monotonic() - start
     dist.barrier(group)
     inputs = layer.inputs_of(rank)
     layer.kernel(rank, group)(inputs.x_TH, inputs.weights, inputs.routing)
-    return text, seconds
+    return message, seconds
 
 
 # ------------------------------------------------------------------------------------- refusals
@@ -160,20 +160,20 @@ def construct_late(rank: int, world: int, group: object, layer: Layer) -> tuple[
 def test_problems_are_refused_before_construction(part: str) -> None:
     valid = Problem(4, 16, 16, 4, 2, parallel=Parallel(2))
 
-    def rules(problem: Problem) -> set[str]:
-        found = check(part, "TorchExperts", problem, this_machine(device="cpu")).rejections
-        return {rejection.rule for rejection in found}
+    def find_violated_rules(problem: Problem) -> set[str]:
+        rejections = check(part, "TorchExperts", problem, this_machine(device="cpu")).rejections
+        return {rejection.rule for rejection in rejections}
 
-    assert rules(valid) == set()
-    assert rules(replace(valid, parallel=Parallel())) == {"world_size"}
-    assert rules(replace(valid, combine=Combine.TOPK_WEIGHTED)) == {"keep_topk"}
-    assert rules(replace(valid, graph=True)) >= {"graph"}
-    assert rules(replace(valid, expert_map=True)) == {"expert_map"}
-    assert rules(replace(valid, local_experts=3)) == {"placement"}
-    assert rules(replace(valid, deterministic=True)) == (
+    assert find_violated_rules(valid) == set()
+    assert find_violated_rules(replace(valid, parallel=Parallel())) == {"world_size"}
+    assert find_violated_rules(replace(valid, combine=Combine.TOPK_WEIGHTED)) == {"keep_topk"}
+    assert find_violated_rules(replace(valid, graph=True)) >= {"graph"}
+    assert find_violated_rules(replace(valid, expert_map=True)) == {"expert_map"}
+    assert find_violated_rules(replace(valid, local_experts=3)) == {"placement"}
+    assert find_violated_rules(replace(valid, deterministic=True)) == (
         {"deterministic"} if part == REPLICATED else set()
     )
-    assert rules(replace(valid, asynchronous=True)) == (
+    assert find_violated_rules(replace(valid, asynchronous=True)) == (
         {"asynchronous"} if part == REPLICATED else set()
     )
 
@@ -183,7 +183,7 @@ def test_the_environment_can_set_the_timeout(monkeypatch: pytest.MonkeyPatch) ->
     assert read_settings().timeout_s == 10.0
     monkeypatch.setenv("MK_TIMEOUT_S", "2.5")
     assert read_settings().timeout_s == 2.5
-    for text in ("0", "-1", "inf", "nan", "soon"):
-        monkeypatch.setenv("MK_TIMEOUT_S", text)
+    for timeout in ("0", "-1", "inf", "nan", "soon"):
+        monkeypatch.setenv("MK_TIMEOUT_S", timeout)
         with pytest.raises(ConfigurationError, match="MK_TIMEOUT_S"):
             read_settings()

@@ -26,7 +26,7 @@ def pool(request) -> Iterator[RankPool]:
 pair = make_ranks_fixture(2)
 
 
-def tokens_of(part: str, world: int) -> tuple[tuple[int, ...], ...]:
+def list_token_counts(part: str, world: int) -> tuple[tuple[int, ...], ...]:
     """Return several lists of the numbers of tokens by rank. Some ranks have no tokens."""
     if part == REPLICATED:
         return (6,) * world, (1,) * world, (0,) * world
@@ -34,7 +34,7 @@ def tokens_of(part: str, world: int) -> tuple[tuple[int, ...], ...]:
     return uneven, (0, *uneven[1:]), (*[0] * (world - 1), 5), (0,) * world
 
 
-def verify(pool: RankPool, layers: list[Layer]) -> None:
+def verify_layers(pool: RankPool, layers: list[Layer]) -> None:
     """Check the accuracy of all outputs, and the counts of invalid ids on each rank."""
     reports = pool.run(call_layers, tuple(layers))
     for index, layer in enumerate(layers):
@@ -47,15 +47,15 @@ def verify(pool: RankPool, layers: list[Layer]) -> None:
 
 @pytest.mark.parametrize("part", PARTS)
 def test_outputs_with_uneven_numbers_of_tokens(pool: RankPool, part: str) -> None:
-    counts = tokens_of(part, pool.world_size)
-    verify(pool, [Layer(part, tokens_W) for tokens_W in counts])
-    verify(pool, [Layer(part, counts[0], strided=True, fields={"ids_dtype": torch.int64})])
+    counts = list_token_counts(part, pool.world_size)
+    verify_layers(pool, [Layer(part, tokens_W) for tokens_W in counts])
+    verify_layers(pool, [Layer(part, counts[0], strided=True, fields={"ids_dtype": torch.int64})])
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_outputs_with_all_placements(pool: RankPool, part: str) -> None:
     world = pool.world_size
-    tokens_W = tokens_of(part, world)[0]
+    tokens_W = list_token_counts(part, world)[0]
     linear = Placement.linear(world + 3, world)
     shuffled = Placement.of_table(
         [(i % world, i // world) for i in reversed(range(3 * world))], world
@@ -69,7 +69,7 @@ def test_outputs_with_all_placements(pool: RankPool, part: str) -> None:
         linear.with_copies(copies),
         everywhere,
     )
-    verify(
+    verify_layers(
         pool,
         [
             Layer(part, tokens_W, placement, fields={"experts": placement.experts, "top_k": 3})
@@ -80,9 +80,9 @@ def test_outputs_with_all_placements(pool: RankPool, part: str) -> None:
 
 @pytest.mark.parametrize("part", PARTS)
 def test_outputs_with_all_routings(pool: RankPool, part: str) -> None:
-    tokens_W = tokens_of(part, pool.world_size)[0]
+    tokens_W = list_token_counts(part, pool.world_size)[0]
     names = ("skips", "all_skipped", "out_of_range", "duplicates", "all_to_one", "empty_experts")
-    verify(pool, [Layer(part, tokens_W, routing=name) for name in names])
+    verify_layers(pool, [Layer(part, tokens_W, routing=name) for name in names])
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -99,7 +99,9 @@ def test_outputs_with_all_routings(pool: RankPool, part: str) -> None:
 )
 def test_outputs_with_quantized_rows(pair: RankPool, part: str, quant: str) -> None:
     fields = {"dtype": BF16, "quant": quant}
-    verify(pair, [Layer(part, counts, fields=fields) for counts in tokens_of(part, 2)[:2]])
+    verify_layers(
+        pair, [Layer(part, counts, fields=fields) for counts in list_token_counts(part, 2)[:2]]
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,12 +116,14 @@ def test_outputs_with_quantized_rows(pair: RankPool, part: str, quant: str) -> N
 def test_outputs_with_quantized_rows_in_batches(pair: RankPool, quant: str) -> None:
     fields = {"dtype": BF16, "quant": quant}
     batched = {"experts_part": "NaiveBatchedExperts", "fields": fields}
-    verify(pair, [Layer(BATCHED, counts, **batched) for counts in tokens_of(BATCHED, 2)[:2]])
+    verify_layers(
+        pair, [Layer(BATCHED, counts, **batched) for counts in list_token_counts(BATCHED, 2)[:2]]
+    )
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_outputs_with_other_fields_of_a_problem(pair: RankPool, part: str) -> None:
-    tokens_W = tokens_of(part, 2)[0]
+    tokens_W = list_token_counts(part, 2)[0]
     changes = (
         {"inplace": True},
         {"bias": True, "routed_scaling_factor": 2.5},
@@ -127,7 +131,7 @@ def test_outputs_with_other_fields_of_a_problem(pair: RankPool, part: str) -> No
         {"apply_router_weight_on_input": True, "top_k": 1},
         {"chunk_tokens": 2},
     )
-    verify(pair, [Layer(part, tokens_W, fields=change) for change in changes])
+    verify_layers(pair, [Layer(part, tokens_W, fields=change) for change in changes])
 
 
 @pytest.mark.parametrize("part", [GATHERED, ALL2ALL])
@@ -141,8 +145,8 @@ def test_one_scale_for_all_ranks_equals_that_of_one_rank(pair: RankPool, part: s
 
 
 def receive_scale(rank: int, world: int, group: object, layer: Layer) -> torch.Tensor:
-    kernel, given = layer.kernel(rank, group), layer.inputs_of(rank)
-    pending = kernel.start(given.x_TH, given.weights, given.routing)
+    kernel, inputs = layer.kernel(rank, group), layer.inputs_of(rank)
+    pending = kernel.start(inputs.x_TH, inputs.weights, inputs.routing)
     tokens, _ = pending.receive()
     return tokens.scale.clone()
 
@@ -151,16 +155,16 @@ def test_expert_parallelism_equals_tensor_parallelism(pair: RankPool) -> None:
     """With tensor parallelism, each rank has half of every expert."""
     layer = Layer(REPLICATED, (6, 6))
     shared_out = pair.run(call_layer, layer)[0][0]
-    whole, half = layer.inputs(), layer.global_problem.intermediate // 2
+    inputs, half = layer.inputs(), layer.global_problem.intermediate // 2
     problem = replace(layer.global_problem, intermediate=half)
     pairing = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
     kernel = make_kernel(*pairing, problem, machine=this_machine(device="cpu"))
     summed = torch.zeros_like(shared_out)
     for start in (0, half):
-        gate_and_up = whole.weights.w1.unflatten(1, (2, -1))[:, :, start : start + half]
-        w2 = whole.weights.w2[:, :, start : start + half]
+        gate_and_up = inputs.weights.w1.unflatten(1, (2, -1))[:, :, start : start + half]
+        w2 = inputs.weights.w2[:, :, start : start + half]
         weights = ExpertWeights(w1=gate_and_up.flatten(1, 2), w2=w2)
-        summed += kernel(whole.x_TH, weights, whole.routing)
+        summed += kernel(inputs.x_TH, weights, inputs.routing)
     torch.testing.assert_close(shared_out, summed, rtol=1e-5, atol=1e-5)
 
 
@@ -169,7 +173,9 @@ def test_expert_parallelism_equals_tensor_parallelism(pair: RankPool) -> None:
 
 @pytest.mark.parametrize("part", PARTS)
 def test_two_calls_in_flight_on_one_kernel(pair: RankPool, part: str) -> None:
-    layers = tuple(Layer(part, counts, seed=i) for i, counts in enumerate(tokens_of(part, 2)[:2]))
+    layers = tuple(
+        Layer(part, counts, seed=i) for i, counts in enumerate(list_token_counts(part, 2)[:2])
+    )
     reports = pair.run(finish_in_reverse_order, layers)
     for index, layer in enumerate(layers):
         comparison = layer.compare([report[index] for report in reports])
@@ -179,41 +185,41 @@ def test_two_calls_in_flight_on_one_kernel(pair: RankPool, part: str) -> None:
 def finish_in_reverse_order(
     rank: int, world: int, group: object, layers: tuple[Layer, ...]
 ) -> list:
-    """Start two calls, then finish them in the reverse order, with other work in between."""
+    """Start two calls, compute something else, then finish them in the reverse order."""
     largest = replace(layers[0].problem(rank), tokens=16)
     kernel = make_kernel(layers[0].part, "TorchExperts", largest, group=group, poison=True)
-    given = [layer.inputs_of(rank) for layer in layers]
+    inputs = [layer.inputs_of(rank) for layer in layers]
     pending = [
         kernel.start(call_inputs.x_TH, call_inputs.weights, call_inputs.routing)
-        for call_inputs in given
+        for call_inputs in inputs
     ]
-    shared = given[0].x_TH @ given[0].x_TH.T
+    shared = inputs[0].x_TH @ inputs[0].x_TH.T
     assert shared.isfinite().all()
-    results = [call_inputs.finish() for call_inputs in reversed(pending)]
+    results = [call.finish() for call in reversed(pending)]
     return results[::-1]
 
 
 def test_only_the_receiver_waits(pair: RankPool) -> None:
     for part in (GATHERED, ALL2ALL):
-        states = pair.run(dispatch_states, Layer(part, (3, 4)))
+        states = pair.run(get_dispatch_states, Layer(part, (3, 4)))
         assert states == [("under way", "done")] * 2
 
 
-def dispatch_states(rank: int, world: int, group: object, layer: Layer) -> tuple[str, str]:
-    kernel, given = layer.kernel(rank, group), layer.inputs_of(rank)
+def get_dispatch_states(rank: int, world: int, group: object, layer: Layer) -> tuple[str, str]:
+    kernel, inputs = layer.kernel(rank, group), layer.inputs_of(rank)
     assert kernel.prepare_finalize.has_prepare_no_receive()
-    pending = kernel.start(given.x_TH, given.weights, given.routing)
+    pending = kernel.start(inputs.x_TH, inputs.weights, inputs.routing)
     records = kernel.prepare_finalize.manager.last_calls._records
-    before = records[-1]["state"]
+    state_before = records[-1]["state"]
     assert records[-1]["phase"] == "dispatch"
     dispatch = records[-1]
     pending.finish()
-    return before, dispatch["state"]
+    return state_before, dispatch["state"]
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_plans_can_be_called_repeatedly(pair: RankPool, part: str) -> None:
-    layers = tuple(Layer(part, counts, seed=5) for counts in tokens_of(part, 2))
+    layers = tuple(Layer(part, counts, seed=5) for counts in list_token_counts(part, 2))
     reports = pair.run(call_plan, layers)
     for index, layer in enumerate(layers):
         assert layer.compare([report[index] for report in reports]).ok
@@ -225,8 +231,8 @@ def call_plan(rank: int, world: int, group: object, layers: tuple[Layer, ...]) -
     plan = kernel.plan()
     results = []
     for layer in layers:
-        given = layer.inputs_of(rank)
-        results.append(plan(given.x_TH, given.weights, given.routing).clone())
+        inputs = layer.inputs_of(rank)
+        results.append(plan(inputs.x_TH, inputs.weights, inputs.routing).clone())
     return results
 
 
@@ -240,15 +246,15 @@ def find_wrong_steps(
     rank: int, world: int, group: object, layer: Layer, steps: int = 150
 ) -> list[int]:
     """Call a kernel and a plan alternately. Return the steps with a wrong output."""
-    kernel, given = layer.kernel(rank, group), layer.inputs_of(rank)
+    kernel, inputs = layer.kernel(rank, group), layer.inputs_of(rank)
     plan, exact = kernel.plan(), layer.exact()[layer.rows(rank)]
-    random_numbers, wrong_steps = random.Random(0), []
+    rng, wrong_steps = random.Random(0), []
     for step in range(steps):
-        counts = [random_numbers.choice((0, 1, random_numbers.randrange(9))) for _ in range(world)]
+        counts = [rng.choice((0, 1, rng.randrange(9))) for _ in range(world)]
         rows = slice(0, counts[rank])
-        weights_TK, ids_TK = given.routing.topk_weights_TK, given.routing.topk_ids_TK
+        weights_TK, ids_TK = inputs.routing.topk_weights_TK, inputs.routing.topk_ids_TK
         call = plan if step % 3 else kernel
-        out = call(given.x_TH[rows], given.weights, Routing(weights_TK[rows], ids_TK[rows]))
+        out = call(inputs.x_TH[rows], inputs.weights, Routing(weights_TK[rows], ids_TK[rows]))
         if not torch.allclose(out.double(), exact[rows], rtol=1e-5, atol=1e-5):
             wrong_steps.append(step)
     return wrong_steps
@@ -256,9 +262,9 @@ def find_wrong_steps(
 
 @pytest.mark.parametrize("part", [GATHERED, ALL2ALL])
 def test_equal_input_gives_equal_bits(pool: RankPool, part: str) -> None:
-    layer = Layer(part, tokens_of(part, pool.world_size)[0], fields={"dtype": BF16})
-    once, again = pool.run(call_layer, layer), pool.run(call_layer, layer)
-    for first, second in zip(once, again, strict=True):
+    layer = Layer(part, list_token_counts(part, pool.world_size)[0], fields={"dtype": BF16})
+    first_run, second_run = pool.run(call_layer, layer), pool.run(call_layer, layer)
+    for first, second in zip(first_run, second_run, strict=True):
         assert torch.equal(first[0], second[0])
 
 
@@ -269,9 +275,9 @@ def test_a_row_is_sent_once_to_each_rank_that_needs_it(pair: RankPool) -> None:
 
 
 def count_rows(rank: int, world: int, group: object, layer: Layer) -> tuple:
-    kernel, given = layer.kernel(rank, group), layer.inputs_of(rank)
+    kernel, inputs = layer.kernel(rank, group), layer.inputs_of(rank)
     ids = [[[0, 1], [1, 2], [3, 2]], [[1, 2], [0, -1]]][rank]  # Rank 0 has experts 0 and 1.
     topk_ids_TK = torch.tensor(ids, dtype=torch.int32)
-    routing = replace(given.routing, topk_ids_TK=topk_ids_TK)
-    _, handle = kernel.start(given.x_TH, given.weights, routing).receive()
+    routing = replace(inputs.routing, topk_ids_TK=topk_ids_TK)
+    _, handle = kernel.start(inputs.x_TH, inputs.weights, routing).receive()
     return handle.to_W, handle.from_W

@@ -21,13 +21,13 @@ TOKENS = {REPLICATED: (4, 4, 4), GATHERED: (4, 3, 5), ALL2ALL: (4, 3, 5)}
 pool = make_ranks_fixture(3)
 
 
-@pytest.mark.parametrize("by", ["kernel", "plan"])
+@pytest.mark.parametrize("caller", ["kernel", "plan"])
 @pytest.mark.parametrize("part", [ALL2ALL, GATHERED, REPLICATED])
 def test_a_refused_call_raises_on_all_ranks_and_can_be_repeated(
-    pool: RankPool, part: str, by: str
+    pool: RankPool, part: str, caller: str
 ) -> None:
-    """The others raise at once. The next call of all ranks succeeds."""
-    reports = pool.run(refuse_then_call_again, Layer(part, TOKENS[part]), by, timeout=30)
+    """The other ranks raise at once, and the next call of all ranks succeeds."""
+    reports = pool.run(refuse_then_call_again, Layer(part, TOKENS[part]), caller, timeout=30)
     for rank, report in enumerate(reports):
         assert report.usable_again
         assert report.seconds < AT_ONCE_S
@@ -40,18 +40,18 @@ def test_a_refused_call_raises_on_all_ranks_and_can_be_repeated(
 
 
 def refuse_then_call_again(
-    rank: int, world: int, group: object, layer: Layer, by: str
+    rank: int, world: int, group: object, layer: Layer, caller: str
 ) -> RankReport:
     inputs = layer.inputs_of(rank)
     manager = TorchGroup(group, timeout_s=LONG_S)
     kernel = make_kernel(layer.part, "TorchExperts", layer.problem(rank), group=manager)
-    call = kernel.plan() if by == "plan" else kernel
+    call = kernel.plan() if caller == "plan" else kernel
     expected = call(inputs.x_TH, inputs.weights, inputs.routing).clone()
     dist.barrier(group)
     x_TH = inputs.x_TH.double() if rank == FAULTY_RANK else inputs.x_TH
     report = run_calls(lambda: call(x_TH, inputs.weights, inputs.routing), manager)
-    again = call(inputs.x_TH, inputs.weights, inputs.routing)
-    return replace(report, usable_again=torch.allclose(again, expected))
+    output = call(inputs.x_TH, inputs.weights, inputs.routing)
+    return replace(report, usable_again=torch.allclose(output, expected))
 
 
 @pytest.mark.parametrize("part", [ALL2ALL, GATHERED, REPLICATED])

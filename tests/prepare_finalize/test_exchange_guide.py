@@ -26,9 +26,9 @@ def test_exchange_of_the_guide_passes_its_cases(site: Path) -> None:
 
 
 def test_a_defect_is_reported_in_one_line(site: Path) -> None:
-    wrong = SOURCE.replace("start = sum(counts[: self.manager.rank])", "start = 0")
-    assert wrong != SOURCE
-    install(site, "my_exchange", wrong)
+    defective_source = SOURCE.replace("start = sum(counts[: self.manager.rank])", "start = 0")
+    assert defective_source != SOURCE
+    install(site, "my_exchange", defective_source)
     case = ("--tokens", "6", "--hidden", "48", "--intermediate", "32", "--experts", "4")
     code, report = mk("test", *PAIR, "--one", *case, "--top-k", "2", "--dtype", "float32")
     assert code == 1

@@ -24,9 +24,9 @@ from prepare_finalize.rendezvous.failure_log import ExchangeLog, FailureRecords,
 
 
 def test_the_matrix_runs_in_parallel_and_reports_findings() -> None:
-    other = (("hidden", 64),)
+    hidden_change = (("hidden", 64),)
     scenarios = [Scenario(ALL2ALL, "killed", "before combine"), Scenario(ALL2ALL, "overflow"),
-              Scenario(ALL2ALL, "disagrees", faulty_changes=other)]  # fmt: skip
+              Scenario(ALL2ALL, "disagrees", faulty_changes=hidden_change)]  # fmt: skip
     results = run_matrix(scenarios, 2, "gloo", num_pools=2)
     assert [result.findings() for result in results] == [[], [], []]
     lines = format_markdown(results).splitlines()
@@ -52,16 +52,16 @@ def test_run_two_calls_reports_a_wrong_output() -> None:
     cpu = this_machine(device="cpu")
     pair = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
     kernel = make_kernel(*pair, layer.problem(0), machine=cpu)
-    given = layer.inputs_of(0)
-    expected = kernel(given.x_TH, given.weights, given.routing)
-    first_report = run_two_calls(kernel, given, expected)
+    inputs = layer.inputs_of(0)
+    expected = kernel(inputs.x_TH, inputs.weights, inputs.routing)
+    first_report = run_two_calls(kernel, inputs, expected)
     assert (first_report.error, first_report.num_completed) == ("", 2)
-    second_report = run_two_calls(kernel, given, expected + 1)
+    second_report = run_two_calls(kernel, inputs, expected + 1)
     assert (second_report.error, second_report.message) == (
         "AssertionError",
         "a call returned a wrong result",
     )
-    assert run_two_calls(kernel, given, None).error == "AssertionError"
+    assert run_two_calls(kernel, inputs, None).error == "AssertionError"
 
 
 def test_findings_report_every_wrong_reaction_to_a_fault() -> None:
@@ -71,15 +71,15 @@ def test_findings_report_every_wrong_reaction_to_a_fault() -> None:
     )
     lost_rank = {FAULTY_RANK: "died: killed by signal SIGKILL"}
 
-    def findings(scenario: Scenario, lost: dict[int, str], *reports: RankReport) -> list[str]:
+    def list_findings(scenario: Scenario, lost: dict[int, str], *reports: RankReport) -> list[str]:
         ranks = [rank for rank in range(3) if rank not in lost]
         return FaultResult(
             scenario, 3, dict(zip(ranks, reports, strict=True)), lost, 0.0
         ).findings()
 
-    assert findings(killed, lost_rank, expected, expected) == []
+    assert list_findings(killed, lost_rank, expected, expected) == []
     late = replace(killed, kind="late")
-    assert findings(late, {}, expected, expected, expected) == []
+    assert list_findings(late, {}, expected, expected, expected) == []
     wrong_reports = {
         "rank 2: raised no error": replace(expected, error=""),
         "rank 2: raised AssertionError": replace(expected, error="AssertionError"),
@@ -87,16 +87,16 @@ def test_findings_report_every_wrong_reaction_to_a_fault() -> None:
         "rank 2: the error is in phase 'counts'": replace(expected, phase="counts"),
         "rank 2: took 3.1 s": replace(expected, seconds=3.1),
     }
-    for text, report in wrong_reports.items():
-        (found,) = findings(killed, lost_rank, expected, report)
-        assert found.startswith(text)
-    (found,) = findings(late, {}, expected, replace(expected, error=""), expected)
-    assert found == "rank 1: raised no error, although it caused the fault"
-    (found,) = findings(late, {}, expected, expected, replace(expected, usable_again=False))
-    assert "is not usable afterwards" in found
-    (found,) = findings(killed, {**lost_rank, 2: "did not answer"}, expected)
-    assert found == "rank 2: did not answer"
-    assert findings(late, lost_rank, expected, expected) == [
+    for expected_finding, report in wrong_reports.items():
+        (finding,) = list_findings(killed, lost_rank, expected, report)
+        assert finding.startswith(expected_finding)
+    (finding,) = list_findings(late, {}, expected, replace(expected, error=""), expected)
+    assert finding == "rank 1: raised no error, although it caused the fault"
+    (finding,) = list_findings(late, {}, expected, expected, replace(expected, usable_again=False))
+    assert "is not usable afterwards" in finding
+    (finding,) = list_findings(killed, {**lost_rank, 2: "did not answer"}, expected)
+    assert finding == "rank 2: did not answer"
+    assert list_findings(late, lost_rank, expected, expected) == [
         "rank 1: died: killed by signal SIGKILL"
     ]
 
@@ -127,7 +127,7 @@ def test_find_culprits_names_the_faulty_rank(
     peers: tuple[int, ...],
     expected_reason: str,
 ) -> None:
-    reports_by_rank = {each: make_record(*record) for each, record in records.items()}
+    reports_by_rank = {record_rank: make_record(*record) for record_rank, record in records.items()}
     culprits, reason = find_culprits(rank, 3, reports_by_rank, timeout_s=1.0)
     assert culprits == peers
     assert expected_reason in reason

@@ -58,7 +58,7 @@ def test_sections_are_aligned_and_do_not_overlap(layout: BlockLayout) -> None:
     assert layout.nbytes == layout.block_rows * row_bytes >= end
     assert layout.nbytes % 16 == 0  # The sections of the next block are aligned, too.
     assert layout.block_rows >= layout.capacity + 1
-    # Fewer rows would be too small for the block, or the next block would not be aligned.
+    # With fewer rows, the block would be too small, or the next block would not be aligned.
     smaller = (layout.block_rows - 16 // math.gcd(16, row_bytes)) * row_bytes
     assert smaller < end
 
@@ -84,7 +84,9 @@ def test_layouts_have_the_dtype_and_scales_of_the_problem(quant: str) -> None:
         assert (quantized.dtype, quantized.scales) == (torch.float8_e4m3fn, scales)
 
 
-def outgoing_rows(layout: BlockLayout, world: int, tokens: int, dtype=torch.int32) -> OutgoingRows:
+def make_outgoing_rows(
+    layout: BlockLayout, world: int, tokens: int, dtype=torch.int32
+) -> OutgoingRows:
     """Return random rows. Some pairs have no expert, and some expert numbers are invalid."""
     generator = torch.Generator().manual_seed(tokens)
     expert_numbers_TK = torch.randint(
@@ -143,9 +145,9 @@ def test_kernel_and_reference_fill_the_same_blocks(
     layout: BlockLayout, world: int, gathers: bool, tokens: int
 ) -> None:
     ranks = Ranks(1, world, SLOTS)
-    rows = outgoing_rows(layout, world, tokens, torch.int64 if tokens == 5 else torch.int32)
+    rows = make_outgoing_rows(layout, world, tokens, torch.int64 if tokens == 5 else torch.int32)
     if gathers and tokens > layout.capacity:
-        rows = outgoing_rows(layout, world, layout.capacity)
+        rows = make_outgoing_rows(layout, world, layout.capacity)
     kernel, reference = (
         fill(rows, layout, ranks, gathers=gathers, reference=reference)
         for reference in (False, True)
@@ -163,7 +165,7 @@ def test_kernel_and_reference_fill_the_same_blocks(
 def test_blocks_contain_the_tokens_with_experts_on_each_rank(layout: BlockLayout) -> None:
     world, tokens = 3, 17
     ranks = Ranks(1, world, SLOTS)
-    rows = outgoing_rows(layout, world, tokens)
+    rows = make_outgoing_rows(layout, world, tokens)
     blocks, row_of_token_WT, header_F, rows = fill(
         rows, layout, ranks, gathers=False, reference=False
     )
@@ -190,8 +192,8 @@ def test_blocks_contain_the_tokens_with_experts_on_each_rank(layout: BlockLayout
     assert int(rows.invalid_count) == int(invalid.sum()) > 0
 
 
-def read(blocks: Blocks, header_F: torch.Tensor, *, reference: bool) -> ReceivedColumns:
-    """Read received blocks into columns that contain other values."""
+def read_columns(blocks: Blocks, header_F: torch.Tensor, *, reference: bool) -> ReceivedColumns:
+    """Read received blocks into columns that were filled with 99."""
     layout, world = blocks.layout, blocks.ranks.world_size
     status = DeviceStatus(world, CPU)
     num_rows, k = world * layout.block_rows, layout.top_k
@@ -218,12 +220,14 @@ def test_kernel_and_reference_read_the_same_columns(layout: BlockLayout, world: 
     headers_WF = blocks.section("header")
     headers_WF.copy_(torch.tensor([7, 1, 14, 2, 2, NOT_REFUSED, 0]))
     for w in range(world):
-        rows = outgoing_rows(layout, world, layout.capacity - w)
-        sent, _, _, _ = fill(rows, layout, Ranks(w, world, SLOTS), gathers=True, reference=False)
-        received[w] = sent.bytes_SB[sent.local_block]
+        rows = make_outgoing_rows(layout, world, layout.capacity - w)
+        sent_blocks, _, _, _ = fill(
+            rows, layout, Ranks(w, world, SLOTS), gathers=True, reference=False
+        )
+        received[w] = sent_blocks.bytes_SB[sent_blocks.local_block]
         headers_WF[w] = torch.tensor([7, 1, 14, 2, 2, NOT_REFUSED, layout.capacity - w])
     header_F = headers_WF[0].clone()
-    kernel, reference = (read(blocks, header_F, reference=r) for r in (False, True))
+    kernel, reference = (read_columns(blocks, header_F, reference=r) for r in (False, True))
     assert torch.equal(kernel.slots_RK, reference.slots_RK)
     assert torch.equal(kernel.weights_RK, reference.weights_RK)
     slots_WRK = kernel.slots_RK.view(world, layout.block_rows, -1)
@@ -250,19 +254,19 @@ def test_invalid_received_numbers_give_valid_slots(sent: int, reference: bool) -
     blocks = Blocks(received, layout, ranks, 1)
     blocks.section("header").copy_(torch.tensor([7, 1, 14, 2, 2, NOT_REFUSED, sent]))
     blocks.section("expert_numbers")[0, 0] = 2 * SLOTS  # No rank has this expert.
-    columns = read(blocks, blocks.section("header")[0].clone(), reference=reference)
+    columns = read_columns(blocks, blocks.section("header")[0].clone(), reference=reference)
     assert ((columns.slots_RK >= -1) & (columns.slots_RK < SLOTS - 1)).all()
 
 
 @every_layout
 def test_activations_in_place_are_unchanged(layout: BlockLayout) -> None:
-    rows = outgoing_rows(layout, 2, layout.capacity)
+    rows = make_outgoing_rows(layout, 2, layout.capacity)
     for reference in (False, True):
         options = {"gathers": True, "reference": reference}
-        written, _, _, _ = fill(rows, layout, Ranks(1, 2, SLOTS), **options)
+        copied, _, _, _ = fill(rows, layout, Ranks(1, 2, SLOTS), **options)
         in_place, _, _, _ = fill(rows, layout, Ranks(1, 2, SLOTS), x_in_place=True, **options)
-        written.section("x")[written.local_block].view(torch.uint8).fill_(0x5A)
-        assert torch.equal(in_place.bytes_SB, written.bytes_SB)
+        copied.section("x")[copied.local_block].view(torch.uint8).fill_(0x5A)
+        assert torch.equal(in_place.bytes_SB, copied.bytes_SB)
 
 
 @every_world

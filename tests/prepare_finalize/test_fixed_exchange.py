@@ -35,7 +35,9 @@ def pool(request) -> Iterator[RankPool]:
         yield ranks
 
 
-def layer_of(part: str, tokens_W: tuple[int, ...], placement="linear", routing="uniform", **fields):
+def make_layer(
+    part: str, tokens_W: tuple[int, ...], placement="linear", routing="uniform", **fields
+):
     experts = "NaiveBatchedExperts" if part == BATCHED else "TorchExperts"
     if part == REPLICATED:
         tokens_W = (max(tokens_W),) * len(tokens_W)
@@ -46,8 +48,8 @@ def call_layers(rank: int, world: int, group: object, layers: tuple[Layer, ...],
     """Call each layer once. Return outputs and numbers of invalid ids."""
     manager, results = TorchGroup(group, checked=checked), []
     for layer in layers:
-        kernel, given = layer.kernel(rank, manager), layer.inputs_of(rank)
-        results.append((kernel(given.x_TH, given.weights, given.routing), kernel.invalid_ids))
+        kernel, inputs = layer.kernel(rank, manager), layer.inputs_of(rank)
+        results.append((kernel(inputs.x_TH, inputs.weights, inputs.routing), kernel.invalid_ids))
         kernel.prepare_finalize.check()
         if manager.device_status is not None:
             begun, ended = manager.device_status.progress()
@@ -70,21 +72,21 @@ def assert_exact(pool: RankPool, layers: list[Layer]) -> None:
 def test_outputs_match_the_float64_reference(pool: RankPool, part: str) -> None:
     world = pool.world_size
     uneven = tuple(range(3, 3 + world))
-    layers = [layer_of(part, tokens) for tokens in (uneven, (0, *uneven[1:]), (0,) * world)]
+    layers = [make_layer(part, tokens) for tokens in (uneven, (0, *uneven[1:]), (0,) * world)]
     routings = ("skips", "all_skipped", "out_of_range", "duplicates", "all_to_one")
-    layers += [layer_of(part, uneven, routing=routing) for routing in routings]
+    layers += [make_layer(part, uneven, routing=routing) for routing in routings]
     linear = Placement.linear(world + 3, world)
     copies = linear.with_copies({0: (world - 1,), world + 2: tuple(range(world - 1))})
     for placement in (linear, Placement.round_robin(world + 3, world), copies):
-        layers.append(layer_of(part, uneven, placement, experts=placement.experts))
-    layers.append(layer_of(part, uneven, bias=True, routed_scaling_factor=2.5))
+        layers.append(make_layer(part, uneven, placement, experts=placement.experts))
+    layers.append(make_layer(part, uneven, bias=True, routed_scaling_factor=2.5))
     if part != BATCHED:
-        layers.append(layer_of(part, uneven, apply_router_weight_on_input=True, top_k=1))
+        layers.append(make_layer(part, uneven, apply_router_weight_on_input=True, top_k=1))
     for quant in ("fp8_w8a8_channel", "int8_w8a8_channel", "int4_w4a16_group:group=8"):
         if part != BATCHED or quant != "int8_w8a8_channel":
-            layers.append(layer_of(part, uneven, dtype=BF16, quant=quant))
+            layers.append(make_layer(part, uneven, dtype=BF16, quant=quant))
     if part != REPLICATED:
-        layers.append(layer_of(part, uneven, dtype=BF16, quant="fp8_w8a8_tensor"))
+        layers.append(make_layer(part, uneven, dtype=BF16, quant="fp8_w8a8_tensor"))
     assert_exact(pool, layers)
 
 
@@ -92,19 +94,19 @@ def test_outputs_match_the_float64_reference(pool: RankPool, part: str) -> None:
 def test_a_block_for_each_rank_matches_the_float64_reference(pool: RankPool, part: str) -> None:
     world = pool.world_size
     uneven = tuple(range(3, 3 + world))
-    bound = {"max_received": world * max(uneven)}  # less than world * problem.tokens
+    limit = {"max_received": world * max(uneven)}  # less than world * problem.tokens
     routings = ("uniform", "skips", "out_of_range", "duplicates", "all_to_one")
-    layers = [layer_of(part, uneven, routing=routing, **bound) for routing in routings]
+    layers = [make_layer(part, uneven, routing=routing, **limit) for routing in routings]
     linear = Placement.linear(world + 3, world)
     copies = linear.with_copies({0: (world - 1,), world + 2: tuple(range(world - 1))})
-    layers.append(layer_of(part, uneven, copies, experts=copies.experts, **bound))
-    layers.append(layer_of(part, uneven, dtype=BF16, quant="fp8_w8a8_channel", **bound))
+    layers.append(make_layer(part, uneven, copies, experts=copies.experts, **limit))
+    layers.append(make_layer(part, uneven, dtype=BF16, quant="fp8_w8a8_channel", **limit))
     assert_exact(pool, layers)
 
 
 @pytest.mark.parametrize("part", ALL_PARTS)
 def test_outputs_equal_those_with_counted_rows(pool: RankPool, part: str) -> None:
-    layer = layer_of(part, tuple(range(3, 3 + pool.world_size)))
+    layer = make_layer(part, tuple(range(3, 3 + pool.world_size)))
     fixed = pool.run(call_layers, (layer,))
     counted = pool.run(call_layers, (layer,), True)
     for ((fixed_out, _),), ((counted_out, _),) in zip(fixed, counted, strict=True):
@@ -126,14 +128,14 @@ def count_handshakes(rank: int, world: int, group: object, layer: Layer, by_mana
         if not by_manager:  # A graph needs experts that can be captured.
             experts = "BatchedTritonExperts" if layer.part == BATCHED else "TritonExperts"
         kernel = make_kernel(layer.part, experts, problem, group=manager, poison=True)
-        given, plan = layer.inputs_of(rank), kernel.plan()
+        inputs, plan = layer.inputs_of(rank), kernel.plan()
         outputs, counts = [], []
         for count in (3, 1, 0, 2):
             tokens = count if layer.part == REPLICATED else (count + rank) % 4
-            rows, routing = slice(0, tokens), given.routing
-            part = Routing(routing.topk_weights_TK[rows], routing.topk_ids_TK[rows])
+            rows, routing = slice(0, tokens), inputs.routing
+            routing_of_rows = Routing(routing.topk_weights_TK[rows], routing.topk_ids_TK[rows])
             call = plan if count % 2 else kernel
-            outputs.append(call(given.x_TH[rows], given.weights, part).clone())
+            outputs.append(call(inputs.x_TH[rows], inputs.weights, routing_of_rows).clone())
             counts.append(tokens)
         kernel.prepare_finalize.check()
         return outputs, counts, calls
@@ -144,7 +146,7 @@ def count_handshakes(rank: int, world: int, group: object, layer: Layer, by_mana
 @pytest.mark.parametrize("by_manager", [False, True])
 @pytest.mark.parametrize("part", ALL_PARTS)
 def test_the_host_exchanges_metadata_only_once(pool: RankPool, part: str, by_manager: bool) -> None:
-    layer = layer_of(part, (4,) * pool.world_size)
+    layer = make_layer(part, (4,) * pool.world_size)
     exact = layer.exact()
     for rank, (outputs, counts, calls) in enumerate(pool.run(count_handshakes, layer, by_manager)):
         assert calls == ["host"]
@@ -155,19 +157,19 @@ def test_the_host_exchanges_metadata_only_once(pool: RankPool, part: str, by_man
 
 
 def fail_second_call(rank: int, world: int, group: object, layer: Layer, failure: str):
-    """Return whether the first call is finite, and the output and the errors of later calls."""
+    """Return whether the first output is finite, and the output and the errors of later calls."""
     manager = TorchGroup(group, timeout_s=5.0, checked=False)
     kernel = layer.kernel(rank, manager)
-    given = layer.inputs_of(rank)
-    first = kernel(given.x_TH, given.weights, given.routing)
-    x_TH, routing = given.x_TH, given.routing
-    other = layer.kernel(rank, manager) if failure == "layer" else kernel
+    inputs = layer.inputs_of(rank)
+    first = kernel(inputs.x_TH, inputs.weights, inputs.routing)
+    x_TH, routing = inputs.x_TH, inputs.routing
+    other_kernel = layer.kernel(rank, manager) if failure == "layer" else kernel
     if failure == "layer":
-        other(given.x_TH, given.weights, given.routing)
+        other_kernel(inputs.x_TH, inputs.weights, inputs.routing)
     if rank == 1 and failure == "refused":
         x_TH = x_TH.double()
     if rank == 1 and failure == "layer":
-        kernel = other
+        kernel = other_kernel
     if rank == 1 and failure == "call":
         get_handshake(kernel).counter.calls.add_(1)
     if rank == 1 and failure == "rows":
@@ -175,12 +177,12 @@ def fail_second_call(rank: int, world: int, group: object, layer: Layer, failure
     errors: list[str] = []
     out = None
     try:
-        out = kernel(x_TH, given.weights, routing)
+        out = kernel(x_TH, inputs.weights, routing)
     except ModularKernelError as error:
         errors.append(f"{type(error).__name__}: {error}")
     for _ in range(2):
         try:
-            kernel(given.x_TH, given.weights, given.routing)
+            kernel(inputs.x_TH, inputs.weights, inputs.routing)
         except CommunicationError as error:
             errors.append(str(error))
     return bool(first.isfinite().all()), out, errors
@@ -204,7 +206,7 @@ def get_handshake(kernel) -> device_handshake.DeviceHandshake:
 def test_the_output_of_a_failed_call_is_nan_and_the_next_call_raises(
     pool: RankPool, part: str, failure: str, got: str
 ) -> None:
-    layer = layer_of(part, (4,) * pool.world_size)
+    layer = make_layer(part, (4,) * pool.world_size)
     for rank, (first_is_finite, out, errors) in enumerate(
         pool.run(fail_second_call, layer, failure)
     ):
@@ -226,7 +228,9 @@ def test_the_output_of_a_failed_call_is_nan_and_the_next_call_raises(
 def test_too_many_rows_for_a_rank_fail_the_call(pool: RankPool, part: str) -> None:
     world = pool.world_size
     placement = Placement.linear(world, world)
-    layer = layer_of(part, (4,) * world, placement, experts=world, top_k=1, max_received=3 * world)
+    layer = make_layer(
+        part, (4,) * world, placement, experts=world, top_k=1, max_received=3 * world
+    )
     reports = pool.run(send_too_many_rows, layer)
     for first_is_finite, out, error in reports:
         assert first_is_finite
@@ -237,11 +241,11 @@ def test_too_many_rows_for_a_rank_fail_the_call(pool: RankPool, part: str) -> No
 
 def send_too_many_rows(rank: int, world: int, group: object, layer: Layer):
     kernel = layer.kernel(rank, TorchGroup(group, timeout_s=5.0, checked=False))
-    given = layer.inputs_of(rank)
-    even = torch.arange(len(given.x_TH), dtype=torch.int32)[:, None] % world
-    first = kernel(given.x_TH, given.weights, replace(given.routing, topk_ids_TK=even))
-    ids = torch.zeros_like(even) if rank == 1 else even
-    out = kernel(given.x_TH, given.weights, replace(given.routing, topk_ids_TK=ids))
+    inputs = layer.inputs_of(rank)
+    even_ids = torch.arange(len(inputs.x_TH), dtype=torch.int32)[:, None] % world
+    first = kernel(inputs.x_TH, inputs.weights, replace(inputs.routing, topk_ids_TK=even_ids))
+    ids = torch.zeros_like(even_ids) if rank == 1 else even_ids
+    out = kernel(inputs.x_TH, inputs.weights, replace(inputs.routing, topk_ids_TK=ids))
     try:
         kernel.prepare_finalize.check()
     except CommunicationError as error:
@@ -262,11 +266,11 @@ def try_checked(rank: int, world: int, group: object, checked: object) -> str:
     return ""
 
 
-VALID = (3, 7, 99, 4, 2, NOT_REFUSED, 1)  # in the order of FIELDS
+VALID_HEADER = (3, 7, 99, 4, 2, NOT_REFUSED, 1)  # in the order of FIELDS
 CAPACITY = Capacity(tokens=5, rows=3)
 
 
-def verify(headers: list[tuple[int, ...]], capacity: Capacity = CAPACITY) -> Failure | None:
+def verify_headers(headers: list[tuple[int, ...]], capacity: Capacity = CAPACITY) -> Failure | None:
     status = DeviceStatus(len(headers), torch.device("cpu"))
     status.verify(torch.tensor(headers), torch.tensor(headers[0]), status.limits(capacity))
     failure = status.failure()
@@ -288,45 +292,49 @@ def verify(headers: list[tuple[int, ...]], capacity: Capacity = CAPACITY) -> Fai
     ],
 )
 def test_each_field_of_a_header_is_verified(header: tuple[int, ...]) -> None:
-    failure = verify([VALID, VALID, header])
-    assert failure == Failure((VALID, VALID, header), CAPACITY)
+    failure = verify_headers([VALID_HEADER, VALID_HEADER, header])
+    assert failure == Failure((VALID_HEADER, VALID_HEADER, header), CAPACITY)
 
 
 def test_tokens_may_differ_unless_they_must_be_equal() -> None:
-    other = (3, 7, 99, 1, 0, NOT_REFUSED, 1)
-    assert verify([VALID, other]) is None
-    equal = replace(CAPACITY, equal_tokens=True)
-    assert verify([VALID, VALID], equal) is None
-    assert verify([VALID, other], equal) == Failure((VALID, other), equal)
+    other_header = (3, 7, 99, 1, 0, NOT_REFUSED, 1)
+    assert verify_headers([VALID_HEADER, other_header]) is None
+    equal_tokens = replace(CAPACITY, equal_tokens=True)
+    assert verify_headers([VALID_HEADER, VALID_HEADER], equal_tokens) is None
+    assert verify_headers([VALID_HEADER, other_header], equal_tokens) == Failure(
+        (VALID_HEADER, other_header), equal_tokens
+    )
 
 
 def test_the_first_failure_is_kept() -> None:
     status, first_invalid, second_invalid = (
         DeviceStatus(2, torch.device("cpu")),
-        (*VALID[:3], 9, 2, -1, 1),
-        (1, *VALID[1:]),
+        (*VALID_HEADER[:3], 9, 2, -1, 1),
+        (1, *VALID_HEADER[1:]),
     )
-    for second in (VALID, first_invalid, second_invalid, VALID):
-        headers_WF = torch.tensor([VALID, second])
+    for second in (VALID_HEADER, first_invalid, second_invalid, VALID_HEADER):
+        headers_WF = torch.tensor([VALID_HEADER, second])
         status.verify(headers_WF, headers_WF[0], status.limits(CAPACITY))
-    assert status.failure() == Failure((VALID, first_invalid), CAPACITY)
+    assert status.failure() == Failure((VALID_HEADER, first_invalid), CAPACITY)
 
 
 def test_headers_of_an_earlier_call_are_refused() -> None:
     status = DeviceStatus(2, torch.device("cpu"))
-    own_F = torch.tensor((3, 8, *VALID[2:]))
-    status.verify(torch.tensor([VALID, VALID]), own_F, status.limits(CAPACITY))
-    assert status.failure() == Failure((VALID, VALID), CAPACITY)
+    local_header_F = torch.tensor((3, 8, *VALID_HEADER[2:]))
+    status.verify(
+        torch.tensor([VALID_HEADER, VALID_HEADER]), local_header_F, status.limits(CAPACITY)
+    )
+    assert status.failure() == Failure((VALID_HEADER, VALID_HEADER), CAPACITY)
 
 
 def differ_in_tokens(rank: int, world: int, group: object, layer: Layer) -> str:
     kernel = layer.kernel(rank, TorchGroup(group, timeout_s=3.0, checked=False))
-    given = layer.inputs_of(rank)
-    kernel(given.x_TH, given.weights, given.routing)
-    rows = slice(0, len(given.x_TH) - rank)
-    routing = Routing(given.routing.topk_weights_TK[rows], given.routing.topk_ids_TK[rows])
+    inputs = layer.inputs_of(rank)
+    kernel(inputs.x_TH, inputs.weights, inputs.routing)
+    rows = slice(0, len(inputs.x_TH) - rank)
+    routing = Routing(inputs.routing.topk_weights_TK[rows], inputs.routing.topk_ids_TK[rows])
     try:
-        kernel(given.x_TH[rows], given.weights, routing)
+        kernel(inputs.x_TH[rows], inputs.weights, routing)
         kernel.prepare_finalize.check()
     except CommunicationError as error:
         return str(error)
@@ -334,13 +342,13 @@ def differ_in_tokens(rank: int, world: int, group: object, layer: Layer) -> str:
 
 
 def test_replicated_tokens_that_differ_raise_on_every_rank(pool: RankPool) -> None:
-    layer = layer_of(REPLICATED, (4,) * pool.world_size)
+    layer = make_layer(REPLICATED, (4,) * pool.world_size)
     assert all(pool.run(differ_in_tokens, layer))
 
 
 @pytest.mark.parametrize("part", [GATHERED, ALL2ALL])
 def test_a_refused_call_with_one_scale_for_all_ranks_raises(pool: RankPool, part: str) -> None:
-    layer = layer_of(part, (4,) * pool.world_size, dtype=BF16, quant="fp8_w8a8_tensor")
+    layer = make_layer(part, (4,) * pool.world_size, dtype=BF16, quant="fp8_w8a8_tensor")
     for rank, (first_is_finite, out, errors) in enumerate(
         pool.run(fail_second_call, layer, "refused")
     ):
@@ -353,16 +361,16 @@ def test_a_refused_call_with_one_scale_for_all_ranks_raises(pool: RankPool, part
 
 
 def call_with_nan(rank: int, world: int, group: object, layer: Layer) -> torch.Tensor:
-    kernel, given = layer.kernel(rank, TorchGroup(group, checked=False)), layer.inputs_of(rank)
-    x_TH = given.x_TH.clone()
+    kernel, inputs = layer.kernel(rank, TorchGroup(group, checked=False)), layer.inputs_of(rank)
+    x_TH = inputs.x_TH.clone()
     if rank == 1:
         x_TH[0, 0] = float("nan")
-    return kernel(x_TH, given.weights, given.routing)
+    return kernel(x_TH, inputs.weights, inputs.routing)
 
 
 @pytest.mark.parametrize("part", [GATHERED, ALL2ALL])
 def test_nan_on_one_rank_makes_the_scale_of_all_ranks_nan(pool: RankPool, part: str) -> None:
-    layer = layer_of(part, (4,) * pool.world_size, dtype=BF16, quant="fp8_w8a8_tensor")
+    layer = make_layer(part, (4,) * pool.world_size, dtype=BF16, quant="fp8_w8a8_tensor")
     assert all(bool(out.isnan().all()) for out in pool.run(call_with_nan, layer))
 
 
@@ -371,7 +379,7 @@ def test_outputs_match_if_rows_fill_the_capacity(pool: RankPool, part: str) -> N
     world = pool.world_size
     assert_exact(
         pool,
-        [layer_of(part, (4,) * world, routing="all_to_one", top_k=1, max_received=4 * world)],
+        [make_layer(part, (4,) * world, routing="all_to_one", top_k=1, max_received=4 * world)],
     )
 
 
@@ -401,18 +409,18 @@ def catch_error(call) -> Exception | None:
 
 @pytest.mark.parametrize("part", [GATHERED, ALL2ALL])
 def test_another_order_of_finishing_fails_a_later_call(pool: RankPool, part: str) -> None:
-    layers = (layer_of(part, (4,) * pool.world_size), layer_of(part, (3,) * pool.world_size))
+    layers = (make_layer(part, (4,) * pool.world_size), make_layer(part, (3,) * pool.world_size))
     for error in pool.run(finish_two_layers, layers):
         assert "a different order of earlier exchanges" in error
 
 
 def finish_two_layers(rank: int, world: int, group: object, layers: tuple[Layer, ...]) -> str:
-    """Finish calls of two layers in another order on rank 0."""
+    """Finish the calls of two layers in reverse order on rank 0."""
     manager = TorchGroup(group, timeout_s=5.0, checked=False)
     problem = layers[0].problem(rank)
     kernels = [make_kernel(layers[0].part, "TorchExperts", problem, group=manager) for _ in layers]
-    given = layers[0].inputs_of(rank)
-    arguments = given.x_TH, given.weights, given.routing
+    inputs = layers[0].inputs_of(rank)
+    arguments = inputs.x_TH, inputs.weights, inputs.routing
     for kernel in kernels:
         kernel(*arguments)
     pending = [kernel.start(*arguments) for kernel in kernels]
@@ -424,25 +432,25 @@ def finish_two_layers(rank: int, world: int, group: object, layers: tuple[Layer,
 
 def interrupt_second_call(rank: int, world: int, group: object, layer: Layer) -> tuple[str, float]:
     kernel = layer.kernel(rank, TorchGroup(group, timeout_s=20.0, checked=False))
-    given = layer.inputs_of(rank)
-    kernel(given.x_TH, given.weights, given.routing)
+    inputs = layer.inputs_of(rank)
+    kernel(inputs.x_TH, inputs.weights, inputs.routing)
     if rank == 1:
 
-        def stop(*_args, **_options):
+        def raise_interrupt(*_args, **_options):
             raise KeyboardInterrupt
 
-        kernel.experts.apply = stop
-    started = time.monotonic()
+        kernel.experts.apply = raise_interrupt
+    start_time = time.monotonic()
     try:
-        kernel(given.x_TH, given.weights, given.routing)
+        kernel(inputs.x_TH, inputs.weights, inputs.routing)
     except (CommunicationError, KeyboardInterrupt) as error:
-        return type(error).__name__, time.monotonic() - started
+        return type(error).__name__, time.monotonic() - start_time
     return "", 0.0
 
 
 @pytest.mark.parametrize("part", ALL_PARTS)
 def test_an_interrupted_call_is_reported_at_once(pool: RankPool, part: str) -> None:
-    reports = pool.run(interrupt_second_call, layer_of(part, (4,) * pool.world_size))
+    reports = pool.run(interrupt_second_call, make_layer(part, (4,) * pool.world_size))
     names = [name for name, _ in reports]
     assert names == ["CommunicationError", "KeyboardInterrupt", "CommunicationError"][: len(names)]
     assert all(seconds < 10 for _, seconds in reports)
@@ -451,7 +459,7 @@ def test_an_interrupted_call_is_reported_at_once(pool: RankPool, part: str) -> N
 def fail_between_agreement_and_rows(rank: int, world: int, group: object, layer: Layer) -> str:
     """Make a first call that fails on rank 1 after the handshake. Return the error."""
     kernel = layer.kernel(rank, TorchGroup(group, timeout_s=20.0, checked=False))
-    given, part = layer.inputs_of(rank), kernel.prepare_finalize
+    inputs, part = layer.inputs_of(rank), kernel.prepare_finalize
 
     def fail(*_args, **_options):
         raise torch.OutOfMemoryError("no memory")
@@ -459,7 +467,7 @@ def fail_between_agreement_and_rows(rank: int, world: int, group: object, layer:
     if rank == 1:
         part.fixed_capacity.send = fail
     try:
-        kernel(given.x_TH, given.weights, given.routing)
+        kernel(inputs.x_TH, inputs.weights, inputs.routing)
     except (CommunicationError, torch.OutOfMemoryError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -469,7 +477,7 @@ def fail_between_agreement_and_rows(rank: int, world: int, group: object, layer:
 def test_a_first_call_that_fails_after_the_agreement_raises_on_all_ranks(
     pool: RankPool, part: str
 ) -> None:
-    reports = pool.run(fail_between_agreement_and_rows, layer_of(part, (4,) * pool.world_size))
+    reports = pool.run(fail_between_agreement_and_rows, make_layer(part, (4,) * pool.world_size))
     for rank, error in enumerate(reports):
         if rank == 1:
             assert error == "OutOfMemoryError: no memory"
@@ -480,19 +488,19 @@ def test_a_first_call_that_fails_after_the_agreement_raises_on_all_ranks(
 
 def call_in_inference_mode_first(rank: int, world: int, group: object, layer: Layer) -> bool:
     kernel = layer.kernel(rank, TorchGroup(group, checked=False))
-    given = layer.inputs_of(rank)
+    inputs = layer.inputs_of(rank)
     with torch.inference_mode():
-        first = kernel(given.x_TH, given.weights, given.routing).clone()
-    return torch.equal(first, kernel(given.x_TH, given.weights, given.routing))
+        first = kernel(inputs.x_TH, inputs.weights, inputs.routing).clone()
+    return torch.equal(first, kernel(inputs.x_TH, inputs.weights, inputs.routing))
 
 
 @pytest.mark.parametrize("part", ALL_PARTS)
 def test_the_first_call_may_run_in_inference_mode(pool: RankPool, part: str) -> None:
-    assert all(pool.run(call_in_inference_mode_first, layer_of(part, (4,) * pool.world_size)))
+    assert all(pool.run(call_in_inference_mode_first, make_layer(part, (4,) * pool.world_size)))
 
 
 def test_fewer_rows_than_ranks_are_refused(pool: RankPool) -> None:
-    layer = layer_of(ALL2ALL, (4,) * pool.world_size, max_received=1)
+    layer = make_layer(ALL2ALL, (4,) * pool.world_size, max_received=1)
     for error in pool.run(try_layer, layer):
         assert "max_received: got 1, need >=" in error
 
@@ -507,8 +515,8 @@ def try_layer(rank: int, world: int, group: object, layer: Layer) -> str:
 
 def expire_and_check(rank: int, world: int, group: object, layer: Layer) -> tuple[bool, str]:
     manager = TorchGroup(group, timeout_s=2.0, checked=False)
-    kernel, given = layer.kernel(rank, manager), layer.inputs_of(rank)
-    kernel(given.x_TH, given.weights, given.routing)
+    kernel, inputs = layer.kernel(rank, manager), layer.inputs_of(rank)
+    kernel(inputs.x_TH, inputs.weights, inputs.routing)
     manager.device_status.mark_failed()
     manager.close_after_timeout(3.0)
     try:
@@ -519,7 +527,9 @@ def expire_and_check(rank: int, world: int, group: object, layer: Layer) -> tupl
 
 
 def test_check_raises_after_a_call_that_did_not_end(pool: RankPool) -> None:
-    for has_failed, error in pool.run(expire_and_check, layer_of(ALL2ALL, (4,) * pool.world_size)):
+    for has_failed, error in pool.run(
+        expire_and_check, make_layer(ALL2ALL, (4,) * pool.world_size)
+    ):
         assert has_failed
         assert "a manager that failed before" in error
 
@@ -563,20 +573,20 @@ def test_one_of_two_threads_determines_the_failed_ranks(pool: RankPool) -> None:
 def call_layers_of_other_sizes(
     rank: int, world: int, group: object, layers: tuple[Layer, Layer], case: str
 ) -> tuple[str, list[torch.Tensor]]:
-    """Call another layer on rank 1 than on the others. Return the error, and later outputs."""
+    """Call a different layer on rank 1. Return the error and the outputs of later calls."""
     manager = TorchGroup(group, timeout_s=5.0, checked=False)
     kernels = [layer.kernel(rank, manager) for layer in layers]
-    inputs = [layer.inputs_of(rank) for layer in layers]
+    inputs_by_layer = [layer.inputs_of(rank) for layer in layers]
 
     def call(index: int, x_TH: torch.Tensor | None = None) -> torch.Tensor:
-        given = inputs[index]
-        x_TH = given.x_TH if x_TH is None else x_TH
-        return kernels[index](x_TH, given.weights, given.routing)
+        inputs = inputs_by_layer[index]
+        x_TH = inputs.x_TH if x_TH is None else x_TH
+        return kernels[index](x_TH, inputs.weights, inputs.routing)
 
     call(0)
     if case == "later call":
         call(1)
-    other_x_TH = inputs[1].x_TH.double() if case == "refusal" else None
+    other_x_TH = inputs_by_layer[1].x_TH.double() if case == "refusal" else None
     errors = []
     try:
         call(1, other_x_TH) if rank == 1 else call(0)
@@ -602,7 +612,7 @@ def test_layers_of_other_sizes_raise_on_every_rank(
     pool: RankPool, parts: tuple[str, str], case: str
 ) -> None:
     world = pool.world_size
-    layers = layer_of(parts[0], (2,) * world), layer_of(parts[1], (9,) * world)
+    layers = make_layer(parts[0], (2,) * world), make_layer(parts[1], (9,) * world)
     reports = pool.run(call_layers_of_other_sizes, layers, case)
     for rank, (error, _) in enumerate(reports):
         if case == "refusal" and rank == 1:

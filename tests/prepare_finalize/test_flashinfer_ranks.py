@@ -32,24 +32,26 @@ PROBLEM = Problem(4, 64, 32, 6, 2, parallel=Parallel(2))
 Pool = Callable[[int], RankPool]
 
 
-def cases(experts: Any, world_size: int) -> list[RankCase]:
+def list_cases(experts: Any, world_size: int) -> list[RankCase]:
     return list(rank_cases_for(PART, experts, MACHINE, world_size).cases)
 
 
-def case_text(case: RankCase) -> str:
+def format_case_id(case: RankCase) -> str:
     """Return the text of a case without the part."""
     return str(case).partition("+")[2]
 
 
-QUANTIZED = [case for case in cases("TritonExperts", 2) if case.problem.scheme.quantized]
-UNEVEN = [case for case in cases("TorchExperts", 4) if case.routing in ("duplicates", "skips")]
+QUANTIZED = [case for case in list_cases("TritonExperts", 2) if case.problem.scheme.quantized]
+UNEVEN = [case for case in list_cases("TorchExperts", 4) if case.routing in ("duplicates", "skips")]
 
 
-FLASHINFER_EXPERTS = cases(FlashInfer, 2)[:3]  # The experts are those of FlashInfer, too.
+FLASHINFER_EXPERTS = list_cases(FlashInfer, 2)[:3]  # the experts and the exchange of FlashInfer
 
 
 @pytest.mark.parametrize(
-    "case", cases("TorchExperts", 2) + QUANTIZED + UNEVEN + FLASHINFER_EXPERTS, ids=case_text
+    "case",
+    list_cases("TorchExperts", 2) + QUANTIZED + UNEVEN + FLASHINFER_EXPERTS,
+    ids=format_case_id,
 )
 def test_cases_are_proven(case: RankCase, rank_pool: Pool) -> None:
     proof = prove_ranks(case, rank_pool(case.world_size), MACHINE)
@@ -74,14 +76,16 @@ def make_layer(rank: int, group: object, problem: Problem = PROBLEM):
     return make_kernel(PART, "TorchExperts", rank_problem, group=group, machine=MACHINE)
 
 
-def inputs(rank: int, problem: Problem = PROBLEM) -> tuple[torch.Tensor, ExpertWeights, Routing]:
+def make_rank_inputs(
+    rank: int, problem: Problem = PROBLEM
+) -> tuple[torch.Tensor, ExpertWeights, Routing]:
     device = torch.device("cpu")
     all_inputs = make_inputs(replace(problem, parallel=Parallel()), "uniform", device, seed=rank)
     rank_problem = replace(problem, parallel=replace(problem.parallel, rank=rank))
-    own = inputs_of_rank(
+    rank_inputs = inputs_of_rank(
         all_inputs, slice(0, problem.tokens), rank_problem, FencedCopier(device), strided=False
     )
-    return own.x_TH, own.weights, own.routing
+    return rank_inputs.x_TH, rank_inputs.weights, rank_inputs.routing
 
 
 def share_and_close(rank: int, world: int, group: object) -> int:
@@ -89,7 +93,7 @@ def share_and_close(rank: int, world: int, group: object) -> int:
     num_made = stand_in.library.MoeAlltoAll.made
     manager = stand_in.GlooGroup(group)
     first, second = make_layer(rank, manager), make_layer(rank, manager)
-    arguments = inputs(rank)
+    arguments = make_rank_inputs(rank)
     expected = first(*arguments)
     assert torch.equal(expected, second(*arguments))
     assert stand_in.library.MoeAlltoAll.made == num_made + 1
@@ -130,7 +134,7 @@ def compare_managers(rank: int, world: int, group: object) -> bool:
     """Return whether layers of two managers have equal results with both calls in flight."""
     managers = [stand_in.GlooGroup(group) for _ in range(2)]
     first, second = (make_layer(rank, manager) for manager in managers)
-    arguments = inputs(rank)
+    arguments = make_rank_inputs(rank)
     calls = [kernel.start(*arguments) for kernel in (first, second)]
     are_equal = torch.equal(calls[0].finish(), calls[1].finish())
     for manager in managers:
@@ -144,16 +148,16 @@ def test_managers_do_not_share_workspaces(rank_pool: Pool) -> None:
 
 def make_different_layers(rank: int, world: int, group: object) -> str:
     manager = stand_in.GlooGroup(group)
-    with pytest.raises(CommunicationError) as caught:
+    with pytest.raises(CommunicationError) as exc_info:
         make_layer(rank, manager, replace(PROBLEM, tokens=5 if rank else 4))
     kernel = make_layer(rank, manager)
-    kernel(*inputs(rank))
+    kernel(*make_rank_inputs(rank))
     manager.destroy()
-    return str(caught.value)
+    return str(exc_info.value)
 
 
 def test_ranks_that_call_different_layers_all_raise(rank_pool: Pool) -> None:
-    assert all("tokens " in text for text in rank_pool(2).run(make_different_layers))
+    assert all("tokens " in message for message in rank_pool(2).run(make_different_layers))
 
 
 def make_manager_without_library(rank: int, world: int, group: object) -> None:
@@ -190,35 +194,39 @@ def test_unsupported_problems_are_refused(change: dict[str, object], rule: str) 
 def find_undetected(rank: int, world: int, group: object) -> list[str]:
     """Return the violations that the stand-in does not detect."""
     library_stand_in = stand_in.library
-    backend = type(
-        "Whole", (library_stand_in.TorchDistBackend,), {"Split": lambda self, color, key: self}
+    backend_class = type(
+        "UnsplitBackend",
+        (library_stand_in.TorchDistBackend,),
+        {"Split": lambda self, color, key: self},
     )
 
-    def make(nbytes: int = 1 << 16, top_k: int = 2, slots: int = 4, ranks: int = 2):
+    def make_all_to_all(nbytes: int = 1 << 16, top_k: int = 2, slots: int = 4, ranks: int = 2):
         mapping = library_stand_in.Mapping(
             world, rank, 2, tp_size=world, moe_ep_size=ranks, moe_tp_size=1
         )
-        config = library_stand_in.MnnvlConfig(backend(group))
+        config = library_stand_in.MnnvlConfig(backend_class(group))
         return library_stand_in.MoeAlltoAll(mapping, 4, top_k, slots, nbytes, mnnvl_config=config)
 
     x, ids = torch.randn(3, 16).bfloat16(), torch.tensor([[0, 3], [1, 1], [2, 0]]).int()
     valid = (ids, [x, ids, torch.rand(3, 2)], 4, -1, 1)
     rows = torch.randn(2, 4, 16).bfloat16()
 
-    def dispatch(place: int, value: object):
-        return lambda one: one.dispatch(*(value if i == place else r for i, r in enumerate(valid)))
+    def dispatch(position: int, value: object):
+        return lambda all_to_all: all_to_all.dispatch(
+            *(value if i == position else r for i, r in enumerate(valid))
+        )
 
     def combine(*arguments: object, **options: object):
-        def dispatch_and_combine(one) -> None:
-            one.dispatch(*valid)
-            one.combine(*arguments, **options)
+        def dispatch_and_combine(all_to_all) -> None:
+            all_to_all.dispatch(*valid)
+            all_to_all.combine(*arguments, **options)
 
         return dispatch_and_combine
 
     violations = {
-        "a top_k without kernels": lambda: make(top_k=3),
-        "fewer experts than ranks": lambda: make(slots=1),
-        "another group's size": lambda: make(ranks=1),
+        "a top_k without kernels": lambda: make_all_to_all(top_k=3),
+        "fewer experts than ranks": lambda: make_all_to_all(slots=1),
+        "another group's size": lambda: make_all_to_all(ranks=1),
         "ids of 64 bits": dispatch(0, ids.long()),
         "a skipped pair": dispatch(0, ids - 1),
         "an expert too many": dispatch(0, ids + 1),
@@ -230,9 +238,12 @@ def find_undetected(rank: int, world: int, group: object) -> list[str]:
         "fewer tokens than rows": dispatch(2, 2),
         "more tokens than the limit": dispatch(2, 5),
         "no token": dispatch(2, 0),
-        "too small a workspace": lambda: make(nbytes=1100).dispatch(*valid),
-        "a combine before": lambda one: one.combine(rows, 4),
-        "a dispatch twice": lambda one: (one.dispatch(*valid), one.dispatch(*valid)),
+        "too small a workspace": lambda: make_all_to_all(nbytes=1100).dispatch(*valid),
+        "a combine before": lambda all_to_all: all_to_all.combine(rows, 4),
+        "a dispatch twice": lambda all_to_all: (
+            all_to_all.dispatch(*valid),
+            all_to_all.dispatch(*valid),
+        ),
         "a combine of other rows": combine(rows[:, :3].contiguous(), 3),
         "a payload of sums by columns": combine(rows.transpose(1, 2).contiguous().mT, 4),
         "sums of two dimensions": combine(rows.flatten(0, 1), 4),
@@ -243,17 +254,17 @@ def find_undetected(rank: int, world: int, group: object) -> list[str]:
     for serial, (violation, violate) in enumerate(violations.items()):
         try:
             if violate.__code__.co_argcount:
-                one = make((1 << 16) + 128 * serial)
-                violate(one)
+                all_to_all = make_all_to_all((1 << 16) + 128 * serial)
+                violate(all_to_all)
             else:
                 violate()
         except RuntimeError as error:
             if "Check failed" in str(error):
                 continue
         undetected.append(violation)
-    two = [make(1 << 17), lambda: make(1 << 17)]
+    _first = make_all_to_all(1 << 17)  # keeps its workspace in use
     with pytest.raises(RuntimeError, match="a workspace of another instance"):
-        two[1]()
+        make_all_to_all(1 << 17)
     library_stand_in.MoeAlltoAll.workspaces.clear()
     return undetected
 
@@ -274,9 +285,9 @@ def test_the_library_is_identified_by_its_files(
     folder.mkdir(parents=True)
     (tmp_path / "flashinfer/__init__.py").write_text("")
     (folder / "__init__.py").write_text("Mapping = 1\n")
-    moe = "class MoeAlltoAll: '''expert_id_payload_index'''\n"
-    moe += "def moe_a2a_get_workspace_size_per_rank(): ...\n"
-    (folder / "trtllm_moe_alltoall.py").write_text(moe)
+    moe_source = "class MoeAlltoAll: '''expert_id_payload_index'''\n"
+    moe_source += "def moe_a2a_get_workspace_size_per_rank(): ...\n"
+    (folder / "trtllm_moe_alltoall.py").write_text(moe_source)
     (folder / "mnnvl.py").write_text("MnnvlConfig = TorchDistBackend = 2\n")
     with pytest.raises(ConfigurationError, match=r"no CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR in"):
         library.load()

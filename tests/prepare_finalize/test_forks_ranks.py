@@ -1,6 +1,6 @@
 """Kernels of several ranks in forked children of a rank.
 
-In the child, every call raises StateError. In the parent, kernel_and_plan keep working.
+In the child, every call raises StateError. In the parent, kernels and plans keep working.
 """
 
 import gc
@@ -38,7 +38,7 @@ PARTS = [
 pair = make_ranks_fixture(2)
 
 
-def error_text(function: Callable[[], Any]) -> str:
+def describe_error(function: Callable[[], Any]) -> str:
     """Return the type and message of the raised error."""
     try:
         function()
@@ -69,21 +69,23 @@ def call_in_child_and_parent(
     kernel_and_plan.append(kernel_and_plan[0].plan())
     expected = kernel_and_plan[0](*arguments).clone()
 
-    def child() -> dict[str, str]:
+    def call_and_free() -> dict[str, str]:
         messages = {
-            "kernel": error_text(lambda: kernel_and_plan[0](*arguments)),
-            "plan": error_text(lambda: kernel_and_plan[1](*arguments)),
-            "destroy": error_text(lambda: kernel_and_plan[0].prepare_finalize.destroy()),
+            "kernel": describe_error(lambda: kernel_and_plan[0](*arguments)),
+            "plan": describe_error(lambda: kernel_and_plan[1](*arguments)),
+            "destroy": describe_error(lambda: kernel_and_plan[0].prepare_finalize.destroy()),
         }
         # An invalid call must not be reported to other ranks by a forked child.
-        error_text(lambda: kernel_and_plan[0](inputs.x_TH[:, :-1], inputs.weights, inputs.routing))
+        describe_error(
+            lambda: kernel_and_plan[0](inputs.x_TH[:, :-1], inputs.weights, inputs.routing)
+        )
         kernel_ref = weakref.ref(kernel_and_plan[0])
         kernel_and_plan.clear()
         gc.collect()  # This must not wait for threads of the parent.
         assert kernel_ref() is None
         return messages
 
-    messages = run_in_child(child)
+    messages = run_in_child(call_and_free)
     is_unchanged = all(torch.equal(call(*arguments), expected) for call in kernel_and_plan)
     if layer.part == SYMMETRIC:  # Its `destroy` needs no other rank.
         messages.pop("destroy")
@@ -109,5 +111,5 @@ def call_layer_in_child_and_parent(
     x_TH = torch.ones(3, 32)
     routing = (torch.ones(3, 2), torch.tensor([[0, 1]] * 3, dtype=torch.int32))
     expected = layer(x_TH, routing)
-    message = run_in_child(lambda: error_text(lambda: layer(x_TH, routing)))
+    message = run_in_child(lambda: describe_error(lambda: layer(x_TH, routing)))
     return message, torch.equal(layer(x_TH, routing), expected)

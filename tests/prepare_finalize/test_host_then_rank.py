@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from rank_fixtures import make_ranks_fixture
-from test_ranks_on_hosts import make_part, remaining_new_files, set_host_id, shared_memory_files
+from test_ranks_on_hosts import list_shared_memory_files, make_part, set_host_id, wait_for_removal
 
 from modular_kernel.catalog import check, make_kernel, this_machine
 from modular_kernel.errors import CommunicationError, ModularKernelError
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.cpu
 four = make_ranks_fixture(4)
 
 
-def case_of(routing: str, per_host: int) -> RankCase:
+def find_case(routing: str, per_host: int) -> RankCase:
     """Return a smoke case of four ranks with this routing."""
     cases = rank_cases_for(PART, "TorchExperts", CPU, 4, ranks_per_host=per_host).cases
     return next(case for case in cases if case.routing == routing and any(case.tokens))
@@ -42,13 +42,13 @@ def count_rows_between_hosts(
     rank: int, world: int, group: object, ids: str, case: RankCase
 ) -> tuple[Counter[str], int, str]:
     """Count the rows that this rank sends to other hosts.
-    Returns the numbers by phase, the expected number, and differences of the output.
+    Return the numbers by phase, the expected number, and the differences of the output.
     """
     set_host_id(rank, ids)
     num_sent: Counter[str] = Counter()
 
-    def build(of_rank: Any, machine: Machine, poison: bool) -> Any:
-        kernel = build_kernel(of_rank, machine, poison, group)
+    def build(rank_case: Any, machine: Machine, poison: bool) -> Any:
+        kernel = build_kernel(rank_case, machine, poison, group)
         manager: Any = kernel.prepare_finalize.manager
         exchange, host_of_rank = manager.all_to_all, manager.hosts.index_W
 
@@ -73,14 +73,14 @@ def count_rows_between_hosts(
     trial = RankTrial(case, rank, CPU, build)
     problems = trial.first.compare(trial.eager_output).problems
     ranks_of_expert = {
-        e: {r for r, _ in found} for e, found in enumerate(case.problem.placement.locations)
+        e: {r for r, _ in locations} for e, locations in enumerate(case.problem.placement.locations)
     }
     per_host = ids.count("a")
     expected_rows = 0
     for ids_K in trial.first.inputs.routing.topk_ids_TK.tolist():
         ranks = [ranks_of_expert.get(expert, set()) for expert in ids_K]
-        hosts = {next(iter(each)) // per_host for each in ranks if len(each) == 1}
-        assert all(len(each) < 2 for each in ranks)
+        hosts = {next(iter(copies)) // per_host for copies in ranks if len(copies) == 1}
+        assert all(len(copies) < 2 for copies in ranks)
         expected_rows += len(hosts - {rank // per_host})
     return num_sent, expected_rows, "; ".join(problems)
 
@@ -90,19 +90,19 @@ def count_rows_between_hosts(
 def test_a_row_is_sent_once_to_each_host_and_returned_once(
     four: RankPool, ids: str, per_host: int, routing: str
 ) -> None:
-    reports = four.run(count_rows_between_hosts, ids, case_of(routing, per_host))
+    reports = four.run(count_rows_between_hosts, ids, find_case(routing, per_host))
     assert [problems for _, _, problems in reports] == [""] * 4
     assert [num_sent["dispatch"] for num_sent, _, _ in reports] == [
         expected_rows for _, expected_rows, _ in reports
     ]
     dispatched, combined = (
-        sum(num_sent[way] for num_sent, _, _ in reports) for way in ("dispatch", "combine")
+        sum(num_sent[phase] for num_sent, _, _ in reports) for phase in ("dispatch", "combine")
     )
     assert dispatched == combined > 0
 
 
 def test_no_rows_are_sent_between_hosts_within_one_host(four: RankPool) -> None:
-    reports = four.run(count_rows_between_hosts, "aaaa", case_of("zipf", 4))
+    reports = four.run(count_rows_between_hosts, "aaaa", find_case("zipf", 4))
     assert [(dict(num_sent), problems) for num_sent, _, problems in reports] == [({}, "")] * 4
 
 
@@ -112,7 +112,7 @@ def call_with_chunks(
     """Return the output of a call with this number of chunks."""
     set_host_id(rank, ids)
     part_module.HostThenRankPrepareAndFinalize.max_chunks = max_chunks
-    case = case_of("skips", 2)
+    case = find_case("skips", 2)
     trial = RankTrial(case, rank, CPU, lambda c, m, p: build_kernel(c, m, p, group))
     part: Any = trial.kernel.prepare_finalize
     assert part._geometry.chunks == max_chunks
@@ -165,10 +165,10 @@ def call_with_late_rank(rank: int, world: int, group: object, phase: str) -> tup
     """Make rank 1 late for the exchange within its host. Return the error and the seconds."""
     set_host_id(rank, "aabb")
     manager = HostThenRankGroup(group, timeout_s=3.0)
-    case = case_of("zipf", 2).of_rank(rank)
+    case = find_case("zipf", 2).of_rank(rank)
     kernel = make_kernel(PART, "TorchExperts", case.problem, group=manager)
     part: Any = kernel.prepare_finalize
-    trial = RankTrial(case_of("zipf", 2), rank, CPU, lambda *_: kernel)
+    trial = RankTrial(find_case("zipf", 2), rank, CPU, lambda *_: kernel)
     if rank == 1:
         name = "_forward" if phase == "dispatch" else "finalize"
         original = getattr(part, name)
@@ -178,12 +178,12 @@ def call_with_late_rank(rank: int, world: int, group: object, phase: str) -> tup
             return original(*args, **options)
 
         setattr(part, name, sleep_and_call)
-    started = time.monotonic()
+    start_time = time.monotonic()
     try:
         assert trial.eager_output is not None
     except CommunicationError as error:
-        return f"{error.peers} {error.phase} {error}", time.monotonic() - started
-    return "whole", 0.0
+        return f"{error.peers} {error.phase} {error}", time.monotonic() - start_time
+    return "no error", 0.0
 
 
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
@@ -192,50 +192,50 @@ def test_a_rank_that_is_late_within_its_host_is_named_on_both_hosts(
 ) -> None:
     reports = four.run(call_with_late_rank, phase)
     for rank in (0, 2, 3):
-        text, seconds = reports[rank]
-        assert text.startswith("(1,)"), reports
-        assert "rank 1: on host a" in text
+        message, seconds = reports[rank]
+        assert message.startswith("(1,)"), reports
+        assert "rank 1: on host a" in message
         assert seconds < 6.5
     assert reports[0][0].startswith(f"(1,) {phase}")
-    assert reports[1][0] != "whole"
+    assert reports[1][0] != "no error"
 
 
 def call_with_broken_rank(rank: int, world: int, group: object) -> tuple[str, float]:
     """Let the experts of rank 1 raise. Return the error and the seconds until it is raised."""
     set_host_id(rank, "aabb")
-    case = case_of("zipf", 2)
+    case = find_case("zipf", 2)
 
     def raise_error(*_: Any, **__: Any) -> None:
         raise RuntimeError("broken")
 
-    def build(of_rank: Any, machine: Machine, poison: bool) -> Any:
-        kernel = build_kernel(of_rank, machine, poison, group)
+    def build(rank_case: Any, machine: Machine, poison: bool) -> Any:
+        kernel = build_kernel(rank_case, machine, poison, group)
         if rank == 1:
             kernel.experts.apply = raise_error  # type: ignore[method-assign]
         return kernel
 
-    trial, started = RankTrial(case, rank, CPU, build), time.monotonic()
+    trial, start_time = RankTrial(case, rank, CPU, build), time.monotonic()
     try:
         assert trial.eager_output is not None
     except (ModularKernelError, RuntimeError) as error:
-        return str(error), time.monotonic() - started
-    return "whole", 0.0
+        return str(error), time.monotonic() - start_time
+    return "no error", 0.0
 
 
 def test_a_rank_waiting_within_its_host_raises_at_once_if_another_fails(four: RankPool) -> None:
     reports = four.run(call_with_broken_rank)
     assert reports[1][0] == "broken"
     for rank in (0, 2, 3):
-        text, seconds = reports[rank]
-        assert "got aborted its call: RuntimeError" in text
-        assert "peer 1)" in text
+        message, seconds = reports[rank]
+        assert "got aborted its call: RuntimeError" in message
+        assert "peer 1)" in message
         assert seconds < 6
 
 
 GEOMETRY = Geometry(rank=1, world_size=4, ranks_per_host=2, chunks=2, tokens=3)
 
 
-def counts_of(rank: int, *, tokens: int = 5) -> list[int]:
+def make_counts(rank: int, *, tokens: int = 5) -> list[int]:
     """Return the counts of a rank that sends all tokens to the first rank of every host."""
     chunks = [min(tokens, 3), max(0, tokens - 3)]
     to_hosts = [count for count in chunks for _ in range(2)]
@@ -246,7 +246,7 @@ def counts_of(rank: int, *, tokens: int = 5) -> list[int]:
 
 
 def test_check_counts_computes_splits_and_bounds() -> None:
-    rows = tuple(tuple(counts_of(rank)) for rank in range(4))
+    rows = tuple(tuple(make_counts(rank)) for rank in range(4))
     way = check_counts(Any, CallMetadata(1, (5,) * 4, rows, 0.0), GEOMETRY)  # type: ignore[arg-type]
     assert (way.sent, way.forwarded, way.received) == ([6, 4], [6, 4], 0)
     assert way.splits(0) == ([0, 3, 0, 3], [0, 3, 0, 3])
@@ -264,24 +264,26 @@ def test_counts_that_exceed_the_tokens_of_a_chunk_are_refused(column: int) -> No
         def make_metadata_error(got: str, need: str, *, step: int, peers: list[int]) -> Exception:
             return ValueError(f"{peers} {need}")
 
-    rows = [counts_of(rank) for rank in range(4)]
+    rows = [make_counts(rank) for rank in range(4)]
     rows[2][column] = 4
-    agreed = CallMetadata(1, (5,) * 4, tuple(map(tuple, rows)), 0.0)
+    metadata = CallMetadata(1, (5,) * 4, tuple(map(tuple, rows)), 0.0)
     with pytest.raises(ValueError, match=r"\[2\] no more than a chunk has tokens"):
-        check_counts(Manager(), agreed, GEOMETRY)  # type: ignore[arg-type]
+        check_counts(Manager(), metadata, GEOMETRY)  # type: ignore[arg-type]
 
 
 def test_shared_memory_files_are_removed(four: RankPool) -> None:
-    before = shared_memory_files()
+    files_before = list_shared_memory_files()
     four.run(make_part, "aabb", PART, 2)
-    assert remaining_new_files(before) == set()
+    assert wait_for_removal(files_before) == set()
 
 
-def call_other_layer(rank: int, world: int, group: object, ids: str, other: str) -> tuple[str, int]:
-    """Call another layer on rank 1 than on the others. Return the error and `max_counts`."""
+def call_other_layer(
+    rank: int, world: int, group: object, ids: str, other_part: str
+) -> tuple[str, int]:
+    """Call a different layer on rank 1. Return the error and `max_counts`."""
     set_host_id(rank, ids)
     manager, kernels = HostThenRankGroup(group, timeout_s=5.0), []
-    for part, tokens in ((PART, 4), (other, 9)):
+    for part, tokens in ((PART, 4), (other_part, 9)):
         parallel = Parallel(world, "linear", rank, ranks_per_host=ids.count("a"))
         problem = Problem(
             tokens, 32, 16, experts=8, top_k=2, dtype=torch.float32, parallel=parallel
@@ -301,12 +303,12 @@ def call_other_layer(rank: int, world: int, group: object, ids: str, other: str)
     return "", manager.max_counts
 
 
-@pytest.mark.parametrize("other", [PART, "TorchAll2AllPrepareAndFinalize"])
+@pytest.mark.parametrize("other_part", [PART, "TorchAll2AllPrepareAndFinalize"])
 def test_layers_with_another_number_of_counts_raise_on_every_rank(
-    four: RankPool, other: str
+    four: RankPool, other_part: str
 ) -> None:
-    """A layer for decoding has fewer chunks than one for prefill."""
-    for error, max_counts in four.run(call_other_layer, "aabb", other):
+    """A layer for decode has fewer chunks than a layer for prefill."""
+    for error, max_counts in four.run(call_other_layer, "aabb", other_part):
         assert "layer 1, 2, 1, 1 by rank" in error
         assert max_counts > 4
 
@@ -314,17 +316,17 @@ def test_layers_with_another_number_of_counts_raise_on_every_rank(
 def call_after_a_failed_constructor(
     rank: int, world: int, group: object, ids: str
 ) -> tuple[str, bool]:
-    """Make a layer with different sizes by rank, then call a valid layer of the same manager."""
+    """Make a layer whose sizes differ between ranks, then call a valid layer with the manager."""
     set_host_id(rank, ids)
     manager = HostThenRankGroup(group, timeout_s=5.0)
     parallel = Parallel(world, "linear", rank, ranks_per_host=ids.count("a"))
     problem = Problem(3, 32, 16, experts=8, top_k=2, dtype=torch.float32, parallel=parallel)
-    other = replace(problem, tokens=3 if rank % 2 else 11)
-    with pytest.raises(CommunicationError) as caught:
-        make_kernel(PART, "TorchExperts", other, group=manager)
+    unequal_problem = replace(problem, tokens=3 if rank % 2 else 11)
+    with pytest.raises(CommunicationError) as exc_info:
+        make_kernel(PART, "TorchExperts", unequal_problem, group=manager)
     kernel = make_kernel("TorchAll2AllPrepareAndFinalize", "TorchExperts", problem, group=manager)
     out = kernel(*random_inputs(problem, torch.device("cpu")))
-    return str(caught.value), bool(out.isfinite().all())
+    return str(exc_info.value), bool(out.isfinite().all())
 
 
 def test_a_failed_constructor_leaves_the_manager_usable(four: RankPool) -> None:

@@ -54,7 +54,7 @@ def two_hosts() -> Iterator[RankPool]:
         yield ranks
 
 
-def layer_of(pool: RankPool, placement="linear", routing="uniform", *, tokens=None, **fields):
+def make_layer(pool: RankPool, placement="linear", routing="uniform", *, tokens=None, **fields):
     tokens = tokens or (3, 5, 4, 2, 6, 1)[: pool.world_size]
     return Layer(PART, tuple(tokens), placement, routing, fields=fields)
 
@@ -63,8 +63,8 @@ def call_layers(rank: int, world: int, group: object, layers: list[Layer], check
     """Call each layer twice. Return the outputs and numbers of invalid ids."""
     manager, results = HostThenRankGroup(group, timeout_s=20.0, checked=checked), []
     for layer in layers:
-        kernel, given = layer.kernel(rank, manager), layer.inputs_of(rank)
-        arguments = given.x_TH, given.weights, given.routing
+        kernel, inputs = layer.kernel(rank, manager), layer.inputs_of(rank)
+        arguments = inputs.x_TH, inputs.weights, inputs.routing
         outputs = [kernel(*arguments).clone() for _ in range(2)]
         kernel.prepare_finalize.check()
         results.append((outputs, kernel.invalid_ids))
@@ -76,25 +76,25 @@ def call_layers(rank: int, world: int, group: object, layers: list[Layer], check
 
 def list_layers(pool: RankPool) -> list[Layer]:
     world = pool.world_size
-    first = layer_of(pool)
+    first = make_layer(pool)
     layers = [first]
     for tokens in ((0, *first.tokens_W[1:]), (*first.tokens_W[:-1], 0), (0,) * world):
-        layers.append(layer_of(pool, tokens=tokens))
+        layers.append(make_layer(pool, tokens=tokens))
     routings = ("skips", "all_skipped", "out_of_range", "duplicates", "all_to_one")
-    layers += [layer_of(pool, routing=routing) for routing in routings]
+    layers += [make_layer(pool, routing=routing) for routing in routings]
     linear = Placement.linear(world + 3, world)
     copies = linear.with_copies({0: (world - 1,), world + 2: tuple(range(world - 1))})
     for placement in (linear, Placement.round_robin(world + 3, world), copies):
-        layers.append(layer_of(pool, placement, experts=placement.experts))
-    layers.append(layer_of(pool, bias=True, routed_scaling_factor=2.5))
-    layers.append(layer_of(pool, apply_router_weight_on_input=True, top_k=1))
+        layers.append(make_layer(pool, placement, experts=placement.experts))
+    layers.append(make_layer(pool, bias=True, routed_scaling_factor=2.5))
+    layers.append(make_layer(pool, apply_router_weight_on_input=True, top_k=1))
     quants = ("fp8_w8a8_channel", "int8_w8a8_channel", "fp8_w8a8_block:block=16x16")
     for quant in (*quants, "fp8_w8a8_tensor", "fp8_w8a8_tensor:static=true"):
-        layers.append(layer_of(pool, dtype=BF16, quant=quant))
-    bound = {"max_received": world * max(first.tokens_W)}  # less than world * problem.tokens
-    layers += [layer_of(pool, routing=r, **bound) for r in ("uniform", *routings)]
-    layers.append(layer_of(pool, copies, experts=copies.experts, **bound))
-    layers.append(layer_of(pool, dtype=BF16, quant="fp8_w8a8_channel", **bound))
+        layers.append(make_layer(pool, dtype=BF16, quant=quant))
+    limit = {"max_received": world * max(first.tokens_W)}  # less than world * problem.tokens
+    layers += [make_layer(pool, routing=r, **limit) for r in ("uniform", *routings)]
+    layers.append(make_layer(pool, copies, experts=copies.experts, **limit))
+    layers.append(make_layer(pool, dtype=BF16, quant="fp8_w8a8_channel", **limit))
     return layers
 
 
@@ -119,7 +119,7 @@ def call_in_torch(rank: int, world: int, group: object, layers: list[Layer]):
 
 
 def test_blocks_may_be_filled_without_triton(two_hosts: RankPool) -> None:
-    layers = [layer_of(two_hosts), layer_of(two_hosts, max_received=4 * 5)]
+    layers = [make_layer(two_hosts), make_layer(two_hosts, max_received=4 * 5)]
     reports = two_hosts.run(call_in_torch, layers)
     for index, layer in enumerate(layers):
         assert layer.compare([report[index][0][1] for report in reports]).ok
@@ -136,16 +136,16 @@ def count_handshakes(rank: int, world: int, group: object, layer: Layer, by_mana
     try:
         manager = HostThenRankGroup(group, checked=not by_manager)
         problem = replace(layer.problem(rank), graph=not by_manager)
-        experts = "TorchExperts" if by_manager else "TritonExperts"  # a graph needs the latter
+        experts = "TorchExperts" if by_manager else "TritonExperts"  # A graph needs TritonExperts.
         kernel = make_kernel(PART, experts, problem, group=manager, poison=True)
-        given, plan = layer.inputs_of(rank), kernel.plan()
+        inputs, plan = layer.inputs_of(rank), kernel.plan()
         outputs, counts = [], []
         for count in (3, 1, 0, 2):
             tokens = (count + rank) % 4
-            rows, routing = slice(0, tokens), given.routing
-            part = Routing(routing.topk_weights_TK[rows], routing.topk_ids_TK[rows])
+            rows, routing = slice(0, tokens), inputs.routing
+            routing_of_rows = Routing(routing.topk_weights_TK[rows], routing.topk_ids_TK[rows])
             call = plan if count % 2 else kernel
-            outputs.append(call(given.x_TH[rows], given.weights, part).clone())
+            outputs.append(call(inputs.x_TH[rows], inputs.weights, routing_of_rows).clone())
             counts.append(tokens)
         kernel.prepare_finalize.check()
         return outputs, counts, calls
@@ -155,7 +155,7 @@ def count_handshakes(rank: int, world: int, group: object, layer: Layer, by_mana
 
 @pytest.mark.parametrize("by_manager", [False, True])
 def test_the_host_exchanges_metadata_only_once(two_hosts: RankPool, by_manager: bool) -> None:
-    layer = layer_of(two_hosts, tokens=(4,) * 4)
+    layer = make_layer(two_hosts, tokens=(4,) * 4)
     exact = layer.exact()
     reports = two_hosts.run(count_handshakes, layer, by_manager)
     for rank, (outputs, counts, calls) in enumerate(reports):
@@ -167,29 +167,29 @@ def test_the_host_exchanges_metadata_only_once(two_hosts: RankPool, by_manager: 
 
 
 def fail_second_call(rank: int, world: int, group: object, layer: Layer, failure: str):
-    """Return whether the first call is finite, and the output and the errors of later calls."""
+    """Return whether the first output is finite, and the output and the errors of later calls."""
     manager = HostThenRankGroup(group, timeout_s=20.0, checked=False)
-    kernel, given = layer.kernel(rank, manager), layer.inputs_of(rank)
-    arguments = given.x_TH, given.weights, given.routing
+    kernel, inputs = layer.kernel(rank, manager), layer.inputs_of(rank)
+    arguments = inputs.x_TH, inputs.weights, inputs.routing
     first = kernel(*arguments)
-    x_TH, routing = given.x_TH, given.routing
+    x_TH, routing = inputs.x_TH, inputs.routing
     if failure == "layer":
-        other = layer.kernel(rank, manager)
-        other(*arguments)
-        kernel = other if rank == 1 else kernel
+        other_kernel = layer.kernel(rank, manager)
+        other_kernel(*arguments)
+        kernel = other_kernel if rank == 1 else kernel
     if rank == 1 and failure == "refused":
         x_TH = x_TH.double()
     if rank == 1 and failure == "call":
         kernel.prepare_finalize.fixed_capacity._handshake.counter.calls.add_(1)
     if failure == "rows":
         ids_TK = torch.arange(len(x_TH), dtype=torch.int32)[:, None] * 3 % 8
-        first = kernel(x_TH, given.weights, replace(routing, topk_ids_TK=ids_TK))
+        first = kernel(x_TH, inputs.weights, replace(routing, topk_ids_TK=ids_TK))
         ids_TK = torch.zeros_like(ids_TK) if rank == 1 else ids_TK
         routing = replace(routing, topk_ids_TK=ids_TK)
     errors: list[str] = []
     out = None
     try:
-        out = kernel(x_TH, given.weights, routing)
+        out = kernel(x_TH, inputs.weights, routing)
     except ModularKernelError as error:
         errors.append(f"{type(error).__name__}: {error}")
     for _ in range(2):
@@ -213,7 +213,7 @@ def test_a_failure_of_one_rank_reaches_every_rank(
     two_hosts: RankPool, failure: str, got: str, need: str
 ) -> None:
     fields = {"top_k": 1, "max_received": 4 * 3} if failure == "rows" else {}
-    layer = layer_of(two_hosts, tokens=(4,) * 4, **fields)
+    layer = make_layer(two_hosts, tokens=(4,) * 4, **fields)
     reports = two_hosts.run(fail_second_call, layer, failure)
     for rank, (first_is_finite, out, errors) in enumerate(reports):
         assert first_is_finite
@@ -231,7 +231,7 @@ def test_a_failure_of_one_rank_reaches_every_rank(
 
 
 def test_a_refused_call_with_one_scale_for_all_ranks_raises(two_hosts: RankPool) -> None:
-    layer = layer_of(two_hosts, tokens=(4,) * 4, dtype=BF16, quant="fp8_w8a8_tensor")
+    layer = make_layer(two_hosts, tokens=(4,) * 4, dtype=BF16, quant="fp8_w8a8_tensor")
     for rank, (_, out, errors) in enumerate(two_hosts.run(fail_second_call, layer, "refused")):
         assert rank == 1 or out.isnan().all()
         assert "rank 1 refused its call 2 of layer 1" in errors[rank == 1]
@@ -240,14 +240,14 @@ def test_a_refused_call_with_one_scale_for_all_ranks_raises(two_hosts: RankPool)
 def call_layers_of_other_sizes(
     rank: int, world: int, group: object, layers: tuple[Layer, Layer], case: str
 ) -> tuple[str, list[torch.Tensor]]:
-    """Call another layer on rank 1 than on the others. Return the error, and later outputs."""
+    """Call a different layer on rank 1. Return the error and the outputs of later calls."""
     manager = HostThenRankGroup(group, timeout_s=20.0, checked=False)
     kernels = [layer.kernel(rank, manager) for layer in layers]
-    inputs = [layer.inputs_of(rank) for layer in layers]
+    inputs_by_layer = [layer.inputs_of(rank) for layer in layers]
 
     def call(index: int) -> torch.Tensor:
-        given = inputs[index]
-        return kernels[index](given.x_TH, given.weights, given.routing)
+        inputs = inputs_by_layer[index]
+        return kernels[index](inputs.x_TH, inputs.weights, inputs.routing)
 
     call(0)
     if case == "later call":
@@ -263,13 +263,15 @@ def call_layers_of_other_sizes(
     return "".join(errors), outputs
 
 
-@pytest.mark.parametrize("other", [PART, ALL2ALL])
+@pytest.mark.parametrize("other_part", [PART, ALL2ALL])
 @pytest.mark.parametrize("case", ["first call", "later call"])
 def test_layers_of_other_sizes_raise_on_every_rank(
-    two_hosts: RankPool, other: str, case: str
+    two_hosts: RankPool, other_part: str, case: str
 ) -> None:
-    second = replace(layer_of(two_hosts, tokens=(9 if other == PART else 4,) * 4), part=other)
-    layers = layer_of(two_hosts, tokens=(4,) * 4), second
+    second = replace(
+        make_layer(two_hosts, tokens=(9 if other_part == PART else 4,) * 4), part=other_part
+    )
+    layers = make_layer(two_hosts, tokens=(4,) * 4), second
     reports = two_hosts.run(call_layers_of_other_sizes, layers, case)
     for error, _ in reports:
         assert "layer 1, 2" in error
@@ -281,45 +283,47 @@ def test_layers_of_other_sizes_raise_on_every_rank(
 def call_layers_of_both_kinds(rank: int, world: int, group: object, layer: Layer):
     """Alternate a layer with counted rows and one with a fixed capacity on one manager."""
     manager, experts = HostThenRankGroup(group), "TritonExperts"
-    problem, given = layer.problem(rank), layer.inputs_of(rank)
+    problem, inputs = layer.problem(rank), layer.inputs_of(rank)
     kernels = [
         make_kernel(PART, experts, replace(problem, graph=graph), group=manager)
         for graph in (False, True)
     ]
-    calls = [kernel(given.x_TH, given.weights, given.routing) for _ in "abc" for kernel in kernels]
+    calls = [
+        kernel(inputs.x_TH, inputs.weights, inputs.routing) for _ in "abc" for kernel in kernels
+    ]
     kernels[1].prepare_finalize.check()
-    kinds = [kernel.prepare_finalize.fixed_capacity is not None for kernel in kernels]
-    return kinds, [kernel.replayable for kernel in kernels], calls
+    have_fixed_capacity = [kernel.prepare_finalize.fixed_capacity is not None for kernel in kernels]
+    return have_fixed_capacity, [kernel.replayable for kernel in kernels], calls
 
 
 def test_layers_of_both_kinds_share_a_manager(two_hosts: RankPool) -> None:
-    layer = layer_of(two_hosts)
+    layer = make_layer(two_hosts)
     reports = two_hosts.run(call_layers_of_both_kinds, layer)
     for index in range(6):
         assert layer.compare([calls[index] for *_, calls in reports]).ok
-    assert all(kinds == replayable == [False, True] for kinds, replayable, _ in reports)
+    assert all(fixed == replayable == [False, True] for fixed, replayable, _ in reports)
 
 
 def start_two_calls(rank: int, world: int, group: object, layer: Layer):
-    """Start two calls, fail to start a third one, and finish them. Return outputs and the error."""
+    """Start two calls, fail to start a third, and finish the two. Return outputs and the error."""
     kernel = layer.kernel(rank, HostThenRankGroup(group, timeout_s=20.0, checked=False))
-    given = layer.inputs_of(rank)
-    x_TH, weights, routing = given.x_TH, given.weights, given.routing
+    inputs = layer.inputs_of(rank)
+    x_TH, weights, routing = inputs.x_TH, inputs.weights, inputs.routing
     kernel(x_TH, weights, routing)
     pending = [kernel.start(x, weights, routing) for x in (x_TH, -x_TH)]
-    error = ""
+    message = ""
     try:
         kernel.start(x_TH, weights, routing)
-    except UnsupportedError as caught:
-        error = str(caught)
+    except UnsupportedError as error:
+        message = str(error)
     outputs = [call.finish().clone() for call in pending]
     outputs.append(kernel(x_TH, weights, routing))
     kernel.prepare_finalize.check()
-    return outputs, error
+    return outputs, message
 
 
 def test_two_calls_may_be_in_flight(two_hosts: RankPool) -> None:
-    layer = layer_of(two_hosts)
+    layer = make_layer(two_hosts)
     reports = two_hosts.run(start_two_calls, layer)
     for index in (0, 2):
         assert layer.compare([outputs[index] for outputs, _ in reports]).ok
@@ -335,30 +339,32 @@ def drop_started_call(rank: int, world: int, group: object, layer: Layer, checke
     Return the errors of the next three calls, and the seconds until the first one.
     """
     manager = HostThenRankGroup(group, timeout_s=DEADLINE_S, checked=checked)
-    kernel, given = layer.kernel(rank, manager), layer.inputs_of(rank)
-    arguments = given.x_TH, given.weights, given.routing
+    kernel, inputs = layer.kernel(rank, manager), layer.inputs_of(rank)
+    arguments = inputs.x_TH, inputs.weights, inputs.routing
     kernel(*arguments)
     started_calls = [kernel.start(*arguments)]
     if rank == 1:
         started_calls.clear()
-    errors, started, seconds = [], time.monotonic(), 0.0
+    errors, start_time, seconds = [], time.monotonic(), 0.0
     for _ in range(3):
         try:
             kernel(*arguments)
         except CommunicationError as error:
             errors.append(error)
-            seconds = seconds or time.monotonic() - started
+            seconds = seconds or time.monotonic() - start_time
     return [(error.phase, error.peers, str(error)) for error in errors], seconds
 
 
 @pytest.mark.parametrize("checked", [False, True])
 def test_ranks_that_use_different_buffers_raise(two_hosts: RankPool, checked: bool) -> None:
-    layer = layer_of(two_hosts, tokens=(4,) * 4)
-    two_hosts.run(call_layers, [layer], checked)  # imports modules, which may exceed the deadline
+    layer = make_layer(two_hosts, tokens=(4,) * 4)
+    two_hosts.run(
+        call_layers, [layer], checked
+    )  # Importing modules may take longer than the deadline.
     reports = two_hosts.run(drop_started_call, layer, checked)
     for errors, seconds in reports:
         assert len(errors) == 3
-        if checked:  # the handshake finds it, and the manager remains usable
+        if checked:  # The handshake detects the difference, and the manager remains usable.
             assert all("a different order of earlier exchanges" in error[2] for error in errors)
             assert seconds < DEADLINE_S
         else:
@@ -371,11 +377,11 @@ def test_ranks_that_use_different_buffers_raise(two_hosts: RankPool, checked: bo
 
 
 def finish_in_another_order(rank: int, world: int, group: object, layer: Layer) -> str:
-    """Finish two calls in another order on rank 1. Return the error of a later call."""
+    """Finish two calls in reverse order on rank 1. Return the error of a later call."""
     manager = HostThenRankGroup(group, timeout_s=20.0, checked=False)
     kernels = [layer.kernel(rank, manager) for _ in range(2)]
-    given = layer.inputs_of(rank)
-    arguments = given.x_TH, given.weights, given.routing
+    inputs = layer.inputs_of(rank)
+    arguments = inputs.x_TH, inputs.weights, inputs.routing
     for kernel in kernels:
         kernel(*arguments)
     pending = [kernel.start(*arguments) for kernel in kernels]
@@ -391,22 +397,21 @@ def finish_in_another_order(rank: int, world: int, group: object, layer: Layer) 
 
 
 def test_another_order_of_finishing_fails_a_later_call(two_hosts: RankPool) -> None:
-    # One token of each rank, so that calls finish in any order without waiting for each other.
-    for error in two_hosts.run(finish_in_another_order, layer_of(two_hosts)):
+    for error in two_hosts.run(finish_in_another_order, make_layer(two_hosts)):
         assert error
 
 
 def call_first_in_inference_mode(rank: int, world: int, group: object, layer: Layer) -> bool:
     kernel = layer.kernel(rank, HostThenRankGroup(group, checked=False))
-    given = layer.inputs_of(rank)
-    arguments = given.x_TH, given.weights, given.routing
+    inputs = layer.inputs_of(rank)
+    arguments = inputs.x_TH, inputs.weights, inputs.routing
     with torch.inference_mode():
         first = kernel(*arguments).clone()
     return torch.equal(first, kernel(*arguments))
 
 
 def test_the_first_call_may_run_in_inference_mode(two_hosts: RankPool) -> None:
-    assert all(two_hosts.run(call_first_in_inference_mode, layer_of(two_hosts)))
+    assert all(two_hosts.run(call_first_in_inference_mode, make_layer(two_hosts)))
 
 
 SCENARIOS = list_scenarios(PART, "gloo", checked=False)
@@ -417,19 +422,24 @@ SCENARIOS = list_scenarios(PART, "gloo", checked=False)
 def test_faults_raise_on_every_other_rank(two_hosts: RankPool, scenario: Scenario) -> None:
     # Ranks that an earlier scenario has killed import modules in this call. This would take too
     # much of the short deadline of a scenario.
-    two_hosts.run(call_layers, [layer_of(two_hosts)], False)
+    two_hosts.run(call_layers, [make_layer(two_hosts)], False)
     assert run_scenario(scenario, two_hosts).findings() == []
 
 
-def replayed_layer(pool: RankPool, seed: int = 0, **fields) -> Layer:
-    return replace(layer_of(pool, **fields), experts_part="TritonExperts", seed=seed)
+def make_replayed_layer(pool: RankPool, seed: int = 0, **fields) -> Layer:
+    return replace(make_layer(pool, **fields), experts_part="TritonExperts", seed=seed)
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_channel"])
-@pytest.mark.parametrize("bound", [None, 4 * 5])
-def test_replays_match_the_reference(two_hosts: RankPool, quant: str, bound: int | None) -> None:
+@pytest.mark.parametrize("max_received", [None, 4 * 5])
+def test_replays_match_the_reference(
+    two_hosts: RankPool, quant: str, max_received: int | None
+) -> None:
     fields = {"quant": quant, "dtype": torch.float32 if quant == "none" else BF16}
-    layers = [replayed_layer(two_hosts, seed, max_received=bound, **fields) for seed in range(5)]
+    layers = [
+        make_replayed_layer(two_hosts, seed, max_received=max_received, **fields)
+        for seed in range(5)
+    ]
     reports = two_hosts.run(replay_calls, layers)
     for index, layer in enumerate(layers):
         comparison = layer.compare([outputs[index] for outputs, *_ in reports])
@@ -440,8 +450,8 @@ def test_replays_match_the_reference(two_hosts: RankPool, quant: str, bound: int
 
 
 def test_calls_of_a_rank_without_tokens_are_replayed(two_hosts: RankPool) -> None:
-    """Otherwise, all ranks would wait for the host code of the rank without tokens."""
-    layer = replayed_layer(two_hosts, tokens=(3, 0, 2, 1))
+    """If they were not, all ranks would wait for the host code of the rank without tokens."""
+    layer = make_replayed_layer(two_hosts, tokens=(3, 0, 2, 1))
     reports = two_hosts.run(replay_calls, [layer] * 4)
     for call in range(4):
         assert layer.compare([outputs[call] for outputs, *_ in reports]).ok
@@ -451,15 +461,17 @@ def test_calls_of_a_rank_without_tokens_are_replayed(two_hosts: RankPool) -> Non
 
 
 def test_a_refusal_reaches_ranks_that_replay(two_hosts: RankPool) -> None:
-    refused = "rank 1 refused its call 5 of layer 1 with DtypeError"
-    for rank, errors in enumerate(two_hosts.run(refuse_in_replay, replayed_layer(two_hosts), 20.0)):
+    message = "rank 1 refused its call 5 of layer 1 with DtypeError"
+    for rank, errors in enumerate(
+        two_hosts.run(refuse_in_replay, make_replayed_layer(two_hosts), 20.0)
+    ):
         assert errors[0].startswith("DtypeError") if rank == 1 else errors[0] == "NaN"
-        assert refused in errors[1]
+        assert message in errors[1]
         assert "a manager that failed before" in errors[2]
 
 
 def test_calls_are_not_replayed_if_their_buffers_are_in_use(two_hosts: RankPool) -> None:
-    layer = replayed_layer(two_hosts)
+    layer = make_replayed_layer(two_hosts)
     for outputs, replayed in two_hosts.run(replay_during_a_started_call, layer):
         assert all(torch.equal(out, outputs[0]) for out in outputs)
         assert replayed == 3 + 1
@@ -470,32 +482,33 @@ def call_two_layers_at_random(
 ) -> tuple[list[str], int]:
     """Call two layers of a manager at random, with up to two calls of each layer in flight.
 
-    Numbers of tokens differ between ranks and calls. Some ranks replay a call that others record.
+    Numbers of tokens differ between ranks and calls, so some ranks replay a call that others
+    record.
 
     Return the wrong outputs and the number of replayed calls.
     """
-    random_numbers, wrong = random.Random(0), list[str]()
+    rng, wrong_outputs = random.Random(0), list[str]()
     with interpreted_replays():
         manager = HostThenRankGroup(group, timeout_s=30.0, checked=False)
         plans = [layer.kernel(rank, manager).plan() for layer in layers]
-        given = [layer.inputs_of(rank) for layer in layers]
+        inputs = [layer.inputs_of(rank) for layer in layers]
         exact = [layer.exact()[layer.rows(rank)].float() for layer in layers]
         in_flight: list[tuple[int, Pending, torch.Tensor]] = []
 
         def check(step: int, out: torch.Tensor, expected: torch.Tensor) -> None:
             if not torch.allclose(out, expected, rtol=1e-4, atol=1e-4):
-                wrong.append(f"step {step}: {(out - expected).abs().max()}")
+                wrong_outputs.append(f"step {step}: {(out - expected).abs().max()}")
 
         for step in range(steps):
-            index = random_numbers.randrange(2)
-            counts = [random_numbers.choice((0, 1, 4)) for _ in range(world)]
-            rows, routing = slice(0, counts[rank]), given[index].routing
+            index = rng.randrange(2)
+            counts = [rng.choice((0, 1, 4)) for _ in range(world)]
+            rows, routing = slice(0, counts[rank]), inputs[index].routing
             routing = Routing(routing.topk_weights_TK[rows], routing.topk_ids_TK[rows])
-            arguments = given[index].x_TH[rows], given[index].weights, routing
-            mode = random_numbers.choice(("plan", "plan", "plan", "start", "finish"))
+            arguments = inputs[index].x_TH[rows], inputs[index].weights, routing
+            mode = rng.choice(("plan", "plan", "plan", "start", "finish"))
             if [i for i, *_ in in_flight].count(index) == 2 or (mode == "finish" and in_flight):
-                chosen = [i for i, *_ in in_flight].index(index) if mode != "finish" else 0
-                _, pending, expected = in_flight.pop(chosen)
+                position = [i for i, *_ in in_flight].index(index) if mode != "finish" else 0
+                _, pending, expected = in_flight.pop(position)
                 check(step, pending.finish(), expected)
             if mode == "start":
                 pending = plans[index].kernel.start(*arguments)
@@ -506,16 +519,16 @@ def call_two_layers_at_random(
             check(steps, pending.finish(), expected)
         for plan in plans:
             plan.kernel.prepare_finalize.check()
-        return wrong, sum(plan.kernel.counters()["replayed_calls"] for plan in plans)
+        return wrong_outputs, sum(plan.kernel.counters()["replayed_calls"] for plan in plans)
 
 
 def test_random_calls_of_two_layers_match_the_reference(two_hosts: RankPool) -> None:
     layers = (
-        replayed_layer(two_hosts, tokens=(4,) * 4),
-        replayed_layer(two_hosts, 1, tokens=(4,) * 4, max_received=4 * 4),
+        make_replayed_layer(two_hosts, tokens=(4,) * 4),
+        make_replayed_layer(two_hosts, 1, tokens=(4,) * 4, max_received=4 * 4),
     )
     reports = two_hosts.run(call_two_layers_at_random, layers, 40)
-    assert all(wrong == [] for wrong, _ in reports), reports
+    assert all(wrong_outputs == [] for wrong_outputs, _ in reports), reports
     assert sum(replayed for _, replayed in reports) > 4
 
 
@@ -528,7 +541,9 @@ def measure_buffers(rank: int, world: int, group: object, problem: Problem) -> i
     exchange = part.fixed_capacity
     sections = buffer_sections(exchange._host_problem, exchange.received_rows).values()
     heap = exchange.pool.heap.bytes_N.nbytes
-    assert heap == pytest.approx(2 * sum(align_up(each.nbytes) for each in sections), rel=0.01)
+    assert heap == pytest.approx(
+        2 * sum(align_up(section.nbytes) for section in sections), rel=0.01
+    )
     specs = dict(part.workspace_shapes(problem.tokens))
     specs.pop("sent_blocks", None)  # only gloo needs them
     return heap + workspace_bytes(specs)

@@ -41,23 +41,23 @@ def call_three_times(
     kernel = make_kernel(part, PAIRS[part], problem, group=group)
     weights = ExpertWeights(torch.ones(2, 32, 32), torch.ones(2, 32, 16))
     results: list[Any] = []
-    exchanged: list[str] = []
+    exchanged_phases: list[str] = []
     manager: Any = kernel.prepare_finalize.manager
     exchange = manager.all_to_all
 
     def record_and_exchange(*tensors: torch.Tensor, phase: str, **options: Any) -> Any:
-        exchanged.append(phase)
+        exchanged_phases.append(phase)
         return exchange(*tensors, phase=phase, **options)
 
     manager.all_to_all = record_and_exchange
     for tokens, expert in ((TOKENS, 4), (2, 4), (2, 0)):
-        pairs = torch.full((tokens, 2), expert, dtype=torch.int32)
-        pairs[:, 1] += 1
-        routing = Routing(torch.full((tokens, 2), 0.5), pairs)
+        ids_TK = torch.full((tokens, 2), expert, dtype=torch.int32)
+        ids_TK[:, 1] += 1
+        routing = Routing(torch.full((tokens, 2), 0.5), ids_TK)
         try:
             results.append(kernel(torch.ones(tokens, 32), weights, routing).sum().item())
         except CommunicationError as error:
-            assert not exchanged
+            assert not exchanged_phases
             results.append(f"{error.peers} {error.phase} {error.got}, {error.need}")
     kernel.prepare_finalize.destroy()
     return results
@@ -84,7 +84,7 @@ def test_more_rows_than_max_received_raise_on_every_rank(
     assert four.run(call_three_times, part, ids, 24) == unlimited
 
 
-def buffer_bytes(
+def measure_buffer_bytes(
     rank: int, world: int, group: object, part: str, max_received: int | None
 ) -> tuple[int, int]:
     """Return the bytes of the workspaces of a call, and of the buffers that ranks share."""
@@ -102,7 +102,8 @@ def buffer_bytes(
 @pytest.mark.parametrize("part", PAIRS)
 def test_max_received_reduces_the_sizes_of_buffers(four: RankPool, part: str) -> None:
     (unlimited_bytes, heap), (limited_bytes, limited_heap), (other_ranks, _) = (
-        four.run(buffer_bytes, part, max_received)[0] for max_received in (None, 1024, 10**6)
+        four.run(measure_buffer_bytes, part, max_received)[0]
+        for max_received in (None, 1024, 10**6)
     )
     assert limited_bytes < unlimited_bytes == other_ranks
     assert limited_bytes + limited_heap < 0.7 * (unlimited_bytes + heap)
@@ -111,8 +112,8 @@ def test_max_received_reduces_the_sizes_of_buffers(four: RankPool, part: str) ->
 
 def test_parts_that_do_not_support_max_received_refuse_it() -> None:
     machine = Machine("cuda", (9, 0), frozenset({"triton"}))
-    buffer_bytes = {"tokens": 8, "hidden": 512, "intermediate": 512, "experts": 8, "top_k": 2}
-    problem = Problem(**buffer_bytes, max_received=9, parallel=Parallel(4))
+    sizes = {"tokens": 8, "hidden": 512, "intermediate": 512, "experts": 8, "top_k": 2}
+    problem = Problem(**sizes, max_received=9, parallel=Parallel(4))
     for part in ("ReplicatedEP", "AllGatherReduceScatter", "SymmMem"):
         verdict = check(f"{part}PrepareAndFinalize", "TorchExperts", problem, machine)
         assert "got max_received=9, need max_received=None, because its buffers" in str(verdict)

@@ -17,8 +17,8 @@ def test_files_of_killed_ranks_are_removed(tmp_path: Path, monkeypatch: pytest.M
     program = (
         "import os, sys; from pathlib import Path; from prepare_finalize.rendezvous import "
         "memory_files as m; m.SHARED_MEMORY_DIR = Path(sys.argv[1]); "
-        "kept = [m.memory_file('host'), m.memory_file('block')]; "
-        "[each.__enter__() for each in kept]; os._exit(1)"
+        "files = [m.memory_file('host'), m.memory_file('block')]; "
+        "[file.__enter__() for file in files]; os._exit(1)"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False, timeout=120)
     remaining = sorted(tmp_path.iterdir())
@@ -26,14 +26,18 @@ def test_files_of_killed_ranks_are_removed(tmp_path: Path, monkeypatch: pytest.M
         "modular_kernel-block",
         "modular_kernel-host",
     ]
-    other = tmp_path / "modular_kernel-notes"
-    other.touch()
-    past = time.time() - 3600
-    with memory_file("host") as used:
+    unrelated_file = tmp_path / "modular_kernel-notes"
+    unrelated_file.touch()
+    one_hour_ago = time.time() - 3600
+    with memory_file("host") as file_in_use:
         # New files are kept, because they may not be locked yet.
         assert {*remaining} <= {*tmp_path.iterdir()}
-        for path in (*remaining, other, Path(used.name)):
-            os.utime(path, (past, past))
-        with memory_file("block") as own:
-            assert {*tmp_path.iterdir()} == {other, Path(used.name), Path(own.name)}
-    assert [*tmp_path.iterdir()] == [other]
+        for path in (*remaining, unrelated_file, Path(file_in_use.name)):
+            os.utime(path, (one_hour_ago, one_hour_ago))
+        with memory_file("block") as new_file:
+            assert {*tmp_path.iterdir()} == {
+                unrelated_file,
+                Path(file_in_use.name),
+                Path(new_file.name),
+            }
+    assert [*tmp_path.iterdir()] == [unrelated_file]

@@ -38,21 +38,23 @@ DIFFERING_FIELDS = ("tokens", "hidden", "quant")
 Pool = Callable[[int], RankPool]
 
 
-def cases(experts: str, world_size: int) -> list[RankCase]:
+def list_cases(experts: str, world_size: int) -> list[RankCase]:
     return list(rank_cases_for(PART, experts, MACHINE, world_size).cases)
 
 
-def case_text(case: RankCase) -> str:
+def format_case_id(case: RankCase) -> str:
     """Return the text of a case without the part."""
     return str(case).partition("+")[2]
 
 
-QUANTIZED = [case for case in cases("BatchedTritonExperts", 2) if case.problem.scheme.quantized]
-UNEVEN = [case for case in cases("NaiveBatchedExperts", 4) if case.routing == "duplicates"]
+QUANTIZED = [
+    case for case in list_cases("BatchedTritonExperts", 2) if case.problem.scheme.quantized
+]
+UNEVEN = [case for case in list_cases("NaiveBatchedExperts", 4) if case.routing == "duplicates"]
 
 
 @pytest.mark.parametrize(
-    "case", cases("NaiveBatchedExperts", 2) + QUANTIZED + UNEVEN, ids=case_text
+    "case", list_cases("NaiveBatchedExperts", 2) + QUANTIZED + UNEVEN, ids=format_case_id
 )
 def test_cases_are_proven(case: RankCase, rank_pool: Pool) -> None:
     proof = prove_ranks(case, rank_pool(case.world_size), MACHINE)
@@ -86,30 +88,30 @@ def test_bytes_of_large_buffers_are_computed() -> None:
     assert shape.device_bytes(2) == 128 * 128 * 7168 * 4 * 2
 
 
-def refusals_of(**changes: object) -> list[str]:
+def list_refusals(**changes: object) -> list[str]:
     problem = replace(PROBLEM, **changes)
     rejections = check("PplxPrepareAndFinalize", "NaiveBatchedExperts", problem, GPU).rejections
     return [f"[{rejection.rule}] {rejection.got}; {rejection.need}" for rejection in rejections]
 
 
 def test_unsupported_problems_are_refused() -> None:
-    assert refusals_of() == []
-    assert refusals_of(hidden=7168, quant="fp8_w8a8_block", experts=256, top_k=8) == []
-    assert refusals_of(quant="fp8_w8a8_tensor:static=true") == []
-    (one_scale,) = refusals_of(quant="fp8_w8a8_tensor")
+    assert list_refusals() == []
+    assert list_refusals(hidden=7168, quant="fp8_w8a8_block", experts=256, top_k=8) == []
+    assert list_refusals(quant="fp8_w8a8_tensor:static=true") == []
+    (one_scale,) = list_refusals(quant="fp8_w8a8_tensor")
     assert one_scale.startswith("[dispatch_quant] fp8_w8a8_tensor: one scale for the tokens of all")
-    (refusal,) = refusals_of(hidden=72, quant="int8_w8a8_channel")
+    (refusal,) = list_refusals(hidden=72, quant="int8_w8a8_channel")
     assert refusal == "[hidden] 72 bytes a row; a multiple of 16 bytes"
-    (refusal,) = refusals_of(hidden=16, quant="fp8_w8a8_block:block=1x2", intermediate=16)
+    (refusal,) = list_refusals(hidden=16, quant="fp8_w8a8_block:block=1x2", intermediate=16)
     assert refusal == "[hidden] 32 bytes of scales a row; at most its 16 bytes"
-    assert refusals_of(hidden=24568) == []
-    assert refusals_of(hidden=24576) == ["[hidden] 49168 bytes a row; at most 49152 bytes"]
-    assert [text.split()[0] for text in refusals_of(hidden=76, dtype=torch.float32)] == [
+    assert list_refusals(hidden=24568) == []
+    assert list_refusals(hidden=24576) == ["[hidden] 49168 bytes a row; at most 49152 bytes"]
+    assert [message.split()[0] for message in list_refusals(hidden=76, dtype=torch.float32)] == [
         "[dtype]",
         "[hidden]",
     ]
-    assert refusals_of(parallel=Parallel(16), experts=16)[0].startswith("[world_size] 16; 2 to 8")
-    (refusal,) = refusals_of(combine=Combine.TOPK_WEIGHTED)
+    assert list_refusals(parallel=Parallel(16), experts=16)[0].startswith("[world_size] 16; 2 to 8")
+    (refusal,) = list_refusals(combine=Combine.TOPK_WEIGHTED)
     assert refusal.startswith("[keep_topk]")
     cpu = check("PplxPrepareAndFinalize", "NaiveBatchedExperts", PROBLEM, Machine("cpu"))
     assert {rejection.rule for rejection in cpu.rejections} == {"device", "package"}
@@ -120,32 +122,36 @@ def make_layer(rank: int, manager: object, problem: Problem = PROBLEM):
     return make_kernel(PART, "NaiveBatchedExperts", problem, group=manager, poison=True)
 
 
-def inputs(rank: int, problem: Problem = PROBLEM) -> tuple[torch.Tensor, ExpertWeights, Routing]:
+def make_rank_inputs(
+    rank: int, problem: Problem = PROBLEM
+) -> tuple[torch.Tensor, ExpertWeights, Routing]:
     device = torch.device("cpu")
     single_rank = replace(problem, parallel=Parallel())
     all_inputs = make_inputs(single_rank, "uniform", device, seed=3, strided=False)
     rank_problem = replace(problem, parallel=replace(problem.parallel, rank=rank))
-    own = inputs_of_rank(
+    rank_inputs = inputs_of_rank(
         all_inputs, slice(0, problem.tokens), rank_problem, FencedCopier(device), strided=False
     )
-    return own.x_TH, own.weights, own.routing
+    return rank_inputs.x_TH, rank_inputs.weights, rank_inputs.routing
 
 
 def share_and_close(rank: int, world: int, group: object) -> tuple[int, list[str]]:
     """Use two layers of one shape with one manager. Return how many buffers were made, and the
     messages of refusals.
     """
-    made, messages = stand_in.AllToAll.made, []
+    num_made, messages = stand_in.AllToAll.made, []
     manager = stand_in.GlooGroup(group)
     first, second = make_layer(rank, manager), make_layer(rank, manager)
-    arguments = inputs(rank)
+    arguments = make_rank_inputs(rank)
     expected = first(*arguments)
     assert torch.equal(expected, second(*arguments))
-    assert stand_in.AllToAll.made == made + 1
+    assert stand_in.AllToAll.made == num_made + 1
     calls = [kernel.start(*arguments) for kernel in (first, second)]
-    with pytest.raises(UnsupportedError, match="calls in flight: got 3, need at most 2") as caught:
+    with pytest.raises(
+        UnsupportedError, match="calls in flight: got 3, need at most 2"
+    ) as exc_info:
         first.start(*arguments)
-    messages.append(str(caught.value))
+    messages.append(str(exc_info.value))
     assert all(torch.equal(call.finish(), expected) for call in calls)
     part, pending = first.prepare_finalize, first.start(*arguments)
     tokens, handle = pending.receive()
@@ -165,7 +171,7 @@ def share_and_close(rank: int, world: int, group: object) -> tuple[int, list[str
     with pytest.raises(UnsupportedError, match="one that was combined"):
         part.finalize(output, **finalize_arguments)
     assert torch.equal(next_call.finish(), expected)
-    made = stand_in.AllToAll.made - made
+    num_made = stand_in.AllToAll.made - num_made
     first.prepare_finalize.destroy()  # This must not destroy the manager.
     second(*arguments)
     manager.destroy()
@@ -174,17 +180,17 @@ def share_and_close(rank: int, world: int, group: object) -> tuple[int, list[str
         second(*arguments)
     with pytest.raises(UnsupportedError, match="a destroyed manager"):
         make_layer(rank, manager)
-    return made, messages
+    return num_made, messages
 
 
 def test_layers_of_one_manager_share_buffers(rank_pool: Pool) -> None:
-    (made, _), (_, _) = rank_pool(2).run(share_and_close)
-    assert made == 2  # The second buffer is for a second call in flight.
+    (num_made, _), (_, _) = rank_pool(2).run(share_and_close)
+    assert num_made == 2  # The second buffer is for a second call in flight.
 
 
 def prepare_too_many_tokens(rank: int, world: int, group: object) -> None:
     kernel = make_layer(rank, group)
-    x_TH, weights, routing = inputs(rank)
+    x_TH, weights, routing = make_rank_inputs(rank)
     part = kernel.prepare_finalize
     with pytest.raises(CapacityError, match="tokens: got 5, need <= 4"):
         part.prepare(torch.cat([x_TH, x_TH[:1]]), routing, weights=weights, call=None)
@@ -198,34 +204,34 @@ def test_too_many_tokens_are_refused_before_communication(rank_pool: Pool) -> No
 def make_different_layers(
     rank: int, world: int, group: object, field: str
 ) -> tuple[str, tuple[int, ...]]:
-    """Call another layer on rank 1, then the same layer on both ranks."""
+    """Call a different layer on rank 1, then the same layer on both ranks."""
     manager = stand_in.GlooGroup(group)
-    other = {"tokens": 5, "hidden": 128, "quant": "fp8_w8a8_channel"}[field]
-    with pytest.raises(CommunicationError) as caught:
-        make_layer(rank, manager, replace(PROBLEM, **({field: other} if rank else {})))
+    other_value = {"tokens": 5, "hidden": 128, "quant": "fp8_w8a8_channel"}[field]
+    with pytest.raises(CommunicationError) as exc_info:
+        make_layer(rank, manager, replace(PROBLEM, **({field: other_value} if rank else {})))
     kernel = make_layer(rank, manager)
-    kernel(*inputs(rank))
+    kernel(*make_rank_inputs(rank))
     manager.destroy()
-    return str(caught.value), caught.value.peers
+    return str(exc_info.value), exc_info.value.peers
 
 
 @pytest.mark.parametrize("field", DIFFERING_FIELDS)
 def test_ranks_that_call_different_layers_all_raise(field: str, rank_pool: Pool) -> None:
     reports = rank_pool(2).run(make_different_layers, field)
     assert [peers for _, peers in reports] == [(1,), (0,)]
-    assert all(f"{field} " in text and "by rank" in text for text, _ in reports), reports
+    assert all(f"{field} " in message and "by rank" in message for message, _ in reports), reports
 
 
 def make_layer_alone(rank: int, world: int, group: object) -> float:
-    """Make a layer on rank 0 only. Return the seconds."""
+    """Make a layer on rank 0 only. Return the elapsed seconds."""
     start = time.monotonic()
     manager = stand_in.GlooGroup(group, timeout_s=0.5)
     dist.barrier(group)  # The manager of rank 1 must not be freed while rank 0 connects.
     if rank == 0:
-        with pytest.raises(CommunicationError, match="no sign of life") as caught:
+        with pytest.raises(CommunicationError, match="no sign of life") as exc_info:
             make_layer(rank, manager)
-        assert caught.value.peers == (1,)
-        assert caught.value.phase == "construct"
+        assert exc_info.value.peers == (1,)
+        assert exc_info.value.phase == "construct"
     return time.monotonic() - start
 
 
@@ -233,13 +239,13 @@ def connect_twice(rank: int, world: int, group: object) -> None:
     """Let rank 1 miss the first attempt of rank 0. The next attempt succeeds."""
     dist.barrier(group)
     if rank == 0:
-        with pytest.raises(CommunicationError, match="no sign of life") as caught:
+        with pytest.raises(CommunicationError, match="no sign of life") as exc_info:
             stand_in.GlooGroup(group, timeout_s=0.3)
-        assert caught.value.peers == (1,)
+        assert exc_info.value.peers == (1,)
     else:
         time.sleep(0.8)
     manager = stand_in.GlooGroup(group)
-    make_layer(rank, manager)(*inputs(rank))
+    make_layer(rank, manager)(*make_rank_inputs(rank))
     manager.destroy()
 
 
@@ -279,7 +285,7 @@ def test_a_missing_library_is_reported(rank_pool: Pool) -> None:
 
 def record_dispatch_steps(rank: int, world: int, group: object) -> list[list[tuple[bool, bool]]]:
     """Return which steps of dispatch a call, a plan and a started call use."""
-    kernel, arguments, steps_by_call = make_layer(rank, group), inputs(rank), []
+    kernel, arguments, steps_by_call = make_layer(rank, group), make_rank_inputs(rank), []
     plan = kernel.plan()
     for call in (kernel, plan, lambda *args: kernel.start(*args).finish()):
         stand_in.AllToAll.halves.clear()

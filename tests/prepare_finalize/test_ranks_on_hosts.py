@@ -1,4 +1,4 @@
-"""Ranks on several hosts are detected, refused if one host is required, and named in errors.
+"""Ranks on several hosts are detected, refused if a part requires one host, and named in errors.
 MK_HOST_ID simulates several hosts on one machine.
 """
 
@@ -75,30 +75,30 @@ def find_hosts_without_shared_memory(
 def test_ranks_without_shared_memory_are_on_different_hosts(
     four: RankPool,
 ) -> None:
-    message = four.run(find_hosts_without_shared_memory)
-    assert {index_W for _, index_W in message} == {(0, 0, 1, 2)}
-    assert " (2); " in message[0][0]
+    reports = four.run(find_hosts_without_shared_memory)
+    assert {index_W for _, index_W in reports} == {(0, 0, 1, 2)}
+    assert " (2); " in reports[0][0]
 
 
-def shared_memory_files() -> set[Path]:
+def list_shared_memory_files() -> set[Path]:
     """Return the files of ranks in shared memory, including those of other processes."""
     return set() if SHARED_MEMORY is None else set(SHARED_MEMORY.glob("modular_kernel-*"))
 
 
-def remaining_new_files(before: set[Path]) -> set[Path]:
-    """Return new files that remain for 10 s. Files of other processes disappear earlier."""
-    left, deadline = shared_memory_files() - before, time.monotonic() + 10
-    while left and time.monotonic() < deadline:
+def wait_for_removal(files_before: set[Path]) -> set[Path]:
+    """Wait up to 10 s until new files are removed, and return those that remain."""
+    remaining, deadline = list_shared_memory_files() - files_before, time.monotonic() + 10
+    while remaining and time.monotonic() < deadline:
         time.sleep(0.1)
-        left &= shared_memory_files()
-    return left
+        remaining &= list_shared_memory_files()
+    return remaining
 
 
 @pytest.mark.skipif(SHARED_MEMORY is None, reason="no /dev/shm here")
 def test_shared_memory_files_are_removed(four: RankPool) -> None:
-    before = shared_memory_files()
+    files_before = list_shared_memory_files()
     four.run(find_hosts_of_rank, "aabb")
-    assert remaining_new_files(before) == set()
+    assert wait_for_removal(files_before) == set()
 
 
 def make_part(
@@ -110,11 +110,11 @@ def make_part(
         tokens=8, hidden=64, intermediate=64, experts=8, top_k=2, dtype=torch.float32,
         parallel=parallel,
     )  # fmt: skip
-    started = time.monotonic()
+    start_time = time.monotonic()
     try:
         make_kernel(part, "TorchExperts", problem, group=group).prepare_finalize.destroy()
     except ModularKernelError as error:
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - start_time < 5
         return f"{type(error).__name__} {error}"
     return "made"
 
@@ -141,11 +141,11 @@ def test_a_part_requires_the_hosts_of_its_problem(
 def test_shared_memory_over_two_hosts_is_refused_by_every_rank(
     four: RankPool,
 ) -> None:
-    before = shared_memory_files()
+    files_before = list_shared_memory_files()
     messages = four.run(make_part, "aabb", SYMM_MEM, None)
     need = f"need one host, whose memory {SYMM_MEM} shares"
     assert all(need in answer for answer in messages), messages
-    assert remaining_new_files(before) == set()
+    assert wait_for_removal(files_before) == set()
     assert four.run(make_part, "aaaa", SYMM_MEM, None) == ["made"] * 4
 
 
@@ -153,7 +153,7 @@ def test_verdicts_on_described_clusters() -> None:
     sizes = {"tokens": 8, "hidden": 512, "intermediate": 512, "experts": 8, "top_k": 2}
     machine = Machine("cuda", (9, 0), frozenset({"triton", "deep_ep", "pplx_kernels"}))
     names = ("DeepEPHT", "DeepEPLL", "Pplx", "SymmMem", "TorchAll2All", "AllGatherReduceScatter")
-    refused = set()
+    parts_on_one_host = set()
     for name in names:
         for per_host in (None, 2):
             problem = Problem(**sizes, parallel=Parallel(4, ranks_per_host=per_host))
@@ -161,8 +161,8 @@ def test_verdicts_on_described_clusters() -> None:
             verdict = check(f"{name}PrepareAndFinalize", experts, problem, machine)
             rules = {rejection.rule for rejection in verdict.rejections}
             assert ("hosts" in rules) <= (per_host == 2)
-            refused |= {name} if "hosts" in rules else set()
-    assert refused == {"DeepEPHT", "DeepEPLL", "Pplx", "SymmMem"}
+            parts_on_one_host |= {name} if "hosts" in rules else set()
+    assert parts_on_one_host == {"DeepEPHT", "DeepEPLL", "Pplx", "SymmMem"}
 
 
 @pytest.mark.parametrize("per_host", [0, 3, 5, 8, True, "2"])
@@ -186,17 +186,17 @@ def call_with_late_rank(rank: int, world: int, group: object, skew_s: float) -> 
         return f"{error.peers} {error}"
     finally:
         time.time = clock
-    return "whole"
+    return "no error"
 
 
 @pytest.mark.parametrize("skew_s", [0.0, 60.0, -60.0])
 def test_a_skewed_clock_causes_no_wrong_accusation(four: RankPool, skew_s: float) -> None:
-    message = four.run(call_with_late_rank, skew_s)
+    messages = four.run(call_with_late_rank, skew_s)
     for rank in (0, 1, 3):
-        assert message[rank].startswith("(2,)"), message
-        assert "s late" in message[rank]
-        assert "rank 2: on host b" in message[rank]
-    assert "gave up on this rank, which was at least" in message[2]
+        assert messages[rank].startswith("(2,)"), messages
+        assert "s late" in messages[rank]
+        assert "rank 2: on host b" in messages[rank]
+    assert "gave up on this rank, which was at least" in messages[2]
 
 
 def call_with_missing_host(rank: int, world: int, group: object) -> str:
@@ -210,21 +210,21 @@ def call_with_missing_host(rank: int, world: int, group: object) -> str:
         manager.all_reduce(torch.ones(1), step=1, phase="counts").wait()
     except CommunicationError as error:
         return str(error)
-    return "whole"
+    return "no error"
 
 
 def test_a_missing_host_is_named(four: RankPool) -> None:
-    message = four.run(call_with_missing_host)
-    assert all("ranks 2, 3: all of host b" in text for text in message[:2]), message
+    messages = four.run(call_with_missing_host)
+    assert all("ranks 2, 3: all of host b" in message for message in messages[:2]), messages
 
 
-def call_without_store(rank: int, world: int, group: object, ended: bool) -> tuple[int, ...]:
+def call_without_store(rank: int, world: int, group: object, is_closed: bool) -> tuple[int, ...]:
     """Return the named peers if an exchange fails, and the store does not answer.
-    ended: whether the connection to the store is closed.
+    is_closed: whether the connection to the store is closed.
     """
     set_host_id(rank, "aabb")
     manager = TorchGroup(group, timeout_s=1.0)
-    manager._failure_records.is_closed = ended
+    manager._failure_records.is_closed = is_closed
     manager._failure_records.publish_and_collect = lambda record, until_s: None
     if rank == 3:
         time.sleep(2.5)
@@ -289,7 +289,7 @@ def test_parts_with_eight_ranks_per_host_refuse_other_hosts(
     assert bool(message) is bool(need)
 
 
-def ranks_by_expert(rank: int, world: int, group: object, part: str) -> list[list[int]]:
+def find_ranks_by_expert(rank: int, world: int, group: object, part: str) -> list[list[int]]:
     """Return the ranks to which this rank's pairs of each expert may go."""
     set_host_id(rank, "aabb")
     placement = Placement.linear(4, 4).with_copies({0: (1, 2), 2: (3,)})
@@ -299,22 +299,22 @@ def ranks_by_expert(rank: int, world: int, group: object, part: str) -> list[lis
     )  # fmt: skip
     kernel = make_kernel(part, "TorchExperts", problem, group=group)
     tables = kernel.prepare_finalize.tables(torch.device("cpu"))
-    find_hosts_of_rank = [
+    ranks_by_expert = [
         sorted({int(location[0]) for location in locations[:copies]})
         for locations, copies in zip(tables.homes_ER2, tables.copies_E.tolist(), strict=True)
     ]
     kernel.prepare_finalize.destroy()
-    return find_hosts_of_rank
+    return ranks_by_expert
 
 
 def test_pairs_go_to_the_nearest_copies_on_actual_hosts(four: RankPool) -> None:
-    message = four.run(ranks_by_expert, ALL2ALL)
-    assert message == [
+    ranks_by_expert = four.run(find_ranks_by_expert, ALL2ALL)
+    assert ranks_by_expert == [
         [[0], [1], [2, 3], [3]],
         [[1], [1], [2, 3], [3]],
         [[2], [1], [2], [3]],
         [[2], [1], [3], [3]],
     ]
     for part in ("AllGatherReduceScatterPrepareAndFinalize", "ReplicatedEPPrepareAndFinalize"):
-        message = four.run(ranks_by_expert, part)
-        assert message == [[[0, 1, 2], [1], [2, 3], [3]]] * 4
+        ranks_by_expert = four.run(find_ranks_by_expert, part)
+        assert ranks_by_expert == [[[0, 1, 2], [1], [2, 3], [3]]] * 4

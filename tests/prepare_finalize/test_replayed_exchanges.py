@@ -1,4 +1,4 @@
-"""Replayed calls over ranks: launches and collectives of exchanges with fixed capacity."""
+"""Replayed calls over ranks repeat the launches and collectives of exchanges of fixed capacity."""
 
 import time
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from modular_kernel.testing.ranks.pool import RankPool
 from prepare_finalize import TorchGroup
 
 EXPERTS = {BATCHED: "BatchedTritonExperts"}
-FIXED = (REPLICATED, GATHERED, ALL2ALL, BATCHED)
+FIXED_CAPACITY_PARTS = (REPLICATED, GATHERED, ALL2ALL, BATCHED)
 
 
 @pytest.fixture(scope="module")
@@ -32,26 +32,26 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-def layer_of(part: str, seed: int = 0, **fields) -> Layer:
+def make_layer(part: str, seed: int = 0, **fields) -> Layer:
     tokens = (4, 4) if part == REPLICATED else (4, 3)
     experts = EXPERTS.get(part, "TritonExperts")
     return Layer(part, tokens, experts_part=experts, seed=seed, fields=fields)
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_channel"])
-@pytest.mark.parametrize("part", [*FIXED, SYMMETRIC])
+@pytest.mark.parametrize("part", [*FIXED_CAPACITY_PARTS, SYMMETRIC])
 def test_replays_match_the_float64_reference(pool: RankPool, part: str, quant: str) -> None:
     dtype = torch.float32 if quant == "none" else torch.bfloat16
-    layers = [layer_of(part, seed, quant=quant, dtype=dtype) for seed in range(5)]
+    layers = [make_layer(part, seed, quant=quant, dtype=dtype) for seed in range(5)]
     reports = pool.run(replay_calls, layers)
     for index, layer in enumerate(layers):
         comparison = layer.compare([outputs[index] for outputs, *_ in reports])
         assert comparison.ok, (index, comparison)
     for _, counters, invalid in reports:
-        first = {} if part == SYMMETRIC else {"first call of a layer over ranks": 1}
-        assert counters["fallback_calls"] == first
+        fallback_calls = {} if part == SYMMETRIC else {"first call of a layer over ranks": 1}
+        assert counters["fallback_calls"] == fallback_calls
         assert counters["recorded_calls"] == 1
-        assert counters["replayed_calls"] == 4 - len(first)
+        assert counters["replayed_calls"] == 4 - len(fallback_calls)
         assert invalid == 0
 
 
@@ -76,17 +76,17 @@ def replay_calls_of_an_idle_rank(rank: int, world: int, group: object, layer: La
     """Call a plan four times, on a layer in which a rank has no tokens. Return the last output."""
     with interpreted_replays():
         manager = make_manager(layer.part, group)
-        plan, given = layer.kernel(rank, manager).plan(), layer.inputs_of(rank)
+        plan, inputs = layer.kernel(rank, manager).plan(), layer.inputs_of(rank)
         for _ in range(4):
-            out = plan(given.x_TH, given.weights, given.routing)
+            out = plan(inputs.x_TH, inputs.weights, inputs.routing)
         plan.kernel.prepare_finalize.check()
         return out.clone(), plan.kernel.counters()
 
 
 @pytest.mark.parametrize("part", [GATHERED, ALL2ALL, BATCHED, SYMMETRIC])
 def test_calls_of_a_rank_without_tokens_are_replayed(pool: RankPool, part: str) -> None:
-    """Otherwise, all ranks would wait for the host code of the rank without tokens."""
-    layer = replace(layer_of(part), tokens_W=(4, 0))
+    """If they were not, all ranks would wait for the host code of the rank without tokens."""
+    layer = replace(make_layer(part), tokens_W=(4, 0))
     reports = pool.run(replay_calls_of_an_idle_rank, layer)
     assert layer.compare([out for out, _ in reports]).ok
     for _, counters in reports:
@@ -94,17 +94,17 @@ def test_calls_of_a_rank_without_tokens_are_replayed(pool: RankPool, part: str) 
         assert "no tokens" not in counters["fallback_calls"]
 
 
-@pytest.mark.parametrize("part", FIXED)
+@pytest.mark.parametrize("part", FIXED_CAPACITY_PARTS)
 def test_a_refusal_reaches_ranks_that_replay(pool: RankPool, part: str) -> None:
-    refused = "rank 1 refused its call 5 of layer 1 with DtypeError"
-    for rank, errors in enumerate(pool.run(refuse_in_replay, layer_of(part), 5.0)):
+    message = "rank 1 refused its call 5 of layer 1 with DtypeError"
+    for rank, errors in enumerate(pool.run(refuse_in_replay, make_layer(part), 5.0)):
         if rank == 1:
             assert errors[0].startswith("DtypeError")
         elif part == REPLICATED:  # On a CPU, this part raises before the all-reduce.
             errors.insert(0, errors[0])
         else:
             assert errors[0] == "NaN"
-        assert refused in errors[1]
+        assert message in errors[1]
         assert "a manager that failed before" in errors[2]
 
 
@@ -122,17 +122,17 @@ def interrupt_replay(rank: int, world: int, group: object, layer: Layer) -> tupl
 
         if rank == 1:
             manager._start = start_unless_combine
-        started = time.monotonic()
+        start_time = time.monotonic()
         try:
             plan(*arguments)
         except (CommunicationError, KeyboardInterrupt) as error:
-            return type(error).__name__, time.monotonic() - started
+            return type(error).__name__, time.monotonic() - start_time
         return "", 0.0
 
 
-@pytest.mark.parametrize("part", FIXED)
+@pytest.mark.parametrize("part", FIXED_CAPACITY_PARTS)
 def test_an_interrupted_replay_is_reported_at_once(pool: RankPool, part: str) -> None:
-    reports = pool.run(interrupt_replay, layer_of(part))
+    reports = pool.run(interrupt_replay, make_layer(part))
     assert [name for name, _ in reports] == ["CommunicationError", "KeyboardInterrupt"]
     assert all(seconds < 10 for _, seconds in reports)
 
@@ -155,9 +155,9 @@ def log_replays(rank: int, world: int, group: object, layer: Layer) -> tuple[lis
         return records, states, ""
 
 
-@pytest.mark.parametrize("part", [*FIXED, SYMMETRIC])
+@pytest.mark.parametrize("part", [*FIXED_CAPACITY_PARTS, SYMMETRIC])
 def test_replays_are_logged_and_need_an_open_manager(pool: RankPool, part: str) -> None:
-    for records, states, error in pool.run(log_replays, layer_of(part)):
+    for records, states, error in pool.run(log_replays, make_layer(part)):
         # On a CPU, ranks compare sizes before they exchange blocks.
         phases = ("dispatch", "combine") if part == SYMMETRIC else ("counts", "dispatch", "combine")
         expected = [(step, phase) for step in (1, 2) for phase in phases]
@@ -167,20 +167,24 @@ def test_replays_are_logged_and_need_an_open_manager(pool: RankPool, part: str) 
 
 
 def test_calls_are_not_replayed_if_their_slot_is_in_use(pool: RankPool) -> None:
-    for outputs, replayed in pool.run(replay_during_a_started_call, layer_of(SYMMETRIC)):
+    for outputs, replayed in pool.run(replay_during_a_started_call, make_layer(SYMMETRIC)):
         assert all(torch.equal(out, outputs[0]) for out in outputs)
         assert replayed == 3 + 2
 
 
 def find_replayable(rank: int, world: int, group: object, layer: Layer):
-    """Return whether kernels with counted rows and with a fixed capacity are replayable."""
-    checked, fixed = TorchGroup(group), TorchGroup(group, checked=False)
-    kernels = [layer.kernel(rank, manager) for manager in (checked, fixed)]
-    return [kernel.replayable for kernel in kernels], [k._call_plans.capacities for k in kernels]
+    """Return whether kernels with counted rows and with a fixed capacity are replayable, and the
+    capacities of their plans.
+    """
+    managers = TorchGroup(group), TorchGroup(group, checked=False)
+    kernels = [layer.kernel(rank, manager) for manager in managers]
+    return [kernel.replayable for kernel in kernels], [
+        kernel._call_plans.capacities for kernel in kernels
+    ]
 
 
-@pytest.mark.parametrize("part", FIXED)
+@pytest.mark.parametrize("part", FIXED_CAPACITY_PARTS)
 def test_calls_with_counted_rows_are_not_replayed(pool: RankPool, part: str) -> None:
-    for replayable, plans in pool.run(find_replayable, layer_of(part)):
+    for replayable, capacities in pool.run(find_replayable, make_layer(part)):
         assert replayable == [False, True]
-        assert plans == [(), ()]
+        assert capacities == [(), ()]

@@ -29,7 +29,7 @@ Pool = Callable[[int], RankPool]
 LAYER = Layer(PART, (3, 4))
 
 
-def error_of(call: Callable[[], object]) -> ModularKernelError | None:
+def catch_error(call: Callable[[], object]) -> ModularKernelError | None:
     try:
         call()
     except ModularKernelError as error:
@@ -50,15 +50,15 @@ def make_layer(rank: int, group: object, timeout_s: float = 5.0):
 def start_three_calls(rank: int, world: int, group: object) -> list:
     kernel, arguments = make_layer(rank, group)
     first, second = kernel.start(*arguments), kernel.start(*arguments)
-    refused = error_of(lambda: kernel.start(*arguments))
+    third_call_error = catch_error(lambda: kernel.start(*arguments))
     results = [second.finish().clone(), first.finish().clone()]
     handle = first.receive()[1]
-    repeated = error_of(
+    second_finalize_error = catch_error(
         lambda: kernel.prepare_finalize.finalize(
             results[0], handle=handle, reduce=kernel.reduce, out=results[0]
         )
     )
-    return [*results, kernel(*arguments), refused, repeated]
+    return [*results, kernel(*arguments), third_call_error, second_finalize_error]
 
 
 def test_two_calls_are_in_flight_and_a_third_is_refused(rank_pool: Pool) -> None:
@@ -112,14 +112,14 @@ def call_without_rank(rank: int, world: int, group: object, phase: str) -> list:
             kernel.start(*arguments).receive()
         return [expected]
     out, start = torch.zeros_like(expected), time.monotonic()
-    first = error_of(lambda: kernel(*arguments, out=out))
+    first_error = catch_error(lambda: kernel(*arguments, out=out))
     seconds = time.monotonic() - start
-    repeated = error_of(lambda: kernel(*arguments))
+    second_error = catch_error(lambda: kernel(*arguments))
     manager = kernel.prepare_finalize.manager
     return [
         expected,
-        first,
-        repeated,
+        first_error,
+        second_error,
         seconds,
         bool(out.isnan().all()),
         manager.last_calls.json_lines(),
@@ -129,34 +129,34 @@ def call_without_rank(rank: int, world: int, group: object, phase: str) -> list:
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
 def test_a_missing_rank_is_named_and_the_output_is_nan(rank_pool: Pool, phase: str) -> None:
     reports = rank_pool(2).run(call_without_rank, phase)
-    expected, first, repeated, seconds, is_nan, lines = reports[0]
+    expected, first_error, second_error, seconds, is_nan, lines = reports[0]
     assert LAYER.compare([expected, reports[1][0]]).ok
-    assert isinstance(first, CommunicationError)
-    assert (first.phase, first.peers, first.rank) == (phase, (1,), 0)
-    assert str(repeated) == str(first)
+    assert isinstance(first_error, CommunicationError)
+    assert (first_error.phase, first_error.peers, first_error.rank) == (phase, (1,), 0)
+    assert str(second_error) == str(first_error)
     assert is_nan
     assert seconds < 10
     assert phase in lines
 
 
-def repeat_refused_call(rank: int, world: int, group: object, by: str) -> list:
-    """Make a call before and after refused calls on rank 1. Return outputs and errors."""
+def repeat_refused_call(rank: int, world: int, group: object, caller: str) -> list:
+    """Make a call before and after calls that rank 1 refuses. Return outputs and errors."""
     kernel, (x_TH, *others) = make_layer(rank, group)
-    call = kernel.plan() if by == "plan" else kernel
-    expected, refused = call(x_TH, *others).clone(), []
+    call = kernel.plan() if caller == "plan" else kernel
+    expected, errors = call(x_TH, *others).clone(), []
     if rank == 1:
-        refused = [error_of(lambda: call(x_TH.double(), *others)) for _ in range(3)]
+        errors = [catch_error(lambda: call(x_TH.double(), *others)) for _ in range(3)]
     repeated = call(x_TH, *others).clone()
     kernel.prepare_finalize.check()
-    return [expected, repeated, call(x_TH, *others), refused]
+    return [expected, repeated, call(x_TH, *others), errors]
 
 
-@pytest.mark.parametrize("by", ["kernel", "plan"])
-def test_a_refused_call_can_be_repeated_within_the_timeout(rank_pool: Pool, by: str) -> None:
+@pytest.mark.parametrize("caller", ["kernel", "plan"])
+def test_a_refused_call_can_be_repeated_within_the_timeout(rank_pool: Pool, caller: str) -> None:
     """Other ranks are not notified. They wait, because a refused call does not change the number of
     calls.
     """
-    reports = rank_pool(2).run(repeat_refused_call, by)
+    reports = rank_pool(2).run(repeat_refused_call, caller)
     for index in range(3):
         assert LAYER.compare([report[index] for report in reports]).ok
     assert [type(error) for error in reports[1][3]] == [DtypeError] * 3
@@ -165,7 +165,7 @@ def test_a_refused_call_can_be_repeated_within_the_timeout(rank_pool: Pool, by: 
 def make_different_layers(rank: int, world: int, group: object) -> ModularKernelError | None:
     problem = replace(LAYER.problem(rank), hidden=48 if rank else 64)
     manager = SymmetricGroup(group, timeout_s=5)
-    return error_of(
+    return catch_error(
         lambda: make_kernel(PART, "TorchExperts", problem, group=manager, machine=MACHINE)
     )
 
@@ -181,7 +181,7 @@ def test_ranks_that_call_different_layers_raise_before_communication(rank_pool: 
 def call_after_destroy(rank: int, world: int, group: object) -> ModularKernelError | None:
     kernel, arguments = make_layer(rank, group)
     kernel.prepare_finalize.manager.destroy()
-    return error_of(lambda: kernel(*arguments))
+    return catch_error(lambda: kernel(*arguments))
 
 
 def test_use_after_destroy_is_refused(rank_pool: Pool) -> None:
@@ -193,7 +193,7 @@ def test_use_after_destroy_is_refused(rank_pool: Pool) -> None:
 def check_other_device(rank: int, world: int, group: object) -> ModularKernelError | None:
     manager = SymmetricGroup(group)
     manager.check_device("cpu")
-    return error_of(lambda: manager.check_device("cuda"))
+    return catch_error(lambda: manager.check_device("cuda"))
 
 
 def test_tensors_of_another_device_are_refused(rank_pool: Pool) -> None:
@@ -205,14 +205,14 @@ def test_tensors_of_another_device_are_refused(rank_pool: Pool) -> None:
 def connect_alone(rank: int, world: int, group: object) -> ModularKernelError | None:
     if rank == 1:
         return None
-    return error_of(lambda: SymmetricGroup(group, timeout_s=0.3))
+    return catch_error(lambda: SymmetricGroup(group, timeout_s=0.3))
 
 
 def allocate_alone(rank: int, world: int, group: object) -> ModularKernelError | None:
     manager = SymmetricGroup(group, timeout_s=3.0)  # Both ranks must connect within this time.
     if rank == 1:
         return None
-    return error_of(lambda: manager.allocate_heap(256, "nothing", lambda _heap: None))
+    return catch_error(lambda: manager.allocate_heap(256, "nothing", lambda _heap: None))
 
 
 @pytest.mark.parametrize("call", [connect_alone, allocate_alone])
@@ -245,5 +245,5 @@ def test_outputs_with_activations_quantized_by_the_experts(rank_pool: Pool) -> N
 def test_unsupported_problems_are_refused(change: dict[str, object], rule: str) -> None:
     problem = Problem(4, 256, 256, experts=16, top_k=2, parallel=Parallel(2))
     assert check(PART, "TritonExperts", problem, MACHINE).ok
-    found = check(PART, "TritonExperts", replace(problem, **change), MACHINE).rejections
-    assert rule in [rejection.rule for rejection in found]
+    rejections = check(PART, "TritonExperts", replace(problem, **change), MACHINE).rejections
+    assert rule in [rejection.rule for rejection in rejections]

@@ -1,6 +1,6 @@
 """Faults between hosts: which errors are raised, how soon, and how ranks continue.
 If this process can create network namespaces (usually as root), each host has its own. Otherwise
-all hosts share one network, and tests that need a cable between hosts are skipped.
+all hosts share one network, and tests that need a simulated cable between hosts are skipped.
 """
 
 import os
@@ -82,10 +82,12 @@ def test_a_cut_cable_is_attributed_to_the_other_host_and_recovers(cable: World) 
     cable.cable.cut = True
     answers = cable.run_on_ranks("until")
     for rank, answer in enumerate(answers):
-        others, host = ([2, 3], b) if rank < 2 else ([0, 1], a)
+        other_ranks, host = ([2, 3], b) if rank < 2 else ([0, 1], a)
         assert answer["error"] == "CommunicationError", answer
-        assert answer["peers"] == others, (rank, answer)
-        assert f"ranks {others[0]}, {others[1]}: all of host {host}" in answer["text"], answer
+        assert answer["peers"] == other_ranks, (rank, answer)
+        assert f"ranks {other_ranks[0]}, {other_ranks[1]}: all of host {host}" in answer["text"], (
+            answer
+        )
         assert answer["seconds"] < TIMEOUT_S + 4
     cable.cable.cut = False
     cable.run_on_ranks("drop")
@@ -144,7 +146,9 @@ def test_torchrun_restarts_a_lost_rank(tmp_path: Path) -> None:
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0, 0], outputs
-    assert sorted(line for text in outputs for line in text.splitlines() if "is right" in line) == [
+    assert sorted(
+        line for output in outputs for line in output.splitlines() if "is right" in line
+    ) == [
         "rank 0 is right",
         "rank 1 is right",
     ]

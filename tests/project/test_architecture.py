@@ -27,7 +27,7 @@ VENDOR_LIBRARIES = {
 OPTIONAL_LIBRARIES = {"transformers", "matplotlib", "vllm", "sglang"}
 
 
-def loaded_by(statement: str) -> set[str]:
+def list_loaded_modules(statement: str) -> set[str]:
     """Return the top-level modules that `statement` loads in a new interpreter."""
     program = f"import sys\n{statement}\nprint(*{{name.split('.')[0] for name in sys.modules}})"
     result = subprocess.run(
@@ -43,22 +43,27 @@ def loaded_by(statement: str) -> set[str]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_import_loads_no_vendor_library(package: str) -> None:
-    assert loaded_by(f"import {package}") & (VENDOR_LIBRARIES | OPTIONAL_LIBRARIES) == set()
+    assert (
+        list_loaded_modules(f"import {package}") & (VENDOR_LIBRARIES | OPTIONAL_LIBRARIES) == set()
+    )
 
 
 def test_core_loads_no_triton() -> None:
-    modules_of_torch = loaded_by("import torch")  # some builds of torch load triton
-    every_name = "from modular_kernel import *"
-    assert (loaded_by(every_name) - modules_of_torch) & {"triton", "transformers"} == set()
+    modules_of_torch = list_loaded_modules("import torch")  # some builds of torch load triton
+    import_all = "from modular_kernel import *"
+    assert (list_loaded_modules(import_all) - modules_of_torch) & {
+        "triton",
+        "transformers",
+    } == set()
 
 
 def test_core_loads_no_part() -> None:
-    assert loaded_by("import modular_kernel") & set(PARTS) == set()
+    assert list_loaded_modules("import modular_kernel") & set(PARTS) == set()
 
 
 def test_command_line_loads_no_torch() -> None:
     """`mk --help` must be fast."""
-    assert "torch" not in loaded_by(
+    assert "torch" not in list_loaded_modules(
         "from modular_kernel.cli.main import make_application; make_application()"
     )
 
@@ -130,7 +135,7 @@ def test_public_names_differ_from_submodules() -> None:
     assert not modules & set(modular_kernel.__all__)
 
 
-def _imported_modules() -> set[tuple[str, str]]:
+def _list_imports() -> set[tuple[str, str]]:
     """Return pairs (module, imported module) of this repository's packages. Imports under
     TYPE_CHECKING are ignored.
     """
@@ -157,10 +162,10 @@ def _imported_modules() -> set[tuple[str, str]]:
     return {(user, used) for user, used in imports if used in files and used != user}
 
 
-def _modules_in_cycles(pairs: set[tuple[str, str]]) -> set[str]:
+def _find_modules_in_cycles(pairs: set[tuple[str, str]]) -> set[str]:
     """Return the modules in import cycles.
 
-    Removes imports of modules that import nothing, and imports by modules that are not imported,
+    Remove imports of modules that import nothing, and imports by modules that are not imported,
     until none remain.
     """
     while True:
@@ -172,9 +177,9 @@ def _modules_in_cycles(pairs: set[tuple[str, str]]) -> set[str]:
 
 
 def test_files_and_sibling_folders_have_no_import_cycles() -> None:
-    """Includes imports inside functions."""
-    imports = _imported_modules()
-    assert _modules_in_cycles(imports) == set()
+    """Imports inside functions count, too."""
+    imports = _list_imports()
+    assert _find_modules_in_cycles(imports) == set()
     imports_of_siblings: dict[str, set[tuple[str, str]]] = {}
     for user, used in imports:
         user_parts, used_parts = user.split("."), used.split(".")
@@ -187,9 +192,9 @@ def test_files_and_sibling_folders_have_no_import_cycles() -> None:
             pair = ".".join(user_parts[: num_common + 1]), ".".join(used_parts[: num_common + 1])
             imports_of_siblings.setdefault(".".join(user_parts[:num_common]), set()).add(pair)
     assert {
-        where: _modules_in_cycles(pairs)
-        for where, pairs in imports_of_siblings.items()
-        if _modules_in_cycles(pairs)
+        folder: _find_modules_in_cycles(pairs)
+        for folder, pairs in imports_of_siblings.items()
+        if _find_modules_in_cycles(pairs)
     } == {}
 
 

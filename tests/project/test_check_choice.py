@@ -48,8 +48,8 @@ def test_report_compares_the_choice_with_the_default_and_the_best(
     """The clock is simulated: one of the two experts parts takes 1.3 times as long as the other."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")
 
-    def compare_with_default(plan, _default, given, _device):
-        kernel = plan.kernel.kernel(given.problem.tokens)
+    def compare_with_default(plan, _default, inputs, _device):
+        kernel = plan.kernel.kernel(inputs.problem.tokens)
         return 1.0, 1.0 if type(kernel.experts).__name__ == "TorchExperts" else ratio, 0.0
 
     ratio = 1 / 1.3 if slow == "TorchExperts" else 1.3
@@ -76,15 +76,15 @@ def test_slower_choice_and_overrun_budget_are_errors(
     cell = {"layer": "L", "quant": "none", "tokens": 4, "budget": 5.0, "x_best": 1.0}
     call = {"layer": "L", "quant": "none", "budget": 5.0, "first_s": 1.0, "same_again": True}
 
-    def exit_code(x_default: float, noise: float, **changes: object) -> int:
+    def get_exit_code(x_default: float, noise: float, **changes: object) -> int:
         cells = [{**cell, "x_default": x_default, "noise": noise}]
         return tool._print_summary({"cells": cells, "calls": [{**call, **changes}]}, 1.02)
 
-    assert exit_code(1.0, 0.0) == 0
-    assert exit_code(1.05, 0.02) == 0  # within the noise
-    assert exit_code(1.05, 0.01) == 1
-    assert exit_code(1.0, 0.0, first_s=6.5) == 1
-    assert exit_code(1.0, 0.0, same_again=False) == 1
+    assert get_exit_code(1.0, 0.0) == 0
+    assert get_exit_code(1.05, 0.02) == 0  # within the noise
+    assert get_exit_code(1.05, 0.01) == 1
+    assert get_exit_code(1.0, 0.0, first_s=6.5) == 1
+    assert get_exit_code(1.0, 0.0, same_again=False) == 1
     out = capsys.readouterr().out
     assert "slower than the default: L none at 4 tokens" in out
     assert "overrun: L none took 6.5 s with a budget of 5 s" in out

@@ -43,8 +43,10 @@ def tool() -> ModuleType:
 def test_instruction_sets_follow_from_cpu_flags(
     tool: ModuleType, flags: set[str], present: list[str]
 ) -> None:
-    text = f"processor\t: 0\nflags\t\t: fpu {' '.join(flags)}\nprocessor\t: 1\nflags\t\t: other\n"
-    present_isas, missing = tool.split_isas(tool.parse_cpu_flags(text))
+    cpuinfo = (
+        f"processor\t: 0\nflags\t\t: fpu {' '.join(flags)}\nprocessor\t: 1\nflags\t\t: other\n"
+    )
+    present_isas, missing = tool.split_isas(tool.parse_cpu_flags(cpuinfo))
     assert present_isas == present
     assert sorted([*present_isas, *missing]) == sorted(name for name, *_ in tool.ISAS)
     assert all(set(needed) & flags == set() for needed in missing.values())

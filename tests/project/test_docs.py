@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -17,9 +17,8 @@ from modular_kernel.replay.stages import STAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGES = sorted(
-    [ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")]
-)  # tests/project/test_readme.py: the README
+# tests/project/test_readme.py tests the README.
+PAGES = sorted([ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")])
 BLOCKS = [block for page in [ROOT / "README.md", *PAGES] for block in blocks_of(page)]
 PAGES_WITH_CODE = sorted(
     {b.page for b in BLOCKS if b.reason is None and b.language in LANGUAGES} & set(PAGES)
@@ -81,9 +80,9 @@ def test_blocks_share_a_namespace_and_errors_have_page_lines(tmp_path: Path) -> 
     text = "# T\n\n```python\na = 1\n```\n\n- item\n\n  ```python\n  b = a + 1\n  ```\n"
     assert run_page(write_page(tmp_path, text), make_printing_mk(""))["b"] == 2
     page = write_page(tmp_path, text + "\n```python\n\nassert b == 3\n```\n")
-    with pytest.raises(AssertionError) as caught:
+    with pytest.raises(AssertionError) as exc_info:
         run_page(page, make_printing_mk(""))
-    failing_frame = caught.traceback[-1]
+    failing_frame = exc_info.traceback[-1]
     assert (failing_frame.path, failing_frame.lineno + 1) == (page, 15)
 
 
@@ -94,7 +93,7 @@ def test_block_with_a_reason_is_not_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shown", "fault"),
+    ("shown", "expected_error"),
     [
         ("one\nthree", None),
         ("...\ntwo   x\n...", None),
@@ -104,15 +103,18 @@ def test_block_with_a_reason_is_not_run(tmp_path: Path) -> None:
     ],
 )
 def test_shown_output_must_be_printed_in_order(
-    tmp_path: Path, shown: str, fault: str | None
+    tmp_path: Path, shown: str, expected_error: str | None
 ) -> None:
     page = write_page(tmp_path, f"```console\n$ mk list\n{shown}\n```\n")
-    run: Callable[[], object] = lambda: run_page(page, make_printing_mk("one\ntwo  x\nthree\n"))  # noqa: E731
-    if fault is None:
-        run()
+
+    def run_written_page() -> None:
+        run_page(page, make_printing_mk("one\ntwo  x\nthree\n"))
+
+    if expected_error is None:
+        run_written_page()
         return
-    with pytest.raises(AssertionError, match=fault):
-        run()
+    with pytest.raises(AssertionError, match=expected_error):
+        run_written_page()
 
 
 def test_failing_command_needs_a_shown_exit_status(tmp_path: Path) -> None:
@@ -127,8 +129,8 @@ def test_failing_command_needs_a_shown_exit_status(tmp_path: Path) -> None:
 
 
 def test_all_profiling_stages_are_documented() -> None:
-    text = (DOCS / "profiling.md").read_text(encoding="utf-8")
-    assert [name for name in STAGES if f"| `{name.removeprefix('mk::')}` |" not in text] == []
+    page_text = (DOCS / "profiling.md").read_text(encoding="utf-8")
+    assert [name for name in STAGES if f"| `{name.removeprefix('mk::')}` |" not in page_text] == []
 
 
 def test_packages_of_the_site_are_pinned() -> None:
@@ -149,7 +151,7 @@ def test_first_column_of_tables_is_sticky() -> None:
         if "th:first-child" in selector and "left: 0" in body
     )
     assert "position: sticky" in first_column
-    # without a background, scrolled cells would be visible behind it
+    # Without a background, scrolled cells would be visible behind the column.
     assert "background:" in first_column
 
 
@@ -212,7 +214,7 @@ def test_build_is_offline_and_nitpicky() -> None:
     assert "\nnitpicky = True " in text
     inventories = re.findall(r'"(inventories/\w+\.inv)"', text)
     assert len(inventories) == text.count('("https://') == 2
-    for name in inventories:  # without a local inventory, Sphinx would download one
+    for name in inventories:  # Without a local inventory, Sphinx would download one.
         lines = (DOCS / name).read_text(encoding="utf-8").splitlines()
         assert lines[0] == "# Sphinx inventory version 1"
         assert lines[3:] == sorted(set(lines[3:]))
@@ -223,14 +225,14 @@ def test_published_site_lists_all_versions(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.syspath_prepend(str(DOCS))
     publish = import_module("publish")
     monkeypatch.delitem(sys.modules, "publish")
-    built, site = tmp_path / "docs", tmp_path / "site"
+    built_docs, site = tmp_path / "docs", tmp_path / "site"
     with pytest.raises(SystemExit, match=r"no index\.html"):
-        publish.publish(built, site, "0.9.0")
-    built.mkdir()
-    (built / "index.html").write_text("new", encoding="utf-8")
+        publish.publish(built_docs, site, "0.9.0")
+    built_docs.mkdir()
+    (built_docs / "index.html").write_text("new", encoding="utf-8")
     for version in ("0.9.0", "0.10.0", "0.9.0"):
-        listed = publish.publish(built, site, version)
-    assert listed == ["0.10.0", "0.9.0"]
+        versions = publish.publish(built_docs, site, version)
+    assert versions == ["0.10.0", "0.9.0"]
     assert '["0.10.0", "0.9.0"]' in (site / "versions.js").read_text(encoding="utf-8")
     assert (site / "0.9.0/index.html").read_text(encoding="utf-8") == "new"
     page = (site / "index.html").read_text(encoding="utf-8")
@@ -248,5 +250,5 @@ def test_docstring_arguments_become_a_list(directive: ModuleType) -> None:
 
 
 def test_smart_quotes_are_off() -> None:
-    """Otherwise Sphinx would curl quotes and turn `--` of options into dashes."""
+    """With smart quotes, Sphinx would curl quotes and turn `--` of options into dashes."""
     assert "\nsmartquotes = False\n" in (DOCS / "conf.py").read_text(encoding="utf-8")

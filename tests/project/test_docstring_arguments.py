@@ -27,7 +27,7 @@ SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 # Classes whose docstring explains the values of a field in the form of descriptions.
-VALUES = {"Family": {"plain", "ungated", "oai", "clamp_before", "clamp_after"}}
+DESCRIBED_VALUES = {"Family": {"plain", "ungated", "oai", "clamp_before", "clamp_after"}}
 
 # Lower case, or a constexpr in upper case. Words such as `Raises` are prose.
 _NAME = r"`?(?:[a-z_][a-z0-9_]*|[A-Z][A-Z0-9_]+)`?"
@@ -37,7 +37,7 @@ _ITEM = re.compile(r"(?:[-*] )")
 _RESULT = re.compile(r"\b(?i:returns?|yields?|prints?)\b([^.]*)")
 
 
-def paragraphs(docstring: str) -> Iterator[str]:
+def split_paragraphs(docstring: str) -> Iterator[str]:
     """Yield the paragraphs and list items of a docstring as single lines, without code."""
     for block in re.split(r"\n\s*\n", docstring):
         lines: list[str] = []
@@ -51,27 +51,27 @@ def paragraphs(docstring: str) -> Iterator[str]:
             yield " ".join(lines)
 
 
-def described_names(docstring: str) -> list[str]:
+def list_described_names(docstring: str) -> list[str]:
     """Return the names that a docstring describes."""
     return [
         name.strip("`")
-        for index, paragraph in enumerate(paragraphs(docstring))
+        for index, paragraph in enumerate(split_paragraphs(docstring))
         for match in _AT_SENTENCE_START.finditer(paragraph)
         if index or match.start()
         for name in re.split(r", and |, | and ", match[1])
     ]
 
 
-def arguments_of(function: Function) -> set[str]:
+def list_arguments(function: Function) -> set[str]:
     args = function.args
     all_arguments = (*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg)
     return {arg.arg for arg in all_arguments if arg is not None} - {"self", "cls"}
 
 
-def unknown_arguments(function: Function) -> list[str]:
+def find_unknown_arguments(function: Function) -> list[str]:
     """Return the described names that are not arguments of the function."""
     docstring = ast.get_docstring(function) or ""
-    arguments = arguments_of(function)
+    arguments = list_arguments(function)
     returns_value = not (
         isinstance(function.returns, ast.Constant) and function.returns.value is None
     )
@@ -83,49 +83,49 @@ def unknown_arguments(function: Function) -> list[str]:
         with_suffix = any(argument.startswith(f"{name}_") for argument in arguments)
         return name in arguments or with_suffix or name in results
 
-    return [name for name in described_names(docstring) if not is_known(name)]
+    return [name for name in list_described_names(docstring) if not is_known(name)]
 
 
-def attributes_of(cls: ast.ClassDef) -> set[str]:
+def list_attributes(cls: ast.ClassDef) -> set[str]:
     """Return the fields, methods and attributes of a class, and the arguments of `__init__`."""
     names: set[str] = set()
     for node in ast.walk(cls):
         if isinstance(node, ast.AnnAssign | ast.Assign):
             targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
             for target in targets:
-                for part in ast.walk(target):
-                    if isinstance(part, ast.Name):
-                        names.add(part.id)
-                    elif isinstance(part, ast.Attribute):
-                        names.add(part.attr)
+                for child in ast.walk(target):
+                    if isinstance(child, ast.Name):
+                        names.add(child.id)
+                    elif isinstance(child, ast.Attribute):
+                        names.add(child.attr)
         elif isinstance(node, Function):
             names.add(node.name)
             if node.name in ("__init__", "__new__", "__call__"):
-                names |= arguments_of(node)
+                names |= list_arguments(node)
     return names
 
 
 @cache
-def definitions(path: Path) -> tuple[Function | ast.ClassDef, ...]:
+def list_definitions(path: Path) -> tuple[Function | ast.ClassDef, ...]:
     """Return all functions and classes of a file."""
     nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
     return tuple(node for node in nodes if isinstance(node, Function | ast.ClassDef))
 
 
-def classes_by_name(sources: list[Path]) -> dict[str, list[ast.ClassDef]]:
+def index_classes(sources: list[Path]) -> dict[str, list[ast.ClassDef]]:
     classes: dict[str, list[ast.ClassDef]] = {}
-    for node in (node for path in sources for node in definitions(path)):
+    for node in (node for path in sources for node in list_definitions(path)):
         if isinstance(node, ast.ClassDef):
             classes.setdefault(node.name, []).append(node)
     return classes
 
 
-def unknown_fields(cls: ast.ClassDef, classes: dict[str, list[ast.ClassDef]]) -> list[str]:
+def find_unknown_fields(cls: ast.ClassDef, classes: dict[str, list[ast.ClassDef]]) -> list[str]:
     """Return the described names that are not attributes of the class.
 
     classes: definitions by name, used to look up base classes.
     """
-    names = attributes_of(cls) | VALUES.get(cls.name, set())
+    names = list_attributes(cls) | DESCRIBED_VALUES.get(cls.name, set())
     pending, seen = list(cls.bases), {cls.name}
     while pending:
         base = pending.pop()
@@ -135,17 +135,17 @@ def unknown_fields(cls: ast.ClassDef, classes: dict[str, list[ast.ClassDef]]) ->
             continue
         seen.add(base_name)
         for definition in classes.get(base_name, []):
-            names |= attributes_of(definition)
+            names |= list_attributes(definition)
             pending += definition.bases
     docstring = ast.get_docstring(cls) or ""
 
     def is_known(name: str) -> bool:
         return name in names or any(other.startswith(f"{name}_") for other in names)
 
-    return [name for name in described_names(docstring) if not is_known(name)]
+    return [name for name in list_described_names(docstring) if not is_known(name)]
 
 
-def first_function(source: str) -> Function:
+def parse_function(source: str) -> Function:
     (node,) = ast.parse(source).body
     assert isinstance(node, Function)
     return node
@@ -155,19 +155,19 @@ def test_functions_describe_their_arguments() -> None:
     unknown = [
         f"{path.relative_to(ROOT)}:{node.lineno}: {node.name} has no {', '.join(names)}"
         for path in SOURCES
-        for node in definitions(path)
-        if isinstance(node, Function) and (names := unknown_arguments(node))
+        for node in list_definitions(path)
+        if isinstance(node, Function) and (names := find_unknown_arguments(node))
     ]
     assert not unknown, "\n".join(unknown)
 
 
 def test_classes_describe_their_fields() -> None:
-    classes = classes_by_name(SOURCES)
+    classes = index_classes(SOURCES)
     unknown = [
         f"{path.relative_to(ROOT)}:{node.lineno}: {node.name} has no {', '.join(names)}"
         for path in SOURCES
-        for node in definitions(path)
-        if isinstance(node, ast.ClassDef) and (names := unknown_fields(node, classes))
+        for node in list_definitions(path)
+        if isinstance(node, ast.ClassDef) and (names := find_unknown_fields(node, classes))
     ]
     assert not unknown, "\n".join(unknown)
 
@@ -194,8 +194,8 @@ def test_classes_describe_their_fields() -> None:
     ],
 )
 def test_unknown_arguments_are_detected(signature: str, docstring: str, unknown: list[str]) -> None:
-    function = first_function(f"def {signature}:\n    {docstring!r}")
-    assert unknown_arguments(function) == unknown
+    function = parse_function(f"def {signature}:\n    {docstring!r}")
+    assert find_unknown_arguments(function) == unknown
 
 
 @pytest.mark.parametrize(
@@ -216,4 +216,4 @@ def test_unknown_fields_are_detected(
     base, cls = ast.parse(source).body
     assert isinstance(base, ast.ClassDef)
     assert isinstance(cls, ast.ClassDef)
-    assert unknown_fields(cls, {"Base": [base]}) == unknown
+    assert find_unknown_fields(cls, {"Base": [base]}) == unknown

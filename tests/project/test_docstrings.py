@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("modular_kernel", "prepare_finalize", "experts", "topk_reduce")
 
 
-def modules_with_examples() -> list[str]:
+def list_modules_with_examples() -> list[str]:
     """Return the modules with a `>>>` prompt in a docstring."""
     return [
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -21,7 +21,7 @@ def modules_with_examples() -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", modules_with_examples())
+@pytest.mark.parametrize("name", list_modules_with_examples())
 def test_examples_pass(name: str) -> None:
     failed, attempted = doctest.testmod(import_module(name))
     assert attempted > 0
@@ -29,7 +29,7 @@ def test_examples_pass(name: str) -> None:
 
 
 def test_public_functions_have_examples() -> None:
-    with_examples = set(modules_with_examples())
+    with_examples = set(list_modules_with_examples())
     assert {
         "modular_kernel.catalog",
         "modular_kernel.spec.problem",

@@ -1,7 +1,4 @@
-"""Names of packages, extras and parts in `mk doctor`, setup.py and the documentation are correct.
-
-The catalog and the source must contain them.
-"""
+"""The packages, extras and parts that `mk doctor`, setup.py and the documentation name exist."""
 
 import ast
 import re
@@ -38,7 +35,7 @@ PART_NAME = re.compile(
 )
 
 
-def imported_packages() -> set[str]:
+def list_imported_packages() -> set[str]:
     """Return the top-level names that the packages import anywhere."""
     names: set[str] = set()
     for package in PACKAGES:
@@ -64,7 +61,7 @@ def test_packages_of_doctor_are_needed_by_a_part_or_imported() -> None:
     needed = collect_packages(load_catalog())
     extra_packages = set(doctor._EXTRA_PACKAGES)
     assert extra_packages & needed == set(), "the catalog has these packages already"
-    assert extra_packages <= imported_packages()
+    assert extra_packages <= list_imported_packages()
 
 
 def read_extras() -> dict[str, list[str]]:
@@ -81,7 +78,7 @@ def read_extras() -> dict[str, list[str]]:
 @pytest.mark.share(2)
 @pytest.mark.parametrize("extra", sorted(set(read_extras()) - DEVELOPMENT_EXTRAS))
 def test_packages_of_extras_are_needed_by_a_part_or_imported(extra: str) -> None:
-    used_packages = imported_packages() | collect_packages(load_catalog())
+    used_packages = list_imported_packages() | collect_packages(load_catalog())
     for requirement in read_extras()[extra]:
         name = re.split(r"[<>=;\s\[]", requirement)[0]
         assert IMPORTED_AS.get(name, name) in used_packages
@@ -89,30 +86,30 @@ def test_packages_of_extras_are_needed_by_a_part_or_imported(extra: str) -> None
 
 def test_extras_named_in_docs_exist() -> None:
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
-        text = path.read_text(encoding="utf-8")
-        named = set(re.findall(r"the `(\w+)` extra", text))
-        named |= {
+        page_text = path.read_text(encoding="utf-8")
+        named_extras = set(re.findall(r"the `(\w+)` extra", page_text))
+        named_extras |= {
             extra
-            for words in re.findall(r"modular-kernel\[([\w,]+)\]|'?\.\[([\w,]+)\]", text)
+            for words in re.findall(r"modular-kernel\[([\w,]+)\]|'?\.\[([\w,]+)\]", page_text)
             for names in words
             for extra in names.split(",")
             if extra
         }
-        assert named <= set(read_extras()), path
+        assert named_extras <= set(read_extras()), path
 
 
 def test_table_of_parts_equals_the_catalog() -> None:
-    text = (ROOT / "docs/parts.md").read_text(encoding="utf-8")
-    table = text[text.index("\n| part |") :].split("\n\n")[0].lstrip()
+    page_text = (ROOT / "docs/parts.md").read_text(encoding="utf-8")
+    table = page_text[page_text.index("\n| part |") :].split("\n\n")[0].lstrip()
     rows = [line.split("|")[1] for line in table.splitlines()[2:]]
-    named = [
+    named_parts = [
         name
         for row in rows
         for word in re.findall(r"`([^`]+)`", row)
         for name in expand_braces(word)
     ]
     assert len(rows) > 10
-    assert sorted(named) == sorted(PARTS)
+    assert sorted(named_parts) == sorted(PARTS)
 
 
 def test_parts_named_in_docs_exist() -> None:

@@ -18,14 +18,14 @@ EXPECTED_TEXTS = {
     "two_ranks.py": ["rank 0 of 2", "rank 1 of 2", "the same as on one rank"],
     "why_not.py": ["NoEP x TritonExperts\n", "format: got", "raises IncompatibleError"],
 }
-STARTS_PROCESSES = {"two_ranks.py"}  # starts processes, which import the main module
+EXAMPLES_WITH_PROCESSES = {"two_ranks.py"}  # The processes import the main module.
 
 
 def test_every_example_is_tested() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == set(EXPECTED_TEXTS)
 
 
-@pytest.mark.parametrize("name", sorted(set(EXPECTED_TEXTS) - STARTS_PROCESSES))
+@pytest.mark.parametrize("name", sorted(set(EXPECTED_TEXTS) - EXAMPLES_WITH_PROCESSES))
 def test_example_runs(
     name: str,
     tmp_path: Path,
@@ -42,11 +42,11 @@ def test_example_runs(
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     finally:
         torch.set_default_device(None)
-    printed, error_output = capfd.readouterr()
-    assert [text for text in EXPECTED_TEXTS[name] if text not in printed] == []
+    output, error_output = capfd.readouterr()
+    assert [text for text in EXPECTED_TEXTS[name] if text not in output] == []
     assert "USDT:" not in error_output
-    created = [path.name for path in tmp_path.iterdir()]
-    assert created == (["layer.trace.json"] if name == "profile_to_a_trace.py" else [])
+    created_files = [path.name for path in tmp_path.iterdir()]
+    assert created_files == (["layer.trace.json"] if name == "profile_to_a_trace.py" else [])
 
 
 def test_trace_folder_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +61,7 @@ def test_trace_folder_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert path.is_file()
 
 
-@pytest.mark.parametrize("name", sorted(STARTS_PROCESSES))
+@pytest.mark.parametrize("name", sorted(EXAMPLES_WITH_PROCESSES))
 def test_example_with_processes_runs(name: str, tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / name)]
     result = subprocess.run(
@@ -101,9 +101,9 @@ def test_notebook_shows_compose_check_test_and_profile() -> None:
 def test_cell_output_is_printed_text_and_last_value() -> None:
     tool = runpy.run_path(str(EXAMPLES.parent / "tools" / "run_notebook.py"))
     code = {"cell_type": "code", "metadata": {}, "source": ["a = 2\n", "print('one')\n", "a + 1"]}
-    text = {"cell_type": "markdown", "metadata": {}, "source": ["text"]}
-    silent = code | {"source": ["b = a * 1.5"]}
-    (_, first, second) = tool["execute"]({"cells": [text, code, silent]})["cells"]
+    markdown = {"cell_type": "markdown", "metadata": {}, "source": ["text"]}
+    cell_without_output = code | {"source": ["b = a * 1.5"]}
+    (_, first, second) = tool["execute"]({"cells": [markdown, code, cell_without_output]})["cells"]
     assert first["outputs"][0]["text"] == ["one\n"]
     assert first["outputs"][1]["data"] == {"text/plain": ["3"]}
     assert (second["execution_count"], second["outputs"]) == (2, [])

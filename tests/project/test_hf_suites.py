@@ -82,25 +82,25 @@ def test_bad_case_sets_exit_code_1(monkeypatch) -> None:
 
 
 def test_suite_without_usable_cases_is_bad() -> None:
-    absent = Case("packer", "x", Outcome.NOT_USABLE, "ModuleNotFoundError: datasets")
-    counts = summarize([absent, absent, Case("other", "x", Outcome.AGREE)])
+    unusable = Case("packer", "x", Outcome.NOT_USABLE, "ModuleNotFoundError: datasets")
+    counts = summarize([unusable, unusable, Case("other", "x", Outcome.AGREE)])
     assert counts["bad"] == ["packer: no case could be used: ModuleNotFoundError: datasets"]
-    assert [(row["why"], row["cases"]) for row in counts["reasons"]] == [(absent.why, 2)]
+    assert [(row["why"], row["cases"]) for row in counts["reasons"]] == [(unusable.why, 2)]
 
 
-def _experts_class(name: str) -> type[torch.nn.Module]:
+def _find_experts_class(name: str) -> type[torch.nn.Module]:
     return next(cls for cls in classes.import_classes() if cls.__name__ == name)
 
 
 def test_outcome_of_an_experts_class() -> None:
     ours = register("MoEPrepareAndFinalizeNoEP", "TorchExperts", name="suites_test")
-    mixtral = _experts_class("MixtralExperts")
+    mixtral = _find_experts_class("MixtralExperts")
     assert classes.case(mixtral, CALL, ours).outcome is Outcome.AGREE
     trainable = replace(CALL, mode="grad, trainable")
     assert classes.case(mixtral, trainable, ours).outcome is Outcome.AGREE
-    refused = classes.case(_experts_class("MuseSparkExperts"), CALL, ours)
-    assert refused.outcome is Outcome.REFUSED
-    assert "norm" in refused.why
+    refused_case = classes.case(_find_experts_class("MuseSparkExperts"), CALL, ours)
+    assert refused_case.outcome is Outcome.REFUSED
+    assert "norm" in refused_case.why
 
 
 @pytest.mark.parametrize("name", ["MixtralExperts", "GptOssExperts", "NemotronHExperts"])
@@ -115,27 +115,27 @@ def test_defective_part_is_detected_in_a_class(monkeypatch, name) -> None:
         raise RuntimeError("no")
 
     monkeypatch.setattr(Registration, "forward", forward_slightly_off)
-    assert classes.case(_experts_class(name), CALL, ours).outcome is Outcome.OURS
+    assert classes.case(_find_experts_class(name), CALL, ours).outcome is Outcome.OURS
     monkeypatch.setattr(Registration, "forward", raise_error)
-    assert classes.case(_experts_class(name), CALL, ours).outcome is Outcome.RAW
+    assert classes.case(_find_experts_class(name), CALL, ours).outcome is Outcome.RAW
 
 
 def _pack(weight: torch.Tensor, _: torch.Generator) -> packed.Packed:
     scale = weight.abs().amax(1, keepdim=True) / 448
     codes = (weight / scale).to(torch.float8_e4m3fn)
-    truth = codes.double() * scale.double()
+    exact_values = codes.double() * scale.double()
     tensors = {"weight": codes, "weight_scale": scale}
-    return packed.Packed(tensors, truth, truth.float(), weight)
+    return packed.Packed(tensors, exact_values, exact_values.float(), weight)
 
 
-def _outcome(make, config=CHANNEL_CONFIG) -> Outcome:
+def _judge_packed_case(make, config=CHANNEL_CONFIG) -> Outcome:
     outcomes = {c.outcome for c in packed.cases(iter([packed.Packer("one", "x", config, make)]))}
     (outcome,) = outcomes
     return outcome
 
 
 def test_packed_matrix_and_its_layer_agree() -> None:
-    assert _outcome(_pack) is Outcome.AGREE
+    assert _judge_packed_case(_pack) is Outcome.AGREE
 
 
 def test_packed_mismatch_is_attributed_to_a_side() -> None:
@@ -150,55 +150,59 @@ def test_packed_mismatch_is_attributed_to_a_side() -> None:
     def raise_error(weight, generator):
         raise ValueError("no such group")
 
-    assert _outcome(pack_with_wrong_theirs) is Outcome.THEIRS
-    assert _outcome(pack_with_wrong_ours) is Outcome.OURS
-    assert _outcome(raise_error) is Outcome.NOT_USABLE
-    assert _outcome(_pack, CHANNEL_CONFIG | {"format": "marlin-24"}) is Outcome.REFUSED
+    assert _judge_packed_case(pack_with_wrong_theirs) is Outcome.THEIRS
+    assert _judge_packed_case(pack_with_wrong_ours) is Outcome.OURS
+    assert _judge_packed_case(raise_error) is Outcome.NOT_USABLE
+    assert _judge_packed_case(_pack, CHANNEL_CONFIG | {"format": "marlin-24"}) is Outcome.REFUSED
 
 
 def test_defective_import_is_detected(monkeypatch) -> None:
     merge = packed.merge
 
-    def merge_and_flip_rows(*given):
-        merged = merge(*given)
+    def merge_and_flip_rows(*args):
+        merged = merge(*args)
         return replace(merged, w=merged.w.view(torch.uint8).flip(0).view(merged.w.dtype))
 
     monkeypatch.setattr(packed, "merge", merge_and_flip_rows)
-    assert _outcome(_pack) is Outcome.OURS
+    assert _judge_packed_case(_pack) is Outcome.OURS
     monkeypatch.setattr(packed, "merge", None)
-    assert _outcome(_pack) is Outcome.RAW
+    assert _judge_packed_case(_pack) is Outcome.RAW
 
 
 def test_wrong_layer_output_is_detected(monkeypatch) -> None:
     layer = packed._compute_layer
-    monkeypatch.setattr(packed, "_compute_layer", lambda *given: layer(*given) * 1.001)
-    assert _outcome(_pack) is Outcome.OURS
+    monkeypatch.setattr(packed, "_compute_layer", lambda *args: layer(*args) * 1.001)
+    assert _judge_packed_case(_pack) is Outcome.OURS
 
 
-def _test_record(outcome: str, ran: int = 1, why: str = "") -> dict[str, object]:
+def _make_test_record(outcome: str, ran: int = 1, why: str = "") -> dict[str, object]:
     return {"outcome": outcome, "why": why, "ran": ran}
 
 
 @pytest.mark.parametrize(
     ("theirs", "ours", "expected"),
     [
-        (_test_record("passed"), _test_record("passed"), Outcome.AGREE),
-        (_test_record("passed"), _test_record("passed", 0), Outcome.NOT_REACHED),
-        (_test_record("failed"), _test_record("failed"), Outcome.NOT_USABLE),
-        (_test_record("skipped"), _test_record("skipped"), Outcome.NOT_USABLE),
-        (None, _test_record("passed"), Outcome.NOT_USABLE),
-        (_test_record("passed"), None, Outcome.RAW),
-        (_test_record("passed"), _test_record("lost"), Outcome.RAW),
-        (_test_record("passed"), _test_record("skipped"), Outcome.OURS),
-        (_test_record("passed"), _test_record("failed", why="E AssertionError"), Outcome.OURS),
+        (_make_test_record("passed"), _make_test_record("passed"), Outcome.AGREE),
+        (_make_test_record("passed"), _make_test_record("passed", 0), Outcome.NOT_REACHED),
+        (_make_test_record("failed"), _make_test_record("failed"), Outcome.NOT_USABLE),
+        (_make_test_record("skipped"), _make_test_record("skipped"), Outcome.NOT_USABLE),
+        (None, _make_test_record("passed"), Outcome.NOT_USABLE),
+        (_make_test_record("passed"), None, Outcome.RAW),
+        (_make_test_record("passed"), _make_test_record("lost"), Outcome.RAW),
+        (_make_test_record("passed"), _make_test_record("skipped"), Outcome.OURS),
         (
-            _test_record("passed"),
-            _test_record("failed", why="E modular_kernel.errors.UnsupportedError: x"),
+            _make_test_record("passed"),
+            _make_test_record("failed", why="E AssertionError"),
+            Outcome.OURS,
+        ),
+        (
+            _make_test_record("passed"),
+            _make_test_record("failed", why="E modular_kernel.errors.UnsupportedError: x"),
             Outcome.REFUSED,
         ),
         (
-            _test_record("passed"),
-            _test_record("failed", why="E modular_kernel.errors.CorruptionError: x"),
+            _make_test_record("passed"),
+            _make_test_record("failed", why="E modular_kernel.errors.CorruptionError: x"),
             Outcome.OURS,
         ),
     ],
@@ -224,13 +228,13 @@ def test_nan_is_the_maximum_error(monkeypatch) -> None:
     from hf_suites import float64_errors
 
     for errors in ([NAN, 1.0], [1.0, NAN]):
-        largest = dict[str, float]()
+        max_errors = dict[str, float]()
         for error in errors:
-            float64_errors.update_maximum(largest, "ours", error)
-        assert largest["ours"] != largest["ours"]
-    float64_errors.update_maximum(largest := {"ours": 1.0}, "ours", 2.0)
-    float64_errors.update_maximum(largest, "ours", 0.5)
-    assert largest == {"ours": 2.0}
+            float64_errors.update_maximum(max_errors, "ours", error)
+        assert max_errors["ours"] != max_errors["ours"]
+    float64_errors.update_maximum(max_errors := {"ours": 1.0}, "ours", 2.0)
+    float64_errors.update_maximum(max_errors, "ours", 0.5)
+    assert max_errors == {"ours": 2.0}
 
 
 def test_nan_gradient_is_detected() -> None:
@@ -243,11 +247,13 @@ def test_nan_gradient_is_detected() -> None:
     assert outcomes == [Outcome.AGREE, Outcome.OURS, Outcome.OURS]
 
 
-@pytest.mark.parametrize(("text", "succeeds"), [("def test_forward(): pass", True), (None, False)])
-def test_failed_pytest_run_raises(tmp_path, text, succeeds) -> None:
+@pytest.mark.parametrize(
+    ("source", "succeeds"), [("def test_forward(): pass", True), (None, False)]
+)
+def test_failed_pytest_run_raises(tmp_path, source, succeeds) -> None:
     """Pytest exits before any case if the file is missing. The folder for outcomes is created."""
-    if text is not None:
-        (tmp_path / "test_one.py").write_text(text)
+    if source is not None:
+        (tmp_path / "test_one.py").write_text(source)
     output_file = tmp_path / "new/folder/ours.jsonl"
     arguments = tmp_path, Path(torch.__file__).parents[1], ["test_one.py"], "theirs", output_file
     if not succeeds:

@@ -36,12 +36,12 @@ def tool() -> ModuleType:
 
 @pytest.fixture
 def configs(tool: ModuleType, tmp_path: Path) -> Path:
-    """Copy the tuned files of three layers to a temporary folder and return it."""
-    inner = tmp_path / "triton_3_6_0"
-    inner.mkdir()
+    """Copy the tuned files of three layers to a temporary folder, and return the folder."""
+    version_folder = tmp_path / "triton_3_6_0"
+    version_folder.mkdir()
     for sizes in ("E=8,N=14336", "E=8,N=7168", "E=256,N=256"):
         name = f"{sizes},device_name=NVIDIA_H200.json"
-        shutil.copy(tool.CONFIGS / inner.name / name, inner / name)
+        shutil.copy(tool.CONFIGS / version_folder.name / name, version_folder / name)
     return tmp_path
 
 
@@ -51,14 +51,14 @@ def test_layer_without_a_file_uses_the_nearest_layer(tool: ModuleType, configs: 
         (layer, tokens) for layer in LAYERS for tokens in (16, 4096)
     ]
     tuned = {(case.layer, case.problem.tokens): case.tuned for case in timed_cases}
-    case_of = {(case.layer, case.problem.tokens): case for case in timed_cases}
-    assert case_of["mixtral", 16].origin == "E=8, K=2, H=4096, I=7168, 16 tokens"
-    assert case_of["mixtral", 16].neighbors == tuned["mixtral_tp2", 16]
-    assert case_of["mixtral_tp2", 4096].origin == "E=8, K=2, H=4096, I=14336, 4096 tokens"
-    assert case_of["dsv3_tp8", 16].origin == "heuristics", "no tuned layer is similar enough"
+    case_by_key = {(case.layer, case.problem.tokens): case for case in timed_cases}
+    assert case_by_key["mixtral", 16].origin == "E=8, K=2, H=4096, I=7168, 16 tokens"
+    assert case_by_key["mixtral", 16].neighbors == tuned["mixtral_tp2", 16]
+    assert case_by_key["mixtral_tp2", 4096].origin == "E=8, K=2, H=4096, I=14336, 4096 tokens"
+    assert case_by_key["dsv3_tp8", 16].origin == "heuristics", "no tuned layer is similar enough"
     assert (
-        case_of["dsv3_tp8", 16].neighbors
-        == case_of["dsv3_tp8", 16].heuristics
+        case_by_key["dsv3_tp8", 16].neighbors
+        == case_by_key["dsv3_tp8", 16].heuristics
         != tuned["dsv3_tp8", 16]
     )
     assert tool.cases(LAYERS, ["fp8_w8a8_block"], [16], configs) == [], (
@@ -123,14 +123,14 @@ def test_only_different_launches_are_timed(
     monkeypatch.setattr(tool, "Compiler", FakeCompiler)
     FakeCompiler.submitted.clear()
     problem = Problem(16, 4096, 14336, 8, 2)
-    first, second, wrong = (
+    first, second, incorrect = (
         MoEConfig(LaunchConfig(16, 32, 64, 1, 4, 4), LaunchConfig(16, n, 64, 1, 4, 4), "aligned")
         for n in BLOCK_NS
     )
     timed_cases = [
         tool.TileCase("a", problem, first, second, first, "x"),
         tool.TileCase("a", problem.with_tokens(64), first, first, first, "x"),
-        tool.TileCase("b", problem, first, wrong, first, "x"),
+        tool.TileCase("b", problem, first, incorrect, first, "x"),
         tool.TileCase("c", problem, second, second, second, "x"),
     ]
     saved: list[list[dict[str, object]]] = []
@@ -140,7 +140,7 @@ def test_only_different_launches_are_timed(
     times_us = {(row["layer"], row["tokens"]): row["us"] for row in saved[-1]}
     expected_us = {"tuned": 128.0, "neighbors": 256.0, "heuristics": 128.0}
     assert times_us == {("a", 16): expected_us, ("a", 64): {}, ("c", 16): {}}
-    assert FakeCompiler.submitted == [first, second, first, wrong]
+    assert FakeCompiler.submitted == [first, second, first, incorrect]
     assert tool.time_cases(timed_cases, -1.0, saved.append) == 3, (
         "after the time limit, layers with different launches are skipped"
     )
@@ -166,16 +166,16 @@ def test_report_has_totals_and_slowest_cases(
     record = tmp_path / "record.json"
     record.write_text(json.dumps({"measured": "today with this", "rows": rows}))
     assert tool.main(["report", str(record)]) == 0
-    text = capsys.readouterr().out.splitlines()
-    assert text[0].startswith("# Tiles without a tuned file")
-    assert any("The tiles differ in 3 of 4 cases" in line for line in text)
-    assert any(line.endswith("Measured today with this.") for line in text)
-    assert "Raw rows: `record.json`." in text
-    total_line = next(line for line in text if line.startswith("| all |"))
+    report_lines = capsys.readouterr().out.splitlines()
+    assert report_lines[0].startswith("# Tiles without a tuned file")
+    assert any("The tiles differ in 3 of 4 cases" in line for line in report_lines)
+    assert any(line.endswith("Measured today with this.") for line in report_lines)
+    assert "Raw rows: `record.json`." in report_lines
+    total_line = next(line for line in report_lines if line.startswith("| all |"))
     assert total_line == "| all | 4 | 2 of 4, 50.0% | 1.091 | 1.30 | 3 of 4, 75.0% | 1.095 | 1.44 |"
-    row_index = text.index("| one | none |  | 0.90 | 1.00 |")
-    assert text[row_index + 1] == "| two | none | 1.30 | 1.21 |  |"
-    assert text[-2:] == [
+    row_index = report_lines.index("| one | none |  | 0.90 | 1.00 |")
+    assert report_lines[row_index + 1] == "| two | none | 1.30 | 1.21 |  |"
+    assert report_lines[-2:] == [
         "- two none, 1 token: 1.30 x, tiles of E=8, K=2",
         "- two none, 16 tokens: 1.21 x, tiles of E=8, K=2",
     ]

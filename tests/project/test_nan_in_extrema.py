@@ -39,13 +39,13 @@ DROPPING_PTX: tuple[str, ...] = (
     "max.ftz",
     "min.ftz",
 )
-# suffix of fma and cvt; it turns NaN into NaN or 0, depending on the instruction
+# A suffix of fma and cvt, with which some instructions turn NaN into 0.
 DROPPING_PTX += (".relu",)
 JIT_DECORATOR = re.compile(r"^@(triton|gluon|cute)\.(jit|kernel)", re.MULTILINE)
 REASON_COMMENT = "# NaN-free: "
 
 
-def kernel_modules() -> tuple[Path, ...]:
+def list_kernel_modules() -> tuple[Path, ...]:
     """Return all kernel modules, and all other modules with a jitted function."""
     paths = (p for name in PACKAGES for p in sorted((ROOT / name).rglob("*.py")))
     return tuple(
@@ -53,7 +53,7 @@ def kernel_modules() -> tuple[Path, ...]:
     )
 
 
-def _called_name(call: ast.Call) -> tuple[str, ...]:
+def _get_called_name(call: ast.Call) -> tuple[str, ...]:
     """Return the dotted name of the called function, or () if there is none."""
     parts, node = list[str](), call.func
     while isinstance(node, ast.Attribute):
@@ -64,13 +64,13 @@ def _called_name(call: ast.Call) -> tuple[str, ...]:
     return (node.id, *reversed(parts))
 
 
-def _dropping_operation(node: ast.AST) -> str:
+def _find_dropping_operation(node: ast.AST) -> str:
     """Return the operation in `node` that can drop a NaN, or ""."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return next((code for code in DROPPING_PTX if code in node.value), "")
     if not isinstance(node, ast.Call):
         return ""
-    name = _called_name(node)
+    name = _get_called_name(node)
     keeps_nan = any(
         k.arg == "propagate_nan" and ast.unparse(k.value).endswith("PropagateNan.ALL")
         for k in node.keywords
@@ -80,11 +80,11 @@ def _dropping_operation(node: ast.AST) -> str:
     )
 
 
-def statements_without_reason(text: str) -> Iterator[str]:
+def find_statements_without_reason(source: str) -> Iterator[str]:
     """Yield the statements of a source that can drop a NaN without a comment."""
-    lines = text.splitlines()
-    tree = ast.parse(text)
-    docs = {
+    lines = source.splitlines()
+    tree = ast.parse(source)
+    docstring_ids = {
         id(node.body[0].value)
         for node in ast.walk(tree)
         if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)
@@ -94,7 +94,7 @@ def statements_without_reason(text: str) -> Iterator[str]:
     }
     parents = {id(child): node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     for node in ast.walk(tree):
-        operation = "" if id(node) in docs else _dropping_operation(node)
+        operation = "" if id(node) in docstring_ids else _find_dropping_operation(node)
         if not operation:
             continue
         statement: ast.AST = node
@@ -102,9 +102,9 @@ def statements_without_reason(text: str) -> Iterator[str]:
             statement = parents[id(statement)]
         # For a loop or condition, only its header counts.
         body = getattr(statement, "body", None)
-        last = body[0].lineno - 1 if isinstance(body, list) else statement.end_lineno
-        assert last is not None
-        nearby_lines = lines[statement.lineno - 1 : last]
+        last_line = body[0].lineno - 1 if isinstance(body, list) else statement.end_lineno
+        assert last_line is not None
+        nearby_lines = lines[statement.lineno - 1 : last_line]
         if statement.lineno > 1 and lines[statement.lineno - 2].lstrip().startswith("#"):
             nearby_lines.append(lines[statement.lineno - 2])
         if not any(
@@ -114,30 +114,32 @@ def statements_without_reason(text: str) -> Iterator[str]:
             yield f"line {getattr(node, 'lineno', 0)}: {operation}"
 
 
-@pytest.mark.parametrize("path", kernel_modules(), ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", list_kernel_modules(), ids=lambda path: str(path.relative_to(ROOT))
+)
 def test_every_extremum_keeps_nan_or_has_a_comment(path: Path) -> None:
-    assert list(statements_without_reason(path.read_text())) == []
+    assert list(find_statements_without_reason(path.read_text())) == []
 
 
 def test_kernels_are_found() -> None:
-    names = {path.relative_to(ROOT).parts[0] for path in kernel_modules()}
+    names = {path.relative_to(ROOT).parts[0] for path in list_kernel_modules()}
     assert {"modular_kernel", "experts", "prepare_finalize"} <= names
-    assert len(kernel_modules()) > 50
+    assert len(list_kernel_modules()) > 50
 
 
 def test_a_removed_comment_is_detected() -> None:
-    """Also checks that every comment is needed."""
-    removed = 0
-    for path in kernel_modules():
+    """If a comment can be removed without an error, it is not needed."""
+    num_removed = 0
+    for path in list_kernel_modules():
         lines = path.read_text().splitlines()
         for index, line in enumerate(lines):
             if REASON_COMMENT in line:
-                without = [*lines[:index], line.split("#")[0], *lines[index + 1 :]]
-                assert list(statements_without_reason("\n".join(without))), (
+                lines_without_comment = [*lines[:index], line.split("#")[0], *lines[index + 1 :]]
+                assert list(find_statements_without_reason("\n".join(lines_without_comment))), (
                     f"{path}:{index + 1}: comment is not needed"
                 )
-                removed += 1
-    assert removed > 20
+                num_removed += 1
+    assert num_removed > 20
 
 
 @pytest.mark.parametrize(
@@ -158,7 +160,7 @@ def test_a_removed_comment_is_detected() -> None:
     ],
 )
 def test_operations_that_drop_nan_are_detected(line: str) -> None:
-    assert list(statements_without_reason(line)) != []
+    assert list(find_statements_without_reason(line)) != []
 
 
 @pytest.mark.parametrize(
@@ -173,4 +175,4 @@ def test_operations_that_drop_nan_are_detected(line: str) -> None:
     ],
 )
 def test_operations_that_keep_nan_are_accepted(line: str) -> None:
-    assert list(statements_without_reason(line)) == []
+    assert list(find_statements_without_reason(line)) == []

@@ -14,14 +14,14 @@ def make_entry(*violations: str, **changes: Any) -> dict[str, Any]:
     return {"record": record | changes | {"config": config}, "violations": list(violations)}
 
 
-def compile_result(*entries: dict[str, Any]) -> dict[str, Any]:
+def make_result(*entries: dict[str, Any]) -> dict[str, Any]:
     return {"kernels": list(entries), "left_out": []}
 
 
 @pytest.mark.parametrize("top_k", [1, 8, 9, 32])
 def test_known_spill_is_accepted_for_any_top_k(top_k: int) -> None:
     """The spill depends only on the number of warps."""
-    assert errors(compile_result(make_entry(SPILL, config={"TOP_K": top_k}))) == []
+    assert errors(make_result(make_entry(SPILL, config={"TOP_K": top_k}))) == []
 
 
 @pytest.mark.parametrize(
@@ -29,11 +29,11 @@ def test_known_spill_is_accepted_for_any_top_k(top_k: int) -> None:
     [{"num_warps": 4}, {"config": {"INPUT_QUANT": "token"}}, {"kernel": "gemv_down_kernel"}],
 )
 def test_unknown_violation_is_an_error(changes: dict[str, Any]) -> None:
-    assert errors(compile_result(make_entry(SPILL), make_entry(SPILL, **changes))) == [SPILL]
+    assert errors(make_result(make_entry(SPILL), make_entry(SPILL, **changes))) == [SPILL]
 
 
 def test_fixed_regression_is_an_error() -> None:
-    (message,) = errors(compile_result(make_entry()))
+    (message,) = errors(make_result(make_entry()))
     assert message.startswith("no longer violated, remove it here and in docs/versions.md")
 
 
@@ -41,4 +41,4 @@ def test_missing_kernels_are_an_error() -> None:
     left_out = [{"kernel": "a", "reason": ""}, {"kernel": "b", "reason": "of another GPU"}]
     result = {"kernels": [make_entry(SPILL)], "left_out": left_out}
     assert errors(result) == ["no case launches a"]
-    assert errors(compile_result())[0] == "no kernel was compiled"
+    assert errors(make_result())[0] == "no kernel was compiled"

@@ -58,8 +58,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]
         yield archive
 
 
-def build_context() -> list[str]:
-    """Return the files that .dockerignore includes in the build context. It excludes all others."""
+def list_build_context_files() -> list[str]:
+    """Return the files that .dockerignore includes in the build context."""
     lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
     assert lines[0] == "*"
     return [line[1:] for line in lines if line.startswith("!")]
@@ -68,7 +68,7 @@ def build_context() -> list[str]:
 def test_docker_build_context_builds_the_same_wheel(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     source, out = tmp_path / "source", tmp_path / "wheel"
     source.mkdir()
-    for name in build_context():
+    for name in list_build_context_files():
         if (ROOT / name).is_dir():
             ignored = shutil.ignore_patterns("__pycache__", "modular_kernel.egg-info")
             shutil.copytree(ROOT / name, source / name, ignore=ignored)
@@ -76,14 +76,14 @@ def test_docker_build_context_builds_the_same_wheel(wheel: zipfile.ZipFile, tmp_
             shutil.copy(ROOT / name, source)
     build_wheel(source, out)
     (path,) = out.glob("*.whl")
-    with zipfile.ZipFile(path) as built:
-        assert sorted(built.namelist()) == sorted(wheel.namelist())
-        assert read_dist_info(built, "METADATA") == read_dist_info(wheel, "METADATA")
+    with zipfile.ZipFile(path) as docker_wheel:
+        assert sorted(docker_wheel.namelist()) == sorted(wheel.namelist())
+        assert read_dist_info(docker_wheel, "METADATA") == read_dist_info(wheel, "METADATA")
 
 
 def test_docker_targets_install_existing_extras_and_run_the_demo() -> None:
-    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-    _, *targets = re.split(r"^FROM ", text, flags=re.M)
+    dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    _, *targets = re.split(r"^FROM ", dockerfile, flags=re.M)
     names = [re.match(r"\S+ AS (\w+)\n", target) for target in targets]
     assert [name and name[1] for name in names] == ["base", "cpu", "cuda"]
     for target in targets[1:]:
@@ -91,10 +91,12 @@ def test_docker_targets_install_existing_extras_and_run_the_demo() -> None:
         assert set(extras.split(",")) <= EXTRAS
         assert "transformers" in extras, "the demo runs models of it"
         copied = re.findall(r"^COPY (\S+) ", target, re.M)
-        assert set(copied) <= {".", *build_context()}
+        assert set(copied) <= {".", *list_build_context_files()}
         assert 'ENTRYPOINT ["mk"]\nCMD ["demo"]\n' in target
-    hosts = set(re.findall(r"https?://([^/\s]+)", text))
-    assert hosts == {"download.pytorch.org"}, "images and packages come from the usual places"
+    hosts = set(re.findall(r"https?://([^/\s]+)", dockerfile))
+    assert hosts == {"download.pytorch.org"}, (
+        "all other images and packages come from the default registries"
+    )
 
 
 def read_dist_info(wheel: zipfile.ZipFile, name: str) -> str:
@@ -114,23 +116,29 @@ def test_wheel_contains_only_the_four_packages(wheel: zipfile.ZipFile) -> None:
 
 
 def test_wheel_contains_every_module_and_data_file(wheel: zipfile.ZipFile) -> None:
-    in_tree = {
+    files_in_tree = {
         path.relative_to(ROOT).as_posix()
         for package in PACKAGES
         for path in (ROOT / package).rglob("*")
         if path.suffix in {".py", ".c", ".json", ".html", ".css", ".js", ".typed"}
     }
-    assert in_tree - set(wheel.namelist()) == set()
-    assert {f"{package}/py.typed" for package in PACKAGES} <= in_tree
+    assert files_in_tree - set(wheel.namelist()) == set()
+    assert {f"{package}/py.typed" for package in PACKAGES} <= files_in_tree
 
 
-def changelog_versions() -> list[str]:
+def read_changelog_versions() -> list[str]:
     """Return the released versions, newest first. Each must have a date."""
-    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    heads = [head for head in re.findall(r"^## (.*)$", text, re.M) if head != "[Unreleased]"]
-    dated = [re.fullmatch(r"\[(\d+\.\d+\.\d+)\] - \d{4}-\d{2}-\d{2}", head) for head in heads]
-    assert None not in dated, heads
-    return [match[1] for match in dated if match]
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    headings = [
+        heading
+        for heading in re.findall(r"^## (.*)$", changelog, re.M)
+        if heading != "[Unreleased]"
+    ]
+    matches = [
+        re.fullmatch(r"\[(\d+\.\d+\.\d+)\] - \d{4}-\d{2}-\d{2}", heading) for heading in headings
+    ]
+    assert None not in matches, headings
+    return [match[1] for match in matches if match]
 
 
 # Digest of the text of each release when it was published.
@@ -139,10 +147,10 @@ RELEASED = {"[0.2.0] - 2026-11-24": "9d7195d64263175e", "[0.1.0] - 2026-11-20": 
 
 def test_changelog_of_releases_is_unchanged() -> None:
     """Later changes belong in the section Unreleased."""
-    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    _, *sections = re.split(r"^## ", text, flags=re.M)
-    heads = [section.partition("\n")[0] for section in sections]
-    assert heads == ["[Unreleased]", *RELEASED]
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    _, *sections = re.split(r"^## ", changelog, flags=re.M)
+    headings = [section.partition("\n")[0] for section in sections]
+    assert headings == ["[Unreleased]", *RELEASED]
     digests = [hashlib.sha256(f"## {section}".encode()).hexdigest()[:16] for section in sections]
     assert digests[1:] == list(RELEASED.values())
     kinds = re.findall(r"^### (.*)$", sections[0], re.M)
@@ -177,7 +185,7 @@ def test_installed_wheel_runs_the_checkpoints_of_the_demo(
 
 def test_metadata_has_name_version_and_extras(metadata: Message) -> None:
     assert metadata["Name"] == "modular-kernel"
-    assert metadata["Version"] == changelog_versions()[0]
+    assert metadata["Version"] == read_changelog_versions()[0]
     assert metadata["Requires-Python"] == ">=3.11"
     assert set(metadata.get_all("Provides-Extra", [])) == EXTRAS
 
@@ -204,7 +212,7 @@ def test_run_time_requirements_are_complete(metadata: Message) -> None:
     assert "platform_system" in triton
 
 
-def pinned_versions(name: str) -> dict[str, str]:
+def read_pinned_versions(name: str) -> dict[str, str]:
     """Return the versions that a constraints file pins, by package."""
     lines = (ROOT / f"constraints-{name}.txt").read_text(encoding="utf-8").splitlines()
     return dict(line.split("==") for line in lines if line and not line.startswith("#"))
@@ -217,7 +225,9 @@ def test_oldest_and_newest_triton_are_tested(metadata: Message) -> None:
     assert oldest_match is not None
     assert newest_match is not None
     minors = range(int(oldest_match[1]), int(newest_match[1]))
-    oldest, newest = (pinned_versions(name)["triton"].split(".")[:2] for name in ("cpu", "newest"))
+    oldest, newest = (
+        read_pinned_versions(name)["triton"].split(".")[:2] for name in ("cpu", "newest")
+    )
     assert oldest == ["3", str(minors[0])]
     assert newest == ["3", str(minors[-1])]
     compat = pytest.importorskip("modular_kernel.replay.launch.triton_versions")
@@ -227,13 +237,13 @@ def test_oldest_and_newest_triton_are_tested(metadata: Message) -> None:
 def test_oldest_transformers_is_tested(metadata: Message) -> None:
     needs = [r for r in metadata.get_all("Requires-Dist", []) if r.startswith("transformers")]
     assert {re.search(r">=([\d.]+)", need)[1] for need in needs} == {"5.23"}  # type: ignore[index]
-    assert pinned_versions("cpu")["transformers"].startswith("5.23.")
+    assert read_pinned_versions("cpu")["transformers"].startswith("5.23.")
 
 
 def test_cutlass_extra_is_tested(metadata: Message) -> None:
     """`make test-cutlass` installs all packages of the extra, in releases that the extra allows."""
     requirements = [r for r in metadata.get_all("Requires-Dist", []) if 'extra == "cutlass"' in r]
-    pinned = pinned_versions("cutlass")
+    pinned = read_pinned_versions("cutlass")
     min_versions = {
         re.split(r"[<>=;,\s]", r)[0]: re.search(r">=([\d.]+)", r)[1] for r in requirements
     }  # type: ignore[index]
@@ -247,9 +257,9 @@ def test_vllm_extra_is_tested(metadata: Message) -> None:
     min_version = re.search(r">=([\d.]+)", requirement)
     assert min_version is not None
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    tested = re.search(r"^VLLM_VERSION \?= ([\d.]+)$", makefile, re.MULTILINE)
-    assert tested is not None
-    assert tested[1].startswith(f"{min_version[1]}.")
+    tested_version = re.search(r"^VLLM_VERSION \?= ([\d.]+)$", makefile, re.MULTILINE)
+    assert tested_version is not None
+    assert tested_version[1].startswith(f"{min_version[1]}.")
     assert tuple(map(int, min_version[1].split("."))) in MODULE_BY_VERSION
 
 
@@ -279,7 +289,7 @@ def test_wheel_contains_the_license(wheel: zipfile.ZipFile) -> None:
 
 
 @pytest.mark.parametrize(
-    ("torch_given", "installs", "warns"),
+    ("torch_requirement", "installs", "warns"),
     [
         ("torch==2.13.0", ["torch==2.13.0+cpu", "torch==2.13.0"], True),
         ("torch==2.13.0+cu130", ["torch==2.13.0+cu130"], False),
@@ -287,9 +297,9 @@ def test_wheel_contains_the_license(wheel: zipfile.ZipFile) -> None:
     ],
 )
 def test_make_warns_about_cuda_if_no_cpu_build_is_found(
-    tmp_path: Path, torch_given: str, installs: list[str], warns: bool
+    tmp_path: Path, torch_requirement: str, installs: list[str], warns: bool
 ) -> None:
-    """Runs the target of `make demo TORCH=...` with a pip that finds no CPU-only build."""
+    """Run the target of `make demo TORCH=...` with a pip that finds no CPU-only build."""
     log, python = tmp_path / "log", tmp_path / "bin" / "python"
     (tmp_path / ".made-by-make").touch()
     python.parent.mkdir()
@@ -297,7 +307,7 @@ def test_make_warns_about_cuda_if_no_cpu_build_is_found(
         f'#!/bin/sh\necho "$@" >> {log}\ncase "$*" in *torch==*+cpu*) exit 1;; esac\n'
     )
     python.chmod(0o755)
-    command = ["make", f"VENV={tmp_path}", f"TORCH={torch_given}", f"PYTHON={sys.executable}"]
+    command = ["make", f"VENV={tmp_path}", f"TORCH={torch_requirement}", f"PYTHON={sys.executable}"]
     result = subprocess.run(
         [*command, f"{tmp_path}/.installed"], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -306,13 +316,17 @@ def test_make_warns_about_cuda_if_no_cpu_build_is_found(
     assert ("gigabytes of CUDA" in result.stdout) is warns
 
 
-def strings_of(path: Path) -> Iterator[str]:
+def iterate_strings(path: Path) -> Iterator[str]:
     """Yield every string of a module except docstrings. Docstrings of commands are included,
     because they are help texts.
     """
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    holders = ast.Module if path.parent.name == "cli" else ast.Module | ast.ClassDef | FUNCTION
-    bodies = [node.body[0] for node in ast.walk(tree) if isinstance(node, holders) and node.body]
+    docstring_owners = (
+        ast.Module if path.parent.name == "cli" else ast.Module | ast.ClassDef | FUNCTION
+    )
+    bodies = [
+        node.body[0] for node in ast.walk(tree) if isinstance(node, docstring_owners) and node.body
+    ]
     docstrings = {id(first.value) for first in bodies if isinstance(first, ast.Expr)}
     for node in ast.walk(tree):
         is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
@@ -327,10 +341,10 @@ IN_DOCS = ("mutation_page.py", "cpu_undetectable.py", "benchmarks.py")
 def test_messages_about_repository_files_mention_the_source_tree() -> None:
     """A wheel has no docs, tests or tools, so messages must say where these files are."""
     places = "source tree", "a checkout", "in the repository"
-    outside = re.compile(r"(?<![\w/.])(?:docs|tests|tools|notebook)/\w")
+    repository_path = re.compile(r"(?<![\w/.])(?:docs|tests|tools|notebook)/\w")
     for package in sorted(PACKAGES):
         for path in (ROOT / package).rglob("*.py"):
             if path.name in IN_DOCS:
                 continue
-            for text in filter(outside.search, strings_of(path)):
+            for text in filter(repository_path.search, iterate_strings(path)):
                 assert any(place in text for place in places), f"{path.name}: {text[-200:]}"

@@ -80,7 +80,7 @@ def checkout(tool: ModuleType, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def fake_layer_suite(checkout: Path, factor: float = 1.0) -> Any:
+def make_layer_suite(checkout: Path, factor: float = 1.0) -> Any:
     """Return the suite of the fake project's layers. Its reference is wrong unless `factor` is
     1.
     """
@@ -97,7 +97,7 @@ def fake_layer_suite(checkout: Path, factor: float = 1.0) -> Any:
         Tolerance(5e-2, 0.1),
     )
 
-    def case(parameters: Any) -> Any:
+    def check_case(parameters: Any) -> Any:
         return check(
             Layer(
                 parameters["m"],
@@ -110,7 +110,7 @@ def fake_layer_suite(checkout: Path, factor: float = 1.0) -> Any:
             )
         )
 
-    return Suite("fake", "layers", lambda: source.grid("test_moe"), case)
+    return Suite("fake", "layers", lambda: source.grid("test_moe"), check_case)
 
 
 def test_grids_and_functions_are_extracted_without_importing(checkout: Path) -> None:
@@ -133,7 +133,7 @@ def test_grids_and_functions_are_extracted_without_importing(checkout: Path) -> 
 
 
 def test_correct_parts_agree(tool: ModuleType, checkout: Path) -> None:
-    tally = tool.run_suite(fake_layer_suite(checkout), 100)
+    tally = tool.run_suite(make_layer_suite(checkout), 100)
     assert tally.outcomes == {"agree": 8}
     assert not tally.failed
     assert set(tally.compared) == {
@@ -145,7 +145,7 @@ def test_correct_parts_agree(tool: ModuleType, checkout: Path) -> None:
 def test_wrong_reference_is_attributed_to_the_other_project(
     tool: ModuleType, checkout: Path
 ) -> None:
-    tally = tool.run_suite(fake_layer_suite(checkout, factor=1.5), 100)
+    tally = tool.run_suite(make_layer_suite(checkout, factor=1.5), 100)
     assert tally.outcomes == {"mismatch: theirs": 8}
     assert not tally.failed
 
@@ -167,7 +167,7 @@ def test_defective_part_is_attributed_to_this_project(
         return (lambda *inputs: kernel(*inputs) * 1.2) if experts == defective_part else kernel
 
     monkeypatch.setattr(layers, "make_kernel", make_kernel_with_defect)
-    monkeypatch.setattr(tool, "PROJECTS", {"fake": lambda root: [fake_layer_suite(root)]})
+    monkeypatch.setattr(tool, "PROJECTS", {"fake": lambda root: [make_layer_suite(root)]})
     record = tmp_path / "record.json"
     assert tool.main(["--fake", str(checkout), "--out", str(record)]) == 1
     saved = json.loads(record.read_text())
@@ -191,10 +191,10 @@ def test_every_case_is_counted(
         return parameters["what"]()
 
     def make_raiser(error: Exception) -> Any:
-        def what() -> CaseOutcome:
+        def raise_error() -> CaseOutcome:
             raise error
 
-        return what
+        return raise_error
 
     def reference() -> CaseOutcome:
         call_reference(make_raiser(ZeroDivisionError("theirs")))
@@ -227,9 +227,11 @@ def test_every_case_is_counted(
     saved = json.loads(record.read_text())
     assert saved["cases"] == len(behaviors) + 9
     assert saved["suites"]["fake many"]["outcomes"] == {"feature missing": 9}
-    other = tmp_path / "other.json"
-    assert tool.main(["--add", str(record), "--out", str(other), "--commits", "fake=abc"]) == 0
-    assert json.loads(other.read_text()) == saved | {"checkouts": {"fake": "abc"}}
+    merged_record = tmp_path / "other.json"
+    assert (
+        tool.main(["--add", str(record), "--out", str(merged_record), "--commits", "fake=abc"]) == 0
+    )
+    assert json.loads(merged_record.read_text()) == saved | {"checkouts": {"fake": "abc"}}
 
 
 def test_part_as_wrong_as_the_reference_is_attributed_to_this_project(
@@ -243,7 +245,7 @@ def test_part_as_wrong_as_the_reference_is_attributed_to_this_project(
         "make_kernel",
         lambda *a, **options: lambda *call: original(*a, **options)(*call) * 1.5,
     )
-    tally = tool.run_suite(fake_layer_suite(checkout, factor=1.5), 100)
+    tally = tool.run_suite(make_layer_suite(checkout, factor=1.5), 100)
     assert tally.outcomes == {"mismatch: ours": 8}
 
 
@@ -256,7 +258,7 @@ def test_corrupted_memory_is_a_raw_exception(
         raise CorruptionError("a kernel wrote behind its output")
 
     monkeypatch.setattr(layers, "make_kernel", raise_corruption_error)
-    assert tool.run_suite(fake_layer_suite(checkout), 100).outcomes == {"raw exception": 8}
+    assert tool.run_suite(make_layer_suite(checkout), 100).outcomes == {"raw exception": 8}
 
 
 def test_failure_of_a_repeated_case_is_reported(tool: ModuleType) -> None:
@@ -281,8 +283,8 @@ def test_router_mismatches_are_attributed(
     pick: Any = Source(checkout, "test_fake.py").function("pick")
     case = routers.Router(RouterSpec(2), experts=6, tokens=5)
     assert routers.check_router(case, lambda x, _: pick(x, 2)).outcome == "agree"
-    wrong = routers.check_router(case, lambda x, _: pick(-x, 2))
-    assert wrong.outcome == "mismatch: theirs"
+    negated = routers.check_router(case, lambda x, _: pick(-x, 2))
+    assert negated.outcome == "mismatch: theirs"
     scaled = routers.check_router(case, lambda x, _: (pick(x, 2)[0] * 1.1, pick(x, 2)[1]))
     assert scaled.outcome == "mismatch: theirs"
 
@@ -360,12 +362,12 @@ def test_compare_with_exact_attributes_differences(tool: ModuleType) -> None:
     # A tolerance that exceeds the differences hides nothing.
     assert compare_with_exact(far, near, exact, wide, 2e-3).outcome == "mismatch: ours"
     assert compare_with_exact(far, far, exact, tight, 2e-3).outcome == "mismatch: ours"
-    for other in (near, near * torch.nan, near * 2):
+    for theirs in (near, near * torch.nan, near * 2):
         assert (
-            compare_with_exact(near * torch.nan, other, exact, wide, 1.0).outcome
+            compare_with_exact(near * torch.nan, theirs, exact, wide, 1.0).outcome
             == "mismatch: ours"
         )
-        assert compare_with_exact(far, other, exact, wide, 2e-3).outcome == "mismatch: ours"
+        assert compare_with_exact(far, theirs, exact, wide, 2e-3).outcome == "mismatch: ours"
     assert (
         compare_with_exact(near, near * torch.nan, exact, wide, 2e-3).outcome == "mismatch: theirs"
     )

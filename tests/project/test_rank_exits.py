@@ -15,14 +15,14 @@ dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, wor
 from prepare_finalize import TorchGroup
 manager = TorchGroup(timeout_s=5.0)
 def exchange():
-    out, given = torch.zeros(1 << 20), torch.ones(1 << 20)
-    manager.all_gather(out, given, step=1, phase="counts")
+    out, values = torch.zeros(1 << 20), torch.ones(1 << 20)
+    manager.all_gather(out, values, step=1, phase="counts")
 exchange()
 time.sleep(0.2)
 sys.setswitchinterval(1000)
 exchange()
-until = time.perf_counter() + 0.7
-while time.perf_counter() < until:
+deadline = time.perf_counter() + 0.7
+while time.perf_counter() < deadline:
     pass
 """
 

@@ -21,8 +21,8 @@ def refuse_commands(*arguments: str) -> tuple[int, str]:
 
 def test_first_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path))
-    names = run_page(PAGE, refuse_commands)
-    y_TH, kernel = names["y_TH"], names["kernel"]
+    namespace = run_page(PAGE, refuse_commands)
+    y_TH, kernel = namespace["y_TH"], namespace["kernel"]
     assert tuple(y_TH.shape) == (64, 128)
     assert bool(y_TH.isfinite().all())
     assert isinstance(kernel, ComposedKernel)
@@ -42,8 +42,8 @@ def test_table_of_commands_is_complete() -> None:
     from modular_kernel.cli.main import VERBS
 
     table = PAGE.with_name("docs") / "command-line.md"
-    listed = re.findall(r"^\| `mk (\w+)", table.read_text(encoding="utf-8"), re.M)
-    assert set(listed) == set(VERBS)
+    listed_verbs = re.findall(r"^\| `mk (\w+)", table.read_text(encoding="utf-8"), re.M)
+    assert set(listed_verbs) == set(VERBS)
 
 
 def test_numbers_in_the_readme_equal_the_records() -> None:

@@ -50,11 +50,11 @@ def test_experts_part_has_its_full_list_with_one_pairing(monkeypatch: pytest.Mon
         return cases_for(*PAIR, machine, "smoke" if level == "smoke" else "full")
 
     monkeypatch.setattr("shares.cases_for", cases_of_pair)
-    elsewhere = ("Elsewhere", PAIR[1])
-    selected = selected_cases([PAIR, elsewhere], machine, "one")
+    other_pair = ("Elsewhere", PAIR[1])
+    selected = selected_cases([PAIR, other_pair], machine, "one")
     assert selected[PAIR] == tuple(dict.fromkeys((*smoke, *full)))
-    assert selected[elsewhere] == tuple(dict.fromkeys((*smoke, *share(full, THIRTY_SIXTH, "one"))))
-    assert len(smoke) < len(selected[elsewhere]) < len(full) / 2
+    assert selected[other_pair] == tuple(dict.fromkeys((*smoke, *share(full, THIRTY_SIXTH, "one"))))
+    assert len(smoke) < len(selected[other_pair]) < len(full) / 2
 
 
 def test_share_marker_is_ignored_with_whole_or_named_tests() -> None:
@@ -70,9 +70,9 @@ def test_share_marker_is_ignored_with_whole_or_named_tests() -> None:
     # once.
     program = f"""if True:
         import pytest
-        for words in {command_lines}:
+        for arguments in {command_lines}:
             print("collected")
-            assert pytest.main(["--collect-only", "-q", *words]) == 0
+            assert pytest.main(["--collect-only", "-q", *arguments]) == 0
     """
     result = subprocess.run(
         [sys.executable, "-c", program],

@@ -81,7 +81,7 @@ REPLACED_PHRASES = (
 )
 
 
-def wrong_names(name: str) -> list[str]:
+def find_replaced_terms(name: str) -> list[str]:
     """Return the replaced terms in a name, with the terms to use instead."""
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
     wrong = [
@@ -92,14 +92,16 @@ def wrong_names(name: str) -> list[str]:
     return wrong + [compound for compound in COMPOUNDS if compound in snake]
 
 
-def wrong_phrases(text: str) -> list[str]:
-    flat = re.sub(r"\s+", " ", text)
+def find_replaced_phrases(text: str) -> list[str]:
+    one_line = re.sub(r"\s+", " ", text)
     return [
-        match.group() for phrase in REPLACED_PHRASES for match in re.finditer(phrase, flat, re.I)
+        match.group()
+        for phrase in REPLACED_PHRASES
+        for match in re.finditer(phrase, one_line, re.I)
     ]
 
 
-def names_of(path: Path) -> Iterator[str]:
+def iterate_names(path: Path) -> Iterator[str]:
     """Yield the names of the module, its classes and functions, and the constants of kernels."""
     yield path.stem
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -109,13 +111,13 @@ def names_of(path: Path) -> Iterator[str]:
             yield node.arg
 
 
-def prose_of(path: Path) -> Iterator[str]:
+def iterate_prose(path: Path) -> Iterator[str]:
     """Yield the docstrings and comments of a module."""
-    text = path.read_text(encoding="utf-8")
-    for node in ast.walk(ast.parse(text)):
+    source = path.read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef)):
             yield ast.get_docstring(node) or ""
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.string
 
@@ -124,8 +126,8 @@ def test_names_use_the_terminology() -> None:
     wrong_terms = {
         f"{path.relative_to(ROOT)}: {name}": wrong
         for path in SOURCES
-        for name in names_of(path)
-        if (wrong := wrong_names(name))
+        for name in iterate_names(path)
+        if (wrong := find_replaced_terms(name))
     }
     assert wrong_terms == {}
 
@@ -134,8 +136,8 @@ def test_docstrings_and_comments_use_the_terminology() -> None:
     wrong_terms = {
         f"{path.relative_to(ROOT)}: {prose[:60]}": wrong
         for path in SOURCES
-        for prose in prose_of(path)
-        if (wrong := wrong_phrases(prose))
+        for prose in iterate_prose(path)
+        if (wrong := find_replaced_phrases(prose))
     }
     assert wrong_terms == {}
 
@@ -144,7 +146,8 @@ def test_pages_use_the_terminology() -> None:
     wrong_terms = {
         str(path.relative_to(ROOT)): wrong
         for path in PAGES
-        if path.name not in RECORDS and (wrong := wrong_phrases(path.read_text(encoding="utf-8")))
+        if path.name not in RECORDS
+        and (wrong := find_replaced_phrases(path.read_text(encoding="utf-8")))
     }
     assert wrong_terms == {}
 
@@ -154,12 +157,12 @@ def test_pages_use_the_terminology() -> None:
     ["StagedTwin", "_told", "scene_of", "known_launches", "fate", "live_rows", "TEAM", "LARGEST"],
 )
 def test_wrong_name_is_detected(name: str) -> None:
-    assert wrong_names(name)
+    assert find_replaced_terms(name)
 
 
 @pytest.mark.parametrize("name", ["stage", "fields_of", "serve", "stored", "returns", "Outcome"])
 def test_ordinary_words_are_accepted(name: str) -> None:
-    assert wrong_names(name) == []
+    assert find_replaced_terms(name) == []
 
 
 @pytest.mark.parametrize(
@@ -167,4 +170,4 @@ def test_ordinary_words_are_accepted(name: str) -> None:
     ["Whoever raised first.", "times them by\nturns", "the part is told so", "but for a bias"],
 )
 def test_wrong_phrase_is_detected(text: str) -> None:
-    assert wrong_phrases(text)
+    assert find_replaced_phrases(text)

@@ -60,15 +60,15 @@ def test_weights_are_prepared_once_for_all_kernels_and_plans(
     launched: list[int], prepared_counts: list[int]
 ) -> None:
     kernel, inputs = make_auto_kernel()
-    other, _ = make_auto_kernel(tokens=64)
+    other_kernel, _ = make_auto_kernel(tokens=64)
     plan = kernel.plan()
     expected = call_kernel(make_kernel(*PAIR, kernel.problem, auto_prepare=False), inputs,
                       kernel.prepare_weights(inputs.weights))  # fmt: skip
     launched.clear(), prepared_counts.clear()
     for weights in (inputs.weights, inputs.weights, replace(inputs.weights)):
-        for run in (kernel, plan, other):
+        for run in (kernel, plan, other_kernel):
             assert torch.equal(run(inputs.x_TH, weights, inputs.routing), expected)
-    for run in (kernel, other):
+    for run in (kernel, other_kernel):
         assert torch.equal(
             run.start(inputs.x_TH, inputs.weights, inputs.routing).finish(), expected
         )
@@ -100,8 +100,8 @@ def test_weights_are_prepared_again_after_an_in_place_write(
     tiles = bound.prepared.w1_tiles
     tensor: torch.Tensor = getattr(inputs.weights, name)
     tensor[0] = tensor[1].clone()
-    manual = make_kernel(*PAIR, kernel.problem, auto_prepare=False)
-    expected = call_kernel(manual, inputs, kernel.prepare_weights(inputs.weights))
+    kernel_without_preparing = make_kernel(*PAIR, kernel.problem, auto_prepare=False)
+    expected = call_kernel(kernel_without_preparing, inputs, kernel.prepare_weights(inputs.weights))
     prepared_counts.clear()
     for run in (plan, kernel):
         assert torch.equal(run(inputs.x_TH, inputs.weights, inputs.routing), expected)
@@ -114,17 +114,17 @@ def test_weights_are_prepared_again_after_an_in_place_write(
 
 def test_prepared_tensors_are_freed_with_the_weights() -> None:
     gc.collect()
-    before = AUTO_PREPARED.held_bytes().get(CPU, 0)
+    held_bytes_before = AUTO_PREPARED.held_bytes().get(CPU, 0)
     kernel, inputs = make_auto_kernel()
     call_kernel(kernel, inputs)
     alias = inputs.weights.w1[:1]
     held_bytes = AUTO_PREPARED.held_bytes()[CPU]
-    assert held_bytes > before
+    assert held_bytes > held_bytes_before
     tiles_ref = weakref.ref(next(reversed(AUTO_PREPARED._entries.values())).tensors["w1_tiles"])
     del inputs
     gc.collect()
     assert tiles_ref() is None  # freed although a view of w1 is alive
-    assert AUTO_PREPARED.held_bytes().get(CPU, 0) == before
+    assert AUTO_PREPARED.held_bytes().get(CPU, 0) == held_bytes_before
     del alias
 
 
@@ -187,12 +187,12 @@ def test_load_state_dict_prepares_weights(
     state = {name: tensor.roll(1, 0) for name, tensor in layer.state_dict().items()}
     layer.load_state_dict(state)
     assert prepared_counts == [0, 1]
-    got = layer(inputs.x_TH, inputs.routing)
+    output = layer(inputs.x_TH, inputs.routing)
     assert prepared_counts == [0, 1]
-    other, _ = make_prepared_layer()
-    other.load_state_dict(state)
-    other.prepare_weights()
-    assert torch.equal(got, other(inputs.x_TH, inputs.routing))
+    other_layer, _ = make_prepared_layer()
+    other_layer.load_state_dict(state)
+    other_layer.prepare_weights()
+    assert torch.equal(output, other_layer(inputs.x_TH, inputs.routing))
 
 
 def test_weights_first_used_in_a_capture_are_prepared_by_the_next_call(
@@ -235,8 +235,8 @@ def test_a_different_storage_at_the_same_address_is_detected(
             getattr(weights, name).data.copy_(getattr(inputs.weights, name).roll(shift, 0))
         call_kernel(kernel, inputs, weights)
     assert prepared_counts == [0, 1]
-    manual = make_kernel(*PAIR, kernel.problem, auto_prepare=False)
-    expected = call_kernel(manual, inputs, kernel.prepare_weights(second))
+    kernel_without_preparing = make_kernel(*PAIR, kernel.problem, auto_prepare=False)
+    expected = call_kernel(kernel_without_preparing, inputs, kernel.prepare_weights(second))
     assert torch.equal(call_kernel(kernel, inputs, second), expected)
 
 

@@ -69,11 +69,11 @@ def clear_caches() -> None:
 @pytest.fixture
 def _schemes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make SCHEMES available as if a package provided them."""
-    loaded = ExternalSchemes(
+    schemes = ExternalSchemes(
         tuple(ExternalScheme(scheme, "them (them:SCHEMES)") for scheme in SCHEMES)
     )
     clear_caches()
-    monkeypatch.setattr(external_schemes, "_load_all", lambda _names: loaded)
+    monkeypatch.setattr(external_schemes, "_load_all", lambda _names: schemes)
     yield
     clear_caches()
 
@@ -83,7 +83,7 @@ def make_problem(quant: str, **changes: Any) -> Problem:
     return Problem(**{**fields, "top_k": 2, "quant": quant, **changes})
 
 
-def random_weights(problem: Problem) -> ExpertWeights:
+def make_random_weights(problem: Problem) -> ExpertWeights:
     generator = torch.Generator().manual_seed(0)
     w1, w2 = (
         torch.randn(problem.e, rows, depth, generator=generator)
@@ -123,9 +123,9 @@ def random_weights(problem: Problem) -> ExpertWeights:
 )
 def test_invalid_schemes_are_refused(changes: dict[str, Any], message: str) -> None:
     fields: dict[str, Any] = {"name": "mine", "values": FOUR_BITS, "granularity": "group"}
-    with pytest.raises(ConfigurationError) as caught:
+    with pytest.raises(ConfigurationError) as exc_info:
         TableScheme(**{**fields, "group": (32,), "cases": CASES, **changes})
-    assert message in str(caught.value)
+    assert message in str(exc_info.value)
 
 
 def test_values_are_rounded_to_float32() -> None:
@@ -145,11 +145,11 @@ def test_cases_that_are_not_problems_are_refused(
     changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheme = replace(SCHEMES[0], cases=(changes,))
-    loaded = ExternalSchemes((ExternalScheme(scheme, "them"),))
-    monkeypatch.setattr(external_schemes, "_load_all", lambda _names: loaded)
-    with pytest.raises(ConfigurationError) as caught:
+    schemes = ExternalSchemes((ExternalScheme(scheme, "them"),))
+    monkeypatch.setattr(external_schemes, "_load_all", lambda _names: schemes)
+    with pytest.raises(ConfigurationError) as exc_info:
         list(list_declared_problems())
-    assert message in str(caught.value)
+    assert message in str(exc_info.value)
 
 
 # -------------------------------------------------------------------------------------- loading
@@ -202,10 +202,10 @@ def _offered(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
 def test_unusable_schemes_raise_typed_errors(
     names: list[str], requested: str, error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error) as caught:
+    with pytest.raises(error) as exc_info:
         QuantScheme.parse(requested)
-    assert type(caught.value) is error
-    assert message in str(caught.value)
+    assert type(exc_info.value) is error
+    assert message in str(exc_info.value)
     if "other" in names:
         assert QuantScheme.parse("four_block").group == (48, 64)
 
@@ -238,15 +238,15 @@ def test_a_package_that_uses_its_scheme_during_import_does_not_deadlock(
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
     start = time.monotonic()
     if imported_by == "the scheme":
-        code, refused = mk("check", "--quant", "my_scheme")
+        code, report = mk("check", "--quant", "my_scheme")
         assert code == 2
-        assert refused["error"]["type"] == "BrokenPartError"
-        assert refused["error"]["got"].startswith("ConfigurationError: quant: got my_scheme")
+        assert report["error"]["type"] == "BrokenPartError"
+        assert report["error"]["got"].startswith("ConfigurationError: quant: got my_scheme")
     else:
         # When the part's module is imported, SCHEMES exists already.
-        code, listed = mk("list")
+        code, report = mk("list")
         assert code == 0
-        assert [scheme["scheme"]["name"] for scheme in listed["schemes"]] == ["my_scheme"]
+        assert [scheme["scheme"]["name"] for scheme in report["schemes"]] == ["my_scheme"]
     assert time.monotonic() - start < 50, "waited for MK_IMPORT_TIMEOUT_S"
 
 
@@ -256,24 +256,24 @@ def test_mk_list_shows_external_and_broken_schemes(
     install_new(tmp_path, "scheme", "my_scheme")
     install(tmp_path, "broken_scheme", "import no_such_library\n", group=GROUP, attribute="SCHEMES")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
-    code, listed = mk("list")
+    code, report = mk("list")
     assert code == 0
-    (scheme,) = listed["schemes"]
+    (scheme,) = report["schemes"]
     assert (scheme["scheme"]["name"], scheme["origin"]) == (
         "my_scheme",
         "my-scheme (my_scheme.scheme:SCHEMES)",
     )
-    (broken,) = listed["broken_schemes"]
+    (broken,) = report["broken_schemes"]
     assert broken["error"] == "ModuleNotFoundError: No module named 'no_such_library'"
     sizes = ("--tokens", "4", "--hidden", "64", "--intermediate", "32", "--quant", "my_scheme")
-    code, judged = mk("check", *sizes)
+    code, report = mk("check", *sizes)
     assert code == 0
-    valid = {pair["experts"] for pair in judged["pairs"] if pair["ok"]}
+    valid = {pair["experts"] for pair in report["pairs"] if pair["ok"]}
     assert valid == {"MySchemeExperts", "NaiveBatchedExperts", "TorchExperts"}
     command = [sys.executable, "-m", "modular_kernel", "list"]
-    text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
-    assert "4-bit codes, one scale for each" in text
-    assert "no_such_library" in text
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    assert "4-bit codes, one scale for each" in output
+    assert "no_such_library" in output
 
 
 # ---------------------------------------------------------------------------------- computation
@@ -283,7 +283,7 @@ def test_mk_list_shows_external_and_broken_schemes(
 @pytest.mark.parametrize("quant", NAMES)
 def test_weights_are_rounded_to_the_nearest_values(quant: str) -> None:
     problem = make_problem(quant)
-    weights = random_weights(problem)
+    weights = make_random_weights(problem)
     stored = quantize_weights(weights, problem)
     scheme = problem.scheme
     for name in ("w1", "w2"):
@@ -333,7 +333,7 @@ def test_all_references_decode_the_same_weights(quant: str) -> None:
 @pytest.mark.usefixtures("_schemes")
 def test_nan_makes_all_weights_with_its_scale_nan() -> None:
     problem = make_problem("four_group")
-    weights = random_weights(problem)
+    weights = make_random_weights(problem)
     weights.w1[1, 3, 40] = torch.nan
     is_nan = dequantize_weights(quantize_weights(weights, problem), "w1", problem).isnan()
     assert is_nan[1, 3, 32:64].all()
@@ -354,11 +354,11 @@ def test_only_parts_that_declare_support_run_a_scheme() -> None:
     problem, machine = make_problem("four_group"), Machine("cuda", (9, 0), frozenset({"triton"}))
     assert check("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem, machine).ok
     assert check("BatchedPrepareAndFinalize", "NaiveBatchedExperts", problem, machine).ok
-    refused = check("MoEPrepareAndFinalizeNoEP", "TritonExperts", problem, machine)
-    assert [r.rule for r in refused.rejections] == ["quant"]
-    odd = make_problem("four_group", hidden=33)
-    refused = check("MoEPrepareAndFinalizeNoEP", "TorchExperts", odd, machine)
-    assert [r.rule for r in refused.rejections] == ["packing"]
+    verdict = check("MoEPrepareAndFinalizeNoEP", "TritonExperts", problem, machine)
+    assert [r.rule for r in verdict.rejections] == ["quant"]
+    problem_with_odd_hidden = make_problem("four_group", hidden=33)
+    verdict = check("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem_with_odd_hidden, machine)
+    assert [r.rule for r in verdict.rejections] == ["packing"]
 
 
 @pytest.mark.usefixtures("_schemes")
@@ -431,8 +431,8 @@ def test_smoke_cases_detect_defects_of_an_external_part(
     part.write_text(source, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
     pair = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "MySchemeExperts")
-    code, proven = mk("test", *pair)
-    (row,) = proven["pairs"]
+    code, report = mk("test", *pair)
+    (row,) = report["pairs"]
     assert bool(row["failures"]) is (defect != "none")
     assert code == (1 if row["failures"] else 0)
 
@@ -444,9 +444,9 @@ def test_schemes_of_a_module_being_imported_are_not_known(
 ) -> None:
     module = sys.modules[__name__]
     assert module.__spec__ is not None
-    with monkeypatch.context() as importing:
-        importing.setattr(module.__spec__, "_initializing", True, raising=False)
-        importing.delattr(module, "OFFERED")
+    with monkeypatch.context() as patch:
+        patch.setattr(module.__spec__, "_initializing", True, raising=False)
+        patch.delattr(module, "OFFERED")
         assert external_schemes.external_schemes(()).usable == ()
     (scheme,) = external_schemes.external_schemes(()).usable
     assert scheme.name == SCHEMES[0].name

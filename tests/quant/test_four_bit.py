@@ -134,9 +134,9 @@ def test_overrides_reach_the_launch(
 )
 def test_invalid_launches_are_refused(change: dict[str, int], field_name: str) -> None:
     valid = AlignedW4Config(8, 64, 128, 2, 3)
-    broken = MoEConfig(replace(valid, **change), replace(valid, **change), "aligned_w4")
+    invalid_config = MoEConfig(replace(valid, **change), replace(valid, **change), "aligned_w4")
     with (
-        override_config(broken),
+        override_config(invalid_config),
         pytest.raises(ConfigurationError, match=f"override_config.*GEMM 1 {field_name}"),
     ):
         choose_config(_BASE, 4, _PATHS)
@@ -179,8 +179,8 @@ def test_supports_returns_whether_a_problem_is_supported() -> None:
 def test_misaligned_weights_use_the_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     problem = replace(_BASE, tokens=3)
-    x_TH, plain, routing = random_inputs(replace(problem, quant="none"), device)
-    weights = quantize_weights(plain, problem)
+    x_TH, unquantized_weights, routing = random_inputs(replace(problem, quant="none"), device)
+    weights = quantize_weights(unquantized_weights, problem)
     blocks = set[int]()
     monkeypatch.setattr(AlignedW4Path, "multiply", _record_block_m(blocks))
     expected = make_kernel(_NO_EP, "TritonExperts", problem)(x_TH, weights, routing)
@@ -224,28 +224,28 @@ def test_explain_states_the_launches(tokens: int, monkeypatch: pytest.MonkeyPatc
     for path in ALL_PATHS:
         monkeypatch.setattr(path, "run", record_and_multiply)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    x_TH, plain, routing = random_inputs(replace(problem, quant="none"), device)
+    x_TH, unquantized_weights, routing = random_inputs(replace(problem, quant="none"), device)
     kernel = make_kernel(_NO_EP, "TritonExperts", problem)
-    kernel(x_TH, quantize_weights(plain, problem), routing)
+    kernel(x_TH, quantize_weights(unquantized_weights, problem), routing)
     ((config, prepared),) = set(launches)
     space = TritonExperts.tunable(problem)
     if prepared:
         space = space.for_prepared_weights()
-    text = space.explain(tokens)
-    assert f"  path: {config.path}\n" in text
+    explanation = space.explain(tokens)
+    assert f"  path: {config.path}\n" in explanation
     for index, launch in enumerate((config.gemm1, config.gemm2), 1):
-        assert f"  GEMM {index}: {launch}" in text
+        assert f"  GEMM {index}: {launch}" in explanation
     assert "path: aligned\n" in BatchedTritonExperts.tunable(problem).explain(tokens)
 
 
 def test_small_tiles_of_other_tuned_files_are_replaced() -> None:
-    """They are replaced for integers with up to 12 rows per expert, and for mxfp4 with block_m up
+    """Tiles are replaced for integers with up to 12 rows per expert, and for mxfp4 with block_m up
     to 32 and any number of rows.
     """
     integers = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=_INT4)
     mxfp4 = replace(integers, quant="mxfp4_w4a16")
 
-    def launches(problem: Problem, tokens: int, block_m: int) -> MoEConfig:
+    def choose_launches(problem: Problem, tokens: int, block_m: int) -> MoEConfig:
         launch = {
             "BLOCK_SIZE_M": block_m,
             "BLOCK_SIZE_N": 64,
@@ -256,12 +256,12 @@ def test_small_tiles_of_other_tuned_files_are_replaced() -> None:
         source = fit_to_problem(tuned_configs, problem, Device())
         return source.launch_steps(problem, Device(), _PATHS).choose(tokens)
 
-    assert launches(integers, 48, 16) == aligned_w4_config.default_config(integers, 48)
-    assert launches(integers, 49, 16).path == "aligned"
-    assert launches(integers, 4, 32).path == "aligned"
+    assert choose_launches(integers, 48, 16) == aligned_w4_config.default_config(integers, 48)
+    assert choose_launches(integers, 49, 16).path == "aligned"
+    assert choose_launches(integers, 4, 32).path == "aligned"
     for tokens in (1, 7, 24, 25, 1 << 20):
-        assert launches(mxfp4, tokens, 32) == aligned_w4_config.default_config(mxfp4, tokens)
-    assert launches(mxfp4, 1, 64).path == "aligned"
+        assert choose_launches(mxfp4, tokens, 32) == aligned_w4_config.default_config(mxfp4, tokens)
+    assert choose_launches(mxfp4, 1, 64).path == "aligned"
 
 
 @pytest.mark.parametrize("zeros", ["", ":zero_points=true"])

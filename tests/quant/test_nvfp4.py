@@ -57,7 +57,7 @@ def make_all_products() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return codes, scale, torch.tensor(values, dtype=torch.float64)
 
 
-def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+def view_as_integers(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
 
 
@@ -65,16 +65,16 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_dequantize_decodes_every_code_with_every_scale() -> None:
-    codes, scale, want = make_all_products()
+    codes, scale, products = make_all_products()
     is_number = (torch.arange(256) & 127) != NAN
     factor = torch.tensor(GLOBAL_SCALE)
-    got = nvfp4.dequantize(codes, scale, factor)
-    assert got.dtype == torch.float32
-    assert got[~is_number].isnan().all()
+    actual = nvfp4.dequantize(codes, scale, factor)
+    assert actual.dtype == torch.float32
+    assert actual[~is_number].isnan().all()
     # The product of a code and its scale is exact in float32, so only the factor rounds.
-    expected = want.float() * factor
-    assert torch.equal(want.float().double()[is_number], want[is_number])
-    assert torch.equal(as_integers(got)[is_number], as_integers(expected)[is_number])
+    expected = products.float() * factor
+    assert torch.equal(products.float().double()[is_number], products[is_number])
+    assert torch.equal(view_as_integers(actual)[is_number], view_as_integers(expected)[is_number])
 
 
 @pytest.mark.parametrize("dtype", DTYPES_16_BIT)
@@ -125,23 +125,24 @@ def test_kernels_dequantize_every_code_with_every_scale(
     device = Device("NVIDIA H200")
     with override_config(BY_NAME[path].default_config(problem, 16, device) if path else None):
         kernel = mk.make_kernel(*pair, problem, machine=this_machine())
-        got = kernel(
+        actual = kernel(
             x.to(DEVICE), move_tensors(weights, DEVICE), move_tensors(routing, DEVICE)
         ).cpu()
-    want = (values.float() * torch.tensor(GLOBAL_SCALE)).clamp(min=0).square().T.to(dtype)
-    assert torch.equal(as_integers(got), as_integers(want))
+    expected = (values.float() * torch.tensor(GLOBAL_SCALE)).clamp(min=0).square().T.to(dtype)
+    assert torch.equal(view_as_integers(actual), view_as_integers(expected))
 
 
 # ----------------------------------------------------------------------------------- quantize
 
 
-def find_nearest(value: float, choices: list[float]) -> int:
+def find_nearest(value: float, candidates: list[float]) -> int:
     """Return the index of the nearest candidate, computed exactly. Of two nearest candidates,
     return the even index.
     """
     target = Fraction(value)
     return min(
-        range(len(choices)), key=lambda index: (abs(Fraction(choices[index]) - target), index % 2)
+        range(len(candidates)),
+        key=lambda index: (abs(Fraction(candidates[index]) - target), index % 2),
     )
 
 
@@ -171,19 +172,19 @@ def test_the_quantizer_equals_a_search() -> None:
 
 
 def test_codes_on_both_sides_of_every_midpoint() -> None:
-    """Tests each midpoint and its float32 neighbors. NaN gets the code of the maximum."""
+    """Values are midpoints and their float32 neighbors. NaN gets the code of the maximum."""
     midpoints = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(MAGNITUDES)])
     around_midpoints = torch.stack(
         [(midpoints.view(torch.int32) + step).view(torch.float32) for step in (-1, 0, 1)]
     ).flatten()
     for magnitude in (*around_midpoints.tolist(), *MAGNITUDES, 1e-45, 5.9, 7.0, 3e38):
         code = find_nearest(magnitude, list(MAGNITUDES))
-        got = nvfp4.encode_e2m1(torch.tensor([magnitude, -magnitude])).tolist()
-        assert got == [code, code + 8 * (magnitude > 0)]
+        actual = nvfp4.encode_e2m1(torch.tensor([magnitude, -magnitude])).tolist()
+        assert actual == [code, code + 8 * (magnitude > 0)]
     special_values = torch.tensor([float("inf"), -float("inf"), float("nan"), -0.0])
-    before = special_values.clone()
+    values_before = special_values.clone()
     assert nvfp4.encode_e2m1(special_values).tolist() == [7, 15, 7, 0]
-    assert torch.equal(as_integers(special_values), as_integers(before))
+    assert torch.equal(view_as_integers(special_values), view_as_integers(values_before))
 
 
 def test_zeros_and_values_out_of_range() -> None:
@@ -196,27 +197,29 @@ def test_zeros_and_values_out_of_range() -> None:
 
 
 def test_gate_and_up_are_each_scaled_to_their_maximum() -> None:
-    """They have separate scales, also if their rows are interleaved."""
+    """They have separate scales, even if their rows are interleaved."""
     generator = torch.Generator().manual_seed(0)
     gate, up = torch.randn(2, 2, 32, 48, generator=generator)
     up *= 20
     small_problem = replace(BASE, hidden=48, intermediate=32)
     w2 = torch.randn(2, 48, 32, generator=generator)
-    found = {}
-    for text, w1 in (
+    gate_and_up_by_activation = {}
+    for activation, w1 in (
         ("silu", torch.cat([gate, up], 1)),
         ("silu:interleaved=true", torch.stack([gate, up], 2).flatten(1, 2)),
     ):
-        problem = replace(small_problem, activation=text)
+        problem = replace(small_problem, activation=activation)
         weights = quantize_weights(ExpertWeights(w1, w2), problem)
         maxima = torch.stack([gate, up], 1).abs().amax((2, 3))
         assert torch.equal(weights.w1_global_scale, maxima / 2688)
         values = dequantize_weights(weights, "w1", problem)
         error = (values - w1).abs().amax((1, 2))
         assert (error <= maxima.amax(1) / 6).all()
-        gate_and_up = (values[:, ::2], values[:, 1::2]) if "true" in text else values.chunk(2, 1)
-        found[text] = torch.stack(gate_and_up)
-    assert torch.equal(*found.values())
+        gate_and_up = (
+            (values[:, ::2], values[:, 1::2]) if "true" in activation else values.chunk(2, 1)
+        )
+        gate_and_up_by_activation[activation] = torch.stack(gate_and_up)
+    assert torch.equal(*gate_and_up_by_activation.values())
 
 
 # ------------------------------------------------------------------------------------ bad input
@@ -224,8 +227,8 @@ def test_gate_and_up_are_each_scaled_to_their_maximum() -> None:
 
 def make_weights(**changes: Any) -> tuple[ExpertWeights, Problem]:
     problem = replace(BASE, hidden=48, intermediate=32, **changes)
-    plain = ExpertWeights(torch.randn(2, 64, 48), torch.randn(2, 48, 32))
-    return quantize_weights(plain, problem), problem
+    unquantized = ExpertWeights(torch.randn(2, 64, 48), torch.randn(2, 48, 32))
+    return quantize_weights(unquantized, problem), problem
 
 
 @pytest.mark.parametrize(

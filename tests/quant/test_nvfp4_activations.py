@@ -47,7 +47,7 @@ def make_layer(problem: Problem, seed: int = 0) -> tuple[torch.Tensor, ExpertWei
     return normal(problem.tokens, h).to(problem.dtype), quantize_weights(weights, problem), routing
 
 
-def run(pair: tuple[str, str], problem: Problem, *call: object) -> torch.Tensor:
+def call_kernel(pair: tuple[str, str], problem: Problem, *call: object) -> torch.Tensor:
     return make_kernel(*pair, problem, machine=this_machine(device="cpu"))(*call)  # type: ignore[arg-type]
 
 
@@ -61,17 +61,17 @@ def test_the_name_determines_all_options() -> None:
     assert scheme.scales_by_expert
     assert not scheme.dispatched_quantized
     assert scheme.activation_granularity == "group"
-    for text in ("nvfp4_w4a4:static=false", "nvfp4_w4a4:group=32", "nvfp4_w4a16:static=true"):
+    for name in ("nvfp4_w4a4:static=false", "nvfp4_w4a4:group=32", "nvfp4_w4a16:static=true"):
         with pytest.raises(ConfigurationError):
-            QuantScheme.parse(text)
+            QuantScheme.parse(name)
 
 
 def test_weight_specs_have_one_activation_scale_per_expert() -> None:
-    specs, plain = weight_specs(BASE), weight_specs(replace(BASE, quant="nvfp4_w4a16"))
-    assert set(specs) - set(plain) == {"a1_scale", "a2_scale"}
+    specs, weight_only_specs = weight_specs(BASE), weight_specs(replace(BASE, quant="nvfp4_w4a16"))
+    assert set(specs) - set(weight_only_specs) == {"a1_scale", "a2_scale"}
     assert specs["a1_scale"].shape == specs["a2_scale"].shape == (4,)
-    local = replace(BASE, local_experts=3, expert_map=True)
-    assert weight_specs(local)["a1_scale"].shape == (3,)
+    local_problem = replace(BASE, local_experts=3, expert_map=True)
+    assert weight_specs(local_problem)["a1_scale"].shape == (3,)
 
 
 @pytest.mark.parametrize(
@@ -95,12 +95,12 @@ def test_scales_that_are_not_per_expert_are_refused(
 @pytest.mark.parametrize("name", ["a1_scale", "a2_scale"])
 def test_a_checked_call_refuses_invalid_scales(name: str, value: float) -> None:
     x, weights, routing = make_layer(BASE)
-    checked = make_kernel(*PAIRS[0], BASE, machine=this_machine(device="cpu"), checked=True)
-    checked(x, weights, routing)
-    changed = getattr(weights, name).clone()
-    changed[2] = value
+    checked_kernel = make_kernel(*PAIRS[0], BASE, machine=this_machine(device="cpu"), checked=True)
+    checked_kernel(x, weights, routing)
+    changed_scale = getattr(weights, name).clone()
+    changed_scale[2] = value
     with pytest.raises(WeightsError, match=rf"{name}: got .* with finite inverses"):
-        checked(x, replace(weights, **{name: changed}), routing)
+        checked_kernel(x, replace(weights, **{name: changed_scale}), routing)
 
 
 def test_activations_are_dispatched_unquantized() -> None:
@@ -126,10 +126,12 @@ def test_the_reference_equals_the_quantizer(depth: int) -> None:
     scale_e = torch.tensor([0.013, 0.4, 1.0])
     experts = torch.arange(300) % 3
     scale_of_rows = scale_e[experts][:, None]
-    want = nvfp4.dequantize(*nvfp4.quantize(rows, 1 / scale_of_rows), scale_of_rows)
-    assert torch.equal(round_to_nvfp4(rows, experts, scale_e, reciprocal=True), want)
-    divided = round_to_nvfp4(rows, experts, scale_e, reciprocal=False)
-    assert float(torch.isclose(divided, want, rtol=1e-6, atol=0).float().mean()) > 0.99
+    expected = nvfp4.dequantize(*nvfp4.quantize(rows, 1 / scale_of_rows), scale_of_rows)
+    assert torch.equal(round_to_nvfp4(rows, experts, scale_e, reciprocal=True), expected)
+    rounded_by_division = round_to_nvfp4(rows, experts, scale_e, reciprocal=False)
+    assert (
+        float(torch.isclose(rounded_by_division, expected, rtol=1e-6, atol=0).float().mean()) > 0.99
+    )
 
 
 def test_nan_stays_nan() -> None:
@@ -147,17 +149,17 @@ def test_the_scale_of_an_expert_applies_only_to_its_tokens(
     pair: tuple[str, str], name: str
 ) -> None:
     x, weights, routing = make_layer(BASE)
-    changed = getattr(weights, name).clone()
-    changed[2] /= 64  # values saturate
+    changed_scale = getattr(weights, name).clone()
+    changed_scale[2] /= 64  # Values saturate.
     uses_expert = (routing.topk_ids_TK == 2).any(1)
     assert uses_expert.any()
     assert not uses_expert.all()
-    other = replace(weights, **{name: changed})
+    changed_weights = replace(weights, **{name: changed_scale})
     for compute in (
-        lambda w: run(pair, BASE, x, w, routing).double(),
+        lambda w: call_kernel(pair, BASE, x, w, routing).double(),
         lambda w: reference.rounded_reference(x, w, routing, BASE),
     ):
-        before, after = compute(weights), compute(other)
+        before, after = compute(weights), compute(changed_weights)
         assert torch.equal(before[~uses_expert], after[~uses_expert])
         assert (
             (before - after)[uses_expert].norm(dim=1) > 0.2 * before[uses_expert].norm(dim=1)
@@ -170,10 +172,10 @@ def test_x_and_h_are_both_rounded(pair: tuple[str, str]) -> None:
     problem = replace(BASE, activation="relu2", top_k=1)
     x, weights, routing = make_layer(problem)
     exact = reference.float64_reference(x, weights, routing, problem)
-    out = run(pair, problem, x, weights, routing).double()
+    out = call_kernel(pair, problem, x, weights, routing).double()
     relative_error = (out - exact).norm() / exact.norm()
     assert 0.03 < float(relative_error) < 0.3
-    plain = replace(problem, quant="nvfp4_w4a16")
+    weight_only_problem = replace(problem, quant="nvfp4_w4a16")
     weights = replace(weights, a1_scale=None, a2_scale=None)
-    out = run(pair, plain, x, weights, routing).double()
+    out = call_kernel(pair, weight_only_problem, x, weights, routing).double()
     assert float((out - exact).norm() / exact.norm()) < 0.01

@@ -50,9 +50,9 @@ def make_scale_setter(kind: str) -> Callable[[Tensors], None]:
 @pytest.mark.parametrize("kind", [MODELOPT, COMPRESSED])
 def test_scales_of_each_expert_are_loaded(kind: str, tmp_path: Path) -> None:
     sample = write(tmp_path, "mixtral", kind, change=make_scale_setter(kind))
-    plain = load_experts(sample.folder, 0)
-    assert plain.problem_fields["quant"] == "nvfp4_w4a16"
-    assert plain.weights.a1_scale is None
+    weight_only = load_experts(sample.folder, 0)
+    assert weight_only.problem_fields["quant"] == "nvfp4_w4a16"
+    assert weight_only.weights.a1_scale is None
     loaded = load_experts(sample.folder, 0, quantize_inputs=True)
     assert loaded.problem_fields["quant"] == "nvfp4_w4a4"
     assert loaded.weights.a1_scale is not None
@@ -60,8 +60,8 @@ def test_scales_of_each_expert_are_loaded(kind: str, tmp_path: Path) -> None:
     assert torch.allclose(loaded.weights.a1_scale, torch.tensor(A1_SCALES))
     assert torch.allclose(loaded.weights.a2_scale, torch.tensor(A2_SCALES))
     for name in ("w1", "w2", "w1_scale", "w2_scale", "w1_global_scale", "w2_global_scale"):
-        got, want = getattr(loaded.weights, name), getattr(plain.weights, name)
-        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+        actual, expected = getattr(loaded.weights, name), getattr(weight_only.weights, name)
+        assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
 
 
 def test_ranks_have_the_scales_of_their_experts(tmp_path: Path) -> None:
@@ -85,31 +85,33 @@ def test_stacked_scales_apply_to_each_expert(tmp_path: Path) -> None:
             tensors[name] = torch.tensor(A1_SCALES if "gate_up" in name else A2_SCALES)
 
     sample = write(tmp_path, "llama4_text", "modelopt nvfp4, fused", change=set_scales)
-    for rank, local in ((0, slice(0, 2)), (1, slice(2, 4))):
+    for rank, local_experts in ((0, slice(0, 2)), (1, slice(2, 4))):
         weights = load_experts(sample.folder, 0, ep=(rank, 2), quantize_inputs=True).weights
-        for got, want in (
-            (weights.a1_scale, A1_SCALES[local]),
-            (weights.a2_scale, A2_SCALES[local]),
+        for actual, expected in (
+            (weights.a1_scale, A1_SCALES[local_experts]),
+            (weights.a2_scale, A2_SCALES[local_experts]),
         ):
-            assert got is not None
-            assert torch.allclose(got, torch.tensor(want))
+            assert actual is not None
+            assert torch.allclose(actual, torch.tensor(expected))
 
 
 @pytest.mark.parametrize("kind", [MODELOPT, COMPRESSED])
 def test_merging_keeps_and_checks_scales(kind: str) -> None:
-    format = format_of(CHECKPOINT_FORMATS[kind].config).with_inputs()
-    name = next(tensor.name for tensor in format.stored_tensors if tensor.role == "a_scale")
+    checkpoint_format = format_of(CHECKPOINT_FORMATS[kind].config).with_inputs()
+    name = next(
+        tensor.name for tensor in checkpoint_format.stored_tensors if tensor.role == "a_scale"
+    )
     generator = torch.Generator().manual_seed(0)
     gate, up = (CHECKPOINT_FORMATS[kind].make(32, 64, generator, 1.0).tensors for _ in range(2))
     values = [1 / 0.02, 1 / 0.03] if kind == COMPRESSED else [0.02, 0.03]
     gate[name], up[name] = (torch.tensor([value]) for value in values)
-    merged = merge(format, [gate, up], torch.bfloat16)
+    merged = merge(checkpoint_format, [gate, up], torch.bfloat16)
     assert merged.a_scale is not None
     assert merged.a_scale.shape == ()
     assert float(merged.a_scale) == pytest.approx(0.03)
     for value in (-0.02, 0.0, torch.nan, torch.inf, 1e-40):
         with pytest.raises(WeightsError, match="activation scales"):
-            merge(format, [gate | {name: torch.tensor([value])}, up], torch.bfloat16)
+            merge(checkpoint_format, [gate | {name: torch.tensor([value])}, up], torch.bfloat16)
 
 
 def test_activations_are_rounded_to_4_bits(tmp_path: Path) -> None:
@@ -117,13 +119,13 @@ def test_activations_are_rounded_to_4_bits(tmp_path: Path) -> None:
     sample = write(tmp_path, "mixtral", MODELOPT, change=make_scale_setter(MODELOPT))
     x, router, ids = sample.inputs(24)
     errors = {}
-    for quantize in (False, True):
-        loaded = load_experts(sample.folder, 0, quantize_inputs=quantize)
+    for quantize_inputs in (False, True):
+        loaded = load_experts(sample.folder, 0, quantize_inputs=quantize_inputs)
         problem = loaded.problem(24)
         kernel = mk.make_kernel(*PAIR, problem, machine=this_machine(device="cpu"))
         y = kernel(x.to(problem.dtype), loaded.weights, mk.Routing(router, ids))
         expected = sample.expected_output(x.to(problem.dtype).double(), router, ids)
-        errors[quantize] = float((y.double() - expected).norm() / expected.norm())
+        errors[quantize_inputs] = float((y.double() - expected).norm() / expected.norm())
     assert errors[False] < 0.01
     assert 0.03 < errors[True] < 0.25
 
@@ -196,12 +198,12 @@ def test_files_of_weight_only_nvfp4_are_refused(tmp_path: Path) -> None:
     sample = write(tmp_path, "mixtral", COMPRESSED)
     config = sample.config["quantization_config"]["config_groups"]
     weight_only = {name: group | {"input_activations": None} for name, group in config.items()}
-    changed = sample.config | {
+    changed_config = sample.config | {
         "quantization_config": sample.config["quantization_config"] | {"config_groups": weight_only}
     }
-    (tmp_path / "config.json").write_text(json.dumps(changed))
+    (tmp_path / "config.json").write_text(json.dumps(changed_config))
     with pytest.raises(ConfigurationError, match="need nvfp4 files of a model that was quantized"):
-        load_experts(replace(sample, config=changed).folder, 0, quantize_inputs=True)
+        load_experts(replace(sample, config=changed_config).folder, 0, quantize_inputs=True)
 
 
 def test_options_of_experts_determine_the_scheme() -> None:
@@ -211,7 +213,7 @@ def test_options_of_experts_determine_the_scheme() -> None:
     ((_, group),) = config["config_groups"].items()
     experts = group | {"targets": ["re:.*experts.*"], "input_activations": None}
     attention = group | {"targets": ["re:.*self_attn.*"]}
-    format = format_of(config | {"config_groups": {"a": attention, "b": experts}})
-    assert str(format) == "nvfp4_w4a16 (compressed-tensors)"
+    checkpoint_format = format_of(config | {"config_groups": {"a": attention, "b": experts}})
+    assert str(checkpoint_format) == "nvfp4_w4a16 (compressed-tensors)"
     with pytest.raises(ConfigurationError, match="need nvfp4 files of a model that was quantized"):
-        format.with_inputs()
+        checkpoint_format.with_inputs()

@@ -1,5 +1,5 @@
-"""Prepared weights that do not belong to the call are refused: written since, copied, prepared by
-another kernel, or not tensors.
+"""Prepared weights are refused if they were written to or copied, were prepared by another kernel,
+or are not tensors.
 """
 
 import copy
@@ -37,17 +37,17 @@ pytestmark = NO_GPU
 launched = make_launched_fixture()
 
 
-@pytest.mark.parametrize("written", ["w1", "w1_scale", "w2", "w2_scale"])
-def test_a_call_after_weights_were_written_is_refused(written: str) -> None:
+@pytest.mark.parametrize("written_field", ["w1", "w1_scale", "w2", "w2_scale"])
+def test_a_call_after_weights_were_written_is_refused(written_field: str) -> None:
     kernel, inputs = make_prepared_kernel()
     plan, weights = kernel.plan(), kernel.prepare_weights(inputs.weights)
     for _ in range(2):
         plan(inputs.x_TH, weights, inputs.routing)
         call_kernel(kernel, inputs, weights)
-    tensor: torch.Tensor = getattr(inputs.weights, written)
+    tensor: torch.Tensor = getattr(inputs.weights, written_field)
     tensor.view(-1)[0] += 1
     for run in (plan, kernel):
-        with pytest.raises(WeightsError, match=rf"{written[:2]}_tile\w+.*prepare_weights"):
+        with pytest.raises(WeightsError, match=rf"{written_field[:2]}_tile\w+.*prepare_weights"):
             run(inputs.x_TH, weights, inputs.routing)
     call_kernel(kernel, inputs)  # a call without prepared weights is accepted
     call_kernel(kernel, inputs, kernel.prepare_weights(weights))
@@ -123,15 +123,15 @@ def test_other_memory_at_the_same_address_is_detected() -> None:
             run(inputs.x_TH, weights_to_use, inputs.routing)
 
 
-@pytest.mark.parametrize("copied_by", [copy.deepcopy, lambda w: pickle.loads(pickle.dumps(w))])
+@pytest.mark.parametrize("copy_weights", [copy.deepcopy, lambda w: pickle.loads(pickle.dumps(w))])
 def test_copies_without_their_sources_are_refused(
-    copied_by: Callable[[ExpertWeights], ExpertWeights],
+    copy_weights: Callable[[ExpertWeights], ExpertWeights],
 ) -> None:
     kernel, inputs = make_prepared_kernel()
-    copied = copied_by(kernel.prepare_weights(inputs.weights))
+    copies = copy_weights(kernel.prepare_weights(inputs.weights))
     with pytest.raises(WeightsError, match="a tensor that no kernel prepared"):
-        call_kernel(kernel, inputs, copied)
-    call_kernel(kernel, inputs, kernel.prepare_weights(copied))
+        call_kernel(kernel, inputs, copies)
+    call_kernel(kernel, inputs, kernel.prepare_weights(copies))
 
 
 @pytest.mark.parametrize(
@@ -146,9 +146,9 @@ def test_tensors_prepared_for_another_layout_are_refused(
     changes: dict[str, Any],
 ) -> None:
     kernel, inputs = make_prepared_kernel()
-    other, _ = make_prepared_kernel(**changes)
-    assert other.experts.prepared_specs() == kernel.experts.prepared_specs()
-    weights = other.prepare_weights(inputs.weights)
+    other_kernel, _ = make_prepared_kernel(**changes)
+    assert other_kernel.experts.prepared_specs() == kernel.experts.prepared_specs()
+    weights = other_kernel.prepare_weights(inputs.weights)
     with pytest.raises(WeightsError, match="w1_tiles: got prepared for TritonExperts of mxfp4"):
         call_kernel(kernel, inputs, weights)
 
@@ -157,7 +157,7 @@ def test_tensors_prepared_for_another_layout_are_refused(
 def test_tensors_prepared_by_a_kernel_of_the_same_layer_are_accepted(
     changes: dict[str, Any], launched: list[int]
 ) -> None:
-    (kernel, inputs), (other, other_inputs) = (
+    (kernel, inputs), (other_kernel, other_inputs) = (
         make_prepared_kernel(),
         make_prepared_kernel(**changes),
     )
@@ -165,11 +165,11 @@ def test_tensors_prepared_by_a_kernel_of_the_same_layer_are_accepted(
         n: t for n, t in vars(kernel.prepare_weights(inputs.weights)).items() if t is not None
     }
     routing = replace(other_inputs.routing, adapters_T="none" if "lora" in changes else None)
-    other(other_inputs.x_TH, replace(other_inputs.weights, **prepared), routing)
+    other_kernel(other_inputs.x_TH, replace(other_inputs.weights, **prepared), routing)
     assert launched == ([64, 64] if "tokens" in changes else [32, 32])
     part_subclass = type("Mine", (TritonExperts,), {})
     assert make_layout_key(part_subclass, kernel.problem) == make_layout_key(
-        TritonExperts, other.problem
+        TritonExperts, other_kernel.problem
     )
 
 
@@ -206,11 +206,11 @@ def test_tensors_with_wrong_shapes_and_dtypes_are_refused(
 
 
 def test_experts_without_preparation_return_the_weights() -> None:
-    triton, inputs = make_prepared_kernel()
-    kernel = make_kernel(PAIR[0], "TorchExperts", triton.problem)
+    triton_kernel, inputs = make_prepared_kernel()
+    kernel = make_kernel(PAIR[0], "TorchExperts", triton_kernel.problem)
     assert kernel.prepare_weights(inputs.weights) is inputs.weights
     assert torch.equal(
-        call_kernel(kernel, inputs, triton.prepare_weights(inputs.weights)),
+        call_kernel(kernel, inputs, triton_kernel.prepare_weights(inputs.weights)),
         call_kernel(kernel, inputs),
     )
     unprepared = {name: torch.zeros(1, dtype=torch.int32) for name in SOURCE_FIELDS}

@@ -1,5 +1,5 @@
-"""Weights prepared once for a kernel that multiplies 4-bit tiles in registers. A stand-in computes
-the products on a CPU.
+"""Weights that are prepared once for a kernel that multiplies 4-bit tiles in registers. A stand-in
+computes the products on a CPU.
 """
 
 import gc
@@ -60,8 +60,10 @@ def test_prepared_tensors_have_the_tiled_layout() -> None:
         assert name in SOURCE_FIELDS or getattr(weights, name) is tensor
     rows = list_tile_rows(problem.intermediate, 1, problem.intermediate, gated=True)
     assert inputs.weights.w1_scale is not None
-    want = tile_weights(inputs.weights.w1, inputs.weights.w1_scale, rows, PackedFormat("e2m1"))
-    for name, tensor in zip(("w1_tiles", "w1_tile_scales"), want, strict=True):
+    expected_tensors = tile_weights(
+        inputs.weights.w1, inputs.weights.w1_scale, rows, PackedFormat("e2m1")
+    )
+    for name, tensor in zip(("w1_tiles", "w1_tile_scales"), expected_tensors, strict=True):
         assert torch.equal(getattr(weights, name), tensor)
     assert kernel.prepare_weights(weights).w1_tiles is not weights.w1_tiles  # prepares them again
 
@@ -160,10 +162,10 @@ def test_minimum_number_of_rows_is_near_the_measured_crossover(
 
 def test_strided_weights_are_prepared(launched: list[int]) -> None:
     kernel, inputs = make_prepared_kernel()
-    spaced = torch.empty(*inputs.weights.w1.shape, 2, dtype=torch.uint8)[..., 0].copy_(
+    strided_w1 = torch.empty(*inputs.weights.w1.shape, 2, dtype=torch.uint8)[..., 0].copy_(
         inputs.weights.w1
     )
-    weights = kernel.prepare_weights(replace(inputs.weights, w1=spaced))
+    weights = kernel.prepare_weights(replace(inputs.weights, w1=strided_w1))
     assert torch.equal(
         call_kernel(kernel, inputs, weights),
         call_kernel(kernel, inputs, kernel.prepare_weights(inputs.weights)),
@@ -218,13 +220,13 @@ def test_weights_are_not_kept_alive() -> None:
     w1 = inputs.weights.w1.clone()
     weights, plan = kernel.prepare_weights(replace(inputs.weights, w1=w1)), kernel.plan()
     plan(inputs.x_TH, weights, inputs.routing)
-    tiles, memory = weakref.ref(weights.w1_tiles), StorageWeakRef(w1.untyped_storage())
+    tiles_ref, memory_ref = weakref.ref(weights.w1_tiles), StorageWeakRef(w1.untyped_storage())
     w1.data = torch.empty(0, dtype=torch.uint8)
     gc.collect()
-    assert memory.expired()
+    assert memory_ref.expired()
     del weights
     gc.collect()
-    assert tiles() is None
+    assert tiles_ref() is None
 
 
 def test_a_batch_invariant_layer_prepares_nothing() -> None:
@@ -245,8 +247,8 @@ def test_tokens_without_an_adapter_use_prepared_weights(launched: list[int]) -> 
 def test_prepared_memory_is_as_documented() -> None:
     problem = Problem(1, 4096, 14336, 8, 2, quant="mxfp4_w4a16")
     specs = make_kernel(*PAIR, problem).experts.prepared_specs()
-    weights = 3 * 8 * 4096 * 14336 // 2
-    assert sum(spec.nbytes for spec in specs.values()) == weights * 17 // 16
+    weight_bytes = 3 * 8 * 4096 * 14336 // 2
+    assert sum(spec.nbytes for spec in specs.values()) == weight_bytes * 17 // 16
 
 
 def test_calls_with_prepared_weights_need_no_workspace_for_weights() -> None:
@@ -254,7 +256,7 @@ def test_calls_with_prepared_weights_need_no_workspace_for_weights() -> None:
         make_prepared_kernel(tokens=tokens, experts=6, top_k=3)[0].workspace_specs(tokens)
         for tokens in (40, 100)
     )
-    # with 20 rows per expert, only calls with prepared weights use this path
+    # With 20 rows per expert, only calls with prepared weights use this path.
     assert "permuted_x" in with_few_tokens
     assert "tiled_words" not in with_few_tokens
     assert "tiled_words" in with_many_tokens

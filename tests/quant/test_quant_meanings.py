@@ -49,12 +49,12 @@ def decode_e4m3(byte: int) -> float:
     return -value if sign else value
 
 
-def expected_value(
-    weights: ExpertWeights, name: str, position: tuple[int, int, int], text: str
+def compute_expected_value(
+    weights: ExpertWeights, name: str, position: tuple[int, int, int], scheme_name: str
 ) -> float:
     """Return one weight, computed from the table in modular_kernel.quant.quantized_weights."""
     (w, scale, zero), (e, n, k) = tensors_of(weights, name), position
-    scheme = QuantScheme.parse(text)
+    scheme = QuantScheme.parse(scheme_name)
     width = scheme.group[-1] if scheme.group else 0
     scale_index = {
         "tensor": (e,),
@@ -80,18 +80,21 @@ def expected_value(
 
 
 @each_scheme
-def test_dequantize_equals_the_table(text: str) -> None:
-    problem, weights = make_quantized(text)
+def test_dequantize_equals_the_table(scheme_name: str) -> None:
+    problem, weights = make_quantized(scheme_name)
     for name in ("w1", "w2"):
-        got = dequantize(*tensors_of(weights, name), problem.scheme)
+        actual = dequantize(*tensors_of(weights, name), problem.scheme)
         e, rows, depth = getattr(plain_weights(problem), name).shape
-        assert got.shape == (e, rows, depth)
-        assert got.dtype == torch.float32
-        want = [
+        assert actual.shape == (e, rows, depth)
+        assert actual.dtype == torch.float32
+        expected = [
             [
-                [expected_value(weights, name, (x, n, k), text) for k in range(depth)]
+                [
+                    compute_expected_value(weights, name, (x, n, k), scheme_name)
+                    for k in range(depth)
+                ]
                 for n in range(rows)
             ]
             for x in range(e)
         ]
-        torch.testing.assert_close(got.double(), torch.tensor(want, dtype=torch.float64))
+        torch.testing.assert_close(actual.double(), torch.tensor(expected, dtype=torch.float64))

@@ -46,14 +46,14 @@ WEIGHT_ONLY = (
     "mxfp4_w4a16:repacked=true",
     "nvfp4_w4a16",
 )
-each_scheme = pytest.mark.parametrize("text", WITH_ACTIVATIONS + WEIGHT_ONLY)
-each_scheme_with_activations = pytest.mark.parametrize("text", WITH_ACTIVATIONS)
+each_scheme = pytest.mark.parametrize("scheme_name", WITH_ACTIVATIONS + WEIGHT_ONLY)
+each_scheme_with_activations = pytest.mark.parametrize("scheme_name", WITH_ACTIVATIONS)
 
 
 def test_every_scheme_is_covered() -> None:
-    names = {QuantScheme.parse(text).name for text in WITH_ACTIVATIONS}
+    names = {QuantScheme.parse(scheme_name).name for scheme_name in WITH_ACTIVATIONS}
     assert names == ACTIVATION_SCHEMES
-    names |= {QuantScheme.parse(text).name for text in WEIGHT_ONLY}
+    names |= {QuantScheme.parse(scheme_name).name for scheme_name in WEIGHT_ONLY}
     assert names == SCHEMES - {"none", "nvfp4_w4a4"}  # see test_nvfp4_activations
 
 
@@ -96,21 +96,23 @@ def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
 @each_scheme
 @pytest.mark.parametrize("bias", [False, True])
 def test_float64_reference_equals_the_reference_with_dequantized_weights(
-    text: str, bias: bool
+    scheme_name: str, bias: bool
 ) -> None:
     """The weights are dequantized to float32 by code that is independent of the reference."""
-    problem = replace(BASE, quant=text, bias=bias)
+    problem = replace(BASE, quant=scheme_name, bias=bias)
     x, weights, routing = make_layer(problem)
-    got = reference.float64_reference(x, weights, routing, problem)
-    plain = replace(problem, quant="none")
-    want = reference.float64_reference(x, dequantize_layer(weights, problem), routing, plain)
-    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+    actual = reference.float64_reference(x, weights, routing, problem)
+    unquantized_problem = replace(problem, quant="none")
+    expected = reference.float64_reference(
+        x, dequantize_layer(weights, problem), routing, unquantized_problem
+    )
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
 def make_one_token_problem(
-    text: str, activation: str = "relu2"
+    scheme_name: str, activation: str = "relu2"
 ) -> tuple[Problem, Routing, torch.Tensor]:
-    problem = Problem(1, 2, 2, 1, 1, quant=text, activation=activation, dtype=torch.float32)
+    problem = Problem(1, 2, 2, 1, 1, quant=scheme_name, activation=activation, dtype=torch.float32)
     routing = Routing(torch.tensor([[0.5]]), torch.tensor([[0]]))
     return problem, routing, torch.tensor([[1.0, 2.0]])
 
@@ -152,8 +154,8 @@ def test_mxfp4_layer_example() -> None:
         w2_scale=torch.tensor([[[127], [127]]], dtype=torch.uint8),
     )
     h_values = (3.0 - 2.0) ** 2, (4.0 + 16.0) ** 2
-    want = [[0.5 * 1.5 * h_values[0], 0.5 * 1.5 * h_values[1]]]
-    assert reference.float64_reference(x, weights, routing, problem).tolist() == want
+    expected = [[0.5 * 1.5 * h_values[0], 0.5 * 1.5 * h_values[1]]]
+    assert reference.float64_reference(x, weights, routing, problem).tolist() == expected
 
 
 def test_fp8_block_layer_example() -> None:
@@ -167,8 +169,8 @@ def test_fp8_block_layer_example() -> None:
         w2_scale=torch.tensor([[[1.0, 0.5], [0.0, 1.0]]]),
     )
     h_values = 5.0**2, 11.0**2
-    want = [[0.5 * 2 * (h_values[0] + h_values[1] / 2), 0.5 * 2 * h_values[1]]]
-    assert reference.float64_reference(x, weights, routing, problem).tolist() == want
+    expected = [[0.5 * 2 * (h_values[0] + h_values[1] / 2), 0.5 * 2 * h_values[1]]]
+    assert reference.float64_reference(x, weights, routing, problem).tolist() == expected
 
 
 # ------------------------------------------------------------------------------ rounded reference
@@ -179,49 +181,49 @@ def test_int8_rounded_reference_example() -> None:
     128/127.
     """
     problem, routing, x = make_one_token_problem("int8_w8a8_channel")
-    unit = torch.tensor([[[1, 0], [0, 1]]], dtype=torch.int8)
+    identity = torch.tensor([[[1, 0], [0, 1]]], dtype=torch.int8)
     ones = torch.ones(1, 2)
-    weights = ExpertWeights(unit, unit, w1_scale=ones, w2_scale=ones)
+    weights = ExpertWeights(identity, identity, w1_scale=ones, w2_scale=ones)
     dequantized_x = torch.tensor([64 * 2 / 127, 2.0]).double()
     h = dequantized_x.square()
     # 32.25 and 127; with the unrounded h (1 and 4), it would be 31.75
     q = (h / (h.max() / 127)).round()
     assert q.tolist() == [32, 127]
-    want = 0.5 * q * float(h.max()) / 127
-    got = reference.rounded_reference(x, weights, routing, problem)
-    torch.testing.assert_close(got[0], want, rtol=1e-6, atol=0)
+    expected = 0.5 * q * float(h.max()) / 127
+    actual = reference.rounded_reference(x, weights, routing, problem)
+    torch.testing.assert_close(actual[0], expected, rtol=1e-6, atol=0)
 
 
-def rounded_reference_error(text: str, dtype: torch.dtype) -> float:
-    problem = replace(BASE, quant=text, tokens=64, dtype=dtype)
+def rounded_reference_error(scheme_name: str, dtype: torch.dtype) -> float:
+    problem = replace(BASE, quant=scheme_name, tokens=64, dtype=dtype)
     x, weights, routing = make_layer(problem)
     exact = reference.float64_reference(x, weights, routing, problem)
     return relative_error(reference.rounded_reference(x, weights, routing, problem), exact)
 
 
 @each_scheme
-def test_error_of_the_rounded_reference_depends_on_the_activation_dtype(text: str) -> None:
+def test_error_of_the_rounded_reference_depends_on_the_activation_dtype(scheme_name: str) -> None:
     """fp8 has a mantissa of three bits, and int8 has seven bits relative to the maximum. Other
     schemes keep activations in the dtype of the problem.
     """
-    scheme = QuantScheme.parse(text)
+    scheme = QuantScheme.parse(scheme_name)
     low, high = {"float8_e4m3fn": (0.02, 0.06), "int8": (0.004, 0.02)}.get(
         scheme.activation, (2e-8, 5e-7)
     )
-    assert low < rounded_reference_error(text, torch.float32) < high
+    assert low < rounded_reference_error(scheme_name, torch.float32) < high
     if not scheme.quantizes_activations:
-        assert 2e-3 < rounded_reference_error(text, torch.bfloat16) < 9e-3
+        assert 2e-3 < rounded_reference_error(scheme_name, torch.bfloat16) < 9e-3
 
 
-@pytest.mark.parametrize("text", WEIGHT_ONLY)
-def test_dequantized_weights_are_rounded_to_the_dtype(text: str) -> None:
-    problem = replace(BASE, quant=text, dtype=torch.bfloat16)
+@pytest.mark.parametrize("scheme_name", WEIGHT_ONLY)
+def test_dequantized_weights_are_rounded_to_the_dtype(scheme_name: str) -> None:
+    problem = replace(BASE, quant=scheme_name, dtype=torch.bfloat16)
     x, weights, routing = make_layer(problem)
     values = dequantize_layer(weights, problem)
     rounded = replace(values, w1=values.w1.bfloat16(), w2=values.w2.bfloat16())
-    want = reference.rounded_reference(x, rounded, routing, replace(problem, quant="none"))
-    got = reference.rounded_reference(x, weights, routing, problem)
-    assert relative_error(got, want) < 1e-3  # the order of float32 operations differs
+    expected = reference.rounded_reference(x, rounded, routing, replace(problem, quant="none"))
+    actual = reference.rounded_reference(x, weights, routing, problem)
+    assert relative_error(actual, expected) < 1e-3  # the order of float32 operations differs
 
 
 def make_large_and_small_token(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing]:
@@ -233,24 +235,24 @@ def make_large_and_small_token(problem: Problem) -> tuple[torch.Tensor, ExpertWe
     return x, weights, routing
 
 
-@pytest.mark.parametrize("text", [text for text in WITH_ACTIVATIONS if "static" not in text])
-def test_small_tokens_vanish_only_if_the_scale_is_shared(text: str) -> None:
+@pytest.mark.parametrize("scheme_name", [name for name in WITH_ACTIVATIONS if "static" not in name])
+def test_small_tokens_vanish_only_if_the_scale_is_shared(scheme_name: str) -> None:
     """With one scale per tensor, a small token next to a large one is rounded to zero. If the large
     token's pair is skipped, x still has a common scale, but h does not.
     """
-    problem = replace(BASE, quant=text, tokens=2, top_k=1, activation="relu2")
+    problem = replace(BASE, quant=scheme_name, tokens=2, top_k=1, activation="relu2")
     shared = problem.scheme.activation_granularity == "tensor"
     x, weights, routing_of_both = make_large_and_small_token(problem)
     routing_of_small = Routing(
         routing_of_both.topk_weights_TK, torch.tensor([[-1], [0]], dtype=torch.int32)
     )
     exact = reference.float64_reference(x, weights, routing_of_both, problem)[1]
-    together = reference.rounded_reference(x, weights, routing_of_both, problem)[1]
-    skipped = reference.rounded_reference(x, weights, routing_of_small, problem)[1]
+    with_large_token = reference.rounded_reference(x, weights, routing_of_both, problem)[1]
+    without_large_token = reference.rounded_reference(x, weights, routing_of_small, problem)[1]
     if not shared:
-        assert relative_error(together, exact) < 0.06
-        # products of another shape may sum in another order
-        assert relative_error(skipped, together) < 0.02
+        assert relative_error(with_large_token, exact) < 0.06
+        # Products of a different shape may be summed in a different order.
+        assert relative_error(without_large_token, with_large_token) < 0.02
         return
     routing_of_one_token = Routing(
         routing_of_both.topk_weights_TK[1:], routing_of_both.topk_ids_TK[1:]
@@ -258,25 +260,27 @@ def test_small_tokens_vanish_only_if_the_scale_is_shared(text: str) -> None:
     one_token = reference.rounded_reference(
         x[1:], weights, routing_of_one_token, replace(problem, tokens=1)
     )
-    assert relative_error(one_token[0], exact) < 0.06 < relative_error(skipped, exact)
-    assert relative_error(skipped, exact) < 0.5 < relative_error(together, exact)
+    assert relative_error(one_token[0], exact) < 0.06 < relative_error(without_large_token, exact)
+    assert (
+        relative_error(without_large_token, exact) < 0.5 < relative_error(with_large_token, exact)
+    )
 
 
 @each_scheme_with_activations
 @pytest.mark.parametrize("width", [48, 41])
-def test_activations_are_rounded_as_in_the_operations(text: str, width: int) -> None:
+def test_activations_are_rounded_as_in_the_operations(scheme_name: str, width: int) -> None:
     """One group of each row is much larger than the next. The reference and the operations compute
     the division in different ways.
     """
-    scheme = QuantScheme.parse(text)
+    scheme = QuantScheme.parse(scheme_name)
     rows = torch.randn(50, width, generator=torch.Generator().manual_seed(0))
     rows[:, 16:32] *= 1e3
     rows[7] = 0.0
     static_scale = torch.tensor([0.05]) if scheme.static else None
-    want = dequantize_rows(*quantize_values(rows, scheme, static_scale), scheme)
-    got = reference._round_to_scheme(rows, scheme, static_scale)
-    equal = (got - want).abs() <= 1e-6 * want.abs()
-    assert float(equal.float().mean()) > 0.999
+    expected = dequantize_rows(*quantize_values(rows, scheme, static_scale), scheme)
+    actual = reference._round_to_scheme(rows, scheme, static_scale)
+    is_equal = (actual - expected).abs() <= 1e-6 * expected.abs()
+    assert float(is_equal.float().mean()) > 0.999
 
 
 def test_given_static_scales_are_used() -> None:
@@ -285,15 +289,22 @@ def test_given_static_scales_are_used() -> None:
     x, weights, routing = make_layer(problem)
     assert weights.a1_scale is not None
     assert weights.a2_scale is not None
-    base = reference.rounded_reference(x, weights, routing, problem)
+    unchanged_output = reference.rounded_reference(x, weights, routing, problem)
     for name in ("a1_scale", "a2_scale"):
-        small = replace(weights, **{name: torch.tensor([1e-4])})
-        assert relative_error(reference.rounded_reference(x, small, routing, problem), base) > 0.5
+        with_small_scale = replace(weights, **{name: torch.tensor([1e-4])})
+        assert (
+            relative_error(
+                reference.rounded_reference(x, with_small_scale, routing, problem), unchanged_output
+            )
+            > 0.5
+        )
 
 
 @each_scheme_with_activations
-def test_router_weight_on_input_multiplies_the_product(text: str) -> None:
-    problem = replace(BASE, quant=text, apply_router_weight_on_input=True, top_k=1, bias=True)
+def test_router_weight_on_input_multiplies_the_product(scheme_name: str) -> None:
+    problem = replace(
+        BASE, quant=scheme_name, apply_router_weight_on_input=True, top_k=1, bias=True
+    )
     x, weights, routing = make_layer(problem)
     exact = reference.float64_reference(x, weights, routing, problem)
     assert relative_error(reference.rounded_reference(x, weights, routing, problem), exact) < 0.08
@@ -303,24 +314,24 @@ def test_router_weight_on_input_multiplies_the_product(text: str) -> None:
 
 
 @each_scheme
-def test_no_tokens_skipped_pairs_and_zeros_give_zeros(text: str) -> None:
-    problem = replace(BASE, quant=text)
+def test_no_tokens_skipped_pairs_and_zeros_give_zeros(scheme_name: str) -> None:
+    problem = replace(BASE, quant=scheme_name)
     x, weights, routing = make_layer(problem)
-    for run in (reference.float64_reference, reference.rounded_reference):
-        none = Routing(routing.topk_weights_TK[:0], routing.topk_ids_TK[:0])
-        assert run(x[:0], weights, none, problem).shape == (0, 48)
-        skips = Routing(routing.topk_weights_TK, torch.full_like(routing.topk_ids_TK, -1))
-        assert not run(x, weights, skips, problem).any()
-        assert not run(torch.zeros_like(x), weights, routing, problem).any()
+    for compute_reference in (reference.float64_reference, reference.rounded_reference):
+        no_tokens = Routing(routing.topk_weights_TK[:0], routing.topk_ids_TK[:0])
+        assert compute_reference(x[:0], weights, no_tokens, problem).shape == (0, 48)
+        all_skipped = Routing(routing.topk_weights_TK, torch.full_like(routing.topk_ids_TK, -1))
+        assert not compute_reference(x, weights, all_skipped, problem).any()
+        assert not compute_reference(torch.zeros_like(x), weights, routing, problem).any()
 
 
 def test_the_reference_does_not_change_inputs() -> None:
     problem = replace(BASE, quant="fp8_w8a8_channel")
     x, weights, routing = make_layer(problem)
-    before: list[Any] = [
+    inputs_before: list[Any] = [
         t.clone() for t in (x, weights.w1.float(), weights.w1_scale) if t is not None
     ]
     reference.rounded_reference(x, weights, routing, problem)
-    after = (x, weights.w1.float(), weights.w1_scale)
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    inputs_after = (x, weights.w1.float(), weights.w1_scale)
+    assert all(torch.equal(a, b) for a, b in zip(inputs_before, inputs_after, strict=True))
     assert math.isfinite(float(x.sum()))

@@ -26,22 +26,22 @@ MAX_RELATIVE_ERROR = {
 
 
 @each_scheme
-def test_quantization_error_is_at_most_half_a_step(text: str) -> None:
-    problem, weights = make_quantized(text)
+def test_quantization_error_is_at_most_half_a_step(scheme_name: str) -> None:
+    problem, weights = make_quantized(scheme_name)
     scheme = problem.scheme
     for name in ("w1", "w2"):
-        plain = getattr(plain_weights(problem), name)
-        error = (dequantize(*tensors_of(weights, name), scheme) - plain).abs()
+        unquantized = getattr(plain_weights(problem), name)
+        error = (dequantize(*tensors_of(weights, name), scheme) - unquantized).abs()
         assert (
             0
             < float(error.max())
-            <= 1.001 * MAX_RELATIVE_ERROR[scheme.weight] * float(plain.abs().max())
+            <= 1.001 * MAX_RELATIVE_ERROR[scheme.weight] * float(unquantized.abs().max())
         )
 
 
 @each_scheme
-def test_experts_are_quantized_in_chunks(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem, at_once = make_quantized(text)
+def test_experts_are_quantized_in_chunks(scheme_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, at_once = make_quantized(scheme_name)
     quantize_rows = Mock(wraps=quantized_weights.quantize_rows)
     monkeypatch.setattr(quantized_weights, "quantize_rows", quantize_rows)
     monkeypatch.setattr(quantized_weights, "_MAX_WEIGHTS", 2 * 40 * 24)
@@ -49,16 +49,16 @@ def test_experts_are_quantized_in_chunks(text: str, monkeypatch: pytest.MonkeyPa
     chunk_sizes = [len(call.args[0]) for call in quantize_rows.call_args_list]
     assert chunk_sizes == [1, 1, 1, 2, 1]  # w1 has twice as many weights as w2
     for name, tensor in vars(at_once).items():
-        other = getattr(in_chunks, name)
-        assert (tensor is None) == (other is None), name
-        assert tensor is None or torch.equal(tensor.view(torch.uint8), other.view(torch.uint8)), (
-            name
-        )
+        chunked_tensor = getattr(in_chunks, name)
+        assert (tensor is None) == (chunked_tensor is None), name
+        assert tensor is None or torch.equal(
+            tensor.view(torch.uint8), chunked_tensor.view(torch.uint8)
+        ), name
 
 
 @each_scheme
-def test_quantizing_is_idempotent(text: str) -> None:
-    problem, weights = make_quantized(text, dtype=torch.float32)
+def test_quantizing_is_idempotent(scheme_name: str) -> None:
+    problem, weights = make_quantized(scheme_name, dtype=torch.float32)
     values = {n: dequantize(*tensors_of(weights, n), problem.scheme) for n in ("w1", "w2")}
     quantized_again = quantize_weights(replace(plain_weights(problem), **values), problem)
     for name, first in values.items():
@@ -67,49 +67,49 @@ def test_quantizing_is_idempotent(text: str) -> None:
 
 
 @each_scheme
-def test_each_tile_has_its_own_scale(text: str) -> None:
+def test_each_tile_has_its_own_scale(scheme_name: str) -> None:
     """The first tile has weights of about 1e-3 and all others have weights of about 1, so they need
     different scales.
     """
-    problem = make_problem(text)
-    plain = plain_weights(problem)
-    small = plain.w1.clone()
+    problem = make_problem(scheme_name)
+    unquantized = plain_weights(problem)
+    small = unquantized.w1.clone()
     granularity = problem.scheme.granularity
     bn, bk = {"channel": (1, 40), "block": problem.scheme.group, "tensor": (48, 40)}.get(
         granularity, (1, (*problem.scheme.group, 0)[0])
     )
     small[1, :bn, :bk] *= 1e-3  # exactly the first tile of expert 1
-    weights = quantize_weights(replace(plain, w1=small), problem)
-    got = dequantize(*tensors_of(weights, "w1"), problem.scheme)
-    first_tile, want = got[1, :bn, :bk], small[1, :bn, :bk]
-    assert float((first_tile - want).norm() / want.norm()) < 0.2
-    unchanged = quantize_weights(plain, problem)
+    weights = quantize_weights(replace(unquantized, w1=small), problem)
+    actual = dequantize(*tensors_of(weights, "w1"), problem.scheme)
+    first_tile, expected_tile = actual[1, :bn, :bk], small[1, :bn, :bk]
+    assert float((first_tile - expected_tile).norm() / expected_tile.norm()) < 0.2
+    unchanged = quantize_weights(unquantized, problem)
     expected = dequantize(*tensors_of(unchanged, "w1"), problem.scheme)
     expected[1, :bn, :bk] = first_tile
-    assert torch.equal(got, expected)
+    assert torch.equal(actual, expected)
 
 
 @each_scheme
 @pytest.mark.parametrize("value", [0.0, 1e-20])
-def test_tiles_of_zeros_stay_zero(text: str, value: float) -> None:
-    problem = make_problem(text)
-    plain = plain_weights(problem)
-    constant = replace(plain, w1=torch.full_like(plain.w1, value))
+def test_tiles_of_zeros_stay_zero(scheme_name: str, value: float) -> None:
+    problem = make_problem(scheme_name)
+    unquantized = plain_weights(problem)
+    constant = replace(unquantized, w1=torch.full_like(unquantized.w1, value))
     weights = quantize_weights(constant, problem)
-    got = dequantize(*tensors_of(weights, "w1"), problem.scheme)
-    assert float(got.abs().max()) <= 1e-10
+    actual = dequantize(*tensors_of(weights, "w1"), problem.scheme)
+    assert float(actual.abs().max()) <= 1e-10
 
 
 def test_e2m1_rounds_ties_to_the_even_code() -> None:
     ties = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
-    want = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
+    rounded_ties = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
     row = torch.tensor([6.0, *ties, *(-t for t in ties), *([0.0] * 17)])
     problem = Problem(1, 32, 32, 1, 1, quant="mxfp4_w4a16", activation="relu2")
     w = row.expand(1, 32, 32)
-    got = dequantize(
+    actual = dequantize(
         *tensors_of(quantize_weights(ExpertWeights(w, w), problem), "w1"), problem.scheme
     )
-    assert got[0, 0].tolist() == [6.0, *want, *(-v for v in want), *([0.0] * 17)]
+    assert actual[0, 0].tolist() == [6.0, *rounded_ties, *(-v for v in rounded_ties), *([0.0] * 17)]
 
 
 def test_e8m0_is_the_smallest_sufficient_power_of_two() -> None:
@@ -136,26 +136,26 @@ def test_zero_points_cover_asymmetric_groups() -> None:
     problem, symmetric = (
         make_problem(f"int4_w4a16_group:group=16{zeros}") for zeros in (",zero_points=true", "")
     )
-    plain = plain_weights(problem)
-    plain = replace(plain, w1=plain.w1.abs())
+    unquantized = plain_weights(problem)
+    unquantized = replace(unquantized, w1=unquantized.w1.abs())
     errors = []
     for scheme_problem in (problem, symmetric):
-        got = dequantize(
-            *tensors_of(quantize_weights(plain, scheme_problem), "w1"), scheme_problem.scheme
+        actual = dequantize(
+            *tensors_of(quantize_weights(unquantized, scheme_problem), "w1"), scheme_problem.scheme
         )
-        errors.append(float((got - plain.w1).norm()))
+        errors.append(float((actual - unquantized.w1).norm()))
     assert errors[0] < 0.6 * errors[1]
 
 
-@pytest.mark.parametrize("text", ["int8_w8a16_channel", "int4_w4a16_group:group=16"])
-def test_scales_have_the_requested_dtype(text: str) -> None:
-    problem = make_problem(text, dtype=torch.float16)
+@pytest.mark.parametrize("scheme_name", ["int8_w8a16_channel", "int4_w4a16_group:group=16"])
+def test_scales_have_the_requested_dtype(scheme_name: str) -> None:
+    problem = make_problem(scheme_name, dtype=torch.float16)
     weights = quantize_weights(plain_weights(problem), problem, scale_dtype=torch.float16)
     assert weights.w1_scale is not None
     assert weights.w1_scale.dtype == torch.float16
-    got = dequantize(*tensors_of(weights, "w1"), problem.scheme)
+    actual = dequantize(*tensors_of(weights, "w1"), problem.scheme)
     max_error = MAX_RELATIVE_ERROR[problem.scheme.weight] * 1.01
-    assert float((got - plain_weights(problem).w1).abs().max()) <= max_error * float(
+    assert float((actual - plain_weights(problem).w1).abs().max()) <= max_error * float(
         plain_weights(problem).w1.abs().max()
     )
     with pytest.raises(ConfigurationError, match="scale_dtype: got float64, need float32 or"):
@@ -163,7 +163,7 @@ def test_scales_have_the_requested_dtype(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "dtype", "default"),
+    ("scheme_name", "dtype", "default"),
     [
         ("int4_w4a16_group:group=16", torch.bfloat16, torch.bfloat16),
         ("int8_w8a16_channel", torch.bfloat16, torch.float32),
@@ -176,8 +176,10 @@ def test_scales_have_the_requested_dtype(text: str) -> None:
         ("nvfp4_w4a16", torch.bfloat16, torch.float8_e4m3fn),
     ],
 )
-def test_default_dtype_of_scales(text: str, dtype: torch.dtype, default: torch.dtype) -> None:
-    problem = make_problem(text, dtype=dtype)
+def test_default_dtype_of_scales(
+    scheme_name: str, dtype: torch.dtype, default: torch.dtype
+) -> None:
+    problem = make_problem(scheme_name, dtype=dtype)
     weights = quantize_weights(plain_weights(problem), problem)
     assert weights.w1_scale is not None
     assert weights.w2_scale is not None
@@ -187,14 +189,14 @@ def test_default_dtype_of_scales(text: str, dtype: torch.dtype, default: torch.d
 def test_codes_are_rounded_with_the_default_scales() -> None:
     """Codes are rounded relative to the bf16 scales, so weights stay within half a step of them."""
     problem = make_problem("int4_w4a16_group:group=16", dtype=torch.bfloat16)
-    plain = plain_weights(problem)
-    weights = quantize_weights(plain, problem)
+    unquantized = plain_weights(problem)
+    weights = quantize_weights(unquantized, problem)
     assert weights.w1_scale is not None
     values = dequantize(*tensors_of(weights, "w1"), problem.scheme)
-    columns = plain.w1.shape[2]
+    columns = unquantized.w1.shape[2]
     step = weights.w1_scale.float().repeat_interleave(16, dim=2)[..., :columns]
-    error = (values - plain.w1).abs() / step
-    is_in_range = plain.w1.abs() <= 7 * step
+    error = (values - unquantized.w1).abs() / step
+    is_in_range = unquantized.w1.abs() <= 7 * step
     assert float(is_in_range.float().mean()) > 0.9
     assert float(error[is_in_range].max()) <= 0.5001
     assert float(error.max()) <= 0.54

@@ -34,7 +34,7 @@ NO_EP = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 BATCHED = ("BatchedPrepareAndFinalize", "NaiveBatchedExperts")
 # H and I are not multiples of the groups and blocks below, but even, so that they can be packed.
 BASE = Problem(tokens=19, hidden=42, intermediate=70, experts=5, top_k=2, dtype=torch.bfloat16)
-TEXTS = (
+SCHEME_NAMES = (
     "fp8_w8a8_tensor",
     "fp8_w8a8_tensor:static=true",
     "fp8_w8a8_channel",
@@ -56,9 +56,13 @@ TEXTS = (
     "nvfp4_w4a16",
     "nvfp4_w4a4",
 )
-FULL = tuple(text for text in TEXTS if QuantScheme.parse(text).dispatched_quantized)
-each_scheme = pytest.mark.parametrize("text", TEXTS)
-each_full = pytest.mark.parametrize("text", FULL)
+WITH_DISPATCHED_SCALES = tuple(
+    scheme_name
+    for scheme_name in SCHEME_NAMES
+    if QuantScheme.parse(scheme_name).dispatched_quantized
+)
+each_scheme = pytest.mark.parametrize("scheme_name", SCHEME_NAMES)
+each_scheme_with_dispatched_scales = pytest.mark.parametrize("scheme_name", WITH_DISPATCHED_SCALES)
 each_pair = pytest.mark.parametrize("pair", [NO_EP, BATCHED], ids=lambda pair: pair[1])
 
 F32 = {"dtype": torch.float32}
@@ -79,15 +83,17 @@ CASES: tuple[tuple[Mapping[str, Any], str], ...] = (
 
 def make_quantized_inputs(problem: Problem, kind: str, seed: int = 0) -> Inputs:
     """Return the harness's inputs, with weights quantized by `quantize_weights`."""
-    plain = make_inputs(replace(problem, quant="none"), kind, DEVICE, seed=seed)
-    weights = plain.weights
+    unquantized = make_inputs(replace(problem, quant="none"), kind, DEVICE, seed=seed)
+    weights = unquantized.weights
     if problem.scheme.static:
         scales = (static_scale(problem, max_value, DEVICE) for max_value in (4.5, 20.0))
         weights = replace(weights, **dict(zip(("a1_scale", "a2_scale"), scales, strict=True)))
-    return replace(plain, weights=quantize_weights(weights, problem))
+    return replace(unquantized, weights=quantize_weights(weights, problem))
 
 
-def run(pair: tuple[str, str], problem: Problem, inputs: Inputs, **options: Any) -> torch.Tensor:
+def call_kernel(
+    pair: tuple[str, str], problem: Problem, inputs: Inputs, **options: Any
+) -> torch.Tensor:
     kernel = make_kernel(*pair, problem, machine=this_machine(), poison=True, **options)
     x = inputs.x_TH.clone() if problem.inplace else inputs.x_TH
     return kernel(x, inputs.weights, inputs.routing)
@@ -104,7 +110,9 @@ def compare_with_reference(out: torch.Tensor, problem: Problem, inputs: Inputs) 
 
 
 def test_every_scheme_is_covered_and_declared() -> None:
-    assert {QuantScheme.parse(text).name for text in TEXTS} | {"none"} == SCHEMES
+    assert {QuantScheme.parse(scheme_name).name for scheme_name in SCHEME_NAMES} | {
+        "none"
+    } == SCHEMES
     for part in (TorchExperts, NaiveBatchedExperts):
         assert part.requires.schemes == SCHEMES
     for pf in (MoEPrepareAndFinalizeNoEP, BatchedPrepareAndFinalize):
@@ -116,29 +124,29 @@ def test_every_scheme_is_covered_and_declared() -> None:
 @each_pair
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join([*map(str, case[0]), case[1]]))
 def test_outputs_are_within_tolerance(
-    text: str, pair: tuple[str, str], case: tuple[Any, str]
+    scheme_name: str, pair: tuple[str, str], case: tuple[Any, str]
 ) -> None:
     changes, kind = case
-    problem = replace(BASE, quant=text, **changes)
+    problem = replace(BASE, quant=scheme_name, **changes)
     inputs = make_quantized_inputs(problem, kind)
-    comparison = compare_with_reference(run(pair, problem, inputs), problem, inputs)
+    comparison = compare_with_reference(call_kernel(pair, problem, inputs), problem, inputs)
     assert comparison.ok, comparison.problems
 
 
 @each_scheme
-def test_outputs_of_both_pairings_agree(text: str) -> None:
-    """They round the same values. Only the order of sums differs."""
-    problem = replace(BASE, quant=text, dtype=torch.float32)
+def test_outputs_of_both_pairings_agree(scheme_name: str) -> None:
+    """Both pairings round the same values. Only the order of sums differs."""
+    problem = replace(BASE, quant=scheme_name, dtype=torch.float32)
     inputs = make_quantized_inputs(problem, "duplicates")
-    standard, batched = (run(pair, problem, inputs) for pair in (NO_EP, BATCHED))
+    standard, batched = (call_kernel(pair, problem, inputs) for pair in (NO_EP, BATCHED))
     assert float((standard - batched).norm() / standard.norm()) < 3e-3
 
 
-@each_full
+@each_scheme_with_dispatched_scales
 @each_pair
-def test_dispatched_rows_have_scales(text: str, pair: tuple[str, str]) -> None:
-    """Checks the layout of the scales that experts receive, and that rows times scales equal x."""
-    problem = replace(BASE, quant=text)
+def test_dispatched_rows_have_scales(scheme_name: str, pair: tuple[str, str]) -> None:
+    """Scales have the layout that experts require, and rows times scales equal x."""
+    problem = replace(BASE, quant=scheme_name)
     inputs = make_quantized_inputs(problem, "uniform")
     kernel = make_kernel(*pair, problem, machine=this_machine(), poison=True)
     workspace = Workspace(kernel.workspace_specs(19), DEVICE, poison=True)
@@ -158,19 +166,21 @@ def test_dispatched_rows_have_scales(text: str, pair: tuple[str, str]) -> None:
     assert scale.is_contiguous()
     assert (scale is inputs.weights.a1_scale) == scheme.static
     for token in range(19):
-        for row, row_scale in _rows_of(token, tokens, inputs.routing):
+        for row, row_scale in _find_dispatched_rows(token, tokens, inputs.routing):
             scale_per_column = row_scale.repeat_interleave(
-                -(-42 // groups) if has_single_scale else _width(scheme)
+                -(-42 // groups) if has_single_scale else _get_group_width(scheme)
             )[:42]
             error = (row.float() * scale_per_column - inputs.x_TH[token].float()).abs().max()
             assert float(error) <= 0.05 * max_x  # half a step of fp8 is a 28th of the maximum
 
 
-def _width(scheme: QuantScheme) -> int:
+def _get_group_width(scheme: QuantScheme) -> int:
     return scheme.group[1] if scheme.granularity == "block" else 42
 
 
-def _rows_of(token: int, tokens: Dispatched, routing: Routing) -> list[tuple[Any, Any]]:
+def _find_dispatched_rows(
+    token: int, tokens: Dispatched, routing: Routing
+) -> list[tuple[Any, Any]]:
     """Return every row to which a token was dispatched, with its scale."""
     scale = tokens.scale
     assert scale is not None
@@ -185,19 +195,21 @@ def _rows_of(token: int, tokens: Dispatched, routing: Routing) -> list[tuple[Any
     return rows_and_scales
 
 
-@each_full
-def test_weights_of_skipped_tokens_do_not_change_scales(text: str) -> None:
+@each_scheme_with_dispatched_scales
+def test_weights_of_skipped_tokens_do_not_change_scales(scheme_name: str) -> None:
     """Router weights on the input multiply the values that are quantized."""
     changes = {"apply_router_weight_on_input": True, "top_k": 1, "dtype": torch.float32}
-    problem = replace(BASE, quant=text, **changes)
+    problem = replace(BASE, quant=scheme_name, **changes)
     inputs = make_quantized_inputs(problem, "uniform")
     ids, weights = inputs.routing.topk_ids_TK.clone(), inputs.routing.topk_weights_TK.clone()
     ids[[2, 5]] = -1
-    with_normal_weights = run(
+    with_normal_weights = call_kernel(
         BATCHED, problem, replace(inputs, routing=Routing(weights.clone(), ids))
     )
     weights[2], weights[5] = float("nan"), 1e6
-    with_extreme_weights = run(BATCHED, problem, replace(inputs, routing=Routing(weights, ids)))
+    with_extreme_weights = call_kernel(
+        BATCHED, problem, replace(inputs, routing=Routing(weights, ids))
+    )
     assert torch.equal(with_extreme_weights, with_normal_weights)
 
 
@@ -214,50 +226,52 @@ def test_per_tensor_scale_of_h_is_common_to_all_experts(pair: tuple[str, str]) -
     ids = torch.tensor([[0], [1]], dtype=torch.int32, device=DEVICE)
     routing = Routing(inputs.routing.topk_weights_TK, ids)
     inputs = Inputs(x, replace(weights, w1_scale=w1_scale), routing)
-    together = run(pair, problem, inputs)
-    assert together[0].any()
-    assert not together[1].any()
+    outputs_of_both = call_kernel(pair, problem, inputs)
+    assert outputs_of_both[0].any()
+    assert not outputs_of_both[1].any()
     only_expert_1 = replace(
         inputs, routing=Routing(routing.topk_weights_TK, ids.masked_fill(ids == 0, -1))
     )
-    assert run(pair, problem, only_expert_1)[1].any()
+    assert call_kernel(pair, problem, only_expert_1)[1].any()
 
 
 @each_scheme
 @pytest.mark.parametrize("tokens", [7, 8, 17])
-def test_chunked_calls_are_within_tolerance(text: str, tokens: int) -> None:
+def test_chunked_calls_are_within_tolerance(scheme_name: str, tokens: int) -> None:
     """All chunks share a per-tensor scale, but not per-token scales."""
-    problem = replace(BASE, quant=text, tokens=tokens, chunk_tokens=8)
+    problem = replace(BASE, quant=scheme_name, tokens=tokens, chunk_tokens=8)
     inputs = make_quantized_inputs(problem, "skips")
-    comparison = compare_with_reference(run(NO_EP, problem, inputs), problem, inputs)
+    comparison = compare_with_reference(call_kernel(NO_EP, problem, inputs), problem, inputs)
     assert comparison.ok, comparison.problems
 
 
 @pytest.mark.share(3)
 @each_scheme
 @each_pair
-def test_plans_and_repeated_calls_are_equal(text: str, pair: tuple[str, str]) -> None:
-    problem = replace(BASE, quant=text)
-    inputs, other = (
+def test_plans_and_repeated_calls_are_equal(scheme_name: str, pair: tuple[str, str]) -> None:
+    problem = replace(BASE, quant=scheme_name)
+    inputs, other_inputs = (
         make_quantized_inputs(problem, "skips"),
         make_quantized_inputs(problem, "uniform", seed=1),
     )
     kernel = make_kernel(*pair, problem, machine=this_machine(), poison=True)
     first = kernel(inputs.x_TH, inputs.weights, inputs.routing)
     plan = kernel.plan()
-    plan(other.x_TH, other.weights, other.routing)
+    plan(other_inputs.x_TH, other_inputs.weights, other_inputs.routing)
     assert torch.equal(plan(inputs.x_TH, inputs.weights, inputs.routing), first)
     assert torch.equal(kernel(inputs.x_TH, inputs.weights, inputs.routing), first)
-    few = kernel(inputs.x_TH[:3], inputs.weights, _first_tokens(inputs.routing, 3))
-    assert torch.equal(plan(inputs.x_TH[:3], inputs.weights, _first_tokens(inputs.routing, 3)), few)
+    few = kernel(inputs.x_TH[:3], inputs.weights, _take_first_tokens(inputs.routing, 3))
+    assert torch.equal(
+        plan(inputs.x_TH[:3], inputs.weights, _take_first_tokens(inputs.routing, 3)), few
+    )
 
 
-def _first_tokens(routing: Routing, tokens: int) -> Routing:
+def _take_first_tokens(routing: Routing, tokens: int) -> Routing:
     return Routing(routing.topk_weights_TK[:tokens], routing.topk_ids_TK[:tokens])
 
 
 class QuantizingExperts(TorchExperts):
-    """Receives unquantized activations and quantizes them."""
+    """TorchExperts that receive unquantized activations and quantize them."""
 
     requires: ExpertsRequirements = replace(TorchExperts.requires, quantizes_input=True)
 
@@ -271,9 +285,9 @@ class QuantizingExperts(TorchExperts):
         super().apply(tokens, weights=weights, **arguments)
 
 
-@each_full
-def test_experts_may_quantize_activations(text: str) -> None:
-    problem = replace(BASE, quant=text)
+@each_scheme_with_dispatched_scales
+def test_experts_may_quantize_activations(scheme_name: str) -> None:
+    problem = replace(BASE, quant=scheme_name)
     inputs = make_quantized_inputs(problem, "uniform")
     parts = MoEPrepareAndFinalizeNoEP(problem), QuantizingExperts(problem)
     kernel = FusedMoEModularKernel(*parts, machine=this_machine())
@@ -287,10 +301,10 @@ def test_experts_may_quantize_activations(text: str) -> None:
 
 
 @each_scheme
-def test_random_inputs_are_quantized(text: str) -> None:
-    problem = replace(BASE, quant=text)
+def test_random_inputs_are_quantized(scheme_name: str) -> None:
+    problem = replace(BASE, quant=scheme_name)
     x, weights, routing = random_inputs(problem, DEVICE)
-    out = run(NO_EP, problem, Inputs(x, weights, routing))
+    out = call_kernel(NO_EP, problem, Inputs(x, weights, routing))
     assert compare_with_reference(out, problem, Inputs(x, weights, routing)).ok
 
 
@@ -305,8 +319,8 @@ def test_strided_weights_give_equal_outputs() -> None:
     inputs = make_quantized_inputs(problem, "uniform")
     weights: ExpertWeights = inputs.weights
     strided = replace(weights, w1=weights.w1.mT.contiguous().mT, w2=weights.w2.mT.contiguous().mT)
-    want = run(NO_EP, problem, inputs)
-    assert torch.equal(run(NO_EP, problem, replace(inputs, weights=strided)), want)
+    expected = call_kernel(NO_EP, problem, inputs)
+    assert torch.equal(call_kernel(NO_EP, problem, replace(inputs, weights=strided)), expected)
 
 
 @pytest.mark.parametrize("part", [MoEPrepareAndFinalizeNoEP, BatchedPrepareAndFinalize])

@@ -42,15 +42,15 @@ VALUES = {
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("text", VALUES)
-def test_activations_equal_values_computed_by_hand(text: str, interleaved: bool) -> None:
-    spec = replace(ActivationSpec.parse(text), interleaved=interleaved)
+@pytest.mark.parametrize("activation_name", VALUES)
+def test_activations_equal_values_computed_by_hand(activation_name: str, interleaved: bool) -> None:
+    spec = replace(ActivationSpec.parse(activation_name), interleaved=interleaved)
     points = torch.tensor(POINTS, dtype=torch.float64)
     # One row with all three points: first gates and then ups, or interleaved.
     row = points.flatten() if interleaved else points.T.flatten()
-    got = reference.activation(row[None], spec)
+    actual = reference.activation(row[None], spec)
     torch.testing.assert_close(
-        got[0], torch.tensor(VALUES[text], dtype=torch.float64), rtol=1e-13, atol=0
+        actual[0], torch.tensor(VALUES[activation_name], dtype=torch.float64), rtol=1e-13, atol=0
     )
 
 
@@ -88,28 +88,28 @@ def test_small_layer_equals_values_computed_by_hand() -> None:
     problem, inputs = make_small_layer(scale=2.0)
     unweighted = replace(problem, combine=Combine.TOPK_UNWEIGHTED)
     weighted = replace(problem, combine=Combine.TOPK_WEIGHTED)
-    want = torch.tensor(rows, dtype=torch.float64)
-    torch.testing.assert_close(float64_reference(unweighted, inputs)[0], want)
+    expected = torch.tensor(rows, dtype=torch.float64)
+    torch.testing.assert_close(float64_reference(unweighted, inputs)[0], expected)
     torch.testing.assert_close(
         float64_reference(weighted, inputs)[0],
-        want * torch.tensor([[0.5], [1.0]], dtype=torch.float64),
+        expected * torch.tensor([[0.5], [1.0]], dtype=torch.float64),
     )
     torch.testing.assert_close(
         float64_reference(problem, inputs)[0].tolist(), [2 * s for s in sums]
     )
 
 
-def activation_value(gate: float, up: float, spec: ActivationSpec) -> float:
+def compute_activation(gate: float, up: float, spec: ActivationSpec) -> float:
     """Return one value of an activation, computed from the table in ActivationSpec."""
-    sigmoid = lambda gate_up: 1 / (1 + math.exp(-gate_up))  # noqa: E731
-    clip = lambda gate_up: max(-limit, min(limit, gate_up))  # noqa: E731
+    sigmoid = lambda value: 1 / (1 + math.exp(-value))  # noqa: E731
+    clip = lambda value: max(-limit, min(limit, value))  # noqa: E731
     limit, alpha = spec.limit or 0.0, spec.alpha or 0.0
     match spec.kind:
         case "silu":
             return gate * sigmoid(gate) * up
         case "gelu" | "gelu_tanh" if spec.limit:
             without_limit = ActivationSpec(spec.kind)
-            return activation_value(min(gate, limit), clip(up), without_limit)
+            return compute_activation(min(gate, limit), clip(up), without_limit)
         case "gelu":
             return gate * (1 + math.erf(gate / math.sqrt(2))) / 2 * up
         case "gelu_tanh":
@@ -119,19 +119,19 @@ def activation_value(gate: float, up: float, spec: ActivationSpec) -> float:
             soft_clamped_up = limit * math.tanh(up / limit) if limit else up
             return alpha * math.tanh(gate / alpha) * sigmoid(gate) * soft_clamped_up
         case "silu_no_mul" | "gelu_no_mul" | "gelu_tanh_no_mul":
-            return activation_value(gate, 1.0, ActivationSpec(spec.kind.removesuffix("_no_mul")))
+            return compute_activation(gate, 1.0, ActivationSpec(spec.kind.removesuffix("_no_mul")))
         case "swiglu_oai":
-            low = min(gate, limit)
-            return low * sigmoid(alpha * low) * (clip(up) + 1)
+            clamped_gate = min(gate, limit)
+            return clamped_gate * sigmoid(alpha * clamped_gate) * (clip(up) + 1)
         case "swiglu_clamp_after":
             return min(gate * sigmoid(gate), limit) * clip(up)
         case "swiglu_clamp_before":
-            low = min(gate, limit)
-            return low * sigmoid(low) * clip(up)
+            clamped_gate = min(gate, limit)
+            return clamped_gate * sigmoid(clamped_gate) * clip(up)
     raise AssertionError(spec.kind)
 
 
-def pair_row(token: int, slot: int, problem: Problem, inputs: Inputs) -> list[float] | None:
+def compute_pair_row(token: int, slot: int, problem: Problem, inputs: Inputs) -> list[float] | None:
     """Return the row of one pair (token, slot), computed value by value, or None if it is
     skipped.
     """
@@ -157,11 +157,11 @@ def pair_row(token: int, slot: int, problem: Problem, inputs: Inputs) -> list[fl
     if spec.kind == "relu2":
         h = [max(value, 0.0) ** 2 for value in gate_up]
     elif not spec.gated:
-        h = [activation_value(value, 1.0, spec) for value in gate_up]
+        h = [compute_activation(value, 1.0, spec) for value in gate_up]
     elif spec.interleaved:
-        h = [activation_value(gate_up[2 * i], gate_up[2 * i + 1], spec) for i in range(size)]
+        h = [compute_activation(gate_up[2 * i], gate_up[2 * i + 1], spec) for i in range(size)]
     else:
-        h = [activation_value(gate_up[i], gate_up[size + i], spec) for i in range(size)]
+        h = [compute_activation(gate_up[i], gate_up[size + i], spec) for i in range(size)]
     return [
         b + sum(p * q for p, q in zip(row, h, strict=True)) for row, b in zip(w2, b2, strict=True)
     ]
@@ -186,7 +186,7 @@ def assert_not_none(scale: torch.Tensor | None) -> torch.Tensor:
     return scale
 
 
-def loop_over_pairs(problem: Problem, inputs: Inputs) -> torch.Tensor:
+def compute_by_loop(problem: Problem, inputs: Inputs) -> torch.Tensor:
     """Return the layer's output, computed pair by pair in Python floats."""
     inputs = dequantize_inputs(problem, inputs)
     tokens, top_k = inputs.routing.topk_ids_TK.shape
@@ -194,7 +194,7 @@ def loop_over_pairs(problem: Problem, inputs: Inputs) -> torch.Tensor:
     for token in range(tokens):
         rows = []
         for slot in range(top_k):
-            row = pair_row(token, slot, problem, inputs)
+            row = compute_pair_row(token, slot, problem, inputs)
             if row is None:  # the weight of a skipped pair may be NaN
                 rows.append([0.0] * problem.hidden)
                 continue
@@ -213,10 +213,10 @@ def list_small_cases() -> list[tuple[Problem, str]]:
     """Return every variant of the matrix, with sizes that are feasible for Python loops."""
     size = {"tokens": 5, "hidden": 6, "intermediate": 4}
     # test_quant_reference and test_adapters cover quantized layers and LoRA adapters.
-    plain = [
+    unquantized_cases = [
         (p, r) for p, r in list_axis_variants(BASE) if not p.scheme.quantized and p.adapters is None
     ]
-    cases = [(replace(p, **{**size, "tokens": min(p.tokens, 5)}), r) for p, r in plain]
+    cases = [(replace(p, **{**size, "tokens": min(p.tokens, 5)}), r) for p, r in unquantized_cases]
     return list(dict.fromkeys(cases))
 
 
@@ -228,8 +228,8 @@ def test_the_float64_reference_equals_a_loop_over_pairs(problem: Problem, routin
     rtol, atol = (1e-5, 1e-6) if problem.scheme.quantized else (1e-12, 1e-13)
     for strided in (False, True):
         inputs = make_inputs(problem, routing, CPU, strided=strided)
-        exact, looped = float64_reference(problem, inputs), loop_over_pairs(problem, inputs)
-        torch.testing.assert_close(exact, looped, rtol=rtol, atol=atol)
+        exact, output_of_loop = float64_reference(problem, inputs), compute_by_loop(problem, inputs)
+        torch.testing.assert_close(exact, output_of_loop, rtol=rtol, atol=atol)
 
 
 def rounded_reference_error(problem: Problem) -> float:
@@ -282,8 +282,8 @@ def test_inputs_are_not_changed() -> None:
     float64_reference(SMALL, inputs)
     rounded_reference(SMALL, inputs)
     for name, tensor in inputs.tensors().items():
-        same = original_inputs.tensors()[name]
-        torch.testing.assert_close(tensor, same, rtol=0, atol=0, equal_nan=True)
+        original = original_inputs.tensors()[name]
+        torch.testing.assert_close(tensor, original, rtol=0, atol=0, equal_nan=True)
 
 
 class DivideAsOnGpu(TorchDispatchMode):
@@ -302,9 +302,11 @@ def test_the_rounded_reference_is_the_same_on_a_gpu(quant: str) -> None:
     """
     problem = replace(BASE, tokens=32, hidden=256, dtype=torch.bfloat16, quant=quant)
     inputs = make_inputs(problem, "uniform", CPU)
-    on_cpu = reference.rounded_reference(inputs.x_TH, inputs.weights, inputs.routing, problem)
+    output_on_cpu = reference.rounded_reference(
+        inputs.x_TH, inputs.weights, inputs.routing, problem
+    )
     with DivideAsOnGpu():
-        as_on_gpu = reference.rounded_reference(
+        output_with_gpu_division = reference.rounded_reference(
             inputs.x_TH, inputs.weights, inputs.routing, problem
         )
-    assert torch.equal(on_cpu, as_on_gpu)
+    assert torch.equal(output_on_cpu, output_with_gpu_division)

@@ -18,12 +18,12 @@ from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.lists import BASE
 
-PLAIN = Problem(2, 32, 64, 3, 1, quant="mxfp4_w4a16")
-REPACKED = replace(PLAIN, quant="mxfp4_w4a16:repacked=true")
+NOT_REPACKED = Problem(2, 32, 64, 3, 1, quant="mxfp4_w4a16")
+REPACKED = replace(NOT_REPACKED, quant="mxfp4_w4a16:repacked=true")
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
-def random_codes(*shape: int) -> torch.Tensor:
+def make_random_codes(*shape: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
@@ -34,14 +34,14 @@ def unpack_nibbles(w_eNK: torch.Tensor) -> torch.Tensor:
 
 
 def test_unrepack_inverts_repack() -> None:
-    w = random_codes(3, 5, 64)
+    w = make_random_codes(3, 5, 64)
     packed = repack(w)
     assert not torch.equal(packed, w)
     assert torch.equal(unrepack(packed), w)
 
 
 def test_repacked_bits_are_read_by_unpack_codes() -> None:
-    w = random_codes(2, 7, 36)
+    w = make_random_codes(2, 7, 36)
     n, k = torch.arange(7)[:, None], torch.arange(72)[None, :]
     for stored, expected in zip(repack(w), unpack_nibbles(w), strict=True):
         assert torch.equal(unpack_codes(stored, n, k, REPACKED.scheme), expected.long())
@@ -49,18 +49,18 @@ def test_repacked_bits_are_read_by_unpack_codes() -> None:
 
 def test_words_unpack_to_pairs_of_bf16() -> None:
     """Register i has values 2i and 2i + 1 in its halves, multiplied by 2^-126."""
-    w = random_codes(1, 16, 64)
+    w = make_random_codes(1, 16, 64)
     words = repack(w).view(torch.int32).long() & 0xFFFFFFFF
     pairs = torch.stack(unpack_words(words), 3)
     bits = torch.stack([pairs & 0xFFFF, pairs >> 16], 4).flatten(2).to(torch.int32)
-    found = (bits << 16).view(torch.float32).double() * 2.0**126
+    unpacked_values = (bits << 16).view(torch.float32).double() * 2.0**126
     code = unpack_nibbles(w).long()
     expected = torch.where(code < 8, E2M1[code & 7], -E2M1[code & 7])
-    assert torch.equal(found, expected.double())
+    assert torch.equal(unpacked_values, expected.double())
 
 
 def test_repack_writes_in_place() -> None:
-    w = random_codes(2, 3, 16)
+    w = make_random_codes(2, 3, 16)
     expected, original = repack(w), w.clone()
     assert repack(w, out=w) is w
     assert torch.equal(w, expected)
@@ -70,9 +70,9 @@ def test_repack_writes_in_place() -> None:
 
 def test_strided_weights_are_repacked() -> None:
     """Rows can start inside words, and the values of a row can have gaps."""
-    w = random_codes(2, 3, 16)
+    w = make_random_codes(2, 3, 16)
     expected = repack(w)
-    shifted = random_codes(2, 3, 19)[:, :, 3:].copy_(w)
+    shifted = make_random_codes(2, 3, 19)[:, :, 3:].copy_(w)
     with_gaps = w.transpose(1, 2).contiguous().transpose(1, 2)
     out = torch.zeros(2, 3, 19, dtype=torch.uint8)[:, :, 3:]
     for strided in (shifted, with_gaps):
@@ -81,7 +81,7 @@ def test_strided_weights_are_repacked() -> None:
 
 
 def test_repacking_in_chunks_of_experts_is_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    w = random_codes(5, 3, 16)
+    w = make_random_codes(5, 3, 16)
     expected = repack(w)
     for words in (1, 24, 25):
         monkeypatch.setattr("modular_kernel.quant.repacking._MAX_WORDS", words)
@@ -90,38 +90,38 @@ def test_repacking_in_chunks_of_experts_is_equal(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("shape", [(0, 3, 16), (2, 0, 16), (2, 3, 0)])
 def test_empty_weights_are_repacked(shape: tuple[int, int, int]) -> None:
-    assert repack(random_codes(*shape)).shape == shape
+    assert repack(make_random_codes(*shape)).shape == shape
 
 
 @pytest.mark.parametrize(
     ("w", "out", "error", "message"),
     [
-        (random_codes(2, 3, 16).view(torch.int8), None, DtypeError, "uint8"),
-        (random_codes(2, 3, 18), None, ShapeError, "multiple of 8"),
-        (random_codes(3, 16), None, ShapeError, "(e, N, K / 2)"),
-        (random_codes(2, 3, 16), random_codes(2, 3, 12), ShapeError, "(2, 3, 16)"),
-        (random_codes(2, 3, 16), torch.zeros(2, 3, 16), DtypeError, "uint8"),
+        (make_random_codes(2, 3, 16).view(torch.int8), None, DtypeError, "uint8"),
+        (make_random_codes(2, 3, 18), None, ShapeError, "multiple of 8"),
+        (make_random_codes(3, 16), None, ShapeError, "(e, N, K / 2)"),
+        (make_random_codes(2, 3, 16), make_random_codes(2, 3, 12), ShapeError, "(2, 3, 16)"),
+        (make_random_codes(2, 3, 16), torch.zeros(2, 3, 16), DtypeError, "uint8"),
     ],
 )
 def test_weights_that_cannot_be_repacked_are_refused(
     w: torch.Tensor, out: torch.Tensor | None, error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error) as raised:
+    with pytest.raises(error) as exc_info:
         repack(w, out=out)
-    assert message in str(raised.value)
+    assert message in str(exc_info.value)
 
 
 def test_a_repacked_layer_has_the_same_output() -> None:
     generator = torch.Generator().manual_seed(0)
-    w1 = torch.randn(3, PLAIN.w1_rows, PLAIN.hidden, generator=generator)
-    w2 = torch.randn(3, PLAIN.hidden, PLAIN.intermediate, generator=generator)
-    plain, packed = (quantize_weights(ExpertWeights(w1, w2), p) for p in (PLAIN, REPACKED))
+    w1 = torch.randn(3, NOT_REPACKED.w1_rows, NOT_REPACKED.hidden, generator=generator)
+    w2 = torch.randn(3, NOT_REPACKED.hidden, NOT_REPACKED.intermediate, generator=generator)
+    weights, packed = (quantize_weights(ExpertWeights(w1, w2), p) for p in (NOT_REPACKED, REPACKED))
     for name in ("w1", "w2"):
-        w, repacked = getattr(plain, name), getattr(packed, name)
-        scale = getattr(plain, f"{name}_scale")
+        w, repacked = getattr(weights, name), getattr(packed, name)
+        scale = getattr(weights, f"{name}_scale")
         assert torch.equal(repacked, repack(w))
         assert torch.equal(getattr(packed, f"{name}_scale"), scale)
-        values = dequantize(w, scale, None, PLAIN.scheme)
+        values = dequantize(w, scale, None, NOT_REPACKED.scheme)
         assert torch.equal(dequantize(repacked, scale, None, REPACKED.scheme), values)
 
 
@@ -137,7 +137,7 @@ def test_rows_must_consist_of_whole_words(sizes: dict[str, Any]) -> None:
     problem = replace(REPACKED, **sizes)
     with pytest.raises(ConfigurationError, match="a multiple of 8"):
         weight_specs(problem)
-    assert weight_specs(replace(PLAIN, **sizes))
+    assert weight_specs(replace(NOT_REPACKED, **sizes))
 
 
 @pytest.mark.share(6)

@@ -24,15 +24,15 @@ def make_scales(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize(("rows", "groups"), SHAPES)
 def test_every_scale_is_at_its_offset(rows: int, groups: int) -> None:
     scale = make_scales(rows, groups)
-    flat = to_tiles(scale).flatten()
+    tiled_bytes = to_tiles(scale).flatten()
     offsets = torch.tensor(
         [[scale_offset(r, g, groups) for g in range(groups)] for r in range(rows)]
     )
-    assert torch.equal(flat[offsets], scale)
+    assert torch.equal(tiled_bytes[offsets], scale)
     assert offsets.unique().numel() == rows * groups
-    is_padding = torch.ones(flat.numel(), dtype=torch.bool)
+    is_padding = torch.ones(tiled_bytes.numel(), dtype=torch.bool)
     is_padding[offsets.flatten()] = False
-    assert not flat[is_padding].any()
+    assert not tiled_bytes[is_padding].any()
     assert tuple(to_tiles(scale).shape) == tiled_shape(rows, groups)
 
 

@@ -20,12 +20,12 @@ SCHEMES_WITH_OPTIONS = (
 )
 
 
-@pytest.mark.parametrize("text", [*QUANT_SCHEMES, *SCHEMES_WITH_OPTIONS])
-def test_scheme_names_round_trip(text: str) -> None:
-    scheme = QuantScheme.parse(text)
-    assert str(scheme) == text
+@pytest.mark.parametrize("scheme_name", [*QUANT_SCHEMES, *SCHEMES_WITH_OPTIONS])
+def test_scheme_names_round_trip(scheme_name: str) -> None:
+    scheme = QuantScheme.parse(scheme_name)
+    assert str(scheme) == scheme_name
     assert QuantScheme.parse(scheme) == scheme
-    assert Problem(1, 64, 64, 2, 1, quant=text).scheme == scheme
+    assert Problem(1, 64, 64, 2, 1, quant=scheme_name).scheme == scheme
 
 
 def test_default_options_are_omitted() -> None:
@@ -35,7 +35,7 @@ def test_default_options_are_omitted() -> None:
 
 # If parsing ignored the invalid part, some of these would run with another block or group size than
 # intended.
-BAD_SCHEMES: tuple[tuple[Any, str], ...] = (
+INVALID_SCHEMES: tuple[tuple[Any, str], ...] = (
     ("fp8_w8a8_block:block=foox128x128", "block=foox128x128"),
     ("fp8_w8a8_block:block=-1x128x128", "block=-1x128x128"),
     ("fp8_w8a8_block:block=128x128x", "block=128x128x"),
@@ -67,16 +67,16 @@ BAD_SCHEMES: tuple[tuple[Any, str], ...] = (
 )
 
 
-@pytest.mark.parametrize(("quant", "got"), BAD_SCHEMES, ids=lambda value: repr(value)[:40])
+@pytest.mark.parametrize(("quant", "got"), INVALID_SCHEMES, ids=lambda value: repr(value)[:40])
 def test_invalid_schemes_are_refused(quant: Any, got: str) -> None:
-    with pytest.raises(ConfigurationError) as caught:
+    with pytest.raises(ConfigurationError) as exc_info:
         Problem(1, 64, 64, 2, 1, quant=quant)
-    assert caught.value.what.startswith("quant")
-    assert got in str(caught.value.got)
-    assert len(str(caught.value)) < 600
+    assert exc_info.value.what.startswith("quant")
+    assert got in str(exc_info.value.got)
+    assert len(str(exc_info.value)) < 600
 
 
-BAD_ACTIVATIONS = (
+INVALID_ACTIVATIONS = (
     "swiglu_oai:interleaved=yes",
     "swiglu_oai:interleaved=",
     "swiglu_oai:alpha=1,alpha=2",
@@ -87,16 +87,16 @@ BAD_ACTIVATIONS = (
 )
 
 
-@pytest.mark.parametrize("text", BAD_ACTIVATIONS)
-def test_invalid_activations_are_refused(text: str) -> None:
+@pytest.mark.parametrize("activation_name", INVALID_ACTIVATIONS)
+def test_invalid_activations_are_refused(activation_name: str) -> None:
     with pytest.raises(ConfigurationError, match="activation"):
-        ActivationSpec.parse(text)
+        ActivationSpec.parse(activation_name)
 
 
 def test_constructor_and_name_have_the_same_default_row_order() -> None:
-    named = ActivationSpec.parse("swiglu_oai:alpha=1.702,limit=7.0")
-    assert ActivationSpec("swiglu_oai", 1.702, 7.0) == named
-    assert named.interleaved is True  # as in gpt-oss
+    parsed = ActivationSpec.parse("swiglu_oai:alpha=1.702,limit=7.0")
+    assert ActivationSpec("swiglu_oai", 1.702, 7.0) == parsed
+    assert parsed.interleaved is True  # as in gpt-oss
     split = ActivationSpec.parse("swiglu_oai:alpha=1.702,limit=7.0,interleaved=false")
     assert ActivationSpec("swiglu_oai", 1.702, 7.0, interleaved=False) == split
     assert split.interleaved is False
@@ -107,7 +107,8 @@ def test_constructor_and_name_have_the_same_default_row_order() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["silu", "swiglu_oai:alpha=1.702,limit=7.0,interleaved=false", "silu:interleaved=true"]
+    "activation_name",
+    ["silu", "swiglu_oai:alpha=1.702,limit=7.0,interleaved=false", "silu:interleaved=true"],
 )
-def test_activation_names_round_trip(text: str) -> None:
-    assert str(ActivationSpec.parse(text)) == text
+def test_activation_names_round_trip(activation_name: str) -> None:
+    assert str(ActivationSpec.parse(activation_name)) == activation_name

@@ -10,12 +10,12 @@ from modular_kernel.bench.all2all.records import ExchangeReport
 from modular_kernel.measure.records import Report
 
 
-@pytest.mark.parametrize("kind", [ExchangeReport, Report])
+@pytest.mark.parametrize("report_class", [ExchangeReport, Report])
 def test_pipes_and_links_are_not_replaced(
-    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    report_class: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kind, "to_json", lambda _self: "{}")
-    report = object.__new__(kind)
+    monkeypatch.setattr(report_class, "to_json", lambda _self: "{}")
+    report = object.__new__(report_class)
     pipe, file, link = (tmp_path / name for name in ("pipe", "file", "link"))
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)

@@ -42,9 +42,9 @@ Run = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def mk(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run `mk report` in this process. Returns the exit code and stdout."""
+    """Return a function that runs `mk report` and returns its exit code and stdout."""
 
-    return lambda *words: run_mk(capsys, "report", *words)[:2]
+    return lambda *arguments: run_mk(capsys, "report", *arguments)[:2]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def docs(tmp_path: Path) -> Path:
     return tmp_path / "docs"
 
 
-# ---------------------------------------------------------------------------------- not stale
+# ---------------------------------------------------------------------------------- stale files
 
 
 def test_generated_docs_are_current() -> None:
@@ -74,9 +74,9 @@ def test_check_finds_stale_files_and_write_updates_them(mk: Run, docs: Path) -> 
     (docs / "errors.md").unlink()
     (docs / "plots").mkdir(exist_ok=True)
     (docs / "plots/gone.svg").write_text("<svg/>")
-    code, text = mk("--check", *docs_option)
+    code, output = mk("--check", *docs_option)
     assert code == 1
-    assert [line.removeprefix(f"{docs}/") for line in text.splitlines()] == [
+    assert [line.removeprefix(f"{docs}/") for line in output.splitlines()] == [
         "errors.md: missing",
         "plots/gone.svg: without a record",
         "support-matrix.md: changed",
@@ -88,7 +88,7 @@ def test_check_finds_stale_files_and_write_updates_them(mk: Run, docs: Path) -> 
 
 
 def test_a_new_record_makes_the_docs_stale(docs: Path) -> None:
-    _record().write(docs / "benchmarks/new.json")
+    _make_report().write(docs / "benchmarks/new.json")
     faults = {str(file.path): file.fault for file in find_stale_files(load_catalog(), docs)}
     assert faults == {"benchmark-results.md": "changed", "plots/new.svg": "missing"}
 
@@ -102,8 +102,8 @@ def test_contradicting_options_are_bad_usage(mk: Run, words: tuple[str, ...]) ->
 
 def test_no_docs_folder_is_bad_usage(mk: Run, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    for words in (("--check",), ("--write",), ("--html", str(page))):
-        assert mk(*words, "--docs", str(tmp_path / "none"))[0] == 2
+    for arguments in (("--check",), ("--write",), ("--html", str(page))):
+        assert mk(*arguments, "--docs", str(tmp_path / "none"))[0] == 2
     assert not page.exists()
 
 
@@ -113,28 +113,30 @@ def test_no_docs_folder_is_bad_usage(mk: Run, tmp_path: Path) -> None:
 def test_documents_do_not_depend_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     catalog = load_catalog()
 
-    def refuse(*_: object, **__: object) -> None:
+    def raise_error(*_: object, **__: object) -> None:
         raise AssertionError("looked at the machine at hand")
 
-    monkeypatch.setattr(machine, "find_importable", refuse)
-    monkeypatch.setattr(machine, "current_machine", refuse)
-    monkeypatch.setattr(catalogs, "current_machine", refuse)
+    monkeypatch.setattr(machine, "find_importable", raise_error)
+    monkeypatch.setattr(machine, "current_machine", raise_error)
+    monkeypatch.setattr(catalogs, "current_machine", raise_error)
     assert render_files(catalog, DOCS)
 
 
 def test_other_packages_parts_are_on_the_page_and_not_in_the_docs() -> None:
     theirs = type("SomebodysExperts", (TorchExperts,), {})
     ours = load_catalog()
-    both = Catalog((*ours.parts, Part("SomebodysExperts", "experts", theirs, "other (o:PARTS)")))
-    assert render_files(both, DOCS) == render_files(ours, DOCS)
-    assert "SomebodysExperts" in render_html_page(both, DOCS)
+    catalog_with_theirs = Catalog(
+        (*ours.parts, Part("SomebodysExperts", "experts", theirs, "other (o:PARTS)"))
+    )
+    assert render_files(catalog_with_theirs, DOCS) == render_files(ours, DOCS)
+    assert "SomebodysExperts" in render_html_page(catalog_with_theirs, DOCS)
 
 
 def test_page_is_reproducible(mk: Run, tmp_path: Path) -> None:
     pages = [tmp_path / "a/one.html", tmp_path / "two.html"]
     for path in pages:
-        code, said = mk("--html", str(path), "--docs", str(DOCS))
-        assert (code, said) == (0, f"written: {path}\n")
+        code, output = mk("--html", str(path), "--docs", str(DOCS))
+        assert (code, output) == (0, f"written: {path}\n")
     assert pages[0].read_bytes() == pages[1].read_bytes()
 
 
@@ -182,7 +184,7 @@ def test_reasons_cover_the_rejections_of_all_cells(matrix: Matrix) -> None:
 def test_the_page_has_every_verdict_and_every_reason(matrix: Matrix) -> None:
     tables = [block for block in build_matrix_document(matrix) if isinstance(block, Table)]
     details = [table for table in tables if table.columns[1:2] == ("experts",)]
-    shown = {
+    verdicts_on_page = {
         (row[0], row[1], column): cell
         for table in details[:1]
         for row in table.rows
@@ -190,7 +192,7 @@ def test_the_page_has_every_verdict_and_every_reason(matrix: Matrix) -> None:
     }
     cells = [cell for cell in matrix.cells if cell.world_size == 1]
     valid = {cell.pair for cell in cells if cell.ok}
-    assert shown == {
+    assert verdicts_on_page == {
         (f"`{cell.prepare_finalize}`", f"`{cell.experts}`", f"`{cell.quant}`"): (
             "yes" if cell.ok else f"no: {', '.join(cell.rules)}"
         )
@@ -209,18 +211,18 @@ def test_reason_names_its_pairs_unless_it_applies_to_all(matrix: Matrix) -> None
     cells = [replace(cell, rejections=()) for cell in matrix.cells]
     cells = [replace(c, rejections=(rejection,)) if c.pair == pair else c for c in cells]
     document = build_matrix_document(replace(matrix, cells=tuple(cells)))
-    last = [block for block in document if isinstance(block, Table)][-1]
+    last_table = [block for block in document if isinstance(block, Table)][-1]
     parties_text = "TorchExperts / problem"
-    assert list(last.rows) == [("`odd`", parties_text, "a", "b", "", " x ".join(pair))]
+    assert list(last_table.rows) == [("`odd`", parties_text, "a", "b", "", " x ".join(pair))]
 
 
 def test_json(mk: Run) -> None:
-    code, text = mk("--json")
-    record = json.loads(text)
+    code, output = mk("--json")
+    record = json.loads(output)
     assert code == 0
     assert record["machine"]["arch"] == [9, 0]
-    refused = [cell for cell in record["cells"] if cell["rejections"]]
-    assert {"rule", "parties", "got", "need", "hint"} == set(refused[0]["rejections"][0])
+    refused_cells = [cell for cell in record["cells"] if cell["rejections"]]
+    assert {"rule", "parties", "got", "need", "hint"} == set(refused_cells[0]["rejections"][0])
 
 
 # ----------------------------------------------------------------------------------- the records
@@ -236,7 +238,7 @@ def test_unknown_formats_are_listed_and_broken_files_refused(docs: Path) -> None
         read_records(docs / "benchmarks")
 
 
-def _row(layer: str, origin: str, tokens: int, us: float) -> Row:
+def _make_row(layer: str, origin: str, tokens: int, us: float) -> Row:
     return Row(
         shape="s", experts=4, top_k=2, hidden=8, intermediate=8, tokens=tokens, dtype="bfloat16",
         problem="", routing="uniform", layer=layer, origin=origin, quant="none", operands="bf16",
@@ -244,13 +246,15 @@ def _row(layer: str, origin: str, tokens: int, us: float) -> Row:
     )  # fmt: skip
 
 
-def _record() -> Report:
-    rows = [_row("mine <1>", OURS, t, t * 20.0) for t in (1, 8)] + [_row("peer", PEER, 1, 40.0)]
+def _make_report() -> Report:
+    rows = [_make_row("mine <1>", OURS, t, t * 20.0) for t in (1, 8)] + [
+        _make_row("peer", PEER, 1, 40.0)
+    ]
     return Report({"device": "GPU", "date": "2026-01-02T03:04:05"}, {}, add_peer_ratios(rows))
 
 
 def test_bench_record_is_read_and_plotted(tmp_path: Path) -> None:
-    report = _record()
+    report = _make_report()
     report.write(tmp_path / "new.json")
     (record,) = read_records(tmp_path)
     assert record.report == report
@@ -267,8 +271,8 @@ def test_bench_record_is_read_and_plotted(tmp_path: Path) -> None:
 
 
 def test_a_record_with_many_panels_is_summarized_and_not_drawn(docs: Path) -> None:
-    rows = [replace(row, shape=f"s{n}") for n in range(30) for row in _record().rows]
-    replace(_record(), rows=tuple(rows)).write(docs / "benchmarks/many.json")
+    rows = [replace(row, shape=f"s{n}") for n in range(30) for row in _make_report().rows]
+    replace(_make_report(), rows=tuple(rows)).write(docs / "benchmarks/many.json")
     texts = render_files(load_catalog(), docs)
     assert Path("plots/many.svg") not in texts
     assert "## many" in texts[Path("benchmark-results.md")]
@@ -278,11 +282,11 @@ def test_a_report_without_times_has_no_drawing() -> None:
     assert draw_figure("none", Report({}, {}, ())) is None
 
 
-# ------------------------------------------------------------------------------------- the forms
+# -------------------------------------------------------------------------------- output formats
 
 
 class _PageParser(HTMLParser):
-    """Collects the open tags, and the resources that a browser would load."""
+    """A parser that collects the open tags, and the resources that a browser would load."""
 
     void = ("meta", "line", "polyline")
 
@@ -315,47 +319,47 @@ class _PageParser(HTMLParser):
 def test_page_is_well_formed_and_self_contained(docs: Path) -> None:
     for record in (docs / "benchmarks").glob("*.json"):
         record.unlink()
-    _record().write(docs / "benchmarks/new.json")
-    text = render_html_page(load_catalog(), docs)
+    _make_report().write(docs / "benchmarks/new.json")
+    page = render_html_page(load_catalog(), docs)
     parser = _PageParser()
-    parser.feed(text)
+    parser.feed(page)
     assert parser.open == []
     assert parser.fetched == []
     assert parser.count["script"] == 2  # the filters of the matrix, and their data
-    assert "@import" not in text
-    assert "url(" not in text
-    drawn = [r for r in read_records(docs / "benchmarks") if r.report]
-    figures = [f for r in drawn if r.report and (f := draw_figure(r.name, r.report))]
+    assert "@import" not in page
+    assert "url(" not in page
+    records = [r for r in read_records(docs / "benchmarks") if r.report]
+    figures = [f for r in records if r.report and (f := draw_figure(r.name, r.report))]
     assert len(figures) == 1, "need one figure, for the only record"
     # Each panel is drawn at the top of the page and in the section of the record.
     assert parser.count["svg"] == 1 + 2 * len(figures[0].panels)
     for part in load_catalog().parts:
-        assert part.kind == "topk_reduce" or part.name in text
-    linked = {piece.partition('"')[0] for piece in text.split('href="#')[1:]}
-    assert linked
-    assert linked <= parser.anchors
+        assert part.kind == "topk_reduce" or part.name in page
+    link_targets = {link.partition('"')[0] for link in page.split('href="#')[1:]}
+    assert link_targets
+    assert link_targets <= parser.anchors
 
 
 def test_a_page_without_records(tmp_path: Path) -> None:
-    text = render_html_page(load_catalog(), tmp_path)
-    assert text.index('id="support-matrix"') < text.index("No records were found.")
-    assert "TorchExperts" in text
-    panels = draw_figure(RECORD_NAME, load_shipped_report())
-    assert panels is not None
-    assert text.count("<svg") == 1 + len(panels.panels)
+    page = render_html_page(load_catalog(), tmp_path)
+    assert page.index('id="support-matrix"') < page.index("No records were found.")
+    assert "TorchExperts" in page
+    figure = draw_figure(RECORD_NAME, load_shipped_report())
+    assert figure is not None
+    assert page.count("<svg") == 1 + len(figure.panels)
 
 
 def test_the_page_opens_with_the_interactive_matrix_and_the_plot(tmp_path: Path) -> None:
-    text = render_html_page(load_catalog(), tmp_path)
-    places = [
-        text.index(mark)
-        for mark in ('class="matrix"', "NVIDIA H200, 2026-11-20", "<nav>", "<table>")
+    page = render_html_page(load_catalog(), tmp_path)
+    positions = [
+        page.index(marker)
+        for marker in ('class="matrix"', "NVIDIA H200, 2026-11-20", "<nav>", "<table>")
     ]
-    assert places == sorted(places)
+    assert positions == sorted(positions)
 
 
 class _SquaresParser(HTMLParser):
-    """Collects (class, tooltip) of each square by pair, and the data of the script."""
+    """A parser that collects the class and tooltip of each square, and the data of the script."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -440,8 +444,8 @@ def _error_names() -> Iterator[str]:
 
 
 def test_every_error_is_documented() -> None:
-    heads = [block.text for block in build_errors_document() if isinstance(block, Heading)]
-    assert heads == ["Errors", *(f"`{name}`" for name in _error_names())]
+    headings = [block.text for block in build_errors_document() if isinstance(block, Heading)]
+    assert headings == ["Errors", *(f"`{name}`" for name in _error_names())]
     text = render_markdown(build_errors_document(), figures="")
     assert all(
         " ".join((getattr(errors, n).__doc__ or "").split())[:40] in text for n in _error_names()
@@ -449,7 +453,7 @@ def test_every_error_is_documented() -> None:
 
 
 def test_another_machine_has_another_matrix(matrix: Matrix) -> None:
-    cpu = judge_all(matrix.catalog, machine=Machine("cpu"), world_sizes=(1,))
+    cpu_matrix = judge_all(matrix.catalog, machine=Machine("cpu"), world_sizes=(1,))
     pair = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
-    assert cpu.by_key[*pair, "none", 1].rules == ("device",)
+    assert cpu_matrix.by_key[*pair, "none", 1].rules == ("device",)
     assert matrix.by_key[*pair, "none", 1].ok

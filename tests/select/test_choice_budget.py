@@ -38,30 +38,30 @@ class Clock:
 def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    fake = Clock()
-    monkeypatch.setattr(budgets, "time", fake)
-    return fake
+    fake_clock = Clock()
+    monkeypatch.setattr(budgets, "time", fake_clock)
+    return fake_clock
 
 
 Log = list[tuple[int, tuple[str, str]]]
 
 
 def set_pair_seconds(monkeypatch: pytest.MonkeyPatch, clock: Clock, seconds: float) -> Log:
-    """Make each pairing take `seconds` to prepare, and NAIVE the fastest one in timings.
+    """Make each pairing take `seconds` to prepare, and NAIVE the fastest in timings.
 
-    Returns a log of (tokens, pairing), to which every started pairing is appended.
+    Return a log of (tokens, pairing), to which every started pairing is appended.
     """
-    started: Log = []
+    started_pairs: Log = []
     prepare = PairingTimer._prepare
 
-    def slow(self: PairingTimer, pair: tuple[str, str]):
-        started.append((self.workload.problem.tokens, pair))
+    def prepare_slowly(self: PairingTimer, pair: tuple[str, str]):
+        started_pairs.append((self.workload.problem.tokens, pair))
         clock.now += seconds
         return prepare(self, pair)
 
-    monkeypatch.setattr(PairingTimer, "_prepare", slow)
+    monkeypatch.setattr(PairingTimer, "_prepare", prepare_slowly)
     monkeypatch.setattr(PairingTimer, "_time_once", lambda _, r: 1.0 if r.pair == TORCH else 0.5)
-    return started
+    return started_pairs
 
 
 def test_step_starts_only_if_the_longest_one_would_finish(clock: Clock) -> None:
@@ -131,22 +131,22 @@ def test_kernels_are_not_compiled_after_the_deadline(
 def test_pairing_that_is_built_too_late_is_not_called(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NAIVE takes 6 of 5 s to build, so its kernels are not compiled, and it gets no outcome."""
-    make_kernel, called = timing.make_kernel, []
+    """Building NAIVE takes 6 s, but the budget is 5 s, so NAIVE is not called and has no time."""
+    make_kernel, call_times = timing.make_kernel, []
     run_for_check = PairingTimer._run_for_check
 
     def build(*arguments, **options):
         clock.now += 6 if arguments[:2] == NAIVE else 0
         return make_kernel(*arguments, **options)
 
-    def run(self: PairingTimer, call):
-        called.append(clock.now)
+    def run_and_record(self: PairingTimer, call):
+        call_times.append(clock.now)
         return run_for_check(self, call)
 
     monkeypatch.setattr(timing, "make_kernel", build)
-    monkeypatch.setattr(PairingTimer, "_run_for_check", run)
+    monkeypatch.setattr(PairingTimer, "_run_for_check", run_and_record)
     choice = choose(PROBLEM, CPU, options=MeasurementOptions(tokens=(1, 2), budget=5))
-    assert called == [0.0]  # TORCH
+    assert call_times == [0.0]  # TORCH
     assert choice.summary == "2 token counts: 2 default (budget of 5 s spent)"
     assert [o.why for o in choice.outcomes(1)] == ["", "not timed: budget of 5 s spent"]
 
@@ -160,11 +160,11 @@ def test_default_that_is_built_too_late_is_not_called(
         clock.now += 6
         return make_kernel(*arguments, **options)
 
-    called: list[object] = []
+    calls: list[object] = []
     monkeypatch.setattr(timing, "make_kernel", build)
-    monkeypatch.setattr(PairingTimer, "_run_for_check", lambda *_: called.append(1))
+    monkeypatch.setattr(PairingTimer, "_run_for_check", lambda *_: calls.append(1))
     choice = choose(PROBLEM, CPU, options=MeasurementOptions(tokens=(1, 2), budget=5))
-    assert called == []
+    assert calls == []
     assert choice.summary == "2 token counts: 2 default (budget of 5 s spent)"
 
 
@@ -177,9 +177,9 @@ def test_zero_budget_times_nothing(clock: Clock) -> None:
 def test_small_token_counts_come_first_and_others_use_the_default(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started = set_pair_seconds(monkeypatch, clock, 2)
+    started_pairs = set_pair_seconds(monkeypatch, clock, 2)
     choice = choose(PROBLEM, CPU, options=MeasurementOptions(budget=9))
-    assert started == [(1, TORCH), (1, NAIVE), (2, TORCH), (2, NAIVE)]
+    assert started_pairs == [(1, TORCH), (1, NAIVE), (2, TORCH), (2, NAIVE)]
     assert clock.now == 8
     assert choice.pair_by_tokens == {1: NAIVE, 2: NAIVE, 4: TORCH, 8: TORCH}
     assert choice.untimed_tokens == (4, 8)
@@ -194,26 +194,24 @@ def test_times_measured_within_the_budget_are_kept(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The default takes 1 s and NAIVE 6 s, so NAIVE starts only if 6 s remain."""
-    started = set_pair_seconds(monkeypatch, clock, 1)
+    started_pairs = set_pair_seconds(monkeypatch, clock, 1)
     prepare = PairingTimer._prepare
 
-    def slower(self: PairingTimer, pair: tuple[str, str]):
+    def prepare_more_slowly(self: PairingTimer, pair: tuple[str, str]):
         clock.now += 5 if pair == NAIVE else 0
         return prepare(self, pair)
 
-    monkeypatch.setattr(PairingTimer, "_prepare", slower)
+    monkeypatch.setattr(PairingTimer, "_prepare", prepare_more_slowly)
     buckets = []
     options = MeasurementOptions(tokens=(1, 2), budget=20, on_bucket=buckets.append)
     first = choose(PROBLEM, CPU, options=options)
-    assert started == [(1, TORCH), (1, NAIVE), (2, TORCH), (2, NAIVE)]
+    assert started_pairs == [(1, TORCH), (1, NAIVE), (2, TORCH), (2, NAIVE)]
     assert clock.now == 14
     assert [bucket.tokens for bucket in buckets] == [1, 2]
-    again = choose(PROBLEM, CPU, options=replace(options, ignore_saved=True, budget=7.5))
-    assert started[4:] == [(1, TORCH), (1, NAIVE)]
-    assert again.pair_by_tokens == {
-        1: NAIVE,
-        2: TORCH,
-    }  # ignore_saved=True ignores the cached bucket
+    continued = choose(PROBLEM, CPU, options=replace(options, ignore_saved=True, budget=7.5))
+    assert started_pairs[4:] == [(1, TORCH), (1, NAIVE)]
+    # ignore_saved=True ignores the saved times of bucket 2.
+    assert continued.pair_by_tokens == {1: NAIVE, 2: TORCH}
     assert (
         choose(PROBLEM, CPU, options=replace(options, budget=0)).pair_by_tokens
         == first.pair_by_tokens
@@ -222,34 +220,33 @@ def test_times_measured_within_the_budget_are_kept(
 
 def test_incomplete_bucket_is_continued(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Preparing the default takes 6 of 9 s, so no time remains for another pairing."""
-    started = set_pair_seconds(monkeypatch, clock, 6)
+    started_pairs = set_pair_seconds(monkeypatch, clock, 6)
     options = MeasurementOptions(tokens=(8,), budget=9)
     choice = choose(PROBLEM, CPU, options=options)
-    assert started == [(8, TORCH)]
+    assert started_pairs == [(8, TORCH)]
     assert choice.summary == "1 token count: 1 default (budget of 9 s spent)"
     assert "not timed: budget of 9 s spent" in [o.why for o in choice.outcomes(8)]
     complete = choose(PROBLEM, CPU, options=replace(options, budget=20))
     assert complete.pair_by_tokens == {8: NAIVE}
-    assert started[1:] == [(8, TORCH), (8, NAIVE)]
-    choose(
-        PROBLEM, CPU, options=replace(options, ignore_saved=True)
-    )  # incomplete, so the cache is kept
+    assert started_pairs[1:] == [(8, TORCH), (8, NAIVE)]
+    # This choice is incomplete, so the cache is kept.
+    choose(PROBLEM, CPU, options=replace(options, ignore_saved=True))
     assert choose(PROBLEM, CPU, options=replace(options, budget=0)).pair_by_tokens == {8: NAIVE}
 
 
 def test_creating_weights_counts_toward_the_budget(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started = set_pair_seconds(monkeypatch, clock, 1)
+    started_pairs = set_pair_seconds(monkeypatch, clock, 1)
     make_weights = search.make_weights
 
-    def slow(*arguments):
+    def make_weights_slowly(*arguments):
         clock.now += 8.5
         return make_weights(*arguments)
 
-    monkeypatch.setattr(search, "make_weights", slow)
+    monkeypatch.setattr(search, "make_weights", make_weights_slowly)
     choice = choose(PROBLEM, CPU, options=MeasurementOptions(budget=10))
-    assert started == [(1, TORCH)]  # 0.5 s are left, less than the 1 s that TORCH took
+    assert started_pairs == [(1, TORCH)]  # 0.5 s are left, less than the 1 s that TORCH took
     assert choice.untimed_tokens == (1, 2, 4, 8)
     choice = choose(PROBLEM, CPU, options=MeasurementOptions(budget=5, ignore_saved=True))
     assert choice.summary == (
@@ -261,22 +258,19 @@ def test_creating_weights_counts_toward_the_budget(
 def test_creating_inputs_counts_toward_the_budget(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started = set_pair_seconds(monkeypatch, clock, 1)
+    started_pairs = set_pair_seconds(monkeypatch, clock, 1)
     make_workload = search.make_workload
 
-    def slow(*arguments, **options):
+    def make_workload_slowly(*arguments, **options):
         clock.now += 3
         return make_workload(*arguments, **options)
 
-    monkeypatch.setattr(search, "make_workload", slow)
+    monkeypatch.setattr(search, "make_workload", make_workload_slowly)
     choice = choose(PROBLEM, CPU, options=MeasurementOptions(budget=8))
-    assert (started, clock.now, choice.num_timed) == (
-        [],
-        3,
-        0,
-    )  # 5 s are left, less than two steps of 3 s
+    # 5 s are left, less than two steps of 3 s.
+    assert (started_pairs, clock.now, choice.num_timed) == ([], 3, 0)
     choice = choose(PROBLEM, CPU, options=MeasurementOptions(budget=9))
-    assert (started, clock.now, choice.num_timed) == ([(1, TORCH), (1, NAIVE)], 8, 1)
+    assert (started_pairs, clock.now, choice.num_timed) == ([(1, TORCH), (1, NAIVE)], 8, 1)
 
 
 @pytest.mark.parametrize("budget", [0.0, 20.0])
@@ -300,11 +294,11 @@ def test_steps_of_decreasing_duration_never_exceed_the_budget(
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budgets, "time", clock)
-        limit = Budget(budget, SingleProcess(), first_step_seconds=8)
+        time_budget = Budget(budget, SingleProcess(), first_step_seconds=8)
         for seconds in sorted(steps, reverse=True):
-            if not limit.allows():
+            if not time_budget.allows():
                 break
-            with limit.step():
+            with time_budget.step():
                 clock.now += seconds
         assert clock.now <= budget
 

@@ -15,13 +15,13 @@ from modular_kernel.select.selection import Bucket, TimedOutcome
 IDENTITY = {"device": "D", "problem": "P"}
 VERSIONS = {"torch": "1", "parts": "x"}
 PAIR = ("PrepareX", "ExpertsY")
-OTHER = ("PrepareX", "ExpertsZ")
+OTHER_PAIR = ("PrepareX", "ExpertsZ")
 BUCKET = Bucket(
     4,
     PAIR,
     (
         TimedOutcome(PAIR, 12.5, 1.0, mode="cpu"),
-        TimedOutcome(OTHER, 10.0, 0.8, 0.01, rough=True, mode="cpu"),
+        TimedOutcome(OTHER_PAIR, 10.0, 0.8, 0.01, rough=True, mode="cpu"),
         TimedOutcome(("Z", "Z"), why="it failed"),
     ),
 )
@@ -32,7 +32,7 @@ def cache(tmp_path: Path) -> Cache:
     return Cache(tmp_path, IDENTITY, VERSIONS)
 
 
-def valid_content(cache: Cache) -> dict:
+def save_valid_content(cache: Cache) -> dict:
     cache.save([BUCKET])
     return json.loads(cache.path.read_text())
 
@@ -49,12 +49,12 @@ def test_saved_buckets_are_loaded(cache: Cache) -> None:
 
 def test_later_buckets_are_merged(cache: Cache) -> None:
     cache.save([BUCKET])
-    again = Bucket(4, PAIR, (TimedOutcome(PAIR, 9.0, 1.0, mode="cpu"),))
-    two = Bucket(2, PAIR, BUCKET.outcomes)
-    cache.save([again, two])
+    newer_bucket = Bucket(4, PAIR, (TimedOutcome(PAIR, 9.0, 1.0, mode="cpu"),))
+    bucket_of_2 = Bucket(2, PAIR, BUCKET.outcomes)
+    cache.save([newer_bucket, bucket_of_2])
     record = cache.load().record
     assert record is not None
-    assert record.buckets == (two, again)
+    assert record.buckets == (bucket_of_2, newer_bucket)
 
 
 def test_other_versions_are_noted_and_kept(cache: Cache, tmp_path: Path) -> None:
@@ -75,21 +75,21 @@ def test_oldest_versions_are_dropped(tmp_path: Path) -> None:
     assert [record is not None for record in records] == [False] * 4 + [True] * 8
 
 
-def change(path: str, value: object):
+def make_edit(path: str, value: object):
     """Return a function that sets an entry of a file. path: for example, "records.0.made"."""
 
     def edit(content: dict) -> None:
         *parents, last = path.split(".")
-        place: object = content
+        container: object = content
         for step in parents:
-            place = place[int(step)] if isinstance(place, list) else place[step]  # type: ignore[index]
-        place[int(last) if isinstance(place, list) else last] = value  # type: ignore[index]
+            container = container[int(step)] if isinstance(container, list) else container[step]  # type: ignore[index]
+        container[int(last) if isinstance(container, list) else last] = value  # type: ignore[index]
 
     return edit
 
 
 OUTCOME = "records.0.buckets.0.outcomes.0"
-FORGED = [
+FORGED_ENTRIES = [
     ("schema", "mk-choices/1"),
     ("identity", {"device": "another"}),
     ("records", {}),
@@ -130,23 +130,23 @@ FORGED = [
 ]
 
 
-@pytest.mark.parametrize(("path", "value"), FORGED, ids=lambda v: str(v)[:40])
+@pytest.mark.parametrize(("path", "value"), FORGED_ENTRIES, ids=lambda v: str(v)[:40])
 def test_a_forged_entry_is_refused_and_the_file_rebuilt(
     cache: Cache, path: str, value: object
 ) -> None:
-    content = valid_content(cache)
-    change(path, value)(content)
+    content = save_valid_content(cache)
+    make_edit(path, value)(content)
     cache.path.write_text(json.dumps(content))
-    loaded = cache.load()
-    assert loaded.record is None
-    (note,) = loaded.notes
+    lookup = cache.load()
+    assert lookup.record is None
+    (note,) = lookup.notes
     assert "will be replaced" in note
     assert note.isprintable()
     assert cache.save([BUCKET]) == ()
     assert cache.load().record is not None
 
 
-CORRUPT = {
+CORRUPT_CONTENTS = {
     "empty": b"",
     "half": b'{"schema": "mk-choices/2", "iden',
     "not utf-8": b"\xff\xfe\x00",
@@ -159,9 +159,9 @@ CORRUPT = {
 }
 
 
-@pytest.mark.parametrize("content", CORRUPT.values(), ids=CORRUPT.keys())
+@pytest.mark.parametrize("content", CORRUPT_CONTENTS.values(), ids=CORRUPT_CONTENTS.keys())
 def test_a_corrupt_file_is_refused_and_rebuilt(cache: Cache, content: bytes) -> None:
-    valid_content(cache)
+    save_valid_content(cache)
     cache.path.write_bytes(content)
     lookup = cache.load()
     assert lookup.record is None
@@ -171,10 +171,10 @@ def test_a_corrupt_file_is_refused_and_rebuilt(cache: Cache, content: bytes) -> 
 
 
 def test_links_and_special_files_are_not_read(cache: Cache, tmp_path: Path) -> None:
-    valid_content(cache)
-    secret = tmp_path / "elsewhere.json"
-    cache.path.rename(secret)
-    cache.path.symlink_to(secret)
+    save_valid_content(cache)
+    link_target = tmp_path / "elsewhere.json"
+    cache.path.rename(link_target)
+    cache.path.symlink_to(link_target)
     assert cache.load().record is None
     assert "a link" in cache.load().notes[0]
     cache.save([BUCKET])  # replaces the link and leaves its target unchanged
@@ -196,12 +196,12 @@ def test_a_folder_that_cannot_be_written_is_a_note(cache: Cache, tmp_path: Path)
 
 
 def test_file_permissions_follow_the_umask(cache: Cache) -> None:
-    before = os.umask(0o027)
+    umask_before = os.umask(0o027)
     try:
-        valid_content(cache)
+        save_valid_content(cache)
         assert cache.path.stat().st_mode & 0o777 == 0o640
     finally:
-        os.umask(before)
+        os.umask(umask_before)
 
 
 def test_missing_folder_is_one_note() -> None:
@@ -221,16 +221,16 @@ def test_a_file_where_the_folder_should_be_is_a_note(tmp_path: Path) -> None:
 def test_lock_is_exclusive(cache: Cache) -> None:
     acquired: list[bool] = []
 
-    def other() -> None:
+    def try_to_lock() -> None:
         with cache.lock(wait_s=0.1) as is_held:
             acquired.append(is_held)
 
     with cache.lock(wait_s=0) as is_held:
         assert is_held
-        thread = threading.Thread(target=other)
+        thread = threading.Thread(target=try_to_lock)
         thread.start()
         thread.join()
-    other()
+    try_to_lock()
     assert acquired == [False, True]
 
 

@@ -30,19 +30,19 @@ def _own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def choose_with_times(
-    monkeypatch: pytest.MonkeyPatch, seconds: Callable[[str, int], float]
+    monkeypatch: pytest.MonkeyPatch, get_seconds: Callable[[str, int], float]
 ) -> PairingChoice:
-    """Choose a pairing. A run takes `seconds(name of the experts part, index of the run)`."""
+    """Choose a pairing. A run takes `get_seconds(name of the experts part, index of the run)`."""
     runs = count()
 
     def time_once(_self: PairingTimer, prepared) -> float:
-        return seconds(type(prepared.kernel.experts).__name__, next(runs))
+        return get_seconds(type(prepared.kernel.experts).__name__, next(runs))
 
     monkeypatch.setattr(PairingTimer, "_time_once", time_once)
     return choose(PROBLEM, Machine("cpu"), options=OPTIONS)
 
 
-def outcome(choice: PairingChoice, pair: tuple[str, str]) -> TimedOutcome:
+def find_outcome(choice: PairingChoice, pair: tuple[str, str]) -> TimedOutcome:
     (bucket,) = choice.buckets
     pair_outcome = bucket.find_outcome(pair)
     assert pair_outcome is not None
@@ -52,25 +52,25 @@ def outcome(choice: PairingChoice, pair: tuple[str, str]) -> TimedOutcome:
 def test_drift_does_not_change_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every run takes longer than the previous one. The last run takes ten times as long."""
 
-    def seconds(name: str, run: int) -> float:
+    def get_seconds(name: str, run: int) -> float:
         return (0.9 if name == "NaiveBatchedExperts" else 1.0) * 1e-6 * (1 + run / 4)
 
-    choice = choose_with_times(monkeypatch, seconds)
-    naive = outcome(choice, NAIVE)
+    choice = choose_with_times(monkeypatch, get_seconds)
+    naive = find_outcome(choice, NAIVE)
     assert naive.ratio == pytest.approx(0.9, abs=0.02)
     assert choice.pair_by_tokens == {2: NAIVE}
-    assert outcome(choice, TORCH).ratio == 1
+    assert find_outcome(choice, TORCH).ratio == 1
 
 
 def test_noisy_gain_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The median is 5 % faster, but the ratios of single rounds vary between 0.475 and 1.425."""
 
-    def seconds(name: str, run: int) -> float:
+    def get_seconds(name: str, run: int) -> float:
         scatter = (0.5, 1.0, 1.5)[run * 7 % 3]
         return (0.95 * scatter if name == "NaiveBatchedExperts" else 1.0) * 1e-3
 
-    choice = choose_with_times(monkeypatch, seconds)
-    naive = outcome(choice, NAIVE)
+    choice = choose_with_times(monkeypatch, get_seconds)
+    naive = find_outcome(choice, NAIVE)
     assert naive.ratio == pytest.approx(0.95)
     assert naive.noise > 0.05
     assert choice.pair_by_tokens == {2: TORCH}
@@ -79,13 +79,13 @@ def test_noisy_gain_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_much_slower_pairing_is_timed_only_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
 
-    def seconds(name: str, _run: int) -> float:
+    def get_seconds(name: str, _run: int) -> float:
         runs.append(name)
         return 3e-6 if name == "NaiveBatchedExperts" else 1e-6
 
-    choice = choose_with_times(monkeypatch, seconds)
+    choice = choose_with_times(monkeypatch, get_seconds)
     assert runs.count("NaiveBatchedExperts") == 2
-    assert outcome(choice, NAIVE) == TimedOutcome(
+    assert find_outcome(choice, NAIVE) == TimedOutcome(
         NAIVE, pytest.approx(3), pytest.approx(3), rough=True, mode="cpu"
     )
 
@@ -93,39 +93,38 @@ def test_much_slower_pairing_is_timed_only_twice(monkeypatch: pytest.MonkeyPatch
 def test_order_alternates_between_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     names = []
 
-    def seconds(name: str, _run: int) -> float:
+    def get_seconds(name: str, _run: int) -> float:
         names.append(name)
         return 1e-3
 
-    choose_with_times(monkeypatch, seconds)
+    choose_with_times(monkeypatch, get_seconds)
     rounds = list(zip(names[2::2], names[3::2], strict=True))  # the default has already run twice
     assert all(
         set(names_of_round) == {"TorchExperts", "NaiveBatchedExperts"} for names_of_round in rounds
     )
-    first = [names_of_round[0] for names_of_round in rounds]
-    assert abs(first.count("TorchExperts") - first.count("NaiveBatchedExperts")) <= 1
+    first_names = [names_of_round[0] for names_of_round in rounds]
+    assert abs(first_names.count("TorchExperts") - first_names.count("NaiveBatchedExperts")) <= 1
 
 
-@pytest.mark.parametrize("after", [0, 5])
+@pytest.mark.parametrize("num_successes", [0, 5])
 def test_next_pairing_replaces_a_failed_default(
-    monkeypatch: pytest.MonkeyPatch, after: int
+    monkeypatch: pytest.MonkeyPatch, num_successes: int
 ) -> None:
     """The default fails when it is built, or in a later run."""
     runs = count()
 
     def run(_self: PairingTimer, prepared) -> float:
-        if prepared.pair == TORCH and next(runs) >= after:
+        if prepared.pair == TORCH and next(runs) >= num_successes:
             raise RuntimeError("failed")
         return 1e-3
 
     monkeypatch.setattr(PairingTimer, "_run", run)
     choice = choose(PROBLEM, Machine("cpu"), options=OPTIONS)
-    assert outcome(choice, TORCH) == TimedOutcome(TORCH, why="RuntimeError: failed")
-    assert outcome(choice, NAIVE).ratio == 1
+    assert find_outcome(choice, TORCH) == TimedOutcome(TORCH, why="RuntimeError: failed")
+    assert find_outcome(choice, NAIVE).ratio == 1
     assert choice.pair_by_tokens == {2: NAIVE}
-    assert choose(PROBLEM, Machine("cpu"), options=OPTIONS).pair_by_tokens == {
-        2: NAIVE
-    }  # from the cache
+    cached_choice = choose(PROBLEM, Machine("cpu"), options=OPTIONS)
+    assert cached_choice.pair_by_tokens == {2: NAIVE}
 
 
 def test_ratios_to_a_failed_default_are_measured_again(

@@ -28,18 +28,22 @@ ORDER = (A, B, C)
 NAMES = {"a": A, "b": B, "c": C}
 
 
-def outcome(pair: Pair, ratio: float | None, noise: float = 0.0, **more: object) -> TimedOutcome:
+def make_outcome(
+    pair: Pair, ratio: float | None, noise: float = 0.0, **fields: object
+) -> TimedOutcome:
     """Return an outcome for a default that takes 100 us. A ratio of None means a failure."""
     if ratio is None:
         return TimedOutcome(pair, why="no")
-    return TimedOutcome(pair, 100 * ratio, ratio, noise, **more)  # type: ignore[arg-type]
+    return TimedOutcome(pair, 100 * ratio, ratio, noise, **fields)  # type: ignore[arg-type]
 
 
-def bucket(tokens: int, *, default: Pair = A, **ratios: float | None) -> Bucket:
-    return Bucket(tokens, default, tuple(outcome(NAMES[n], ratio) for n, ratio in ratios.items()))
+def make_bucket(tokens: int, *, default: Pair = A, **ratios: float | None) -> Bucket:
+    return Bucket(
+        tokens, default, tuple(make_outcome(NAMES[n], ratio) for n, ratio in ratios.items())
+    )
 
 
-def options(
+def make_options(
     max_tokens: int,
     tokens: tuple[int, ...] | None = None,
     *,
@@ -48,9 +52,9 @@ def options(
     untimeable: tuple[Pair, ...] = (),
 ) -> PairingOptions:
     tokens = bucket_tokens(max_tokens) if tokens is None else tokens
-    everywhere = dict.fromkeys((*tokens, max_tokens), ORDER)
+    all_pairs_everywhere = dict.fromkeys((*tokens, max_tokens), ORDER)
     return PairingOptions(
-        tokens, max_tokens, ORDER, valid or everywhere, untimeable, estimates or {}
+        tokens, max_tokens, ORDER, valid or all_pairs_everywhere, untimeable, estimates or {}
     )
 
 
@@ -64,14 +68,14 @@ def test_buckets_are_powers_of_two_and_the_maximum() -> None:
 @pytest.mark.parametrize(
     ("timed", "is_faster"),
     [
-        (outcome(B, 0.97), True),
-        (outcome(B, 0.98), True),
-        (outcome(B, 0.985), False),  # less than MIN_GAIN
-        (outcome(B, 0.95, 0.02), True),
-        (outcome(B, 0.95, 0.03), False),  # within twice the noise
-        (outcome(B, 0.5, rough=True), False),  # timed in only two rounds
-        (outcome(B, None), False),
-        (outcome(A, 1.0), False),
+        (make_outcome(B, 0.97), True),
+        (make_outcome(B, 0.98), True),
+        (make_outcome(B, 0.985), False),  # less than MIN_GAIN
+        (make_outcome(B, 0.95, 0.02), True),
+        (make_outcome(B, 0.95, 0.03), False),  # within twice the noise
+        (make_outcome(B, 0.5, rough=True), False),  # timed in only two rounds
+        (make_outcome(B, None), False),
+        (make_outcome(A, 1.0), False),
     ],
 )
 def test_faster_requires_a_gain_beyond_the_noise(timed: TimedOutcome, is_faster: bool) -> None:
@@ -80,64 +84,70 @@ def test_faster_requires_a_gain_beyond_the_noise(timed: TimedOutcome, is_faster:
 
 DECISIONS = {
     "nothing is faster": (
-        bucket(1, a=1.0, b=0.99, c=1.2),
+        make_bucket(1, a=1.0, b=0.99, c=1.2),
         None,
         SelectedPairing(A, SelectionReason.TIMED),
     ),
     "the fastest": (
-        bucket(1, a=1.0, b=0.9, c=0.8),
+        make_bucket(1, a=1.0, b=0.9, c=0.8),
         None,
         SelectedPairing(C, SelectionReason.TIMED),
     ),
     "the previous pairing if it is about as fast": (
-        bucket(1, a=1.0, b=0.9 * MAX_RATIO_TO_KEEP - 1e-6, c=0.9),
+        make_bucket(1, a=1.0, b=0.9 * MAX_RATIO_TO_KEEP - 1e-6, c=0.9),
         B,
         SelectedPairing(B, SelectionReason.TIMED),
     ),
     "not the previous pairing if it is slower": (
-        bucket(1, a=1.0, b=0.92, c=0.9),
+        make_bucket(1, a=1.0, b=0.92, c=0.9),
         B,
         SelectedPairing(C, SelectionReason.TIMED),
     ),
     "not the previous pairing if the default is as fast": (
-        bucket(1, a=1.0, b=0.99, c=1.0),
+        make_bucket(1, a=1.0, b=0.99, c=1.0),
         B,
         SelectedPairing(A, SelectionReason.TIMED),
     ),
     "the next pairing if the default fails": (
-        bucket(1, default=B, a=None, b=1.0, c=1.0),
+        make_bucket(1, default=B, a=None, b=1.0, c=1.0),
         None,
         SelectedPairing(B, SelectionReason.TIMED),
     ),
     "the default if not all were timed": (
-        bucket(1, a=1.0, b=1.0),
+        make_bucket(1, a=1.0, b=1.0),
         None,
         SelectedPairing(A, SelectionReason.DEFAULT),
     ),
     "a faster pairing if not all were timed": (
-        bucket(1, a=1.0, b=0.9),
+        make_bucket(1, a=1.0, b=0.9),
         None,
         SelectedPairing(B, SelectionReason.TIMED),
     ),
 }
 
 
-@pytest.mark.parametrize(("timed", "previous", "pick"), DECISIONS.values(), ids=DECISIONS.keys())
+@pytest.mark.parametrize(
+    ("timed", "previous", "expected"), DECISIONS.values(), ids=DECISIONS.keys()
+)
 def test_bucket_selects_the_expected_pairing(
-    timed: Bucket, previous: Pair | None, pick: SelectedPairing
+    timed: Bucket, previous: Pair | None, expected: SelectedPairing
 ) -> None:
     second = Bucket(2, timed.default, timed.outcomes)
-    first = bucket(1, a=1.0, b=0.5, c=1.0) if previous == B else bucket(1, a=1.0, b=1.0, c=1.0)
-    assert select_pairs(options(2), [first, second])[2] == pick
+    first = (
+        make_bucket(1, a=1.0, b=0.5, c=1.0)
+        if previous == B
+        else make_bucket(1, a=1.0, b=1.0, c=1.0)
+    )
+    assert select_pairs(make_options(2), [first, second])[2] == expected
 
 
 def test_default_is_used_everywhere_without_times() -> None:
-    assert make_segments(options(16), ()) == (Segment(0, 16, A),)
-    assert select_pairs(options(2), ()) == dict.fromkeys(
+    assert make_segments(make_options(16), ()) == (Segment(0, 16, A),)
+    assert select_pairs(make_options(2), ()) == dict.fromkeys(
         (1, 2), SelectedPairing(A, SelectionReason.DEFAULT)
     )
     valid = {1: (B,), 8: (C, B), 16: (C,)}
-    pairing_options = options(16, (1, 8, 16), valid=valid)
+    pairing_options = make_options(16, (1, 8, 16), valid=valid)
     assert make_segments(pairing_options, ()) == (Segment(0, 8, B), Segment(9, 16, C))
     assert select_pairs(pairing_options, ())[16] == SelectedPairing(C, SelectionReason.ONLY)
 
@@ -145,12 +155,12 @@ def test_default_is_used_everywhere_without_times() -> None:
 def test_pairing_between_buckets_requires_both() -> None:
     b_faster, b_slower = {"a": 1.0, "b": 0.8, "c": 2.0}, {"a": 1.0, "b": 1.5, "c": 2.0}
     buckets = [
-        bucket(4, **b_faster),
-        bucket(8, **b_faster),
-        bucket(16, **b_slower),
-        bucket(32, **b_faster),
+        make_bucket(4, **b_faster),
+        make_bucket(8, **b_faster),
+        make_bucket(16, **b_slower),
+        make_bucket(32, **b_faster),
     ]
-    assert make_segments(options(64, (4, 8, 16, 32)), buckets) == (
+    assert make_segments(make_options(64, (4, 8, 16, 32)), buckets) == (
         Segment(0, 3, A),  # below the smallest bucket
         Segment(4, 8, B),
         Segment(9, 31, A),
@@ -160,23 +170,23 @@ def test_pairing_between_buckets_requires_both() -> None:
 
 
 def test_zero_tokens_use_the_pairing_of_one_token() -> None:
-    b_faster = bucket(1, a=1.0, b=0.8, c=1.0)
-    assert make_segments(options(2), [b_faster]) == (Segment(0, 1, B), Segment(2, 2, A))
+    b_faster = make_bucket(1, a=1.0, b=0.8, c=1.0)
+    assert make_segments(make_options(2), [b_faster]) == (Segment(0, 1, B), Segment(2, 2, A))
 
 
 def test_one_faster_pairing_is_not_used_at_untimed_buckets() -> None:
     """Only the largest bucket was timed."""
-    segments = make_segments(options(4096), [bucket(4096, a=1.0, b=0.5, c=1.0)])
+    segments = make_segments(make_options(4096), [make_bucket(4096, a=1.0, b=0.5, c=1.0)])
     assert segments == (Segment(0, 4095, A), Segment(4096, 4096, B))
 
 
 def test_failed_pairing_is_not_the_default_next_to_its_bucket() -> None:
-    failed = bucket(8, default=B, a=None, b=1.0, c=1.0)
-    pairing_options = options(32, (2, 8, 32))
+    failed = make_bucket(8, default=B, a=None, b=1.0, c=1.0)
+    pairing_options = make_options(32, (2, 8, 32))
     assert default_pair(pairing_options, 2, [failed]) == B
     assert make_segments(pairing_options, [failed]) == (Segment(0, 32, B),)
-    working = [bucket(2, a=1.0, b=1.0, c=1.0), failed, bucket(32, a=1.0, b=1.0, c=1.0)]
-    assert make_segments(pairing_options, working) == (
+    buckets = [make_bucket(2, a=1.0, b=1.0, c=1.0), failed, make_bucket(32, a=1.0, b=1.0, c=1.0)]
+    assert make_segments(pairing_options, buckets) == (
         Segment(0, 2, A),
         Segment(3, 31, B),
         Segment(32, 32, A),
@@ -186,37 +196,39 @@ def test_failed_pairing_is_not_the_default_next_to_its_bucket() -> None:
 def test_challengers_are_promising_pairings_in_order() -> None:
     def pairs_to_time(b: Estimate | None, c: Estimate | None) -> tuple[Pair, ...]:
         estimates = {pair: e for pair, e in ((B, b), (C, c)) if e is not None}
-        return options(1, estimates={1: estimates}).pairs_to_time(1)
+        return make_options(1, estimates={1: estimates}).pairs_to_time(1)
 
     assert pairs_to_time(None, None) == (B, C)
     assert pairs_to_time(Estimate(0.97, 2.0), Estimate(0.9, 2.0)) == (C, B)
-    # pairings without an estimate are last
+    # Pairings without an estimate are last.
     assert pairs_to_time(None, Estimate(0.98, 2.0)) == (C, B)
     assert pairs_to_time(Estimate(0.981, 0.99), Estimate(1.3, 1.4)) == ()
-    assert options(1, untimeable=(B,)).pairs_to_time(1) == (C,)
+    assert make_options(1, untimeable=(B,)).pairs_to_time(1) == (C,)
 
 
 def test_record_that_excludes_all_challengers_decides() -> None:
     slow = {1: dict.fromkeys((B, C), Estimate(1.1, 1.2, True))}
-    assert select_pairs(options(1, estimates=slow), ()) == {
+    assert select_pairs(make_options(1, estimates=slow), ()) == {
         1: SelectedPairing(A, SelectionReason.RECORD)
     }
-    assert select_pairs(options(1, estimates=slow, untimeable=ORDER), ()) == {
+    assert select_pairs(make_options(1, estimates=slow, untimeable=ORDER), ()) == {
         1: SelectedPairing(A, SelectionReason.DEFAULT)
     }
 
 
 def test_record_selects_untimed_pairings_only_if_unambiguous() -> None:
-    def pick(estimate: Estimate, *buckets: Bucket) -> Pair:
+    def select_pair(estimate: Estimate, *buckets: Bucket) -> Pair:
         expected = {t: {B: estimate, C: Estimate(1.5, 1.6, True)} for t in (1, 2)}
-        return select_pairs(options(2, estimates=expected), buckets)[2].pair
+        return select_pairs(make_options(2, estimates=expected), buckets)[2].pair
 
-    assert pick(Estimate(0.8, 0.95, True)) == B
-    assert pick(Estimate(0.8, 0.96, True)) == A
-    assert pick(Estimate(0.8, 0.95, False)) == A  # from layers of another kind
-    assert pick(Estimate(0.8, 0.95, True), bucket(2, a=1.0, b=1.0)) == A  # B was timed
-    assert pick(Estimate(0.8, 0.95, True), bucket(1, a=1.0, b=None)) == A  # it failed at 1
-    assert pick(Estimate(0.8, 0.95, True), bucket(1, a=1.0, b=1.0)) == B
+    assert select_pair(Estimate(0.8, 0.95, True)) == B
+    assert select_pair(Estimate(0.8, 0.96, True)) == A
+    assert select_pair(Estimate(0.8, 0.95, False)) == A  # from layers of another kind
+    assert select_pair(Estimate(0.8, 0.95, True), make_bucket(2, a=1.0, b=1.0)) == A  # B was timed
+    assert (
+        select_pair(Estimate(0.8, 0.95, True), make_bucket(1, a=1.0, b=None)) == A
+    )  # it failed at 1
+    assert select_pair(Estimate(0.8, 0.95, True), make_bucket(1, a=1.0, b=1.0)) == B
 
 
 RATIOS = st.one_of(st.none(), st.floats(0.5, 2))
@@ -235,21 +247,24 @@ def options_and_buckets(draw) -> tuple[PairingOptions, list[Bucket]]:
     max_tokens = draw(st.integers(1, 80))
     tokens = tuple(sorted(draw(st.sets(st.integers(1, max_tokens), min_size=1, max_size=8))))
     expected = {t: draw(st.dictionaries(st.sampled_from((B, C)), ESTIMATES)) for t in tokens}
-    pairing_options = options(max_tokens, tokens, estimates=expected)
+    pairing_options = make_options(max_tokens, tokens, estimates=expected)
     buckets = []
     for t in draw(st.sets(st.sampled_from(tokens))):
         b, c, noise, fails = draw(OUTCOMES)
-        outcomes = [outcome(A, None if fails else 1.0), outcome(B, 1.0 if fails else b, noise)]
-        outcomes += [outcome(C, c, noise)] * draw(st.booleans())
+        outcomes = [
+            make_outcome(A, None if fails else 1.0),
+            make_outcome(B, 1.0 if fails else b, noise),
+        ]
+        outcomes += [make_outcome(C, c, noise)] * draw(st.booleans())
         buckets.append(Bucket(t, B if fails else A, tuple(outcomes)))
     return pairing_options, buckets
 
 
 @given(options_and_buckets())
 def test_no_segment_uses_a_pairing_that_may_be_slower(
-    drawn: tuple[PairingOptions, list[Bucket]],
+    options_and_bucket_list: tuple[PairingOptions, list[Bucket]],
 ) -> None:
-    options, buckets = drawn
+    options, buckets = options_and_bucket_list
     bucket_at = {b.tokens: b for b in buckets}
 
     def is_known_to_be_faster(tokens: int, pair: Pair) -> bool:
@@ -272,10 +287,10 @@ def test_no_segment_uses_a_pairing_that_may_be_slower(
     assert all(low.pair != high.pair for low, high in pairwise(ranges))
     for tokens in range(options.max_tokens + 1):
         (pair,) = (r.pair for r in ranges if r.first <= tokens <= r.last)
-        run_like = 1 if tokens == 0 and 1 in options.tokens else tokens
-        if run_like in options.tokens:
-            default = default_pair(options, run_like, buckets)
-            assert pair == default or is_known_to_be_faster(run_like, pair)
+        tokens_like = 1 if tokens == 0 and 1 in options.tokens else tokens
+        if tokens_like in options.tokens:
+            default = default_pair(options, tokens_like, buckets)
+            assert pair == default or is_known_to_be_faster(tokens_like, pair)
             continue
         below = max((t for t in options.tokens if t < tokens), default=None)
         above = min((t for t in options.tokens if t > tokens), default=None)

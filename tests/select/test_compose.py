@@ -57,10 +57,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
 
 def forbid_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: PairingTimer, _pairs: object) -> None:
+    def raise_error(self: PairingTimer, _pairs: object) -> None:
         raise AssertionError("timed again")
 
-    monkeypatch.setattr(PairingTimer, "time_bucket", fail)
+    monkeypatch.setattr(PairingTimer, "time_bucket", raise_error)
 
 
 @pytest.mark.parametrize("kind", ["prepare_finalize", "experts"])
@@ -69,15 +69,15 @@ def test_missing_parts_raise_the_error_of_their_entry_point(
 ) -> None:
     """Parts are missing, for example, if a file of the user shadows a package of parts."""
     parts = tuple(part for part in load_catalog().parts if part.kind != kind)
-    failed = BrokenEntry(kind, "modular-kernel", f"got /home/me/{kind}.py")
-    monkeypatch.setattr(candidates, "load_catalog", lambda: Catalog(parts, (failed,)))
+    broken_entry = BrokenEntry(kind, "modular-kernel", f"got /home/me/{kind}.py")
+    monkeypatch.setattr(candidates, "load_catalog", lambda: Catalog(parts, (broken_entry,)))
     with pytest.raises(BrokenPartError, match=f"{kind} from modular-kernel: got /home/me/{kind}"):
         compose(PROBLEM, CPU)
     if kind == "experts":
         with pytest.raises(
             UnknownPartError, match="need a part, but none is usable on this machine"
         ):
-            Catalog(parts, (failed,)).experts("TorchExperts")
+            Catalog(parts, (broken_entry,)).experts("TorchExperts")
 
 
 def test_the_fastest_is_chosen_at_every_number_of_tokens(folder: Path, clock: dict) -> None:
@@ -100,8 +100,8 @@ def test_the_default_pairing_comes_first(folder: Path, monkeypatch: pytest.Monke
         for quant in ("none", "fp8_w8a8_block", "nvfp4_w4a4"):
             problem = replace(PROBLEM, quant=quant, hidden=256, intermediate=256)
             order = candidates.find_candidates(problem, machine, (1, 8)).order
-            usual = select_default_experts(NO_EP, problem, torch.device(machine.device))
-            assert order[0] == (NO_EP, usual), (machine, quant)
+            default_experts = select_default_experts(NO_EP, problem, torch.device(machine.device))
+            assert order[0] == (NO_EP, default_experts), (machine, quant)
 
 
 def test_default_over_ranks_has_the_first_exchange() -> None:
@@ -160,7 +160,7 @@ def test_second_call_times_nothing_and_selects_the_same_pairings(
     assert second.choice.segments == first.segments
     fewer = choose(PROBLEM.with_tokens(4), CPU)  # its buckets are a subset
     assert (fewer.num_timed, fewer.pair_by_tokens) == (0, {1: NAIVE, 2: TORCH, 4: TORCH})
-    # With ignore_saved=True, it times again.
+    # With ignore_saved=True, `choose` times again.
     with pytest.raises(AssertionError, match="timed again"):
         choose(PROBLEM, CPU, options=MeasurementOptions(ignore_saved=True))
 
@@ -206,8 +206,8 @@ def test_a_forged_pairing_is_not_chosen(folder: Path, clock: dict) -> None:
     outcomes = content["records"][0]["buckets"][0]["outcomes"]
     outcomes.append({**outcomes[0], "pair": ["os", "system"], "us": 0.001})
     path.write_text(json.dumps(content))
-    read = choose(PROBLEM, CPU, options=options)
-    assert (read.pair_by_tokens, read.num_timed) == ({8: TORCH}, 0)
+    choice = choose(PROBLEM, CPU, options=options)
+    assert (choice.pair_by_tokens, choice.num_timed) == ({8: TORCH}, 0)
     outcomes[:] = [o for o in outcomes if o["pair"] == list(TORCH)]
     path.write_text(json.dumps(content))
     assert choose(PROBLEM, CPU, options=options).num_timed == 1
@@ -231,11 +231,11 @@ def test_candidate_with_wrong_results_is_never_chosen(
     part = mk.catalog.load_catalog().experts("NaiveBatchedExperts")
     apply = part.apply
 
-    def wrong(self, tokens, *, weights, workspace, output) -> None:
+    def apply_with_error(self, tokens, *, weights, workspace, output) -> None:
         apply(self, tokens, weights=weights, workspace=workspace, output=output)
         output.mul_(1.1)
 
-    monkeypatch.setattr(part, "apply", wrong)
+    monkeypatch.setattr(part, "apply", apply_with_error)
     choice = choose(PROBLEM, CPU, options=MeasurementOptions(tokens=(8,)))
     outcome = next(o for o in choice.buckets[0].outcomes if o.pair == NAIVE)
     assert outcome.us is None
@@ -246,11 +246,11 @@ def test_candidate_with_wrong_results_is_never_chosen(
 def test_exception_of_a_candidate_is_an_outcome(
     folder: Path, clock: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_args, **_kwargs):
+    def raise_error(*_args, **_kwargs):
         raise RuntimeError("failed\nsecond line")
 
     part = mk.catalog.load_catalog().experts("NaiveBatchedExperts")
-    monkeypatch.setattr(part, "apply", fails)
+    monkeypatch.setattr(part, "apply", raise_error)
     choice = choose(PROBLEM, CPU, options=MeasurementOptions(tokens=(8,)))
     assert TimedOutcome(NAIVE, why="RuntimeError: failed") in choice.buckets[0].outcomes
 
@@ -280,9 +280,9 @@ def test_nothing_is_timed_in_the_interpreter(tmp_path: Path) -> None:
 
 
 def test_no_valid_pairing_raises_with_every_reason(folder: Path) -> None:
-    with pytest.raises(IncompatibleError) as raised:
+    with pytest.raises(IncompatibleError) as exc_info:
         compose(replace(PROBLEM, graph=True), CPU)
-    assert {r.rule for r in raised.value.rejections} >= {"graph"}
+    assert {r.rule for r in exc_info.value.rejections} >= {"graph"}
 
 
 def test_composed_layer_equals_its_pairings(folder: Path, clock: dict) -> None:
@@ -328,13 +328,13 @@ def test_a_plan_builds_and_times_nothing_when_called(
 
 
 def test_concurrent_processes_time_once(folder: Path, clock: dict) -> None:
-    """One process waits for the other, and uses its measurements."""
+    """Threads stand in for processes. One waits for the other, and uses its measurements."""
     timed_counts: list[int] = []
 
-    def work() -> None:
+    def choose_and_count() -> None:
         timed_counts.append(choose(PROBLEM, CPU).num_timed)
 
-    threads = [threading.Thread(target=work) for _ in range(2)]
+    threads = [threading.Thread(target=choose_and_count) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -386,8 +386,8 @@ def test_group_must_match_the_problem(folder: Path) -> None:
 # ---------------------------------------------------------------------------- the command line
 
 
-def run_compose(capsys: pytest.CaptureFixture[str], *words: str) -> CommandResult:
-    return run_mk(capsys, "compose", *words)
+def run_compose(capsys: pytest.CaptureFixture[str], *arguments: str) -> CommandResult:
+    return run_mk(capsys, "compose", *arguments)
 
 
 SMALL = ("--tokens-list", "1,8", "--hidden", "64", "--intermediate", "32", "--experts", "4")
@@ -417,10 +417,10 @@ def test_verb_selects_explains_and_reuses(
     assert [o["pair"] for o in record["buckets"][0]["outcomes"]] == [list(TORCH), list(NAIVE)]
     assert record["summary"] == "2 token counts: 2 from the cache"
     assert max(len(verdict["rejections"]) for verdict in record["refused"]) > 1
-    # each line has the first reason and the number of other reasons
+    # Each line has the first reason and the number of other reasons.
     for verdict in record["refused"]:
         pairing = [verdict["prepare_finalize"], "x", verdict["experts"]]
-        (line,) = (words for words in lines if words[:3] == pairing)
+        (line,) = (cells for cells in lines if cells[:3] == pairing)
         assert line[3] == f"[{verdict['rejections'][0]['rule']}]"
         assert line[-1] == str(len(verdict["rejections"]) - 1)
     assert len(lines) < len(record["refused"]) + 30
@@ -435,8 +435,8 @@ def test_long_waits_are_logged_once(
     compose(PROBLEM, CPU, options=MeasurementOptions(on_bucket=(lambda _: None) if quiet else None))
     message = "timing 2 pairings for up to 20 s; the times are cached"
     # The process also logs once that the interpreter is enabled, in the first test that runs.
-    logged = [r.getMessage() for r in caplog.records if r.name == "modular_kernel.select"]
-    assert logged == ([] if quiet else [message])
+    messages = [r.getMessage() for r in caplog.records if r.name == "modular_kernel.select"]
+    assert messages == ([] if quiet else [message])
 
 
 def test_exchanges_that_count_rows_are_not_captured() -> None:

@@ -29,7 +29,7 @@ def _compose_on_rank(rank: int, world: int, group: object, folder: Path, *more_o
     weights = make_weights(problem, torch.device("cpu"))
     plan = kernel.plan()
     calls = plan.warm_up(weights)
-    if not options.replicated:  # ranks may have different numbers of tokens
+    if not options.replicated:  # Ranks may have different numbers of tokens.
         x_TH, _, routing = random_inputs(problem.with_tokens(8 if rank else 1), torch.device("cpu"))
         plan(x_TH, weights, routing)
         plan(x_TH, weights, routing, max_tokens=8)
@@ -52,16 +52,16 @@ def test_ranks_make_the_same_choice(rank_pool, tmp_path: Path) -> None:
     assert {segment.pair[0] for segment in replicated[1]} == {"ReplicatedEPPrepareAndFinalize"}
 
 
-def _choose_with_failure(rank: int, world: int, group: object, folder: Path, where: str):
+def _choose_with_failure(rank: int, world: int, group: object, folder: Path, failure: str):
     """Return the outcomes if one rank has a wrong output or fails during timing."""
     problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
     options = MeasurementOptions(tokens=(8,), folder=folder, ignore_saved=True)
 
-    owner, name = {"wrong": (TimingWorkload, "find_error"), "run": (PairingTimer, "_run")}[where]
-    real = getattr(owner, name)
+    owner, name = {"wrong": (TimingWorkload, "find_error"), "run": (PairingTimer, "_run")}[failure]
+    original = getattr(owner, name)
 
     def fail(*arguments: object) -> None:
-        real(*arguments)  # finish the exchange, for which the other rank waits
+        original(*arguments)  # Finish the exchange, for which the other rank waits.
         raise ArithmeticError("planted")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -71,15 +71,17 @@ def _choose_with_failure(rank: int, world: int, group: object, folder: Path, whe
     return {outcome.why for outcome in choice.buckets[0].outcomes}
 
 
-@pytest.mark.parametrize("where", ["wrong", "run"])
+@pytest.mark.parametrize("failure", ["wrong", "run"])
 def test_failure_on_one_rank_excludes_the_pairing_on_all(
-    rank_pool, tmp_path: Path, where: str
+    rank_pool, tmp_path: Path, failure: str
 ) -> None:
     pool = rank_pool(2)
-    assert pool.run(_choose_with_failure, tmp_path, where, timeout=60) == [{"rank 1: planted"}] * 2
+    assert (
+        pool.run(_choose_with_failure, tmp_path, failure, timeout=60) == [{"rank 1: planted"}] * 2
+    )
 
 
-def _measured_times(rank: int, world: int, group: object, folder: Path):
+def _measure_times(rank: int, world: int, group: object, folder: Path):
     """Return all times if each rank takes 1 s longer than the previous rank."""
     problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
     with pytest.MonkeyPatch.context() as patch:
@@ -90,7 +92,7 @@ def _measured_times(rank: int, world: int, group: object, folder: Path):
 
 
 def test_times_are_those_of_the_slowest_rank(rank_pool, tmp_path: Path) -> None:
-    assert rank_pool(2).run(_measured_times, tmp_path) == [{2e6}, {2e6}]
+    assert rank_pool(2).run(_measure_times, tmp_path) == [{2e6}, {2e6}]
 
 
 def _choose_with_unequal_budgets(rank: int, world: int, group: object, folder: Path):
@@ -110,9 +112,9 @@ def _choose_with_other_arguments(
     problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
     problem = problem.with_tokens(tokens) if rank else problem
     options = MeasurementOptions(**({"tokens": (2, 8), "folder": folder} | (own if rank else {})))
-    with pytest.raises(ConfigurationError) as raised:
+    with pytest.raises(ConfigurationError) as exc_info:
         choose(problem, Machine("cpu"), group=group, options=options)
-    return str(raised.value)
+    return str(exc_info.value)
 
 
 @pytest.mark.parametrize(
@@ -153,19 +155,19 @@ def _run_with_too_little_memory(
 ) -> tuple[str, str]:
     """Compose and profile with memory that suffices for the weights of one rank but not of all."""
     problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
-    free = int(1.5 * weight_bytes(problem))
+    free_memory = int(1.5 * weight_bytes(problem))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "free_bytes", lambda _device: free)
+        patch.setattr(search, "free_bytes", lambda _device: free_memory)
         options = MeasurementOptions(tokens=(2,), folder=folder)
         kernel = compose(problem, Machine("cpu"), group=group, options=options)
         summary = kernel.choice.summary
         kernel.destroy()
-        patch.setattr(record, "free_bytes", lambda _device: free)
+        patch.setattr(record, "free_bytes", lambda _device: free_memory)
         pairs = (("TorchAll2AllPrepareAndFinalize", "TorchExperts"),)
         job = ProfileJob(pairs, problem, Machine("cpu"), "uniform", 1, (folder / "trace",))
-        with pytest.raises(CapacityError) as raised:
+        with pytest.raises(CapacityError) as exc_info:
             record.record_rank(rank, world, group, job)
-    return summary, str(raised.value)
+    return summary, str(exc_info.value)
 
 
 def test_ranks_of_a_host_share_its_memory(rank_pool, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ def test_graph_is_refused_on_a_cpu(
     assert json.loads(out)["ok"] is False
 
 
-def test_the_verb_refuses(
+def test_invalid_options_of_mk_compose_are_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path))
@@ -30,12 +30,12 @@ def test_the_verb_refuses(
     assert "budget: got -1" in err
 
 
-def test_the_verb_over_ranks(
+def test_mk_compose_reports_the_choice_of_all_ranks(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path))
-    words = ("--world-size", "2", "--backend", "gloo", "--json", "--budget", "60")
-    code, out, _ = run_compose(capsys, *SMALL, *words)
+    options = ("--world-size", "2", "--backend", "gloo", "--json", "--budget", "60")
+    code, out, _ = run_compose(capsys, *SMALL, *options)
     record = json.loads(out)
     assert (code, record["facts"]["world_size"]) == (0, "2")
     assert record["segments"][-1]["last"] == 8

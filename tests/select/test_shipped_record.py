@@ -43,16 +43,18 @@ def make_record(*measurements: tuple[str, float, float, dict]) -> ShippedRecord:
     return ShippedRecord((9, 0), tuple(LayerTimes(*measurement) for measurement in measurements))
 
 
-def record_with_ratios(*ratios: float, scheme: str = "fp8_w8a8_block") -> ShippedRecord:
+def make_record_with_ratios(*ratios: float, scheme: str = "fp8_w8a8_block") -> ShippedRecord:
     """Return a record with the ratios of B at 16, 32, 64, ... rows per expert."""
     return make_record(*((scheme, 16.0 * 2**n, SIZE, {A: 1.0, B: r}) for n, r in enumerate(ratios)))
 
 
 def test_estimate_uses_the_three_nearest_measurements() -> None:
-    estimates = record_with_ratios(0.9, 0.8, 1.1, 0.1).estimates(PROBLEM, [B, C], A)
+    estimates = make_record_with_ratios(0.9, 0.8, 1.1, 0.1).estimates(PROBLEM, [B, C], A)
     assert estimates == {B: Estimate(0.8, 1.1, trusted=True)}
-    more = record_with_ratios(0.9, 0.8, 1.1, 0.1).estimates(PROBLEM.with_tokens(128), [B], A)
-    assert more == {B: Estimate(0.1, 1.1, trusted=True)}
+    estimates_of_more_rows = make_record_with_ratios(0.9, 0.8, 1.1, 0.1).estimates(
+        PROBLEM.with_tokens(128), [B], A
+    )
+    assert estimates_of_more_rows == {B: Estimate(0.1, 1.1, trusted=True)}
 
 
 def test_distance_includes_sizes() -> None:
@@ -84,23 +86,23 @@ def test_ratios_are_relative_to_the_given_default() -> None:
     ids=str,
 )
 def test_only_estimates_of_similar_layers_are_trusted(change: dict, trusted: bool) -> None:
-    estimates = record_with_ratios(0.9, 0.8, 0.7).estimates(replace(PROBLEM, **change), [B], A)
+    estimates = make_record_with_ratios(0.9, 0.8, 0.7).estimates(replace(PROBLEM, **change), [B], A)
     assert estimates == {B: Estimate(0.7, 0.9, trusted)}
 
 
 def test_estimates_from_two_measurements_are_not_trusted() -> None:
-    assert record_with_ratios(0.9, 0.8).estimates(PROBLEM, [B], A) == {B: Estimate(0.8, 0.9)}
+    assert make_record_with_ratios(0.9, 0.8).estimates(PROBLEM, [B], A) == {B: Estimate(0.8, 0.9)}
 
 
 def test_other_scheme_families_have_no_estimate() -> None:
     assert (
-        record_with_ratios(0.9, 0.8, 0.7).estimates(
+        make_record_with_ratios(0.9, 0.8, 0.7).estimates(
             replace(PROBLEM, quant="int8_w8a8_block"), [B], A
         )
         == {}
     )
     assert (
-        record_with_ratios(0.9, 0.8, 0.7).estimates(
+        make_record_with_ratios(0.9, 0.8, 0.7).estimates(
             replace(PROBLEM, quant="fp8_w8a16_block"), [B], A
         )
         == {}
@@ -119,13 +121,13 @@ def test_other_scheme_families_have_no_estimate() -> None:
     ids=str,
 )
 def test_unrecorded_options_are_not_covered(change: dict) -> None:
-    record, problem = record_with_ratios(0.9), replace(PROBLEM, quant="none")
+    record, problem = make_record_with_ratios(0.9), replace(PROBLEM, quant="none")
     assert record.covers(problem, H200, routing="uniform")
     assert not record.covers(replace(problem, **change), H200, routing="uniform")
 
 
 def test_other_machines_and_routings_are_not_covered() -> None:
-    record = record_with_ratios(0.9)
+    record = make_record_with_ratios(0.9)
     assert not record.covers(PROBLEM, replace(H200, arch=(8, 0)), routing="uniform")
     assert not record.covers(PROBLEM, Machine("cpu"), routing="uniform")
     assert not record.covers(PROBLEM, H200, routing="zipf")
@@ -151,7 +153,8 @@ def test_shipped_record_selects_no_slower_pairing() -> None:
     slower, num_selected = [], 0
     for measurement in record.measurements:
         held_out_record = ShippedRecord(
-            record.arch, tuple(c for c in record.measurements if c.size != measurement.size)
+            record.arch,
+            tuple(other for other in record.measurements if other.size != measurement.size),
         )
         hidden = 64
         tokens, experts = (
@@ -242,23 +245,23 @@ def test_summary_names_the_pairings_that_the_record_left_out(
     monkeypatch.setattr(autotune, "load_shipped_record", lambda: record)
     problem = replace(PROBLEM, tokens=64, quant="none")
     options = MeasurementOptions(folder=tmp_path, tokens=(1, 64), budget=60)
-    timed = choose(problem, Machine("cpu"), options=options)
-    assert timed.left_out == {}  # at 64 tokens, nothing was timed
+    choice = choose(problem, Machine("cpu"), options=options)
+    assert choice.left_out == {}  # at 64 tokens, nothing was timed
     # The outcome of a default that was timed alone counts as timed, too.
     default = TimedOutcome(torch_pairing, 100.0, 1.0, mode="cpu")
-    buckets = (*timed.buckets, Bucket(64, torch_pairing, (default,)))
-    partly = replace(timed, buckets=buckets)
-    assert partly.left_out == {naive_pairing: (64,)}
-    assert partly.selected_by_tokens[64].reason is SelectionReason.TIMED
-    assert partly.summary.endswith(
+    buckets = (*choice.buckets, Bucket(64, torch_pairing, (default,)))
+    partly_timed_choice = replace(choice, buckets=buckets)
+    assert partly_timed_choice.left_out == {naive_pairing: (64,)}
+    assert partly_timed_choice.selected_by_tokens[64].reason is SelectionReason.TIMED
+    assert partly_timed_choice.summary.endswith(
         "; not timed, because the shipped record expects no gain: NaiveBatchedExperts at 1 of 2"
     )
-    assert compose_output.make_record(partly)["left_out"] == [
+    assert compose_output.make_record(partly_timed_choice)["left_out"] == [
         {"pair": naive_pairing, "tokens": (64,)}
     ]
 
 
-VALID = {
+VALID_RECORD = {
     "schema": "mk-prior/1",
     "device": "G",
     "arch": [9, 0],
@@ -284,7 +287,7 @@ INVALID_CHANGES = [
 
 
 def test_valid_record_is_parsed() -> None:
-    assert parse(json.dumps(VALID)) == ShippedRecord(
+    assert parse(json.dumps(VALID_RECORD)) == ShippedRecord(
         (9, 0), (LayerTimes("none", 1.0, 64.0, {A: 1.0}),)
     )
 
@@ -292,7 +295,7 @@ def test_valid_record_is_parsed() -> None:
 @pytest.mark.parametrize("change", INVALID_CHANGES, ids=str)
 def test_a_record_of_another_form_is_refused(change: dict) -> None:
     with pytest.raises(ConfigurationError, match="the shipped record"):
-        parse(json.dumps(VALID | change))
+        parse(json.dumps(VALID_RECORD | change))
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 100_000, b'{"schema": NaN}', None])
@@ -311,8 +314,8 @@ def test_corrupt_record_is_ignored_with_a_warning(
         with caplog.at_level(logging.WARNING, "modular_kernel.select"):
             assert load_shipped_record() is None
         # The process also logs once that the interpreter is enabled, in the first test that runs.
-        (line,) = [r.getMessage() for r in caplog.records if r.name == "modular_kernel.select"]
-        assert line.startswith("no shipped record of pairings' times: prior.json: ")
+        (message,) = [r.getMessage() for r in caplog.records if r.name == "modular_kernel.select"]
+        assert message.startswith("no shipped record of pairings' times: prior.json: ")
         choice = choose(
             PROBLEM, Machine("cpu"), options=MeasurementOptions(folder=tmp_path, budget=0)
         )

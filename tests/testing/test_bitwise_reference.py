@@ -36,7 +36,7 @@ _INT4 = replace(_BF16, hidden=160, intermediate=96, quant="int4_w4a16_group:grou
 _FP8 = replace(_BF16, hidden=160, intermediate=96, quant="fp8_w8a8_channel")
 
 
-def _failures(
+def _find_failures(
     prepare: str, experts: type[PermuteExpertsUnpermute], problem: Problem, machine: Machine
 ) -> tuple[str, ...]:
     return prove(Case(prepare, experts.__name__, problem), machine).failures
@@ -68,20 +68,20 @@ def test_wrong_declared_roundings_fail(
     machine: Machine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With one changed field of the declared roundings, only the check `one_rounding` fails."""
-    declared = experts.roundings
+    """If one field of the declared roundings is changed, only the check `one_rounding` fails."""
+    original_roundings = experts.roundings
 
-    def changed_roundings(
+    def return_changed_roundings(
         self: PermuteExpertsUnpermute, x_TH: torch.Tensor, weights: Any
     ) -> Roundings:
-        roundings = declared(self, x_TH, weights)
+        roundings = original_roundings(self, x_TH, weights)
         assert roundings is not None
         return replace(roundings, **change)
 
     if problem is _FP8 and machine.device == "cuda":
         pytest.skip("not checked: tensor cores add products of fp8 with fewer bits")
-    monkeypatch.setattr(experts, "roundings", changed_roundings)
-    failures = _failures(prepare, experts, problem, machine)
+    monkeypatch.setattr(experts, "roundings", return_changed_roundings)
+    failures = _find_failures(prepare, experts, problem, machine)
     assert failures
     assert [line for line in failures if not line.startswith("one_rounding: ")] == []
 
@@ -95,12 +95,12 @@ def test_rounded_partial_sums_are_detected(
         a: torch.Tensor, matrix: torch.Tensor, deltas: object, *, is_final: bool
     ) -> torch.Tensor:
         first, last = slice(None, -16), slice(-16, None)
-        sums = [a[:, part].float() @ matrix[:, part].float().T for part in (first, last)]
+        sums = [a[:, columns].float() @ matrix[:, columns].float().T for columns in (first, last)]
         value = sums[0] + sums[1].to(_BF16.dtype).float()
         return value.to(_BF16.dtype) if is_final else value
 
     monkeypatch.setattr(mlp, "_multiply", multiply_split)
-    failures = _failures(_NO_EP, TorchExperts, _BF16, machine)
+    failures = _find_failures(_NO_EP, TorchExperts, _BF16, machine)
     assert any(failure.startswith("one_rounding: ") for failure in failures)
 
 
@@ -158,14 +158,14 @@ def test_batched_references_equal_separate_references(quant: str) -> None:
 
 def test_check_mismatches_allows_few_differing_rows() -> None:
     perturbed, roundings = torch.zeros(30), [Roundings()]
-    few, many = torch.zeros(20), torch.zeros(20)
-    few[:3], many[:4] = 0.9, 0.2
-    assert list(check_mismatches(few, perturbed, roundings)) == []
-    (line,) = check_mismatches(many, perturbed, roundings)
-    assert "4 of 20 rows differ from the bitwise reference" in line
-    assert "at most 3 may" in line
-    (line,) = check_mismatches(torch.full((20,), 0.04), perturbed, roundings)
-    assert "median row" in line
+    few_mismatches, many_mismatches = torch.zeros(20), torch.zeros(20)
+    few_mismatches[:3], many_mismatches[:4] = 0.9, 0.2
+    assert list(check_mismatches(few_mismatches, perturbed, roundings)) == []
+    (message,) = check_mismatches(many_mismatches, perturbed, roundings)
+    assert "4 of 20 rows differ from the bitwise reference" in message
+    assert "at most 3 may" in message
+    (message,) = check_mismatches(torch.full((20,), 0.04), perturbed, roundings)
+    assert "median row" in message
     assert list(check_mismatches(torch.full((20,), 0.04), torch.full((30,), 0.02), roundings)) == []
     assert list(check_mismatches(torch.zeros(0), torch.zeros(0), roundings)) == []
 
@@ -179,10 +179,12 @@ def _detects_weight_change(trial: Trial, change: float) -> bool:
         expected = bitwise_reference.compute_bitwise_reference(sample, roundings)
         original_weights = weights.clone()
         weights.mul_(1 + change)
-        changed = bitwise_reference.compute_bitwise_reference(sample, roundings)
+        changed_output = bitwise_reference.compute_bitwise_reference(sample, roundings)
         weights.copy_(original_weights)
         rows = bitwise_reference.find_comparable_rows(sample, expected)
-        mismatches.append(bitwise_reference.compute_mismatch_fraction(changed, expected)[rows])
+        mismatches.append(
+            bitwise_reference.compute_mismatch_fraction(changed_output, expected)[rows]
+        )
         for perturbed in bitwise_reference.compute_perturbed_references(sample, roundings, 3)[1:]:
             fraction = bitwise_reference.compute_mismatch_fraction(perturbed, expected)
             perturbed_mismatches.append(fraction[rows])
@@ -199,8 +201,8 @@ def _detects_weight_change(trial: Trial, change: float) -> bool:
 @pytest.mark.parametrize("quant", QUANT_SCHEMES)
 def test_smallest_detected_change_of_router_weights(quant: str) -> None:
     """Check the numbers in docs/numerics.md."""
-    for dtype, detected, missed in ((torch.bfloat16, 12, 14), (torch.float16, 15, 17)):
+    for dtype, detected_bits, missed_bits in ((torch.bfloat16, 12, 14), (torch.float16, 15, 17)):
         problem = Problem(19, 160, 96, 5, 2, dtype=dtype, quant=quant)
         trial = Trial(Case(_NO_EP, "TorchExperts", problem), this_machine(device="cpu"))
-        assert _detects_weight_change(trial, 2.0**-detected)
-        assert not _detects_weight_change(trial, 2.0**-missed)
+        assert _detects_weight_change(trial, 2.0**-detected_bits)
+        assert not _detects_weight_change(trial, 2.0**-missed_bits)

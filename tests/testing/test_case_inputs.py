@@ -43,7 +43,7 @@ def make_ids(routing: str, problem: Problem = BASE) -> torch.Tensor:
     return make_cpu_inputs(problem, routing).routing.topk_ids_TK.long()
 
 
-def unweighted_rows(problem: Problem, inputs: Inputs) -> torch.Tensor:
+def compute_unweighted_rows(problem: Problem, inputs: Inputs) -> torch.Tensor:
     """Return the output of GEMM 2 for every pair (token, expert), without router weights."""
     unweighted = replace(problem, combine=Combine.TOPK_UNWEIGHTED)
     return reference.float64_reference(inputs.x_TH, inputs.weights, inputs.routing, unweighted)
@@ -67,15 +67,15 @@ def test_inputs_fit_their_problem(problem: Problem, routing: str, strided: bool)
         assert values.float().isfinite().all(), name
 
 
-@pytest.mark.parametrize("act", ACTIVATIONS, ids=str)
-def test_expert_rows_have_a_standard_deviation_of_about_one(act: object) -> None:
-    problem = replace(MANY_TOKENS, activation=act)
-    assert 0.8 < float(unweighted_rows(problem, make_cpu_inputs(problem)).std()) < 1.25
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_expert_rows_have_a_standard_deviation_of_about_one(activation: object) -> None:
+    problem = replace(MANY_TOKENS, activation=activation)
+    assert 0.8 < float(compute_unweighted_rows(problem, make_cpu_inputs(problem)).std()) < 1.25
 
 
-@pytest.mark.parametrize("act", [a for a in ACTIVATIONS if a.limit], ids=str)
-def test_activation_limits_clamp_many_values(act: object) -> None:
-    problem = replace(MANY_TOKENS, activation=act)
+@pytest.mark.parametrize("activation", [a for a in ACTIVATIONS if a.limit], ids=str)
+def test_activation_limits_clamp_many_values(activation: object) -> None:
+    problem = replace(MANY_TOKENS, activation=activation)
     inputs = make_cpu_inputs(problem)
     values = inputs.x_TH.double() @ inputs.weights.w1[0].double().T
     limit = problem.act.limit
@@ -100,8 +100,10 @@ def test_biases_change_the_output() -> None:
     for name in ("b1", "b2"):
         zero = torch.zeros_like(getattr(inputs.weights, name))
         weights = replace(inputs.weights, **{name: zero})
-        without_bias = unweighted_rows(problem, replace(inputs, weights=weights))
-        assert (without_bias - unweighted_rows(problem, inputs)).norm() > 0.1 * without_bias.norm()
+        without_bias = compute_unweighted_rows(problem, replace(inputs, weights=weights))
+        assert (
+            without_bias - compute_unweighted_rows(problem, inputs)
+        ).norm() > 0.1 * without_bias.norm()
 
 
 @pytest.mark.parametrize("on_input", [False, True])
@@ -135,19 +137,19 @@ def test_strided_inputs_have_an_equivalent_expert_map() -> None:
     "skip".
     """
     problem = replace(BASE, experts=17, top_k=5, local_experts=3, expert_map=True)
-    plain, strided = make_cpu_inputs(problem), make_cpu_inputs(problem, strided=True)
-    old, new = plain.weights.expert_map, strided.weights.expert_map
-    assert old is not None
-    assert new is not None
-    is_local = old >= 0
-    assert torch.equal(old[is_local], new[is_local])
-    skip_values = set(new[~is_local].tolist())
+    contiguous, strided = make_cpu_inputs(problem), make_cpu_inputs(problem, strided=True)
+    original_map, replaced_map = contiguous.weights.expert_map, strided.weights.expert_map
+    assert original_map is not None
+    assert replaced_map is not None
+    is_local = original_map >= 0
+    assert torch.equal(original_map[is_local], replaced_map[is_local])
+    skip_values = set(replaced_map[~is_local].tolist())
     assert not skip_values & {0, 1, 2}
     assert {3, -1, 10, -2, 2**31 - 1, -(2**31)} == skip_values
-    weights = replace(plain.weights, expert_map=new)
+    weights = replace(contiguous.weights, expert_map=replaced_map)
     outputs = [
-        reference.float64_reference(plain.x_TH, weights_with_map, plain.routing, problem)
-        for weights_with_map in (plain.weights, weights)
+        reference.float64_reference(contiguous.x_TH, weights_with_map, contiguous.routing, problem)
+        for weights_with_map in (contiguous.weights, weights)
     ]
     assert torch.equal(*outputs)
     assert bool((outputs[0] != 0).any())
@@ -155,14 +157,14 @@ def test_strided_inputs_have_an_equivalent_expert_map() -> None:
 
 def test_strided_inputs_are_views_of_the_same_values() -> None:
     problem = replace(BASE, bias=True)
-    plain, strided = make_cpu_inputs(problem), make_cpu_inputs(problem, strided=True)
+    contiguous, strided = make_cpu_inputs(problem), make_cpu_inputs(problem, strided=True)
     for name in ("x", "topk_weights", "topk_ids"):
-        assert torch.equal(plain.tensors()[name].double(), strided.tensors()[name].double())
+        assert torch.equal(contiguous.tensors()[name].double(), strided.tensors()[name].double())
     assert strided.x_TH.stride() == (problem.hidden + 16, 1)
     assert strided.weights.w1.mT.is_contiguous()
     assert strided.weights.w2.mT.is_contiguous()
     assert strided.routing.topk_ids_TK.dtype == torch.int64
-    assert plain.routing.topk_ids_TK.dtype == torch.int32
+    assert contiguous.routing.topk_ids_TK.dtype == torch.int32
 
 
 def test_uniform_experts_are_distinct_and_all_used() -> None:
@@ -218,9 +220,12 @@ def test_all_skipped_has_no_valid_id() -> None:
 
 def test_invalid_ids_are_below_and_above_the_range_and_counted() -> None:
     ids = make_ids("out_of_range")
-    low, high = int((ids < -1).sum()), int((ids >= BASE.experts).sum())
-    assert min(low, high) > 0
-    assert count_invalid_ids(make_cpu_inputs(BASE, "out_of_range").routing, BASE) == low + high
+    num_below, num_above = int((ids < -1).sum()), int((ids >= BASE.experts).sum())
+    assert min(num_below, num_above) > 0
+    assert (
+        count_invalid_ids(make_cpu_inputs(BASE, "out_of_range").routing, BASE)
+        == num_below + num_above
+    )
     assert int(ids.min()) == -(2**31)
     assert int(ids.max()) == 2**31 - 1
 
@@ -229,8 +234,8 @@ def test_invalid_ids_are_below_and_above_the_range_and_counted() -> None:
 def test_skipped_pairs_have_router_weights_that_would_change_the_output(routing: str) -> None:
     inputs = make_cpu_inputs(BASE, routing)
     ids = inputs.routing.topk_ids_TK
-    unused = (ids < 0) | (ids >= BASE.experts)
-    weights = inputs.routing.topk_weights_TK[unused]
+    is_skipped = (ids < 0) | (ids >= BASE.experts)
+    weights = inputs.routing.topk_weights_TK[is_skipped]
     for is_kind in (weights.isnan(), weights == 7, weights == torch.inf, weights == -torch.inf):
         assert bool(is_kind.any())
 
@@ -249,17 +254,19 @@ def test_an_unknown_routing_is_refused_by_name() -> None:
         make_cpu_inputs(BASE, "sideways")
 
 
-@pytest.mark.parametrize("local", [1, 3, 5])
-def test_expert_map_places_experts_at_random(local: int) -> None:
+@pytest.mark.parametrize("local_experts", [1, 3, 5])
+def test_expert_map_places_experts_at_random(local_experts: int) -> None:
     expert_map = make_cpu_inputs(
-        replace(BASE, expert_map=True, local_experts=local)
+        replace(BASE, expert_map=True, local_experts=local_experts)
     ).weights.expert_map
     assert expert_map is not None
-    assert sorted(expert_map.tolist()) == [-1] * (BASE.experts - local) + list(range(local))
+    assert sorted(expert_map.tolist()) == [-1] * (BASE.experts - local_experts) + list(
+        range(local_experts)
+    )
     maps = {
         tuple(
             make_cpu_inputs(
-                replace(BASE, expert_map=True, local_experts=local), seed=s
+                replace(BASE, expert_map=True, local_experts=local_experts), seed=s
             ).weights.expert_map
         )
         for s in range(8)
@@ -304,8 +311,8 @@ def test_cases_differ_and_are_reproducible_by_name() -> None:
 
 
 def test_a_command_lists_options_that_are_not_defaults() -> None:
-    plain = command(Case("P", "X", BASE))
-    assert plain == (
+    default_command = command(Case("P", "X", BASE))
+    assert default_command == (
         "mk test --one --pf-type P --experts-type X --tokens 19 --hidden 48 --intermediate 80 "
         "--experts 5 --top-k 2 --dtype float32 --quant none --activation silu "
         "--routing uniform --seed 0"
@@ -313,21 +320,23 @@ def test_a_command_lists_options_that_are_not_defaults() -> None:
     problem = replace(
         BASE, bias=True, local_experts=3, combine=Combine.TOPK_WEIGHTED, ids_dtype=torch.int64
     )
-    line = command(Case("P", "X", problem, "skips", seed=7))
-    wanted = "--local-experts 3 --ids-dtype int64 --bias --combine topk_weighted"
-    assert line == plain.replace("--routing uniform --seed 0", f"{wanted} --routing skips --seed 7")
+    command_line = command(Case("P", "X", problem, "skips", seed=7))
+    options = "--local-experts 3 --ids-dtype int64 --bias --combine topk_weighted"
+    assert command_line == default_command.replace(
+        "--routing uniform --seed 0", f"{options} --routing skips --seed 7"
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block:block=48x64", "mxfp4_w4a16"])
 def test_layouts_are_views_of_the_same_values(quant: str, layout: str) -> None:
     problem = replace(BASE, quant=quant, dtype=torch.bfloat16)
-    plain, with_layout = (
+    contiguous, with_layout = (
         make_cpu_inputs(problem),
         make_cpu_inputs(problem, variation=InputVariation(layout)),
     )
     for name, tensor in with_layout.tensors().items():
-        assert torch.equal(tensor.double(), plain.tensors()[name].double())
+        assert torch.equal(tensor.double(), contiguous.tensors()[name].double())
     check_weights(with_layout.weights, with_layout.x_TH, problem)
     w1 = with_layout.weights.w1
     assert w1.is_contiguous() is (layout in ("plain", "shifted"))
@@ -340,10 +349,10 @@ def test_ids_beyond_int32_equal_valid_ids_in_their_low_bits() -> None:
     routing = make_cpu_inputs(MANY_TOKENS, "beyond_int32").routing
     ids = routing.topk_ids_TK
     assert ids.dtype == torch.int64
-    beyond_int32 = (ids < -(2**31)) | (ids >= 2**31)
-    low_bits = ids[beyond_int32].to(torch.int32)
+    is_beyond_int32 = (ids < -(2**31)) | (ids >= 2**31)
+    low_bits = ids[is_beyond_int32].to(torch.int32)
     assert bool(((low_bits >= 0) & (low_bits < MANY_TOKENS.experts)).any())
-    assert count_invalid_ids(routing, MANY_TOKENS) == int(beyond_int32.sum()) > 0
+    assert count_invalid_ids(routing, MANY_TOKENS) == int(is_beyond_int32.sum()) > 0
     with pytest.raises(ConfigurationError, match="int64"):
         make_cpu_inputs(replace(MANY_TOKENS, ids_dtype=torch.int32), "beyond_int32")
 
@@ -366,9 +375,9 @@ def test_inputs_include_extreme_values(values: str, dtype: torch.dtype) -> None:
     rounded_reference = reference.rounded_reference(
         inputs.x_TH, inputs.weights, inputs.routing, problem
     )
-    finite = rounded_reference.isfinite().all(1)
+    is_finite = rounded_reference.isfinite().all(1)
     groups = assign_token_groups(values, problem.tokens)
-    assert bool(finite[groups == 0].all())
+    assert bool(is_finite[groups == 0].all())
     assert (groups > 0).any() == (values in ("large", "nan_token", "inf_token"))
     if values == "large":
         assert not bool(rounded_reference[groups == 2].isfinite().all(1).any())

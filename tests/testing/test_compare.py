@@ -20,7 +20,7 @@ def add_noise(exact: torch.Tensor, size: float, seed: int) -> torch.Tensor:
     return exact * (1 + size * torch.randn(exact.shape, dtype=torch.float64, generator=generator))
 
 
-def random_exact_TH(*shape: int) -> torch.Tensor:
+def make_random_exact_TH(*shape: int) -> torch.Tensor:
     shape = shape or (PROBLEM.tokens, PROBLEM.hidden)
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -36,13 +36,13 @@ def make_accurate_output(exact: torch.Tensor, dtype: torch.dtype = torch.bfloat1
     return add_noise(exact, NOISE / 2, seed=3).to(dtype)
 
 
-def failure_text(comparison: Comparison) -> str:
+def get_failure_message(comparison: Comparison) -> str:
     assert not comparison.ok
     return "; ".join(comparison.problems)
 
 
 def test_output_as_exact_as_the_rounded_reference_passes() -> None:
-    exact = random_exact_TH()
+    exact = make_random_exact_TH()
     comparison = compare_with_rounded_reference(make_accurate_output(exact), exact)
     assert comparison.ok, comparison
     assert (
@@ -51,21 +51,21 @@ def test_output_as_exact_as_the_rounded_reference_passes() -> None:
 
 
 def test_exact_output_passes_and_has_no_error() -> None:
-    exact = random_exact_TH().bfloat16().double()
+    exact = make_random_exact_TH().bfloat16().double()
     comparison = compare_with_rounded_reference(exact.bfloat16(), exact)
     assert comparison.ok
     assert comparison.error == comparison.worst_row == comparison.worst_value == 0
 
 
 def test_output_with_twice_the_error_of_the_rounded_reference_fails() -> None:
-    exact = random_exact_TH()
-    assert "RMS" in failure_text(
+    exact = make_random_exact_TH()
+    assert "RMS" in get_failure_message(
         compare_with_rounded_reference(add_noise(exact, 2 * NOISE, seed=4).bfloat16(), exact)
     )
 
 
 def test_zero_output_fails() -> None:
-    exact = random_exact_TH()
+    exact = make_random_exact_TH()
     assert compare_with_rounded_reference(
         torch.zeros_like(exact).bfloat16(), exact
     ).error == pytest.approx(1)
@@ -73,8 +73,8 @@ def test_zero_output_fails() -> None:
 
 @pytest.mark.parametrize("factor", [0.99, 1.01, -1.0, 2.0])
 def test_a_wrong_factor_fails(factor: float) -> None:
-    exact = random_exact_TH()
-    assert "RMS" in failure_text(
+    exact = make_random_exact_TH()
+    assert "RMS" in get_failure_message(
         compare_with_rounded_reference(make_accurate_output(factor * exact), exact)
     )
 
@@ -88,33 +88,33 @@ def add_alternating(row: torch.Tensor, size: float) -> None:
 def test_one_bad_row_fails_and_is_named() -> None:
     """An error of 1 % in one of 4000 rows is a relative RMS error of only 2e-4."""
     problem = PROBLEM.with_tokens(4000)
-    exact = random_exact_TH(4000, 96)
+    exact = make_random_exact_TH(4000, 96)
     out = add_noise(exact, NOISE / 2, seed=3)
     add_alternating(out[1234], 0.012)
-    (text,) = compare_with_rounded_reference(out.bfloat16(), exact, problem).problems
-    assert "of row 1234 >" in text
+    (message,) = compare_with_rounded_reference(out.bfloat16(), exact, problem).problems
+    assert "of row 1234 >" in message
 
 
 def test_error_of_a_row_may_exceed_its_rounded_reference_error_by_a_quarter() -> None:
-    exact = random_exact_TH()
+    exact = make_random_exact_TH()
     rounded_reference = add_noise(exact, NOISE, seed=2)
     saturated = exact[7] * (1 + 20 * NOISE)
     rounded_reference[7] = saturated
-    quantized = replace(PROBLEM, quant="fp8_w8a8_tensor:static=true")
+    quantized_problem = replace(PROBLEM, quant="fp8_w8a8_tensor:static=true")
     out = make_accurate_output(exact)
     out[7] = saturated.bfloat16()
-    assert compare(out, exact, rounded_reference, quantized, rounding_error=1.0).ok
-    assert "of row 7" in failure_text(
+    assert compare(out, exact, rounded_reference, quantized_problem, rounding_error=1.0).ok
+    assert "of row 7" in get_failure_message(
         compare(out, exact, rounded_reference, PROBLEM, rounding_error=1.0)
     )
     out[7] = (exact[7] * (1 + 26 * NOISE)).bfloat16()
-    assert "of row 7" in failure_text(
-        compare(out, exact, rounded_reference, quantized, rounding_error=1.0)
+    assert "of row 7" in get_failure_message(
+        compare(out, exact, rounded_reference, quantized_problem, rounding_error=1.0)
     )
     # A large error of the rounded reference in row 7 does not raise the bound of row 9.
     out[7], out[9] = saturated.bfloat16(), (exact[9] * (1 + 20 * NOISE)).bfloat16()
-    assert "of row 9" in failure_text(
-        compare(out, exact, rounded_reference, quantized, rounding_error=1.0)
+    assert "of row 9" in get_failure_message(
+        compare(out, exact, rounded_reference, quantized_problem, rounding_error=1.0)
     )
 
 
@@ -123,30 +123,30 @@ def test_one_bad_value_fails_and_is_named() -> None:
     of rows, which is the bound of a row. Only the bound of a value finds it.
     """
     problem = replace(PROBLEM, hidden=4096)
-    exact = random_exact_TH(40, 4096)
+    exact = make_random_exact_TH(40, 4096)
     out = make_accurate_output(exact)
     out[7, 4095] -= float(exact.square().mean().sqrt()) * 0.4
-    (text,) = compare_with_rounded_reference(out, exact, problem).problems
-    assert "row 7 column 4095" in text
+    (message,) = compare_with_rounded_reference(out, exact, problem).problems
+    assert "row 7 column 4095" in message
 
 
 def test_a_small_row_must_be_as_exact_as_a_large_one() -> None:
-    exact = random_exact_TH()
+    exact = make_random_exact_TH()
     exact[5] *= 1e-3
     out = make_accurate_output(exact)
     assert compare_with_rounded_reference(out, exact).ok
     out[5] = 0
-    assert "row 5" in failure_text(compare_with_rounded_reference(out, exact))
+    assert "row 5" in get_failure_message(compare_with_rounded_reference(out, exact))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_nonfinite_values_fail(value: float) -> None:
-    exact = random_exact_TH()
+    exact = make_random_exact_TH()
     out = make_accurate_output(exact)
     out[3, 4] = value
     comparison = compare_with_rounded_reference(out, exact)
     assert comparison.error == torch.inf
-    assert failure_text(comparison) == "1 values are not finite, the first at row 3 column 4"
+    assert get_failure_message(comparison) == "1 values are not finite, the first at row 3 column 4"
 
 
 def test_all_nan_in_float64_reference_and_output_fails() -> None:
@@ -155,18 +155,18 @@ def test_all_nan_in_float64_reference_and_output_fails() -> None:
 
 
 def test_rows_that_are_zero_must_be_zero() -> None:
-    exact = random_exact_TH()
+    exact = make_random_exact_TH()
     exact[[2, 9]] = 0
     out = make_accurate_output(exact)
     assert compare_with_rounded_reference(out, exact).ok
     out[9, 0] = 1e-30
     expected = "1 rows are not zero although all of their pairs are skipped, the first is row 9"
-    assert expected in failure_text(compare_with_rounded_reference(out, exact))
+    assert expected in get_failure_message(compare_with_rounded_reference(out, exact))
 
 
 def test_row_numbers_count_zero_rows() -> None:
     """Messages number rows among all rows, not among the nonzero ones."""
-    exact = random_exact_TH()
+    exact = make_random_exact_TH()
     exact[:7] = 0
     out = add_noise(exact, NOISE / 2, seed=3)
     add_alternating(out[20], 0.012)
@@ -175,9 +175,9 @@ def test_row_numbers_count_zero_rows() -> None:
         for problem in compare_with_rounded_reference(out.bfloat16(), exact).problems
     )
     add_alternating(out[30], 1.0)
-    text = failure_text(compare_with_rounded_reference(out.bfloat16(), exact))
-    assert "of row 30 >" in text
-    assert "of row 30 column" in text
+    message = get_failure_message(compare_with_rounded_reference(out.bfloat16(), exact))
+    assert "of row 30 >" in message
+    assert "of row 30 column" in message
 
 
 def test_zero_output_passes_only_if_the_reference_is_zero() -> None:
@@ -195,25 +195,25 @@ def test_output_without_tokens_passes(combine: Combine) -> None:
 
 def test_unreduced_top_k_is_compared_row_by_row() -> None:
     problem = replace(PROBLEM, combine=Combine.TOPK_WEIGHTED)
-    exact = random_exact_TH(40, 2, 96)
+    exact = make_random_exact_TH(40, 2, 96)
     exact[3, 1] = 0
     out = make_accurate_output(exact)
     assert compare_with_rounded_reference(out, exact, problem).ok
     assert not compare_with_rounded_reference(out.flip(1), exact, problem).ok
     out[3, 1] = 1
-    assert "row 7" in failure_text(compare_with_rounded_reference(out, exact, problem))
+    assert "row 7" in get_failure_message(compare_with_rounded_reference(out, exact, problem))
 
 
 def test_wrong_shape_and_dtype_are_both_named() -> None:
-    exact = random_exact_TH()
-    text = failure_text(compare_with_rounded_reference(exact[:, :95].float(), exact))
-    assert "shape is (40, 95), should be (40, 96)" in text
-    assert "dtype is float32, should be bfloat16" in text
+    exact = make_random_exact_TH()
+    message = get_failure_message(compare_with_rounded_reference(exact[:, :95].float(), exact))
+    assert "shape is (40, 95), should be (40, 96)" in message
+    assert "dtype is float32, should be bfloat16" in message
 
 
 def test_wrong_number_of_tokens_fails() -> None:
-    exact = random_exact_TH()
-    assert "shape" in failure_text(
+    exact = make_random_exact_TH()
+    assert "shape" in get_failure_message(
         compare_with_rounded_reference(make_accurate_output(exact)[:39], exact)
     )
 
@@ -221,7 +221,7 @@ def test_wrong_number_of_tokens_fails() -> None:
 def test_bound_of_float32_is_at_least_eps() -> None:
     """An error of the size of float32 rounding passes even if the rounded reference is exact."""
     problem = replace(PROBLEM, dtype=torch.float32)
-    exact = random_exact_TH()
+    exact = make_random_exact_TH()
     within_bound = add_noise(exact, 9e-7, seed=5).float()
     beyond_bound = add_noise(exact, 1e-5, seed=5).float()
     assert compare(within_bound, exact, exact, problem).ok
@@ -230,7 +230,7 @@ def test_bound_of_float32_is_at_least_eps() -> None:
 
 def test_the_bound_depends_only_on_the_rounded_reference() -> None:
     """An output with large errors does not raise its own bound."""
-    exact = random_exact_TH()
+    exact = make_random_exact_TH()
     bounds = {
         compare_with_rounded_reference(add_noise(exact, size, seed=6).bfloat16(), exact).bound
         for size in (0, 0.1, 1)

@@ -53,8 +53,8 @@ def test_errors_in_ordinary_rows_are_found(values: str) -> None:
 
 
 def test_large_rows_are_compared_with_large_rows() -> None:
-    (line, *_) = find_problems("large", (3, 1.1))
-    assert line.startswith("tokens of values=large: relative RMS error")
+    (message, *_) = find_problems("large", (3, 1.1))
+    assert message.startswith("tokens of values=large: relative RMS error")
 
 
 def test_finite_outputs_must_be_right_where_the_rounded_reference_overflows() -> None:

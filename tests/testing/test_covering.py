@@ -18,7 +18,7 @@ AXES = (
 )
 
 
-def rejections(row: Row) -> Sequence[str]:
+def reject_invalid_rows(row: Row) -> Sequence[str]:
     """Reject rows that are green and large, flat with a lid, or not round with feet."""
     reasons = []
     if row[0] == 1 and row[1] > 3:
@@ -30,7 +30,7 @@ def rejections(row: Row) -> Sequence[str]:
     return reasons
 
 
-def no_rejections(_row: Row) -> Sequence[str]:
+def reject_nothing(_row: Row) -> Sequence[str]:
     return ()
 
 
@@ -42,30 +42,32 @@ def is_computed(_row: Row) -> bool:
     return True
 
 
-def unit_cost(_row: Row) -> float:
+def compute_unit_cost(_row: Row) -> float:
     return 1.0
 
 
-CONSTRAINED = Space(AXES, rejections, has_color, unit_cost)
+CONSTRAINED = Space(AXES, reject_invalid_rows, has_color, compute_unit_cost)
 
 
-def all_rows(space: Space) -> list[Row]:
+def list_all_rows(space: Space) -> list[Row]:
     rows = product(*(range(len(axis.values)) for axis in space.axes))
     return [row for row in rows if not space.list_rejections(row)]
 
 
 def test_every_possible_pair_is_covered() -> None:
     array = covering_array(CONSTRAINED)
-    possible = set().union(*(CONSTRAINED.list_covered_pairs(row) for row in all_rows(CONSTRAINED)))
+    possible = set().union(
+        *(CONSTRAINED.list_covered_pairs(row) for row in list_all_rows(CONSTRAINED))
+    )
     covered = set().union(*(CONSTRAINED.list_covered_pairs(row) for row in array.rows))
     assert covered == possible
     assert array.missing_pairs() == ()
-    assert len(array.rows) < len(all_rows(CONSTRAINED)) / 4
+    assert len(array.rows) < len(list_all_rows(CONSTRAINED)) / 4
 
 
 def test_rows_are_valid_and_distinct() -> None:
     rows = covering_array(CONSTRAINED).rows
-    assert [row for row in rows if rejections(row)] == []
+    assert [row for row in rows if reject_invalid_rows(row)] == []
     assert len(rows) == len(set(rows))
 
 
@@ -98,10 +100,14 @@ def test_idle_rows_cover_only_pairs_with_the_idle_value() -> None:
 
 def test_pairs_that_occur_only_in_idle_rows_are_reported() -> None:
     """A row with both a lid and three feet is idle, but neither value alone makes a row idle."""
-    space = Space(AXES[1:], no_rejections, lambda row: not (row[2] == 1 and row[3] == 1), unit_cost)
+    space = Space(
+        AXES[1:], reject_nothing, lambda row: not (row[2] == 1 and row[3] == 1), compute_unit_cost
+    )
     array = covering_array(space)
-    idle = {(space.describe(first), space.describe(second)) for first, second in array.idle_pairs}
-    assert idle == {("lid=True", "feet=3")}
+    idle_pairs = {
+        (space.describe(first), space.describe(second)) for first, second in array.idle_pairs
+    }
+    assert idle_pairs == {("lid=True", "feet=3")}
     assert array.missing_pairs() == ()
 
 
@@ -115,15 +121,15 @@ def test_missing_pairs_are_reported() -> None:
 
 
 def test_equal_spaces_give_equal_rows() -> None:
-    equal_space = Space(AXES, rejections, has_color, unit_cost)
+    equal_space = Space(AXES, reject_invalid_rows, has_color, compute_unit_cost)
     assert covering_array(CONSTRAINED).rows == covering_array(equal_space).rows
 
 
 def test_the_default_row_may_be_invalid() -> None:
-    def small_or_open(row: Row) -> Sequence[str]:
+    def reject_small_or_open(row: Row) -> Sequence[str]:
         return ["[size] 0"] * (row[1] == 0) + ["[lid] none"] * (row[3] == 0)
 
-    space = Space(AXES, small_or_open, is_computed, unit_cost)
+    space = Space(AXES, reject_small_or_open, is_computed, compute_unit_cost)
     array = covering_array(space)
     assert array.rows
     assert array.missing_pairs() == ()
@@ -131,7 +137,9 @@ def test_the_default_row_may_be_invalid() -> None:
 
 
 def test_a_space_without_valid_rows_has_no_rows() -> None:
-    array = covering_array(Space(AXES, lambda _row: ("[never] no",), is_computed, unit_cost))
+    array = covering_array(
+        Space(AXES, lambda _row: ("[never] no",), is_computed, compute_unit_cost)
+    )
     assert array.rows == ()
     assert set(array.impossible.values()) == {"[never] no"}
 
@@ -140,10 +148,10 @@ def test_a_space_without_valid_rows_has_no_rows() -> None:
 def test_expensive_values_are_in_as_few_rows_as_possible(expensive: int) -> None:
     axes = (*AXES, Axis("weight", tuple(range(6))))
 
-    def cost(row: Row) -> float:
+    def compute_cost(row: Row) -> float:
         return (30.0 if row[1] == expensive else 1.0) * (30.0 if row[5] == expensive else 1.0)
 
-    without_cost = covering_array(Space(axes, no_rejections, is_computed, unit_cost)).rows
-    rows = covering_array(Space(axes, no_rejections, is_computed, cost)).rows
-    assert sum(map(cost, rows)) <= sum(map(cost, without_cost))
+    without_cost = covering_array(Space(axes, reject_nothing, is_computed, compute_unit_cost)).rows
+    rows = covering_array(Space(axes, reject_nothing, is_computed, compute_cost)).rows
+    assert sum(map(compute_cost, rows)) <= sum(map(compute_cost, without_cost))
     assert sum(row[1] == row[5] == expensive for row in rows) == 1

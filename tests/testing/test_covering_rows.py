@@ -28,41 +28,41 @@ def list_impossible(values: Values) -> tuple[str, ...]:
     return ("flat has no bias",) if values["kind"] == "flat" and values["bias"] else ()
 
 
-DRAWN = draw(AXES, (UNEVEN, FLAT_OVER_RANKS), list_impossible)
+COVERING_ROWS = draw(AXES, (UNEVEN, FLAT_OVER_RANKS), list_impossible)
 
 
-def all_values() -> list[Values]:
+def list_all_values() -> list[Values]:
     names = [axis.name for axis in AXES]
     rows = product(*(axis.values for axis in AXES))
     return [dict(zip(names, row, strict=True)) for row in rows]
 
 
-def pairs_of(values: Values) -> set[tuple[tuple[str, object], tuple[str, object]]]:
+def list_pairs(values: Values) -> set[tuple[tuple[str, object], tuple[str, object]]]:
     return set(combinations(values.items(), 2))
 
 
 def test_accepted_rows_cover_every_valid_pair() -> None:
     valid = [
         v
-        for v in all_values()
+        for v in list_all_values()
         if not (UNEVEN.applies(v) or FLAT_OVER_RANKS.applies(v) or list_impossible(v))
     ]
-    possible = set().union(*map(pairs_of, valid))
-    assert set().union(*map(pairs_of, DRAWN.accepted)) == possible
-    assert all(values in valid for values in DRAWN.accepted)
-    assert DRAWN.unmet() == []
+    possible = set().union(*map(list_pairs, valid))
+    assert set().union(*map(list_pairs, COVERING_ROWS.accepted)) == possible
+    assert all(values in valid for values in COVERING_ROWS.accepted)
+    assert COVERING_ROWS.unmet() == []
 
 
 def test_each_refused_row_breaks_one_rule() -> None:
-    for rule, other in ((UNEVEN, FLAT_OVER_RANKS), (FLAT_OVER_RANKS, UNEVEN)):
+    for rule, other_rule in ((UNEVEN, FLAT_OVER_RANKS), (FLAT_OVER_RANKS, UNEVEN)):
         only_this_rule = [
             v
-            for v in all_values()
-            if rule.applies(v) and not other.applies(v) and not list_impossible(v)
+            for v in list_all_values()
+            if rule.applies(v) and not other_rule.applies(v) and not list_impossible(v)
         ]
-        drawn = [values for refusal, values in DRAWN.refused if refusal is rule]
-        assert all(values in only_this_rule for values in drawn)
-        covered = {item for values in drawn for item in values.items()}
+        refused_values = [values for refusal, values in COVERING_ROWS.refused if refusal is rule]
+        assert all(values in only_this_rule for values in refused_values)
+        covered = {item for values in refused_values for item in values.items()}
         assert covered == {item for values in only_this_rule for item in values.items()}
 
 
@@ -74,7 +74,7 @@ def test_a_rule_without_rows_is_reported() -> None:
 
 
 def test_impossible_pairs_have_their_reason() -> None:
-    assert DRAWN.impossible() == {
+    assert COVERING_ROWS.impossible() == {
         ("kind=flat", "ranks=2"): "refused: cut",
         ("kind=flat", "ranks=3"): "refused: cut",
         ("kind=flat", "bias=True"): "flat has no bias",
@@ -84,6 +84,8 @@ def test_impossible_pairs_have_their_reason() -> None:
 
 
 def test_rows_without_a_rule_are_a_covering_array() -> None:
-    drawn = draw(AXES, ())
-    assert set().union(*map(pairs_of, drawn.accepted)) == set().union(*map(pairs_of, all_values()))
-    assert drawn.refused == ()
+    rows = draw(AXES, ())
+    assert set().union(*map(list_pairs, rows.accepted)) == set().union(
+        *map(list_pairs, list_all_values())
+    )
+    assert rows.refused == ()

@@ -1,4 +1,4 @@
-"""The check of an engine's experts classes, with an engine of our own instead of vLLM."""
+"""The check of an engine's experts classes, with a toy engine instead of vLLM."""
 
 import os
 import sys
@@ -48,25 +48,25 @@ def program() -> EngineProgram:
     )
 
 
-def run(program: EngineProgram, *cases: EngineCase, **limits: float) -> list[Outcome]:
+def run_engine_cases(program: EngineProgram, *cases: EngineCase, **limits: float) -> list[Outcome]:
     outcomes = dict(run_cases(cases, program, replace(LIMITS, **limits), 1))
     return [outcomes[case] for case in cases]
 
 
-def case(class_name: str, tokens: int = 17, promise: Promise | None = None) -> EngineCase:
+def make_case(class_name: str, tokens: int = 17, promise: Promise | None = None) -> EngineCase:
     return EngineCase(class_name, "silu", BASE.with_tokens(tokens), promise=promise)
 
 
 def test_outcomes_of_one_process(program: EngineProgram) -> None:
-    right, doubled, raising, refused, missing, not_built, no_kernel = run(
+    right, doubled, raising, refused, missing, not_built, no_kernel = run_engine_cases(
         program,
-        case("Right"),
-        case("Doubled"),
-        case("Raising"),
-        case("Refusing"),
-        case("Unavailable"),
-        case("NotBuilt"),
-        case("MissingKernel"),
+        make_case("Right"),
+        make_case("Doubled"),
+        make_case("Raising"),
+        make_case("Refusing"),
+        make_case("Unavailable"),
+        make_case("NotBuilt"),
+        make_case("MissingKernel"),
     )
     assert right.kind is Kind.RIGHT
     assert right.detail == ""
@@ -87,23 +87,23 @@ def test_outcomes_of_one_process(program: EngineProgram) -> None:
 
 
 class PendingErrors:
-    """CUDA errors that the next launch of a kernel by torch raises."""
+    """CUDA errors that the next kernel launches of torch raise: one launch, or all if sticky."""
 
-    def __init__(self, messages: list[str], *, lasting: bool = False) -> None:
-        self.messages, self.lasting = messages, lasting
+    def __init__(self, messages: list[str], *, sticky: bool = False) -> None:
+        self.messages, self.sticky = messages, sticky
 
     def raise_first(self, device: torch.device) -> None:
         if self.messages:
-            message = self.messages[0] if self.lasting else self.messages.pop(0)
+            message = self.messages[0] if self.sticky else self.messages.pop(0)
             raise torch.AcceleratorError(f"CUDA error: {message}")
 
 
-@pytest.mark.parametrize("lasting", [False, True])
+@pytest.mark.parametrize("sticky", [False, True])
 def test_an_error_that_a_call_leaves_is_its_own(
-    monkeypatch: pytest.MonkeyPatch, *, lasting: bool
+    monkeypatch: pytest.MonkeyPatch, *, sticky: bool
 ) -> None:
     """A launch that fails without a check leaves an error that the next case would raise."""
-    errors = PendingErrors([], lasting=lasting)
+    errors = PendingErrors([], sticky=sticky)
     monkeypatch.setattr(judge_module, "raise_pending_error", errors.raise_first)
     engine = ToyEngine()
     build = engine.build
@@ -121,70 +121,74 @@ def test_an_error_that_a_call_leaves_is_its_own(
 
     monkeypatch.setattr(engine, "build", build_unchecked)
     judge = judge_module.Judge(engine, torch.device("cpu"), lambda phase: None)
-    empty = judge.judge(case("Right", promise=Promise.NO_TOKENS))
-    assert (empty.kind, empty.is_fatal) == (Kind.CRASHED, lasting)
+    empty = judge.judge(make_case("Right", promise=Promise.NO_TOKENS))
+    assert (empty.kind, empty.is_fatal) == (Kind.CRASHED, sticky)
     assert empty.detail.startswith("AcceleratorError: CUDA error: invalid argument (")
-    if not lasting:
-        assert judge.judge(case("Right")).kind is Kind.RIGHT
+    if not sticky:
+        assert judge.judge(make_case("Right")).kind is Kind.RIGHT
 
 
 def test_a_process_that_ends_does_not_hide_other_cases(program: EngineProgram) -> None:
-    aborted, right = run(program, case("Aborting"), case("Right"))
+    aborted, right = run_engine_cases(program, make_case("Aborting"), make_case("Right"))
     assert (aborted.kind, right.kind) == (Kind.CRASHED, Kind.RIGHT)
     assert aborted.detail.startswith("SIGABRT in its first call: ")
     assert "toy: about to abort" in aborted.detail
 
 
 def test_a_call_that_hangs_is_ended(program: EngineProgram) -> None:
-    hanging, right = run(program, case("Hanging"), case("Right"), first_call=0.5)
+    hanging, right = run_engine_cases(
+        program, make_case("Hanging"), make_case("Right"), first_call=0.5
+    )
     assert (hanging.kind, right.kind) == (Kind.TIMEOUT, Kind.RIGHT)
     assert hanging.detail == "first call took more than 0.5 s"
 
 
 def test_similar_cases_are_not_run_after_two_ended_their_process(program: EngineProgram) -> None:
-    cases = [case("Aborting", tokens) for tokens in (1, 2, 3, 4)]
-    outcomes = run(program, *cases)
+    cases = [make_case("Aborting", tokens) for tokens in (1, 2, 3, 4)]
+    outcomes = run_engine_cases(program, *cases)
     kinds = [outcome.kind for outcome in outcomes]
     assert kinds == [Kind.CRASHED, Kind.CRASHED, Kind.NOT_JUDGED, Kind.NOT_JUDGED]
     assert outcomes[2].detail == "not run: similar cases ended their process"
 
 
 def test_no_case_begins_after_the_time_limit(program: EngineProgram) -> None:
-    (outcome,) = run(program, case("Right"), total=0)
+    (outcome,) = run_engine_cases(program, make_case("Right"), total=0)
     assert outcome == NOT_RUN
 
 
 @pytest.mark.parametrize("promise", Promise)
 def test_promises(program: EngineProgram, promise: Promise) -> None:
-    """The class Careless breaks every promise. Without a promise to check, its result is right."""
-    kept, broken, right = run(
+    """The class Careless breaks every promise. If no promise is checked, its result is right."""
+    right, careless, careless_without_promise = run_engine_cases(
         program,
-        case("Right", promise=promise),
-        case("Careless", promise=promise),
-        case("Careless"),
+        make_case("Right", promise=promise),
+        make_case("Careless", promise=promise),
+        make_case("Careless"),
     )
-    assert right.kind is Kind.RIGHT
-    assert kept.kind is Kind.RIGHT, kept.detail
-    if promise is Promise.UNUSED_WEIGHTS:  # Careless does not read unused weights
-        assert broken.kind is Kind.RIGHT
+    assert careless_without_promise.kind is Kind.RIGHT
+    assert right.kind is Kind.RIGHT, right.detail
+    if promise is Promise.UNUSED_WEIGHTS:  # Careless does not read unused weights.
+        assert careless.kind is Kind.RIGHT
     elif promise is Promise.NAN:
-        assert broken.detail == "the output of a token with NaN has finite values"
+        assert careless.detail == "the output of a token with NaN has finite values"
     else:
-        assert broken.detail.startswith("RuntimeError: careless")
+        assert careless.detail.startswith("RuntimeError: careless")
 
 
-def test_an_engine_that_cannot_be_loaded(program: EngineProgram) -> None:
+def test_an_engine_that_cannot_be_loaded_is_refused(program: EngineProgram) -> None:
     with pytest.raises(UnsupportedError, match="no_such_engine"):
         describe_engine(replace(program, module="no_such_engine"), LIMITS)
 
 
 @pytest.mark.parametrize(
-    ("installed", "found"),
+    ("installed", "expected_module"),
     [("0.26.0", "old"), ("0.33.1.dev2+cpu", "new"), ("0.5.23", "long"), ("0.5.23+cu130", "long")],
 )
-def test_module_for_a_version(installed: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_module_depends_on_the_installed_version(
+    installed: str, expected_module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(engine_process, "version", lambda name: installed)
-    assert PACKAGE.find_module() == found
+    assert PACKAGE.find_module() == expected_module
 
 
 @pytest.mark.parametrize("installed", ["0.3", "0.330", "0.5.2", "0.5.24", "1.0", "main"])
@@ -192,12 +196,12 @@ def test_other_versions_are_refused_in_one_line(
     installed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_process, "version", lambda name: installed)
-    with pytest.raises(UnsupportedError) as caught:
+    with pytest.raises(UnsupportedError) as exc_info:
         PACKAGE.load()
-    assert str(caught.value) == f"Toy: got {installed}, need Toy 0.26 or 0.33 or 0.5.23"
+    assert str(exc_info.value) == f"Toy: got {installed}, need Toy 0.26 or 0.33 or 0.5.23"
 
 
-def test_a_package_that_is_not_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_process, "version", lambda name: "0.33.0")
     with pytest.raises(UnsupportedError, match="Toy: got not importable"):
         PACKAGE.load()
@@ -208,10 +212,10 @@ def test_a_package_that_is_not_complete(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_reproducer_is_run_with_the_engine(program: EngineProgram) -> None:
     engine = ToyEngine()
-    text = engine.make_reproducer(case("Doubled"), 0.5)
-    assert run_reproducer(program, text, 60) == (1, "relative RMS error 1.0, allowed 0.5")
-    status, line = run_reproducer(program, "import time; time.sleep(60)", 1)
-    assert (status, line) == (-1, "no result after 1 s")
+    reproducer = engine.make_reproducer(make_case("Doubled"), 0.5)
+    assert run_reproducer(program, reproducer, 60) == (1, "relative RMS error 1.0, allowed 0.5")
+    status, message = run_reproducer(program, "import time; time.sleep(60)", 1)
+    assert (status, message) == (-1, "no result after 1 s")
 
 
 # ----------------------------------------------------------------------------------- cases
@@ -260,7 +264,12 @@ def test_an_unknown_class_is_refused() -> None:
 def test_the_worst_call_determines_a_row() -> None:
     right, wrong = Outcome(Kind.RIGHT, "", 1.0, 2.0), Outcome(Kind.WRONG, "off", 6.0, 2.0, "text")
     broken = Outcome(Kind.WRONG, "NaN lost")
-    cases = case("A", 1), case("A", 2), case("A", promise=Promise.NAN), case("B")
+    cases = (
+        make_case("A", 1),
+        make_case("A", 2),
+        make_case("A", promise=Promise.NAN),
+        make_case("B"),
+    )
     rows = make_rows(zip(cases, (right, wrong, broken, right), strict=True))
     assert [(row.case.experts, row.kind) for row in rows] == [("A", Kind.WRONG), ("B", Kind.RIGHT)]
     row = rows[0]
@@ -271,8 +280,10 @@ def test_the_worst_call_determines_a_row() -> None:
         "T2 H64 I32 E4 K2",
     ]
     assert record["promises"] == {"NaN": {"kept": False, "detail": "NaN lost"}}
-    refused = Row(((case("A"), Outcome(Kind.REFUSED, "no")), (case("A", 1), right)))
-    assert refused.kind is Kind.RIGHT
+    row_with_refusal = Row(
+        ((make_case("A"), Outcome(Kind.REFUSED, "no")), (make_case("A", 1), right))
+    )
+    assert row_with_refusal.kind is Kind.RIGHT
 
 
 # ------------------------------------------------------------------------------------- CLI
@@ -290,14 +301,14 @@ def test_the_reproducer_of_a_row_is_that_of_its_largest_error() -> None:
         Outcome(Kind.WRONG, "", 9.0, 2.0, "large"),
     )
     infinite = Outcome(Kind.WRONG, "", float("inf"), 0.0, "not finite")
-    cases = case("A", 1), case("A", 2), case("A", 3)
+    cases = make_case("A", 1), make_case("A", 2), make_case("A", 3)
     (row,) = make_rows(zip(cases, (small, large, small), strict=True))
     assert row.reproducer == "large"
     (row,) = make_rows(zip(cases, (small, infinite, large), strict=True))
     assert row.reproducer == "not finite"
 
 
-def judge(
+def judge_class(
     experts: str, capsys: pytest.CaptureFixture[str], time_limit: float | None = None
 ) -> tuple[bool, str]:
     options = engine_cli.EngineOptions(
@@ -310,11 +321,11 @@ def judge(
 
 @pytest.mark.usefixtures("toy_cli")
 def test_report_of_a_right_class(capsys: pytest.CaptureFixture[str]) -> None:
-    ok, text = judge("Right", capsys)
+    ok, report = judge_class("Right", capsys)
     assert ok
-    assert "refused: Right, 2 combinations (none): kernel does not support gelu" in text
-    assert text.endswith("6 combinations: 4 right, 2 refused")
-    assert "all kept" in text
+    assert "refused: Right, 2 combinations (none): kernel does not support gelu" in report
+    assert report.endswith("6 combinations: 4 right, 2 refused")
+    assert "all kept" in report
 
 
 @pytest.mark.usefixtures("toy_cli")
@@ -322,30 +333,30 @@ def test_report_of_a_right_class(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_check_that_judges_nothing_fails(
     experts: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ok, text = judge(experts, capsys)
+    ok, report = judge_class(experts, capsys)
     assert not ok
-    assert text.endswith("incomplete: no call was judged right or wrong")
+    assert report.endswith("incomplete: no call was judged right or wrong")
 
 
 @pytest.mark.usefixtures("toy_cli")
 def test_a_check_that_ends_at_its_time_limit_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    results = [(case("Right"), Outcome(Kind.RIGHT)), (case("Right", 2), NOT_RUN)]
+    results = [(make_case("Right"), Outcome(Kind.RIGHT)), (make_case("Right", 2), NOT_RUN)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_cli, "_run_cases", lambda *_: results)
-        ok, text = judge("Right", capsys)
+        ok, report = judge_class("Right", capsys)
     assert not ok
-    assert text.endswith("incomplete: 1 call was not run")
-    ok, text = judge("Right", capsys, time_limit=1e-9)
+    assert report.endswith("incomplete: 1 call was not run")
+    ok, report = judge_class("Right", capsys, time_limit=1e-9)
     assert not ok
-    assert "calls were not run" in text
+    assert "calls were not run" in report
 
 
 @pytest.mark.usefixtures("toy_cli")
 def test_report_of_a_class_that_is_wrong_in_some_shapes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    ok, text = judge("WrongAboveOneToken", capsys)
+    ok, report = judge_class("WrongAboveOneToken", capsys)
     assert not ok
-    assert "wrong: WrongAboveOneToken, none, silu, bfloat16, in 7 of 9 calls" in text
-    assert "T2 H128 I64 E8 K2: relative RMS error " in text
-    assert "reproducer: not shown, its error is within the bound" in text
+    assert "wrong: WrongAboveOneToken, none, silu, bfloat16, in 7 of 9 calls" in report
+    assert "T2 H128 I64 E8 K2: relative RMS error " in report
+    assert "reproducer: not shown, its error is within the bound" in report

@@ -132,7 +132,7 @@ def test_launcher_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("name", "value"),
     [
         ("RANK", "4"),
         ("RANK", "-1"),
@@ -149,10 +149,10 @@ def test_launcher_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_invalid_launcher_variables_are_refused(
-    monkeypatch: pytest.MonkeyPatch, name: str, text: str
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
-    set_launcher_variables(monkeypatch, VARIABLES | {name: text})
-    with pytest.raises(ConfigurationError, match=name if text else "variables of the launcher"):
+    set_launcher_variables(monkeypatch, VARIABLES | {name: value})
+    with pytest.raises(ConfigurationError, match=name if value else "variables of the launcher"):
         read_launcher()
 
 

@@ -39,7 +39,7 @@ def make_case(part: str, fault: str) -> RankCase:
     return replace(rank_cases_for(part, "TorchExperts", CPU, 2).cases[0], fault=fault)
 
 
-PASSING = [
+PASSED_SCENARIOS = [
     *((REPLICATED, name) for name in SCENARIOS if name not in ("late", "broken-off")),
     (ALL2ALL, "late"),
     (ALL2ALL, "broken-off"),
@@ -48,7 +48,7 @@ PASSING = [
 ]
 
 
-@pytest.mark.parametrize(("part", "fault"), PASSING)
+@pytest.mark.parametrize(("part", "fault"), PASSED_SCENARIOS)
 def test_every_rank_gets_the_expected_error(pool: RankPool, part: str, fault: str) -> None:
     assert prove_ranks(make_case(part, fault), pool, checks=(check_faults,)).failures == ()
 
@@ -66,7 +66,6 @@ def test_no_error_is_expected_if_rank_1_does_not_differ(
     already.
     """
     case = make_case(part, "misunderstood")
-    # the scenario changes rank 1 to the same value
     case = replace(case, problem=replace(case.problem, **changes))
     assert prove_ranks(case, pool, checks=(check_faults,)).failures == ()
 
@@ -120,12 +119,12 @@ def drop_record(
     records.json_lines = lambda: "".join(
         line
         for line in all_json_lines().splitlines(keepends=True)
-        if step_and_phase not in step_phase(line)
+        if step_and_phase not in format_step_and_phase(line)
     )
     return kernel
 
 
-def step_phase(line: str) -> str:
+def format_step_and_phase(line: str) -> str:
     record = json.loads(line)
     return f"({record['step']}, '{record['phase']}')"
 
@@ -187,13 +186,13 @@ def test_a_part_with_a_wrong_report_fails(
 
 
 def test_full_lists_have_every_supported_scenario() -> None:
-    def scenarios(part: str, level: Any) -> list[str]:
+    def list_faults(part: str, level: Any) -> list[str]:
         cases = rank_cases_for(part, "TorchExperts", CPU, 2, level).cases
         return [case.fault for case in cases if case.fault]
 
-    assert scenarios(ALL2ALL, "full") == list(SCENARIOS)
-    assert scenarios(SYMMETRIC, "full") == ["misunderstood", "late", "stays-out"]
-    assert scenarios(ALL2ALL, "smoke") == []
+    assert list_faults(ALL2ALL, "full") == list(SCENARIOS)
+    assert list_faults(SYMMETRIC, "full") == ["misunderstood", "late", "stays-out"]
+    assert list_faults(ALL2ALL, "smoke") == []
     part = load_catalog().prepare_finalize(ALL2ALL)
     assert supported_scenarios(part, Machine("cuda", (9, 0))) == ()
 

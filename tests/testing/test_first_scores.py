@@ -67,51 +67,51 @@ def render_page(
     return render_markdown((*scores, *survivors), figures="")
 
 
-def table_rows(text: str, start: str) -> list[list[str]]:
-    lines = (line for line in text.splitlines() if line.startswith(f"| {start} |"))
+def find_table_rows(page: str, start: str) -> list[list[str]]:
+    lines = (line for line in page.splitlines() if line.startswith(f"| {start} |"))
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 def test_first_scores_are_shown_in_a_table_and_a_summary() -> None:
-    text = render_page(FIRST)
-    studied, fresh = table_rows(text, "`TorchExperts`")
+    page = render_page(FIRST)
+    studied, fresh = find_table_rows(page, "`TorchExperts`")
     assert studied[-1] == "96.1%"
     assert fresh == ["`TorchExperts`", "60", "4", "40", "71.4%", "", ""]
-    assert table_rows(text, "all") == [["all", "60", "4", "40", "71.4%", "", ""]]
-    unwrapped = " ".join(text.split())
+    assert find_table_rows(page, "all") == [["all", "60", "4", "40", "71.4%", "", ""]]
+    unwrapped = " ".join(page.split())
     assert "**First scores of 1 part: 40 of 56 mutants killed, 71.4%**, of 60 sampled." in unwrapped
     assert "**No fresh sample yet for 1 of 2 scores:** `KeepTopK`." in unwrapped
 
 
 def test_scores_after_study_are_shown_beside_first_scores() -> None:
-    text = render_page(FIRST, AFTER)
-    assert table_rows(text, "`TorchExperts`")[1][-3:] == ["71.4%", "50", "89.3%"]
-    assert table_rows(text, "all")[0][-3:] == ["71.4%", "50", "89.3%"]
+    page = render_page(FIRST, AFTER)
+    assert find_table_rows(page, "`TorchExperts`")[1][-3:] == ["71.4%", "50", "89.3%"]
+    assert find_table_rows(page, "all")[0][-3:] == ["71.4%", "50", "89.3%"]
 
 
 def test_several_fresh_samples_are_summed() -> None:
     """A sample that was not tested again counts with its first score."""
-    text = render_page((*FIRST, make_record("KeepTopK", "fresh-1", 30, 0, 10)), AFTER)
-    assert table_rows(text, "all") == [["all", "100", "4", "70", "72.9%", "80", "83.3%"]]
-    assert "70 of 96 mutants killed, 72.9%**, of 100 sampled" in " ".join(text.split())
-    assert "No fresh sample yet" not in text
+    page = render_page((*FIRST, make_record("KeepTopK", "fresh-1", 30, 0, 10)), AFTER)
+    assert find_table_rows(page, "all") == [["all", "100", "4", "70", "72.9%", "80", "83.3%"]]
+    assert "70 of 96 mutants killed, 72.9%**, of 100 sampled" in " ".join(page.split())
+    assert "No fresh sample yet" not in page
 
 
 def test_every_survivor_of_a_first_run_is_listed(tmp_path: Path) -> None:
     notes = tmp_path / "notes.json"
     notes.write_text(json.dumps({"TorchExperts40": "No case has groups.", "fresh": "Drawn today."}))
-    text = render_page(FIRST, AFTER, notes)
-    assert table_rows(text, "`TorchExperts40`")[0][-2:] == ["killed", "No case has groups."]
-    assert table_rows(text, "`TorchExperts55`")[0][-2:] == ["survives", "Not reviewed yet."]
-    assert len([line for line in text.splitlines() if "| clamp |" in line]) == 16 + 2 + 5
-    assert "Drawn today." in text
-    assert table_rows(render_page(FIRST), "`TorchExperts40`")[0][-2] == "not tested again"
+    page = render_page(FIRST, AFTER, notes)
+    assert find_table_rows(page, "`TorchExperts40`")[0][-2:] == ["killed", "No case has groups."]
+    assert find_table_rows(page, "`TorchExperts55`")[0][-2:] == ["survives", "Not reviewed yet."]
+    assert len([line for line in page.splitlines() if "| clamp |" in line]) == 16 + 2 + 5
+    assert "Drawn today." in page
+    assert find_table_rows(render_page(FIRST), "`TorchExperts40`")[0][-2] == "not tested again"
 
 
 def test_every_exclusion_is_listed_with_its_proof_and_reason() -> None:
-    text = render_page((*FIRST, make_record("KeepTopK", "fresh-1", 30, 1, 10)))
+    page = render_page((*FIRST, make_record("KeepTopK", "fresh-1", 30, 1, 10)))
     for mutant_id in (*(f"TorchExpertse{i}" for i in range(4)), "KeepTopKe0"):
-        (row,) = table_rows(text, f"`{mutant_id}`")
+        (row,) = find_table_rows(page, f"`{mutant_id}`")
         assert row[-2:] == ["2000 problems", "A placeholder."]
 
 
@@ -153,13 +153,21 @@ def test_a_second_sample_is_shown_beside_the_first_one() -> None:
         make_record("KeepTopK", "fresh-3", 19, 1, 0),
         make_record("TorchExperts", "fresh-3", 30, 10, 20),
     )
-    text = render_page(FIRST, AFTER, second=second)
-    assert table_rows(text, "`KeepTopK`")[1] == ["`KeepTopK`", "", "", "20", "1", "19", "100.0%"]
-    assert table_rows(text, "`TorchExperts`")[2][1:] == [
+    page = render_page(FIRST, AFTER, second=second)
+    assert find_table_rows(page, "`KeepTopK`")[1] == [
+        "`KeepTopK`",
+        "",
+        "",
+        "20",
+        "1",
+        "19",
+        "100.0%",
+    ]
+    assert find_table_rows(page, "`TorchExperts`")[2][1:] == [
         "40 of 56", "71.4%", "60", "10", "30", "60.0%"
     ]  # fmt: skip
-    assert table_rows(text, "all")[1][1:] == ["40 of 56", "71.4%", "80", "11", "49", "71.0%"]
-    assert "No fresh sample yet" not in text
+    assert find_table_rows(page, "all")[1][1:] == ["40 of 56", "71.4%", "80", "11", "49", "71.0%"]
+    assert "No fresh sample yet" not in page
 
 
 def test_a_second_sample_with_the_seed_of_another_sample_is_refused() -> None:
@@ -171,11 +179,13 @@ def test_a_second_sample_with_the_seed_of_another_sample_is_refused() -> None:
 def test_counts_of_the_second_sample_are_those_of_its_record() -> None:
     record = json.loads((ROOT / "notebook/records/2026-12-fresh-mutants.json").read_text("utf-8"))
     published = read_second_sample(ROOT / "docs/second-fresh-sample.json")
-    assert [entry["part"] for entry in published] == sorted(record)
-    for entry in published:
-        raw = record[entry["part"]]
-        assert (entry["seed"], entry["put_in"]) == (raw["seed"], raw["put_in"])
-        assert entry["killed"] == raw["killed"] == len(raw["died"])
-        assert entry["equivalent"] == [item["id"] for item in raw["equivalent"]]
-        survivors = raw["survivors"]
-        assert raw["put_in"] == raw["killed"] + len(survivors) + len(raw["equivalent"])
+    assert [sample["part"] for sample in published] == sorted(record)
+    for sample in published:
+        recorded = record[sample["part"]]
+        assert (sample["seed"], sample["put_in"]) == (recorded["seed"], recorded["put_in"])
+        assert sample["killed"] == recorded["killed"] == len(recorded["died"])
+        assert sample["equivalent"] == [item["id"] for item in recorded["equivalent"]]
+        survivors = recorded["survivors"]
+        assert recorded["put_in"] == recorded["killed"] + len(survivors) + len(
+            recorded["equivalent"]
+        )

@@ -77,10 +77,10 @@ def test_fuzzing_finds_no_errors(interpreted: bool) -> None:
     # Enough configurations must be accepted and computed.
     assert report.counts[CORRECT] > count // 10
     # Targets that are drawn rarely may be missing, so run them separately.
-    drawn = {target for target, _ in report.by_target}
+    drawn_targets = {target for target, _ in report.by_target}
     expected = {target.name for target in TARGETS if target.launches or not interpreted}
-    assert drawn <= expected
-    for name in sorted(expected - drawn):
+    assert drawn_targets <= expected
+    for name in sorted(expected - drawn_targets):
         rare_report = isolated_runs.run(tree_hash(), range(3), interpreted=interpreted, only=name)
         assert not rare_report.findings, "\n".join(rare_report.lines())
         assert sum(rare_report.counts.values()) == 3
@@ -96,7 +96,7 @@ def _draw_problems_as_if_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random_problems, "current_machine", lambda: Machine("cpu"))
 
 
-def _outcome_kinds(name: str, limit: int = 400) -> set[str]:
+def _collect_outcome_kinds(name: str, limit: int = 400) -> set[str]:
     """Return the outcome kinds of `limit` configurations, or of all up to the first failure."""
     target_property = TargetProperty(TARGETS[NAMES.index(name)])
     kinds = set[str]()
@@ -191,7 +191,7 @@ def test_a_removed_check_is_detected(
 ) -> None:
     monkeypatch.setattr(module, name, replacement)
     limit = 4000 if target == "stored_files" else 400
-    assert _outcome_kinds(target, limit) & set(kinds)
+    assert _collect_outcome_kinds(target, limit) & set(kinds)
 
 
 @pytest.mark.parametrize("invalid_row", [1, 2**31 - 1])
@@ -211,47 +211,47 @@ def test_pairs_mapped_past_the_last_row_are_skipped(invalid_row: int) -> None:
 def test_using_weights_of_the_next_expert_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     original = mlp._get_matrix
 
-    def next_expert(weights: Any, name: str, expert: int, problem: Problem) -> torch.Tensor:
+    def get_next_matrix(weights: Any, name: str, expert: int, problem: Problem) -> torch.Tensor:
         return original(weights, name, (expert + 1) % problem.e, problem)
 
-    monkeypatch.setattr(mlp, "_get_matrix", next_expert)
-    assert WRONG_RESULT in _outcome_kinds("right_call")
+    monkeypatch.setattr(mlp, "_get_matrix", get_next_matrix)
+    assert WRONG_RESULT in _collect_outcome_kinds("right_call")
 
 
 def test_zero_points_off_by_one_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     original = packed_words.interleave_nibbles
 
-    def off_by_one(words: torch.Tensor) -> torch.Tensor:
+    def interleave_off_by_one(words: torch.Tensor) -> torch.Tensor:
         return original(words) ^ 0x11111111  # flips the lowest bit of every value
 
-    monkeypatch.setattr(packed_words, "interleave_nibbles", off_by_one)
-    assert WRONG_RESULT in _outcome_kinds("importers")
+    monkeypatch.setattr(packed_words, "interleave_nibbles", interleave_off_by_one)
+    assert WRONG_RESULT in _collect_outcome_kinds("importers")
 
 
 def test_a_wrong_awq_column_order_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_words, "AWQ_ORDER", tuple(range(8)))
-    assert WRONG_RESULT in _outcome_kinds("importers")
+    assert WRONG_RESULT in _collect_outcome_kinds("importers")
 
 
 def test_swapping_gate_and_up_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     original = expert_names.LayerLayout.projections
 
-    def swapped(layer: expert_names.LayerLayout, expert: int) -> Any:
+    def swap_projections(layer: expert_names.LayerLayout, expert: int) -> Any:
         first, second = original(layer, expert)
         return first[::-1], second
 
-    monkeypatch.setattr(expert_names.LayerLayout, "projections", swapped)
-    assert WRONG_RESULT in _outcome_kinds("checkpoints")
+    monkeypatch.setattr(expert_names.LayerLayout, "projections", swap_projections)
+    assert WRONG_RESULT in _collect_outcome_kinds("checkpoints")
 
 
 def test_loading_the_slice_of_another_rank_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     original = loading._make_reader
 
-    def first_rank(source: Any, problem: Problem, request: Any, columns: Any) -> Any:
+    def read_first_rank(source: Any, problem: Problem, request: Any, columns: Any) -> Any:
         return original(source, problem, request, (0, columns[1] - columns[0]))
 
-    monkeypatch.setattr(loading, "_make_reader", first_rank)
-    assert WRONG_RESULT in _outcome_kinds("checkpoints")
+    monkeypatch.setattr(loading, "_make_reader", read_first_rank)
+    assert WRONG_RESULT in _collect_outcome_kinds("checkpoints")
 
 
 def test_a_composed_layer_without_candidates_beyond_its_measurement_is_detected(
@@ -259,11 +259,13 @@ def test_a_composed_layer_without_candidates_beyond_its_measurement_is_detected(
 ) -> None:
     original = autotune.find_candidates
 
-    def without_last(problem: Problem, machine: Machine, sizes: Any, **options: Any) -> Any:
+    def find_without_last_size(
+        problem: Problem, machine: Machine, sizes: Any, **options: Any
+    ) -> Any:
         return original(problem, machine, sizes[:-1] or sizes, **options)
 
-    monkeypatch.setattr(autotune, "find_candidates", without_last)
-    assert {WRONG_RESULT, UNTYPED_ERROR} & _outcome_kinds("composed_call")
+    monkeypatch.setattr(autotune, "find_candidates", find_without_last_size)
+    assert {WRONG_RESULT, UNTYPED_ERROR} & _collect_outcome_kinds("composed_call")
 
 
 def test_a_single_target_can_be_selected(capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,17 +277,17 @@ def test_a_single_target_can_be_selected(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_an_input_error_after_validation_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MoEPrepareAndFinalizeNoEP, "prepare", _raise_input_error)
-    assert LATE_ERROR in _outcome_kinds("right_call")
+    assert LATE_ERROR in _collect_outcome_kinds("right_call")
 
 
 def test_an_uncaught_exception_of_the_command_line_is_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(problem.Parallel, "place", lambda *_: 1 / 0)
-    assert UNTYPED_ERROR in _outcome_kinds("command_line")
+    assert UNTYPED_ERROR in _collect_outcome_kinds("command_line")
 
 
-STUB = """
+STUB_WORKER = """
 import json, os, sys, time
 for number in range(int(sys.argv[2]), int(sys.argv[3])):
     if number == 1:
@@ -299,7 +301,7 @@ for number in range(int(sys.argv[2]), int(sys.argv[3])):
 def test_a_crash_and_a_hang_do_not_stop_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "fuzz_stub.py").write_text(STUB)
+    (tmp_path / "fuzz_stub.py").write_text(STUB_WORKER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(isolated_runs, "_WORKER", "fuzz_stub")
     monkeypatch.setattr(isolated_runs, "_START_TIMEOUT_S", 20.0)
@@ -315,8 +317,8 @@ def test_a_crash_and_a_hang_do_not_stop_the_run(
 
 
 def test_seed_and_number_determine_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
-    first, again = (run_configuration("s", 7) for _ in range(2))
-    assert first == again
+    first, second = (run_configuration("s", 7) for _ in range(2))
+    assert first == second
     assert main(["--seed", "s", "--only", "7"]) == 0
     assert "seed s, plain: 1 configurations: " in capsys.readouterr().out
 

@@ -41,8 +41,7 @@ def test_tensors_of_one_element_are_compared(machine: Machine) -> None:
     assert proof.passed, str(proof)
 
 
-# Defects of the operations of TorchExperts. Each detecting case contains one of the words in its
-# name.
+# Defects of the operations of TorchExperts, and parts of the names of the cases that detect each.
 QUANTIZATION_DEFECTS = (
     (
         SourceDefect(
@@ -173,7 +172,7 @@ QUANTIZATION_DEFECTS = (
 TRITON = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 GEMV_GATE_UP = "experts/triton/gemv/kernels/gate_up.py"
 GEMV_W4_DOWN = "experts/triton/gemv_w4/kernels/down.py"
-# Defects of TritonExperts. The word is part of the name of the only case that detects the defect.
+# Defects of TritonExperts, and a part of the name of the only case that detects each.
 TRITON_DEFECTS = (
     (
         SourceDefect(
@@ -301,9 +300,11 @@ TRITON_DEFECTS = (
 
 @needs_interpreter
 @pytest.mark.share(6)
-@pytest.mark.parametrize(("defect", "word"), TRITON_DEFECTS, ids=str)
-def test_triton_defect_is_detected(defect: SourceDefect, word: str, tmp_path: Path) -> None:
-    cases = [case for case in list_handpicked_cases(*TRITON, this_machine()) if word in str(case)]
+@pytest.mark.parametrize(("defect", "name_part"), TRITON_DEFECTS, ids=str)
+def test_triton_defect_is_detected(defect: SourceDefect, name_part: str, tmp_path: Path) -> None:
+    cases = [
+        case for case in list_handpicked_cases(*TRITON, this_machine()) if name_part in str(case)
+    ]
     assert len(cases) == 1
     assert findings(defect, cases, tmp_path)
 
@@ -340,9 +341,9 @@ def test_unmarked_padding_is_detected(tmp_path: Path) -> None:
 
 @needs_interpreter
 @pytest.mark.share(6)
-@pytest.mark.parametrize(("defect", "words"), QUANTIZATION_DEFECTS, ids=str)
+@pytest.mark.parametrize(("defect", "name_parts"), QUANTIZATION_DEFECTS, ids=str)
 def test_quantization_defect_is_detected(
-    defect: SourceDefect, words: tuple[str, ...], tmp_path: Path
+    defect: SourceDefect, name_parts: tuple[str, ...], tmp_path: Path
 ) -> None:
-    cases = [case for case in HANDPICKED if any(word in str(case) for word in words)]
+    cases = [case for case in HANDPICKED if any(part in str(case) for part in name_parts)]
     assert findings(defect, cases, tmp_path)

@@ -75,15 +75,15 @@ def test_each_kind_of_machine_has_ledger_entries(kind: str) -> None:
 def test_a_pairing_with_fewer_cases_is_reported() -> None:
     ledger = parse_ledger("cpu SomePrepare SomeExperts 3")
     assert list_unmet_entries(ledger, Counter({PAIR: 3}), "cpu") == ()
-    (line,) = list_unmet_entries(ledger, Counter({PAIR: 2}), "cpu")
-    assert line == "cpu: SomePrepare x SomeExperts: 2 cases, need 3"
+    (message,) = list_unmet_entries(ledger, Counter({PAIR: 2}), "cpu")
+    assert message == "cpu: SomePrepare x SomeExperts: 2 cases, need 3"
     assert list_unmet_entries(ledger, Counter(), "cpu") != ()
     assert list_unmet_entries(ledger, Counter(), "cuda") == ()
 
 
 def test_a_pairing_without_an_entry_is_reported() -> None:
-    (line,) = list_unmet_entries((), Counter({PAIR: 1}), "cpu")
-    assert "no line in the ledger" in line
+    (message,) = list_unmet_entries((), Counter({PAIR: 1}), "cpu")
+    assert "no line in the ledger" in message
 
 
 def test_only_passed_proofs_are_counted() -> None:

@@ -46,11 +46,11 @@ def test_the_call_with_lowered_limits_has_streamed_tiles_and_equal_bits(
 
     monkeypatch.setattr("modular_kernel.ops.quantize.tile_groups", record_stages)
     call(trial.kernel, trial.first)
-    num_small = len(stages)
-    assert num_small
+    num_stages_of_first_call = len(stages)
+    assert num_stages_of_first_call
     assert set(stages) == {1}
     output = call(trial.kernel, trial.other)
-    assert set(stages[num_small:]) == {3}
+    assert set(stages[num_stages_of_first_call:]) == {3}
     inputs = trial.other.inputs
     expected = trial.kernel(trial.other.x_TH(), inputs.weights, inputs.routing)
     assert torch.equal(output, expected)

@@ -27,11 +27,11 @@ def test_marked_rows_pass() -> None:
 
 
 def test_unmarked_rows_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make_unmarked(*args: Any, checked: bool) -> ExpertRows:
+    def make_unmarked_rows(*args: Any, checked: bool) -> ExpertRows:
         assert checked
         return ExpertRows(*args)  # the default is not checked
 
-    monkeypatch.setattr(tokens, "ExpertRows", make_unmarked)
+    monkeypatch.setattr(tokens, "ExpertRows", make_unmarked_rows)
     assert [*check_marked_rows(make_trial())] == [
         "1 ExpertRows of a call are not marked as checked"
     ]

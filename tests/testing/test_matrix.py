@@ -1,4 +1,4 @@
-"""Proves a subset of the cases of every pairing in the catalog on this machine.
+"""A subset of the cases of every pairing in the catalog is proven on this machine.
 
 With the first PrepareAndFinalize that it supports, each experts part is tested on the smoke cases
 and half of the other cases. With every other PrepareAndFinalize, it is tested on the smoke cases
@@ -83,9 +83,9 @@ def test_previously_missed_pairs_are_covered(pair: tuple[str, str]) -> None:
 
 
 def test_every_other_pairing_is_refused_with_a_reason(machine: Machine) -> None:
-    others = [
+    other_verdicts = [
         verdict
         for verdict in check_all(BASE, machine)
         if (verdict.prepare_finalize, verdict.experts) not in PAIRINGS
     ]
-    assert [verdict.pairing for verdict in others if not verdict.rejections] == []
+    assert [verdict.pairing for verdict in other_verdicts if not verdict.rejections] == []

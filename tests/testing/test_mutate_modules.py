@@ -34,7 +34,7 @@ def load_tool() -> ModuleType:
 tool = load_tool()
 
 
-def first_mutant(line: str) -> Mutant:
+def find_first_mutant(line: str) -> Mutant:
     """Return the first mutant that changes a line to `line`."""
     path = find_file(MODULE)
     assert path is not None
@@ -51,7 +51,7 @@ def make_scope(mutant: Mutant, tests: tuple[str, ...]) -> object:
 
 
 def test_a_mutant_is_killed_by_the_test_that_detects_it() -> None:
-    changed_limits = first_mutant("MAX_ADAPTERS, MAX_RANK = 65537, 256")
+    changed_limits = find_first_mutant("MAX_ADAPTERS, MAX_RANK = 65537, 256")
     outcome = tool.run_mutant(
         changed_limits, make_scope(changed_limits, (NOT_DETECTING, DETECTING))
     )
@@ -65,7 +65,7 @@ def test_a_mutant_is_killed_by_the_test_that_detects_it() -> None:
 
 
 def test_a_mutant_that_cannot_be_imported_is_killed() -> None:
-    not_importable = first_mutant("MAX_ADAPTERS, MAX_RANK = 65537, 256")
+    not_importable = find_first_mutant("MAX_ADAPTERS, MAX_RANK = 65537, 256")
     outcome = tool.run_mutant(
         not_importable, make_scope(not_importable, ("tests/layers/test_adapters.py::no_such_test",))
     )

@@ -24,7 +24,7 @@ from modular_kernel.testing.mutation.run_mutant import KillHistory
 def test_lines_executed_by_an_import_are_separate_from_lines_of_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise a case would be credited with the lines of modules that it imports first."""
+    """If they were not, a case would get credit for the lines of modules that it imports first."""
     path = tmp_path / "imported_late.py"
     path.write_text("def f():\n    return 2\n\n\nTWO = f()\n\n\ndef g():\n    return TWO\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -62,12 +62,12 @@ def test_private_constants_are_covered_by_their_readers(tmp_path: Path) -> None:
     mutant = next(m for m in mutants_of("module", path) if m.first == 1)
     cases = cases_for("MoEPrepareAndFinalizeNoEP", "TorchExperts", this_machine(), "smoke").cases
     lines = ({1, 8, 11}, {8, 10})
-    covered = [
+    covered_cases = [
         CaseCoverage(case, 1.0, "", {str(path): frozenset(executed)})
         for case, executed in zip(cases, lines, strict=False)
     ]
-    coverage = Coverage({str(path): frozenset({1, 2, 3, 4})}, tuple(covered))
-    assert coverage.executing(mutant) == (covered[1],)
+    coverage = Coverage({str(path): frozenset({1, 2, 3, 4})}, tuple(covered_cases))
+    assert coverage.executing(mutant) == (covered_cases[1],)
     assert not coverage.loads(mutant)
 
 
@@ -75,15 +75,15 @@ def test_cases_that_execute_rare_lines_come_first(tmp_path: Path) -> None:
     mutant = mutants_in(tmp_path, KERNEL)["step lost", "pass"]
     cases = cases_for("MoEPrepareAndFinalizeNoEP", "TorchExperts", this_machine(), "smoke").cases
     lines = ({1, 2}, {1, 2}, {1, 2, 3}, {2})
-    covered = [
+    covered_cases = [
         CaseCoverage(case, seconds, "", {str(mutant.path): frozenset(executed)})
         for case, seconds, executed in zip(cases, (1.0, 2.0, 9.0, 3.0), lines, strict=False)
     ]
     history = KillHistory()
-    assert [c.seconds for c in history.order(mutant, covered)] == [1.0, 9.0, 2.0, 3.0]
+    assert [c.seconds for c in history.order(mutant, covered_cases)] == [1.0, 9.0, 2.0, 3.0]
     for _ in range(3):
-        history.add(mutant, covered[3].case)
-    assert [c.seconds for c in history.order(mutant, covered)] == [3.0, 1.0, 9.0, 2.0]
+        history.add(mutant, covered_cases[3].case)
+    assert [c.seconds for c in history.order(mutant, covered_cases)] == [3.0, 1.0, 9.0, 2.0]
 
 
 def test_a_mutant_killed_by_a_shared_case_runs_once(
@@ -94,7 +94,9 @@ def test_a_mutant_killed_by_a_shared_case_runs_once(
     first, second = cases_for(*pair, this_machine(), "smoke").cases[:2]
     executed = []
 
-    def kill(mutant: Mutant, coverage: Coverage, *_: object, **__: object) -> MutantOutcome:
+    def record_and_kill(
+        mutant: Mutant, coverage: Coverage, *_: object, **__: object
+    ) -> MutantOutcome:
         executed.append(mutant)
         return MutantOutcome(mutant, "killed", "numeric: far off", coverage.cases[0].case)
 
@@ -103,7 +105,7 @@ def test_a_mutant_killed_by_a_shared_case_runs_once(
         coverage = Coverage({}, (CaseCoverage(case, 1.0, "", lines),))
         return Survey(name, (pair,), "smoke", (mutant,), coverage)
 
-    monkeypatch.setattr("modular_kernel.testing.mutation.score.run_mutant", kill)
+    monkeypatch.setattr("modular_kernel.testing.mutation.score.run_mutant", record_and_kill)
     known_outcomes: dict[str, MutantOutcome] = {}
     scores = [
         mutation_score(make_survey(name, case), known_outcomes=known_outcomes)

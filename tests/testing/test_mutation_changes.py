@@ -43,15 +43,15 @@ def test_operators_mutate_a_kernel(tmp_path: Path, operator: str, line: str) -> 
 
 
 def test_the_receiver_of_a_removed_call_keeps_its_parentheses(tmp_path: Path) -> None:
-    text = "def f(a, b, c):\n    d = (a + b).to(c) * (a >> 16).clamp(0, 9)\n    return d.to(c)\n"
-    casts = {line for operator, line in mutants_in(tmp_path, text) if operator == "cast lost"}
-    clamps = {line for operator, line in mutants_in(tmp_path, text) if operator == "clamp"}
+    source = "def f(a, b, c):\n    d = (a + b).to(c) * (a >> 16).clamp(0, 9)\n    return d.to(c)\n"
+    casts = {line for operator, line in mutants_in(tmp_path, source) if operator == "cast lost"}
+    clamps = {line for operator, line in mutants_in(tmp_path, source) if operator == "clamp"}
     assert casts == {"d = (a + b) * (a >> 16).clamp(0, 9)", "return d"}
     assert clamps == {"d = (a + b).to(c) * (a >> 16)"}
 
 
 def test_code_without_effect_on_values_is_not_mutated(tmp_path: Path) -> None:
-    text = '''
+    source = '''
 """A text with 1 + 1."""
 from typing import Literal
 
@@ -67,7 +67,7 @@ def f(x: int | None = None) -> int | None:
     launch(num_warps=8)
     return x
 '''
-    mutants = mutants_in(tmp_path, text)
+    mutants = mutants_in(tmp_path, source)
     assert {key[1] for key in mutants} == {"if not (x > 5):", "pass"}
 
 
@@ -85,7 +85,7 @@ def test_every_mutant_is_valid_python_and_has_a_unique_identity() -> None:
 
 
 def test_modules_of_a_part_include_its_kernels_and_operations() -> None:
-    mutants = modules_of("TritonExperts", load_catalog())
+    modules = modules_of("TritonExperts", load_catalog())
     assert {
         "experts.triton.standard",
         "experts.triton.aligned.kernels.grouped_gemm",  # imported when the kernel is launched
@@ -93,10 +93,10 @@ def test_modules_of_a_part_include_its_kernels_and_operations() -> None:
         "modular_kernel.ops.align",
         "modular_kernel.ops.kernels.align",
         "topk_reduce.noop",
-    } <= set(mutants)
+    } <= set(modules)
     assert not [
         m
-        for m in mutants
+        for m in modules
         if m.endswith(".config")
         or m.startswith(("experts.triton.configs", "experts.torch", "prepare"))
     ]
@@ -106,10 +106,10 @@ def test_modules_of_a_part_include_its_kernels_and_operations() -> None:
 
 def test_samples_depend_only_on_the_seed(tmp_path: Path) -> None:
     all_mutants = tuple(mutants_in(tmp_path, KERNEL).values())
-    first = draw_sample(all_mutants, 9, "1.0")
-    assert len(first) == 9
-    assert first == draw_sample(all_mutants[::-1], 9, "1.0")
-    assert first != draw_sample(all_mutants, 9, "1.1")
+    sample = draw_sample(all_mutants, 9, "1.0")
+    assert len(sample) == 9
+    assert sample == draw_sample(all_mutants[::-1], 9, "1.0")
+    assert sample != draw_sample(all_mutants, 9, "1.1")
     assert draw_sample(all_mutants, None, "1.0") == all_mutants
 
 
@@ -157,9 +157,9 @@ def test_several_mutants_are_applied_together_unless_they_overlap(tmp_path: Path
         mutants["clamp", "total = (total)"],
         mutants["compare", "mask = (offsets <= columns) & (row >= 0)"],
     )
-    ((_, text),) = changed_texts((clamp, order)).values()
-    assert "total = (total)" in text
-    assert "mask = (offsets <= columns) & (row >= 0)" in text
+    ((_, source),) = changed_texts((clamp, order)).values()
+    assert "total = (total)" in source
+    assert "mask = (offsets <= columns) & (row >= 0)" in source
     assert changed_texts((clamp,))["module"][1] == clamp.text()
     with pytest.raises(ConfigurationError, match="two at the same place"):
         changed_texts((clamp, clamp))

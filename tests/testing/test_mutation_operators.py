@@ -15,19 +15,19 @@ from modular_kernel.testing.mutation.sites import mutants_of
 
 
 def test_the_tail_operator_rounds_divisions_up(tmp_path: Path) -> None:
-    text = KERNEL.replace("range(0, 4)", "range(0, columns // BLOCK)")
-    in_kernel = [line for operator, line in mutants_in(tmp_path, text) if operator == "tail"]
+    source = KERNEL.replace("range(0, 4)", "range(0, columns // BLOCK)")
+    in_kernel = [line for operator, line in mutants_in(tmp_path, source) if operator == "tail"]
     assert in_kernel == ["for step in range(0, (columns + (BLOCK) - 1) // (BLOCK)):"]
-    text = KERNEL.replace("range(0, 4)", "range(0, BLOCK // 8)")
-    assert not [line for operator, line in mutants_in(tmp_path, text) if operator == "tail"]
+    source = KERNEL.replace("range(0, 4)", "range(0, BLOCK // 8)")
+    assert not [line for operator, line in mutants_in(tmp_path, source) if operator == "tail"]
     function = "def blocks(columns: int, block: int) -> int:\n    return columns // block\n"
     in_function = [line for operator, line in mutants_in(tmp_path, function) if operator == "tail"]
     assert in_function == ["return -(-(columns) // (block))"]
 
 
 def test_constants_in_seconds_become_zero_or_a_thousand_times_longer(tmp_path: Path) -> None:
-    text = "_GRACE_S = 1.5\nLIMIT = 1.5\n"
-    mutants = {line for operator, line in mutants_in(tmp_path, text) if operator == "constant"}
+    source = "_GRACE_S = 1.5\nLIMIT = 1.5\n"
+    mutants = {line for operator, line in mutants_in(tmp_path, source) if operator == "constant"}
     assert mutants == {"_GRACE_S = 0.0", "_GRACE_S = 1500.0", "LIMIT = 1.875"}
 
 
@@ -46,36 +46,38 @@ def test_constants_in_seconds_become_zero_or_a_thousand_times_longer(tmp_path: P
     ],
 )
 def test_loop_order_is_changed_where_it_matters(tmp_path: Path, body: str, changed: bool) -> None:
-    text = f"def f(x, out, found, last, total):\n    for i in range(8):\n        {body}\n"
-    operators = {operator for operator, _ in mutants_in(tmp_path, text)}
+    source = f"def f(x, out, found, last, total):\n    for i in range(8):\n        {body}\n"
+    operators = {operator for operator, _ in mutants_in(tmp_path, source)}
     assert ("order" in operators) is changed
     assert "loop" in operators
 
 
 @pytest.mark.parametrize("zero", ["0", "tl.constexpr(0)"])
 def test_the_addition_of_a_constant_that_is_0_is_not_changed(tmp_path: Path, zero: str) -> None:
-    text = f"_FIRST = {zero}\n_SECOND = 1\ndef f(a):\n    return a + _FIRST, a + _SECOND\n"
-    changed = {line for line in changed_lines(tmp_path, text) if line.startswith("return")}
+    source = f"_FIRST = {zero}\n_SECOND = 1\ndef f(a):\n    return a + _FIRST, a + _SECOND\n"
+    changed = {line for line in list_changed_lines(tmp_path, source) if line.startswith("return")}
     assert changed == {"return a + _FIRST, a", "return a + _FIRST, a - _SECOND"}
 
 
 def test_an_exact_quotient_is_not_rounded_up(tmp_path: Path) -> None:
-    text = "_A = 4096\n_B = 96\ndef f(x):\n    return _A // x.itemsize, _B // x.itemsize, _A // x\n"
-    tails = {line for operator, line in mutants_in(tmp_path, text) if operator == "tail"}
+    source = (
+        "_A = 4096\n_B = 96\ndef f(x):\n    return _A // x.itemsize, _B // x.itemsize, _A // x\n"
+    )
+    tails = {line for operator, line in mutants_in(tmp_path, source) if operator == "tail"}
     assert len(tails) == 2
     assert not [line for line in tails if "-(-(_A) // (x.itemsize))" in line]
 
 
-def changed_lines(tmp_path: Path, text: str) -> set[str]:
-    return {line for _, line in mutants_in(tmp_path, text)}
+def list_changed_lines(tmp_path: Path, source: str) -> set[str]:
+    return {line for _, line in mutants_in(tmp_path, source)}
 
 
 def test_an_assertion_of_equal_lengths_is_not_removed(tmp_path: Path) -> None:
-    text = "def f(a, b, g):\n    return zip(a, b, strict=True), g(a, strict=True)\n"
-    strict = {line for line in changed_lines(tmp_path, text) if "False" in line}
+    source = "def f(a, b, g):\n    return zip(a, b, strict=True), g(a, strict=True)\n"
+    strict = {line for line in list_changed_lines(tmp_path, source) if "False" in line}
     assert strict == {"return zip(a, b, strict=True), g(a, strict=False)"}
-    text = "def f(a, b):\n    return zip(a, b, strict=False)\n"
-    assert "return zip(a, b, strict=True)" in changed_lines(tmp_path, text)
+    source = "def f(a, b):\n    return zip(a, b, strict=False)\n"
+    assert "return zip(a, b, strict=True)" in list_changed_lines(tmp_path, source)
 
 
 @pytest.mark.parametrize(
@@ -88,16 +90,16 @@ def test_an_assertion_of_equal_lengths_is_not_removed(tmp_path: Path) -> None:
     ],
 )
 def test_a_condition_of_an_error_is_only_negated(tmp_path: Path, body: str, is_guard: bool) -> None:
-    text = f"def f(a, b):\n    if a and not b:\n        {body}\n"
-    conditions = {line for line in changed_lines(tmp_path, text) if line.startswith("if ")}
+    source = f"def f(a, b):\n    if a and not b:\n        {body}\n"
+    conditions = {line for line in list_changed_lines(tmp_path, source) if line.startswith("if ")}
     assert "if not (a and not b):" in conditions
     assert (len(conditions) == 1) is is_guard
 
 
 def test_limits_that_cases_lower_are_not_changed(tmp_path: Path) -> None:
-    text = "_SCAN_BLOCK = 1024\n_OTHER = 1024\n"
+    source = "_SCAN_BLOCK = 1024\n_OTHER = 1024\n"
     path = tmp_path / "count.py"
-    path.write_text(text, encoding="utf-8")
+    path.write_text(source, encoding="utf-8")
     lines = {m.first for m in mutants_of("modular_kernel.ops.count", path)}
     assert lines == {2}
     assert {m.first for m in mutants_of("modular_kernel.ops.other", path)} == {1, 2}
@@ -135,12 +137,12 @@ def test_limits_that_cases_lower_are_not_changed(tmp_path: Path) -> None:
 def test_values_of_lanes_that_nothing_reads_are_not_changed(
     tmp_path: Path, body: str, is_unread: bool
 ) -> None:
-    text = (
+    source = (
         "@triton.jit\ndef f(p, q, r, wide):\n    mask = p < 4\n"
         f"    x = tl.load(p, mask=mask, other=0)\n    {body}\n"
     )
     line = "x = tl.load(p, mask=mask, other=1)"
-    assert (line not in changed_lines(tmp_path, text)) is is_unread
+    assert (line not in list_changed_lines(tmp_path, source)) is is_unread
 
 
 @pytest.mark.parametrize(
@@ -156,22 +158,24 @@ def test_values_of_lanes_that_nothing_reads_are_not_changed(
 def test_strides_of_absent_tensors_are_not_changed(
     tmp_path: Path, argument: str, is_absent: bool
 ) -> None:
-    lines = changed_lines(tmp_path, f"def f(kernel, b):\n    launch(kernel, {argument})\n")
+    lines = list_changed_lines(tmp_path, f"def f(kernel, b):\n    launch(kernel, {argument})\n")
     changed = argument.replace("0 if", "1 if")
     assert (f"launch(kernel, {changed})" not in lines) is is_absent
     assert any("b.stride(1)" in line for line in lines)
 
 
 def test_mutants_of_gpu_branches_are_undetectable(tmp_path: Path) -> None:
-    text = 'def f(self):\n    if self.device == "cuda" and self.group:\n        stop(1 + 1)\n'
-    mutants = mutants_in(tmp_path, text).values()
+    source = 'def f(self):\n    if self.device == "cuda" and self.group:\n        stop(1 + 1)\n'
+    mutants = mutants_in(tmp_path, source).values()
     reasons = {mutant.first: find_undetectable_reason(mutant) for mutant in mutants}
     assert reasons == {2: DEVICE_REASON, 3: None}
 
 
 def test_mutants_of_device_transfers_are_undetectable(tmp_path: Path) -> None:
-    text = "def f(self, x, y):\n    a = x.to(self.device)\n    b = x.to(y.dtype)\n    return a, b\n"
-    mutants = mutants_in(tmp_path, text)
+    source = (
+        "def f(self, x, y):\n    a = x.to(self.device)\n    b = x.to(y.dtype)\n    return a, b\n"
+    )
+    mutants = mutants_in(tmp_path, source)
     reasons = {m.first: find_undetectable_reason(m) for m in mutants.values()}
     assert reasons == {2: DEVICE_REASON, 3: None}
     assert {operator for operator, _ in mutants} == {"cast lost"}

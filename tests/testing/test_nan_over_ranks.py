@@ -1,7 +1,8 @@
 """The NaN rule over ranks: on every rank, an output is NaN exactly where it depends on a NaN.
 
-Covers every quantization scheme with every exchange that does not need Triton, interpreted and in
-plain torch. Each call has NaN in one argument, and in all values of unused experts and adapters.
+The tests cover every quantization scheme with every exchange that does not need Triton, interpreted
+and in plain torch. Each call has NaN in one argument, and in all values of unused experts and
+adapters.
 """
 
 from collections.abc import Callable
@@ -51,10 +52,10 @@ def test_every_argument_has_a_call() -> None:
 def test_only_unused_experts_are_filled_with_nan() -> None:
     problem = Problem(2, 64, 64, 8, 2, torch.float32, quant="fp8_w8a16_channel", bias=True)
     inputs = make_inputs(problem, "uniform", torch.device("cpu"), variation=InputVariation())
-    used = set(inputs.routing.topk_ids_TK.flatten().tolist())
-    unused = fill_unused(inputs.weights, inputs.routing, tuple(range(8)), 8)
-    assert unused == 8 - len(used)
+    used_experts = set(inputs.routing.topk_ids_TK.flatten().tolist())
+    num_unused = fill_unused(inputs.weights, inputs.routing, tuple(range(8)), 8)
+    assert num_unused == 8 - len(used_experts)
     for tensor in (inputs.weights.w1, inputs.weights.w1_scale, inputs.weights.b2):
         assert tensor is not None
         is_nan = tensor.float().isnan().flatten(1).all(1).tolist()
-        assert is_nan == [e not in used for e in range(8)]
+        assert is_nan == [e not in used_experts for e in range(8)]

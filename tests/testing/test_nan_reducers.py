@@ -1,8 +1,8 @@
 """The NaN rule in reducers: NaN in the row or router weight of a pair reaches only its token.
 
-A pair is a token and one of its experts. Covers every reducer, weighted and unweighted. Values that
-no pair reads are always NaN: rows and weights of skipped pairs and of experts on other ranks, and
-unused rows of batches.
+A pair is a token and one of its experts. The tests cover every reducer, weighted and unweighted.
+Values that no pair reads are always NaN: rows and weights of skipped pairs and of experts on other
+ranks, and unused rows of batches.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import pytest
 import torch
 from ops_fixtures import DEVICE, make_path_fixture, random_normal
 
-from modular_kernel.ops import reduce as module
+from modular_kernel.ops import reduce as reduce_ops
 from modular_kernel.spec.problem import IdSpace
 from modular_kernel.tensors import DispatchedRouting, ExpertRows
 from topk_reduce import (
@@ -21,14 +21,14 @@ from topk_reduce import (
     TopKWeightAndReduceNoOp,
 )
 
-path = make_path_fixture(module)
+path = make_path_fixture(reduce_ops)
 
 T, K, H, E, C = 4, 3, 48, 5, 6
 # Experts 0 to 4 are on this rank, 5 and 6 on other ranks. Token 3 has no pair on this rank.
 IDS = torch.tensor([[0, 1, 2], [3, -1, 4], [4, 6, 0], [-1, 5, -1]], dtype=torch.int32)
-LOCAL = (IDS >= 0) & (IDS < E)
+IS_LOCAL = (IDS >= 0) & (IDS < E)
 SCALE = 1.5
-KEEP = {"weighted": KeepTopK(weighted=True), "unweighted": KeepTopK(weighted=False)}
+KEEP_TOPK = {"weighted": KeepTopK(weighted=True), "unweighted": KeepTopK(weighted=False)}
 
 
 def make_routing() -> DispatchedRouting:
@@ -41,25 +41,25 @@ def make_routing() -> DispatchedRouting:
 
 
 def make_weights() -> torch.Tensor:
-    return (random_normal(T, K, seed=1).abs() + 0.5).masked_fill(~LOCAL.to(DEVICE), torch.nan)
+    return (random_normal(T, K, seed=1).abs() + 0.5).masked_fill(~IS_LOCAL.to(DEVICE), torch.nan)
 
 
 def make_batched_rows() -> tuple[torch.Tensor, torch.Tensor]:
     """Return rows (e, C, H), NaN where unused, and the row index of each pair."""
     row_of_pair, counts = torch.full((T, K), -1, dtype=torch.int32), [0] * E
-    for t, k in LOCAL.nonzero().tolist():
+    for t, k in IS_LOCAL.nonzero().tolist():
         e = int(IDS[t, k])
         row_of_pair[t, k] = e * C + counts[e]
         counts[e] += 1
     rows = torch.full((E * C, H), torch.nan, device=DEVICE)
-    used = row_of_pair[LOCAL].long().to(DEVICE)
+    used = row_of_pair[IS_LOCAL].long().to(DEVICE)
     rows[used] = random_normal(len(used), H, seed=2)
     return rows.view(E, C, H), row_of_pair.to(DEVICE)
 
 
 def make_token_rows(weighted: bool) -> ExpertRows:
     """Return rows (T, K, H), NaN for pairs that are skipped or on other ranks."""
-    rows = random_normal(T, K, H, seed=2).masked_fill(~LOCAL.to(DEVICE)[..., None], torch.nan)
+    rows = random_normal(T, K, H, seed=2).masked_fill(~IS_LOCAL.to(DEVICE)[..., None], torch.nan)
     return ExpertRows(rows, None, make_weights() if weighted else None, SCALE, make_routing(), E)
 
 
@@ -72,24 +72,24 @@ def make_expert_batches(weighted: bool) -> ExpertRows:
 REDUCERS = {
     "contiguous": (TopKWeightAndReduceContiguous(), make_token_rows, True),
     "naive batched": (TopKWeightAndReduceNaiveBatched(), make_expert_batches, True),
-    "top-k of tokens, weighted": (KEEP["weighted"], make_token_rows, False),
-    "top-k of tokens": (KEEP["unweighted"], make_token_rows, False),
-    "top-k of batches, weighted": (KEEP["weighted"], make_expert_batches, False),
-    "top-k of batches": (KEEP["unweighted"], make_expert_batches, False),
+    "top-k of tokens, weighted": (KEEP_TOPK["weighted"], make_token_rows, False),
+    "top-k of tokens": (KEEP_TOPK["unweighted"], make_token_rows, False),
+    "top-k of batches, weighted": (KEEP_TOPK["weighted"], make_expert_batches, False),
+    "top-k of batches": (KEEP_TOPK["unweighted"], make_expert_batches, False),
 }
 
 
-def row_of_pair(expert_rows: ExpertRows, t: int, k: int) -> torch.Tensor:
+def get_row_of_pair(expert_rows: ExpertRows, t: int, k: int) -> torch.Tensor:
     if expert_rows.row_of_pair_TK is None:
         return expert_rows.rows[t, k]
     return expert_rows.rows.view(-1, H)[int(expert_rows.row_of_pair_TK[t, k])]
 
 
-def expected_output(expert_rows: ExpertRows, *, sums: bool, weighted: bool) -> torch.Tensor:
+def compute_expected_output(expert_rows: ExpertRows, *, sums: bool, weighted: bool) -> torch.Tensor:
     """Return the float64 output, computed from the local pairs only."""
     out = torch.zeros(T, K, H, dtype=torch.float64)
-    for t, k in LOCAL.nonzero().tolist():
-        value = row_of_pair(expert_rows, t, k).cpu().double()
+    for t, k in IS_LOCAL.nonzero().tolist():
+        value = get_row_of_pair(expert_rows, t, k).cpu().double()
         if weighted:
             weight = (
                 1.0
@@ -101,17 +101,17 @@ def expected_output(expert_rows: ExpertRows, *, sums: bool, weighted: bool) -> t
     return out.sum(1) if sums else out
 
 
-def check(name: str, weighted: bool, set_nan: Callable[[ExpertRows], None]) -> torch.Tensor:
-    """Reduce rows that `set_nan` changes and compare with `expected_output`. Return where it is
-    NaN.
+def check_reducer(name: str, weighted: bool, set_nan: Callable[[ExpertRows], None]) -> torch.Tensor:
+    """Compare a reducer with `compute_expected_output` on rows that `set_nan` changes. Return where
+    the output is NaN.
     """
-    reducer, make, sums = REDUCERS[name]
-    expert_rows = make(weighted)
+    reducer, make_rows, sums = REDUCERS[name]
+    expert_rows = make_rows(weighted)
     set_nan(expert_rows)
     out = torch.full((T, H) if sums else (T, K, H), torch.nan, device=DEVICE)
     reducer.apply(expert_rows, out)
     is_weighted = reducer.weighted if isinstance(reducer, KeepTopK) else True
-    expected = expected_output(expert_rows, sums=sums, weighted=is_weighted)
+    expected = compute_expected_output(expert_rows, sums=sums, weighted=is_weighted)
     assert torch.equal(out.cpu().isnan(), expected.isnan())
     torch.testing.assert_close(out.cpu().double(), expected, rtol=1e-5, atol=1e-6, equal_nan=True)
     return expected.isnan()
@@ -122,7 +122,7 @@ def check(name: str, weighted: bool, set_nan: Callable[[ExpertRows], None]) -> t
 @pytest.mark.parametrize("name", REDUCERS)
 def test_unread_rows_and_weights_do_not_reach_the_output(name: str, weighted: bool) -> None:
     """Skipped pairs, pairs of other ranks and unused rows are NaN in every input."""
-    assert not check(name, weighted, lambda expert_rows: None).any()
+    assert not check_reducer(name, weighted, lambda expert_rows: None).any()
 
 
 @pytest.mark.usefixtures("path")
@@ -130,9 +130,9 @@ def test_unread_rows_and_weights_do_not_reach_the_output(name: str, weighted: bo
 @pytest.mark.parametrize("name", REDUCERS)
 def test_nan_in_a_row_reaches_only_its_token_and_column(name: str, weighted: bool) -> None:
     def set_nan(expert_rows: ExpertRows) -> None:
-        row_of_pair(expert_rows, 1, 2)[H // 3] = torch.nan
+        get_row_of_pair(expert_rows, 1, 2)[H // 3] = torch.nan
 
-    is_nan = check(name, weighted, set_nan)
+    is_nan = check_reducer(name, weighted, set_nan)
     assert is_nan[1].any()
     assert int(is_nan.sum()) == 1
 
@@ -144,7 +144,7 @@ def test_nan_in_a_weight_reaches_all_columns_if_weights_are_used(name: str) -> N
         assert expert_rows.topk_weights_TK is not None
         expert_rows.topk_weights_TK[2, 0] = torch.nan
 
-    reducer, is_nan = REDUCERS[name][0], check(name, True, set_nan)
+    reducer, is_nan = REDUCERS[name][0], check_reducer(name, True, set_nan)
     reads_weights = not isinstance(reducer, KeepTopK) or reducer.weighted
     assert int(is_nan.sum()) == (H if reads_weights else 0)
 

@@ -1,7 +1,7 @@
 """NaN propagation: every value computed from a NaN is NaN, and no other value is.
 
-Covers every scheme and part that runs on a CPU, interpreted and in torch, with NaN in one argument
-at a time.
+The tests cover every scheme and part that runs on a CPU, interpreted and in torch, with NaN in one
+argument at a time.
 """
 
 import subprocess
@@ -57,7 +57,7 @@ def test_nan_rule_holds_with_interpreted_kernels(
 
 
 def test_nan_rule_holds_in_plain_torch(capsys: pytest.CaptureFixture[str]) -> None:
-    """Runs in a process without the interpreter, in which operations run in torch."""
+    """A process without the interpreter runs the operations in torch."""
     program = ["env", "-u", "TRITON_INTERPRET", sys.executable, "tests/helpers/nan_matrix.py"]
     root = Path(__file__).resolve().parents[2]
     result = subprocess.run(program, cwd=root, capture_output=True, text=True, check=False)
@@ -112,9 +112,9 @@ def test_lists_have_nan_cases_of_each_supported_scheme(pair: tuple[str, str]) ->
 
 def test_skipped_pairs_and_tokens_have_nan() -> None:
     inputs = make_inputs(PROBLEM, "uniform", CPU, variation=InputVariation(nan="w1"))
-    skipped = inputs.routing.topk_ids_TK < 0
-    assert skipped.tolist() == [[False, False]] * 3 + [[True, True]]
-    assert torch.equal(inputs.routing.topk_weights_TK.isnan(), skipped)
+    is_skipped = inputs.routing.topk_ids_TK < 0
+    assert is_skipped.tolist() == [[False, False]] * 3 + [[True, True]]
+    assert torch.equal(inputs.routing.topk_weights_TK.isnan(), is_skipped)
     assert inputs.x_TH.isnan().any(1).tolist() == [False, False, False, True]
     assert int(inputs.weights.w1.isnan().sum()) == 1
 
@@ -127,8 +127,8 @@ def test_integer_arguments_have_no_nan_cases() -> None:
 
 
 def test_scales_shared_by_all_tokens_get_separate_calls() -> None:
-    static = group_nan_arguments(replace(PROBLEM, quant="fp8_w8a8_tensor:static=true"))
-    assert static[1:] == ("a1_scale", "a2_scale")
+    names = group_nan_arguments(replace(PROBLEM, quant="fp8_w8a8_tensor:static=true"))
+    assert names[1:] == ("a1_scale", "a2_scale")
     assert group_nan_arguments(replace(PROBLEM, quant="fp8_w8a8_tensor"))[1:] == (
         "x",
         "w1",
@@ -186,13 +186,13 @@ def test_parts_without_nan_cases_are_known() -> None:
     for part in parts:
         for arch in ((9, 0), (10, 0)):
             machine = Machine("cuda", arch, frozenset({*packages, "triton"}))
-            missing = schemes_without_nan_cases(part.name, machine)
+            missing = find_schemes_without_nan_cases(part.name, machine)
             if missing:
                 missing_by_part.setdefault(part.name, set()).update(missing)
     assert missing_by_part == SCHEMES_WITHOUT_NAN_CASES
 
 
-def schemes_without_nan_cases(experts: str, machine: Machine) -> set[str]:
+def find_schemes_without_nan_cases(experts: str, machine: Machine) -> set[str]:
     """Return the schemes that a part supports for some layer, but for which no case has NaN."""
     missing = set[str]()
     for prepare in ("MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"):

@@ -31,7 +31,7 @@ Cases = Mapping[str, Callable[[], Mapping[str, torch.Tensor]]]
 PART = "TorchAll2AllPrepareAndFinalize"
 
 
-def failures_of(cases: Cases) -> set[str]:
+def find_failures(cases: Cases) -> set[str]:
     part: Any = SimpleNamespace(operation_cases=lambda: cases)
     return {
         outcome.rpartition(": ")[2]
@@ -52,20 +52,22 @@ def test_cases_of_the_operations_of_a_part_pass(name: str, num_cases: int) -> No
 
 
 def test_a_kernel_that_differs_from_its_reference_is_found() -> None:
-    def differ() -> dict[str, torch.Tensor]:
-        one = torch.ones(3, dtype=torch.int32)
-        one[1] += int(use_triton(one))
-        return {"ones": one}
+    def add_one_in_triton() -> dict[str, torch.Tensor]:
+        ones = torch.ones(3, dtype=torch.int32)
+        ones[1] += int(use_triton(ones))
+        return {"ones": ones}
 
-    assert failures_of({"a": differ}) == {"ones differs from the reference, first in byte 4"}
-    assert not failures_of({"a": lambda: {"ones": torch.ones(3)}})
+    assert find_failures({"a": add_one_in_triton}) == {
+        "ones differs from the reference, first in byte 4"
+    }
+    assert not find_failures({"a": lambda: {"ones": torch.ones(3)}})
 
 
 def test_an_error_of_a_case_is_reported() -> None:
-    def fail() -> dict[str, torch.Tensor]:
+    def raise_error() -> dict[str, torch.Tensor]:
         raise AssertionError("wrong")
 
-    assert failures_of({"a": fail}) == {"wrong"}
+    assert find_failures({"a": raise_error}) == {"wrong"}
 
 
 def test_cases_run_with_lowered_limits() -> None:
@@ -75,7 +77,7 @@ def test_cases_run_with_lowered_limits() -> None:
         limit = blocks._SCAN_PAIRS if use_triton(torch.zeros(1)) else default_limit
         return {"limit": torch.tensor([limit])}
 
-    (outcome,) = failures_of({"a": read_limit})
+    (outcome,) = find_failures({"a": read_limit})
     assert "limit differs" in outcome
 
 
@@ -143,7 +145,7 @@ def test_a_changed_layer_is_reported(
     monkeypatch: pytest.MonkeyPatch, module: Any, name: str, value: object, message: str
 ) -> None:
     monkeypatch.setattr(module, name, value)
-    assert any(message in found for found in find_changed_plans.__wrapped__())
+    assert any(message in change for change in find_changed_plans.__wrapped__())
 
 
 def test_layers_that_may_run_on_paths_of_other_packages_are_not_compared(
@@ -165,10 +167,10 @@ def test_plans_are_not_recorded_with_paths_of_other_packages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(launch_plans, "find_external_paths", lambda _part: frozenset({"mine"}))
-    before = launch_plans._PATH.read_bytes()
+    record_before = launch_plans._PATH.read_bytes()
     with pytest.raises(StateError, match="got mine from other packages, need built-in paths only"):
         launch_plans._write_record()
-    assert launch_plans._PATH.read_bytes() == before
+    assert launch_plans._PATH.read_bytes() == record_before
 
 
 def test_a_changed_stage_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +179,7 @@ def test_a_changed_stage_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_quantization_without_quantized_activations_is_found() -> None:
-    def find(quant: str, *entered: str) -> list[str]:
+    def find_problems(quant: str, *entered: str) -> list[str]:
         problem = SimpleNamespace(scheme=QuantScheme.parse(quant))
         trial: Any = SimpleNamespace(
             first=SimpleNamespace(problem=problem),
@@ -186,15 +188,14 @@ def test_quantization_without_quantized_activations_is_found() -> None:
         return [*check_stages(trial)]
 
     gemms = stages.GEMM1, stages.GEMM2
-    assert not find("none", *gemms)
-    assert not find("fp8_w8a8_block", *gemms, stages.QUANTIZE, stages.QUANTIZE_INPUT)
-    assert len(find("none", *gemms, stages.QUANTIZE)) == 1
-    assert len(find("fp8_w8a16_block", *gemms, stages.QUANTIZE_INPUT)) == 1
+    assert not find_problems("none", *gemms)
+    assert not find_problems("fp8_w8a8_block", *gemms, stages.QUANTIZE, stages.QUANTIZE_INPUT)
+    assert len(find_problems("none", *gemms, stages.QUANTIZE)) == 1
+    assert len(find_problems("fp8_w8a16_block", *gemms, stages.QUANTIZE_INPUT)) == 1
 
 
 def test_static_scale_plan_has_one_launch() -> None:
     calls = list_calls()
-    static = [name for name in calls if "static=true 1 7168" in name]
-    assert [len(make_plan(calls[name])) for name in static] == [
-        1
-    ]  # dynamic scales need another launch, which computes maxima
+    static_calls = [name for name in calls if "static=true 1 7168" in name]
+    # Dynamic scales need another launch, which computes maxima.
+    assert [len(make_plan(calls[name])) for name in static_calls] == [1]

@@ -48,15 +48,15 @@ def test_a_worker_that_exits_is_an_error_with_its_case(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     case = cases_for(*PAIR, machine, "smoke").cases[0]
-    exiting = ExitingCase(case.prepare_finalize, case.experts, case.problem)
-    with pytest.raises(WorkerError, match=r"ended it: mk test --one") as raised:
-        list(prove_all([exiting], machine, 2))
+    exiting_case = ExitingCase(case.prepare_finalize, case.experts, case.problem)
+    with pytest.raises(WorkerError, match=r"ended it: mk test --one") as exc_info:
+        list(prove_all([exiting_case], machine, 2))
 
     def raise_worker_error(
         executor: Executor, cases: Sequence[Case], workers: int
     ) -> Generator[Proof, None, None]:
         yield from ()
-        raise raised.value
+        raise exc_info.value
 
     monkeypatch.setattr(Executor, "verify_cases", raise_worker_error)
     assert run_mk(capsys, "test", *TORCH_PAIR).code == 70
@@ -141,23 +141,23 @@ def test_a_part_that_cannot_be_constructed_fails_its_case(machine: Machine) -> N
 def test_full_lists_use_one_worker_per_cpu(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a GPU one process runs all cases."""
+    """On a GPU, one process runs all cases."""
     workers_used = []
 
-    def all_pass(
+    def pass_all_cases(
         executor: Executor, cases: Sequence[Case], workers: int
     ) -> Generator[Proof, None, None]:
         workers_used.append(workers)
         return (Proof(case, executor.machine, 0.0, 1.0, (), 0.0) for case in cases)
 
-    monkeypatch.setattr(Executor, "verify_cases", all_pass)
+    monkeypatch.setattr(Executor, "verify_cases", pass_all_cases)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(3)))
     for options in ((), ("--level", "full"), ("--level", "full", "--workers", "2")):
         assert run_mk(capsys, "test", *TORCH_PAIR, *options).code == 0
     assert workers_used == [1, 3 if machine.device == "cpu" else 1, 2]
-    run = run_mk(capsys, "test", *TORCH_PAIR, "--workers", "1000")
+    result = run_mk(capsys, "test", *TORCH_PAIR, "--workers", "1000")
     assert workers_used[-1] == 3
-    assert "--workers 1000: using 3, one per CPU\n" in run.err
+    assert "--workers 1000: using 3, one per CPU\n" in result.err
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_full_lists_use_one_worker_per_cpu(
 def test_workers_are_refused_with_options_that_need_one_process(
     options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = run_mk(capsys, "test", *TORCH_PAIR, "--workers", *options)
-    assert run.code == 2
+    result = run_mk(capsys, "test", *TORCH_PAIR, "--workers", *options)
+    assert result.code == 2
     expected = "no --one, --mutate or --world-size"
-    assert f"--workers: got {options[0]}, need {expected}" in run.err
+    assert f"--workers: got {options[0]}, need {expected}" in result.err

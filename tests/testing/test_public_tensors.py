@@ -35,12 +35,12 @@ def test_example_calls_succeed(name: str) -> None:
     call = RECIPES[name]()
     # These functions have no torch path, so they always launch kernels.
     if name.startswith("experts.compat."):
-        call = _on_device(call)
+        call = _move_to_device(call)
     with torch.no_grad():
         call()
 
 
-def _on_device(call: Call) -> Call:
+def _move_to_device(call: Call) -> Call:
     """Return the call with its tensors on DEVICE."""
     arguments = call.arguments
     for path, tensor in call.tensors().items():
@@ -91,7 +91,7 @@ DEFECTS: dict[str, Callable[[Call, str, torch.Tensor], None]] = {
 }
 
 
-def _tensors_and_defects(name: str) -> Iterator[tuple[str, str]]:
+def _list_tensors_and_defects(name: str) -> Iterator[tuple[str, str]]:
     call = RECIPES[name]()
     for path, tensor in call.tensors().items():
         # Reducers do not read this counter; only `prepare` writes it.
@@ -108,7 +108,7 @@ def _tensors_and_defects(name: str) -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize("name", RECIPES)
 def test_tensors_that_cannot_be_read_are_refused(name: str) -> None:
     findings: list[str] = []
-    for path, defect in _tensors_and_defects(name):
+    for path, defect in _list_tensors_and_defects(name):
         if defect == "freed" and f"{path} shrunk: accepted" in findings:
             continue  # the call would read freed memory
         call = RECIPES[name]()  # the previous call's memory may be freed
@@ -146,31 +146,32 @@ CALLS_WITH_OUTPUTS = [name for name, recipe in RECIPES.items() if recipe().writt
 @pytest.mark.parametrize("name", CALLS_WITH_OUTPUTS)
 def test_overlapping_output_and_input_are_refused(name: str) -> None:
     findings = []
-    written, tensors = RECIPES[name]().written, RECIPES[name]().tensors()
-    for path, other in product(written, tensors):
+    output_paths, tensors = RECIPES[name]().written, RECIPES[name]().tensors()
+    for output_path, input_path in product(output_paths, tensors):
         call = RECIPES[name]()
-        if other in (path, *call.shared) or other.endswith("invalid_ids"):
+        if input_path in (output_path, *call.shared) or input_path.endswith("invalid_ids"):
             continue
-        out, read = call.tensors()[path], call.tensors()[other]
-        memory = torch.zeros(max(out.nbytes, read.nbytes), dtype=torch.uint8)
-        input_view = memory[: read.nbytes].view(read.dtype).view(read.shape)
-        input_view.copy_(read)
-        output_view = memory[: out.nbytes].view(out.dtype).view(out.shape)
+        output, input_tensor = call.tensors()[output_path], call.tensors()[input_path]
+        memory = torch.zeros(max(output.nbytes, input_tensor.nbytes), dtype=torch.uint8)
+        input_view = memory[: input_tensor.nbytes].view(input_tensor.dtype).view(input_tensor.shape)
+        input_view.copy_(input_tensor)
+        output_view = memory[: output.nbytes].view(output.dtype).view(output.shape)
         overlapping = Call(
-            call.function, _replace_two_arguments(call, path, output_view, other, input_view)
+            call.function,
+            _replace_two_arguments(call, output_path, output_view, input_path, input_view),
         )
         try:
             with torch.no_grad():
                 overlapping()
-            findings.append(f"{path} in {other}: accepted")
+            findings.append(f"{output_path} in {input_path}: accepted")
         except InputError:
             pass
     assert not findings, "\n".join(findings)
 
 
 def _replace_two_arguments(
-    call: Call, path: str, value: torch.Tensor, other: str, other_value: torch.Tensor
+    call: Call, path: str, value: torch.Tensor, other_path: str, other_value: torch.Tensor
 ) -> dict[str, object]:
     """Return the arguments of a call with two tensors replaced."""
     arguments: dict[str, object] = replaced(call.arguments, steps_of(path), value)
-    return replaced(arguments, steps_of(other), other_value)
+    return replaced(arguments, steps_of(other_path), other_value)

@@ -94,8 +94,8 @@ class HalvesWeights(SumOverRanks):
     requires = SumOverRanks.requires
 
     def prepare(self, x_TH, routing, *, weights, call):
-        halved = replace(routing, topk_weights_TK=routing.topk_weights_TK / 2)
-        return super().prepare(x_TH, halved, weights=weights, call=call)
+        halved_routing = replace(routing, topk_weights_TK=routing.topk_weights_TK / 2)
+        return super().prepare(x_TH, halved_routing, weights=weights, call=call)
 
 
 class DoublesOutput(SumOverRanks):
@@ -146,7 +146,7 @@ def make_case(part: type[PrepareAndFinalize]) -> RankCase:
 
 
 @pytest.mark.parametrize(
-    ("part", "text"),
+    ("part", "expected_message"),
     [
         (DropsAToken, "differs in received counts: ["),
         (ReversesExperts, "differs in placement: "),
@@ -164,12 +164,12 @@ def make_case(part: type[PrepareAndFinalize]) -> RankCase:
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_differences_name_what_differs(
-    part: type[PrepareAndFinalize], text: str, rank_pool: Callable[[int], RankPool]
+    part: type[PrepareAndFinalize], expected_message: str, rank_pool: Callable[[int], RankPool]
 ) -> None:
     proof = prove_ranks(make_case(part), rank_pool(2), MACHINE)
-    (line,) = [failure for failure in proof.failures if " differs in " in failure]
-    assert text in line, proof.failures
-    assert "\n" not in line
+    (message,) = [failure for failure in proof.failures if " differs in " in failure]
+    assert expected_message in message, proof.failures
+    assert "\n" not in message
 
 
 def test_an_ignored_placement_is_reported(
@@ -178,13 +178,13 @@ def test_an_ignored_placement_is_reported(
     case = make_case(IgnoresPlacement)
     round_robin = Parallel(2, Placement.round_robin(case.problem.experts, 2))
     case = replace(case, problem=replace(case.problem, parallel=round_robin))
-    (line,) = (
+    (message,) = (
         failure
         for failure in prove_ranks(case, rank_pool(2), MACHINE).failures
         if " differs in " in failure
     )
-    assert "differs in placement: " in line
-    assert "these are the counts of the linear placement" in line
+    assert "differs in placement: " in message
+    assert "these are the counts of the linear placement" in message
 
 
 def test_a_correct_part_has_no_differences(rank_pool: Callable[[int], RankPool]) -> None:
@@ -217,8 +217,10 @@ def test_quantized_rows_are_compared_by_their_values(factor: float, expected: st
 
 def test_parts_need_a_linear_placement_by_default() -> None:
     requires = replace(SumOverRanks.requires, linear_placement=True)
-    default = type(requires)(activation_format=requires.activation_format, reduces=requires.reduces)
-    assert default.linear_placement
+    default_requires = type(requires)(
+        activation_format=requires.activation_format, reduces=requires.reduces
+    )
+    assert default_requires.linear_placement
     part = type("DefaultPlacement", (SumOverRanks,), {"requires": requires})
     problem = Problem(8, 64, 32, 4, 2, parallel=Parallel(2, Placement.round_robin(4, 2)))
     rules = [r.rule for r in judge(part, TorchExperts, problem, MACHINE).rejections]
@@ -240,8 +242,8 @@ PAIRS = (
 def test_dispatch_of_correct_parts_equals_the_reference(
     pair: tuple[str, str], rank_pool: Callable[[int], RankPool]
 ) -> None:
-    """Covers dispatch to all ranks and to some ranks, by token and by pair (token, expert),
-    quantized and unquantized.
+    """Rows are dispatched to all ranks or to some, by token or by pair (token, expert), quantized
+    or unquantized.
     """
     cases = rank_cases_for(*pair, MACHINE, 2).cases
     unquantized = [case for case in cases if not case.problem.scheme.quantized][:4]

@@ -42,9 +42,9 @@ def is_running(pid: int) -> bool:
 
 def run_failing_task(pool: RankPool, *task: object, timeout: float = 60) -> RankError:
     """Run a task that must fail. Return the error."""
-    with pytest.raises(RankError) as caught:
+    with pytest.raises(RankError) as exc_info:
         pool.run(*task, timeout=timeout)  # type: ignore[arg-type]
-    return caught.value
+    return exc_info.value
 
 
 def test_results_are_ordered_by_rank(pool: RankPool) -> None:
@@ -53,9 +53,9 @@ def test_results_are_ordered_by_rank(pool: RankPool) -> None:
 
 
 def test_a_pool_of_four_ranks() -> None:
-    with RankPool(4) as four:
-        assert four.run(samples.total, 1) == [(rank, 4, 6.0) for rank in range(4)]
-        assert four.run(samples.pair_up)[3] == [1.0] * 3 + [3.0] * 3
+    with RankPool(4) as pool_of_four:
+        assert pool_of_four.run(samples.total, 1) == [(rank, 4, 6.0) for rank in range(4)]
+        assert pool_of_four.run(samples.pair_up)[3] == [1.0] * 3 + [3.0] * 3
 
 
 def test_processes_persist_and_have_the_settings_of_the_parent(pool: RankPool) -> None:
@@ -64,14 +64,14 @@ def test_processes_persist_and_have_the_settings_of_the_parent(pool: RankPool) -
     assert tuple(pid for pid, *_ in first) == pool.pids
     assert len({os.getpid(), *pool.pids}) == 3
     expected = (1, read_settings().triton_interpret, "gloo")
-    assert [tuple(rest) for _, *rest in first] == [expected] * 2
+    assert [tuple(facts) for _, *facts in first] == [expected] * 2
 
 
 def test_tensors_are_passed_by_value(pool: RankPool) -> None:
-    sent = torch.arange(6.0, dtype=torch.bfloat16).view(2, 3)
-    zeros, received = pool.run(samples.tensors, sent)
+    original = torch.arange(6.0, dtype=torch.bfloat16).view(2, 3)
+    zeros, received = pool.run(samples.tensors, original)
     assert not zeros.any()
-    assert torch.equal(received, sent)
+    assert torch.equal(received, original)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -105,12 +105,12 @@ def test_failures_are_ordered_by_time(pool: RankPool) -> None:
 
 def test_a_killed_rank_is_reported_and_restarted(pool: RankPool) -> None:
     pool.run(samples.facts)
-    before = pool.pids
+    pids_before = pool.pids
     error = run_failing_task(pool, samples.die, 1, signal.SIGKILL)
     assert error.failures[1] == "died: killed by signal SIGKILL"
     pool.run(samples.facts)
-    assert not set(before) & set(pool.pids)
-    assert not any(is_running(pid) for pid in before)
+    assert not set(pids_before) & set(pool.pids)
+    assert not any(is_running(pid) for pid in pids_before)
 
 
 def test_a_crash_has_a_stack_trace(pool: RankPool) -> None:
@@ -229,9 +229,9 @@ def test_a_different_triton_interpret_is_refused(
     pool: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool.run(samples.facts)
-    with monkeypatch.context() as patch, RankPool(2) as other:
+    with monkeypatch.context() as patch, RankPool(2) as other_pool:
         patch.setenv("TRITON_INTERPRET", "0" if read_settings().triton_interpret else "1")
-        assert "TRITON_INTERPRET: got" in str(run_failing_task(other, samples.facts))
+        assert "TRITON_INTERPRET: got" in str(run_failing_task(other_pool, samples.facts))
 
 
 KILLED_PROGRAM = """

@@ -1,4 +1,4 @@
-"""Proves cases of every valid pairing over two and four ranks, on the CPU with gloo.
+"""Cases of every valid pairing are proven over two and four ranks, on the CPU with gloo.
 
 The Triton interpreter is slow, so parts with Triton kernels run only a few cases that differ much.
 """
@@ -43,19 +43,23 @@ Pool = Callable[[int], RankPool]
 
 def select_cases(prepare_finalize: str, experts: str, world_size: int) -> RankSelection:
     """Return the cases of a pairing that run in this file, and all refused cases."""
-    every_case = rank_cases_for(prepare_finalize, experts, MACHINE, world_size)
+    selection_of_all = rank_cases_for(prepare_finalize, experts, MACHINE, world_size)
     catalog = load_catalog()
     # The batched part communicates in the same way as the other all-to-all part, so four ranks test
     # little more.
     is_interpreted = catalog.prepare_finalize(prepare_finalize).requires.triton
     has_few_cases = world_size == 4 and (experts == "NaiveBatchedExperts" or is_interpreted)
     if not (catalog.experts(experts).requires.triton or has_few_cases):
-        return every_case
+        return selection_of_all
     few_cases = [
-        next(case for case in every_case.cases if word in f"{case.routing}-{case.tokens[0]}")
-        for word in _FEW_CASES[world_size]
+        next(
+            case
+            for case in selection_of_all.cases
+            if name_part in f"{case.routing}-{case.tokens[0]}"
+        )
+        for name_part in _FEW_CASES[world_size]
     ]
-    return RankSelection(tuple(few_cases), every_case.refused)
+    return RankSelection(tuple(few_cases), selection_of_all.refused)
 
 
 PAIRINGS = computed_once(
@@ -132,7 +136,7 @@ def test_replaced_cases_are_reported() -> None:
     # Cases that are refused for reasons other than their shape have no replacement.
     for case, verdict in selected.refused:
         if case not in replacements:
-            assert {selection.rule for selection in verdict.rejections} - {
+            assert {rejection.rule for rejection in verdict.rejections} - {
                 "hidden",
                 "dtype",
                 "placement",
@@ -176,10 +180,10 @@ def test_counting_an_invalid_id_on_two_ranks_is_detected(rank_pool: Pool) -> Non
     assert all("invalid_ids: counted" in failure for failure in proof.failures)
 
 
-def verdict_text(
+def format_verdict(
     part: object, world_size: int, experts: int = 8, placement: object = "linear"
 ) -> str:
-    """Return the verdict on a case as text."""
+    """Return the verdict on a case as a string."""
     parallel = Parallel(world_size, placement)  # type: ignore[arg-type]
     problem = Problem(4, 32, 32, experts, 2, dtype="float32", parallel=parallel)  # type: ignore[arg-type]
     case = RankCase(part, "TorchExperts", problem, tokens=(4,) * world_size)  # type: ignore[arg-type]
@@ -187,25 +191,25 @@ def verdict_text(
 
 
 def test_refusals_name_the_world_size() -> None:
-    text = verdict_text("MoEPrepareAndFinalizeNoEP", 2)
-    assert "[world_size] MoEPrepareAndFinalizeNoEP / problem: got 2, need 1 to 1" in text
-    assert "[world_size] SupportsTwoRanks / problem: got 4, need 2 to 2" in verdict_text(
+    verdict = format_verdict("MoEPrepareAndFinalizeNoEP", 2)
+    assert "[world_size] MoEPrepareAndFinalizeNoEP / problem: got 2, need 1 to 1" in verdict
+    assert "[world_size] SupportsTwoRanks / problem: got 4, need 2 to 2" in format_verdict(
         parts.SupportsTwoRanks, 4
     )
-    assert verdict_text(parts.SupportsTwoRanks, 2).endswith("valid")
+    assert format_verdict(parts.SupportsTwoRanks, 2).endswith("valid")
 
 
 def test_refusals_name_the_placement() -> None:
-    uneven = verdict_text(parts.SupportsTwoRanks, 2, experts=7)
+    verdict = format_verdict(parts.SupportsTwoRanks, 2, experts=7)
     assert (
         "[placement] SupportsTwoRanks / problem: got experts=7, need a multiple of world_size 2"
-        in uneven
+        in verdict
     )
-    round_robin = verdict_text(parts.SupportsTwoRanks, 2, placement=Placement.round_robin(8, 2))
+    round_robin = format_verdict(parts.SupportsTwoRanks, 2, placement=Placement.round_robin(8, 2))
     assert (
         "[placement] SupportsTwoRanks / problem: got another placement, need linear" in round_robin
     )
-    assert verdict_text(parts.SumOverRanks, 2, experts=7).endswith("valid")
+    assert format_verdict(parts.SumOverRanks, 2, experts=7).endswith("valid")
 
 
 def check_replay_inputs(trial: RankTrial) -> Iterator[str]:
@@ -285,7 +289,7 @@ def test_placements_have_names(name: str) -> None:
     assert placement.experts == 5
 
 
-@pytest.mark.parametrize("text", ["spiral", "0,1/", "0,x/1"])
-def test_an_invalid_placement_is_refused(text: str) -> None:
+@pytest.mark.parametrize("placement", ["spiral", "0,1/", "0,x/1"])
+def test_an_invalid_placement_is_refused(placement: str) -> None:
     with pytest.raises(ConfigurationError, match="placement"):
-        parse_placement(text, 4, 2)
+        parse_placement(placement, 4, 2)

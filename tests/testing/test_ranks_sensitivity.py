@@ -66,7 +66,7 @@ def can_occur(pairing: tuple[str, str], mutant: RankMutant) -> bool:
     return not (part.requires.replicated_input and mutant.name in NEEDS_OWN_TOKENS)
 
 
-def pairings_with_mutants(world_size: int) -> list[object]:
+def list_pairings_with_mutants(world_size: int) -> list[object]:
     """Return the pairings and mutants to test, as pytest parameters.
 
     On two ranks, pairings with TorchExperts have every mutant that can occur, and other pairings
@@ -97,7 +97,7 @@ def list_survivors(
 
 
 @pytest.mark.share(6)
-@pytest.mark.parametrize(("pairing", "mutant"), pairings_with_mutants(2))
+@pytest.mark.parametrize(("pairing", "mutant"), list_pairings_with_mutants(2))
 def test_mutant_is_killed_on_two_ranks(
     pairing: tuple[str, str],
     mutant: RankMutant,
@@ -108,7 +108,7 @@ def test_mutant_is_killed_on_two_ranks(
 
 
 @pytest.mark.share(6)
-@pytest.mark.parametrize(("pairing", "mutant"), pairings_with_mutants(4))
+@pytest.mark.parametrize(("pairing", "mutant"), list_pairings_with_mutants(4))
 def test_mutant_is_killed_on_four_ranks(
     pairing: tuple[str, str],
     mutant: RankMutant,
@@ -118,11 +118,11 @@ def test_mutant_is_killed_on_four_ranks(
     assert list_survivors(pairing, mutant, rank_pool(4), known_failures) == []
 
 
-@pytest.mark.cpu  # its kernels are interpreted
+@pytest.mark.cpu  # The kernels of the part are interpreted.
 def test_a_mutant_of_unread_values_has_no_effect(
     rank_pool: Pool, known_failures: dict[Case, str | None]
 ) -> None:
-    (mutant,) = (each for each in RANK_MUTANTS if each.name == UNREAD_COUNTS[1])
+    (mutant,) = (m for m in RANK_MUTANTS if m.name == UNREAD_COUNTS[1])
     pair = UNREAD_COUNTS[0], "TorchExperts"
     (kill,) = sensitivity_ranks(
         *pair, rank_pool(4), mutants=[mutant], known_failures=known_failures
@@ -162,7 +162,7 @@ def test_reads_of_changed_values_are_recorded() -> None:
     assert effect.pop_effect("defect") is Effect.USED
     assert changed.rows_TK.tolist() == [2, 0, 1]
     assert effect.pop_effect("defect") is Effect.USED
-    assert effect.pop_effect("not recorded") is Effect.USED  # for example because the rank died
+    assert effect.pop_effect("not recorded") is Effect.USED  # for example, because the rank died
 
 
 def test_a_failure_of_a_mutant_without_effect_is_not_ok() -> None:
@@ -242,10 +242,10 @@ def test_swapped_counts_keep_addresses_valid() -> None:
     """The mutant swaps the offsets of other ranks' memory, but the flags must stay in the same
     memory.
     """
-    (mutant,) = (each for each in RANK_MUTANTS if each.name == "peer_counts_swapped")
+    (mutant,) = (m for m in RANK_MUTANTS if m.name == "peer_counts_swapped")
     problem = Problem(tokens=4, hidden=48, intermediate=80, experts=4, top_k=2)
-    last = replace(problem, parallel=Parallel(world_size=2, rank=1))
+    problem_of_last_rank = replace(problem, parallel=Parallel(world_size=2, rank=1))
     handle = PeerMemoryHandle(torch.zeros(64, dtype=torch.int32)[:2], torch.tensor([-4096, 0]))
-    swapped = mutant.make(last).handle(handle)
+    swapped = mutant.make(problem_of_last_rank).handle(handle)
     assert swapped.deltas_W.tolist() == [0, -4096]
     assert swapped.flags_W.data_ptr() == handle.flags_W.data_ptr()

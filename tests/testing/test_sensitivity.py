@@ -73,10 +73,10 @@ def test_a_failure_names_the_check_the_error_and_the_command(machine: Machine) -
     assert not proof.passed
     assert proof.error == pytest.approx(1)
     assert proof.failures[0].startswith("numeric: relative RMS error 1.00e+00")
-    text = str(proof)
-    assert "FAILED" in text
-    assert all(failure in text for failure in proof.failures)
-    assert text.endswith(command(proof.case))
+    message = str(proof)
+    assert "FAILED" in message
+    assert all(failure in message for failure in proof.failures)
+    assert message.endswith(command(proof.case))
 
 
 def test_every_failed_check_is_reported(machine: Machine) -> None:

@@ -30,14 +30,14 @@ pytestmark = pytest.mark.cpu
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
-class OtherManager(TorchGroup):
+class ExternalManager(TorchGroup):
     """A manager that another package defines."""
 
 
-class OtherPart(TorchAll2AllPrepareAndFinalize):
+class ExternalPart(TorchAll2AllPrepareAndFinalize):
     """A part that another package defines."""
 
-    manager_class = OtherManager
+    manager_class = ExternalManager
 
 
 def make_context(part: Any) -> Any:
@@ -155,19 +155,19 @@ def test_a_failed_mapping_is_a_communication_error(monkeypatch: pytest.MonkeyPat
 
 def test_checks_of_builtin_classes_skip_other_packages() -> None:
     assert is_builtin(TorchGroup)
-    assert not is_builtin(OtherManager)
-    other = make_context(OtherPart)
+    assert not is_builtin(ExternalManager)
+    external_context = make_context(ExternalPart)
     manager = TorchGroup()
     for checks in (
-        failure_scenarios.check_simulated_failures(other, manager),
-        simulated_host_scenarios.check_simulated_hosts(other, manager),  # type: ignore[arg-type]
-        memory_scenarios.check_shared_memory(other),
-        manager_scenarios.check_manager_arguments(other),
-        manager_scenarios.check_max_received(other, manager),
-        manager_scenarios.check_too_many_tokens(other, manager),  # type: ignore[arg-type]
-        manager_scenarios.check_destroyed_manager(other, manager),
-        manager_scenarios.check_dropped_manager(other),
-        manager_scenarios.check_threads_ended(other, ()),
+        failure_scenarios.check_simulated_failures(external_context, manager),
+        simulated_host_scenarios.check_simulated_hosts(external_context, manager),  # type: ignore[arg-type]
+        memory_scenarios.check_shared_memory(external_context),
+        manager_scenarios.check_manager_arguments(external_context),
+        manager_scenarios.check_max_received(external_context, manager),
+        manager_scenarios.check_too_many_tokens(external_context, manager),  # type: ignore[arg-type]
+        manager_scenarios.check_destroyed_manager(external_context, manager),
+        manager_scenarios.check_dropped_manager(external_context),
+        manager_scenarios.check_threads_ended(external_context, ()),
     ):
         assert list(checks) == []
     assert len([*manager_scenarios.check_manager_arguments(BUILTIN_CONTEXT)]) == 6

@@ -26,12 +26,12 @@ pytestmark = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class ListedDefect:
-    """A defect that the cases whose names contain all of `words` must detect."""
+    """A defect that the cases whose names contain all of `name_parts` must detect."""
 
     defect: SourceDefect
     prepare_finalize: str
     experts: str
-    words: tuple[str, ...]
+    name_parts: tuple[str, ...]
     level: Literal["smoke", "full"] = "smoke"
 
     def __str__(self) -> str:
@@ -119,9 +119,9 @@ DEFECTS = (
             ),
             prepare_finalize,
             experts,
-            words,
+            name_parts,
         )
-        for name, prepare_finalize, experts, words in (
+        for name, prepare_finalize, experts, name_parts in (
             ("contiguous", STANDARD_PREPARE_FINALIZE, "TorchExperts", ("T0-",)),
             ("keep_topk", STANDARD_PREPARE_FINALIZE, "TorchExperts", ("combine=topk_weighted",)),
             (
@@ -154,6 +154,8 @@ def test_source_defect_is_detected_by_its_cases(
 ) -> None:
     pairing = listed_defect.prepare_finalize, listed_defect.experts
     all_cases = cases_for(*pairing, this_machine(), listed_defect.level).cases
-    cases = [case for case in all_cases if all(word in str(case) for word in listed_defect.words)]
+    cases = [
+        case for case in all_cases if all(part in str(case) for part in listed_defect.name_parts)
+    ]
     assert cases
     assert findings(listed_defect.defect, cases, tmp_path)

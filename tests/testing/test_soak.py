@@ -46,7 +46,7 @@ class Leaks(Faulty):
     """Leaks 48 MiB. malloc maps a block of this size, so the memory of the process grows."""
 
     def fail(self):
-        self.kept = torch.ones(12 << 20)
+        self.leaked = torch.ones(12 << 20)
 
 
 class FailsWithOneDnn(Faulty):
@@ -163,8 +163,8 @@ def test_compare_with_float64_reference_finds_wrong_rows(sources: list[SoakInput
     problem = sources[0].problem
     inputs = sources[0].draw_inputs((5, 3))
     correct = compute_rounded_reference(inputs.global_inputs, problem)[:5].to(problem.dtype)
-    error_ratio, wrong = compare_with_float64_reference(inputs, correct, problem)
-    assert (error_ratio < 0.6, wrong) == (True, "")
+    error_ratio, message = compare_with_float64_reference(inputs, correct, problem)
+    assert (error_ratio < 0.6, message) == (True, "")
     for corrupt in (lambda out: out[4].mul_(1.05), lambda out: out[2].fill_(float("nan"))):
         out = correct.clone()
         corrupt(out)

@@ -28,9 +28,9 @@ def test_invalid_gathered_values_raise(garbage: bytes) -> None:
 def test_invalid_failures_are_ignored(garbage: bytes) -> None:
     store = dist.HashStore()
     store.set(failure_key(1), garbage)
-    posted = {"step": 1, "phase": "counts", "waited_s": 0.0}
-    assert FailureRecords(store, 0, 2).publish_and_collect(posted, time.monotonic() + 0.2) == {
-        0: posted
+    record = {"step": 1, "phase": "counts", "waited_s": 0.0}
+    assert FailureRecords(store, 0, 2).publish_and_collect(record, time.monotonic() + 0.2) == {
+        0: record
     }
 
 
@@ -44,7 +44,7 @@ def collect_errors_of_invalid_attempts(rank: int, world: int, group: object) -> 
     key = "modular_kernel/attempts/0"
     errors = []
     if rank == 0:
-        before = store.get(key) if store.check([key]) else b"0"
+        attempts_before = store.get(key) if store.check([key]) else b"0"
         store.set(key, "seven")
     dist.barrier()
     for group_class in (TorchGroup, SymmetricGroup):
@@ -56,7 +56,7 @@ def collect_errors_of_invalid_attempts(rank: int, world: int, group: object) -> 
             errors.append(str(error))
     dist.barrier()
     if rank == 0:
-        store.set(key, before)
+        store.set(key, attempts_before)
     dist.barrier()
     layer = Layer(part=ALL2ALL, tokens_W=(3, 3))
     inputs, kernel = layer.inputs_of(rank), layer.kernel(rank, group)

@@ -14,10 +14,10 @@ PROGRAM = ROOT / "tools" / "verify_record.py"
 RECORD = ROOT / "docs" / "verified.json"
 
 
-def run_program(commit: str, folder: Path, *texts: str) -> subprocess.CompletedProcess[str]:
-    files = [folder / f"verified-{number}.json" for number, _ in enumerate(texts, 1)]
-    for file, text in zip(files, texts, strict=True):
-        file.write_text(text, encoding="utf-8")
+def run_program(commit: str, folder: Path, *contents: str) -> subprocess.CompletedProcess[str]:
+    files = [folder / f"verified-{number}.json" for number, _ in enumerate(contents, 1)]
+    for file, content in zip(files, contents, strict=True):
+        file.write_text(content, encoding="utf-8")
     command = [sys.executable, str(PROGRAM), commit, *map(str, files)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -27,11 +27,11 @@ def test_the_record_has_the_commit_the_versions_and_the_runs(tmp_path: Path, ok:
     runs = [{"ok": True, "pairs": [{"cases": 3}]}, {"ok": ok, "world_size": 2, "pairs": []}]
     result = run_program("0a1b2c", tmp_path, *map(json.dumps, runs))
     assert result.returncode == 0, result.stderr
-    written = json.loads(result.stdout)
-    assert written["commit"] == "0a1b2c"
-    assert set(written["versions"]) == {"torch", "triton", "numpy"}
-    assert written["ok"] is ok
-    assert written["runs"] == runs
+    record = json.loads(result.stdout)
+    assert record["commit"] == "0a1b2c"
+    assert set(record["versions"]) == {"torch", "triton", "numpy"}
+    assert record["ok"] is ok
+    assert record["runs"] == runs
     assert json.loads(run_program("0a1b2c", tmp_path).stdout)["ok"] is False
 
 
@@ -42,11 +42,11 @@ def test_an_invalid_record_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_committed_record_passed() -> None:
-    written = json.loads(RECORD.read_text(encoding="utf-8"))
-    assert len(written["commit"]) == 40
-    assert written["ok"]
-    assert [run.get("world_size", 1) for run in written["runs"]] == [1, 2]
-    for recorded_run in written["runs"]:
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    assert len(record["commit"]) == 40
+    assert record["ok"]
+    assert [run.get("world_size", 1) for run in record["runs"]] == [1, 2]
+    for recorded_run in record["runs"]:
         pairs = recorded_run["pairs"]
         assert len(pairs) >= 5
         assert all(pair["cases"] > 20 and pair["failed"] == 0 for pair in pairs)

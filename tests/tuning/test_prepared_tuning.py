@@ -29,7 +29,7 @@ from experts.triton.paths import BASE_PATH, BY_NAME
 from experts.triton.standard import TritonExperts, supported_paths
 from experts.triton.tuning.space import ConfigSpace
 from modular_kernel.catalog import this_machine
-from modular_kernel.cli import tune as verb
+from modular_kernel.cli import tune as tune_verb
 from modular_kernel.cli.tune_output import TunedLayer, TuneRecorder, make_record
 from modular_kernel.contracts import Choice, StageTimes, TunedChoice
 from modular_kernel.errors import ConfigurationError
@@ -47,98 +47,104 @@ LAYER = replace(MXFP4, tokens=8192, **SIZES)
 ON_H200 = ("--device-name", "NVIDIA H200", "--explain", "--prepared", "--model", "mixtral")
 
 
-def space(problem: Problem = LAYER) -> ConfigSpace:
-    plain = TritonExperts.tunable(problem)
-    assert plain is not None
-    prepared_space = plain.for_prepared_weights()
+def make_space(problem: Problem = LAYER) -> ConfigSpace:
+    space = TritonExperts.tunable(problem)
+    assert space is not None
+    prepared_space = space.for_prepared_weights()
     assert isinstance(prepared_space, ConfigSpace)
     return prepared_space
 
 
-def rows(number: int) -> int:
+def get_tokens(rows_per_expert: int) -> int:
     """Return the number of tokens of LAYER with this mean number of rows per expert."""
-    return number * LAYER.experts // LAYER.top_k
+    return rows_per_expert * LAYER.experts // LAYER.top_k
 
 
-def preparing_paths(problem: Problem) -> set[str]:
+def find_preparing_paths(problem: Problem) -> set[str]:
     """Return the paths that prepare weights of `problem` on this machine."""
     return {name for name in supported_paths(problem) if BY_NAME[name].prepared_configs(problem)}
 
 
-# ---------------------------------------------------------------------------- kept and found again
+# ---------------------------------------------------------------------------------- saved launches
 
 
 def test_tuned_launches_are_used_with_prepared_weights_only(
     here: Path, launched: list[int]
 ) -> None:
-    def times(tokens: int, choice: Choice) -> float:
+    def get_seconds(tokens: int, choice: Choice) -> float:
         assert isinstance(choice, MoEConfig)
         return (
-            1.0 if choice.path in preparing_paths(LAYER) and choice.gemm1.block_m == 64 else 100.0
+            1.0
+            if choice.path in find_preparing_paths(LAYER) and choice.gemm1.block_m == 64
+            else 100.0
         )
 
-    prepared_space = space()
-    (kernel, i), tokens = make_prepared_kernel(tokens=rows(60), **SIZES), rows(60)
-    plain = choose_config(LAYER, tokens, prepared_space.paths)
-    call_kernel(kernel, i, kernel.prepare_weights(i.weights))
-    call_kernel(kernel, i)
+    prepared_space = make_space()
+    (kernel, inputs), tokens = make_prepared_kernel(tokens=get_tokens(60), **SIZES), get_tokens(60)
+    config_without_prepared = choose_config(LAYER, tokens, prepared_space.paths)
+    call_kernel(kernel, inputs, kernel.prepare_weights(inputs.weights))
+    call_kernel(kernel, inputs)
     assert launched == [128, 128, 128, 128]
-    tuned = tune_one(prepared_space, FakeBenchmark(times), tokens=(tokens,), folder=here)
+    tuned = tune_one(prepared_space, FakeBenchmark(get_seconds), tokens=(tokens,), folder=here)
     assert tuned.best is not None
     assert tuned.best.untuned_seconds == 100.0, "tiles of 128 rows are untuned"
     assert (
         tuned.file == here / "triton_3_6_0" / file_names_for(LAYER, "NVIDIA H200", prepared=True)[0]
     )
     launched.clear()
-    kernel, i = make_prepared_kernel(tokens=tokens, **SIZES)
-    call_kernel(kernel, i, kernel.prepare_weights(i.weights))
+    kernel, inputs = make_prepared_kernel(tokens=tokens, **SIZES)
+    call_kernel(kernel, inputs, kernel.prepare_weights(inputs.weights))
     assert launched == [64, 64]
-    call_kernel(kernel, i)
+    call_kernel(kernel, inputs)
     assert launched == [64, 64, 128, 128]
-    assert choose_config(LAYER, tokens, prepared_space.paths) == plain
+    assert choose_config(LAYER, tokens, prepared_space.paths) == config_without_prepared
     assert choose_config(LAYER, tokens, prepared_space.paths, prepared=True) == tuned.best.choice
     assert prepared_space.saved(here)[tokens].choice == tuned.best.choice
-    text = prepared_space.explain(tokens)
-    assert f"from {tuned.file}: tokens {tokens} is" in text
-    assert "no tuned file" not in text
+    explanation = prepared_space.explain(tokens)
+    assert f"from {tuned.file}: tokens {tokens} is" in explanation
+    assert "no tuned file" not in explanation
     assert str(tuned.file) not in explain(LAYER, tokens, paths=prepared_space.paths)
 
 
 def test_files_without_prepared_weights_do_not_apply(here: Path) -> None:
     """Such files do not affect the number of rows from which prepared weights are used."""
-    prepared_space = space()
-    other = BASE_PATH.default_config(LAYER, 1, current_lookup().device)
-    before = {
+    prepared_space = make_space()
+    other_config = BASE_PATH.default_config(LAYER, 1, current_lookup().device)
+    configs_before = {
         t: choose_config(LAYER, t, prepared_space.paths, prepared=True)
-        for t in (rows(12), rows(700))
+        for t in (get_tokens(12), get_tokens(700))
     }
     for name in file_names_for(LAYER, "NVIDIA H200"):
-        entries = {"1": config_to_json(other), "9999": config_to_json(other)}
+        entries = {"1": config_to_json(other_config), "9999": config_to_json(other_config)}
         path = write_config_file(here / name, {**file_contents(), **entries})
         tiles.clear_caches()
-        assert choose_config(LAYER, rows(700), prepared_space.paths) == other
-        for tokens, config in before.items():
-            assert config.path in preparing_paths(LAYER)
+        assert choose_config(LAYER, get_tokens(700), prepared_space.paths) == other_config
+        for tokens, config in configs_before.items():
+            assert config.path in find_preparing_paths(LAYER)
             assert choose_config(LAYER, tokens, prepared_space.paths, prepared=True) == config
         # With fewer rows, prepared weights are not used.
-        assert choose_config(LAYER, rows(4), prepared_space.paths, prepared=True) == other
+        assert (
+            choose_config(LAYER, get_tokens(4), prepared_space.paths, prepared=True) == other_config
+        )
         path.unlink()
     assert prepared_space.saved(here) == {}
 
 
 def test_file_of_prepared_weights_applies_to_all_their_calls(here: Path) -> None:
-    prepared_space = space()
+    prepared_space = make_space()
     wide = make_heuristic_steps(
         LAYER, current_lookup().device, prepared_space.paths, prepared=True
-    ).choose(rows(12))
-    other = BASE_PATH.default_config(LAYER, 1, current_lookup().device)
-    assert wide.path in preparing_paths(LAYER)
-    prepared_space.save({2: TunedChoice(other, 1.0, None), 100: TunedChoice(wide, 1.0, None)}, here)
+    ).choose(get_tokens(12))
+    other_config = BASE_PATH.default_config(LAYER, 1, current_lookup().device)
+    assert wide.path in find_preparing_paths(LAYER)
+    prepared_space.save(
+        {2: TunedChoice(other_config, 1.0, None), 100: TunedChoice(wide, 1.0, None)}, here
+    )
     prepared_space.save(
         {
-            2: TunedChoice(other, 1.0, None),
+            2: TunedChoice(other_config, 1.0, None),
             100: TunedChoice(wide, 1.0, None),
-            90_000: TunedChoice(other, 1.0, None),
+            90_000: TunedChoice(other_config, 1.0, None),
         },
         here,
     )
@@ -146,21 +152,25 @@ def test_file_of_prepared_weights_applies_to_all_their_calls(here: Path) -> None
         t: choose_config(LAYER, t, prepared_space.paths, prepared=True)
         for t in (1, 50, 200, 40_000)
     }
-    assert choices[1] == choices[50] == other
-    assert choices[200] == choices[40_000] == wide, "what is prepared pays for any number of rows"
-    assert choose_config(LAYER, 50_000, prepared_space.paths, prepared=True) == other
-    kernel, _ = make_prepared_kernel(tokens=rows(20), **SIZES)
+    assert choices[1] == choices[50] == other_config
+    assert choices[200] == choices[40_000] == wide, (
+        "prepared weights are faster with any number of rows"
+    )
+    assert choose_config(LAYER, 50_000, prepared_space.paths, prepared=True) == other_config
+    kernel, _ = make_prepared_kernel(tokens=get_tokens(20), **SIZES)
     assert "tiled_words" not in kernel.workspace_specs(kernel.problem.tokens)
 
 
 def test_override_takes_precedence_over_the_file(here: Path, launched: list[int]) -> None:
-    prepared_space = space()
-    tile = make_heuristic_steps(LAYER, current_lookup().device, prepared_space.paths, prepared=True)
-    prepared_space.save({1: TunedChoice(tile.choose(rows(12)), 1.0, None)}, here)
-    with override_config(tile.choose(rows(60))):
-        kernel, i = make_prepared_kernel(tokens=9, **SIZES)
-        call_kernel(kernel, i, kernel.prepare_weights(i.weights))
-    call_kernel(kernel, i, kernel.prepare_weights(i.weights))
+    prepared_space = make_space()
+    steps = make_heuristic_steps(
+        LAYER, current_lookup().device, prepared_space.paths, prepared=True
+    )
+    prepared_space.save({1: TunedChoice(steps.choose(get_tokens(12)), 1.0, None)}, here)
+    with override_config(steps.choose(get_tokens(60))):
+        kernel, inputs = make_prepared_kernel(tokens=9, **SIZES)
+        call_kernel(kernel, inputs, kernel.prepare_weights(inputs.weights))
+    call_kernel(kernel, inputs, kernel.prepare_weights(inputs.weights))
     assert launched == [128, 128, 32, 32]
 
 
@@ -172,14 +182,14 @@ def test_file_names_of_prepared_weights_are_unique() -> None:
     assert replace(key, prepared=False) == ConfigKey.from_problem(LAYER, "NVIDIA H200")
 
 
-# ------------------------------------------------------------------------------ what is tried
+# ------------------------------------------------------------------------------ candidates
 
 
 def test_paths_without_prepared_weights_have_no_space() -> None:
     for problem in (replace(LAYER, quant="none"), replace(LAYER, dtype=torch.float16)):
-        plain = TritonExperts.tunable(problem)
-        assert plain is not None
-        assert plain.for_prepared_weights() is None
+        space = TritonExperts.tunable(problem)
+        assert space is not None
+        assert space.for_prepared_weights() is None
     with pytest.raises(ConfigurationError, match="can be tuned with prepared weights"):
         TunedPair(*PAIR, this_machine(), prepared=True).make_search_space(
             replace(LAYER, quant="none")
@@ -193,15 +203,15 @@ def test_paths_without_prepared_weights_have_no_space() -> None:
 def test_candidates_depend_on_rows_per_expert(
     here: Path, number: int, is_default: bool, is_candidate: bool
 ) -> None:
-    prepared_space, tokens = space(), rows(number)
-    tried = {
+    prepared_space, tokens = make_space(), get_tokens(number)
+    candidate_paths = {
         choice.path for choice in prepared_space.candidates(tokens) if isinstance(choice, MoEConfig)
     }
     untuned = prepared_space.untuned(tokens)
     assert isinstance(untuned, MoEConfig)
-    assert (untuned.path in preparing_paths(LAYER)) is is_default
-    assert bool(tried & preparing_paths(LAYER)) is is_candidate
-    assert tried - preparing_paths(LAYER), "others may be faster"
+    assert (untuned.path in find_preparing_paths(LAYER)) is is_default
+    assert bool(candidate_paths & find_preparing_paths(LAYER)) is is_candidate
+    assert candidate_paths - find_preparing_paths(LAYER), "others may be faster"
 
 
 def test_choices_are_timed_with_prepared_weights(launched: list[int]) -> None:
@@ -228,13 +238,16 @@ def test_choices_are_timed_with_prepared_weights(launched: list[int]) -> None:
 
 
 def test_explain_shows_launches_without_and_with_prepared_weights(mk: Mk, here: Path) -> None:
-    words = ("--quant", "mxfp4_w4a16,none", "--tokens-list", "4,64,4096,32768")
-    result = mk(*ON_H200, *words)
+    options = ("--quant", "mxfp4_w4a16,none", "--tokens-list", "4,64,4096,32768")
+    result = mk(*ON_H200, *options)
     assert result.code == 0
     assert result.err.strip() == "skipped mixtral none: no experts part prepares its weights"
     launches = [
-        ("prepared weights" in text.splitlines()[0], text.partition("path: ")[2].split()[0])
-        for text in result.out.split("\n\n")
+        (
+            "prepared weights" in explanation.splitlines()[0],
+            explanation.partition("path: ")[2].split()[0],
+        )
+        for explanation in result.out.split("\n\n")
     ]
     paths = [path for is_prepared, path in launches if not is_prepared]
     assert [is_prepared for is_prepared, _ in launches] == [False, True] * 4
@@ -246,8 +259,8 @@ def test_explain_shows_launches_without_and_with_prepared_weights(mk: Mk, here: 
     assert (
         "`mk tune --prepared` writes one: E=8,N=14336,device_name=NVIDIA_H200,dtype=" in result.out
     )
-    texts = json.loads(mk(*ON_H200, *words, "--json").out)["explanations"]
-    assert "\n\n".join(texts).strip() == result.out.strip()
+    explanations = json.loads(mk(*ON_H200, *options, "--json").out)["explanations"]
+    assert "\n\n".join(explanations).strip() == result.out.strip()
 
 
 @pytest.mark.parametrize(
@@ -262,21 +275,24 @@ def test_prepared_is_refused_without_prepared_weights(mk: Mk, words: tuple[str, 
 
 
 def test_device_name_may_be_spelled_as_in_file_names(mk: Mk, here: Path) -> None:
-    words = (*ON_H200, "--quant", "mxfp4_w4a16", "--tokens", "64")
-    spelled = [word.replace("NVIDIA H200", "NVIDIA_H200") for word in words]
-    assert mk(*spelled).out.replace("on NVIDIA_H200", "on NVIDIA H200") == mk(*words).out
+    options = (*ON_H200, "--quant", "mxfp4_w4a16", "--tokens", "64")
+    options_of_file_name = [option.replace("NVIDIA H200", "NVIDIA_H200") for option in options]
+    assert (
+        mk(*options_of_file_name).out.replace("on NVIDIA_H200", "on NVIDIA H200")
+        == mk(*options).out
+    )
 
 
 def test_output_and_records_show_prepared_weights(tmp_path: Path) -> None:
     machine = replace(this_machine(), device="cpu")
     if not machine.interpreter:
         pytest.skip("Triton's interpreter is off")
-    plain, *_ = verb._select_valid([("a", LAYER)], machine, None, "TritonExperts")
-    ((name, problem, pair),) = verb._select_valid(
+    unprepared, *_ = tune_verb._select_valid([("a", LAYER)], machine, None, "TritonExperts")
+    ((name, problem, pair),) = tune_verb._select_valid(
         [("a", LAYER)], machine, None, None, prepared=True
     )
-    assert (pair.experts, pair.prepared, plain[2].prepared) == ("TritonExperts", True, False)
-    layer = TunedLayer(name, problem, pair, space(), (64,), tmp_path)
+    assert (pair.experts, pair.prepared, unprepared[2].prepared) == ("TritonExperts", True, False)
+    layer = TunedLayer(name, problem, pair, make_space(), (64,), tmp_path)
     assert layer.title == "a mxfp4_w4a16 prepared"
     choice = layer.space.untuned(64)
     tuned = TuneResult(64, TunedChoice(choice, 1e-5, 2e-5), {}, {}, finished=True)

@@ -114,9 +114,9 @@ def test_budget_is_shared_and_unused_time_is_passed_on() -> None:
     assert [tuned.finished for tuned in results] == [False] * 4
     num_timed = [len(tuned.times) for tuned in results]
     assert all(8 <= count <= 20 for count in num_timed), num_timed
-    quick = Space((1,))
+    small_space = Space((1,))
     bench = FakeBenchmark(lambda tokens, choice: 5.0)
-    results = list(tune(make_job(quick, bench, *range(1, 9), budget=60.0)))
+    results = list(tune(make_job(small_space, bench, *range(1, 9), budget=60.0)))
     assert [tuned.finished for tuned in results] == [True] * 8
 
 

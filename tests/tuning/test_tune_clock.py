@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from modular_kernel.contracts import StageTimes
-from modular_kernel.measure import timing as method
+from modular_kernel.measure import timing as timing_module
 from modular_kernel.measure.timing import WallClock
 from modular_kernel.replay import stages
 from modular_kernel.tuning import stage_timer
@@ -30,13 +30,13 @@ class Time:
 
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
-    fake = Time()
-    for module in (stage_timer, method):
-        monkeypatch.setattr(module, "time", fake)
-    return fake
+    fake_time = Time()
+    for module in (stage_timer, timing_module):
+        monkeypatch.setattr(module, "time", fake_time)
+    return fake_time
 
 
-def layer(time: Time) -> None:
+def call_layer(time: Time) -> None:
     with stages.stage(stages.GEMM1):
         time.sleep(0.004)
     for _ in range(2):
@@ -49,7 +49,7 @@ def layer(time: Time) -> None:
 def test_stage_times_are_summed_by_stage(time: Time) -> None:
     flushes: list[int] = []
     timer = StageTimer((stages.GEMM1, stages.GEMM2), CPU)
-    times = timer.time_calls([lambda: layer(time)] * 3, lambda: flushes.append(1))
+    times = timer.time_calls([lambda: call_layer(time)] * 3, lambda: flushes.append(1))
     assert len(times) == len(flushes) == 3
     medians = compute_median_stage_times(times)
     assert medians.stages == pytest.approx({stages.GEMM1: 0.004, stages.GEMM2: 0.002})
@@ -65,8 +65,8 @@ def test_watching_ends_after_the_call(time: Time) -> None:
         yield
 
     with stages.watch_stages(watch):
-        layer(time)
-    layer(time)
+        call_layer(time)
+    call_layer(time)
     assert watched == [stages.GEMM1, stages.GEMM2, stages.GEMM2, stages.REDUCE]
     with pytest.raises(ValueError, match="inside"), stages.watch_stages(watch):
         raise ValueError("inside")

@@ -38,7 +38,7 @@ from modular_kernel.tuning.search import Refusal
 here = make_h200_fixture()
 
 
-def model(tokens: int, pair: Choice) -> float:
+def compute_seconds(tokens: int, pair: Choice) -> float:
     assert isinstance(pair, MoEConfig)
     return 1.0 + tile_cost(pair.gemm1, BEST_TILES[0]) + tile_cost(pair.gemm2, BEST_TILES[1])
 
@@ -48,9 +48,9 @@ def test_triton_parts_get_their_fastest_launches(here: Path, part: str) -> None:
     space = load_catalog().experts(part).tunable(MIXTRAL)
     assert isinstance(space, ConfigSpace)
     assert MoEConfig(*BEST_TILES, "aligned") not in space.candidates(128)
-    tuned = tune_one(space, FakeBenchmark(model), tokens=(128,), folder=here)
+    tuned = tune_one(space, FakeBenchmark(compute_seconds), tokens=(128,), folder=here)
     assert tuned.best is not None
-    assert tuned.best.choice == MoEConfig(*BEST_TILES, "aligned"), "put together of two candidates"
+    assert tuned.best.choice == MoEConfig(*BEST_TILES, "aligned"), "the GEMMs of two candidates"
     assert len(tuned.times) < 60
     assert tuned.file == here / "triton_3_6_0" / NAME
     recipe = read_config_file(tuned.file)
@@ -82,8 +82,8 @@ def test_every_choice_can_be_launched(here: Path, tokens: int, quant: str, dtype
     for paths in ((BASE_PATH,), ALL_PATHS):
         space = ConfigSpace(problem, "X", paths)
         candidates = space.candidates(tokens)
-        least = 1 if dtype == "float32" or problem.scheme.packed else 4
-        assert least <= len(candidates) <= (60 if paths == (BASE_PATH,) else 110)
+        min_candidates = 1 if dtype == "float32" or problem.scheme.packed else 4
+        assert min_candidates <= len(candidates) <= (60 if paths == (BASE_PATH,) else 110)
         assert len(set(candidates)) == len(candidates)
         for config in candidates:
             assert isinstance(config, MoEConfig)
@@ -94,22 +94,22 @@ def test_every_choice_can_be_launched(here: Path, tokens: int, quant: str, dtype
 
 
 def test_candidates_have_blocks_that_rows_fill(here: Path) -> None:
-    def blocks(tokens: int) -> set[int]:
+    def find_block_sizes(tokens: int) -> set[int]:
         return {c.gemm1.block_m for c in ConfigSpace(MIXTRAL, "X").candidates(tokens)}
 
-    assert blocks(1) == {16}
-    assert blocks(64) == {16, 32}
-    assert blocks(128) == {32, 64}
-    assert blocks(4096) == {128}
+    assert find_block_sizes(1) == {16}
+    assert find_block_sizes(64) == {16, 32}
+    assert find_block_sizes(128) == {32, 64}
+    assert find_block_sizes(4096) == {128}
 
 
 def test_every_entry_can_be_launched_by_some_scheme(here: Path) -> None:
     """An entry that no scheme can launch would never be used."""
     quants = ("none", "fp8_w8a8_channel", "fp8_w8a8_block", "int4_w4a16_group", "mxfp4_w4a16")
     for quant in quants:
-        known = entries(replace(MIXTRAL, quant=quant))
-        assert {32, 64, 128} <= set(known) <= set(BLOCK_M_ROWS)
-        for block_m, rows in known.items():
+        entries_by_block_m = entries(replace(MIXTRAL, quant=quant))
+        assert {32, 64, 128} <= set(entries_by_block_m) <= set(BLOCK_M_ROWS)
+        for block_m, rows in entries_by_block_m.items():
             assert len(set(rows)) == len(rows)
             for _, _, warps, stages, *group in rows:
                 assert warps in (1, 2, 4, 8)
@@ -121,13 +121,13 @@ def test_small_4_bit_calls_have_separate_launches(here: Path) -> None:
     """A file with the fastest launches determines the launches, and is read back unchanged."""
     problem = replace(MIXTRAL, quant="int4_w4a16_group")
     space = ConfigSpace(problem, "TritonExperts", ALL_PATHS)
-    tried = [c for c in space.candidates(16) if c.path == "aligned_w4"]
-    assert {c.gemm1.block_m for c in tried} == {8, 16}
-    other = next(c for c in tried if c != space.untuned(16))
-    space.save({16: TunedChoice(other, 1e-5, 2e-5)}, here)
-    assert space.saved(here)[16].choice == other
-    assert choose_config(problem, 16, space.paths) == other
-    assert f"GEMM 2: {other.gemm2}" in space.explain(16)
+    candidates = [c for c in space.candidates(16) if c.path == "aligned_w4"]
+    assert {c.gemm1.block_m for c in candidates} == {8, 16}
+    other_choice = next(c for c in candidates if c != space.untuned(16))
+    space.save({16: TunedChoice(other_choice, 1e-5, 2e-5)}, here)
+    assert space.saved(here)[16].choice == other_choice
+    assert choose_config(problem, 16, space.paths) == other_choice
+    assert f"GEMM 2: {other_choice.gemm2}" in space.explain(16)
 
 
 def test_untuned_choice_does_not_depend_on_tuned_files(here: Path) -> None:
@@ -136,18 +136,20 @@ def test_untuned_choice_does_not_depend_on_tuned_files(here: Path) -> None:
     assert space.untuned(1) == make_heuristic_steps(
         MIXTRAL, current_lookup().device, ("aligned",)
     ).choose(1)
-    assert space.candidates(1)[0] == choose_config(MIXTRAL, 1), "what a file says is one too"
+    assert space.candidates(1)[0] == choose_config(MIXTRAL, 1), (
+        "the launch of a file is a candidate"
+    )
 
 
 def test_paths_are_tried_at_suitable_token_counts(here: Path) -> None:
     space = ConfigSpace(MIXTRAL, "X", (AlignedPath, GemvPath, GroupedTmaPath))
 
-    def paths(tokens: int) -> set[str]:
+    def find_paths(tokens: int) -> set[str]:
         return {pair.path for pair in space.candidates(tokens) if isinstance(pair, MoEConfig)}
 
-    assert paths(1) == {"aligned", "gemv"}
-    assert paths(16) == {"aligned"}
-    assert paths(4096) == {"aligned", "grouped_tma"}
+    assert find_paths(1) == {"aligned", "gemv"}
+    assert find_paths(16) == {"aligned"}
+    assert find_paths(4096) == {"aligned", "grouped_tma"}
     permuted = grouped_tma_config.default_config(MIXTRAL)
     path = space.save({8192: TunedChoice(permuted, 1.0, 1.0)}, here)
     assert choose_config(MIXTRAL, 8192, ("aligned", "grouped_tma")).path == "grouped_tma"
@@ -161,8 +163,8 @@ def test_space_keeps_its_gpu_in_another_process(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     space = pickle.loads(pickle.dumps(ConfigSpace(MIXTRAL, "X")))
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(tiles, "current_machine", lambda: this_machine(device="cpu"))
+    with monkeypatch.context() as patch:
+        patch.setattr(tiles, "current_machine", lambda: this_machine(device="cpu"))
         tiles.clear_caches()
         assert current_lookup().device.name == ""
         with space.using(space.candidates(1)[0]):
@@ -173,14 +175,14 @@ def test_space_keeps_its_gpu_in_another_process(
 
 def test_time_model_needs_timed_launches() -> None:
     timings = {
-        pair: StageTimes(model(1, pair), stage_times(1, pair))
+        pair: StageTimes(compute_seconds(1, pair), stage_times(1, pair))
         for pair in (SMALL_TILES, LARGE_TILES)
     }
-    model_of = AdditiveTimeModel(timings)
-    assert sorted(model_of.kinds()) == [("aligned", 16), ("aligned", 32)]
-    assert model_of.seconds(SMALL_TILES) == pytest.approx(model(1, SMALL_TILES))
+    time_model = AdditiveTimeModel(timings)
+    assert sorted(time_model.kinds()) == [("aligned", 16), ("aligned", 32)]
+    assert time_model.seconds(SMALL_TILES) == pytest.approx(compute_seconds(1, SMALL_TILES))
     with pytest.raises(KeyError):
-        model_of.seconds(MoEConfig(*BEST_TILES, "aligned"))
+        time_model.seconds(MoEConfig(*BEST_TILES, "aligned"))
 
 
 def test_saved_results_are_loaded_by_the_next_run(here: Path) -> None:
@@ -192,12 +194,12 @@ def test_saved_results_are_loaded_by_the_next_run(here: Path) -> None:
     }
     path = space.save(best, here)
     assert space.saved(here) == best
-    assert [p.name for p in path.parent.iterdir()] == [NAME], "nothing partial stays"
+    assert [p.name for p in path.parent.iterdir()] == [NAME], "no partial file remains"
     assert sorted(ConfigSpace(MIXTRAL.with_tokens(1), "TritonExperts").saved(here)) == [1, 9, 400]
 
 
 @pytest.mark.parametrize(
-    "other",
+    "other_space",
     [
         ConfigSpace(replace(MIXTRAL, hidden=2048), "TritonExperts"),
         ConfigSpace(replace(MIXTRAL, top_k=4), "TritonExperts"),
@@ -205,13 +207,13 @@ def test_saved_results_are_loaded_by_the_next_run(here: Path) -> None:
     ],
     ids=["hidden", "top_k", "part"],
 )
-def test_file_of_another_layer_is_not_continued(here: Path, other: ConfigSpace) -> None:
+def test_file_of_another_layer_is_not_continued(here: Path, other_space: ConfigSpace) -> None:
     """Both files have the same name, which consists of E, I and the device."""
     space = ConfigSpace(MIXTRAL, "TritonExperts")
     path = space.save({1: TunedChoice(space.untuned(1), 1.0, 1.0)}, here)
-    with pytest.raises(ConfigurationError, match="start afresh") as refused:
-        other.saved(here)
-    assert str(path) in str(refused.value)
+    with pytest.raises(ConfigurationError, match="start afresh") as exc_info:
+        other_space.saved(here)
+    assert str(path) in str(exc_info.value)
 
 
 def test_file_of_vllm_is_not_continued(here: Path) -> None:
@@ -227,12 +229,12 @@ def test_a_part_without_choices_has_nothing_to_tune() -> None:
 
 def test_saving_reloads_files_in_this_process(here: Path) -> None:
     space = ConfigSpace(MIXTRAL, "TritonExperts")
-    before = choose_config(MIXTRAL, 64)
-    other = next(pair for pair in space.candidates(64) if pair != before)
-    space.save({64: TunedChoice(other, 1.0, 1.0)}, here)
-    assert choose_config(MIXTRAL, 64) == other
+    untuned_choice = choose_config(MIXTRAL, 64)
+    other_choice = next(pair for pair in space.candidates(64) if pair != untuned_choice)
+    space.save({64: TunedChoice(other_choice, 1.0, 1.0)}, here)
+    assert choose_config(MIXTRAL, 64) == other_choice
     tiles.clear_caches()
-    assert choose_config(MIXTRAL, 64) == other
+    assert choose_config(MIXTRAL, 64) == other_choice
 
 
 @pytest.mark.parametrize(
@@ -246,5 +248,5 @@ def test_saving_reloads_files_in_this_process(here: Path) -> None:
     ],
 )
 def test_explain_uses_the_paths_of_the_named_gpu(here: Path, name: str, path: str) -> None:
-    text = ConfigSpace(MIXTRAL, "TritonExperts", ALL_PATHS).explain(4096, name)
-    assert f"  path: {path}\n" in text
+    explanation = ConfigSpace(MIXTRAL, "TritonExperts", ALL_PATHS).explain(4096, name)
+    assert f"  path: {path}\n" in explanation
