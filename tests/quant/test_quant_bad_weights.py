@@ -134,12 +134,12 @@ INVALID_WEIGHTS = (
     InvalidField(
         "fp8_w8a8_channel",
         "w2_scale",
-        lambda w: w.w2_scale.cast("meta"),
+        lambda w: w.w2_scale.to("meta"),
         DeviceError,
         "meta",
         "cpu, where x is",
     ),
-    InvalidField("fp8_w8a8_channel", "w1", lambda w: w.w1.cast("meta"), DeviceError, "meta", "cpu"),
+    InvalidField("fp8_w8a8_channel", "w1", lambda w: w.w1.to("meta"), DeviceError, "meta", "cpu"),
     InvalidField(
         BLOCK,
         "w1_scale",
