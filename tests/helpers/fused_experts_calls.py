@@ -28,21 +28,21 @@ def make_layer(
     problem: Problem, device: str | torch.device = "cpu"
 ) -> tuple[torch.Tensor, ExpertWeights, Routing]:
     """Return x, weights and routing of a small layer."""
-    g = torch.Generator().manual_seed(3)
+    g, experts = torch.Generator().manual_seed(3), problem.experts
     x_TH = torch.randn(problem.tokens, H, generator=g, dtype=problem.dtype)
     unquantized = ExpertWeights(
-        torch.randn(E, problem.w1_rows, H, generator=g, dtype=problem.dtype) / 8,
-        torch.randn(E, H, I, generator=g, dtype=problem.dtype) / 5,
+        torch.randn(experts, problem.w1_rows, H, generator=g, dtype=problem.dtype) / 8,
+        torch.randn(experts, H, I, generator=g, dtype=problem.dtype) / 5,
     )
     if problem.bias:
-        biases = (torch.randn(E, n, generator=g) for n in (problem.w1_rows, H))
+        biases = (torch.randn(experts, n, generator=g) for n in (problem.w1_rows, H))
         unquantized = replace(unquantized, b1=next(biases), b2=next(biases))
     if problem.scheme.static:
         unquantized = replace(
             unquantized, a1_scale=torch.tensor([0.01]), a2_scale=torch.tensor([0.02])
         )
     weights = quantize_weights(unquantized, problem) if problem.scheme.quantized else unquantized
-    values, ids = torch.randn(problem.tokens, E, generator=g).topk(problem.top_k)
+    values, ids = torch.randn(problem.tokens, experts, generator=g).topk(problem.top_k)
     routing = Routing(values.softmax(-1), ids)
     return x_TH.to(device), move_tensors(weights, device), move_tensors(routing, device)
 

@@ -173,6 +173,24 @@ def test_fused_moe_routes_by_softmax(renormalize: bool) -> None:
             fused_moe(x_TH, weights.w1, weights.w2, logits, MoeRunnerConfig(top_k=top_k))
 
 
+@pytest.mark.parametrize("top_k", [1, 16, 22, 32])
+def test_fused_moe_selects_up_to_32_experts(top_k: int) -> None:
+    problem = replace(BASE, experts=40, top_k=top_k)
+    x_TH, weights, _ = make_layer(problem)
+    logits = torch.randn(T, 40, generator=torch.Generator().manual_seed(4))
+    config = MoeRunnerConfig(top_k=top_k, inplace=False)
+    got = fused_moe(x_TH, weights.w1, weights.w2, logits, config, renormalize=True)
+    values, ids = logits.double().softmax(-1).topk(top_k)
+    routing = Routing((values / values.sum(-1, keepdim=True)).float(), ids)
+    assert_close(got, float64_reference(x_TH, weights, routing, problem), 1e-5)
+
+
+def test_fused_moe_refuses_more_than_32_experts_per_token() -> None:
+    x_TH, weights, _ = make_layer(replace(BASE, experts=40))
+    with pytest.raises(ConfigurationError, match=r"got 33, need .*32"):
+        fused_moe(x_TH, weights.w1, weights.w2, torch.randn(T, 40), MoeRunnerConfig(top_k=33))
+
+
 def test_torch_compile_does_not_break_the_graph() -> None:
     x_TH, weights, routing = make_layer(BASE)
     expected = call_fused_experts(x_TH, weights, routing) * 2

@@ -60,6 +60,7 @@ ROWS = {
     )),
     "A64": Row("fused_moe from logits equals its two steps", (
         "test_fused_moe::test_fused_moe_routes_by_softmax",
+        "test_fused_moe::test_fused_moe_selects_up_to_32_experts",
         f"{KEYWORDS}::test_fused_moe_accepts_the_output_of_a_router",
     )),
     "A66": Row("describe() has the map of experts", (

@@ -65,7 +65,9 @@ PLAIN_COUNT, INTERPRETED_COUNT = 1880, 120
 
 def test_docs_have_the_number_of_changes() -> None:
     page = Path(__file__).resolve().parents[2] / "docs" / "fuzz.md"
-    assert f"with one of {len(call_changes.ALL)} changes to the call" in page.read_text(encoding="utf-8")
+    assert f"with one of {len(call_changes.ALL)} changes to the call" in page.read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.mark.parametrize("interpreted", [False, True], ids=["plain", "interpreted"])
