@@ -7,7 +7,8 @@
     e  experts on this rank
     K  top-k: experts per token
     N  rows of w1: 2I if the activation is gated, else I
-    R  routed rows
+    R  routed rows; in the shapes of lora_* tensors, the largest rank of an adapter
+    L  adapter slots
     C  capacity: rows reserved per expert in the batched format
     P  routed pairs: P = T * K, and pair p = t * K + k
 
@@ -35,8 +36,8 @@ class Routing:
     topk_ids_TK: (T, K) int32 or int64, global expert ids. -1 skips the pair. If a token selects an
         expert twice, both pairs are computed.
     adapters_T: (T,) int32, adapter slot of each token, or -1 for no adapter. None if and only if
-        the problem has no adapters. "none" if the problem has adapters, but no token of this call
-        uses one; the call then runs like a call of a layer without adapters.
+        the problem has no adapters. The string "none" if the problem has adapters, but no token of
+        this call uses one; the call then runs like a call of a layer without adapters.
     """
 
     topk_weights_TK: torch.Tensor
@@ -51,7 +52,7 @@ class Routing:
     def of(self, tokens: torch.Tensor | slice) -> "Routing":
         """Return the routing of selected tokens.
 
-        tokens: a slice, (N,) indices, or a (T,) mask.
+        tokens: a slice, (n,) indices, or a (T,) mask.
         """
         slots_T = self.slots_T
         weights_TK = check_tensor("topk_weights", self.topk_weights_TK)
@@ -74,7 +75,7 @@ def _check_indices(tokens: object, num_tokens: int) -> None:
         raise DtypeError("tokens", got=index.dtype, need="int32 or int64 indices, or a bool mask")
     if index.dim() != 1 or (index.dtype is torch.bool and len(index) != num_tokens):
         raise ShapeError(
-            "tokens", got=tuple(index.shape), need=f"(N,) indices, or a ({num_tokens},) mask"
+            "tokens", got=tuple(index.shape), need=f"(n,) indices, or a ({num_tokens},) mask"
         )
 
 
@@ -273,8 +274,9 @@ class ExpertRows:
     topk_weights_TK: (T, K) float32, the caller's router weights; None if the weights were applied
         to the input.
     scale: the routed scaling factor, if it must still be applied.
-    routing: the routing of the rows, if row p holds pair p. Invalid ids have already been counted,
-        and the weights of skipped pairs are not read. None if rows of skipped pairs are 0.
+    routing: the routing of the rows, only used if row p holds pair p. Invalid ids have already been
+        counted, and the weights of skipped pairs are not read. None means that the rows of skipped
+        pairs are 0 and may be summed.
     num_local: number of experts on this rank.
     checked: True if the tensors come from a kernel and are known to be valid. If False, the reducer
         checks them.
@@ -373,7 +375,7 @@ def _find_unloaded(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
     return is_unset & is_unset.all()
 
 
-def check_divisors(what: str, scale: torch.Tensor) -> None:
+def check_activation_scales(what: str, scale: torch.Tensor) -> None:
     """Raise WeightsError unless all activation scales are positive and have finite inverses.
 
     Kernels multiply by the inverse, which is infinite for scales below 2^-128. Synchronizes.
@@ -390,11 +392,11 @@ def check_leading_dims(
     """Raise ShapeError if the leading dimensions of `tensor` and x differ.
 
     what: name of the tensor.
-    tensor: (..., n), or (T, n) with any n.
+    tensor: (*leading_dims, n), or (T, n), whose T is not checked.
     leading_dims: leading dimensions of x, that is, all except H.
     last_dim_name: name of the last dimension of `tensor`, for the message.
     """
     if tensor.dim() > 2 and tuple(tensor.shape[:-1]) != leading_dims:
         sizes = ", ".join(map(str, leading_dims))
-        need = f"({sizes}, {last_dim_name}) as x, or (T, {last_dim_name})"
+        need = f"({sizes}, {last_dim_name}) like x, or (T, {last_dim_name})"
         raise ShapeError(what, got=tuple(tensor.shape), need=need)

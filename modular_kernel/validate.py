@@ -19,7 +19,7 @@ from modular_kernel.errors import (
 from modular_kernel.quant.quantized_weights import SCALE_FIELDS, check_weights_quantized
 from modular_kernel.spec.lora import NO_ADAPTERS
 from modular_kernel.spec.problem import Combine, Problem, dtype_name
-from modular_kernel.tensors import ExpertWeights, Routing, check_divisors
+from modular_kernel.tensors import ExpertWeights, Routing, check_activation_scales
 from modular_kernel.text import format_count
 from modular_kernel.utils.tensor_checks import (
     check_no_gradients,
@@ -240,7 +240,7 @@ def check_static_scales(weights: ExpertWeights) -> None:
     for name in ("a1_scale", "a2_scale"):
         scale: torch.Tensor | None = getattr(weights, name)
         if scale is not None:
-            check_divisors(name, scale)
+            check_activation_scales(name, scale)
 
 
 def _describe_out_of_range(

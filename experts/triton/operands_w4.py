@@ -15,15 +15,15 @@ from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights
 
 _VECTOR_BYTES = 16  # bytes per vector load
-WARP_K = 128  # default of the K elements per warp and step
+MAX_MMA_K = 128  # largest number of K elements that a warp multiplies per step
 _MIN_MMA_K = 32  # four lanes hold one 32-bit word of eight weights each along K
 
 
 def supports_w4(problem: Problem) -> bool:
     """Return whether the kernels for 4-bit weights support `problem`.
 
-    The kernels need 16-bit activations and weights without act order. K and the size of the scale
-    groups must be multiples of 32.
+    The kernels need 16-bit activations and weights without act order. K must be a multiple of 32,
+    and so must the size of the scale groups, except for NVFP4.
     """
     scheme = problem.scheme
     if not scheme.packed or scheme.act_order:
@@ -36,7 +36,7 @@ def supports_w4(problem: Problem) -> bool:
     )
 
 
-def choose_mma_k(scheme: QuantScheme, k: int, max_mma_k: int = WARP_K) -> int:
+def choose_mma_k(scheme: QuantScheme, k: int, max_mma_k: int = MAX_MMA_K) -> int:
     """Return the number of K elements per MMA, at most max_mma_k.
 
     If a scale covers fewer than k elements, the result divides the group, so that one scale applies

@@ -7,7 +7,7 @@
 - `gptq_awq`, `compressed_tensors`, `fp8_mxfp4`, `bitsandbytes`, `torchao` and `ggml_blocks` convert
   the layouts of individual quantizers.
 
-The functions that this package exports take tensors and have no side effects.
+The functions that this package exports have no side effects, and none of them reads files.
 """
 
 from modular_kernel.checkpoints.compressed_tensors import from_compressed_tensors

@@ -9,7 +9,7 @@ import torch
 
 from modular_kernel.errors import DtypeError, ShapeError, WeightsError
 from modular_kernel.spec.problem import dtype_name
-from modular_kernel.tensors import check_divisors
+from modular_kernel.tensors import check_activation_scales
 from modular_kernel.utils.tensor_checks import check_tensor
 
 _FP8 = torch.float8_e4m3fn
@@ -93,7 +93,7 @@ def convert_input_scale(scale: torch.Tensor, what: str) -> torch.Tensor:
     Raises WeightsError unless all are valid divisors, because activations are divided by them.
     """
     scale = _to_float32(scale, what)
-    check_divisors(what, scale)
+    check_activation_scales(what, scale)
     return scale
 
 

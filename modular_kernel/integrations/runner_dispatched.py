@@ -100,12 +100,12 @@ def run_received(
     validate.check_weights(weights, x, problem)
     experts = _make_experts(part, problem, x.device.type)
     if isinstance(tokens, BatchedTokens):
-        shape: BatchedShape | StandardShape = BatchedShape(*x.shape[:2])
+        dispatch_shape: BatchedShape | StandardShape = BatchedShape(*x.shape[:2])
     else:
-        shape = StandardShape(*tokens.routing.topk_ids_TK.shape)
-    shapes = experts.workspace_shapes(shape)
-    workspace = Workspace(shapes.buffers(), x.device)
-    output = torch.empty(shapes.output.shape, dtype=problem.dtype, device=x.device)
+        dispatch_shape = StandardShape(*tokens.routing.topk_ids_TK.shape)
+    workspace_shapes = experts.workspace_shapes(dispatch_shape)
+    workspace = Workspace(workspace_shapes.buffers(), x.device)
+    output = torch.empty(workspace_shapes.output.shape, dtype=problem.dtype, device=x.device)
     if output.numel():
         experts.apply(tokens, weights=weights, workspace=workspace, output=output)
     if is_batched:
@@ -151,7 +151,7 @@ def check_rows(x: torch.Tensor, scale: torch.Tensor | None, problem: Problem) ->
         raise ShapeError("hidden_states", got=got, need=need)
     if not scheme.dispatched_quantized:
         if scale is not None:
-            need = f"None, because rows are not quantized with {problem.quant}"
+            need = f"None: {problem.quant} does not quantize activations"
             raise ShapeError("hidden_states_scale", got=tuple(scale.shape), need=need)
         return
     if scale is None:

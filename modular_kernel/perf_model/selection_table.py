@@ -54,7 +54,7 @@ class Selection:
     """
 
     model: str
-    cluster: str
+    cluster_name: str
     phase: str
     best: Estimate | None = None
     other_exchange: Estimate | None = None
@@ -68,7 +68,7 @@ class RecordError:
 
     part: a part of a recommended pairing.
     ranks: number of ranks of an exchange; 1 for a layer on one GPU.
-    quant: the scheme, and for an exchange also the measured quantity.
+    label: the scheme, and for an exchange also the measured quantity.
     error: predicted / measured - 1.
     """
 
@@ -76,7 +76,7 @@ class RecordError:
     part: str
     ranks: int
     tokens: int
-    quant: str
+    label: str
     error: float
 
 
@@ -84,9 +84,9 @@ class RecordError:
 def select_all_pairings() -> tuple[Selection, ...]:
     """Select a pairing for each model, machine and phase, in this order."""
     return tuple(
-        select_pairing(model, cluster, phase)
+        select_pairing(model, cluster_name, phase)
         for model in MOE_LAYERS
-        for cluster in CLUSTERS
+        for cluster_name in CLUSTERS
         for phase in PHASE_TOKENS
     )
 
@@ -124,26 +124,28 @@ def problem_of(model: str, cluster: Cluster, tokens: int) -> Problem:
 def _explain_missing_selection(result: PairingEstimates) -> str:
     """Return the reason why no pairing is recommended."""
     if not result.too_large:
-        return "no valid pair has an estimate"
-    for_all_layers = [reason for _, reason in result.too_large if not reason.startswith("[")]
-    minimum = min(map(_parse_gigabytes, for_all_layers), default=float("inf"))
+        return "no valid pairing has an estimate"
+    reasons_for_all_layers = [
+        reason for _, reason in result.too_large if not reason.startswith("[")
+    ]
+    minimum = min(map(_parse_gigabytes, reasons_for_all_layers), default=float("inf"))
     if minimum == float("inf"):
-        return "no pair fits, even with one layer"
-    return f"no pair fits: {minimum:.1f} GB or more, of {(result.machine.memory or 0) / 1e9:.1f} GB"
+        return "no pairing fits, even with one layer"
+    gpu_memory = (result.machine.memory or 0) / 1e9
+    return f"no pairing fits: {minimum:.1f} GB or more are needed, a GPU has {gpu_memory:.1f} GB"
 
 
 def _parse_gigabytes(reason: str) -> float:
     return float(reason.partition(" GB")[0])
 
 
-def record_errors() -> list[RecordError]:
+def compare_with_records() -> list[RecordError]:
     """Compare estimates with the recorded times of the parts of recommended pairings, on H200.
 
-    The record of an experts part is the time of a whole layer on one GPU. It is used if it has the
-    model's hidden and intermediate size, top-k and scheme, with all experts or the experts of one
-    rank. It is compared with an estimate from the records of other layers. The record of an
-    exchange is used if it has the model's hidden size, experts and top-k, and as many ranks as a
-    machine.
+    The record of an experts part is the time of a whole layer on one GPU. It is used if its hidden
+    and intermediate size, top-k and scheme equal the model's. The number of experts may differ. It
+    is compared with an estimate from the records of other layers. The record of an exchange is used
+    if it has the model's hidden size, experts and top-k, and one rank per GPU of the machine.
     """
     distinct_errors = dict.fromkeys(
         error
@@ -158,7 +160,7 @@ def record_errors() -> list[RecordError]:
 
 
 def _has_records(selection: Selection) -> bool:
-    return parse_machine(selection.cluster).gpu.arch == ARCH
+    return parse_machine(selection.cluster_name).gpu.arch == ARCH
 
 
 def _iter_experts_errors(selection: Selection, best: Estimate) -> Iterator[RecordError]:
@@ -193,28 +195,28 @@ def _iter_exchange_errors(selection: Selection, best: Estimate) -> Iterator[Reco
             and (recorded.hidden, recorded.experts, recorded.top_k)
             == (problem.hidden, problem.experts, problem.top_k)
         ):
-            quant = f"{recorded.quant}, {measured.quantity}"
+            label = f"{recorded.quant}, {measured.quantity}"
             yield RecordError(
-                selection.model, measured.part, world, recorded.tokens, quant, comparison.error
+                selection.model, measured.part, world, recorded.tokens, label, comparison.error
             )
 
 
 @cache
 def _compare_exchanges() -> tuple[Comparison, ...]:
-    times = [time for name in RECORD_FILES for time in read_measurements(DATA_FOLDER / name)]
-    return compare([time for time in times if time.problem.parallel.world_size > 1])
+    measurements = [m for name in RECORD_FILES for m in read_measurements(DATA_FOLDER / name)]
+    return compare([m for m in measurements if m.problem.parallel.world_size > 1])
 
 
 def format_selection_tables() -> str:
     """Return a Markdown table of recommended pairings for each machine."""
-    return "\n\n".join(_format_machine_table(cluster) for cluster in CLUSTERS)
+    return "\n\n".join(_format_machine_table(cluster_name) for cluster_name in CLUSTERS)
 
 
-def _format_machine_table(cluster: str) -> str:
-    columns = "model | phase | take | us | Mtok/s | GB | other exchange | other experts"
-    lines = [f"## {cluster}", "", f"| {columns} |", "|---|---|---|---:|---:|---:|---|---|"]
+def _format_machine_table(cluster_name: str) -> str:
+    columns = "model | phase | pairing | us | Mtok/s | GB | other exchange | other experts"
+    lines = [f"## {cluster_name}", "", f"| {columns} |", "|---|---|---|---:|---:|---:|---|---|"]
     for selection in select_all_pairings():
-        if selection.cluster == cluster:
+        if selection.cluster_name == cluster_name:
             cells = selection.model, selection.phase, *_format_cells(selection)
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -243,7 +245,7 @@ def _format_ratio(best: Estimate, alternative: Estimate | None, part_field: str)
 
 def format_record_errors() -> str:
     """Return a Markdown table of errors by model and part, and a list of errors > ERROR_LIMIT."""
-    errors = record_errors()
+    errors = compare_with_records()
     magnitudes_by_key: dict[tuple[str, str, int], list[float]] = {}
     for e in errors:
         magnitudes_by_key.setdefault((e.model, e.part, e.ranks), []).append(abs(e.error))
@@ -262,7 +264,7 @@ def format_record_errors() -> str:
     lines += ["", f"Beyond {limit}, {len(large_errors)} of {len(errors)} records:", ""]
     lines += ["| model | part | GPUs | scheme | tokens | error |", "|---|---|---:|---|---:|---:|"]
     for e in sorted(large_errors, key=lambda e: (e.model, e.part, e.ranks, e.tokens)):
-        cells = f"{e.model} | `{e.part}` | {e.ranks} | {e.quant} | {e.tokens}"
+        cells = f"{e.model} | `{e.part}` | {e.ranks} | {e.label} | {e.tokens}"
         lines.append(f"| {cells} | {e.error * 100:+.0f} % |")
     return "\n".join(lines)
 

@@ -46,7 +46,7 @@ class _Arithmetic:
     quantize_h: quantizes the rows that GEMM 2 reads.
     round_gate_up: rounds the results of GEMM 1.
     round_rows: rounds the results of GEMM 2.
-    round_weighted_x: rounds x times a router weight.
+    round_weighted_x: rounds the product of x and a router weight.
     matmul: multiplies rows (R, K) by the transpose of a matrix (N, K).
     """
 
@@ -88,7 +88,9 @@ def float64_reference(
         quantize_h=_keep_exact_rows,
         **no_rounding,
     )
-    return _compute_layer(x_TH, weights, routing, problem, exact, weights_after_gemm1=False)
+    return _compute_layer(
+        x_TH, weights, routing, problem, exact, apply_router_weights_after_gemm1=False
+    )
 
 
 def rounded_reference(
@@ -101,24 +103,35 @@ def rounded_reference(
 ) -> torch.Tensor:
     """Return the output that plain PyTorch computes in the problem's dtype, as float64.
 
-    GEMMs accumulate in float32. The following values are rounded to the problem's dtype: x times
-    the router weight (if the weight applies to the input), the results of GEMM 1 and its bias, of
-    the activation, and of GEMM 2 and its bias, and the output. With tf32, the operands of both
-    GEMMs lose their last 13 mantissa bits, as in Hopper's tensor cores.
+    GEMMs accumulate in float32. These values are rounded to the problem's dtype:
+
+    - the product of x and the router weight, if the weight applies to the input;
+    - the results of GEMM 1, with the bias;
+    - the results of the activation;
+    - the results of GEMM 2, with the bias;
+    - the output.
+
+    With tf32, the operands of both GEMMs lose their last 13 mantissa bits, as in Hopper's tensor
+    cores.
 
     Weight-only schemes round dequantized weights to the problem's dtype. Other schemes quantize x
     and h, the output of the activation. Depending on the scheme, a scale covers all valid pairs, a
     row, or a group of a row. nvfp4 also has a scale per expert.
 
-    input_weighted: where a router weight that applies to the input is multiplied, if the scheme
-        quantizes activations. True multiplies x before it is quantized. False multiplies the
-        results of GEMM 1.
+    input_weighted: what the router weights multiply if they apply to the input and the scheme
+        quantizes activations: x before it is quantized (True), or the results of GEMM 1 (False).
     """
     quantizes = problem.scheme.quantizes_activations
-    arithmetic = _make_arithmetic(weights, problem, Roundings(weights=not quantizes, gate_up=True))
-    weights_after_gemm1 = quantizes and not input_weighted
+    roundings = Roundings(weights=not quantizes, gate_up=True)
+    arithmetic = _make_arithmetic(weights, problem, roundings, _matmul, reciprocal=False)
+    apply_router_weights_after_gemm1 = quantizes and not input_weighted
     return _compute_layer(
-        x_TH, weights, routing, problem, arithmetic, weights_after_gemm1=weights_after_gemm1
+        x_TH,
+        weights,
+        routing,
+        problem,
+        arithmetic,
+        apply_router_weights_after_gemm1=apply_router_weights_after_gemm1,
     ).double()
 
 
@@ -136,8 +149,8 @@ def bitwise_reference(
     The output is (T, H) or (T, K, H). It is computed in one chunk, even if the problem splits
     calls.
 
-    input_weighted: where a router weight that applies to the input is multiplied. True multiplies x
-        before it is quantized. False multiplies the results of GEMM 1, before the bias.
+    input_weighted: what the router weights multiply if they apply to the input: x before it is
+        quantized (True), or the results of GEMM 1 before the bias (False).
     """
     arguments = x_TH, weights, routing, problem, roundings
     return bitwise_references(*arguments, input_weighted=input_weighted, generators=(None,))[0]
@@ -162,11 +175,18 @@ def bitwise_references(
     """
     num_copies, num_tokens = len(generators), len(x_TH)
     matmul = partial(_matmul_float32, generators=generators)
-    arithmetic = _make_arithmetic(weights, problem, roundings, matmul, num_copies=num_copies)
+    arithmetic = _make_arithmetic(
+        weights, problem, roundings, matmul, reciprocal=True, num_copies=num_copies
+    )
     repeated = routing.of(torch.arange(num_tokens, device=x_TH.device).repeat(num_copies))
     x_TH = x_TH.repeat(num_copies, 1)
     value = _compute_layer(
-        x_TH, weights, repeated, problem, arithmetic, weights_after_gemm1=not input_weighted
+        x_TH,
+        weights,
+        repeated,
+        problem,
+        arithmetic,
+        apply_router_weights_after_gemm1=not input_weighted,
     )
     return value.to(problem.dtype).view(num_copies, num_tokens, *value.shape[1:])
 
@@ -175,17 +195,19 @@ def _make_arithmetic(
     weights: ExpertWeights,
     problem: Problem,
     roundings: Roundings,
-    matmul: Matmul | None = None,
+    matmul: Matmul,
+    *,
+    reciprocal: bool,
     num_copies: int = 1,
 ) -> _Arithmetic:
     """Return float32 arithmetic that rounds to the problem's dtype where `roundings` declares.
 
-    matmul: the matrix product of a bitwise reference, which also multiplies by reciprocals of
-        scales, as the parts do. None returns the arithmetic of `rounded_reference`.
+    matmul: computes the matrix products.
+    reciprocal: multiply by the reciprocals of scales, as the parts do, instead of dividing.
     num_copies: number of copies of a call whose tokens are concatenated. A scale that covers all
         pairs of a call is computed for each copy separately.
     """
-    scheme, reciprocal = problem.scheme, matmul is not None
+    scheme = problem.scheme
 
     def round_to_dtype(value: torch.Tensor) -> torch.Tensor:
         return value.to(problem.dtype).to(torch.float32)
@@ -206,7 +228,7 @@ def _make_arithmetic(
         torch.float32,
         round_to_dtype=round_to_dtype,
         round_weight=round_to_dtype if roundings.weights else _keep_exact,
-        round_operand=_drop_13_bits if tf32 and not quantizes else _keep_exact,
+        round_operand=_truncate_to_tf32 if tf32 and not quantizes else _keep_exact,
         quantize_x=(
             partial(quantize, static_scale=weights.a1_scale) if quantizes else _keep_exact_rows
         ),
@@ -216,7 +238,7 @@ def _make_arithmetic(
         round_gate_up=round_to_dtype if roundings.gate_up else _keep_exact,
         round_rows=round_to_dtype if roundings.rows else _keep_exact,
         round_weighted_x=_keep_exact if scheme.dispatched_quantized else round_to_dtype,
-        matmul=matmul or _matmul,
+        matmul=matmul,
     )
 
 
@@ -259,7 +281,7 @@ def _keep_exact_rows(rows: torch.Tensor, experts_R: torch.Tensor) -> torch.Tenso
     return rows
 
 
-def _drop_13_bits(value: torch.Tensor) -> torch.Tensor:
+def _truncate_to_tf32(value: torch.Tensor) -> torch.Tensor:
     return (value.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 
@@ -270,23 +292,23 @@ def _compute_layer(
     problem: Problem,
     arithmetic: _Arithmetic,
     *,
-    weights_after_gemm1: bool,
+    apply_router_weights_after_gemm1: bool,
 ) -> torch.Tensor:
     """Compute the layer, (T, H) or (T, K, H), in the dtype of `arithmetic`.
 
-    weights_after_gemm1: multiply the results of GEMM 1 instead of x by router weights that apply to
-        the input.
+    apply_router_weights_after_gemm1: multiply the results of GEMM 1 instead of x by router weights
+        that apply to the input.
     """
     dtype, round_to_dtype = arithmetic.dtype, arithmetic.round_to_dtype
     round_operand = arithmetic.round_operand
     ids = _map_to_local_ids(routing, weights, problem)
     is_local = (ids >= 0) & (ids < weights.w1.shape[0])
     local_ids = torch.where(is_local, ids, -1).flatten()
-    router_weights = torch.where(is_local, routing.topk_weights_TK.to(dtype), 0)
-    weights_on_input = problem.apply_router_weight_on_input
+    router_weights_TK = torch.where(is_local, routing.topk_weights_TK.to(dtype), 0)
+    router_weights_on_input = problem.apply_router_weight_on_input
     x = x_TH.to(dtype)
-    if weights_on_input and not weights_after_gemm1:
-        x_TKH = torch.where(is_local[..., None], x[:, None] * router_weights[..., None], 0.0)
+    if router_weights_on_input and not apply_router_weights_after_gemm1:
+        x_TKH = torch.where(is_local[..., None], x[:, None] * router_weights_TK[..., None], 0.0)
         weighted_x = arithmetic.round_weighted_x(x_TKH).flatten(0, 1)
         x_TKH = arithmetic.quantize_x(weighted_x, local_ids).view_as(x_TKH)
     elif problem.scheme.scales_by_expert:
@@ -296,7 +318,7 @@ def _compute_layer(
         x_TKH = arithmetic.quantize_x(x, local_ids)[:, None].expand(-1, ids.shape[1], -1)
     # Only experts that have tokens are computed.
     used_experts = sorted(set(local_ids[local_ids >= 0].tolist()))
-    pairs = [(expert, (ids == expert).nonzero(as_tuple=True)) for expert in used_experts]
+    pairs_by_expert = [(expert, (ids == expert).nonzero(as_tuple=True)) for expert in used_experts]
     h_TKI = torch.zeros(*ids.shape, problem.intermediate, dtype=dtype, device=x.device)
     adapters = Adapters(
         weights,
@@ -305,7 +327,7 @@ def _compute_layer(
         round_operand=round_operand,
         round_u=round_to_dtype,
     )
-    for expert, (token, k) in pairs:
+    for expert, (token, k) in pairs_by_expert:
         w1 = arithmetic.round_weight(dequantize_matrix(weights, "w1", expert, problem, dtype))
         x_RH = x_TKH[token, k]
         if weights.w1_order is not None:
@@ -314,11 +336,11 @@ def _compute_layer(
             x_RH = torch.where(in_range, x_RH[:, order.where(in_range, 0)], 0.0)
         h = arithmetic.matmul(round_operand(x_RH), round_operand(w1))
         unquantized_RH = x[token]
-        if weights_on_input and not weights_after_gemm1:
-            unquantized_RH = round_to_dtype(unquantized_RH * router_weights[token, k, None])
+        if router_weights_on_input and not apply_router_weights_after_gemm1:
+            unquantized_RH = round_to_dtype(unquantized_RH * router_weights_TK[token, k, None])
         h = h + adapters.compute_w1_delta(unquantized_RH, token, expert, problem.act)
-        if weights_on_input and weights_after_gemm1:
-            h = h * router_weights[token, k, None]
+        if router_weights_on_input and apply_router_weights_after_gemm1:
+            h = h * router_weights_TK[token, k, None]
         if weights.b1 is not None:
             h = h + weights.b1[expert].to(dtype)
         h_TKI[token, k] = round_to_dtype(activation(arithmetic.round_gate_up(h), problem.act))
@@ -326,14 +348,14 @@ def _compute_layer(
     # Rows of skipped pairs are zero and do not affect any maximum.
     h_TKI = arithmetic.quantize_h(h_TKI.flatten(0, 1), local_ids).view_as(h_TKI)
     rows_TKH = torch.zeros(*ids.shape, problem.hidden, dtype=dtype, device=x.device)
-    for expert, (token, k) in pairs:
+    for expert, (token, k) in pairs_by_expert:
         w2 = arithmetic.round_weight(dequantize_matrix(weights, "w2", expert, problem, dtype))
         y = arithmetic.matmul(round_operand(h_TKI[token, k]), round_operand(w2))
         y = y + adapters.compute_w2_delta(unquantized_TKI[token, k], token, expert)
         if weights.b2 is not None:
             y = y + weights.b2[expert].to(dtype)
         rows_TKH[token, k] = arithmetic.round_rows(y)
-    return round_to_dtype(_combine(rows_TKH, router_weights, problem))
+    return round_to_dtype(_combine(rows_TKH, router_weights_TK, problem))
 
 
 def _round_to_scheme(
@@ -373,11 +395,13 @@ def _round_to_scheme(
     return torch.cat(groups, dim=1)
 
 
-def _combine(rows_TKH: torch.Tensor, router: torch.Tensor, problem: Problem) -> torch.Tensor:
+def _combine(
+    rows_TKH: torch.Tensor, router_weights_TK: torch.Tensor, problem: Problem
+) -> torch.Tensor:
     if problem.combine is Combine.TOPK_UNWEIGHTED:
         return rows_TKH
     if not problem.apply_router_weight_on_input:
-        rows_TKH = rows_TKH * router[..., None]
+        rows_TKH = rows_TKH * router_weights_TK[..., None]
     rows_TKH = rows_TKH * problem.routed_scaling_factor
     return rows_TKH if problem.combine is Combine.TOPK_WEIGHTED else rows_TKH.sum(1)
 

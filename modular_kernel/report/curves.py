@@ -1,7 +1,7 @@
 """SVG figures of benchmark records, with the same panels as `mk bench --plot`.
 
-If every row has a roofline ("floor"), the figures show times as multiples of the roofline. On an
-axis of microseconds that covers decades, a difference of 10 % would be invisible.
+A panel shows times as multiples of the roofline ("floor") if all of its rows have one. On an axis
+of microseconds that covers decades, a difference of 10 % would be invisible.
 """
 
 import math
@@ -145,14 +145,16 @@ def _draw_legend(curves: Sequence[_Curve], columns: int) -> list[str]:
 
 def _draw_panel(panel: _Panel) -> list[str]:
     points = [point for curve in panel.curves for point in curve.points]
-    x = Scale.from_values((point.tokens for point in points), _LEFT, _WIDTH - _RIGHT)
+    x_scale = Scale.from_values((point.tokens for point in points), _LEFT, _WIDTH - _RIGHT)
     values = [point.y for point in points]
-    y = Scale.from_values((min(values) * 0.95, max(values) * 1.05), _HEIGHT - _BOTTOM, _TOP)
+    y_scale = Scale.from_values((min(values) * 0.95, max(values) * 1.05), _HEIGHT - _BOTTOM, _TOP)
     shapes = [
         *_draw_axis_labels(panel),
-        *_draw_grid(x, y, sorted({point.tokens for point in points})),
+        *_draw_grid(x_scale, y_scale, sorted({point.tokens for point in points})),
     ]
-    return shapes + [shape for curve in panel.curves for shape in _draw_curve(curve, x, y)]
+    return shapes + [
+        shape for curve in panel.curves for shape in _draw_curve(curve, x_scale, y_scale)
+    ]
 
 
 def _draw_axis_labels(panel: _Panel) -> list[str]:
@@ -167,31 +169,33 @@ def _draw_axis_labels(panel: _Panel) -> list[str]:
     ]
 
 
-def _draw_grid(x: Scale, y: Scale, tokens: Sequence[int]) -> list[str]:
+def _draw_grid(x_scale: Scale, y_scale: Scale, tokens: Sequence[int]) -> list[str]:
     shapes, bottom = [], _HEIGHT - _BOTTOM
     for number in tokens:
-        left = x.position(number)
-        shapes.append(make_svg_line(left, _TOP, left, bottom))
-        shapes.append(make_svg_text(left, bottom + 14, str(number), ' text-anchor="middle"'))
-    for value in y.ticks():
-        top = y.position(value)
-        shapes.append(make_svg_line(_LEFT, top, _WIDTH - _RIGHT, top))
-        shapes.append(make_svg_text(_LEFT - 5, top + 4, f"{value:g}", ' text-anchor="end"'))
+        x = x_scale.position(number)
+        shapes.append(make_svg_line(x, _TOP, x, bottom))
+        shapes.append(make_svg_text(x, bottom + 14, str(number), ' text-anchor="middle"'))
+    for value in y_scale.ticks():
+        y = y_scale.position(value)
+        shapes.append(make_svg_line(_LEFT, y, _WIDTH - _RIGHT, y))
+        shapes.append(make_svg_text(_LEFT - 5, y + 4, f"{value:g}", ' text-anchor="end"'))
     return shapes
 
 
-def _draw_curve(curve: _Curve, x: Scale, y: Scale) -> list[str]:
-    positions = [(x.position(point.tokens), y.position(point.y)) for point in curve.points]
-    path = " ".join(f"{left:.1f},{top:.1f}" for left, top in positions)
+def _draw_curve(curve: _Curve, x_scale: Scale, y_scale: Scale) -> list[str]:
+    positions = [
+        (x_scale.position(point.tokens), y_scale.position(point.y)) for point in curve.points
+    ]
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in positions)
     polyline = f'<polyline points="{path}" fill="none" stroke-width="1.5" {curve.stroke}/>'
     if not curve.color:
         return [polyline]
     dots = [
         make_svg_shape_with_tooltip(
             "circle",
-            f'cx="{left:.1f}" cy="{top:.1f}" r="2.2" fill="{curve.color}"',
+            f'cx="{x:.1f}" cy="{y:.1f}" r="2.2" fill="{curve.color}"',
             f"{curve.name}, {format_count(point.tokens, 'token')}: {point.us:.1f} us",
         )
-        for (left, top), point in zip(positions, curve.points, strict=True)
+        for (x, y), point in zip(positions, curve.points, strict=True)
     ]
     return [polyline, *dots]

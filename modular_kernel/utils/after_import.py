@@ -23,7 +23,9 @@ def call_after_import(name: str, function: Callable[[], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finder that adds the call of the function to the loader of the module, once."""
+    """Finder that wraps the loader of one module, so that the function is called after the module
+    has been executed. It removes itself when it is used.
+    """
 
     def __init__(self, name: str, function: Callable[[], None]) -> None:
         self._name, self._function = name, function

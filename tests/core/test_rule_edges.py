@@ -1,8 +1,9 @@
 """Every compatibility rule is tested at its boundary.
 
-An edge is a pair of problems that differ in one step, of which a rule accepts one and refuses the
-other. The accepted problem must be computed correctly, only this rule must refuse the other
-problem, and a rule that is off by one must be detected.
+An edge is a pair of problems that differ in one field by one step, to the next value of the field.
+A rule accepts one problem of the pair and rejects the other. The accepted problem must be computed
+correctly, no other rule may reject the other problem, and a rule that is off by one must be
+detected.
 """
 
 import ast
@@ -58,19 +59,19 @@ TWO_STEP_PAIRS = (
 
 
 # Problems at which the search starts, for rules of a part that apply to one scheme or activation.
-BLOCKS_PROBLEM = Problem(
+BLOCK_FP8_PROBLEM = Problem(
     7, 256, 128, 8, 2, quant="fp8_w8a8_block", activation=ActivationSpec(up_first=True)
 )
 START_PROBLEMS = (
-    ("FlashInferExperts", BLOCKS_PROBLEM),
-    ("FlashInferExperts", replace(BLOCKS_PROBLEM, quant="fp8_w8a8_tensor:static=true")),
+    ("FlashInferExperts", BLOCK_FP8_PROBLEM),
+    ("FlashInferExperts", replace(BLOCK_FP8_PROBLEM, quant="fp8_w8a8_tensor:static=true")),
     (
         "FlashInferExperts",
-        replace(BLOCKS_PROBLEM, quant="none", activation=ActivationSpec("gelu", up_first=True)),
+        replace(BLOCK_FP8_PROBLEM, quant="none", activation=ActivationSpec("gelu", up_first=True)),
     ),
     ("TritonKernelsExperts", Problem(7, 256, 128, 8, 2, quant="mxfp4_w4a16")),
 )
-# Problems over several hosts, for rules of parts that apply to them.
+# Problems that span several hosts. Some parts have rules that apply only to such problems.
 HOSTS_PROBLEM = Problem(7, 2048, 128, 64, 2, parallel=Parallel(16, ranks_per_host=8))
 START_PROBLEMS_ON_HOSTS = (
     ("DeepEPHTPrepareAndFinalize", HOSTS_PROBLEM),
@@ -80,27 +81,34 @@ START_PROBLEMS_ON_HOSTS = (
 
 @cache
 def find_edges(
-    pf: str,
+    prepare_finalize: str,
     experts: str,
     machine: Machine | None = None,
     depth: int = 1,
     start: Problem | None = None,
 ) -> Edges:
     catalog = load_catalog()
-    parts = catalog.prepare_finalize(pf), catalog.experts(experts)
+    parts = catalog.prepare_finalize(prepare_finalize), catalog.experts(experts)
     return edges_of(*parts, machine or this_machine(), depth=depth, start=start)
 
 
 def find_all_edges() -> Iterator[Edges]:
-    """Yield the edges of every pairing, for some also with two steps or other start problems."""
+    """Yield the edges of every pairing.
+
+    For some pairings, the search also goes two steps from the start, or starts at other problems.
+    """
     catalog = load_catalog()
-    for pf in catalog.names("prepare_finalize"):
+    for prepare_finalize in catalog.names("prepare_finalize"):
         for experts in catalog.names("experts"):
-            yield find_edges(pf, experts)
-    yield from (find_edges(pf, experts, machine, 2) for pf, experts, machine in TWO_STEP_PAIRS)
+            yield find_edges(prepare_finalize, experts)
+    yield from (
+        find_edges(prepare_finalize, experts, machine, 2)
+        for prepare_finalize, experts, machine in TWO_STEP_PAIRS
+    )
     yield from (find_edges(NO_EP, experts, start=start) for experts, start in START_PROBLEMS)
     yield from (
-        find_edges(pf, "TritonExperts", start=start) for pf, start in START_PROBLEMS_ON_HOSTS
+        find_edges(prepare_finalize, "TritonExperts", start=start)
+        for prepare_finalize, start in START_PROBLEMS_ON_HOSTS
     )
 
 
@@ -108,37 +116,39 @@ def describe_edge_error(edge: Edge) -> str:
     """Return why an edge is wrong, or ""."""
     passing, failing = edge.passing.verdict, edge.failing.verdict
     if passing.rejections:
-        return f"{edge}: the passing side is refused, {passing}"
+        return f"{edge}: the passing side is rejected, {passing}"
     if {r.rule for r in failing.rejections} != {edge.reason.rule}:
-        return f"{edge}: refused for more, {failing}"
+        return f"{edge}: rejected by other rules too, {failing}"
     return f"{edge}: {edge.contradiction}" if edge.contradiction else ""
 
 
 @pytest.mark.share(2)
 def test_every_rule_has_edges() -> None:
-    """Every condition that can refuse does so alone, one step from a problem that passes."""
+    """For every condition that can reject, some edge is rejected by that condition alone."""
     catalog, reasons_with_edges = load_catalog(), set()
-    for found in find_all_edges():
-        assert [error for edge in found.edges if (error := describe_edge_error(edge))] == []
-        reasons_with_edges |= {edge.reason for edge in found.edges}
+    for search_result in find_all_edges():
+        assert [error for edge in search_result.edges if (error := describe_edge_error(edge))] == []
+        reasons_with_edges |= {edge.reason for edge in search_result.edges}
     all_sites = set(find_rule_sites())
-    for pf in catalog.names("prepare_finalize"):
-        all_sites |= find_part_sites(catalog.prepare_finalize(pf))
+    for prepare_finalize in catalog.names("prepare_finalize"):
+        all_sites |= find_part_sites(catalog.prepare_finalize(prepare_finalize))
     for experts in catalog.names("experts"):
         all_sites |= find_part_sites(catalog.experts(experts))
     assert sorted(all_sites - {reason.site for reason in reasons_with_edges}) == []
     assert {reason.rule for reason in reasons_with_edges} >= set(RULES)
 
 
-@pytest.mark.parametrize(("pf", "experts"), ONE_RANK_PAIRS)
-def test_problems_that_pass_are_computed_correctly(pf: str, experts: str) -> None:
-    """Problems that fail are refused for the same reason when a kernel is made."""
-    machine, cases = this_machine(), list_passing_cases(find_edges(pf, experts))
-    for edge in find_edges(pf, experts).edges:
+@pytest.mark.parametrize(("prepare_finalize", "experts"), ONE_RANK_PAIRS)
+def test_problems_that_pass_are_computed_correctly(prepare_finalize: str, experts: str) -> None:
+    """Passing problems are computed correctly. make_kernel rejects failing ones for the same
+    reason.
+    """
+    machine, cases = this_machine(), list_passing_cases(find_edges(prepare_finalize, experts))
+    for edge in find_edges(prepare_finalize, experts).edges:
         failing = edge.failing
         if failing.as_declared:
             with pytest.raises(IncompatibleError) as caught:
-                make_kernel(pf, experts, failing.problem, machine=failing.machine)
+                make_kernel(prepare_finalize, experts, failing.problem, machine=failing.machine)
             assert caught.value.rejections == failing.verdict.rejections
     assert len(cases) >= 2
     for case in cases:
@@ -147,19 +157,23 @@ def test_problems_that_pass_are_computed_correctly(pf: str, experts: str) -> Non
         assert comparison.ok, f"{case}: {comparison}"
 
 
-def list_passing_cases(found: Edges) -> list[Case]:
+def list_passing_cases(search_result: Edges) -> list[Case]:
     """Return the cases of passing problems that this machine can run."""
-    edges = [edge for edge in found.edges if edge.passing.machine == this_machine()]
+    edges = [edge for edge in search_result.edges if edge.passing.machine == this_machine()]
     return list(dict.fromkeys(case for edge in edges if (case := make_case(edge)) is not None))
 
 
-@pytest.mark.skipif(not this_machine(device="cpu").interpreter, reason="interpreted ranks on a CPU")
-@pytest.mark.parametrize(("pf", "experts"), RANK_PAIRS)
+@pytest.mark.skipif(
+    not this_machine(device="cpu").interpreter, reason="needs the Triton interpreter on a CPU"
+)
+@pytest.mark.parametrize(("prepare_finalize", "experts"), RANK_PAIRS)
 def test_problems_that_pass_are_computed_correctly_over_ranks(
-    rank_pool: Callable[[int], RankPool], pf: str, experts: str
+    rank_pool: Callable[[int], RankPool], prepare_finalize: str, experts: str
 ) -> None:
     cases = [
-        c for c in list_passing_cases(find_edges(pf, experts)) if c.problem.parallel.world_size == 2
+        c
+        for c in list_passing_cases(find_edges(prepare_finalize, experts))
+        if c.problem.parallel.world_size == 2
     ]
     assert len(cases) >= 2
     for case in cases:
@@ -190,7 +204,10 @@ CHANGES: tuple[Change, ...] = (
 
 
 def make_mutants() -> Iterator[Any]:
-    """Yield each rule with one comparison of numbers off by one, in both directions."""
+    """Yield mutants of each rule, which differ from it in one comparison.
+
+    The strictness of the comparison is swapped, or a bound that is a number is changed by 1 or -1.
+    """
     for rule, function in RULES.items():
         source = dedent(inspect.getsource(function))
         for position, (node, _) in enumerate(find_comparisons(ast.parse(source))):
@@ -240,23 +257,38 @@ def test_mutants_are_made() -> None:
 def test_a_rule_that_is_off_by_one_is_detected(
     rule: str, mutant: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    catalog, pf_names = load_catalog(), (NO_EP, "SymmMemPrepareAndFinalize")
+    catalog, prepare_finalize_names = load_catalog(), (NO_EP, "SymmMemPrepareAndFinalize")
 
-    def list_errors(searches: Iterable[Edges]) -> list[str]:
-        edges = [edge for found in searches for edge in found.edges if edge.reason.rule == rule]
+    def list_errors(search_results: Iterable[Edges]) -> list[str]:
+        edges = [
+            edge
+            for search_result in search_results
+            for edge in search_result.edges
+            if edge.reason.rule == rule
+        ]
         errors = [error for edge in edges if (error := describe_edge_error(edge))]
         return errors if edges else ["no edge"]
 
-    assert list_errors(find_edges(pf, "TorchExperts", GPU) for pf in pf_names) == []
+    assert (
+        list_errors(
+            find_edges(prepare_finalize, "TorchExperts", GPU)
+            for prepare_finalize in prepare_finalize_names
+        )
+        == []
+    )
     monkeypatch.setitem(RULES, rule, mutant)
     experts = catalog.experts("TorchExperts")
     assert (
-        list_errors(edges_of(catalog.prepare_finalize(pf), experts, GPU) for pf in pf_names) != []
+        list_errors(
+            edges_of(catalog.prepare_finalize(prepare_finalize), experts, GPU)
+            for prepare_finalize in prepare_finalize_names
+        )
+        != []
     )
 
 
 def test_a_rule_of_a_third_party_has_edges() -> None:
-    """The bound of this rule is a constant in its code."""
+    """Edges are found for a rule outside this package. Its bound is a literal in its code."""
 
     def reject_wide(cls: type, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
         if problem.intermediate > 5000:
@@ -267,8 +299,8 @@ def test_a_rule_of_a_third_party_has_edges() -> None:
     catalog = load_catalog()
     base: type[PermuteExpertsUnpermute] = catalog.experts("TorchExperts")
     theirs = type("Theirs", (base,), {"extra_rejections": classmethod(reject_wide)})
-    found = edges_of(catalog.prepare_finalize(NO_EP), theirs, this_machine())
-    (edge,) = (edge for edge in found.edges if edge.reason.rule == "Theirs.width")
+    search_result = edges_of(catalog.prepare_finalize(NO_EP), theirs, this_machine())
+    (edge,) = (edge for edge in search_result.edges if edge.reason.rule == "Theirs.width")
     assert (edge.field, edge.values, describe_edge_error(edge)) == (
         "problem.intermediate",
         (5000, 5001),

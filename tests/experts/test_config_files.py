@@ -35,7 +35,9 @@ from modular_kernel.errors import ConfigurationError
 
 
 def test_vllm_counts_fused_columns(tmp_path: Path) -> None:
-    """vLLM's BLOCK_SIZE_N is twice our block_n if the activation is gated."""
+    """If the activation is gated, vLLM's BLOCK_SIZE_N is twice our block_n of GEMM 1, which is at
+    least 16.
+    """
     path = write_config_file(
         tmp_path / "x.json",
         {"triton_version": "3.4.0", "64": vllm_launch(32, 128, 64, USE_TMA=True)},
@@ -56,8 +58,8 @@ def test_vllm_files_may_omit_triton_defaults() -> None:
     launch = vllm_launch()
     del launch["num_warps"], launch["num_stages"]
     config_file = parse_config_file(json.dumps({"1": launch}), "x")
-    tile = fit_to_problem(config_file, MIXTRAL, H200).steps.choose(1).gemm2
-    assert (tile.num_warps, tile.num_stages) == (4, 3)
+    gemm2 = fit_to_problem(config_file, MIXTRAL, H200).steps.choose(1).gemm2
+    assert (gemm2.num_warps, gemm2.num_stages) == (4, 3)
 
 
 def test_the_second_file_of_sglang_is_for_gemm_2(tmp_path: Path) -> None:
@@ -76,7 +78,7 @@ def test_the_second_file_of_sglang_is_for_gemm_2(tmp_path: Path) -> None:
     assert {config.gemm1.block_n for config in configs} == {32}
 
 
-def test_a_second_file_of_ours_is_refused(tmp_path: Path) -> None:
+def test_down_file_in_our_format_is_refused(tmp_path: Path) -> None:
     folder = write_config_file(tmp_path / NAME, {"1": vllm_launch()}).parent
     write_config_file(
         tmp_path / NAME.replace(".json", "_down.json"),
@@ -171,7 +173,7 @@ MALFORMED: dict[str, str] = {
     "tokens with a sign": json.dumps({"+64": vllm_launch()}),
     "tokens with a zero in front": json.dumps({"064": vllm_launch()}),
     "tokens in other digits": json.dumps({"٦٤": vllm_launch()}),
-    "tokens beyond counting": json.dumps({"1" * 30: vllm_launch()}),
+    "too many tokens": json.dumps({"1" * 30: vllm_launch()}),
     "a number of 4000 digits": json.dumps({"64": vllm_launch(n=10**4000)}),
     "NaN in an ignored entry": json.dumps({"64": vllm_launch(note=float("nan"))}),
     "a key twice": f'{{"64": {json.dumps(vllm_launch())}, "64": {json.dumps(vllm_launch(32))}}}',
@@ -291,13 +293,13 @@ def test_block_k_is_at_most_the_scale_block(
     assert "\n" not in record.message
 
 
-def test_one_scale_for_the_whole_depth_does_not_bound_block_k() -> None:
+def test_one_scale_for_all_of_k_does_not_bound_block_k() -> None:
     problem = replace(MIXTRAL, quant="int4_w4a16_group:group=96", intermediate=96)
     first, second = gemms(problem)
     assert (first.group_k, second.group_k) == (96, 0)
-    tile = LaunchConfig(16, 64, 64, 1, 4, 2)
-    assert [v.what for v in violations(tile, first, H200)] == ["block_k within a group"]
-    assert not list(violations(tile, second, H200))
+    launch = LaunchConfig(16, 64, 64, 1, 4, 2)
+    assert [v.what for v in violations(launch, first, H200)] == ["block_k within a group"]
+    assert not list(violations(launch, second, H200))
 
 
 def test_vllm_and_sglang_tiles_are_reduced_to_fit_shared_memory(tmp_path: Path) -> None:
@@ -314,8 +316,8 @@ def test_vllm_and_sglang_tiles_are_reduced_to_fit_shared_memory(tmp_path: Path) 
     assert (gemm2.num_stages, gemm2.block_n) == (3, 256)
     assert "clamped" in fitted.notes[0]
     for config in fitted.steps.configs:
-        for tile, gemm in zip((config.gemm1, config.gemm2), gemms(MIXTRAL), strict=True):
-            assert not list(violations(tile, gemm, l40s))
+        for launch, gemm in zip((config.gemm1, config.gemm2), gemms(MIXTRAL), strict=True):
+            assert not list(violations(launch, gemm, l40s))
 
 
 def test_groups_that_allow_no_tile_are_refused() -> None:

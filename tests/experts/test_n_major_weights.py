@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from forced_path_cases import OAI, prove_with_config
+from forced_path_cases import GPT_OSS_ACTIVATION, prove_with_config
 from path_launches import n_major_like
 
 from experts.triton.aligned import aligned_config
@@ -47,7 +47,7 @@ _ALIGNED_CONFIGS = (
     _make_aligned_config(128, (32, 32), (64, 32)),
 )
 _CHANGES: tuple[dict[str, Any], ...] = (
-    {"activation": OAI, "bias": True},
+    {"activation": GPT_OSS_ACTIVATION, "bias": True},
     {"activation": _GATE_FIRST, "bias": True},
     {"activation": "relu2"},
     # N and K are not multiples of a block. In the next two problems, they are not multiples of 16
@@ -56,8 +56,8 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"activation": _INTERLEAVED, "hidden": 75, "intermediate": 37, "bias": True},
     {"activation": _GATE_FIRST, "hidden": 75, "intermediate": 37, "dtype": torch.float16},
     {"activation": _INTERLEAVED, "dtype": torch.float32},
-    {"activation": OAI, "combine": Combine.TOPK_WEIGHTED},
-    {"activation": OAI, "expert_map": True, "local_experts": 3},
+    {"activation": GPT_OSS_ACTIVATION, "combine": Combine.TOPK_WEIGHTED},
+    {"activation": GPT_OSS_ACTIVATION, "expert_map": True, "local_experts": 3},
     {"activation": _INTERLEAVED, "lora": "adapters=3,rank=16"},
 )
 

@@ -1,4 +1,6 @@
-"""Checks of engines with faulty classes, and of the reproducers that engine checks write."""
+"""Helpers that test the engine checks: they must detect faulty classes, and the reproducers that
+they write must be valid.
+"""
 
 import ast
 import json
@@ -21,8 +23,8 @@ import json, pickle
 from engine_programs import count_statements
 from {module} import load_engine
 engine, results = load_engine(), []
-for case, allowed in pickle.loads(bytes.fromhex({cases!r})):
-    source, message = engine.make_reproducer(case, allowed), ""
+for case, max_error in pickle.loads(bytes.fromhex({cases!r})):
+    source, message = engine.make_reproducer(case, max_error), ""
     # Reproducers must not import this package. vLLM has a module of the same name.
     assert "modular_kernel" not in source.replace("config as c, modular_kernel as mk", "")
     try:
@@ -54,8 +56,7 @@ def check_reproducers(
 ) -> None:
     """Run the reproducers of all cases in one process, and assert that only wrong cases fail.
 
-    The reproducers of correct cases measure a small error, so the references that they contain are
-    correct.
+    That the reproducers of correct cases pass shows that the references in them are correct.
     """
     cases = [
         (case, 0.2 if case.problem.scheme.quantizes_activations else 0.01)
@@ -75,10 +76,10 @@ def check_reproducers(
 def check_faulty_classes(
     program: EngineProgram, cases: Sequence[EngineCase], kinds: Mapping[str, Kind]
 ) -> dict[str, Outcome]:
-    """Judge cases of faulty classes, and return the outcomes by class.
+    """Run cases of faulty classes, assert the kinds of outcome, and return the outcomes by class.
 
     kinds: the expected outcome of each class, except WrongActivation, Raising, Aborting, Hanging
-        and MissingOperator, which both programs have.
+        and MissingOperator, which `sglang_faulty_engine` and `vllm_faulty_engine` both have.
     """
     limits = TimeLimits(first_call=10, call=10)
     outcomes = {case.experts: outcome for case, outcome in run_cases(cases, program, limits, 1)}

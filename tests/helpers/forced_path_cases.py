@@ -15,13 +15,14 @@ from modular_kernel.testing.cases.inputs import ORDINARY, InputVariation
 from modular_kernel.testing.cases.lists import BASE
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
-OAI = "swiglu_oai:alpha=1.702,limit=1.2,interleaved=true"
+GPT_OSS_ACTIVATION = "swiglu_oai:alpha=1.702,limit=1.2,interleaved=true"
 # Base problems for paths with quantized weights and unquantized rows. LARGE has at least 150 rows
-# per expert, so there are full tiles, and last tiles with more and with fewer than 64 rows.
+# per expert, so that each expert has full tiles and a partial last tile. Some last tiles have more
+# than 64 rows, others have fewer.
 SMALL = replace(BASE, dtype=torch.bfloat16, hidden=160, intermediate=224)
 LARGE = replace(SMALL, tokens=391, hidden=320, intermediate=448)
 CHANGES: tuple[dict[str, object], ...] = (
-    {"bias": True, "activation": OAI},
+    {"bias": True, "activation": GPT_OSS_ACTIVATION},
     {"activation": "relu2", "bias": True},
     {"activation": "gelu", "combine": Combine.TOPK_UNWEIGHTED},
     {"expert_map": True, "local_experts": 3},

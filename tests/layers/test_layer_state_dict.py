@@ -127,7 +127,7 @@ def test_routing_must_have_the_batch_shape_of_x() -> None:
     weights = torch.rand(5, 1, K)
     expected = layer(x, (weights, ids))
     assert torch.equal(layer(x, (weights.view(5, K), ids.view(5, K))), expected)
-    need = r"got \(1, 5, 2\), need \(5, 1, K\) as x, or \(T, K\)"
+    need = r"got \(1, 5, 2\), need \(5, 1, K\) like x, or \(T, K\)"
     with pytest.raises(ShapeError, match=need):
         layer(x, (weights.view(1, 5, K), ids.view(1, 5, K)))
     layer_with_router = make_layer("fp32", LayerParallel(), top_k=None, router=RouterSpec(K))

@@ -28,7 +28,7 @@ from modular_kernel.workspace import Workspace
 
 NAN = float("nan")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-STATIC = 0.0123
+STATIC_SCALE = 0.0123
 SCHEMES = (
     "fp8_w8a8_tensor",
     "fp8_w8a8_tensor:static=true",
@@ -61,8 +61,9 @@ def round_to_e4m3(value: float) -> int:
     magnitude = abs(value)
     above = min(bisect_left(E4M3_MAGNITUDES, magnitude), 126)
     below = above if E4M3_MAGNITUDES[above] <= magnitude else above - 1
-    gap = (magnitude - E4M3_MAGNITUDES[below]) - (E4M3_MAGNITUDES[above] - magnitude)
-    code = below if gap < 0 or (gap == 0 and below % 2 == 0) else above
+    to_below, to_above = magnitude - E4M3_MAGNITUDES[below], E4M3_MAGNITUDES[above] - magnitude
+    is_below = to_below < to_above or (to_below == to_above and below % 2 == 0)
+    code = below if is_below else above
     return code | (0x80 if np.signbit(value) else 0)
 
 
@@ -98,7 +99,7 @@ def quantize_by_loop(rows: dict[int, list[np.float32]], scheme: QuantScheme) -> 
         for start in range(0, len(row), group):
             group_values = row[start : start + group]
             if scheme.static:
-                scale = np.float32(STATIC)
+                scale = np.float32(STATIC_SCALE)
             elif scheme.activation_granularity == "tensor":
                 scale = compute_scale(all_values, scheme)
             else:
@@ -114,7 +115,7 @@ def quantize_by_loop(rows: dict[int, list[np.float32]], scheme: QuantScheme) -> 
 
 def make_buffers(scheme: QuantScheme, rows: int, columns: int, segments: int = 1) -> QuantizedRows:
     """Return outputs in a workspace with red zones, filled with UNTOUCHED."""
-    static = torch.tensor([STATIC], device=DEVICE) if scheme.static else None
+    static = torch.tensor([STATIC_SCALE], device=DEVICE) if scheme.static else None
     specs = quantize_specs("a", scheme, rows, columns, segments=segments)
     workspace = Workspace(specs, torch.device(DEVICE), poison=True)
     out = take_quantized(
@@ -143,7 +144,7 @@ def assert_equals(out: QuantizedRows, expected: Expected, scheme: QuantScheme) -
         untouched = [UNTOUCHED["q"]] * q.shape[1]
         assert q[index].tolist() == expected.q.get(index, untouched), f"row {index}"
     if scheme.static:
-        assert out.scale.tolist() == pytest.approx([STATIC], abs=0, rel=1e-7)
+        assert out.scale.tolist() == pytest.approx([STATIC_SCALE], abs=0, rel=1e-7)
     elif scheme.activation_granularity == "tensor":
         assert out.scale.tolist() == next(iter(expected.scale.values()))
     else:
@@ -275,7 +276,8 @@ def test_skipped_pairs_are_neither_read_nor_written(
     routing = make_routing(
         [[0, -1, 2], [3, 9, 1], [-1, -1, -1], [1, 1, -7], [0, 3, 2]], 4, [1, -1, 0, 5]
     )
-    valid = [0, 2, 12, 14]  # Experts 0 and 2 have local ids 1 and 0. That of expert 3 is too large.
+    # Experts 0 and 2 map to the local ids 1 and 0. Expert 3 maps to 5, which is out of range.
+    valid = [0, 2, 12, 14]
     x = make_rows_with_poison(15, 50, valid, torch.bfloat16)
     out = make_buffers(scheme, 15, 50)
     quantize_rows(x, scheme, out=out, valid_rows=PairRows(routing, 2))

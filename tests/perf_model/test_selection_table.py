@@ -17,9 +17,9 @@ from modular_kernel.perf_model.selection_table import (
     ERROR_LIMIT,
     MOE_LAYERS,
     Selection,
+    compare_with_records,
     format_layer_times,
     format_record_errors,
-    record_errors,
     select_all_pairings,
     select_pairing,
 )
@@ -38,15 +38,17 @@ def test_every_selection_has_a_pairing_or_a_reason() -> None:
     selections = select_all_pairings()
     assert len(selections) == 40 * len(PHASE_TOKENS)
     assert {
-        (selection.model, selection.cluster) for selection in selections if selection.best is None
+        (selection.model, selection.cluster_name)
+        for selection in selections
+        if selection.best is None
     } == WITHOUT_RECOMMENDATION
     for selection in selections:
         expected = ""
         if selection.best is None:
             expected = (
                 "need an expert for each of 16 ranks"
-                if "2x8" in selection.cluster
-                else "no pair fits"
+                if "2x8" in selection.cluster_name
+                else "no pairing fits"
             )
         assert expected in selection.reason
         assert bool(expected) is bool(selection.reason)
@@ -56,7 +58,7 @@ def test_every_selection_has_a_pairing_or_a_reason() -> None:
 @pytest.mark.parametrize("model", MOE_LAYERS)
 def test_recommended_pairing_is_valid_and_fits_in_memory(mk: Mk, model: str, cluster: str) -> None:
     for selection in select_all_pairings():
-        if (selection.model, selection.cluster) != (model, cluster):
+        if (selection.model, selection.cluster_name) != (model, cluster):
             continue
         tokens = str(PHASE_TOKENS[selection.phase])
         options = ("--model", model, "--machine", cluster, "--packages", "all", "--tokens", tokens)
@@ -72,7 +74,7 @@ def test_recommended_pairing_is_valid_and_fits_in_memory(mk: Mk, model: str, clu
 
 def _assert_memory(selection: Selection) -> None:
     assert selection.best is not None
-    model, cluster = MODELS[selection.model], parse_machine(selection.cluster)
+    model, cluster = MODELS[selection.model], parse_machine(selection.cluster_name)
     memory = selection.best.memory
     weights = 3 * model.hidden * model.intermediate * WEIGHT_BYTES[model.quant]
     expected = MOE_LAYERS[selection.model] * model.experts / cluster.gpus * weights
@@ -88,7 +90,7 @@ def test_selection_equals_the_recommendation_of_mk_plan(mk: Mk, model: str, clus
     options = ("--model", model, "--machine", cluster, "--packages", "all")
     plan = mk("plan", *options, "--layers", str(MOE_LAYERS[model]), "--json").json
     planned_pairings = {row["phase"]: row["pairing"] for row in plan["recommendations"]}
-    selections = [s for s in select_all_pairings() if (s.model, s.cluster) == (model, cluster)]
+    selections = [s for s in select_all_pairings() if (s.model, s.cluster_name) == (model, cluster)]
     assert planned_pairings == {s.phase: s.best.pairing for s in selections if s.best is not None}
 
 
@@ -106,17 +108,19 @@ def test_memory_counts_the_weights_of_all_layers(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(selection_table.MOE_LAYERS, "qwen3-30b-a3b", 2000)
     selection = select_pairing("qwen3-30b-a3b", "4xh200", "decode")
     assert selection.best is None
-    match = re.fullmatch(r"no pair fits: ([\d.]+) GB or more, of 141.0 GB", selection.reason)
+    match = re.fullmatch(
+        r"no pairing fits: ([\d.]+) GB or more are needed, a GPU has 141\.0 GB", selection.reason
+    )
     assert match is not None
     assert float(match[1]) == pytest.approx(2000 * 128 / 4 * 3 * 2048 * 768 * 2 / 1e9, rel=0.01)
 
 
 def test_records_are_of_the_recommended_parts() -> None:
-    errors = record_errors()
+    errors = compare_with_records()
     parts = {
         (selection.model, part)
         for selection in select_all_pairings()
-        if selection.best is not None and "h200" in selection.cluster
+        if selection.best is not None and "h200" in selection.cluster_name
         for part in (selection.best.prepare_finalize, selection.best.experts_part)
     }
     assert {(e.model, e.part) for e in errors} <= parts
@@ -128,22 +132,22 @@ def test_records_are_of_the_recommended_parts() -> None:
 
 
 def test_estimates_of_recommended_parts_are_near_every_record() -> None:
-    errors = record_errors()
+    errors = compare_with_records()
     assert len(errors) == 50
     assert [error for error in errors if abs(error.error) > ERROR_LIMIT] == []
 
 
 def test_an_error_beyond_the_limit_would_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    errors = record_errors()
+    errors = compare_with_records()
     worst = max(errors, key=lambda error: abs(error.error))
     monkeypatch.setattr(selection_table, "ERROR_LIMIT", abs(worst.error) - 1e-9)
     listed = format_record_errors().partition(f"1 of {len(errors)} records")[2]
-    line = f"| {worst.model} | `{worst.part}` | {worst.ranks} | {worst.quant} | {worst.tokens} |"
+    line = f"| {worst.model} | `{worst.part}` | {worst.ranks} | {worst.label} | {worst.tokens} |"
     assert line in listed
 
 
 def test_models_without_a_record_are_named() -> None:
-    with_records = {error.model for error in record_errors()}
+    with_records = {error.model for error in compare_with_records()}
     models_without_records = set(MOE_LAYERS) - with_records
     assert models_without_records == {
         "glm-4.5",

@@ -24,7 +24,7 @@ from modular_kernel.testing.ranks.pool import RankPool
 from prepare_finalize import DeepEPGroup, SymmetricGroup, TorchGroup
 from prepare_finalize.pplx.group import PplxGroup
 
-pair = make_ranks_fixture(2)
+two_ranks = make_ranks_fixture(2)
 
 
 def catch_error(function) -> ModularKernelError | None:
@@ -35,9 +35,12 @@ def catch_error(function) -> ModularKernelError | None:
     return None
 
 
-def test_use_after_destroy_is_refused(pair: RankPool) -> None:
+def test_use_after_destroy_is_refused(two_ranks: RankPool) -> None:
     for part in PARTS:
-        assert pair.run(call_after_destroy, Layer(part, (3, 3))) == [UnsupportedError.__name__] * 2
+        assert (
+            two_ranks.run(call_after_destroy, Layer(part, (3, 3)))
+            == [UnsupportedError.__name__] * 2
+        )
 
 
 def call_after_destroy(rank: int, world: int, group: object, layer: Layer) -> str:
@@ -49,8 +52,8 @@ def call_after_destroy(rank: int, world: int, group: object, layer: Layer) -> st
     return type(error).__name__
 
 
-def test_a_part_does_not_destroy_a_given_manager(pair: RankPool) -> None:
-    pair.run(destroy_one_of_two_kernels, Layer(ALL2ALL, (3, 3)))
+def test_a_part_does_not_destroy_a_given_manager(two_ranks: RankPool) -> None:
+    two_ranks.run(destroy_one_of_two_kernels, Layer(ALL2ALL, (3, 3)))
 
 
 def destroy_one_of_two_kernels(rank: int, world: int, group: object, layer: Layer) -> None:
@@ -64,8 +67,8 @@ def destroy_one_of_two_kernels(rank: int, world: int, group: object, layer: Laye
     assert isinstance(catch_error(manager.next_step), UnsupportedError)
 
 
-def test_wrong_groups_are_refused_before_connecting(pair: RankPool) -> None:
-    for messages in pair.run(refuse_wrong_groups, Layer(ALL2ALL, (3, 3))):
+def test_wrong_groups_are_refused_before_connecting(two_ranks: RankPool) -> None:
+    for messages in two_ranks.run(refuse_wrong_groups, Layer(ALL2ALL, (3, 3))):
         size, rank, group_type, device, backend = messages
         assert "process group's size: got 2, need 3" in size
         assert "rank in the process group" in rank
@@ -104,21 +107,22 @@ def test_a_missing_process_group_is_refused() -> None:
             make_kernel(part, "TorchExperts", problem, machine=Machine())
 
 
-@pytest.mark.parametrize("manager", [TorchGroup, SymmetricGroup, DeepEPGroup, PplxGroup])
+@pytest.mark.parametrize("manager_class", [TorchGroup, SymmetricGroup, DeepEPGroup, PplxGroup])
 @pytest.mark.parametrize(
     "timeout_s", [0.0, -1, float("inf"), float("nan"), True, "2", [2.0]], ids=repr
 )
-def test_timeouts_must_be_positive_numbers(manager: Any, timeout_s: object) -> None:
+def test_timeouts_must_be_positive_numbers(manager_class: Any, timeout_s: object) -> None:
     with pytest.raises(ConfigurationError) as exc_info:
-        manager(None, timeout_s=timeout_s)
+        manager_class(None, timeout_s=timeout_s)
     assert str(exc_info.value) == f"timeout_s: got {timeout_s!r}, need seconds > 0"
     with pytest.raises(ConfigurationError, match="init_process_group first"):
-        manager(None, timeout_s=2)
+        manager_class(None, timeout_s=2)
 
 
-def test_a_handle_of_another_kernel_is_refused(pair: RankPool) -> None:
+def test_a_handle_of_another_kernel_is_refused(two_ranks: RankPool) -> None:
     assert (
-        pair.run(pass_handle_of_another_kernel, Layer(ALL2ALL, (3, 3))) == ["UnsupportedError"] * 2
+        two_ranks.run(pass_handle_of_another_kernel, Layer(ALL2ALL, (3, 3)))
+        == ["UnsupportedError"] * 2
     )
 
 
@@ -133,9 +137,9 @@ def pass_handle_of_another_kernel(rank: int, world: int, group: object, layer: L
     return type(error).__name__
 
 
-def test_a_rank_that_misses_the_construction_is_named(pair: RankPool) -> None:
+def test_a_rank_that_misses_the_construction_is_named(two_ranks: RankPool) -> None:
     """The other rank raises within the timeout, and the next attempt of both ranks succeeds."""
-    error, seconds = pair.run(construct_late, Layer(ALL2ALL, (3, 3)))[0]
+    error, seconds = two_ranks.run(construct_late, Layer(ALL2ALL, (3, 3)))[0]
     assert "construct of step 0, peer 1" in error
     assert seconds < 1.0 + 2.0
 

@@ -24,7 +24,9 @@ from prepare_finalize import SymmetricGroup
 
 PART = "SymmMemPrepareAndFinalize"
 MACHINE = this_machine(device="cpu")
-pytestmark = pytest.mark.skipif(not MACHINE.interpreter, reason="interpreted ranks on a CPU")
+pytestmark = pytest.mark.skipif(
+    not MACHINE.interpreter, reason="needs the Triton interpreter on a CPU"
+)
 Pool = Callable[[int], RankPool]
 LAYER = Layer(PART, (3, 4))
 

@@ -1,5 +1,5 @@
-"""The page of mutation scores shows fresh samples: first scores, and scores after study of the
-survivors.
+"""The page of mutation scores shows, for fresh samples of mutants, the first score and the score
+after the survivors were studied.
 """
 
 import json
@@ -51,29 +51,31 @@ STUDIED = (
     make_record("KeepTopK", "0.2.0", 126, 22, 2),
     make_record("TorchExperts", "0.2.0", 122, 23, 5),
 )
-FIRST = (make_record("TorchExperts", "fresh-1", 40, 4, 16),)
-AFTER = (make_record("TorchExperts", "fresh-1", 50, 4, 6),)
+FIRST_SCORES = (make_record("TorchExperts", "fresh-1", 40, 4, 16),)
+AFTER_STUDY = (make_record("TorchExperts", "fresh-1", 50, 4, 6),)
 
 
 def render_page(
-    first: tuple[dict[str, Any], ...],
-    after: tuple[dict[str, Any], ...] = (),
+    first_scores: tuple[dict[str, Any], ...],
+    after_study: tuple[dict[str, Any], ...] = (),
     notes: Path = MISSING_PATH,
-    second: tuple[dict[str, Any], ...] = (),
+    second_sample: tuple[dict[str, Any], ...] = (),
 ) -> str:
     """Return the page of scores, followed by the page of survivors."""
-    scores = mutation_document(STUDIED, MISSING_PATH, notes, (), first, after, second)
-    survivors = survivors_document(STUDIED, notes, first, after)
+    scores = mutation_document(
+        STUDIED, MISSING_PATH, notes, (), first_scores, after_study, second_sample
+    )
+    survivors = survivors_document(STUDIED, notes, first_scores, after_study)
     return render_markdown((*scores, *survivors), figures="")
 
 
-def find_table_rows(page: str, start: str) -> list[list[str]]:
-    lines = (line for line in page.splitlines() if line.startswith(f"| {start} |"))
+def find_table_rows(page: str, first_cell: str) -> list[list[str]]:
+    lines = (line for line in page.splitlines() if line.startswith(f"| {first_cell} |"))
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 def test_first_scores_are_shown_in_a_table_and_a_summary() -> None:
-    page = render_page(FIRST)
+    page = render_page(FIRST_SCORES)
     studied, fresh = find_table_rows(page, "`TorchExperts`")
     assert studied[-1] == "96.1%"
     assert fresh == ["`TorchExperts`", "60", "4", "40", "71.4%", "", ""]
@@ -84,14 +86,14 @@ def test_first_scores_are_shown_in_a_table_and_a_summary() -> None:
 
 
 def test_scores_after_study_are_shown_beside_first_scores() -> None:
-    page = render_page(FIRST, AFTER)
+    page = render_page(FIRST_SCORES, AFTER_STUDY)
     assert find_table_rows(page, "`TorchExperts`")[1][-3:] == ["71.4%", "50", "89.3%"]
     assert find_table_rows(page, "all")[0][-3:] == ["71.4%", "50", "89.3%"]
 
 
 def test_several_fresh_samples_are_summed() -> None:
     """A sample that was not tested again counts with its first score."""
-    page = render_page((*FIRST, make_record("KeepTopK", "fresh-1", 30, 0, 10)), AFTER)
+    page = render_page((*FIRST_SCORES, make_record("KeepTopK", "fresh-1", 30, 0, 10)), AFTER_STUDY)
     assert find_table_rows(page, "all") == [["all", "100", "4", "70", "72.9%", "80", "83.3%"]]
     assert "70 of 96 mutants killed, 72.9%**, of 100 sampled" in " ".join(page.split())
     assert "No fresh sample yet" not in page
@@ -100,16 +102,18 @@ def test_several_fresh_samples_are_summed() -> None:
 def test_every_survivor_of_a_first_run_is_listed(tmp_path: Path) -> None:
     notes = tmp_path / "notes.json"
     notes.write_text(json.dumps({"TorchExperts40": "No case has groups.", "fresh": "Drawn today."}))
-    page = render_page(FIRST, AFTER, notes)
+    page = render_page(FIRST_SCORES, AFTER_STUDY, notes)
     assert find_table_rows(page, "`TorchExperts40`")[0][-2:] == ["killed", "No case has groups."]
     assert find_table_rows(page, "`TorchExperts55`")[0][-2:] == ["survives", "Not reviewed yet."]
     assert len([line for line in page.splitlines() if "| clamp |" in line]) == 16 + 2 + 5
     assert "Drawn today." in page
-    assert find_table_rows(render_page(FIRST), "`TorchExperts40`")[0][-2] == "not tested again"
+    assert (
+        find_table_rows(render_page(FIRST_SCORES), "`TorchExperts40`")[0][-2] == "not tested again"
+    )
 
 
 def test_every_exclusion_is_listed_with_its_proof_and_reason() -> None:
-    page = render_page((*FIRST, make_record("KeepTopK", "fresh-1", 30, 1, 10)))
+    page = render_page((*FIRST_SCORES, make_record("KeepTopK", "fresh-1", 30, 1, 10)))
     for mutant_id in (*(f"TorchExpertse{i}" for i in range(4)), "KeepTopKe0"):
         (row,) = find_table_rows(page, f"`{mutant_id}`")
         assert row[-2:] == ["2000 problems", "A placeholder."]
@@ -128,32 +132,32 @@ def test_a_first_score_with_the_seed_of_the_studied_sample_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "after",
+    "after_study",
     [
         make_record("TorchExperts", "fresh-2", 50, 4, 6),
         make_record("TorchExperts", "fresh-1", 50, 4, 7),
         make_record("KeepTopK", "fresh-1", 50, 4, 6),
     ],
 )
-def test_a_score_after_study_of_another_sample_is_refused(after: dict[str, Any]) -> None:
+def test_a_score_after_study_of_another_sample_is_refused(after_study: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="after study: got another sample, need the seed"):
-        render_page(FIRST, (after,))
+        render_page(FIRST_SCORES, (after_study,))
 
 
 def test_first_scores_are_read_from_a_separate_folder(tmp_path: Path) -> None:
     (tmp_path / "first").mkdir()
     (tmp_path / "KeepTopK.json").write_text(json.dumps(STUDIED[0]))
-    (tmp_path / "first/TorchExperts.json").write_text(json.dumps(FIRST[0]))
+    (tmp_path / "first/TorchExperts.json").write_text(json.dumps(FIRST_SCORES[0]))
     assert read_scores(tmp_path) == STUDIED[:1]
-    assert read_scores(tmp_path / "first") == FIRST
+    assert read_scores(tmp_path / "first") == FIRST_SCORES
 
 
 def test_a_second_sample_is_shown_beside_the_first_one() -> None:
-    second = (
+    second_sample = (
         make_record("KeepTopK", "fresh-3", 19, 1, 0),
         make_record("TorchExperts", "fresh-3", 30, 10, 20),
     )
-    page = render_page(FIRST, AFTER, second=second)
+    page = render_page(FIRST_SCORES, AFTER_STUDY, second_sample=second_sample)
     assert find_table_rows(page, "`KeepTopK`")[1] == [
         "`KeepTopK`",
         "",
@@ -173,7 +177,7 @@ def test_a_second_sample_is_shown_beside_the_first_one() -> None:
 def test_a_second_sample_with_the_seed_of_another_sample_is_refused() -> None:
     for seed in ("fresh-1", "0.2.0"):
         with pytest.raises(ConfigurationError, match=f"seed: got {seed}, need another seed"):
-            render_page(FIRST, second=(make_record("TorchExperts", seed, 40, 4, 16),))
+            render_page(FIRST_SCORES, second_sample=(make_record("TorchExperts", seed, 40, 4, 16),))
 
 
 def test_counts_of_the_second_sample_are_those_of_its_record() -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from experts.triton.candidates import CandidateGroups, RowRanges, select_blocks
 from experts.triton.launch_config import MoEConfig, Violation, rows_aligned_to_16
-from experts.triton.operands_w4 import WARP_K, choose_mma_k, supports_w4
+from experts.triton.operands_w4 import MAX_MMA_K, choose_mma_k, supports_w4
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
 
@@ -86,8 +86,8 @@ class AlignedW4Config:
             ),
             (
                 "block_k",
-                _is_power_of_two_within(self.block_k, _MIN_BLOCK_K, WARP_K),
-                _describe_powers(_MIN_BLOCK_K, WARP_K),
+                _is_power_of_two_within(self.block_k, _MIN_BLOCK_K, MAX_MMA_K),
+                _describe_powers(_MIN_BLOCK_K, MAX_MMA_K),
             ),
             ("num_warps", self.num_warps in _NUM_WARPS, f"one of {_NUM_WARPS}"),
             ("num_stages", 1 <= self.num_stages <= _MAX_STAGES, f"1 to {_MAX_STAGES}"),
@@ -117,7 +117,7 @@ class _Shape(NamedTuple):
     num_warps: int
     num_stages: int
     registers: int = 0
-    block_k: int = WARP_K
+    block_k: int = MAX_MMA_K
 
 
 # Entries (limit, min K, shape). The first entry that applies is used. An entry applies if there are
@@ -345,7 +345,8 @@ def _estimate_registers(shape: _Shape, sizes: GemmSizes, block_m: int) -> int:
 
 
 _CANDIDATE_ROWS: RowRanges = {MIN_BLOCK_M: (0, 12), MAX_BLOCK_M: (4, 64)}
-_CANDIDATE_BLOCKS_K = {MIN_BLOCK_M: (WARP_K,), MAX_BLOCK_M: (WARP_K // 2, WARP_K)}  # by block_m
+# By block_m.
+_CANDIDATE_BLOCKS_K = {MIN_BLOCK_M: (MAX_MMA_K,), MAX_BLOCK_M: (MAX_MMA_K // 2, MAX_MMA_K)}
 _CANDIDATE_WARPS_AND_STAGES = ((1, 4), (2, 3), (4, 2), (4, 4))
 
 

@@ -40,14 +40,14 @@ make_experts_class = v0_33.make_experts_class
 
 # ------------------------------------------------------------- int4 and int8 in groups
 
-_METHODS = "vllm.model_executor.layers.quantization"
-_COMPRESSED = f"{_METHODS}.compressed_tensors.compressed_tensors_moe"
+_QUANTIZATION_PACKAGE = "vllm.model_executor.layers.quantization"
+_COMPRESSED_TENSORS_PACKAGE = f"{_QUANTIZATION_PACKAGE}.compressed_tensors.compressed_tensors_moe"
 # The constructors of these classes have the quantization config that the select function lacks.
 _GROUP_CALLERS = (
-    (f"{_METHODS}.auto_gptq", "AutoGPTQMoEMethod"),
-    (f"{_METHODS}.auto_awq", "AutoAWQMoEMethod"),
+    (f"{_QUANTIZATION_PACKAGE}.auto_gptq", "AutoGPTQMoEMethod"),
+    (f"{_QUANTIZATION_PACKAGE}.auto_awq", "AutoAWQMoEMethod"),
     (
-        f"{_COMPRESSED}.compressed_tensors_moe_wna16_marlin",
+        f"{_COMPRESSED_TENSORS_PACKAGE}.compressed_tensors_moe_wna16_marlin",
         "CompressedTensorsWNA16MarlinMoEMethod",
     ),
 )
@@ -59,17 +59,17 @@ def _select_group_scheme(arguments: Arguments) -> str:
     Raises UnsupportedError if the quantization config is not known.
     """
     quant_config = arguments.get("quant_config", arguments.get("weight_quant"))
-    symmetric = getattr(quant_config, "symmetric", True)  # of compressed-tensors
-    zero_points = getattr(
-        quant_config, "zero_point", not symmetric
-    )  # of AWQ; GPTQ's layers have none
+    # Only the config of compressed-tensors has `symmetric`, and only that of AWQ has `zero_point`.
+    # GPTQ layers have no zero points.
+    symmetric = getattr(quant_config, "symmetric", True)
+    zero_points = getattr(quant_config, "zero_point", not symmetric)
     return v0_33.select_group_scheme(
         arguments | {"quant_config": quant_config, "may_have_zp": zero_points}
     )
 
 
 def _convert_group_weights(arguments: Arguments) -> tuple[Any, ...] | None:
-    """Convert the tensors of a layer with our experts. Returns None for vLLM's experts.
+    """Convert the tensors of a layer that uses our experts. Returns None if it uses vLLM's.
 
     All formats have (e, K, N) tensors when vLLM has loaded them.
     """
@@ -96,7 +96,7 @@ def _convert_group_weights(arguments: Arguments) -> tuple[Any, ...] | None:
             weights = from_gptq(*tensors, group=quant_config.group_size, minus_one=False, bits=bits)
             converted.append(weights)
     w13, w2 = converted
-    orders = (None,) * 4  # no column order, neither of w13 nor of w2
+    orders = (None,) * 4  # g_idx of w13 and w2, and their sort indices
     global_scales = None, None
     biases = arguments.get("w13_bias"), arguments.get("w2_bias")
     zero_points = w13.zero_point, w2.zero_point

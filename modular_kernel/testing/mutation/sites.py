@@ -1,4 +1,4 @@
-"""Find the places of a module to mutate: every expression and statement that affects results.
+"""Find the places in a module to mutate: every expression and statement that affects results.
 
 `mutants_of` applies the mutation operators of `operators` there.
 
@@ -12,9 +12,9 @@ Some places are left out because a change there has no effect on any valid call:
 - the order of a loop that only combines values with `|=`, `&=` or `^=`, or with `a = a | b` and the
   like;
 - whether a wait ends at its deadline or one reading of the clock later (`<` or `<=`);
-- the addition or subtraction of a constant of the module that is 0, such as the first of several
-  indices;
-- the quotient of a power of two by the size of a dtype, rounded up;
+- `+` and `-` with a constant of the module whose value is 0, such as the first of several indices;
+- rounding up instead of down where a power of two is divided by the size of a dtype, because the
+  division is exact;
 - `other=` of a load whose masked lanes affect nothing (`unread_lanes`);
 - the stride 0 of a tensor that is None (`absent_strides`);
 - constants that only divide work among programs. They are listed in `verify.lowered_limits`, and
@@ -52,7 +52,8 @@ _LIST_METHODS = ("append", "extend", "insert")
 _UNORDERED = (ast.BitOr, ast.BitAnd, ast.BitXor)  # operations whose order does not matter
 _DISPLAY_METHODS = frozenset({"__str__", "__repr__"})
 
-Sites = Iterator[tuple[Edit, int, int, str]]  # (edit, first line, last line, function)
+# (edit, first line, last line, qualified name of the function)
+LocatedEdits = Iterator[tuple[Edit, int, int, str]]
 
 
 def mutants_of(module: str, path: Path) -> tuple[Mutant, ...]:
@@ -63,37 +64,37 @@ def mutants_of(module: str, path: Path) -> tuple[Mutant, ...]:
 
 
 def _find_block_edits(
-    source: Source, body: list[ast.stmt], function: str, assigned: set[str]
-) -> Sites:
+    source: Source, body: list[ast.stmt], qualified_name: str, assigned: set[str]
+) -> LocatedEdits:
     """Yield the edits of a block.
 
     assigned: names that are assigned earlier in the function.
     """
     for node in body:
-        yield from _find_statement_edits(source, node, function, assigned)
+        yield from _find_statement_edits(source, node, qualified_name, assigned)
 
 
 def _find_statement_edits(
-    source: Source, node: ast.stmt, function: str, assigned: set[str]
-) -> Sites:
+    source: Source, node: ast.stmt, qualified_name: str, assigned: set[str]
+) -> LocatedEdits:
     if isinstance(node, _SKIPPED_NODES) or _is_docstring(node) or _is_for_types_only(node):
         return
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         if node.name not in _DISPLAY_METHODS:
-            yield from _find_definition_edits(source, node, f"{function}.{node.name}")
+            yield from _find_definition_edits(source, node, f"{qualified_name}.{node.name}")
         return
     first, last = node.lineno, get_last_line(node)
     edits = _find_own_edits(source, node, assigned)
-    yield from ((edit, first, last, function) for edit in edits)
+    yield from ((edit, first, last, qualified_name) for edit in edits)
     for block in ("body", "orelse", "finalbody"):
-        yield from _find_block_edits(source, getattr(node, block, []), function, assigned)
+        yield from _find_block_edits(source, getattr(node, block, []), qualified_name, assigned)
     for handler in getattr(node, "handlers", []):
-        yield from _find_block_edits(source, handler.body, function, assigned)
+        yield from _find_block_edits(source, handler.body, qualified_name, assigned)
 
 
 def _find_definition_edits(
-    source: Source, node: ast.FunctionDef | ast.ClassDef, name: str
-) -> Sites:
+    source: Source, node: ast.FunctionDef | ast.ClassDef, qualified_name: str
+) -> LocatedEdits:
     assigned: set[str] = set()
     if isinstance(node, ast.FunctionDef):
         arguments = node.args
@@ -101,8 +102,8 @@ def _find_definition_edits(
         defaults = [d for d in (*arguments.defaults, *arguments.kw_defaults) if d is not None]
         for default in defaults:
             for edit in _find_expression_edits(source, default):
-                yield edit, node.lineno, node.body[0].lineno - 1, name
-    yield from _find_block_edits(source, node.body, name, assigned)
+                yield edit, node.lineno, node.body[0].lineno - 1, qualified_name
+    yield from _find_block_edits(source, node.body, qualified_name, assigned)
 
 
 def _find_own_edits(source: Source, node: ast.stmt, assigned: set[str]) -> Iterator[Edit]:
@@ -187,7 +188,10 @@ def _asserts_equal_lengths(node: ast.AST, keyword: ast.keyword) -> bool:
 
 
 def _has_carried_state(loop: ast.For) -> bool:
-    """Return whether the order of iterations matters, because one may read what another wrote."""
+    """Return whether the order of iterations may matter.
+
+    It may matter if an iteration reads what another wrote, or appends, yields, returns or breaks.
+    """
     inner = [n for statement in loop.body for n in ast.walk(statement)]
     if any(
         (isinstance(n, _LOOP_EFFECTS) and not _is_unordered_update(n, inner))
@@ -196,7 +200,7 @@ def _has_carried_state(loop: ast.For) -> bool:
     ):
         return True
     assigned = {n.id for n in inner if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    assigned -= _list_unordered_names(inner)
+    assigned -= _find_names_with_commutative_updates(inner)
     written = set[str]()
     statements = [n for n in inner if isinstance(n, ast.stmt)]
     for statement in sorted(statements, key=lambda n: (n.lineno, n.col_offset)):
@@ -220,7 +224,7 @@ def _is_unordered_update(node: ast.AST, loop: list[ast.AST]) -> bool:
     )
 
 
-def _list_unordered_names(loop: list[ast.AST]) -> set[str]:
+def _find_names_with_commutative_updates(loop: list[ast.AST]) -> set[str]:
     """Return the names that a loop only combines with values: `name = name | value`, `&` or `^`."""
     names = set[str]()
     for node in loop:

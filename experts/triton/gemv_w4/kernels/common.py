@@ -5,7 +5,8 @@ warp: a lane unpacks exactly the words that are its part of an MMA operand. The 
 loaded tensors are therefore the 4 x 8 lanes of a warp. The third axis is the warps of a program.
 
     chunk       128 weights of a row along K: 16 adjacent bytes in each of four lanes.
-    block       CHUNKS chunks of each weight row of a warp. A warp multiplies one block per step.
+    block       HALVES * CHUNKS chunks of each weight row of a warp. A warp multiplies one block per
+                step.
     scale slot  the part of a chunk that shares one scale, or the whole chunk.
 
 The vector x is the right operand of the MMA, which has eight columns. Each column belongs to one
@@ -65,13 +66,13 @@ def lane_row_indices(
 ):  # fmt: skip
     """Return the weight rows of a warp as two summands; see `weight_row_indices`.
 
-    The first summand has one value per lane, (1, 8, 1, 1). The second one has one value per group
-    of eight rows, (1, 1 or 8, 1, ROWS / 8).
+    The first summand is (1, 8, 1, 1). The second one is (1, 1, 1, ROWS / 8) if EVEN_N, with one
+    value per group of eight rows, and (1, 8, 1, ROWS / 8) otherwise, with one value per row.
     """
     lane = tl.arange(0, 8)[None, :, None, None]
-    group = tl.arange(0, ROWS // 8)[None, None, None, :] * 8
+    row_group = tl.arange(0, ROWS // 8)[None, None, None, :] * 8
     return weight_row_indices(
-        first, count, lane, group, GATE_STRIDE, UP_ROW_OFFSET, BLOCK_N, EVEN_N
+        first, count, lane, row_group, GATE_STRIDE, UP_ROW_OFFSET, BLOCK_N, EVEN_N
     )
 
 
@@ -80,7 +81,7 @@ def load_words(
     ptr, offset, chunk, in_bounds, size_k, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """Load a block, or half of a block, of each weight row.
+    """Load a block of each weight row. If HALVES is 2, each MMA row holds one half of it.
 
     Return int32 (4, 8, warps, ROWS / 8, CHUNKS, 4).
 
@@ -91,16 +92,17 @@ def load_words(
     size_k: K.
     """
     lane = tl.arange(0, 4)[:, None, None, None]
-    half = tl.arange(0, HALVES)[None, None, None, :] * CHUNKS
+    half_chunk_offset = tl.arange(0, HALVES)[None, None, None, :] * CHUNKS
     chunk_index = tl.arange(0, CHUNKS)[None, None, None, None, :, None]
     word = tl.arange(0, 4)[None, None, None, None, None, :]
     # There is one base address per lane. The offsets from it are known at compile time.
     base_ptrs = ptr + (offset[0] + (chunk * 16 + lane * 4))
-    static_offset = (offset[1] + half * 16)[:, :, :, :, None, None]
+    static_offset = (offset[1] + half_chunk_offset * 16)[:, :, :, :, None, None]
     ptrs = base_ptrs[:, :, :, :, None, None] + (static_offset + (chunk_index * 16 + word))
     mask = in_bounds[:, :, :, :, None, None]
     if not EVEN_K:
-        k = ((chunk + half) * 128 + lane * 32)[:, :, :, :, None, None] + chunk_index * 128
+        first_k = (chunk + half_chunk_offset) * 128 + lane * 32
+        k = first_k[:, :, :, :, None, None] + chunk_index * 128
         mask = mask & (k < size_k)
     return tl.load(ptrs, mask=mask, other=0, eviction_policy="evict_first")
 
@@ -139,9 +141,9 @@ def load_by_scale_slot(
 ):  # fmt: skip
     """Load scales or zero points, one per weight row and scale slot, as (4, 8, warps, ROWS / 8, 2).
 
-    The result is 0 for scale slots outside the block or half. If PAIRED_SCALES, two scales are
-    loaded at once. Otherwise, they are loaded separately, because the result of a single load would
-    have another layout, from which the values would have to move through shared memory.
+    The result is 0 for scale slots outside the block or half. If PAIRED_SCALES, one vector load
+    reads both scales. Otherwise, two loads are used: a single load that is not vectorized would get
+    another layout, and its values would have to move through shared memory.
 
     ptr, offset, chunk, in_bounds: as in `load_words`.
     """
@@ -168,8 +170,8 @@ def load_by_scale_slot(
 def to_scale_slot_layout(values):
     """Reshape (4, 8, warps, ROWS / 8, 2) to (warps, ROWS, 8), the shape of the scale slot sums."""
     warps: tl.constexpr = values.shape[2]
-    groups: tl.constexpr = values.shape[3]
-    return tl.reshape(tl.permute(values, (2, 3, 1, 0, 4)), (warps, groups * 8, 8))
+    row_groups: tl.constexpr = values.shape[3]
+    return tl.reshape(tl.permute(values, (2, 3, 1, 0, 4)), (warps, row_groups * 8, 8))
 
 
 @triton.jit
@@ -228,20 +230,20 @@ def load_row(
 
 
 @triton.jit
-def to_mma_pairs(x, barrier, dtype: tl.constexpr, WEIGHT_FORMAT: tl.constexpr):
+def to_mma_pairs(x, zero_after_loads, dtype: tl.constexpr, WEIGHT_FORMAT: tl.constexpr):
     """Permute the result of `load_row` to the order of the MMA, int32 (4, 8, warps, 1, 4, 4).
 
     Each int32 becomes a pair: the two values of x that are multiplied by the low and by the high
     half of a register of unpacked weights. bf16 values are multiplied by `prescale_factor`. The two
     pairs of an MMA are adjacent.
 
-    barrier: 0, from `issue_loads`. The computation depends on it, so that it starts after the
-        loads.
+    zero_after_loads: 0, from `issue_loads`. The computation depends on it, so that it starts after
+        the loads.
     """
     warps: tl.constexpr = x.shape[2]
     bits = tl.join(x.to(tl.int16), (x >> 16).to(tl.int16))
     if dtype == tl.bfloat16:
-        odd = tl.arange(0, 2)[None, None, None, None, None, None, :] + barrier
+        odd = tl.arange(0, 2)[None, None, None, None, None, None, :] + zero_after_loads
         factor = tl.where(
             odd == 1, prescale_factor(WEIGHT_FORMAT, 1), prescale_factor(WEIGHT_FORMAT, 0)
         ).to(tl.bfloat16)
@@ -276,14 +278,14 @@ def store_in_pair_order(row_ptr, column, mask, values, WEIGHT_FORMAT: tl.constex
 def _make_weight_operand(words, WEIGHT_FORMAT: tl.constexpr, dtype: tl.constexpr):
     """Unpack words (4, 8, WARPS, ROWS / 8, CHUNKS, 4) to weights (CHUNKS * WARPS, ROWS, 128)."""
     warps: tl.constexpr = words.shape[2]
-    groups: tl.constexpr = words.shape[3]
+    row_groups: tl.constexpr = words.shape[3]
     chunks: tl.constexpr = words.shape[4]
     values = unpack_int4(words, WEIGHT_FORMAT, dtype)
     if WEIGHT_FORMAT == "e2m1_repacked":
         ordered = tl.permute(values, (4, 2, 3, 1, 5, 7, 0, 6, 8))
     else:
         ordered = tl.permute(values, (4, 2, 3, 1, 5, 7, 0, 8, 6))
-    return tl.reshape(ordered, (chunks * warps, groups * 8, 128))
+    return tl.reshape(ordered, (chunks * warps, row_groups * 8, 128))
 
 
 @triton.jit
@@ -329,22 +331,23 @@ def _select_chunk_of_scale_slot(sums, CHUNKS: tl.constexpr, SCALE_SLOTS: tl.cons
 
 @triton.jit
 def _compute_zero_point_term(
-    x, zero_points, zero_after_barrier, rows: tl.constexpr, dtype: tl.constexpr,
+    x, zero_points, zero_after_loads_f32, rows: tl.constexpr, dtype: tl.constexpr,
     WEIGHT_FORMAT: tl.constexpr,
     HAS_ZERO_POINTS: tl.constexpr,
 ):  # fmt: skip
     """Return the negated zero points times the sums of x along K, float32 (WARPS, rows, 8).
 
+    Without zero points, the sums are multiplied by -8, the negated offset of the weight codes.
     An MMA with all-ones weights computes the sums of x. Every row of its result is the same.
 
-    zero_after_barrier: 0, which depends on `issue_loads` and keeps the MMA behind the loads.
+    zero_after_loads_f32: 0, which depends on `issue_loads` and keeps the MMA behind the loads.
     """
     warps: tl.constexpr = x.shape[0]
     ones_word: tl.constexpr = (
         0x11111111 if unpacks_without_offset(WEIGHT_FORMAT, dtype) else 0x99999999 - (1 << 32)
     )
     ones = tl.full((4, 8, warps, 2, 1, 4), ones_word, tl.int32)
-    initial_sums = tl.zeros((warps, 16, 8), tl.float32) + zero_after_barrier
+    initial_sums = tl.zeros((warps, 16, 8), tl.float32) + zero_after_loads_f32
     # Use a reshape: `[:, None]` would move the values through shared memory.
     sums = tl.reshape(
         tl.dot(_make_weight_operand(ones, WEIGHT_FORMAT, dtype), x, initial_sums), (warps, 1, 16, 8)
@@ -358,7 +361,7 @@ def _compute_zero_point_term(
 
 @triton.jit
 def compute_scale_slot_sums(
-    words, pairs, zero_points, barrier, dtype: tl.constexpr, WEIGHT_FORMAT: tl.constexpr,
+    words, pairs, zero_points, zero_after_loads, dtype: tl.constexpr, WEIGHT_FORMAT: tl.constexpr,
     HAS_ZERO_POINTS: tl.constexpr,
     SCALE_SLOTS: tl.constexpr, ADD_ZERO_TERM_LAST: tl.constexpr,
 ):  # fmt: skip
@@ -371,20 +374,23 @@ def compute_scale_slot_sums(
     words: (4, 8, warps, ROWS / 8, CHUNKS, 4), from `load_words`.
     pairs: (4, 8, warps, 1, 4, 4), from `to_mma_pairs` or `load_pairs`.
     zero_points: float32 (warps, ROWS, 8).
-    barrier: 0, from `issue_loads`. The MMAs depend on it, so that they are issued after the loads.
+    zero_after_loads: 0, from `issue_loads`. The MMAs depend on it, so that they are issued after
+        the loads.
     ADD_ZERO_TERM_LAST: whether the zero-point term is added after the MMA. Otherwise, it is the
         initial accumulator, which takes fewer registers.
     """
     warps: tl.constexpr = words.shape[2]
     rows: tl.constexpr = words.shape[3] * 8
     chunks: tl.constexpr = words.shape[4]
-    HAS_OFFSET: tl.constexpr = HAS_ZERO_POINTS or unpacks_without_offset(WEIGHT_FORMAT, dtype)
+    NEEDS_ZERO_POINT_TERM: tl.constexpr = HAS_ZERO_POINTS or unpacks_without_offset(
+        WEIGHT_FORMAT, dtype
+    )
     x = _make_x_operand(pairs, dtype)
-    zero_after_barrier = barrier.to(tl.float32, bitcast=True)
-    initial_sums = tl.zeros((warps, rows, 8), tl.float32) + zero_after_barrier
-    if HAS_OFFSET and not ADD_ZERO_TERM_LAST:
+    zero_after_loads_f32 = zero_after_loads.to(tl.float32, bitcast=True)
+    initial_sums = tl.zeros((warps, rows, 8), tl.float32) + zero_after_loads_f32
+    if NEEDS_ZERO_POINT_TERM and not ADD_ZERO_TERM_LAST:
         initial_sums = _compute_zero_point_term(
-            x, zero_points, zero_after_barrier, rows, dtype, WEIGHT_FORMAT, HAS_ZERO_POINTS
+            x, zero_points, zero_after_loads_f32, rows, dtype, WEIGHT_FORMAT, HAS_ZERO_POINTS
         )
     chunk_sums = tl.dot(
         _make_weight_operand(words, WEIGHT_FORMAT, dtype),
@@ -392,9 +398,9 @@ def compute_scale_slot_sums(
         _repeat_per_chunk(initial_sums, chunks),
     )
     sums = _select_chunk_of_scale_slot(chunk_sums, chunks, SCALE_SLOTS)
-    if HAS_OFFSET and ADD_ZERO_TERM_LAST:
+    if NEEDS_ZERO_POINT_TERM and ADD_ZERO_TERM_LAST:
         sums += _compute_zero_point_term(
-            x, zero_points, zero_after_barrier, rows, dtype, WEIGHT_FORMAT, HAS_ZERO_POINTS
+            x, zero_points, zero_after_loads_f32, rows, dtype, WEIGHT_FORMAT, HAS_ZERO_POINTS
         )
     return sums
 
@@ -403,7 +409,7 @@ def compute_scale_slot_sums(
 def decode_zero_points(
     codes, shift, HAS_ZERO_POINTS: tl.constexpr, UNPACKED_WITHOUT_OFFSET: tl.constexpr
 ):
-    """Return the zero points as float32, with the offset of the unpacked weights.
+    """Return the zero points as float32, minus 8 if unpacking subtracts 8 from the weights.
 
     codes: bytes (4, 8, WARPS, ROWS / 8, 2).
     shift: the position of a row's zero point in its byte, bit 0 or 4, (1, 8, 1, ROWS / 8, 1).
@@ -414,7 +420,7 @@ def decode_zero_points(
 
 @triton.jit
 def compute_scaled_sums(
-    words, pairs, scale, zero_point_codes, shift, barrier, dtype: tl.constexpr,
+    words, pairs, scale, zero_point_codes, shift, zero_after_loads, dtype: tl.constexpr,
     WEIGHT_FORMAT: tl.constexpr,
     HAS_ZERO_POINTS: tl.constexpr, SCALE_SLOTS: tl.constexpr, ADD_ZERO_TERM_LAST: tl.constexpr,
 ):  # fmt: skip
@@ -422,11 +428,11 @@ def compute_scaled_sums(
 
     scale, zero_point_codes: results of `load_by_scale_slot`.
     shift: the position of a row's zero point in its byte, bit 0 or 4, (1, 8, 1, ROWS / 8, 1).
-    words, pairs, barrier, ADD_ZERO_TERM_LAST: as in `compute_scale_slot_sums`.
+    words, pairs, zero_after_loads, ADD_ZERO_TERM_LAST: as in `compute_scale_slot_sums`.
     """
     if is_e2m1(WEIGHT_FORMAT):
         # Widen the bytes, which would otherwise be packed two to a register and unpacked again.
-        scale = scale.to(tl.int32) + barrier
+        scale = scale.to(tl.int32) + zero_after_loads
     scales = to_scale_slot_layout(
         scale_values(scale, WEIGHT_FORMAT, missing_factor_log2(WEIGHT_FORMAT, dtype))
     )
@@ -445,7 +451,7 @@ def compute_scaled_sums(
             words,
             pairs,
             zero_points,
-            barrier,
+            zero_after_loads,
             dtype,
             WEIGHT_FORMAT,
             HAS_ZERO_POINTS,

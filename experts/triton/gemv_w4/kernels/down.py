@@ -273,14 +273,14 @@ def _multiply_step(
     if NUM_STEPS > STAGES and not LOAD_AFTER_MMA:
         _, _, _, _, pair, valid, chunk = ring[0]
         h = load_pairs(pairs_ptr, pair, valid, chunk, SIZE_K, CHUNKS * HALVES, SCALE_SLOTS)
-    barrier = issue_loads(NUM_WARPS)
+    zero_after_loads = issue_loads(NUM_WARPS)
     sums = compute_scaled_sums(
         words,
         pairs,
         scale,
         zero_points,
         shift,
-        barrier,
+        zero_after_loads,
         ACTIVATION_DTYPE,
         WEIGHT_FORMAT,
         HAS_ZERO_POINTS,

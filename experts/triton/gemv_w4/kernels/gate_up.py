@@ -114,8 +114,8 @@ def _multiply_step(
         ring = ring[1:] + (ring[0],)  # noqa: RUF005
     if NUM_STEPS > 1 and not LOAD_AFTER_MMA:
         x = _load_x(x_ptr, stride_xk, step + 1, SIZE_K, GROUP_K, CHUNKS, NUM_WARPS)
-    barrier = issue_loads(NUM_WARPS)
-    pairs = to_mma_pairs(row, barrier, ACTIVATION_DTYPE, WEIGHT_FORMAT)
+    zero_after_loads = issue_loads(NUM_WARPS)
+    pairs = to_mma_pairs(row, zero_after_loads, ACTIVATION_DTYPE, WEIGHT_FORMAT)
     # ADD_ZERO_TERM_LAST = False saves registers for weights.
     total += compute_scaled_sums(
         words,
@@ -123,7 +123,7 @@ def _multiply_step(
         scale,
         zero_points,
         shift,
-        barrier,
+        zero_after_loads,
         ACTIVATION_DTYPE,
         WEIGHT_FORMAT,
         HAS_ZERO_POINTS,
