@@ -6,10 +6,11 @@
     make bench ARGS="--tiny"                              # small layers, on any machine
 
 Layer sizes are random, with a committed seed (modular_kernel/bench/sampled_layers.py). A case is a
-layer with a scheme, a routing and a number of tokens. In each case, these layers are timed
-interleaved in one process (modular_kernel/bench/interleaved.py): `FusedMoE` with default arguments,
-the layer that `mk.compose` builds, every part, torch._grouped_mm, and the layers in
-tools/bench_peers.py. Libraries that are not installed are listed.
+layer with a routing and a number of tokens. A block has all cases of a layer, with one scheme. In
+each case of a block, these layers are timed interleaved in one process
+(modular_kernel/bench/interleaved.py): `FusedMoE` with default arguments, the layer that
+`mk.compose` builds, every part, torch._grouped_mm, and the layers in tools/bench_peers.py.
+Libraries that are not installed are listed.
 """
 
 import shlex
@@ -56,7 +57,7 @@ from modular_kernel.spec.quantization import QuantScheme
 PEERS = Path(bench_peers.__file__)
 README = in_checkout.ROOT / "README.md"
 README_PLOT = "docs/benchmarks/bench.svg"
-PF = "MoEPrepareAndFinalizeNoEP"
+PREPARE_FINALIZE = "MoEPrepareAndFinalizeNoEP"
 # Name of a scheme on the command line -> quantization scheme of our layers.
 SCHEMES = {
     "bf16": "none",
@@ -78,12 +79,12 @@ def split_list(text):
 
 def parse_schemes(text):
     """Return the schemes in a comma-separated list of short or full names."""
-    quant_by_name = {**SCHEMES, **{scheme: scheme for scheme in SCHEMES.values()}}
-    unknown = [name for name in split_list(text) if name not in quant_by_name]
+    scheme_by_name = {**SCHEMES, **{scheme: scheme for scheme in SCHEMES.values()}}
+    unknown = [name for name in split_list(text) if name not in scheme_by_name]
     if unknown or not split_list(text):
         got = ", ".join(unknown) or "no scheme"
         raise click.BadParameter(f"got {got}, need some of {', '.join(SCHEMES)}")
-    return list(dict.fromkeys(quant_by_name[name] for name in split_list(text)))
+    return list(dict.fromkeys(scheme_by_name[name] for name in split_list(text)))
 
 
 def parse_token_counts(text):
@@ -92,12 +93,12 @@ def parse_token_counts(text):
     except ValueError:
         tokens = ()
     if not tokens or min(tokens) < 1:
-        raise click.BadParameter(f"got {text!r}, need numbers from 1 on, such as 1,16,64")
+        raise click.BadParameter(f"got {text!r}, need positive integers, such as 1,16,64")
     return tokens
 
 
 def select_layers(text, seed, *, tiny):
-    """Return the sampled layers with the numbers in `text`, counted from 0, or all for ""."""
+    """Return the sampled layers whose indices `text` lists, or all layers if `text` is empty."""
     layers = TINY_LAYERS if tiny else sample_layers(seed)
     try:
         indices = [int(number) for number in split_list(text)] or range(len(layers))
@@ -107,15 +108,15 @@ def select_layers(text, seed, *, tiny):
         raise click.BadParameter(f"got {text!r}, need {need}") from None
 
 
-def make_our_candidates(quant, cases, machine, *, compose_seconds, prepare):
+def make_our_candidates(scheme, cases, machine, *, compose_seconds, prepare):
     """Return FusedMoE, the composed layer, and every part that can run these cases.
 
     prepare: whether to use prepared weights in parts that support them, instead of plain weights.
     """
     problems = [
-        replace(case.problem, quant=quant, graph=machine.device == "cuda") for case in cases
+        replace(case.problem, quant=scheme, graph=machine.device == "cuda") for case in cases
     ]
-    pairs = pairing_candidates(PF, None, problems, machine, prepared=prepare)
+    pairs = pairing_candidates(PREPARE_FINALIZE, None, problems, machine, prepared=prepare)
     prepared_names = {
         candidate.name.removesuffix(" prepared") for candidate in pairs if candidate.prepared
     }
@@ -128,21 +129,23 @@ def make_our_candidates(quant, cases, machine, *, compose_seconds, prepare):
     prepared = prepare and bool(prepared_specs_of(default, problems[0]))
     tokens = tuple(dict.fromkeys(case.problem.tokens for case in cases))
     make_composed = partial(
-        ComposedLayer, quant, machine, tokens, compose_seconds, prepared=prepare
+        ComposedLayer, scheme, machine, tokens, compose_seconds, prepared=prepare
     )
     return [
-        Candidate(DefaultLayer.name, quant, OURS, partial(DefaultLayer, quant, prepared), prepared),
-        Candidate(ComposedLayer.name, quant, OURS, make_composed, prepare),
+        Candidate(
+            DefaultLayer.name, scheme, OURS, partial(DefaultLayer, scheme, prepared), prepared
+        ),
+        Candidate(ComposedLayer.name, scheme, OURS, make_composed, prepare),
         *pairs,
     ]
 
 
-def find_peers(quant, case, prefixes):
-    """Return torch._grouped_mm and the public layers whose operand types are those of `quant`.
+def find_peers(scheme, case, prefixes):
+    """Return torch._grouped_mm and the public layers whose operand types are those of `scheme`.
 
-    prefixes: beginnings of the names of the peers to include. If it is empty, all are included.
+    prefixes: name prefixes of the peers to include. If it is empty, all are included.
     """
-    our_types = operand_types(case.problem, QuantScheme.parse(quant))
+    our_types = operand_types(case.problem, QuantScheme.parse(scheme))
     return [
         candidate
         for candidate in [*baseline_candidates(), *peer_candidates(PEERS)]
@@ -180,11 +183,11 @@ def make_blocks(  # noqa: PLR0913  options of the command line
         cases = tuple(
             LayerCase(layer.name, layer.problem(count), kind) for count in tokens for kind in kinds
         )
-        for quant in schemes:
+        for scheme in schemes:
             candidates = make_our_candidates(
-                quant, cases, machine, compose_seconds=compose_seconds, prepare=prepare
+                scheme, cases, machine, compose_seconds=compose_seconds, prepare=prepare
             )
-            candidates += find_peers(quant, cases[0], peers)
+            candidates += find_peers(scheme, cases[0], peers)
             blocks.append(CaseBlock(cases, tuple(candidates)))
     return blocks
 
@@ -233,9 +236,9 @@ def update_readme(report):
     versions = ", ".join(f"{name} {env[name]}" for name in ("torch", "triton") if env.get(name))
     lines = [
         "",
-        f"{shapes} layers with sizes drawn at random on {env.get('device')}, {versions},",
+        f"{shapes} layers with random sizes, timed on {env.get('device')}, {versions},",
         f"{' and '.join(list_days(env))}. *Speedup* is the time of the best public layer",
-        "divided by ours: here, unlike in the other tables, more than 1 is faster.",
+        "divided by ours: a value above 1 means that ours is faster, unlike in the other tables.",
         "",
         *speedups_table(report),
         "",
@@ -247,14 +250,16 @@ def update_readme(report):
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--layers", default="", help="Numbers of the sampled layers, such as 0,2.")
+@click.option("--layers", default="", help="Indices of the sampled layers, such as 0,2.")
 @click.option("--seed", default=SEED, help=f"Seed of the sizes of {COUNT} layers.")
 @click.option("--schemes", default=",".join(SCHEMES), help="Schemes.")
 @click.option("--tokens", default="", help="Numbers of tokens.")
 @click.option("--routing", default=",".join(ROUTINGS), help="Distributions of the routing.")
-@click.option("--peers", default="", help="Beginnings of the names of peers.  [default: all]")
+@click.option("--peers", default="", help="Name prefixes of the peers to include.  [default: all]")
 @click.option(
-    "--minutes", type=float, help="Time limit to start cases, divided among layers and schemes."
+    "--minutes",
+    type=float,
+    help="No case starts after this time, which is divided among layers and schemes.",
 )
 @click.option("--rounds", default=ROUNDS, help="Timed replays of each layer in a case.")
 @click.option("--workers", default=0, help="Number of processes that compile kernels in advance.")
@@ -304,13 +309,13 @@ def bench(  # noqa: PLR0913  options of the command line
     started = time.monotonic()
     report = load_reports(load) if load else None
     if report is None:
-        quants, peer_prefixes = parse_schemes(schemes), split_list(peers)
+        schemes_to_time, peer_prefixes = parse_schemes(schemes), split_list(peers)
         machine = this_machine()
         if machine.device != "cuda" and not (tiny or dry_run):
             raise click.BadParameter("got no GPU, need one, or --tiny, or --dry-run")
         blocks = make_blocks(
             select_layers(layers, seed, tiny=tiny),
-            quants,
+            schemes_to_time,
             parse_token_counts(tokens) if tokens else TINY_TOKENS if tiny else TOKENS,
             split_list(routing),
             machine,
@@ -320,7 +325,7 @@ def bench(  # noqa: PLR0913  options of the command line
         )
         missing = list_missing_layers(machine, peer_prefixes)
         if dry_run:
-            list_blocks(blocks, missing)
+            print_blocks(blocks, missing)
             return
         comparison = Comparison(
             tuple(blocks),
@@ -351,7 +356,7 @@ def bench(  # noqa: PLR0913  options of the command line
         update_readme(report)
 
 
-def list_blocks(blocks, missing):
+def print_blocks(blocks, missing):
     for block in blocks:
         case = block.cases[0]
         num_weights = case.problem.experts * case.problem.hidden * case.problem.intermediate

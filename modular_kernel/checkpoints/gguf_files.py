@@ -23,9 +23,15 @@ from modular_kernel.models.gguf_header import BlockType, TensorInfo, read_header
 
 LAYOUTS = (
     ExpertLayout(
-        block="", gate="ffn_gate_exps", up="ffn_up_exps", down="ffn_down_exps", stacked=True
+        experts_module="",
+        gate="ffn_gate_exps",
+        up="ffn_up_exps",
+        down="ffn_down_exps",
+        stacked=True,
     ),
-    ExpertLayout(block="", gate="ffn_gate_up_exps", up="", down="ffn_down_exps", stacked=True),
+    ExpertLayout(
+        experts_module="", gate="ffn_gate_up_exps", up="", down="ffn_down_exps", stacked=True
+    ),
 )
 _FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

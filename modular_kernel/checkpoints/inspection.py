@@ -120,7 +120,7 @@ class CheckpointInfo:
         """Return the format of a layer's experts according to the quantization_config."""
         layout, prefix = self.layers[layer][0]
         experts = self.formats.representative_experts(self.config_fields["experts"])
-        modules = layout.modules(prefix.removesuffix(layout.path), experts)
+        modules = layout.projection_names(prefix.removesuffix(layout.prefix), experts)
         format = self.formats.common_format(modules, f"experts of layer {layer}")
         return format.with_inputs() if self.quantize_inputs else format
 
@@ -386,7 +386,7 @@ def _read_problem_fields(
             raise ConfigurationError(f"model {path}: layer", got=got, need="the layer's number")
         layer = (schemes[0].layers or (0,))[0]
     formats = _make_quantization_map(path, config, fields)
-    modules = quantizer_layout(config).modules(
+    modules = quantizer_layout(config).projection_names(
         f"model.layers.{layer}.", formats.representative_experts(fields["experts"])
     )
     format = formats.common_format(modules, f"experts of layer {layer}")

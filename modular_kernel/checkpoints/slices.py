@@ -436,7 +436,7 @@ def find_layers(
     if len(prefixes) == 1:
         return prefixes[0], by_prefix[prefixes[0]]
     searched_names = " or ".join(
-        f"{prefix or '...'}layers.L.{layout.block or layout.gate}" for layout in layouts
+        f"{prefix or '...'}layers.L.{layout.experts_module or layout.gate}" for layout in layouts
     )
     if not prefixes:
         need = f"experts in {searched_names}"
@@ -475,7 +475,9 @@ def find_source(
     ]
     sources = [source for source in sources if source not in unsupported]
     if not sources:
-        got = f"{format} in a layout of whole matrices ({unsupported[0].layer.layout.block})"
+        got = (
+            f"{format} in a layout of whole matrices ({unsupported[0].layer.layout.experts_module})"
+        )
         raise ConfigurationError(unsupported[0].what, got=got, need="no quantization")
     return next((source for source in sources if _matches_layout(source)), sources[0])
 
@@ -491,7 +493,7 @@ def _find_expert_prefixes(
     projection = "|".join(re.escape(name) for name in layout.names)
     stacked_pattern = rf"_?(?:{projection})(?:[._:]|$)"
     lookahead = stacked_pattern if layout.stacked else rf"\d+\.(?:{projection})\."
-    pattern = re.compile(rf"{_LAYER_PATTERN}{re.escape(layout.path)}(?={lookahead})")
+    pattern = re.compile(rf"{_LAYER_PATTERN}{re.escape(layout.prefix)}(?={lookahead})")
     prefixes = {}
     for match in filter(None, map(pattern.match, names)):
         prefixes[match["prefix"], int(match["layer"])] = match[0]

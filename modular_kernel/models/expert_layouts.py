@@ -14,19 +14,21 @@ from dataclasses import dataclass
 class ExpertLayout:
     """The names and storage layout of a layer's experts in files.
 
-    block: module of the experts, relative to the layer; "" if projections are modules of the layer.
+    experts_module: module of the experts, relative to the layer; "" if projections are modules of
+        the layer.
     gate, up, down: names of the projections. `up` is "" if `gate` has gate and up rows. `gate` is
         "" for ungated experts.
     stacked: a projection is one tensor (E, ...) for all experts. If False, the projections of
-        expert e are the modules `block.e.name`.
+        expert e are the modules `experts_module.e.name`.
     is_parameter: projections are parameters (`gate_up_proj`, `gate_up_proj_scale_inv`). If False,
         projections are modules (`gate_proj.weight`).
-    transposed: names of the projections that are stored as (K, N).
+    transposed: names of the projections that are stored as (in_features, out_features) instead of
+        (out_features, in_features).
     interleaved: gate and up rows alternate.
     flat: stacked tensors have the shape (E * rows, ...) instead of (E, rows, ...).
     """
 
-    block: str
+    experts_module: str
     gate: str
     up: str
     down: str
@@ -38,37 +40,38 @@ class ExpertLayout:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the projections in w1, then of the projection in w2."""
+        """Names of the projections: gate and up (both in w1), then down (w2)."""
         return tuple(name for name in (self.gate, self.up, self.down) if name)
 
     @property
-    def path(self) -> str:
+    def prefix(self) -> str:
         """The prefix of the projections' names, relative to the layer."""
-        return f"{self.block}." if self.block else ""
+        return f"{self.experts_module}." if self.experts_module else ""
 
-    def modules(self, layer: str, experts: Iterable[int]) -> Iterator[str]:
+    def projection_names(self, layer: str, experts: Iterable[int]) -> Iterator[str]:
         """Yield the names of the projections.
 
-        layer: name of the layer, with a dot at its end.
+        layer: name of the layer, with a trailing dot.
+        experts: indices of the experts; unused if projections are stacked.
         """
         if self.stacked:
-            yield from (f"{layer}{self.path}{name}" for name in self.names)
+            yield from (f"{layer}{self.prefix}{name}" for name in self.names)
             return
         for expert in experts:
-            yield from (f"{layer}{self.block}.{expert}.{name}" for name in self.names)
+            yield from (f"{layer}{self.experts_module}.{expert}.{name}" for name in self.names)
 
 
-def _per_expert(block: str, names: str = "gate_proj up_proj down_proj") -> ExpertLayout:
+def _per_expert(experts_module: str, names: str = "gate_proj up_proj down_proj") -> ExpertLayout:
     gate, up, down = names.split(" ")
-    return ExpertLayout(block=block, gate=gate, up=up, down=down)
+    return ExpertLayout(experts_module=experts_module, gate=gate, up=up, down=down)
 
 
 def _stacked_parameters(
-    block: str, *, transposed: bool = False, interleaved: bool = False
+    experts_module: str, *, transposed: bool = False, interleaved: bool = False
 ) -> ExpertLayout:
     names = ("gate_up_proj", "down_proj")
     return ExpertLayout(
-        block=block,
+        experts_module=experts_module,
         gate=names[0],
         up="",
         down=names[1],
@@ -80,22 +83,25 @@ def _stacked_parameters(
 
 
 def _stacked_modules(
-    block: str, gate: str, up: str, down: str, *, transposed: bool = False
+    experts_module: str, gate: str, up: str, down: str, *, transposed: bool = False
 ) -> ExpertLayout:
     names = (gate, down) if transposed else ()
-    return ExpertLayout(block=block, gate=gate, up=up, down=down, stacked=True, transposed=names)
+    return ExpertLayout(
+        experts_module=experts_module, gate=gate, up=up, down=down, stacked=True, transposed=names
+    )
 
 
-_MLP, _W1_W3_W2 = "mlp.experts", "w1 w3 w2"
-_STANDARD = (_per_expert(_MLP), _stacked_parameters(_MLP))
+_MLP_EXPERTS, _W1_W3_W2 = "mlp.experts", "w1 w3 w2"
+_STANDARD = (_per_expert(_MLP_EXPERTS), _stacked_parameters(_MLP_EXPERTS))
 _MIXTRAL = (_per_expert("block_sparse_moe.experts", _W1_W3_W2),)
-# llm-compressor splits the stacked experts of Granite, Step-3.5 and Step-3.7 into modules by expert.
+# The second layout of _GRANITE and of _STEP is that of llm-compressor, which splits stacked experts
+# into one module per expert.
 _GRANITE = (
     _stacked_modules("block_sparse_moe", "input_linear", "", "output_linear"),
     _per_expert("block_sparse_moe.experts"),
 )
 _STEP = (_stacked_modules("moe", "gate_proj", "up_proj", "down_proj"), _per_expert("moe.experts"))
-_ANY_ORIENTATION = (_stacked_parameters(_MLP, transposed=True), *_STANDARD)
+_ANY_ORIENTATION = (_stacked_parameters(_MLP_EXPERTS, transposed=True), *_STANDARD)
 _GEMMA = (_stacked_parameters("experts"), _per_expert("experts"))
 MISTRAL = (_per_expert("experts", _W1_W3_W2),)  # Mistral's own format (consolidated*.safetensors)
 
@@ -114,19 +120,19 @@ LAYOUTS: dict[str, tuple[ExpertLayout, ...]] = {
     **dict.fromkeys(("mixtral", "minimax", "minimax_m2", "minimax_m3_vl_text", "phimoe", "kimi_linear"), _MIXTRAL),
     **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared"), _GRANITE),
     **dict.fromkeys(("gemma4_text", "diffusion_gemma_text"), _GEMMA),
-    "aria_text": (_stacked_modules(_MLP, "fc1", "", "fc2", transposed=True),),
-    "dbrx": (ExpertLayout(block="ffn.experts.mlp", gate="w1", up="v1", down="w2", stacked=True, is_parameter=True, transposed=("w2",), flat=True),),
+    "aria_text": (_stacked_modules(_MLP_EXPERTS, "fc1", "", "fc2", transposed=True),),
+    "dbrx": (ExpertLayout(experts_module="ffn.experts.mlp", gate="w1", up="v1", down="w2", stacked=True, is_parameter=True, transposed=("w2",), flat=True),),
     "deepseek_v4": (_per_expert("ffn.experts", _W1_W3_W2),),
-    "gpt_oss": (_stacked_parameters(_MLP, transposed=True, interleaved=True), _stacked_parameters(_MLP, interleaved=True), _per_expert(_MLP), _per_expert(f"{_MLP}.experts")),
+    "gpt_oss": (_stacked_parameters(_MLP_EXPERTS, transposed=True, interleaved=True), _stacked_parameters(_MLP_EXPERTS, interleaved=True), _per_expert(_MLP_EXPERTS), _per_expert(f"{_MLP_EXPERTS}.experts")),
     "granitemoe_swa": (_stacked_parameters("block_sparse_moe.experts"),),
-    "inkling_text": (ExpertLayout(block=_MLP, gate="w13_weight", up="", down="w2_weight", stacked=True, is_parameter=True, interleaved=True),),
+    "inkling_text": (ExpertLayout(experts_module=_MLP_EXPERTS, gate="w13_weight", up="", down="w2_weight", stacked=True, is_parameter=True, interleaved=True),),
     "jamba": (_per_expert("feed_forward.experts"),),
     "jetmoe": (_stacked_modules("mlp", "input_linear", "", "output_linear"),),
     "lfm2_moe": (_per_expert("feed_forward.experts", _W1_W3_W2),),
     "llama4_text": (_stacked_parameters("feed_forward.experts", transposed=True), _per_expert("feed_forward.experts")),
     "mistral_large4_text": MISTRAL,
-    "nemotron_h": (ExpertLayout(block="mixer.experts", gate="", up="up_proj", down="down_proj"),),
-    "openai_privacy_filter": (_stacked_parameters(_MLP, transposed=True),),
+    "nemotron_h": (ExpertLayout(experts_module="mixer.experts", gate="", up="up_proj", down="down_proj"),),
+    "openai_privacy_filter": (_stacked_parameters(_MLP_EXPERTS, transposed=True),),
     "qwen3_vl_moe_text": _ANY_ORIENTATION,
     **dict.fromkeys(("step3_text", "step3p5"), _STEP),
 }

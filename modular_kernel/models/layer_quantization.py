@@ -101,7 +101,7 @@ def layer_schemes(path: Path, config: Config, fields: Mapping[str, Any]) -> tupl
         raise config_error(str(path), got, "fewer")
     layers_by_scheme: dict[str, list[int]] = {}
     for number in numbers:
-        modules = layout.modules(f"model.layers.{number}.", experts)
+        modules = layout.projection_names(f"model.layers.{number}.", experts)
         what = f"experts of layer {number}"
         scheme = find_common_value(quantization, modules, read_scheme, what)
         layers_by_scheme.setdefault(scheme, []).append(number)

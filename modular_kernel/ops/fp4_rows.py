@@ -215,22 +215,24 @@ def list_tiles(tiles: torch.Tensor) -> list[tuple[int, int, int]]:
 
 def tiled_scale_spec(experts: int, rows: int, groups: int) -> BufferSpec:
     """Return the spec of the buffer that `tile_scales` writes for scales (e, N, G)."""
-    blocks, size = scale_layout.tiled_shape(rows, groups)
-    return BufferSpec((experts * blocks, size), torch.uint8)
+    tiles, bytes_per_tile = scale_layout.tiled_shape(rows, groups)
+    return BufferSpec((experts * tiles, bytes_per_tile), torch.uint8)
 
 
 def tile_scales(scale_eNG: torch.Tensor, out: torch.Tensor) -> None:
-    """Convert scales of weights to the tiled layout, in blocks of 128 rows, in one launch.
+    """Convert scales of weights to the tiled layout, in tiles of 128 rows, in one launch.
 
     scale_eNG: (e, N, G), a one-byte dtype, contiguous.
-    out: output, (e * blocks, bytes) uint8, contiguous.
+    out: output, (e * tiles, bytes_per_tile) uint8, contiguous.
 
     Raises ShapeError, LayoutError or DtypeError for invalid arguments.
     """
     experts, rows, groups = scale_eNG.shape
-    blocks, size = scale_layout.tiled_shape(rows, groups)
-    if tuple(out.shape) != (experts * blocks, size):
-        raise ShapeError("tiled scales", got=tuple(out.shape), need=(experts * blocks, size))
+    tiles, bytes_per_tile = scale_layout.tiled_shape(rows, groups)
+    if tuple(out.shape) != (experts * tiles, bytes_per_tile):
+        raise ShapeError(
+            "tiled scales", got=tuple(out.shape), need=(experts * tiles, bytes_per_tile)
+        )
     for name, tensor in (("scales", scale_eNG), ("tiled scales", out)):
         if not tensor.is_contiguous():
             raise LayoutError(name, got=f"strides {tensor.stride()}", need="contiguous")
@@ -243,12 +245,12 @@ def tile_scales(scale_eNG: torch.Tensor, out: torch.Tensor) -> None:
 
     launch(
         tile_scales_kernel,
-        (experts * blocks, scale_layout.count_steps(groups)),
+        (experts * tiles, scale_layout.count_steps(groups)),
         scale_ptr=scale_eNG.view(torch.uint8),
         out_ptr=out,
         num_rows=rows,
         num_groups=groups,
-        blocks_per_expert=blocks,
+        blocks_per_expert=tiles,
         stride_out=out.stride(0),
     )
 

@@ -67,10 +67,10 @@ class BatchedHandle(Handle):
 class BatchedPrepareAndFinalize(PrepareAndFinalize):
     """Copy tokens, (T, H), to the batched format, (e, C, H), one row per token and expert.
 
-    The capacity C is T, rounded up if the experts require a multiple. T rows per expert are enough,
-    because the pairs of a token with the same expert share one row. The rows of an expert are in
-    the order of tokens. Rows beyond the count of an expert are undefined. Tokens are quantized
-    while they are copied, or before they are copied if all tokens share a dynamic scale.
+    The capacity C is T, rounded up if the experts require a multiple. T rows per expert are enough:
+    if a token selects an expert more than once, those pairs share one row. The rows of an expert
+    are in the order of tokens. Rows beyond the count of an expert are undefined. Tokens are
+    quantized while they are copied, or before they are copied if all tokens share a dynamic scale.
     """
 
     replayable = True  # a plan can replay its recorded launches
@@ -99,7 +99,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, scheme = self.problem, self.problem.scheme
         capacity = self.padded_capacity(tokens)
-        rows, specs = (problem.e, capacity, problem.hidden), dict[str, BufferSpec]()
+        x_shape, specs = (problem.e, capacity, problem.hidden), dict[str, BufferSpec]()
         dtype = problem.dtype
         if scheme.dispatched_quantized:
             dtype = STORAGE[scheme.activation]
@@ -111,10 +111,10 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         if problem.adapters is not None:
             specs["batched_adapters"] = BufferSpec((problem.e, capacity), torch.int32)
             if scheme.dispatched_quantized:
-                specs["batched_plain_x"] = BufferSpec(rows, problem.dtype)
+                specs["batched_unquantized_x"] = BufferSpec(x_shape, problem.dtype)
         return {
             **specs,
-            "batched_x": BufferSpec(rows, dtype),
+            "batched_x": BufferSpec(x_shape, dtype),
             "row_of_pair": BufferSpec((tokens, problem.top_k), torch.int32),
             "expert_counts": BufferSpec((problem.e,), torch.int32),
             "assign_scratch": assign_rows_scratch(tokens, problem.top_k, problem.e),
@@ -147,18 +147,18 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         on_input = problem.apply_router_weight_on_input
         handle = BatchedHandle(row_of_pair_TK, None if on_input else router_weights_TK)
         input_weights = router_weights_TK if on_input else None
-        slots_eC, unquantized_eCH = None, None
-        if (slots_T := routing.slots_T) is not None:
+        adapter_slots_eC, unquantized_eCH = None, None
+        if (adapter_slots_T := routing.slots_T) is not None:
             with stages.stage(stages.PERMUTE):
-                slots_eC, unquantized_eCH = _permute_adapters(
-                    x_TH, slots_T, row_of_pair_TK, input_weights, buffers
+                adapter_slots_eC, unquantized_eCH = _permute_adapter_inputs(
+                    x_TH, adapter_slots_T, row_of_pair_TK, input_weights, buffers
                 )
         x_eCH = buffers["batched_x"]
         rows_RH = x_eCH.flatten(0, 1)
         if not scheme.dispatched_quantized:
             with stages.stage(stages.PERMUTE):
                 permute_tokens(x_TH, row_of_pair_TK, input_weights, rows_RH=rows_RH)
-            return BatchedTokens(x_eCH, counts_e, None, slots_eC), handle
+            return BatchedTokens(x_eCH, counts_e, None, adapter_slots_eC), handle
         scale = buffers.get("batched_scale")
         if _has_dynamic_tensor_scale(scheme):
             with stages.stage(stages.QUANTIZE_INPUT):
@@ -166,7 +166,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
             with stages.stage(stages.PERMUTE):
                 permute_tokens(quantized.q_RK, row_of_pair_TK, None, rows_RH=rows_RH)
             return BatchedTokens(
-                x_eCH, counts_e, quantized.scale, slots_eC, unquantized_eCH
+                x_eCH, counts_e, quantized.scale, adapter_slots_eC, unquantized_eCH
             ), handle
         if scale is None:
             scale = weights.a1_scale
@@ -174,7 +174,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         out = QuantizedRows(rows_RH, scale if scheme.static else scale.flatten(0, 1))
         with stages.stage(stages.PERMUTE_QUANTIZED):
             permute_and_quantize(x_TH, row_of_pair_TK, input_weights, scheme, out=out)
-        return BatchedTokens(x_eCH, counts_e, scale, slots_eC, unquantized_eCH), handle
+        return BatchedTokens(x_eCH, counts_e, scale, adapter_slots_eC, unquantized_eCH), handle
 
     def _quantize(
         self,
@@ -215,16 +215,16 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
             handle.row_of_pair_TK,
             handle.topk_weights_TK,
             self.problem.routed_scaling_factor,
-            checked=True,  # `prepare` made the tensors, so `reduce` need not check them
+            checked=True,  # parts made these tensors, or the modular kernel has checked them
         )
         sums_topk = reduce.kind is Reduce.NAIVE_BATCHED
         with stages.stage(stages.GATHER_REDUCE if sums_topk else stages.UNPERMUTE):
             reduce.apply(rows, out)
 
 
-def _permute_adapters(
+def _permute_adapter_inputs(
     x_TH: torch.Tensor,
-    slots_T: torch.Tensor,
+    adapter_slots_T: torch.Tensor,
     row_of_pair_TK: torch.Tensor,
     input_weights: torch.Tensor | None,
     buffers: Mapping[str, torch.Tensor],
@@ -233,12 +233,15 @@ def _permute_adapters(
 
     Adapters read unquantized rows, which are returned only if x is quantized.
     """
-    slots_eC, unquantized_eCH = buffers["batched_adapters"], buffers.get("batched_plain_x")
-    permute_tokens(slots_T[:, None], row_of_pair_TK, None, rows_RH=slots_eC.view(-1, 1))
+    adapter_slots_eC = buffers["batched_adapters"]
+    unquantized_eCH = buffers.get("batched_unquantized_x")
+    permute_tokens(
+        adapter_slots_T[:, None], row_of_pair_TK, None, rows_RH=adapter_slots_eC.view(-1, 1)
+    )
     if unquantized_eCH is not None:
         unquantized_RH = unquantized_eCH.flatten(0, 1)
         permute_tokens(x_TH, row_of_pair_TK, input_weights, rows_RH=unquantized_RH)
-    return slots_eC, unquantized_eCH
+    return adapter_slots_eC, unquantized_eCH
 
 
 def _has_dynamic_tensor_scale(scheme: QuantScheme) -> bool:

@@ -1,7 +1,7 @@
 """Launches of the symmetric-memory kernels on meta tensors, for `mk compile`.
 
-`mk compile` compiles every kernel without a GPU. The meta tensors give the kernels shapes and
-dtypes.
+`mk compile` compiles every kernel without a GPU. Meta tensors supply the shapes and dtypes
+for which kernels are compiled.
 """
 
 from dataclasses import replace

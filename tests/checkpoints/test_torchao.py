@@ -30,14 +30,14 @@ from modular_kernel.layers.rank_share import Share
 from modular_kernel.layers.weight_loading import ExpertLoader
 from modular_kernel.testing.checkpoints.samples import Sample, Tensors, write
 from modular_kernel.testing.checkpoints.torchao import (
-    INT4,
-    INT8,
+    INT4_OPTIONS,
+    INT8_OPTIONS,
     TORCHAO_FORMATS,
-    by_name,
-    config,
+    make_config,
+    make_fqn_options,
+    make_options,
     metadata_of,
-    old_names,
-    options,
+    rename_to_torchao_0_14,
     stack_experts,
     tile_scales,
 )
@@ -47,13 +47,13 @@ EXPERTS_PREFIX = "model.layers.0.mlp.experts"
 
 def stack_with_old_names(tensors: Tensors) -> None:
     stack_experts(tensors)
-    old_names(tensors)
+    rename_to_torchao_0_14(tensors)
 
 
 LAYOUTS = {
     "modules": None,
     "parameters": stack_experts,
-    "modules, 0.14": old_names,
+    "modules, 0.14": rename_to_torchao_0_14,
     "parameters, 0.14": stack_with_old_names,
 }
 
@@ -192,16 +192,16 @@ def test_module_names_select_the_options() -> None:
     """Exact names take precedence over regular expressions, which take precedence over the default.
     The order of the entries does not matter.
     """
-    fp8 = options("Float8WeightOnlyConfig")
+    fp8 = make_options("Float8WeightOnlyConfig")
     names = {
-        "_default": INT8,
+        "_default": INT8_OPTIONS,
         r"re:.*\.mlp\.experts\..*": fp8,
         "re:.*": None,
-        "model.layers.1.mlp.experts.gate_up_proj": INT4,
-        "model.layers.2.self_attn.q_proj": INT4,
-        "model.layers.2.self_attn.k_proj.weight": INT4,
+        "model.layers.1.mlp.experts.gate_up_proj": INT4_OPTIONS,
+        "model.layers.2.self_attn.q_proj": INT4_OPTIONS,
+        "model.layers.2.self_attn.k_proj.weight": INT4_OPTIONS,
     }
-    formats = QuantizationMap(config(by_name(names)))
+    formats = QuantizationMap(make_config(make_fqn_options(names)))
 
     def format_name(module: str) -> str:
         return str(formats.format_of(f"model.layers.{module}"))
@@ -212,19 +212,19 @@ def test_module_names_select_the_options() -> None:
     assert format_name("2.self_attn.q_proj") == "int4 (torchao; dequantized)"
     assert format_name("2.self_attn.v_proj") == "None"
     del names["re:.*"]
-    formats = QuantizationMap(config(by_name(names)))
+    formats = QuantizationMap(make_config(make_fqn_options(names)))
     assert format_name("2.self_attn.v_proj") == "int8_w8a16_channel (torchao)"
     del names["_default"]
-    formats = QuantizationMap(config(by_name(names)))
+    formats = QuantizationMap(make_config(make_fqn_options(names)))
     assert format_name("2.self_attn.v_proj") == "None"
-    skipped = config(INT8) | {"modules_to_not_convert": ["model.layers.2.self_attn"]}
+    skipped = make_config(INT8_OPTIONS) | {"modules_to_not_convert": ["model.layers.2.self_attn"]}
     formats = QuantizationMap(skipped)
     assert format_name("2.self_attn.v_proj") == "None"
 
 
 def test_parameters_are_quantized_by_name(tmp_path: Path) -> None:
     sample = write(tmp_path, "qwen3_moe", "torchao int8", change=stack_experts)
-    quantization = config(by_name({EXPERTS: INT8}))
+    quantization = make_config(make_fqn_options({EXPERTS: INT8_OPTIONS}))
     config_json = json.dumps(sample.config | {"quantization_config": quantization})
     (tmp_path / "config.json").write_text(config_json)
     loaded = mk.load_experts(tmp_path, 0)
@@ -466,15 +466,18 @@ def test_pickled_tensors_are_refused(tmp_path: Path) -> None:
 
 
 def make_torchao_config(name: str, *, version: int = 2, **data: Any) -> dict[str, Any]:
-    return config(options(name, **data) | {"_version": version})
+    return make_config(make_options(name, **data) | {"_version": version})
 
 
 _FP8_W8A8 = "Float8DynamicActivationFloat8WeightConfig"
 _PER_ROW, _PER_TENSOR = ({"_type": name, "_data": {}} for name in ("PerRow", "PerTensor"))
 REFUSED_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "name": (config(INT8) | {"quant_type": "int8_weight_only"}, "pickled tensors"),
-    "no default": (config(INT8) | {"quant_type": {"other": INT8}}, "the key default"),
-    "no class": (config({"_data": {}, "_version": 2}), "quant_type None"),
+    "name": (make_config(INT8_OPTIONS) | {"quant_type": "int8_weight_only"}, "pickled tensors"),
+    "no default": (
+        make_config(INT8_OPTIONS) | {"quant_type": {"other": INT8_OPTIONS}},
+        "the key default",
+    ),
+    "no class": (make_config({"_data": {}, "_version": 2}), "quant_type None"),
     "class": (
         make_torchao_config("UIntXWeightOnlyConfig"),
         "'UIntXWeightOnlyConfig', need one of Int4WeightOnly",
@@ -562,19 +565,22 @@ REFUSED_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         make_torchao_config("Float8WeightOnlyConfig", rotation="hadamard"),
         "rotation = 'hadamard'",
     ),
-    "key": (config(INT8) | {"rotation": "hadamard"}, "rotation = 'hadamard'"),
-    "data": (config({"_type": "Int8WeightOnlyConfig", "_version": 2}), "_data = None"),
-    "by name": (config(by_name({})), "need fqn_to_config"),
+    "key": (make_config(INT8_OPTIONS) | {"rotation": "hadamard"}, "rotation = 'hadamard'"),
+    "data": (make_config({"_type": "Int8WeightOnlyConfig", "_version": 2}), "_data = None"),
+    "by name": (make_config(make_fqn_options({})), "need fqn_to_config"),
     "names that differ": (
-        config(
+        make_config(
             {
                 "_type": "FqnToConfig",
-                "_data": {"fqn_to_config": {"a": INT8}, "module_fqn_to_config": {"a": INT4}},
+                "_data": {
+                    "fqn_to_config": {"a": INT8_OPTIONS},
+                    "module_fqn_to_config": {"a": INT4_OPTIONS},
+                },
             }
         ),
         "that differ, need one of them",
     ),
-    "options of a name": (config(by_name({"a": 1})), "a = 1, need an object"),
+    "options of a name": (make_config(make_fqn_options({"a": 1})), "a = 1, need an object"),
 }
 
 
@@ -638,7 +644,7 @@ def test_blocks_along_the_rows_are_refused(family: str, message: str, tmp_path: 
 
 def test_unsupported_name_patterns_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="fqn_to_config has 're:"):
-        QuantizationMap(config(by_name({r"re:(?=a).*": INT8})))
+        QuantizationMap(make_config(make_fqn_options({r"re:(?=a).*": INT8_OPTIONS})))
 
 
 def test_metadata_of_samples_equals_torchao() -> None:
@@ -646,7 +652,7 @@ def test_metadata_of_samples_equals_torchao() -> None:
     does not read.
     """
     tensors = {"model.layers.0.mlp.experts._down_proj_qdata": torch.ones(4, 64, 96)}
-    metadata = metadata_of(config(by_name({EXPERTS: INT8})), tensors)
+    metadata = metadata_of(make_config(make_fqn_options({EXPERTS: INT8_OPTIONS})), tensors)
     assert json.loads(metadata["model.layers.0.mlp.experts.down_proj"]) == {
         "_type": "Int8Tensor",
         "_data": {"act_quant_kwargs": None, "block_size": [1, 1, 96]},

@@ -39,10 +39,11 @@ from modular_kernel.spec.problem import (
 from modular_kernel.utils.package_probes import PackageProbe
 
 BATCHED, STANDARD = ActivationFormat.BATCHED_EXPERTS, ActivationFormat.STANDARD
-PF, EX = "FakePrepare", "FakeExperts"
+PREPARE, EXPERTS = "FakePrepare", "FakeExperts"
 
-# Requirements of two parts, a problem and a machine that no rule refuses. Cases change fields.
-OPEN: dict[str, Any] = {
+# A valid combination: the requirements of two parts, a problem, and a machine. No rule refuses it.
+# Cases change fields.
+VALID_INPUTS: dict[str, Any] = {
     "pf": PrepareFinalizeRequirements(
         activation_format=STANDARD,
         reduces=frozenset(Reduce),
@@ -78,8 +79,10 @@ LORA = "adapters=2,rank=8"
 class Case:
     """A field with a value that `rule` must refuse and a value that it must accept.
 
-    path: the field, such as "ex.bias". parties: the parties of each rejection, in order. got, need:
-    substrings of each rejection. given: further fields of OPEN that are changed for both values.
+    path: the field, such as "ex.bias".
+    parties: for each rejection, the parts, "problem" or "machine" that it names, in order.
+    got, need: substrings of each rejection.
+    given: further fields of VALID_INPUTS that are changed for both values.
     """
 
     rule: str
@@ -95,12 +98,12 @@ class Case:
         return f"{self.rule}-{self.path}={self.refused}"
 
     def verdict(self, value: object) -> Verdict:
-        """Return the verdict on OPEN with the changes `given`, and with `value` at `path`."""
-        changes: dict[str, dict[str, object]] = {key: {} for key in OPEN}
+        """Return the verdict on VALID_INPUTS, changed by `given`, and with `value` at `path`."""
+        changes: dict[str, dict[str, object]] = {key: {} for key in VALID_INPUTS}
         for path, new_value in {**self.given, self.path: value}.items():
             key, _, name = path.partition(".")
             changes[key][name] = new_value
-        inputs = {key: replace(base, **changes[key]) for key, base in OPEN.items()}
+        inputs = {key: replace(base, **changes[key]) for key, base in VALID_INPUTS.items()}
         part_classes = make_part_classes(inputs["pf"], inputs["ex"])
         return judge(*part_classes, inputs["problem"], inputs["machine"])
 
@@ -110,13 +113,17 @@ def make_part_classes(
 ) -> tuple[type[PrepareAndFinalize], type[PermuteExpertsUnpermute]]:
     """Return two part classes that have no code, only these requirements."""
     return (
-        type(PF, (PrepareAndFinalize,), {"requires": pf}),
-        type(EX, (PermuteExpertsUnpermute,), {"requires": ex}),
+        type(PREPARE, (PrepareAndFinalize,), {"requires": pf}),
+        type(EXPERTS, (PermuteExpertsUnpermute,), {"requires": ex}),
     )
 
 
-PAIR, PF_P, EX_P = ((PF, EX),), ((PF, "problem"),), ((EX, "problem"),)
-PF_M, EX_M = ((PF, "machine"),), ((EX, "machine"),)
+PAIR, PREPARE_AND_PROBLEM, EXPERTS_AND_PROBLEM = (
+    ((PREPARE, EXPERTS),),
+    ((PREPARE, "problem"),),
+    ((EXPERTS, "problem"),),
+)
+PREPARE_AND_MACHINE, EXPERTS_AND_MACHINE = ((PREPARE, "machine"),), ((EXPERTS, "machine"),)
 BF16_FP32 = frozenset({torch.bfloat16, torch.float32})
 FP8_BLOCK = frozenset({"fp8_w8a8_block"})
 FP8 = {"problem.quant": "fp8_w8a8_block", "problem.hidden": 128}
@@ -138,145 +145,175 @@ TWO_RANKS = {"problem.parallel": Parallel(2)}
 ROUND_ROBIN = Placement.round_robin(8, 2)
 INTERLEAVED = ActivationSpec("silu", interleaved=True)
 UP_FIRST = ActivationSpec("silu", up_first=True)
-MARKERS = (("__init__.py", "gemm"),)
-PROBE = PackageProbe("theirs", ("theirs",), MARKERS, "theirs 2 (gemm)", "build it")
-OTHER_PACKAGES = (("theirs", "unsupported theirs 1.0: no gemm in __init__.py"),)
-PROVIDED = {"ex.packages": ("theirs",), "ex.providers": (PROBE,), "machine.others": OTHER_PACKAGES}
-ROOM = {"ex.capacity_multiple": 128, "problem.expert_map": True}
+REQUIRED_TEXT_BY_FILE = (("__init__.py", "gemm"),)
+PROBE = PackageProbe(
+    "fake_package", ("fake_package",), REQUIRED_TEXT_BY_FILE, "fake_package 2 (gemm)", "build it"
+)
+OTHER_PACKAGES = (("fake_package", "unsupported fake_package 1.0: no gemm in __init__.py"),)
+NEEDS_PROBED_PACKAGE = {
+    "ex.packages": ("fake_package",),
+    "ex.providers": (PROBE,),
+    "machine.others": OTHER_PACKAGES,
+}
+CAPACITY_MULTIPLE_OF_128 = {"ex.capacity_multiple": 128, "problem.expert_map": True}
 LIMIT = 8192  # elements: 16 tokens x top-2 x max(2 x 128, 64)
 
 # fmt: off
 CASES = (
     Case("format", "ex.activation_format", BATCHED, STANDARD, PAIR, "standard", "batched_experts"),
     Case("format", "pf.activation_format", BATCHED, STANDARD, PAIR, "batched_experts", "standard"),
-    Case("device", "ex.devices", {"cpu"}, {"cuda"}, EX_M, "cuda", "cpu"),
-    Case("device", "pf.devices", {"cpu"}, {"cuda"}, PF_M, "cuda", "cpu"),
-    Case("device", "machine.interpreter", False, True, PF_M + EX_M, "cpu", "GPU", INTERPRETED),
-    Case("arch", "ex.min_arch", (10, 0), (9, 0), EX_M, "9.0", ">= 10.0"),
-    Case("arch", "pf.min_arch", (9, 1), None, PF_M, "9.0", ">= 9.1"),
-    Case("archs", "ex.archs", {(10, 0), (8, 0)}, {(9, 0)}, EX_M, "9.0", "8.0 or 10.0"),
-    Case("package", "pf.packages", ("deep_ep",), ("triton",), PF_M, "not importable", "deep_ep"),
-    Case("package", "ex.packages", ("cutlass",), (), EX_M, "not importable", "cutlass"),
-    Case("package", "machine.packages", frozenset({"triton"}), frozenset({"theirs"}), EX_M,
-         "unsupported theirs 1.0: no gemm in __init__.py", "theirs 2 (gemm)", PROVIDED),
-    Case("dtype", "ex.dtypes", {torch.float16}, BF16_FP32, EX_P, "bfloat16", "float16"),
-    Case("dtype", "problem.dtype", torch.float16, torch.float32, PF_P, "float16",
+    Case("device", "ex.devices", {"cpu"}, {"cuda"}, EXPERTS_AND_MACHINE, "cuda", "cpu"),
+    Case("device", "pf.devices", {"cpu"}, {"cuda"}, PREPARE_AND_MACHINE, "cuda", "cpu"),
+    Case("device", "machine.interpreter", False, True, PREPARE_AND_MACHINE + EXPERTS_AND_MACHINE,
+         "cpu", "GPU", INTERPRETED),
+    Case("arch", "ex.min_arch", (10, 0), (9, 0), EXPERTS_AND_MACHINE, "9.0", ">= 10.0"),
+    Case("arch", "pf.min_arch", (9, 1), None, PREPARE_AND_MACHINE, "9.0", ">= 9.1"),
+    Case("archs", "ex.archs", {(10, 0), (8, 0)}, {(9, 0)}, EXPERTS_AND_MACHINE, "9.0",
+         "8.0 or 10.0"),
+    Case("package", "pf.packages", ("deep_ep",), ("triton",), PREPARE_AND_MACHINE,
+         "not importable", "deep_ep"),
+    Case("package", "ex.packages", ("cutlass",), (), EXPERTS_AND_MACHINE, "not importable",
+         "cutlass"),
+    Case("package", "machine.packages", frozenset({"triton"}), frozenset({"fake_package"}),
+         EXPERTS_AND_MACHINE, "unsupported fake_package 1.0: no gemm in __init__.py",
+         "fake_package 2 (gemm)", NEEDS_PROBED_PACKAGE),
+    Case("dtype", "ex.dtypes", {torch.float16}, BF16_FP32, EXPERTS_AND_PROBLEM, "bfloat16",
+         "float16"),
+    Case("dtype", "problem.dtype", torch.float16, torch.float32, PREPARE_AND_PROBLEM, "float16",
          "bfloat16, float32", {"pf.dtypes": BF16_FP32}),
-    Case("fp32_precision", "ex.tf32", False, True, EX_P, "tf32", "ieee",
+    Case("fp32_precision", "ex.tf32", False, True, EXPERTS_AND_PROBLEM, "tf32", "ieee",
          {"problem.fp32_precision": "tf32"}),
-    Case("top_k", "problem.top_k", 33, 32, PF_P + EX_P, "33", "1 to 32"),
-    Case("top_k", "ex.top_k", (4, 8), (2, 8), EX_P, "2", "4 to 8"),
-    Case("hidden", "pf.hidden_multiple", 128, 32, PF_P, "64", "a multiple of 128"),
-    Case("hidden", "ex.hidden_sizes", {2048, 96}, {64}, EX_P, "64", "one of 96, 2048"),
-    Case("intermediate", "ex.intermediate_multiple", 48, 64, EX_P, "128", "a multiple of 48"),
-    Case("quant", "problem.quant", "mxfp4_w4a16", "int8_w8a16_group", EX_P, "mxfp4_w4a16",
-         "fp8_w8a8_block, int8_w8a16_group, none"),
+    Case("top_k", "problem.top_k", 33, 32, PREPARE_AND_PROBLEM + EXPERTS_AND_PROBLEM, "33",
+         "1 to 32"),
+    Case("top_k", "ex.top_k", (4, 8), (2, 8), EXPERTS_AND_PROBLEM, "2", "4 to 8"),
+    Case("hidden", "pf.hidden_multiple", 128, 32, PREPARE_AND_PROBLEM, "64", "a multiple of 128"),
+    Case("hidden", "ex.hidden_sizes", {2048, 96}, {64}, EXPERTS_AND_PROBLEM, "64",
+         "one of 96, 2048"),
+    Case("intermediate", "ex.intermediate_multiple", 48, 64, EXPERTS_AND_PROBLEM, "128",
+         "a multiple of 48"),
+    Case("quant", "problem.quant", "mxfp4_w4a16", "int8_w8a16_group", EXPERTS_AND_PROBLEM,
+         "mxfp4_w4a16", "fp8_w8a8_block, int8_w8a16_group, none"),
     Case("dispatch_quant", "pf.can_defer_quant", False, True, PAIR, "always quantizes",
          "unquantized", FP8),
     Case("dispatch_quant", "pf.dispatch_schemes", frozenset(), FP8_BLOCK, PAIR, "none",
          "dispatches fp8_w8a8_block", PREQUANTIZED),
     Case("scale_layout", "ex.scale_layout", "column_major", "row_major", PAIR, "row_major",
          "column_major", PREQUANTIZED | {"pf.dispatch_schemes": FP8_BLOCK}),
-    Case("quant_block", "problem.hidden", 192, 256, EX_P, "hidden=192", "group 128",
+    Case("quant_block", "problem.hidden", 192, 256, EXPERTS_AND_PROBLEM, "hidden=192", "group 128",
          FP8 | {"ex.whole_blocks": True}),
-    Case("quant_block", "problem.intermediate", 96, 256, EX_P, "intermediate=96", "group 128",
-         FP8 | {"ex.whole_blocks": True}),
-    Case("blocks", "problem.quant", "fp8_w8a8_block:block=64x128", "fp8_w8a8_block", EX_P,
-         "64x128", "128x128", {"problem.hidden": 128, "ex.blocks": frozenset({(128, 128)})}),
-    Case("packing", "problem.hidden", 65, 66, EX_P, "hidden=65", "a multiple of 2", INT4),
-    Case("packing", "problem.intermediate", 127, 128, EX_P, "intermediate=127", "of 2", INT4),
-    Case("packing", "problem.hidden", 36, 40, EX_P, "hidden=36", "a multiple of 8", REPACKED),
-    Case("min_tokens", "problem.tokens", 127, 128, EX_P, "127", ">= 128", {"ex.min_tokens": 128}),
-    Case("max_experts", "problem.experts", 9, 8, EX_P, "9", "<= 8", {"ex.max_experts": 8}),
-    Case("addressing", "ex.max_elements", LIMIT - 1, LIMIT, EX_P, str(LIMIT), "<= 8191"),
-    Case("addressing", "problem.chunk_tokens", 9, 8, EX_P, "4608", "<= 4096",
+    Case("quant_block", "problem.intermediate", 96, 256, EXPERTS_AND_PROBLEM, "intermediate=96",
+         "group 128", FP8 | {"ex.whole_blocks": True}),
+    Case("blocks", "problem.quant", "fp8_w8a8_block:block=64x128", "fp8_w8a8_block",
+         EXPERTS_AND_PROBLEM, "64x128", "128x128", {"problem.hidden": 128,
+         "ex.blocks": frozenset({(128, 128)})}),
+    Case("packing", "problem.hidden", 65, 66, EXPERTS_AND_PROBLEM, "hidden=65", "a multiple of 2",
+         INT4),
+    Case("packing", "problem.intermediate", 127, 128, EXPERTS_AND_PROBLEM, "intermediate=127",
+         "of 2", INT4),
+    Case("packing", "problem.hidden", 36, 40, EXPERTS_AND_PROBLEM, "hidden=36", "a multiple of 8",
+         REPACKED),
+    Case("min_tokens", "problem.tokens", 127, 128, EXPERTS_AND_PROBLEM, "127", ">= 128",
+         {"ex.min_tokens": 128}),
+    Case("max_experts", "problem.experts", 9, 8, EXPERTS_AND_PROBLEM, "9", "<= 8",
+         {"ex.max_experts": 8}),
+    Case("addressing", "ex.max_elements", LIMIT - 1, LIMIT, EXPERTS_AND_PROBLEM, str(LIMIT),
+         "<= 8191"),
+    Case("addressing", "problem.chunk_tokens", 9, 8, EXPERTS_AND_PROBLEM, "4608", "<= 4096",
          {"ex.max_elements": LIMIT // 2}),
-    Case("world_size", "pf.world_sizes", (2, 8), (1, 8), PF_P, "1", "2 to 8"),
-    Case("world_size", "pf.world_sizes", (2, None), (1, None), PF_P, "1", ">= 2"),
-    Case("world_size", "problem.parallel", Parallel(4), Parallel(2), PF_P, "4", "1 to 2",
-         {"pf.world_sizes": (1, 2), "problem.expert_map": True}),
-    Case("hosts", "pf.one_host", True, False, PF_P, "2 hosts", "at most 1",
+    Case("world_size", "pf.world_sizes", (2, 8), (1, 8), PREPARE_AND_PROBLEM, "1", "2 to 8"),
+    Case("world_size", "pf.world_sizes", (2, None), (1, None), PREPARE_AND_PROBLEM, "1", ">= 2"),
+    Case("world_size", "problem.parallel", Parallel(4), Parallel(2), PREPARE_AND_PROBLEM, "4",
+         "1 to 2", {"pf.world_sizes": (1, 2), "problem.expert_map": True}),
+    Case("hosts", "pf.one_host", True, False, PREPARE_AND_PROBLEM, "2 hosts", "at most 1",
          {"problem.parallel": Parallel(2, ranks_per_host=1), "problem.expert_map": True}),
-    Case("hosts", "pf.ranks_per_host", 3, 4, PF_P, "4 ranks on a host", "at most 3",
+    Case("hosts", "pf.ranks_per_host", 3, 4, PREPARE_AND_PROBLEM, "4 ranks on a host", "at most 3",
          {"problem.parallel": Parallel(4), "problem.expert_map": True}),
-    Case("hosts", "pf.full_hosts", True, False, PF_P, "2 on each of 2 hosts", "4 ranks on each",
-         {"problem.parallel": Parallel(4, ranks_per_host=2), "problem.expert_map": True,
-          "pf.ranks_per_host": 4}),
-    Case("hosts", "pf.graph_across_hosts", False, True, PF_P, "graph=True", "graph=False",
-         {"problem.parallel": Parallel(2, ranks_per_host=1), "problem.expert_map": True,
-          "problem.graph": True}),
-    Case("placement", "problem.experts", 9, 8, PF_P, "experts=9", "a multiple of world_size 2",
-         LINEAR | TWO_RANKS),
-    Case("placement", "problem.parallel", Parallel(2, ROUND_ROBIN), Parallel(2), PF_P, "another",
-         "linear", LINEAR),
-    Case("capacity", "problem.tokens", 9, 8, PF_P, "tokens=9", "<= 8", {"pf.max_tokens": 8}),
+    Case("hosts", "pf.full_hosts", True, False, PREPARE_AND_PROBLEM, "2 on each of 2 hosts",
+         "4 ranks on each", {"problem.parallel": Parallel(4, ranks_per_host=2),
+         "problem.expert_map": True, "pf.ranks_per_host": 4}),
+    Case("hosts", "pf.graph_across_hosts", False, True, PREPARE_AND_PROBLEM, "graph=True",
+         "graph=False", {"problem.parallel": Parallel(2, ranks_per_host=1),
+         "problem.expert_map": True, "problem.graph": True}),
+    Case("placement", "problem.experts", 9, 8, PREPARE_AND_PROBLEM, "experts=9",
+         "a multiple of world_size 2", LINEAR | TWO_RANKS),
+    Case("placement", "problem.parallel", Parallel(2, ROUND_ROBIN), Parallel(2),
+         PREPARE_AND_PROBLEM, "another", "linear", LINEAR),
+    Case("capacity", "problem.tokens", 9, 8, PREPARE_AND_PROBLEM, "tokens=9", "<= 8",
+         {"pf.max_tokens": 8}),
     Case("capacity_multiple", "problem.tokens", 66, 64, PAIR, "132 rows", "a multiple of 128",
-         BATCHED_PAIR | TWO_RANKS | ROOM),
+         BATCHED_PAIR | TWO_RANKS | CAPACITY_MULTIPLE_OF_128),
     Case("capacity_multiple", "pf.capacity_unit", 2, 4, PAIR, "8196 rows", "a multiple of 8",
          BATCHED_PAIR | TWO_RANKS | {"ex.capacity_multiple": 8, "problem.tokens": 4098}
          | {"problem.expert_map": True}),
     Case("capacity_multiple", "pf.rounds_capacity", False, True, PAIR, "16 rows", "of 128",
          BATCHED_PAIR | {"ex.capacity_multiple": 128}),
-    Case("ids_dtype", "problem.ids_dtype", torch.int32, torch.int64, PF_P, "int32", "int64",
-         {"pf.topk_indices_dtype": torch.int64}),
-    Case("reduce", "pf.reduces", {Reduce.DELEGATE}, {Reduce.NOOP}, PAIR, f"noop left by {EX}",
+    Case("ids_dtype", "problem.ids_dtype", torch.int32, torch.int64, PREPARE_AND_PROBLEM, "int32",
+         "int64", {"pf.topk_indices_dtype": torch.int64}),
+    Case("reduce", "pf.reduces", {Reduce.DELEGATE}, {Reduce.NOOP}, PAIR, f"noop left by {EXPERTS}",
          "one of delegate"),
-    Case("keep_topk", "pf.keep_topk", False, True, PF_P, "topk_weighted", "sum",
+    Case("keep_topk", "pf.keep_topk", False, True, PREPARE_AND_PROBLEM, "topk_weighted", "sum",
          {"problem.combine": Combine.TOPK_WEIGHTED}),
-    Case("keep_topk", "ex.keep_topk", False, True, EX_P, "topk_unweighted", "sum",
+    Case("keep_topk", "ex.keep_topk", False, True, EXPERTS_AND_PROBLEM, "topk_unweighted", "sum",
          {"problem.combine": Combine.TOPK_UNWEIGHTED}),
-    Case("router_weight_on_input", "problem.top_k", 2, 1, PF_P, "top_k=2", "top_k=1",
+    Case("router_weight_on_input", "problem.top_k", 2, 1, PREPARE_AND_PROBLEM, "top_k=2", "top_k=1",
          ON_INPUT | {"pf.multiplies_input": True}),
-    Case("router_weight_on_input", "pf.multiplies_input", False, True, PF_P, "batched rows",
-         "weights applied by prepare", ON_INPUT | BATCHED_PAIR | {"problem.top_k": 1}),
-    Case("router_weight_on_input", "ex.weight_on_input", False, True, EX_P, "on input",
-         "on output", ON_INPUT),
-    Case("activation", "problem.activation", "gelu", "silu", EX_P, "gelu", "relu2, silu",
-         {"ex.activations": {"silu", "relu2"}}),
-    Case("activation", "problem.activation", INTERLEAVED, "silu", EX_P, "interleaved",
-         "gate rows first", {"ex.interleaved": False}),
-    Case("activation", "problem.activation", UP_FIRST, "silu", EX_P, "up rows", "gate rows first"),
-    Case("activation", "ex.up_first", True, False, EX_P, "gate rows first", "up rows first"),
-    Case("bias", "ex.bias", False, True, EX_P, "b1 and b2", "no biases", {"problem.bias": True}),
+    Case("router_weight_on_input", "pf.multiplies_input", False, True, PREPARE_AND_PROBLEM,
+         "batched rows", "weights applied by prepare", ON_INPUT | BATCHED_PAIR
+         | {"problem.top_k": 1}),
+    Case("router_weight_on_input", "ex.weight_on_input", False, True, EXPERTS_AND_PROBLEM,
+         "on input", "on output", ON_INPUT),
+    Case("activation", "problem.activation", "gelu", "silu", EXPERTS_AND_PROBLEM, "gelu",
+         "relu2, silu", {"ex.activations": {"silu", "relu2"}}),
+    Case("activation", "problem.activation", INTERLEAVED, "silu", EXPERTS_AND_PROBLEM,
+         "interleaved", "gate rows first", {"ex.interleaved": False}),
+    Case("activation", "problem.activation", UP_FIRST, "silu", EXPERTS_AND_PROBLEM, "up rows",
+         "gate rows first"),
+    Case("activation", "ex.up_first", True, False, EXPERTS_AND_PROBLEM, "gate rows first",
+         "up rows first"),
+    Case("bias", "ex.bias", False, True, EXPERTS_AND_PROBLEM, "b1 and b2", "no biases",
+         {"problem.bias": True}),
     Case("padding", "pf.padding", RowContents.UNDEFINED, RowContents.ZERO, PAIR,
          "padding rows with undefined", "padding rows that are zero", {"ex.skips_padding": False}),
     Case("invalid_rows", "ex.invalid_rows", RowContents.UNDEFINED, RowContents.ZERO, PAIR,
          "undefined rows", "zero rows", {"ex.reduce": Reduce.CONTIGUOUS}),
     Case("invalid_rows", "ex.reduce", Reduce.DELEGATE, Reduce.NOOP, PAIR, "undefined rows", "zero"),
-    Case("expert_map", "ex.expert_map", False, True, EX_P, "an expert_map", "no expert_map",
-         {"problem.expert_map": True}),
-    Case("expert_map", "problem.local_experts", 4, 8, PF_P, "4 of 8 experts", "an expert_map"),
-    Case("expert_map", "pf.localizes_ids", False, True, PF_P, "4 of 8 experts", "an expert_map",
-         {"problem.local_experts": 4}),
-    Case("chunking", "ex.chunking", False, True, EX_P, "chunk_tokens=8", "None",
+    Case("expert_map", "ex.expert_map", False, True, EXPERTS_AND_PROBLEM, "an expert_map",
+         "no expert_map", {"problem.expert_map": True}),
+    Case("expert_map", "problem.local_experts", 4, 8, PREPARE_AND_PROBLEM, "4 of 8 experts",
+         "an expert_map"),
+    Case("expert_map", "pf.localizes_ids", False, True, PREPARE_AND_PROBLEM, "4 of 8 experts",
+         "an expert_map", {"problem.local_experts": 4}),
+    Case("chunking", "ex.chunking", False, True, EXPERTS_AND_PROBLEM, "chunk_tokens=8", "None",
          {"problem.chunk_tokens": 8}),
-    Case("max_received", "pf.bounds_received", False, True, PF_P, "max_received=8", "None",
-         {"problem.max_received": 8}),
-    Case("inplace", "ex.inplace", False, True, EX_P, "not inplace", "inplace",
+    Case("max_received", "pf.bounds_received", False, True, PREPARE_AND_PROBLEM, "max_received=8",
+         "None", {"problem.max_received": 8}),
+    Case("inplace", "ex.inplace", False, True, EXPERTS_AND_PROBLEM, "not inplace", "inplace",
          {"problem.inplace": True}),
-    Case("inplace", "pf.inplace", False, True, PF_P, "not inplace", "inplace",
+    Case("inplace", "pf.inplace", False, True, PREPARE_AND_PROBLEM, "not inplace", "inplace",
          {"problem.inplace": True}),
-    Case("graph", "ex.graph_capturable", False, True, EX_P, "not graph", "graph_capturable",
-         {"problem.graph": True}),
-    Case("graph", "pf.graph_capturable", False, True, PF_P, "not graph", "graph_capturable",
-         {"problem.graph": True}),
-    Case("deterministic", "ex.deterministic", False, True, EX_P, "not", "deterministic",
-         {"problem.deterministic": True}),
-    Case("deterministic", "pf.deterministic", False, True, PF_P, "not", "deterministic",
-         {"problem.deterministic": True}),
-    Case("batch_invariant", "ex.batch_invariant", False, True, EX_P, "depend on the other tokens",
-         "batch_invariant", INVARIANT),
-    Case("batch_invariant", "pf.batch_invariant", False, True, PF_P, "depend on the other tokens",
-         "batch_invariant", INVARIANT),
+    Case("graph", "ex.graph_capturable", False, True, EXPERTS_AND_PROBLEM, "not graph",
+         "graph_capturable", {"problem.graph": True}),
+    Case("graph", "pf.graph_capturable", False, True, PREPARE_AND_PROBLEM, "not graph",
+         "graph_capturable", {"problem.graph": True}),
+    Case("deterministic", "ex.deterministic", False, True, EXPERTS_AND_PROBLEM, "not",
+         "deterministic", {"problem.deterministic": True}),
+    Case("deterministic", "pf.deterministic", False, True, PREPARE_AND_PROBLEM, "not",
+         "deterministic", {"problem.deterministic": True}),
+    Case("batch_invariant", "ex.batch_invariant", False, True, EXPERTS_AND_PROBLEM,
+         "depend on the other tokens", "batch_invariant", INVARIANT),
+    Case("batch_invariant", "pf.batch_invariant", False, True, PREPARE_AND_PROBLEM,
+         "depend on the other tokens", "batch_invariant", INVARIANT),
     Case("batch_invariant", "problem.quant", "fp8_w8a8_tensor", "fp8_w8a8_tensor:static=true",
          (("problem",),), "which computes one activation scale from all tokens", "static",
          INVARIANT | {"ex.schemes": {"fp8_w8a8_tensor"}}),
     Case("batch_invariant", "problem.parallel", Parallel(2, COPIES), Parallel(2),
          (("problem",),), "copies of experts", "one rank", INVARIANT | {"pf.localizes_ids": True}),
-    Case("asynchronous", "pf.asynchronous", False, True, PF_P, "no prepare_no_receive",
-         "prepare_no_receive", {"problem.asynchronous": True}),
-    Case("lora", "ex.lora", False, True, EX_P, LORA, "no adapters", {"problem.lora": LORA}),
-    Case("lora", "pf.lora", False, True, PF_P, LORA, "no adapters", {"problem.lora": LORA}),
+    Case("asynchronous", "pf.asynchronous", False, True, PREPARE_AND_PROBLEM,
+         "no prepare_no_receive", "prepare_no_receive", {"problem.asynchronous": True}),
+    Case("lora", "ex.lora", False, True, EXPERTS_AND_PROBLEM, LORA, "no adapters",
+         {"problem.lora": LORA}),
+    Case("lora", "pf.lora", False, True, PREPARE_AND_PROBLEM, LORA, "no adapters",
+         {"problem.lora": LORA}),
     Case("lora", "problem.quant", "int4_w4a16_act_order", "int4_w4a16_group", (("problem",),),
          "int4_w4a16_act_order", "no act_order",
          {"problem.lora": LORA, "ex.schemes": {"int4_w4a16_act_order", "int4_w4a16_group"}}),
@@ -291,9 +328,9 @@ def test_every_rule_has_a_case() -> None:
     assert set(CASES_BY_RULE) == set(RULES)
 
 
-def test_the_open_pair_is_valid() -> None:
-    part_classes = make_part_classes(OPEN["pf"], OPEN["ex"])
-    assert judge(*part_classes, OPEN["problem"], OPEN["machine"]).ok
+def test_the_unchanged_inputs_are_valid() -> None:
+    part_classes = make_part_classes(VALID_INPUTS["pf"], VALID_INPUTS["ex"])
+    assert judge(*part_classes, VALID_INPUTS["problem"], VALID_INPUTS["machine"]).ok
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -316,58 +353,64 @@ def test_rule_accepts_the_value(case: Case) -> None:
 
 def test_several_rules_are_all_reported() -> None:
     pf, ex = make_part_classes(
-        replace(OPEN["pf"], max_tokens=8),
-        replace(OPEN["ex"], bias=False, min_arch=(10, 0), hidden_multiple=128),
+        replace(VALID_INPUTS["pf"], max_tokens=8),
+        replace(VALID_INPUTS["ex"], bias=False, min_arch=(10, 0), hidden_multiple=128),
     )
-    verdict = judge(pf, ex, replace(OPEN["problem"], bias=True), OPEN["machine"])
+    verdict = judge(pf, ex, replace(VALID_INPUTS["problem"], bias=True), VALID_INPUTS["machine"])
     assert [r.rule for r in verdict.rejections] == ["arch", "hidden", "capacity", "bias"]
     for rule in ("arch", "hidden", "capacity", "bias"):
         assert f"[{rule}]" in str(verdict)
 
 
 def test_a_part_can_add_a_rule() -> None:
-    pf, ex = make_part_classes(OPEN["pf"], OPEN["ex"])
-    rejection = Rejection("FakeExperts.moon", (EX, "machine"), "full moon", "new moon")
+    pf, ex = make_part_classes(VALID_INPUTS["pf"], VALID_INPUTS["ex"])
+    rejection = Rejection("FakeExperts.moon", (EXPERTS, "machine"), "full moon", "new moon")
 
     def reject_tokens(cls: type, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
         return (rejection,) if problem.tokens else ()
 
     ex.extra_rejections = classmethod(reject_tokens)  # type: ignore[assignment]
-    problem, machine = OPEN["problem"], OPEN["machine"]
+    problem, machine = VALID_INPUTS["problem"], VALID_INPUTS["machine"]
     assert judge(pf, ex, problem, machine).rejections == (rejection,)
     assert judge(pf, ex, problem.with_tokens(0), machine).ok
 
 
 def test_a_pairing_is_refused_before_construction() -> None:
-    """A constructor of a part could already use a vendor library."""
+    """A part's constructor may call a vendor library, so rules must be checked first."""
 
     def fail_construction(self: object, *_: object) -> None:
         raise AssertionError("constructed")
 
-    pf, ex = make_part_classes(replace(OPEN["pf"], max_tokens=8), replace(OPEN["ex"], bias=False))
+    pf, ex = make_part_classes(
+        replace(VALID_INPUTS["pf"], max_tokens=8), replace(VALID_INPUTS["ex"], bias=False)
+    )
     for part_class in (pf, ex):
         part_class.__init__ = fail_construction  # type: ignore[misc]
         part_class.__abstractmethods__ = frozenset()
-    problem = replace(OPEN["problem"], bias=True)
+    problem = replace(VALID_INPUTS["problem"], bias=True)
     with pytest.raises(IncompatibleError) as caught:
-        make_kernel(pf, ex, problem, machine=OPEN["machine"])
+        make_kernel(pf, ex, problem, machine=VALID_INPUTS["machine"])
     assert [r.rule for r in caught.value.rejections] == ["capacity", "bias"]
     with pytest.raises(AssertionError, match="constructed"):
-        make_kernel(pf, ex, replace(problem, tokens=8, bias=False), machine=OPEN["machine"])
+        make_kernel(pf, ex, replace(problem, tokens=8, bias=False), machine=VALID_INPUTS["machine"])
 
 
 def test_an_unavailable_part_states_every_reason() -> None:
-    requires = replace(OPEN["ex"], triton=True, min_arch=(10, 0), packages=("cutlass", "deep_ep"))
-    on_cpu = judge_part(EX, requires, CPU)
+    requires = replace(
+        VALID_INPUTS["ex"], triton=True, min_arch=(10, 0), packages=("cutlass", "deep_ep")
+    )
+    on_cpu = judge_part(EXPERTS, requires, CPU)
     assert [r.rule for r in on_cpu] == ["device", "package", "package"]
-    on_gpu = judge_part(EX, requires, OPEN["machine"])
+    on_gpu = judge_part(EXPERTS, requires, VALID_INPUTS["machine"])
     assert [(r.rule, r.need) for r in on_gpu] == [
         ("arch", ">= 10.0"),
         ("package", "cutlass"),
         ("package", "deep_ep"),
     ]
-    assert judge_part(EX, OPEN["ex"], OPEN["machine"]) == ()
-    assert [r.need for r in judge_part(PF, replace(OPEN["pf"], packages=("x",)), CPU)] == ["x"]
+    assert judge_part(EXPERTS, VALID_INPUTS["ex"], VALID_INPUTS["machine"]) == ()
+    assert [
+        r.need for r in judge_part(PREPARE, replace(VALID_INPUTS["pf"], packages=("x",)), CPU)
+    ] == ["x"]
 
 
 def test_the_hint_for_a_package_that_is_not_on_an_index_names_its_sources() -> None:

@@ -1,4 +1,4 @@
-"""LoRA adapters on the paths that run only as compiled kernels: `grouped_tma` and `gemv`."""
+"""LoRA adapters on the paths that the Triton interpreter cannot run: `grouped_tma` and `gemv`."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,12 @@ from modular_kernel.testing.cases.inputs import InputVariation
 pytestmark = pytest.mark.gpu
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
-SWIGLU_OAI = "swiglu_oai:alpha=1.702,limit=1.0,interleaved="
+
+
+def swiglu_oai(*, interleaved: bool) -> str:
+    return f"swiglu_oai:alpha=1.702,limit=1.0,interleaved={str(interleaved).lower()}"
+
+
 BASE = Problem(300, 128, 192, 4, 2, lora="adapters=3,rank=16")
 TMA_CASES: tuple[tuple[dict[str, Any], str, dict[str, str]], ...] = (
     ({}, "uniform", {}),
@@ -23,12 +28,12 @@ TMA_CASES: tuple[tuple[dict[str, Any], str, dict[str, str]], ...] = (
     ({"lora": "adapters=1,rank=8"}, "zipf", {}),
     ({"lora": "adapters=8,rank=64"}, "uniform", {}),
     (
-        {"lora": "adapters=5,rank=40", "bias": True, "activation": SWIGLU_OAI + "false"},
+        {"lora": "adapters=5,rank=40", "bias": True, "activation": swiglu_oai(interleaved=False)},
         "uniform",
         {},
     ),
     (
-        {"lora": "adapters=4,rank=24,a13=shared", "activation": SWIGLU_OAI + "true"},
+        {"lora": "adapters=4,rank=24,a13=shared", "activation": swiglu_oai(interleaved=True)},
         "duplicates",
         {},
     ),
@@ -47,7 +52,7 @@ TMA_CASES: tuple[tuple[dict[str, Any], str, dict[str, str]], ...] = (
 GEMV_CHANGES: tuple[dict[str, Any], ...] = (
     {"tokens": 1},
     {"tokens": 4, "lora": "adapters=8,rank=64", "bias": True},
-    {"tokens": 2, "lora": "adapters=1,rank=5", "activation": SWIGLU_OAI + "true"},
+    {"tokens": 2, "lora": "adapters=1,rank=5", "activation": swiglu_oai(interleaved=True)},
     {"tokens": 2, "lora": "adapters=4,rank=256", "quant": "fp8_w8a8_channel"},
     {"tokens": 2, "quant": "fp8_w8a16_tensor", "activation": "silu:interleaved=true"},
     {"tokens": 1, "quant": "int8_w8a16_channel"},

@@ -19,14 +19,14 @@ PREPARE_FINALIZE = "MoEPrepareAndFinalizeNoEP"
 BASE = Problem(300, 512, 256, 4, 2, "bfloat16", "fp8_w8a8_block")
 
 
-def describe_machine_with_cutlass() -> Machine:
+def probe_machine() -> Machine:
     return current_machine(("nvidia_cutlass_dsl", "tvm_ffi"))
 
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not check(PREPARE_FINALIZE, "CutlassExpertsFP8", BASE, describe_machine_with_cutlass()).ok,
+        not check(PREPARE_FINALIZE, "CutlassExpertsFP8", BASE, probe_machine()).ok,
         reason="needs sm_90 and cutlass",
     ),
 ]

@@ -1,5 +1,5 @@
-"""Routers with every pair of options equal the reference, or are refused by a rule of REFUSALS.
-AXES lists the options. eps and floor share an axis, because one formula uses both:
+"""For every pair of option values, the router returns the reference's result, or a rule in REFUSALS
+refuses it. AXES lists the options. eps and floor share an axis, because one formula uses both:
 max(sum + eps, floor).
 """
 
@@ -35,7 +35,7 @@ AXES = (
     Axis("zero experts", (0, 4)),
     Axis("top-k", (3, 1, 2, 8, 16)),
     Axis("experts", (24, 12, 33)),
-    Axis("tokens", (7, 0, 1, 1027), varies_cost=True),  # At 1027, programs have several tokens.
+    Axis("tokens", (7, 0, 1, 1027), varies_cost=True),  # With 1027, programs handle several tokens.
     Axis("logits", (torch.float32, torch.bfloat16, torch.float16)),
     Axis("values", ("plain", "ties", "nan", "infinite", "faint")),
     Axis("ids", (torch.int32, torch.int64)),
@@ -48,9 +48,9 @@ def find_impossible(row: Values) -> list[str]:
     """Return the reasons why values of a row cannot be combined."""
     reasons = []
     if row["bias"] is None and row["bias values"] != "plain":
-        reasons.append("no bias has no values")
+        reasons.append("bias values without a bias")
     if row["spaced"] and row["tokens"] == 0:
-        reasons.append("no rows are not spaced")
+        reasons.append("spaced rows without tokens")
     return reasons
 
 
@@ -80,26 +80,30 @@ def _make_refusal(name: str, message: str, *when: Callable[[Values], bool]) -> R
     return Refusal(name, ConfigurationError, message, when)
 
 
-_TABLE = one_of("table", torch.int32, torch.int64)
+_has_table = one_of("table", torch.int32, torch.int64)
 REFUSALS = (
-    _make_refusal("more groups than there are", "router topk_groups", one_of("groups", (2, 3))),
+    _make_refusal(
+        "more selected groups than groups", "router topk_groups", one_of("groups", (2, 3))
+    ),
     _make_refusal("eps beyond 1", "router eps", lambda row: row["eps, floor"][0] > 1),
     _make_refusal(
-        "a guard of no division",
+        "eps or floor without renormalization",
         r"router (eps|floor): got .* need renormalize=True",
         one_of("renormalize", False),
         lambda row: row["eps, floor"] not in ((0.0, 0.0), (2.0, 0.0)),
     ),
     _make_refusal(
-        "a table with a choice",
+        "a table with groups or a bias",
         "router table",
-        _TABLE,
+        _has_table,
         lambda row: _has_groups(row) or row["bias"] is not None,
     ),
     _make_refusal(
         "zero experts in groups", "router groups", one_of("zero experts", 4), _has_groups
     ),
-    _make_refusal("groups of other sizes", "router experts", _has_groups, _has_uneven_groups),
+    _make_refusal(
+        "groups of unequal or too small size", "router experts", _has_groups, _has_uneven_groups
+    ),
     _make_refusal(
         "too few experts in groups",
         "router groups",
@@ -186,15 +190,17 @@ def call_route(
     if row["call"] != "operator":
         return route(logits, spec, tensors, token_ids_T=token_ids, ids_dtype=row["ids"]), arguments
     wide = row["ids"] is torch.int64
-    weights, ids, identity = route_op(
+    weights, ids, zero_expert_weights = route_op(
         logits, tensors.bias_E, tensors.table_VK, token_ids, [], format_spec(spec), wide
     )
-    return Routed(Routing(weights, ids), identity if spec.zero_experts else None), arguments
+    return Routed(
+        Routing(weights, ids), zero_expert_weights if spec.zero_experts else None
+    ), arguments
 
 
 def test_all_pairs_of_values_and_all_rules_are_covered() -> None:
     assert draw_rows().unmet() == []
-    reasons = ("refused: ", "no bias has", "no rows are")
+    reasons = ("refused: ", "bias values without", "spaced rows without")
     assert all(reason.startswith(reasons) for reason in draw_rows().impossible().values())
 
 
@@ -211,7 +217,7 @@ def test_accepted_options_equal_the_reference(
 def test_eps_is_added_once_if_there_is_a_floor(
     score: str, implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tests that set only one of the two options would pass if eps were added twice."""
+    """If eps were added twice only when there is a floor, tests of one option would still pass."""
     defaults = {axis.name: axis.values[0] for axis in AXES}
     changes = {"eps, floor": (0.25, 0.5), "renormalize": True, "top-k": 1, "values": "faint"}
     check_row(defaults | changes | {"score": score, "call": implementation}, monkeypatch)

@@ -20,7 +20,7 @@ def make_result(*entries: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("top_k", [1, 8, 9, 32])
 def test_known_spill_is_accepted_for_any_top_k(top_k: int) -> None:
-    """The spill depends only on the number of warps."""
+    """The spill does not depend on TOP_K."""
     assert errors(make_result(make_entry(SPILL, config={"TOP_K": top_k}))) == []
 
 

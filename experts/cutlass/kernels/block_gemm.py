@@ -9,6 +9,8 @@ warp loads scales. Two warpgroups multiply 64 rows each.
 A step is 128 elements along K. In each step, a warpgroup computes a partial sum for each part,
 scales it, and adds it to float32 accumulators. While one warpgroup scales, the other multiplies. No
 wgmma stays in flight across steps, because ptxas would otherwise serialize all wgmmas.
+
+A comment "NaN-free" gives the reason why a minimum cannot lose a NaN (docs/numerics.md).
 """
 
 import cutlass
@@ -40,9 +42,9 @@ from experts.cutlass.kernels.tile_order import tile_at
 class BlockGemm(Epilogue):
     """out[r] = a[r] @ b[expert of r]^T, with scales applied, for every row r of every tile.
 
-    gated: whether the two parts are gate and up rows, which are up_rows apart. If so, the kernel
-        rounds h = silu(gate) * up to bf16 and stores it as e4m3, with one scale per row and 128
-        columns. Otherwise, out is bf16.
+    gated: whether the two parts are gate and up rows. If so, an up row is up_row_offset rows after
+        its gate row, and the kernel rounds h = silu(gate) * up to bf16 and stores it as e4m3, with
+        one scale per row and 128 columns. Otherwise, out is bf16.
     group_m: number of row tiles in a group (see `tile_at`).
     """
 
@@ -57,14 +59,14 @@ class BlockGemm(Epilogue):
         a: cute.Tensor,  # (R, K) bytes of e4m3
         b: cute.Tensor,  # (E * rows_b, K) bytes of e4m3
         a_scale: cute.Tensor,  # (R, K / 128) float32
-        b_scale: cute.Tensor,  # (E * blocks of rows_b, K / 128) float32
+        b_scale: cute.Tensor,  # (E * ceil(rows_b / 128), K / 128) float32
         out: cute.Tensor,  # (R, N) bf16, or bytes of e4m3
         out_scale: cute.Tensor,  # (R, N / 128) float32, written if gated
         tiles: cute.Tensor,  # (3 * max_tiles + 1,) int32: experts, first rows, ends, tile count
         max_tiles: I32,
         rows_b: I32,
-        up_rows: I32,
-        num_n: I32,  # column tiles, rounded up to whole clusters
+        up_row_offset: I32,
+        num_n_tiles: I32,  # column tiles, rounded up to whole clusters
         num_programs: I32,  # number of thread blocks, a multiple of the cluster size
         stream,
     ) -> None:
@@ -113,7 +115,7 @@ class BlockGemm(Epilogue):
         self.storage = Storage
         self.kernel(
             tiled_mma, a_atom, a_tma, b_atom, b_tma, o_atom, o_tma, a_layout, b_layout, o_layout,
-            a_scale, b_scale, out, out_scale, tiles, max_tiles, rows_b, up_rows, num_n,
+            a_scale, b_scale, out, out_scale, tiles, max_tiles, rows_b, up_row_offset, num_n_tiles,
         ).launch(
             grid=[num_programs, 1, 1], block=[THREADS, 1, 1], cluster=[CLUSTER, 1, 1],
             min_blocks_per_mp=1, stream=stream,
@@ -122,14 +124,14 @@ class BlockGemm(Epilogue):
     @cute.kernel
     def kernel(
         self, tiled_mma, a_atom, a_tma, b_atom, b_tma, o_atom, o_tma, a_layout, b_layout, o_layout,
-        a_scale, b_scale, out, out_scale, tiles, max_tiles, rows_b, up_rows, num_n,
+        a_scale, b_scale, out, out_scale, tiles, max_tiles, rows_b, up_row_offset, num_n_tiles,
     ):  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        group = cute.arch.make_warp_uniform(thread // 128)
+        warpgroup_index = cute.arch.make_warp_uniform(thread // 128)
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
         s_a = storage.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
@@ -149,29 +151,30 @@ class BlockGemm(Epilogue):
         cute.arch.cluster_arrive_relaxed()
         cute.arch.cluster_wait()
 
-        num_m = tiles[3 * max_tiles]
+        num_m_tiles = tiles[3 * max_tiles]
         steps = cute.size(a_tma, mode=[1]) // TILE_K
-        num_n_pairs = num_n // CLUSTER
+        num_n_pairs = num_n_tiles // CLUSTER
         # The cluster's first pair of tiles, the stride to its next pair, and the number of pairs.
-        schedule = (I32(block // CLUSTER), blocks // CLUSTER, num_m * num_n_pairs)
-        if group == 2:
+        schedule = (I32(block // CLUSTER), blocks // CLUSTER, num_m_tiles * num_n_pairs)
+        if warpgroup_index == 2:
             cute.arch.warpgroup_reg_dealloc(LOAD_REGS)
             if warp == 8:
                 self.load(
                     a_atom, a_tma, b_atom, b_tma, s_a, s_b, full, empty, tiles, max_tiles, rows_b,
-                    up_rows, num_m, num_n_pairs, schedule, steps, rank,
+                    up_row_offset, num_m_tiles, num_n_pairs, schedule, steps, rank,
                 )  # fmt: skip
             if warp == 9:
                 self.load_scales(
                     a_scale, b_scale, s_row_scales, s_part_scales, full, empty, tiles, max_tiles,
-                    rows_b, up_rows, num_m, num_n_pairs, schedule, steps, rank, thread % 32,
+                    rows_b, up_row_offset, num_m_tiles, num_n_pairs, schedule, steps, rank,
+                    thread % 32,
                 )  # fmt: skip
         else:
             cute.arch.warpgroup_reg_alloc(MMA_REGS)
             self.multiply(
                 tiled_mma, s_a, s_b, s_row_scales, s_part_scales, s_out, full, empty, o_atom, o_tma,
-                out, out_scale, tiles, max_tiles, num_m, num_n_pairs, schedule, steps, rank, group,
-                thread % 128,
+                out, out_scale, tiles, max_tiles, num_m_tiles, num_n_pairs, schedule, steps, rank,
+                warpgroup_index, thread % 128,
             )  # fmt: skip
         # A block must not exit while the other block of the cluster still multicasts to it.
         cute.arch.cluster_arrive()
@@ -180,7 +183,7 @@ class BlockGemm(Epilogue):
     @cute.jit
     def load(
         self, a_atom, a_tma, b_atom, b_tma, s_a, s_b, full, empty, tiles, max_tiles, rows_b,
-        up_rows, num_m, num_n_pairs, schedule, steps, rank,
+        up_row_offset, num_m_tiles, num_n_pairs, schedule, steps, rank,
     ):  # fmt: skip
         """Load values into the ring slots. Run by one warp.
 
@@ -190,9 +193,9 @@ class BlockGemm(Epilogue):
         slot, phase = I32(0), I32(1)
         one_cta = cute.make_layout(1)
         while index < total:
-            m, n_pair = tile_at(index, num_m, num_n_pairs, self.group_m)
+            m, n_pair = tile_at(index, num_m_tiles, num_n_pairs, self.group_m)
             row_b0 = tiles[m] * rows_b + (n_pair * CLUSTER + rank) * self.columns
-            row_b1 = row_b0 + (up_rows if self.gated else PART_N)
+            row_b1 = row_b0 + (up_row_offset if self.gated else PART_N)
             g_a = cute.domain_offset((tiles[max_tiles + m], 0), a_tma)
             g_a = cute.local_tile(g_a, (TILE_M, TILE_K), (0, None))
             g_b0 = cute.local_tile(
@@ -235,7 +238,7 @@ class BlockGemm(Epilogue):
     @cute.jit
     def load_scales(
         self, a_scale, b_scale, s_row_scales, s_part_scales, full, empty, tiles, max_tiles, rows_b,
-        up_rows, num_m, num_n_pairs, schedule, steps, rank, lane,
+        up_row_offset, num_m_tiles, num_n_pairs, schedule, steps, rank, lane,
     ):  # fmt: skip
         """Load scales into the ring slots, reading them one step ahead. Run by one warp."""
         last_row = cute.size(a_scale, mode=[0]) - 1
@@ -243,16 +246,16 @@ class BlockGemm(Epilogue):
         index, stride, total = schedule
         slot, phase = I32(0), I32(1)
         while index < total:
-            m, n_pair = tile_at(index, num_m, num_n_pairs, self.group_m)
+            m, n_pair = tile_at(index, num_m_tiles, num_n_pairs, self.group_m)
             row = tiles[max_tiles + m]
             # Lane 0 loads the scale of the first part, and all other lanes load the scale of the
             # second part.
             row_b = (n_pair * CLUSTER + rank) * self.columns
             # NaN-free: integer operands
-            row_b += cutlass.min(lane, 1) * (up_rows if self.gated else PART_N)
+            row_b += cutlass.min(lane, 1) * (up_row_offset if self.gated else PART_N)
             # NaN-free: integer operands
-            block = tiles[m] * blocks_b + cutlass.min(row_b // PART_N, blocks_b - 1)
-            g_b = b_scale[block, None]
+            scale_row = tiles[m] * blocks_b + cutlass.min(row_b // PART_N, blocks_b - 1)
+            g_b = b_scale[scale_row, None]
             # Rows past the end of the expert are not stored, so they can use the scale of any valid
             # row.
             # NaN-free: integer operands
@@ -284,28 +287,30 @@ class BlockGemm(Epilogue):
     @cute.jit
     def multiply(
         self, tiled_mma, s_a, s_b, s_row_scales, s_part_scales, s_out, full, empty, o_atom, o_tma,
-        out, out_scale, tiles, max_tiles, num_m, num_n_pairs, schedule, steps, rank, group, thread,
+        out, out_scale, tiles, max_tiles, num_m_tiles, num_n_pairs, schedule, steps, rank,
+        warpgroup_index, thread,
     ):  # fmt: skip
-        """Multiply rows [group * 64, group * 64 + 64) of every tile of this block.
+        """Multiply 64 rows of every tile of this block, from row 64 * warpgroup_index on.
 
-        Run by one warpgroup, whose index is `group`.
+        Run by one warpgroup.
         """
         warp = thread // 32
         # The shuffle keeps the compiler from recomputing the lane in the loop.
         lane = cute.arch.shuffle_sync(thread % 32, thread % 32)
-        thr_mma = tiled_mma.get_slice(group * 128)
+        thr_mma = tiled_mma.get_slice(warpgroup_index * 128)
         t_a = tiled_mma.make_fragment_A(thr_mma.partition_A(s_a))
         t_b = tiled_mma.make_fragment_B(thr_mma.partition_B(s_b))
         acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((TILE_M, PART_N)), F32)
         sums = cute.make_rmem_tensor(cute.make_layout((ACC_PER_THREAD, PARTS)), F32)
-        row_in_tile = group * ROWS + warp * 16 + lane // 4  # the first of this thread's two rows
+        # The first of this thread's two rows.
+        row_in_tile = warpgroup_index * ROWS + warp * 16 + lane // 4
         releases_slot = lane < CLUSTER  # one lane for each block of the cluster
         index, stride, total = schedule
         slot, phase = I32(0), I32(0)
         is_ready = cutlass.Boolean(False)
         while index < total:
-            m, n_pair = tile_at(index, num_m, num_n_pairs, self.group_m)
-            row = tiles[max_tiles + m] + group * ROWS
+            m, n_pair = tile_at(index, num_m_tiles, num_n_pairs, self.group_m)
+            row = tiles[max_tiles + m] + warpgroup_index * ROWS
             end = tiles[2 * max_tiles + m]
             sums.fill(0.0)
             if row < end:
@@ -330,7 +335,7 @@ class BlockGemm(Epilogue):
                     slot, phase = next_slot, next_phase
                 self.store_tile(
                     sums, s_out, o_atom, o_tma, out, out_scale, row, end, n_pair * CLUSTER + rank,
-                    group, warp, lane,
+                    warpgroup_index, warp, lane,
                 )  # fmt: skip
             else:  # all 64 rows are past the end of the expert, so only release the slots
                 for _ in cutlass.range(steps, unroll=1):
@@ -343,20 +348,20 @@ class BlockGemm(Epilogue):
         cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     @cute.jit
-    def start_wgmma(self, tiled_mma, part, t_a, t_b, slot, p: cutlass.Constexpr):
-        """Start the wgmmas of part p in the K step that `slot` holds; accumulate into `part`."""
+    def start_wgmma(self, tiled_mma, acc, t_a, t_b, slot, p: cutlass.Constexpr):
+        """Start the wgmmas of part p in the K step that `slot` holds. The sum goes to `acc`."""
         tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
         for j in cutlass.range_constexpr(TILE_K // 32):
             cute.gemm(
-                tiled_mma, part, t_a[None, None, j, slot], t_b[None, None, j, slot * PARTS + p],
-                part,
+                tiled_mma, acc, t_a[None, None, j, slot], t_b[None, None, j, slot * PARTS + p],
+                acc,
             )  # fmt: skip
             tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
 
     @cute.jit
-    def add_scaled(self, sums, part, p: cutlass.Constexpr, scales):
-        """Add part * scale to sums[:, p].
+    def add_scaled(self, sums, acc, p: cutlass.Constexpr, scales):
+        """Add acc * scale to sums[:, p].
 
         scales: the scales of the thread's two rows.
         """
@@ -364,4 +369,4 @@ class BlockGemm(Epilogue):
         for half in cutlass.range_constexpr(2):
             for i in cutlass.range_constexpr(ACC_PER_THREAD):
                 if cutlass.const_expr((i // 2) % 2 == half):
-                    sums[i, p] = sums[i, p] + part[i] * scales[half]
+                    sums[i, p] = sums[i, p] + acc[i] * scales[half]

@@ -409,7 +409,7 @@ def _read_other_tensors(
     names = files.names - set(_list_expert_keys(info, extra_layers))
     for layer in extra_layers:
         layout, prefix = info.layers[layer][0]
-        prefix = prefix.removesuffix(layout.path)
+        prefix = prefix.removesuffix(layout.prefix)
         names = frozenset(name for name in names if not name.startswith(prefix))
     read_keys, dequantized = set[str](), dict[str, torch.Tensor]()
     for base, format, keys in _find_quantized_weights(files, info, names):

@@ -200,7 +200,7 @@ def build_case(prepare_finalize: str, experts: str, row: dict[str, Any]) -> Case
 def _list_input_rejections(problem: Problem, row: dict[str, Any]) -> tuple[str, ...]:
     reasons = []
     if row["routing"] == "beyond_int32" and problem.ids_dtype is torch.int32:
-        reasons.append("[routing] beyond_int32: int32 ids hold no such values")
+        reasons.append("[routing] beyond_int32: int32 ids cannot hold these values")
     if row["own_scales"]:
         dtypes: tuple[torch.dtype, ...] = ()
         if problem.scheme.quantized:

@@ -1,8 +1,8 @@
 """Pairwise-covering rows for cases with several ranks.
 
 Every possible pair of values of two axes occurs in some row. The rows are drawn once per number of
-ranks, for the least restrictive parts. `ranks` turns them into cases, and replaces a row that a
-part refuses by the nearest supported case, if there is one.
+ranks, for the least restrictive parts. The module `ranks` turns them into cases, and
+replaces a row that a part refuses with the nearest supported case, if there is one.
 """
 
 from dataclasses import replace
@@ -48,7 +48,7 @@ RANK_AXES = (
     Axis("quant", _SCHEMES),
     Axis("dtype", (_BF16, _FP32, _FP16)),
     Axis("lora", ("none", "adapters=3,rank=7", "adapters=4,rank=20,a13=shared,outer=shared")),
-    Axis("named", SLOT_PATTERNS),
+    Axis("slot_pattern", SLOT_PATTERNS),
     Axis("values", ("ordinary", "zero_rows", "signed", "ties")),
     Axis("bias", (False, True)),
     Axis("top_k", (2, 1, 3, 22)),
@@ -67,7 +67,7 @@ def name_values(row: Row) -> dict[str, Any]:
 
 
 def build_problem(row: Row, world_size: int) -> Problem:
-    """Build the problem of a row as if it ran on one rank.
+    """Build the problem of a row, without `parallel`.
 
     Raises ConfigurationError if the problem is invalid.
     """
@@ -93,7 +93,7 @@ def build_problem(row: Row, world_size: int) -> Problem:
 def build_variation(row: Row) -> InputVariation:
     """Build the input variation of a row."""
     values = name_values(row)
-    return InputVariation(values=values["values"], slot_pattern=values["named"])
+    return InputVariation(values=values["values"], slot_pattern=values["slot_pattern"])
 
 
 @cache
@@ -115,9 +115,9 @@ def draw_rank_array(world_size: int) -> CoveringArray:
         if reasons := list_problem_rejections(problem):
             return reasons
         if values["routing"] == "beyond_int32" and values["ids"] is torch.int32:
-            return ("[routing] beyond_int32: int32 ids hold no such values",)
-        if problem.adapters is None and values["named"] != SLOT_PATTERNS[0]:
-            return ("[named]: there are no adapters",)
+            return ("[routing] beyond_int32: int32 ids cannot hold these values",)
+        if problem.adapters is None and values["slot_pattern"] != SLOT_PATTERNS[0]:
+            return ("[slot_pattern]: there are no adapters",)
         reason = find_unsupported_reason(problem, values["values"])
         return () if reason is None else (reason,)
 

@@ -4,9 +4,10 @@
     metadata_of(kind.config, tensors)           # {"x.weight": '{"_type": "Int4Tensor", ...}'}
 
 `samples.write` uses the formats and the metadata. A matrix consists of the tensors
-`_weight_qdata`, `_weight_scale` and, for integers, `_weight_zero_point`. `stack_experts` stacks
-these tensors of all experts, and `old_names` renames them to the names of torchao 0.14. The layouts
-follow torchao's documentation and share no code with `modular_kernel.checkpoints`.
+`_weight_qdata`, `_weight_scale`, for integers `_weight_zero_point`, and for some nvfp4 formats
+`_weight_per_tensor_scale`. `stack_experts` stacks these tensors of all experts, and
+`rename_to_torchao_0_14` renames them to the names of torchao 0.14. The layouts follow torchao's
+documentation and share no code with `modular_kernel.checkpoints`.
 """
 
 import json
@@ -37,12 +38,12 @@ def _per_group(size: int) -> dict[str, Any]:
     return {"_type": "PerGroup", "_version": 1, "_data": {"group_size": size}}
 
 
-def options(name: str, **data: Any) -> dict[str, Any]:
+def make_options(name: str, **data: Any) -> dict[str, Any]:
     """Return the options of the torchao class `name` with the fields `data`."""
     return {"_type": name, "_version": 2, "_data": {"set_inductor_config": True, **data}}
 
 
-def config(default: Mapping[str, Any]) -> dict[str, Any]:
+def make_config(default: Mapping[str, Any]) -> dict[str, Any]:
     """Return the quantization_config that transformers writes for the options `default`."""
     return {
         "include_input_output_embeddings": False,
@@ -53,55 +54,61 @@ def config(default: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def by_name(names: Mapping[str, Any]) -> dict[str, Any]:
+def make_fqn_options(names: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of an FqnToConfig, which contains options by module name."""
     data = {"fqn_to_config": dict(names), "module_fqn_to_config": dict(names)}
     return {"_type": "FqnToConfig", "_version": 1, "_data": data}
 
 
-def _int4(group: int, dtype: torch.dtype = torch.bfloat16) -> Make:
-    """Make codes from -8 to 7 with a scale and a floating-point zero point per group of a row."""
+def _make_int4(group: int, dtype: torch.dtype = torch.bfloat16) -> Make:
+    """Return a maker of codes from -8 to 7.
 
-    def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
-        codes = torch.randint(-8, 8, (rows, depth), generator=g)
-        shape = (rows, -(-depth // group))
-        scale = ((0.6 + 0.8 * torch.rand(shape, generator=g)) * gain / 4 / depth**0.5).to(dtype)
-        zero = (torch.randn(shape, generator=g) * gain / 4 / depth**0.5).to(dtype)
+    Each group of a row has a scale and a floating-point zero point.
+    """
+
+    def make(rows: int, columns: int, g: torch.Generator, gain: float) -> StoredMatrix:
+        codes = torch.randint(-8, 8, (rows, columns), generator=g)
+        shape = (rows, -(-columns // group))
+        scale = ((0.6 + 0.8 * torch.rand(shape, generator=g)) * gain / 4 / columns**0.5).to(dtype)
+        zero = (torch.randn(shape, generator=g) * gain / 4 / columns**0.5).to(dtype)
         packed = (codes[:, 0::2] & 15) | (codes[:, 1::2] & 15) << 4
         tensors = {
             "_weight_qdata": torch.where(packed > 127, packed - 256, packed).to(torch.int8),
             "_weight_scale": scale.T.contiguous(),
             "_weight_zero_point": zero.T.contiguous(),
         }
-        values = codes * expand_tiles(scale, rows, depth, 1, group)
-        return StoredMatrix(tensors, values + expand_tiles(zero, rows, depth, 1, group))
+        values = codes * expand_tiles(scale, rows, columns, 1, group)
+        return StoredMatrix(tensors, values + expand_tiles(zero, rows, columns, 1, group))
 
     return make
 
 
-def _int8(group: int | None) -> Make:
-    """Make codes with a scale per row or per group of a row, and zero points of 0."""
+def _make_int8(group: int | None) -> Make:
+    """Return a maker of codes with a scale per row or per group of a row, and zero points of 0."""
 
-    def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
-        width = group or depth
-        codes = torch.randint(-128, 128, (rows, depth), generator=g).to(torch.int8)
-        shape = (rows, -(-depth // width))
-        scale = (0.6 + 0.8 * torch.rand(shape, generator=g)) * gain / 64 / depth**0.5
+    def make(rows: int, columns: int, g: torch.Generator, gain: float) -> StoredMatrix:
+        width = group or columns
+        codes = torch.randint(-128, 128, (rows, columns), generator=g).to(torch.int8)
+        shape = (rows, -(-columns // width))
+        scale = (0.6 + 0.8 * torch.rand(shape, generator=g)) * gain / 64 / columns**0.5
         tensors = {"_weight_qdata": codes, "_weight_scale": scale}
         tensors["_weight_zero_point"] = torch.zeros(shape, dtype=torch.int8)
-        return StoredMatrix(tensors, codes.to(F64) * expand_tiles(scale, rows, depth, 1, width))
+        return StoredMatrix(tensors, codes.to(F64) * expand_tiles(scale, rows, columns, 1, width))
 
     return make
 
 
-def _fp8(*, shared_scale: bool) -> Make:
-    """Make float8 codes with a scale per row, or with one scale for all rows and experts."""
+def _make_fp8(*, shared_scale: bool) -> Make:
+    """Return a maker of float8 codes.
 
-    def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
-        codes = (torch.randn(rows, depth, generator=g) * 100).clamp(-448, 448).to(FP8)
-        scale = torch.full((1, 1), 0.01 / depth**0.5)
+    Each row has a scale, or all rows and experts share one.
+    """
+
+    def make(rows: int, columns: int, g: torch.Generator, gain: float) -> StoredMatrix:
+        codes = (torch.randn(rows, columns, generator=g) * 100).clamp(-448, 448).to(FP8)
+        scale = torch.full((1, 1), 0.01 / columns**0.5)
         if not shared_scale:
-            scale = (0.6 + 0.8 * torch.rand(rows, 1, generator=g)) * gain / 100 / depth**0.5
+            scale = (0.6 + 0.8 * torch.rand(rows, 1, generator=g)) * gain / 100 / columns**0.5
         tensors = {"_weight_qdata": codes, "_weight_scale": scale}
         return StoredMatrix(tensors, codes.to(F64) * scale.to(F64))
 
@@ -111,8 +118,8 @@ def _fp8(*, shared_scale: bool) -> Make:
 def tile_scales(scale: torch.Tensor) -> torch.Tensor:
     """Rearrange scales (N, G) into tiles of 128 rows and 4 columns, padded with zeros.
 
-    The tiles are stored in row-major order. Each tile has 32 rows. Its row r contains the scales of
-    the rows r, r + 32, r + 64 and r + 96.
+    The tiles are stored in row-major order, each as 32 rows of 16 scales. The stored row r contains
+    the scales of the tile's rows r, r + 32, r + 64 and r + 96.
     """
     rows, columns = -(-scale.shape[0] // 128), -(-scale.shape[1] // 4)
     padded = torch.zeros(128 * rows, 4 * columns, dtype=torch.uint8)
@@ -141,10 +148,10 @@ def untile_scales(tiles: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 def _with_tiled_scales(make_plain: Make, *, has_matrix_scale: bool = False) -> Make:
-    """Make matrices like `make_plain`, but with scales in the tiles that `tile_scales` makes."""
+    """Return a maker like `make_plain`, but with scales in the tiles that `tile_scales` makes."""
 
-    def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
-        plain = make_plain(rows, depth, g, gain)
+    def make(rows: int, columns: int, g: torch.Generator, gain: float) -> StoredMatrix:
+        plain = make_plain(rows, columns, g, gain)
         scale, values = plain.tensors["weight_scale"], plain.values
         if scale.dtype is torch.uint8:
             scale = scale.view(torch.float8_e8m0fnu)
@@ -159,11 +166,12 @@ def _with_tiled_scales(make_plain: Make, *, has_matrix_scale: bool = False) -> M
 
 
 _NVFP4_CODES = nvfp4("weight", "weight_scale_2", "input_scale", divides=False, shared_scale=True)
-_INT8, _DYNAMIC_INT8 = "Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"
-_FP8, _DYNAMIC_FP8 = "Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig"
-INT4 = options("Int4WeightOnlyConfig", group_size=64, int4_packing_format={
+_INT8_CLASS, _DYNAMIC_INT8_CLASS = "Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"
+_FP8_CLASS = "Float8WeightOnlyConfig"
+_DYNAMIC_FP8_CLASS = "Float8DynamicActivationFloat8WeightConfig"
+INT4_OPTIONS = make_options("Int4WeightOnlyConfig", group_size=64, int4_packing_format={
     "_type": "Int4PackingFormat", "_data": "PLAIN"})  # fmt: skip
-INT8 = options(_INT8, granularity=_ROW, group_size=None)
+INT8_OPTIONS = make_options(_INT8_CLASS, granularity=_ROW, group_size=None)
 _DYNAMIC_INT8_FIELDS = {
     "act_mapping_type": {"_type": "MappingType", "_data": "SYMMETRIC"},
     "weight_only_decode": False,
@@ -193,49 +201,61 @@ def _make_mx_options(dtype: Mapping[str, str]) -> dict[str, Any]:
     )
 
 
-_W8A8_BOUND = 8e-2
+_W8A8_MAX_ERROR = 8e-2
 TORCHAO_FORMATS: dict[str, CheckpointFormat] = {
-    "torchao int4": CheckpointFormat(config(INT4), _int4(64), "none"),
-    "torchao int4, float32": CheckpointFormat(config(INT4), _int4(64, torch.float32), "none"),
-    "torchao int8": CheckpointFormat(config(INT8), _int8(None), "int8_w8a16_channel"),
+    "torchao int4": CheckpointFormat(make_config(INT4_OPTIONS), _make_int4(64), "none"),
+    "torchao int4, float32": CheckpointFormat(
+        make_config(INT4_OPTIONS), _make_int4(64, torch.float32), "none"
+    ),
+    "torchao int8": CheckpointFormat(
+        make_config(INT8_OPTIONS), _make_int8(None), "int8_w8a16_channel"
+    ),
     "torchao int8, groups": CheckpointFormat(
-        config(options(_INT8, granularity=_per_group(64), group_size=None)),
-        _int8(64),
+        make_config(make_options(_INT8_CLASS, granularity=_per_group(64), group_size=None)),
+        _make_int8(64),
         "int8_w8a16_group:group=64",
     ),
     "torchao int8, inputs": CheckpointFormat(
-        config(options(_DYNAMIC_INT8, granularity=_ROW, **_DYNAMIC_INT8_FIELDS)),
-        _int8(None),
+        make_config(make_options(_DYNAMIC_INT8_CLASS, granularity=_ROW, **_DYNAMIC_INT8_FIELDS)),
+        _make_int8(None),
         "int8_w8a8_channel",
-        _W8A8_BOUND,
+        _W8A8_MAX_ERROR,
     ),
     "torchao fp8": CheckpointFormat(
-        config(options(_FP8, weight_dtype=_E4M3)), _fp8(shared_scale=False), "fp8_w8a16_channel"
+        make_config(make_options(_FP8_CLASS, weight_dtype=_E4M3)),
+        _make_fp8(shared_scale=False),
+        "fp8_w8a16_channel",
     ),
     "torchao fp8, tensor": CheckpointFormat(
-        config(options(_FP8, weight_dtype=_E4M3, granularity=_TENSOR)),
-        _fp8(shared_scale=True),
+        make_config(make_options(_FP8_CLASS, weight_dtype=_E4M3, granularity=_TENSOR)),
+        _make_fp8(shared_scale=True),
         "fp8_w8a16_channel",
     ),
     "torchao fp8, inputs": CheckpointFormat(
-        config(options(_DYNAMIC_FP8, granularity=[_ROW, _ROW], **_DYNAMIC_FP8_FIELDS)),
-        _fp8(shared_scale=False),
+        make_config(
+            make_options(_DYNAMIC_FP8_CLASS, granularity=[_ROW, _ROW], **_DYNAMIC_FP8_FIELDS)
+        ),
+        _make_fp8(shared_scale=False),
         "fp8_w8a8_channel",
-        _W8A8_BOUND,
+        _W8A8_MAX_ERROR,
     ),
     "torchao fp8, inputs, tensor": CheckpointFormat(
-        config(options(_DYNAMIC_FP8, granularity=[_TENSOR, _TENSOR], **_DYNAMIC_FP8_FIELDS)),
-        _fp8(shared_scale=True),
+        make_config(
+            make_options(_DYNAMIC_FP8_CLASS, granularity=[_TENSOR, _TENSOR], **_DYNAMIC_FP8_FIELDS)
+        ),
+        _make_fp8(shared_scale=True),
         "fp8_w8a8_tensor",
-        _W8A8_BOUND,
+        _W8A8_MAX_ERROR,
     ),
     "torchao nvfp4": CheckpointFormat(
-        config(_make_prototype_options("NVFP4WeightOnlyConfig", use_dynamic_per_tensor_scale=True)),
+        make_config(
+            _make_prototype_options("NVFP4WeightOnlyConfig", use_dynamic_per_tensor_scale=True)
+        ),
         _with_tiled_scales(_NVFP4_CODES, has_matrix_scale=True),
         "nvfp4_w4a16",
     ),
     "torchao nvfp4, inputs": CheckpointFormat(
-        config(
+        make_config(
             _make_prototype_options(
                 "NVFP4DynamicActivationNVFP4WeightConfig",
                 use_triton_kernel=True,
@@ -247,19 +267,19 @@ TORCHAO_FORMATS: dict[str, CheckpointFormat] = {
         "nvfp4_w4a16",
     ),
     "torchao nvfp4, blocks": CheckpointFormat(
-        config(
+        make_config(
             _make_prototype_options("NVFP4WeightOnlyConfig", use_dynamic_per_tensor_scale=False)
         ),
         _with_tiled_scales(_NVFP4_CODES),
         "nvfp4_w4a16",
     ),
     "torchao mxfp8": CheckpointFormat(
-        config(_make_mx_options(_E4M3)),
+        make_config(_make_mx_options(_E4M3)),
         _with_tiled_scales(mxfp8("weight_scale", torch.float8_e8m0fnu)),
         "fp8_w8a16_block:block=1x32",
     ),
     "torchao mxfp4": CheckpointFormat(
-        config(_make_mx_options(_E2M1_DTYPE)), _with_tiled_scales(mxfp4_quark), "mxfp4_w4a16"
+        make_config(_make_mx_options(_E2M1_DTYPE)), _with_tiled_scales(mxfp4_quark), "mxfp4_w4a16"
     ),
 }
 
@@ -302,13 +322,16 @@ def _attributes(weight_options: Mapping[str, Any], shape: tuple[int, ...]) -> di
         if name.startswith("MX"):
             data |= {"block_size": 32, "elem_dtype": fields["weight_dtype"]}
         return {"_type": "MXTensor" if name.startswith("MX") else "NVFP4Tensor", "_data": data}
-    kind = "Int8" if name in (_INT8, _DYNAMIC_INT8) else "Float8"
-    inputs = None
+    kind = "Int8" if name in (_INT8_CLASS, _DYNAMIC_INT8_CLASS) else "Float8"
+    act_quant_kwargs = None
     if "Dynamic" in name:
-        inputs = {"_type": f"QuantizeTensorTo{kind}Kwargs", "_data": {"granularity": granularity}}
+        act_quant_kwargs = {
+            "_type": f"QuantizeTensorTo{kind}Kwargs",
+            "_data": {"granularity": granularity},
+        }
     return {
         "_type": f"{kind}Tensor",
-        "_data": {"block_size": block, "act_quant_kwargs": inputs},
+        "_data": {"block_size": block, "act_quant_kwargs": act_quant_kwargs},
     }
 
 
@@ -331,11 +354,10 @@ def stack_experts(tensors: dict[str, torch.Tensor]) -> None:
         name = "down_proj"
         if projection == "gate":
             name, up = "gate_up_proj", stacked[block, "up", kind]
-            # The scales of int4 weights have their rows in the last dimension.
             if kind == "scale" and tensor.dtype in (FP8, torch.float8_e8m0fnu):
                 qdata = stacked[block, "gate", "qdata"]
-                depth = qdata.shape[2] * (2 if qdata.dtype is torch.uint8 else 1)
-                sizes = qdata.shape[1], depth // (16 if tensor.dtype is FP8 else 32)
+                columns = qdata.shape[2] * (2 if qdata.dtype is torch.uint8 else 1)
+                sizes = qdata.shape[1], columns // (16 if tensor.dtype is FP8 else 32)
                 pairs = zip(tensor, up, strict=True)
                 tensor = torch.stack(
                     [
@@ -344,6 +366,7 @@ def stack_experts(tensors: dict[str, torch.Tensor]) -> None:
                     ]
                 )
             elif kind != "per_tensor_scale":  # gate and up have the same per-tensor scale
+                # The scales and zero points of int4 weights have their rows in the last dimension.
                 has_scale_dtype = tensor.dtype in (torch.bfloat16, torch.float32)
                 has_rows_last = has_scale_dtype and _is_int4(experts_by_key)
                 tensor = torch.cat([tensor, up], -1 if has_rows_last else 1)
@@ -363,7 +386,7 @@ def _is_int4(experts_by_key: Mapping[tuple[str, str, str], Mapping[int, torch.Te
     ) and any(kind == "zero_point" for _, _, kind in experts_by_key)
 
 
-def old_names(tensors: dict[str, torch.Tensor]) -> None:
+def rename_to_torchao_0_14(tensors: dict[str, torch.Tensor]) -> None:
     """Rename tensors to the names of torchao 0.14, in place."""
     for name in list(tensors):
         match = re.fullmatch(r"(.*)\._(\w+?)_(qdata|per_tensor_scale|scale|zero_point)", name)

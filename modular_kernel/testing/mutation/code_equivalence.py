@@ -3,9 +3,10 @@
     comparison = compare_code([mutant])  # a mutant of a kernel or of a device function
     assert comparison.differing == 0 and comparison.reached == (12,)
 
-If they do, they are equivalent to the original (`bitwise_equivalence` compares results instead).
-Kernels are compiled as real calls launch them (`testing.compile.cases`), without and with the
-mutants, in processes that do not interpret kernels. No GPU is needed.
+Mutants that leave all kernels unchanged are equivalent to the original (`bitwise_equivalence`
+compares results instead). Kernels are compiled as real calls launch them
+(`testing.compile.cases`), without and with the mutants, in processes that do not interpret kernels.
+No GPU is needed.
 
 Most kernels are only compiled to Triton's optimized IR, without line numbers: if it and the options
 are equal, so is the machine code. Kernels whose IR differs are compiled to machine code.
@@ -60,7 +61,7 @@ class _Request:
     target: an architecture, such as "sm_90".
     expected: the IR of each launch without mutants. A launch that differs is compiled to code.
     with_code: indices of further launches that are compiled to code.
-    count: the number of differing launches, or of those in `with_code`, after which to stop.
+    stop_after: the number of differing launches, or of those in `with_code`, after which to stop.
     """
 
     mutants: tuple[Mutant, ...]
@@ -68,7 +69,7 @@ class _Request:
     target: str
     expected: tuple[str, ...] = ()
     with_code: frozenset[int] = frozenset()
-    count: int = sys.maxsize
+    stop_after: int = sys.maxsize
 
 
 @dataclass(frozen=True)
@@ -107,26 +108,27 @@ def compare_code(
     modules = frozenset(mutant.module for mutant in mutants)
     unchanged = _compile_unchanged(modules, target)
     expected = tuple(launch.ir for launch in unchanged)
-    changed = _Request(tuple(mutants), modules, target, expected)
+    changed_request = _Request(tuple(mutants), modules, target, expected)
     if first_only:
         # Most mutants that change a kernel change the first one that contains their line.
-        launches = _compile(replace(changed, count=1))
-        differing = _count_differing(changed, launches, unchanged)
+        launches = _compile(replace(changed_request, stop_after=1))
+        differing = _count_differing(changed_request, launches, unchanged)
         if differing:
             return CodeComparison(tuple(0 for _ in mutants), differing)
     if not first_only or _find_differing(unchanged, launches):
-        differing = _count_differing(changed, _compile(changed), unchanged)
+        differing = _count_differing(changed_request, _compile(changed_request), unchanged)
     reached = []
     for mutant in mutants:
         broken = replace(mutant, edit=replace(mutant.edit, new=_make_breaking_text(mutant.edit)))
-        launches = _compile(replace(changed, mutants=(broken,)))
-        reached.append(len(_list_kernels(unchanged, _find_differing(unchanged, launches))))
+        launches = _compile(replace(changed_request, mutants=(broken,)))
+        reached.append(len(_distinct_launches(unchanged, _find_differing(unchanged, launches))))
     return CodeComparison(tuple(reached), differing)
 
 
 def prove_by_code(outcome: MutantOutcome) -> MutantOutcome:
-    """Return a survivor's outcome, with status "equivalent" if no kernel with its line changes.
+    """Return the outcome of a surviving mutant.
 
+    Its status is "equivalent" if no kernel that contains the mutated line changes.
     The outcome of a mutant outside of kernels, or in no compiled kernel, is returned unchanged.
     """
     if not HAS_TRITON or not is_in_kernel(outcome.mutant):
@@ -138,22 +140,27 @@ def prove_by_code(outcome: MutantOutcome) -> MutantOutcome:
 
 
 def _count_differing(
-    changed: _Request, launches: Sequence[_Launch], unchanged: Sequence[_Launch]
+    changed_request: _Request, launches: Sequence[_Launch], unchanged: Sequence[_Launch]
 ) -> int:
-    """Return the number of kernels with different code. `launches` are those of `changed`."""
+    """Return the number of kernels with different code.
+
+    launches: the launches of `changed_request`.
+    """
     indices = _find_differing(unchanged, launches)
     if not indices:
         return 0
     originals = _compile(
-        replace(changed, mutants=(), with_code=indices, expected=(), count=len(indices))
+        replace(
+            changed_request, mutants=(), with_code=indices, expected=(), stop_after=len(indices)
+        )
     )
     differing = frozenset(
         index for index in indices if launches[index].code != originals[index].code
     )
-    return len(_list_kernels(unchanged, differing))
+    return len(_distinct_launches(unchanged, differing))
 
 
-def _list_kernels(unchanged: Sequence[_Launch], indices: Iterable[int]) -> set[_Launch]:
+def _distinct_launches(unchanged: Sequence[_Launch], indices: Iterable[int]) -> set[_Launch]:
     return {unchanged[index] for index in indices}
 
 
@@ -174,7 +181,7 @@ def _get_cache_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _make_breaking_text(edit: Edit) -> str:
-    """Make a replacement text with which kernels that contain the line do not compile.
+    """Return replacement text that breaks the compilation of every kernel that contains the line.
 
     The text is valid Python wherever `edit.new` is.
     """
@@ -247,7 +254,7 @@ class _Compiler:
 
     @property
     def is_done(self) -> bool:
-        return self._num_compiled >= self._request.count
+        return self._num_compiled >= self._request.stop_after
 
     def _needs_code(self) -> bool:
         """Return whether the current launch is compiled to code, which depends on its IR."""

@@ -42,7 +42,7 @@ CPU_CLASSES = {
     "NaiveBatchedExperts",
     "Nvfp4QuantizationEmulationTritonExperts",
 }
-# Classes and problems, of each scheme that runs on a CPU, whose verdict is RIGHT.
+# Pairs (class, problem) whose verdict is RIGHT. Each scheme that runs on a CPU occurs.
 RIGHT = (
     ("TritonExperts", BASE),
     ("TritonExperts", replace(BASE, bias=True)),
@@ -63,7 +63,7 @@ RIGHT = (
 
 @pytest.fixture(scope="module")
 def program() -> EngineProgram:
-    """Return the program of vLLM with faulty classes."""
+    """Return the engine program that runs vLLM and adds deliberately faulty classes."""
     return make_program("vllm_faulty_engine", make_environment(has_gpu=False))
 
 
@@ -83,13 +83,13 @@ def test_description(process: EngineProcess) -> None:
     assert classes["TritonExperts"].refused["mxfp4_w4a16"].startswith("kernel does not support")
     assert classes["CutlassExpertsFp8"].unavailable
     assert classes["TrtLlmBf16ExpertsMonolithic"].unavailable.startswith("routes tokens itself")
-    for experts in description.classes:
-        assert set(experts.schemes).isdisjoint(experts.refused)
+    for class_description in description.classes:
+        assert set(class_description.schemes).isdisjoint(class_description.refused)
 
 
-@pytest.mark.parametrize(("experts", "problem"), RIGHT, ids=str)
-def test_right_classes(experts: str, problem: Problem, process: EngineProcess) -> None:
-    outcome = process.judge(EngineCase(experts, "silu", problem))
+@pytest.mark.parametrize(("class_name", "problem"), RIGHT, ids=str)
+def test_right_classes(class_name: str, problem: Problem, process: EngineProcess) -> None:
+    outcome = process.judge(EngineCase(class_name, "silu", problem))
     assert outcome.kind is Kind.RIGHT, outcome
     assert outcome.error is not None
     assert outcome.error > 0
@@ -115,14 +115,16 @@ def test_activations(name: str, process: EngineProcess) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("experts", ["TritonExperts", "BatchedTritonExperts"])
-def test_kinds_of_calls(experts: str, changes: dict[str, Any], process: EngineProcess) -> None:
-    outcome = process.judge(EngineCase(experts, "silu", replace(BASE, **changes)))
+@pytest.mark.parametrize("class_name", ["TritonExperts", "BatchedTritonExperts"])
+def test_kinds_of_calls(class_name: str, changes: dict[str, Any], process: EngineProcess) -> None:
+    outcome = process.judge(EngineCase(class_name, "silu", replace(BASE, **changes)))
     assert outcome.kind is Kind.RIGHT, outcome
 
 
 def test_conversions_read_the_number_of_local_experts() -> None:
-    """In a layer of vLLM, the quantization method sets `num_experts` to the local experts."""
+    """vLLM's weight conversions read `num_experts`, which the quantization method of a real layer
+    sets to the number of local experts.
+    """
     problem = replace(BASE, experts=16, local_experts=8, expert_map=True)
     weights = ExpertWeights(torch.zeros(8, 64, 64), torch.zeros(8, 64, 32))
     config: Any = SimpleNamespace(activation=MoEActivation.SILU)
@@ -141,22 +143,22 @@ WITH_BIASES = (
 )
 
 
-@pytest.mark.parametrize(("experts", "problem"), WITH_BIASES, ids=str)
+@pytest.mark.parametrize(("class_name", "problem"), WITH_BIASES, ids=str)
 def test_classes_that_ignore_biases_are_wrong(
-    experts: str, problem: Problem, process: EngineProcess
+    class_name: str, problem: Problem, process: EngineProcess
 ) -> None:
-    """The predicates of these classes accept a layer with biases."""
-    outcome = process.judge(EngineCase(experts, "silu", problem))
+    """`is_supported_config` of these classes accepts biases, but `apply` ignores them."""
+    outcome = process.judge(EngineCase(class_name, "silu", problem))
     assert outcome.kind is Kind.WRONG, outcome
     assert outcome.error is not None
     assert outcome.error > 0.3
-    assert outcome.reproducer.startswith(f"# {experts}, ")
+    assert outcome.reproducer.startswith(f"# {class_name}, ")
 
 
 @pytest.mark.timeout(600)
 def test_reproducers(program: EngineProgram) -> None:
-    right_cases = [EngineCase(experts, "silu", problem) for experts, problem in RIGHT]
-    wrong_cases = [EngineCase(experts, "silu", problem) for experts, problem in WITH_BIASES]
+    right_cases = [EngineCase(class_name, "silu", problem) for class_name, problem in RIGHT]
+    wrong_cases = [EngineCase(class_name, "silu", problem) for class_name, problem in WITH_BIASES]
     wrong_cases.append(EngineCase("WrongActivation", "silu", BASE))
     check_reproducers(program, right_cases, wrong_cases)
 
@@ -184,7 +186,8 @@ def test_reproducers_for_a_gpu_are_short(quant: str, backend: str, changes: dict
     source = Source("vllm.a", "Experts", name, options, "cuda", 256, backend, is_gptq=True)
     reproducer = write_reproducer(EngineCase("Experts", name, problem), source, 0.1)
     assert 8 <= count_statements(reproducer) <= MAX_STATEMENTS
-    # The reference adds the biases of the checkpoint, and the class the biases that vLLM converted.
+    # For these schemes, vLLM converts the biases for the class (to p1 and p2), while the reference
+    # adds the checkpoint's biases.
     assert ("p1, p2 = oracle" in reproducer) == (problem.bias and "a16" in quant)
 
 
@@ -206,8 +209,8 @@ def test_faulty_classes(program: EngineProgram) -> None:
     names = "WrongActivation", "Raising", "Aborting", "Hanging", "Refusing", "MissingOperator"
     cases = [EngineCase(name, "silu", BASE) for name in names]
     cases.append(EngineCase("NaiveBatchedExperts", "silu", BASE))
-    kinds = {"Refusing": Kind.REFUSED, "NaiveBatchedExperts": Kind.RIGHT}
-    outcomes = check_faulty_classes(program, cases, kinds)
+    expected_kinds = {"Refusing": Kind.REFUSED, "NaiveBatchedExperts": Kind.RIGHT}
+    outcomes = check_faulty_classes(program, cases, expected_kinds)
     assert outcomes["Raising"].detail.startswith("RuntimeError: invalid tile (vllm_faulty_classes")
     assert outcomes["Refusing"].detail.endswith("64 hidden dim is not supported")
     assert outcomes["WrongActivation"].reproducer.startswith("# WrongActivation, none, silu, T17")
