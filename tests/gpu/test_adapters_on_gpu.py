@@ -1,4 +1,4 @@
-"""LoRA adapters on the paths that the Triton interpreter cannot run: `grouped_tma` and `gemv`."""
+"""LoRA adapters in compiled kernels: `grouped_tma`, which is never interpreted, and `gemv`."""
 
 from dataclasses import replace
 from typing import Any
