@@ -108,7 +108,7 @@ def test_weight_sets_count_prepared_bytes(
         raise RuntimeError("enough")
 
     monkeypatch.setattr(run_module, "choose_rotation", choose_rotation)
-    candidates = pairing_candidates(*PAIR, [LAYER], machine, prepared_bytes=True)
+    candidates = pairing_candidates(*PAIR, [LAYER], machine, prepared=True)
     run(BenchJob((CASE,), tuple(candidates), machine, target_ms=0.01))
     unprepared_bytes, prepared_bytes = sizes
     assert prepared_bytes - unprepared_bytes == prepared_tensor_bytes(PAIR[1], LAYER) > 0
