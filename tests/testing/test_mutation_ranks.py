@@ -66,7 +66,8 @@ def test_a_sum_without_the_last_rank_is_killed(coverage: Coverage, tmp_path: Pat
         tmp_path,
     )
     assert outcome.status == "killed"
-    assert outcome.finding.startswith("numeric: ")
+    # The durations of cases determine their order, and so the first comparison that fails.
+    assert outcome.finding.startswith("numeric")
     assert "(rank " in outcome.finding
 
 
