@@ -47,8 +47,8 @@ QUANTIZATION_DEFECTS = (
         SourceDefect(
             "a group includes the columns of the next groups",
             QUANTIZE,
-            "end = tl.minimum(first + group_size, num_columns)[:, None]",
-            "end = (first * 0 + num_columns)[:, None]",
+            "end = tl.minimum(first_column + group_size, num_columns)[:, None]",
+            "end = (first_column * 0 + num_columns)[:, None]",
         ),
         ("block=64x96", "block=32x96", "block=64x48"),
     ),
@@ -57,9 +57,9 @@ QUANTIZATION_DEFECTS = (
             "the maximum only includes the first columns",
             QUANTIZE,
             f"            if not GROUP_FITS_BLOCK:\n"
-            f"                {NEXT_BLOCKS}                    other",
+            f"                {NEXT_BLOCKS}                    next_value",
             f"            if GROUP_FITS_BLOCK:\n"
-            f"                {NEXT_BLOCKS}                    other",
+            f"                {NEXT_BLOCKS}                    next_value",
         ),
         ("H32800",),
     ),
@@ -67,8 +67,9 @@ QUANTIZATION_DEFECTS = (
         SourceDefect(
             "the last columns are not written",
             QUANTIZE,
-            f"        if not GROUP_FITS_BLOCK:\n            {NEXT_BLOCKS}                other",
-            f"        if GROUP_FITS_BLOCK:\n            {NEXT_BLOCKS}                other",
+            f"        if not GROUP_FITS_BLOCK:\n"
+            f"            {NEXT_BLOCKS}                next_value",
+            f"        if GROUP_FITS_BLOCK:\n            {NEXT_BLOCKS}                next_value",
         ),
         ("H32800",),
     ),
@@ -76,9 +77,9 @@ QUANTIZATION_DEFECTS = (
         SourceDefect(
             "every block of columns after the first reads the second",
             QUANTIZE,
-            "\n                other = _load_values(\n"
+            "\n                next_value = _load_values(\n"
             "                    x_ptr, router_weights_ptr, rows, columns + offset,",
-            "\n                other = _load_values(\n"
+            "\n                next_value = _load_values(\n"
             "                    x_ptr, router_weights_ptr, rows, columns + BLOCK_COLUMNS,",
         ),
         ("H32800",),
@@ -87,8 +88,8 @@ QUANTIZATION_DEFECTS = (
         SourceDefect(
             "every group reads the columns of the first",
             QUANTIZE,
-            "first = group_index * group_size",
-            "first = group_index * 0",
+            "first_column = group_index * group_size",
+            "first_column = group_index * 0",
         ),
         ("static=true",),
     ),
@@ -279,8 +280,8 @@ TRITON_DEFECTS = (
             GEMV_W4_DOWN,
             "        h = load_pairs(pairs_ptr, pair, valid, chunk, SIZE_K, CHUNKS * HALVES, "
             "SCALE_SLOTS)\n"
-            "    barrier",
-            "    barrier",
+            "    zero_after_loads",
+            "    zero_after_loads",
         ),
         "T1-H2144",
     ),
@@ -289,9 +290,9 @@ TRITON_DEFECTS = (
             "the maximum only includes the first columns",
             QUANTIZE,
             f"            if not GROUP_FITS_BLOCK:\n"
-            f"                {NEXT_BLOCKS}                    other",
+            f"                {NEXT_BLOCKS}                    next_value",
             f"            if GROUP_FITS_BLOCK:\n"
-            f"                {NEXT_BLOCKS}                    other",
+            f"                {NEXT_BLOCKS}                    next_value",
         ),
         "H16400",
     ),
@@ -332,8 +333,8 @@ def test_unmarked_padding_is_detected(tmp_path: Path) -> None:
     defect = SourceDefect(
         "the first padding row of a block is not marked",
         "modular_kernel/ops/kernels/align.py",
-        "fill = (position >= padding[:, None])",
-        "fill = (position > padding[:, None])",
+        "is_padding = (position >= padding_start[:, None])",
+        "is_padding = (position > padding_start[:, None])",
     )
     cases = cases_for(*TRITON, this_machine(), "smoke").cases[:1]
     assert findings(defect, cases, tmp_path)
