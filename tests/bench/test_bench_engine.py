@@ -162,7 +162,7 @@ def test_missing_gpu_is_refused(tmp_path: Path) -> None:
 def test_command_records_the_time_of_a_class(
     tmp_path: Path, clock: CountingClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command is told that there is a GPU, but its layers run on a CPU."""
+    """The check for a GPU is disabled, and the layers run on a CPU."""
     real_make_blocks = engine_classes.make_blocks
     monkeypatch.setattr(bench_cli, "load_engine", lambda engine: ToyEngine())
     monkeypatch.setattr(bench_cli, "check_gpu", lambda machine: None)

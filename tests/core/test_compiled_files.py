@@ -1,4 +1,4 @@
-"""The cache of compiled objects returns the right object, whatever its folder contains."""
+"""The cache of compiled objects never returns a wrong object, even if its folder is corrupted."""
 
 import os
 import sys
