@@ -295,10 +295,10 @@ def _make_source(entry: EntryPoint) -> PartSource:
 
 
 def collect_packages(catalog: Catalog) -> frozenset[str]:
-    """Return the optional packages that parts require."""
+    """Return the optional packages that parts require or exclude."""
     requirements = [getattr(part.cls, "requires", None) for part in catalog.parts]
     return frozenset(
-        package for requires in requirements if requires for package in requires.packages
+        package for requires in requirements if requires for package in requires.inspected_packages
     )
 
 

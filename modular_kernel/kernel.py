@@ -72,7 +72,7 @@ class FusedMoEModularKernel(Execution):
             raise ConfigurationError("the two parts' problems", got=got, need=need)
         if machine is None:
             declared = prepare_finalize.requires, experts.requires
-            packages = tuple(package for requires in declared for package in requires.packages)
+            packages = tuple(name for requires in declared for name in requires.inspected_packages)
             probes = tuple(probe for requires in declared for probe in requires.providers)
             machine = current_machine(packages, probes=probes)
         pair, problem = (type(prepare_finalize), type(experts)), experts.problem

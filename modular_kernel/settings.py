@@ -189,6 +189,17 @@ def nvshmem_uses_ibgda() -> bool:
     return os.environ.get("NVSHMEM_IB_ENABLE_IBGDA", "1").lower() not in ("0", "false", "off", "n")
 
 
+def read_nvshmem_qp_depth() -> int:
+    """Return NVSHMEM_QP_DEPTH, the work requests that a queue pair holds, 1024 by default in DeepEP.
+
+    Raises ConfigurationError unless it is a positive integer.
+    """
+    text = os.environ.get("NVSHMEM_QP_DEPTH", "1024")
+    if not text.isdecimal() or not int(text):
+        raise ConfigurationError("NVSHMEM_QP_DEPTH", got=repr(text[:40]), need="an integer > 0")
+    return int(text)
+
+
 def is_deepep_gin_disabled() -> bool:
     """Return whether EP_DISABLE_GIN disables NCCL GIN (RDMA) in DeepEP v2."""
     return os.environ.get("EP_DISABLE_GIN", "0") not in ("", "0")

@@ -178,13 +178,15 @@ def _collect_packages() -> list[PackageReport]:
     from modular_kernel.utils.package_probes import find_package
 
     catalog = load_catalog()
-    names = sorted({*_EXTRA_PACKAGES, *collect_packages(catalog)})
-    importable = find_importable(names)
+    importable = find_importable({*_EXTRA_PACKAGES, *collect_packages(catalog)})
+    required = {name for part in catalog.parts for name in _list_required_packages(part.cls)}
+    names = sorted({*_EXTRA_PACKAGES, *required})
     probe_by_name = {provider.name: find_package(provider) for provider in collect_probes(catalog)}
     packages = []
     for name in names:
         dependents = [p for p in catalog.parts if name in _list_required_packages(p.cls)]
-        enables = ", ".join(p.name for p in dependents) or _EXTRA_PACKAGES[name]
+        enabled = [p.name for p in dependents if not importable & _list_excluded_packages(p.cls)]
+        enables = ", ".join(enabled) or _EXTRA_PACKAGES.get(name, "")
         install_command = (
             _get_requirements(dependents[0].cls).install_hint(name)
             if dependents
@@ -192,7 +194,8 @@ def _collect_packages() -> list[PackageReport]:
         )
         if name in probe_by_name:
             probe = probe_by_name[name]
-            is_present, version, reason = probe.folder is not None, probe.version, probe.reason
+            is_present, reason = probe.folder is not None, probe.reason
+            version = probe.version or installed_version(name) or ""
         else:
             is_present, version, reason = name in importable, installed_version(name) or "", ""
         packages.append(
@@ -213,6 +216,11 @@ def _get_requirements(cls: type) -> "Requirements":
 
 def _list_required_packages(cls: type) -> tuple[str, ...]:
     return _get_requirements(cls).packages if hasattr(cls, "requires") else ()
+
+
+def _list_excluded_packages(cls: type) -> frozenset[str]:
+    excluded = _get_requirements(cls).excluded_packages if hasattr(cls, "requires") else ()
+    return frozenset(excluded)
 
 
 def _print_text(report: DoctorReport) -> None:

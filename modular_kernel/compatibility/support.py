@@ -40,6 +40,8 @@ class Requirements:
     archs: the only supported compute capabilities. None supports all compute capabilities that are
         at least min_arch.
     packages: names of the optional packages that the part imports.
+    excluded_packages: packages whose presence identifies a library of the same name that the part
+        cannot use. The part's `extra_rejections` refuses a machine that has one.
     providers: probes that recognize a package by its files, for import names that several packages
         share.
     packages_source_url: URL of the source code of `packages`, if no package index has them.
@@ -65,6 +67,7 @@ class Requirements:
     min_arch: tuple[int, int] | None = None
     archs: frozenset[tuple[int, int]] | None = None
     packages: tuple[str, ...] = ()
+    excluded_packages: tuple[str, ...] = ()
     providers: tuple[PackageProbe, ...] = ()
     packages_source_url: str = ""
     packages_extra: str = ""
@@ -77,6 +80,11 @@ class Requirements:
     deterministic: bool = True
     batch_invariant: bool = False
     lora: bool = False
+
+    @property
+    def inspected_packages(self) -> tuple[str, ...]:
+        """Packages whose presence decides whether the part can run."""
+        return self.packages + self.excluded_packages
 
     def install_hint(self, package: str) -> str:
         """Return a command or an instruction that installs one of `packages`."""

@@ -21,6 +21,7 @@ _VERSION = re.compile(r"""^__version__\s*=\s*['"]([^'"]{1,40})['"]""", re.MULTIL
 _MAX_BYTES = 1 << 20  # maximum number of bytes read from a file
 # Exceptions that the import of a package raises if it was built for another torch, GPU or toolkit.
 _IMPORT_ERRORS = (ImportError, AssertionError, OSError, RuntimeError, AttributeError)
+Markers = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,11 @@ class PackageProbe:
     name: name of the package in `Requirements.packages`.
     locations: candidate folders in order of preference. A location is an importable package,
         optionally with a subfolder, such as "deep_gemm" or "vllm/third_party/deep_gemm".
-    markers: pairs (file in the folder, text in this file), all of which must be present.
+    markers: pairs (file in the folder, text in this file), all of which must be present. The file
+        may be a glob pattern, such as "_C*.so", for files whose names depend on the platform; one
+        of the matching files must contain the text. An empty text requires only the file.
+    alternatives: further sets of markers, for example of releases with another layout. A folder
+        matches if it has all markers of one set.
     need: description of the package that the markers identify, for messages.
     source: how to install the package, for messages.
     version_file: the file that defines `__version__`.
@@ -38,10 +43,11 @@ class PackageProbe:
 
     name: str
     locations: tuple[str, ...]
-    markers: tuple[tuple[str, str], ...]
+    markers: Markers
     need: str
     source: str
     version_file: str = "__init__.py"
+    alternatives: tuple[Markers, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,20 +65,19 @@ class ProbeResult:
 
 
 def find_package(probe: PackageProbe) -> ProbeResult:
-    """Return the first folder among the locations of a probe that has all markers."""
+    """Return the first folder among the locations of a probe that has all markers of a set."""
     reasons = []
     for location in probe.locations:
         for folder in _iter_folders(location):
-            missing_marker = next(
-                filter(None, (_find_missing_marker(folder, *marker) for marker in probe.markers)),
-                "",
-            )
+            missing_by_set = [
+                _find_first_missing(folder, markers)
+                for markers in (probe.markers, *probe.alternatives)
+            ]
             package_version = read_version(folder, probe.version_file)
-            if not missing_marker:
+            if "" in missing_by_set:
                 return ProbeResult(folder, package_version)
-            reasons.append(
-                f"unsupported {f'{location} {package_version}'.strip()}: {missing_marker}"
-            )
+            missing = " and ".join(dict.fromkeys(missing_by_set))
+            reasons.append(f"unsupported {f'{location} {package_version}'.strip()}: {missing}")
     return ProbeResult(reason="; ".join(reasons))
 
 
@@ -154,11 +159,26 @@ def _iter_folders(location: str) -> Iterator[Path]:
             yield folder
 
 
+def _find_first_missing(folder: Path, markers: Markers) -> str:
+    """Return a description of the first marker that the folder lacks, or ""."""
+    missing = (_find_missing_marker(folder, *marker) for marker in markers)
+    return next(filter(None, missing), "")
+
+
 def _find_missing_marker(folder: Path, file: str, marker_text: str) -> str:
-    text = _read_text(folder / file)
-    if text is None:
+    # A path relative to the parent, for a file that is installed beside the package.
+    root, pattern = (folder.parent, file[3:]) if file.startswith("../") else (folder, file)
+    try:
+        paths = [path for path in root.glob(pattern) if path.is_file()]
+    except OSError:
+        paths = []
+    if not marker_text:
+        return "" if paths else f"no {file}"
+    texts = [text for text in map(_read_text, paths) if text is not None]
+    if not texts:
         return f"no {file}"
-    return "" if marker_text in text else f"no {marker_text} in {file}"
+    is_found = any(marker_text in text for text in texts)
+    return "" if is_found else f"no {marker_text} in {file}"
 
 
 def _read_text(path: Path) -> str | None:

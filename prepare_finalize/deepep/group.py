@@ -11,13 +11,12 @@ and buffers is collective: every rank of the group must do it, in the same order
 missing, the library's kernels wait for it and then stop the device permanently. Ranks therefore
 compare the arguments of each collective step through the group's store before anything is launched.
 
-The first generation of the library, DeepEP 1, has the class Buffer. The second generation, DeepEP
-2, has the class ElasticBuffer.
+DeepEP 1 has the class Buffer. DeepEP 2 has this class, too, and the class ElasticBuffer, which this
+module calls the second generation.
 """
 
 import math
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,10 +29,24 @@ from modular_kernel.errors import (
     DeviceError,
     UnsupportedError,
 )
-from modular_kernel.settings import is_deepep_gin_disabled, nvshmem_uses_ibgda
+from modular_kernel.settings import (
+    is_deepep_gin_disabled,
+    nvshmem_uses_ibgda,
+    read_nvshmem_qp_depth,
+)
 from modular_kernel.utils import forks
 from prepare_finalize.common.torch_group import first_sentence
 from prepare_finalize.deepep.arguments import high_throughput_arguments, low_latency_arguments
+from prepare_finalize.deepep.library import (
+    LIBRARY_ERRORS,
+    check_dispatch_between_hosts,
+    ids_dtype,
+    limits_tokens_by_qp_depth,
+    load_deepep,
+    max_tokens_of_qp_depth,
+    summarize,
+    unpack,
+)
 from prepare_finalize.deepep.low_latency_buffer import LowLatencyBuffer
 from prepare_finalize.rendezvous.connect import (
     check_process,
@@ -47,32 +60,6 @@ from prepare_finalize.rendezvous.store_collectives import Properties, StoreColle
 BufferT = TypeVar("BufferT")
 _MIN_LIBRARY_TIMEOUT_S = 100.0  # minimum timeout of the kernels of the second generation
 _RDMA_DEVICES_DIR = Path("/sys/class/infiniband")
-# Errors of the library's checks, of Python, and of loading the library.
-_LIBRARY_ERRORS = (RuntimeError, AssertionError, ImportError, OSError, ValueError)
-
-
-def load_deepep(generation: int) -> Any:
-    """Import the module deep_ep of a generation: 1 (Buffer) or 2 (ElasticBuffer).
-
-    Raise ConfigurationError if the module is missing, cannot be loaded, or is of the other
-    generation.
-    """
-    class_name, need = _GENERATIONS[generation]
-    try:
-        library = import_module("deep_ep")
-    except _LIBRARY_ERRORS as error:
-        raise ConfigurationError("deep_ep", got=_summarize(error), need=need) from error
-    is_second_generation = hasattr(library, "ElasticBuffer")
-    if is_second_generation != (generation == 2) or not hasattr(library, class_name):
-        got = f"version {getattr(library, '__version__', '2' if is_second_generation else '1')}"
-        raise ConfigurationError("deep_ep", got=got, need=need)
-    return library
-
-
-_GENERATIONS = {
-    1: ("Buffer", "deep_ep 1.2, built against this torch"),
-    2: ("ElasticBuffer", "deep_ep 2, built against this torch and the NCCL in use"),
-}
 
 
 class DeepEPGroup:
@@ -216,7 +203,7 @@ class DeepEPGroup:
         properties = {"IBGDA": nvshmem_uses_ibgda(), "buffers": DeepEPGroup._num_nvshmem_buffers}
         self._check_network(properties)
         if DeepEPGroup._num_nvshmem_buffers:
-            need = "one buffer of deep_ep 1.2 in a process, of one kind and size, between hosts"
+            need = "one Buffer of deep_ep in a process, of one kind and size, between hosts"
             raise ConfigurationError("DeepEP's buffers", got="another is in use", need=need)
 
     def _get_or_create(self, key: tuple[object, ...], create: Callable[[], BufferT]) -> BufferT:
@@ -225,29 +212,34 @@ class DeepEPGroup:
             try:
                 self._buffers[key] = create()
                 DeepEPGroup._num_nvshmem_buffers += self._uses_nvshmem(key)
-            except _LIBRARY_ERRORS as error:
+            except LIBRARY_ERRORS as error:
                 if isinstance(error, (CommunicationError, ConfigurationError)):
                     raise
                 need = _BUFFER_REQUIREMENTS[str(key[0])]
                 subject = f"DeepEP's {key[0]} buffer"
-                raise ConfigurationError(subject, got=_summarize(error), need=need) from error
+                raise ConfigurationError(subject, got=summarize(error), need=need) from error
         buffer: BufferT = self._buffers[key]
         return buffer
 
     def _uses_nvshmem(self, key: tuple[object, ...]) -> bool:
-        """Return whether a buffer is of the first generation and spans several hosts."""
+        """Return whether a buffer is a Buffer, not an ElasticBuffer, and spans several hosts."""
         return len(self.hosts) > 1 and key[0] != "elastic"
 
     def _make_high_throughput(self, hidden: int) -> "HighThroughputBuffer":
-        buffer_class = load_deepep(1).Buffer
+        library = load_deepep(1)
+        buffer_class = library.Buffer
+        if len(self.hosts) > 1:
+            check_dispatch_between_hosts(library)
         config = high_throughput_arguments(buffer_class, hidden, self.world_size, self.num_sms)
         self._check_nvshmem()
         buffer = config.buffer.make_buffer(buffer_class, self.process_group)
         return HighThroughputBuffer(buffer, config.dispatch, config.combine)
 
     def _make_low_latency(self, tokens: int, hidden: int, experts: int) -> LowLatencyBuffer:
-        buffer_class = load_deepep(1).Buffer
+        library = load_deepep(1)
+        buffer_class = library.Buffer
         self._check_nvshmem()
+        self._check_qp_depth(buffer_class, tokens)
         if nvshmem_uses_ibgda() and not has_rdma_nic():
             raise no_queue_pairs_error("IBGDA enabled without an RDMA NIC")
         arguments = low_latency_arguments(buffer_class, tokens, hidden, experts, self.world_size)
@@ -258,12 +250,29 @@ class DeepEPGroup:
             raise no_queue_pairs_error("a build that enables IBGDA, without an RDMA NIC")
         low_latency = LowLatencyBuffer(buffer, tokens, experts)
         try:
-            low_latency.self_test(hidden)
+            low_latency.self_test(hidden, ids_dtype(library))
         except RuntimeError as error:
             raise no_queue_pairs_error(
-                f"a first exchange that failed: {_summarize(error)}"
+                f"a first exchange that failed: {summarize(error)}"
             ) from error
         return low_latency
+
+    def _check_qp_depth(self, buffer_class: Any, tokens: int) -> None:
+        """Raise ConfigurationError on all ranks if queue pairs are not deep enough for the tokens.
+
+        Raise CommunicationError on all ranks if their depths differ.
+        """
+        if not limits_tokens_by_qp_depth(buffer_class):
+            return
+        depth = read_nvshmem_qp_depth()
+        self.check_equal({"NVSHMEM_QP_DEPTH": depth})
+        if tokens > max_tokens_of_qp_depth(depth):
+            got = f"{tokens} tokens on a rank with NVSHMEM_QP_DEPTH={depth}"
+            need = (
+                f"<= {max_tokens_of_qp_depth(depth)} tokens, or"
+                f" NVSHMEM_QP_DEPTH={2 * (tokens + 1)} or more"
+            )
+            raise ConfigurationError("DeepEP's low latency buffer", got=got, need=need)
 
     def _make_elastic(self, tokens: int, hidden: int, top_k: int) -> Any:
         buffer_class = load_deepep(2).ElasticBuffer
@@ -289,11 +298,60 @@ class HighThroughputBuffer:
     """A Buffer for the high-throughput kernels, and the configurations of its kernels."""
 
     def __init__(self, buffer: Any, dispatch: Any, combine: Any) -> None:
-        self.buffer, self.dispatch_config, self.combine_config = buffer, dispatch, combine
+        self._buffer, self._dispatch_config, self._combine_config = buffer, dispatch, combine
+
+    def dispatch(
+        self,
+        rows: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        *,
+        num_experts: int,
+        num_worst_tokens: int,
+        is_async: bool,
+    ) -> tuple[Any, ...]:
+        """Send each row once to every rank that has one of its experts.
+
+        rows: (T, H) contiguous; or quantized rows, and their scales.
+        ids_TK: expert numbers, in the library's dtype of ids; -1 skips a pair.
+        num_experts: number of experts of all ranks together.
+        num_worst_tokens: number of received rows, including unused ones. 0 makes the CPU wait for
+            the number of rows, and there are no unused ones.
+        is_async: whether the current stream has to wait for the returned event.
+
+        Returns the received rows, ids and weights, the library's handle, and the event.
+        """
+        layout = self._buffer.get_dispatch_layout(ids_TK, num_experts)
+        counts_by_rank, counts_by_host, counts_E, is_sent_TR, _ = unpack(
+            layout, 5, "get_dispatch_layout"
+        )
+        results = self._buffer.dispatch(
+            rows,
+            num_tokens_per_rank=counts_by_rank,
+            num_tokens_per_rdma_rank=counts_by_host,
+            is_token_in_rank=is_sent_TR,
+            num_tokens_per_expert=counts_E,
+            topk_idx=ids_TK,
+            topk_weights=weights_TK,
+            num_worst_tokens=num_worst_tokens,
+            config=self._dispatch_config,
+            async_finish=is_async,
+        )
+        received, ids_RK, weights_RK, _, handle, event = unpack(results, 6, "dispatch")
+        return received, ids_RK, weights_RK, handle, event
+
+    def combine(self, rows_RH: torch.Tensor, handle: Any) -> torch.Tensor:
+        """Send rows back and return the sums over ranks for this rank's tokens, (T, H).
+
+        handle: the library's handle of the dispatch.
+        """
+        results = self._buffer.combine(rows_RH, handle, config=self._combine_config)
+        sums_TH: torch.Tensor = unpack(results, 3, "combine")[0]
+        return sums_TH
 
     def destroy(self) -> None:
         """Free the buffer. Collective."""
-        self.buffer.destroy()
+        self._buffer.destroy()
 
 
 # Requirements of each kind of buffer, for error messages.
@@ -315,8 +373,9 @@ def has_rdma_nic() -> bool:
 def no_queue_pairs_error(got: str) -> ConfigurationError:
     """Return the error for low-latency kernels without RDMA queue pairs.
 
-    Without queue pairs of IBGDA (RDMA that the GPU initiates), the kernels of deep_ep 1.2.1 stop
-    the device, even if NVLink reaches every peer. The process then cannot use its GPU any more.
+    Without queue pairs of IBGDA (RDMA that the GPU initiates), the kernels of deep_ep 1.2.1 and 2
+    stop the device, even if NVLink reaches every peer. The process then cannot use its GPU any
+    more.
     """
     need = (
         "RDMA NICs with IBGDA; or, where NVLink reaches every peer, a build of deep_ep whose"
@@ -337,7 +396,3 @@ def _resolve_nccl_group(group: object | None) -> dist.ProcessGroup:
     if backends.get("cuda") != "nccl":
         raise ConfigurationError("process group's backend", got=config, need="nccl for cuda")
     return resolved
-
-
-def _summarize(error: BaseException) -> str:
-    return first_sentence(RuntimeError(str(error).strip() or type(error).__name__))

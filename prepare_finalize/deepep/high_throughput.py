@@ -1,4 +1,4 @@
-"""DeepEPHTPrepareAndFinalize: high-throughput kernels of DeepEP 1, for training and prefill.
+"""DeepEPHTPrepareAndFinalize: high-throughput kernels of DeepEP's Buffer, for training and prefill.
 
 An exchange component ("part") whose dispatch and combine are calls of the library. A slot is the
 index of an expert in the weights of its rank. The library numbers the slots of all ranks
@@ -18,6 +18,7 @@ from modular_kernel.tensors import Dispatched, ExpertWeights, Handle, Routing, S
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.tokens import number_and_quantize_tokens
 from prepare_finalize.deepep.arguments import GPUS_PER_HOST, WORLD_SIZES
+from prepare_finalize.deepep.library import DEEP_EP
 from prepare_finalize.deepep.part import BF16, HOPPER, DeepEPHandle, DeepEPRowsPart
 
 # The kernels copy a row in two halves, whose sizes are multiples of 16 bytes, through a buffer of 8
@@ -38,14 +39,17 @@ class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
 
     If the scheme quantizes activations, they are quantized before they are sent. T may differ
     between ranks and may be 0.
+
+    The part was run on GPUs with DeepEP 1.2.1. It was not run on a GPU with DeepEP 2, whose Buffer
+    has the same methods; with it, the part was verified against a stand-in on a CPU.
     """
 
     requires = PrepareFinalizeRequirements(
         activation_format=ActivationFormat.STANDARD,
         devices=frozenset({"cuda"}),
         min_arch=HOPPER,
-        packages=("deep_ep", "deep_ep_cpp"),
-        packages_source_url="https://github.com/deepseek-ai/DeepEP",
+        packages=(DEEP_EP.name,),
+        providers=(DEEP_EP,),
         dtypes=BF16,
         top_k=(1, 32),
         hidden_multiple=256,  # a warp sums 32 x 16 bytes of a row at a time
@@ -109,7 +113,7 @@ class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
         *,
         at_once: bool,
     ) -> Receiver:
-        self.manager.check_device(x_TH.device)
+        self.check_call(x_TH.device)
         buffers = self.manager.high_throughput(self.problem.hidden)
         pairs = self.pairs(routing, call, join=False)
         rows, scale = number_and_quantize_tokens(
@@ -119,20 +123,14 @@ class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
         # An asynchronous dispatch calls record_stream. Graph capture does not need it, because
         # tensors stay allocated in the graph's pool.
         is_async = not (at_once or self.manager.is_capturing)
-        counts_by_rank, counts_by_host, counts_E, is_sent_TR, _ = (
-            buffers.buffer.get_dispatch_layout(pairs.numbers_TK, self.num_experts)
-        )
-        recv_x, recv_ids, recv_weights, _, library_handle, event = buffers.buffer.dispatch(
-            (rows, scale) if has_row_scales else rows.contiguous(),
-            num_tokens_per_rank=counts_by_rank,
-            num_tokens_per_rdma_rank=counts_by_host,
-            is_token_in_rank=is_sent_TR,
-            num_tokens_per_expert=counts_E,
-            topk_idx=pairs.numbers_TK,
-            topk_weights=pairs.weights_TK,
+        sent = (rows, scale) if scale is not None and has_row_scales else rows.contiguous()
+        recv_x, recv_ids, recv_weights, library_handle, event = buffers.dispatch(
+            sent,
+            pairs.numbers_TK,
+            pairs.weights_TK,
+            num_experts=self.num_experts,
             num_worst_tokens=0 if self.host_waits else self.dispatch_shape(len(x_TH)).tokens,
-            config=buffers.dispatch_config,
-            async_finish=is_async,
+            is_async=is_async,
         )
 
         def receive() -> tuple[Dispatched, Handle]:
@@ -145,7 +143,5 @@ class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
         return receive
 
     def combine_ranks(self, rows_RH: torch.Tensor, library_handle: Any) -> torch.Tensor:
-        buffers = self.manager.high_throughput(self.problem.hidden)
-        combined = buffers.buffer.combine(rows_RH, library_handle, config=buffers.combine_config)
-        sums_TH: torch.Tensor = combined[0]
-        return sums_TH
+        buffer = self.manager.high_throughput(self.problem.hidden)
+        return buffer.combine(rows_RH, library_handle)

@@ -1,4 +1,4 @@
-"""DeepEPLLPrepareAndFinalize: low-latency kernels of DeepEP 1, for decode.
+"""DeepEPLLPrepareAndFinalize: low-latency kernels of DeepEP's Buffer, for decode.
 
 An exchange component ("part") for experts that take the batched format, (e, C, H): C rows for each
 of the e experts of a rank. If an expert has n tokens, its first n rows are valid. A pair is one
@@ -33,6 +33,7 @@ from modular_kernel.tensors import (
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.tokens import dispatches_quantized
 from prepare_finalize.deepep.arguments import GPUS_PER_HOST
+from prepare_finalize.deepep.library import DEEP_EP, check_torch_settings
 from prepare_finalize.deepep.low_latency_buffer import LowLatencyBuffer, LowLatencyDispatch
 from prepare_finalize.deepep.part import (
     BF16,
@@ -53,7 +54,7 @@ _HIDDEN_SIZES = frozenset({2048, 2560, 4096, 5120, 6144, 7168, 8192})
 class LowLatencyHandle(DeepEPHandle):
     """Handle of a low-latency dispatch.
 
-    ids_TK: int64, expert numbers of the pairs that were passed to the library.
+    ids_TK: expert numbers of the pairs that were passed to the library, in its dtype of ids.
     """
 
     ids_TK: torch.Tensor
@@ -68,14 +69,18 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
     If the scheme is float8_e4m3fn with one scale per 128 values, the library quantizes in the
     dispatch, with scales of at least 1e-4 / 448. Otherwise, rows are sent in bfloat16 and quantized
     by the receiver. The CPU does not wait. T may differ between ranks and may be 0.
+
+    The part was run on GPUs with DeepEP 1.2.1. It was not run on a GPU with DeepEP 2, whose Buffer
+    has the same methods; with it, the part was verified against a stand-in on a CPU. DeepEP 2
+    limits the tokens of a rank to NVSHMEM_QP_DEPTH / 2 - 1, 511 by default.
     """
 
     requires = PrepareFinalizeRequirements(
         activation_format=ActivationFormat.BATCHED_EXPERTS,
         devices=frozenset({"cuda"}),
         min_arch=HOPPER,
-        packages=("deep_ep", "deep_ep_cpp"),
-        packages_source_url="https://github.com/deepseek-ai/DeepEP",
+        packages=(DEEP_EP.name,),
+        providers=(DEEP_EP,),
         dtypes=BF16,
         top_k=(1, 11),
         hidden_sizes=_HIDDEN_SIZES,
@@ -135,7 +140,7 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
         *,
         at_once: bool,
     ) -> Receiver:
-        self.manager.check_device(x_TH.device)
+        self.check_call(x_TH.device)
         # Pairs with the same expert are joined, because an expert has room for one row per token.
         # The library applies the router weights, so they are multiplied by the scaling factor.
         factor = self.problem.routed_scaling_factor
@@ -163,6 +168,7 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
         out: torch.Tensor,
     ) -> None:
         part_handle = self.check_handle(handle, LowLatencyHandle)
+        check_torch_settings(self.library)
         contiguous_out = out if out.is_contiguous() else out.new_empty(out.shape)
         self._get_buffer().combine(
             expert_output,

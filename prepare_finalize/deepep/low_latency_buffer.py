@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from prepare_finalize.deepep.library import unpack
+
 
 class LowLatencyDispatch:
     """A dispatch that was sent. Its tensors are valid after `receive`.
@@ -57,12 +59,13 @@ class LowLatencyBuffer:
         """Send rows to the experts of the tokens.
 
         x_TH: bfloat16, contiguous.
-        ids_TK: int64, contiguous; -1 skips a pair. A token must not have an expert twice.
+        ids_TK: in the library's dtype of ids, contiguous; -1 skips a pair. A token must not have an
+            expert twice.
         quantize: whether to quantize to float8_e4m3fn, with one scale per 128 values.
         at_once: whether to receive in the same launch.
         """
         self._receive_pending()
-        rows, counts, handle, _, hook = self._buffer.low_latency_dispatch(
+        results = self._buffer.low_latency_dispatch(
             x_TH,
             ids_TK,
             self._tokens,
@@ -70,6 +73,7 @@ class LowLatencyBuffer:
             use_fp8=quantize,
             return_recv_hook=not at_once,
         )
+        rows, counts, handle, _, hook = unpack(results, 5, "low_latency_dispatch")
         x, scale = rows if quantize else (rows, None)
         dispatch = LowLatencyDispatch(x, scale, counts, handle, None if at_once else hook)
         self._pending = None if at_once else dispatch
@@ -93,7 +97,7 @@ class LowLatencyBuffer:
         self._receive_pending()
         self._buffer.low_latency_combine(rows_eCH, ids_TK, weights_TK, handle, out=out)
 
-    def self_test(self, hidden: int) -> None:
+    def self_test(self, hidden: int, ids_dtype: torch.dtype) -> None:
         """Run a dispatch and a combine without tokens. Raise RuntimeError if the library fails.
 
         Collective. The library checks some conditions only in kernels. A failed check makes the GPU
@@ -101,7 +105,7 @@ class LowLatencyBuffer:
         """
         device = torch.device("cuda", torch.cuda.current_device())
         x_TH = torch.empty(0, hidden, dtype=torch.bfloat16, device=device)
-        ids_TK = torch.empty(0, 1, dtype=torch.int64, device=device)
+        ids_TK = torch.empty(0, 1, dtype=ids_dtype, device=device)
         weights_TK = torch.empty(0, 1, dtype=torch.float32, device=device)
         dispatch = self.dispatch(x_TH, ids_TK, quantize=False)
         dispatch.receive()

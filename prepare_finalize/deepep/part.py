@@ -19,7 +19,14 @@ from modular_kernel.tensors import Handle
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.group_part import FusedDispatchPart, PartHandle
 from prepare_finalize.common.tokens import has_shared_scale, reduce_rows, token_specs
-from prepare_finalize.deepep.group import DeepEPGroup, load_deepep
+from prepare_finalize.deepep.group import DeepEPGroup
+from prepare_finalize.deepep.library import (
+    CPP_MODULE_OF_DEEPEP_1,
+    check_torch_settings,
+    get_version,
+    ids_dtype,
+    load_deepep,
+)
 
 BF16 = frozenset({torch.bfloat16})
 HOPPER = (9, 0)  # the library's kernels use TMA
@@ -47,15 +54,18 @@ class DeepEPPart(FusedDispatchPart[DeepEPGroup]):
     """
 
     manager_class = DeepEPGroup
-    generation = 1  # major version of the library
-    ids_dtype = torch.int64  # required by the library
+    generation = 1  # of the library's interface: 1 is Buffer, 2 is ElasticBuffer
+    ids_dtype = torch.int64  # replaced by the dtype that the library was built for
     max_experts: int | None = None  # limit for all ranks together; None means no limit
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
-        load_deepep(self.generation)
+        self.library = load_deepep(self.generation)
+        self.ids_dtype = ids_dtype(self.library)
         super().__init__(problem, group)
         self.num_slots = count_slots_per_rank(problem.placement)
-        self.manager.check_equal(_list_common_properties(type(self).__name__, problem))
+        properties = _list_common_properties(type(self).__name__, problem)
+        release = {"deep_ep": get_version(self.library), "ids_dtype": self.ids_dtype}
+        self.manager.check_equal({**properties, **release})
         self.make_buffer()
 
     @classmethod
@@ -76,8 +86,8 @@ class DeepEPPart(FusedDispatchPart[DeepEPGroup]):
         if cls.max_experts is not None and total_experts > cls.max_experts:
             need = f"<= {cls.max_experts} in all"
             rejections.append(Rejection("max_experts", parties, f"{total_experts} in all", need))
-        if cls.generation != 1 and "deep_ep_cpp" in machine.packages:
-            hint = "deep_ep 1 and 2 have one package name: install them in separate environments"
+        if cls.generation != 1 and CPP_MODULE_OF_DEEPEP_1 in machine.packages:
+            hint = "deep_ep 1 and 2 have one package name; deep_ep 2 has the interfaces of both"
             parties = (name, "machine")
             rejections.append(Rejection("package", parties, "deep_ep 1", "deep_ep 2", hint))
         return tuple(rejections)
@@ -86,6 +96,14 @@ class DeepEPPart(FusedDispatchPart[DeepEPGroup]):
     def max_slots(cls, problem: Problem) -> int | None:
         """Return the maximum number of experts on a rank; None means no limit."""
         return None
+
+    def check_call(self, device: torch.device) -> None:
+        """Raise a typed error for a device or a setting of torch that a dispatch does not support.
+
+        device: device of the call's tensors.
+        """
+        self.manager.check_device(device)
+        check_torch_settings(self.library)
 
     @abstractmethod
     def make_buffer(self) -> None:
@@ -133,6 +151,7 @@ class DeepEPRowsPart(DeepEPPart):
         self, expert_output: torch.Tensor, *, handle: Handle, reduce: TopKWeightAndReduce
     ) -> torch.Tensor:
         part_handle = self.check_handle(handle, DeepEPHandle)
+        check_torch_settings(self.library)
         rows_RH = reduce_rows(
             expert_output, part_handle.weights, self.problem, part_handle.call, reduce
         )

@@ -19,7 +19,7 @@ from modular_kernel.tensors import Dispatched, ExpertWeights, Handle, Routing, S
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.tokens import number_and_quantize_tokens
 from prepare_finalize.deepep.arguments import GPUS_PER_HOST
-from prepare_finalize.deepep.group import load_deepep
+from prepare_finalize.deepep.library import CPP_MODULE_OF_DEEPEP_1, DEEP_EP, unpack
 from prepare_finalize.deepep.part import (
     BF16,
     HOPPER,
@@ -48,8 +48,9 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
         activation_format=ActivationFormat.STANDARD,
         devices=frozenset({"cuda"}),
         min_arch=HOPPER,
-        packages=("deep_ep",),
-        packages_source_url="https://github.com/deepseek-ai/DeepEP",
+        packages=(DEEP_EP.name,),
+        excluded_packages=(CPP_MODULE_OF_DEEPEP_1,),
+        providers=(DEEP_EP,),
         dtypes=BF16,
         top_k=(1, 32),
         hidden_multiple=256,
@@ -85,7 +86,6 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
         return tuple(rejections)
 
     def make_buffer(self) -> None:
-        self.ids_dtype = load_deepep(self.generation).topk_idx_t
         self._get_buffer()
 
     def dispatch_shape(self, tokens: int) -> StandardShape:
@@ -110,7 +110,7 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
         *,
         at_once: bool,
     ) -> Receiver:
-        self.manager.check_device(x_TH.device)
+        self.check_call(x_TH.device)
         # Pairs with the same expert are joined, because the library stops the device if a token has
         # an expert twice.
         pairs = self.pairs(routing, call, join=True)
@@ -121,7 +121,7 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
         # An asynchronous dispatch calls record_stream. Graph capture does not need it, because
         # tensors stay allocated in the graph's pool.
         is_async = not (at_once or self.manager.is_capturing)
-        recv_x, recv_ids, recv_weights, library_handle, event = self._get_buffer().dispatch(
+        results = self._get_buffer().dispatch(
             (rows, scale) if has_row_scales else rows.contiguous(),
             topk_idx=pairs.numbers_TK,
             topk_weights=pairs.weights_TK,
@@ -131,6 +131,7 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
             do_handle_copy=False,  # nothing overwrites the ids before the combine
             do_cpu_sync=False,
         )
+        recv_x, recv_ids, recv_weights, library_handle, event = unpack(results, 5, "dispatch")
 
         def receive() -> tuple[Dispatched, Handle]:
             if is_async:
@@ -144,7 +145,8 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
         return receive
 
     def combine_ranks(self, rows_RH: torch.Tensor, library_handle: Any) -> torch.Tensor:
-        sums_TH: torch.Tensor = self._get_buffer().combine(rows_RH, library_handle)[0]
+        results = self._get_buffer().combine(rows_RH, library_handle)
+        sums_TH: torch.Tensor = unpack(results, 3, "combine")[0]
         return sums_TH
 
     def _mask_unwritten(

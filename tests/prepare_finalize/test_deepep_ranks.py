@@ -4,6 +4,7 @@ undefined.
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import deepep_stand_in as stand_in
 import pytest
@@ -20,6 +21,13 @@ PAIRS = (
     (stand_in.LLOverGloo, "NaiveBatchedExperts"),
     (stand_in.HTOverGloo, "TritonExperts"),
     (stand_in.HTOverGloo, "GroupedGemmExperts"),
+    # Buffer of DeepEP 2
+    (stand_in.HTOverGlooV2, "TorchExperts"),
+    (stand_in.LLOverGlooV2, "NaiveBatchedExperts"),
+)
+PAIRS_WITH_INT32_IDS = (
+    (stand_in.HTOverGlooV2Int32, "TorchExperts"),
+    (stand_in.LLOverGlooV2Int32, "NaiveBatchedExperts"),
 )
 
 Pool = Callable[[int], RankPool]
@@ -29,18 +37,28 @@ def collect_cases() -> list[RankCase]:
     cases_on_one_host = [
         case for part, experts in PAIRS for case in rank_cases_for(part, experts, MACHINE, 2).cases
     ]
-    return cases_on_one_host + make_cases_between_hosts()
+    cases_with_int32_ids = [
+        case
+        for part, experts in PAIRS_WITH_INT32_IDS
+        for case in rank_cases_for(part, experts, MACHINE, 2).cases
+        if case.routing in ("duplicates", "skips")
+    ]
+    assert len({case.prepare_finalize for case in cases_with_int32_ids}) == 2
+    return [
+        *cases_on_one_host,
+        *cases_with_int32_ids,
+        *make_cases_between_hosts(stand_in.HTBetweenHosts),
+        *make_cases_between_hosts(stand_in.HTBetweenHostsV2),
+    ]
 
 
-def make_cases_between_hosts() -> list[RankCase]:
+def make_cases_between_hosts(part: Any) -> list[RankCase]:
     """Return cases with one rank on each host. DeepEP then waits for the numbers of rows."""
     cases_between_hosts = []
     for case in rank_cases_for(stand_in.HTOverGloo, "TorchExperts", MACHINE, 2).cases:
         parallel = replace(case.problem.parallel, ranks_per_host=1)
         problem = replace(case.problem, parallel=parallel, graph=False)
-        case_between_hosts = replace(
-            case, prepare_finalize=stand_in.HTBetweenHosts, problem=problem
-        )
+        case_between_hosts = replace(case, prepare_finalize=part, problem=problem)
         if case_between_hosts.verdict(MACHINE).ok:
             cases_between_hosts.append(case_between_hosts)
     return cases_between_hosts

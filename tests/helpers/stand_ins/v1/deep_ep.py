@@ -1,4 +1,4 @@
-"""A stand-in for DeepEP V1 over any process group."""
+"""A stand-in for DeepEP 1.2.1 over any process group, with the library's signatures and checks."""
 
 from typing import ClassVar
 
@@ -27,9 +27,11 @@ METADATA_BYTES = 8 + 128 * 4 + 128 * 8 + 128 * 4  # source, ids, weights and sca
 class Config:
     """A configuration of dispatch or combine. Combine needs larger buffers."""
 
+    rows = ROWS
+
     def __init__(self, num_sms, ranks, combine):
-        assert ranks in ROWS, f"Unsupported number of EP ranks: {ranks}"
-        self.channels, (self.nvl_rows, self.rdma_rows) = num_sms // 2, ROWS[ranks]
+        assert ranks in self.rows, f"Unsupported number of EP ranks: {ranks}"
+        self.channels, (self.nvl_rows, self.rdma_rows) = num_sms // 2, self.rows[ranks]
         self.nvl_rows += combine
 
     def get_nvl_buffer_size_hint(self, hidden_bytes, num_ranks):
@@ -48,11 +50,13 @@ class Buffer:
     """A communication buffer.
 
     peers: number of ranks per host. made: number of ranks and arguments of each buffer that this
-    process created.
+    process created. hosts: numbers of hosts that have kernels. ids_dtype: dtype of ids.
     """
 
     num_sms = 20
     peers = PEERS
+    hosts = HOSTS
+    ids_dtype = torch.int64
     made: ClassVar[list] = []
 
     def __init__(
@@ -62,7 +66,28 @@ class Buffer:
         num_rdma_bytes=0,
         low_latency_mode=False,
         num_qps_per_rank=24,
+        allow_nvlink_for_low_latency_mode=True,
+        allow_mnnvl=False,
         explicitly_destroy=False,
+        comm=None,
+    ):
+        self._initialize(
+            group,
+            num_nvl_bytes,
+            num_rdma_bytes,
+            low_latency_mode,
+            num_qps_per_rank,
+            explicitly_destroy,
+        )
+
+    def _initialize(
+        self,
+        group,
+        num_nvl_bytes,
+        num_rdma_bytes,
+        low_latency_mode,
+        num_qps_per_rank,
+        explicitly_destroy,
     ):
         ranks = dist.get_world_size() if group is None else group.size()
         self.internode = ranks > self.peers and not low_latency_mode
@@ -75,17 +100,15 @@ class Buffer:
             assert num_nvl_bytes > 0
             assert (num_rdma_bytes > 0) is self.internode
         if self.internode:
-            assert ranks // self.peers in HOSTS, "Unsupported RDMA ranks"
+            assert ranks // self.peers in self.hosts, "Unsupported RDMA ranks"
             assert max(num_nvl_bytes, num_rdma_bytes) < 2**31
             assert num_qps_per_rank in (self.num_sms // 2, self.num_sms), (
                 "as many queue pairs as channels or SMs"
             )
-        Buffer.made.append(
-            (ranks, num_nvl_bytes, num_rdma_bytes, low_latency_mode, num_qps_per_rank)
-        )
+        self.made.append((ranks, num_nvl_bytes, num_rdma_bytes, low_latency_mode, num_qps_per_rank))
 
     def destroy(self):
-        Buffer.made.append("destroyed")
+        self.made.append("destroyed")
 
     @staticmethod
     def set_num_sms(number):
@@ -100,8 +123,15 @@ class Buffer:
     def get_combine_config(num_ranks):
         return Config(Buffer.num_sms, num_ranks, True)
 
-    def get_dispatch_layout(self, topk_idx, num_experts):
-        assert topk_idx.dtype == torch.int64
+    def get_dispatch_layout(
+        self,
+        topk_idx,
+        num_experts,
+        previous_event=None,
+        async_finish=False,
+        allocate_on_comm_stream=False,
+    ):
+        assert topk_idx.dtype == self.ids_dtype
         self.experts = num_experts
         return "per rank", self._per_host, "per expert", "in rank", None
 
@@ -124,6 +154,7 @@ class Buffer:
         config=None,
         previous_event=None,
         async_finish=False,
+        allocate_on_comm_stream=False,
     ):
         """Dispatch tokens.
 
@@ -147,11 +178,22 @@ class Buffer:
         num_rows = num_worst_tokens or len(ids)
         padded = [pad_rows(part, num_rows) for part in (rows if isinstance(x, tuple) else (rows,))]
         received = tuple(padded) if isinstance(x, tuple) else padded[0]
-        ids, weights = pad_rows(ids, num_rows, -1), pad_rows(weights, num_rows)
+        ids = pad_rows(ids.to(self.ids_dtype), num_rows, -1)
+        weights = pad_rows(weights, num_rows)
         handle = places, len(topk_idx), num_rows
         return received, ids, weights, [], handle, Event(async_finish)
 
-    def combine(self, x, handle, config=None):
+    def combine(
+        self,
+        x,
+        handle,
+        topk_weights=None,
+        bias=None,
+        config=None,
+        previous_event=None,
+        async_finish=False,
+        allocate_on_comm_stream=False,
+    ):
         places, tokens, rows = handle
         assert x.is_contiguous()
         assert x.dtype == torch.bfloat16
@@ -159,14 +201,29 @@ class Buffer:
         return sum_rows_by_rank(x, places, tokens), None, Event(False)
 
     @staticmethod
-    def get_low_latency_rdma_size_hint(num_max_dispatch_tokens_per_rank, hidden, ranks, experts):
-        assert num_max_dispatch_tokens_per_rank * ranks % 4 == experts % ranks == 0
-        return experts * num_max_dispatch_tokens_per_rank * hidden * 8 + 128
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts
+    ):
+        assert num_max_dispatch_tokens_per_rank * num_ranks % 4 == num_experts % num_ranks == 0
+        return num_experts * num_max_dispatch_tokens_per_rank * hidden * 8 + 128
 
     def low_latency_dispatch(
-        self, x, topk_idx, max_tokens, num_experts, use_fp8=True, return_recv_hook=False
+        self,
+        x,
+        topk_idx,
+        num_max_dispatch_tokens_per_rank,
+        num_experts,
+        cumulative_local_expert_recv_stats=None,
+        dispatch_wait_recv_cost_stats=None,
+        use_fp8=True,
+        round_scale=False,
+        use_ue8m0=False,
+        async_finish=False,
+        return_recv_hook=False,
     ):
-        assert topk_idx.dtype == torch.int64
+        assert topk_idx.dtype == self.ids_dtype
+        max_tokens = num_max_dispatch_tokens_per_rank
+        assert len(x) == len(topk_idx) <= max_tokens
         world_size = dist.get_world_size()
         assert world_size * max_tokens % 4 == 0
         local, rows = num_experts // world_size, world_size * max_tokens
@@ -184,7 +241,20 @@ class Buffer:
         hook = (lambda: None) if return_recv_hook else None
         return received, counts, (places, num_experts), Event(False), hook
 
-    def low_latency_combine(self, x, topk_idx, topk_weights, handle, out=None):
+    def low_latency_combine(
+        self,
+        x,
+        topk_idx,
+        topk_weights,
+        handle,
+        use_logfmt=False,
+        zero_copy=False,
+        async_finish=False,
+        return_recv_hook=False,
+        out=None,
+        combine_wait_recv_cost_stats=None,
+    ):
+        assert topk_idx.dtype == self.ids_dtype
         assert x.dtype == torch.bfloat16
         assert x.is_contiguous()
         places, experts = handle
