@@ -190,7 +190,7 @@ def nvshmem_uses_ibgda() -> bool:
 
 
 def read_nvshmem_qp_depth() -> int:
-    """Return NVSHMEM_QP_DEPTH, the work requests that a queue pair holds, 1024 by default in DeepEP.
+    """Return NVSHMEM_QP_DEPTH, the work requests that a queue pair holds. DeepEP's default is 1024.
 
     Raises ConfigurationError unless it is a positive integer.
     """

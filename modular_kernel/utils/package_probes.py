@@ -20,7 +20,10 @@ from modular_kernel.errors import ConfigurationError
 _VERSION = re.compile(r"""^__version__\s*=\s*['"]([^'"]{1,40})['"]""", re.MULTILINE)
 _MAX_BYTES = 1 << 20  # maximum number of bytes read from a file
 # Exceptions that the import of a package raises if it was built for another torch, GPU or toolkit.
-_IMPORT_ERRORS = (ImportError, AssertionError, OSError, RuntimeError, AttributeError)
+_IMPORT_ERRORS = (
+    *(ImportError, AssertionError, OSError, RuntimeError),
+    *(AttributeError, TypeError, ValueError, LookupError),
+)
 Markers = tuple[tuple[str, str], ...]
 
 

@@ -35,17 +35,16 @@ from modular_kernel.settings import (
     read_nvshmem_qp_depth,
 )
 from modular_kernel.utils import forks
+from prepare_finalize.common.library_calls import LIBRARY_ERRORS, unpack
 from prepare_finalize.common.torch_group import first_sentence
 from prepare_finalize.deepep.arguments import high_throughput_arguments, low_latency_arguments
 from prepare_finalize.deepep.library import (
-    LIBRARY_ERRORS,
     check_dispatch_between_hosts,
     ids_dtype,
     limits_tokens_by_qp_depth,
     load_deepep,
     max_tokens_of_qp_depth,
     summarize,
-    unpack,
 )
 from prepare_finalize.deepep.low_latency_buffer import LowLatencyBuffer
 from prepare_finalize.rendezvous.connect import (
@@ -323,7 +322,7 @@ class HighThroughputBuffer:
         """
         layout = self._buffer.get_dispatch_layout(ids_TK, num_experts)
         counts_by_rank, counts_by_host, counts_E, is_sent_TR, _ = unpack(
-            layout, 5, "get_dispatch_layout"
+            layout, 5, "DeepEP's get_dispatch_layout"
         )
         results = self._buffer.dispatch(
             rows,
@@ -337,7 +336,7 @@ class HighThroughputBuffer:
             config=self._dispatch_config,
             async_finish=is_async,
         )
-        received, ids_RK, weights_RK, _, handle, event = unpack(results, 6, "dispatch")
+        received, ids_RK, weights_RK, _, handle, event = unpack(results, 6, "DeepEP's dispatch")
         return received, ids_RK, weights_RK, handle, event
 
     def combine(self, rows_RH: torch.Tensor, handle: Any) -> torch.Tensor:
@@ -346,7 +345,7 @@ class HighThroughputBuffer:
         handle: the library's handle of the dispatch.
         """
         results = self._buffer.combine(rows_RH, handle, config=self._combine_config)
-        sums_TH: torch.Tensor = unpack(results, 3, "combine")[0]
+        sums_TH: torch.Tensor = unpack(results, 3, "DeepEP's combine")[0]
         return sums_TH
 
     def destroy(self) -> None:

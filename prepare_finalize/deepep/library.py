@@ -13,9 +13,6 @@ Differences of Buffer in DeepEP 2, and who handles them:
 - the dispatch between hosts fails in 2.0 (`check_dispatch_between_hosts`)
 """
 
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -24,6 +21,12 @@ import torch
 
 from modular_kernel.errors import ConfigurationError, UnsupportedError
 from modular_kernel.utils.package_probes import PackageProbe
+from prepare_finalize.common.library_calls import (
+    LIBRARY_ERRORS,
+    LibraryCall,
+    accepts_keyword,
+    find_mismatch,
+)
 from prepare_finalize.common.torch_group import first_sentence
 
 SOURCE_URL = "https://github.com/deepseek-ai/DeepEP"
@@ -50,30 +53,10 @@ DEEP_EP = PackageProbe(
     source=f"build DeepEP from {SOURCE_URL}, not from a package index",
 )
 
-# Errors of the library's checks, of Python, and of loading the library. A release that does not
-# match its extension module, torch or NCCL also raises AttributeError, TypeError and LookupError.
-LIBRARY_ERRORS = (
-    *(RuntimeError, AssertionError, ImportError, OSError, ValueError),
-    *(AttributeError, TypeError, LookupError),
-)
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A call of a method of the library: numbers of positional arguments, and keywords.
-
-    num_arguments: number of positional arguments, including self unless the method is static.
-    """
-
-    method: str
-    num_arguments: int
-    keywords: tuple[str, ...] = ()
-
-
 # The calls that the parts make, by class.
 _CALLS = {
     "Buffer": (
-        _Call(
+        LibraryCall(
             "__init__",
             2,
             (
@@ -81,12 +64,12 @@ _CALLS = {
                 *("num_qps_per_rank", "explicitly_destroy"),
             ),
         ),
-        _Call("destroy", 1),
-        _Call("get_dispatch_config", 1),
-        _Call("get_combine_config", 1),
-        _Call("get_low_latency_rdma_size_hint", 4),
-        _Call("get_dispatch_layout", 3),
-        _Call(
+        LibraryCall("destroy", 1),
+        LibraryCall("get_dispatch_config", 1),
+        LibraryCall("get_combine_config", 1),
+        LibraryCall("get_low_latency_rdma_size_hint", 4),
+        LibraryCall("get_dispatch_layout", 3),
+        LibraryCall(
             "dispatch",
             2,
             (
@@ -95,12 +78,12 @@ _CALLS = {
                 *("num_worst_tokens", "config", "async_finish"),
             ),
         ),
-        _Call("combine", 3, ("config",)),
-        _Call("low_latency_dispatch", 5, ("use_fp8", "return_recv_hook")),
-        _Call("low_latency_combine", 5, ("out",)),
+        LibraryCall("combine", 3, ("config",)),
+        LibraryCall("low_latency_dispatch", 5, ("use_fp8", "return_recv_hook")),
+        LibraryCall("low_latency_combine", 5, ("out",)),
     ),
     "ElasticBuffer": (
-        _Call(
+        LibraryCall(
             "__init__",
             2,
             (
@@ -108,8 +91,8 @@ _CALLS = {
                 *("num_cpu_timeout_secs", "num_gpu_timeout_secs", "explicitly_destroy"),
             ),
         ),
-        _Call("destroy", 1),
-        _Call(
+        LibraryCall("destroy", 1),
+        LibraryCall(
             "dispatch",
             2,
             (
@@ -117,7 +100,7 @@ _CALLS = {
                 *("async_with_compute_stream", "do_handle_copy", "do_cpu_sync"),
             ),
         ),
-        _Call("combine", 3),
+        LibraryCall("combine", 3),
     ),
 }
 _CLASSES = {
@@ -143,7 +126,7 @@ def load_deepep(generation: int) -> Any:
         library = import_module("deep_ep")
     except LIBRARY_ERRORS as error:
         raise ConfigurationError("deep_ep", got=summarize(error), need=need) from error
-    mismatch = _find_mismatch(library, class_name)
+    mismatch = _find_interface_mismatch(library, class_name)
     if mismatch:
         got = f"version {get_version(library)}, {mismatch}"
         raise ConfigurationError("deep_ep", got=got, need=need)
@@ -185,7 +168,7 @@ def limits_tokens_by_qp_depth(buffer_class: Any) -> bool:
 
     The assertion was added in the same release as the argument enable_shrink.
     """
-    return _accepts_keyword(buffer_class.__init__, "enable_shrink")
+    return accepts_keyword(buffer_class.__init__, "enable_shrink")
 
 
 def max_tokens_of_qp_depth(depth: int) -> int:
@@ -220,56 +203,21 @@ def check_dispatch_between_hosts(library: Any) -> None:
         raise ConfigurationError("deep_ep", got=got, need=need)
 
 
-def unpack(values: Any, number: int, method: str) -> tuple[Any, ...]:
-    """Return the results of a method of the library. Raise ConfigurationError for another number.
-
-    number: number of results of the supported releases.
-    """
-    if not isinstance(values, tuple) or len(values) != number:
-        got = f"{len(values)} results" if isinstance(values, tuple) else type(values).__name__
-        raise ConfigurationError(f"DeepEP's {method}", got=got, need=f"{number} results")
-    return values
-
-
 def summarize(error: BaseException) -> str:
     """Return the first sentence of an error of the library."""
     return first_sentence(RuntimeError(str(error).strip() or type(error).__name__))
 
 
-def _find_mismatch(library: Any, class_name: str) -> str:
+def _find_interface_mismatch(library: Any, class_name: str) -> str:
     """Return how the library differs from the interface of a class, or ""."""
     buffer_class = getattr(library, class_name, None)
     if not isinstance(buffer_class, type):
         return f"without the class {class_name}"
-    for call in _CALLS[class_name]:
-        mismatch = _find_call_mismatch(buffer_class, call)
-        if mismatch:
-            return f"{class_name}.{call.method}: {mismatch}"
+    mismatch = find_mismatch(buffer_class, _CALLS[class_name])
+    if mismatch:
+        return mismatch
     if class_name == "Buffer" and not isinstance(getattr(buffer_class, "num_sms", None), int):
         return "Buffer.num_sms is not a number"
     if ids_dtype(library) not in (torch.int64, torch.int32):
         return f"topk_idx_t is {str(ids_dtype(library))[:40]}"
     return ""
-
-
-def _find_call_mismatch(buffer_class: type, call: _Call) -> str:
-    """Return why a method of the library would not accept a call, or ""."""
-    method: Callable[..., Any] | None = getattr(buffer_class, call.method, None)
-    if not callable(method):
-        return "no such method"
-    try:
-        signature = inspect.signature(method)
-    except (TypeError, ValueError):  # a method of an extension module has no signature
-        return ""
-    try:
-        signature.bind(*[None] * call.num_arguments, **dict.fromkeys(call.keywords))
-    except TypeError as error:
-        return str(error)
-    return ""
-
-
-def _accepts_keyword(function: Callable[..., Any], name: str) -> bool:
-    try:
-        return name in inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return False

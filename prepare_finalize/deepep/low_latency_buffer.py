@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from prepare_finalize.deepep.library import unpack
+from prepare_finalize.common.library_calls import unpack
 
 
 class LowLatencyDispatch:
@@ -73,7 +73,7 @@ class LowLatencyBuffer:
             use_fp8=quantize,
             return_recv_hook=not at_once,
         )
-        rows, counts, handle, _, hook = unpack(results, 5, "low_latency_dispatch")
+        rows, counts, handle, _, hook = unpack(results, 5, "DeepEP's low_latency_dispatch")
         x, scale = rows if quantize else (rows, None)
         dispatch = LowLatencyDispatch(x, scale, counts, handle, None if at_once else hook)
         self._pending = None if at_once else dispatch

@@ -17,9 +17,10 @@ from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
 from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Reduce, RowContents
 from modular_kernel.tensors import Dispatched, ExpertWeights, Handle, Routing, StandardShape
 from modular_kernel.workspace import BufferSpec
+from prepare_finalize.common.library_calls import unpack
 from prepare_finalize.common.tokens import number_and_quantize_tokens
 from prepare_finalize.deepep.arguments import GPUS_PER_HOST
-from prepare_finalize.deepep.library import CPP_MODULE_OF_DEEPEP_1, DEEP_EP, unpack
+from prepare_finalize.deepep.library import CPP_MODULE_OF_DEEPEP_1, DEEP_EP
 from prepare_finalize.deepep.part import (
     BF16,
     HOPPER,
@@ -131,7 +132,9 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
             do_handle_copy=False,  # nothing overwrites the ids before the combine
             do_cpu_sync=False,
         )
-        recv_x, recv_ids, recv_weights, library_handle, event = unpack(results, 5, "dispatch")
+        recv_x, recv_ids, recv_weights, library_handle, event = unpack(
+            results, 5, "DeepEP's dispatch"
+        )
 
         def receive() -> tuple[Dispatched, Handle]:
             if is_async:
@@ -146,7 +149,7 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
 
     def combine_ranks(self, rows_RH: torch.Tensor, library_handle: Any) -> torch.Tensor:
         results = self._get_buffer().combine(rows_RH, library_handle)
-        sums_TH: torch.Tensor = unpack(results, 3, "combine")[0]
+        sums_TH: torch.Tensor = unpack(results, 3, "DeepEP's combine")[0]
         return sums_TH
 
     def _mask_unwritten(

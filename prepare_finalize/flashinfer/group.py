@@ -10,7 +10,6 @@ A workspace is the library's memory on each GPU through which one call at a time
 Workspaces are large, and layers of one shape share them. Use one manager per model, not per layer.
 """
 
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -18,29 +17,12 @@ import torch
 
 from modular_kernel.errors import DeviceError
 from prepare_finalize.common.all2all_manager import All2AllBuffers, All2AllManager
+from prepare_finalize.common.library_calls import LIBRARY_ERRORS
 from prepare_finalize.common.torch_group import first_sentence
+from prepare_finalize.flashinfer.exchange import AlltoAllShape, Exchange, Ranks, make_exchange
 from prepare_finalize.flashinfer.library import load
 
-_LIBRARY_ERRORS = (RuntimeError, AssertionError, ImportError, OSError, ValueError)
-_SIZE_STEP = 128  # bytes by which the sizes of workspaces differ; see `_unique_padding`
 _serials = count(1)  # numbers of this process's workspaces
-
-
-@dataclass(frozen=True)
-class AlltoAllShape:
-    """The sizes of one MoeAlltoAll of the library, the same on every rank.
-
-    max_tokens: largest T of a rank, at least 1.
-    num_experts: number of expert slots of all ranks together.
-    top_k: experts per token.
-    dispatch_bytes, combine_bytes: bytes of one token's payloads in dispatch and in combine.
-    """
-
-    max_tokens: int
-    num_experts: int
-    top_k: int
-    dispatch_bytes: int
-    combine_bytes: int
 
 
 FlashInferBuffers = All2AllBuffers[AlltoAllShape]
@@ -56,7 +38,7 @@ class FlashInferGroup(All2AllManager[AlltoAllShape]):
     timeout_s: timeout of the steps before the library is called, in seconds; None is MK_TIMEOUT_S,
         or 10 s. The library's kernels wait for peers, and stop the device permanently after about
         300 s.
-    library: replacement for flashinfer.comm, for tests.
+    library: replacement for the namespace of FlashInfer's classes, for tests.
 
     Raise ConfigurationError if the library is missing, and CommunicationError if a rank does not
     respond or ranks pass different arguments.
@@ -79,48 +61,32 @@ class FlashInferGroup(All2AllManager[AlltoAllShape]):
             raise DeviceError("tensors of an exchange", got=requested, need=need)
 
     def _free(self, buffers: FlashInferBuffers) -> None:
-        # The library caches workspaces until the process exits. This private method is the only way
-        # to release one.
-        buffers.all_to_all._reset_workspace()
+        exchange: Exchange = buffers.all_to_all
+        exchange.free()
 
     def _allocate(self, shape: AlltoAllShape) -> FlashInferBuffers:
-        library, existing = self._library, self._buffers[shape]
+        existing = self._buffers[shape]
         self._store_collectives.check_equal({"workspaces": len(existing) + 1, "shape": shape})
+        ranks = Ranks(self.rank, self.world_size, self._make_communicator(), self._group)
         try:
-            nbytes = library.moe_a2a_get_workspace_size_per_rank(
-                self.world_size, shape.max_tokens, shape.dispatch_bytes, shape.combine_bytes
-            )
-            all_to_all = library.MoeAlltoAll(
-                library.Mapping(
-                    world_size=self.world_size,
-                    rank=self.rank,
-                    gpus_per_node=self.world_size,
-                    tp_size=self.world_size,
-                    moe_ep_size=self.world_size,
-                    moe_tp_size=1,
-                ),
-                max_num_tokens=shape.max_tokens,
-                top_k=shape.top_k,
-                num_experts=shape.num_experts,
-                workspace_size_per_rank=nbytes + self._unique_padding(),
-                mnnvl_config=library.MnnvlConfig(comm_backend=self._make_communicator()),
-            )
-        except _LIBRARY_ERRORS as error:
+            exchange = make_exchange(self._library, shape, ranks, self._next_serial())
+        except LIBRARY_ERRORS as error:
             got = first_sentence(RuntimeError(str(error).strip() or type(error).__name__))
             raise self._error(got, "FlashInfer to share its workspaces") from error
-        existing.append(FlashInferBuffers(all_to_all, shape))
+        existing.append(FlashInferBuffers(exchange, shape))
         return existing[-1]
 
-    def _unique_padding(self) -> int:
-        """Return a number of extra bytes that makes the size of a workspace unique.
+    def _next_serial(self) -> int:
+        """Return the same number on every rank, which no other workspace of these ranks has.
 
         The library returns the same workspace for equal sizes, even to different groups and calls.
+        The size of a workspace depends on this number.
         """
         gathered = self._store_collectives.all_gather({"serial": next(_serials)})
         serial = max(int(properties["serial"]) for properties in gathered)
         while next(_serials) <= serial:
             pass
-        return serial * _SIZE_STEP
+        return serial
 
     def _make_communicator(self) -> Any:
         """Return a communicator of the library over the whole group.

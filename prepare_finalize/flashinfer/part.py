@@ -27,11 +27,12 @@ from prepare_finalize.common.tokens import (
     reduce_rows,
     token_specs,
 )
-from prepare_finalize.flashinfer.group import AlltoAllShape, FlashInferBuffers, FlashInferGroup
+from prepare_finalize.flashinfer.exchange import AlltoAllShape, Exchange, Payloads
+from prepare_finalize.flashinfer.group import FlashInferBuffers, FlashInferGroup
 from prepare_finalize.flashinfer.library import FLASHINFER_ALL2ALL
 
 # The values of K for which FlashInfer's kernels are compiled: the cases of SWITCH_TOP_K in
-# moeAlltoAllKernels.cu of 0.6.18 and 0.7.2.post1. There is none for 20.
+# moeAlltoAllKernels.cu of 0.6.18 and 0.7.2.post1. There is none for 20. 0.7.4 has 3, too.
 TOP_KS = frozenset({1, *range(2, 19, 2), 22})
 # Fields of the problem that must be equal on all ranks.
 _SHARED = (
@@ -62,12 +63,17 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
 
     Experts get world_size * problem.tokens rows in the library's memory, valid until the combine.
     Unused rows have ids of -1 and are never read. If the scheme quantizes activations, they are
-    quantized before they are sent, unless the experts quantize them. The library cannot skip pairs.
-    Skipped pairs are sent to the sending rank itself, where they are ignored.
+    quantized before they are sent, unless the experts quantize them. Releases up to 0.7.2 cannot
+    skip pairs. With them, skipped pairs are sent to the sending rank itself, where they are
+    ignored.
 
     Kernels wait for peers, but the host does not wait. A call that was captured in a CUDA graph
     uses the same workspace in every replay, so no other call of this shape may be in flight during
     a replay.
+
+    The part was not run on a GPU. It was verified on a CPU against stand-ins for the classes of
+    0.7.2 (MoeAlltoAll) and 0.7.4 (NVLinkOneSidedAlltoAll). Its calls were compared with the
+    signatures of these two releases.
     """
 
     requires = PrepareFinalizeRequirements(
@@ -140,26 +146,23 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
         rows, scale = number_and_quantize_tokens(
             x_TH, self.problem, pairs, weights=weights, call=call
         )
-        payloads = [_make_contiguous(rows, call)]
         sends_scale = scale is not None and not self.problem.scheme.static
-        if scale is not None and sends_scale:
-            payloads.append(scale)
-        payloads += [pairs.numbers_TK, pairs.weights_TK]
-        targets_TK = self._compute_targets(pairs.numbers_TK, call)
+        sent = Payloads(
+            _make_contiguous(rows, call),
+            scale if sends_scale else None,
+            pairs.numbers_TK,
+            pairs.weights_TK,
+        )
         buffers = self.manager.take(self._shape)
+        exchange: Exchange = buffers.all_to_all
+        targets_TK = (
+            self._compute_targets(pairs.numbers_TK, call) if exchange.needs_targets else None
+        )
         with stages.stage(stages.DISPATCH):
-            received = buffers.all_to_all.dispatch(
-                targets_TK,
-                payloads,
-                self._shape.max_tokens,
-                invalid_token_expert_id=-1,
-                expert_id_payload_index=len(payloads) - 2,
-            )
-            x_RH, *received_scales, ids_RK, weights_RK = (
-                payload.flatten(0, 1) for payload in received
-            )
+            received = exchange.dispatch(sent, targets_TK)
+            x_RH, ids_RK, weights_RK = received.rows, received.numbers_TK, received.weights_TK
             slots_RK, local_weights_RK = self._mask_remote_pairs(ids_RK, weights_RK, call)
-        scales = received_scales[0] if sends_scale else scale
+        scales = received.scale if sends_scale else scale
         tokens = self.local_tokens(call, x_RH, scales, slots_RK, local_weights_RK)
         return tokens, FlashInferHandle(self, call, buffers, buffers.use_count, local_weights_RK)
 
@@ -184,9 +187,8 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
         payload = rows_RH.view(world_size, shape.max_tokens, self.problem.hidden)
         is_contiguous = out.is_contiguous()
         with stages.stage(stages.COMBINE):
-            combined = buffers.all_to_all.combine(
-                payload, shape.max_tokens, output=out if is_contiguous else None
-            )
+            exchange: Exchange = buffers.all_to_all
+            combined = exchange.combine(payload, out if is_contiguous else None)
             if not is_contiguous:
                 out.copy_(combined)
         self.manager.release(buffers)
@@ -220,13 +222,13 @@ def _make_shape(problem: Problem) -> AlltoAllShape:
     scheme, scale_bytes = problem.scheme, 0
     if scheme.dispatched_quantized and scheme.activation_granularity != "tensor":
         scale_bytes = 4 * scale_shape(scheme, 1, problem.hidden)[1]
-    row_bytes = problem.hidden * problem.dtype.itemsize
     return AlltoAllShape(
         max(1, problem.tokens),
         problem.parallel.world_size * count_slots_per_rank(problem.placement),
         problem.top_k,
-        row_bytes + scale_bytes + 8 * problem.top_k,
-        row_bytes,
+        problem.hidden,
+        problem.dtype,
+        scale_bytes,
     )
 
 

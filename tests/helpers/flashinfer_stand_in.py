@@ -1,4 +1,7 @@
-"""FlashInferCutlassMoEPrepareAndFinalize on gloo ranks, with a stand-in for the library."""
+"""FlashInferCutlassMoEPrepareAndFinalize on gloo ranks, with stand-ins for the library.
+
+`library` has the class of releases until 0.7.2, and `library_moe_ep` the class of 0.7.4.
+"""
 
 import sys
 from dataclasses import replace
@@ -11,15 +14,21 @@ if str(FOLDER) not in sys.path:
     sys.path.append(str(FOLDER))
 
 import flashinfer_comm as library  # noqa: E402
+import flashinfer_moe_ep as library_moe_ep  # noqa: E402
 
 
 class GlooGroup(FlashInferGroup):
-    """A FlashInferGroup on a CPU that uses the stand-in."""
+    """A FlashInferGroup on a CPU that uses a stand-in."""
 
     device = "cpu"
+    stand_in = library
 
     def __init__(self, group=None, **options):
-        super().__init__(group, library=library, **options)
+        super().__init__(group, library=self.stand_in, **options)
+
+
+class GlooGroupMoeEp(GlooGroup):
+    stand_in = library_moe_ep
 
 
 class FlashInferOverGloo(FlashInferCutlassMoEPrepareAndFinalize):
@@ -33,3 +42,9 @@ class FlashInferOverGloo(FlashInferCutlassMoEPrepareAndFinalize):
         providers=(),
     )
     manager_class = GlooGroup
+
+
+class FlashInferMoeEpOverGloo(FlashInferOverGloo):
+    """The part, with the stand-in for 0.7.4."""
+
+    manager_class = GlooGroupMoeEp

@@ -23,6 +23,8 @@ from modular_kernel.spec.problem import Parallel
 from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.utils.package_probes import find_package
 from prepare_finalize import DeepEPGroup, DeepEPHTPrepareAndFinalize
+from prepare_finalize.common import library_calls
+from prepare_finalize.common.library_calls import unpack
 from prepare_finalize.deepep import group as group_module
 from prepare_finalize.deepep import library as library_module
 from prepare_finalize.deepep import part as part_module
@@ -36,7 +38,6 @@ from prepare_finalize.deepep.library import (
     ids_dtype,
     limits_tokens_by_qp_depth,
     load_deepep,
-    unpack,
 )
 
 V1, V2 = stand_in.DEEP_EP_V1, stand_in.DEEP_EP_V2
@@ -181,7 +182,7 @@ def test_other_interfaces_are_refused_before_a_call(
 def test_methods_without_a_signature_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Methods of an extension module may have no signature, so that nothing can be compared."""
     buffer_class = replacing(V1.Buffer, "destroy", dict.fromkeys)
-    monkeypatch.setattr(library_module.inspect, "signature", _raise_value_error)
+    monkeypatch.setattr(library_calls.inspect, "signature", _raise_value_error)
     install(monkeypatch, Buffer=buffer_class)
     assert load_deepep(1).Buffer is buffer_class
     assert not limits_tokens_by_qp_depth(buffer_class)
@@ -355,10 +356,10 @@ def test_the_depth_of_queue_pairs_is_a_number(monkeypatch: pytest.MonkeyPatch, t
         read_nvshmem_qp_depth()
 
 
-@pytest.mark.parametrize("results", [(1, 2, 3, 4, 5), None, [1, 2]], ids=str)
+@pytest.mark.parametrize("results", [(1, 2, 3, 4, 5), None, [1, 2], 7], ids=str)
 def test_other_results_are_refused(results: object) -> None:
     with pytest.raises(ConfigurationError, match=r"DeepEP's dispatch: got .*, need 6 results"):
-        unpack(results, 6, "dispatch")
+        unpack(results, 6, "DeepEP's dispatch")
 
 
 class ShortResults(V2.Buffer):  # type: ignore[name-defined, misc]

@@ -1,9 +1,10 @@
 """FlashInferCutlassMoEPrepareAndFinalize on gloo ranks, with a stand-in that checks arguments."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import flashinfer_stand_in as stand_in
@@ -22,36 +23,47 @@ from modular_kernel.testing.input_mutations.over_ranks import sensitivity_ranks
 from modular_kernel.testing.input_mutations.rank_operators import RANK_MUTANTS
 from modular_kernel.testing.ranks.pool import RankError, RankPool
 from modular_kernel.testing.verify.over_ranks import prove_ranks
+from modular_kernel.utils.package_probes import find_package
 from prepare_finalize import FlashInferGroup
 from prepare_finalize.flashinfer import library
+from prepare_finalize.flashinfer.exchange import (
+    MoeAlltoAllExchange,
+    NVLinkOneSidedExchange,
+    Payloads,
+)
 
-PART = stand_in.FlashInferOverGloo
+PART, MOE_EP_PART = stand_in.FlashInferOverGloo, stand_in.FlashInferMoeEpOverGloo
 MACHINE = this_machine(device="cpu")
 GPU = Machine("cuda", (9, 0), frozenset({"triton", "flashinfer.comm"}))
 PROBLEM = Problem(4, 64, 32, 6, 2, parallel=Parallel(2))
 Pool = Callable[[int], RankPool]
 
 
-def list_cases(experts: Any, world_size: int) -> list[RankCase]:
-    return list(rank_cases_for(PART, experts, MACHINE, world_size).cases)
+def list_cases(experts: Any, world_size: int, part: Any = PART) -> list[RankCase]:
+    return list(rank_cases_for(part, experts, MACHINE, world_size).cases)
 
 
 def format_case_id(case: RankCase) -> str:
-    """Return the text of a case without the part."""
-    return str(case).partition("+")[2]
+    """Return the text of a case with the class of the library instead of the part."""
+    name = "NVLinkOneSided" if case.prepare_finalize is MOE_EP_PART else "MoeAlltoAll"
+    return f"{name}+{str(case).partition('+')[2]}"
 
 
-QUANTIZED = [case for case in list_cases("TritonExperts", 2) if case.problem.scheme.quantized]
-UNEVEN = [case for case in list_cases("TorchExperts", 4) if case.routing in ("duplicates", "skips")]
-
-
-FLASHINFER_EXPERTS = list_cases(FlashInfer, 2)[:3]  # the experts and the exchange of FlashInfer
+def collect_cases(part: Any) -> list[RankCase]:
+    quantized = [c for c in list_cases("TritonExperts", 2, part) if c.problem.scheme.quantized]
+    uneven = [
+        case
+        for case in list_cases("TorchExperts", 4, part)
+        if case.routing in ("duplicates", "skips")
+    ]
+    flashinfer_experts = list_cases(FlashInfer, 2, part)[:3]
+    assert quantized
+    assert uneven
+    return [*list_cases("TorchExperts", 2, part), *quantized, *uneven, *flashinfer_experts]
 
 
 @pytest.mark.parametrize(
-    "case",
-    list_cases("TorchExperts", 2) + QUANTIZED + UNEVEN + FLASHINFER_EXPERTS,
-    ids=format_case_id,
+    "case", collect_cases(PART) + collect_cases(MOE_EP_PART), ids=format_case_id
 )
 def test_cases_are_proven(case: RankCase, rank_pool: Pool) -> None:
     proof = prove_ranks(case, rank_pool(case.world_size), MACHINE)
@@ -61,9 +73,10 @@ def test_cases_are_proven(case: RankCase, rank_pool: Pool) -> None:
 DEFECTS = ("rows_reordered", "stale_rows", "last_expert_lost")
 
 
+@pytest.mark.parametrize("part", [PART, MOE_EP_PART])
 @pytest.mark.parametrize("mutant", [m for m in RANK_MUTANTS if m.name in DEFECTS])
-def test_defects_are_found(mutant: Any, rank_pool: Pool) -> None:
-    kills = sensitivity_ranks(PART, "TorchExperts", rank_pool(2), mutants=[mutant])
+def test_defects_are_found(mutant: Any, part: Any, rank_pool: Pool) -> None:
+    kills = sensitivity_ranks(part, "TorchExperts", rank_pool(2), mutants=[mutant])
     assert [str(kill) for kill in kills if not kill.ok or kill.no_effect_reason] == []
     assert kills
 
@@ -71,9 +84,18 @@ def test_defects_are_found(mutant: Any, rank_pool: Pool) -> None:
 # -------------------------------------------------------------------------------- calls and ranks
 
 
+GROUPS = {"MoeAlltoAll": stand_in.GlooGroup, "NVLinkOneSidedAlltoAll": stand_in.GlooGroupMoeEp}
+
+
+def get_all_to_all_class(name: str) -> Any:
+    """Return the class of a stand-in."""
+    return getattr(GROUPS[name].stand_in, name)
+
+
 def make_layer(rank: int, group: object, problem: Problem = PROBLEM):
     rank_problem = replace(problem, parallel=replace(problem.parallel, rank=rank))
-    return make_kernel(PART, "TorchExperts", rank_problem, group=group, machine=MACHINE)
+    part = MOE_EP_PART if isinstance(group, stand_in.GlooGroupMoeEp) else PART
+    return make_kernel(part, "TorchExperts", rank_problem, group=group, machine=MACHINE)
 
 
 def make_rank_inputs(
@@ -88,15 +110,16 @@ def make_rank_inputs(
     return rank_inputs.x_TH, rank_inputs.weights, rank_inputs.routing
 
 
-def share_and_close(rank: int, world: int, group: object) -> int:
+def share_and_close(rank: int, world: int, group: object, name: str) -> int:
     """Use two layers of one shape with one manager. Return how many workspaces were made."""
-    num_made = stand_in.library.MoeAlltoAll.made
-    manager = stand_in.GlooGroup(group)
+    all_to_all_class = get_all_to_all_class(name)
+    num_made = all_to_all_class.made
+    manager = GROUPS[name](group)
     first, second = make_layer(rank, manager), make_layer(rank, manager)
     arguments = make_rank_inputs(rank)
     expected = first(*arguments)
     assert torch.equal(expected, second(*arguments))
-    assert stand_in.library.MoeAlltoAll.made == num_made + 1
+    assert all_to_all_class.made == num_made + 1
     calls = [kernel.start(*arguments) for kernel in (first, second)]
     with pytest.raises(UnsupportedError, match="calls in flight: got 3, need at most 2"):
         first.start(*arguments)
@@ -116,23 +139,24 @@ def share_and_close(rank: int, world: int, group: object) -> int:
     assert not finalize_arguments["out"].any()
     with pytest.raises(UnsupportedError, match="one that was combined"):
         part.finalize(output, **finalize_arguments)
-    num_made = stand_in.library.MoeAlltoAll.made - num_made
+    num_made = all_to_all_class.made - num_made
     manager.destroy()
     manager.destroy()
-    assert not stand_in.library.MoeAlltoAll.workspaces
+    assert not all_to_all_class.workspaces
     with pytest.raises(UnsupportedError, match="a destroyed manager"):
         second(*arguments)
     return num_made
 
 
-def test_layers_of_one_manager_share_workspaces(rank_pool: Pool) -> None:
+@pytest.mark.parametrize("name", GROUPS)
+def test_layers_of_one_manager_share_workspaces(rank_pool: Pool, name: str) -> None:
     # The second workspace is for a second call in flight.
-    assert rank_pool(2).run(share_and_close) == [2, 2]
+    assert rank_pool(2).run(share_and_close, name) == [2, 2]
 
 
-def compare_managers(rank: int, world: int, group: object) -> bool:
+def compare_managers(rank: int, world: int, group: object, name: str) -> bool:
     """Return whether layers of two managers have equal results with both calls in flight."""
-    managers = [stand_in.GlooGroup(group) for _ in range(2)]
+    managers = [GROUPS[name](group) for _ in range(2)]
     first, second = (make_layer(rank, manager) for manager in managers)
     arguments = make_rank_inputs(rank)
     calls = [kernel.start(*arguments) for kernel in (first, second)]
@@ -142,8 +166,9 @@ def compare_managers(rank: int, world: int, group: object) -> bool:
     return are_equal
 
 
-def test_managers_do_not_share_workspaces(rank_pool: Pool) -> None:
-    assert rank_pool(2).run(compare_managers) == [True, True]
+@pytest.mark.parametrize("name", GROUPS)
+def test_managers_do_not_share_workspaces(rank_pool: Pool, name: str) -> None:
+    assert rank_pool(2).run(compare_managers, name) == [True, True]
 
 
 def make_different_layers(rank: int, world: int, group: object) -> str:
@@ -273,29 +298,263 @@ def test_the_stand_in_detects_violations(rank_pool: Pool) -> None:
     assert rank_pool(2).run(find_undetected) == [[], []]
 
 
+def find_undetected_with_moe_ep(rank: int, world: int, group: object) -> list[str]:
+    """Return the violations that the stand-in for 0.7.4 does not detect."""
+    library_stand_in = stand_in.library_moe_ep
+    backend_class = type(
+        "UnsplitBackend",
+        (library_stand_in.TorchDistBackend,),
+        {"Split": lambda self, color, key: self},
+    )
+
+    def make_all_to_all(top_k: int = 2, slots: int = 4, ranks: int = 2, **options: object):
+        bootstrap = library_stand_in.BootstrapConfig(world_size=ranks, rank=rank)
+        params = library_stand_in.MoEEpCommParams(slots, top_k, 4, 16, torch.bfloat16)
+        defaults = {"cft": False, "lamport": False, "comm_backend": backend_class(group)}
+        config = library_stand_in.NVLinkOneSidedConfig(**{**defaults, **options})
+        return library_stand_in.NVLinkOneSidedAlltoAll(bootstrap, params, config)
+
+    x, ids = torch.randn(3, 16).bfloat16(), torch.tensor([[0, 3], [1, -1], [2, 0]]).int()
+    valid, rows = (x, ids, torch.rand(3, 2)), torch.randn(2, 4, 16).bfloat16()
+
+    def dispatch(position: int, value: object):
+        return lambda all_to_all: all_to_all.dispatch(
+            *(value if i == position else r for i, r in enumerate(valid))
+        )
+
+    def combine(sums: object, **options: object):
+        return lambda all_to_all: (all_to_all.dispatch(*valid), all_to_all.combine(sums, **options))
+
+    violations = {
+        "a top_k without kernels": lambda: make_all_to_all(top_k=5),
+        "unequal numbers of experts": lambda: make_all_to_all(slots=5),
+        "another group's size": lambda: make_all_to_all(ranks=4),
+        "another transport": lambda: make_all_to_all(lamport=None),
+        "counted writes": lambda: make_all_to_all(cft=None),
+        "ids of 64 bits": dispatch(1, ids.long()),
+        "ids of another top-k": dispatch(1, ids[:, :1].contiguous()),
+        "a payload of fewer tokens": dispatch(0, x[:2]),
+        "a payload by columns": dispatch(0, x.T.contiguous().T),
+        "a payload of three dimensions": dispatch(0, x[None]),
+        "too small a workspace": dispatch(2, torch.rand(3, 400)),
+        "a combine before": lambda all_to_all: all_to_all.combine(rows),
+        "a dispatch twice": lambda all_to_all: (
+            all_to_all.dispatch(*valid),
+            all_to_all.dispatch(*valid),
+        ),
+        "sums by columns": combine(rows.transpose(1, 2).contiguous().mT),
+        "an output of another dtype": combine(rows, output=torch.empty(3, 16)),
+        "an output of other tokens": combine(rows, output=rows[0]),
+        "freed before the combine": lambda all_to_all: (
+            all_to_all.dispatch(*valid),
+            all_to_all.destroy(),
+        ),
+    }
+    undetected = []
+    for serial, (violation, violate) in enumerate(violations.items(), 1):
+        try:
+            if violate.__code__.co_argcount:
+                violate(make_all_to_all(extra_payload_bytes_per_token=32 * serial))
+            else:
+                violate()
+        except RuntimeError as error:
+            if "Check failed" in str(error):
+                continue
+        undetected.append(violation)
+    first, second = make_all_to_all(), make_all_to_all()
+    first.dispatch(*valid)
+    with pytest.raises(RuntimeError, match="on this workspace awaits its combine"):
+        second.dispatch(*valid)
+    library_stand_in.NVLinkOneSidedAlltoAll.workspaces.clear()
+    return undetected
+
+
+def test_the_stand_in_for_the_replacement_detects_violations(rank_pool: Pool) -> None:
+    assert rank_pool(2).run(find_undetected_with_moe_ep) == [[], []]
+
+
 # ------------------------------------------------------------------------------------ the library
 
+MNNVL_SOURCE = """
+# CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+from flashinfer_comm import MnnvlConfig, TorchDistBackend
+"""
+MOE_ALLTOALL_SOURCE = """
+import flashinfer_comm
+from flashinfer_comm import moe_a2a_get_workspace_size_per_rank
+# expert_id_payload_index
+class MoeAlltoAll(flashinfer_comm.MoeAlltoAll): ...
+"""
+NVLINK = "moe_ep/backends/split/comm/nvlink_one_sided"
+KERNELS = "data/csrc/nv_internal/tensorrt_llm/kernels/moe/communication/moeAlltoAllKernels.cu"
+MOE_ALLTOALL_RELEASE = {
+    "__init__.py": "",
+    "_build_meta.py": "__version__ = '0.7.2'\n",
+    "comm/__init__.py": "from flashinfer_comm import Mapping\n",
+    "comm/mnnvl.py": MNNVL_SOURCE,
+    "comm/trtllm_moe_alltoall.py": MOE_ALLTOALL_SOURCE,
+}
+MOE_EP_RELEASE = {
+    "__init__.py": "",
+    "_build_meta.py": "__version__ = '0.7.4'\n",
+    "comm/__init__.py": "",
+    "comm/mnnvl.py": MNNVL_SOURCE,
+    "moe_ep/__init__.py": (
+        "from flashinfer_moe_ep import (\n"
+        "    BootstrapConfig, MoEEpCommParams, NVLinkOneSidedAlltoAll, NVLinkOneSidedConfig\n)\n"
+    ),
+    f"{NVLINK}/communication.py": "class NVLinkOneSidedAlltoAll: ...\n",
+    f"{NVLINK}/config.py": "extra_payload_bytes_per_token: int = 0\n",
+    KERNELS: "bool const valid_expert = expert_id >= 0;\n",
+}
 
-def test_the_library_is_identified_by_its_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return a folder on sys.path for a package flashinfer, which is not loaded."""
     monkeypatch.syspath_prepend(str(tmp_path))
     library.load.cache_clear()
-    folder = tmp_path / "flashinfer/comm"
-    folder.mkdir(parents=True)
-    (tmp_path / "flashinfer/__init__.py").write_text("")
-    (folder / "__init__.py").write_text("Mapping = 1\n")
-    moe_source = "class MoeAlltoAll: '''expert_id_payload_index'''\n"
-    moe_source += "def moe_a2a_get_workspace_size_per_rank(): ...\n"
-    (folder / "trtllm_moe_alltoall.py").write_text(moe_source)
-    (folder / "mnnvl.py").write_text("MnnvlConfig = TorchDistBackend = 2\n")
-    with pytest.raises(ConfigurationError, match=r"no CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR in"):
+    yield tmp_path
+    library.load.cache_clear()
+    for name in [n for n in sys.modules if n.split(".")[0] == "flashinfer"]:
+        del sys.modules[name]
+
+
+def write_release(site: Path, sources: dict[str, str]) -> None:
+    for name, source in sources.items():
+        path = site / "flashinfer" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+
+
+@pytest.mark.parametrize(
+    ("sources", "version", "name"),
+    [
+        (MOE_ALLTOALL_RELEASE, "0.7.2", "MoeAlltoAll"),
+        (MOE_EP_RELEASE, "0.7.4", "NVLinkOneSidedAlltoAll"),
+        ({**MOE_EP_RELEASE, **MOE_ALLTOALL_RELEASE}, "0.7.2", "MoeAlltoAll"),
+    ],
+    ids=["MoeAlltoAll", "NVLinkOneSidedAlltoAll", "both"],
+)
+def test_the_library_is_identified_by_its_files(
+    site: Path, sources: dict[str, str], version: str, name: str
+) -> None:
+    write_release(site, sources)
+    assert find_package(library.FLASHINFER_ALL2ALL).version == version
+    loaded = library.load()
+    assert {"MoeAlltoAll", "NVLinkOneSidedAlltoAll"} & vars(loaded).keys() == {name}
+
+
+@pytest.mark.parametrize(
+    ("release", "file", "source", "message"),
+    [
+        (MOE_ALLTOALL_RELEASE, "comm/mnnvl.py", "", "no CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR"),
+        (MOE_EP_RELEASE, KERNELS, "", "no comm/trtllm_moe_alltoall.py and no valid_expert in"),
+        (
+            MOE_EP_RELEASE,
+            f"{NVLINK}/communication.py",
+            "",
+            "no comm/trtllm_moe_alltoall.py and no class NVLinkOneSidedAlltoAll in",
+        ),
+        (
+            MOE_EP_RELEASE,
+            f"{NVLINK}/config.py",
+            "",
+            "no comm/trtllm_moe_alltoall.py and no extra_payload_bytes_per_token in",
+        ),
+        (MOE_EP_RELEASE, "comm/mnnvl.py", "", "no CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR in"),
+        (MOE_EP_RELEASE, "moe_ep/__init__.py", "", "no attribute 'NVLinkOneSidedAlltoAll'"),
+        (MOE_EP_RELEASE, "moe_ep/__init__.py", "import no_such_tile\n", "No module named"),
+        (MOE_EP_RELEASE, "moe_ep/__init__.py", "import math\nmath.sqrt()\n", "TypeError"),
+        (MOE_EP_RELEASE, "moe_ep/__init__.py", "int('on')\n", "ValueError"),
+    ],
+)
+def test_a_half_installed_release_is_refused(
+    site: Path, release: dict[str, str], file: str, source: str, message: str
+) -> None:
+    write_release(site, {**release, file: source})
+    with pytest.raises(ConfigurationError) as exc_info:
         library.load()
-    source = "# CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR\nMnnvlConfig = TorchDistBackend = 2\n"
-    (folder / "mnnvl.py").write_text(source)
-    try:
-        assert library.load().Mapping == 1
-    finally:
-        library.load.cache_clear()
-        for name in [n for n in sys.modules if n.split(".")[0] == "flashinfer"]:
-            del sys.modules[name]
+    assert message in str(exc_info.value)
+
+
+def change(cls: type, **methods: object) -> type:
+    """Return a subclass with other methods; None removes one."""
+    return type(cls.__name__, (cls,), methods)
+
+
+def dispatch_to_stream(
+    self: object, x: object, ids: object, weights: object, stream: object, **options: object
+) -> None:
+    """A dispatch with an additional required argument."""
+
+
+def dispatch_of_others(
+    self: object, x: object, ids: object, weights: object, max_tokens: object = None
+) -> None:
+    """A dispatch with other keywords."""
+
+
+OLD, NEW = stand_in.library, stand_in.library_moe_ep
+OLD_CLASS, NEW_CLASS = "MoeAlltoAll", "NVLinkOneSidedAlltoAll"
+INTERFACES: tuple[tuple[Any, dict[str, object], str], ...] = (
+    (OLD, {OLD_CLASS: change(OLD.MoeAlltoAll, combine=None)}, "MoeAlltoAll.combine: no such"),
+    (
+        OLD,
+        {OLD_CLASS: change(OLD.MoeAlltoAll, _reset_workspace=None)},
+        "MoeAlltoAll._reset_workspace: no such method",
+    ),
+    (
+        OLD,
+        {OLD_CLASS: change(OLD.MoeAlltoAll, dispatch=dispatch_to_stream)},
+        "MoeAlltoAll.dispatch: missing a required argument: 'stream'",
+    ),
+    (OLD, {"Mapping": None}, "Mapping: no such method"),
+    (OLD, {"moe_a2a_get_workspace_size_per_rank": len}, "moe_a2a_get_workspace_size_per_rank: "),
+    (
+        NEW,
+        {NEW_CLASS: change(NEW.NVLinkOneSidedAlltoAll, destroy=None)},
+        "NVLinkOneSidedAlltoAll.destroy: no such method",
+    ),
+    (
+        NEW,
+        {NEW_CLASS: change(NEW.NVLinkOneSidedAlltoAll, dispatch=dispatch_of_others)},
+        "NVLinkOneSidedAlltoAll.dispatch: got an unexpected keyword argument 'hidden_states_scale'",
+    ),
+    (NEW, {NEW_CLASS: None}, "NVLinkOneSidedAlltoAll"),
+    (NEW, {"BootstrapConfig": None}, "BootstrapConfig: no such method"),
+    (NEW, {"MoEEpCommParams": OLD.Mapping}, "MoEEpCommParams: missing a required argument"),
+    (
+        NEW,
+        {"NVLinkOneSidedConfig": lambda extra_payload_bytes_per_token, comm_backend: None},
+        "NVLinkOneSidedConfig without fields",
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("release", "changes", "message"), INTERFACES, ids=[interface[2] for interface in INTERFACES]
+)
+def test_other_interfaces_are_refused_before_a_call(
+    release: Any, changes: dict[str, object], message: str
+) -> None:
+    library.check_interface(release)
+    classes = SimpleNamespace(**{**vars(release), **changes})
+    with pytest.raises(ConfigurationError, match=r"need FlashInfer with comm\.MoeAlltoAll") as info:
+        library.check_interface(classes)
+    assert message in str(info.value)
+
+
+def test_other_results_of_a_dispatch_are_refused() -> None:
+    tensor = torch.zeros(1, 1)
+    sent = Payloads(tensor, None, tensor, tensor)
+    old = MoeAlltoAllExchange.__new__(MoeAlltoAllExchange)
+    old._max_tokens = 1
+    old._all_to_all = SimpleNamespace(dispatch=lambda *arguments, **options: [tensor])
+    with pytest.raises(ConfigurationError, match="dispatch: got 1 results, need 3 results"):
+        old.dispatch(sent, tensor)
+    new = NVLinkOneSidedExchange.__new__(NVLinkOneSidedExchange)
+    result = SimpleNamespace(hidden_states=tensor, topk_ids=tensor)
+    new._all_to_all = SimpleNamespace(dispatch=lambda *arguments, **options: result)
+    with pytest.raises(ConfigurationError, match="got no hidden_states_scale, topk_weights, need"):
+        new.dispatch(sent, None)
