@@ -43,7 +43,7 @@ FLASHINFER_ALL2ALL = PackageProbe(
     ),
     need="FlashInfer with comm.MoeAlltoAll (0.6.16 to 0.7.2) or moe_ep.NVLinkOneSidedAlltoAll"
     " (0.7.4)",
-    source="pip install flashinfer-python==0.7.4",
+    source="pip install flashinfer-python==0.7.2",
     version_file="_build_meta.py",
 )
 _NEED = "a build for this torch and CUDA"

@@ -49,6 +49,29 @@ def write_package(site: Path, name: str, *, version: str = "2.0", **files: str) 
     return folder
 
 
+def test_one_of_several_sets_of_markers_is_sufficient(site: Path) -> None:
+    probe = replace(PROBE, alternatives=((("core.py", "def grouped("), ("_C*.so", "")),))
+    folder = write_package(site, "swift_gemm", core="def grouped(a): ...")
+    reason = "unsupported swift_gemm 2.0: no api.py and no _C*.so"
+    assert find_package(probe) == ProbeResult(reason=reason)
+    (folder / "_C.cpython-311.so").write_bytes(b"\x7fELF\xff")
+    assert find_package(probe) == ProbeResult(folder, "2.0")
+    (folder / "core.py").write_text("")
+    assert "no api.py and no def grouped( in core.py" in find_package(probe).reason
+    (folder / "api.py").write_text(MATCHING_API)
+    assert find_package(probe) == ProbeResult(folder, "2.0")
+
+
+def test_a_marker_can_be_beside_the_package(site: Path) -> None:
+    probe = replace(PROBE, markers=(("../swift_gemm_cpp*", ""),))
+    folder = write_package(site, "swift_gemm")
+    assert "no ../swift_gemm_cpp*" in find_package(probe).reason
+    (site / "swift_gemm_cpp").mkdir()  # a folder is no extension module
+    assert "no ../swift_gemm_cpp*" in find_package(probe).reason
+    (site / "swift_gemm_cpp.cpython-311.so").write_bytes(b"\x7fELF")
+    assert find_package(probe) == ProbeResult(folder, "2.0")
+
+
 def test_an_absent_package_is_not_found() -> None:
     assert find_package(PROBE) == ProbeResult()
 

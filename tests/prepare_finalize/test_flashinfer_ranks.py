@@ -464,6 +464,12 @@ def test_the_library_is_identified_by_its_files(
         ),
         (MOE_EP_RELEASE, "comm/mnnvl.py", "", "no CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR in"),
         (MOE_EP_RELEASE, "moe_ep/__init__.py", "", "no attribute 'NVLinkOneSidedAlltoAll'"),
+        (
+            MOE_EP_RELEASE,
+            "moe_ep/__init__.py",
+            MOE_EP_RELEASE["moe_ep/__init__.py"] + "class NVLinkOneSidedAlltoAll: ...\n",
+            "NVLinkOneSidedAlltoAll.dispatch: no such method",
+        ),
         (MOE_EP_RELEASE, "moe_ep/__init__.py", "import no_such_tile\n", "No module named"),
         (MOE_EP_RELEASE, "moe_ep/__init__.py", "import math\nmath.sqrt()\n", "TypeError"),
         (MOE_EP_RELEASE, "moe_ep/__init__.py", "int('on')\n", "ValueError"),
