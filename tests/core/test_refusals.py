@@ -423,8 +423,9 @@ def test_the_hint_for_a_package_that_is_not_on_an_index_names_its_sources() -> N
         if rejection.rule == "package"
     }
     assert hints["triton"] == "pip install triton"
-    assert hints["deep_ep"].startswith("build deep_ep from https://github.com/deepseek-ai/DeepEP")
-    assert "pip install" not in hints["deep_ep"] + hints["pplx_kernels"]
+    deep_ep_hint = hints["DeepEP 1.2 with deep_ep_cpp, or DeepEP 2 with deep_ep._C"]
+    assert deep_ep_hint.startswith("build DeepEP from https://github.com/deepseek-ai/DeepEP")
+    assert "pip install" not in deep_ep_hint + hints["pplx_kernels"]
 
 
 def test_every_declared_requirement_is_read() -> None:
