@@ -6,7 +6,7 @@ The choice depends only on sizes, not on the routing, so it does not synchronize
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from operator import attrgetter
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -75,6 +75,10 @@ class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
         super().__init__(problem)
         self._triton = self.triton_part(problem)
         self._deepgemm = self.deepgemm_part(problem) if deepgemm_supports(problem) else None
+
+    @classmethod
+    def load_library(cls) -> Any:
+        return cls.deepgemm_part.load_library()
 
     def is_overridden(self) -> bool:
         return self._triton.is_overridden()

@@ -208,6 +208,7 @@ def write_package(site: Path, name: str, source: str = "", *, psum: bool = True)
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("DG_JIT_USE_NVRTC", "1")  # so that no nvcc is needed
     with library_site(tmp_path, monkeypatch, library, "deep_gemm", library._NAME) as folder:
         yield folder
 
@@ -238,6 +239,22 @@ def test_a_package_that_fails_to_load_is_reported_with_the_reason(site: Path) ->
     write_package(site, "deep_gemm", "assert None is not None, 'no CUDA_HOME'")
     with pytest.raises(ConfigurationError, match="no CUDA_HOME, need a build for this torch"):
         library.load()
+
+
+def test_a_toolkit_without_compiler_is_refused(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image with CUDA's runtime libraries has the folder of the toolkit, but no nvcc."""
+    write_package(site, "deep_gemm")
+    monkeypatch.setenv("DG_JIT_USE_NVRTC", "0")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.delenv("DG_JIT_NVCC_COMPILER", raising=False)
+    nvcc = tmp_path / "bin/nvcc"
+    with pytest.raises(ConfigurationError, match=rf"got no {nvcc}, need nvcc of the CUDA toolkit"):
+        library.load()
+    nvcc.parent.mkdir()
+    nvcc.touch()
+    assert library.load().m_grouped_fp8_gemm_nt_masked == 1
 
 
 def test_another_alignment_of_the_library_is_refused() -> None:
