@@ -22,7 +22,6 @@ from vendor_stand_in import (
 from experts.deepgemm import library
 from experts.deepgemm.align_rows import align_rows, aligned_specs, max_aligned_rows
 from experts.deepgemm.triton_or_deepgemm import (
-    MIN_ROWS,
     BatchedTritonOrDeepGemmExperts,
     TritonOrDeepGemmExperts,
     min_tokens,
@@ -95,10 +94,18 @@ FEW_ROWS = replace(BASE, experts=2, tokens=127)
 @pytest.mark.parametrize("quant", ["none", BLOCK])
 @pytest.mark.parametrize(("tokens", "uses_deepgemm"), [(127, False), (129, True)])
 def test_selecting_part_is_proven(quant: str, tokens: int, uses_deepgemm: bool) -> None:
-    assert min_tokens(FEW_ROWS, MIN_ROWS) == 128
+    assert min_tokens(FEW_ROWS, TritonOrDeepGemm.min_rows(FEW_ROWS)) == 128
     proof = prove_part(TritonOrDeepGemm, replace(FEW_ROWS, tokens=tokens, quant=quant))
     assert proof.passed, str(proof)
     assert bool(deep_gemm_2.launched) is uses_deepgemm
+
+
+def test_smaller_layers_need_more_rows_for_deepgemm() -> None:
+    rows_by_sizes = {(4096, 1536): 128, (4096, 1408): 256, (2048, 1024): 256, (2048, 768): 512}
+    for (hidden, intermediate), rows in rows_by_sizes.items():
+        problem = replace(BASE, hidden=hidden, intermediate=intermediate)
+        assert TritonOrDeepGemmExperts.min_rows(problem) == rows, (hidden, intermediate)
+        assert BatchedTritonOrDeepGemmExperts.min_rows(problem) == 64
 
 
 @pytest.mark.parametrize("layout", ["plain", "shifted"])
@@ -125,7 +132,7 @@ def test_sizes_that_the_library_does_not_support_run_on_triton(part: Any, change
 
 
 def test_the_selection_is_reported() -> None:
-    problem = replace(BASE, experts=64, top_k=8)
+    problem = replace(BASE, hidden=4096, intermediate=2048, experts=64, top_k=8)
     assert TritonOrDeepGemmExperts.explained(problem) == (
         "calls of fewer than 1024 tokens: TritonExperts",
         "calls of 1024 tokens or more: DeepGemmExperts, if weights are row-major",
@@ -335,8 +342,8 @@ def test_the_stand_in_computes_and_overwrites_like_the_library() -> None:
     x = a[:7].float() * sfa[:7].repeat_interleave(128, 1)
     dequantized_w = w[0].float() * sfb[0].repeat_interleave(128, 1)
     expected = x @ dequantized_w.T
-    # bf16 rounds by at most 2^-9. The order of the float32 sums of K terms can differ, which changes
-    # a sum by at most 2^-24 K times the sum of the terms' magnitudes in either product.
+    # bf16 rounds by at most 2^-9. The float32 sums of K terms can have another order, which changes
+    # each by at most 2^-24 K times the sum of the magnitudes of its terms.
     order_error = 2 * 2**-24 * x.shape[1] * (x.abs() @ dequantized_w.abs().T).max().item()
     torch.testing.assert_close(d[:7].float(), expected, rtol=2**-8, atol=order_error)
     assert not d[64:128].any()  # a half of a tile without used rows is skipped

@@ -26,7 +26,7 @@ MIN_COMPUTE_BOUND_ROWS = 24
 MAX_DISTANCE = 1.0  # at a larger distance, the heuristics are used
 # In this range of mean rows per expert, the best launch depends on the skew of the routing. Tuned
 # files are for uniform routing, but the heuristics of these schemes are for both.
-_SKEWED_ROWS = (3, 48)
+_SKEWED_ROWS = (3, 56)
 _SKEWED_SCHEMES = ("none", "fp8_w8a8_block")
 # The distance that a factor of two adds, for each field of Point.
 _DISTANCE_WEIGHTS = (1.0, 0.5, 0.35, 0.5)
