@@ -402,6 +402,15 @@ class PermuteExpertsUnpermute(PartDeclarations, ABC):
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
 
+    @staticmethod
+    def load_library() -> Any:
+        """Import the optional library whose kernels the part calls, and return its module.
+
+        Return None for a part without such a library. Raises ConfigurationError if the library
+        cannot be loaded.
+        """
+        return None
+
     @classmethod
     def tunable(cls, problem: Problem) -> Tunable | None:
         """Return the search space for `mk tune`, or None if there is nothing to tune."""

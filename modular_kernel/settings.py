@@ -205,6 +205,20 @@ def is_deepep_gin_disabled() -> bool:
     return os.environ.get("EP_DISABLE_GIN", "0") not in ("", "0")
 
 
+def find_deepgemm_compiler() -> Path | None:
+    """Return the path of the nvcc that DeepGEMM runs, which need not exist; None if it uses NVRTC.
+
+    The variables are read in every call, because the import of DeepGEMM sets some of them.
+    """
+    if os.environ.get("DG_JIT_USE_NVRTC", "0") == "1":
+        return None
+    if compiler := os.environ.get("DG_JIT_NVCC_COMPILER"):
+        return Path(compiler)
+    if home := os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
+        return Path(home, "bin/nvcc")
+    return Path(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc")
+
+
 def read_vllm_setting() -> str:
     """Return MK_VLLM, "1" by default.
 

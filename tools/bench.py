@@ -26,6 +26,7 @@ from pathlib import Path
 import bench_peers
 import click
 import in_checkout  # adds the checkout to sys.path
+import torch
 
 from modular_kernel.bench.candidates import (
     Candidate,
@@ -52,6 +53,7 @@ from modular_kernel.measure.cases import LayerCase, operand_types
 from modular_kernel.measure.prepared_weights import prepared_specs_of
 from modular_kernel.measure.records import OURS, Report
 from modular_kernel.measure.routing_patterns import RoutingKind
+from modular_kernel.operators.kernel_cache import select_default_experts
 from modular_kernel.spec.quantization import QuantScheme
 
 PEERS = Path(bench_peers.__file__)
@@ -125,7 +127,8 @@ def make_our_candidates(scheme, cases, machine, *, compose_seconds, prepare):
         for candidate in pairs
         if candidate.prepared or candidate.name not in prepared_names
     ]
-    default = "TritonExperts" if machine.device == "cuda" else "TorchExperts"
+    device = torch.device(machine.device)
+    default = select_default_experts(PREPARE_FINALIZE, problems[0], device)
     prepared = prepare and bool(prepared_specs_of(default, problems[0]))
     tokens = tuple(dict.fromkeys(case.problem.tokens for case in cases))
     make_composed = partial(

@@ -30,6 +30,7 @@ import triton
 from experts.triton.configs.files import ConfigKey
 from experts.triton.configs.heuristics import make_heuristic_steps
 from experts.triton.configs.lookup import PACKAGED, ConfigLookup, triton_subfolder
+from experts.triton.configs.nearest import depends_on_skew
 from experts.triton.launch_config import Device, MoEConfig
 from experts.triton.paths import ALL_PATHS
 from modular_kernel.catalog import this_machine
@@ -143,7 +144,7 @@ def _list_layer_cases(
     for count in tokens:
         origin = (
             other_sources.step_origins[other_sources.steps.find_step(count)]
-            if other_sources.step_origins
+            if other_sources.step_origins and not depends_on_skew(problem, count)
             else "heuristics"
         )
         tuned, neighbors = (

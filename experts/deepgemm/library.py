@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from experts.common.row_major import to_row_major
-from modular_kernel.errors import StateError
+from modular_kernel.errors import ConfigurationError, StateError
 from modular_kernel.ops.count import next_power_of_2
+from modular_kernel.settings import find_deepgemm_compiler
 from modular_kernel.utils.package_probes import PackageProbe, import_context, import_from_folder
 
 TILE_M = 128  # rows per tile in the contiguous layout; the masked layout has tiles of 64 or 128
@@ -41,14 +42,29 @@ DEEP_GEMM = PackageProbe(
 def load() -> Any:
     """Import DeepGEMM from the location that `DEEP_GEMM` finds; return the module.
 
-    Raise ConfigurationError if DeepGEMM is missing or cannot be loaded. DeepGEMM needs the CUDA
-    toolkit.
+    Raise ConfigurationError if DeepGEMM is missing, cannot be loaded, or could not compile its
+    kernels. DeepGEMM needs the CUDA toolkit.
     """
     need = "a build for this torch and Python, and the CUDA toolkit (CUDA_HOME)"
     with import_context(DEEP_GEMM, need=need) as folder:
         if folder.parent.name == "third_party":  # a plain import would load all of vLLM
-            return import_from_folder(folder, _NAME)
-        return import_module("deep_gemm")
+            library = import_from_folder(folder, _NAME)
+        else:
+            library = import_module("deep_gemm")
+    _require_compiler()  # after the import, which sets environment variables of the build
+    return library
+
+
+def _require_compiler() -> None:
+    """Raise ConfigurationError if there is no nvcc where DeepGEMM looks for it.
+
+    Images with only CUDA's runtime libraries have the toolkit's folder, but no compiler, so that
+    DeepGEMM can be imported, and would fail at its first launch.
+    """
+    compiler = find_deepgemm_compiler()
+    if compiler is not None and not compiler.is_file():
+        need = "nvcc of the CUDA toolkit (set CUDA_HOME), or DG_JIT_USE_NVRTC=1"
+        raise ConfigurationError("compiler of DeepGEMM's kernels", got=f"no {compiler}", need=need)
 
 
 def grouped_gemm_contiguous(

@@ -3,10 +3,11 @@
 The choice depends only on sizes, not on the routing, so it does not synchronize with the device.
 """
 
+from abc import abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from operator import attrgetter
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -32,9 +33,13 @@ from modular_kernel.tensors import (
 )
 from modular_kernel.workspace import Workspace, WorkspaceShapes
 
-# DeepGEMM is used with at least this many rows per expert on average. With fewer rows, most of a
-# tile is padding. On an H200, DeepGEMM was faster than Triton kernels from about this size on.
-MIN_ROWS = 128
+# (H * I, rows per expert): a layer with at least this H * I uses DeepGEMM from this mean number of
+# rows per expert on. The first pair that applies counts. Times relative to Triton kernels, on an
+# H200 (2026-12-01, fp8, uniform routing) with H * I of 6.3e6, 4.2e6, 2.9e6, 2.1e6 and 1.6e6:
+# - 128 rows: 0.98, 1.03, 1.05, 1.08, 1.09
+# - 256 rows: 0.90, 0.95, 1.00, 1.01, 1.03
+# - 512 rows: 0.88, 0.91, 0.95, 0.97, 0.96
+_MIN_ROWS = ((6_000_000, 128), (2_000_000, 256), (0, 512))
 MIN_BATCHED_ROWS = 64  # rows of the smallest tile of DeepGEMM's masked GEMM
 _QUANTIZED_X = "either_x"  # name of a workspace buffer
 
@@ -57,7 +62,6 @@ class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
 
     triton_part: the part for calls with few rows per expert.
     deepgemm_part: the part for calls with many rows per expert.
-    min_rows: the minimum mean number of rows per expert for which DeepGEMM is used.
     small_calls: describes the calls that use triton_part, for `explained`. {min_size} stands for
         the smallest size that uses DeepGEMM.
     large_calls: describes the calls that use deepgemm_part, in the same way.
@@ -66,7 +70,6 @@ class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
 
     triton_part: ClassVar[type[PermuteExpertsUnpermute]]
     deepgemm_part: ClassVar[type[PermuteExpertsUnpermute]]
-    min_rows: ClassVar[int]
     small_calls: ClassVar[str] = "calls of fewer than {min_size} tokens"
     large_calls: ClassVar[str] = "calls of {min_size} tokens or more"
     deepgemm_condition: ClassVar[str] = ""
@@ -75,6 +78,15 @@ class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
         super().__init__(problem)
         self._triton = self.triton_part(problem)
         self._deepgemm = self.deepgemm_part(problem) if deepgemm_supports(problem) else None
+
+    @classmethod
+    def load_library(cls) -> Any:
+        return cls.deepgemm_part.load_library()
+
+    @classmethod
+    @abstractmethod
+    def min_rows(cls, problem: Problem) -> int:
+        """Return the mean number of rows per expert from which on DeepGEMM is used."""
 
     def is_overridden(self) -> bool:
         return self._triton.is_overridden()
@@ -98,7 +110,7 @@ class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
             return (
                 f"all calls: {triton}, because DeepGEMM does not support these sizes or options",
             )
-        min_size = min_tokens(problem, cls.min_rows)
+        min_size = min_tokens(problem, cls.min_rows(problem))
         small_calls, large_calls = (
             calls.format(min_size=min_size) for calls in (cls.small_calls, cls.large_calls)
         )
@@ -113,7 +125,7 @@ class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
         size: the number of tokens of the call; in the batched format, the number of rows per
             expert.
         """
-        is_large = size >= min_tokens(self.problem, self.min_rows)
+        is_large = size >= min_tokens(self.problem, self.min_rows(self.problem))
         return self._triton if self._deepgemm is None or not is_large else self._deepgemm
 
     def _get_merged_shapes(self, size: int, shape: DispatchShape) -> WorkspaceShapes:
@@ -129,7 +141,10 @@ class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
 
 
 class TritonOrDeepGemmExperts(_TritonOrDeepGemm):
-    """DeepGemmExperts for at least 128 rows per expert on average; TritonExperts otherwise.
+    """DeepGemmExperts for many rows per expert on average; TritonExperts for fewer.
+
+    The limit is 128 rows for layers with H * I of at least 6e6, and 256 or 512 rows for smaller
+    layers.
 
     Calls whose weights are not row-major and 16-byte aligned also use TritonExperts. The tokens of
     a call that is large enough for DeepGEMM are dispatched unquantized. If the call then uses a
@@ -138,7 +153,6 @@ class TritonOrDeepGemmExperts(_TritonOrDeepGemm):
 
     triton_part = TritonExperts
     deepgemm_part: ClassVar[type[DeepGemmExperts]] = DeepGemmExperts
-    min_rows = MIN_ROWS
     deepgemm_condition = ", if weights are row-major"
     requires = replace(
         DeepGemmExperts.requires,
@@ -148,6 +162,11 @@ class TritonOrDeepGemmExperts(_TritonOrDeepGemm):
         intermediate_multiple=1,
         blocks=None,
     )
+
+    @classmethod
+    def min_rows(cls, problem: Problem) -> int:
+        size = problem.hidden * problem.intermediate
+        return next(rows for min_size, rows in _MIN_ROWS if size >= min_size)
 
     def _select_part_for_call(
         self, num_tokens: int, weights: ExpertWeights
@@ -206,7 +225,6 @@ class BatchedTritonOrDeepGemmExperts(_TritonOrDeepGemm):
 
     triton_part = BatchedTritonExperts
     deepgemm_part: ClassVar[type[BatchedDeepGemmExperts]] = BatchedDeepGemmExperts
-    min_rows = MIN_BATCHED_ROWS
     small_calls = "experts with room for fewer than {min_size} rows"
     large_calls = "experts with room for {min_size} rows or more"
     requires = replace(
@@ -217,6 +235,10 @@ class BatchedTritonOrDeepGemmExperts(_TritonOrDeepGemm):
         blocks=None,
         capacity_multiple=TILE_M,
     )
+
+    @classmethod
+    def min_rows(cls, problem: Problem) -> int:
+        return MIN_BATCHED_ROWS
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, BatchedShape)

@@ -17,8 +17,8 @@ RowRanges = Mapping[int, tuple[float, float]]  # block_m -> (min, max) mean rows
 # block_m, which both GEMMs share -> (launches of GEMM 1, launches of GEMM 2).
 CandidateGroups = Mapping[int, tuple[Sequence[Launch], Sequence[Launch]]]
 
-# Paths for few tokens (gemv, gemv_tma, gemv_w4) are the default up to some number of tokens. They
-# are timed up to this multiple of it.
+# Paths for few tokens (gemv, gemv_tma, gemv_w4) are the default up to a maximum number of tokens.
+# `mk tune` times them up to this multiple of the maximum.
 SMALL_M_LIMIT_FACTOR = 2
 # group_m of entries that do not specify it, if block_m is above _MAX_UNGROUPED_BLOCK_M.
 _LARGE_GROUP_M = 16

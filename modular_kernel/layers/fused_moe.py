@@ -126,7 +126,8 @@ class FusedMoE(ExpertParameters):
     prepare_finalize: a prepare/finalize part that exchanges the tokens of the EP ranks over
         ep_group, and sums over them. None exchanges no tokens; every EP rank must then be called
         with all tokens.
-    experts: the experts part. None selects TritonExperts on a GPU.
+    experts: the experts part. On a GPU, None selects TritonExperts, or TritonOrDeepGemmExperts for
+        fp8 weights with block scales if DeepGEMM can be loaded.
     placement: the experts of each EP rank. None assigns contiguous blocks of experts.
     max_tokens: maximum number of tokens of one rank in a call; required by a prepare/finalize part
         that spans ranks.

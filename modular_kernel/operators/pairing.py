@@ -134,7 +134,7 @@ class Pairing:
 
     Layers of equal shape share kernels, with one kernel for each power of two of tokens.
 
-    experts: None selects TritonExperts on a GPU and TorchExperts on a CPU.
+    experts: None selects the default experts of the layer (`select_default_experts`).
     fall_back_to_torch: if `experts` is None, also select TorchExperts on a GPU for layers that
         TritonExperts does not support.
     """
@@ -209,9 +209,9 @@ class Pairing:
     def _select_parts(self, device: torch.device, problem: Problem) -> Parts:
         experts = self.experts
         if experts is None:
-            experts = "TritonExperts" if device.type == "cuda" else "TorchExperts"
-            if self.fall_back_to_torch:
-                experts = select_default_experts(self.prepare_finalize, problem, device)
+            experts = select_default_experts(
+                self.prepare_finalize, problem, device, required=not self.fall_back_to_torch
+            )
         return self.prepare_finalize, experts
 
 

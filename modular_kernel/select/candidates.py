@@ -10,12 +10,15 @@ from dataclasses import dataclass, replace
 from modular_kernel.catalog import load_catalog
 from modular_kernel.compatibility.rules import judge
 from modular_kernel.compatibility.support import Rejection, Verdict
-from modular_kernel.operators.kernel_cache import NO_EP
+from modular_kernel.operators.kernel_cache import (
+    NO_EP,
+    can_load_library,
+    detect_machine,
+    list_default_experts,
+)
 from modular_kernel.select.selection import Pair
 from modular_kernel.spec.problem import Machine, Problem
 
-# Must match modular_kernel.operators.kernel_cache.select_default_experts.
-_DEFAULT_EXPERTS = {"cuda": ("TritonExperts", "TorchExperts"), "cpu": ("TorchExperts",)}
 _INTERPRETED = "Triton's interpreter is enabled in this process, so times are not meaningful"
 
 
@@ -65,15 +68,18 @@ def find_candidates(
 def _move_default_first(order: list[Pair], problem: Problem, machine: Machine) -> list[Pair]:
     """Move the default pairing to the front.
 
-    Its experts part is the default of the device. Its PrepareAndFinalize is
+    Its experts part is the one that `select_default_experts` returns. Its PrepareAndFinalize is
     MoEPrepareAndFinalizeNoEP on one rank, and the first PrepareAndFinalize of `order` over several
     ranks.
     """
     if not order:
         return order
     prepare_finalize = NO_EP if problem.parallel.world_size == 1 else order[0][0]
-    defaults = [(prepare_finalize, experts) for experts in _DEFAULT_EXPERTS[machine.device]]
-    default = next((pair for pair in defaults if pair in order), order[0])
+    names = list_default_experts(problem, machine.device)
+    pairs = [(prepare_finalize, name) for name in names if (prepare_finalize, name) in order]
+    # Libraries of a described machine need not be installed on this one.
+    is_described = machine != detect_machine(machine.device)
+    default = next((pair for pair in pairs if is_described or can_load_library(pair[1])), order[0])
     return [default, *(pair for pair in order if pair != default)]
 
 

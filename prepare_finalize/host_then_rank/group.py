@@ -88,13 +88,14 @@ class HostMemory(SharedMemory):
 
     @property
     def has_failed(self) -> bool:
-        """Whether a wait for a rank of this host has failed. Does not wait for a GPU."""
+        """Whether a wait for a rank of this host has failed. Reading it does not synchronize."""
         return bool(self._status_word.value or self._failed_word.value)
 
     def missing(self) -> tuple[int, ...] | None:
         """Return the ranks that a failed wait was waiting for; None if no wait has failed.
 
-        The result is empty if another rank has set the failure flag. Does not wait for a GPU.
+        The result is empty if another rank has set the failure flag. This does not synchronize with
+        a GPU.
         """
         if not self.has_failed:
             return None

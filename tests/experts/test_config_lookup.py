@@ -182,9 +182,9 @@ def test_packaged_files_of_another_top_k_give_launches_that_fit(quant: str, top_
 # (block_n, block_k, num_warps, num_stages) of GEMM 1 and of GEMM 2, and group_m.
 HEURISTICS: dict[str, list[tuple[int | None, int, tuple[int, ...], tuple[int, ...], int]]] = {
     "half": [
-        (10, 16, (64, 128, 4, 3), (64, 128, 4, 4), 8),
-        (24, 32, (64, 64, 4, 6), (64, 128, 4, 4), 8),
-        (48, 64, (64, 64, 4, 4), (128, 128, 8, 4), 16),
+        (10, 16, (64, 128, 4, 3), (64, 128, 4, 4), 32),
+        (20, 32, (64, 64, 4, 6), (64, 128, 4, 4), 32),
+        (56, 64, (64, 64, 4, 4), (128, 64, 4, 4), 8),
         (None, 128, (128, 64, 8, 3), (256, 64, 8, 4), 16),
     ],
     "float32": [
@@ -248,8 +248,8 @@ def test_every_block_m_is_listed_with_its_largest_number_of_tokens() -> None:
     with on_device(Device()):  # there are no files for this device
         assert buffer_kinds_up_to(MIXTRAL, 512) == [
             (40, "aligned", 16),
-            (96, "aligned", 32),
-            (192, "aligned", 64),
+            (80, "aligned", 32),
+            (224, "aligned", 64),
             (512, "aligned", 128),
         ]
         assert buffer_kinds_up_to(MIXTRAL, 60) == [(40, "aligned", 16), (60, "aligned", 32)]

@@ -216,7 +216,8 @@ def test_rows_per_expert_determine_the_path_and_block_of_a_neighbor(tmp_path: Pa
     """Tiles that were tuned for 16 rows per expert are used up to 24 rows, and heuristics for more
     rows.
     """
-    layer = replace(MIXTRAL, experts=64, top_k=8, intermediate=2048)
+    sizes = {"experts": 64, "top_k": 8, "intermediate": 2048}
+    layer = replace(MIXTRAL, quant="fp8_w8a8_channel", **sizes)
     write_packaged_file(tmp_path, replace(layer, intermediate=2560), t128=32, t256=32, t512=64)
     source = make_lookup(tmp_path / "u", tmp_path).find_source(layer)
     assert [source.steps.choose(t).gemm1.block_m for t in (128, 256, 512)] == [32, 32, 64]
@@ -230,10 +231,29 @@ def test_rows_per_expert_determine_the_path_and_block_of_a_neighbor(tmp_path: Pa
     assert steps.choose(512).path == "grouped_tma"
     aligned_steps = source.launch_steps(layer, device, ("aligned",))
     assert {config.path for config in aligned_steps.configs} == {"aligned"}
-    assert aligned_steps.choose(512).gemm1.block_m == 128
+    assert aligned_steps.choose(768).gemm1.block_m == 128
     with on_device(device):
         description = _describe_source(source, layer, 512, heuristic_steps.choose(512))
         assert "heuristics: 64 rows per expert" in description
+
+
+def test_launches_that_depend_on_skew_are_not_borrowed(tmp_path: Path) -> None:
+    """With 3 to 56 rows per expert, launches tuned with uniform routing are slow with others."""
+    layer = replace(MIXTRAL, experts=64, top_k=8, intermediate=2048)
+    device = Device("NVIDIA H200", tma=True)
+    paths = tuple(path.name for path in ALL_PATHS if path.supports(layer, device))
+    write_packaged_file(tmp_path, replace(layer, intermediate=2560), t24=16, t32=32, t256=16)
+    source = make_lookup(tmp_path / "u", tmp_path).find_source(layer)
+    steps = source.launch_steps(layer, device, paths)
+    heuristic_steps = make_heuristic_steps(layer, device, paths)
+    assert steps.choose(24) == source.steps.choose(24) != heuristic_steps.choose(24)
+    for tokens in (25, 32, 256, 448):
+        assert steps.choose(tokens) == heuristic_steps.choose(tokens), tokens
+    config = heuristic_steps.choose(256)
+    assert config != source.steps.choose(256)
+    description = _describe_source(source, layer, 256, config)
+    assert "heuristics: 32 rows per expert, and the launches of E=64, K=8" in description
+    assert description.endswith("were tuned with uniform routing only")
 
 
 def test_a_packaged_file_states_its_layer(tmp_path: Path) -> None:

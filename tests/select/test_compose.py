@@ -12,6 +12,7 @@ import torch
 from run_mk import CommandResult, run_mk
 
 import modular_kernel as mk
+from experts import DeepGemmExperts
 from modular_kernel.catalog import BrokenEntry, Catalog, load_catalog, make_kernel
 from modular_kernel.errors import (
     BrokenPartError,
@@ -102,6 +103,49 @@ def test_the_default_pairing_comes_first(folder: Path, monkeypatch: pytest.Monke
             order = candidates.find_candidates(problem, machine, (1, 8)).order
             default_experts = select_default_experts(NO_EP, problem, torch.device(machine.device))
             assert order[0] == (NO_EP, default_experts), (machine, quant)
+
+
+@pytest.mark.parametrize("is_loadable", [True, False])
+def test_default_of_block_scales_uses_deepgemm_if_it_can_be_loaded(
+    is_loadable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = frozenset({"triton", "deep_gemm"})
+    gpu = Machine("cuda", (9, 0), packages, name="G", cuda=(13, 0))
+    described = replace(gpu, name="another")
+    for module in ("modular_kernel.operators.kernel_cache", "modular_kernel.select.candidates"):
+        monkeypatch.setattr(f"{module}.detect_machine", {"cpu": CPU, "cuda": gpu}.get)
+    if is_loadable:
+        monkeypatch.setattr(DeepGemmExperts, "load_library", staticmethod(lambda: None))
+    problem = replace(PROBLEM, hidden=256, intermediate=256)
+    triton, mixed = "TritonExperts", "TritonOrDeepGemmExperts"
+
+    def find_default(problem: Problem, machine: Machine) -> str:
+        return candidates.find_candidates(problem, machine, (1, 8)).order[0][1]
+
+    for quant, expected in (
+        ("fp8_w8a8_block", mixed),
+        ("none", triton),
+        ("fp8_w8a8_channel", triton),
+    ):
+        problem = replace(problem, quant=quant)
+        on_this_machine = expected if is_loadable else triton
+        device = torch.device("cuda")
+        assert select_default_experts(NO_EP, problem, device) == on_this_machine, quant
+        assert select_default_experts(NO_EP, problem, device, required=True) == on_this_machine
+        assert find_default(problem, gpu) == on_this_machine, quant
+        assert find_default(problem, described) == expected, quant
+
+
+def test_required_default_is_refused_instead_of_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of the kernel then says why TritonExperts does not support the problem."""
+    gpu = Machine("cuda", (9, 0), frozenset(), name="G", cuda=(13, 0))  # without triton
+    monkeypatch.setattr("modular_kernel.operators.kernel_cache.detect_machine", lambda _kind: gpu)
+    device = torch.device("cuda")
+    assert select_default_experts(NO_EP, PROBLEM, device) == "TorchExperts"
+    assert select_default_experts(NO_EP, PROBLEM, device, required=True) == "TritonExperts"
+    assert select_default_experts(NO_EP, PROBLEM, torch.device("cpu"), required=True) == (
+        "TorchExperts"
+    )
 
 
 def test_default_over_ranks_has_the_first_exchange() -> None:

@@ -24,6 +24,10 @@ _TOKEN_COUNTS = tuple(1 << power for power in range(15))
 # Up to this mean number of rows per expert, loading weights takes most of the time.
 MIN_COMPUTE_BOUND_ROWS = 24
 MAX_DISTANCE = 1.0  # at a larger distance, the heuristics are used
+# In this range of mean rows per expert, the best launch depends on the skew of the routing. Tuned
+# files are for uniform routing, but the heuristics of these schemes are for both.
+_SKEWED_ROWS = (3, 56)
+_SKEWED_SCHEMES = ("none", "fp8_w8a8_block")
 # The distance that a factor of two adds, for each field of Point.
 _DISTANCE_WEIGHTS = (1.0, 0.5, 0.35, 0.5)
 
@@ -183,6 +187,24 @@ def _adapt_config(config: MoEConfig, problem: Problem, device: Device, tokens: i
     return path.default_config(problem, tokens, device)
 
 
+def depends_on_skew(problem: Problem, tokens: int) -> bool:
+    """Return whether the best launch of a call of `tokens` tokens depends on the routing's skew.
+
+    Tuned files are for uniform routing, so such calls do not borrow launches from them.
+    """
+    if problem.scheme.name not in _SKEWED_SCHEMES:
+        return False
+    min_tokens, max_tokens = _skewed_tokens(problem)
+    return min_tokens < tokens <= max_tokens
+
+
+def _skewed_tokens(problem: Problem) -> tuple[int, int]:
+    """Return the token counts with the numbers of rows per expert in _SKEWED_ROWS."""
+    min_rows, max_rows = _SKEWED_ROWS
+    experts, top_k = problem.experts, problem.top_k
+    return min_rows * experts // top_k, max_rows * experts // top_k
+
+
 def prefer_heuristics_by_rows(
     steps: ConfigSteps, defaults: ConfigSteps, problem: Problem
 ) -> ConfigSteps:
@@ -195,11 +217,18 @@ def prefer_heuristics_by_rows(
 
     On an H200 with 32 to 128 rows per expert, the replacements take 0.78 to 0.99 times as long as
     the borrowed configurations (2026-11-28, triton 3.6.0, seven layers).
+
+    If the best launch depends on the skew of the routing (`depends_on_skew`), all borrowed
+    configurations are replaced. The replacements take 0.93 to 0.98 times as long with skewed
+    routing and 1.00 to 1.04 times as long with uniform routing (2026-12-01, three layers with 4 to
+    21 rows per expert).
     """
     max_memory_bound_tokens = MIN_COMPUTE_BOUND_ROWS * problem.experts // problem.top_k
 
     def replace_config(max_tokens: int, config: MoEConfig) -> MoEConfig:
         default_config = defaults.choose(max_tokens)
+        if depends_on_skew(problem, max_tokens):
+            return default_config
         if max_tokens <= max_memory_bound_tokens:
             return config
         borrowed_gemm1, default_gemm1 = config.gemm1, default_config.gemm1
@@ -213,7 +242,8 @@ def prefer_heuristics_by_rows(
         )
         return config if is_suitable else default_config
 
-    return steps.map_steps((max_memory_bound_tokens, *defaults.last_tokens), replace_config)
+    breakpoints = *_skewed_tokens(problem), max_memory_bound_tokens, *defaults.last_tokens
+    return steps.map_steps(breakpoints, replace_config)
 
 
 def steps_from_borrowed(borrowed: Sequence[BorrowedConfig]) -> ConfigSteps:

@@ -27,7 +27,7 @@ from experts.triton.configs.lookup import (
     fit_to_problem,
     nearest_count,
 )
-from experts.triton.configs.nearest import MIN_COMPUTE_BOUND_ROWS
+from experts.triton.configs.nearest import MIN_COMPUTE_BOUND_ROWS, depends_on_skew
 from experts.triton.launch_config import Device, MoEConfig, find_arch
 from experts.triton.paths import ALL_PATHS, BASE_PATH, external_paths
 from modular_kernel.machine import current_machine
@@ -226,6 +226,9 @@ def _describe_source(
     if tuned_layer == "heuristics":
         return "heuristics: no tuned layer is close enough"
     if tuned_layer:
+        if depends_on_skew(problem, tokens):
+            reason = f"the launches of {tuned_layer} were tuned with uniform routing only"
+            return f"heuristics: {rows:.4g} rows per expert, and {reason}"
         if rows > MIN_COMPUTE_BOUND_ROWS and launched_config != source.steps.choose(tokens):
             reason = f"the launches of {tuned_layer} are for other numbers of rows"
             return f"heuristics: {rows:.4g} rows per expert, and {reason}"

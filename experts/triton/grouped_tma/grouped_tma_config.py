@@ -31,13 +31,15 @@ MAX_ADAPTERS = 8  # maximum number of adapter slots; each slot in a tile adds K 
 # The path is used by default with at least _MIN_ROWS rows per expert on average. Its tiles are
 # narrow with at most _MAX_NARROW_ROWS rows. Measured on an H200 (2026-11-28, triton 3.6.0) on seven
 # layers with E from 48 to 256, H from 2048 to 8192, and I from 1024 to 3584:
-# - bf16, relative to the time of the aligned path: 0.97 to 1.02 with 48 rows, 0.87 to 0.91 with 64.
+# - bf16, relative to the time of the aligned path: 1.03 with 48 rows (2026-12-01, one layer), 0.87
+#   to 0.91 with 64.
 # - fp8 with block scales, relative to the time of the aligned path: 1.03 to 1.07 with 48 rows, 1.01
 #   to 1.05 with 52, 0.84 to 0.92 with 64.
 # - Narrow tiles, relative to the time of wide tiles: 0.96 to 1.00 with 64 rows, 0.99 to 1.03 with
-#   96, 1.03 to 1.16 with 128.
-_MIN_ROWS = {"plain": 48, "channel": 56, "block": 56}
-_MAX_NARROW_ROWS = 88
+#   96, 1.03 to 1.16 with 128. With skewed routing (2026-12-01): 0.96 to 1.02 with 64 rows, 1.06
+#   with 85.
+_MIN_ROWS = {"plain": 56, "channel": 56, "block": 56}
+_MAX_NARROW_ROWS = 72
 # Bytes of one output column of a tile in the staging buffers. An element has 16 bits.
 _STAGING_BYTES_PER_COLUMN = BLOCK_M * 2
 _MAX_STAGES = 6  # with the narrowest tile, this many stages fit in the shared memory of sm_90

@@ -141,10 +141,10 @@ def log_refusal(layer: object, reason: str) -> None:
 
 
 def find_unsupported_reason(dispatch_output: Any) -> str | None:
-    """Return why modular_kernel cannot run a call, whatever its weights, or None if it may.
+    """Return why modular_kernel cannot run a call with any weights.
 
-    If `dispatch_output` has a quantized copy of the tokens, the copy is ignored, because the part
-    quantizes the tokens itself.
+    Return None if this depends on the weights. If `dispatch_output` has a quantized copy of the
+    tokens, the copy is ignored, because the part quantizes the tokens itself.
     """
     format = getattr(dispatch_output.format, "value", dispatch_output.format)
     if format != "standard":

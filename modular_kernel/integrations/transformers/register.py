@@ -62,9 +62,9 @@ def register(
     pairing.
 
     prepare_finalize: the prepare/finalize part.
-    experts: the experts part. None selects TritonExperts on a GPU. On a CPU, None selects
-        transformers' grouped_mm, which is faster, or TorchExperts for modules that grouped_mm does
-        not support.
+    experts: the experts part. On a GPU, None selects the same experts as in `FusedMoE`. On a CPU,
+        None selects transformers' grouped_mm, which is faster, or TorchExperts for modules that
+        grouped_mm does not support.
     name: name of the experts implementation.
     gradients: "fallback" runs transformers' grouped_mm in training mode, because its backward is
         faster. In eval mode, torch operations compute the gradients. "refuse" raises

@@ -158,12 +158,13 @@ def _converts_biases(problem: Problem, source: Source) -> bool:
 
 def _write_conversion(problem: Problem, source: Source) -> list[str]:
     """Return the lines of a statement that converts the weights, or nothing."""
-    if _keeps_checkpoint_layout(problem, source):
+    write_conversion = _SCHEMES[problem.scheme.name].write_conversion
+    if write_conversion is None or _keeps_checkpoint_layout(problem, source):
         return []
     sizes = f"num_experts={problem.e}, hidden_size={problem.hidden}"
     sizes += f", intermediate_size_per_partition={problem.intermediate}"
     block = ", weight_block_size=[128, 128]" if problem.scheme.granularity == "block" else ""
-    targets, function, arguments = _SCHEMES[problem.scheme.name].write_conversion(problem, source)
+    targets, function, arguments = write_conversion(problem, source)
     return [
         f"{targets} = oracle.{function}(",
         f"    oracle.{source.backend},",
@@ -195,10 +196,6 @@ def _configure_fp8(problem: Problem, source: Source) -> str:
     if problem.scheme.granularity == "channel":
         block = ", per_act_token_quant=True, per_out_ch_quant=True"
     return f"make_fp8_moe_quant_config(oracle.{source.backend}, s1, s2, {static}{block}"
-
-
-def _convert_int8(problem: Problem, source: Source) -> tuple[str, str, str]:
-    raise NotImplementedError(source.backend)  # vLLM has no other layout
 
 
 def _configure_int8(problem: Problem, source: Source) -> str:
@@ -257,13 +254,13 @@ class _Scheme:
 
     oracle: name of the module in vLLM's folder `oracle`.
     write_conversion: returns the variables that a conversion sets, its name, and its arguments
-        after the layer.
+        after the layer. None if vLLM runs the layout of checkpoints.
     write_arguments: returns the call that makes the FusedMoEQuantConfig, without its end.
     imports: import statements for the conversion.
     """
 
     oracle: str
-    write_conversion: Callable[[Problem, Source], tuple[str, str, str]]
+    write_conversion: Callable[[Problem, Source], tuple[str, str, str]] | None
     write_arguments: Callable[[Problem, Source], str]
     imports: tuple[str, ...] = ()
 
@@ -280,7 +277,7 @@ _SCHEMES: Mapping[str, _Scheme] = {
     "fp8_w8a8_tensor": _FP8,
     "fp8_w8a8_channel": _FP8,
     "fp8_w8a8_block": _FP8,
-    "int8_w8a8_channel": _Scheme("int8", _convert_int8, _configure_int8),
+    "int8_w8a8_channel": _Scheme("int8", None, _configure_int8),
     "int8_w8a16_group": _GROUPS,
     "int4_w4a16_group": _GROUPS,
     "mxfp4_w4a16": _Scheme("mxfp4", _convert_mxfp4, _configure_mxfp4),

@@ -81,7 +81,9 @@ def load_words(
     ptr, offset, chunk, in_bounds, size_k, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """Load a block of each weight row. If HALVES is 2, each MMA row holds one half of it.
+    """Load a block of each weight row.
+
+    If HALVES is 2, a weight row takes two MMA rows, each with one half of the block.
 
     Return int32 (4, 8, warps, ROWS / 8, CHUNKS, 4).
 
