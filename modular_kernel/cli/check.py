@@ -7,14 +7,13 @@ prints the whole verdict. For several pairings, it prints a matrix.
 from dataclasses import replace
 from pathlib import Path
 from string import ascii_lowercase, ascii_uppercase
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from click.exceptions import Exit
 
 from modular_kernel.cli import output
-from modular_kernel.cli.command import option
 from modular_kernel.cli.file_options import is_directory
-from modular_kernel.cli.machine_options import MachineOptions, apply_cluster
+from modular_kernel.cli.machine_options import CheckedMachineOptions, apply_cluster
 from modular_kernel.cli.options import (
     AsJson,
     DescribedProblemOptions,
@@ -39,15 +38,9 @@ _SUFFIX = "PrepareAndFinalize"  # most names end with it, so the matrix shows it
 def check(
     *,
     options: DescribedProblemOptions,
-    machine_options: MachineOptions,
+    machine_options: CheckedMachineOptions,
     pf_type: PfType = None,
     experts_type: ExpertsType = None,
-    arch: Annotated[
-        str | None, option("Check for a GPU of this compute capability, such as 9.0.")
-    ] = None,
-    device: Annotated[
-        Literal["cuda", "cpu"] | None, option("Check for a machine with this device.")
-    ] = None,
     as_json: AsJson = None,
 ) -> None:
     """Check pairings of parts for a problem, on this machine or on a described one.
@@ -55,6 +48,9 @@ def check(
     With --pf-type and --experts-type, checks one pairing and lists every reason against it.
     Otherwise, checks all pairings, or all pairings with the given part, and prints a matrix. A
     pairing is also refused if its weights and buffers for one layer exceed the memory of the GPU.
+
+    Without --model, sizes that are not given have default values. A described machine is assumed
+    to have only the packages of --packages, which are printed above the verdicts.
 
     --model FOLDER also checks the headers of the tensor files in the folder of a checkpoint. If the
     layers of a model are quantized differently, there is a verdict for each scheme.
@@ -67,7 +63,7 @@ def check(
     checkpoint = _inspect_checkpoint(layer_options)
     problems = _make_problems(layer_options, checkpoint)
     _warn_about_sizes(problems[0][1])
-    machine = machine_options.resolve_machine(cluster, arch, device)
+    machine = machine_options.resolve(cluster)
     from modular_kernel.catalog import load_catalog
     from modular_kernel.perf_model.verdicts import judge_pairs_with_memory
 
@@ -91,6 +87,7 @@ def check(
         record |= {"checkpoint": _make_checkpoint_record(checkpoint)}
 
     def print_text() -> None:
+        _print_assumptions(layer_options, machine_options, machine)
         if checkpoint is not None:
             source = f"according to its config.json{_describe_source(checkpoint)}"
             output.print_line(f"{options.model}: {checkpoint}, {source}")
@@ -107,6 +104,19 @@ def check(
     output.print_result(record, as_json, print_text)
     if not all(any(verdict.ok for verdict in verdicts) for _, _, verdicts in verdicts_by_layers):
         raise Exit(1)
+
+
+def _print_assumptions(
+    options: ProblemOptions, machine_options: CheckedMachineOptions, machine: "Machine"
+) -> None:
+    """Print the layer that is used without --model, and the packages of a described machine."""
+    is_described = machine_options.is_described
+    if options.model is None and (is_described or options.has_expert_for_each_rank):
+        output.print_line(f"layer: {options.describe_layer()}")
+    if is_described:
+        cluster = machine_options.parse_cluster()
+        gpus = "" if cluster is None else f"machine {machine_options.machine}: {cluster}; "
+        output.print_line(f"{gpus}{machine_options.describe_packages(cluster, machine)}")
 
 
 def _note_broken_parts(catalog: "Catalog") -> None:

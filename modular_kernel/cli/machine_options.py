@@ -13,26 +13,18 @@ if TYPE_CHECKING:
     from modular_kernel.spec.problem import Machine
 
 
+_PACKAGES_HELP = (
+    "Python packages that the machine has: all (every package that a part needs), or a list such "
+    "as deep_ep,triton."
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MachineOptions:
-    """Options of the machine, which is this one unless --machine describes another."""
+    """Options of a machine: its GPUs, links and packages."""
 
-    machine: Annotated[
-        str | None,
-        option(
-            "Use a described machine instead of this one: [HOSTSx][GPUSx]GPU, such as 8xh200 or "
-            "2x8xb200, "
-            "where GPU is a100, h100, h200 or b200; or a JSON file.",
-            metavar="NAME",
-        ),
-    ] = None
-    packages: Annotated[
-        str | None,
-        option(
-            "Python packages of the machine: all, or a list such as deep_ep,triton.  [default: "
-            "those installed here; with --machine or --arch: triton,ml_dtypes]"
-        ),
-    ] = None
+    machine: str | None = None
+    packages: str | None = None
 
     def parse_cluster(self) -> "Cluster | None":
         """Return the GPUs and links that --machine describes; None without --machine."""
@@ -69,6 +61,15 @@ class MachineOptions:
             return cluster.machine(packages)
         return select_machine(arch, device, packages)
 
+    def describe_packages(self, cluster: "Cluster | None", machine: "Machine") -> str:
+        """Return the packages of a described machine, and which of them are assumed."""
+        names = ", ".join(sorted(machine.packages)) or "none"
+        if self.packages is not None:
+            return f"packages: {names}"
+        if cluster is not None and cluster.packages is not None:
+            return f"packages of its file: {names}"
+        return f"packages assumed: {names} (--packages sets others)"
+
     def resolve_packages(
         self, cluster: "Cluster | None" = None, *, is_described: bool = True
     ) -> frozenset[str] | None:
@@ -87,6 +88,68 @@ class MachineOptions:
             names = ",".join(sorted(cluster.packages))
             return parse_packages(names, known_packages, "packages of --machine")
         return BASE_PACKAGES if is_described else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedMachineOptions(MachineOptions):
+    """Options of the machine, which is this one unless an option describes another."""
+
+    machine: Annotated[
+        str | None,
+        option(
+            "Use a described machine instead of this one: [HOSTSx][GPUSx]GPU, such as 8xh200 or "
+            "2x8xb200, where GPU is a100, h100, h200 or b200; or a JSON file.",
+            metavar="NAME",
+        ),
+    ] = None
+    arch: Annotated[
+        str | None,
+        option("Use a described GPU of this compute capability, such as 9.0, instead of this one."),
+    ] = None
+    device: Annotated[
+        Literal["cuda", "cpu"] | None, option("Use a described machine with this device.")
+    ] = None
+    packages: Annotated[
+        str | None,
+        option(
+            f"{_PACKAGES_HELP}  [default: triton,ml_dtypes with --machine or --arch, otherwise the "
+            "packages installed here]"
+        ),
+    ] = None
+
+    def resolve(self, cluster: "Cluster | None") -> "Machine":
+        """Return the machine that the options describe.
+
+        cluster: the result of `parse_cluster`. Raises ConfigurationError for invalid options.
+        """
+        return self.resolve_machine(cluster, self.arch, self.device)
+
+    @property
+    def is_described(self) -> bool:
+        """Whether an option describes the GPUs or the packages of the machine."""
+        return any(value is not None for value in (self.machine, self.arch, self.packages))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedMachineOptions(MachineOptions):
+    """Options of the machines to plan for, which are always described."""
+
+    machine: Annotated[
+        str | None,
+        option(
+            "Machines to plan for, separated by commas: [HOSTSx][GPUSx]GPU, such as 8xh200 or "
+            "2x8xb200, where GPU is a100, h100, h200 or b200; or a JSON file.  [default: 8xh200, "
+            "or as many H200 as --world-size]",
+            metavar="NAMES",
+        ),
+    ] = None
+    packages: Annotated[
+        str | None,
+        option(
+            f"{_PACKAGES_HELP}  [default: those in the JSON file of --machine, otherwise "
+            "triton,ml_dtypes]"
+        ),
+    ] = None
 
 
 def apply_cluster(options: ProblemOptions, cluster: "Cluster | None") -> ProblemOptions:

@@ -8,12 +8,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from modular_kernel.cli.command import IntegerList, option
 from modular_kernel.cli.file_options import STDOUT, FilePath, FileUse
 from modular_kernel.cli.output import print_note
-from modular_kernel.cli.presets import is_path, load_problem_fields, read_layer_schemes
+from modular_kernel.cli.presets import (
+    format_model_name,
+    is_path,
+    load_problem_fields,
+    read_layer_schemes,
+)
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.text import format_count
 
 if TYPE_CHECKING:
     from modular_kernel.spec.placement import Placement
     from modular_kernel.spec.problem import Problem
+
+# Default number of experts, and its maximum if there is one for each rank of a described machine.
+_DEFAULT_EXPERTS, _MAX_DEFAULT_EXPERTS = 8, 1024
 
 # Values of the fields of a Problem that neither an option nor a model sets. They describe a layer
 # that runs quickly on any machine.
@@ -21,7 +30,7 @@ DEFAULTS: dict[str, object] = {
     "tokens": 16,
     "hidden": 64,
     "intermediate": 128,
-    "experts": 8,
+    "experts": _DEFAULT_EXPERTS,
     "top_k": 2,
     "dtype": "bfloat16",
 }
@@ -153,6 +162,41 @@ class ProblemOptions:
         ),
     ] = None
 
+    def choose_defaults(self) -> Mapping[str, object]:
+        """Return the values of the fields that neither an option nor a model sets."""
+        return self.defaults
+
+    @property
+    def has_expert_for_each_rank(self) -> bool:
+        """Whether the default number of experts is the number of ranks."""
+        return False
+
+    def describe_layer(self) -> str:
+        """Return the name of the layer: its model, or that its sizes are defaults or options."""
+        if self.model is not None:
+            return format_model_name(self.model)
+        sizes = (self.hidden, self.intermediate, self.experts, self.top_k)
+        if all(size is None for size in sizes):
+            return "default layer, because there is no --model"
+        return "layer of the given sizes, the others by default"
+
+    def _make_too_few_experts_error(self, experts: int, world_size: int) -> ConfigurationError:
+        """Return the error for fewer experts than ranks, which says where both numbers are from."""
+        got = f"{format_count(experts, 'expert')} for {world_size} ranks"
+        fewer_ranks = f"at most {format_count(experts, 'rank')} (--world-size {experts})"
+        if self.experts is not None:
+            need = f"--experts {world_size} or more, or {fewer_ranks}"
+            return ConfigurationError("--experts", got=got, need=need)
+        if self.model is not None:
+            need = (
+                f"{fewer_ranks}, or a smaller --machine. More ranks need copies of experts "
+                "(--placement, such as 0/1/0/1 for 2 experts on 4 ranks; not in mk plan) or tensor "
+                "parallelism within each expert (tp_group of FusedMoE; not estimated)"
+            )
+            return ConfigurationError(f"--model {self.describe_layer()}", got=got, need=need)
+        need = f"a --model with as many experts, --experts {world_size}, or {fewer_ranks}"
+        return ConfigurationError("default layer without --model", got=got, need=need)
+
     def problem(self) -> "Problem":
         """Return the problem that these options describe.
 
@@ -170,7 +214,7 @@ class ProblemOptions:
         lacks_dtype = self.model is not None and self.dtype is None and "dtype" not in model_fields
         if lacks_dtype and is_path(str(self.model)):
             print_note(f"{self.model} has no dtype; using {DEFAULTS['dtype']} (see --dtype)")
-        values: dict[str, Any] = {**self.defaults, **model_fields}
+        values: dict[str, Any] = {**self.choose_defaults(), **model_fields}
         options = {f.name: getattr(self, f.name) for f in fields(self)}
         values |= {name: value for name, value in options.items() if value is not None}
         values.pop("model", None)
@@ -180,6 +224,8 @@ class ProblemOptions:
             need = "--world-size N in addition"
             raise ConfigurationError("--ranks-per-host", got=self.ranks_per_host, need=need)
         world_size = values.pop("world_size", 1)
+        if "/" not in values.get("placement", "") and world_size > values["experts"]:
+            raise self._make_too_few_experts_error(values["experts"], world_size)
         placement = _parse_placement(
             values.pop("placement", "linear"), values["experts"], world_size
         )
@@ -200,8 +246,33 @@ class DescribedProblemOptions(ProblemOptions):
     intermediate: Annotated[
         int | None, _size_option("Intermediate size.", "intermediate", DESCRIBED_DEFAULTS)
     ] = None
+    experts: Annotated[
+        int | None,
+        option(
+            "Number of experts of the model.  [default: the model's; otherwise 8, or one for each "
+            "rank if there are more than 8 ranks]"
+        ),
+    ] = None
 
     defaults = MappingProxyType(DESCRIBED_DEFAULTS)
+
+    def choose_defaults(self) -> Mapping[str, object]:
+        """Return the defaults, with an expert for each rank if there are more than 8 ranks."""
+        if not self.has_expert_for_each_rank:
+            return self.defaults
+        return {**self.defaults, "experts": self.world_size}
+
+    @property
+    def has_expert_for_each_rank(self) -> bool:
+        """Whether the default number of experts is the number of ranks."""
+        is_default = self.model is None and self.experts is None
+        return is_default and _DEFAULT_EXPERTS < (self.world_size or 1) <= _MAX_DEFAULT_EXPERTS
+
+    def describe_layer(self) -> str:
+        name = super().describe_layer()
+        if not self.has_expert_for_each_rank:
+            return name
+        return f"{name}; it has an expert for each of {self.world_size} ranks"
 
 
 def split_by_scheme(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from modular_kernel.cli.file_options import STDOUT as STDOUT
 from modular_kernel.cli.output_streams import EXIT_OUTPUT_LOST, reserve_stdout
-from modular_kernel.cli.tables import fit_table, format_records, wrap_line
+from modular_kernel.cli.tables import fit_table, format_records, measure_table, wrap_line
 from modular_kernel.errors import (
     ConfigurationError,
     IncompatibleError,
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from modular_kernel.compatibility.support import Rejection
 
 _DEFAULT_WIDTH = 80  # characters, for a pipe, a file, and a terminal of unknown width
+_WIDE_WIDTH = 200  # characters, enough for every column of most tables
 EXIT_SOFTWARE = 70  # EX_SOFTWARE of sysexits.h
 # Seconds before the first progress line, between later lines, and between the lines that a
 # background thread prints.
@@ -211,7 +212,9 @@ def print_table(
     printed = {column.header for column in table.columns}
     dropped = [name for name in columns if name not in printed]
     if dropped:
-        print_line(f"not shown in {line_width} columns: {', '.join(dropped)}")
+        needed_width = max(_WIDE_WIDTH, measure_table(columns, cells))
+        names = ", ".join(dropped)
+        print_line(f"not shown in {line_width} columns (set COLUMNS={needed_width}): {names}")
 
 
 def _is_empty(columns: Sequence[str], cells: list[list[str]], name: str) -> bool:

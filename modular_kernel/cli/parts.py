@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from modular_kernel.cli import output
 from modular_kernel.cli.engine import EngineName, list_engine
-from modular_kernel.cli.machine_options import MachineOptions
+from modular_kernel.cli.machine_options import CheckedMachineOptions
 from modular_kernel.cli.options import AsJson, refuse_combination
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ _GLOSSARY = {
 
 
 def list_parts(
-    *, machine_options: MachineOptions, engine: EngineName = None, as_json: AsJson = None
+    *, machine_options: CheckedMachineOptions, engine: EngineName = None, as_json: AsJson = None
 ) -> None:
     """List every part, its requirements, whether it can run on the machine, and its origin.
 
@@ -59,7 +59,8 @@ def list_parts(
         refuse_combination("--engine", (machine_options,))
         list_engine(engine, as_json)
         return
-    machine = machine_options.resolve_machine(machine_options.parse_cluster())
+    cluster = machine_options.parse_cluster()
+    machine = machine_options.resolve(cluster)
     from modular_kernel.catalog import load_catalog
     from modular_kernel.spec.quantization import load_external_schemes
 
@@ -75,9 +76,16 @@ def list_parts(
         "duplicates": catalog.duplicates(),
     }
     machine_name = machine_options.machine or "this machine"
-    output.print_result(
-        record, as_json, lambda: _print_text(catalog, schemes, machine, machine_name)
-    )
+    if machine_options.arch is not None or machine_options.device is not None:
+        machine_name = "a described machine"
+
+    def print_text() -> None:
+        _print_title(machine, machine_name)
+        if machine_options.is_described:
+            output.print_line(machine_options.describe_packages(cluster, machine))
+        _print_parts(catalog, schemes, machine)
+
+    output.print_result(record, as_json, print_text)
 
 
 def _get_requirements(part: "Part") -> "Requirements | None":
@@ -112,13 +120,14 @@ def _list_paths(part: "Part") -> "tuple[PathInfo, ...]":
     return paths
 
 
-def _print_text(
-    catalog: "Catalog", schemes: "ExternalSchemes", machine: "Machine", machine_name: str
-) -> None:
+def _print_title(machine: "Machine", machine_name: str) -> None:
     interpreted = ", Triton interpreted" if machine.interpreter else ""
     output.print_line(
         f"Parts on {machine_name} ({machine}{interpreted}); terms are explained at the end:"
     )
+
+
+def _print_parts(catalog: "Catalog", schemes: "ExternalSchemes", machine: "Machine") -> None:
     for kind in _KINDS:
         output.print_line(f"\n{kind}")
         for part in (part for part in catalog.parts if part.kind == kind):

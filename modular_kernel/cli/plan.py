@@ -14,7 +14,7 @@ from click.exceptions import Exit
 from modular_kernel.cli import output
 from modular_kernel.cli.command import POSITIVE, IntegerRange, NumberRange, option
 from modular_kernel.cli.file_options import FilePath, FileUse
-from modular_kernel.cli.machine_options import MachineOptions, apply_cluster
+from modular_kernel.cli.machine_options import PlannedMachineOptions, apply_cluster
 from modular_kernel.cli.machine_setup import prepare_host
 from modular_kernel.cli.options import (
     TOKENS_LIST,
@@ -35,6 +35,7 @@ from modular_kernel.cli.plan_output import (
 from modular_kernel.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from modular_kernel.perf_model.accuracy import Accuracy
     from modular_kernel.perf_model.estimate import PairingEstimates
     from modular_kernel.perf_model.hardware import Cluster
     from modular_kernel.perf_model.recommend import Recommendation
@@ -45,20 +46,30 @@ _GIGA, _TERA, _MICRO = 1e9, 1e12, 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlannedProblemOptions(DescribedProblemOptions):
+    """Options of the `Problem` of one rank."""
+
+    tokens: Annotated[
+        int | None, option("Tokens on each rank.  [default: 128 for decode, 4096 for prefill]")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkloadOptions:
     """Options of the workload, and rates that replace those of the described machine."""
 
     phase: Annotated[
         Literal["prefill", "decode"] | None,
         option(
-            "Recommend a pairing for this phase only.  [default: both; if token counts are given, "
-            "decode for up to 256 tokens per rank, else prefill]"
+            "Recommend a pairing for this phase only.  [default: both; with --tokens or "
+            "--tokens-list, decode for up to 256 tokens on each rank, and prefill for more]"
         ),
     ] = None
     tokens_list: Annotated[
         tuple[int, ...] | None,
         option(
-            "Tokens per rank.  [default: --tokens, or 128 (decode) and 4096 (prefill)]",
+            "Several numbers of tokens on each rank, such as 1,128,4096, with tables for each; "
+            "replaces --tokens.",
             type=TOKENS_LIST,
         ),
     ] = None
@@ -107,10 +118,10 @@ class WorkloadOptions:
 
         gpu, inside, between = cluster.gpu, cluster.inside, cluster.between
         if self.bandwidth is not None:
-            gpu = replace(gpu, bandwidth=self.bandwidth * _TERA)
+            gpu = replace(gpu, bandwidth=self.bandwidth * _TERA, measured=False)
         if self.peak is not None:
             rates = make_peak_rates(self.peak, 2 * self.peak, fp8="float8_e4m3fn" in gpu.flops)
-            gpu = replace(gpu, flops=rates)
+            gpu = replace(gpu, flops=rates, measured=False)
         if self.link is not None:
             inside = replace(inside, bandwidth=self.link * _GIGA)
         if self.link_latency is not None:
@@ -138,23 +149,31 @@ class PlanCase:
     """The estimates of all pairings for one machine, phase and number of tokens.
 
     name: name of the machine.
+    layer_name: name of the layer, such as its model.
+    packages_text: the machine's packages, and whether they are assumed.
+    accuracy: how well the estimate of the recommended pairing is known; None without one.
+    num_layers: number of layers whose weights must fit together.
     layers: the layers with the quantization scheme of the problem; None if all layers have it.
     """
 
     name: str
+    layer_name: str
+    packages_text: str
     cluster: "Cluster"
     machine: "Machine"
     phase: str
     problem: "Problem"
     result: "PairingEstimates"
     recommendation: "Recommendation | None"
+    accuracy: "Accuracy | None"
+    num_layers: int
     layers: tuple[int, ...] | None = None
 
 
 def plan(
     *,
-    options: DescribedProblemOptions,
-    machine_options: MachineOptions,
+    options: PlannedProblemOptions,
+    machine_options: PlannedMachineOptions,
     workload: WorkloadOptions,
     compare: Annotated[
         tuple[Path, ...],
@@ -173,10 +192,10 @@ def plan(
     tokens per rank. If the layers of a config.json are quantized differently, there is a table for
     each scheme.
 
-    --machine takes several machines, separated by commas. The default is 8xh200, or as many H200
-    GPUs as --world-size, 8 per host. --tokens is the number of tokens per rank; its default does
-    not apply. --prepared adds the memory of prepared weights. "Plan for a machine" in the
-    documentation gives the formulas, the records and the errors of the estimates.
+    Without --machine, plans for one host with 8 H200, or for as many H200 as --world-size, 8 on
+    each host. Without --model, sizes that are not given have default values, which the first line
+    shows. --prepared adds the memory of prepared weights. "Plan for a machine" in the documentation
+    gives the formulas, the records and the errors of the estimates.
 
     --compare FILE prints the errors of the estimates for a record of `mk bench` or `mk exchange`.
     It can be combined with --json only.
@@ -219,7 +238,7 @@ def _check_options(options: ProblemOptions) -> None:
 
 
 def _parse_machines(
-    options: ProblemOptions, machine_options: MachineOptions
+    options: ProblemOptions, machine_options: PlannedMachineOptions
 ) -> list[tuple[str, "Cluster"]]:
     """Return (name, machine) for each machine of --machine, or for the default machine."""
     if machine_options.machine is None:
@@ -238,15 +257,18 @@ def _make_cases(
     name: str,
     cluster: "Cluster",
     options: ProblemOptions,
-    machine_options: MachineOptions,
+    machine_options: PlannedMachineOptions,
     workload: WorkloadOptions,
 ) -> list[PlanCase]:
+    from modular_kernel.perf_model.accuracy import describe_accuracy
     from modular_kernel.perf_model.estimate import estimate_pairings, machines_with_all_packages
     from modular_kernel.perf_model.load import Groups
     from modular_kernel.perf_model.recommend import recommend
 
     machine = machine_options.resolve_machine(cluster)
-    problem = apply_cluster(options, cluster).problem()
+    packages_text = machine_options.describe_packages(cluster, machine)
+    layer_options = apply_cluster(options, cluster)
+    problem, layer_name = layer_options.problem(), layer_options.describe_layer()
     estimate = partial(
         estimate_pairings,
         cluster=cluster,
@@ -265,7 +287,24 @@ def _make_cases(
         ]
         estimate_at = lambda count: estimate(problem.with_tokens(count), machine=machine)  # noqa: E731
         recommendation = recommend(phase, result, estimate_at, results_with_all_packages)
-        cases.append(PlanCase(name, cluster, machine, phase, phase_problem, result, recommendation))
+        accuracy = None
+        if recommendation is not None:
+            accuracy = describe_accuracy(recommendation.best, cluster)
+        cases.append(
+            PlanCase(
+                name,
+                layer_name,
+                packages_text,
+                cluster,
+                machine,
+                phase,
+                phase_problem,
+                result,
+                recommendation,
+                accuracy,
+                workload.layers,
+            )
+        )
     return cases
 
 

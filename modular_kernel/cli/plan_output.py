@@ -4,13 +4,14 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from modular_kernel.cli import output
-from modular_kernel.text import format_count, format_layers
+from modular_kernel.text import format_count, format_layers, pluralize
 
 if TYPE_CHECKING:
     from modular_kernel.cli.plan import PlanCase
+    from modular_kernel.perf_model.accuracy import Accuracy
     from modular_kernel.perf_model.compare import Comparison, Summary
     from modular_kernel.perf_model.estimate import Estimate
-    from modular_kernel.perf_model.hardware import Link
+    from modular_kernel.perf_model.hardware import Cluster, Gpu, Link
     from modular_kernel.perf_model.recommend import Recommendation
 
 # These suffixes end most part names. Tables show them only in the header.
@@ -29,9 +30,15 @@ def make_record(cases: "Sequence[PlanCase]", routing: str) -> dict[str, Any]:
     """Return the JSON record of all cases."""
     return {
         "routing": routing,
+        "cases": [
+            _make_label_fields(case) | {"layer": case.layer_name, "problem": case.problem}
+            for case in cases
+        ],
         "machines": {case.name: case.cluster for case in cases},
         "recommendations": [
-            _make_label_fields(case) | _make_recommendation_record(case.recommendation)
+            _make_label_fields(case)
+            | _make_recommendation_record(case.recommendation)
+            | {"accuracy": case.accuracy}
             for case in cases
             if case.recommendation is not None
         ],
@@ -92,6 +99,8 @@ def _make_estimate_record(estimate: "Estimate") -> dict[str, Any]:
 
 
 def _make_recommendation_record(recommendation: "Recommendation") -> dict[str, Any]:
+    from modular_kernel.perf_model.recommend import explain_runner_up
+
     runner_up = recommendation.runner_up
     return {
         "pairing": recommendation.best.pairing,
@@ -100,38 +109,84 @@ def _make_recommendation_record(recommendation: "Recommendation") -> dict[str, A
         "memory_bytes": recommendation.best.memory.total,
         "runner_up": None if runner_up is None else runner_up.pairing,
         "runner_up_us": None if runner_up is None else runner_up.seconds * 1e6,
+        "runner_up_reason": None
+        if runner_up is None
+        else explain_runner_up(recommendation.best, runner_up),
         "close": recommendation.is_close,
         "would_change": recommendation.changes,
     }
 
 
 def print_cases(cases: "Sequence[PlanCase]", routing: str, max_rows: int) -> None:
-    """Print the recommendations, then a table for each case, then the assumptions.
+    """Print the layers, the recommendations, a table for each case, and the assumptions.
 
     max_rows: maximum number of pairings in a table. 0 prints all.
     """
+    for line in dict.fromkeys(line for case in cases for line in _list_subjects(case)):
+        output.print_line(line)
     for case in cases:
+        output.print_line()
         _print_recommendation(case)
-    for case in cases:
-        _print_table(case, max_rows)
     output.print_line()
-    assumptions = (line for case in cases for line in _list_assumptions(case, routing))
-    for assumption in dict.fromkeys(assumptions):
+    _print_tables(cases, max_rows)
+    output.print_line("\nAssumptions:")
+    for assumption in _list_assumptions(cases, routing):
         output.print_line(f"- {assumption}")
+
+
+def _print_tables(cases: "Sequence[PlanCase]", max_rows: int) -> None:
+    """Print the table of each case, and the pairings that it lacks.
+
+    Pairings that every table lacks for the same reason are printed once, after the last table.
+    """
+    notes_by_case = [_list_notes(case) for case in cases]
+    common_notes = [
+        note for note in notes_by_case[0] if all(note in notes for notes in notes_by_case)
+    ]
+    for index, (case, notes) in enumerate(zip(cases, notes_by_case, strict=True)):
+        if index:
+            output.print_line()
+        _print_table(case, max_rows)
+        for note in notes:
+            if note not in common_notes:
+                output.print_line(note)
+    if common_notes and len(cases) > 1:
+        output.print_line("\nIn all tables:")
+    for note in common_notes:
+        output.print_line(note)
+
+
+def _list_subjects(case: "PlanCase") -> list[str]:
+    """Return a line with the layer and a line with the machine."""
+    problem, layers = case.problem, "layer"
+    if case.layers is not None:
+        layers = format_layers(case.layers)
+    scheme = problem.quant if problem.scheme.quantized else "no quantization"
+    dtype = str(problem.dtype).removeprefix("torch.")
+    sizes = (
+        f"hidden {problem.hidden}, intermediate {problem.intermediate}, "
+        f"{format_count(problem.experts, 'expert')}, top-k {problem.top_k}, {dtype}, {scheme}"
+    )
+    ranks = format_count(problem.parallel.world_size, "rank")
+    return [
+        f"{layers}: {case.layer_name}: {sizes}",
+        f"machine {case.name}: {ranks} on {case.cluster}; {case.packages_text}",
+    ]
 
 
 def _format_title(case: "PlanCase") -> str:
     problem = case.problem
-    ranks, tokens = problem.parallel.world_size, format_count(problem.tokens, "token")
-    total = f", {ranks * problem.tokens} in all" if ranks > 1 else ""
+    ranks, tokens = problem.parallel.world_size, f"{problem.tokens:,}"
+    tokens = f"{tokens} {pluralize('token', problem.tokens)}"
+    total = f", {ranks * problem.tokens:,} in all" if ranks > 1 else ""
     location = f"on each of {ranks} ranks" if ranks > 1 else "on one GPU"
     layers = "" if case.layers is None else f"{format_layers(case.layers)} ({problem.quant}): "
     return f"{layers}{case.phase} on {case.name}, {tokens} {location}{total}"
 
 
 def _print_recommendation(case: "PlanCase") -> None:
-    recommendation = case.recommendation
-    if recommendation is None:
+    recommendation, accuracy = case.recommendation, case.accuracy
+    if recommendation is None or accuracy is None:
         reason = "every pairing is refused"
         if case.result.too_large:
             reason = "no valid pairing fits in memory"
@@ -141,18 +196,46 @@ def _print_recommendation(case: "PlanCase") -> None:
         _print_nearest_refusal(case)
         return
     best, limit = recommendation.best, case.machine.memory or 0
-    output.print_line(
-        f"{_format_title(case)}: take {best.pairing}: {best.seconds * 1e6:.0f} us a layer, "
-        f"{best.tokens_per_second / _MEGA:.2f} Mtokens/s, fits: {best.memory} of "
-        f"{limit / _GIGA:.0f} GB"
-    )
+    output.print_line(f"{_format_title(case)}:")
+    output.print_line(f"  take {best.pairing}")
+    time = _format_time_and_rate(best, accuracy)
+    output.print_line(f"    estimate: {time}; {accuracy.summary}")
+    for reason in accuracy.reasons:
+        output.print_line(f"      {reason}")
+    layers = f", {case.num_layers} layers" if case.num_layers > 1 else ""
+    output.print_line(f"    memory of a rank{layers}: {best.memory}, of {limit / _GIGA:.0f} GB")
     if recommendation.runner_up is not None:
-        runner_up = recommendation.runner_up
-        ratio = runner_up.seconds / best.seconds
-        close = ", within the error of the estimates: time both" if recommendation.is_close else ""
-        output.print_line(f"  runner-up: {runner_up.pairing}, {ratio:.2f} x the time{close}")
+        _print_runner_up(recommendation, recommendation.runner_up, accuracy)
     for change in recommendation.changes:
-        output.print_line(f"  would change it: {change}")
+        output.print_line(f"  {change}")
+
+
+def _format_time_and_rate(estimate: "Estimate", accuracy: "Accuracy") -> str:
+    """Return the time and the throughput, with two digits if only their magnitude is known."""
+    us, million_tokens = estimate.seconds * 1e6, estimate.tokens_per_second / _MEGA
+    if not accuracy.is_rough:
+        return f"{us:,.0f} us a layer, {million_tokens:.2f} million tokens/s"
+    us, million_tokens = (float(f"{number:.1e}") for number in (us, million_tokens))
+    return f"about {us:,.0f} us a layer, {million_tokens:g} million tokens/s"
+
+
+def _print_runner_up(
+    recommendation: "Recommendation", runner_up: "Estimate", accuracy: "Accuracy"
+) -> None:
+    from modular_kernel.perf_model.accuracy import ORDER_OF_MAGNITUDE
+    from modular_kernel.perf_model.recommend import explain_runner_up
+
+    best = recommendation.best
+    ratio = runner_up.seconds / best.seconds
+    advice = ""
+    if recommendation.is_close:
+        advice = "; within the error of the estimates: time both"
+    elif accuracy.is_rough and runner_up.prepare_finalize != best.prepare_finalize:
+        advice = f"; estimates of these exchanges show the {ORDER_OF_MAGNITUDE}: time both"
+    output.print_line(
+        f"  runner-up: {runner_up.pairing}, {ratio:.2f} x the time: "
+        f"{explain_runner_up(best, runner_up)}{advice}"
+    )
 
 
 def _print_nearest_refusal(case: "PlanCase") -> None:
@@ -178,12 +261,19 @@ def _print_table(case: "PlanCase", max_rows: int) -> None:
         output.print_line(
             f"{format_count(num_hidden, 'slower pairing')}: --rows 0 or --json shows them"
         )
-    _print_by_reason("does not fit", result.too_large)
-    _print_by_reason("no estimate", result.unestimated)
     for caveat in dict.fromkeys(
         f"{e.prepare_finalize}: {e.caveat}" for e in shown_estimates if e.caveat
     ):
         output.print_line(f"caveat of {caveat}")
+
+
+def _list_notes(case: "PlanCase") -> list[str]:
+    """Return the pairings that a table lacks, with the reasons."""
+    too_large, unestimated = case.result.too_large, case.result.unestimated
+    return [
+        *_group_by_reason("does not fit", too_large),
+        *_group_by_reason("no estimate", unestimated),
+    ]
 
 
 def _format_cells(estimate: "Estimate") -> tuple[str, ...]:
@@ -203,36 +293,33 @@ def _format_cells(estimate: "Estimate") -> tuple[str, ...]:
     )
 
 
-def _print_by_reason(heading: str, reasons: Iterable[tuple[str, str]]) -> None:
-    """Print one line for each reason, with the pairings that have it."""
+def _group_by_reason(heading: str, reasons: Iterable[tuple[str, str]]) -> list[str]:
+    """Return one line for each reason, with the pairings that have it."""
     pairings_by_reason: dict[str, list[str]] = {}
     for pairing, reason in reasons:
         pairings_by_reason.setdefault(reason, []).append(pairing)
+    lines = []
     for reason, pairings in pairings_by_reason.items():
         experts = ", ".join(pairing.partition(" x ")[2] for pairing in pairings)
         exchanges = {pairing.partition(" x ")[0] for pairing in pairings}
         names = f"{exchanges.pop()} x {experts}" if len(exchanges) == 1 else ", ".join(pairings)
-        output.print_line(f"{heading}: {names}: {reason}")
+        lines.append(f"{heading}: {names}: {reason}")
+    return lines
 
 
-def _list_assumptions(case: "PlanCase", routing: str) -> list[str]:
-    cluster, estimates = case.cluster, case.result.estimates
-    gpu = cluster.gpu
-    rates = ", ".join(f"{name} {rate / _TERA:.0f}" for name, rate in gpu.flops.items())
-    sizes = f"{gpu.bandwidth / _TERA:g} TB/s, {gpu.memory / _GIGA:g} GB"
-    measured = "measured" if gpu.measured else "by data sheet, at the H200's share of its peaks"
-    packages = ", ".join(sorted(case.machine.packages)) or "none"
+def _list_assumptions(cases: "Sequence[PlanCase]", routing: str) -> list[str]:
+    """Return the assumptions of all cases, each once."""
+    estimates = [estimate for case in cases for estimate in case.result.estimates]
+    machine_lines = dict.fromkeys(
+        line for case in cases for line in _list_machine_assumptions(case.name, case.cluster)
+    )
     return [
-        f"packages of {case.name}: {packages} (--packages all: every one that a part needs)",
-        f"GPU: {gpu.name}, {measured}; {sizes}, TFLOP/s: {rates}",
-        f"link of one GPU within a host of {cluster.per_host}: {_format_link(cluster.inside)}",
-        *(
-            [f"link of one GPU between hosts: {_format_link(cluster.between)}"]
-            * (cluster.hosts > 1)
-        ),
+        *machine_lines,
         f"routing {routing}: expected loads; the most loaded rank determines the time",
-        "Mtok/s: different tokens of all ranks",
+        "Mtok/s: million different tokens of all ranks a second",
         "GB: of a rank: weights of its experts, workspace, exchange buffers, prepared weights",
+        "rows out: rows of a token that a dispatch sends to other hosts",
+        "bound: whether compute or memory bandwidth limits the experts",
         "dispatch, experts and combine run one after another, without overlap",
         "calls are replayed from CUDA graphs; router, shared experts and attention are excluded",
         *_list_prepared_caveats(estimates),
@@ -241,15 +328,47 @@ def _list_assumptions(case: "PlanCase", routing: str) -> list[str]:
     ]
 
 
+def _list_machine_assumptions(name: str, cluster: "Cluster") -> list[str]:
+    gpu = cluster.gpu
+    rates = ", ".join(f"{operand} {rate / _TERA:.0f}" for operand, rate in gpu.flops.items())
+    sizes = f"{gpu.bandwidth / _TERA:g} TB/s, {gpu.memory / _GIGA:g} GB"
+    lines = [f"{name}: {gpu.name}, {_describe_source_of_rates(gpu)}; {sizes}, TFLOP/s: {rates}"]
+    if cluster.per_host > 1:
+        inside = _format_link(cluster.inside)
+        lines.append(
+            f"{name}: link of one GPU to the {cluster.per_host - 1} others of its host: {inside}"
+        )
+    if cluster.hosts > 1:
+        lines.append(f"{name}: link of one GPU to other hosts: {_format_link(cluster.between)}")
+    return lines
+
+
+def _describe_source_of_rates(gpu: "Gpu") -> str:
+    from modular_kernel.perf_model.hardware import NAMED_GPUS
+
+    if gpu.measured:
+        return "rates measured"
+    if any(gpu == named_gpu for named_gpu, _ in NAMED_GPUS.values()):
+        return "not measured: the share of its data sheet's rates that an H200 reached"
+    return "not measured: rates as given"
+
+
 def _list_sources(parts_and_sources: Iterable[tuple[str, str]]) -> list[str]:
-    """Return a line for each source, with the parts that have it.
+    """Return a line for each source, with the parts that have it, in the order of `mk list`.
 
     parts_and_sources: (part, source) of each estimate.
     """
-    parts_by_source: dict[str, dict[str, None]] = {}
+    from modular_kernel.catalog import load_catalog
+
+    catalog = load_catalog()
+    order = [*catalog.names("prepare_finalize"), *catalog.names("experts")]
+    parts_by_source: dict[str, set[str]] = {}
     for part, source in parts_and_sources:
-        parts_by_source.setdefault(source, {})[part.removesuffix(_SUFFIX)] = None
-    return [f"{', '.join(parts)}: {source}" for source, parts in parts_by_source.items()]
+        parts_by_source.setdefault(source, set()).add(part)
+    return [
+        f"{', '.join(p.removesuffix(_SUFFIX) for p in sorted(parts, key=order.index))}: {source}"
+        for source, parts in parts_by_source.items()
+    ]
 
 
 def _format_link(link: "Link") -> str:

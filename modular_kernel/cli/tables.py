@@ -41,6 +41,14 @@ def fit_table(
     return None
 
 
+def measure_table(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> int:
+    """Return the minimum width of a table with all columns, in characters."""
+    from rich.console import Console
+
+    table = _build_table(columns, cells, range(len(columns)))
+    return Console(width=_UNLIMITED_WIDTH, height=25).measure(table).maximum
+
+
 def _build_table(
     columns: Sequence[str], cells: Sequence[Sequence[str]], indices: Sequence[int]
 ) -> "Table":

@@ -13,6 +13,7 @@ from typing import Any
 from modular_kernel.utils import json_files
 
 SCHEMA = "mk-bench/1"
+EXCHANGE_SCHEMA = "mk-exchange/1"  # of bench.all2all.records, which readers need not import
 
 OK, WRONG, FAILED, REFUSED, SKIPPED = "ok", "wrong", "failed", "refused", "skipped"
 INTERPRETER = "interpreter"  # mode of rows whose kernels ran in Triton's interpreter

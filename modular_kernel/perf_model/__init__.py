@@ -5,4 +5,5 @@ of the busiest rank, `experts_time` and `exchange_time` compute the times, `expe
 corrects them by measured times, and `memory` computes the memory. `estimate` combines them for
 every valid pairing, and `recommend` selects a pairing. `compare`, `error_tables` and
 `selection_table` compare the model with measurements, and create the tables of the documentation.
+`accuracy` describes how well an estimate is known, from the same comparisons.
 """

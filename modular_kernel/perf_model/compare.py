@@ -16,9 +16,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from modular_kernel.bench.all2all.records import SCHEMA as EXCHANGE_SCHEMA
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.measure.records import OK, SCHEMA
+from modular_kernel.measure.records import EXCHANGE_SCHEMA, OK, SCHEMA
 from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.perf_model.exchange_time import (
     DEEPEP_HT,

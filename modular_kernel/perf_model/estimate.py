@@ -222,7 +222,9 @@ class EstimateRequest:
         if self._find_correction(verdict.experts) is None:
             arch = self.machine.arch
             suffix = "" if arch in (None, ARCH) else f" on sm_{arch[0]}{arch[1]}"
-            return f"no recorded time of {verdict.experts} with {self.problem.scheme.name}{suffix}"
+            scheme = self.problem.scheme
+            scheme_text = f"with {scheme.name}" if scheme.quantized else "in 16 bits"
+            return f"no recorded time of {verdict.experts} {scheme_text}{suffix}"
         return ""
 
     def estimate_memory(self, prepare_finalize: str, experts: str) -> Memory:

@@ -40,7 +40,7 @@ _FOLDER = Path(__file__).parents[1] / "select" / "data"
 _SHAPES_FILE = Path(__file__).with_name("data") / "h200-layers.json"
 _MAX_BYTES = 1 << 24
 _MAX_START_FRACTION = 0.9  # maximum `start`, as a fraction of the shortest time of a part
-_ITEMSIZE = 2  # bytes; every recorded layer is in bfloat16
+RECORDED_ITEMSIZE = 2  # bytes; every recorded layer is in bfloat16
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def find_time_correction(
     ignored_shape: name of a shape whose records are ignored, so that its times can be compared with
         the corrected time.
     """
-    if problem.dtype.itemsize != _ITEMSIZE:
+    if problem.dtype.itemsize != RECORDED_ITEMSIZE:
         return None
     layers = [
         r for r in recorded_layers() if r.experts_part == experts_part and r.shape != ignored_shape
@@ -124,11 +124,12 @@ def find_time_correction(
     size = math.log2(problem.hidden * problem.intermediate)
     nearest_size = min((layer.log2_matrix_size for layer in similar), key=lambda s: abs(s - size))
     nearest = [layer for layer in similar if layer.log2_matrix_size == nearest_size]
-    schemes = ", ".join(sorted({layer.scheme for layer in nearest}))
-    shapes = ", ".join(sorted({layer.shape for layer in nearest}))
+    schemes = " and ".join(sorted({layer.scheme for layer in nearest} - {"none"}))
+    shapes = " and ".join(sorted({layer.shape for layer in nearest}))
+    source = f"recorded times of {shapes} {f'in {schemes}' if schemes else 'in 16 bits'}"
     start_us = _compute_start_us(similar)
     factor = _interpolate(nearest, start_us, math.log2(max(rows, 1e-9)))
-    return TimeCorrection(factor, f"recorded times of {shapes} in {schemes}", start_us / 1e6)
+    return TimeCorrection(factor, source, start_us / 1e6)
 
 
 def _compute_start_us(layers: Sequence[RecordedLayer]) -> float:

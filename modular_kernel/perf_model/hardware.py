@@ -43,7 +43,8 @@ class Gpu:
     bandwidth: bytes per second of its memory.
     memory: bytes of its memory.
     arch: compute capability.
-    measured: whether the peaks were measured instead of derived from a data sheet.
+    measured: whether the peaks were measured, and neither derived from a data sheet nor given by
+        the user.
     """
 
     name: str = "NVIDIA H200"
@@ -104,6 +105,11 @@ class Cluster:
     def gpus(self) -> int:
         """Number of GPUs of all hosts."""
         return self.hosts * self.per_host
+
+    def __str__(self) -> str:
+        if self.hosts == 1:
+            return f"{self.per_host} {self.gpu.name}"
+        return f"{self.hosts} hosts with {self.per_host} {self.gpu.name} each"
 
     def count_peers(self, world_size: int) -> tuple[int, int]:
         """Return the number of other ranks on this host, and the number on other hosts."""

@@ -142,12 +142,12 @@ def _parse_gpu(record: dict[str, Any], values: dict[str, float]) -> tuple[Gpu, L
     if "memory_gb" in values:
         gpu = replace(gpu, memory=values["memory_gb"] * _GIGA)
     if "bandwidth_tbs" in values:
-        gpu = replace(gpu, bandwidth=values["bandwidth_tbs"] * _TERA)
+        gpu = replace(gpu, bandwidth=values["bandwidth_tbs"] * _TERA, measured=False)
     if "peak_tflops" in values:
         rates = make_peak_rates(
             values["peak_tflops"], 2 * values["peak_tflops"], fp8=gpu.arch >= (8, 9)
         )
-        gpu = replace(gpu, flops=rates)
+        gpu = replace(gpu, flops=rates, measured=False)
     return gpu, link
 
 

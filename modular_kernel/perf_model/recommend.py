@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from modular_kernel.catalog import Catalog, load_catalog
 from modular_kernel.perf_model.estimate import Estimate, PairingEstimates
 from modular_kernel.perf_model.machines import BASE_PACKAGES, DEEP_EP_1_PACKAGE
+from modular_kernel.text import pluralize
 
 DECODE, PREFILL = "decode", "prefill"
 PHASE_TOKENS = {DECODE: 128, PREFILL: 4096}  # default number of tokens per rank
@@ -90,6 +91,36 @@ def recommend(
     return Recommendation(phase, best, runner_up, tuple(changes))
 
 
+def explain_runner_up(best: Estimate, runner_up: Estimate) -> str:
+    """Return why `select_best` prefers `best` to the runner-up."""
+    times = sorted((best.seconds, runner_up.seconds))
+    if times[1] <= TIE_RATIO * times[0]:
+        catalog = load_catalog()
+        packages, best_packages = (
+            _collect_packages(catalog, estimate) for estimate in (runner_up, best)
+        )
+        tie = f"a tie within {(TIE_RATIO - 1) * 100:.0f} %, second because"
+        if len(packages) > len(best_packages):
+            names = ", ".join(sorted((packages - best_packages) - {DEEP_EP_1_PACKAGE}))
+            return f"{tie} it also needs {names}"
+        field = "prepare_finalize"
+        if best.prepare_finalize == runner_up.prepare_finalize:
+            field = "experts_part"
+        first, second = (getattr(estimate, field) for estimate in (best, runner_up))
+        return f"{tie} `mk list` has {first} before {second}"
+    kinds = {
+        "exchange": (_get_exchange_seconds(best), _get_exchange_seconds(runner_up)),
+        "experts": (best.experts.seconds, runner_up.experts.seconds),
+    }
+    kind = max(kinds, key=lambda kind: kinds[kind][1] - kinds[kind][0])
+    best_us, us = (f"{seconds * 1e6:,.0f}" for seconds in kinds[kind])
+    return f"slower {kind}, {us} us instead of {best_us} us"
+
+
+def _get_exchange_seconds(estimate: Estimate) -> float:
+    return estimate.exchange.dispatch + estimate.exchange.combine
+
+
 def _describe_changes_by_packages(
     best: Estimate, result: PairingEstimates, with_all_packages: Sequence[PairingEstimates]
 ) -> list[str]:
@@ -102,53 +133,109 @@ def _describe_changes_by_packages(
     if not faster:
         return []
     best_choice, machine = min(faster, key=lambda pair: pair[0].seconds)
-    missing = _collect_packages(load_catalog(), best_choice) - result.machine.packages
+    needed = _collect_packages(load_catalog(), best_choice, is_base_included=True)
+    missing = needed - result.machine.packages
     if DEEP_EP_1_PACKAGE in result.machine.packages - machine.packages:
         missing |= {"deep_ep"}  # the machine has the other version
     version = 1 if DEEP_EP_1_PACKAGE in machine.packages else 2
     names = sorted(missing - {DEEP_EP_1_PACKAGE})
     package_names = ", ".join(f"{n} {version}" if n == "deep_ep" else n for n in names)
+    has_all_packages = any(
+        result.machine.packages == package_result.machine.packages
+        for package_result in with_all_packages
+    )
+    packages = needed | (BASE_PACKAGES if has_all_packages else result.machine.packages)
+    if "deep_ep" in needed:  # only one of its versions can be installed
+        packages = packages - {DEEP_EP_1_PACKAGE} | (machine.packages & {DEEP_EP_1_PACKAGE})
     ratio = best_choice.seconds / best.seconds
-    return [f"with {package_names}: {best_choice.pairing}, {ratio:.2f} x the time"]
+    option = f"--packages {','.join(sorted(packages))}"
+    choice = f"{best_choice.pairing}, {ratio:.2f} x the time"
+    return [f"faster with {package_names} ({option}): {choice}"]
 
 
 def _describe_changes_by_tokens(
     best: Estimate, result: PairingEstimates, estimate_at: EstimateAt
 ) -> list[str]:
     """Describe the nearest larger and smaller numbers of tokens with another recommendation."""
-    tokens, changes = result.problem.tokens, []
-    for direction in (1, -1):
-        for doublings in range(1, _MAX_DOUBLINGS + 1):
-            num_tokens = tokens << doublings if direction > 0 else tokens >> doublings
-            if not 1 <= num_tokens <= _MAX_TOKENS:
+    changes = []
+    for is_larger in (True, False):
+        counts = _list_token_counts(result.problem.tokens, is_larger=is_larger)
+        choice: Estimate | None = None
+        same_choice_counts: list[int] = []
+        reason, is_open = "", True
+        for doublings, num_tokens in enumerate(counts, 1):
+            if choice is None and doublings > _MAX_DOUBLINGS:
                 break
             other_result = estimate_at(num_tokens)
-            other_choice = select_best(other_result)
-            if other_choice is None or other_choice.pairing == best.pairing:
+            other_choice = _select_other(best, other_result)
+            if choice is None and other_choice is not None:
+                choice, reason = other_choice, _compare_with_best(other_choice, best, other_result)
+            if choice is None:
                 continue
-            same_pairing = next(
-                (e for e in other_result.estimates if e.pairing == best.pairing), None
+            if not other_result.estimates:
+                break
+            if other_choice is None or other_choice.pairing != choice.pairing:
+                is_open = False
+                break
+            same_choice_counts.append(num_tokens)
+        if choice is not None:
+            tokens_text = _format_token_range(
+                same_choice_counts, is_larger=is_larger, is_open=is_open
             )
-            if (
-                same_pairing is not None
-                and other_choice.seconds * TIE_RATIO >= same_pairing.seconds
-            ):
-                continue
-            preposition = "from" if direction > 0 else "down to"
-            reason = "because the pair above is refused or does not fit there"
-            if same_pairing is not None:
-                reason = f"{other_choice.seconds / same_pairing.seconds:.2f} x the time"
-            changes.append(
-                f"{preposition} {num_tokens} tokens on each rank: {other_choice.pairing}, {reason}"
-            )
-            break
+            option = f"--tokens {same_choice_counts[0]}"
+            changes.append(f"at {tokens_text} on each rank ({option}): {choice.pairing}, {reason}")
     return changes
 
 
-def _collect_packages(catalog: Catalog, estimate: Estimate) -> frozenset[str]:
-    """Return the optional packages that a pairing needs."""
+def _list_token_counts(tokens: int, *, is_larger: bool) -> list[int]:
+    """Return `tokens` doubled repeatedly up to _MAX_TOKENS, or halved repeatedly down to 1."""
+    factors = range(1, _MAX_TOKENS.bit_length())
+    counts = [tokens << n if is_larger else tokens >> n for n in factors]
+    return [count for count in counts if 1 <= count <= _MAX_TOKENS]
+
+
+def _select_other(best: Estimate, result: PairingEstimates) -> Estimate | None:
+    """Return the recommended estimate if its pairing is not `best`'s and is clearly faster."""
+    choice = select_best(result)
+    if choice is None or choice.pairing == best.pairing:
+        return None
+    same_pairing = _find_same_pairing(best, result)
+    is_clearly_faster = same_pairing is None or choice.seconds * TIE_RATIO < same_pairing.seconds
+    return choice if is_clearly_faster else None
+
+
+def _find_same_pairing(best: Estimate, result: PairingEstimates) -> Estimate | None:
+    return next((e for e in result.estimates if e.pairing == best.pairing), None)
+
+
+def _compare_with_best(choice: Estimate, best: Estimate, result: PairingEstimates) -> str:
+    same_pairing = _find_same_pairing(best, result)
+    if same_pairing is None:
+        return "because the pairing above is refused or does not fit there"
+    return f"{choice.seconds / same_pairing.seconds:.2f} x the time of the pairing above"
+
+
+def _format_token_range(counts: Sequence[int], *, is_larger: bool, is_open: bool) -> str:
+    """Return text such as "32 tokens or fewer" or "16 to 32 tokens".
+
+    counts: consecutive doublings or halvings, in the order of the search.
+    is_open: whether the search ended with the last of them.
+    """
+    first, last = counts[0], counts[-1]
+    if is_open and first > 1:
+        return f"{first:,} tokens or {'more' if is_larger else 'fewer'}"
+    if first == last:
+        return f"{first:,} {pluralize('token', first)}"
+    return f"{min(first, last):,} to {max(first, last):,} tokens"
+
+
+def _collect_packages(
+    catalog: Catalog, estimate: Estimate, *, is_base_included: bool = False
+) -> frozenset[str]:
+    """Return the packages that a pairing needs, by default without BASE_PACKAGES."""
     parts = (
         catalog.prepare_finalize(estimate.prepare_finalize),
         catalog.experts(estimate.experts_part),
     )
-    return frozenset(name for part in parts for name in part.requires.packages) - BASE_PACKAGES
+    packages = frozenset(name for part in parts for name in part.requires.packages)
+    return packages if is_base_included else packages - BASE_PACKAGES

@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.registry import MODELS
-from modular_kernel.perf_model.compare import Comparison, compare, read_measurements
-from modular_kernel.perf_model.error_tables import DATA_FOLDER, RECORD_FILES
+from modular_kernel.perf_model.accuracy import compare_exchange_records
 from modular_kernel.perf_model.estimate import (
     Estimate,
     PairingEstimates,
@@ -97,10 +95,11 @@ def select_pairing(model: str, cluster_name: str, phase: str) -> Selection:
     cluster_name: the machine, in the syntax of `--machine`.
     """
     cluster = parse_machine(cluster_name)
-    try:
-        problem = problem_of(model, cluster, PHASE_TOKENS[phase])
-    except ConfigurationError as error:
-        return Selection(model, cluster_name, phase, reason=str(error))
+    experts = MODELS[model].experts
+    if experts < cluster.gpus:
+        reason = f"{experts} experts, too few for {cluster.gpus} ranks"
+        return Selection(model, cluster_name, phase, reason=reason)
+    problem = problem_of(model, cluster, PHASE_TOKENS[phase])
     result = estimate_pairings(problem, cluster, layers=MOE_LAYERS[model])
     best = select_best(result)
     if best is None:
@@ -186,7 +185,7 @@ def _iter_experts_errors(selection: Selection, best: Estimate) -> Iterator[Recor
 
 def _iter_exchange_errors(selection: Selection, best: Estimate) -> Iterator[RecordError]:
     problem, world = best.problem, best.problem.parallel.world_size
-    for comparison in _compare_exchanges():
+    for comparison in compare_exchange_records():
         measured = comparison.measured
         recorded = measured.problem
         if (
@@ -199,12 +198,6 @@ def _iter_exchange_errors(selection: Selection, best: Estimate) -> Iterator[Reco
             yield RecordError(
                 selection.model, measured.part, world, recorded.tokens, label, comparison.error
             )
-
-
-@cache
-def _compare_exchanges() -> tuple[Comparison, ...]:
-    measurements = [m for name in RECORD_FILES for m in read_measurements(DATA_FOLDER / name)]
-    return compare([m for m in measurements if m.problem.parallel.world_size > 1])
 
 
 def format_selection_tables() -> str:

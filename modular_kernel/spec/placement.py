@@ -213,6 +213,9 @@ class Placement:
     @cached_property
     def is_linear(self) -> bool:
         """Whether this placement equals `Placement.linear` of the same sizes."""
+        # With copies, there may be more ranks than experts, unlike in a linear placement.
+        if self.world_size > self.experts:
+            return False
         return self == Placement.linear(self.experts, self.world_size)
 
     @cached_property

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -211,12 +212,31 @@ def test_dropped_columns_are_listed_or_rows_become_records(
 ) -> None:
     monkeypatch.setattr(output, "get_line_width", lambda _=None: 63)
     output.print_table(COLUMNS, ROWS, optional=("us", "note"))
-    assert "not shown in 63 columns: note" in capsys.readouterr().out
+    assert "not shown in 63 columns (set COLUMNS=200): note" in capsys.readouterr().out
     output.print_table(COLUMNS, ROWS, title="title")
     lines = capsys.readouterr().out.splitlines()
     assert lines[:3] == ["title", f"name  {'a' * 30}", "us    1.5"]
     assert lines[3].startswith("note  words words")
     assert format_records(COLUMNS, ROWS, 20)[-3:] == ["name  b", "us    12.5", ""]
+
+
+def test_width_for_dropped_columns_shows_every_column(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The suggested width is at least 200, and larger for a table that needs more."""
+    columns, row = ("x", "y", "z"), [letter * 90 for letter in "abc"]
+    monkeypatch.setenv("COLUMNS", "100")
+    output.print_table(columns, [row], optional=columns[1:])
+    text = capsys.readouterr().out
+    assert "bbb" not in text
+    match = re.search(r"not shown in 100 columns \(set COLUMNS=(\d+)\): y, z", text)
+    assert match is not None
+    assert 270 < int(match[1]) < 290
+    monkeypatch.setenv("COLUMNS", match[1])
+    output.print_table(columns, [row], optional=columns[1:])
+    wide_text = capsys.readouterr().out
+    assert [cell for cell in row if cell not in wide_text] == []
+    assert "not shown" not in wide_text
 
 
 def test_columns_sets_the_width_of_a_dumb_terminal(
@@ -263,7 +283,7 @@ def test_empty_columns_are_dropped_first(
     output.print_table(columns, [("sort", "-", "12"), ("permute", "", "13")], optional=columns[1:])
     text = capsys.readouterr().out
     assert "13" in text
-    assert "not shown in 20 columns: device us" in " ".join(text.split())
+    assert "not shown in 20 columns (set COLUMNS=200): device us" in " ".join(text.split())
 
 
 def test_lines_are_wrapped_between_words() -> None:

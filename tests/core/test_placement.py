@@ -27,6 +27,13 @@ def test_round_robin_assigns_experts_in_turn() -> None:
     assert not placement.is_linear
 
 
+def test_copies_allow_more_ranks_than_experts() -> None:
+    placement = Placement(((0,), (1,), (0,), (1,)))
+    assert not placement.is_linear
+    problem = Problem(4, 64, 128, 2, 1, parallel=Parallel(4, placement))
+    assert check("TorchAll2AllPrepareAndFinalize", "TorchExperts", problem).ok
+
+
 def test_placement_tables_give_rank_and_slot() -> None:
     placement = Placement.of_table([(1, 1), (0, 0), (1, 0)], 2)
     assert placement.slots == ((1,), (2, 0))

@@ -48,6 +48,17 @@ def write_machine_file(folder: Path, content: Any) -> str:
     return str(path)
 
 
+@pytest.mark.parametrize(
+    ("content", "measured"),
+    [({"gpu": "h200", "net_gbs": 25}, True), ({"gpu": "h200", "peak_tflops": 500}, False),
+     ({"gpu": "h200", "bandwidth_tbs": 4}, False), ({"gpu": "b200"}, False), (CUSTOM, False)],
+)  # fmt: skip
+def test_given_rates_do_not_count_as_measured(
+    tmp_path: Path, content: dict[str, Any], measured: bool
+) -> None:
+    assert parse_machine(write_machine_file(tmp_path, content)).gpu.measured is measured
+
+
 def test_file_replaces_values_of_a_named_gpu(tmp_path: Path) -> None:
     content = {"gpu": "h200", "gpus_per_host": 4, "hosts": 2, "net_gbs": 25, "net_latency_us": 7}
     machine = parse_machine(write_machine_file(tmp_path, {**content, "packages": ["deep_ep"]}))

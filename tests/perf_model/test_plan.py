@@ -111,7 +111,7 @@ def test_pairs_over_libraries_have_estimates_from_records() -> None:
                  "SymmMemPrepareAndFinalize x DeepGemmExperts",
                  "SymmMemPrepareAndFinalize x CutlassExpertsFP8"):  # fmt: skip
         assert estimates[pair].correction.source == (
-            "recorded times of dsv3_256, dsv3_ep8 in fp8_w8a8_block"
+            "recorded times of dsv3_256 and dsv3_ep8 in fp8_w8a8_block"
         )
     assert len({estimates[pair].experts.seconds for pair in estimates if "SymmMem" in pair}) > 3
 
@@ -133,7 +133,7 @@ def test_library_records_apply_to_one_architecture_only(mk: Mk, machine: str, ar
     assert (pair in get_pairings(record["estimates"])) is not bool(arch)
     if arch:
         reasons = {row["pairing"]: row["reason"] for row in record["no_estimate"]}
-        assert reasons[pair] == f"no recorded time of TritonKernelsExperts with none on {arch}"
+        assert reasons[pair] == f"no recorded time of TritonKernelsExperts in 16 bits on {arch}"
 
 
 def test_plan_and_check_refuse_what_exceeds_memory(mk: Mk) -> None:
@@ -146,7 +146,7 @@ def test_plan_and_check_refuse_what_exceeds_memory(mk: Mk) -> None:
     planned = mk("plan", *options)
     assert "does not fit: DeepEPLLPrepareAndFinalize x" in planned.out
     assert "need <= 141.0 GB of NVIDIA H200 sm_90" in planned.out
-    assert planned.out.index("prefill on 8xh200") == 0
+    assert "prefill on 8xh200, 8,192 tokens on each of 8 ranks, 65,536 in all:" in planned.out
 
 
 def test_layers_share_buffers_but_not_weights(mk: Mk) -> None:
@@ -175,22 +175,25 @@ def test_one_recommendation_for_each_phase(mk: Mk) -> None:
     )
     result = mk(*options)
     lines = result.out.splitlines()
-    recommended = [line for line in lines if ": take " in line]
-    assert [line.split(" on ")[0] for line in recommended] == ["decode", "prefill"]
-    assert recommended[0].startswith(
-        "decode on 2x8xh200, 128 tokens on each of 16 ranks, 2048 in all"
-    )
-    assert re.search(r": take \w+ x \w+: \d+ us a layer, [\d.]+ Mtokens/s, fits: ", recommended[0])
+    assert [line for line in lines if line.endswith(" in all:")] == [
+        "decode on 2x8xh200, 128 tokens on each of 16 ranks, 2,048 in all:",
+        "prefill on 2x8xh200, 4,096 tokens on each of 16 ranks, 65,536 in all:",
+    ]
+    assert len([line for line in lines if re.fullmatch(r"  take \w+ x \w+", line)]) == 2
     assert sum(line.startswith("  runner-up: ") for line in lines) == 2
-    changes = [line for line in lines if line.startswith("  would change it: ")]
-    assert any("with deep_ep 2: DeepEPV2PrepareAndFinalize x" in line for line in changes)
+    option = "--packages deep_ep,ml_dtypes,triton"
+    start = (
+        f"  faster with deep_ep 2 ({option}): DeepEPV2PrepareAndFinalize x TritonExperts, 0.14 x"
+    )
+    assert sum(line.startswith(start) for line in lines) == 1
     record = mk(*options, "--phase", "decode", "--json").json
     assert [row["phase"] for row in record["recommendations"]] == ["decode"]
     assert {row["tokens"] for row in record["estimates"]} == {PHASE_TOKENS["decode"]}
     complete = mk(*options, "--packages", "all").out
-    assert "  would change it: with deep_ep 2: DeepEPV2PrepareAndFinalize x" in complete
+    assert f"  faster with deep_ep 2 ({option}): DeepEPV2PrepareAndFinalize x" in complete
     assert "with deep_ep 1" not in complete
-    assert "would change it: down to 32 tokens on each rank: DeepEPLLPrepareAndFinalize" in complete
+    change = "\n  at 32 tokens or fewer on each rank (--tokens 32): DeepEPLLPrepareAndFinalize x"
+    assert change in complete
 
 
 @pytest.mark.parametrize(
@@ -244,7 +247,12 @@ def test_other_version_of_deep_ep_is_named() -> None:
         for estimates in (slow, *results)
     ]  # type: ignore[arg-type]
     assert len(changes_by_packages[0]) == 1
-    assert re.match(r"with deep_ep [12](, \w+)*: DeepEP", changes_by_packages[0][0])
+    match = re.match(
+        r"faster with deep_ep [12](?:, \w+)* \(--packages (\S+)\): (DeepEP.*),",
+        changes_by_packages[0][0],
+    )
+    assert match is not None
+    assert {"deep_ep", "ml_dtypes", "triton"} <= set(match[1].split(","))
     best = min((select_best(estimates) for estimates in results), key=lambda e: e.seconds)  # type: ignore[union-attr]
     assert best.pairing in changes_by_packages[0][0]  # type: ignore[union-attr]
     assert sorted(map(len, changes_by_packages[1:])) in ([0, 0], [0, 1])

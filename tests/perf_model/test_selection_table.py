@@ -46,7 +46,7 @@ def test_every_selection_has_a_pairing_or_a_reason() -> None:
         expected = ""
         if selection.best is None:
             expected = (
-                "need an expert for each of 16 ranks"
+                "8 experts, too few for 16 ranks"
                 if "2x8" in selection.cluster_name
                 else "no pairing fits"
             )

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from modular_kernel.bench.all2all.cases import ExchangeCase, TransportLink
-from modular_kernel.measure.records import FAILED, OK, REFUSED, SKIPPED, WRONG
+from modular_kernel.measure.records import EXCHANGE_SCHEMA, FAILED, OK, REFUSED, SKIPPED, WRONG
 from modular_kernel.utils import json_files
 
-SCHEMA = "mk-exchange/1"
 # In ascending order. The status of a row is the worst status of its ranks.
 _SEVERITY = (OK, SKIPPED, REFUSED, WRONG, FAILED)
 
@@ -125,7 +124,7 @@ class ExchangeReport:
 
     environment: dict[str, Any]
     rows: tuple[ExchangeRow, ...] = ()
-    schema: str = SCHEMA
+    schema: str = EXCHANGE_SCHEMA
 
     def to_json(self) -> str:
         return json.dumps(_replace_infinities(asdict(self)), indent=1, allow_nan=False)
@@ -133,7 +132,7 @@ class ExchangeReport:
     @classmethod
     def from_json(cls, text: str) -> "ExchangeReport":
         """Parse the output of `to_json`. Raises ConfigurationError for anything else."""
-        record = json_files.parse_record(text, SCHEMA, "record of exchanges")
+        record = json_files.parse_record(text, EXCHANGE_SCHEMA, "record of exchanges")
         return cls(record["environment"], tuple(ExchangeRow(**row) for row in record["rows"]))
 
     def write(self, path: Path) -> None:

@@ -32,7 +32,7 @@ def check_top_k(pairing: RuleInput) -> Violations:
         low, high = requires.top_k
         if not low <= pairing.problem.top_k <= high:
             yield Rejection(
-                "top_k", (name, "problem"), str(pairing.problem.top_k), f"{low} to {high}"
+                "top_k", (name, "problem"), str(pairing.problem.top_k), _format_range(low, high)
             )
 
 
@@ -131,7 +131,7 @@ def check_world_size(pairing: RuleInput) -> Violations:
     low, high = pairing.prepare_finalize.world_sizes
     world = pairing.problem.parallel.world_size
     if world < low or (high is not None and world > high):
-        need = f"{low} to {high}" if high is not None else f">= {low}"
+        need = _format_range(low, high) if high is not None else f">= {low}"
         yield Rejection("world_size", (pairing.prepare_finalize_name, "problem"), str(world), need)
 
 
@@ -288,3 +288,8 @@ def check_lora(pairing: RuleInput) -> Violations:
     if pairing.problem.scheme.act_order:
         # The activation output has the sorted column order of w2, but adapters are not sorted.
         yield Rejection("lora", ("problem",), pairing.problem.quant, "no act_order")
+
+
+def _format_range(low: int, high: int) -> str:
+    """Return text such as "2 to 8", or "1" for a range of one number."""
+    return str(low) if low == high else f"{low} to {high}"
