@@ -42,10 +42,11 @@ class TiledOrder(RowOrder):
 class TritonKernelsExperts(SortedRowsExperts):
     """Experts over contiguous bf16 tokens, with weights in bf16 or mxfp4.
 
-    The part applies the router weights and sums over top-k. mxfp4 weights are used in checkpoint
-    layout, not in the library's swizzled layouts. The part does not use the library's routing, so a
-    token may have an expert twice, and router weights stay float32. The library's `gammas` are not
-    used either, because the library rounds rows after multiplying by them.
+    The library adds biases to its float32 sums, before it rounds them. The part then applies the
+    router weights and sums over top-k. mxfp4 weights are used in checkpoint layout, not in the
+    library's swizzled layouts. The part does not use the library's routing, so a token may have an
+    expert twice, and router weights stay float32. The library's `gammas` are not used either,
+    because the library rounds rows after multiplying by them.
     """
 
     load_library = staticmethod(load)
@@ -56,6 +57,7 @@ class TritonKernelsExperts(SortedRowsExperts):
         providers=(TRITON_KERNELS,),
         min_arch=(9, 0),
         dtypes=frozenset({torch.bfloat16}),
+        bias=True,
         top_k=(1, MAX_TOP_K),  # the library receives sorted rows, so K does not matter
         hidden_multiple=8,  # so that rows are 16-byte aligned
         intermediate_multiple=8,
@@ -72,8 +74,8 @@ class TritonKernelsExperts(SortedRowsExperts):
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
         """Return the rejections of mxfp4 weights that `requires` cannot express.
 
-        K must be a multiple of 128. Otherwise, the last K step would read scales past the end of a
-        row, which may produce NaN.
+        K must be a multiple of 128. Otherwise, the last K step masks scales without a value for
+        them, so they are undefined in Triton. If one were 255, its zeros would become NaN.
         """
         if problem.scheme.name != "mxfp4_w4a16":
             return ()
@@ -115,13 +117,15 @@ class TritonKernelsExperts(SortedRowsExperts):
         self,
         rows: TensorAndScale,
         weights: TensorAndScale,
+        bias: torch.Tensor | None,
         order: RowOrder,
         workspace: Workspace,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         assert out is not None
         assert isinstance(order, TiledOrder)
-        return ragged_matmul(self._library, rows[0], weights, order.starts, order.tiles, out)
+        starts, tiles = order.starts, order.tiles
+        return ragged_matmul(self._library, rows[0], weights, bias, starts, tiles, out)
 
 
 def _write_tile_maps_on_meta() -> None:
