@@ -22,8 +22,6 @@ from modular_kernel.spec.problem import MAX_TOP_K, Machine, Problem
 from modular_kernel.tensors import DispatchedRouting
 from modular_kernel.workspace import BufferSpec, Workspace
 
-_MX_BLOCK_K = 128  # K step of the mxfp4 matmul on sm_90
-
 TensorAndScale = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -74,8 +72,10 @@ class TritonKernelsExperts(SortedRowsExperts):
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
         """Return the rejections of mxfp4 weights that `requires` cannot express.
 
-        K must be a multiple of 128. Otherwise, the last K step masks scales without a value for
-        them, so they are undefined in Triton. If one were 255, its zeros would become NaN.
+        H and I need not be multiples of 128, the library's step along K. In the last step, masked
+        activations and codes are zero. The load of scales is masked without a value for masked
+        elements. On sm_90, Triton sets the registers of such a load to zero before the load, so the
+        masked products are zero. Only a scale of 255 would turn them into NaN.
         """
         if problem.scheme.name != "mxfp4_w4a16":
             return ()
@@ -83,10 +83,6 @@ class TritonKernelsExperts(SortedRowsExperts):
         if problem.scheme.repacked:
             need = "weights in checkpoint layout, not repacked"
             rejections.append(Rejection("quant", parties, problem.quant, need))
-        for name in ("hidden", "intermediate"):
-            if getattr(problem, name) % _MX_BLOCK_K:
-                need = f"a multiple of {_MX_BLOCK_K} for mxfp4"
-                rejections.append(Rejection(name, parties, str(getattr(problem, name)), need))
         if machine.arch is not None and machine.arch != (9, 0):
             got, parties = f"{machine.arch[0]}.{machine.arch[1]}", (cls.__name__, "machine")
             rejections.append(Rejection("archs", parties, got, "9.0 for mxfp4"))

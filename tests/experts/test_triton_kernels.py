@@ -1,5 +1,6 @@
 """TritonKernelsExperts, with a stand-in for the ragged GEMM of triton_kernels."""
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -9,6 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 from vendor_stand_in import TritonKernels, library_site, prove_part, triton_kernels_3_5
 
 from experts.triton_kernels import library
@@ -177,11 +183,15 @@ def test_stand_in_equals_float64_with_mxfp4() -> None:
     values = dequantize(*arguments["weights"], None, problem.scheme)
     expected = arguments["rows"][7:40].float() @ values[2].T + arguments["bias"][2]
     torch.testing.assert_close(arguments["out"][7:40], expected.bfloat16(), rtol=1e-2, atol=1e-2)
-    # Kernels read 128 values at a time, and so past the end of rows of 96 values.
-    codes, exponents = arguments["weights"]
-    short = {"rows": arguments["rows"][:, :96], "weights": (codes[..., :48], exponents[..., :3])}
-    library.ragged_matmul(triton_kernels_3_5, **arguments | short)
-    assert arguments["out"][7:40].isnan().all()
+    # A scale of 255 becomes infinite, and NaN where it is multiplied by a code of zero.
+    codes, exponents = (tensor.clone() for tensor in arguments["weights"])
+    codes[2], exponents[2, 5, 0] = 0x22, 255
+    changed = {"rows": arguments["rows"].abs(), "weights": (codes, exponents)}
+    library.ragged_matmul(triton_kernels_3_5, **arguments | changed)
+    assert arguments["out"][7:40, 5].isinf().all()
+    codes[2, 5, 0] = 0x20
+    library.ragged_matmul(triton_kernels_3_5, **arguments | changed)
+    assert arguments["out"][7:40, 5].isnan().all()
 
 
 MXFP4_DEFECTS: dict[str, Any] = {
@@ -202,10 +212,11 @@ def test_defects_in_mxfp4_are_detected(name: str) -> None:
         )
 
 
+@pytest.mark.parametrize("sizes", [(128, 256), (160, 72)])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("routing", ["skips", "duplicates"])
-def test_mxfp4_cases_are_proven(routing: str, bias: bool) -> None:
-    problem = Problem(9, 128, 256, 5, 2, quant="mxfp4_w4a16", activation="swiglu_oai", bias=bias)
+def test_mxfp4_cases_are_proven(routing: str, bias: bool, sizes: tuple[int, int]) -> None:
+    problem = Problem(9, *sizes, 5, 2, quant="mxfp4_w4a16", activation="swiglu_oai", bias=bias)
     for combine in (Combine.SUM, Combine.TOPK_WEIGHTED):
         proof = prove_part(TritonKernels, replace(problem, combine=combine), routing)
         assert proof.passed, str(proof)
@@ -222,6 +233,24 @@ def test_defects_are_detected(name: str) -> None:
     arguments = make_arguments()
     with pytest.raises(AssertionError):
         call_with_each_tile_size(**arguments | DEFECTS[name](arguments))
+
+
+def masked_load_kernel(in_ptr, out_ptr, count):
+    """Load bytes with a mask, but without a value for masked bytes, as the library loads scales."""
+    index = tl.arange(0, 128)
+    tl.store(out_ptr + index, tl.load(in_ptr + index, mask=index < count))
+
+
+def test_triton_sets_masked_bytes_to_zero() -> None:
+    """The part relies on it in mxfp4 if K is not a multiple of 128."""
+    source = ASTSource(
+        JITFunction(masked_load_kernel), {"in_ptr": "*u8", "out_ptr": "*u8", "count": "i32"}
+    )
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    loads = re.findall(r"(.*)\n\s*@%p\d+ ld\.global\.b8 \{ (%rs\d+) \}", ptx)
+    assert loads
+    for previous, register in loads:
+        assert previous.split() == ["mov.u16", f"{register},", "0x0;"]
 
 
 # ------------------------------------------------------------------------------------ the library

@@ -67,5 +67,15 @@ def test_a_nan_in_a_bias_stays_in_its_rows() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 1024])
-def test_bf16_layers_with_the_sizes_of_gpt_oss_are_correct(tokens: int) -> None:
-    check_case(replace(GPT_OSS, tokens=tokens), "uniform")
+@pytest.mark.parametrize("quant", ["none", "mxfp4_w4a16"])
+def test_layers_with_the_sizes_of_gpt_oss_are_correct(quant: str, tokens: int) -> None:
+    """K is not a multiple of the library's K step, 128."""
+    check_case(replace(GPT_OSS, tokens=tokens, quant=quant), "uniform")
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 1024])
+@pytest.mark.parametrize(("hidden", "intermediate"), [(160, 96), (200, 72), (4128, 32)])
+def test_masked_scales_of_mxfp4_have_no_effect(hidden: int, intermediate: int, tokens: int) -> None:
+    """In the last K step, the library masks loads of scales that have no value for the rest."""
+    sizes = replace(BASE, tokens=tokens, hidden=hidden, intermediate=intermediate)
+    check_case(replace(sizes, quant="mxfp4_w4a16"), "uniform")

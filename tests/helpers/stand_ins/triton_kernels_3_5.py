@@ -119,8 +119,7 @@ def _check_bias(bias, experts, columns):
 def _dequantize_mxfp4(w, scale):
     """Dequantize codes (e, K / 2, N), packed along K, with exponents (e, K / 32, N).
 
-    Returns (e, K, N) bfloat16. All values are NaN if K is not a multiple of 128, because kernels
-    read 128 values at a time and would read past the end of a row.
+    Returns (e, K, N) bfloat16. As in kernels, a scale of 255 is infinity, not NaN.
     """
     require(w.dtype is torch.uint8 and scale is not None, "e2m1 codes in bytes, with scales")
     require(scale.dtype is torch.uint8, "E8M0 scales in bytes")
@@ -134,7 +133,7 @@ def _dequantize_mxfp4(w, scale):
     codes = torch.stack((w & 15, w >> 4), 2).flatten(1, 2).long()
     dequantized = torch.where(codes > 7, -values[codes & 7], values[codes & 7])
     dequantized = dequantized * torch.exp2(scale.float() - 127).repeat_interleave(32, 1)[:, :depth]
-    return (torch.full_like(dequantized, torch.nan) if depth % 128 else dequantized).bfloat16()
+    return dequantized.bfloat16()
 
 
 def _check_tables(tables, tiles, programs, rows, block):
