@@ -124,14 +124,19 @@ class SortedRowsExperts(SummedRowsExperts):
         self,
         rows: tuple[torch.Tensor, torch.Tensor | None],
         weights: tuple[torch.Tensor, torch.Tensor | None],
+        bias: torch.Tensor | None,
         order: RowOrder,
         workspace: Workspace,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Multiply each row by the weights of its expert; return the results (R, N).
+        """Multiply each row by the weights of its expert, and add the expert's bias.
+
+        Return the results (R, N).
 
         rows: values (R, K), and their scales as in `QuantizedRows`.
         weights: values (e, N, K), and their scales as in `weight_specs`.
+        bias: (e, N), float32 or the problem's dtype, with any strides. None if the problem has no
+            biases, and always None unless `requires.bias`.
         order: the order of the rows, which determines the expert of each row.
         workspace: has the buffers of `grouped_gemm_specs`.
         out: the buffer for the results; None if `library_allocates_output`.
@@ -210,7 +215,7 @@ class SortedRowsExperts(SummedRowsExperts):
         with stages.stage(stages.GEMM1):
             w1 = weights.w1, weights.w1_scale
             out = self._take_output("workspace13", (max_rows, problem.w1_rows), workspace)
-            gate_up_RN = self.grouped_gemm(x, w1, order, workspace, out)
+            gate_up_RN = self.grouped_gemm(x, w1, weights.b1, order, workspace, out)
         h = activate_and_quantize(
             gate_up_RN,
             problem,
@@ -222,7 +227,7 @@ class SortedRowsExperts(SummedRowsExperts):
         with stages.stage(stages.GEMM2):
             w2 = weights.w2, weights.w2_scale
             out = self._take_output("workspace2", (max_rows, problem.hidden), workspace)
-            rows_RH = self.grouped_gemm(h, w2, order, workspace, out)
+            rows_RH = self.grouped_gemm(h, w2, weights.b2, order, workspace, out)
         self.unpermute(rows_RH, order.row_of_pair_TK, routing.topk_weights_TK, output)
 
     def _take_output(

@@ -53,6 +53,7 @@ class CutlassRowwiseExpertsFP8(SortedRowsExperts):
         self,
         rows: TensorAndScale,
         weights: TensorAndScale,
+        bias: torch.Tensor | None,
         order: RowOrder,
         workspace: Workspace,
         out: torch.Tensor | None,

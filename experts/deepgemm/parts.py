@@ -73,6 +73,7 @@ class DeepGemmExperts(SortedRowsExperts):
         self,
         rows: TensorAndScale,
         weights: TensorAndScale,
+        bias: torch.Tensor | None,
         order: RowOrder,
         workspace: Workspace,
         out: torch.Tensor | None,

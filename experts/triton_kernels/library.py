@@ -83,18 +83,22 @@ def ragged_matmul(
     library: Any,
     rows: torch.Tensor,
     weights: tuple[torch.Tensor, torch.Tensor | None],
+    bias: torch.Tensor | None,
     starts: torch.Tensor,
     tiles: TileMaps,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Multiply each row by the weights of its expert; return the bfloat16 results (R, N).
+    """Multiply each row by the weights of its expert, and add the bias of its expert.
+
+    Return the bfloat16 results (R, N), which are rounded once, after the bias is added.
 
     library: the result of `load`.
     rows: (R, K) bfloat16.
     weights: bfloat16 weights (e, N, K) and None, or mxfp4 weights in checkpoint layout: two e2m1
         values along K per byte, (e, N, K / 2), and E8M0 scales (e, N, K / 32), one for 32 values.
+    bias: (e, N) float32 or bfloat16, or None. It is copied unless it is float32 and contiguous.
     starts: (e + 1,) int32, the first row of each expert, then the number of rows in use. Results of
-        later rows are not written.
+        later rows are undefined.
     tiles: the tile schedules, from `schedule_tiles`.
     out: (R, N) bfloat16, a buffer for the results. The library may return another tensor.
 
@@ -109,6 +113,11 @@ def ragged_matmul(
         precision_config = library.PrecisionConfig(weight_scale=scale.transpose(1, 2))
     elif 1 not in w.stride()[1:] or not is_aligned(w):
         w = copy_row_major(w)
+    if bias is not None:
+        # Kernels read a row of consecutive values. If K is split among programs, one of them adds
+        # the bias and the others add float32 zeros. Triton compiles these branches only if both
+        # have the same dtype.
+        bias = bias.float().contiguous()
     experts = tiles.counts.numel()
     expert_data = library.ExptData(
         tiles.counts,
@@ -118,6 +127,6 @@ def ragged_matmul(
     )
     routing = library.RoutingData(None, tiles.counts, experts, 1, expert_data)
     result: torch.Tensor = library.matmul_ogs(
-        rows, w.transpose(1, 2), None, routing, precision_config=precision_config, y=out[None]
+        rows, w.transpose(1, 2), bias, routing, precision_config=precision_config, y=out[None]
     )
     return result

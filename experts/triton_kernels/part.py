@@ -22,8 +22,6 @@ from modular_kernel.spec.problem import MAX_TOP_K, Machine, Problem
 from modular_kernel.tensors import DispatchedRouting
 from modular_kernel.workspace import BufferSpec, Workspace
 
-_MX_BLOCK_K = 128  # K step of the mxfp4 matmul on sm_90
-
 TensorAndScale = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -42,10 +40,11 @@ class TiledOrder(RowOrder):
 class TritonKernelsExperts(SortedRowsExperts):
     """Experts over contiguous bf16 tokens, with weights in bf16 or mxfp4.
 
-    The part applies the router weights and sums over top-k. mxfp4 weights are used in checkpoint
-    layout, not in the library's swizzled layouts. The part does not use the library's routing, so a
-    token may have an expert twice, and router weights stay float32. The library's `gammas` are not
-    used either, because the library rounds rows after multiplying by them.
+    The library adds biases to its float32 sums, before it rounds them. The part then applies the
+    router weights and sums over top-k. mxfp4 weights are used in checkpoint layout, not in the
+    library's swizzled layouts. The part does not use the library's routing, so a token may have an
+    expert twice, and router weights stay float32. The library's `gammas` are not used either,
+    because the library rounds rows after multiplying by them.
     """
 
     load_library = staticmethod(load)
@@ -56,6 +55,7 @@ class TritonKernelsExperts(SortedRowsExperts):
         providers=(TRITON_KERNELS,),
         min_arch=(9, 0),
         dtypes=frozenset({torch.bfloat16}),
+        bias=True,
         top_k=(1, MAX_TOP_K),  # the library receives sorted rows, so K does not matter
         hidden_multiple=8,  # so that rows are 16-byte aligned
         intermediate_multiple=8,
@@ -72,8 +72,10 @@ class TritonKernelsExperts(SortedRowsExperts):
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
         """Return the rejections of mxfp4 weights that `requires` cannot express.
 
-        K must be a multiple of 128. Otherwise, the last K step would read scales past the end of a
-        row, which may produce NaN.
+        H and I need not be multiples of 128, the library's step along K. In the last step, masked
+        activations and codes are zero. The load of scales is masked without a value for masked
+        elements. On sm_90, Triton sets the registers of such a load to zero before the load, so the
+        masked products are zero. Only a scale of 255 would turn them into NaN.
         """
         if problem.scheme.name != "mxfp4_w4a16":
             return ()
@@ -81,10 +83,6 @@ class TritonKernelsExperts(SortedRowsExperts):
         if problem.scheme.repacked:
             need = "weights in checkpoint layout, not repacked"
             rejections.append(Rejection("quant", parties, problem.quant, need))
-        for name in ("hidden", "intermediate"):
-            if getattr(problem, name) % _MX_BLOCK_K:
-                need = f"a multiple of {_MX_BLOCK_K} for mxfp4"
-                rejections.append(Rejection(name, parties, str(getattr(problem, name)), need))
         if machine.arch is not None and machine.arch != (9, 0):
             got, parties = f"{machine.arch[0]}.{machine.arch[1]}", (cls.__name__, "machine")
             rejections.append(Rejection("archs", parties, got, "9.0 for mxfp4"))
@@ -115,13 +113,15 @@ class TritonKernelsExperts(SortedRowsExperts):
         self,
         rows: TensorAndScale,
         weights: TensorAndScale,
+        bias: torch.Tensor | None,
         order: RowOrder,
         workspace: Workspace,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         assert out is not None
         assert isinstance(order, TiledOrder)
-        return ragged_matmul(self._library, rows[0], weights, order.starts, order.tiles, out)
+        starts, tiles = order.starts, order.tiles
+        return ragged_matmul(self._library, rows[0], weights, bias, starts, tiles, out)
 
 
 def _write_tile_maps_on_meta() -> None:

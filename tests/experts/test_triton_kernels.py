@@ -1,5 +1,6 @@
 """TritonKernelsExperts, with a stand-in for the ragged GEMM of triton_kernels."""
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -9,6 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 from vendor_stand_in import TritonKernels, library_site, prove_part, triton_kernels_3_5
 
 from experts.triton_kernels import library
@@ -24,6 +30,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.quant.quantized_weights import dequantize
 from modular_kernel.spec.problem import Combine, Problem
 
+SWIGLU_OAI = "swiglu_oai:alpha=1.702,limit=1.0,interleaved=true"
 BASE = Problem(tokens=17, hidden=48, intermediate=80, experts=5, top_k=2)
 
 
@@ -37,11 +44,17 @@ BASE = Problem(tokens=17, hidden=48, intermediate=80, experts=5, top_k=2)
         ({"experts": 1, "top_k": 1, "tokens": 129}, "all_to_one"),
         ({"experts": 300, "top_k": 2, "tokens": 9}, "zipf"),
         ({"activation": "relu2"}, "empty_experts"),
-        ({"activation": "swiglu_oai:alpha=1.702,limit=1.0,interleaved=true"}, "zipf"),
+        ({"activation": SWIGLU_OAI}, "zipf"),
         ({"combine": Combine.TOPK_WEIGHTED, "routed_scaling_factor": 2.5}, "skips"),
         ({"expert_map": True, "local_experts": 3}, "out_of_range"),
         ({"inplace": True, "top_k": 3}, "all_skipped"),
         ({"chunk_tokens": 7}, "skips"),
+        ({"bias": True, "top_k": 3, "hidden": 104}, "duplicates"),
+        ({"bias": True, "activation": SWIGLU_OAI}, "zipf"),
+        ({"bias": True, "combine": Combine.TOPK_WEIGHTED}, "skips"),
+        ({"bias": True, "routed_scaling_factor": 2.5, "chunk_tokens": 7}, "skips"),
+        ({"bias": True, "expert_map": True, "local_experts": 3}, "out_of_range"),
+        ({"bias": True, "activation": "relu2", "tokens": 1}, "uniform"),
     ],
 )
 def test_cases_are_proven(change: dict[str, Any], routing: str) -> None:
@@ -81,6 +94,7 @@ def make_arguments() -> dict[str, Any]:
     return {
         "rows": torch.randn(44, 32).bfloat16(),
         "weights": (torch.randn(3, 24, 32).bfloat16(), None),
+        "bias": torch.randn(3, 24),
         "starts": starts,
         "tiles": tiles,
         "out": torch.full((44, 24), torch.nan, dtype=torch.bfloat16),
@@ -97,9 +111,25 @@ def set_value(tensor: torch.Tensor, value: int, *index: int) -> torch.Tensor:
 def test_stand_in_equals_float64() -> None:
     arguments = make_arguments()
     library.ragged_matmul(triton_kernels_3_5, **arguments)
-    expected = arguments["rows"][7:40].float() @ arguments["weights"][0][2].float().T
-    assert torch.equal(arguments["out"][7:40], expected.bfloat16())
+    sums = arguments["rows"][7:40].float() @ arguments["weights"][0][2].float().T
+    assert torch.equal(arguments["out"][7:40], (sums + arguments["bias"][2]).bfloat16())
     assert arguments["out"][40:].isnan().all()
+    library.ragged_matmul(triton_kernels_3_5, **arguments | {"bias": None})
+    assert torch.equal(arguments["out"][7:40], sums.bfloat16())
+
+
+def test_biases_of_any_dtype_and_strides_are_accepted() -> None:
+    arguments = make_arguments()
+    rounded = arguments["bias"].bfloat16()
+    spaced = torch.full((3, 2, 48), torch.nan)
+    spaced[:, 0, ::2] = rounded.float()
+    results = list[torch.Tensor]()
+    for bias in (rounded.float(), rounded, spaced[:, 0, ::2], rounded.T.contiguous().T):
+        library.ragged_matmul(triton_kernels_3_5, **arguments | {"bias": bias})
+        results.append(arguments["out"][:40].clone())
+    assert not torch.equal(rounded.float(), arguments["bias"])
+    for result in results[1:]:
+        assert torch.equal(result, results[0])
 
 
 def change_maps(
@@ -131,6 +161,9 @@ DEFECTS: dict[str, Any] = {
     "rows of float16": lambda arguments: {"rows": arguments["rows"].half()},
     "rows along M": lambda arguments: {"rows": arguments["rows"].T.contiguous().T},
     "another K": lambda arguments: {"rows": arguments["rows"][:, :16]},
+    "biases of fewer experts": lambda arguments: {"bias": arguments["bias"][:2]},
+    "biases of fewer columns": lambda arguments: {"bias": arguments["bias"][:, :16]},
+    "one bias for all experts": lambda arguments: {"bias": arguments["bias"][0]},
     "results of fewer rows": lambda arguments: {"out": arguments["out"][:40]},
     "results of float32": lambda arguments: {"out": arguments["out"].float()},
 }
@@ -148,13 +181,17 @@ def test_stand_in_equals_float64_with_mxfp4() -> None:
     arguments, problem = make_mxfp4_arguments(), Problem(1, 128, 128, 3, 1, quant="mxfp4_w4a16")
     library.ragged_matmul(triton_kernels_3_5, **arguments)
     values = dequantize(*arguments["weights"], None, problem.scheme)
-    expected = arguments["rows"][7:40].float() @ values[2].T
+    expected = arguments["rows"][7:40].float() @ values[2].T + arguments["bias"][2]
     torch.testing.assert_close(arguments["out"][7:40], expected.bfloat16(), rtol=1e-2, atol=1e-2)
-    # Kernels read 128 values at a time, and so past the end of rows of 96 values.
-    codes, exponents = arguments["weights"]
-    short = {"rows": arguments["rows"][:, :96], "weights": (codes[..., :48], exponents[..., :3])}
-    library.ragged_matmul(triton_kernels_3_5, **arguments | short)
-    assert arguments["out"][7:40].isnan().all()
+    # A scale of 255 becomes infinite, and NaN where it is multiplied by a code of zero.
+    codes, exponents = (tensor.clone() for tensor in arguments["weights"])
+    codes[2], exponents[2, 5, 0] = 0x22, 255
+    changed = {"rows": arguments["rows"].abs(), "weights": (codes, exponents)}
+    library.ragged_matmul(triton_kernels_3_5, **arguments | changed)
+    assert arguments["out"][7:40, 5].isinf().all()
+    codes[2, 5, 0] = 0x20
+    library.ragged_matmul(triton_kernels_3_5, **arguments | changed)
+    assert arguments["out"][7:40, 5].isnan().all()
 
 
 MXFP4_DEFECTS: dict[str, Any] = {
@@ -175,9 +212,11 @@ def test_defects_in_mxfp4_are_detected(name: str) -> None:
         )
 
 
+@pytest.mark.parametrize("sizes", [(128, 256), (160, 72)])
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("routing", ["skips", "duplicates"])
-def test_mxfp4_cases_are_proven(routing: str) -> None:
-    problem = Problem(9, 128, 256, 5, 2, quant="mxfp4_w4a16", activation="swiglu_oai")
+def test_mxfp4_cases_are_proven(routing: str, bias: bool, sizes: tuple[int, int]) -> None:
+    problem = Problem(9, *sizes, 5, 2, quant="mxfp4_w4a16", activation="swiglu_oai", bias=bias)
     for combine in (Combine.SUM, Combine.TOPK_WEIGHTED):
         proof = prove_part(TritonKernels, replace(problem, combine=combine), routing)
         assert proof.passed, str(proof)
@@ -194,6 +233,24 @@ def test_defects_are_detected(name: str) -> None:
     arguments = make_arguments()
     with pytest.raises(AssertionError):
         call_with_each_tile_size(**arguments | DEFECTS[name](arguments))
+
+
+def masked_load_kernel(in_ptr, out_ptr, count):
+    """Load bytes with a mask, but without a value for masked bytes, as the library loads scales."""
+    index = tl.arange(0, 128)
+    tl.store(out_ptr + index, tl.load(in_ptr + index, mask=index < count))
+
+
+def test_triton_sets_masked_bytes_to_zero() -> None:
+    """The part relies on it in mxfp4 if K is not a multiple of 128."""
+    source = ASTSource(
+        JITFunction(masked_load_kernel), {"in_ptr": "*u8", "out_ptr": "*u8", "count": "i32"}
+    )
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    loads = re.findall(r"(.*)\n\s*@%p\d+ ld\.global\.b8 \{ (%rs\d+) \}", ptx)
+    assert loads
+    for previous, register in loads:
+        assert previous.split() == ["mov.u16", f"{register},", "0x0;"]
 
 
 # ------------------------------------------------------------------------------------ the library

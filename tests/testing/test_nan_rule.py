@@ -173,7 +173,6 @@ SCHEMES_WITHOUT_NAN_CASES = {
         "fp8_w8a8_channel", "fp8_w8a8_tensor", "fp8_w8a8_tensor:static=true",
     },
     "DeepGemmExperts": {"none", "fp8_w8a8_block"},
-    "TritonKernelsExperts": {"none", "mxfp4_w4a16"},
 }  # fmt: skip
 
 

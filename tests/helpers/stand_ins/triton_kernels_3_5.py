@@ -54,11 +54,8 @@ def matmul_ogs(
     x, w, bias, routing_data=None, gather_indx=None, scatter_indx=None, precision_config=None,
     betas=None, gammas=None, out_alpha=None, y=None, fused_activation=None, epilogue=None,
 ):  # fmt: skip
-    unused = (gather_indx, scatter_indx, betas, gammas, out_alpha)
-    require(
-        all(argument is None for argument in (*unused, bias, fused_activation, epilogue)),
-        "no other options",
-    )
+    unused = (gather_indx, scatter_indx, betas, gammas, out_alpha, fused_activation, epilogue)
+    require(all(argument is None for argument in unused), "no other options")
     require(x.dim() == 2 and w.dim() == 3, "x of (M, K) and w of (E, K, N)")
     require(
         x.data_ptr() % 16 == 0 and w.data_ptr() % 16 == 0,
@@ -73,6 +70,8 @@ def matmul_ogs(
     require(1 in w.stride()[1:], "weights side by side along K or along N")
     require(y is not None and tuple(y.shape) == (1, rows, columns), "y of (1, M, N)")
     require(y.dtype is BF16 and y.stride(-1) == 1, "y of x's dtype")
+    if bias is not None:
+        _check_bias(bias, experts, columns)
     tables = routing_data.expt_data
     require(routing_data.n_expts_tot == experts, "as many experts as weights")
     require(routing_data.n_expts_act == 1, "a row for each pair")
@@ -103,15 +102,24 @@ def matmul_ogs(
         expert, tile = packed_tile & 0xFFFF, packed_tile >> 16
         first, last = tile * block, min((tile + 1) * block, counts[expert])
         selected = slice(starts[expert] + first, starts[expert] + last)
-        y[0, selected] = (x[selected].float() @ w[expert].float()).bfloat16()
+        sums = x[selected].float() @ w[expert].float()
+        if bias is not None:
+            sums += bias[expert]
+        y[0, selected] = sums.bfloat16()
     return y[0]
+
+
+def _check_bias(bias, experts, columns):
+    """Check a bias (e, N), of which kernels only take the address and the stride of an expert."""
+    require(bias.dtype is torch.float32, "biases of float32, without which kernels do not compile")
+    require(tuple(bias.shape) == (experts, columns), "a bias for each expert and column")
+    require(bias.stride(1) == 1, "biases of an expert side by side")
 
 
 def _dequantize_mxfp4(w, scale):
     """Dequantize codes (e, K / 2, N), packed along K, with exponents (e, K / 32, N).
 
-    Returns (e, K, N) bfloat16. All values are NaN if K is not a multiple of 128, because kernels
-    read 128 values at a time and would read past the end of a row.
+    Returns (e, K, N) bfloat16. As in kernels, a scale of 255 is infinity, not NaN.
     """
     require(w.dtype is torch.uint8 and scale is not None, "e2m1 codes in bytes, with scales")
     require(scale.dtype is torch.uint8, "E8M0 scales in bytes")
@@ -125,7 +133,7 @@ def _dequantize_mxfp4(w, scale):
     codes = torch.stack((w & 15, w >> 4), 2).flatten(1, 2).long()
     dequantized = torch.where(codes > 7, -values[codes & 7], values[codes & 7])
     dequantized = dequantized * torch.exp2(scale.float() - 127).repeat_interleave(32, 1)[:, :depth]
-    return (torch.full_like(dequantized, torch.nan) if depth % 128 else dequantized).bfloat16()
+    return dequantized.bfloat16()
 
 
 def _check_tables(tables, tiles, programs, rows, block):
