@@ -58,6 +58,9 @@ def _compiles_only(config: pytest.Config) -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     if not torch.cuda.is_available() and not _compiles_only(config):
         enable_interpreter()
+        if find_spec("triton") is not None:
+            # The import fixes the mode of the process. Some tests change TRITON_INTERPRET.
+            import triton  # noqa: F401
     config.stash[INTERPRETER_IS_ON] = read_settings().triton_interpret
 
 

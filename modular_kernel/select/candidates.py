@@ -7,13 +7,12 @@ the pairings that this module finds valid.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from modular_kernel.catalog import load_catalog
+from modular_kernel.catalog import load_catalog, this_machine
 from modular_kernel.compatibility.rules import judge
 from modular_kernel.compatibility.support import Rejection, Verdict
 from modular_kernel.operators.kernel_cache import (
     NO_EP,
     can_load_library,
-    detect_machine,
     list_default_experts,
 )
 from modular_kernel.select.selection import Pair
@@ -78,7 +77,7 @@ def _move_default_first(order: list[Pair], problem: Problem, machine: Machine) -
     names = list_default_experts(problem, machine.device)
     pairs = [(prepare_finalize, name) for name in names if (prepare_finalize, name) in order]
     # Libraries of a described machine need not be installed on this one.
-    is_described = machine != detect_machine(machine.device)
+    is_described = machine != this_machine(device=machine.device)
     default = next((pair for pair in pairs if is_described or can_load_library(pair[1])), order[0])
     return [default, *(pair for pair in order if pair != default)]
 

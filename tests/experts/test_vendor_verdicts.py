@@ -242,7 +242,7 @@ def test_command_line_options_describe_the_machine(capsys: pytest.CaptureFixture
     packages = ["--packages", "triton,deep_gemm"]
     accepted = run_mk(capsys, *args, "--arch", "9.0", *packages).json
     assert accepted["ok"]
-    assert accepted["explained"][0] == "calls of fewer than 512 tokens: TritonExperts"
+    assert accepted["explained"][0] == "calls of fewer than 2048 tokens: TritonExperts"
     result = run_mk(capsys, *args, "--arch", "10.0", "--packages", "triton")
     assert result.code == 1
     refused = result.json

@@ -4,6 +4,7 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from modular_kernel.errors import (
     IncompatibleError,
     UnknownPartError,
 )
-from modular_kernel.operators.kernel_cache import NO_EP, select_default_experts
+from modular_kernel.operators.kernel_cache import NO_EP, detect_machine, select_default_experts
 from modular_kernel.select import candidates, search, timing
 from modular_kernel.select.autotune import MeasurementOptions, choose, compose
 from modular_kernel.select.inputs import make_weights
@@ -37,10 +38,12 @@ PROBLEM = Problem(8, 64, 32, 4, 2)
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # for machines that the tests describe
-    return tmp_path
+    detect_machine.cache_clear()
+    yield tmp_path
+    detect_machine.cache_clear()
 
 
 @pytest.fixture
@@ -112,8 +115,10 @@ def test_default_of_block_scales_uses_deepgemm_if_it_can_be_loaded(
     packages = frozenset({"triton", "deep_gemm"})
     gpu = Machine("cuda", (9, 0), packages, name="G", cuda=(13, 0))
     described = replace(gpu, name="another")
-    for module in ("modular_kernel.operators.kernel_cache", "modular_kernel.select.candidates"):
-        monkeypatch.setattr(f"{module}.detect_machine", {"cpu": CPU, "cuda": gpu}.get)
+    monkeypatch.setattr(
+        "modular_kernel.operators.kernel_cache.detect_machine", {"cpu": CPU, "cuda": gpu}.get
+    )
+    monkeypatch.setattr("modular_kernel.select.candidates.this_machine", lambda *, device: gpu)
     if is_loadable:
         monkeypatch.setattr(DeepGemmExperts, "load_library", staticmethod(lambda: None))
     problem = replace(PROBLEM, hidden=256, intermediate=256)
