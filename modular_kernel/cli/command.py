@@ -20,7 +20,8 @@ from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_typ
 
 import click
 
-from modular_kernel.cli.output import STDOUT, report_error, reserve_stdout_for_json
+from modular_kernel.cli.output import STDOUT, reserve_stdout_for_json
+from modular_kernel.cli.refusals import report_error
 from modular_kernel.errors import ConfigurationError, ModularKernelError
 
 _MAX_QUOTED_CHARS = 100  # characters of an invalid value that a message quotes
