@@ -63,6 +63,8 @@ def report(
     # The default folder may be missing: outside a checkout, the page has no benchmark records.
     if docs != _DEFAULT_DOCS and not docs.is_dir():
         raise ConfigurationError("--docs", got=str(docs), need="the docs folder of a checkout")
+    if write or check:
+        _check_checkout(docs, "--write" if write else "--check")
     prepare_host(quiet=True)
     from modular_kernel.catalog import load_catalog
 
@@ -76,6 +78,14 @@ def report(
             _write_docs(catalog, docs)
         if html is not None or not write:
             _write_page(catalog, docs, html or _DEFAULT_PAGE)
+
+
+def _check_checkout(docs: Path, option: str) -> None:
+    """Raise ConfigurationError unless `docs` has the records from which files are generated."""
+    if not (docs / "benchmarks").is_dir():
+        got = f"no benchmark records in {docs.absolute()}"
+        need = "a checkout of the repository as the working folder, or --docs with its docs folder"
+        raise ConfigurationError(option, got=got, need=need)
 
 
 def _print_matrix(catalog: "Catalog", json_path: str) -> None:
