@@ -176,6 +176,11 @@ def bench(
     Exits with 1 if a row is wrong or failed, or if the pairing is refused, and with 2 on bad usage.
     """
     started = time.monotonic()
+    if (options.world_size or 1) > 1:
+        need = "1 rank; over ranks, mk compose and mk profile time pairings"
+        raise ConfigurationError(
+            "--world-size", got=options.world_size, need=f"{need}, and mk exchange times exchanges"
+        )
     if resolve_world_size(None) > 1:
         got, need = f"a launcher with {resolve_world_size(None)} ranks", "one process"
         raise ConfigurationError(

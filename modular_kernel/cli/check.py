@@ -109,10 +109,10 @@ def check(
             if layers is not None:
                 output.print_line(f"{format_layers(layers)}: {problem.quant}")
             if is_single:
-                _print_verdict(verdicts[0], options)
+                _print_verdict(verdicts[0], layer_options)
             else:
                 hinted = [
-                    replace(v, rejections=add_default_hints(v.rejections, options))
+                    replace(v, rejections=add_default_hints(v.rejections, layer_options))
                     for v in verdicts
                 ]
                 print_matrix(hinted, problem, machine)

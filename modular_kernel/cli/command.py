@@ -24,6 +24,16 @@ from modular_kernel.cli.output import STDOUT, reserve_stdout_for_json
 from modular_kernel.cli.refusals import report_error
 from modular_kernel.errors import ConfigurationError, ModularKernelError
 
+# Option -> names that other tools give it.
+_OTHER_NAMES = {
+    "--world-size": (
+        *("--world-size", "--worldsize", "--world", "--worlds", "--ranks", "--num-ranks"),
+        *("--nproc", "--nproc-per-node", "--ep", "--ep-size", "--gpus", "--num-gpus"),
+    ),
+    "--ranks-per-host": (
+        *("--ranks-per-host", "--ranks-per-node", "--gpus-per-host", "--gpus-per-node"),
+    ),
+}
 _MAX_QUOTED_CHARS = 100  # characters of an invalid value that a message quotes
 JSON_PARAMETER = "as_json"  # name of the parameter of --json, which every verb has
 
@@ -174,12 +184,30 @@ class Verb(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         with _report_errors(ctx):
-            return super().parse_args(ctx, args)
+            try:
+                return super().parse_args(ctx, args)
+            except click.NoSuchOption as error:
+                raise _name_the_option(error, self) from None
 
     def invoke(self, ctx: click.Context) -> Any:
         prints_json = ctx.params.get(JSON_PARAMETER) == STDOUT
         with reserve_stdout_for_json() if prints_json else nullcontext(), _report_errors(ctx):
             return super().invoke(ctx)
+
+
+def _name_the_option(error: click.NoSuchOption, verb: Verb) -> click.NoSuchOption:
+    """Return the error with the option that another tool's name stands for, or with none.
+
+    click suggests options with similar letters, so that it would suggest --lora for --world.
+    """
+    name = error.option_name.replace("_", "-")
+    named = next((right for right, names in _OTHER_NAMES.items() if name in names), name)
+    options = {option for parameter in verb.params for option in parameter.opts}
+    if named in options and named != error.option_name:
+        return click.NoSuchOption(error.option_name, possibilities=[named], ctx=error.ctx)
+    if named in _OTHER_NAMES:
+        return click.NoSuchOption(error.option_name, ctx=error.ctx)
+    return error
 
 
 @contextmanager

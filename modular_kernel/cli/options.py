@@ -188,6 +188,10 @@ class ProblemOptions:
             need = "--world-size N in addition"
             raise ConfigurationError("--ranks-per-host", got=self.ranks_per_host, need=need)
         world_size = values.pop("world_size", 1)
+        if values["experts"] < world_size and self.experts is None and self.model is None:
+            got = f"{values['experts']}, the default"
+            need = f"at least {world_size}, one for each rank of --world-size (or --model NAME)"
+            raise ConfigurationError("--experts", got=got, need=need)
         placement = _parse_placement(
             values.pop("placement", "linear"), values["experts"], world_size
         )

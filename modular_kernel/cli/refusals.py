@@ -140,17 +140,21 @@ def print_pairings(verdicts: "Sequence[Verdict]") -> None:
     The refused pairings of a PrepareAndFinalize are grouped by the rules that they violate. If all
     of its pairings violate the same rule, they are not listed one by one.
     """
-    by_part: dict[str, list[Verdict]] = {}
+    verdicts_by_part: dict[str, list[Verdict]] = {}
     for verdict in verdicts:
-        by_part.setdefault(verdict.prepare_finalize, []).append(verdict)
+        verdicts_by_part.setdefault(verdict.prepare_finalize, []).append(verdict)
     print_valid_pairings(verdicts)
     parts_by_rules: dict[str, list[str]] = {}
-    for part, part_verdicts in by_part.items():
-        common = _find_common_rules(part_verdicts)
-        if common:
+    parts_by_list: dict[tuple[str, ...], list[str]] = {}
+    for part, part_verdicts in verdicts_by_part.items():
+        if common := _find_common_rules(part_verdicts):
             parts_by_rules.setdefault(", ".join(common), []).append(part)
-        else:
-            _print_refused_experts(part, part_verdicts)
+        elif lines := _list_refused_experts(part_verdicts):
+            parts_by_list.setdefault(lines, []).append(part)
+    for lines, parts in parts_by_list.items():
+        print_line(f"{', '.join(parts)}: refused because of the rules:")
+        for line in lines:
+            print_line(f"  {line}")
     if parts_by_rules:
         experts = list(dict.fromkeys(verdict.experts for verdict in verdicts))
         if len(experts) == 1:
@@ -163,13 +167,19 @@ def print_pairings(verdicts: "Sequence[Verdict]") -> None:
 
 
 def print_valid_pairings(verdicts: "Iterable[Verdict]") -> None:
-    """Print a line for each PrepareAndFinalize with the experts parts of its valid pairings."""
+    """Print a line with the experts parts of the valid pairings of each PrepareAndFinalize.
+
+    Parts with the same experts parts share a line.
+    """
     experts_by_part: dict[str, list[str]] = {}
     for verdict in verdicts:
         if verdict.ok:
             experts_by_part.setdefault(verdict.prepare_finalize, []).append(verdict.experts)
+    parts_by_experts: dict[str, list[str]] = {}
     for part, experts in experts_by_part.items():
-        print_line(f"valid: {part} x {', '.join(experts)}")
+        parts_by_experts.setdefault(", ".join(experts), []).append(part)
+    for experts_names, parts in parts_by_experts.items():
+        print_line(f"valid: {', '.join(parts)} x {experts_names}")
 
 
 def _find_common_rules(verdicts: "Sequence[Verdict]") -> list[str]:
@@ -184,17 +194,13 @@ def list_rules(verdict: "Verdict") -> list[str]:
     return list(dict.fromkeys(rejection.rule for rejection in verdict.rejections))
 
 
-def _print_refused_experts(part: str, verdicts: "Sequence[Verdict]") -> None:
-    """Print the refused experts parts of a PrepareAndFinalize, by the rules that they violate."""
+def _list_refused_experts(verdicts: "Sequence[Verdict]") -> tuple[str, ...]:
+    """Return a line for each set of violated rules, with the experts parts that violate it."""
     experts_by_rules: dict[str, list[str]] = {}
     for verdict in verdicts:
         if not verdict.ok:
             experts_by_rules.setdefault(", ".join(list_rules(verdict)), []).append(verdict.experts)
-    if not experts_by_rules:
-        return
-    print_line(f"{part}: refused because of the rules:")
-    for rules, experts in experts_by_rules.items():
-        print_line(f"  {rules}: {', '.join(experts)}")
+    return tuple(f"{rules}: {', '.join(experts)}" for rules, experts in experts_by_rules.items())
 
 
 def group_by_rule(verdicts: "Iterable[Verdict]") -> "dict[str, list[Rejection]]":
