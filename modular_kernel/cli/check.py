@@ -1,7 +1,7 @@
 """`mk check`: checks whether pairings are valid for a problem and a machine, and if not, why.
 
 The rules in `modular_kernel.compatibility` determine the verdicts. For one pairing, `mk check`
-prints the whole verdict. For several pairings, it prints a matrix.
+prints the whole verdict. For several pairings, it prints a list or a matrix.
 """
 
 from dataclasses import replace
@@ -63,13 +63,14 @@ def check(
     """Check pairings of parts for a problem, on this machine or on a described one.
 
     With --pf-type and --experts-type, checks one pairing and lists every reason against it.
-    Otherwise, checks all pairings, or all pairings with the given part, and prints a matrix. A
+    Otherwise, checks all pairings, or all pairings with the given part, and lists the valid and the
+    refused ones by reason; if the terminal is wide enough (COLUMNS), it prints a matrix instead. A
     pairing is also refused if its weights and buffers for one layer exceed the memory of the GPU.
 
     --model FOLDER also checks the headers of the tensor files in the folder of a checkpoint. If the
     layers of a model are quantized differently, there is a verdict for each scheme.
 
-    Exits with 0 if the pairing, or any pairing in the matrix, is valid. With several schemes, this
+    Exits with 0 if the pairing, or any of several pairings, is valid. With several schemes, this
     must hold for each scheme. Exits with 1 otherwise, and with 2 on bad usage.
     """
     print_default_layer(options, options.defaults)

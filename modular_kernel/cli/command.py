@@ -11,7 +11,8 @@ share a group.
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -31,9 +32,12 @@ _OTHER_NAMES = {
         *("--nproc", "--nproc-per-node", "--ep", "--ep-size", "--gpus", "--num-gpus"),
     ),
     "--ranks-per-host": (
-        *("--ranks-per-host", "--ranks-per-node", "--gpus-per-host", "--gpus-per-node"),
+        *("--ranks-per-host", "--ranks-per-node"),
+        *("--gpus-per-host", "--gpus-per-node"),
     ),
 }
+_OPTION_NAME = re.compile(r"--[a-z][a-z0-9-]*")
+_NON_BREAKING_HYPHEN = "\N{NON-BREAKING HYPHEN}"
 _MAX_QUOTED_CHARS = 100  # characters of an invalid value that a message quotes
 JSON_PARAMETER = "as_json"  # name of the parameter of --json, which every verb has
 
@@ -175,12 +179,38 @@ def argument(help: str) -> Any:
     return Argument(help)
 
 
+class _HelpFormatter(click.HelpFormatter):
+    """A formatter that does not break the lines of a help text inside the name of an option."""
+
+    def write_text(self, text: str) -> None:
+        super().write_text(_bind_option_names(text))
+
+    def write_dl(self, rows: Sequence[tuple[str, str]], *args: int, **kwargs: int) -> None:
+        super().write_dl([(name, _bind_option_names(text)) for name, text in rows], *args, **kwargs)
+
+    def getvalue(self) -> str:
+        return super().getvalue().replace(_NON_BREAKING_HYPHEN, "-")
+
+
+def _bind_option_names(text: str) -> str:
+    """Replace the hyphens in names of options by hyphens at which a line is not broken."""
+    return _OPTION_NAME.sub(lambda match: match[0].replace("-", _NON_BREAKING_HYPHEN), text)
+
+
+class HelpContext(click.Context):
+    """A context whose help keeps the names of options in one line."""
+
+    formatter_class = _HelpFormatter
+
+
 class Verb(click.Command):
     """A click command that turns a ModularKernelError into a message and an exit status.
 
     If `--json` prints to stdout, nothing else is printed there, and an InputError is also printed
     as JSON.
     """
+
+    context_class = HelpContext
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         with _report_errors(ctx):
@@ -195,7 +225,7 @@ class Verb(click.Command):
             return super().invoke(ctx)
 
 
-def _name_the_option(error: click.NoSuchOption, verb: Verb) -> click.NoSuchOption:
+def _name_the_option(error: click.NoSuchOption, verb: Verb) -> click.UsageError:
     """Return the error with the option that another tool's name stands for, or with none.
 
     click suggests options with similar letters, so that it would suggest --lora for --world.
@@ -204,7 +234,8 @@ def _name_the_option(error: click.NoSuchOption, verb: Verb) -> click.NoSuchOptio
     named = next((right for right, names in _OTHER_NAMES.items() if name in names), name)
     options = {option for parameter in verb.params for option in parameter.opts}
     if named in options and named != error.option_name:
-        return click.NoSuchOption(error.option_name, possibilities=[named], ctx=error.ctx)
+        message = f"No such option {error.option_name!r}. Did you mean {named!r}?"
+        return click.UsageError(message, ctx=error.ctx)
     if named in _OTHER_NAMES:
         return click.NoSuchOption(error.option_name, ctx=error.ctx)
     return error

@@ -27,7 +27,7 @@ DEFAULTS: dict[str, object] = {
 }
 
 # Sizes of a layer that is not run, or that runs on a GPU. Every kernel accepts them: many kernels
-# support only multiples of 128, and some exchanges support only the hidden sizes of published models.
+# support only multiples of 128, and some exchanges only the hidden sizes of published models.
 DESCRIBED_DEFAULTS = DEFAULTS | {"hidden": 2048, "intermediate": 1024}
 
 _SIZES = ("hidden", "intermediate", "experts", "top_k")  # fields that describe a layer

@@ -58,7 +58,9 @@ def add_default_hints(
     return tuple(
         rejection
         if (field := _find_default_field(rejection, options)) is None
-        else replace(rejection, hint=_join_hints(rejection.hint, _make_default_hint(rejection, field)))
+        else replace(
+            rejection, hint=_join_hints(rejection.hint, _make_default_hint(rejection, field))
+        )
         for rejection in rejections
     )
 

@@ -52,8 +52,9 @@ def report(
     packages. The page starts with a picture of the matrix and a plot of measured times. The picture
     can be filtered by scheme and number of ranks.
 
-    --write updates the files under docs/ that are generated from the same data, and --check checks
-    that they are up to date. --json prints the matrix instead of writing a page.
+    In a checkout of the repository, --write updates the files under docs/ that are generated from
+    the same data, and --check checks that they are up to date. --json prints the matrix instead of
+    writing a page.
 
     Exits with 1 if --check finds a file that is out of date, and with 2 on bad usage.
     """

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -403,3 +404,13 @@ def test_arch_is_parsed() -> None:
     ]
     with pytest.raises(ConfigurationError):
         parse_arch("9")
+
+
+@pytest.mark.parametrize("verb", main.VERBS)
+def test_help_does_not_break_lines_inside_option_names(
+    capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    text = run_mk(capsys, verb, "--help").out
+    assert re.search(r"--[a-z-]+-\n", text) is None
+    assert "\N{NON-BREAKING HYPHEN}" not in text
+    assert max(map(len, text.splitlines())) <= 80

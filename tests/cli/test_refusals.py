@@ -18,9 +18,9 @@ from modular_kernel.cli.options import (
 )
 from modular_kernel.cli.refusals import add_default_hints, describe_defaults
 from modular_kernel.compatibility.support import Rejection
+from modular_kernel.errors import CapacityError
 from modular_kernel.profiling import record
 from modular_kernel.profiling.record import _check_memory
-from modular_kernel.errors import CapacityError
 from modular_kernel.select.inputs import weight_bytes
 from modular_kernel.spec.problem import Machine, Parallel, Problem
 

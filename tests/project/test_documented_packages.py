@@ -10,6 +10,7 @@ from modular_kernel.catalog import collect_packages, load_catalog
 from modular_kernel.cli import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
+TRANSFORMERS_INTEGRATION = ROOT / "modular_kernel/integrations/transformers/__init__.py"
 PACKAGES = ("modular_kernel", "prepare_finalize", "experts", "topk_reduce")
 DEVELOPMENT_EXTRAS = {"test", "dev"}  # extras for development of this package
 # Distribution -> name of the imported package, if they differ.

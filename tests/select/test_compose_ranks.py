@@ -1,9 +1,8 @@
 """`compose` over ranks: all ranks select the same pairings, by the times of the slowest rank."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
-
-import re
 
 import pytest
 import torch

@@ -196,8 +196,8 @@ def _describe_external_paths(
     for path, origin in ((usable.path, usable.origin) for usable in external.usable):
         if path.name in paths:
             bounds = format_span(path.min_tokens(problem), path.max_tokens(problem) or "any")
-            noun = "token" if bounds == "1" else "tokens"
-            yield f"  path of another package: {path.name} from {origin}, untuned for {bounds} {noun}"
+            tokens = f"{bounds} {pluralize('token', 1 if bounds == '1' else 0)}"
+            yield f"  path of another package: {path.name} from {origin}, untuned for {tokens}"
         elif not path.supports(problem, device):
             yield f"  path of another package: {path.name} from {origin}, not for this problem"
     for broken in external.broken:
