@@ -12,7 +12,7 @@ share a group.
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -185,7 +185,7 @@ class _HelpFormatter(click.HelpFormatter):
     def write_text(self, text: str) -> None:
         super().write_text(_bind_option_names(text))
 
-    def write_dl(self, rows: Sequence[tuple[str, str]], *args: int, **kwargs: int) -> None:
+    def write_dl(self, rows: Iterable[tuple[str, str]], *args: int, **kwargs: int) -> None:
         super().write_dl([(name, _bind_option_names(text)) for name, text in rows], *args, **kwargs)
 
     def getvalue(self) -> str:
