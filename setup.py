@@ -90,7 +90,7 @@ setup(
     # considers all extras build them. The parts that wrap them report missing packages.
     extras_require={
         # The minimum of modular_kernel.integrations.transformers.
-        "transformers": ["transformers>=5.8"],
+        "transformers": ["transformers>=5.23"],
         # The plugin also supports 0.26, which is not installed by this extra. With another version,
         # it does nothing.
         "vllm": ["vllm>=0.33,<0.34"],
