@@ -193,7 +193,7 @@ def format_verdict(
 def test_refusals_name_the_world_size() -> None:
     verdict = format_verdict("MoEPrepareAndFinalizeNoEP", 2)
     assert "[world_size] MoEPrepareAndFinalizeNoEP / problem: got 2, need 1" in verdict
-    assert "[world_size] SupportsTwoRanks / problem: got 4, need 2 to 2" in format_verdict(
+    assert "[world_size] SupportsTwoRanks / problem: got 4, need 2" in format_verdict(
         parts.SupportsTwoRanks, 4
     )
     assert format_verdict(parts.SupportsTwoRanks, 2).endswith("valid")
