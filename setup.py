@@ -89,6 +89,7 @@ setup(
     # the index could belong to unrelated packages. A source URL would make every resolver that
     # considers all extras build them. The parts that wrap them report missing packages.
     extras_require={
+        # The minimum of modular_kernel.integrations.transformers.
         "transformers": ["transformers>=5.23"],
         # The plugin also supports 0.26, which is not installed by this extra. With another version,
         # it does nothing.

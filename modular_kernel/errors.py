@@ -93,10 +93,16 @@ class BrokenPartError(InputError):
 
 
 class IncompatibleError(ModularKernelError, ValueError):
-    """A pair of parts does not support the problem. `rejections` lists every violated rule."""
+    """A pair of parts does not support the problem. `rejections` lists every violated rule.
 
-    def __init__(self, pairing: str, rejections: Sequence[object]) -> None:
+    verdicts: the verdict on each pairing if several pairings were checked and none is valid.
+    """
+
+    def __init__(
+        self, pairing: str, rejections: Sequence[object], *, verdicts: Sequence[object] = ()
+    ) -> None:
         self.pairing, self.rejections = pairing, tuple(rejections)
+        self.verdicts = tuple(verdicts)
         reasons = "\n".join(f"  - {rejection}" for rejection in self.rejections)
         count = format_count(len(self.rejections), "reason")
         super().__init__(f"{pairing} is refused for {count}:\n{reasons}")

@@ -64,8 +64,13 @@ def format_ranges(numbers: Sequence[int]) -> str:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    ranges = [str(first) if first == last else f"{first} to {last}" for first, last in runs]
+    ranges = [format_span(first, last) for first, last in runs]
     return ", ".join(ranges[:8]) + (", ..." if len(ranges) > 8 else "")
+
+
+def format_span(first: object, last: object) -> str:
+    """Return "first to last", or only one of them if they are equal."""
+    return str(first) if first == last else f"{first} to {last}"
 
 
 def format_layers(layers: Sequence[int] | None) -> str:

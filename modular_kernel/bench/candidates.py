@@ -309,8 +309,8 @@ def pairing_candidates(
     prepared: whether each candidate whose experts part prepares weights is followed by a second
         candidate with prepared weights.
 
-    Raises IncompatibleError with every reason if both names are given and the pairing is valid for
-    no problem.
+    Raises IncompatibleError with every reason if a name is given and no pairing with it is valid
+    for any problem. The verdicts of several pairings are those for the first problem.
     """
     valid: list[tuple[str, str, str]] = []  # (prepare_finalize, experts, quant)
     preparable: set[tuple[str, str]] = set()  # (experts, quant)
@@ -329,8 +329,8 @@ def pairing_candidates(
                 and prepared_specs_of(experts_name, problem)
             ):
                 preparable.add((experts_name, problem.quant))
-    if prepare_finalize is not None and experts is not None and not valid and refused:
-        raise IncompatibleError(refused[0].pairing, refused[0].rejections)
+    if (prepare_finalize or experts) is not None and not valid and refused:
+        raise _make_refusal(" x ".join(filter(None, (prepare_finalize, experts))), refused)
     pairings_by_experts = Counter(
         experts_name
         for _, experts_name in {(pf_name, experts_name) for pf_name, experts_name, _ in valid}
@@ -347,6 +347,16 @@ def pairing_candidates(
             make = partial(make, prepared=True)
             candidates.append(Candidate(make_prepared_name(name), quant, OURS, make, True, library))
     return candidates
+
+
+def _make_refusal(names: str, verdicts: Sequence[Verdict]) -> IncompatibleError:
+    """Return the error for a pairing, or for all pairings with a part, that is never valid."""
+    first_verdicts = list({verdict.pairing: verdict for verdict in reversed(verdicts)}.values())
+    first_verdicts.reverse()
+    if len(first_verdicts) == 1:
+        return IncompatibleError(first_verdicts[0].pairing, first_verdicts[0].rejections)
+    rejections = [rejection for verdict in first_verdicts for rejection in verdict.rejections]
+    return IncompatibleError(f"every pairing with {names}", rejections, verdicts=first_verdicts)
 
 
 def _iterate_pairings(

@@ -25,6 +25,7 @@ from modular_kernel.cli.machine_setup import prepare_host
 from modular_kernel.cli.options import (
     TOKENS_LIST,
     ExpertsType,
+    MeasuredProblemOptions,
     PfType,
     Prepared,
     ProblemOptions,
@@ -41,6 +42,7 @@ from modular_kernel.cli.presets import (
     make_unknown_model_error,
 )
 from modular_kernel.cli.ranks import resolve_world_size
+from modular_kernel.cli.refusals import explain_defaults
 from modular_kernel.cli.report_files import ReportFiles, load_record
 from modular_kernel.errors import ConfigurationError, UnsupportedError
 from modular_kernel.models.config_file import is_model_path
@@ -130,7 +132,7 @@ class _PairOptions:
 
 def bench(
     *,
-    options: ProblemOptions,
+    options: MeasuredProblemOptions,
     method: BenchMethod,
     files: BenchFiles,
     model_options: ModelOptions,
@@ -174,6 +176,11 @@ def bench(
     Exits with 1 if a row is wrong or failed, or if the pairing is refused, and with 2 on bad usage.
     """
     started = time.monotonic()
+    if (options.world_size or 1) > 1:
+        need = "1 rank; over ranks, mk compose and mk profile time pairings"
+        raise ConfigurationError(
+            "--world-size", got=options.world_size, need=f"{need}, and mk exchange times exchanges"
+        )
     if resolve_world_size(None) > 1:
         got, need = f"a launcher with {resolve_world_size(None)} ranks", "one process"
         raise ConfigurationError(
@@ -196,7 +203,8 @@ def bench(
         refuse_combination("--engine", (_PairOptions(pf_type), files), ("as_json", "markdown"))
         allowed = "tokens_list", "routing", "bandwidth", "deadline"
         refuse_combination("--engine", (method,), allowed)
-        bench_engine(engine, _BenchmarkCases(options, method), files, experts_type)
+        engine_options = options.with_default_sizes("cuda")
+        bench_engine(engine, _BenchmarkCases(engine_options, method), files, experts_type)
         return
     benchmark_cases = _BenchmarkCases(options, method)
     _check_plot(files)
@@ -208,8 +216,11 @@ def bench(
     from modular_kernel.catalog import this_machine
     from modular_kernel.measure.records import FAILED, WRONG
 
-    machine, cases = this_machine(), tuple(benchmark_cases.make_cases())
-    candidates = _make_candidates(benchmark_cases, cases, machine, pf_type, experts_type)
+    machine = this_machine()
+    benchmark_cases.options = options.with_default_sizes(machine.device)
+    cases = tuple(benchmark_cases.make_cases())
+    with explain_defaults(options):
+        candidates = _make_candidates(benchmark_cases, cases, machine, pf_type, experts_type)
     if not candidates:
         output.print_line(
             "nothing to measure: no pairing is valid on this machine, and no other layer was given"

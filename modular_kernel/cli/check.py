@@ -1,7 +1,7 @@
 """`mk check`: checks whether pairings are valid for a problem and a machine, and if not, why.
 
 The rules in `modular_kernel.compatibility` determine the verdicts. For one pairing, `mk check`
-prints the whole verdict. For several pairings, it prints a matrix.
+prints the whole verdict. For several pairings, it prints a list or a matrix.
 """
 
 from dataclasses import replace
@@ -20,16 +20,26 @@ from modular_kernel.cli.options import (
     ExpertsType,
     PfType,
     ProblemOptions,
+    print_default_layer,
     split_by_scheme,
 )
 from modular_kernel.cli.ranks import apply_launcher
+from modular_kernel.cli.refusals import (
+    add_default_hints,
+    describe_defaults,
+    group_by_rule,
+    print_pairings,
+    print_reasons,
+    print_rejections,
+    print_valid_pairings,
+)
 from modular_kernel.cli.tables import fit_table
 from modular_kernel.text import format_count, format_layers
 
 if TYPE_CHECKING:
     from modular_kernel.catalog import Catalog
     from modular_kernel.checkpoints.inspection import InspectionReport
-    from modular_kernel.compatibility.support import ExpertsRequirements, Rejection, Verdict
+    from modular_kernel.compatibility.support import ExpertsRequirements, Verdict
     from modular_kernel.spec.problem import Machine, Problem
 
 _SUFFIX = "PrepareAndFinalize"  # most names end with it, so the matrix shows it only in its header
@@ -46,7 +56,8 @@ def check(
     """Check pairings of parts for a problem, on this machine or on a described one.
 
     With --pf-type and --experts-type, checks one pairing and lists every reason against it.
-    Otherwise, checks all pairings, or all pairings with the given part, and prints a matrix. A
+    Otherwise, checks all pairings, or all pairings with the given part, and lists the valid and the
+    refused ones by reason; if the terminal is wide enough (COLUMNS), it prints a matrix instead. A
     pairing is also refused if its weights and buffers for one layer exceed the memory of the GPU.
 
     Without --model, sizes that are not given have default values. A described machine is assumed
@@ -55,9 +66,10 @@ def check(
     --model FOLDER also checks the headers of the tensor files in the folder of a checkpoint. If the
     layers of a model are quantized differently, there is a verdict for each scheme.
 
-    Exits with 0 if the pairing, or any pairing in the matrix, is valid. With several schemes, this
+    Exits with 0 if the pairing, or any of several pairings, is valid. With several schemes, this
     must hold for each scheme. Exits with 1 otherwise, and with 2 on bad usage.
     """
+    print_default_layer(options, options.defaults)
     cluster = machine_options.parse_cluster()
     layer_options = apply_cluster(apply_launcher(options), cluster)
     checkpoint = _inspect_checkpoint(layer_options)
@@ -95,9 +107,13 @@ def check(
             if layers is not None:
                 output.print_line(f"{format_layers(layers)}: {problem.quant}")
             if is_single:
-                _print_verdict(verdicts[0])
+                _print_verdict(verdicts[0], layer_options)
             else:
-                print_matrix(verdicts, problem, machine)
+                hinted = [
+                    replace(v, rejections=add_default_hints(v.rejections, layer_options))
+                    for v in verdicts
+                ]
+                print_matrix(hinted, problem, machine)
         if not is_single:
             _note_broken_parts(catalog)
 
@@ -270,7 +286,7 @@ def make_matrix_record(
     return {"problem": problem, "machine": machine, "pairs": pairs}
 
 
-def _print_verdict(verdict: "Verdict") -> None:
+def _print_verdict(verdict: "Verdict", options: ProblemOptions) -> None:
     subject = f"{verdict.problem} on {verdict.machine}"
     if verdict.ok:
         output.print_line(f"{verdict.pairing}: valid for {subject}")
@@ -279,23 +295,21 @@ def _print_verdict(verdict: "Verdict") -> None:
         return
     count = format_count(len(verdict.rejections), "reason")
     output.print_line(f"{verdict.pairing}: refused for {subject}, {count}")
-    output.print_rejections(verdict.rejections)
+    rejections = add_default_hints(verdict.rejections, options)
+    print_rejections(rejections)
+    if summary := describe_defaults(rejections):
+        output.print_line(summary)
 
 
 def print_matrix(verdicts: "list[Verdict]", problem: "Problem", machine: "Machine") -> None:
-    """Print the valid pairings, the matrix, and the first rejection by each violated rule.
+    """Print the valid and the refused pairings, and the first rejection by each violated rule.
 
-    In the matrix, a letter stands for each violated rule.
+    If the terminal is wide enough, prints a matrix with a column for each experts part, in which a
+    letter stands for each violated rule. Otherwise, prints a list of the pairings by reason.
     """
     valid = sum(verdict.ok for verdict in verdicts)
     output.print_line(f"{problem} on {machine}: {valid} of {len(verdicts)} pairings are valid")
-    if 0 < valid < len(verdicts):
-        _print_valid_pairings(verdicts)
-    rejections_by_rule: dict[str, list[Rejection]] = {}
-    for verdict in verdicts:
-        # Reversed, so that the dict keeps the first rejection by each rule.
-        for rule, rejection in {r.rule: r for r in reversed(verdict.rejections)}.items():
-            rejections_by_rule.setdefault(rule, []).append(rejection)
+    rejections_by_rule = group_by_rule(verdicts)
     letters = dict(zip(rejections_by_rule, make_rule_letters(len(rejections_by_rule)), strict=True))
     names = dict.fromkeys(verdict.experts for verdict in verdicts)
     cells = {(v.prepare_finalize, v.experts): _format_cell(v, letters) for v in verdicts}
@@ -303,52 +317,16 @@ def print_matrix(verdicts: "list[Verdict]", problem: "Problem", machine: "Machin
         (pf.removesuffix(_SUFFIX), *(cells[pf, experts] for experts in names))
         for pf in dict.fromkeys(verdict.prepare_finalize for verdict in verdicts)
     ]
-    _print_grid(rows, tuple(names))
-    if valid == len(verdicts):
-        return
-    reasons = [
-        (letters[rule], rule, len(group), f"got {group[0].got}, need {group[0].need}")
-        for rule, group in rejections_by_rule.items()
-    ]
-    output.print_table(("", "rule", "pairings", "first rejection"), reasons)
-    output.print_line("For all reasons of one pairing: mk check --pf-type X --experts-type Y")
-
-
-def _print_valid_pairings(verdicts: "list[Verdict]") -> None:
-    """Print a line for each PrepareAndFinalize with the experts parts of its valid pairings."""
-    experts_by_part: dict[str, list[str]] = {}
-    for verdict in verdicts:
-        if verdict.ok:
-            experts_by_part.setdefault(verdict.prepare_finalize, []).append(verdict.experts)
-    for part, experts in experts_by_part.items():
-        output.print_line(f"valid: {part} x {', '.join(experts)}")
-
-
-def _print_grid(rows: list[tuple[str, ...]], names: tuple[str, ...]) -> None:
-    """Print the matrix with one column per experts part.
-
-    names: experts parts, the headings of the columns. If they are too wide for the terminal, the
-        columns are numbered instead. If numbered columns are still too wide, the matrix is split
-        into several tables.
-    """
-    first_column = f"..{_SUFFIX}"
-    if fit_table((first_column, *names), rows, output.get_line_width()) is not None:
-        output.print_table((first_column, *names), rows)
-        return
-    numbers = tuple(f"[{number}]" for number, _ in enumerate(names, 1))
-    start = 0
-    while start < len(names):
-        for end in range(len(names), start, -1):
-            table_rows = [(row[0], *row[1 + start : 1 + end]) for row in rows]
-            columns = (first_column, *numbers[start:end])
-            fits = fit_table(columns, table_rows, output.get_line_width()) is not None
-            if end == start + 1 or fits:
-                output.print_table(columns, table_rows)
-                break
-        start = end
-    output.print_line(
-        ", ".join(f"{number}={name}" for number, name in zip(numbers, names, strict=True))
-    )
+    columns = (f"..{_SUFFIX}", *names)
+    if fit_table(columns, rows, output.get_line_width()) is None:
+        print_pairings(verdicts)
+    else:
+        if 0 < valid < len(verdicts):
+            print_valid_pairings(verdicts)
+        output.print_table(columns, rows)
+        print_reasons(verdicts, letters)
+    if valid < len(verdicts):
+        output.print_line("For all reasons of one pairing: mk check --pf-type X --experts-type Y")
 
 
 def _format_cell(verdict: "Verdict", letters: dict[str, str]) -> str:

@@ -11,7 +11,8 @@ share a group.
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -20,9 +21,23 @@ from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_typ
 
 import click
 
-from modular_kernel.cli.output import STDOUT, report_error, reserve_stdout_for_json
+from modular_kernel.cli.output import STDOUT, reserve_stdout_for_json
+from modular_kernel.cli.refusals import report_error
 from modular_kernel.errors import ConfigurationError, ModularKernelError
 
+# Option -> names that other tools give it.
+_OTHER_NAMES = {
+    "--world-size": (
+        *("--world-size", "--worldsize", "--world", "--worlds", "--ranks", "--num-ranks"),
+        *("--nproc", "--nproc-per-node", "--ep", "--ep-size", "--gpus", "--num-gpus"),
+    ),
+    "--ranks-per-host": (
+        *("--ranks-per-host", "--ranks-per-node"),
+        *("--gpus-per-host", "--gpus-per-node"),
+    ),
+}
+_OPTION_NAME = re.compile(r"--[a-z][a-z0-9-]*")
+_NON_BREAKING_HYPHEN = "\N{NON-BREAKING HYPHEN}"
 _MAX_QUOTED_CHARS = 100  # characters of an invalid value that a message quotes
 JSON_PARAMETER = "as_json"  # name of the parameter of --json, which every verb has
 
@@ -164,6 +179,30 @@ def argument(help: str) -> Any:
     return Argument(help)
 
 
+class _HelpFormatter(click.HelpFormatter):
+    """A formatter that does not break the lines of a help text inside the name of an option."""
+
+    def write_text(self, text: str) -> None:
+        super().write_text(_bind_option_names(text))
+
+    def write_dl(self, rows: Iterable[tuple[str, str]], *args: int, **kwargs: int) -> None:
+        super().write_dl([(name, _bind_option_names(text)) for name, text in rows], *args, **kwargs)
+
+    def getvalue(self) -> str:
+        return super().getvalue().replace(_NON_BREAKING_HYPHEN, "-")
+
+
+def _bind_option_names(text: str) -> str:
+    """Replace the hyphens in names of options by hyphens at which a line is not broken."""
+    return _OPTION_NAME.sub(lambda match: match[0].replace("-", _NON_BREAKING_HYPHEN), text)
+
+
+class HelpContext(click.Context):
+    """A context whose help keeps the names of options in one line."""
+
+    formatter_class = _HelpFormatter
+
+
 class Verb(click.Command):
     """A click command that turns a ModularKernelError into a message and an exit status.
 
@@ -171,14 +210,35 @@ class Verb(click.Command):
     as JSON.
     """
 
+    context_class = HelpContext
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         with _report_errors(ctx):
-            return super().parse_args(ctx, args)
+            try:
+                return super().parse_args(ctx, args)
+            except click.NoSuchOption as error:
+                raise _name_the_option(error, self) from None
 
     def invoke(self, ctx: click.Context) -> Any:
         prints_json = ctx.params.get(JSON_PARAMETER) == STDOUT
         with reserve_stdout_for_json() if prints_json else nullcontext(), _report_errors(ctx):
             return super().invoke(ctx)
+
+
+def _name_the_option(error: click.NoSuchOption, verb: Verb) -> click.UsageError:
+    """Return the error with the option that another tool's name stands for, or with none.
+
+    click suggests options with similar letters, so that it would suggest --lora for --world.
+    """
+    name = error.option_name.replace("_", "-")
+    named = next((right for right, names in _OTHER_NAMES.items() if name in names), name)
+    options = {option for parameter in verb.params for option in parameter.opts}
+    if named in options and named != error.option_name:
+        message = f"No such option {error.option_name!r}. Did you mean {named!r}?"
+        return click.UsageError(message, ctx=error.ctx)
+    if named in _OTHER_NAMES:
+        return click.NoSuchOption(error.option_name, ctx=error.ctx)
+    return error
 
 
 @contextmanager

@@ -15,9 +15,10 @@ from modular_kernel.cli.compose_output import (
     print_explanation,
     print_text,
 )
-from modular_kernel.cli.options import TOKENS_LIST, AsJson, ProblemOptions
+from modular_kernel.cli.options import TOKENS_LIST, AsJson, MeasuredProblemOptions, ProblemOptions
 from modular_kernel.cli.ranks import Backend, apply_launcher, open_executor
-from modular_kernel.errors import ConfigurationError, IncompatibleError
+from modular_kernel.cli.refusals import explain_defaults, make_refusal
+from modular_kernel.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from modular_kernel.select.autotune import MeasurementOptions
@@ -77,7 +78,7 @@ class ComposeOptions:
 
 def compose(
     *,
-    options: ProblemOptions,
+    options: MeasuredProblemOptions,
     measurement: ComposeOptions,
     explain: Annotated[
         bool, option("Show the times of every pairing, or why it was not timed.")
@@ -114,8 +115,9 @@ def compose(
     measurement_options = measurement.to_measurement_options()
     with open_executor(options.world_size, backend) as executor:
         has_gpu = executor.machine.device == "cuda"
-        options = replace(options, tokens=measurement.resolve_max_tokens(options, has_gpu=has_gpu))
-        problem = options.problem()
+        layer_options = options.with_default_sizes(executor.machine.device)
+        tokens = measurement.resolve_max_tokens(options, has_gpu=has_gpu)
+        problem = replace(layer_options, tokens=tokens).problem()
         if executor.pool is None:
             if as_json != output.STDOUT:
                 measurement_options = replace(
@@ -131,8 +133,8 @@ def compose(
             )
             choice = choices[0]
     if not choice.segments:
-        reasons = [r for verdict in choice.candidates.refused for r in verdict.rejections]
-        raise IncompatibleError(f"every pairing for {problem}", reasons)
+        with explain_defaults(options):
+            raise make_refusal(f"every pairing for {problem}", choice.candidates.refused)
 
     def print_all() -> None:
         print_text(choice)

@@ -1,12 +1,14 @@
 """Text and JSON output of `mk compose`."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from modular_kernel.cli import output
+from modular_kernel.cli.refusals import print_pairings
 from modular_kernel.select.selection import Pair, pairing_name
-from modular_kernel.text import format_count
+from modular_kernel.text import format_count, format_span
 
 if TYPE_CHECKING:
     from modular_kernel.compatibility.support import Verdict
@@ -46,14 +48,8 @@ def print_text(choice: "PairingChoice") -> None:
         output.print_line(
             f"{format_count(len(candidates.untimeable), 'pairing')} not measured: {reason}"
         )
-    pairings_by_requirement: dict[str, list[str]] = {}
-    for verdict in candidates.refused:
-        if {rejection.rule for rejection in verdict.rejections} <= _MACHINE_RULES:
-            pairings_by_requirement.setdefault(
-                _describe_missing_requirement(verdict, choice.machine), []
-            ).append(verdict.pairing)
-    for need, pairings in pairings_by_requirement.items():
-        output.print_line(f"not measured because they need {need}: {', '.join(pairings)}")
+    if missing := _describe_missing_requirements(choice):
+        output.print_line(f"not measured: {missing} (--explain lists them)")
     for note in choice.notes:
         output.print_note(f"note: {note}")
 
@@ -80,6 +76,19 @@ def _describe_interpreter(choice: "PairingChoice") -> str:
     return f" without Triton's interpreter ({len(with_interpreter.order)} with it, untimed)"
 
 
+def _describe_missing_requirements(choice: "PairingChoice") -> str:
+    """Describe how many pairings are refused only because of the machine, by what they need."""
+    counts = Counter(
+        _describe_missing_requirement(verdict, choice.machine)
+        for verdict in choice.candidates.refused
+        if {rejection.rule for rejection in verdict.rejections} <= _MACHINE_RULES
+    )
+    return ", ".join(
+        f"{format_count(count, 'pairing')} {'needs' if count == 1 else 'need'} {need}"
+        for need, count in counts.items()
+    )
+
+
 def _describe_missing_requirement(verdict: "Verdict", machine: "Machine") -> str:
     first = verdict.rejections[0]
     return "a GPU" if machine.device == "cpu" and first.rule == "device" else first.need
@@ -96,7 +105,7 @@ def _format_segment(choice: "PairingChoice", segment: "Segment") -> tuple[object
         p for t, p in choice.selected_by_tokens.items() if segment.first <= t <= segment.last
     ]
     source = ", ".join(dict.fromkeys(s.reason.value for s in selections)) or "default"
-    tokens = f"{segment.first} to {segment.last}"
+    tokens = format_span(segment.first, segment.last)
     return tokens, pairing_name(segment.pair), times or "not measured", ratios or "-", source
 
 
@@ -115,8 +124,8 @@ def print_explanation(choice: "PairingChoice") -> None:
             ratio = "" if outcome.ratio is None else f"{outcome.ratio:.3f}"
             noise = f"{outcome.noise:.3f}" if outcome.noise else ""
             times = _format_time(outcome), ratio, noise, outcome.mode
-            rows.append((bucket.tokens, *outcome.pair, *times, mark))
-    columns = ("tokens", "prepare_finalize", "experts", "us", "x default", "noise", "timed as", "")
+            rows.append((bucket.tokens, pairing_name(outcome.pair), *times, mark))
+    columns = ("tokens", "pairing", "us", "x default", "noise", "timed as", "")
     output.print_table(columns, rows, optional=("timed as", "noise"))
     if rows:
         output.print_line(
@@ -124,13 +133,8 @@ def print_explanation(choice: "PairingChoice") -> None:
             "were timed alternately with the default"
         )
     _print_untimed(choice)
-    output.print_table(
-        ("refused", "first reason", "others"),
-        [
-            (verdict.pairing, verdict.rejections[0], len(verdict.rejections) - 1)
-            for verdict in choice.candidates.refused
-        ],
-    )
+    print_pairings(choice.candidates.refused)
+    output.print_line("For all reasons of one pairing: mk check --pf-type X --experts-type Y")
     key = ", ".join(f"{name} {value}" for name, value in choice.key_fields.items())
     output.print_line(f"cached for: {key}")
 

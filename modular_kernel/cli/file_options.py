@@ -23,8 +23,8 @@ class FileUse(Enum):
     """How a verb uses the path of an option. The value describes a valid path in messages."""
 
     READ = "a file that can be read"
-    WRITE = "a file that can be written"
-    WRITE_OR_STDOUT = "a file that can be written, or - for stdout"
+    WRITE = "a file that can be written, in an existing folder"
+    WRITE_OR_STDOUT = "a file that can be written, in an existing folder, or - for stdout"
     WRITE_FOLDER = "a folder that files can be written to"
     READ_FOLDER = "a folder"
 
@@ -156,6 +156,8 @@ def _check_can_create_file(folder: Path, path: Path | None = None) -> None:
         ancestor for ancestor in (folder.absolute(), *folder.absolute().parents) if exists(ancestor)
     )
     subject = _shorten(path or folder)
+    if path is not None:
+        _check_missing_folders(path, existing)
     if not os.access(existing, os.W_OK | os.X_OK):
         raise _UnusablePathError(f"{subject}: {existing} is read-only")
     # Checking permissions is not enough: /proc, for example, is writable but accepts no files.
@@ -166,6 +168,21 @@ def _check_can_create_file(folder: Path, path: Path | None = None) -> None:
         raise _UnusablePathError(
             f"{subject}: cannot create a file in {existing}: {error.strerror or error}"
         ) from None
+
+
+def _check_missing_folders(path: Path, existing: Path) -> None:
+    """Raise _UnusablePathError unless the folder of a file exists or is a new one in a folder.
+
+    A folder such as out/ is created. Several missing folders, or a folder in the root folder, are
+    more likely a mistake.
+
+    existing: the last existing folder of `path`.
+    """
+    folder = path.parent.absolute()
+    is_root = existing == existing.parent
+    if folder != existing and (folder.parent != existing or is_root):
+        missing = folder if is_root else folder.parent
+        raise _UnusablePathError(f"{_shorten(path)}: there is no folder {_shorten(missing)}")
 
 
 def _shorten(path: Path) -> str:

@@ -14,7 +14,7 @@ from importlib import import_module
 import click
 
 import modular_kernel
-from modular_kernel.cli.command import make_verb
+from modular_kernel.cli.command import HelpContext, make_verb
 from modular_kernel.cli.output import is_reporting_rank, print_error
 from modular_kernel.cli.output_streams import guard_streams, redirect_stdout_to_stderr
 
@@ -64,6 +64,8 @@ VERBS = {
 
 
 class _VerbGroup(click.Group):
+    context_class = HelpContext
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _DEFAULT_EXPERTS, _MAX_DEFAULT_EXPERTS = 8, 1024
 
 # Values of the fields of a Problem that neither an option nor a model sets. They describe a layer
-# that runs quickly on any machine.
+# that runs quickly on a CPU, even in Triton's interpreter.
 DEFAULTS: dict[str, object] = {
     "tokens": 16,
     "hidden": 64,
@@ -35,9 +35,11 @@ DEFAULTS: dict[str, object] = {
     "dtype": "bfloat16",
 }
 
-# Sizes of a layer that is described but not run. Every kernel accepts them: many kernels support
-# only multiples of 128, and some exchanges support only the hidden sizes of published models.
+# Sizes of a layer that is not run, or that runs on a GPU. Every kernel accepts them: many kernels
+# support only multiples of 128, and some exchanges only the hidden sizes of published models.
 DESCRIBED_DEFAULTS = DEFAULTS | {"hidden": 2048, "intermediate": 1024}
+
+_SIZES = ("hidden", "intermediate", "experts", "top_k")  # fields that describe a layer
 
 _MAX_TOKENS = (1 << 20) - 1
 TOKENS_LIST = IntegerList(_MAX_TOKENS, "1,16,128")  # the type of --tokens-list
@@ -59,6 +61,12 @@ AsJson = Annotated[
 def _size_option(help: str, name: str, defaults: Mapping[str, object] = DEFAULTS) -> Any:
     """Return an option whose help ends with the default value."""
     return option(f"{help}  [default: {defaults[name]}, or the model's]")
+
+
+def _device_size_option(help: str, name: str) -> Any:
+    """Return an option whose help ends with the default values on a GPU and on a CPU."""
+    values = f"{DESCRIBED_DEFAULTS[name]}, on a CPU {DEFAULTS[name]}"
+    return option(f"{help}  [default: {values}, or the model's]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,8 +165,8 @@ class ProblemOptions:
     lora: Annotated[
         str | None,
         option(
-            "Use L LoRA adapters of rank R: adapters=L,rank=R[,a13=shared][,outer=shared].  "
-            "[default: none]"
+            "LoRA adapters: their number and rank, such as adapters=8,rank=16. Append ,a13=shared "
+            "or ,outer=shared for shared factors.  [default: none]"
         ),
     ] = None
 
@@ -240,7 +248,7 @@ class ProblemOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DescribedProblemOptions(ProblemOptions):
-    """Options of a `Problem` that is checked or estimated, but not run."""
+    """Options of a `Problem` that is not run, or that runs only on a GPU."""
 
     hidden: Annotated[int | None, _size_option("Hidden size.", "hidden", DESCRIBED_DEFAULTS)] = None
     intermediate: Annotated[
@@ -273,6 +281,36 @@ class DescribedProblemOptions(ProblemOptions):
         if not self.has_expert_for_each_rank:
             return name
         return f"{name}; it has an expert for each of {self.world_size} ranks"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredProblemOptions(ProblemOptions):
+    """Options of a `Problem` that is timed, whose default sizes depend on the device."""
+
+    hidden: Annotated[int | None, _device_size_option("Hidden size.", "hidden")] = None
+    intermediate: Annotated[
+        int | None, _device_size_option("Intermediate size.", "intermediate")
+    ] = None
+
+    def with_default_sizes(self, device: str) -> "MeasuredProblemOptions":
+        """Return the options with the default sizes of the device, and print a default layer.
+
+        device: "cuda" or "cpu".
+        """
+        if self.model is not None:
+            return self
+        defaults = DESCRIBED_DEFAULTS if device == "cuda" else DEFAULTS
+        print_default_layer(self, defaults)
+        unset = {name for name in ("hidden", "intermediate") if getattr(self, name) is None}
+        return replace(self, **{name: defaults[name] for name in unset})  # type: ignore[arg-type]
+
+
+def print_default_layer(options: ProblemOptions, defaults: Mapping[str, object]) -> None:
+    """Print a note with the default sizes of the layer if the options set none of them."""
+    if options.model is not None or any(getattr(options, name) is not None for name in _SIZES):
+        return
+    sizes = "H{hidden}-I{intermediate}-E{experts}-K{top_k}".format(**defaults)
+    print_note(f"layer: {sizes} (default; for another: --model NAME, or --hidden N ...)")
 
 
 def split_by_scheme(

@@ -16,23 +16,15 @@ from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from modular_kernel.cli.file_options import STDOUT as STDOUT
 from modular_kernel.cli.output_streams import EXIT_OUTPUT_LOST, reserve_stdout
 from modular_kernel.cli.tables import fit_table, format_records, measure_table, wrap_line
-from modular_kernel.errors import (
-    ConfigurationError,
-    IncompatibleError,
-    InputError,
-    ModularKernelError,
-)
+from modular_kernel.errors import ConfigurationError
 from modular_kernel.settings import read_launcher
-from modular_kernel.text import escape_nonprintable, format_count
+from modular_kernel.text import escape_nonprintable
 from modular_kernel.utils import json_files
-
-if TYPE_CHECKING:
-    from modular_kernel.compatibility.support import Rejection
 
 _DEFAULT_WIDTH = 80  # characters, for a pipe, a file, and a terminal of unknown width
 _WIDE_WIDTH = 200  # characters, enough for every column of most tables
@@ -363,12 +355,6 @@ def print_interpreted_layers(names: Iterable[str]) -> None:
         print_line(f"ran in Triton's interpreter, times are meaningless: {layers}")
 
 
-def print_rejections(rejections: Sequence["Rejection"]) -> None:
-    """Print a table of the violated rules, with a row per rejection."""
-    rows = [(r.rule, " / ".join(r.parties), r.got, r.need, r.hint) for r in rejections]
-    print_table(("rule", "parties", "got", "need", "hint"), rows)
-
-
 @contextmanager
 def reserve_stdout_for_json() -> Iterator[None]:
     """Redirect stdout to stderr inside the context; only `print_document` prints on stdout."""
@@ -378,31 +364,3 @@ def reserve_stdout_for_json() -> Iterator[None]:
             yield
         finally:
             _json_documents.reset(token)
-
-
-def report_error(error: ModularKernelError, json_path: str | None) -> int:
-    """Print an error of a verb, and return the exit status.
-
-    The status is 1 for an IncompatibleError, 2 for another InputError (bad usage), and 70
-    (EXIT_SOFTWARE) for any other error, such as a rank that does not respond.
-
-    json_path: the value of --json. With "-", an InputError is also printed as JSON.
-    """
-    if isinstance(error, IncompatibleError):
-        _report_incompatible(error, json_path)
-        return 1
-    if isinstance(error, InputError) and json_path == STDOUT and is_reporting_rank():
-        values = {"what": error.what, "got": error.got, "need": error.need}
-        print_json({"error": {"type": type(error).__name__, **values}})
-    print_error(str(error))
-    return 2 if isinstance(error, InputError) else EXIT_SOFTWARE
-
-
-def _report_incompatible(error: IncompatibleError, json_path: str | None) -> None:
-    record = {"pairing": error.pairing, "ok": False, "rejections": error.rejections}
-    print_result(record, json_path, lambda: _print_refusal(error))
-
-
-def _print_refusal(error: IncompatibleError) -> None:
-    print_line(f"{error.pairing}: refused, {format_count(len(error.rejections), 'reason')}")
-    print_rejections([r for r in error.rejections if hasattr(r, "rule")])  # type: ignore[misc]

@@ -1,8 +1,10 @@
 """Wraps stdout and stderr to handle full disks, closed streams and broken pipes.
 
 If stdout cannot be written, `mk` prints an error to stderr and exits with EXIT_OUTPUT_LOST, which
-no verb uses for its result. After a broken pipe (`mk list | head -1`), it exits with the same
-status and prints no error. Notes that cannot be written to stderr are dropped.
+no verb uses for its result. A broken pipe (`mk list | head -1`) is not an error: the reader has all
+that it wants. The remaining output is dropped, and the verb ends with its own exit status, so that
+`mk check ... | grep -q valid` can be used with `set -o pipefail`. Notes that cannot be written to
+stderr are dropped.
 
 With `--json`, stdout contains only the JSON. All other output, including that of imported packages
 and of child processes, goes to stderr.
@@ -60,17 +62,25 @@ class _Stream:
 
 
 class _Stdout(_Stream):
-    """Wrapper of stdout that exits with EXIT_OUTPUT_LOST on a write error."""
+    """Wrapper of stdout that exits with EXIT_OUTPUT_LOST on a write error.
+
+    After a broken pipe, it drops the output instead.
+    """
+
+    _has_reader = True
 
     def _handle_write_error(self, error: Exception) -> None:
+        if isinstance(error, BrokenPipeError):
+            self._has_reader = False
         if self._stream is not None:
             _redirect_to_devnull(self._stream)
             self._stream = None
             reason = getattr(error, "strerror", None) or error
-            if not isinstance(error, BrokenPipeError):
+            if self._has_reader:
                 with suppress(Exception):
                     sys.stderr.write(f"error: output was lost: stdout: {reason}\n")
-        raise SystemExit(EXIT_OUTPUT_LOST)
+        if self._has_reader:
+            raise SystemExit(EXIT_OUTPUT_LOST)
 
 
 @contextmanager

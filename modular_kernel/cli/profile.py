@@ -17,8 +17,20 @@ from modular_kernel.cli import output
 from modular_kernel.cli.command import IntegerRange, option
 from modular_kernel.cli.file_options import FilePath, FileUse
 from modular_kernel.cli.machine_setup import prepare_host
-from modular_kernel.cli.options import AsJson, Prepared, ProblemOptions, make_not_prepared_error
-from modular_kernel.cli.ranks import Backend, Executor, apply_launcher, open_executor
+from modular_kernel.cli.options import (
+    AsJson,
+    MeasuredProblemOptions,
+    Prepared,
+    make_not_prepared_error,
+)
+from modular_kernel.cli.ranks import (
+    Backend,
+    Executor,
+    apply_launcher,
+    open_executor,
+    resolve_device,
+)
+from modular_kernel.cli.refusals import explain_defaults
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 
 if TYPE_CHECKING:
@@ -65,7 +77,7 @@ class ProfileOptions:
 
 def profile(
     *,
-    options: ProblemOptions,
+    options: MeasuredProblemOptions,
     profiling: ProfileOptions,
     pf_type: Annotated[
         str, option("Name of a PrepareAndFinalize (see mk list).")
@@ -93,9 +105,10 @@ def profile(
     Exits with 1 if a pairing is refused, listing every reason, and with 2 on bad usage.
     """
     options = apply_launcher(options)
-    problem = options.problem()
     calls, against = profiling.calls, profiling.against
     prepare_host()
+    device = resolve_device(options.world_size, backend)
+    problem = options.with_default_sizes(device).problem()
     experts_type = experts_type or _get_default_experts()
     from modular_kernel.measure.routing_patterns import RoutingKind
     from modular_kernel.profiling.record import ProfileJob
@@ -107,7 +120,8 @@ def profile(
     routing = RoutingKind.parse(profiling.routing)
     with open_executor(options.world_size, backend) as executor:
         for pair in pairs:
-            _check_valid(*pair, problem, executor.machine)
+            with explain_defaults(options):
+                _check_valid(*pair, problem, executor.machine)
         if profiling.prepared:
             _check_prepared([experts for _, experts in pairs], problem)
         profiling.out.mkdir(parents=True, exist_ok=True)

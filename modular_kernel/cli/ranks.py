@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from modular_kernel.cli.command import option
 from modular_kernel.cli.output import print_note
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from modular_kernel.testing.ranks.external_launcher import AnyRanks
     from modular_kernel.testing.verify.one_process import Proof
 
+OptionsT = TypeVar("OptionsT", bound="ProblemOptions")
 Backend = Annotated[
     Literal["nccl", "gloo"] | None,
     option(
@@ -150,7 +151,18 @@ def resolve_world_size(world_size: int | None) -> int:
     return launcher.world_size
 
 
-def apply_launcher(options: "ProblemOptions") -> "ProblemOptions":
+def resolve_device(world_size: int | None, backend: str | None) -> Literal["cuda", "cpu"]:
+    """Return the device on which `open_executor` runs the ranks, without starting them."""
+    import torch
+
+    ranks, gpus = resolve_world_size(world_size), torch.cuda.device_count()
+    if backend is None:
+        needed = 1 if read_launcher() is not None else ranks
+        return "cuda" if gpus >= needed else "cpu"
+    return "cuda" if backend == "nccl" else "cpu"
+
+
+def apply_launcher(options: "OptionsT") -> "OptionsT":
     """Return the options with the launcher's world size and ranks per host.
 
     Without a launcher, the options are returned unchanged.

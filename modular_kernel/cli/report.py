@@ -52,8 +52,9 @@ def report(
     packages. The page starts with a picture of the matrix and a plot of measured times. The picture
     can be filtered by scheme and number of ranks.
 
-    --write updates the files under docs/ that are generated from the same data, and --check checks
-    that they are up to date. --json prints the matrix instead of writing a page.
+    In a checkout of the repository, --write updates the files under docs/ that are generated from
+    the same data, and --check checks that they are up to date. --json prints the matrix instead of
+    writing a page.
 
     Exits with 1 if --check finds a file that is out of date, and with 2 on bad usage.
     """
@@ -63,6 +64,8 @@ def report(
     # The default folder may be missing: outside a checkout, the page has no benchmark records.
     if docs != _DEFAULT_DOCS and not docs.is_dir():
         raise ConfigurationError("--docs", got=str(docs), need="the docs folder of a checkout")
+    if write or check:
+        _check_checkout(docs, "--write" if write else "--check")
     prepare_host(quiet=True)
     from modular_kernel.catalog import load_catalog
 
@@ -76,6 +79,14 @@ def report(
             _write_docs(catalog, docs)
         if html is not None or not write:
             _write_page(catalog, docs, html or _DEFAULT_PAGE)
+
+
+def _check_checkout(docs: Path, option: str) -> None:
+    """Raise ConfigurationError unless `docs` has the records from which files are generated."""
+    if not (docs / "benchmarks").is_dir():
+        got = f"no benchmark records in {docs.absolute()}"
+        need = "a checkout of the repository as the working folder, or --docs with its docs folder"
+        raise ConfigurationError(option, got=got, need=need)
 
 
 def _print_matrix(catalog: "Catalog", json_path: str) -> None:

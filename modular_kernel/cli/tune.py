@@ -22,13 +22,16 @@ from modular_kernel.cli.machine_setup import limit_workers, prepare_host
 from modular_kernel.cli.options import (
     TOKENS_LIST,
     AsJson,
+    DescribedProblemOptions,
     ExpertsType,
     PfType,
     Prepared,
     ProblemOptions,
     parse_schemes,
+    print_default_layer,
 )
 from modular_kernel.cli.presets import SHAPES, format_model_name
+from modular_kernel.cli.refusals import explain_defaults, make_refusal
 from modular_kernel.cli.tune_output import (
     TunedLayer,
     TuneProgress,
@@ -106,7 +109,7 @@ class TuneOptions:
 
 def tune(
     *,
-    options: ProblemOptions,
+    options: DescribedProblemOptions,
     search: TuneOptions,
     pf_type: PfType = None,
     experts_type: ExpertsType = None,
@@ -143,6 +146,8 @@ def tune(
             "--device-name", got=repr(device_name), need="--explain in addition"
         )
     problems = _make_problems(options)
+    print_default_layer(options, options.defaults)
+    given_options = options
     if explain:
         options = replace(options, tokens=options.tokens or problems[0][1].tokens)
     token_counts = search.resolve_token_counts(options)
@@ -173,9 +178,10 @@ def tune(
     largest_problems = [
         (name, problem.with_tokens(max(token_counts))) for name, problem in problems
     ]
-    valid_problems = _select_valid(
-        largest_problems, machine, pf_type, experts_type, search.prepared
-    )
+    with explain_defaults(given_options):
+        valid_problems = _select_valid(
+            largest_problems, machine, pf_type, experts_type, search.prepared
+        )
     _tune_layers(valid_problems, token_counts, search, as_json)
 
 
@@ -312,9 +318,7 @@ def _find_valid_pair(
     for pair, verdict in zip(pairs, verdicts, strict=True):
         if verdict.ok:
             return TunedPair(*pair, machine, prepared)
-    reasons = [r for verdict in verdicts for r in verdict.rejections]
-    subject = verdicts[0].pairing if len(verdicts) == 1 else f"every pairing for {problem}"
-    raise IncompatibleError(subject, reasons)
+    raise make_refusal(f"every pairing for {problem}", verdicts)
 
 
 def _explain_launches(

@@ -5,11 +5,13 @@ cases of a pairing and runs them. This module groups them into jobs, one for eac
 prints the results.
 """
 
+import difflib
 import os
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -34,13 +36,21 @@ from modular_kernel.cli.ranks import (
     make_rank_case,
     open_executor,
 )
-from modular_kernel.errors import ConfigurationError, IncompatibleError
+from modular_kernel.cli.refusals import make_refusal
+from modular_kernel.errors import ConfigurationError
 from modular_kernel.text import format_count
 
 if TYPE_CHECKING:
+    from modular_kernel.compatibility.support import Verdict
     from modular_kernel.testing.cases.case import Case
     from modular_kernel.testing.cases.path_coverage import PathCombination
     from modular_kernel.testing.verify.one_process import Proof
+
+# Rules about the sizes, the dtype and the scheme of a case.
+_CASE_RULES = frozenset(
+    {"dtype", "hidden", "intermediate", "top_k", "quant", "quant_block", "packing", "blocks"}
+    | {"min_tokens", "max_experts", "addressing", "capacity", "capacity_multiple"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +126,8 @@ class VerifyOptions(EngineOptions):
 class VerifyJob:
     """The cases of one pairing.
 
-    refused: number of other cases that the compatibility rules refuse.
+    skipped: number of other cases, which the compatibility rules refuse.
+    skipped_by_rule: for each rule, the number of skipped cases that violate it.
     omitted: description of what the cases do not cover; unused if `covered_pairs` is positive.
     covered_pairs: number of pairs of axis values that occur together in some case, if the cases are
         a pairwise selection.
@@ -130,12 +141,13 @@ class VerifyJob:
     prepare_finalize: str
     experts: str
     cases: "tuple[Case, ...]"
-    refused: int
+    skipped: int
     omitted: str
     covered_pairs: int = 0
     impossible_pairs: int = 0
     reachable: "frozenset[PathCombination]" = frozenset()
     requires_all_combinations: bool = False
+    skipped_by_rule: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def coverage(self) -> str:
@@ -248,7 +260,9 @@ def verify(
     has_no_case_list = (
         single_case.one or mutation.mutate is not None or options.world_size is not None
     )
-    _check_selection(execution, experts_type, has_no_case_list=has_no_case_list)
+    if has_no_case_list and execution.workers is not None:
+        need = "no --one, --mutate or --world-size"
+        raise ConfigurationError("--workers", got=execution.workers, need=need)
     level = execution.level or ("full" if mutation.mutate else "smoke")
     if execution.torch_only:
         if options.world_size is not None:
@@ -256,6 +270,7 @@ def verify(
         check_torch_only()
     else:
         prepare_host()
+    _check_path(execution, experts_type, has_no_case_list=has_no_case_list)
     with open_executor(options.world_size, execution.backend, options.ranks_per_host) as executor:
         if mutation.mutate is not None:
             pairs = _select_pairings(executor, pf_type, experts_type, level)
@@ -271,19 +286,37 @@ def verify(
         raise Exit(1)
 
 
-def _check_selection(
+def _check_path(
     execution: VerifyOptions, experts_type: str | None, *, has_no_case_list: bool
 ) -> None:
-    """Raise ConfigurationError if --workers or --path is set but does not apply.
+    """Raise ConfigurationError if --path is set but is not a code path, or does not apply.
 
     has_no_case_list: whether there is a single case, a mutation run, or several ranks.
     """
-    if has_no_case_list and (execution.workers, execution.path) != (None, None):
-        name = "path" if execution.workers is None else "workers"
+    path = execution.path
+    if path is None:
+        return
+    from modular_kernel.catalog import load_catalog
+
+    catalog = load_catalog()
+    parts = catalog.names("experts") if experts_type is None else (experts_type,)
+    parts_by_path: dict[str, list[str]] = {}
+    for part in parts:
+        for info in catalog.experts(part).paths():
+            parts_by_path.setdefault(info.name, []).append(part)
+    if path not in parts_by_path:
+        need = f"one of {', '.join(parts_by_path)}"
+        if nearest := difflib.get_close_matches(path, parts_by_path, n=1, cutoff=0.4):
+            need += f" (did you mean {nearest[0]}?)"
+        if not parts_by_path:
+            need = f"no --path: {experts_type} has a single code path"
+        raise ConfigurationError("--path", got=path, need=need)
+    if has_no_case_list:
         need = "no --one, --mutate or --world-size"
-        raise ConfigurationError(f"--{name}", got=getattr(execution, name), need=need)
-    if execution.path is not None and experts_type is None:
-        raise ConfigurationError("--path", got=execution.path, need="--experts-type in addition")
+        raise ConfigurationError("--path", got=path, need=need)
+    if experts_type is None:
+        need = f"--experts-type {' or '.join(parts_by_path[path])} in addition"
+        raise ConfigurationError("--path", got=path, need=need)
 
 
 def _check_engine_options(
@@ -352,22 +385,22 @@ def _make_jobs(
     pf, experts: names of parts; None stands for all.
     path: only cases that enter this code path; None stands for all.
 
-    Raises IncompatibleError if both names are given and the pairing has no case.
+    Raises IncompatibleError if no pairing has a case.
     """
     from modular_kernel.catalog import load_catalog
 
     catalog = load_catalog()
     pfs = [pf] if pf is not None else catalog.names("prepare_finalize")
     all_experts = [experts] if experts is not None else catalog.names("experts")
-    jobs = []
+    jobs: list[VerifyJob] = []
+    refused_pairings: list[Verdict] = []
     for pf_name in pfs:
         for experts_name in all_experts:
             selection = executor.select_cases(pf_name, experts_name, level)
-            if pf is not None and experts is not None and not selection.cases:
-                verdict = selection.refused[0][1]
-                raise IncompatibleError(verdict.pairing, verdict.rejections)
+            verdicts = [verdict for _, verdict in selection.refused]
+            if not selection.cases and verdicts:
+                refused_pairings.append(_select_common_rejections(verdicts))
             if selection.cases:
-                refused = len(selection.refused)
                 # A RankSelection has neither field, because its cases are not selected pairwise.
                 covered_pairs = getattr(selection, "num_covered", 0)
                 impossible_pairs = len(getattr(selection, "impossible", ()))
@@ -376,14 +409,38 @@ def _make_jobs(
                 job = VerifyJob(
                     *pair,
                     selection.cases,
-                    refused,
+                    len(verdicts),
                     omitted,
                     covered_pairs,
                     impossible_pairs,
                     combinations,
+                    requires_all_combinations=level == "full",
+                    skipped_by_rule=_count_rules(verdicts),
                 )
-                jobs.append(replace(job, requires_all_combinations=level == "full"))
+                jobs.append(job)
+    if not jobs and refused_pairings:
+        subject = f"every pairing with {pf or experts}" if pf or experts else "every pairing"
+        raise make_refusal(subject, refused_pairings)
     return jobs if path is None else _select_path(jobs, path)
+
+
+def _select_common_rejections(verdicts: "Sequence[Verdict]") -> "Verdict":
+    """Return the verdict of a pairing whose cases are all refused.
+
+    It has the rejections by the rules that every case violates, without those about the sizes and
+    the dtype of a case, which the user did not choose. If there are none, it is the verdict with
+    the fewest rejections.
+    """
+    common = set.intersection(*({r.rule for r in verdict.rejections} for verdict in verdicts))
+    fewest = min(verdicts, key=lambda verdict: len(verdict.rejections))
+    rejections = tuple(r for r in fewest.rejections if r.rule in common - _CASE_RULES)
+    return replace(fewest, rejections=rejections or fewest.rejections)
+
+
+def _count_rules(verdicts: "Iterable[Verdict]") -> dict[str, int]:
+    """Return the number of verdicts in which each rule is violated."""
+    rules = (rule for v in verdicts for rule in {r.rule for r in v.rejections})
+    return dict(Counter(rules).most_common())
 
 
 def _select_path(jobs: Sequence[VerifyJob], path: str) -> list[VerifyJob]:
@@ -395,7 +452,8 @@ def _select_path(jobs: Sequence[VerifyJob], path: str) -> list[VerifyJob]:
 
     paths = sorted({combination.path for job in jobs for combination in job.reachable})
     if path not in paths:
-        need = f"one of {', '.join(paths)}" if paths else "a part with several code paths"
+        names = f"one of {', '.join(paths)}, which calls on this machine can enter"
+        need = names if paths else "a part with several code paths"
         raise ConfigurationError("--path", got=path, need=need)
     selected_jobs = []
     for job in jobs:
@@ -508,7 +566,8 @@ def _make_record(result: JobResult) -> dict[str, object]:
         "prepare_finalize": result.job.prepare_finalize,
         "experts": result.job.experts,
         "cases": len(result.proofs),
-        "refused": result.job.refused,
+        "skipped": result.job.skipped,
+        "skipped_by_rule": result.job.skipped_by_rule,
         "covers": result.job.coverage,
         "paths": {
             "reachable": len(result.job.reachable),
@@ -522,9 +581,9 @@ def _make_record(result: JobResult) -> dict[str, object]:
 
 
 def _print_text(results: Sequence[JobResult]) -> None:
-    columns = ("pairing", "cases", "failed", "unsupported", "error", "bound", "s")
+    columns = ("pairing", "cases", "failed", "skipped", "error", "bound", "s")
     rows = [_format_row(result) for result in results]
-    output.print_table(columns, rows, optional=("s", "bound", "error", "unsupported"))
+    output.print_table(columns, rows, optional=("s", "bound", "error", "skipped"))
     for result in results:
         job, missed = result.job, result.missed_combinations
         if len(job.cases) > 1 or (job.requires_all_combinations and missed):
@@ -538,7 +597,25 @@ def _print_text(results: Sequence[JobResult]) -> None:
     count = sum(len(result.proofs) for result in results)
     failed = sum(len(result.failed) for result in results)
     cases, pairings = format_count(count, "case"), format_count(len(results), "pairing")
+    if skipped := _describe_skipped([result.job for result in results]):
+        output.print_line(skipped)
     output.print_line(f"{cases} of {pairings}: {count - failed} passed, {failed} failed")
+
+
+def _describe_skipped(jobs: Sequence[VerifyJob]) -> str:
+    """Describe how many cases were skipped, and because of which rules; "" if there are none."""
+    count = sum(job.skipped for job in jobs)
+    if not count:
+        return ""
+    counts = Counter[str]()
+    for job in jobs:
+        counts.update(job.skipped_by_rule)
+    rules = ", ".join(f"{rule} {number}" for rule, number in counts.most_common())
+    subject = "the parts do not declare " + ("it" if count == 1 else "them")
+    return (
+        f"{format_count(count, 'case')} skipped: {subject} (by rule: {rules}). To run "
+        f"{'it' if count == 1 else 'them'}, declare support in `requires` of the part"
+    )
 
 
 def _format_row(result: JobResult) -> tuple[object, ...]:
@@ -548,7 +625,7 @@ def _format_row(result: JobResult) -> tuple[object, ...]:
         f"{result.job.prepare_finalize} x {result.job.experts}",
         len(result.proofs),
         len(result.failed),
-        result.job.refused,
+        result.job.skipped,
         f"{worst.error:.2e}" if worst else "",
         f"{worst.bound:.2e}" if worst else "",
         f"{sum(proof.seconds for proof in result.proofs):.1f}",

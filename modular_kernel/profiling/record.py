@@ -184,9 +184,7 @@ def record_rank(rank: int, world_size: int, group: Any, job: ProfileJob) -> Rank
 def _check_memory(problem: Problem, device: torch.device, group: Any) -> None:
     """Raise CapacityError on every rank unless the weights of every rank fit into its memory."""
     ranks = SingleProcess() if group is None else GroupRanks(group)
-    # The unquantized and the quantized weights are in memory at the same time.
-    unquantized = weight_bytes(replace(problem, quant="none"))
-    required_bytes = unquantized + weight_bytes(problem) * problem.scheme.quantized
+    required_bytes = weight_bytes(problem)
     num_sharing_ranks = count_ranks_sharing_memory(ranks, device)
     free_memory = free_bytes(device)
     rank_fits = ranks.all_gather(
@@ -194,11 +192,29 @@ def _check_memory(problem: Problem, device: torch.device, group: Any) -> None:
     )
     if not all(rank_fits):
         free_memory = min(count for count in ranks.all_gather(free_memory) if count is not None)
-        raise CapacityError(
-            f"weights of {format_count(num_sharing_ranks, 'rank')} that share memory",
-            got=format_gigabytes(required_bytes * num_sharing_ranks),
-            need=f"at most {format_gigabytes(free_memory)}, the free memory",
-        )
+        raise _make_memory_error(problem, num_sharing_ranks, free_memory)
+
+
+def _make_memory_error(problem: Problem, num_sharing_ranks: int, free_memory: int) -> CapacityError:
+    """Return the error for the weights of one layer that do not fit into the free memory.
+
+    num_sharing_ranks: number of ranks whose weights are in the same memory.
+    """
+    required_bytes = weight_bytes(problem) * num_sharing_ranks
+    unquantized_bytes = weight_bytes(replace(problem, quant="none")) * num_sharing_ranks
+    got = f"{format_gigabytes(unquantized_bytes)} in {dtype_name(problem.dtype)}"
+    if problem.scheme.quantized:
+        # The unquantized and the quantized weights are in memory at the same time.
+        quantized = format_gigabytes(required_bytes - unquantized_bytes)
+        total = format_gigabytes(required_bytes)
+        got += f" and, quantized from them, {quantized} in {problem.quant}: {total}"
+    holder = f"on each of {num_sharing_ranks} ranks" if num_sharing_ranks > 1 else "of one layer"
+    need = f"at most {format_gigabytes(free_memory)}, the free memory"
+    max_experts = int(problem.experts * free_memory / required_bytes)
+    if max_experts >= problem.top_k:
+        need += f"; {format_count(max_experts, 'expert')} would fit (--experts {max_experts})"
+    what = f"weights of {format_count(problem.e, 'expert')} {holder}"
+    return CapacityError(what, got=got, need=need)
 
 
 def _select_device(machine: Machine) -> torch.device:

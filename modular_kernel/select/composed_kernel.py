@@ -18,7 +18,7 @@ from modular_kernel.select.pairing_choice import PairingChoice
 from modular_kernel.select.selection import Pair, Segment
 from modular_kernel.spec.problem import Machine, Size
 from modular_kernel.tensors import ExpertWeights, Routing, check_weight_tensors
-from modular_kernel.text import render_notebook_html
+from modular_kernel.text import format_span, render_notebook_html
 from modular_kernel.utils.argument_checks import expect_each
 from modular_kernel.validate import count_tokens
 
@@ -58,7 +58,7 @@ class ComposedKernel:
         rows, first = [], 0
         for kernel_range in self.kernel_ranges:
             rows.append(
-                (f"{first} to {kernel_range.last}", *kernel_range.kernel.pairing.split(" x "))
+                (format_span(first, kernel_range.last), *kernel_range.kernel.pairing.split(" x "))
             )
             first = kernel_range.last + 1
         caption = f"composed, {self.problem} on {self.choice.machine}"

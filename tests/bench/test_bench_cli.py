@@ -188,7 +188,7 @@ def test_peer_with_other_operands_is_skipped(mk: Mk, tmp_path: Path) -> None:
         ("--quant fp7", "quant: got fp7"),
         ("--peer no/such/file.py", "no/such/file.py"),
         ("--inplace", "inplace of a benchmark"),
-        ("--world-size 2", "world_size of a benchmark"),
+        ("--world-size 2", "--world-size: got 2, need 1 rank"),
         ("--experts-type NoSuch", "'NoSuch', need one of"),
     ],
 )

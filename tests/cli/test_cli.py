@@ -108,7 +108,7 @@ def test_list_explains_capabilities_and_formats(mk: Mk) -> None:
 def test_interpreter_is_noted_once_on_stderr(mk: Mk) -> None:
     count = mk("list").err.count("no CUDA device here")
     assert count == (0 if torch.cuda.is_available() else 1)
-    assert mk("check", "--arch", "9.0").err == ""
+    assert mk("check", "--arch", "9.0", "--hidden", "128").err == ""
 
 
 # ----------------------------------------------------------------------------------------- check
@@ -184,7 +184,8 @@ def test_check_lists_the_valid_pairs(mk: Mk, monkeypatch: pytest.MonkeyPatch) ->
         f"{part} x {experts}"
         for line in mk(*args).out.splitlines()
         if line.startswith("valid: ")
-        for part, experts_of_part in [line.removeprefix("valid: ").split(" x ")]
+        for parts, experts_of_part in [line.removeprefix("valid: ").split(" x ")]
+        for part in parts.split(", ")
         for experts in experts_of_part.split(", ")
     }
     pairs = mk(*args, "--json").json["pairs"]

@@ -117,6 +117,31 @@ def test_folder_without_write_permission_is_bad_usage(
     assert list(read_only.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("verb", "option", "use"),
+    [case for case in FILES if case[2] in FILE_OUTPUTS],
+    ids=lambda case: str(case),
+)
+def test_file_in_missing_folders_is_bad_usage(
+    mk: Mk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, option: str, use: FileUse
+) -> None:
+    """Neither several folders nor one in the root folder are created for a file."""
+    monkeypatch.chdir(tmp_path)
+    for path, missing in (
+        ("/no-such-folder/file", "/no-such-folder"),
+        ("/no-such-folder/more/file", "/no-such-folder/more"),
+        ("a/b/file", str(tmp_path / "a")),
+        (str(tmp_path / "a" / "b" / "file"), str(tmp_path / "a")),
+    ):
+        result = mk(verb, option, path)
+        assert (result.code, result.out) == (2, "")
+        message = f"error: {option}: got {path}: there is no folder {missing}, need a file "
+        assert result.err.startswith(message)
+        assert "in an existing folder" in result.err
+    assert list(tmp_path.iterdir()) == []
+    assert not Path("/no-such-folder").exists()
+
+
 @pytest.mark.parametrize("verb", MODEL_VERBS)
 def test_model_with_an_invalid_path_is_bad_usage(mk: Mk, tmp_path: Path, verb: str) -> None:
     paths = make_unusable_paths(tmp_path, FileUse.READ)

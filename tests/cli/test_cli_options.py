@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -234,6 +235,7 @@ def test_command_of_a_case_reproduces_it(monkeypatch: pytest.MonkeyPatch) -> Non
         ("check --top-k 0", "top_k: got 0, need an int >= 1"),
         ("check --inplace --combine topk_weighted", "inplace: got combine=TOPK_WEIGHTED"),
         ("check --tokens many", "--tokens: got 'many', need an integer"),
+        ("check --world-size 16", "--experts: got 8, the default, need at least 16, one for each"),
         ("check --no-such-option", "No such option"),
         ("check --arch nine", "--arch: got 'nine', need a capability such as 9.0"),
         ("check --device tpu", "--device: got 'tpu', need cuda or cpu"),
@@ -275,6 +277,14 @@ def test_bad_usage_has_exit_code_2_and_a_reason(
         ("check TorchExperts", "Got unexpected extra argument (TorchExperts) (see mk check -h)"),
         ("check --experts-type", "Option '--experts-type' requires an argument (see mk check -h)"),
         ("--no-such-option", "No such option '--no-such-option' (see mk -h)"),
+        ("check --world 2", "'--world'. Did you mean '--world-size'? (see mk check -h)"),
+        ("exchange --ranks 2", "'--ranks'. Did you mean '--world-size'? (see mk exchange -h)"),
+        ("test --worlds 2", "'--worlds'. Did you mean '--world-size'? (see mk test -h)"),
+        ("plan --ranks-per-node 2", "Did you mean '--ranks-per-host'? (see mk plan -h)"),
+        ("test --gpus_per_node 2", "Did you mean '--ranks-per-host'? (see mk test -h)"),
+        ("check --batch_invariant", "Did you mean '--batch-invariant'? (see mk check -h)"),
+        ("exchange --ranks-per-node 2", "No such option '--ranks-per-node' (see mk exchange -h)"),
+        ("doctor --ranks 2", "No such option '--ranks' (see mk doctor -h)"),
     ],
 )
 def test_usage_errors_are_one_line(
@@ -394,3 +404,13 @@ def test_arch_is_parsed() -> None:
     ]
     with pytest.raises(ConfigurationError):
         parse_arch("9")
+
+
+@pytest.mark.parametrize("verb", main.VERBS)
+def test_help_does_not_break_lines_inside_option_names(
+    capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    text = run_mk(capsys, verb, "--help").out
+    assert re.search(r"--[a-z-]+-\n", text) is None
+    assert "\N{NON-BREAKING HYPHEN}" not in text
+    assert max(map(len, text.splitlines())) <= 80

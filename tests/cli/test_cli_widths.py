@@ -50,7 +50,7 @@ COMMANDS = {
 @pytest.fixture
 def mk(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Mk:
     """Run `mk` in an empty folder. Results whose computation takes minutes are replaced."""
-    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/benchmarks").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path / "cache"))
     # The interpreter must not be enabled, because other tests in this process may compile kernels.

@@ -43,11 +43,17 @@ def test_full_disk_is_lost_output(arguments: str) -> None:
     assert "error: output was lost: stdout: No space left on device" in result.stderr
 
 
-@pytest.mark.parametrize("arguments", [LONG_OUTPUT, SHORT_OUTPUT])
-def test_closed_pipe_is_lost_output(arguments: str) -> None:
-    result = run_in_shell(arguments, "| true")
-    check_output_lost(result)
-    assert "error" not in result.stderr  # the reader that closed the pipe needs no message
+@pytest.mark.parametrize("reader", ["true", "head -1"])
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [(LONG_OUTPUT, 0), ("list", 0), (SHORT_OUTPUT, 0), (HELP, 0), (REFUSED, 1), ("check", 0)],
+)
+def test_closed_pipe_keeps_the_exit_status(arguments: str, status: int, reader: str) -> None:
+    """A reader that has seen enough is not an error; the verb ends with its own status."""
+    result = run_in_shell(arguments, f"| {reader}")
+    assert result.returncode == status, result.stderr
+    for word in ("error", "Traceback", "Exception ignored", "Broken pipe"):
+        assert word not in result.stderr
 
 
 @pytest.mark.parametrize("arguments", [SHORT_OUTPUT, REFUSED])

@@ -309,6 +309,9 @@ def test_explain_names_the_file_and_the_reason(user_folder: Path) -> None:
 def test_explain_states_why_there_is_no_file(user_folder: Path) -> None:
     explanation = explain(MIXTRAL, 100)
     assert re.search(r"heuristic \d of \d: 25 rows per expert", explanation)
+    assert ": 1 row per expert" in explain(MIXTRAL, 4)
+    assert ": 0.25 rows per expert" in explain(MIXTRAL, 1)
+    assert ": 16,384 rows per expert" in explain(MIXTRAL, 65536)
     assert f"looked in user {user_folder}: no such folder" in explanation
     assert f"`mk tune` writes one: {NAME}" in explanation
     assert "device_name=NVIDIA_B200" in explain(MIXTRAL, 1, "NVIDIA B200")

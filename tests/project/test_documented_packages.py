@@ -10,6 +10,7 @@ from modular_kernel.catalog import collect_packages, load_catalog
 from modular_kernel.cli import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
+TRANSFORMERS_INTEGRATION = ROOT / "modular_kernel/integrations/transformers/__init__.py"
 PACKAGES = ("modular_kernel", "prepare_finalize", "experts", "topk_reduce")
 DEVELOPMENT_EXTRAS = {"test", "dev"}  # extras for development of this package
 # Distribution -> name of the imported package, if they differ.
@@ -82,6 +83,20 @@ def test_packages_of_extras_are_needed_by_a_part_or_imported(extra: str) -> None
     for requirement in read_extras()[extra]:
         name = re.split(r"[<>=;\s\[]", requirement)[0]
         assert IMPORTED_AS.get(name, name) in used_packages
+
+
+def test_minimum_of_transformers_is_the_same_everywhere() -> None:
+    """`mk demo` and the integration refuse the versions that the extra does not accept."""
+    tree = ast.parse(TRANSFORMERS_INTEGRATION.read_text(encoding="utf-8"))
+    (minimum,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_MIN_VERSION"
+    )
+    version = ".".join(map(str, minimum))
+    assert read_extras()["transformers"] == [f"transformers>={version}"]
+    page = (ROOT / "docs/installation.md").read_text(encoding="utf-8")
+    assert f"| `transformers` | transformers {version} or newer." in page
 
 
 def test_extras_named_in_docs_exist() -> None:

@@ -107,6 +107,21 @@ def test_no_docs_folder_is_bad_usage(mk: Run, tmp_path: Path) -> None:
     assert not page.exists()
 
 
+@pytest.mark.parametrize("option", ["--write", "--check"])
+def test_docs_are_not_generated_outside_a_checkout(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    option: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run_mk(capsys, "report", option)
+    assert (result.code, result.out) == (2, "")
+    got = f"error: {option}: got no benchmark records in {tmp_path / 'docs'}, need a checkout"
+    assert result.err.startswith(got)
+    assert list(tmp_path.iterdir()) == []
+
+
 # --------------------------------------------------------------------- the same on any machine
 
 

@@ -33,7 +33,7 @@ from experts.triton.paths import ALL_PATHS, BASE_PATH, external_paths
 from modular_kernel.machine import current_machine
 from modular_kernel.settings import read_settings
 from modular_kernel.spec.problem import Problem
-from modular_kernel.text import format_count
+from modular_kernel.text import format_count, format_span, pluralize
 from modular_kernel.utils.package_probes import installed_version
 
 _PACKAGED_FOLDER = Path(__file__).parent / "data"
@@ -195,8 +195,9 @@ def _describe_external_paths(
     external = external_paths()
     for path, origin in ((usable.path, usable.origin) for usable in external.usable):
         if path.name in paths:
-            bounds = f"{path.min_tokens(problem)} to {path.max_tokens(problem) or 'any'} tokens"
-            yield f"  path of another package: {path.name} from {origin}, untuned for {bounds}"
+            bounds = format_span(path.min_tokens(problem), path.max_tokens(problem) or "any")
+            tokens = f"{bounds} {pluralize('token', 1 if bounds == '1' else 0)}"
+            yield f"  path of another package: {path.name} from {origin}, untuned for {tokens}"
         elif not path.supports(problem, device):
             yield f"  path of another package: {path.name} from {origin}, not for this problem"
     for broken in external.broken:
@@ -217,12 +218,19 @@ def _make_adapter_notes(problem: Problem, device: Device) -> Iterator[str]:
         yield f"only calls without adapters take the paths {', '.join(excluded_paths)}"
 
 
+def _format_rows(rows: float) -> str:
+    """Format a mean number of rows: "1 row", "0.125 rows" or "16,384 rows"."""
+    number = f"{rows:,.0f}" if rows >= 1000 else f"{rows:.4g}"
+    return f"{number} {pluralize('row', 1 if number == '1' else 0)}"
+
+
 def _describe_source(
     source: Source, problem: Problem, tokens: int, launched_config: MoEConfig
 ) -> str:
     """Describe where the configuration of a call of `tokens` tokens comes from."""
     tuned_layer = source.step_origins[source.steps.find_step(tokens)] if source.step_origins else ""
     rows = tokens * problem.top_k / problem.experts
+    row_count = _format_rows(rows)
     if tuned_layer == "heuristics":
         return "heuristics: no tuned layer is close enough"
     if tuned_layer:
@@ -231,13 +239,13 @@ def _describe_source(
             return f"heuristics: {rows:.4g} rows per expert, and {reason}"
         if rows > MIN_COMPUTE_BOUND_ROWS and launched_config != source.steps.choose(tokens):
             reason = f"the launches of {tuned_layer} are for other numbers of rows"
-            return f"heuristics: {rows:.4g} rows per expert, and {reason}"
+            return f"heuristics: {row_count} per expert, and {reason}"
         return f"the nearest layer with a file: {tuned_layer}"
     if source.origin == FIXED:
         return FIXED
     if not source.token_counts:
         step = source.steps.find_step(tokens) + 1
-        return f"heuristic {step} of {len(source.steps.last_tokens)}: {rows:.4g} rows per expert"
+        return f"heuristic {step} of {len(source.steps.last_tokens)}: {row_count} per expert"
     nearest = nearest_count(source.token_counts, tokens)
     count_labels = ", ".join(map(str, source.token_counts))
     if len(source.token_counts) == len(source.steps.last_tokens):

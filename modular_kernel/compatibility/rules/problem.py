@@ -12,6 +12,7 @@ from modular_kernel.compatibility.support import (
 )
 from modular_kernel.quant.quantized_weights import list_indivisible_sizes, values_per_word
 from modular_kernel.spec.problem import Problem, dtype_name
+from modular_kernel.text import format_span
 
 
 def check_dtype(pairing: RuleInput) -> Violations:
@@ -32,7 +33,7 @@ def check_top_k(pairing: RuleInput) -> Violations:
         low, high = requires.top_k
         if not low <= pairing.problem.top_k <= high:
             yield Rejection(
-                "top_k", (name, "problem"), str(pairing.problem.top_k), _format_range(low, high)
+                "top_k", (name, "problem"), str(pairing.problem.top_k), format_span(low, high)
             )
 
 
@@ -131,7 +132,7 @@ def check_world_size(pairing: RuleInput) -> Violations:
     low, high = pairing.prepare_finalize.world_sizes
     world = pairing.problem.parallel.world_size
     if world < low or (high is not None and world > high):
-        need = _format_range(low, high) if high is not None else f">= {low}"
+        need = f">= {low}" if high is None else format_span(low, high)
         yield Rejection("world_size", (pairing.prepare_finalize_name, "problem"), str(world), need)
 
 
@@ -288,8 +289,3 @@ def check_lora(pairing: RuleInput) -> Violations:
     if pairing.problem.scheme.act_order:
         # The activation output has the sorted column order of w2, but adapters are not sorted.
         yield Rejection("lora", ("problem",), pairing.problem.quant, "no act_order")
-
-
-def _format_range(low: int, high: int) -> str:
-    """Return text such as "2 to 8", or "1" for a range of one number."""
-    return str(low) if low == high else f"{low} to {high}"
