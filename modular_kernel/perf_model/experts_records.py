@@ -35,7 +35,12 @@ from modular_kernel.spec.quantization import find_scheme
 from modular_kernel.utils import json_files
 
 ARCH = (9, 0)  # compute capability of the GPU in the records
-_FILES = ("h200-choice", "h200-choice-vendors", "h200-choice-schemes")  # oldest first
+_FILES = (  # oldest first
+    "h200-choice",
+    "h200-choice-vendors",
+    "h200-choice-schemes",
+    "h200-choice-gptoss",
+)
 _FOLDER = Path(__file__).parents[1] / "select" / "data"
 _SHAPES_FILE = Path(__file__).with_name("data") / "h200-layers.json"
 _MAX_BYTES = 1 << 24
