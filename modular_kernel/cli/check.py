@@ -20,7 +20,6 @@ from modular_kernel.cli.options import (
     ExpertsType,
     PfType,
     ProblemOptions,
-    print_default_layer,
     split_by_scheme,
 )
 from modular_kernel.cli.ranks import apply_launcher
@@ -69,7 +68,6 @@ def check(
     Exits with 0 if the pairing, or any of several pairings, is valid. With several schemes, this
     must hold for each scheme. Exits with 1 otherwise, and with 2 on bad usage.
     """
-    print_default_layer(options, options.defaults)
     cluster = machine_options.parse_cluster()
     layer_options = apply_cluster(apply_launcher(options), cluster)
     checkpoint = _inspect_checkpoint(layer_options)
@@ -127,7 +125,7 @@ def _print_assumptions(
 ) -> None:
     """Print the layer that is used without --model, and the packages of a described machine."""
     is_described = machine_options.is_described
-    if options.model is None and (is_described or options.has_expert_for_each_rank):
+    if options.is_default_layer or (options.model is None and is_described):
         output.print_line(f"layer: {options.describe_layer()}")
     if is_described:
         cluster = machine_options.parse_cluster()

@@ -179,13 +179,17 @@ class ProblemOptions:
         """Whether the default number of experts is the number of ranks."""
         return False
 
+    @property
+    def is_default_layer(self) -> bool:
+        """Whether no option sets a size of the layer."""
+        return self.model is None and all(getattr(self, name) is None for name in _SIZES)
+
     def describe_layer(self) -> str:
         """Return the name of the layer: its model, or that its sizes are defaults or options."""
         if self.model is not None:
             return format_model_name(self.model)
-        sizes = (self.hidden, self.intermediate, self.experts, self.top_k)
-        if all(size is None for size in sizes):
-            return "default layer, because there is no --model"
+        if self.is_default_layer:
+            return "the default (for another: --model NAME, or --hidden N ...)"
         return "layer of the given sizes, the others by default"
 
     def _make_too_few_experts_error(self, experts: int, world_size: int) -> ConfigurationError:
@@ -307,7 +311,7 @@ class MeasuredProblemOptions(ProblemOptions):
 
 def print_default_layer(options: ProblemOptions, defaults: Mapping[str, object]) -> None:
     """Print a note with the default sizes of the layer if the options set none of them."""
-    if options.model is not None or any(getattr(options, name) is not None for name in _SIZES):
+    if not options.is_default_layer:
         return
     sizes = "H{hidden}-I{intermediate}-E{experts}-K{top_k}".format(**defaults)
     print_note(f"layer: {sizes} (default; for another: --model NAME, or --hidden N ...)")

@@ -235,7 +235,7 @@ def test_command_of_a_case_reproduces_it(monkeypatch: pytest.MonkeyPatch) -> Non
         ("check --top-k 0", "top_k: got 0, need an int >= 1"),
         ("check --inplace --combine topk_weighted", "inplace: got combine=TOPK_WEIGHTED"),
         ("check --tokens many", "--tokens: got 'many', need an integer"),
-        ("check --world-size 16", "--experts: got 8, the default, need at least 16, one for each"),
+        ("compose --world-size 16", "default layer without --model: got 8 experts for 16 ranks"),
         ("check --no-such-option", "No such option"),
         ("check --arch nine", "--arch: got 'nine', need a capability such as 9.0"),
         ("check --device tpu", "--device: got 'tpu', need cuda or cpu"),

@@ -150,7 +150,7 @@ def test_placement_option_is_parsed(capsys: Capture) -> None:
         ("test --world-size 2 --placement copies", "--one in addition"),
         ("test --ranks-per-host 2", "--ranks-per-host: got 2, need --world-size N"),
         ("test --world-size 4 --ranks-per-host 3 --backend gloo", "need a divisor of the 4 ranks"),
-        ("check --world-size 3 --experts 2", "placement: experts: got 2"),
+        ("check --world-size 3 --experts 2", "--experts: got 2 experts for 3 ranks"),
     ],
 )
 def test_invalid_options_are_bad_usage(capsys: Capture, args: str, message: str) -> None:
