@@ -103,7 +103,8 @@ def exchange_metadata(
     manager, problem = layer.manager, layer.problem
     step = manager.next_step(layer.number, layer.calls + 1)
     call.peers_notified = True
-    others, adapters = _hash_other_properties(layer, call), _hash(call.same_on_ranks)
+    others = _hash_other_properties(layer, call)
+    adapters = _hash(call.same_on_ranks) if call.same_on_ranks else 0
     local_fields = _list_local_fields(layer, step, others, adapters)
     if buffer_index is not None:
         order = zlib.crc32(f"buffers {buffer_index}".encode(), manager.order)
@@ -232,7 +233,7 @@ def _list_local_fields(layer: Layer, step: int, others: int, adapters: int = 0) 
     """Return this rank's values of `_FIELDS`.
 
     others: hash of the other properties that must be equal, from `_hash_other_properties`.
-    adapters: hash of CallState.same_on_ranks.
+    adapters: hash of CallState.same_on_ranks, or 0 if it is empty.
     """
     problem_fields = [getattr(layer.problem, name) for name in _PROBLEM_FIELDS]
     call_fields = layer.number, layer.calls + 1, step, layer.manager.order
