@@ -298,6 +298,21 @@ class PrepareAndFinalize(PartDeclarations, ABC):
         """
         return True
 
+    def compares_calls(self) -> bool:
+        """Return whether ranks compare every call, with its `same_on_ranks`, before they send rows.
+
+        If True, CallState.same_on_ranks must be compared. Ranks that pass different values raise
+        CommunicationError, and remain usable.
+        """
+        return self.problem.parallel.world_size == 1  # there is nothing to compare
+
+    def sharable_group(self) -> object | None:
+        """Return the `group` with which another part of this class shares this part's connections.
+
+        The part that is created first closes the connections in `destroy`.
+        """
+        return self.group
+
     def num_dispatchers(self) -> int:
         """Return the number of ranks that may send tokens to this rank."""
         return self.problem.parallel.world_size
@@ -536,10 +551,19 @@ class CallState:
         and only increment it.
     defer_quant: whether to dispatch unquantized activations, because the experts quantize them.
     pairing: names of the kernel's parts, which must be the same on all ranks.
+    same_on_ranks: text that must also be the same on all ranks, such as the fingerprint of loaded
+        adapters (`LoRAManager.fingerprint`). It is compared if the part `compares_calls`.
     peers_notified: whether other ranks may know of the call; set by the part.
     """
 
-    __slots__ = ("defer_quant", "invalid_ids", "pairing", "peers_notified", "workspace")
+    __slots__ = (
+        "defer_quant",
+        "invalid_ids",
+        "pairing",
+        "peers_notified",
+        "same_on_ranks",
+        "workspace",
+    )
 
     def __init__(
         self,
@@ -548,9 +572,11 @@ class CallState:
         *,
         defer_quant: bool = False,
         pairing: str = "",
+        same_on_ranks: str = "",
     ) -> None:
         self.workspace = workspace
         self.invalid_ids = invalid_ids
         self.defer_quant = defer_quant
         self.pairing = pairing
+        self.same_on_ranks = same_on_ranks
         self.peers_notified = False

@@ -278,11 +278,13 @@ class Execution:
         workspace: Workspace,
         *,
         at_once: bool = False,
+        same_on_ranks: str = "",
     ) -> "Pending":
         """Start a call whose tensors have been checked.
 
         out: the tensor to write; None if the PrepareAndFinalize allocates the output.
         at_once: whether the caller finishes the call before launching anything else.
+        same_on_ranks: text that must be the same on all ranks, as in `FusedMoEModularKernel.start`.
         """
         counter = self._invalid_ids
         if counter is None:
@@ -292,6 +294,7 @@ class Execution:
             counter,
             defer_quant=self._defers_quant(x_TH.shape[0]),
             pairing=self._pairing,
+            same_on_ranks=same_on_ranks,
         )
         part = self.prepare_finalize
         try:

@@ -19,6 +19,7 @@ from modular_kernel.errors import (
     ConfigurationError,
     DeviceError,
     IncompatibleError,
+    UnsupportedError,
 )
 from modular_kernel.execution import Execution, Pending
 from modular_kernel.machine import current_machine
@@ -182,7 +183,7 @@ class FusedMoEModularKernel(Execution):
             return output
         return self._check_and_start(x_TH, weights, routing, out, at_once=True).finish()
 
-    @modes.disable_tracing_of_layer_call
+    @modes.disable_tracing
     def start(
         self,
         x_TH: torch.Tensor,
@@ -190,14 +191,24 @@ class FusedMoEModularKernel(Execution):
         routing: Routing,
         *,
         out: torch.Tensor | None = None,
+        same_on_ranks: str = "",
     ) -> "Pending":
         """Check the tensors and start the dispatch; experts and combine run in `.finish()`.
 
         With an asynchronous PrepareAndFinalize, work that the caller launches before `.finish()`
         overlaps the dispatch.
         Several calls may be in flight at once.
+
+        same_on_ranks: text that must be the same on all ranks of the call, such as
+            `LoRAManager.fingerprint`. If it differs, all ranks raise CommunicationError before they
+            send rows.
+
+        Raises UnsupportedError for a `same_on_ranks` that the PrepareAndFinalize does not compare
+        (`PrepareAndFinalize.compares_calls`), and the errors of `__call__`.
         """
-        return self._check_and_start(x_TH, weights, routing, out, at_once=False)
+        return self._check_and_start(
+            x_TH, weights, routing, out, at_once=False, same_on_ranks=same_on_ranks
+        )
 
     def _check_and_start(
         self,
@@ -207,8 +218,11 @@ class FusedMoEModularKernel(Execution):
         out: torch.Tensor | None,
         *,
         at_once: bool,
+        same_on_ranks: str = "",
     ) -> "Pending":
         try:
+            if same_on_ranks != "":
+                self._check_same_on_ranks(same_on_ranks)
             weights = self.check(x_TH, weights, routing, out)
         except Exception as error:
             self.prepare_finalize.refuse(error)
@@ -219,7 +233,22 @@ class FusedMoEModularKernel(Execution):
         output = self.output(x_TH, out)
         if self.poison:
             self.poison_output(output, workspace.fill)
-        return self.start_checked(x_TH, weights, routing, output, workspace, at_once=at_once)
+        return self.start_checked(
+            x_TH,
+            weights,
+            routing,
+            output,
+            workspace,
+            at_once=at_once,
+            same_on_ranks=same_on_ranks,
+        )
+
+    def _check_same_on_ranks(self, same_on_ranks: str) -> None:
+        expect("same_on_ranks", same_on_ranks, str)
+        part = self.prepare_finalize
+        if not part.compares_calls():
+            got = f"{type(part).__name__}, which does not compare calls between ranks"
+            raise UnsupportedError("same_on_ranks", got=got, need="a part that does")
 
     def counters(self) -> dict[str, object]:
         """Return numbers for monitoring, without synchronizing with the device.

@@ -25,6 +25,7 @@ from modular_kernel.checkpoints.safetensors_files import TensorFiles
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
 from modular_kernel.replay import modes
 from modular_kernel.spec.lora import Adapter, AdapterSpec
+from modular_kernel.spec.placement import Placement
 from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.utils.argument_checks import expect
 
@@ -60,6 +61,7 @@ def load_adapter(
     problem: Problem,
     *,
     ep: tuple[int, int] | None = None,
+    placement: Placement | None = None,
     ignored_modules: Sequence[str] = (),
 ) -> Adapter:
     """Load the LoRA factors for the experts of one layer.
@@ -67,7 +69,10 @@ def load_adapter(
     folder: folder with adapter_config.json and adapter_model.safetensors.
     layer: number of the layer, from 0.
     problem: problem of the base model, whose `lora` states which factors the experts share.
-    ep: (rank, ranks) for experts in contiguous blocks. None uses `problem.parallel`.
+    ep: (rank, ranks) of a layer without an exchange of tokens, whose problem does not contain the
+        ranks. None uses `problem.parallel`.
+    placement: experts of each rank of `ep`, such as `FusedMoE.placement`. None places contiguous
+        blocks in rank order.
     ignored_modules: names of modules, such as "self_attn", whose tensors are ignored because they
         are loaded by other parts of the model.
 
@@ -90,7 +95,7 @@ def load_adapter(
     expect("ignored_modules", ignored_modules, list | tuple)
     for module in ignored_modules:
         expect("name in ignored_modules", module, str)
-    local_experts = _find_local_experts(problem, ep)
+    local_experts = _find_local_experts(problem, ep, placement)
     path = Path(folder)
     config = read_config(path / CONFIG_FILE)
     with open_tensors(path / TENSORS_FILE) as files:
@@ -99,12 +104,18 @@ def load_adapter(
         return _assemble_adapter(source, pairs, spec, local_experts)
 
 
-def _find_local_experts(problem: Problem, ep: tuple[int, int] | None) -> list[int]:
+def _find_local_experts(
+    problem: Problem, ep: tuple[int, int] | None, placement: Placement | None
+) -> list[int]:
     """Return the global ids of this rank's experts, in the order of its weights."""
+    expect("placement", placement, Placement | None)
     parallel = problem.parallel
     if ep is not None:
         expect("ep: (rank, ranks)", ep, tuple[int, int])
-        parallel = Parallel(ep[1], "linear", ep[0])
+        parallel = Parallel(ep[1], placement or "linear", ep[0])
+    elif placement is not None:
+        need = "ep, the rank that loads; without ep, problem.parallel has the placement"
+        raise ConfigurationError("placement", got="a placement without ep", need=need)
     local_experts = list(parallel.place(problem.experts).slots[parallel.rank])
     if len(local_experts) != problem.e:
         got = f"{len(local_experts)} experts on rank {parallel.rank} of {parallel.world_size}"

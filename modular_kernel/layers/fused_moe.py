@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from modular_kernel.catalog import load_catalog, make_kernel
+from modular_kernel.catalog import check, load_catalog, make_kernel
 from modular_kernel.checkpoints.formats import format_of
 from modular_kernel.checkpoints.inspection import read_layer_config
 from modular_kernel.checkpoints.loading import (
@@ -26,7 +26,12 @@ from modular_kernel.checkpoints.loading import (
     load_experts,
     parse_quantize,
 )
-from modular_kernel.errors import ConfigurationError, ShapeError, UnsupportedError
+from modular_kernel.errors import (
+    ConfigurationError,
+    IncompatibleError,
+    ShapeError,
+    UnsupportedError,
+)
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.layers.parallel import LayerParallel, all_reduce, resolve_placement
 from modular_kernel.layers.parameters import ExpertParameters
@@ -203,7 +208,7 @@ class FusedMoE(ExpertParameters):
         make_share = partial(Share, *sizes, parallel.ep, parallel.tp, placement, *row_layout)
         loader, quant = _make_loader(quant_config, make_share, bias=bias)
         problem = Problem(
-            tokens=max_tokens or 1,
+            tokens=_resolve_tokens(max_tokens, over_ranks=spans_ranks),
             hidden=hidden_size,
             intermediate=_split_intermediate(intermediate_size, parallel.tp[1], quant).width,
             experts=num_experts,
@@ -233,11 +238,9 @@ class FusedMoE(ExpertParameters):
         # Default experts by device, used if `experts` is None.
         self._default_experts = dict[torch.device, tuple[Problem, Experts]]()
         self._kernels_by_device = dict[torch.device, tuple[object, KernelsBySize]]()
-        self._exchange_kernel = self._make_exchange_kernel(max_tokens) if spans_ranks else None
-        if self._exchange_kernel is not None:
-            self._exchange_kernel.label = prefix or (
-                "" if layer_id is None else f"layer {layer_id}"
-            )
+        self._exchange_kernel = (
+            self._make_exchange_kernel(problem, parallel.ep_group) if spans_ranks else None
+        )
         self._counts = [0, 0]  # calls and tokens
         part = load_catalog().prepare_finalize(prepare_finalize)
         self._ids_dtype = part.requires.topk_indices_dtype or torch.int32
@@ -568,23 +571,48 @@ class FusedMoE(ExpertParameters):
         """Return (output of the experts, output of the shared experts or None), newly allocated.
 
         adapters: a problem and weights with LoRA adapters, to use instead of the layer's problem
-            and weights. Only for layers whose prepare/finalize part does not span ranks.
+            and weights. Only for layers whose prepare/finalize part does not span ranks; the others
+            call `run_exchange`.
         """
         if is_compiling():
             return self._run_operator(x_TH, routing)
-        weights, kernel, shared = self.weights(), self._exchange_kernel, self.shared_experts
+        weights, shared = self.weights(), self.shared_experts
+        if self._exchange_kernel is not None:
+            return self.run_exchange(self._exchange_kernel, x_TH, weights, routing)
         if self._groups:
             self.parallel.check_process()  # before anything is launched
-        if kernel is None:
-            problem, weights = adapters or (self.problem, weights)
-            kernels = self._get_kernels(x_TH.device, problem)
-            y_TH = kernels.run(x_TH, weights, routing, self._counts)
-            return y_TH, None if shared is None else shared(x_TH)
+        problem, weights = adapters or (self.problem, weights)
+        kernels = self._get_kernels(x_TH.device, problem)
+        y_TH = kernels.run(x_TH, weights, routing, self._counts)
+        return y_TH, None if shared is None else shared(x_TH)
+
+    def run_exchange(
+        self,
+        kernel: FusedMoEModularKernel,
+        x_TH: torch.Tensor,
+        weights: ExpertWeights,
+        routing: Routing,
+        *,
+        same_on_ranks: str = "",
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run `computed` with a kernel that exchanges tokens between ranks, and with its weights.
+
+        same_on_ranks: text that ranks compare, as in `FusedMoEModularKernel.start`.
+        """
+        if self._groups:
+            self.parallel.check_process()  # before anything is launched
+        shared = self.shared_experts
         self._counts[0] += 1
         self._counts[1] += x_TH.shape[0]
         with current_device(x_TH.device):
             out = None if kernel.prepare_finalize.allocates_output else torch.empty_like(x_TH)
-            pending = kernel.start(x_TH, weights, convert_ids(kernel, routing), out=out)
+            pending = kernel.start(
+                x_TH,
+                weights,
+                convert_ids(kernel, routing),
+                out=out,
+                same_on_ranks=same_on_ranks,
+            )
             shared_TH = None
             try:
                 shared_TH = None if shared is None else shared(x_TH)
@@ -664,20 +692,41 @@ class FusedMoE(ExpertParameters):
             self._kernels_by_device[device] = entry
         return entry[1]
 
-    def _make_exchange_kernel(self, max_tokens: int | None) -> FusedMoEModularKernel:
+    def make_adapter_exchange_kernel(self, problem: Problem) -> FusedMoEModularKernel | None:
+        """Create a kernel that exchanges tokens with their adapters, and shares connections.
+
+        Returns None if the prepare/finalize part does not span ranks.
+
+        problem: the problem of the layer with adapters.
+
+        Raises UnsupportedError if the ranks do not compare every call, and IncompatibleError if a
+        part does not support adapters.
+        """
+        if self._exchange_kernel is None:
+            return None
+        part, machine = self._exchange_kernel.prepare_finalize, self._exchange_kernel.machine
+        pairing = self._select_pairing(torch.device(machine.device), problem)
+        verdict = check(*pairing, problem, machine)
+        if not verdict.ok:
+            raise IncompatibleError(verdict.pairing, verdict.rejections)
+        if not part.compares_calls():
+            got = f"{type(part).__name__}, whose ranks do not compare every call"
+            need = "a part whose ranks compare their adapters before they send rows"
+            raise UnsupportedError("prepare_finalize", got=got, need=need)
+        return self._make_exchange_kernel(problem, part.sharable_group())
+
+    def _make_exchange_kernel(
+        self, problem: Problem, group: object | None
+    ) -> FusedMoEModularKernel:
         """Create the kernel for a prepare/finalize part that spans ranks."""
-        if max_tokens is None:
-            need = "the maximum number of tokens per rank, which determines the buffer sizes"
-            raise ConfigurationError("max_tokens", got=None, need=need)
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         device = torch.device(device_type)
         machine = detect_machine("cuda" if device_type == "cuda" else "cpu")
-        return make_kernel(
-            *self._select_pairing(device),
-            self.problem,
-            group=self.parallel.ep_group,
-            machine=machine,
+        kernel = make_kernel(
+            *self._select_pairing(device, problem), problem, group=group, machine=machine
         )
+        kernel.label = self.prefix or ("" if self.layer_id is None else f"layer {self.layer_id}")
+        return kernel
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle or copy. A copy looks up its own kernels."""
@@ -716,6 +765,13 @@ def _make_loader(
 
 def _split_intermediate(intermediate: int, ranks: int, quant: str) -> IntermediateSplit:
     return split_intermediate(intermediate, ranks, Problem(1, 1, 1, 1, 1, quant=quant).scheme)
+
+
+def _resolve_tokens(max_tokens: int | None, *, over_ranks: bool) -> int:
+    if over_ranks and max_tokens is None:
+        need = "the maximum number of tokens per rank, which determines the buffer sizes"
+        raise ConfigurationError("max_tokens", got=None, need=need)
+    return max_tokens or 1
 
 
 def _spans_ranks(part: PrepareFinalize) -> bool:

@@ -9,8 +9,13 @@
 A LoRAManager has one of two modes, which compute different functions. "merged", the default, adds
 LoRA deltas to the projections inside the experts, as PEFT does. "parallel_delta" adds a
 separate branch in parallel with the experts (`modular_kernel.ops.moe_lora`).
+
+If the layer exchanges tokens between expert-parallel ranks, a token is sent with the slot of its
+adapter, and each rank has the matrices of its own experts. Before they send rows, the ranks compare
+the names and slots of their adapters in every call.
 """
 
+import hashlib
 import math
 import struct
 import threading
@@ -33,7 +38,7 @@ from modular_kernel.errors import (
 )
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.layers.adapter_pool import AdapterPool
-from modular_kernel.layers.fused_moe import FusedMoE, RoutingLike
+from modular_kernel.layers.fused_moe import ComputeExperts, FusedMoE, RoutingLike
 from modular_kernel.ops.moe_lora import MoELoRABatchInfo, run_moe_lora
 from modular_kernel.replay import modes
 from modular_kernel.spec.lora import Adapter, AdapterSpec
@@ -122,6 +127,10 @@ class LoRAManager:
 
     Threads may load, evict and prepare batches concurrently, because a lock serializes them.
 
+    If the layers exchange tokens between ranks, each rank has a manager with the matrices of the
+    rank's experts. Between the same calls, all ranks must load and evict the same adapters in the
+    same order. Otherwise, the next call raises CommunicationError on all ranks.
+
     Raises ConfigurationError for invalid arguments, and the DeviceError and CapacityError of
     `AdapterPool`.
     """
@@ -165,6 +174,7 @@ class LoRAManager:
                 layer: torch.ones(slots, dtype=torch.float32, device=device) for layer in self.pools
             }
         self._slots = dict[str, int]()
+        self._layers_by_name = dict[str, frozenset[int]]()  # layers for which a name has matrices
         self._interrupted_names = set[str]()  # names whose load or evict was interrupted
         self._lock = threading.RLock()
         forks.on_fork(self)
@@ -233,6 +243,7 @@ class LoRAManager:
         except BaseException:
             self._remove_interrupted()
             raise
+        self._layers_by_name[name] = frozenset(layers)
         self._slots[name] = slot
         self._interrupted_names.discard(name)
         return slot
@@ -246,6 +257,7 @@ class LoRAManager:
                 pool.check_change(name)
             self._interrupted_names.add(name)
             del self._slots[name]
+            self._layers_by_name.pop(name, None)
             self._remove_interrupted()
 
     def _remove_interrupted(self) -> None:
@@ -287,6 +299,21 @@ class LoRAManager:
                 need = f"slot {slot}; load and evict only through LoRAManager"
                 raise StateError(f"adapter {name!r}: pool of layer {layer_id}", got=got, need=need)
         return slots
+
+    def fingerprint(self, layer_id: int) -> str:
+        """Return text that two managers share if they have the same adapters in the same slots.
+
+        It depends on the names and slots of the adapters in the layer's pool, and on which of them
+        were loaded with matrices for the layer. It does not depend on the matrices, which differ
+        between ranks.
+        """
+        pool = self._get_pool(layer_id)
+        with self._lock:
+            adapters = [
+                (name, slot, layer_id in self._layers_by_name.get(name, ()))
+                for name, slot in sorted(pool.slots.items())
+            ]
+        return hashlib.sha256(repr(adapters).encode()).hexdigest()[:16]
 
     def backend(self, layer_id: int) -> "LoRABackend":
         """Return the buffers of a layer for mode "parallel_delta"."""
@@ -386,13 +413,22 @@ class LoRABackend:
 class FusedMoEWithLoRA(nn.Module):
     """A FusedMoE whose tokens may have adapters. A call without adapters runs the base layer.
 
-    base_layer: a layer whose layer_id is in manager.pools, whose problem equals the manager's
-        problem except for lora and tokens, and whose prepare/finalize part does not span ranks.
+    base_layer: a layer whose layer_id is in manager.pools, and whose problem equals the manager's
+        problem except for lora and tokens.
     manager: the manager of the layer's adapters.
 
     If experts are sharded, the adapters' contribution is part of this rank's partial sum. In mode
     "parallel_delta", the branch is weighted by the routing and by routed_scaling_factor, like the
     experts' output.
+
+    If base_layer exchanges tokens between ranks, the FusedMoEWithLoRA has a kernel of its own that
+    shares the connections of the base layer. All ranks must create it in the same order. A call
+    exchanges adapter slots even if this rank's tokens have no adapters, because those of other
+    ranks may have some. All ranks must therefore call either this layer or the base layer.
+
+    Raises ConfigurationError if the layer does not match the manager. For a layer that exchanges
+    tokens, raises UnsupportedError in mode "parallel_delta" or if the ranks of its prepare/finalize
+    part do not compare every call, and IncompatibleError if a part does not support adapters.
     """
 
     def __init__(self, base_layer: FusedMoE, manager: LoRAManager) -> None:
@@ -402,9 +438,6 @@ class FusedMoEWithLoRA(nn.Module):
         if base_layer.layer_id is None or base_layer.layer_id not in manager.pools:
             need = f"a layer of the manager: {sorted(manager.pools)[:8]}"
             raise ConfigurationError("layer_id", got=base_layer.layer_id, need=need)
-        if base_layer.problem.parallel.world_size > 1:
-            got, need = "a part that exchanges tokens between ranks", "world_size 1"
-            raise UnsupportedError("prepare_finalize", got=got, need=need)
         spec = manager.problem.adapters
         problem = replace(base_layer.problem, lora=str(spec))
         if problem.with_tokens(1) != manager.problem.with_tokens(1):
@@ -412,28 +445,35 @@ class FusedMoEWithLoRA(nn.Module):
             raise ConfigurationError("problem of the layer", got=str(problem), need=need)
         self.base_layer, self.layer_id = base_layer, base_layer.layer_id
         self._manager, self._problem = manager, problem
+        if manager.mode == "parallel_delta" and problem.parallel.world_size > 1:
+            got = "parallel_delta, whose branch is computed on the rank of a token"
+            need = "merged, because the layer sends tokens to the ranks of their experts"
+            raise UnsupportedError("mode", got=got, need=need)
+        self._exchange_kernel = base_layer.make_adapter_exchange_kernel(problem)
 
     def forward(
         self,
         hidden_states: torch.Tensor,
         routing: RoutingLike = None,
         *,
-        moe_lora_info: MoELoRABatchInfo | None = None,
+        moe_lora_info: MoELoRABatchInfo | ForwardBatch | None = None,
         token_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the layer's output, including the contribution of the adapters.
 
-        moe_lora_info: result of the manager's `prepare_moe_lora_batch`, or None for no adapters.
-            Its seg_indptr indexes the tokens of hidden_states.view(-1, H).
+        moe_lora_info: a ForwardBatch, or the result of the manager's `prepare_moe_lora_batch`, or
+            None for no adapters. Its seg_indptr indexes the tokens of hidden_states.view(-1, H).
+
+        If the layer exchanges tokens, and moe_lora_info is invalid on one rank, that rank raises
+        the error, and the other ranks raise CommunicationError. This includes a ForwardBatch with
+        the name of an adapter that is not loaded. The layer remains usable.
 
         `FusedMoE.forward` and `modular_kernel.ops.moe_lora.run_moe_lora` describe the other
         arguments and the errors.
         """
-        base = self.base_layer
-        expect("moe_lora_info", moe_lora_info, MoELoRABatchInfo | None)
-        if moe_lora_info is None:
+        base, kernel = self.base_layer, self._exchange_kernel
+        if moe_lora_info is None and kernel is None:
             return base(hidden_states, routing, token_ids=token_ids)  # type: ignore[no-any-return]
-        run = self._run_merged if self._manager.mode == "merged" else self._run_parallel_delta
         if is_compiling():
             return modes.run_with_graph_break(
                 self.forward,
@@ -443,9 +483,15 @@ class FusedMoEWithLoRA(nn.Module):
                 moe_lora_info=moe_lora_info,
                 token_ids=token_ids,
             )
-        return base.forward_with(
-            partial(run, moe_lora_info), hidden_states, routing, token_ids=token_ids
-        )
+        run_experts: ComputeExperts
+        if kernel is not None:
+            run_experts = partial(self._run_exchange, kernel, moe_lora_info)
+        elif (info := self._resolve_batch(moe_lora_info)) is not None:
+            run = self._run_merged if self._manager.mode == "merged" else self._run_parallel_delta
+            run_experts = partial(run, info)
+        else:  # no sequence of the batch has an adapter
+            run_experts = base.computed
+        return base.forward_with(run_experts, hidden_states, routing, token_ids=token_ids)
 
     def counters(self) -> dict[str, object]:
         """Return the counters of the base layer, and the number of loaded adapters."""
@@ -453,8 +499,50 @@ class FusedMoEWithLoRA(nn.Module):
         return {**self.base_layer.counters(), "adapters": len(loaded)}
 
     def kernels(self) -> list[FusedMoEModularKernel]:
-        """Return the kernels of the base layer."""
-        return self.base_layer.kernels()
+        """Return the kernels of the base layer, and the kernel that sends adapter slots, if any."""
+        kernels = self.base_layer.kernels()
+        return kernels if self._exchange_kernel is None else [*kernels, self._exchange_kernel]
+
+    def destroy(self) -> None:
+        """Release the resources of a prepare/finalize part that spans ranks.
+
+        Every rank must call this method. This layer and the base layer cannot be called afterwards.
+        """
+        if self._exchange_kernel is not None:
+            self._exchange_kernel.prepare_finalize.destroy()
+        self.base_layer.destroy()
+
+    def _resolve_batch(
+        self, batch: MoELoRABatchInfo | ForwardBatch | None
+    ) -> MoELoRABatchInfo | None:
+        expect("moe_lora_info", batch, MoELoRABatchInfo | ForwardBatch | None)
+        if isinstance(batch, ForwardBatch):
+            return self._manager.prepare_moe_lora_batch(batch, self.layer_id)
+        return batch
+
+    def _run_exchange(
+        self,
+        kernel: FusedMoEModularKernel,
+        batch: MoELoRABatchInfo | ForwardBatch | None,
+        x_TH: torch.Tensor,
+        routing: Routing,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Send the tokens with the slots of their adapters to the ranks of their experts."""
+        base, part = self.base_layer, kernel.prepare_finalize
+        try:
+            info = self._resolve_batch(batch)
+            slots_T: torch.Tensor | Literal["none"] = "none"
+            if info is not None:
+                slots_T = info.slots_of(len(x_TH))
+            weights = self._manager.weights(self.layer_id, base.weights())
+            same_on_ranks = self._manager.fingerprint(self.layer_id)
+        except Exception as error:  # the other ranks wait for this rank
+            part.refuse(error)
+            raise
+        if part.requires.replicated_input:  # the ranks have the same tokens, with their adapters
+            same_on_ranks += f", {'no adapters' if info is None else 'adapters'}"
+        routing = replace(routing, adapters_T=slots_T)
+        return base.run_exchange(kernel, x_TH, weights, routing, same_on_ranks=same_on_ranks)
 
     def _run_merged(
         self, info: MoELoRABatchInfo, x_TH: torch.Tensor, routing: Routing

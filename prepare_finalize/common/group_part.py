@@ -141,6 +141,9 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
     def check_machine(self, machine: Machine) -> None:
         self.manager.check_device(machine.device)
 
+    def sharable_group(self) -> M:
+        return self.manager
+
     def destroy(self) -> None:
         """Close the manager if this part created it; the part cannot be used afterwards."""
         if self._owns_manager:
@@ -299,6 +302,9 @@ class HandshakePart(GroupPart[TorchGroup]):
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         super().__init__(problem, group)
         self.layer = Layer(self.manager, problem, self.manager.next_layer())
+
+    def compares_calls(self) -> bool:
+        return not self.layer.uses_device_handshake  # which compares only the first call in full
 
     def refuse(self, error: Exception) -> None:
         refuse(self.layer, error)

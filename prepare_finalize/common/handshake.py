@@ -26,8 +26,9 @@ from prepare_finalize.common.torch_group import TorchGroup
 _PROBLEM_FIELDS = ("tokens", "hidden", "experts", "top_k")
 # Values that must be equal on all ranks: fields of the problem; the number of the layer ("layer"),
 # of the call among the layer's calls ("call"), and of the call among the manager's calls ("step");
-# a hash of the sequence of earlier exchanges ("order"), and of all other properties ("others").
-_FIELDS = (*_PROBLEM_FIELDS, "layer", "call", "step", "order", "others")
+# a hash of the sequence of earlier exchanges ("order"), of CallState.same_on_ranks ("adapters"),
+# and of all other properties ("others").
+_FIELDS = (*_PROBLEM_FIELDS, "layer", "call", "step", "order", "adapters", "others")
 # Errors with which a rank may refuse a call. The index is sent; 0 means any other error.
 _REFUSALS = (
     "an error",
@@ -36,6 +37,7 @@ _REFUSALS = (
 )
 FIELD_MESSAGES = {
     "order": "a different order of earlier exchanges",
+    "adapters": "other loaded adapters, other slots of them, or adapters on some ranks only",
     "others": "another dtype, scheme, placement, activation, pairing or adapters",
 }
 
@@ -101,7 +103,9 @@ def exchange_metadata(
     manager, problem = layer.manager, layer.problem
     step = manager.next_step(layer.number, layer.calls + 1)
     call.peers_notified = True
-    local_fields = _list_local_fields(layer, step, _hash_other_properties(layer, call))
+    others = _hash_other_properties(layer, call)
+    adapters = _hash(call.same_on_ranks) if call.same_on_ranks else 0
+    local_fields = _list_local_fields(layer, step, others, adapters)
     if buffer_index is not None:
         order = zlib.crc32(f"buffers {buffer_index}".encode(), manager.order)
         local_fields[_FIELDS.index("order")] = order
@@ -225,13 +229,15 @@ def check_max_received(layer: Layer, metadata: CallMetadata, received_W: Sequenc
         raise layer.manager.make_metadata_error(got, need, step=metadata.step, peers=peers)
 
 
-def _list_local_fields(layer: Layer, step: int, others: int) -> list[int]:
+def _list_local_fields(layer: Layer, step: int, others: int, adapters: int = 0) -> list[int]:
     """Return this rank's values of `_FIELDS`.
 
     others: hash of the other properties that must be equal, from `_hash_other_properties`.
+    adapters: hash of CallState.same_on_ranks, or 0 if it is empty.
     """
     problem_fields = [getattr(layer.problem, name) for name in _PROBLEM_FIELDS]
-    return [*problem_fields, layer.number, layer.calls + 1, step, layer.manager.order, others]
+    call_fields = layer.number, layer.calls + 1, step, layer.manager.order
+    return [*problem_fields, *call_fields, adapters, others]
 
 
 def _raise_if_refused(
@@ -301,5 +307,9 @@ def _hash_other_properties(layer: Layer, call: CallState) -> int:
         call.defer_quant,
         call.pairing,
     )
-    digest = hashlib.sha256(repr(properties).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+    return _hash(repr(properties))
+
+
+def _hash(text: str) -> int:
+    """Return a hash of 63 bits, the same in every process."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 import modular_kernel as mk
 from modular_kernel.checkpoints.peft import load_adapter
 from modular_kernel.errors import ConfigurationError, WeightsError
+from modular_kernel.spec.placement import Placement
 
 DELTAS = load_file(GOLDEN / "deltas.safetensors")
 GPT_OSS = replace(PROBLEM, activation="swiglu_oai:alpha=1.702,limit=7.0,interleaved=true")
@@ -89,6 +90,32 @@ def test_ep_ranks_load_their_experts(kind: str) -> None:
             assert torch.equal(got_product, want_product[2:])
     with pytest.raises(ConfigurationError, match="ep: got 4 experts on rank 0 of 1, need 2"):
         load_adapter(GOLDEN / kind, 1, partial_problem)
+
+
+@pytest.mark.parametrize("kind", ["fused", "modules"])
+@pytest.mark.parametrize(
+    "placement",
+    [Placement.round_robin(E, 2), Placement(((3, 0), (2, 1, 0)))],
+    ids=["round robin", "copies"],
+)
+def test_ep_ranks_load_their_experts_by_placement(kind: str, placement: Placement) -> None:
+    all_experts = load_adapter(GOLDEN / kind, 1, PROBLEM)
+    for rank, experts in enumerate(placement.slots):
+        rank_problem = replace(PROBLEM, parallel=mk.Parallel(2, placement, rank))
+        partial_problem = replace(PROBLEM, local_experts=len(experts), expert_map=True)
+        for adapter in (
+            load_adapter(GOLDEN / kind, 1, rank_problem),
+            load_adapter(GOLDEN / kind, 1, partial_problem, ep=(rank, 2), placement=placement),
+        ):
+            for got_product, want_product in zip(
+                products(adapter, rank_problem), products(all_experts, PROBLEM), strict=True
+            ):
+                assert torch.equal(got_product, want_product[list(experts)])
+
+
+def test_a_placement_requires_the_rank() -> None:
+    with pytest.raises(ConfigurationError, match="placement: got a placement without ep"):
+        load_adapter(GOLDEN / "fused", 1, PROBLEM, placement=Placement.linear(E, 2))
 
 
 def test_equal_factors_are_shared_if_the_problem_shares_them(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from lora_layers import (
 )
 
 from modular_kernel import ExpertWeights, Routing, reference
-from modular_kernel.errors import ConfigurationError, ShapeError, StateError, UnsupportedError
+from modular_kernel.errors import ConfigurationError, ShapeError, StateError
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.layers.lora import (
     ForwardBatch,
@@ -44,6 +44,7 @@ def test_layer_without_adapters_equals_the_base_layer(mode: str, num_a13: int) -
     assert no_info is None
     info = manager.prepare_moe_lora_batch(BATCH, 3)
     got = adapted(x, logits, moe_lora_info=info)
+    assert torch.equal(adapted(x, logits, moe_lora_info=BATCH), got)
     assert torch.equal(got[4:9], expected[4:9])
     assert bool((got != expected).any(1)[[0, 1, 2, 3, 9, 10, 11]].all())
 
@@ -179,17 +180,8 @@ def test_invalid_arguments_are_refused() -> None:
         FusedMoEWithLoRA(other_layer, manager)
     with pytest.raises(ConfigurationError, match="moe_lora_info: got"):
         FusedMoEWithLoRA(layer, manager)(*make_call(), moe_lora_info=Routing)  # type: ignore[arg-type]
-
-
-def test_parts_over_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = make_base_layer()
-    manager = LoRAManager(layer.problem, "adapters=2,rank=5", [3])
-    over_two_ranks = replace(layer.problem.parallel, world_size=2)
-    monkeypatch.setattr(layer, "problem", replace(layer.problem, parallel=over_two_ranks))
-    with pytest.raises(
-        UnsupportedError, match="prepare_finalize: got a part that exchanges tokens"
-    ):
-        FusedMoEWithLoRA(layer, manager)
+    with pytest.raises(StateError, match="adapter 'b': got not loaded"):
+        FusedMoEWithLoRA(layer, manager)(*make_call(), moe_lora_info=BATCH)
 
 
 def test_a_backend_requires_a_pool() -> None:

@@ -82,6 +82,33 @@ def test_a_pool_changed_without_the_manager_is_detected() -> None:
     manager.prepare_moe_lora_batch(batch, 3)
 
 
+def test_fingerprints_identify_adapters_and_their_slots() -> None:
+    def make_manager(*loads: tuple[str, int]) -> LoRAManager:
+        manager = LoRAManager(make_base_layer().problem, "adapters=3,rank=5", [3, 5])
+        for seed, (name, layer) in enumerate(loads):
+            manager.load(name, {layer: MoELoRALayer(make_adapter(3, seed, num_a13=2))})
+        return manager
+
+    manager = make_manager(("a", 3), ("b", 3))
+    fingerprint = manager.fingerprint(3)
+    same = make_manager(("x", 3), ("b", 3))
+    assert same.fingerprint(3) != fingerprint
+    same.evict("x")
+    assert same.fingerprint(3) != fingerprint
+    same.load("a", {3: MoELoRALayer(make_adapter(4, 9, num_a13=2))})  # other matrices
+    assert same.fingerprint(3) == fingerprint
+    for loads in (
+        (), (("a", 3),), (("b", 3), ("a", 3)), (("a", 3), ("c", 3)), (("a", 3), ("b", 5)),
+    ):  # fmt: skip
+        assert make_manager(*loads).fingerprint(3) != fingerprint
+    changed = make_manager(("a", 3), ("b", 3))
+    changed.pools[3].evict("b")  # without the manager
+    assert changed.fingerprint(3) != fingerprint
+    assert changed.fingerprint(5) == manager.fingerprint(5)
+    with pytest.raises(ConfigurationError, match="layer: got 4"):
+        manager.fingerprint(4)
+
+
 @pytest.mark.parametrize("layers", [3, [], [3, 3], "ab", [3, "4"], [True]])
 def test_layers_must_be_distinct_numbers(layers: Any) -> None:
     with pytest.raises(ConfigurationError, match="layer"):

@@ -176,12 +176,19 @@ class MutatedKernel(FusedMoEModularKernel):
         workspace: Workspace,
         *,
         at_once: bool = False,
+        same_on_ranks: str = "",
     ) -> Pending:
         assert out is not None  # wrapped parts do not allocate the output
         original = CallArguments(x_TH, weights, routing, self.problem, self.defect_state)
         args = self.mutant.arguments(original) if self.mutant.arguments else original
         pending = super().start_checked(
-            args.x_TH, args.weights, args.routing, out, workspace, at_once=at_once
+            args.x_TH,
+            args.weights,
+            args.routing,
+            out,
+            workspace,
+            at_once=at_once,
+            same_on_ranks=same_on_ranks,
         )
         specs = self.workspace_specs(x_TH.shape[0])
         started = StartedCall(original, out, out.clone(), workspace, specs)

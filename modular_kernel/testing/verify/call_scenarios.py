@@ -1,7 +1,7 @@
 """Checks of correct and incorrect calls that every rank makes in the same way.
 
-They pass tensors on an unsupported device, dispatch with `prepare`, start more calls than fit in
-shared memory, and count the (token, expert) pairs that each copy of an expert computes. The fault
+They pass tensors on an unsupported device, dispatch with `prepare`, pass texts that ranks compare,
+start more calls than fit in shared memory, and count the (token, expert) pairs that each copy of an expert computes. The fault
 scenario "misunderstood" of `problem_scenarios` runs them.
 """
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from modular_kernel.contracts import CallState, Receiver
+from modular_kernel.errors import CommunicationError, UnsupportedError
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.replay.recording import record_launches
 from modular_kernel.spec.placement import Placement
@@ -65,6 +66,25 @@ def check_synchronous_prepare(
     # A kernel that calls `prepare` itself did not call the replacement, which is then still there.
     vars(part).pop("prepare_no_receive", None)
     return outcome
+
+
+def check_same_on_ranks(context: ScenarioContext, kernel: FusedMoEModularKernel) -> Outcomes:
+    """Start calls whose `same_on_ranks` differs on rank 1, and calls in which it is the same.
+
+    If the part compares calls, every rank must raise CommunicationError for the first call, and the
+    later calls must be correct. Otherwise, the kernel must refuse both calls.
+    """
+    inputs, compares = context.sample.inputs, kernel.prepare_finalize.compares_calls()
+    for text, error in (("b" if context.is_faulty_rank else "a", "CommunicationError"), ("a", "")):
+        try:
+            pending = kernel.start(
+                context.sample.x_TH(), inputs.weights, inputs.routing, same_on_ranks=text
+            )
+            outcome = context.compare(pending.finish())
+        except (CommunicationError, UnsupportedError) as refusal:
+            outcome = type(refusal).__name__
+        yield outcome, (error or CORRECT) if compares else "UnsupportedError"
+    yield context.make_correct_call(kernel)
 
 
 def move_routing(device: torch.device, routing: Routing) -> Routing:

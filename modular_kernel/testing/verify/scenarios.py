@@ -29,6 +29,7 @@ from modular_kernel.testing.verify.call_scenarios import (
     check_in_flight_limit,
     check_meta_tokens_rejected,
     check_nearest_copies,
+    check_same_on_ranks,
     check_synchronous_prepare,
     move_routing,
 )
@@ -211,6 +212,7 @@ def _use_explicit_manager(context: ScenarioContext, kernel: FusedMoEModularKerne
     yield str(len(manager.last_calls.json_lines().splitlines())), "3"
     yield check_meta_tokens_rejected(context, kernel_on_manager)
     yield check_synchronous_prepare(context, kernel_on_manager)
+    yield from check_same_on_ranks(context, kernel_on_manager)
     yield from check_in_flight_limit(context, kernel_on_manager)
     yield from check_nearest_copies(context, manager)
     yield from check_max_received(context, manager)
