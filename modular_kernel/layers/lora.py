@@ -49,6 +49,11 @@ from modular_kernel.utils.argument_checks import expect, expect_each
 from modular_kernel.utils.tensor_checks import check_tensor, check_tensors
 
 Mode = Literal["merged", "parallel_delta"]
+# Reason for which torch.compile does not trace a call.
+_NOT_TRACED = (
+    "a FusedMoEWithLoRA call with adapters, or with an exchange of tokens, is not traced: the "
+    "graph breaks at the call"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -477,7 +482,7 @@ class FusedMoEWithLoRA(nn.Module):
         if is_compiling():
             return modes.run_with_graph_break(
                 self.forward,
-                "a FusedMoEWithLoRA call with adapters is not traced: the graph breaks at the call",
+                _NOT_TRACED,
                 hidden_states,
                 routing,
                 moe_lora_info=moe_lora_info,

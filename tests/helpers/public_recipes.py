@@ -104,6 +104,7 @@ EXEMPT: Mapping[str, str] = {
     "modular_kernel.execution.Execution.start_checked": _STEP,
     "modular_kernel.execution.Pending.finish": "finishes a call that `start` has checked",
     "modular_kernel.layers.fused_moe.FusedMoE.computed": _STEP,
+    "modular_kernel.layers.fused_moe.FusedMoE.run_exchange": _STEP,
     "modular_kernel.layers.fused_moe.FusedMoE.forward_with": "`forward`, which calls it, is tested",
     "modular_kernel.layers.parameters.ExpertParameters.keep_prepared": _UNREAD,
     "modular_kernel.layers.parallel.all_reduce": "a collective on a tensor that the layer made",

@@ -330,6 +330,28 @@ def test_slots_out_of_range_select_no_adapter(rank_pool: Pool, part: str) -> Non
     assert all(rank_pool(2).run(run_with_unused_slots, part))
 
 
+def compare_compiled_calls(rank: int, world: int, group: Any) -> bool:
+    """Return whether compiled calls with and without adapters equal eager calls."""
+    layer = make_layer(rank, group, ALL2ALL)
+    manager = LoRAManager(layer.problem, LORA, [3])
+    adapted = FusedMoEWithLoRA(layer, manager)
+    load(manager, "a", layer.placement.slots[rank])
+    torch.compiler.reset()
+    compiled = torch.compile(adapted, backend="eager")
+    is_equal = True
+    with prefer_torch_reference(), torch.no_grad():
+        for batch in (None, make_batch("a" * TOKENS)):
+            got = compiled(*make_inputs(), moe_lora_info=batch)
+            is_equal &= torch.equal(got, adapted(*make_inputs(), moe_lora_info=batch))
+    torch.compiler.reset()
+    adapted.destroy()
+    return is_equal
+
+
+def test_compiled_calls_equal_eager_calls(rank_pool: Pool) -> None:
+    assert all(rank_pool(2).run(compare_compiled_calls))
+
+
 def collect_refusals(rank: int, world: int, group: Any) -> list[str]:
     messages = []
     for part, options, mode, lora in (

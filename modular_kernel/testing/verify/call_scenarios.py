@@ -1,8 +1,8 @@
 """Checks of correct and incorrect calls that every rank makes in the same way.
 
 They pass tensors on an unsupported device, dispatch with `prepare`, pass texts that ranks compare,
-start more calls than fit in shared memory, and count the (token, expert) pairs that each copy of an expert computes. The fault
-scenario "misunderstood" of `problem_scenarios` runs them.
+start more calls than fit in shared memory, and count the (token, expert) pairs that each copy of an
+expert computes. The fault scenario "misunderstood" of `problem_scenarios` runs them.
 """
 
 import time
