@@ -15,7 +15,7 @@ from modular_kernel.bench.interleaved import Comparison
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli import bench as bench_cli
 from modular_kernel.cli.bench_model import ModelOptions
-from modular_kernel.cli.options import ProblemOptions
+from modular_kernel.cli.options import MeasuredProblemOptions
 from modular_kernel.errors import ConfigurationError, UnsupportedError
 from modular_kernel.measure import records as status
 from modular_kernel.measure.cases import LayerCase
@@ -138,7 +138,7 @@ def test_missing_activation_is_refused() -> None:
 
 def run_command(tmp_path: Path, **method_options: Any) -> Path:
     """Run the command with the toy engine; return the path of its record."""
-    options = ProblemOptions(hidden=64, intermediate=32, experts=4, top_k=2)
+    options = MeasuredProblemOptions(hidden=64, intermediate=32, experts=4, top_k=2)
     record = tmp_path / "record.json"
     bench_cli.bench(
         options=options,
