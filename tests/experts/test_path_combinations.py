@@ -77,7 +77,9 @@ def test_cases_of_one_path_are_selected(machine: Machine) -> None:
         [replace(job, cases=(many,), requires_all_combinations=True)], "gemv"
     )
     assert not JobResult(selected, ()).ok
-    with pytest.raises(ConfigurationError, match="got gemm, need one of aligned, gemv, which calls"):
+    with pytest.raises(
+        ConfigurationError, match="got gemm, need one of aligned, gemv, which calls"
+    ):
         _select_path([job], "gemm")
     with pytest.raises(ConfigurationError, match="need a part with several code paths"):
         _select_path([replace(job, reachable=frozenset())], "gemv")

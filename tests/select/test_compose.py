@@ -458,7 +458,7 @@ def test_verb_selects_explains_and_reuses(
     assert "2 token counts: 2 timed (" in out
     assert re.search(r"not measured: \d+ pairings need a GPU", out)
     assert "  device: TritonExperts, GroupedGemmExperts\n" in out
-    lines = [line.split() for line in out.splitlines()]
+    explanation = out
     assert "8 tokens: " in err
     code, out, _ = run_compose(capsys, *SMALL, "--json")
     record = json.loads(out)
@@ -468,13 +468,12 @@ def test_verb_selects_explains_and_reuses(
     assert [o["pair"] for o in record["buckets"][0]["outcomes"]] == [list(TORCH), list(NAIVE)]
     assert record["summary"] == "2 token counts: 2 from the cache"
     assert max(len(verdict["rejections"]) for verdict in record["refused"]) > 1
-    # Each line has the first reason and the number of other reasons.
+    # Refused pairings are grouped by the rules that they violate.
     for verdict in record["refused"]:
-        pairing = [verdict["prepare_finalize"], "x", verdict["experts"]]
-        (line,) = (cells for cells in lines if cells[:3] == pairing)
-        assert line[3] == f"[{verdict['rejections'][0]['rule']}]"
-        assert line[-1] == str(len(verdict["rejections"]) - 1)
-    assert len(lines) < len(record["refused"]) + 30
+        assert verdict["prepare_finalize"] in explanation
+        assert verdict["experts"] in explanation
+        assert all(rejection["rule"] in explanation for rejection in verdict["rejections"])
+    assert len(explanation.splitlines()) < len(record["refused"])
 
 
 @pytest.mark.parametrize("quiet", [False, True])
